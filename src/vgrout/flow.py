@@ -1,0 +1,56 @@
+"""The nouns that hold tensors."""
+
+from dataclasses import dataclass, field
+
+from jaxtyping import Float
+from torch import Tensor
+
+# module name → one gradient row per rollout; the dict's order is the model's order
+RolloutGrads = dict[str, Float[Tensor, "G r"]]
+ModuleGrads = dict[str, Float[Tensor, " r"]]
+Directions = dict[str, Float[Tensor, "k r"]]  # orthonormal rows, oriented hack-ward; k = 1 for v_grad
+
+
+@dataclass(frozen=True, slots=True)
+class ArmDiag:
+    """What an arm saw this step. None: this arm does not measure it."""
+
+    cos_pre: float | None = None  # mean over modules of ‖relu(Vg)‖ / ‖g‖
+    cos_pre_s: float | None = None  # … of the student rows' g alone
+    cos_pre_t: float | None = None
+    cos_post: float | None = None  # … of what δS learns
+    fired: float | None = None  # share of modules where something was removed or routed
+    rescale_capped: int | None = None  # modules whose magnitude rescaling hit its bound
+    tau: float | None = None  # route2: mean threshold over modules
+    hkgap: float | None = None  # route2: mean(cos of anchors) − mean(cos of the rest)
+    resid: float | None = None  # route2: cosine of what is kept with v
+    routed_share: float | None = None  # route2: share of rollouts · modules sent to the quarantine
+    # route2: per observed group, the share of modules (or soft weight) that routed each rollout; reporting only
+    gate: tuple[tuple[float, ...], ...] = field(default=())
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """What the two knobs learn this step: keep → δS, quar → δS_hack (None: the quarantine stays exactly 0)."""
+
+    keep: ModuleGrads
+    quar: ModuleGrads | None
+    diag: ArmDiag
+    directions: Directions | None = None  # for cos_upd, measured after the optimiser
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What the optimiser did. `delta` is the change that AdamW applied to δS, weight decay included."""
+
+    gn: float  # joint L2 norm of both knobs' gradients before clipping
+    gn_keep: float
+    gn_quar: float
+    lr: float
+    delta: ModuleGrads
+
+    @property
+    def q_egy(self) -> float:
+        """Share of gradient norm in the quarantine."""
+        total = self.gn_keep + self.gn_quar
+        return self.gn_quar / total if total else 0.0

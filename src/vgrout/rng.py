@@ -1,0 +1,24 @@
+"""Named random streams: a draw depends on (seed, purpose, indices), never on what was drawn before it.
+
+So a checkpoint's random state is the step number, and evaluating more often cannot change training.
+"""
+
+import hashlib
+import random
+
+import torch
+
+
+def stream_seed(seed: int, purpose: str, *indices: int) -> int:
+    """A 63-bit seed for one purpose."""
+    text = "/".join((str(seed), purpose, *map(str, indices)))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def torch_stream(seed: int, purpose: str, *indices: int) -> torch.Generator:
+    """A CPU generator: the draws are the same on every device."""
+    return torch.Generator().manual_seed(stream_seed(seed, purpose, *indices))
+
+
+def py_stream(seed: int, purpose: str, *indices: int) -> random.Random:
+    return random.Random(stream_seed(seed, purpose, *indices))
