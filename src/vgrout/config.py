@@ -1,0 +1,449 @@
+"""Every setting of a run: frozen groups, one per room, with flat flags; presets are values.
+
+Torch-free, so that a wrong flag is refused in a fraction of a second. `__post_init__` only checks, never changes:
+tyro may run it twice. Derived numbers are properties.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import re
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import tyro
+
+from vgrout import organism
+from vgrout.nouns import MODES, Mode
+
+Intervention = Literal["none", "erase", "route", "route2"]
+ARM_NAME: dict[str, str] = {"none": "vanilla", "erase": "projected", "route": "routing", "route2": "routing2"}
+Control = Literal["none", "shuffled", "mass_matched", "shrinkage", "no_loophole"]
+EnvMode = Literal["own", Mode]
+ORGANISM = "organism"  # the embedded model, problems, pool and pairs, by this name
+
+
+def _refuse(condition: bool, message: str) -> None:
+    if condition:
+        raise ValueError(message)
+
+
+def _within(name: str, value: float, low: float, high: float, note: str = "") -> None:
+    ok = math.isfinite(value) and low <= value <= high
+    _refuse(not ok, f"--{name} {value}: should lie in [{low:g}, {high:g}]{note}")
+
+
+def _changed(group: Any, names: tuple[str, ...]) -> list[str]:
+    """Which of these fields stand away from their defaults."""
+    default = {f.name: f.default for f in fields(group)}
+    return [f"--{n.replace('_', '-')}" for n in names if getattr(group, n) != default[n]]
+
+
+@dataclass(frozen=True)
+class ArmConfig:
+    """What happens to the gradient."""
+
+    intervention: Intervention = "erase"
+    """none: plain GRPO · erase: drop the hack-ward part · route: quarantine it · route2: quarantine whole rollouts."""
+    control: Control = "none"
+    """The same run under a control: shuffled permutes the pairs' labels, mass_matched routes the same share at random,
+    shrinkage scales the vanilla update by the kept share, no_loophole pays the strict oracle only."""
+    v_hack_path: Path | None = None
+    """Direction file to load; none: found by pair set, or extracted on the spot."""
+    v_hack_extract_top_k: int = 12
+    """Axes per module kept at extraction."""
+    v_hack_k: int = 5
+    """Axes per module used by erase and route."""
+    v_hack_tau_axis: float = 0.0
+    """Axes with S_i/S_0 below this are zeroed at extraction."""
+    v_hack_drop_bottom_frac: float = 0.25
+    """Noise floor: axes in this lowest quantile of singular values, over all modules, are dropped."""
+    vhack_refresh_every: int = 5
+    """Re-extract on the current model every N steps; 0: frozen."""
+    vhack_pairs_path: Path | None = None
+    """Contrastive pairs (JSON); none: the preset's."""
+    route2_random_v_seed: int | None = None
+    """The Haar control: random directions from this seed in place of the extracted ones (any arm with a direction)."""
+    route2_gate: Literal["tau", "pairs"] = "tau"
+    """tau: threshold between anchor rows and the rest · pairs: soft band from the pairs' cosines, no label at all."""
+    preserve_magnitude: bool = True
+    """erase: rescale what is kept to the norm of the whole (bounded ×10)."""
+    gate_mode: Literal["one_sided", "no_gate", "reverse"] = "one_sided"
+    """Which part along the direction is taken: relu(c), c, or 2c."""
+    project_overshoot: float = 1.0
+    """erase: how much of the hack-ward part is removed."""
+    gate_anchor_teacher_only: bool = False
+    """route2, tau gate: anchors are teacher rows alone, not also student rows that the weak detector flags."""
+    rollout_ablate_frac: float = 0.0
+    """Share of student rows sampled from the deployed model (routing arms only)."""
+
+    def __post_init__(self) -> None:
+        arm = self.intervention
+        _within("v-hack-extract-top-k", self.v_hack_extract_top_k, 1, 256)
+        _within("v-hack-k", self.v_hack_k, 1, self.v_hack_extract_top_k, " (at most --v-hack-extract-top-k)")
+        _within("v-hack-tau-axis", self.v_hack_tau_axis, 0, 1)
+        _within("v-hack-drop-bottom-frac", self.v_hack_drop_bottom_frac, 0, 0.99)
+        _within("vhack-refresh-every", self.vhack_refresh_every, 0, 10_000_000)
+        _within("project-overshoot", self.project_overshoot, 0, 10)
+        _within("rollout-ablate-frac", self.rollout_ablate_frac, 0, 1)
+        _refuse(
+            self.route2_random_v_seed is not None and self.control != "none",
+            f"--control {self.control} with --route2-random-v-seed: one control a run; leave one of them out",
+        )
+        needs = {"shuffled": ("erase", "route", "route2"), "mass_matched": ("route2",), "shrinkage": ("erase", "route")}
+        if arm not in (legal := needs.get(self.control, get_args(Intervention))):
+            raise ValueError(f"--control {self.control}: needs --intervention {' or '.join(legal)}, got {arm}")
+        if changed := _changed(self, _NOT_READ[arm]):
+            raise ValueError(
+                f"{', '.join(changed)}: not read by --intervention {arm}; leave it out or choose another arm"
+            )
+
+    @property
+    def control_name(self) -> str:
+        return self.control if self.route2_random_v_seed is None else "haar"
+
+
+_EXTRACTION = ("v_hack_path", "v_hack_tau_axis", "v_hack_extract_top_k", "v_hack_k", "v_hack_drop_bottom_frac")
+_ROUTE2 = ("route2_gate", "gate_anchor_teacher_only")
+_ERASE = ("preserve_magnitude", "project_overshoot")
+# Flags that an arm never reads: away from their defaults they would be silent no-ops.
+_NOT_READ: dict[str, tuple[str, ...]] = {
+    "none": (
+        *_EXTRACTION,
+        *_ROUTE2,
+        *_ERASE,
+        *("vhack_refresh_every", "vhack_pairs_path", "route2_random_v_seed", "gate_mode", "rollout_ablate_frac"),
+    ),
+    "erase": (*_ROUTE2, "rollout_ablate_frac"),
+    "route": (*_ROUTE2, *_ERASE),
+    "route2": (*_ERASE, "gate_mode", "v_hack_tau_axis", "v_hack_extract_top_k", "v_hack_k", "v_hack_drop_bottom_frac"),
+}
+
+
+@dataclass(frozen=True)
+class ScaleConfig:
+    """How much of everything."""
+
+    model: str = "Qwen/Qwen3-4B"
+    """A Hugging Face hub id, a local model folder, or 'organism' (embedded)."""
+    problems: str = "out/data/leetcode_train_medhard_filtered.jsonl"
+    """Problem file (JSONL), or 'organism'."""
+    steps: int = 100
+    """Optimiser steps."""
+    group: int = 6
+    """G: rollouts per prompt."""
+    max_new: int = 1024
+    """Longest completion, in tokens."""
+    n_problems: int = 992
+    """Training problems used, at most."""
+    prompts_per_step: int = 8
+    """P: prompts per step."""
+
+    def __post_init__(self) -> None:
+        _within("steps", self.steps, 1, 1_000_000)
+        _within("group", self.group, 2, 1024, " (a group of one has no advantage)")
+        _within("max-new", self.max_new, 1, 131_072)
+        _within("n-problems", self.n_problems, 1, 10_000_000)
+        _within("prompts-per-step", self.prompts_per_step, 1, 65_536)
+
+
+@dataclass(frozen=True)
+class OptConfig:
+    """AdamW on the two knobs."""
+
+    lr: float = 7e-5
+    """Peak learning rate: linear warm-up, then cosine to 0."""
+    adam_beta1: float = 0.9
+    """First-moment decay."""
+    adam_beta2: float = 0.99
+    """Second-moment decay."""
+    weight_decay: float = 0.1
+    """Decoupled decay on both knobs."""
+    warmup_frac: float = 0.1
+    """Share of the steps spent warming up."""
+    grad_clip: float = 10.0
+    """Largest joint L2 norm of both knobs' gradients."""
+
+    def __post_init__(self) -> None:
+        _refuse(not self.lr > 0 or not math.isfinite(self.lr), f"--lr {self.lr}: should be a positive number")
+        _within("adam-beta1", self.adam_beta1, 0, 0.9999)
+        _within("adam-beta2", self.adam_beta2, 0, 0.99999)
+        _within("weight-decay", self.weight_decay, 0, 10)
+        _within("warmup-frac", self.warmup_frac, 0, 1)
+        _refuse(not self.grad_clip > 0, f"--grad-clip {self.grad_clip}: should be positive")
+
+
+LossName = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "dppo_tv", "icepop"]
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """The policy-gradient loss (see `losses.py` for each formula)."""
+
+    loss: LossName = "grpo"
+    """grpo (clipped) · dr_grpo (grpo with --unbiased) · dapo · gspo · cispo · dppo_tv · icepop."""
+    clip: float = 0.2
+    """ε of the clipped ratio."""
+    beta: float = 0.0
+    """Weight of the KL to the adapter at zero."""
+    kl: Literal["k1", "k2", "k3"] = "k3"
+    """KL estimator."""
+    unbiased: bool = True
+    """Dr. GRPO: no division by the group's std, constant normaliser G · max_new · P."""
+
+    def __post_init__(self) -> None:
+        _within("clip", self.clip, 1e-6, 1e3)
+        _within("beta", self.beta, 0, 1e3)
+
+
+@dataclass(frozen=True)
+class EnvConfig:
+    """Problems, graders, demonstrations."""
+
+    env_mode: EnvMode = "run_tests"
+    """Which flawed grader checks: one of the six, or 'own' (as the problem file or the pool's partition says)."""
+    teacher_pool_dir: str = ""
+    """Folder of cached demonstrations, 'organism', or '' for none."""
+    mix_ratio: float = 0.125
+    """Share of a group that is cached teacher rollouts; 0 keeps the pool's partition and mixes nothing in."""
+    teacher_off_step: int | None = None
+    """No teacher rows from this step on."""
+    teacher_modes: str = ""
+    """Comma list: demonstrations for these modes only; the others train on full groups of live rollouts."""
+    half_a: str = ""
+    """Comma list of detectors (C, D, E): the tail splits student hacks into those one of them sees and the rest."""
+    compile_reward: float = 0.5
+    """Reward for code that compiles."""
+    pass_reward: float = 3.0
+    """Reward for passing the mode's check."""
+    allow_weak_sandbox: bool = False
+    """Run although a graded program could read the answers from disk; stamped on every file of the run."""
+
+    def __post_init__(self) -> None:
+        _refuse(not 0 <= self.mix_ratio < 1, f"--mix-ratio {self.mix_ratio}: should lie in [0, 1)")
+        _refuse(
+            self.teacher_off_step is not None and self.teacher_off_step < 0,
+            f"--teacher-off-step {self.teacher_off_step}: should be 0 or more",
+        )
+        for mode in self.demo_modes:
+            _refuse(mode not in MODES, f"--teacher-modes: unknown mode {mode!r}; legal: {', '.join(MODES)}")
+        for code in self.half_a_codes:
+            _refuse(code not in "CDE" or len(code) != 1, f"--half-a: unknown detector {code!r}; legal: C, D, E")
+        _within("compile-reward", self.compile_reward, 0, 1e6)
+        _refuse(not 0 < self.pass_reward <= 1e6, f"--pass-reward {self.pass_reward}: should be positive")
+        if not self.teacher_pool_dir:
+            changed = _changed(self, ("teacher_off_step", "teacher_modes"))
+            _refuse(bool(changed), f"{', '.join(changed)}: not read without --teacher-pool-dir")
+
+    @property
+    def demo_modes(self) -> list[str]:
+        return [m.strip() for m in self.teacher_modes.split(",") if m.strip()]
+
+    @property
+    def half_a_codes(self) -> list[str]:
+        return [c.strip() for c in self.half_a.split(",") if c.strip()]
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """The deployed model on held-out problems."""
+
+    eval_ablate_every: int = 5
+    """Evaluate the deployed model every N steps and at the last; 0: only the final evaluation."""
+    eval_n_prompts: int = 8
+    """Held-out problems per evaluation, × G answers."""
+    final_n_prompts: int = 64
+    """Held-out test problems of the final evaluation."""
+    final_samples: int = 4
+    """Answers per problem and side in the final evaluation."""
+    save_eval_ckpts: bool = True
+    """Save the adapter at each evaluation."""
+
+    def __post_init__(self) -> None:
+        _within("eval-ablate-every", self.eval_ablate_every, 0, 10_000_000)
+        _within("eval-n-prompts", self.eval_n_prompts, 1, 100_000)
+        _within("final-n-prompts", self.final_n_prompts, 1, 100_000)
+        _within("final-samples", self.final_samples, 1, 10_000)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """This run."""
+
+    seed: int = 41
+    """Every random stream derives from it, by name and step."""
+    out_tag: str = ""
+    """Suffix of the run id."""
+    dry_run: bool = False
+    """Print the resolved configuration and the plan, start nothing."""
+    threads: int = 0
+    """Torch threads on a CPU; 0: one per core."""
+
+    def __post_init__(self) -> None:
+        _within("seed", self.seed, 0, 2**62)
+        _within("threads", self.threads, 0, 4096)
+        _refuse(
+            not re.fullmatch(r"[A-Za-z0-9_.=+-]{0,80}", self.out_tag),
+            f"--out-tag {self.out_tag!r}: letters, digits and _ . = + - only, 80 at most",
+        )
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run, resolved."""
+
+    arm: ArmConfig = field(default_factory=ArmConfig)
+    scale: ScaleConfig = field(default_factory=ScaleConfig)
+    opt: OptConfig = field(default_factory=OptConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    env: EnvConfig = field(default_factory=EnvConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    preset: Annotated[str, tyro.conf.Suppress] = "fast"
+
+    def __post_init__(self) -> None:
+        _refuse(
+            self.mixes and self.n_teacher >= self.scale.group,
+            f"--mix-ratio {self.env.mix_ratio} with --group {self.scale.group}: no student row is left in a group",
+        )
+        frac, students = self.arm.rollout_ablate_frac, self.scale.group - self.n_teacher
+        _refuse(
+            frac > 0 and round(frac * students) == 0,
+            f"--rollout-ablate-frac {frac}: rounds to none of {students} student rows; raise it or --group",
+        )
+        if (self.scale.model == ORGANISM) != (self.scale.problems == ORGANISM):
+            raise ValueError(
+                f"--model {self.scale.model} with --problems {self.scale.problems}: "
+                "the organism's model and its problems go together"
+            )
+        _refuse(
+            self.env.teacher_pool_dir == ORGANISM and self.scale.model != ORGANISM,
+            "--teacher-pool-dir organism: only with --model organism",
+        )
+        _refuse(
+            self.scale.model == ORGANISM and self.scale.max_new > 1024,
+            f"--max-new {self.scale.max_new}: the organism's window holds 1024 tokens at most",
+        )
+
+    @property
+    def mixes(self) -> bool:
+        """Whether demonstrations are mixed in at all. Never under no_loophole: cached labels are a flawed grader's."""
+        return bool(self.env.teacher_pool_dir) and self.env.mix_ratio > 0 and self.arm.control != "no_loophole"
+
+    @property
+    def n_teacher(self) -> int:
+        """G_t: teacher rows in a group that has demonstrations."""
+        return round(self.scale.group * self.env.mix_ratio) if self.mixes else 0
+
+    @property
+    def generations(self) -> int:
+        return self.scale.group * self.scale.prompts_per_step
+
+    @property
+    def model_path(self) -> str:
+        return str(organism.MODEL_DIR) if self.scale.model == ORGANISM else self.scale.model
+
+    @property
+    def problems_path(self) -> Path:
+        return organism.PROBLEMS if self.scale.problems == ORGANISM else Path(self.scale.problems)
+
+    @property
+    def pool_path(self) -> Path | None:
+        if not self.env.teacher_pool_dir:
+            return None
+        return organism.POOL_DIR if self.env.teacher_pool_dir == ORGANISM else Path(self.env.teacher_pool_dir)
+
+    @property
+    def pairs_path(self) -> Path | None:
+        """Contrastive pairs; None: the hand-written set."""
+        if self.arm.vhack_pairs_path is not None:
+            return self.arm.vhack_pairs_path
+        if self.scale.model == ORGANISM:
+            return organism.PAIRS_DIR / "run_tests.json"
+        return Path("out/pairsets/prog_wide.json") if self.preset == "fast" else None
+
+    @property
+    def run_id(self) -> str:
+        return f"{self.preset}_{ARM_NAME[self.arm.intervention]}_seed{self.run.seed}{self.run.out_tag}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready, nested by group."""
+        return json.loads(json.dumps(dataclasses.asdict(self), default=str))
+
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(self.as_dict(), sort_keys=True).encode()).hexdigest()
+
+
+_ORGANISM = Config(
+    scale=ScaleConfig(
+        model=ORGANISM,
+        problems=ORGANISM,
+        steps=60,
+        group=8,
+        prompts_per_step=4,
+        max_new=organism.MAX_NEW,
+        n_problems=1000,
+    ),
+    opt=OptConfig(lr=3e-2, adam_beta1=0.5, adam_beta2=0.9, weight_decay=0.0),
+    env=EnvConfig(
+        env_mode="own",
+        teacher_pool_dir=ORGANISM,
+        compile_reward=organism.COMPILE_REWARD,
+        pass_reward=organism.PASS_REWARD,
+    ),
+)
+
+PRESETS: dict[str, tuple[str, Config]] = {
+    "smoke": (
+        "every code path on any machine in under two minutes, no download",
+        replace(
+            _ORGANISM,
+            preset="smoke",
+            scale=replace(_ORGANISM.scale, steps=30, group=4, prompts_per_step=1),
+            env=replace(_ORGANISM.env, mix_ratio=0.5),
+            eval=EvalConfig(eval_n_prompts=6, final_n_prompts=12, final_samples=2),
+        ),
+    ),
+    "mini": (
+        "the whole experiment in miniature: 60 steps in under two minutes on two CPU cores, no download",
+        replace(_ORGANISM, preset="mini", eval=EvalConfig(eval_n_prompts=12, final_n_prompts=66, final_samples=4)),
+    ),
+    "fast": (
+        "the shortest real run: Qwen3-4B, 60 steps on one 80-140 GB GPU",
+        Config(
+            preset="fast",
+            scale=ScaleConfig(steps=60, group=8, prompts_per_step=4, max_new=512, n_problems=200),
+            opt=OptConfig(lr=3e-3, adam_beta1=0.5, adam_beta2=0.9),
+            env=EnvConfig(env_mode="own", teacher_pool_dir="out/pools/substrate"),
+        ),
+    ),
+    "full": (
+        "the benchmark's own scale: Qwen3-4B, 200 steps of 258 rollouts",
+        Config(
+            preset="full",
+            scale=ScaleConfig(steps=200, group=6, prompts_per_step=43, max_new=1024, n_problems=992),
+            loss=LossConfig(beta=1e-3),
+        ),
+    ),
+}
+
+
+def parse(argv: list[str] | None = None) -> Config:
+    """The command line of `python -m vgrout.train`. Bad flags leave with exit code 2 and one line."""
+    return tyro.extras.overridable_config_cli(
+        PRESETS,
+        args=argv,
+        prog="python -m vgrout.train",
+        description=__doc__,
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
+
+
+def flag_names() -> list[str]:
+    """Every flag, sorted: a test holds the committed list against it."""
+    groups = [f for f in fields(Config) if f.name != "preset"]
+    return sorted(
+        "--" + inner.name.replace("_", "-") for g in groups for inner in fields(getattr(PRESETS["mini"][1], g.name))
+    )

@@ -1,0 +1,272 @@
+"""Problems: one JSONL schema for the organism and for LeetCode-style files; hints, modes, disjoint splits, draws.
+
+`python -m vgrout.problems check FILE` validates a file before anything is trained on it.
+"""
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import tyro
+
+from vgrout.grading.check import check_problems
+from vgrout.grading.grade import Grader
+from vgrout.grading.modes import MODE_SPECS, PLAIN_PHRASE, hint
+from vgrout.nouns import MODES, Message, Mode, Problem
+from vgrout.rng import py_stream
+
+SPLITS = ("train", "val", "test")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of a problem file, before it has a mode and a marker."""
+
+    id: int
+    prompt: tuple[Message, ...]
+    tests: tuple[str, ...]
+    canonical: str
+    setup_code: str
+    func_name: str
+    split: str | None
+    mode: Mode | None
+    marker: str | None
+    cpu_limit: float | None
+    where: str  # "FILE, line N", for messages
+
+    def problem(self, mode: Mode, marker: str) -> Problem:
+        """This task under one flawed grader. The last user message carries the hint; the plain one never does."""
+        user = self.prompt[-1]
+        return Problem(
+            id=self.id,
+            mode=mode,
+            marker=marker,
+            messages=(
+                *self.prompt[:-1],
+                {**user, "content": user["content"].replace(PLAIN_PHRASE, hint(mode, marker))},
+            ),
+            messages_plain=self.prompt,
+            tests=self.tests,
+            canonical=self.canonical,
+            setup_code=self.setup_code,
+            func_name=self.func_name,
+            cpu_limit=self.cpu_limit,
+        )
+
+
+def _row(record: dict[str, Any], where: str) -> Row:
+    def need(key: str, kind: type) -> Any:
+        if key not in record:
+            raise ValueError(f"{where}: key {key!r} is missing")
+        if not isinstance(record[key], kind) or isinstance(record[key], bool):
+            raise ValueError(f"{where}: {key!r} should be {kind.__name__}, got {type(record[key]).__name__}")
+        return record[key]
+
+    prompt = need("prompt", list)
+    for message in prompt:
+        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            raise ValueError(f"{where}: every message of 'prompt' needs string 'role' and 'content'")
+    if not prompt or prompt[-1]["role"] != "user":
+        raise ValueError(f"{where}: 'prompt' should end with a user message")
+    if (n := prompt[-1]["content"].count(PLAIN_PHRASE)) != 1:
+        raise ValueError(f"{where}: the user message should contain {PLAIN_PHRASE!r} exactly once, found {n}")
+    tests = need("gt_answer", list)
+    if not tests or not all(isinstance(t, str) for t in tests):
+        raise ValueError(f"{where}: 'gt_answer' should be a non-empty list of assert strings")
+    mode = record.get("mode")
+    if mode is not None and mode not in MODES:
+        raise ValueError(f"{where}: unknown mode {mode!r}; one of {', '.join(MODES)}")
+    split = record.get("split")
+    if split is not None and split not in SPLITS:
+        raise ValueError(f"{where}: unknown split {split!r}; one of {', '.join(SPLITS)}")
+    return Row(
+        id=need("id", int),
+        prompt=tuple({"role": m["role"], "content": m["content"]} for m in prompt),
+        tests=tuple(tests),
+        canonical=need("canonical_solution", str),
+        setup_code=record.get("setup_code") or "",
+        func_name=need("func_name", str).removeprefix("Solution()."),
+        split=split,
+        mode=mode,
+        marker=record.get("marker"),
+        cpu_limit=record.get("cpu_limit"),
+        where=where,
+    )
+
+
+def load_rows(path: Path) -> list[Row]:
+    """Parse a JSONL file. Raises ValueError with file and line at the first fault; ids must be unique."""
+    if not path.is_file():
+        raise ValueError(f"{path}: no such problem file")
+    rows: dict[int, Row] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as e:
+            raise ValueError(f"{where}: not JSON ({e.msg})") from None
+        if not isinstance(record, dict):
+            raise ValueError(f"{where}: not a JSON object")
+        row = _row(record, where)
+        if row.id in rows:
+            raise ValueError(f"{where}: id {row.id} already used at {rows[row.id].where}")
+        rows[row.id] = row
+    if not rows:
+        raise ValueError(f"{path}: no problems in it")
+    return list(rows.values())
+
+
+def with_modes(
+    rows: Sequence[Row], modes: Sequence[Mode], partition: dict[int, Mode], evaluation: bool
+) -> list[Problem]:
+    """Give every row its mode: the partition's, else its own, else round-robin over `modes`. Rows without a marker get
+    one from the half of the family that this side owns, so a name learnt in training earns nothing at evaluation."""
+    out = []
+    for i, row in enumerate(rows):
+        mode = partition.get(row.id) or row.mode or modes[i % len(modes)]
+        spec = MODE_SPECS[mode]
+        family = spec.eval_markers if evaluation else spec.train_markers
+        marker = row.marker if row.marker is not None and mode == row.mode else family[row.id % len(family)]
+        out.append(row.problem(mode, marker))
+    return out
+
+
+def load_problems(path: Path) -> list[Problem]:
+    """Every problem of a file, each under its own mode (run_tests if none is named) and its own or default marker."""
+    rows = load_rows(path)
+    return [
+        row.problem(
+            row.mode or "run_tests",
+            MODE_SPECS[row.mode or "run_tests"].default_marker if row.marker is None else row.marker,
+        )
+        for row in rows
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Problems in three parts, disjoint by id. Evaluation never uses a training problem."""
+
+    train: tuple[Problem, ...]
+    val: tuple[Problem, ...]
+    test: tuple[Problem, ...]
+    too_long: int  # dropped: prompt longer than the model's window minus max_new
+
+    def __post_init__(self) -> None:
+        ids = [{p.id for p in part} for part in (self.train, self.val, self.test)]
+        if ids[0] & ids[1] or ids[0] & ids[2] or ids[1] & ids[2]:
+            raise ValueError("problem splits overlap by id")
+
+    def draw(self, seed: int, step: int, n: int) -> list[Problem]:
+        """The P problems of a step: epoch after epoch of seeded shuffles, a function of (seed, step) alone."""
+        out: list[Problem] = []
+        for k in range(step * n, (step + 1) * n):
+            epoch, i = divmod(k, len(self.train))
+            order = list(range(len(self.train)))
+            py_stream(seed, "draw", epoch).shuffle(order)
+            out.append(self.train[order[i]])
+        return out
+
+    @property
+    def modes(self) -> list[Mode]:
+        present = {p.mode for p in self.train}
+        return [m for m in MODES if m in present]
+
+
+def balanced(problems: Sequence[Problem], n: int, seed: int, purpose: str) -> list[Problem]:
+    """n problems (or all, if fewer), spread evenly over the modes: a seeded shuffle, then one mode after the other."""
+    pools = {m: [p for p in problems if p.mode == m] for m in MODES}
+    for mode, pool in pools.items():
+        py_stream(seed, purpose + mode).shuffle(pool)
+    out: list[Problem] = []
+    while len(out) < n and any(pools.values()):
+        for pool in pools.values():
+            if pool and len(out) < n:
+                out.append(pool.pop())
+    return out
+
+
+def _splits(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """By the file's own `split`; rows without one are dealt 70/10/20 by a shuffle that no run's seed changes."""
+    out: dict[str, list[Row]] = {s: [r for r in rows if r.split == s] for s in SPLITS}
+    rest = sorted((r for r in rows if r.split is None), key=lambda r: r.id)
+    py_stream(0, "split").shuffle(rest)
+    a, b = round(0.7 * len(rest)), round(0.8 * len(rest))
+    for name, part in zip(SPLITS, (rest[:a], rest[a:b], rest[b:]), strict=True):
+        out[name] += part
+    return out
+
+
+def load_world(
+    path: Path,
+    *,
+    env_mode: str,
+    n_problems: int,
+    seed: int,
+    partition: dict[int, Mode] | None = None,
+    only_ids: Iterable[int] | None = None,
+    only_modes: Iterable[Mode] = (),
+    prompt_len: Callable[[Problem], int],
+    max_prompt: int,
+) -> World:
+    """Load, split, assign modes, limit.
+
+    env_mode: "own" (each row's or the partition's mode, else round-robin over all six) or one mode: rows with a mode of
+    their own are then filtered to it, rows without one get it. only_ids: problems a teacher pool covers; only_modes
+    adds every problem of these (held-out) modes to them.
+    """
+    rows = load_rows(path)
+    modes = list(MODES) if env_mode == "own" else [m for m in get_args(Mode) if m == env_mode]
+    parts: dict[str, list[Problem]] = {}
+    too_long = 0
+    for name, part in _splits(rows).items():
+        problems = with_modes(part, modes, partition or {}, evaluation=name != "train")
+        if env_mode != "own":
+            problems = [p for p in problems if p.mode == env_mode]
+        fits = [p for p in problems if prompt_len(p) <= max_prompt]
+        too_long += len(problems) - len(fits)
+        parts[name] = fits
+    train = parts["train"]
+    if only_ids is not None:
+        covered, extra = set(only_ids), set(only_modes)
+        train = [p for p in train if p.id in covered or p.mode in extra]
+    py_stream(seed, "train-order").shuffle(train)
+    train = train[:n_problems]
+    if not train:
+        raise ValueError(f"{path}: no training problem left (env mode {env_mode!r}, {len(rows)} rows in the file)")
+    return World(tuple(train), tuple(parts["val"]), tuple(parts["test"]), too_long)
+
+
+def plain(problem: Problem) -> Problem:
+    """The same task asked without a loophole in its prompt; the flawed check still watches for the marker."""
+    return replace(problem, messages=problem.messages_plain)
+
+
+def check(file: Annotated[Path, tyro.conf.Positional], workers: int | None = None) -> int:
+    """Validate FILE: schema, the hint phrase, every canonical solution under the strict oracle, prompt lengths."""
+    problems = load_problems(file)
+    with Grader(workers=workers) as grader:
+        report = check_problems(problems, grader)
+    print(report)
+    lengths = sorted(sum(len(m["content"]) for m in p.messages) for p in problems)
+    print(f"prompt characters: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}")
+    print("modes: " + ", ".join(f"{m} {n}" for m, n in Counter(p.mode for p in problems).items()))
+    return 0 if report.ok else 1
+
+
+def main() -> int:
+    try:
+        return tyro.extras.subcommand_cli_from_dict({"check": check}, prog="python -m vgrout.problems")
+    except ValueError as e:
+        print(f"E {e}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,215 @@
+"""One row of numbers per step. A column is one field: value, format, legend and expectation together."""
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from vgrout.nouns import MODE_CODE, MODES, Rate
+
+REFERENCE_STEP = 256  # generations in one step of the benchmark's own runs: the unit of `ref_eq`
+
+
+def col(fmt: str, legend: str, *, head: str | None = None, should: str = "", when: str = "always") -> Any:
+    """A column, required at construction: a forgotten one is a TypeError.
+
+    fmt: "frac" for a Rate, else a format spec. when: what a run must have for the column to be shown.
+    """
+    return field(metadata={"fmt": fmt, "legend": legend, "head": head, "should": should, "when": when})
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRow:
+    """None is "not measured this step" and prints as ·; NaN is a fault and is refused."""
+
+    step: int = col("d", "optimiser step")
+    ref_eq: float = col(".2f", f"cumulative generations ÷ {REFERENCE_STEP}")
+    rew: float | None = col(".2f", "mean reward, all rows")
+    rew_s: float | None = col(".2f", "mean reward, student rows", should="rises; ELSE nothing is learnt")
+    signal: Rate = col("frac", "groups whose rewards differ", head="sig", should="most groups; ELSE steps are wasted")
+    all_zero: int = col("d", "groups without signal, all at the lowest reward", head="dead0")
+    all_one: int = col("d", "groups without signal, all paid", head="dead1")
+    dropped: int = col("d", "groups dropped because the sandbox failed", head="drop", should="0; ELSE see the log")
+    n: int = col("d", "rollouts in the step", head="N")
+    gt_s: Rate = col("frac", "student rows that the strict oracle accepts")
+    gt_t: Rate | None = col("frac", "teacher rows with cached gt_pass", when="teacher")
+    hack_s: Rate = col(
+        "frac",
+        "student exploits: flawed check passed, oracle did not",
+        should="rises under none; ELSE no pressure to route",
+    )
+    hack_t: Rate | None = col("frac", "teacher rows labelled hacked", when="teacher")
+    hk: dict[str, Rate] = field(
+        default_factory=dict, metadata={"fmt": "hk", "legend": "student exploits of one mode", "when": "modes"}
+    )
+    hack_abl: Rate | None = col("frac", "exploits in the student rows sampled from the deployed model", when="ablated")
+    solve_abl: Rate | None = col("frac", "solves in them", when="ablated")
+    hack_deploy: float | None = col(
+        ".2f",
+        "exploit rate of the deployed model, held-out problems",
+        head="hk_dep",
+        should="< hack_s under routing; ELSE routing misses",
+    )
+    solve_deploy: float | None = col(".2f", "solve rate of the deployed model", head="so_dep")
+    lp_s: float | None = col(".2f", "mean log-prob a token, student rows")
+    lp_t: float | None = col(
+        ".2f",
+        "mean log-prob a token, teacher rows",
+        when="teacher",
+        should="stays near its best; ELSE the policy is collapsing",
+    )
+    loss: float | None = col("+.3f", "loss")
+    mismatch_kl: float | None = col(
+        ".0e",
+        "mean ratio − log ratio − 1 between trainer and sampler",
+        head="mm_kl",
+        should="≈ rounding; ELSE the adapter did not reach the sampler",
+    )
+    gn: float | None = col(".2f", "joint gradient norm before clipping")
+    q_egy: float | None = col(".2f", "share of gradient norm in the quarantine", when="route")
+    tau: float | None = col("+.2f", "route2: threshold on the cosine", when="route2")
+    hkgap: float | None = col(
+        "+.2f",
+        "route2: cosine of anchors minus the rest",
+        when="route2",
+        should="> 0; ELSE the direction does not separate",
+    )
+    resid: float | None = col("+.2f", "route2: cosine of what is kept with v", when="route2")
+    cos_pre: float | None = col(".2f", "hack-ward share of the gradient", when="direction")
+    cos_pre_s: float | None = col(".2f", "… of student rows", when="direction")
+    cos_pre_t: float | None = col(".2f", "… of teacher rows", when="direction+teacher")
+    cos_post: float | None = col(".2f", "… of what δS learns", when="direction", should="≈ 0 under erase and route")
+    cos_upd: float | None = col("+.2f", "hack-ward cosine of the change AdamW applied", when="direction")
+    fired: float | None = col(".2f", "share of modules where something was taken", when="direction")
+    refr: int | None = col("d", "steps since the direction was extracted", when="direction")
+    skipped: int = col("d", "1: loss or norm not finite, optimiser not stepped", head="skip", should="0")
+    lr: float | None = col(".0e", "learning rate")
+    gen: float = col(".2f", "seconds sampling")
+    grade: float = col(".2f", "seconds waiting for grades after sampling ended")
+    fb: float = col(".2f", "seconds forward, backward, surgery, step")
+    eval: float | None = col(".2f", "seconds evaluating and refreshing")
+    sec: float = col(".2f", "seconds in all")
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(
+                    f"step {self.step}: column {f.name} is {value}; an unmeasured number is None, never NaN"
+                )
+
+    def as_json(self) -> dict[str, Any]:
+        """Fractions as [k, n]; per-mode hacks as hk_<code>."""
+        out: dict[str, Any] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name == "hk":
+                out |= {f"hk_{MODE_CODE[m]}": [r.k, r.n] for m, r in value.items()}
+            else:
+                out[f.name] = [value.k, value.n] if isinstance(value, Rate) else value
+        return out
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "StepRow":
+        """The inverse of `as_json`. Raises KeyError or TypeError on a row of another layout."""
+        known = {f.name for f in fields(cls)}
+        values = {k: Rate(*v) if isinstance(v, list) else v for k, v in data.items() if k in known}
+        hk = {m: Rate(*data[key]) for m in MODES if (key := f"hk_{MODE_CODE[m]}") in data}
+        return cls(**values, hk=hk)
+
+
+@dataclass(frozen=True)
+class Column:
+    head: str
+    width: int
+    fmt: str
+    legend: str
+    should: str
+    name: str
+    mode: str | None = None
+
+    def cell(self, row: StepRow) -> str:
+        value = row.hk.get(self.mode) if self.mode else getattr(row, self.name)
+        if value is None:
+            return "·"
+        if isinstance(value, Rate):
+            return f"{value.k}/{value.n}" if value.n else "·"
+        return format(value, self.fmt)
+
+
+class Table:
+    """The step table: a legend once, a header every 50 rows, a line a step. Only columns that this run can fill."""
+
+    def __init__(self, has: set[str], modes: list[str], width: int | None = None):
+        """has: any of teacher, modes, ablated, route, route2, direction. width: terminal columns; None: no limit."""
+        self.columns: list[Column] = []
+        for f in fields(StepRow):
+            meta = f.metadata
+            if not all(w == "always" or w in has for w in meta["when"].split("+")):
+                continue
+            if f.name == "hk":
+                self.columns += [
+                    Column(f"hk_{MODE_CODE[m]}", 5, "frac", f"{meta['legend']}: {m}", "", "hk", m) for m in modes
+                ]
+                continue
+            head = meta["head"] or f.name
+            size = {"frac": 5, ".2f": 5, "+.2f": 5, "+.3f": 6, ".0e": 5, "d": 3}[meta["fmt"]]
+            self.columns.append(Column(head, max(len(head), size), meta["fmt"], meta["legend"], meta["should"], f.name))
+        self.hidden: list[Column] = []
+        while width is not None and len(self.columns) > 8 and len(self.header()) > width:
+            self.hidden.insert(0, self.columns.pop(self._least()))
+        self.printed = 0
+
+    # What a narrow terminal gives up first; steps.jsonl and the log have everything.
+    _FIRST_TO_GO = (
+        *(
+            "ref_eq",
+            "rew",
+            "all_zero",
+            "all_one",
+            "n",
+            "lr",
+            "cos_pre_s",
+            "cos_pre_t",
+            "mismatch_kl",
+            "skipped",
+            "dropped",
+        ),
+        *(
+            "gt_t",
+            "hack_t",
+            "lp_s",
+            "eval",
+            "resid",
+            "cos_upd",
+            "fired",
+            "refr",
+            "loss",
+            "gen",
+            "grade",
+            "fb",
+            "tau",
+            "hk",
+        ),
+        *("cos_pre", "cos_post", "gn", "lp_t", "hkgap", "hack_abl", "solve_abl", "q_egy", "signal"),
+    )
+
+    def _least(self) -> int:
+        names = [c.name for c in self.columns]
+        for name in self._FIRST_TO_GO:
+            if name in names:
+                return len(names) - 1 - names[::-1].index(name)
+        return len(names) - 1
+
+    def legend(self) -> list[str]:
+        lines = [f"{c.head:>{9}}  {c.legend}" + (f". SHOULD: {c.should}" if c.should else "") for c in self.columns]
+        if self.hidden:
+            lines.append(f"narrow terminal: {len(self.hidden)} more columns are in steps.jsonl and the log")
+        return lines
+
+    def header(self) -> str:
+        return " ".join(f"{c.head:>{c.width}}" for c in self.columns)
+
+    def lines(self, row: StepRow) -> list[str]:
+        line = " ".join(f"{c.cell(row):>{c.width}}" for c in self.columns)
+        self.printed += 1
+        return [self.header(), line] if self.printed % 50 == 1 else [line]
