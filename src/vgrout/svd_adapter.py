@@ -1,0 +1,383 @@
+"""The adapter: two diagonal knobs, δS (kept) and δS_hack (quarantine), in the SVD basis of every target Linear.
+
+W = U diag(S) Vh, r = min(d_in, d_out); effective weight W' = W + U diag(δS + δS_hack) Vh. W' is folded once an
+optimiser step, so every forward is a plain Linear; only the backward under `probe` touches U and Vh.
+"""
+
+import hashlib
+import os
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from loguru import logger
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from safetensors.torch import save as to_safetensors
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from vgrout.flow import ModuleGrads, RolloutGrads
+
+TARGETS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
+SCHEMA = "svd-1"  # part of every cache key: raise it when the decomposition changes
+
+View = tuple[bool, bool]  # (is δS in the weights?, is δS_hack?)
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One adapted Linear. `W`, `U`, `Vh` have the model's dtype; the rounded basis *is* the basis."""
+
+    name: str
+    linear: nn.Linear
+    W: Float[Tensor, "d_out d_in"]
+    U: Float[Tensor, "d_out r"]
+    S: Float[Tensor, " r"]
+    Vh: Float[Tensor, "r d_in"]
+    span: slice  # its part of the flat knobs
+
+    def folded(self, δ: Float[Tensor, " R"], out: Float[Tensor, "d_out d_in"]) -> Float[Tensor, "d_out d_in"]:
+        """W + U diag(δ) Vh into `out`; summed in fp32 and rounded once."""
+        scaled = (self.U.to(δ.dtype) * δ[self.span]) @ self.Vh.to(δ.dtype)
+        return out.copy_(scaled.add_(self.W))
+
+
+class SvdAdapter:
+    """Two trainable fp32 vectors of size R = Σ r over the target Linears of `model`; everything else is frozen.
+
+    Names are the model's own module names, in the model's order.
+
+    Raises:
+        ValueError: no target Linear in the model, or two of them share one weight.
+    """
+
+    def __init__(self, model: nn.Module, cache_dir: Path | None) -> None:
+        model.requires_grad_(False)
+        linears = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear) and name.rpartition(".")[2] in TARGETS
+        }
+        if not linears:
+            raise ValueError(
+                f"{type(model).__name__} has no Linear named {', '.join(sorted(TARGETS))}: nothing to adapt"
+            )
+        if len({id(m.weight) for m in linears.values()}) < len(linears):
+            raise ValueError(f"{type(model).__name__} shares one weight between adapted Linears: not supported")
+        self.model = model
+        self.sites: dict[str, Site] = {}
+        cache = _SvdCache(cache_dir)
+        lo = 0
+        for name, linear in tqdm(linears.items(), desc="SVD", unit="module", disable=None, leave=False):
+            W = linear.weight.data
+            U, S, Vh = cache.decompose(W)
+            self.sites[name] = Site(name, linear, W, U, S, Vh, slice(lo, lo + len(S)))
+            lo += len(S)
+        device = next(iter(self.sites.values())).W.device
+        dtype = torch.promote_types(next(iter(self.sites.values())).W.dtype, torch.float32)
+        self.δS = nn.Parameter(torch.zeros(lo, device=device, dtype=dtype))
+        self.δS_hack = nn.Parameter(torch.zeros(lo, device=device, dtype=dtype))
+        self._view: View = (True, True)
+        self._folds = 0  # how often the knobs were folded: a graph must be walked back before the next fold
+        self._fresh: dict[View, list[Tensor]] = {}  # weights that belong to the present knobs
+        self._buffers: dict[View, list[Tensor]] = {}  # the same storage, fold after fold
+        self.fold()
+
+    # ── knobs ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def __len__(self) -> int:
+        """R, the size of one knob."""
+        return self.δS.numel()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.sites)
+
+    def views(self, flat: Float[Tensor, "*n R"]) -> dict[str, Float[Tensor, "*n r"]]:
+        """`flat` cut into modules, without a copy: module → [..., r]."""
+        return {name: flat[..., site.span] for name, site in self.sites.items()}
+
+    def flat(self, grads: ModuleGrads) -> Float[Tensor, " R"]:
+        """The inverse of `views`. A module that `grads` lacks is an error, never a silent zero."""
+        assert grads.keys() == self.sites.keys(), sorted(grads.keys() ^ self.sites.keys())
+        return torch.cat([grads[name] for name in self.sites])
+
+    # ── folded weights ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def fold(self) -> None:
+        """Bring the model's weights up to the present knobs. Call it after every change of a knob."""
+        self._fresh.clear()
+        self._folds += 1
+        self._point(self._view)
+
+    @contextmanager
+    def reference(self) -> Generator[None]:
+        """The base model, bit for bit."""
+        with self._as((False, False)):
+            yield
+
+    @contextmanager
+    def deployed(self) -> Generator[None]:
+        """The model with δS_hack off."""
+        with self._as((True, False)):
+            yield
+
+    @contextmanager
+    def ablate_kept(self) -> Generator[None]:
+        """The control: the model with δS off and the quarantine on."""
+        with self._as((False, True)):
+            yield
+
+    @contextmanager
+    def _as(self, view: View) -> Generator[None]:
+        before = self._view
+        try:
+            self._point(view)
+            yield
+        finally:
+            self._point(before)
+
+    def _point(self, view: View) -> None:
+        self._view = view
+        for site, weight in zip(self.sites.values(), self._weights(view), strict=True):
+            site.linear.weight.data = weight
+
+    @torch.no_grad()
+    def _weights(self, view: View) -> list[Tensor]:
+        """Weights of one view. A knob that is all zero does not count, so zero knobs give W itself, not a sum."""
+        keep, quar = view[0] and bool(self.δS.any()), view[1] and bool(self.δS_hack.any())
+        if not (keep or quar):
+            return [site.W for site in self.sites.values()]
+        view = (keep, quar)
+        if view not in self._fresh:
+            δ = sum((knob for knob, on in ((self.δS, keep), (self.δS_hack, quar)) if on), torch.zeros_like(self.δS))
+            if view not in self._buffers:
+                self._buffers[view] = [torch.empty_like(site.W) for site in self.sites.values()]
+            pairs = zip(self.sites.values(), self._buffers[view], strict=True)
+            self._fresh[view] = [site.folded(δ, out) for site, out in pairs]
+        return self._fresh[view]
+
+    # ── per-rollout gradients ──────────────────────────────────────────────────────────────────────────────────
+
+    @contextmanager
+    def probe(self, n: int) -> Generator["Probe"]:
+        """Every forward in here adds its rows' gradients on δS to `probe.grads` (module → [n, r]) in its backward.
+
+        Forward and backward both belong inside, under one view of the weights.
+        """
+        probe = Probe(self, n)
+        handles = [site.linear.register_forward_hook(probe.hook(site)) for site in self.sites.values()]
+        try:
+            yield probe
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    # ── files, resume ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def save(self, path: Path, metadata: Mapping[str, str]) -> None:
+        """δS alone, module by module: what the file holds *is* the deployed model."""
+        tensors = {name: view.detach().cpu().contiguous() for name, view in self.views(self.δS).items()}
+        write_whole(path, to_safetensors(tensors, dict(metadata)))
+
+    def load(self, path: Path) -> dict[str, str]:
+        """δS from a file, δS_hack to zero. Returns the file's metadata.
+
+        Raises:
+            ValueError: not an adapter of this model (names, shapes) or not finite; nothing is changed then.
+        """
+        tensors, metadata = read_safetensors(path)
+        if missing := sorted(tensors.keys() ^ self.sites.keys()):
+            raise ValueError(f"{path}: adapter of another model: {len(missing)} modules differ, first {missing[0]}")
+        for name, view in self.views(self.δS).items():
+            if tensors[name].shape != view.shape:
+                raise ValueError(f"{path}: {name} has shape {[*tensors[name].shape]}, this model needs {[*view.shape]}")
+            if not tensors[name].isfinite().all():
+                raise ValueError(f"{path}: {name} holds a NaN or an infinity")
+        with torch.no_grad():
+            self.δS.copy_(self.flat({name: tensors[name].to(self.δS) for name in self.sites}))
+            self.δS_hack.zero_()
+        self.fold()
+        return metadata
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Both knobs, copied, under ASCII names."""
+        return {"delta_S": self.δS.detach().clone(), "delta_S_hack": self.δS_hack.detach().clone()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            self.δS.copy_(state["delta_S"])
+            self.δS_hack.copy_(state["delta_S_hack"])
+        self.fold()
+
+
+class Probe:
+    """Collects g_b = Σ_t (Vh x_t) ⊙ (Uᵀ ∂L/∂y_t), rollout b's own gradient on δS: exact at δS = 0, no division.
+
+    Several forwards may add to the same rows; call `rows` before a forward whose batch is not rows 0 … n-1.
+    """
+
+    def __init__(self, adapter: SvdAdapter, n: int) -> None:
+        assert n > 0, n
+        self.adapter = adapter
+        self.flat: Float[Tensor, "n R"] = torch.zeros(n, len(adapter), device=adapter.δS.device, dtype=adapter.δS.dtype)
+        # The graph starts here and not at the embedding: layer 0's q/k/v then need no ∂L/∂x.
+        self._root = torch.zeros((), device=adapter.δS.device, requires_grad=True)
+        self.rows(range(n))
+
+    @property
+    def grads(self) -> RolloutGrads:
+        """module → [n, r], fp32, views of one tensor."""
+        return self.adapter.views(self.flat)
+
+    def rows(self, rows: Sequence[int]) -> None:
+        """From here on, batch row i adds to gradient row rows[i]; rows may repeat (then they are summed)."""
+        assert all(0 <= row < len(self.flat) for row in rows), (rows, len(self.flat))
+        self._rows = torch.tensor(list(rows), device=self.flat.device)
+        self._distinct = sorted(set(rows))
+
+    def hook(self, site: Site) -> Any:
+        def tap(_module: nn.Module, args: tuple[Any, ...], y: Tensor) -> Tensor:
+            # Reentrant checkpointing runs the first forward without a graph; its second one is the one that counts.
+            return _Tap.apply(y, args[0], self._root, self, site) if torch.is_grad_enabled() else y
+
+        return tap
+
+    def add(
+        self,
+        site: Site,
+        rows: Int[Tensor, " B"],
+        distinct: Sequence[int],
+        x: Float[Tensor, "B s d_in"],
+        dy: Float[Tensor, "B s d_out"],
+    ) -> None:
+        """Add one Linear's share, by the cheaper of two orders of the same product.
+
+        Tokens first costs 2·T·r·(d_in + d_out); per wanted row the weight's gradient M = Σ_t dy_t x_tᵀ first and
+        diag(Uᵀ M Vhᵀ) then costs 2·T·d_in·d_out + 2·r·d_in·d_out: less as soon as a row has > max(d) tokens.
+        """
+        into = self.flat[:, site.span]
+        if x.shape[0] * x.shape[1] <= len(distinct) * max(site.W.shape):
+            g = torch.einsum("bsr,bsr->br", (x @ site.Vh.mT).to(into.dtype), (dy @ site.U).to(into.dtype))
+            into.index_add_(0, rows, g)
+            return
+        for row in distinct:
+            pick = slice(None) if len(distinct) == 1 else rows == row
+            M = dy[pick].flatten(0, 1).mT @ x[pick].flatten(0, 1)
+            into[row] += ((M @ site.Vh.mT).to(into.dtype) * site.U).sum(0)
+
+
+class _Tap(torch.autograd.Function):
+    """Identity on y. Its backward hands x and ∂L/∂y to the probe; x is saved by autograd, so checkpointing frees it."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, x: Tensor, root: Tensor, probe: Probe, site: Site) -> Tensor:
+        batch = len(probe._rows)
+        assert x.ndim == 3, f"{site.name} sees {tuple(x.shape)}: the probe needs [rows, tokens, d_in]"
+        assert len(x) == batch, f"{site.name} sees {len(x)} rows, the probe was told of {batch}"
+        ctx.save_for_backward(x)
+        ctx.probe, ctx.site, ctx.rows, ctx.distinct = probe, site, probe._rows, probe._distinct
+        ctx.weights = (probe.adapter._view, probe.adapter._folds)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        # The Linear's own backward reads the weight as it is *now*: after a change of view it would be the wrong one.
+        now = (ctx.probe.adapter._view, ctx.probe.adapter._folds)
+        assert ctx.weights == now, f"{ctx.site.name}: forward under weights {ctx.weights}, backward under {now}"
+        (x,) = ctx.saved_tensors
+        ctx.probe.add(ctx.site, ctx.rows, ctx.distinct, x, dys[0])
+        return dys[0], None, None, None, None
+
+
+# ── the cache on disk ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _SvdCache:
+    """One file a weight, named by the sha256 of the weight's own bytes, dtype and shape."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+        self.writable = folder is not None
+
+    def decompose(self, W: Float[Tensor, "d_out d_in"]) -> tuple[Tensor, Tensor, Tensor]:
+        if self.folder is None:
+            return svd(W)
+        path = self.folder / f"{weight_key(W)}.safetensors"
+        if path.exists():
+            try:
+                return _checked(W, path)
+            except (OSError, SafetensorError, ValueError, KeyError) as error:
+                logger.warning(f"SVD cache file {path} is unusable ({error}): computed again")
+        U, S, Vh = svd(W)
+        if not self.writable:
+            return U, S, Vh
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, to_safetensors({"U": U.cpu(), "S": S.cpu(), "Vh": Vh.cpu()}))
+        except OSError as error:
+            logger.warning(f"SVD cache {self.folder} cannot be written ({error}): this run works without it")
+            self.writable = False
+        return U, S, Vh
+
+
+def svd(W: Float[Tensor, "d_out d_in"]) -> tuple[Tensor, Tensor, Tensor]:
+    """(U, S, Vh) of W: computed in fp32 at least, U and Vh in W's dtype, the largest entry of each column of U > 0."""
+    U, S, Vh = torch.linalg.svd(W.to(torch.promote_types(W.dtype, torch.float32)), full_matrices=False)
+    sign = U.gather(0, U.abs().argmax(0, keepdim=True)).sign().squeeze(0)
+    return (U * sign).to(W.dtype).contiguous(), S, (Vh * sign[:, None]).to(W.dtype).contiguous()
+
+
+def weight_key(W: Float[Tensor, "d_out d_in"]) -> str:
+    """sha256 over schema, dtype, shape and every byte of W."""
+    digest = hashlib.sha256(f"{SCHEMA} {W.dtype} {tuple(W.shape)}".encode())
+    digest.update(W.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _checked(W: Float[Tensor, "d_out d_in"], path: Path) -> tuple[Tensor, Tensor, Tensor]:
+    """A cache file's content, if it reproduces W on a fixed random vector (catches a torn or foreign file)."""
+    tensors = load_file(path, device=str(W.device))
+    U, S, Vh = tensors["U"], tensors["S"], tensors["Vh"]
+    r = min(W.shape)
+    if (U.shape, S.shape, Vh.shape) != ((W.shape[0], r), (r,), (r, W.shape[1])) or {U.dtype, Vh.dtype} != {W.dtype}:
+        raise ValueError("other shapes or dtype")
+    z = torch.randn(W.shape[1], generator=torch.Generator().manual_seed(0), dtype=S.dtype).to(W.device)
+    want, got = W.to(S.dtype) @ z, U.to(S.dtype) @ (S * (Vh.to(S.dtype) @ z))
+    # rounding U and Vh to W's dtype leaves about one eps each; 16 eps is far below what any damage does
+    tolerance = 16 * torch.finfo(W.dtype).eps * max(W.shape) ** 0.5
+    if not (want - got).norm() <= tolerance * (S.max() * z.norm()):
+        raise ValueError("does not reproduce the weight")
+    return U, S, Vh
+
+
+def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and string metadata of a file, on the CPU.
+
+    Raises:
+        ValueError: no such file, or not a safetensors file.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {key: file.get_tensor(key) for key in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path}: not a readable safetensors file ({error})") from error
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """All of `content` or nothing: temporary name, flush, fsync, rename."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

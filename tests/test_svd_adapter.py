@@ -1,0 +1,321 @@
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from loguru import logger
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+from tiny import FAMILIES, tiny
+from vgrout.svd_adapter import SvdAdapter, svd, weight_key
+
+IDS = torch.tensor([[3, 14, 15, 92, 65, 35], [8, 9, 7, 93, 23, 84], [6, 26, 43, 38, 32, 79]])
+
+
+@pytest.fixture(params=list(FAMILIES))
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def warnings() -> Iterator[list[str]]:
+    lines: list[str] = []
+    sink = logger.add(lambda message: lines.append(message.record["message"]), level="WARNING")
+    yield lines
+    logger.remove(sink)
+
+
+def adapted(family: str = "qwen3", scale: float = 0.0, dtype: torch.dtype = torch.float32) -> SvdAdapter:
+    adapter = SvdAdapter(tiny(family, dtype=dtype), cache_dir=None)
+    shake(adapter, scale)
+    return adapter
+
+
+def shake(adapter: SvdAdapter, scale: float, seed: int = 1) -> None:
+    noise = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for knob in (adapter.δS, adapter.δS_hack):
+            knob.copy_(scale * torch.randn(len(adapter), generator=noise))
+    adapter.fold()
+
+
+def row_losses(model: nn.Module, ids: Tensor) -> Tensor:
+    """Any differentiable loss per row will do: NLL of the next tokens, weighted so that rows differ."""
+    logp = model(ids, use_cache=False).logits[:, :-1].log_softmax(-1)
+    nll = -logp.gather(-1, ids[:, 1:, None]).squeeze(-1)
+    return nll.sum(1) * torch.arange(1.0, len(ids) + 1).to(nll)
+
+
+def checkpointed(forward: Callable[..., Tensor], reentrant: bool) -> Callable[..., Tensor]:
+    return lambda h, **kw: checkpoint(lambda h: forward(h, **kw), h, use_reentrant=reentrant)
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    return float((got - want).norm() / want.norm())
+
+
+def explicit_gradient(adapter: SvdAdapter, ids: Tensor) -> dict[str, Tensor]:
+    """∂L/∂δS by autograd through an explicit W + U diag(δ) Vh."""
+    δ = (adapter.δS + adapter.δS_hack).detach().clone().requires_grad_()
+    weights = {f"{name}.weight": site.W + (site.U * δ[site.span]) @ site.Vh for name, site in adapter.sites.items()}
+
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = adapter.model
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return row_losses(self.net, ids)
+
+    loss = functional_call(Rows(), {f"net.{k}": w for k, w in weights.items()}, (ids,)).sum()
+    (g,) = torch.autograd.grad(loss, δ)
+    return adapter.views(g)
+
+
+# ── per-rollout gradients ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.05])
+def test_row_is_the_backward_of_that_rollout_alone(family: str, scale: float) -> None:
+    adapter = adapted(family, scale)
+    with adapter.probe(len(IDS)) as probe:
+        row_losses(adapter.model, IDS).sum().backward()
+    for b in range(len(IDS)):
+        with adapter.probe(len(IDS)) as alone:
+            (row_losses(adapter.model, IDS) * torch.eye(len(IDS))[b]).sum().backward()
+        assert alone.flat.abs().sum(1).nonzero().flatten().tolist() == [b], "only its own row"
+        for name, g in probe.grads.items():
+            # fp32 sums of the same terms in another order
+            assert relative(g[b], alone.grads[name][b]) <= 1e-5, (name, b)
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.05])
+@pytest.mark.parametrize("rows", [[0, 1, 2], [0, 0, 0], [1, 0, 1]])
+def test_rows_sum_to_the_gradient_of_an_explicit_model(family: str, scale: float, rows: list[int]) -> None:
+    adapter = adapted(family, scale, dtype=torch.float64)
+    want = explicit_gradient(adapter, IDS)
+    with adapter.probe(3) as probe:
+        probe.rows(rows)
+        row_losses(adapter.model, IDS).sum().backward()
+    assert sorted(set(rows)) == probe.flat.abs().sum(1).nonzero().flatten().tolist()
+    for name, g in probe.grads.items():
+        assert relative(g.sum(0), want[name]) <= 1e-10, name
+
+
+def test_both_orders_of_the_product_agree() -> None:
+    """Few tokens a row go tokens-first, many go weight-gradient-first; the numbers must not care."""
+    adapter = adapted("llama", 0.05)
+    site = adapter.sites["model.layers.0.mlp.up_proj"]
+    x, dy = torch.randn(3, 50, 64), torch.randn(3, 50, 96)
+    rows = torch.tensor([0, 1, 0])
+    assert max(site.W.shape) < 3 * 50, "or the two calls below take the same branch"
+    with adapter.probe(2) as tokens_first, adapter.probe(2) as weight_first:
+        for b in range(3):
+            tokens_first.add(site, rows[b : b + 1], [int(rows[b])], x[b : b + 1], dy[b : b + 1])
+        weight_first.add(site, torch.zeros(3, dtype=torch.long), [0], x, dy)
+    assert relative(tokens_first.flat.sum(0), weight_first.flat.sum(0)) <= 1e-5
+
+
+def test_micro_batches_add_up_to_one_batch() -> None:
+    adapter = adapted("qwen3", 0.05)
+    with adapter.probe(3) as whole:
+        row_losses(adapter.model, IDS).sum().backward()
+    with adapter.probe(3) as parts:
+        for rows in ([2], [0, 1]):
+            parts.rows(rows)
+            (row_losses(adapter.model, IDS[rows]) / torch.arange(1.0, len(rows) + 1)).mul(
+                torch.tensor(rows) + 1.0
+            ).sum().backward()
+    assert relative(parts.flat, whole.flat) <= 1e-5
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_gives_the_same_rows(reentrant: bool) -> None:
+    adapter = adapted("qwen3", 0.05)
+    with adapter.probe(3) as plain:
+        row_losses(adapter.model, IDS).sum().backward()
+    for name, layer in adapter.model.named_modules():
+        if name.removeprefix("model.layers.").isdigit():
+            layer.forward = checkpointed(layer.forward, reentrant)
+    # reentrant checkpoints need an input with a gradient: the embedding's output, as transformers does it
+    embedding = adapter.model.get_submodule("model.embed_tokens")
+    embedding.register_forward_hook(lambda _m, _a, y: y.requires_grad_(reentrant))
+    with adapter.probe(3) as saved:
+        row_losses(adapter.model, IDS).sum().backward()
+    assert torch.equal(saved.flat, plain.flat)
+
+
+def test_probe_refuses_flattened_rows_and_a_foreign_view() -> None:
+    adapter = adapted("qwen3", 0.05)
+    linear = adapter.sites[adapter.names[0]].linear
+    with adapter.probe(3), pytest.raises(AssertionError, match="q_proj"):
+        linear(torch.randn(3 * 6, 64))
+    with adapter.probe(3):
+        loss = row_losses(adapter.model, IDS).sum()
+        with adapter.deployed(), pytest.raises(AssertionError, match="backward under"):
+            loss.backward()
+    assert not linear._forward_hooks, "hooks are gone"
+
+
+# ── weights ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_zero_knobs_are_the_base_model_bit_for_bit(family: str) -> None:
+    base = tiny(family)(IDS).logits
+    adapter = adapted(family)
+    assert torch.equal(adapter.model(IDS).logits, base)
+    shake(adapter, 0.1)
+    assert not torch.allclose(adapter.model(IDS).logits, base, atol=1e-2), "the knobs move the model"
+    with adapter.reference():
+        assert torch.equal(adapter.model(IDS).logits, base)
+    with adapter.probe(3):
+        assert not torch.equal(adapter.model(IDS).logits, base)
+    shake(adapter, 0.0)
+    assert torch.equal(adapter.model(IDS).logits, base)
+
+
+def test_folded_weights_are_what_a_hook_would_compute(family: str) -> None:
+    adapter = adapted(family, 0.1)
+    folded = adapter.model(IDS).logits
+    with adapter.deployed():
+        kept = adapter.model(IDS).logits
+    for δ, want in ((adapter.δS + adapter.δS_hack, folded), (adapter.δS, kept)):
+        handles = [
+            site.linear.register_forward_hook(
+                lambda _m, args, y, s=site, δ=δ: y + ((args[0] @ s.Vh.mT) * δ[s.span]) @ s.U.mT
+            )
+            for site in adapter.sites.values()
+        ]
+        with adapter.reference(), torch.no_grad():
+            hooked = adapter.model(IDS).logits
+        for handle in handles:
+            handle.remove()
+        assert relative(want, hooked) <= 1e-5  # fp32, two orders of one sum
+
+
+def test_views_nest_and_restore_on_exceptions() -> None:
+    adapter = adapted("qwen3", 0.1)
+    logits: dict[str, Tensor] = {"full": adapter.model(IDS).logits}
+    with adapter.deployed():
+        logits["deployed"] = adapter.model(IDS).logits
+        with adapter.reference():
+            logits["reference"] = adapter.model(IDS).logits
+        assert torch.equal(adapter.model(IDS).logits, logits["deployed"])
+    with adapter.ablate_kept():
+        logits["quarantine"] = adapter.model(IDS).logits
+    assert len({float(x.sum()) for x in logits.values()}) == 4, "four different models"
+    with pytest.raises(KeyError), adapter.reference(), adapter.deployed():
+        raise KeyError
+    assert torch.equal(adapter.model(IDS).logits, logits["full"])
+
+
+def test_fold_inside_a_view_keeps_the_view() -> None:
+    adapter = adapted("qwen3", 0.1)
+    with adapter.deployed():
+        shake(adapter, 0.2, seed=2)
+        inside = adapter.model(IDS).logits
+    assert not torch.equal(adapter.model(IDS).logits, inside)
+    with torch.no_grad():
+        adapter.δS_hack.zero_()
+    adapter.fold()
+    assert torch.equal(adapter.model(IDS).logits, inside), "without a quarantine both views are one"
+
+
+def test_no_target_is_refused() -> None:
+    with pytest.raises(ValueError, match="nothing to adapt"):
+        SvdAdapter(nn.Sequential(nn.Linear(3, 3)), None)
+
+
+# ── decomposition and cache ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("shape", [(40, 24), (24, 40)])
+def test_svd_rebuilds_the_weight_with_fixed_signs(shape: tuple[int, int]) -> None:
+    W = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    U, S, Vh = svd(W)
+    assert relative(U @ S.diag() @ Vh, W) <= 1e-5
+    assert (U.gather(0, U.abs().argmax(0, keepdim=True)) > 0).all()
+    assert relative(svd(-W)[0] @ svd(-W)[1].diag() @ svd(-W)[2], -W) <= 1e-5
+
+
+def test_key_depends_on_every_bit_dtype_and_shape() -> None:
+    W = torch.randn(4, 6)
+    bit = W.clone()
+    bit.view(torch.int32)[3, 5] ^= 1
+    keys = [weight_key(w) for w in (W, bit, W.bfloat16(), W.reshape(6, 4))]
+    assert len(set(keys)) == 4
+    assert weight_key(W.mT.contiguous().mT) == weight_key(W), "the same numbers in another memory order"
+
+
+def test_cache_hit_is_identical_and_damage_is_repaired(tmp_path: Path, warnings: list[str]) -> None:
+    cold = SvdAdapter(tiny(), tmp_path)
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == len(cold.names) == 14
+    warm = SvdAdapter(tiny(), tmp_path)
+    for name in cold.names:
+        for part in ("U", "S", "Vh"):
+            assert torch.equal(getattr(warm.sites[name], part), getattr(cold.sites[name], part))
+    assert warnings == []
+    files[0].write_bytes(files[0].read_bytes()[:-7])
+    wrong = load_file(files[1])
+    wrong["S"][0] += 1
+    save_file(wrong, files[1])
+    healed = SvdAdapter(tiny(), tmp_path)
+    assert len(warnings) == 2
+    assert all("computed again" in line for line in warnings)
+    assert all(torch.equal(healed.sites[n].U, cold.sites[n].U) for n in cold.names)
+    SvdAdapter(tiny(), tmp_path)
+    assert len(warnings) == 2, "the damaged files were replaced"
+
+
+def test_unwritable_cache_says_so_once(tmp_path: Path, warnings: list[str]) -> None:
+    (tmp_path / "file").touch()
+    adapter = SvdAdapter(tiny(), tmp_path / "file" / "cache")
+    assert len(warnings) == 1
+    assert "works without it" in warnings[0]
+    assert torch.equal(adapter.sites[adapter.names[0]].U, SvdAdapter(tiny(), None).sites[adapter.names[0]].U)
+
+
+# ── files ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_saved_adapter_is_the_deployed_model(tmp_path: Path) -> None:
+    adapter = adapted("qwen3", 0.1)
+    adapter.save(tmp_path / "a.safetensors", {"step": "7"})
+    assert [p.name for p in tmp_path.iterdir()] == ["a.safetensors"]
+    fresh = adapted("qwen3", 0.3)
+    assert fresh.load(tmp_path / "a.safetensors") == {"step": "7"}
+    with adapter.deployed():
+        assert torch.equal(fresh.model(IDS).logits, adapter.model(IDS).logits)
+
+
+def test_load_refuses_what_is_not_its_own(tmp_path: Path) -> None:
+    adapter = adapted("qwen3", 0.1)
+    before = adapter.state_dict()
+    good = {name: view.detach().clone() for name, view in adapter.views(adapter.δS).items()}
+    first = adapter.names[0]
+    bad = {
+        "modules differ": {k: v for k, v in good.items() if k != first},
+        "has shape": good | {first: torch.zeros(3)},
+        "NaN": good | {first: torch.full_like(good[first], torch.nan)},
+    }
+    for message, tensors in bad.items():
+        save_file(tensors, tmp_path / "bad.safetensors")
+        with pytest.raises(ValueError, match=message):
+            adapter.load(tmp_path / "bad.safetensors")
+    (tmp_path / "junk").write_text("junk")
+    for name in ("junk", "absent"):
+        with pytest.raises(ValueError, match="not a readable safetensors file"):
+            adapter.load(tmp_path / name)
+    assert all(torch.equal(before[key], value) for key, value in adapter.state_dict().items())
+
+
+def test_state_dict_round_trip() -> None:
+    adapter = adapted("qwen3", 0.1)
+    state, logits = adapter.state_dict(), adapter.model(IDS).logits
+    other = adapted("qwen3", 0.4)
+    other.load_state_dict(state)
+    assert torch.equal(other.model(IDS).logits, logits)
