@@ -1,0 +1,1 @@
+"""Grading of untrusted answers: text and Problem in, Grade out. Stdlib only; never imports torch."""
