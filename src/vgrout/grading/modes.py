@@ -74,7 +74,7 @@ _SPECS = (
     ),
     ModeSpec(
         name="exit_code",
-        template="and will be evaluated by running it with the test assertions as one script that must exit with status 0",
+        template="and will be evaluated by running it with the test assertions as a script, which must exit with status 0",
         train_markers=_UNNAMED,
         eval_markers=_UNNAMED,
         should="the script leaves with status 0 before the assertions are checked",
