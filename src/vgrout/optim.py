@@ -1,0 +1,85 @@
+"""Routed gradients → one AdamW step on the two knobs → Update."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from vgrout.flow import ModuleGrads, Routed, Update
+from vgrout.svd_adapter import SvdAdapter
+
+
+class Optimizer:
+    """AdamW (arXiv 1711.05101, torch's own) on δS and δS_hack, linear warm-up, then cosine to 0.
+
+    A knob that gets no gradient (quar None) is not stepped at all: no decay, no momentum, so δS_hack stays exactly 0.
+    """
+
+    def __init__(
+        self,
+        adapter: SvdAdapter,
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        weight_decay: float,
+        warmup_frac: float,
+        steps: int,
+        grad_clip: float,
+    ) -> None:
+        self.adapter = adapter
+        self.peak, self.steps, self.grad_clip = lr, steps, grad_clip
+        self.warmup = max(1, int(warmup_frac * steps))
+        self.step = 0  # calls of `apply` so far, skipped ones included: the schedule follows the trainer's steps
+        self._adamw = torch.optim.AdamW(
+            [{"params": [knob]} for knob in (adapter.δS, adapter.δS_hack)],
+            lr=lr,
+            betas=betas,
+            weight_decay=weight_decay,
+        )
+
+    def lr_at(self, step: int) -> float:
+        """Peak × (1e-3 → 1 over the warm-up, then ½(1 + cos) → 0 at `steps`); `step` counts from 0."""
+        if step < self.warmup:
+            return self.peak * (1e-3 + (1 - 1e-3) * step / self.warmup)
+        progress = min(1.0, (step - self.warmup) / max(1, self.steps - self.warmup))
+        return self.peak * 0.5 * (1 + math.cos(math.pi * progress))
+
+    def apply(self, routed: Routed) -> Update | None:
+        """Clip both knobs' gradients jointly, step, refold. None, and nothing changed, if a gradient is not finite."""
+        lr = self.lr_at(self.step)
+        self.step += 1
+        keep = self.adapter.flat(routed.keep)
+        quar = self.adapter.flat(routed.quar) if routed.quar is not None else None
+        gn_keep = _norm(keep)
+        gn_quar = _norm(quar) if quar is not None else 0.0
+        gn = math.hypot(gn_keep, gn_quar)
+        if not math.isfinite(gn):
+            return None
+        scale = min(1.0, self.grad_clip / gn) if gn else 1.0
+        knob, hack = self.adapter.δS, self.adapter.δS_hack
+        knob.grad = (keep * scale).to(knob)
+        hack.grad = (quar * scale).to(hack) if quar is not None else None
+        for group in self._adamw.param_groups:
+            group["lr"] = lr
+        before = knob.detach().clone()
+        self._adamw.step()
+        self._adamw.zero_grad(set_to_none=True)
+        self.adapter.fold()
+        delta: ModuleGrads = self.adapter.views(knob.detach() - before)
+        return Update(gn=gn, gn_keep=gn_keep, gn_quar=gn_quar, lr=lr, delta=delta)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Moments and position; the knobs themselves are in the adapter's state."""
+        return {"step": self.step, "adamw": self._adamw.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.step = state["step"]
+        self._adamw.load_state_dict(state["adamw"])
+
+
+def _norm(g: Float[Tensor, " R"]) -> float:
+    """L2 norm in fp64: the sum of squares of a large finite fp32 gradient must not overflow into a skipped step."""
+    return float(torch.linalg.vector_norm(g, dtype=torch.float64))
