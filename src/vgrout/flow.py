@@ -37,6 +37,7 @@ class Routed:
     quar: ModuleGrads | None
     diag: ArmDiag
     directions: Directions | None = None  # for cos_upd, measured after the optimiser
+    scale: float = 1.0  # the optimiser multiplies δS's change by this (shrinkage control; AdamW undoes a scaled g)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,16 +9,16 @@ import random
 import torch
 
 
-def stream_seed(seed: int, purpose: str, *indices: int) -> int:
+def stream_seed(seed: int, purpose: str, *indices: int | str) -> int:
     """A 63-bit seed for one purpose."""
     text = "/".join((str(seed), purpose, *map(str, indices)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
-def torch_stream(seed: int, purpose: str, *indices: int) -> torch.Generator:
+def torch_stream(seed: int, purpose: str, *indices: int | str) -> torch.Generator:
     """A CPU generator: the draws are the same on every device."""
     return torch.Generator().manual_seed(stream_seed(seed, purpose, *indices))
 
 
-def py_stream(seed: int, purpose: str, *indices: int) -> random.Random:
+def py_stream(seed: int, purpose: str, *indices: int | str) -> random.Random:
     return random.Random(stream_seed(seed, purpose, *indices))
