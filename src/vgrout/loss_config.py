@@ -1,0 +1,77 @@
+"""Settings of the policy-gradient loss. Stdlib only: the command line reads them without loading torch."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+LossName = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "dppo_tv", "icepop"]
+ABOVE_ZERO = ("clip", "clip_high", "gspo_low", "gspo_high", "cispo_high", "tis_cap", "luffy_gamma")
+NOT_NEGATIVE = ("beta", "dppo_diff_low", "dppo_diff_high", "icepop_low", "adv_tau", "teacher_tau")
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """The policy-gradient loss; each formula is in `losses.py`.
+
+    Raises:
+        ValueError: a value outside its range, or two that contradict each other.
+    """
+
+    loss: LossName = "grpo"
+    """grpo (clipped) · dr_grpo (grpo with --unbiased) · dapo · gspo · cispo · dppo_tv · icepop."""
+    clip: float = 0.2
+    """ε of the clipped ratio (grpo, dr_grpo, and dapo's lower side)."""
+    beta: float = 0.0
+    """Weight of the KL to the adapter at zero."""
+    kl: Literal["k1", "k2", "k3"] = "k3"
+    """KL estimator."""
+    unbiased: bool = True
+    """Dr. GRPO: no division by the group's std, constant normaliser G · max_new · P."""
+    ratio_support: Literal["full", "sampled"] = "full"
+    """Ratios on the full softmax at temperature 1, or on the truncated distribution that was sampled from."""
+    clip_high: float = 0.28
+    """dapo: upper ε of the clipped ratio."""
+    gspo_low: float = 3e-4
+    """gspo: lower ε of the sequence ratio."""
+    gspo_high: float = 4e-4
+    """gspo: upper ε of the sequence ratio."""
+    cispo_high: float = 5.0
+    """cispo: largest importance weight."""
+    dppo_diff_low: float = 0.2
+    """dppo_tv: tokens whose probability fell by more than this since sampling are dropped."""
+    dppo_diff_high: float = 0.2
+    """dppo_tv: tokens whose probability rose by more than this since sampling are dropped."""
+    icepop_low: float = 0.2
+    """icepop: smallest ratio that still counts."""
+    icepop_high: float = 5.0
+    """icepop: largest ratio that still counts."""
+    adv_tau: float = 1.0
+    """Scale of the advantages."""
+    teacher_tau: float = 0.0
+    """Adds τ · (teacher log-prob − log-prob), detached, to each token's advantage; needs a teacher model."""
+    teacher_correction: Literal["none", "tis", "luffy"] = "none"
+    """Teacher rows: none = ratio 1 · tis = truncated importance weight · luffy = policy shaping."""
+    tis_cap: float = 2.0
+    """tis: largest importance weight of a teacher token."""
+    luffy_gamma: float = 0.1
+    """luffy: γ of f(π) = π / (π + γ)."""
+
+    def __post_init__(self) -> None:
+        for names, low, what in ((ABOVE_ZERO, 1e-12, "positive"), (NOT_NEGATIVE, 0.0, "0 or more")):
+            for name in names:
+                value = getattr(self, name)
+                if not (math.isfinite(value) and value >= low):
+                    raise ValueError(f"--{name.replace('_', '-')} {value}: should be {what} and finite")
+        if self.icepop_high <= self.icepop_low:
+            raise ValueError(f"--icepop-high {self.icepop_high}: should exceed --icepop-low {self.icepop_low}")
+        if self.clip >= 1 and self.loss in ("grpo", "dr_grpo", "dapo"):
+            raise ValueError(f"--clip {self.clip}: should be below 1, or the lower side never clips")
+        if self.loss == "dr_grpo" and not self.unbiased:
+            raise ValueError("--loss dr_grpo with --no-unbiased: dr_grpo is grpo with --unbiased; say --loss grpo")
+        if self.loss == "dppo_tv" and self.beta:
+            raise ValueError(f"--loss dppo_tv with --beta {self.beta}: it has no KL term; set --beta 0")
+        if self.loss == "gspo" and self.teacher_correction != "none":
+            raise ValueError(
+                f"--loss gspo with --teacher-correction {self.teacher_correction}: its ratio is one a sequence, "
+                "the correction is one a token; choose another loss or none"
+            )

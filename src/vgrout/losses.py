@@ -1,0 +1,230 @@
+"""Policy-gradient losses: a typed batch of token log-probs → one loss per rollout. Pure functions.
+
+Axes: G rollouts, T completion tokens (right-padded). π is the trainer's distribution now, π_old the trainer's before
+this step's first update, π_s the sampler's. All losses are finite at any log-ratio: the mask is applied before exp,
+and log-ratios are cut at ±20 (e^20 ≈ 5e8), beyond which a token has no gradient.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from vgrout.loss_config import LossConfig
+
+LOG_RATIO_MAX = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """What one optimiser step divides by, over all its micro-batches."""
+
+    rollouts: int  # G · P, groups without signal included
+    max_new: int
+    tokens: int  # trainable tokens of all live rollouts
+
+
+@dataclass(frozen=True, slots=True)
+class LossInput:
+    """Log-probs in nats. Only positions where `mask` holds count; the others may hold anything, −inf and NaN included."""
+
+    logp: Float[Tensor, "G T"]  # of π; carries the gradient
+    logp_old: Float[Tensor, "G T"]
+    logp_sampler: Float[Tensor, "G T"]
+    advantages: Float[Tensor, " G"]
+    mask: Bool[Tensor, "G T"]
+    norm: Norm
+    logp_ref: Float[Tensor, "G T"] | None = None  # needed when beta > 0
+    logp_teacher: Float[Tensor, "G T"] | None = None  # needed when teacher_tau > 0
+    weight: Float[Tensor, "G T"] | None = None  # detached factor of the policy term, per token
+
+
+@dataclass(frozen=True, slots=True)
+class LossOutput:
+    per_rollout: Float[Tensor, " G"]  # their sum is the step's loss
+    low: Bool[Tensor, "G T"]  # tokens without a policy gradient because their ratio is too low …
+    high: Bool[Tensor, "G T"]  # … or too high
+    kl: Float[Tensor, "G T"] | None  # to the reference, 0 where masked
+
+
+def policy_loss(x: LossInput, cfg: LossConfig) -> LossOutput:
+    """The loss that `cfg.loss` names, plus β · KL.
+
+    Raises:
+        ValueError: a log-prob that `cfg` needs is not there.
+    """
+    if cfg.beta and x.logp_ref is None:
+        raise ValueError(f"--beta {cfg.beta}: needs the reference's log-probs")
+    if cfg.teacher_tau and x.logp_teacher is None:
+        raise ValueError(f"--teacher-tau {cfg.teacher_tau}: needs a teacher model's log-probs")
+    A = token_advantages(x, cfg)
+    output = LOSSES[cfg.loss](x, A, cfg)
+    if not cfg.beta or x.logp_ref is None:
+        return output
+    kl = kl_to(x.logp, x.logp_ref, x.mask, cfg)
+    total = output.per_rollout + cfg.beta * reduce_tokens(kl, x, cfg)
+    return LossOutput(total, output.low, output.high, kl)
+
+
+def token_advantages(x: LossInput, cfg: LossConfig) -> Float[Tensor, "G T"]:
+    """adv_tau · A + teacher_tau · (logπ_teacher − logπ), detached (prime-rl's default loss)."""
+    A = (cfg.adv_tau * x.advantages[:, None]).expand(x.mask.shape)
+    if cfg.teacher_tau and x.logp_teacher is not None:
+        A = A + cfg.teacher_tau * log_ratio(x.logp_teacher, x.logp, x.mask).detach()
+    return A
+
+
+def log_ratio(
+    logp: Float[Tensor, "G T"], base: Float[Tensor, "G T"], mask: Bool[Tensor, "G T"]
+) -> Float[Tensor, "G T"]:
+    """logp − base in ±20, 0 where masked: exp of it, forward and backward, is finite.
+
+    Both sides are replaced before the subtraction: −inf − (−inf) on padding would be NaN.
+    """
+    zero = logp.new_zeros(())
+    difference = torch.where(mask, logp, zero) - torch.where(mask, base, zero)
+    return difference.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
+
+
+def reduce_tokens(loss: Float[Tensor, "G T"], x: LossInput, cfg: LossConfig) -> Float[Tensor, " G"]:
+    """Token losses (0 where masked) → per-rollout loss, by the loss's own normaliser.
+
+    grpo: Σ_t / (G · max_new · P) if unbiased, else mean over the rollout's tokens / (G · P); gspo the latter.
+    dapo, cispo, dppo_tv, icepop: Σ_t / Σ trainable tokens of the step.
+    """
+    if cfg.loss in ("dapo", "cispo", "dppo_tv", "icepop"):
+        return loss.sum(1) / max(1, x.norm.tokens)
+    if cfg.unbiased and cfg.loss != "gspo":
+        return loss.sum(1) / (x.norm.rollouts * x.norm.max_new)
+    return loss.sum(1) / x.mask.sum(1).clamp(min=1) / x.norm.rollouts
+
+
+def clipped(
+    ρ: Float[Tensor, "*shape"], A: Float[Tensor, "*shape"], low: float, high: float
+) -> tuple[Float[Tensor, "*shape"], Bool[Tensor, "*shape"], Bool[Tensor, "*shape"]]:
+    """−min(ρA, clip(ρ, 1 − low, 1 + high)A), and where the clip took the gradient away (PPO, arXiv 1707.06347, eq. 7)."""
+    loss = -torch.minimum(ρ * A, ρ.clamp(1 - low, 1 + high) * A)
+    return loss, (A < 0) & (ρ < 1 - low), (A > 0) & (ρ > 1 + high)
+
+
+def weighted(loss: Float[Tensor, "G T"], x: LossInput) -> Float[Tensor, "G T"]:
+    loss = loss if x.weight is None else loss * torch.where(x.mask, x.weight, 0.0)
+    return torch.where(x.mask, loss, 0.0)
+
+
+def grpo(x: LossInput, A: Float[Tensor, "G T"], cfg: LossConfig) -> LossOutput:
+    """GRPO (arXiv 2402.03300, eq. 3): −min(ρA, clip(ρ, 1−ε, 1+ε)A), ρ = π/π_old, ε = .2.
+
+    unbiased: Dr. GRPO (arXiv 2503.20783): a constant in place of 1/|o_i|, and no division by the group's std.
+    """
+    ρ = log_ratio(x.logp, x.logp_old, x.mask).exp()
+    loss, low, high = clipped(ρ, A, cfg.clip, cfg.clip)
+    return LossOutput(reduce_tokens(weighted(loss, x), x, cfg), low & x.mask, high & x.mask, None)
+
+
+def dapo(x: LossInput, A: Float[Tensor, "G T"], cfg: LossConfig) -> LossOutput:
+    """DAPO (arXiv 2503.14476, eq. 8): grpo's clip with ε_low = .2, ε_high = .28 and 1/Σ|o_i| over all tokens.
+
+    Its dynamic sampling is the trainer's dropping of groups without signal (they are not resampled).
+    """
+    ρ = log_ratio(x.logp, x.logp_old, x.mask).exp()
+    loss, low, high = clipped(ρ, A, cfg.clip, cfg.clip_high)
+    return LossOutput(reduce_tokens(weighted(loss, x), x, cfg), low & x.mask, high & x.mask, None)
+
+
+def gspo(x: LossInput, A: Float[Tensor, "G T"], cfg: LossConfig) -> LossOutput:
+    """GSPO (arXiv 2507.18071, eq. 5–7): one ratio a sequence, s = exp(mean_t log(π/π_old)), clipped at 1 − 3e-4, 1 + 4e-4.
+
+    With teacher_tau the advantage is a token's: its mean over the sequence is taken.
+    """
+    count = x.mask.sum(1).clamp(min=1)
+    s = (log_ratio(x.logp, x.logp_old, x.mask).sum(1) / count).exp()
+    advantage = torch.where(x.mask, A, 0.0).sum(1) / count
+    loss, low, high = clipped(s, advantage, cfg.gspo_low, cfg.gspo_high)
+    return LossOutput(loss / x.norm.rollouts, low[:, None] & x.mask, high[:, None] & x.mask, None)
+
+
+def cispo(x: LossInput, A: Float[Tensor, "G T"], cfg: LossConfig) -> LossOutput:
+    """CISPO (arXiv 2506.13585, eq. 4–5): −sg(min(π/π_old, c)) · A · logπ, no lower bound, 1/Σ|o_i|.
+
+    c = 5 as in ScaleRL (arXiv 2510.13786). The weight is cut but no token loses its gradient: nothing is masked.
+    """
+    ρ = log_ratio(x.logp, x.logp_old, x.mask).exp().detach().clamp(max=cfg.cispo_high)
+    loss = weighted(-ρ * A * torch.where(x.mask, x.logp, 0.0), x)
+    nothing = torch.zeros_like(x.mask)
+    return LossOutput(reduce_tokens(loss, x, cfg), nothing, nothing, None)
+
+
+def dppo_tv(x: LossInput, A: Float[Tensor, "G T"], cfg: LossConfig) -> LossOutput:
+    """DPPO (arXiv 2602.04879), total-variation form, symmetric: −keep · A · π/π_s ÷ Σ tokens.
+
+    keep: π − π_s in [−.2, .2] (probabilities, detached); outside, a token is dropped whatever its advantage's sign.
+    """
+    d = (probability(x.logp, x.mask) - probability(x.logp_sampler, x.mask)).detach()
+    low, high = d < -cfg.dppo_diff_low, d > cfg.dppo_diff_high
+    return _kept_ratio(x, A, low, high, cfg)
+
+
+def icepop(x: LossInput, A: Float[Tensor, "G T"], cfg: LossConfig) -> LossOutput:
+    """IcePop (arXiv 2510.18855): −M(π/π_s) · A ÷ Σ tokens, M(k) = k in [.2, 5], else 0. Dropped, not clipped."""
+    ρ = log_ratio(x.logp, x.logp_sampler, x.mask).exp().detach()
+    return _kept_ratio(x, A, ρ < cfg.icepop_low, ρ > cfg.icepop_high, cfg)
+
+
+def _kept_ratio(
+    x: LossInput, A: Float[Tensor, "G T"], low: Bool[Tensor, "G T"], high: Bool[Tensor, "G T"], cfg: LossConfig
+) -> LossOutput:
+    keep = x.mask & ~(low | high)
+    ρ = log_ratio(x.logp, x.logp_sampler, keep).exp()
+    loss = torch.where(keep, weighted(-ρ * A, x), 0.0)
+    return LossOutput(reduce_tokens(loss, x, cfg), low & x.mask, high & x.mask, None)
+
+
+def probability(logp: Float[Tensor, "G T"], mask: Bool[Tensor, "G T"]) -> Float[Tensor, "G T"]:
+    """exp(logp), 0 where masked."""
+    return torch.where(mask, torch.where(mask, logp, 0.0).clamp(max=0).exp(), 0.0)
+
+
+LOSSES: dict[str, Callable[[LossInput, Float[Tensor, "G T"], LossConfig], LossOutput]] = {
+    "grpo": grpo,
+    "dr_grpo": grpo,
+    "dapo": dapo,
+    "gspo": gspo,
+    "cispo": cispo,
+    "dppo_tv": dppo_tv,
+    "icepop": icepop,
+}
+
+
+def kl_to(
+    logp: Float[Tensor, "G T"], ref: Float[Tensor, "G T"], mask: Bool[Tensor, "G T"], cfg: LossConfig
+) -> Float[Tensor, "G T"]:
+    """Per-token estimators of KL(π ‖ ref) on π's samples (Schulman, "Approximating KL divergence"); 0 where masked.
+
+    d = log ref − logπ: k1 = −d, k2 = d²/2, k3 = e^d − d − 1.
+    """
+    d = log_ratio(ref, logp, mask)
+    return {"k1": -d, "k2": d.square() / 2, "k3": d.exp() - d - 1}[cfg.kl]
+
+
+def teacher_weight(
+    logp: Float[Tensor, "G T"], logp_behaviour: Float[Tensor, "G T"] | None, mask: Bool[Tensor, "G T"], cfg: LossConfig
+) -> Float[Tensor, "G T"]:
+    """Factor of a teacher row's ratio-1 policy gradient A ∇logπ, detached; 1 where masked.
+
+    none: 1. tis: min(π/π_teacher, tis_cap), truncated importance sampling (Ionides 2008).
+    luffy: γπ/(π + γ)² = f′(π)π, the gradient of policy shaping f(π) = π/(π + γ), π_teacher = 1 (arXiv 2504.14945, eq. 7).
+
+    Raises:
+        ValueError: tis without the teacher's own log-probs.
+    """
+    if cfg.teacher_correction == "none":
+        return torch.ones_like(logp)
+    if cfg.teacher_correction == "luffy":
+        p = probability(logp.detach(), mask)
+        return torch.where(mask, cfg.luffy_gamma * p / (p + cfg.luffy_gamma).square(), 1.0)
+    if logp_behaviour is None:
+        raise ValueError("--teacher-correction tis: the pool has no teacher log-probs; choose luffy or none")
+    return log_ratio(logp.detach(), logp_behaviour, mask).exp().clamp(max=cfg.tis_cap)
