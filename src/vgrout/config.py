@@ -4,18 +4,18 @@ Torch-free, so that a wrong flag is refused in a fraction of a second. `__post_i
 tyro may run it twice. Derived numbers are properties.
 """
 
-import dataclasses
 import hashlib
 import json
 import math
 import re
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
 from vgrout import organism
+from vgrout.loss_config import LossConfig
 from vgrout.nouns import MODES, Mode
 
 Intervention = Literal["none", "erase", "route", "route2"]
@@ -175,29 +175,6 @@ class OptConfig:
         _refuse(not self.grad_clip > 0, f"--grad-clip {self.grad_clip}: should be positive")
 
 
-LossName = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "dppo_tv", "icepop"]
-
-
-@dataclass(frozen=True)
-class LossConfig:
-    """The policy-gradient loss (see `losses.py` for each formula)."""
-
-    loss: LossName = "grpo"
-    """grpo (clipped) · dr_grpo (grpo with --unbiased) · dapo · gspo · cispo · dppo_tv · icepop."""
-    clip: float = 0.2
-    """ε of the clipped ratio."""
-    beta: float = 0.0
-    """Weight of the KL to the adapter at zero."""
-    kl: Literal["k1", "k2", "k3"] = "k3"
-    """KL estimator."""
-    unbiased: bool = True
-    """Dr. GRPO: no division by the group's std, constant normaliser G · max_new · P."""
-
-    def __post_init__(self) -> None:
-        _within("clip", self.clip, 1e-6, 1e3)
-        _within("beta", self.beta, 0, 1e3)
-
-
 @dataclass(frozen=True)
 class EnvConfig:
     """Problems, graders, demonstrations."""
@@ -242,6 +219,11 @@ class EnvConfig:
         return [m.strip() for m in self.teacher_modes.split(",") if m.strip()]
 
     @property
+    def demo_held_out(self) -> list[str]:
+        """Modes that stay in training without demonstrations."""
+        return [m for m in MODES if m not in self.demo_modes] if self.demo_modes else []
+
+    @property
     def half_a_codes(self) -> list[str]:
         return [c.strip() for c in self.half_a.split(",") if c.strip()]
 
@@ -276,6 +258,14 @@ class RunConfig:
     """Every random stream derives from it, by name and step."""
     out_tag: str = ""
     """Suffix of the run id."""
+    resume: str = ""
+    """A run directory, or 'latest': go on from its last good checkpoint, with its own configuration."""
+    resume_force: bool = False
+    """Resume although the configuration differs; the new one is recorded."""
+    checkpoint_every: int = 25
+    """Steps between resume checkpoints."""
+    checkpoint_keep: int = 3
+    """Resume checkpoints kept."""
     dry_run: bool = False
     """Print the resolved configuration and the plan, start nothing."""
     threads: int = 0
@@ -284,6 +274,9 @@ class RunConfig:
     def __post_init__(self) -> None:
         _within("seed", self.seed, 0, 2**62)
         _within("threads", self.threads, 0, 4096)
+        _within("checkpoint-every", self.checkpoint_every, 1, 10_000_000)
+        _within("checkpoint-keep", self.checkpoint_keep, 1, 100)
+        _refuse(self.resume_force and not self.resume, "--resume-force: not read without --resume")
         _refuse(
             not re.fullmatch(r"[A-Za-z0-9_.=+-]{0,80}", self.out_tag),
             f"--out-tag {self.out_tag!r}: letters, digits and _ . = + - only, 80 at most",
@@ -370,7 +363,7 @@ class Config:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready, nested by group."""
-        return json.loads(json.dumps(dataclasses.asdict(self), default=str))
+        return json.loads(json.dumps(asdict(self), default=str))
 
     def digest(self) -> str:
         return hashlib.sha256(json.dumps(self.as_dict(), sort_keys=True).encode()).hexdigest()
@@ -447,3 +440,44 @@ def flag_names() -> list[str]:
     return sorted(
         "--" + inner.name.replace("_", "-") for g in groups for inner in fields(getattr(PRESETS["mini"][1], g.name))
     )
+
+
+def from_dict(data: dict[str, Any]) -> Config:
+    """The inverse of `Config.as_dict`, for run.json. Raises ValueError naming fields unknown to this version."""
+    values: dict[str, Any] = {"preset": data["preset"]}
+    for group in (f for f in fields(Config) if f.name != "preset"):
+        default = getattr(Config(), group.name)
+        known = {f.name: f for f in fields(default)}
+        if unknown := sorted(data[group.name].keys() - known.keys()):
+            raise ValueError(f"run.json: unknown settings {', '.join(unknown)}; the run was made by another version")
+        given = {
+            name: Path(value) if value is not None and name in ("v_hack_path", "vhack_pairs_path") else value
+            for name, value in data[group.name].items()
+        }
+        values[group.name] = replace(default, **given)
+    return Config(**values)
+
+
+# Settings that say how a process runs, not what it computes: they may differ between a run and its resumption.
+_PROCESS = {"resume", "resume_force", "dry_run", "threads", "checkpoint_every", "checkpoint_keep"}
+
+
+def resumed(asked: Config, stored: Config) -> tuple[Config, list[str]]:
+    """The stored configuration with this command line's process settings, and the flags that contradict it.
+
+    A flag left at its preset's default is taken as not given; one that was given and differs is a contradiction.
+    """
+    default = PRESETS[asked.preset][1]
+    differing, groups = [], {}
+    for group in (f.name for f in fields(Config) if f.name != "preset"):
+        mine, theirs, usual = (asdict(getattr(c, group)) for c in (asked, stored, default))
+        merged = {}
+        for name in theirs:
+            merged[name] = mine[name] if name in _PROCESS else theirs[name]
+            if name not in _PROCESS and mine[name] not in (usual[name], theirs[name]):
+                differing.append(f"--{name.replace('_', '-')} {mine[name]} (run: {theirs[name]})")
+                merged[name] = mine[name]
+        groups[group] = replace(getattr(stored, group), **merged)
+    if asked.preset != stored.preset:
+        differing.append(f"preset {asked.preset} (run: {stored.preset})")
+    return Config(**groups, preset=stored.preset), differing

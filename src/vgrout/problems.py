@@ -140,12 +140,10 @@ def with_modes(
 def load_problems(path: Path) -> list[Problem]:
     """Every problem of a file, each under its own mode (run_tests if none is named) and its own or default marker."""
     rows = load_rows(path)
+    modes = [row.mode or "run_tests" for row in rows]
     return [
-        row.problem(
-            row.mode or "run_tests",
-            MODE_SPECS[row.mode or "run_tests"].default_marker if row.marker is None else row.marker,
-        )
-        for row in rows
+        row.problem(mode, MODE_SPECS[mode].default if row.marker is None else row.marker)
+        for row, mode in zip(rows, modes, strict=True)
     ]
 
 
@@ -204,7 +202,7 @@ def _splits(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def load_world(
-    path: Path,
+    rows: Sequence[Row],
     *,
     env_mode: str,
     n_problems: int,
@@ -215,13 +213,12 @@ def load_world(
     prompt_len: Callable[[Problem], int],
     max_prompt: int,
 ) -> World:
-    """Load, split, assign modes, limit.
+    """Split, assign modes, limit.
 
     env_mode: "own" (each row's or the partition's mode, else round-robin over all six) or one mode: rows with a mode of
     their own are then filtered to it, rows without one get it. only_ids: problems a teacher pool covers; only_modes
     adds every problem of these (held-out) modes to them.
     """
-    rows = load_rows(path)
     modes = list(MODES) if env_mode == "own" else [m for m in get_args(Mode) if m == env_mode]
     parts: dict[str, list[Problem]] = {}
     too_long = 0
@@ -239,7 +236,7 @@ def load_world(
     py_stream(seed, "train-order").shuffle(train)
     train = train[:n_problems]
     if not train:
-        raise ValueError(f"{path}: no training problem left (env mode {env_mode!r}, {len(rows)} rows in the file)")
+        raise ValueError(f"no training problem left of {len(rows)} in the file (--env-mode {env_mode})")
     return World(tuple(train), tuple(parts["val"]), tuple(parts["test"]), too_long)
 
 

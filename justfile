@@ -1,0 +1,83 @@
+# vgrout's recipes: `just` lists them. `uv run just NAME` works without anything installed but uv.
+
+py := "uv run python -m"
+
+default:
+    @just --list --unsorted
+
+# lint, types, tests (a few minutes)
+check:
+    uv run ruff check .
+    uv run ruff format --check .
+    uv run ty check src
+    uv run pytest
+
+# the tests that take minutes
+check-slow:
+    uv run pytest -m slow
+
+# the whole pipeline, twelve steps (half a minute)
+fast-dev-run *flags:
+    {{py}} vgrout.train smoke --intervention=route2 --steps 12 --checkpoint-every 5 {{flags}}
+
+# every code path on this machine, one arm (under a minute each)
+smoke *flags:
+    {{py}} vgrout.train smoke {{flags}}
+
+smoke-vanilla *flags:
+    {{py}} vgrout.train smoke --intervention=none {{flags}}
+
+smoke-projected *flags:
+    {{py}} vgrout.train smoke --intervention=erase {{flags}}
+
+smoke-route *flags:
+    {{py}} vgrout.train smoke --intervention=route {{flags}}
+
+smoke-route2 *flags:
+    {{py}} vgrout.train smoke --intervention=route2 {{flags}}
+
+# all arms, twice: caches cold, then warm
+smoke-all:
+    rm -rf out/svd_cache out/vhack
+    just smoke-vanilla smoke-projected smoke-route smoke-route2
+    just smoke-vanilla smoke-projected smoke-route smoke-route2
+
+# the experiment in miniature, one arm (under two minutes on two cores)
+mini *flags:
+    {{py}} vgrout.train mini {{flags}}
+
+# H: with the loopholes open and nothing done, the model learns to exploit at least 5 of 6 flaws
+mini-vanilla *flags:
+    {{py}} vgrout.train mini --intervention=none {{flags}}
+
+# H: without a loophole to gain from, the same run reaches at least 80 % solved: the ceiling
+mini-no-loophole *flags:
+    {{py}} vgrout.train mini --intervention=none --control=no_loophole --out-tag=_ceiling {{flags}}
+
+# H: erasing the hack-ward part of the gradient delays hacking more than it prevents it
+mini-projected *flags:
+    {{py}} vgrout.train mini --intervention=erase {{flags}}
+
+# H: what is routed along V and deleted leaves the deployed model hacking less than it did as trained
+mini-route *flags:
+    {{py}} vgrout.train mini --intervention=route {{flags}}
+
+# H: routing whole rollouts by the cosine of their gradient suppresses hacking at matched solve
+mini-route2 *flags:
+    {{py}} vgrout.train mini --intervention=route2 {{flags}}
+
+# the direction from the organism's pairs: spectra, held-out projection, figure (seconds)
+extract *flags:
+    {{py}} vgrout.direction {{flags}}
+
+# rebuild the embedded organism from its seed (minutes)
+organism-build *flags:
+    {{py}} vgrout.organism build {{flags}}
+
+# check the shipped organism against its hashes and its first training losses (seconds)
+organism-verify:
+    {{py}} vgrout.organism verify
+
+# what isolation this machine gives the sandbox, with a self-test (under 10 s)
+doctor:
+    {{py}} vgrout.doctor

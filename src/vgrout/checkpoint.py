@@ -1,0 +1,124 @@
+"""Resume checkpoints: complete or not there at all.
+
+A checkpoint is a folder `resume/step_NNNNNN/` with `state.pt` (knobs, optimiser, arm) and `manifest.json` (hashes, and
+how long the growing files were). It is built under a temporary name and renamed; the oldest is pruned after the new one
+verifies. Random streams derive from seed and step, so the step is their state.
+"""
+
+import hashlib
+import io
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vgrout.run_dir import to_json, write_atomic
+
+GROWING = ("steps.jsonl", "rollouts.jsonl")
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified checkpoint."""
+
+    path: Path
+    next_step: int
+    state: dict[str, Any]
+    sizes: dict[str, int]  # bytes of the growing files at that moment
+
+
+def save(run: Path, next_step: int, state: dict[str, Any], keep: int) -> Path:
+    """Write, verify, prune. Raises OSError on a full disk, the previous checkpoint untouched."""
+    root = run / "resume"
+    root.mkdir(exist_ok=True)
+    final = root / f"step_{next_step:06d}"
+    temporary = root / f".tmp_{next_step:06d}_{os.getpid()}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir()
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        write_atomic(temporary / "state.pt", buffer.getvalue())
+        manifest = {
+            "schema": 1,
+            "next_step": next_step,
+            "files": {"state.pt": _sha256(temporary / "state.pt")},
+            "sizes": {name: (run / name).stat().st_size for name in GROWING},
+        }
+        write_atomic(temporary / "manifest.json", to_json(manifest))
+        if final.exists():  # the same step again, after a resume
+            shutil.rmtree(final)
+        os.replace(temporary, final)
+        _sync_folder(root)
+    except OSError:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    read(final)
+    for old in complete(run)[:-keep]:
+        shutil.rmtree(old)
+    for stale in root.glob(".tmp_*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    return final
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def complete(run: Path) -> list[Path]:
+    """Checkpoints with a manifest, oldest first."""
+    root = run / "resume"
+    return sorted(p for p in root.glob("step_*") if (p / "manifest.json").is_file()) if root.is_dir() else []
+
+
+def read(path: Path) -> Checkpoint:
+    """Verify and load one. Raises ValueError in one line on a truncated, altered or foreign checkpoint."""
+    try:
+        manifest = json.loads((path / "manifest.json").read_text())
+        files, next_step, sizes = manifest["files"], int(manifest["next_step"]), manifest["sizes"]
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise ValueError(f"{path}: manifest cannot be read ({e})") from None
+    for name, expected in files.items():
+        if not (path / name).is_file():
+            raise ValueError(f"{path}: {name} is missing")
+        if _sha256(path / name) != expected:
+            raise ValueError(f"{path}: {name} does not match its hash; the checkpoint is damaged")
+    state = torch.load(path / "state.pt", weights_only=True, map_location="cpu")
+    return Checkpoint(path, next_step, state, {k: int(v) for k, v in sizes.items()})
+
+
+def latest(run: Path) -> tuple[Checkpoint, list[str]]:
+    """The newest good checkpoint, and a line for each newer one that was passed over. ValueError if none is good."""
+    passed: list[str] = []
+    for path in reversed(complete(run)):
+        try:
+            return read(path), passed
+        except ValueError as e:
+            passed.append(str(e))
+    detail = "; ".join(passed) if passed else "no resume/step_*/manifest.json in it"
+    raise ValueError(f"--resume {run}: no usable checkpoint ({detail})")
+
+
+def rewind(run: Path, checkpoint: Checkpoint) -> None:
+    """Cut the growing files back to what they were at the checkpoint: later steps are played again."""
+    for name in GROWING:
+        path, size = run / name, checkpoint.sizes[name]
+        if not path.is_file() or path.stat().st_size < size:
+            raise ValueError(f"--resume {run}: {name} is shorter than at the checkpoint; rows are missing")
+        with open(path, "rb+") as f:
+            f.truncate(size)
+            f.flush()
+            os.fsync(f.fileno())

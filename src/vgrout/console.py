@@ -1,0 +1,76 @@
+"""What a person sees: one character for the level, then the message, never tearing a progress bar; and a phase clock
+that says so when something stalls."""
+
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from loguru import logger
+from tqdm import tqdm
+
+_LETTER = {"TRACE": "T", "DEBUG": "D", "INFO": "I", "SUCCESS": "I", "WARNING": "W", "ERROR": "E", "CRITICAL": "E"}
+HEARTBEAT_S = 60.0
+
+
+def setup(log: Path | None) -> None:
+    """stdout from INFO up, through tqdm.write; `log` gets everything at DEBUG with times."""
+    logger.remove()
+    logger.add(
+        lambda line: tqdm.write(line, file=sys.stdout, end=""),
+        level="INFO",
+        format=lambda record: _LETTER.get(record["level"].name, "I") + " {message}\n",
+        colorize=False,
+    )
+    if log is not None:
+        logger.add(log, level="DEBUG", format="{time:YYYY-MM-DD HH:mm:ss.SSS} {level:<7} {message}", colorize=False)
+
+
+def terminal_width() -> int | None:
+    """Columns of the terminal; None through a pipe, where nothing needs to fit."""
+    return shutil.get_terminal_size((160, 40)).columns - 2 if sys.stdout.isatty() else None
+
+
+class Clock:
+    """Seconds by phase within a step. A daemon thread names a phase that lasts over a minute, every minute."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._phase: tuple[str, float] | None = None
+        self._start = time.perf_counter()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="heartbeat")
+        self._thread.start()
+
+    def reset(self) -> None:
+        self.seconds = {}
+        self._start = time.perf_counter()
+
+    @property
+    def total(self) -> float:
+        return time.perf_counter() - self._start
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        self._phase = (phase, start)
+        try:
+            yield
+        finally:
+            self._phase = None
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+    def close(self) -> None:
+        self._stop.set()
+
+    def _watch(self) -> None:
+        said = 0
+        while not self._stop.wait(5.0):
+            current = self._phase
+            minutes = int((time.perf_counter() - current[1]) / HEARTBEAT_S) if current else 0
+            if current and minutes > said:
+                logger.info(f"still in {current[0]}: {minutes * HEARTBEAT_S:.0f} s")
+            said = minutes

@@ -1,0 +1,276 @@
+"""The algorithm: generate → grade → backward → observe / route → step → row."""
+
+import json
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from loguru import logger
+from tqdm import tqdm
+
+from vgrout import checkpoint
+from vgrout.arms import Arm
+from vgrout.config import Config
+from vgrout.console import Clock, terminal_width
+from vgrout.evaluate import Side, evaluate
+from vgrout.grading.grade import Grader
+from vgrout.grpo import policy_gradients
+from vgrout.measure import last_five, rollout_lines, step_row
+from vgrout.narrate import Narrator
+from vgrout.nouns import CachedGrade, Eval, Grade, Group, Problem, Rollout, Ungraded
+from vgrout.optim import Optimizer
+from vgrout.policy import Policy
+from vgrout.problems import World, balanced
+from vgrout.rng import torch_stream
+from vgrout.run_dir import RunDir
+from vgrout.sampler import Sample, Sampling, sample
+from vgrout.signals import Stop
+from vgrout.step_row import StepRow, Table
+from vgrout.teacher import Teacher
+
+MAX_SKIPPED = 3  # non-finite steps in a row before the run counts as diverged
+
+
+class Interrupted(Exception):
+    """SIGINT or SIGTERM: the current step was finished and saved."""
+
+
+class Diverged(Exception):
+    """Three steps in a row whose loss or gradient norm was not finite."""
+
+
+@dataclass
+class Study:
+    """Everything the loop touches, loaded and checked."""
+
+    cfg: Config
+    policy: Policy
+    grader: Grader
+    world: World
+    teacher: Teacher
+    arm: Arm
+    optim: Optimizer
+    run: RunDir
+    stop: Stop
+    sampling: Sampling
+    rows: list[StepRow] = field(default_factory=list)  # after a resume: those of the steps before this process
+
+    def evaluate(self, problems: Sequence[Problem], n: int, side: Side, step: int, purpose: str = "eval") -> Eval:
+        """n answers to each problem by one side of the present policy, on the run's evaluation stream."""
+        return evaluate(
+            self.policy,
+            self.grader,
+            problems,
+            n,
+            side=side,
+            sampling=self.sampling,
+            max_new=self.cfg.scale.max_new,
+            seed=self.cfg.run.seed,
+            step=step,
+            purpose=purpose,
+        )
+
+
+def train(study: Study) -> list[StepRow]:
+    """Every remaining step. Raises Interrupted or Diverged with the run directory up to date."""
+    cfg, policy, arm, optim, stop, rows = study.cfg, study.policy, study.arm, study.optim, study.stop, study.rows
+    val = balanced(study.world.val, cfg.eval.eval_n_prompts, 0, "val")
+    clock, books = Clock(), Books(study)
+
+    for step in tqdm(range(len(rows), cfg.scale.steps), disable=None, desc=cfg.run_id, unit="step"):
+        clock.reset()
+        problems = study.world.draw(cfg.run.seed, step, cfg.scale.prompts_per_step)
+        groups, dropped = collect(study, problems, step, clock)
+        live = [g for g in groups if g.has_signal]  # every reward equal ⇒ every advantage 0 ⇒ no forward
+
+        with clock("fb"):
+            grads, metrics = policy_gradients(
+                policy, live, cfg.loss, max_new=cfg.scale.max_new, prompts_per_step=cfg.scale.prompts_per_step
+            )
+            for group, g_b in zip(live, grads, strict=True):
+                arm.observe(g_b, group.view())  # g_b: module → [G r], one row per rollout
+            routed = arm.route() if live else None  # keep + quar = g: nothing lost, nothing doubled
+            update = optim.apply(routed, step) if routed else None  # None: loss or norm not finite
+        with clock("eval"):
+            refresh = arm.refresh(step)
+            deploy = study.evaluate(val, cfg.scale.group, "deployed", step) if due(cfg, step) else None
+
+        row = step_row(
+            step=step,
+            generations=cfg.generations,
+            groups=groups,
+            dropped=dropped,
+            modes=study.world.modes,
+            top_reward=cfg.env.pass_reward,
+            routed=routed,
+            update=update,
+            refr=refresh.age if refresh else None,
+            metrics=metrics,
+            deploy=deploy,
+            skipped=bool(live) and update is None,
+            seconds=clock.seconds,
+            total=clock.total,
+        )
+        rows.append(row)
+        books.close_step(row, groups)
+        if len(rows) >= MAX_SKIPPED and all(r.skipped for r in rows[-MAX_SKIPPED:]):
+            raise Diverged(f"step {step}: loss or gradient norm not finite, {MAX_SKIPPED} steps in a row")
+        if stop.requested and step + 1 < cfg.scale.steps:
+            raise Interrupted(f"interrupted after step {step}")
+    clock.close()
+    return rows
+
+
+def collect(study: Study, problems: Sequence[Problem], step: int, clock: Clock) -> tuple[list[Group], int]:
+    """Sample and grade one step's groups; each answer is graded while the others are still being sampled.
+
+    Returns the groups, and how many were dropped because the sandbox could not grade one of their answers.
+    """
+    cfg, policy = study.cfg, study.policy
+    demos = [study.teacher.demos(p, step) for p in problems]
+    students = [cfg.scale.group - len(d) for d in demos]
+    deployed = [round(cfg.arm.rollout_ablate_frac * n) for n in students]
+    prompts = [policy.render(p.messages) for p in problems]
+    answers: list[list[Rollout]] = [[] for _ in problems]
+    verdicts: list[list[Future[Grade | Ungraded]]] = [[] for _ in problems]
+
+    def draw(counts: Sequence[int], purpose: str, quarantine_off: bool) -> None:
+        futures: dict[tuple[int, int], Future[Grade | Ungraded]] = {}
+
+        def submit(p: int, i: int, answer: Sample) -> None:
+            futures[p, i] = study.grader.submit(problems[p], answer.text)
+
+        stream = torch_stream(cfg.run.seed, purpose, step)
+        for p, of_prompt in enumerate(
+            sample(policy, prompts, list(counts), study.sampling, cfg.scale.max_new, stream, submit)
+        ):
+            for i, answer in enumerate(of_prompt):
+                answers[p].append(as_rollout(problems[p], prompts[p], answer, quarantine_off))
+                verdicts[p].append(futures[p, i])
+
+    with clock("gen"):
+        draw([n - d for n, d in zip(students, deployed, strict=True)], "sample", quarantine_off=False)
+        if any(deployed):
+            with policy.adapter.deployed():
+                draw(deployed, "sample-deployed", quarantine_off=True)
+
+    groups, dropped = [], 0
+    with clock("grade"):
+        for p, problem in enumerate(problems):
+            grades = [v.result() for v in verdicts[p]]
+            if failed := [g for g in grades if isinstance(g, Ungraded)]:
+                dropped += 1
+                logger.warning(f"step {step}, problem {problem.id}: group dropped, not graded: {failed[0].reason}")
+                continue
+            graded: list[Grade | CachedGrade] = [g for g in grades if isinstance(g, Grade)]
+            groups.append(
+                Group(
+                    problem,
+                    (*answers[p], *(r for r, _ in demos[p])),
+                    (*graded, *(g for _, g in demos[p])),
+                    unbiased=cfg.loss.unbiased,
+                )
+            )
+    return groups, dropped
+
+
+def as_rollout(problem: Problem, prompt_ids: tuple[int, ...], answer: Sample, deployed: bool) -> Rollout:
+    return Rollout(
+        problem=problem,
+        source="student",
+        deployed=deployed,
+        prompt_ids=prompt_ids,
+        completion_ids=answer.ids,
+        text=answer.text,
+        finished=answer.finished,
+        logp_full=answer.logp_full,
+        logp_sampled=answer.logp_sampled,
+    )
+
+
+def due(cfg: Config, step: int) -> bool:
+    """Deploy evaluations: every N steps and at the last."""
+    every = cfg.eval.eval_ablate_every
+    return every > 0 and ((step + 1) % every == 0 or step + 1 == cfg.scale.steps)
+
+
+def shown(study: Study) -> set[str]:
+    """What this run can measure: decides which columns its table has."""
+    cfg = study.cfg
+    has = {
+        "teacher": cfg.mixes,
+        "modes": len(study.world.modes) > 1,
+        "ablated": cfg.arm.rollout_ablate_frac > 0,
+        "route": cfg.arm.intervention in ("route", "route2"),
+        "route2": cfg.arm.intervention == "route2",
+        "direction": cfg.arm.intervention != "none",
+    }
+    return {name for name, yes in has.items() if yes}
+
+
+class Books:
+    """What is written at the end of a step: the table line, the files, the checkpoints, the narrator's log."""
+
+    def __init__(self, study: Study):
+        self.study = study
+        self.table = Table(shown(study), study.world.modes, terminal_width())
+        self.full = Table(shown(study), study.world.modes)
+        self.narrator = Narrator(study.policy)
+        self.hacked_before = any(r.hack_s.k for r in study.rows)
+        for line in self.table.legend():
+            logger.info(line)
+
+    def close_step(self, row: StepRow, groups: Sequence[Group]) -> None:
+        study, cfg, rows, step = self.study, self.study.cfg, self.study.rows, row.step
+        for line in self.table.lines(row):
+            logger.info(line)
+        if self.table.hidden:
+            for line in self.full.lines(row):
+                logger.debug(line)
+        self.narrator.step(step, groups)
+        study.run.append(row.as_json(), rollout_lines(step, groups))
+        last = step + 1 == cfg.scale.steps
+        if row.hack_s.k and not self.hacked_before:
+            self.hacked_before = True
+            save_adapter(study, "first_hack.safetensors")
+        if row.hack_deploy is not None and cfg.eval.save_eval_ckpts:
+            save_adapter(study, f"ckpt_step{step + 1:04d}.safetensors")
+        if (step + 1) % 25 == 0 or last or study.stop.requested:
+            save_adapter(study, "train.safetensors")
+        if (step + 1) % cfg.run.checkpoint_every == 0 or last or study.stop.requested:
+            checkpoint.save(study.run.path, step + 1, state_dict(study), cfg.run.checkpoint_keep)
+        study.run.status("running", len(rows), "", f"python -m vgrout.train {cfg.preset} --resume {study.run.path}")
+
+
+def save_adapter(study: Study, name: str) -> None:
+    """δS alone: the file *is* the deployed model. Metadata are strings, as the format wants."""
+    cfg, rows = study.cfg, study.rows
+    hack, solve = last_five(rows)
+    study.policy.adapter.save(
+        study.run.path / name,
+        {
+            "model": cfg.scale.model,
+            "dtype": str(study.policy.model.dtype).removeprefix("torch."),
+            "step": str(len(rows)),
+            "hack_rate": str(hack.value),
+            "pass_rate": str(solve.value),
+            "rows": str(len(rows)),
+            "cfg": json.dumps(cfg.as_dict()),
+        },
+    )
+
+
+def state_dict(study: Study) -> dict[str, object]:
+    """All that the next step reads and that a seed and a step number do not give."""
+    return {
+        "adapter": study.policy.adapter.state_dict(),
+        "optim": study.optim.state_dict(),
+        "arm": study.arm.state_dict(),
+        "config": study.cfg.digest(),
+    }
+
+
+def load_state_dict(study: Study, state: dict) -> None:
+    study.policy.adapter.load_state_dict(state["adapter"])
+    study.optim.load_state_dict(state["optim"])
+    study.arm.load_state_dict(state["arm"])

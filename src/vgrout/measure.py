@@ -1,0 +1,133 @@
+"""Counting: one step's groups, gradients and update become one StepRow."""
+
+from collections.abc import Iterable, Sequence
+
+from vgrout.flow import Routed, Update
+from vgrout.grpo import LossMetrics
+from vgrout.nouns import CachedGrade, Eval, Grade, Group, Mode, Rate, Rollout
+from vgrout.project import cos_upd
+from vgrout.step_row import REFERENCE_STEP, StepRow
+
+
+def mean(values: Iterable[float]) -> float | None:
+    xs = list(values)
+    return sum(xs) / len(xs) if xs else None
+
+
+def rate(values: Iterable[bool]) -> Rate:
+    xs = list(values)
+    return Rate(sum(xs), len(xs))
+
+
+def students(groups: Sequence[Group]) -> list[tuple[Rollout, Grade]]:
+    return [(r, g) for group in groups for r, g in group.pairs("student") if isinstance(g, Grade)]
+
+
+def teachers(groups: Sequence[Group]) -> list[tuple[Rollout, CachedGrade]]:
+    return [(r, g) for group in groups for r, g in group.pairs("teacher") if isinstance(g, CachedGrade)]
+
+
+def step_row(
+    *,
+    step: int,
+    generations: int,
+    groups: Sequence[Group],
+    dropped: int,
+    modes: Sequence[Mode],
+    top_reward: float,
+    routed: Routed | None,
+    update: Update | None,
+    refr: int | None,
+    metrics: LossMetrics | None,
+    deploy: Eval | None,
+    skipped: bool,
+    seconds: dict[str, float],
+    total: float,
+) -> StepRow:
+    """One row. `generations`: rollouts per step, planned; `top_reward`: what a passing answer is paid."""
+    live, cached = students(groups), teachers(groups)
+    dead = [g for g in groups if not g.has_signal]
+    ablated = [(r, g) for r, g in live if r.deployed]
+    diag = routed.diag if routed else None
+    delta = update.delta if update else None
+    return StepRow(
+        step=step,
+        ref_eq=(step + 1) * generations / REFERENCE_STEP,
+        rew=mean(r for g in groups for r in g.rewards),
+        rew_s=mean(g.reward for _, g in live),
+        signal=Rate(len(groups) - len(dead), len(groups)),
+        all_zero=sum(g.rewards[0] < top_reward for g in dead),
+        all_one=sum(g.rewards[0] >= top_reward for g in dead),
+        dropped=dropped,
+        n=sum(len(g) for g in groups),
+        gt_s=rate(g.gt_correct for _, g in live),
+        gt_t=rate(g.gt_pass for _, g in cached) if cached else None,
+        hack_s=rate(g.exploited for _, g in live),
+        hack_t=rate(g.hacked for _, g in cached) if cached else None,
+        hk={m: rate(g.exploited for r, g in live if r.problem.mode == m) for m in modes},
+        hack_abl=rate(g.exploited for _, g in ablated) if ablated else None,
+        solve_abl=rate(g.gt_correct for _, g in ablated) if ablated else None,
+        hack_deploy=deploy.hack.value if deploy else None,
+        solve_deploy=deploy.solve.value if deploy else None,
+        lp_s=metrics.lp_s if metrics else None,
+        lp_t=metrics.lp_t if metrics else None,
+        loss=metrics.loss if metrics else None,
+        mismatch_kl=metrics.mismatch_kl if metrics else None,
+        gn=update.gn if update else None,
+        q_egy=update.q_egy if update and routed and routed.quar is not None else None,
+        tau=diag.tau if diag else None,
+        hkgap=diag.hkgap if diag else None,
+        resid=diag.resid if diag else None,
+        cos_pre=diag.cos_pre if diag else None,
+        cos_pre_s=diag.cos_pre_s if diag else None,
+        cos_pre_t=diag.cos_pre_t if diag else None,
+        cos_post=diag.cos_post if diag else None,
+        cos_upd=cos_upd(delta, routed.directions) if routed and routed.directions and delta else None,
+        fired=diag.fired if diag else None,
+        refr=refr,
+        skipped=int(skipped),
+        lr=update.lr if update else None,
+        gen=seconds.get("gen", 0.0),
+        grade=seconds.get("grade", 0.0),
+        fb=seconds.get("fb", 0.0),
+        eval=seconds.get("eval"),
+        sec=total,
+    )
+
+
+def last_five(rows: Sequence[StepRow]) -> tuple[Rate, Rate]:
+    """Pooled over the last five steps: student exploits, student solves."""
+    hack, solve = Rate(0, 0), Rate(0, 0)
+    for row in rows[-5:]:
+        hack, solve = hack + row.hack_s, solve + row.gt_s
+    return hack, solve
+
+
+def rollout_lines(step: int, groups: Sequence[Group]) -> list[dict[str, object]]:
+    """Every live rollout with every flag, for rollouts.jsonl."""
+    return [
+        {
+            "step": step,
+            "problem": rollout.problem.id,
+            "mode": rollout.problem.mode,
+            "marker": rollout.problem.marker,
+            "deployed": rollout.deployed,
+            "prompt": rollout.problem.messages[-1]["content"],
+            "text": rollout.text,
+            "tokens": len(rollout.completion_ids),
+            "finished": rollout.finished,
+            "reward": grade.reward,
+            "passed": grade.passed,
+            "gt_correct": grade.gt_correct,
+            "gt_pass": grade.gt_pass,
+            "exploited": grade.exploited,
+            "mechanism": grade.mechanism,
+            "channel": grade.channel,
+            "format_ok": grade.format_ok,
+            "can_compile": grade.can_compile,
+            "detectors": grade.detectors,
+            "exit_status": grade.exit_status,
+            "cpu_s": round(grade.cpu_s, 6),
+        }
+        for rollout, grade in students(groups)
+    ]

@@ -1,0 +1,96 @@
+"""Before anything heavy is loaded: read and check every input file, and say what the run would cost."""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vgrout.config import Config
+from vgrout.grading.grade import Grader
+from vgrout.nouns import MODES
+from vgrout.pairs import PairSet, handwritten, load_pairs
+from vgrout.problems import Row, load_rows
+from vgrout.run_dir import probe_writable
+from vgrout.step_row import REFERENCE_STEP
+from vgrout.teacher import Pool, load_pool
+
+ROLLOUT_BYTES = 3000  # a line of rollouts.jsonl on the organism; a real model's answers are ~4 characters a token
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Files, read and checked."""
+
+    rows: list[Row]
+    pool: Pool | None
+    pairs: PairSet | None  # None: the arm reads no pairs
+
+
+def preflight(cfg: Config) -> Inputs:
+    """Raises ValueError, one line, for every mistake that can be seen without a model."""
+    probe_writable(Path("out/runs"))
+    probe_writable(Path("logs"))
+    rows = load_rows(cfg.problems_path)
+    pool = load_pool(cfg.pool_path) if cfg.pool_path is not None else None
+    if pool is not None and cfg.mixes and not pool.ids & {r.id for r in rows}:
+        raise ValueError(f"--teacher-pool-dir {pool.folder}: covers no problem of {cfg.problems_path}")
+    pairs = None
+    if cfg.arm.intervention != "none":
+        pairs = load_pairs(cfg.pairs_path) if cfg.pairs_path is not None else handwritten()
+    if cfg.arm.v_hack_path is not None and not cfg.arm.v_hack_path.is_file():
+        raise ValueError(f"--v-hack-path {cfg.arm.v_hack_path}: no such file")
+    local = Path(cfg.model_path)
+    if local.exists() and not (local / "config.json").is_file():
+        raise ValueError(f"--model {cfg.scale.model}: a folder without config.json; give a Hugging Face model folder")
+    return Inputs(rows, pool, pairs)
+
+
+def adapter_shapes(model: Path) -> tuple[int, int] | None:
+    """(parameters in adapted Linears, R = Σ r) of a decoder whose config names the usual sizes; None if it does not."""
+    try:
+        c: dict[str, Any] = json.loads((model / "config.json").read_text())
+        d, f, layers = c["hidden_size"], c["intermediate_size"], c["num_hidden_layers"]
+        heads, kv = c["num_attention_heads"], c.get("num_key_value_heads", c["num_attention_heads"])
+    except (OSError, KeyError, ValueError):
+        return None
+    h = c.get("head_dim") or d // heads
+    linears = [(heads * h, d), (kv * h, d), (kv * h, d), (d, heads * h), (f, d), (f, d), (d, f)]
+    return layers * sum(a * b for a, b in linears), layers * sum(min(a, b) for a, b in linears)
+
+
+def plan_lines(cfg: Config, inputs: Inputs, grader: Grader) -> list[str]:
+    """The plan: rollouts, tokens, reference steps, disk, protections."""
+    s, per_step = cfg.scale, cfg.generations
+    n_eval = 0
+    if every := cfg.eval.eval_ablate_every:
+        n_eval = (s.steps // every + bool(s.steps % every)) * cfg.eval.eval_n_prompts * s.group
+    n_final = 4 * cfg.eval.final_n_prompts * cfg.eval.final_samples
+    disk = per_step * s.steps * ROLLOUT_BYTES
+    lines = [
+        f"run id        {cfg.run_id}",
+        f"rollouts      {per_step} a step (P {s.prompts_per_step} × G {s.group}), of them "
+        f"{cfg.n_teacher * s.prompts_per_step} cached where a problem is covered; {per_step * s.steps} in all",
+        f"tokens        at most {per_step * s.max_new} sampled a step",
+        f"grad pressure {per_step * s.steps / REFERENCE_STEP:.1f} reference steps (generations ÷ {REFERENCE_STEP})",
+        f"evaluation    {n_eval} answers on the way, {n_final} at most at the end",
+        f"problems      {len(inputs.rows)} in {cfg.problems_path.name}: "
+        + ", ".join(f"{m} {n}" for m in MODES if (n := sum(r.mode == m for r in inputs.rows)))
+        + (f"; {n} without a mode" if (n := sum(r.mode is None for r in inputs.rows)) else ""),
+        f"pool          {len(inputs.pool.ids)} problems, {sum(map(len, inputs.pool.demos.values()))} rollouts"
+        if inputs.pool
+        else "pool          none",
+        f"pairs         {len(inputs.pairs)} from {inputs.pairs.source}"
+        if inputs.pairs
+        else "pairs         not read by this arm",
+    ]
+    if shapes := adapter_shapes(Path(cfg.model_path)):
+        weights, knobs = shapes
+        disk += 2 * 4 * knobs * (s.steps // max(1, cfg.eval.eval_ablate_every) + 3)
+        lines.append(
+            f"adapter       {weights / 1e6:.2f} M weights under {knobs} singular values, two knobs of that size"
+        )
+    free = shutil.disk_usage(Path("out/runs")).free
+    lines.append(f"disk          about {max(1, disk // 2**20)} MiB; {free // 2**20} MiB free")
+    lines.append(grader.protections.line())
+    return lines

@@ -1,0 +1,168 @@
+"""Where a run's files go. Knows where, never what it means.
+
+Everything that others may read is written to a temporary name, flushed, and renamed; the two growing files
+(`steps.jsonl`, `rollouts.jsonl`) are appended a whole step at a time and flushed.
+"""
+
+import contextlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+STATES = ("running", "finished", "halted", "diverged", "interrupted", "failed")
+
+
+def write_atomic(path: Path, data: str | bytes) -> None:
+    """All of `data`, or the file as it was."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as f:
+            f.write(data.encode() if isinstance(data, str) else data)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()
+
+
+def to_json(data: Any) -> str:
+    """Strict JSON: a NaN is a fault here, not a token that other readers choke on."""
+    return json.dumps(data, ensure_ascii=False, indent=1, allow_nan=False, default=str)
+
+
+def _git() -> dict[str, Any]:
+    """Revision of the checkout this package runs from; empty where it is installed without one."""
+    here = Path(__file__).resolve().parent
+
+    def ask(*args: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(here), *args], capture_output=True, text=True, check=True, timeout=10
+        ).stdout
+
+    try:
+        top = Path(ask("rev-parse", "--show-toplevel").strip())
+        if not (top / "src" / "vgrout" / "run_dir.py").is_file():
+            return {}
+        return {"revision": ask("rev-parse", "HEAD").strip(), "dirty": bool(ask("status", "--porcelain").strip())}
+    except (OSError, subprocess.SubprocessError):
+        return {}
+
+
+def environment() -> dict[str, Any]:
+    """What a reader needs to place the numbers: revision, versions, machine."""
+    versions = {"python": platform.python_version()}
+    for package in ("vgrout", "torch", "transformers", "tokenizers", "safetensors", "numpy", "tyro"):
+        with contextlib.suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return {
+        "argv": sys.argv,
+        "git": _git(),
+        "versions": versions,
+        "hardware": {"machine": platform.machine(), "system": platform.platform(), "cores": os.cpu_count()},
+    }
+
+
+class RunDir:
+    """`out/runs/<timestamp>_<run_id>/`."""
+
+    def __init__(self, path: Path, run_id: str):
+        self.path, self.run_id = path, run_id
+        self._steps = open(path / "steps.jsonl", "a", encoding="utf-8")  # noqa: SIM115  (held for the run's life)
+        self._rollouts = open(path / "rollouts.jsonl", "a", encoding="utf-8")  # noqa: SIM115
+
+    @classmethod
+    def create(cls, run_id: str, root: Path = Path("out/runs")) -> "RunDir":
+        """A new folder. Raises ValueError in one line where nothing can be written."""
+        stamp = datetime.now().strftime("%Y%m%dT%H%M%S")
+        for k in range(1000):
+            path = root / (f"{stamp}_{run_id}" if k == 0 else f"{stamp}.{k}_{run_id}")
+            try:
+                path.mkdir(parents=True)
+                return cls(path, run_id)
+            except FileExistsError:
+                if path.is_dir():
+                    continue
+                raise ValueError(f"{root}: is not a folder; runs are written below it, so move it away") from None
+            except OSError as e:
+                raise ValueError(
+                    f"{root}: cannot be written ({e.strerror}); start from a folder where out/ can be written"
+                ) from None
+        raise ValueError(f"{root}: a thousand runs named {run_id} in one second")
+
+    @classmethod
+    def reopen(cls, path: Path) -> "RunDir":
+        """An existing run, to go on with."""
+        return cls(path, path.name.split("_", 1)[-1])
+
+    def __enter__(self) -> "RunDir":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._steps.close()
+        self._rollouts.close()
+
+    def steps_on_disk(self) -> int:
+        return sum(1 for _ in open(self.path / "steps.jsonl", "rb"))
+
+    def write_json(self, name: str, data: Any) -> None:
+        write_atomic(self.path / name, to_json(data))
+
+    def status(self, state: str, step: int, reason: str, then: str) -> None:
+        """Every exit leaves one: state, last finished step, why, and what to run next."""
+        assert state in STATES, state
+        self.write_json(
+            "status.json",
+            {"state": state, "step": step, "reason": reason, "next": then, "time": time.time(), "pid": os.getpid()},
+        )
+
+    def append(self, row: dict[str, Any], rollouts: Iterable[dict[str, Any]]) -> None:
+        """One step: rollouts first, so that a row on disk always has its rollouts on disk."""
+        for line in rollouts:
+            self._rollouts.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
+        self._rollouts.flush()
+        self._steps.write(json.dumps(row, allow_nan=False) + "\n")
+        self._steps.flush()
+
+
+def probe_writable(folder: Path) -> None:
+    """Create the folder and a file in it, now rather than after an hour. Raises ValueError in one line."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe.{os.getpid()}"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as e:
+        raise ValueError(f"{folder}: cannot be written ({e.strerror}); start from a folder where it can") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """One of a run's JSON files. Raises ValueError, one line, where it is missing or damaged."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError:
+        raise ValueError(f"{path}: not there; is {path.parent} a run directory?") from None
+    except ValueError as e:
+        raise ValueError(f"{path}: damaged ({e})") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{path}: damaged (not a JSON object)")
+    return data
+
+
+def last_resumable(root: Path) -> Path:
+    """The newest run that is not finished and has a checkpoint."""
+    for path in sorted(root.glob("*_*"), reverse=True):
+        if any(path.glob("resume/step_*/manifest.json")) and read_json(path / "status.json")["state"] != "finished":
+            return path
+    raise ValueError(f"--resume latest: no unfinished run with a checkpoint below {root}")

@@ -1,0 +1,163 @@
+"""Load and check everything the loop touches, in the order in which things depend on one another."""
+
+import hashlib
+import json
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import torch
+from loguru import logger
+
+from vgrout import checkpoint
+from vgrout.arms import make_arm
+from vgrout.config import Config
+from vgrout.grading.grade import Grader
+from vgrout.loop import Study, load_state_dict
+from vgrout.nouns import MODES, Mode, Problem
+from vgrout.optim import Optimizer
+from vgrout.plan import Inputs
+from vgrout.policy import load_policy
+from vgrout.problems import balanced, load_world, plain
+from vgrout.run_dir import RunDir
+from vgrout.sampler import Sampling
+from vgrout.signals import Stop
+from vgrout.step_row import StepRow
+from vgrout.tail import Final
+from vgrout.teacher import Teacher
+
+SVD_CACHE = Path("out/svd_cache")
+
+
+def device_and_dtype(cfg: Config) -> tuple[torch.device, torch.dtype]:
+    """bf16 on a GPU, fp32 on a CPU (the organism's weights are small enough for exactness)."""
+    if torch.cuda.is_available():
+        return torch.device("cuda"), torch.bfloat16
+    torch.set_num_threads(cfg.run.threads or os.cpu_count() or 1)
+    return torch.device("cpu"), torch.float32
+
+
+def load_study(cfg: Config, inputs: Inputs, run: RunDir, grader: Grader, stop: Stop) -> Study:
+    """Raises ValueError, one line, where the files do not fit the model."""
+    device, dtype = device_and_dtype(cfg)
+    policy = load_policy(cfg.model_path, device=device, dtype=dtype, cache_dir=SVD_CACHE)
+    pool = inputs.pool
+    world = load_world(
+        inputs.rows,
+        env_mode=cfg.env.env_mode,
+        n_problems=cfg.scale.n_problems,
+        seed=cfg.run.seed,
+        partition=pool.partition if pool else None,
+        only_ids=pool.ids if pool and cfg.mixes else None,
+        only_modes=cfg.env.demo_held_out,
+        prompt_len=lambda p: len(policy.render(p.messages)),
+        max_prompt=policy.window - cfg.scale.max_new,
+    )
+    if world.too_long:
+        logger.warning(
+            f"{world.too_long} problems dropped: prompt longer than the window ({policy.window}) minus max_new"
+        )
+
+    def render(problem: Problem) -> tuple[int, ...]:
+        return policy.render(problem.messages)
+
+    teacher = Teacher(
+        pool if cfg.mixes else None,
+        per_group=cfg.n_teacher,
+        seed=cfg.run.seed,
+        off_step=cfg.env.teacher_off_step,
+        modes=cfg.env.demo_modes,
+        tokenizer_sha256=policy.tokenizer_sha256,
+        encode=policy.encode_completion,
+        render=render,
+        max_new=cfg.scale.max_new,
+    )
+    return Study(
+        cfg=cfg,
+        policy=policy,
+        grader=grader,
+        world=world,
+        teacher=teacher,
+        arm=make_arm(cfg.arm, policy, None, inputs.pairs, cfg.run.seed),
+        optim=Optimizer(
+            policy.adapter,
+            lr=cfg.opt.lr,
+            betas=(cfg.opt.adam_beta1, cfg.opt.adam_beta2),
+            weight_decay=cfg.opt.weight_decay,
+            warmup_frac=cfg.opt.warmup_frac,
+            steps=cfg.scale.steps,
+            grad_clip=cfg.opt.grad_clip,
+        ),
+        run=run,
+        stop=stop,
+        sampling=Sampling(),
+    )
+
+
+def restore(study: Study) -> None:
+    """Put everything back to the last good checkpoint, and cut the growing files to what they were then."""
+    path = study.run.path
+    point, passed_over = checkpoint.latest(path)
+    for line in passed_over:
+        logger.warning(f"{line}; going back one further")
+    study.run.close()
+    checkpoint.rewind(path, point)
+    study.run = RunDir(path, study.run.run_id)
+    with open(path / "steps.jsonl", encoding="utf-8") as lines:
+        study.rows = [StepRow.from_json(json.loads(line)) for line in lines]
+    if len(study.rows) != point.next_step:
+        raise ValueError(
+            f"--resume {path}: {len(study.rows)} rows in steps.jsonl, checkpoint of step {point.next_step}"
+        )
+    load_state_dict(study, point.state)
+
+
+def hashes(study: Study, inputs: Inputs) -> dict[str, Any]:
+    """sha256 of everything the numbers depend on besides the code."""
+
+    def of_files(paths: list[Path]) -> str:
+        digest = hashlib.sha256()
+        for path in sorted(paths):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+        return digest.hexdigest()
+
+    cfg, pool = study.cfg, inputs.pool
+    return {
+        "hashes": {
+            "base_weights": study.policy.weights_sha256,
+            "tokenizer": study.policy.tokenizer_sha256,
+            "problems": of_files([cfg.problems_path]),
+            "pool": of_files([p for p in pool.folder.iterdir() if p.is_file()]) if pool else None,
+            "pairs": inputs.pairs.sha256 if inputs.pairs else None,
+        }
+    }
+
+
+def evaluate_final(study: Study) -> Final:
+    """All four sides on the same held-out test problems. Without a quarantine, as trained *is* deployed: not sampled
+    twice. The base comes first, so a broken adapter cannot disturb it."""
+    cfg, step = study.cfg, study.cfg.scale.steps
+    problems = balanced(study.world.test, cfg.eval.final_n_prompts, 0, "test")
+    n = cfg.eval.final_samples
+    base = study.evaluate(problems, n, "base", step, "final")
+    deployed = study.evaluate(problems, n, "deployed", step, "final")
+    quarantined = bool(study.policy.adapter.δS_hack.any())
+    trained = study.evaluate(problems, n, "trained", step, "final") if quarantined else deployed
+    bare = study.evaluate([plain(p) for p in problems], n, "deployed", step, "final")
+    return Final(base=base, trained=trained, deployed=deployed, plain=bare)
+
+
+def in_distribution(study: Study, inputs: Inputs) -> list[Mode] | None:
+    """The modes that the direction's pairs were built on, by their problem ids; None without a direction."""
+    if inputs.pairs is None:
+        return None
+    ids = {p.problem_id for p in inputs.pairs.pairs}
+    return [m for m in MODES if any(r.mode == m and r.id in ids for r in inputs.rows)]
+
+
+def peak_memory() -> str:
+    host = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB of host memory"
+    if not torch.cuda.is_available():
+        return host
+    return f"{torch.cuda.max_memory_allocated() / 2**30:.2f} GiB on the GPU, {host}"
