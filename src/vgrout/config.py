@@ -30,7 +30,7 @@ def _refuse(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def _within(name: str, value: float, low: float, high: float, note: str = "") -> None:
+def _within(name: str, value: float | int, low: float | int, high: float | int, note: str = "") -> None:
     ok = math.isfinite(value) and low <= value <= high
     _refuse(not ok, f"--{name} {value}: should lie in [{low:g}, {high:g}]{note}")
 

@@ -1,0 +1,138 @@
+"""Flags: the committed list, the presets, and one-line refusals before anything is loaded."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from vgrout.config import PRESETS, ArmConfig, Config, flag_names, from_dict, parse, resumed
+
+FLAGS = Path(__file__).with_name("flags.txt")
+
+
+def test_the_flag_list_is_a_decision() -> None:
+    """Adding a flag means adding a line to flags.txt, where a reader of the diff sees it."""
+    assert FLAGS.read_text().split() == flag_names()
+
+
+def test_every_flag_is_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse(["mini", "--help"])
+    assert stop.value.code == 0
+    shown = capsys.readouterr().out
+    assert not [flag for flag in flag_names() if flag not in shown]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_survive_json(preset: str) -> None:
+    cfg = PRESETS[preset][1]
+    assert cfg.preset == preset
+    assert from_dict(cfg.as_dict()) == cfg
+    assert from_dict(cfg.as_dict()).digest() == cfg.digest()
+
+
+def test_presets_are_the_published_ones() -> None:
+    smoke, mini, fast, full = (PRESETS[p][1] for p in ("smoke", "mini", "fast", "full"))
+    assert [c.scale.steps for c in (smoke, mini, fast, full)] == [30, 60, 60, 200]
+    assert [(c.scale.group, c.scale.prompts_per_step) for c in (smoke, mini, fast, full)] == [
+        (4, 1),
+        (8, 4),
+        (8, 4),
+        (6, 43),
+    ]
+    assert (smoke.n_teacher, mini.n_teacher, fast.n_teacher, full.n_teacher) == (2, 1, 1, 0)
+    assert (full.opt.lr, full.opt.adam_beta1, full.opt.adam_beta2, full.loss.beta) == (7e-5, 0.9, 0.99, 1e-3)
+
+
+BAD = [
+    (["mini", "--lr", "-1"], "--lr"),
+    (["mini", "--lr", "nan"], "--lr"),
+    (["mini", "--group", "1"], "--group"),
+    (["mini", "--steps", "0"], "--steps"),
+    (["mini", "--mix-ratio", "1"], "--mix-ratio"),
+    (["mini", "--mix-ratio", "0.99"], "--mix-ratio"),
+    (["mini", "--seed", "-3"], "--seed"),
+    (["mini", "--adam-beta1", "1.5"], "--adam-beta1"),
+    (["mini", "--v-hack-k", "13"], "--v-hack-extract-top-k"),
+    (["mini", "--half-a", "Q"], "C, D, E"),
+    (["mini", "--teacher-modes", "run_test"], "run_tests"),
+    (["mini", "--out-tag", "a/b"], "--out-tag"),
+    (["mini", "--checkpoint-keep", "0"], "--checkpoint-keep"),
+    (["mini", "--resume-force"], "--resume"),
+    (["mini", "--model", "Qwen/Qwen3-4B"], "--problems"),
+    (["mini", "--icepop-high", "0.1"], "--icepop-low"),
+    # silent no-ops
+    (["mini", "--intervention", "none", "--vhack-refresh-every", "9"], "--vhack-refresh-every"),
+    (["mini", "--intervention", "none", "--rollout-ablate-frac", ".5"], "--rollout-ablate-frac"),
+    (["mini", "--intervention", "erase", "--route2-gate", "pairs"], "--route2-gate"),
+    (["mini", "--intervention", "route", "--project-overshoot", "1.1"], "--project-overshoot"),
+    (["mini", "--intervention", "route2", "--gate-mode", "reverse"], "--gate-mode"),
+    (["mini", "--teacher-pool-dir", "", "--teacher-off-step", "3"], "--teacher-off-step"),
+    # contradictions
+    (["mini", "--intervention", "none", "--control", "shuffled"], "--control shuffled"),
+    (["mini", "--intervention", "erase", "--control", "mass_matched"], "route2"),
+    (["mini", "--intervention", "route2", "--control", "shuffled", "--route2-random-v-seed", "1"], "one control"),
+    (["mini", "--intervention", "route2", "--rollout-ablate-frac", ".01"], "rounds to none"),
+]
+
+
+@pytest.mark.parametrize(("argv", "named"), BAD, ids=[" ".join(a) for a, _ in BAD])
+def test_bad_flags_exit_2_and_name_the_flag(argv: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse(argv)
+    assert stop.value.code == 2
+    assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["mini", "--no-such-flag", "1"], ["maxi"], ["mini", "--intervention", "rout"]])
+def test_unknown_words_exit_2(argv: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-m", "vgrout.train", *argv], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert not done.stdout
+
+
+def test_default_flags_of_another_arm_pass() -> None:
+    """Naming a flag at its default is no contradiction: scripts spell everything out."""
+    cfg = parse(["mini", "--intervention", "none", "--vhack-refresh-every", "5"])
+    assert cfg.arm.intervention == "none"
+
+
+def test_run_ids() -> None:
+    arms = {"none": "vanilla", "erase": "projected", "route": "routing", "route2": "routing2"}
+    for flag, name in arms.items():
+        cfg = parse(["mini", "--intervention", flag, "--seed", "7", "--out-tag", "_x"])
+        assert cfg.run_id == f"mini_{name}_seed7_x"
+
+
+def test_no_loophole_mixes_nothing_in() -> None:
+    assert parse(["mini", "--intervention", "none"]).mixes
+    assert not parse(["mini", "--intervention", "none", "--control", "no_loophole"]).mixes
+
+
+def test_haar_is_a_control_by_name() -> None:
+    assert ArmConfig(intervention="route2", route2_random_v_seed=3).control_name == "haar"
+    assert ArmConfig(intervention="route2").control_name == "none"
+
+
+def test_resume_takes_the_runs_own_settings() -> None:
+    stored = parse(["mini", "--intervention", "route2", "--seed", "9", "--steps", "40"])
+    cfg, differing = resumed(parse(["mini", "--resume", "x", "--checkpoint-every", "5"]), stored)
+    assert not differing
+    assert (cfg.arm.intervention, cfg.run.seed, cfg.scale.steps, cfg.run.checkpoint_every) == ("route2", 9, 40, 5)
+    _, differing = resumed(parse(["mini", "--resume", "x", "--seed", "9", "--lr", "0.5"]), stored)
+    assert differing == ["--lr 0.5 (run: 0.03)"]
+
+
+def test_a_config_of_another_version_is_refused() -> None:
+    data = Config().as_dict()
+    data["opt"]["momentum"] = 0.9
+    with pytest.raises(ValueError, match="momentum"):
+        from_dict(data)
+
+
+def test_group_too_small_for_a_teacher_row_is_seen() -> None:
+    with pytest.raises(ValueError, match="no student row"):
+        cfg = PRESETS["smoke"][1]
+        replace(cfg, env=replace(cfg.env, mix_ratio=0.9))
