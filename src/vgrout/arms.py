@@ -1,0 +1,448 @@
+"""The arms: what each of the two knobs learns from a step's rollouts, behind observe · route · refresh.
+
+An arm sees gradients and a GroupView, on which no oracle bit exists. g = Σ_b g_b over the step; per module:
+
+    none    keep = g
+    erase   keep = g - overshoot·c_use V, optionally rescaled to ‖g‖
+    route   keep = g - c_use V               quar = c_use V
+    route2  keep = Σ_b (1 - f_b) g_b         quar = Σ_b f_b g_b       f_b from the gate
+
+A new arm is a subclass of `Arm` (or `Directed`) with its `_split`, and a line in `make_arm`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from vgrout.config import ArmConfig
+from vgrout.direction import Direction, extract, haar_like, obtain, overlap
+from vgrout.flow import ArmDiag, Directions, ModuleGrads, RolloutGrads, Routed
+from vgrout.gate import BandGate, TauGate, permuted
+from vgrout.nouns import GroupView
+from vgrout.pairs import PairSet
+from vgrout.policy import Policy
+from vgrout.project import along, coefficients, cos_pre, mean_over_modules, rescale, split
+from vgrout.rng import torch_stream
+
+TOLERANCE = 1e-4  # of the invariants, relative to the norms that went in: fp32 sums of some hundred rows
+
+
+@dataclass(frozen=True, slots=True)
+class Refresh:
+    """State of the direction after a step."""
+
+    age: int | None  # steps since v was extracted; None: the arm has no direction
+    overlap: float | None = None  # ‖V_new V_oldᵀ‖²_F / k_old when v was extracted again in this step: 1 same span
+    modules: int = 0
+    axes: int = 0
+
+
+class Arm:
+    """none: plain GRPO. Base of the others: sums a step's gradients and resets itself.
+
+    Args of the constructor: `sizes` module → r in the model's order, `device` of the gradients, `control`'s name.
+    """
+
+    name = "none"
+
+    def __init__(self, sizes: Mapping[str, int], device: torch.device | str = "cpu", control: str = "none") -> None:
+        self.sizes, self.device, self.control = dict(sizes), torch.device(device), control
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was observed since the last `route`."""
+        self._sums = {m: torch.zeros(2, r, device=self.device) for m, r in self.sizes.items()}  # student, teacher
+        self._views: list[GroupView] = []
+
+    def observe(self, g_b: RolloutGrads, view: GroupView) -> None:
+        """One prompt group: g_b holds one gradient row per rollout, in `view`'s order. Rows are kept by reference."""
+        assert g_b.keys() == self.sizes.keys(), sorted(g_b.keys() ^ self.sizes.keys())
+        teacher = torch.tensor([s == "teacher" for s in view.sources], device=self.device)
+        masks = torch.stack((~teacher, teacher)).float()[:, :, None]
+        for m, rows in g_b.items():
+            assert rows.shape == (len(view), self.sizes[m]), (m, tuple(rows.shape), len(view), self.sizes[m])
+            self._sums[m] += (masks * rows).sum(1)
+        self._views.append(view)
+
+    def route(self) -> Routed:
+        """What the knobs learn from all groups since the last call.
+
+        A gradient that is not finite is handed on untouched, for the optimiser to refuse; no gate learns from it.
+        """
+        g = {m: both.sum(0) for m, both in self._sums.items()}
+        finite = torch.stack([v.isfinite().all() for v in g.values()]).all().item()
+        routed = self._split(g) if finite else Routed(keep=g, quar=None, diag=ArmDiag())
+        self.reset()
+        return routed
+
+    def refresh(self, step: int) -> Refresh:
+        """After the optimiser of step `step` (from 0): extract v again on the present model when that is due."""
+        return Refresh(age=None)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What must survive a resume, between steps; empty for an arm without memory."""
+        assert not self._views, "state_dict between observe and route"
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Raises ValueError where `state` is of another arm or model."""
+        if state:
+            raise ValueError(f"checkpoint has arm state {sorted(state)[0]!r}, --intervention {self.name} has none")
+
+    def _split(self, g: ModuleGrads) -> Routed:
+        return Routed(keep=g, quar=None, diag=ArmDiag())
+
+
+class Directed(Arm):
+    """An arm with orthonormal hack-ward rows V [k, r] for some modules; the others pass through.
+
+    Args of the constructor: `pick` chooses V from a direction, `every` is the refresh interval in steps (0: frozen),
+    `again` extracts on the present model.
+    """
+
+    def __init__(
+        self,
+        sizes: Mapping[str, int],
+        direction: Direction,
+        pick: Callable[[Direction], Directions],
+        *,
+        again: Callable[[], Direction] | None = None,
+        every: int = 0,
+        device: torch.device | str = "cpu",
+        control: str = "none",
+    ) -> None:
+        super().__init__(sizes, device, control)
+        self._pick, self._again, self._every = pick, again, every if again else 0
+        self.V: Directions = {}
+        self._take(direction)
+
+    def _take(self, direction: Direction) -> None:
+        V = {m: rows.to(self.device) for m, rows in self._pick(direction).items()}
+        for m, rows in V.items():
+            if m not in self.sizes or rows.shape[1] != self.sizes[m]:
+                raise ValueError(f"direction has {m} {[*rows.shape]}, this model has r = {self.sizes.get(m)}")
+        self.V = {m: V[m] for m in self.sizes if m in V}  # the model's order, whatever the file's
+
+    def refresh(self, step: int) -> Refresh:
+        done = step + 1
+        age = done % self._every if self._every else done
+        shared = None
+        if self._again and age == 0:
+            before = self.V
+            self._take(self._again())
+            shared = overlap(self.V, before)
+        return Refresh(age, shared, len(self.V), sum(len(rows) for rows in self.V.values()))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return super().state_dict() | {f"V/{m}": rows.clone() for m, rows in self.V.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        V = {key.removeprefix("V/"): rows for key, rows in state.items() if key.startswith("V/")}
+        for m, rows in V.items():
+            if m not in self.sizes or rows.shape[1] != self.sizes[m]:
+                raise ValueError(f"checkpoint's direction has {m} {[*rows.shape]}, r is {self.sizes.get(m)} here")
+        self.V = {m: V[m].to(self.device) for m in self.sizes if m in V}
+
+    def _diag(self, keep: ModuleGrads) -> ArmDiag:
+        """What can be read off g and the kept part alone."""
+        students, teachers = ({m: both[i] for m, both in self._sums.items()} for i in (0, 1))
+        return ArmDiag(
+            cos_pre=cos_pre({m: both.sum(0) for m, both in self._sums.items()}, self.V),
+            cos_pre_s=cos_pre(students, self.V),
+            cos_pre_t=cos_pre(teachers, self.V),
+            cos_post=cos_pre(keep, self.V),
+        )
+
+
+class Erase(Directed):
+    """Drops the part of g along V (directional ablation of the gradient)."""
+
+    name = "erase"
+
+    def __init__(self, *args, cfg: ArmConfig, **kwargs) -> None:
+        self._mode, self._overshoot, self._preserve = cfg.gate_mode, cfg.project_overshoot, cfg.preserve_magnitude
+        super().__init__(*args, **kwargs)
+
+    def _split(self, g: ModuleGrads) -> Routed:
+        keep, fired, capped = dict(g), [], []
+        for m, V in self.V.items():
+            keep[m] = split(g[m], V, self._mode, self._overshoot).keep
+            fired.append(coefficients(g[m], V, self._mode).any())
+        if self._mode == "one_sided" and self._overshoot >= 1:
+            _assert_no_hackward(g, keep, self.V)
+        if self._preserve:
+            for m in self.V:
+                keep[m], hit = rescale(keep[m], g[m].norm())
+                capped.append(hit)
+        diag = replace(
+            self._diag(keep),
+            fired=_share(fired),
+            rescale_capped=int(torch.stack(capped).sum()) if capped else None,
+        )
+        return Routed(keep, None, diag, self.V)
+
+
+class Route(Directed):
+    """Sends the part of g along V to the quarantine knob."""
+
+    name = "route"
+
+    def __init__(self, *args, cfg: ArmConfig, **kwargs) -> None:
+        self._mode = cfg.gate_mode
+        super().__init__(*args, **kwargs)
+
+    def _split(self, g: ModuleGrads) -> Routed:
+        keep, quar, fired = dict(g), {m: torch.zeros_like(v) for m, v in g.items()}, []
+        for m, V in self.V.items():
+            keep[m], quar[m] = split(g[m], V, self._mode)
+            fired.append(quar[m].any())
+        _assert_conserved(g, keep, quar, {m: v.norm() for m, v in g.items()})
+        _assert_in_span(quar, self.V)
+        if self._mode == "one_sided":
+            _assert_no_hackward(g, keep, self.V)
+        return Routed(keep, quar, replace(self._diag(keep), fired=_share(fired)), self.V)
+
+
+class Route2(Directed):
+    """Sends whole rollouts to the quarantine, module by module, by the cosine of their gradient with v (k = 1).
+
+    Args of the constructor: `cfg` gate settings; `permute_seed` deals the gate's shares to rollouts at random.
+    """
+
+    name = "route2"
+
+    def __init__(
+        self, sizes: Mapping[str, int], direction: Direction, *args, cfg: ArmConfig, permute_seed: int | None, **kwargs
+    ) -> None:
+        self._banded, self._teacher_only = cfg.route2_gate == "pairs", cfg.gate_anchor_teacher_only
+        self._permute_seed, self._steps = permute_seed, 0
+        self._band: BandGate | None = None
+        super().__init__(sizes, direction, *args, **kwargs)
+        self._tau = None if self._banded else TauGate(len(self.V), device=self.device)
+
+    def reset(self) -> None:
+        super().reset()
+        self._rows: list[RolloutGrads] = []
+
+    def _take(self, direction: Direction) -> None:
+        before = self.V
+        super()._take(direction)
+        if before:  # the gate's running means are per module, so the set stays: no new v found, the old one goes on
+            self.V = {m: self.V.get(m, old) for m, old in before.items()}
+        assert all(len(rows) == 1 for rows in self.V.values())
+        if self._banded:
+            lo, hi = direction.band(self.V)
+            self._band = BandGate(lo.to(self.device), hi.to(self.device))
+
+    def observe(self, g_b: RolloutGrads, view: GroupView) -> None:
+        super().observe(g_b, view)
+        self._rows.append(g_b)
+
+    def _split(self, g: ModuleGrads) -> Routed:
+        keep, quar = dict(g), {m: torch.zeros_like(v) for m, v in g.items()}
+        if not self._views or not self.V:
+            return Routed(keep, quar, ArmDiag(), self.V)
+        rows = {m: torch.cat([g_b[m] for g_b in self._rows]) for m in self.V}
+        norms = torch.stack([rows[m].norm(dim=1) for m in self.V])
+        dots = torch.stack([(rows[m] * self.V[m]).sum(1) for m in self.V])
+        live = norms > 0
+        cos = torch.where(live, dots / norms, 0.0)
+        share = self._shares(cos, live)
+        for m, f in zip(self.V, share, strict=True):
+            keep[m], quar[m] = ((1 - f)[:, None] * rows[m]).sum(0), (f[:, None] * rows[m]).sum(0)
+        _assert_conserved(g, keep, quar, dict(zip(self.V, norms.sum(1), strict=True)))
+
+        per_rollout = share.sum(0) / live.sum(0).clamp(min=1)
+        gate = tuple(tuple(part.tolist()) for part in per_rollout.split([len(v) for v in self._views]))
+        tau = self._tau
+        diag = replace(
+            self._diag(keep),
+            fired=_share([f.any() for f in share]),
+            tau=None if tau is None else mean_over_modules(list(tau.tau)),
+            hkgap=None if tau is None else mean_over_modules(list(tau.gap)),
+            resid=mean_over_modules([along(keep[m], v)[0] / keep[m].norm() for m, v in self.V.items()]),
+            routed_share=(share.sum() / live.sum()).item() if live.any() else None,
+            gate=gate,
+        )
+        return Routed(keep, quar, diag, self.V)
+
+    def _shares(self, cos: Float[Tensor, "M N"], live: Bool[Tensor, "M N"]) -> Float[Tensor, "M N"]:
+        if self._tau is not None:
+            share = self._tau(cos, live, self._anchors())
+        else:
+            assert self._band is not None
+            share = self._band(cos, live)
+        if self._permute_seed is not None:
+            share = permuted(share, live, torch_stream(self._permute_seed, "mass-matched", self._steps))
+        self._steps += 1
+        return share
+
+    def _anchors(self) -> Bool[Tensor, " N"]:
+        """Rows known to be hacks: demonstrations, and students that the weak detector flags (unless teacher-only)."""
+        known = [
+            source == "teacher" or (flag and not self._teacher_only)
+            for view in self._views
+            for source, flag in zip(view.sources, view.detector, strict=True)
+        ]
+        return torch.tensor(known, device=self.device)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        gate = self._tau or self._band
+        assert gate is not None
+        own = {"gate/" + key: value for key, value in gate.state_dict().items()} | {"steps": torch.tensor(self._steps)}
+        return super().state_dict() | own
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        super().load_state_dict(state)
+        gate = self._tau or self._band
+        assert gate is not None
+        try:
+            gate.load_state_dict({k.removeprefix("gate/"): v for k, v in state.items() if k.startswith("gate/")})
+            self._steps = int(state["steps"])
+        except KeyError as missing:
+            raise ValueError(f"checkpoint has no gate state {missing} for --intervention route2") from None
+
+
+class Shrink(Arm):
+    """The shrinkage control: the vanilla gradient, its *update* scaled by the share that `inner` would have kept.
+
+    The gradient is not scaled, since AdamW would undo that: the optimiser multiplies δS's change by `Routed.scale`.
+    Kept share: 1 - routed share for route2, else ‖keep‖ / ‖g‖ over all modules, before any rescaling.
+    """
+
+    def __init__(self, inner: Directed) -> None:
+        self.inner, self.name = inner, inner.name
+        super().__init__(inner.sizes, inner.device, "shrinkage")
+
+    def observe(self, g_b: RolloutGrads, view: GroupView) -> None:
+        super().observe(g_b, view)
+        self.inner.observe(g_b, view)
+
+    def reset(self) -> None:
+        super().reset()
+        self.inner.reset()
+
+    def route(self) -> Routed:
+        self._hypothetical = self.inner.route()
+        return super().route()
+
+    def _split(self, g: ModuleGrads) -> Routed:
+        would = self._hypothetical
+        if would.diag.routed_share is not None:
+            kept = 1 - would.diag.routed_share
+        else:
+            whole = _joint_norm(g)
+            kept = min(_joint_norm(would.keep) / whole, 1.0) if whole else 1.0
+        diag = replace(would.diag, cos_post=would.diag.cos_pre, resid=None)
+        return Routed(g, None, diag, would.directions, scale=kept)
+
+    def refresh(self, step: int) -> Refresh:
+        return self.inner.refresh(step)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.inner.load_state_dict(state)
+
+
+def make_arm(cfg: ArmConfig, policy: Policy, direction: Direction | None, pairs: PairSet | None, seed: int) -> Arm:
+    """The arm that `cfg` names, on `policy`'s modules.
+
+    `direction` None: loaded or extracted on the spot (`direction.obtain`). `pairs` are the true ones; the shuffled
+    control permutes their labels here. Haar: random rows of the shape that the extracted direction has, never
+    refreshed; under the pair-band gate each is signed so that the pairs' hack side lies above the clean side, which
+    favours the control.
+
+    Raises:
+        ValueError: no pairs where they are needed, or a direction of other pairs or another model.
+    """
+    adapter = policy.adapter
+    sizes = {m: part.numel() for m, part in adapter.views(adapter.δS.detach()).items()}
+    device = adapter.δS.device
+    if cfg.intervention == "none":
+        return Arm(sizes, device, cfg.control_name)
+    if cfg.control == "shuffled":
+        if pairs is None:
+            raise ValueError("--control shuffled: needs the pairs; give --vhack-pairs-path")
+        pairs = pairs.shuffled(seed)
+    if pairs is None and cfg.vhack_refresh_every and cfg.route2_random_v_seed is None:
+        raise ValueError("--vhack-refresh-every: needs the pairs; give --vhack-pairs-path, or 0 for a frozen direction")
+    if direction is None:
+        direction = obtain(policy, pairs, cfg.v_hack_path, cfg.v_hack_extract_top_k, cfg.v_hack_tau_axis)
+    elif pairs is not None:
+        direction.meta.require_pairs(pairs, "--vhack-pairs-path")
+    haar = cfg.route2_random_v_seed
+    if cfg.intervention == "route2":
+        chosen = Direction.v_grad
+    else:
+
+        def chosen(d: Direction) -> Directions:
+            return d.select(cfg.v_hack_k, cfg.v_hack_drop_bottom_frac)
+
+    pick = chosen
+    if haar is not None:
+        fixed = haar_like(chosen(direction), haar)
+        if cfg.route2_gate == "pairs":
+            fixed = direction.signed(fixed)
+
+        def pick(d: Direction) -> Directions:
+            return fixed
+
+    again = None
+    # a Haar direction stays, but the band around it belongs to the present model
+    if pairs is not None and (haar is None or cfg.route2_gate == "pairs"):
+        source = pairs
+
+        def again() -> Direction:
+            return extract(policy, source, cfg.v_hack_extract_top_k, cfg.v_hack_tau_axis)
+
+    common = {"again": again, "every": cfg.vhack_refresh_every, "device": device, "control": cfg.control_name}
+    shrink = cfg.control == "shrinkage"
+    if cfg.intervention == "erase":
+        # the share that erase keeps is read before any rescaling
+        arm = Erase(sizes, direction, pick, cfg=replace(cfg, preserve_magnitude=False) if shrink else cfg, **common)
+    elif cfg.intervention == "route":
+        arm = Route(sizes, direction, pick, cfg=cfg, **common)
+    else:
+        permute_seed = seed if cfg.control == "mass_matched" else None
+        arm = Route2(sizes, direction, pick, cfg=cfg, permute_seed=permute_seed, **common)
+    return Shrink(arm) if shrink else arm
+
+
+def _share(flags: list[Tensor]) -> float | None:
+    return torch.stack(flags).float().mean().item() if flags else None
+
+
+def _joint_norm(grads: ModuleGrads) -> float:
+    return torch.cat(list(grads.values())).norm().item()
+
+
+def _assert_conserved(g: ModuleGrads, keep: ModuleGrads, quar: ModuleGrads, scale: dict[str, Tensor]) -> None:
+    """keep + quar = g in every module of `scale`, which holds Σ_b ‖g_b‖: rows may cancel in the sum."""
+    for_each = [((keep[m] + quar[m] - g[m]).norm(), s) for m, s in scale.items()]
+    _assert_small(for_each, "keep + quar - g")
+
+
+def _assert_in_span(quar: ModuleGrads, V: Directions) -> None:
+    for_each = [
+        ((quar[m] - (along(quar[m], rows)[:, None] * rows).sum(0)).norm(), quar[m].norm()) for m, rows in V.items()
+    ]
+    _assert_small(for_each, "quarantine outside span(V)")
+
+
+def _assert_no_hackward(g: ModuleGrads, keep: ModuleGrads, V: Directions) -> None:
+    for_each = [(along(keep[m], rows).max().relu(), g[m].norm()) for m, rows in V.items()]
+    _assert_small(for_each, "V·keep above 0")
+
+
+def _assert_small(errors: list[tuple[Tensor, Tensor]], what: str) -> None:
+    """error ≤ TOLERANCE · scale for each pair; one transfer from the device for all."""
+    if not errors:
+        return
+    error, scale = torch.stack([torch.stack(pair) for pair in errors]).T.tolist()
+    worst = max(range(len(error)), key=lambda i: error[i] - TOLERANCE * scale[i])
+    assert error[worst] <= TOLERANCE * scale[worst], f"{what}: {error[worst]:.3e} against {scale[worst]:.3e}"
