@@ -83,7 +83,10 @@ def test_bad_flags_exit_2_and_name_the_flag(argv: list[str], named: str, capsys:
     with pytest.raises(SystemExit) as stop:
         parse(argv)
     assert stop.value.code == 2
-    assert named in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert named in said
+    assert said.startswith("E ")
+    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize("argv", [["mini", "--no-such-flag", "1"], ["maxi"], ["mini", "--intervention", "rout"]])

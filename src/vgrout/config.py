@@ -4,10 +4,13 @@ Torch-free, so that a wrong flag is refused in a fraction of a second. `__post_i
 tyro may run it twice. Derived numbers are properties.
 """
 
+import contextlib
 import hashlib
+import io
 import json
 import math
 import re
+import sys
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -424,14 +427,29 @@ PRESETS: dict[str, tuple[str, Config]] = {
 
 
 def parse(argv: list[str] | None = None) -> Config:
-    """The command line of `python -m vgrout.train`. Bad flags leave with exit code 2 and one line."""
-    return tyro.extras.overridable_config_cli(
-        PRESETS,
-        args=argv,
-        prog="python -m vgrout.train",
-        description=__doc__,
-        config=(tyro.conf.OmitArgPrefixes,),
-    )
+    """The command line of `python -m vgrout.train`. Bad flags leave with exit code 2 and one line on stderr."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.extras.overridable_config_cli(
+                PRESETS,
+                args=argv,
+                prog="python -m vgrout.train",
+                description="One GRPO run against a flawed grader. The presets differ in scale; every flag overrides one.",
+                config=(tyro.conf.OmitArgPrefixes,),
+            )
+    except SystemExit as e:
+        if e.code:
+            print(f"E {_one_line(said.getvalue())}", file=sys.stderr)
+        raise
+
+
+def _one_line(box: str) -> str:
+    """tyro's framed message as one line, without its frame, its inner names and its closing hint."""
+    text = box.split("For full helptext")[0]
+    text = re.sub(r"╭─[^\n]*─╮", "", text)
+    text = " ".join(re.sub(r"[╭╮╰╯│─]+", " ", text).split())
+    return re.sub(r"^Error parsing \S+: ", "", text)
 
 
 def flag_names() -> list[str]:

@@ -1,0 +1,138 @@
+"""Files of a run: atomic writes, refusals, checkpoints that are complete or not there."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from vgrout import checkpoint
+from vgrout.run_dir import RunDir, last_resumable, probe_writable, read_json, to_json, write_atomic
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[RunDir]:
+    with RunDir.create("smoke_vanilla_seed1", tmp_path / "out" / "runs") as made:
+        yield made
+
+
+def test_write_atomic_leaves_the_old_file_on_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.json"
+    write_atomic(path, "old")
+
+    def full(_fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_atomic(path, "new")
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_nan_never_reaches_a_file() -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        to_json({"x": float("nan")})
+
+
+def test_two_runs_in_one_second_get_two_folders(tmp_path: Path) -> None:
+    runs = [RunDir.create("x", tmp_path) for _ in range(3)]
+    for made in runs:
+        made.close()
+    assert len({made.path.name for made in runs}) == 3
+
+
+def test_a_file_in_the_way_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("")
+    with pytest.raises(ValueError, match="cannot be written"):
+        RunDir.create("x", tmp_path / "out" / "runs")
+    with pytest.raises(ValueError, match="cannot be written"):
+        probe_writable(tmp_path / "out" / "runs")
+
+
+def test_rows_have_their_rollouts(run: RunDir) -> None:
+    run.append({"step": 0}, [{"a": 1}, {"a": 2}])
+    assert run.steps_on_disk() == 1
+    assert len((run.path / "rollouts.jsonl").read_text().splitlines()) == 2
+
+
+def test_status_and_latest(run: RunDir) -> None:
+    root = run.path.parent
+    with pytest.raises(ValueError, match="no unfinished run"):
+        last_resumable(root)
+    run.append({"step": 0}, [])
+    checkpoint.save(run.path, 1, {"x": torch.ones(2)}, keep=3)
+    run.status("interrupted", 1, "signal", "resume")
+    assert last_resumable(root) == run.path
+    run.status("finished", 1, "", "")
+    with pytest.raises(ValueError, match="no unfinished run"):
+        last_resumable(root)
+
+
+def test_read_json_names_the_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a run directory"):
+        read_json(tmp_path / "run.json")
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(ValueError, match="damaged"):
+        read_json(tmp_path / "run.json")
+
+
+def saved(run: RunDir, steps: int, keep: int = 3) -> list[Path]:
+    for step in range(steps):
+        run.append({"step": step}, [{"step": step}])
+        checkpoint.save(run.path, step + 1, {"x": torch.full((3,), float(step))}, keep)
+    return checkpoint.complete(run.path)
+
+
+def test_checkpoints_round_trip_and_prune(run: RunDir) -> None:
+    paths = saved(run, 5, keep=2)
+    assert [p.name for p in paths] == ["step_000004", "step_000005"]
+    point, passed = checkpoint.latest(run.path)
+    assert (point.next_step, passed) == (5, [])
+    assert torch.equal(point.state["x"], torch.full((3,), 4.0))
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "no manifest", "bad manifest", "no state"])
+def test_a_damaged_checkpoint_is_passed_over(run: RunDir, damage: str) -> None:
+    newest = saved(run, 3)[-1]
+    state, manifest = newest / "state.pt", newest / "manifest.json"
+    if damage == "truncate":
+        state.write_bytes(state.read_bytes()[:-7])
+    elif damage == "flip":
+        data = bytearray(state.read_bytes())
+        data[len(data) // 2] ^= 1
+        state.write_bytes(bytes(data))
+    elif damage == "no manifest":
+        manifest.unlink()
+    elif damage == "bad manifest":
+        manifest.write_text(json.dumps({"files": {}}))
+    else:
+        state.unlink()
+    point, passed = checkpoint.latest(run.path)
+    assert point.next_step == 2
+    assert len(passed) == (0 if damage == "no manifest" else 1)
+
+
+def test_rewind_cuts_later_rows_and_refuses_missing_ones(run: RunDir) -> None:
+    paths = saved(run, 3)
+    run.append({"step": 3}, [{"step": 3}])
+    run.close()
+    checkpoint.rewind(run.path, checkpoint.read(paths[1]))
+    assert [json.loads(line)["step"] for line in (run.path / "steps.jsonl").read_text().splitlines()] == [0, 1]
+    with pytest.raises(ValueError, match="rows are missing"):
+        checkpoint.rewind(run.path, checkpoint.read(paths[2]))
+
+
+def test_a_failed_save_keeps_the_last_one(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(run, 2)
+
+    def full(_path: Path, _data: str | bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "write_atomic", full)
+    with pytest.raises(OSError, match="No space"):
+        checkpoint.save(run.path, 3, {"x": torch.zeros(1)}, 3)
+    assert checkpoint.latest(run.path)[0].next_step == 2
+    assert not list((run.path / "resume").glob(".tmp*"))
