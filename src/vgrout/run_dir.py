@@ -114,7 +114,8 @@ class RunDir:
         self._rollouts.close()
 
     def steps_on_disk(self) -> int:
-        return sum(1 for _ in open(self.path / "steps.jsonl", "rb"))
+        with open(self.path / "steps.jsonl", "rb") as lines:
+            return sum(1 for _ in lines)
 
     def write_json(self, name: str, data: Any) -> None:
         write_atomic(self.path / name, to_json(data))
