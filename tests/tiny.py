@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -12,11 +13,14 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+from vgrout.policy import Policy, as_policy
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 97,
@@ -49,3 +53,31 @@ def tiny(family: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.float3
                 p.add_(0.1 * torch.randn_like(p))
             assert p.isfinite().all(), name
     return model
+
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% if not enable_thinking %}<think></think>{% endif %}{% endif %}"
+)
+
+
+def tokenizer(pad: str | None = "<pad>") -> PreTrainedTokenizerFast:
+    """97 tokens: four specials, think tags, one token a character for the rest. pad None: pad == eos."""
+    special = ["<pad>", "<eos>", "<user>", "<system>", "<assistant>", "<think>", "</think>"]
+    vocab = {token: i for i, token in enumerate(special)}
+    vocab |= {chr(c): len(vocab) + i for i, c in enumerate(range(32, 32 + 97 - len(special)))}
+    core = Tokenizer(models.BPE(vocab, [], unk_token="<pad>", fuse_unk=False))
+    core.decoder = decoders.Fuse()
+    core.add_special_tokens(special)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<eos>", pad_token=pad or "<eos>", chat_template=TEMPLATE
+    )
+
+
+def policy(
+    family: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.float32, pad: str | None = "<pad>"
+) -> Policy:
+    model = tiny(family, seed, dtype)
+    model.config.eos_token_id = 1
+    model.generation_config.eos_token_id = 1
+    return as_policy(model, tokenizer(pad), None)

@@ -23,12 +23,12 @@ class Norm:
 
     rollouts: int  # G · P, groups without signal included
     max_new: int
-    tokens: int  # trainable tokens of all live rollouts
+    tokens: int  # completion tokens of all groups with signal
 
 
 @dataclass(frozen=True, slots=True)
 class LossInput:
-    """Log-probs in nats. Only positions where `mask` holds count; the others may hold anything, −inf and NaN included."""
+    """Log-probs in nats. Only positions where `mask` holds count; the others may hold anything, even −inf or NaN."""
 
     logp: Float[Tensor, "G T"]  # of π; carries the gradient
     logp_old: Float[Tensor, "G T"]
@@ -104,7 +104,7 @@ def reduce_tokens(loss: Float[Tensor, "G T"], x: LossInput, cfg: LossConfig) -> 
 def clipped(
     ρ: Float[Tensor, "*shape"], A: Float[Tensor, "*shape"], low: float, high: float
 ) -> tuple[Float[Tensor, "*shape"], Bool[Tensor, "*shape"], Bool[Tensor, "*shape"]]:
-    """−min(ρA, clip(ρ, 1 − low, 1 + high)A), and where the clip took the gradient away (PPO, arXiv 1707.06347, eq. 7)."""
+    """−min(ρA, clip(ρ, 1 − low, 1 + high)A) (PPO, arXiv 1707.06347, eq. 7), and where it took the gradient away."""
     loss = -torch.minimum(ρ * A, ρ.clamp(1 - low, 1 + high) * A)
     return loss, (A < 0) & (ρ < 1 - low), (A > 0) & (ρ > 1 + high)
 
@@ -135,7 +135,7 @@ def dapo(x: LossInput, A: Float[Tensor, "G T"], cfg: LossConfig) -> LossOutput:
 
 
 def gspo(x: LossInput, A: Float[Tensor, "G T"], cfg: LossConfig) -> LossOutput:
-    """GSPO (arXiv 2507.18071, eq. 5–7): one ratio a sequence, s = exp(mean_t log(π/π_old)), clipped at 1 − 3e-4, 1 + 4e-4.
+    """GSPO (arXiv 2507.18071, eq. 5–7): one ratio a sequence, exp(mean_t log(π/π_old)), in [1 − 3e-4, 1 + 4e-4].
 
     With teacher_tau the advantage is a token's: its mean over the sequence is taken.
     """
@@ -215,7 +215,7 @@ def teacher_weight(
     """Factor of a teacher row's ratio-1 policy gradient A ∇logπ, detached; 1 where masked.
 
     none: 1. tis: min(π/π_teacher, tis_cap), truncated importance sampling (Ionides 2008).
-    luffy: γπ/(π + γ)² = f′(π)π, the gradient of policy shaping f(π) = π/(π + γ), π_teacher = 1 (arXiv 2504.14945, eq. 7).
+    luffy: γπ/(π + γ)² = f′(π)π, policy shaping with f(π) = π/(π + γ), π_teacher = 1 (arXiv 2504.14945, eq. 7).
 
     Raises:
         ValueError: tis without the teacher's own log-probs.

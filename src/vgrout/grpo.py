@@ -1,0 +1,244 @@
+"""Groups → every rollout's own policy gradient, in one forward and backward a micro-batch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from vgrout.flow import RolloutGrads
+from vgrout.logprobs import TokenLogprobs, collate, completion_logprobs
+from vgrout.loss_config import LossConfig
+from vgrout.losses import LossInput, LossOutput, Norm, log_ratio, policy_loss, teacher_weight
+from vgrout.nouns import Group, Rollout
+from vgrout.policy import Policy
+from vgrout.sampling import Sampling
+
+# Tokens (padding included) in one forward. On a CPU it bounds memory at little cost in speed.
+TOKEN_BUDGET = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class LossMetrics:
+    """One step's numbers, over all its tokens. None: there was no such token."""
+
+    loss: float | None = None
+    lp_s: float | None = None  # mean log-prob a token, student rows (full softmax, temperature 1)
+    lp_t: float | None = None  # … teacher rows
+    kl: float | None = None  # mean per token to the reference; None at beta 0
+    ratio_min: float | None = None  # π_trainer / π_sampler over student tokens, before any clip
+    ratio_mean: float | None = None
+    ratio_max: float | None = None
+    mismatch_kl: float | None = None  # mean ratio − log ratio − 1: 0 when the sampler saw the trainer's weights
+    masked_mismatch_kl: float | None = None  # … over tokens that lost their policy gradient
+    unmasked_mismatch_kl: float | None = None  # … over the others
+    is_masked: float | None = None  # share of tokens that lost their policy gradient to clip or mask
+    is_masked_low: float | None = None
+    is_masked_high: float | None = None
+    masked_positive: float | None = None  # … among tokens of positive advantage
+    masked_negative: float | None = None  # … among tokens of negative advantage
+
+    def as_dict(self) -> dict[str, float | None]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One rollout as the loss sees it."""
+
+    rollout: Rollout
+    advantage: float
+    at: int  # its row in the probe
+
+    @property
+    def tokens(self) -> int:
+        return len(self.rollout.prompt_ids) + len(self.rollout.completion_ids)
+
+
+def policy_gradients(
+    policy: Policy,
+    groups: Sequence[Group],
+    cfg: LossConfig,
+    *,
+    max_new: int,
+    prompts_per_step: int,
+    rows: Sequence[Sequence[int]] | None = None,
+    advantages: Sequence[Sequence[float]] | None = None,
+    sampling: Sampling | None = None,
+    teacher: Policy | None = None,
+    token_budget: int = TOKEN_BUDGET,
+) -> tuple[list[RolloutGrads], LossMetrics]:
+    """Each group's g_b: module → [G, r], the gradient of every rollout's loss on δS, under the adapter's present view.
+
+    Groups without signal get zero gradients and no forward. One inner step: π_old is π detached, teacher rows likewise,
+    so both have ratio 1.
+
+    rows: per group, which rollouts take part (default all); the others' gradients are 0. An arm that trains its knobs
+        on different rollouts calls this twice, under two views, and adds the results.
+    advantages: per group, in place of the group's own.
+    sampling: the sampler's settings, needed for ratio_support "sampled".
+    teacher: a model with the same vocabulary, needed when teacher_tau > 0.
+    prompts_per_step: P, groups without signal included, so that dropping those does not change the scale.
+
+    Raises:
+        ValueError: `cfg` asks for something that is not there (sampling, teacher, the pool's log-probs).
+    """
+    if cfg.ratio_support == "sampled" and sampling is None:
+        raise ValueError("--ratio-support sampled: needs the sampler's settings")
+    if cfg.teacher_tau and teacher is None:
+        raise ValueError(f"--teacher-tau {cfg.teacher_tau}: needs a teacher model")
+    chosen = _rows(groups, rows, advantages)
+    with policy.adapter.probe(max(1, sum(map(len, groups)))) as probe:
+        tally = _Tally()
+        if chosen:
+            size = {len(g) for g in groups}
+            assert len(size) == 1, f"groups of different sizes {sorted(size)}: the constant normaliser G is one number"
+            norm = Norm(
+                rollouts=size.pop() * prompts_per_step,
+                max_new=max_new,
+                tokens=sum(len(r.completion_ids) for g in groups if g.has_signal for r in g.rollouts),
+            )
+            support = sampling if cfg.ratio_support == "sampled" else None
+            for part in micro_batches(chosen, token_budget):
+                probe.rows([row.at for row in part])
+                logps, x = loss_input(policy, part, cfg, norm, support, teacher)
+                output = policy_loss(x, cfg)
+                output.per_rollout.sum().backward()
+                tally.add(part, logps, x, output)
+    starts = [sum(map(len, groups[:i])) for i in range(len(groups))]
+    grads = [policy.adapter.views(probe.flat[lo : lo + len(group)]) for lo, group in zip(starts, groups, strict=True)]
+    return grads, tally.metrics()
+
+
+def _rows(
+    groups: Sequence[Group],
+    rows: Sequence[Sequence[int]] | None,
+    advantages: Sequence[Sequence[float]] | None,
+) -> list[Row]:
+    chosen: list[Row] = []
+    lo = 0
+    for i, group in enumerate(groups):
+        A = group.advantages if advantages is None else advantages[i]
+        assert len(A) == len(group), (len(A), len(group))
+        if any(A):
+            wanted = range(len(group)) if rows is None else rows[i]
+            chosen += [Row(group.rollouts[b], A[b], lo + b) for b in wanted]
+        lo += len(group)
+    return chosen
+
+
+def micro_batches(rows: Sequence[Row], token_budget: int) -> list[list[Row]]:
+    """Rows of like length together, each batch at most `token_budget` tokens with its padding (or one row)."""
+    batches: list[list[Row]] = []
+    for row in sorted(rows, key=lambda r: -r.tokens):
+        if batches and batches[-1][0].tokens * (len(batches[-1]) + 1) <= token_budget:
+            batches[-1].append(row)
+        else:
+            batches.append([row])
+    return batches
+
+
+def loss_input(
+    policy: Policy, rows: Sequence[Row], cfg: LossConfig, norm: Norm, support: Sampling | None, teacher: Policy | None
+) -> tuple[TokenLogprobs, LossInput]:
+    """One forward of the policy (and, where `cfg` asks for them, of the reference and the teacher) on `rows`."""
+    rollouts = [row.rollout for row in rows]
+    batch = collate([r.prompt_ids for r in rollouts], [r.completion_ids for r in rollouts], policy.device)
+    logps = completion_logprobs(policy.model, batch, support)
+    logp = logps.of(cfg.ratio_support)
+    old = logp.detach()
+    recorded, known = recorded_logps(rollouts, cfg, old)
+    is_teacher = torch.tensor([r.source == "teacher" for r in rollouts], device=policy.device)[:, None]
+    ref = theirs = None
+    with torch.no_grad():
+        if cfg.beta:
+            with policy.adapter.reference():
+                ref = completion_logprobs(policy.model, batch, support).of(cfg.ratio_support)
+        if cfg.teacher_tau and teacher is not None:
+            theirs = completion_logprobs(teacher.model, batch, support).of(cfg.ratio_support)
+    weight = None
+    if cfg.teacher_correction != "none" and is_teacher.any():
+        if cfg.teacher_correction == "tis" and not known[is_teacher.squeeze(1)].all():
+            raise ValueError("--teacher-correction tis: the pool has no teacher log-probs; choose luffy or none")
+        weight = torch.where(is_teacher, teacher_weight(old, recorded, batch.mask, cfg), 1.0)
+    return logps, LossInput(
+        logp=logp,
+        logp_old=old,
+        # ratio 1 where the sampler's log-probs are not known, and on teacher rows: their correction is the weight
+        logp_sampler=torch.where(is_teacher | ~known[:, None], old, recorded),
+        advantages=torch.tensor([row.advantage for row in rows], device=policy.device, dtype=logp.dtype),
+        mask=batch.mask,
+        norm=norm,
+        logp_ref=ref,
+        logp_teacher=theirs,
+        weight=weight,
+    )
+
+
+def recorded_logps(
+    rollouts: Sequence[Rollout], cfg: LossConfig, like: Float[Tensor, "B T"]
+) -> tuple[Float[Tensor, "B T"], Bool[Tensor, " B"]]:
+    """The log-probs that came with the rollouts (0 on padding), and which rollouts have them."""
+    kept = [r.logp_full if cfg.ratio_support == "full" else r.logp_sampled for r in rollouts]
+    T = like.shape[1]
+    padded = [[*(lp or ()), *[0.0] * (T - len(lp or ()))] for lp in kept]
+    known = torch.tensor([lp is not None for lp in kept], device=like.device)
+    return torch.tensor(padded, device=like.device, dtype=like.dtype), known
+
+
+class _Tally:
+    """Collects per-token numbers over micro-batches; one transfer from the device at the end."""
+
+    def __init__(self) -> None:
+        self.parts: list[dict[str, Tensor]] = []
+        self.losses: list[Tensor] = []
+
+    @torch.no_grad()
+    def add(self, rows: Sequence[Row], logps: TokenLogprobs, x: LossInput, output: LossOutput) -> None:
+        teacher = torch.tensor([row.rollout.source == "teacher" for row in rows], device=x.mask.device)
+        sampled = torch.tensor([row.rollout.logp_full is not None for row in rows], device=x.mask.device) & ~teacher
+        columns = {
+            "logp": logps.full,
+            "log_ratio": log_ratio(x.logp, x.logp_sampler, x.mask),
+            "low": output.low,
+            "high": output.high,
+            "teacher": teacher[:, None].expand(x.mask.shape),
+            "sampled": sampled[:, None].expand(x.mask.shape),
+            "A": x.advantages[:, None].expand(x.mask.shape),
+        }
+        if output.kl is not None:
+            columns["kl"] = output.kl
+        self.losses.append(output.per_rollout.sum())
+        self.parts.append({key: value[x.mask].double() for key, value in columns.items()})
+
+    def metrics(self) -> LossMetrics:
+        if not self.parts:
+            return LossMetrics()
+        c = {key: torch.cat([part[key] for part in self.parts]).cpu() for key in self.parts[0]}
+        teacher, sampled = c["teacher"] > 0, c["sampled"] > 0
+        masked = (c["low"] + c["high"]) > 0
+        ratio = c["log_ratio"].exp()
+        mismatch = ratio - c["log_ratio"] - 1
+        known = ratio[sampled]
+        return LossMetrics(
+            loss=float(torch.stack(self.losses).sum()),
+            lp_s=_mean(c["logp"][~teacher]),
+            lp_t=_mean(c["logp"][teacher]),
+            kl=_mean(c["kl"]) if "kl" in c else None,
+            ratio_min=float(known.min()) if len(known) else None,
+            ratio_mean=_mean(known),
+            ratio_max=float(known.max()) if len(known) else None,
+            mismatch_kl=_mean(mismatch[sampled]),
+            masked_mismatch_kl=_mean(mismatch[sampled & masked]),
+            unmasked_mismatch_kl=_mean(mismatch[sampled & ~masked]),
+            is_masked=_mean(masked.double()),
+            is_masked_low=_mean(c["low"]),
+            is_masked_high=_mean(c["high"]),
+            masked_positive=_mean(masked[c["A"] > 0].double()),
+            masked_negative=_mean(masked[c["A"] < 0].double()),
+        )
+
+
+def _mean(values: Tensor) -> float | None:
+    return float(values.mean()) if len(values) else None

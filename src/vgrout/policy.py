@@ -1,0 +1,95 @@
+"""The policy: a frozen causal language model, its tokenizer and the adapter."""
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from vgrout.decoder import Decoder, HfDecoder
+from vgrout.logprobs import check_head, collate, completion_logprobs
+from vgrout.nouns import Message
+from vgrout.svd_adapter import SvdAdapter
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Which weights the model has (both knobs, deployed, reference) is the adapter's to say."""
+
+    model: PreTrainedModel
+    tok: PreTrainedTokenizerBase
+    adapter: SvdAdapter
+    eos_ids: frozenset[int]  # any of these ends an answer
+    pad_id: int  # may equal an EOS: masks go by length
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def window(self) -> int:
+        """Longest prompt + completion the model was built for, in tokens."""
+        return int(self.model.config.max_position_embeddings)
+
+    def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Token ids of the chat template up to where the answer begins, thinking off."""
+        text = self.tok.apply_chat_template(
+            [dict(m) for m in messages], tokenize=False, add_generation_prompt=True, enable_thinking=False
+        )
+        return tuple(self.tok(text, add_special_tokens=False)["input_ids"])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The answer's text, without special tokens."""
+        return str(self.tok.decode(list(ids), skip_special_tokens=True))
+
+    def decoder(self) -> Decoder:
+        """A fresh decoder on the weights as they are now."""
+        return HfDecoder(self.model)
+
+    def logprobs(
+        self, prompts: Sequence[tuple[int, ...]], completions: Sequence[tuple[int, ...]]
+    ) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
+        """Log-prob of every completion token (full softmax, temperature 1) and the mask; carries a gradient where
+        gradients are on. All rows in one forward: cut long lists by tokens before."""
+        batch = collate(prompts, completions, self.device)
+        return completion_logprobs(self.model, batch).full, batch.mask
+
+
+def load_policy(model: str | Path, *, device: str | torch.device, dtype: torch.dtype, cache_dir: Path | None) -> Policy:
+    """Load a local folder or a hub id; decompose its weights (from `cache_dir` where they are known).
+
+    Attention is sdpa, on CUDA flash-attention 2 where it is installed and the dtype is half.
+
+    Raises:
+        ValueError: no such model, or one this trainer cannot adapt; one line that says what to do.
+    """
+    device = torch.device(device)
+    flash = device.type == "cuda" and dtype.itemsize == 2 and importlib.util.find_spec("flash_attn") is not None
+    try:
+        tok = AutoTokenizer.from_pretrained(model)
+        net = AutoModelForCausalLM.from_pretrained(
+            model, dtype=dtype, attn_implementation="flash_attention_2" if flash else "sdpa"
+        )
+    except OSError as error:
+        where = "the folder lacks a model" if Path(model).is_dir() else "not on this machine and not on the hub"
+        raise ValueError(f"--model {model}: {where} (run `just download-model`, or give a local folder)") from error
+    if tok is None or tok.chat_template is None:
+        raise ValueError(f"--model {model}: its tokenizer has no chat template; choose an instruct model")
+    net = net.to(device).eval()
+    return as_policy(net, tok, cache_dir)
+
+
+def as_policy(model: PreTrainedModel, tok: PreTrainedTokenizerBase, cache_dir: Path | None) -> Policy:
+    """Policy of a model that is already in memory; freezes it."""
+    check_head(model)
+    eos: set[int] = set()
+    for source in (tok.eos_token_id, model.config.eos_token_id, getattr(model.generation_config, "eos_token_id", None)):
+        eos |= set(source) if isinstance(source, list | tuple) else {source} if source is not None else set()
+    if not eos:
+        raise ValueError(f"{type(model).__name__}: neither tokenizer nor configuration names an end-of-text token")
+    pad = tok.pad_token_id if tok.pad_token_id is not None else min(eos)
+    return Policy(model, tok, SvdAdapter(model, cache_dir), frozenset(eos), pad)

@@ -1,0 +1,146 @@
+"""Prompts → answers, all prompts' rows in one batch; finished rows leave it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from vgrout.decoder import Decoder
+from vgrout.policy import Policy
+from vgrout.sampling import Sampling, candidates, penalised, tempered
+
+__all__ = ["Sample", "Sampling", "sample"]
+
+DROP_AT = 0.125  # share of finished rows in the batch at which they are dropped: a drop copies keys and values
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One answer, tokens exactly as sampled."""
+
+    ids: tuple[int, ...]  # ends with an EOS when `finished`
+    text: str
+    finished: bool  # False: cut at max_new
+    logp_full: tuple[float, ...]  # nats per token, full softmax at temperature 1
+    logp_sampled: tuple[float, ...]  # … of the truncated distribution that was sampled from
+
+
+OnFinish = Callable[[int, int, Sample], None]
+
+
+@torch.no_grad()
+def sample(
+    policy: Policy,
+    prompts: Sequence[tuple[int, ...]],
+    n: int | Sequence[int],
+    sampling: Sampling,
+    max_new: int,
+    generator: torch.Generator,
+    on_finish: OnFinish | None = None,
+    *,
+    drop_finished: bool = True,
+) -> list[list[Sample]]:
+    """n answers (or n[i]) to each prompt, at most max_new tokens each.
+
+    Row noise is drawn beforehand, [rows, max_new] from `generator` (a CPU stream), and tokens by inverse CDF: what a
+    row says does not depend on which other rows are still there. `on_finish(prompt, index, answer)` is called as soon
+    as a row ends, so that grading runs beside sampling.
+    """
+    counts = [n] * len(prompts) if isinstance(n, int) else list(n)
+    assert len(counts) == len(prompts), (len(counts), len(prompts))
+    rows = [(p, i) for p, count in enumerate(counts) for i in range(count)]
+    answers: dict[tuple[int, int], Sample] = {}
+    if rows:
+        noise = torch.rand(len(rows), max_new, generator=generator).to(policy.device)
+        run = _Run(policy, prompts, [p for p, _ in rows], sampling, noise)
+        for row, answer in run.finish_all(drop_finished):
+            answers[rows[row]] = answer
+            if on_finish is not None:
+                on_finish(*rows[row], answer)
+    return [[answers[p, i] for i in range(count)] for p, count in enumerate(counts)]
+
+
+class _Run:
+    """The state of one call: which row sits in which slot of the decoder, and what each row has said so far."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        prompts: Sequence[tuple[int, ...]],
+        prompt_of: list[int],
+        sampling: Sampling,
+        noise: Float[Tensor, "rows max_new"],
+    ) -> None:
+        self.policy, self.sampling, self.noise = policy, sampling, noise
+        self.decoder: Decoder = policy.decoder()
+        self.logits = self.decoder.prefill(prompts, prompt_of, noise.shape[1])
+        n, max_new = noise.shape
+        self.said = torch.zeros(n, max_new, dtype=torch.long, device=noise.device)
+        self.logps = torch.zeros(2, n, max_new, device=noise.device)  # full, sampled
+        self.seen = self._prompt_tokens(prompts, prompt_of) if sampling.repetition_penalty != 1 else None
+
+    def _prompt_tokens(self, prompts: Sequence[tuple[int, ...]], prompt_of: list[int]) -> Tensor:
+        seen = torch.zeros(len(prompts), self.logits.shape[-1], dtype=torch.bool, device=self.logits.device)
+        for row, prompt in zip(seen, prompts, strict=True):
+            row[list(prompt)] = True
+        return seen[prompt_of]
+
+    def finish_all(self, drop_finished: bool):
+        """Yield (row, answer) as rows end."""
+        n, max_new = self.noise.shape
+        slots = list(range(n))  # slot → row
+        ended: set[int] = set()
+        at = torch.arange(n, device=self.noise.device)  # the same as a tensor
+        for t in range(max_new):
+            tokens = self._draw(at, t)
+            for row, token in zip(slots, tokens.tolist(), strict=True):
+                if row not in ended and (token in self.policy.eos_ids or t + 1 == max_new):
+                    ended.add(row)
+                    yield row, self._answer(row, t + 1, token in self.policy.eos_ids)
+            if len(ended) == n:
+                return
+            stale = sum(row in ended for row in slots)
+            if drop_finished and stale > DROP_AT * len(slots):
+                alive = [slot for slot, row in enumerate(slots) if row not in ended]
+                slots = [slots[slot] for slot in alive]
+                self.decoder.keep(alive)
+                at, tokens = torch.tensor(slots, device=at.device), tokens[alive]
+            self.logits = self.decoder.step(tokens)
+
+    def _draw(self, at: Int[Tensor, " n"], t: int) -> Int[Tensor, " n"]:
+        """One token per slot from the logits; written down with both log-probs."""
+        logits = self.logits.float()
+        tokens, logp_sampled = draw(
+            logits if self.seen is None else penalised(logits, self.seen[at], self.sampling),
+            self.noise[at, t],
+            self.sampling,
+        )
+        full = logits.gather(-1, tokens[:, None]).squeeze(-1) - logits.logsumexp(-1)
+        self.said[at, t] = tokens
+        self.logps[0, at, t] = full
+        self.logps[1, at, t] = logp_sampled
+        if self.seen is not None:
+            self.seen[at, tokens] = True
+        return tokens
+
+    def _answer(self, row: int, length: int, finished: bool) -> Sample:
+        ids = tuple(self.said[row, :length].tolist())
+        full, sampled = self.logps[:, row, :length].tolist()
+        return Sample(ids, self.policy.decode(ids), finished, tuple(full), tuple(sampled))
+
+
+def draw(
+    logits: Float[Tensor, "n V"], u: Float[Tensor, " n"], sampling: Sampling
+) -> tuple[Int[Tensor, " n"], Float[Tensor, " n"]]:
+    """Inverse-CDF tokens from uniform noise u in [0, 1), and their log-probs under the distribution drawn from."""
+    values, ids = candidates(tempered(logits, sampling), sampling)
+    logp = values.log_softmax(-1)
+    cdf = logp.exp().cumsum(-1)
+    # below the last entry whatever the rounding: the first entry above it is then always a token of probability > 0
+    total = cdf[:, -1:]
+    level = torch.minimum(u[:, None] * total, total.nextafter(torch.zeros_like(total)))
+    pick = torch.searchsorted(cdf, level, right=True)
+    token = pick if ids is None else ids.gather(-1, pick)
+    return token.squeeze(-1), logp.gather(-1, pick).squeeze(-1)

@@ -1,0 +1,76 @@
+"""What is sampled from: the settings, and the truncated distribution they make of a row of logits."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The sampler's settings, applied in this order (as transformers does): penalty, temperature, top-k, top-p, min-p.
+
+    Raises:
+        ValueError: a value outside its range.
+    """
+
+    temperature: float = 0.7
+    """Divides the logits; 0: greedy."""
+    top_p: float = 1.0
+    """Smallest set of most likely tokens whose probability reaches this; 1: all."""
+    top_k: int = 20
+    """The k most likely tokens; 0: all."""
+    min_p: float = 0.0
+    """Tokens less likely than this share of the likeliest are left out; 0: none."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens already in prompt or answer (arXiv 1909.05858)."""
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("temperature", 0, 1e3), ("top_p", 1e-6, 1), ("top_k", 0, math.inf), ("min_p", 0, 1)):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise ValueError(f"--{name.replace('_', '-')} {value}: should lie in [{low:g}, {high:g}]")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise ValueError(f"--repetition-penalty {self.repetition_penalty}: should be positive")
+
+
+def tempered(logits: Float[Tensor, "*n V"], sampling: Sampling) -> Float[Tensor, "*n V"]:
+    """fp32 logits at the sampling temperature; greedy (0) keeps them as they are."""
+    logits = logits.float() if logits.dtype != torch.float64 else logits
+    return logits / sampling.temperature if sampling.temperature not in (0, 1) else logits
+
+
+def candidates(
+    logits: Float[Tensor, "n V"], sampling: Sampling
+) -> tuple[Float[Tensor, "n k"], Int[Tensor, "n k"] | None]:
+    """Tempered logits of the tokens that may be sampled (−inf: left out after all) and their ids (None: 0 … V-1)."""
+    k = 1 if sampling.temperature == 0 else sampling.top_k
+    if 0 < k < logits.shape[-1]:
+        values, ids = logits.topk(k)  # exactly k, also among equals
+    elif sampling.top_p < 1:
+        values, ids = torch.sort(logits, dim=-1, descending=True)
+    else:
+        values, ids = logits, None
+    drop: Tensor | None = None
+    if sampling.top_p < 1:  # descending here: the token that reaches top_p still counts
+        mass = values.softmax(-1)
+        drop = mass.cumsum(-1) - mass >= sampling.top_p
+    if sampling.min_p > 0:
+        far = values < values.amax(-1, keepdim=True) + math.log(sampling.min_p)
+        drop = far if drop is None else drop | far
+    return (values if drop is None else values.masked_fill(drop, -math.inf)), ids
+
+
+def support(logits: Float[Tensor, "n V"], sampling: Sampling) -> Bool[Tensor, "n V"]:
+    """The same as a mask over the vocabulary."""
+    values, ids = candidates(logits, sampling)
+    inside = values > -math.inf
+    return inside if ids is None else torch.zeros_like(logits, dtype=torch.bool).scatter(-1, ids, inside)
+
+
+def penalised(logits: Float[Tensor, "*n V"], seen: Bool[Tensor, "*n V"], sampling: Sampling) -> Float[Tensor, "*n V"]:
+    """The repetition penalty on the tokens already there."""
+    p = sampling.repetition_penalty
+    return torch.where(seen, torch.where(logits > 0, logits / p, logits * p), logits) if p != 1 else logits
