@@ -1,0 +1,16 @@
+"""Shared fixtures."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Real problems and rollouts, where they lie beside the checkout or where VGROUT_SHARED_DATA points."""
+    beside = Path(__file__).resolve().parents[2] / "shared" / "data"
+    folder = Path(os.environ.get("VGROUT_SHARED_DATA", beside))
+    if not folder.is_dir():
+        pytest.skip("the real data are not on this machine (set VGROUT_SHARED_DATA)")
+    return folder
