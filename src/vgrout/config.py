@@ -435,7 +435,7 @@ def parse(argv: list[str] | None = None) -> Config:
                 PRESETS,
                 args=argv,
                 prog="python -m vgrout.train",
-                description="One GRPO run against a flawed grader. The presets differ in scale; every flag overrides one.",
+                description="One GRPO run against a flawed grader. Presets differ in scale; flags override them.",
                 config=(tyro.conf.OmitArgPrefixes,),
             )
     except SystemExit as e:

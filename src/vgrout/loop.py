@@ -85,12 +85,17 @@ def train(study: Study) -> list[StepRow]:
 
         with clock("fb"):
             grads, metrics = policy_gradients(
-                policy, live, cfg.loss, max_new=cfg.scale.max_new, prompts_per_step=cfg.scale.prompts_per_step
+                policy,
+                live,
+                cfg.loss,
+                max_new=cfg.scale.max_new,
+                prompts_per_step=cfg.scale.prompts_per_step,
+                sampling=study.sampling,
             )
             for group, g_b in zip(live, grads, strict=True):
                 arm.observe(g_b, group.view())  # g_b: module → [G r], one row per rollout
             routed = arm.route() if live else None  # keep + quar = g: nothing lost, nothing doubled
-            update = optim.apply(routed, step) if routed else None  # None: loss or norm not finite
+            update = optim.apply(routed) if routed else optim.idle()  # None: nothing to learn, or not finite
         with clock("eval"):
             refresh = arm.refresh(step)
             deploy = study.evaluate(val, cfg.scale.group, "deployed", step) if due(cfg, step) else None

@@ -25,7 +25,7 @@ class Narrator:
         rollout, grade = live[0]
         if self.first:
             self.first = False
-            text = self.policy.tok.decode(rollout.prompt_ids + rollout.completion_ids, skip_special_tokens=False)
+            text = self.policy.tok.decode([*rollout.prompt_ids, *rollout.completion_ids], skip_special_tokens=False)
             logger.debug(f"first prompt with its first completion, special tokens visible:\n{text}")
         for r, g in live:
             if g.mechanism and g.mechanism not in self.seen:

@@ -67,9 +67,16 @@ class Optimizer:
         before = knob.detach().clone()
         self._adamw.step()
         self._adamw.zero_grad(set_to_none=True)
+        if routed.scale != 1.0:
+            with torch.no_grad():
+                knob.copy_(before + routed.scale * (knob - before))
         self.adapter.fold()
         delta: ModuleGrads = self.adapter.views(knob.detach() - before)
         return Update(gn=gn, gn_keep=gn_keep, gn_quar=gn_quar, lr=lr, delta=delta)
+
+    def idle(self) -> None:
+        """A step without any gradient: the schedule moves on, the knobs do not."""
+        self.step += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Moments and position; the knobs themselves are in the adapter's state."""

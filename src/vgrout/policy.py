@@ -1,6 +1,8 @@
 """The policy: a frozen causal language model, its tokenizer and the adapter."""
 
+import hashlib
 import importlib.util
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +44,16 @@ class Policy:
         )
         return tuple(self.tok(text, add_special_tokens=False)["input_ids"])
 
+    def encode_completion(self, text: str) -> tuple[int, ...]:
+        """An answer's tokens as the model would have written them, EOS included."""
+        eos = self.tok.eos_token_id if self.tok.eos_token_id is not None else min(self.eos_ids)
+        return (*self.tok(text, add_special_tokens=False)["input_ids"], eos)
+
+    @property
+    def tokenizer_sha256(self) -> str:
+        """Identity of the tokenizer: ids cached under another one mean nothing here."""
+        return tokenizer_sha256(self.tok)
+
     def decode(self, ids: Sequence[int]) -> str:
         """The answer's text, without special tokens."""
         return str(self.tok.decode(list(ids), skip_special_tokens=True))
@@ -57,6 +69,12 @@ class Policy:
         gradients are on. All rows in one forward: cut long lists by tokens before."""
         batch = collate(prompts, completions, self.device)
         return completion_logprobs(self.model, batch).full, batch.mask
+
+
+def tokenizer_sha256(tok: PreTrainedTokenizerBase) -> str:
+    """sha256 over the vocabulary with its ids, and over how one text of letters, digits and symbols is cut."""
+    cut = tok("def f(x):\n    return x >= 10  # naïve Ünïcode 文字\t<|im_end|>", add_special_tokens=False)["input_ids"]
+    return hashlib.sha256(json.dumps([sorted(tok.get_vocab().items()), cut]).encode()).hexdigest()
 
 
 def load_policy(model: str | Path, *, device: str | torch.device, dtype: torch.dtype, cache_dir: Path | None) -> Policy:

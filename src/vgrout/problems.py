@@ -142,7 +142,7 @@ def load_problems(path: Path) -> list[Problem]:
     rows = load_rows(path)
     modes = [row.mode or "run_tests" for row in rows]
     return [
-        row.problem(mode, MODE_SPECS[mode].default if row.marker is None else row.marker)
+        row.problem(mode, MODE_SPECS[mode].default_marker if row.marker is None else row.marker)
         for row, mode in zip(rows, modes, strict=True)
     ]
 

@@ -1,6 +1,7 @@
 """One row of numbers per step. A column is one field: value, format, legend and expectation together."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -112,7 +113,7 @@ class StepRow:
     def from_json(cls, data: dict[str, Any]) -> "StepRow":
         """The inverse of `as_json`. Raises KeyError or TypeError on a row of another layout."""
         known = {f.name for f in fields(cls)}
-        values = {k: Rate(*v) if isinstance(v, list) else v for k, v in data.items() if k in known}
+        values: dict[str, Any] = {k: Rate(*v) if isinstance(v, list) else v for k, v in data.items() if k in known}
         hk = {m: Rate(*data[key]) for m in MODES if (key := f"hk_{MODE_CODE[m]}") in data}
         return cls(**values, hk=hk)
 
@@ -139,7 +140,7 @@ class Column:
 class Table:
     """The step table: a legend once, a header every 50 rows, a line a step. Only columns that this run can fill."""
 
-    def __init__(self, has: set[str], modes: list[str], width: int | None = None):
+    def __init__(self, has: set[str], modes: Sequence[str], width: int | None = None):
         """has: any of teacher, modes, ablated, route, route2, direction. width: terminal columns; None: no limit."""
         self.columns: list[Column] = []
         for f in fields(StepRow):

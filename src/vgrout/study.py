@@ -13,6 +13,7 @@ from loguru import logger
 from vgrout import checkpoint
 from vgrout.arms import make_arm
 from vgrout.config import Config
+from vgrout.direction import weights_sha256
 from vgrout.grading.grade import Grader
 from vgrout.loop import Study, load_state_dict
 from vgrout.nouns import MODES, Mode, Problem
@@ -125,7 +126,7 @@ def hashes(study: Study, inputs: Inputs) -> dict[str, Any]:
     cfg, pool = study.cfg, inputs.pool
     return {
         "hashes": {
-            "base_weights": study.policy.weights_sha256,
+            "base_weights": weights_sha256(study.policy.model, study.policy.adapter),
             "tokenizer": study.policy.tokenizer_sha256,
             "problems": of_files([cfg.problems_path]),
             "pool": of_files([p for p in pool.folder.iterdir() if p.is_file()]) if pool else None,
