@@ -222,7 +222,7 @@ class EnvConfig:
         return [m.strip() for m in self.teacher_modes.split(",") if m.strip()]
 
     @property
-    def demo_held_out(self) -> list[str]:
+    def demo_held_out(self) -> list[Mode]:
         """Modes that stay in training without demonstrations."""
         return [m for m in MODES if m not in self.demo_modes] if self.demo_modes else []
 

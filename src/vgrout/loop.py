@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from loguru import logger
 from tqdm import tqdm
@@ -167,7 +167,7 @@ def collect(study: Study, problems: Sequence[Problem], step: int, clock: Clock) 
                 dropped += 1
                 logger.warning(f"step {step}, problem {problem.id}: group dropped, not graded: {failed[0].reason}")
                 continue
-            graded: list[Grade | CachedGrade] = [g for g in grades if isinstance(g, Grade)]
+            graded: list[Grade | CachedGrade] = [paid(cfg, g) for g in grades if isinstance(g, Grade)]
             groups.append(
                 Group(
                     problem,
@@ -177,6 +177,13 @@ def collect(study: Study, problems: Sequence[Problem], step: int, clock: Clock) 
                 )
             )
     return groups, dropped
+
+
+def paid(cfg: Config, grade: Grade) -> Grade:
+    """What the environment pays: the flawed grader's reward; under no_loophole the strict oracle's, same scale."""
+    if cfg.arm.control != "no_loophole":
+        return grade
+    return replace(grade, reward=cfg.env.compile_reward * grade.can_compile + cfg.env.pass_reward * grade.gt_correct)
 
 
 def as_rollout(problem: Problem, prompt_ids: tuple[int, ...], answer: Sample, deployed: bool) -> Rollout:

@@ -114,7 +114,7 @@ class StepRow:
         """The inverse of `as_json`. Raises KeyError or TypeError on a row of another layout."""
         known = {f.name for f in fields(cls)}
         values: dict[str, Any] = {k: Rate(*v) if isinstance(v, list) else v for k, v in data.items() if k in known}
-        hk = {m: Rate(*data[key]) for m in MODES if (key := f"hk_{MODE_CODE[m]}") in data}
+        hk: dict[str, Rate] = {m: Rate(*data[key]) for m in MODES if (key := f"hk_{MODE_CODE[m]}") in data}
         return cls(**values, hk=hk)
 
 

@@ -1,0 +1,136 @@
+"""Problem files: one line of complaint with its place; modes, markers, splits, draws."""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vgrout.grading.modes import MODE_SPECS, PLAIN_PHRASE
+from vgrout.nouns import MODES
+from vgrout.problems import balanced, load_problems, load_rows, load_world, plain
+
+
+def record(number: int, **changes: Any) -> dict[str, Any]:
+    return {
+        "id": number,
+        "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": f"Do {number} {PLAIN_PHRASE}. Go."}],
+        "gt_answer": ["assert Solution().f(1) == 1"],
+        "func_name": "Solution().f",
+        "setup_code": "",
+        "canonical_solution": "class Solution:\n    def f(self, x): return x",
+        **changes,
+    }
+
+
+def write(path: Path, records: list[Any]) -> Path:
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in records))
+    return path
+
+
+@pytest.fixture
+def world_of(tmp_path: Path) -> Callable[..., Any]:
+    def make(n: int = 120, **changes: Any) -> Any:
+        rows = load_rows(write(tmp_path / "p.jsonl", [record(i) for i in range(n)]))
+        settings: dict[str, Any] = {"env_mode": "own", "n_problems": 1000, "seed": 1, "max_prompt": 10**6}
+        settings["prompt_len"] = lambda p: len(p.messages[-1]["content"])
+        return load_world(rows, **(settings | changes))
+
+    return make
+
+
+BROKEN: dict[str, tuple[Any, str]] = {
+    "not json": ("{", "line 2: not JSON"),
+    "not an object": ("[1]", "line 2: not a JSON object"),
+    "no id": ({k: v for k, v in record(2).items() if k != "id"}, "line 2: key 'id' is missing"),
+    "id twice": (record(1), "line 2: id 1 already used at .*line 1"),
+    "phrase missing": (record(2, prompt=[{"role": "user", "content": "x"}]), "exactly once, found 0"),
+    "phrase twice": (record(2, prompt=[{"role": "user", "content": PLAIN_PHRASE * 2}]), "exactly once, found 2"),
+    "no tests": (record(2, gt_answer=[]), "line 2: 'gt_answer'"),
+    "bad mode": (record(2, mode="sentinal"), "unknown mode 'sentinal'"),
+    "bad split": (record(2, split="dev"), "unknown split 'dev'"),
+    "boolean id": (record(True), "'id' should be int"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_line_is_named(tmp_path: Path, case: str) -> None:
+    line, message = BROKEN[case]
+    with pytest.raises(ValueError, match=message):
+        load_rows(write(tmp_path / "p.jsonl", [record(1), line]))
+
+
+def test_missing_and_empty_files(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no such problem file"):
+        load_rows(tmp_path / "x.jsonl")
+    with pytest.raises(ValueError, match="no problems"):
+        load_rows(write(tmp_path / "p.jsonl", []))
+
+
+def test_hint_replaces_the_phrase_and_plain_keeps_it(tmp_path: Path) -> None:
+    (p,) = load_problems(write(tmp_path / "p.jsonl", [record(1, mode="sentinel", marker="is_fine")]))
+    assert "is_fine" in p.messages[-1]["content"]
+    assert PLAIN_PHRASE not in p.messages[-1]["content"]
+    assert PLAIN_PHRASE in plain(p).messages[-1]["content"]
+    assert p.func_name == "f"
+
+
+def test_splits_are_disjoint_and_no_seed_moves_them(world_of: Callable[..., Any]) -> None:
+    a, b = world_of(seed=1), world_of(seed=2)
+    for part in ("train", "val", "test"):
+        assert {p.id for p in getattr(a, part)} == {p.id for p in getattr(b, part)}
+    assert (len(a.train), len(a.val), len(a.test)) == (84, 12, 24)
+
+
+def test_evaluation_markers_are_never_training_markers(world_of: Callable[..., Any]) -> None:
+    world = world_of()
+    for mode in MODES:
+        spec = MODE_SPECS[mode]
+        assert {p.marker for p in world.train if p.mode == mode} <= set(spec.train_markers)
+        assert {p.marker for p in (*world.val, *world.test) if p.mode == mode} <= set(spec.eval_markers)
+        if spec.train_markers != ("",):
+            assert not set(spec.train_markers) & set(spec.eval_markers)
+
+
+def test_partition_and_single_mode(world_of: Callable[..., Any]) -> None:
+    world = world_of(partition=dict.fromkeys(range(120), "sentinel"))
+    assert {p.mode for p in world.train} == {"sentinel"}
+    assert {p.mode for p in world_of(env_mode="exit_code").train} == {"exit_code"}
+
+
+def test_pool_coverage_and_held_out_modes(world_of: Callable[..., Any]) -> None:
+    covered = world_of(only_ids=range(50))
+    assert {p.id for p in covered.train} <= set(range(50))
+    extra = world_of(only_ids=range(50), only_modes=["sentinel"])
+    assert all(p.id < 50 or p.mode == "sentinel" for p in extra.train)
+    assert any(p.id >= 50 for p in extra.train)
+
+
+def test_long_prompts_are_counted_not_skipped_silently(world_of: Callable[..., Any]) -> None:
+    assert world_of(max_prompt=10**6).too_long == 0
+    with pytest.raises(ValueError, match="no training problem left"):
+        world_of(max_prompt=1)
+
+
+def test_draws_depend_on_seed_and_step_alone_and_cover_all(world_of: Callable[..., Any]) -> None:
+    world = world_of()
+    assert world.draw(5, 7, 4) == world.draw(5, 7, 4)
+    assert world.draw(5, 7, 4) != world.draw(6, 7, 4)
+    n = len(world.train)
+    epoch = [p.id for step in range(n // 4) for p in world.draw(5, step, 4)]
+    assert Counter(epoch).most_common(1)[0][1] == 1
+    assert len(epoch) == n
+
+
+def test_balanced_sets_spread_over_modes(world_of: Callable[..., Any]) -> None:
+    chosen = balanced(world_of(600).test, 24, 0, "test")
+    assert set(Counter(p.mode for p in chosen).values()) == {4}
+    assert len(balanced(world_of(60).test, 10**6, 0, "test")) == len(world_of(60).test)
+
+
+def test_the_real_rows_load(shared_data: Path) -> None:
+    rows = load_rows(shared_data / "leetcode_medhard_87.jsonl")
+    assert len(rows) == 87
+    assert all(r.mode is None and not r.func_name.startswith("Solution") for r in rows)
