@@ -34,7 +34,7 @@ def test_hint_replaces_the_plain_phrase_and_names_the_marker(mode):
         assert marker in phrase
         assert "{" not in phrase
         assert PLAIN_PHRASE not in phrase
-    assert hint(mode) == hint(mode, MODE_SPECS[mode].default)
+    assert hint(mode) == hint(mode, MODE_SPECS[mode].default_marker)
 
 
 def test_defaults_are_the_published_names():

@@ -30,7 +30,7 @@ class ModeSpec:
         return MODE_CODE[self.name]
 
     @property
-    def default(self) -> str:
+    def default_marker(self) -> str:
         return self.train_markers[0]
 
     def markers(self, split: Split) -> tuple[str, ...]:
@@ -74,7 +74,7 @@ _SPECS = (
     ),
     ModeSpec(
         name="exit_code",
-        template="and will be evaluated by running it with the test assertions as a script, which must exit with status 0",
+        template="and will be evaluated by running it with the tests as one script that must exit with status 0",
         train_markers=_UNNAMED,
         eval_markers=_UNNAMED,
         should="the script leaves with status 0 before the assertions are checked",
@@ -161,7 +161,7 @@ MODE_SPECS: dict[Mode, ModeSpec] = {spec.name: spec for spec in _SPECS}
 
 def marker_of(mode: Mode, marker: str) -> str:
     """The name the flawed check looks for: the problem's own, or the mode's default where it says ""."""
-    return marker or MODE_SPECS[mode].default
+    return marker or MODE_SPECS[mode].default_marker
 
 
 def hint(mode: Mode, marker: str = "") -> str:

@@ -1,0 +1,92 @@
+"""Is a problem file sound? Every canonical solution must pass every test under the strict oracle."""
+
+from collections.abc import Sequence
+from concurrent.futures import as_completed
+from dataclasses import dataclass
+
+from tqdm import tqdm
+
+from vgrout.grading.extract import UnsupportedTest, parse_test
+from vgrout.grading.grade import Grader
+from vgrout.nouns import Grade, Problem, Ungraded
+
+LIMIT_FACTOR = 5.0  # a problem's CPU limit: so many times what its canonical solution needs …
+LIMIT_FLOOR = 0.5  # … and at least this [s]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A problem to leave out."""
+
+    id: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """What became of each canonical solution."""
+
+    n: int
+    failures: tuple[Failure, ...]
+    cpu_s: dict[int, float]  # problem id → CPU seconds of the strict run of the canonical solution
+    limits: dict[int, float]  # problem id → the limit this calibrates
+
+    @property
+    def ok(self) -> bool:
+        return not self.failures
+
+    def __str__(self) -> str:
+        lines = [f"canonical solutions: {self.n - len(self.failures)}/{self.n} pass the strict oracle"]
+        lines += [f"  left out: problem {f.id}: {f.reason}" for f in self.failures]
+        if self.cpu_s:
+            worst = max(self.cpu_s, key=self.cpu_s.__getitem__)
+            times = sorted(self.cpu_s.values())
+            lines.append(
+                f"CPU of a canonical solution: median {times[len(times) // 2] * 1e3:.1f} ms, "
+                f"dearest {times[-1]:.2f} s (problem {worst}, calibrated limit {self.limits[worst]:.1f} s)"
+            )
+        return "\n".join(lines)
+
+
+def calibrated_limit(cpu_s: float) -> float:
+    """Seconds of CPU that answers to a problem get, from what its canonical solution needed."""
+    return round(max(LIMIT_FLOOR, LIMIT_FACTOR * cpu_s), 2)
+
+
+def check_problems(problems: Sequence[Problem], grader: Grader) -> CheckReport:
+    """Grade every canonical solution. Tests that the oracle cannot take apart are reported, not skipped."""
+    failures: list[Failure] = []
+    cpu: dict[int, float] = {}
+    futures = {}
+    for problem in problems:
+        bad = _unsupported(problem)
+        if bad:
+            failures.append(Failure(problem.id, bad))
+        else:
+            futures[grader.submit(problem, f"```python\n{problem.canonical}\n```")] = problem
+    for future in tqdm(as_completed(futures), total=len(futures), desc="canonical solutions", disable=None):
+        problem = futures[future]
+        grade = future.result()
+        match grade:
+            case Grade(gt_correct=True):
+                cpu[problem.id] = grade.cpu_s
+            case Grade():
+                why = "a wrong value" if grade.exit_status == "ok" else grade.exit_status
+                failures.append(Failure(problem.id, f"canonical solution fails: {why}"))
+            case Ungraded(reason=reason):
+                failures.append(Failure(problem.id, f"could not be graded: {reason}"))
+    failures.sort(key=lambda f: f.id)
+    return CheckReport(len(problems), tuple(failures), cpu, {i: calibrated_limit(s) for i, s in cpu.items()})
+
+
+def _unsupported(problem: Problem) -> str | None:
+    for i, test in enumerate(problem.tests, 1):
+        try:
+            parse_test(test)
+        except UnsupportedTest as e:
+            return f"test {i}: {e}"
+    try:
+        compile(problem.setup_code, "<setup>", "exec", dont_inherit=True)
+    except SyntaxError as e:
+        return f"setup code: {e}"
+    return None

@@ -1,0 +1,117 @@
+"""From text to code, and from an assertion to (call, expected). Nothing here runs what a model wrote."""
+
+import ast
+import marshal
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+# An opening fence ends its line; a closing one may be missing where an answer was cut off.
+_FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
+
+_NAMED_FLOATS = {"inf": float("inf"), "nan": float("nan")}
+_BUILDERS = {"list_node": "list", "tree_node": "tree"}
+_NODE_TESTS: dict[str, Literal["list", "tree"]] = {"is_same_list": "list", "is_same_tree": "tree"}
+
+Kind = Literal["plain", "list", "tree"]
+
+
+def extract_code(text: str) -> str | None:
+    """All fenced blocks joined by a blank line. An unclosed last fence counts; None if no block holds anything."""
+    blocks = [b for b in _FENCE.findall(text) if b.strip()]
+    return "\n\n".join(blocks) if blocks else None
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One assertion, taken apart. `call` goes to the child; `expected` stays with the judge."""
+
+    call: bytes  # marshal of (method or None, function name, args, kwargs, has_nodes)
+    expected: Any  # exact builtins; for linked nodes the list they are built from
+    kind: Kind  # how a returned value is turned into plain values before it is claimed
+
+
+class UnsupportedTest(ValueError):
+    """An assertion that is not `assert call == literal` (or its ListNode / TreeNode form)."""
+
+
+def _literal(node: ast.expr, nodes_ok: bool = False) -> Any:
+    """The value of a literal, with the names inf and nan. With `nodes_ok`, `list_node([…])` becomes a tagged tuple
+    (Ellipsis, builder, values), which the child builds; a bare Ellipsis is refused, so no literal is such a tag."""
+    match node:
+        case ast.Constant(value=value) if value is not Ellipsis:
+            return value
+        case ast.Name(id=name) if name in _NAMED_FLOATS:
+            return _NAMED_FLOATS[name]
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            value = _literal(operand)
+            if type(value) in (int, float, complex):
+                return -value
+        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+            value = _literal(operand)
+            if type(value) in (int, float, complex):
+                return value
+        case ast.List(elts=elts):
+            return [_literal(e, nodes_ok) for e in elts]
+        case ast.Tuple(elts=elts):
+            return tuple(_literal(e, nodes_ok) for e in elts)
+        case ast.Set(elts=elts):
+            return {_literal(e) for e in elts}
+        case ast.Dict(keys=keys, values=values) if all(k is not None for k in keys):
+            return {_literal(k): _literal(v, nodes_ok) for k, v in zip(keys, values, strict=True) if k is not None}
+        case ast.Call(func=ast.Name(id="set"), args=[], keywords=[]):
+            return set()
+        case ast.Call(func=ast.Name(id="float"), args=[ast.Constant(value=str(text))], keywords=[]):
+            return float(text)
+        case ast.Call(func=ast.Name(id=name), args=[values], keywords=[]) if nodes_ok and name in _BUILDERS:
+            return (Ellipsis, name, _literal(values))
+    raise UnsupportedTest(f"{ast.unparse(node)[:60]!r} is not a literal")
+
+
+def _call(node: ast.expr) -> bytes:
+    match node:
+        case ast.Call(
+            func=ast.Attribute(value=ast.Call(func=ast.Name(id=owner), args=[], keywords=[]), attr=name),
+            args=args,
+            keywords=keywords,
+        ):
+            target = (owner, name)
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords):
+            target = (None, name)
+        case _:
+            raise UnsupportedTest("the left side is not a call like Solution().method(…)")
+    if any(k.arg is None for k in keywords):
+        raise UnsupportedTest("** in the call")
+    values = [_literal(a, nodes_ok=True) for a in args]
+    named = {k.arg: _literal(k.value, nodes_ok=True) for k in keywords if k.arg is not None}
+    has_nodes = any(
+        isinstance(n, ast.Name) and n.id in _BUILDERS
+        for a in (*args, *(k.value for k in keywords))
+        for n in ast.walk(a)
+    )
+    return marshal.dumps((*target, values, named, has_nodes))
+
+
+def parse_test(test: str) -> Case:
+    """Take `assert call == literal` apart, or `assert is_same_list(call, list_node(literal))` and its tree form.
+
+    Raises UnsupportedTest, with what was found instead, for anything else.
+    """
+    try:
+        body = ast.parse(test.strip()).body
+    except (SyntaxError, ValueError) as e:
+        raise UnsupportedTest(f"not Python: {e}") from None
+    if len(body) != 1 or not isinstance(body[0], ast.Assert):
+        raise UnsupportedTest("not a single assert statement")
+    match body[0].test:
+        case ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]):
+            return Case(_call(left), _literal(right), "plain")
+        case ast.Call(func=ast.Name(id=name), args=[left, right], keywords=[]) if name in _NODE_TESTS:
+            match right:
+                case ast.Call(func=ast.Name(id=builder), args=[values], keywords=[]) if (
+                    _BUILDERS.get(builder) == _NODE_TESTS[name]
+                ):
+                    return Case(_call(left), _literal(values), _NODE_TESTS[name])
+                case ast.Constant(value=None):
+                    return Case(_call(left), [], _NODE_TESTS[name])
+    raise UnsupportedTest("not of the form `assert call == literal`")

@@ -1,0 +1,261 @@
+"""The grader as the trainer sees it: text and Problem in, Grade out, from any thread, at any time.
+
+    with Grader() as grader:            # before torch is loaded: the workers are cheap while the process is small
+        future = grader.submit(problem, text)
+        grade = future.result()         # Grade, or Ungraded where the sandbox itself failed three times
+
+A worker is a judge process and its zygote (see `judge` and `zygote`). Either may die; the worker is then replaced and
+the rollout graded again.
+"""
+
+import json
+import os
+import queue
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any
+
+from vgrout.grading.judge import _SOURCE, CLEAN_ENV, ISOLATED, Settings
+from vgrout.nouns import Grade, Problem, Ungraded
+
+ATTEMPTS = 3
+LEVELS = {
+    3: "namespaces + landlock + seccomp",
+    2: "landlock + seccomp",
+    1: "seccomp without open",
+    0: "rlimits only",
+}
+
+
+class WeakSandbox(ValueError):
+    """Here an answer could read the expected values, so the strict oracle would not be trustworthy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one run of an answer may use. A problem's own `cpu_limit` replaces `cpu_s`."""
+
+    cpu_s: float = 5.0  # the dearest of the real canonical solutions needs 2.4 s on an idle core
+    memory_mb: int = 512  # address space
+    output_bytes: int = 1 << 20  # of standard output, and of any file
+
+
+@dataclass(frozen=True, slots=True)
+class Protections:
+    """What stands between an answer and this machine, probed by attacking it."""
+
+    level: int  # 3 best … 0: the strict oracle is not trustworthy
+    active: dict[str, str]  # layer → detail
+    missing: dict[str, str]  # layer → reason
+    breaches: tuple[str, ...]  # attacks that a throw-away child got through with
+    version: str  # fingerprint of the grader's code
+
+    @property
+    def weak(self) -> bool:
+        return self.level == 0
+
+    def line(self) -> str:
+        """One line for the console and for run.json."""
+        on = ", ".join(f"{k} ({v})" if v else k for k, v in self.active.items())
+        off = "".join(f"; not here: {k} ({v})" for k, v in self.missing.items())
+        open_ = f"; gets through: {', '.join(self.breaches)}" if self.breaches else ""
+        return f"sandbox: level {self.level}, {LEVELS[self.level]}: {on}{off}{open_}"
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class _WorkerLost(Exception):
+    """The judge or its zygote died."""
+
+
+class _Worker:
+    """One judge process and the socket to it. Not thread-safe: one rollout at a time."""
+
+    def __init__(self, limits: Limits, forbid: str) -> None:
+        self.workdir = tempfile.mkdtemp(prefix="vgrout-")
+        settings = Settings(self.workdir, limits.cpu_s, limits.memory_mb, limits.output_bytes, forbid)
+        self.socket, theirs = socket.socketpair()
+        bootstrap = (
+            f"import sys; sys.path.insert(0, {_SOURCE!r}); from vgrout.grading.judge import main; "
+            f"main({theirs.fileno()}, {json.dumps(asdict(settings))!r})"
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, *ISOLATED, "-c", bootstrap],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env=CLEAN_ENV,
+            cwd="/",
+            start_new_session=True,  # Ctrl-C is for the trainer
+        )
+        theirs.close()
+
+    def hello(self) -> dict[str, Any]:
+        return self._receive()
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        data = json.dumps(request).encode()
+        try:
+            self.socket.sendall(len(data).to_bytes(4, "little") + data)
+            reply = self._receive()
+        except OSError as e:
+            raise _WorkerLost(type(e).__name__) from None
+        if "lost" in reply:
+            raise _WorkerLost(reply["lost"])
+        return reply
+
+    def _receive(self) -> dict[str, Any]:
+        try:
+            head = self.socket.recv(4, socket.MSG_WAITALL)
+            size = int.from_bytes(head, "little")
+            data = self.socket.recv(size, socket.MSG_WAITALL) if len(head) == 4 else b""
+        except OSError as e:
+            raise _WorkerLost(type(e).__name__) from None
+        if len(head) < 4 or len(data) < size:
+            raise _WorkerLost("the judge is gone")
+        return json.loads(data)
+
+    def close(self) -> None:
+        """Ends judge, zygote and child, reaps the judge, removes the working directory."""
+        self.socket.close()  # both see the end of their input and leave
+        try:
+            self.process.wait(2.0)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        shutil.rmtree(self.workdir, ignore_errors=True)
+
+
+class Grader:
+    """A pool of workers. Thread-safe; grading overlaps whatever the caller does meanwhile.
+
+    workers: default one a core. compile_reward, pass_reward: reward = compile_reward·can_compile + pass_reward·passed.
+    allow_weak: go on where isolation is too weak for the strict oracle (level 0). detectors: run the weak detectors.
+    without: layers to leave off, for tests of the ladder.
+
+    Raises WeakSandbox at level 0 unless allowed, RuntimeError if no worker can be started.
+    """
+
+    def __init__(
+        self,
+        workers: int | None = None,
+        *,
+        compile_reward: float = 0.5,
+        pass_reward: float = 3.0,
+        allow_weak: bool = False,
+        limits: Limits | None = None,
+        detectors: bool = True,
+        without: tuple[str, ...] = (),
+    ) -> None:
+        self.workers = workers or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else workers or 1
+        self.compile_reward, self.pass_reward, self.detectors = compile_reward, pass_reward, detectors
+        self.limits = limits or Limits()
+        self._without = ",".join(without)
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._alive: set[_Worker] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+        self.restarts = 0  # workers replaced so far
+        started = [self._start() for _ in range(self.workers)]  # all at once: they warm up beside one another
+        try:
+            hellos = [worker.hello() for worker in started]
+        except _WorkerLost as e:
+            self.close()
+            raise RuntimeError(f"the grading sandbox could not be started: {e}") from None
+        worst = min(hellos, key=lambda h: h["level"])
+        self.protections = Protections(
+            worst["level"], worst["active"], worst["missing"], tuple(worst["breaches"]), worst["version"]
+        )
+        if self.protections.weak and not allow_weak:
+            self.close()
+            raise WeakSandbox(
+                f"the sandbox is too weak here for the strict oracle (an answer could {self.protections.breaches[0]}); "
+                "see `python -m vgrout.doctor`, or pass --allow-weak-sandbox to go on all the same"
+            )
+        for worker in started:
+            self._idle.put(worker)
+        self._pool = ThreadPoolExecutor(self.workers, thread_name_prefix="grade")
+
+    def _start(self) -> _Worker:
+        worker = _Worker(self.limits, self._without)
+        with self._lock:
+            self._alive.add(worker)
+        return worker
+
+    def submit(self, problem: Problem, text: str) -> "Future[Grade | Ungraded]":
+        """Grade in the background. The future raises ValueError if the problem itself is at fault."""
+        return self._pool.submit(self.grade, problem, text)
+
+    def grade(self, problem: Problem, text: str) -> Grade | Ungraded:
+        """Grade now, on the calling thread."""
+        request = {
+            "id": problem.id,
+            "mode": problem.mode,
+            "marker": problem.marker,
+            "tests": problem.tests,
+            "setup_code": problem.setup_code,
+            "canonical": problem.canonical,
+            "func_name": problem.func_name,
+            "cpu_limit": problem.cpu_limit,
+            "detectors": self.detectors,
+            "text": text,
+        }
+        reason = ""
+        for _ in range(ATTEMPTS):
+            worker = self._idle.get()
+            try:
+                reply = worker.ask(request)
+            except _WorkerLost as e:
+                reason = str(e)
+                worker = self._replace(worker)
+                continue
+            finally:
+                self._idle.put(worker)
+            if "fault" in reply:
+                raise ValueError(reply["fault"])
+            return self._grade(problem, reply["grade"])
+        return Ungraded(f"worker lost {ATTEMPTS} times: {reason}")
+
+    def _grade(self, problem: Problem, fields: dict[str, Any]) -> Grade:
+        passed = fields["gt_correct"] or fields["channel"] is True
+        reward = self.compile_reward * fields["can_compile"] + self.pass_reward * passed
+        return Grade(reward=reward, mode=problem.mode, **fields)
+
+    def _replace(self, worker: _Worker) -> _Worker:
+        with self._lock:
+            self._alive.discard(worker)
+            self.restarts += 1
+        worker.close()
+        fresh = self._start()
+        with suppress(_WorkerLost):  # the next attempt will find out
+            fresh.hello()
+        return fresh
+
+    def close(self) -> None:
+        """Let running gradings finish, end every process, remove every file. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        if hasattr(self, "_pool"):
+            self._pool.shutdown(cancel_futures=True)
+        with self._lock:
+            alive, self._alive = self._alive, set()
+        for worker in alive:
+            worker.close()
+
+    def __enter__(self) -> "Grader":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
