@@ -1,5 +1,6 @@
 import io
 import math
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -105,6 +106,16 @@ def test_delta_is_the_applied_change_and_the_model_is_refolded() -> None:
     assert update is not None
     assert torch.equal(adapter.flat(update.delta), adapter.δS - before)
     assert not torch.equal(adapter.model(IDS).logits, logits)
+
+
+def test_scale_shrinks_the_applied_change_and_nothing_else() -> None:
+    (whole, a), (part, b) = make(), make()
+    for step in range(3):
+        full, shrunk = a.apply(routed(grads(whole, step))), b.apply(replace(routed(grads(part, step)), scale=0.25))
+        assert full is not None
+        assert shrunk is not None
+        part.load_state_dict(whole.state_dict())  # the same point again: weight decay looks at it
+        assert torch.allclose(part.flat(shrunk.delta), 0.25 * whole.flat(full.delta), rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -1,7 +1,7 @@
 """One decoding step at a time, for a whole batch: prompts in once, rows out as they finish."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 
+@runtime_checkable
 class Decoder(Protocol):
     """Keys and values of the rows being decoded. Rows are addressed by slot, 0 … n-1."""
 

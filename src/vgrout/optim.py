@@ -48,7 +48,10 @@ class Optimizer:
         return self.peak * 0.5 * (1 + math.cos(math.pi * progress))
 
     def apply(self, routed: Routed) -> Update | None:
-        """Clip both knobs' gradients jointly, step, refold. None, and nothing changed, if a gradient is not finite."""
+        """Clip both knobs' gradients jointly, step, shrink δS's change by `routed.scale`, refold.
+
+        None if a gradient or its norm is not finite: then neither knobs nor moments have changed.
+        """
         lr = self.lr_at(self.step)
         self.step += 1
         keep = self.adapter.flat(routed.keep)

@@ -1,0 +1,342 @@
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import functional_call
+from transformers import PreTrainedModel
+
+import tiny
+from vgrout import logprobs
+from vgrout.grpo import Row, micro_batches, policy_gradients
+from vgrout.logprobs import collate, completion_logprobs
+from vgrout.loss_config import LossConfig
+from vgrout.nouns import CachedGrade, Group, Problem, Rollout
+from vgrout.policy import Policy
+from vgrout.sampler import Sampling, sample
+
+MAX_NEW = 12
+PROBLEM = Problem(0, "run_tests", "", (), (), (), "", "", "f")
+PROMPTS = ((2, 79, 76, 83, 1, 4), (2, 40, 41, 42, 43, 44, 45, 46, 1, 4))
+
+
+@pytest.fixture
+def policy() -> Policy:
+    policy = tiny.policy()
+    shake(policy, 0.05)
+    return policy
+
+
+def shake(policy: Policy, scale: float) -> None:
+    noise = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for knob in (policy.adapter.δS, policy.adapter.δS_hack):
+            knob.copy_(scale * torch.randn(len(knob), generator=noise))
+    policy.adapter.fold()
+
+
+def roll(policy: Policy, n: int = 3, seed: int = 0) -> list[list[Rollout]]:
+    answers = sample(policy, PROMPTS, n, Sampling(), MAX_NEW, torch.Generator().manual_seed(seed))
+    return [
+        [
+            Rollout(PROBLEM, "student", False, prompt, a.ids, a.text, a.finished, a.logp_full, a.logp_sampled)
+            for a in of_prompt
+        ]
+        for prompt, of_prompt in zip(PROMPTS, answers, strict=True)
+    ]
+
+
+def group(rollouts: list[Rollout], rewards: list[float]) -> Group:
+    return Group(PROBLEM, tuple(rollouts), tuple(CachedGrade(r, False, False, True, "test") for r in rewards))
+
+
+def groups(policy: Policy) -> list[Group]:
+    """Two groups of students and a teacher; rewards chosen so that every advantage differs."""
+    made = []
+    for rollouts, rewards in zip(roll(policy), ([3.5, 0.5, 0.0, 1.0], [0.0, 3.5, 1.0, 0.25]), strict=True):
+        teacher = Rollout(PROBLEM, "teacher", False, rollouts[0].prompt_ids, (50, 51, 52, 1), "", True)
+        made.append(group([*rollouts, teacher], rewards))
+    return made
+
+
+def run(policy: Policy, of: list[Group], cfg: LossConfig | None = None, **kw: Any) -> tuple[list[Tensor], Any]:
+    settings: dict[str, Any] = {"max_new": MAX_NEW, "prompts_per_step": 2} | kw
+    grads, metrics = policy_gradients(policy, of, cfg or LossConfig(), **settings)
+    return [torch.cat(list(g.values()), 1) for g in grads], metrics
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    return float((got - want).norm() / want.norm())
+
+
+def textbook(policy: Policy, of: Group, b: int, β: float = 0.0, P: int = 2) -> Tensor:
+    """∂/∂δS of one rollout's Dr. GRPO loss, token by token, through an explicit W + U diag(δ) Vh and plain logits."""
+    adapter, r = policy.adapter, of.rollouts[b]
+    δ = (adapter.δS + adapter.δS_hack).detach().clone().requires_grad_()
+    names = {f"{n}.weight": s.W + (s.U * δ[s.span]) @ s.Vh for n, s in adapter.sites.items()}
+    ids = torch.tensor([[*r.prompt_ids, *r.completion_ids]])
+    logp = functional_call(policy.model, names, (ids,)).logits[0].log_softmax(-1)
+    with adapter.reference(), torch.no_grad():
+        ref = policy.model(ids).logits[0].log_softmax(-1)
+    loss = torch.zeros(())
+    for t, token in enumerate(r.completion_ids):
+        at = len(r.prompt_ids) - 1 + t
+        ρ = (logp[at, token] - logp[at, token].detach()).exp()
+        d = ref[at, token] - logp[at, token]
+        loss = loss - ρ * of.advantages[b] + β * (d.exp() - d - 1)
+    (g,) = torch.autograd.grad(loss / (len(of) * MAX_NEW * P), δ)
+    return g
+
+
+@pytest.mark.parametrize("β", [0.0, 0.5])
+def test_every_rows_gradient_is_the_textbook_one(policy: Policy, β: float) -> None:
+    of = groups(policy)
+    grads, metrics = run(policy, of, LossConfig(beta=β))
+    for g, one in zip(grads, of, strict=True):
+        for b in range(len(one)):
+            assert relative(g[b], textbook(policy, one, b, β)) <= 2e-5  # fp32, batch of 8 against batch of 1
+    assert (metrics.kl is None) == (β == 0)
+
+
+@pytest.mark.parametrize("budget", [1, 40, 60])
+def test_micro_batches_change_nothing(policy: Policy, budget: int) -> None:
+    of = groups(policy)
+    (a, one), (b, many) = run(policy, of), run(policy, of, token_budget=budget)
+    assert relative(torch.cat(b), torch.cat(a)) <= 1e-5
+    assert many.loss == pytest.approx(one.loss, abs=1e-6)
+    assert many.lp_s == pytest.approx(one.lp_s, rel=1e-5)
+
+
+def test_micro_batches_keep_every_row_and_the_budget(policy: Policy) -> None:
+    rollouts = [r for g in groups(policy) for r in g.rollouts]
+    rows = [Row(r, 1.0, i) for i, r in enumerate(rollouts)]
+    for budget in (1, 30, 64, 10_000):
+        parts = micro_batches(rows, budget)
+        assert sorted(row.at for part in parts for row in part) == list(range(len(rows)))
+        assert all(len(p) == 1 or len(p) * max(r.tokens for r in p) <= budget for p in parts)
+    assert len(micro_batches(rows, 10_000)) == 1
+
+
+def test_two_prompts_are_the_sum_of_the_halves(policy: Policy) -> None:
+    of = groups(policy)
+    both, metrics = run(policy, of)
+    halves = [run(policy, [one]) for one in of]
+    for whole, (half, _) in zip(both, halves, strict=True):
+        assert relative(half[0], whole) <= 1e-5
+    assert metrics.loss == pytest.approx(sum(m.loss for _, m in halves), abs=1e-6)
+
+
+def test_groups_without_signal_cost_nothing_and_change_nothing(policy: Policy) -> None:
+    of = groups(policy)
+    dead = replace(of[0], grades=tuple(CachedGrade(1.0, False, False, True, "test") for _ in of[0].grades))
+    alone, _ = run(policy, [of[1]])
+    calls = 0
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    handle = policy.model.register_forward_pre_hook(count)
+    backbone = logprobs.backbone(policy.model).register_forward_pre_hook(count)
+    grads, _ = run(policy, [dead, of[1]])
+    assert calls == 1
+    assert torch.count_nonzero(grads[0]) == 0
+    assert torch.equal(grads[1], alone[0])
+    nothing, metrics = run(policy, [dead])
+    assert torch.count_nonzero(nothing[0]) == 0
+    assert calls == 1
+    assert metrics.loss is metrics.lp_s is metrics.mismatch_kl is None
+    assert run(policy, [])[0] == []
+    handle.remove()
+    backbone.remove()
+
+
+def test_rows_and_advantages_can_be_chosen(policy: Policy) -> None:
+    """What an arm with a stream per knob does: two calls, two views, one sum."""
+    of = groups(policy)
+    whole, _ = run(policy, of)
+    a, _ = run(policy, of, rows=[[0, 2], [1]])
+    b, _ = run(policy, of, rows=[[1, 3], [0, 2, 3]])
+    assert a[0].abs().sum(1).nonzero().flatten().tolist() == [0, 2]
+    assert relative(a[0] + b[0], whole[0]) <= 1e-5
+    doubled, _ = run(policy, of, advantages=[[2 * x for x in g.advantages] for g in of])
+    assert relative(doubled[1], 2 * whole[1]) <= 1e-5
+    with policy.adapter.deployed():
+        kept, _ = run(policy, of)
+    assert relative(kept[0], whole[0]) > 0.01, "another view, another gradient"
+
+
+def test_one_step_along_minus_g_raises_the_rewarded_answers_log_prob(policy: Policy) -> None:
+    """Sign convention: g is a gradient of the loss."""
+    of = groups(policy)
+    best = of[0].rollouts[max(range(4), key=lambda b: of[0].rewards[b])]
+
+    def logp() -> float:
+        with torch.no_grad():
+            values, mask = policy.logprobs([best.prompt_ids], [best.completion_ids])
+        return float(values[mask].sum())
+
+    before = logp()
+    grads, _ = run(policy, of)
+    with torch.no_grad():
+        policy.adapter.δS.sub_(0.1 * grads[0].sum(0))
+    policy.adapter.fold()
+    assert logp() > before
+
+
+# ── masks, padding, positions ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_eos_is_trained_where_pad_is_eos() -> None:
+    policy = tiny.policy(pad=None)
+    assert policy.pad_id in policy.eos_ids
+    rollouts = [
+        Rollout(PROBLEM, "student", False, PROMPTS[0], ids, "", True) for ids in ((60, 61, 1), (60, 61, 62, 63))
+    ]
+    with_eos, _ = run(policy, [group(rollouts, [1.0, 0.0])])
+    cut = [replace(rollouts[0], completion_ids=(60, 61)), rollouts[1]]
+    without, _ = run(policy, [group(cut, [1.0, 0.0])])
+    assert relative(without[0][0], with_eos[0][0]) > 0.01
+    want = textbook(policy, group(rollouts, [1.0, 0.0]), 0)
+    assert relative(with_eos[0][0], want) <= 2e-5
+
+
+def test_collate_masks_by_length_and_points_one_before(policy: Policy) -> None:
+    batch = collate([(5, 6, 7), (8,)], [(1, 1), (9, 1, 1, 1)], policy.device)
+    assert batch.ids.tolist() == [[5, 6, 7, 1, 1], [8, 9, 1, 1, 1]]
+    assert batch.mask.tolist() == [[True, True, False, False], [True] * 4]
+    assert batch.at[batch.mask].tolist() == [2, 3, 0, 1, 2, 3]
+    for prompts, completions in (([()], [(1,)]), ([(1,)], [()])):
+        with pytest.raises(AssertionError, match="empty"):
+            collate(prompts, completions, policy.device)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "qwen2-bias"])
+def test_log_probs_are_the_models_own_row_by_row(family: str) -> None:
+    policy = tiny.policy(family)
+    completions = [(50, 51, 1), (60,), (70, 71, 72, 73, 74)]
+    prompts = [PROMPTS[0], PROMPTS[1], (9,)]
+    got, mask = policy.logprobs(prompts, completions)
+    for b, (p, c) in enumerate(zip(prompts, completions, strict=True)):
+        logits = policy.model(torch.tensor([[*p, *c]])).logits[0, len(p) - 1 : -1]
+        want = logits.log_softmax(-1).gather(-1, torch.tensor(c)[:, None]).squeeze(-1)
+        assert torch.allclose(got[b][mask[b]], want, atol=2e-5), family
+        assert torch.count_nonzero(got[b][~mask[b]]) == 0
+
+
+def test_chunked_head_is_the_head(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    of = groups(policy)
+    whole, a = run(policy, of)
+    seen: list[int] = []
+    head = logprobs._head
+
+    def spy(model: PreTrainedModel, hidden: Tensor, *rest: Any) -> Any:
+        seen.append(len(hidden))
+        return head(model, hidden, *rest)
+
+    monkeypatch.setattr(logprobs, "_head", spy)
+    monkeypatch.setattr(logprobs, "HEAD_BUDGET", 97 * 5)
+    chunked, b = run(policy, of)
+    assert max(seen) == 5
+    assert relative(torch.cat(chunked), torch.cat(whole)) <= 1e-5
+    assert b.loss == pytest.approx(a.loss, abs=1e-6)
+
+
+# ── sampler against trainer ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("support", ["full", "sampled"])
+def test_fresh_sampler_agrees_and_a_stale_one_is_caught(policy: Policy, support: Any) -> None:
+    fresh = groups(policy)
+    cfg = LossConfig(ratio_support=support)
+    _, metrics = run(policy, fresh, cfg, sampling=Sampling())
+    # fp32: decode and training forward differ by rounding only, |Δ log p| < 1e-4 a token
+    assert metrics.mismatch_kl < 1e-8
+    assert metrics.ratio_min == pytest.approx(1, abs=1e-4)
+    assert metrics.ratio_max == pytest.approx(1, abs=1e-4)
+    shake(policy, 0.1)
+    _, stale = run(policy, fresh, cfg, sampling=Sampling())
+    assert stale.mismatch_kl > 1e-3
+    assert stale.ratio_min < 0.9 < 1.1 < stale.ratio_max
+
+
+def test_sampled_support_is_the_distribution_sampled_from(policy: Policy) -> None:
+    for sampling in (Sampling(), Sampling(temperature=1.3, top_k=0, top_p=0.8), Sampling(top_k=7, min_p=0.05)):
+        answers = sample(policy, PROMPTS, 4, sampling, MAX_NEW, torch.Generator().manual_seed(3))
+        for prompt, of_prompt in zip(PROMPTS, answers, strict=True):
+            batch = collate([prompt] * 4, [a.ids for a in of_prompt], policy.device)
+            with torch.no_grad():
+                logps = completion_logprobs(policy.model, batch, sampling)
+            for b, a in enumerate(of_prompt):
+                n = len(a.ids)
+                assert torch.allclose(logps.full[b, :n], torch.tensor(a.logp_full), atol=1e-4)
+                assert logps.sampled is not None
+                assert torch.allclose(logps.sampled[b, :n], torch.tensor(a.logp_sampled), atol=1e-4)
+
+
+def test_dropped_tokens_are_counted_by_the_advantages_sign(policy: Policy) -> None:
+    fresh = groups(policy)
+    shake(policy, 0.15)
+    _, m = run(policy, fresh, LossConfig(loss="dppo_tv", dppo_diff_low=0.02, dppo_diff_high=0.02))
+    assert 0 < m.is_masked < 1
+    assert m.is_masked == pytest.approx(m.is_masked_low + m.is_masked_high)
+    assert m.masked_mismatch_kl > m.unmasked_mismatch_kl > 0
+    total = sum(len(r.completion_ids) for g in fresh for r in g.rollouts)
+    positive = sum(len(r.completion_ids) for g in fresh for r, A in zip(g.rollouts, g.advantages, strict=True) if A > 0)
+    counted = m.masked_positive * positive + m.masked_negative * (total - positive)
+    assert counted == pytest.approx(m.is_masked * total)
+
+
+# ── teacher rows ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_teacher_rows_have_ratio_one_and_their_own_log_prob(policy: Policy) -> None:
+    of = groups(policy)
+    for name in ("grpo", "dppo_tv", "icepop"):
+        grads, metrics = run(policy, of, LossConfig(loss=name))
+        assert grads[0][3].norm() > 0
+    lps = []
+    for g in of:
+        with torch.no_grad():
+            values, mask = policy.logprobs([g.rollouts[3].prompt_ids], [g.rollouts[3].completion_ids])
+        lps += values[mask].tolist()
+    assert metrics.lp_t == pytest.approx(sum(lps) / len(lps), rel=1e-5)
+
+
+def test_teacher_corrections(policy: Policy) -> None:
+    of = groups(policy)
+    plain, _ = run(policy, of)
+    shaped, _ = run(policy, of, LossConfig(teacher_correction="luffy"))
+    assert torch.equal(shaped[0][:3], plain[0][:3]), "students keep their gradient"
+    assert shaped[0][3].norm() < plain[0][3].norm()
+    with pytest.raises(ValueError, match="no teacher log-probs"):
+        run(policy, of, LossConfig(teacher_correction="tis"))
+    # a teacher that is the policy itself has importance weight 1; one that was surer halves it
+    for shift, factor in ((0.0, 1.0), (0.7, 0.4966), (-5.0, 2.0)):
+        own = []
+        for g in of:
+            with torch.no_grad():
+                values, mask = policy.logprobs([g.rollouts[3].prompt_ids], [g.rollouts[3].completion_ids])
+            known = replace(g.rollouts[3], logp_full=tuple((values + shift)[mask].tolist()))
+            own.append(replace(g, rollouts=(*g.rollouts[:3], known)))
+        corrected, _ = run(policy, own, LossConfig(teacher_correction="tis"))
+        assert relative(corrected[0][3], factor * plain[0][3]) < 1e-4
+
+
+def test_teacher_tau_pulls_towards_the_teacher_model(policy: Policy) -> None:
+    of = groups(policy)
+    with pytest.raises(ValueError, match="needs a teacher model"):
+        run(policy, of, LossConfig(teacher_tau=0.5))
+    plain, _ = run(policy, of)
+    pulled, _ = run(policy, of, LossConfig(teacher_tau=0.5), teacher=tiny.policy(seed=5))
+    assert relative(pulled[0], plain[0]) > 0.05
+    same, _ = run(policy, of, LossConfig(teacher_tau=0.5), teacher=policy)
+    assert relative(same[0], plain[0]) < 1e-4, "a teacher equal to the policy adds nothing"
+
+
+def test_sampled_support_needs_the_samplers_settings(policy: Policy) -> None:
+    with pytest.raises(ValueError, match="needs the sampler's settings"):
+        run(policy, groups(policy), LossConfig(ratio_support="sampled"))
+    with pytest.raises(ValueError, match="not defined with --repetition-penalty"):
+        run(policy, groups(policy), LossConfig(ratio_support="sampled"), sampling=Sampling(repetition_penalty=1.2))
