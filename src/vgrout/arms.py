@@ -7,11 +7,12 @@ An arm sees gradients and a GroupView, on which no oracle bit exists. g = Σ_b g
     route   keep = g - c_use V               quar = c_use V
     route2  keep = Σ_b (1 - f_b) g_b         quar = Σ_b f_b g_b       f_b from the gate
 
-A new arm is a subclass of `Arm` (or `Directed`) with its `_split`, and a line in `make_arm`.
+A new arm is a subclass of `Arm` (or `Directed`) with its `_split`, and a line in `directed`.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from jaxtyping import Bool, Float
@@ -352,19 +353,16 @@ class Shrink(Arm):
 def make_arm(cfg: ArmConfig, policy: Policy, direction: Direction | None, pairs: PairSet | None, seed: int) -> Arm:
     """The arm that `cfg` names, on `policy`'s modules.
 
-    `direction` None: loaded or extracted on the spot (`direction.obtain`). `pairs` are the true ones; the shuffled
-    control permutes their labels here. Haar: random rows of the shape that the extracted direction has, never
-    refreshed; under the pair-band gate each is signed so that the pairs' hack side lies above the clean side, which
-    favours the control.
+    `direction` None: loaded, or extracted on the spot (`direction.obtain`). `pairs` are the true ones; the shuffled
+    control permutes their labels here.
 
     Raises:
         ValueError: no pairs where they are needed, or a direction of other pairs or another model.
     """
     adapter = policy.adapter
     sizes = {m: part.numel() for m, part in adapter.views(adapter.δS.detach()).items()}
-    device = adapter.δS.device
     if cfg.intervention == "none":
-        return Arm(sizes, device, cfg.control_name)
+        return Arm(sizes, adapter.δS.device, cfg.control_name)
     if cfg.control == "shuffled":
         if pairs is None:
             raise ValueError("--control shuffled: needs the pairs; give --vhack-pairs-path")
@@ -375,42 +373,50 @@ def make_arm(cfg: ArmConfig, policy: Policy, direction: Direction | None, pairs:
         direction = obtain(policy, pairs, cfg.v_hack_path, cfg.v_hack_extract_top_k, cfg.v_hack_tau_axis)
     elif pairs is not None:
         direction.meta.require_pairs(pairs, "--vhack-pairs-path")
-    haar = cfg.route2_random_v_seed
-    if cfg.intervention == "route2":
-        chosen = Direction.v_grad
-    else:
+    again = (
+        partial(extract, policy, pairs, cfg.v_hack_extract_top_k, cfg.v_hack_tau_axis) if pairs is not None else None
+    )
+    return directed(cfg, sizes, direction, seed, device=adapter.δS.device, again=again)
 
-        def chosen(d: Direction) -> Directions:
-            return d.select(cfg.v_hack_k, cfg.v_hack_drop_bottom_frac)
 
-    pick = chosen
-    if haar is not None:
-        fixed = haar_like(chosen(direction), haar)
-        if cfg.route2_gate == "pairs":
-            fixed = direction.signed(fixed)
+def directed(
+    cfg: ArmConfig,
+    sizes: Mapping[str, int],
+    direction: Direction,
+    seed: int,
+    *,
+    device: torch.device | str = "cpu",
+    again: Callable[[], Direction] | None = None,
+) -> Arm:
+    """The arm that `cfg` names, with this direction; `again` extracts on the present model, None: frozen.
 
-        def pick(d: Direction) -> Directions:
-            return fixed
-
-    again = None
-    # a Haar direction stays, but the band around it belongs to the present model
-    if pairs is not None and (haar is None or cfg.route2_gate == "pairs"):
-        source = pairs
-
-        def again() -> Direction:
-            return extract(policy, source, cfg.v_hack_extract_top_k, cfg.v_hack_tau_axis)
-
+    Haar: random rows in the shape of the extracted ones. They stay as they are; only the pair band around them follows
+    the model, and there each is signed so that the pairs' hack side lies above, which favours the control.
+    """
+    pick = Direction.v_grad if cfg.intervention == "route2" else _select(cfg)
+    banded = cfg.route2_gate == "pairs"
+    if cfg.route2_random_v_seed is not None:
+        drawn = haar_like(pick(direction), cfg.route2_random_v_seed)
+        pick, again = _always(direction.signed(drawn) if banded else drawn), again if banded else None
     common = {"again": again, "every": cfg.vhack_refresh_every, "device": device, "control": cfg.control_name}
-    shrink = cfg.control == "shrinkage"
+    shrinks = cfg.control == "shrinkage"
     if cfg.intervention == "erase":
         # the share that erase keeps is read before any rescaling
-        arm = Erase(sizes, direction, pick, cfg=replace(cfg, preserve_magnitude=False) if shrink else cfg, **common)
+        arm = Erase(sizes, direction, pick, cfg=replace(cfg, preserve_magnitude=False) if shrinks else cfg, **common)
     elif cfg.intervention == "route":
         arm = Route(sizes, direction, pick, cfg=cfg, **common)
     else:
         permute_seed = seed if cfg.control == "mass_matched" else None
         arm = Route2(sizes, direction, pick, cfg=cfg, permute_seed=permute_seed, **common)
-    return Shrink(arm) if shrink else arm
+    return Shrink(arm) if shrinks else arm
+
+
+def _select(cfg: ArmConfig) -> Callable[[Direction], Directions]:
+    return lambda d: d.select(cfg.v_hack_k, cfg.v_hack_drop_bottom_frac)
+
+
+def _always(V: Directions) -> Callable[[Direction], Directions]:
+    return lambda _: V
 
 
 def _share(flags: list[Tensor]) -> float | None:

@@ -27,7 +27,7 @@ from vgrout.flow import Directions
 from vgrout.pairs import HANDWRITTEN, Pair, PairSet
 from vgrout.policy import Policy
 from vgrout.rng import torch_stream
-from vgrout.svd_adapter import SvdAdapter, read_safetensors, weight_key, write_whole
+from vgrout.svd_adapter import SvdAdapter, read_safetensors, write_whole
 
 SCHEMA = "v2_with_sv"
 N_HELDOUT = 2
@@ -196,7 +196,7 @@ def extract(
         raise ValueError(f"{pairs.source}: pair {bad[0]}: its gradient is not finite on this model")
     used = len(pairs) - n_heldout
     hack, clean = (policy.adapter.views(G[side]) for side in ("hack", "clean"))
-    axes = {m: _axes(hack[m], clean[m], used, top_k, tau_axis) for m in policy.adapter.names}
+    axes = {m: axes_of(hack[m], clean[m], used, top_k, tau_axis) for m in policy.adapter.names}
     meta = Meta(
         model=_model_name(policy),
         dtype=_DTYPE[next(policy.model.parameters()).dtype],
@@ -211,7 +211,7 @@ def extract(
     return Direction(axes, meta)
 
 
-def _axes(hack: Float[Tensor, "n r"], clean: Float[Tensor, "n r"], used: int, top_k: int, tau_axis: float) -> Axes:
+def axes_of(hack: Float[Tensor, "n r"], clean: Float[Tensor, "n r"], used: int, top_k: int, tau_axis: float) -> Axes:
     hack, clean = hack.double(), clean.double()  # a few small SVDs: exact and the same on every machine
     D = (hack - clean)[:used]
     _, S, Vh = torch.linalg.svd(D, full_matrices=False)
@@ -301,8 +301,12 @@ def weights_sha256(model: nn.Module, adapter: SvdAdapter) -> str:
     if adapter not in _weights_seen:
         base = {name: p.data for name, p in model.named_parameters()}
         base |= {f"{name}.weight": site.W for name, site in adapter.sites.items()}
-        text = "\n".join(f"{name} {weight_key(base[name])}" for name in sorted(base))
-        _weights_seen[adapter] = hashlib.sha256(text.encode()).hexdigest()
+        digest = hashlib.sha256()
+        for name in sorted(base):
+            weight = base[name]
+            digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}\n".encode())
+            digest.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+        _weights_seen[adapter] = digest.hexdigest()
     return _weights_seen[adapter]
 
 
