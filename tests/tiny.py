@@ -22,6 +22,8 @@ from transformers import (
 
 from vgrout.policy import Policy, as_policy
 
+torch.set_num_threads(1)  # for matrices this small a second thread only costs, most of all on a shared machine
+
 SHAPE: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 64,
