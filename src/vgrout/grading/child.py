@@ -18,7 +18,6 @@ import io
 import json
 import marshal
 import os
-import random
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -45,7 +44,6 @@ def prepare() -> None:
     sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, "r", closefd=False)), "utf-8")
     sys.argv = [""]
     atexit._clear()
-    random.seed(0)
 
 
 class _Talk:
@@ -97,7 +95,7 @@ def main(job: bytes, talk_fd: int) -> NoReturn:
         talk.say(_dumps({"compiled": False, "error": _error_name(e)}))
         _exit(HARNESS_EXIT)
     # Said before the answer's first instruction, so it cannot be forged.
-    talk.say(_dumps({"compiled": True, "tests": _defines(code, spec["test_function"])}))
+    talk.say(f'{{"compiled": true, "tests": {"true" if _defines(code, spec["test_function"]) else "false"}}}')
     {"strict": _strict, "flawed": _flawed, "detect": _detect}[spec["kind"]](spec, talk, code, namespace)
     _exit(HARNESS_EXIT)
 

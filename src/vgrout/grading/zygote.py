@@ -12,6 +12,7 @@ import signal
 import socket
 import stat
 import struct
+import sys
 import time
 from contextlib import suppress
 from typing import Any
@@ -139,7 +140,8 @@ class Zygote:
     def _become_child(self, fds: list[int], allow_open: bool, cpu_limit: float) -> None:
         """Never returns."""
         try:
-            protect.die_with_parent()
+            if not self.in_pid_namespace:  # there the kernel ends a child with its zygote
+                protect.die_with_parent()
             os.setsid()
             job_fd, talk_fd, stdout_fd = fds
             size = os.fstat(job_fd).st_size
@@ -207,9 +209,13 @@ class Zygote:
 def main(control_fd: int, workdir: str, memory_mb: int, output_bytes: int, forbid: str) -> None:
     """Entry of the exec'd process. Announces its layers as one line `active;missing`, then serves."""
     control = socket.socket(fileno=control_fd)
+    # random and threading would run code in every child (a new seed, 0.3 ms): answers get a fixed seed and no threads.
+    register, os.register_at_fork = os.register_at_fork, lambda **hooks: None
     for name in PRELOAD.split():
         with suppress(ImportError):
             __import__(name)
+    os.register_at_fork = register
+    sys.modules["random"].seed(0)
     child.prepare()
     layers = protect.enclose(workdir, memory_mb, output_bytes, frozenset(forbid.split(",")))
     zygote = Zygote(control, layers, output_bytes)
