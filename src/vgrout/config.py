@@ -272,7 +272,7 @@ class RunConfig:
     dry_run: bool = False
     """Print the resolved configuration and the plan, start nothing."""
     threads: int = 0
-    """Torch threads on a CPU; 0: one per core."""
+    """Torch threads on a CPU; 0: one per core, one in all for the organism."""
 
     def __post_init__(self) -> None:
         _within("seed", self.seed, 0, 2**62)
@@ -317,10 +317,6 @@ class Config:
         _refuse(
             self.env.teacher_pool_dir == ORGANISM and self.scale.model != ORGANISM,
             "--teacher-pool-dir organism: only with --model organism",
-        )
-        _refuse(
-            self.scale.model == ORGANISM and self.scale.max_new > 1024,
-            f"--max-new {self.scale.max_new}: the organism's window holds 1024 tokens at most",
         )
 
     @property

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 STATES = ("running", "finished", "halted", "diverged", "interrupted", "failed")
 
@@ -76,8 +76,7 @@ class RunDir:
 
     def __init__(self, path: Path, run_id: str):
         self.path, self.run_id = path, run_id
-        self._steps = open(path / "steps.jsonl", "a", encoding="utf-8")  # noqa: SIM115  (held for the run's life)
-        self._rollouts = open(path / "rollouts.jsonl", "a", encoding="utf-8")  # noqa: SIM115
+        self._files: dict[str, TextIO] = {}
 
     @classmethod
     def create(cls, run_id: str, root: Path = Path("out/runs")) -> "RunDir":
@@ -110,12 +109,16 @@ class RunDir:
         self.close()
 
     def close(self) -> None:
-        self._steps.close()
-        self._rollouts.close()
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
 
     def steps_on_disk(self) -> int:
-        with open(self.path / "steps.jsonl", "rb") as lines:
-            return sum(1 for _ in lines)
+        try:
+            with open(self.path / "steps.jsonl", "rb") as lines:
+                return sum(1 for _ in lines)
+        except FileNotFoundError:
+            return 0
 
     def write_json(self, name: str, data: Any) -> None:
         write_atomic(self.path / name, to_json(data))
@@ -130,11 +133,14 @@ class RunDir:
 
     def append(self, row: dict[str, Any], rollouts: Iterable[dict[str, Any]]) -> None:
         """One step: rollouts first, so that a row on disk always has its rollouts on disk."""
-        for line in rollouts:
-            self._rollouts.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
-        self._rollouts.flush()
-        self._steps.write(json.dumps(row, allow_nan=False) + "\n")
-        self._steps.flush()
+        self._append("rollouts.jsonl", rollouts)
+        self._append("steps.jsonl", [row])
+
+    def _append(self, name: str, records: Iterable[dict[str, Any]]) -> None:
+        if name not in self._files:  # opened at the first write: a resume cuts the files back before that
+            self._files[name] = open(self.path / name, "a", encoding="utf-8")  # noqa: SIM115
+        self._files[name].write("".join(json.dumps(r, ensure_ascii=False, allow_nan=False) + "\n" for r in records))
+        self._files[name].flush()
 
 
 def probe_writable(folder: Path) -> None:

@@ -4,15 +4,17 @@ import hashlib
 import json
 import os
 import resource
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from loguru import logger
+from transformers.utils.logging import disable_progress_bar
 
 from vgrout import checkpoint
 from vgrout.arms import make_arm
-from vgrout.config import Config
+from vgrout.config import ORGANISM, Config
 from vgrout.direction import weights_sha256
 from vgrout.grading.grade import Grader
 from vgrout.loop import Study, load_state_dict
@@ -35,14 +37,22 @@ def device_and_dtype(cfg: Config) -> tuple[torch.device, torch.dtype]:
     """bf16 on a GPU, fp32 on a CPU (the organism's weights are small enough for exactness)."""
     if torch.cuda.is_available():
         return torch.device("cuda"), torch.bfloat16
-    torch.set_num_threads(cfg.run.threads or os.cpu_count() or 1)
+    # Matrices of 128 × 256 lose by a second thread, by far on a machine that is shared: grading has the other cores.
+    few = cfg.scale.model == ORGANISM
+    torch.set_num_threads(cfg.run.threads or (1 if few else os.cpu_count() or 1))
     return torch.device("cpu"), torch.float32
 
 
 def load_study(cfg: Config, inputs: Inputs, run: RunDir, grader: Grader, stop: Stop) -> Study:
     """Raises ValueError, one line, where the files do not fit the model."""
     device, dtype = device_and_dtype(cfg)
+    if not sys.stderr.isatty():
+        disable_progress_bar()
     policy = load_policy(cfg.model_path, device=device, dtype=dtype, cache_dir=SVD_CACHE)
+    if policy.window <= cfg.scale.max_new:
+        raise ValueError(
+            f"--max-new {cfg.scale.max_new}: the model's window holds {policy.window} tokens, prompt included"
+        )
     pool = inputs.pool
     world = load_world(
         inputs.rows,
@@ -102,9 +112,7 @@ def restore(study: Study) -> None:
     point, passed_over = checkpoint.latest(path)
     for line in passed_over:
         logger.warning(f"{line}; going back one further")
-    study.run.close()
     checkpoint.rewind(path, point)
-    study.run = RunDir(path, study.run.run_id)
     with open(path / "steps.jsonl", encoding="utf-8") as lines:
         study.rows = [StepRow.from_json(json.loads(line)) for line in lines]
     if len(study.rows) != point.next_step:

@@ -1,0 +1,279 @@
+"""The whole program on the embedded organism: invariants of a run, seen from its files."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from vgrout import loop
+from vgrout.config import parse
+from vgrout.nouns import Grade
+from vgrout.train import main
+
+ARMS = ("none", "erase", "route", "route2")
+SMALL = ["--steps", "4", "--group", "4", "--prompts-per-step", "2", "--final-n-prompts", "6", "--final-samples", "1"]
+QUIET = ["--eval-ablate-every", "0", "--vhack-refresh-every", "2"]
+TIMES = ("gen", "grade", "fb", "eval", "sec")
+EVALUATED = ("hack_deploy", "solve_deploy", "eval")
+
+
+def flags(arm: str, *more: str) -> list[str]:
+    quiet = QUIET[:2] if arm == "none" else QUIET
+    return ["smoke", "--intervention", arm, "--threads", "1", *SMALL, *quiet, *more]
+
+
+def run(folder: Path, *argv: str, code: int = 0) -> Path:
+    """Run the program in-process with `folder` as working directory; returns its run directory."""
+    folder.mkdir(parents=True, exist_ok=True)
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        assert main(list(argv)) == code
+    finally:
+        os.chdir(before)
+    return max((folder / "out" / "runs").iterdir())
+
+
+def rows(path: Path, *without: str) -> list[dict[str, Any]]:
+    """A run's rows without its timings and the columns named."""
+    lines = (path / "steps.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in (*TIMES, *without)} for line in lines]
+
+
+def adapter_bytes(path: Path) -> bytes:
+    """The saved δS, without metadata (which names the configuration)."""
+    tensors = load_file(path / "train.safetensors")
+    return b"".join(tensors[name].numpy().tobytes() for name in sorted(tensors))
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One finished run of each arm, shared by the tests that only read."""
+    root = tmp_path_factory.mktemp("done")
+    return {arm: run(root / arm, *flags(arm)) for arm in ARMS}
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_the_same_seed_gives_the_same_rows(arm: str, done: dict[str, Path], tmp_path: Path) -> None:
+    again = run(tmp_path, *flags(arm))
+    assert rows(again) == rows(done[arm])
+    assert adapter_bytes(again) == adapter_bytes(done[arm])
+
+
+def test_another_seed_does_not(done: dict[str, Path], tmp_path: Path) -> None:
+    assert rows(run(tmp_path, *flags("none", "--seed", "42"))) != rows(done["none"])
+
+
+@pytest.mark.parametrize("arm", ["none", "route2"])
+def test_evaluating_never_changes_training(arm: str, done: dict[str, Path], tmp_path: Path) -> None:
+    argv = flags(arm)
+    argv[argv.index("--eval-ablate-every") + 1] = "1"
+    watched = run(tmp_path, *argv)
+    assert rows(watched, *EVALUATED) == rows(done[arm], *EVALUATED)
+    assert all(r["hack_deploy"] is not None for r in rows(watched))
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_no_oracle_label_reaches_an_arm(
+    arm: str, done: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every oracle bit is replaced by noise after the reward was paid; what trains must not notice."""
+    noise = torch.Generator().manual_seed(0)
+    pay = loop.paid
+
+    def poisoned(cfg: Any, grade: Grade) -> Grade:
+        return replace(pay(cfg, grade), gt_correct=bool(torch.rand((), generator=noise) < 0.5))
+
+    monkeypatch.setattr(loop, "paid", poisoned)
+    path = run(tmp_path, *flags(arm))
+    labels = [k for k in rows(path)[0] if re.match(r"gt_s|hack_s|hk_", k)]
+    assert rows(path, *labels) == rows(done[arm], *labels)
+    assert rows(path) != rows(done[arm]), "the poison changed no label: the test would pass for any arm"
+    assert adapter_bytes(path) == adapter_bytes(done[arm])
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_resume_equals_one_go(arm: str, done: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    close = loop.Books.close_step
+
+    def stop_after_two(self: loop.Books, row: Any, groups: Any) -> None:
+        if row.step == 1:
+            self.study.stop.requested = True
+        close(self, row, groups)
+
+    monkeypatch.setattr(loop.Books, "close_step", stop_after_two)
+    path = run(tmp_path, *flags(arm), code=130)
+    status = json.loads((path / "status.json").read_text())
+    assert (status["state"], status["step"]) == ("interrupted", 2)
+    monkeypatch.setattr(loop.Books, "close_step", close)
+    assert run(tmp_path, "smoke", "--resume", "latest", "--threads", "1") == path
+    assert rows(path) == rows(done[arm])
+    assert adapter_bytes(path) == adapter_bytes(done[arm])
+
+
+def test_files_of_a_finished_run(done: dict[str, Path]) -> None:
+    for arm, path in done.items():
+        names = {p.name for p in path.iterdir()}
+        assert {
+            *("run.json", "steps.jsonl", "rollouts.jsonl", "train.safetensors", "per_mode_deploy.json", "status.json"),
+            *("summary.md", "dynamics.png", "resume"),
+        } <= names
+        assert not [n for n in names if "tmp" in n]
+        record = json.loads((path / "run.json").read_text())
+        assert record["config"]["arm"]["intervention"] == arm
+        assert re.fullmatch(r"[0-9a-f]{64}", record["hashes"]["base_weights"])
+        assert record["sandbox"]["level"] >= 0
+        assert json.loads((path / "status.json").read_text())["state"] == "finished"
+        rollouts = [json.loads(line) for line in (path / "rollouts.jsonl").read_text().splitlines()]
+        assert len(rollouts) == sum(r["gt_s"][1] for r in rows(path))
+        assert sum(r["exploited"] for r in rollouts) == sum(r["hack_s"][0] for r in rows(path))
+
+
+def test_the_final_numbers_are_the_same_everywhere(done: dict[str, Path]) -> None:
+    for path in done.values():
+        final = json.loads((path / "per_mode_deploy.json").read_text())
+        modes = final["by_mode"].values()
+        assert sum(m["n"] for m in modes) == final["eval_n"]
+        pooled = sum(m["deploy_solve"] * m["n"] for m in modes) / final["eval_n"]
+        assert pooled == pytest.approx(final["solve_deploy"])
+        assert f"{100 * final['solve_deploy']:.1f}" in (path / "summary.md").read_text()
+
+
+def test_quarantine_is_used_by_routing_alone(done: dict[str, Path]) -> None:
+    for arm, path in done.items():
+        shares = [r["q_egy"] for r in rows(path)]
+        assert any(shares) == (arm in ("route", "route2")), (arm, shares)
+        state = max((path / "resume").iterdir()) / "state.pt"
+        hack = torch.load(state, weights_only=True)["adapter"]["delta_S_hack"]
+        assert bool(hack.any()) == (arm in ("route", "route2"))
+
+
+def test_sampler_and_trainer_agree(done: dict[str, Path]) -> None:
+    """fp32: the sampler's log-probs are the trainer's up to rounding, so the adapter reached the sampler each step."""
+    for path in done.values():
+        worst = max(r["mismatch_kl"] for r in rows(path) if r["mismatch_kl"] is not None)
+        assert worst < 1e-8, worst
+
+
+def test_a_finished_run_refuses_to_resume(done: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["smoke", "--resume", str(done["none"])]) == 2
+    assert "finished" in capsys.readouterr().err
+
+
+def test_a_changed_setting_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "out" / "runs" / "x"
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps({"config": parse(flags("none")).as_dict()}))
+    (folder / "status.json").write_text('{"state": "interrupted"}')
+    assert main(["smoke", "--resume", str(folder), "--lr", "0.5"]) == 2
+    assert "--lr 0.5 (run: 0.03)" in capsys.readouterr().err
+
+
+def test_dry_run_starts_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["mini", "--intervention", "route2", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert '"intervention": "route2"' in said
+    for word in ("rollouts", "tokens", "reference steps", "disk", "sandbox: "):
+        assert word in said
+    assert list((tmp_path / "out" / "runs").iterdir()) == []
+
+
+def test_no_folder_can_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").write_text("a file in the way")
+    assert main(["smoke"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("E out/runs: cannot be written")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--v-hack-path", "nowhere.safetensors"], "--v-hack-path nowhere.safetensors: no such file"),
+        (["--vhack-pairs-path", "nowhere.json"], "nowhere.json"),
+        (["--teacher-pool-dir", "nowhere"], "nowhere: no such folder"),
+    ],
+)
+def test_a_missing_input_is_refused_before_the_model(
+    argv: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["smoke", *argv]) == 2
+    assert message in capsys.readouterr().err
+    assert list((tmp_path / "out" / "runs").iterdir()) == []
+
+
+def start(folder: Path, *argv: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "vgrout.train", *argv],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait_for_steps(folder: Path, n: int, process: subprocess.Popen[str]) -> Path:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        for path in folder.glob("out/runs/*/steps.jsonl"):
+            if len(path.read_text().splitlines()) >= n:
+                return path.parent
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+    raise AssertionError("no step in two minutes")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_a_run_that_goes_on(number: signal.Signals, tmp_path: Path) -> None:
+    process = start(tmp_path, *flags("route2", "--steps", "200"))
+    path = wait_for_steps(tmp_path, 2, process)
+    process.send_signal(number)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    status = json.loads((path / "status.json").read_text())
+    assert status["state"] == "interrupted"
+    assert status["step"] == len(rows(path))
+    assert f"--resume {path.relative_to(tmp_path)}" in status["next"]
+    assert (path / "train.safetensors").is_file()
+    resumed = start(tmp_path, "smoke", "--resume", str(path))
+    wait_for_steps(tmp_path, status["step"] + 1, resumed)
+    resumed.send_signal(signal.SIGINT)
+    resumed.communicate(timeout=60)
+    assert resumed.returncode == 130
+    assert [r["step"] for r in rows(path)] == list(range(len(rows(path))))
+
+
+def test_kill_nine_then_resume_equals_one_go(done: dict[str, Path], tmp_path: Path) -> None:
+    process = start(tmp_path, *flags("route2", "--checkpoint-every", "1"))
+    path = wait_for_steps(tmp_path, 2, process)
+    process.kill()
+    process.communicate()
+    assert main_in(tmp_path, "smoke", "--resume", str(path), "--threads", "1") == 0
+    assert rows(path) == rows(done["route2"])
+    assert adapter_bytes(path) == adapter_bytes(done["route2"])
+
+
+def main_in(folder: Path, *argv: str) -> int:
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        return main(list(argv))
+    finally:
+        os.chdir(before)
