@@ -106,10 +106,9 @@ def test_no_oracle_label_reaches_an_arm(
 def test_resume_equals_one_go(arm: str, done: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     close = loop.Books.close_step
 
-    def stop_after_two(self: loop.Books, row: Any, groups: Any) -> None:
-        if row.step == 1:
-            self.study.stop.requested = True
-        close(self, row, groups)
+    def stop_after_two(self: loop.Books, row: Any, *rest: Any) -> None:
+        self.study.stop.requested = row.step == 1
+        close(self, row, *rest)
 
     monkeypatch.setattr(loop.Books, "close_step", stop_after_two)
     path = run(tmp_path, *flags(arm), code=130)

@@ -9,7 +9,7 @@ from loguru import logger
 from tqdm import tqdm
 
 from vgrout import checkpoint
-from vgrout.arms import Arm
+from vgrout.arms import Arm, Refresh
 from vgrout.config import Config
 from vgrout.console import Clock, terminal_width
 from vgrout.evaluate import Side, evaluate
@@ -109,7 +109,7 @@ def train(study: Study) -> list[StepRow]:
             top_reward=cfg.env.pass_reward,
             routed=routed,
             update=update,
-            refr=refresh.age if refresh else None,
+            refr=refresh.age,
             metrics=metrics,
             deploy=deploy,
             skipped=bool(live) and update is None,
@@ -117,7 +117,7 @@ def train(study: Study) -> list[StepRow]:
             total=clock.total,
         )
         rows.append(row)
-        books.close_step(row, groups)
+        books.close_step(row, rollout_lines(step, groups, routed, live), groups, refresh)
         if len(rows) >= MAX_SKIPPED and all(r.skipped for r in rows[-MAX_SKIPPED:]):
             raise Diverged(f"step {step}: loss or gradient norm not finite, {MAX_SKIPPED} steps in a row")
         if stop.requested and step + 1 < cfg.scale.steps:
@@ -232,15 +232,22 @@ class Books:
         for line in self.table.legend():
             logger.info(line)
 
-    def close_step(self, row: StepRow, groups: Sequence[Group]) -> None:
+    def close_step(
+        self, row: StepRow, rollouts: list[dict[str, object]], groups: Sequence[Group], refresh: Refresh
+    ) -> None:
         study, cfg, rows, step = self.study, self.study.cfg, self.study.rows, row.step
         for line in self.table.lines(row):
             logger.info(line)
         if self.table.hidden:
             for line in self.full.lines(row):
                 logger.debug(line)
+        if refresh.overlap is not None:
+            logger.debug(
+                f"step {step}: direction extracted again, overlap with the last {refresh.overlap:.2f}, "
+                f"{refresh.modules} modules, {refresh.axes} axes. SHOULD: near 1; ELSE (< .2) it has rotated away"
+            )
         self.narrator.step(step, groups)
-        study.run.append(row.as_json(), rollout_lines(step, groups))
+        study.run.append(row.as_json(), rollouts)
         last = step + 1 == cfg.scale.steps
         if row.hack_s.k and not self.hacked_before:
             self.hacked_before = True

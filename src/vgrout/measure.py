@@ -103,11 +103,18 @@ def last_five(rows: Sequence[StepRow]) -> tuple[Rate, Rate]:
     return hack, solve
 
 
-def rollout_lines(step: int, groups: Sequence[Group]) -> list[dict[str, object]]:
-    """Every live rollout with every flag, for rollouts.jsonl."""
+def rollout_lines(
+    step: int, groups: Sequence[Group], routed: Routed | None, live: Sequence[Group]
+) -> list[dict[str, object]]:
+    """Every live rollout with every flag, for rollouts.jsonl. `gate`: share of modules in which it was quarantined;
+    None where the arm has no gate or the group had no signal."""
+    gates = routed.diag.gate if routed and routed.diag.gate else ()
+    shares = {id(group): gate for group, gate in zip(live, gates, strict=bool(gates))}
     return [
         {
             "step": step,
+            "gate": round(shares[id(group)][b], 4) if id(group) in shares else None,
+            "advantage": group.advantages[b],
             "problem": rollout.problem.id,
             "mode": rollout.problem.mode,
             "marker": rollout.problem.marker,
@@ -129,5 +136,7 @@ def rollout_lines(step: int, groups: Sequence[Group]) -> list[dict[str, object]]
             "exit_status": grade.exit_status,
             "cpu_s": round(grade.cpu_s, 6),
         }
-        for rollout, grade in students(groups)
+        for group in groups
+        for b, (rollout, grade) in enumerate(zip(group.rollouts, group.grades, strict=True))
+        if isinstance(grade, Grade)
     ]

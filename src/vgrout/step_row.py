@@ -65,7 +65,7 @@ class StepRow:
         head="mm_kl",
         should="≈ rounding; ELSE the adapter did not reach the sampler",
     )
-    gn: float | None = col(".2f", "joint gradient norm before clipping")
+    gn: float | None = col(".1e", "joint gradient norm before clipping")
     q_egy: float | None = col(".2f", "share of gradient norm in the quarantine", when="route")
     tau: float | None = col("+.2f", "route2: threshold on the cosine", when="route2")
     hkgap: float | None = col(
@@ -153,7 +153,7 @@ class Table:
                 ]
                 continue
             head = meta["head"] or f.name
-            size = {"frac": 5, ".2f": 5, "+.2f": 5, "+.3f": 6, ".0e": 5, "d": 3}[meta["fmt"]]
+            size = {"frac": 5, ".2f": 5, "+.2f": 5, "+.3f": 6, ".0e": 5, ".1e": 7, "d": 3}[meta["fmt"]]
             self.columns.append(Column(head, max(len(head), size), meta["fmt"], meta["legend"], meta["should"], f.name))
         self.hidden: list[Column] = []
         while width is not None and len(self.columns) > 8 and len(self.header()) > width:
