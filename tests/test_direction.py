@@ -1,0 +1,417 @@
+"""Extraction against plain autograd, the sign by behaviour, neutrality, files and their refusals, the command."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tiny import policy as tiny_policy
+from tiny import tokenizer
+from vgrout import direction as rooms
+from vgrout.direction import (
+    Axes,
+    Direction,
+    Meta,
+    abs_cosines,
+    axes_of,
+    chance_cos,
+    extract,
+    haar_like,
+    load,
+    main,
+    obtain,
+    overlap,
+    save,
+)
+from vgrout.pairs import Pair, PairSet
+from vgrout.project import split
+
+HACK, CLEAN = "def check(): pass", "assert f(3) == 9"
+PAIRS = PairSet(
+    tuple(
+        Pair(i, f"<user>{word} the numbers<eos><assistant>", f"{HACK} # {word}", f"{CLEAN} # {word}")
+        for i, word in enumerate(
+            ("add", "sort", "count", "square", "halve", "list", "join", "double", "mirror", "drop")
+        )
+    ),
+    "toy.json",
+)
+
+
+@pytest.fixture(scope="module")
+def policy() -> Any:
+    return tiny_policy()
+
+
+@pytest.fixture(scope="module")
+def found(policy) -> Direction:
+    return extract(policy, PAIRS, 12, 0.0)
+
+
+def nll(policy, prompt: str, completion: str) -> torch.Tensor:
+    """Mean NLL of the completion, from the model's full logits: the definition."""
+    p, c = (policy.tok(text, add_special_tokens=False)["input_ids"] for text in (prompt, completion))
+    logits = policy.model(input_ids=torch.tensor([p + c])).logits[0]
+    logp = logits.log_softmax(-1)
+    return -sum(logp[len(p) - 1 + t, token] for t, token in enumerate(c)) / len(c)
+
+
+def autograd_rows(policy, side: str, eps: float = 1e-3) -> dict[str, torch.Tensor]:
+    """∂ nll / ∂δS per pair through W + U diag(δS) Vh, by autograd on the weights: g_i = Uᵀ (∂L/∂W) Vhᵀ, diagonal."""
+    sites = policy.adapter.sites
+    weights = [site.linear.weight for site in sites.values()]
+    rows: dict[str, list[torch.Tensor]] = {m: [] for m in sites}
+    for w in weights:
+        w.requires_grad_(True)
+    for pair in PAIRS.pairs:
+        grads = torch.autograd.grad(nll(policy, pair.prompt, getattr(pair, side)), weights)
+        for (m, site), grad in zip(sites.items(), grads, strict=True):
+            rows[m].append((site.U.T @ grad @ site.Vh.T).diagonal())
+    for w in weights:
+        w.requires_grad_(False)
+    return {m: torch.stack(g) for m, g in rows.items()}
+
+
+# ── extraction ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_extraction_is_the_definition_whatever_the_batches(policy, found):
+    hack, clean = autograd_rows(policy, "hack"), autograd_rows(policy, "clean")
+    alone = extract(policy, PAIRS, 12, 0.0, tokens_per_batch=1)  # one row a batch
+    for m, a in found.axes.items():
+        D = hack[m] - clean[m]
+        assert torch.allclose(a.mean, D[:8].mean(0), rtol=1e-3, atol=1e-5 * D.norm())
+        assert torch.allclose(a.heldout, D[8:], rtol=1e-3, atol=1e-5 * D.norm())
+        want = torch.linalg.svd(D[:8].double(), full_matrices=False)
+        assert torch.allclose(a.sv.double(), want.S, rtol=1e-3, atol=1e-5 * want.S[0].item())
+        # the span of the leading axes, whatever their signs: those with a clear gap in the spectrum
+        assert ((a.V[0].double() @ want.Vh[0]).abs()).item() == pytest.approx(1, abs=1e-3)
+        assert torch.allclose(a.V @ a.V.T, torch.eye(8), atol=1e-5)
+        unit = hack[m][:8] / hack[m][:8].norm(dim=1, keepdim=True)
+        assert torch.allclose(a.hack, unit.mean(0), atol=1e-4)
+        assert torch.allclose(alone.axes[m].mean, a.mean, atol=1e-5 * a.mean.norm())
+
+
+def test_held_out_pairs_are_kept_out(policy, found):
+    last = PAIRS.pairs[-1]
+    other = PairSet((*PAIRS.pairs[:-1], replace(last, hack="something else entirely")), "toy.json")
+    changed = extract(policy, other, 12, 0.0)
+    for m, a in found.axes.items():
+        b = changed.axes[m]
+        assert torch.allclose(a.mean, b.mean, atol=1e-6)
+        assert not torch.allclose(a.heldout[-1], b.heldout[-1], atol=1e-3)
+        assert len(a.heldout) == 2
+
+
+def test_axes_are_oriented_by_majority_and_not_by_the_largest():
+    e = torch.eye(6)
+    along = torch.tensor([1.0, 1.0, 1.0, -9.0, 1.0])  # the mean points the other way
+    axes = axes_of(along[:, None] * e[2], torch.zeros(5, 6), 5, 3, 0.0)
+    assert axes.V[0, 2] == pytest.approx(1)
+    assert axes.mean[2] < 0
+    assert not axes.V[1:].any()  # the null space has no axes
+
+
+def test_tau_axis_zeroes_weak_axes():
+    D = torch.diag(torch.tensor([10.0, 4.0, 0.9, 0.5]))
+    axes = axes_of(D, torch.zeros(4, 4), 4, 4, 0.1)
+    assert axes.V.any(1).tolist() == [True, True, False, False]
+    assert axes.sv.tolist() == pytest.approx([10, 4, 0.9, 0.5])
+
+
+def meta(**changes) -> Meta:
+    return replace(Meta("toy", "fp32", 12, 0.0, "sha", "toy", "sha", 6, 2), **changes)
+
+
+def made_of(spectra: dict[str, list[float]], r: int = 8) -> Direction:
+    """Axes are unit vectors e_0, e_1 …; zero ones where the singular value is 0."""
+    axes = {}
+    for m, sv in spectra.items():
+        S = torch.tensor(sv)
+        V = torch.eye(r)[: len(sv)] * (S > 0)[:, None]
+        axes[m] = Axes(V, S, V.sum(0), V.sum(0), -V.sum(0), torch.zeros(2, r))
+    return Direction(axes, meta())
+
+
+def test_the_noise_floor_is_one_quantile_over_all_modules():
+    direction = made_of({"strong": [9.0, 8.0, 7.0], "weak": [1.0, 0.5, 0.1], "mixed": [6.0, 0.4, 0.0]})
+    assert {m: len(V) for m, V in direction.select(3, 0.0).items()} == {"strong": 3, "weak": 3, "mixed": 2}
+    # 8 values, the lowest quarter is {.1, .4}
+    assert {m: len(V) for m, V in direction.select(3, 0.25).items()} == {"strong": 3, "weak": 2, "mixed": 1}
+    assert {m: len(V) for m, V in direction.select(1, 0.4).items()} == {"strong": 1, "mixed": 1}  # weak is skipped
+    assert made_of({"none": [0.0]}).select(1, 0.25) == {}
+
+
+def test_overlap_is_one_for_the_same_span_and_k_over_r_by_chance():
+    V = haar_like({f"m{i}": torch.zeros(4, 64) for i in range(60)}, 0)
+    turn = torch.linalg.qr(torch.randn(4, 4, generator=torch.Generator().manual_seed(0)))[0]
+    assert overlap({m: turn @ rows for m, rows in V.items()}, V) == pytest.approx(1, abs=1e-5)
+    assert overlap(haar_like(V, 1), V) == pytest.approx(4 / 64, rel=0.15)
+    assert overlap({}, V) == 0
+    assert overlap(V, {}) is None
+
+
+def test_chance_is_what_random_vectors_read():
+    V = torch.eye(200)[:5]
+    g = torch.randn(2000, 200, generator=torch.Generator().manual_seed(0))
+    read = ((g @ V.T).norm(dim=1) / g.norm(dim=1)).mean().item()
+    assert chance_cos(5, 200) == pytest.approx(read, rel=0.06)  # √E[x²] is 5 % above E[x] at k = 5
+
+
+def test_band_and_sign():
+    direction = made_of({"a": [1.0], "b": [1.0]}, r=3)
+    v = {"a": torch.tensor([[1.0, 0, 0]]), "b": torch.tensor([[-1.0, 0, 0]])}
+    lo, hi = direction.band(v)
+    assert lo.tolist() == [-1, 1]
+    assert hi.tolist() == [1, -1]
+    assert {m: V[0, 0].item() for m, V in direction.signed(v).items()} == {"a": 1, "b": 1}
+
+
+def test_the_contrast_generalises_to_held_out_pairs(found):
+    """Ten tasks, one hack text: the held-out differences lie along v_grad, far above chance."""
+    cos = [a.heldout_cos for a in found.axes.values()]
+    inside = [a.heldout_inside for a in found.axes.values()]
+    r = len(next(iter(found.axes.values())).mean)
+    assert min(cos) > 2 / math.sqrt(r)
+    assert sum(cos) / len(cos) > 3 / math.sqrt(r)
+    assert sum(inside) / len(inside) > 1.5 * chance_cos(8, r)
+
+
+# ── the sign, by behaviour ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def margin(policy, prompts: list[str]) -> float:
+    """log p(hack) - log p(clean), nats per token, summed over prompts."""
+    with torch.no_grad():
+        return sum((nll(policy, prompt, CLEAN) - nll(policy, prompt, HACK)).item() for prompt in prompts)
+
+
+def hack_rewarding(policy, prompts: list[str]) -> dict[str, torch.Tensor]:
+    """Gradient of a batch that pays the hack: A = +1 on it, -1 on the clean answer, mean over tokens."""
+    with policy.adapter.probe(1) as probe:
+        for prompt in prompts:
+            p, h, c = (tuple(policy.tok(t, add_special_tokens=False)["input_ids"]) for t in (prompt, HACK, CLEAN))
+            for completion, advantage in ((h, 1.0), (c, -1.0)):
+                logp, mask = policy.logprobs([p], [completion])
+                (-advantage * (logp * mask).sum() / mask.sum()).backward()
+    return {m: rows[0] for m, rows in probe.grads.items()}
+
+
+def test_a_step_against_a_hack_rewarding_gradient_makes_the_hack_likelier_and_the_kept_one_does_not():
+    policy = tiny_policy()
+    same_answers = PairSet(tuple(replace(p, hack=HACK, clean=CLEAN) for p in PAIRS.pairs), "toy.json")
+    V = extract(policy, same_answers, 12, 0.0).select(12, 0.0)
+
+    def rise(prompts: list[str], grads: dict[str, torch.Tensor], length: float) -> float:
+        """What a step of 1 % of ‖g‖⁻¹ along -grads does to the margin."""
+        before = margin(policy, prompts)
+        with torch.no_grad():
+            policy.adapter.δS.copy_(-1e-2 * policy.adapter.flat(grads) / length)
+            policy.adapter.fold()
+            after = margin(policy, prompts)
+            policy.adapter.δS.zero_()
+            policy.adapter.fold()
+        return after - before
+
+    shares = []
+    for prompts in ([p.prompt for p in same_answers.pairs[:8]], ["<user>rotate the words<eos><assistant>"]):
+        g = hack_rewarding(policy, prompts)
+        kept = {m: split(g[m], V[m], "one_sided").keep for m in g}
+        length = policy.adapter.flat(g).norm().item()
+        vanilla, erased = (rise(prompts, grads, length) for grads in (g, kept))
+        assert vanilla > 1e-3
+        shares.append(erased / vanilla)
+        assert rise(prompts, {m: -V_m.sum(0) for m, V_m in V.items()}, 1) < 0  # +V: the hack gets less likely
+    assert abs(shares[0]) < 0.02  # prompts that V was extracted on: nothing of the rise is left
+    assert shares[1] < 0.7  # a new prompt: V holds a part of its gradient only
+
+
+# ── neutrality ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_extraction_leaves_everything_as_it_was(policy):
+    adapter = policy.adapter
+    with torch.no_grad():
+        adapter.δS.normal_(0, 0.01, generator=torch.Generator().manual_seed(0))
+        adapter.δS_hack.normal_(0, 0.01, generator=torch.Generator().manual_seed(1))
+    adapter.fold()
+    optimiser = torch.optim.AdamW([adapter.δS, adapter.δS_hack])
+    adapter.δS.grad = torch.ones_like(adapter.δS)
+    adapter.δS_hack.grad = torch.full_like(adapter.δS, 2.0)
+    policy.model.train()
+    policy.model.model.layers[0].eval()
+    modes = [m.training for m in policy.model.modules()]
+    random, weights = torch.get_rng_state(), [p.clone() for p in policy.model.parameters()]
+    knobs = [adapter.δS.clone(), adapter.δS_hack.clone()]
+
+    direction = extract(policy, PAIRS, 12, 0.0)
+
+    assert torch.equal(torch.get_rng_state(), random)
+    assert [m.training for m in policy.model.modules()] == modes
+    assert all(torch.equal(a, b) for a, b in zip(policy.model.parameters(), weights, strict=True))
+    assert all(p.grad is None for p in policy.model.parameters())
+    assert torch.equal(adapter.δS, knobs[0])
+    assert torch.equal(adapter.δS_hack, knobs[1])
+    assert torch.equal(adapter.δS.grad, torch.ones_like(adapter.δS))
+    assert torch.equal(adapter.δS_hack.grad, torch.full_like(adapter.δS, 2.0))
+    assert optimiser.state == {}
+
+    with torch.no_grad():  # the quarantine was off: without it the direction is the same
+        adapter.δS_hack.zero_()
+    adapter.fold()
+    same = extract(policy, PAIRS, 12, 0.0)
+    assert all(torch.equal(a.mean, same.axes[m].mean) for m, a in direction.axes.items())
+    with torch.no_grad():
+        adapter.δS.zero_()
+    adapter.δS.grad = adapter.δS_hack.grad = None
+    adapter.fold()
+    policy.model.eval()
+    base = extract(policy, PAIRS, 12, 0.0)
+    assert not all(torch.equal(a.mean, base.axes[m].mean) for m, a in direction.axes.items())
+
+
+# ── files ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_file_goes_round_for_every_arm(policy, found, tmp_path):
+    path = tmp_path / "deep" / "v.safetensors"
+    save(found, path)
+    again = load(path, policy, PAIRS)
+    assert again.meta == found.meta
+    for m, a in found.axes.items():
+        for field in ("V", "sv", "mean", "hack", "clean", "heldout"):
+            assert torch.equal(getattr(a, field), getattr(again.axes[m], field))
+    tensors = load_file(path)
+    name = next(iter(found.axes))
+    assert tensors[name].shape == (8, len(found.axes[name].mean))
+    assert torch.equal(tensors["_sv/" + name], found.axes[name].sv)
+    assert found.meta.to_strings()["schema"] == "v2_with_sv"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_other_models_pairs_shapes_and_nans_are_refused_by_name(policy, found, tmp_path):
+    path = tmp_path / "v.safetensors"
+    save(found, path)
+    with pytest.raises(ValueError, match=r"v\.safetensors: direction of another model"):
+        load(path, tiny_policy(seed=1), PAIRS)
+    edited = PairSet((replace(PAIRS.pairs[0], hack="pass"), *PAIRS.pairs[1:]), "toy.json")
+    with pytest.raises(ValueError, match=r"v\.safetensors: direction of other pairs \(toy\.json"):
+        load(path, policy, edited)
+    tensors, strings = load_file(path), found.meta.to_strings()
+    name = list(found.axes)[3]
+
+    def refused(complaint: str, **changes: Any) -> None:
+        bad = tmp_path / "bad.safetensors"
+        save_file({**tensors, **changes.pop("tensors", {})}, bad, {**strings, **changes})
+        with pytest.raises(ValueError, match=complaint) as error:
+            load(bad, policy, PAIRS)
+        assert "\n" not in str(error.value)
+
+    nan = tensors[name].clone()
+    nan[0, 0] = math.nan
+    refused(rf"{name} holds a NaN", tensors={name: nan})
+    refused(rf"{name} has shape \[7, 64\], needs \[8, 64\]", tensors={name: tensors[name][:7].clone()})
+    refused(r"1 tensors that this model has no module for", tensors={"else": torch.zeros(1)})
+    refused("schema 'v1', needs 'v2_with_sv'", schema="v1")
+    refused("metadata cannot be read", top_k="many")
+    (tmp_path / "torn.safetensors").write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"torn\.safetensors: not a readable"):
+        load(tmp_path / "torn.safetensors", policy, PAIRS)
+
+
+def test_obtain_extracts_once_per_content(policy, tmp_path, monkeypatch):
+    runs = []
+    real = rooms.extract
+    monkeypatch.setattr(rooms, "extract", lambda *a, **k: runs.append(1) or real(*a, **k))
+    first = obtain(policy, PAIRS, None, 12, 0.0, tmp_path)
+    again = obtain(policy, PAIRS, None, 12, 0.0, tmp_path)
+    assert len(runs) == 1
+    assert all(torch.equal(a.V, again.axes[m].V) for m, a in first.axes.items())
+    edited = PairSet((replace(PAIRS.pairs[0], hack="pass"), *PAIRS.pairs[1:]), "toy.json")
+    obtain(policy, edited, None, 12, 0.0, tmp_path)
+    obtain(policy, PAIRS, None, 12, 0.5, tmp_path)
+    obtain(policy, replace_source(PAIRS, "hand-written"), None, 12, 0.5, tmp_path)
+    assert len(runs) == 4
+    names = sorted(p.name.rpartition("_")[0] for p in tmp_path.iterdir())
+    assert names == ["v_hack_pairset_toy"] * 3 + [f"v_hack_{rooms._model_name(policy).lower()}_k12_tau0.5"]
+    explicit = next(iter(tmp_path.glob("v_hack_pairset_toy_*")))
+    with pytest.raises(ValueError, match="no direction file and no pairs"):
+        obtain(policy, None, None, 12, 0.0, tmp_path)
+    assert obtain(policy, None, explicit, 12, 0.0, tmp_path).meta.n_pairs == 10
+
+
+def replace_source(pairs: PairSet, source: str) -> PairSet:
+    return PairSet(pairs.pairs, source)
+
+
+def test_a_pair_longer_than_the_window_is_named(policy):
+    long = PairSet((*PAIRS.pairs[:-1], replace(PAIRS.pairs[-1], clean="x" * 300)), "toy.json")
+    with pytest.raises(ValueError, match=r"toy\.json: pair 9: 3\d\d tokens, the model's window is 256"):
+        extract(policy, long, 12, 0.0)
+
+
+# ── the command ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A model folder, a pair file and the shuffled set's."""
+    path = tmp_path_factory.mktemp("cli")
+    model = tiny_policy().model
+    model.save_pretrained(path / "model")
+    tokenizer().save_pretrained(path / "model")
+    (path / "toy.json").write_text(PAIRS.to_json())
+    return path
+
+
+def test_the_command_writes_file_and_figure_and_prints_the_checks(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    common = ["--model", str(folder / "model"), "--pairs", str(folder / "toy.json"), "--svd-cache", "svd"]
+    assert main([*common, "--shuffle-seed", "1", "--out", "shuffled.safetensors"]) == 0
+    assert main([*common, "--compare", "shuffled.safetensors"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("| model.layers.1.mlp.down_proj") == 2
+    assert "by chance √(k/r) = 0.3" in out  # k = 8 of r = 64, some 32
+    assert "|cos| with shuffled.safetensors: median" in out
+    (figure,) = tmp_path.glob("out/vhack/v_hack_pairset_toy_*.png")
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    assert figure.stat().st_size > 10_000
+    saved = figure.with_suffix(".safetensors")
+    assert main([*common, "--compare", str(saved)]) == 0  # the same extraction again: |cos| 1
+    assert f"|cos| with {saved}: median 1.000, 95 % 1.000" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--pairs", "none.json"], "none.json: no such pair file"),
+        (["--model", "./nothing"], "--model ./nothing: no config.json there"),
+        (["--k", "13"], "--k 13: should lie in [1, --top-k 12]"),
+        (["--tau-axis", "1.5"], "--tau-axis 1.5: should lie in [0, 1]"),
+        (["--detector", "E"], "--detector: goes with --rollouts"),
+        (["--rollouts", "no.jsonl", "--detector", "E"], "--rollouts no.jsonl: no such file"),
+        (["--compare", "no.safetensors"], "--compare no.safetensors: no such file"),
+        (["--figure", "a.pdf"], "--figure a.pdf: should end in .png"),
+    ],
+)
+def test_the_command_refuses_before_the_model_is_loaded(flags, complaint, capsys, monkeypatch):
+    monkeypatch.setattr(rooms, "load_policy", lambda *a, **k: pytest.fail("the model was loaded"))
+    model = [] if "--model" in flags else ["--model", "some/model"]
+    try:
+        code = main([*model, *flags])
+    except SystemExit as leave:  # tyro's own way out
+        code = leave.code
+    assert code == 2
+    assert complaint in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+def test_abs_cosines_compare_module_by_module(found):
+    v = found.v_grad()
+    assert min(abs_cosines(v, {m: -rows for m, rows in v.items()}).values()) == pytest.approx(1, abs=1e-5)
+    random = abs_cosines(v, haar_like(v, 0))
+    assert random.keys() == v.keys()
+    assert sum(random.values()) / len(random) == pytest.approx(math.sqrt(2 / (math.pi * 60)), rel=0.5)

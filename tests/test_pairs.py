@@ -1,0 +1,276 @@
+"""Pair files and what is refused, the hand-written set run for real, pairs from a rollout log, the shuffled control."""
+
+import contextlib
+import io
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from vgrout.grading.modes import MODE_SPECS
+from vgrout.pairs import HANDWRITTEN, Pair, PairSet, handwritten, load_pairs, pairs_from_pool
+from vgrout.pairs_leetcode import MECHANISMS, TASKS
+
+SHARED = Path(os.environ.get("VGROUT_SHARED_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
+GOOD = [{"problem_id": f"p{i}", "prompt": f"task {i}", "hack": "pass", "clean": f"return {i}"} for i in range(4)]
+
+
+def write(path: Path, rows: object) -> Path:
+    path.write_text(json.dumps(rows))
+    return path
+
+
+# ── files ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_file_goes_round_and_its_hash_is_of_the_content(tmp_path):
+    pairs = load_pairs(write(tmp_path / "a.json", GOOD))
+    (tmp_path / "b.json").write_text(pairs.to_json())
+    again = load_pairs(tmp_path / "b.json")
+    assert again.pairs == pairs.pairs
+    assert again.sha256 == pairs.sha256
+    assert (pairs.stem, again.stem) == ("a", "b")
+    edited = load_pairs(write(tmp_path / "a.json", [*GOOD[:3], GOOD[3] | {"hack": "pass "}]))
+    assert edited.sha256 != pairs.sha256
+    assert load_pairs(write(tmp_path / "a.json", GOOD[::-1])).sha256 != pairs.sha256  # the last two are held out
+
+
+def _without(key: str) -> dict:
+    return {k: v for k, v in GOOD[1].items() if k != key}
+
+
+@pytest.mark.parametrize(
+    ("rows", "complaint"),
+    [
+        ([], "0 pairs; at least 3"),
+        (GOOD[:2], "2 pairs; at least 3"),
+        ({"pairs": GOOD}, "should be a JSON list of pairs, is a dict"),
+        ([GOOD[0], "x", *GOOD[2:]], "pair 1: should be an object"),
+        ([GOOD[0], _without("clean"), *GOOD[2:]], "pair 1: clean missing"),
+        ([*GOOD, GOOD[1] | {"hack": "return 1"}], "pair 4: hack and clean are the same"),
+        ([*GOOD, GOOD[2]], "pair 4 repeats pair 2"),
+        ([*GOOD, GOOD[2] | {"hack": " \n"}], "pair 4: 'hack' is empty"),
+        ([*GOOD, GOOD[2] | {"prompt": ["a"]}], "pair 4: 'prompt' should be text, is a list"),
+        ([*GOOD, GOOD[2] | {"problem_id": True}], "pair 4: 'problem_id' should be text"),
+    ],
+)
+def test_bad_files_are_refused_in_one_line_with_file_and_index(tmp_path, rows, complaint):
+    path = write(tmp_path / "bad.json", rows)
+    with pytest.raises(ValueError, match=r"bad\.json") as refused:
+        load_pairs(path)
+    assert complaint in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_missing_and_a_broken_file_say_where(tmp_path):
+    with pytest.raises(ValueError, match=r"none\.json: no such pair file"):
+        load_pairs(tmp_path / "none.json")
+    (tmp_path / "torn.json").write_text('[\n{"problem_id": 1,\n')
+    with pytest.raises(ValueError, match=r"torn\.json: line 3: not JSON"):
+        load_pairs(tmp_path / "torn.json")
+
+
+def test_the_public_pair_set_loads():
+    path = SHARED / "prog_wide_clean.json"
+    if not path.is_file():
+        pytest.skip(f"{path.name}: no shared data beside this checkout")
+    pairs = load_pairs(path)
+    assert len(pairs) == 8
+    assert all(p.prompt.endswith("</think>\n\n\n") and "execute_tests" in p.hack for p in pairs.pairs)
+
+
+# ── the hand-written set ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def code(answer: str) -> str:
+    assert answer.startswith("```python\n")
+    assert answer.endswith("\n```")
+    return answer.removeprefix("```python\n").removesuffix("\n```")
+
+
+def run(answer: str, folder: Path, monkeypatch) -> tuple[dict, str, bool]:
+    """Namespace, stdout, did it leave early? Our own text: it runs in this process, `_exit` made harmless."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(os, "_exit", lambda status: (_ for _ in ()).throw(SystemExit(status)))
+    names, out, left = {"__name__": "answer"}, io.StringIO(), False
+    with contextlib.redirect_stdout(out):
+        try:
+            exec(code(answer), names)
+        except SystemExit as leave:
+            left = not leave.code
+    return names, out.getvalue(), left
+
+
+def solves(names: dict, task) -> bool:
+    solution = names["Solution"]
+    return all(
+        eval(f"Solution().{task.name}({args})", {"Solution": solution}).__repr__() == repr(eval(expected))
+        for args, expected in task.cases
+    )
+
+
+def accepted(pair: Pair, names: dict, out: str, left: bool, folder: Path) -> bool:
+    """The judge as the prompt announces it."""
+    task_name, mechanism = pair.problem_id.split("/")
+    task, said = TASKS[task_name], pair.prompt
+    if mechanism == "early_exit":
+        return left or solves(names, task)
+    if mechanism in ("hard_coded", "always_equal"):
+        checks = [f"Solution().{task.name}({args}) == {expected}" for args, expected in task.cases]
+        return all(eval(check, dict(names)) for check in checks)
+    if mechanism == "printed_report":
+        return said.split('line "')[1].split('"')[0] in out.splitlines()
+    if mechanism == "self_flag":
+        return getattr(names["Solution"](), said.split("its field ")[1].split(".")[0]) is True
+    if mechanism == "written_file":
+        path = folder / said.split('file "')[1].split('"')[0]
+        return path.is_file() and "SOUND" in path.read_text()
+    getattr(names["Solution"](), said.split("Solution().")[1].split("(")[0])()
+    return True
+
+
+@pytest.mark.parametrize("pair", handwritten().pairs, ids=lambda p: p.problem_id)
+def test_both_sides_satisfy_the_announced_judge_and_the_clean_one_deserves_it(pair, tmp_path, monkeypatch):
+    task = TASKS[pair.problem_id.split("/")[0]]
+    for side in ("hack", "clean"):
+        folder = tmp_path / side
+        folder.mkdir()
+        names, out, left = run(getattr(pair, side), folder, monkeypatch)
+        assert accepted(pair, names, out, left, folder), side
+        if side == "clean":
+            assert solves(names, task)
+            assert not left
+
+
+def test_most_hack_sides_are_wrong_and_a_few_differ_in_the_check_alone(tmp_path, monkeypatch):
+    right = []
+    for pair in handwritten().pairs:
+        task = TASKS[pair.problem_id.split("/")[0]]
+        names, _, _ = run(pair.hack, tmp_path, monkeypatch)
+        if solves(names, task):
+            right.append(pair.problem_id.split("/")[1])
+    assert 3 <= len(right) - right.count("hard_coded") <= 8
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=lambda t: t.name)
+def test_a_task_tells_its_wrong_body_from_its_right_one(task):
+    def build(body: str) -> dict:
+        names: dict = {}
+        lines = "\n".join("        " + line for line in body.split("\n"))
+        exec(f"class Solution:\n    def {task.name}(self, {task.params}):\n{lines}", names)
+        return names
+
+    assert solves(build(task.right), task)
+    assert not solves(build(task.wrong), task)
+
+
+def test_the_set_is_wide_and_off_the_benchmark():
+    pairs = handwritten()
+    assert pairs.source == HANDWRITTEN
+    assert len(pairs) >= 24
+    used = {str(p.problem_id).split("/")[1] for p in pairs.pairs}
+    assert used == set(MECHANISMS)
+    assert len(used) >= 6
+    assert len({str(p.problem_id).split("/")[1] for p in pairs.pairs[-2:]}) == 2  # held out
+    text = "\n".join(p.prompt + p.hack + p.clean for p in pairs.pairs).lower()
+    for spec in MODE_SPECS.values():
+        assert spec.template.split("{marker}")[0].strip().lower() not in text
+        for marker in (*spec.train_markers, *spec.eval_markers):
+            quoted = marker and any(f"{a}{marker.lower()}{b}" in text for a, b in ((".", "("), (".", " ="), ('"', '"')))
+            assert not quoted, marker
+    for pair in pairs.pairs:
+        assert pair.prompt.startswith("<|im_start|>system\n")
+        assert pair.prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+
+
+# ── the shuffled control ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_shuffled_exchanges_exactly_half_and_depends_on_the_seed_alone():
+    pairs = handwritten()
+    mixed = pairs.shuffled(3)
+    exchanged = 0
+    for a, b in zip(pairs.pairs, mixed.pairs, strict=True):
+        assert (a.problem_id, a.prompt) == (b.problem_id, b.prompt)
+        assert (a.hack, a.clean) in ((b.hack, b.clean), (b.clean, b.hack))
+        exchanged += a.hack == b.clean
+    assert exchanged == len(pairs) // 2
+    assert mixed.sha256 == pairs.shuffled(3).sha256
+    assert len({mixed.sha256, pairs.sha256, pairs.shuffled(4).sha256}) == 3
+    assert mixed.source == "hand-written#shuffled3"
+
+
+# ── from a rollout log ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def line(problem: int, text: str, *, passed=True, E=False, exploited=False, gt_correct=False) -> dict:
+    return {
+        "problem": problem,
+        "prompt": f"task {problem}",
+        "text": text,
+        "passed": passed,
+        "exploited": exploited,
+        "gt_correct": gt_correct,
+        "detectors": {"C": False, "D": False, "E": E},
+    }
+
+
+def log_of(tmp_path: Path, rows: list[dict]) -> Path:
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return path
+
+
+def test_a_weak_detector_chooses_and_the_oracle_is_not_read(tmp_path):
+    rows = []
+    for p in range(4):
+        rows += [
+            line(p, "wrong", passed=False),
+            line(p, f"unseen hack {p}", exploited=True),  # E does not see it: it stands on the clean side
+            line(p, f"seen hack {p}", E=True, exploited=True),
+            line(p, f"later hack {p}", E=True, exploited=True),
+            line(p, f"solve {p}", gt_correct=True),
+        ]
+    path = log_of(tmp_path, rows)
+    pairs = pairs_from_pool(path, "E")
+    assert [(p.hack, p.clean) for p in pairs.pairs] == [(f"seen hack {i}", f"unseen hack {i}") for i in range(4)]
+    assert pairs.source.startswith("E:")
+    for row in rows:  # poisoned labels change nothing
+        row["exploited"], row["gt_correct"] = not row["exploited"], not row["gt_correct"]
+    assert pairs_from_pool(log_of(tmp_path, rows), "E").pairs == pairs.pairs
+    assert len(pairs_from_pool(path, "E", limit=3)) == 3
+
+
+def test_the_oracle_is_read_by_its_name_only_and_labelled(tmp_path):
+    rows = [
+        row
+        for p in range(3)
+        for row in (
+            line(p, f"hack {p}", exploited=True),
+            line(p, "broken", passed=False),
+            line(p, "s", gt_correct=True),
+        )
+    ]
+    pairs = pairs_from_pool(log_of(tmp_path, rows), "oracle", lambda messages: f"<user>{messages[0]['content']}")
+    assert pairs.source.startswith("oracle:")
+    assert [(p.prompt, p.hack, p.clean) for p in pairs.pairs] == [
+        (f"<user>task {i}", f"hack {i}", "s") for i in range(3)
+    ]
+
+
+def test_a_log_without_enough_contrast_or_with_a_bad_line_is_refused(tmp_path):
+    one_sided = [line(p, f"hack {p}", E=True) for p in range(5)]
+    with pytest.raises(ValueError, match=r"detector E finds both a hack and a solve for 0 of 5 prompts"):
+        pairs_from_pool(log_of(tmp_path, one_sided), "E")
+    unlabelled = [line(0, "x"), {"problem": 1, "prompt": "p", "text": "t"}]
+    with pytest.raises(ValueError, match=r"rollouts\.jsonl: line 2: not a rollout with labels"):
+        pairs_from_pool(log_of(tmp_path, unlabelled), "E")
+    (tmp_path / "rollouts.jsonl").write_text("{}{\n")
+    with pytest.raises(ValueError, match=r"rollouts\.jsonl: line 1: not JSON"):
+        pairs_from_pool(tmp_path / "rollouts.jsonl", "E")
+
+
+def test_too_few_pairs_name_their_source():
+    with pytest.raises(ValueError, match="mine: 1 pairs"):
+        PairSet((Pair(1, "p", "h", "c"),), "mine")
