@@ -22,7 +22,7 @@ LEVELS: list[set[str]] = [
     {"loop"},
     {"tail"},
     {"study"},
-    {"train", "grade", "doctor", "bench"},
+    {"train", "grade", "doctor", "bench", "results"},
 ]
 LEVEL = {room: i for i, rooms in enumerate(LEVELS) for room in rooms}
 STDLIB_ONLY = ("vgrout.nouns", "vgrout.grading.grade", "vgrout.organism.language", "vgrout.organism")

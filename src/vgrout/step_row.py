@@ -7,6 +7,7 @@ from typing import Any
 
 from vgrout.nouns import MODE_CODE, MODES, Rate
 
+LEARNED = 0.2  # a mode counts as learned when at least this share of held-out answers exploits it
 REFERENCE_STEP = 256  # generations in one step of the benchmark's own runs: the unit of `ref_eq`
 
 

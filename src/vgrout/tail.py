@@ -17,10 +17,9 @@ from vgrout.loop import Study, shown
 from vgrout.measure import last_five
 from vgrout.nouns import MODES, Eval, Mode, Rate
 from vgrout.run_dir import write_atomic
-from vgrout.step_row import StepRow, Table
+from vgrout.step_row import LEARNED, StepRow, Table
 
 SCHEMA = "per_mode_deploy_v1"
-LEARNED = 0.2  # a mode counts as learned when at least this share of held-out answers exploits it
 
 matplotlib.use("Agg")
 
@@ -215,7 +214,7 @@ def report(study: Study, final: Final, in_dist: Sequence[Mode] | None, log: Path
     if gate := gate_against_oracle(run.path / "rollouts.jsonl"):
         parts.append(
             f"gate against the oracle, student rows: precision {gate[0].k}/{gate[0].n} ({percent(gate[0])} %), "
-            f"recall {gate[1].k}/{gate[1].n} ({percent(gate[1])} %). SHOULD: well above the share of hacks; ELSE it is blind"
+            f"recall {gate[1].k}/{gate[1].n} ({percent(gate[1])} %). SHOULD: far above the share of hacks; ELSE blind"
         )
     write_atomic(run.path / "summary.md", "\n\n".join([*parts[2:], step_table(rows, table)]) + "\n")
     temporary = run.path / ".dynamics.png"
