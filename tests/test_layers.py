@@ -11,14 +11,18 @@ ROOT = Path(__file__).resolve().parents[1] / "src" / "vgrout"
 
 # Each room may import rooms of lower levels only; a package counts as one room. Entry modules stand on top.
 LEVELS: list[set[str]] = [
-    {"nouns", "flow", "rng", "project", "loss_config", "signals", "console"},
-    {"grading", "organism.language", "organism", "step_row"},
-    {"config", "problems", "pairs", "run_dir", "gate"},
-    {"teacher", "svd_adapter", "checkpoint", "plan", "losses"},
-    {"policy", "optim"},
+    # nouns, streams, pure functions, data
+    {"nouns", "rng", "loss_config", "signals", "console", "sampling", "gate", "pairs_leetcode"},
+    {"flow", "grading", "step_row", "losses", "logprobs"},
+    # what reads and writes files, what moves weights
+    {"organism.language", "organism", "pairs", "run_dir", "project", "decoder"},
+    {"config", "problems", "svd_adapter", "checkpoint", "teacher"},
+    {"plan", "policy", "optim"},
     {"sampler"},
     {"grpo", "direction", "evaluate"},
-    {"arms", "measure", "narrate"},
+    {"arms", "measure"},
+    {"narrate"},
+    # the algorithm, and what surrounds it
     {"loop"},
     {"tail"},
     {"study"},

@@ -5,8 +5,10 @@ So a checkpoint's random state is the step number, and evaluating more often can
 
 import hashlib
 import random
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 def stream_seed(seed: int, purpose: str, *indices: int | str) -> int:
@@ -15,8 +17,10 @@ def stream_seed(seed: int, purpose: str, *indices: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
-def torch_stream(seed: int, purpose: str, *indices: int | str) -> torch.Generator:
+def torch_stream(seed: int, purpose: str, *indices: int | str) -> "torch.Generator":
     """A CPU generator: the draws are the same on every device."""
+    import torch  # here, so that what only shuffles (problems, pools, refused command lines) does not wait for it
+
     return torch.Generator().manual_seed(stream_seed(seed, purpose, *indices))
 
 
