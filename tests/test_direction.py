@@ -233,8 +233,11 @@ def test_a_step_against_a_hack_rewarding_gradient_makes_the_hack_likelier_and_th
 # ── neutrality ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_extraction_leaves_everything_as_it_was(policy):
+def test_extraction_leaves_everything_as_it_was():
+    policy = tiny_policy()
     adapter = policy.adapter
+    for layer in policy.model.model.layers:
+        layer.self_attn.attention_dropout = 0.5  # would draw random numbers in training mode
     with torch.no_grad():
         adapter.δS.normal_(0, 0.01, generator=torch.Generator().manual_seed(0))
         adapter.δS_hack.normal_(0, 0.01, generator=torch.Generator().manual_seed(1))
@@ -265,11 +268,9 @@ def test_extraction_leaves_everything_as_it_was(policy):
     adapter.fold()
     same = extract(policy, PAIRS, 12, 0.0)
     assert all(torch.equal(a.mean, same.axes[m].mean) for m, a in direction.axes.items())
-    with torch.no_grad():
+    with torch.no_grad():  # and it is the present model's, not the base's
         adapter.δS.zero_()
-    adapter.δS.grad = adapter.δS_hack.grad = None
     adapter.fold()
-    policy.model.eval()
     base = extract(policy, PAIRS, 12, 0.0)
     assert not all(torch.equal(a.mean, base.axes[m].mean) for m, a in direction.axes.items())
 
