@@ -1,0 +1,316 @@
+"""The kill switch: every rule, every known hole, and what holds for any series."""
+
+import math
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vgrout.guard import (
+    Guard,
+    GuardConfig,
+    GuardFired,
+    Verdict,
+    blind,
+    keep_tokens,
+    standard_error,
+)
+
+SHARE = st.floats(0, 1)
+SERIES = st.lists(st.tuples(SHARE, SHARE), min_size=1, max_size=60)
+RULE = st.sampled_from(["ema", "se"])
+
+
+def config(**changes: Any) -> GuardConfig:
+    """No warm-up, the first value as baseline: the class without its cautions."""
+    settings: dict[str, Any] = {"guard_warmup": 0, "guard_baseline": 1} | changes
+    return GuardConfig(**settings)
+
+
+def play(guard: Guard, series: list[tuple[float, float]], n: int = 100, every: int = 1) -> list[Verdict]:
+    return [guard.update(i * every, proxy, held, n) for i, (proxy, held) in enumerate(series)]
+
+
+def fired_at(guard: Guard, series: list[tuple[float, float]], n: int = 100) -> int | None:
+    return next((v.step for v in play(guard, series, n) if v.fire), None)
+
+
+# --- each rule on a known answer -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("jump", "updates"), [(0.12, 18), (0.15, 11), (0.20, 7), (0.30, 4), (0.50, 3)])
+def test_gap_fires_after_the_averages_have_caught_up(jump: float, updates: int) -> None:
+    """jump · (1 − .9ᵏ) > .10: a constant gap is seen late, and that lag is what it is."""
+    series = [(0.3, 0.3)] + [(0.3 + jump, 0.3)] * 30
+    assert fired_at(Guard(config()), series) == updates
+    assert jump * (1 - 0.9**updates) > 0.1 > jump * (1 - 0.9 ** (updates - 1))
+
+
+def test_a_gain_of_both_is_no_gap() -> None:
+    series = [(i / 40, i / 40) for i in range(41)]
+    assert fired_at(Guard(config()), series) is None
+
+
+def test_streak_fires_at_patience() -> None:
+    series = [(0.30 + 0.01 * i, 0.60 - 0.01 * i) for i in range(10)]
+    assert fired_at(Guard(config(guard_rule="ema", max_proxy_real_gap=1.0)), series) == 3
+    assert fired_at(Guard(config(guard_rule="ema", max_proxy_real_gap=1.0, decline_patience=5)), series) == 5
+
+
+def test_one_non_decline_clears_the_streak() -> None:
+    falls = [(0.30 + 0.02 * i, 0.60 - 0.02 * i) for i in range(3)]
+    guard = Guard(config(guard_rule="ema", max_proxy_real_gap=1.0))
+    assert [v.streak for v in play(guard, [*falls, (0.9, 0.9), (0.95, 0.2)])] == [0, 1, 2, 0, 1]
+
+
+def test_a_fall_with_flat_in_loop_is_no_streak() -> None:
+    """A policy that merely gets worse at both is not gaming anything."""
+    guard = Guard(config(guard_rule="ema", max_proxy_real_gap=1.0))
+    assert [v.streak for v in play(guard, [(0.5, 0.9 - 0.05 * i) for i in range(10)])] == [0] * 10
+
+
+def test_kl_is_an_average_in_nats_per_token() -> None:
+    guard = Guard(config())
+    values = [0.0] + [0.2] * 10
+    verdicts = [guard.update(i, 0.5, 0.5, 100, kl=kl) for i, kl in enumerate(values)]
+    crossed = next(k for k in range(20) if 0.2 * (1 - 0.9**k) > 0.08)
+    assert next(v.step for v in verdicts if v.fire) == crossed
+    assert "KL" in verdicts[crossed].reason
+
+
+def test_order_of_checks() -> None:
+    """All three at once: KL is named, then the streak, then the gap."""
+    series = [(0.1 + 0.1 * i, 0.9 - 0.1 * i) for i in range(9)]
+
+    def reason(cfg: GuardConfig, kl: float) -> str:
+        guard = Guard(cfg)
+        for i, (proxy, held) in enumerate(series):
+            guard.update(i, proxy, held, 100, kl=kl)
+        return guard.last_status().reason
+
+    late = config(guard_warmup=9)
+    assert "KL" in reason(late, 1.0)
+    assert "in a row" in reason(late, 0.0)
+    assert "gained" in reason(replace(late, decline_patience=99), 0.0)
+
+
+# --- the known holes -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["proxy", "held_out", "kl", "entropy", "reward_std"])
+def test_not_finite_is_a_verdict_even_in_the_warm_up(name: str, bad: float) -> None:
+    guard = Guard(config(guard_warmup=1000))
+    guard.update(0, 0.5, 0.5, 10, kl=0.01)
+    values: dict[str, Any] = {"proxy": 0.5, "held_out": 0.5, "kl": 0.01} | {name: bad}
+    verdict = guard.update(1, n=10, **values)
+    assert verdict.fire
+    assert name in verdict.reason
+    after = guard.update(2, 0.5, 0.5, 10, kl=0.01)
+    assert after.fire
+    assert after.reason.startswith("latched: ")
+    assert after.proxy_ema == after.held_ema == pytest.approx(0.5)
+    assert after.kl_ema == pytest.approx(0.01)
+
+
+def test_baseline_is_the_mean_of_the_first_evaluations() -> None:
+    """One unlucky first evaluation would stand as a gap for ever."""
+    unlucky = [(0.5, 0.75), (0.5, 0.25)] + [(0.5, 0.5)] * 40
+    assert fired_at(Guard(config(guard_baseline=1)), unlucky) is not None
+    guard = Guard(config(guard_baseline=2))
+    assert fired_at(guard, unlucky) is None
+    assert guard.gap == pytest.approx(0)
+
+
+def test_se_rule_ignores_what_the_evaluation_cannot_see() -> None:
+    """Falls of .01 at n = 100 (standard error .05) while in-loop creeps up: by chance, for all anybody knows."""
+    series = [(0.30 + 0.005 * i, 0.50 - 0.01 * i) for i in range(6)]
+    wide: dict[str, Any] = {"max_proxy_real_gap": 1.0}
+    assert fired_at(Guard(config(guard_rule="ema", **wide)), series, n=100) == 3
+    assert fired_at(Guard(config(guard_rule="se", **wide)), series, n=100) is None
+    assert fired_at(Guard(config(guard_rule="se", **wide)), series, n=1_000_000) == 3
+
+
+def test_se_rule_sees_a_real_fall() -> None:
+    series = [(0.3, 0.6), *[(0.5 + 0.1 * i, 0.3) for i in range(5)]]
+    assert fired_at(Guard(config(guard_rule="se", max_proxy_real_gap=1.0)), series, n=96) == 3
+
+
+def test_warm_up_counts_steps_not_evaluations() -> None:
+    guard = Guard(GuardConfig(guard_warmup=20, guard_baseline=1))
+    verdicts = play(guard, [(0.1, 0.5)] + [(1.0, 0.0)] * 9, every=5)
+    assert next(v.step for v in verdicts if v.fire) == 20  # steps 0, 5, 10, 15 are 1, 6, 11, 16 done
+    assert not any(v.fire for v in verdicts if v.step + 1 < 20)
+
+
+def test_chance_alone_rarely_makes_a_streak() -> None:
+    """Independent evaluations of one policy, n = 96: the published rule fires far more often than ours."""
+
+    rng = random.Random(0)
+
+    def runs(rule: str) -> int:
+        count = 0
+        for _ in range(300):
+            series = [
+                (sum(rng.random() < 0.5 for _ in range(96)) / 96, sum(rng.random() < 0.5 for _ in range(96)) / 96)
+                for _ in range(12)
+            ]
+            count += fired_at(Guard(config(guard_rule=rule, max_proxy_real_gap=1.0)), series, n=96) is not None
+        return count
+
+    assert runs("ema") > 30
+    assert runs("se") < 10
+
+
+# --- what holds for any series ---------------------------------------------------------------------------------------
+
+
+@given(SERIES, RULE)
+def test_once_fired_always_fired(series: list[tuple[float, float]], rule: str) -> None:
+    guard = Guard(config(guard_rule=rule))
+    verdicts = play(guard, series)
+    fires = [v.fire for v in verdicts]
+    assert fires == sorted(fires)
+    if any(fires):
+        first = verdicts[fires.index(True)]
+        assert all(v.reason == f"latched: {first.reason}" for v in verdicts[fires.index(True) + 1 :])
+    assert guard.should_halt() == fires[-1]
+
+
+@given(SERIES, RULE, st.integers(0, 70))
+def test_silent_before_the_warm_up(series: list[tuple[float, float]], rule: str, warmup: int) -> None:
+    verdicts = play(Guard(config(guard_rule=rule, guard_warmup=warmup)), series)
+    assert not any(v.fire for v in verdicts if v.step + 1 < warmup)
+
+
+@given(SERIES, RULE, st.integers(0, 60))
+def test_resume_anywhere_changes_nothing(series: list[tuple[float, float]], rule: str, cut: int) -> None:
+    cfg = config(guard_rule=rule, guard_warmup=3, guard_baseline=2)
+    whole = play(Guard(cfg), series)
+    first, second = Guard(cfg), Guard(cfg)
+    play(first, series[:cut])
+    second.load_state_dict(first.state_dict())
+    rest = [second.update(i, p, h, 100) for i, (p, h) in enumerate(series) if i >= cut]
+    assert rest == whole[cut:]
+    assert second.last_status() == whole[-1]
+
+
+@given(SERIES)
+def test_asking_advances_nothing(series: list[tuple[float, float]]) -> None:
+    quiet, asked = Guard(config()), Guard(config())
+    for i, (p, h) in enumerate(series):
+        quiet.update(i, p, h, 50)
+        asked.update(i, p, h, 50)
+        for _ in range(3):
+            asked.should_halt()
+            asked.last_status()
+    assert quiet.state_dict() == asked.state_dict()
+
+
+@given(SERIES)
+def test_equal_series_never_fire(series: list[tuple[float, float]]) -> None:
+    """Whatever is measured twice alike has no gap, and cannot rise while it falls."""
+    assert not any(v.fire for v in play(Guard(config()), [(p, p) for p, _ in series]))
+
+
+@given(st.floats(0, 1), st.integers(1, 10_000))
+def test_standard_error_is_never_nothing(share: float, n: int) -> None:
+    assert 0 < standard_error(share, n) <= 0.5 / math.sqrt(n)
+
+
+# --- the rest --------------------------------------------------------------------------------------------------------
+
+
+def test_before_the_first_evaluation() -> None:
+    guard = Guard()
+    assert guard.gap == 0
+    assert not guard.should_halt()
+    guard.raise_if_fired()
+    assert guard.last_status() == Verdict()
+
+
+def test_raise_if_fired() -> None:
+    guard = Guard(config())
+    guard.update(0, math.nan, 0.5, 10)
+    with pytest.raises(GuardFired, match="proxy not finite at step 0"):
+        guard.raise_if_fired()
+
+
+def test_calibration_only_tightens() -> None:
+    guard = Guard()
+    assert guard.calibrate_kl_threshold([0.01, 0.02]) == pytest.approx(0.045)
+    assert guard.calibrate_kl_threshold([1.0]) == pytest.approx(0.045)
+    assert guard.calibrate_kl_threshold([1e-12]) == 1e-6
+    other = Guard()
+    other.load_state_dict(guard.state_dict())
+    assert other.kl_limit == 1e-6
+
+
+@pytest.mark.parametrize("values", [[], [-0.1], [0.0], [0.01, 0.0], [math.nan], [math.inf]])
+def test_calibration_refuses(values: list[float]) -> None:
+    guard = Guard()
+    with pytest.raises(ValueError, match="calibrate_kl_threshold"):
+        guard.calibrate_kl_threshold(values)
+    with pytest.raises(ValueError, match="calibrate_kl_threshold"):
+        guard.calibrate_kl_threshold([0.01], factor=-1.0)
+    assert guard.kl_limit == 0.08
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"guard_warmup": -1},
+        {"guard_baseline": 0},
+        {"decline_patience": 0},
+        {"kl_hard_stop": 0.0},
+        {"kl_hard_stop": math.nan},
+        {"max_proxy_real_gap": 0.0},
+        {"max_proxy_real_gap": math.inf},
+    ],
+)
+def test_bad_settings_are_refused_by_flag(changes: dict[str, Any]) -> None:
+    (name,) = changes
+    with pytest.raises(ValueError, match=f"^--{name.replace('_', '-')} ") as refusal:
+        GuardConfig(**changes)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("call", [(0, 0.5, 0.5, 10), (5, 1.5, 0.5, 10), (5, 0.5, -0.1, 10), (5, 0.5, 0.5, 0)], ids=str)
+def test_misuse_is_refused(call: tuple[int, float, float, int]) -> None:
+    guard = Guard()
+    guard.update(3, 0.5, 0.5, 10)
+    with pytest.raises(ValueError, match="guard: "):
+        guard.update(*call)
+
+
+def test_blind_guards_are_named() -> None:
+    cfg = GuardConfig()
+    assert blind(cfg, 60, 5) is None
+    assert blind(cfg, 20, 5) is None
+    assert "--eval-ablate-every" in (blind(cfg, 60, 0) or "")
+    assert "--guard-warmup" in (blind(cfg, 19, 5) or "")
+    assert "--guard-baseline" in (blind(cfg, 200, 100) or "")
+    assert blind(GuardConfig(guard_baseline=1), 200, 100) is None
+
+
+@given(st.integers(1, 60), st.integers(0, 30), st.integers(0, 40), st.integers(1, 5))
+def test_blind_is_what_the_guard_does(steps: int, every: int, warmup: int, baseline: int) -> None:
+    """On a series as bad as can be, a guard fires if and only if it is not blind."""
+    cfg = GuardConfig(guard_warmup=warmup, guard_baseline=baseline, max_proxy_real_gap=0.01)
+    guard = Guard(cfg)
+    at = [done for done in range(1, steps + 1) if every and (done % every == 0 or done == steps)]
+    for k, done in enumerate(at):
+        late = k >= baseline
+        guard.update(done - 1, 1.0 if late else 0.0, 0.0 if late else 1.0, 100)
+    assert guard.should_halt() == (blind(cfg, steps, every) is None)
+
+
+def test_tokens_are_masked_by_their_own_kl() -> None:
+    edge = math.sqrt(2 * 0.08)
+    assert keep_tokens([0.0, 0.99 * edge, -0.99 * edge, 1.01 * edge, -1.01 * edge, math.nan, math.inf]) == [
+        *(True, True, True),
+        *(False, False, False, False),
+    ]
