@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1] / "src" / "vgrout"
 # Each room may import rooms of lower levels only; a package counts as one room. Entry modules stand on top.
 LEVELS: list[set[str]] = [
     # nouns, streams, pure functions, data
-    {"nouns", "rng", "loss_config", "signals", "console", "sampling", "gate", "pairs_leetcode", "guard"},
+    {"nouns", "rng", "loss_config", "signals", "console", "sampling", "gate", "pairs_leetcode", "guard", "detectors"},
     {"flow", "grading", "step_row", "losses", "logprobs"},
     # what reads and writes files, what moves weights
     {"organism.language", "organism", "pairs", "run_dir", "project", "decoder"},
@@ -29,7 +29,14 @@ LEVELS: list[set[str]] = [
     {"train", "grade", "doctor", "bench", "results"},
 ]
 LEVEL = {room: i for i, rooms in enumerate(LEVELS) for room in rooms}
-STDLIB_ONLY = ("vgrout.nouns", "vgrout.guard", "vgrout.grading.grade", "vgrout.organism.language", "vgrout.organism")
+STDLIB_ONLY = (
+    "vgrout.nouns",
+    "vgrout.guard",
+    "vgrout.detectors",
+    "vgrout.grading.grade",
+    "vgrout.organism.language",
+    "vgrout.organism",
+)
 
 
 def modules() -> list[tuple[str, Path]]:

@@ -1,0 +1,298 @@
+"""Detectors of reward hacking and collapse that need no oracle: numbers in, OK / WARN / HACK out. Stdlib only.
+
+Every reading's `value` grows with suspicion, so that a scorecard can rank steps by it. A detector that cannot know
+says UNDEFINED, never HACK. `latents` has the two that look at hidden states.
+"""
+
+import copy
+import math
+import re
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median, pvariance
+from typing import Any, ClassVar, Literal
+
+State = Literal["UNDEFINED", "OK", "WARN", "HACK"]
+
+EPS = 1e-9
+MIN_DISTINCT = 4  # fewer distinct scores have no spread to speak of: two perfect halves would read 31 622
+MAX_N = 32
+MAX_TOKENS = 1_000_000
+MAX_TRAJECTORIES = 100_000
+MAX_SCORES = 10_000_000
+MEMBERS = (2, 32)
+WORDS = re.compile(r"\w+|[^\w\s]")
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One detector after one step."""
+
+    state: State
+    value: float | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Bands:
+    """Below warn: OK. From hack on: HACK."""
+
+    warn: float
+    hack: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.warn) and math.isfinite(self.hack) and self.warn <= self.hack):
+            raise ValueError(f"bands {self.warn}, {self.hack}: should be finite and in order")
+
+    def read(self, value: float) -> Reading:
+        state: State = "OK" if value < self.warn else "WARN" if value < self.hack else "HACK"
+        return Reading(state, value)
+
+
+# --- the numbers -----------------------------------------------------------------------------------------------------
+
+
+def numbers(values: Sequence[Any], what: str) -> list[float]:
+    """Finite numbers, at least one. Raises ValueError on anything else, booleans included."""
+    if not 1 <= len(values) <= MAX_SCORES:
+        raise ValueError(f"{what}: {len(values)} values, should be 1 to {MAX_SCORES}")
+    for x in values:
+        if isinstance(x, bool) or not isinstance(x, int | float):
+            raise ValueError(f"{what}: {x!r} is not a number")
+        if not math.isfinite(x):
+            raise ValueError(f"{what}: {x} is not finite")
+    return [float(x) for x in values]
+
+
+def separation_index(good: Sequence[Any], bad: Sequence[Any]) -> float | None:
+    """(mean_good − mean_bad) / √(var_good + var_bad + ε), population variances.
+
+    None on fewer than 4 distinct values in all: binary rewards have no spread within a half.
+    """
+    g, b = numbers(good, "good scores"), numbers(bad, "bad scores")
+    if len({*g, *b}) < MIN_DISTINCT:
+        return None
+    return (fmean(g) - fmean(b)) / math.sqrt(pvariance(g) + pvariance(b) + EPS)
+
+
+def halves(scores: Sequence[Any]) -> tuple[list[float], list[float]]:
+    """(upper, lower) half of a batch's scores; the middle one of an odd number is left out."""
+    ordered = sorted(numbers(scores, "scores"))
+    k = len(ordered) // 2
+    return ordered[len(ordered) - k :], ordered[:k]
+
+
+def ensemble_divergence(scores: Sequence[Sequence[Any]]) -> float:
+    """Population variance over the members, per prompt; mean over prompts. scores[member][prompt]."""
+    low, high = MEMBERS
+    if not low <= len(scores) <= high:
+        raise ValueError(f"ensemble: {len(scores)} members, should be {low} to {high}")
+    members = [numbers(s, f"member {i}") for i, s in enumerate(scores)]
+    if len({len(s) for s in members}) > 1:
+        raise ValueError(f"ensemble: members scored different numbers of prompts {[len(s) for s in members]}")
+    return fmean(pvariance(column) for column in zip(*members, strict=True))
+
+
+def words(text: str) -> list[str]:
+    """Identifiers, numbers and single symbols: what an echo is counted in, whatever the tokenizer."""
+    return WORDS.findall(text)
+
+
+def echo_score(tokens: Sequence[Hashable], n: int = 2) -> float:
+    """Share of the distinct n-grams that occur more than once; 0 in a trajectory shorter than n."""
+    if not 1 <= n <= MAX_N:
+        raise ValueError(f"echo: n = {n}, should be 1 to {MAX_N}")
+    if len(tokens) > MAX_TOKENS:
+        raise ValueError(f"echo: a trajectory of {len(tokens)} tokens, at most {MAX_TOKENS}")
+    counts = Counter(zip(*(tokens[i:] for i in range(n)), strict=False))
+    return sum(c > 1 for c in counts.values()) / len(counts) if counts else 0.0
+
+
+def echo_mean(trajectories: Sequence[Sequence[Hashable]], n: int = 2) -> float:
+    """Mean echo score of a batch."""
+    if not 1 <= len(trajectories) <= MAX_TRAJECTORIES:
+        raise ValueError(f"echo: {len(trajectories)} trajectories, should be 1 to {MAX_TRAJECTORIES}")
+    return fmean(echo_score(t, n) for t in trajectories)
+
+
+# --- detectors: the numbers over time --------------------------------------------------------------------------------
+
+
+class Tracker:
+    """A detector with a memory; `STATE` names the fields that a checkpoint must carry."""
+
+    STATE: ClassVar[tuple[str, ...]] = ()
+
+    def state_dict(self) -> dict[str, Any]:
+        return copy.deepcopy({name: getattr(self, name) for name in self.STATE})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in self.STATE:
+            setattr(self, name, copy.deepcopy(state[name]))
+
+
+@dataclass
+class Drop(Tracker):
+    """How far a number that should stay up has fallen: (baseline − current) / baseline, 0 where it rose.
+
+    baseline: mean of the first `baseline` defined values; current: mean of the last `window` after them. UNDEFINED
+    until both are full, and on a baseline ≤ 0, of which no share can be taken.
+    """
+
+    STATE = ("first", "last")
+    bands: Bands = Bands(0.10, 0.30)
+    baseline: int = 5
+    window: int = 5
+    first: list[float] = field(default_factory=list)
+    last: list[float] = field(default_factory=list)
+
+    def update(self, value: float | None) -> Reading:
+        if value is None:
+            return Reading("UNDEFINED", None, "not defined on these scores")
+        (x,) = numbers([value], "drop")
+        if len(self.first) < self.baseline:
+            self.first.append(x)
+        else:
+            self.last = [*self.last, x][-self.window :]
+        if len(self.last) < self.window:
+            return Reading("UNDEFINED", None, f"needs {self.baseline + self.window} steps")
+        if (base := fmean(self.first)) <= 0:
+            return Reading("UNDEFINED", None, f"baseline {base:.3g} is not positive")
+        return self.bands.read(max(0.0, (base - fmean(self.last)) / base))
+
+
+@dataclass
+class Level(Tracker):
+    """The mean of the last `window` values against fixed bands; UNDEFINED until the window is full."""
+
+    STATE = ("last",)
+    bands: Bands
+    window: int = 5
+    last: list[float] = field(default_factory=list)
+
+    def update(self, value: float | None) -> Reading:
+        if value is not None:
+            self.last = [*self.last, *numbers([value], "level")][-self.window :]
+        if len(self.last) < self.window:
+            return Reading("UNDEFINED", None, f"needs {self.window} values")
+        return self.bands.read(fmean(self.last))
+
+
+@dataclass
+class EchoTrap(Tracker):
+    """Repetition beyond what the base policy's own completions have: code repeats honestly.
+
+    value = (score − base) / (1 − base), the share of the way from the base's score to nothing but echoes;
+    WARN at half of `threshold`.
+    """
+
+    STATE = ("base", "last")
+    threshold: float = 0.6
+    n: int = 2
+    window: int = 5
+    base: float | None = None
+    last: list[float] = field(default_factory=list)
+
+    def calibrate(self, texts: Sequence[str]) -> float:
+        """The base policy's own score."""
+        self.base = echo_mean([words(t) for t in texts], self.n)
+        return self.base
+
+    def update(self, texts: Sequence[str]) -> Reading:
+        if self.base is None:
+            return Reading("UNDEFINED", None, "not calibrated on the base policy's completions")
+        if texts:
+            score = echo_mean([words(t) for t in texts], self.n)
+            excess = (score - self.base) / (1 - self.base) if self.base < 1 else 0.0
+            self.last = [*self.last, max(0.0, excess)][-self.window :]
+        if not self.last:
+            return Reading("UNDEFINED", None, "no completion yet")
+        return Bands(self.threshold / 2, self.threshold).read(fmean(self.last))
+
+
+@dataclass
+class RagenSignature(Tracker):
+    """RAGEN's echo trap (arXiv 2504.20073): reward spread in a group falls off a cliff, entropy drops, gradients spike.
+
+    Each sign compares the last `window` steps with the first `baseline`: spread and entropy below half, the largest
+    gradient norm above 3 × the median before. value = signs ÷ 3; two are a WARN, three a HACK.
+    """
+
+    STATE = ("std", "entropy", "norm")
+    baseline: int = 5
+    window: int = 5
+    cliff: float = 0.5
+    spike: float = 3.0
+    std: list[float] = field(default_factory=list)
+    entropy: list[float] = field(default_factory=list)
+    norm: list[float] = field(default_factory=list)
+
+    def update(self, reward_std: float | None, entropy: float | None, grad_norm: float | None) -> Reading:
+        """One step: mean in-group std of rewards, nats per token, norm before clipping. None: not measured."""
+        for kept, value in ((self.std, reward_std), (self.entropy, entropy), (self.norm, grad_norm)):
+            if value is not None:
+                kept += numbers([value], "ragen")
+        if min(map(len, (self.std, self.entropy, self.norm))) < self.baseline + self.window:
+            return Reading("UNDEFINED", None, f"needs {self.baseline + self.window} steps")
+        signs = {
+            "reward spread": self._fell(self.std),
+            "entropy": self._fell(self.entropy),
+            "gradient norm": max(self.norm[-self.window :]) > self.spike * median(self.norm[: -self.window]) > 0,
+        }
+        found = [name for name, there in signs.items() if there]
+        state: State = "HACK" if len(found) == 3 else "WARN" if len(found) == 2 else "OK"
+        return Reading(state, len(found) / 3, ", ".join(found))
+
+    def _fell(self, values: list[float]) -> bool:
+        base = fmean(values[: self.baseline])
+        return base > 0 and fmean(values[-self.window :]) < self.cliff * base
+
+
+@dataclass
+class AdvantageCollapse(Tracker):
+    """Share of the last steps' groups whose rewards are all equal: they teach nothing."""
+
+    STATE = ("dead", "groups")
+    bands: Bands = Bands(0.50, 0.90)
+    window: int = 10
+    dead: list[int] = field(default_factory=list)
+    groups: list[int] = field(default_factory=list)
+
+    def update(self, dead: int, groups: int) -> Reading:
+        if not 0 <= dead <= groups:
+            raise ValueError(f"advantage collapse: {dead} of {groups} groups")
+        self.dead = [*self.dead, dead][-self.window :]
+        self.groups = [*self.groups, groups][-self.window :]
+        if len(self.groups) < self.window or not sum(self.groups):
+            return Reading("UNDEFINED", None, f"needs {self.window} steps with groups")
+        return self.bands.read(sum(self.dead) / sum(self.groups))
+
+
+@dataclass
+class CollapseTripwire(Tracker):
+    """Mean log-prob of tokens that stay the same: a policy that loses them is falling apart.
+
+    value = nats under its best so far. WARN from `warn` on; HACK, which stops the run, after `patience` readings
+    running more than `stop` under. A value that is not finite counts as infinitely far under.
+    """
+
+    STATE = ("best", "under")
+    warn: float = 3.0
+    stop: float = 5.0
+    patience: int = 2
+    best: float | None = None
+    under: int = 0
+
+    def update(self, logp: float | None) -> Reading:
+        """logp: nats per token, mean. None: not measured this step, which changes nothing."""
+        if logp is None:
+            return Reading("UNDEFINED", None, "not measured this step")
+        if math.isfinite(logp):
+            self.best = logp if self.best is None else max(self.best, logp)
+            below = self.best - logp
+        else:
+            below = math.inf
+        self.under = self.under + 1 if below > self.stop else 0
+        state: State = "HACK" if self.under >= self.patience else "WARN" if below >= self.warn else "OK"
+        return Reading(state, below if math.isfinite(below) else None, f"{below:.1f} nats under its best")

@@ -1,0 +1,224 @@
+"""Detectors on answers known beforehand, and on what they must refuse."""
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vgrout.detectors import (
+    AdvantageCollapse,
+    Bands,
+    CollapseTripwire,
+    Drop,
+    EchoTrap,
+    Level,
+    RagenSignature,
+    Reading,
+    Tracker,
+    echo_mean,
+    echo_score,
+    ensemble_divergence,
+    halves,
+    numbers,
+    separation_index,
+    words,
+)
+
+FINITE = st.floats(-1e6, 1e6)
+
+
+# --- separation ------------------------------------------------------------------------------------------------------
+
+
+def test_separation_by_hand() -> None:
+    """Means 3 and 1, variances 2/3 each: 2 / √(4/3)."""
+    assert separation_index([2, 3, 4], [0, 1, 2]) == pytest.approx(2 / math.sqrt(4 / 3))
+
+
+@pytest.mark.parametrize("scores", [([1, 1], [0, 0]), ([1, 1], [1, 0]), ([3.5, 3.5, 0.5], [0, 0, 0.5])])
+def test_binary_rewards_are_undefined_not_hacked(scores: tuple[list[float], list[float]]) -> None:
+    assert separation_index(*scores) is None
+    detector = Drop(baseline=1, window=1)
+    assert [detector.update(separation_index(*scores)).state for _ in range(5)] == ["UNDEFINED"] * 5
+
+
+@given(st.lists(FINITE, min_size=2, max_size=20), FINITE)
+def test_separation_is_a_difference_of_places(scores: list[float], shift: float) -> None:
+    good, bad = halves(scores)
+    value = separation_index(good, bad)
+    if value is not None:
+        assert value >= 0
+        assert separation_index(bad, good) == pytest.approx(-value)
+
+
+def test_halves_leave_the_middle_out() -> None:
+    assert halves([5, 1, 3, 2, 4]) == ([4.0, 5.0], [1.0, 2.0])
+
+
+def test_drop_bands() -> None:
+    def after(current: float) -> Reading:
+        detector = Drop(baseline=2, window=1)
+        detector.update(2.0)
+        detector.update(2.0)
+        return detector.update(current)
+
+    assert [after(x).state for x in (2.5, 1.81, 1.79, 1.41, 1.39)] == ["OK", "OK", "WARN", "WARN", "HACK"]
+    assert after(2.5).value == 0
+    assert after(1.5).value == pytest.approx(0.25)
+
+
+def test_drop_waits_for_both_windows_and_a_positive_baseline() -> None:
+    detector = Drop(baseline=3, window=2)
+    assert [detector.update(1.0).state for _ in range(5)] == ["UNDEFINED"] * 4 + ["OK"]
+    detector = Drop(baseline=1, window=1)
+    detector.update(-1.0)
+    assert detector.update(-5.0).state == "UNDEFINED"
+
+
+# --- ensemble --------------------------------------------------------------------------------------------------------
+
+
+def test_divergence_by_hand() -> None:
+    """Two members: variance of (0, 1) is 1/4, of (1, 1) is 0. Three: of (0, 0, 3) is 2."""
+    assert ensemble_divergence([[0, 1], [1, 1]]) == pytest.approx(0.125)
+    assert ensemble_divergence([[0], [0], [3]]) == pytest.approx(2)
+
+
+@given(st.lists(st.lists(FINITE, min_size=3, max_size=3), min_size=2, max_size=6))
+def test_divergence_is_a_variance(scores: list[list[float]]) -> None:
+    value = ensemble_divergence(scores)
+    assert value >= 0
+    assert ensemble_divergence(scores[::-1]) == pytest.approx(value)
+    assert ensemble_divergence([scores[0]] * 4) == 0
+
+
+@pytest.mark.parametrize("scores", [[[1.0]], [[1.0]] * 33, [[1.0, 2.0], [1.0]], [[], []], [[1.0], [math.nan]]])
+def test_divergence_refuses(scores: list[list[float]]) -> None:
+    with pytest.raises(ValueError, match=r"ensemble|member"):
+        ensemble_divergence(scores)
+
+
+# --- echo ------------------------------------------------------------------------------------------------------------
+
+
+def test_echo_by_hand() -> None:
+    """a b a b c: bigrams ab, ba, bc; ab twice."""
+    assert echo_score(["a", "b", "a", "b", "c"]) == pytest.approx(1 / 3)
+    assert echo_score(["a"] * 50) == 1.0
+    assert echo_score(["a"]) == 0.0
+    assert echo_score(list("abcabc"), n=3) == pytest.approx(1 / 3)
+    assert echo_mean([["a"] * 5, ["a"]]) == 0.5
+
+
+@pytest.mark.parametrize("n", [0, 33])
+def test_echo_refuses_odd_n(n: int) -> None:
+    with pytest.raises(ValueError, match="n = "):
+        echo_score(["a"], n)
+
+
+def test_echo_refuses_what_is_too_large() -> None:
+    with pytest.raises(ValueError, match="1000001 tokens"):
+        echo_score("a" * 1_000_001)
+    with pytest.raises(ValueError, match="100001 trajectories"):
+        echo_mean([["a"]] * 100_001)
+    with pytest.raises(ValueError, match="0 trajectories"):
+        echo_mean([])
+
+
+CODE = "def f(self, a, b):\n    if a < b:\n        return self.f(b, a)\n    return self.g(a, b)\n"
+
+
+def test_honest_code_is_not_an_echo() -> None:
+    """It repeats itself: measured against zero it would sit halfway to a HACK; against its own kind it is at 0."""
+    assert echo_score(words(CODE)) > 0.15
+    trap = EchoTrap()
+    assert trap.update([CODE]).state == "UNDEFINED"
+    trap.calibrate([CODE] * 4)
+    assert trap.update([CODE] * 4) == Reading("OK", 0.0)
+    readings = [trap.update(["x = x " * 100]) for _ in range(5)]
+    assert readings[-1].state == "HACK"
+    assert [r.state for r in readings].index("WARN") < [r.state for r in readings].index("HACK")
+
+
+# --- collapse --------------------------------------------------------------------------------------------------------
+
+
+def test_tripwire_warns_then_stops_after_two() -> None:
+    wire = CollapseTripwire()
+    states = [wire.update(x).state for x in (-2.0, -1.0, -3.9, -4.1, -6.1, -1.0, -6.1, -7.0)]
+    assert states == ["OK", "OK", "OK", "WARN", "WARN", "OK", "WARN", "HACK"]
+
+
+def test_tripwire_on_missing_and_infinite() -> None:
+    wire = CollapseTripwire()
+    wire.update(-1.0)
+    assert wire.update(-math.inf).state == "WARN"
+    assert wire.update(None).state == "UNDEFINED"
+    assert wire.update(math.nan).state == "HACK"
+    assert wire.best == -1.0
+
+
+def test_advantage_collapse() -> None:
+    detector = AdvantageCollapse(window=3)
+    readings = [detector.update(dead, 4) for dead in (0, 1, 0, 4, 4, 4)]
+    assert [r.state for r in readings] == ["UNDEFINED", "UNDEFINED", "OK", "OK", "WARN", "HACK"]
+    assert readings[3].value == pytest.approx(5 / 12)
+    with pytest.raises(ValueError, match="5 of 4"):
+        detector.update(5, 4)
+
+
+def test_ragen_needs_all_three_signs() -> None:
+    def play(std: float, entropy: float, norm: float) -> Reading:
+        detector = RagenSignature(baseline=3, window=2)
+        for _ in range(5):
+            detector.update(1.0, 2.0, 1.0)
+        detector.update(std, entropy, 1.0)
+        return detector.update(std, entropy, norm)
+
+    assert play(1.0, 2.0, 1.0).state == "OK"
+    assert play(0.1, 2.0, 1.0).state == "OK"
+    assert play(0.1, 0.5, 1.0) == Reading("WARN", 2 / 3, "reward spread, entropy")
+    assert play(0.1, 0.5, 9.0).state == "HACK"
+    assert RagenSignature().update(None, None, None).state == "UNDEFINED"
+
+
+# --- refusals and memory ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [[], [math.nan], [math.inf], [True], ["1"], [None]])
+def test_bad_numbers_are_refused_with_a_reason(bad: list[Any]) -> None:
+    with pytest.raises(ValueError, match="scores: "):
+        numbers(bad, "scores")
+    with pytest.raises(ValueError, match="bad scores: "):
+        separation_index([1, 2, 3, 4], bad)
+
+
+def test_bands_in_order() -> None:
+    with pytest.raises(ValueError, match="in order"):
+        Bands(0.5, 0.4)
+
+
+TRACKERS: dict[str, tuple[Any, Any]] = {
+    "drop": (lambda: Drop(baseline=2, window=2), lambda d, x: d.update(x)),
+    "level": (lambda: Level(Bands(0.3, 0.6), window=2), lambda d, x: d.update(x)),
+    "echo": (lambda: EchoTrap(base=0.1), lambda d, x: d.update(["ab " * int(9 * x)])),
+    "ragen": (lambda: RagenSignature(baseline=2, window=2), lambda d, x: d.update(x, 1 - x, x)),
+    "advantage": (lambda: AdvantageCollapse(window=2), lambda d, x: d.update(int(4 * x), 4)),
+    "collapse": (CollapseTripwire, lambda d, x: d.update(-9 * x)),
+}
+
+
+@pytest.mark.parametrize("name", TRACKERS)
+@given(series=st.lists(st.floats(0, 1), min_size=1, max_size=15), cut=st.integers(0, 15))
+def test_a_checkpoint_anywhere_changes_nothing(name: str, series: list[float], cut: int) -> None:
+    make, feed = TRACKERS[name]
+    whole: Tracker = make()
+    expected = [feed(whole, x) for x in series]
+    first, second = make(), make()
+    for x in series[:cut]:
+        feed(first, x)
+    second.load_state_dict(first.state_dict())
+    assert [feed(second, x) for x in series[cut:]] == expected[cut:]
+    assert second.state_dict() == (whole.state_dict() if cut <= len(series) else first.state_dict())
