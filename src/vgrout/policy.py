@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from vgrout.decoder import Decoder, HfDecoder
+from vgrout.decoder import Decoder, HfDecoder, LeanDecoder, lean_fits
 from vgrout.logprobs import check_head, collate, completion_logprobs
 from vgrout.nouns import Message
 from vgrout.svd_adapter import SvdAdapter
@@ -27,6 +27,7 @@ class Policy:
     adapter: SvdAdapter
     eos_ids: frozenset[int]  # any of these ends an answer
     pad_id: int  # may equal an EOS: masks go by length
+    lean: bool = False  # the lean decoder was checked against this model and agrees
 
     @property
     def device(self) -> torch.device:
@@ -60,7 +61,7 @@ class Policy:
 
     def decoder(self) -> Decoder:
         """A fresh decoder on the weights as they are now."""
-        return HfDecoder(self.model)
+        return LeanDecoder(self.model) if self.lean else HfDecoder(self.model)
 
     def logprobs(
         self, prompts: Sequence[tuple[int, ...]], completions: Sequence[tuple[int, ...]]
@@ -110,4 +111,4 @@ def as_policy(model: PreTrainedModel, tok: PreTrainedTokenizerBase, cache_dir: P
     if not eos:
         raise ValueError(f"{type(model).__name__}: neither tokenizer nor configuration names an end-of-text token")
     pad = tok.pad_token_id if tok.pad_token_id is not None else min(eos)
-    return Policy(model, tok, SvdAdapter(model, cache_dir), frozenset(eos), pad)
+    return Policy(model, tok, SvdAdapter(model, cache_dir), frozenset(eos), pad, lean_fits(model))

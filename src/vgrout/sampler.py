@@ -13,8 +13,6 @@ from vgrout.sampling import Sampling, candidates, penalised, tempered
 
 __all__ = ["Sample", "Sampling", "sample"]
 
-DROP_AT = 0.125  # share of finished rows in the batch at which they are dropped: a drop copies keys and values
-
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -101,12 +99,12 @@ class _Run:
                     yield row, self._answer(row, t + 1, token in self.policy.eos_ids)
             if len(ended) == n:
                 return
-            stale = sum(row in ended for row in slots)
-            if drop_finished and stale > DROP_AT * len(slots):
-                alive = [slot for slot, row in enumerate(slots) if row not in ended]
-                slots = [slots[slot] for slot in alive]
-                self.decoder.keep(alive)
-                at, tokens = torch.tensor(slots, device=at.device), tokens[alive]
+            alive = n - len(ended)
+            if drop_finished and len(slots) - alive > self.decoder.drop_at * len(slots):
+                stay = compacted([row in ended for row in slots])
+                slots = [slots[slot] for slot in stay]
+                self.decoder.keep(stay)
+                at, tokens = torch.tensor(slots, device=at.device), tokens[stay]
             self.logits = self.decoder.step(tokens)
 
     def _draw(self, at: Int[Tensor, " n"], t: int) -> Int[Tensor, " n"]:
@@ -129,6 +127,13 @@ class _Run:
         ids = tuple(self.said[row, :length].tolist())
         full, sampled = self.logps[:, row, :length].tolist()
         return Sample(ids, self.policy.decode(ids), finished, tuple(full), tuple(sampled))
+
+
+def compacted(ended: Sequence[bool]) -> list[int]:
+    """Slots to keep, holes filled from the tail: [0, 1, 2, 3] with 1 ended → [0, 3, 2]."""
+    n = len(ended) - sum(ended)
+    tail = [slot for slot in range(n, len(ended)) if not ended[slot]]
+    return [tail.pop() if ended[slot] else slot for slot in range(n)]
 
 
 def draw(
