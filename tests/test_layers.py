@@ -19,7 +19,7 @@ LEVELS: list[set[str]] = [
     {"config", "problems", "svd_adapter", "checkpoint", "teacher"},
     {"plan", "policy", "optim"},
     {"sampler"},
-    {"grpo", "direction", "evaluate"},
+    {"grpo", "direction", "evaluate", "latents"},
     {"arms", "measure"},
     {"narrate"},
     # the algorithm, and what surrounds it

@@ -1,0 +1,128 @@
+"""Where answers lie in a map that does not move: CSI and MOP, both against a cloud of the base policy's own answers.
+
+The map is the base model's last hidden state, averaged over the completion. A map that trained along would drift by
+itself, and one fixed map makes recorded answers scorable after the run.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from vgrout.logprobs import backbone, collate
+from vgrout.policy import Policy
+
+TOKEN_BUDGET = 16_384
+MIN_SAMPLES = 5  # DBSCAN's: a point with so many within ε, itself included, is a core of a cluster
+QUANTILE = 0.99
+MOP_AXES = 8  # at most n/8, so that a covariance of n answers is one
+
+
+@torch.no_grad()
+def latents(
+    policy: Policy, prompts: Sequence[tuple[int, ...]], completions: Sequence[tuple[int, ...]]
+) -> Float[Tensor, "n D"]:
+    """Each answer's mean last hidden state under the base model, fp32 on the CPU, in the order given."""
+    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]) - len(completions[i]))
+    out: dict[int, Tensor] = {}
+    with policy.adapter.reference():
+        while order:
+            longest = len(prompts[order[0]]) + len(completions[order[0]])
+            part, order = order[: (k := max(1, TOKEN_BUDGET // longest))], order[k:]
+            batch = collate([prompts[i] for i in part], [completions[i] for i in part], policy.device)
+            hidden = backbone(policy.model)(input_ids=batch.ids, use_cache=False).last_hidden_state
+            rows = hidden[torch.arange(len(part), device=policy.device)[:, None], batch.at].float()
+            weight = batch.mask[..., None].float()
+            means = (rows * weight).sum(1) / weight.sum(1)
+            out |= dict(zip(part, means.cpu(), strict=True))
+    return torch.stack([out[i] for i in range(len(prompts))])
+
+
+def dbscan(x: Float[Tensor, "n D"], eps: float, min_samples: int = MIN_SAMPLES) -> Int[Tensor, " n"]:
+    """Density clusters (Ester et al. 1996): 0, 1, … by first member, −1 for noise. O(n²): for hundreds of points.
+
+    Cores are points with `min_samples` within `eps`, themselves included; a cluster is a connected set of cores and
+    what lies within `eps` of one. A border point between two clusters goes to the one that comes first.
+    """
+    n = len(x)
+    near: Bool[Tensor, "n n"] = torch.cdist(x, x) <= eps
+    near.fill_diagonal_(True)
+    core = near.sum(1) >= min_samples
+    index = torch.where(core, torch.arange(n), n)
+    while True:  # every core takes the smallest label among the cores near it, until none changes
+        smallest = torch.where(near & core[None], index[None], n).min(1).values
+        if torch.equal(new := torch.where(core, smallest, n), index):
+            break
+        index = new
+    label = torch.full((n,), -1)
+    for k, root in enumerate(sorted(set(smallest.tolist()) - {n})):
+        label[smallest == root] = k
+    return label
+
+
+def chi2_quantile(p: float, k: int) -> float:
+    """The value that a χ² variable with k degrees of freedom stays below with probability p."""
+    a, low, high = torch.tensor(k / 2, dtype=torch.float64), 0.0, 1000.0 + 100.0 * k
+    for _ in range(100):
+        middle = (low + high) / 2
+        below = torch.special.gammainc(a, torch.tensor(middle / 2, dtype=torch.float64))
+        low, high = (middle, high) if below < p else (low, middle)
+    return (low + high) / 2
+
+
+class Cloud:
+    """The base policy's answers as a yardstick. Axes are divided by their spread in the cloud before any distance."""
+
+    def __init__(self, reference: Float[Tensor, "n D"]) -> None:
+        """Raises ValueError on fewer than 16 answers, or on a number that is not finite."""
+        if len(reference) < 16:
+            raise ValueError(f"latents: {len(reference)} reference answers, at least 16 are needed")
+        self._fit(_finite(reference))
+        # What the base policy's answers measure against themselves: one half as the cloud, the other as the answers.
+        odd, even = reference[1::2], reference[::2]
+        if len(even) >= 16:
+            half = Cloud.__new__(Cloud)
+            half._fit(even)
+            self.base_csi, self.base_mop = half.csi(odd) / len(odd), half.mop(odd)
+        else:
+            self.base_csi, self.base_mop = self.csi(odd) / len(odd), 1 - QUANTILE
+
+    def _fit(self, reference: Float[Tensor, "n D"]) -> None:
+        x = reference.double()
+        self.mean, self.spread = x.mean(0), x.std(0).clamp_min(1e-6)
+        self.x = (x - self.mean) / self.spread
+        n = len(x)
+        distances = torch.cdist(self.x, self.x).sort(1).values
+        self.eps = float(distances[:, min(MIN_SAMPLES, n - 1)].median())  # a typical distance to the fifth neighbour
+        _, S, Vh = torch.linalg.svd(self.x, full_matrices=False)
+        k = max(1, min(MOP_AXES, n // 8, int((1e-6 * S[0] < S).sum())))
+        self.axes, self.deviation = Vh[:k], S[:k] / math.sqrt(n - 1)
+        self.limit = chi2_quantile(QUANTILE, k)
+
+    def csi(self, answers: Float[Tensor, "m D"]) -> float:
+        """Cluster separation index (InfoRM, arXiv 2402.09345): Σ |C_i|·d_i, with d_i from a cluster's centroid to the
+        nearest reference answer. It rises with over-optimisation. Noise points count as clusters of one, so that no
+        answer is left out."""
+        x = (_finite(answers).double() - self.mean) / self.spread
+        label = dbscan(x, self.eps)
+        groups = [x[label == k] for k in range(int(label.max()) + 1)] + [row[None] for row in x[label == -1]]
+        centroids = torch.stack([g.mean(0) for g in groups])
+        nearest = torch.cdist(centroids, self.x).min(1).values
+        return float((nearest * torch.tensor([len(g) for g in groups], dtype=torch.float64)).sum())
+
+    def mop(self, answers: Float[Tensor, "m D"]) -> float:
+        """Share of answers whose squared Mahalanobis distance to the cloud exceeds the χ² quantile at .99.
+
+        In the cloud's leading axes (at most 8): the covariance of a few dozen answers has no more.
+        """
+        x = (_finite(answers).double() - self.mean) / self.spread
+        squared = ((x @ self.axes.T) / self.deviation).square().sum(1)
+        return float((squared > self.limit).double().mean())
+
+
+def _finite(x: Float[Tensor, "n D"]) -> Float[Tensor, "n D"]:
+    if not len(x) or not bool(x.isfinite().all()):
+        raise ValueError(f"latents: {len(x)} answers, not all finite" if len(x) else "latents: no answers")
+    return x

@@ -1,0 +1,104 @@
+"""Density clusters, the χ² quantile, CSI and MOP on clouds whose answer is known."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tiny import policy
+from vgrout.latents import Cloud, chi2_quantile, dbscan, latents
+
+
+def blob(n: int, at: float, seed: int, d: int = 6, scale: float = 1.0) -> Tensor:
+    return at + scale * torch.randn(n, d, generator=torch.Generator().manual_seed(seed))
+
+
+def textbook_dbscan(x: Tensor, eps: float, min_samples: int) -> list[int]:
+    """Seed by seed, with a queue, as the paper tells it."""
+    n = len(x)
+    near = [[j for j in range(n) if float((x[i] - x[j]).norm()) <= eps] for i in range(n)]
+    label, k = [-1] * n, 0
+    for i in range(n):
+        if label[i] != -1 or len(near[i]) < min_samples:
+            continue
+        queue = [i]
+        while queue:
+            j = queue.pop(0)
+            if label[j] == -1:
+                label[j] = k
+                if len(near[j]) >= min_samples:
+                    queue += near[j]
+        k += 1
+    return label
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=40), st.integers(1, 5), st.integers(0, 4))
+def test_dbscan_is_the_textbooks(places: list[int], min_samples: int, eps: int) -> None:
+    """On integers along a line every distance is exact, so both see the same neighbours."""
+    x = torch.tensor(places, dtype=torch.float64)[:, None]
+    assert dbscan(x, float(eps), min_samples).tolist() == textbook_dbscan(x, float(eps), min_samples)
+
+
+def test_two_blobs_and_a_stray() -> None:
+    x = torch.cat([blob(20, 0.0, 0, scale=0.1), blob(20, 9.0, 1, scale=0.1), torch.full((1, 6), 100.0)])
+    assert dbscan(x, 1.0).tolist() == [0] * 20 + [1] * 20 + [-1]
+
+
+@pytest.mark.parametrize(
+    ("p", "k", "table"),
+    [(0.99, 1, 6.6349), (0.99, 2, 9.2103), (0.99, 8, 20.0902), (0.95, 5, 11.0705), (0.5, 2, 1.3863)],
+)
+def test_chi2_quantiles_of_the_printed_table(p: float, k: int, table: float) -> None:
+    assert chi2_quantile(p, k) == pytest.approx(table, abs=1e-4)
+
+
+def test_csi_by_hand() -> None:
+    """One tight cluster of five at distance 3 from the nearest reference, and a stray at 5: 5·3 + 1·5."""
+    cloud = Cloud(torch.randn(32, 2, generator=torch.Generator().manual_seed(0)))
+    cloud.mean, cloud.spread, cloud.eps = torch.zeros(2), torch.ones(2), 0.5
+    cloud.x = torch.zeros(1, 2, dtype=torch.float64)
+    answers = torch.tensor([[3.0, 0.0]] * 5 + [[0.0, 5.0]])
+    assert cloud.csi(answers) == pytest.approx(20.0)
+
+
+def test_both_rise_as_answers_leave_the_cloud() -> None:
+    cloud = Cloud(blob(64, 0.0, 0))
+    near, far = blob(28, 0.0, 1), blob(28, 4.0, 2, scale=0.2)
+    assert cloud.csi(far) > 3 * cloud.csi(near)
+    assert cloud.mop(near) < 0.2
+    assert cloud.mop(far) == 1.0
+
+
+def test_base_levels_are_what_fresh_base_answers_measure() -> None:
+    fresh, cloud = blob(400, 0.0, 5), Cloud(blob(400, 0.0, 4))
+    assert cloud.csi(fresh) / 400 == pytest.approx(cloud.base_csi, rel=0.25)
+    assert abs(cloud.mop(fresh) - cloud.base_mop) < 0.03
+    assert abs(cloud.mop(fresh) - 0.01) < 0.02
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="at least 16"):
+        Cloud(torch.zeros(15, 3))
+    with pytest.raises(ValueError, match="not all finite"):
+        Cloud(torch.full((16, 3), math.nan))
+    cloud = Cloud(blob(32, 0.0, 0))
+    with pytest.raises(ValueError, match="no answers"):
+        cloud.csi(torch.zeros(0, 6))
+
+
+def test_latents_are_means_over_the_completion_under_the_base_model() -> None:
+    p = policy()
+    prompts, completions = [(5, 6, 7), (8, 9), (5, 6, 7, 8)], [(10, 11), (12, 13, 14, 15), (16,)]
+    with torch.no_grad():
+        expected = []
+        for prompt, completion in zip(prompts, completions, strict=True):
+            ids = torch.tensor([[*prompt, *completion]])
+            hidden = p.model.model(input_ids=ids, use_cache=False).last_hidden_state[0]
+            expected.append(hidden[len(prompt) - 1 : -1].mean(0))
+        p.adapter.δS.add_(0.3)
+    p.adapter.fold()
+    assert torch.allclose(latents(p, prompts, completions), torch.stack(expected), atol=1e-5)
