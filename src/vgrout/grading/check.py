@@ -1,10 +1,8 @@
 """Is a problem file sound? Every canonical solution must pass every test under the strict oracle."""
 
-from collections.abc import Sequence
-from concurrent.futures import as_completed
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, as_completed
 from dataclasses import dataclass
-
-from tqdm import tqdm
 
 from vgrout.grading.extract import UnsupportedTest, parse_test
 from vgrout.grading.grade import Grader
@@ -53,18 +51,26 @@ def calibrated_limit(cpu_s: float) -> float:
     return round(max(LIMIT_FLOOR, LIMIT_FACTOR * cpu_s), 2)
 
 
-def check_problems(problems: Sequence[Problem], grader: Grader) -> CheckReport:
-    """Grade every canonical solution. Tests that the oracle cannot take apart are reported, not skipped."""
+Graded = Future[Grade | Ungraded]
+
+
+def check_problems(
+    problems: Sequence[Problem], grader: Grader, track: Callable[[Iterable[Graded]], Iterable[Graded]] = iter
+) -> CheckReport:
+    """Grade every canonical solution. Tests that the oracle cannot take apart are reported, not skipped.
+
+    `track` wraps the stream of finished gradings, for a progress bar.
+    """
     failures: list[Failure] = []
     cpu: dict[int, float] = {}
-    futures = {}
+    futures: dict[Graded, Problem] = {}
     for problem in problems:
         bad = _unsupported(problem)
         if bad:
             failures.append(Failure(problem.id, bad))
         else:
             futures[grader.submit(problem, f"```python\n{problem.canonical}\n```")] = problem
-    for future in tqdm(as_completed(futures), total=len(futures), desc="canonical solutions", disable=None):
+    for future in track(as_completed(futures)):
         problem = futures[future]
         grade = future.result()
         match grade:

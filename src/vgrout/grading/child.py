@@ -27,10 +27,12 @@ from typing import Any, NoReturn
 from vgrout.grading import probe
 from vgrout.grading.values import encode
 
+# Functions below see this copy: an answer that replaces builtins.zip changes nothing here.
+__builtins__ = dict(vars(builtins))
+
 HARNESS_EXIT = 77  # our own way out: an exit status of 0 is always the answer's doing
 
 _dumps, _loads, _write, _read, _exit = json.dumps, marshal.loads, os.write, os.read, os._exit
-_compile, _exec, _getattr, _BaseException = compile, exec, getattr, BaseException
 _type_name = type.__dict__["__name__"].__get__
 
 
@@ -88,10 +90,10 @@ def main(job: bytes, talk_fd: int) -> NoReturn:
     namespace: dict[str, Any] = {"__name__": "answer" if spec["kind"] == "strict" else "__main__"}
     namespace["__builtins__"] = builtins
     if spec["setup"]:
-        _exec(_loads(spec["setup"]), namespace)
+        exec(_loads(spec["setup"]), namespace)
     try:
-        code = _compile(spec["code"], "<answer>", "exec", dont_inherit=True)
-    except _BaseException as e:
+        code = compile(spec["code"], "<answer>", "exec", dont_inherit=True)
+    except BaseException as e:
         talk.say(_dumps({"compiled": False, "error": _error_name(e)}))
         _exit(HARNESS_EXIT)
     # Said before the answer's first instruction, so it cannot be forged.
@@ -127,7 +129,7 @@ def _make_call(blob: bytes, namespace: dict[str, Any], builders: dict[str, Any])
     if has_nodes:
         args = [_build_nodes(a, builders) for a in args]
         kwargs = {k: _build_nodes(v, builders) for k, v in kwargs.items()}
-    target = namespace[name] if owner is None else _getattr(namespace[owner](), name)
+    target = namespace[name] if owner is None else getattr(namespace[owner](), name)
     return target(*args, **kwargs)
 
 
@@ -172,10 +174,10 @@ def _strict(spec: dict[str, Any], talk: _Talk, code: Any, namespace: dict[str, A
     builders = dict(namespace)
     note = ""
     try:
-        _exec(code, namespace)
+        exec(code, namespace)
     except SystemExit as e:
         note = f"exit:{e.code if type(e.code) is int else 0 if e.code is None else 1}"
-    except _BaseException as e:
+    except BaseException as e:
         talk.say(_dumps({"failed": _error_name(e)}))
         return
     calls, kinds = spec["calls"], spec["kinds"]
@@ -185,7 +187,7 @@ def _strict(spec: dict[str, Any], talk: _Talk, code: Any, namespace: dict[str, A
             try:
                 value = _make_call(calls[i], namespace, builders)
                 claims.append(encode(value if kinds[i] == "plain" else _node_values(value, kinds[i])))
-            except _BaseException as e:
+            except BaseException as e:
                 claims.append(_dumps({"e": note or _error_name(e)}))
                 break
         text = f'{{"claims": [{", ".join(claims)}]}}'
@@ -204,7 +206,7 @@ def _leave(status: int) -> NoReturn:
         atexit._run_exitfuncs()
     except SystemExit as e:
         status = _status(e)
-    except _BaseException:
+    except BaseException:
         pass
     _exit(status)
 
@@ -220,21 +222,21 @@ def _as_script(talk: _Talk, step: Callable[[], Any]) -> Any:
         return step()
     except SystemExit as e:
         _leave(_status(e))
-    except _BaseException as e:
+    except BaseException as e:
         talk.say(_dumps({"raised": _error_name(e)}))
         if sys.excepthook is not sys.__excepthook__:  # the default one only prints, to nowhere
             try:
                 sys.excepthook(type(e), e, e.__traceback__)
             except SystemExit as e2:
                 _leave(_status(e2))
-            except _BaseException:
+            except BaseException:
                 pass
         _leave(1)
 
 
 def _flawed(spec: dict[str, Any], talk: _Talk, code: Any, namespace: dict[str, Any]) -> None:
     builders = dict(namespace)
-    _as_script(talk, lambda: _exec(code, namespace))
+    _as_script(talk, lambda: exec(code, namespace))
     mode, marker = spec["mode"], spec["marker"]
     if mode == "run_tests":
         outcome = _run_tests(namespace, marker)
@@ -284,8 +286,8 @@ def _run_tests(namespace: dict[str, Any], name: str) -> str:
     if function is None:
         return "absent"
     try:
-        _getattr(cls(), name)() if cls is not None else function()
-    except _BaseException:
+        getattr(cls(), name)() if cls is not None else function()
+    except BaseException:
         return "raised"
     return "returned"
 
@@ -295,9 +297,9 @@ def _sentinel(namespace: dict[str, Any], name: str, first_call: bytes, builders:
 
     def up(instance: Any) -> bool:
         try:
-            flag = _getattr(instance, name)
+            flag = getattr(instance, name)
             return not callable(flag) and bool(flag)
-        except _BaseException:
+        except BaseException:
             return False
 
     try:
@@ -309,10 +311,10 @@ def _sentinel(namespace: dict[str, Any], name: str, first_call: bytes, builders:
             if has_nodes:
                 args = [_build_nodes(a, builders) for a in args]
                 kwargs = {k: _build_nodes(v, builders) for k, v in kwargs.items()}
-            with suppress(_BaseException):
-                _getattr(instance, method)(*args, **kwargs)
+            with suppress(BaseException):
+                getattr(instance, method)(*args, **kwargs)
         return up(instance)
-    except _BaseException:
+    except BaseException:
         return False
 
 
@@ -324,13 +326,13 @@ def _detect(spec: dict[str, Any], talk: _Talk, code: Any, namespace: dict[str, A
     other: type | None = None
     if spec["against"] == "canonical":
         scope = dict(namespace)
-        _exec(_compile(spec["canonical"], "<canonical>", "exec", dont_inherit=True), scope)
+        exec(compile(spec["canonical"], "<canonical>", "exec", dont_inherit=True), scope)
         other = scope["Solution"]
     elif spec["against"] == "stub":
         other = type("Solution", (), {spec["function"]: lambda self, *args, **kwargs: 0})
     try:
-        _exec(code, namespace)
-    except _BaseException as e:
+        exec(code, namespace)
+    except BaseException as e:
         talk.say(_dumps({"raised": _error_name(e)}))
         return
     if other is not None:

@@ -30,8 +30,8 @@ ATTEMPTS = 3
 LEVELS = {
     3: "namespaces + landlock + seccomp",
     2: "landlock + seccomp",
-    1: "seccomp without open",
-    0: "rlimits only",
+    1: "one layer of two",
+    0: "rlimits",
 }
 
 

@@ -64,7 +64,6 @@ class Ending:
     wall_s: float
     peak_kb: int
     result_file: bytes | None
-    overflow: bool = False  # said more than TALK_CAP
 
     @property
     def exit_code(self) -> int | None:
@@ -94,7 +93,11 @@ Reply = Callable[[dict[str, Any]], bytes | None]
 
 
 class StopTalking(Exception):
-    """The judge has heard enough."""
+    """The judge has heard enough: end the child."""
+
+
+class _Noise(Exception):
+    """Something that our own harness would not have said."""
 
 
 class Hand:
@@ -160,10 +163,10 @@ class Hand:
         poller = select.poll()
         poller.register(ours, select.POLLIN)
         poller.register(self.control, select.POLLIN)
-        heard, buffer, listening, overflow = 0, bytearray(), True, False
+        heard, buffer, listening = 0, bytearray(), True
 
         def hear() -> None:
-            nonlocal heard, listening, overflow
+            nonlocal heard, listening
             while listening:
                 try:
                     part = ours.recv(1 << 18, socket.MSG_DONTWAIT)
@@ -177,12 +180,15 @@ class Hand:
                     return
                 heard += len(part)
                 buffer.extend(part)
-                overflow = heard > TALK_CAP
                 try:
-                    if overflow:
-                        raise StopTalking
+                    if heard > TALK_CAP:
+                        raise _Noise
                     if b"\n" in part:
                         self._answer(ours, token, buffer, reply)
+                except _Noise:  # deaf from here on; how the child ends may still count
+                    listening = False
+                    poller.unregister(ours)
+                    ours.shutdown(socket.SHUT_RDWR)
                 except StopTalking:
                     listening = False
                     poller.unregister(ours)
@@ -198,7 +204,7 @@ class Hand:
                 hear()
                 _, status, cause, cpu, wall, peak, size = z.REPORT.unpack(report)
                 content = self._receive(size) if size > 0 else b"" if size == 0 else None
-                return Ending(status, cause, cpu, wall, peak, content, overflow)
+                return Ending(status, cause, cpu, wall, peak, content)
 
     @staticmethod
     def _answer(ours: socket.socket, token: bytes, buffer: bytearray, reply: Reply) -> None:
@@ -206,19 +212,19 @@ class Hand:
         buffer[:] = rest
         for line in lines:
             if not line.startswith(token):
-                raise StopTalking  # not from our harness
+                raise _Noise
             try:
                 said = decode_line(line[len(token) :])
-                if type(said) is not dict:
-                    raise BadClaim("not an object")
             except BadClaim:
-                raise StopTalking from None
+                raise _Noise from None
+            if type(said) is not dict:
+                raise _Noise
             answer = reply(said)
             if answer is not None:
                 try:
                     ours.sendall(len(answer).to_bytes(4, "little") + answer)
                 except OSError:  # gone, or it does not read
-                    raise StopTalking from None
+                    raise _Noise from None
 
 
 def memory_file(content: bytes = b"") -> int:

@@ -347,7 +347,10 @@ def enclose(workdir: str, memory_mb: int, output_bytes: int, forbid: frozenset[s
     return layers
 
 
-def limit_cpu(seconds: float) -> None:
-    """In the child: the kernel's own limit, one whole second above ours, for the case that nobody watches."""
-    cap = int(seconds) + 2
+def limit_child(cpu_s: float, lonely: bool) -> None:
+    """In the child: the kernel's own CPU limit, a second above ours, in case nobody watches; and no processes of its
+    own, where no filter says so already (the kernel does not hold root to this)."""
+    cap = int(cpu_s) + 2
     resource.setrlimit(resource.RLIMIT_CPU, (cap, cap))
+    if not lonely:
+        resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))

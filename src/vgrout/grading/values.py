@@ -11,6 +11,7 @@ is the value under the lie. The judge sees null, booleans, numbers, strings, arr
 no list, and NaN equals nothing, not even itself inside a list.
 """
 
+import builtins
 import json
 from collections.abc import Callable
 from decimal import Decimal
@@ -18,7 +19,10 @@ from fractions import Fraction
 from json.encoder import encode_basestring_ascii
 from typing import Any, cast
 
-MAX_DEPTH = 200
+# Functions below see this copy: an answer that replaces builtins.zip changes nothing here.
+__builtins__ = dict(vars(builtins))
+
+MAX_DEPTH = 100
 MAX_ITEMS = 1_000_000  # containers' items in one claim; plain int lists are not counted
 MAX_BITS = 1 << 16  # a literal has at most 4300 digits (14 300 bits): a longer int equals none
 MAX_CHARS = 4 << 20  # one claim as JSON
@@ -38,7 +42,7 @@ def encode(value: Any) -> str:
     budget = [MAX_ITEMS, MAX_CHARS]
     try:
         return _encode(value, 0, budget)
-    except _Opaque:
+    except (_Opaque, RecursionError):
         return f'{{"x": {encode_basestring_ascii(_type_name(type(value)))}}}'
 
 
@@ -56,52 +60,66 @@ def _int(value: int) -> str:
     return int.__repr__(plain) if plain.bit_length() <= 60 else f'{{"i": "{plain:x}"}}'
 
 
+_BASES = {
+    id(t): t
+    for t in (bool, int, str, float, list, tuple, dict, set, frozenset, bytes, complex, Fraction, Decimal, type(None))
+}
+
+
+def _base(kind: type) -> type | None:
+    """The builtin that `kind` is or derives from. By identity in its own MRO: `__class__` may lie, and so may the
+    `__eq__` and `__hash__` of a metaclass."""
+    return next((_BASES[id(t)] for t in _mro(kind) if id(t) in _BASES), None)
+
+
 def _encode(value: Any, depth: int, budget: list[int]) -> str:
-    # The type's own MRO: isinstance would ask the object for __class__, which may lie.
-    mro = _mro(type(value))
-    if value is None:
-        return "null"
-    if bool in mro:
-        return "true" if value is True else "false"
-    if int in mro:
+    base = _base(type(value))
+    if base is None or depth >= MAX_DEPTH:
+        raise _Opaque
+    if base is int:
         return _int(value)
-    if str in mro:
+    if base is str:
         plain = str.__add__(value, "")
         _spend(budget, 0, len(plain))
         return encode_basestring_ascii(str.__str__(plain))
-    if float in mro:
+    if base is list:
+        items = list.__getitem__(value, slice(0, list.__len__(value)))
+        return _ints(items, budget) or f"[{_items(items, depth, budget)}]"
+    if base is float:
         return f'{{"f": "{_float_hex(float.__add__(value, 0.0))}"}}'
-    if depth >= MAX_DEPTH:
-        raise _Opaque
-    if list in mro:
-        n = list.__len__(value)
-        items = list.__getitem__(value, slice(0, n))
-        # All of the exact type: their comparisons are int's own, and repr is valid JSON.
-        if set(map(type, items)) == {int} and n * 20 <= budget[1] and -(1 << 60) < min(items) <= max(items) < 1 << 60:
-            text = list.__repr__(items)
-            _spend(budget, 0, len(text))
-            return text
-        return f"[{_items(items, depth, budget)}]"
-    if tuple in mro:
+    if base is bool:
+        return "true" if value is True else "false"
+    if base is type(None):
+        return "null"
+    if base is tuple:
         return f'{{"t": [{_items(list(tuple.__iter__(value)), depth, budget)}]}}'
-    if dict in mro:
+    if base is dict:
         pairs = list(dict.items(value))
         _spend(budget, 2 * len(pairs))
-        body = ", ".join(f"[{_encode(k, depth + 1, budget)}, {_encode(v, depth + 1, budget)}]" for k, v in pairs)
+        body = ", ".join([f"[{_encode(k, depth + 1, budget)}, {_encode(v, depth + 1, budget)}]" for k, v in pairs])
         return f'{{"d": [{body}]}}'
-    if set in mro:
+    if base is set:
         return f'{{"s": [{_items(list(set.__iter__(value)), depth, budget)}]}}'
-    if frozenset in mro:
+    if base is frozenset:
         return f'{{"s": [{_items(list(frozenset.__iter__(value)), depth, budget)}]}}'
-    if bytes in mro:
+    if base is bytes:
         _spend(budget, 0, 2 * bytes.__len__(value))
         return f'{{"b": "{bytes.hex(value)}"}}'
-    if complex in mro:
+    if base is complex:
         plain = complex.__add__(value, 0)
         return f'{{"c": ["{_float_hex(plain.real)}", "{_float_hex(plain.imag)}"]}}'
-    if Fraction in mro or Decimal in mro:
-        return _ratio(value, Fraction if Fraction in mro else Decimal)
-    raise _Opaque
+    return _ratio(value, Fraction if base is Fraction else Decimal)
+
+
+def _ints(items: list[Any], budget: list[int]) -> str:
+    """A list of exact, moderate ints is its own JSON; "" for any other list."""
+    if set(map(id, map(type, items))) != {id(int)} or len(items) * 20 > budget[1]:
+        return ""
+    if not -(1 << 60) < min(items) <= max(items) < 1 << 60:
+        return ""
+    text = list.__repr__(items)
+    _spend(budget, 0, len(text))
+    return text
 
 
 def _ratio(value: Any, base: type[Fraction] | type[Decimal]) -> str:

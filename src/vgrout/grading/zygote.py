@@ -151,7 +151,7 @@ class Zygote:
             os.dup2(self.null, 2)
             os.dup2(talk_fd, TALK_FD)
             os.closerange(3, TALK_FD)
-            protect.limit_cpu(cpu_limit)
+            protect.limit_child(cpu_limit, self.lonely)
             if self.filters:
                 self.filters[allow_open].install(os.getpid())
             child.main(job, TALK_FD)
@@ -210,11 +210,12 @@ def main(control_fd: int, workdir: str, memory_mb: int, output_bytes: int, forbi
     """Entry of the exec'd process. Announces its layers as one line `active;missing`, then serves."""
     control = socket.socket(fileno=control_fd)
     # random and threading would run code in every child (a new seed, 0.3 ms): answers get a fixed seed and no threads.
-    register, os.register_at_fork = os.register_at_fork, lambda **hooks: None
+    register = os.register_at_fork
+    vars(os)["register_at_fork"] = lambda **hooks: None
     for name in PRELOAD.split():
         with suppress(ImportError):
             __import__(name)
-    os.register_at_fork = register
+    vars(os)["register_at_fork"] = register
     sys.modules["random"].seed(0)
     child.prepare()
     layers = protect.enclose(workdir, memory_mb, output_bytes, frozenset(forbid.split(",")))

@@ -1,0 +1,148 @@
+"""Every hostile program: the right verdict in every mode, and nobody harmed."""
+
+import gc
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import vgrout
+from vgrout.grading.grade import Grader, Limits
+
+from .attacks import ATTACKS, CONTROLS, CPU, DENIAL, Attack, Control, check_attack, check_control
+
+HERE = Path(__file__).parent
+SOURCE = Path(vgrout.__file__).parents[1]
+SPARE_UID = 65533
+
+
+@pytest.fixture(scope="module")
+def grader() -> Iterator[Grader]:
+    with Grader(workers=1, limits=Limits(cpu_s=CPU)) as g:
+        yield g
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda a: a.name)
+def test_attack(grader: Grader, attack: Attack):
+    assert check_attack(grader, attack) == []
+
+
+@pytest.mark.parametrize("control", CONTROLS, ids=lambda c: c.name)
+def test_honest_control(grader: Grader, control: Control):
+    assert check_control(grader, control) == []
+
+
+def test_the_trainer_keeps_its_memory_and_descriptors(grader: Grader):
+    """300 hostile gradings of the kinds that flood: neither resident memory nor open files of this process grow."""
+
+    def usage() -> tuple[int, int]:
+        gc.collect()
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("VmRSS:")[1].split()[0]), len(os.listdir("/proc/self/fd"))
+
+    floods = [a for a in ATTACKS if a.name.startswith("H31") and "flooded" not in a.name]
+    for attack in floods:
+        check_attack(grader, attack)
+    before = usage()
+    for _ in range(3):
+        for attack in floods:
+            check_attack(grader, attack)
+    after = usage()
+    assert after[0] - before[0] < 4 << 10, f"resident memory grew from {before[0]} to {after[0]} KiB"
+    assert after[1] == before[1], f"open files grew from {before[1]} to {after[1]}"
+
+
+def interpreter_for_others() -> str | None:
+    """A Python ≥ 3.11 that any user may run."""
+    for candidate in (sys.executable, "/usr/bin/python3", "/usr/local/bin/python3"):
+        found = shutil.which(candidate)
+        if found is None:
+            continue
+        probe = "import sys; sys.exit(sys.version_info < (3, 11))"
+        try:
+            if subprocess.run([found, "-c", probe], user=SPARE_UID, cwd="/", capture_output=True).returncode == 0:
+                return found
+        except OSError:
+            continue
+    return None
+
+
+def run_suite(*without: str, user: int | None) -> dict:
+    python = sys.executable if user is None else interpreter_for_others()
+    if python is None:
+        pytest.skip("no interpreter here that another user may run")
+    done = subprocess.run(
+        [python, str(HERE / "attacks.py"), *without],
+        env={
+            "PYTHONPATH": str(SOURCE),
+            "PATH": "/usr/bin:/bin",
+            "HOME": "/nonexistent",
+            "PYTHONDONTWRITEBYTECODE": "1",
+        },
+        cwd="/",
+        user=user,
+        group=user,
+        extra_groups=None if user is None else [],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.stdout, done.stderr[-2000:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+
+
+@pytest.mark.slow
+@needs_root
+@pytest.mark.parametrize("without", [(), ("namespaces",)], ids=["all layers", "no namespaces"])
+def test_the_whole_suite_as_an_ordinary_user(without):
+    result = run_suite(*without, user=SPARE_UID)
+    assert result["uid"] == SPARE_UID
+    assert result["protections"]["level"] == (2 if without else 3)
+    assert result["wrong"] == []
+
+
+@pytest.mark.slow
+def test_the_whole_suite_without_namespaces():
+    """What a container's default rules leave: landlock and seccomp."""
+    result = run_suite("namespaces", user=None)
+    assert result["protections"]["level"] == 2
+    assert result["wrong"] == []
+
+
+@pytest.mark.slow
+@needs_root
+def test_root_becomes_nobody_where_the_library_is_readable():
+    python = interpreter_for_others()
+    if python is None:
+        pytest.skip("no interpreter here that another user may run")
+    code = (
+        "from vgrout.grading.grade import Grader\n"
+        "with Grader(1) as g: print(g.protections.active.get('uid'), g.protections.level)"
+    )
+    env = {"PYTHONPATH": str(SOURCE), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run([python, "-c", code], env=env, cwd="/", capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["uid", "65534", "3"], done.stderr[-2000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("without", [("landlock",), ("seccomp",), ("namespaces", "landlock")], ids="+".join)
+def test_the_strict_oracle_holds_with_one_layer_only(without):
+    """Level 1: answers cannot open files in the strict run, or can fork (a bomb then costs the worker). None of them is
+    taken for right."""
+    result = run_suite(*without, user=None)
+    assert result["protections"]["level"] == 1
+    assert [w for w in result["wrong"] if w.startswith("strict oracle fooled")] == []
+
+
+def test_every_attack_has_its_own_name():
+    names = [a.name for a in ATTACKS]
+    assert len(names) == len(set(names))
+    assert len(DENIAL) >= 15
