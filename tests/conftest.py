@@ -1,9 +1,11 @@
 """Shared fixtures."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from loguru import logger
 
 
 @pytest.fixture(scope="session")
@@ -14,3 +16,12 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip("the real data are not on this machine (set VGROUT_SHARED_DATA)")
     return folder
+
+
+@pytest.fixture
+def warnings() -> Iterator[list[str]]:
+    """Messages logged at WARNING and above while the test runs."""
+    lines: list[str] = []
+    sink = logger.add(lambda message: lines.append(message.record["message"]), level="WARNING")
+    yield lines
+    logger.remove(sink)

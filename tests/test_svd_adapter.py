@@ -1,9 +1,8 @@
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from loguru import logger
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -18,14 +17,6 @@ IDS = torch.tensor([[3, 14, 15, 92, 65, 35], [8, 9, 7, 93, 23, 84], [6, 26, 43, 
 @pytest.fixture(params=list(FAMILIES))
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
-
-
-@pytest.fixture
-def warnings() -> Iterator[list[str]]:
-    lines: list[str] = []
-    sink = logger.add(lambda message: lines.append(message.record["message"]), level="WARNING")
-    yield lines
-    logger.remove(sink)
 
 
 def adapted(family: str = "qwen3", scale: float = 0.0, dtype: torch.dtype = torch.float32) -> SvdAdapter:

@@ -93,9 +93,9 @@ def load_policy(model: str | Path, *, device: str | torch.device, dtype: torch.d
         net = AutoModelForCausalLM.from_pretrained(
             model, dtype=dtype, attn_implementation="flash_attention_2" if flash else "sdpa"
         )
-    except OSError as error:
-        where = "the folder lacks a model" if Path(model).is_dir() else "not on this machine and not on the hub"
-        raise ValueError(f"--model {model}: {where} (run `just download-model`, or give a local folder)") from error
+    except (OSError, ValueError) as error:
+        where = "no usable model in this folder" if Path(model).is_dir() else "not on this machine and not on the hub"
+        raise ValueError(f"--model {model}: {where}; run `just download-model` or give a local folder") from error
     if tok is None or tok.chat_template is None:
         raise ValueError(f"--model {model}: its tokenizer has no chat template; choose an instruct model")
     net = net.to(device).eval()

@@ -1,0 +1,313 @@
+"""Sampling: the distribution, the bookkeeping, and that no lever (dropping, sharing, the lean decoder) changes it."""
+
+import math
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+import tiny
+from vgrout.decoder import HfDecoder, LeanDecoder, lean_fits
+from vgrout.policy import Policy, load_policy
+from vgrout.sampler import Sample, Sampling, compacted, draw, sample
+from vgrout.sampling import candidates, penalised, support, tempered
+
+PROMPTS = ((2, 79, 76, 83, 1, 4), (9,), (2, 40, 41, 42, 43, 44, 45, 46, 1, 4))
+FAMILIES = ["qwen3", "llama", "qwen2-bias", "gemma2"]
+
+
+def stream(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def run(
+    policy: Policy, n: Any = 5, sampling: Sampling | None = None, max_new: int = 30, **kw: Any
+) -> list[list[Sample]]:
+    return sample(policy, PROMPTS, n, sampling or Sampling(), max_new, stream(), **kw)
+
+
+def tokens(answers: list[list[Sample]]) -> list[list[tuple[int, ...]]]:
+    return [[a.ids for a in of_prompt] for of_prompt in answers]
+
+
+def flat(answers: list[list[Sample]]) -> list[Sample]:
+    return [a for of_prompt in answers for a in of_prompt]
+
+
+# ── levers change nothing ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dropping_finished_rows_changes_no_token(family: str) -> None:
+    policy = tiny.policy(family)
+    dropped, kept = run(policy, 7), run(policy, 7, drop_finished=False)
+    lengths = {len(a.ids) for of_prompt in dropped for a in of_prompt}
+    assert len(lengths) > 2, "rows end at different times, or nothing was dropped"
+    assert tokens(dropped) == tokens(kept)
+    for a, b in zip(flat(dropped), flat(kept), strict=True):
+        assert a.logp_full == pytest.approx(b.logp_full, abs=1e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2-bias"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lean_decoder_is_transformers(family: str, dtype: torch.dtype) -> None:
+    """Logits of prefill and ten steps, with a drop in the middle, shared prompts and not."""
+    model = tiny.tiny(family, dtype=dtype)
+    rows = [0, 2, 1, 0, 2, 2]
+    stay = [0, 5, 2, 3]
+    noise = torch.randint(1, 97, (10, 6), generator=stream())
+    decoders = [HfDecoder(model), LeanDecoder(model), LeanDecoder(model, share_prompts=False)]
+    with torch.no_grad():
+        logits = [d.prefill(PROMPTS, rows, 20) for d in decoders]
+        for t in range(10):
+            want, scale = logits[0], logits[0].abs().max()
+            for got in logits[1:]:
+                # fp32: order of summation; bf16: every product is rounded to 2^-9
+                assert (got - want).abs().max() <= scale * {2: 5e-2, 4: 1e-5}[dtype.itemsize]
+            if t == 4:
+                for d in decoders:
+                    d.keep(stay)
+            logits = [d.step(noise[t, : 6 if t < 4 else 4]) for d in decoders]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2-bias"])
+def test_lean_policy_samples_the_same_tokens(family: str) -> None:
+    policy = tiny.policy(family)
+    assert policy.lean
+    assert tokens(run(policy)) == tokens(run(replace(policy, lean=False)))
+
+
+def test_lean_decoder_is_used_only_where_it_is_right(warnings: list[str]) -> None:
+    assert not tiny.policy("gemma2").lean
+    assert not tiny.policy("gemma").lean
+    assert warnings == [], "known to be another architecture: nothing to say"
+    odd = tiny.tiny("qwen3")
+    vars(odd.get_submodule("model.layers.1.self_attn"))["scaling"] = 0.4  # not what the configuration says
+    assert lean_fits(odd), "the block's own scale is read"
+    odd.get_submodule("model.layers.0.mlp").act_fn = torch.nn.GELU()
+    assert not lean_fits(odd)
+    assert "disagrees" in warnings[0]
+
+
+def test_a_prompt_is_prefilled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = tiny.policy()
+    batches: list[tuple[int, ...]] = []
+    policy.model.register_forward_pre_hook(
+        lambda _m, _a, kw: batches.append(tuple(kw["input_ids"].shape)), with_kwargs=True
+    )
+    run(policy, 8)
+    assert batches == [(3, 10)], "one forward of the three prompts; the lean decoder does the rest"
+
+
+# ── distribution ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+SETTINGS = [
+    Sampling(),
+    Sampling(temperature=1.0, top_k=0),
+    Sampling(temperature=1.7, top_k=0, top_p=0.6),
+    Sampling(temperature=0.5, top_k=9, top_p=0.9, min_p=0.02),
+    Sampling(temperature=1.2, top_k=0, min_p=0.1),
+    Sampling(top_k=0, repetition_penalty=1.4),
+]
+
+
+def warped(logits: Tensor, seen: Tensor, s: Sampling) -> Tensor:
+    """What transformers samples from: its processors in its order."""
+    steps: list[Any] = []
+    if s.repetition_penalty != 1:
+        steps.append(RepetitionPenaltyLogitsProcessor(s.repetition_penalty))
+    steps.append(TemperatureLogitsWarper(s.temperature))
+    steps += [TopKLogitsWarper(s.top_k)] if s.top_k else []
+    steps += [TopPLogitsWarper(s.top_p)] if s.top_p < 1 else []
+    steps += [MinPLogitsWarper(s.min_p)] if s.min_p else []
+    return LogitsProcessorList(steps)(seen.long(), logits.clone())  # ty: ignore[invalid-argument-type]
+
+
+@pytest.mark.parametrize("s", SETTINGS)
+def test_truncated_distribution_is_the_librarys(s: Sampling) -> None:
+    logits = 3 * torch.randn(50, 97, generator=stream())
+    seen_ids = torch.randint(0, 97, (50, 6), generator=stream(1))
+    want = warped(logits, seen_ids, s).softmax(-1)
+    seen = torch.zeros(50, 97, dtype=torch.bool).scatter(1, seen_ids, True)
+    hot = tempered(penalised(logits, seen, s), s)
+    values, ids = candidates(hot, s)
+    ids = torch.arange(97).expand(50, 97) if ids is None else ids
+    got = torch.zeros(50, 97).scatter(1, ids, values.softmax(-1))
+    assert torch.allclose(got, want, atol=1e-6)
+    assert torch.equal(support(hot, s), want > 0)
+
+
+def test_draw_is_the_inverse_cdf() -> None:
+    """A fine grid of noise reproduces the probabilities; its ends stay inside the support."""
+    logits = torch.tensor([[0.5, -1.0, 2.0, 0.0, 1.0]])
+    s = Sampling(temperature=0.8, top_k=3)
+    u = torch.cat([(torch.arange(20_000) + 0.5) / 20_000, torch.tensor([0.0, 1 - 2**-24])])
+    drawn, logp = draw(logits.expand(len(u), 5), u, s)
+    p = torch.tensor([0.5, -math.inf, 2.0, -math.inf, 1.0]).div(0.8).softmax(-1)
+    share = torch.bincount(drawn, minlength=5) / len(u)
+    assert torch.allclose(share, p, atol=2e-4)
+    assert torch.allclose(logp.exp(), p[drawn], atol=1e-6)
+
+
+def test_draw_never_leaves_the_support_at_the_end_of_the_noise() -> None:
+    """fp32 sums of many small probabilities fall short of 1 or pass it: the last candidate may have probability 0."""
+    logits = torch.randn(64, 5000, generator=stream())
+    u = torch.full((64,), 1 - 2**-24)
+    for s in (Sampling(temperature=1.0, top_k=0, top_p=0.5), Sampling(temperature=1.0, top_k=0, min_p=0.3)):
+        drawn, logp = draw(logits, u, s)
+        assert logp.isfinite().all()
+        assert support(logits, s).gather(1, drawn[:, None]).all()
+
+
+def test_greedy() -> None:
+    policy = tiny.policy()
+    answers = run(policy, 2, Sampling(temperature=0.0), max_new=6)
+    for prompt, (a, b) in zip(PROMPTS, answers, strict=True):
+        ids = list(prompt)
+        for token in a.ids:
+            assert token == int(policy.model(torch.tensor([ids])).logits[0, -1].argmax())
+            ids.append(token)
+        assert a == b
+        assert set(a.logp_sampled) == {0.0}
+
+
+def test_first_tokens_follow_the_models_distribution() -> None:
+    policy = tiny.policy()
+    s = Sampling(temperature=1.0, top_k=0)
+    (answers,) = sample(policy, PROMPTS[:1], 4000, s, 1, stream())
+    p = policy.model(torch.tensor([PROMPTS[0]])).logits[0, -1].softmax(-1)
+    counts = Counter(a.ids[0] for a in answers)
+    chi2 = sum((counts[i] - 4000 * float(q)) ** 2 / (4000 * float(q)) for i, q in enumerate(p))
+    # 96 degrees of freedom: mean 96, standard deviation 14; five of them
+    assert chi2 < 96 + 5 * 14
+
+
+def test_repetition_penalty_sees_prompt_and_answer() -> None:
+    policy = tiny.policy()
+    strong = Sampling(temperature=0.0, repetition_penalty=1e6)
+    for prompt, (a,) in zip(PROMPTS, run(policy, 1, strong, max_new=12), strict=True):
+        first = [t for t in a.ids if t not in policy.eos_ids]
+        assert len(set(first)) == len(first), "nothing twice"
+        assert not set(first) & set(prompt)
+
+
+# ── bookkeeping ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_answers_end_with_eos_or_are_cut() -> None:
+    policy = tiny.policy(pad=None)
+    assert policy.pad_id in policy.eos_ids, "pad == eos must work"
+    answers = flat(run(policy, 12, max_new=20))
+    assert {a.finished for a in answers} == {True, False}
+    for a in answers:
+        assert (a.ids[-1] in policy.eos_ids) == a.finished
+        assert not any(t in policy.eos_ids for t in a.ids[:-1])
+        assert a.finished or len(a.ids) == 20
+        assert len(a.ids) == len(a.logp_full) == len(a.logp_sampled)
+        assert a.text == policy.tok.decode(list(a.ids), skip_special_tokens=True)
+        assert all(f <= 0 and s <= 0 for f, s in zip(a.logp_full, a.logp_sampled, strict=True))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_callback_comes_once_per_row_and_early(family: str) -> None:
+    policy = tiny.policy(family)
+    seen: dict[tuple[int, int], Sample] = {}
+    lengths: list[int] = []
+
+    def on_finish(p: int, i: int, answer: Sample) -> None:
+        assert (p, i) not in seen
+        seen[p, i] = answer
+        lengths.append(len(answer.ids))
+
+    answers = run(policy, [3, 0, 4], on_finish=on_finish)
+    assert seen == {(p, i): a for p, of_prompt in enumerate(answers) for i, a in enumerate(of_prompt)}
+    assert [len(a) for a in answers] == [3, 0, 4]
+    assert lengths == sorted(lengths), "in the order in which they end"
+    assert run(policy, 0) == [[], [], []]
+
+
+def test_the_stream_alone_decides() -> None:
+    policy = tiny.policy()
+    torch.manual_seed(1)
+    a = run(policy)
+    torch.manual_seed(2)
+    assert a == run(policy), "the global generator is not read"
+    assert tokens(a) != tokens(sample(policy, PROMPTS, 5, Sampling(), 30, stream(1)))
+
+
+def test_each_call_sees_the_adapters_present_view() -> None:
+    policy = tiny.policy()
+    base = run(policy)
+    with torch.no_grad():
+        policy.adapter.δS.normal_(0, 0.3, generator=stream())
+    policy.adapter.fold()
+    moved = run(policy)
+    assert tokens(moved) != tokens(base)
+    with policy.adapter.reference():
+        assert run(policy) == base
+    assert run(policy) == moved
+
+
+def test_compacted_fills_holes_from_the_tail() -> None:
+    assert compacted([False, True, False, False]) == [0, 3, 2]
+    assert compacted([True, True, False, True, False]) == [4, 2]
+    assert compacted([False, False]) == [0, 1]
+    for bits in range(1, 2**7):
+        ended = [not bits >> i & 1 for i in range(7)]
+        slots = compacted(ended)
+        assert sorted(slots) == [i for i in range(7) if not ended[i]]
+        assert all(slot == i or slot >= len(slots) for i, slot in enumerate(slots))
+
+
+@pytest.mark.parametrize(
+    "bad", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_k": -1}, {"min_p": 2.0}, {"repetition_penalty": 0.0}]
+)
+def test_settings_out_of_range_are_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad)).replace("_", "-")):
+        Sampling(**bad)
+
+
+# ── policy ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_render_is_the_chat_template_with_thinking_off() -> None:
+    policy = tiny.policy()
+    ids = policy.render([{"role": "system", "content": "a"}, {"role": "user", "content": "bc"}])
+    text = "<system>a<eos><user>bc<eos><assistant><think></think>"
+    assert policy.tok.decode(list(ids)) == text
+    assert policy.decode([*ids, 1]) == "abc"
+    assert policy.window == 256
+
+
+def test_load_from_a_folder_is_the_same_policy(tmp_path: Path) -> None:
+    policy = tiny.policy()
+    policy.model.save_pretrained(tmp_path / "m")
+    policy.tok.save_pretrained(tmp_path / "m")
+    loaded = load_policy(tmp_path / "m", device="cpu", dtype=torch.float32, cache_dir=tmp_path / "svd")
+    assert loaded.model.config._attn_implementation == "sdpa"
+    assert loaded.eos_ids == policy.eos_ids == frozenset({1})
+    assert loaded.pad_id == policy.pad_id == 0
+    assert not loaded.model.training
+    assert tokens(run(loaded)) == tokens(run(policy))
+    assert not any(p.requires_grad for p in loaded.model.parameters())
+
+
+@pytest.mark.parametrize("name", ["absent", "empty"])
+def test_missing_model_is_one_line(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="download-model") as error:
+        load_policy(tmp_path / name, device="cpu", dtype=torch.float32, cache_dir=None)
+    assert "\n" not in str(error.value)
