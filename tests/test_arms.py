@@ -340,6 +340,19 @@ def test_haar_under_the_pair_band_is_signed_in_its_favour():
     }
 
 
+def test_haar_stays_while_its_pair_band_follows_the_model():
+    cfg = ArmConfig(intervention="route2", route2_random_v_seed=5, route2_gate="pairs", vhack_refresh_every=2)
+    arm: Any = directed(cfg, SIZES, toy_direction(), seed=7, again=lambda: toy_direction(seed=50))
+    V, before = arm.V, arm.state_dict()
+    assert arm.refresh(0).age == 1
+    refreshed = arm.refresh(1)
+    assert refreshed.age == 0
+    assert refreshed.overlap == pytest.approx(1)
+    after = arm.state_dict()
+    assert all(torch.equal(arm.V[m], V[m]) for m in V)
+    assert not torch.equal(before["gate/lo"], after["gate/lo"])
+
+
 # ── memory ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -414,6 +427,28 @@ def test_refresh_extracts_again_when_due_and_reports_the_overlap(policy):
     assert [a.overlap is None for a in ages] == [True, True, False, True, True, False]
     assert 0.05 < ages[2].overlap < 0.9999
     assert (ages[0].modules, ages[0].axes) == (14, 14)
+
+
+@pytest.mark.usefixtures("_here")
+@pytest.mark.parametrize("intervention", ["none", "erase", "route", "route2"])
+def test_real_gradients_go_through_every_arm_in_the_adapters_layout(policy, intervention):
+    arm: Any = make_arm(ArmConfig(intervention=intervention), policy, None, TOY_PAIRS, 0)
+    encode = policy.tok
+    prompts = [tuple(encode("<user>" + p.prompt, add_special_tokens=False)["input_ids"]) for p in TOY_PAIRS.pairs[:4]]
+    answers = [tuple(encode(p.hack, add_special_tokens=False)["input_ids"]) for p in TOY_PAIRS.pairs[:4]]
+    with policy.adapter.probe(4) as probe:
+        logp, mask = policy.logprobs(prompts, answers)
+        (-(logp * mask).sum() / 10).backward()
+    g = probe.flat.sum(0)
+    arm.observe(probe.grads, view(4, 1))
+    routed = arm.route()
+    keep = policy.adapter.flat(routed.keep)
+    if intervention == "erase":  # every rollout is paid for the pairs' own hack: something hack-ward is there to drop
+        assert routed.diag.cos_pre > 0.1 > 1e-4 > routed.diag.cos_post
+    else:
+        quar = policy.adapter.flat(routed.quar) if routed.quar else 0
+        assert torch.allclose(keep + quar, g, atol=1e-5 * g.norm().item())
+        assert (intervention == "none") == (routed.quar is None)
 
 
 @pytest.mark.usefixtures("_here")

@@ -398,6 +398,7 @@ def obtain(
     Raises:
         ValueError: as `load`, or neither a path nor pairs.
     """
+    assert not policy.adapter.δS.any(), "a direction on file belongs to the base model: obtain it before training"
     if path is not None:
         return load(path, policy, pairs)
     if pairs is None:
@@ -575,7 +576,8 @@ def report(direction: Direction, k: int, drop_bottom_frac: float) -> str:
             f"> 0 in {sum(r['held-out cos'] > 0 for r in rows)}/{n} modules. "
             f"SHOULD be well above chance (0 ± {one:.3f}); ELSE the pairs share no direction",
             f"held-out difference inside V: mean {_mean(r['held-out inside V'] for r in rows):.3f}, "
-            f"by chance √(k/r) = {_mean(r['by chance'] for r in rows):.3f}",
+            f"by chance √(k/r) = {_mean(r['by chance'] for r in rows):.3f} "
+            "(gradients are not isotropic: --shuffle-seed gives the fairer bar)",
             f"pair band hi − lo: mean {_mean(band.values()):+.3f}, "
             f"positive in {sum(b > 0 for b in band.values())}/{n} modules",
         )
@@ -610,7 +612,9 @@ def draw(direction: Direction, k: int, path: Path) -> None:
     left.axvline(k + 0.5, color="0.4", linewidth=0.8, linestyle=":", label=f"a run uses the first {k}")
     left.set(xlabel="axis i", ylabel="S_i / S_1", ylim=(0, 1.02), title="Singular values of the pairs' differences")
     chance = torch.tensor([1 / math.sqrt(len(a.mean)) for a in direction.axes.values()])
-    right.fill_between(range(len(names)), -2 * chance, 2 * chance, color="0.85", label="chance, ± 2/√r")
+    right.fill_between(
+        range(len(names)), -2 * chance, 2 * chance, step="mid", color="0.85", linewidth=0, label="chance, ± 2/√r"
+    )
     right.axhline(0, color="0.4", linewidth=0.8)
     right.set(xlabel="module, in the model's order", ylabel="cosine with v_grad", title="Pairs that were held out")
     for axis in (left, right):
