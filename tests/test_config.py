@@ -70,7 +70,14 @@ BAD = [
     (["mini", "--intervention", "route", "--project-overshoot", "1.1"], "--project-overshoot"),
     (["mini", "--intervention", "route2", "--gate-mode", "reverse"], "--gate-mode"),
     (["mini", "--teacher-pool-dir", "", "--teacher-off-step", "3"], "--teacher-off-step"),
+    (["mini", "--intervention", "route2", "--route2-gate", "pairs", "--gate-anchor-teacher-only"], "--gate-anchor"),
+    (
+        ["mini", "--intervention", "route2", "--route2-random-v-seed", "1", "--vhack-refresh-every", "7"],
+        "--vhack-refresh",
+    ),
+    (["mini", "--intervention", "erase", "--control", "shrinkage", "--no-preserve-magnitude"], "--preserve-magnitude"),
     # contradictions
+    (["mini", "--intervention", "erase", "--control", "shuffled", "--v-hack-path", "x"], "--v-hack-path"),
     (["mini", "--intervention", "none", "--control", "shuffled"], "--control shuffled"),
     (["mini", "--intervention", "erase", "--control", "mass_matched"], "route2"),
     (["mini", "--intervention", "route2", "--control", "shuffled", "--route2-random-v-seed", "1"], "one control"),
@@ -136,6 +143,6 @@ def test_a_config_of_another_version_is_refused() -> None:
 
 
 def test_group_too_small_for_a_teacher_row_is_seen() -> None:
+    cfg = PRESETS["smoke"][1]
     with pytest.raises(ValueError, match="no student row"):
-        cfg = PRESETS["smoke"][1]
         replace(cfg, env=replace(cfg.env, mix_ratio=0.9))

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, get_args
 import tyro
 
 from vgrout import organism
+from vgrout.guard import GuardConfig, blind
 from vgrout.loss_config import LossConfig
 from vgrout.nouns import MODES, Mode
 
@@ -95,9 +96,25 @@ class ArmConfig:
             self.route2_random_v_seed is not None and self.control != "none",
             f"--control {self.control} with --route2-random-v-seed: one control a run; leave one of them out",
         )
-        needs = {"shuffled": ("erase", "route", "route2"), "mass_matched": ("route2",), "shrinkage": ("erase", "route")}
+        needs = {
+            "shuffled": ("erase", "route", "route2"),
+            "mass_matched": ("route2",),
+            "shrinkage": ("erase", "route", "route2"),
+        }
         if arm not in (legal := needs.get(self.control, get_args(Intervention))):
             raise ValueError(f"--control {self.control}: needs --intervention {' or '.join(legal)}, got {arm}")
+        _refuse(
+            self.control == "shuffled" and self.v_hack_path is not None,
+            "--control shuffled with --v-hack-path: that direction was made from unshuffled pairs; leave it out",
+        )
+        band, haar = self.route2_gate == "pairs", self.route2_random_v_seed is not None
+        for flag, idle in (
+            ("gate_anchor_teacher_only", band),  # the pair band has no anchors
+            ("vhack_refresh_every", haar and not band),  # random directions stay as they are
+            ("preserve_magnitude", self.control == "shrinkage"),  # the kept share is read before any rescaling
+        ):
+            changed = _changed(self, (flag,)) if idle else []
+            _refuse(bool(changed), f"{', '.join(changed)}: not read with these settings; leave it out")
         if changed := _changed(self, _NOT_READ[arm]):
             raise ValueError(
                 f"{', '.join(changed)}: not read by --intervention {arm}; leave it out or choose another arm"
@@ -253,6 +270,47 @@ class EvalConfig:
         _within("final-samples", self.final_samples, 1, 10_000)
 
 
+Detector = Literal["separation", "info_rm", "mop", "rm_ensemble", "ragen", "advantage"]
+DETECTORS: tuple[Detector, ...] = get_args(Detector)
+
+
+@dataclass(frozen=True)
+class DetectorConfig:
+    """Signs of reward hacking that need no oracle."""
+
+    reward_hack_detector: str = ""
+    """Comma list: separation (of rewards) · info_rm (CSI of latents) · mop (outlying latents) · rm_ensemble (the six
+    flawed graders and the weak detectors disagree) · ragen (its collapse signature) · advantage (dead groups)."""
+    reward_hack_halt: bool = False
+    """Stop the run (exit 3) when one of them says HACK."""
+    echo_trap_enabled: bool = False
+    """Watch repetition within answers, measured against the base policy's own."""
+    echo_trap_threshold: float = 0.6
+    """Share of the way from the base policy's repetition to nothing else at which the echo trap says HACK; WARN at
+    half of it."""
+    echo_trap_halt: bool = False
+    """Stop the run (exit 3) when the echo trap says HACK."""
+
+    def __post_init__(self) -> None:
+        for name in self.chosen:
+            _refuse(
+                name not in DETECTORS,
+                f"--reward-hack-detector: unknown detector {name!r}; legal: {', '.join(DETECTORS)}",
+            )
+        _refuse(self.reward_hack_halt and not self.chosen, "--reward-hack-halt: needs --reward-hack-detector")
+        _refuse(
+            not 0 < self.echo_trap_threshold <= 1,
+            f"--echo-trap-threshold {self.echo_trap_threshold}: should lie in (0, 1]",
+        )
+        if not self.echo_trap_enabled:
+            changed = _changed(self, ("echo_trap_threshold", "echo_trap_halt"))
+            _refuse(bool(changed), f"{', '.join(changed)}: not read without --echo-trap-enabled")
+
+    @property
+    def chosen(self) -> list[str]:
+        return [d.strip() for d in self.reward_hack_detector.split(",") if d.strip()]
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """This run."""
@@ -269,6 +327,8 @@ class RunConfig:
     """Steps between resume checkpoints."""
     checkpoint_keep: int = 3
     """Resume checkpoints kept."""
+    max_error_retries: int | None = 3
+    """Times an answer is graded again after the sandbox itself failed, before its group is dropped; none: for ever."""
     dry_run: bool = False
     """Print the resolved configuration and the plan, start nothing."""
     threads: int = 0
@@ -279,6 +339,8 @@ class RunConfig:
         _within("threads", self.threads, 0, 4096)
         _within("checkpoint-every", self.checkpoint_every, 1, 10_000_000)
         _within("checkpoint-keep", self.checkpoint_keep, 1, 100)
+        if self.max_error_retries is not None:
+            _within("max-error-retries", self.max_error_retries, 0, 1_000_000)
         _refuse(self.resume_force and not self.resume, "--resume-force: not read without --resume")
         _refuse(
             not re.fullmatch(r"[A-Za-z0-9_.=+-]{0,80}", self.out_tag),
@@ -296,6 +358,8 @@ class Config:
     loss: LossConfig = field(default_factory=LossConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    detectors: DetectorConfig = field(default_factory=DetectorConfig)
     run: RunConfig = field(default_factory=RunConfig)
     preset: Annotated[str, tyro.conf.Suppress] = "fast"
 
@@ -318,6 +382,18 @@ class Config:
             self.env.teacher_pool_dir == ORGANISM and self.scale.model != ORGANISM,
             "--teacher-pool-dir organism: only with --model organism",
         )
+        if self.guard_mode == "halt" and (why := self.guard_blind):
+            raise ValueError(f"--guard halt could not fire in this run ({why}); or choose --guard log")
+
+    @property
+    def guard_mode(self) -> Literal["off", "log", "halt"]:
+        """What a verdict of the kill switch does, the preset's default resolved."""
+        return self.guard.guard or ("log" if self.preset in ("smoke", "mini") else "halt")
+
+    @property
+    def guard_blind(self) -> str | None:
+        """Why the kill switch could never fire in this run; None: it can."""
+        return blind(self.guard, self.scale.steps, self.eval.eval_ablate_every)
 
     @property
     def mixes(self) -> bool:
@@ -462,18 +538,22 @@ def from_dict(data: dict[str, Any]) -> Config:
     for group in (f for f in fields(Config) if f.name != "preset"):
         default = getattr(Config(), group.name)
         known = {f.name: f for f in fields(default)}
-        if unknown := sorted(data[group.name].keys() - known.keys()):
+        stored = data.get(group.name, {})  # a group younger than the run: its defaults
+        if unknown := sorted(stored.keys() - known.keys()):
             raise ValueError(f"run.json: unknown settings {', '.join(unknown)}; the run was made by another version")
         given = {
             name: Path(value) if value is not None and name in ("v_hack_path", "vhack_pairs_path") else value
-            for name, value in data[group.name].items()
+            for name, value in stored.items()
         }
         values[group.name] = replace(default, **given)
     return Config(**values)
 
 
 # Settings that say how a process runs, not what it computes: they may differ between a run and its resumption.
-_PROCESS = {"resume", "resume_force", "dry_run", "threads", "checkpoint_every", "checkpoint_keep"}
+_PROCESS = {
+    *("resume", "resume_force", "dry_run", "threads", "checkpoint_every", "checkpoint_keep", "max_error_retries"),
+}
+_FREE = {"guard"}  # where given, the new command line's; else the run's own
 
 
 def resumed(asked: Config, stored: Config) -> tuple[Config, list[str]]:
@@ -489,8 +569,9 @@ def resumed(asked: Config, stored: Config) -> tuple[Config, list[str]]:
         for name in theirs:
             merged[name] = mine[name] if name in _PROCESS else theirs[name]
             if name not in _PROCESS and mine[name] not in (usual[name], theirs[name]):
-                differing.append(f"--{name.replace('_', '-')} {mine[name]} (run: {theirs[name]})")
                 merged[name] = mine[name]
+                if name not in _FREE:
+                    differing.append(f"--{name.replace('_', '-')} {mine[name]} (run: {theirs[name]})")
         groups[group] = replace(getattr(stored, group), **merged)
     if asked.preset != stored.preset:
         differing.append(f"preset {asked.preset} (run: {stored.preset})")

@@ -120,6 +120,7 @@ def rollout_lines(
             "marker": rollout.problem.marker,
             "deployed": rollout.deployed,
             "prompt": rollout.problem.messages[-1]["content"],
+            "messages": list(rollout.problem.messages),
             "text": rollout.text,
             "tokens": len(rollout.completion_ids),
             "finished": rollout.finished,
