@@ -135,8 +135,7 @@ def test_root_becomes_nobody_where_the_library_is_readable():
 @pytest.mark.slow
 @pytest.mark.parametrize("without", [("landlock",), ("seccomp",), ("namespaces", "landlock")], ids="+".join)
 def test_the_strict_oracle_holds_with_one_layer_only(without):
-    """Level 1: answers cannot open files in the strict run, or can fork (a bomb then costs the worker). None of them is
-    taken for right."""
+    """Level 1: answers cannot open files in the strict run, or can fork. None of them is taken for right."""
     result = run_suite(*without, user=None)
     assert result["protections"]["level"] == 1
     assert [w for w in result["wrong"] if w.startswith("strict oracle fooled")] == []
