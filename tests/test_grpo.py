@@ -167,6 +167,17 @@ def test_rows_and_advantages_can_be_chosen(policy: Policy) -> None:
     assert relative(kept[0], whole[0]) > 0.01, "another view, another gradient"
 
 
+def test_coarser_rows_are_sums_of_finer_ones(policy: Policy) -> None:
+    of = groups(policy)
+    fine, metrics = run(policy, of)
+    by_source, _ = run(policy, of, per="source")
+    by_group, same = run(policy, of, per="group", token_budget=40)
+    for g, source, total in zip(fine, by_source, by_group, strict=True):
+        assert relative(source, torch.stack([g[:3].sum(0), g[3]])) <= 1e-5
+        assert relative(total, g.sum(0, keepdim=True)) <= 1e-5
+    assert same.loss == pytest.approx(metrics.loss, abs=1e-6)
+
+
 def test_one_step_along_minus_g_raises_the_rewarded_answers_log_prob(policy: Policy) -> None:
     """Sign convention: g is a gradient of the loss."""
     of = groups(policy)

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate, pairwise
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -17,6 +19,8 @@ from vgrout.sampling import Sampling
 
 # Tokens (padding included) in one forward. On a CPU it bounds memory at little cost in speed.
 TOKEN_BUDGET = 16_384
+
+Per = Literal["rollout", "source", "group"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,7 @@ def policy_gradients(
     prompts_per_step: int,
     rows: Sequence[Sequence[int]] | None = None,
     advantages: Sequence[Sequence[float]] | None = None,
+    per: Per = "rollout",
     sampling: Sampling | None = None,
     teacher: Policy | None = None,
     token_budget: int = TOKEN_BUDGET,
@@ -77,6 +82,8 @@ def policy_gradients(
     rows: per group, which rollouts take part (default all); the others' gradients are 0. An arm that trains its knobs
         on different rollouts calls this twice, under two views, and adds the results.
     advantages: per group, in place of the group's own.
+    per: rows of each group's gradient: one a rollout [G, r]; one a source, student then teacher [2, r]; or their sum
+        [1, r]. Coarser is cheaper: the weight's gradient is formed once a row (on the organism, a sixth of the time).
     sampling: the sampler's settings, needed for ratio_support "sampled".
     teacher: a model with the same vocabulary, needed when teacher_tau > 0.
     prompts_per_step: P, groups without signal included, so that dropping those does not change the scale.
@@ -88,8 +95,9 @@ def policy_gradients(
         raise ValueError("--ratio-support sampled: needs the sampler's settings")
     if cfg.teacher_tau and teacher is None:
         raise ValueError(f"--teacher-tau {cfg.teacher_tau}: needs a teacher model")
-    chosen = _rows(groups, rows, advantages)
-    with policy.adapter.probe(max(1, sum(map(len, groups)))) as probe:
+    starts = _starts(groups, per)
+    chosen = _rows(groups, starts, rows, advantages, per)
+    with policy.adapter.probe(max(1, starts[-1])) as probe:
         tally = _Tally()
         if chosen:
             size = {len(g) for g in groups}
@@ -106,25 +114,33 @@ def policy_gradients(
                 output = policy_loss(x, cfg)
                 output.per_rollout.sum().backward()
                 tally.add(part, logps, x, output)
-    starts = [sum(map(len, groups[:i])) for i in range(len(groups))]
-    grads = [policy.adapter.views(probe.flat[lo : lo + len(group)]) for lo, group in zip(starts, groups, strict=True)]
+    grads = [policy.adapter.views(probe.flat[lo:hi]) for lo, hi in pairwise(starts)]
     return grads, tally.metrics()
+
+
+def _starts(groups: Sequence[Group], per: Per) -> list[int]:
+    """First gradient row of each group, and the end."""
+    sizes = [len(g) if per == "rollout" else {"source": 2, "group": 1}[per] for g in groups]
+    return list(accumulate(sizes, initial=0))
 
 
 def _rows(
     groups: Sequence[Group],
+    starts: Sequence[int],
     rows: Sequence[Sequence[int]] | None,
     advantages: Sequence[Sequence[float]] | None,
+    per: Per,
 ) -> list[Row]:
     chosen: list[Row] = []
-    lo = 0
     for i, group in enumerate(groups):
         A = group.advantages if advantages is None else advantages[i]
         assert len(A) == len(group), (len(A), len(group))
-        if any(A):
-            wanted = range(len(group)) if rows is None else rows[i]
-            chosen += [Row(group.rollouts[b], A[b], lo + b) for b in wanted]
-        lo += len(group)
+        if not any(A):
+            continue
+        for b in range(len(group)) if rows is None else rows[i]:
+            rollout = group.rollouts[b]
+            offset = {"rollout": b, "source": int(rollout.source == "teacher"), "group": 0}[per]
+            chosen.append(Row(rollout, A[b], starts[i] + offset))
     return chosen
 
 
