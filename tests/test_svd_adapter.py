@@ -105,8 +105,8 @@ def test_both_orders_of_the_product_agree() -> None:
     assert max(site.W.shape) < 3 * 50, "or the two calls below take the same branch"
     with adapter.probe(2) as tokens_first, adapter.probe(2) as weight_first:
         for b in range(3):
-            tokens_first.add(site, rows[b : b + 1], [int(rows[b])], x[b : b + 1], dy[b : b + 1])
-        weight_first.add(site, torch.zeros(3, dtype=torch.long), [0], x, dy)
+            tokens_first.add(site, rows[b : b + 1], [(int(rows[b]), slice(0, 1))], x[b : b + 1], dy[b : b + 1])
+        weight_first.add(site, torch.zeros(3, dtype=torch.long), [(0, slice(0, 3))], x, dy)
     assert relative(tokens_first.flat.sum(0), weight_first.flat.sum(0)) <= 1e-5
 
 

@@ -239,7 +239,7 @@ class Probe:
         """From here on, batch row i adds to gradient row rows[i]; rows may repeat (then they are summed)."""
         assert all(0 <= row < len(self.flat) for row in rows), (rows, len(self.flat))
         self._rows = torch.tensor(list(rows), device=self.flat.device)
-        self._distinct = sorted(set(rows))
+        self._picks = [(row, _positions(rows, row)) for row in dict.fromkeys(rows)]
 
     def hook(self, site: Site) -> Any:
         def tap(_module: nn.Module, args: tuple[Any, ...], y: Tensor) -> Tensor:
@@ -252,24 +252,29 @@ class Probe:
         self,
         site: Site,
         rows: Int[Tensor, " B"],
-        distinct: Sequence[int],
+        picks: Sequence[tuple[int, slice | list[int]]],
         x: Float[Tensor, "B s d_in"],
         dy: Float[Tensor, "B s d_out"],
     ) -> None:
-        """Add one Linear's share, by the cheaper of two orders of the same product.
+        """Add one Linear's share, by the cheaper of two orders of the same product. picks: row → its batch rows.
 
         Tokens first costs 2·T·r·(d_in + d_out); per wanted row the weight's gradient M = Σ_t dy_t x_tᵀ first and
         diag(Uᵀ M Vhᵀ) then costs 2·T·d_in·d_out + 2·r·d_in·d_out: less as soon as a row has > max(d) tokens.
         """
         into = self.flat[:, site.span]
-        if x.shape[0] * x.shape[1] <= len(distinct) * max(site.W.shape):
+        if x.shape[0] * x.shape[1] <= len(picks) * max(site.W.shape):
             g = torch.einsum("bsr,bsr->br", (x @ site.Vh.mT).to(into.dtype), (dy @ site.U).to(into.dtype))
             into.index_add_(0, rows, g)
             return
-        for row in distinct:
-            pick = slice(None) if len(distinct) == 1 else rows == row
+        for row, pick in picks:
             M = dy[pick].flatten(0, 1).mT @ x[pick].flatten(0, 1)
             into[row] += ((M @ site.Vh.mT).to(into.dtype) * site.U).sum(0)
+
+
+def _positions(rows: Sequence[int], row: int) -> slice | list[int]:
+    """Where `row` occurs; a slice if that is one stretch, so that picking it copies nothing."""
+    at = [i for i, r in enumerate(rows) if r == row]
+    return slice(at[0], at[-1] + 1) if at[-1] - at[0] + 1 == len(at) else at
 
 
 class _Tap(torch.autograd.Function):
@@ -281,7 +286,7 @@ class _Tap(torch.autograd.Function):
         assert x.ndim == 3, f"{site.name} sees {tuple(x.shape)}: the probe needs [rows, tokens, d_in]"
         assert len(x) == batch, f"{site.name} sees {len(x)} rows, the probe was told of {batch}"
         ctx.save_for_backward(x)
-        ctx.probe, ctx.site, ctx.rows, ctx.distinct = probe, site, probe._rows, probe._distinct
+        ctx.probe, ctx.site, ctx.rows, ctx.picks = probe, site, probe._rows, probe._picks
         ctx.weights = (probe.adapter._view, probe.adapter._folds)
         return y.view_as(y)
 
@@ -291,7 +296,7 @@ class _Tap(torch.autograd.Function):
         now = (ctx.probe.adapter._view, ctx.probe.adapter._folds)
         assert ctx.weights == now, f"{ctx.site.name}: forward under weights {ctx.weights}, backward under {now}"
         (x,) = ctx.saved_tensors
-        ctx.probe.add(ctx.site, ctx.rows, ctx.distinct, x, dys[0])
+        ctx.probe.add(ctx.site, ctx.rows, ctx.picks, x, dys[0])
         return dys[0], None, None, None, None
 
 
