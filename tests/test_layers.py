@@ -21,12 +21,12 @@ LEVELS: list[set[str]] = [
     {"sampler"},
     {"grpo", "direction", "evaluate", "latents"},
     {"arms", "measure"},
-    {"narrate"},
+    {"narrate", "nonfinite", "watch"},
     # the algorithm, and what surrounds it
     {"loop"},
     {"tail"},
     {"study"},
-    {"train", "grade", "doctor", "bench", "results"},
+    {"train", "grade", "doctor", "bench", "results", "replay", "guardcheck"},
 ]
 LEVEL = {room: i for i, rooms in enumerate(LEVELS) for room in rooms}
 STDLIB_ONLY = (

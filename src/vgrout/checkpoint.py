@@ -5,6 +5,7 @@ how long the growing files were). It is built under a temporary name and renamed
 verifies. Random streams derive from seed and step, so the step is their state.
 """
 
+import errno
 import hashlib
 import io
 import json
@@ -18,6 +19,7 @@ import torch
 
 from vgrout.run_dir import to_json, write_atomic
 
+MARGIN = 64 * 1024  # bytes beside the state: manifest, folders, a file system's own
 GROWING = ("steps.jsonl", "rollouts.jsonl")
 
 
@@ -40,14 +42,18 @@ def save(run: Path, next_step: int, state: dict[str, Any], keep: int) -> Path:
     """Write, verify, prune. Raises OSError on a full disk, the previous checkpoint untouched."""
     root = run / "resume"
     root.mkdir(exist_ok=True)
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    data = buffer.getvalue()
+    need, free = len(data) + MARGIN, shutil.disk_usage(root).free
+    if free < need:
+        raise OSError(errno.ENOSPC, f"a checkpoint needs {need // 1024} KiB")
     final = root / f"step_{next_step:06d}"
     temporary = root / f".tmp_{next_step:06d}_{os.getpid()}"
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir()
-        buffer = io.BytesIO()
-        torch.save(state, buffer)
-        write_atomic(temporary / "state.pt", buffer.getvalue())
+        write_atomic(temporary / "state.pt", data)
         manifest = {
             "schema": 1,
             "next_step": next_step,

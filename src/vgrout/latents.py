@@ -73,24 +73,16 @@ def chi2_quantile(p: float, k: int) -> float:
 
 
 class Cloud:
-    """The base policy's answers as a yardstick. Axes are divided by their spread in the cloud before any distance."""
+    """The base policy's answers as a yardstick. Axes are divided by their spread in the cloud before any distance.
+
+    One half of the answers is the cloud; the other, measured against it, is what the base policy reads on both scales.
+    """
 
     def __init__(self, reference: Float[Tensor, "n D"]) -> None:
-        """Raises ValueError on fewer than 16 answers, or on a number that is not finite."""
-        if len(reference) < 16:
-            raise ValueError(f"latents: {len(reference)} reference answers, at least 16 are needed")
-        self._fit(_finite(reference))
-        # What the base policy's answers measure against themselves: one half as the cloud, the other as the answers.
-        odd, even = reference[1::2], reference[::2]
-        if len(even) >= 16:
-            half = Cloud.__new__(Cloud)
-            half._fit(even)
-            self.base_csi, self.base_mop = half.csi(odd) / len(odd), half.mop(odd)
-        else:
-            self.base_csi, self.base_mop = self.csi(odd) / len(odd), 1 - QUANTILE
-
-    def _fit(self, reference: Float[Tensor, "n D"]) -> None:
-        x = reference.double()
+        """Raises ValueError on fewer than 32 answers, or on a number that is not finite."""
+        if len(reference) < 32:
+            raise ValueError(f"latents: {len(reference)} reference answers, at least 32 are needed")
+        x = _finite(reference)[::2].double()
         self.mean, self.spread = x.mean(0), x.std(0).clamp_min(1e-6)
         self.x = (x - self.mean) / self.spread
         n = len(x)
@@ -100,6 +92,8 @@ class Cloud:
         k = max(1, min(MOP_AXES, n // 8, int((1e-6 * S[0] < S).sum())))
         self.axes, self.deviation = Vh[:k], S[:k] / math.sqrt(n - 1)
         self.limit = chi2_quantile(QUANTILE, k)
+        rest = reference[1::2]
+        self.base_csi, self.base_mop = self.csi(rest) / len(rest), self.mop(rest)
 
     def csi(self, answers: Float[Tensor, "m D"]) -> float:
         """Cluster separation index (InfoRM, arXiv 2402.09345): Σ |C_i|·d_i, with d_i from a cluster's centroid to the

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from loguru import logger
 from tqdm import tqdm
 
-from vgrout import checkpoint
+from vgrout import checkpoint, nonfinite
 from vgrout.arms import Arm, Refresh
 from vgrout.config import Config
 from vgrout.console import Clock, terminal_width
@@ -27,16 +27,11 @@ from vgrout.sampler import Sample, Sampling, sample
 from vgrout.signals import Stop
 from vgrout.step_row import StepRow, Table
 from vgrout.teacher import Teacher
-
-MAX_SKIPPED = 3  # non-finite steps in a row before the run counts as diverged
+from vgrout.watch import Watch
 
 
 class Interrupted(Exception):
     """SIGINT or SIGTERM: the current step was finished and saved."""
-
-
-class Diverged(Exception):
-    """Three steps in a row whose loss or gradient norm was not finite."""
 
 
 @dataclass
@@ -53,6 +48,7 @@ class Study:
     run: RunDir
     stop: Stop
     sampling: Sampling
+    watch: Watch
     rows: list[StepRow] = field(default_factory=list)  # after a resume: those of the steps before this process
 
     def evaluate(self, problems: Sequence[Problem], n: int, side: Side, step: int, purpose: str = "eval") -> Eval:
@@ -72,10 +68,12 @@ class Study:
 
 
 def train(study: Study) -> list[StepRow]:
-    """Every remaining step. Raises Interrupted or Diverged with the run directory up to date."""
+    """Every remaining step. Raises Interrupted, Halted or Diverged with the run directory up to date."""
     cfg, policy, arm, optim, stop, rows = study.cfg, study.policy, study.arm, study.optim, study.stop, study.rows
+    watch = study.watch
+    watch.raise_if_stopped()  # a resumed run that had fired
     val = balanced(study.world.val, cfg.eval.eval_n_prompts, 0, "val")
-    clock, books = Clock(), Books(study)
+    clock, books, before = Clock(), Books(study), len(rows)
 
     for step in tqdm(range(len(rows), cfg.scale.steps), disable=None, desc=cfg.run_id, unit="step"):
         clock.reset()
@@ -92,10 +90,12 @@ def train(study: Study) -> list[StepRow]:
                 prompts_per_step=cfg.scale.prompts_per_step,
                 sampling=study.sampling,
             )
-            for group, g_b in zip(live, grads, strict=True):
+            sound = nonfinite.all_finite(grads)  # an arm's averages would never recover from a NaN
+            for group, g_b in zip(live, grads, strict=True) if sound else ():
                 arm.observe(g_b, group.view())  # g_b: module → [G r], one row per rollout
-            routed = arm.route() if live else None  # keep + quar = g: nothing lost, nothing doubled
+            routed = arm.route() if live and sound else None  # keep + quar = g: nothing lost, nothing doubled
             update = optim.apply(routed) if routed else optim.idle()  # None: nothing to learn, or not finite
+            skipped = bool(live) and update is None
         with clock("eval"):
             refresh = arm.refresh(step)
             deploy = study.evaluate(val, cfg.scale.group, "deployed", step) if due(cfg, step) else None
@@ -107,29 +107,32 @@ def train(study: Study) -> list[StepRow]:
             dropped=dropped,
             modes=study.world.modes,
             top_reward=cfg.env.pass_reward,
-            routed=routed,
+            routed=routed if update else None,
             update=update,
             refr=refresh.age,
-            metrics=metrics,
+            metrics=None if skipped else metrics,
             deploy=deploy,
-            skipped=bool(live) and update is None,
+            skipped=skipped,
             seconds=clock.seconds,
             total=clock.total,
         )
         rows.append(row)
+        watch.step(row, groups, metrics, deploy)
         books.close_step(row, rollout_lines(step, groups, routed, live), groups, refresh)
-        if len(rows) >= MAX_SKIPPED and all(r.skipped for r in rows[-MAX_SKIPPED:]):
-            raise Diverged(f"step {step}: loss or gradient norm not finite, {MAX_SKIPPED} steps in a row")
+        if skipped:
+            books.keep_batch(step, live)
+        watch.raise_if_stopped()
         if stop.requested and step + 1 < cfg.scale.steps:
             raise Interrupted(f"interrupted after step {step}")
     clock.close()
+    logger.info(watch.summary(sum(r.sec for r in rows[before:])))
     return rows
 
 
-def collect(study: Study, problems: Sequence[Problem], step: int, clock: Clock) -> tuple[list[Group], int]:
+def collect(study: Study, problems: Sequence[Problem], step: int, clock: Clock) -> tuple[list[Group], list[str]]:
     """Sample and grade one step's groups; each answer is graded while the others are still being sampled.
 
-    Returns the groups, and how many were dropped because the sandbox could not grade one of their answers.
+    Returns the groups, and for each one that was dropped why the sandbox could not grade one of its answers.
     """
     cfg, policy = study.cfg, study.policy
     demos = [study.teacher.demos(p, step) for p in problems]
@@ -159,12 +162,13 @@ def collect(study: Study, problems: Sequence[Problem], step: int, clock: Clock) 
             with policy.adapter.deployed():
                 draw(deployed, "sample-deployed", quarantine_off=True)
 
-    groups, dropped = [], 0
+    groups: list[Group] = []
+    dropped: list[str] = []
     with clock("grade"):
         for p, problem in enumerate(problems):
             grades = [v.result() for v in verdicts[p]]
             if failed := [g for g in grades if isinstance(g, Ungraded)]:
-                dropped += 1
+                dropped.append(failed[0].reason)
                 logger.warning(f"step {step}, problem {problem.id}: group dropped, not graded: {failed[0].reason}")
                 continue
             graded: list[Grade | CachedGrade] = [paid(cfg, g) for g in grades if isinstance(g, Grade)]
@@ -176,6 +180,8 @@ def collect(study: Study, problems: Sequence[Problem], step: int, clock: Clock) 
                     unbiased=cfg.loss.unbiased,
                 )
             )
+    if not groups:
+        logger.warning(f"step {step}: every group was lost; the optimiser is not stepped")
     return groups, dropped
 
 
@@ -247,18 +253,27 @@ class Books:
                 f"{refresh.modules} modules, {refresh.axes} axes. SHOULD: near 1; ELSE (< .2) it has rotated away"
             )
         self.narrator.step(step, groups)
-        study.run.append(row.as_json(), rollouts)
+        seen = study.watch.readings
+        study.run.append(row.as_json() | ({"watch": seen} if seen else {}), rollouts)
         last = step + 1 == cfg.scale.steps
+        closing = last or study.stop.requested or study.watch.stops
         if row.hack_s.k and not self.hacked_before:
             self.hacked_before = True
             save_adapter(study, "first_hack.safetensors")
         if row.hack_deploy is not None and cfg.eval.save_eval_ckpts:
             save_adapter(study, f"ckpt_step{step + 1:04d}.safetensors")
-        if (step + 1) % 25 == 0 or last or study.stop.requested:
+        if (step + 1) % 25 == 0 or closing:
             save_adapter(study, "train.safetensors")
-        if (step + 1) % cfg.run.checkpoint_every == 0 or last or study.stop.requested:
+        if (step + 1) % cfg.run.checkpoint_every == 0 or closing:
             checkpoint.save(study.run.path, step + 1, state_dict(study), cfg.run.checkpoint_keep)
         study.run.status("running", len(rows), "", f"python -m vgrout.train {cfg.preset} --resume {study.run.path}")
+
+    def keep_batch(self, step: int, live: list[Group]) -> None:
+        """A step that was not finite: its batch, for `python -m vgrout.replay`."""
+        study = self.study
+        path = nonfinite.save(study.run.path, step, study.cfg, study.policy.adapter, live)
+        then = f"; look at it with: python -m vgrout.replay {path}" if path else ""
+        logger.warning(f"step {step}: loss or gradient not finite, optimiser not stepped{then}")
 
 
 def save_adapter(study: Study, name: str) -> None:
@@ -285,6 +300,7 @@ def state_dict(study: Study) -> dict[str, object]:
         "adapter": study.policy.adapter.state_dict(),
         "optim": study.optim.state_dict(),
         "arm": study.arm.state_dict(),
+        "watch": study.watch.state_dict(),
         "config": study.cfg.digest(),
     }
 
@@ -293,3 +309,4 @@ def load_state_dict(study: Study, state: dict) -> None:
     study.policy.adapter.load_state_dict(state["adapter"])
     study.optim.load_state_dict(state["optim"])
     study.arm.load_state_dict(state["arm"])
+    study.watch.load_state_dict(state["watch"])

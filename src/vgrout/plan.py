@@ -27,10 +27,27 @@ class Inputs:
     pairs: PairSet | None  # None: the arm reads no pairs
 
 
+def disk_needed(cfg: Config) -> int:
+    """Bytes that a whole run writes, about."""
+    need = cfg.generations * cfg.scale.steps * ROLLOUT_BYTES
+    if shapes := adapter_shapes(Path(cfg.model_path)):
+        every = cfg.eval.eval_ablate_every
+        saved = (cfg.scale.steps // every if every and cfg.eval.save_eval_ckpts else 0) + 3
+        checkpoints = 6 * (cfg.run.checkpoint_keep + 1)  # both knobs and two moments each
+        need += 4 * shapes[1] * (saved + checkpoints)
+    return need
+
+
 def preflight(cfg: Config) -> Inputs:
     """Raises ValueError, one line, for every mistake that can be seen without a model."""
     probe_writable(Path("out/runs"))
     probe_writable(Path("logs"))
+    need, free = disk_needed(cfg), shutil.disk_usage("out/runs").free
+    if free < need and not cfg.run.resume:  # a resumed run has written most of it
+        raise ValueError(
+            f"out/runs: the run writes about {need // 2**20 + 1} MiB, {free // 2**20} MiB are free; free some space, "
+            "or start from a folder on another disk"
+        )
     rows = load_rows(cfg.problems_path)
     pool = load_pool(cfg.pool_path) if cfg.pool_path is not None else None
     if pool is not None and cfg.mixes and not pool.ids & {r.id for r in rows}:
@@ -66,7 +83,6 @@ def plan_lines(cfg: Config, inputs: Inputs, grader: Grader) -> list[str]:
     if every := cfg.eval.eval_ablate_every:
         n_eval = (s.steps // every + bool(s.steps % every)) * cfg.eval.eval_n_prompts * s.group
     n_final = 4 * cfg.eval.final_n_prompts * cfg.eval.final_samples
-    disk = per_step * s.steps * ROLLOUT_BYTES
     lines = [
         f"run id        {cfg.run_id}",
         f"rollouts      {per_step} a step (P {s.prompts_per_step} × G {s.group}), of them "
@@ -86,11 +102,10 @@ def plan_lines(cfg: Config, inputs: Inputs, grader: Grader) -> list[str]:
     ]
     if shapes := adapter_shapes(Path(cfg.model_path)):
         weights, knobs = shapes
-        disk += 2 * 4 * knobs * (s.steps // max(1, cfg.eval.eval_ablate_every) + 3)
         lines.append(
             f"adapter       {weights / 1e6:.2f} M weights under {knobs} singular values, two knobs of that size"
         )
     free = shutil.disk_usage(Path("out/runs")).free
-    lines.append(f"disk          about {max(1, disk // 2**20)} MiB; {free // 2**20} MiB free")
+    lines.append(f"disk          about {max(1, disk_needed(cfg) // 2**20)} MiB; {free // 2**20} MiB free")
     lines.append(grader.protections.line())
     return lines

@@ -17,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TextIO
 
+RESERVE = 64 * 1024  # bytes kept in a run's folder, so that a full disk still leaves room to say so
 STATES = ("running", "finished", "halted", "diverged", "interrupted", "failed")
 
 
@@ -110,7 +111,8 @@ class RunDir:
 
     def close(self) -> None:
         for file in self._files.values():
-            file.close()
+            with contextlib.suppress(OSError):  # `append` has flushed, or has raised already
+                file.close()
         self._files.clear()
 
     def steps_on_disk(self) -> int:
@@ -126,10 +128,14 @@ class RunDir:
     def status(self, state: str, step: int, reason: str, then: str) -> None:
         """Every exit leaves one: state, last finished step, why, and what to run next."""
         assert state in STATES, state
-        self.write_json(
-            "status.json",
-            {"state": state, "step": step, "reason": reason, "next": then, "time": time.time(), "pid": os.getpid()},
-        )
+        data = {"state": state, "step": step, "reason": reason, "next": then, "time": time.time(), "pid": os.getpid()}
+        reserve = self.path / ".reserve"
+        if state == "running":
+            if not reserve.exists():
+                write_atomic(reserve, b"\0" * RESERVE)
+        else:  # the last word: its room is needed now, or no longer
+            reserve.unlink(missing_ok=True)
+        self.write_json("status.json", data)
 
     def append(self, row: dict[str, Any], rollouts: Iterable[dict[str, Any]]) -> None:
         """One step: rollouts first, so that a row on disk always has its rollouts on disk."""

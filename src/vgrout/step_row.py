@@ -14,7 +14,8 @@ REFERENCE_STEP = 256  # generations in one step of the benchmark's own runs: the
 def col(fmt: str, legend: str, *, head: str | None = None, should: str = "", when: str = "always") -> Any:
     """A column, required at construction: a forgotten one is a TypeError.
 
-    fmt: "frac" for a Rate, else a format spec. when: what a run must have for the column to be shown.
+    fmt: "frac" for a Rate, else a format spec. when: what a run must have for the column to be shown; "file": never,
+    it is for steps.jsonl.
     """
     return field(metadata={"fmt": fmt, "legend": legend, "head": head, "should": should, "when": when})
 
@@ -31,6 +32,10 @@ class StepRow:
     all_zero: int = col("d", "groups without signal, all at the lowest reward", head="dead0")
     all_one: int = col("d", "groups without signal, all paid", head="dead1")
     dropped: int = col("d", "groups dropped because the sandbox failed", head="drop", should="0; ELSE see the log")
+    drop_why: str | None = field(
+        default=None,
+        metadata={"fmt": "s", "legend": "why groups were dropped", "head": None, "should": "", "when": "file"},
+    )
     n: int = col("d", "rollouts in the step", head="N")
     gt_s: Rate = col("frac", "student rows that the strict oracle accepts")
     gt_t: Rate | None = col("frac", "teacher rows with cached gt_pass", when="teacher")

@@ -29,6 +29,7 @@ from vgrout.signals import Stop
 from vgrout.step_row import StepRow
 from vgrout.tail import Final
 from vgrout.teacher import Teacher
+from vgrout.watch import Watch
 
 SVD_CACHE = Path("out/svd_cache")
 
@@ -84,6 +85,7 @@ def load_study(cfg: Config, inputs: Inputs, run: RunDir, grader: Grader, stop: S
         render=render,
         max_new=cfg.scale.max_new,
     )
+    sampling = Sampling()
     return Study(
         cfg=cfg,
         policy=policy,
@@ -102,7 +104,8 @@ def load_study(cfg: Config, inputs: Inputs, run: RunDir, grader: Grader, stop: S
         ),
         run=run,
         stop=stop,
-        sampling=Sampling(),
+        sampling=sampling,
+        watch=Watch(cfg, policy, grader, world.train, sampling),
     )
 
 

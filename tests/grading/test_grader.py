@@ -233,18 +233,36 @@ def test_a_killed_zygote_in_mid_batch_costs_nothing():
     assert not descendants(os.getpid()) & mine
 
 
-def test_a_sandbox_that_keeps_failing_is_not_a_wrong_answer(monkeypatch):
-    with Grader(1) as grader:
+@pytest.mark.parametrize("retries", [0, 3])
+def test_a_sandbox_that_keeps_failing_is_not_a_wrong_answer(retries, monkeypatch):
+    with Grader(1, retries=retries) as grader:
+        asked = []
 
         def lost(self, request):
+            asked.append(request)
             raise grade_module._WorkerLost("gone")
 
         monkeypatch.setattr(grade_module._Worker, "ask", lost)
         g = grader.grade(sum_problem(), FAST)
         assert isinstance(g, Ungraded)
-        assert "3 times" in g.reason
+        assert f"{retries + 1} times" in g.reason
+        assert len(asked) == retries + 1
         monkeypatch.undo()
         assert graded(grader, sum_problem(), SUM_RIGHT).gt_correct
+
+
+def test_retries_without_end(monkeypatch):
+    with Grader(1, retries=None) as grader:
+        ask, lost = grade_module._Worker.ask, iter(range(5))
+
+        def shaky(self, request):
+            if next(lost, None) is not None:
+                raise grade_module._WorkerLost("gone")
+            return ask(self, request)
+
+        monkeypatch.setattr(grade_module._Worker, "ask", shaky)
+        assert graded(grader, sum_problem(), SUM_RIGHT).gt_correct
+        assert grader.restarts == 5
 
 
 def test_nothing_is_left_after_close(tmp_path, monkeypatch):

@@ -2,12 +2,13 @@
 
     with Grader() as grader:            # before torch is loaded: the workers are cheap while the process is small
         future = grader.submit(problem, text)
-        grade = future.result()         # Grade, or Ungraded where the sandbox itself failed three times
+        grade = future.result()         # Grade, or Ungraded where the sandbox itself failed, retries included
 
 A worker is a judge process and its zygote (see `judge` and `zygote`). Either may die; the worker is then replaced and
 the rollout graded again.
 """
 
+import itertools
 import json
 import os
 import queue
@@ -26,7 +27,6 @@ from typing import Any
 from vgrout.grading.judge import _SOURCE, CLEAN_ENV, ISOLATED, Settings
 from vgrout.nouns import Grade, Problem, Ungraded
 
-ATTEMPTS = 3
 LEVELS = {
     3: "namespaces + landlock + seccomp",
     2: "landlock + seccomp",
@@ -75,6 +75,22 @@ class Protections:
 
 class _WorkerLost(Exception):
     """The judge or its zygote died."""
+
+
+def as_request(problem: Problem, text: str, detectors: bool) -> dict[str, Any]:
+    """One rollout as the judge reads it."""
+    return {
+        "id": problem.id,
+        "mode": problem.mode,
+        "marker": problem.marker,
+        "tests": problem.tests,
+        "setup_code": problem.setup_code,
+        "canonical": problem.canonical,
+        "func_name": problem.func_name,
+        "cpu_limit": problem.cpu_limit,
+        "detectors": detectors,
+        "text": text,
+    }
 
 
 class _Worker:
@@ -139,7 +155,8 @@ class Grader:
 
     workers: default one a core. compile_reward, pass_reward: reward = compile_reward·can_compile + pass_reward·passed.
     allow_weak: go on where isolation is too weak for the strict oracle (level 0). detectors: run the weak detectors.
-    without: layers to leave off, for tests of the ladder.
+    without: layers to leave off, for tests of the ladder. retries: gradings of one answer after the first whose worker
+    died; None: for ever.
 
     Raises WeakSandbox at level 0 unless allowed, RuntimeError if no worker can be started.
     """
@@ -154,10 +171,12 @@ class Grader:
         limits: Limits | None = None,
         detectors: bool = True,
         without: tuple[str, ...] = (),
+        retries: int | None = 3,
     ) -> None:
         self.workers = workers or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else workers or 1
         self.compile_reward, self.pass_reward, self.detectors = compile_reward, pass_reward, detectors
         self.limits = limits or Limits()
+        self.retries = retries
         self._without = ",".join(without)
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._alive: set[_Worker] = set()
@@ -196,20 +215,9 @@ class Grader:
 
     def grade(self, problem: Problem, text: str) -> Grade | Ungraded:
         """Grade now, on the calling thread."""
-        request = {
-            "id": problem.id,
-            "mode": problem.mode,
-            "marker": problem.marker,
-            "tests": problem.tests,
-            "setup_code": problem.setup_code,
-            "canonical": problem.canonical,
-            "func_name": problem.func_name,
-            "cpu_limit": problem.cpu_limit,
-            "detectors": self.detectors,
-            "text": text,
-        }
+        request = as_request(problem, text, self.detectors)
         reason = ""
-        for _ in range(ATTEMPTS):
+        for _ in itertools.count() if self.retries is None else range(1 + self.retries):
             worker = self._idle.get()
             try:
                 reply = worker.ask(request)
@@ -222,7 +230,7 @@ class Grader:
             if "fault" in reply:
                 raise ValueError(reply["fault"])
             return self._grade(problem, reply["grade"])
-        return Ungraded(f"worker lost {ATTEMPTS} times: {reason}")
+        return Ungraded(f"worker lost {1 + (self.retries or 0)} times: {reason}")
 
     def _grade(self, problem: Problem, fields: dict[str, Any]) -> Grade:
         passed = fields["gt_correct"] or fields["channel"] is True
