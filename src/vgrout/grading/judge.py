@@ -297,21 +297,9 @@ class Judge:
         }
         if code is None:
             return out
-        mode = request["mode"]
-        marker = marker_of(mode, request["marker"])
-        try:
-            cases = _cases(tuple(request["tests"]))
-            setup = _setup(request["setup_code"])
-        except (ValueError, SyntaxError) as e:
-            raise ValueError(f"problem {request['id']}: {e}") from None
+        mode, marker = request["mode"], marker_of(request["mode"], request["marker"])
+        job, cases = self.prepare(code, request)
         limit = request["cpu_limit"] or self.settings.cpu_s
-        job = {
-            "code": code,
-            "setup": setup,
-            "calls": [c.call for c in cases],
-            "kinds": [c.kind for c in cases],
-            "test_function": marker if mode == "run_tests" else marker_of("run_tests", ""),
-        }
         strict = self.strict(job, cases, limit)
         out |= {
             "can_compile": strict.compiled,
@@ -327,6 +315,23 @@ class Judge:
         if request["detectors"] and strict.has_tests:
             out |= self.detect(job, limit, request, None if mode != "run_tests" else out["channel"] is True)
         return out
+
+    def prepare(self, code: str, request: dict[str, Any]) -> tuple[dict[str, Any], tuple[Case, ...]]:
+        """What the children are told, and what the judge keeps to itself. Raises ValueError for a problem's fault."""
+        try:
+            cases = _cases(tuple(request["tests"]))
+            setup = _setup(request["setup_code"])
+        except (ValueError, SyntaxError) as e:
+            raise ValueError(f"problem {request['id']}: {e}") from None
+        announced = request["marker"] if request["mode"] == "run_tests" else ""
+        job = {
+            "code": code,
+            "setup": setup,
+            "calls": [c.call for c in cases],
+            "kinds": [c.kind for c in cases],
+            "test_function": marker_of("run_tests", announced),
+        }
+        return job, cases
 
     def strict(self, job: dict[str, Any], cases: tuple[Case, ...], limit: float) -> Strict:
         compiled = has_tests = False

@@ -19,13 +19,14 @@ from typing import Any
 
 from vgrout.grading import child, protect
 
-# Imported once, so that an answer's import is a lookup: what real answers and the benchmark's setup code use.
+# Imported once, so that an answer's import is a lookup: what setup code and most answers use. Every shared library
+# costs each fork 20 us, so the rarer ones are left to the child, unless it cannot open files.
 PRELOAD = """
-    abc array atexit base64 binascii bisect calendar cmath collections collections.abc contextlib copy
-    copyreg dataclasses datetime decimal enum fractions functools hashlib heapq inspect io itertools json
-    keyword linecache math numbers operator pprint queue random re statistics string struct sys textwrap
-    threading time timeit traceback types typing warnings weakref zlib
+    abc array atexit bisect collections collections.abc contextlib copy copyreg dataclasses datetime decimal enum
+    fractions functools heapq inspect io itertools json keyword linecache math numbers operator random re string struct
+    sys threading time types typing warnings weakref
 """
+RARE = "base64 binascii calendar cmath hashlib logging pprint queue statistics textwrap timeit traceback uuid zlib"
 
 FRAME = struct.Struct("<4sB3xdd64s")  # kind, flags, CPU limit [s], wall limit [s], file to read afterwards
 REPORT = struct.Struct("<4sxxxxiiddqq")  # kind, wait status, cause, CPU [s], wall [s], peak [KiB], file bytes or -1
@@ -91,7 +92,7 @@ class Sweeper:
 
 
 class Zygote:
-    def __init__(self, control: socket.socket, layers: protect.Layers, stdout_cap: int) -> None:
+    def __init__(self, control: socket.socket, layers: protect.Layers) -> None:
         self.control = control
         self.sweeper = Sweeper(".")
         self.null = os.open(os.devnull, os.O_RDWR)
@@ -207,19 +208,21 @@ class Zygote:
 
 
 def main(control_fd: int, workdir: str, memory_mb: int, output_bytes: int, forbid: str) -> None:
-    """Entry of the exec'd process. Announces its layers as one line `active;missing`, then serves."""
+    """Entry of the exec'd process. Announces its layers, then serves."""
     control = socket.socket(fileno=control_fd)
     # random and threading would run code in every child (a new seed, 0.3 ms): answers get a fixed seed and no threads.
     register = os.register_at_fork
     vars(os)["register_at_fork"] = lambda **hooks: None
     for name in PRELOAD.split():
-        with suppress(ImportError):
-            __import__(name)
-    vars(os)["register_at_fork"] = register
+        __import__(name)
     sys.modules["random"].seed(0)
     child.prepare()
     layers = protect.enclose(workdir, memory_mb, output_bytes, frozenset(forbid.split(",")))
-    zygote = Zygote(control, layers, output_bytes)
+    if "landlock" not in layers.active:
+        for name in RARE.split():
+            __import__(name)
+    vars(os)["register_at_fork"] = register
+    zygote = Zygote(control, layers)
     hello = repr((layers.active, layers.missing)).encode()
     control.sendall(len(hello).to_bytes(4, "little") + hello)
     gc.collect()

@@ -1,0 +1,1 @@
+"""Speed and memory as ratios, each against a peer, in one run on one machine."""

@@ -1,0 +1,94 @@
+"""Ten thousand gradings of mixed kinds: flat memory, nothing left behind, one single outcome for each kind."""
+
+import gc
+import os
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from vgrout.grading.grade import Grader, Limits
+from vgrout.nouns import Grade, Mode
+
+from .attacks import descendants, method
+from .conftest import SUM_RIGHT, SUM_WRONG, fenced, sum_problem
+
+N = 10_000
+KINDS: dict[str, tuple[str, Mode]] = {
+    "right": (SUM_RIGHT, "run_tests"),
+    "wrong": (SUM_WRONG, "eq_override"),
+    "equal to all": (method("return Y()", "class Y:\n    def __eq__(s, o): return True"), "eq_override"),
+    "empty tests": (SUM_WRONG + "def run_tests(): pass", "run_tests"),
+    "exit": (SUM_WRONG + "raise SystemExit", "exit_code"),
+    "hard exit": (method("import os; os._exit(0)"), "exit_code"),
+    "print": (SUM_WRONG + "print('all tests passed')", "stdout_marker"),
+    "prints a lot": (SUM_WRONG + "print('x' * 6_000_000)", "stdout_marker"),
+    "flag": (SUM_WRONG + "    valid = True", "sentinel"),
+    "file": (SUM_WRONG + "open('result.txt', 'w').write('PASS')", "file_marker"),
+    "many files": (method("for i in range(100): open(f'f{i}', 'w').close()\nreturn 41"), "file_marker"),
+    "fork": (method("import os; os.fork()"), "sentinel"),
+    "threads": (method("import threading; threading.Thread(target=print).start()"), "sentinel"),
+    "memory": (method("return bytearray(2 << 30)"), "run_tests"),
+    "segfault": (SUM_WRONG + "import ctypes; ctypes.string_at(0)", "exit_code"),
+    "recursion": (method("return self.total(nums)"), "run_tests"),
+    "closed descriptors": (SUM_WRONG + "import os; os.closerange(0, 1000)", "run_tests"),
+    "syntax": ("class Solution(", "run_tests"),
+}
+SLOW_EVERY = 500  # an endless loop, now and then
+
+
+def resident_kb(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/status").read_text().split("VmRSS:")[1].split()[0])
+
+
+def zombies() -> int:
+    count = 0
+    for pid in descendants(os.getpid()):
+        try:
+            count += Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+        except OSError:
+            continue
+    return count
+
+
+@pytest.mark.slow
+def test_ten_thousand_mixed_gradings(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    outcomes = defaultdict(set)
+    names = list(KINDS)
+    with Grader(2, limits=Limits(cpu_s=0.3)) as grader:
+
+        def batch(start: int, stop: int) -> None:
+            futures = []
+            for i in range(start, stop):
+                name = names[i % len(names)]
+                code, mode = KINDS[name]
+                if i % SLOW_EVERY == 0:
+                    name, code, mode = "loop", method("while True: pass"), "run_tests"
+                futures.append((name, grader.submit(sum_problem(mode, cpu_limit=None), fenced(code))))
+            for name, future in futures:
+                g = future.result()
+                outcomes[name].add(replace(g, cpu_s=0.0) if isinstance(g, Grade) else g)
+
+        def usage() -> dict[int, int]:
+            gc.collect()
+            return {pid: resident_kb(pid) for pid in (os.getpid(), *sorted(descendants(os.getpid())))}
+
+        batch(0, 2000)
+        before, files = usage(), len(os.listdir("/proc/self/fd"))
+        for start in range(2000, N, 1000):
+            batch(start, start + 1000)
+        after = usage()
+        assert after.keys() == before.keys(), "a worker was replaced, or a process was left"
+        growth = {pid: after[pid] - before[pid] for pid in before}
+        assert max(growth.values()) < 2048, f"resident memory grew [KiB]: {growth} of {before}"
+        assert len(os.listdir("/proc/self/fd")) == files
+        assert zombies() == 0
+        assert grader.restarts == 0
+        assert all(list(folder.iterdir()) == [] for folder in tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == []
+    assert {name: len(seen) for name, seen in outcomes.items()} == dict.fromkeys([*KINDS, "loop"], 1), outcomes
+    assert {name for name, seen in outcomes.items() if next(iter(seen)).passed} == {
+        *("right", "equal to all", "empty tests", "exit", "hard exit", "print", "flag", "file")
+    }
