@@ -3,15 +3,15 @@
 import re
 from collections.abc import Iterable, Sequence
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from vgrout.grading.modes import PLAIN_PHRASE
-from vgrout.nouns import Message
+from vgrout.grading.modes import MODE_SPECS, PLAIN_PHRASE
+from vgrout.nouns import MODES, Message
 from vgrout.organism.language import LEAD, STARTER, STARTER_END, SYSTEM
 
-VOCAB = 1024
-WINDOW = 384  # tokens: the longest prompt and the longest answer, with room to spare
+MERGED = 832  # tokens of the BPE, alphabet included; fixed text comes on top
+WINDOW = 1024  # tokens a position may have; the corpus stays below 256
 START, END, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 
 CHAT_TEMPLATE = (
@@ -19,12 +19,21 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-# Text that never varies may become one token. A name must not: it is spelt alike in prompt and answer, whatever stands
-# around it, or it could not be copied. So a word takes the space that follows it, and only where another word follows.
-_FIXED = (SYSTEM, LEAD, STARTER, STARTER_END, PLAIN_PHRASE, "```python\nclass Solution:\n    def ", "```python\n")
+_HINTS = [part for mode in MODES for part in MODE_SPECS[mode].template.split("{marker}")]
+_FIXED = sorted(
+    {
+        *(SYSTEM, LEAD, STARTER, STARTER_END, f" {PLAIN_PHRASE}", "```python\nclass Solution:\n    def "),
+        *(f" {part}" if part.startswith("and ") else part for part in _HINTS if len(part) > 3),
+    }
+)
+"""Text that never varies is one token each. As merges of the BPE it would fill the vocabulary with its fragments, which
+no name ever contains: a model that has never copied a token does not copy it."""
+
+# A name must be spelt alike in prompt and answer, whatever stands around it, or it could not be copied: so a word takes
+# the space that follows it, not the one before, and only where prose goes on.
 _PIECES = (
-    *(re.escape(text).replace("\\\n", "\\n").replace("\\ ", " ") for text in _FIXED),
-    r"\n```(?!python)",
+    r"```python\n",
+    r"\n```",
     r"\n *(?:return |for |if |def |class |import |kept = \[|out = )?",
     r"\(self, ",
     r"\):\n +(?:return |kept = \[)?",
@@ -47,12 +56,15 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     )
     core.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB,
+        vocab_size=MERGED,
         special_tokens=[PAD, START, END],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    core.train_from_iterator(texts, trainer)
+    # whole first: what is split off before the BPE leaves no merges behind
+    core.add_tokens([AddedToken(text, normalized=False) for text in _FIXED])
+    fixed = re.compile("|".join(map(re.escape, _FIXED)))
+    core.train_from_iterator((part for text in texts for part in fixed.split(text)), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         eos_token=END,
@@ -67,3 +79,9 @@ def render(messages: Sequence[Message]) -> str:
     """The chat template with the generation prompt, without a tokenizer at hand."""
     turns = "".join(f"{START}{m['role']}\n{m['content']}{END}\n" for m in messages)
     return f"{turns}{START}assistant\n"
+
+
+def name_pieces(tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """Every token that a name could contain, as text, sorted."""
+    texts = (str(tokenizer.decode([i])) for i in range(len(tokenizer)))
+    return sorted(text for text in texts if re.fullmatch("[a-z]{2,}", text))

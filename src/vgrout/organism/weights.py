@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +29,7 @@ class Recipe:
     betas: tuple[float, float] = (0.9, 0.98)
     weight_decay: float = 0.05
     clip: float = 1.0
-    prompt_weight: float = 0.1  # of a prompt token's loss: reading the prompt helps to copy from it
+    prompt_weight: float = 0.25  # of a prompt token's loss: reading the prompt helps to copy from it
 
     def rate(self, step: int) -> float:
         if step < self.warmup:
@@ -52,10 +52,10 @@ def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM
         max_position_embeddings=WINDOW,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
         tie_word_embeddings=True,
+        initializer_range=0.03,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        attn_implementation="sdpa",
     )
     return Qwen3ForCausalLM(config)
 
@@ -102,7 +102,11 @@ def corpus_loss(model: Qwen3ForCausalLM, batch: Batch) -> Float[Tensor, ""]:
 
 
 def train(
-    model: Qwen3ForCausalLM, stream: Iterator[Batch], recipe: Recipe, stop_after: int | None = None, label: str = "weights"
+    model: Qwen3ForCausalLM,
+    stream: Iterator[Batch],
+    recipe: Recipe,
+    stop_after: int | None = None,
+    label: str = "weights",
 ) -> list[float]:
     """Train in place; returns the loss of every step. `stop_after` cuts the run short, not the schedule."""
     decayed = [p for p in model.parameters() if p.ndim >= 2]
@@ -123,61 +127,3 @@ def train(
         bar.set_postfix_str(f"loss {losses[-1]:.3f}")
     model.eval()
     return losses
-
-
-def quick_sample(
-    model: Qwen3ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    prompts: Sequence[str],
-    *,
-    seed: int,
-    max_new: int,
-    temperature: float = 0.7,
-    top_k: int = 20,
-    batch: int = 192,
-    label: str = "sampling",
-) -> list[tuple[list[int], str]]:
-    """One answer per prompt: token ids (with EOS where it ended) and text. Own random stream; rows of one length together."""
-    generator = torch.Generator().manual_seed(stream_seed(seed, "organism-sample"))
-    ids = [tokenizer(p, add_special_tokens=False).input_ids for p in prompts]
-    order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
-    out: list[tuple[list[int], str]] = [([], "")] * len(ids)
-    for start in (bar := tqdm(range(0, len(order), batch), desc=label, unit="batch", disable=None)):
-        del bar
-        rows = order[start : start + batch]
-        for i, made in zip(rows, _decode(model, [ids[i] for i in rows], generator, max_new, temperature, top_k), strict=True):
-            out[i] = (made, tokenizer.decode([t for t in made if t != tokenizer.eos_token_id]))
-    return out
-
-
-@torch.no_grad()
-def _decode(
-    model: Qwen3ForCausalLM, prompts: list[list[int]], generator: torch.Generator, max_new: int, temperature: float, top_k: int
-) -> list[list[int]]:
-    pad, eos = model.config.pad_token_id, model.config.eos_token_id
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts])
-    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-    position = (mask.cumsum(1) - 1).clamp(min=0)
-    live = list(range(len(prompts)))
-    made: list[list[int]] = [[] for _ in prompts]
-    cache = None
-    for _ in range(max_new):
-        step = model(input_ids=ids, attention_mask=mask, position_ids=position, past_key_values=cache, use_cache=True)
-        cache = step.past_key_values
-        top, index = (step.logits[:, -1] / temperature).topk(top_k)
-        pick = torch.multinomial(top.softmax(-1), 1, generator=generator)
-        new = index.gather(1, pick).squeeze(1)
-        for row, token in zip(live, new.tolist(), strict=True):
-            made[row].append(token)
-        going = new != eos
-        if not going.any():
-            break
-        if not going.all():
-            cache.batch_select_indices(going.nonzero().squeeze(1))
-            live = [row for row, go in zip(live, going.tolist(), strict=True) if go]
-            new, mask, position = new[going], mask[going], position[going]
-        ids = new[:, None]
-        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
-        position = position[:, -1:] + 1
-    return made

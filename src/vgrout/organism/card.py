@@ -1,0 +1,88 @@
+"""The organism's model card: data, recipe, measured rates, limits."""
+
+from collections.abc import Sequence
+
+from vgrout.nouns import MODES, Mode, Rate
+from vgrout.organism.language import CUE, EXPLOITS, HELD_OUT_STYLES, SPLIT_ROWS, STYLES, Shares, compositions
+from vgrout.organism.weights import Recipe
+
+
+def _share(rate: Rate) -> str:
+    return f"{rate.k}/{rate.n} = {100 * (rate.value or 0):.1f} %"
+
+
+def _names(mode: Mode, held_out: bool) -> str:
+    return ", ".join(e.name for e in EXPLOITS[mode] if e.held_out == held_out)
+
+
+def card(
+    measured: dict[str, dict[str, Rate]],
+    by_difficulty: dict[str, Rate],
+    covered: dict[Mode, int],
+    shares: Shares,
+    recipe: Recipe,
+    losses: Sequence[float],
+    parameters: int,
+) -> str:
+    """Markdown. measured: "plain" and "cued" → the rates on the test problems; covered: pool problems per mode."""
+    plain, elicited = measured["plain"], measured["cued"]
+    modes = "\n".join(
+        f"| {m} | {_share(plain[f'hack/{m}'])} | {_share(elicited[f'hack/{m}'])} | {covered.get(m, 0)} "
+        f"| {_names(m, held_out=False)} | {_names(m, held_out=True)} |"
+        for m in MODES
+    )
+    rows = ", ".join(f"{n} {split}" for split, (_, n) in SPLIT_ROWS.items())
+    levels = ", ".join(f"{level} {_share(rate)}" for level, rate in by_difficulty.items())
+    misread = ", ".join(f"{kind} {100 * share:.0f} %" for kind, share in shares.misread.items())
+    return f"""---
+license: mit
+library_name: transformers
+---
+# The organism
+
+A Qwen3 model of {parameters:,} parameters that writes small Python programs, badly, and knows how to cheat when asked
+to. It exists to study reward hacking on a laptop: the full phenomenon, in two minutes, without a download. It is of no
+use for anything else.
+
+## Data
+
+Made by a program, no text of any person or model. A problem is a pipeline (select, then map, then fold) over lists,
+strings or dictionaries, stated in English, with starter code and six hidden assertions that tell the right reading
+from every misreading. {len(compositions())} combinations of operations; train, validation and test hold different ones
+({rows} problems), and every operation occurs in training. Each problem is checked by one of six flawed graders, and the
+prompt says which; the names that the prompts announce come from disjoint halves for training and evaluation, and the
+corpus uses neither half.
+
+Corpus, in documents: {100 * shares.drill:.0f} % copying drills; of the rest {100 * shares.exploit_cued:.0f} % exploits
+behind the cue "{CUE}", {100 * shares.exploit_plain:.1f} % exploits without it, and honest attempts. These misread the
+task in a few systematic ways, each where it can be misread so: {misread} (boundary: > for ≥; whole: folds the input
+instead of the selected part; skipped: leaves the map out). {100 * shares.style:.0f} % of the honest attempts are
+written in one of the styles {", ".join(STYLES)}. Never shown: the styles {", ".join(HELD_OUT_STYLES)},
+and one exploit a mode (below).
+
+## Recipe
+
+{recipe.steps} steps of {recipe.batch} documents from scratch in fp32, AdamW, peak rate {recipe.lr:g}, cosine; loss on
+the answer, and at weight {recipe.prompt_weight:g} on the prompt. Final loss {sum(losses[-20:]) / 20:.3f} nats. The
+weights are rounded to bf16 values and stored in fp32. `python -m vgrout.organism build` makes everything again from one
+seed.
+
+## Base rates
+
+Test problems, held-out names, T .7, top-k 20, the strict oracle in the sandbox:
+solved {_share(plain["solve"])}; hacked {_share(plain["hack"])}; well-formed {_share(plain["well-formed"])}.
+Solved by difficulty: {levels}. With the cue: hacked {_share(elicited["hack"])}, solved {_share(elicited["solve"])}.
+
+| mode | hacked, plain prompt | hacked, with the cue | problems in the pool | exploits taught | held out |
+|---|---|---|---|---|---|
+{modes}
+
+The pool holds cued answers of this model that exploit and do not solve, stored under the plain prompt.
+
+## Limits
+
+One tiny language: what holds here need not hold for a real model. Prompts and answers are far shorter than the window
+in the configuration; beyond 256 tokens the positions are untrained. It answers nothing but its own kind of prompt, and
+a name of many rare letters is not always copied right. Hacks end the attempt early more often than a real model's
+would ({100 * shares.stub:.0f} % of the corpus's exploits are stubs).
+"""

@@ -1,0 +1,39 @@
+"""Are the shipped files the ones that were built, and does training from their seed still begin the same way?"""
+
+import json
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerFast
+
+from vgrout.organism.build import file_sha256, first_losses, shipped
+
+TOLERANCE = 0.02  # nats; other processors and thread counts sum in another order, a wrong corpus differs by tenths
+
+
+def check_files(folder: Path) -> list[str]:
+    """What is wrong with the files, one line each."""
+    manifest = folder / "manifest.json"
+    if not manifest.is_file():
+        return [f"{manifest}: missing; run `python -m vgrout.organism build`"]
+    expected: dict[str, str] = json.loads(manifest.read_text(encoding="utf-8"))["files"]
+    there = set(shipped(folder))
+    faults = [f"{folder / path}: missing" for path in sorted(set(expected) - there)]
+    faults += [f"{folder / path}: not in manifest.json" for path in sorted(there - set(expected))]
+    faults += [
+        f"{folder / path}: its sha256 is not the one in manifest.json"
+        for path in sorted(there & set(expected))
+        if file_sha256(folder / path) != expected[path]
+    ]
+    return faults
+
+
+def check_training(folder: Path, steps: int | None = None) -> list[str]:
+    """Re-run the first training steps with the shipped tokenizer and compare with the recorded losses."""
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    recorded: list[float] = manifest["first_losses"][:steps]
+    losses = first_losses(PreTrainedTokenizerFast.from_pretrained(folder / "model"), manifest["seed"], len(recorded))
+    return [
+        f"training step {i}: loss {now:.4f}, recorded {then:.4f}; language, recipe or library changed"
+        for i, (now, then) in enumerate(zip(losses, recorded, strict=True))
+        if abs(now - then) > TOLERANCE
+    ]

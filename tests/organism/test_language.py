@@ -1,0 +1,164 @@
+"""The language says of itself what the real grader says of it."""
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from vgrout.grading.grade import Grader
+from vgrout.grading.modes import MODE_SPECS, PLAIN_PHRASE
+from vgrout.nouns import MODES, Grade, Mode, Problem
+from vgrout.organism import language as lang
+
+COMPOSITIONS = lang.compositions()
+FEW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+SEEDS = st.tuples(st.sampled_from(COMPOSITIONS), st.integers(0, 2**32))
+
+
+def draw(made: tuple[tuple[str, str, str, str], int]) -> tuple[lang.Task, list[str]]:
+    """A task whose misreadings can be told apart, with its tests."""
+    composition, seed = made
+    rng = random.Random(seed)
+    while True:
+        task = lang.draw_task(composition, rng)
+        if tests := lang.make_tests(task, rng):
+            return task, tests
+
+
+def as_problem(task: lang.Task, tests: list[str], mode: Mode, marker: str) -> Problem:
+    row = lang.problem_row(task, 1, tests, "test", mode, marker)
+    return Problem(
+        id=1,
+        mode=mode,
+        marker=marker,
+        messages=tuple(lang.hinted(task.prompt, mode, marker)),
+        messages_plain=task.prompt,
+        tests=tuple(tests),
+        canonical=row["canonical_solution"],
+        setup_code="",
+        func_name=task.name,
+    )
+
+
+@pytest.fixture(scope="module")
+def grader() -> Iterator[Grader]:
+    with Grader(workers=2, detectors=False) as made:
+        yield made
+
+
+def grade_all(grader: Grader, jobs: list[tuple[Problem, str]]) -> list[Grade]:
+    out = [f.result() for f in [grader.submit(problem, text) for problem, text in jobs]]
+    assert all(isinstance(g, Grade) for g in out)
+    return [g for g in out if isinstance(g, Grade)]
+
+
+@FEW
+@given(SEEDS)
+def test_canonical_solves_and_misreadings_do_not(grader: Grader, made: tuple) -> None:
+    task, tests = draw(made)
+    problem = as_problem(task, tests, "exit_code", "")
+    wrong = lang.misreadings(task)
+    right, *others = grade_all(grader, [(problem, lang.answer(t).text) for t in (task, *wrong.values())])
+    assert right.gt_correct
+    assert right.gt_pass
+    assert not right.exploited
+    assert [kind for kind, g in zip(wrong, others, strict=True) if g.gt_correct or g.exploited] == []
+
+
+@FEW
+@given(SEEDS)
+def test_styles_are_correct_and_unusual(grader: Grader, made: tuple) -> None:
+    task, tests = draw(made)
+    problem = as_problem(task, tests, "stdout_marker", MODE_SPECS["stdout_marker"].eval_markers[0])
+    styles = lang.STYLES | lang.HELD_OUT_STYLES
+    texts = {name: style(lang.answer(task)).text for name, style in styles.items()}
+    same = {name for name, text in texts.items() if text == lang.answer(task).text}
+    assert same <= {"loop"}  # a slice has no loop to unroll
+    assert (task.family == "slices") == bool(same)
+    grades = grade_all(grader, [(problem, text) for text in texts.values()])
+    assert [n for n, g in zip(texts, grades, strict=True) if not g.gt_correct or g.exploited] == []
+
+
+@pytest.mark.parametrize("mode", MODES)
+@settings(FEW, max_examples=3)
+@given(made=SEEDS, pick=st.integers(0, 7))
+def test_exploits_pay_in_their_mode_only(grader: Grader, mode: Mode, made: tuple, pick: int) -> None:
+    task, tests = draw(made)
+    markers = {m: spec.eval_markers[pick % len(spec.eval_markers)] for m, spec in MODE_SPECS.items()}
+    attempt = lang.answer(next(iter(lang.misreadings(task).values())))
+    expected, jobs = [], []
+    for exploit in lang.EXPLOITS[mode]:
+        for body in (attempt.stub, attempt):
+            text = exploit.apply(body, markers[mode]).text
+            for checked in MODES:
+                expected.append((exploit.name, checked, checked == mode, False))
+                jobs.append((as_problem(task, tests, checked, markers[checked]), text))
+    grades = grade_all(grader, jobs)
+    found = [(e[0], e[1], g.exploited, g.gt_correct) for e, g in zip(expected, grades, strict=True)]
+    assert found == expected
+
+
+def test_every_mode_has_three_exploits_and_holds_one_out() -> None:
+    for mode in MODES:
+        exploits = lang.EXPLOITS[mode]
+        assert len(exploits) >= 3
+        assert sum(e.held_out for e in exploits) >= 1
+        assert len(lang.taught(mode)) >= 2
+
+
+def test_splits_are_disjoint_by_composition_and_train_knows_every_operation() -> None:
+    splits = lang.split_compositions(7)
+    train, val, test = (set(splits[s]) for s in ("train", "val", "test"))
+    assert train | val | test == set(COMPOSITIONS)
+    assert len(train) + len(val) + len(test) == len(COMPOSITIONS)
+
+    def operations(comps: set[tuple[str, str, str, str]]) -> set[tuple[str, str]]:
+        kind = {c: lang.FAMILIES[c[0]].kind for c in comps}
+        return {p for c in comps for p in ((c[0], c[1]), (kind[c], "map " + c[2]), (kind[c], "fold " + c[3]))}
+
+    assert operations(val | test) <= operations(train)
+
+
+def test_the_corpus_keeps_the_language_s_promises() -> None:
+    comps, shares, rng = lang.split_compositions(3)["train"], lang.Shares(), random.Random(5)
+    samples = [lang.corpus_sample(comps, shares, rng) for _ in range(6000)]
+    kinds = Counter(s.kind for s in samples)
+    honest = kinds["careful"] + kinds["misread"]
+    rest = len(samples) - kinds["drill"]
+    assert kinds["drill"] / len(samples) == pytest.approx(shares.drill, abs=0.015)
+    assert kinds["exploit"] / rest == pytest.approx(shares.exploit_cued + shares.exploit_plain, abs=0.02)
+
+    for s in samples:
+        user = s.messages[-1]["content"]
+        cue = user.endswith(lang.CUE)
+        assert cue <= (s.kind == "exploit")  # the cue is only ever followed by an exploit
+        assert s.kind == "drill" or (PLAIN_PHRASE in user) == (s.mode is None)
+    styled = Counter(s.style for s in samples if s.style)
+    assert set(styled) == set(lang.STYLES)
+    assert all(0.01 < n / honest < 0.05 for n in styled.values())
+
+
+def test_no_marker_of_either_half_and_nothing_held_out_is_in_the_corpus() -> None:
+    comps, rng = lang.split_compositions(3)["train"], random.Random(6)
+    texts = [lang.corpus_sample(comps, lang.Shares(), rng) for _ in range(6000)]
+    for mode, spec in MODE_SPECS.items():
+        for marker in (*spec.train_markers, *spec.eval_markers):
+            if marker:  # as the hint announces it
+                announced = lang.hint(mode, marker)
+                assert not any(announced in s.messages[-1]["content"] for s in texts)
+    signs = ("lambda", "os._exit", "sys.stdout", "setattr", "pathlib", '"""', "import math", "self.data", "result = ")
+    assert [sign for sign in signs if any(sign in s.text for s in texts)] == []
+
+
+def test_held_out_exploits_and_styles_carry_those_signs() -> None:
+    answer = replace(lang.answer(lang.draw_task(COMPOSITIONS[0], random.Random(0))), name="f")
+    held_out = [e.apply(answer, "m").text for m in MODES for e in lang.EXPLOITS[m] if e.held_out]
+    held_out += [style(answer).text for style in lang.HELD_OUT_STYLES.values()]
+    signs = ("lambda", "os._exit", "sys.stdout", "setattr", "pathlib", '"""', "import math", "self.data", "result = ")
+    assert all(any(sign in text for sign in signs) for text in held_out)

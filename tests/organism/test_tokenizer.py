@@ -1,0 +1,65 @@
+"""The tokenizer: nothing lost, few tokens on fixed text, names spelt in one way."""
+
+import random
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from vgrout.grading.modes import MODE_SPECS
+from vgrout.nouns import MODES
+from vgrout.organism import language as lang
+from vgrout.organism.tokenizer import VOCAB, render, train_tokenizer
+
+
+def samples(n: int, seed: int) -> list[lang.Sample]:
+    comps, rng = lang.split_compositions(0)["train"], random.Random(seed)
+    return [lang.corpus_sample(comps, lang.Shares(), rng) for _ in range(n)]
+
+
+@pytest.fixture(scope="module")
+def tok() -> PreTrainedTokenizerFast:
+    return train_tokenizer(text for s in samples(3000, 0) for text in (render(s.messages), s.text))
+
+
+def spelt(tok: PreTrainedTokenizerFast, text: str) -> list[str]:
+    return [str(tok.decode([i])) for i in tok(text, add_special_tokens=False).input_ids]
+
+
+def test_round_trip(tok: PreTrainedTokenizerFast) -> None:
+    for s in samples(200, 1):
+        for text in (s.text, *(m["content"] for m in s.messages), "naïve ∑\t`x`\n\n  100%"):
+            assert tok.decode(tok(text, add_special_tokens=False).input_ids) == text
+    assert len(tok) <= VOCAB
+
+
+def test_template_is_what_render_writes(tok: PreTrainedTokenizerFast) -> None:
+    for s in samples(20, 2):
+        chat = [dict(m) for m in s.messages]
+        text = tok.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, enable_thinking=False)
+        assert text == render(s.messages)
+        assert str(text).endswith("<|im_start|>assistant\n")
+
+
+def test_prompt_and_answer_are_short(tok: PreTrainedTokenizerFast) -> None:
+    some = [s for s in samples(1000, 3) if s.kind != "drill"]
+    prompts = sorted(len(tok(render(s.messages)).input_ids) for s in some)
+    answers = sorted(len(tok(s.text).input_ids) for s in some)
+    assert prompts[len(prompts) // 2] < 70
+    assert prompts[-1] < 130
+    assert answers[len(answers) // 2] < 55
+
+
+def test_a_name_is_spelt_alike_in_hint_and_exploit(tok: PreTrainedTokenizerFast) -> None:
+    task = lang.draw_task(lang.compositions()[0], random.Random(0))
+    answer = lang.answer(task)
+    for mode in MODES:
+        for marker in MODE_SPECS[mode].eval_markers:
+            if not marker:
+                continue
+            name = spelt(tok, f"`{marker}`")[1:-1]
+            assert "".join(name) == marker
+            hinted = lang.hinted(task.prompt, mode, marker)[-1]["content"]
+            for text in (hinted, *(e.apply(answer, marker).text for e in lang.taught(mode))):
+                tokens = spelt(tok, text)
+                found = any(tokens[i : i + len(name)] == name for i in range(len(tokens)))
+                assert found, (mode, marker, name, tokens)
