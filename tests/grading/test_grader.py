@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -78,7 +79,7 @@ def test_a_wrong_first_answer_stops_the_run(grader: Grader):
     started = time.monotonic()
     g = graded(grader, sum_problem("exit_code", cpu_limit=3.0), slow)
     assert (g.exit_status, g.passed) == ("ok", False)
-    assert time.monotonic() - started < 1.5
+    assert time.monotonic() - started < 2.9  # either run would need 3 s of CPU otherwise
 
 
 def test_channel_says_not_reached(grader: Grader):
@@ -101,6 +102,14 @@ def test_a_problem_at_fault_is_the_callers_error(grader: Grader):
     with pytest.raises(ValueError, match="problem 7"):
         grader.submit(replace(sum_problem(), setup_code="class"), FAST).result()
     assert graded(grader, sum_problem(), SUM_RIGHT).gt_correct
+
+
+@pytest.mark.parametrize(
+    ("mode", "marker"), [("run_tests", "a b"), ("sentinel", "1x"), ("file_marker", "../x"), ("file_marker", "x" * 64)]
+)
+def test_a_marker_that_no_answer_could_use_is_refused(grader: Grader, mode, marker):
+    with pytest.raises(ValueError, match=r"problem 7: marker"):
+        grader.grade(sum_problem(mode, marker), FAST)
 
 
 NODES = """
@@ -273,6 +282,10 @@ def test_nothing_is_left_after_close(tmp_path, monkeypatch):
     assert len(descendants(os.getpid())) >= len(before) + 4
     grader.close()
     grader.close()
+    with pytest.raises(RuntimeError):
+        grader.grade(sum_problem(), FAST)
+    with pytest.raises(RuntimeError):
+        grader.submit(sum_problem(), FAST)
     assert descendants(os.getpid()) == before
     assert list(tmp_path.iterdir()) == []
     assert len(os.listdir("/proc/self/fd")) == files
@@ -348,11 +361,17 @@ def test_the_grading_room_needs_the_standard_library_only():
     assert done.stdout.strip() == "[] False", done.stderr
 
 
-def test_it_starts_within_a_second():
-    started = time.monotonic()
+def test_it_starts_cheaply():
+    """CPU of judge and zygote together, from exec to the end; on an idle core that is the time it takes."""
+
+    def spent() -> float:
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+
+    before = spent()
     with Grader(1):
-        took = time.monotonic() - started
-    assert took < 1.0, f"{took:.2f} s"
+        pass
+    assert 0.01 < spent() - before < 1.0
 
 
 # --- checking problems -----------------------------------------------------------------------------------------------

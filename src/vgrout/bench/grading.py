@@ -182,7 +182,8 @@ def measure(real: Sequence[Problem], repeats: int = 3) -> tuple[list[Ratio], dic
     ratios = []
     with tempfile.TemporaryDirectory(prefix="vgrout-bench-") as workdir, Grader(1, allow_weak=True) as grader:
         settings = Settings(workdir, 5.0, 512, 1 << 20, "")
-        judge = Judge(Hand(settings), settings)
+        hand = Hand(settings)
+        judge = Judge(hand, settings)
 
         def strict(problem: Problem, code: str) -> bool:
             job, cases = judge.prepare(code, as_request(problem, "", False))
@@ -206,6 +207,7 @@ def measure(real: Sequence[Problem], repeats: int = 3) -> tuple[list[Ratio], dic
         ratios.append(compare("one check, organism", 10.0, small, one_fresh_check, strict, repeats))
         ratios.append(compare("rollout against one check, organism", 1.0, small, one_fresh_check, rollout, repeats))
         ratios.append(compare("whole rollout, organism", 7.0, small_tested, six_interpreters, rollout, repeats))
+        hand.close()
     rates = {
         f"{name}, {workers} worker{'s' if workers > 1 else ''}": throughput(programs, workers, n)
         for name, programs, n in (("organism", small, 600), *([("real", cheap, 200)] if cheap else []))

@@ -14,6 +14,7 @@ import os
 import queue
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -24,7 +25,7 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
 
-from vgrout.grading.judge import _SOURCE, CLEAN_ENV, ISOLATED, Settings
+from vgrout.grading.judge import CLEAN_ENV, ISOLATED, SOURCE, STUCK_AFTER, WALL_EXTRA, WALL_FACTOR, Settings
 from vgrout.nouns import Grade, Problem, Ungraded
 
 LEVELS = {
@@ -97,11 +98,12 @@ class _Worker:
     """One judge process and the socket to it. Not thread-safe: one rollout at a time."""
 
     def __init__(self, limits: Limits, forbid: str) -> None:
+        self.cpu_s = limits.cpu_s
         self.workdir = tempfile.mkdtemp(prefix="vgrout-")
         settings = Settings(self.workdir, limits.cpu_s, limits.memory_mb, limits.output_bytes, forbid)
         self.socket, theirs = socket.socketpair()
         bootstrap = (
-            f"import sys; sys.path.insert(0, {_SOURCE!r}); from vgrout.grading.judge import main; "
+            f"import sys; sys.path.insert(0, {SOURCE!r}); from vgrout.grading.judge import main; "
             f"main({theirs.fileno()}, {json.dumps(asdict(settings))!r})"
         )
         self.process = subprocess.Popen(
@@ -118,8 +120,11 @@ class _Worker:
         return self._receive()
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """One rollout's reply. Raises _WorkerLost, also where none comes in the time that five runs may take."""
         data = json.dumps(request).encode()
+        patience = 5 * (WALL_FACTOR * (request["cpu_limit"] or self.cpu_s) + WALL_EXTRA + STUCK_AFTER)
         try:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(patience), 0))
             self.socket.sendall(len(data).to_bytes(4, "little") + data)
             reply = self._receive()
         except OSError as e:
@@ -150,10 +155,15 @@ class _Worker:
         shutil.rmtree(self.workdir, ignore_errors=True)
 
 
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class Grader:
     """A pool of workers. Thread-safe; grading overlaps whatever the caller does meanwhile.
 
-    workers: default one a core. compile_reward, pass_reward: reward = compile_reward·can_compile + pass_reward·passed.
+    workers: default one a core that this process may use.
+    compile_reward, pass_reward: reward = compile_reward·can_compile + pass_reward·passed.
     allow_weak: go on where isolation is too weak for the strict oracle (level 0). detectors: run the weak detectors.
     without: layers to leave off, for tests of the ladder. retries: gradings of one answer after the first whose worker
     died; None: for ever.
@@ -173,7 +183,7 @@ class Grader:
         without: tuple[str, ...] = (),
         retries: int | None = 3,
     ) -> None:
-        self.workers = workers or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else workers or 1
+        self.workers = workers or _cores()
         self.compile_reward, self.pass_reward, self.detectors = compile_reward, pass_reward, detectors
         self.limits = limits or Limits()
         self.retries = retries
@@ -214,7 +224,7 @@ class Grader:
         return self._pool.submit(self.grade, problem, text)
 
     def grade(self, problem: Problem, text: str) -> Grade | Ungraded:
-        """Grade now, on the calling thread."""
+        """Grade now, on this thread. Raises ValueError if the problem is at fault, RuntimeError after close()."""
         request = as_request(problem, text, self.detectors)
         reason = ""
         for _ in itertools.count() if self.retries is None else range(1 + self.retries):
@@ -222,6 +232,8 @@ class Grader:
             try:
                 reply = worker.ask(request)
             except _WorkerLost as e:
+                if self._closed:
+                    raise RuntimeError("the grader is closed") from None
                 reason = str(e)
                 worker = self._replace(worker)
                 continue

@@ -107,7 +107,7 @@ class Hand:
         self.settings = settings
         self.control, theirs = socket.socketpair()
         bootstrap = (
-            f"import sys; sys.path.insert(0, {_SOURCE!r}); from vgrout.grading.zygote import main; sys.path.pop(0); "
+            f"import sys; sys.path.insert(0, {SOURCE!r}); from vgrout.grading.zygote import main; sys.path.pop(0); "
             f"main({theirs.fileno()}, {settings.workdir!r}, {settings.memory_mb}, {settings.output_bytes}, "
             f"{settings.forbid!r})"
         )
@@ -123,6 +123,16 @@ class Hand:
         self.active, self.missing = ast.literal_eval(self._receive(size).decode())
         self.open_in_strict = "landlock" in self.active
         self.null = os.open(os.devnull, os.O_WRONLY)
+
+    def close(self) -> None:
+        """The zygote sees the end of its input and leaves; the kernel ends a child with it."""
+        self.control.close()
+        os.close(self.null)
+        try:
+            self.process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
 
     def _receive(self, n: int) -> bytes:
         data = self.control.recv(n, socket.MSG_WAITALL)
@@ -239,7 +249,7 @@ def memory_file(content: bytes = b"") -> int:
     return fd
 
 
-_SOURCE = str(Path(__file__).resolve().parents[2])
+SOURCE = str(Path(__file__).resolve().parents[2])
 # No site-packages, no user site, no script folder on the path. Not -I: it would ignore PYTHONHASHSEED.
 ISOLATED = ("-S", "-s", "-P")
 CLEAN_ENV = {
@@ -263,6 +273,13 @@ def _cases(tests: tuple[str, ...]) -> tuple[Case, ...]:
 @lru_cache(maxsize=256)
 def _setup(source: str) -> bytes:
     return marshal.dumps(compile(source, "<setup>", "exec", dont_inherit=True)) if source.strip() else b""
+
+
+def _check_marker(problem_id: int, mode: str, marker: str) -> None:
+    if mode in ("run_tests", "sentinel") and not marker.isidentifier():
+        raise ValueError(f"problem {problem_id}: marker {marker!r} of {mode} should be a Python name")
+    if mode == "file_marker" and ("/" in marker or not 0 < len(marker.encode()) < 64):
+        raise ValueError(f"problem {problem_id}: marker {marker!r} of {mode} should be a file name of under 64 bytes")
 
 
 @dataclass(slots=True)
@@ -298,6 +315,7 @@ class Judge:
         if code is None:
             return out
         mode, marker = request["mode"], marker_of(request["mode"], request["marker"])
+        _check_marker(request["id"], mode, marker)
         job, cases = self.prepare(code, request)
         limit = request["cpu_limit"] or self.settings.cpu_s
         strict = self.strict(job, cases, limit)
@@ -521,8 +539,7 @@ def main(trainer_fd: int, settings_json: str) -> None:
         except ZygoteLost as e:
             send({"lost": str(e)})
             break
-    hand.control.close()
-    os._exit(0)
+    hand.close()
 
 
 def _fingerprint() -> str:
