@@ -476,7 +476,7 @@ PRESETS: dict[str, tuple[str, Config]] = {
     ),
     "mini": (
         "the whole experiment in miniature: 60 steps in under two minutes on two CPU cores, no download",
-        replace(_ORGANISM, preset="mini", eval=EvalConfig(eval_n_prompts=12, final_n_prompts=66, final_samples=4)),
+        replace(_ORGANISM, preset="mini", eval=EvalConfig(eval_n_prompts=12, final_n_prompts=192, final_samples=2)),
     ),
     "fast": (
         "the shortest real run: Qwen3-4B, 60 steps on one 80-140 GB GPU",
