@@ -632,7 +632,7 @@ def strays() -> set[str]:
 def check_attack(grader: Grader, attack: Attack) -> list[str]:
     """Grade one attack in its modes; returns what is wrong, with the grade and with the machine afterwards."""
     wrong = []
-    before = descendants(os.getpid())
+    before, files = descendants(os.getpid()), strays()
     for mode in attack.modes:
         restarts = grader.restarts
         started = time.monotonic()
@@ -652,8 +652,9 @@ def check_attack(grader: Grader, attack: Attack) -> list[str]:
         wrong += [f"after {where}: {w}" for w in unharmed(grader)]
     if descendants(os.getpid()) != before and grader.restarts == 0:
         wrong.append(f"processes left by {attack.name}")
-    if strays():
-        wrong.append(f"files left by {attack.name}: {strays()}")
+    for left in strays() - files:
+        wrong.append(f"file left by {attack.name}: {left}")
+        os.unlink(left)
     return wrong
 
 

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -540,6 +541,8 @@ def main(trainer_fd: int, settings_json: str) -> None:
             send({"lost": str(e)})
             break
     hand.close()
+    with suppress(OSError):  # the trainer does this too, unless it was killed
+        os.rmdir(settings.workdir)
 
 
 def _fingerprint() -> str:
