@@ -19,6 +19,7 @@ from transformers.generation.logits_process import (
 )
 
 import tiny
+from vgrout import sampler
 from vgrout.decoder import HfDecoder, LeanDecoder, lean_fits
 from vgrout.policy import Policy, load_policy
 from vgrout.sampler import Sample, Sampling, compacted, draw, sample
@@ -47,6 +48,15 @@ def flat(answers: list[list[Sample]]) -> list[Sample]:
 
 
 # ── levers change nothing ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_sampling_in_turns_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = tiny.policy()
+    at_once = run(policy, [4, 0, 5])
+    row = sampler.KV_BUDGET["cpu"] // sampler.rows_at_once(policy, 10 + 30)
+    monkeypatch.setitem(sampler.KV_BUDGET, "cpu", 2 * row + 1)
+    assert sampler.rows_at_once(policy, 10 + 30) == 2
+    assert tokens(run(policy, [4, 0, 5])) == tokens(at_once)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
