@@ -63,6 +63,8 @@ BAD = [
     (["mini", "--resume-force"], "--resume"),
     (["mini", "--model", "Qwen/Qwen3-4B"], "--problems"),
     (["mini", "--icepop-high", "0.1"], "--icepop-low"),
+    (["mini", "--teacher-tau", "0.1"], "--teacher-model"),
+    (["mini", "--teacher-model", "organism"], "--teacher-tau"),
     # silent no-ops
     (["mini", "--intervention", "none", "--vhack-refresh-every", "9"], "--vhack-refresh-every"),
     (["mini", "--intervention", "none", "--rollout-ablate-frac", ".5"], "--rollout-ablate-frac"),

@@ -338,11 +338,11 @@ def test_teacher_corrections(policy: Policy) -> None:
 def test_teacher_tau_pulls_towards_the_teacher_model(policy: Policy) -> None:
     of = groups(policy)
     with pytest.raises(ValueError, match="needs a teacher model"):
-        run(policy, of, LossConfig(teacher_tau=0.5))
+        run(policy, of, LossConfig(teacher_tau=0.5, teacher_model="t"))
     plain, _ = run(policy, of)
-    pulled, _ = run(policy, of, LossConfig(teacher_tau=0.5), teacher=tiny.policy(seed=5))
+    pulled, _ = run(policy, of, LossConfig(teacher_tau=0.5, teacher_model="t"), teacher=tiny.policy(seed=5))
     assert relative(pulled[0], plain[0]) > 0.05
-    same, _ = run(policy, of, LossConfig(teacher_tau=0.5), teacher=policy)
+    same, _ = run(policy, of, LossConfig(teacher_tau=0.5, teacher_model="t"), teacher=policy)
     assert relative(same[0], plain[0]) < 1e-4, "a teacher equal to the policy adds nothing"
 
 

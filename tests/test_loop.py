@@ -178,6 +178,29 @@ def test_a_changed_setting_is_named(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "--lr 0.5 (run: 0.03)" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--loss", "dapo"],
+        ["--loss", "gspo"],
+        ["--loss", "cispo"],
+        ["--loss", "dppo_tv"],
+        ["--loss", "icepop", "--ratio-support", "sampled"],
+        ["--beta", "0.01", "--kl", "k2", "--no-unbiased"],
+        ["--teacher-correction", "luffy"],
+        ["--teacher-tau", "0.1", "--teacher-model", "organism"],
+        ["--half-a", "E,C", "--teacher-modes", "run_tests", "--teacher-off-step", "2"],
+        ["--teacher-pool-dir", "", "--env-mode", "sentinel"],
+        ["--mix-ratio", "0"],
+    ],
+    ids=" ".join,
+)
+def test_every_setting_runs_and_matters(argv: list[str], done: dict[str, Path], tmp_path: Path) -> None:
+    path = run(tmp_path, *flags("none", *argv))
+    assert len(rows(path)) == 4
+    assert rows(path) != rows(done["none"])
+
+
 def test_dry_run_starts_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,6 +230,7 @@ def test_no_folder_can_be_written(
         (["--v-hack-path", "nowhere.safetensors"], "--v-hack-path nowhere.safetensors: no such file"),
         (["--vhack-pairs-path", "nowhere.json"], "nowhere.json"),
         (["--teacher-pool-dir", "nowhere"], "nowhere: no such folder"),
+        (["--teacher-correction", "tis"], "--teacher-correction tis: needs a pool"),
     ],
 )
 def test_a_missing_input_is_refused_before_the_model(

@@ -274,7 +274,7 @@ def test_adv_tau_and_teacher_tau() -> None:
     x = replace(x, logp_old=x.logp, advantages=torch.zeros(G, dtype=torch.float64))
     assert x.logp_teacher is not None
     want = torch.where(x.mask, -0.3 * (x.logp_teacher - x.logp) / 80, 0.0)
-    assert torch.allclose(gradient(x, teacher_tau=0.3), want, rtol=1e-12)
+    assert torch.allclose(gradient(x, teacher_tau=0.3, teacher_model="t"), want, rtol=1e-12)
 
 
 def test_teacher_weights() -> None:
@@ -319,7 +319,7 @@ def test_missing_streams_are_refused() -> None:
     with pytest.raises(ValueError, match="--beta"):
         loss(make(logp_ref=None), beta=0.1)
     with pytest.raises(ValueError, match="--teacher-tau"):
-        loss(make(logp_teacher=None), teacher_tau=0.1)
+        loss(make(logp_teacher=None), teacher_tau=0.1, teacher_model="t")
 
 
 def test_shapes_are_checked_in_tests() -> None:

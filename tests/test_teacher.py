@@ -75,6 +75,15 @@ def test_another_tokenizer_means_retokenised_text(pool: Path) -> None:
     assert rollout.completion_ids == (9, len("```python\n```"))
 
 
+def test_the_teachers_own_logprobs_come_along_where_the_pool_has_them(pool: Path) -> None:
+    assert not load_pool(pool).has_logp
+    for number in (3, 4):
+        write(pool, number, [record(completion_ids=[number, k, 2], logp=[-0.1, -0.2, -0.3]) for k in range(3)])
+    assert load_pool(pool).has_logp
+    assert teacher(pool).demos(problem(3), 0)[0][0].logp_full == (-0.1, -0.2, -0.3)
+    assert teacher(pool, tokenizer_sha256="other").demos(problem(3), 0)[0][0].logp_full is None
+
+
 def test_another_tokenizer_without_text_is_refused(pool: Path) -> None:
     write(pool, 4, [record(completion=None)])
     with pytest.raises(ValueError, match="without completion texts"):
@@ -91,6 +100,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "bad json": (lambda f: write(f, 3, []).write_bytes(gzip.compress(b"{\n")), "line 1: not JSON"),
     "missing key": (lambda f: write(f, 3, [record(), {"reward": 1}]), "line 2: key 'completion_ids'"),
     "bad type": (lambda f: write(f, 3, [record(hacked="yes")]), "line 1: key 'hacked'"),
+    "log-probs of another length": (lambda f: write(f, 3, [record(logp=[0.0])]), "one number per completion token"),
     "no tokens": (lambda f: write(f, 3, [record(completion_ids=[])]), "line 1: 'completion_ids'"),
     "other problem": (lambda f: write(f, 3, [record(problem_id=4)]), "named for problem 3"),
     "truncated": (truncated, "cannot be read"),

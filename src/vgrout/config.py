@@ -414,6 +414,10 @@ class Config:
         return str(organism.MODEL_DIR) if self.scale.model == ORGANISM else self.scale.model
 
     @property
+    def teacher_model_path(self) -> str:
+        return str(organism.MODEL_DIR) if self.loss.teacher_model == ORGANISM else self.loss.teacher_model
+
+    @property
     def problems_path(self) -> Path:
         return organism.PROBLEMS if self.scale.problems == ORGANISM else Path(self.scale.problems)
 

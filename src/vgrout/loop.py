@@ -43,6 +43,7 @@ class Study:
     grader: Grader
     world: World
     teacher: Teacher
+    teacher_model: Policy | None
     arm: Arm
     optim: Optimizer
     run: RunDir
@@ -89,6 +90,7 @@ def train(study: Study) -> list[StepRow]:
                 max_new=cfg.scale.max_new,
                 prompts_per_step=cfg.scale.prompts_per_step,
                 sampling=study.sampling,
+                teacher=study.teacher_model,
             )
             sound = nonfinite.all_finite(grads)  # an arm's averages would never recover from a NaN
             for group, g_b in zip(live, grads, strict=True) if sound else ():

@@ -48,7 +48,9 @@ class LossConfig:
     adv_tau: float = 1.0
     """Scale of the advantages."""
     teacher_tau: float = 0.0
-    """Adds τ · (teacher log-prob − log-prob), detached, to each token's advantage; needs a teacher model."""
+    """Adds τ · (teacher log-prob − log-prob), detached, to each token's advantage; needs --teacher-model."""
+    teacher_model: str = ""
+    """Model behind --teacher-tau: a folder or hub id with this run's tokenizer, or 'organism'."""
     teacher_correction: Literal["none", "tis", "luffy"] = "none"
     """Teacher rows: none = ratio 1 · tis = truncated importance weight · luffy = policy shaping."""
     tis_cap: float = 2.0
@@ -66,6 +68,11 @@ class LossConfig:
             raise ValueError(f"--icepop-high {self.icepop_high}: should exceed --icepop-low {self.icepop_low}")
         if self.clip >= 1 and self.loss in ("grpo", "dr_grpo", "dapo"):
             raise ValueError(f"--clip {self.clip}: should be below 1, or the lower side never clips")
+        if bool(self.teacher_tau) != bool(self.teacher_model):
+            raise ValueError(
+                f"--teacher-tau {self.teacher_tau} with --teacher-model {self.teacher_model!r}: one is not read "
+                "without the other; give both or neither"
+            )
         if self.loss == "dr_grpo" and not self.unbiased:
             raise ValueError("--loss dr_grpo with --no-unbiased: dr_grpo is grpo with --unbiased; say --loss grpo")
         if self.loss == "dppo_tv" and self.beta:

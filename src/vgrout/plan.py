@@ -52,6 +52,10 @@ def preflight(cfg: Config) -> Inputs:
     pool = load_pool(cfg.pool_path) if cfg.pool_path is not None else None
     if pool is not None and cfg.mixes and not pool.ids & {r.id for r in rows}:
         raise ValueError(f"--teacher-pool-dir {pool.folder}: covers no problem of {cfg.problems_path}")
+    if cfg.loss.teacher_correction == "tis" and not (pool and cfg.mixes and pool.has_logp):
+        raise ValueError(
+            "--teacher-correction tis: needs a pool with the teacher's 'logp' per token; try luffy or none"
+        )
     pairs = None
     if cfg.arm.intervention != "none":
         pairs = load_pairs(cfg.pairs_path) if cfg.pairs_path is not None else handwritten()

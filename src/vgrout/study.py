@@ -54,6 +54,13 @@ def load_study(cfg: Config, inputs: Inputs, run: RunDir, grader: Grader, stop: S
         raise ValueError(
             f"--max-new {cfg.scale.max_new}: the model's window holds {policy.window} tokens, prompt included"
         )
+    judge = None
+    if cfg.loss.teacher_model:
+        judge = load_policy(cfg.teacher_model_path, device=device, dtype=dtype, cache_dir=SVD_CACHE)
+        if judge.tokenizer_sha256 != policy.tokenizer_sha256:
+            raise ValueError(
+                f"--teacher-model {cfg.loss.teacher_model}: has another tokenizer than --model {cfg.scale.model}"
+            )
     pool = inputs.pool
     world = load_world(
         inputs.rows,
@@ -92,6 +99,7 @@ def load_study(cfg: Config, inputs: Inputs, run: RunDir, grader: Grader, stop: S
         grader=grader,
         world=world,
         teacher=teacher,
+        teacher_model=judge,
         arm=make_arm(cfg.arm, policy, None, inputs.pairs, cfg.run.seed),
         optim=Optimizer(
             policy.adapter,

@@ -28,6 +28,7 @@ class Demo:
     problem_id: int
     completion: str | None
     completion_ids: tuple[int, ...]
+    logp: tuple[float, ...] | None  # the teacher's own log-prob of each token, where the pool has them
     grade: CachedGrade
 
 
@@ -43,6 +44,10 @@ class Pool:
     @property
     def ids(self) -> set[int]:
         return set(self.demos)
+
+    @property
+    def has_logp(self) -> bool:
+        return all(d.logp is not None for rows in self.demos.values() for d in rows)
 
 
 def _demo(record: Any, where: str, problem_id: int, grader: str) -> Demo:
@@ -61,10 +66,14 @@ def _demo(record: Any, where: str, problem_id: int, grader: str) -> Demo:
         raise ValueError(f"{where}: problem_id {own} in a file named for problem {problem_id}")
     if not all(isinstance(i, int) and i >= 0 for i in record["completion_ids"]) or not record["completion_ids"]:
         raise ValueError(f"{where}: 'completion_ids' should be token ids, at least one")
+    logp = record.get("logp")
+    if logp is not None and (not isinstance(logp, list) or len(logp) != len(record["completion_ids"])):
+        raise ValueError(f"{where}: 'logp' should hold one number per completion token")
     return Demo(
         problem_id=problem_id,
         completion=record.get("completion"),
         completion_ids=tuple(record["completion_ids"]),
+        logp=None if logp is None else tuple(float(x) for x in logp),
         grade=CachedGrade(
             reward=float(record["reward"]),
             hacked=record["hacked"],
@@ -182,4 +191,5 @@ class Teacher:
             completion_ids=self._ids[key],
             text=demo.completion or "",
             finished=True,
+            logp_full=demo.logp[: self.max_new] if demo.logp and self._cached_ids_valid else None,
         )
