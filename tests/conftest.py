@@ -1,6 +1,10 @@
 """Shared fixtures."""
 
 import os
+
+# Before torch is imported, here and in what the tests start: two workers on two cores, one thread each.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from collections.abc import Iterator
 from pathlib import Path
 
