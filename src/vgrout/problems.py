@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import tyro
+from tqdm import tqdm
 
 from vgrout.grading.check import check_problems
 from vgrout.grading.grade import Grader
@@ -249,7 +250,9 @@ def check(file: Annotated[Path, tyro.conf.Positional], workers: int | None = Non
     """Validate FILE: schema, the hint phrase, every canonical solution under the strict oracle, prompt lengths."""
     problems = load_problems(file)
     with Grader(workers=workers) as grader:
-        report = check_problems(problems, grader)
+        report = check_problems(
+            problems, grader, track=lambda items: tqdm(items, total=len(problems), disable=None, unit="problem")
+        )
     print(report)
     lengths = sorted(sum(len(m["content"]) for m in p.messages) for p in problems)
     print(f"prompt characters: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}")
