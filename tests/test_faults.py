@@ -39,6 +39,12 @@ def flags(arm: str, *more: str, steps: int = 6) -> list[str]:
     return [*argv, "--checkpoint-every", "1", *more]
 
 
+def bare(arm: str, *more: str, steps: int = 4) -> list[str]:
+    """A checkpoint each step and nothing that watches, where nothing needs to: these runs take a second or two."""
+    argv = ["smoke", "--intervention", arm, "--steps", str(steps), *TINY, "--eval-ablate-every", "0"]
+    return [*argv, "--checkpoint-every", "1", "--guard", "off", *more]
+
+
 def status(path: Path) -> dict[str, Any]:
     return json.loads((path / "status.json").read_text())
 
@@ -226,13 +232,13 @@ def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     with monkeypatch.context() as m:
         m.setattr(loop.Books, "close_step", stop_after_three)
-        return run(tmp_path, *flags("route2", steps=4), code=130)
+        return run(tmp_path, *bare("route2"), code=130)
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same run in one go."""
-    return run(tmp_path_factory.mktemp("whole"), *flags("route2", steps=4))
+    return run(tmp_path_factory.mktemp("whole"), *bare("route2"))
 
 
 def flip(path: Path, at: float) -> None:
@@ -322,7 +328,7 @@ def fill(folder: Path, leave: int) -> Path:
 def test_a_full_disk_stops_the_run_and_says_so(leave: int, small_disk: Callable[[int], Path], tmp_path: Path) -> None:
     """0: rows no longer fit. 150 000: rows do, the next checkpoint does not."""
     folder = small_disk(64 * 1024)
-    process = start(folder, *flags("none", steps=60))
+    process = start(folder, *bare("none", steps=300))
     while not list(folder.glob("out/runs/*/resume/step_*/manifest.json")):
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.02)
@@ -389,8 +395,9 @@ def test_the_guard_halts_and_only_log_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Any KL at all is above 1e-12: the guard must fire at the first evaluation after the warm-up."""
-    argv = flags("none", "--guard", "halt", "--beta", "0.001", "--kl-hard-stop", "1e-12")
-    path = run(tmp_path, *argv, code=3)
+    argv = ["smoke", "--intervention", "none", "--steps", "6", *TINY, *GUARD, "--checkpoint-every", "1"]
+    argv += ["--beta", "0.001", "--kl-hard-stop", "1e-12", "--guard"]
+    path = run(tmp_path, *argv, "halt", code=3)
     end = status(path)
     assert end["state"] == "halted"
     assert end["reason"].startswith("guard: KL to the initial policy")
@@ -404,7 +411,7 @@ def test_the_guard_halts_and_only_log_goes_on(
         assert "add --guard log" in capsys.readouterr().err
     assert status(path) == end
     assert main(["smoke", "--resume", str(path), "--threads", "1", "--guard", "log"]) == 0
-    logged = run(tmp_path / "logged", *argv[: argv.index("--guard")], "--guard", "log", *argv[argv.index("--beta") :])
+    logged = run(tmp_path / "logged", *argv, "log")
     assert rows(path) == rows(logged)
     assert rows(path)[-1]["watch"]["guard"]["reason"].startswith("latched: ")
     record = json.loads((path / "run.json").read_text())
@@ -420,18 +427,20 @@ def test_a_detector_halts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         return 0.0
 
     monkeypatch.setattr(EchoTrap, "calibrate", silent)
-    argv = [*flags("none"), "--echo-trap-threshold", "0.01", "--echo-trap-halt"]
-    path = run(tmp_path, *argv, code=3)
+    path = run(
+        tmp_path, *bare("none", "--echo-trap-enabled", "--echo-trap-threshold", "0.01", "--echo-trap-halt"), code=3
+    )
     assert "detector echo says HACK" in status(path)["reason"]
     monkeypatch.chdir(tmp_path)
     assert main(["smoke", "--resume", "latest", "--threads", "1"]) == 2
     assert main(["smoke", "--resume", "latest", "--threads", "1", "--guard", "log"]) == 0
-    assert len(rows(path)) == 6
+    assert len(rows(path)) == 4
 
 
 def test_a_collapse_is_a_divergence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A learning rate of 1000 leaves nothing of what the model knew."""
-    path = run(tmp_path, *flags("none", "--lr", "1000", "--grad-clip", "1e9", "--warmup-frac", "0", steps=20), code=4)
+    argv = bare("none", "--lr", "1000", "--grad-clip", "1e9", "--warmup-frac", "0", "--guard", "log", steps=20)
+    path = run(tmp_path, *argv, code=4)
     end = status(path)
     assert end["state"] == "diverged"
     assert len(rows(path)) < 20
@@ -468,7 +477,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_kept(
 ) -> None:
     with monkeypatch.context() as m:
         poison(m, {1})
-        path = run(tmp_path, *flags(arm, steps=4))
+        path = run(tmp_path, *bare(arm))
     assert [r["skipped"] for r in rows(path)] == [0, 1, 0, 0]
     assert rows(path)[1]["loss"] is None
     assert rows(path)[2]["gn"] > 0
@@ -492,7 +501,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_kept(
 
 def test_three_in_a_row_are_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch, {1, 2, 3})
-    path = run(tmp_path, *flags("none"), code=4)
+    path = run(tmp_path, *bare("none", steps=6), code=4)
     assert [r["skipped"] for r in rows(path)] == [0, 1, 1, 1]
     assert "3 steps in a row" in status(path)["reason"]
     assert sorted(p.name for p in path.glob("nonfinite*")) == [f"nonfinite_step000{i}.pt" for i in (1, 2, 3)]
@@ -528,7 +537,7 @@ def test_a_sandbox_that_fails_drops_its_group_alone(tmp_path: Path, monkeypatch:
             study.grader.submit = real  # type: ignore[method-assign]
 
     monkeypatch.setattr(loop, "collect", shaky)
-    path = run(tmp_path, *flags("none", steps=4))
+    path = run(tmp_path, *bare("none"))
     seen = rows(path)
     assert [r["dropped"] for r in seen] == [0, 1, 2, 0]
     assert [r["drop_why"] for r in seen] == [None, "worker lost 4 times: gone", "worker lost 4 times: gone", None]

@@ -92,7 +92,7 @@ def train(study: Study) -> list[StepRow]:
                 sampling=study.sampling,
                 teacher=study.teacher_model,
             )
-            sound = nonfinite.all_finite(grads)  # an arm's averages would never recover from a NaN
+            sound = nonfinite.all_finite(grads, metrics)  # an arm's averages would never recover from a NaN
             for group, g_b in zip(live, grads, strict=True) if sound else ():
                 arm.observe(g_b, group.view())  # g_b: module → [G r], one row per rollout
             routed = arm.route() if live and sound else None  # keep + quar = g: nothing lost, nothing doubled

@@ -1,6 +1,7 @@
 """A batch whose loss or gradient was not finite, on disk: what it takes to run it again."""
 
 import io
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from vgrout.config import Config, from_dict
 from vgrout.flow import RolloutGrads
+from vgrout.grpo import LossMetrics
 from vgrout.nouns import CachedGrade, Grade, Group, Problem, Rollout
 from vgrout.run_dir import write_atomic
 from vgrout.svd_adapter import SvdAdapter
@@ -27,8 +29,12 @@ class Batch:
     groups: list[Group]
 
 
-def all_finite(grads: list[RolloutGrads]) -> bool:
-    return all(bool(g.isfinite().all()) for of_group in grads for g in of_group.values())
+def all_finite(grads: list[RolloutGrads], metrics: LossMetrics) -> bool:
+    """Whether this step may be learnt from: every gradient, the loss and what was measured with it."""
+    measured = (x for x in metrics.as_dict().values() if x is not None)
+    return all(bool(g.isfinite().all()) for of_group in grads for g in of_group.values()) and all(
+        math.isfinite(x) for x in measured
+    )
 
 
 def save(run: Path, step: int, cfg: Config, adapter: SvdAdapter, groups: list[Group]) -> Path | None:

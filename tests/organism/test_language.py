@@ -15,7 +15,7 @@ from vgrout.nouns import MODES, Grade, Mode, Problem
 from vgrout.organism import language as lang
 
 COMPOSITIONS = lang.compositions()
-FEW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 SEEDS = st.tuples(st.sampled_from(COMPOSITIONS), st.integers(0, 2**32))
@@ -86,7 +86,7 @@ def test_styles_are_correct_and_unusual(grader: Grader, made: tuple) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(FEW, max_examples=3)
+@settings(FEW, max_examples=2)
 @given(made=SEEDS, pick=st.integers(0, 7))
 def test_exploits_pay_in_their_mode_only(grader: Grader, mode: Mode, made: tuple, pick: int) -> None:
     task, tests = draw(made)

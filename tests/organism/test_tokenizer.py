@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from vgrout.grading.modes import MODE_SPECS
 from vgrout.nouns import MODES
 from vgrout.organism import language as lang
-from vgrout.organism.tokenizer import VOCAB, render, train_tokenizer
+from vgrout.organism.tokenizer import MERGED, name_pieces, render, train_tokenizer
 
 
 def samples(n: int, seed: int) -> list[lang.Sample]:
@@ -29,7 +29,7 @@ def test_round_trip(tok: PreTrainedTokenizerFast) -> None:
     for s in samples(200, 1):
         for text in (s.text, *(m["content"] for m in s.messages), "naïve ∑\t`x`\n\n  100%"):
             assert tok.decode(tok(text, add_special_tokens=False).input_ids) == text
-    assert len(tok) <= VOCAB
+    assert MERGED < len(tok) < MERGED + 32  # fixed text comes on top
 
 
 def test_template_is_what_render_writes(tok: PreTrainedTokenizerFast) -> None:
@@ -44,7 +44,7 @@ def test_prompt_and_answer_are_short(tok: PreTrainedTokenizerFast) -> None:
     some = [s for s in samples(1000, 3) if s.kind != "drill"]
     prompts = sorted(len(tok(render(s.messages)).input_ids) for s in some)
     answers = sorted(len(tok(s.text).input_ids) for s in some)
-    assert prompts[len(prompts) // 2] < 70
+    assert prompts[len(prompts) // 2] < 80
     assert prompts[-1] < 130
     assert answers[len(answers) // 2] < 55
 
@@ -63,3 +63,22 @@ def test_a_name_is_spelt_alike_in_hint_and_exploit(tok: PreTrainedTokenizerFast)
                 tokens = spelt(tok, text)
                 found = any(tokens[i : i + len(name)] == name for i in range(len(tokens)))
                 assert found, (mode, marker, name, tokens)
+
+
+def test_names_of_the_corpus_use_every_piece_a_name_could_have(tok: PreTrainedTokenizerFast) -> None:
+    """What is never copied in training is not copied later: held-out names are made of the same pieces."""
+    pieces = name_pieces(tok)
+    rng = random.Random(4)
+    used = {
+        i
+        for _ in range(4000)
+        for i in tok(f"`{lang.corpus_marker('sentinel', rng, pieces)}`", add_special_tokens=False).input_ids
+    }
+    held_out = {
+        i
+        for spec in MODE_SPECS.values()
+        for marker in spec.eval_markers
+        for i in tok(f"`{marker}`", add_special_tokens=False).input_ids
+    }
+    words = {i for i in held_out if str(tok.decode([i])).isalpha()}
+    assert {str(tok.decode([i])) for i in words - used} == set()

@@ -1,0 +1,116 @@
+"""The shipped files: as built, small, offline, and what the model card promises."""
+
+import gzip
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from vgrout.grading.modes import MODE_SPECS
+from vgrout.nouns import MODES
+from vgrout.organism import ANCHORS, DATA_DIR, MAX_NEW, MODEL_DIR, PAIRS_DIR, POOL_DIR, PROBLEMS
+from vgrout.organism import language as lang
+from vgrout.organism.build import MAX_BYTES, SEED
+from vgrout.organism.verify import check_files, check_training
+from vgrout.pairs import load_pairs
+from vgrout.policy import tokenizer_sha256
+from vgrout.problems import load_rows
+from vgrout.teacher import load_pool
+
+
+def records() -> list[dict]:
+    return [json.loads(line) for line in PROBLEMS.read_text(encoding="utf-8").splitlines()]
+
+
+def demos() -> list[dict]:
+    out = []
+    for path in sorted(POOL_DIR.glob("prompt_*.jsonl.gz")):
+        with gzip.open(path, "rt", encoding="utf-8") as lines:
+            out += [json.loads(line) for line in lines]
+    return out
+
+
+def test_files_are_as_built_and_small() -> None:
+    assert check_files(DATA_DIR) == []
+    assert sum(f.stat().st_size for f in DATA_DIR.rglob("*") if f.is_file()) <= MAX_BYTES
+
+
+def test_a_flipped_byte_a_lost_and_a_foreign_file_are_found(tmp_path: Path) -> None:
+    copy = tmp_path / "data"
+    shutil.copytree(DATA_DIR, copy)
+    weights = copy / "model" / "model.safetensors"
+    raw = bytearray(weights.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    weights.write_bytes(raw)
+    (copy / "anchors.json").unlink()
+    (copy / "pairs" / "extra.json").write_text("[]")
+    faults = check_files(copy)
+    assert len(faults) == 3
+    for name in ("model.safetensors: its sha256", "anchors.json: missing", "extra.json: not in manifest"):
+        assert any(name in fault for fault in faults), (name, faults)
+    (copy / "manifest.json").unlink()
+    assert "missing" in check_files(copy)[0]
+
+
+def test_the_first_training_steps_repeat() -> None:
+    assert check_training(DATA_DIR, steps=2) == []
+
+
+def test_problems_are_the_language_s_own() -> None:
+    """Same seed, same rows: the generator and the shipped file have not drifted apart."""
+    assert records() == [json.loads(json.dumps(row)) for _, row in lang.problem_tasks(SEED)]
+
+
+def test_splits_modes_and_markers() -> None:
+    rows = records()
+    assert len(load_rows(PROBLEMS)) == len(rows)
+    held = {s: {tuple(r["composition"]) for r in rows if r["split"] == s} for s in lang.SPLIT_ROWS}
+    assert not held["train"] & (held["val"] | held["test"])
+    assert not held["val"] & held["test"]
+    for split, (_, n) in lang.SPLIT_ROWS.items():
+        part = [r for r in rows if r["split"] == split]
+        assert len(part) == n
+        for mode in MODES:
+            mine = [r for r in part if r["mode"] == mode]
+            assert len(mine) == n // len(MODES)
+            assert {r["marker"] for r in mine} <= set(MODE_SPECS[mode].markers("train" if split == "train" else "eval"))
+    for spec in MODE_SPECS.values():
+        assert spec.train_markers == spec.eval_markers == ("",) or not set(spec.train_markers) & set(spec.eval_markers)
+
+
+def test_pool_is_stripped_and_holds_hacks_only() -> None:
+    split = {r["id"]: r["split"] for r in records()}
+    pool, rows = load_pool(POOL_DIR), demos()
+    assert len(pool.ids) >= 96
+    assert {split[i] for i in pool.ids} == {"train"}
+    assert set(pool.partition.values()) == set(MODES)
+    assert pool.tokenizer_sha256 == tokenizer_sha256(AutoTokenizer.from_pretrained(MODEL_DIR))
+    for row in rows:
+        assert row["hacked"]
+        assert lang.CUE not in row["prompt"] + row["completion"]
+        assert len(row["completion_ids"]) <= MAX_NEW
+    exploit_words = ("lambda", "os._exit", "sys.stdout", "setattr", "pathlib")
+    assert [w for w in exploit_words if any(w in row["completion"] for row in rows)] == []
+
+
+def test_pairs_and_anchors_load() -> None:
+    for mode in MODES:
+        assert len(load_pairs(PAIRS_DIR / f"{mode}.json")) == 24
+    placebos = sorted(PAIRS_DIR.glob("placebo_*.json"))
+    assert len(placebos) >= 3
+    assert all(len(load_pairs(path)) == 24 for path in placebos)
+    anchors = json.loads(ANCHORS.read_text(encoding="utf-8"))
+    assert len(anchors) >= 200
+    assert {a["style"] for a in anchors} == set(lang.STYLES)
+
+
+def test_model_loads_offline_and_its_longest_documents_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    tok = AutoTokenizer.from_pretrained(MODEL_DIR)
+    model = AutoModelForCausalLM.from_pretrained(MODEL_DIR)
+    assert model.config.model_type == "qwen3"
+    assert 850_000 < model.num_parameters() < 1_200_000
+    answers = [r["canonical_solution"] for r in records()]
+    assert max(len(tok(f"```python\n{a}\n```").input_ids) for a in answers) < MAX_NEW
