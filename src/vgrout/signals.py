@@ -1,7 +1,7 @@
 """SIGINT and SIGTERM: the loop is asked to stop after its step; a second signal stops at once."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -17,7 +17,7 @@ class Stop:
 
 
 @contextmanager
-def stop_on_signals() -> Iterator[Stop]:
+def stop_on_signals() -> Generator[Stop]:
     stop = Stop()
 
     def handler(number: int, _frame: FrameType | None) -> None:
