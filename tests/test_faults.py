@@ -1,5 +1,6 @@
 """What happens to a run when the machine, the disk or the numbers fail. Processes really die, disks are really full."""
 
+import contextlib
 import json
 import os
 import random
@@ -318,9 +319,10 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 
 def fill(folder: Path, leave: int) -> Path:
     """A file that leaves so many bytes free."""
-    ballast = folder / "ballast"
-    free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
-    ballast.write_bytes(b"\0" * max(0, free - leave))
+    ballast, disk = folder / "ballast", os.statvfs(folder)
+    with contextlib.suppress(OSError), open(ballast, "wb", buffering=0) as f:  # the run may be quicker than we are
+        for _ in range((disk.f_bavail * disk.f_frsize - leave) // 4096):
+            f.write(b"\0" * 4096)
     return ballast
 
 
@@ -346,7 +348,9 @@ def test_a_full_disk_stops_the_run_and_says_so(leave: int, small_disk: Callable[
     assert passed_over == []
     ballast.unlink()
     resumed = start(folder, "smoke", "--resume", str(path.relative_to(folder)), "--threads", "1")
-    while resumed.poll() is None and len((path / "steps.jsonl").read_text().splitlines()) <= point.next_step:
+    while resumed.poll() is None and not (
+        status(path)["state"] == "running" and status(path)["step"] > point.next_step
+    ):
         time.sleep(0.02)
     resumed.send_signal(signal.SIGINT)
     said, _ = resumed.communicate(timeout=120)
@@ -500,11 +504,11 @@ def test_a_step_that_is_not_finite_is_skipped_and_kept(
 
 
 def test_three_in_a_row_are_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    poison(monkeypatch, {1, 2, 3})
+    poison(monkeypatch, {0, 1, 2})
     path = run(tmp_path, *bare("none", steps=6), code=4)
-    assert [r["skipped"] for r in rows(path)] == [0, 1, 1, 1]
+    assert [r["skipped"] for r in rows(path)] == [1, 1, 1]
     assert "3 steps in a row" in status(path)["reason"]
-    assert sorted(p.name for p in path.glob("nonfinite*")) == [f"nonfinite_step000{i}.pt" for i in (1, 2, 3)]
+    assert sorted(p.name for p in path.glob("nonfinite*")) == [f"nonfinite_step000{i}.pt" for i in (0, 1, 2)]
 
 
 def test_replay_refuses_other_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

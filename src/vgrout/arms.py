@@ -402,7 +402,13 @@ def directed(
     shrinks = cfg.control == "shrinkage"
     if cfg.intervention == "erase":
         # the share that erase keeps is read before any rescaling
-        arm = Erase(sizes, direction, pick, cfg=replace(cfg, preserve_magnitude=False) if shrinks else cfg, **common)
+        arm = Erase(
+            sizes,
+            direction,
+            pick,
+            cfg=replace(cfg, preserve_magnitude=False, control="none") if shrinks else cfg,
+            **common,
+        )
     elif cfg.intervention == "route":
         arm = Route(sizes, direction, pick, cfg=cfg, **common)
     else:

@@ -373,6 +373,11 @@ class Config:
             frac > 0 and round(frac * students) == 0,
             f"--rollout-ablate-frac {frac}: rounds to none of {students} student rows; raise it or --group",
         )
+        tau, teacher = self.loss.teacher_tau, self.loss.teacher_model
+        _refuse(
+            bool(tau) != bool(teacher),
+            f"--teacher-tau {tau} with --teacher-model {teacher!r}: one is not read without the other; both or neither",
+        )
         if (self.scale.model == ORGANISM) != (self.scale.problems == ORGANISM):
             raise ValueError(
                 f"--model {self.scale.model} with --problems {self.scale.problems}: "

@@ -68,11 +68,6 @@ class LossConfig:
             raise ValueError(f"--icepop-high {self.icepop_high}: should exceed --icepop-low {self.icepop_low}")
         if self.clip >= 1 and self.loss in ("grpo", "dr_grpo", "dapo"):
             raise ValueError(f"--clip {self.clip}: should be below 1, or the lower side never clips")
-        if bool(self.teacher_tau) != bool(self.teacher_model):
-            raise ValueError(
-                f"--teacher-tau {self.teacher_tau} with --teacher-model {self.teacher_model!r}: one is not read "
-                "without the other; give both or neither"
-            )
         if self.loss == "dr_grpo" and not self.unbiased:
             raise ValueError("--loss dr_grpo with --no-unbiased: dr_grpo is grpo with --unbiased; say --loss grpo")
         if self.loss == "dppo_tv" and self.beta:

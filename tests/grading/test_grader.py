@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -234,7 +235,8 @@ def test_a_killed_zygote_in_mid_batch_costs_nothing():
         mine = descendants(os.getpid()) - before
         for victim in sorted(mine)[:1] + sorted(mine)[-1:]:
             time.sleep(0.05)
-            os.kill(victim, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # a judge takes its zygote along: one of the two may be gone by now
+                os.kill(victim, signal.SIGKILL)
         grades = [f.result(60) for f in futures]
         assert all(isinstance(g, Grade) for g in grades)
         assert [g.gt_correct for g in grades if isinstance(g, Grade)] == [bool(i % 2) for i in range(60)]
