@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
 from vgrout.grading.grade import Grader
@@ -15,7 +15,11 @@ from vgrout.nouns import MODES, Grade, Mode, Problem
 from vgrout.organism import language as lang
 
 COMPOSITIONS = lang.compositions()
-FEW = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(
+    max_examples=6,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much, HealthCheck.too_slow],
+)
 
 
 SEEDS = st.tuples(st.sampled_from(COMPOSITIONS), st.integers(0, 2**32))
@@ -25,10 +29,11 @@ def draw(made: tuple[tuple[str, str, str, str], int]) -> tuple[lang.Task, list[s
     """A task whose misreadings can be told apart, with its tests."""
     composition, seed = made
     rng = random.Random(seed)
-    while True:
+    for _ in range(10):  # some combinations have readings that no test tells apart
         task = lang.draw_task(composition, rng)
         if tests := lang.make_tests(task, rng):
             return task, tests
+    reject()
 
 
 def as_problem(task: lang.Task, tests: list[str], mode: Mode, marker: str) -> Problem:
