@@ -31,7 +31,7 @@ def test_split_adds_up_and_takes_from_the_span_only(shape, mode, overshoot):
     keep, removed = split(g, V, mode, overshoot)
     assert torch.allclose(keep + removed, g, atol=1e-6)
     outside = removed - V.T @ (V @ removed)
-    assert outside.norm() <= 1e-6 * g.norm()
+    assert outside.norm() <= 1e-6 * (g.norm() + removed.norm())  # `reverse` with overshoot 3 removes up to 6 g
 
 
 @given(shapes, st.floats(1, 3))
