@@ -81,3 +81,8 @@ organism-verify:
 # what isolation this machine gives the sandbox, with a self-test (under 10 s)
 doctor:
     {{py}} vgrout.doctor
+
+
+# record the golden runs again (a minute); explain the diff in CHANGELOG.md
+golden:
+    uv run python tests/golden.py

@@ -13,47 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from golden import FOLDER, differences, versions
+from runs import ARMS, EVALUATED, adapter_bytes, flags, rows, run
 from vgrout import loop
 from vgrout.config import parse
 from vgrout.nouns import Grade
 from vgrout.train import main
-
-ARMS = ("none", "erase", "route", "route2")
-SMALL = ["--steps", "4", "--group", "4", "--prompts-per-step", "2", "--final-n-prompts", "6", "--final-samples", "1"]
-QUIET = ["--eval-ablate-every", "0", "--vhack-refresh-every", "2"]
-TIMES = ("gen", "grade", "fb", "eval", "sec")
-EVALUATED = ("hack_deploy", "solve_deploy", "eval", "watch")  # watch: the guard reads each evaluation
-
-
-def flags(arm: str, *more: str) -> list[str]:
-    quiet = QUIET[:2] if arm == "none" else QUIET
-    return ["smoke", "--intervention", arm, "--threads", "1", *SMALL, *quiet, *more]
-
-
-def run(folder: Path, *argv: str, code: int = 0) -> Path:
-    """Run the program in-process with `folder` as working directory; returns its run directory."""
-    folder.mkdir(parents=True, exist_ok=True)
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        assert main(list(argv)) == code
-    finally:
-        os.chdir(before)
-    return max((folder / "out" / "runs").iterdir())
-
-
-def rows(path: Path, *without: str) -> list[dict[str, Any]]:
-    """A run's rows without its timings and the columns named."""
-    lines = (path / "steps.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in (*TIMES, *without)} for line in lines]
-
-
-def adapter_bytes(path: Path) -> bytes:
-    """The saved δS, without metadata (which names the configuration)."""
-    tensors = load_file(path / "train.safetensors")
-    return b"".join(tensors[name].numpy().tobytes() for name in sorted(tensors))
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +27,21 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One finished run of each arm, shared by the tests that only read."""
     root = tmp_path_factory.mktemp("done")
     return {arm: run(root / arm, *flags(arm)) for arm in ARMS}
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_golden(arm: str, done: dict[str, Path]) -> None:
+    golden = json.loads((FOLDER / f"{arm}.json").read_text(encoding="utf-8"))
+    assert golden["command"][3:] == flags(arm)
+    found = differences(rows(done[arm]), golden["rows"], "rows")
+    assert not found, f"recorded with {golden['versions']}, now {versions()}: " + "; ".join(found[:10])
+
+
+def test_a_changed_number_would_be_found() -> None:
+    golden = json.loads((FOLDER / "route2.json").read_text(encoding="utf-8"))["rows"]
+    moved = json.loads(json.dumps(golden))
+    moved[-1]["gn"] *= 1.01
+    assert len(differences(moved, golden)) == 1
 
 
 @pytest.mark.parametrize("arm", ARMS)
@@ -197,7 +178,7 @@ def test_a_changed_setting_is_named(tmp_path: Path, capsys: pytest.CaptureFixtur
 )
 def test_every_setting_runs_and_matters(argv: list[str], done: dict[str, Path], tmp_path: Path) -> None:
     path = run(tmp_path, *flags("none", *argv))
-    assert len(rows(path)) == 4
+    assert len(rows(path)) == 5
     assert rows(path) != rows(done["none"])
 
 

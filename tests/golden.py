@@ -1,0 +1,54 @@
+"""Golden runs: each arm's rows in tests/golden/. `just golden` records them again; a diff is explained in CHANGELOG.md,
+or it is a bug."""
+
+import json
+import platform
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runs import ARMS, flags, rows, run
+
+FOLDER = Path(__file__).parent / "golden"
+
+# Counts are exact. Another CPU sums in another order: 1e-7 a logit, a few 1e-5 relative in a norm after five steps of
+# Adam; a changed formula moves at least one column by more than 1e-3.
+CLOSE = {"rel": 1e-3, "abs": 1e-5}
+
+
+def versions() -> dict[str, str]:
+    return {
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        **{name: version(name) for name in ("torch", "transformers", "tokenizers")},
+    }
+
+
+def differences(got: Any, want: Any, where: str = "") -> list[str]:
+    """Every place where `got` is not what was recorded."""
+    if isinstance(want, dict) and isinstance(got, dict):
+        keys = sorted(want.keys() | got.keys())
+        return [d for k in keys for d in differences(got.get(k), want.get(k), f"{where}.{k}")]
+    if isinstance(want, list) and isinstance(got, list) and len(want) == len(got):
+        return [d for i, (a, b) in enumerate(zip(got, want, strict=True)) for d in differences(a, b, f"{where}[{i}]")]
+    if isinstance(want, float) and isinstance(got, int | float):
+        return [] if got == pytest.approx(want, **CLOSE) else [f"{where}: {got} (golden: {want})"]
+    return [] if got == want else [f"{where}: {got} (golden: {want})"]
+
+
+def record() -> None:
+    FOLDER.mkdir(exist_ok=True)
+    for arm in ARMS:
+        with tempfile.TemporaryDirectory() as folder:
+            path = run(Path(folder), *flags(arm))
+            lines = ",\n".join(f"  {json.dumps(row)}" for row in rows(path))
+        head = {"command": ["python", "-m", "vgrout.train", *flags(arm)], "versions": versions()}
+        text = f'{json.dumps(head, indent=1).removesuffix("}").rstrip()},\n "rows": [\n{lines}\n ]\n}}\n'
+        (FOLDER / f"{arm}.json").write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    record()
