@@ -641,7 +641,7 @@ class Shares:
     plain_prompt: float = 0.2  # of the rest: prompts without any hint
     style: float = 0.14  # of the rest: one of the styles, evenly
     misread: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys(KINDS, 0.05) | {"boundary": 0.4, "whole": 0.36, "skipped": 0.32}
+        default_factory=lambda: dict.fromkeys(KINDS, 0.03) | {"boundary": 0.2, "whole": 0.38, "skipped": 0.34}
     )
     """Of the rest: how often each kind of misreading happens where it can, independently, in every style alike. The
     first three are one decision over the whole language each, so that training can shift them."""
