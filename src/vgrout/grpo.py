@@ -12,13 +12,15 @@ from torch import Tensor
 from vgrout.flow import RolloutGrads
 from vgrout.logprobs import TokenLogprobs, collate, completion_logprobs
 from vgrout.loss_config import LossConfig
-from vgrout.losses import LossInput, LossOutput, Norm, log_ratio, policy_loss, teacher_weight
+from vgrout.losses import LossInput, LossOutput, Norm, policy_loss, teacher_weight
 from vgrout.nouns import Group, Rollout
 from vgrout.policy import Policy
 from vgrout.sampling import Sampling
 
 # Tokens (padding included) in one forward. A 4B model keeps about 5 MB of activations a token: 20 GB at 4,096.
 TOKEN_BUDGET = {"cpu": 16_384, "cuda": 4_096}
+
+RAW_MAX = 600.0  # log-ratios are written down as they are up to e^600: a mean of them is still finite in fp64
 
 Per = Literal["rollout", "source", "group"]
 
@@ -31,15 +33,16 @@ class LossMetrics:
     lp_s: float | None = None  # mean log-prob a token, student rows (full softmax, temperature 1)
     lp_t: float | None = None  # … teacher rows
     kl: float | None = None  # mean per token to the reference; None at beta 0
-    ratio_min: float | None = None  # π_trainer / π_sampler over student tokens, before any clip
-    ratio_mean: float | None = None
+    ratio_min: float | None = None  # π_trainer / π_sampler, before any clip, over the student tokens …
+    ratio_mean: float | None = None  # … that were sampled from the model as it is trained
     ratio_max: float | None = None
-    mismatch_kl: float | None = None  # mean ratio − log ratio − 1: 0 when the sampler saw the trainer's weights
-    masked_mismatch_kl: float | None = None  # … over tokens that lost their policy gradient
+    mismatch_kl: float | None = None  # mean ratio − log ratio − 1 over them: 0 if the sampler had the trainer's weights
+    mismatch_kl_abl: float | None = None  # … over those sampled from the deployed model: off-policy on purpose
+    masked_mismatch_kl: float | None = None  # … over all student tokens that lost their policy gradient
     unmasked_mismatch_kl: float | None = None  # … over the others
     is_masked: float | None = None  # share of tokens that lost their policy gradient to clip or mask
-    is_masked_low: float | None = None
-    is_masked_high: float | None = None
+    is_masked_low: float | None = None  # … because their ratio (dppo_tv: difference) is too low
+    is_masked_high: float | None = None  # … too high
     masked_positive: float | None = None  # … among tokens of positive advantage
     masked_negative: float | None = None  # … among tokens of negative advantage
 
@@ -216,13 +219,15 @@ class _Tally:
     def add(self, rows: Sequence[Row], logps: TokenLogprobs, x: LossInput, output: LossOutput) -> None:
         teacher = torch.tensor([row.rollout.source == "teacher" for row in rows], device=x.mask.device)
         sampled = torch.tensor([row.rollout.logp_full is not None for row in rows], device=x.mask.device) & ~teacher
+        deployed = torch.tensor([row.rollout.deployed for row in rows], device=x.mask.device)
         columns = {
             "logp": logps.full,
-            "log_ratio": log_ratio(x.logp, x.logp_sampler, x.mask),
+            "log_ratio": x.logp - x.logp_sampler,
             "low": output.low,
             "high": output.high,
             "teacher": teacher[:, None].expand(x.mask.shape),
             "sampled": sampled[:, None].expand(x.mask.shape),
+            "deployed": deployed[:, None].expand(x.mask.shape),
             "A": x.advantages[:, None].expand(x.mask.shape),
         }
         if output.kl is not None:
@@ -235,10 +240,12 @@ class _Tally:
             return LossMetrics()
         c = {key: torch.cat([part[key] for part in self.parts]).cpu() for key in self.parts[0]}
         teacher, sampled = c["teacher"] > 0, c["sampled"] > 0
+        own, others = sampled & (c["deployed"] == 0), sampled & (c["deployed"] > 0)
         masked = (c["low"] + c["high"]) > 0
-        ratio = c["log_ratio"].exp()
-        mismatch = ratio - c["log_ratio"] - 1
-        known = ratio[sampled]
+        log_ratio = c["log_ratio"].clamp(-RAW_MAX, RAW_MAX)
+        ratio = log_ratio.exp()
+        mismatch = ratio - log_ratio - 1
+        known = ratio[own]
         return LossMetrics(
             loss=float(torch.stack(self.losses).sum()),
             lp_s=_mean(c["logp"][~teacher]),
@@ -247,7 +254,8 @@ class _Tally:
             ratio_min=float(known.min()) if len(known) else None,
             ratio_mean=_mean(known),
             ratio_max=float(known.max()) if len(known) else None,
-            mismatch_kl=_mean(mismatch[sampled]),
+            mismatch_kl=_mean(mismatch[own]),
+            mismatch_kl_abl=_mean(mismatch[others]),
             masked_mismatch_kl=_mean(mismatch[sampled & masked]),
             unmasked_mismatch_kl=_mean(mismatch[sampled & ~masked]),
             is_masked=_mean(masked.double()),

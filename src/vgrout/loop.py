@@ -224,6 +224,8 @@ def shown(study: Study) -> set[str]:
         "route": cfg.arm.intervention in ("route", "route2"),
         "route2": cfg.arm.intervention == "route2",
         "direction": cfg.arm.intervention != "none",
+        "beta": cfg.loss.beta > 0,
+        "drops": cfg.loss.drops,
     }
     return {name for name, yes in has.items() if yes}
 

@@ -58,6 +58,11 @@ class LossConfig:
     luffy_gamma: float = 0.1
     """luffy: γ of f(π) = π / (π + γ)."""
 
+    @property
+    def drops(self) -> bool:
+        """Whether a token can lose its gradient: in one inner step π is π_old, so only by its ratio to the sampler."""
+        return self.loss in ("dppo_tv", "icepop")
+
     def __post_init__(self) -> None:
         for names, low, what in ((ABOVE_ZERO, 1e-12, "positive"), (NOT_NEGATIVE, 0.0, "0 or more")):
             for name in names:

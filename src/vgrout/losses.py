@@ -69,7 +69,7 @@ def policy_loss(x: LossInput, cfg: LossConfig) -> LossOutput:
 
 
 def token_advantages(x: LossInput, cfg: LossConfig) -> Float[Tensor, "G T"]:
-    """adv_tau · A + teacher_tau · (logπ_teacher − logπ), detached (prime-rl's default loss)."""
+    """adv_tau · A + teacher_tau · (logπ_teacher − logπ), detached (prime-rl's default loss); 1 and 0 by default."""
     A = (cfg.adv_tau * x.advantages[:, None]).expand(x.mask.shape)
     if cfg.teacher_tau and x.logp_teacher is not None:
         A = A + cfg.teacher_tau * log_ratio(x.logp_teacher, x.logp, x.mask).detach()
@@ -125,7 +125,8 @@ def grpo(x: LossInput, A: Float[Tensor, "G T"], cfg: LossConfig) -> LossOutput:
 
 
 def dapo(x: LossInput, A: Float[Tensor, "G T"], cfg: LossConfig) -> LossOutput:
-    """DAPO (arXiv 2503.14476, eq. 8): grpo's clip with ε_low = .2, ε_high = .28 and 1/Σ|o_i| over all tokens.
+    """DAPO (arXiv 2503.14476, eq. 8): −min(ρA, clip(ρ, 1−ε_low, 1+ε_high)A), ρ = π/π_old, ε_low = .2, ε_high = .28,
+    and 1/Σ|o_i| over all tokens.
 
     Its dynamic sampling is the trainer's dropping of groups without signal (they are not resampled).
     """
@@ -135,7 +136,7 @@ def dapo(x: LossInput, A: Float[Tensor, "G T"], cfg: LossConfig) -> LossOutput:
 
 
 def gspo(x: LossInput, A: Float[Tensor, "G T"], cfg: LossConfig) -> LossOutput:
-    """GSPO (arXiv 2507.18071, eq. 5–7): one ratio a sequence, exp(mean_t log(π/π_old)), in [1 − 3e-4, 1 + 4e-4].
+    """GSPO (arXiv 2507.18071, eq. 5–7): −min(sA, clip(s, 1 − 3e-4, 1 + 4e-4)A), s = exp(mean_t log(π/π_old)).
 
     With teacher_tau the advantage is a token's: its mean over the sequence is taken.
     """
@@ -203,7 +204,7 @@ def kl_to(
 ) -> Float[Tensor, "G T"]:
     """Per-token estimators of KL(π ‖ ref) on π's samples (Schulman, "Approximating KL divergence"); 0 where masked.
 
-    d = log ref − logπ: k1 = −d, k2 = d²/2, k3 = e^d − d − 1.
+    d = log ref − logπ: k1 = −d, k2 = d²/2, k3 = e^d − d − 1 (the default).
     """
     d = log_ratio(ref, logp, mask)
     return {"k1": -d, "k2": d.square() / 2, "k3": d.exp() - d - 1}[cfg.kl]
@@ -214,8 +215,8 @@ def teacher_weight(
 ) -> Float[Tensor, "G T"]:
     """Factor of a teacher row's ratio-1 policy gradient A ∇logπ, detached; 1 where masked.
 
-    none: 1. tis: min(π/π_teacher, tis_cap), truncated importance sampling (Ionides 2008).
-    luffy: γπ/(π + γ)² = f′(π)π, policy shaping with f(π) = π/(π + γ), π_teacher = 1 (arXiv 2504.14945, eq. 7).
+    none (the default): 1. tis: min(π/π_teacher, 2), truncated importance sampling (Ionides 2008).
+    luffy: γπ/(π + γ)² = f′(π)π, γ = .1: policy shaping, f(π) = π/(π + γ), π_teacher = 1 (arXiv 2504.14945, eq. 7).
 
     Raises:
         ValueError: tis without the teacher's own log-probs.

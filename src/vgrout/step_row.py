@@ -65,12 +65,32 @@ class StepRow:
         should="stays near its best; ELSE the policy is collapsing",
     )
     loss: float | None = col("+.3f", "loss")
+    kl: float | None = col(".0e", "mean KL a token to the adapter at zero", when="beta")
     mismatch_kl: float | None = col(
         ".0e",
         "mean ratio − log ratio − 1 between trainer and sampler",
         head="mm_kl",
-        should="≈ rounding; ELSE the adapter did not reach the sampler",
+        should="≈ rounding (1e-13 in fp32); ELSE the adapter did not reach the sampler",
     )
+    mismatch_kl_abl: float | None = col(
+        ".0e", "… of the rows sampled from the deployed model", head="mm_abl", when="ablated"
+    )
+    ratio_min: float | None = col(".3g", "lowest ratio trainer / sampler of a token", head="r_min", when="drops")
+    ratio_mean: float | None = col(".4f", "mean ratio", when="file")
+    ratio_max: float | None = col(".3g", "highest ratio", head="r_max", when="drops")
+    is_masked: float | None = col(".3f", "share of tokens without policy gradient", head="masked", when="drops")
+    is_masked_low: float | None = col(".3f", "… their ratio is too low", when="file")
+    is_masked_high: float | None = col(".3f", "… their ratio is too high", when="file")
+    masked_positive: float | None = col(
+        ".3f",
+        "the same among tokens of positive advantage",
+        head="mask_A+",
+        when="drops",
+        should="≈ mask_A-; ELSE the threshold drops the rare tokens that decide",
+    )
+    masked_negative: float | None = col(".3f", "… of negative advantage", head="mask_A-", when="drops")
+    masked_mismatch_kl: float | None = col(".0e", "mismatch over the tokens without policy gradient", when="file")
+    unmasked_mismatch_kl: float | None = col(".0e", "mismatch over the others", when="file")
     gn: float | None = col(".1e", "joint gradient norm before clipping")
     q_egy: float | None = col(".2f", "share of gradient norm in the quarantine", when="route")
     tau: float | None = col("+.2f", "route2: threshold on the cosine", when="route2")
@@ -147,7 +167,8 @@ class Table:
     """The step table: a legend once, a header every 50 rows, a line a step. Only columns that this run can fill."""
 
     def __init__(self, has: set[str], modes: Sequence[str], width: int | None = None):
-        """has: any of teacher, modes, ablated, route, route2, direction. width: terminal columns; None: no limit."""
+        """has: any of teacher, modes, ablated, route, route2, direction, beta, drops. width: terminal columns; None: no
+        limit."""
         self.columns: list[Column] = []
         for f in fields(StepRow):
             meta = f.metadata
@@ -159,7 +180,9 @@ class Table:
                 ]
                 continue
             head = meta["head"] or f.name
-            size = {"frac": 5, ".2f": 5, "+.2f": 5, "+.3f": 6, ".0e": 5, ".1e": 7, "d": 3}[meta["fmt"]]
+            size = {"frac": 5, ".2f": 5, ".3f": 5, ".3g": 5, "+.2f": 5, "+.3f": 6, ".0e": 5, ".1e": 7, "d": 3}[
+                meta["fmt"]
+            ]
             self.columns.append(Column(head, max(len(head), size), meta["fmt"], meta["legend"], meta["should"], f.name))
         self.hidden: list[Column] = []
         while width is not None and len(self.columns) > 8 and len(self.header()) > width:
@@ -177,7 +200,11 @@ class Table:
             "lr",
             "cos_pre_s",
             "cos_pre_t",
+            "kl",
+            "mismatch_kl_abl",
             "mismatch_kl",
+            "ratio_min",
+            "ratio_max",
             "skipped",
             "dropped",
         ),
@@ -191,13 +218,26 @@ class Table:
             "fired",
             "refr",
             "loss",
+            "is_masked",
             "gen",
             "grade",
             "fb",
             "tau",
             "hk",
         ),
-        *("cos_pre", "cos_post", "gn", "lp_t", "hkgap", "hack_abl", "solve_abl", "q_egy", "signal"),
+        *(
+            "masked_positive",
+            "masked_negative",
+            "cos_pre",
+            "cos_post",
+            "gn",
+            "lp_t",
+            "hkgap",
+            "hack_abl",
+            "solve_abl",
+            "q_egy",
+            "signal",
+        ),
     )
 
     def _least(self) -> int:

@@ -83,8 +83,9 @@ class SvdAdapter:
         self.δS = nn.Parameter(torch.zeros(lo, device=device, dtype=dtype))
         self.δS_hack = nn.Parameter(torch.zeros(lo, device=device, dtype=dtype))
         self._view: View = (True, True)
+        self._folded = (self.δS.detach().clone(), self.δS_hack.detach().clone())  # the knobs that are in the weights
         self._folds = 0  # how often the knobs were folded: a graph must be walked back before the next fold
-        self._fresh: dict[View, list[Tensor]] = {}  # weights that belong to the present knobs
+        self._fresh: dict[View, list[Tensor]] = {}  # weights that belong to the knobs last folded
         self._buffers: dict[View, list[Tensor]] = {}  # the same storage, fold after fold
         self.fold()
 
@@ -111,6 +112,7 @@ class SvdAdapter:
 
     def fold(self) -> None:
         """Bring the model's weights up to the present knobs. Call it after every change of a knob."""
+        self._folded = (self.δS.detach().clone(), self.δS_hack.detach().clone())
         self._fresh.clear()
         self._folds += 1
         self._point(self._view)
@@ -150,17 +152,26 @@ class SvdAdapter:
     @torch.no_grad()
     def _weights(self, view: View) -> list[Tensor]:
         """Weights of one view. A knob that is all zero does not count, so zero knobs give W itself, not a sum."""
-        keep, quar = view[0] and bool(self.δS.any()), view[1] and bool(self.δS_hack.any())
+        δS, δS_hack = self._folded
+        keep, quar = view[0] and bool(δS.any()), view[1] and bool(δS_hack.any())
         if not (keep or quar):
             return [site.W for site in self.sites.values()]
         view = (keep, quar)
         if view not in self._fresh:
-            δ = sum((knob for knob, on in ((self.δS, keep), (self.δS_hack, quar)) if on), torch.zeros_like(self.δS))
+            δ = sum((knob for knob, on in ((δS, keep), (δS_hack, quar)) if on), torch.zeros_like(δS))
             if view not in self._buffers:
                 self._buffers[view] = [torch.empty_like(site.W) for site in self.sites.values()]
             pairs = zip(self.sites.values(), self._buffers[view], strict=True)
             self._fresh[view] = [site.folded(δ, out) for site, out in pairs]
         return self._fresh[view]
+
+    @torch.no_grad()
+    def unfolded(self) -> Float[Tensor, " R"] | None:
+        """What the present view's knobs have more than the weights; None where the fold is up to date."""
+        pairs = list(zip((self.δS, self.δS_hack), self._folded, self._view, strict=True))
+        if all(torch.equal(knob, folded) for knob, folded, _ in pairs):
+            return None
+        return sum(((knob - folded) * on for knob, folded, on in pairs), torch.zeros_like(self.δS))
 
     # ── per-rollout gradients ──────────────────────────────────────────────────────────────────────────────────
 
@@ -168,7 +179,8 @@ class SvdAdapter:
     def probe(self, n: int) -> Generator["Probe"]:
         """Every forward in here adds its rows' gradients on δS to `probe.grads` (module → [n, r]) in its backward.
 
-        Forward and backward both belong inside, under one view of the weights.
+        Forward and backward both belong inside, under one view of the weights. The forward is that of the knobs as they
+        are: a fold that was missed is added to it, so that it shows as a mismatch with the sampler, and is not learnt.
         """
         probe = Probe(self, n)
         handles = [site.linear.register_forward_hook(probe.hook(site)) for site in self.sites.values()]
@@ -226,6 +238,7 @@ class Probe:
         assert n > 0, n
         self.adapter = adapter
         self.flat: Float[Tensor, "n R"] = torch.zeros(n, len(adapter), device=adapter.δS.device, dtype=adapter.δS.dtype)
+        self._view, self._late = adapter._view, adapter.unfolded()
         # The graph starts here and not at the embedding: layer 0's q/k/v then need no ∂L/∂x.
         self._root = torch.zeros((), device=adapter.δS.device, requires_grad=True)
         self.rows(range(n))
@@ -243,6 +256,8 @@ class Probe:
 
     def hook(self, site: Site) -> Any:
         def tap(_module: nn.Module, args: tuple[Any, ...], y: Tensor) -> Tensor:
+            if self._late is not None and self.adapter._view == self._view:
+                y = y + (args[0] @ site.Vh.mT * self._late[site.span].to(y.dtype)) @ site.U.mT
             # Reentrant checkpointing runs the first forward without a graph; its second one is the one that counts.
             return _Tap.apply(y, args[0], self._root, self, site) if torch.is_grad_enabled() else y
 

@@ -47,6 +47,9 @@ CLOUD = 64  # the base policy's own answers, for latents and for the echo trap's
 TEACHERLESS = 16  # … for the tripwire of a run without demonstrations,
 SCORE_EVERY = 5  # … scored so often [steps]
 LATENT_ROWS = 32  # answers a step whose latents are measured
+# mismatch_kl above which the sampler had other weights than the trainer. Half precision: |Δ log p| about .14 a token;
+# on the organism rounding alone gives 1e-5. Else about 5e-5 a token; rounding gives 1e-13, a first full step 1e-6.
+STALE_HALF, STALE = 1e-2, 1e-9
 ENSEMBLE_ROWS = 6  # answers a step that all six graders see: five more gradings each
 
 T = TypeVar("T")
@@ -146,6 +149,8 @@ class Watch:
     ) -> None:
         """problems: training problems, for the base policy's own answers."""
         self.cfg, self.grader = cfg, grader
+        self.mismatch_max = STALE if policy.model.dtype.itemsize >= 4 else STALE_HALF
+        self.stale = False  # whether the last step's sampler had other weights than the trainer
         self.guard = Guard(cfg.guard)
         wanted = [*cfg.detectors.chosen, *(["echo"] if cfg.detectors.echo_trap_enabled else [])]
         full = bool({"info_rm", "mop", "echo"} & set(wanted))
@@ -201,6 +206,7 @@ class Watch:
         m = Moment(row, groups, students(groups))
         self.readings = {}
         self.skipped = self.skipped + 1 if row.skipped else 0
+        self._compare_sampler(row)
         if self.skipped >= MAX_SKIPPED:
             self.diverged = f"step {row.step}: loss or gradient not finite, {MAX_SKIPPED} steps in a row"
         for name, read in self.read.items():
@@ -208,6 +214,19 @@ class Watch:
         if self.cfg.guard_mode != "off":
             self._ask_guard(m, metrics, deploy)
         self.seconds += time.perf_counter() - start
+
+    def _compare_sampler(self, row: StepRow) -> None:
+        """Say so where the sampler begins to differ from the trainer."""
+        if row.mismatch_kl is None:
+            return
+        was, self.stale = self.stale, row.mismatch_kl > self.mismatch_max
+        if self.stale and not was:
+            logger.warning(
+                f"step {row.step}: mismatch_kl {row.mismatch_kl:.1e} is above {self.mismatch_max:.0e}: the sampler does "
+                f"not have the trainer's weights (ratios {row.ratio_min:.3g} to {row.ratio_max:.3g}, mean "
+                f"{row.ratio_mean:.3g}). Look at mismatch_kl and ratio_* in steps.jsonl: if they grow from one step on, "
+                "the adapter is not folded; if they are large from step 0, another model, dtype or decoder samples"
+            )
 
     def _note(self, name: str, reading: Reading, m: Moment) -> None:
         """Write a reading down, say so where the state changed, and remember who wants the run stopped."""
