@@ -1,5 +1,6 @@
+import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -11,11 +12,12 @@ import tiny
 from vgrout import logprobs
 from vgrout.grpo import Row, micro_batches, policy_gradients
 from vgrout.logprobs import collate, completion_logprobs
-from vgrout.loss_config import LossConfig
+from vgrout.loss_config import LossConfig, LossName
 from vgrout.nouns import CachedGrade, Group, Problem, Rollout
 from vgrout.policy import Policy
 from vgrout.sampler import Sampling, sample
 
+LOSSES = get_args(LossName)
 MAX_NEW = 12
 PROBLEM = Problem(0, "run_tests", "", (), (), (), "", "", "f")
 PROMPTS = ((2, 79, 76, 83, 1, 4), (2, 40, 41, 42, 43, 44, 45, 46, 1, 4))
@@ -99,10 +101,11 @@ def test_every_rows_gradient_is_the_textbook_one(policy: Policy, β: float) -> N
     assert (metrics.kl is None) == (β == 0)
 
 
-@pytest.mark.parametrize("budget", [1, 40, 60])
-def test_micro_batches_change_nothing(policy: Policy, budget: int) -> None:
-    of = groups(policy)
-    (a, one), (b, many) = run(policy, of), run(policy, of, token_budget=budget)
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("budget", [1, 40])
+def test_micro_batches_change_nothing(policy: Policy, budget: int, loss: LossName) -> None:
+    of, cfg = groups(policy), LossConfig(loss=loss)
+    (a, one), (b, many) = run(policy, of, cfg), run(policy, of, cfg, token_budget=budget)
     assert relative(torch.cat(b), torch.cat(a)) <= 1e-5
     assert many.loss == pytest.approx(one.loss, abs=1e-6)
     assert many.lp_s == pytest.approx(one.lp_s, rel=1e-5)
@@ -118,13 +121,20 @@ def test_micro_batches_keep_every_row_and_the_budget(policy: Policy) -> None:
     assert len(micro_batches(rows, 10_000)) == 1
 
 
-def test_two_prompts_are_the_sum_of_the_halves(policy: Policy) -> None:
-    of = groups(policy)
-    both, metrics = run(policy, of)
-    halves = [run(policy, [one]) for one in of]
-    for whole, (half, _) in zip(both, halves, strict=True):
-        assert relative(half[0], whole) <= 1e-5
-    assert metrics.loss == pytest.approx(sum(m.loss for _, m in halves), abs=1e-6)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_two_prompts_are_the_sum_of_the_halves(policy: Policy, loss: LossName) -> None:
+    """A loss over all the step's tokens divides each half by more tokens in the whole: the sum of two shares."""
+    of, cfg = groups(policy), LossConfig(loss=loss)
+    shake(policy, 0.1)  # off the sampler's policy: masks take part
+    both, metrics = run(policy, of, cfg)
+    halves = [run(policy, [one], cfg) for one in of]
+    tokens = [sum(len(r.completion_ids) for r in g.rollouts) for g in of]
+    by_token = loss in ("dapo", "cispo", "dppo_tv", "icepop")
+    share = [n / sum(tokens) if by_token else 1.0 for n in tokens]
+    for whole, (half, _), part in zip(both, halves, share, strict=True):
+        assert relative(part * half[0], whole) <= 1e-5
+    want = sum(part * m.loss for (_, m), part in zip(halves, share, strict=True))
+    assert metrics.loss == pytest.approx(want, abs=1e-6)
 
 
 def test_groups_without_signal_cost_nothing_and_change_nothing(policy: Policy) -> None:
@@ -199,17 +209,21 @@ def test_one_step_along_minus_g_raises_the_rewarded_answers_log_prob(policy: Pol
 # ── masks, padding, positions ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_eos_is_trained_where_pad_is_eos() -> None:
+@pytest.mark.parametrize("loss", LOSSES)
+def test_eos_is_trained_where_pad_is_eos(loss: LossName) -> None:
     policy = tiny.policy(pad=None)
     assert policy.pad_id in policy.eos_ids
     rollouts = [
         Rollout(PROBLEM, "student", False, PROMPTS[0], ids, "", True) for ids in ((60, 61, 1), (60, 61, 62, 63))
     ]
-    with_eos, _ = run(policy, [group(rollouts, [1.0, 0.0])])
+    cfg = LossConfig(loss=loss)
+    with_eos, _ = run(policy, [group(rollouts, [1.0, 0.0])], cfg)
     cut = [replace(rollouts[0], completion_ids=(60, 61)), rollouts[1]]
-    without, _ = run(policy, [group(cut, [1.0, 0.0])])
+    without, _ = run(policy, [group(cut, [1.0, 0.0])], cfg)
     assert relative(without[0][0], with_eos[0][0]) > 0.01
-    want = textbook(policy, group(rollouts, [1.0, 0.0]), 0)
+    # ratio 1: every loss is grpo's gradient over its own normaliser, here G · P = 4 rollouts and 7 tokens
+    over = {"grpo": 4 * MAX_NEW, "dr_grpo": 4 * MAX_NEW, "gspo": 4 * 3}.get(loss, 7)
+    want = textbook(policy, group(rollouts, [1.0, 0.0]), 0) * 4 * MAX_NEW / over
     assert relative(with_eos[0][0], want) <= 2e-5
 
 
@@ -257,6 +271,39 @@ def test_chunked_head_is_the_head(policy: Policy, monkeypatch: pytest.MonkeyPatc
 # ── sampler against trainer ─────────────────────────────────────────────────────────────────────────────────────────
 
 
+# What one token's log-prob may differ by: another order of the same sums in fp32; in bf16 every product is rounded to
+# 2^-9, over two layers and logits of a few units.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.25}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("family", "lean"), [("qwen3", True), ("qwen3", False), ("llama", True), ("gemma2", False)])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=1.3, top_k=0, top_p=0.8)], ids=["top_k", "top_p"]
+)
+def test_the_samplers_claim_is_the_trainers_log_prob(
+    family: str, lean: bool, dtype: torch.dtype, sampling: Sampling
+) -> None:
+    """Both decoders, rows of many lengths, two prompts: each sampled token's log-prob against the training forward."""
+    policy = tiny.policy(family, dtype=dtype)
+    shake(policy, 0.05)
+    policy = replace(policy, lean=lean)
+    answers = sample(policy, PROMPTS, 6, sampling, MAX_NEW, torch.Generator().manual_seed(3))
+    pairs = [(prompt, a) for prompt, of_prompt in zip(PROMPTS, answers, strict=True) for a in of_prompt]
+    assert len({len(a.ids) for _, a in pairs}) > 2
+    batch = collate([p for p, _ in pairs], [a.ids for _, a in pairs], policy.device)
+    with torch.no_grad():
+        logps = completion_logprobs(policy.model, batch, sampling)
+    assert logps.sampled is not None
+    worst = [0.0, 0.0]
+    for b, (_, a) in enumerate(pairs):
+        for i, (got, claimed) in enumerate(((logps.full, a.logp_full), (logps.sampled, a.logp_sampled))):
+            worst[i] = max(worst[i], float((got[b, : len(a.ids)] - torch.tensor(claimed)).abs().max()))
+    assert worst[0] < TOLERANCE[dtype]
+    if dtype == torch.float32:  # in bf16 a token at the edge of the support may fall on either side of it
+        assert worst[1] < TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("support", ["full", "sampled"])
 def test_fresh_sampler_agrees_and_a_stale_one_is_caught(policy: Policy, support: Any) -> None:
     fresh = groups(policy)
@@ -270,6 +317,35 @@ def test_fresh_sampler_agrees_and_a_stale_one_is_caught(policy: Policy, support:
     _, stale = run(policy, fresh, cfg, sampling=Sampling())
     assert stale.mismatch_kl > 1e-3
     assert stale.ratio_min < 0.9 < 1.1 < stale.ratio_max
+
+
+def test_a_missed_fold_is_the_samplers_mismatch_and_not_the_gradients(policy: Policy) -> None:
+    """Knobs moved, weights not: the trainer's side follows the knobs, so the row's ratios show it."""
+    fresh = groups(policy)
+    with torch.no_grad():
+        policy.adapter.δS.add_(0.1)
+    missed, stale = run(policy, fresh)
+    assert stale.mismatch_kl > 1e-3
+    assert stale.ratio_min < 0.9 < 1.1 < stale.ratio_max
+    policy.adapter.fold()
+    folded, metrics = run(policy, fresh)
+    assert stale.mismatch_kl == pytest.approx(metrics.mismatch_kl, rel=1e-3)
+    assert relative(torch.cat(missed), torch.cat(folded)) < 1e-4
+
+
+def test_ratios_are_raw_and_of_the_model_as_trained_alone(policy: Policy) -> None:
+    rollouts = roll(policy)[0]
+    far = replace(rollouts[0], logp_full=tuple(-50.0 - x for x in range(len(rollouts[0].completion_ids))))
+    _, m = run(policy, [group([far, *rollouts[1:]], [1.0, 0.0, 0.5])])
+    assert m.ratio_max > 1e18, "not cut at the loss's own bound, e^20"
+    _, m = run(policy, [group([replace(far, deployed=True), *rollouts[1:]], [1.0, 0.0, 0.5])])
+    assert m.ratio_max == pytest.approx(1, abs=1e-4)
+    assert m.mismatch_kl < 1e-8
+    assert m.mismatch_kl_abl > 1e15, "sampled from another model on purpose: counted apart"
+    endless = replace(far, logp_full=(-1e4,) * len(far.completion_ids))
+    _, m = run(policy, [group([endless, *rollouts[1:]], [1.0, 0.0, 0.5])], LossConfig(loss="icepop"))
+    assert all(x is None or math.isfinite(x) for x in m.as_dict().values())
+    assert m.is_masked_high == pytest.approx(len(far.completion_ids) / sum(len(r.completion_ids) for r in rollouts))
 
 
 def test_sampled_support_is_the_distribution_sampled_from(policy: Policy) -> None:

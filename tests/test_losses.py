@@ -152,17 +152,25 @@ def test_masked_tokens_are_those_without_gradient(name: LossName) -> None:
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradient_check_in_double(name: LossName) -> None:
     x = make(1)
-    if name in ("cispo", "icepop", "dppo_tv"):  # parts of them are detached by definition: checked on frozen parts
-        frozen = {"cispo": x.logp_old, "icepop": x.logp_sampler, "dppo_tv": x.logp_sampler}[name]
-        output, r = policy_loss(x, LossConfig(loss=name)), (x.logp - frozen).exp()
-        slope = r.clamp(max=5) if name == "cispo" else r
-        keep = x.mask & ~(output.low | output.high)
-        want = torch.where(keep, -x.advantages[:, None] * slope / 17, 0.0)
+    if name == "cispo":  # its weight is detached by definition: against the gradient with that weight held
+        weight = (x.logp - x.logp_old).exp().clamp(max=5)
+        want = torch.where(x.mask, -x.advantages[:, None] * weight / 17, 0.0)
         assert torch.allclose(gradient(x, loss=name), want, rtol=1e-12)
         return
+    x = replace(x, weight=0.5 + torch.rand(G, T, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
+
+    def total(logp: Tensor) -> Tensor:  # masks of dppo_tv and icepop are constant between their thresholds
+        return loss(replace(x, logp=logp), loss=name)
+
+    assert torch.autograd.gradcheck(total, x.logp.clone().requires_grad_())
+
+
+@pytest.mark.parametrize("kl", ["k1", "k2", "k3"])
+def test_gradient_check_of_the_kl_in_double(kl: str) -> None:
+    x = make(1)
 
     def total(logp: Tensor) -> Tensor:
-        return loss(replace(x, logp=logp), loss=name)
+        return loss(replace(x, logp=logp), kl=kl, beta=0.7)
 
     assert torch.autograd.gradcheck(total, x.logp.clone().requires_grad_())
 
@@ -232,11 +240,36 @@ def test_permuting_rollouts_permutes_losses(name: LossName) -> None:
 @pytest.mark.parametrize("junk", [0.0, -1e3, 1e3, -math.inf, math.inf, math.nan])
 def test_padding_content_is_irrelevant(name: str, junk: float) -> None:
     x = make()
-    streams = ("logp", "logp_old", "logp_sampler", "logp_ref", "logp_teacher")
+    streams = ("logp", "logp_old", "logp_sampler", "logp_ref", "logp_teacher", "weight")
+    x = replace(x, weight=torch.rand(G, T, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
     y = replace(x, **{key: getattr(x, key).masked_fill(~x.mask, junk) for key in streams})
     cfg: dict[str, Any] = {"loss": name, "teacher_tau": 0.5, "beta": 0.0 if name == "dppo_tv" else 0.1}
     assert torch.equal(loss(y, **cfg), loss(x, **cfg))
     assert torch.equal(gradient(y, **cfg), gradient(x, **cfg))
+
+
+@pytest.mark.parametrize(  # gspo's ratio is one a sequence, a correction one a token: refused together
+    ("name", "correction"),
+    [(n, c) for n in LOSSES for c in ("none", "tis", "luffy") if n != "gspo" or c == "none"],
+)
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+@pytest.mark.parametrize("ratio", [-1000.0, 1000.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_thousand_nats_with_every_correction(
+    name: LossName, correction: Any, sign: float, ratio: float, dtype: torch.dtype
+) -> None:
+    """log π − log π_other = ±1000 for each of the other streams, −inf on padding: value and gradient are finite."""
+    mask = make().mask
+    here, there = (torch.full((G, T), min(0.0, d), dtype=dtype).masked_fill(~mask, -math.inf) for d in (ratio, -ratio))
+    cfg = LossConfig(loss=name, teacher_correction=correction, beta=0.0 if name == "dppo_tv" else 0.1, teacher_tau=0.1)
+    for kl in ("k1", "k2", "k3"):
+        x = make(logp=here, logp_old=there, logp_sampler=there, logp_ref=there, logp_teacher=there)
+        weight = teacher_weight(here, there, mask, cfg)
+        assert weight.isfinite().all()
+        x = replace(x, advantages=sign * torch.ones(G, dtype=dtype), weight=weight)
+        settings = {"kl": kl, **{k: getattr(cfg, k) for k in ("loss", "teacher_correction", "beta", "teacher_tau")}}
+        assert loss(x, **settings).isfinite().all()
+        assert gradient(x, **settings).isfinite().all()
 
 
 @settings(max_examples=60, deadline=None)
@@ -275,6 +308,22 @@ def test_adv_tau_and_teacher_tau() -> None:
     assert x.logp_teacher is not None
     want = torch.where(x.mask, -0.3 * (x.logp_teacher - x.logp) / 80, 0.0)
     assert torch.allclose(gradient(x, teacher_tau=0.3, teacher_model="t"), want, rtol=1e-12)
+
+
+def test_teacher_weights_are_the_papers_token_by_token() -> None:
+    x = make(2, spread=2.0)
+    tis = teacher_weight(x.logp, x.logp_sampler, x.mask, LossConfig(teacher_correction="tis"))
+    luffy = teacher_weight(x.logp, None, x.mask, LossConfig(teacher_correction="luffy"))
+    none = teacher_weight(x.logp, None, x.mask, LossConfig())
+    cut = 0
+    for b in range(G):
+        for t in range(LENGTHS[b]):
+            π, r = math.exp(float(x.logp[b, t])), ratio(x, x.logp_sampler, b, t)
+            assert float(tis[b, t]) == pytest.approx(min(r, 2.0), rel=1e-12)
+            assert float(luffy[b, t]) == pytest.approx(0.1 / (π + 0.1) ** 2 * π, rel=1e-12)
+            assert float(none[b, t]) == 1.0
+            cut += r > 2
+    assert 0 < cut < sum(LENGTHS)
 
 
 def test_teacher_weights() -> None:

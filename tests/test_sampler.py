@@ -321,3 +321,79 @@ def test_missing_model_is_one_line(tmp_path: Path, name: str, monkeypatch: pytes
     with pytest.raises(ValueError, match="download-model") as error:
         load_policy(tmp_path / name, device="cpu", dtype=torch.float32, cache_dir=None)
     assert "\n" not in str(error.value)
+
+
+# ── conversations ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+# What published templates do with the think blocks of earlier answers, in their own words in miniature.
+STRIPS = (  # Qwen 3: earlier thoughts are cut out; thinking off opens an empty block
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{{ m.content.split('</think>')[-1] }}"
+    "{% else %}{{ m.content }}{% endif %}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% if not enable_thinking %}<think></think>{% endif %}{% endif %}"
+)
+OPENS = (  # DeepSeek R1: the template itself opens the block, always
+    "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1].strip() }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant><think>{% endif %}"
+)
+PLAIN = (  # Llama 3: knows of no thinking
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+FORGETS = "<user>{{ messages[-1].content }}<eos><assistant>"
+
+
+def chatty(template: str, preserve: bool = True) -> Policy:
+    policy = replace(tiny.policy(), preserve_thinking=preserve)
+    policy.tok.chat_template = template
+    return policy
+
+
+def turns(*contents: str) -> list[dict[str, str]]:
+    roles = ["system", *["user", "assistant"] * len(contents)]
+    return [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]
+
+
+@pytest.mark.parametrize("template", [tiny.TEMPLATE, STRIPS, OPENS, PLAIN])
+def test_a_conversation_extends_every_earlier_prompt_and_answer(template: str) -> None:
+    """Answers as sampled with thinking off, ids that the tokenizer itself would never give among them."""
+    policy = chatty(template)
+    ids: tuple[int, ...] = ()
+    said: list[tuple[int, ...]] = []
+    messages = turns("be brief", "one")
+    for answer, question in (("so", "two"), ("it</think> is", "three"), ("", "four")):
+        prompt = policy.render(messages, said)
+        assert prompt[: len(ids)] == ids
+        raw = (*policy.tok(answer, add_special_tokens=False)["input_ids"], 6, 5)  # "</think><think>" as tokens
+        ids = (*prompt, *raw, 1)  # what was sampled, end token included
+        said.append(raw)
+        messages += turns("", "", policy.decode(raw), question)[2:]
+    last = policy.render(messages, said)
+    assert last[: len(ids)] == ids
+    assert "four" in policy.tok.decode(list(last))
+
+
+@pytest.mark.parametrize("template", [tiny.TEMPLATE, STRIPS, OPENS, PLAIN])
+def test_earlier_thoughts_are_kept_once_and_whole(template: str) -> None:
+    """Answers known as text, with a think block of their own: in the prompt as they stand, after no second opening."""
+    answer = "<think>because</think>so"
+    messages = turns("", "one", answer, "two", answer, "three")
+    kept = chatty(template).prompt_text(messages)
+    assert kept.count(answer) == 2
+    assert kept.count("because") == kept.count("<think>because</think>") == 2
+    assert "<think></think><think>" not in kept.removesuffix("<think>")
+    assert kept.replace(answer, "").count("<eos>") == 6
+    assert chatty(template).tok.decode(list(chatty(template).render(messages))) == kept
+    dropped = chatty(template, preserve=False).prompt_text(messages)
+    assert ("because" in dropped) == (template in (tiny.TEMPLATE, PLAIN)), "what the flag is for"
+
+
+def test_one_question_is_rendered_the_same_either_way() -> None:
+    for template in (tiny.TEMPLATE, STRIPS, OPENS, PLAIN):
+        messages = turns("be brief", "one")
+        assert chatty(template).render(messages) == chatty(template, preserve=False).render(messages)
+
+
+def test_a_template_that_forgets_is_refused() -> None:
+    with pytest.raises(ValueError, match="--preserve-thinking: the model's chat template leaves out"):
+        chatty(FORGETS).render(turns("", "one", "so", "two"))
+    assert chatty(FORGETS).render(turns("", "one"))

@@ -25,7 +25,19 @@ def row(**changes: Any) -> StepRow:
             "lp_s": -0.2,
             "lp_t": -1.5,
             "loss": 0.01,
+            "kl": None,
             "mismatch_kl": 1e-9,
+            "mismatch_kl_abl": None,
+            "ratio_min": 0.9,
+            "ratio_mean": 1.0,
+            "ratio_max": 1.2,
+            "is_masked": 0.25,
+            "is_masked_low": 0.125,
+            "is_masked_high": 0.125,
+            "masked_positive": 0.5,
+            "masked_negative": 0.1,
+            "masked_mismatch_kl": 1e-3,
+            "unmasked_mismatch_kl": 1e-9,
             "gn": 0.3,
             "q_egy": None,
         },
@@ -85,9 +97,18 @@ def test_only_what_the_run_measures_is_shown() -> None:
     assert {"tau", "q_egy", "cos_pre", "cos_pre_t", "hk"} <= route2
 
 
+def test_masked_shares_are_shown_by_the_losses_that_mask() -> None:
+    columns = {c.name for c in Table({"drops"}, []).columns}
+    assert {"ratio_min", "ratio_max", "is_masked", "masked_positive", "masked_negative"} <= columns
+    assert not columns & {"ratio_mean", "is_masked_low", "masked_mismatch_kl", "kl"}, "for steps.jsonl alone"
+    assert "kl" in {c.name for c in Table({"beta"}, []).columns}
+    data = row().as_json()
+    assert (data["masked_positive"], data["ratio_mean"]) == (0.5, 1.0), "whatever the table shows"
+
+
 @pytest.mark.parametrize("width", [60, 80, 120, 160])
 def test_a_narrow_terminal_gets_a_line_that_fits(width: int) -> None:
-    table = Table({"teacher", "modes", "direction", "route", "route2", "ablated"}, list(MODES), width)
+    table = Table({"teacher", "modes", "direction", "route", "route2", "ablated", "drops"}, list(MODES), width)
     assert len(table.header()) <= width or len(table.columns) <= 8
     assert {"step", "hack_s", "gt_s"} <= {c.name for c in table.columns}
     assert any("narrow terminal" in line for line in table.legend())

@@ -209,6 +209,8 @@ class EnvConfig:
     """No teacher rows from this step on."""
     teacher_modes: str = ""
     """Comma list: demonstrations for these modes only; the others train on full groups of live rollouts."""
+    preserve_thinking: bool = False
+    """Problems of several turns: earlier answers stay in the prompt as they were sampled, think blocks and all."""
     half_a: str = ""
     """Comma list of detectors (C, D, E): the tail splits student hacks into those one of them sees and the rest."""
     compile_reward: float = 0.5

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -30,7 +29,6 @@ from tqdm import tqdm
 
 from vgrout import organism
 from vgrout.flow import Directions
-from vgrout.nouns import Message
 from vgrout.pairs import HANDWRITTEN, Detector, Pair, PairSet, handwritten, load_pairs, pairs_from_pool
 from vgrout.policy import Policy, load_policy
 from vgrout.rng import torch_stream
@@ -497,7 +495,7 @@ def _command(cli: Cli) -> int:
     device, dtype = ("cuda", torch.bfloat16) if cuda else ("cpu", torch.float32)
     policy = load_policy(model, device=device, dtype=dtype, cache_dir=cli.svd_cache)
     if cli.rollouts is not None and cli.detector is not None:
-        pairs = pairs_from_pool(cli.rollouts, cli.detector, partial(_prompt_text, policy))
+        pairs = pairs_from_pool(cli.rollouts, cli.detector, policy.prompt_text)
     assert pairs is not None
     if cli.shuffle_seed is not None:
         pairs = pairs.shuffled(cli.shuffle_seed)
@@ -517,12 +515,6 @@ def _command(cli: Cli) -> int:
     draw(direction, cli.k, figure)
     print(f"direction {out}\nfigure    {figure}")
     return 0
-
-
-def _prompt_text(policy: Policy, messages: list[Message]) -> str:
-    return str(
-        policy.tok.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, enable_thinking=False)
-    )
 
 
 def _pairs_of(cli: Cli) -> PairSet | None:

@@ -61,6 +61,8 @@ def preflight(cfg: Config) -> Inputs:
         pairs = load_pairs(cfg.pairs_path) if cfg.pairs_path is not None else handwritten()
     if cfg.arm.v_hack_path is not None and not cfg.arm.v_hack_path.is_file():
         raise ValueError(f"--v-hack-path {cfg.arm.v_hack_path}: no such file")
+    if cfg.env.preserve_thinking and not any(m["role"] == "assistant" for r in rows for m in r.prompt):
+        raise ValueError(f"--preserve-thinking: no problem in {cfg.problems_path} has an earlier answer; leave it out")
     local = Path(cfg.model_path)
     if local.exists() and not (local / "config.json").is_file():
         raise ValueError(f"--model {cfg.scale.model}: a folder without config.json; give a Hugging Face model folder")

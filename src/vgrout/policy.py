@@ -27,6 +27,7 @@ class Policy:
     adapter: SvdAdapter
     eos_ids: frozenset[int]  # any of these ends an answer
     pad_id: int  # may equal an EOS: masks go by length
+    preserve_thinking: bool = False  # earlier answers are rendered whole, think blocks and all
     lean: bool = False  # the lean decoder was checked against this model and agrees
 
     @property
@@ -38,12 +39,33 @@ class Policy:
         """Longest prompt + completion the model was built for, in tokens."""
         return int(self.model.config.max_position_embeddings)
 
-    def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Token ids of the chat template up to where the answer begins, thinking off."""
-        text = self.tok.apply_chat_template(
-            [dict(m) for m in messages], tokenize=False, add_generation_prompt=True, enable_thinking=False
-        )
-        return tuple(self.tok(text, add_special_tokens=False)["input_ids"])
+    def render(self, messages: Sequence[Message], said: Sequence[tuple[int, ...]] = ()) -> tuple[int, ...]:
+        """Token ids of the chat template up to where the answer begins, thinking off.
+
+        With `preserve_thinking` the ids of a conversation begin with those of each of its earlier prompts, followed by
+        the answer to it: template and answers are tokenised apart.
+
+        said: the tokens of the first answers as they were sampled, without the end token, in place of their text's.
+
+        Raises:
+            ValueError: the chat template leaves out an earlier answer.
+        """
+        ids: list[int] = []
+        for i, part in enumerate(self._parts(messages, len(said))):
+            turn, is_answer = divmod(i, 2)
+            known = is_answer and turn < len(said)
+            ids += said[turn] if known else self.tok(part, add_special_tokens=False)["input_ids"]
+        return tuple(ids)
+
+    def prompt_text(self, messages: Sequence[Message]) -> str:
+        """The text of `render`."""
+        return "".join(self._parts(messages, 0))
+
+    def _parts(self, messages: Sequence[Message], sampled: int) -> list[str]:
+        if self.preserve_thinking:
+            return conversation(self.tok, messages, sampled)
+        assert not sampled, "answers as sampled are kept by preserve_thinking alone"
+        return [_template(self.tok, messages, thinking=False)]
 
     def encode_completion(self, text: str) -> tuple[int, ...]:
         """An answer's tokens as the model would have written them, EOS included."""
@@ -70,6 +92,37 @@ class Policy:
         gradients are on. All rows in one forward: cut long lists by tokens before."""
         batch = collate(prompts, completions, self.device)
         return completion_logprobs(self.model, batch).full, batch.mask
+
+
+def conversation(tok: PreTrainedTokenizerBase, messages: Sequence[Message], sampled: int = 0) -> list[str]:
+    """Template, answer, template, answer, … template: a conversation whose earlier answers stand as they were given.
+
+    Templates drop or rewrite the think blocks of earlier turns, so they are shown a mark in place of each answer. What
+    they write after the last mark, and before the next answer, is what the model saw between the two.
+
+    sampled: so many of the first answers were sampled with thinking off; of the others, one that holds a think block
+        was begun with thinking on.
+    """
+    marks = {i: f"\ue000{i}\ue000" for i, m in enumerate(messages) if m["role"] == "assistant"}
+    shown = [{**m, "content": marks.get(i, m["content"])} for i, m in enumerate(messages)]
+    parts: list[str] = []
+    last = ""
+    for n, i in enumerate([*marks, len(messages)]):
+        answer = messages[i]["content"] if i < len(messages) else ""
+        text = _template(tok, shown[:i], thinking=n >= sampled and "</think>" in answer)
+        if last not in text:
+            raise ValueError("--preserve-thinking: the model's chat template leaves out an earlier answer")
+        opening = text.rpartition(last)[2] if last else text
+        if opening.rstrip().endswith("<think>") and answer.startswith("<think>"):  # the template opens the block itself
+            answer = answer.removeprefix(opening[opening.rindex("<think>") :]).removeprefix("<think>")
+        parts += [opening, answer] if i < len(messages) else [opening]
+        last = marks.get(i, "")
+    return parts
+
+
+def _template(tok: PreTrainedTokenizerBase, messages: Sequence[Message], thinking: bool) -> str:
+    given = [dict(m) for m in messages]
+    return str(tok.apply_chat_template(given, tokenize=False, add_generation_prompt=True, enable_thinking=thinking))
 
 
 def tokenizer_sha256(tok: PreTrainedTokenizerBase) -> str:

@@ -5,6 +5,7 @@ import json
 import os
 import resource
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ def load_study(cfg: Config, inputs: Inputs, run: RunDir, grader: Grader, stop: S
     if not sys.stderr.isatty():
         disable_progress_bar()
     policy = load_policy(cfg.model_path, device=device, dtype=dtype, cache_dir=SVD_CACHE)
+    policy = replace(policy, preserve_thinking=cfg.env.preserve_thinking)
     if policy.window <= cfg.scale.max_new:
         raise ValueError(
             f"--max-new {cfg.scale.max_new}: the model's window holds {policy.window} tokens, prompt included"

@@ -222,10 +222,10 @@ class Watch:
         was, self.stale = self.stale, row.mismatch_kl > self.mismatch_max
         if self.stale and not was:
             logger.warning(
-                f"step {row.step}: mismatch_kl {row.mismatch_kl:.1e} is above {self.mismatch_max:.0e}: the sampler does "
-                f"not have the trainer's weights (ratios {row.ratio_min:.3g} to {row.ratio_max:.3g}, mean "
-                f"{row.ratio_mean:.3g}). Look at mismatch_kl and ratio_* in steps.jsonl: if they grow from one step on, "
-                "the adapter is not folded; if they are large from step 0, another model, dtype or decoder samples"
+                f"step {row.step}: mismatch_kl {row.mismatch_kl:.1e} is above {self.mismatch_max:.0e}: the sampler "
+                f"does not have the trainer's weights (ratios {row.ratio_min:.3g} to {row.ratio_max:.3g}, mean "
+                f"{row.ratio_mean:.3g}). Look at mismatch_kl and ratio_* in steps.jsonl: growing from one step on, the "
+                "adapter is not folded; large from step 0, another model, dtype or decoder samples"
             )
 
     def _note(self, name: str, reading: Reading, m: Moment) -> None:
