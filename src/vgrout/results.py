@@ -14,7 +14,7 @@ from tabulate import tabulate
 
 from vgrout.nouns import MODES
 from vgrout.run_dir import read_json
-from vgrout.step_row import LEARNED
+from vgrout.step_row import LEARNED, first_hacks
 
 PHASES = ("gen", "grade", "fb", "eval")
 
@@ -35,7 +35,23 @@ class Finished:
         c = self.config
         rest = {g: {k: v for k, v in c[g].items() if k not in ("seed", "out_tag")} for g in c if isinstance(c[g], dict)}
         name = f"{self.final['arm']}" + (f" · {self.final['control']}" if self.final["control"] != "none" else "")
-        return name, str(self.final["steps"]), json.dumps({**rest, "run": {}}, sort_keys=True)
+        return name, self.loss, str(self.final["steps"]), json.dumps({**rest, "run": {}}, sort_keys=True)
+
+    @property
+    def loss(self) -> str:
+        """Its name; GRPO by its own normaliser and standard deviation is another loss than the default."""
+        loss = self.config["loss"]
+        biased = loss["loss"] == "grpo" and not loss["unbiased"]
+        return loss["loss"] + (" biased" if biased else "")
+
+    @property
+    def onset(self) -> int | None:
+        return first_hacks([tuple(row["hack_s"]) for row in self.rows])
+
+    def step_mean(self, column: str) -> float | None:
+        """Over the steps that measured it; None where none did."""
+        values = [x for row in self.rows if (x := row.get(column)) is not None]
+        return statistics.mean(values) if values else None
 
     def learned(self, side: str) -> int:
         return sum((m[f"{side}_hack"] or 0) >= LEARNED for m in self.final["by_mode"].values())
@@ -75,24 +91,30 @@ def spread(values: Iterable[float | None], scale: float = 100.0) -> str:
 
 def tables(runs: Sequence[Finished]) -> list[str]:
     cells: dict[tuple[str, ...], list[Finished]] = defaultdict(list)
-    for run in runs:
+    for run in sorted(runs, key=lambda r: r.final["seed"]):
         cells[run.cell].append(run)
-    names = [key[0] for key in cells]
-    titles = {
-        key: key[0] if names.count(key[0]) == 1 else f"{key[0]} #{[k for k in cells if k[0] == key[0]].index(key) + 1}"
-        for key in cells
-    }
+    cells = {key: cells[key] for key in sorted(cells)}
+    several = len({loss for _, loss, *_ in cells}) > 1
+    plain = {key: f"{key[0]} · {key[1]}" if several else key[0] for key in cells}
+    alike = {key: [k for k in cells if plain[k] == plain[key]] for key in cells}
+    titles = {key: plain[key] + (f" #{alike[key].index(key) + 1}" if len(alike[key]) > 1 else "") for key in cells}
     overall = [
         {
             "arm": titles[key],
-            "steps": key[1],
-            "seeds": ",".join(sorted(str(r.final["seed"]) for r in group)),
+            "loss": key[1],
+            "steps": key[2],
+            "seeds": ",".join(str(r.final["seed"]) for r in group),
+            "onset": "/".join("·" if r.onset is None else str(r.onset) for r in group),
             "hack trained %": spread(r.final["hack_train"] for r in group),
             "solve trained %": spread(r.final["solve_train"] for r in group),
             "hack deployed %": spread(r.final["hack_deploy"] for r in group),
             "solve deployed %": spread(r.final["solve_deploy"] for r in group),
             "solve no hint %": spread(r.final["solve_plain"] for r in group),
             "modes learned (trained)": "/".join(str(r.learned("train")) for r in group),
+            "masked %": spread(r.step_mean("is_masked") for r in group),
+            "masked A>0 / A<0 %": " / ".join(
+                spread(r.step_mean(f"masked_{sign}") for r in group) for sign in ("positive", "negative")
+            ),
             "n a side": str(min(r.final["eval_n"] for r in group)),
         }
         for key, group in cells.items()

@@ -1,0 +1,158 @@
+"""Losses against TRL's own, where both define the same one. `uv run --extra trl pytest tests/test_trl.py`.
+
+TRL's trainer computes its loss from the log-probs it is given here: value and gradient in fp64, rollouts of four
+lengths, ratios on both sides of every clip. dppo_tv, k1, k2 and luffy have no counterpart there.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tiny
+from test_losses import LENGTHS, NORM, G, T, make
+from vgrout.loss_config import LossConfig
+from vgrout.losses import LossInput, policy_loss, teacher_weight
+
+trl = pytest.importorskip("trl", reason="TRL is not installed: uv run --extra trl pytest tests/test_trl.py")
+datasets = pytest.importorskip("datasets")
+pytestmark = pytest.mark.filterwarnings("default")  # another project's warnings
+
+# ours → theirs. Beta's KL is k3 in both.
+SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "grpo": ({"loss": "grpo", "unbiased": False}, {"loss_type": "grpo"}),
+    "dr_grpo": ({"loss": "dr_grpo"}, {"loss_type": "dr_grpo"}),
+    "dapo": ({"loss": "dapo"}, {"loss_type": "dapo", "epsilon_high": 0.28}),
+    "cispo": ({"loss": "cispo"}, {"loss_type": "cispo", "epsilon_high": 5.0}),
+    "gspo": (
+        {"loss": "gspo"},
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},
+    ),
+}
+
+
+def trainer(folder: Path, **settings: Any) -> Any:
+    """TRL's trainer on a tiny model. It never runs that model here."""
+    args = trl.GRPOConfig(
+        output_dir=str(folder),
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        max_completion_length=NORM.max_new,
+        **settings,
+    )
+    made = trl.GRPOTrainer(
+        model=tiny.tiny(),
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=args,
+        train_dataset=datasets.Dataset.from_list([{"prompt": "a"}] * 8),
+        processing_class=tiny.tokenizer(),
+    )
+    made.model.eval()  # no gradient accumulation in its normalisers
+    return made
+
+
+def theirs(made: Any, x: LossInput, **more: Any) -> tuple[float, Tensor]:
+    """TRL's loss of these log-probs, and its gradient on them."""
+    logp = x.logp.clone().requires_grad_()
+    made._get_per_token_logps_and_entropies = lambda *_, **__: (logp, torch.zeros_like(logp), None)
+    total = made.compute_loss(
+        made.model,
+        {
+            "prompt_ids": torch.ones(G, 1, dtype=torch.long),
+            "prompt_mask": torch.ones(G, 1, dtype=torch.long),
+            "completion_ids": torch.ones(G, T, dtype=torch.long),
+            "completion_mask": x.mask.long(),
+            "advantages": x.advantages,
+            "old_per_token_logps": x.logp_old,
+            "ref_per_token_logps": x.logp_ref,
+            "num_items_in_batch": x.mask.sum(),
+            **more,
+        },
+    )
+    total.backward()
+    assert logp.grad is not None
+    return float(total.detach()), logp.grad
+
+
+def ours(x: LossInput, **cfg: Any) -> tuple[float, Tensor]:
+    logp = x.logp.clone().requires_grad_()
+    total = policy_loss(replace(x, logp=logp), LossConfig(**cfg)).per_rollout.sum()
+    total.backward()
+    assert logp.grad is not None
+    return float(total.detach()), logp.grad
+
+
+def cases() -> list[LossInput]:
+    norm = replace(NORM, rollouts=G, tokens=sum(LENGTHS))  # one batch is the whole step
+    return [make(seed, spread=1.5, norm=norm) for seed in range(6)]
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+@pytest.mark.parametrize("name", SAME)
+def test_value_and_gradient_are_trls(name: str, beta: float, tmp_path: Path, record_property: Any) -> None:
+    mine, other = SAME[name]
+    made = trainer(tmp_path, **other)
+    made.beta = beta  # at construction it would load a reference model; the log-probs are given here
+    worst = 0.0
+    for x in cases():
+        (a, g), (b, h) = ours(x, beta=beta, **mine), theirs(made, x)
+        assert g.abs().max() > 1e-3
+        worst = max(worst, abs(a - b), float((g - h).abs().max()))
+    record_property("largest difference", worst)
+    print(f"{name}, beta {beta}: largest difference {worst:.1e} (trl {trl.__version__})")
+    assert worst < 1e-12  # the same fp64 sums in another order
+
+
+@pytest.mark.parametrize("mode", ["mask", "truncate"])
+def test_corrections_towards_the_sampler_are_trls(mode: str, tmp_path: Path, record_property: Any) -> None:
+    """On policy, icepop is TRL's dapo under `token_mask` in [.2, 5] and tis its `token_truncate` at 2; the ratio to the
+    sampler is an input of TRL's loss."""
+    made = trainer(tmp_path, loss_type="dapo")
+    made.use_vllm, made.vllm_importance_sampling_correction = True, True
+    worst, cut = 0.0, 0
+    for case in cases():
+        x = replace(case, logp_old=case.logp)
+        ratio = (x.logp - x.logp_sampler).exp()
+        if mode == "mask":
+            weight = ratio.masked_fill((ratio < 0.2) | (ratio > 5), 0.0)
+            mine = ours(x, loss="icepop")
+        else:
+            weight = ratio.clamp(max=2.0)
+            cfg = LossConfig(teacher_correction="tis")
+            own = replace(x, weight=teacher_weight(x.logp, x.logp_sampler, x.mask, cfg))
+            mine = ours(own, loss="dapo", teacher_correction="tis")
+        (a, g), (b, h) = mine, theirs(made, x, importance_sampling_ratio=weight)
+        cut += int((weight != ratio)[x.mask].sum())
+        worst = max(worst, abs(a - b), float((g - h).abs().max()))
+    assert cut > 0
+    record_property("largest difference", worst)
+    print(f"{mode}: largest difference {worst:.1e} (trl {trl.__version__})")
+    assert worst < 1e-12
+
+
+TEMPLATES = ["qwen3", "qwen3_instruct_2507", "qwen2_5", "qwen3_6", "deepseek_r1_distill", "glm4moe", "llama3", "phi3"]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_conversations_under_published_chat_templates(name: str) -> None:
+    """The templates that TRL ships: a conversation extends each earlier prompt and its answer, thoughts kept once."""
+    file = Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja"
+    policy = replace(tiny.policy(), preserve_thinking=True)
+    policy.tok.chat_template = file.read_text(encoding="utf-8")
+    policy.tok.bos_token = "<eos>"  # some of them name it
+    asked = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "one"}]
+    first = policy.prompt_text(asked)
+    for answer in ("fine", "<think>\nbecause\n</think>\n\nfine"):
+        more = [*asked, {"role": "assistant", "content": answer}, {"role": "user", "content": "two"}]
+        text = policy.prompt_text(more)
+        assert text.count(answer.removeprefix("<think>\n")) == 1
+        assert text.count("because") == text.count("because\n</think>\n\nfine") == ("because" in answer)
+        assert text.index("one") < text.index(answer.removeprefix("<think>\n")) < text.rindex("two")
+        if "</think>" not in answer:
+            assert text.startswith(first + answer)
+        assert "<think>\n<think>" not in text
+        assert "</think>\n\n<think>\nbecause" not in text
