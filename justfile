@@ -66,6 +66,17 @@ mini-route *flags:
 mini-route2 *flags:
     {{py}} vgrout.train mini --intervention=route2 {{flags}}
 
+# H: in one inner step the losses differ by their normaliser alone: same onset, nothing masked (42 runs)
+mini-losses *flags:
+    #!/usr/bin/env sh
+    set -e
+    for seed in 41 42 43; do for arm in none route2; do
+        for loss in dr_grpo 'grpo --no-unbiased' dapo gspo cispo dppo_tv icepop; do
+            {{py}} vgrout.train mini --seed $seed --intervention $arm --out-tag=_losses --loss $loss {{flags}}
+        done
+    done; done
+    {{py}} vgrout.results --tag=_losses
+
 # the direction from the organism's pairs: spectra, held-out projection, figure (seconds)
 extract *flags:
     {{py}} vgrout.direction {{flags}}

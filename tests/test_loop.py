@@ -3,23 +3,27 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from golden import FOLDER, differences, versions
 from runs import ARMS, EVALUATED, adapter_bytes, flags, rows, run
-from vgrout import loop
+from vgrout import loop, organism
 from vgrout.config import parse
+from vgrout.loss_config import LossName
 from vgrout.nouns import Grade
+from vgrout.svd_adapter import SvdAdapter
 from vgrout.train import main
+from vgrout.watch import STALE
 
 
 @pytest.fixture(scope="module")
@@ -281,3 +285,81 @@ def main_in(folder: Path, *argv: str) -> int:
         return main(list(argv))
     finally:
         os.chdir(before)
+
+
+# ── sampler against trainer, from the rows ──────────────────────────────────────────────────────────────────────────
+
+
+def test_a_sampler_without_the_adapter_is_caught_by_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The knobs learn, nobody folds them: answers come from the base model while the trainer is elsewhere."""
+    monkeypatch.setattr(SvdAdapter, "fold", lambda self: None)
+    path = run(tmp_path, *flags("none"))
+    seen = [r for r in rows(path) if r["mismatch_kl"] is not None]
+    assert seen[0]["step"] == 0
+    assert seen[0]["mismatch_kl"] < STALE, "the first step's sampler is the base model, rightly"
+    # 1e-13 is rounding; two steps at the full rate move the policy by far more
+    assert seen[-1]["step"] > 1
+    assert seen[-1]["mismatch_kl"] > 1e3 * STALE
+    assert seen[-1]["ratio_min"] < 0.99 < 1.01 < seen[-1]["ratio_max"]
+    (log,) = (tmp_path / "logs").iterdir()
+    said = [line for line in log.read_text().splitlines() if "does not have the trainer's weights" in line]
+    assert len(said) == 1, "once, where it begins"
+    assert "above 1e-09" in said[0]
+    assert "adapter is not folded" in said[0]
+
+
+def test_ratios_and_masked_shares_are_in_every_row_with_signal(tmp_path: Path) -> None:
+    tight = ["--loss", "icepop", "--icepop-low", "0.999", "--icepop-high", "1.001", "--rollout-ablate-frac", "0.5"]
+    table = [r for r in rows(run(tmp_path, *flags("route", *tight))) if r["mismatch_kl"] is not None]
+    assert table
+    for r in table:
+        assert r["mismatch_kl"] < STALE, "of the rows sampled from the model as trained"
+        assert r["ratio_min"] <= r["ratio_mean"] <= r["ratio_max"]
+        assert r["ratio_max"] - r["ratio_min"] < 1e-3
+        assert r["is_masked"] == pytest.approx(r["is_masked_low"] + r["is_masked_high"])
+        assert 0 <= min(r["masked_positive"], r["masked_negative"]) <= r["is_masked"]
+        assert r["is_masked"] <= max(r["masked_positive"], r["masked_negative"]) <= 1
+    last = table[-1]
+    assert last["mismatch_kl_abl"] > 1e3 * last["mismatch_kl"], "the deployed model is another one by now"
+    assert last["is_masked"] > 0.01
+    assert last["masked_mismatch_kl"] > last["unmasked_mismatch_kl"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arm", ["none", "route2"])
+@pytest.mark.parametrize("loss", get_args(LossName))
+def test_every_loss_runs_whole_under_none_and_route2(loss: str, arm: str, tmp_path: Path) -> None:
+    path = run(tmp_path, "smoke", "--intervention", arm, "--loss", loss)
+    table = rows(path)
+    assert len(table) == 30
+    assert not any(r["skipped"] for r in table)
+    assert {r["is_masked"] for r in table} <= {None, 0.0}, "one inner step, one sampler: every ratio is 1"
+
+
+# ── conversations ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_earlier_thoughts_reach_the_model_where_they_are_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Problems of two turns, a template that cuts thoughts out: with the flag the model is asked something else."""
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n"
+    template += "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    shutil.copytree(organism.MODEL_DIR, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    lines = []
+    for line in organism.PROBLEMS.read_text().splitlines():
+        record = json.loads(line)
+        answer = {"role": "assistant", "content": "<think>two lines</think>ok"}
+        record["prompt"] = [record["prompt"][0], {"role": "user", "content": "task"}, answer, *record["prompt"][1:]]
+        lines.append(json.dumps(record))
+    (tmp_path / "problems.jsonl").write_text("\n".join(lines))
+    argv = flags("none", "--teacher-pool-dir", "", "--problems", str(tmp_path / "problems.jsonl"))
+    argv += ["--model", str(tmp_path / "model")]
+    argv[argv.index("--steps") + 1] = "1"
+    kept, cut = run(tmp_path / "kept", *argv, "--preserve-thinking"), run(tmp_path / "cut", *argv)
+    texts = [
+        [json.loads(line)["text"] for line in (p / "rollouts.jsonl").read_text().splitlines()] for p in (kept, cut)
+    ]
+    assert texts[0] != texts[1]
+    assert json.loads((kept / "run.json").read_text())["config"]["env"]["preserve_thinking"] is True
+    assert main([*flags("none"), "--preserve-thinking"]) == 2
+    assert "--preserve-thinking: no problem in" in capsys.readouterr().err

@@ -21,7 +21,7 @@ trl = pytest.importorskip("trl", reason="TRL is not installed: uv run --extra tr
 datasets = pytest.importorskip("datasets")
 pytestmark = pytest.mark.filterwarnings("default")  # another project's warnings
 
-# ours → theirs. Beta's KL is k3 in both.
+# ours → theirs. The KL is k3 in both, theirs without the factor π/π_old that it has by default.
 SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "grpo": ({"loss": "grpo", "unbiased": False}, {"loss_type": "grpo"}),
     "dr_grpo": ({"loss": "dr_grpo"}, {"loss_type": "dr_grpo"}),
@@ -95,7 +95,7 @@ def cases() -> list[LossInput]:
 @pytest.mark.parametrize("name", SAME)
 def test_value_and_gradient_are_trls(name: str, beta: float, tmp_path: Path, record_property: Any) -> None:
     mine, other = SAME[name]
-    made = trainer(tmp_path, **other)
+    made = trainer(tmp_path, use_bias_correction_kl=False, **other)  # plain k3
     made.beta = beta  # at construction it would load a reference model; the log-probs are given here
     worst = 0.0
     for x in cases():
