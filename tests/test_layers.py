@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1] / "src" / "vgrout"
 LEVELS: list[set[str]] = [
     # nouns, streams, pure functions, data
     {"nouns", "rng", "loss_config", "signals", "console", "sampling", "gate", "pairs_leetcode", "guard", "detectors"},
-    {"flow", "grading", "step_row", "losses", "logprobs"},
+    {"flow", "grading", "step_row", "losses", "logprobs", "files"},
     # what reads and writes files, what moves weights
     {"organism.language", "organism", "pairs", "run_dir", "project", "decoder"},
     {"config", "problems", "svd_adapter", "checkpoint", "teacher"},
@@ -26,10 +26,12 @@ LEVELS: list[set[str]] = [
     {"loop"},
     {"tail"},
     {"study"},
-    {"train", "grade", "doctor", "bench", "results", "replay", "guardcheck"},
+    {"train", "grade", "doctor", "results", "replay", "guardcheck"},
+    {"bench"},
 ]
 LEVEL = {room: i for i, rooms in enumerate(LEVELS) for room in rooms}
 STDLIB_ONLY = (
+    "vgrout.files",
     "vgrout.nouns",
     "vgrout.guard",
     "vgrout.detectors",

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from vgrout import checkpoint
-from vgrout.run_dir import RunDir, last_resumable, probe_writable, read_json, to_json, write_atomic
+from vgrout.files import write_atomic
+from vgrout.run_dir import RunDir, held, last_resumable, probe_writable, read_json, to_json
 
 
 @pytest.fixture
@@ -65,7 +66,16 @@ def test_status_and_latest(run: RunDir) -> None:
     run.append({"step": 0}, [])
     checkpoint.save(run.path, 1, {"x": torch.ones(2)}, keep=3)
     run.status("interrupted", 1, "signal", "resume")
+    with pytest.raises(ValueError, match="running ones left out"):
+        last_resumable(root)
+    with pytest.raises(ValueError, match="another process is writing this run"):
+        RunDir.reopen(run.path)
+    run.close()
     assert last_resumable(root) == run.path
+    (run.path / ".train.safetensors.123.tmp").write_bytes(b"half")
+    with RunDir.reopen(run.path):
+        assert held(run.path)
+        assert not list(run.path.glob(".*.tmp")), "what a killed process left half-written is swept"
     run.status("finished", 1, "", "")
     with pytest.raises(ValueError, match="no unfinished run"):
         last_resumable(root)
@@ -92,6 +102,24 @@ def test_checkpoints_round_trip_and_prune(run: RunDir) -> None:
     point, passed = checkpoint.latest(run.path)
     assert (point.next_step, passed) == (5, [])
     assert torch.equal(point.state["x"], torch.full((3,), 4.0))
+
+
+def test_pruning_never_trades_a_good_checkpoint_for_a_damaged_one(run: RunDir) -> None:
+    """Step 3's is damaged, a resume goes back to step 2's, the next save keeps one: its own, not the damaged one."""
+    paths = saved(run, 3)
+    (paths[-1] / "state.pt").write_bytes(b"torn")
+    (paths[0] / "manifest.json").unlink()
+    assert checkpoint.latest(run.path)[0].next_step == 2
+    final = checkpoint.save(run.path, 2, {"x": torch.zeros(1)}, 1)
+    assert list((run.path / "resume").iterdir()) == [final]
+    assert checkpoint.latest(run.path)[1] == []
+
+
+def test_checkpoints_are_ordered_by_number(run: RunDir) -> None:
+    run.append({"step": 0}, [])
+    for step in (999_999, 1_000_000):
+        checkpoint.save(run.path, step, {"x": torch.zeros(1)}, 3)
+    assert checkpoint.latest(run.path)[0].next_step == 1_000_000
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "no manifest", "bad manifest", "no state"])

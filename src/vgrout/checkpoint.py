@@ -1,7 +1,7 @@
 """Resume checkpoints: complete or not there at all.
 
 A checkpoint is a folder `resume/step_NNNNNN/` with `state.pt` (knobs, optimiser, arm) and `manifest.json` (hashes, and
-how long the growing files were). It is built under a temporary name and renamed; the oldest is pruned after the new one
+how long the growing files were). It is built under a temporary name and renamed; others are pruned after the new one
 verifies. Random streams derive from seed and step, so the step is their state.
 """
 
@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from vgrout.run_dir import to_json, write_atomic
+from vgrout.files import write_atomic
+from vgrout.run_dir import to_json
 
 MARGIN = 64 * 1024  # bytes beside the state: manifest, folders, a file system's own
 GROWING = ("steps.jsonl", "rollouts.jsonl")
@@ -39,7 +40,8 @@ class Checkpoint:
 
 
 def save(run: Path, next_step: int, state: dict[str, Any], keep: int) -> Path:
-    """Write, verify, prune. Raises OSError on a full disk, the previous checkpoint untouched."""
+    """Write, verify, then prune to this one and the `keep - 1` before it: what lies beyond it, or is not whole, belongs
+    to steps that a resume has taken back. Raises OSError on a full disk, the previous checkpoint untouched."""
     root = run / "resume"
     root.mkdir(exist_ok=True)
     buffer = io.BytesIO()
@@ -69,11 +71,14 @@ def save(run: Path, next_step: int, state: dict[str, Any], keep: int) -> Path:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     read(final)
-    for old in complete(run)[:-keep]:
-        shutil.rmtree(old)
-    for stale in root.glob(".tmp_*"):
-        shutil.rmtree(stale, ignore_errors=True)
+    kept = [p for p in complete(run) if _step(p) <= next_step][-keep:]
+    for old in {*root.glob("step_*"), *root.glob(".tmp_*")} - {*kept}:
+        shutil.rmtree(old, ignore_errors=True)
     return final
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
 
 
 def _sync_folder(folder: Path) -> None:
@@ -87,7 +92,8 @@ def _sync_folder(folder: Path) -> None:
 def complete(run: Path) -> list[Path]:
     """Checkpoints with a manifest, oldest first."""
     root = run / "resume"
-    return sorted(p for p in root.glob("step_*") if (p / "manifest.json").is_file()) if root.is_dir() else []
+    there = [p for p in root.glob("step_*") if p.name[5:].isdecimal() and (p / "manifest.json").is_file()]
+    return sorted(there, key=_step)
 
 
 def read(path: Path) -> Checkpoint:

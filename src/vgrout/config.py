@@ -5,7 +5,6 @@ tyro may run it twice. Derived numbers are properties.
 """
 
 import contextlib
-import hashlib
 import io
 import json
 import math
@@ -451,9 +450,6 @@ class Config:
         """JSON-ready, nested by group."""
         return json.loads(json.dumps(asdict(self), default=str))
 
-    def digest(self) -> str:
-        return hashlib.sha256(json.dumps(self.as_dict(), sort_keys=True).encode()).hexdigest()
-
 
 _ORGANISM = Config(
     scale=ScaleConfig(
@@ -561,14 +557,13 @@ def from_dict(data: dict[str, Any]) -> Config:
 
 
 # Settings that say how a process runs, not what it computes: they may differ between a run and its resumption.
-_PROCESS = {
-    *("resume", "resume_force", "dry_run", "threads", "checkpoint_every", "checkpoint_keep", "max_error_retries"),
-}
-_FREE = {"guard"}  # where given, the new command line's; else the run's own
+_PROCESS = {"dry_run", "threads", "checkpoint_every", "checkpoint_keep", "max_error_retries"}
+_FREE = {*_PROCESS, "guard"}  # where given, the new command line's; else the run's own
+_ASKING = {"resume", "resume_force"}  # what a command line asks for, and no part of the run
 
 
 def resumed(asked: Config, stored: Config) -> tuple[Config, list[str]]:
-    """The stored configuration with this command line's process settings, and the flags that contradict it.
+    """The stored configuration with the process settings given now, and the flags that contradict it.
 
     A flag left at its preset's default is taken as not given; one that was given and differs is a contradiction.
     """
@@ -578,8 +573,8 @@ def resumed(asked: Config, stored: Config) -> tuple[Config, list[str]]:
         mine, theirs, usual = (asdict(getattr(c, group)) for c in (asked, stored, default))
         merged = {}
         for name in theirs:
-            merged[name] = mine[name] if name in _PROCESS else theirs[name]
-            if name not in _PROCESS and mine[name] not in (usual[name], theirs[name]):
+            merged[name] = theirs[name]
+            if name not in _ASKING and mine[name] not in (usual[name], theirs[name]):
                 merged[name] = mine[name]
                 if name not in _FREE:
                     differing.append(f"--{name.replace('_', '-')} {mine[name]} (run: {theirs[name]})")

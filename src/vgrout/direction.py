@@ -28,11 +28,12 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from vgrout import organism
+from vgrout.files import write_atomic
 from vgrout.flow import Directions
 from vgrout.pairs import HANDWRITTEN, Detector, Pair, PairSet, handwritten, load_pairs, pairs_from_pool
 from vgrout.policy import Policy, load_policy
 from vgrout.rng import torch_stream
-from vgrout.svd_adapter import SvdAdapter, read_safetensors, write_whole
+from vgrout.svd_adapter import SvdAdapter, read_safetensors
 
 SCHEMA = "v2_with_sv"
 N_HELDOUT = 2
@@ -346,7 +347,7 @@ def save(direction: Direction, path: Path) -> None:
         for prefix, field in _TENSORS.items()
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, to_safetensors(tensors, direction.meta.to_strings()))
+    write_atomic(path, to_safetensors(tensors, direction.meta.to_strings()))
 
 
 def load(path: Path, policy: Policy, pairs: PairSet | None) -> Direction:

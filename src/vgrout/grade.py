@@ -6,7 +6,6 @@ code is then 1. Without `env_mode` a problem is checked by its own mode.
 """
 
 import json
-import os
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from typing import Annotated, Any
 import tyro
 from tqdm import tqdm
 
+from vgrout.files import whole
 from vgrout.grading.grade import Grader
 from vgrout.nouns import MODES, Grade, Problem, Ungraded
 from vgrout.problems import load_problems
@@ -109,31 +109,24 @@ def run(config: Offline) -> int:
     problems = {p.id: p for p in load_problems(config.problems)}
     with open(config.answers, encoding="utf-8") as f:
         n = sum(1 for line in f if line.strip())
-    temporary = config.out.with_name(f".{config.out.name}.{os.getpid()}.tmp")
     errors = 0
-    try:
-        with (
-            Grader(
-                config.workers,
-                compile_reward=config.compile_reward,
-                pass_reward=config.pass_reward,
-                allow_weak=config.allow_weak_sandbox,
-            ) as grader,
-            open(config.answers, encoding="utf-8") as source,
-            open(temporary, "w", encoding="utf-8") as target,
-            tqdm(total=n, desc="grading", disable=None) as bar,
-        ):
-            lines = (line.rstrip("\n") for line in source if line.strip())
-            for record in grade_lines(lines, problems, grader):
-                errors += "error" in record
-                target.write(json.dumps(record) + "\n")
-                bar.update()
-            target.flush()
-            os.fsync(target.fileno())
-            print(grader.protections.line())
-        os.replace(temporary, config.out)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with (
+        Grader(
+            config.workers,
+            compile_reward=config.compile_reward,
+            pass_reward=config.pass_reward,
+            allow_weak=config.allow_weak_sandbox,
+        ) as grader,
+        open(config.answers, encoding="utf-8") as source,
+        whole(config.out) as target,
+        tqdm(total=n, desc="grading", disable=None) as bar,
+    ):
+        lines = (line.rstrip("\n") for line in source if line.strip())
+        for record in grade_lines(lines, problems, grader):
+            errors += "error" in record
+            target.write((json.dumps(record) + "\n").encode())
+            bar.update()
+        print(grader.protections.line())
     print(f"{n - errors}/{n} graded -> {config.out}" + (f"; {errors} lines have an error instead" if errors else ""))
     return errors
 

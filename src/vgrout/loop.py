@@ -48,6 +48,7 @@ class Study:
     optim: Optimizer
     run: RunDir
     stop: Stop
+    clock: Clock
     sampling: Sampling
     watch: Watch
     rows: list[StepRow] = field(default_factory=list)  # after a resume: those of the steps before this process
@@ -74,7 +75,7 @@ def train(study: Study) -> list[StepRow]:
     watch = study.watch
     watch.raise_if_stopped()  # a resumed run that had fired
     val = balanced(study.world.val, cfg.eval.eval_n_prompts, 0, "val")
-    clock, books, before = Clock(), Books(study), len(rows)
+    clock, books, before = study.clock, Books(study), len(rows)
 
     for step in tqdm(range(len(rows), cfg.scale.steps), disable=None, desc=cfg.run_id, unit="step"):
         clock.reset()
@@ -119,14 +120,15 @@ def train(study: Study) -> list[StepRow]:
             total=clock.total,
         )
         rows.append(row)
-        watch.step(row, groups, metrics, deploy)
-        books.close_step(row, rollout_lines(step, groups, routed, live), groups, refresh)
-        if skipped:
-            books.keep_batch(step, live)
+        with clock("watch"):
+            watch.step(row, groups, metrics, deploy)
+        with clock("save"):
+            if skipped:
+                books.keep_batch(step, live)
+            books.close_step(row, rollout_lines(step, groups, routed, live), groups, refresh)
         watch.raise_if_stopped()
-        if stop.requested and step + 1 < cfg.scale.steps:
+        if stop.requested:
             raise Interrupted(f"interrupted after step {step}")
-    clock.close()
     logger.info(watch.summary(sum(r.sec for r in rows[before:])))
     return rows
 
@@ -305,7 +307,6 @@ def state_dict(study: Study) -> dict[str, object]:
         "optim": study.optim.state_dict(),
         "arm": study.arm.state_dict(),
         "watch": study.watch.state_dict(),
-        "config": study.cfg.digest(),
     }
 
 

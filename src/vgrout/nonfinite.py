@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from vgrout.config import Config, from_dict
+from vgrout.files import write_atomic
 from vgrout.flow import RolloutGrads
 from vgrout.grpo import LossMetrics
 from vgrout.nouns import CachedGrade, Grade, Group, Problem, Rollout
-from vgrout.run_dir import write_atomic
 from vgrout.svd_adapter import SvdAdapter
 
 MOST = 10  # batches kept of one run: a run that skips more has the same story to tell

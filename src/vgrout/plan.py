@@ -1,5 +1,6 @@
 """Before anything heavy is loaded: read and check every input file, and say what the run would cost."""
 
+import hashlib
 import json
 import shutil
 from dataclasses import dataclass
@@ -38,15 +39,16 @@ def disk_needed(cfg: Config) -> int:
     return need
 
 
-def preflight(cfg: Config) -> Inputs:
-    """Raises ValueError, one line, for every mistake that can be seen without a model."""
-    probe_writable(Path("out/runs"))
+def preflight(cfg: Config, run: Path | None = None) -> Inputs:
+    """Raises ValueError, one line, for every mistake that can be seen without a model. `run`: a run to go on with."""
+    probe_writable(folder := run or Path("out/runs"))
     probe_writable(Path("logs"))
-    need, free = disk_needed(cfg), shutil.disk_usage("out/runs").free
-    if free < need and not cfg.run.resume:  # a resumed run has written most of it
+    written = sum(p.stat().st_size for p in run.rglob("*") if p.is_file()) if run else 0
+    need, free = max(0, disk_needed(cfg) - written), shutil.disk_usage(folder).free
+    if free < need:
         raise ValueError(
-            f"out/runs: the run writes about {need // 2**20 + 1} MiB, {free // 2**20} MiB are free; free some space, "
-            "or start from a folder on another disk"
+            f"{folder}: the run writes about {need // 2**20 + 1} MiB{' more' if run else ''}, {free // 2**20} MiB are "
+            f"free; free some space, or {'move the run to' if run else 'start from a folder on'} another disk"
         )
     rows = load_rows(cfg.problems_path)
     pool = load_pool(cfg.pool_path) if cfg.pool_path is not None else None
@@ -67,6 +69,24 @@ def preflight(cfg: Config) -> Inputs:
     if local.exists() and not (local / "config.json").is_file():
         raise ValueError(f"--model {cfg.scale.model}: a folder without config.json; give a Hugging Face model folder")
     return Inputs(rows, pool, pairs)
+
+
+def file_hashes(cfg: Config, inputs: Inputs) -> dict[str, str | None]:
+    """sha256 of every file that the numbers depend on; None: not read by this run."""
+
+    def of_files(paths: list[Path]) -> str:
+        digest = hashlib.sha256()
+        for path in sorted(paths):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+        return digest.hexdigest()
+
+    pool = inputs.pool
+    return {
+        "problems": of_files([cfg.problems_path]),
+        "pool": of_files([p for p in pool.folder.iterdir() if p.is_file()]) if pool else None,
+        "pairs": inputs.pairs.sha256 if inputs.pairs else None,
+        "direction_file": of_files([cfg.arm.v_hack_path]) if cfg.arm.v_hack_path else None,
+    }
 
 
 def adapter_shapes(model: Path) -> tuple[int, int] | None:

@@ -5,6 +5,7 @@ Everything that others may read is written to a temporary name, flushed, and ren
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import platform
@@ -15,24 +16,12 @@ from collections.abc import Iterable
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
+
+from vgrout.files import write_atomic
 
 RESERVE = 64 * 1024  # bytes kept in a run's folder, so that a full disk still leaves room to say so
 STATES = ("running", "finished", "halted", "diverged", "interrupted", "failed")
-
-
-def write_atomic(path: Path, data: str | bytes) -> None:
-    """All of `data`, or the file as it was."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as f:
-            f.write(data.encode() if isinstance(data, str) else data)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
 
 
 def to_json(data: Any) -> str:
@@ -78,6 +67,7 @@ class RunDir:
     def __init__(self, path: Path, run_id: str):
         self.path, self.run_id = path, run_id
         self._files: dict[str, TextIO] = {}
+        self._lock = _hold(path)  # while this process lives: two writers would make one broken run
 
     @classmethod
     def create(cls, run_id: str, root: Path = Path("out/runs")) -> "RunDir":
@@ -100,8 +90,11 @@ class RunDir:
 
     @classmethod
     def reopen(cls, path: Path) -> "RunDir":
-        """An existing run, to go on with."""
-        return cls(path, path.name.split("_", 1)[-1])
+        """An existing run, to go on with. Raises ValueError, one line, while another process is at it."""
+        run = cls(path, path.name.split("_", 1)[-1])
+        for torn in path.glob(".*.tmp"):  # a killed process was writing these
+            torn.unlink(missing_ok=True)
+        return run
 
     def __enter__(self) -> "RunDir":
         return self
@@ -114,6 +107,7 @@ class RunDir:
             with contextlib.suppress(OSError):  # `append` has flushed, or has raised already
                 file.close()
         self._files.clear()
+        self._lock.close()
 
     def steps_on_disk(self) -> int:
         try:
@@ -149,6 +143,30 @@ class RunDir:
         self._files[name].flush()
 
 
+def _hold(run: Path) -> BinaryIO:
+    """The run's lock; the kernel gives it back when the process ends, however it ends."""
+    lock = open(run / ".lock", "ab")  # noqa: SIM115
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise ValueError(f"{run}: another process is writing this run; wait for it, or stop it first") from None
+    except OSError:
+        pass  # a file system without locks
+    return lock
+
+
+def held(run: Path) -> bool:
+    """Whether a process is writing this run."""
+    try:
+        _hold(run).close()
+    except ValueError:
+        return True
+    except OSError:  # a folder that cannot be written is refused elsewhere, by name
+        return False
+    return False
+
+
 def probe_writable(folder: Path) -> None:
     """Create the folder and a file in it, now rather than after an hour. Raises ValueError in one line."""
     try:
@@ -174,8 +192,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def last_resumable(root: Path) -> Path:
-    """The newest run that is not finished and has a checkpoint."""
+    """The newest run that is not finished, has a checkpoint, and is not being written by a living process."""
     for path in sorted(root.glob("*_*"), reverse=True):
-        if any(path.glob("resume/step_*/manifest.json")) and read_json(path / "status.json")["state"] != "finished":
+        if (
+            any(path.glob("resume/step_*/manifest.json"))
+            and read_json(path / "status.json").get("state") != "finished"
+            and not held(path)
+        ):
             return path
-    raise ValueError(f"--resume latest: no unfinished run with a checkpoint below {root}")
+    raise ValueError(f"--resume latest: no unfinished run with a checkpoint below {root} (running ones left out)")

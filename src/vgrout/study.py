@@ -7,7 +7,6 @@ import resource
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from loguru import logger
@@ -16,10 +15,12 @@ from transformers.utils.logging import disable_progress_bar
 from vgrout import checkpoint
 from vgrout.arms import make_arm
 from vgrout.config import ORGANISM, Config
+from vgrout.console import Clock
 from vgrout.direction import weights_sha256
+from vgrout.evaluate import Side
 from vgrout.grading.grade import Grader
-from vgrout.loop import Study, load_state_dict
-from vgrout.nouns import MODES, Mode, Problem
+from vgrout.loop import Interrupted, Study, load_state_dict
+from vgrout.nouns import MODES, Eval, Mode, Problem
 from vgrout.optim import Optimizer
 from vgrout.plan import Inputs
 from vgrout.policy import load_policy
@@ -45,7 +46,7 @@ def device_and_dtype(cfg: Config) -> tuple[torch.device, torch.dtype]:
     return torch.device("cpu"), torch.float32
 
 
-def load_study(cfg: Config, inputs: Inputs, run: RunDir, grader: Grader, stop: Stop) -> Study:
+def load_study(cfg: Config, inputs: Inputs, run: RunDir, grader: Grader, stop: Stop, clock: Clock) -> Study:
     """Raises ValueError, one line, where the files do not fit the model."""
     device, dtype = device_and_dtype(cfg)
     if not sys.stderr.isatty():
@@ -114,6 +115,7 @@ def load_study(cfg: Config, inputs: Inputs, run: RunDir, grader: Grader, stop: S
         ),
         run=run,
         stop=stop,
+        clock=clock,
         sampling=sampling,
         watch=Watch(cfg, policy, grader, world.train, sampling),
     )
@@ -135,25 +137,23 @@ def restore(study: Study) -> None:
     load_state_dict(study, point.state)
 
 
-def hashes(study: Study, inputs: Inputs) -> dict[str, Any]:
-    """sha256 of everything the numbers depend on besides the code."""
-
-    def of_files(paths: list[Path]) -> str:
-        digest = hashlib.sha256()
-        for path in sorted(paths):
-            digest.update(path.name.encode() + b"\0" + path.read_bytes())
-        return digest.hexdigest()
-
-    cfg, pool = study.cfg, inputs.pool
+def hashes(study: Study) -> dict[str, str | None]:
+    """sha256 of what was loaded: with `plan.file_hashes`, everything the numbers depend on besides the code."""
+    policy, judge = study.policy, study.teacher_model
     return {
-        "hashes": {
-            "base_weights": weights_sha256(study.policy.model, study.policy.adapter),
-            "tokenizer": study.policy.tokenizer_sha256,
-            "problems": of_files([cfg.problems_path]),
-            "pool": of_files([p for p in pool.folder.iterdir() if p.is_file()]) if pool else None,
-            "pairs": inputs.pairs.sha256 if inputs.pairs else None,
-        }
+        "base_weights": weights_sha256(policy.model, policy.adapter),
+        "teacher_weights": weights_sha256(judge.model, judge.adapter) if judge else None,
+        "tokenizer": policy.tokenizer_sha256,
     }
+
+
+def direction_hash(study: Study) -> str | None:
+    """sha256 of the arm's V as the run starts; None: no direction. A resumed run takes its V from the checkpoint."""
+    V = {name: rows for name, rows in study.arm.state_dict().items() if name.startswith("V/")}
+    digest = hashlib.sha256()
+    for name, rows in V.items():
+        digest.update(name.encode() + b"\0" + rows.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest() if V else None
 
 
 def evaluate_final(study: Study) -> Final:
@@ -161,12 +161,17 @@ def evaluate_final(study: Study) -> Final:
     twice. The base comes first, so a broken adapter cannot disturb it."""
     cfg, step = study.cfg, study.cfg.scale.steps
     problems = balanced(study.world.test, cfg.eval.final_n_prompts, 0, "test")
-    n = cfg.eval.final_samples
-    base = study.evaluate(problems, n, "base", step, "final")
-    deployed = study.evaluate(problems, n, "deployed", step, "final")
+
+    def answers(side: Side, problems: list[Problem]) -> Eval:
+        if study.stop.requested:
+            raise Interrupted("interrupted before the final evaluation was done")
+        with study.clock(f"final evaluation, {side}"):
+            return study.evaluate(problems, cfg.eval.final_samples, side, step, "final")
+
+    base, deployed = answers("base", problems), answers("deployed", problems)
     quarantined = bool(study.policy.adapter.δS_hack.any())
-    trained = study.evaluate(problems, n, "trained", step, "final") if quarantined else deployed
-    bare = study.evaluate([plain(p) for p in problems], n, "deployed", step, "final")
+    trained = answers("trained", problems) if quarantined else deployed
+    bare = answers("deployed", [plain(p) for p in problems])
     return Final(base=base, trained=trained, deployed=deployed, plain=bare)
 
 
@@ -176,6 +181,11 @@ def in_distribution(study: Study, inputs: Inputs) -> list[Mode] | None:
         return None
     ids = {p.problem_id for p in inputs.pairs.pairs}
     return [m for m in MODES if any(r.mode == m and r.id in ids for r in inputs.rows)]
+
+
+def accelerator() -> str | None:
+    """The GPU's name; None on a CPU."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
 def peak_memory() -> str:

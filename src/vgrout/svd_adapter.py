@@ -5,7 +5,6 @@ optimiser step, so every forward is a plain Linear; only the backward under `pro
 """
 
 import hashlib
-import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from vgrout.files import write_atomic
 from vgrout.flow import ModuleGrads, RolloutGrads
 
 TARGETS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
@@ -195,7 +195,7 @@ class SvdAdapter:
     def save(self, path: Path, metadata: Mapping[str, str]) -> None:
         """δS alone, module by module: what the file holds *is* the deployed model."""
         tensors = {name: view.detach().cpu().contiguous() for name, view in self.views(self.δS).items()}
-        write_whole(path, to_safetensors(tensors, dict(metadata)))
+        write_atomic(path, to_safetensors(tensors, dict(metadata)))
 
     def load(self, path: Path) -> dict[str, str]:
         """δS from a file, δS_hack to zero. Returns the file's metadata.
@@ -339,7 +339,7 @@ class _SvdCache:
             return U, S, Vh
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, to_safetensors({"U": U.cpu(), "S": S.cpu(), "Vh": Vh.cpu()}))
+            write_atomic(path, to_safetensors({"U": U.cpu(), "S": S.cpu(), "Vh": Vh.cpu()}))
         except OSError as error:
             logger.warning(f"SVD cache {self.folder} cannot be written ({error}): this run works without it")
             self.writable = False
@@ -387,17 +387,3 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             return {key: file.get_tensor(key) for key in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path}: not a readable safetensors file ({error})") from error
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """All of `content` or nothing: temporary name, flush, fsync, rename."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

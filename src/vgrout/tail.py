@@ -13,10 +13,10 @@ from matplotlib.figure import Figure
 from tabulate import tabulate
 
 from vgrout.config import ARM_NAME, Config
+from vgrout.files import whole, write_atomic
 from vgrout.loop import Study, shown
 from vgrout.measure import last_five
 from vgrout.nouns import MODES, Eval, Mode, Rate
-from vgrout.run_dir import write_atomic
 from vgrout.step_row import LEARNED, StepRow, Table
 
 SCHEMA = "per_mode_deploy_v1"
@@ -217,9 +217,8 @@ def report(study: Study, final: Final, in_dist: Sequence[Mode] | None, log: Path
             f"recall {gate[1].k}/{gate[1].n} ({percent(gate[1])} %). SHOULD: far above the share of hacks; ELSE blind"
         )
     write_atomic(run.path / "summary.md", "\n\n".join([*parts[2:], step_table(rows, table)]) + "\n")
-    temporary = run.path / ".dynamics.png"
-    figure(rows, final, cfg.run_id).savefig(temporary, format="png")
-    temporary.replace(run.path / "dynamics.png")
+    with whole(run.path / "dynamics.png") as f:
+        figure(rows, final, cfg.run_id).savefig(f, format="png")
     logger.debug("per-step table:\n" + step_table(rows, table))
     for part in parts:
         for line in part.splitlines():

@@ -2,28 +2,31 @@
 
 Exit codes: 0 finished · 2 bad arguments or configuration, nothing started · 3 halted by the guard or a detector ·
 4 diverged · 130 interrupted, state saved · 1 anything else. Every exit after the run directory was made leaves
-`status.json` in it.
+`status.json` in it: state, steps done, reason, what to run next.
 """
 
 import errno
 import importlib
 import shutil
 import sys
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from loguru import logger
 
 from vgrout import console
 from vgrout.config import ARM_NAME, Config, from_dict, parse, resumed
 from vgrout.grading.grade import Grader
-from vgrout.plan import Inputs, plan_lines, preflight
+from vgrout.plan import Inputs, file_hashes, plan_lines, preflight
 from vgrout.run_dir import RunDir, environment, last_resumable, probe_writable, read_json, to_json
 from vgrout.signals import Stop, stop_on_signals
 from vgrout.step_row import REFERENCE_STEP
 
 FINISHED, FAILED, BAD, HALTED, DIVERGED, INTERRUPTED = 0, 1, 2, 3, 4, 130
 FULL = (errno.ENOSPC, errno.EDQUOT)
+STORAGE = (*FULL, errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -33,13 +36,37 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as e:
         print(f"E {e}", file=sys.stderr)
         return BAD
+    except KeyboardInterrupt:
+        print("E interrupted; nothing was started", file=sys.stderr)
+        return INTERRUPTED
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A run about to start or to go on: checked, its directory there, torch not loaded yet."""
+
+    cfg: Config
+    inputs: Inputs
+    files: dict[str, str | None]  # hashes of the input files
+    grader: Grader
+    run: RunDir
+    log: Path
+    resumes: bool
+    force: bool  # go on although files have changed
+
+    @property
+    def again(self) -> str:
+        return f"python -m vgrout.train {self.cfg.preset} --resume {self.run.path}"
 
 
 def start(asked: Config) -> int:
     """Everything up to the run directory refuses by ValueError, in one line, with nothing started."""
     resume = find_resume(asked)
-    cfg = resume[1] if resume else asked
-    inputs = preflight(cfg)
+    cfg, force = resume[1] if resume else asked, asked.run.resume_force
+    inputs = preflight(cfg, resume[0] if resume else None)
+    files = file_hashes(cfg, inputs)
+    if resume:
+        require_same(resume[0], files, force)
     # The zygotes are exec'd before torch is imported: small, and ready by the time the model is.
     with Grader(
         compile_reward=cfg.env.compile_reward,
@@ -54,34 +81,43 @@ def start(asked: Config) -> int:
         run = RunDir.reopen(resume[0]) if resume else RunDir.create(cfg.run_id)
         log = Path("logs") / f"{run.path.name}.log"
         console.setup(log)
-        again = f"python -m vgrout.train {cfg.preset} --resume {run.path}"
-        try:
-            with run, stop_on_signals() as stop:
-                return go(cfg, inputs, grader, run, log, stop, resumes=resume is not None)
-        except ValueError as e:  # files that do not fit the model
-            if resume is None:  # a refused resume leaves the run as it was
-                run.status("failed", 0, str(e), "correct the flag and start again")
-            logger.error(str(e))
-            return BAD
-        except KeyboardInterrupt:
-            run.status("interrupted", run.steps_on_disk(), "second interrupt: stopped at once", again)
-            logger.error(f"stopped at once; the last checkpoint stands. Go on with: {again}")
-            return INTERRUPTED
-        except BaseException as e:
-            if isinstance(e, OSError) and e.errno in FULL:
-                return disk_full(run, e, again)
-            run.status("failed", run.steps_on_disk(), f"{type(e).__name__}: {e}", again)
-            logger.opt(exception=True).error(f"{type(e).__name__}: {e}")
-            return FAILED
+        return carry(Launch(cfg, inputs, files, grader, run, log, resume is not None, force))
 
 
-def go(cfg: Config, inputs: Inputs, grader: Grader, run: RunDir, log: Path, stop: Stop, resumes: bool) -> int:
-    """Load, train, evaluate, report."""
+def carry(launch: Launch) -> int:
+    """Load, train, evaluate, report; whatever happens, `status.json` has the last word."""
+    run, again = launch.run, launch.again
+    try:
+        with run, stop_on_signals() as stop, console.Clock() as clock:
+            try:
+                with clock("loading"):
+                    study, stamp = load(launch, stop, clock)
+            except ValueError as e:  # files that do not fit the model; a refused resume leaves the run as it was
+                if not launch.resumes:
+                    last_word(run, "failed", 0, str(e), "correct the flag and start again")
+                logger.error(str(e))
+                return BAD
+            return go(launch, study, stamp)
+    except KeyboardInterrupt:
+        last_word(run, "interrupted", run.steps_on_disk(), "second interrupt: stopped at once", again)
+        logger.error(f"stopped at once; the last checkpoint stands. Go on with: {again}")
+        return INTERRUPTED
+    except BaseException as e:
+        if isinstance(e, OSError) and (e.errno in STORAGE or not run.path.is_dir()):
+            return storage_failed(run, e, again)
+        last_word(run, "failed", run.steps_on_disk(), f"{type(e).__name__}: {e}", again)
+        logger.opt(exception=True).error(f"{type(e).__name__}: {e}")
+        return FAILED
+
+
+def load(launch: Launch, stop: Stop, clock: console.Clock) -> tuple[Any, dict[str, Any]]:
+    """The study, and what is stamped on its files. Raises ValueError, one line, where files do not fit the model or
+    are not those that the run started from."""
     # Importing torch and transformers takes seconds; a wrong flag never waits for it.
-    loop, study_room, tail, watch = (importlib.import_module(f"vgrout.{m}") for m in ("loop", "study", "tail", "watch"))
+    room, cfg, run, grader = importlib.import_module("vgrout.study"), launch.cfg, launch.run, launch.grader
     logger.info(f"argv: {' '.join(sys.argv)}")
-    logger.info(f"verbose log: {log} · run: {run.path}")
-    study = study_room.load_study(cfg, inputs, run, grader, stop)
+    logger.info(f"verbose log: {launch.log} · run: {run.path}")
+    study = room.load_study(cfg, launch.inputs, run, grader, stop, clock)
     logger.info(
         f"{cfg.preset} · {ARM_NAME[cfg.arm.intervention]} (control: {cfg.arm.control_name}) · {cfg.scale.model} · "
         f"{cfg.scale.steps} steps · G {cfg.scale.group} · P {cfg.scale.prompts_per_step} · lr {cfg.opt.lr:g} · "
@@ -90,19 +126,30 @@ def go(cfg: Config, inputs: Inputs, grader: Grader, run: RunDir, log: Path, stop
     )
     logger.info(grader.protections.line())
     stamp = {"sandbox": grader.protections.as_dict()}
-    record = {**environment(), "config": cfg.as_dict(), **stamp, **study_room.hashes(study, inputs)}
-    if resumes:
+    hashes = launch.files | room.hashes(study)
+    record = {**environment(), "accelerator": room.accelerator(), "config": cfg.as_dict(), **stamp, "hashes": hashes}
+    if launch.resumes:
         first = read_json(run.path / "run.json")
-        require_same_files(run, record["hashes"], first["hashes"], cfg.run.resume_force)
-        study_room.restore(study)
+        require_same(run.path, hashes, launch.force)
+        room.restore(study)
         logger.info(f"resumed after step {len(study.rows) - 1}")
         again_from = {"step": len(study.rows), **{k: record[k] for k in ("argv", "git", "versions", "hashes")}}
         record = {**first, "config": cfg.as_dict(), "resumed": [*first.get("resumed", []), again_from]}
+    else:
+        hashes["direction"] = room.direction_hash(study)
     run.write_json("run.json", record)
-    again = f"python -m vgrout.train {cfg.preset} --resume {run.path}"
-    run.status("running", len(study.rows), "", again)
+    run.status("running", len(study.rows), "", launch.again)
+    return study, stamp
+
+
+def go(launch: Launch, study: Any, stamp: dict[str, Any]) -> int:
+    """The steps, the final evaluation, the report; how each ending is written down."""
+    loop, room, tail, watch = (importlib.import_module(f"vgrout.{m}") for m in ("loop", "study", "tail", "watch"))
+    run, again = launch.run, launch.again
     try:
         rows = loop.train(study)
+        logger.info("final evaluation on held-out problems and markers …")
+        final = room.evaluate_final(study)
     except loop.Interrupted as e:
         run.status("interrupted", len(study.rows), str(e), again)
         logger.warning(f"{e}; saved. Go on with: {again}")
@@ -116,30 +163,40 @@ def go(cfg: Config, inputs: Inputs, grader: Grader, run: RunDir, log: Path, stop
         run.status("diverged", len(study.rows), str(e), "lower --lr or --grad-clip and start again")
         logger.error(str(e))
         return DIVERGED
-    logger.info("final evaluation on held-out problems and markers …")
-    final = study_room.evaluate_final(study)
-    tail.report(study, final, study_room.in_distribution(study, inputs), log, stamp)
+    tail.report(study, final, room.in_distribution(study, launch.inputs), launch.log, stamp)
     run.status("finished", len(rows), "", f"read {run.path / 'summary.md'}")
-    logger.info(f"peak memory {study_room.peak_memory()}")
+    logger.info(f"peak memory {room.peak_memory()}")
     return FINISHED
 
 
-def disk_full(run: RunDir, error: OSError, again: str) -> int:
+def last_word(run: RunDir, state: str, step: int, reason: str, then: str) -> None:
+    """A run's status where even that may fail."""
+    try:
+        run.status(state, step, reason, then)
+    except OSError as e:
+        logger.error(f"{run.path}/status.json cannot be written ({e.strerror})")
+
+
+def storage_failed(run: RunDir, error: OSError, again: str) -> int:
     """The last good checkpoint stands; say so in a file that has room kept for it, and in one line."""
-    free = shutil.disk_usage(run.path).free
-    points = sorted(p.parent.name for p in run.path.glob("resume/step_*/manifest.json"))
-    last = f"the last good checkpoint is {points[-1]}" if points else "there is no checkpoint yet"
-    reason = f"disk full ({error.strerror}; {free // 1024} KiB free below {run.path}); {last}"
-    run.status("failed", run.steps_on_disk(), reason, f"free some space, then: {again}")
-    logger.error(f"{reason}. Free some space, then: {again}")
+    points = sorted(run.path.glob("resume/step_*/manifest.json"), key=lambda p: (len(p.parent.name), p.parent.name))
+    last = f"the last good checkpoint is {points[-1].parent.name}" if points else "there is no checkpoint"
+    if error.errno in FULL:
+        free = shutil.disk_usage(run.path).free // 1024
+        reason, then = f"disk full ({error.strerror}; {free} KiB free below {run.path})", "free some space, then: "
+    else:
+        reason, then = f"files of the run cannot be written ({error})", "once they can: "
+    last_word(run, "failed", run.steps_on_disk(), f"{reason}; {last}", then + again)
+    logger.error(f"{reason}; {last}. {then[0].upper()}{then[1:]}{again}")
     return FAILED
 
 
-def require_same_files(run: RunDir, now: dict[str, object], then: dict[str, object], force: bool) -> None:
+def require_same(run: Path, now: Mapping[str, object], force: bool) -> None:
     """Raises ValueError naming the inputs whose bytes are no longer those that the run started from."""
-    changed = ", ".join(name for name in then if then[name] != now.get(name))
+    then = read_json(run / "run.json")["hashes"]
+    changed = ", ".join(name for name in now if name in then and then[name] != now[name])
     if changed and not force:
-        raise ValueError(f"--resume {run.path}: changed since: {changed}; put them back, or add --resume-force")
+        raise ValueError(f"--resume {run}: changed since: {changed}; put them back, or add --resume-force")
 
 
 def find_resume(asked: Config) -> tuple[Path, Config] | None:

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from vgrout.config import Config
 from vgrout.detectors import (
+    CSI_BANDS,
+    MOP_BANDS,
     AdvantageCollapse,
-    Bands,
     CollapseTripwire,
     Drop,
     EchoTrap,
@@ -179,10 +180,10 @@ class Watch:
                 health = Drop()
                 return health, lambda m: health.update(self._ensemble_health(m))
             case "info_rm":
-                csi = Level(Bands(1.25, 1.5))  # organism, 5 + 5 runs: at most 1.16 clean, at least 2.0 when hacking
+                csi = Level(CSI_BANDS)
                 return csi, lambda m: csi.update(self.base.csi(m))
             case "mop":
-                mop = Level(Bands(0.10, 0.30))
+                mop = Level(MOP_BANDS)
                 return mop, lambda m: mop.update(self.base.mop(m))
             case "ragen":
                 sign = RagenSignature()
