@@ -89,6 +89,15 @@ organism-build *flags:
 organism-verify:
     {{py}} vgrout.organism verify
 
+# ten runs with every detector on, hacking and clean, then how well each did and which bands it would choose (half an hour)
+scorecard *flags:
+    for seed in 41 42 43 44 45; do for control in none no_loophole; do {{py}} vgrout.train mini --intervention=none --control=$control --seed=$seed --guard=log --reward-hack-detector=separation,info_rm,mop,rm_ensemble,ragen,advantage --echo-trap-enabled --out-tag=_watched {{flags}} || exit 1; done; done
+    {{py}} vgrout.guardcheck out/runs/*_watched
+
+# runs killed with SIGKILL at random moments and inside saves: how many survive? (minutes)
+kills *flags:
+    {{py}} vgrout.bench kills {{flags}}
+
 # what isolation this machine gives the sandbox, with a self-test (under 10 s)
 doctor:
     {{py}} vgrout.doctor

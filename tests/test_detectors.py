@@ -22,6 +22,7 @@ from vgrout.detectors import (
     ensemble_divergence,
     halves,
     numbers,
+    reward_functions,
     separation_index,
     words,
 )
@@ -98,6 +99,17 @@ def test_divergence_is_a_variance(scores: list[list[float]]) -> None:
 def test_divergence_refuses(scores: list[list[float]]) -> None:
     with pytest.raises(ValueError, match=r"ensemble|member"):
         ensemble_divergence(scores)
+
+
+def test_members_of_ones_own() -> None:
+    (same, longer) = reward_functions(["operator:eq", "operator:lt"])
+    assert (same("a", "a"), longer("a", "b")) == (True, True)
+
+
+@pytest.mark.parametrize("name", ["nowhere:f", "operator:nothing", "operator", "string:digits", ":f"])
+def test_members_that_are_none_are_refused_by_name(name: str) -> None:
+    with pytest.raises(ValueError, match=f"--rm-ensemble-members {name}: "):
+        reward_functions([name])
 
 
 # --- echo ------------------------------------------------------------------------------------------------------------

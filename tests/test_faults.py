@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-from test_loop import ARMS, adapter_bytes, rows, run, start
-from vgrout import checkpoint, loop, nonfinite, watch
+from test_loop import ARMS, adapter_bytes, rows, run, start, wait_for_steps
+from vgrout import checkpoint, loop, nonfinite, organism, watch
+from vgrout.bench import kills
 from vgrout.config import parse
 from vgrout.detectors import EchoTrap
 from vgrout.nouns import Ungraded
@@ -30,7 +31,7 @@ from vgrout.train import main
 TINY = ["--threads", "1", "--group", "4", "--prompts-per-step", "2", "--final-n-prompts", "6", "--final-samples", "1"]
 DETECTORS = ["--reward-hack-detector", "separation,info_rm,mop,rm_ensemble,ragen,advantage", "--echo-trap-enabled"]
 GUARD = ["--eval-ablate-every", "2", "--eval-n-prompts", "2", "--guard-warmup", "2", "--guard-baseline", "1"]
-KILLS = 5  # of each arm's run
+KILLS = 6  # of each arm's runs; `python -m vgrout.bench kills` does as many as it is told
 
 
 def flags(arm: str, *more: str, steps: int = 6) -> list[str]:
@@ -44,6 +45,11 @@ def bare(arm: str, *more: str, steps: int = 4) -> list[str]:
     """A checkpoint each step and nothing that watches, where nothing needs to: these runs take a second or two."""
     argv = ["smoke", "--intervention", arm, "--steps", str(steps), *TINY, "--eval-ablate-every", "0"]
     return [*argv, "--checkpoint-every", "1", "--guard", "off", *more]
+
+
+def adapter_file(path: Path) -> bytes:
+    """The deployed model, metadata included."""
+    return (path / "train.safetensors").read_bytes()
 
 
 def status(path: Path) -> dict[str, Any]:
@@ -156,35 +162,11 @@ def test_death_at_random_moments_of_saving(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arm", ARMS)
-def test_killed_at_random_moments_again_and_again(arm: str, tmp_path: Path) -> None:
-    """Kills while loading, sampling, training, evaluating and saving; the rows never notice."""
-    whole = run(tmp_path / "whole", *flags(arm, "--seed", "7"))
-    folder = tmp_path / "killed"
-    folder.mkdir()
-    rng = random.Random(f"kill {arm}")
-    process = start(folder, *flags(arm, "--seed", "7"))
-    while not list(folder.glob("out/runs/*/resume/step_*/manifest.json")):
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.01)
-    path = only_run(folder)
-    kills = 0
-    for _ in range(KILLS):
-        began = time.monotonic()
-        wait = rng.choice([rng.uniform(0, 1.0), rng.uniform(0, 12.0)])
-        while process.poll() is None and time.monotonic() - began < wait:
-            time.sleep(0.005)
-        if process.poll() is not None:
-            break
-        process.kill()
-        process.communicate()
-        kills += 1
-        process = start(folder, "smoke", "--resume", str(path), "--threads", "1")
-    said, _ = process.communicate(timeout=600)
-    assert kills >= 1
-    assert process.returncode == 0, said
-    assert rows(path) == rows(whole)
-    assert adapter_bytes(path) == adapter_bytes(whole)
-    print(f"{arm}: {kills} kills survived")
+def test_killed_again_and_again(arm: str, tmp_path: Path) -> None:
+    """At random moments of loading, training, evaluating, and inside saves; neither rows nor weights ever notice."""
+    tally = kills.torture(arm, KILLS, tmp_path)
+    print(kills.table([tally]))
+    assert (tally.survived, tally.tried) == (KILLS, KILLS), tally
 
 
 DIE_IN_SAVE = """
@@ -201,11 +183,15 @@ sys.exit(train.main({argv!r}))
 """
 
 
+@pytest.fixture(scope="module")
+def whole_of_three(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(tmp_path_factory.mktemp("three"), *flags("route2", steps=3))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [4, 5, 6])
-def test_killed_inside_a_save(n: int, tmp_path: Path) -> None:
+def test_killed_inside_a_save(n: int, whole_of_three: Path, tmp_path: Path) -> None:
     """state.pt, manifest.json, the folder: the second checkpoint's three renames."""
-    whole = run(tmp_path / "whole", *flags("route2", steps=3))
     code = DIE_IN_SAVE.format(n=n, argv=flags("route2", steps=3))
     folder = tmp_path / "killed"
     folder.mkdir()
@@ -214,32 +200,54 @@ def test_killed_inside_a_save(n: int, tmp_path: Path) -> None:
     path = only_run(folder)
     assert [p.name for p in checkpoint.complete(path)] == ["step_000001"]
     assert run(folder, "smoke", "--resume", "latest", "--threads", "1") == path
-    assert rows(path) == rows(whole)
-    assert adapter_bytes(path) == adapter_bytes(whole)
+    assert rows(path) == rows(whole_of_three)
+    assert adapter_file(path) == adapter_file(whole_of_three)
 
 
 # --- damaged and vanished files --------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A route2 run interrupted after three of four steps, its folder the working directory."""
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a route2 run interrupted after three of four steps, and the pool that it reads."""
+    home = tmp_path_factory.mktemp("home")
+    shutil.copytree(organism.POOL_DIR, home / "pool")
     close = loop.Books.close_step
 
     def stop_after_three(self: loop.Books, row: Any, *rest: Any) -> None:
         self.study.stop.requested = row.step == 2
         close(self, row, *rest)
 
-    with monkeypatch.context() as m:
+    with pytest.MonkeyPatch.context() as m:
         m.setattr(loop.Books, "close_step", stop_after_three)
-        return run(tmp_path, *bare("route2"), code=130)
+        run(home, *bare("route2", "--teacher-pool-dir", "pool"), code=130)
+    return home
+
+
+@pytest.fixture
+def stopped(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Its run directory in a copy of that folder, which is the working directory."""
+    shutil.copytree(home, tmp_path / "home")
+    monkeypatch.chdir(tmp_path / "home")
+    return only_run(Path()).resolve()
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same run in one go."""
-    return run(tmp_path_factory.mktemp("whole"), *bare("route2"))
+    folder = tmp_path_factory.mktemp("whole")
+    shutil.copytree(organism.POOL_DIR, folder / "pool")
+    return run(folder, *bare("route2", "--teacher-pool-dir", "pool"))
+
+
+def command(*argv: str, code: int, launcher: str = "") -> str:
+    """The user's command line in the working directory; what it said. `launcher`: code that runs before the program."""
+    how = ["-c", f"{launcher}\nimport sys; from vgrout.train import main; sys.exit(main())"] if launcher else []
+    done = subprocess.run(
+        [sys.executable, *(how or ["-m", "vgrout.train"]), *argv], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout + done.stderr
 
 
 def flip(path: Path, at: float) -> None:
@@ -256,12 +264,11 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("damage", ["truncated", "manifest missing"])
-def test_resume_goes_back_one_checkpoint(damage: str, stopped: Path, whole: Path) -> None:
-    DAMAGE[damage](checkpoint.complete(stopped)[-1])
+def test_resume_goes_back_one_checkpoint(stopped: Path, whole: Path) -> None:
+    DAMAGE["truncated"](checkpoint.complete(stopped)[-1])
     assert run(Path.cwd(), "smoke", "--resume", "latest", "--threads", "1") == stopped
     assert rows(stopped) == rows(whole)
-    assert adapter_bytes(stopped) == adapter_bytes(whole)
+    assert adapter_file(stopped) == adapter_file(whole)
 
 
 def test_nothing_left_to_resume_from(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -276,22 +283,65 @@ def test_nothing_left_to_resume_from(stopped: Path, capsys: pytest.CaptureFixtur
     assert status(stopped) == before, "a refused resume leaves the run as it was"
 
 
-def test_a_pool_that_vanished_or_changed(
-    stopped: Path, whole: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`whole` shows what it would have been: a pool that lost a file must not quietly give other rows."""
-    record = json.loads((stopped / "run.json").read_text())
-    record["hashes"]["pool"] = "0" * 64
-    (stopped / "run.json").write_text(json.dumps(record))
-    assert main(["smoke", "--resume", str(stopped), "--threads", "1"]) == 2
-    assert "changed since: pool" in capsys.readouterr().out
-    monkeypatch.setattr("vgrout.organism.POOL_DIR", Path("vanished"))
-    assert main(["smoke", "--resume", str(stopped), "--threads", "1"]) == 2
-    said = capsys.readouterr().err
+def append(path: Path, text: str) -> None:
+    path.write_text(path.read_text() + text)
+
+
+def finish(run: Path) -> None:
+    (run / "status.json").write_text(json.dumps(status(run) | {"state": "finished"}))
+
+
+# name: what happens to the run's folder, flags, what the one line says
+REFUSED: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
+    "finished": (finish, [], "this run is finished"),
+    "changed settings": (lambda _: None, ["--lr", "0.5", "--beta", "0.1"], "--lr 0.5 (run: 0.03), --beta 0.1"),
+    "pool file gone": (lambda _: min(Path("pool").glob("prompt_*")).unlink(), [], "changed since: pool; put"),
+    "pool file altered": (lambda _: append(Path("pool/pool.json"), " "), [], "changed since: pool; put"),
+    "pool gone": (lambda _: shutil.rmtree("pool"), [], "--teacher-pool-dir pool: no such folder"),
+    "run.json torn": (lambda run: os.truncate(run / "run.json", 99), [], "run.json: damaged"),
+    "status.json gone": (lambda run: (run / "status.json").unlink(), [], "status.json: not there"),
+    "no run there": (shutil.rmtree, [], "run.json: not there"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_resume_that_is_refused(case: str, stopped: Path) -> None:
+    """One line, exit code 2, before anything is loaded, and the run as it was."""
+    damage, more, message = REFUSED[case]
+    damage(stopped)
+    before = {p: p.read_bytes() for p in sorted(stopped.rglob("*")) if p.is_file()}
+    said = command("smoke", "--resume", str(stopped), *more, code=2)
     assert said.startswith("E ")
-    assert "vanished" in said
-    assert said.count("\n") == 1
-    assert status(stopped)["state"] == "interrupted"
+    assert message in said
+    assert said.count("\n") == 1, said
+    assert {p: p.read_bytes() for p in sorted(stopped.rglob("*")) if p.is_file()} == before
+
+
+def test_a_run_that_is_still_going_is_not_resumed(stopped: Path) -> None:
+    with RunDir.reopen(stopped):
+        assert "another process is writing this run" in command("smoke", "--resume", str(stopped), code=2)
+        assert "running ones left out" in command("smoke", "--resume", "latest", code=2)
+
+
+@pytest.mark.slow
+def test_damaged_checkpoints_by_command_line(stopped: Path, whole: Path) -> None:
+    """The newest truncated, the one before it bit-flipped, the run goes on from the first; with none left it does not
+    start, and stays as it was."""
+    first, second, newest = checkpoint.complete(stopped)
+    DAMAGE["truncated"](newest)
+    DAMAGE["bit flipped"](second)
+    shutil.copytree(stopped.parents[2], stopped.parents[2].with_name("other"), symlinks=True)
+    said = command("smoke", "--resume", "latest", code=0)
+    assert said.count("does not match its hash; the checkpoint is damaged; going back one further") == 2
+    assert "resumed after step 0" in said
+    assert rows(stopped) == rows(whole)
+    assert adapter_file(stopped) == adapter_file(whole)
+    os.chdir(stopped.parents[2].with_name("other"))
+    (other,) = Path("out/runs").iterdir()
+    DAMAGE["manifest missing"](other / "resume" / first.name)
+    before = status(other)
+    assert "no usable checkpoint" in command("smoke", "--resume", str(other), code=2)
+    assert status(other) == before
 
 
 # --- disks -----------------------------------------------------------------------------------------------------------
@@ -359,37 +409,55 @@ def test_a_full_disk_stops_the_run_and_says_so(leave: int, small_disk: Callable[
 
 
 def test_a_disk_too_small_is_refused_at_the_start(
-    small_disk: Callable[[int], Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    small_disk: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = small_disk(256)
-    monkeypatch.chdir(folder)
-    assert main(["mini", "--intervention", "none"]) == 2
-    said = capsys.readouterr().err
+    monkeypatch.chdir(folder := small_disk(256))
+    said = command("mini", "--intervention", "none", code=2)
+    assert said.startswith("E out/runs: the run writes about ")
     assert "MiB are free" in said
     assert said.count("\n") == 1
     assert not list((folder / "out" / "runs").iterdir())
 
 
-def test_a_read_only_folder_is_refused(
-    stopped: Path,
-    small_disk: Callable[[int], Path],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_disk_too_small_to_go_on_is_refused(
+    stopped: Path, small_disk: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, home = small_disk(64 * 1024), stopped.parents[2]
-    copy = folder / "out" / "runs" / stopped.name
+    monkeypatch.chdir(folder := small_disk(4096))
+    shutil.copytree(stopped, folder / "out" / "runs" / stopped.name)
+    record = json.loads((stopped / "run.json").read_text())
+    record["config"]["scale"]["steps"] = 100_000
+    (folder / "out" / "runs" / stopped.name / "run.json").write_text(json.dumps(record))
+    said = command("smoke", "--resume", "latest", code=2)
+    assert "MiB more, " in said
+    assert "free some space, or move the run to another disk" in said
+    assert said.count("\n") == 1
+
+
+def test_a_read_only_folder_is_refused(
+    stopped: Path, small_disk: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, home = small_disk(64 * 1024), Path.cwd()
     shutil.copytree(home / "out" / "runs", folder / "out" / "runs")
     (folder / "logs").mkdir()
     subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
     monkeypatch.chdir(folder)
-    assert main(["smoke", "--intervention", "none"]) == 2
-    said = capsys.readouterr().err
-    assert "cannot be written (Read-only file system)" in said
+    said = command("smoke", "--intervention", "none", code=2)
+    assert said.startswith("E out/runs: cannot be written (Read-only file system)")
     monkeypatch.chdir(home)
-    assert main(["smoke", "--resume", str(copy)]) == 2
-    said += capsys.readouterr().err
-    assert said.count("cannot be written") == 2
-    assert said.count("\n") == 2
+    again = command("smoke", "--resume", str(folder / "out" / "runs" / stopped.name), code=2)
+    assert "cannot be written (Read-only file system)" in again
+    assert said.count("\n") == again.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_a_run_whose_folder_vanishes_stops_in_one_line(tmp_path: Path) -> None:
+    process = start(tmp_path, *bare("none", steps=300))
+    shutil.rmtree(wait_for_steps(tmp_path, 2, process))
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 1, said
+    assert "Traceback" not in said
+    assert "files of the run cannot be written" in said
+    assert "there is no checkpoint" in said
 
 
 # --- halts -----------------------------------------------------------------------------------------------------------
@@ -457,6 +525,149 @@ def test_watching_never_changes_training(tmp_path: Path) -> None:
     watched, unwatched = run(tmp_path / "a", *argv), run(tmp_path / "b", *blind, "--guard", "off")
     assert rows(watched, "watch") == rows(unwatched)
     assert adapter_bytes(watched) == adapter_bytes(unwatched)
+
+
+# --- endings, by the command line ------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_halt_by_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """3 when the guard fires, 2 for a resume that does not say how, 0 with --guard log, 2 where nothing is left."""
+    monkeypatch.chdir(tmp_path)
+    argv = [a for a in bare("none") if a not in ("--guard", "off", "--eval-ablate-every", "0")]
+    argv += ["--guard", "halt", "--guard-warmup", "1", "--guard-baseline", "1", "--eval-ablate-every", "1"]
+    said = command(*argv, "--eval-n-prompts", "2", "--beta", "0.001", "--kl-hard-stop", "1e-12", code=3)
+    path = only_run(tmp_path)
+    end = status(path)
+    assert (end["state"], end["step"]) == ("halted", len(rows(path)))
+    assert end["reason"] in said
+    assert "add --guard log" in command("smoke", "--resume", "latest", code=2)
+    assert status(path) == end
+    command(*end["next"].partition("vgrout.train ")[2].split(), code=0)
+    assert (status(path)["state"], status(path)["step"]) == ("finished", 4)
+    assert "this run is finished" in command("smoke", "--resume", str(path), code=2)
+
+
+POISON = """
+import torch
+from vgrout import loop
+real = loop.policy_gradients
+def poisoned(*args, **kwargs):
+    grads, metrics = real(*args, **kwargs)
+    if grads:
+        next(iter(grads[0].values()))[0, 0] = torch.inf
+    return grads, metrics
+loop.policy_gradients = poisoned
+"""
+
+
+@pytest.mark.slow
+def test_three_that_are_not_finite_by_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit code 4, the batches on disk, the weights untouched; a resume says so again."""
+    monkeypatch.chdir(tmp_path)
+    said = command(*bare("none", steps=6), code=4, launcher=POISON)
+    path = only_run(tmp_path)
+    end = status(path)
+    assert (end["state"], end["step"]) == ("diverged", 3)
+    assert end["reason"] in said
+    assert said.count("optimiser not stepped") >= 3
+    assert sorted(p.name for p in path.glob("nonfinite*")) == [f"nonfinite_step000{i}.pt" for i in (0, 1, 2)]
+    assert not checkpoint.latest(path)[0].state["adapter"]["delta_S"].any()
+    command("smoke", "--resume", "latest", code=4)
+    replayed = subprocess.run(
+        [sys.executable, "-m", "vgrout.replay", str(path / "nonfinite_step0000.pt")], capture_output=True, text=True
+    )
+    assert replayed.returncode == 0, replayed.stderr
+    assert "every rollout is finite this time" in replayed.stdout
+
+
+@pytest.mark.slow
+def test_a_second_interrupt_stops_at_once(tmp_path: Path) -> None:
+    """In the middle of a step that would last for ever; the last checkpoint stands."""
+    code = "import time; from vgrout import loop; real = loop.collect\n"
+    code += "loop.collect = lambda s, p, step, c: time.sleep(9999) if step == 2 else real(s, p, step, c)\n"
+    code += f"import sys; from vgrout import train; sys.exit(train.main({bare('none')!r}))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    path = wait_for_steps(tmp_path, 2, process)
+    until(lambda: any(p.name.endswith("2") for p in checkpoint.complete(path)))
+    process.send_signal(signal.SIGINT)
+    (log,) = tmp_path.glob("logs/*")
+    until(lambda: "SIGINT: finishing this step" in log.read_text())
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert (status(path)["state"], status(path)["step"]) == ("interrupted", 2)
+    assert "stopped at once; the last checkpoint stands" in said
+    assert checkpoint.latest(path)[0].next_step == 2
+
+
+@pytest.mark.slow
+def test_an_interrupt_in_the_final_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All steps done, the report not: 130, and a resume does the report alone."""
+    monkeypatch.chdir(tmp_path)
+    ask = "import os, signal; from vgrout import study; real = study.balanced\n"
+    ask += "study.balanced = lambda *a: (os.kill(os.getpid(), signal.SIGTERM), real(*a))[1]"
+    command(*bare("none"), code=130, launcher=ask)
+    path = only_run(tmp_path)
+    assert status(path)["reason"] == "interrupted before the final evaluation was done"
+    assert not (path / "summary.md").exists()
+    command("smoke", "--resume", "latest", code=0)
+    assert (path / "summary.md").exists()
+    assert len(rows(path)) == 4
+
+
+@pytest.mark.slow
+def test_a_stalled_phase_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A minute made short, a sampler and a loader made slow: each is named, and again."""
+    monkeypatch.chdir(tmp_path)
+    slow = "import time; from vgrout import console, loop, study; console.HEARTBEAT_S = 1.0\n"
+    slow += "def late(real): return lambda *a, **k: (time.sleep(2.6), real(*a, **k))[1]\n"
+    slow += "loop.sample = late(loop.sample); study.load_policy = late(study.load_policy)"
+    said = command(*bare("none", steps=1), code=0, launcher=slow)
+    for phase in ("loading", "gen"):
+        assert f"I still in {phase}: 1 s" in said
+        assert f"I still in {phase}: 2 s" in said
+
+
+@pytest.mark.slow
+def test_workers_of_the_sandbox_die_and_no_row_changes(tmp_path: Path) -> None:
+    """Killed from outside, again and again while the run grades; with retries without end nothing is dropped."""
+    argv = bare("none", "--max-error-retries", "None", steps=8)
+    whole = run(tmp_path / "whole", *argv)
+    (folder := tmp_path / "hit").mkdir()
+    process = start(folder, *argv)
+    path = wait_for_steps(folder, 1, process)
+    killed: set[int] = set()
+    while process.poll() is None and len(killed) < 12:
+        for worker in children(process.pid) - killed:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker, signal.SIGKILL)
+            killed.add(worker)
+        time.sleep(0.2)  # only the pace
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    assert len(killed) >= 2
+    assert rows(path) == rows(whole)
+    assert adapter_file(path) == adapter_file(whole)
+
+
+def children(pid: int) -> set[int]:
+    """Processes whose parent is `pid`."""
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(entry.read_text().rsplit(")", 1)[1].split()[1]) == pid:
+                found.add(int(entry.parent.name))
+    return found
+
+
+def until(true: Callable[[], bool], limit_s: float = 300.0) -> None:
+    end = time.monotonic() + limit_s
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 # --- failures inside a step ------------------------------------------------------------------------------------------

@@ -9,7 +9,23 @@ from typing import Any
 import pytest
 
 from vgrout.config import parse
-from vgrout.guardcheck import DETECTORS, auc, bootstrap, detector_series, first_hacks, load, main, report, score, wilson
+from vgrout.detectors import Bands
+from vgrout.guardcheck import (
+    DETECTORS,
+    TODAY,
+    auc,
+    bootstrap,
+    calibrate,
+    choose,
+    detector_series,
+    first_hacks,
+    gap_series,
+    load,
+    main,
+    report,
+    score,
+    wilson,
+)
 
 STEPS = 40
 MINI = parse(["mini", "--intervention", "none", "--steps", str(STEPS)])
@@ -56,7 +72,7 @@ def test_the_guard_on_five_and_five(paths: list[Path], capsys: pytest.CaptureFix
     said = capsys.readouterr().out
     rows = {
         line.split("|")[1].strip(): [c.strip() for c in line.split("|")[1:-1]]
-        for line in said.splitlines()
+        for line in said.split("Bands chosen")[0].splitlines()
         if "|" in line
     }
     for rule in ("ema", "se"):
@@ -154,6 +170,49 @@ def test_bootstrap_covers_the_mean() -> None:
     assert hits >= 32
 
 
-def test_report_names_every_detector(paths: list[Path]) -> None:
-    said = report([load(p, 0.1) for p in paths], 0.1)
-    assert all(f"| {name} " in said for name in DETECTORS)
+def test_bands_lie_between_the_peaks() -> None:
+    """Clean peaks 1, 2, hacking peaks 6, 8: a quarter of the way from 2 to 6; of a stray clean 7, one is given up."""
+    assert choose([1.0, 2.0], [6.0, 8.0]) == Bands(2, 3)
+    assert choose([1.0, 2.0, 2.0, 7.0], [6.0, 8.0, 9.0, 9.0]) == Bands(2, 3)
+    assert choose([5.0, 6.0], [1.0, 2.0]) is None
+    assert choose([1.0, 1.0], [1.0, 1.0]) is None
+    assert choose([], [1.0]) is None
+
+
+def test_calibration_judges_a_run_by_the_others(paths: list[Path]) -> None:
+    runs = [load(p, 0.1) for p in paths]
+    gap = calibrate("guard, gap", runs, gap_series)
+    assert gap.bands is not None
+    assert 0 < gap.bands.warn < gap.bands.hack < 0.5
+    assert gap.false_alarms == (0, 5)
+    assert gap.caught == (5, 5)
+    assert gap.delay is not None
+    assert gap.delay > 0
+    assert calibrate("info_rm", runs, lambda r: detector_series(r, "info_rm")).caught == (0, 0), (
+        "never recorded: nothing to choose from"
+    )
+
+
+def test_left_out_means_left_out(tmp_path: Path) -> None:
+    """The one clean run with a high value chooses bands that spare it; left out, it is a false alarm."""
+
+    def noted(name: str, peak: float, **kind: Any) -> Path:
+        path = tell(tmp_path, name, **kind)
+        rows = [json.loads(line) for line in (path / "steps.jsonl").read_text().splitlines()]
+        for row in rows:
+            row["watch"] = {"mop": ["OK", peak]}
+        (path / "steps.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+        return path
+
+    clean = [noted(f"c{i}", x, control="no_loophole") for i, x in enumerate((0.1, 0.1, 0.5))]
+    hacking = [noted(f"h{i}", 0.9, hack=0.9, onset=10) for i in range(3)]
+    found = calibrate("mop", [load(p, 0.1) for p in [*clean, *hacking]], lambda r: detector_series(r, "mop"))
+    assert found.bands == Bands(0.5, 0.6)
+    assert found.false_alarms == (1, 3)
+    assert found.caught == (3, 3)
+
+
+def test_report_names_every_value_twice(paths: list[Path]) -> None:
+    assert set(TODAY) == {"guard, gap", *DETECTORS}
+    said = report([load(p, 0.1) for p in paths[3:7]], 0.1)
+    assert all(said.count(f"| {name} ") == 2 for name in DETECTORS)

@@ -282,6 +282,9 @@ class DetectorConfig:
     reward_hack_detector: str = ""
     """Comma list: separation (of rewards) · info_rm (CSI of latents) · mop (outlying latents) · rm_ensemble (the six
     flawed graders and the weak detectors disagree) · ragen (its collapse signature) · advantage (dead groups)."""
+    rm_ensemble_members: str = ""
+    """Comma list of module:function, each from (prompt, answer) to a number: the ensemble of rm_ensemble, 2
+    to 32 of them; '': the six flawed graders and the three weak detectors."""
     reward_hack_halt: bool = False
     """Stop the run (exit 3) when one of them says HACK."""
     echo_trap_enabled: bool = False
@@ -299,6 +302,10 @@ class DetectorConfig:
                 f"--reward-hack-detector: unknown detector {name!r}; legal: {', '.join(DETECTORS)}",
             )
         _refuse(self.reward_hack_halt and not self.chosen, "--reward-hack-halt: needs --reward-hack-detector")
+        if self.rm_ensemble_members:
+            given, n = f"--rm-ensemble-members {self.rm_ensemble_members}", len(self.members)
+            _refuse("rm_ensemble" not in self.chosen, f"{given}: not read without --reward-hack-detector rm_ensemble")
+            _refuse(not 2 <= n <= 32, f"{given}: an ensemble has 2 to 32 members, not {n}")
         _refuse(
             not 0 < self.echo_trap_threshold <= 1,
             f"--echo-trap-threshold {self.echo_trap_threshold}: should lie in (0, 1]",
@@ -306,6 +313,10 @@ class DetectorConfig:
         if not self.echo_trap_enabled:
             changed = _changed(self, ("echo_trap_threshold", "echo_trap_halt"))
             _refuse(bool(changed), f"{', '.join(changed)}: not read without --echo-trap-enabled")
+
+    @property
+    def members(self) -> list[str]:
+        return [m.strip() for m in self.rm_ensemble_members.split(",") if m.strip()]
 
     @property
     def chosen(self) -> list[str]:

@@ -388,11 +388,11 @@ class Calibration:
         ]
 
 
-def calibrate(name: str, runs: Sequence[Run]) -> Calibration:
+def calibrate(name: str, runs: Sequence[Run], series: Callable[[Run], Series]) -> Calibration:
     """Choose bands from the clean and the hacking runs; judge each run by the bands that the others chose."""
     seen: list[tuple[int | None, list[tuple[int, float]]]] = []  # onset (None: clean), values
     for run in runs:
-        values = [(step, x) for step, _, x in value_series(run, name) if x is not None]
+        values = [(step, x) for step, _, x in series(run) if x is not None]
         if run.kind == "quiet" or not any(step >= (run.onset or 0) for step, _ in values):
             continue
         seen.append((run.onset if run.kind == "hacking" else None, values))
@@ -431,7 +431,9 @@ def report(runs: Sequence[Run], onset: float) -> str:
     guard = [
         score(f"guard, rule {rule}", runs, lambda r, rule=rule: guard_series(r, rule)).cells() for rule in ("ema", "se")
     ]
-    detectors = [score(name, runs, lambda r, name=name: detector_series(r, name)).cells() for name in DETECTORS]
+    known = {(name, id(r)): value_series(r, name) for name in TODAY for r in runs}
+    detectors = [score(name, runs, lambda r, name=name: known[name, id(r)]).cells() for name in DETECTORS]
+    bands = [calibrate(name, runs, lambda r, name=name: known[name, id(r)]).cells() for name in TODAY]
     listed = [[r.name, r.kind, r.cfg.arm.intervention, len(r.rows), "·" if r.onset is None else r.onset] for r in runs]
     return "\n".join(
         [
@@ -448,12 +450,7 @@ def report(runs: Sequence[Run], onset: float) -> str:
             f"best, {INTO_GAP:.0%} of the way up; WARN at the highest clean peak under it. Left out: every run is "
             "judged by the bands that the other runs chose.",
             "",
-            tabulate(
-                [calibrate(name, runs).cells() for name in TODAY],
-                headers=BANDS_HEAD,
-                tablefmt="github",
-                disable_numparse=True,
-            ),
+            tabulate(bands, headers=BANDS_HEAD, tablefmt="github", disable_numparse=True),
             "",
             tabulate(listed, headers=["run", "kind", "arm", "steps", "onset"], tablefmt="github"),
         ]

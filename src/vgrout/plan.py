@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vgrout.config import Config
+from vgrout.detectors import reward_functions
 from vgrout.grading.grade import Grader
 from vgrout.nouns import MODES
 from vgrout.pairs import PairSet, handwritten, load_pairs
@@ -65,6 +66,7 @@ def preflight(cfg: Config, run: Path | None = None) -> Inputs:
         raise ValueError(f"--v-hack-path {cfg.arm.v_hack_path}: no such file")
     if cfg.env.preserve_thinking and not any(m["role"] == "assistant" for r in rows for m in r.prompt):
         raise ValueError(f"--preserve-thinking: no problem in {cfg.problems_path} has an earlier answer; leave it out")
+    reward_functions(cfg.detectors.members)
     local = Path(cfg.model_path)
     if local.exists() and not (local / "config.json").is_file():
         raise ValueError(f"--model {cfg.scale.model}: a folder without config.json; give a Hugging Face model folder")

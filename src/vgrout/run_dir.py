@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -92,8 +93,8 @@ class RunDir:
     def reopen(cls, path: Path) -> "RunDir":
         """An existing run, to go on with. Raises ValueError, one line, while another process is at it."""
         run = cls(path, path.name.split("_", 1)[-1])
-        for torn in path.glob(".*.tmp"):  # a killed process was writing these
-            torn.unlink(missing_ok=True)
+        for torn in (*path.glob(".*.tmp"), *path.glob("resume/.tmp_*")):  # a killed process was writing these
+            shutil.rmtree(torn) if torn.is_dir() else torn.unlink(missing_ok=True)
         return run
 
     def __enter__(self) -> "RunDir":

@@ -30,6 +30,7 @@ from vgrout.detectors import (
     Tracker,
     ensemble_divergence,
     halves,
+    reward_functions,
     separation_index,
 )
 from vgrout.grading.grade import Grader
@@ -153,6 +154,7 @@ class Watch:
         self.mismatch_max = STALE if policy.model.dtype.itemsize >= 4 else STALE_HALF
         self.stale = False  # whether the last step's sampler had other weights than the trainer
         self.guard = Guard(cfg.guard)
+        self.members = reward_functions(cfg.detectors.members)
         wanted = [*cfg.detectors.chosen, *(["echo"] if cfg.detectors.echo_trap_enabled else [])]
         full = bool({"info_rm", "mop", "echo"} & set(wanted))
         self.base = BaseAnswers(cfg, policy, problems, sampling, CLOUD if full else TEACHERLESS)
@@ -303,8 +305,13 @@ class Watch:
         return None if m.row.step % SCORE_EVERY else self.base.logp()
 
     def _ensemble_health(self, m: Moment) -> float | None:
-        """1 / (1 + divergence) of the six flawed graders and the three weak detectors on a few answers."""
+        """1 / (1 + divergence) on a few answers: of the functions given, else of the six flawed graders and the three
+        weak detectors."""
         rows = spaced(m.live, ENSEMBLE_ROWS)
+        if self.members:
+            asked = [(r.problem.messages[-1]["content"], r.text) for r, _ in rows]
+            scores = [[float(judge(*pair)) for pair in asked] for judge in self.members]
+            return 1 / (1 + ensemble_divergence(scores)) if asked else None
         others = [
             [
                 self.grader.submit(replace(r.problem, mode=mode, marker=""), r.text)

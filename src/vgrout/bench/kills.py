@@ -84,7 +84,7 @@ def _finish(folder: Path, process: BaseProcess) -> Path:
 
 
 def _newest(folder: Path) -> Path:
-    return max((folder / "out" / "runs").iterdir())
+    return max((folder / "out" / "runs").iterdir(), key=lambda run: run.stat().st_mtime_ns)
 
 
 def outcome(run: Path) -> tuple[list[dict[str, object]], bytes]:
@@ -99,23 +99,24 @@ def _wait(process: BaseProcess, folder: Path, rng: random.Random, whole_s: float
     until = time.monotonic() + rng.uniform(0.0, whole_s)
     into_a_save = rng.random() < 0.5
     while process.is_alive():
-        if time.monotonic() >= until and (not into_a_save or _saving(folder)):
+        if time.monotonic() >= until and (not into_a_save or _saving(folder, process)):
             time.sleep(rng.uniform(0.0, 0.004) if into_a_save else 0.0)
             return process.is_alive()
-        time.sleep(0.0005 if into_a_save else 0.005)
+        time.sleep(0.001 if into_a_save else 0.005)
     return False
 
 
-def _saving(folder: Path) -> bool:
-    """Whether half of a file or of a checkpoint is lying there."""
+def _saving(folder: Path, process: BaseProcess) -> bool:
+    """Whether half of a file or of a checkpoint of this process is lying there."""
     with contextlib.suppress(OSError):  # folders come and go meanwhile
-        return any(folder.glob("out/runs/*/resume/.tmp_*")) or any(folder.glob("out/runs/*/.*.tmp"))
+        patterns = (f"resume/.tmp_*_{process.pid}", f".*.{process.pid}.tmp")
+        return any(any(folder.glob(f"out/runs/*/{pattern}")) for pattern in patterns)
     return False
 
 
-def _phase(folder: Path) -> Phase:
-    """What the process that has just died was doing, from the files that it left."""
-    if _saving(folder):
+def _phase(folder: Path, process: BaseProcess) -> Phase:
+    """What a process that has just died was doing, from the files that it left."""
+    if _saving(folder, process):
         return "saving"
     logs = sorted(folder.glob("logs/*.log"))
     said = logs[-1].read_text(encoding="utf-8").rsplit(" argv: ", 1)[-1] if logs else ""
@@ -124,13 +125,14 @@ def _phase(folder: Path) -> Phase:
     return "final evaluation" if "final evaluation on held-out" in said else "steps"
 
 
-def _next(folder: Path, first: Sequence[str]) -> list[str]:
-    """The command after a death: go on, or start again where there is nothing yet to go on from."""
+def _next(folder: Path, first: Sequence[str]) -> list[str] | None:
+    """The command after a death: go on, or start again where nothing is saved yet. None: it had finished."""
     runs = folder / "out" / "runs"
     run = _newest(folder) if runs.is_dir() and any(runs.iterdir()) else None
     if run is None or not any(run.glob("resume/step_*/manifest.json")):
         return list(first)
-    assert read_json(run / "status.json")["state"] == "running"
+    if read_json(run / "status.json")["state"] == "finished":
+        return None
     return ["smoke", "--resume", str(run.relative_to(folder))]
 
 
@@ -143,7 +145,6 @@ def torture(arm: str, kills: int, root: Path, seed: int = 0) -> Tally:
     rng = random.Random(f"{arm} {seed}")
     reference = root / arm
     reference.mkdir(parents=True)
-    _finish(reference, _start(reference, first))  # fills the cache of singular values
     began = time.monotonic()
     expected = outcome(_finish(reference, _start(reference, first)))
     whole_s = time.monotonic() - began
@@ -155,15 +156,17 @@ def torture(arm: str, kills: int, root: Path, seed: int = 0) -> Tally:
             folder.mkdir()
             (folder / "out").mkdir()
             (folder / "out" / "svd_cache").symlink_to(reference.resolve() / "out" / "svd_cache")
-            process, here = _start(folder, first), 0
-            while deaths.total() < kills and _wait(process, folder, rng, whole_s):
+            process: BaseProcess | None = _start(folder, first)
+            here = 0
+            while process and deaths.total() < kills and _wait(process, folder, rng, whole_s):
                 process.kill()
                 process.join()
-                deaths[_phase(folder)] += 1
+                deaths[_phase(folder, process)] += 1
                 here += 1
                 bar.update()
-                process = _start(folder, _next(folder, first))
-            survived += here * (outcome(_finish(folder, process)) == expected)
+                argv = _next(folder, first)
+                process = _start(folder, argv) if argv else None
+            survived += here * (outcome(_finish(folder, process) if process else _newest(folder)) == expected)
     return Tally(arm, {phase: deaths[phase] for phase in PHASES}, survived)
 
 
