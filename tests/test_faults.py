@@ -18,10 +18,11 @@ from typing import Any
 import pytest
 import torch
 
-from test_loop import ARMS, adapter_bytes, rows, run, start, wait_for_steps
+from runs import ARMS, adapter_bytes, rows, run
+from test_loop import start, wait_for_steps
 from vgrout import checkpoint, loop, nonfinite, organism, watch
 from vgrout.bench import kills
-from vgrout.config import parse
+from vgrout.config import parse, resumed
 from vgrout.detectors import EchoTrap
 from vgrout.nouns import Ungraded
 from vgrout.replay import main as replay_main
@@ -323,6 +324,14 @@ def test_a_run_that_is_still_going_is_not_resumed(stopped: Path) -> None:
         assert "running ones left out" in command("smoke", "--resume", "latest", code=2)
 
 
+def test_a_resume_keeps_what_it_is_not_told_to_change() -> None:
+    """Also how the process runs: a run that saved every step does not save every 25th after a death."""
+    stored = parse(bare("none"))
+    assert resumed(parse(["smoke", "--resume", "x", "--resume-force"]), stored) == (stored, [])
+    cfg, differing = resumed(parse(["smoke", "--resume", "x", "--checkpoint-every", "7"]), stored)
+    assert (cfg.run.checkpoint_every, cfg.run.threads, differing) == (7, 1, [])
+
+
 @pytest.mark.slow
 def test_damaged_checkpoints_by_command_line(stopped: Path, whole: Path) -> None:
     """The newest truncated, the one before it bit-flipped, the run goes on from the first; with none left it does not
@@ -403,7 +412,7 @@ def test_a_full_disk_stops_the_run_and_says_so(leave: int, small_disk: Callable[
     ):
         time.sleep(0.02)
     resumed.send_signal(signal.SIGINT)
-    said, _ = resumed.communicate(timeout=120)
+    said, _ = resumed.communicate(timeout=300)
     assert resumed.returncode == 130, said
     assert [r["step"] for r in rows(path)] == list(range(len(rows(path))))
 
@@ -596,7 +605,7 @@ def test_a_second_interrupt_stops_at_once(tmp_path: Path) -> None:
     (log,) = tmp_path.glob("logs/*")
     until(lambda: "SIGINT: finishing this step" in log.read_text())
     process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=300)
     assert process.returncode == 130, said
     assert (status(path)["state"], status(path)["step"]) == ("interrupted", 2)
     assert "stopped at once; the last checkpoint stands" in said

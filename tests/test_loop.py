@@ -238,14 +238,14 @@ def start(folder: Path, *argv: str) -> subprocess.Popen[str]:
 
 
 def wait_for_steps(folder: Path, n: int, process: subprocess.Popen[str]) -> Path:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while time.monotonic() < deadline:
         for path in folder.glob("out/runs/*/steps.jsonl"):
             if len(path.read_text().splitlines()) >= n:
                 return path.parent
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.05)
-    raise AssertionError("no step in two minutes")
+    raise AssertionError("no step in ten minutes")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -253,7 +253,7 @@ def test_a_signal_leaves_a_run_that_goes_on(number: signal.Signals, tmp_path: Pa
     process = start(tmp_path, *flags("route2", "--steps", "200"))
     path = wait_for_steps(tmp_path, 2, process)
     process.send_signal(number)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=300)
     assert process.returncode == 130, said
     status = json.loads((path / "status.json").read_text())
     assert status["state"] == "interrupted"
@@ -263,7 +263,7 @@ def test_a_signal_leaves_a_run_that_goes_on(number: signal.Signals, tmp_path: Pa
     resumed = start(tmp_path, "smoke", "--resume", str(path))
     wait_for_steps(tmp_path, status["step"] + 1, resumed)
     resumed.send_signal(signal.SIGINT)
-    resumed.communicate(timeout=60)
+    resumed.communicate(timeout=300)
     assert resumed.returncode == 130
     assert [r["step"] for r in rows(path)] == list(range(len(rows(path))))
 
