@@ -4,12 +4,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from tiny import FAMILIES, tiny
-from vgrout.svd_adapter import SvdAdapter, svd, weight_key
+from vgrout.svd_adapter import SvdAdapter, canonical, read_safetensors, svd, weight_key
 
 IDS = torch.tensor([[3, 14, 15, 92, 65, 35], [8, 9, 7, 93, 23, 84], [6, 26, 43, 38, 32, 79]])
 
@@ -310,3 +311,15 @@ def test_state_dict_round_trip() -> None:
     other = adapted("qwen3", 0.4)
     other.load_state_dict(state)
     assert torch.equal(other.model(IDS).logits, logits)
+
+
+def test_one_state_is_one_file(tmp_path: Path) -> None:
+    """Whatever order the library or the caller gives the metadata; and it is still a file that the library reads."""
+    tensors = {"b": torch.arange(5.0), "a": torch.ones(2, 3)}
+    metadata = {f"key {i}": "ü" * i for i in range(12)}
+    files = {canonical(to_safetensors(tensors, dict(order))) for order in (metadata.items(), [*metadata.items()][::-1])}
+    assert len(files) == 1
+    (tmp_path / "x.safetensors").write_bytes(files.pop())
+    read, meta = read_safetensors(tmp_path / "x.safetensors")
+    assert meta == metadata
+    assert all(torch.equal(read[name], tensors[name]) for name in tensors)

@@ -5,6 +5,7 @@ optimiser step, so every forward is a plain Linear; only the backward under `pro
 """
 
 import hashlib
+import json
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -195,7 +196,7 @@ class SvdAdapter:
     def save(self, path: Path, metadata: Mapping[str, str]) -> None:
         """δS alone, module by module: what the file holds *is* the deployed model."""
         tensors = {name: view.detach().cpu().contiguous() for name, view in self.views(self.δS).items()}
-        write_atomic(path, to_safetensors(tensors, dict(metadata)))
+        write_atomic(path, canonical(to_safetensors(tensors, dict(metadata))))
 
     def load(self, path: Path) -> dict[str, str]:
         """δS from a file, δS_hack to zero. Returns the file's metadata.
@@ -374,6 +375,17 @@ def _checked(W: Float[Tensor, "d_out d_in"], path: Path) -> tuple[Tensor, Tensor
     if not (want - got).norm() <= tolerance * (S.max() * z.norm()):
         raise ValueError("does not reproduce the weight")
     return U, S, Vh
+
+
+def canonical(content: bytes) -> bytes:
+    """A safetensors file with its metadata in alphabetical order: the library shuffles it, and one state should be
+    one file. Offsets count from the header's end, which stays aligned to 8 bytes."""
+    n = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + n])
+    metadata = {"__metadata__": dict(sorted(header.pop("__metadata__", {}).items()))}
+    text = json.dumps(metadata | header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + content[8 + n :]
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -149,10 +149,11 @@ def torture(arm: str, kills: int, root: Path, seed: int = 0) -> Tally:
     expected = outcome(_finish(reference, _start(reference, first)))
     whole_s = time.monotonic() - began
     deaths: Counter[Phase] = Counter()
-    survived = 0
+    survived = runs = 0
     with tqdm(total=kills, desc=arm, disable=None, leave=False) as bar:
         while deaths.total() < kills:
-            folder = root / f"{arm}.{deaths.total()}"
+            runs += 1
+            folder = root / f"{arm}.{runs}"
             folder.mkdir()
             (folder / "out").mkdir()
             (folder / "out" / "svd_cache").symlink_to(reference.resolve() / "out" / "svd_cache")
