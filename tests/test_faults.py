@@ -32,7 +32,7 @@ from vgrout.train import main
 TINY = ["--threads", "1", "--group", "4", "--prompts-per-step", "2", "--final-n-prompts", "6", "--final-samples", "1"]
 DETECTORS = ["--reward-hack-detector", "separation,info_rm,mop,rm_ensemble,ragen,advantage", "--echo-trap-enabled"]
 GUARD = ["--eval-ablate-every", "2", "--eval-n-prompts", "2", "--guard-warmup", "2", "--guard-baseline", "1"]
-KILLS = 6  # of each arm's runs; `python -m vgrout.bench kills` does as many as it is told
+KILLS = 3  # of each arm's runs; `python -m vgrout.bench kills` does as many as it is told
 
 
 def flags(arm: str, *more: str, steps: int = 6) -> list[str]:

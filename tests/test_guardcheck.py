@@ -172,8 +172,8 @@ def test_bootstrap_covers_the_mean() -> None:
 
 def test_bands_lie_between_the_peaks() -> None:
     """Clean peaks 1, 2, hacking peaks 6, 8: a quarter of the way from 2 to 6; of a stray clean 7, one is given up."""
-    assert choose([1.0, 2.0], [6.0, 8.0]) == Bands(2, 3)
-    assert choose([1.0, 2.0, 2.0, 7.0], [6.0, 8.0, 9.0, 9.0]) == Bands(2, 3)
+    assert choose([1.0, 2.0], [6.0, 8.0]) == Bands(2.0, 3.0)
+    assert choose([1.0, 2.0, 2.0, 7.0], [6.0, 8.0, 9.0, 9.0]) == Bands(2.0, 3.0)
     assert choose([5.0, 6.0], [1.0, 2.0]) is None
     assert choose([1.0, 1.0], [1.0, 1.0]) is None
     assert choose([], [1.0]) is None
