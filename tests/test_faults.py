@@ -695,13 +695,19 @@ def poison(monkeypatch: pytest.MonkeyPatch, at: set[int]) -> None:
     monkeypatch.setattr(loop, "policy_gradients", poisoned)
 
 
-@pytest.mark.parametrize("arm", ["none", "route2"])
+@pytest.mark.parametrize(
+    ("arm", "more"), [("none", ("--teacher-tau", "0.1", "--teacher-model", "organism")), ("route2", ())]
+)
 def test_a_step_that_is_not_finite_is_skipped_and_kept(
-    arm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arm: str,
+    more: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     with monkeypatch.context() as m:
         poison(m, {1})
-        path = run(tmp_path, *bare(arm))
+        path = run(tmp_path, *bare(arm, *more))
     assert [r["skipped"] for r in rows(path)] == [0, 1, 0, 0]
     assert rows(path)[1]["loss"] is None
     assert rows(path)[2]["gn"] > 0

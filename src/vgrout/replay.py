@@ -20,8 +20,11 @@ from vgrout.sampling import Sampling
 from vgrout.study import SVD_CACHE, device_and_dtype
 
 
-def replay(policy: Policy, batch: nonfinite.Batch) -> tuple[list[dict[str, object]], bool]:
-    """One line a rollout, each with a backward of its own, and whether all of them were finite."""
+def replay(
+    policy: Policy, batch: nonfinite.Batch, teacher: Policy | None = None
+) -> tuple[list[dict[str, object]], bool]:
+    """One line a rollout, each with a backward of its own, and whether all of them were finite. teacher: the model of
+    --teacher-model, where the run had one."""
     cfg = batch.cfg
     policy.adapter.load_state_dict(batch.adapter)
     table: list[dict[str, object]] = []
@@ -36,6 +39,7 @@ def replay(policy: Policy, batch: nonfinite.Batch) -> tuple[list[dict[str, objec
                 prompts_per_step=cfg.scale.prompts_per_step,
                 rows=[[b]],
                 sampling=Sampling(),
+                teacher=teacher,
             )
             bad = [name for name, g in grads.items() if not bool(g.isfinite().all())]
             norm = math.hypot(*(float(torch.linalg.vector_norm(g.double())) for g in grads.values()))
@@ -66,7 +70,10 @@ def main(argv: list[str] | None = None) -> int:
         batch = nonfinite.load(file)
         device, dtype = device_and_dtype(batch.cfg)
         policy = load_policy(batch.cfg.model_path, device=device, dtype=dtype, cache_dir=SVD_CACHE)
-        table, finite = replay(policy, batch)
+        teacher = None
+        if batch.cfg.loss.teacher_model:
+            teacher = load_policy(batch.cfg.teacher_model_path, device=device, dtype=dtype, cache_dir=SVD_CACHE)
+        table, finite = replay(policy, batch, teacher)
         print(tabulate(table, headers="keys"))
         print(f"step {batch.step}: " + ("every rollout is finite this time" if finite else "not finite again"))
         return 0 if finite else 4

@@ -96,6 +96,11 @@ def load_study(cfg: Config, inputs: Inputs, run: RunDir, grader: Grader, stop: S
         max_new=cfg.scale.max_new,
     )
     sampling = Sampling()
+    if cfg.loss.drops and cfg.loss.ratio_support == "full":
+        logger.info(
+            f"sampled at temperature {sampling.temperature:g}, top-k {sampling.top_k}, top-p {sampling.top_p:g}; "
+            f"{cfg.loss.loss} compares full softmaxes at temperature 1 (--ratio-support sampled: what was sampled from)"
+        )
     return Study(
         cfg=cfg,
         policy=policy,
