@@ -208,6 +208,33 @@ def test_observe_refuses_other_modules_and_other_counts():
         arm.observe(rows(4, 0), view(3))
 
 
+@pytest.mark.parametrize("intervention", ["none", "erase", "route"])
+def test_sums_by_source_are_all_these_arms_need(intervention):
+    """keep, quar and every diagnostic are the same from two rows a group as from one a rollout."""
+    fine, coarse = arm_of(intervention), arm_of(intervention)
+    assert coarse.per == "source"
+    for g_b, seen in TWO_GROUPS:
+        fine.observe(g_b, seen)
+        students = [s == "student" for s in seen.sources]
+        by_source = {m: torch.stack([g[students].sum(0), g[[not s for s in students]].sum(0)]) for m, g in g_b.items()}
+        coarse.observe(by_source, seen, "source")
+    a, b = fine.route(), coarse.route()
+    for m in SIZES:
+        assert torch.allclose(a.keep[m], b.keep[m], atol=1e-6)
+        assert (a.quar is None) == (b.quar is None)
+        if a.quar is not None and b.quar is not None:
+            assert torch.allclose(a.quar[m], b.quar[m], atol=1e-6)
+    for name in ("cos_pre", "cos_pre_s", "cos_pre_t", "cos_post", "fired"):
+        assert getattr(a.diag, name) == pytest.approx(getattr(b.diag, name), abs=1e-6), name
+
+
+def test_an_arm_that_looks_at_rollouts_refuses_sums():
+    arm = arm_of("route2")
+    assert arm.per == arm_of("route2", control="shrinkage").per == "rollout"
+    with pytest.raises(AssertionError, match="source"):
+        arm.observe(rows(2, 0), view(3), "source")
+
+
 # ── diagnostics ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

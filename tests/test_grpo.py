@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 import tiny
 from vgrout import logprobs
-from vgrout.grpo import Row, micro_batches, policy_gradients
+from vgrout.grpo import Row, as_batch, micro_batches, packed_batches, policy_gradients
 from vgrout.logprobs import collate, completion_logprobs
 from vgrout.loss_config import LossConfig, LossName
 from vgrout.nouns import CachedGrade, Group, Problem, Rollout
@@ -204,6 +204,71 @@ def test_one_step_along_minus_g_raises_the_rewarded_answers_log_prob(policy: Pol
         policy.adapter.δS.sub_(0.1 * grads[0].sum(0))
     policy.adapter.fold()
     assert logp() > before
+
+
+# ── layouts: padded, packed, with shared prompts ────────────────────────────────────────────────────────────────────
+
+
+def long_group(n: int = 6, T: int = 40) -> Group:
+    """Enough tokens for a gradient row that the weight's gradient is formed first; one answer is a single token."""
+    noise = torch.Generator().manual_seed(2)
+    completions = [tuple(torch.randint(7, 97, (T - 3 * b,), generator=noise).tolist()) for b in range(n - 1)] + [(1,)]
+    rollouts = [Rollout(PROBLEM, "student", False, PROMPTS[1], c, "", True) for c in completions]
+    return group(rollouts, [float(b % 3) for b in range(n)])
+
+
+@pytest.mark.parametrize("per", ["rollout", "source", "group"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2-bias"])
+def test_layouts_differ_by_rounding_only(family: str, per: Any) -> None:
+    policy = tiny.policy(family)
+    assert policy.packs
+    shake(policy, 0.05)
+    long = long_group()
+    for of, max_new in ((groups(policy), MAX_NEW), ([long, replace(long, rollouts=long.rollouts[::-1])], 40)):
+        want, a = run(policy, of, LossConfig(beta=0.3), per=per, layout="padded", max_new=max_new)
+        for layout in ("packed", "shared"):
+            for budget in (16_384, 60):
+                got, b = run(
+                    policy, of, LossConfig(beta=0.3), per=per, layout=layout, max_new=max_new, token_budget=budget
+                )
+                for g, w in zip(torch.cat(got), torch.cat(want), strict=True):
+                    assert (g - w).norm() <= 1e-5 * w.norm(), (layout, budget)
+                assert b.loss == pytest.approx(a.loss, abs=1e-6)
+                assert b.kl == pytest.approx(a.kl, rel=1e-3, abs=1e-6)
+
+
+def test_a_shared_prompt_is_read_once_for_each_gradient_row(policy: Policy) -> None:
+    """Tokens in the forward: G (P + R - 1) packed, P + G (R - 1) shared; the padded layout has the longest row's."""
+    of = [long_group()]
+    lengths, P = [len(r.completion_ids) for r in of[0].rollouts], len(PROMPTS[1])
+    seen: list[int] = []
+    handle = logprobs.backbone(policy.model).register_forward_pre_hook(
+        lambda _m, _a, kw: seen.append(kw["input_ids"].numel()), with_kwargs=True
+    )
+    for layout, per in (("padded", "group"), ("packed", "group"), ("shared", "rollout"), ("shared", "group")):
+        run(policy, of, layout=layout, per=per)
+    handle.remove()
+    apart = sum(lengths) + len(lengths) * (P - 1)
+    assert seen == [len(lengths) * (P + max(lengths)), apart, apart, P + sum(lengths) - len(lengths)]
+
+
+def test_packed_batches_keep_every_row_and_the_budget(policy: Policy) -> None:
+    rows = [Row(r, 1.0, i // 4) for i, r in enumerate(r for g in groups(policy) for r in g.rollouts)]
+    for layout in ("packed", "shared"):
+        for budget in (1, 30, 64, 10_000):
+            parts = packed_batches(rows, budget, layout)
+            assert sorted(id(row) for part in parts for row in part) == sorted(map(id, rows))
+            for part in parts:
+                assert len(part) == 1 or as_batch(policy, part, layout).tokens <= budget
+        assert len(packed_batches(rows, 10_000, layout)) == 1
+
+
+def test_models_that_cannot_be_packed_are_padded() -> None:
+    """Gemma 2 has windows and soft caps; whatever is asked for, its rows are padded."""
+    policy = tiny.policy("gemma2")
+    assert not policy.packs
+    assert torch.equal(run(policy, [long_group()])[0][0], run(policy, [long_group()], layout="padded")[0][0])
+    assert policy.model.config._attn_implementation == tiny.tiny("gemma2").config._attn_implementation, "put back"
 
 
 # ── masks, padding, positions ───────────────────────────────────────────────────────────────────────────────────────

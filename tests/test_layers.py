@@ -12,7 +12,8 @@ ROOT = Path(__file__).resolve().parents[1] / "src" / "vgrout"
 # Each room may import rooms of lower levels only; a package counts as one room. Entry modules stand on top.
 LEVELS: list[set[str]] = [
     # nouns, streams, pure functions, data
-    {"nouns", "rng", "loss_config", "signals", "console", "sampling", "gate", "pairs_leetcode", "guard", "detectors"},
+    {"nouns", "rng", "loss_config", "signals", "console", "sampling", "packing", "gate", "pairs_leetcode"}
+    | {"guard", "detectors"},
     {"flow", "grading", "step_row", "losses", "logprobs", "files"},
     # what reads and writes files, what moves weights
     {"organism.language", "organism", "pairs", "run_dir", "project", "decoder"},

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from vgrout.config import ArmConfig
 from vgrout.direction import Direction, extract, haar_like, obtain, overlap
-from vgrout.flow import ArmDiag, Directions, ModuleGrads, RolloutGrads, Routed
+from vgrout.flow import ArmDiag, Directions, ModuleGrads, Per, RolloutGrads, Routed
 from vgrout.gate import BandGate, TauGate, permuted
 from vgrout.nouns import GroupView
 from vgrout.pairs import PairSet
@@ -48,6 +48,7 @@ class Arm:
     """
 
     name = "none"
+    per: Per = "source"  # the coarsest gradient rows that this arm can do with
 
     def __init__(self, sizes: Mapping[str, int], device: torch.device | str = "cpu", control: str = "none") -> None:
         self.sizes, self.device, self.control = dict(sizes), torch.device(device), control
@@ -58,14 +59,17 @@ class Arm:
         self._sums = {m: torch.zeros(2, r, device=self.device) for m, r in self.sizes.items()}  # student, teacher
         self._views: list[GroupView] = []
 
-    def observe(self, g_b: RolloutGrads, view: GroupView) -> None:
-        """One prompt group: g_b holds one gradient row per rollout, in `view`'s order. Rows are kept by reference."""
+    def observe(self, g_b: RolloutGrads, view: GroupView, per: Per = "rollout") -> None:
+        """One prompt group: g_b holds one gradient row per rollout, in `view`'s order, or one per source. Rows are kept
+        by reference."""
         assert g_b.keys() == self.sizes.keys(), sorted(g_b.keys() ^ self.sizes.keys())
+        assert per == "rollout" or (per, self.per) == ("source", "source"), (per, self.per)
+        n = len(view) if per == "rollout" else 2
         teacher = torch.tensor([s == "teacher" for s in view.sources], device=self.device)
         masks = torch.stack((~teacher, teacher)).float()[:, :, None]
         for m, rows in g_b.items():
-            assert rows.shape == (len(view), self.sizes[m]), (m, tuple(rows.shape), len(view), self.sizes[m])
-            self._sums[m] += (masks * rows).sum(1)
+            assert rows.shape == (n, self.sizes[m]), (m, tuple(rows.shape), n, self.sizes[m])
+            self._sums[m] += (masks * rows).sum(1) if per == "rollout" else rows
         self._views.append(view)
 
     def route(self) -> Routed:
@@ -214,6 +218,7 @@ class Route2(Directed):
     """
 
     name = "route2"
+    per: Per = "rollout"
 
     def __init__(
         self, sizes: Mapping[str, int], direction: Direction, *args, cfg: ArmConfig, permute_seed: int | None, **kwargs
@@ -238,8 +243,8 @@ class Route2(Directed):
             lo, hi = direction.band(self.V)
             self._band = BandGate(lo.to(self.device), hi.to(self.device))
 
-    def observe(self, g_b: RolloutGrads, view: GroupView) -> None:
-        super().observe(g_b, view)
+    def observe(self, g_b: RolloutGrads, view: GroupView, per: Per = "rollout") -> None:
+        super().observe(g_b, view, per)
         self._rows.append(g_b)
 
     def _split(self, g: ModuleGrads) -> Routed:
@@ -315,12 +320,12 @@ class Shrink(Arm):
     """
 
     def __init__(self, inner: Directed) -> None:
-        self.inner, self.name = inner, inner.name
+        self.inner, self.name, self.per = inner, inner.name, inner.per
         super().__init__(inner.sizes, inner.device, "shrinkage")
 
-    def observe(self, g_b: RolloutGrads, view: GroupView) -> None:
-        super().observe(g_b, view)
-        self.inner.observe(g_b, view)
+    def observe(self, g_b: RolloutGrads, view: GroupView, per: Per = "rollout") -> None:
+        super().observe(g_b, view, per)
+        self.inner.observe(g_b, view, per)
 
     def reset(self) -> None:
         super().reset()

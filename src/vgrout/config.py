@@ -345,6 +345,9 @@ class RunConfig:
     """Print the resolved configuration and the plan, start nothing."""
     threads: int = 0
     """Torch threads on a CPU; 0: one per core, one in all for the organism."""
+    update_layout: Literal["shared", "packed", "padded"] = "shared"
+    """Rollouts in the update's forward. shared: a prompt is read once where the arm needs sums only; packed: only no
+    padding; padded: one row a rollout. The same gradients but for rounding."""
 
     def __post_init__(self) -> None:
         _within("seed", self.seed, 0, 2**62)

@@ -1,6 +1,7 @@
 """The nouns that hold tensors."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from jaxtyping import Float
 from torch import Tensor
@@ -9,6 +10,10 @@ from torch import Tensor
 RolloutGrads = dict[str, Float[Tensor, "G r"]]
 ModuleGrads = dict[str, Float[Tensor, " r"]]
 Directions = dict[str, Float[Tensor, "k r"]]  # orthonormal rows, oriented hack-ward; k = 1 for v_grad
+
+# what one row of a group's gradient is: a rollout; the students' sum, then the teachers'; the group's sum
+Per = Literal["rollout", "source", "group"]
+Layout = Literal["shared", "packed", "padded"]  # of rollouts in one forward of the update
 
 
 @dataclass(frozen=True, slots=True)

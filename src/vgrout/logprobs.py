@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from vgrout.packing import Packed, packed_hidden
 from vgrout.sampling import Sampling, support, tempered
 
 # Logit elements held at once. Above it the head runs in chunks that backward computes again: 2^26 fp32 is 256 MiB.
@@ -59,7 +60,9 @@ class TokenLogprobs:
         return chosen
 
 
-def completion_logprobs(model: PreTrainedModel, batch: Batch, sampling: Sampling | None = None) -> TokenLogprobs:
+def completion_logprobs(
+    model: PreTrainedModel, batch: Batch | Packed, sampling: Sampling | None = None
+) -> TokenLogprobs:
     """log π(target) at every completion position; with `sampling`, also of the distribution sampled from.
 
     Raises:
@@ -68,8 +71,11 @@ def completion_logprobs(model: PreTrainedModel, batch: Batch, sampling: Sampling
     if sampling is not None and sampling.repetition_penalty != 1:
         raise ValueError("--ratio-support sampled: not defined with --repetition-penalty; use --ratio-support full")
     wanted = batch.mask.nonzero(as_tuple=True)
-    hidden = backbone(model)(input_ids=batch.ids, use_cache=False).last_hidden_state
-    rows = hidden[wanted[0], batch.at[wanted]]
+    if isinstance(batch, Packed):
+        rows = packed_hidden(model, backbone(model), batch)[batch.at[wanted]]
+    else:
+        hidden = backbone(model)(input_ids=batch.ids, use_cache=False).last_hidden_state
+        rows = hidden[wanted[0], batch.at[wanted]]
     target = batch.target[wanted]
     vocabulary = model.get_output_embeddings().weight.shape[0]
     size = max(1, HEAD_BUDGET // vocabulary)

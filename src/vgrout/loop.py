@@ -92,10 +92,12 @@ def train(study: Study) -> list[StepRow]:
                 prompts_per_step=cfg.scale.prompts_per_step,
                 sampling=study.sampling,
                 teacher=study.teacher_model,
+                per=arm.per,
+                layout=cfg.run.update_layout,
             )
             sound = nonfinite.all_finite(grads, metrics)  # an arm's averages would never recover from a NaN
             for group, g_b in zip(live, grads, strict=True) if sound else ():
-                arm.observe(g_b, group.view())  # g_b: module → [G r], one row per rollout
+                arm.observe(g_b, group.view(), arm.per)  # g_b: module → [G r] for an arm that looks at rollouts
             routed = arm.route() if live and sound else None  # keep + quar = g: nothing lost, nothing doubled
             update = optim.apply(routed) if routed else optim.idle()  # None: nothing to learn, or not finite
             skipped = bool(live) and update is None

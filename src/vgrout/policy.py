@@ -13,8 +13,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from vgrout.decoder import Decoder, HfDecoder, LeanDecoder, lean_fits
-from vgrout.logprobs import check_head, collate, completion_logprobs
+from vgrout.logprobs import backbone, check_head, collate, completion_logprobs
 from vgrout.nouns import Message
+from vgrout.packing import packs
 from vgrout.svd_adapter import SvdAdapter
 
 
@@ -29,6 +30,7 @@ class Policy:
     pad_id: int  # may equal an EOS: masks go by length
     preserve_thinking: bool = False  # earlier answers are rendered whole, think blocks and all
     lean: bool = False  # the lean decoder was checked against this model and agrees
+    packs: bool = False  # … and so were packed rows
 
     @property
     def device(self) -> torch.device:
@@ -164,4 +166,6 @@ def as_policy(model: PreTrainedModel, tok: PreTrainedTokenizerBase, cache_dir: P
     if not eos:
         raise ValueError(f"{type(model).__name__}: neither tokenizer nor configuration names an end-of-text token")
     pad = tok.pad_token_id if tok.pad_token_id is not None else min(eos)
-    return Policy(model, tok, SvdAdapter(model, cache_dir), frozenset(eos), pad, lean_fits(model))
+    return Policy(
+        model, tok, SvdAdapter(model, cache_dir), frozenset(eos), pad, lean_fits(model), packs(model, backbone(model))
+    )

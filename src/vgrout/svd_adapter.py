@@ -6,9 +6,10 @@ optimiser step, so every forward is a plain Linear; only the backward under `pro
 
 import hashlib
 import json
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +255,21 @@ class Probe:
         assert all(0 <= row < len(self.flat) for row in rows), (rows, len(self.flat))
         self._rows = torch.tensor(list(rows), device=self.flat.device)
         self._picks = [(row, _positions(rows, row)) for row in dict.fromkeys(rows)]
+        self._pieces: list[tuple[int, list[slice]]] | None = None
+
+    def tokens(self, pieces: Sequence[tuple[int, slice]]) -> None:
+        """From here on a batch is one packed row, whose tokens `slice` add to gradient row `row` for each piece."""
+        of_row: dict[int, list[slice]] = {}
+        for row, piece in pieces:
+            of_row.setdefault(row, []).append(piece)
+        assert all(0 <= row < len(self.flat) for row in of_row), (of_row.keys(), len(self.flat))
+        self._pieces = list(of_row.items())
+
+    def adder(self, site: Site) -> Callable[[Tensor, Tensor], None]:
+        """What takes (x, ∂L/∂y) of one Linear for the batch that was announced last."""
+        if self._pieces is not None:
+            return partial(self.add_packed, site, self._pieces)
+        return partial(self.add, site, self._rows, self._picks)
 
     def hook(self, site: Site) -> Any:
         def tap(_module: nn.Module, args: tuple[Any, ...], y: Tensor) -> Tensor:
@@ -286,6 +302,26 @@ class Probe:
             M = dy[pick].flatten(0, 1).mT @ x[pick].flatten(0, 1)
             into[row] += ((M @ site.Vh.mT).to(into.dtype) * site.U).sum(0)
 
+    def add_packed(
+        self,
+        site: Site,
+        pieces: Sequence[tuple[int, Sequence[slice]]],
+        x: Float[Tensor, "1 N d_in"],
+        dy: Float[Tensor, "1 N d_out"],
+    ) -> None:
+        """The same for a packed row. pieces: gradient row → its tokens."""
+        into, x, dy = self.flat[:, site.span], x[0], dy[0]
+        few = len(x) <= len(pieces) * max(site.W.shape)
+        if few:
+            products = (x @ site.Vh.mT).to(into.dtype) * (dy @ site.U).to(into.dtype)
+        for row, parts in pieces:
+            if few:
+                for part in parts:
+                    into[row] += products[part].sum(0)
+            else:
+                M = torch.stack([dy[part].mT @ x[part] for part in parts]).sum(0)
+                into[row] += ((M @ site.Vh.mT).to(into.dtype) * site.U).sum(0)
+
 
 def _positions(rows: Sequence[int], row: int) -> slice | list[int]:
     """Where `row` occurs; a slice if that is one stretch, so that picking it copies nothing."""
@@ -298,11 +334,11 @@ class _Tap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, x: Tensor, root: Tensor, probe: Probe, site: Site) -> Tensor:
-        batch = len(probe._rows)
+        batch = 1 if probe._pieces is not None else len(probe._rows)
         assert x.ndim == 3, f"{site.name} sees {tuple(x.shape)}: the probe needs [rows, tokens, d_in]"
         assert len(x) == batch, f"{site.name} sees {len(x)} rows, the probe was told of {batch}"
         ctx.save_for_backward(x)
-        ctx.probe, ctx.site, ctx.rows, ctx.picks = probe, site, probe._rows, probe._picks
+        ctx.probe, ctx.site, ctx.add = probe, site, probe.adder(site)
         ctx.weights = (probe.adapter._view, probe.adapter._folds)
         return y.view_as(y)
 
@@ -312,7 +348,7 @@ class _Tap(torch.autograd.Function):
         now = (ctx.probe.adapter._view, ctx.probe.adapter._folds)
         assert ctx.weights == now, f"{ctx.site.name}: forward under weights {ctx.weights}, backward under {now}"
         (x,) = ctx.saved_tensors
-        ctx.probe.add(ctx.site, ctx.rows, ctx.picks, x, dys[0])
+        ctx.add(x, dys[0])
         return dys[0], None, None, None, None
 
 
