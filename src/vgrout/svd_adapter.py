@@ -28,6 +28,7 @@ from vgrout.flow import ModuleGrads, RolloutGrads
 TARGETS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
 SCHEMA = "svd-1"  # part of every cache key: raise it when the decomposition changes
 
+Decompose = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 View = tuple[bool, bool]  # (is δS in the weights?, is δS_hack?)
 
 
@@ -54,11 +55,13 @@ class SvdAdapter:
 
     Names are the model's own module names, in the model's order.
 
+    decompose: W → U, S, Vh where the cache does not know W.
+
     Raises:
         ValueError: no target Linear in the model, or two of them share one weight.
     """
 
-    def __init__(self, model: nn.Module, cache_dir: Path | None) -> None:
+    def __init__(self, model: nn.Module, cache_dir: Path | None, decompose: Decompose | None = None) -> None:
         model.requires_grad_(False)
         linears = {
             name: module
@@ -73,7 +76,7 @@ class SvdAdapter:
             raise ValueError(f"{type(model).__name__} shares one weight between adapted Linears: not supported")
         self.model = model
         self.sites: dict[str, Site] = {}
-        cache = _SvdCache(cache_dir)
+        cache = _SvdCache(cache_dir, decompose or svd)
         lo = 0
         for name, linear in tqdm(linears.items(), desc="SVD", unit="module", disable=None, leave=False):
             W = linear.weight.data
@@ -358,20 +361,20 @@ class _Tap(torch.autograd.Function):
 class _SvdCache:
     """One file a weight, named by the sha256 of the weight's own bytes, dtype and shape."""
 
-    def __init__(self, folder: Path | None) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path | None, compute: Decompose) -> None:
+        self.folder, self.compute = folder, compute
         self.writable = folder is not None
 
     def decompose(self, W: Float[Tensor, "d_out d_in"]) -> tuple[Tensor, Tensor, Tensor]:
         if self.folder is None:
-            return svd(W)
+            return self.compute(W)
         path = self.folder / f"{weight_key(W)}.safetensors"
         if path.exists():
             try:
                 return _checked(W, path)
             except (OSError, SafetensorError, ValueError, KeyError) as error:
                 logger.warning(f"SVD cache file {path} is unusable ({error}): computed again")
-        U, S, Vh = svd(W)
+        U, S, Vh = self.compute(W)
         if not self.writable:
             return U, S, Vh
         try:

@@ -8,7 +8,7 @@ import pytest
 
 from vgrout import doctor
 from vgrout import grade as offline
-from vgrout.bench.grading import TAIL, Ratio, fresh, one_fresh_check, organism_like, six_interpreters, table
+from vgrout.bench.grading import TAIL, Ratio, fresh, one_fresh_check, organism_like, rows, six_interpreters
 
 from .conftest import SUM_RIGHT, SUM_TESTS, SUM_WRONG, fenced
 
@@ -124,4 +124,5 @@ def test_the_benchs_peers_do_the_work():
     assert six_interpreters(problem, code + TAIL)
     ratio = Ratio("x", 1, 10.0, 2.0, 8.0, 2.0, 5.0)
     assert (ratio.wall, ratio.cpu) == (5.0, 4.0)
-    assert "5.0 x" in table([ratio], {"a": 1.0})
+    row, rate = rows([ratio], {"a": 1.0})
+    assert ("5.0 ×" in row.figure, row.reached, rate.figure) == (True, True, "1 a second")

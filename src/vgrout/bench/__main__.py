@@ -1,29 +1,42 @@
-"""`python -m vgrout.bench NAME`: one subcommand a bench. Prints its table; writes nothing unless asked."""
+"""`python -m vgrout.bench [NAME]`: every bench of the page docs/benchmarks.md, which it writes; or one bench by name.
 
+A bench is a function whose parameters are its flags; it returns a Report, or prints its own table. Torch is imported by
+those that need it: the others start their processes without it.
+"""
+
+import importlib
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import tyro
 
-from vgrout.bench import grading
 from vgrout.bench import kills as deaths
 
+OUT = Path("docs/benchmarks.md")
 
-def _grading(problems: Path | None = None, out: Path | None = None) -> None:
+
+def _measured(module: str, function: str, summary: str) -> Callable[..., Any]:
+    """A bench of the page."""
+
+    def bench(quick: bool = False) -> Any:
+        return getattr(importlib.import_module(f"vgrout.bench.{module}"), function)(quick)
+
+    bench.__doc__ = f"{summary}\n\nArgs:\n    quick: few rounds and small sizes."
+    return bench
+
+
+def _grading(quick: bool = False, problems: Path | None = None) -> Any:
     """Grading against graders that start an interpreter for every run.
 
     Args:
+        quick: fewer rounds.
         problems: a file of real problems; without one, only answers of the organism's size are measured.
-        out: also write the tables here, as markdown.
     """
-    if problems is not None and not problems.is_file():
-        raise ValueError(f"--problems {problems}: no such file")
-    text = grading.run(problems)
-    print(text)
-    if out is not None:
-        out.write_text(text + "\n", encoding="utf-8")
+    _require_file(problems)
+    return importlib.import_module("vgrout.bench.grading").report(quick, problems)
 
 
 def _kills(kills: int = 25, arm: Literal["all", "none", "erase", "route", "route2"] = "all", seed: int = 0) -> None:
@@ -56,17 +69,73 @@ def _overhead(
     """
     if steps < 1:
         raise ValueError(f"--steps {steps}: at least 1")
-    from vgrout.bench import overhead  # torch: the other benches start their processes without it
-
-    print(overhead.run(preset, arm, steps))
+    print(importlib.import_module("vgrout.bench.overhead").run(preset, arm, steps))
 
 
-BENCHES: dict[str, Callable[..., None]] = {"grading": _grading, "kills": _kills, "overhead": _overhead}
+PAGE: dict[str, Callable[..., Any]] = {
+    "step": _measured("step", "run", "A whole training step against TRL's."),
+    "update": _measured("update", "phase", "Forward, backward and surgery against the plain model's."),
+    "sampling": _measured("sampling", "run", "Tokens a second against the bare model, and against transformers."),
+    "grading": _grading,
+    "memory": _measured("update", "memory", "The update's peak against full logits of all rows."),
+    "sharing": _measured("update", "sharing", "A prompt read once against a copy for each of its rollouts."),
+    "levers": _measured("levers", "run", "Every lever on against off."),
+    "growth": _measured("growth", "run", "Time and memory against G, P, the answers' length, the hidden size."),
+}
+BENCHES: dict[str, Callable[..., Any]] = PAGE | {
+    "gpu": _measured("gpu", "run", "Update and sampling at Qwen3-4B's shapes; needs a GPU."),
+    "kills": _kills,
+    "overhead": _overhead,
+}
+
+HEADER = """# Benchmarks
+
+{how} Figures are ratios of runs that took turns in one process: the median of paired rounds, in brackets
+their middle half.
+
+{machine}
+"""
 
 
-def main() -> int:
+def everything(quick: bool = False, problems: Path | None = None, out: Path = OUT) -> None:
+    """Speed and memory as ratios, each against a peer, in one run on one machine, and the page. With a NAME, that one.
+
+    Args:
+        quick: few rounds and small sizes, under three minutes on two quiet cores.
+        problems: a file of real problems for `grading`; without one it takes answers of the organism's size.
+        out: the page; its figures go into figures/ beside it.
+    """
+    _require_file(problems)
+    out = out.resolve()  # benches run in a folder of their own
+    if not out.parent.is_dir():
+        raise ValueError(f"--out {out.name}: no folder {out.parent.name}/ here; start from the repository")
+    growth, report = (importlib.import_module(f"vgrout.bench.{m}") for m in ("growth", "report"))
+    runs = PAGE | {
+        "grading": lambda quick: _grading(quick, problems and problems.resolve()),
+        "growth": lambda quick: growth.run(quick, out.parent / "figures"),
+    }
+    about, start, parts = report.machine(), time.perf_counter(), []
+    for name, run in runs.items():
+        text = run(quick=quick).markdown()
+        print(f"\n{text}", flush=True)
+        parts.append(f"## {name}\n\n{text}\n")
+    parts += [f"![{axis}](figures/growth-{axis}.png)\n" for axis in growth.AXES]
+    minutes = (time.perf_counter() - start) / 60
+    how = f"`python -m vgrout.bench{' --quick' if quick else ''}`, {minutes:.0f} minutes."
+    out.write_text("\n".join([HEADER.format(how=how, machine=about), *parts]), encoding="utf-8")
+
+
+def _require_file(problems: Path | None) -> None:
+    if problems is not None and not problems.is_file():
+        raise ValueError(f"--problems {problems}: no such file")
+
+
+def main(argv: list[str]) -> int:
     try:
-        tyro.extras.subcommand_cli_from_dict(BENCHES, prog="python -m vgrout.bench")
+        if not argv or (argv[0].startswith("--") and argv[0] != "--help"):
+            tyro.cli(everything, args=argv, prog="python -m vgrout.bench")
+        elif report := tyro.extras.subcommand_cli_from_dict(BENCHES, args=argv, prog="python -m vgrout.bench"):
+            print(report.markdown())
     except ValueError as e:
         print(f"E {e}", file=sys.stderr)
         return 2
@@ -74,4 +143,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

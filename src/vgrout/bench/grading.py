@@ -5,7 +5,7 @@
 - the organism's answers: a one-line method and six tests, against the same two;
 - gradings a second with one worker and with two.
 
-`python -m vgrout.bench grading` prints the table and writes nothing. The interpreters' harness here is the leanest that
+The interpreters' harness here is the leanest that
 does the work (no imports of its own, no report), so the ratios are lower bounds.
 """
 
@@ -20,12 +20,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tabulate import tabulate
 from tqdm import tqdm
 
+from vgrout.bench.report import Report, Row
 from vgrout.grading.grade import Grader, as_request
 from vgrout.grading.judge import Hand, Judge, Settings
 from vgrout.nouns import MODES, Problem
+from vgrout.problems import load_problems
 
 CHEAP_S = 0.05  # programs that need more CPU than this measure themselves, not the grader
 TAIL = "\n\ndef run_tests():\n    assert Solution is not None\n"
@@ -176,7 +177,7 @@ def _pair(program: tuple[Problem, str]) -> tuple[Problem, str]:
     return program[0], _answer(program[1])
 
 
-def measure(real: Sequence[Problem], repeats: int = 3) -> tuple[list[Ratio], dict[str, float]]:
+def measure(real: Sequence[Problem], repeats: int = 3, n: int = 600) -> tuple[list[Ratio], dict[str, float]]:
     """All ratios, and rollouts a second by name. `real`: problems with canonical solutions; may be empty."""
     small = organism_like()
     ratios = []
@@ -209,29 +210,32 @@ def measure(real: Sequence[Problem], repeats: int = 3) -> tuple[list[Ratio], dic
         ratios.append(compare("whole rollout, organism", 7.0, small_tested, six_interpreters, rollout, repeats))
         hand.close()
     rates = {
-        f"{name}, {workers} worker{'s' if workers > 1 else ''}": throughput(programs, workers, n)
-        for name, programs, n in (("organism", small, 600), *([("real", cheap, 200)] if cheap else []))
+        f"{name}, {workers} worker{'s' if workers > 1 else ''}": throughput(programs, workers, count)
+        for name, programs, count in (("organism", small, n), *([("real", cheap, n // 3)] if cheap else []))
         for workers in (1, 2)
     }
     return ratios, rates
 
 
-def table(ratios: Sequence[Ratio], rates: dict[str, float]) -> str:
-    """Both tables as GitHub markdown."""
-    rows = [
-        (r.name, r.n, r.theirs_ms, r.ours_ms, f"{r.wall:.1f} x", f"{r.cpu:.1f} x", f">= {r.goal:g} x") for r in ratios
+def report(quick: bool = False, problems: Path | None = None) -> Report:
+    """problems: a file of real ones; without it, only organism-like answers. quick: one round, and those alone."""
+    real = [] if problems is None or quick else load_problems(problems)
+    ratios, rates = measure(real, 1 if quick else 3, 60 if quick else 600)
+    return Report(rows(ratios, rates))
+
+
+def rows(ratios: Sequence[Ratio], rates: dict[str, float]) -> list[Row]:
+    compared = [
+        Row(
+            "grading",
+            r.name,
+            f"interpreters, {r.n} programs: {r.theirs_ms:.1f} ms",
+            f"{r.wall:.1f} × ({r.ours_ms:.1f} ms); CPU {r.cpu:.1f} ×",
+            f"≥ {r.goal:g} ×",
+            r.wall >= r.goal,
+        )
+        for r in ratios
     ]
-    head = ("grading", "programs", "interpreters [ms]", "ours [ms]", "wall", "CPU", "goal")
-    first = tabulate(rows, headers=head, tablefmt="github", floatfmt=".1f")
-    second = tabulate(rates.items(), headers=("whole rollouts", "a second"), tablefmt="github", floatfmt=".0f")
-    return f"{first}\n\n{second}"
-
-
-def run(problems: Path | None = None) -> str:
-    """Measure and return the tables. `problems`: a file of real problems; without one, only organism-like answers."""
-    real: list[Problem] = []
-    if problems is not None:
-        from vgrout.problems import load_problems
-
-        real = load_problems(problems)
-    return table(*measure(real))
+    return compared + [
+        Row("grading", f"whole rollouts, {name}", "", f"{rate:.0f} a second") for name, rate in rates.items()
+    ]

@@ -1,0 +1,80 @@
+"""How much work a forward, a backward, a decoding step is: floating-point operations and bytes, from shapes alone."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Lengths = tuple[int, Sequence[int]]  # tokens of one prompt, and of each of its completions
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder of the Llama kind."""
+
+    layers: int
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    itemsize: int  # bytes of a weight
+
+    @staticmethod
+    def of(model: Any) -> "Shape":
+        c = model.config
+        head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+        return Shape(
+            c.num_hidden_layers,
+            c.hidden_size,
+            c.intermediate_size,
+            c.num_attention_heads,
+            c.num_key_value_heads,
+            head_dim,
+            c.vocab_size,
+            model.dtype.itemsize,
+        )
+
+    @property
+    def linears(self) -> int:
+        """Weights of the adapted Linears: q, k, v, o, gate, up, down."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.inner)
+
+    def attention(self, queries: int, before: int) -> int:
+        """FLOPs of `queries` tokens in a row after `before` others, all layers: scores and their sum, 4·H·D a pair."""
+        pairs = queries * before + queries * (queries + 1) // 2
+        return 4 * self.layers * self.heads * self.head_dim * pairs
+
+
+def forward_flops(s: Shape, groups: Sequence[Lengths], share: bool) -> int:
+    """Backbone on every token once; the last token of a completion is never read."""
+    total = 0
+    for prompt, completions in groups:
+        copies = 1 if share else len(completions)
+        total += copies * (2 * s.linears * prompt + s.attention(prompt, 0))
+        total += sum(2 * s.linears * (n - 1) + s.attention(n - 1, prompt) for n in completions)
+    return total
+
+
+def head_flops(s: Shape, groups: Sequence[Lengths]) -> int:
+    return sum(2 * s.hidden * s.vocabulary * n for _, completions in groups for n in completions)
+
+
+def update_flops(s: Shape, groups: Sequence[Lengths], share: bool) -> int:
+    """Forward, backward to activations and to the Linears (δS needs their contraction of x with ∂L/∂y); the head is
+    frozen, so its backward is one product, attention's is two and a half forwards with the scores computed again."""
+    tokens = sum((1 if share else len(c)) * p + sum(c) - len(c) for p, c in groups)
+    linears = 2 * s.linears * tokens
+    attention = forward_flops(s, groups, share) - linears
+    return 3 * linears + attention * 7 // 2 + 2 * head_flops(s, groups)
+
+
+def kv_bytes(s: Shape) -> int:
+    """Keys and values of one token."""
+    return 2 * s.layers * s.kv_heads * s.head_dim * s.itemsize
+
+
+def decode_bytes(s: Shape, rows: int, context: int) -> int:
+    """Bytes that one decoding step must read: every weight once, every row's keys and values."""
+    return (s.linears + s.hidden * s.vocabulary) * s.itemsize + rows * context * kv_bytes(s)
