@@ -22,6 +22,7 @@ TOKEN_BUDGET = {"cpu": 16_384, "cuda": 4_096}
 
 RAW_MAX = 600.0  # log-ratios are written down as they are up to e^600: a mean of them is still finite in fp64
 
+
 @dataclass(frozen=True, slots=True)
 class LossMetrics:
     """One step's numbers, over all its tokens. None: there was no such token."""

@@ -166,6 +166,5 @@ def as_policy(model: PreTrainedModel, tok: PreTrainedTokenizerBase, cache_dir: P
     if not eos:
         raise ValueError(f"{type(model).__name__}: neither tokenizer nor configuration names an end-of-text token")
     pad = tok.pad_token_id if tok.pad_token_id is not None else min(eos)
-    return Policy(
-        model, tok, SvdAdapter(model, cache_dir), frozenset(eos), pad, lean_fits(model), packs(model, backbone(model))
-    )
+    lean, packed = lean_fits(model), packs(model, backbone(model))
+    return Policy(model, tok, SvdAdapter(model, cache_dir), frozenset(eos), pad, lean=lean, packs=packed)
