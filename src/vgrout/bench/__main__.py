@@ -5,6 +5,7 @@ those that need it: the others start their processes without it.
 """
 
 import importlib
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -21,8 +22,9 @@ OUT = Path("docs/benchmarks.md")
 def _measured(module: str, function: str, summary: str) -> Callable[..., Any]:
     """A bench of the page."""
 
-    def bench(quick: bool = False) -> Any:
-        return getattr(importlib.import_module(f"vgrout.bench.{module}"), function)(quick)
+    def bench(quick: bool = False, figures: tyro.conf.Suppress[Path | None] = None) -> Any:
+        where = {"figures": figures} if figures else {}
+        return getattr(importlib.import_module(f"vgrout.bench.{module}"), function)(quick, **where)
 
     bench.__doc__ = f"{summary}\n\nArgs:\n    quick: few rounds and small sizes."
     return bench
@@ -110,19 +112,23 @@ def everything(quick: bool = False, problems: Path | None = None, out: Path = OU
     if not out.parent.is_dir():
         raise ValueError(f"--out {out.name}: no folder {out.parent.name}/ here; start from the repository")
     growth, report = (importlib.import_module(f"vgrout.bench.{m}") for m in ("growth", "report"))
-    runs = PAGE | {
-        "grading": lambda quick: _grading(quick, problems and problems.resolve()),
-        "growth": lambda quick: growth.run(quick, out.parent / "figures"),
-    }
+    flags = {"growth": {"figures": out.parent / "figures"}}
     about, start, parts = report.machine(), time.perf_counter(), []
-    for name, run in runs.items():
-        text = run(quick=quick).markdown()
+    for name, run in PAGE.items():
+        text = _apart(quick, problems) if name == "grading" else run(quick=quick, **flags.get(name, {})).markdown()
         print(f"\n{text}", flush=True)
         parts.append(f"## {name}\n\n{text}\n")
     parts += [f"![{axis}](figures/growth-{axis}.png)\n" for axis in growth.AXES]
     minutes = (time.perf_counter() - start) / 60
     how = f"`python -m vgrout.bench{' --quick' if quick else ''}`, {minutes:.0f} minutes."
     out.write_text("\n".join([HEADER.format(how=how, machine=about), *parts]), encoding="utf-8")
+
+
+def _apart(quick: bool, problems: Path | None) -> str:
+    """Grading in a process of its own: a fork of this one, with torch in it, would slow its peers down."""
+    flags = [*(["--quick"] if quick else []), *(["--problems", str(problems)] if problems else [])]
+    done = subprocess.run([sys.executable, "-m", "vgrout.bench", "grading", *flags], stdout=subprocess.PIPE, check=True)
+    return done.stdout.decode().strip()
 
 
 def _require_file(problems: Path | None) -> None:

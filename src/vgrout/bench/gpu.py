@@ -15,7 +15,8 @@ from torch import Tensor
 
 from vgrout.bench import rig
 from vgrout.bench.flops import Lengths, Shape, decode_bytes, update_flops
-from vgrout.bench.report import Report, Row, gemm_rate, peak_memory
+from vgrout.bench.report import gemm_rate, peak_memory
+from vgrout.bench.rows import Report, Row
 from vgrout.bench.update import gradients
 from vgrout.decoder import lean_fits
 from vgrout.logprobs import backbone

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from vgrout.bench.report import Report, Row
+from vgrout.bench.rows import Report, Row
 from vgrout.grading.grade import Grader, as_request
 from vgrout.grading.judge import Hand, Judge, Settings
 from vgrout.nouns import MODES, Problem

@@ -8,7 +8,8 @@ from typing import Any
 import matplotlib
 
 from vgrout.bench import rig
-from vgrout.bench.report import Report, Row, interleaved, peak_memory, slope
+from vgrout.bench.report import interleaved, peak_memory, slope
+from vgrout.bench.rows import Report, Row
 from vgrout.bench.update import gradients
 from vgrout.policy import Policy
 from vgrout.rng import torch_stream

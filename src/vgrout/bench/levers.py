@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from vgrout import organism
 from vgrout.bench import rig
-from vgrout.bench.report import Ratio, Report, Row, interleaved
+from vgrout.bench.report import Ratio, interleaved
+from vgrout.bench.rows import Report, Row
 from vgrout.bench.update import full_logits, gradients
 from vgrout.decoder import LeanDecoder
 from vgrout.logprobs import collate, completion_logprobs

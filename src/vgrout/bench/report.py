@@ -1,4 +1,4 @@
-"""What every bench hands on: rows with a goal, a figure and a verdict; ratios of interleaved runs; the machine."""
+"""Ratios of interleaved runs, peaks of memory, exponents of growth, the machine."""
 
 import ctypes
 import gc
@@ -13,41 +13,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
-from tabulate import tabulate
 from tqdm import tqdm
 
-HEAD = ("bench", "what", "against", "figure", "goal", "")
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the report."""
-
-    bench: str
-    what: str
-    against: str
-    figure: str
-    goal: str = ""  # "" where there is none: the row informs
-    reached: bool | None = None  # None: no goal, or not measured
-
-    @property
-    def verdict(self) -> str:
-        return {True: "reached", False: "missed", None: ""}[self.reached]
-
-    def cells(self) -> tuple[str, ...]:
-        return self.bench, self.what, self.against, self.figure, self.goal, self.verdict
-
-
-@dataclass(frozen=True)
-class Report:
-    """Rows of one bench and what a reader should know about them."""
-
-    rows: Sequence[Row]
-    notes: Sequence[str] = ()
-
-    def markdown(self) -> str:
-        table = tabulate([row.cells() for row in self.rows], headers=HEAD, tablefmt="github")
-        return "\n\n".join([table, *self.notes])
+from vgrout.bench.rows import Row
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from vgrout import organism
 from vgrout.config import PRESETS, Config, Intervention
+from vgrout.console import Clock
 from vgrout.grading.grade import Grader
 from vgrout.loop import Study, as_rollout
 from vgrout.nouns import CachedGrade, Group, Problem, Rollout
@@ -63,8 +64,8 @@ def workplace() -> Generator[None]:
 def study(arm: Intervention, grader: Grader) -> Generator[Study]:
     """Everything the trainer's loop touches, loaded by the trainer's own code."""
     cfg = config(arm)
-    with RunDir.create(cfg.run_id) as run:
-        yield load_study(cfg, preflight(cfg), run, grader, Stop())
+    with RunDir.create(cfg.run_id) as run, Clock() as clock:
+        yield load_study(cfg, preflight(cfg), run, grader, Stop(), clock)
 
 
 def grader() -> Grader:

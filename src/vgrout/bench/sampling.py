@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM
 from vgrout import organism
 from vgrout.bench import rig
 from vgrout.bench.flops import Shape, decode_bytes
-from vgrout.bench.report import Ratio, Report, Row, at_least, interleaved
+from vgrout.bench.report import Ratio, at_least, interleaved
+from vgrout.bench.rows import Report, Row
 from vgrout.policy import Policy
 from vgrout.rng import torch_stream
 from vgrout.sampler import Sampling, sample

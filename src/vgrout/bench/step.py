@@ -8,7 +8,8 @@ import time
 from dataclasses import replace
 
 from vgrout.bench import rig, trl_peer
-from vgrout.bench.report import Ratio, Report, Row, at_least
+from vgrout.bench.report import Ratio, at_least
+from vgrout.bench.rows import Report, Row
 from vgrout.config import Intervention
 from vgrout.loop import Study, train
 

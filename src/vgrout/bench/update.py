@@ -7,7 +7,8 @@ import torch
 
 from vgrout.bench import rig
 from vgrout.bench.flops import Shape, update_flops
-from vgrout.bench.report import Ratio, Report, Row, at_most, gemm_rate, interleaved, peak_memory
+from vgrout.bench.report import Ratio, at_most, gemm_rate, interleaved, peak_memory
+from vgrout.bench.rows import Report, Row
 from vgrout.flow import Layout, Per, RolloutGrads
 from vgrout.grpo import policy_gradients
 from vgrout.logprobs import collate
