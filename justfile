@@ -77,9 +77,31 @@ mini-losses *flags:
     done; done
     {{py}} vgrout.results --tag=_losses
 
-# the direction from the organism's pairs: spectra, held-out projection, figure (seconds)
+# H: a direction is worth more than chance: route2 hacks less than its Haar, placebo and mass-matched arms at matched solve
+# every arm under every control it takes, three seeds: 117 mini runs, then arm x control with 95 % intervals (hours)
+study-controls seeds="41 42 43" *flags:
+    #!/usr/bin/env bash
+    set -euo pipefail
+    common="none haar shuffled placebo_flawed placebo_commented placebo_long placebo_laid_out shrinkage"
+    for seed in {{seeds}}; do
+      for arm in none erase route route2 "route2 --route2-gate pairs"; do
+        case $arm in
+          none) controls="none no_loophole" ;;
+          erase) controls="$common" ;;
+          route) controls="$common ablate_kept" ;;
+          route2) controls="$common mass_matched ablate_kept oracle" ;;
+          *pairs) controls="$common mass_matched" ;; # the gate that sees no label
+        esac
+        for control in $controls; do
+          {{py}} vgrout.train mini --seed $seed --intervention $arm --control $control {{flags}}
+        done
+      done
+    done
+    {{py}} vgrout.results
+
+# the direction from the organism's pairs: spectra, held-out projection, |cos| of every control, figure (seconds)
 extract *flags:
-    {{py}} vgrout.direction {{flags}}
+    {{py}} vgrout.direction --model organism --controls {{flags}}
 
 # rebuild the embedded organism from its seed (minutes)
 organism-build *flags:

@@ -12,7 +12,7 @@ from tiny import policy as tiny_policy
 from vgrout import arms
 from vgrout.arms import Arm, directed, make_arm
 from vgrout.config import ArmConfig
-from vgrout.direction import Direction, Meta, axes_of, extract, haar_like, overlap
+from vgrout.direction import Direction, Meta, axes_of, extract, haar_like, overlap, save
 from vgrout.nouns import GroupView
 from vgrout.pairs import Pair, PairSet
 
@@ -441,7 +441,7 @@ def _here(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("_here")
 def test_refresh_extracts_again_when_due_and_reports_the_overlap(policy):
     cfg = ArmConfig(intervention="route2", vhack_refresh_every=3)
-    arm = make_arm(cfg, policy, None, TOY_PAIRS, 0)
+    arm = make_arm(cfg, policy, TOY_PAIRS, None, 0)
     ages: list[Any] = []
     with torch.no_grad():
         for step in range(6):
@@ -459,7 +459,7 @@ def test_refresh_extracts_again_when_due_and_reports_the_overlap(policy):
 @pytest.mark.usefixtures("_here")
 @pytest.mark.parametrize("intervention", ["none", "erase", "route", "route2"])
 def test_real_gradients_go_through_every_arm_in_the_adapters_layout(policy, intervention):
-    arm: Any = make_arm(ArmConfig(intervention=intervention), policy, None, TOY_PAIRS, 0)
+    arm: Any = make_arm(ArmConfig(intervention=intervention), policy, TOY_PAIRS, None, 0)
     encode = policy.tok
     prompts = [tuple(encode("<user>" + p.prompt, add_special_tokens=False)["input_ids"]) for p in TOY_PAIRS.pairs[:4]]
     answers = [tuple(encode(p.hack, add_special_tokens=False)["input_ids"]) for p in TOY_PAIRS.pairs[:4]]
@@ -479,16 +479,16 @@ def test_real_gradients_go_through_every_arm_in_the_adapters_layout(policy, inte
 
 
 @pytest.mark.usefixtures("_here")
-def test_make_arm_shuffles_the_pairs_itself_and_checks_the_direction(policy):
-    true = extract(policy, TOY_PAIRS, 12, 0.0)
-    cfg = ArmConfig(intervention="erase", control="shuffled")
+def test_make_arm_checks_the_file_and_needs_pairs_to_refresh(policy, tmp_path):
+    path = tmp_path / "v.safetensors"
+    save(extract(policy, TOY_PAIRS, 12, 0.0), path)
     with pytest.raises(ValueError, match="direction of other pairs"):
-        make_arm(cfg, policy, true, TOY_PAIRS, 3)
-    shuffled = make_arm(cfg, policy, extract(policy, TOY_PAIRS.shuffled(3), 12, 0.0), TOY_PAIRS, 3)
-    assert shuffled.control == "shuffled"
+        make_arm(ArmConfig(intervention="erase", v_hack_path=path), policy, TOY_PAIRS.shuffled(3), None, 3)
     with pytest.raises(ValueError, match="--vhack-refresh-every: needs the pairs"):
-        make_arm(ArmConfig(intervention="erase"), policy, true, None, 0)
-    frozen: Any = make_arm(ArmConfig(intervention="erase", vhack_refresh_every=0), policy, true, None, 0)
+        make_arm(ArmConfig(intervention="erase", v_hack_path=path), policy, None, None, 0)
+    frozen: Any = make_arm(
+        ArmConfig(intervention="erase", v_hack_path=path, vhack_refresh_every=0), policy, None, None, 0
+    )
     assert frozen.refresh(41) == arms.Refresh(42, None, len(frozen.V), sum(map(len, frozen.V.values())))
 
 

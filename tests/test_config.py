@@ -83,6 +83,14 @@ BAD = [
     (["mini", "--intervention", "erase", "--control", "mass_matched"], "route2"),
     (["mini", "--intervention", "route2", "--control", "shuffled", "--route2-random-v-seed", "1"], "one control"),
     (["mini", "--intervention", "route2", "--rollout-ablate-frac", ".01"], "rounds to none"),
+    (["mini", "--intervention", "erase", "--control", "ablate_kept"], "route or route2"),
+    (["mini", "--intervention", "route", "--control", "oracle"], "--intervention route2"),
+    (["mini", "--intervention", "route2", "--control", "oracle", "--route2-gate", "pairs"], "--route2-gate"),
+    (["mini", "--intervention", "none", "--control", "haar"], "--control haar"),
+    (["mini", "--intervention", "none", "--control", "placebo_long"], "--control placebo_long"),
+    (["mini", "--intervention", "route", "--control", "placebo"], "--placebo-pairs-path"),
+    (["mini", "--intervention", "route", "--placebo-pairs-path", "x.json"], "--control placebo"),
+    (["mini", "--intervention", "route", "--control", "placebo_long", "--v-hack-path", "x"], "--v-hack-path"),
 ]
 
 
@@ -125,6 +133,8 @@ def test_no_loophole_mixes_nothing_in() -> None:
 def test_haar_is_a_control_by_name() -> None:
     assert ArmConfig(intervention="route2", route2_random_v_seed=3).control_name == "haar"
     assert ArmConfig(intervention="route2").control_name == "none"
+    own = ArmConfig(intervention="route2", control="placebo", placebo_pairs_path=Path("a/weather.json"))
+    assert own.control_name == "placebo_weather"
 
 
 def test_resume_takes_the_runs_own_settings() -> None:

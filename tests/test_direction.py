@@ -1,5 +1,6 @@
 """Extraction against plain autograd, the sign by behaviour, neutrality, files and their refusals, the command."""
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -12,22 +13,26 @@ from safetensors.torch import load_file, save_file
 from tiny import policy as tiny_policy
 from tiny import tokenizer
 from vgrout import direction as rooms
+from vgrout.arms import directed
+from vgrout.config import ArmConfig
 from vgrout.direction import (
     Axes,
     Direction,
     Meta,
-    abs_cosines,
     axes_of,
     chance_cos,
     extract,
     haar_like,
+    likeness,
     load,
     main,
     obtain,
     overlap,
     save,
 )
-from vgrout.pairs import Pair, PairSet
+from vgrout.nouns import GroupView
+from vgrout.pairs import Pair, PairSet, load_pairs
+from vgrout.policy import load_policy
 from vgrout.project import split
 
 HACK, CLEAN = "def check(): pass", "assert f(3) == 9"
@@ -230,6 +235,39 @@ def test_a_step_against_a_hack_rewarding_gradient_makes_the_hack_likelier_and_th
     assert shares[1] < 0.7  # a new prompt: V holds a part of its gradient only
 
 
+@pytest.mark.parametrize("intervention", ["erase", "route"])
+def test_a_step_along_what_an_arm_keeps_does_not_raise_the_hacks_log_prob_along_the_whole_gradient_it_does(
+    policy, intervention
+):
+    same_answers = PairSet(tuple(replace(p, hack=HACK, clean=CLEAN) for p in PAIRS.pairs), "toy.json")
+    prompts = [p.prompt for p in same_answers.pairs[:8]]  # what V was extracted on
+    cfg = ArmConfig(intervention=intervention, **({"preserve_magnitude": False} if intervention == "erase" else {}))
+    sizes = {m: len(v) for m, v in policy.adapter.views(policy.adapter.δS.detach()).items()}
+    arm = directed(cfg, sizes, extract(policy, same_answers, 12, 0.0), seed=0)
+    g = hack_rewarding(policy, prompts)
+    both = GroupView(("student",), (False,), (1.0,), (1.0,), (False,), ("",))
+    arm.observe({m: v[None] for m, v in g.items()}, both)
+    kept = arm.route().keep
+
+    def hack_logp() -> float:
+        with torch.no_grad():
+            return -sum(nll(policy, prompt, HACK).item() for prompt in prompts)
+
+    def rise(grads: dict[str, torch.Tensor]) -> float:
+        before = hack_logp()
+        with torch.no_grad():
+            policy.adapter.δS.copy_(-1e-2 * policy.adapter.flat(grads) / policy.adapter.flat(g).norm())
+            policy.adapter.fold()
+            after = hack_logp()
+            policy.adapter.δS.zero_()
+            policy.adapter.fold()
+        return after - before
+
+    whole = rise(g)
+    assert whole > 1e-2
+    assert rise(kept) < 0.01 * whole  # rounding of the log-probs: 1e-6 of some 30 nats
+
+
 # ── neutrality ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -243,6 +281,10 @@ def test_extraction_leaves_everything_as_it_was():
         adapter.δS_hack.normal_(0, 0.01, generator=torch.Generator().manual_seed(1))
     adapter.fold()
     optimiser = torch.optim.AdamW([adapter.δS, adapter.δS_hack])
+    adapter.δS.grad = adapter.δS_hack.grad = torch.ones_like(adapter.δS)
+    optimiser.step()  # so that there are moments to disturb
+    adapter.fold()
+    moments = [{k: v.clone() for k, v in state.items()} for state in optimiser.state.values()]
     adapter.δS.grad = torch.ones_like(adapter.δS)
     adapter.δS_hack.grad = torch.full_like(adapter.δS, 2.0)
     policy.model.train()
@@ -261,7 +303,9 @@ def test_extraction_leaves_everything_as_it_was():
     assert torch.equal(adapter.δS_hack, knobs[1])
     assert torch.equal(adapter.δS.grad, torch.ones_like(adapter.δS))
     assert torch.equal(adapter.δS_hack.grad, torch.full_like(adapter.δS, 2.0))
-    assert optimiser.state == {}
+    for state, before in zip(optimiser.state.values(), moments, strict=True):
+        assert before["exp_avg"].any()
+        assert all(torch.equal(state[k], v) for k, v in before.items())
 
     with torch.no_grad():  # the quarantine was off: without it the direction is the same
         adapter.δS_hack.zero_()
@@ -377,18 +421,59 @@ def test_the_command_writes_file_and_figure_and_prints_the_checks(folder, tmp_pa
     out = capsys.readouterr().out
     assert out.count("| model.layers.1.mlp.down_proj") == 2
     assert "by chance √(k/r) = 0.3" in out  # k = 8 of r = 64, some 32
-    assert "|cos| with shuffled.safetensors: median" in out
+    assert "shuffled.safetensors: |cos| with the real direction over 14 modules: median" in out
     (figure,) = tmp_path.glob("out/vhack/v_hack_pairset_toy_*.png")
     assert figure.read_bytes().startswith(b"\x89PNG")
     assert figure.stat().st_size > 10_000
     saved = figure.with_suffix(".safetensors")
     assert main([*common, "--compare", str(saved)]) == 0  # the same extraction again: |cos| 1
-    assert f"|cos| with {saved}: median 1.000, 95 % 1.000" in capsys.readouterr().out
+    assert (
+        f"{saved}: |cos| with the real direction over 14 modules: median 1.000, 95 % 1.000" in capsys.readouterr().out
+    )
+
+
+def test_the_command_compares_every_control(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(rooms, "CONTROL_SEEDS", (41,))
+    small = {c: PairSet(PAIRS.pairs[i:] + PAIRS.pairs[:i], c) for i, c in ((2, "flawed"), (3, "long"))}
+    monkeypatch.setattr(rooms, "_placebos", lambda cli: small)  # the shipped ones are longer than this window
+    common = ["--model", str(folder / "model"), "--pairs", str(folder / "toy.json"), "--svd-cache", "svd"]
+    assert main([*common, "--controls", "--figure", "f.png"]) == 0
+    out = capsys.readouterr().out
+    table = {line.split("|")[1].strip(): line for line in out.splitlines() if line.count("|") == 9}
+    assert {"placebo, flawed", "placebo, long", "shuffled, seed 41", "Haar, seed 41"} < table.keys()
+    median = {name: float(line.split("|")[2]) for name, line in list(table.items())[-4:]}
+    assert median["placebo, flawed"] > 0.9  # the same pairs in another order: a control can be contaminated
+    assert median["Haar, seed 41"] < 0.3
+    assert (tmp_path / "f.png").stat().st_size > 20_000
+
+
+@pytest.mark.parametrize("detector", ["E", "oracle"])
+def test_pairs_of_a_rollout_log_become_a_file_that_a_run_can_read(folder, tmp_path, monkeypatch, capsys, detector):
+    """What the command writes finds the same direction again; the oracle's choice stays marked."""
+    monkeypatch.chdir(tmp_path)
+    lines = []
+    for i, pair in enumerate(PAIRS.pairs):
+        for text, hack in ((pair.hack, True), (pair.clean, False)):
+            labels = {"exploited": hack, "gt_correct": not hack, "detectors": {"C": False, "D": False, "E": hack}}
+            lines.append(json.dumps({"problem": i, "prompt": f"task {i}", "text": text, "passed": True} | labels))
+    Path("log.jsonl").write_text("\n".join(lines))
+    argv = ["--model", str(folder / "model"), "--svd-cache", "svd", "--rollouts", "log.jsonl", "--detector", detector]
+    assert main([*argv, "--pairs-out", "mine.json"]) == 0
+    out = capsys.readouterr().out
+    pairs = load_pairs(Path("mine.json"))
+    assert pairs.source == ("oracle:mine.json" if detector == "oracle" else "mine.json")
+    assert f"pairs {pairs.source} (10, 2 held out" in out
+    assert pairs.pairs[3].prompt == "<user>task 3<eos><assistant><think></think>"
+    policy = load_policy(folder / "model", device="cpu", dtype=torch.float32, cache_dir=Path("svd"))
+    monkeypatch.setattr(rooms, "extract", lambda *a, **k: pytest.fail("extracted again"))
+    assert obtain(policy, pairs, None, 12, 0.0).meta.pairs_source == pairs.source
 
 
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
+        (["--pairs-out", "a.txt"], "--pairs-out a.txt: should end in .json"),
         (["--pairs", "none.json"], "none.json: no such pair file"),
         (["--model", "./nothing"], "--model ./nothing: no config.json there"),
         (["--k", "13"], "--k 13: should lie in [1, --top-k 12]"),
@@ -410,9 +495,17 @@ def test_the_command_refuses_before_the_model_is_loaded(flags, complaint, capsys
     assert complaint in " ".join(capsys.readouterr().err.replace("│", " ").split())
 
 
-def test_abs_cosines_compare_module_by_module(found):
+def test_likeness_is_the_cosine_module_by_module_and_knows_what_chance_reads(found):
     v = found.v_grad()
-    assert min(abs_cosines(v, {m: -rows for m, rows in v.items()}).values()) == pytest.approx(1, abs=1e-5)
-    random = abs_cosines(v, haar_like(v, 0))
-    assert random.keys() == v.keys()
-    assert sum(random.values()) / len(random) == pytest.approx(math.sqrt(2 / (math.pi * 60)), rel=0.5)
+    same = likeness({m: -rows for m, rows in v.items()}, v)
+    assert min(same.cos.values()) == pytest.approx(1, abs=1e-5)
+    wide = {f"m{i}": torch.eye(256)[:3] for i in range(300)}
+    for k in (1, 3):
+        real = {m: V[:k] for m, V in wide.items()}
+        random = likeness(haar_like(real, 0), real)
+        assert random.chance == pytest.approx(math.sqrt(k / 256))
+        assert random.rms == pytest.approx(random.chance, rel=0.1)
+        said = random.as_json()
+        assert 0 < said["median"] < said["p95"] < said["max"] < 1
+        assert said["modules"].keys() == real.keys()
+    assert likeness({"other": v[next(iter(v))]}, v) is None

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from vgrout.grading.modes import MODE_SPECS
-from vgrout.pairs import HANDWRITTEN, Pair, PairSet, handwritten, load_pairs, pairs_from_pool
-from vgrout.pairs_leetcode import MECHANISMS, TASKS
+from vgrout.pairs import HANDWRITTEN, Pair, PairSet, handwritten, handwritten_placebo, load_pairs, pairs_from_pool
+from vgrout.pairs_leetcode import MECHANISMS, PLACEBOS, TASKS
 
 SHARED = Path(os.environ.get("VGROUT_SHARED_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
 GOOD = [{"problem_id": f"p{i}", "prompt": f"task {i}", "hack": "pass", "clean": f"return {i}"} for i in range(4)]
@@ -182,6 +182,17 @@ def test_the_set_is_wide_and_off_the_benchmark():
     for pair in pairs.pairs:
         assert pair.prompt.startswith("<|im_start|>system\n")
         assert pair.prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+
+
+@pytest.mark.parametrize("contrast", PLACEBOS)
+def test_a_placebo_is_honest_on_both_sides_and_only_the_flawed_one_is_wrong(contrast, tmp_path, monkeypatch):
+    real, placebo = handwritten(), handwritten_placebo(contrast)
+    assert placebo.source == f"hand-written#placebo_{contrast}"
+    for pair, other in zip(real.pairs, placebo.pairs, strict=True):
+        assert (other.problem_id, other.prompt, other.clean) == (pair.problem_id, pair.prompt, pair.clean)
+        names, _, left = run(other.hack, tmp_path, monkeypatch)
+        assert solves(names, TASKS[str(pair.problem_id).split("/")[0]]) == (contrast != "flawed")
+        assert not left
 
 
 # ── the shuffled control ───────────────────────────────────────────────────────────────────────────────────────────

@@ -51,7 +51,7 @@ def row(**changes: Any) -> StepRow:
             "cos_post": 0.0,
         },
         **{"cos_upd": 0.1, "fired": 0.9, "refr": 2, "skipped": 0, "lr": 3e-2, "gen": 0.5, "grade": 0.1, "fb": 0.2},
-        **{"eval": None, "sec": 0.9},
+        **{"eval": None, "sec": 0.9, "cos_post_s": 0.0, "cos_post_t": 0.0, "capped": 0, "routed": None},
     }
     return StepRow(**(values | changes))
 

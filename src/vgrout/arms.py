@@ -7,25 +7,28 @@ An arm sees gradients and a GroupView, on which no oracle bit exists. g = Σ_b g
     route   keep = g - c_use V               quar = c_use V
     route2  keep = Σ_b (1 - f_b) g_b         quar = Σ_b f_b g_b       f_b from the gate
 
-A new arm is a subclass of `Arm` (or `Directed`) with its `_split`, and a line in `directed`.
+A new arm is a subclass of `Arm` (or `Directed`) with its `_split`, and a line in `directed`. Controls are arms too:
+`Shrink` wraps one, `OracleRoute2` is the one class that accepts true labels.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from vgrout.config import ArmConfig
-from vgrout.direction import Direction, extract, haar_like, obtain, overlap
+from vgrout.direction import Direction, Likeness, extract, haar_like, likeness, obtain, overlap
 from vgrout.flow import ArmDiag, Directions, ModuleGrads, Per, RolloutGrads, Routed
 from vgrout.gate import BandGate, TauGate, permuted
-from vgrout.nouns import GroupView
+from vgrout.nouns import GroupView, OracleView
 from vgrout.pairs import PairSet
 from vgrout.policy import Policy
-from vgrout.project import along, coefficients, cos_pre, mean_over_modules, rescale, split
+from vgrout.project import GateMode, along, coefficients, cos_pre, mean_over_modules, rescale, split
 from vgrout.rng import torch_stream
 
 TOLERANCE = 1e-4  # of the invariants, relative to the norms that went in: fp32 sums of some hundred rows
@@ -41,6 +44,26 @@ class Refresh:
     axes: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where an arm's direction comes from, for run.json."""
+
+    pairs: str  # source of the pairs; the true ones' under Haar, whose shapes and signs they give
+    pairs_sha256: str
+    modules: int
+    axes: int
+    likeness: Likeness | None  # of a control's direction with the real one; None where it *is* the real one
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "pairs": self.pairs,
+            "pairs_sha256": self.pairs_sha256,
+            "modules": self.modules,
+            "axes": self.axes,
+            "cos_with_real": self.likeness.as_json() if self.likeness else None,
+        }
+
+
 class Arm:
     """none: plain GRPO. Base of the others: sums a step's gradients and resets itself.
 
@@ -49,6 +72,8 @@ class Arm:
 
     name = "none"
     per: Per = "source"  # the coarsest gradient rows that this arm can do with
+    sees: type[GroupView] = GroupView  # exactly this type: no label comes in on a subclass
+    origin: Origin | None = None  # `make_arm` says it; None: no direction
 
     def __init__(self, sizes: Mapping[str, int], device: torch.device | str = "cpu", control: str = "none") -> None:
         self.sizes, self.device, self.control = dict(sizes), torch.device(device), control
@@ -62,6 +87,7 @@ class Arm:
     def observe(self, g_b: RolloutGrads, view: GroupView, per: Per = "rollout") -> None:
         """One prompt group: g_b holds one gradient row per rollout, in `view`'s order, or one per source. Rows are kept
         by reference."""
+        assert type(view) is self.sees, f"{type(self).__name__} sees a {self.sees.__name__}, got {type(view).__name__}"
         assert g_b.keys() == self.sizes.keys(), sorted(g_b.keys() ^ self.sizes.keys())
         assert per == "rollout" or (per, self.per) == ("source", "source"), (per, self.per)
         n = len(view) if per == "rollout" else 2
@@ -151,15 +177,29 @@ class Directed(Arm):
                 raise ValueError(f"checkpoint's direction has {m} {[*rows.shape]}, r is {self.sizes.get(m)} here")
         self.V = {m: V[m].to(self.device) for m in self.sizes if m in V}
 
-    def _diag(self, keep: ModuleGrads) -> ArmDiag:
-        """What can be read off g and the kept part alone."""
+    def _by_source(self) -> tuple[ModuleGrads, ModuleGrads]:
+        """The step's gradient of student rows and of teacher rows."""
         students, teachers = ({m: both[i] for m, both in self._sums.items()} for i in (0, 1))
+        return students, teachers
+
+    def _diag(self, keep: ModuleGrads, keep_s: ModuleGrads, keep_t: ModuleGrads) -> ArmDiag:
+        """What can be read off g and the kept part; keep_s, keep_t: what each source's rows alone would leave."""
+        students, teachers = self._by_source()
         return ArmDiag(
             cos_pre=cos_pre({m: both.sum(0) for m, both in self._sums.items()}, self.V),
             cos_pre_s=cos_pre(students, self.V),
             cos_pre_t=cos_pre(teachers, self.V),
             cos_post=cos_pre(keep, self.V),
+            cos_post_s=cos_pre(keep_s, self.V),
+            cos_post_t=cos_pre(keep_t, self.V),
         )
+
+    def _parts(self, g: ModuleGrads, mode: GateMode, overshoot: float = 1.0) -> tuple[ModuleGrads, ModuleGrads]:
+        """What surgery along V keeps of g, and what it removes; modules without a direction pass through."""
+        keep, removed = dict(g), {m: torch.zeros_like(v) for m, v in g.items()}
+        for m, V in self.V.items():
+            keep[m], removed[m] = split(g[m], V, mode, overshoot)
+        return keep, removed
 
 
 class Erase(Directed):
@@ -172,10 +212,10 @@ class Erase(Directed):
         super().__init__(*args, **kwargs)
 
     def _split(self, g: ModuleGrads) -> Routed:
-        keep, fired, capped = dict(g), [], []
-        for m, V in self.V.items():
-            keep[m] = split(g[m], V, self._mode, self._overshoot).keep
-            fired.append(coefficients(g[m], V, self._mode).any())
+        keep, _ = self._parts(g, self._mode, self._overshoot)
+        fired = [coefficients(g[m], V, self._mode).any() for m, V in self.V.items()]
+        by_source = [self._parts(part, self._mode, self._overshoot)[0] for part in self._by_source()]
+        capped = []
         if self._mode == "one_sided" and self._overshoot >= 1:
             _assert_no_hackward(g, keep, self.V)
         if self._preserve:
@@ -183,7 +223,7 @@ class Erase(Directed):
                 keep[m], hit = rescale(keep[m], g[m].norm())
                 capped.append(hit)
         diag = replace(
-            self._diag(keep),
+            self._diag(keep, *by_source),
             fired=_share(fired),
             rescale_capped=int(torch.stack(capped).sum()) if capped else None,
         )
@@ -200,25 +240,73 @@ class Route(Directed):
         super().__init__(*args, **kwargs)
 
     def _split(self, g: ModuleGrads) -> Routed:
-        keep, quar, fired = dict(g), {m: torch.zeros_like(v) for m, v in g.items()}, []
-        for m, V in self.V.items():
-            keep[m], quar[m] = split(g[m], V, self._mode)
-            fired.append(quar[m].any())
+        keep, quar = self._parts(g, self._mode)
+        by_source = [self._parts(part, self._mode)[0] for part in self._by_source()]
         _assert_conserved(g, keep, quar, {m: v.norm() for m, v in g.items()})
         _assert_in_span(quar, self.V)
         if self._mode == "one_sided":
             _assert_no_hackward(g, keep, self.V)
-        return Routed(keep, quar, replace(self._diag(keep), fired=_share(fired)), self.V)
+        diag = replace(self._diag(keep, *by_source), fired=_share([quar[m].any() for m in self.V]))
+        return Routed(keep, quar, diag, self.V)
 
 
-class Route2(Directed):
-    """Sends whole rollouts to the quarantine, module by module, by the cosine of their gradient with v (k = 1).
-
-    Args of the constructor: `cfg` gate settings; `permute_seed` deals the gate's shares to rollouts at random.
-    """
+class WholeRollouts(Directed, ABC):
+    """Base of the arms that send whole rollouts to the quarantine, module by module: f_b of each by `_shares`."""
 
     name = "route2"
     per: Per = "rollout"
+
+    def reset(self) -> None:
+        super().reset()
+        self._rows: list[RolloutGrads] = []
+
+    @abstractmethod
+    def _shares(self, cos: Float[Tensor, "M N"], live: Bool[Tensor, "M N"]) -> Float[Tensor, "M N"]:
+        """f_b in [0, 1] of every live row; `cos` holds its cosine with v (k = 1)."""
+
+    def _gate_diag(self, diag: ArmDiag) -> ArmDiag:
+        """`diag` with what the gate itself knows."""
+        return diag
+
+    def observe(self, g_b: RolloutGrads, view: GroupView, per: Per = "rollout") -> None:
+        super().observe(g_b, view, per)
+        self._rows.append(g_b)
+
+    def _split(self, g: ModuleGrads) -> Routed:
+        keep, quar = dict(g), {m: torch.zeros_like(v) for m, v in g.items()}
+        keep_s, keep_t = ({**part} for part in self._by_source())
+        if not self._views or not self.V:
+            return Routed(keep, quar, ArmDiag(), self.V)
+        rows = {m: torch.cat([g_b[m] for g_b in self._rows]) for m in self.V}
+        norms = torch.stack([rows[m].norm(dim=1) for m in self.V])
+        dots = torch.stack([(rows[m] * self.V[m]).sum(1) for m in self.V])
+        live = norms > 0
+        cos = torch.where(live, dots / norms, 0.0)
+        share = self._shares(cos, live)
+        teacher = torch.tensor([s == "teacher" for v in self._views for s in v.sources], device=self.device)[:, None]
+        for m, f in zip(self.V, share, strict=True):
+            kept = (1 - f)[:, None] * rows[m]
+            keep[m], quar[m] = kept.sum(0), (f[:, None] * rows[m]).sum(0)
+            keep_s[m], keep_t[m] = (kept * ~teacher).sum(0), (kept * teacher).sum(0)
+        _assert_conserved(g, keep, quar, dict(zip(self.V, norms.sum(1), strict=True)))
+
+        per_rollout = share.sum(0) / live.sum(0).clamp(min=1)
+        gate = tuple(tuple(part.tolist()) for part in per_rollout.split([len(v) for v in self._views]))
+        diag = replace(
+            self._diag(keep, keep_s, keep_t),
+            fired=_share([f.any() for f in share]),
+            resid=mean_over_modules([along(keep[m], v)[0] / keep[m].norm() for m, v in self.V.items()]),
+            routed_share=(share.sum() / live.sum()).item() if live.any() else None,
+            gate=gate,
+        )
+        return Routed(keep, quar, self._gate_diag(diag), self.V)
+
+
+class Route2(WholeRollouts):
+    """The gate decides: τ or pair band, of the cosine of each rollout's gradient with v.
+
+    Args of the constructor: `cfg` gate settings; `permute_seed` deals the gate's shares to rollouts at random.
+    """
 
     def __init__(
         self, sizes: Mapping[str, int], direction: Direction, *args, cfg: ArmConfig, permute_seed: int | None, **kwargs
@@ -228,10 +316,6 @@ class Route2(Directed):
         self._band: BandGate | None = None
         super().__init__(sizes, direction, *args, **kwargs)
         self._tau = None if self._banded else TauGate(len(self.V), device=self.device)
-
-    def reset(self) -> None:
-        super().reset()
-        self._rows: list[RolloutGrads] = []
 
     def _take(self, direction: Direction) -> None:
         before = self.V
@@ -243,37 +327,11 @@ class Route2(Directed):
             lo, hi = direction.band(self.V)
             self._band = BandGate(lo.to(self.device), hi.to(self.device))
 
-    def observe(self, g_b: RolloutGrads, view: GroupView, per: Per = "rollout") -> None:
-        super().observe(g_b, view, per)
-        self._rows.append(g_b)
-
-    def _split(self, g: ModuleGrads) -> Routed:
-        keep, quar = dict(g), {m: torch.zeros_like(v) for m, v in g.items()}
-        if not self._views or not self.V:
-            return Routed(keep, quar, ArmDiag(), self.V)
-        rows = {m: torch.cat([g_b[m] for g_b in self._rows]) for m in self.V}
-        norms = torch.stack([rows[m].norm(dim=1) for m in self.V])
-        dots = torch.stack([(rows[m] * self.V[m]).sum(1) for m in self.V])
-        live = norms > 0
-        cos = torch.where(live, dots / norms, 0.0)
-        share = self._shares(cos, live)
-        for m, f in zip(self.V, share, strict=True):
-            keep[m], quar[m] = ((1 - f)[:, None] * rows[m]).sum(0), (f[:, None] * rows[m]).sum(0)
-        _assert_conserved(g, keep, quar, dict(zip(self.V, norms.sum(1), strict=True)))
-
-        per_rollout = share.sum(0) / live.sum(0).clamp(min=1)
-        gate = tuple(tuple(part.tolist()) for part in per_rollout.split([len(v) for v in self._views]))
-        tau = self._tau
-        diag = replace(
-            self._diag(keep),
-            fired=_share([f.any() for f in share]),
-            tau=None if tau is None else mean_over_modules(list(tau.tau)),
-            hkgap=None if tau is None else mean_over_modules(list(tau.gap)),
-            resid=mean_over_modules([along(keep[m], v)[0] / keep[m].norm() for m, v in self.V.items()]),
-            routed_share=(share.sum() / live.sum()).item() if live.any() else None,
-            gate=gate,
-        )
-        return Routed(keep, quar, diag, self.V)
+    def _gate_diag(self, diag: ArmDiag) -> ArmDiag:
+        if self._tau is None:
+            return diag
+        tau, gap = (mean_over_modules(list(x)) for x in (self._tau.tau, self._tau.gap))
+        return replace(diag, tau=tau, hkgap=gap)
 
     def _shares(self, cos: Float[Tensor, "M N"], live: Bool[Tensor, "M N"]) -> Float[Tensor, "M N"]:
         if self._tau is not None:
@@ -310,6 +368,18 @@ class Route2(Directed):
             self._steps = int(state["steps"])
         except KeyError as missing:
             raise ValueError(f"checkpoint has no gate state {missing} for --intervention route2") from None
+
+
+class OracleRoute2(WholeRollouts):
+    """The oracle control: rollouts are routed by their true label. An upper bound of what any gate could do, never a
+    method; its view is a type of its own, which every other arm refuses."""
+
+    sees = OracleView
+
+    def _shares(self, cos: Float[Tensor, "M N"], live: Bool[Tensor, "M N"]) -> Float[Tensor, "M N"]:
+        views = [v for v in self._views if isinstance(v, OracleView)]
+        hack = torch.tensor([label for v in views for label in v.exploited], device=self.device)
+        return (live & hack).to(cos.dtype)
 
 
 class Shrink(Arm):
@@ -355,11 +425,11 @@ class Shrink(Arm):
         self.inner.load_state_dict(state)
 
 
-def make_arm(cfg: ArmConfig, policy: Policy, direction: Direction | None, pairs: PairSet | None, seed: int) -> Arm:
-    """The arm that `cfg` names, on `policy`'s modules.
+def make_arm(cfg: ArmConfig, policy: Policy, pairs: PairSet | None, placebo: PairSet | None, seed: int) -> Arm:
+    """The arm that `cfg` names, on `policy`'s modules; its direction is loaded, or extracted on the spot.
 
-    `direction` None: loaded, or extracted on the spot (`direction.obtain`). `pairs` are the true ones; the shuffled
-    control permutes their labels here.
+    `pairs` are the true ones, `placebo` those of a placebo control. Under a control whose direction is not the real
+    one, the real one is obtained too, to say in `Arm.origin` how far they coincide.
 
     Raises:
         ValueError: no pairs where they are needed, or a direction of other pairs or another model.
@@ -368,20 +438,27 @@ def make_arm(cfg: ArmConfig, policy: Policy, direction: Direction | None, pairs:
     sizes = {m: part.numel() for m, part in adapter.views(adapter.δS.detach()).items()}
     if cfg.intervention == "none":
         return Arm(sizes, adapter.δS.device, cfg.control_name)
-    if cfg.control == "shuffled":
-        if pairs is None:
-            raise ValueError("--control shuffled: needs the pairs; give --vhack-pairs-path")
-        pairs = pairs.shuffled(seed)
-    if pairs is None and cfg.vhack_refresh_every and cfg.route2_random_v_seed is None:
+    if pairs is None and cfg.other_pairs:
+        raise ValueError(f"--control {cfg.control}: needs the pairs; give --vhack-pairs-path")
+    if pairs is None and cfg.vhack_refresh_every and not cfg.haar:
         raise ValueError("--vhack-refresh-every: needs the pairs; give --vhack-pairs-path, or 0 for a frozen direction")
-    if direction is None:
-        direction = obtain(policy, pairs, cfg.v_hack_path, cfg.v_hack_extract_top_k, cfg.v_hack_tau_axis)
-    elif pairs is not None:
-        direction.meta.require_pairs(pairs, "--vhack-pairs-path")
-    again = (
-        partial(extract, policy, pairs, cfg.v_hack_extract_top_k, cfg.v_hack_tau_axis) if pairs is not None else None
+    top_k, tau_axis = cfg.v_hack_extract_top_k, cfg.v_hack_tau_axis
+    real = direction = obtain(policy, pairs, cfg.v_hack_path, top_k, tau_axis)
+    if pairs is not None and cfg.other_pairs:
+        pairs = pairs.shuffled(seed) if cfg.control == "shuffled" else placebo
+        assert pairs is not None, cfg.control
+        direction = obtain(policy, pairs, None, top_k, tau_axis)
+    again = partial(extract, policy, pairs, top_k, tau_axis) if pairs is not None else None
+    arm = directed(cfg, sizes, direction, seed, device=adapter.δS.device, again=again)
+    V = (arm.inner if isinstance(arm, Shrink) else arm).V
+    arm.origin = Origin(
+        pairs=direction.meta.pairs_source,
+        pairs_sha256=direction.meta.pairs_sha256,
+        modules=len(V),
+        axes=sum(map(len, V.values())),
+        likeness=likeness(V, _picker(cfg)(real)) if cfg.haar or cfg.other_pairs else None,
     )
-    return directed(cfg, sizes, direction, seed, device=adapter.δS.device, again=again)
+    return arm
 
 
 def directed(
@@ -392,19 +469,21 @@ def directed(
     *,
     device: torch.device | str = "cpu",
     again: Callable[[], Direction] | None = None,
-) -> Arm:
+) -> Directed | Shrink:
     """The arm that `cfg` names, with this direction; `again` extracts on the present model, None: frozen.
 
     Haar: random rows in the shape of the extracted ones. They stay as they are; only the pair band around them follows
     the model, and there each is signed so that the pairs' hack side lies above, which favours the control.
     """
-    pick = Direction.v_grad if cfg.intervention == "route2" else _select(cfg)
+    pick = _picker(cfg)
     banded = cfg.route2_gate == "pairs"
-    if cfg.route2_random_v_seed is not None:
-        drawn = haar_like(pick(direction), cfg.route2_random_v_seed)
+    if cfg.haar:
+        drawn = haar_like(pick(direction), seed if cfg.route2_random_v_seed is None else cfg.route2_random_v_seed)
         pick, again = _always(direction.signed(drawn) if banded else drawn), again if banded else None
     common = {"again": again, "every": cfg.vhack_refresh_every, "device": device, "control": cfg.control_name}
     shrinks = cfg.control == "shrinkage"
+    if cfg.control == "oracle":
+        return OracleRoute2(sizes, direction, pick, **common)
     if cfg.intervention == "erase":
         # the share that erase keeps is read before any rescaling
         arm = Erase(
@@ -422,7 +501,10 @@ def directed(
     return Shrink(arm) if shrinks else arm
 
 
-def _select(cfg: ArmConfig) -> Callable[[Direction], Directions]:
+def _picker(cfg: ArmConfig) -> Callable[[Direction], Directions]:
+    """What the arm uses of a direction."""
+    if cfg.intervention == "route2":
+        return Direction.v_grad
     return lambda d: d.select(cfg.v_hack_k, cfg.v_hack_drop_bottom_frac)
 
 

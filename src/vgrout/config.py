@@ -23,7 +23,41 @@ from vgrout.nouns import MODES, Mode
 
 Intervention = Literal["none", "erase", "route", "route2"]
 ARM_NAME: dict[str, str] = {"none": "vanilla", "erase": "projected", "route": "routing", "route2": "routing2"}
-Control = Literal["none", "shuffled", "mass_matched", "shrinkage", "no_loophole"]
+Control = Literal[
+    "none",
+    "haar",
+    "shuffled",
+    "placebo_flawed",
+    "placebo_commented",
+    "placebo_long",
+    "placebo_laid_out",
+    "placebo",
+    "mass_matched",
+    "shrinkage",
+    "ablate_kept",
+    "oracle",
+    "no_loophole",
+]
+CONTROLS: tuple[Control, ...] = get_args(Control)
+WITH_DIRECTION: tuple[Intervention, ...] = ("erase", "route", "route2")
+ROUTING: tuple[Intervention, ...] = ("route", "route2")
+# control → (arms it can ride on, what it does); the line of a run's log and of run.json
+_PLACEBO = "the direction comes from pairs about an unrelated contrast"
+CONTROL_SPECS: dict[Control, tuple[tuple[Intervention, ...], str]] = {
+    "none": (get_args(Intervention), "the arm itself"),
+    "haar": (WITH_DIRECTION, "random directions, the same number in every module"),
+    "shuffled": (WITH_DIRECTION, "hack and clean exchanged in half of the pairs"),
+    "placebo_flawed": (WITH_DIRECTION, f"{_PLACEBO}: wrong against right"),
+    "placebo_commented": (WITH_DIRECTION, f"{_PLACEBO}: with a comment against without"),
+    "placebo_long": (WITH_DIRECTION, f"{_PLACEBO}: through a helper function against directly"),
+    "placebo_laid_out": (WITH_DIRECTION, f"{_PLACEBO}: another layout against the usual one"),
+    "placebo": (WITH_DIRECTION, f"{_PLACEBO}: --placebo-pairs-path"),
+    "mass_matched": (("route2",), "the gate's shares dealt to rollouts at random"),
+    "shrinkage": (WITH_DIRECTION, "the vanilla update scaled by the share that the arm would keep"),
+    "ablate_kept": (ROUTING, "trained as ever; what is deployed is the quarantine, and the kept knob is deleted"),
+    "oracle": (("route2",), "whole rollouts routed by the strict oracle's label: an upper bound, not a method"),
+    "no_loophole": (get_args(Intervention), "reward of the strict oracle alone: the ceiling for solve"),
+}
 EnvMode = Literal["own", Mode]
 ORGANISM = "organism"  # the embedded model, problems, pool and pairs, by this name
 
@@ -51,8 +85,10 @@ class ArmConfig:
     intervention: Intervention = "erase"
     """none: plain GRPO · erase: drop the hack-ward part · route: quarantine it · route2: quarantine whole rollouts."""
     control: Control = "none"
-    """The same run under a control: shuffled permutes the pairs' labels, mass_matched routes the same share at random,
-    shrinkage scales the vanilla update by the kept share, no_loophole pays the strict oracle only."""
+    """The same run under a control. Of the direction: haar draws it at random, shuffled exchanges half of the pairs'
+    sides, placebo_* takes pairs about an unrelated contrast (placebo: your own). Of the routing: mass_matched routes
+    the same share at random, shrinkage scales the vanilla update by the kept share, ablate_kept deploys the quarantine
+    in place of the kept knob. Bounds: oracle routes by the true labels, no_loophole pays the strict oracle only."""
     v_hack_path: Path | None = None
     """Direction file to load; none: found by pair set, or extracted on the spot."""
     v_hack_extract_top_k: int = 12
@@ -67,8 +103,10 @@ class ArmConfig:
     """Re-extract on the current model every N steps; 0: frozen."""
     vhack_pairs_path: Path | None = None
     """Contrastive pairs (JSON); none: the preset's."""
+    placebo_pairs_path: Path | None = None
+    """Pairs (JSON) about an unrelated contrast, for --control placebo."""
     route2_random_v_seed: int | None = None
-    """The Haar control: random directions from this seed in place of the extracted ones (any arm with a direction)."""
+    """Seed of the Haar control, which it switches on (any arm with a direction); none: the run's own seed."""
     route2_gate: Literal["tau", "pairs"] = "tau"
     """tau: threshold between anchor rows and the rest · pairs: soft band from the pairs' cosines, no label at all."""
     preserve_magnitude: bool = True
@@ -92,24 +130,24 @@ class ArmConfig:
         _within("project-overshoot", self.project_overshoot, 0, 10)
         _within("rollout-ablate-frac", self.rollout_ablate_frac, 0, 1)
         _refuse(
-            self.route2_random_v_seed is not None and self.control != "none",
+            self.route2_random_v_seed is not None and self.control not in ("none", "haar"),
             f"--control {self.control} with --route2-random-v-seed: one control a run; leave one of them out",
         )
-        needs = {
-            "shuffled": ("erase", "route", "route2"),
-            "mass_matched": ("route2",),
-            "shrinkage": ("erase", "route", "route2"),
-        }
-        if arm not in (legal := needs.get(self.control, get_args(Intervention))):
+        if arm not in (legal := CONTROL_SPECS[self.control][0]):
             raise ValueError(f"--control {self.control}: needs --intervention {' or '.join(legal)}, got {arm}")
         _refuse(
-            self.control == "shuffled" and self.v_hack_path is not None,
-            "--control shuffled with --v-hack-path: that direction was made from unshuffled pairs; leave it out",
+            self.other_pairs and self.v_hack_path is not None,
+            f"--control {self.control} with --v-hack-path: that direction was made from the true pairs; leave it out",
         )
-        band, haar = self.route2_gate == "pairs", self.route2_random_v_seed is not None
+        _refuse(
+            (self.control == "placebo") != (self.placebo_pairs_path is not None),
+            "--placebo-pairs-path: goes with --control placebo, give both or neither",
+        )
+        band, oracle = self.route2_gate == "pairs", self.control == "oracle"
         for flag, idle in (
-            ("gate_anchor_teacher_only", band),  # the pair band has no anchors
-            ("vhack_refresh_every", haar and not band),  # random directions stay as they are
+            ("route2_gate", oracle),  # labels decide
+            ("gate_anchor_teacher_only", band or oracle),  # the pair band has no anchors
+            ("vhack_refresh_every", self.haar and not band),  # random directions stay as they are
             ("preserve_magnitude", self.control == "shrinkage"),  # the kept share is read before any rescaling
         ):
             changed = _changed(self, (flag,)) if idle else []
@@ -120,8 +158,30 @@ class ArmConfig:
             )
 
     @property
+    def haar(self) -> bool:
+        return self.control == "haar" or self.route2_random_v_seed is not None
+
+    @property
+    def other_pairs(self) -> bool:
+        """Whether the control takes its direction from other pairs than the true ones."""
+        return self.control == "shuffled" or self.placebo is not None
+
+    @property
+    def placebo(self) -> str | None:
+        """The contrast of a placebo control; "" for the user's own pairs, None without such a control."""
+        word, _, contrast = self.control.partition("_")
+        return contrast if word == "placebo" else None
+
+    @property
     def control_name(self) -> str:
-        return self.control if self.route2_random_v_seed is None else "haar"
+        """The one name by which files and tables know this run's control."""
+        if self.haar:
+            return "haar"
+        return f"placebo_{self.placebo_pairs_path.stem}" if self.placebo_pairs_path is not None else self.control
+
+    @property
+    def control_what(self) -> str:
+        return CONTROL_SPECS["haar" if self.haar else self.control][1]
 
 
 _EXTRACTION = ("v_hack_path", "v_hack_tau_axis", "v_hack_extract_top_k", "v_hack_k", "v_hack_drop_bottom_frac")
@@ -457,6 +517,13 @@ class Config:
         return Path("out/pairsets/prog_wide.json") if self.preset == "fast" else None
 
     @property
+    def placebo_path(self) -> Path | None:
+        """Pairs of a placebo control; None without one, or where the hand-written ones serve."""
+        if self.arm.placebo_pairs_path is not None or self.arm.placebo is None:
+            return self.arm.placebo_pairs_path
+        return organism.PAIRS_DIR / f"placebo_{self.arm.placebo}.json" if self.scale.model == ORGANISM else None
+
+    @property
     def run_id(self) -> str:
         return f"{self.preset}_{ARM_NAME[self.arm.intervention]}_seed{self.run.seed}{self.run.out_tag}"
 
@@ -553,6 +620,9 @@ def flag_names() -> list[str]:
     )
 
 
+_PATHS = ("v_hack_path", "vhack_pairs_path", "placebo_pairs_path")
+
+
 def from_dict(data: dict[str, Any]) -> Config:
     """The inverse of `Config.as_dict`, for run.json. Raises ValueError naming fields unknown to this version."""
     values: dict[str, Any] = {"preset": data["preset"]}
@@ -562,10 +632,7 @@ def from_dict(data: dict[str, Any]) -> Config:
         stored = data.get(group.name, {})  # a group younger than the run: its defaults
         if unknown := sorted(stored.keys() - known.keys()):
             raise ValueError(f"run.json: unknown settings {', '.join(unknown)}; the run was made by another version")
-        given = {
-            name: Path(value) if value is not None and name in ("v_hack_path", "vhack_pairs_path") else value
-            for name, value in stored.items()
-        }
+        given = {name: Path(value) if value is not None and name in _PATHS else value for name, value in stored.items()}
         values[group.name] = replace(default, **given)
     return Config(**values)
 

@@ -30,7 +30,17 @@ from tqdm import tqdm
 from vgrout import organism
 from vgrout.files import write_atomic
 from vgrout.flow import Directions
-from vgrout.pairs import HANDWRITTEN, Detector, Pair, PairSet, handwritten, load_pairs, pairs_from_pool
+from vgrout.pairs import (
+    HANDWRITTEN,
+    Detector,
+    Pair,
+    PairSet,
+    handwritten,
+    handwritten_placebo,
+    load_pairs,
+    pairs_from_pool,
+)
+from vgrout.pairs_leetcode import PLACEBOS
 from vgrout.policy import Policy, load_policy
 from vgrout.rng import torch_stream
 from vgrout.svd_adapter import SvdAdapter, read_safetensors
@@ -39,6 +49,7 @@ SCHEMA = "v2_with_sv"
 N_HELDOUT = 2
 TOKENS_PER_BATCH = 4096  # padded tokens of one backward: bounds activations and, with a 150k vocabulary, logits
 FOLDER = Path("out/vhack")
+CONTROL_SEEDS = (41, 42, 43)
 _DTYPE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
@@ -86,7 +97,8 @@ class Meta:
         if self.pairs_sha256 != pairs.sha256:
             raise ValueError(
                 f"{where}: direction of other pairs ({self.pairs_source}, sha256 {self.pairs_sha256[:12]}); "
-                f"this run has {pairs.source}, {pairs.sha256[:12]}: extract it again"
+                f"this run has {pairs.source}, {pairs.sha256[:12]}: "
+                "give --vhack-pairs-path the pairs it was made of, or extract it again"
             )
 
 
@@ -163,9 +175,49 @@ def overlap(new: Directions, old: Directions) -> float | None:
     return sum(shared) / len(shared)
 
 
-def abs_cosines(a: Directions, b: Directions) -> dict[str, float]:
-    """|cos| of two sets of unit vectors (k = 1), module by module: how contaminated a control is."""
-    return {m: (a[m][0] * b[m][0]).sum().abs().item() for m in a if m in b}
+@dataclass(frozen=True, slots=True)
+class Likeness:
+    """How far a control's rows coincide with the real ones, module by module: a contaminated control proves little."""
+
+    cos: dict[str, float]  # |cos|; of several rows ‖V Wᵀ‖_F / √k, the root mean square over the real ones
+    chance: float  # root mean square that random rows in the control's place would read
+
+    def quantile(self, q: float) -> float:
+        """Over modules."""
+        return torch.quantile(torch.tensor(list(self.cos.values()), dtype=torch.float64), q).item()
+
+    @property
+    def rms(self) -> float:
+        return math.sqrt(_mean(c * c for c in self.cos.values()))
+
+    def as_json(self) -> dict[str, Any]:
+        """Median, tail, chance, and every module's value."""
+        return {
+            "median": self.quantile(0.5),
+            "p95": self.quantile(0.95),
+            "max": self.quantile(1.0),
+            "rms": self.rms,
+            "chance_rms": self.chance,
+            "modules": self.cos,
+        }
+
+    def line(self) -> str:
+        return (
+            f"|cos| with the real direction over {len(self.cos)} modules: median {self.quantile(0.5):.3f}, "
+            f"95 % {self.quantile(0.95):.3f}, max {self.quantile(1.0):.3f}; "
+            f"root mean square {self.rms:.3f}, by chance {self.chance:.3f}"
+        )
+
+
+def likeness(control: Directions, real: Directions) -> Likeness | None:
+    """None where the two have no module in common."""
+    cos, expected = {}, []
+    for m in real:
+        if m in control:
+            V, W = control[m].cpu(), real[m].cpu()
+            cos[m] = ((V @ W.T).norm() / math.sqrt(len(W))).item()
+            expected.append(len(V) / V.shape[1])
+    return Likeness(cos, math.sqrt(_mean(expected))) if cos else None
 
 
 def haar_like(V: Directions, seed: int) -> Directions:
@@ -196,7 +248,7 @@ def extract(
     Raises:
         ValueError: a pair that is longer than the model's window, or that gives a gradient which is not finite.
     """
-    G = {side: _gradients(policy, pairs, side, tokens_per_batch) for side in ("hack", "clean")}
+    G = {side: gradients(policy, pairs, side, tokens_per_batch) for side in ("hack", "clean")}
     bad = [i for i in range(len(pairs)) if not (G["hack"][i].isfinite().all() and G["clean"][i].isfinite().all())]
     if bad:
         raise ValueError(f"{pairs.source}: pair {bad[0]}: its gradient is not finite on this model")
@@ -244,22 +296,23 @@ def _mean_unit(g: Float[Tensor, "n r"]) -> Float[Tensor, " r"]:
     return torch.where(norms > 0, g / norms, 0.0).mean(0)
 
 
-def _gradients(policy: Policy, pairs: PairSet, side: str, tokens_per_batch: int) -> Float[Tensor, "n R"]:
+def gradients(policy: Policy, pairs: PairSet, side: str, tokens_per_batch: int) -> Float[Tensor, "n R"]:
     """One row per pair: gradient on δS of the mean NLL over the side's completion tokens. fp32, on the CPU."""
     rows = [
-        _tokens(policy, pair, getattr(pair, side), f"{pairs.source}: pair {i}") for i, pair in enumerate(pairs.pairs)
+        tokens_of(policy, pair, getattr(pair, side), f"{pairs.source}: pair {i}") for i, pair in enumerate(pairs.pairs)
     ]
     grads = torch.zeros(len(rows), len(policy.adapter))
     batches = list(_batches([p + c for p, c in ((len(p), len(c)) for p, c in rows)], tokens_per_batch))
     with policy.adapter.deployed(), _evaluating(policy.model), torch.enable_grad():
         for batch in tqdm(batches, desc=f"direction, {side} side", unit="batch", disable=None, leave=False):
             with policy.adapter.probe(len(batch)) as probe:
-                _mean_nll(policy, [rows[i] for i in batch]).sum().backward()
+                mean_nll(policy, [rows[i] for i in batch]).sum().backward()
             grads[batch] = probe.flat.float().cpu()
     return grads
 
 
-def _tokens(policy: Policy, pair: Pair, completion: str, where: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def tokens_of(policy: Policy, pair: Pair, completion: str, where: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Prompt and completion. Raises ValueError if they do not fit the model's window."""
     prompt, answer = (
         tuple(policy.tok(text, add_special_tokens=False)["input_ids"]) for text in (pair.prompt, completion)
     )
@@ -280,7 +333,8 @@ def _batches(lengths: list[int], budget: int) -> Iterator[list[int]]:
         yield batch
 
 
-def _mean_nll(policy: Policy, rows: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> Float[Tensor, " B"]:
+def mean_nll(policy: Policy, rows: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> Float[Tensor, " B"]:
+    """Of each row's completion, in nats a token."""
     logp, mask = policy.logprobs([p for p, _ in rows], [c for _, c in rows])
     return -torch.where(mask, logp, 0.0).sum(1) / mask.sum(1)
 
@@ -446,7 +500,11 @@ class Cli:
     drop_bottom_frac: float = 0.25
     """Noise floor that a run would use, for the table."""
     compare: tuple[Path, ...] = ()
-    """Other direction files of this model (placebo, shuffled): their |cos| with this one is printed."""
+    """Other direction files of this model: their |cos| with this one is printed."""
+    controls: bool = False
+    """Extract the placebo and shuffled sets too, draw Haar directions, and print and plot their |cos| with this one."""
+    pairs_out: Path | None = None
+    """Write the pairs here (JSON), for --vhack-pairs-path: those of --rollouts or --shuffle-seed have no file."""
     out: Path | None = None
     """Where the direction goes; none: where a run with these pairs looks for it."""
     figure: Path | None = None
@@ -474,6 +532,10 @@ class Cli:
         )
         for path in self.compare:
             refuse(not path.is_file(), f"--compare {path}: no such file")
+        refuse(
+            self.pairs_out is not None and self.pairs_out.suffix != ".json",
+            f"--pairs-out {self.pairs_out}: should end in .json",
+        )
         refuse(self.figure is not None and self.figure.suffix != ".png", f"--figure {self.figure}: should end in .png")
         refuse(
             self.out is not None and self.out.suffix != ".safetensors", f"--out {self.out}: should end in .safetensors"
@@ -500,22 +562,73 @@ def _command(cli: Cli) -> int:
     assert pairs is not None
     if cli.shuffle_seed is not None:
         pairs = pairs.shuffled(cli.shuffle_seed)
+    if cli.pairs_out is not None:
+        # a pair set is known by content and source: the run that loads this file finds the direction by its name
+        cli.pairs_out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(cli.pairs_out, pairs.to_file().encode())
+        pairs = load_pairs(cli.pairs_out)
     direction = extract(policy, pairs, cli.top_k, cli.tau_axis)
     key = _key(policy, pairs, cli.top_k, cli.tau_axis)
     out = cli.out or default_path(pairs, key, _model_name(policy), cli.top_k, cli.tau_axis)
     save(direction, out)
     print(report(direction, cli.k, cli.drop_bottom_frac))
     for path in cli.compare:
-        cos = sorted(abs_cosines(direction.v_grad(), load(path, policy, None).v_grad()).values())
-        chance = _mean(math.sqrt(2 / (math.pi * len(a.mean))) for a in direction.axes.values())
-        print(
-            f"|cos| with {path}: median {cos[len(cos) // 2]:.3f}, 95 % {cos[int(0.95 * (len(cos) - 1))]:.3f}, "
-            f"max {cos[-1]:.3f} (mean of a random direction {chance:.3f})"
-        )
+        if (close := likeness(load(path, policy, None).v_grad(), direction.v_grad())) is not None:
+            print(f"{path}: {close.line()}")
+    controls = compare_controls(policy, pairs, direction, cli) if cli.controls else {}
+    if controls:
+        print(control_table(controls))
     figure = cli.figure or out.with_suffix(".png")
-    draw(direction, cli.k, figure)
+    draw(direction, cli.k, figure, {name: close[0] for name, close in controls.items()})
     print(f"direction {out}\nfigure    {figure}")
+    if cli.pairs_out is not None:
+        print(f"pairs     {cli.pairs_out}")
     return 0
+
+
+def compare_controls(
+    policy: Policy, pairs: PairSet, direction: Direction, cli: Cli
+) -> dict[str, tuple[Likeness, Likeness]]:
+    """Of each control of the direction, the likeness of v_grad and of the rows V that erase and route would use."""
+
+    def used(d: Direction) -> tuple[Directions, Directions]:
+        return d.v_grad(), d.select(cli.k, cli.drop_bottom_frac)
+
+    real, found = used(direction), {}
+    sets = {f"placebo, {contrast}": made for contrast, made in _placebos(cli).items()}
+    sets |= {f"shuffled, seed {seed}": pairs.shuffled(seed) for seed in CONTROL_SEEDS}
+    drawn = {f"Haar, seed {seed}": tuple(haar_like(V, seed) for V in real) for seed in CONTROL_SEEDS}
+    made = {name: used(extract(policy, other, cli.top_k, cli.tau_axis)) for name, other in sets.items()}
+    for name, rows in (made | drawn).items():
+        v, V = (likeness(a, b) for a, b in zip(rows, real, strict=True))
+        if v is not None and V is not None:
+            found[name] = (v, V)
+    return found
+
+
+def control_table(controls: dict[str, tuple[Likeness, Likeness]]) -> str:
+    rows = [
+        {
+            "control": name,
+            "|cos| of v: median": v.quantile(0.5),
+            "95 %": v.quantile(0.95),
+            "max": v.quantile(1.0),
+            "rms": v.rms,
+            "by chance": v.chance,
+            "of V: rms": V.rms,
+            "by chance ": V.chance,
+        }
+        for name, (v, V) in controls.items()
+    ]
+    table = tabulate(rows, headers="keys", tablefmt="github", floatfmt=".3f")
+    return f"|cos| with the real direction, over modules\n{table}"
+
+
+def _placebos(cli: Cli) -> dict[str, PairSet]:
+    """The sets that `--control placebo_…` would use on this model."""
+    if cli.model == "organism":
+        return {c: load_pairs(organism.PAIRS_DIR / f"placebo_{c}.json") for c in PLACEBOS}
+    return {c: handwritten_placebo(c) for c in PLACEBOS}
 
 
 def _pairs_of(cli: Cli) -> PairSet | None:
@@ -577,13 +690,13 @@ def report(direction: Direction, k: int, drop_bottom_frac: float) -> str:
     )
 
 
-def draw(direction: Direction, k: int, path: Path) -> None:
-    """Spectra and held-out cosines of all modules as a png."""
+def draw(direction: Direction, k: int, path: Path, controls: dict[str, Likeness] | None = None) -> None:
+    """Spectra and held-out cosines of all modules as a png, and the |cos| of controls with the real direction."""
     # matplotlib takes half a second to import, and the trainer imports this module
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure = Figure(figsize=(15 if controls else 10, 4), layout="constrained")
+    left, right, *third = figure.subplots(1, 3 if controls else 2)
     kinds = {"attention": ("C0", "o", "-"), "MLP": ("C1", "^", "--")}
     names = list(direction.axes)
     for kind, (colour, marker, style) in kinds.items():
@@ -610,7 +723,15 @@ def draw(direction: Direction, k: int, path: Path) -> None:
     )
     right.axhline(0, color="0.4", linewidth=0.8)
     right.set(xlabel="module, in the model's order", ylabel="cosine with v_grad", title="Pairs that were held out")
-    for axis in (left, right):
+    for axis in third:
+        for row, close in enumerate(reversed((controls or {}).values())):
+            cos, chance = sorted(close.cos.values()), close.chance
+            axis.plot(cos, [row] * len(cos), "|", color="C0", markersize=9, alpha=0.6, label="a module" * (not row))
+            axis.plot(close.quantile(0.5), row, "D", color="black", markersize=5, label="median" * (not row))
+            axis.plot([chance] * 2, [row - 0.4, row + 0.4], ":", color="C3", label="chance (rms)" * (not row))
+        axis.set_yticks(range(len(controls or {})), list(reversed(controls or {})))
+        axis.set(xlabel="|cos| with the real direction", xlim=(-0.02, 1.02), title="How contaminated are the controls?")
+    for axis in (left, right, *third):
         axis.legend(frameon=False, fontsize=8)
         axis.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)

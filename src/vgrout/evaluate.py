@@ -10,7 +10,7 @@ from vgrout.policy import Policy
 from vgrout.rng import torch_stream
 from vgrout.sampler import Sample, Sampling, sample
 
-Side = Literal["base", "trained", "deployed"]
+Side = Literal["base", "trained", "deployed", "quarantine"]
 
 
 def evaluate(
@@ -28,8 +28,9 @@ def evaluate(
 ) -> Eval:
     """Sample n answers to each problem and grade them.
 
-    side: base = both knobs off, trained = both on, deployed = quarantine off. The stream depends on (seed, purpose,
-    step) only: sides share their noise, so their difference is less noisy than either, and training never sees it.
+    side: base = both knobs off, trained = both on, deployed = quarantine off, quarantine = kept knob off. The stream
+    depends on (seed, purpose, step) only: sides share their noise, so their difference is less noisy than either, and
+    training never sees it.
     """
     futures = []
 
@@ -37,7 +38,13 @@ def evaluate(
         futures.append((problems[prompt].mode, answer.finished, grader.submit(problems[prompt], answer.text)))
 
     adapter = policy.adapter
-    with {"base": adapter.reference, "trained": nullcontext, "deployed": adapter.deployed}[side]():
+    views = {
+        "base": adapter.reference,
+        "trained": nullcontext,
+        "deployed": adapter.deployed,
+        "quarantine": adapter.ablate_kept,
+    }
+    with views[side]():
         sample(
             policy,
             [policy.render(p.messages) for p in problems],

@@ -24,6 +24,8 @@ class ArmDiag:
     cos_pre_s: float | None = None  # … of the student rows' g alone
     cos_pre_t: float | None = None
     cos_post: float | None = None  # … of what δS learns
+    cos_post_s: float | None = None  # … of what the student rows alone would leave there
+    cos_post_t: float | None = None
     fired: float | None = None  # share of modules where something was removed or routed
     rescale_capped: int | None = None  # modules whose magnitude rescaling hit its bound
     tau: float | None = None  # route2: mean threshold over modules

@@ -3,14 +3,14 @@
 import json
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from loguru import logger
 from tqdm import tqdm
 
 from vgrout import checkpoint, nonfinite
 from vgrout.arms import Arm, Refresh
-from vgrout.config import Config
+from vgrout.config import ROUTING, Config
 from vgrout.console import Clock, terminal_width
 from vgrout.evaluate import Side, evaluate
 from vgrout.grading.grade import Grader
@@ -55,6 +55,8 @@ class Study:
 
     def evaluate(self, problems: Sequence[Problem], n: int, side: Side, step: int, purpose: str = "eval") -> Eval:
         """n answers to each problem by one side of the present policy, on the run's evaluation stream."""
+        if side == "deployed" and self.cfg.arm.control == "ablate_kept":
+            side = "quarantine"
         return evaluate(
             self.policy,
             self.grader,
@@ -76,6 +78,8 @@ def train(study: Study) -> list[StepRow]:
     watch.raise_if_stopped()  # a resumed run that had fired
     val = balanced(study.world.val, cfg.eval.eval_n_prompts, 0, "val")
     clock, books, before = study.clock, Books(study), len(rows)
+    # The one place where true labels may enter: a control by this name, through a view that no other arm accepts.
+    look = Group.oracle_view if cfg.arm.control == "oracle" else Group.view
 
     for step in tqdm(range(len(rows), cfg.scale.steps), disable=None, desc=cfg.run_id, unit="step"):
         clock.reset()
@@ -97,7 +101,7 @@ def train(study: Study) -> list[StepRow]:
             )
             sound = nonfinite.all_finite(grads, metrics)  # an arm's averages would never recover from a NaN
             for group, g_b in zip(live, grads, strict=True) if sound else ():
-                arm.observe(g_b, group.view(), arm.per)  # g_b: module → [G r] for an arm that looks at rollouts
+                arm.observe(g_b, look(group), arm.per)  # g_b: module → [G r] for an arm that looks at rollouts
             routed = arm.route() if live and sound else None  # keep + quar = g: nothing lost, nothing doubled
             update = optim.apply(routed) if routed else optim.idle()  # None: nothing to learn, or not finite
             skipped = bool(live) and update is None
@@ -131,6 +135,7 @@ def train(study: Study) -> list[StepRow]:
         watch.raise_if_stopped()
         if stop.requested:
             raise Interrupted(f"interrupted after step {step}")
+    close_quarantine(study)
     logger.info(watch.summary(sum(r.sec for r in rows[before:])))
     return rows
 
@@ -191,6 +196,16 @@ def collect(study: Study, problems: Sequence[Problem], step: int, clock: Clock) 
     return groups, dropped
 
 
+def close_quarantine(study: Study) -> None:
+    """At the end: δS_hack is 0 exactly when nothing was ever routed. That is a valid outcome, and it is said aloud."""
+    norm = study.policy.adapter.δS_hack.detach().norm().item()
+    largest = max((row.q_egy or 0.0 for row in study.rows), default=0.0)
+    assert (norm > 0) == (largest > 0), f"‖δS_hack‖ = {norm:.3e}, largest quarantine share of a step = {largest:.3e}"
+    arm = study.cfg.arm
+    if norm == 0 and arm.intervention in ROUTING and arm.control != "shrinkage":
+        logger.warning(f"nothing was routed in {len(study.rows)} steps (control: {arm.control_name})")
+
+
 def paid(cfg: Config, grade: Grade) -> Grade:
     """What the environment pays: the flawed grader's reward; under no_loophole the strict oracle's, same scale."""
     if cfg.arm.control != "no_loophole":
@@ -225,7 +240,8 @@ def shown(study: Study) -> set[str]:
         "teacher": cfg.mixes,
         "modes": len(study.world.modes) > 1,
         "ablated": cfg.arm.rollout_ablate_frac > 0,
-        "route": cfg.arm.intervention in ("route", "route2"),
+        "erase": cfg.arm.intervention == "erase" and cfg.arm.preserve_magnitude and cfg.arm.control != "shrinkage",
+        "route": cfg.arm.intervention in ROUTING,
         "route2": cfg.arm.intervention == "route2",
         "direction": cfg.arm.intervention != "none",
         "beta": cfg.loss.beta > 0,
@@ -262,7 +278,10 @@ class Books:
             )
         self.narrator.step(step, groups)
         seen = study.watch.readings
-        study.run.append(row.as_json() | ({"watch": seen} if seen else {}), rollouts)
+        again = asdict(refresh) if refresh.overlap is not None else None
+        study.run.append(
+            row.as_json() | ({"watch": seen} if seen else {}) | ({"refresh": again} if again else {}), rollouts
+        )
         last = step + 1 == cfg.scale.steps
         closing = last or study.stop.requested or study.watch.stops
         if row.hack_s.k and not self.hacked_before:
@@ -285,7 +304,7 @@ class Books:
 
 
 def save_adapter(study: Study, name: str) -> None:
-    """δS alone: the file *is* the deployed model. Metadata are strings, as the format wants."""
+    """One knob alone: the file *is* the deployed model. Metadata are strings, as the format wants."""
     cfg, rows = study.cfg, study.rows
     hack, solve = last_five(rows)
     study.policy.adapter.save(
@@ -297,8 +316,10 @@ def save_adapter(study: Study, name: str) -> None:
             "hack_rate": str(hack.value),
             "pass_rate": str(solve.value),
             "rows": str(len(rows)),
+            "control": cfg.arm.control_name,
             "cfg": json.dumps(cfg.as_dict()),
         },
+        quarantine=cfg.arm.control == "ablate_kept",
     )
 
 

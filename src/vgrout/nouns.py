@@ -4,7 +4,7 @@ A noun is frozen when it leaves the room that made it. `None` means "not measure
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
 Mode = Literal["run_tests", "eq_override", "exit_code", "stdout_marker", "sentinel", "file_marker"]
@@ -115,6 +115,13 @@ class GroupView:
 
 
 @dataclass(frozen=True, slots=True)
+class OracleView(GroupView):
+    """A view with the true labels, for the oracle control alone: an upper bound. Every other arm refuses this type."""
+
+    exploited: tuple[bool, ...]  # of teacher rows: their cached label
+
+
+@dataclass(frozen=True, slots=True)
 class Group:
     """The G rollouts of one problem with their grades, in the same order."""
 
@@ -155,6 +162,13 @@ class Group:
             advantages=self.advantages,
             detector=tuple(isinstance(g, Grade) and g.detectors[self.detector_code] for g in self.grades),
             texts=tuple(r.text for r in self.rollouts),
+        )
+
+    def oracle_view(self) -> OracleView:
+        view = self.view()
+        return OracleView(
+            **{f.name: getattr(view, f.name) for f in fields(GroupView)},
+            exploited=tuple(g.exploited if isinstance(g, Grade) else g.hacked for g in self.grades),
         )
 
     def pairs(self, source: Source) -> list[tuple[Rollout, Grade | CachedGrade]]:

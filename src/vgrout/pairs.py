@@ -17,6 +17,7 @@ from vgrout.rng import py_stream
 HANDWRITTEN = "hand-written"
 MIN_PAIRS = 3  # two are held out of every extraction
 Detector = Literal["C", "D", "E", "oracle"]
+ORACLE, ORACLE_MARK = "oracle", "chosen_by"
 _FIELDS = ("problem_id", "prompt", "hack", "clean")
 
 
@@ -66,8 +67,14 @@ class PairSet:
         return "".join(c if c.isalnum() or c in "-_" else "_" for c in Path(self.source).stem)
 
     def to_json(self) -> str:
-        """The file's text, in the shape that `load_pairs` reads."""
+        """The content that `sha256` is of, in the shape that `load_pairs` reads."""
         return json.dumps([{k: getattr(p, k) for k in _FIELDS} for p in self.pairs], ensure_ascii=False, indent=1)
+
+    def to_file(self) -> str:
+        """A pair file's text. Pairs that true labels chose keep that mark for whoever loads the file."""
+        mark = {ORACLE_MARK: ORACLE} if self.source.startswith(f"{ORACLE}:") else {}
+        rows = [{k: getattr(p, k) for k in _FIELDS} | mark for p in self.pairs]
+        return json.dumps(rows, ensure_ascii=False, indent=1) + "\n"
 
     def shuffled(self, seed: int) -> "PairSet":
         """The control: hack and clean exchanged in half of the pairs (rounded down), drawn at random.
@@ -80,7 +87,7 @@ class PairSet:
 
 
 def load_pairs(path: Path) -> PairSet:
-    """A JSON list of {problem_id, prompt, hack, clean}; other keys are ignored.
+    """A JSON list of {problem_id, prompt, hack, clean}; `chosen_by` "oracle" marks the source, other keys are ignored.
 
     Raises:
         ValueError: one line with the file and, where it applies, the line or the pair's index.
@@ -95,7 +102,9 @@ def load_pairs(path: Path) -> PairSet:
         raise ValueError(f"{path}: cannot be read as UTF-8 text ({e})") from None
     if not isinstance(rows, list):
         raise ValueError(f"{path}: should be a JSON list of pairs, is a {type(rows).__name__}")
-    return PairSet(tuple(_pair(row, f"{path}: pair {i}") for i, row in enumerate(rows)), str(path))
+    pairs = tuple(_pair(row, f"{path}: pair {i}") for i, row in enumerate(rows))
+    by_labels = any(row.get(ORACLE_MARK) == ORACLE for row in rows)
+    return PairSet(pairs, f"{ORACLE}:{path}" if by_labels else str(path))
 
 
 def _pair(row: Any, where: str) -> Pair:
@@ -165,3 +174,9 @@ def _lines(log: Path) -> Iterable[tuple[str, dict[str, Any]]]:
 def handwritten() -> PairSet:
     """Our own LeetCode-style set; see `pairs_leetcode` for its tasks and mechanisms."""
     return PairSet(tuple(Pair(*fields) for fields in pairs_leetcode.pairs()), HANDWRITTEN)
+
+
+def handwritten_placebo(contrast: str) -> PairSet:
+    """Its placebo: the same prompts, two honest answers each. `contrast`: a key of `pairs_leetcode.PLACEBOS`."""
+    pairs = tuple(Pair(*fields) for fields in pairs_leetcode.placebo_pairs(contrast))
+    return PairSet(pairs, f"{HANDWRITTEN}#placebo_{contrast}")

@@ -11,7 +11,7 @@ from vgrout.config import Config
 from vgrout.detectors import reward_functions
 from vgrout.grading.grade import Grader
 from vgrout.nouns import MODES
-from vgrout.pairs import PairSet, handwritten, load_pairs
+from vgrout.pairs import PairSet, handwritten, handwritten_placebo, load_pairs
 from vgrout.problems import Row, load_rows
 from vgrout.run_dir import probe_writable
 from vgrout.step_row import REFERENCE_STEP
@@ -26,7 +26,8 @@ class Inputs:
 
     rows: list[Row]
     pool: Pool | None
-    pairs: PairSet | None  # None: the arm reads no pairs
+    pairs: PairSet | None  # the true ones; None: the arm reads no pairs
+    placebo: PairSet | None = None  # those of a placebo control
 
 
 def disk_needed(cfg: Config) -> int:
@@ -62,6 +63,13 @@ def preflight(cfg: Config, run: Path | None = None) -> Inputs:
     pairs = None
     if cfg.arm.intervention != "none":
         pairs = load_pairs(cfg.pairs_path) if cfg.pairs_path is not None else handwritten()
+    placebo = None
+    if cfg.arm.placebo is not None:
+        path = cfg.placebo_path
+        placebo = load_pairs(path) if path is not None else handwritten_placebo(cfg.arm.placebo)
+        assert pairs is not None
+        if placebo.sha256 == pairs.sha256:
+            raise ValueError(f"--placebo-pairs-path {path}: these are the true pairs; give another contrast")
     if cfg.arm.v_hack_path is not None and not cfg.arm.v_hack_path.is_file():
         raise ValueError(f"--v-hack-path {cfg.arm.v_hack_path}: no such file")
     if cfg.env.preserve_thinking and not any(m["role"] == "assistant" for r in rows for m in r.prompt):
@@ -70,7 +78,7 @@ def preflight(cfg: Config, run: Path | None = None) -> Inputs:
     local = Path(cfg.model_path)
     if local.exists() and not (local / "config.json").is_file():
         raise ValueError(f"--model {cfg.scale.model}: a folder without config.json; give a Hugging Face model folder")
-    return Inputs(rows, pool, pairs)
+    return Inputs(rows, pool, pairs, placebo)
 
 
 def file_hashes(cfg: Config, inputs: Inputs) -> dict[str, str | None]:
@@ -87,6 +95,7 @@ def file_hashes(cfg: Config, inputs: Inputs) -> dict[str, str | None]:
         "problems": of_files([cfg.problems_path]),
         "pool": of_files([p for p in pool.folder.iterdir() if p.is_file()]) if pool else None,
         "pairs": inputs.pairs.sha256 if inputs.pairs else None,
+        "placebo": inputs.placebo.sha256 if inputs.placebo else None,
         "direction_file": of_files([cfg.arm.v_hack_path]) if cfg.arm.v_hack_path else None,
     }
 
@@ -127,6 +136,8 @@ def plan_lines(cfg: Config, inputs: Inputs, grader: Grader) -> list[str]:
         f"pairs         {len(inputs.pairs)} from {inputs.pairs.source}"
         if inputs.pairs
         else "pairs         not read by this arm",
+        f"control       {cfg.arm.control_name}: {cfg.arm.control_what}"
+        + (f" ({len(inputs.placebo)} from {inputs.placebo.source})" if inputs.placebo else ""),
     ]
     if shapes := adapter_shapes(Path(cfg.model_path)):
         weights, knobs = shapes

@@ -1,6 +1,7 @@
 """`python -m vgrout.results [DIR]`: finished runs below DIR as tables over seeds. Unfinished ones are named."""
 
 import json
+import math
 import statistics
 import sys
 from collections import defaultdict
@@ -12,11 +13,16 @@ from typing import Annotated, Any
 import tyro
 from tabulate import tabulate
 
+from vgrout.config import ARM_NAME, CONTROLS
 from vgrout.nouns import MODES
 from vgrout.run_dir import read_json
 from vgrout.step_row import LEARNED, first_hacks
 
 PHASES = ("gen", "grade", "fb", "eval")
+CONTROLS_CAPTION = (
+    "arms and controls: mean and 95 % interval over seeds (Student's t); differences seed by seed from the same arm "
+    "without a control; |cos| of a control's direction with the real one, over modules"
+)
 
 
 @dataclass(frozen=True)
@@ -26,15 +32,32 @@ class Finished:
     path: Path
     final: dict[str, Any]
     rows: list[dict[str, Any]]
-    config: dict[str, Any]
+    record: dict[str, Any]  # run.json
     seconds: float  # start of the first step to the end of the final evaluation
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self.record["config"]
+
+    @property
+    def likeness(self) -> dict[str, Any] | None:
+        """|cos| of a control's direction with the real one."""
+        return (self.record.get("direction") or {}).get("cos_with_real")
 
     @property
     def cell(self) -> tuple[str, ...]:
         """What must be equal for two runs to differ by seed alone."""
         c = self.config
         rest = {g: {k: v for k, v in c[g].items() if k not in ("seed", "out_tag")} for g in c if isinstance(c[g], dict)}
-        name = f"{self.final['arm']}" + (f" · {self.final['control']}" if self.final["control"] != "none" else "")
+        arm = c["arm"]
+        variant = [
+            *(["pair band"] if arm["route2_gate"] == "pairs" and self.final["control"] != "oracle" else []),
+            *([f"{arm['rollout_ablate_frac']:g} deployed"] if arm["rollout_ablate_frac"] else []),
+        ]
+        name = self.final["arm"] + (f" ({', '.join(variant)})" if variant else "")
+        name += f" · {self.final['control']}" if self.final["control"] != "none" else ""
+        if str((self.record.get("direction") or {}).get("pairs", "")).startswith("oracle:"):
+            name += " (pairs chosen by the oracle)"
         return name, self.loss, str(self.final["steps"]), json.dumps({**rest, "run": {}}, sort_keys=True)
 
     @property
@@ -72,7 +95,7 @@ def load(root: Path, tag: str) -> tuple[list[Finished], list[str]]:
                 path=path,
                 final=read_json(path / "per_mode_deploy.json"),
                 rows=[json.loads(line) for line in lines],
-                config=read_json(path / "run.json")["config"],
+                record=read_json(path / "run.json"),
                 seconds=(path / "per_mode_deploy.json").stat().st_mtime - started,
             )
         )
@@ -87,6 +110,102 @@ def spread(values: Iterable[float | None], scale: float = 100.0) -> str:
     if len(xs) == 1:
         return f"{xs[0]:.1f}"
     return f"{statistics.mean(xs):.1f} ± {statistics.stdev(xs):.1f} ({min(xs):.0f}–{max(xs):.0f})"
+
+
+# 97.5 % quantiles of Student's t for 1 … 30 degrees of freedom
+_T = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131),
+    *(2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+)
+
+
+def interval(values: Iterable[float | None]) -> tuple[float, float, float] | None:
+    """Mean and its 95 % interval by Student's t over seeds; None below two of them."""
+    xs = [v for v in values if v is not None]
+    if len(xs) < 2:
+        return None
+    half = (_T[len(xs) - 2] if len(xs) <= len(_T) + 1 else 1.96) * statistics.stdev(xs) / math.sqrt(len(xs))
+    mean = statistics.mean(xs)
+    return mean, mean - half, mean + half
+
+
+def with_interval(values: Iterable[float | None], low: float = 0.0) -> str:
+    """Percent, `mean [low, high]`, the interval cut at [low, 100]; of one seed its value without an interval."""
+    xs = [100 * v for v in values if v is not None]
+    if (found := interval(xs)) is None:
+        return f"{xs[0]:.1f} (one seed)" if xs else "·"
+    return f"{found[0]:.1f} [{max(found[1], low):.1f}, {min(found[2], 100.0):.1f}]"
+
+
+def controls_table(runs: Sequence[Finished]) -> list[dict[str, str]]:
+    """A row for each arm and control: what is left when the direction, the labels or the routing is replaced.
+
+    Differences are taken seed by seed against the same arm's uncontrolled runs of otherwise equal settings.
+    """
+
+    def settings(run: Finished) -> str:
+        """What a control leaves alone."""
+        idle = {"control", "route2_random_v_seed", "placebo_pairs_path", "vhack_refresh_every"}
+        arm = {k: v for k, v in run.config["arm"].items() if k not in idle}
+        own = ("seed", "out_tag")
+        rest = {
+            g: {k: v for k, v in group.items() if k not in own}
+            for g, group in run.config.items()
+            if isinstance(group, dict) and g not in ("arm", "run")
+        }
+        return json.dumps([arm, rest, run.final["steps"]], sort_keys=True)
+
+    cells: dict[tuple[str, ...], list[Finished]] = defaultdict(list)
+    for run in runs:
+        cells[(settings(run), *run.cell)].append(run)
+    own = {(settings(r), r.final["seed"]): r for r in runs if r.final["control"] == "none"}
+    rows = []
+    several = len({run.loss for run in runs}) > 1
+    for (shared, name, loss, *_), group in sorted(cells.items(), key=_arm_then_control):
+        close = [r.likeness for r in group if r.likeness]
+        pairs = [(r.final, own[shared, r.final["seed"]].final) for r in group if (shared, r.final["seed"]) in own]
+        pairs = pairs if group[0].final["control"] != "none" else []
+        gates = [r.final["gate"] for r in group if r.final.get("gate")]
+        rows.append(
+            {
+                "arm · control": f"{name} · {loss}" if several else name,
+                "seeds": ",".join(sorted(str(r.final["seed"]) for r in group)),
+                "deployed hack % [95 %]": with_interval(r.final["hack_deploy"] for r in group),
+                "deployed solve % [95 %]": with_interval(r.final["solve_deploy"] for r in group),
+                "hack − own arm": with_interval((a["hack_deploy"] - b["hack_deploy"] for a, b in pairs), -100.0),
+                "solve − own arm": with_interval((a["solve_deploy"] - b["solve_deploy"] for a, b in pairs), -100.0),
+                "|cos| median / 95 % / rms (chance)": (
+                    " / ".join(f"{statistics.mean(c[k] for c in close):.2f}" for k in ("median", "p95", "rms"))
+                    + f" ({statistics.mean(c['chance_rms'] for c in close):.2f})"
+                    if close
+                    else "·"
+                ),
+                "routed %": spread(
+                    statistics.mean(shares)
+                    if (shares := [s for row in r.rows if (s := row.get("routed")) is not None])
+                    else None
+                    for r in group
+                ),
+                "gate precision / recall %": "·"
+                if not gates
+                else f"{_pooled(gates, 'precision')} / {_pooled(gates, 'recall')}",
+            }
+        )
+    return rows
+
+
+_ORDER = {name: i for i, name in enumerate((*ARM_NAME.values(), *CONTROLS))}
+
+
+def _arm_then_control(item: tuple[tuple[str, ...], list[Finished]]) -> tuple[Any, ...]:
+    final = item[1][0].final
+    shared, name = item[0][:2]
+    return _ORDER.get(final["arm"], 99), name.split(" · ")[0], shared, _ORDER.get(final["control"], 99), item[0]
+
+
+def _pooled(gates: Sequence[dict[str, list[int]]], name: str) -> str:
+    k, n = (sum(g[name][i] for g in gates) for i in (0, 1))
+    return f"{100 * k / n:.0f}" if n else "·"
 
 
 def tables(runs: Sequence[Finished]) -> list[str]:
@@ -150,7 +269,11 @@ def tables(runs: Sequence[Finished]) -> list[str]:
         }
         for key, group in cells.items()
     ]
-    return [tabulate(t, headers="keys", tablefmt="github", disable_numparse=True) for t in (overall, base, modes, time)]
+    return [markdown(t) for t in (overall, base, modes, time)]
+
+
+def markdown(rows: Sequence[dict[str, str]]) -> str:
+    return tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
 
 
 def results(root: Annotated[Path, tyro.conf.Positional] = Path("out/runs"), tag: str = "") -> int:
@@ -175,6 +298,7 @@ def results(root: Annotated[Path, tyro.conf.Positional] = Path("out/runs"), tag:
     )
     for caption, table in zip(captions, tables(runs), strict=True):
         print(f"\n{caption}\n\n{table}")
+    print(f"\n{CONTROLS_CAPTION}\n\n{markdown(controls_table(runs))}")
     if left_out:
         print(f"\nleft out, not finished: {', '.join(left_out)}")
     return 0

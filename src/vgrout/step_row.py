@@ -106,8 +106,12 @@ class StepRow:
     cos_pre_s: float | None = col(".2f", "… of student rows", when="direction")
     cos_pre_t: float | None = col(".2f", "… of teacher rows", when="direction+teacher")
     cos_post: float | None = col(".2f", "… of what δS learns", when="direction", should="≈ 0 under erase and route")
+    cos_post_s: float | None = col(".2f", "… that student rows alone would leave there", when="direction")
+    cos_post_t: float | None = col(".2f", "… that teacher rows alone would leave there", when="direction+teacher")
     cos_upd: float | None = col("+.2f", "hack-ward cosine of the change AdamW applied", when="direction")
     fired: float | None = col(".2f", "share of modules where something was taken", when="direction")
+    capped: int | None = col("d", "modules whose rescaling hit its bound of ×10", when="erase", should="0")
+    routed: float | None = col(".2f", "share of rollouts · modules sent to the quarantine", when="route2")
     refr: int | None = col("d", "steps since the direction was extracted", when="direction")
     skipped: int = col("d", "1: loss or norm not finite, optimiser not stepped", head="skip", should="0")
     lr: float | None = col(".0e", "learning rate")
@@ -180,8 +184,8 @@ class Table:
     """The step table: a legend once, a header every 50 rows, a line a step. Only columns that this run can fill."""
 
     def __init__(self, has: set[str], modes: Sequence[str], width: int | None = None):
-        """has: any of teacher, modes, ablated, route, route2, direction, beta, drops. width: terminal columns; None: no
-        limit."""
+        """has: any of teacher, modes, ablated, erase, route, route2, direction, beta, drops. width: terminal columns;
+        None: no limit."""
         self.columns: list[Column] = []
         for f in fields(StepRow):
             meta = f.metadata
@@ -215,6 +219,9 @@ class Table:
             "cos_pre_t",
             "kl",
             "mismatch_kl_abl",
+            "cos_post_s",
+            "cos_post_t",
+            "capped",
             "mismatch_kl",
             "ratio_min",
             "ratio_max",
@@ -236,6 +243,7 @@ class Table:
             "grade",
             "fb",
             "tau",
+            "routed",
             "hk",
         ),
         *(

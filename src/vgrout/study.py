@@ -7,6 +7,7 @@ import resource
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from loguru import logger
@@ -108,7 +109,7 @@ def load_study(cfg: Config, inputs: Inputs, run: RunDir, grader: Grader, stop: S
         world=world,
         teacher=teacher,
         teacher_model=judge,
-        arm=make_arm(cfg.arm, policy, None, inputs.pairs, cfg.run.seed),
+        arm=make_arm(cfg.arm, policy, inputs.pairs, inputs.placebo, cfg.run.seed),
         optim=Optimizer(
             policy.adapter,
             lr=cfg.opt.lr,
@@ -142,6 +143,16 @@ def restore(study: Study) -> None:
     load_state_dict(study, point.state)
 
 
+def provenance(study: Study) -> dict[str, Any]:
+    """For run.json: the control's name, and where the direction comes from."""
+    arm = study.cfg.arm
+    return {
+        "control": arm.control_name,
+        "control_what": arm.control_what,
+        "direction": study.arm.origin.as_json() if study.arm.origin else None,
+    }
+
+
 def hashes(study: Study) -> dict[str, str | None]:
     """sha256 of what was loaded: with `plan.file_hashes`, everything the numbers depend on besides the code."""
     policy, judge = study.policy, study.teacher_model
@@ -162,8 +173,8 @@ def direction_hash(study: Study) -> str | None:
 
 
 def evaluate_final(study: Study) -> Final:
-    """All four sides on the same held-out test problems. Without a quarantine, as trained *is* deployed: not sampled
-    twice. The base comes first, so a broken adapter cannot disturb it."""
+    """All four sides on the same held-out test problems. Without a quarantine, as trained *is* deployed (unless the
+    quarantine is what is deployed): not sampled twice. The base comes first, so a broken adapter cannot disturb it."""
     cfg, step = study.cfg, study.cfg.scale.steps
     problems = balanced(study.world.test, cfg.eval.final_n_prompts, 0, "test")
 
@@ -174,8 +185,8 @@ def evaluate_final(study: Study) -> Final:
             return study.evaluate(problems, cfg.eval.final_samples, side, step, "final")
 
     base, deployed = answers("base", problems), answers("deployed", problems)
-    quarantined = bool(study.policy.adapter.δS_hack.any())
-    trained = answers("trained", problems) if quarantined else deployed
+    differs = bool(study.policy.adapter.δS_hack.any()) or cfg.arm.control == "ablate_kept"
+    trained = answers("trained", problems) if differs else deployed
     bare = answers("deployed", [plain(p) for p in problems])
     return Final(base=base, trained=trained, deployed=deployed, plain=bare)
 

@@ -197,9 +197,11 @@ class SvdAdapter:
 
     # ── files, resume ──────────────────────────────────────────────────────────────────────────────────────────
 
-    def save(self, path: Path, metadata: Mapping[str, str]) -> None:
-        """δS alone, module by module: what the file holds *is* the deployed model."""
-        tensors = {name: view.detach().cpu().contiguous() for name, view in self.views(self.δS).items()}
+    def save(self, path: Path, metadata: Mapping[str, str], *, quarantine: bool = False) -> None:
+        """δS alone, module by module: what the file holds *is* the deployed model. `quarantine`: δS_hack in its place,
+        for the control that deploys it."""
+        knob = self.δS_hack if quarantine else self.δS
+        tensors = {name: view.detach().cpu().contiguous() for name, view in self.views(knob).items()}
         write_atomic(path, canonical(to_safetensors(tensors, dict(metadata))))
 
     def load(self, path: Path) -> dict[str, str]:

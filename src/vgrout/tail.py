@@ -154,8 +154,10 @@ def step_table(rows: Sequence[StepRow], table: Table) -> str:
 
 def main_line(cfg: Config, final: Final) -> str:
     """The one line to quote."""
+    control = "" if cfg.arm.control_name == "none" else f" (control {cfg.arm.control_name})"
     return (
-        f"{cfg.run_id}: deployed hack {percent(final.deployed.hack)} % / solve {percent(final.deployed.solve)} %, "
+        f"{cfg.run_id}{control}: "
+        f"deployed hack {percent(final.deployed.hack)} % / solve {percent(final.deployed.solve)} %, "
         f"as trained {percent(final.trained.hack)} % / {percent(final.trained.solve)} %, "
         f"base {percent(final.base.hack)} % / {percent(final.base.solve)} % "
         f"(n = {final.deployed.hack.n}, held-out problems and markers)"
@@ -195,7 +197,9 @@ def figure(rows: Sequence[StepRow], final: Final, title: str) -> Figure:
 def report(study: Study, final: Final, in_dist: Sequence[Mode] | None, log: Path, stamp: dict[str, Any]) -> None:
     """Print the tail through the logger, and write per_mode_deploy.json, summary.md and dynamics.png."""
     cfg, run, rows, table = study.cfg, study.run, study.rows, Table(shown(study), study.world.modes)
-    run.write_json("per_mode_deploy.json", as_json(cfg, final, in_dist, log, stamp))
+    gate = gate_against_oracle(run.path / "rollouts.jsonl")
+    against = {"precision": [gate[0].k, gate[0].n], "recall": [gate[1].k, gate[1].n]} if gate else None
+    run.write_json("per_mode_deploy.json", as_json(cfg, final, in_dist, log, stamp) | {"gate": against})
     summary, modes = markdown([summary_row(cfg, final, rows)]), markdown(mode_rows(final, in_dist, rows))
     parts = [
         f"argv: {' '.join(sys.argv)}",
@@ -211,7 +215,7 @@ def report(study: Study, final: Final, in_dist: Sequence[Mode] | None, log: Path
             f"student hacks seen by {','.join(cfg.env.half_a_codes)} (half A): {split['A'].k}; "
             f"by none of them (half B): {split['B'].k}; of {split['A'].n} student rollouts"
         )
-    if gate := gate_against_oracle(run.path / "rollouts.jsonl"):
+    if gate:
         parts.append(
             f"gate against the oracle, student rows: precision {gate[0].k}/{gate[0].n} ({percent(gate[0])} %), "
             f"recall {gate[1].k}/{gate[1].n} ({percent(gate[1])} %). SHOULD: far above the share of hacks; ELSE blind"

@@ -124,10 +124,15 @@ def load(launch: Launch, stop: Stop, clock: console.Clock) -> tuple[Any, dict[st
         f"seed {cfg.run.seed} · {study.policy.device.type} · "
         f"{cfg.generations * cfg.scale.steps / REFERENCE_STEP:.1f} reference steps"
     )
+    if cfg.arm.control_name != "none":
+        logger.info(f"control {cfg.arm.control_name}: {cfg.arm.control_what}")
+    if study.arm.origin and study.arm.origin.likeness:
+        logger.info(study.arm.origin.likeness.line())
     logger.info(grader.protections.line())
     stamp = {"sandbox": grader.protections.as_dict()}
     hashes = launch.files | room.hashes(study)
-    record = {**environment(), "accelerator": room.accelerator(), "config": cfg.as_dict(), **stamp, "hashes": hashes}
+    about = {"accelerator": room.accelerator(), **room.provenance(study)}
+    record = {**environment(), **about, "config": cfg.as_dict(), **stamp, "hashes": hashes}
     if launch.resumes:
         first = read_json(run.path / "run.json")
         require_same(run.path, hashes, launch.force)

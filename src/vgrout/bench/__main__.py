@@ -79,6 +79,7 @@ PAGE: dict[str, Callable[..., Any]] = {
     "update": _measured("update", "phase", "Forward, backward and surgery against the plain model's."),
     "sampling": _measured("sampling", "run", "Tokens a second against the bare model, and against transformers."),
     "grading": _grading,
+    "direction": _measured("direction", "run", "A direction of 24 pairs against one backward per completion."),
     "memory": _measured("update", "memory", "The update's peak against full logits of all rows."),
     "sharing": _measured("update", "sharing", "A prompt read once against a copy for each of its rollouts."),
     "levers": _measured("levers", "run", "Every lever on against off."),

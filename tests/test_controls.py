@@ -1,0 +1,261 @@
+"""The controls are what their names say: on plain tensors, then as options of the whole program."""
+
+import json
+import math
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from runs import SMALL, adapter_bytes
+from runs import rows as step_rows
+from runs import run as program
+from test_arms import SIZES, arm_of, rows, run, total, toy_direction, view
+from vgrout import loop
+from vgrout.arms import OracleRoute2
+from vgrout.config import CONTROL_SPECS, CONTROLS, parse
+from vgrout.direction import axes_of, likeness
+from vgrout.nouns import Grade, GroupView, OracleView
+from vgrout.pairs import load_pairs
+from vgrout.train import main
+
+PLACEBOS = ("placebo_flawed", "placebo_commented", "placebo_long", "placebo_laid_out")
+
+
+def labelled(plain: GroupView, exploited: tuple[bool, ...]) -> OracleView:
+    return OracleView(**{f.name: getattr(plain, f.name) for f in fields(GroupView)}, exploited=exploited)
+
+
+# ── oracle ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_oracle_routes_whole_rollouts_by_label_whatever_their_gradient():
+    labels = (False, True, False, False, True, False)
+    arm = arm_of("route2", control="oracle")
+    assert isinstance(arm, OracleRoute2)
+    g_b = rows(6, 4, hackward=(0, 1))  # row 0 looks like a hack and is none, row 4 is one and does not look it
+    routed = run(arm, (g_b, labelled(view(6, 1), labels)))
+    for m in SIZES:
+        quarantined = g_b[m][torch.tensor(labels)].sum(0)
+        assert torch.allclose(routed.quar[m], quarantined, atol=1e-6)
+        assert torch.allclose(routed.keep[m] + routed.quar[m], g_b[m].sum(0), atol=1e-5)
+    assert routed.diag.gate == (tuple(float(x) for x in labels),)
+    assert routed.diag.routed_share == pytest.approx(2 / 6)
+    assert routed.diag.tau is None
+
+
+@pytest.mark.parametrize("intervention", ["none", "erase", "route", "route2"])
+def test_no_other_arm_accepts_labels_and_the_oracle_accepts_nothing_else(intervention):
+    g_b, plain = rows(6, 1), view(6, 1)
+    with pytest.raises(AssertionError, match="sees a GroupView, got OracleView"):
+        arm_of(intervention).observe(g_b, labelled(plain, (False,) * 6))
+    with pytest.raises(AssertionError, match="sees a OracleView, got GroupView"):
+        arm_of("route2", control="oracle").observe(g_b, plain)
+
+
+def test_labels_are_on_the_oracles_type_alone():
+    names = {f.name for f in fields(GroupView)}
+    assert not names & {"exploited", "gt_correct", "gt_pass", "mechanism", "channel"}
+    assert {f.name for f in fields(OracleView)} - names == {"exploited"}
+    # the name is looked for in every file of the package: one caller, behind the control's name
+    callers = [
+        path.name
+        for path in Path(loop.__file__).parent.rglob("*.py")
+        if "oracle_view" in path.read_text(encoding="utf-8") and path.name != "nouns.py"
+    ]
+    assert callers == ["loop.py"]
+
+
+# ── Haar, mass-matched, shuffled ───────────────────────────────────────────────────────────────────────────────────
+
+
+def test_haar_takes_the_runs_seed_unless_it_is_given_one():
+    by_run, by_flag = arm_of("route2", control="haar"), arm_of("route2", route2_random_v_seed=7)  # arm_of: run seed 7
+    other = arm_of("route2", control="haar", route2_random_v_seed=8)
+    assert by_run.control == by_flag.control == other.control == "haar"
+    for m, V in by_run.V.items():
+        assert torch.equal(V, by_flag.V[m])
+        assert not torch.allclose(V, other.V[m])
+
+
+@pytest.mark.parametrize("intervention", ["erase", "route", "route2"])
+def test_haar_reads_chance_in_every_arm(intervention):
+    """Over many modules the root mean square cosine with the real rows is √(k/r)."""
+    sizes = {f"m{i}": 128 for i in range(60)}
+    direction = toy_direction(sizes=sizes)
+    real, haar = (arm_of(intervention, direction, sizes=sizes, control=c) for c in ("none", "haar"))
+    close = likeness(haar.V, real.V)
+    assert close.rms == pytest.approx(close.chance, rel=0.15)
+    assert {m: V.shape for m, V in haar.V.items()} == {m: V.shape for m, V in real.V.items()}
+
+
+def test_haar_that_routes_nothing_is_no_error():
+    """Negative cosines only, no anchors: an empty quarantine is what the control found."""
+    direction = toy_direction()
+    arm = arm_of("route2", direction, control="haar", route2_gate="pairs")
+    against = {m: -V.repeat(4, 1) for m, V in arm.V.items()}
+    routed = run(arm, (against, view(4)))
+    assert routed.diag.routed_share == 0
+    assert not any(q.any() for q in routed.quar.values())
+
+
+def test_mass_matched_keeps_the_share_over_a_whole_run_of_steps():
+    real, dealt = arm_of("route2"), arm_of("route2", control="mass_matched")
+    for step in range(5):
+        groups = [(rows(6, 10 * step + i, (i, 3)), view(6, 1, (i,))) for i in range(3)]
+        a, b = run(real, *groups), run(dealt, *groups)
+        assert b.diag.routed_share == pytest.approx(a.diag.routed_share, rel=1e-6)
+        assert a.diag.gate != b.diag.gate
+        for m, g in total(*groups).items():
+            assert torch.allclose(b.keep[m] + b.quar[m], g, atol=1e-5)
+
+
+def test_shuffling_leaves_the_span_of_v_hack_and_turns_v_grad():
+    """Exchanging a pair's sides flips a row of D: DᵀD, and with it the axes, stay; the mean does not."""
+    hack = torch.randn(12, 40, generator=torch.Generator().manual_seed(0))
+    clean = torch.randn(12, 40, generator=torch.Generator().manual_seed(1))
+    flips = torch.tensor([1.0, -1.0] * 6)[:, None]
+    true = axes_of(hack, clean, 10, 4, 0.0)
+    mixed = axes_of(torch.where(flips > 0, hack, clean), torch.where(flips > 0, clean, hack), 10, 4, 0.0)
+    assert likeness({"m": mixed.V}, {"m": true.V}).rms == pytest.approx(1, abs=1e-4)
+    assert torch.allclose((mixed.V @ true.V.T).abs(), torch.eye(4), atol=1e-4)  # only the orientation can change
+    v, w = (a.mean / a.mean.norm() for a in (true, mixed))
+    assert abs((v @ w).item()) < 0.9
+
+
+# ── cosines by source ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("intervention", ["erase", "route", "route2"])
+def test_what_is_kept_is_read_by_source_too(intervention):
+    g_b = rows(6, 3, hackward=(1, 5))
+    diag = run(arm_of(intervention), (g_b, view(6, 1))).diag
+    if intervention == "route2":  # the teacher row is an anchor: nothing of it is kept
+        assert diag.cos_post_t is None
+        assert diag.cos_post_s == pytest.approx(diag.cos_post, abs=1e-6)
+    else:
+        assert max(diag.cos_post_s, diag.cos_post_t) < 1e-4 < min(diag.cos_pre_s, diag.cos_pre_t)
+
+
+# ── the program ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def argv(arm: str, control: str, *more: str) -> list[str]:
+    refreshed = arm != "none" and control != "haar"
+    quiet = ["--eval-ablate-every", "0", *(["--vhack-refresh-every", "2"] if refreshed else [])]
+    own = ["--control", control] if control != "none" else []
+    return ["smoke", "--intervention", arm, "--threads", "1", *SMALL, *quiet, *own, *more]
+
+
+def record(path: Path, name: str = "run.json") -> dict[str, Any]:
+    return json.loads((path / name).read_text())
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory) -> Path:
+    """One working directory for all: decomposed weights and directions are made once."""
+    return tmp_path_factory.mktemp("here")
+
+
+@pytest.fixture(scope="module")
+def plain(here) -> Path:
+    """route2 without a control: what the controls are compared with."""
+    return program(here, *argv("route2", "none"))
+
+
+def test_a_placebo_run_says_how_contaminated_it_is(plain, here):
+    path = program(here, *argv("route2", "placebo_flawed"))
+    run_json = record(path)
+    assert run_json["control"] == record(path, "per_mode_deploy.json")["control"] == "placebo_flawed"
+    close = run_json["direction"]["cos_with_real"]
+    assert len(close["modules"]) == 28
+    assert 0 < close["median"] < close["p95"] <= close["max"] < 0.9
+    assert run_json["direction"]["pairs"].endswith("placebo_flawed.json")
+    assert run_json["hashes"]["pairs"] != run_json["hashes"]["placebo"] == run_json["direction"]["pairs_sha256"]
+    said = (here / "logs" / f"{path.name}.log").read_text()
+    assert f"|cos| with the real direction over 28 modules: median {close['median']:.3f}" in said
+    assert "control placebo_flawed: the direction comes from pairs about an unrelated contrast" in said
+    assert step_rows(path) != step_rows(plain)
+    none = record(plain)
+    assert none["control"] == "none"
+    assert none["direction"]["cos_with_real"] is None
+
+
+def test_ablate_kept_trains_as_ever_and_deploys_the_quarantine(plain, here):
+    path = program(here, *argv("route2", "ablate_kept"))
+    assert step_rows(path) == step_rows(plain)
+    own, other = (record(p, "per_mode_deploy.json") for p in (path, plain))
+    for name in ("hack_base", "solve_base", "hack_train", "solve_train"):
+        assert own[name] == other[name]
+    state = torch.load(max((path / "resume").iterdir()) / "state.pt", weights_only=True)["adapter"]
+    saved = torch.cat([load_file(path / "train.safetensors")[m] for m in ORGANISM_ORDER])
+    assert torch.equal(saved, state["delta_S_hack"])
+    assert not torch.equal(saved, state["delta_S"])
+
+
+ORGANISM_ORDER = [
+    f"model.layers.{i}.{name}"
+    for i in range(4)
+    for name in (
+        *(f"self_attn.{p}_proj" for p in "qkvo"),
+        *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+    )
+]
+
+
+def test_the_oracle_follows_its_label_and_the_mass_matched_arm_none(here, monkeypatch):
+    """The same poison as for the arms: noise in the oracle's bit after the reward was paid."""
+    clean = {c: program(here, *argv("route2", c)) for c in ("oracle", "mass_matched")}
+    noise = torch.Generator().manual_seed(0)
+    pay = loop.paid
+
+    def poisoned(cfg: Any, grade: Grade) -> Grade:
+        return replace(pay(cfg, grade), gt_correct=bool(torch.rand((), generator=noise) < 0.5))
+
+    monkeypatch.setattr(loop, "paid", poisoned)
+    dirty = {c: program(here, *argv("route2", c)) for c in clean}
+    assert adapter_bytes(clean["mass_matched"]) == adapter_bytes(dirty["mass_matched"])
+    assert adapter_bytes(clean["oracle"]) != adapter_bytes(dirty["oracle"])
+    precision, recall = (record(clean["oracle"], "per_mode_deploy.json")["gate"][k] for k in ("precision", "recall"))
+    assert 0 < precision[0] == precision[1] == recall[0]  # what it routed were hacks, and nothing else
+    assert record(clean["oracle"])["control"] == "oracle"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("control", CONTROLS)
+def test_every_control_runs_on_every_arm_that_takes_it(control, here):
+    arms = CONTROL_SPECS[control][0]
+    if control == "placebo":
+        own = here / "mine.json"
+        own.write_text(load_pairs(parse(["smoke", "--control", "placebo_long"]).placebo_path).to_json())
+    for arm in arms:
+        more = ["--placebo-pairs-path", str(own)] if control == "placebo" else []
+        path = program(here, *argv(arm, control, *more))
+        run_json = record(path)
+        assert run_json["control"] == record(path, "per_mode_deploy.json")["control"]
+        assert run_json["control"] == ("placebo_mine" if control == "placebo" else control)
+        assert len(step_rows(path)) == 5
+        assert math.isfinite(record(path, "per_mode_deploy.json")["solve_deploy"])
+        other = control in ("haar", "shuffled") or control.startswith("placebo")
+        assert ((run_json["direction"] or {}).get("cos_with_real") is not None) == other
+
+
+# ── the command line ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_each_shipped_placebo_is_found_for_the_organism_and_for_other_models():
+    for name in PLACEBOS:
+        shipped = parse(["smoke", "--intervention", "erase", "--control", name])
+        assert shipped.placebo_path is not None
+        assert len(load_pairs(shipped.placebo_path)) == 24
+        assert parse(["full", "--intervention", "erase", "--control", name]).placebo_path is None  # hand-written
+
+
+def test_the_placebo_file_must_be_another_contrast(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    same = parse(["smoke"]).pairs_path
+    assert main(["smoke", "--control", "placebo", "--placebo-pairs-path", str(same)]) == 2
+    assert "these are the true pairs" in capsys.readouterr().err
