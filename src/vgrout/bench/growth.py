@@ -26,7 +26,7 @@ AXES: dict[str, tuple[str, Sequence[int]]] = {
     "answer": ("tokens of an answer", (32, 64, 128, 256, 512)),
     "hidden": ("hidden size", (64, 128, 256, 512)),
 }
-SHORT = {"G": 3, "P": 3, "answer": 3, "hidden": 2}  # how many of them with --quick
+SHORT = {"G": 2, "P": 2, "answer": 2, "hidden": 2}  # how many of them with --quick
 
 
 def shape(hidden: int) -> dict[str, Any]:

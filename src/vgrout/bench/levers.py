@@ -39,7 +39,7 @@ def run(quick: bool = False) -> Report:
         study.policy.adapter.fold()
         rows = []
         for lever in [*_sampling(study.policy, drawn, grader), *_update(study.policy, drawn)]:
-            times = interleaved({"off": lever.off, "on": lever.on}, 3 if quick else 15, lever.name)
+            times = interleaved({"off": lever.off, "on": lever.on}, 1 if quick else 15, lever.name)
             ratio = Ratio.of(times["off"].wall, times["on"].wall)
             rows.append(Row("levers", lever.name, "without it", str(ratio), lever.how))
     notes = [

@@ -7,6 +7,8 @@ of 1e-6, so that their answers keep the same lengths. They take turns, a few ste
 import time
 from dataclasses import replace
 
+import torch
+
 from vgrout.bench import rig, trl_peer
 from vgrout.bench.report import Ratio, at_least
 from vgrout.bench.rows import Report, Row
@@ -38,6 +40,7 @@ def run(quick: bool = False) -> Report:
             steps_of(study, 2)  # the watchers sample their references in the first step
 
         def our_turn() -> None:
+            torch.set_num_threads(1)  # what the trainer takes for the organism
             for arm, study in studies.items():
                 ours[arm].append(steps_of(study, per_block))
 

@@ -7,6 +7,7 @@ the faster one. Its reward only parses the answer, which is cheaper than any che
 
 import ast
 import importlib
+import math
 import os
 import re
 import statistics
@@ -17,7 +18,7 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 
 from vgrout import organism
 from vgrout.bench.rig import LR, SEED, G, P
@@ -26,6 +27,7 @@ from vgrout.policy import Policy
 from vgrout.sampler import Sampling
 from vgrout.svd_adapter import TARGETS
 
+LENGTH = "completions/mean_length"
 CODE = re.compile(r"```(?:python)?\n(.*?)```", re.DOTALL)
 
 
@@ -161,8 +163,7 @@ def _train(problems: Sequence[Sequence[Problem]], steps: int, callback: TrainerC
     """Run TRL; mean length of its answers in tokens."""
     made = trainer(problems, steps, callback)
     torch.set_num_threads(threads)  # the trainer's accelerator may set it while it is made
+    made.remove_callback(PrinterCallback)  # its summary is not our table
     made.train()
-    metrics = made._metrics["train"].get("completions/mean_length") or [
-        entry["completions/mean_length"] for entry in made.state.log_history if "completions/mean_length" in entry
-    ]
-    return statistics.fmean(metrics) if metrics else float("nan")
+    lengths = [float(entry[LENGTH]) for entry in made.state.log_history if LENGTH in entry]
+    return lengths[-1] if lengths else math.nan
