@@ -125,6 +125,10 @@ doctor:
     {{py}} vgrout.doctor
 
 
+# speed and memory against peers, all of docs/benchmarks.md (a quarter of an hour on a quiet machine; --quick: 3 minutes)
+bench *flags:
+    uv run --extra bench python -m vgrout.bench {{flags}}
+
 # record the golden runs again (a minute); explain the diff in CHANGELOG.md
 golden:
     uv run python tests/golden.py

@@ -135,7 +135,7 @@ def machine() -> str:
     load = os.getloadavg()[0]
     quiet = "quiet" if load < 0.5 else "NOT quiet: ratios are interleaved, but single figures suffer"
     lines.append(
-        f"- load average at the start {load:.1f} ({quiet}); matrix products of {gemm_rate() / 1e9:.0f} GFLOP/s"
+        f"- load average at the start {load:.1f} ({quiet}); matrix products of {gemm_rate() / 1e9:.0f} GFLOP/s a thread"
     )
     return "\n".join(lines)
 

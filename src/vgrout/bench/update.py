@@ -1,5 +1,6 @@
 """The update phase: against the plain model, shared prompts against copies, and its peak memory."""
 
+import statistics
 from collections.abc import Callable
 from functools import partial
 
@@ -96,7 +97,7 @@ def phase(quick: bool = False) -> Report:
         best, shape = gemm_rate(), Shape.of(none.policy.model)
         for arm, share in (("none", True), ("route2", False)):
             flops = update_flops(shape, [_lengths(g) for g in drawn.groups], share)
-            used = flops / times[arm].median / best
+            used = flops / statistics.median(times[arm].cpu) / best
             figure = f"{flops / 1e9:.1f} GFLOP, {used:.0%} of this machine's matrix products"
             rows.append(Row("update", f"{arm}: work and use", "bound: matrix products on one thread", figure))
     return Report(rows)
