@@ -149,7 +149,7 @@ def test_figures_are_drawn(tmp_path: Path) -> None:
 
 
 def test_every_bench_of_the_page_has_a_quick_form() -> None:
-    assert list(PAGE) == ["step", "update", "sampling", "grading", "memory", "sharing", "levers", "growth"]
+    assert {"step", "update", "sampling", "grading", "memory", "sharing", "levers", "growth"} <= PAGE.keys()
     assert all("quick" in (bench.__doc__ or "") for bench in PAGE.values())
 
 

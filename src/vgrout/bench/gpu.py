@@ -121,7 +121,8 @@ def update_row(name: str, made: Policy, load: Load, share: bool, rate: float, ro
 
 def sampling_row(name: str, made: Policy, load: Load, rate: float, rounds: int) -> Row:
     """Tokens / s against what the memory could feed: every weight once a step, keys and values of every row."""
-    prompts = [g.rollouts[0].prompt_ids for g in rig.noise_groups(1024, 1, load.prompts, load.prompt, 1)]
+    groups = rig.noise_groups(made.model.config.vocab_size, 1, load.prompts, load.prompt, 1)
+    prompts = [g.rollouts[0].prompt_ids for g in groups]
 
     def run() -> None:
         sample(made, prompts, load.group, Sampling(), load.answer, torch_stream(rig.SEED, "bench"))

@@ -62,11 +62,11 @@ class Ratio:
         return f"{self.median:.2f} × ({self.low:.2f} – {self.high:.2f})"
 
 
-def at_least(bench: str, what: str, against: str, ratio: Ratio, goal: float) -> Row:
+def at_least(bench: str, what: str, against: str, ratio: Ratio, goal: float | int) -> Row:
     return Row(bench, what, against, str(ratio), f"≥ {goal:g} ×", ratio.median >= goal)
 
 
-def at_most(bench: str, what: str, against: str, ratio: Ratio, goal: float) -> Row:
+def at_most(bench: str, what: str, against: str, ratio: Ratio, goal: float | int) -> Row:
     return Row(bench, what, against, str(ratio), f"≤ {goal:g} ×", ratio.median <= goal)
 
 
@@ -100,7 +100,7 @@ def _status(key: str) -> int:
     raise OSError(f"/proc/self/status has no {key}")
 
 
-def slope(xs: Sequence[float], ys: Sequence[float]) -> float:
+def slope(xs: Sequence[float | int], ys: Sequence[float | int]) -> float:
     """Exponent p of y ∝ x^p by least squares on logarithms, over the upper half of xs, where constants matter less."""
     half = len(xs) // 2 if len(xs) > 3 else 0
     u, v = [math.log(x) for x in xs[half:]], [math.log(y) for y in ys[half:]]
