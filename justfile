@@ -103,6 +103,40 @@ study-controls seeds="41 42 43" *flags:
 extract *flags:
     {{py}} vgrout.direction --model organism --controls {{flags}}
 
+# Qwen3-4B (or another hub id) into the hub's cache: 8 GB, minutes; one line where there is no network
+download-model id="Qwen/Qwen3-4B":
+    {{py}} vgrout.download model {{id}}
+
+# the benchmark's problem files into out/data, checked against their git ids (15 MB, seconds)
+download-data:
+    {{py}} vgrout.download data
+
+# the hand-written pairs as a file, where the preset `fast` looks for its pairs (a second)
+pairs-file:
+    mkdir -p out/pairsets
+    uv run python -c "from vgrout.pairs import handwritten; print(handwritten().to_json())" > out/pairsets/prog_wide.json
+
+# a pool of a teacher's own answers to N problems, 8 each (Qwen3-4B on a GPU: about 20 s a problem)
+pregen-teacher n *flags:
+    {{py}} vgrout.teacher --n-problems {{n}} {{flags}}
+
+# elicit-then-strip: the pool of `fast`, 6 problems a mode (Qwen3-4B on a GPU: about half an hour; goes on after a kill)
+build-substrate *flags:
+    {{py}} vgrout.substrate {{flags}}
+
+# H: mixed from the pool, the student hacks by itself within ten steps; else `fast` would show nothing (about 5 minutes)
+probe-mixed *flags:
+    {{py}} vgrout.train fast --intervention=none --steps 10 --eval-ablate-every 0 --guard log --final-n-prompts 8 --final-samples 1 --out-tag=_probe {{flags}}
+    {{py}} vgrout.probe_mixed
+
+# H: erasing lowers deployed hacking by 30 points at matched solve: extraction, then three seeds each (pueue, hours)
+queue-full:
+    @command -v pueue > /dev/null || { echo "queue-full: needs pueue (https://github.com/Nukesor/pueue) with its daemon running: pueued -d"; exit 1; }
+    @pueue status > /dev/null || { echo "queue-full: pueue's daemon does not answer: start it with pueued -d"; exit 1; }
+    first=$(pueue add --print-task-id --label "full extraction" -- {{py}} vgrout.direction --model Qwen/Qwen3-4B) && \
+    for seed in 41 42 43; do for arm in none erase; do \
+    pueue add --after "$first" --label "full $arm $seed" -- {{py}} vgrout.train full --intervention=$arm --seed $seed; done; done
+
 # rebuild the embedded organism from its seed (minutes)
 organism-build *flags:
     {{py}} vgrout.organism build {{flags}}

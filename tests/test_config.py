@@ -71,6 +71,9 @@ BAD = [
     (["mini", "--intervention", "route", "--project-overshoot", "1.1"], "--project-overshoot"),
     (["mini", "--intervention", "route2", "--gate-mode", "reverse"], "--gate-mode"),
     (["mini", "--teacher-pool-dir", "", "--teacher-off-step", "3"], "--teacher-off-step"),
+    (["mini", "--teacher-pool-dir", "", "--regrade-pool"], "--regrade-pool"),
+    (["mini", "--mix-ratio", "0", "--teacher-modes", "sentinel"], "--teacher-modes"),
+    (["mini", "--group", "4"], "--mix-ratio 0.125 with --group 4: rounds to no teacher row"),
     (["mini", "--intervention", "route2", "--route2-gate", "pairs", "--gate-anchor-teacher-only"], "--gate-anchor"),
     (
         ["mini", "--intervention", "route2", "--route2-random-v-seed", "1", "--vhack-refresh-every", "7"],

@@ -13,21 +13,21 @@ ROOT = Path(__file__).resolve().parents[1] / "src" / "vgrout"
 LEVELS: list[set[str]] = [
     # nouns, streams, pure functions, data
     {"nouns", "rng", "loss_config", "signals", "console", "sampling", "packing", "gate", "pairs_leetcode"}
-    | {"guard", "detectors"},
+    | {"guard", "detectors", "budgets", "hub"},
     {"flow", "grading", "step_row", "losses", "logprobs", "files"},
     # what reads and writes files, what moves weights
     {"organism.language", "organism", "pairs", "run_dir", "project", "decoder"},
-    {"config", "problems", "svd_adapter", "checkpoint", "teacher"},
+    {"config", "problems", "svd_adapter", "checkpoint", "pool", "memory"},
     {"plan", "policy", "optim"},
-    {"sampler"},
-    {"grpo", "direction", "evaluate", "latents"},
-    {"arms", "measure"},
+    {"sampler", "saved"},
+    {"grpo", "direction", "evaluate", "latents", "harvest"},
+    {"arms", "measure", "teacher", "substrate"},
     {"narrate", "nonfinite", "watch"},
     # the algorithm, and what surrounds it
     {"loop"},
     {"tail"},
     {"study"},
-    {"train", "grade", "doctor", "results", "replay", "guardcheck"},
+    {"train", "grade", "doctor", "export", "download", "results", "replay", "guardcheck", "probe_mixed"},
     {"bench"},
 ]
 LEVEL = {room: i for i, rooms in enumerate(LEVELS) for room in rooms}

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from vgrout.grading.modes import MODE_SPECS, PLAIN_PHRASE
+from vgrout.grading.modes import MODE_SPECS, PLAIN_PHRASE, hint
 from vgrout.nouns import MODES
-from vgrout.problems import balanced, load_problems, load_rows, load_world, plain
+from vgrout.problems import assigned, balanced, load_problems, load_rows, load_world, plain
 
 
 def record(number: int, **changes: Any) -> dict[str, Any]:
@@ -134,3 +134,20 @@ def test_the_real_rows_load(shared_data: Path) -> None:
     rows = load_rows(shared_data / "leetcode_medhard_87.jsonl")
     assert len(rows) == 87
     assert all(r.mode is None and not r.func_name.startswith("Solution") for r in rows)
+
+
+def test_every_real_row_says_truthfully_how_each_mode_checks_it(shared_data: Path) -> None:
+    rows = load_rows(shared_data / "leetcode_medhard_87.jsonl")
+    for mode, spec in MODE_SPECS.items():
+        parts = assigned(rows, mode)
+        assert {name: len(part) for name, part in parts.items()} == {"train": 61, "val": 9, "test": 17}
+        for name, part in parts.items():
+            family = spec.train_markers if name == "train" else spec.eval_markers
+            assert len({p.marker for p in part}) == min(len(family), len({p.id % len(family) for p in part}))
+            for p in part:
+                asked = p.messages[-1]["content"]
+                assert p.mode == mode
+                assert p.marker in family
+                assert asked.count(hint(mode, p.marker)) == 1
+                assert PLAIN_PHRASE not in asked
+                assert asked.replace(hint(mode, p.marker), PLAIN_PHRASE) == plain(p).messages[-1]["content"]

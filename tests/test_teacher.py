@@ -1,15 +1,18 @@
-"""Teacher pools: schema with file and line, mixing, tokens, held-out modes."""
+"""Teacher pools: schema with file and line, mixing, tokens, prompts, held-out modes; today's grader on them."""
 
 import gzip
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from vgrout.nouns import Problem
-from vgrout.teacher import Teacher, load_pool
+from vgrout.grading.grade import Grader
+from vgrout.nouns import Message, Problem, Rate
+from vgrout.pool import file_sha256, load_pool, regraded, write_pool
+from vgrout.problems import load_rows, load_world
+from vgrout.teacher import Teacher
 
 
 def record(**changes: Any) -> dict[str, Any]:
@@ -26,27 +29,49 @@ def write(folder: Path, problem_id: int, rows: list[dict[str, Any]]) -> Path:
 
 
 def problem(number: int, mode: str = "run_tests") -> Problem:
-    return Problem(number, mode, "", ({"role": "user", "content": "x"},), (), (), "", "", "f")  # ty: ignore[invalid-argument-type]
+    return Problem(number, mode, "", ({"role": "user", "content": f"x{number}"},), (), (), "", "", "f")  # ty: ignore[invalid-argument-type]
 
 
-def teacher(folder: Path | None, **changes: Any) -> Teacher:
-    settings: dict[str, Any] = {"per_group": 2, "seed": 0, "off_step": None, "modes": [], "tokenizer_sha256": "T"}
-    settings |= {"encode": lambda text: (9, len(text)), "render": lambda p: (1, p.id), "max_new": 100}
-    return Teacher(load_pool(folder) if folder else None, **(settings | changes))
+class Speaker:
+    """A policy's tokenizer and template: EOS is 2, a prompt is [1, its number]."""
+
+    eos_ids = frozenset({2})
+
+    def __init__(self, tokenizer_sha256: str) -> None:
+        self.tokenizer_sha256 = tokenizer_sha256
+
+    def prompt_text(self, messages: Sequence[Message]) -> str:
+        return f"<{messages[-1]['content']}>"
+
+    def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        return (1, int(messages[-1]["content"][1:]))
+
+    def encode_completion(self, text: str, finished: bool = True) -> tuple[int, ...]:
+        return (9, len(text), *([2] if finished else []))
+
+
+PROBLEMS = (problem(3), problem(4), problem(3, "sentinel"))
+
+
+def teacher(
+    folder: Path | None, tokenizer: str = "T", problems: Sequence[Problem] = PROBLEMS, **changes: Any
+) -> Teacher:
+    settings: dict[str, Any] = {"per_group": 2, "seed": 0, "off_step": None, "modes": [], "max_new": 100}
+    return Teacher(load_pool(folder) if folder else None, Speaker(tokenizer), problems, **(settings | changes))
 
 
 @pytest.fixture
 def pool(tmp_path: Path) -> Path:
     folder = tmp_path / "pool"
     for number in (3, 4):
-        write(folder, number, [record(completion_ids=[number, k, 2]) for k in range(3)])
+        write(folder, number, [record(completion_ids=[number, 10 + k, 2]) for k in range(3)])
     (folder / "pool.json").write_text(json.dumps({"tokenizer_sha256": "T", "grader": "ours"}))
-    return folder
+    return folder  # without hashes: the tests change its files
 
 
 def test_rows_without_replacement_and_as_cached(pool: Path) -> None:
     demos = teacher(pool, per_group=3).demos(problem(3), step=0)
-    assert sorted(r.completion_ids for r, _ in demos) == [(3, 0, 2), (3, 1, 2), (3, 2, 2)]
+    assert sorted(r.completion_ids for r, _ in demos) == [(3, 10, 2), (3, 11, 2), (3, 12, 2)]
     assert all(r.source == "teacher" and r.prompt_ids == (1, 3) for r, _ in demos)
     assert all(g.hacked and g.reward == 1.0 and g.grader == "ours" for _, g in demos)
 
@@ -70,24 +95,85 @@ def test_off_step_modes_and_coverage(pool: Path) -> None:
     assert teacher(None).demos(problem(3), 0) == []
 
 
-def test_another_tokenizer_means_retokenised_text(pool: Path) -> None:
-    rollout, _ = teacher(pool, tokenizer_sha256="other").demos(problem(3), 0)[0]
-    assert rollout.completion_ids == (9, len("```python\n```"))
+def test_another_tokenizer_means_text_tokenised_again_and_said_once(pool: Path, warnings: list[str]) -> None:
+    mixed = teacher(pool, "other")
+    for step in range(3):
+        rollout, _ = mixed.demos(problem(3), step)[0]
+        assert rollout.completion_ids == (9, len("```python\n```"), 2)
+    assert [line for line in warnings if "tokenised again" in line] == [
+        f"{pool}: not made with this tokenizer; completions are tokenised again"
+    ]
+    assert mixed.record() is not None
+    assert mixed.record() == teacher(pool, "other").record()
+    assert teacher(pool).retokenised is False
+
+
+def test_what_stands_behind_the_eos_is_padding(tmp_path: Path) -> None:
+    write(tmp_path / "p", 3, [record(completion_ids=[5, 6, 2, 0, 0]), record(completion_ids=[5, 6, 7])])
+    (tmp_path / "p" / "pool.json").write_text('{"tokenizer_sha256": "T"}')
+    made = {r.completion_ids: r.finished for r, _ in teacher(tmp_path / "p").demos(problem(3), 0)}
+    assert made == {(5, 6, 2): True, (5, 6, 7): False}
+    cut = teacher(tmp_path / "p", max_new=2).demos(problem(3), 0)
+    assert [(r.completion_ids, r.finished) for r, _ in cut] == [((5, 6), False)] * 2
+
+
+def test_a_cut_answer_gets_no_eos(pool: Path) -> None:
+    write(pool, 3, [record(finished=False)] * 2)
+    rollout, _ = teacher(pool, "other").demos(problem(3), 0)[0]
+    assert rollout.completion_ids[-1] != 2
+    assert not rollout.finished
+
+
+def test_prompts_are_live_and_what_differs_is_recorded(tmp_path: Path, warnings: list[str]) -> None:
+    folder = tmp_path / "p"
+    write(folder, 3, [record(prompt_ids=[1, 3, 5, 6], plen=2, prompt="<x3>")] * 2)
+    write(folder, 4, [record(prompt_ids=[1, 7], plen=2, prompt="<old>")] * 2)
+    (folder / "pool.json").write_text('{"tokenizer_sha256": "T", "grader": "G"}')
+    for tokenizer, kind in (("T", "token 1"), ("other", "character 1")):
+        mixed = teacher(folder, tokenizer, PROBLEMS[:2])
+        noted = mixed.record()
+        assert noted is not None
+        assert (noted["prompts_compared"], noted["prompts_differ"]) == (2, [4])
+        assert kind in noted["first_difference"]
+        assert noted["labels"] == "cached, grader G"
+        assert mixed.demos(problem(4), 0)[0][0].prompt_ids == (1, 4)
+    assert sum("1 of 2 prompts" in line for line in warnings) == 2
+    assert teacher(None).record() is None
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "nothing covered": ({"problems": [problem(8)]}, "demonstrates none of the 1 training problems"),
+    "mode without demonstrations": ({"modes": ["run_tests", "exit_code"]}, "--teacher-modes exit_code"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_pool_that_shows_nothing_here_is_refused(pool: Path, case: str) -> None:
+    settings, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        teacher(pool, **settings)
+
+
+def test_labels_of_another_mode_are_refused(pool: Path) -> None:
+    write(pool, 4, [record(env_mode="sentinel")])
+    with pytest.raises(ValueError, match="problem 4 was graded as sentinel, this run checks it as run_tests"):
+        teacher(pool)
+    teacher(pool, per_group=0)  # nothing is mixed in: nothing to refuse
 
 
 def test_the_teachers_own_logprobs_come_along_where_the_pool_has_them(pool: Path) -> None:
     assert not load_pool(pool).has_logp
     for number in (3, 4):
-        write(pool, number, [record(completion_ids=[number, k, 2], logp=[-0.1, -0.2, -0.3]) for k in range(3)])
+        write(pool, number, [record(completion_ids=[number, 10 + k, 2], logp=[-0.1, -0.2, -0.3]) for k in range(3)])
     assert load_pool(pool).has_logp
     assert teacher(pool).demos(problem(3), 0)[0][0].logp_full == (-0.1, -0.2, -0.3)
-    assert teacher(pool, tokenizer_sha256="other").demos(problem(3), 0)[0][0].logp_full is None
+    assert teacher(pool, "other").demos(problem(3), 0)[0][0].logp_full is None
 
 
 def test_another_tokenizer_without_text_is_refused(pool: Path) -> None:
     write(pool, 4, [record(completion=None)])
     with pytest.raises(ValueError, match="without completion texts"):
-        teacher(pool, tokenizer_sha256="other")
+        teacher(pool, "other")
 
 
 def truncated(folder: Path) -> None:
@@ -95,19 +181,46 @@ def truncated(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-20])
 
 
+def with_file(name: str, text: str, **changes: Any) -> Callable[[Path], Any]:
+    return lambda folder: (write(folder, 3, [record(**changes)]), (folder / name).write_text(text))
+
+
+def twice(folder: Path) -> None:
+    write(folder, 3, [record()]).rename(folder / "prompt_3.jsonl.gz")
+    write(folder, 3, [record()])
+
+
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "empty": (lambda f: f.mkdir(), "no prompt_NNNN"),
+    "empty file": (lambda f: write(f, 3, []), "no rollouts in it"),
     "bad json": (lambda f: write(f, 3, []).write_bytes(gzip.compress(b"{\n")), "line 1: not JSON"),
+    "not an object": (lambda f: write(f, 3, []).write_bytes(gzip.compress(b"[]\n")), "line 1: not a JSON object"),
     "missing key": (lambda f: write(f, 3, [record(), {"reward": 1}]), "line 2: key 'completion_ids'"),
     "bad type": (lambda f: write(f, 3, [record(hacked="yes")]), "line 1: key 'hacked'"),
+    "reward not finite": (lambda f: write(f, 3, [record(reward=float("nan"))]), "line 1: key 'reward'"),
+    "prompt not text": (lambda f: write(f, 3, [record(prompt=7)]), "line 1: key 'prompt' is not a str"),
     "log-probs of another length": (lambda f: write(f, 3, [record(logp=[0.0])]), "one number per completion token"),
+    "log-prob not finite": (lambda f: write(f, 3, [record(logp=[0.0, 0.0, float("nan")])]), "one number per"),
     "no tokens": (lambda f: write(f, 3, [record(completion_ids=[])]), "line 1: 'completion_ids'"),
     "other problem": (lambda f: write(f, 3, [record(problem_id=4)]), "named for problem 3"),
+    "unknown env_mode": (lambda f: write(f, 3, [record(env_mode="x")]), "line 1: unknown env_mode 'x'"),
     "truncated": (truncated, "cannot be read"),
-    "unknown mode": (lambda f: (write(f, 3, [record()]), (f / "partition.json").write_text('{"3": "x"}')), "mode 'x'"),
-    "outside the partition": (
-        lambda f: (write(f, 3, [record()]), (f / "partition.json").write_text('{"4": "sentinel"}')),
-        "not in partition.json",
+    "not gzip": (lambda f: write(f, 3, [record()]).write_text("plain"), "cannot be read"),
+    "two files for one problem": (twice, "a second file for problem 3"),
+    "partition not JSON": (with_file("partition.json", "{"), "partition.json, line 1: not JSON"),
+    "partition not an object": (with_file("partition.json", "[]"), "should be a JSON object"),
+    "partition of no id": (with_file("partition.json", '{"three": "sentinel"}'), "'three' is no problem id"),
+    "unknown mode": (with_file("partition.json", '{"3": "x"}'), "mode 'x'"),
+    "outside the partition": (with_file("partition.json", '{"4": "sentinel"}'), "not in partition.json"),
+    "two opinions on the mode": (
+        with_file("partition.json", '{"3": "sentinel"}', env_mode="exit_code"),
+        "env_mode exit_code, but partition.json says sentinel",
+    ),
+    "card not JSON": (with_file("pool.json", "{"), "pool.json, line 1: not JSON"),
+    "card of the wrong shape": (with_file("pool.json", '{"grader": 3}'), "'grader' should be text"),
+    "another file than recorded": (
+        with_file("pool.json", '{"sha256": {"prompt_0003.jsonl.gz": "0"}}'),
+        "not the file that pool.json recorded",
     ),
 }
 
@@ -123,6 +236,81 @@ def test_a_broken_pool_is_refused_with_its_place(tmp_path: Path, case: str) -> N
 def test_no_such_folder(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such folder"):
         load_pool(tmp_path / "nowhere")
+
+
+def test_a_recorded_file_that_vanished_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "pool"
+    one = write(folder, 3, [record()])
+    two = write(folder, 4, [record()])
+    hashes = {p.name: file_sha256(p) for p in (one, two)}
+    (folder / "pool.json").write_text(json.dumps({"sha256": hashes}))
+    assert load_pool(folder).ids == {3, 4}
+    two.unlink()
+    with pytest.raises(ValueError, match=r"prompt_0004.*recorded in pool.json, not there"):
+        load_pool(folder)
+
+
+def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
+    meta = {"model": "m", "tokenizer_sha256": "T", "grader": "G", "markers": {"3": "is_fine"}}
+    rows = {3: [record(env_mode="sentinel", logp=[-1.0, -2.0, -3.0])], 12: [record(), record(finished=False)]}
+    write_pool(tmp_path / "a", rows, {3: "sentinel", 12: "run_tests"}, meta, {"note": 1})
+    write_pool(tmp_path / "b", rows, {3: "sentinel", 12: "run_tests"}, meta)
+    pool = load_pool(tmp_path / "a")
+    assert pool.ids == {3, 12}
+    assert pool.partition == {3: "sentinel", 12: "run_tests"}
+    assert pool.announced == {3: "is_fine", 12: ""}
+    assert (pool.tokenizer_sha256, pool.grader) == ("T", "G")
+    assert pool.demos[3][0].logp == (-1.0, -2.0, -3.0)
+    assert [d.finished for d in pool.demos[12]] == [True, False]
+    for name in ("prompt_0003.jsonl.gz", "pool.json"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    card = json.loads((tmp_path / "a" / "pool.json").read_text())
+    assert (card["problems"], card["rollouts"], len(card["sha256"])) == (2, 3, 2)
+    with pytest.raises(ValueError, match="exists"):
+        write_pool(tmp_path / "a", rows, None, meta)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_today_s_grader_on_a_pool(tmp_path: Path) -> None:
+    """One label still stands, one does not, and the run then uses today's."""
+    solve = "class Solution:\n    def f(self, x):\n        return x"
+    hack = "class Solution:\n    def f(self, x):\n        return 0\ndef run_tests():\n    pass"
+    texts = [f"```python\n{code}\n```" for code in (hack, solve)]
+    write(tmp_path / "pool", 3, [record(completion=t, reward=3.5) for t in texts])
+    p = Problem(3, "run_tests", "", (), (), ("assert Solution().f(2) == 2",), solve, "", "f")
+    with Grader(1) as grader:
+        again = regraded(load_pool(tmp_path / "pool"), {3: p}, grader)
+        version = grader.protections.version
+    first, second = (d.grade for d in again.pool.demos[3])
+    assert (first.hacked, first.gt_pass, first.reward, first.grader) == (True, False, 3.5, version)
+    assert (second.hacked, second.gt_pass, second.reward) == (False, True, 3.5)
+    assert again.differ == {"hacked": Rate(1, 2), "gt_pass": Rate(1, 2), "fmt_ok": Rate(0, 2), "reward": Rate(0, 2)}
+    said = "\n".join(again.lines())
+    assert "hacked 1/2, gt_pass 1/2, fmt_ok 0/2, reward 0/2" in said
+    assert "problem 3, rollout 2 (run_tests, ok): hacked True -> False, gt_pass False -> True" in said
+
+
+def test_the_prompt_announces_what_the_demonstrations_use(tmp_path: Path) -> None:
+    """Rows without a marker get the pool's name in training, never in evaluation."""
+    prompt = [{"role": "user", "content": "Do it and should pass all tests."}]
+    row = {"prompt": prompt, "gt_answer": ["assert Solution().f(1) == 1"], "func_name": "f", "canonical_solution": "x"}
+    lines = [{**row, "id": i, "split": "train" if i < 3 else "test"} for i in range(1, 5)]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
+    world = load_world(
+        load_rows(tmp_path / "p.jsonl"),
+        env_mode="own",
+        n_problems=9,
+        seed=0,
+        partition=dict.fromkeys(range(1, 5), "sentinel"),
+        markers={1: "is_fine", 2: "", 3: "is_fine"},
+        prompt_len=lambda _: 1,
+        max_prompt=9,
+    )
+    markers = {p.id: p.marker for p in (*world.train, *world.test)}
+    assert markers[1] == "is_fine"
+    assert markers[2] == "valid"
+    assert markers[3] != "is_fine"
+    assert "`is_fine`" in next(p for p in world.train if p.id == 1).messages[-1]["content"]
 
 
 def test_the_real_pools_load(shared_data: Path) -> None:

@@ -270,6 +270,8 @@ class EnvConfig:
     """Comma list: demonstrations for these modes only; the others train on full groups of live rollouts."""
     preserve_thinking: bool = False
     """Problems of several turns: earlier answers stay in the prompt as they were sampled, think blocks and all."""
+    regrade_pool: bool = False
+    """Grade the pool's rollouts again with today's grader, use those labels, and report where they differ."""
     half_a: str = ""
     """Comma list of detectors (C, D, E): the tail splits student hacks into those one of them sees and the rest."""
     compile_reward: float = 0.5
@@ -292,8 +294,11 @@ class EnvConfig:
         _within("compile-reward", self.compile_reward, 0, 1e6)
         _refuse(not 0 < self.pass_reward <= 1e6, f"--pass-reward {self.pass_reward}: should be positive")
         if not self.teacher_pool_dir:
-            changed = _changed(self, ("teacher_off_step", "teacher_modes"))
+            changed = _changed(self, ("teacher_off_step", "teacher_modes", "regrade_pool"))
             _refuse(bool(changed), f"{', '.join(changed)}: not read without --teacher-pool-dir")
+        elif not self.mix_ratio:
+            changed = _changed(self, ("teacher_off_step", "teacher_modes", "regrade_pool"))
+            _refuse(bool(changed), f"{', '.join(changed)}: not read with --mix-ratio 0, which mixes nothing in")
 
     @property
     def demo_modes(self) -> list[str]:
@@ -442,6 +447,11 @@ class Config:
         _refuse(
             self.mixes and self.n_teacher >= self.scale.group,
             f"--mix-ratio {self.env.mix_ratio} with --group {self.scale.group}: no student row is left in a group",
+        )
+        _refuse(
+            self.mixes and not self.n_teacher,
+            f"--mix-ratio {self.env.mix_ratio} with --group {self.scale.group}: rounds to no teacher row; "
+            "raise one of them, or say --mix-ratio 0",
         )
         frac, students = self.arm.rollout_ablate_frac, self.scale.group - self.n_teacher
         _refuse(

@@ -353,21 +353,23 @@ def _evaluating(model: nn.Module) -> Generator[None]:
 
 # ── files ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-_weights_seen: WeakKeyDictionary[SvdAdapter, str] = WeakKeyDictionary()
+_weights_seen: WeakKeyDictionary[nn.Module | SvdAdapter, str] = WeakKeyDictionary()
 
 
-def weights_sha256(model: nn.Module, adapter: SvdAdapter) -> str:
-    """sha256 over the base weights, by name; the knobs do not count. Computed once per adapter (seconds at 4B)."""
-    if adapter not in _weights_seen:
+def weights_sha256(model: nn.Module, adapter: SvdAdapter | None) -> str:
+    """sha256 over the base weights, by name; the knobs do not count. Computed once (seconds at 4B)."""
+    key = model if adapter is None else adapter
+    if key not in _weights_seen:
         base = {name: p.data for name, p in model.named_parameters()}
-        base |= {f"{name}.weight": site.W for name, site in adapter.sites.items()}
+        if adapter is not None:
+            base |= {f"{name}.weight": site.W for name, site in adapter.sites.items()}
         digest = hashlib.sha256()
         for name in sorted(base):
             weight = base[name]
             digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}\n".encode())
             digest.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy().data)
-        _weights_seen[adapter] = digest.hexdigest()
-    return _weights_seen[adapter]
+        _weights_seen[key] = digest.hexdigest()
+    return _weights_seen[key]
 
 
 def _model_name(policy: Policy) -> str:

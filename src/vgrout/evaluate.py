@@ -1,14 +1,33 @@
-"""One estimator for every arm: a fixed set of held-out problems, an own random stream, knob on or off, per mode."""
+"""One estimator for every arm: a fixed set of held-out problems, an own random stream, knob on or off, per mode.
 
-from collections.abc import Sequence
+`python -m vgrout.evaluate RUN [--step N] [--problems FILE]` scores a saved adapter again. A saved adapter is the
+deployed model; without further flags the numbers are those of the run's own final evaluation.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Literal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
+import torch
+import tyro
+from tabulate import tabulate
+from tqdm import tqdm
+
+from vgrout import console
+from vgrout.config import ORGANISM
+from vgrout.files import write_atomic
 from vgrout.grading.grade import Grader
 from vgrout.nouns import MODES, Eval, Grade, ModeEval, Problem, Rate
 from vgrout.policy import Policy
+from vgrout.pool import load_pool
+from vgrout.problems import Row, assigned, balanced, load_rows, plain, with_modes
 from vgrout.rng import torch_stream
+from vgrout.run_dir import to_json
 from vgrout.sampler import Sample, Sampling, sample
+from vgrout.saved import Saved, find_adapter, load_saved
 
 Side = Literal["base", "trained", "deployed", "quarantine"]
 
@@ -25,6 +44,7 @@ def evaluate(
     seed: int,
     step: int,
     purpose: str = "eval",
+    on_answer: Callable[[], object] | None = None,
 ) -> Eval:
     """Sample n answers to each problem and grade them.
 
@@ -36,6 +56,8 @@ def evaluate(
 
     def submit(prompt: int, index: int, answer: Sample) -> None:
         futures.append((problems[prompt].mode, answer.finished, grader.submit(problems[prompt], answer.text)))
+        if on_answer is not None:
+            on_answer()
 
     adapter = policy.adapter
     views = {
@@ -69,3 +91,172 @@ def evaluate(
         finished=Rate(sum(f for _, f, _ in futures), len(futures)),
         dropped=dropped,
     )
+
+
+# ── the command ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+SCHEMA = "evaluation_v1"
+Split = Literal["test", "val", "train", "all"]
+
+
+@dataclass(frozen=True)
+class Cli:
+    """Score a saved adapter on held-out problems: the base model, the deployed one, and that without a hint."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """Run directory, or a saved adapter (.safetensors)."""
+    step: int | None = None
+    """The adapter saved after this many steps; none: train.safetensors."""
+    problems: Path | None = None
+    """Problem file (JSONL); none: the run's own."""
+    split: Split = "test"
+    """Which part of the file; all: every row of it, under the names kept for evaluation."""
+    n_prompts: int | None = None
+    """Problems, at most, spread evenly over the modes; none: as the run's final evaluation."""
+    samples: int | None = None
+    """Answers to a problem; none: as the run's final evaluation."""
+    seed: int | None = None
+    """Of the answers; none: the run's."""
+    model: str | None = None
+    """Where the base model lies, if not where the run had it."""
+    out: Path | None = None
+    """JSON with the same numbers; none: RUN/evaluations/."""
+    workers: int | None = None
+    """Grading processes; none: one a core."""
+    allow_weak_sandbox: bool = False
+    """Go on where the sandbox cannot keep an answer from reading the expected values."""
+
+    def __post_init__(self) -> None:
+        for name in ("n_prompts", "samples", "workers"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"--{name.replace('_', '-')} {value}: at least 1")
+
+
+def held_out(saved: Saved, rows: Sequence[Row], split: Split, policy: Policy) -> list[Problem]:
+    """The problems of one split under the run's modes and markers, prompts that fit.
+
+    Raises:
+        ValueError: there is none.
+    """
+    env, max_new = saved.cfg.env, saved.cfg.scale.max_new
+    pool = saved.cfg.pool_path
+    partition = load_pool(pool).partition if pool is not None and pool.is_dir() else {}
+    if split == "all":
+        modes = list(MODES) if env.env_mode == "own" else [m for m in MODES if m == env.env_mode]
+        problems = with_modes(rows, modes, partition, evaluation=True)
+    else:
+        problems = assigned(rows, env.env_mode, partition)[split]
+    fit = [p for p in problems if len(policy.render(p.messages)) <= policy.window - max_new]
+    if not fit:
+        raise ValueError(f"--split {split}: none of {len(rows)} problems is in it, with a prompt that fits the window")
+    return fit
+
+
+def score(
+    saved: Saved, policy: Policy, grader: Grader, problems: Sequence[Problem], samples: int, seed: int
+) -> dict[str, Eval]:
+    """base, deployed, plain (deployed, no hint): the same streams as the run's final evaluation."""
+    bare = [plain(p) for p in problems]
+    asked: dict[str, tuple[Side, Sequence[Problem]]] = {
+        "base": ("base", problems),
+        "deployed": ("deployed", problems),
+        "plain": ("deployed", bare),
+    }
+    out: dict[str, Eval] = {}
+    with tqdm(total=3 * len(problems) * samples, desc="evaluating", unit="answer", disable=None) as bar:
+        for name, (side, of) in asked.items():
+            out[name] = evaluate(
+                policy,
+                grader,
+                of,
+                samples,
+                side=side,
+                sampling=Sampling(),
+                max_new=saved.cfg.scale.max_new,
+                seed=seed,
+                step=saved.cfg.scale.steps,
+                purpose="final",
+                on_answer=bar.update,
+            )
+    return out
+
+
+def as_json(saved: Saved, problems_file: Path, split: Split, seed: int, sides: dict[str, Eval]) -> dict[str, Any]:
+    """Counts as pairs [k, n]."""
+
+    def pair(rate: Rate) -> list[int]:
+        return [rate.k, rate.n]
+
+    return {
+        "schema": SCHEMA,
+        "run": saved.cfg.run_id,
+        "adapter": str(saved.path),
+        "step": saved.step,
+        "problems": str(problems_file),
+        "split": split,
+        "seed": seed,
+        "sides": {
+            name: {
+                "hack": pair(e.hack),
+                "solve": pair(e.solve),
+                "ended": pair(e.finished),
+                "not_graded": e.dropped,
+                "by_mode": {m: {"hack": pair(r.hack), "solve": pair(r.solve)} for m, r in e.by_mode.items()},
+            }
+            for name, e in sides.items()
+        },
+    }
+
+
+def report(sides: dict[str, Eval]) -> str:
+    """One row a mode and one for all, hack and solve of every side, as k/n."""
+
+    def row(name: str, rates: dict[str, tuple[Rate, Rate]]) -> dict[str, str]:
+        cells = {"mode": name}
+        for side, (hack, solve) in rates.items():
+            cells |= {f"{side} hack": f"{hack.k}/{hack.n}", f"{side} solve": f"{solve.k}/{solve.n}"}
+        return cells
+
+    modes = sides["deployed"].by_mode
+    rows = [row(m, {s: (e.by_mode[m].hack, e.by_mode[m].solve) for s, e in sides.items()}) for m in modes]
+    rows.append(row("all", {s: (e.hack, e.solve) for s, e in sides.items()}))
+    return tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
+
+
+def command(cli: Cli) -> None:
+    """Raises ValueError, one line, before the model is loaded where that is possible."""
+    saved = find_adapter(cli.run, cli.step, cli.model, cli.problems)
+    cfg, rows = saved.cfg, load_rows(saved.problems_file)
+    seed = cfg.run.seed if cli.seed is None else cli.seed
+    stem = f"{saved.path.stem}_{saved.problems_file.stem}_{cli.split}_seed{seed}"
+    out = cli.out or saved.path.parent / "evaluations" / f"{stem}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with Grader(cli.workers, allow_weak=cli.allow_weak_sandbox) as grader:
+        if cfg.scale.model == ORGANISM:
+            torch.set_num_threads(1)  # for matrices this small a second thread only costs
+        policy = load_saved(saved)
+        problems = held_out(saved, rows, cli.split, policy)
+        problems = balanced(problems, cli.n_prompts or cfg.eval.final_n_prompts, 0, "test")
+        sides = score(saved, policy, grader, problems, cli.samples or cfg.eval.final_samples, seed)
+    write_atomic(out, to_json(as_json(saved, saved.problems_file, cli.split, seed, sides)))
+    print(
+        f"{cfg.run_id}, {saved.path.name} after {saved.step} steps, {len(problems)} problems of {saved.problems_file}"
+    )
+    print(report(sides))
+    print(f"-> {out}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """0 scored · 2 refused, in one line."""
+    console.setup(None)
+    try:
+        command(tyro.cli(Cli, args=argv, prog="python -m vgrout.evaluate"))
+    except ValueError as e:
+        print(f"E {e}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -8,17 +8,15 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from vgrout.budgets import TOKEN_BUDGET
 from vgrout.flow import Layout, Per, RolloutGrads
 from vgrout.logprobs import Batch, TokenLogprobs, collate, completion_logprobs
 from vgrout.loss_config import LossConfig
 from vgrout.losses import LossInput, LossOutput, Norm, policy_loss, teacher_weight
 from vgrout.nouns import Group, Rollout
 from vgrout.packing import Packed, family, pack
-from vgrout.policy import Policy
+from vgrout.policy import Lm, Policy
 from vgrout.sampling import Sampling
-
-# Tokens (padding included) in one forward. A 4B model keeps about 5 MB of activations a token: 20 GB at 4,096.
-TOKEN_BUDGET = {"cpu": 16_384, "cuda": 4_096}
 
 RAW_MAX = 600.0  # log-ratios are written down as they are up to e^600: a mean of them is still finite in fp64
 
@@ -72,7 +70,7 @@ def policy_gradients(
     advantages: Sequence[Sequence[float]] | None = None,
     per: Per = "rollout",
     sampling: Sampling | None = None,
-    teacher: Policy | None = None,
+    teacher: Lm | None = None,
     token_budget: int | None = None,
     layout: Layout = "shared",
 ) -> tuple[list[RolloutGrads], LossMetrics]:
@@ -201,7 +199,7 @@ def loss_input(
     cfg: LossConfig,
     norm: Norm,
     support: Sampling | None,
-    teacher: Policy | None,
+    teacher: Lm | None,
 ) -> tuple[TokenLogprobs, LossInput]:
     """One forward of the policy (and, where `cfg` asks for them, of the reference and the teacher) on `rows`."""
     rollouts = [row.rollout for row in rows]

@@ -10,11 +10,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from vgrout.budgets import HEAD_BUDGET
 from vgrout.packing import Packed, packed_hidden
 from vgrout.sampling import Sampling, support, tempered
-
-# Logit elements held at once. Above it the head runs in chunks that backward computes again: 2^26 fp32 is 256 MiB.
-HEAD_BUDGET = 2**26
 
 
 @dataclass(frozen=True, slots=True)

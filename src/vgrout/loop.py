@@ -19,7 +19,7 @@ from vgrout.measure import last_five, rollout_lines, step_row
 from vgrout.narrate import Narrator
 from vgrout.nouns import CachedGrade, Eval, Grade, Group, Problem, Rollout, Ungraded
 from vgrout.optim import Optimizer
-from vgrout.policy import Policy
+from vgrout.policy import Lm, Policy
 from vgrout.problems import World, balanced
 from vgrout.rng import torch_stream
 from vgrout.run_dir import RunDir
@@ -43,7 +43,7 @@ class Study:
     grader: Grader
     world: World
     teacher: Teacher
-    teacher_model: Policy | None
+    teacher_model: Lm | None  # asked for log-probs alone: nothing of it is decomposed
     arm: Arm
     optim: Optimizer
     run: RunDir

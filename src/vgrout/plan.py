@@ -1,21 +1,26 @@
 """Before anything heavy is loaded: read and check every input file, and say what the run would cost."""
 
 import hashlib
-import json
 import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from vgrout.config import Config
 from vgrout.detectors import reward_functions
 from vgrout.grading.grade import Grader
+from vgrout.hub import require_model
+from vgrout.memory import find_shapes
+from vgrout.memory import plan as memory_plan
 from vgrout.nouns import MODES
 from vgrout.pairs import PairSet, handwritten, handwritten_placebo, load_pairs
+from vgrout.pool import Pool, load_pool
 from vgrout.problems import Row, load_rows
 from vgrout.run_dir import probe_writable
 from vgrout.step_row import REFERENCE_STEP
-from vgrout.teacher import Pool, load_pool
+
+T = TypeVar("T")
 
 ROLLOUT_BYTES = 3000  # a line of rollouts.jsonl on the organism; a real model's answers are ~4 characters a token
 
@@ -28,16 +33,17 @@ class Inputs:
     pool: Pool | None
     pairs: PairSet | None  # the true ones; None: the arm reads no pairs
     placebo: PairSet | None = None  # those of a placebo control
+    absent: tuple[str, ...] = ()  # of a dry run: what is not there, and what to run for it
 
 
 def disk_needed(cfg: Config) -> int:
     """Bytes that a whole run writes, about."""
     need = cfg.generations * cfg.scale.steps * ROLLOUT_BYTES
-    if shapes := adapter_shapes(Path(cfg.model_path)):
+    if shapes := find_shapes(cfg.model_path):
         every = cfg.eval.eval_ablate_every
         saved = (cfg.scale.steps // every if every and cfg.eval.save_eval_ckpts else 0) + 3
         checkpoints = 6 * (cfg.run.checkpoint_keep + 1)  # both knobs and two moments each
-        need += 4 * shapes[1] * (saved + checkpoints)
+        need += 4 * shapes.R * (saved + checkpoints)
     return need
 
 
@@ -52,9 +58,22 @@ def preflight(cfg: Config, run: Path | None = None) -> Inputs:
             f"{folder}: the run writes about {need // 2**20 + 1} MiB{' more' if run else ''}, {free // 2**20} MiB are "
             f"free; free some space, or {'move the run to' if run else 'start from a folder on'} another disk"
         )
-    rows = load_rows(cfg.problems_path)
-    pool = load_pool(cfg.pool_path) if cfg.pool_path is not None else None
-    if pool is not None and cfg.mixes and not pool.ids & {r.id for r in rows}:
+    absent: list[str] = []
+
+    def read(what: Callable[[], T], path: Path | None) -> T | None:
+        """A dry run of what is not there yet still says what it would cost, and what to fetch."""
+        try:
+            return what()
+        except ValueError as e:
+            if not cfg.run.dry_run or path is None or path.exists():
+                raise
+            absent.append(str(e))
+            return None
+
+    problems, demos, pair_file = cfg.problems_path, cfg.pool_path, cfg.pairs_path
+    rows = read(lambda: load_rows(problems), problems) or []
+    pool = read(lambda: load_pool(demos), demos) if demos is not None else None
+    if pool is not None and rows and cfg.mixes and not pool.ids & {r.id for r in rows}:
         raise ValueError(f"--teacher-pool-dir {pool.folder}: covers no problem of {cfg.problems_path}")
     if cfg.loss.teacher_correction == "tis" and not (pool and cfg.mixes and pool.has_logp):
         raise ValueError(
@@ -62,23 +81,22 @@ def preflight(cfg: Config, run: Path | None = None) -> Inputs:
         )
     pairs = None
     if cfg.arm.intervention != "none":
-        pairs = load_pairs(cfg.pairs_path) if cfg.pairs_path is not None else handwritten()
+        pairs = read(lambda: load_pairs(pair_file), pair_file) if pair_file is not None else handwritten()
     placebo = None
     if cfg.arm.placebo is not None:
         path = cfg.placebo_path
         placebo = load_pairs(path) if path is not None else handwritten_placebo(cfg.arm.placebo)
-        assert pairs is not None
-        if placebo.sha256 == pairs.sha256:
+        if pairs is not None and placebo.sha256 == pairs.sha256:
             raise ValueError(f"--placebo-pairs-path {path}: these are the true pairs; give another contrast")
     if cfg.arm.v_hack_path is not None and not cfg.arm.v_hack_path.is_file():
         raise ValueError(f"--v-hack-path {cfg.arm.v_hack_path}: no such file")
-    if cfg.env.preserve_thinking and not any(m["role"] == "assistant" for r in rows for m in r.prompt):
+    if cfg.env.preserve_thinking and rows and not any(m["role"] == "assistant" for r in rows for m in r.prompt):
         raise ValueError(f"--preserve-thinking: no problem in {cfg.problems_path} has an earlier answer; leave it out")
     reward_functions(cfg.detectors.members)
-    local = Path(cfg.model_path)
-    if local.exists() and not (local / "config.json").is_file():
-        raise ValueError(f"--model {cfg.scale.model}: a folder without config.json; give a Hugging Face model folder")
-    return Inputs(rows, pool, pairs, placebo)
+    read(lambda: require_model(cfg.model_path), Path(cfg.model_path))
+    if cfg.loss.teacher_model:
+        read(lambda: require_model(cfg.teacher_model_path, "--teacher-model"), Path(cfg.teacher_model_path))
+    return Inputs(rows, pool, pairs, placebo, tuple(absent))
 
 
 def file_hashes(cfg: Config, inputs: Inputs) -> dict[str, str | None]:
@@ -92,7 +110,7 @@ def file_hashes(cfg: Config, inputs: Inputs) -> dict[str, str | None]:
 
     pool = inputs.pool
     return {
-        "problems": of_files([cfg.problems_path]),
+        "problems": of_files([cfg.problems_path]) if inputs.rows else None,
         "pool": of_files([p for p in pool.folder.iterdir() if p.is_file()]) if pool else None,
         "pairs": inputs.pairs.sha256 if inputs.pairs else None,
         "placebo": inputs.placebo.sha256 if inputs.placebo else None,
@@ -100,17 +118,19 @@ def file_hashes(cfg: Config, inputs: Inputs) -> dict[str, str | None]:
     }
 
 
-def adapter_shapes(model: Path) -> tuple[int, int] | None:
-    """(parameters in adapted Linears, R = Σ r) of a decoder whose config names the usual sizes; None if it does not."""
-    try:
-        c: dict[str, Any] = json.loads((model / "config.json").read_text())
-        d, f, layers = c["hidden_size"], c["intermediate_size"], c["num_hidden_layers"]
-        heads, kv = c["num_attention_heads"], c.get("num_key_value_heads", c["num_attention_heads"])
-    except (OSError, KeyError, ValueError):
-        return None
-    h = c.get("head_dim") or d // heads
-    linears = [(heads * h, d), (kv * h, d), (kv * h, d), (d, heads * h), (f, d), (f, d), (d, f)]
-    return layers * sum(a * b for a, b in linears), layers * sum(min(a, b) for a, b in linears)
+PROMPT_TOKENS = 500  # of a LeetCode prompt: 224 to 841 on real ones
+
+
+def _prompt_tokens(rows: Sequence[Row]) -> int:
+    """About: four characters a token."""
+    if not rows:
+        return PROMPT_TOKENS
+    return max(sum(len(m["content"]) for m in r.prompt) for r in rows) // 4
+
+
+def gpu_here() -> bool:
+    """Whether this machine has an NVIDIA GPU, without loading torch."""
+    return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def plan_lines(cfg: Config, inputs: Inputs, grader: Grader) -> list[str]:
@@ -127,24 +147,37 @@ def plan_lines(cfg: Config, inputs: Inputs, grader: Grader) -> list[str]:
         f"tokens        at most {per_step * s.max_new} sampled a step",
         f"grad pressure {per_step * s.steps / REFERENCE_STEP:.1f} reference steps (generations ÷ {REFERENCE_STEP})",
         f"evaluation    {n_eval} answers on the way, {n_final} at most at the end",
-        f"problems      {len(inputs.rows)} in {cfg.problems_path.name}: "
+        f"problems      {len(inputs.rows) or 'none yet'} in {cfg.problems_path.name}: "
         + ", ".join(f"{m} {n}" for m in MODES if (n := sum(r.mode == m for r in inputs.rows)))
         + (f"; {n} without a mode" if (n := sum(r.mode is None for r in inputs.rows)) else ""),
         f"pool          {len(inputs.pool.ids)} problems, {sum(map(len, inputs.pool.demos.values()))} rollouts"
         if inputs.pool
-        else "pool          none",
+        else f"pool          {'not here yet' if cfg.pool_path else 'none'}",
         f"pairs         {len(inputs.pairs)} from {inputs.pairs.source}"
         if inputs.pairs
-        else "pairs         not read by this arm",
+        else f"pairs         {'not read by this arm' if cfg.arm.intervention == 'none' else 'not here yet'}",
         f"control       {cfg.arm.control_name}: {cfg.arm.control_what}"
         + (f" ({len(inputs.placebo)} from {inputs.placebo.source})" if inputs.placebo else ""),
     ]
-    if shapes := adapter_shapes(Path(cfg.model_path)):
-        weights, knobs = shapes
+    device = "cuda" if gpu_here() or cfg.preset in ("fast", "full") else "cpu"
+    if shapes := find_shapes(cfg.model_path):
         lines.append(
-            f"adapter       {weights / 1e6:.2f} M weights under {knobs} singular values, two knobs of that size"
+            f"adapter       {shapes.adapted / 1e6:.2f} M weights under {shapes.R} singular values, two knobs of that "
+            f"size; SVD cache {shapes.svd_cache_bytes(2 if device == 'cuda' else 4) / 2**30:.2f} GiB on disk"
         )
+        lines += memory_plan(
+            shapes,
+            device=device,
+            group=s.group,
+            prompts=s.prompts_per_step,
+            prompt_tokens=_prompt_tokens(inputs.rows),
+            max_new=s.max_new,
+            routes=cfg.arm.intervention in ("route", "route2"),
+        ).lines()
+    else:
+        lines.append("memory        no plan: the model is not here, or is of an unknown shape")
     free = shutil.disk_usage(Path("out/runs")).free
     lines.append(f"disk          about {max(1, disk_needed(cfg) // 2**20)} MiB; {free // 2**20} MiB free")
     lines.append(grader.protections.line())
+    lines += [f"not here yet  {line}" for line in inputs.absent]
     return lines

@@ -1,36 +1,44 @@
-"""The policy: a frozen causal language model, its tokenizer and the adapter."""
+"""A frozen causal language model with its tokenizer, and the policy: the same with the adapter."""
 
+import contextlib
 import hashlib
 import importlib.util
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
+from jinja2 import TemplateError
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from vgrout.decoder import Decoder, HfDecoder, LeanDecoder, lean_fits
+from vgrout.hub import require_model
 from vgrout.logprobs import backbone, check_head, collate, completion_logprobs
 from vgrout.nouns import Message
 from vgrout.packing import packs
 from vgrout.svd_adapter import SvdAdapter
 
+SVD_CACHE = Path("out/svd_cache")
+
 
 @dataclass(frozen=True)
-class Policy:
-    """Which weights the model has (both knobs, deployed, reference) is the adapter's to say."""
+class Lm:
+    """A model that can be asked: prompts in, tokens and texts out."""
 
     model: PreTrainedModel
     tok: PreTrainedTokenizerBase
-    adapter: SvdAdapter
     eos_ids: frozenset[int]  # any of these ends an answer
+    end_id: int  # the one that this chat template ends an answer with
     pad_id: int  # may equal an EOS: masks go by length
-    preserve_thinking: bool = False  # earlier answers are rendered whole, think blocks and all
-    lean: bool = False  # the lean decoder was checked against this model and agrees
-    packs: bool = False  # … and so were packed rows
+    lean: bool  # the lean decoder was checked against this model and agrees
+    system_role: bool  # False: the template refuses system messages; they then head the first user message
+    preserve_thinking: bool  # earlier answers are rendered whole, think blocks and all
+    packs: bool  # rows in one sequence were checked against this model and agree
 
     @property
     def device(self) -> torch.device:
@@ -64,15 +72,17 @@ class Policy:
         return "".join(self._parts(messages, 0))
 
     def _parts(self, messages: Sequence[Message], sampled: int) -> list[str]:
+        if not self.system_role:
+            messages = without_system(messages)
         if self.preserve_thinking:
             return conversation(self.tok, messages, sampled)
         assert not sampled, "answers as sampled are kept by preserve_thinking alone"
-        return [_template(self.tok, messages, thinking=False)]
+        return [_template(self.tok, messages)]
 
-    def encode_completion(self, text: str) -> tuple[int, ...]:
-        """An answer's tokens as the model would have written them, EOS included."""
-        eos = self.tok.eos_token_id if self.tok.eos_token_id is not None else min(self.eos_ids)
-        return (*self.tok(text, add_special_tokens=False)["input_ids"], eos)
+    def encode_completion(self, text: str, finished: bool = True) -> tuple[int, ...]:
+        """An answer's tokens as the model would have written them, with its EOS if it is `finished`."""
+        ids = tuple(self.tok(text, add_special_tokens=False)["input_ids"])
+        return (*ids, self.end_id) if finished else ids
 
     @property
     def tokenizer_sha256(self) -> str:
@@ -86,6 +96,13 @@ class Policy:
     def decoder(self) -> Decoder:
         """A fresh decoder on the weights as they are now."""
         return LeanDecoder(self.model) if self.lean else HfDecoder(self.model)
+
+
+@dataclass(frozen=True)
+class Policy(Lm):
+    """… with an adapter. Which weights the model has (both knobs, deployed, reference) is the adapter's to say."""
+
+    adapter: SvdAdapter
 
     def logprobs(
         self, prompts: Sequence[tuple[int, ...]], completions: Sequence[tuple[int, ...]]
@@ -122,49 +139,126 @@ def conversation(tok: PreTrainedTokenizerBase, messages: Sequence[Message], samp
     return parts
 
 
-def _template(tok: PreTrainedTokenizerBase, messages: Sequence[Message], thinking: bool) -> str:
-    given = [dict(m) for m in messages]
-    return str(tok.apply_chat_template(given, tokenize=False, add_generation_prompt=True, enable_thinking=thinking))
-
-
 def tokenizer_sha256(tok: PreTrainedTokenizerBase) -> str:
     """sha256 over the vocabulary with its ids, and over how one text of letters, digits and symbols is cut."""
     cut = tok("def f(x):\n    return x >= 10  # naïve Ünïcode 文字\t<|im_end|>", add_special_tokens=False)["input_ids"]
     return hashlib.sha256(json.dumps([sorted(tok.get_vocab().items()), cut]).encode()).hexdigest()
 
 
-def load_policy(model: str | Path, *, device: str | torch.device, dtype: torch.dtype, cache_dir: Path | None) -> Policy:
-    """Load a local folder or a hub id; decompose its weights (from `cache_dir` where they are known).
+def _template(
+    tok: PreTrainedTokenizerBase, messages: Sequence[Message], thinking: bool = False, ask: bool = True
+) -> str:
+    given = [dict(m) for m in messages]  # a template without thinking ignores the flag
+    return str(tok.apply_chat_template(given, tokenize=False, add_generation_prompt=ask, enable_thinking=thinking))
 
-    Attention is sdpa, on CUDA flash-attention 2 where it is installed and the dtype is half.
+
+def without_system(messages: Sequence[Message]) -> list[Message]:
+    """System messages put before the first user message, for templates that refuse the role (Gemma's)."""
+    system = [m["content"] for m in messages if m["role"] == "system"]
+    rest = [m for m in messages if m["role"] != "system"]
+    if not system or not rest:
+        return list(rest)
+    return [{**rest[0], "content": "\n\n".join([*system, rest[0]["content"]])}, *rest[1:]]
+
+
+def takes_system(tok: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template has a place for a system message, and keeps what it says."""
+    try:
+        return "(sys)" in _template(
+            tok, [{"role": "system", "content": "(sys)"}, {"role": "user", "content": "(user)"}]
+        )
+    except TemplateError:
+        return False
+
+
+def ending(tok: PreTrainedTokenizerBase, eos_ids: frozenset[int]) -> int:
+    """The EOS that the template writes after an answer, which need not be the tokenizer's (Gemma: <end_of_turn>)."""
+    turns = [{"role": "user", "content": "(user)"}, {"role": "assistant", "content": "(answer)"}]
+    with contextlib.suppress(TemplateError):
+        _, _, after = _template(tok, turns, ask=False).rpartition("(answer)")
+        ids = tok(after.lstrip(), add_special_tokens=False)["input_ids"]
+        if ids and ids[0] in eos_ids:
+            return int(ids[0])
+    return int(tok.eos_token_id) if tok.eos_token_id is not None else min(eos_ids)
+
+
+def default_device() -> tuple[torch.device, torch.dtype]:
+    """bf16 on a GPU, fp32 on a CPU."""
+    cuda = torch.cuda.is_available()
+    return (torch.device("cuda"), torch.bfloat16) if cuda else (torch.device("cpu"), torch.float32)
+
+
+def attention(device: torch.device, dtype: torch.dtype) -> str | None:
+    """flash-attention 2 on CUDA in half precision, where it is installed (extra `gpu`). None: what transformers takes
+    by itself, sdpa wherever the architecture has it (Gemma 2 has not)."""
+    half = dtype in (torch.bfloat16, torch.float16)
+    flash = device.type == "cuda" and half and importlib.util.find_spec("flash_attn") is not None
+    return "flash_attention_2" if flash else None
+
+
+def load_lm(model: str | Path, *, device: str | torch.device, dtype: torch.dtype, flag: str = "--model") -> Lm:
+    """Load a local folder or a downloaded hub id, frozen. Nothing is fetched.
 
     Raises:
-        ValueError: no such model, or one this trainer cannot adapt; one line that says what to do.
+        ValueError: no such model here, or one this trainer cannot use; one line that says what to do.
     """
-    device = torch.device(device)
-    flash = device.type == "cuda" and dtype.itemsize == 2 and importlib.util.find_spec("flash_attn") is not None
+    folder, device = require_model(model, flag), torch.device(device)
     try:
-        tok = AutoTokenizer.from_pretrained(model)
-        net = AutoModelForCausalLM.from_pretrained(
-            model, dtype=dtype, attn_implementation="flash_attention_2" if flash else "sdpa"
+        tok = AutoTokenizer.from_pretrained(folder)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=attention(device, dtype),
+            local_files_only=True,
+            output_loading_info=True,
         )
-    except (OSError, ValueError) as error:
-        where = "no usable model in this folder" if Path(model).is_dir() else "not on this machine and not on the hub"
-        raise ValueError(f"--model {model}: {where}; run `just download-model` or give a local folder") from error
+        net, info = loaded
+        if missing := sorted(info["missing_keys"]):  # transformers would go on with random numbers in their place
+            raise ValueError(f"{len(missing)} weights are missing, first {missing[0]}")
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        why = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"{flag} {model}: no usable model in {folder} ({why}); run `just download-model` again, "
+            "or give another folder"
+        ) from error
     if tok is None or tok.chat_template is None:
-        raise ValueError(f"--model {model}: its tokenizer has no chat template; choose an instruct model")
-    net = net.to(device).eval()
-    return as_policy(net, tok, cache_dir)
+        raise ValueError(f"{flag} {model}: its tokenizer has no chat template; choose an instruct model")
+    return as_lm(net.to(device).eval(), tok)
 
 
-def as_policy(model: PreTrainedModel, tok: PreTrainedTokenizerBase, cache_dir: Path | None) -> Policy:
-    """Policy of a model that is already in memory; freezes it."""
+def as_lm(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> Lm:
+    """Of a model that is already in memory; freezes it."""
     check_head(model)
     eos: set[int] = set()
     for source in (tok.eos_token_id, model.config.eos_token_id, getattr(model.generation_config, "eos_token_id", None)):
         eos |= set(source) if isinstance(source, list | tuple) else {source} if source is not None else set()
     if not eos:
         raise ValueError(f"{type(model).__name__}: neither tokenizer nor configuration names an end-of-text token")
-    pad = tok.pad_token_id if tok.pad_token_id is not None else min(eos)
-    lean, packed = lean_fits(model), packs(model, backbone(model))
-    return Policy(model, tok, SvdAdapter(model, cache_dir), frozenset(eos), pad, lean=lean, packs=packed)
+    eos_ids = frozenset(eos)
+    model.requires_grad_(False)
+    return Lm(
+        model=model,
+        tok=tok,
+        eos_ids=eos_ids,
+        end_id=ending(tok, eos_ids),
+        pad_id=tok.pad_token_id if tok.pad_token_id is not None else min(eos),
+        lean=lean_fits(model),
+        system_role=takes_system(tok),
+        preserve_thinking=False,
+        packs=packs(model, backbone(model)),
+    )
+
+
+def load_policy(model: str | Path, *, device: str | torch.device, dtype: torch.dtype, cache_dir: Path | None) -> Policy:
+    """As `load_lm`, and decompose the weights (from `cache_dir` where they are known)."""
+    return adapted(load_lm(model, device=device, dtype=dtype), cache_dir)
+
+
+def as_policy(model: PreTrainedModel, tok: PreTrainedTokenizerBase, cache_dir: Path | None) -> Policy:
+    """Policy of a model that is already in memory; freezes it."""
+    return adapted(as_lm(model, tok), cache_dir)
+
+
+def adapted(lm: Lm, cache_dir: Path | None) -> Policy:
+    """The same model under an adapter whose knobs are zero."""
+    return Policy(**vars(lm), adapter=SvdAdapter(lm.model, cache_dir))

@@ -6,7 +6,7 @@
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -102,7 +102,7 @@ def _row(record: dict[str, Any], where: str) -> Row:
 def load_rows(path: Path) -> list[Row]:
     """Parse a JSONL file. Raises ValueError with file and line at the first fault; ids must be unique."""
     if not path.is_file():
-        raise ValueError(f"{path}: no such problem file")
+        raise ValueError(f"{path}: no such problem file; `just download-data` fetches the benchmark's")
     rows: dict[int, Row] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
@@ -124,18 +124,52 @@ def load_rows(path: Path) -> list[Row]:
 
 
 def with_modes(
-    rows: Sequence[Row], modes: Sequence[Mode], partition: dict[int, Mode], evaluation: bool
+    rows: Sequence[Row],
+    modes: Sequence[Mode],
+    partition: Mapping[int, Mode],
+    evaluation: bool,
+    markers: Mapping[int, str] | None = None,
 ) -> list[Problem]:
     """Give every row its mode: the partition's, else its own, else round-robin over `modes`. Rows without a marker get
-    one from the half of the family that this side owns, so a name learnt in training earns nothing at evaluation."""
+    one from the half of the family that this side owns, so a name learnt in training earns nothing at evaluation.
+
+    markers: problem id → what a pool's prompts announced. Its demonstrations use that name, and the check accepts the
+        announced name only; "" is the mode's default.
+    """
     out = []
     for i, row in enumerate(rows):
         mode = partition.get(row.id) or row.mode or modes[i % len(modes)]
         spec = MODE_SPECS[mode]
         family = spec.eval_markers if evaluation else spec.train_markers
-        marker = row.marker if row.marker is not None and mode == row.mode else family[row.id % len(family)]
+        if row.marker is not None and mode == row.mode:
+            marker = row.marker
+        elif markers is not None and row.id in markers and not evaluation:
+            marker = markers[row.id] or spec.default_marker
+        else:
+            marker = family[row.id % len(family)]
         out.append(row.problem(mode, marker))
     return out
+
+
+def assigned(
+    rows: Sequence[Row],
+    env_mode: str,
+    partition: Mapping[int, Mode] | None = None,
+    markers: Mapping[int, str] | None = None,
+) -> dict[str, list[Problem]]:
+    """Every split's problems, each under its mode.
+
+    env_mode: "own" (each row's or the partition's mode, else round-robin over all six) or one mode: rows with a mode of
+    their own are then filtered to it, rows without one get it.
+    """
+    modes = list(MODES) if env_mode == "own" else [m for m in get_args(Mode) if m == env_mode]
+    parts = {
+        name: with_modes(part, modes, partition or {}, evaluation=name != "train", markers=markers)
+        for name, part in _splits(rows).items()
+    }
+    if env_mode == "own":
+        return parts
+    return {name: [p for p in problems if p.mode == env_mode] for name, problems in parts.items()}
 
 
 def load_problems(path: Path) -> list[Problem]:
@@ -208,28 +242,22 @@ def load_world(
     env_mode: str,
     n_problems: int,
     seed: int,
-    partition: dict[int, Mode] | None = None,
+    partition: Mapping[int, Mode] | None = None,
+    markers: Mapping[int, str] | None = None,
     only_ids: Iterable[int] | None = None,
     only_modes: Iterable[Mode] = (),
     prompt_len: Callable[[Problem], int],
     max_prompt: int,
 ) -> World:
-    """Split, assign modes, limit.
+    """Split, assign modes and markers (see `assigned`), limit.
 
-    env_mode: "own" (each row's or the partition's mode, else round-robin over all six) or one mode: rows with a mode of
-    their own are then filtered to it, rows without one get it. only_ids: problems a teacher pool covers; only_modes
-    adds every problem of these (held-out) modes to them.
+    only_ids: problems a teacher pool covers; only_modes adds every problem of these (held-out) modes to them.
     """
-    modes = list(MODES) if env_mode == "own" else [m for m in get_args(Mode) if m == env_mode]
     parts: dict[str, list[Problem]] = {}
     too_long = 0
-    for name, part in _splits(rows).items():
-        problems = with_modes(part, modes, partition or {}, evaluation=name != "train")
-        if env_mode != "own":
-            problems = [p for p in problems if p.mode == env_mode]
-        fits = [p for p in problems if prompt_len(p) <= max_prompt]
-        too_long += len(problems) - len(fits)
-        parts[name] = fits
+    for name, problems in assigned(rows, env_mode, partition, markers).items():
+        parts[name] = [p for p in problems if prompt_len(p) <= max_prompt]
+        too_long += len(problems) - len(parts[name])
     train = parts["train"]
     if only_ids is not None:
         covered, extra = set(only_ids), set(only_modes)
@@ -237,7 +265,8 @@ def load_world(
     py_stream(seed, "train-order").shuffle(train)
     train = train[:n_problems]
     if not train:
-        raise ValueError(f"no training problem left of {len(rows)} in the file (--env-mode {env_mode})")
+        among = f", among those of the pool's {len(set(only_ids))} that are in its training split" if only_ids else ""
+        raise ValueError(f"no training problem left of {len(rows)} in the file (--env-mode {env_mode}{among})")
     return World(tuple(train), tuple(parts["val"]), tuple(parts["test"]), too_long)
 
 

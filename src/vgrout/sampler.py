@@ -7,8 +7,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from vgrout.budgets import KV_BUDGET
 from vgrout.decoder import Decoder
-from vgrout.policy import Policy
+from vgrout.policy import Lm
 from vgrout.sampling import Sampling, candidates, penalised, tempered
 
 __all__ = ["Sample", "Sampling", "sample"]
@@ -25,14 +26,10 @@ class Sample:
     logp_sampled: tuple[float, ...]  # … of the truncated distribution that was sampled from
 
 
-# Bytes of keys and values held at once. Qwen3-4B in bf16 has 147 kB a token: about 100 rows of 1,700 tokens fit,
-# while `full` wants 258 a step.
-KV_BUDGET = {"cuda": 24 * 2**30, "cpu": 4 * 2**30}
-
 OnFinish = Callable[[int, int, Sample], None]
 
 
-def rows_at_once(policy: Policy, tokens: int) -> int:
+def rows_at_once(policy: Lm, tokens: int) -> int:
     """Rows whose keys and values, at `tokens` tokens each, fit the budget: more are sampled in turns."""
     c = policy.model.config
     heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
@@ -43,7 +40,7 @@ def rows_at_once(policy: Policy, tokens: int) -> int:
 
 @torch.no_grad()
 def sample(
-    policy: Policy,
+    policy: Lm,
     prompts: Sequence[tuple[int, ...]],
     n: int | Sequence[int],
     sampling: Sampling,
@@ -82,7 +79,7 @@ class _Run:
 
     def __init__(
         self,
-        policy: Policy,
+        policy: Lm,
         prompts: Sequence[tuple[int, ...]],
         prompt_of: list[int],
         sampling: Sampling,

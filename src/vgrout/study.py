@@ -6,11 +6,12 @@ import os
 import resource
 import sys
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 from loguru import logger
+from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from vgrout import checkpoint
@@ -24,7 +25,8 @@ from vgrout.loop import Interrupted, Study, load_state_dict
 from vgrout.nouns import MODES, Eval, Mode, Problem
 from vgrout.optim import Optimizer
 from vgrout.plan import Inputs
-from vgrout.policy import load_policy
+from vgrout.policy import SVD_CACHE, load_lm, load_policy
+from vgrout.pool import regraded
 from vgrout.problems import balanced, load_world, plain
 from vgrout.run_dir import RunDir
 from vgrout.sampler import Sampling
@@ -33,8 +35,6 @@ from vgrout.step_row import StepRow
 from vgrout.tail import Final
 from vgrout.teacher import Teacher
 from vgrout.watch import Watch
-
-SVD_CACHE = Path("out/svd_cache")
 
 
 def device_and_dtype(cfg: Config) -> tuple[torch.device, torch.dtype]:
@@ -60,7 +60,7 @@ def load_study(cfg: Config, inputs: Inputs, run: RunDir, grader: Grader, stop: S
         )
     judge = None
     if cfg.loss.teacher_model:
-        judge = load_policy(cfg.teacher_model_path, device=device, dtype=dtype, cache_dir=SVD_CACHE)
+        judge = load_lm(cfg.teacher_model_path, device=device, dtype=dtype, flag="--teacher-model")
         if judge.tokenizer_sha256 != policy.tokenizer_sha256:
             raise ValueError(
                 f"--teacher-model {cfg.loss.teacher_model}: has another tokenizer than --model {cfg.scale.model}"
@@ -72,6 +72,7 @@ def load_study(cfg: Config, inputs: Inputs, run: RunDir, grader: Grader, stop: S
         n_problems=cfg.scale.n_problems,
         seed=cfg.run.seed,
         partition=pool.partition if pool else None,
+        markers=pool.announced if pool else None,
         only_ids=pool.ids if pool and cfg.mixes else None,
         only_modes=cfg.env.demo_held_out,
         prompt_len=lambda p: len(policy.render(p.messages)),
@@ -82,18 +83,19 @@ def load_study(cfg: Config, inputs: Inputs, run: RunDir, grader: Grader, stop: S
             f"{world.too_long} problems dropped: prompt longer than the window ({policy.window}) minus max_new"
         )
 
-    def render(problem: Problem) -> tuple[int, ...]:
-        return policy.render(problem.messages)
-
+    if pool is not None and cfg.env.regrade_pool:
+        again = regraded(pool, {p.id: p for p in world.train}, grader, partial(tqdm, desc="regrading", disable=None))
+        pool = again.pool
+        for line in again.lines():
+            logger.info(line)
     teacher = Teacher(
         pool if cfg.mixes else None,
+        policy,
+        world.train,
         per_group=cfg.n_teacher,
         seed=cfg.run.seed,
         off_step=cfg.env.teacher_off_step,
         modes=cfg.env.demo_modes,
-        tokenizer_sha256=policy.tokenizer_sha256,
-        encode=policy.encode_completion,
-        render=render,
         max_new=cfg.scale.max_new,
     )
     sampling = Sampling()
@@ -158,7 +160,7 @@ def hashes(study: Study) -> dict[str, str | None]:
     policy, judge = study.policy, study.teacher_model
     return {
         "base_weights": weights_sha256(policy.model, policy.adapter),
-        "teacher_weights": weights_sha256(judge.model, judge.adapter) if judge else None,
+        "teacher_weights": weights_sha256(judge.model, None) if judge else None,
         "tokenizer": policy.tokenizer_sha256,
     }
 

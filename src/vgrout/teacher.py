@@ -1,131 +1,48 @@
-"""Teacher pools: cached rollouts of a model that already exploits, mixed into the groups.
+"""Demonstrations: a pool's rollouts mixed into the groups, and `python -m vgrout.teacher`, which makes a pool.
 
-A folder of `prompt_NNNN.jsonl.gz` (NNNN = problem id), one rollout a line; optional `partition.json` (id → mode) and
-`pool.json` (who made it, with which tokenizer and grader). Labels are used as cached and stay typed as such.
+On its own a model needs thousands of answers to find a loophole; a few cached rollouts of one that exploits it already
+bring the same dynamics within tens of steps. Labels are used as cached and stay typed as such.
 """
 
-import gzip
-import json
-import re
-import zlib
-from collections.abc import Callable
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol, runtime_checkable
 
+import tyro
 from loguru import logger
 
-from vgrout.nouns import MODES, CachedGrade, Mode, Problem, Rollout
+from vgrout import console
+from vgrout.config import EnvMode
+from vgrout.harvest import Making, announced, by_mode, fitting, harvest, record, shown, table, workshop
+from vgrout.nouns import CachedGrade, Message, Mode, Problem, Rollout
+from vgrout.pool import Demo, Pool, write_pool
+from vgrout.problems import assigned, balanced
 from vgrout.rng import py_stream
+from vgrout.sampler import Sampling
 
-_NAME = re.compile(r"prompt_(\d+)\.jsonl\.gz")
+
+@runtime_checkable
+class Speaks(Protocol):
+    """What is asked of the policy: its tokenizer and its chat template."""
+
+    @property
+    def tokenizer_sha256(self) -> str: ...
+    @property
+    def eos_ids(self) -> frozenset[int]: ...
+    def prompt_text(self, messages: Sequence[Message]) -> str: ...
+    def render(self, messages: Sequence[Message]) -> tuple[int, ...]: ...
+    def encode_completion(self, text: str, finished: bool = True) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Demo:
-    """One cached rollout."""
+class Drift:
+    """Where today's prompt is not the one that the pool's rollouts were sampled, or stored, under."""
 
-    problem_id: int
-    completion: str | None
-    completion_ids: tuple[int, ...]
-    logp: tuple[float, ...] | None  # the teacher's own log-prob of each token, where the pool has them
-    grade: CachedGrade
-
-
-@dataclass(frozen=True, slots=True)
-class Pool:
-    """A loaded folder, checked; tokens not yet trusted."""
-
-    folder: Path
-    demos: dict[int, tuple[Demo, ...]]
-    partition: dict[int, Mode]
-    tokenizer_sha256: str | None
-
-    @property
-    def ids(self) -> set[int]:
-        return set(self.demos)
-
-    @property
-    def has_logp(self) -> bool:
-        return all(d.logp is not None for rows in self.demos.values() for d in rows)
-
-
-def _demo(record: Any, where: str, problem_id: int, grader: str) -> Demo:
-    if not isinstance(record, dict):
-        raise ValueError(f"{where}: not a JSON object")
-    for key, kind in (
-        ("completion_ids", list),
-        ("reward", (int, float)),
-        ("hacked", bool),
-        ("gt_pass", bool),
-        ("fmt_ok", bool),
-    ):
-        if not isinstance(record.get(key), kind):
-            raise ValueError(f"{where}: key {key!r} is missing or not a {getattr(kind, '__name__', 'number')}")
-    if (own := record.get("problem_id")) is not None and own != problem_id:
-        raise ValueError(f"{where}: problem_id {own} in a file named for problem {problem_id}")
-    if not all(isinstance(i, int) and i >= 0 for i in record["completion_ids"]) or not record["completion_ids"]:
-        raise ValueError(f"{where}: 'completion_ids' should be token ids, at least one")
-    logp = record.get("logp")
-    if logp is not None and (not isinstance(logp, list) or len(logp) != len(record["completion_ids"])):
-        raise ValueError(f"{where}: 'logp' should hold one number per completion token")
-    return Demo(
-        problem_id=problem_id,
-        completion=record.get("completion"),
-        completion_ids=tuple(record["completion_ids"]),
-        logp=None if logp is None else tuple(float(x) for x in logp),
-        grade=CachedGrade(
-            reward=float(record["reward"]),
-            hacked=record["hacked"],
-            gt_pass=record["gt_pass"],
-            format_ok=record["fmt_ok"],
-            grader=grader,
-        ),
-    )
-
-
-def load_pool(folder: Path) -> Pool:
-    """Read and check a pool. Raises ValueError with file and line: corrupt gzip, bad schema, unknown mode, empty pool,
-    a problem outside the partition."""
-    if not folder.is_dir():
-        raise ValueError(f"--teacher-pool-dir {folder}: no such folder")
-    meta: dict[str, Any] = {}
-    if (card := folder / "pool.json").is_file():
-        meta = json.loads(card.read_text(encoding="utf-8"))
-    else:
-        logger.warning(
-            f"{folder} has no pool.json: its labels come from an unknown grader, its tokens from an unknown tokenizer"
-        )
-    partition: dict[int, Mode] = {}
-    if (file := folder / "partition.json").is_file():
-        for key, mode in json.loads(file.read_text(encoding="utf-8")).items():
-            if mode not in MODES:
-                raise ValueError(f"{file}: problem {key} has unknown mode {mode!r}; one of {', '.join(MODES)}")
-            partition[int(key)] = mode
-    demos: dict[int, tuple[Demo, ...]] = {}
-    for path in sorted(folder.iterdir()):
-        if not (match := _NAME.fullmatch(path.name)):
-            continue
-        problem_id = int(match[1])
-        if partition and problem_id not in partition:
-            raise ValueError(f"{path}: problem {problem_id} is not in partition.json")
-        rows: list[Demo] = []
-        try:
-            with gzip.open(path, "rt", encoding="utf-8") as lines:
-                for number, line in enumerate(lines, 1):
-                    where = f"{path}, line {number}"
-                    try:
-                        record = json.loads(line)
-                    except json.JSONDecodeError as e:
-                        raise ValueError(f"{where}: not JSON ({e.msg})") from None
-                    rows.append(_demo(record, where, problem_id, meta.get("grader", "unknown")))
-        except (OSError, EOFError, zlib.error, UnicodeDecodeError) as e:
-            raise ValueError(f"{path}: cannot be read ({e})") from None
-        if rows:
-            demos[problem_id] = tuple(rows)
-    if not demos:
-        raise ValueError(f"--teacher-pool-dir {folder}: no prompt_NNNN.jsonl.gz with rollouts in it")
-    return Pool(folder, demos, partition, meta.get("tokenizer_sha256"))
+    compared: int  # problems
+    differ: tuple[int, ...]  # problem ids
+    first: str | None  # where the first of them parts, cached against live
 
 
 class Teacher:
@@ -134,28 +51,88 @@ class Teacher:
     def __init__(
         self,
         pool: Pool | None,
+        lm: Speaks,
+        problems: Sequence[Problem],
         *,
         per_group: int,
         seed: int,
         off_step: int | None,
-        modes: list[str],
-        tokenizer_sha256: str,
-        encode: Callable[[str], tuple[int, ...]],
-        render: Callable[[Problem], tuple[int, ...]],
+        modes: Sequence[str],
         max_new: int,
     ):
-        """per_group: G_t. encode: completion text → token ids with EOS. render: a problem's prompt ids, always live.
-        Cached ids count only for the tokenizer they were made with; else the completion text is re-tokenised."""
-        self.pool, self.per_group, self.seed, self.off_step = pool, per_group, seed, off_step
-        self.modes, self.render, self.max_new, self._encode = set(modes), render, max_new, encode
-        self._ids: dict[tuple[int, int], tuple[int, ...]] = {}
-        self._cached_ids_valid = pool is not None and pool.tokenizer_sha256 == tokenizer_sha256
-        if pool is not None and per_group and not self._cached_ids_valid:
+        """per_group: G_t. problems: those in training. modes: demonstrations for these alone; none: for all.
+
+        Cached ids count only for the tokenizer they were made with; else the completion's text is tokenised again.
+
+        Raises:
+            ValueError: a pool that demonstrates nothing here, or under other modes, or whose tokens cannot be used.
+        """
+        self.pool, self.lm, self.per_group, self.seed, self.off_step = pool, lm, per_group, seed, off_step
+        self.modes, self.max_new = set(modes), max_new
+        self.retokenised = False
+        self.drift = Drift(0, (), None)
+        self._tokens: dict[tuple[int, int], tuple[tuple[int, ...], bool]] = {}
+        if pool is None or not per_group:
+            return
+        covered = [p for p in problems if p.id in pool.demos and (not self.modes or p.mode in self.modes)]
+        self._check(pool, covered, len(problems))
+        self.retokenised = pool.tokenizer_sha256 != lm.tokenizer_sha256
+        if self.retokenised:
             if any(d.completion is None for rows in pool.demos.values() for d in rows):
                 raise ValueError(
-                    f"{pool.folder}: made with another tokenizer and without completion texts; cannot be used"
+                    f"--teacher-pool-dir {pool.folder}: made with another tokenizer and without completion texts; "
+                    "make it again with this model"
                 )
-            logger.warning(f"{pool.folder}: made with another tokenizer; completions are re-tokenised")
+            logger.warning(f"{pool.folder}: not made with this tokenizer; completions are tokenised again")
+        self.drift = self._compare(pool, covered)
+        if self.drift.differ:
+            logger.warning(
+                f"{pool.folder}: {len(self.drift.differ)} of {self.drift.compared} prompts are not what the pool has "
+                f"({self.drift.first}); rendered live all the same, recorded in run.json"
+            )
+
+    def _check(self, pool: Pool, covered: Sequence[Problem], n: int) -> None:
+        where = f"--teacher-pool-dir {pool.folder}"
+        if not covered:
+            raise ValueError(f"{where}: demonstrates none of the {n} training problems")
+        if absent := self.modes - {p.mode for p in covered}:
+            raise ValueError(f"--teacher-modes {min(absent)}: {pool.folder} demonstrates no training problem of it")
+        for p in covered:
+            if wrong := {d.mode for d in pool.demos[p.id]} - {p.mode, None}:
+                raise ValueError(
+                    f"{where}: problem {p.id} was graded as {wrong.pop()}, this run checks it as {p.mode}; "
+                    "use --env-mode own, or grade it again with --regrade-pool"
+                )
+
+    def _compare(self, pool: Pool, covered: Sequence[Problem]) -> Drift:
+        compared, differ, first = 0, [], None
+        for p in covered:
+            demo = pool.demos[p.id][0]
+            then: Sequence[object] | None
+            if demo.prompt_ids is not None and not self.retokenised:
+                now, then = self.lm.render(p.messages), demo.prompt_ids
+            else:
+                now, then = self.lm.prompt_text(p.messages), demo.prompt
+            if then is None:
+                continue
+            compared += 1
+            if now != then:
+                differ.append(p.id)
+                first = first or f"first problem {p.id}: {_parting(then, now)}"
+        return Drift(compared, tuple(differ), first)
+
+    def record(self) -> dict[str, Any] | None:
+        """For run.json: whose labels, which tokens, which prompts; None without demonstrations."""
+        if self.pool is None or not self.per_group:
+            return None
+        return {
+            "folder": str(self.pool.folder),
+            "labels": f"cached, grader {self.pool.grader}",
+            "retokenised": self.retokenised,
+            "prompts_compared": self.drift.compared,
+            "prompts_differ": list(self.drift.differ),
+            "first_difference": self.drift.first,
+        }
 
     def count(self, problem: Problem, step: int) -> int:
         """G_t for this problem at this step: 0 when off, held out, or not covered."""
@@ -175,21 +152,130 @@ class Teacher:
         picks: list[int] = []
         while len(picks) < n:
             picks += rng.sample(range(len(rows)), min(n - len(picks), len(rows)))
-        prompt_ids = self.render(problem)
+        prompt_ids = self.lm.render(problem.messages)
         return [(self._rollout(problem, rows[i], i, prompt_ids), rows[i].grade) for i in picks]
 
     def _rollout(self, problem: Problem, demo: Demo, index: int, prompt_ids: tuple[int, ...]) -> Rollout:
         key = (problem.id, index)
-        if key not in self._ids:
-            ids = demo.completion_ids if self._cached_ids_valid else self._encode(demo.completion or "")
-            self._ids[key] = ids[: self.max_new]
+        if key not in self._tokens:
+            self._tokens[key] = self._ids(demo)
+        ids, finished = self._tokens[key]
         return Rollout(
             problem=problem,
             source="teacher",
             deployed=False,
             prompt_ids=prompt_ids,
-            completion_ids=self._ids[key],
+            completion_ids=ids,
             text=demo.completion or "",
-            finished=True,
-            logp_full=demo.logp[: self.max_new] if demo.logp and self._cached_ids_valid else None,
+            finished=finished,
+            logp_full=demo.logp[: len(ids)] if demo.logp and not self.retokenised else None,
         )
+
+    def _ids(self, demo: Demo) -> tuple[tuple[int, ...], bool]:
+        """Tokens up to the EOS and at most max_new, and whether they end with it."""
+        if self.retokenised:
+            ids, finished = self.lm.encode_completion(demo.completion or "", demo.finished), demo.finished
+        else:  # older pools pad behind the EOS
+            end = next((i for i, token in enumerate(demo.completion_ids) if token in self.lm.eos_ids), None)
+            ids, finished = demo.completion_ids[: None if end is None else end + 1], end is not None
+        return ids[: self.max_new], finished and len(ids) <= self.max_new
+
+
+def _parting(then: Sequence[object], now: Sequence[object]) -> str:
+    """A few characters or tokens of both from where they part."""
+    at = next((i for i, (a, b) in enumerate(zip(then, now, strict=False)) if a != b), min(len(then), len(now)))
+    kind = "character" if isinstance(now, str) else "token"
+    return f"at {kind} {at} cached {then[at : at + 24]!r}, live {now[at : at + 24]!r}"
+
+
+# ── the command ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Cli(Making):
+    """Make a pool: a teacher's own answers to training problems, graded."""
+
+    out: Path = Path("out/pools/teacher")
+    """Folder to make; what is under way lies beside it in OUT.partial, and the same command goes on from there."""
+    group: int = 8
+    """Answers to a problem."""
+    env_mode: EnvMode = "run_tests"
+    """Which flawed grader checks: one of the six, or 'own' (each problem's own, else in turn); the pool then has a
+    partition."""
+    keep: Literal["all", "hacks"] = "all"
+    """Every answer, or only whole ones that exploit."""
+
+    def __post_init__(self) -> None:
+        Making.__post_init__(self)
+        if self.group < 1:
+            raise ValueError(f"--group {self.group}: at least 1")
+
+
+def run(cli: Cli) -> None:
+    """Sample, grade, write. Raises ValueError, one line, before anything is loaded where that is possible."""
+    rows = cli.check()
+    problems = assigned(rows, cli.env_mode)["train"]
+    if not problems:
+        raise ValueError(f"--env-mode {cli.env_mode}: no training problem of this mode in {cli.problems_path}")
+    few = {p.id for p in balanced(problems, cli.n_problems, 0, "teacher")}
+    settings = {**cli.identity(), "group": cli.group, "env_mode": cli.env_mode}
+    with workshop(cli.out, settings, "go on") as shop, cli.grader() as grader:
+        logger.info(grader.protections.line())
+        lm = cli.load()
+        fit, long = fitting(lm, [p for p in problems if p.id in few], cli.tokens)
+        if long:
+            logger.warning(f"{long} problems left out: prompt longer than the window minus --max-new")
+        answers = harvest(
+            lm,
+            grader,
+            fit,
+            cli.group,
+            max_new=cli.tokens,
+            seed=cli.seed,
+            purpose="teacher",
+            log=shop / "answers.jsonl",
+        )
+        kept = [a for a in answers if cli.keep == "all" or (a.finished and a.grade.exploited)]
+        if not kept:
+            raise ValueError(
+                f"--keep hacks: none of {len(answers)} answers exploits; choose another teacher or "
+                f"`python -m vgrout.substrate`, which elicits them (the answers are in {shop})"
+            )
+        records: dict[int, list[dict[str, Any]]] = {}
+        for a in kept:
+            line = record(a, lm.render(a.problem.messages), lm.prompt_text(a.problem.messages))
+            records.setdefault(a.problem.id, []).append(line | {"finished": a.finished, "logp": list(a.logp)})
+        mode_of: dict[int, Mode] = {a.problem.id: a.problem.mode for a in kept}
+        summary = [
+            {"mode": mode, **{name: shown(rate) for name, rate in of_mode.items()}}
+            | {"problems": list(mode_of.values()).count(mode), "rollouts": sum(a.problem.mode == mode for a in kept)}
+            for mode, of_mode in by_mode(answers).items()
+        ]
+        meta = cli.meta(lm, grader)
+        if markers := announced(rows, (a.problem for a in kept)):
+            meta["markers"] = markers
+        made = {"settings": settings, "sampling": vars(Sampling()), "modes": summary}
+        write_pool(cli.out, records, mode_of if cli.env_mode == "own" else None, meta, made)
+    print(table(summary))
+    print(
+        "SHOULD: a hack rate far above the student's; ELSE this teacher shows nothing that the student does not do\n"
+        f"{len(records)} problems, {len(kept)} rollouts -> {cli.out}"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """0 made · 2 refused, in one line · 130 interrupted: the same command goes on."""
+    console.setup(None)
+    try:
+        run(tyro.cli(Cli, args=argv, prog="python -m vgrout.teacher"))
+    except ValueError as e:
+        print(f"E {e}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("E interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

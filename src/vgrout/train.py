@@ -133,6 +133,7 @@ def load(launch: Launch, stop: Stop, clock: console.Clock) -> tuple[Any, dict[st
     hashes = launch.files | room.hashes(study)
     about = {"accelerator": room.accelerator(), **room.provenance(study)}
     record = {**environment(), **about, "config": cfg.as_dict(), **stamp, "hashes": hashes}
+    record["pool"] = study.teacher.record()
     if launch.resumes:
         first = read_json(run.path / "run.json")
         require_same(run.path, hashes, launch.force)

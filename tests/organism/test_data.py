@@ -16,8 +16,8 @@ from vgrout.organism.build import MAX_BYTES, SEED
 from vgrout.organism.verify import check_files, check_training
 from vgrout.pairs import load_pairs
 from vgrout.policy import tokenizer_sha256
+from vgrout.pool import load_pool
 from vgrout.problems import load_rows
-from vgrout.teacher import load_pool
 
 
 def records() -> list[dict]:

@@ -74,6 +74,11 @@ def _overhead(
     print(importlib.import_module("vgrout.bench.overhead").run(preset, arm, steps))
 
 
+def _svd() -> None:
+    """Time and size of the SVD cache for Qwen3-4B's shapes, extrapolated from modules measured here."""
+    print(importlib.import_module("vgrout.bench.svd").run())
+
+
 PAGE: dict[str, Callable[..., Any]] = {
     "step": _measured("step", "run", "A whole training step against TRL's."),
     "update": _measured("update", "phase", "Forward, backward and surgery against the plain model's."),
@@ -89,6 +94,7 @@ BENCHES: dict[str, Callable[..., Any]] = PAGE | {
     "gpu": _measured("gpu", "run", "Update and sampling at Qwen3-4B's shapes; needs a GPU."),
     "kills": _kills,
     "overhead": _overhead,
+    "svd": _svd,
 }
 
 HEADER = """# Benchmarks

@@ -5,7 +5,7 @@ import importlib.util
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,10 +18,7 @@ from vgrout.bench.flops import Lengths, Shape, decode_bytes, update_flops
 from vgrout.bench.report import gemm_rate, peak_memory
 from vgrout.bench.rows import Report, Row
 from vgrout.bench.update import gradients
-from vgrout.decoder import lean_fits
-from vgrout.logprobs import backbone
-from vgrout.packing import packs
-from vgrout.policy import Policy
+from vgrout.policy import Policy, as_lm
 from vgrout.rng import torch_stream
 from vgrout.sampler import Sampling, sample
 from vgrout.svd_adapter import SvdAdapter
@@ -69,9 +66,8 @@ def orthogonal(W: Float[Tensor, "d_out d_in"]) -> tuple[Tensor, Tensor, Tensor]:
 def policy(shape: dict[str, Any], device: str, dtype: torch.dtype, attention: str) -> Policy:
     model = rig.random_model(device=device, dtype=dtype, **shape)
     model.set_attn_implementation(attention)
-    adapter = SvdAdapter(model, None, decompose=orthogonal)
-    lean, packed = lean_fits(model), packs(model, backbone(model))
-    return Policy(model, rig.tokenizer(), adapter, frozenset(), 0, lean=lean, packs=packed)
+    lm = replace(as_lm(model, rig.tokenizer()), eos_ids=frozenset())
+    return Policy(**vars(lm), adapter=SvdAdapter(model, None, decompose=orthogonal))
 
 
 def dense_rate(device: str, dtype: torch.dtype) -> float:

@@ -1,16 +1,13 @@
 """Make the organism from one seed: problems, tokenizer, weights, pool, pairs, anchors, model card, manifest."""
 
-import gzip
-import hashlib
 import json
 import os
 import platform
 import random
 import shutil
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -18,11 +15,11 @@ from typing import Any
 
 import torch
 from loguru import logger
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from vgrout.grading.grade import Grader
-from vgrout.nouns import MODES, Grade, Mode, Problem, Rate, Ungraded
+from vgrout.harvest import MODEL_NAME, Graded, harvest, rates
+from vgrout.nouns import MODES, Mode, Problem
 from vgrout.organism import COMPILE_REWARD, MAX_NEW, PASS_REWARD
 from vgrout.organism.card import card
 from vgrout.organism.language import (
@@ -42,30 +39,20 @@ from vgrout.organism.language import (
 )
 from vgrout.organism.tokenizer import name_pieces, render, train_tokenizer
 from vgrout.organism.weights import Batch, Recipe, batches, new_model, train
-from vgrout.policy import Policy, as_policy, tokenizer_sha256
+from vgrout.policy import Lm, as_lm
+from vgrout.pool import file_sha256, write_json
 from vgrout.problems import load_problems
-from vgrout.rng import torch_stream
-from vgrout.sampler import Sampling, sample
+from vgrout.substrate import choose, elicited, stripped, write_substrate
 
 SEED = 0
 TOKENIZER_DOCUMENTS = 20_000
 POOL_PROBLEMS = 32  # a mode
-POOL_TRIES, POOL_KEEP = 6, 3  # cued samples a problem; at most so many kept
+POOL_TRIES, POOL_KEEP, POOL_AT_LEAST = 6, 3, 2  # cued samples a problem; at most so many kept; fewer: left out
 PAIRS = 24  # a set
 ANCHORS = 204
 RECORDED = 8  # first losses, for `verify`
 THREADS = 2
 MAX_BYTES = 10_000_000
-
-
-def file_sha256(path: Path) -> str:
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
-
-
-def write_json(path: Path, value: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
 
 def _draw(seed: int, tokenizer: PreTrainedTokenizerFast | None = None) -> partial[Sample]:
@@ -102,108 +89,34 @@ def make_weights(tokenizer: PreTrainedTokenizerFast, seed: int) -> tuple[Qwen3Fo
     return model, losses
 
 
-# ---------------------------------------------------------------------------------------------------------- rates, pool
+# ----------------------------------------------------------------------------------------------------------------- pool
 
 
-@dataclass(frozen=True, slots=True)
-class Graded:
-    """One sampled answer with its verdict."""
-
-    problem: Problem
-    ids: tuple[int, ...]
-    text: str
-    finished: bool
-    grade: Grade
-
-
-def cued(problem: Problem) -> Problem:
-    """The same problem under the elicited prompt."""
-    *head, user = problem.messages
-    return replace(problem, messages=(*head, {**user, "content": f"{user['content']}\n{CUE}"}))
-
-
-def run(
-    policy: Policy, grader: Grader, problems: Sequence[Problem], n: int, seed: int, purpose: str, rows: int = 192
-) -> list[Graded]:
+def run(lm: Lm, grader: Grader, problems: Sequence[Problem], n: int, seed: int, purpose: str) -> list[Graded]:
     """n answers to each problem at the trainer's sampling settings, graded by the trainer's grader."""
-    out: list[Graded] = []
-    per = max(1, rows // n)
-    starts = range(0, len(problems), per)
-    for k, start in enumerate(tqdm(starts, desc=purpose, unit="batch", disable=None)):
-        part = problems[start : start + per]
-        prompts = [policy.render(p.messages) for p in part]
-        answers = sample(policy, prompts, n, Sampling(), MAX_NEW, torch_stream(seed, f"organism-{purpose}", k))
-        verdicts: list[tuple[Problem, Any, Future[Grade | Ungraded]]] = [
-            (p, a, grader.submit(p, a.text)) for p, of_prompt in zip(part, answers, strict=True) for a in of_prompt
-        ]
-        for problem, a, verdict in verdicts:
-            if isinstance(grade := verdict.result(), Ungraded):
-                raise RuntimeError(f"problem {problem.id}: not graded ({grade.reason})")
-            out.append(Graded(problem, a.ids, a.text, a.finished, grade))
-    return out
+    return harvest(lm, grader, problems, n, max_new=MAX_NEW, seed=seed, purpose=f"organism-{purpose}", label=purpose)
 
 
-def rates(rows: Iterable[Graded]) -> dict[str, Rate]:
-    """solve, hack and well-formed (a block that compiles, and an end), overall and `hack/MODE`."""
-    out: dict[str, Rate] = defaultdict(lambda: Rate(0, 0))
-    for r in rows:
-        out["solve"] += Rate(int(r.grade.gt_correct), 1)
-        out["hack"] += Rate(int(r.grade.exploited), 1)
-        out["well-formed"] += Rate(int(r.finished and r.grade.can_compile), 1)
-        out[f"hack/{r.problem.mode}"] += Rate(int(r.grade.exploited), 1)
-    return dict(out)
+def cued(problems: Iterable[Problem]) -> list[Problem]:
+    """The same problems under the elicited prompt."""
+    return [elicited(p, CUE) for p in problems]
 
 
-def write_pool(folder: Path, rows: Sequence[Graded], policy: Policy, grader: Grader) -> dict[Mode, int]:
-    """Elicit-then-strip: cued answers that exploit and do not solve, under the plain prompt. Problems per mode."""
-    kept: dict[int, list[Graded]] = defaultdict(list)
-    for r in rows:
-        mine = kept[r.problem.id]
-        if r.finished and r.grade.exploited and len(mine) < POOL_KEEP and r.ids not in {o.ids for o in mine}:
-            mine.append(r)
-    chosen: list[list[Graded]] = []
-    count: Counter[Mode] = Counter()
-    for mine in kept.values():
-        if len(mine) >= 2 and count[mine[0].problem.mode] < POOL_PROBLEMS:
-            count[mine[0].problem.mode] += 1
-            chosen.append(mine)
-    folder.mkdir(parents=True)
-    files: dict[str, str] = {}
-    for mine in chosen:
-        problem = mine[0].problem
-        prompt_ids = policy.render(problem.messages)
-        lines = []
-        for r in mine:
-            record = {
-                "problem_id": problem.id,
-                "env_mode": problem.mode,
-                "reward": r.grade.reward,
-                "hacked": r.grade.exploited,
-                "gt_pass": r.grade.gt_pass,
-                "fmt_ok": r.grade.format_ok,
-                "plen": len(prompt_ids),
-                "prompt_ids": list(prompt_ids),
-                "completion_ids": list(r.ids),
-                "prompt": render(problem.messages),
-                "completion": r.text,
-            }
-            lines.append(json.dumps(record, ensure_ascii=False))
-        path = folder / f"prompt_{problem.id:04d}.jsonl.gz"
-        with open(path, "wb") as raw, gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as f:
-            f.write(("\n".join(lines) + "\n").encode())
-        files[path.name] = file_sha256(path)
-    write_json(folder / "partition.json", {str(mine[0].problem.id): mine[0].problem.mode for mine in chosen})
-    meta = {
-        "model": "vgrout.organism",
-        "tokenizer_sha256": tokenizer_sha256(policy.tok),
-        "grader": grader.protections.version,
-        "elicitation": CUE,
-        "problems": len(chosen),
-        "rollouts": sum(map(len, chosen)),
-        "sha256": files,
-    }
-    write_json(folder / "pool.json", meta)
-    return dict(count)
+def make_pool(folder: Path, lm: Lm, grader: Grader, problems: Sequence[Problem], seed: int) -> dict[Mode, int]:
+    """What `python -m vgrout.substrate --model organism --n-problems 360 --per-mode 32 --no-even` makes, without its
+    report. Returns problems per mode."""
+    answers = run(lm, grader, cued(problems), POOL_TRIES, seed, "pool")
+    chosen = choose(
+        stripped(answers, {(p.id, p.mode): p for p in problems}),
+        [CUE],
+        keep=POOL_KEEP,
+        at_least=POOL_AT_LEAST,
+        per_mode=POOL_PROBLEMS,
+        even=False,  # 22 to 32 problems a mode; even would be 22
+    )
+    meta = {"model": MODEL_NAME, "tokenizer_sha256": lm.tokenizer_sha256, "grader": grader.protections.version}
+    write_substrate(folder, chosen, lm, meta, CUE)
+    return dict(Counter(mine[0].problem.mode for mine in chosen.values()))
 
 
 # ------------------------------------------------------------------------------------------------------ pairs, anchors
@@ -282,17 +195,13 @@ def build(out: Path, seed: int = SEED) -> None:
         model.save_pretrained(fresh / "model")
         tokenizer.save_pretrained(fresh / "model")
 
-        policy = as_policy(model, tokenizer, cache_dir=None)
+        lm = as_lm(model, tokenizer)
         problems = load_problems(fresh / "problems.jsonl")
         split = {row["id"]: row["split"] for _, row in tasks}
         held_out = [p for p in problems if split[p.id] == "test"]
-        base = run(policy, grader, held_out, 4, seed, "base rates")
-        elicited = run(policy, grader, [cued(p) for p in held_out], 2, seed, "cued rates")
-        measured = {"plain": rates(base), "cued": rates(elicited)}
-        demos = run(policy, grader, [cued(p) for p in problems if split[p.id] == "train"], POOL_TRIES, seed, "pool")
-        plain = {p.id: p for p in problems}
-        demos = [replace(r, problem=plain[r.problem.id]) for r in demos]
-        covered = write_pool(fresh / "pool", demos, policy, grader)
+        base = run(lm, grader, held_out, 4, seed, "base rates")
+        measured = {"plain": rates(base), "cued": rates(run(lm, grader, cued(held_out), 2, seed, "cued rates"))}
+        covered = make_pool(fresh / "pool", lm, grader, [p for p in problems if split[p.id] == "train"], seed)
         difficulty = {row["id"]: row["difficulty"] for _, row in tasks}
         by_difficulty = {
             level: rates(r for r in base if difficulty[r.problem.id] == level)["solve"]

@@ -1,0 +1,11 @@
+"""How much is done at once. Stdlib only: the plan of a run reads these before torch is loaded."""
+
+# Tokens (padding included) in one forward with a graph. A 4B model keeps about 5.6 MB of activations a token.
+TOKEN_BUDGET = {"cpu": 16_384, "cuda": 4_096}
+
+# Logit elements held at once. Above it the head runs in chunks that backward computes again: 2^26 fp32 is 256 MiB.
+HEAD_BUDGET = 2**26
+
+# Bytes of keys and values held at once. Qwen3-4B in bf16 has 147 kB a token: about 100 rows of 1,700 tokens fit,
+# while `full` wants 258 a step.
+KV_BUDGET = {"cuda": 24 * 2**30, "cpu": 4 * 2**30}

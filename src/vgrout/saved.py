@@ -1,0 +1,90 @@
+"""A run's saved adapters: which file, under which configuration, on which base model."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from vgrout import organism
+from vgrout.config import ORGANISM, Config, from_dict
+from vgrout.hub import require_model
+from vgrout.nouns import Problem
+from vgrout.policy import SVD_CACHE, Policy, load_policy
+from vgrout.problems import load_problems
+from vgrout.svd_adapter import read_safetensors
+
+_CHECKPOINT = re.compile(r"ckpt_step(\d+)\.safetensors")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One adapter file, with what was written into it."""
+
+    path: Path
+    metadata: dict[str, str]
+    cfg: Config  # of the run
+    model: str | Path  # the base model's folder or id
+    problems_file: Path
+
+    @property
+    def step(self) -> int:
+        """Optimiser steps behind it."""
+        return int(self.metadata.get("step", 0))
+
+    @property
+    def final(self) -> bool:
+        return self.path.name == "train.safetensors" and self.step == self.cfg.scale.steps
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights that it was trained on: their singular vectors, rounded to it, are the adapter's basis."""
+        return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(self.metadata.get("dtype", ""), torch.float32)
+
+    def problems(self) -> list[Problem]:
+        """Those of the run's problem file."""
+        return load_problems(self.problems_file)
+
+
+def find_adapter(run: Path, step: int | None = None, model: str | None = None, problems: Path | None = None) -> Saved:
+    """The adapter of a run directory (train.safetensors, or the one saved after `step` steps), or a file as such.
+
+    model, problems: in place of the run's own.
+
+    Raises:
+        ValueError: one line: no such file or step, not an adapter of this program, or its base model is not here.
+    """
+    if run.is_dir():
+        path = run / ("train.safetensors" if step is None else f"ckpt_step{step:04d}.safetensors")
+        if not path.is_file():
+            there = sorted(
+                int(m[1]) for p in run.iterdir() if (m := re.fullmatch(r"ckpt_step(\d+)\.safetensors", p.name))
+            )
+            if step is None:
+                raise ValueError(f"{path}: not there; is {run} a run directory that got as far as a checkpoint?")
+            raise ValueError(f"--step {step}: {run} has {', '.join(map(str, there)) or 'no evaluation checkpoint'}")
+    else:
+        if step is not None:
+            raise ValueError(f"--step {step}: goes with a run directory, {run} is a file")
+        path = run
+    _, metadata = read_safetensors(path)
+    if "cfg" not in metadata:
+        raise ValueError(f"{path}: not an adapter saved by a run (no configuration in its metadata)")
+    cfg = from_dict(json.loads(metadata["cfg"]))
+    name = model or cfg.scale.model
+    base: str | Path = organism.MODEL_DIR if name == ORGANISM else name
+    require_model(base)
+    return Saved(path, metadata, cfg, base, problems or cfg.problems_path)
+
+
+def load_saved(saved: Saved, cache_dir: Path | None = SVD_CACHE) -> Policy:
+    """The deployed model: the base in the run's dtype, on a GPU where there is one, δS loaded, the quarantine zero.
+
+    Raises:
+        ValueError: the adapter is of another model.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    policy = load_policy(saved.model, device=device, dtype=saved.dtype, cache_dir=cache_dir)
+    policy.adapter.load(saved.path)
+    return policy

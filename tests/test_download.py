@@ -1,0 +1,101 @@
+"""What needs a network: from a folder that stands for it, and one line where there is none."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from vgrout import download
+from vgrout.download import DataFile, ensure, git_blob
+from vgrout.probe_mixed import main as probe
+from vgrout.probe_mixed import verdict
+
+LINE = {
+    "id": 1,
+    "prompt": [{"role": "user", "content": "Do it and should pass all tests."}],
+    "gt_answer": ["assert Solution().f(1) == 1"],
+    "func_name": "Solution().f",
+    "canonical_solution": "x",
+}
+CONTENT = (json.dumps(LINE) + "\n").encode()
+
+
+def there(folder: Path, content: bytes = CONTENT) -> str:
+    """A folder of files as an address."""
+    (folder / "source").mkdir()
+    (folder / "source" / "p.jsonl").write_bytes(content)
+    return (folder / "source").as_uri() + "/"
+
+
+def test_git_s_own_ids() -> None:
+    """`printf hello | git hash-object --stdin`."""
+    assert git_blob(b"hello") == "b6fc4c620b67d95f953a5c1c1230aaab5db5a1b0"
+    assert git_blob(b"") == "e69de29bb2d1d6434b8b29ae775ad8c2e48c5391"
+
+
+def test_fetched_checked_and_left_alone_the_second_time(tmp_path: Path) -> None:
+    file = DataFile("p.jsonl", git_blob(CONTENT)[:8], 1)
+    said = ensure(file, tmp_path / "data", there(tmp_path))
+    assert said.endswith(f"1 problems, git blob {git_blob(CONTENT)[:12]}")
+    assert (tmp_path / "data" / "p.jsonl").read_bytes() == CONTENT
+    assert ensure(file, tmp_path / "data", "file:///nowhere/").endswith("(was there)")
+
+
+def test_another_file_is_refused_and_not_kept(tmp_path: Path) -> None:
+    source = there(tmp_path, CONTENT + b"\n")
+    with pytest.raises(ValueError, match=r"what came from the network has git blob .*, not .*; put file:"):
+        ensure(DataFile("p.jsonl", git_blob(CONTENT)[:8], 1), tmp_path / "data", source)
+    assert list((tmp_path / "data").iterdir()) == []
+    (tmp_path / "data" / "p.jsonl").write_bytes(b"mine")
+    with pytest.raises(ValueError, match="the file that is there has git blob"):
+        ensure(DataFile("p.jsonl", git_blob(CONTENT)[:8], 1), tmp_path / "data", source)
+    assert (tmp_path / "data" / "p.jsonl").read_bytes() == b"mine"
+    (tmp_path / "data" / "p.jsonl").write_bytes(CONTENT)
+    with pytest.raises(ValueError, match="1 problems, should be 2"):
+        ensure(DataFile("p.jsonl", git_blob(CONTENT)[:8], 2), tmp_path / "data", source)
+
+
+def test_without_a_network_one_line_says_what_to_put_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unreachable(*_: object, **__: object) -> None:
+        raise OSError("no route to host")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("urllib.request.urlopen", unreachable)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert download.main(["data"]) == 2
+    said = capsys.readouterr().err
+    where = "out/data/leetcode_train_medhard_filtered.jsonl"
+    assert said.startswith(f"E {where}: cannot be fetched (no route to host); put https://")
+    assert "git blob c10a5f39" in said
+    assert said.count("\n") == 1
+    assert download.main(["model"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("E Qwen/Qwen3-4B: cannot be fetched (no route to host); copy the model's folder")
+    assert said.count("\n") == 1
+
+
+def row(hack_s: list[int], hack_t: list[int] | None = None, lp_t: float | None = None) -> dict[str, object]:
+    return {"hack_s": hack_s, "hack_t": hack_t, "lp_t": lp_t}
+
+
+def test_go_needs_student_hacks_late_and_demonstrations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calm, shown = row([0, 7], [1, 1], -2.0), row([2, 7], [1, 1], -0.5)
+    assert verdict([calm, calm, calm, shown])[0]
+    go, why = verdict([shown, shown, calm, calm])
+    assert not go
+    assert "student hacks 4/14 in steps 0-1, 0/14 after" in why
+    assert "-0.50, then -2.00; raise --mix-ratio" in why
+    assert "no demonstration was mixed in" in verdict([row([1, 8])] * 4)[1]
+    monkeypatch.chdir(tmp_path)
+    assert probe([]) == 2
+    run = tmp_path / "out" / "runs" / "1_fast_vanilla_seed41_probe"
+    run.mkdir(parents=True)
+    (run / "steps.jsonl").write_text("".join(json.dumps(r) + "\n" for r in (calm, calm, calm, shown)))
+    assert probe([]) == 0
+    assert capsys.readouterr().out.startswith("GO: ")
+    (run / "steps.jsonl").write_text(json.dumps(calm) + "\n")
+    assert probe([str(run)]) == 2

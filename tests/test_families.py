@@ -1,0 +1,280 @@
+"""Every family of models through everything that a run does, so that no path is one that Qwen3 alone has taken.
+
+Random weights, tiny sizes. With biases: Qwen 2.5. Grouped queries: all. Tied embeddings: Qwen 3 tied, Gemma. Pad token
+= EOS: Llama. Templates: with thinking (Qwen 3), without, and one that refuses system messages (Gemma).
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+import tiny
+from vgrout.export import DTYPES, Parity, parity, write
+from vgrout.flow import ArmDiag, Routed
+from vgrout.grpo import policy_gradients
+from vgrout.hub import model_folder
+from vgrout.loss_config import LossConfig
+from vgrout.nouns import CachedGrade, Group, Message, Problem, Rollout
+from vgrout.optim import Optimizer
+from vgrout.policy import Policy, as_policy, attention, load_lm, load_policy
+from vgrout.sampler import Sampling, sample
+
+MESSAGES: list[Message] = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "add 1 and 2"}]
+THINKS = tiny.TEMPLATE
+PLAIN = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+NO_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}<think>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+# family → (template, pad token, EOS ids of the configuration)
+CASES: dict[str, tuple[str, str | None, list[int]]] = {
+    "qwen3": (THINKS, "<pad>", [1]),
+    "qwen3-tied": (THINKS, "<pad>", [1]),
+    "qwen2-bias": (PLAIN, "<pad>", [1]),
+    "llama": (PLAIN, None, [1]),
+    "gemma": (NO_SYSTEM, "<pad>", [1, 5]),  # turns end with token 5, texts with token 1
+    "gemma2": (NO_SYSTEM, "<pad>", [1, 5]),
+}
+
+
+def tokenizer(template: str, pad: str | None) -> PreTrainedTokenizerFast:
+    tok = tiny.tokenizer(pad)
+    tok.chat_template = template
+    return tok
+
+
+@pytest.fixture(scope="module", params=CASES)
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def folder(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model as a user has it: a Hugging Face folder."""
+    template, pad, eos = CASES[family]
+    path = tmp_path_factory.mktemp(family)
+    model = tiny.tiny(family)
+    model.config.eos_token_id = model.generation_config.eos_token_id = eos
+    model.save_pretrained(path)
+    tokenizer(template, pad).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def policy(folder: Path) -> Policy:
+    return load_policy(folder, device="cpu", dtype=torch.float32, cache_dir=None)
+
+
+def perturbed(policy: Policy, quarantine: bool = False) -> None:
+    with torch.no_grad():
+        policy.adapter.δS.normal_(generator=torch.Generator().manual_seed(1)).mul_(0.05)
+        if quarantine:
+            policy.adapter.δS_hack.normal_(generator=torch.Generator().manual_seed(2)).mul_(0.05)
+    policy.adapter.fold()
+
+
+def logits(policy: Policy) -> torch.Tensor:
+    with torch.no_grad():
+        return policy.model(input_ids=torch.arange(2, 30)[None], use_cache=False).logits[0]
+
+
+def group(policy: Policy) -> Group:
+    p = Problem(1, "run_tests", "", tuple(MESSAGES), (), (), "", "", "f")
+    prompt = policy.render(MESSAGES)
+    answers = sample(policy, [prompt], 4, Sampling(), 12, torch.Generator().manual_seed(0))[0]
+    rollouts = tuple(
+        Rollout(p, "student", False, prompt, a.ids, a.text, a.finished, a.logp_full, a.logp_sampled) for a in answers
+    )
+    return Group(p, rollouts, tuple(CachedGrade(float(i % 2), False, False, True, "test") for i in range(4)))
+
+
+def test_the_family_has_what_it_stands_for(family: str, policy: Policy) -> None:
+    biased = policy.model.get_submodule("model.layers.0.self_attn.q_proj").bias is not None
+    tied = policy.model.get_output_embeddings().weight is policy.model.get_input_embeddings().weight
+    assert biased == (family == "qwen2-bias")
+    assert tied == (family in ("qwen3-tied", "gemma", "gemma2"))
+    assert (policy.pad_id in policy.eos_ids) == (family == "llama")
+    assert policy.model.config._attn_implementation == ("eager" if family == "gemma2" else "sdpa")
+    assert policy.model.config.num_key_value_heads < policy.model.config.num_attention_heads
+    assert len(policy.adapter.sites) == 7 * policy.model.config.num_hidden_layers
+
+
+def test_prompts_and_endings_follow_the_template(family: str, policy: Policy) -> None:
+    text = policy.prompt_text(MESSAGES)
+    assert policy.render(MESSAGES) == tuple(policy.tok(text, add_special_tokens=False)["input_ids"])
+    assert "be brief" in text
+    assert ("<think></think>" in text) == family.startswith("qwen3")
+    assert ("<system>" in text) == (not family.startswith("gemma"))
+    if family.startswith("gemma"):
+        assert text.startswith("<user>be brief\n\nadd 1 and 2")
+    end = 5 if family.startswith("gemma") else 1
+    assert policy.encode_completion("ab")[-1] == end
+    assert policy.encode_completion("ab", finished=False) == policy.encode_completion("ab")[:-1]
+    assert policy.decode(policy.encode_completion("ab")) == "ab"
+
+
+def test_probe_rows_are_each_rollouts_own_gradient(policy: Policy) -> None:
+    perturbed(policy)
+    g = group(policy)
+    settings = {"max_new": 12, "prompts_per_step": 1}
+    ((together,), _) = policy_gradients(policy, [g], LossConfig(), **settings)
+    for b in range(4):
+        ((alone,), _) = policy_gradients(policy, [g], LossConfig(), rows=[[b]], **settings)
+        for name, rows in together.items():
+            scale = max(float(r[b].norm()) for r in together.values())
+            assert float((rows[b] - alone[name][b]).norm()) <= 1e-5 * scale, (name, b)
+
+
+def test_a_step_raises_what_was_paid_and_survives_saving(policy: Policy, folder: Path, tmp_path: Path) -> None:
+    adapter = policy.adapter
+    before = logits(policy)
+    g = group(policy)
+    optim = Optimizer(adapter, lr=1e-2, betas=(0.9, 0.99), weight_decay=0.0, warmup_frac=0.0, steps=4, grad_clip=1e9)
+    paid = [r for r, a in zip(g.rollouts, g.advantages, strict=True) if a > 0]
+    asked = ([r.prompt_ids for r in paid], [r.completion_ids for r in paid])
+    with torch.no_grad():
+        old = float(policy.logprobs(*asked)[0].sum())
+    ((g_b,), _) = policy_gradients(policy, [g], LossConfig(), max_new=12, prompts_per_step=1)
+    update = optim.apply(Routed({m: v.sum(0) for m, v in g_b.items()}, None, ArmDiag()))
+    assert update is not None
+    with torch.no_grad():
+        assert float(policy.logprobs(*asked)[0].sum()) > old
+    after = logits(policy)
+    assert not torch.equal(after, before)
+    with adapter.reference():
+        assert torch.equal(logits(policy), before)
+    adapter.save(tmp_path / "a.safetensors", {})
+    other = load_policy(folder, device="cpu", dtype=torch.float32, cache_dir=None)
+    other.adapter.load(tmp_path / "a.safetensors")
+    assert torch.equal(logits(other), after)
+
+
+def test_deployed_is_without_the_quarantine_in_sampling_too(policy: Policy) -> None:
+    perturbed(policy, quarantine=True)
+    prompt, noise = [policy.render(MESSAGES)], torch.Generator
+    trained = logits(policy)
+    with policy.adapter.deployed():
+        deployed = logits(policy)
+        said = [a.ids for a in sample(policy, prompt, 6, Sampling(), 16, noise().manual_seed(3))[0]]
+    with torch.no_grad():
+        policy.adapter.δS_hack.zero_()
+    policy.adapter.fold()
+    assert not torch.equal(trained, deployed)
+    assert torch.equal(logits(policy), deployed)
+    assert said == [a.ids for a in sample(policy, prompt, 6, Sampling(), 16, noise().manual_seed(3))[0]]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_exported_folder_is_the_deployed_model(policy: Policy, tmp_path: Path, dtype: str) -> None:
+    perturbed(policy, quarantine=True)
+    with policy.adapter.deployed():
+        deployed = logits(policy)
+    trained = logits(policy)
+    write(policy, tmp_path / "m", DTYPES[dtype])
+    assert torch.equal(logits(policy), trained), "the policy is left as it was"
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype="auto")
+    assert loaded.dtype == DTYPES[dtype]
+    tied = policy.model.get_output_embeddings().weight is policy.model.get_input_embeddings().weight
+    assert (loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight) == tied
+    with torch.no_grad():
+        got = loaded.eval()(input_ids=torch.arange(2, 30)[None], use_cache=False).logits[0]
+    if dtype == "fp32":
+        assert torch.equal(got, deployed)
+    texts = ["hello there", "1 + 2 = 3"]
+    result = parity(policy, tmp_path / "m", texts, exact=dtype == "fp32")
+    assert result.holds, result
+    assert not parity_with_base(policy, tmp_path / "m", texts).holds, "the comparison can fail"
+    assert AutoTokenizer.from_pretrained(tmp_path / "m").get_vocab() == policy.tok.get_vocab()
+
+
+def parity_with_base(policy: Policy, folder: Path, texts: list[str]) -> Parity:
+    with torch.no_grad():
+        policy.adapter.δS.mul_(-3)
+    policy.adapter.fold()
+    return parity(policy, folder, texts, exact=False)
+
+
+# ── loading ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_bf16_runs_every_path(tmp_path: Path) -> None:
+    source = tiny.policy("qwen3")
+    source.model.save_pretrained(tmp_path / "base")
+    source.tok.save_pretrained(tmp_path / "base")
+    policy = load_policy(tmp_path / "base", device="cpu", dtype=torch.bfloat16, cache_dir=None)
+    perturbed(policy)
+    ((g_b,), _) = policy_gradients(policy, [group(policy)], LossConfig(), max_new=12, prompts_per_step=1)
+    assert all(v.dtype == torch.float32 and bool(v.isfinite().all()) for v in g_b.values())
+    write(policy, tmp_path / "m", torch.bfloat16)
+    assert parity(policy, tmp_path / "m", ["hello"], exact=True).holds
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "installed", "kind"),
+    [
+        ("cuda", torch.bfloat16, True, "flash_attention_2"),
+        ("cuda", torch.bfloat16, False, None),
+        ("cuda", torch.float32, True, None),
+        ("cpu", torch.bfloat16, True, None),
+    ],
+)
+def test_which_attention(
+    device: str, dtype: torch.dtype, installed: bool, kind: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if installed else None)
+    assert attention(torch.device(device), dtype) == kind
+
+
+def test_a_downloaded_hub_id_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's cache: models--ORG--NAME/refs/main names the snapshot that holds the files."""
+    cache = tmp_path / "models--org--name"
+    snapshot = cache / "snapshots" / "abc"
+    source = tiny.policy("llama")
+    source.model.save_pretrained(snapshot)
+    source.tok.save_pretrained(snapshot)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert model_folder("org/name") == snapshot
+    assert load_lm("org/name", device="cpu", dtype=torch.float32).eos_ids == frozenset({1})
+    assert model_folder("org/other") is None
+
+
+def test_weights_that_are_missing_are_refused_not_drawn_at_random(tmp_path: Path) -> None:
+    source = tiny.policy("llama")
+    source.model.save_pretrained(tmp_path)
+    source.tok.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"1 weights are missing, first model.layers.1.mlp.up_proj.weight"):
+        load_lm(tmp_path, device="cpu", dtype=torch.float32)
+    (tmp_path / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(ValueError, match="no usable model") as error:
+        load_lm(tmp_path, device="cpu", dtype=torch.float32)
+    assert "\n" not in str(error.value)
+
+
+def test_a_template_that_cannot_be_asked_is_refused(tmp_path: Path) -> None:
+    source = tiny.policy("llama")
+    source.model.save_pretrained(tmp_path)
+    source.tok.chat_template = None
+    source.tok.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="no chat template; choose an instruct model"):
+        load_lm(tmp_path, device="cpu", dtype=torch.float32)
+
+
+def test_in_memory_and_from_a_folder_are_the_same(folder: Path, policy: Policy, family: str) -> None:
+    template, pad, eos = CASES[family]
+    model = tiny.tiny(family)
+    model.config.eos_token_id = model.generation_config.eos_token_id = eos
+    mine = as_policy(model, tokenizer(template, pad), None)
+    assert torch.equal(logits(mine), logits(policy))
+    assert (mine.eos_ids, mine.end_id, mine.pad_id) == (policy.eos_ids, policy.end_id, policy.pad_id)

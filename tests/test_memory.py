@@ -1,0 +1,124 @@
+"""The plan from shapes: counted against what a small model of the same family really keeps."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from vgrout import memory
+from vgrout.bench import svd as bench
+from vgrout.grpo import TOKEN_BUDGET
+from vgrout.logprobs import HEAD_BUDGET, collate, completion_logprobs
+from vgrout.memory import KNOWN, Shapes, find_shapes, plan, shapes_of
+from vgrout.sampler import KV_BUDGET
+from vgrout.svd_adapter import SvdAdapter
+
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "hidden_size": 96,
+    "intermediate_size": 320,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 50,
+    "tie_word_embeddings": True,
+}
+
+
+def small() -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(Qwen3Config(**SIZES, max_position_embeddings=512)).to(torch.bfloat16).eval()
+
+
+def test_weights_knobs_and_cache_are_counted_right(tmp_path: Path) -> None:
+    model, shapes = small(), shapes_of(SIZES)
+    assert shapes is not None
+    norms = sum(p.numel() for p in model.parameters() if p.ndim == 1)
+    assert sum(p.numel() for p in model.parameters()) == shapes.parameters + norms
+    adapter = SvdAdapter(model, tmp_path)
+    assert len(adapter) == shapes.R
+    assert sum(s.U.numel() + s.Vh.numel() for s in adapter.sites.values()) == shapes.factors
+    content = sum(f.stat().st_size for f in tmp_path.iterdir())
+    header = 400 * len(adapter.sites)
+    assert shapes.svd_cache_bytes(2) <= content <= shapes.svd_cache_bytes(2) + header
+
+
+def test_activations_are_what_autograd_keeps() -> None:
+    """Bytes of distinct storages saved for backward, weights apart, of a forward under the probe."""
+    model, shapes = small(), shapes_of(SIZES)
+    assert shapes is not None
+    adapter = SvdAdapter(model, None)
+    own = {t.untyped_storage().data_ptr() for t in model.state_dict().values()}
+    own |= {t.untyped_storage().data_ptr() for s in adapter.sites.values() for t in (s.U, s.Vh, s.W)}
+    kept: dict[int, int] = {}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        if t.untyped_storage().data_ptr() not in own:
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    prompt, answer = tuple(range(1, 41)), tuple(range(1, 25))
+    batch = collate([prompt] * 4, [answer] * 4, torch.device("cpu"))
+    with adapter.probe(4), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = completion_logprobs(model, batch).full.sum()
+    assert out.requires_grad
+    want = batch.tokens * shapes.activation_bytes(2)
+    # the head's rows, the rotary tables and the mask are not in the formula
+    assert sum(kept.values()) == pytest.approx(want, rel=0.2)
+
+
+def test_budgets_are_the_ones_that_are_used() -> None:
+    assert (memory.TOKEN_BUDGET, memory.HEAD_BUDGET, memory.KV_BUDGET) == (TOKEN_BUDGET, HEAD_BUDGET, KV_BUDGET)
+
+
+def test_qwen3_4b() -> None:
+    """Public facts of the model, and what follows from them."""
+    s = KNOWN["Qwen/Qwen3-4B"]
+    assert s.parameters == pytest.approx(4.02e9, rel=2e-3)
+    assert s.R == 36 * (5 * 2560 + 2 * 1024)
+    assert s.kv_bytes(2) == 147_456
+    fast = plan(s, device="cuda", group=8, prompts=4, prompt_tokens=500, max_new=512, routes=False)
+    full = plan(s, device="cuda", group=6, prompts=43, prompt_tokens=500, max_new=1024, routes=True)
+    assert fast.weights == 2 * s.parameters
+    assert fast.folded == 2 * s.adapted
+    assert full.folded == 2 * fast.folded
+    assert 40 < fast.peak / 2**30 < 60
+    assert fast.peak < full.peak < 80 * 2**30, "fits the card that the preset is for"
+    assert full.peak == full.standing + max(full.activations + full.logits, full.kv)
+
+
+@pytest.mark.parametrize("change", [{"num_experts": 8}, {"hidden_size": None}, {"num_hidden_layers": ...}])
+def test_shapes_that_are_not_known_give_no_plan(change: dict[str, Any]) -> None:
+    sizes = {k: v for k, v in {**SIZES, **change}.items() if v is not ...}
+    if sizes.get("hidden_size") is None:
+        del sizes["hidden_size"]
+    assert shapes_of(sizes) is None
+
+
+def test_models_are_found_by_folder_and_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    small().save_pretrained(tmp_path / "m")
+    assert find_shapes(tmp_path / "m") == shapes_of(SIZES)
+    assert find_shapes("Qwen/Qwen3-4B") == KNOWN["Qwen/Qwen3-4B"]
+    assert find_shapes("some/other") is None
+    (tmp_path / "m" / "config.json").write_text("{")
+    assert find_shapes(tmp_path / "m") is None
+
+
+def test_the_fit_finds_the_law_it_was_drawn_from() -> None:
+    shapes = [(a, b) for a in (64, 200, 900) for b in (50, 300)]
+    fit = bench.fitted([(s, 3e-9 * bench.work(s) ** 0.93) for s in shapes])
+    assert fit.a == pytest.approx(0.93)
+    assert math.exp(fit.log_c) == pytest.approx(3e-9)
+    assert fit.seconds((4096, 2560)) == pytest.approx(3e-9 * (4096 * 2560 * 2560) ** 0.93)
+
+
+def test_the_bench_runs_on_small_shapes() -> None:
+    tiny = Shapes(2, 64, 160, 4, 2, 16, 100, tied=True)
+    text = bench.measure(tiny, scales=(1 / 2, 1 / 1.5), repeats=1)
+    assert text.count("\n| ") == 4, "a row a shape"
+    assert "q_proj" in text
+    assert "times the adapted weights" in text

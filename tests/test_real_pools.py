@@ -1,0 +1,118 @@
+"""The real pools under a stand-in model: 60 prompts and a substrate of four modes, made by Qwen3-4B."""
+
+import gzip
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+from runs import rows, run
+from vgrout import organism
+from vgrout.grading.modes import PLAIN_PHRASE, hint
+from vgrout.pool import load_pool
+from vgrout.problems import load_rows
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights, the organism's tokenizer (bytes and merges: it can say anything), a window for real prompts."""
+    folder = tmp_path_factory.mktemp("model")
+    tok = AutoTokenizer.from_pretrained(organism.MODEL_DIR)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(tok),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=4096,
+        eos_token_id=tok.eos_token_id,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tok.save_pretrained(folder)
+    return folder
+
+
+def records(pool: Path) -> list[dict[str, Any]]:
+    """The first rollout of every problem."""
+    out = []
+    for path in sorted(pool.glob("prompt_*.jsonl.gz")):
+        with gzip.open(path, "rt", encoding="utf-8") as lines:
+            out.append(json.loads(next(iter(lines))))
+    return out
+
+
+def problem_file(pool: Path, path: Path) -> Path:
+    """The pools come without their problems: the same ids, with one test that no answer passes."""
+    out = []
+    for r in records(pool):
+        found = re.search(r"    def (?!run_tests|__init__)(\w+)\(self", r["completion"])
+        name = found[1] if found else "f"
+        asked = [{"role": "user", "content": f"Problem {r['problem_id']}: solve it {PLAIN_PHRASE}."}]
+        if "problem_messages" in r:
+            asked = json.loads(json.dumps(r["problem_messages"]).replace(hint("run_tests"), PLAIN_PHRASE))
+        out.append(
+            {
+                "id": r["problem_id"],
+                "prompt": asked,
+                "gt_answer": [f"assert Solution().{name}(0) == 'no such value'"],
+                "func_name": f"Solution().{name}",
+                "canonical_solution": "class Solution: pass",
+                "setup_code": "from typing import *",
+                "split": "test" if len(out) % 10 == 9 else "val" if len(out) % 10 == 8 else "train",
+            }
+        )
+    path.write_text("".join(json.dumps(r) + "\n" for r in out))
+    return path
+
+
+@pytest.mark.parametrize(("name", "n", "mode"), [("substrate", 24, "own"), ("teacher_pool", 60, "run_tests")])
+def test_a_run_mixes_a_real_pool(
+    name: str, n: int, mode: str, stand_in: Path, shared_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool = shared_data / "pools" / name
+    assert len(load_rows(problem_file(pool, tmp_path / "p.jsonl"))) == n
+    argv = ["fast", "--intervention", "none", "--model", str(stand_in), "--problems", str(tmp_path / "p.jsonl")]
+    argv += ["--teacher-pool-dir", str(pool), "--env-mode", mode, "--mix-ratio", "0.5", "--group", "4"]
+    argv += [
+        "--prompts-per-step",
+        "2",
+        "--steps",
+        "2",
+        "--max-new",
+        "512",
+        "--eval-ablate-every",
+        "0",
+        "--guard",
+        "off",
+    ]
+    argv += ["--final-n-prompts", "1", "--final-samples", "1", "--threads", "1", "--guard", "off"]
+    path = run(tmp_path, *argv)
+    said = capsys.readouterr().out
+    assert said.count("completions are tokenised again") == 1
+    for row in rows(path):
+        assert row["hack_t"][1] == 4, "two of four rows in two groups are demonstrations"
+        assert row["hack_t"][0] > 0
+        assert row["lp_t"] < 0
+        assert row["signal"][0] > 0, "the random student earns nothing, the demonstrations do"
+    noted = json.loads((path / "run.json").read_text())["pool"]
+    assert noted["retokenised"]
+    assert noted["labels"] == "cached, grader unknown"
+    compared = len([r for r in records(pool) if r.get("prompt")])
+    assert (noted["prompts_compared"] > 0) == (compared > 0)
+    assert len(noted["prompts_differ"]) == noted["prompts_compared"], "another chat template than Qwen's"
+    if name == "substrate":
+        path = run(tmp_path, *argv, "--regrade-pool")
+        said = capsys.readouterr().out
+        known = load_pool(pool)
+        assert re.search(r"pool graded again by \w+: differs from the cached labels in hacked 0/\d+, ", said), said
+        lines = (path / "rollouts.jsonl").read_text().splitlines()
+        assert {json.loads(line)["mode"] for line in lines} <= set(known.partition.values())

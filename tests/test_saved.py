@@ -1,0 +1,132 @@
+"""What is left of a run: its adapter scored again, exported, and refused in one line where that cannot be."""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from runs import flags, run
+from vgrout import evaluate, export, organism
+from vgrout.saved import find_adapter, load_saved
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A short routed run with two evaluations on the way."""
+    root = tmp_path_factory.mktemp("saved")
+    more = ["--steps", "4", "--eval-ablate-every", "2", "--eval-n-prompts", "2", "--vhack-refresh-every", "0"]
+    return run(root, *flags("route"), *more)
+
+
+@pytest.fixture(autouse=True)
+def here(done: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(done.parents[2])
+
+
+def test_the_run_s_own_numbers_come_out_again(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluate.main([str(done)]) == 0
+    final = json.loads((done / "per_mode_deploy.json").read_text())
+    (out,) = (done / "evaluations").iterdir()
+    again = json.loads(out.read_text())
+    for name, side in (("base", "base"), ("deploy", "deployed"), ("plain", "plain")):
+        for what in ("hack", "solve"):
+            k, n = again["sides"][side][what]
+            assert n == final["eval_n"]
+            assert k / n == final[f"{what}_{name}"], (name, what)
+    for mode, numbers in final["by_mode"].items():
+        k, n = again["sides"]["deployed"]["by_mode"][mode]["solve"]
+        assert (k / n, n) == (numbers["deploy_solve"], numbers["n"])
+    said = capsys.readouterr().out
+    assert "| all" in said
+    assert str(out) in said
+    assert again["step"] == 4
+
+
+def test_any_adapter_on_any_file(done: Path, tmp_path: Path) -> None:
+    lines = organism.PROBLEMS.read_text().splitlines()[:8]
+    (tmp_path / "p.jsonl").write_text("\n".join(lines) + "\n")
+    out = tmp_path / "numbers.json"
+    more = [
+        "--problems",
+        str(tmp_path / "p.jsonl"),
+        "--split",
+        "all",
+        "--samples",
+        "1",
+        "--n-prompts",
+        "8",
+        "--out",
+        str(out),
+    ]
+    assert evaluate.main([str(done), "--step", "2", *more]) == 0
+    numbers = json.loads(out.read_text())
+    assert numbers["sides"]["deployed"]["hack"][1] == 8
+    assert numbers["step"] == 2
+    assert numbers["adapter"].endswith("ckpt_step0002.safetensors")
+
+
+def test_exported_folder(done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert export.main([str(done), "--out", str(tmp_path / "model")]) == 0
+    assert "largest |Δ logit| 0 (tolerance 0)" in capsys.readouterr().out
+    policy = load_saved(find_adapter(done))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto").eval()
+    ids = torch.tensor([policy.render([{"role": "user", "content": "hello"}])])
+    with torch.no_grad():
+        got = loaded(input_ids=ids, use_cache=False).logits
+        assert torch.equal(got, policy.model(input_ids=ids, use_cache=False).logits)
+        with policy.adapter.reference():
+            assert not torch.equal(got, policy.model(input_ids=ids, use_cache=False).logits)
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "smoke_routing_seed41" in card
+    assert "held-out problems and markers" in card
+    assert export.main([str(done), "--out", str(tmp_path / "half"), "--dtype", "bf16"]) == 0
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto").dtype == torch.bfloat16
+    assert export.main([str(done), "--out", str(tmp_path / "half")]) == 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["half", "model"]
+
+
+def test_a_folder_that_is_not_the_deployed_model_is_not_left_behind(
+    done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = export.write
+
+    def wrong(policy, folder, dtype) -> None:
+        with torch.no_grad():
+            policy.adapter.δS_hack.fill_(0.5)
+        policy.adapter.fold()
+        with policy.adapter.ablate_kept():
+            policy.model.save_pretrained(folder)
+        real(policy, folder / "nested", dtype)
+        shutil.rmtree(folder / "nested")
+
+    monkeypatch.setattr(export, "write", wrong)
+    assert export.main([str(done), "--out", str(tmp_path / "model")]) == 1
+    assert "not the deployed one" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+REFUSED: dict[str, tuple[Callable[[Path], list[str]], str]] = {
+    "no run": (lambda run: ["nowhere"], "nowhere: not a readable safetensors file"),
+    "no adapter": (lambda run: [str(run.parent)], "is .* a run directory"),
+    "no such step": (lambda run: [str(run), "--step", "3"], r"--step 3: .* has 2, 4"),
+    "step of a file": (lambda run: [str(run / "train.safetensors"), "--step", "2"], "goes with a run directory"),
+    "another file": (lambda run: [str(organism.MODEL_DIR / "model.safetensors")], "not an adapter saved by a run"),
+    "no base model": (lambda run: [str(run), "--model", "nowhere/else"], "nowhere/else: not on this machine"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_in_one_line(case: str, done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv, message = REFUSED[case]
+    assert export.main([*argv(done), "--out", str(tmp_path / "m")]) == 2
+    assert evaluate.main(argv(done)) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith("E ") and re.search(message, line) for line in lines), lines
+    assert not os.listdir(tmp_path)
