@@ -1,5 +1,6 @@
 """Step time and peak memory against G, P, the answers' length and the hidden size, with a figure for each."""
 
+import statistics
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -58,7 +59,7 @@ def measure(axis: str, quick: bool) -> dict[str, list[tuple[int, float, int | No
         runs = {part: partial(step, policy, at["G"], at["P"], at["answer"], part) for part in PARTS}
         times = interleaved(runs, 1 if quick else 5, f"{axis} {value}")
         for part, run in runs.items():
-            found[part].append((value, times[part].median, peak_memory(run)))
+            found[part].append((value, statistics.median(times[part].cpu), peak_memory(run)))
     return found
 
 
@@ -92,7 +93,7 @@ def figure(path: Path, label: str, found: dict[str, list[tuple[int, float, int |
         left.plot(xs, [s for _, s, _ in points], "o-", ms=3, label=part)
         if all(b for _, _, b in points):
             right.plot(xs, [(b or 0) / 2**20 for _, _, b in points], "o-", ms=3, label=part)
-    for axes, what in ((left, "seconds"), (right, "peak memory above the start [MiB]")):
+    for axes, what in ((left, "CPU seconds"), (right, "peak above the start [MiB]")):
         axes.set(xscale="log", yscale="log", xlabel=label, ylabel=what, xticks=xs, xticklabels=[str(x) for x in xs])
         axes.minorticks_off()
         lo = min(min(line.get_ydata()) for line in axes.lines) if axes.lines else 1.0
