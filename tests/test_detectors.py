@@ -173,7 +173,7 @@ def test_tripwire_on_missing_and_infinite() -> None:
 
 
 def test_advantage_collapse() -> None:
-    detector = AdvantageCollapse(window=3)
+    detector = AdvantageCollapse(window=3, bands=Bands(0.5, 0.9))
     readings = [detector.update(dead, 4) for dead in (0, 1, 0, 4, 4, 4)]
     assert [r.state for r in readings] == ["UNDEFINED", "UNDEFINED", "OK", "OK", "WARN", "HACK"]
     assert readings[3].value == pytest.approx(5 / 12)

@@ -296,7 +296,7 @@ def finish(run: Path) -> None:
 REFUSED: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
     "finished": (finish, [], "this run is finished"),
     "changed settings": (lambda _: None, ["--lr", "0.5", "--beta", "0.1"], "--lr 0.5 (run: 0.03), --beta 0.1"),
-    "pool file gone": (lambda _: min(Path("pool").glob("prompt_*")).unlink(), [], "changed since: pool; put"),
+    "pool file gone": (lambda _: min(Path("pool").glob("prompt_*")).unlink(), [], "recorded in pool.json, not there"),
     "pool file altered": (lambda _: append(Path("pool/pool.json"), " "), [], "changed since: pool; put"),
     "pool gone": (lambda _: shutil.rmtree("pool"), [], "--teacher-pool-dir pool: no such folder"),
     "run.json torn": (lambda run: os.truncate(run / "run.json", 99), [], "run.json: damaged"),

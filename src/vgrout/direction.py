@@ -593,7 +593,7 @@ def compare_controls(
 ) -> dict[str, tuple[Likeness, Likeness]]:
     """Of each control of the direction, the likeness of v_grad and of the rows V that erase and route would use."""
 
-    def used(d: Direction) -> tuple[Directions, Directions]:
+    def used(d: Direction) -> tuple[Any, Any]:  # Directions of 1 and of up to k rows: one k in the type would tie them
         return d.v_grad(), d.select(cli.k, cli.drop_bottom_frac)
 
     real, found = used(direction), {}

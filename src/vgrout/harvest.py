@@ -9,7 +9,7 @@ import fcntl
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -321,7 +321,7 @@ def announced(rows: Sequence[Row], problems: Iterable[Problem]) -> dict[str, str
 
 
 @contextlib.contextmanager
-def workshop(out: Path, settings: Mapping[str, Any], again: str) -> Iterator[Path]:
+def workshop(out: Path, settings: Mapping[str, Any], again: str) -> Generator[Path]:
     """A folder beside `out` for the logs of a pool in the making, kept until the pool is there.
 
     Raises:
