@@ -385,7 +385,7 @@ def fill(folder: Path, leave: int) -> Path:
     return ballast
 
 
-@pytest.mark.parametrize("leave", [0, 150_000])
+@pytest.mark.parametrize("leave", [0, pytest.param(150_000, marks=pytest.mark.slow)])
 def test_a_full_disk_stops_the_run_and_says_so(leave: int, small_disk: Callable[[int], Path], tmp_path: Path) -> None:
     """0: rows no longer fit. 150 000: rows do, the next checkpoint does not."""
     folder = small_disk(64 * 1024)
@@ -528,6 +528,7 @@ def test_a_collapse_is_a_divergence(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "collapsed" in end["reason"] or "not finite" in end["reason"]
 
 
+@pytest.mark.slow
 def test_watching_never_changes_training(tmp_path: Path) -> None:
     argv = flags("erase", steps=4)
     blind = [a for a in argv if a not in DETECTORS]
