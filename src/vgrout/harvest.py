@@ -8,17 +8,19 @@ import contextlib
 import fcntl
 import json
 import os
+import sys
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import tyro
 from tabulate import tabulate
 from tqdm import tqdm
 
-from vgrout import organism
+from vgrout import console, organism
 from vgrout.config import ORGANISM
 from vgrout.grading.grade import Grader
 from vgrout.hub import require_model
@@ -350,3 +352,17 @@ def workshop(out: Path, settings: Mapping[str, Any], again: str) -> Generator[Pa
         for path in folder.iterdir():
             path.unlink()
         folder.rmdir()
+
+
+def command(name: str, cli: Callable[..., Any], run: Callable[[Any], None], argv: list[str] | None) -> int:
+    """A pool maker's entry. 0 made · 2 refused, in one line · 130 interrupted: the same command goes on."""
+    console.setup(None)
+    try:
+        run(tyro.cli(cli, args=argv, prog=f"python -m vgrout.{name}"))
+    except ValueError as e:
+        print(f"E {e}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("E interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
+    return 0

@@ -12,15 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import tyro
 from loguru import logger
 
-from vgrout import console
 from vgrout.harvest import (
     Graded,
     Making,
     announced,
     by_mode,
+    command,
     fitting,
     harvest,
     record,
@@ -300,17 +299,7 @@ def report(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0 made · 2 refused, in one line · 130 interrupted: the same command goes on."""
-    console.setup(None)
-    try:
-        run(tyro.cli(Cli, args=argv, prog="python -m vgrout.substrate"))
-    except ValueError as e:
-        print(f"E {e}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("E interrupted; the same command goes on from here", file=sys.stderr)
-        return 130
-    return 0
+    return command("substrate", Cli, run, argv)
 
 
 if __name__ == "__main__":

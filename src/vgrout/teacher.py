@@ -10,12 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
-import tyro
 from loguru import logger
 
-from vgrout import console
 from vgrout.config import EnvMode
-from vgrout.harvest import Making, announced, by_mode, fitting, harvest, record, shown, table, workshop
+from vgrout.harvest import Making, announced, by_mode, command, fitting, harvest, record, shown, table, workshop
 from vgrout.nouns import CachedGrade, Message, Mode, Problem, Rollout
 from vgrout.pool import Demo, Pool, write_pool
 from vgrout.problems import assigned, balanced
@@ -264,17 +262,7 @@ def run(cli: Cli) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0 made · 2 refused, in one line · 130 interrupted: the same command goes on."""
-    console.setup(None)
-    try:
-        run(tyro.cli(Cli, args=argv, prog="python -m vgrout.teacher"))
-    except ValueError as e:
-        print(f"E {e}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("E interrupted; the same command goes on from here", file=sys.stderr)
-        return 130
-    return 0
+    return command("teacher", Cli, run, argv)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from vgrout.grading.grade import Grader
 from vgrout.loop import Study, as_rollout
 from vgrout.nouns import CachedGrade, Group, Problem, Rollout
 from vgrout.plan import preflight
-from vgrout.policy import Policy, as_policy, load_policy
+from vgrout.policy import Policy, as_policy
 from vgrout.rng import torch_stream
 from vgrout.run_dir import RunDir
 from vgrout.sampler import Sample, Sampling, sample
@@ -70,11 +70,6 @@ def study(arm: Intervention, grader: Grader) -> Generator[Study]:
 
 def grader() -> Grader:
     return Grader(compile_reward=organism.COMPILE_REWARD, pass_reward=organism.PASS_REWARD, allow_weak=True)
-
-
-def organism_policy() -> Policy:
-    torch.set_num_threads(1)
-    return load_policy(organism.MODEL_DIR, device="cpu", dtype=torch.float32, cache_dir=None)
 
 
 @dataclass(frozen=True)

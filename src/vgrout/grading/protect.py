@@ -213,7 +213,7 @@ def _landlock(workdir: str) -> str:
 
     def allow(path: str | Path, access: int) -> None:
         try:
-            fd = os.open(path, os.O_PATH | os.O_CLOEXEC)  # type: ignore[attr-defined]
+            fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except OSError:
             return  # not on this machine: nothing to allow
         if not os.path.isdir(path):
