@@ -76,7 +76,7 @@ def completion_logprobs(
         rows = hidden[wanted[0], batch.at[wanted]]
     target = batch.target[wanted]
     vocabulary = model.get_output_embeddings().weight.shape[0]
-    size = max(1, HEAD_BUDGET // vocabulary)
+    size = max(1, HEAD_BUDGET.get(rows.device.type, HEAD_BUDGET["cuda"]) // vocabulary)
     if len(rows) <= size:
         parts = [_head(model, rows, target, sampling)]
     else:

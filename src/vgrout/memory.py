@@ -172,7 +172,7 @@ def plan(
     size = BF16 if device == "cuda" else FP32
     rows, row = group * prompts, prompt_tokens + max_new
     tokens = min(rows * row, max(TOKEN_BUDGET[device], row))
-    positions = min(rows * max_new, max(1, HEAD_BUDGET // shapes.vocab))
+    positions = min(rows * max_new, max(1, HEAD_BUDGET[device] // shapes.vocab))
     views = 2 if routes else 1
     return MemoryPlan(
         weights=shapes.parameters * size,
