@@ -37,7 +37,7 @@ def config(arm: Intervention) -> Config:
     return replace(
         mini,
         arm=replace(mini.arm, intervention=arm),
-        scale=replace(mini.scale, steps=1, group=G, prompts_per_step=P),
+        scale=replace(mini.scale, steps=1_000, group=G, prompts_per_step=P),  # past its end the rate would be 0
         opt=replace(mini.opt, lr=LR),
         env=replace(mini.env, teacher_pool_dir=""),
         eval=replace(mini.eval, eval_ablate_every=0),
