@@ -66,38 +66,22 @@ mini-route *flags:
 mini-route2 *flags:
     {{py}} vgrout.train mini --intervention=route2 {{flags}}
 
+# every run of a study file: planned, resumable, one a core; --dry-run says what and how long (docs/studies has examples)
+sweep study *flags:
+    {{py}} vgrout.sweep {{study}} {{flags}}
+
 # H: in one inner step the losses differ by their normaliser alone: same onset, nothing masked (42 runs)
 mini-losses *flags:
-    #!/usr/bin/env sh
-    set -e
-    for seed in 41 42 43; do for arm in none route2; do
-        for loss in dr_grpo 'grpo --no-unbiased' dapo gspo cispo dppo_tv icepop; do
-            {{py}} vgrout.train mini --seed $seed --intervention $arm --out-tag=_losses --loss $loss {{flags}}
-        done
-    done; done
-    {{py}} vgrout.results --tag=_losses
+    {{py}} vgrout.sweep docs/studies/losses.toml {{flags}}
+
+# H: an arm keeps the deployed model from hacking without costing skill (25 runs)
+study-arms *flags:
+    {{py}} vgrout.sweep docs/studies/arms.toml {{flags}}
 
 # H: a direction is worth more than chance: route2 hacks less than its Haar, placebo and mass-matched arms at matched solve
-# every arm under every control it takes, three seeds: 117 mini runs, then arm x control with 95 % intervals (hours)
-study-controls seeds="41 42 43" *flags:
-    #!/usr/bin/env bash
-    set -euo pipefail
-    common="none haar shuffled placebo_flawed placebo_commented placebo_long placebo_laid_out shrinkage"
-    for seed in {{seeds}}; do
-      for arm in none erase route route2 "route2 --route2-gate pairs"; do
-        case $arm in
-          none) controls="none no_loophole" ;;
-          erase) controls="$common" ;;
-          route) controls="$common ablate_kept" ;;
-          route2) controls="$common mass_matched ablate_kept oracle" ;;
-          *pairs) controls="$common mass_matched" ;; # the gate that sees no label
-        esac
-        for control in $controls; do
-          {{py}} vgrout.train mini --seed $seed --intervention $arm --control $control {{flags}}
-        done
-      done
-    done
-    {{py}} vgrout.results
+# every arm under every control it takes, five seeds: 220 mini runs (hours)
+study-controls *flags:
+    {{py}} vgrout.sweep docs/studies/controls.toml {{flags}}
 
 # the direction from the organism's pairs: spectra, held-out projection, |cos| of every control, figure (seconds)
 extract *flags:

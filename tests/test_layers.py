@@ -27,7 +27,8 @@ LEVELS: list[set[str]] = [
     {"loop"},
     {"tail"},
     {"study"},
-    {"train", "grade", "doctor", "export", "download", "results", "replay", "guardcheck", "probe_mixed"},
+    {"analysis"},
+    {"train", "sweep", "grade", "doctor", "export", "download", "results", "replay", "guardcheck", "probe_mixed"},
     {"bench"},
 ]
 LEVEL = {room: i for i, rooms in enumerate(LEVELS) for room in rooms}

@@ -5,6 +5,7 @@ tyro may run it twice. Derived numbers are properties.
 """
 
 import contextlib
+import hashlib
 import io
 import json
 import math
@@ -598,6 +599,15 @@ PRESETS: dict[str, tuple[str, Config]] = {
 
 def parse(argv: list[str] | None = None) -> Config:
     """The command line of `python -m vgrout.train`. Bad flags leave with exit code 2 and one line on stderr."""
+    try:
+        return resolve(argv)
+    except ValueError as e:
+        print(f"E {e}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def resolve(argv: list[str] | None) -> Config:
+    """What a command line means; `--help` leaves. Raises ValueError, one line, at the first bad flag."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
@@ -610,7 +620,7 @@ def parse(argv: list[str] | None = None) -> Config:
             )
     except SystemExit as e:
         if e.code:
-            print(f"E {_one_line(said.getvalue())}", file=sys.stderr)
+            raise ValueError(_one_line(said.getvalue())) from None
         raise
 
 
@@ -651,6 +661,13 @@ def from_dict(data: dict[str, Any]) -> Config:
 _PROCESS = {"dry_run", "threads", "checkpoint_every", "checkpoint_keep", "max_error_retries"}
 _FREE = {*_PROCESS, "guard"}  # where given, the new command line's; else the run's own
 _ASKING = {"resume", "resume_force"}  # what a command line asks for, and no part of the run
+
+
+def identity(cfg: Config) -> str:
+    """sha256 of all that a run computes from, its seed included: equal for two runs that differ by tag or process."""
+    data = cfg.as_dict()
+    data["run"] = {k: v for k, v in data["run"].items() if k not in {*_PROCESS, *_ASKING, "out_tag"}}
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
 def resumed(asked: Config, stored: Config) -> tuple[Config, list[str]]:

@@ -1,5 +1,6 @@
 """Before anything heavy is loaded: read and check every input file, and say what the run would cost."""
 
+import contextlib
 import hashlib
 import shutil
 from collections.abc import Callable, Sequence
@@ -116,6 +117,15 @@ def file_hashes(cfg: Config, inputs: Inputs) -> dict[str, str | None]:
         "placebo": inputs.placebo.sha256 if inputs.placebo else None,
         "direction_file": of_files([cfg.arm.v_hack_path]) if cfg.arm.v_hack_path else None,
     }
+
+
+def hypotheses_sha256() -> str | None:
+    """Of docs/hypotheses.md, in the package's checkout or else here; None: there is none. What was claimed beforehand
+    may grow while a run lasts, so a resume does not ask for it."""
+    for folder in (Path(__file__).resolve().parents[2], Path.cwd()):
+        with contextlib.suppress(OSError):
+            return hashlib.sha256((folder / "docs" / "hypotheses.md").read_bytes()).hexdigest()
+    return None
 
 
 PROMPT_TOKENS = 500  # of a LeetCode prompt: 224 to 841 on real ones

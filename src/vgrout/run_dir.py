@@ -68,7 +68,7 @@ class RunDir:
     def __init__(self, path: Path, run_id: str):
         self.path, self.run_id = path, run_id
         self._files: dict[str, TextIO] = {}
-        self._lock = _hold(path)  # while this process lives: two writers would make one broken run
+        self._lock = hold(path)  # while this process lives: two writers would make one broken run
 
     @classmethod
     def create(cls, run_id: str, root: Path = Path("out/runs")) -> "RunDir":
@@ -144,14 +144,15 @@ class RunDir:
         self._files[name].flush()
 
 
-def _hold(run: Path) -> BinaryIO:
-    """The run's lock; the kernel gives it back when the process ends, however it ends."""
+def hold(run: Path, what: str = "run") -> BinaryIO:
+    """The folder's lock; the kernel gives it back when the process ends, however it ends. Raises ValueError, one line,
+    while another process has it."""
     lock = open(run / ".lock", "ab")  # noqa: SIM115
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.close()
-        raise ValueError(f"{run}: another process is writing this run; wait for it, or stop it first") from None
+        raise ValueError(f"{run}: another process is writing this {what}; wait for it, or stop it first") from None
     except OSError:
         pass  # a file system without locks
     return lock
@@ -160,7 +161,7 @@ def _hold(run: Path) -> BinaryIO:
 def held(run: Path) -> bool:
     """Whether a process is writing this run."""
     try:
-        _hold(run).close()
+        hold(run).close()
     except ValueError:
         return True
     except OSError:  # a folder that cannot be written is refused elsewhere, by name

@@ -19,7 +19,7 @@ from loguru import logger
 from vgrout import console
 from vgrout.config import ARM_NAME, Config, from_dict, parse, resumed
 from vgrout.grading.grade import Grader
-from vgrout.plan import Inputs, file_hashes, plan_lines, preflight
+from vgrout.plan import Inputs, file_hashes, hypotheses_sha256, plan_lines, preflight
 from vgrout.run_dir import RunDir, environment, last_resumable, probe_writable, read_json, to_json
 from vgrout.signals import Stop, stop_on_signals
 from vgrout.step_row import REFERENCE_STEP
@@ -142,7 +142,7 @@ def load(launch: Launch, stop: Stop, clock: console.Clock) -> tuple[Any, dict[st
         again_from = {"step": len(study.rows), **{k: record[k] for k in ("argv", "git", "versions", "hashes")}}
         record = {**first, "config": cfg.as_dict(), "resumed": [*first.get("resumed", []), again_from]}
     else:
-        hashes["direction"] = room.direction_hash(study)
+        hashes |= {"direction": room.direction_hash(study), "hypotheses": hypotheses_sha256()}
     run.write_json("run.json", record)
     run.status("running", len(study.rows), "", launch.again)
     return study, stamp

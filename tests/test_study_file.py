@@ -1,0 +1,113 @@
+"""Study files: what they expand to, and one line for everything that is wrong with them."""
+
+from pathlib import Path
+
+import pytest
+
+from vgrout.analysis.study_file import load_study_file
+from vgrout.config import CONTROL_SPECS, Control, resolve
+
+STUDIES = Path(__file__).parents[1] / "docs" / "studies"
+GOOD = """
+# H: a claim
+preset = "smoke"
+seeds = [1, 2]
+common = { steps = 9 }
+[[arms]]
+intervention = ["none", "route2"]
+[[arms]]
+name = "mine"
+intervention = "erase"
+control = ["none", "haar"]
+preserve_magnitude = false
+[[overrides]]
+lr = [1e-2, 2e-2]
+[[overrides]]
+name = "biased"
+unbiased = false
+"""
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "study.toml"
+    path.write_text(text)
+    return path
+
+
+def test_arms_times_overrides_times_seeds(tmp_path: Path) -> None:
+    study = load_study_file(write(tmp_path, GOOD))
+    assert (study.name, study.hypotheses) == ("study", ("a claim",))
+    arms = ("vanilla", "routing2", "mine · control=none", "mine · control=haar")
+    names = [f"{arm} · {how}" for arm in arms for how in ("lr=0.01", "lr=0.02", "biased")]
+    assert [c.arm for c in study.cells] == names * 2
+    assert [c.seed for c in study.cells] == [1] * 12 + [2] * 12
+    last = study.cells[-1]
+    assert last.name == "mine · control=haar · biased seed 2"
+    assert last.flags == (
+        *("smoke", "--steps=9", "--intervention=erase", "--control=haar", "--no-preserve-magnitude"),
+        *("--no-unbiased", "--seed=2"),
+    )
+    assert all(resolve([*c.flags]) == c.cfg for c in study.cells)  # what was checked is what will run
+    assert len({c.identity for c in study.cells}) == 24
+
+
+HEAD = 'preset = "smoke"\nseeds = [1]\n'
+NONE = '[[arms]]\nintervention = "none"\n'
+BAD = [
+    ("preset = ", "not TOML"),
+    ('presets = "smoke"\n' + HEAD + NONE, "unknown key 'presets'"),
+    ('preset = "maxi"\nseeds = [1]\n' + NONE, "preset 'maxi'"),
+    ('preset = "smoke"\n' + NONE, "seeds None"),
+    ('preset = "smoke"\nseeds = [1, 1]\n' + NONE, "one is there twice"),
+    ('preset = "smoke"\nseeds = [true]\n' + NONE, "seeds [True]"),
+    ('preset = "smoke"\nseeds = [-1]\n' + NONE, "--seed -1"),
+    ('name = "a/b"\n' + HEAD + NONE, "name 'a/b'"),
+    (HEAD, "arms: should be one or more tables"),
+    (HEAD + "arms = []", "arms: should be one or more tables"),
+    (HEAD + "common = 3\n" + NONE, "[common]: should be a table"),
+    (HEAD + "common = { lr = [1, 2] }\n" + NONE, "[common]: 'lr' is a list"),
+    (HEAD + NONE + "learning-rate = 1\n", "[[arms]] 1: unknown flag 'learning-rate'"),
+    (HEAD + NONE + "seed = 3\n", "[[arms]] 1: 'seed' is the sweep's own"),
+    (HEAD + NONE + 'resume = "latest"\n', "'resume' is the sweep's own"),
+    (HEAD + NONE + "lr = -1\n", "[[arms]] 1: --lr -1"),
+    (HEAD + NONE + "lr = []\n", "'lr' is an empty list"),
+    (HEAD + NONE + "lr = [[1]]\n", "'lr' is a list"),
+    (HEAD + NONE + "max_new = 4\nmax-new = 5\n", "one flag is there twice"),
+    (HEAD + NONE + 'control = "haar"\n', "[[arms]] 1: --control haar: needs --intervention"),
+    (HEAD + NONE + NONE, "[[arms]] 2: the same runs as [[arms]] 1"),
+    (HEAD + NONE + 'name = "x"\n' + NONE + 'name = "x"\nlr = 1\n', "[[arms]] 2 (x): a second arm called 'x'"),
+    (HEAD + NONE + "lr = 1\n[[overrides]]\nlr = 2\n", "[[arms]] 1 × [[overrides]] 1: 'lr' is set by both"),
+    (HEAD + NONE + "[[overrides]]\nv-hack-k = 2\n", "[[arms]] 1 × [[overrides]] 1: --v-hack-k: not read"),
+    (HEAD + NONE + "out-tag = 1979-05-27\n", "'out-tag' is a date"),
+]
+
+
+@pytest.mark.parametrize(("text", "said"), BAD, ids=[said for _, said in BAD])
+def test_refusals_name_file_table_and_flag_in_one_line(tmp_path: Path, text: str, said: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ValueError, match="study") as refused:
+        load_study_file(path)
+    assert str(refused.value).startswith(f"{path}: ")
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_study_file(tmp_path / "no.toml")
+
+
+@pytest.mark.parametrize("path", sorted(STUDIES.glob("*.toml")), ids=lambda p: p.stem)
+def test_shipped_studies_are_whole(path: Path) -> None:
+    study = load_study_file(path)
+    assert study.hypotheses
+    assert study.name == path.stem
+
+
+def test_the_controls_study_has_every_control_on_every_arm_that_takes_it() -> None:
+    study = load_study_file(STUDIES / "controls.toml")
+    there = {(c.cfg.arm.control, c.cfg.arm.intervention) for c in study.cells}
+    baselines: set[Control] = set()
+    wanted = {(c, arm) for c, (arms, _) in CONTROL_SPECS.items() for arm in arms if c not in {"placebo", *baselines}}
+    assert there == wanted
+    assert {c.seed for c in study.cells} == {41, 42, 43, 44, 45}

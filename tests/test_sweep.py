@@ -1,0 +1,440 @@
+"""Sweeps: what is skipped, resumed and run; what becomes of them when things die."""
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runs import rows
+from vgrout.analysis import sweep as sweeps
+from vgrout.analysis.study_file import load_study_file
+from vgrout.analysis.sweep import Sweep
+from vgrout.config import Config, resolve
+from vgrout.run_dir import hold
+from vgrout.sweep import main
+
+TWO = """
+name = "two"
+preset = "smoke"
+seeds = [1, 2]
+[[arms]]
+intervention = "none"
+"""
+
+
+def write_run(cfg: Config, state: str, name: str = "x", *, checkpoint: bool = False, **record: Any) -> Path:
+    """A run directory with what a sweep reads of it."""
+    path = Path("out/runs") / name
+    path.mkdir(parents=True)
+    (path / "run.json").write_text(json.dumps({"config": cfg.as_dict(), "hashes": {}} | record))
+    (path / "status.json").write_text(json.dumps({"state": state, "reason": f"why {name}"}))
+    (path / "per_mode_deploy.json").write_text(json.dumps({"hack_deploy": 0.25, "solve_deploy": None}))
+    if checkpoint:
+        (path / "resume" / "step_000005").mkdir(parents=True)
+        (path / "resume" / "step_000005" / "manifest.json").write_text("{}")
+    return path
+
+
+class Hand:
+    """Workers whose commands are done by hand: each one ends at its second look, as `endings` says for its seed."""
+
+    def __init__(self, endings: dict[int, tuple[int, str]], slots: int = 1) -> None:
+        self.endings, self.slots, self.argvs = endings, slots, list[list[str]]()
+        self.under_way = self.most = 0
+
+    def start(self, argv: Sequence[str], log: Path) -> "Hand.Job":
+        self.argvs.append([*argv[3:]])
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        return Hand.Job(self, [*argv[3:]], log)
+
+    def close(self) -> None:
+        pass
+
+    class Job:
+        def __init__(self, hand: "Hand", argv: list[str], log: Path) -> None:
+            self.hand, self.argv, self.log, self.looks, self.stops = hand, argv, log, 0, 0
+
+        def poll(self) -> int | None:
+            self.looks += 1
+            if self.looks < 2:
+                return None
+            self.hand.under_way -= 1
+            if "--resume" in self.argv[-1]:
+                path = Path(self.argv[-1].partition("=")[2])
+                (path / "status.json").write_text(json.dumps({"state": "finished"}))
+                return 0
+            cfg = resolve(self.argv)
+            code, state = self.hand.endings[cfg.run.seed]
+            if state:
+                write_run(cfg, state, f"made_{cfg.run.seed}")
+            else:
+                self.log.write_text("I words\nE --seed: no such luck\n")
+            return code
+
+        def stop(self) -> None:
+            self.stops += 1
+
+
+@pytest.fixture
+def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sweeps, "POLL_S", 0.0)
+    path = tmp_path / "two.toml"
+    path.write_text(TWO)
+    return path
+
+
+def by_hand(monkeypatch: pytest.MonkeyPatch, endings: dict[int, tuple[int, str]], slots: int = 1) -> Hand:
+    hand = Hand(endings, slots)
+    monkeypatch.setattr(sweeps, "_workers", lambda *_: hand)
+    return hand
+
+
+def index() -> dict[int, dict[str, Any]]:
+    return {entry["seed"]: entry for entry in json.loads(Path("out/sweeps/two/runs.json").read_text())}
+
+
+def cfg_of(seed: int, *flags: str) -> Config:
+    return resolve(["smoke", "--intervention=none", f"--seed={seed}", *flags])
+
+
+# ── what is run ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_all_runs_are_made_and_indexed(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hand = by_hand(monkeypatch, {1: (0, "finished"), 2: (0, "finished")}, slots=2)
+    assert main([str(study)]) == 0
+    assert hand.argvs == [["smoke", "--intervention=none", f"--seed={s}"] for s in (1, 2)]
+    assert hand.most == 2
+    assert index()[2] == {
+        "name": "vanilla seed 2",
+        "arm": "vanilla",
+        "seed": 2,
+        "flags": ["smoke", "--intervention=none", "--seed=2"],
+        "run": "out/runs/made_2",
+        "state": "finished",
+    }
+    plan = json.loads(Path("out/sweeps/two/plan.json").read_text())
+    assert [r["name"] for r in plan["runs"]] == ["vanilla seed 1", "vanilla seed 2"]
+    assert main([str(study)]) == 0
+    assert len(hand.argvs) == 2  # nothing was left
+
+
+def test_finished_runs_are_found_by_what_they_compute(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(cfg_of(1, "--out-tag=_of_another_study", "--checkpoint-every=3"), "finished", "by_another_name")
+    write_run(cfg_of(2, "--lr=0.5"), "finished", "another_lr")
+    write_run(cfg_of(2), "finished", "other_problems", hashes={"problems": "0" * 64})
+    old = write_run(cfg_of(2), "finished", "another_version")
+    record = json.loads((old / "run.json").read_text())
+    record["config"]["opt"]["momentum"] = 0.9
+    (old / "run.json").write_text(json.dumps(record))
+    hand = by_hand(monkeypatch, {2: (0, "finished")})
+    assert main([str(study)]) == 0
+    assert [argv[-1] for argv in hand.argvs] == ["--seed=2"]
+    assert index()[1]["run"] == "out/runs/by_another_name"
+    assert index()[2]["run"] == "out/runs/made_2"
+
+
+def test_an_interrupted_run_goes_on_from_its_checkpoint(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(cfg_of(1), "interrupted", "cut", checkpoint=True)
+    write_run(cfg_of(2), "running", "killed", checkpoint=False)  # nothing to go on from: made anew
+    hand = by_hand(monkeypatch, {2: (0, "finished")})
+    assert main([str(study)]) == 0
+    assert hand.argvs == [
+        ["smoke", "--resume=out/runs/cut"],
+        ["smoke", "--intervention=none", "--seed=2"],
+    ]
+    assert index()[1]["run"] == "out/runs/cut"
+    assert index()[2]["run"] == "out/runs/made_2"
+
+
+@pytest.mark.parametrize(
+    ("code", "state", "said"),
+    [
+        (1, "failed", "why made_1"),
+        (2, "", "--seed: no such luck"),
+        (3, "halted", "why made_1"),
+        (4, "diverged", "why made_1"),
+    ],
+)
+def test_a_failure_is_named_and_the_others_go_on(
+    study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int, state: str, said: str
+) -> None:
+    hand = by_hand(monkeypatch, {1: (code, state), 2: (0, "finished")})
+    assert main([str(study)]) == 1
+    assert len(hand.argvs) == 2
+    last = capsys.readouterr().out.splitlines()[-2:]
+    assert last[0].startswith(f"E vanilla seed 1: {state or 'failed'}: {said}")
+    assert last[1].startswith("I 1 of 2 runs finished")
+    assert (index()[1]["state"], index()[2]["state"]) == (state or "failed", "finished")
+    assert main([str(study)]) == 1
+    # the same command would halt or diverge again; whatever failed may not
+    assert len(hand.argvs) == (2 if state in ("halted", "diverged") else 3)
+
+
+def test_a_run_that_another_process_writes_is_waited_for(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_run(cfg_of(1), "running", "elsewhere")
+    monkeypatch.setattr(sweeps, "ELSEWHERE_S", 0.0)
+    hand = by_hand(monkeypatch, {2: (0, "finished")})
+    lock = hold(path)
+    start = hand.start
+
+    def then_it_ends(argv: Sequence[str], log: Path) -> Hand.Job:
+        (path / "status.json").write_text(json.dumps({"state": "finished"}))
+        lock.close()
+        return start(argv, log)
+
+    hand.start = then_it_ends  # ty: ignore[invalid-assignment]
+    assert main([str(study)]) == 0
+    assert [argv[-1] for argv in hand.argvs] == ["--seed=2"]
+    assert index()[1]["run"] == "out/runs/elsewhere"
+
+
+def test_two_sweeps_of_one_study_are_refused(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("out/sweeps/two").mkdir(parents=True)
+    with hold(Path("out/sweeps/two")):
+        assert main([str(study)]) == 2
+    assert capsys.readouterr().err == (
+        "E out/sweeps/two: another process is writing this sweep; wait for it, or stop it first\n"
+    )
+
+
+# ── the plan ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_dry_run_shows_states_and_time_and_writes_no_plan(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(study), "--dry-run", "--jobs", "1"]) == 0
+    assert "no finished run of the same preset and arm to go by for 2 of 2" in capsys.readouterr().out
+    path = write_run(cfg_of(1), "finished")
+    os.utime(path / "run.json", (1000, 1000))
+    os.utime(path / "per_mode_deploy.json", (1090, 1090))
+    assert main([str(study), "--dry-run", "--jobs", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "2 runs: 1 finished, 1 to do" in said
+    assert "about 1 min 30 s, 1 at a time" in said
+    assert not Path("out/sweeps").exists()
+
+
+def test_a_plan_is_frozen(study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    by_hand(monkeypatch, dict.fromkeys((1, 2, 3), (0, "finished")))
+    assert main([str(study)]) == 0
+    study.write_text(TWO.replace("[1, 2]", "[1, 3]"))
+    capsys.readouterr()
+    assert main([str(study)]) == 2
+    assert "(1 runs more, 1 less); give the study another name, or add --replan" in capsys.readouterr().err
+    assert main([str(study), "--replan"]) == 0
+    assert [*index()] == [1, 3]
+    assert len([*Path("out/sweeps/two").glob("plan*.json")]) == 2
+
+
+def test_runs_by_different_code_are_said(study: Path) -> None:
+    for seed in (1, 2):
+        write_run(cfg_of(seed), "finished", str(seed), git={"revision": f"{seed}" * 40})
+    sweep = Sweep.of(load_study_file(study))
+    assert sweep.warnings() == [f"runs begun by different code: 1 by {'1' * 10}, 1 by {'2' * 10}"]
+
+
+def test_a_missing_input_is_refused_before_anything_starts(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    study.write_text(TWO + 'teacher-pool-dir = "no/such/pool"\n')
+    assert main([str(study)]) == 2
+    assert capsys.readouterr().err.startswith(f"E {study}: vanilla · teacher-pool-dir=no/such/pool: ")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--jobs", "0"], "--jobs 0"),
+        (["--jobs", "2", "--via", "pueue"], "not read with --via pueue"),
+        (["--ray-address", "x"], "not read without --via ray"),
+    ],
+)
+def test_wrong_flags_exit_2(study: Path, flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([str(study), *flags])
+    assert stop.value.code == 2
+    assert said in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+# ── other workers ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+FAKE_PUEUE = """#!{python}
+import json, pathlib, sys
+book = pathlib.Path({book!r})
+tasks = json.loads(book.read_text())
+if sys.argv[1] == "status":
+    print(json.dumps({{"tasks": tasks, "groups": {{}}}}))
+else:
+    word = sys.argv[1:]
+    assert word[:3] == ["add", "--escape", "--label"] and word[4] == "--", word
+    tasks[str(len(tasks))] = {{"label": word[3], "status": "Queued", "command": word[5:]}}
+    book.write_text(json.dumps(tasks))
+"""
+
+
+def test_via_pueue_adds_what_the_queue_has_not(study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a stand-in that answers as the client is documented to: the client itself was not to be had."""
+    done = {"label": "two: vanilla seed 1", "status": {"Done": {"result": "Success"}}}
+    book = tmp_path / "book.json"
+    book.write_text(json.dumps({"0": done, "1": {"label": None, "status": {"Running": {}}}}))
+    client = tmp_path / "bin" / "pueue"
+    client.parent.mkdir()
+    client.write_text(FAKE_PUEUE.format(python=sys.executable, book=str(book)))
+    client.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{client.parent}:{os.environ['PATH']}")
+    assert main([str(study), "--via", "pueue"]) == 0
+    added = [*json.loads(book.read_text()).values()][2:]
+    assert [t["label"] for t in added] == ["two: vanilla seed 1", "two: vanilla seed 2"]
+    assert added[0]["command"][1:] == ["-m", "vgrout.train", "smoke", "--intervention=none", "--seed=1"]
+    assert {e["state"] for e in index().values()} == {"queued"}
+    assert main([str(study), "--via", "pueue"]) == 0
+    assert len(json.loads(book.read_text())) == 4  # none twice
+
+
+def test_pueue_absent_is_one_line(
+    study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert main([str(study), "--via", "pueue"]) == 2
+    assert capsys.readouterr().err == "E --via pueue: no `pueue` on PATH; install it, or leave --via out\n"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="ray is installed here")
+def test_ray_absent_is_one_line(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(study), "--via", "ray"]) == 2
+    assert capsys.readouterr().err == ("E --via ray: ray is not installed; `uv sync --extra ray`, or leave --via out\n")
+
+
+# ── real processes ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def until(there: Callable[[], Any], seconds: float = 60.0) -> Any:
+    end = time.monotonic() + seconds
+    while not (found := there()):
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
+    return found
+
+
+def alive(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a child outlives its parent where prctl is not")
+def test_a_run_is_asked_to_end_when_its_sweep_is_killed(tmp_path: Path) -> None:
+    child = (
+        "import pathlib, signal, sys, time\n"
+        "def saved(*_):\n    pathlib.Path('saved').touch(); sys.exit()\n"
+        "signal.signal(signal.SIGTERM, saved)\npathlib.Path('ready').touch()\ntime.sleep(60)"
+    )
+    parent = (
+        "import pathlib, sys, time\nfrom vgrout.analysis.workers import spawn\n"
+        f"p = spawn([sys.executable, '-c', {child!r}], pathlib.Path('log'), 1)\n"
+        "print(p.pid, flush=True)\ntime.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", parent], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as p:
+        assert p.stdout is not None
+        pid = int(p.stdout.readline())
+        until((tmp_path / "ready").exists)
+        p.kill()
+        until(lambda: not alive(pid))
+    assert (tmp_path / "saved").exists()
+
+
+SMALL = """
+name = "two"
+preset = "smoke"
+seeds = [1, 2]
+common = { steps = 8, group = 4, checkpoint-every = 1, eval-ablate-every = 0, final-n-prompts = 6, final-samples = 1 }
+[[arms]]
+intervention = "none"
+"""
+
+
+@contextlib.contextmanager
+def sweeping(folder: Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "vgrout.sweep", str(folder / "two.toml"), "--jobs", "1", *flags]
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as p:
+        try:
+            yield p
+        finally:
+            p.kill()
+
+
+def wait(p: subprocess.Popen[str], seconds: float = 240.0) -> tuple[int, str]:
+    said, _ = p.communicate(timeout=seconds)
+    return p.returncode, said
+
+
+def runs_of(folder: Path) -> list[Path]:
+    return sorted((folder / "out" / "runs").glob("*_*"))
+
+
+def status(run: Path) -> dict[str, Any]:
+    return json.loads((run / "status.json").read_text())
+
+
+@pytest.mark.slow
+def test_a_sweep_survives_ctrl_c_and_kill_9(tmp_path: Path) -> None:
+    """Interrupted in its first run, killed in the second, finished by a third sweep: the rows of runs in one go."""
+    (tmp_path / "two.toml").write_text(SMALL)
+    first = lambda: [*tmp_path.glob("out/runs/*/resume/step_*/manifest.json")]  # noqa: E731
+    with sweeping(tmp_path) as p:
+        until(first, 120)
+        p.send_signal(signal.SIGINT)
+        code, said = wait(p)
+    assert code == 130, said
+    (cut,) = runs_of(tmp_path)
+    assert status(cut)["state"] == "interrupted"
+
+    with sweeping(tmp_path) as p:
+        until(lambda: len(runs_of(tmp_path)) == 2 and [*runs_of(tmp_path)[1].glob("resume/step_*/manifest.json")], 240)
+        p.kill()
+    killed = runs_of(tmp_path)[1]
+    until(lambda: status(killed)["state"] == "interrupted", 60)  # its process was told, and saved
+    assert status(cut)["state"] == "finished"
+
+    with sweeping(tmp_path) as p:
+        code, said = wait(p)
+    assert code == 0, said
+    assert "2 of 2 runs finished" in said
+    assert runs_of(tmp_path) == [cut, killed]  # resumed, not begun again
+    records = [json.loads((r / "run.json").read_text()) for r in (cut, killed)]
+    assert all(len(r["resumed"]) == 1 for r in records)
+    assert [e["run"] for e in json.loads((tmp_path / "out/sweeps/two/runs.json").read_text())] == [
+        str(r.relative_to(tmp_path)) for r in (cut, killed)
+    ]
+
+    command = [sys.executable, "-m", "vgrout.train", *load_study_file(tmp_path / "two.toml").cells[0].flags]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=240)
+    assert rows(runs_of(tmp_path)[-1]) == rows(cut)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed (extra ray)")
+def test_a_sweep_over_a_local_ray_cluster(tmp_path: Path) -> None:
+    """Stopped in its first run, then carried to the end, by tasks of a real cluster."""
+    (tmp_path / "two.toml").write_text(SMALL)
+    with sweeping(tmp_path, "--via", "ray") as p:
+        until(lambda: [*tmp_path.glob("out/runs/*/resume/step_*/manifest.json")], 240)
+        p.send_signal(signal.SIGINT)
+        code, said = wait(p)
+    assert code == 130, said
+    assert [status(r)["state"] for r in runs_of(tmp_path)] == ["interrupted"]
+    with sweeping(tmp_path, "--via", "ray") as p:
+        code, said = wait(p)
+    assert code == 0, said
+    assert "2 of 2 runs finished" in said
+    assert [status(r)["state"] for r in runs_of(tmp_path)] == ["finished", "finished"]
+    assert not [*(tmp_path / "out/sweeps/two").glob(".stop*")]
