@@ -76,7 +76,7 @@ class Hand:
             cfg = resolve(self.argv)
             code, state = self.hand.endings[cfg.run.seed]
             if state:
-                write_run(cfg, state, f"made_{cfg.run.seed}")
+                write_run(cfg, state, f"made_{cfg.run.seed}" + "_again" * (len(self.hand.argvs) > 2))
             else:
                 self.log.write_text("I words\nE --seed: no such luck\n")
             return code
