@@ -11,13 +11,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 PR_SET_PDEATHSIG = 1
 POLL_S = 0.2
 _libc = ctypes.CDLL(None)
 
 
+@runtime_checkable
 class Job(Protocol):
     """One command under way."""
 
@@ -30,6 +31,7 @@ class Job(Protocol):
         ...
 
 
+@runtime_checkable
 class Workers(Protocol):
     slots: int  # commands at a time
 
