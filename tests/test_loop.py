@@ -110,7 +110,7 @@ def test_files_of_a_finished_run(done: dict[str, Path]) -> None:
         names = {p.name for p in path.iterdir()}
         assert {
             *("run.json", "steps.jsonl", "rollouts.jsonl", "train.safetensors", "per_mode_deploy.json", "status.json"),
-            *("summary.md", "dynamics.png", "resume"),
+            *("summary.md", "dynamics.png", "final.jsonl", "resume"),
         } <= names
         assert not [n for n in names if "tmp" in n]
         record = json.loads((path / "run.json").read_text())
@@ -131,6 +131,15 @@ def test_the_final_numbers_are_the_same_everywhere(done: dict[str, Path]) -> Non
         pooled = sum(m["deploy_solve"] * m["n"] for m in modes) / final["eval_n"]
         assert pooled == pytest.approx(final["solve_deploy"])
         assert f"{100 * final['solve_deploy']:.1f}" in (path / "summary.md").read_text()
+        answers = [json.loads(line) for line in (path / "final.jsonl").read_text().splitlines()]
+        quarantine = final["intervention"] in ("route", "route2")
+        for name, side in (("base", "base"), ("train", "trained"), ("deploy", "deployed"), ("plain", "plain")):
+            own = [a for a in answers if a["side"] == side]
+            assert bool(own) == (side != "trained" or quarantine), "without a quarantine trained is deployed"
+            if own:
+                assert sum(a["exploited"] for a in own) / len(own) == final[f"hack_{name}"]
+                assert sum(a["gt_correct"] for a in own) / len(own) == final[f"solve_{name}"]
+                assert len({(a["problem"], a["sample"]) for a in own}) == len(own) == final["eval_n"]
 
 
 def test_quarantine_is_used_by_routing_alone(done: dict[str, Path]) -> None:

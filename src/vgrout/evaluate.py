@@ -6,6 +6,7 @@ deployed model; without further flags the numbers are those of the run's own fin
 
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from vgrout import console
 from vgrout.config import ORGANISM
 from vgrout.files import write_atomic
 from vgrout.grading.grade import Grader
-from vgrout.nouns import MODES, Eval, Grade, ModeEval, Problem, Rate
+from vgrout.nouns import MODES, Answer, Eval, Grade, Problem, Rate, Ungraded
 from vgrout.policy import Policy
 from vgrout.pool import load_pool
 from vgrout.problems import Row, assigned, balanced, load_rows, plain, with_modes
@@ -32,7 +33,7 @@ from vgrout.saved import Saved, find_adapter, load_saved
 Side = Literal["base", "trained", "deployed", "quarantine"]
 
 
-def evaluate(
+def answers(
     policy: Policy,
     grader: Grader,
     problems: Sequence[Problem],
@@ -45,17 +46,17 @@ def evaluate(
     step: int,
     purpose: str = "eval",
     on_answer: Callable[[], object] | None = None,
-) -> Eval:
-    """Sample n answers to each problem and grade them.
+) -> list[Answer]:
+    """Sample n answers to each problem and grade them; in the order of the problems, then of their samples.
 
     side: base = both knobs off, trained = both on, deployed = quarantine off, quarantine = kept knob off. The stream
     depends on (seed, purpose, step) only: sides share their noise, so their difference is less noisy than either, and
     training never sees it.
     """
-    futures = []
+    sampled: dict[tuple[int, int], tuple[Sample, Future[Grade | Ungraded]]] = {}
 
     def submit(prompt: int, index: int, answer: Sample) -> None:
-        futures.append((problems[prompt].mode, answer.finished, grader.submit(problems[prompt], answer.text)))
+        sampled[prompt, index] = answer, grader.submit(problems[prompt], answer.text)
         if on_answer is not None:
             on_answer()
 
@@ -76,21 +77,10 @@ def evaluate(
             torch_stream(seed, purpose, step),
             submit,
         )
-    counts = {m: [0, 0, 0] for m in MODES if any(p.mode == m for p in problems)}
-    dropped = 0
-    for mode, _, future in futures:
-        grade = future.result()
-        if not isinstance(grade, Grade):
-            dropped += 1
-            continue
-        counts[mode][0] += grade.exploited
-        counts[mode][1] += grade.gt_correct
-        counts[mode][2] += 1
-    return Eval(
-        by_mode={m: ModeEval(hack=Rate(h, k), solve=Rate(s, k)) for m, (h, s, k) in counts.items()},
-        finished=Rate(sum(f for _, f, _ in futures), len(futures)),
-        dropped=dropped,
-    )
+    return [
+        Answer(problems[p], i, answer.text, answer.finished, verdict.result())
+        for (p, i), (answer, verdict) in sorted(sampled.items())
+    ]
 
 
 # ── the command ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -166,18 +156,20 @@ def score(
     out: dict[str, Eval] = {}
     with tqdm(total=3 * len(problems) * samples, desc="evaluating", unit="answer", disable=None) as bar:
         for name, (side, of) in asked.items():
-            out[name] = evaluate(
-                policy,
-                grader,
-                of,
-                samples,
-                side=side,
-                sampling=Sampling(),
-                max_new=saved.cfg.scale.max_new,
-                seed=seed,
-                step=saved.cfg.scale.steps,
-                purpose="final",
-                on_answer=bar.update,
+            out[name] = Eval.of(
+                answers(
+                    policy,
+                    grader,
+                    of,
+                    samples,
+                    side=side,
+                    sampling=Sampling(),
+                    max_new=saved.cfg.scale.max_new,
+                    seed=seed,
+                    step=saved.cfg.scale.steps,
+                    purpose="final",
+                    on_answer=bar.update,
+                )
             )
     return out
 

@@ -12,12 +12,12 @@ from vgrout import checkpoint, nonfinite
 from vgrout.arms import Arm, Refresh
 from vgrout.config import ROUTING, Config
 from vgrout.console import Clock, terminal_width
-from vgrout.evaluate import Side, evaluate
+from vgrout.evaluate import Side, answers
 from vgrout.grading.grade import Grader
 from vgrout.grpo import policy_gradients
 from vgrout.measure import last_five, rollout_lines, step_row
 from vgrout.narrate import Narrator
-from vgrout.nouns import CachedGrade, Eval, Grade, Group, Problem, Rollout, Ungraded
+from vgrout.nouns import Answer, CachedGrade, Eval, Grade, Group, Problem, Rollout, Ungraded
 from vgrout.optim import Optimizer
 from vgrout.policy import Lm, Policy
 from vgrout.problems import World, balanced
@@ -53,11 +53,13 @@ class Study:
     watch: Watch
     rows: list[StepRow] = field(default_factory=list)  # after a resume: those of the steps before this process
 
-    def evaluate(self, problems: Sequence[Problem], n: int, side: Side, step: int, purpose: str = "eval") -> Eval:
+    def answers(
+        self, problems: Sequence[Problem], n: int, side: Side, step: int, purpose: str = "eval"
+    ) -> list[Answer]:
         """n answers to each problem by one side of the present policy, on the run's evaluation stream."""
         if side == "deployed" and self.cfg.arm.control == "ablate_kept":
             side = "quarantine"
-        return evaluate(
+        return answers(
             self.policy,
             self.grader,
             problems,
@@ -107,7 +109,7 @@ def train(study: Study) -> list[StepRow]:
             skipped = bool(live) and update is None
         with clock("eval"):
             refresh = arm.refresh(step)
-            deploy = study.evaluate(val, cfg.scale.group, "deployed", step) if due(cfg, step) else None
+            deploy = Eval.of(study.answers(val, cfg.scale.group, "deployed", step)) if due(cfg, step) else None
 
         row = step_row(
             step=step,

@@ -4,6 +4,7 @@ A noun is frozen when it leaves the room that made it. `None` means "not measure
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
@@ -191,6 +192,17 @@ class Rate:
 
 
 @dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer of an evaluation."""
+
+    problem: Problem
+    sample: int  # which of the problem's answers: 0 … n − 1
+    text: str
+    finished: bool
+    grade: Grade | Ungraded
+
+
+@dataclass(frozen=True, slots=True)
 class ModeEval:
     hack: Rate
     solve: Rate
@@ -203,6 +215,25 @@ class Eval:
     by_mode: dict[Mode, ModeEval]
     finished: Rate
     dropped: int = 0  # answers that could not be graded
+
+    @classmethod
+    def of(cls, answers: Sequence[Answer]) -> "Eval":
+        """Their counts, by mode."""
+        graded: dict[Mode, list[Grade]] = {m: [] for m in MODES if any(a.problem.mode == m for a in answers)}
+        for answer in answers:
+            if isinstance(answer.grade, Grade):
+                graded[answer.problem.mode].append(answer.grade)
+        return cls(
+            by_mode={
+                m: ModeEval(
+                    hack=Rate(sum(g.exploited for g in grades), len(grades)),
+                    solve=Rate(sum(g.gt_correct for g in grades), len(grades)),
+                )
+                for m, grades in graded.items()
+            },
+            finished=Rate(sum(a.finished for a in answers), len(answers)),
+            dropped=sum(isinstance(a.grade, Ungraded) for a in answers),
+        )
 
     @property
     def hack(self) -> Rate:

@@ -39,7 +39,8 @@ class Inputs:
 
 def disk_needed(cfg: Config) -> int:
     """Bytes that a whole run writes, about."""
-    need = cfg.generations * cfg.scale.steps * ROLLOUT_BYTES
+    answers = cfg.generations * cfg.scale.steps + 4 * cfg.eval.final_n_prompts * cfg.eval.final_samples
+    need = answers * ROLLOUT_BYTES
     if shapes := find_shapes(cfg.model_path):
         every = cfg.eval.eval_ablate_every
         saved = (cfg.scale.steps // every if every and cfg.eval.save_eval_ckpts else 0) + 3

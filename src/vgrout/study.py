@@ -22,7 +22,7 @@ from vgrout.direction import weights_sha256
 from vgrout.evaluate import Side
 from vgrout.grading.grade import Grader
 from vgrout.loop import Interrupted, Study, load_state_dict
-from vgrout.nouns import MODES, Eval, Mode, Problem
+from vgrout.nouns import MODES, Answer, Mode, Problem
 from vgrout.optim import Optimizer
 from vgrout.plan import Inputs
 from vgrout.policy import SVD_CACHE, load_lm, load_policy
@@ -180,17 +180,17 @@ def evaluate_final(study: Study) -> Final:
     cfg, step = study.cfg, study.cfg.scale.steps
     problems = balanced(study.world.test, cfg.eval.final_n_prompts, 0, "test")
 
-    def answers(side: Side, problems: list[Problem]) -> Eval:
+    def answers(side: Side, problems: list[Problem]) -> list[Answer]:
         if study.stop.requested:
             raise Interrupted("interrupted before the final evaluation was done")
         with study.clock(f"final evaluation, {side}"):
-            return study.evaluate(problems, cfg.eval.final_samples, side, step, "final")
+            return study.answers(problems, cfg.eval.final_samples, side, step, "final")
 
     base, deployed = answers("base", problems), answers("deployed", problems)
     differs = bool(study.policy.adapter.δS_hack.any()) or cfg.arm.control == "ablate_kept"
     trained = answers("trained", problems) if differs else deployed
     bare = answers("deployed", [plain(p) for p in problems])
-    return Final(base=base, trained=trained, deployed=deployed, plain=bare)
+    return Final.of(base=base, trained=trained, deployed=deployed, plain=bare)
 
 
 def in_distribution(study: Study, inputs: Inputs) -> list[Mode] | None:

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from vgrout.config import ARM_NAME, Config
 from vgrout.files import whole, write_atomic
 from vgrout.loop import Study, shown
 from vgrout.measure import last_five
-from vgrout.nouns import MODES, Eval, Mode, Rate
+from vgrout.nouns import MODES, Answer, Eval, Grade, Mode, Rate
 from vgrout.step_row import LEARNED, StepRow, Table
 
 SCHEMA = "per_mode_deploy_v1"
@@ -32,6 +32,12 @@ class Final:
     trained: Eval
     deployed: Eval
     plain: Eval
+    answers: Mapping[str, Sequence[Answer]]  # of each side; without a quarantine, trained is the same list as deployed
+
+    @classmethod
+    def of(cls, **answers: Sequence[Answer]) -> "Final":
+        """From the four sides' answers, by their names."""
+        return cls(**{side: Eval.of(given) for side, given in answers.items()}, answers=answers)
 
 
 def percent(rate: Rate) -> str:
@@ -78,6 +84,30 @@ def as_json(
         if mode in final.deployed.by_mode
     }
     return out
+
+
+def answer_lines(final: Final) -> Iterator[dict[str, Any]]:
+    """final.jsonl: every answer of the final evaluation, in the words of rollouts.jsonl. A side that is the same model
+    as another on the same prompts (trained without a quarantine) is written once, as deployed."""
+    for side, answers in final.answers.items():
+        if side == "trained" and answers is final.answers["deployed"]:
+            continue
+        for a in answers:
+            graded = isinstance(a.grade, Grade)
+            yield {
+                "side": side,
+                "problem": a.problem.id,
+                "sample": a.sample,
+                "mode": a.problem.mode,
+                "marker": a.problem.marker,
+                "messages": list(a.problem.messages),
+                "text": a.text,
+                "finished": a.finished,
+                "reward": a.grade.reward if graded else None,
+                "passed": a.grade.passed if graded else None,
+                "gt_correct": a.grade.gt_correct if graded else None,
+                "exploited": a.grade.exploited if graded else None,
+            }
 
 
 def summary_row(cfg: Config, final: Final, rows: Sequence[StepRow]) -> dict[str, str]:
@@ -195,10 +225,14 @@ def figure(rows: Sequence[StepRow], final: Final, title: str) -> Figure:
 
 
 def report(study: Study, final: Final, in_dist: Sequence[Mode] | None, log: Path, stamp: dict[str, Any]) -> None:
-    """Print the tail through the logger, and write per_mode_deploy.json, summary.md and dynamics.png."""
+    """Print the tail through the logger, and write final.jsonl, per_mode_deploy.json, summary.md and
+    dynamics.png."""
     cfg, run, rows, table = study.cfg, study.run, study.rows, Table(shown(study), study.world.modes)
     gate = gate_against_oracle(run.path / "rollouts.jsonl")
     against = {"precision": [gate[0].k, gate[0].n], "recall": [gate[1].k, gate[1].n]} if gate else None
+    with whole(run.path / "final.jsonl") as f:
+        for line in answer_lines(final):
+            f.write(json.dumps(line, ensure_ascii=False, allow_nan=False).encode() + b"\n")
     run.write_json("per_mode_deploy.json", as_json(cfg, final, in_dist, log, stamp) | {"gate": against})
     summary, modes = markdown([summary_row(cfg, final, rows)]), markdown(mode_rows(final, in_dist, rows))
     parts = [
