@@ -70,6 +70,10 @@ mini-route2 *flags:
 sweep study *flags:
     {{py}} vgrout.sweep {{study}} {{flags}}
 
+# finished runs as a report with intervals, figures, verdicts and a rollout reader: folders of runs or sweeps (under a minute)
+report *sources:
+    {{py}} vgrout.report {{sources}}
+
 # H: in one inner step the losses differ by their normaliser alone: same onset, nothing masked (42 runs)
 mini-losses *flags:
     {{py}} vgrout.sweep docs/studies/losses.toml {{flags}}

@@ -28,7 +28,7 @@ LEVELS: list[set[str]] = [
     {"tail"},
     {"study"},
     {"analysis"},
-    {"train", "sweep", "grade", "doctor", "export", "download", "results", "replay", "guardcheck", "probe_mixed"},
+    {"train", "sweep", "report", "grade", "doctor", "export", "download", "replay", "guardcheck", "probe_mixed"},
     {"bench"},
 ]
 LEVEL = {room: i for i, rooms in enumerate(LEVELS) for room in rooms}

@@ -1,0 +1,324 @@
+"""The figures of a report: markers and line styles tell arms apart, colours only help (Okabe and Ito's, safe for the
+colour-blind, ordered by lightness so that they survive grey). Cells of one seed are in none of them."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from vgrout.analysis import stats
+from vgrout.analysis.runs import Cell, Run, What, paired, partner
+from vgrout.analysis.stats import Estimate
+from vgrout.analysis.tables import compare, level
+from vgrout.config import ARM_NAME, WITH_DIRECTION
+from vgrout.nouns import MODES, Mode
+
+DPI = 130
+BLACK, BLUE, RED, GREEN, ORANGE, SKY, PINK, GREY = (
+    *("#000000", "#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7", "#7F7F7F"),
+)
+DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (1, 3)), (0, (3, 1, 1, 1)))
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "d", "H")
+ARM_COLOUR = dict(zip(ARM_NAME.values(), (BLACK, ORANGE, BLUE, RED), strict=True))
+ARM_MARKER = dict(zip(ARM_NAME.values(), ("s", "^", "o", "D"), strict=True))
+ANCHORS = ("no_loophole", "oracle")  # controls that bound what is possible
+SMOOTH = 5  # steps in a running mean of the students' answers
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    name: str  # of its file, without the ending
+    caption: str
+    figure: Figure
+
+
+def pictures(cells: Sequence[Cell]) -> list[Picture]:
+    """All that these cells can fill; those of one seed are left out."""
+    several = [c for c in cells if len(c.runs) > 1]
+    drawn = (draw(several) for draw in (dynamics, pareto, dumbbells, suppression, gates))
+    return [p for p in drawn if p is not None]
+
+
+def _style(axes: Axes, **labels: object) -> None:
+    axes.set(**labels)
+    axes.grid(alpha=0.25, lw=0.6)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+# ── dynamics ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+Series = Callable[[Run], tuple[list[int], list[float]]]
+
+
+def _students(what: What) -> Series:
+    column = {"hack": "hack_s", "solve": "gt_s"}[what]
+
+    def series(run: Run) -> tuple[list[int], list[float]]:
+        counts = np.asarray([row[column] for row in run.rows], dtype=float)
+        window = [counts[max(0, i - SMOOTH + 1) : i + 1].sum(axis=0) for i in range(len(counts))]
+        return [row["step"] + 1 for row in run.rows], [k / n if n else np.nan for k, n in window]
+
+    return series
+
+
+def _deployed(what: What) -> Series:
+    def series(run: Run) -> tuple[list[int], list[float]]:
+        found = run.evaluations()
+        return [step + 1 for step, _, _ in found], [{"hack": h, "solve": s}[what] for _, h, s in found]
+
+    return series
+
+
+def dynamics(cells: Sequence[Cell]) -> Picture | None:
+    """Thin: a seed. Thick: their mean. Band: its 95 % interval by Student's t."""
+    shown = [c for c in cells if c.first.control in ("none", "no_loophole")][: len(DASHES)]
+    if not shown:
+        return None
+    fig = Figure(figsize=(9.5, 6.4), dpi=DPI, layout="constrained")
+    whats: tuple[What, What] = ("hack", "solve")
+    colours = dict(zip((c.title for c in shown), _colours(shown), strict=True))
+    for column, (side, series) in zip(
+        fig.subplots(2, 2, sharex=True, sharey=True).T,
+        (("students, as trained, training problems", _students), ("deployed, held-out problems", _deployed)),
+        strict=True,
+    ):
+        for axes, what in zip(column, whats, strict=True):
+            for cell, dash, marker in zip(shown, itertools.cycle(DASHES), itertools.cycle(MARKERS), strict=False):
+                _bundle(axes, cell, series(what), colours[cell.title], dash, marker)
+            _style(axes, ylim=(-0.02, 1.02), ylabel=f"{what} rate", title=side if what == "hack" else "")
+            axes.title.set_fontsize(10)
+        column[-1].set_xlabel("step")
+    handles, labels = fig.axes[0].get_legend_handles_labels()
+    fig.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), frameon=False, fontsize=9)
+    return Picture(
+        "dynamics",
+        "Dynamics. Thin lines: seeds; thick: their mean; band: its 95 % interval (Student's t). Students: running mean "
+        f"of {SMOOTH} steps. On the way the deployed model is evaluated on fewer held-out problems than in the end.",
+        fig,
+    )
+
+
+def _colours(shown: Sequence[Cell]) -> list[str]:
+    """An arm's own colour for its plain cell, the others in order."""
+    rest = itertools.cycle((GREEN, PINK, SKY, GREY))
+    return [ARM_COLOUR[c.title] if c.title in ARM_COLOUR else next(rest) for c in shown]
+
+
+def _bundle(axes: Axes, cell: Cell, series: Series, colour: str, dash: object, marker: str) -> None:
+    drawn = [series(run) for run in cell.runs]
+    for steps, values in drawn:
+        axes.plot(steps, values, color=colour, lw=0.5, alpha=0.35)
+    shared = sorted(set.intersection(*(set(steps) for steps, _ in drawn)))
+    if not shared:
+        return
+    table = np.asarray([[dict(zip(*d, strict=True))[s] for s in shared] for d in drawn])
+    low, high = _t_band(table)
+    every = max(1, len(shared) // 8)
+    axes.fill_between(shared, low, high, color=colour, alpha=0.12, lw=0)
+    axes.plot(
+        shared, table.mean(axis=0), color=colour, ls=dash, lw=2, marker=marker, ms=5, mfc="white", markevery=every,
+        label=f"{cell.title} ({len(cell.runs)} seeds)",
+    )  # fmt: skip
+
+
+def _t_band(table: Float[np.ndarray, "seeds steps"]) -> tuple[list[float], list[float]]:
+    bands = [stats.t_interval(list(column)) if np.ptp(column) else (column[0], column[0]) for column in table.T]
+    return [max(low, 0.0) for low, _ in bands], [min(high, 1.0) for _, high in bands]
+
+
+# ── Pareto ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _errors(e: Estimate) -> list[list[float]] | None:
+    """Matplotlib's [[below], [above]], in percent."""
+    if e.value is None or e.low is None or e.high is None:
+        return None
+    return [[100 * max(0.0, e.value - e.low)], [100 * max(0.0, e.high - e.value)]]
+
+
+def pareto(cells: Sequence[Cell]) -> Picture | None:
+    """Deployed hack against solve; up and to the left is better. Anchors are filled, controls open."""
+    if not cells:
+        return None
+    fig = Figure(figsize=(9.5, 6.2), dpi=DPI, layout="constrained")
+    axes = fig.subplots()
+    controls = dict.fromkeys(c.first.control for c in cells if c.first.control not in ("none", *ANCHORS))
+    control_marker = dict(zip(controls, itertools.cycle(MARKERS), strict=False))
+    for cell in cells:
+        x, y = (level(cell, "deploy", what) for what in ("hack", "solve"))
+        arm, control = cell.first.final["arm"], cell.first.control
+        plain = control == "none"
+        anchor = (plain and cell.first.intervention == "none") or control in ANCHORS
+        big = plain or anchor
+        marker = "*" if anchor else ARM_MARKER.get(arm, "o") if plain else control_marker[control]
+        colour = ARM_COLOUR.get(arm, GREY)
+        axes.errorbar(
+            100 * (x.value or 0), 100 * (y.value or 0), xerr=_errors(x), yerr=_errors(y), fmt=marker, color=colour,
+            ms=17 if anchor else 11 if plain else 7, mfc=colour if big else "white", mec=colour, mew=1.4,
+            elinewidth=1.0 if big else 0.3, capsize=2 if big else 0, zorder=3 if big else 2,
+            label=f"{cell.title} ({len(cell.runs)} seeds)",
+        )  # fmt: skip
+        if anchor:
+            _name(axes, cell.title, x, y)
+        if big:
+            for run in cell.runs:
+                axes.plot(
+                    100 * (run.rate("deploy", "hack") or 0), 100 * (run.rate("deploy", "solve") or 0), ".", ms=4,
+                    color=colour, alpha=0.5, zorder=1,
+                )  # fmt: skip
+    once = Cell("base", tuple({r.seed: r for c in cells for r in c.runs}.values()))
+    x, y = (level(once, "base", what) for what in ("hack", "solve"))
+    axes.errorbar(
+        100 * (x.value or 0), 100 * (y.value or 0), yerr=_errors(y), fmt="*", ms=17, color=GREY, mec="black",
+        label=f"base, untrained ({len(once.runs)} seeds)", zorder=3,
+    )  # fmt: skip
+    _name(axes, "base", x, y)
+    _style(axes, xlim=(-3, 103), ylim=(-3, 103), xlabel="deployed model: hack, %", ylabel="deployed model: solve, %")
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles, labels, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=8)
+    return Picture(
+        "pareto",
+        "Hack against solve of the deployed model, mean over seeds with 95 % intervals; dots: seeds. Stars: anchors "
+        "(base, vanilla, no loophole, oracle). Filled: the arms; open: their controls, in the arm's colour.",
+        fig,
+    )
+
+
+def _name(axes: Axes, name: str, x: Estimate, y: Estimate) -> None:
+    at = (100 * (x.value or 0), 100 * (y.value or 0))
+    to_the_left = at[0] > 60
+    axes.annotate(
+        name, at, (-10 if to_the_left else 10, 12 if to_the_left else 7), textcoords="offset points", fontsize=9,
+        ha="right" if to_the_left else "left", bbox={"boxstyle": "round,pad=.15", "fc": "white", "ec": "none"},
+    )  # fmt: skip
+
+
+# ── dumbbells ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def dumbbells(cells: Sequence[Cell]) -> Picture | None:
+    """Per mode, from as trained to deployed; the modes that the pairs show first, the held-out ones below."""
+    shown = [c for c in cells if c.first.intervention != "none" and c.first.control == "none"][:6]
+    if not shown:
+        return None
+    fig = Figure(figsize=(3.1 * len(shown) + 1.4, 3.9), dpi=DPI, layout="constrained")
+    for axes, cell in zip(np.atleast_1d(fig.subplots(1, len(shown), sharey=True)), shown, strict=True):
+        modes = sorted(cell.first.modes, key=lambda m: (not cell.first.in_distribution(m), MODES.index(m)))
+        for i, mode in enumerate(modes):
+            _dumbbell(axes, cell, mode, -i)
+        known = sum(bool(cell.first.in_distribution(m)) for m in modes)
+        if 0 < known < len(modes):
+            axes.axhline(0.5 - known, color=GREY, lw=0.8, ls=":")
+        _style(axes, xlim=(-4, 104), xlabel="hack, %", title=cell.title)
+        axes.set_yticks([-i for i in range(len(modes))])
+        axes.set_yticklabels([f"{m}\n({'pairs' if cell.first.in_distribution(m) else 'held out'})" for m in modes])
+        axes.tick_params(axis="y", labelsize=8)
+    handles, labels = fig.axes[0].get_legend_handles_labels()
+    fig.legend(handles[:2], labels[:2], loc="outside lower center", ncols=2, frameon=False)
+    return Picture(
+        "modes",
+        "Hack rate per mode, from as trained (open) to deployed (filled), mean over seeds with 95 % intervals. Above "
+        "the dotted line: the modes that the direction's pairs show; below: modes held out from it.",
+        fig,
+    )
+
+
+def _dumbbell(axes: Axes, cell: Cell, mode: Mode, at: float) -> None:
+    colour = ARM_COLOUR.get(cell.first.final["arm"], GREY)
+    trained, deployed = (level(cell, side, "hack", mode) for side in ("train", "deploy"))
+    a, b = (100 * (e.value or 0) for e in (trained, deployed))
+    axes.plot([a, b], [at, at], color=colour, lw=2.2, alpha=0.6)
+    for value, e, face, label in ((a, trained, "white", "as trained"), (b, deployed, colour, "deployed")):
+        axes.errorbar(
+            value, at, xerr=_errors(e), fmt="o", ms=8, mfc=face, color=colour, elinewidth=0.8, capsize=2, label=label
+        )
+
+
+# ── suppression against likeness ───────────────────────────────────────────────────────────────────────────────────
+
+
+def suppression(cells: Sequence[Cell]) -> Picture | None:
+    """How much less an arm hacks than vanilla, against how much of the real direction its control's has."""
+    arms = [a for a in WITH_DIRECTION if any(c.first.intervention == a and c.first.likeness for c in cells)]
+    if not arms:
+        return None
+    fig = Figure(figsize=(3.6 * len(arms) + 0.6, 4.6), dpi=DPI, layout="constrained")
+    controls = [c.first.control for c in cells if c.first.likeness]
+    marker = dict(zip(dict.fromkeys(controls), itertools.cycle(MARKERS[1:]), strict=False))
+    for axes, arm in zip(np.atleast_1d(fig.subplots(1, len(arms), sharey=True)), arms, strict=True):
+        mine = [c for c in cells if c.first.intervention == arm and (c.first.likeness or c.first.control == "none")]
+        chance = [r.likeness["chance_rms"] for c in mine for r in c.runs if r.likeness]
+        axes.axvline(float(np.mean(chance)), color=GREY, lw=1, ls=":")
+        axes.annotate(
+            "chance", (float(np.mean(chance)), 1.01), xycoords=("data", "axes fraction"), ha="center", fontsize=8
+        )
+        for cell in mine:
+            vanilla = partner(cell, cells, "none")
+            if vanilla is not None and paired(cell, vanilla):
+                _suppressed(axes, cell, vanilla, marker.get(cell.first.control, "o"))
+        axes.axhline(0, color="black", lw=0.8)
+        _style(axes, xlim=(0, 1.06), xlabel="|cos| with the real direction (rms)")
+        axes.set_title(ARM_NAME[arm], pad=16)
+        axes.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=1)
+    fig.axes[0].set_ylabel("points less hacked than vanilla, deployed")
+    return Picture(
+        "suppression",
+        "Suppression against the likeness of a control's direction to the real one (root mean square over modules). "
+        "Filled, at 1: the arm itself. Dotted: what random directions read. Intervals 95 %, seed by seed. Shuffled "
+        "pairs of erase and route span the real axes and vote their signs anew, so they too stand at 1.",
+        fig,
+    )
+
+
+def _suppressed(axes: Axes, cell: Cell, vanilla: Cell, marker: str) -> None:
+    e = compare(cell, vanilla, "hack").difference
+    plain = cell.first.control == "none"
+    likeness = 1.0 if plain else float(np.mean([r.likeness["rms"] for r in cell.runs if r.likeness]))
+    errors = _errors(e)
+    colour = ARM_COLOUR[cell.first.final["arm"]]
+    axes.errorbar(
+        likeness, -100 * (e.value or 0), yerr=None if errors is None else errors[::-1], fmt="o" if plain else marker,
+        ms=9 if plain else 7, color=colour, mfc=colour if plain else "white", elinewidth=0.9, capsize=3,
+        label=f"{'the arm' if plain else cell.first.control} ({len(cell.runs)} seeds)",
+    )  # fmt: skip
+
+
+# ── gates ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def gates(cells: Sequence[Cell]) -> Picture | None:
+    """Where the gate put true exploits and the rest, after the fact."""
+    shown = [c for c in cells if any(r.gates for r in c.runs)][:12]
+    if not shown:
+        return None
+    columns = min(4, len(shown))
+    lines = -(-len(shown) // columns)
+    fig = Figure(figsize=(2.9 * columns, 2.3 * lines + 0.5), dpi=DPI, layout="constrained")
+    grid = np.atleast_1d(fig.subplots(lines, columns, sharex=True, squeeze=False)).ravel()
+    bins = np.linspace(0, 1, 21)
+    for axes, cell in itertools.zip_longest(grid, shown):
+        if cell is None:
+            axes.set_visible(False)
+            continue
+        found = [pair for r in cell.runs for pair in r.gates]
+        hacks, rest = ([gate for gate, hack in found if hack is label] for label in (True, False))
+        axes.hist(rest, bins, density=True, color="#BBBBBB", edgecolor="white", lw=0.4, label="not an exploit")
+        axes.hist(hacks, bins, density=True, histtype="step", color="black", lw=1.5, hatch="////", label="exploit")
+        _style(axes, title=f"{cell.title}\n{len(hacks)} exploits, {len(rest)} others")
+        axes.title.set_fontsize(8)
+        axes.tick_params(labelsize=8)
+    fig.supxlabel("share of modules in which a student's rollout was quarantined", fontsize=9)
+    fig.supylabel("density", fontsize=9)
+    handles, labels = grid[0].get_legend_handles_labels()
+    fig.legend(handles, labels, loc="outside upper center", ncols=2, frameon=False, fontsize=9)
+    return Picture(
+        "gates",
+        "The gate by true label (the strict oracle's, which the gate never sees), students' rollouts of all steps and "
+        "seeds. A good gate puts exploits at 1 and everything else at 0.",
+        fig,
+    )

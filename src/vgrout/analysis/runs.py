@@ -1,0 +1,345 @@
+"""Finished runs as their files have them, and which of them differ by their seed alone."""
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from vgrout.config import ARM_NAME, CONTROLS, Config
+from vgrout.nouns import MODES, Mode, Rate
+from vgrout.run_dir import read_json
+from vgrout.step_row import LEARNED, first_hacks
+
+What = Literal["hack", "solve"]
+SIDES = {"base": "base", "train": "trained", "deploy": "deployed", "plain": "plain"}  # per_mode_deploy → final.jsonl
+_FLAG: dict[What, str] = {"hack": "exploited", "solve": "gt_correct"}
+_MEASURING = ("eval", "guard", "detectors", "run")  # settings that say what is looked at, not what is learnt
+
+
+def json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Raises ValueError, one line, naming the line that is damaged."""
+    with open(path, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                yield json.loads(line)
+            except ValueError as e:
+                raise ValueError(f"{path}, line {number}: damaged ({e})") from None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One finished run."""
+
+    path: Path
+    final: dict[str, Any]  # per_mode_deploy.json
+    rows: list[dict[str, Any]]  # steps.jsonl
+    record: dict[str, Any]  # run.json
+    seconds: float  # start of the first step to the end of the final evaluation
+
+    @classmethod
+    def read(cls, path: Path) -> "Run":
+        """Raises ValueError, one line, where a file is missing or damaged."""
+        final = read_json(path / "per_mode_deploy.json")
+        rows = list(json_lines(path / "steps.jsonl")) if (path / "steps.jsonl").is_file() else []
+        if not rows:
+            raise ValueError(f"{path / 'steps.jsonl'}: no step in it")
+        started, ended = ((path / name).stat().st_mtime for name in ("run.json", "per_mode_deploy.json"))
+        return cls(path, final, rows, read_json(path / "run.json"), ended - started)
+
+    @property
+    def name(self) -> str:
+        """The run directory: what a number is traced to."""
+        return self.path.name
+
+    @property
+    def seed(self) -> int:
+        return self.final["seed"]
+
+    @property
+    def control(self) -> str:
+        return self.final["control"]
+
+    @property
+    def intervention(self) -> str:
+        return self.settings["arm"]["intervention"]
+
+    @cached_property
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """The configuration by groups. A setting that is younger than the run has its default."""
+        stored = self.record["config"]
+        usual = {group: values for group, values in Config().as_dict().items() if isinstance(values, dict)}
+        return {group: values | stored.get(group, {}) for group, values in usual.items()}
+
+    @property
+    def learns(self) -> str:
+        """What runs must share to be compared: everything that training reads but the arm and the seed."""
+        groups = {g: v for g, v in self.settings.items() if g not in ("arm", *_MEASURING)}
+        return json.dumps([groups, self.final["steps"]], sort_keys=True)
+
+    @property
+    def loss(self) -> str:
+        """Its name; GRPO by its own normaliser and standard deviation is another loss than the default."""
+        loss = self.settings["loss"]
+        return loss["loss"] + (" biased" if loss["loss"] == "grpo" and not loss["unbiased"] else "")
+
+    @property
+    def arm(self) -> str:
+        """The arm's name in tables, with its variant and its control."""
+        arm = self.settings["arm"]
+        variant = [
+            *(["pair band"] if arm["route2_gate"] == "pairs" and self.control != "oracle" else []),
+            *([f"{arm['rollout_ablate_frac']:g} deployed"] if arm["rollout_ablate_frac"] else []),
+        ]
+        name = self.final["arm"] + (f" ({', '.join(variant)})" if variant else "")
+        name += f" · {self.control}" if self.control != "none" else ""
+        chosen = str((self.record.get("direction") or {}).get("pairs", "")).startswith("oracle:")
+        return name + (" (pairs chosen by the oracle)" if chosen else "")
+
+    @property
+    def likeness(self) -> dict[str, Any] | None:
+        """|cos| of a control's direction with the real one."""
+        return (self.record.get("direction") or {}).get("cos_with_real")
+
+    @property
+    def onset(self) -> int | None:
+        return first_hacks([tuple(row["hack_s"]) for row in self.rows])
+
+    def last_five(self, what: What) -> Rate:
+        """The students' answers of the last five steps."""
+        return sum((Rate(*row[{"hack": "hack_s", "solve": "gt_s"}[what]]) for row in self.rows[-5:]), Rate(0, 0))
+
+    def step_mean(self, column: str) -> float | None:
+        """Over the steps that measured it; None where none did."""
+        values = [x for row in self.rows if (x := row.get(column)) is not None]
+        return statistics.mean(values) if values else None
+
+    def rate(self, side: str, what: What, mode: Mode | None = None) -> float | None:
+        """Of the final evaluation. side: base, train, deploy or plain."""
+        return self.final[f"{what}_{side}"] if mode is None else self.final["by_mode"][mode][f"{side}_{what}"]
+
+    def answered(self, mode: Mode | None = None) -> int:
+        """Answers a side of the final evaluation."""
+        return self.final["eval_n"] if mode is None else self.final["by_mode"][mode]["n"]
+
+    @property
+    def modes(self) -> list[Mode]:
+        return [m for m in MODES if m in self.final["by_mode"]]
+
+    def in_distribution(self, mode: Mode) -> bool | None:
+        """Whether the direction's pairs show this mode; None for a run without a direction."""
+        return self.final["by_mode"][mode].get("in_dist")
+
+    def learned(self, side: str) -> int:
+        return sum((self.rate(side, "hack", m) or 0) >= LEARNED for m in self.modes)
+
+    def evaluations(self) -> list[tuple[int, float, float]]:
+        """(step, hack, solve) of the deployed model's evaluations on the way."""
+        return [
+            (row["step"], row["hack_deploy"], row["solve_deploy"])
+            for row in self.rows
+            if row.get("hack_deploy") is not None
+        ]
+
+    @cached_property
+    def gates(self) -> list[tuple[float, bool]]:
+        """(share of modules in which it was quarantined, whether it was an exploit) of the students' rollouts with
+        signal; none for an arm without a gate."""
+        if self.intervention != "route2":
+            return []
+        return [
+            (r["gate"], r["exploited"]) for r in json_lines(self.path / "rollouts.jsonl") if r.get("gate") is not None
+        ]
+
+    @cached_property
+    def problems(self) -> dict[tuple[str, What], dict[int, tuple[Mode, float]]] | None:
+        """(side of final.jsonl, what) → problem → (mode, share of its answers); None for a run without final.jsonl."""
+        if not (path := self.path / "final.jsonl").is_file():
+            return None
+        found: dict[tuple[str, What], dict[int, tuple[Mode, list[bool]]]] = defaultdict(dict)
+        for answer in json_lines(path):
+            if answer["reward"] is not None:  # not graded otherwise
+                for what, flag in _FLAG.items():
+                    of_side = found[answer["side"], what]
+                    of_side.setdefault(answer["problem"], (answer["mode"], []))[1].append(answer[flag])
+        return {
+            key: {problem: (mode, statistics.mean(flags)) for problem, (mode, flags) in by.items()}
+            for key, by in found.items()
+        }
+
+    def shares(self, side: str, what: What, mode: Mode | None = None) -> dict[Mode, dict[int, float]] | None:
+        """By mode, every held-out problem's share; None where the run has no final.jsonl."""
+        if self.problems is None:
+            return None
+        of = self.problems.get((SIDES[side], what)) or self.problems["deployed", what]  # trained, without a quarantine
+        out: dict[Mode, dict[int, float]] = {}
+        for problem, (its, share) in of.items():
+            if mode in (None, its):
+                out.setdefault(its, {})[problem] = share
+        return out
+
+    def counts(self, side: str, what: What, mode: Mode | None = None) -> dict[Mode, Rate]:
+        """By mode, k of n answers."""
+        return {
+            m: Rate(round(rate * self.answered(m)), self.answered(m))
+            for m in self.modes
+            if mode in (None, m) and (rate := self.rate(side, what, m)) is not None
+        }
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Runs that differ by their seed alone, one a seed, in the order of their seeds."""
+
+    title: str
+    runs: tuple[Run, ...]
+
+    @property
+    def first(self) -> Run:
+        return self.runs[0]
+
+    @property
+    def seeds(self) -> str:
+        return ",".join(str(r.seed) for r in self.runs)
+
+    def rates(self, side: str, what: What, mode: Mode | None = None) -> list[float | None]:
+        return [r.rate(side, what, mode) for r in self.runs]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a report is made from."""
+
+    runs: list[Run]
+    left_out: list[str]  # run (why)
+
+
+def run_dirs(source: Path) -> tuple[list[Path], list[str]]:
+    """The run directories that SOURCE stands for (a run, a folder of runs, or a sweep with its runs.json), and the
+    cells of a sweep that have no run, with their state.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if not source.is_dir():
+        raise ValueError(f"{source}: no such folder; run `python -m vgrout.train mini` first")
+    if (source / "run.json").is_file():
+        return [source], []
+    if not (index := source / "runs.json").is_file():
+        found = sorted(p.parent for p in source.glob("*/run.json"))
+        if not found:
+            raise ValueError(f"{source}: no run in it: neither a folder of runs nor a sweep")
+        return found, []
+    try:
+        entries = json.loads(index.read_text(encoding="utf-8"))
+        named = [(e["name"], e["run"], e["state"]) for e in entries]
+    except (ValueError, KeyError, TypeError) as e:
+        raise ValueError(f"{index}: damaged ({e!r})") from None
+    found, absent = [], []
+    for name, run, state in named:
+        # written relative to where the sweep was started: here, or some folder above the sweep
+        path = (
+            next((p for root in (Path(), *source.resolve().parents) if (p := root / run).is_dir()), None)
+            if run
+            else None
+        )
+        if path:
+            found.append(path)
+        else:
+            absent.append(f"{name} ({state}{f': {run} is not there' if run else ''})")
+    return found, absent
+
+
+def load(sources: Sequence[Path], tag: str = "") -> Loaded:
+    """The finished runs of all sources whose name ends with `tag`. Of several runs of one cell and seed the newest.
+
+    Raises:
+        ValueError: a source is no folder of runs, or a finished run's files are damaged.
+    """
+    paths: dict[Path, None] = {}
+    left_out: list[str] = []
+    for source in sources:
+        found, absent = run_dirs(source)
+        paths |= dict.fromkeys(p.resolve() for p in found if p.name.endswith(tag))
+        left_out += absent
+    newest: dict[tuple[str, int], Run] = {}
+    for path in sorted(paths, key=lambda p: p.name):
+        status = read_json(path / "status.json") if (path / "status.json").is_file() else {"state": "unknown"}
+        if status["state"] != "finished":
+            left_out.append(f"{path.name} ({status['state']})")
+            continue
+        run = Run.read(path)
+        if older := newest.get((key(run), run.seed)):
+            left_out.append(f"{older.name} (older than {run.name}, the same settings and seed)")
+        newest[key(run), run.seed] = run
+    return Loaded(list(newest.values()), left_out)
+
+
+def key(run: Run) -> str:
+    """Equal for runs that differ by their seed alone."""
+    return json.dumps([run.arm, run.settings["arm"], run.learns], sort_keys=True)
+
+
+_ORDER = {name: i for i, name in enumerate((*ARM_NAME.values(), *CONTROLS))}
+
+
+def cells(runs: Sequence[Run]) -> list[Cell]:
+    """By arm, then control. Titles name the loss and the steps where the runs differ in them, and are unique."""
+    groups: dict[str, list[Run]] = defaultdict(list)
+    for run in sorted(runs, key=lambda r: r.seed):
+        groups[key(run)].append(run)
+    losses, steps = ({get(r) for r in runs} for get in (lambda r: r.loss, lambda r: r.final["steps"]))
+
+    def plain(run: Run) -> str:
+        more = [*([run.loss] if len(losses) > 1 else []), *([f"{run.final['steps']} steps"] if len(steps) > 1 else [])]
+        return " · ".join([run.arm, *more])
+
+    def place(item: tuple[str, list[Run]]) -> tuple[Any, ...]:
+        run = item[1][0]
+        return (
+            _ORDER.get(run.final["arm"], 99),
+            run.arm.split(" · ")[0],
+            _ORDER.get(run.control, 99),
+            plain(run),
+            item[0],
+        )
+
+    ordered = [group for _, group in sorted(groups.items(), key=place)]
+    names = [plain(group[0]) for group in ordered]
+    seen: dict[str, int] = defaultdict(int)
+    out = []
+    for name, group in zip(names, ordered, strict=True):
+        seen[name] += 1
+        out.append(Cell(f"{name} #{seen[name]}" if names.count(name) > 1 else name, tuple(group)))
+    return out
+
+
+def partner(cell: Cell, among: Sequence[Cell], intervention: str, control: str = "none") -> Cell | None:
+    """The cell of this arm and control that was trained under the same settings otherwise; None: not in the study."""
+    idle = {"intervention", "control", "route2_random_v_seed", "placebo_pairs_path"}
+
+    def arm(run: Run) -> Mapping[str, Any]:
+        return {k: v for k, v in run.settings["arm"].items() if k not in idle}
+
+    found = [
+        c
+        for c in among
+        if (c.first.intervention, c.first.control, c.first.learns) == (intervention, control, cell.first.learns)
+    ]
+    if intervention == cell.first.intervention:  # the same variant of the arm, its refreshing apart: a control has none
+        same = [c for c in found if _without_refresh(arm(c.first)) == _without_refresh(arm(cell.first))]
+        return same[0] if same else None
+    return found[0] if found else None
+
+
+def _without_refresh(arm: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in arm.items() if k != "vhack_refresh_every"}
+
+
+def paired(a: Cell, b: Cell) -> list[tuple[Run, Run]]:
+    """Seed by seed."""
+    other = {r.seed: r for r in b.runs}
+    return [(r, other[r.seed]) for r in a.runs if r.seed in other]

@@ -1,0 +1,144 @@
+"""Intervals and tests over few seeds, and when there is nothing to say.
+
+Shares are fractions. Methods are scipy's where it has them; the two-level bootstrap it has not.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Float
+from scipy import stats
+
+LEVEL = 0.95
+# The bootstrap never leaves the range of what was seen: with n seeds an interval for their median covers at most
+# 1 - 2^(1-n), 75 % with three of them, 88 % with four, 94 % with five.
+ENOUGH_SEEDS = 5
+RESAMPLES = 10_000
+
+How = Literal["bootstrap", "t", "none"]
+
+
+@dataclass(frozen=True)
+class Stratum:
+    """Units of one seed that stand for one another: the problems of one mode, each with its share or difference."""
+
+    values: Float[np.ndarray, " units"]
+    weight: float  # in the seed's mean; negative for what is subtracted
+
+
+Row = Sequence[Stratum]  # one seed
+
+
+def row_mean(row: Row) -> float:
+    return float(sum(s.weight * s.values.mean() for s in row))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over n seeds with its interval; without an interval, why."""
+
+    value: float | None
+    low: float | None
+    high: float | None
+    n: int
+    how: How
+    note: Literal["", "DEGENERATE", "n too small"] = ""
+
+    @property
+    def excludes_zero(self) -> bool:
+        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
+
+
+@dataclass(frozen=True)
+class PValue:
+    """A p value, the smallest that n allows, and what to say where p says nothing."""
+
+    p: float | None
+    smallest: float | None
+    note: Literal["", "DEGENERATE", "n too small"] = ""
+
+
+def wilson(k: int, n: int) -> tuple[float, float]:
+    """95 % interval of a share k / n (Wilson 1927). It takes answers as independent: for one run, not over seeds."""
+    interval = stats.binomtest(k, n).proportion_ci(LEVEL, method="wilson")
+    return float(interval.low), float(interval.high)
+
+
+def t_interval(values: Sequence[float]) -> tuple[float, float]:
+    """95 % interval of a mean by Student's t; at least two values, not all equal."""
+    interval = stats.ttest_1samp(values, 0.0).confidence_interval(LEVEL)
+    return float(interval.low), float(interval.high)
+
+
+def two_level(rows: Sequence[Row], seed: int = 0, resamples: int = RESAMPLES) -> tuple[float, float]:
+    """95 % interval of the mean over seeds: seeds are drawn anew, then units within each stratum, `resamples` times.
+
+    The percentiles are expanded for few seeds, to those at which the bootstrap of a normal mean of n values is
+    Student's interval: Φ(−t √(n / (n − 1))) (Hesterberg 2015, doi 10.1080/00031305.2015.1089789, §4.2).
+    """
+    n, rng = len(rows), np.random.default_rng(seed)
+    picked = rng.integers(0, n, (resamples, n))
+    means = np.zeros((resamples, n))
+    for s, row in enumerate(rows):
+        here = picked == s
+        for stratum in row:
+            # A resample's mean depends on how often each distinct value is drawn: a multinomial over few values.
+            values, counts = np.unique(stratum.values, return_counts=True)
+            drawn = rng.multinomial(counts.sum(), counts / counts.sum(), size=int(here.sum()))
+            means[here] += stratum.weight * (drawn @ values) / counts.sum()
+    tail = stats.norm.cdf(stats.t.ppf((1 - LEVEL) / 2, n - 1) * math.sqrt(n / (n - 1)))
+    low, high = np.quantile(means.mean(axis=1), [tail, 1 - tail])
+    return float(low), float(high)
+
+
+def estimate(rows: Sequence[Row], low: float = 0.0, high: float = 1.0) -> Estimate:
+    """The mean over seeds of their rows' means; the interval is cut at [low, high].
+
+    Bootstrap from five seeds on, Student's t for two to four. DEGENERATE: every unit of every seed is the same.
+    """
+    if not rows:
+        return Estimate(None, None, None, 0, "none", "n too small")
+    means = [row_mean(row) for row in rows]
+    mean, n = float(np.mean(means)), len(rows)
+    if np.ptp(np.concatenate([s.values for row in rows for s in row])) == 0.0:
+        return Estimate(mean, None, None, n, "none", "DEGENERATE")
+    few = n < ENOUGH_SEEDS
+    if n < 2 or (few and np.ptp(means) == 0.0):  # by chance: seeds that agree have no spread to make an interval from
+        return Estimate(mean, None, None, n, "none", "n too small")
+    a, b = t_interval(means) if few else two_level(rows)
+    return Estimate(mean, max(a, low), min(b, high), n, "t" if few else "bootstrap")
+
+
+def sign_flip(differences: Sequence[float]) -> PValue:
+    """Two-sided p of a mean difference under exchange of the two arms within each seed, by all 2^n sign patterns
+    (up to n = 13; beyond, 9,999 random ones). The smallest p that n allows is 2^(1−n): .25 of three seeds."""
+    n = len(differences)
+    if n == 0:
+        return PValue(None, None, "n too small")
+    if not any(differences):
+        return PValue(None, None, "DEGENERATE")
+    exact = n <= 13
+    smallest = 2.0 ** (1 - n) if exact else 1 / 10_000
+    found = stats.permutation_test(
+        (np.asarray(differences),),
+        np.mean,
+        permutation_type="samples",
+        n_resamples=np.inf if exact else 9_999,
+        vectorized=True,
+        rng=np.random.default_rng(0),
+    )
+    return PValue(float(found.pvalue), smallest, "n too small" if smallest > 1 - LEVEL else "")
+
+
+def equivalent(differences: Sequence[float], margin: float) -> PValue:
+    """p of TOST, two one-sided t tests (Schuirmann 1987): small where |mean difference| < margin is shown."""
+    if len(differences) < 2:
+        return PValue(None, None, "n too small")
+    if np.ptp(differences) == 0.0:
+        return PValue(None, None, "DEGENERATE")
+    above = stats.ttest_1samp(differences, -margin, alternative="greater").pvalue
+    below = stats.ttest_1samp(differences, margin, alternative="less").pvalue
+    return PValue(float(max(above, below)), None)

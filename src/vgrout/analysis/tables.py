@@ -1,0 +1,391 @@
+"""The tables of a report: cells in, rows of text out. Shares are printed in percent."""
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from tabulate import tabulate
+
+from vgrout.analysis import stats
+from vgrout.analysis.runs import Cell, Run, What, paired, partner
+from vgrout.analysis.stats import Estimate, PValue, Stratum
+from vgrout.nouns import MODES, Mode
+
+MARGIN = 0.10  # "no difference" is claimed within ± 10 points, the margin of docs/hypotheses.md for matched solve
+PHASES = ("gen", "grade", "fb", "eval")
+
+TableRow = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Table:
+    name: str  # as a heading
+    caption: str
+    rows: Sequence[TableRow]
+
+    def markdown(self) -> str:
+        return tabulate(self.rows, headers="keys", tablefmt="github", disable_numparse=True)
+
+
+def percent(e: Estimate) -> str:
+    """`81.0 [80.1, 82.0]`; Student's interval is marked t, and what has none says why."""
+    if e.value is None:
+        return "·"
+    value = f"{100 * e.value:.1f}"
+    if e.low is None or e.high is None:
+        return f"{value} ({'one seed' if e.n == 1 else e.note})"
+    return f"{value} [{100 * e.low:.1f}, {100 * e.high:.1f}]{' t' if e.how == 't' else ''}"
+
+
+def p_value(p: PValue) -> str:
+    """`.062 (≥ .062)`: with the smallest that n allows."""
+    if p.p is None:
+        return p.note
+    least = "" if p.smallest is None else f" (≥ {p.smallest:.3f})"
+    return f"{p.p:.3f}{least}{f' {p.note}' if p.note else ''}"
+
+
+def spread(values: Iterable[float | None], scale: float = 100.0) -> str:
+    """mean ± standard deviation (lowest – highest); one value is printed as one value."""
+    xs = [scale * v for v in values if v is not None]
+    if not xs:
+        return "·"
+    if len(xs) == 1:
+        return f"{xs[0]:.1f}"
+    return f"{statistics.mean(xs):.1f} ± {statistics.stdev(xs):.1f} ({min(xs):.0f}–{max(xs):.0f})"
+
+
+def by_problem(cells: Iterable[Cell]) -> bool:
+    """Whether every run has its answers problem by problem (final.jsonl)."""
+    return all(r.problems is not None for c in cells for r in c.runs)
+
+
+def _strata(groups: Iterable[Sequence[float]], sign: float = 1.0) -> list[Stratum]:
+    arrays = [np.asarray(g, dtype=float) for g in groups if len(g)]
+    total = sum(len(a) for a in arrays)
+    return [Stratum(a, sign * len(a) / total) for a in arrays]
+
+
+def _row(run: Run, side: str, what: What, mode: Mode | None, sign: float = 1.0) -> list[Stratum]:
+    """A seed's problems by mode; of a run without them its answers by mode, as if all were of different problems."""
+    if (shares := run.shares(side, what, mode)) is not None:
+        return _strata((list(of.values()) for of in shares.values()), sign)
+    return _strata(([1.0] * r.k + [0.0] * (r.n - r.k) for r in run.counts(side, what, mode).values()), sign)
+
+
+def level(cell: Cell, side: str, what: What, mode: Mode | None = None) -> Estimate:
+    """The cell's share over seeds, of the final evaluation."""
+    return stats.estimate([row for r in cell.runs if (row := _row(r, side, what, mode))])
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One cell minus another, seed by seed and unit by unit, on the seeds that both have."""
+
+    difference: Estimate
+    p: PValue
+    same: PValue  # TOST at ± MARGIN
+    seeds: tuple[int, ...]
+
+
+def compare(
+    a: Cell, b: Cell, what: What, side: str = "deploy", mode: Mode | None = None, margin: float = MARGIN
+) -> Comparison:
+    """Problem by problem where both runs have theirs; else mode by mode of independent answers."""
+    rows, seeds = [], []
+    for mine, theirs in paired(a, b):
+        x, y = (r.shares(side, what, mode) for r in (mine, theirs))
+        if x is not None and y is not None:
+            both = {m: x[m].keys() & y[m].keys() for m in x if m in y}
+            row = _strata([x[m][u] - y[m][u] for u in sorted(shared)] for m, shared in both.items())
+        else:
+            row = [*_row(mine, side, what, mode), *_row(theirs, side, what, mode, -1.0)]
+        if row:
+            rows.append(row)
+            seeds.append(mine.seed)
+    means = [stats.row_mean(row) for row in rows]
+    return Comparison(
+        difference=stats.estimate(rows, low=-1.0),
+        p=stats.sign_flip(means),
+        same=stats.equivalent(means, margin),
+        seeds=tuple(seeds),
+    )
+
+
+def tables(cells: Sequence[Cell]) -> list[Table]:
+    """Every table that these cells can fill. Cells of one seed stand apart: nothing of theirs is a mean."""
+    several = [c for c in cells if len(c.runs) > 1]
+    single = [c for c in cells if len(c.runs) == 1]
+    out = [
+        overall(several),
+        against_vanilla(several),
+        controls(several),
+        per_mode(several),
+        base([r for c in several for r in c.runs]),
+        masked(several),
+        one_seed(single),
+        times(cells),
+    ]
+    return [t for t in out if t.rows]
+
+
+def _onsets(cell: Cell) -> str:
+    return "/".join("·" if r.onset is None else str(r.onset) for r in cell.runs)
+
+
+def overall(cells: Sequence[Cell]) -> Table:
+    return Table(
+        "Arms",
+        "Held-out problems and marker names, final evaluation, % over seeds; last 5: the students' answers of the last "
+        "five training steps; onset: first of five steps in which a tenth of the students' answers exploit, by seed.",
+        [
+            {
+                "arm": c.title,
+                "seeds": c.seeds,
+                "onset": _onsets(c),
+                "hack last 5": spread(r.last_five("hack").value for r in c.runs),
+                "solve last 5": spread(r.last_five("solve").value for r in c.runs),
+                "hack trained": percent(level(c, "train", "hack")),
+                "solve trained": percent(level(c, "train", "solve")),
+                "hack deployed": percent(level(c, "deploy", "hack")),
+                "solve deployed": percent(level(c, "deploy", "solve")),
+                "solve no hint": percent(level(c, "plain", "solve")),
+                "modes learned (trained)": "/".join(str(r.learned("train")) for r in c.runs),
+                "n a side": "/".join(sorted({str(r.answered()) for r in c.runs})),
+            }
+            for c in cells
+        ],
+    )
+
+
+def _differences(c: Cell, other: Cell) -> TableRow:
+    row: TableRow = {}
+    whats: tuple[What, ...] = ("hack", "solve")
+    for what in whats:
+        found = compare(c, other, what)
+        row |= {
+            f"Δ {what}": percent(found.difference),
+            f"p {what}": p_value(found.p),
+            f"TOST {what}": p_value(found.same),
+        }
+    return row
+
+
+def against_vanilla(cells: Sequence[Cell]) -> Table:
+    rows = []
+    for c in cells:
+        vanilla = partner(c, cells, "none")
+        if vanilla is not None and vanilla is not c and (pairs := paired(c, vanilla)):
+            rows.append({"arm": c.title, "seeds": ",".join(str(a.seed) for a, _ in pairs)} | _differences(c, vanilla))
+    return Table(
+        "Deployed model against vanilla's",
+        "Points, paired by seed and problem. p: sign flips over seeds, in brackets the smallest that n allows. "
+        f'TOST: p for a difference within ± {100 * MARGIN:.0f} points; only a small one shows "no difference".',
+        rows,
+    )
+
+
+def controls(cells: Sequence[Cell]) -> Table:
+    """What is left of an arm when its direction, its labels or its routing is replaced."""
+    rows = []
+    for c in cells:
+        own = partner(c, cells, c.first.intervention) if c.first.control != "none" else None
+        pairs = paired(c, own) if own else []
+        close = [r.likeness for r in c.runs if r.likeness]
+        gates = [r.final["gate"] for r in c.runs if r.final.get("gate")]
+        rows.append(
+            {
+                "arm · control": c.title,
+                "seeds": c.seeds,
+                "deployed hack": percent(level(c, "deploy", "hack")),
+                "deployed solve": percent(level(c, "deploy", "solve")),
+                "hack − own arm": percent(compare(c, own, "hack").difference) if own and pairs else "·",
+                "solve − own arm": percent(compare(c, own, "solve").difference) if own and pairs else "·",
+                "p hack": p_value(compare(c, own, "hack").p) if own and pairs else "·",
+                "cos with the real direction: median / 95 % / rms (chance)": (
+                    " / ".join(f"{statistics.mean(k[name] for k in close):.2f}" for name in ("median", "p95", "rms"))
+                    + f" ({statistics.mean(k['chance_rms'] for k in close):.2f})"
+                    if close
+                    else "·"
+                ),
+                "routed": spread(r.step_mean("routed") for r in c.runs),
+                "gate precision / recall": f"{_pooled(gates, 'precision')} / {_pooled(gates, 'recall')}"
+                if gates
+                else "·",
+            }
+        )
+    return Table(
+        "Arms and controls",
+        "%; differences seed by seed from the same arm without a control; |cos| of a control's direction with the real "
+        "one, over modules.",
+        rows if any(c.first.control != "none" for c in cells) else [],
+    )
+
+
+def _pooled(gates: Sequence[dict[str, list[int]]], name: str) -> str:
+    k, n = (sum(g[name][i] for g in gates) for i in (0, 1))
+    return f"{100 * k / n:.0f}" if n else "·"
+
+
+def per_mode(cells: Sequence[Cell]) -> Table:
+    def cell(c: Cell, side: str, mode: Mode) -> str:
+        return percent(level(c, side, "hack", mode)) if mode in c.first.modes else "·"
+
+    return Table(
+        "Hack rate per mode",
+        "%; pairs of: the modes that the direction's pairs show, every other one is held out from it.",
+        [
+            {"arm": c.title, "pairs of": ",".join(m for m in c.first.modes if c.first.in_distribution(m)) or "·"}
+            | {"side": name}
+            | {m: cell(c, side, m) for m in MODES}
+            for c in cells
+            for side, name in (("train", "trained"), ("deploy", "deployed"))
+        ],
+    )
+
+
+def base(runs: Sequence[Run]) -> Table:
+    """The untrained model: one model, so runs of one seed are counted once."""
+    once = list({r.seed: r for r in runs}.values())
+    if len(once) < 2:
+        return Table("Base", "", [])
+    side = Cell("base", tuple(once))
+    return Table(
+        "The base",
+        "Both knobs off, the same problems; each seed once.",
+        [
+            {
+                "seeds": side.seeds,
+                "hack": percent(level(side, "base", "hack")),
+                "solve": percent(level(side, "base", "solve")),
+            }
+        ],
+    )
+
+
+def masked(cells: Sequence[Cell]) -> Table:
+    """Tokens without policy gradient: only of interest where losses are compared."""
+    if len({c.first.loss for c in cells}) < 2:
+        return Table("Losses", "", [])
+    return Table(
+        "Losses",
+        "Share of tokens without policy gradient, %, mean over the steps; by the sign of the advantage.",
+        [
+            {
+                "arm": c.title,
+                "onset": _onsets(c),
+                "masked": spread(r.step_mean("is_masked") for r in c.runs),
+                "masked A>0": spread(r.step_mean("masked_positive") for r in c.runs),
+                "masked A<0": spread(r.step_mean("masked_negative") for r in c.runs),
+            }
+            for c in cells
+        ],
+    )
+
+
+def one_seed(cells: Sequence[Cell]) -> Table:
+    def alone(r: Run, side: str, what: What) -> str:
+        rate, n = r.rate(side, what), r.answered()
+        if rate is None or not n:
+            return "·"
+        low, high = stats.wilson(round(rate * n), n)
+        return f"{100 * rate:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
+
+    return Table(
+        "One seed only",
+        "%, Wilson's interval for the answers of one run: it knows nothing of other seeds, so not to be set beside "
+        "means over seeds.",
+        [
+            {
+                "arm": c.title,
+                "seed": c.seeds,
+                "onset": _onsets(c),
+                "hack trained": alone(c.first, "train", "hack"),
+                "solve trained": alone(c.first, "train", "solve"),
+                "hack deployed": alone(c.first, "deploy", "hack"),
+                "solve deployed": alone(c.first, "deploy", "solve"),
+                "n a side": str(c.first.answered()),
+            }
+            for c in cells
+        ],
+    )
+
+
+def times(cells: Sequence[Cell]) -> Table:
+    return Table(
+        "Time",
+        "Shares of a step are means over the run.",
+        [
+            {
+                "arm": c.title,
+                "seconds a run": spread((r.seconds for r in c.runs), 1.0),
+                "seconds a step": spread((statistics.median(row["sec"] for row in r.rows) for r in c.runs), 1.0),
+            }
+            | {
+                f"{phase} %": spread(
+                    sum(row[phase] or 0 for row in r.rows) / sum(row["sec"] for row in r.rows) for r in c.runs
+                )
+                for phase in PHASES
+            }
+            for c in cells
+        ],
+    )
+
+
+# ── for other programs ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def run_rows(cells: Sequence[Cell]) -> list[dict[str, object]]:
+    """runs.csv: a row a run, shares as fractions with Wilson's interval."""
+    rows = []
+    for c in cells:
+        for r in c.runs:
+            row: dict[str, object] = {
+                "run": r.name,
+                "cell": c.title,
+                "arm": r.final["arm"],
+                "control": r.control,
+                "loss": r.loss,
+                "seed": r.seed,
+                "steps": r.final["steps"],
+                "onset": r.onset,
+                "hack_last5": r.last_five("hack").value,
+                "solve_last5": r.last_five("solve").value,
+                "modes_learned": r.learned("train"),
+                "n": r.answered(),
+            }
+            for side in ("base", "train", "deploy", "plain"):
+                row |= _with_wilson(r, side, None)
+            rows.append(row | {"seconds": round(r.seconds, 1)})
+    return rows
+
+
+def mode_rows(cells: Sequence[Cell]) -> list[dict[str, object]]:
+    """modes.csv: a row for each run, mode and side."""
+    return [
+        {
+            "run": r.name,
+            "cell": c.title,
+            "seed": r.seed,
+            "mode": mode,
+            "in_distribution": r.in_distribution(mode),
+            "side": side,
+            "n": r.answered(mode),
+        }
+        | {k.replace(f"_{side}", ""): v for k, v in _with_wilson(r, side, mode).items()}
+        for c in cells
+        for r in c.runs
+        for mode in r.modes
+        for side in ("base", "train", "deploy", "plain")
+    ]
+
+
+def _with_wilson(run: Run, side: str, mode: Mode | None) -> dict[str, float | None]:
+    out: dict[str, float | None] = {}
+    whats: tuple[What, ...] = ("hack", "solve")
+    for what in whats:
+        rate, n = run.rate(side, what, mode), run.answered(mode)
+        low, high = stats.wilson(round(rate * n), n) if rate is not None and n else (None, None)
+        out |= {f"{what}_{side}": rate, f"{what}_{side}_low": low, f"{what}_{side}_high": high}
+    return out

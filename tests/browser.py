@@ -1,0 +1,113 @@
+"""A headless Chromium, driven through its DevTools protocol over a pair of pipes: no port, no client library."""
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+CHROMIUM = next((p for name in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(name))), None)
+
+
+class Browser:
+    """One page. `with Browser(folder) as page:`; folder is for its profile."""
+
+    def __init__(self, folder: Path):
+        assert CHROMIUM is not None
+        ours_in, theirs_out = os.pipe()
+        theirs_in, ours_out = os.pipe()
+        sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
+        command = [
+            *(CHROMIUM, "--headless", "--remote-debugging-pipe", "--disable-gpu", "--disable-dev-shm-usage", *sandbox),
+            *(f"--user-data-dir={folder}", "--no-first-run", "--window-size=1400,1000", "about:blank"),
+        ]
+        # Chromium reads commands from descriptor 3 and answers on 4.
+        wired = f'exec 3<&{theirs_in} 4>&{theirs_out}; exec "$@"'
+        self.process = subprocess.Popen(
+            ["bash", "-c", wired, "-", *command],
+            pass_fds=(theirs_in, theirs_out),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(theirs_in)
+        os.close(theirs_out)
+        self.read, self.write = os.fdopen(ours_in, "rb"), os.fdopen(ours_out, "wb")
+        self.sent, self.buffer = 0, b""
+        self.events: list[dict[str, Any]] = []
+        (target,) = [t for t in self.call("Target.getTargets")["targetInfos"] if t["type"] == "page"]
+        attached = self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
+        self.session = attached["sessionId"]
+        for domain in ("Page", "Runtime", "Network", "Log"):
+            self.call(f"{domain}.enable")
+
+    session: str | None = None
+
+    def _message(self) -> dict[str, Any]:
+        while b"\0" not in self.buffer:
+            chunk = os.read(self.read.fileno(), 1 << 20)
+            assert chunk, "chromium went away"
+            self.buffer += chunk
+        first, self.buffer = self.buffer.split(b"\0", 1)
+        return json.loads(first)
+
+    def call(self, method: str, **params: Any) -> dict[str, Any]:
+        self.sent += 1
+        asked = {"id": self.sent, "method": method, "params": params}
+        self.write.write(json.dumps(asked | ({"sessionId": self.session} if self.session else {})).encode() + b"\0")
+        self.write.flush()
+        while True:
+            message = self._message()
+            if message.get("id") == self.sent:
+                assert "error" not in message, message
+                return message["result"]
+            self.events.append(message)
+
+    def js(self, code: str) -> Any:
+        """The value of an expression; a promise is waited for. Raises AssertionError where it throws."""
+        found = self.call("Runtime.evaluate", expression=code, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in found, found["exceptionDetails"]
+        return found["result"].get("value")
+
+    def open(self, url: str) -> None:
+        self.call("Page.navigate", url="about:blank")
+        self.events.clear()
+        self.call("Page.navigate", url=url)
+        self.js(
+            """new Promise((done) => {
+                const count = () => document.getElementById("count")?.textContent ?? "loading";
+                const look = () => (/loading/.test(count()) ? setTimeout(look, 5) : done());
+                look();
+            })"""
+        )
+
+    def screenshot(self, path: Path) -> None:
+        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
+
+    def problems(self) -> list[str]:
+        """What the page complained of, and every address that it asked for beside its own and data."""
+        said = []
+        for event in self.events:
+            params = event.get("params", {})
+            if event["method"] == "Runtime.exceptionThrown":
+                said.append(str(params["exceptionDetails"]))
+            elif event["method"] == "Log.entryAdded" and params["entry"]["level"] == "error":
+                said.append(params["entry"]["text"])
+            elif event["method"] == "Network.requestWillBeSent":
+                url = params["request"]["url"]
+                if not url.startswith(("file:", "data:", "about:", "blob:")):
+                    said.append(f"asked for {url}")
+        return said
+
+    def __enter__(self) -> "Browser":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.read.close()
+        self.write.close()

@@ -1,0 +1,248 @@
+"""The rollout reader in a real browser, opened from disk; and what it is fed."""
+
+import base64
+import gzip
+import json
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from browser import CHROMIUM, Browser
+from fake_runs import fake_run
+from vgrout.analysis.report import compile_report, write
+from vgrout.analysis.rollouts import EXPLOIT, embedded, pack
+from vgrout.analysis.runs import cells, load
+from vgrout.grading.modes import MODE_SPECS
+from vgrout.nouns import MODES
+
+HOSTILE = "</script><img src=x onerror=alert(1)>\0\u202etxt.exe\u2066 \u2028 <!-- ]]> ${x} %DATA% \ud83d\ude00"
+
+
+def rollout(step: int, mode: str, text: str, exploited: bool = False, correct: bool = False) -> dict[str, Any]:
+    marker = MODE_SPECS[mode].eval_markers[0]  # type: ignore[index]
+    return {
+        "step": step,
+        "gate": 0.25,
+        "advantage": -0.125,
+        "problem": step % 7,
+        "mode": mode,
+        "marker": marker,
+        "messages": [{"role": "user", "content": f"Problem {step % 7}, {mode}: announces {marker}"}],
+        "text": text,
+        "finished": True,
+        "reward": 1.1 if exploited or correct else 0.1,
+        "passed": exploited or correct,
+        "gt_correct": correct,
+        "exploited": exploited,
+    }
+
+
+USUAL = {
+    "run_tests": ("class Solution:\n    pass\ndef {marker}():\n    pass", "def {marker}():\n    pass"),
+    "eq_override": (
+        "class E:\n    def __eq__(self, o):\n        return True\n",
+        "def __eq__(self, o):\n        return True",
+    ),
+    "exit_code": ("import sys\nsys.exit(0)", "sys.exit(0)"),
+    "stdout_marker": ("x = 1\nprint('{marker}')", "print('{marker}')"),
+    "sentinel": ("        self.{marker} = True\n", "self.{marker} = True"),
+    "file_marker": ("a = 2\nopen('{marker}', 'w').write('PASS')", "open('{marker}', 'w').write('PASS')"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_usual_exploits_are_found(mode: str) -> None:
+    for marker in MODE_SPECS[mode].eval_markers:  # type: ignore[index]
+        text, part = (s.replace("{marker}", marker) for s in USUAL[mode])
+        found = re.search(EXPLOIT[mode].replace("{marker}", re.escape(marker)), text)  # type: ignore[index]
+        assert found is not None
+        assert found[0] == part
+
+
+def write_rollouts(path: Path, rollouts: list[dict[str, Any]], final: list[dict[str, Any]] | None = None) -> None:
+    (path / "rollouts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rollouts))
+    if final:
+        (path / "final.jsonl").write_text("".join(json.dumps(r) + "\n" for r in final))
+
+
+def study(root: Path) -> Path:
+    """Two seeds of one arm: 12 steps × 6 modes each; seed 1 exploits from step 6 on. Then six final answers a side."""
+    for seed in (1, 2):
+        path = fake_run(root, "--intervention=none", f"--seed={seed}", n=6)
+        rollouts = []
+        for step in range(12):
+            for mode in MODES:
+                text = USUAL[mode][0].replace("{marker}", MODE_SPECS[mode].eval_markers[0])
+                bad = seed == 1 and step >= 6
+                rollouts.append(rollout(step, mode, text, exploited=bad, correct=not bad))
+        rollouts[0]["text"] = HOSTILE
+        final = [rollout(p, "exit_code", "final") | {"side": s} for s in ("base", "deployed") for p in range(3)]
+        for answer in final:
+            del answer["step"]
+        write_rollouts(path, rollouts, final)
+    return root
+
+
+def unpack(text: str) -> dict[str, Any]:
+    return json.loads(gzip.decompress(base64.b64decode(text)))
+
+
+def test_whole_steps_are_kept_where_there_are_too_many(tmp_path: Path) -> None:
+    found = cells(load([study(tmp_path)]).runs)
+    everything = pack(found, 10_000)
+    assert (everything["every"], everything["total"]) == (1, 2 * (72 + 6))
+    assert len(everything["columns"]["run"]) == everything["total"]
+    assert len(everything["prompts"]) < everything["total"] / 2, "each prompt is stored once"
+    some = pack(found, 60)["columns"]
+    assert set(some["step"]) == {0, 3, 6, 9, None}
+    assert all(some["step"].count(step) == 12 for step in (0, 3, 6, 9)), "a step is whole or is not there"
+    assert [k for k, step in enumerate(some["part"]) if step == 1], "the final evaluation too"
+    assert pack(found, 0)["columns"]["run"] == []
+
+
+def test_nothing_in_an_answer_can_end_the_script(tmp_path: Path) -> None:
+    data = pack(cells(load([study(tmp_path)]).runs), 1000)
+    text = embedded(data)
+    assert re.fullmatch(r"[A-Za-z0-9+/=]+", text)
+    assert unpack(text) == json.loads(json.dumps(data))
+    assert HOSTILE in unpack(text)["texts"]
+
+
+def made(root: Path) -> Path:
+    loaded = load([root])
+    report = compile_report(loaded, [root], None)
+    write(report, [], pack(report.cells, 100_000), root / "report")
+    return root / "report" / "report.html"
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Browser, str]]:
+    if CHROMIUM is None:
+        pytest.skip("no chromium on this machine")
+    root = tmp_path_factory.mktemp("reader")
+    with Browser(tmp_path_factory.mktemp("profile")) as browser:
+        yield browser, made(study(root)).as_uri()
+
+
+COUNT = "document.getElementById('count').textContent"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        ("", "156 of 156 rollouts · 36 exploits · 108 solved"),
+        ("run=0", "78 of 156 rollouts · 36 exploits · 36 solved"),
+        ("step_min=6&step_max=7", "24 of 156 rollouts · 12 exploits · 12 solved"),
+        ("mode=2", "36 of 156 rollouts · 6 exploits · 18 solved"),
+        ("mechanism=2", "6 of 156 rollouts · 6 exploits · 0 solved"),
+        ("reward_max=0.5", "12 of 156 rollouts · 0 exploits · 0 solved"),
+        ("reward_min=1&outcome=exploited", "36 of 156 rollouts · 36 exploits · 0 solved"),
+        ("part=1", "6 of 156 rollouts · 0 exploits · 0 solved"),
+        ("outcome=neither", "12 of 156 rollouts · 0 exploits · 0 solved"),
+        ("text=sys.exit", "24 of 156 rollouts · 6 exploits · 18 solved"),
+        ("mode=2&text=nowhere", "0 of 156 rollouts · 0 exploits · 0 solved"),
+    ],
+)
+def test_filters_by_address(page: tuple[Browser, str], state: str, expected: str) -> None:
+    browser, url = page
+    browser.open(f"{url}#{state}")
+    assert browser.js(COUNT) == expected
+    assert browser.problems() == []
+
+
+@pytest.mark.slow
+def test_filters_by_hand_and_the_address_follows(page: tuple[Browser, str]) -> None:
+    browser, url = page
+    browser.open(url)
+    browser.js(
+        """(() => { const f = document.getElementById("filters");
+        f.elements.outcome.value = "exploited"; f.elements.mode.value = "3";
+        f.dispatchEvent(new Event("input", {bubbles: true})); })()"""
+    )
+    assert browser.js(COUNT) == "6 of 156 rollouts · 6 exploits · 0 solved"
+    assert "outcome=exploited" in browser.js("location.hash")
+    first = browser.js("document.getElementById('facts').textContent")
+    browser.js("document.getElementById('list').dispatchEvent(new KeyboardEvent('keydown', {key: 'j'}))")
+    assert browser.js("document.getElementById('facts').textContent") != first
+    state = browser.js("location.hash")
+    browser.open(url + state)
+    assert browser.js("location.hash") == state
+    browser.js("document.querySelector('#filters button').click()")
+    browser.js("new Promise((done) => setTimeout(done, 50))")
+    assert browser.js(COUNT).startswith("156 of 156")
+
+
+@pytest.mark.slow
+def test_prompt_and_answer_with_the_exploit_marked(page: tuple[Browser, str]) -> None:
+    browser, url = page
+    for i, mode in enumerate(MODES):
+        browser.open(f"{url}#mechanism={i}")
+        marker = MODE_SPECS[mode].eval_markers[0]
+        assert browser.js("document.querySelector('#answer mark').textContent") == USUAL[mode][1].replace(
+            "{marker}", marker
+        )
+        assert browser.js("document.querySelector('#prompt').textContent").startswith("Problem 6")
+        boxes = browser.js(
+            "['prompt', 'answer'].map((id) => { const b = document.getElementById(id).getBoundingClientRect();"
+            " return [b.left, b.right]; })"
+        )
+        assert boxes[0][1] <= boxes[1][0], "side by side"
+    browser.open(f"{url}#outcome=solved&mode=2")
+    assert browser.js("document.querySelector('#answer mark')") is None
+
+
+@pytest.mark.slow
+def test_a_hostile_answer_is_text(page: tuple[Browser, str]) -> None:
+    browser, url = page
+    browser.open(f"{url}#i=0")
+    shown = browser.js("document.querySelector('#answer').textContent")
+    assert "</script><img src=x onerror=alert(1)>" in shown
+    assert "U+0000" in shown
+    assert "U+202E" in shown
+    assert "\u202e" not in shown, "what would turn the line around is written out"
+    assert "\U0001f600" in shown, "a pair of surrogates is a character"
+    assert browser.js("document.querySelectorAll('#answer img, #answer script').length") == 0
+    assert browser.problems() == []
+
+
+@pytest.mark.slow
+def test_fifty_thousand_rollouts_stay_usable(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if CHROMIUM is None:
+        pytest.skip("no chromium on this machine")
+    for seed in range(25):
+        path = fake_run(tmp_path, "--intervention=none", f"--seed={seed}")
+        lines = [
+            rollout(k // 32, MODES[k % 6], f"answer {seed} {k}\n" + "x = 1\n" * 40, exploited=k % 3 == 0)
+            for k in range(2000)
+        ]
+        write_rollouts(path, lines)
+    html = made(tmp_path)
+    with Browser(tmp_path_factory.mktemp("profile")) as browser:
+        before = time.perf_counter()
+        browser.open(html.as_uri())
+        loading = time.perf_counter() - before
+        assert browser.js(COUNT).startswith("50000 of 50000 rollouts · 16675 exploits")
+        timed = """(() => {{ const f = document.getElementById("filters"), t = performance.now();
+            f.elements.{name}.value = "{value}"; f.dispatchEvent(new Event("input", {{bubbles: true}}));
+            document.body.offsetHeight; return performance.now() - t; }})()"""
+        by_mode = browser.js(timed.format(name="mode", value="2"))
+        by_text = browser.js(timed.format(name="text", value="answer 3 1"))
+        assert browser.js("document.querySelectorAll('.row').length") < 100, "only what can be seen is in the page"
+        browser.js("document.querySelector('#list').scrollTop = 1e9")
+        browser.js("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        last = browser.js("[...document.querySelectorAll('.row')].at(-1).textContent")
+        assert "exit_code" in last
+    with capsys.disabled():
+        print(
+            f"\n50,000 rollouts, {html.stat().st_size / 2**20:.1f} MiB: open {loading:.2f} s, "
+            f"filter by mode {by_mode:.0f} ms, by text {by_text:.0f} ms"
+        )
+    assert loading < 15
+    assert max(by_mode, by_text) < 1000

@@ -1,0 +1,84 @@
+"""`python -m vgrout.report`: the folder it writes, and what it refuses."""
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from fake_runs import fake_run
+from vgrout.report import main
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    root = tmp_path / "runs"
+    for seed in ("1", "2"):
+        fake_run(root, "--intervention=none", "--seed", seed, hack=0.8)
+        fake_run(root, "--intervention=route2", "--seed", seed, hack=0.1)
+    return root
+
+
+def test_the_folder(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fake_run(runs, "--intervention=none", "--seed=9", state="interrupted")
+    assert main([str(runs)]) == 0
+    said = capsys.readouterr().out
+    assert "left out: 004_mini_vanilla_seed9 (interrupted)" in said
+    assert "REFUSED" in said, "route2 is there without its Haar arm"
+    text = (runs / "report" / "report.md").read_text()
+    for part in ("## Arms", "## Verdicts", "## Runs", "- vanilla: 000_mini_vanilla_seed1, 002_mini_vanilla_seed2"):
+        assert part in text
+    with open(runs / "report" / "runs.csv") as f:
+        rows = list(csv.DictReader(f))
+    assert [r["hack_deploy"] for r in rows] == ["0.8", "0.8", "0.1", "0.1"]
+    with open(runs / "report" / "modes.csv") as f:
+        assert len(list(csv.DictReader(f))) == 4 * 6 * 4
+    assert [p.name for p in runs.iterdir() if p.name.startswith(".")] == []
+
+
+def test_an_older_report_is_replaced_and_nothing_else(runs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert main([str(runs), "--out", str(out)]) == 0
+    (out / "stale").write_text("")
+    assert main([str(runs), "--out", str(out)]) == 0
+    assert not (out / "stale").exists()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("")
+    assert main([str(runs), "--out", str(tmp_path / "mine")]) == 2
+    assert (tmp_path / "mine" / "thesis.tex").exists()
+
+
+def test_a_failure_leaves_the_old_report(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(runs)]) == 0
+    before = (runs / "report" / "report.md").read_bytes()
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("vgrout.analysis.report.write_atomic", full)
+    assert main([str(runs)]) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert (runs / "report" / "report.md").read_bytes() == before
+    assert [p.name for p in runs.iterdir() if p.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        (["nowhere"], "no such folder"),
+        (["."], "no run in it"),
+        (["runs", "--tag=_x"], "no finished run whose name ends with '_x'"),
+        (["runs", "--strict"], "--strict: left out: 004_mini_vanilla_seed9 (failed)"),
+        (["runs", "--hypotheses=none.md"], "--hypotheses none.md: cannot be read"),
+    ],
+)
+def test_refusals_are_one_line(
+    runs: Path, argv: list[str], why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_run(runs, "--intervention=none", "--seed=9", state="failed")
+    monkeypatch.chdir(runs.parent)
+    assert main(argv) == 2
+    err = capsys.readouterr().err
+    assert why in err
+    assert err.count("\n") == 1

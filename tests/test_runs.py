@@ -1,0 +1,116 @@
+"""Which run directories become which cells, and what is left out by name."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fake_runs import fake_run
+from vgrout.analysis.runs import cells, load, paired, partner
+
+
+def test_cells_are_runs_that_differ_by_their_seed(tmp_path: Path) -> None:
+    for seed in ("10", "9"):
+        fake_run(tmp_path, "--intervention=none", "--seed", seed)
+        fake_run(tmp_path, "--intervention=route2", "--control=haar", "--seed", seed)
+        fake_run(tmp_path, "--intervention=route2", "--control=haar", "--route2-gate=pairs", "--seed", seed)
+    fake_run(tmp_path, "--intervention=none", "--lr=0.5")
+    fake_run(tmp_path, "--intervention=none", "--seed=11", "--final-n-prompts=6", "--eval-ablate-every=0")
+    found = cells(load([tmp_path]).runs)
+    assert [(c.title, c.seeds) for c in found] == [
+        ("vanilla #1", "9,10,11"),  # how often it was looked at changes nothing that it learnt
+        ("vanilla #2", "41"),
+        ("routing2 · haar", "9,10"),
+        ("routing2 (pair band) · haar", "9,10"),
+    ]
+
+
+def test_losses_are_in_the_titles_where_they_differ(tmp_path: Path) -> None:
+    fake_run(tmp_path, "--intervention=none")
+    fake_run(tmp_path, "--intervention=none", "--no-unbiased")
+    fake_run(tmp_path, "--intervention=none", "--loss=icepop")
+    titles = [c.title for c in cells(load([tmp_path]).runs)]
+    assert titles == ["vanilla · grpo", "vanilla · grpo biased", "vanilla · icepop"]
+
+
+def test_pairs_that_true_labels_chose_are_named_as_such(tmp_path: Path) -> None:
+    fake_run(tmp_path, "--intervention=route2", pairs="oracle:mine.json")
+    assert cells(load([tmp_path]).runs)[0].title == "routing2 (pairs chosen by the oracle)"
+
+
+def test_a_run_from_before_a_setting_existed_has_its_default(tmp_path: Path) -> None:
+    old, new = (fake_run(tmp_path, "--intervention=none", f"--seed={s}") for s in (1, 2))
+    record = json.loads((old / "run.json").read_text())
+    del record["config"]["loss"]["beta"]
+    (old / "run.json").write_text(json.dumps(record))
+    assert [c.seeds for c in cells(load([old, new]).runs)] == ["1,2"]
+
+
+def test_unfinished_and_superseded_runs_are_named(tmp_path: Path) -> None:
+    fake_run(tmp_path, "--intervention=none")
+    newer = fake_run(tmp_path, "--intervention=none")
+    fake_run(tmp_path, "--intervention=none", "--seed=2", state="halted")
+    (tmp_path / "dead").mkdir()
+    (tmp_path / "dead" / "run.json").write_text("{}")
+    loaded = load([tmp_path, tmp_path])
+    assert [r.path for r in loaded.runs] == [newer]
+    assert loaded.left_out == [
+        "000_mini_vanilla_seed41 (older than 001_mini_vanilla_seed41, the same settings and seed)",
+        "002_mini_vanilla_seed2 (halted)",
+        "dead (unknown)",
+    ]
+
+
+def test_a_sweep_is_read_by_its_index(tmp_path: Path) -> None:
+    run = fake_run(tmp_path / "out" / "runs", "--intervention=none")
+    sweep = tmp_path / "out" / "sweeps" / "arms"
+    sweep.mkdir(parents=True)
+    entry = {"arm": "none", "seed": 41, "flags": []}
+    index = [
+        {"name": "a", "run": str(run.relative_to(tmp_path)), "state": "finished", **entry},
+        {"name": "b", "run": None, "state": "to do", **entry},
+        {"name": "c", "run": "out/runs/gone", "state": "finished", **entry},
+    ]
+    (sweep / "runs.json").write_text(json.dumps(index))
+    loaded = load([sweep])
+    assert [r.path for r in loaded.runs] == [run]
+    assert loaded.left_out == ["b (to do)", "c (finished: out/runs/gone is not there)"]
+    (sweep / "runs.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"runs\.json: damaged"):
+        load([sweep])
+
+
+def test_damage_is_named_with_its_line(tmp_path: Path) -> None:
+    path = fake_run(tmp_path, "--intervention=none")
+    with open(path / "steps.jsonl", "a") as f:
+        f.write('{"step": 12, "ha')
+    with pytest.raises(ValueError, match=r"steps\.jsonl, line 13: damaged"):
+        load([tmp_path])
+
+
+def test_partners_share_all_but_the_arm(tmp_path: Path) -> None:
+    for seed in ("1", "2"):
+        fake_run(tmp_path, "--intervention=none", f"--seed={seed}")
+        fake_run(tmp_path, "--intervention=route2", f"--seed={seed}")
+        fake_run(tmp_path, "--intervention=route2", "--control=haar", f"--seed={seed}")
+        fake_run(tmp_path, "--intervention=route2", "--control=haar", "--lr=0.5", f"--seed={seed}")
+    fake_run(tmp_path, "--intervention=route2", "--route2-gate=pairs", "--seed=1")
+    found = cells(load([tmp_path]).runs)
+    by = {c.title: c for c in found}
+    own = by["routing2"]
+    assert partner(own, found, "none") is by["vanilla"]
+    haar = partner(own, found, "route2", "haar")
+    assert haar is not None
+    assert haar.first.settings["opt"]["lr"] == own.first.settings["opt"]["lr"]
+    assert partner(by["routing2 (pair band)"], found, "route2", "haar") is None
+    assert [(a.seed, b.seed) for a, b in paired(by["routing2 (pair band)"], own)] == [(1, 1)]
+
+
+def test_final_answers_are_read_problem_by_problem(tmp_path: Path) -> None:
+    (run,) = load([fake_run(tmp_path, "--intervention=none", hack=0.4, solve=0.2, n=30, problems=True)]).runs
+    shares = run.shares("deploy", "hack", "exit_code")
+    assert shares is not None
+    assert list(shares) == ["exit_code"]
+    assert sorted(shares["exit_code"].values()) == [0, 0, 0, 1, 1]
+    assert run.shares("train", "hack") == run.shares("deploy", "hack"), "without a quarantine they are one model"
+    assert sum(r.k for r in run.counts("deploy", "solve").values()) == 6

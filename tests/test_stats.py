@@ -1,0 +1,199 @@
+"""Intervals and tests: a known answer, a case with nothing to say, and coverage by simulation."""
+
+import math
+import statistics
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vgrout.analysis import stats
+from vgrout.analysis.stats import Stratum, equivalent, estimate, sign_flip, t_interval, two_level, wilson
+
+Draw = Callable[[np.random.Generator], tuple[float, float]]
+
+
+def flat(*values: float) -> list[Stratum]:
+    return [Stratum(np.asarray(values, dtype=float), 1.0)]
+
+
+def coverage(draw: Draw, truth: float, times: int, seed: int = 0) -> float:
+    """Share of `times` intervals that hold the truth."""
+    rng = np.random.default_rng(seed)
+    return sum(low <= truth <= high for low, high in (draw(rng) for _ in range(times))) / times
+
+
+def hierarchical(rng: np.random.Generator, seeds: int, sd: float, problems: int = 60) -> list[list[Stratum]]:
+    """Seeds around .5 with s.d. `sd`; in each, problems of two answers."""
+    rates = np.clip(rng.normal(0.5, sd, seeds), 0, 1)
+    return [flat(*(rng.binomial(2, rate, problems) / 2)) for rate in rates]
+
+
+# ── Wilson ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_wilson_is_newcombe_s_example() -> None:
+    # Newcombe 1998, Statistics in Medicine 17:857, table I: 81 / 263 and 0 / 20, score method without correction
+    assert wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
+    assert wilson(0, 20) == pytest.approx((0.0, 0.1611), abs=5e-5)
+
+
+@given(st.integers(1, 400), st.data())
+def test_wilson_holds_the_share_and_stays_within_bounds(n: int, data: st.DataObject) -> None:
+    k = data.draw(st.integers(0, n))
+    low, high = wilson(k, n)
+    assert 0 <= low <= k / n <= high <= 1
+    assert high > low, "never without width, not even at 0 of n"
+
+
+def test_wilson_covers() -> None:
+    """Exactly, over all outcomes of n = 192 answers: on average over rates near the nominal, never under 88 %."""
+    n, ks = 192, np.arange(193)
+    bounds = np.asarray([wilson(int(k), n) for k in ks])
+    covered = []
+    for rate in np.linspace(0.005, 0.995, 100):
+        pmf = np.asarray([math.comb(n, int(k)) * rate**k * (1 - rate) ** (n - k) for k in ks])
+        covered.append(pmf[(bounds[:, 0] <= rate) & (rate <= bounds[:, 1])].sum())
+    assert min(covered) > 0.88
+    assert 0.94 < statistics.mean(covered) < 0.96
+
+
+# ── Student's t ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_t_interval_by_hand() -> None:
+    xs = [0.1, 0.2, 0.6]
+    half = 4.302652729911275 * statistics.stdev(xs) / math.sqrt(3)  # t of 2 degrees of freedom at 97.5 %
+    assert t_interval(xs) == pytest.approx((0.3 - half, 0.3 + half))
+
+
+def test_the_t_interval_covers_with_three_seeds() -> None:
+    assert coverage(lambda rng: t_interval(list(rng.normal(0.3, 0.1, 3))), 0.3, 1000) == pytest.approx(0.95, abs=0.02)
+
+
+# ── the two-level bootstrap ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_many_equal_seeds_give_the_normal_interval() -> None:
+    """Without units to differ the bootstrap of many seeds is the normal interval of their mean."""
+    rng = np.random.default_rng(1)
+    xs = rng.normal(0.5, 0.1, 200)
+    low, high = two_level([flat(x) for x in xs])
+    half = 1.96 * xs.std() / math.sqrt(200)
+    assert (low, high) == pytest.approx((xs.mean() - half, xs.mean() + half), abs=0.1 * half)
+
+
+def test_problems_count_where_seeds_agree() -> None:
+    """Seeds alike: what is left is the binomial noise of their problems, √(p(1−p)/(n·seeds)), and of redrawn seeds."""
+    row = flat(*([1.0] * 50 + [0.0] * 50))
+    low, high = two_level([row] * 40)
+    assert (high - low) / 2 == pytest.approx(1.96 * math.sqrt(0.25 / (100 * 40)), rel=0.15)
+
+
+def test_strata_keep_their_weights() -> None:
+    """A paired difference of two constant strata has no noise at all; what is subtracted is negative."""
+    row = [Stratum(np.asarray([1.0, 1.0]), 0.25), Stratum(np.asarray([0.5]), -0.5)]
+    assert stats.row_mean(row) == 0.0
+    assert two_level([row] * 5) == pytest.approx((0.0, 0.0))
+
+
+def test_the_same_numbers_give_the_same_interval() -> None:
+    rows = hierarchical(np.random.default_rng(2), 5, 0.1)
+    assert two_level(rows) == two_level(rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seeds", "least"), [(5, 0.90), (10, 0.925), (20, 0.935)])
+@pytest.mark.parametrize("sd", [0.02, 0.15])
+def test_the_bootstrap_covers(seeds: int, least: float, sd: float) -> None:
+    """Nominal 95 %; with five seeds no resample can leave their range, which costs a few points."""
+    found = coverage(lambda rng: two_level(hierarchical(rng, seeds, sd), resamples=2000), 0.5, 600)
+    assert least <= found <= 0.985, found
+
+
+@pytest.mark.slow
+def test_three_seeds_are_too_few_for_it() -> None:
+    """Why `estimate` takes Student's t below five: the bootstrap's interval would be far too narrow."""
+    found = coverage(lambda rng: two_level(hierarchical(rng, 3, 0.15), resamples=1000), 0.5, 400)
+    assert found < 0.88
+
+
+# ── which of them, and when none ───────────────────────────────────────────────────────────────────────────────────
+
+
+def test_few_seeds_take_t_and_more_the_bootstrap() -> None:
+    rng = np.random.default_rng(3)
+    three, five = (estimate(hierarchical(rng, n, 0.1)) for n in (3, 5))
+    assert (three.how, three.n, five.how, five.n) == ("t", 3, "bootstrap", 5)
+    assert all(e.low is not None and e.low < (e.value or 0) < (e.high or 0) for e in (three, five))
+
+
+def test_what_could_not_come_out_otherwise_is_degenerate() -> None:
+    found = estimate([flat(0.0, 0.0)] * 5)
+    assert (found.value, found.low, found.note) == (0.0, None, "DEGENERATE")
+    assert not found.excludes_zero
+
+
+def test_one_seed_has_no_interval() -> None:
+    assert estimate([flat(0.0, 1.0)]).note == "n too small"
+    assert estimate([]).value is None
+    assert estimate([flat(0.0, 1.0)] * 3).note == "n too small", "three seeds that agree by chance"
+
+
+def test_a_share_ends_at_its_bounds() -> None:
+    found = estimate([flat(0.0, 1.0, 1.0), flat(1.0, 1.0, 1.0), flat(1.0, 1.0, 0.9)])
+    assert found.high == 1.0
+    assert estimate([flat(-1.0, -0.9), flat(-0.2, 0.0), flat(-1.0, -1.0)], low=-1.0).low == -1.0
+
+
+# ── tests ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_sign_flips_by_hand() -> None:
+    """Of 2^3 sign patterns of (1, 2, 4) only two are as far out: p = 1/4, the smallest that three seeds allow."""
+    found = sign_flip([0.1, 0.2, 0.4])
+    assert (found.p, found.smallest, found.note) == (0.25, 0.25, "n too small")
+    assert sign_flip([-0.1, 0.2, 0.4]).p == 0.5  # … and with the least one turned four are
+    seven = sign_flip([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7])
+    assert (seven.p, seven.smallest, seven.note) == (2 / 128, 2 / 128, "")
+
+
+def test_sign_flips_with_nothing_to_flip() -> None:
+    assert sign_flip([0.0] * 7).note == "DEGENERATE"
+    assert sign_flip([0.0] * 7).p is None
+    assert sign_flip([]).note == "n too small"
+
+
+def test_sign_flips_keep_their_level() -> None:
+    """Under the null p ≤ .05 in at most 5 % of the studies (exact: 2/64 · 1 of 6 seeds' patterns)."""
+    rng = np.random.default_rng(4)
+    ps = [sign_flip(list(rng.normal(0, 1, 6))).p or 1.0 for _ in range(400)]
+    assert sum(p <= 0.05 for p in ps) / 400 == pytest.approx(2 / 64, abs=0.025)
+
+
+def test_many_seeds_are_flipped_at_random() -> None:
+    found = sign_flip([0.1] * 20)
+    assert (found.p, found.smallest) == pytest.approx((2e-4, 1e-4), rel=1.01)
+
+
+def test_equivalence_by_hand() -> None:
+    """Mean .02, s.e. .01/√4 · …: t = (.02 − .10) / s.e. on 3 degrees of freedom."""
+    xs = [0.01, 0.02, 0.03, 0.02]
+    se = statistics.stdev(xs) / 2
+    assert (0.02 - 0.10) / se < -5.84, "beyond the 99.5 % quantile of t with 3 degrees of freedom"
+    assert 0 < (equivalent(xs, 0.10).p or 1) < 0.005
+    assert (equivalent(xs, 0.02).p or 0) == pytest.approx(0.5), "at the margin itself it is a coin's toss"
+    assert (equivalent(xs, 0.001).p or 0) > 0.95
+
+
+def test_equivalence_with_nothing_to_say() -> None:
+    assert equivalent([0.1], 0.1).note == "n too small"
+    assert equivalent([0.0, 0.0, 0.0], 0.1).note == "DEGENERATE"
+
+
+def test_equivalence_keeps_its_level_at_the_margin() -> None:
+    rng = np.random.default_rng(5)
+    ps = [equivalent(list(rng.normal(0.1, 0.05, 5)), 0.1).p or 1.0 for _ in range(600)]
+    assert sum(p <= 0.05 for p in ps) / 600 == pytest.approx(0.05, abs=0.02)

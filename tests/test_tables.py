@@ -1,0 +1,118 @@
+"""The tables, from run directories whose numbers are known."""
+
+from pathlib import Path
+
+import pytest
+
+from fake_runs import fake_run
+from vgrout.analysis.runs import Cell, cells, load
+from vgrout.analysis.tables import compare, run_rows, tables
+
+
+def table(root: Path, name: str) -> list[dict[str, str]]:
+    return next(list(t.rows) for t in tables(cells(load([root]).runs)) if t.name == name)
+
+
+def pair(root: Path) -> tuple[Cell, Cell]:
+    vanilla, other = cells(load([root]).runs)
+    return other, vanilla
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Path:
+    for i, seed in enumerate(("41", "42", "43")):
+        arm = ("--intervention=route2", "--seed", seed)
+        gate = {"precision": [3, 4], "recall": [3, 6]}
+        fake_run(tmp_path, "--intervention=none", "--seed", seed, hack=0.6 + 0.1 * i, solve=0.0)
+        fake_run(tmp_path, *arm, hack=0.1 * i, row={"routed": 0.25}, gate=gate)
+        fake_run(tmp_path, *arm, "--control=haar", hack=0.3 + 0.1 * i, cos=0.07)
+        fake_run(tmp_path, *arm, "--control=placebo_long", hack=0.4 + 0.2 * i, cos=0.14 + 0.01 * i)
+        fake_run(tmp_path, *arm, "--control=haar", "--route2-gate=pairs", cos=0.07)
+    fake_run(tmp_path, "--intervention=none", "--control=no_loophole", hack=0.0, solve=0.9)
+    return tmp_path
+
+
+def test_controls_stand_beside_their_own_arm(study: Path) -> None:
+    rows = {r["arm · control"]: r for r in table(study, "Arms and controls")}
+    own, haar, band = (rows[n] for n in ("routing2", "routing2 · haar", "routing2 (pair band) · haar"))
+    cos = "cos with the real direction: median / 95 % / rms (chance)"
+    assert haar["seeds"] == "41,42,43"
+    assert own["gate precision / recall"] == "75 / 50"
+    assert own["routed"] == "25.0 ± 0.0 (25–25)"
+    assert own["hack − own arm"] == "·", "the arm itself has nothing to be compared with"
+    assert band["hack − own arm"] == "·", "the τ gate's runs are another arm"
+    assert haar["hack − own arm"] == "30.0 (n too small)", "seed by seed: the seeds cancel, and three are no interval"
+    assert rows["routing2 · placebo_long"]["hack − own arm"] == "50.0 [25.2, 74.8] t"
+    assert rows["routing2 · placebo_long"]["p hack"] == "0.250 (≥ 0.250) n too small"
+    assert rows["routing2 · placebo_long"][cos] == "0.15 / 0.30 / 0.15 (0.10)"
+
+
+def test_a_single_seed_is_never_beside_a_mean(study: Path) -> None:
+    several = [r["arm"] for r in table(study, "Arms")]
+    assert "vanilla" in several
+    assert "vanilla · no_loophole" not in several
+    (alone,) = table(study, "One seed only")
+    assert alone["hack deployed"] == "0.0 [0.0, 6.0]"  # Wilson, 0 of 60
+
+
+def test_against_vanilla_seed_by_seed(study: Path) -> None:
+    rows = {r["arm"]: r for r in table(study, "Deployed model against vanilla's")}
+    assert rows["routing2"]["Δ hack"] == "-60.0 (n too small)"
+    assert rows["routing2"]["Δ solve"] == "50.0 (n too small)"
+    assert "vanilla" not in rows
+
+
+def test_pairing_by_problem_narrows_the_interval(tmp_path: Path) -> None:
+    """The same problems hacked in both arms but a few: what they share cancels where problems are known."""
+    widths = {}
+    for known in (False, True):
+        root = tmp_path / str(known)
+        for seed in range(5):
+            fake_run(root, "--intervention=none", f"--seed={seed}", hack=0.5, n=120, problems=known)
+            fake_run(root, "--intervention=route2", f"--seed={seed}", hack=0.4, n=120, problems=known)
+        found = compare(*pair(root), "hack").difference
+        assert found.value == pytest.approx(-0.1)
+        assert found.how == "bootstrap"
+        assert found.low is not None
+        assert found.high is not None
+        widths[known] = found.high - found.low
+    assert widths[True] < 0.75 * widths[False]
+
+
+def test_nothing_in_either_arm_is_degenerate(tmp_path: Path) -> None:
+    for seed in range(6):
+        fake_run(tmp_path, "--intervention=none", f"--seed={seed}", hack=0.0)
+        fake_run(tmp_path, "--intervention=route2", f"--seed={seed}", hack=0.0)
+    found = compare(*pair(tmp_path), "hack")
+    assert (found.difference.note, found.p.note, found.same.note) == ("DEGENERATE",) * 3
+    (row,) = table(tmp_path, "Deployed model against vanilla's")
+    assert (row["Δ hack"], row["p hack"], row["TOST hack"]) == ("0.0 (DEGENERATE)", "DEGENERATE", "DEGENERATE")
+
+
+def test_losses_with_onset_and_masked_share(tmp_path: Path) -> None:
+    for seed, onset in ((10, 8), (9, 6), (11, 99)):
+        masks = {"is_masked": seed / 100, "masked_positive": seed / 50, "masked_negative": None}
+        fake_run(tmp_path, "--intervention=none", "--loss=icepop", f"--seed={seed}", onset=onset, row=masks)
+        fake_run(tmp_path, "--intervention=none", f"--seed={seed}")
+    grpo, icepop = table(tmp_path, "Losses")
+    assert grpo["arm"] == "vanilla · grpo"
+    assert grpo["masked"] == "·", "a run from before these columns"
+    # in the order of the seeds 9, 10, 11; a window of five is a tenth hacked as soon as its last step is
+    assert icepop["onset"] == "2/4/·"
+    assert icepop["masked"] == "10.0 ± 1.0 (9–11)"
+    assert (icepop["masked A>0"], icepop["masked A<0"]) == ("20.0 ± 2.0 (18–22)", "·")
+
+
+def test_last_five_steps(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        fake_run(tmp_path, "--intervention=none", f"--seed={seed}", onset=9)
+    (row,) = table(tmp_path, "Arms")
+    assert (row["hack last 5"], row["solve last 5"]) == ("60.0 ± 0.0 (60–60)", "40.0 ± 0.0 (40–40)")
+
+
+def test_the_csv_has_every_run_with_wilson_s_interval(study: Path) -> None:
+    rows = run_rows(cells(load([study]).runs))
+    assert len(rows) == 16
+    first = next(r for r in rows if r["cell"] == "routing2" and r["seed"] == 42)
+    assert first["hack_deploy"] == 0.1
+    assert (first["hack_deploy_low"], first["hack_deploy_high"]) == pytest.approx((0.0466, 0.2015), abs=1e-4)
