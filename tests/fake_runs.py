@@ -1,10 +1,12 @@
 """Run directories with known numbers, written by hand: only what a report reads."""
 
 import json
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from vgrout.config import ARM_NAME, parse
+from vgrout.config import ARM_NAME, Config, parse
 from vgrout.nouns import MODES
 
 SIDES = ("base", "train", "deploy", "plain")
@@ -12,9 +14,15 @@ TIMES = {"sec": 1.0, "gen": 0.25, "grade": 0.25, "fb": 0.25, "eval": 0.25}
 STEPS = 12
 
 
+@cache
+def _config(*flags: str) -> Config:
+    return parse(["mini", *flags])
+
+
 def fake_run(
     root: Path,
     *flags: str,
+    seed: int = 41,
     hack: float = 0.5,
     solve: float = 0.5,
     onset: int = 99,
@@ -29,7 +37,8 @@ def fake_run(
 
     problems: write final.jsonl too, one answer a problem, the first of each mode's n/6 exploited or else solved.
     """
-    cfg = parse(["mini", *flags])
+    cfg = _config(*flags)
+    cfg = replace(cfg, run=replace(cfg.run, seed=seed))
     path = root / f"{len(list(root.glob('*/run.json'))):03d}_{cfg.run_id}"
     path.mkdir(parents=True)
     close = None if cos is None else {"median": cos, "p95": 2 * cos, "max": 3 * cos, "rms": cos, "chance_rms": 0.1}

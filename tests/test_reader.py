@@ -72,7 +72,7 @@ def write_rollouts(path: Path, rollouts: list[dict[str, Any]], final: list[dict[
 def study(root: Path) -> Path:
     """Two seeds of one arm: 12 steps × 6 modes each; seed 1 exploits from step 6 on. Then six final answers a side."""
     for seed in (1, 2):
-        path = fake_run(root, "--intervention=none", f"--seed={seed}", n=6)
+        path = fake_run(root, "--intervention=none", seed=seed, n=6)
         rollouts = []
         for step in range(12):
             for mode in MODES:
@@ -217,7 +217,7 @@ def test_fifty_thousand_rollouts_stay_usable(
     if CHROMIUM is None:
         pytest.skip("no chromium on this machine")
     for seed in range(25):
-        path = fake_run(tmp_path, "--intervention=none", f"--seed={seed}")
+        path = fake_run(tmp_path, "--intervention=none", seed=seed)
         lines = [
             rollout(k // 32, MODES[k % 6], f"answer {seed} {k}\n" + "x = 1\n" * 40, exploited=k % 3 == 0)
             for k in range(2000)

@@ -12,14 +12,14 @@ from vgrout.report import main
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
     root = tmp_path / "runs"
-    for seed in ("1", "2"):
-        fake_run(root, "--intervention=none", "--seed", seed, hack=0.8)
-        fake_run(root, "--intervention=route2", "--seed", seed, hack=0.1)
+    for seed in (1, 2):
+        fake_run(root, "--intervention=none", seed=seed, hack=0.8)
+        fake_run(root, "--intervention=route2", seed=seed, hack=0.1)
     return root
 
 
 def test_the_folder(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fake_run(runs, "--intervention=none", "--seed=9", state="interrupted")
+    fake_run(runs, "--intervention=none", seed=9, state="interrupted")
     assert main([str(runs)]) == 0
     said = capsys.readouterr().out
     assert "left out: 004_mini_vanilla_seed9 (interrupted)" in said
@@ -76,7 +76,7 @@ def test_a_failure_leaves_the_old_report(
 def test_refusals_are_one_line(
     runs: Path, argv: list[str], why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fake_run(runs, "--intervention=none", "--seed=9", state="failed")
+    fake_run(runs, "--intervention=none", seed=9, state="failed")
     monkeypatch.chdir(runs.parent)
     assert main(argv) == 2
     err = capsys.readouterr().err

@@ -10,12 +10,12 @@ from vgrout.analysis.runs import cells, load, paired, partner
 
 
 def test_cells_are_runs_that_differ_by_their_seed(tmp_path: Path) -> None:
-    for seed in ("10", "9"):
-        fake_run(tmp_path, "--intervention=none", "--seed", seed)
-        fake_run(tmp_path, "--intervention=route2", "--control=haar", "--seed", seed)
-        fake_run(tmp_path, "--intervention=route2", "--control=haar", "--route2-gate=pairs", "--seed", seed)
+    for seed in (10, 9):
+        fake_run(tmp_path, "--intervention=none", seed=seed)
+        fake_run(tmp_path, "--intervention=route2", "--control=haar", seed=seed)
+        fake_run(tmp_path, "--intervention=route2", "--control=haar", "--route2-gate=pairs", seed=seed)
     fake_run(tmp_path, "--intervention=none", "--lr=0.5")
-    fake_run(tmp_path, "--intervention=none", "--seed=11", "--final-n-prompts=6", "--eval-ablate-every=0")
+    fake_run(tmp_path, "--intervention=none", "--final-n-prompts=6", "--eval-ablate-every=0", seed=11)
     found = cells(load([tmp_path]).runs)
     assert [(c.title, c.seeds) for c in found] == [
         ("vanilla #1", "9,10,11"),  # how often it was looked at changes nothing that it learnt
@@ -39,7 +39,7 @@ def test_pairs_that_true_labels_chose_are_named_as_such(tmp_path: Path) -> None:
 
 
 def test_a_run_from_before_a_setting_existed_has_its_default(tmp_path: Path) -> None:
-    old, new = (fake_run(tmp_path, "--intervention=none", f"--seed={s}") for s in (1, 2))
+    old, new = (fake_run(tmp_path, "--intervention=none", seed=s) for s in (1, 2))
     record = json.loads((old / "run.json").read_text())
     del record["config"]["loss"]["beta"]
     (old / "run.json").write_text(json.dumps(record))
@@ -49,7 +49,7 @@ def test_a_run_from_before_a_setting_existed_has_its_default(tmp_path: Path) -> 
 def test_unfinished_and_superseded_runs_are_named(tmp_path: Path) -> None:
     fake_run(tmp_path, "--intervention=none")
     newer = fake_run(tmp_path, "--intervention=none")
-    fake_run(tmp_path, "--intervention=none", "--seed=2", state="halted")
+    fake_run(tmp_path, "--intervention=none", seed=2, state="halted")
     (tmp_path / "dead").mkdir()
     (tmp_path / "dead" / "run.json").write_text("{}")
     loaded = load([tmp_path, tmp_path])
@@ -89,12 +89,12 @@ def test_damage_is_named_with_its_line(tmp_path: Path) -> None:
 
 
 def test_partners_share_all_but_the_arm(tmp_path: Path) -> None:
-    for seed in ("1", "2"):
-        fake_run(tmp_path, "--intervention=none", f"--seed={seed}")
-        fake_run(tmp_path, "--intervention=route2", f"--seed={seed}")
-        fake_run(tmp_path, "--intervention=route2", "--control=haar", f"--seed={seed}")
-        fake_run(tmp_path, "--intervention=route2", "--control=haar", "--lr=0.5", f"--seed={seed}")
-    fake_run(tmp_path, "--intervention=route2", "--route2-gate=pairs", "--seed=1")
+    for seed in (1, 2):
+        fake_run(tmp_path, "--intervention=none", seed=seed)
+        fake_run(tmp_path, "--intervention=route2", seed=seed)
+        fake_run(tmp_path, "--intervention=route2", "--control=haar", seed=seed)
+        fake_run(tmp_path, "--intervention=route2", "--control=haar", "--lr=0.5", seed=seed)
+    fake_run(tmp_path, "--intervention=route2", "--route2-gate=pairs", seed=1)
     found = cells(load([tmp_path]).runs)
     by = {c.title: c for c in found}
     own = by["routing2"]

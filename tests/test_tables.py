@@ -20,14 +20,14 @@ def pair(root: Path) -> tuple[Cell, Cell]:
 
 @pytest.fixture
 def study(tmp_path: Path) -> Path:
-    for i, seed in enumerate(("41", "42", "43")):
-        arm = ("--intervention=route2", "--seed", seed)
+    for i, seed in enumerate((41, 42, 43)):
+        arm = "--intervention=route2"
         gate = {"precision": [3, 4], "recall": [3, 6]}
-        fake_run(tmp_path, "--intervention=none", "--seed", seed, hack=0.6 + 0.1 * i, solve=0.0)
-        fake_run(tmp_path, *arm, hack=0.1 * i, row={"routed": 0.25}, gate=gate)
-        fake_run(tmp_path, *arm, "--control=haar", hack=0.3 + 0.1 * i, cos=0.07)
-        fake_run(tmp_path, *arm, "--control=placebo_long", hack=0.4 + 0.2 * i, cos=0.14 + 0.01 * i)
-        fake_run(tmp_path, *arm, "--control=haar", "--route2-gate=pairs", cos=0.07)
+        fake_run(tmp_path, "--intervention=none", seed=seed, hack=0.6 + 0.1 * i, solve=0.0)
+        fake_run(tmp_path, arm, seed=seed, hack=0.1 * i, row={"routed": 0.25}, gate=gate)
+        fake_run(tmp_path, arm, "--control=haar", seed=seed, hack=0.3 + 0.1 * i, cos=0.07)
+        fake_run(tmp_path, arm, "--control=placebo_long", seed=seed, hack=0.4 + 0.2 * i, cos=0.14 + 0.01 * i)
+        fake_run(tmp_path, arm, "--control=haar", "--route2-gate=pairs", seed=seed, cos=0.07)
     fake_run(tmp_path, "--intervention=none", "--control=no_loophole", hack=0.0, solve=0.9)
     return tmp_path
 
@@ -68,8 +68,8 @@ def test_pairing_by_problem_narrows_the_interval(tmp_path: Path) -> None:
     for known in (False, True):
         root = tmp_path / str(known)
         for seed in range(5):
-            fake_run(root, "--intervention=none", f"--seed={seed}", hack=0.5, n=120, problems=known)
-            fake_run(root, "--intervention=route2", f"--seed={seed}", hack=0.4, n=120, problems=known)
+            fake_run(root, "--intervention=none", seed=seed, hack=0.5, n=120, problems=known)
+            fake_run(root, "--intervention=route2", seed=seed, hack=0.4, n=120, problems=known)
         found = compare(*pair(root), "hack").difference
         assert found.value == pytest.approx(-0.1)
         assert found.how == "bootstrap"
@@ -81,8 +81,8 @@ def test_pairing_by_problem_narrows_the_interval(tmp_path: Path) -> None:
 
 def test_nothing_in_either_arm_is_degenerate(tmp_path: Path) -> None:
     for seed in range(6):
-        fake_run(tmp_path, "--intervention=none", f"--seed={seed}", hack=0.0)
-        fake_run(tmp_path, "--intervention=route2", f"--seed={seed}", hack=0.0)
+        fake_run(tmp_path, "--intervention=none", seed=seed, hack=0.0)
+        fake_run(tmp_path, "--intervention=route2", seed=seed, hack=0.0)
     found = compare(*pair(tmp_path), "hack")
     assert (found.difference.note, found.p.note, found.same.note) == ("DEGENERATE",) * 3
     (row,) = table(tmp_path, "Deployed model against vanilla's")
@@ -92,8 +92,8 @@ def test_nothing_in_either_arm_is_degenerate(tmp_path: Path) -> None:
 def test_losses_with_onset_and_masked_share(tmp_path: Path) -> None:
     for seed, onset in ((10, 8), (9, 6), (11, 99)):
         masks = {"is_masked": seed / 100, "masked_positive": seed / 50, "masked_negative": None}
-        fake_run(tmp_path, "--intervention=none", "--loss=icepop", f"--seed={seed}", onset=onset, row=masks)
-        fake_run(tmp_path, "--intervention=none", f"--seed={seed}")
+        fake_run(tmp_path, "--intervention=none", "--loss=icepop", seed=seed, onset=onset, row=masks)
+        fake_run(tmp_path, "--intervention=none", seed=seed)
     grpo, icepop = table(tmp_path, "Losses")
     assert grpo["arm"] == "vanilla · grpo"
     assert grpo["masked"] == "·", "a run from before these columns"
@@ -105,7 +105,7 @@ def test_losses_with_onset_and_masked_share(tmp_path: Path) -> None:
 
 def test_last_five_steps(tmp_path: Path) -> None:
     for seed in (1, 2):
-        fake_run(tmp_path, "--intervention=none", f"--seed={seed}", onset=9)
+        fake_run(tmp_path, "--intervention=none", seed=seed, onset=9)
     (row,) = table(tmp_path, "Arms")
     assert (row["hack last 5"], row["solve last 5"]) == ("60.0 ± 0.0 (60–60)", "40.0 ± 0.0 (40–40)")
 

@@ -20,7 +20,7 @@ def told(root: Path, seeds: int = 5, **arms: tuple[float, float]) -> list[Verdic
         for seed, off in zip(range(seeds), NEAR, strict=False):
             extra = [f"--control={control}"] if control else []
             clipped = min(max(hack + off, 0.0), 1.0), min(max(solve - off, 0.0), 1.0)
-            fake_run(root, f"--intervention={name}", f"--seed={seed}", *extra, hack=clipped[0], solve=clipped[1], n=120)
+            fake_run(root, f"--intervention={name}", *extra, seed=seed, hack=clipped[0], solve=clipped[1], n=120)
     return judge(Preregistered.read(FILE), cells(load([root]).runs))
 
 
@@ -113,8 +113,8 @@ def test_one_without_a_rule_is_undecided(tmp_path: Path) -> None:
 def test_preregistration_is_by_hash(tmp_path: Path) -> None:
     filed = Preregistered.read(FILE)
     fake_run(tmp_path / "a", "--intervention=none", hypotheses=filed.sha256)
-    fake_run(tmp_path / "b", "--intervention=none", "--seed=2")
-    fake_run(tmp_path / "b", "--intervention=none", "--seed=3", hypotheses="0" * 64)
+    fake_run(tmp_path / "b", "--intervention=none", seed=2)
+    fake_run(tmp_path / "b", "--intervention=none", seed=3, hypotheses="0" * 64)
     assert filed.standing(cells(load([tmp_path / "a"]).runs)).startswith("preregistered: all 1 runs")
     both = filed.standing(cells(load([tmp_path / "a", tmp_path / "b"]).runs))
     assert both.startswith("not preregistered by hash: of 3 runs 1 carry")

@@ -5,7 +5,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +28,11 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
             except ValueError as e:
                 raise ValueError(f"{path}, line {number}: damaged ({e})") from None
+
+
+@cache
+def _usual() -> dict[str, dict[str, Any]]:
+    return {group: values for group, values in Config().as_dict().items() if isinstance(values, dict)}
 
 
 @dataclass(frozen=True)
@@ -71,10 +76,9 @@ class Run:
     def settings(self) -> dict[str, dict[str, Any]]:
         """The configuration by groups. A setting that is younger than the run has its default."""
         stored = self.record["config"]
-        usual = {group: values for group, values in Config().as_dict().items() if isinstance(values, dict)}
-        return {group: values | stored.get(group, {}) for group, values in usual.items()}
+        return {group: values | stored.get(group, {}) for group, values in _usual().items()}
 
-    @property
+    @cached_property
     def learns(self) -> str:
         """What runs must share to be compared: everything that training reads but the arm and the seed."""
         groups = {g: v for g, v in self.settings.items() if g not in ("arm", *_MEASURING)}

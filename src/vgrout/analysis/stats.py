@@ -17,6 +17,12 @@ LEVEL = 0.95
 # 1 - 2^(1-n), 75 % with three of them, 88 % with four, 94 % with five.
 ENOUGH_SEEDS = 5
 RESAMPLES = 10_000
+ROUNDING = 1e-9  # shares of finitely many answers that differ by less are equal
+
+
+def _equal(values: Float[np.ndarray, " n"] | Sequence[float]) -> bool:
+    return float(np.ptp(values)) < ROUNDING
+
 
 How = Literal["bootstrap", "t", "none"]
 
@@ -103,10 +109,10 @@ def estimate(rows: Sequence[Row], low: float = 0.0, high: float = 1.0) -> Estima
         return Estimate(None, None, None, 0, "none", "n too small")
     means = [row_mean(row) for row in rows]
     mean, n = float(np.mean(means)), len(rows)
-    if np.ptp(np.concatenate([s.values for row in rows for s in row])) == 0.0:
+    if _equal(np.concatenate([s.values for row in rows for s in row])):
         return Estimate(mean, None, None, n, "none", "DEGENERATE")
     few = n < ENOUGH_SEEDS
-    if n < 2 or (few and np.ptp(means) == 0.0):  # by chance: seeds that agree have no spread to make an interval from
+    if n < 2 or (few and _equal(means)):  # by chance: seeds that agree have no spread to make an interval from
         return Estimate(mean, None, None, n, "none", "n too small")
     a, b = t_interval(means) if few else two_level(rows)
     return Estimate(mean, max(a, low), min(b, high), n, "t" if few else "bootstrap")
@@ -118,7 +124,7 @@ def sign_flip(differences: Sequence[float]) -> PValue:
     n = len(differences)
     if n == 0:
         return PValue(None, None, "n too small")
-    if not any(differences):
+    if max(map(abs, differences)) < ROUNDING:
         return PValue(None, None, "DEGENERATE")
     exact = n <= 13
     smallest = 2.0 ** (1 - n) if exact else 1 / 10_000
@@ -137,7 +143,7 @@ def equivalent(differences: Sequence[float], margin: float) -> PValue:
     """p of TOST, two one-sided t tests (Schuirmann 1987): small where |mean difference| < margin is shown."""
     if len(differences) < 2:
         return PValue(None, None, "n too small")
-    if np.ptp(differences) == 0.0:
+    if _equal(differences):
         return PValue(None, None, "DEGENERATE")
     above = stats.ttest_1samp(differences, -margin, alternative="greater").pvalue
     below = stats.ttest_1samp(differences, margin, alternative="less").pvalue
