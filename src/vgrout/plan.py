@@ -1,6 +1,5 @@
 """Before anything heavy is loaded: read and check every input file, and say what the run would cost."""
 
-import contextlib
 import hashlib
 import shutil
 from collections.abc import Callable, Sequence
@@ -120,13 +119,16 @@ def file_hashes(cfg: Config, inputs: Inputs) -> dict[str, str | None]:
     }
 
 
+def hypotheses_file() -> Path | None:
+    """docs/hypotheses.md, in the package's checkout or else here; None: there is none."""
+    places = (folder / "docs" / "hypotheses.md" for folder in (Path(__file__).resolve().parents[2], Path.cwd()))
+    return next((p for p in places if p.is_file()), None)
+
+
 def hypotheses_sha256() -> str | None:
-    """Of docs/hypotheses.md, in the package's checkout or else here; None: there is none. What was claimed beforehand
-    may grow while a run lasts, so a resume does not ask for it."""
-    for folder in (Path(__file__).resolve().parents[2], Path.cwd()):
-        with contextlib.suppress(OSError):
-            return hashlib.sha256((folder / "docs" / "hypotheses.md").read_bytes()).hexdigest()
-    return None
+    """What was claimed beforehand may grow while a run lasts, so a resume does not ask for it."""
+    path = hypotheses_file()
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path else None
 
 
 PROMPT_TOKENS = 500  # of a LeetCode prompt: 224 to 841 on real ones

@@ -15,9 +15,9 @@ from vgrout.analysis.report import Report, compile_report, verdict_table, write
 from vgrout.analysis.rollouts import pack
 from vgrout.analysis.runs import load
 from vgrout.analysis.verdicts import Preregistered
+from vgrout.plan import hypotheses_file
 
 ON_SCREEN = ("Arms", "Deployed model against vanilla's", "Arms and controls", "Losses", "One seed only")
-HYPOTHESES = Path("docs/hypotheses.md")
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Cli:
     strict: bool = False
     """Refuse if any run is not finished."""
     hypotheses: Path | None = None
-    """Preregistered hypotheses; none: docs/hypotheses.md here or in this checkout, where there is one."""
+    """Preregistered hypotheses; none: docs/hypotheses.md of this checkout or here, where there is one."""
     rollouts: int = 50_000
     """Rollouts in report.html, about: whole steps, evenly spaced, where there are more; 0: none."""
 
@@ -51,17 +51,13 @@ def command(cli: Cli) -> None:
         among = f" among {', '.join(loaded.left_out)}" if loaded.left_out else ""
         named = f" whose name ends with {cli.tag!r}" if cli.tag else ""
         raise ValueError(f"{', '.join(map(str, cli.sources))}: no finished run{named}{among}")
-    path = cli.hypotheses or next((p for p in (HYPOTHESES, _checkout() / HYPOTHESES) if p.is_file()), None)
+    path = cli.hypotheses or hypotheses_file()
     report = compile_report(loaded, cli.sources, Preregistered.read(path) if path else None)
     out = cli.out or cli.sources[0] / "report"
     bar = partial(tqdm, desc="rollouts", unit="run", disable=None)
     write(report, pictures(report.cells), pack(report.cells, cli.rollouts, bar), out)
     print("\n\n".join(on_screen(report)))
     print(f"-> {out}")
-
-
-def _checkout() -> Path:
-    return Path(__file__).resolve().parents[2]
 
 
 def on_screen(report: Report) -> list[str]:

@@ -127,7 +127,10 @@ def _bundle(axes: Axes, cell: Cell, series: Series, colour: str, dash: object, m
 
 
 def _t_band(table: Float[np.ndarray, "seeds steps"]) -> tuple[list[float], list[float]]:
-    bands = [stats.t_interval(list(column)) if np.ptp(column) > stats.ROUNDING else (column[0], column[0]) for column in table.T]
+    bands = [
+        stats.t_interval(list(column)) if np.ptp(column) > stats.ROUNDING else (column[0], column[0])
+        for column in table.T
+    ]
     return [max(low, 0.0) for low, _ in bands], [min(high, 1.0) for _, high in bands]
 
 
