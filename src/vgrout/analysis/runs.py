@@ -35,7 +35,7 @@ def _usual() -> dict[str, dict[str, Any]]:
     return {group: values for group, values in Config().as_dict().items() if isinstance(values, dict)}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Run:
     """One finished run."""
 
@@ -194,7 +194,7 @@ class Run:
         }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Cell:
     """Runs that differ by their seed alone, one a seed, in the order of their seeds."""
 

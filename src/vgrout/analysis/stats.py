@@ -6,6 +6,7 @@ Shares are fractions. Methods are scipy's where it has them; the two-level boots
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import numpy as np
@@ -67,6 +68,7 @@ class PValue:
     note: Literal["", "DEGENERATE", "n too small"] = ""
 
 
+@cache
 def wilson(k: int, n: int) -> tuple[float, float]:
     """95 % interval of a share k / n (Wilson 1927). It takes answers as independent: for one run, not over seeds."""
     interval = stats.binomtest(k, n).proportion_ci(LEVEL, method="wilson")

@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from tabulate import tabulate
@@ -74,6 +75,7 @@ def _row(run: Run, side: str, what: What, mode: Mode | None, sign: float = 1.0) 
     return _strata(([1.0] * r.k + [0.0] * (r.n - r.k) for r in run.counts(side, what, mode).values()), sign)
 
 
+@cache
 def level(cell: Cell, side: str, what: What, mode: Mode | None = None) -> Estimate:
     """The cell's share over seeds, of the final evaluation."""
     return stats.estimate([row for r in cell.runs if (row := _row(r, side, what, mode))])
@@ -89,6 +91,7 @@ class Comparison:
     seeds: tuple[int, ...]
 
 
+@cache
 def compare(
     a: Cell, b: Cell, what: What, side: str = "deploy", mode: Mode | None = None, margin: float = MARGIN
 ) -> Comparison:
