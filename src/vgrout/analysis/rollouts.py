@@ -66,8 +66,8 @@ def pack(
     Raises:
         ValueError: a file of a run is damaged.
     """
-    titles = {id(r): c.title for c in cells for r in c.runs}
-    runs = [r for c in cells for r in c.runs]
+    titles = {r: c.title for c in cells for r in c.runs}
+    runs = list(titles)
     total = sum(_lines(r) for r in runs)
     every = max(1, math.ceil(total / limit)) if limit else 0
     prompts, texts, markers = Store(), Store(), Store()
@@ -94,7 +94,7 @@ def pack(
             for name in COLUMNS:
                 columns[name].append(row[name])
     return {
-        "runs": [{"name": r.name, "cell": titles[id(r)], "seed": r.seed} for r in runs],
+        "runs": [{"name": r.name, "cell": titles[r], "seed": r.seed} for r in runs],
         "parts": PARTS,
         "modes": MODES,
         "flags": FLAGS,
