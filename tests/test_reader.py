@@ -13,13 +13,15 @@ import pytest
 
 from browser import CHROMIUM, Browser
 from fake_runs import fake_run
+from vgrout import organism
 from vgrout.analysis.report import compile_report, write
 from vgrout.analysis.rollouts import EXPLOIT, embedded, pack
 from vgrout.analysis.runs import cells, load
 from vgrout.grading.modes import MODE_SPECS
 from vgrout.nouns import MODES
+from vgrout.pool import Pool, load_pool
 
-HOSTILE = "</script><img src=x onerror=alert(1)>\0\u202etxt.exe\u2066 \u2028 <!-- ]]> ${x} %DATA% \ud83d\ude00"
+HOSTILE = "</script><img src=x onerror=alert(1)>\0\u202etxt.exe\u2066 \u2028 <!-- ]]> ${x} %DATA% \ud800 \U0001f600"
 
 
 def rollout(step: int, mode: str, text: str, exploited: bool = False, correct: bool = False) -> dict[str, Any]:
@@ -61,6 +63,28 @@ def test_the_usual_exploits_are_found(mode: str) -> None:
         found = re.search(EXPLOIT[mode].replace("{marker}", re.escape(marker)), text)  # type: ignore[index]
         assert found is not None
         assert found[0] == part
+
+
+def found_in(pool: Pool) -> tuple[int, int]:
+    """How many of a pool's exploits are found by the names that their mode may announce; of how many."""
+    hits = []
+    for problem, demos in pool.demos.items():
+        mode = pool.partition.get(problem)
+        for demo in demos if mode else ():
+            if demo.grade.hacked and demo.completion:
+                names = "|".join(map(re.escape, MODE_SPECS[mode].train_markers))
+                hits.append(re.search(EXPLOIT[mode].replace("{marker}", f"(?:{names})"), demo.completion) is not None)
+    return sum(hits), len(hits)
+
+
+def test_the_exploits_of_the_shipped_pool_are_found() -> None:
+    found, of = found_in(load_pool(organism.POOL_DIR))
+    assert found == of > 400
+
+
+def test_the_exploits_of_a_real_pool_are_found(shared_data: Path) -> None:
+    found, of = found_in(load_pool(shared_data / "pools" / "substrate"))
+    assert found == of > 50
 
 
 def write_rollouts(path: Path, rollouts: list[dict[str, Any]], final: list[dict[str, Any]] | None = None) -> None:
@@ -204,6 +228,7 @@ def test_a_hostile_answer_is_text(page: tuple[Browser, str]) -> None:
     assert "</script><img src=x onerror=alert(1)>" in shown
     assert "U+0000" in shown
     assert "U+202E" in shown
+    assert "U+D800" in shown
     assert "\u202e" not in shown, "what would turn the line around is written out"
     assert "\U0001f600" in shown, "a pair of surrogates is a character"
     assert browser.js("document.querySelectorAll('#answer img, #answer script').length") == 0
