@@ -7,6 +7,7 @@ import pytest
 
 from fake_runs import fake_run
 from vgrout.analysis.runs import cells, load, paired, partner
+from vgrout.analysis.verdicts import plain_arms
 
 
 def test_cells_are_runs_that_differ_by_their_seed(tmp_path: Path) -> None:
@@ -18,8 +19,8 @@ def test_cells_are_runs_that_differ_by_their_seed(tmp_path: Path) -> None:
     fake_run(tmp_path, "--intervention=none", "--final-n-prompts=6", "--eval-ablate-every=0", seed=11)
     found = cells(load([tmp_path]).runs)
     assert [(c.title, c.seeds) for c in found] == [
-        ("vanilla #1", "9,10,11"),  # how often it was looked at changes nothing that it learnt
-        ("vanilla #2", "41"),
+        ("vanilla (lr 0.03)", "9,10,11"),  # how often it was looked at changes nothing that it learnt
+        ("vanilla (lr 0.5)", "41"),
         ("routing2 · haar", "9,10"),
         ("routing2 (pair band) · haar", "9,10"),
     ]
@@ -104,6 +105,20 @@ def test_partners_share_all_but_the_arm(tmp_path: Path) -> None:
     assert haar.first.settings["opt"]["lr"] == own.first.settings["opt"]["lr"]
     assert partner(by["routing2 (pair band)"], found, "route2", "haar") is None
     assert [(a.seed, b.seed) for a, b in paired(by["routing2 (pair band)"], own)] == [(1, 1)]
+
+
+def test_a_kl_term_is_a_baseline_of_vanilla(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        fake_run(tmp_path, "--intervention=none", seed=seed)
+        fake_run(tmp_path, "--intervention=none", "--beta=0.1", seed=seed)
+        fake_run(tmp_path, "--intervention=route2", seed=seed)
+        fake_run(tmp_path, "--intervention=erase", "--beta=0.3", seed=seed)
+    found = cells(load([tmp_path]).runs)
+    plain, kl, erase, route2 = found
+    assert [c.title for c in found] == ["vanilla (beta 0.0)", "vanilla (beta 0.1)", "projected", "routing2"]
+    assert [partner(c, found, "none") for c in found] == [plain, plain, None, plain]
+    assert plain_arms(found, "none") == [plain]
+    assert (kl.first.learns, erase.first.beta, route2.first.beta) == (plain.first.learns, 0.3, 0.0)
 
 
 def test_final_answers_are_read_problem_by_problem(tmp_path: Path) -> None:

@@ -76,7 +76,8 @@ def _deployed(what: What) -> Series:
 
 def dynamics(cells: Sequence[Cell]) -> Picture | None:
     """Thin: a seed. Thick: their mean. Band: its 95 % interval by Student's t."""
-    shown = [c for c in cells if c.first.control in ("none", "no_loophole")][: len(DASHES)]
+    shown = [c for c in cells if c.first.control == "none" or c.first.intervention == "none"]
+    shown = sorted(shown, key=lambda c: c.first.control not in ("none", *ANCHORS))[: len(DASHES)]
     if not shown:
         return None
     fig = Figure(figsize=(9.5, 6.4), dpi=DPI, layout="constrained")

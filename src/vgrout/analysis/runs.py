@@ -3,7 +3,7 @@
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -80,9 +80,16 @@ class Run:
 
     @cached_property
     def learns(self) -> str:
-        """What runs must share to be compared: everything that training reads but the arm and the seed."""
+        """What runs must share to be compared: everything that training reads but the arm, the seed, and β, which is a
+        baseline of its own."""
         groups = {g: v for g, v in self.settings.items() if g not in ("arm", *_MEASURING)}
+        groups["loss"] = {k: v for k, v in groups["loss"].items() if k not in ("beta", "kl")}
         return json.dumps([groups, self.final["steps"]], sort_keys=True)
+
+    @property
+    def beta(self) -> float:
+        """Weight of the KL term."""
+        return self.settings["loss"]["beta"]
 
     @property
     def loss(self) -> str:
@@ -284,7 +291,7 @@ def load(sources: Sequence[Path], tag: str = "") -> Loaded:
 
 def key(run: Run) -> str:
     """Equal for runs that differ by their seed alone."""
-    return json.dumps([run.arm, run.settings["arm"], run.learns], sort_keys=True)
+    return json.dumps([run.arm, run.settings["arm"], run.settings["loss"], run.learns], sort_keys=True)
 
 
 _ORDER = {name: i for i, name in enumerate((*ARM_NAME.values(), *CONTROLS))}
@@ -303,44 +310,49 @@ def cells(runs: Sequence[Run]) -> list[Cell]:
 
     def place(item: tuple[str, list[Run]]) -> tuple[Any, ...]:
         run = item[1][0]
-        return (
-            _ORDER.get(run.final["arm"], 99),
-            run.arm.split(" · ")[0],
-            _ORDER.get(run.control, 99),
-            plain(run),
-            item[0],
-        )
+        arm, control = _ORDER.get(run.final["arm"], 99), _ORDER.get(run.control, 99)
+        return arm, run.arm.split(" · ")[0], control, plain(run), item[0]
 
     ordered = [group for _, group in sorted(groups.items(), key=place)]
-    names = [plain(group[0]) for group in ordered]
-    seen: dict[str, int] = defaultdict(int)
-    out = []
-    for name, group in zip(names, ordered, strict=True):
-        seen[name] += 1
-        out.append(Cell(f"{name} #{seen[name]}" if names.count(name) > 1 else name, tuple(group)))
-    return out
+    names: dict[str, list[Run]] = defaultdict(list)
+    for group in ordered:
+        names[plain(group[0])].append(group[0])
+    return [Cell(plain(g[0]) + _differing(g[0], names[plain(g[0])]), tuple(g)) for g in ordered]
+
+
+def _differing(run: Run, alike: Sequence[Run]) -> str:
+    """Where several cells have one name: the settings in which they differ, and this one's values."""
+
+    def flat(r: Run) -> dict[str, Any]:
+        return {k: v for g, values in r.settings.items() if g not in _MEASURING for k, v in values.items()}
+
+    mine, all_of_them = flat(run), [flat(r) for r in alike]
+    told = [f"{k} {v}" for k, v in mine.items() if any(other.get(k) != v for other in all_of_them)]
+    return f" ({', '.join(told)})" if told else ""
+
+
+# Arm settings that a control replaces, or that it alone reads.
+_OF_CONTROLS = {"control", "route2_random_v_seed", "placebo_pairs_path", "vhack_refresh_every"}
 
 
 def partner(cell: Cell, among: Sequence[Cell], intervention: str, control: str = "none") -> Cell | None:
-    """The cell of this arm and control that was trained under the same settings otherwise; None: not in the study."""
-    idle = {"intervention", "control", "route2_random_v_seed", "placebo_pairs_path"}
-
-    def arm(run: Run) -> Mapping[str, Any]:
-        return {k: v for k, v in run.settings["arm"].items() if k not in idle}
-
+    """The cell of this arm and control that shares everything else; None: not in the study. Vanilla with a KL term of
+    its own is a baseline, and its partner the vanilla of the lowest β."""
+    run = cell.first
     found = [
         c
         for c in among
-        if (c.first.intervention, c.first.control, c.first.learns) == (intervention, control, cell.first.learns)
+        if (c.first.intervention, c.first.control, c.first.learns) == (intervention, control, run.learns)
     ]
-    if intervention == cell.first.intervention:  # the same variant of the arm, its refreshing apart: a control has none
-        same = [c for c in found if _without_refresh(arm(c.first)) == _without_refresh(arm(cell.first))]
-        return same[0] if same else None
-    return found[0] if found else None
+    if intervention != run.intervention or intervention == "none":
+        of_vanilla = intervention == run.intervention
+        found = sorted(found, key=lambda c: c.first.beta if of_vanilla else abs(c.first.beta - run.beta))
+        return found[0] if found and (of_vanilla or found[0].first.beta == run.beta) else None
 
+    def variant(r: Run) -> list[Any]:
+        return [r.beta, {k: v for k, v in r.settings["arm"].items() if k not in _OF_CONTROLS}]
 
-def _without_refresh(arm: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in arm.items() if k != "vhack_refresh_every"}
+    return next((c for c in found if variant(c.first) == variant(run)), None)
 
 
 def paired(a: Cell, b: Cell) -> list[tuple[Run, Run]]:

@@ -127,7 +127,9 @@ def _runs(*cells: Cell) -> tuple[str, ...]:
 
 
 def plain_arms(cells: Sequence[Cell], intervention: str) -> list[Cell]:
-    return [c for c in cells if (c.first.intervention, c.first.control) == (intervention, "none")]
+    """Without a control, and vanilla without a KL term that the others do not have."""
+    found = [c for c in cells if (c.first.intervention, c.first.control) == (intervention, "none")]
+    return [c for c in found if intervention != "none" or partner(c, cells, "none") is c]
 
 
 def _change(found: Comparison, what: str) -> str:
