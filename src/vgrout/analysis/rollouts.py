@@ -47,14 +47,12 @@ class Store:
 def _groups(run: Run) -> Iterator[tuple[int, dict[str, Any]]]:
     """Every answer with the number of its group: a training step, or a problem of the final evaluation on all sides."""
     last = -1
-    if (path := run.path / "rollouts.jsonl").is_file():
-        for answer in json_lines(path):
-            last = answer["step"]
-            yield last, answer | {"side": "training"}
-    if (path := run.path / "final.jsonl").is_file():
-        problems: dict[int, int] = {}
-        for answer in json_lines(path):
-            yield last + 1 + problems.setdefault(answer["problem"], len(problems)), answer
+    for answer in json_lines(run.path / "rollouts.jsonl"):
+        last = answer["step"]
+        yield last, answer | {"side": "training"}
+    problems: dict[int, int] = {}
+    for answer in json_lines(run.path / "final.jsonl"):
+        yield last + 1 + problems.setdefault(answer["problem"], len(problems)), answer
 
 
 def pack(

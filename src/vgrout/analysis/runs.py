@@ -21,7 +21,9 @@ _MEASURING = ("eval", "guard", "detectors", "run")  # settings that say what is 
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Raises ValueError, one line, naming the line that is damaged."""
+    """None where there is no such file. Raises ValueError, one line, naming the line that is damaged."""
+    if not path.is_file():
+        return
     with open(path, encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             try:
@@ -49,7 +51,7 @@ class Run:
     def read(cls, path: Path) -> "Run":
         """Raises ValueError, one line, where a file is missing or damaged."""
         final = read_json(path / "per_mode_deploy.json")
-        rows = list(json_lines(path / "steps.jsonl")) if (path / "steps.jsonl").is_file() else []
+        rows = list(json_lines(path / "steps.jsonl"))
         if not rows:
             raise ValueError(f"{path / 'steps.jsonl'}: no step in it")
         started, ended = ((path / name).stat().st_mtime for name in ("run.json", "per_mode_deploy.json"))
