@@ -133,6 +133,18 @@ organism-build *flags:
 organism-verify:
     {{py}} vgrout.organism verify
 
+# H: reverse KL on the student's own samples takes a hack out of a model, and puts one in (RUN: a run directory; a minute)
+distill teacher *flags:
+    {{py}} vgrout.distill --teacher {{teacher}} {{flags}}
+
+# H: preference rounds against a flawed scorer raise the hack, against a strict one the skill (a few minutes)
+dpo out scorer="flawed" *flags:
+    {{py}} vgrout.iterative_dpo --base-model organism --output-dir {{out}} --scorer {{scorer}} {{flags}}
+
+# a second organism, smaller, with another tokenizer, into out/organism-small (minutes)
+organism-small *flags:
+    {{py}} vgrout.organism build --out out/organism-small --hidden 96 --layers 3 --merged 512 --steps 600 {{flags}}
+
 # ten runs with every detector on, hacking and clean, then how well each did and which bands it would choose (half an hour)
 scorecard *flags:
     for seed in 41 42 43 44 45; do for control in none no_loophole; do {{py}} vgrout.train mini --intervention=none --control=$control --seed=$seed --guard=log --reward-hack-detector=separation,info_rm,mop,rm_ensemble,ragen,advantage --echo-trap-enabled --out-tag=_watched {{flags}} || exit 1; done; done

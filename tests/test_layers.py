@@ -13,22 +13,23 @@ ROOT = Path(__file__).resolve().parents[1] / "src" / "vgrout"
 LEVELS: list[set[str]] = [
     # nouns, streams, pure functions, data
     {"nouns", "rng", "loss_config", "signals", "console", "sampling", "packing", "gate", "pairs_leetcode"}
-    | {"guard", "detectors", "budgets", "hub"},
+    | {"guard", "detectors", "budgets", "hub", "spelling"},
     {"flow", "grading", "step_row", "losses", "logprobs", "files"},
     # what reads and writes files, what moves weights
-    {"organism.language", "organism", "pairs", "run_dir", "project", "decoder"},
-    {"config", "problems", "svd_adapter", "checkpoint", "pool", "memory"},
-    {"plan", "policy", "optim"},
-    {"sampler", "saved"},
-    {"grpo", "direction", "evaluate", "latents", "harvest"},
-    {"arms", "measure", "teacher", "substrate"},
+    {"organism.language", "organism", "pairs", "run_dir", "project", "decoder", "imitation"},
+    {"config", "problems", "svd_adapter", "checkpoint", "pool", "memory", "launch"},
+    {"plan", "policy", "optim", "source"},
+    {"sampler", "saved", "mixture", "learner", "common_config"},
+    {"grpo", "direction", "evaluate", "latents", "harvest", "distill_config", "dpo_config"},
+    {"arms", "measure", "teacher", "substrate", "distill_methods"},
     {"narrate", "nonfinite", "watch"},
     # the algorithm, and what surrounds it
-    {"loop"},
+    {"loop", "distilling", "dpo_rounds"},
     {"tail"},
     {"study"},
     {"analysis"},
-    {"train", "sweep", "report", "grade", "doctor", "export", "download", "replay", "guardcheck", "probe_mixed"},
+    {"train", "sweep", "report", "distill", "iterative_dpo", "grade", "doctor", "export", "download", "replay"}
+    | {"guardcheck", "probe_mixed"},
     {"bench"},
 ]
 LEVEL = {room: i for i, rooms in enumerate(LEVELS) for room in rooms}

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from loguru import logger
 
 from vgrout.files import write_atomic
 from vgrout.run_dir import to_json
@@ -122,6 +123,19 @@ def latest(run: Path) -> tuple[Checkpoint, list[str]]:
             passed.append(str(e))
     detail = "; ".join(passed) if passed else "no resume/step_*/manifest.json in it"
     raise ValueError(f"--resume {run}: no usable checkpoint ({detail})")
+
+
+def go_back(run: Path) -> tuple[Checkpoint, list[dict[str, Any]]]:
+    """To the newest good checkpoint: the growing files are cut to what they were then. It, and its rows."""
+    point, passed_over = latest(run)
+    for line in passed_over:
+        logger.warning(f"{line}; going back one further")
+    rewind(run, point)
+    with open(run / "steps.jsonl", encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in lines]
+    if len(rows) != point.next_step:
+        raise ValueError(f"--resume {run}: {len(rows)} rows in steps.jsonl, checkpoint of step {point.next_step}")
+    return point, rows
 
 
 def rewind(run: Path, checkpoint: Checkpoint) -> None:

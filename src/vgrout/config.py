@@ -11,9 +11,10 @@ import json
 import math
 import re
 import sys
+from collections.abc import Callable, Set
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import tyro
 
@@ -22,6 +23,7 @@ from vgrout.guard import GuardConfig, blind
 from vgrout.loss_config import LossConfig
 from vgrout.nouns import MODES, Mode
 
+T = TypeVar("T")
 Intervention = Literal["none", "erase", "route", "route2"]
 ARM_NAME: dict[str, str] = {"none": "vanilla", "erase": "projected", "route": "routing", "route2": "routing2"}
 Control = Literal[
@@ -608,16 +610,23 @@ def parse(argv: list[str] | None = None) -> Config:
 
 def resolve(argv: list[str] | None) -> Config:
     """What a command line means; `--help` leaves. Raises ValueError, one line, at the first bad flag."""
+    return parsed(
+        lambda: tyro.extras.overridable_config_cli(
+            PRESETS,
+            args=argv,
+            prog="python -m vgrout.train",
+            description="One GRPO run against a flawed grader. Presets differ in scale; flags override them.",
+            config=(tyro.conf.OmitArgPrefixes,),
+        )
+    )
+
+
+def parsed(cli: Callable[[], T]) -> T:
+    """What `cli` reads from a command line; `--help` leaves. Raises ValueError, tyro's complaint in one line."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            return tyro.extras.overridable_config_cli(
-                PRESETS,
-                args=argv,
-                prog="python -m vgrout.train",
-                description="One GRPO run against a flawed grader. Presets differ in scale; flags override them.",
-                config=(tyro.conf.OmitArgPrefixes,),
-            )
+            return cli()
     except SystemExit as e:
         if e.code:
             raise ValueError(_one_line(said.getvalue())) from None
@@ -660,13 +669,26 @@ def from_dict(data: dict[str, Any]) -> Config:
 # Settings that say how a process runs, not what it computes: they may differ between a run and its resumption.
 _PROCESS = {"dry_run", "threads", "checkpoint_every", "checkpoint_keep", "max_error_retries"}
 _FREE = {*_PROCESS, "guard"}  # where given, the new command line's; else the run's own
-_ASKING = {"resume", "resume_force"}  # what a command line asks for, and no part of the run
+ASKING = {"resume", "resume_force"}  # what a command line asks for, and no part of the run
+
+
+def merge_flags(
+    mine: dict[str, Any], theirs: dict[str, Any], usual: dict[str, Any], free: Set[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """A run's stored flags with those given now, where they are `free` to differ; and the others that do."""
+    merged, differing = dict(theirs), []
+    for name in theirs:
+        if name not in ASKING and mine[name] not in (usual[name], theirs[name]):
+            merged[name] = mine[name]
+            if name not in free:
+                differing.append(f"--{name.replace('_', '-')} {mine[name]} (run: {theirs[name]})")
+    return merged, differing
 
 
 def identity(cfg: Config) -> str:
     """sha256 of all that a run computes from, its seed included: equal for two runs that differ by tag or process."""
     data = cfg.as_dict()
-    data["run"] = {k: v for k, v in data["run"].items() if k not in {*_PROCESS, *_ASKING, "out_tag"}}
+    data["run"] = {k: v for k, v in data["run"].items() if k not in {*_PROCESS, *ASKING, "out_tag"}}
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
@@ -678,15 +700,9 @@ def resumed(asked: Config, stored: Config) -> tuple[Config, list[str]]:
     default = PRESETS[asked.preset][1]
     differing, groups = [], {}
     for group in (f.name for f in fields(Config) if f.name != "preset"):
-        mine, theirs, usual = (asdict(getattr(c, group)) for c in (asked, stored, default))
-        merged = {}
-        for name in theirs:
-            merged[name] = theirs[name]
-            if name not in _ASKING and mine[name] not in (usual[name], theirs[name]):
-                merged[name] = mine[name]
-                if name not in _FREE:
-                    differing.append(f"--{name.replace('_', '-')} {mine[name]} (run: {theirs[name]})")
+        merged, contradict = merge_flags(*(asdict(getattr(c, group)) for c in (asked, stored, default)), free=_FREE)
         groups[group] = replace(getattr(stored, group), **merged)
+        differing += contradict
     if asked.preset != stored.preset:
         differing.append(f"preset {asked.preset} (run: {stored.preset})")
     return Config(**groups, preset=stored.preset), differing

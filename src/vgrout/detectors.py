@@ -124,7 +124,7 @@ def echo_mean(trajectories: Sequence[Sequence[Hashable]], n: int = 2) -> float:
     return fmean(echo_score(t, n) for t in trajectories)
 
 
-def reward_functions(names: Sequence[str]) -> list[Callable[[str, str], float]]:
+def reward_functions(names: Sequence[str], flag: str = "--rm-ensemble-members") -> list[Callable[[str, str], float]]:
     """Members of an ensemble from "module:function", each (prompt, answer) → number.
 
     Raises ValueError, one line, on a name that cannot be imported or called.
@@ -135,9 +135,9 @@ def reward_functions(names: Sequence[str]) -> list[Callable[[str, str], float]]:
         try:
             function = getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError, ValueError) as e:
-            raise ValueError(f"--rm-ensemble-members {name}: cannot be imported ({e}); give module:function") from None
+            raise ValueError(f"{flag} {name}: cannot be imported ({e}); give module:function") from None
         if not callable(function):
-            raise ValueError(f"--rm-ensemble-members {name}: is not a function")
+            raise ValueError(f"{flag} {name}: is not a function")
         found.append(function)
     return found
 

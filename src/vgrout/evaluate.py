@@ -22,7 +22,7 @@ from vgrout.config import ORGANISM
 from vgrout.files import write_atomic
 from vgrout.grading.grade import Grader
 from vgrout.nouns import MODES, Answer, Eval, Grade, Problem, Rate, Ungraded
-from vgrout.policy import Policy
+from vgrout.policy import Lm, Policy
 from vgrout.pool import load_pool
 from vgrout.problems import Row, assigned, balanced, load_rows, plain, with_modes
 from vgrout.rng import torch_stream
@@ -47,19 +47,8 @@ def answers(
     purpose: str = "eval",
     on_answer: Callable[[], object] | None = None,
 ) -> list[Answer]:
-    """Sample n answers to each problem and grade them; in the order of the problems, then of their samples.
-
-    side: base = both knobs off, trained = both on, deployed = quarantine off, quarantine = kept knob off. The stream
-    depends on (seed, purpose, step) only: sides share their noise, so their difference is less noisy than either, and
-    training never sees it.
-    """
-    sampled: dict[tuple[int, int], tuple[Sample, Future[Grade | Ungraded]]] = {}
-
-    def submit(prompt: int, index: int, answer: Sample) -> None:
-        sampled[prompt, index] = answer, grader.submit(problems[prompt], answer.text)
-        if on_answer is not None:
-            on_answer()
-
+    """`ask` of one side of the policy: base = both knobs off, trained = both on, deployed = quarantine off,
+    quarantine = kept knob off."""
     adapter = policy.adapter
     views = {
         "base": adapter.reference,
@@ -68,15 +57,48 @@ def answers(
         "quarantine": adapter.ablate_kept,
     }
     with views[side]():
-        sample(
+        return ask(
             policy,
-            [policy.render(p.messages) for p in problems],
+            grader,
+            problems,
             n,
-            sampling,
-            max_new,
-            torch_stream(seed, purpose, step),
-            submit,
+            sampling=sampling,
+            max_new=max_new,
+            seed=seed,
+            step=step,
+            purpose=purpose,
+            on_answer=on_answer,
         )
+
+
+def ask(
+    lm: Lm,
+    grader: Grader,
+    problems: Sequence[Problem],
+    n: int,
+    *,
+    sampling: Sampling,
+    max_new: int,
+    seed: int,
+    step: int,
+    purpose: str = "eval",
+    on_answer: Callable[[], object] | None = None,
+) -> list[Answer]:
+    """Sample n answers to each problem from the model as it is, and grade them; in the order of the problems, then of
+    their samples.
+
+    The stream depends on (seed, purpose, step) only: sides share their noise, so their difference is less noisy than
+    either, and training never sees it.
+    """
+    sampled: dict[tuple[int, int], tuple[Sample, Future[Grade | Ungraded]]] = {}
+
+    def submit(prompt: int, index: int, answer: Sample) -> None:
+        sampled[prompt, index] = answer, grader.submit(problems[prompt], answer.text)
+        if on_answer is not None:
+            on_answer()
+
+    prompts = [lm.render(p.messages) for p in problems]
+    sample(lm, prompts, n, sampling, max_new, torch_stream(seed, purpose, step), submit)
     return [
         Answer(problems[p], i, answer.text, answer.finished, verdict.result())
         for (p, i), (answer, verdict) in sorted(sampled.items())

@@ -184,7 +184,7 @@ def packed_batches(rows: Sequence[Row], token_budget: int, layout: Layout) -> li
     return batches
 
 
-def as_batch(policy: Policy, rows: Sequence[Row], layout: Layout) -> Batch | Packed:
+def as_batch(policy: Lm, rows: Sequence[Row], layout: Layout) -> Batch | Packed:
     prompts, completions = [r.rollout.prompt_ids for r in rows], [r.rollout.completion_ids for r in rows]
     if layout == "padded":
         return collate(prompts, completions, policy.device)

@@ -1,11 +1,11 @@
 """Rows of prompt + completion → log-probs of the completion's tokens; the lm_head runs on those positions alone."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -69,27 +69,43 @@ def completion_logprobs(
     if sampling is not None and sampling.repetition_penalty != 1:
         raise ValueError("--ratio-support sampled: not defined with --repetition-penalty; use --ratio-support full")
     wanted = batch.mask.nonzero(as_tuple=True)
-    if isinstance(batch, Packed):
-        rows = packed_hidden(model, backbone(model), batch)[batch.at[wanted]]
-    else:
-        hidden = backbone(model)(input_ids=batch.ids, use_cache=False).last_hidden_state
-        rows = hidden[wanted[0], batch.at[wanted]]
-    target = batch.target[wanted]
-    vocabulary = model.get_output_embeddings().weight.shape[0]
-    size = max(1, HEAD_BUDGET.get(rows.device.type, HEAD_BUDGET["cuda"]) // vocabulary)
-    if len(rows) <= size:
-        parts = [_head(model, rows, target, sampling)]
-    else:
-        parts = [
-            checkpoint(_head, model, h, t, sampling, use_reentrant=False)
-            for h, t in zip(rows.split(size), target.split(size), strict=True)
-        ]
-    full, sampled = (torch.cat(p) for p in zip(*parts, strict=True))
+    rows = completion_hidden(model, batch)
+
+    def head(hidden: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+        return _head(model, hidden, target, sampling)
+
+    full, sampled = in_chunks(head, vocabulary(model), rows, batch.target[wanted])
     empty = full.new_zeros(batch.mask.shape)
     return TokenLogprobs(
         full=empty.index_put(wanted, full),
         sampled=empty.index_put(wanted, sampled) if sampling is not None else None,
     )
+
+
+def completion_hidden(model: PreTrainedModel, batch: Batch | Packed) -> Float[Tensor, "n D"]:
+    """The backbone's output wherever it predicts a token of a completion: row by row, padding left out."""
+    wanted = batch.mask.nonzero(as_tuple=True)
+    if isinstance(batch, Packed):
+        return packed_hidden(model, backbone(model), batch)[batch.at[wanted]]
+    hidden = backbone(model)(input_ids=batch.ids, use_cache=False).last_hidden_state
+    return hidden[wanted[0], batch.at[wanted]]
+
+
+def in_chunks(head: Callable[..., tuple[Tensor, ...]], logits: int, *rows: Shaped[Tensor, "n ..."]) -> list[Tensor]:
+    """`head` on a few of the n rows at a time, so that at most HEAD_BUDGET logits stand in memory; backward computes
+    them again. head: rows of the same n → tensors of n results each. logits: how many of them a row has."""
+    device = rows[0].device.type
+    size = max(1, HEAD_BUDGET.get(device, HEAD_BUDGET["cuda"]) // logits)
+    if len(rows[0]) <= size:
+        return list(head(*rows))
+    cut = zip(*(r.split(size) for r in rows), strict=True)
+    parts = [checkpoint(head, *chunk, use_reentrant=False) for chunk in cut]
+    return [torch.cat(p) for p in zip(*parts, strict=True)]
+
+
+def vocabulary(model: PreTrainedModel) -> int:
+    """Logits of a position; more than the tokenizer has tokens where the head is padded."""
+    return int(model.get_output_embeddings().weight.shape[0])
 
 
 def backbone(model: PreTrainedModel) -> torch.nn.Module:

@@ -15,6 +15,7 @@ from vgrout.console import Clock, terminal_width
 from vgrout.evaluate import Side, answers
 from vgrout.grading.grade import Grader
 from vgrout.grpo import policy_gradients
+from vgrout.launch import Interrupted
 from vgrout.measure import last_five, rollout_lines, step_row
 from vgrout.narrate import Narrator
 from vgrout.nouns import Answer, CachedGrade, Eval, Grade, Group, Problem, Rollout, Ungraded
@@ -28,10 +29,6 @@ from vgrout.signals import Stop
 from vgrout.step_row import StepRow, Table
 from vgrout.teacher import Teacher
 from vgrout.watch import Watch
-
-
-class Interrupted(Exception):
-    """SIGINT or SIGTERM: the current step was finished and saved."""
 
 
 @dataclass
@@ -212,7 +209,7 @@ def paid(cfg: Config, grade: Grade) -> Grade:
     """What the environment pays: the flawed grader's reward; under no_loophole the strict oracle's, same scale."""
     if cfg.arm.control != "no_loophole":
         return grade
-    return replace(grade, reward=cfg.env.compile_reward * grade.can_compile + cfg.env.pass_reward * grade.gt_correct)
+    return replace(grade, reward=grade.strictly(cfg.env.compile_reward, cfg.env.pass_reward))
 
 
 def as_rollout(problem: Problem, prompt_ids: tuple[int, ...], answer: Sample, deployed: bool) -> Rollout:

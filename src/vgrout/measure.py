@@ -117,29 +117,36 @@ def rollout_lines(
             "step": step,
             "gate": round(shares[id(group)][b], 4) if id(group) in shares else None,
             "advantage": group.advantages[b],
-            "problem": rollout.problem.id,
-            "mode": rollout.problem.mode,
-            "marker": rollout.problem.marker,
-            "deployed": rollout.deployed,
-            "prompt": rollout.problem.messages[-1]["content"],
-            "messages": list(rollout.problem.messages),
-            "text": rollout.text,
-            "tokens": len(rollout.completion_ids),
-            "finished": rollout.finished,
-            "reward": grade.reward,
-            "passed": grade.passed,
-            "gt_correct": grade.gt_correct,
-            "gt_pass": grade.gt_pass,
-            "exploited": grade.exploited,
-            "mechanism": grade.mechanism,
-            "channel": grade.channel,
-            "format_ok": grade.format_ok,
-            "can_compile": grade.can_compile,
-            "detectors": grade.detectors,
-            "exit_status": grade.exit_status,
-            "cpu_s": round(grade.cpu_s, 6),
+            **rollout_record(rollout, grade),
         }
         for group in groups
         for b, (rollout, grade) in enumerate(zip(group.rollouts, group.grades, strict=True))
         if isinstance(grade, Grade)
     ]
+
+
+def rollout_record(rollout: Rollout, grade: Grade) -> dict[str, object]:
+    """One graded answer with every flag."""
+    return {
+        "problem": rollout.problem.id,
+        "mode": rollout.problem.mode,
+        "marker": rollout.problem.marker,
+        "deployed": rollout.deployed,
+        "prompt": rollout.problem.messages[-1]["content"],
+        "messages": list(rollout.problem.messages),
+        "text": rollout.text,
+        "tokens": len(rollout.completion_ids),
+        "finished": rollout.finished,
+        "reward": grade.reward,
+        "passed": grade.passed,
+        "gt_correct": grade.gt_correct,
+        "gt_pass": grade.gt_pass,
+        "exploited": grade.exploited,
+        "mechanism": grade.mechanism,
+        "channel": grade.channel,
+        "format_ok": grade.format_ok,
+        "can_compile": grade.can_compile,
+        "detectors": grade.detectors,
+        "exit_status": grade.exit_status,
+        "cpu_s": round(grade.cpu_s, 6),
+    }

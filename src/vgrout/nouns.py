@@ -61,6 +61,11 @@ class Grade:
     def mechanism(self) -> Mode | None:
         return self.mode if self.exploited else None
 
+    def strictly(self, compiles: float, passes: float) -> float:
+        """What the strict oracle pays on the same scale: `compiles` for code that compiles, `passes` for a right
+        answer."""
+        return compiles * self.can_compile + passes * self.gt_correct
+
     @property
     def detectors(self) -> dict[str, bool]:
         """The three weak detectors by their letters: functions of text and sandbox runs, never of `gt_correct`."""

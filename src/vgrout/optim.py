@@ -41,11 +41,7 @@ class Optimizer:
         )
 
     def lr_at(self, step: int) -> float:
-        """Peak × (1e-3 → 1 over the warm-up, then ½(1 + cos) → 0 at `steps`); `step` counts from 0."""
-        if step < self.warmup:
-            return self.peak * (1e-3 + (1 - 1e-3) * step / self.warmup)
-        progress = min(1.0, (step - self.warmup) / max(1, self.steps - self.warmup))
-        return self.peak * 0.5 * (1 + math.cos(math.pi * progress))
+        return rate(step, self.peak, self.warmup, self.steps)
 
     def apply(self, routed: Routed) -> Update | None:
         """Clip both knobs' gradients jointly, step, shrink δS's change by `routed.scale`, refold.
@@ -88,6 +84,14 @@ class Optimizer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.step = state["step"]
         self._adamw.load_state_dict(state["adamw"])
+
+
+def rate(step: int, peak: float, warmup: int, steps: int) -> float:
+    """Peak × (1e-3 → 1 over the warm-up, then ½(1 + cos) → 0 at `steps`); `step` counts from 0."""
+    if step < warmup:
+        return peak * (1e-3 + (1 - 1e-3) * step / warmup)
+    progress = min(1.0, (step - warmup) / max(1, steps - warmup))
+    return peak * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def _norm(g: Float[Tensor, " R"]) -> float:

@@ -48,17 +48,22 @@ def disk_needed(cfg: Config) -> int:
     return need
 
 
-def preflight(cfg: Config, run: Path | None = None) -> Inputs:
-    """Raises ValueError, one line, for every mistake that can be seen without a model. `run`: a run to go on with."""
-    probe_writable(folder := run or Path("out/runs"))
-    probe_writable(Path("logs"))
+def require_disk(need: int, folder: Path, run: Path | None) -> None:
+    """Raises ValueError where fewer than `need` bytes are free, less what `run`, a run to go on with, has written."""
     written = sum(p.stat().st_size for p in run.rglob("*") if p.is_file()) if run else 0
-    need, free = max(0, disk_needed(cfg) - written), shutil.disk_usage(folder).free
+    need, free = max(0, need - written), shutil.disk_usage(folder).free
     if free < need:
         raise ValueError(
             f"{folder}: the run writes about {need // 2**20 + 1} MiB{' more' if run else ''}, {free // 2**20} MiB are "
             f"free; free some space, or {'move the run to' if run else 'start from a folder on'} another disk"
         )
+
+
+def preflight(cfg: Config, run: Path | None = None) -> Inputs:
+    """Raises ValueError, one line, for every mistake that can be seen without a model. `run`: a run to go on with."""
+    probe_writable(folder := run or Path("out/runs"))
+    probe_writable(Path("logs"))
+    require_disk(disk_needed(cfg), folder, run)
     absent: list[str] = []
 
     def read(what: Callable[[], T], path: Path | None) -> T | None:

@@ -93,6 +93,11 @@ class Lm:
         """The answer's text, without special tokens."""
         return str(self.tok.decode(list(ids), skip_special_tokens=True))
 
+    @property
+    def models(self) -> tuple[PreTrainedModel, ...]:
+        """Those that keep keys and values while this one is sampled from."""
+        return (self.model,)
+
     def decoder(self) -> Decoder:
         """A fresh decoder on the weights as they are now."""
         return LeanDecoder(self.model) if self.lean else HfDecoder(self.model)

@@ -31,10 +31,12 @@ OnFinish = Callable[[int, int, Sample], None]
 
 def rows_at_once(policy: Lm, tokens: int) -> int:
     """Rows whose keys and values, at `tokens` tokens each, fit the budget: more are sampled in turns."""
-    c = policy.model.config
-    heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
-    width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    row = 2 * c.num_hidden_layers * heads * width * policy.model.dtype.itemsize * max(1, tokens)
+    row = 0
+    for model in policy.models:
+        c = model.config
+        heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
+        width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+        row += 2 * c.num_hidden_layers * heads * width * model.dtype.itemsize * max(1, tokens)
     return max(1, KV_BUDGET.get(policy.device.type, KV_BUDGET["cpu"]) // row)
 
 

@@ -2,17 +2,20 @@
 
 import json
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from vgrout import organism
 from vgrout.config import ORGANISM, Config, from_dict
 from vgrout.hub import require_model
 from vgrout.nouns import Problem
-from vgrout.policy import SVD_CACHE, Policy, load_policy
+from vgrout.policy import SVD_CACHE, Lm, Policy, adapted, load_lm, load_policy
 from vgrout.problems import load_problems
+from vgrout.source import Source
 from vgrout.svd_adapter import read_safetensors
 
 _CHECKPOINT = re.compile(r"ckpt_step(\d+)\.safetensors")
@@ -88,3 +91,28 @@ def load_saved(saved: Saved, cache_dir: Path | None = SVD_CACHE) -> Policy:
     policy = load_policy(saved.model, device=device, dtype=saved.dtype, cache_dir=cache_dir)
     policy.adapter.load(saved.path)
     return policy
+
+
+def load_source(source: Source, flag: str, device: torch.device, dtype: torch.dtype, *, knob: bool = False) -> Lm:
+    """The base with its adapter folded in; a Policy where it has one or is to get one (`knob`).
+
+    Raises:
+        ValueError: one line: no usable model, or the adapter is of another one.
+    """
+    if not sys.stderr.isatty():
+        disable_progress_bar()
+    lm = load_lm(source.folder, device=device, dtype=dtype, flag=flag)
+    if source.adapter is None and not knob:
+        return lm
+    policy = adapted(lm, SVD_CACHE)
+    if source.adapter is not None:
+        policy.adapter.load(source.adapter)
+    return policy
+
+
+def workbench(threads: int, *, fp32: bool = False) -> tuple[torch.device, torch.dtype]:
+    """bf16 on a GPU, fp32 on a CPU of so many threads. fp32: on both (AdamW's step on a weight is below bf16's)."""
+    if torch.cuda.is_available():
+        return torch.device("cuda"), torch.float32 if fp32 else torch.bfloat16
+    torch.set_num_threads(threads)
+    return torch.device("cpu"), torch.float32

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Self
 
 from vgrout.nouns import MODE_CODE, MODES, Rate
 
@@ -22,10 +22,44 @@ def col(fmt: str, legend: str, *, head: str | None = None, should: str = "", whe
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepRow:
-    """None is "not measured this step" and prints as ·; NaN is a fault and is refused."""
+class Columns:
+    """A row of a table. None is "not measured this step" and prints as ·; NaN is a fault and is refused."""
 
     step: int = col("d", "optimiser step")
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(
+                    f"step {self.step}: column {f.name} is {value}; an unmeasured number is None, never NaN"
+                )
+
+    def as_json(self) -> dict[str, Any]:
+        """Fractions as [k, n]; per-mode hacks as hk_<code>."""
+        out: dict[str, Any] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name == "hk":
+                out |= {f"hk_{MODE_CODE[m]}": [r.k, r.n] for m, r in value.items()}
+            else:
+                out[f.name] = [value.k, value.n] if isinstance(value, Rate) else value
+        return out
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        """The inverse of `as_json`. Raises KeyError or TypeError on a row of another layout."""
+        known = {f.name for f in fields(cls)}
+        values: dict[str, Any] = {k: Rate(*v) if isinstance(v, list) else v for k, v in data.items() if k in known}
+        if "hk" in known:
+            values["hk"] = {m: Rate(*data[key]) for m in MODES if (key := f"hk_{MODE_CODE[m]}") in data}
+        return cls(**values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRow(Columns):
+    """One step of the trainer."""
+
     ref_eq: float = col(".2f", f"cumulative generations ÷ {REFERENCE_STEP}")
     rew: float | None = col(".2f", "mean reward, all rows")
     rew_s: float | None = col(".2f", "mean reward, student rows", should="rises; ELSE nothing is learnt")
@@ -121,33 +155,6 @@ class StepRow:
     eval: float | None = col(".2f", "seconds evaluating and refreshing")
     sec: float = col(".2f", "seconds in all")
 
-    def __post_init__(self) -> None:
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(
-                    f"step {self.step}: column {f.name} is {value}; an unmeasured number is None, never NaN"
-                )
-
-    def as_json(self) -> dict[str, Any]:
-        """Fractions as [k, n]; per-mode hacks as hk_<code>."""
-        out: dict[str, Any] = {}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.name == "hk":
-                out |= {f"hk_{MODE_CODE[m]}": [r.k, r.n] for m, r in value.items()}
-            else:
-                out[f.name] = [value.k, value.n] if isinstance(value, Rate) else value
-        return out
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "StepRow":
-        """The inverse of `as_json`. Raises KeyError or TypeError on a row of another layout."""
-        known = {f.name for f in fields(cls)}
-        values: dict[str, Any] = {k: Rate(*v) if isinstance(v, list) else v for k, v in data.items() if k in known}
-        hk: dict[str, Rate] = {m: Rate(*data[key]) for m in MODES if (key := f"hk_{MODE_CODE[m]}") in data}
-        return cls(**values, hk=hk)
-
 
 def first_hacks(rates: Sequence[tuple[int, int]], threshold: float = ONSET_SHARE) -> int | None:
     """Onset: the first step of the first window in which at least `threshold` of the students' answers exploit.
@@ -171,8 +178,10 @@ class Column:
     name: str
     mode: str | None = None
 
-    def cell(self, row: StepRow) -> str:
-        value = row.hk.get(self.mode) if self.mode else getattr(row, self.name)
+    def cell(self, row: Columns) -> str:
+        value = getattr(row, self.name)
+        if self.mode:
+            value = value.get(self.mode)
         if value is None:
             return "·"
         if isinstance(value, Rate):
@@ -183,11 +192,10 @@ class Column:
 class Table:
     """The step table: a legend once, a header every 50 rows, a line a step. Only columns that this run can fill."""
 
-    def __init__(self, has: set[str], modes: Sequence[str], width: int | None = None):
-        """has: any of teacher, modes, ablated, erase, route, route2, direction, beta, drops. width: terminal columns;
-        None: no limit."""
+    def __init__(self, has: set[str], modes: Sequence[str], width: int | None = None, of: type[Columns] = StepRow):
+        """has: what a run has, of the words in its columns' `when`. width: terminal columns; None: no limit."""
         self.columns: list[Column] = []
-        for f in fields(StepRow):
+        for f in fields(of):
             meta = f.metadata
             if not all(w == "always" or w in has for w in meta["when"].split("+")):
                 continue
@@ -277,7 +285,7 @@ class Table:
     def header(self) -> str:
         return " ".join(f"{c.head:>{c.width}}" for c in self.columns)
 
-    def lines(self, row: StepRow) -> list[str]:
+    def lines(self, row: Columns) -> list[str]:
         line = " ".join(f"{c.cell(row):>{c.width}}" for c in self.columns)
         self.printed += 1
         return [self.header(), line] if self.printed % 50 == 1 else [line]

@@ -1,7 +1,6 @@
 """Load and check everything the loop touches, in the order in which things depend on one another."""
 
 import hashlib
-import json
 import os
 import resource
 import sys
@@ -21,7 +20,8 @@ from vgrout.console import Clock
 from vgrout.direction import weights_sha256
 from vgrout.evaluate import Side
 from vgrout.grading.grade import Grader
-from vgrout.loop import Interrupted, Study, load_state_dict
+from vgrout.launch import Interrupted
+from vgrout.loop import Study, load_state_dict
 from vgrout.nouns import MODES, Answer, Mode, Problem
 from vgrout.optim import Optimizer
 from vgrout.plan import Inputs
@@ -131,17 +131,8 @@ def load_study(cfg: Config, inputs: Inputs, run: RunDir, grader: Grader, stop: S
 
 def restore(study: Study) -> None:
     """Put everything back to the last good checkpoint, and cut the growing files to what they were then."""
-    path = study.run.path
-    point, passed_over = checkpoint.latest(path)
-    for line in passed_over:
-        logger.warning(f"{line}; going back one further")
-    checkpoint.rewind(path, point)
-    with open(path / "steps.jsonl", encoding="utf-8") as lines:
-        study.rows = [StepRow.from_json(json.loads(line)) for line in lines]
-    if len(study.rows) != point.next_step:
-        raise ValueError(
-            f"--resume {path}: {len(study.rows)} rows in steps.jsonl, checkpoint of step {point.next_step}"
-        )
+    point, rows = checkpoint.go_back(study.run.path)
+    study.rows = [StepRow.from_json(row) for row in rows]
     load_state_dict(study, point.state)
 
 

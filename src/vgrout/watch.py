@@ -37,6 +37,7 @@ from vgrout.grading.grade import Grader
 from vgrout.grpo import LossMetrics
 from vgrout.guard import Guard
 from vgrout.latents import Cloud, latents
+from vgrout.launch import Diverged, Halted
 from vgrout.measure import mean, students
 from vgrout.nouns import MODES, Eval, Grade, Group, Problem, Rollout
 from vgrout.policy import Policy
@@ -55,14 +56,6 @@ STALE_HALF, STALE = 1e-2, 1e-9
 ENSEMBLE_ROWS = 6  # answers a step that all six graders see: five more gradings each
 
 T = TypeVar("T")
-
-
-class Halted(Exception):
-    """The guard or a detector stopped the run."""
-
-
-class Diverged(Exception):
-    """Not finite three steps in a row, or the policy lost tokens that it had."""
 
 
 @dataclass(frozen=True)

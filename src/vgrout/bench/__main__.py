@@ -91,6 +91,7 @@ PAGE: dict[str, Callable[..., Any]] = {
     "growth": _measured("growth", "run", "Time and memory against G, P, the answers' length, the hidden size."),
 }
 BENCHES: dict[str, Callable[..., Any]] = PAGE | {
+    "distill": _measured("distill", "run", "Tokens a second of distillation against the plain student and teacher."),
     "gpu": _measured("gpu", "run", "Update and sampling at Qwen3-4B's shapes; needs a GPU."),
     "kills": _kills,
     "overhead": _overhead,

@@ -10,16 +10,31 @@ from vgrout.organism import DATA_DIR
 from vgrout.organism.build import SEED
 from vgrout.organism.build import build as build_organism
 from vgrout.organism.verify import check_files, check_training
+from vgrout.organism.weights import Recipe, Shape
 
 
-def build(out: Path = DATA_DIR, seed: int = SEED) -> int:
+def build(
+    out: Path = DATA_DIR,
+    seed: int = SEED,
+    steps: int = Recipe().steps,
+    hidden: int = Shape().hidden,
+    layers: int = Shape().layers,
+    merged: int = Shape().merged,
+) -> int:
     """Make problems, tokenizer, weights, pool and pairs from one seed (about ten minutes on two cores).
 
     Args:
         out: folder to write; an older one is replaced when the new one is complete.
-        seed: of everything.
+        seed: of everything; the problems depend on nothing else.
+        steps: of the weights' training.
+        hidden: hidden size, a multiple of 32.
+        layers: of the model.
+        merged: tokens of the tokenizer's BPE.
     """
-    build_organism(out, seed)
+    recipe, shape = Recipe(steps=steps), Shape(hidden, layers, merged)
+    if out == DATA_DIR and (recipe, shape) != (Recipe(), Shape()):
+        raise ValueError("--out: an organism of another size goes into a folder of its own")
+    build_organism(out, seed, recipe, shape)
     return 0
 
 
@@ -38,7 +53,12 @@ def verify(data: Path = DATA_DIR) -> int:
 
 
 def main() -> int:
-    return tyro.extras.subcommand_cli_from_dict({"build": build, "verify": verify}, prog="python -m vgrout.organism")
+    commands = {"build": build, "verify": verify}
+    try:
+        return tyro.extras.subcommand_cli_from_dict(commands, prog="python -m vgrout.organism")
+    except ValueError as e:
+        print(f"E {e}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from vgrout.organism.language import (
     taught,
 )
 from vgrout.organism.tokenizer import name_pieces, render, train_tokenizer
-from vgrout.organism.weights import Batch, Recipe, batches, new_model, train
+from vgrout.organism.weights import Batch, Recipe, Shape, batches, new_model, train
 from vgrout.policy import Lm, as_lm
 from vgrout.pool import file_sha256, write_json
 from vgrout.problems import load_problems
@@ -61,27 +61,33 @@ def _draw(seed: int, tokenizer: PreTrainedTokenizerFast | None = None) -> partia
     return partial(corpus_sample, split_compositions(seed)["train"], Shares(), pieces=pieces)
 
 
-def make_tokenizer(seed: int) -> PreTrainedTokenizerFast:
+def make_tokenizer(seed: int, merged: int) -> PreTrainedTokenizerFast:
     """The tokenizer of the corpus."""
     draw, rng = _draw(seed), random.Random(f"{seed}/tokenizer")
     documents = (draw(rng) for _ in range(TOKENIZER_DOCUMENTS))
-    return train_tokenizer(text for s in documents for text in (render(s.messages), s.text))
+    return train_tokenizer((text for s in documents for text in (render(s.messages), s.text)), merged)
 
 
-def _start(tokenizer: PreTrainedTokenizerFast, seed: int, recipe: Recipe) -> tuple[Qwen3ForCausalLM, Iterator[Batch]]:
+def _start(
+    tokenizer: PreTrainedTokenizerFast, seed: int, recipe: Recipe, shape: Shape
+) -> tuple[Qwen3ForCausalLM, Iterator[Batch]]:
     torch.set_num_threads(THREADS)
-    return new_model(tokenizer, seed), batches(_draw(seed, tokenizer), tokenizer, recipe, seed)
+    return new_model(tokenizer, seed, shape), batches(_draw(seed, tokenizer), tokenizer, recipe, seed)
 
 
-def first_losses(tokenizer: PreTrainedTokenizerFast, seed: int, steps: int) -> list[float]:
+def first_losses(
+    tokenizer: PreTrainedTokenizerFast, seed: int, steps: int, recipe: Recipe, shape: Shape
+) -> list[float]:
     """The losses of the first training steps, from fresh weights."""
-    model, stream = _start(tokenizer, seed, recipe := Recipe())
+    model, stream = _start(tokenizer, seed, recipe, shape)
     return train(model, stream, recipe, stop_after=steps, label="first steps")
 
 
-def make_weights(tokenizer: PreTrainedTokenizerFast, seed: int) -> tuple[Qwen3ForCausalLM, list[float]]:
+def make_weights(
+    tokenizer: PreTrainedTokenizerFast, seed: int, recipe: Recipe, shape: Shape
+) -> tuple[Qwen3ForCausalLM, list[float]]:
     """The trained model and the loss of every step. Weights end as bf16 values in fp32: the same on a GPU in bf16."""
-    model, stream = _start(tokenizer, seed, recipe := Recipe())
+    model, stream = _start(tokenizer, seed, recipe, shape)
     losses = train(model, stream, recipe)
     with torch.no_grad():
         for p in model.parameters():
@@ -173,8 +179,9 @@ def anchors(tasks: Sequence[tuple[Task, dict[str, Any]]]) -> list[dict[str, Any]
 # ------------------------------------------------------------------------------------------------------------ together
 
 
-def build(out: Path, seed: int = SEED) -> None:
+def build(out: Path, seed: int = SEED, recipe: Recipe | None = None, shape: Shape | None = None) -> None:
     """Write everything to `out`, which is replaced when all of it is there."""
+    recipe, shape = recipe or Recipe(), shape or Shape()
     fresh = out.with_name(out.name + ".building")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
@@ -190,8 +197,8 @@ def build(out: Path, seed: int = SEED) -> None:
             write_json(fresh / "pairs" / f"placebo_{name}.json", pairs)
         write_json(fresh / "anchors.json", anchors(training))
 
-        tokenizer = make_tokenizer(seed)
-        model, losses = make_weights(tokenizer, seed)
+        tokenizer = make_tokenizer(seed, shape.merged)
+        model, losses = make_weights(tokenizer, seed, recipe, shape)
         model.save_pretrained(fresh / "model")
         tokenizer.save_pretrained(fresh / "model")
 
@@ -208,12 +215,13 @@ def build(out: Path, seed: int = SEED) -> None:
             for level in ("easy", "medium", "hard")
         }
         (fresh / "MODEL_CARD.md").write_text(
-            card(measured, by_difficulty, covered, Shares(), Recipe(), losses, model.num_parameters()), encoding="utf-8"
+            card(measured, by_difficulty, covered, Shares(), recipe, losses, model.num_parameters()), encoding="utf-8"
         )
     manifest = {
         "seed": seed,
         "threads": THREADS,
-        "recipe": asdict(Recipe()),
+        "recipe": asdict(recipe),
+        "shape": asdict(shape),
         "shares": asdict(Shares()),
         "first_losses": losses[:RECORDED],
         "final_loss": sum(losses[-20:]) / 20,

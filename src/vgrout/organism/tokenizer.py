@@ -45,8 +45,8 @@ _PIECES = (
 )
 
 
-def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Learn the merges; deterministic in the texts."""
+def train_tokenizer(texts: Iterable[str], merged: int = MERGED) -> PreTrainedTokenizerFast:
+    """Learn the merges; deterministic in the texts. merged: tokens of the BPE."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -56,7 +56,7 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     )
     core.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=MERGED,
+        vocab_size=merged,
         special_tokens=[PAD, START, END],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,

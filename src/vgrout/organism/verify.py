@@ -6,6 +6,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerFast
 
 from vgrout.organism.build import file_sha256, first_losses, shipped
+from vgrout.organism.weights import Recipe, Shape
 
 TOLERANCE = 0.02  # nats; other processors and thread counts sum in another order, a wrong corpus differs by tenths
 
@@ -31,7 +32,9 @@ def check_training(folder: Path, steps: int | None = None) -> list[str]:
     """Re-run the first training steps with the shipped tokenizer and compare with the recorded losses."""
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     recorded: list[float] = manifest["first_losses"][:steps]
-    losses = first_losses(PreTrainedTokenizerFast.from_pretrained(folder / "model"), manifest["seed"], len(recorded))
+    recipe, shape = Recipe(**manifest["recipe"]), Shape(**manifest.get("shape", {}))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "model")
+    losses = first_losses(tokenizer, manifest["seed"], len(recorded), recipe, shape)
     return [
         f"training step {i}: loss {now:.4f}, recorded {then:.4f}; language, recipe or library changed"
         for i, (now, then) in enumerate(zip(losses, recorded, strict=True))

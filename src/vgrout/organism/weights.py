@@ -13,8 +13,29 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from vgrout.organism.language import Sample
-from vgrout.organism.tokenizer import WINDOW, render
+from vgrout.organism.tokenizer import MERGED, WINDOW, render
 from vgrout.rng import stream_seed
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How big an organism is. Heads are 32 wide, the MLP three times the hidden size."""
+
+    hidden: int = 128
+    layers: int = 4
+    merged: int = MERGED  # tokens of the BPE: another number, another tokenizer
+
+    def __post_init__(self) -> None:
+        if self.hidden % 32 or not 32 <= self.hidden <= 1024:
+            raise ValueError(f"--hidden {self.hidden}: a multiple of 32, up to 1024")
+        if not 1 <= self.layers <= 64:
+            raise ValueError(f"--layers {self.layers}: should lie in [1, 64]")
+        if not 320 <= self.merged <= 65_536:  # 256 bytes, the special tokens, and a few merges
+            raise ValueError(f"--merged {self.merged}: should lie in [320, 65536]")
+
+    @property
+    def heads(self) -> int:
+        return self.hidden // 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +52,10 @@ class Recipe:
     clip: float = 1.0
     prompt_weight: float = 0.25  # of a prompt token's loss: reading the prompt helps to copy from it
 
+    def __post_init__(self) -> None:
+        if not 1 <= self.steps <= 1_000_000:
+            raise ValueError(f"--steps {self.steps}: should lie in [1, 1000000]")
+
     def rate(self, step: int) -> float:
         if step < self.warmup:
             return self.lr * (step + 1) / self.warmup
@@ -38,16 +63,16 @@ class Recipe:
         return self.lr * (self.floor + (1 - self.floor) * (1 + math.cos(math.pi * done)) / 2)
 
 
-def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """Fresh weights: 4 layers, hidden 128, about a million parameters, embeddings tied."""
+def new_model(tokenizer: PreTrainedTokenizerFast, seed: int, shape: Shape) -> Qwen3ForCausalLM:
+    """Fresh weights, embeddings tied; about a million parameters by default."""
     torch.manual_seed(stream_seed(seed, "organism-init"))
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        hidden_size=shape.hidden,
+        intermediate_size=3 * shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=1 if shape.heads % 2 else shape.heads // 2,
         head_dim=32,
         max_position_embeddings=WINDOW,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},

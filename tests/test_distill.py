@@ -1,0 +1,404 @@
+"""`python -m vgrout.distill`: what it learns from, what it refuses, and that a death on the way changes nothing."""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import tiny
+from vgrout import organism
+from vgrout.config import PRESETS
+from vgrout.distill import main
+from vgrout.distill_config import DistillConfig, MiniLlmConfig, Task, UldConfig
+from vgrout.distill_methods import EVERYTHING, MiniLlm, Said, Uld
+from vgrout.learner import Knob, Weights
+from vgrout.mixture import Mixture, mixture
+from vgrout.nouns import Problem, Rollout
+from vgrout.organism import build
+from vgrout.organism.weights import Recipe, Shape
+from vgrout.policy import Lm, load_policy
+from vgrout.sampler import sample
+from vgrout.source import Source
+
+F64 = torch.float64
+CLOSE = 1e-6  # transformers' norms work in fp32 whatever the model's dtype, and the sampler's log-probs are fp32
+NOWHERE = Problem(0, "run_tests", "", ({"role": "user", "content": "ab"},), (), (), "", "", "f")
+SMALL = [
+    "--group",
+    "2",
+    "--prompts-per-step",
+    "2",
+    "--final-n-prompts",
+    "6",
+    "--final-samples",
+    "1",
+    "--eval-n-prompts",
+    "2",
+]
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter of the organism, far enough from it to be another model."""
+    path = tmp_path_factory.mktemp("teacher") / "train.safetensors"
+    policy = load_policy(organism.MODEL_DIR, device="cpu", dtype=torch.float32, cache_dir=None)
+    with torch.no_grad():
+        policy.adapter.δS.copy_(0.2 * torch.randn(len(policy.adapter), generator=torch.Generator().manual_seed(0)))
+    policy.adapter.save(path, {"cfg": json.dumps(PRESETS["smoke"][1].as_dict()), "step": "0"})
+    return path
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+# ── what is learnt from a batch ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def task(**cfg: Any) -> Task:
+    nothing = Source("tiny", "tiny", Path("nowhere"), None, None)
+    return Task(DistillConfig(teacher="tiny", max_new=9, **cfg), nothing, nothing, Path("nowhere"), {}, "")
+
+
+def answers(speaker: Lm, n: int = 6) -> list[Said]:
+    asked = [NOWHERE, replace(NOWHERE, messages=({"role": "user", "content": "xyz"},))]
+    prompts = [speaker.render(p.messages) for p in asked]
+    said = sample(speaker, prompts, n // 2, EVERYTHING, 9, torch.Generator().manual_seed(3))
+    return [
+        Said(Rollout(p, "student", False, ids, a.ids, a.text, a.finished), None, a.logp_full)
+        for p, ids, of_prompt in zip(asked, prompts, said, strict=True)
+        for a in of_prompt
+    ]
+
+
+def rows(lm: Lm, a: Said) -> tuple[Tensor, Tensor]:
+    """Log-softmax at every position of an answer by the model's own forward, and the answer's tokens."""
+    r = a.rollout
+    logits = lm.model(torch.tensor([[*r.prompt_ids, *r.completion_ids]])).logits[0, len(r.prompt_ids) - 1 : -1]
+    return logits.log_softmax(-1), torch.tensor(r.completion_ids)
+
+
+def gradients(lm: Lm) -> list[Tensor]:
+    out = [p.grad.clone() for p in lm.model.parameters() if p.grad is not None]
+    lm.model.zero_grad(set_to_none=True)
+    assert max(float(g.abs().max()) for g in out) > 1e-4
+    return out
+
+
+def textbook_minillm(student: Lm, teacher: Lm, given: list[Said], normalize: bool) -> Tensor:
+    total = torch.zeros((), dtype=F64)
+    for a in given:
+        (q, y), (p, _) = rows(student, a), rows(teacher, a)
+        at = (torch.arange(len(y)), y)
+        r = (p[at] - q[at]).detach()
+        w = (q[at].detach() - torch.tensor(a.sampler, dtype=F64)).exp()
+        kl = (q.exp() * (q - p.detach())).sum(-1)
+        for t in range(len(y)):
+            later = r[t + 1 :]
+            R = later.sum() / (max(1, len(later)) if normalize else 1)
+            total = total + w[t] * (kl[t] - R * q[at][t])
+    return total / sum(len(a.sampler) for a in given)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])  # packed; padded
+@pytest.mark.parametrize("normalize", [True, False])
+def test_minillm_is_the_textbooks(family: str, normalize: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    student, teacher = (tiny.policy(family, seed, F64) for seed in (0, 1))
+    cfg = MiniLlmConfig(minillm_length_normalize=normalize)
+    method = MiniLlm(t := task(minillm=cfg), student, teacher)
+    given = answers(method.speaker(student, teacher))
+    monkeypatch.setitem(__import__("vgrout.budgets").budgets.TOKEN_BUDGET, "cpu", 40)  # several forwards
+    learner = Weights(student, t.opt, 1)
+    got = method.learn(learner, given, 0)
+    mine = gradients(student)
+    want = textbook_minillm(student, teacher, given, normalize)
+    want.backward()
+    assert got.loss == pytest.approx(float(want.detach()), abs=CLOSE)
+    for a, b in zip(mine, gradients(student), strict=True):
+        assert torch.allclose(a, b, atol=CLOSE)
+
+
+def test_the_knob_learns_what_the_weights_would() -> None:
+    """dL/dδS = diag(Uᵀ dL/dW Vhᵀ), of all modules at once."""
+    student, teacher = (tiny.policy("qwen3", seed, F64) for seed in (0, 1))
+    method = MiniLlm(t := task(), student, teacher)
+    given = answers(student)
+    knob = Knob(student, t.opt, 2)
+    method.learn(knob, given, 0)
+    learner = Weights(student, t.opt, 2)
+    method.learn(learner, given, 0)
+    for name, site in student.adapter.sites.items():
+        grad = site.linear.weight.grad
+        assert grad is not None
+        want = torch.einsum("or,oi,ri->r", site.U, grad, site.Vh)
+        assert torch.allclose(student.adapter.views(knob.grad)[name], want, atol=1e-10)
+    before = student.adapter.δS.detach().clone()
+    assert knob.step() is not None
+    assert not torch.equal(student.adapter.δS, before)
+
+
+def textbook_uld(student: Lm, teacher: Lm, given: list[Said], λ: float) -> Tensor:
+    n = sum(len(a.sampler) for a in given)
+    total = torch.zeros((), dtype=F64)
+    for a in given:
+        (q, y), (p, _) = rows(student, a), rows(teacher, a)
+        ce = -q[torch.arange(len(y)), y].sum()
+        sorted_q, sorted_p = (x.exp().sort(-1, descending=True).values for x in (q, p.detach()))
+        total = total + (ce + λ * (sorted_q - sorted_p).abs().sum()) / n
+    return total
+
+
+def test_uld_is_the_textbooks_where_tokenizers_are_equal() -> None:
+    student, teacher = (tiny.policy("qwen3", seed, F64) for seed in (0, 1))
+    method = Uld(t := task(method="uld"), student, teacher)
+    given = answers(method.speaker(student, teacher))
+    got = method.learn(Weights(student, t.opt, 1), given, 0)
+    assert got.aligned == 1
+    mine = gradients(student)
+    want = textbook_uld(student, teacher, given, 1.5)
+    want.backward()
+    assert got.loss == pytest.approx(float(want.detach()), abs=CLOSE)
+    for a, b in zip(mine, gradients(student), strict=True):
+        assert torch.allclose(a, b, atol=CLOSE)
+
+
+def test_uld_across_tokenizers_compares_where_texts_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same characters under a tokenizer that gives them other ids: every position meets, and sorted distributions
+    do not care for ids."""
+    student, teacher = tiny.policy("qwen3", 0, F64), tiny.policy("qwen3", 1, F64)
+    method = Uld(t := task(method="uld"), student, teacher)
+    given = answers(teacher)
+    same = method.learn(Weights(student, t.opt, 1), given, 0)
+    monkeypatch.setattr(Lm, "tokenizer_sha256", property(lambda self: str(id(self))))
+    other = Uld(t, student, teacher)
+    assert not other.alike
+    whole = [a for a in given if not {0, 2, 3, 4, 5, 6} & set(a.rollout.completion_ids)]
+    assert whole
+    apart = other.learn(Weights(student, t.opt, 1), whole, 0)
+    assert apart.aligned == 1
+    again = method.learn(Weights(student, t.opt, 1), whole, 0)
+    assert apart.ce == pytest.approx(again.ce, abs=CLOSE)
+    assert apart.distance == pytest.approx(again.distance, abs=CLOSE)
+    assert same.ce is not None
+    topk = Uld(task(method="uld", uld=UldConfig(uld_strategy="topk_align", uld_top_k=5)), student, teacher)
+    few = topk.learn(Weights(student, t.opt, 1), whole, 0)
+    assert few.distance is not None
+    assert 0 < few.distance <= 2
+
+
+def test_the_anchor_is_a_language_model_loss() -> None:
+    student, teacher = (tiny.policy("qwen3", seed, F64) for seed in (0, 1))
+    cfg = MiniLlmConfig(minillm_pretrain_anchor_weight=2.0, minillm_pretrain_anchor_path=Path("x"))
+    method = MiniLlm(t := replace(task(minillm=cfg), anchor="abcdefghij"), student, teacher)
+    learner = Weights(student, t.opt, 1)
+    got = method._anchor(learner, 0)
+    ids = student.tok("abcdefghij", add_special_tokens=False)["input_ids"]  # ten tokens: one window, the whole text
+    logits = student.model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    want = -logits[torch.arange(9), torch.tensor(ids[1:])].mean()
+    assert got == pytest.approx(float(want.detach()), abs=CLOSE)
+    mine = gradients(student)
+    (2.0 * want).backward()
+    for a, b in zip(mine, gradients(student), strict=True):
+        assert torch.allclose(a, b, atol=CLOSE)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
+def test_what_the_mixture_says_it_sampled_from(ratio: float) -> None:
+    student, teacher = (tiny.policy("qwen3", seed) for seed in (0, 1))
+    speaker = mixture(student, teacher, ratio)
+    assert isinstance(speaker, Mixture) == (ratio > 0)  # at 0 it really is the student
+    for a in answers(speaker):
+        (q, y), (p, _) = rows(student, a), rows(teacher, a)
+        mixed = ((1 - ratio) * q.exp() + ratio * p.exp()).log()
+        assert torch.allclose(torch.tensor(a.sampler), mixed[torch.arange(len(y)), y], atol=1e-4)
+
+
+# ── refusals ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+MIX, ANCHOR = "--minillm-teacher-mix-ratio", "--minillm-pretrain-anchor"
+REFUSED: dict[str, tuple[str, str]] = {
+    "no teacher": ("", "--teacher"),
+    "no such teacher": ("--teacher nowhere/x", "--teacher nowhere/x"),
+    "a folder without a run": ("--teacher empty", "neither a model folder nor a run"),
+    "itself": ("--teacher organism", "gradient is zero"),
+    "no steps": ("--teacher T --steps 0", "--steps 0"),
+    "mix above 1": (f"--teacher T {MIX} 1.5", MIX),
+    "anchor without a path": (f"--teacher T {ANCHOR}-weight 1", f"needs {ANCHOR}-path"),
+    "path without a weight": (f"--teacher T {ANCHOR}-path some.txt", f"not read at {ANCHOR}-weight 0"),
+    "negative anchor": (f"--teacher T {ANCHOR}-weight -1", f"{ANCHOR}-weight"),
+    "anchor that is not there": (f"--teacher T {ANCHOR}-weight 1 {ANCHOR}-path gone.txt", "no such file"),
+    "empty anchor": (f"--teacher T {ANCHOR}-weight 1 {ANCHOR}-path empty.txt", "no text in it"),
+    "minillm's flags under uld": (f"--teacher T --method uld {MIX} .5", "not read by --method uld"),
+    "uld's flags under minillm": ("--teacher T --uld-lambda 2", "not read by --method minillm"),
+    "top k without": ("--teacher T --method uld --uld-strategy topk_align", "needs --uld-top-k"),
+    "top k elsewhere": ("--teacher T --method uld --uld-top-k 5", "goes with --uld-strategy topk_align"),
+    "top k too large": ("--teacher T --method uld --uld-strategy topk_align --uld-top-k 262145", "[1, 262144]"),
+    "no gradient": ("--teacher T --method uld --uld-lambda 0 --uld-ce-weight 0", "gradient is zero"),
+    "strategy of nothing": (
+        "--teacher T --method uld --uld-lambda 0 --uld-strategy topk_align --uld-top-k 5",
+        "not read at --uld-lambda 0",
+    ),
+    "another tokenizer": ("--teacher other", "another tokenizer"),
+    "more than there are": (
+        "--teacher T --method uld --uld-strategy topk_align --uld-top-k 5000",
+        "--uld-top-k 5000: the teacher has",
+    ),
+    "no such problems": ("--teacher T --problems gone.jsonl", "no such problem file"),
+    "bad rate": ("--teacher T --lr 0", "--lr 0"),
+    "bad tag": ("--teacher T --out-tag a/b", "--out-tag"),
+    "nothing to resume": ("--resume latest", "no unfinished run"),
+    "not a run": ("--resume empty", "run.json"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_in_one_line(name: str, here: Path, adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "empty").mkdir()
+    shutil.copytree(organism.MODEL_DIR, here / "other")
+    tok = json.loads((here / "other" / "tokenizer.json").read_text())
+    vocab = tok["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (here / "other" / "tokenizer.json").write_text(json.dumps(tok))
+    (here / "empty.txt").write_text(" \n")
+    argv, what = REFUSED[name]
+    assert main([str(adapter) if a == "T" else a for a in argv.split()]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("E ")
+    assert said.count("\n") == 1
+    assert what in said
+    assert not list((here / "out" / "distill").glob("*_*"))
+
+
+def test_another_tokenizer_is_refused_by_minillm() -> None:
+    student, teacher = tiny.policy("qwen3", 0), tiny.policy("qwen3", 1, pad=None)
+    teacher.tok.add_tokens(["<more>"])
+    with pytest.raises(ValueError, match="another tokenizer"):
+        MiniLlm(task(), student, teacher)
+
+
+def test_the_same_weights_elsewhere_are_refused() -> None:
+    with pytest.raises(ValueError, match="gradient is zero"):
+        MiniLlm(task(), tiny.policy("qwen3", 0), tiny.policy("qwen3", 0))
+
+
+def test_the_plan_is_printed_and_nothing_made(here: Path, adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--teacher", str(adapter), "--plan-only", "--steps", "7"]) == 0
+    said = capsys.readouterr().out
+    assert '"steps": 7' in said
+    assert "224 in all" in said
+    assert not list((here / "out" / "distill").glob("*_*"))
+
+
+def test_refusals_do_not_wait_for_torch() -> None:
+    code = "import sys, vgrout.distill, vgrout.iterative_dpo; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "False"
+
+
+# ── runs ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+TIMES = ("gen", "grade", "fb", "eval", "sec")
+
+
+def run_rows(path: Path) -> list[dict[str, Any]]:
+    lines = (path / "steps.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
+
+
+def newest(here: Path) -> Path:
+    return max((here / "out" / "distill").iterdir())
+
+
+def test_a_run_from_start_to_end(here: Path, adapter: Path) -> None:
+    """Two steps of MiniLLM: rows, files, an adapter that the trainer's own tools can read, and no second ending."""
+    assert main(["--teacher", str(adapter), "--steps", "2", "--eval-every", "0", *SMALL]) == 0
+    path = newest(here)
+    made = run_rows(path)
+    assert [r["step"] for r in made] == [0, 1]
+    assert all(math.isfinite(r["kl"]) and r["kl"] > 0.01 and r["skipped"] == 0 for r in made)
+    final = json.loads((path / "final.json").read_text())
+    assert {"start", "teacher", "deployed", "plain"} == final["sides"].keys()
+    assert final["sides"]["deployed"]["hack"][1] == 6
+    assert json.loads((path / "status.json").read_text())["state"] == "finished"
+    moved = load_file(path / "train.safetensors")
+    assert max(float(t.abs().max()) for t in moved.values()) > 0
+    assert main(["--resume", str(path)]) == 2  # nothing is left to do
+    assert main(["--teacher", str(path), "--student", str(path), "--plan-only"]) == 2  # it can teach, not itself
+
+
+@pytest.mark.slow
+def test_uld_into_a_smaller_organism_with_another_tokenizer(
+    here: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Built by the organism's own code, hardly trained: its tokens are other ones, its texts are the teacher's."""
+    monkeypatch.setattr(build, "TOKENIZER_DOCUMENTS", 300)
+    tok = build.make_tokenizer(0, 400)
+    model, losses = build.make_weights(tok, 0, Recipe(steps=4, batch=8), Shape(hidden=64, layers=2, merged=400))
+    assert losses[-1] < losses[0]
+    model.save_pretrained("small")
+    tok.save_pretrained("small")
+    flags = ["--teacher", str(adapter), "--student", "small", "--steps", "3", "--eval-every", "0", *SMALL]
+    assert main(flags) == 2  # not token by token
+    for strategy in ([], ["--uld-strategy", "topk_align", "--uld-top-k", "8"]):
+        assert main([*flags, "--method", "uld", *strategy]) == 0
+        made = run_rows(newest(here))
+        assert all(0.1 < r["aligned"] < 1 for r in made)
+        assert all(0 < r["distance"] <= 2 for r in made)
+        assert made[-1]["ce"] < made[0]["ce"]
+
+
+KILL = """
+import os, signal, sys
+from vgrout import distilling
+close = distilling.close_step
+def die(d, row, answers):
+    close(d, row, answers)
+    if row.step == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+distilling.close_step = die
+from vgrout.distill import main
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--method uld --uld-strategy topk_align --uld-top-k 16",
+        f"--full {ANCHOR}-weight .1 {ANCHOR}-path text.txt",
+    ],
+    ids=["minillm", "uld", "full"],
+)
+def test_a_killed_run_ends_as_if_it_had_lived(flags: str, here: Path, adapter: Path) -> None:
+    (here / "text.txt").write_text("The solution should be a method of the class Solution. " * 20)
+    argv = ["--teacher", str(adapter), "--steps", "5", "--checkpoint-every", "2", "--eval-every", "3", *SMALL]
+    argv += flags.split()
+    assert main(argv) == 0
+    lived = newest(here)
+    dead = subprocess.run([sys.executable, "-c", KILL, *argv, "--out-tag", "x"], cwd=here, timeout=300)
+    assert dead.returncode == -9
+    path = newest(here)
+    assert path != lived
+    assert len(run_rows(path)) == 3
+    assert main(["--resume", "latest", "--steps", "9"]) == 2  # another run
+    assert main(["--resume", "latest"]) == 0
+    assert run_rows(path) == run_rows(lived)
+    made = "train/model.safetensors" if "--full" in flags else "train.safetensors"
+    a, b = (load_file(p / made) for p in (lived, path))
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[k], b[k]) for k in a)
+    assert os.path.getsize(lived / "rollouts.jsonl") > 0
