@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -23,6 +23,7 @@ from vgrout.policy import Lm, Policy
 Loss = Callable[[], Float[Tensor, ""]]
 
 
+@runtime_checkable
 class Learner(Protocol):
     @property
     def lm(self) -> Lm: ...
