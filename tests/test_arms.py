@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from tiny import policy as tiny_policy
 from vgrout import arms
-from vgrout.arms import Arm, directed, make_arm
+from vgrout.arm import Arm
+from vgrout.arms import directed, make_arm
 from vgrout.config import ArmConfig
 from vgrout.direction import Direction, Meta, axes_of, extract, haar_like, overlap, save
 from vgrout.nouns import GroupView

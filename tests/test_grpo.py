@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 import tiny
 from vgrout import logprobs
+from vgrout.flow import Stream
 from vgrout.grpo import Row, as_batch, micro_batches, packed_batches, policy_gradients
 from vgrout.logprobs import collate, completion_logprobs
 from vgrout.loss_config import LossConfig, LossName
@@ -64,7 +65,7 @@ def groups(policy: Policy) -> list[Group]:
 
 def run(policy: Policy, of: list[Group], cfg: LossConfig | None = None, **kw: Any) -> tuple[list[Tensor], Any]:
     settings: dict[str, Any] = {"max_new": MAX_NEW, "prompts_per_step": 2} | kw
-    grads, metrics = policy_gradients(policy, of, cfg or LossConfig(), **settings)
+    (grads,), metrics = policy_gradients(policy, of, cfg or LossConfig(), **settings)
     return [torch.cat(list(g.values()), 1) for g in grads], metrics
 
 
@@ -166,11 +167,11 @@ def test_rows_and_advantages_can_be_chosen(policy: Policy) -> None:
     """What an arm with a stream per knob does: two calls, two views, one sum."""
     of = groups(policy)
     whole, _ = run(policy, of)
-    a, _ = run(policy, of, rows=[[0, 2], [1]])
-    b, _ = run(policy, of, rows=[[1, 3], [0, 2, 3]])
+    a, _ = run(policy, of, streams=[Stream(rows=((0, 2), (1,)))])
+    b, _ = run(policy, of, streams=[Stream(rows=((1, 3), (0, 2, 3)))])
     assert a[0].abs().sum(1).nonzero().flatten().tolist() == [0, 2]
     assert relative(a[0] + b[0], whole[0]) <= 1e-5
-    doubled, _ = run(policy, of, advantages=[[2 * x for x in g.advantages] for g in of])
+    doubled, _ = run(policy, of, streams=[Stream(advantages=tuple(tuple(2 * x for x in g.advantages) for g in of))])
     assert relative(doubled[1], 2 * whole[1]) <= 1e-5
     with policy.adapter.deployed():
         kept, _ = run(policy, of)

@@ -21,7 +21,8 @@ LEVELS: list[set[str]] = [
     {"plan", "policy", "optim", "source"},
     {"sampler", "saved", "mixture", "learner", "common_config"},
     {"grpo", "direction", "evaluate", "latents", "harvest", "distill_config", "dpo_config"},
-    {"arms", "measure", "teacher", "substrate", "distill_methods"},
+    {"arm", "reader"},
+    {"arms", "streams", "measure", "teacher", "substrate", "distill_methods"},
     {"narrate", "nonfinite", "watch"},
     # the algorithm, and what surrounds it
     {"loop", "distilling", "dpo_rounds"},

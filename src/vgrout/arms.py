@@ -1,4 +1,4 @@
-"""The arms: what each of the two knobs learns from a step's rollouts, behind observe · route · refresh.
+"""The arms: what each of the two knobs learns from a step's rollouts, behind plan · observe · route · refresh.
 
 An arm sees gradients and a GroupView, on which no oracle bit exists. g = Σ_b g_b over the step; per module:
 
@@ -12,18 +12,18 @@ A new arm is a subclass of `Arm` (or `Directed`) with its `_split`, and a line i
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from vgrout.arm import Arm, Origin, Refresh
 from vgrout.config import ArmConfig
-from vgrout.direction import Direction, Likeness, extract, haar_like, likeness, obtain, overlap
-from vgrout.flow import ArmDiag, Directions, ModuleGrads, Per, RolloutGrads, Routed
+from vgrout.direction import Direction, extract, haar_like, likeness, obtain, overlap
+from vgrout.flow import WHOLE, ArmDiag, Directions, ModuleGrads, Per, RolloutGrads, Routed, Stream
 from vgrout.gate import BandGate, TauGate, permuted
 from vgrout.nouns import GroupView, OracleView
 from vgrout.pairs import PairSet
@@ -32,99 +32,6 @@ from vgrout.project import GateMode, along, coefficients, cos_pre, mean_over_mod
 from vgrout.rng import torch_stream
 
 TOLERANCE = 1e-4  # of the invariants, relative to the norms that went in: fp32 sums of some hundred rows
-
-
-@dataclass(frozen=True, slots=True)
-class Refresh:
-    """State of the direction after a step."""
-
-    age: int | None  # steps since v was extracted; None: the arm has no direction
-    overlap: float | None = None  # ‖V_new V_oldᵀ‖²_F / k_old when v was extracted again in this step: 1 same span
-    modules: int = 0
-    axes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Where an arm's direction comes from, for run.json."""
-
-    pairs: str  # source of the pairs; the true ones' under Haar, whose shapes and signs they give
-    pairs_sha256: str
-    modules: int
-    axes: int
-    likeness: Likeness | None  # of a control's direction with the real one; None where it *is* the real one
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "pairs": self.pairs,
-            "pairs_sha256": self.pairs_sha256,
-            "modules": self.modules,
-            "axes": self.axes,
-            "cos_with_real": self.likeness.as_json() if self.likeness else None,
-        }
-
-
-class Arm:
-    """none: plain GRPO. Base of the others: sums a step's gradients and resets itself.
-
-    Args of the constructor: `sizes` module → r in the model's order, `device` of the gradients, `control`'s name.
-    """
-
-    name = "none"
-    per: Per = "source"  # the coarsest gradient rows that this arm can do with
-    sees: type[GroupView] = GroupView  # exactly this type: no label comes in on a subclass
-    origin: Origin | None = None  # `make_arm` says it; None: no direction
-
-    def __init__(self, sizes: Mapping[str, int], device: torch.device | str = "cpu", control: str = "none") -> None:
-        self.sizes, self.device, self.control = dict(sizes), torch.device(device), control
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget what was observed since the last `route`."""
-        self._sums = {m: torch.zeros(2, r, device=self.device) for m, r in self.sizes.items()}  # student, teacher
-        self._views: list[GroupView] = []
-
-    def observe(self, g_b: RolloutGrads, view: GroupView, per: Per = "rollout") -> None:
-        """One prompt group: g_b holds one gradient row per rollout, in `view`'s order, or one per source. Rows are kept
-        by reference."""
-        assert type(view) is self.sees, f"{type(self).__name__} sees a {self.sees.__name__}, got {type(view).__name__}"
-        assert g_b.keys() == self.sizes.keys(), sorted(g_b.keys() ^ self.sizes.keys())
-        assert per == "rollout" or (per, self.per) == ("source", "source"), (per, self.per)
-        n = len(view) if per == "rollout" else 2
-        teacher = torch.tensor([s == "teacher" for s in view.sources], device=self.device)
-        masks = torch.stack((~teacher, teacher)).float()[:, :, None]
-        for m, rows in g_b.items():
-            assert rows.shape == (n, self.sizes[m]), (m, tuple(rows.shape), n, self.sizes[m])
-            self._sums[m] += (masks * rows).sum(1) if per == "rollout" else rows
-        self._views.append(view)
-
-    def route(self) -> Routed:
-        """What the knobs learn from all groups since the last call.
-
-        A gradient that is not finite is handed on untouched, for the optimiser to refuse; no gate learns from it.
-        """
-        g = {m: both.sum(0) for m, both in self._sums.items()}
-        finite = torch.stack([v.isfinite().all() for v in g.values()]).all().item()
-        routed = self._split(g) if finite else Routed(keep=g, quar=None, diag=ArmDiag())
-        self.reset()
-        return routed
-
-    def refresh(self, step: int) -> Refresh:
-        """After the optimiser of step `step` (from 0): extract v again on the present model when that is due."""
-        return Refresh(age=None)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """What must survive a resume, between steps; empty for an arm without memory."""
-        assert not self._views, "state_dict between observe and route"
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Raises ValueError where `state` is of another arm or model."""
-        if state:
-            raise ValueError(f"checkpoint has arm state {sorted(state)[0]!r}, --intervention {self.name} has none")
-
-    def _split(self, g: ModuleGrads) -> Routed:
-        return Routed(keep=g, quar=None, diag=ArmDiag())
 
 
 class Directed(Arm):
@@ -268,8 +175,8 @@ class WholeRollouts(Directed, ABC):
         """`diag` with what the gate itself knows."""
         return diag
 
-    def observe(self, g_b: RolloutGrads, view: GroupView, per: Per = "rollout") -> None:
-        super().observe(g_b, view, per)
+    def observe(self, g_b: RolloutGrads, view: GroupView, per: Per = "rollout", stream: int = 0) -> None:
+        super().observe(g_b, view, per, stream)
         self._rows.append(g_b)
 
     def _split(self, g: ModuleGrads) -> Routed:
@@ -306,6 +213,8 @@ class Route2(WholeRollouts):
     """The gate decides: τ or pair band, of the cosine of each rollout's gradient with v.
 
     Args of the constructor: `cfg` gate settings; `permute_seed` deals the gate's shares to rollouts at random.
+    With `cfg.owns` what the quarantine sampled goes there whole, and the gate decides about the rest, learnt with the
+    quarantine off; with `cfg.rebases` rows that are no anchors have a baseline of their own.
     """
 
     def __init__(
@@ -313,6 +222,7 @@ class Route2(WholeRollouts):
     ) -> None:
         self._banded, self._teacher_only = cfg.route2_gate == "pairs", cfg.gate_anchor_teacher_only
         self._permute_seed, self._steps = permute_seed, 0
+        self._own, self._rebaseline = cfg.owns, cfg.rebases
         self._band: BandGate | None = None
         super().__init__(sizes, direction, *args, **kwargs)
         self._tau = None if self._banded else TauGate(len(self.V), device=self.device)
@@ -326,6 +236,42 @@ class Route2(WholeRollouts):
         if self._banded:
             lo, hi = direction.band(self.V)
             self._band = BandGate(lo.to(self.device), hi.to(self.device))
+
+    def reset(self) -> None:
+        super().reset()
+        self._away: ModuleGrads = {m: torch.zeros(r, device=self.device) for m, r in self.sizes.items()}
+
+    def plan(self, views: Sequence[GroupView]) -> Sequence[Stream]:
+        if not (self._own or self._rebaseline):
+            return WHOLE
+        rows, away, advantages = [], [], []
+        for view in views:
+            theirs = [self._own and s == "student" and not d for s, d in zip(view.sources, view.deployed, strict=True)]
+            mine = [b for b in range(len(view)) if not theirs[b]]
+            anchor = self._known(view)
+            kept = [b for b in mine if not anchor[b]]
+            among = view.advantages_among(kept) if self._rebaseline else view.advantages
+            advantages.append(tuple(among[b] if b in kept else view.advantages[b] for b in range(len(view))))
+            rows.append(tuple(mine))
+            away.append(tuple(b for b in range(len(view)) if theirs[b]))
+        first = Stream(tuple(rows), tuple(advantages), deployed=self._own)
+        return (first, Stream(tuple(away))) if self._own else (first,)
+
+    def observe(self, g_b: RolloutGrads, view: GroupView, per: Per = "rollout", stream: int = 0) -> None:
+        if stream == 0:
+            super().observe(g_b, view, per)
+            return
+        assert self._own, stream
+        for m, g in g_b.items():
+            self._away[m] += g.sum(0)
+
+    def _split(self, g: ModuleGrads) -> Routed:
+        away = self._away
+        routed = super()._split(g)
+        if not self._own:
+            return routed
+        assert routed.quar is not None
+        return replace(routed, quar={m: q + away[m] for m, q in routed.quar.items()}, apart=True)
 
     def _gate_diag(self, diag: ArmDiag) -> ArmDiag:
         if self._tau is None:
@@ -346,12 +292,13 @@ class Route2(WholeRollouts):
 
     def _anchors(self) -> Bool[Tensor, " N"]:
         """Rows known to be hacks: demonstrations, and students that the weak detector flags (unless teacher-only)."""
-        known = [
+        return torch.tensor([known for view in self._views for known in self._known(view)], device=self.device)
+
+    def _known(self, view: GroupView) -> list[bool]:
+        return [
             source == "teacher" or (flag and not self._teacher_only)
-            for view in self._views
             for source, flag in zip(view.sources, view.detector, strict=True)
         ]
-        return torch.tensor(known, device=self.device)
 
     def state_dict(self) -> dict[str, Tensor]:
         gate = self._tau or self._band
@@ -393,9 +340,9 @@ class Shrink(Arm):
         self.inner, self.name, self.per = inner, inner.name, inner.per
         super().__init__(inner.sizes, inner.device, "shrinkage")
 
-    def observe(self, g_b: RolloutGrads, view: GroupView, per: Per = "rollout") -> None:
-        super().observe(g_b, view, per)
-        self.inner.observe(g_b, view, per)
+    def observe(self, g_b: RolloutGrads, view: GroupView, per: Per = "rollout", stream: int = 0) -> None:
+        super().observe(g_b, view, per, stream)
+        self.inner.observe(g_b, view, per, stream)
 
     def reset(self) -> None:
         super().reset()
@@ -407,6 +354,7 @@ class Shrink(Arm):
 
     def _split(self, g: ModuleGrads) -> Routed:
         would = self._hypothetical
+        assert would.keep is not None
         if would.diag.routed_share is not None:
             kept = 1 - would.diag.routed_share
         else:

@@ -24,8 +24,11 @@ from vgrout.loss_config import LossConfig
 from vgrout.nouns import MODES, Mode
 
 T = TypeVar("T")
-Intervention = Literal["none", "erase", "route", "route2"]
-ARM_NAME: dict[str, str] = {"none": "vanilla", "erase": "projected", "route": "routing", "route2": "routing2"}
+Intervention = Literal["none", "erase", "route", "route2", "reader", "surprise", "pmi"]
+ARM_NAME: dict[str, str] = {
+    **{"none": "vanilla", "erase": "projected", "route": "routing", "route2": "routing2"},
+    **{"reader": "reader", "surprise": "surprise", "pmi": "pmi"},
+}
 Control = Literal[
     "none",
     "haar",
@@ -38,12 +41,19 @@ Control = Literal[
     "mass_matched",
     "shrinkage",
     "ablate_kept",
+    "no_gate",
     "oracle",
     "no_loophole",
 ]
 CONTROLS: tuple[Control, ...] = get_args(Control)
-WITH_DIRECTION: tuple[Intervention, ...] = ("erase", "route", "route2")
-ROUTING: tuple[Intervention, ...] = ("route", "route2")
+BY_GRADIENT: tuple[Intervention, ...] = ("erase", "route", "route2")  # a direction in gradients
+READING: tuple[Intervention, ...] = (
+    "reader",
+    "surprise",
+    "pmi",
+)  # rollouts are flagged by what the frozen base reads in them
+WITH_DIRECTION: tuple[Intervention, ...] = (*BY_GRADIENT, "reader")
+ROUTING: tuple[Intervention, ...] = ("route", "route2", *READING)
 # control → (arms it can ride on, what it does); the line of a run's log and of run.json
 _PLACEBO = "the direction comes from pairs about an unrelated contrast"
 CONTROL_SPECS: dict[Control, tuple[tuple[Intervention, ...], str]] = {
@@ -55,10 +65,14 @@ CONTROL_SPECS: dict[Control, tuple[tuple[Intervention, ...], str]] = {
     "placebo_long": (WITH_DIRECTION, f"{_PLACEBO}: through a helper function against directly"),
     "placebo_laid_out": (WITH_DIRECTION, f"{_PLACEBO}: another layout against the usual one"),
     "placebo": (WITH_DIRECTION, f"{_PLACEBO}: --placebo-pairs-path"),
-    "mass_matched": (("route2",), "the gate's shares dealt to rollouts at random"),
-    "shrinkage": (WITH_DIRECTION, "the vanilla update scaled by the share that the arm would keep"),
+    "mass_matched": (("route2", *READING), "the gate's shares dealt to rollouts at random"),
+    "shrinkage": (BY_GRADIENT, "the vanilla update scaled by the share that the arm would keep"),
     "ablate_kept": (ROUTING, "trained as ever; what is deployed is the quarantine, and the kept knob is deleted"),
-    "oracle": (("route2",), "whole rollouts routed by the strict oracle's label: an upper bound, not a method"),
+    "no_gate": (("reader",), "nothing is flagged: own streams and half of the students from the deployed model alone"),
+    "oracle": (
+        ("route2", "reader"),
+        "whole rollouts routed by their true label: an upper bound, not a method",
+    ),
     "no_loophole": (get_args(Intervention), "reward of the strict oracle alone: the ceiling for solve"),
 }
 EnvMode = Literal["own", Mode]
@@ -81,17 +95,24 @@ def _changed(group: Any, names: tuple[str, ...]) -> list[str]:
     return [f"--{n.replace('_', '-')}" for n in names if getattr(group, n) != default[n]]
 
 
+_READER = ("reader_layer", "reader_k", "reader_quantile", "reader_prompts", "reader_anchors")
+_OWN = ("rebaseline", "own_streams")
+
+
 @dataclass(frozen=True)
 class ArmConfig:
     """What happens to the gradient."""
 
     intervention: Intervention = "erase"
-    """none: plain GRPO · erase: drop the hack-ward part · route: quarantine it · route2: quarantine whole rollouts."""
+    """none: plain GRPO · erase: drop the hack-ward part · route: quarantine it · route2: quarantine whole rollouts by
+    their gradient · reader: by what the frozen base reads in their text · surprise: by how unlikely it finds them ·
+    pmi: by how much likelier the prompt's hint makes them."""
     control: Control = "none"
     """The same run under a control. Of the direction: haar draws it at random, shuffled exchanges half of the pairs'
     sides, placebo_* takes pairs about an unrelated contrast (placebo: your own). Of the routing: mass_matched routes
     the same share at random, shrinkage scales the vanilla update by the kept share, ablate_kept deploys the quarantine
-    in place of the kept knob. Bounds: oracle routes by the true labels, no_loophole pays the strict oracle only."""
+    in place of the kept knob, no_gate flags nothing. Bounds: oracle routes by the true labels, no_loophole pays the
+    strict oracle only."""
     v_hack_path: Path | None = None
     """Direction file to load; none: found by pair set, or extracted on the spot."""
     v_hack_extract_top_k: int = 12
@@ -120,8 +141,26 @@ class ArmConfig:
     """erase: how much of the hack-ward part is removed."""
     gate_anchor_teacher_only: bool = False
     """route2, tau gate: anchors are teacher rows alone, not also student rows that the weak detector flags."""
-    rollout_ablate_frac: float = 0.0
-    """Share of student rows sampled from the deployed model (routing arms only)."""
+    rollout_ablate_frac: float | None = None
+    """Share of student rows sampled from the deployed model (routing arms only); none: .5 for the arms that read."""
+    reader_layer: int | None = None
+    """reader: blocks of the frozen base after which its states are read; none: a quarter of its depth."""
+    reader_k: int = 1
+    """reader: the score is the mean of this many highest tokens of an answer."""
+    reader_quantile: float = 0.9
+    """reading arms: flagged above this quantile of the base's paid answers, and of held-back anchors."""
+    reader_prompts: int = 200
+    """reading arms: training prompts that the base answers twice before training."""
+    reader_anchors: Path | None = None
+    """reading arms: correct solutions in unusual styles (JSON of prompt, completion); none: the preset's."""
+    rebaseline: bool | None = None
+    """Advantages of kept rows are recomputed among them (route2: of rows that are no anchors); none: by the arms that
+    read."""
+    own_streams: bool | None = None
+    """The kept knob learns from the deployed model's rollouts alone, with the quarantine off (route2: needs
+    --rollout-ablate-frac); none: so it is in the arms that read."""
+    flagged_penalty: float = 0.0
+    """reading arms: a flagged row that the deployed model wrote is kept too, with this advantage below zero."""
 
     def __post_init__(self) -> None:
         arm = self.intervention
@@ -131,7 +170,12 @@ class ArmConfig:
         _within("v-hack-drop-bottom-frac", self.v_hack_drop_bottom_frac, 0, 0.99)
         _within("vhack-refresh-every", self.vhack_refresh_every, 0, 10_000_000)
         _within("project-overshoot", self.project_overshoot, 0, 10)
-        _within("rollout-ablate-frac", self.rollout_ablate_frac, 0, 1)
+        _within("rollout-ablate-frac", self.ablate_frac, 0, 1)
+        _within("reader-layer", self.reader_layer or 1, 1, 1000)
+        _within("reader-k", self.reader_k, 1, 1_000_000)
+        _within("reader-quantile", self.reader_quantile, 0.5, 1)
+        _within("reader-prompts", self.reader_prompts, 4, 1_000_000)
+        _within("flagged-penalty", self.flagged_penalty, 0, 1e3)
         _refuse(
             self.route2_random_v_seed is not None and self.control not in ("none", "haar"),
             f"--control {self.control} with --route2-random-v-seed: one control a run; leave one of them out",
@@ -150,11 +194,17 @@ class ArmConfig:
         for flag, idle in (
             ("route2_gate", oracle),  # labels decide
             ("gate_anchor_teacher_only", band or oracle),  # the pair band has no anchors
-            ("vhack_refresh_every", self.haar and not band),  # random directions stay as they are
+            ("vhack_refresh_every", arm in BY_GRADIENT and self.haar and not band),  # random directions stay
             ("preserve_magnitude", self.control == "shrinkage"),  # the kept share is read before any rescaling
+            *((flag, arm == "route2" and self.control in ("oracle", "shrinkage")) for flag in _OWN),
+            *((flag, arm == "reader" and self.control in ("no_gate", "oracle")) for flag in _READER),  # nothing is read
         ):
             changed = _changed(self, (flag,)) if idle else []
             _refuse(bool(changed), f"{', '.join(changed)}: not read with these settings; leave it out")
+        _refuse(
+            arm == "route2" and self.owns and not self.ablate_frac,
+            "--own-streams: needs --rollout-ablate-frac above 0, so that the deployed model has rollouts of its own",
+        )
         if changed := _changed(self, _NOT_READ[arm]):
             raise ValueError(
                 f"{', '.join(changed)}: not read by --intervention {arm}; leave it out or choose another arm"
@@ -163,6 +213,23 @@ class ArmConfig:
     @property
     def haar(self) -> bool:
         return self.control == "haar" or self.route2_random_v_seed is not None
+
+    @property
+    def reads_pairs(self) -> bool:
+        return self.intervention in WITH_DIRECTION
+
+    @property
+    def ablate_frac(self) -> float:
+        usual = 0.5 if self.intervention in READING else 0.0
+        return usual if self.rollout_ablate_frac is None else self.rollout_ablate_frac
+
+    @property
+    def rebases(self) -> bool:
+        return self.intervention in READING if self.rebaseline is None else self.rebaseline
+
+    @property
+    def owns(self) -> bool:
+        return self.intervention in READING if self.own_streams is None else self.own_streams
 
     @property
     def other_pairs(self) -> bool:
@@ -190,17 +257,28 @@ class ArmConfig:
 _EXTRACTION = ("v_hack_path", "v_hack_tau_axis", "v_hack_extract_top_k", "v_hack_k", "v_hack_drop_bottom_frac")
 _ROUTE2 = ("route2_gate", "gate_anchor_teacher_only")
 _ERASE = ("preserve_magnitude", "project_overshoot")
+_NO_PAIRS = (
+    *(*_EXTRACTION, *_ROUTE2, *_ERASE, "vhack_refresh_every", "gate_mode"),
+    *("vhack_pairs_path", "route2_random_v_seed", "reader_layer", "reader_k"),
+)
 # Flags that an arm never reads: away from their defaults they would be silent no-ops.
 _NOT_READ: dict[str, tuple[str, ...]] = {
     "none": (
         *_EXTRACTION,
         *_ROUTE2,
         *_ERASE,
+        *(*_READER, *_OWN, "flagged_penalty"),
         *("vhack_refresh_every", "vhack_pairs_path", "route2_random_v_seed", "gate_mode", "rollout_ablate_frac"),
     ),
-    "erase": (*_ROUTE2, "rollout_ablate_frac"),
-    "route": (*_ROUTE2, *_ERASE),
-    "route2": (*_ERASE, "gate_mode", "v_hack_tau_axis", "v_hack_extract_top_k", "v_hack_k", "v_hack_drop_bottom_frac"),
+    "erase": (*_ROUTE2, *_READER, *_OWN, "flagged_penalty", "rollout_ablate_frac"),
+    "route": (*_ROUTE2, *_ERASE, *_READER, *_OWN, "flagged_penalty"),
+    "route2": (
+        *(*_ERASE, *_READER, "flagged_penalty", "gate_mode"),
+        *("v_hack_tau_axis", "v_hack_extract_top_k", "v_hack_k", "v_hack_drop_bottom_frac"),
+    ),
+    "reader": (*_EXTRACTION, *_ROUTE2, *_ERASE, "vhack_refresh_every", "gate_mode"),
+    "surprise": _NO_PAIRS,
+    "pmi": _NO_PAIRS,
 }
 
 
@@ -456,7 +534,7 @@ class Config:
             f"--mix-ratio {self.env.mix_ratio} with --group {self.scale.group}: rounds to no teacher row; "
             "raise one of them, or say --mix-ratio 0",
         )
-        frac, students = self.arm.rollout_ablate_frac, self.scale.group - self.n_teacher
+        frac, students = self.arm.ablate_frac, self.scale.group - self.n_teacher
         _refuse(
             frac > 0 and round(frac * students) == 0,
             f"--rollout-ablate-frac {frac}: rounds to none of {students} student rows; raise it or --group",
@@ -528,6 +606,14 @@ class Config:
         if self.scale.model == ORGANISM:
             return organism.PAIRS_DIR / "run_tests.json"
         return Path("out/pairsets/prog_wide.json") if self.preset == "fast" else None
+
+    @property
+    def anchors_path(self) -> Path | None:
+        """Benign anchors of the arms that read; None: there are none, or they are not read."""
+        arm = self.arm
+        if arm.intervention not in READING or arm.control in ("no_gate", "oracle"):
+            return None
+        return arm.reader_anchors or (organism.ANCHORS if self.scale.model == ORGANISM else None)
 
     @property
     def placebo_path(self) -> Path | None:
@@ -649,7 +735,7 @@ def flag_names() -> list[str]:
     )
 
 
-_PATHS = ("v_hack_path", "vhack_pairs_path", "placebo_pairs_path")
+_PATHS = ("v_hack_path", "vhack_pairs_path", "placebo_pairs_path", "reader_anchors")
 
 
 def from_dict(data: dict[str, Any]) -> Config:

@@ -17,6 +17,27 @@ Layout = Literal["shared", "packed", "padded"]  # of rollouts in one forward of 
 
 
 @dataclass(frozen=True, slots=True)
+class Stream:
+    """What one forward and backward learn from: of every group these rows, with these advantages (one for each rollout
+    of the group), under the deployed model or under both knobs. None: all rows, the group's own advantages."""
+
+    rows: tuple[tuple[int, ...], ...] | None = None
+    advantages: tuple[tuple[float, ...], ...] | None = None
+    deployed: bool = False
+
+
+WHOLE = (Stream(),)  # one policy, all rows
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a gate that reads text made of one group's rollouts, in their order."""
+
+    scores: tuple[float, ...]
+    flagged: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ArmDiag:
     """What an arm saw this step. None: this arm does not measure it."""
 
@@ -34,17 +55,19 @@ class ArmDiag:
     routed_share: float | None = None  # route2: share of rollouts · modules sent to the quarantine
     # route2: per observed group, the share of modules (or soft weight) that routed each rollout; reporting only
     gate: tuple[tuple[float, ...], ...] = field(default=())
+    readings: tuple[Reading, ...] = field(default=())  # reader, surprise: one per observed group; reporting only
 
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """What the two knobs learn this step: keep → δS, quar → δS_hack (None: the quarantine stays exactly 0)."""
+    """What the two knobs learn this step: keep → δS, quar → δS_hack. None: that knob is not stepped."""
 
-    keep: ModuleGrads
+    keep: ModuleGrads | None
     quar: ModuleGrads | None
     diag: ArmDiag
     directions: Directions | None = None  # for cos_upd, measured after the optimiser
     scale: float = 1.0  # the optimiser multiplies δS's change by this (shrinkage control; AdamW undoes a scaled g)
+    apart: bool = False  # each knob clipped by its own norm: they learn from different rollouts
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Groups → every rollout's own policy gradient, in one forward and backward a micro-batch."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
 
@@ -9,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from vgrout.budgets import TOKEN_BUDGET
-from vgrout.flow import Layout, Per, RolloutGrads
+from vgrout.flow import WHOLE, Layout, Per, RolloutGrads, Stream
 from vgrout.logprobs import Batch, TokenLogprobs, collate, completion_logprobs
 from vgrout.loss_config import LossConfig
 from vgrout.losses import LossInput, LossOutput, Norm, policy_loss, teacher_weight
@@ -30,10 +31,10 @@ class LossMetrics:
     lp_t: float | None = None  # … teacher rows
     kl: float | None = None  # mean per token to the reference; None at beta 0
     ratio_min: float | None = None  # π_trainer / π_sampler, before any clip, over the student tokens …
-    ratio_mean: float | None = None  # … that were sampled from the model as it is trained
+    ratio_mean: float | None = None  # … that were sampled under the knobs they are learnt under
     ratio_max: float | None = None
     mismatch_kl: float | None = None  # mean ratio − log ratio − 1 over them: 0 if the sampler had the trainer's weights
-    mismatch_kl_abl: float | None = None  # … over those sampled from the deployed model: off-policy on purpose
+    mismatch_kl_abl: float | None = None  # … over those sampled under other knobs than they are learnt under
     masked_mismatch_kl: float | None = None  # … over all student tokens that lost their policy gradient
     unmasked_mismatch_kl: float | None = None  # … over the others
     is_masked: float | None = None  # share of tokens that lost their policy gradient to clip or mask
@@ -53,6 +54,7 @@ class Row:
     rollout: Rollout
     advantage: float
     at: int  # its row in the probe
+    on_policy: bool = True  # sampled under the knobs it is learnt under
 
     @property
     def tokens(self) -> int:
@@ -66,22 +68,20 @@ def policy_gradients(
     *,
     max_new: int,
     prompts_per_step: int,
-    rows: Sequence[Sequence[int]] | None = None,
-    advantages: Sequence[Sequence[float]] | None = None,
+    streams: Sequence[Stream] = WHOLE,
     per: Per = "rollout",
     sampling: Sampling | None = None,
     teacher: Lm | None = None,
     token_budget: int | None = None,
     layout: Layout = "shared",
-) -> tuple[list[RolloutGrads], LossMetrics]:
-    """Each group's g_b: module → [G, r], the gradient of every rollout's loss on δS, under the adapter's present view.
+) -> tuple[list[list[RolloutGrads]], LossMetrics]:
+    """Per stream each group's g_b: module → [G, r], the gradient of every rollout's loss on δS.
 
     Groups without signal get zero gradients and no forward. One inner step: π_old is π detached, teacher rows likewise,
     so both have ratio 1.
 
-    rows: per group, which rollouts take part (default all); the others' gradients are 0. An arm that trains its knobs
-        on different rollouts calls this twice, under two views, and adds the results.
-    advantages: per group, in place of the group's own.
+    streams: what is learnt from, and under which of the adapter's views; rows that a stream leaves out have gradient 0
+        there. An arm that trains its knobs on different rollouts has two. The metrics are of all streams together.
     per: rows of each group's gradient: one a rollout [G, r]; one a source, student then teacher [2, r]; or their sum
         [1, r]. Coarser is cheaper: the weight's gradient is formed once a row, and packed rollouts of one gradient row
         read their prompt once.
@@ -99,23 +99,23 @@ def policy_gradients(
         raise ValueError("--ratio-support sampled: needs the sampler's settings")
     if cfg.teacher_tau and teacher is None:
         raise ValueError(f"--teacher-tau {cfg.teacher_tau}: needs a teacher model")
-    starts = _starts(groups, per)
-    chosen = _rows(groups, starts, rows, advantages, per)
-    with policy.adapter.probe(max(1, starts[-1])) as probe:
-        tally = _Tally()
-        if chosen:
-            size = {len(g) for g in groups}
-            assert len(size) == 1, f"groups of different sizes {sorted(size)}: the constant normaliser G is one number"
-            norm = Norm(
-                rollouts=size.pop() * prompts_per_step,
-                max_new=max_new,
-                tokens=sum(len(r.completion_ids) for g in groups if g.has_signal for r in g.rollouts),
-            )
-            support = sampling if cfg.ratio_support == "sampled" else None
-            budget = token_budget or TOKEN_BUDGET.get(policy.device.type, TOKEN_BUDGET["cuda"])
-            if not policy.packs or (teacher is not None and not teacher.packs):
-                layout = "padded"
-            parts = micro_batches(chosen, budget) if layout == "padded" else packed_batches(chosen, budget, layout)
+    size = {len(g) for g in groups}
+    assert len(size) <= 1, f"groups of different sizes {sorted(size)}: the constant normaliser G is one number"
+    norm = Norm(
+        rollouts=max(size, default=1) * prompts_per_step,
+        max_new=max_new,
+        tokens=sum(len(r.completion_ids) for g in groups if g.has_signal for r in g.rollouts),
+    )
+    support = sampling if cfg.ratio_support == "sampled" else None
+    budget = token_budget or TOKEN_BUDGET.get(policy.device.type, TOKEN_BUDGET["cuda"])
+    if not policy.packs or (teacher is not None and not teacher.packs):
+        layout = "padded"
+    starts, tally, out = _starts(groups, per), _Tally(), []
+    for stream in streams:
+        chosen = _rows(groups, starts, stream, per)
+        parts = micro_batches(chosen, budget) if layout == "padded" else packed_batches(chosen, budget, layout)
+        view = policy.adapter.deployed() if stream.deployed else nullcontext()
+        with view, policy.adapter.probe(max(1, starts[-1])) as probe:
             for part in parts:
                 batch = as_batch(policy, part, layout)
                 if isinstance(batch, Packed):
@@ -126,8 +126,8 @@ def policy_gradients(
                 output = policy_loss(x, cfg)
                 output.per_rollout.sum().backward()
                 tally.add(part, logps, x, output)
-    grads = [policy.adapter.views(probe.flat[lo:hi]) for lo, hi in pairwise(starts)]
-    return grads, tally.metrics()
+        out.append([policy.adapter.views(probe.flat[lo:hi]) for lo, hi in pairwise(starts)])
+    return out, tally.metrics()
 
 
 def _starts(groups: Sequence[Group], per: Per) -> list[int]:
@@ -139,20 +139,19 @@ def _starts(groups: Sequence[Group], per: Per) -> list[int]:
 def _rows(
     groups: Sequence[Group],
     starts: Sequence[int],
-    rows: Sequence[Sequence[int]] | None,
-    advantages: Sequence[Sequence[float]] | None,
+    stream: Stream,
     per: Per,
 ) -> list[Row]:
     chosen: list[Row] = []
     for i, group in enumerate(groups):
-        A = group.advantages if advantages is None else advantages[i]
+        A = group.advantages if stream.advantages is None else stream.advantages[i]
         assert len(A) == len(group), (len(A), len(group))
         if not any(A):
             continue
-        for b in range(len(group)) if rows is None else rows[i]:
+        for b in range(len(group)) if stream.rows is None else stream.rows[i]:
             rollout = group.rollouts[b]
             offset = {"rollout": b, "source": int(rollout.source == "teacher"), "group": 0}[per]
-            chosen.append(Row(rollout, A[b], starts[i] + offset))
+            chosen.append(Row(rollout, A[b], starts[i] + offset, rollout.deployed == stream.deployed))
     return chosen
 
 
@@ -256,7 +255,7 @@ class _Tally:
     def add(self, rows: Sequence[Row], logps: TokenLogprobs, x: LossInput, output: LossOutput) -> None:
         teacher = torch.tensor([row.rollout.source == "teacher" for row in rows], device=x.mask.device)
         sampled = torch.tensor([row.rollout.logp_full is not None for row in rows], device=x.mask.device) & ~teacher
-        deployed = torch.tensor([row.rollout.deployed for row in rows], device=x.mask.device)
+        on_policy = torch.tensor([row.on_policy for row in rows], device=x.mask.device)
         columns = {
             "logp": logps.full,
             "log_ratio": x.logp - x.logp_sampler,
@@ -264,7 +263,7 @@ class _Tally:
             "high": output.high,
             "teacher": teacher[:, None].expand(x.mask.shape),
             "sampled": sampled[:, None].expand(x.mask.shape),
-            "deployed": deployed[:, None].expand(x.mask.shape),
+            "on_policy": on_policy[:, None].expand(x.mask.shape),
             "A": x.advantages[:, None].expand(x.mask.shape),
         }
         if output.kl is not None:
@@ -277,7 +276,7 @@ class _Tally:
             return LossMetrics()
         c = {key: torch.cat([part[key] for part in self.parts]).cpu() for key in self.parts[0]}
         teacher, sampled = c["teacher"] > 0, c["sampled"] > 0
-        own, others = sampled & (c["deployed"] == 0), sampled & (c["deployed"] > 0)
+        own, others = sampled & (c["on_policy"] > 0), sampled & (c["on_policy"] == 0)
         masked = (c["low"] + c["high"]) > 0
         log_ratio = c["log_ratio"].clamp(-RAW_MAX, RAW_MAX)
         ratio = log_ratio.exp()

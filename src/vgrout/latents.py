@@ -5,7 +5,8 @@ itself, and one fixed map makes recorded answers scorable after the run.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -25,12 +26,9 @@ def latents(
     policy: Policy, prompts: Sequence[tuple[int, ...]], completions: Sequence[tuple[int, ...]]
 ) -> Float[Tensor, "n D"]:
     """Each answer's mean last hidden state under the base model, fp32 on the CPU, in the order given."""
-    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]) - len(completions[i]))
     out: dict[int, Tensor] = {}
     with policy.adapter.reference():
-        while order:
-            longest = len(prompts[order[0]]) + len(completions[order[0]])
-            part, order = order[: (k := max(1, TOKEN_BUDGET // longest))], order[k:]
+        for part in by_length(prompts, completions):
             batch = collate([prompts[i] for i in part], [completions[i] for i in part], policy.device)
             hidden = backbone(policy.model)(input_ids=batch.ids, use_cache=False).last_hidden_state
             rows = hidden[torch.arange(len(part), device=policy.device)[:, None], batch.at].float()
@@ -38,6 +36,61 @@ def latents(
             means = (rows * weight).sum(1) / weight.sum(1)
             out |= dict(zip(part, means.cpu(), strict=True))
     return torch.stack([out[i] for i in range(len(prompts))])
+
+
+@torch.no_grad()
+def token_states(
+    policy: Policy, prompts: Sequence[tuple[int, ...]], completions: Sequence[tuple[int, ...]], layer: int
+) -> list[Float[Tensor, "T D"]]:
+    """The base model's state at every completion token, after `layer` blocks (from 1); fp64 on the CPU.
+
+    The blocks above are not run: reading early costs that share of a forward.
+    """
+    blocks = backbone(policy.model).layers
+    assert isinstance(blocks, torch.nn.ModuleList), type(blocks)
+    assert 1 <= layer <= len(blocks), (layer, len(blocks))
+    out: dict[int, Tensor] = {}
+    with policy.adapter.reference():
+        for part in by_length(prompts, completions):
+            ids = [torch.tensor(prompts[i] + completions[i]) for i in part]
+            batch = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=policy.pad_id)
+            hidden = _after(policy, blocks[layer - 1], batch.to(policy.device))
+            for row, i in zip(hidden, part, strict=True):  # padding is on the right: causal attention never sees it
+                start = len(prompts[i])
+                out[i] = row[start : start + len(completions[i])].double().cpu()
+    return [out[i] for i in range(len(prompts))]
+
+
+class _Enough(Exception):
+    """The block that was asked for has run."""
+
+
+def _after(policy: Policy, block: torch.nn.Module, ids: Int[Tensor, "B L"]) -> Float[Tensor, "B L D"]:
+    states: list[Tensor] = []
+
+    def stop(_module: torch.nn.Module, _args: object, output: object) -> None:
+        states.append(output[0] if isinstance(output, tuple) else cast("Tensor", output))
+        raise _Enough
+
+    handle = block.register_forward_hook(stop)
+    try:
+        backbone(policy.model)(input_ids=ids, use_cache=False)
+    except _Enough:
+        pass
+    finally:
+        handle.remove()
+    return states[0]
+
+
+def by_length(
+    prompts: Sequence[tuple[int, ...]], completions: Sequence[tuple[int, ...]], budget: int = TOKEN_BUDGET
+) -> Iterator[list[int]]:
+    """Indices, long answers first, in batches of at most `budget` padded tokens (or one answer)."""
+    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]) - len(completions[i]))
+    while order:
+        longest = len(prompts[order[0]]) + len(completions[order[0]])
+        part, order = order[: (k := max(1, budget // longest))], order[k:]
+        yield part
 
 
 def dbscan(x: Float[Tensor, "n D"], eps: float, min_samples: int = MIN_SAMPLES) -> Int[Tensor, " n"]:

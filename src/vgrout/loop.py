@@ -9,8 +9,8 @@ from loguru import logger
 from tqdm import tqdm
 
 from vgrout import checkpoint, nonfinite
-from vgrout.arms import Arm, Refresh
-from vgrout.config import ROUTING, Config
+from vgrout.arm import Arm, Refresh
+from vgrout.config import BY_GRADIENT, READING, ROUTING, Config
 from vgrout.console import Clock, terminal_width
 from vgrout.evaluate import Side, answers
 from vgrout.grading.grade import Grader
@@ -87,10 +87,13 @@ def train(study: Study) -> list[StepRow]:
         live = [g for g in groups if g.has_signal]  # every reward equal ⇒ every advantage 0 ⇒ no forward
 
         with clock("fb"):
+            views = [look(g) for g in live]
+            streams = arm.plan(views)
             grads, metrics = policy_gradients(
                 policy,
                 live,
                 cfg.loss,
+                streams=streams,
                 max_new=cfg.scale.max_new,
                 prompts_per_step=cfg.scale.prompts_per_step,
                 sampling=study.sampling,
@@ -99,8 +102,9 @@ def train(study: Study) -> list[StepRow]:
                 layout=cfg.run.update_layout,
             )
             sound = nonfinite.all_finite(grads, metrics)  # an arm's averages would never recover from a NaN
-            for group, g_b in zip(live, grads, strict=True) if sound else ():
-                arm.observe(g_b, look(group), arm.per)  # g_b: module → [G r] for an arm that looks at rollouts
+            for i, of_stream in enumerate(grads if sound else ()):
+                for g_b, view in zip(of_stream, views, strict=True):
+                    arm.observe(g_b, view, arm.per, i)  # g_b: module → [G r] for an arm that looks at rollouts
             routed = arm.route() if live and sound else None  # keep + quar = g: nothing lost, nothing doubled
             update = optim.apply(routed) if routed else optim.idle()  # None: nothing to learn, or not finite
             skipped = bool(live) and update is None
@@ -112,6 +116,7 @@ def train(study: Study) -> list[StepRow]:
             step=step,
             generations=cfg.generations,
             groups=groups,
+            live_groups=live,
             dropped=dropped,
             modes=study.world.modes,
             top_reward=cfg.env.pass_reward,
@@ -147,7 +152,7 @@ def collect(study: Study, problems: Sequence[Problem], step: int, clock: Clock) 
     cfg, policy = study.cfg, study.policy
     demos = [study.teacher.demos(p, step) for p in problems]
     students = [cfg.scale.group - len(d) for d in demos]
-    deployed = [round(cfg.arm.rollout_ablate_frac * n) for n in students]
+    deployed = [round(cfg.arm.ablate_frac * n) for n in students]
     prompts = [policy.render(p.messages) for p in problems]
     answers: list[list[Rollout]] = [[] for _ in problems]
     verdicts: list[list[Future[Grade | Ungraded]]] = [[] for _ in problems]
@@ -238,11 +243,13 @@ def shown(study: Study) -> set[str]:
     has = {
         "teacher": cfg.mixes,
         "modes": len(study.world.modes) > 1,
-        "ablated": cfg.arm.rollout_ablate_frac > 0,
+        "ablated": cfg.arm.ablate_frac > 0,
         "erase": cfg.arm.intervention == "erase" and cfg.arm.preserve_magnitude and cfg.arm.control != "shrinkage",
         "route": cfg.arm.intervention in ROUTING,
         "route2": cfg.arm.intervention == "route2",
-        "direction": cfg.arm.intervention != "none",
+        "direction": cfg.arm.intervention in BY_GRADIENT,
+        "whole": cfg.arm.intervention in ("route2", *READING),
+        "reads": cfg.arm.intervention in READING,
         "beta": cfg.loss.beta > 0,
         "drops": cfg.loss.drops,
     }

@@ -1,8 +1,9 @@
 """Counting: one step's groups, gradients and update become one StepRow."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from vgrout.flow import Routed, Update
+from vgrout.flow import Reading, Routed, Update
 from vgrout.grpo import LossMetrics
 from vgrout.nouns import CachedGrade, Eval, Grade, Group, Mode, Rate, Rollout
 from vgrout.project import cos_upd
@@ -32,6 +33,7 @@ def step_row(
     step: int,
     generations: int,
     groups: Sequence[Group],
+    live_groups: Sequence[Group],
     dropped: Sequence[str],
     modes: Sequence[Mode],
     top_reward: float,
@@ -44,12 +46,14 @@ def step_row(
     seconds: dict[str, float],
     total: float,
 ) -> StepRow:
-    """One row. `generations`: rollouts per step, planned; `top_reward`: what a passing answer is paid."""
+    """One row. `live_groups`: those with a signal; `generations`: rollouts per step, planned; `top_reward`: what a
+    passing answer is paid."""
     live, cached = students(groups), teachers(groups)
     dead = [g for g in groups if not g.has_signal]
     ablated = [(r, g) for r, g in live if r.deployed]
     diag = routed.diag if routed else None
     delta = update.delta if update else None
+    flags = flag_rates(live_groups, diag.readings if diag else ())
     return StepRow(
         step=step,
         ref_eq=(step + 1) * generations / REFERENCE_STEP,
@@ -86,6 +90,9 @@ def step_row(
         fired=diag.fired if diag else None,
         capped=diag.rescale_capped if diag else None,
         routed=diag.routed_share if diag else None,
+        recall=flags.recall,
+        false_flags=flags.false,
+        flag_t=flags.teacher,
         refr=refr,
         skipped=int(skipped),
         lr=update.lr if update else None,
@@ -94,6 +101,27 @@ def step_row(
         fb=seconds.get("fb", 0.0),
         eval=seconds.get("eval"),
         sec=total,
+    )
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What a reading arm flagged: of exploits, of correct answers, of demonstrations. For the row alone."""
+
+    recall: Rate | None = None
+    false: Rate | None = None
+    teacher: Rate | None = None
+
+
+def flag_rates(groups: Sequence[Group], readings: Sequence[Reading]) -> Flags:
+    if not readings:
+        return Flags()
+    of = [x for group, r in zip(groups, readings, strict=True) for x in zip(group.grades, r.flagged, strict=True)]
+    live = [(g, flagged) for g, flagged in of if isinstance(g, Grade)]
+    return Flags(
+        recall=rate(flagged for g, flagged in live if g.exploited),
+        false=rate(flagged for g, flagged in live if g.gt_correct),
+        teacher=rate(flagged for g, flagged in of if isinstance(g, CachedGrade)),
     )
 
 
@@ -112,10 +140,13 @@ def rollout_lines(
     None where the arm has no gate or the group had no signal."""
     gates = routed.diag.gate if routed and routed.diag.gate else ()
     shares = {id(group): gate for group, gate in zip(live, gates, strict=bool(gates))}
+    readings = routed.diag.readings if routed else ()
+    read = {id(group): reading for group, reading in zip(live, readings, strict=bool(readings))}
     return [
         {
             "step": step,
             "gate": round(shares[id(group)][b], 4) if id(group) in shares else None,
+            **({"score": round(r.scores[b], 4), "flagged": r.flagged[b]} if (r := read.get(id(group))) else {}),
             "advantage": group.advantages[b],
             **rollout_record(rollout, grade),
         }

@@ -29,11 +29,11 @@ class Batch:
     groups: list[Group]
 
 
-def all_finite(grads: list[RolloutGrads], metrics: LossMetrics) -> bool:
+def all_finite(grads: list[list[RolloutGrads]], metrics: LossMetrics) -> bool:
     """Whether this step may be learnt from: every gradient, the loss and what was measured with it."""
-    measured = (x for x in metrics.as_dict().values() if x is not None)
-    return all(bool(g.isfinite().all()) for of_group in grads for g in of_group.values()) and all(
-        math.isfinite(x) for x in measured
+    measured = all(math.isfinite(x) for x in metrics.as_dict().values() if x is not None)
+    return measured and all(
+        bool(g.isfinite().all()) for of_stream in grads for of_group in of_stream for g in of_group.values()
     )
 
 

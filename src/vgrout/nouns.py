@@ -105,6 +105,17 @@ class Rollout:
     logp_sampled: tuple[float, ...] | None = None  # … of the distribution sampled from (temperature, top-k, top-p)
 
 
+def centred(rewards: Sequence[float], unbiased: bool = True) -> tuple[float, ...]:
+    """A = R − mean(R); with `unbiased=False` also ÷ (std + 1e-4) (GRPO, arXiv 2402.03300, eq. 3)."""
+    n = len(rewards)
+    mean = math.fsum(rewards) / max(1, n)
+    A = [r - mean for r in rewards]
+    if unbiased:
+        return tuple(A)
+    std = math.sqrt(math.fsum(a * a for a in A) / max(1, n))
+    return tuple(a / (std + 1e-4) for a in A)
+
+
 @dataclass(frozen=True, slots=True)
 class GroupView:
     """All that an arm may know of a group: no oracle bit, and nothing computed from one, is on this type."""
@@ -115,16 +126,25 @@ class GroupView:
     advantages: tuple[float, ...]
     detector: tuple[bool, ...]  # the weak detector's flag; False on teacher rows, which have no sandbox run
     texts: tuple[str, ...]
+    prompt_ids: tuple[int, ...] = ()
+    completion_ids: tuple[tuple[int, ...], ...] = ()
+    messages_plain: tuple[Message, ...] = ()  # the problem as it reads without the hint
+    unbiased: bool = True
 
     def __len__(self) -> int:
         return len(self.sources)
+
+    def advantages_among(self, rows: Sequence[int]) -> tuple[float, ...]:
+        """Advantages with these rows alone as the group; 0 for the others."""
+        among = dict(zip(rows, centred([self.rewards[b] for b in rows], self.unbiased), strict=True))
+        return tuple(among.get(b, 0.0) for b in range(len(self)))
 
 
 @dataclass(frozen=True, slots=True)
 class OracleView(GroupView):
     """A view with the true labels, for the oracle control alone: an upper bound. Every other arm refuses this type."""
 
-    exploited: tuple[bool, ...]  # of teacher rows: their cached label
+    exploited: tuple[bool, ...] = ()  # of teacher rows: their cached label
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,14 +171,7 @@ class Group:
 
     @property
     def advantages(self) -> tuple[float, ...]:
-        """A = R − mean(R); with `unbiased=False` also ÷ (std + 1e-4) (GRPO, arXiv 2402.03300, eq. 3)."""
-        n = len(self.rewards)
-        mean = math.fsum(self.rewards) / n
-        centred = [r - mean for r in self.rewards]
-        if self.unbiased:
-            return tuple(centred)
-        std = math.sqrt(math.fsum(a * a for a in centred) / n)
-        return tuple(a / (std + 1e-4) for a in centred)
+        return centred(self.rewards, self.unbiased)
 
     def view(self) -> GroupView:
         return GroupView(
@@ -168,6 +181,10 @@ class Group:
             advantages=self.advantages,
             detector=tuple(isinstance(g, Grade) and g.detectors[self.detector_code] for g in self.grades),
             texts=tuple(r.text for r in self.rollouts),
+            prompt_ids=self.rollouts[0].prompt_ids,
+            completion_ids=tuple(r.completion_ids for r in self.rollouts),
+            messages_plain=self.problem.messages_plain,
+            unbiased=self.unbiased,
         )
 
     def oracle_view(self) -> OracleView:

@@ -15,7 +15,7 @@ from vgrout.svd_adapter import SvdAdapter
 class Optimizer:
     """AdamW (arXiv 1711.05101, torch's own) on δS and δS_hack, linear warm-up, then cosine to 0.
 
-    A knob that gets no gradient (quar None) is not stepped at all: no decay, no momentum, so δS_hack stays exactly 0.
+    A knob that gets no gradient (None) is not stepped at all: no decay, no momentum, so an unused δS_hack stays 0.
     """
 
     def __init__(
@@ -44,23 +44,22 @@ class Optimizer:
         return rate(step, self.peak, self.warmup, self.steps)
 
     def apply(self, routed: Routed) -> Update | None:
-        """Clip both knobs' gradients jointly, step, shrink δS's change by `routed.scale`, refold.
+        """Clip both knobs' gradients, jointly or apart, step, shrink δS's change by `routed.scale`, refold.
 
         None if a gradient or its norm is not finite: then neither knobs nor moments have changed.
         """
         lr = self.lr_at(self.step)
         self.step += 1
-        keep = self.adapter.flat(routed.keep)
-        quar = self.adapter.flat(routed.quar) if routed.quar is not None else None
-        gn_keep = _norm(keep)
-        gn_quar = _norm(quar) if quar is not None else 0.0
-        gn = math.hypot(gn_keep, gn_quar)
+        grads = [self.adapter.flat(g) if g is not None else None for g in (routed.keep, routed.quar)]
+        norms = [_norm(g) if g is not None else 0.0 for g in grads]
+        gn = math.hypot(*norms)
         if not math.isfinite(gn):
             return None
-        scale = min(1.0, self.grad_clip / gn) if gn else 1.0
         knob, hack = self.adapter.δS, self.adapter.δS_hack
-        knob.grad = (keep * scale).to(knob)
-        hack.grad = (quar * scale).to(hack) if quar is not None else None
+        for parameter, g, norm in zip((knob, hack), grads, norms, strict=True):
+            clipped = norm if routed.apart else gn
+            scale = min(1.0, self.grad_clip / clipped) if clipped else 1.0
+            parameter.grad = (g * scale).to(parameter) if g is not None else None
         for group in self._adamw.param_groups:
             group["lr"] = lr
         before = knob.detach().clone()
@@ -71,7 +70,7 @@ class Optimizer:
                 knob.copy_(before + routed.scale * (knob - before))
         self.adapter.fold()
         delta: ModuleGrads = self.adapter.views(knob.detach() - before)
-        return Update(gn=gn, gn_keep=gn_keep, gn_quar=gn_quar, lr=lr, delta=delta)
+        return Update(gn=gn, gn_keep=norms[0], gn_quar=norms[1], lr=lr, delta=delta)
 
     def idle(self) -> None:
         """A step without any gradient: the schedule moves on, the knobs do not."""

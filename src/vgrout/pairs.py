@@ -19,6 +19,8 @@ MIN_PAIRS = 3  # two are held out of every extraction
 Detector = Literal["C", "D", "E", "oracle"]
 ORACLE, ORACLE_MARK = "oracle", "chosen_by"
 _FIELDS = ("problem_id", "prompt", "hack", "clean")
+_ANCHOR = ("prompt", "completion")
+MIN_ANCHORS = 10  # half of them hold a quantile
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,38 @@ def load_pairs(path: Path) -> PairSet:
     pairs = tuple(_pair(row, f"{path}: pair {i}") for i, row in enumerate(rows))
     by_labels = any(row.get(ORACLE_MARK) == ORACLE for row in rows)
     return PairSet(pairs, f"{ORACLE}:{path}" if by_labels else str(path))
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """A correct solution in a style that the base need not write, under a fully rendered prompt."""
+
+    prompt: str
+    completion: str
+    style: str = ""
+    problem_id: int | None = None
+
+
+def load_anchors(path: Path) -> tuple[Anchor, ...]:
+    """A JSON list of {prompt, completion} with, if known, a style; other keys are ignored.
+
+    Raises:
+        ValueError: one line with the file and, where it applies, the entry.
+    """
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"--reader-anchors {path}: no such file; give a JSON list of prompt, completion") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
+        raise ValueError(f"--reader-anchors {path}: cannot be read as JSON ({e})") from None
+    if not isinstance(rows, list) or len(rows) < MIN_ANCHORS:
+        raise ValueError(f"--reader-anchors {path}: should be a JSON list of at least {MIN_ANCHORS} entries")
+    for i, row in enumerate(rows):
+        if not isinstance(row, dict) or not all(isinstance(row.get(k), str) and row[k] for k in _ANCHOR):
+            raise ValueError(f"--reader-anchors {path}: entry {i}: needs {' and '.join(_ANCHOR)}, both text")
+    return tuple(
+        Anchor(row["prompt"], row["completion"], str(row.get("style", "")), row.get("problem_id")) for row in rows
+    )
 
 
 def _pair(row: Any, where: str) -> Pair:

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from vgrout.config import Config
+from vgrout.config import ROUTING, Config
 from vgrout.detectors import reward_functions
 from vgrout.grading.grade import Grader
 from vgrout.hub import require_model
 from vgrout.memory import find_shapes
 from vgrout.memory import plan as memory_plan
 from vgrout.nouns import MODES
-from vgrout.pairs import PairSet, handwritten, handwritten_placebo, load_pairs
+from vgrout.pairs import Anchor, PairSet, handwritten, handwritten_placebo, load_anchors, load_pairs
 from vgrout.pool import Pool, load_pool
 from vgrout.problems import Row, load_rows
 from vgrout.run_dir import probe_writable
@@ -33,6 +33,7 @@ class Inputs:
     pool: Pool | None
     pairs: PairSet | None  # the true ones; None: the arm reads no pairs
     placebo: PairSet | None = None  # those of a placebo control
+    anchors: tuple[Anchor, ...] = ()  # benign ones, of the arms that read
     absent: tuple[str, ...] = ()  # of a dry run: what is not there, and what to run for it
 
 
@@ -86,7 +87,7 @@ def preflight(cfg: Config, run: Path | None = None) -> Inputs:
             "--teacher-correction tis: needs a pool with the teacher's 'logp' per token; try luffy or none"
         )
     pairs = None
-    if cfg.arm.intervention != "none":
+    if cfg.arm.reads_pairs:
         pairs = read(lambda: load_pairs(pair_file), pair_file) if pair_file is not None else handwritten()
     placebo = None
     if cfg.arm.placebo is not None:
@@ -102,7 +103,8 @@ def preflight(cfg: Config, run: Path | None = None) -> Inputs:
     read(lambda: require_model(cfg.model_path), Path(cfg.model_path))
     if cfg.loss.teacher_model:
         read(lambda: require_model(cfg.teacher_model_path, "--teacher-model"), Path(cfg.teacher_model_path))
-    return Inputs(rows, pool, pairs, placebo, tuple(absent))
+    anchors = load_anchors(cfg.anchors_path) if cfg.anchors_path is not None else ()
+    return Inputs(rows, pool, pairs, placebo, anchors, tuple(absent))
 
 
 def file_hashes(cfg: Config, inputs: Inputs) -> dict[str, str | None]:
@@ -120,6 +122,7 @@ def file_hashes(cfg: Config, inputs: Inputs) -> dict[str, str | None]:
         "pool": of_files([p for p in pool.folder.iterdir() if p.is_file()]) if pool else None,
         "pairs": inputs.pairs.sha256 if inputs.pairs else None,
         "placebo": inputs.placebo.sha256 if inputs.placebo else None,
+        "anchors": of_files([cfg.anchors_path]) if cfg.anchors_path else None,
         "direction_file": of_files([cfg.arm.v_hack_path]) if cfg.arm.v_hack_path else None,
     }
 
@@ -173,7 +176,7 @@ def plan_lines(cfg: Config, inputs: Inputs, grader: Grader) -> list[str]:
         else f"pool          {'not here yet' if cfg.pool_path else 'none'}",
         f"pairs         {len(inputs.pairs)} from {inputs.pairs.source}"
         if inputs.pairs
-        else f"pairs         {'not read by this arm' if cfg.arm.intervention == 'none' else 'not here yet'}",
+        else f"pairs         {'not here yet' if cfg.arm.reads_pairs else 'not read by this arm'}",
         f"control       {cfg.arm.control_name}: {cfg.arm.control_what}"
         + (f" ({len(inputs.placebo)} from {inputs.placebo.source})" if inputs.placebo else ""),
     ]
@@ -190,7 +193,7 @@ def plan_lines(cfg: Config, inputs: Inputs, grader: Grader) -> list[str]:
             prompts=s.prompts_per_step,
             prompt_tokens=_prompt_tokens(inputs.rows),
             max_new=s.max_new,
-            routes=cfg.arm.intervention in ("route", "route2"),
+            routes=cfg.arm.intervention in ROUTING,
         ).lines()
     else:
         lines.append("memory        no plan: the model is not here, or is of an unknown shape")

@@ -14,6 +14,8 @@ import tyro
 from tabulate import tabulate
 
 from vgrout import nonfinite
+from vgrout.config import READING
+from vgrout.flow import Stream
 from vgrout.grpo import policy_gradients
 from vgrout.policy import Policy, load_policy
 from vgrout.sampling import Sampling
@@ -31,18 +33,21 @@ def replay(
     finite = True
     for group in batch.groups:
         for b, rollout in enumerate(group.rollouts):
-            ((grads,), metrics) = policy_gradients(
+            # an arm with streams learns under the deployed model too, where a row may fail that is fine under both
+            views = (False, True) if cfg.arm.intervention in READING else (False,)
+            of_streams, metrics = policy_gradients(
                 policy,
                 [group],
                 cfg.loss,
                 max_new=cfg.scale.max_new,
                 prompts_per_step=cfg.scale.prompts_per_step,
-                rows=[[b]],
+                streams=[Stream(rows=((b,),), deployed=deployed) for deployed in views],
                 sampling=Sampling(),
                 teacher=teacher,
             )
-            bad = [name for name, g in grads.items() if not bool(g.isfinite().all())]
-            norm = math.hypot(*(float(torch.linalg.vector_norm(g.double())) for g in grads.values()))
+            grads = [(name, g) for (of_group,) in of_streams for name, g in of_group.items()]
+            bad = [name for name, g in grads if not bool(g.isfinite().all())]
+            norm = math.hypot(*(float(torch.linalg.vector_norm(g.double())) for _, g in grads))
             fine = not bad and metrics.loss is not None and math.isfinite(metrics.loss)
             finite &= fine
             table.append(

@@ -110,7 +110,7 @@ class StepRow(Columns):
         should="≈ rounding (1e-13 in fp32); ELSE the adapter did not reach the sampler",
     )
     mismatch_kl_abl: float | None = col(
-        ".0e", "… of the rows sampled from the deployed model", head="mm_abl", when="ablated"
+        ".0e", "… of rows sampled under other knobs than they are learnt under", head="mm_abl", when="ablated"
     )
     ratio_min: float | None = col(".3g", "lowest ratio trainer / sampler of a token", head="r_min", when="drops")
     ratio_mean: float | None = col(".4f", "mean ratio", when="file")
@@ -147,7 +147,12 @@ class StepRow(Columns):
     cos_upd: float | None = col("+.2f", "hack-ward cosine of the change AdamW applied", when="direction")
     fired: float | None = col(".2f", "share of modules where something was taken", when="direction")
     capped: int | None = col("d", "modules whose rescaling hit its bound of ×10", when="erase", should="0")
-    routed: float | None = col(".2f", "share of rollouts · modules sent to the quarantine", when="route2")
+    routed: float | None = col(".2f", "share of rollouts (route2: · modules) sent to the quarantine", when="whole")
+    recall: Rate | None = col(
+        "frac", "student exploits that the reader flagged", when="reads", should="near all; ELSE what it misses grows"
+    )
+    false_flags: Rate | None = col("frac", "correct student answers that it flagged", head="false", when="reads")
+    flag_t: Rate | None = col("frac", "teacher rows that it flagged", when="reads+teacher")
     refr: int | None = col("d", "steps since the direction was extracted", when="direction")
     skipped: int = col("d", "1: loss or norm not finite, optimiser not stepped", head="skip", should="0")
     lr: float | None = col(".0e", "learning rate")

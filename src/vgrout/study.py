@@ -14,8 +14,9 @@ from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from vgrout import checkpoint
+from vgrout.arm import Arm
 from vgrout.arms import make_arm
-from vgrout.config import ORGANISM, Config
+from vgrout.config import ORGANISM, READING, Config
 from vgrout.console import Clock
 from vgrout.direction import weights_sha256
 from vgrout.evaluate import Side
@@ -25,13 +26,15 @@ from vgrout.loop import Study, load_state_dict
 from vgrout.nouns import MODES, Answer, Mode, Problem
 from vgrout.optim import Optimizer
 from vgrout.plan import Inputs
-from vgrout.policy import SVD_CACHE, load_lm, load_policy
+from vgrout.policy import SVD_CACHE, Policy, load_lm, load_policy
 from vgrout.pool import regraded
-from vgrout.problems import balanced, load_world, plain
+from vgrout.problems import World, balanced, load_world, plain
+from vgrout.reader import anchor_texts, background
 from vgrout.run_dir import RunDir
 from vgrout.sampler import Sampling
 from vgrout.signals import Stop
 from vgrout.step_row import StepRow
+from vgrout.streams import make_streams
 from vgrout.tail import Final
 from vgrout.teacher import Teacher
 from vgrout.watch import Watch
@@ -111,7 +114,7 @@ def load_study(cfg: Config, inputs: Inputs, run: RunDir, grader: Grader, stop: S
         world=world,
         teacher=teacher,
         teacher_model=judge,
-        arm=make_arm(cfg.arm, policy, inputs.pairs, inputs.placebo, cfg.run.seed),
+        arm=load_arm(cfg, inputs, policy, grader, world, sampling),
         optim=Optimizer(
             policy.adapter,
             lr=cfg.opt.lr,
@@ -126,6 +129,32 @@ def load_study(cfg: Config, inputs: Inputs, run: RunDir, grader: Grader, stop: S
         clock=clock,
         sampling=sampling,
         watch=Watch(cfg, policy, grader, world.train, sampling),
+    )
+
+
+def load_arm(cfg: Config, inputs: Inputs, policy: Policy, grader: Grader, world: World, sampling: Sampling) -> Arm:
+    """The arm; for one that reads, the base answers some training prompts first."""
+    if cfg.arm.intervention not in READING:
+        return make_arm(cfg.arm, policy, inputs.pairs, inputs.placebo, cfg.run.seed)
+    known = None
+    if cfg.arm.control not in ("no_gate", "oracle"):
+        known = background(
+            policy,
+            grader,
+            world.train,
+            anchor_texts(policy, inputs.anchors, inputs.rows),
+            sampling=sampling,
+            max_new=cfg.scale.max_new,
+            paid=cfg.env.pass_reward,
+            seed=cfg.run.seed,
+            prompts=cfg.arm.reader_prompts,
+        )
+        logger.info(
+            f"read before training: {len(known.fit)} texts as the cloud, {len(known.judge)} paid answers and "
+            f"{len(known.anchors)} anchors for the threshold"
+        )
+    return make_streams(
+        cfg.arm, policy, inputs.pairs, inputs.placebo, known, paid=cfg.env.pass_reward, seed=cfg.run.seed
     )
 
 

@@ -24,7 +24,7 @@ QWEN_VOCABULARY = 151_936
 def gradients(policy: Policy, groups: list[Group], per: Per, layout: Layout, max_new: int) -> list[RolloutGrads]:
     return policy_gradients(
         policy, groups, LossConfig(), max_new=max_new, prompts_per_step=len(groups), per=per, layout=layout
-    )[0]
+    )[0][0]
 
 
 def plain(policy: Policy, rollouts: list[Rollout]) -> None:
@@ -56,7 +56,7 @@ def full_logits(policy: Policy, rollouts: list[Rollout]) -> None:
 def arm_update(study: Study, groups: list[Group]) -> None:
     """What the trainer does between grading and the optimiser."""
     arm = study.arm
-    grads, _ = policy_gradients(
+    (grads,), _ = policy_gradients(
         study.policy,
         groups,
         study.cfg.loss,

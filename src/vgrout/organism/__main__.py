@@ -1,4 +1,5 @@
-"""`python -m vgrout.organism build | verify`: make the embedded organism, or check the one that is there."""
+"""`python -m vgrout.organism build | verify | readers`: make the embedded organism, check the one that is there, or see
+what the readers flag in it."""
 
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from loguru import logger
 from vgrout.organism import DATA_DIR
 from vgrout.organism.build import SEED
 from vgrout.organism.build import build as build_organism
+from vgrout.organism.readers import readers
 from vgrout.organism.verify import check_files, check_training
 from vgrout.organism.weights import Recipe, Shape
 
@@ -53,7 +55,7 @@ def verify(data: Path = DATA_DIR) -> int:
 
 
 def main() -> int:
-    commands = {"build": build, "verify": verify}
+    commands = {"build": build, "verify": verify, "readers": readers}
     try:
         return tyro.extras.subcommand_cli_from_dict(commands, prog="python -m vgrout.organism")
     except ValueError as e:
