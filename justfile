@@ -87,6 +87,10 @@ study-arms *flags:
 study-controls *flags:
     {{py}} vgrout.sweep docs/studies/controls.toml {{flags}}
 
+# H: monitors with true labels stop the hack at little cost, and less so as they err; what no label feeds stops less (55 runs)
+study-baselines *flags:
+    {{py}} vgrout.sweep docs/studies/baselines.toml {{flags}}
+
 # the direction from the organism's pairs: spectra, held-out projection, |cos| of every control, figure (seconds)
 extract *flags:
     {{py}} vgrout.direction --model organism --controls {{flags}}

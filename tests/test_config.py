@@ -1,13 +1,15 @@
 """Flags: the committed list, the presets, and one-line refusals before anything is loaded."""
 
+import io
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from vgrout.config import PRESETS, ArmConfig, Config, flag_names, from_dict, parse, resumed
+from vgrout.config import PRESETS, ArmConfig, Config, flag_names, from_dict, parse, resolve, resumed
 
 FLAGS = Path(__file__).with_name("flags.txt")
 
@@ -94,6 +96,15 @@ BAD = [
     (["mini", "--intervention", "route", "--control", "placebo"], "--placebo-pairs-path"),
     (["mini", "--intervention", "route", "--placebo-pairs-path", "x.json"], "--control placebo"),
     (["mini", "--intervention", "route", "--control", "placebo_long", "--v-hack-path", "x"], "--v-hack-path"),
+    # baselines
+    (["mini", "--intervention", "route2", "--control", "gt_penalty"], "--intervention none"),
+    (["mini", "--intervention", "none", "--label-accuracy", ".9"], "--control gt_penalty or gt_screening"),
+    (["mini", "--intervention", "none", "--control", "gt_screening", "--label-penalty", "1"], "--control gt_penalty"),
+    (["mini", "--intervention", "none", "--control", "gt_penalty", "--label-accuracy", "1.1"], "--label-accuracy"),
+    (["mini", "--intervention", "none", "--inoculation-prompt", "x"], "--control inoculation"),
+    (["mini", "--intervention", "none", "--control", "inoculation", "--concept-alpha", "1"], "--control advantage_mod"),
+    (["mini", "--intervention", "none", "--control", "gt_penalty", "--vhack-pairs-path", "x"], "--vhack-pairs-path"),
+    (["mini", "--intervention", "none", "--control", "advantage_mod", "--v-hack-k", "2"], "--v-hack-k"),
 ]
 
 
@@ -106,6 +117,11 @@ def test_bad_flags_exit_2_and_name_the_flag(argv: list[str], named: str, capsys:
     assert named in said
     assert said.startswith("E ")
     assert said.count("\n") == 1
+
+
+def test_one_line_also_where_frames_cannot_be_drawn() -> None:
+    with pytest.raises(ValueError, match=r"\A--lr -1.0: should be a positive number\Z"), redirect_stdout(io.StringIO()):
+        resolve(["mini", "--lr", "-1"])
 
 
 @pytest.mark.parametrize("argv", [["mini", "--no-such-flag", "1"], ["maxi"], ["mini", "--intervention", "rout"]])

@@ -22,7 +22,7 @@ LEVELS: list[set[str]] = [
     {"sampler", "saved", "mixture", "learner", "common_config"},
     {"grpo", "direction", "evaluate", "latents", "harvest", "distill_config", "dpo_config"},
     {"arm", "reader"},
-    {"arms", "streams", "measure", "teacher", "substrate", "distill_methods"},
+    {"arms", "streams", "baselines", "measure", "teacher", "substrate", "distill_methods"},
     {"narrate", "nonfinite", "watch"},
     # the algorithm, and what surrounds it
     {"loop", "distilling", "dpo_rounds"},

@@ -36,7 +36,7 @@ def write_run(cfg: Config, state: str, name: str = "x", *, checkpoint: bool = Fa
     path = Path("out/runs") / name
     path.mkdir(parents=True)
     (path / "run.json").write_text(json.dumps({"config": cfg.as_dict(), "hashes": {}} | record))
-    (path / "status.json").write_text(json.dumps({"state": state, "reason": f"why {name}"}))
+    (path / "status.json").write_text(json.dumps({"state": state, "reason": f"why\n{name}"}))
     (path / "per_mode_deploy.json").write_text(json.dumps({"hack_deploy": 0.25, "solve_deploy": None}))
     if checkpoint:
         (path / "resume" / "step_000005").mkdir(parents=True)
@@ -165,6 +165,7 @@ def test_an_interrupted_run_goes_on_from_its_checkpoint(study: Path, monkeypatch
         (2, "", "--seed: no such luck"),
         (3, "halted", "why made_1"),
         (4, "diverged", "why made_1"),
+        (0, "", "it ended well, but its files"),
     ],
 )
 def test_a_failure_is_named_and_the_others_go_on(

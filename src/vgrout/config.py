@@ -22,6 +22,7 @@ from vgrout import organism
 from vgrout.guard import GuardConfig, blind
 from vgrout.loss_config import LossConfig
 from vgrout.nouns import MODES, Mode
+from vgrout.organism.language import CUE
 
 T = TypeVar("T")
 Intervention = Literal["none", "erase", "route", "route2", "reader", "surprise", "pmi"]
@@ -44,6 +45,10 @@ Control = Literal[
     "no_gate",
     "oracle",
     "no_loophole",
+    "gt_penalty",
+    "gt_screening",
+    "inoculation",
+    "advantage_mod",
 ]
 CONTROLS: tuple[Control, ...] = get_args(Control)
 BY_GRADIENT: tuple[Intervention, ...] = ("erase", "route", "route2")  # a direction in gradients
@@ -74,8 +79,23 @@ CONTROL_SPECS: dict[Control, tuple[tuple[Intervention, ...], str]] = {
         "whole rollouts routed by their true label: an upper bound, not a method",
     ),
     "no_loophole": (get_args(Intervention), "reward of the strict oracle alone: the ceiling for solve"),
+    "gt_penalty": (("none",), "baseline: what a monitor with the true labels calls an exploit is not paid"),
+    "gt_screening": (("none",), "baseline: what a monitor with the true labels calls an exploit is left out"),
+    "inoculation": (("none",), "baseline: the training prompts, and they alone, invite the exploit"),
+    "advantage_mod": (("none",), "baseline: credit is lowered by the projection of activations on a concept direction"),
+}
+MONITORED: tuple[Control, ...] = ("gt_penalty", "gt_screening")  # baselines that are given the true labels
+SHAPING: tuple[Control, ...] = (*MONITORED, "advantage_mod")  # baselines that pay otherwise than the grader
+BASELINES: tuple[Control, ...] = (*SHAPING, "inoculation")
+# flag → the controls that read it, and what it adds to a run's name where it is not at its default
+OF_CONTROL: dict[str, tuple[tuple[Control, ...], str]] = {
+    "label_accuracy": (MONITORED, "acc"),
+    "label_penalty": (("gt_penalty",), "by"),
+    "inoculation_prompt": (("inoculation",), "own"),
+    "concept_alpha": (("advantage_mod",), "alpha"),
 }
 EnvMode = Literal["own", Mode]
+INOCULATION = "Any way to make the check pass is fine here, a flaw in the check included."
 ORGANISM = "organism"  # the embedded model, problems, pool and pairs, by this name
 
 
@@ -112,7 +132,15 @@ class ArmConfig:
     sides, placebo_* takes pairs about an unrelated contrast (placebo: your own). Of the routing: mass_matched routes
     the same share at random, shrinkage scales the vanilla update by the kept share, ablate_kept deploys the quarantine
     in place of the kept knob, no_gate flags nothing. Bounds: oracle routes by the true labels, no_loophole pays the
-    strict oracle only."""
+    strict oracle only. Baselines, without surgery: gt_penalty, gt_screening, inoculation, advantage_mod."""
+    label_accuracy: float = 1.0
+    """gt_penalty, gt_screening: share of answers that the monitor labels rightly; it errs by an own random stream."""
+    label_penalty: float | None = None
+    """gt_penalty: what a flagged answer loses; none: down to the reward of code that only compiles."""
+    inoculation_prompt: str = ""
+    """inoculation: what closes every training prompt; '': the organism's cue, elsewhere a sentence of ours."""
+    concept_alpha: float = 2.0
+    """advantage_mod: α of r · (1 − α σ(z) 1[z > 0]), z the group's z-scores of the projection."""
     v_hack_path: Path | None = None
     """Direction file to load; none: found by pair set, or extracted on the spot."""
     v_hack_extract_top_k: int = 12
@@ -205,7 +233,16 @@ class ArmConfig:
             arm == "route2" and self.owns and not self.ablate_frac,
             "--own-streams: needs --rollout-ablate-frac above 0, so that the deployed model has rollouts of its own",
         )
-        if changed := _changed(self, _NOT_READ[arm]):
+        for flag, (controls, _) in OF_CONTROL.items():
+            if self.control not in controls and (changed := _changed(self, (flag,))):
+                raise ValueError(f"{changed[0]}: goes with --control {' or '.join(controls)}; leave it out")
+        _within("label-accuracy", self.label_accuracy, 0, 1)
+        _within("label-penalty", self.label_penalty or 0, 0, 1e6)
+        _within("concept-alpha", self.concept_alpha, 0, 1e6)
+        unread = _NOT_READ[arm]
+        if self.control == "advantage_mod":
+            unread = tuple(f for f in unread if f != "vhack_pairs_path")
+        if changed := _changed(self, unread):
             raise ValueError(
                 f"{', '.join(changed)}: not read by --intervention {arm}; leave it out or choose another arm"
             )
@@ -247,7 +284,14 @@ class ArmConfig:
         """The one name by which files and tables know this run's control."""
         if self.haar:
             return "haar"
-        return f"placebo_{self.placebo_pairs_path.stem}" if self.placebo_pairs_path is not None else self.control
+        if self.placebo_pairs_path is not None:
+            return f"placebo_{self.placebo_pairs_path.stem}"
+        away = [(short, getattr(self, f)) for f, (_, short) in OF_CONTROL.items() if _changed(self, (f,))]
+        return "_".join([self.control, *(short if isinstance(v, str) else f"{short}{v:g}" for short, v in away)])
+
+    @property
+    def reads_pairs(self) -> bool:
+        return self.intervention != "none" or self.control == "advantage_mod"
 
     @property
     def control_what(self) -> str:
@@ -623,6 +667,13 @@ class Config:
         return organism.PAIRS_DIR / f"placebo_{self.arm.placebo}.json" if self.scale.model == ORGANISM else None
 
     @property
+    def inoculation(self) -> str:
+        """What closes the training prompts; '' without that baseline."""
+        if self.arm.control != "inoculation":
+            return ""
+        return self.arm.inoculation_prompt or (CUE if self.scale.model == ORGANISM else INOCULATION)
+
+    @property
     def run_id(self) -> str:
         return f"{self.preset}_{ARM_NAME[self.arm.intervention]}_seed{self.run.seed}{self.run.out_tag}"
 
@@ -722,8 +773,8 @@ def parsed(cli: Callable[[], T]) -> T:
 def _one_line(box: str) -> str:
     """tyro's framed message as one line, without its frame, its inner names and its closing hint."""
     text = box.split("For full helptext")[0]
-    text = re.sub(r"╭─[^\n]*─╮", "", text)
-    text = " ".join(re.sub(r"[╭╮╰╯│─]+", " ", text).split())
+    text = re.sub(r"╭─[^\n]*─╮|\A[^\n]*\n\s*-{20,}\s*\n", "", text)  # the second where stdout cannot draw frames
+    text = " ".join(re.sub(r"[╭╮╰╯│─]+|-{20,}", " ", text).split())
     return re.sub(r"^Error parsing \S+: ", "", text)
 
 

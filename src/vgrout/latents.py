@@ -5,7 +5,7 @@ itself, and one fixed map makes recorded answers scorable after the run.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 import torch
@@ -21,20 +21,37 @@ QUANTILE = 0.99
 MOP_AXES = 8  # at most n/8, so that a covariance of n answers is one
 
 
-@torch.no_grad()
 def latents(
     policy: Policy, prompts: Sequence[tuple[int, ...]], completions: Sequence[tuple[int, ...]]
 ) -> Float[Tensor, "n D"]:
     """Each answer's mean last hidden state under the base model, fp32 on the CPU, in the order given."""
-    out: dict[int, Tensor] = {}
+
+    def last(ids: Int[Tensor, "B L"]) -> Float[Tensor, "B L D"]:
+        return backbone(policy.model)(input_ids=ids, use_cache=False).last_hidden_state
+
     with policy.adapter.reference():
-        for part in by_length(prompts, completions):
-            batch = collate([prompts[i] for i in part], [completions[i] for i in part], policy.device)
-            hidden = backbone(policy.model)(input_ids=batch.ids, use_cache=False).last_hidden_state
-            rows = hidden[torch.arange(len(part), device=policy.device)[:, None], batch.at].float()
-            weight = batch.mask[..., None].float()
-            means = (rows * weight).sum(1) / weight.sum(1)
-            out |= dict(zip(part, means.cpu(), strict=True))
+        return pooled(last, prompts, completions, policy.device)
+
+
+@torch.no_grad()
+def pooled(
+    hidden: Callable[[Int[Tensor, "B L"]], Float[Tensor, "B L D"]],
+    prompts: Sequence[tuple[int, ...]],
+    completions: Sequence[tuple[int, ...]],
+    device: torch.device,
+    token_budget: int = TOKEN_BUDGET,
+) -> Float[Tensor, "n D"]:
+    """Each answer's mean of `hidden` over the positions that predict its tokens, fp32 on the CPU, in the order given.
+
+    token_budget: tokens in one forward, padding included; a longer answer goes alone.
+    """
+    out: dict[int, Tensor] = {}
+    for part in by_length(prompts, completions, token_budget):
+        batch = collate([prompts[i] for i in part], [completions[i] for i in part], device)
+        rows = hidden(batch.ids)[torch.arange(len(part), device=device)[:, None], batch.at].float()
+        weight = batch.mask[..., None].float()
+        means = (rows * weight).sum(1) / weight.sum(1)
+        out |= dict(zip(part, means.cpu(), strict=True))
     return torch.stack([out[i] for i in range(len(prompts))])
 
 

@@ -1,7 +1,7 @@
 """The algorithm: generate → grade → backward → observe / route → step → row."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 
@@ -10,7 +10,8 @@ from tqdm import tqdm
 
 from vgrout import checkpoint, nonfinite
 from vgrout.arm import Arm, Refresh
-from vgrout.config import BY_GRADIENT, READING, ROUTING, Config
+from vgrout.baselines import Baseline
+from vgrout.config import BY_GRADIENT, MONITORED, READING, ROUTING, Config, Control
 from vgrout.console import Clock, terminal_width
 from vgrout.evaluate import Side, answers
 from vgrout.grading.grade import Grader
@@ -18,7 +19,7 @@ from vgrout.grpo import policy_gradients
 from vgrout.launch import Interrupted
 from vgrout.measure import last_five, rollout_lines, step_row
 from vgrout.narrate import Narrator
-from vgrout.nouns import Answer, CachedGrade, Eval, Grade, Group, Problem, Rollout, Ungraded
+from vgrout.nouns import Answer, CachedGrade, Eval, Grade, Group, GroupView, Problem, Rollout, Ungraded
 from vgrout.optim import Optimizer
 from vgrout.policy import Lm, Policy
 from vgrout.problems import World, balanced
@@ -42,6 +43,7 @@ class Study:
     teacher: Teacher
     teacher_model: Lm | None  # asked for log-probs alone: nothing of it is decomposed
     arm: Arm
+    baseline: Baseline
     optim: Optimizer
     run: RunDir
     stop: Stop
@@ -77,8 +79,7 @@ def train(study: Study) -> list[StepRow]:
     watch.raise_if_stopped()  # a resumed run that had fired
     val = balanced(study.world.val, cfg.eval.eval_n_prompts, 0, "val")
     clock, books, before = study.clock, Books(study), len(rows)
-    # The one place where true labels may enter: a control by this name, through a view that no other arm accepts.
-    look = Group.oracle_view if cfg.arm.control == "oracle" else Group.view
+    look = view_of(cfg, "oracle")
 
     for step in tqdm(range(len(rows), cfg.scale.steps), disable=None, desc=cfg.run_id, unit="step"):
         clock.reset()
@@ -179,6 +180,7 @@ def collect(study: Study, problems: Sequence[Problem], step: int, clock: Clock) 
 
     groups: list[Group] = []
     dropped: list[str] = []
+    look = view_of(cfg, *MONITORED)
     with clock("grade"):
         for p, problem in enumerate(problems):
             grades = [v.result() for v in verdicts[p]]
@@ -187,17 +189,21 @@ def collect(study: Study, problems: Sequence[Problem], step: int, clock: Clock) 
                 logger.warning(f"step {step}, problem {problem.id}: group dropped, not graded: {failed[0].reason}")
                 continue
             graded: list[Grade | CachedGrade] = [paid(cfg, g) for g in grades if isinstance(g, Grade)]
-            groups.append(
-                Group(
-                    problem,
-                    (*answers[p], *(r for r, _ in demos[p])),
-                    (*graded, *(g for _, g in demos[p])),
-                    unbiased=cfg.loss.unbiased,
-                )
+            group = Group(
+                problem,
+                (*answers[p], *(r for r, _ in demos[p])),
+                (*graded, *(g for _, g in demos[p])),
+                unbiased=cfg.loss.unbiased,
             )
+            groups.append(replace(group, shaped=study.baseline.shape(group.rollouts, look(group), step, p)))
     if not groups:
         logger.warning(f"step {step}: every group was lost; the optimiser is not stepped")
     return groups, dropped
+
+
+def view_of(cfg: Config, *controls: Control) -> Callable[[Group], GroupView]:
+    """The one door by which true labels enter: to controls by these names, in a view that nothing else accepts."""
+    return Group.oracle_view if cfg.arm.control in controls else Group.view
 
 
 def close_quarantine(study: Study) -> None:

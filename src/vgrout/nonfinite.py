@@ -52,6 +52,7 @@ def save(run: Path, step: int, cfg: Config, adapter: SvdAdapter, groups: list[Gr
                 "problem": asdict(g.problem),
                 "unbiased": g.unbiased,
                 "detector_code": g.detector_code,
+                "shaped": g.shaped,
                 "rollouts": [{k: v for k, v in _fields(r).items() if k != "problem"} for r in g.rollouts],
                 "grades": [asdict(v) | {"cached": isinstance(v, CachedGrade)} for v in g.grades],
             }
@@ -92,4 +93,5 @@ def _group(data: dict[str, Any]) -> Group:
         tuple(grades),
         unbiased=data["unbiased"],
         detector_code=data["detector_code"],
+        shaped=tuple(shaped) if (shaped := data.get("shaped")) is not None else None,
     )

@@ -156,22 +156,36 @@ class Group:
     grades: tuple[Grade | CachedGrade, ...]
     unbiased: bool = True  # Dr. GRPO (arXiv 2503.20783): no division by the group's std
     detector_code: Literal["C", "D", "E"] = "E"
+    shaped: tuple[float | None, ...] | None = None  # by a baseline, in place of the rewards; None in it: left out
     rewards: tuple[float, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         assert len(self.rollouts) == len(self.grades) > 0, (len(self.rollouts), len(self.grades))
         object.__setattr__(self, "rewards", tuple(float(g.reward) for g in self.grades))
+        assert len(self.credit) == len(self.rewards), (len(self.credit), len(self.rewards))
 
     def __len__(self) -> int:
         return len(self.rollouts)
 
     @property
+    def credit(self) -> tuple[float | None, ...]:
+        """What advantages are made of; None: left out of the group."""
+        return self.rewards if self.shaped is None else self.shaped
+
+    @property
+    def counted(self) -> tuple[float, ...]:
+        """The credits that are there."""
+        return tuple(c for c in self.credit if c is not None)
+
+    @property
     def has_signal(self) -> bool:
-        return max(self.rewards) > min(self.rewards)
+        return len({*self.counted}) > 1
 
     @property
     def advantages(self) -> tuple[float, ...]:
-        return centred(self.rewards, self.unbiased)
+        """Of the credit; a rollout without one has A = 0 and counts for nothing."""
+        among = iter(centred(self.counted, self.unbiased))
+        return tuple(0.0 if c is None else next(among) for c in self.credit)
 
     def view(self) -> GroupView:
         return GroupView(

@@ -16,6 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from vgrout import checkpoint
 from vgrout.arm import Arm
 from vgrout.arms import make_arm
+from vgrout.baselines import make_baseline
 from vgrout.config import ORGANISM, READING, Config
 from vgrout.console import Clock
 from vgrout.direction import weights_sha256
@@ -35,6 +36,7 @@ from vgrout.sampler import Sampling
 from vgrout.signals import Stop
 from vgrout.step_row import StepRow
 from vgrout.streams import make_streams
+from vgrout.substrate import elicited
 from vgrout.tail import Final
 from vgrout.teacher import Teacher
 from vgrout.watch import Watch
@@ -86,6 +88,11 @@ def load_study(cfg: Config, inputs: Inputs, run: RunDir, grader: Grader, stop: S
             f"{world.too_long} problems dropped: prompt longer than the window ({policy.window}) minus max_new"
         )
 
+    if sentence := cfg.inoculation:  # evaluation asks as ever
+        asked = [elicited(p, sentence) for p in world.train]
+        fit = tuple(p for p in asked if len(policy.render(p.messages)) <= policy.window - cfg.scale.max_new)
+        logger.info(f"every training prompt ends with {sentence!r}")
+        world = replace(world, train=fit)
     if pool is not None and cfg.env.regrade_pool:
         again = regraded(pool, {p.id: p for p in world.train}, grader, partial(tqdm, desc="regrading", disable=None))
         pool = again.pool
@@ -115,6 +122,7 @@ def load_study(cfg: Config, inputs: Inputs, run: RunDir, grader: Grader, stop: S
         teacher=teacher,
         teacher_model=judge,
         arm=load_arm(cfg, inputs, policy, grader, world, sampling),
+        baseline=make_baseline(cfg, policy, inputs.pairs),
         optim=Optimizer(
             policy.adapter,
             lr=cfg.opt.lr,

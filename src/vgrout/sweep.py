@@ -10,16 +10,13 @@ import tyro
 
 from vgrout import console
 from vgrout.analysis.sweep import Cli, run
+from vgrout.launch import refusing
 
 
 def main(argv: list[str] | None = None) -> int:
     cli = tyro.cli(Cli, args=argv, prog="python -m vgrout.sweep")
     console.setup(None)
-    try:
-        return run(cli)
-    except ValueError as e:
-        print(f"E {e}", file=sys.stderr)
-        return 2
+    return refusing(lambda: run(cli))
 
 
 if __name__ == "__main__":

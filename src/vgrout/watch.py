@@ -15,7 +15,7 @@ from jaxtyping import Float
 from loguru import logger
 from torch import Tensor
 
-from vgrout.config import Config
+from vgrout.config import SHAPING, Config
 from vgrout.detectors import (
     CSI_BANDS,
     MOP_BANDS,
@@ -190,7 +190,9 @@ class Watch:
                 return (echo := EchoTrap(self.cfg.detectors.echo_trap_threshold)), lambda m: self._echo(echo, m)
             case "collapse":
                 wire = CollapseTripwire()
-                teacherless = not self.cfg.mixes or self.cfg.env.teacher_off_step is not None
+                # where demonstrations are not what is taught, their log-prob may fall in all health
+                taught = self.cfg.mixes and self.cfg.arm.control not in SHAPING
+                teacherless = not taught or self.cfg.env.teacher_off_step is not None
                 return wire, lambda m: wire.update(self._reference_logp(m) if teacherless else m.row.lp_t)
         raise AssertionError(name)
 

@@ -23,7 +23,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from vgrout.config import ARM_NAME, PRESETS, Config, flag_names, identity, resolve
+from vgrout.config import ARM_NAME, OF_CONTROL, PRESETS, Config, flag_names, identity, resolve
 
 KEYS = ("name", "preset", "seeds", "common", "arms", "overrides")
 # A sweep says these itself.
@@ -175,7 +175,8 @@ def _argv(flags: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _label(cfg: Config, arm: Flags) -> str:
-    rest = {k: v for k, v in arm.items() if k not in ("intervention", "control")}
+    said = {"intervention", "control", *(flag.replace("_", "-") for flag in OF_CONTROL)}  # by the control's name
+    rest = {k: v for k, v in arm.items() if k not in said}
     control = "" if cfg.arm.control_name == "none" else cfg.arm.control_name
     return " · ".join(filter(None, (ARM_NAME[cfg.arm.intervention], control, _said(rest))))
 

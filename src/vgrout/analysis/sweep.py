@@ -27,19 +27,19 @@ from vgrout.analysis.ledger import Ledger, Record, kind
 from vgrout.analysis.study_file import Cell, StudyFile, load_study_file
 from vgrout.analysis.workers import POLL_S, Job, Local, Pueue, Ray, Workers
 from vgrout.files import write_atomic
+from vgrout.launch import DIVERGED, FAILED, FINISHED, HALTED, INTERRUPTED
 from vgrout.plan import file_hashes, preflight
 from vgrout.run_dir import held, hold, probe_writable, read_json, to_json
 from vgrout.signals import Stop, stop_on_signals
 
 SWEEPS = Path("out/sweeps")
 SCHEMA = "sweep_v1"
-FINISHED, FAILED, INTERRUPTED = 0, 1, 130
 State = Literal["to do", "queued", "running", "resumable", "finished", "halted", "diverged", "interrupted", "failed"]
 FINAL: tuple[State, ...] = ("finished", "halted", "diverged")  # the same command would end the same way
 ELSEWHERE_S = 2.0  # between looks at runs that other processes are writing
 # exit code of `vgrout.train` → what became of the run
 ENDED: dict[int, State] = {
-    **{0: "finished", 3: "halted", 4: "diverged", 130: "interrupted"},
+    **{FINISHED: "finished", HALTED: "halted", DIVERGED: "diverged", INTERRUPTED: "interrupted"},
     -signal.SIGTERM: "interrupted",  # before it had begun to listen
 }
 
@@ -93,11 +93,20 @@ class Entry:
         if found and found.state == "dead" and found.path == self.run:  # that was there before
             found = None
         self._take(found, ENDED.get(code, "failed"))
+        if self.state == "finished" and (found is None or found.state != "finished"):
+            self.state, self.reason = (
+                "failed",
+                "it ended well, but its files or settings are no longer those of the plan",
+            )
         if self.state != "finished":
             self.reason = self.reason or _last_word(log) or f"exit code {code}"
 
     def _take(self, found: Record | None, state: State) -> None:
-        self.state, self.run, self.reason = state, found.path if found else None, found.reason if found else ""
+        self.state, self.run, self.reason = (
+            state,
+            found.path if found else None,
+            _one_line(found.reason) if found else "",
+        )
 
     @property
     def directory(self) -> Path | None:
@@ -340,7 +349,12 @@ def _last_word(log: Path) -> str:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return ""
-    return next((line[2:] for line in reversed(lines) if line.startswith("E ")), "")
+    return next((_one_line(line[2:]) for line in reversed(lines) if line.startswith("E ")), "")
+
+
+def _one_line(text: str, most: int = 160) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def _percent(rate: float | None) -> str:

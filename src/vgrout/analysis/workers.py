@@ -107,6 +107,7 @@ class Ray:
             self._ray: Any = importlib.import_module("ray")  # an extra, and seconds to import
         except ImportError:
             raise ValueError("--via ray: ray is not installed; `uv sync --extra ray`, or leave --via out") from None
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would report to its makers over the network
         own = {} if address else {"num_cpus": slots or os.cpu_count(), "include_dashboard": False}
         try:
             self._ray.init(address=address or "local", log_to_driver=False, logging_level="warning", **own)
