@@ -78,12 +78,12 @@ report *sources:
 mini-losses *flags:
     {{py}} vgrout.sweep docs/studies/losses.toml {{flags}}
 
-# H: an arm keeps the deployed model from hacking without costing skill (25 runs)
+# H: an arm keeps the deployed model from hacking without costing skill (40 runs)
 study-arms *flags:
     {{py}} vgrout.sweep docs/studies/arms.toml {{flags}}
 
 # H: a direction is worth more than chance: route2 hacks less than its Haar, placebo and mass-matched arms at matched solve
-# every arm under every control it takes, five seeds: 220 mini runs (hours)
+# every arm under every control it takes, five seeds: 320 mini runs (hours)
 study-controls *flags:
     {{py}} vgrout.sweep docs/studies/controls.toml {{flags}}
 

@@ -253,7 +253,7 @@ class ArmConfig:
 
     @property
     def reads_pairs(self) -> bool:
-        return self.intervention in WITH_DIRECTION
+        return self.intervention in WITH_DIRECTION or self.control == "advantage_mod"
 
     @property
     def ablate_frac(self) -> float:
@@ -288,10 +288,6 @@ class ArmConfig:
             return f"placebo_{self.placebo_pairs_path.stem}"
         away = [(short, getattr(self, f)) for f, (_, short) in OF_CONTROL.items() if _changed(self, (f,))]
         return "_".join([self.control, *(short if isinstance(v, str) else f"{short}{v:g}" for short, v in away)])
-
-    @property
-    def reads_pairs(self) -> bool:
-        return self.intervention != "none" or self.control == "advantage_mod"
 
     @property
     def control_what(self) -> str:
