@@ -3,9 +3,11 @@
 import base64
 import gzip
 import json
+import random
 import re
 import time
 from collections.abc import Iterator
+from keyword import kwlist
 from pathlib import Path
 from typing import Any
 
@@ -241,10 +243,16 @@ def test_fifty_thousand_rollouts_stay_usable(
 ) -> None:
     if CHROMIUM is None:
         pytest.skip("no chromium on this machine")
+    draw = random.Random(0)
     for seed in range(25):
         path = fake_run(tmp_path, "--intervention=none", seed=seed)
         lines = [
-            rollout(k // 32, MODES[k % 6], f"answer {seed} {k}\n" + "x = 1\n" * 40, exploited=k % 3 == 0)
+            rollout(
+                k // 32,
+                MODES[k % 6],
+                f"answer {seed} {k} {' '.join(draw.choices(kwlist, k=150))}",
+                exploited=k % 3 == 0,
+            )
             for k in range(2000)
         ]
         write_rollouts(path, lines)

@@ -1,11 +1,14 @@
 """`python -m vgrout.report`: the folder it writes, and what it refuses."""
 
 import csv
+import json
 from pathlib import Path
 
 import pytest
 
 from fake_runs import fake_run
+from runs import flags, run
+from vgrout.analysis.runs import load
 from vgrout.report import main
 
 
@@ -82,3 +85,29 @@ def test_refusals_are_one_line(
     err = capsys.readouterr().err
     assert why in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_real_runs_from_training_to_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two seeds of two arms, trained: every file that the trainer writes is one that the report reads."""
+    for seed in ("1", "2"):
+        for arm in ("none", "route2"):
+            run(tmp_path, *flags(arm, "--seed", seed, "--final-n-prompts", "12"))
+    root = tmp_path / "out" / "runs"
+    assert main([str(root), "--strict"]) == 0
+    text = (root / "report" / "report.md").read_text()
+    assert "no final.jsonl" not in text, "paired by problem"
+    assert "preregistered: all 4 runs carry this file's hash" in text
+    assert {p.name for p in (root / "report" / "figures").iterdir()} >= {"dynamics.png", "pareto.png", "gates.png"}
+    with open(root / "report" / "runs.csv") as f:
+        for row in csv.DictReader(f):
+            final = json.loads((root / row["run"] / "per_mode_deploy.json").read_text())
+            assert float(row["solve_deploy"]) == final["solve_deploy"]
+    loaded = load([root])
+    for r in loaded.runs:
+        shares = r.shares("deploy", "solve")
+        assert shares is not None
+        of_problems = [share for by_problem in shares.values() for share in by_problem.values()]
+        assert len(of_problems) == 12
+        assert sum(of_problems) / 12 == pytest.approx(r.rate("deploy", "solve"))
+    capsys.readouterr()

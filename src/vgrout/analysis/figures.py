@@ -26,6 +26,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "d", "H")
 ARM_COLOUR = dict(zip(ARM_NAME.values(), (BLACK, ORANGE, BLUE, RED), strict=True))
 ARM_MARKER = dict(zip(ARM_NAME.values(), ("s", "^", "o", "D"), strict=True))
 ANCHORS = ("no_loophole", "oracle")  # controls that bound what is possible
+ARM_FILL = dict(zip(ARM_NAME.values(), ("none", "bottom", "left", "none"), strict=True))  # of its controls' markers
 SMOOTH = 5  # steps in a running mean of the students' answers
 
 
@@ -163,7 +164,8 @@ def pareto(cells: Sequence[Cell]) -> Picture | None:
         colour = ARM_COLOUR.get(arm, GREY)
         axes.errorbar(
             100 * (x.value or 0), 100 * (y.value or 0), xerr=_errors(x), yerr=_errors(y), fmt=marker, color=colour,
-            ms=17 if anchor else 11 if plain else 7, mfc=colour if big else "white", mec=colour, mew=1.4,
+            ms=17 if anchor else 11 if plain else 7, mfc=colour, mec=colour, mew=1.4, mfcalt="white",
+            fillstyle="full" if big else ARM_FILL.get(arm, "none"),
             elinewidth=1.0 if big else 0.3, capsize=2 if big else 0, zorder=3 if big else 2,
             label=f"{cell.title} ({len(cell.runs)} seeds)",
         )  # fmt: skip
@@ -188,7 +190,8 @@ def pareto(cells: Sequence[Cell]) -> Picture | None:
     return Picture(
         "pareto",
         "Hack against solve of the deployed model, mean over seeds with 95 % intervals; dots: seeds. Stars: anchors "
-        "(base, vanilla, no loophole, oracle). Filled: the arms; open: their controls, in the arm's colour.",
+        "(base, vanilla, no loophole, oracle). Large: the arms; small: their controls, in the arm's colour, filled "
+        "below for projected, to the left for routing, open for the others.",
         fig,
     )
 

@@ -41,10 +41,10 @@ def bullets(lines: Sequence[str]) -> str:
     return f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>"
 
 
-def table(of: Table) -> str:
-    """tabulate's html escapes every cell."""
+def table(of: Table, kind: str = "wide") -> str:
+    """tabulate's html escapes every cell. kind: wide, cells that do not wrap, or prose."""
     cells = tabulate(of.rows, headers="keys", tablefmt="html", disable_numparse=True)
-    return f'<div class="wide">{cells}</div>'
+    return f'<div class="{kind}">{cells}</div>'
 
 
 def figure(png: bytes, caption: str) -> str:

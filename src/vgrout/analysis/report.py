@@ -106,7 +106,7 @@ def as_html(report: Report, pictures: Mapping[Picture, bytes], rollouts: Mapping
         html.bullets(report.notes),
     ]
     if report.verdicts:
-        body += [html.heading("Verdicts"), html.paragraph(report.standing), html.table(verdict_table(report))]
+        body += [html.heading("Verdicts"), html.paragraph(report.standing), html.table(verdict_table(report), "prose")]
     body += [html.figure(png, p.caption) for p, png in pictures.items()]
     for table in report.tables:
         body += [html.heading(table.name), html.paragraph(table.caption), html.table(table)]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vgrout.config import ARM_NAME, CONTROLS, Config
-from vgrout.nouns import MODES, Mode, Rate
+from vgrout.nouns import MODE_CODE, MODES, Mode, Rate
 from vgrout.run_dir import read_json
 from vgrout.step_row import LEARNED, first_hacks
 
@@ -121,9 +121,10 @@ class Run:
     def onset(self) -> int | None:
         return first_hacks([tuple(row["hack_s"]) for row in self.rows])
 
-    def last_five(self, what: What) -> Rate:
-        """The students' answers of the last five steps."""
-        return sum((Rate(*row[{"hack": "hack_s", "solve": "gt_s"}[what]]) for row in self.rows[-5:]), Rate(0, 0))
+    def last_five(self, what: What, mode: Mode | None = None) -> Rate:
+        """The students' answers of the last five steps; of one mode only its hacks are counted."""
+        column = {"hack": "hack_s", "solve": "gt_s"}[what] if mode is None else f"hk_{MODE_CODE[mode]}"
+        return sum((Rate(*row.get(column, (0, 0))) for row in self.rows[-5:]), Rate(0, 0))
 
     def step_mean(self, column: str) -> float | None:
         """Over the steps that measured it; None where none did."""

@@ -11,7 +11,7 @@ from tabulate import tabulate
 from vgrout.analysis import stats
 from vgrout.analysis.runs import Cell, Run, What, paired, partner
 from vgrout.analysis.stats import Estimate, PValue, Stratum
-from vgrout.nouns import MODES, Mode
+from vgrout.nouns import MODES, Mode, Rate
 
 MARGIN = 0.10  # "no difference" is claimed within ± 10 points, the margin of docs/hypotheses.md for matched solve
 PHASES = ("gen", "grade", "fb", "eval")
@@ -68,17 +68,28 @@ def _strata(groups: Iterable[Sequence[float]], sign: float = 1.0) -> list[Stratu
     return [Stratum(a, sign * len(a) / total) for a in arrays]
 
 
+def _answers(of: Rate) -> list[float]:
+    return [1.0] * of.k + [0.0] * (of.n - of.k)
+
+
 def _row(run: Run, side: str, what: What, mode: Mode | None, sign: float = 1.0) -> list[Stratum]:
     """A seed's problems by mode; of a run without them its answers by mode, as if all were of different problems."""
     if (shares := run.shares(side, what, mode)) is not None:
         return _strata((list(of.values()) for of in shares.values()), sign)
-    return _strata(([1.0] * r.k + [0.0] * (r.n - r.k) for r in run.counts(side, what, mode).values()), sign)
+    return _strata((_answers(r) for r in run.counts(side, what, mode).values()), sign)
 
 
 @cache
 def level(cell: Cell, side: str, what: What, mode: Mode | None = None) -> Estimate:
     """The cell's share over seeds, of the final evaluation."""
     return stats.estimate([row for r in cell.runs if (row := _row(r, side, what, mode))])
+
+
+@cache
+def last_five(cell: Cell, what: What, mode: Mode | None = None) -> Estimate:
+    """The students' share over the last five training steps, over seeds."""
+    rows = (_strata([_answers(r.last_five(what, mode))]) for r in cell.runs)
+    return stats.estimate([row for row in rows if row])
 
 
 @dataclass(frozen=True)
@@ -147,8 +158,8 @@ def overall(cells: Sequence[Cell]) -> Table:
                 "arm": c.title,
                 "seeds": c.seeds,
                 "onset": _onsets(c),
-                "hack last 5": spread(r.last_five("hack").value for r in c.runs),
-                "solve last 5": spread(r.last_five("solve").value for r in c.runs),
+                "hack last 5": percent(last_five(c, "hack")),
+                "solve last 5": percent(last_five(c, "solve")),
                 "hack trained": percent(level(c, "train", "hack")),
                 "solve trained": percent(level(c, "train", "solve")),
                 "hack deployed": percent(level(c, "deploy", "hack")),
@@ -233,17 +244,20 @@ def _pooled(gates: Sequence[dict[str, list[int]]], name: str) -> str:
 
 def per_mode(cells: Sequence[Cell]) -> Table:
     def cell(c: Cell, side: str, mode: Mode) -> str:
-        return percent(level(c, side, "hack", mode)) if mode in c.first.modes else "·"
+        if mode not in c.first.modes:
+            return "·"
+        return percent(level(c, side, "hack", mode) if side else last_five(c, "hack", mode))
 
     return Table(
         "Hack rate per mode",
-        "%; pairs of: the modes that the direction's pairs show, every other one is held out from it.",
+        "%; pairs of: the modes that the direction's pairs show, every other one is held out from it; students, last "
+        "5: their answers of the last five training steps, on training problems.",
         [
             {"arm": c.title, "pairs of": ",".join(m for m in c.first.modes if c.first.in_distribution(m)) or "·"}
             | {"side": name}
             | {m: cell(c, side, m) for m in MODES}
             for c in cells
-            for side, name in (("train", "trained"), ("deploy", "deployed"))
+            for side, name in (("", "students, last 5"), ("train", "trained"), ("deploy", "deployed"))
         ],
     )
 
