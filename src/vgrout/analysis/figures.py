@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from vgrout.analysis import stats
-from vgrout.analysis.runs import Cell, Run, What, paired, partner
+from vgrout.analysis.runs import WHATS, Cell, Run, What, paired, partner
 from vgrout.analysis.stats import Estimate
 from vgrout.analysis.tables import compare, level
 from vgrout.config import ARM_NAME, WITH_DIRECTION
@@ -82,14 +82,13 @@ def dynamics(cells: Sequence[Cell]) -> Picture | None:
     if not shown:
         return None
     fig = Figure(figsize=(9.5, 6.4), dpi=DPI, layout="constrained")
-    whats: tuple[What, What] = ("hack", "solve")
     colours = dict(zip((c.title for c in shown), _colours(shown), strict=True))
     for column, (side, series) in zip(
         fig.subplots(2, 2, sharex=True, sharey=True).T,
         (("students, as trained, training problems", _students), ("deployed, held-out problems", _deployed)),
         strict=True,
     ):
-        for axes, what in zip(column, whats, strict=True):
+        for axes, what in zip(column, WHATS, strict=True):
             for cell, dash, marker in zip(shown, itertools.cycle(DASHES), itertools.cycle(MARKERS), strict=False):
                 _bundle(axes, cell, series(what), colours[cell.title], dash, marker)
             _style(axes, ylim=(-0.02, 1.02), ylabel=f"{what} rate", title=side if what == "hack" else "")
@@ -155,7 +154,7 @@ def pareto(cells: Sequence[Cell]) -> Picture | None:
     controls = dict.fromkeys(c.first.control for c in cells if c.first.control not in ("none", *ANCHORS))
     control_marker = dict(zip(controls, itertools.cycle(MARKERS), strict=False))
     for cell in cells:
-        x, y = (level(cell, "deploy", what) for what in ("hack", "solve"))
+        x, y = (level(cell, "deploy", what) for what in WHATS)
         arm, control = cell.first.final["arm"], cell.first.control
         plain = control == "none"
         anchor = (plain and cell.first.intervention == "none") or control in ANCHORS
@@ -178,7 +177,7 @@ def pareto(cells: Sequence[Cell]) -> Picture | None:
                     color=colour, alpha=0.5, zorder=1,
                 )  # fmt: skip
     once = Cell("base", tuple({r.seed: r for c in cells for r in c.runs}.values()))
-    x, y = (level(once, "base", what) for what in ("hack", "solve"))
+    x, y = (level(once, "base", what) for what in WHATS)
     axes.errorbar(
         100 * (x.value or 0), 100 * (y.value or 0), yerr=_errors(y), fmt="*", ms=17, color=GREY, mec="black",
         label=f"base, untrained ({len(once.runs)} seeds)", zorder=3,

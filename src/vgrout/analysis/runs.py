@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from vgrout.config import ARM_NAME, CONTROLS, Config
 from vgrout.nouns import MODE_CODE, MODES, Mode, Rate
@@ -15,6 +15,7 @@ from vgrout.run_dir import read_json
 from vgrout.step_row import LEARNED, first_hacks
 
 What = Literal["hack", "solve"]
+WHATS: tuple[What, ...] = get_args(What)
 SIDES = {"base": "base", "train": "trained", "deploy": "deployed", "plain": "plain"}  # per_mode_deploy → final.jsonl
 _FLAG: dict[What, str] = {"hack": "exploited", "solve": "gt_correct"}
 _MEASURING = ("eval", "guard", "detectors", "run")  # settings that say what is looked at, not what is learnt

@@ -9,7 +9,7 @@ import numpy as np
 from tabulate import tabulate
 
 from vgrout.analysis import stats
-from vgrout.analysis.runs import Cell, Run, What, paired, partner
+from vgrout.analysis.runs import WHATS, Cell, Run, What, paired, partner
 from vgrout.analysis.stats import Estimate, PValue, Stratum
 from vgrout.nouns import MODES, Mode, Rate
 
@@ -175,8 +175,7 @@ def overall(cells: Sequence[Cell]) -> Table:
 
 def _differences(c: Cell, other: Cell) -> TableRow:
     row: TableRow = {}
-    whats: tuple[What, ...] = ("hack", "solve")
-    for what in whats:
+    for what in WHATS:
         found = compare(c, other, what)
         row |= {
             f"Δ {what}": percent(found.difference),
@@ -205,7 +204,7 @@ def controls(cells: Sequence[Cell]) -> Table:
     rows = []
     for c in cells:
         own = partner(c, cells, c.first.intervention) if c.first.control != "none" else None
-        pairs = paired(c, own) if own else []
+        less = {what: compare(c, own, what) for what in WHATS} if own and paired(c, own) else None
         close = [r.likeness for r in c.runs if r.likeness]
         gates = [r.final["gate"] for r in c.runs if r.final.get("gate")]
         rows.append(
@@ -214,9 +213,9 @@ def controls(cells: Sequence[Cell]) -> Table:
                 "seeds": c.seeds,
                 "deployed hack": percent(level(c, "deploy", "hack")),
                 "deployed solve": percent(level(c, "deploy", "solve")),
-                "hack − own arm": percent(compare(c, own, "hack").difference) if own and pairs else "·",
-                "solve − own arm": percent(compare(c, own, "solve").difference) if own and pairs else "·",
-                "p hack": p_value(compare(c, own, "hack").p) if own and pairs else "·",
+                "hack − own arm": percent(less["hack"].difference) if less else "·",
+                "solve − own arm": percent(less["solve"].difference) if less else "·",
+                "p hack": p_value(less["hack"].p) if less else "·",
                 "cos with the real direction: median / 95 % / rms (chance)": (
                     " / ".join(f"{statistics.mean(k[name] for k in close):.2f}" for name in ("median", "p95", "rms"))
                     + f" ({statistics.mean(k['chance_rms'] for k in close):.2f})"
@@ -400,8 +399,7 @@ def mode_rows(cells: Sequence[Cell]) -> list[dict[str, object]]:
 
 def _with_wilson(run: Run, side: str, mode: Mode | None) -> dict[str, float | None]:
     out: dict[str, float | None] = {}
-    whats: tuple[What, ...] = ("hack", "solve")
-    for what in whats:
+    for what in WHATS:
         rate, n = run.rate(side, what, mode), run.answered(mode)
         low, high = stats.wilson(round(rate * n), n) if rate is not None and n else (None, None)
         out |= {f"{what}_{side}": rate, f"{what}_{side}_low": low, f"{what}_{side}_high": high}
