@@ -53,11 +53,14 @@ def test_unfinished_and_superseded_runs_are_named(tmp_path: Path) -> None:
     fake_run(tmp_path, "--intervention=none", seed=2, state="halted")
     (tmp_path / "dead").mkdir()
     (tmp_path / "dead" / "run.json").write_text("{}")
+    distilled = fake_run(tmp_path, "--intervention=none", seed=3)
+    (distilled / "per_mode_deploy.json").unlink()
     loaded = load([tmp_path, tmp_path])
     assert [r.path for r in loaded.runs] == [newer]
     assert loaded.left_out == [
         "000_mini_vanilla_seed41 (older than 001_mini_vanilla_seed41, the same settings and seed)",
         "002_mini_vanilla_seed2 (halted)",
+        "004_mini_vanilla_seed3 (no per_mode_deploy.json: not a run of vgrout.train)",
         "dead (unknown)",
     ]
 

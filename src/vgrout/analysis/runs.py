@@ -286,6 +286,9 @@ def load(sources: Sequence[Path], tag: str = "") -> Loaded:
         if status["state"] != "finished":
             left_out.append(f"{path.name} ({status['state']})")
             continue
+        if not (path / "per_mode_deploy.json").is_file():
+            left_out.append(f"{path.name} (no per_mode_deploy.json: not a run of vgrout.train)")
+            continue
         run = Run.read(path)
         if older := newest.get((key(run), run.seed)):
             left_out.append(f"{older.name} (older than {run.name}, the same settings and seed)")
