@@ -85,7 +85,7 @@ def two_level(rows: Sequence[Row], seed: int = 0, resamples: int = RESAMPLES) ->
     """95 % interval of the mean over seeds: seeds are drawn anew, then units within each stratum, `resamples` times.
 
     The percentiles are expanded for few seeds, to those at which the bootstrap of a normal mean of n values is
-    Student's interval: Φ(−t √(n / (n − 1))) (Hesterberg 2015, doi 10.1080/00031305.2015.1089789, §4.2).
+    Student's interval: Φ(−t √(n / (n − 1))) (Hesterberg 2015, doi 10.1080/00031305.2015.1089789).
     Conservative where the problems' noise is as large as the seeds' (simulated: 96 to 100 %), since seed means have
     that noise already (Davison & Hinkley 1997, §3.8).
     """
