@@ -92,6 +92,13 @@ def test_damage_is_named_with_its_line(tmp_path: Path) -> None:
         load([tmp_path])
 
 
+def test_a_run_of_another_version_is_refused_by_its_file(tmp_path: Path) -> None:
+    path = fake_run(tmp_path, "--intervention=none")
+    (path / "per_mode_deploy.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"per_mode_deploy\.json: no arm, control, seed"):
+        load([tmp_path])
+
+
 def test_partners_share_all_but_the_arm(tmp_path: Path) -> None:
     for seed in (1, 2):
         fake_run(tmp_path, "--intervention=none", seed=seed)

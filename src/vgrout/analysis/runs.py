@@ -51,12 +51,18 @@ class Run:
     @classmethod
     def read(cls, path: Path) -> "Run":
         """Raises ValueError, one line, where a file is missing or damaged."""
-        final = read_json(path / "per_mode_deploy.json")
+        final, record = read_json(path / "per_mode_deploy.json"), read_json(path / "run.json")
+        for name, data, keys in (
+            ("per_mode_deploy.json", final, ("arm", "control", "seed", "steps", "eval_n", "by_mode")),
+            ("run.json", record, ("config",)),
+        ):
+            if absent := [k for k in keys if k not in data]:
+                raise ValueError(f"{path / name}: no {', '.join(absent)} in it; another version made this run")
         rows = list(json_lines(path / "steps.jsonl"))
         if not rows:
             raise ValueError(f"{path / 'steps.jsonl'}: no step in it")
         started, ended = ((path / name).stat().st_mtime for name in ("run.json", "per_mode_deploy.json"))
-        return cls(path, final, rows, read_json(path / "run.json"), ended - started)
+        return cls(path, final, rows, record, ended - started)
 
     @property
     def name(self) -> str:
