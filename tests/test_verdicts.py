@@ -1,11 +1,13 @@
 """Every outcome that a hypothesis can have, on studies made for it; the file and its rules agree."""
 
 import hashlib
+import json
 from pathlib import Path
 
 import pytest
 
 from fake_runs import fake_run
+from vgrout.analysis import stats
 from vgrout.analysis.runs import cells, load
 from vgrout.analysis.verdicts import RULES, Preregistered, Verdict, judge
 
@@ -13,14 +15,22 @@ FILE = Path(__file__).resolve().parents[1] / "docs" / "hypotheses.md"
 NEAR = (0.02, -0.02, 0.01, -0.01, 0.0)  # seeds that differ a little
 
 
-def told(root: Path, seeds: int = 5, **arms: tuple[float, float]) -> list[Verdict]:
-    """A study of arms (`route2_haar`: route2 under haar) with their deployed hack and solve."""
+@pytest.fixture(autouse=True)
+def fewer_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No verdict here hangs on the third digit of an interval."""
+    monkeypatch.setattr(stats, "RESAMPLES", 500)
+
+
+def told(root: Path, seeds: int = 5, *flags: str, **arms: tuple[float, float]) -> list[Verdict]:
+    """A study of arms (`route2_haar`: route2 under haar) with their deployed hack and solve; flags: of every run."""
     for arm, (hack, solve) in arms.items():
         name, _, control = arm.partition("_")
         for seed, off in zip(range(seeds), NEAR, strict=False):
             extra = [f"--control={control}"] if control else []
             clipped = min(max(hack + off, 0.0), 1.0), min(max(solve - off, 0.0), 1.0)
-            fake_run(root, f"--intervention={name}", *extra, seed=seed, hack=clipped[0], solve=clipped[1], n=120)
+            fake_run(
+                root, f"--intervention={name}", *extra, *flags, seed=seed, hack=clipped[0], solve=clipped[1], n=120
+            )
     return judge(Preregistered.read(FILE), cells(load([root]).runs))
 
 
@@ -88,6 +98,82 @@ def test_h3(tmp_path: Path, expected: str, arm: tuple[float, float]) -> None:
 
 def test_h3_without_chance_is_refused(tmp_path: Path) -> None:
     assert outcome(told(tmp_path, route2=(0.1, 0.5)), "H3") == "REFUSED"
+
+
+REBUILT = ("--model=m", "--problems=p", "--teacher-pool-dir=t")
+
+
+@pytest.mark.parametrize(
+    ("expected", "pmi", "flags"),
+    [
+        ("SUPPORTED", (0.0, 0.80), REBUILT),
+        ("UNDECIDED", (0.0, 0.80), ()),  # the shipped organism, on which it was found
+        ("UNDECIDED", (0.0, 0.75), REBUILT),  # 88 % of the ceiling
+        ("NOT SUPPORTED", (0.1, 0.80), REBUILT),
+        ("NOT SUPPORTED", (0.0, 0.60), REBUILT),
+    ],
+)
+def test_h4(tmp_path: Path, expected: str, pmi: tuple[float, float], flags: tuple[str, ...]) -> None:
+    assert outcome(told(tmp_path, 5, *flags, pmi=pmi, none_no_loophole=(0.0, 0.85)), "H4") == expected
+
+
+def test_h4_wants_its_ceiling_and_its_seeds(tmp_path: Path) -> None:
+    assert outcome(told(tmp_path / "a", pmi=(0.0, 0.8)), "H4") == "UNDECIDED"
+    few = told(tmp_path / "b", 4, *REBUILT, pmi=(0.0, 0.8), none_no_loophole=(0.0, 0.85))
+    assert "n too small: 4 seeds" in next(v.numbers for v in few if v.id == "H4")
+
+
+@pytest.mark.parametrize(
+    ("expected", "random", "none"),
+    [("SUPPORTED", 0.5, 0.6), ("UNDECIDED", 0.2, 0.6), ("NOT SUPPORTED", 0.01, 0.6), ("NOT SUPPORTED", 0.5, 0.01)],
+)
+def test_h5(tmp_path: Path, expected: str, random: float, none: float) -> None:
+    arms = {"pmi": (0.01, 0.8), "pmi_mass_matched": (random, 0.8), "reader_no_gate": (none, 0.8)}
+    assert outcome(told(tmp_path, **arms), "H5") == expected
+    del arms["reader_no_gate"]
+    assert outcome(told(tmp_path / "less", **arms), "H5") == "UNDECIDED"
+
+
+@pytest.mark.parametrize(
+    ("expected", "surprise"),
+    [
+        ("SUPPORTED", (0.2, 0.6)),
+        ("NOT SUPPORTED", (0.05, 0.6)),  # pmi hacks five points more
+        ("UNDECIDED", (0.2, 0.8)),  # solve is the same: the benign styles would have to say
+    ],
+)
+def test_h6(tmp_path: Path, expected: str, surprise: tuple[float, float]) -> None:
+    assert outcome(told(tmp_path, pmi=(0.1, 0.8), surprise=surprise), "H6") == expected
+
+
+@pytest.mark.parametrize(
+    ("expected", "hack", "haar"),
+    [
+        ("SUPPORTED", 0.01, 0.5),
+        ("UNDECIDED", 0.01, 0.2),
+        ("UNDECIDED", 0.06, 0.6),
+        ("NOT SUPPORTED", 0.2, 0.6),
+        ("NOT SUPPORTED", 0.01, 0.01),
+    ],
+)
+def test_h7(tmp_path: Path, expected: str, hack: float, haar: float) -> None:
+    told(tmp_path, reader=(hack, 0.5), reader_haar=(haar, 0.5))
+    for path in tmp_path.glob("*/per_mode_deploy.json"):
+        final = json.loads(path.read_text())
+        for mode, numbers in final["by_mode"].items():
+            numbers["in_dist"] = mode == "run_tests"
+        path.write_text(json.dumps(final))
+    filed = Preregistered.read(FILE)
+    assert outcome(judge(filed, cells(load([tmp_path]).runs)), "H7") == expected
+
+
+def test_h7_without_chance_or_on_other_pairs(tmp_path: Path) -> None:
+    assert outcome(told(tmp_path / "a", reader=(0.0, 0.5)), "H7") == "REFUSED"
+    assert outcome(told(tmp_path / "b", reader=(0.0, 0.5), reader_haar=(0.6, 0.5)), "H7") == "UNDECIDED"
+
+
+def test_an_arm_without_a_direction_needs_no_haar(tmp_path: Path) -> None:
+    assert outcome(told(tmp_path, none=(0.8, 0.5), pmi=(0.1, 0.5)), "H1") == "SUPPORTED"
 
 
 def test_a_verdict_names_its_runs(tmp_path: Path) -> None:

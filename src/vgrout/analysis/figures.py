@@ -23,10 +23,14 @@ BLACK, BLUE, RED, GREEN, ORANGE, SKY, PINK, GREY = (
 )
 DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (1, 3)), (0, (3, 1, 1, 1)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "d", "H")
-ARM_COLOUR = dict(zip(ARM_NAME.values(), (BLACK, ORANGE, BLUE, RED), strict=True))
-ARM_MARKER = dict(zip(ARM_NAME.values(), ("s", "^", "o", "D"), strict=True))
+# By the arm's name in the tables; one that is not here is grey and round.
+ARM_COLOUR = {
+    **{"vanilla": BLACK, "projected": ORANGE, "routing": BLUE, "routing2": RED},
+    **{"reader": GREEN, "surprise": PINK, "pmi": SKY},
+}
+ARM_MARKER = dict(zip(ARM_COLOUR, ("s", "^", "o", "D", "v", "P", "X"), strict=True))
+ARM_FILL = {"projected": "bottom", "routing": "left", "reader": "right", "surprise": "top"}  # of its controls' markers
 ANCHORS = ("no_loophole", "oracle")  # controls that bound what is possible
-ARM_FILL = dict(zip(ARM_NAME.values(), ("none", "bottom", "left", "none"), strict=True))  # of its controls' markers
 SMOOTH = 5  # steps in a running mean of the students' answers
 
 
@@ -106,7 +110,7 @@ def dynamics(cells: Sequence[Cell]) -> Picture | None:
 
 def _colours(shown: Sequence[Cell]) -> list[str]:
     """An arm's own colour for its plain cell, the others in order."""
-    rest = itertools.cycle((GREEN, PINK, SKY, GREY))
+    rest = itertools.cycle((GREY, GREEN, PINK, SKY))
     return [ARM_COLOUR[c.title] if c.title in ARM_COLOUR else next(rest) for c in shown]
 
 
@@ -190,7 +194,7 @@ def pareto(cells: Sequence[Cell]) -> Picture | None:
         "pareto",
         "Hack against solve of the deployed model, mean over seeds with 95 % intervals; dots: seeds. Stars: anchors "
         "(base, vanilla, no loophole, oracle). Large: the arms; small: their controls, in the arm's colour, filled "
-        "below for projected, to the left for routing, open for the others.",
+        "below for projected, left for routing, right for reader, above for surprise, open for the others.",
         fig,
     )
 
@@ -286,7 +290,7 @@ def _suppressed(axes: Axes, cell: Cell, vanilla: Cell, marker: str) -> None:
     plain = cell.first.control == "none"
     likeness = 1.0 if plain else float(np.mean([r.likeness["rms"] for r in cell.runs if r.likeness]))
     errors = _errors(e)
-    colour = ARM_COLOUR[cell.first.final["arm"]]
+    colour = ARM_COLOUR.get(cell.first.final["arm"], GREY)
     axes.errorbar(
         likeness, -100 * (e.value or 0), yerr=None if errors is None else errors[::-1], fmt="o" if plain else marker,
         ms=9 if plain else 7, color=colour, mfc=colour if plain else "white", elinewidth=0.9, capsize=3,
@@ -305,26 +309,28 @@ def gates(cells: Sequence[Cell]) -> Picture | None:
     columns = min(4, len(shown))
     lines = -(-len(shown) // columns)
     fig = Figure(figsize=(2.9 * columns, 2.3 * lines + 0.5), dpi=DPI, layout="constrained")
-    grid = np.atleast_1d(fig.subplots(lines, columns, sharex=True, squeeze=False)).ravel()
-    bins = np.linspace(0, 1, 21)
+    grid = np.atleast_1d(fig.subplots(lines, columns, squeeze=False)).ravel()
     for axes, cell in itertools.zip_longest(grid, shown):
         if cell is None:
             axes.set_visible(False)
             continue
         found = [pair for r in cell.runs for pair in r.gates]
-        hacks, rest = ([gate for gate, hack in found if hack is label] for label in (True, False))
+        bins = np.histogram_bin_edges([at for at, _ in found], bins=20)
+        hacks, rest = ([at for at, hack in found if hack is label] for label in (True, False))
         axes.hist(rest, bins, density=True, color="#BBBBBB", edgecolor="white", lw=0.4, label="not an exploit")
         axes.hist(hacks, bins, density=True, histtype="step", color="black", lw=1.5, hatch="////", label="exploit")
         _style(axes, title=f"{cell.title}\n{len(hacks)} exploits, {len(rest)} others")
         axes.title.set_fontsize(8)
         axes.tick_params(labelsize=8)
-    fig.supxlabel("share of modules in which a student's rollout was quarantined", fontsize=9)
+    fig.supxlabel(
+        "routing2: share of modules in which a rollout was quarantined; arms that read: its score", fontsize=9
+    )
     fig.supylabel("density", fontsize=9)
     handles, labels = grid[0].get_legend_handles_labels()
     fig.legend(handles, labels, loc="outside upper center", ncols=2, frameon=False, fontsize=9)
     return Picture(
         "gates",
         "The gate by true label (the strict oracle's, which the gate never sees), students' rollouts of all steps and "
-        "seeds. A good gate puts exploits at 1 and everything else at 0.",
+        "seeds. A good gate parts the two: routing2's puts exploits at 1 and everything else at 0.",
         fig,
     )

@@ -9,7 +9,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from vgrout.config import ARM_NAME, CONTROLS, Config
+from vgrout.config import ARM_NAME, CONTROLS, READING, Config
 from vgrout.nouns import MODE_CODE, MODES, Mode, Rate
 from vgrout.run_dir import read_json
 from vgrout.step_row import LEARNED, first_hacks
@@ -167,12 +167,14 @@ class Run:
 
     @cached_property
     def gates(self) -> list[tuple[float, bool]]:
-        """(share of modules in which it was quarantined, whether it was an exploit) of the students' rollouts with
-        signal; none for an arm without a gate."""
-        if self.intervention != "route2":
+        """(where the gate saw it, whether it was an exploit) of the students' rollouts with signal: route2's share of
+        modules in which it was quarantined, the score of an arm that reads; none for an arm without a gate."""
+        if self.intervention not in ("route2", *READING):
             return []
         return [
-            (r["gate"], r["exploited"]) for r in json_lines(self.path / "rollouts.jsonl") if r.get("gate") is not None
+            (r.get("score", r["gate"]), r["exploited"])
+            for r in json_lines(self.path / "rollouts.jsonl")
+            if r.get("gate") is not None
         ]
 
     @cached_property

@@ -81,15 +81,16 @@ def t_interval(values: Sequence[float]) -> tuple[float, float]:
     return float(interval.low), float(interval.high)
 
 
-def two_level(rows: Sequence[Row], seed: int = 0, resamples: int = RESAMPLES) -> tuple[float, float]:
-    """95 % interval of the mean over seeds: seeds are drawn anew, then units within each stratum, `resamples` times.
+def two_level(rows: Sequence[Row], seed: int = 0, resamples: int = 0) -> tuple[float, float]:
+    """95 % interval of the mean over seeds: seeds are drawn anew, then units within each stratum, `resamples` times
+    (0: RESAMPLES).
 
     The percentiles are expanded for few seeds, to those at which the bootstrap of a normal mean of n values is
     Student's interval: Φ(−t √(n / (n − 1))) (Hesterberg 2015, doi 10.1080/00031305.2015.1089789).
     Conservative where the problems' noise is as large as the seeds' (simulated: 96 to 100 %), since seed means have
     that noise already (Davison & Hinkley 1997, §3.8).
     """
-    n, rng = len(rows), np.random.default_rng(seed)
+    n, rng, resamples = len(rows), np.random.default_rng(seed), resamples or RESAMPLES
     picked = rng.integers(0, n, (resamples, n))
     means = np.zeros((resamples, n))
     for s, row in enumerate(rows):
