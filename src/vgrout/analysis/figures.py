@@ -220,7 +220,7 @@ def dumbbells(cells: Sequence[Cell]) -> Picture | None:
     for axes, cell in zip(np.atleast_1d(fig.subplots(1, len(shown), sharey=True)), shown, strict=True):
         modes = sorted(cell.first.modes, key=lambda m: (not cell.first.in_distribution(m), MODES.index(m)))
         for i, mode in enumerate(modes):
-            _dumbbell(axes, cell, mode, -i)
+            _dumbbell(axes, cell, mode, -float(i))
         known = sum(bool(cell.first.in_distribution(m)) for m in modes)
         if 0 < known < len(modes):
             axes.axhline(0.5 - known, color=GREY, lw=0.8, ls=":")
@@ -254,23 +254,24 @@ def _dumbbell(axes: Axes, cell: Cell, mode: Mode, at: float) -> None:
 
 def suppression(cells: Sequence[Cell]) -> Picture | None:
     """How much less an arm hacks than vanilla, against how much of the real direction its control's has."""
-    arms = [a for a in WITH_DIRECTION if any(c.first.intervention == a and c.first.likeness for c in cells)]
+    beside: dict[Cell, Cell] = {}  # a cell with a direction → its vanilla
+    for cell in cells:
+        vanilla = partner(cell, cells, "none")
+        if vanilla is not None and paired(cell, vanilla) and (cell.first.likeness or cell.first.control == "none"):
+            beside[cell] = vanilla
+    arms = [a for a in WITH_DIRECTION if any(c.first.intervention == a and c.first.likeness for c in beside)]
     if not arms:
         return None
     fig = Figure(figsize=(3.6 * len(arms) + 0.6, 4.6), dpi=DPI, layout="constrained")
-    controls = [c.first.control for c in cells if c.first.likeness]
-    marker = dict(zip(dict.fromkeys(controls), itertools.cycle(MARKERS[1:]), strict=False))
+    controls = dict.fromkeys(c.first.control for c in beside if c.first.likeness)
+    marker = dict(zip(controls, itertools.cycle(MARKERS[1:]), strict=False))
     for axes, arm in zip(np.atleast_1d(fig.subplots(1, len(arms), sharey=True)), arms, strict=True):
-        mine = [c for c in cells if c.first.intervention == arm and (c.first.likeness or c.first.control == "none")]
-        chance = [r.likeness["chance_rms"] for c in mine for r in c.runs if r.likeness]
-        axes.axvline(float(np.mean(chance)), color=GREY, lw=1, ls=":")
-        axes.annotate(
-            "chance", (float(np.mean(chance)), 1.01), xycoords=("data", "axes fraction"), ha="center", fontsize=8
-        )
+        mine = [c for c in beside if c.first.intervention == arm]
+        chance = float(np.mean([r.likeness["chance_rms"] for c in mine for r in c.runs if r.likeness]))
+        axes.axvline(chance, color=GREY, lw=1, ls=":")
+        axes.annotate("chance", (chance, 1.01), xycoords=("data", "axes fraction"), ha="center", fontsize=8)
         for cell in mine:
-            vanilla = partner(cell, cells, "none")
-            if vanilla is not None and paired(cell, vanilla):
-                _suppressed(axes, cell, vanilla, marker.get(cell.first.control, "o"))
+            _suppressed(axes, cell, beside[cell], marker.get(cell.first.control, "o"))
         axes.axhline(0, color="black", lw=0.8)
         _style(axes, xlim=(0, 1.06), xlabel="|cos| with the real direction (rms)")
         axes.set_title(ARM_NAME[arm], pad=16)

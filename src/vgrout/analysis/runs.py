@@ -189,7 +189,7 @@ class Run:
                     of_side = found[answer["side"], what]
                     of_side.setdefault(answer["problem"], (answer["mode"], []))[1].append(answer[flag])
         return {
-            key: {problem: (mode, statistics.mean(flags)) for problem, (mode, flags) in by.items()}
+            key: {problem: (mode, statistics.fmean(flags)) for problem, (mode, flags) in by.items()}
             for key, by in found.items()
         }
 
