@@ -5,9 +5,11 @@ import importlib.util
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -313,6 +315,18 @@ def test_pueue_absent_is_one_line(
 def test_ray_absent_is_one_line(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(study), "--via", "ray"]) == 2
     assert capsys.readouterr().err == ("E --via ray: ray is not installed; `uv sync --extra ray`, or leave --via out\n")
+
+
+def test_an_address_without_a_cluster_is_one_line(
+    study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))  # refused before it is asked anything
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    assert main([str(study), "--via", "ray", "--ray-address", f"127.0.0.1:{port}"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"E --ray-address '127.0.0.1:{port}': no cluster to be had there (")
+    assert said.count("\n") == 1
 
 
 # ── real processes ─────────────────────────────────────────────────────────────────────────────────────────────────

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 PR_SET_PDEATHSIG = 1
 POLL_S = 0.2
+CONNECT_S = 10.0
 _libc = ctypes.CDLL(None)
 
 
@@ -109,7 +111,10 @@ class Ray:
             raise ValueError("--via ray: ray is not installed; `uv sync --extra ray`, or leave --via out") from None
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would report to its makers over the network
         own = {} if address else {"num_cpus": slots or os.cpu_count(), "include_dashboard": False}
+        host, _, port = address.removeprefix("ray://").rpartition(":")
         try:
+            if host and port.isdecimal():  # where nobody listens, Ray would go on asking for minutes
+                socket.create_connection((host, int(port)), CONNECT_S).close()
             self._ray.init(address=address or "local", log_to_driver=False, logging_level="warning", **own)
         except (ConnectionError, OSError, RuntimeError, ValueError) as e:
             raise ValueError(f"--ray-address {address!r}: no cluster to be had there ({e})") from None
