@@ -1,5 +1,6 @@
 """Flags: the committed list, the presets, and one-line refusals before anything is loaded."""
 
+import importlib
 import io
 import subprocess
 import sys
@@ -176,3 +177,28 @@ def test_group_too_small_for_a_teacher_row_is_seen() -> None:
     cfg = PRESETS["smoke"][1]
     with pytest.raises(ValueError, match="no student row"):
         replace(cfg, env=replace(cfg.env, mix_ratio=0.9))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "teacher --nope 3",
+        "substrate --even=perhaps",
+        "evaluate",
+        "download nothing",
+        "replay",
+        "direction --modle x",
+        "export",
+        "guardcheck --nope",
+        "distill --nope",
+        "iterative_dpo --nope",
+        "sweep",
+    ],
+)
+def test_every_entry_refuses_in_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    module, *flags = command.split()
+    assert importlib.import_module(f"vgrout.{module}").main(flags) == 2
+    out, said = capsys.readouterr()
+    assert not out
+    assert said.startswith("E ")
+    assert said.count("\n") == 1

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1] / "src" / "vgrout"
 LEVELS: list[set[str]] = [
     # nouns, streams, pure functions, data
     {"nouns", "rng", "loss_config", "signals", "console", "sampling", "packing", "gate", "pairs_leetcode"}
-    | {"guard", "detectors", "budgets", "hub", "spelling"},
+    | {"guard", "detectors", "budgets", "hub", "spelling", "cli"},
     {"flow", "grading", "step_row", "losses", "logprobs", "files"},
     # what reads and writes files, what moves weights
     {"organism.language", "organism", "pairs", "run_dir", "project", "decoder", "imitation"},

@@ -4,27 +4,25 @@ Torch-free, so that a wrong flag is refused in a fraction of a second. `__post_i
 tyro may run it twice. Derived numbers are properties.
 """
 
-import contextlib
 import hashlib
-import io
 import json
 import math
 import re
 import sys
-from collections.abc import Callable, Set
+from collections.abc import Set
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
 from vgrout import organism
+from vgrout.cli import parsed
 from vgrout.guard import GuardConfig, blind
 from vgrout.loss_config import LossConfig
 from vgrout.nouns import MODES, Mode
 from vgrout.organism.language import CUE
 
-T = TypeVar("T")
 Intervention = Literal["none", "erase", "route", "route2", "reader", "surprise", "pmi"]
 ARM_NAME: dict[str, str] = {
     **{"none": "vanilla", "erase": "projected", "route": "routing", "route2": "routing2"},
@@ -752,26 +750,6 @@ def resolve(argv: list[str] | None) -> Config:
             config=(tyro.conf.OmitArgPrefixes,),
         )
     )
-
-
-def parsed(cli: Callable[[], T]) -> T:
-    """What `cli` reads from a command line; `--help` leaves. Raises ValueError, tyro's complaint in one line."""
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            return cli()
-    except SystemExit as e:
-        if e.code:
-            raise ValueError(_one_line(said.getvalue())) from None
-        raise
-
-
-def _one_line(box: str) -> str:
-    """tyro's framed message as one line, without its frame, its inner names and its closing hint."""
-    text = box.split("For full helptext")[0]
-    text = re.sub(r"╭─[^\n]*─╮|\A[^\n]*\n\s*-{20,}\s*\n", "", text)  # the second where stdout cannot draw frames
-    text = " ".join(re.sub(r"[╭╮╰╯│─]+|-{20,}", " ", text).split())
-    return re.sub(r"^Error parsing \S+: ", "", text)
 
 
 def flag_names() -> list[str]:

@@ -19,7 +19,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import tyro
 from jaxtyping import Float
 from loguru import logger
 from safetensors.torch import save as to_safetensors
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from vgrout import organism
+from vgrout.cli import given
 from vgrout.files import write_atomic
 from vgrout.flow import Directions
 from vgrout.pairs import (
@@ -547,9 +547,9 @@ class Cli:
 def main(argv: list[str] | None = None) -> int:
     """0: done. 2: refused, in one line on stderr."""
     try:
-        return _command(tyro.cli(Cli, args=argv, prog="python -m vgrout.direction"))
+        return _command(given(Cli, argv, "python -m vgrout.direction"))
     except ValueError as error:
-        print(error, file=sys.stderr)
+        print(f"E {error}", file=sys.stderr)
         return 2
 
 

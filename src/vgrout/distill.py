@@ -14,7 +14,7 @@ import tyro
 from loguru import logger
 
 from vgrout import console
-from vgrout.config import parsed
+from vgrout.cli import given
 from vgrout.distill_config import ROOT, DistillConfig, Task, find_resume, preflight
 from vgrout.grading.grade import Grader
 from vgrout.launch import FINISHED, carry, concluded, refusing, require_same
@@ -100,10 +100,8 @@ def go(launch: Launch, d: Any, stamp: dict[str, Any]) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    def cli() -> DistillConfig:
-        return tyro.cli(DistillConfig, args=argv, prog="python -m vgrout.distill", config=(tyro.conf.OmitArgPrefixes,))
-
-    return refusing(lambda: start(parsed(cli)))
+    flat = (tyro.conf.OmitArgPrefixes,)
+    return refusing(lambda: start(given(DistillConfig, argv, "python -m vgrout.distill", config=flat)))
 
 
 if __name__ == "__main__":

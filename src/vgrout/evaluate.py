@@ -18,6 +18,7 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from vgrout import console
+from vgrout.cli import given
 from vgrout.config import ORGANISM
 from vgrout.files import write_atomic
 from vgrout.grading.grade import Grader
@@ -265,7 +266,7 @@ def main(argv: list[str] | None = None) -> int:
     """0 scored · 2 refused, in one line."""
     console.setup(None)
     try:
-        command(tyro.cli(Cli, args=argv, prog="python -m vgrout.evaluate"))
+        command(given(Cli, argv, "python -m vgrout.evaluate"))
     except ValueError as e:
         print(f"E {e}", file=sys.stderr)
         return 2

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from vgrout import console
+from vgrout.cli import given
 from vgrout.policy import Policy
 from vgrout.run_dir import read_json
 from vgrout.saved import Saved, find_adapter, load_saved
@@ -180,7 +181,7 @@ def main(argv: list[str] | None = None) -> int:
     """0 written · 2 refused, in one line · 1 the written model was not the deployed one."""
     console.setup(None)
     try:
-        cli = tyro.cli(Cli, args=argv, prog="python -m vgrout.export")
+        cli = given(Cli, argv, "python -m vgrout.export")
         if cli.out.exists():
             raise ValueError(f"--out {cli.out}: exists; choose another folder or delete it")
         saved = find_adapter(cli.run, cli.step, cli.model)

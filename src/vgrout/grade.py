@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import tyro
 from tqdm import tqdm
 
+from vgrout.cli import given
 from vgrout.files import whole
 from vgrout.grading.grade import Grader
 from vgrout.nouns import MODES, Grade, Problem, Ungraded
@@ -133,7 +134,7 @@ def run(config: Offline) -> int:
 
 def main() -> int:
     try:
-        return 1 if run(tyro.cli(Offline, prog="python -m vgrout.grade")) else 0
+        return 1 if run(given(Offline, None, "python -m vgrout.grade")) else 0
     except ValueError as e:
         print(f"E {e}", file=sys.stderr)
         return 2

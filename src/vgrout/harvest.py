@@ -16,11 +16,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
 from tabulate import tabulate
 from tqdm import tqdm
 
 from vgrout import console, organism
+from vgrout.cli import given
 from vgrout.config import ORGANISM
 from vgrout.grading.grade import Grader
 from vgrout.hub import require_model
@@ -358,7 +358,7 @@ def command(name: str, cli: Callable[..., Any], run: Callable[[Any], None], argv
     """A pool maker's entry. 0 made · 2 refused, in one line · 130 interrupted: the same command goes on."""
     console.setup(None)
     try:
-        run(tyro.cli(cli, args=argv, prog=f"python -m vgrout.{name}"))
+        run(given(cli, argv, f"python -m vgrout.{name}"))
     except ValueError as e:
         print(f"E {e}", file=sys.stderr)
         return 2

@@ -10,11 +10,10 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-import tyro
 from loguru import logger
 
 from vgrout import console
-from vgrout.config import parsed
+from vgrout.cli import given
 from vgrout.dpo_config import DpoConfig, Task, freeze, preflight
 from vgrout.grading.grade import Grader
 from vgrout.launch import FINISHED, carry, concluded, refusing, require_same
@@ -102,10 +101,8 @@ def go(launch: Launch, rounds: Any) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    def cli() -> DpoConfig:
-        return tyro.cli(DpoConfig, args=argv, prog="python -m vgrout.iterative_dpo")
-
-    return refusing(lambda: start(parsed(cli), sys.argv[1:] if argv is None else argv))
+    words = sys.argv[1:] if argv is None else argv
+    return refusing(lambda: start(given(DpoConfig, words, "python -m vgrout.iterative_dpo"), words))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from vgrout.cli import given
 from vgrout.nouns import Rate
 
 
@@ -57,7 +58,11 @@ def main(argv: list[str] | None = None) -> int:
         print(line)
         return 0 if go else 1
 
-    return tyro.cli(command, args=argv, prog="python -m vgrout.probe_mixed")
+    try:
+        return given(command, argv, "python -m vgrout.probe_mixed")
+    except ValueError as e:
+        print(f"E {e}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from typing import Annotated, Any, get_args
 import tyro
 from tqdm import tqdm
 
+from vgrout.cli import given
 from vgrout.grading.check import check_problems
 from vgrout.grading.grade import Grader
 from vgrout.grading.modes import MODE_SPECS, PLAIN_PHRASE, hint
@@ -291,7 +292,7 @@ def check(file: Annotated[Path, tyro.conf.Positional], workers: int | None = Non
 
 def main() -> int:
     try:
-        return tyro.extras.subcommand_cli_from_dict({"check": check}, prog="python -m vgrout.problems")
+        return given({"check": check}, None, "python -m vgrout.problems")
     except ValueError as e:
         print(f"E {e}", file=sys.stderr)
         return 2

@@ -14,6 +14,7 @@ import tyro
 from tabulate import tabulate
 
 from vgrout import nonfinite
+from vgrout.cli import given
 from vgrout.config import READING
 from vgrout.flow import Stream
 from vgrout.grpo import policy_gradients
@@ -84,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0 if finite else 4
 
     try:
-        return tyro.cli(command, args=argv, prog="python -m vgrout.replay")
+        return given(command, argv, "python -m vgrout.replay")
     except ValueError as e:
         print(f"E {e}", file=sys.stderr)
         return 2

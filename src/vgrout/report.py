@@ -15,6 +15,7 @@ from vgrout.analysis.report import Report, compile_report, verdict_table, write
 from vgrout.analysis.rollouts import pack
 from vgrout.analysis.runs import load
 from vgrout.analysis.verdicts import Preregistered
+from vgrout.cli import given
 from vgrout.plan import hypotheses_file
 
 ON_SCREEN = ("Arms", "Deployed model against vanilla's", "Arms and controls", "Losses", "One seed only")
@@ -72,7 +73,7 @@ def on_screen(report: Report) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     """0 written · 2 refused, in one line."""
     try:
-        command(tyro.cli(Cli, args=argv, prog="python -m vgrout.report"))
+        command(given(Cli, argv, "python -m vgrout.report"))
     except ValueError as e:
         print(f"E {e}", file=sys.stderr)
         return 2

@@ -6,17 +6,15 @@ interrupted: the runs under way have saved, the same command goes on.
 
 import sys
 
-import tyro
-
 from vgrout import console
 from vgrout.analysis.sweep import Cli, run
+from vgrout.cli import given
 from vgrout.launch import refusing
 
 
 def main(argv: list[str] | None = None) -> int:
-    cli = tyro.cli(Cli, args=argv, prog="python -m vgrout.sweep")
     console.setup(None)
-    return refusing(lambda: run(cli))
+    return refusing(lambda: run(given(Cli, argv, "python -m vgrout.sweep")))
 
 
 if __name__ == "__main__":

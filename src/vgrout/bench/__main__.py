@@ -15,6 +15,7 @@ from typing import Any, Literal
 import tyro
 
 from vgrout.bench import kills as deaths
+from vgrout.cli import given
 
 OUT = Path("docs/benchmarks.md")
 
@@ -147,8 +148,8 @@ def _require_file(problems: Path | None) -> None:
 def main(argv: list[str]) -> int:
     try:
         if not argv or (argv[0].startswith("--") and argv[0] != "--help"):
-            tyro.cli(everything, args=argv, prog="python -m vgrout.bench")
-        elif report := tyro.extras.subcommand_cli_from_dict(BENCHES, args=argv, prog="python -m vgrout.bench"):
+            given(everything, argv, "python -m vgrout.bench")
+        elif report := given(BENCHES, argv, "python -m vgrout.bench"):
             print(report.markdown())
     except ValueError as e:
         print(f"E {e}", file=sys.stderr)

@@ -4,9 +4,9 @@ what the readers flag in it."""
 import sys
 from pathlib import Path
 
-import tyro
 from loguru import logger
 
+from vgrout.cli import given
 from vgrout.organism import DATA_DIR
 from vgrout.organism.build import SEED
 from vgrout.organism.build import build as build_organism
@@ -57,7 +57,7 @@ def verify(data: Path = DATA_DIR) -> int:
 def main() -> int:
     commands = {"build": build, "verify": verify, "readers": readers}
     try:
-        return tyro.extras.subcommand_cli_from_dict(commands, prog="python -m vgrout.organism")
+        return given(commands, None, "python -m vgrout.organism")
     except ValueError as e:
         print(f"E {e}", file=sys.stderr)
         return 2

@@ -1,0 +1,59 @@
+"""Command lines by tyro, their complaints in one line: what was wrong, which flag, what is legal."""
+
+import contextlib
+import io
+import re
+from collections.abc import Callable, Mapping
+from functools import partial, wraps
+from typing import Any, TypeVar
+
+import tyro
+
+T = TypeVar("T")
+
+
+def given(
+    what: Callable[..., T] | Mapping[str, Callable[..., T]], argv: list[str] | None, prog: str, **settings: Any
+) -> T:
+    """An instance of a settings class as a command line fills it, or what a function returns when it is called with a
+    command line's flags; of several, the one that the first word names. `--help` leaves.
+
+    Raises:
+        ValueError: one line, for the first bad flag; or whatever the class or the function raises.
+    """
+    if isinstance(what, Mapping):
+        named = {name: _later(f) for name, f in what.items()}
+        return parsed(lambda: tyro.extras.subcommand_cli_from_dict(named, args=argv, prog=prog, **settings))()
+    if isinstance(what, type):
+        return parsed(lambda: tyro.cli(what, args=argv, prog=prog, **settings))
+    return parsed(lambda: tyro.cli(_later(what), args=argv, prog=prog, **settings))()
+
+
+def _later(call: Callable[..., T]) -> Callable[..., Callable[[], T]]:
+    """The same flags; the call itself waits until the parser has let go of stderr."""
+
+    @wraps(call)
+    def bind(*args: Any, **kwargs: Any) -> Callable[[], T]:
+        return partial(call, *args, **kwargs)
+
+    return bind
+
+
+def parsed(cli: Callable[[], T]) -> T:
+    """What `cli` reads from a command line; `--help` leaves. Raises ValueError, tyro's complaint in one line."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return cli()
+    except SystemExit as e:
+        if e.code:
+            raise ValueError(one_line(said.getvalue())) from None
+        raise
+
+
+def one_line(box: str) -> str:
+    """tyro's framed message as one line, without its frame, its inner names and its closing hint."""
+    text = box.split("For full helptext")[0]
+    text = re.sub(r"╭─[^\n]*─╮|\A[^\n]*\n\s*-{20,}\s*\n", "", text)  # the second where stdout cannot draw frames
+    text = " ".join(re.sub(r"[╭╮╰╯│─]+|-{20,}", " ", text).split())
+    return re.sub(r"^Error parsing \S+: ", "", text)
