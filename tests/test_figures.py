@@ -55,6 +55,14 @@ def test_each_shows_the_numbers(study: Path) -> None:
     assert "4 exploits, 2 others" in gate.get_title()
 
 
+def test_a_gate_that_saw_no_exploit_is_drawn(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        path = fake_run(tmp_path, "--intervention=route2", seed=seed)
+        (path / "rollouts.jsonl").write_text(json.dumps({"step": 0, "gate": 0.5, "exploited": False}) + "\n")
+    (gates,) = (p for p in pictures(cells(load([tmp_path]).runs)) if p.name == "gates")
+    assert "0 exploits, 2 others" in gates.figure.axes[0].get_title()
+
+
 def test_nothing_is_drawn_from_nothing(tmp_path: Path) -> None:
     fake_run(tmp_path, "--intervention=none", seed=1)
     assert pictures(cells(load([tmp_path]).runs)) == []

@@ -318,15 +318,16 @@ def gates(cells: Sequence[Cell]) -> Picture | None:
         found = [pair for r in cell.runs for pair in r.gates]
         bins = np.histogram_bin_edges([at for at, _ in found], bins=20)
         hacks, rest = ([at for at, hack in found if hack is label] for label in (True, False))
-        axes.hist(rest, bins, density=True, color="#BBBBBB", edgecolor="white", lw=0.4, label="not an exploit")
-        axes.hist(hacks, bins, density=True, histtype="step", color="black", lw=1.5, hatch="////", label="exploit")
+        of_all = [np.full(len(values), 1 / max(1, len(values))) for values in (rest, hacks)]  # shares of each kind
+        axes.hist(rest, bins, weights=of_all[0], color="#BBBBBB", edgecolor="white", lw=0.4, label="not an exploit")
+        axes.hist(hacks, bins, weights=of_all[1], histtype="step", color="black", lw=1.5, hatch="////", label="exploit")
         _style(axes, title=f"{cell.title}\n{len(hacks)} exploits, {len(rest)} others")
         axes.title.set_fontsize(8)
         axes.tick_params(labelsize=8)
     fig.supxlabel(
         "routing2: share of modules in which a rollout was quarantined; arms that read: its score", fontsize=9
     )
-    fig.supylabel("density", fontsize=9)
+    fig.supylabel("share of its kind", fontsize=9)
     handles, labels = grid[0].get_legend_handles_labels()
     fig.legend(handles, labels, loc="outside upper center", ncols=2, frameon=False, fontsize=9)
     return Picture(
