@@ -11,7 +11,7 @@ import tyro
 from tqdm import tqdm
 
 from vgrout.analysis.figures import pictures
-from vgrout.analysis.report import Report, compile_report, verdict_table, write
+from vgrout.analysis.report import Report, compile_report, refuse_other, verdict_table, write
 from vgrout.analysis.rollouts import pack
 from vgrout.analysis.runs import load
 from vgrout.analysis.verdicts import Preregistered
@@ -45,6 +45,7 @@ class Cli:
 
 def command(cli: Cli) -> None:
     """Raises ValueError, one line."""
+    refuse_other(out := cli.out or cli.sources[0] / "report")
     loaded = load(cli.sources, cli.tag)
     if cli.strict and loaded.left_out:
         raise ValueError(f"--strict: left out: {', '.join(loaded.left_out)}")
@@ -54,7 +55,6 @@ def command(cli: Cli) -> None:
         raise ValueError(f"{', '.join(map(str, cli.sources))}: no finished run{named}{among}")
     path = cli.hypotheses or hypotheses_file()
     report = compile_report(loaded, cli.sources, Preregistered.read(path) if path else None)
-    out = cli.out or cli.sources[0] / "report"
     bar = partial(tqdm, desc="rollouts", unit="run", disable=None)
     write(report, pictures(report.cells), pack(report.cells, cli.rollouts, bar), out)
     print("\n\n".join(on_screen(report)))

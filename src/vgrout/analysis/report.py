@@ -135,16 +135,20 @@ def as_png(picture: Picture) -> bytes:
     return out.getvalue()
 
 
+def refuse_other(out: Path) -> None:
+    """Raises ValueError, one line, where `out` is there and is something else than a report."""
+    if out.exists() and not (out / "report.md").is_file() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"--out {out}: is there and is no report; name another folder")
+
+
 def write(report: Report, pictures: Sequence[Picture], rollouts: Mapping[str, Any], out: Path) -> None:
     """The folder `out`, in place of an older report.
 
     rollouts: of `rollouts.pack`.
 
     Raises:
-        ValueError: `out` is something else than a report, or cannot be written.
+        ValueError: it cannot be written.
     """
-    if out.exists() and not (out / "report.md").is_file() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"--out {out}: is there and is no report; name another folder")
     drawn = {p: as_png(p) for p in pictures}
     files: dict[str, str | bytes] = {
         "report.md": as_markdown(report, pictures),
