@@ -92,7 +92,7 @@ def test_real_runs_from_training_to_the_page(tmp_path: Path, capsys: pytest.Capt
     """Two seeds of two arms, trained: every file that the trainer writes is one that the report reads."""
     for seed in ("1", "2"):
         for arm in ("none", "route2"):
-            run(tmp_path, *flags(arm, "--seed", seed, "--final-n-prompts", "12"))
+            run(tmp_path, *flags(arm, "--seed", seed, "--final-n-prompts", "12", "--steps", "3"))
     root = tmp_path / "out" / "runs"
     assert main([str(root), "--strict"]) == 0
     text = (root / "report" / "report.md").read_text()
