@@ -316,7 +316,8 @@ def gates(cells: Sequence[Cell]) -> Picture | None:
             axes.set_visible(False)
             continue
         found = [pair for r in cell.runs for pair in r.gates]
-        bins = np.histogram_bin_edges([at for at, _ in found], bins=20)
+        whole = (0.0, 1.0) if cell.first.intervention == "route2" else None  # a score has no bounds
+        bins = np.histogram_bin_edges([at for at, _ in found], bins=20, range=whole)
         hacks, rest = ([at for at, hack in found if hack is label] for label in (True, False))
         of_all = [np.full(len(values), 1 / max(1, len(values))) for values in (rest, hacks)]  # shares of each kind
         axes.hist(rest, bins, weights=of_all[0], color="#BBBBBB", edgecolor="white", lw=0.4, label="not an exploit")
