@@ -12,7 +12,7 @@ from vgrout.grading.modes import MODE_SPECS, marker_of
 from vgrout.nouns import MODES, Mode
 
 PARTS = ("training", "base", "trained", "deployed", "plain")  # where an answer comes from; the last four: final.jsonl
-FLAGS = ("exploited", "gt_correct", "passed", "finished", "deployed", "gt_pass", "channel")  # one bit each, in order
+FLAGS = ("exploited", "gt_correct", "passed", "finished", "deployed", "gt_pass", "channel", "flagged")  # a bit each
 COLUMNS = (
     *("run", "part", "step", "mode", "problem", "marker", "prompt", "text", "flags", "reward", "advantage", "gate"),
 )
