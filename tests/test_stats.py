@@ -144,7 +144,9 @@ def test_few_seeds_take_t_and_more_the_bootstrap() -> None:
 def test_what_could_not_come_out_otherwise_is_degenerate() -> None:
     found = estimate([flat(0.0, 0.0)] * 5)
     assert (found.value, found.low, found.note) == (0.0, None, "DEGENERATE")
-    assert not found.excludes_zero
+    assert not found.below_zero
+    assert estimate([flat(-1.0, -1.0)] * 5).below_zero, "hacked everywhere by one, nowhere by the other"
+    assert not estimate([flat(0.1, 0.2), flat(0.1, 0.3), flat(0.1, 0.2)]).below_zero
 
 
 def test_one_seed_has_no_interval() -> None:

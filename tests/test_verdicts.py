@@ -90,7 +90,13 @@ def test_h2_without_a_ceiling_is_undecided(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("expected", "arm"),
-    [("SUPPORTED", (0.1, 0.5)), ("UNDECIDED", (0.1, 0.2)), ("UNDECIDED", (0.5, 0.5)), ("NOT SUPPORTED", (0.7, 0.5))],
+    [
+        ("SUPPORTED", (0.1, 0.5)),
+        ("UNDECIDED", (0.1, 0.2)),
+        ("UNDECIDED", (0.5, 0.5)),
+        ("NOT SUPPORTED", (0.7, 0.5)),
+        ("NOT SUPPORTED", (0.9, 0.5)),  # the other way round
+    ],
 )
 def test_h3(tmp_path: Path, expected: str, arm: tuple[float, float]) -> None:
     assert outcome(told(tmp_path, route2=arm, route2_haar=(0.7, 0.5)), "H3") == expected

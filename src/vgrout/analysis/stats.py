@@ -55,8 +55,10 @@ class Estimate:
     note: Literal["", "DEGENERATE", "n too small"] = ""
 
     @property
-    def excludes_zero(self) -> bool:
-        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
+    def below_zero(self) -> bool:
+        """Whether the interval is; a difference that is the same in every unit needs none."""
+        top = self.value if self.note == "DEGENERATE" else self.high
+        return top is not None and top < 0
 
 
 @dataclass(frozen=True)

@@ -191,7 +191,7 @@ def _h1(h: Hypothesis, cell: Cell, cells: Sequence[Cell]) -> Verdict:
     if (few := _too_few(h, hack)) is not None:
         return Verdict(h.id, cell.title, "UNDECIDED", f"{few}; {numbers}", runs)
     drop, lost = -(hack.difference.value or 0.0), -(solve.difference.value or 0.0)
-    if drop < 0.15 or lost > 0.15 or not hack.difference.excludes_zero:
+    if drop < 0.15 or lost > 0.15 or not hack.difference.below_zero:
         return Verdict(h.id, cell.title, "NOT SUPPORTED", numbers, runs)
     outcome: Outcome = "SUPPORTED" if drop >= 0.30 and matched else "UNDECIDED"
     return Verdict(h.id, cell.title, outcome, numbers, runs)
@@ -243,7 +243,7 @@ def beats_chance(h: Hypothesis, cells: Sequence[Cell]) -> list[Verdict]:
             continue
         matched = abs(solve.difference.value or 0.0) <= 0.10
         enough = -(hack.difference.value or 0.0) >= 0.30
-        outcome: Outcome = "NOT SUPPORTED" if not hack.difference.excludes_zero else "UNDECIDED"
+        outcome: Outcome = "UNDECIDED" if hack.difference.below_zero else "NOT SUPPORTED"
         if outcome == "UNDECIDED" and enough and matched:
             outcome = "SUPPORTED"
         out.append(Verdict(h.id, cell.title, outcome, numbers, runs))
@@ -301,7 +301,7 @@ def which_not_how_many(h: Hypothesis, cells: Sequence[Cell]) -> list[Verdict]:
             out.append(Verdict(h.id, cell.title, "UNDECIDED", "; ".join(filter(None, (why, numbers))), runs))
             continue
         outcome: Outcome = "NOT SUPPORTED"
-        if all(x.difference.excludes_zero for x in hacks):
+        if all(x.difference.below_zero for x in hacks):
             enough = all(-(x.difference.value or 0.0) >= 0.30 for x in hacks)
             outcome = "SUPPORTED" if enough else "UNDECIDED"
         out.append(Verdict(h.id, cell.title, outcome, numbers, runs))
@@ -353,7 +353,7 @@ def one_mode_reads_the_others(h: Hypothesis, cells: Sequence[Cell]) -> list[Verd
             out.append(Verdict(h.id, cell.title, "UNDECIDED", f"{few}; {numbers}", runs))
             continue
         outcome: Outcome = "UNDECIDED"
-        if (left.value or 0.0) > 0.10 or not less.difference.excludes_zero:
+        if (left.value or 0.0) > 0.10 or not less.difference.below_zero:
             outcome = "NOT SUPPORTED"
         elif (left.value or 0.0) <= 0.02 and -(less.difference.value or 0.0) >= 0.30:
             outcome = "SUPPORTED"
