@@ -147,7 +147,7 @@ dpo out scorer="flawed" *flags:
 
 # a second organism, smaller, with another tokenizer, into out/organism-small (minutes)
 organism-small *flags:
-    {{py}} vgrout.organism build --out out/organism-small --hidden 96 --layers 3 --merged 512 --steps 600 {{flags}}
+    {{py}} vgrout.organism build --out out/organism-small --hidden 96 --layers 3 --merged 512 --steps 400 {{flags}}
 
 # ten runs with every detector on, hacking and clean, then how well each did and which bands it would choose (half an hour)
 scorecard *flags:

@@ -347,7 +347,9 @@ def gather(r: Rounds, part: Mapping[str, Any]) -> tuple[list[Graded], list[float
                     label="batch",
                 )
                 points = scored(r, made)
-                answers, scores, asked = answers + made, scores + points, asked + len(problems)
+                answers += made
+                scores += points
+                asked += len(problems)
                 for i in range(0, len(made), cfg.samples):
                     pair = best_and_worst(made[i : i + cfg.samples], points[i : i + cfg.samples], r.policy.render)
                     if pair is not None and len(pairs) < wanted:
