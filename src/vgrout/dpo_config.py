@@ -120,8 +120,8 @@ class Task:
 
     @property
     def opt(self) -> OptConfig:
-        """Default lr: 1e-2 in a miniature, else 1e-3."""
-        return self.cfg.optimiser(1e-2 if self.small else 1e-3)
+        """Default lr: 3e-2 in a miniature, else 3e-3."""
+        return self.cfg.optimiser(3e-2 if self.small else 3e-3)
 
     @property
     def rewards(self) -> tuple[float, float]:
