@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
@@ -317,25 +316,12 @@ def run_rows(path: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
 
 
-def newest(here: Path) -> Path:
+def command(here: Path, *argv: str, code: int = 0, how: str = "from vgrout.distill import main") -> Path:
+    """The program in a process of its own, without run-time checks: they cost more than the run."""
+    lines = f"{how}\nimport sys; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run([sys.executable, "-c", lines, *argv], cwd=here, capture_output=True, text=True, timeout=300)
+    assert done.returncode == code, done.stdout[-2000:] + done.stderr[-2000:]
     return max((here / "out" / "distill").iterdir())
-
-
-def test_a_run_from_start_to_end(here: Path, adapter: Path) -> None:
-    """Two steps of MiniLLM: rows, files, an adapter that the trainer's own tools can read, and no second ending."""
-    assert main(["--teacher", str(adapter), "--steps", "2", "--eval-every", "0", *SMALL]) == 0
-    path = newest(here)
-    made = run_rows(path)
-    assert [r["step"] for r in made] == [0, 1]
-    assert all(math.isfinite(r["kl"]) and r["kl"] > 0.01 and r["skipped"] == 0 for r in made)
-    final = json.loads((path / "final.json").read_text())
-    assert {"start", "teacher", "deployed", "plain"} == final["sides"].keys()
-    assert final["sides"]["deployed"]["hack"][1] == 6
-    assert json.loads((path / "status.json").read_text())["state"] == "finished"
-    moved = load_file(path / "train.safetensors")
-    assert max(float(t.abs().max()) for t in moved.values()) > 0
-    assert main(["--resume", str(path)]) == 2  # nothing is left to do
-    assert main(["--teacher", str(path), "--student", str(path), "--plan-only"]) == 2  # it can teach, not itself
 
 
 @pytest.mark.slow
@@ -351,54 +337,51 @@ def test_uld_into_a_smaller_organism_with_another_tokenizer(
     tok.save_pretrained("small")
     flags = ["--teacher", str(adapter), "--student", "small", "--steps", "3", "--eval-every", "0", *SMALL]
     assert main(flags) == 2  # not token by token
-    for strategy in ([], ["--uld-strategy", "topk_align", "--uld-top-k", "8"]):
-        assert main([*flags, "--method", "uld", *strategy]) == 0
-        made = run_rows(newest(here))
-        assert all(0.1 < r["aligned"] < 1 for r in made)
-        assert all(0 < r["distance"] <= 2 for r in made)
-        assert made[-1]["ce"] < made[0]["ce"]
+    topk = ["--uld-strategy", "topk_align", "--uld-top-k", "8"]
+    made = run_rows(command(here, *flags, "--method", "uld", *topk))
+    assert all(0.1 < r["aligned"] < 1 for r in made)
+    assert all(0 < r["distance"] <= 2 for r in made)
+    assert made[-1]["ce"] < made[0]["ce"]
 
 
 KILL = """
-import os, signal, sys
+import os, signal
 from vgrout import distilling
-close = distilling.close_step
-def die(d, row, answers):
+def die(d, row, answers, close=distilling.close_step):
     close(d, row, answers)
     if row.step == 2:
         os.kill(os.getpid(), signal.SIGKILL)
 distilling.close_step = die
 from vgrout.distill import main
-main(sys.argv[1:])
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "",
-        "--method uld --uld-strategy topk_align --uld-top-k 16",
-        f"--full {ANCHOR}-weight .1 {ANCHOR}-path text.txt",
-    ],
-    ids=["minillm", "uld", "full"],
-)
+@pytest.mark.parametrize("flags", ["", f"--full {ANCHOR}-weight .1 {ANCHOR}-path text.txt"], ids=["minillm", "full"])
 def test_a_killed_run_ends_as_if_it_had_lived(flags: str, here: Path, adapter: Path) -> None:
+    """Rows, learnt bytes and final numbers; then there is nothing to go on with, and what was learnt can teach."""
     (here / "text.txt").write_text("The solution should be a method of the class Solution. " * 20)
-    argv = ["--teacher", str(adapter), "--steps", "5", "--checkpoint-every", "2", "--eval-every", "3", *SMALL]
+    argv = ["--teacher", str(adapter), "--steps", "4", "--checkpoint-every", "2", "--eval-every", "3", *SMALL]
     argv += flags.split()
-    assert main(argv) == 0
-    lived = newest(here)
-    dead = subprocess.run([sys.executable, "-c", KILL, *argv, "--out-tag", "x"], cwd=here, timeout=300)
-    assert dead.returncode == -9
-    path = newest(here)
+    lived = command(here, *argv)
+    path = command(here, *argv, "--out-tag", "x", how=KILL, code=-9)
     assert path != lived
     assert len(run_rows(path)) == 3
     assert main(["--resume", "latest", "--steps", "9"]) == 2  # another run
-    assert main(["--resume", "latest"]) == 0
-    assert run_rows(path) == run_rows(lived)
-    made = "train/model.safetensors" if "--full" in flags else "train.safetensors"
-    a, b = (load_file(p / made) for p in (lived, path))
+    assert command(here, "--resume", "latest") == path
+    made = run_rows(path)
+    assert made == run_rows(lived)
+    assert all(math.isfinite(r["kl"]) and r["skipped"] == 0 for r in made)
+    finals = [json.loads((p / "final.json").read_text())["sides"] for p in (lived, path)]
+    assert finals[0] == finals[1]
+    assert finals[0]["deployed"]["hack"][1] == 6
+    assert json.loads((path / "status.json").read_text())["state"] == "finished"
+    a, b = (
+        load_file(p / ("train/model.safetensors" if "--full" in flags else "train.safetensors")) for p in (lived, path)
+    )
     assert a.keys() == b.keys()
     assert all(torch.equal(a[k], b[k]) for k in a)
-    assert os.path.getsize(lived / "rollouts.jsonl") > 0
+    assert main(["--resume", str(path)]) == 2  # nothing is left to do
+    learnt = str(path / "train") if "--full" in flags else str(path)
+    assert main(["--teacher", learnt, "--student", "organism", "--plan-only"]) == 0
+    assert main(["--teacher", learnt, "--student", learnt, "--plan-only"]) == 2  # not itself

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 import tiny
 from vgrout.config import OptConfig
 from vgrout.dpo_config import DpoConfig, check_rounds, preflight
-from vgrout.dpo_rounds import Pair, Scale, add_pairs, best_and_worst, refer
+from vgrout.dpo_rounds import Pair, Scale, add_pairs, best_and_worst, complete, refer, seal
 from vgrout.dpo_rounds import batches as forwards
 from vgrout.harvest import Graded
 from vgrout.iterative_dpo import main
@@ -97,9 +98,9 @@ def test_loss_and_gradient_are_the_papers(packs: bool, monkeypatch: pytest.Monke
 
 
 def test_a_mean_of_any_scorer_is_a_share() -> None:
-    assert [Scale(0, 1.1).share(x) for x in (0, 0.55, 1.1)] == pytest.approx([0, 0.5, 1])
-    assert Scale(-3, 5).share(9) == 1
-    assert Scale(2, 2).share(2) == 0.5
+    assert [Scale(0.0, 1.1).share(x) for x in (0.0, 0.55, 1.1)] == pytest.approx([0, 0.5, 1])
+    assert Scale(-3.0, 5.0).share(9.0) == 1
+    assert Scale(2.0, 2.0).share(2.0) == 0.5
 
 
 # ── plan and refusals ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -183,56 +184,72 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 KILL = """
-import os, signal, sys
+import os, signal
 from vgrout import dpo_rounds
-def die(r, number, old=dpo_rounds.save):
-    old(r, number)
+def die(r, number, save=dpo_rounds.save):
+    save(r, number)
     if number == 2:
         os.kill(os.getpid(), signal.SIGKILL)
 dpo_rounds.save = die
 from vgrout.iterative_dpo import main
-main(sys.argv[1:])
 """
+
+
+def command(here: Path, *argv: str, code: int = 0, how: str = "from vgrout.iterative_dpo import main") -> str:
+    """The program in a process of its own, without run-time checks: they cost more than the run."""
+    lines = f"{how}\nimport sys; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run([sys.executable, "-c", lines, *argv], cwd=here, capture_output=True, text=True, timeout=300)
+    assert done.returncode == code, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stderr
 
 
 @pytest.mark.slow
 def test_rounds_and_a_death_between_them(here: Path) -> None:
-    """Two rounds; killed in the second the same command ends with the same bytes; a damaged round is played again."""
-    assert main([*SMALL, *FAST]) == 0
+    """Two rounds; killed in the second, the same command ends with the same bytes."""
+    command(here, *SMALL, *FAST)
     lived = files(here / "o")
     assert len(lived) == 7
     assert json.loads((here / "o" / "status.json").read_text())["state"] == "finished"
-    moved = load_file(here / "o" / "round-02" / "adapter" / "train.safetensors")
-    first = load_file(here / "o" / "round-01" / "adapter" / "train.safetensors")
-    assert any(not torch.equal(moved[k], first[k]) for k in moved)
+    first, second = (load_file(here / "o" / f"round-0{k}" / "adapter" / "train.safetensors") for k in (1, 2))
+    assert any(not torch.equal(second[k], first[k]) for k in second)
     (here / "o").rename(here / "lived")
-    dead = subprocess.run([sys.executable, "-c", KILL, *SMALL, *FAST], cwd=here, timeout=300)
-    assert dead.returncode == -9
+    command(here, *SMALL, *FAST, how=KILL, code=-9)
     assert (here / "o" / "round-01" / "manifest.json").exists()
     assert not (here / "o" / "round-02" / "manifest.json").exists()
     stamp = (here / "o" / "round-01" / "manifest.json").stat().st_mtime_ns
-    assert main([*SMALL, *FAST]) == 0
+    command(here, *SMALL, *FAST)
     assert (here / "o" / "round-01" / "manifest.json").stat().st_mtime_ns == stamp  # not played again
     assert files(here / "o") == lived
-    with open(here / "o" / "round-01" / "pairs.jsonl", "a") as f:
-        f.write("\n")
-    assert main([*SMALL, *FAST]) == 0
-    assert files(here / "o") == lived
+
+
+def test_a_round_is_complete_when_its_manifest_is_right(tmp_path: Path) -> None:
+    plan: dict[str, Any] = {"rounds": [{"round": 1}]}
+    r: Any = SimpleNamespace(plan=plan, task=SimpleNamespace(folder=lambda k: tmp_path / f"round-0{k}"))
+    (tmp_path / "round-01").mkdir()
+    assert complete(r, 1) is None
+    (tmp_path / "round-01" / "metrics.json").write_text('{"step": 1}')
+    (tmp_path / "round-01" / "pairs.jsonl").write_text("{}\n")
+    assert complete(r, 1) is None
+    seal(r, 1)
+    assert complete(r, 1) == {"step": 1}
+    r.plan = {"rounds": [{"round": 1}, {"round": 2}]}
+    assert complete(r, 1) is None  # of another plan
+    r.plan = plan
+    (tmp_path / "round-01" / "pairs.jsonl").write_text("{}\n\n")
+    assert complete(r, 1) is None
 
 
 @pytest.mark.slow
-def test_a_scorer_of_ones_own_and_a_guard_that_halts(here: Path) -> None:
+def test_a_scorer_of_ones_own_and_a_guard_that_may_halt(here: Path) -> None:
     """Longer is better, says the scorer; the strict score need not agree."""
     (here / "mine.py").write_text("def longer(prompt, answer):\n    return float(len(answer))\n")
     argv = [*SMALL, "--rounds", "1", "--scorer", "mine:longer", "--dpo-reference", "base", "--fresh-rounds"]
-    assert main([*argv, "--guard", "halt", "--max-proxy-real-gap", "1.9"]) == 0
+    command(here, *argv, "--guard", "halt", "--max-proxy-real-gap", "1.9")
     made = [json.loads(line) for line in (here / "o" / "round-01" / "pairs.jsonl").read_text().splitlines()]
     assert len(made) == 10
     assert all(len(p["chosen"]) == p["scores"][0] > p["scores"][1] == len(p["rejected"]) for p in made)
-    (here / "mine.py").write_text("def longer(prompt, answer):\n    return -float(len(answer))\n")
-    assert main(argv) == 2  # the function's file is part of the plan
-    (here / "mine.py").write_text("def same(prompt, answer):\n    return 1.0\n")
-    argv = ["--base-model", "organism", "--output-dir", "p", *SMALL[4:], "--rounds", "1", "--scorer", "mine:same"]
-    sys.modules.pop("mine", None)
-    assert main([*argv, "--n-problems", "6"]) == 1  # ties everywhere
+    (here / "mine.py").write_text("def longer(prompt, answer):\n    return 1.0\n")
+    assert "scorer.sha256" in command(here, *argv, code=2)  # the function's file is part of the plan
+    argv[argv.index("o")] = "p"
+    command(here, *argv, "--n-problems", "6", code=1)
     assert "ties" in json.loads((here / "p" / "status.json").read_text())["reason"]
