@@ -772,6 +772,9 @@ def from_dict(data: dict[str, Any]) -> Config:
         stored = data.get(group.name, {})  # a group younger than the run: its defaults
         if unknown := sorted(stored.keys() - known.keys()):
             raise ValueError(f"run.json: unknown settings {', '.join(unknown)}; the run was made by another version")
+        if group.name == "arm":  # what an arm does not read stood at its default then, whatever that is today
+            idle = _NOT_READ[stored.get("intervention", default.intervention)]
+            stored = {name: value for name, value in stored.items() if name not in idle}
         given = {name: Path(value) if value is not None and name in _PATHS else value for name, value in stored.items()}
         values[group.name] = replace(default, **given)
     return Config(**values)
