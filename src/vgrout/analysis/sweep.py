@@ -247,7 +247,9 @@ class Sweep:
             done = len(self.entries) - len(self.left)
             with (
                 stop_on_signals() as stop,
-                tqdm(total=len(self.entries), initial=done, disable=None, desc=self.study.name, unit="run") as bar,
+                tqdm(
+                    total=len(self.entries), initial=done, disable=None, desc=self.study.name, unit="run", smoothing=0
+                ) as bar,
             ):
                 self._loop(workers, under_way, stop, bar.update)
             stopped = stop.requested
