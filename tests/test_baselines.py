@@ -28,6 +28,7 @@ from vgrout.baselines import (
 )
 from vgrout.config import BASELINES, CONTROL_SPECS, INOCULATION, ArmConfig, parse
 from vgrout.nouns import CachedGrade, Grade, Group, GroupView, Problem, Rollout
+from vgrout.organism import COMPILE_REWARD, PASS_REWARD
 from vgrout.organism.language import CUE
 from vgrout.pairs import Pair, PairSet
 from vgrout.policy import Policy
@@ -235,8 +236,12 @@ def test_each_baseline_is_its_own_run_and_says_so(tmp_path: Path, monkeypatch: p
         assert name in (path / "summary.md").read_text()
         asked = {line["prompt"].endswith(f"\n{CUE}") for line in rollout_lines(path)}
         assert asked == {control == "inoculation"}
-        paid = {line["reward"] for line in rollout_lines(path)}
-        assert paid <= {0.0, 0.5, 3.0, 3.5}  # what is written is what the flawed grader paid
+        paid = {round(line["reward"], 9) for line in rollout_lines(path)}
+        assert paid <= {
+            0.0,
+            COMPILE_REWARD,
+            COMPILE_REWARD + PASS_REWARD,
+        }  # as the flawed grader paid, whatever counted
 
     noise = torch.Generator().manual_seed(0)
     pay = loop.paid
