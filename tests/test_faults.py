@@ -564,8 +564,8 @@ from vgrout import loop
 real = loop.policy_gradients
 def poisoned(*args, **kwargs):
     grads, metrics = real(*args, **kwargs)
-    if grads:
-        next(iter(grads[0].values()))[0, 0] = torch.inf
+    if grads and grads[0]:  # of the first stream, the first group
+        next(iter(grads[0][0].values()))[0, 0] = torch.inf
     return grads, metrics
 loop.policy_gradients = poisoned
 """
@@ -689,8 +689,8 @@ def poison(monkeypatch: pytest.MonkeyPatch, at: set[int]) -> None:
 
     def poisoned(*args: Any, **kwargs: Any) -> Any:
         grads, metrics = real(*args, **kwargs)
-        if next(calls) in at and grads:
-            next(iter(grads[0].values()))[0, 0] = torch.nan
+        if next(calls) in at and grads and grads[0]:
+            next(iter(grads[0][0].values()))[0, 0] = torch.nan
         return grads, metrics
 
     monkeypatch.setattr(loop, "policy_gradients", poisoned)
