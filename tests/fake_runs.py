@@ -46,7 +46,7 @@ def fake_run(
         "config": cfg.as_dict(),
         "control": cfg.arm.control_name,
         "direction": {"pairs": final.pop("pairs", "run_tests.json"), "cos_with_real": close},
-        "hashes": {"hypotheses": final.pop("hypotheses", None)},
+        "hashes": {"hypotheses": final.pop("hypotheses", None), "base_weights": final.pop("weights", "0" * 64)},
     }
     rates = {f"hack_{s}": hack for s in SIDES} | {f"solve_{s}": solve for s in SIDES}
     mode = {"in_dist": None, "n": n // 6} | {f"{s}_hack": hack for s in SIDES} | {f"{s}_solve": solve for s in SIDES}

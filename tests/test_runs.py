@@ -26,6 +26,17 @@ def test_cells_are_runs_that_differ_by_their_seed(tmp_path: Path) -> None:
     ]
 
 
+def test_another_model_at_the_same_path_is_another_cell(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        fake_run(tmp_path, "--intervention=none", seed=seed)
+    fake_run(tmp_path, "--intervention=none", seed=3, weights="abcdef0123")
+    found = cells(load([tmp_path]).runs)
+    assert [(c.title, c.seeds) for c in found] == [
+        ("vanilla (base_weights 00000000)", "1,2"),
+        ("vanilla (base_weights abcdef01)", "3"),
+    ]
+
+
 def test_losses_are_in_the_titles_where_they_differ(tmp_path: Path) -> None:
     fake_run(tmp_path, "--intervention=none")
     fake_run(tmp_path, "--intervention=none", "--no-unbiased")

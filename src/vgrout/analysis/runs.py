@@ -89,11 +89,17 @@ class Run:
 
     @cached_property
     def learns(self) -> str:
-        """What runs must share to be compared: everything that training reads but the arm, the seed, and β, which is a
-        baseline of its own."""
+        """What runs must share to be compared: everything that training reads, its input files included, but the arm,
+        the seed, and β, which is a baseline of its own."""
         groups = {g: v for g, v in self.settings.items() if g not in ("arm", *_MEASURING)}
         groups["loss"] = {k: v for k, v in groups["loss"].items() if k not in ("beta", "kl")}
-        return json.dumps([groups, self.final["steps"]], sort_keys=True)
+        return json.dumps([groups, self.inputs, self.final["steps"]], sort_keys=True)
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """The first digits of the hashes of the model and the environment: a path may hold another model tomorrow."""
+        hashes = self.record.get("hashes") or {}
+        return {name: (hashes.get(name) or "")[:8] for name in ("base_weights", "tokenizer", "problems", "pool")}
 
     @property
     def beta(self) -> float:
@@ -228,9 +234,6 @@ class Cell:
     def seeds(self) -> str:
         return ",".join(str(r.seed) for r in self.runs)
 
-    def rates(self, side: str, what: What, mode: Mode | None = None) -> list[float | None]:
-        return [r.rate(side, what, mode) for r in self.runs]
-
 
 @dataclass(frozen=True)
 class Loaded:
@@ -264,11 +267,8 @@ def run_dirs(source: Path) -> tuple[list[Path], list[str]]:
     found, absent = [], []
     for name, run, state in named:
         # written relative to where the sweep was started: here, or some folder above the sweep
-        path = (
-            next((p for root in (Path(), *source.resolve().parents) if (p := root / run).is_dir()), None)
-            if run
-            else None
-        )
+        roots = (Path(), *source.resolve().parents) if run else ()
+        path = next((root / run for root in roots if (root / run).is_dir()), None)
         if path:
             found.append(path)
         else:
@@ -339,7 +339,7 @@ def _differing(run: Run, alike: Sequence[Run]) -> str:
     """Where several cells have one name: the settings in which they differ, and this one's values."""
 
     def flat(r: Run) -> dict[str, Any]:
-        return {k: v for g, values in r.settings.items() if g not in _MEASURING for k, v in values.items()}
+        return {k: v for g, values in r.settings.items() if g not in _MEASURING for k, v in values.items()} | r.inputs
 
     mine, all_of_them = flat(run), [flat(r) for r in alike]
     told = [f"{k} {v}" for k, v in mine.items() if any(other.get(k) != v for other in all_of_them)]
