@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from vgrout.train import main
 
-ARMS = ("none", "erase", "route", "route2")
+ARMS = ("none", "erase", "route", "route2", "pmi")  # pmi for all arms that read
 SMALL = ["--steps", "5", "--group", "4", "--prompts-per-step", "2", "--final-n-prompts", "6", "--final-samples", "1"]
 QUIET = ["--eval-ablate-every", "0", "--vhack-refresh-every", "2"]
 TIMES = ("gen", "grade", "fb", "eval", "sec")
@@ -17,8 +17,8 @@ EVALUATED = ("hack_deploy", "solve_deploy", "eval", "watch")  # watch: the guard
 
 
 def flags(arm: str, *more: str) -> list[str]:
-    quiet = QUIET[:2] if arm == "none" else QUIET
-    return ["smoke", "--intervention", arm, "--threads", "1", *SMALL, *quiet, *more]
+    own = {"none": [], "pmi": ["--reader-prompts", "40"]}.get(arm, QUIET[2:])
+    return ["smoke", "--intervention", arm, "--threads", "1", *SMALL, *QUIET[:2], *own, *more]
 
 
 def run(folder: Path, *argv: str, code: int = 0) -> Path:

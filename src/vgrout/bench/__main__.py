@@ -42,7 +42,9 @@ def _grading(quick: bool = False, problems: Path | None = None) -> Any:
     return importlib.import_module("vgrout.bench.grading").report(quick, problems)
 
 
-def _kills(kills: int = 25, arm: Literal["all", "none", "erase", "route", "route2"] = "all", seed: int = 0) -> None:
+def _kills(
+    kills: int = 25, arm: Literal["all", "none", "erase", "route", "route2", "pmi"] = "all", seed: int = 0
+) -> None:
     """Runs killed at random moments and inside saves, resumed, and held against runs in one go (minutes).
 
     Args:

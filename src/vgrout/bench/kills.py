@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from vgrout.run_dir import read_json
 
-ARMS = ("none", "erase", "route", "route2")
+ARMS = ("none", "erase", "route", "route2", "pmi")  # pmi for all arms that read
 TIMES = {"gen", "grade", "fb", "eval", "sec"}
 # Everything on that a run can remember: demonstrations, a refreshed direction, the guard, every detector.
 EVERYTHING = (
