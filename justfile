@@ -87,7 +87,7 @@ study-arms *flags:
 study-controls *flags:
     {{py}} vgrout.sweep docs/studies/controls.toml {{flags}}
 
-# H: monitors with true labels stop the hack at little cost, and less so as they err; what no label feeds stops less (55 runs)
+# H: monitors with true labels stop the hack at little cost, and less so as they err; what no label feeds stops less (60 runs)
 study-baselines *flags:
     {{py}} vgrout.sweep docs/studies/baselines.toml {{flags}}
 
