@@ -5,7 +5,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -154,9 +153,10 @@ def test_the_plan_is_frozen(here: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_where_each_round_starts(here: Path) -> None:
+    task = preflight(DpoConfig(base_model="organism", output_dir=here / "o", rounds=2))
+
     def rounds(**flags: Any) -> list[dict[str, Any]]:
-        cfg = DpoConfig(base_model="organism", output_dir=here / "o", rounds=2, **flags)
-        return preflight(cfg).plan()["rounds"]
+        return replace(task, cfg=replace(task.cfg, **flags)).plan()["rounds"]
 
     assert rounds(fresh_rounds=True)[1]["starts_from"] == "base"
     assert rounds(fresh_rounds=True)[1]["answers_from"] == "round-01"
@@ -224,19 +224,16 @@ def test_rounds_and_a_death_between_them(here: Path) -> None:
 
 def test_a_round_is_complete_when_its_manifest_is_right(tmp_path: Path) -> None:
     plan: dict[str, Any] = {"rounds": [{"round": 1}]}
-    r: Any = SimpleNamespace(plan=plan, task=SimpleNamespace(folder=lambda k: tmp_path / f"round-0{k}"))
-    (tmp_path / "round-01").mkdir()
-    assert complete(r, 1) is None
-    (tmp_path / "round-01" / "metrics.json").write_text('{"step": 1}')
-    (tmp_path / "round-01" / "pairs.jsonl").write_text("{}\n")
-    assert complete(r, 1) is None
-    seal(r, 1)
-    assert complete(r, 1) == {"step": 1}
-    r.plan = {"rounds": [{"round": 1}, {"round": 2}]}
-    assert complete(r, 1) is None  # of another plan
-    r.plan = plan
-    (tmp_path / "round-01" / "pairs.jsonl").write_text("{}\n\n")
-    assert complete(r, 1) is None
+    assert complete(tmp_path, 1, plan) is None
+    (tmp_path / "metrics.json").write_text('{"step": 1}')
+    (tmp_path / "pairs.jsonl").write_text("{}\n")
+    assert complete(tmp_path, 1, plan) is None
+    seal(tmp_path, 1, plan)
+    assert complete(tmp_path, 1, plan) == {"step": 1}
+    assert complete(tmp_path, 2, plan) is None
+    assert complete(tmp_path, 1, {"rounds": [{"round": 1}, {"round": 2}]}) is None  # of another plan
+    (tmp_path / "pairs.jsonl").write_text("{}\n\n")
+    assert complete(tmp_path, 1, plan) is None
 
 
 @pytest.mark.slow

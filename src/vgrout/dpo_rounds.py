@@ -173,27 +173,25 @@ def hashes(r: Rounds) -> dict[str, str | None]:
 # ── what is on disk ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def complete(r: Rounds, number: int) -> dict[str, Any] | None:
+def complete(folder: Path, number: int, plan: dict[str, Any]) -> dict[str, Any] | None:
     """The metrics of a round whose manifest is there, of this plan, and right about every file; else None."""
-    folder = r.task.folder(number)
     try:
         manifest = read_json(folder / "manifest.json")
-        whole_ = manifest["plan"] == plan_sha256(r.plan) and manifest["round"] == number
-        if whole_ and all(file_sha256(folder / path) == sha for path, sha in manifest["files"].items()):
+        mine = manifest["plan"] == plan_sha256(plan) and manifest["round"] == number
+        if mine and all(file_sha256(folder / path) == sha for path, sha in manifest["files"].items()):
             return read_json(folder / "metrics.json")
     except (ValueError, KeyError, OSError):
         pass
     return None
 
 
-def seal(r: Rounds, number: int) -> None:
+def seal(folder: Path, number: int, plan: dict[str, Any]) -> None:
     """The manifest, last of all."""
-    folder = r.task.folder(number)
     files = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
     manifest = {
         "schema": 1,
         "round": number,
-        "plan": plan_sha256(r.plan),
+        "plan": plan_sha256(plan),
         "files": {path: file_sha256(folder / path) for path in files},
     }
     write_atomic(folder / "manifest.json", to_json(manifest))
@@ -220,7 +218,7 @@ def play(r: Rounds, again: str) -> None:
     for line in table.legend():
         logger.info(line)
     for number in range(r.task.cfg.rounds + 1):
-        metrics = before(r) if number == 0 else complete(r, number)
+        metrics = before(r) if number == 0 else complete(r.task.folder(number), number, r.plan)
         if metrics is None:
             for later in range(number, r.task.cfg.rounds + 1):  # they start from this one
                 shutil.rmtree(r.task.folder(later), ignore_errors=True)
@@ -317,7 +315,7 @@ def play_round(r: Rounds, part: Mapping[str, Any]) -> dict[str, Any]:
     )
     metrics = row.as_json() | {"evaluation": evaluation(held)}
     write_atomic(folder / "metrics.json", to_json(metrics))
-    seal(r, number)
+    seal(folder, number, r.plan)
     return metrics
 
 
