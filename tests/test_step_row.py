@@ -52,6 +52,7 @@ def row(**changes: Any) -> StepRow:
         },
         **{"cos_upd": 0.1, "fired": 0.9, "refr": 2, "skipped": 0, "lr": 3e-2, "gen": 0.5, "grade": 0.1, "fb": 0.2},
         **{"eval": None, "sec": 0.9, "cos_post_s": 0.0, "cos_post_t": 0.0, "capped": 0, "routed": None},
+        **{"recall": Rate(3, 4), "false_flags": Rate(0, 5), "flag_t": None},
     }
     return StepRow(**(values | changes))
 
