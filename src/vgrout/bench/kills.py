@@ -24,6 +24,7 @@ from typing import Literal
 from tabulate import tabulate
 from tqdm import tqdm
 
+from vgrout.config import BY_GRADIENT
 from vgrout.run_dir import read_json
 
 ARMS = ("none", "erase", "route", "route2", "pmi")  # pmi for all arms that read
@@ -141,7 +142,13 @@ def torture(arm: str, kills: int, root: Path, seed: int = 0) -> Tally:
 
     Raises RuntimeError where a resumed process does not end well.
     """
-    first = ["smoke", "--intervention", arm, *EVERYTHING, *([] if arm == "none" else ["--vhack-refresh-every", "2"])]
+    first = [
+        "smoke",
+        "--intervention",
+        arm,
+        *EVERYTHING,
+        *(["--vhack-refresh-every", "2"] if arm in BY_GRADIENT else []),
+    ]
     rng = random.Random(f"{arm} {seed}")
     reference = root / arm
     reference.mkdir(parents=True)
@@ -182,4 +189,8 @@ def table(tallies: Sequence[Tally]) -> str:
 
 def run(kills: int, arms: Sequence[str], seed: int) -> list[Tally]:
     with tempfile.TemporaryDirectory(prefix="vgrout-kills-", ignore_cleanup_errors=True) as root:
-        return [torture(arm, kills, Path(root), seed) for arm in arms]
+        tallies = []
+        for arm in arms:
+            tallies.append(done := torture(arm, kills, Path(root), seed))
+            print(f"{arm}: {done.survived}/{done.tried}", flush=True)  # minutes each: what is known is said
+        return tallies
