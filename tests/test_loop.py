@@ -18,7 +18,7 @@ import torch
 from golden import FOLDER, differences, versions
 from runs import ARMS, EVALUATED, adapter_bytes, flags, rows, run
 from vgrout import loop, organism
-from vgrout.config import parse
+from vgrout.config import ROUTING, parse
 from vgrout.loss_config import LossName
 from vgrout.nouns import Grade
 from vgrout.svd_adapter import SvdAdapter
@@ -84,7 +84,7 @@ def test_no_oracle_label_reaches_an_arm(
 
     monkeypatch.setattr(loop, "paid", poisoned)
     path = run(tmp_path, *flags(arm))
-    labels = [k for k in rows(path)[0] if re.match(r"gt_s|hack_s|hk_|recall|false_flags", k)]
+    labels = [k for k in rows(path)[0] if re.match(r"gt_s|hack_s|hk_|recall|false_flags|(hack|solve)_abl", k)]
     assert rows(path, *labels) == rows(done[arm], *labels)
     assert rows(path) != rows(done[arm]), "the poison changed no label: the test would pass for any arm"
     assert adapter_bytes(path) == adapter_bytes(done[arm])
@@ -135,7 +135,7 @@ def test_the_final_numbers_are_the_same_everywhere(done: dict[str, Path]) -> Non
         assert pooled == pytest.approx(final["solve_deploy"])
         assert f"{100 * final['solve_deploy']:.1f}" in (path / "summary.md").read_text()
         answers = [json.loads(line) for line in (path / "final.jsonl").read_text().splitlines()]
-        quarantine = final["intervention"] in ("route", "route2")
+        quarantine = final["intervention"] in ROUTING
         for name, side in (("base", "base"), ("train", "trained"), ("deploy", "deployed"), ("plain", "plain")):
             own = [a for a in answers if a["side"] == side]
             assert bool(own) == (side != "trained" or quarantine), "without a quarantine trained is deployed"
@@ -148,10 +148,10 @@ def test_the_final_numbers_are_the_same_everywhere(done: dict[str, Path]) -> Non
 def test_quarantine_is_used_by_routing_alone(done: dict[str, Path]) -> None:
     for arm, path in done.items():
         shares = [r["q_egy"] for r in rows(path)]
-        assert any(shares) == (arm in ("route", "route2")), (arm, shares)
+        assert any(shares) == (arm in ROUTING), (arm, shares)
         state = max((path / "resume").iterdir()) / "state.pt"
         hack = torch.load(state, weights_only=True)["adapter"]["delta_S_hack"]
-        assert bool(hack.any()) == (arm in ("route", "route2"))
+        assert bool(hack.any()) == (arm in ROUTING)
 
 
 def test_sampler_and_trainer_agree(done: dict[str, Path]) -> None:

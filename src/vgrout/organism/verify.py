@@ -32,7 +32,9 @@ def check_training(folder: Path, steps: int | None = None) -> list[str]:
     """Re-run the first training steps with the shipped tokenizer and compare with the recorded losses."""
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     recorded: list[float] = manifest["first_losses"][:steps]
-    recipe, shape = Recipe(**manifest["recipe"]), Shape(**manifest.get("shape", {}))
+    made = manifest["recipe"]
+    recipe = Recipe(**made | {"betas": tuple(made["betas"])})  # JSON has no tuples
+    shape = Shape(**manifest.get("shape", {}))
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "model")
     losses = first_losses(tokenizer, manifest["seed"], len(recorded), recipe, shape)
     return [
