@@ -91,6 +91,10 @@ study-controls *flags:
 study-baselines *flags:
     {{py}} vgrout.sweep docs/studies/baselines.toml {{flags}}
 
+# H: a gate that reads needs no label: pmi hacks at most 2 % and keeps 90 % of the ceiling, its controls do not (H4 to H7)
+study-readers *flags:
+    {{py}} vgrout.sweep docs/studies/readers.toml {{flags}}
+
 # the direction from the organism's pairs: spectra, held-out projection, |cos| of every control, figure (seconds)
 extract *flags:
     {{py}} vgrout.direction --model organism --controls {{flags}}

@@ -166,7 +166,7 @@ def test_a_resumed_arm_deals_the_same_flags():
 
 
 def test_route2_takes_streams_of_its_own_too():
-    cfg = {"rollout_ablate_frac": 0.5, "own_streams": True, "rebaseline": True}
+    cfg = {"rollout_ablate_frac": 0.5, "own_streams": "on", "rebaseline": "on"}
     a = arm_of("route2", **cfg)
     v = replace(
         arms_view(6, 1, flagged=(2,)),
@@ -377,8 +377,8 @@ def replace_plain(text: Text) -> Text:
         ({"intervention": "pmi", "control": "haar"}, "needs --intervention"),
         ({"intervention": "reader", "control": "shrinkage"}, "needs --intervention"),
         ({"intervention": "reader", "control": "oracle", "reader_k": 4}, "--reader-k: not read with these settings"),
-        ({"intervention": "route2", "own_streams": True}, "--own-streams: needs --rollout-ablate-frac"),
-        ({"intervention": "route", "own_streams": True}, "--own-streams: not read by --intervention route"),
+        ({"intervention": "route2", "own_streams": "on"}, "--own-streams: needs --rollout-ablate-frac"),
+        ({"intervention": "route", "own_streams": "on"}, "--own-streams: not read by --intervention route"),
         ({"intervention": "reader", "reader_quantile": 0.2}, "--reader-quantile 0.2"),
         ({"intervention": "reader", "v_hack_k": 3}, "--v-hack-k: not read by --intervention reader"),
     ],

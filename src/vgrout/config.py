@@ -179,12 +179,12 @@ class ArmConfig:
     """reading arms: training prompts that the base answers twice before training."""
     reader_anchors: Path | None = None
     """reading arms: correct solutions in unusual styles (JSON of prompt, completion); none: the preset's."""
-    rebaseline: bool | None = None
-    """Advantages of kept rows are recomputed among them (route2: of rows that are no anchors); none: by the arms that
-    read."""
-    own_streams: bool | None = None
+    rebaseline: Literal["usual", "on", "off"] = "usual"
+    """Advantages of kept rows are recomputed among them (route2: of rows that are no anchors); usual: by the arms
+    that read."""
+    own_streams: Literal["usual", "on", "off"] = "usual"
     """The kept knob learns from the deployed model's rollouts alone, with the quarantine off (route2: needs
-    --rollout-ablate-frac); none: so it is in the arms that read."""
+    --rollout-ablate-frac); usual: so it is in the arms that read."""
     flagged_penalty: float = 0.0
     """reading arms: a flagged row that the deployed model wrote is kept too, with this advantage below zero."""
 
@@ -260,11 +260,11 @@ class ArmConfig:
 
     @property
     def rebases(self) -> bool:
-        return self.intervention in READING if self.rebaseline is None else self.rebaseline
+        return self.rebaseline == "on" or (self.rebaseline == "usual" and self.intervention in READING)
 
     @property
     def owns(self) -> bool:
-        return self.intervention in READING if self.own_streams is None else self.own_streams
+        return self.own_streams == "on" or (self.own_streams == "usual" and self.intervention in READING)
 
     @property
     def other_pairs(self) -> bool:
