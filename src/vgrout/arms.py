@@ -246,7 +246,7 @@ class Route2(WholeRollouts):
             return WHOLE
         rows, away, advantages = [], [], []
         for view in views:
-            theirs = [self._own and s == "student" and not d for s, d in zip(view.sources, view.deployed, strict=True)]
+            theirs = [self._own and on for on in view.knob_on]
             mine = [b for b in range(len(view)) if not theirs[b]]
             anchor = self._known(view)
             kept = [b for b in mine if not anchor[b]]

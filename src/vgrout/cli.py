@@ -3,6 +3,7 @@
 import contextlib
 import io
 import re
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from typing import Any, TypeVar
@@ -37,6 +38,18 @@ def _later(call: Callable[..., T]) -> Callable[..., Callable[[], T]]:
         return partial(call, *args, **kwargs)
 
     return bind
+
+
+def refusing(run: Callable[[], int], interrupted: str = "interrupted") -> int:
+    """An entry's exit code: a ValueError is a refusal, one line on stderr and 2; Ctrl-C says `interrupted`, 130."""
+    try:
+        return run()
+    except ValueError as e:
+        print(f"E {e}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"E {interrupted}", file=sys.stderr)
+        return 130
 
 
 def parsed(cli: Callable[[], T]) -> T:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from vgrout import organism
-from vgrout.cli import given
+from vgrout.cli import given, refusing
 from vgrout.files import write_atomic
 from vgrout.flow import Directions
 from vgrout.pairs import (
@@ -313,9 +313,7 @@ def gradients(policy: Policy, pairs: PairSet, side: str, tokens_per_batch: int) 
 
 def tokens_of(policy: Policy, pair: Pair, completion: str, where: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Prompt and completion. Raises ValueError if they do not fit the model's window."""
-    prompt, answer = (
-        tuple(policy.tok(text, add_special_tokens=False)["input_ids"]) for text in (pair.prompt, completion)
-    )
+    prompt, answer = policy.encode(pair.prompt), policy.encode(completion)
     if len(prompt) + len(answer) > policy.window:
         raise ValueError(f"{where}: {len(prompt) + len(answer)} tokens, the model's window is {policy.window}")
     return prompt, answer
@@ -546,11 +544,7 @@ class Cli:
 
 def main(argv: list[str] | None = None) -> int:
     """0: done. 2: refused, in one line on stderr."""
-    try:
-        return _command(given(Cli, argv, "python -m vgrout.direction"))
-    except ValueError as error:
-        print(f"E {error}", file=sys.stderr)
-        return 2
+    return refusing(lambda: _command(given(Cli, argv, "python -m vgrout.direction")))
 
 
 def _command(cli: Cli) -> int:

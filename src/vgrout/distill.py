@@ -14,10 +14,10 @@ import tyro
 from loguru import logger
 
 from vgrout import console
-from vgrout.cli import given
+from vgrout.cli import given, refusing
 from vgrout.distill_config import ROOT, DistillConfig, Task, find_resume, preflight
 from vgrout.grading.grade import Grader
-from vgrout.launch import FINISHED, carry, concluded, refusing, require_same
+from vgrout.launch import FINISHED, NOTHING, carry, concluded, require_same
 from vgrout.run_dir import RunDir, environment, read_json, to_json
 from vgrout.signals import Stop
 
@@ -101,7 +101,7 @@ def go(launch: Launch, d: Any, stamp: dict[str, Any]) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     flat = (tyro.conf.OmitArgPrefixes,)
-    return refusing(lambda: start(given(DistillConfig, argv, "python -m vgrout.distill", config=flat)))
+    return refusing(lambda: start(given(DistillConfig, argv, "python -m vgrout.distill", config=flat)), NOTHING)
 
 
 if __name__ == "__main__":

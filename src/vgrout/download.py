@@ -18,7 +18,7 @@ from huggingface_hub.constants import ENDPOINT
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from tqdm import tqdm
 
-from vgrout.cli import given
+from vgrout.cli import given, refusing
 from vgrout.files import write_atomic
 from vgrout.hub import model_folder
 from vgrout.problems import load_rows
@@ -122,12 +122,7 @@ def model(id: Annotated[str, tyro.conf.Positional] = "Qwen/Qwen3-4B") -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    try:
-        commands = {"model": model, "data": data}
-        return given(commands, argv, "python -m vgrout.download")
-    except ValueError as e:
-        print(f"E {e}", file=sys.stderr)
-        return 2
+    return refusing(lambda: given({"model": model, "data": data}, argv, "python -m vgrout.download"))
 
 
 if __name__ == "__main__":

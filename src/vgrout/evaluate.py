@@ -7,7 +7,7 @@ deployed model; without further flags the numbers are those of the run's own fin
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,7 +18,7 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from vgrout import console
-from vgrout.cli import given
+from vgrout.cli import given, refusing
 from vgrout.config import ORGANISM
 from vgrout.files import write_atomic
 from vgrout.grading.grade import Grader
@@ -34,21 +34,8 @@ from vgrout.saved import Saved, find_adapter, load_saved
 Side = Literal["base", "trained", "deployed", "quarantine"]
 
 
-def answers(
-    policy: Policy,
-    grader: Grader,
-    problems: Sequence[Problem],
-    n: int,
-    *,
-    side: Side,
-    sampling: Sampling,
-    max_new: int,
-    seed: int,
-    step: int,
-    purpose: str = "eval",
-    on_answer: Callable[[], object] | None = None,
-) -> list[Answer]:
-    """`ask` of one side of the policy: base = both knobs off, trained = both on, deployed = quarantine off,
+def as_side(policy: Policy, side: Side) -> AbstractContextManager[None]:
+    """The policy as one of its sides: base = both knobs off, trained = both on, deployed = quarantine off,
     quarantine = kept knob off."""
     adapter = policy.adapter
     views = {
@@ -57,19 +44,7 @@ def answers(
         "deployed": adapter.deployed,
         "quarantine": adapter.ablate_kept,
     }
-    with views[side]():
-        return ask(
-            policy,
-            grader,
-            problems,
-            n,
-            sampling=sampling,
-            max_new=max_new,
-            seed=seed,
-            step=step,
-            purpose=purpose,
-            on_answer=on_answer,
-        )
+    return views[side]()
 
 
 def ask(
@@ -179,13 +154,12 @@ def score(
     out: dict[str, Eval] = {}
     with tqdm(total=3 * len(problems) * samples, desc="evaluating", unit="answer", disable=None) as bar:
         for name, (side, of) in asked.items():
-            out[name] = Eval.of(
-                answers(
+            with as_side(policy, side):
+                answers = ask(
                     policy,
                     grader,
                     of,
                     samples,
-                    side=side,
                     sampling=Sampling(),
                     max_new=saved.cfg.scale.max_new,
                     seed=seed,
@@ -193,7 +167,7 @@ def score(
                     purpose="final",
                     on_answer=bar.update,
                 )
-            )
+            out[name] = Eval.of(answers)
     return out
 
 
@@ -239,7 +213,7 @@ def report(sides: dict[str, Eval]) -> str:
     return tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
 
 
-def command(cli: Cli) -> None:
+def command(cli: Cli) -> int:
     """Raises ValueError, one line, before the model is loaded where that is possible."""
     saved = find_adapter(cli.run, cli.step, cli.model, cli.problems)
     cfg, rows = saved.cfg, load_rows(saved.problems_file)
@@ -260,17 +234,13 @@ def command(cli: Cli) -> None:
     )
     print(report(sides))
     print(f"-> {out}")
+    return 0
 
 
 def main(argv: list[str] | None = None) -> int:
     """0 scored · 2 refused, in one line."""
     console.setup(None)
-    try:
-        command(given(Cli, argv, "python -m vgrout.evaluate"))
-    except ValueError as e:
-        print(f"E {e}", file=sys.stderr)
-        return 2
-    return 0
+    return refusing(lambda: command(given(Cli, argv, "python -m vgrout.evaluate")))
 
 
 if __name__ == "__main__":

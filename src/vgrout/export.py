@@ -62,7 +62,7 @@ def parity(policy: Policy, folder: Path, texts: Sequence[str], exact: bool) -> P
     theirs = theirs.to(policy.device).eval()
     largest, difference, kl, same, n = 0.0, 0.0, 0.0, 0, 0
     for text in tqdm(texts, desc="comparing", unit="text", disable=None, leave=False):
-        ids = torch.tensor([policy.tok(text, add_special_tokens=False)["input_ids"]], device=policy.device)
+        ids = torch.tensor([policy.encode(text)], device=policy.device)
         with policy.adapter.deployed():
             ours = policy.model(input_ids=ids, use_cache=False).logits[0].float()
         got = theirs(input_ids=ids, use_cache=False).logits[0].float()

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import tyro
 from tqdm import tqdm
 
-from vgrout.cli import given
+from vgrout.cli import given, refusing
 from vgrout.files import whole
 from vgrout.grading.grade import Grader
 from vgrout.nouns import MODES, Grade, Problem, Ungraded
@@ -133,11 +133,7 @@ def run(config: Offline) -> int:
 
 
 def main() -> int:
-    try:
-        return 1 if run(given(Offline, None, "python -m vgrout.grade")) else 0
-    except ValueError as e:
-        print(f"E {e}", file=sys.stderr)
-        return 2
+    return refusing(lambda: 1 if run(given(Offline, None, "python -m vgrout.grade")) else 0)
 
 
 if __name__ == "__main__":

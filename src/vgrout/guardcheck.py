@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from tabulate import tabulate
 
-from vgrout.cli import given
+from vgrout.cli import given, refusing
 from vgrout.config import Config, DetectorConfig, from_dict
 from vgrout.detectors import (
     CSI_BANDS,
@@ -482,11 +482,7 @@ def check(runs: Annotated[tuple[Path, ...], tyro.conf.Positional], onset: float 
 
 
 def main(argv: list[str] | None = None) -> int:
-    try:
-        return given(check, argv, "python -m vgrout.guardcheck")
-    except ValueError as e:
-        print(f"E {e}", file=sys.stderr)
-        return 2
+    return refusing(lambda: given(check, argv, "python -m vgrout.guardcheck"))
 
 
 if __name__ == "__main__":

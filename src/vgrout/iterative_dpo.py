@@ -13,10 +13,10 @@ from typing import Any
 from loguru import logger
 
 from vgrout import console
-from vgrout.cli import given
+from vgrout.cli import given, refusing
 from vgrout.dpo_config import DpoConfig, Task, freeze, preflight
 from vgrout.grading.grade import Grader
-from vgrout.launch import FINISHED, carry, concluded, refusing, require_same
+from vgrout.launch import FINISHED, NOTHING, carry, concluded, require_same
 from vgrout.run_dir import RunDir, environment, read_json, to_json
 from vgrout.signals import Stop
 
@@ -102,7 +102,7 @@ def go(launch: Launch, rounds: Any) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
-    return refusing(lambda: start(given(DpoConfig, words, "python -m vgrout.iterative_dpo"), words))
+    return refusing(lambda: start(given(DpoConfig, words, "python -m vgrout.iterative_dpo"), words), NOTHING)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Exit codes: 0 finished · 2 bad arguments or configuration, nothing started · 3
 
 import errno
 import shutil
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -20,6 +19,7 @@ from vgrout.signals import Stop, stop_on_signals
 FINISHED, FAILED, BAD, HALTED, DIVERGED, INTERRUPTED = 0, 1, 2, 3, 4, 130
 FULL = (errno.ENOSPC, errno.EDQUOT)
 STORAGE = (*FULL, errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM)
+NOTHING = "interrupted; nothing was started"
 
 T = TypeVar("T")
 
@@ -34,18 +34,6 @@ class Halted(Exception):
 
 class Diverged(Exception):
     """Not finite three steps in a row, or the policy lost tokens that it had."""
-
-
-def refusing(start: Callable[[], int]) -> int:
-    """`start` refuses by ValueError, in one line, with nothing started."""
-    try:
-        return start()
-    except ValueError as e:
-        print(f"E {e}", file=sys.stderr)
-        return BAD
-    except KeyboardInterrupt:
-        print("E interrupted; nothing was started", file=sys.stderr)
-        return INTERRUPTED
 
 
 def carry(

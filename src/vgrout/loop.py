@@ -13,7 +13,7 @@ from vgrout.arm import Arm, Refresh
 from vgrout.baselines import Baseline
 from vgrout.config import BY_GRADIENT, MONITORED, READING, ROUTING, Config, Control
 from vgrout.console import Clock, terminal_width
-from vgrout.evaluate import Side, answers
+from vgrout.evaluate import Side, as_side, ask
 from vgrout.grading.grade import Grader
 from vgrout.grpo import policy_gradients
 from vgrout.launch import Interrupted
@@ -58,18 +58,18 @@ class Study:
         """n answers to each problem by one side of the present policy, on the run's evaluation stream."""
         if side == "deployed" and self.cfg.arm.control == "ablate_kept":
             side = "quarantine"
-        return answers(
-            self.policy,
-            self.grader,
-            problems,
-            n,
-            side=side,
-            sampling=self.sampling,
-            max_new=self.cfg.scale.max_new,
-            seed=self.cfg.run.seed,
-            step=step,
-            purpose=purpose,
-        )
+        with as_side(self.policy, side):
+            return ask(
+                self.policy,
+                self.grader,
+                problems,
+                n,
+                sampling=self.sampling,
+                max_new=self.cfg.scale.max_new,
+                seed=self.cfg.run.seed,
+                step=step,
+                purpose=purpose,
+            )
 
 
 def train(study: Study) -> list[StepRow]:

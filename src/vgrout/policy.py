@@ -64,7 +64,7 @@ class Lm:
         for i, part in enumerate(self._parts(messages, len(said))):
             turn, is_answer = divmod(i, 2)
             known = is_answer and turn < len(said)
-            ids += said[turn] if known else self.tok(part, add_special_tokens=False)["input_ids"]
+            ids += said[turn] if known else self.encode(part)
         return tuple(ids)
 
     def prompt_text(self, messages: Sequence[Message]) -> str:
@@ -79,9 +79,13 @@ class Lm:
         assert not sampled, "answers as sampled are kept by preserve_thinking alone"
         return [_template(self.tok, messages)]
 
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Tokens of rendered text, nothing added."""
+        return tuple(self.tok(text, add_special_tokens=False)["input_ids"])
+
     def encode_completion(self, text: str, finished: bool = True) -> tuple[int, ...]:
         """An answer's tokens as the model would have written them, with its EOS if it is `finished`."""
-        ids = tuple(self.tok(text, add_special_tokens=False)["input_ids"])
+        ids = self.encode(text)
         return (*ids, self.end_id) if finished else ids
 
     @property

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from vgrout.cli import given
+from vgrout.cli import given, refusing
 from vgrout.nouns import Rate
 
 
@@ -58,11 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         print(line)
         return 0 if go else 1
 
-    try:
-        return given(command, argv, "python -m vgrout.probe_mixed")
-    except ValueError as e:
-        print(f"E {e}", file=sys.stderr)
-        return 2
+    return refusing(lambda: given(command, argv, "python -m vgrout.probe_mixed"))
 
 
 if __name__ == "__main__":

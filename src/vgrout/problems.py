@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_args
 import tyro
 from tqdm import tqdm
 
-from vgrout.cli import given
+from vgrout.cli import given, refusing
 from vgrout.grading.check import check_problems
 from vgrout.grading.grade import Grader
 from vgrout.grading.modes import MODE_SPECS, PLAIN_PHRASE, hint
@@ -291,11 +291,7 @@ def check(file: Annotated[Path, tyro.conf.Positional], workers: int | None = Non
 
 
 def main() -> int:
-    try:
-        return given({"check": check}, None, "python -m vgrout.problems")
-    except ValueError as e:
-        print(f"E {e}", file=sys.stderr)
-        return 2
+    return refusing(lambda: given({"check": check}, None, "python -m vgrout.problems"))
 
 
 if __name__ == "__main__":

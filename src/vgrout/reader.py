@@ -217,10 +217,10 @@ def background(
 
 def anchor_texts(policy: Policy, anchors: Sequence[Anchor], rows: Sequence[Row]) -> list[Text]:
     """Prompt and completion as tokens, the completion ended; the plain prompt where the anchor's problem is known."""
-    tok, known = policy.tok, {row.id: row for row in rows}
+    known = {row.id: row for row in rows}
     return [
         Text(
-            tuple(tok(a.prompt, add_special_tokens=False)["input_ids"]),
+            policy.encode(a.prompt),
             policy.encode_completion(a.completion),
             policy.render(known[a.problem_id].prompt) if a.problem_id in known else (),
         )

@@ -14,7 +14,7 @@ import tyro
 from tabulate import tabulate
 
 from vgrout import nonfinite
-from vgrout.cli import given
+from vgrout.cli import given, refusing
 from vgrout.config import READING
 from vgrout.flow import Stream
 from vgrout.grpo import policy_gradients
@@ -84,11 +84,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"step {batch.step}: " + ("every rollout is finite this time" if finite else "not finite again"))
         return 0 if finite else 4
 
-    try:
-        return given(command, argv, "python -m vgrout.replay")
-    except ValueError as e:
-        print(f"E {e}", file=sys.stderr)
-        return 2
+    return refusing(lambda: given(command, argv, "python -m vgrout.replay"))
 
 
 if __name__ == "__main__":

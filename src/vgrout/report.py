@@ -15,7 +15,7 @@ from vgrout.analysis.report import Report, compile_report, refuse_other, verdict
 from vgrout.analysis.rollouts import pack
 from vgrout.analysis.runs import load
 from vgrout.analysis.verdicts import Preregistered
-from vgrout.cli import given
+from vgrout.cli import given, refusing
 from vgrout.plan import hypotheses_file
 
 ON_SCREEN = ("Arms", "Deployed model against vanilla's", "Arms and controls", "Losses", "One seed only")
@@ -43,7 +43,7 @@ class Cli:
             raise ValueError(f"--rollouts {self.rollouts}: 0 or more")
 
 
-def command(cli: Cli) -> None:
+def command(cli: Cli) -> int:
     """Raises ValueError, one line."""
     refuse_other(out := cli.out or cli.sources[0] / "report")
     loaded = load(cli.sources, cli.tag)
@@ -59,6 +59,7 @@ def command(cli: Cli) -> None:
     write(report, pictures(report.cells), pack(report.cells, cli.rollouts, bar), out)
     print("\n\n".join(on_screen(report)))
     print(f"-> {out}")
+    return 0
 
 
 def on_screen(report: Report) -> list[str]:
@@ -72,12 +73,7 @@ def on_screen(report: Report) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     """0 written · 2 refused, in one line."""
-    try:
-        command(given(Cli, argv, "python -m vgrout.report"))
-    except ValueError as e:
-        print(f"E {e}", file=sys.stderr)
-        return 2
-    return 0
+    return refusing(lambda: command(given(Cli, argv, "python -m vgrout.report")))
 
 
 if __name__ == "__main__":

@@ -61,9 +61,7 @@ def find_adapter(run: Path, step: int | None = None, model: str | None = None, p
     if run.is_dir():
         path = run / ("train.safetensors" if step is None else f"ckpt_step{step:04d}.safetensors")
         if not path.is_file():
-            there = sorted(
-                int(m[1]) for p in run.iterdir() if (m := re.fullmatch(r"ckpt_step(\d+)\.safetensors", p.name))
-            )
+            there = sorted(int(m[1]) for p in run.iterdir() if (m := _CHECKPOINT.fullmatch(p.name)))
             if step is None:
                 raise ValueError(f"{path}: not there; is {run} a run directory that got as far as a checkpoint?")
             raise ValueError(f"--step {step}: {run} has {', '.join(map(str, there)) or 'no evaluation checkpoint'}")

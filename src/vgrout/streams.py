@@ -73,10 +73,7 @@ class OwnStreams(Arm):
         quar_rows: list[tuple[int, ...]] = []
         kept_A: list[tuple[float, ...]] = []
         for view, reading in zip(views, self._readings, strict=True):
-            away = tuple(
-                flagged or (self._own and source == "student" and not deployed)
-                for flagged, source, deployed in zip(reading.flagged, view.sources, view.deployed, strict=True)
-            )
+            away = tuple(f or (self._own and on) for f, on in zip(reading.flagged, view.knob_on, strict=True))
             kept = [b for b in range(len(view)) if not away[b]]
             A = view.advantages_among(kept) if self._rebaseline else view.advantages
             if self._penalty:

@@ -8,8 +8,7 @@ import sys
 
 from vgrout import console
 from vgrout.analysis.sweep import Cli, run
-from vgrout.cli import given
-from vgrout.launch import refusing
+from vgrout.cli import given, refusing
 
 
 def main(argv: list[str] | None = None) -> int:

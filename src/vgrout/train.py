@@ -13,9 +13,10 @@ from typing import Any
 from loguru import logger
 
 from vgrout import console
+from vgrout.cli import refusing
 from vgrout.config import ARM_NAME, Config, from_dict, parse, resumed
 from vgrout.grading.grade import Grader
-from vgrout.launch import FINISHED, carry, concluded, refusing, require_same
+from vgrout.launch import FINISHED, NOTHING, carry, concluded, require_same
 from vgrout.plan import Inputs, file_hashes, hypotheses_sha256, plan_lines, preflight
 from vgrout.run_dir import RunDir, environment, last_resumable, probe_writable, read_json, to_json
 from vgrout.signals import Stop
@@ -24,7 +25,7 @@ from vgrout.step_row import REFERENCE_STEP
 
 def main(argv: list[str] | None = None) -> int:
     asked = parse(argv)
-    return refusing(lambda: start(asked))
+    return refusing(lambda: start(asked), NOTHING)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import tyro
 
 from vgrout.bench import kills as deaths
-from vgrout.cli import given
+from vgrout.cli import given, refusing
 
 OUT = Path("docs/benchmarks.md")
 
@@ -148,15 +148,14 @@ def _require_file(problems: Path | None) -> None:
 
 
 def main(argv: list[str]) -> int:
-    try:
+    def command() -> int:
         if not argv or (argv[0].startswith("--") and argv[0] != "--help"):
             given(everything, argv, "python -m vgrout.bench")
         elif report := given(BENCHES, argv, "python -m vgrout.bench"):
             print(report.markdown())
-    except ValueError as e:
-        print(f"E {e}", file=sys.stderr)
-        return 2
-    return 0
+        return 0
+
+    return refusing(command)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def known_texts(policy: Policy, seed: int) -> dict[Kind, list[Text]]:
         if row["split"] != "test":
             continue
         mode, marker = row["mode"], row["marker"]
-        prompt, plain = (_ids(policy, render(m)) for m in (hinted(row["prompt"], mode, marker), row["prompt"]))
+        prompt, plain = (policy.encode(render(m)) for m in (hinted(row["prompt"], mode, marker), row["prompt"]))
 
         def add(kind: Kind, made: Answer, prompt: tuple[int, ...] = prompt, plain: tuple[int, ...] = plain) -> None:
             out.setdefault(kind, []).append(Text(prompt, policy.encode_completion(made.text), plain))
@@ -151,7 +151,3 @@ def readers(
     print("\n" + tabulate(whole, headers="keys", tablefmt="github", disable_numparse=True))
     print("\n" + tabulate(each, headers=["kind", *found], tablefmt="github", disable_numparse=True))
     return 0
-
-
-def _ids(policy: Policy, text: str) -> tuple[int, ...]:
-    return tuple(policy.tok(text, add_special_tokens=False)["input_ids"])
