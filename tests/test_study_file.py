@@ -101,7 +101,7 @@ def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
 shipped = cache(load_study_file)
 
 
-@pytest.mark.parametrize("name", [pytest.param("controls", marks=pytest.mark.slow), "arms", "baselines", "losses"])
+@pytest.mark.parametrize("name", [pytest.param("controls", marks=pytest.mark.slow), "arms", "baselines", "losses", "readers"])
 def test_shipped_studies_are_whole(name: str) -> None:
     path = STUDIES / f"{name}.toml"
     study = shipped(path)
@@ -110,7 +110,8 @@ def test_shipped_studies_are_whole(name: str) -> None:
 
 
 def test_every_shipped_study_is_looked_at() -> None:
-    assert {p.stem for p in STUDIES.glob("*.toml")} == {"controls", "arms", "baselines", "losses"}
+    looked_at = {"controls", "arms", "baselines", "losses", "readers"}
+    assert {p.stem for p in STUDIES.glob("*.toml")} == looked_at
 
 
 @pytest.mark.slow
