@@ -101,7 +101,10 @@ def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
 shipped = cache(load_study_file)
 
 
-@pytest.mark.parametrize("name", [pytest.param("controls", marks=pytest.mark.slow), "arms", "baselines", "losses", "readers"])
+SHIPPED = ("arms", "baselines", "checks", "controls", "losses", "readers", "warm")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in ("checks", "controls") else n for n in SHIPPED])
 def test_shipped_studies_are_whole(name: str) -> None:
     path = STUDIES / f"{name}.toml"
     study = shipped(path)
@@ -110,14 +113,14 @@ def test_shipped_studies_are_whole(name: str) -> None:
 
 
 def test_every_shipped_study_is_looked_at() -> None:
-    looked_at = {"controls", "arms", "baselines", "losses", "readers"}
-    assert {p.stem for p in STUDIES.glob("*.toml")} == looked_at
+    assert {p.stem for p in STUDIES.glob("*.toml")} == {*SHIPPED}
 
 
 @pytest.mark.slow
-def test_the_controls_study_has_every_control_on_every_arm_that_takes_it() -> None:
-    study = shipped(STUDIES / "controls.toml")
-    there = {(c.cfg.arm.control, c.cfg.arm.intervention) for c in study.cells}
+def test_three_studies_have_every_control_of_every_arm_once() -> None:
+    cells = [c for name in ("arms", "controls", "checks") for c in shipped(STUDIES / f"{name}.toml").cells]
+    there = {(c.cfg.arm.control, c.cfg.arm.intervention) for c in cells}
     wanted = {(c, arm) for c, (arms, _) in CONTROL_SPECS.items() for arm in arms if c not in {"placebo", *BASELINES}}
     assert there == wanted
-    assert {c.seed for c in study.cells} == {41, 42, 43, 44, 45}
+    assert {c.seed for c in cells} == {41, 42, 43, 44, 45}
+    assert len({c.identity for c in cells}) == len(cells)

@@ -328,6 +328,8 @@ class ScaleConfig:
     """A Hugging Face hub id, a local model folder, or 'organism' (embedded)."""
     problems: str = "out/data/leetcode_train_medhard_filtered.jsonl"
     """Problem file (JSONL), or 'organism'."""
+    organism: Path | None = None
+    """Folder that `python -m vgrout.organism build` made: what 'organism' means, in place of the embedded one."""
     steps: int = 100
     """Optimiser steps."""
     group: int = 6
@@ -591,6 +593,10 @@ class Config:
             self.env.teacher_pool_dir == ORGANISM and self.scale.model != ORGANISM,
             "--teacher-pool-dir organism: only with --model organism",
         )
+        _refuse(
+            self.scale.organism is not None and self.scale.model != ORGANISM,
+            f"--organism {self.scale.organism} with --model {self.scale.model}: not read; only with --model organism",
+        )
         if self.guard_mode == "halt" and (why := self.guard_blind):
             raise ValueError(f"--guard halt could not fire in this run ({why}); or choose --guard log")
 
@@ -619,22 +625,27 @@ class Config:
         return self.scale.group * self.scale.prompts_per_step
 
     @property
+    def files(self) -> organism.Files:
+        """What 'organism' means in this run."""
+        return organism.Files(self.scale.organism) if self.scale.organism else organism.EMBEDDED
+
+    @property
     def model_path(self) -> str:
-        return str(organism.MODEL_DIR) if self.scale.model == ORGANISM else self.scale.model
+        return str(self.files.model) if self.scale.model == ORGANISM else self.scale.model
 
     @property
     def teacher_model_path(self) -> str:
-        return str(organism.MODEL_DIR) if self.loss.teacher_model == ORGANISM else self.loss.teacher_model
+        return str(self.files.model) if self.loss.teacher_model == ORGANISM else self.loss.teacher_model
 
     @property
     def problems_path(self) -> Path:
-        return organism.PROBLEMS if self.scale.problems == ORGANISM else Path(self.scale.problems)
+        return self.files.problems if self.scale.problems == ORGANISM else Path(self.scale.problems)
 
     @property
     def pool_path(self) -> Path | None:
         if not self.env.teacher_pool_dir:
             return None
-        return organism.POOL_DIR if self.env.teacher_pool_dir == ORGANISM else Path(self.env.teacher_pool_dir)
+        return self.files.pool if self.env.teacher_pool_dir == ORGANISM else Path(self.env.teacher_pool_dir)
 
     @property
     def pairs_path(self) -> Path | None:
@@ -642,7 +653,7 @@ class Config:
         if self.arm.vhack_pairs_path is not None:
             return self.arm.vhack_pairs_path
         if self.scale.model == ORGANISM:
-            return organism.PAIRS_DIR / "run_tests.json"
+            return self.files.pairs / "run_tests.json"
         return Path("out/pairsets/prog_wide.json") if self.preset == "fast" else None
 
     @property
@@ -651,14 +662,14 @@ class Config:
         arm = self.arm
         if arm.intervention not in READING or arm.control in ("no_gate", "oracle"):
             return None
-        return arm.reader_anchors or (organism.ANCHORS if self.scale.model == ORGANISM else None)
+        return arm.reader_anchors or (self.files.anchors if self.scale.model == ORGANISM else None)
 
     @property
     def placebo_path(self) -> Path | None:
         """Pairs of a placebo control; None without one, or where the hand-written ones serve."""
         if self.arm.placebo_pairs_path is not None or self.arm.placebo is None:
             return self.arm.placebo_pairs_path
-        return organism.PAIRS_DIR / f"placebo_{self.arm.placebo}.json" if self.scale.model == ORGANISM else None
+        return self.files.pairs / f"placebo_{self.arm.placebo}.json" if self.scale.model == ORGANISM else None
 
     @property
     def inoculation(self) -> str:
@@ -760,7 +771,7 @@ def flag_names() -> list[str]:
     )
 
 
-_PATHS = ("v_hack_path", "vhack_pairs_path", "placebo_pairs_path", "reader_anchors")
+_PATHS = ("organism", "v_hack_path", "vhack_pairs_path", "placebo_pairs_path", "reader_anchors")
 
 
 def from_dict(data: dict[str, Any]) -> Config:

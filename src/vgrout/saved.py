@@ -73,8 +73,7 @@ def find_adapter(run: Path, step: int | None = None, model: str | None = None, p
     if "cfg" not in metadata:
         raise ValueError(f"{path}: not an adapter saved by a run (no configuration in its metadata)")
     cfg = from_dict(json.loads(metadata["cfg"]))
-    name = model or cfg.scale.model
-    base: str | Path = organism.MODEL_DIR if name == ORGANISM else name
+    base: str | Path = organism.MODEL_DIR if model == ORGANISM else model or cfg.model_path
     require_model(base)
     return Saved(path, metadata, cfg, base, problems or cfg.problems_path)
 

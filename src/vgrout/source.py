@@ -53,7 +53,8 @@ def find_source(given: str, flag: str) -> Source:
         if "cfg" not in metadata:
             raise ValueError(f"{flag} {given}: {adapter.name} is not an adapter saved by a run; give a run directory")
         cfg = from_dict(json.loads(metadata["cfg"]))
-        base = find_source(cfg.scale.model, f"{flag} {given}: its base")
+        own = cfg.scale.model if cfg.scale.organism is None else cfg.model_path
+        base = find_source(own, f"{flag} {given}: its base")
         return Source(given, base.name, base.folder, adapter, cfg)
     folder = require_model(organism.MODEL_DIR if given == ORGANISM else given, flag)
     return Source(given, given, folder, None, None)

@@ -4,6 +4,7 @@ A small language of programming problems, a Qwen3 model of about a million param
 pool of demonstrations and contrastive pairs. `python -m vgrout.organism build` makes all of it from one seed.
 """
 
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
@@ -17,9 +18,36 @@ def data_dir() -> Path:
     return Path(str(files(__name__))) / "data"
 
 
-DATA_DIR = data_dir()
-MODEL_DIR = DATA_DIR / "model"  # loads with AutoModelForCausalLM and AutoTokenizer, offline
-PROBLEMS = DATA_DIR / "problems.jsonl"
-POOL_DIR = DATA_DIR / "pool"
-PAIRS_DIR = DATA_DIR / "pairs"  # <mode>.json, and placebo_<contrast>.json
-ANCHORS = DATA_DIR / "anchors.json"  # correct solutions in unusual styles
+@dataclass(frozen=True)
+class Files:
+    """Where an organism's parts lie, the shipped one's or those of another build."""
+
+    root: Path
+
+    @property
+    def model(self) -> Path:
+        """Loads with AutoModelForCausalLM and AutoTokenizer, offline."""
+        return self.root / "model"
+
+    @property
+    def problems(self) -> Path:
+        return self.root / "problems.jsonl"
+
+    @property
+    def pool(self) -> Path:
+        return self.root / "pool"
+
+    @property
+    def pairs(self) -> Path:
+        """<mode>.json, and placebo_<contrast>.json."""
+        return self.root / "pairs"
+
+    @property
+    def anchors(self) -> Path:
+        """Correct solutions in unusual styles."""
+        return self.root / "anchors.json"
+
+
+EMBEDDED = Files(data_dir())
+DATA_DIR, MODEL_DIR, PROBLEMS = EMBEDDED.root, EMBEDDED.model, EMBEDDED.problems
+POOL_DIR, PAIRS_DIR, ANCHORS = EMBEDDED.pool, EMBEDDED.pairs, EMBEDDED.anchors
