@@ -83,13 +83,30 @@ study-arms *flags:
     {{py}} vgrout.sweep docs/studies/arms.toml {{flags}}
 
 # H: a direction is worth more than chance: route2 hacks less than its Haar, placebo and mass-matched arms at matched solve
-# every arm under every control it takes, five seeds: 320 mini runs (hours)
+# what each arm has to beat, five seeds: 130 mini runs (two hours)
 study-controls *flags:
     {{py}} vgrout.sweep docs/studies/controls.toml {{flags}}
 
-# H: monitors with true labels stop the hack at little cost, and less so as they err; what no label feeds stops less (60 runs)
+# H: the quarantine alone is no working model, an arm costs no skill where nothing is to be exploited, any placebo will do
+# the controls that seldom decide (150 runs)
+study-checks *flags:
+    {{py}} vgrout.sweep docs/studies/checks.toml {{flags}}
+
+# H: monitors with true labels stop the hack at little cost, and less so as they err; what no label feeds stops less (50 runs)
 study-baselines *flags:
     {{py}} vgrout.sweep docs/studies/baselines.toml {{flags}}
+
+# an organism that has begun to exploit (about 4 answers in 10): the shipped one after 15 steps of vanilla, seed 40, as out/warm
+warm:
+    test ! -e out/warm
+    {{py}} vgrout.train mini --intervention=none --seed=40 --out-tag=_warm
+    cp -r src/vgrout/organism/data out/warm.part && rm -r out/warm.part/model
+    {{py}} vgrout.export out/runs/*_mini_vanilla_seed40_warm --step 15 --out out/warm.part/model
+    mv out/warm.part out/warm
+
+# H: from a policy that exploits already, monitors with true labels stop the hack; what no label feeds stops less (55 runs; `just warm` first)
+study-warm *flags:
+    {{py}} vgrout.sweep docs/studies/warm.toml {{flags}}
 
 # H: a gate that reads needs no label: pmi hacks at most 2 % and keeps 90 % of the ceiling, its controls do not (H4 to H7)
 study-readers *flags:

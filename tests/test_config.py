@@ -2,6 +2,7 @@
 
 import importlib
 import io
+import os
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from vgrout.config import PRESETS, ArmConfig, Config, flag_names, from_dict, parse, resolve, resumed
+from vgrout.plan import preflight
 
 FLAGS = Path(__file__).with_name("flags.txt")
 
@@ -164,6 +166,29 @@ def test_resume_takes_the_runs_own_settings() -> None:
     assert (cfg.arm.intervention, cfg.run.seed, cfg.scale.steps, cfg.run.checkpoint_every) == ("route2", 9, 40, 5)
     _, differing = resumed(parse(["mini", "--resume", "x", "--seed", "9", "--lr", "0.5"]), stored)
     assert differing == ["--lr 0.5 (run: 0.03)"]
+
+
+def test_another_build_of_the_organism_is_used_whole(tmp_path: Path) -> None:
+    cfg = parse(["mini", "--organism", str(tmp_path), "--intervention", "reader", "--control", "placebo_flawed"])
+    files = [cfg.model_path, cfg.problems_path, cfg.pool_path, cfg.pairs_path, cfg.anchors_path, cfg.placebo_path]
+    names = ["model", "problems.jsonl", "pool", "pairs/run_tests.json", "anchors.json", "pairs/placebo_flawed.json"]
+    assert [Path(str(f)) for f in files] == [tmp_path / name for name in names]
+    assert from_dict(cfg.as_dict()) == cfg
+    with pytest.raises(ValueError, match=f"--organism {tmp_path}: no organism there"):
+        preflight(cfg)
+    with pytest.raises(ValueError, match="only with --model organism"):
+        resolve(["fast", "--organism", str(tmp_path)])
+
+
+def test_a_reader_that_hangs_up_is_no_error(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        command = [sys.executable, "-m", "vgrout.train", "mini", "--dry-run"]
+        done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False, cwd=tmp_path)
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_a_config_of_another_version_is_refused() -> None:

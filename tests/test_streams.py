@@ -27,7 +27,7 @@ from vgrout.optim import Optimizer
 from vgrout.pairs import Pair, PairSet, load_anchors
 from vgrout.policy import Policy
 from vgrout.reader import Background, Pmi, Projection, Reader, Surprise, Text, mean_logp
-from vgrout.streams import KEPT, QUARANTINE, OracleStreams, OwnStreams
+from vgrout.streams import KEPT, QUARANTINE, OracleStreams, OwnStreams, block
 
 SIZES = {"a": 3, "b": 2}
 
@@ -103,6 +103,31 @@ def test_every_rollout_is_in_one_stream_and_kept_advantages_sum_to_zero(rollouts
     assert kept.advantages
     assert sorted(kept.rows[0] + quar.rows[0]) == list(range(len(rollouts)))
     assert math.isclose(sum(kept.advantages[0]), 0.0, abs_tol=1e-9)
+
+
+def test_a_quarantine_in_its_own_block_learns_there_alone_and_the_kept_knob_elsewhere():
+    a = arm(own_modules=["b"])
+    v = view([1.0, 0.1, 1.0], [2, 2, 9])
+    a.plan([v])
+    a.observe({m: torch.ones(2, r) for m, r in SIZES.items()}, v, stream=KEPT)
+    a.observe({m: torch.ones(1, r) for m, r in SIZES.items()}, v, stream=QUARANTINE)
+    routed = a.route()
+    assert routed.keep is not None
+    assert routed.quar is not None
+    for knob, here, elsewhere, n in ((routed.keep, "a", "b", 2.0), (routed.quar, "b", "a", 1.0)):
+        assert torch.equal(knob[here], torch.full((SIZES[here],), n))
+        assert not knob[elsewhere].any()
+
+
+def test_blocks_count_from_one():
+    policy = tiny_policy()
+    names = policy.adapter.names
+    depth = policy.model.config.num_hidden_layers
+    blocks = [block(policy, names, n) for n in range(1, depth + 1)]
+    assert sorted(m for b in blocks for m in b) == sorted(names)
+    assert all(".layers.0." in m for m in blocks[0])
+    with pytest.raises(ValueError, match=f"--quarantine-block {depth + 1}: the model has {depth} blocks"):
+        block(policy, names, depth + 1)
 
 
 def test_gradients_go_to_the_knob_of_their_stream_and_a_knob_without_rows_is_not_stepped():
@@ -379,6 +404,8 @@ def replace_plain(text: Text) -> Text:
         ({"intervention": "reader", "control": "oracle", "reader_k": 4}, "--reader-k: not read with these settings"),
         ({"intervention": "route2", "own_streams": "on"}, "--own-streams: needs --rollout-ablate-frac"),
         ({"intervention": "route", "own_streams": "on"}, "--own-streams: not read by --intervention route"),
+        ({"intervention": "route2", "quarantine_block": 1}, "--quarantine-block: not read by --intervention route2"),
+        ({"intervention": "pmi", "quarantine_block": 0}, "--quarantine-block 0"),
         ({"intervention": "reader", "reader_quantile": 0.2}, "--reader-quantile 0.2"),
         ({"intervention": "reader", "v_hack_k": 3}, "--v-hack-k: not read by --intervention reader"),
     ],

@@ -104,7 +104,9 @@ shipped = cache(load_study_file)
 SHIPPED = ("arms", "baselines", "checks", "controls", "losses", "readers", "warm")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in ("checks", "controls") else n for n in SHIPPED])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in ("checks", "controls") else n for n in SHIPPED]
+)
 def test_shipped_studies_are_whole(name: str) -> None:
     path = STUDIES / f"{name}.toml"
     study = shipped(path)

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -41,7 +42,8 @@ def _later(call: Callable[..., T]) -> Callable[..., Callable[[], T]]:
 
 
 def refusing(run: Callable[[], int], interrupted: str = "interrupted") -> int:
-    """An entry's exit code: a ValueError is a refusal, one line on stderr and 2; Ctrl-C says `interrupted`, 130."""
+    """An entry's exit code: a ValueError is a refusal, one line on stderr and 2; Ctrl-C says `interrupted`, 130; a pipe
+    that nobody reads on (`| head`) ends it without a word, 141, as it does other programs."""
     try:
         return run()
     except ValueError as e:
@@ -50,6 +52,9 @@ def refusing(run: Callable[[], int], interrupted: str = "interrupted") -> int:
     except KeyboardInterrupt:
         print(f"E {interrupted}", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's last flush complains
+        return 141
 
 
 def parsed(cli: Callable[[], T]) -> T:

@@ -187,6 +187,8 @@ class ArmConfig:
     --rollout-ablate-frac); usual: so it is in the arms that read."""
     flagged_penalty: float = 0.0
     """reading arms: a flagged row that the deployed model wrote is kept too, with this advantage below zero."""
+    quarantine_block: int | None = None
+    """reading arms: the quarantine lives in this block (from 1) and the kept knob in the others; none: both in all."""
 
     def __post_init__(self) -> None:
         arm = self.intervention
@@ -197,11 +199,12 @@ class ArmConfig:
         _within("vhack-refresh-every", self.vhack_refresh_every, 0, 10_000_000)
         _within("project-overshoot", self.project_overshoot, 0, 10)
         _within("rollout-ablate-frac", self.ablate_frac, 0, 1)
-        _within("reader-layer", self.reader_layer or 1, 1, 1000)
+        _within("reader-layer", 1 if self.reader_layer is None else self.reader_layer, 1, 1000)
         _within("reader-k", self.reader_k, 1, 1_000_000)
         _within("reader-quantile", self.reader_quantile, 0.5, 1)
         _within("reader-prompts", self.reader_prompts, 4, 1_000_000)
         _within("flagged-penalty", self.flagged_penalty, 0, 1e3)
+        _within("quarantine-block", 1 if self.quarantine_block is None else self.quarantine_block, 1, 1000)
         _refuse(
             self.route2_random_v_seed is not None and self.control not in ("none", "haar"),
             f"--control {self.control} with --route2-random-v-seed: one control a run; leave one of them out",
@@ -295,6 +298,7 @@ class ArmConfig:
 _EXTRACTION = ("v_hack_path", "v_hack_tau_axis", "v_hack_extract_top_k", "v_hack_k", "v_hack_drop_bottom_frac")
 _ROUTE2 = ("route2_gate", "gate_anchor_teacher_only")
 _ERASE = ("preserve_magnitude", "project_overshoot")
+_QUARANTINE = ("flagged_penalty", "quarantine_block")  # of the reading arms
 _NO_PAIRS = (
     *(*_EXTRACTION, *_ROUTE2, *_ERASE, "vhack_refresh_every", "gate_mode"),
     *("vhack_pairs_path", "route2_random_v_seed", "reader_layer", "reader_k"),
@@ -305,13 +309,13 @@ _NOT_READ: dict[str, tuple[str, ...]] = {
         *_EXTRACTION,
         *_ROUTE2,
         *_ERASE,
-        *(*_READER, *_OWN, "flagged_penalty"),
+        *(*_READER, *_OWN, *_QUARANTINE),
         *("vhack_refresh_every", "vhack_pairs_path", "route2_random_v_seed", "gate_mode", "rollout_ablate_frac"),
     ),
-    "erase": (*_ROUTE2, *_READER, *_OWN, "flagged_penalty", "rollout_ablate_frac"),
-    "route": (*_ROUTE2, *_ERASE, *_READER, *_OWN, "flagged_penalty"),
+    "erase": (*_ROUTE2, *_READER, *_OWN, *_QUARANTINE, "rollout_ablate_frac"),
+    "route": (*_ROUTE2, *_ERASE, *_READER, *_OWN, *_QUARANTINE),
     "route2": (
-        *(*_ERASE, *_READER, "flagged_penalty", "gate_mode"),
+        *(*_ERASE, *_READER, *_QUARANTINE, "gate_mode"),
         *("v_hack_tau_axis", "v_hack_extract_top_k", "v_hack_k", "v_hack_drop_bottom_frac"),
     ),
     "reader": (*_EXTRACTION, *_ROUTE2, *_ERASE, "vhack_refresh_every", "gate_mode"),

@@ -77,6 +77,10 @@ def preflight(cfg: Config, run: Path | None = None) -> Inputs:
             absent.append(str(e))
             return None
 
+    if (folder := cfg.scale.organism) is not None and not (folder / "manifest.json").is_file():
+        raise ValueError(
+            f"--organism {folder}: no organism there; `python -m vgrout.organism build --out {folder}` makes one"
+        )
     problems, demos, pair_file = cfg.problems_path, cfg.pool_path, cfg.pairs_path
     rows = read(lambda: load_rows(problems), problems) or []
     pool = read(lambda: load_pool(demos), demos) if demos is not None else None

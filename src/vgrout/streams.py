@@ -8,7 +8,7 @@ Rollouts sampled with the quarantine on are another policy's as far as δS is co
 would be off-policy without a ratio, and their negative advantages push without bound.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ class OwnStreams(Arm):
     rebaseline: off: kept rows keep the group's advantages. own: off: rows sampled with the quarantine on that are not
     flagged are kept rows too. Both are there to be ablated.
     penalty: what a flagged row that the deployed model wrote costs there: kept, with advantage −penalty.
+    own_modules: the quarantine's alone, which learns nowhere else; empty: every module has both knobs.
     """
 
     name = "reader"
@@ -49,11 +50,13 @@ class OwnStreams(Arm):
         rebaseline: bool = True,
         own: bool = True,
         penalty: float = 0.0,
+        own_modules: Collection[str] = (),
         device: torch.device | str = "cpu",
         control: str = "none",
     ) -> None:
         self.reader, self.paid, self._permute_seed = reader, paid, permute_seed
         self._rebaseline, self._own, self._penalty, self._steps = rebaseline, own, penalty, 0
+        self._own_modules = frozenset(own_modules)
         super().__init__(sizes, device, control)
 
     def reset(self) -> None:
@@ -92,7 +95,8 @@ class OwnStreams(Arm):
     def observe(self, g_b: RolloutGrads, view: GroupView, per: Per = "rollout", stream: int = 0) -> None:
         assert g_b.keys() == self.sizes.keys(), sorted(g_b.keys() ^ self.sizes.keys())
         for m, rows in g_b.items():
-            self._knobs[stream][m] += rows.sum(0)
+            if not self._own_modules or (m in self._own_modules) == (stream == QUARANTINE):
+                self._knobs[stream][m] += rows.sum(0)
 
     def route(self) -> Routed:
         diag = ArmDiag(
@@ -138,6 +142,15 @@ class OracleStreams(OwnStreams):
 
     def _read(self, views: Sequence[GroupView]) -> list[Reading]:
         return [Reading((0.0,) * len(v), v.exploited) for v in views if isinstance(v, OracleView)]
+
+
+def block(policy: Policy, modules: Iterable[str], n: int) -> list[str]:
+    """The modules of the model's block `n`, from 1. Raises ValueError where it has none."""
+    depth = policy.model.config.num_hidden_layers
+    inside = [m for m in modules if f".layers.{n - 1}." in f".{m}"]
+    if not inside:
+        raise ValueError(f"--quarantine-block {n}: the model has {depth} blocks")
+    return inside
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -197,6 +210,7 @@ def make_streams(
         rebaseline=cfg.rebases,
         own=cfg.owns,
         penalty=cfg.flagged_penalty,
+        own_modules=() if cfg.quarantine_block is None else block(policy, sizes, cfg.quarantine_block),
         device=adapter.δS.device,
         control=cfg.control_name,
     )
