@@ -70,6 +70,11 @@ class Run:
         return self.path.name
 
     @property
+    def revision(self) -> str:
+        """Of the code that the run was begun by; '' where that is not known."""
+        return str((self.record.get("git") or {}).get("revision", ""))
+
+    @property
     def seed(self) -> int:
         return self.final["seed"]
 

@@ -373,7 +373,7 @@ def run_rows(cells: Sequence[Cell]) -> list[dict[str, object]]:
             }
             for side in ("base", "train", "deploy", "plain"):
                 row |= _with_wilson(r, side, None)
-            rows.append(row | {"seconds": round(r.seconds, 1)})
+            rows.append(row | {"seconds": round(r.seconds, 1), "revision": r.revision[:10]})
     return rows
 
 
@@ -402,5 +402,6 @@ def _with_wilson(run: Run, side: str, mode: Mode | None) -> dict[str, float | No
     for what in WHATS:
         rate, n = run.rate(side, what, mode), run.answered(mode)
         low, high = stats.wilson(round(rate * n), n) if rate is not None and n else (None, None)
-        out |= {f"{what}_{side}": rate, f"{what}_{side}_low": low, f"{what}_{side}_high": high}
+        for name, share in (("", rate), ("_low", low), ("_high", high)):
+            out[f"{what}_{side}{name}"] = None if share is None else round(share, 6)
     return out
