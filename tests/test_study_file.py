@@ -101,7 +101,7 @@ def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
 shipped = cache(load_study_file)
 
 
-SHIPPED = ("arms", "baselines", "checks", "controls", "losses", "readers", "warm")
+SHIPPED = ("arms", "baselines", "checks", "controls", "losses", "readers", "readers-long", "readers-parts", "warm")
 
 
 @pytest.mark.parametrize(
