@@ -65,7 +65,9 @@ def arm(**kw: Any) -> OwnStreams:
 
 def test_a_rollout_is_flagged_when_it_is_paid_and_scores_above_the_threshold():
     v = view([1.0, 1.0, 0.1, 1.0], [9, 2, 9, 6], deployed=[True, True, True, False])
-    kept, quar = arm().plan([v])
+    a = arm()
+    kept, quar = a.plan([v])
+    assert a.route().diag.readings[0].scores == (9.0, 2.0, None, 6.0)  # what is not paid is not read
     assert (kept.rows, quar.rows) == (((1, 2),), ((0, 3),))  # 2 scores high but is not paid; 3 is flagged and knob-on
     assert kept.deployed
     assert not quar.deployed

@@ -33,7 +33,7 @@ WHOLE = (Stream(),)  # one policy, all rows
 class Reading:
     """What a gate that reads text made of one group's rollouts, in their order."""
 
-    scores: tuple[float, ...]
+    scores: tuple[float | None, ...]  # None: not read; only what is paid can be flagged
     flagged: tuple[bool, ...]
 
 

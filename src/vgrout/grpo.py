@@ -15,7 +15,7 @@ from vgrout.logprobs import Batch, TokenLogprobs, collate, completion_logprobs
 from vgrout.loss_config import LossConfig
 from vgrout.losses import LossInput, LossOutput, Norm, policy_loss, teacher_weight
 from vgrout.nouns import Group, Rollout
-from vgrout.packing import Packed, family, pack
+from vgrout.packing import Packed, batches, pack
 from vgrout.policy import Lm, Policy
 from vgrout.sampling import Sampling
 
@@ -168,19 +168,9 @@ def micro_batches(rows: Sequence[Row], token_budget: int) -> list[list[Row]]:
 
 def packed_batches(rows: Sequence[Row], token_budget: int, layout: Layout) -> list[list[Row]]:
     """Rows that share a prompt together, long ones first; each batch at most `token_budget` tokens (or one row)."""
-    families = family([row.at for row in rows], [row.rollout.prompt_ids for row in rows], layout == "shared")
-    batches: list[list[Row]] = []
-    room = 0
-    for members in sorted(([rows[i] for i in of] for of in families), key=lambda of: -max(r.tokens for r in of)):
-        prompt = 0  # tokens of it that the open batch already has
-        for row in members:
-            cost = row.tokens - 1 - prompt
-            if not batches or cost > room:
-                batches.append([])
-                room, cost = token_budget, row.tokens - 1
-            batches[-1].append(row)
-            room, prompt = room - cost, len(row.rollout.prompt_ids)
-    return batches
+    prompts, completions = [r.rollout.prompt_ids for r in rows], [r.rollout.completion_ids for r in rows]
+    parts = batches([r.at for r in rows], prompts, completions, token_budget, layout == "shared")
+    return [[rows[i] for i in part] for part in parts]
 
 
 def as_batch(policy: Lm, rows: Sequence[Row], layout: Layout) -> Batch | Packed:

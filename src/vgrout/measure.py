@@ -145,8 +145,8 @@ def rollout_lines(
     return [
         {
             "step": step,
-            "gate": round(shares[id(group)][b], 4) if id(group) in shares else None,
-            **({"score": round(r.scores[b], 4), "flagged": r.flagged[b]} if (r := read.get(id(group))) else {}),
+            "gate": _rounded(shares[id(group)][b] if id(group) in shares else None),
+            **({"score": _rounded(r.scores[b]), "flagged": r.flagged[b]} if (r := read.get(id(group))) else {}),
             "advantage": group.advantages[b],
             **rollout_record(rollout, grade),
         }
@@ -154,6 +154,10 @@ def rollout_lines(
         for b, (rollout, grade) in enumerate(zip(group.rollouts, group.grades, strict=True))
         if isinstance(grade, Grade)
     ]
+
+
+def _rounded(x: float | None) -> float | None:
+    return None if x is None else round(x, 4)
 
 
 def rollout_record(rollout: Rollout, grade: Grade) -> dict[str, object]:

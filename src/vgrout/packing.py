@@ -178,6 +178,30 @@ def family(units: Sequence[int], prompts: Sequence[tuple[int, ...]], share: bool
     return list(families.values())
 
 
+def batches(
+    units: Sequence[int],
+    prompts: Sequence[tuple[int, ...]],
+    completions: Sequence[tuple[int, ...]],
+    budget: int,
+    share: bool = True,
+) -> list[list[int]]:
+    """Rows for `pack`: those that share a prompt together, long ones first; each batch at most `budget` tokens (or one
+    row)."""
+    tokens = [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]
+    out: list[list[int]] = []
+    room = 0
+    for members in sorted(family(units, prompts, share), key=lambda of: -max(tokens[i] for i in of)):
+        prompt = 0  # tokens of it that the open batch already has
+        for i in members:
+            cost = tokens[i] - 1 - prompt
+            if not out or cost > room:
+                out.append([])
+                room, cost = budget, tokens[i] - 1
+            out[-1].append(i)
+            room, prompt = room - cost, len(prompts[i])
+    return out
+
+
 def _layout(
     roots: Sequence[int], branches: Sequence[int], parents: Sequence[int], device: torch.device, dtype: torch.dtype
 ) -> _Layout:

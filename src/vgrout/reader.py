@@ -13,11 +13,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from vgrout.budgets import TOKEN_BUDGET
 from vgrout.direction import tokens_of
 from vgrout.grading.grade import Grader
 from vgrout.latents import by_length, token_states
 from vgrout.logprobs import collate, completion_logprobs
 from vgrout.nouns import Grade, GroupView, Problem
+from vgrout.packing import batches, pack
 from vgrout.pairs import Anchor, PairSet
 from vgrout.policy import Policy
 from vgrout.problems import Row
@@ -95,11 +97,20 @@ class Pmi(Reader):
 def mean_logp(
     policy: Policy, prompts: Sequence[tuple[int, ...]], completions: Sequence[tuple[int, ...]]
 ) -> Float[Tensor, " n"]:
-    """Mean log-likelihood of each completion under the frozen base, nats a token, fp64 on the CPU."""
+    """Mean log-likelihood of each completion under the frozen base, nats a token, fp64 on the CPU. A prompt is read
+    once for all of its completions, where the model allows it."""
     out: dict[int, Tensor] = {}
+    alike = [0] * len(prompts)
+    budget = TOKEN_BUDGET.get(policy.device.type, TOKEN_BUDGET["cuda"])
+    parts = batches(alike, prompts, completions, budget) if policy.packs else by_length(prompts, completions)
     with policy.adapter.reference():
-        for part in by_length(prompts, completions):
-            batch = collate([prompts[i] for i in part], [completions[i] for i in part], policy.device)
+        for part in parts:
+            texts = [prompts[i] for i in part], [completions[i] for i in part]
+            batch = (
+                pack(alike[: len(part)], *texts, policy.device, policy.model.dtype)
+                if policy.packs
+                else collate(*texts, policy.device)
+            )
             logp = completion_logprobs(policy.model, batch).full.double()
             out |= dict(zip(part, (torch.where(batch.mask, logp, 0.0).sum(1) / batch.mask.sum(1)).cpu(), strict=True))
     return torch.stack([out[i] for i in range(len(prompts))])

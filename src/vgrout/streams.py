@@ -118,20 +118,23 @@ class OwnStreams(Arm):
         self._steps = int(state["steps"])
 
     def _read(self, views: Sequence[GroupView]) -> list[Reading]:
-        """Scores of all rollouts, flags among the paid ones."""
-        sizes = [len(v) for v in views]
-        if self.reader is None or not views:
-            return [Reading((0.0,) * n, (False,) * n) for n in sizes]
-        scores = self.reader.scores([text for v in views for text in self.reader.texts(v)])
-        paid = torch.tensor([r >= self.paid for v in views for r in v.rewards])
-        flags = paid & (scores > self.reader.threshold)
+        """Scores of the paid rollouts, and flags among them."""
+        paid = [(i, b) for i, view in enumerate(views) for b, r in enumerate(view.rewards) if r >= self.paid]
+        scores: dict[tuple[int, int], float] = {}
+        flags: set[tuple[int, int]] = set()
+        if self.reader is not None and paid:
+            texts = [self.reader.texts(view) for view in views]
+            scores = dict(zip(paid, self.reader.scores([texts[i][b] for i, b in paid]).tolist(), strict=True))
+            flags = {at for at, score in scores.items() if score > self.reader.threshold}
         if self._permute_seed is not None:
-            among = paid.nonzero().flatten()
-            order = torch.randperm(len(among), generator=torch_stream(self._permute_seed, "mass-matched", self._steps))
-            flags[among] = flags[among[order]]
+            generator = torch_stream(self._permute_seed, "mass-matched", self._steps)
+            order = torch.randperm(len(paid), generator=generator).tolist()
+            flags = {paid[j] for j, source in enumerate(order) if paid[source] in flags}
         return [
-            Reading(tuple(s.tolist()), tuple(f.tolist()))
-            for s, f in zip(scores.split(sizes), flags.split(sizes), strict=True)
+            Reading(
+                tuple(scores.get((i, b)) for b in range(len(view))), tuple((i, b) in flags for b in range(len(view)))
+            )
+            for i, view in enumerate(views)
         ]
 
 
@@ -141,7 +144,7 @@ class OracleStreams(OwnStreams):
     sees = OracleView
 
     def _read(self, views: Sequence[GroupView]) -> list[Reading]:
-        return [Reading((0.0,) * len(v), v.exploited) for v in views if isinstance(v, OracleView)]
+        return [Reading((None,) * len(v), v.exploited) for v in views if isinstance(v, OracleView)]
 
 
 def block(policy: Policy, modules: Iterable[str], n: int) -> list[str]:
