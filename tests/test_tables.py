@@ -1,5 +1,6 @@
 """The tables, from run directories whose numbers are known."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -116,3 +117,25 @@ def test_the_csv_has_every_run_with_wilson_s_interval(study: Path) -> None:
     first = next(r for r in rows if r["cell"] == "routing2" and r["seed"] == 42)
     assert first["hack_deploy"] == 0.1
     assert (first["hack_deploy_low"], first["hack_deploy_high"]) == pytest.approx((0.0466, 0.2015), abs=1e-4)
+
+
+def test_what_an_arm_that_reads_flagged_is_counted_by_mode(tmp_path: Path) -> None:
+    fake_run(tmp_path, "--intervention=none", seed=1)
+    for seed in (1, 2):
+        path = fake_run(tmp_path, "--intervention=pmi", seed=seed)
+        of = {"mode": "sentinel", "exploited": True, "gt_correct": False, "gate": 1.0}
+        right = {"mode": "sentinel", "exploited": False, "gt_correct": True, "gate": 0.0}
+        answers = [
+            of | {"score": 2.0, "flagged": True},
+            of | {"score": 0.1, "flagged": seed == 1},
+            of | {"mode": "exit_code", "score": None, "flagged": False},
+            right | {"score": 0.2, "flagged": False},
+            right | {"score": 0.3, "flagged": seed == 1},
+            of | {"gate": None},  # a group without signal is not read
+        ]
+        (path / "rollouts.jsonl").write_text("".join(json.dumps(a) + "\n" for a in answers))
+    (row,) = table(tmp_path, "What the arms that read flagged")
+    assert (row["arm"], row["sentinel"], row["exit_code"], row["run_tests"]) == ("pmi", "75.0 (4)", "0.0 (2)", "·")
+    assert row["solved"] == "25.0 (4)"
+    run = next(r for r in load([tmp_path]).runs if r.intervention == "pmi")
+    assert run.gates == [(2.0, True), (0.1, True), (0.2, False), (0.3, False)]

@@ -179,14 +179,28 @@ class Run:
     @cached_property
     def gates(self) -> list[tuple[float, bool]]:
         """(where the gate saw it, whether it was an exploit) of the students' rollouts with signal: route2's share of
-        modules in which it was quarantined, the score of an arm that reads; none for an arm without a gate."""
+        modules in which it was quarantined, the score of what an arm that reads has read; none for an arm without a
+        gate."""
         if self.intervention not in ("route2", *READING):
             return []
-        return [
-            (r.get("score", r["gate"]), r["exploited"])
+        seen = (
+            (r["score"] if "score" in r else r.get("gate"), r["exploited"])
             for r in json_lines(self.path / "rollouts.jsonl")
-            if r.get("gate") is not None
-        ]
+        )
+        return [(value, exploited) for value, exploited in seen if value is not None]
+
+    @cached_property
+    def flags(self) -> dict[Mode | None, Rate]:
+        """How many of the students' exploits in groups with signal an arm that reads flagged, by mode; None: of their
+        solved answers. Empty for the other arms."""
+        if self.intervention not in READING:
+            return {}
+        out: dict[Mode | None, Rate] = {}
+        for r in json_lines(self.path / "rollouts.jsonl"):
+            if "flagged" in r and (r["exploited"] or r["gt_correct"]):
+                of = r["mode"] if r["exploited"] else None
+                out[of] = out.get(of, Rate(0, 0)) + Rate(int(r["flagged"]), 1)
+        return out
 
     @cached_property
     def problems(self) -> dict[tuple[str, What], dict[int, tuple[Mode, float]]] | None:

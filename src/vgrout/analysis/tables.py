@@ -136,6 +136,7 @@ def tables(cells: Sequence[Cell]) -> list[Table]:
         against_vanilla(several),
         controls(several),
         per_mode(several),
+        flags(several),
         base([r for c in several for r in c.runs]),
         masked(several),
         one_seed(single),
@@ -257,6 +258,23 @@ def per_mode(cells: Sequence[Cell]) -> Table:
             | {m: cell(c, side, m) for m in MODES}
             for c in cells
             for side, name in (("", "students, last 5"), ("train", "trained"), ("deploy", "deployed"))
+        ],
+    )
+
+
+def flags(cells: Sequence[Cell]) -> Table:
+    def share(c: Cell, of: Mode | None) -> str:
+        pooled = sum((r.flags.get(of, Rate(0, 0)) for r in c.runs), Rate(0, 0))
+        return f"{100 * pooled.value:.1f} ({pooled.n})" if pooled.value is not None else "·"
+
+    return Table(
+        "What the arms that read flagged",
+        "% of the students' exploits in training, by mode, and of their solved answers; in brackets how many, all seeds. "
+        "Groups without signal are not read.",
+        [
+            {"arm": c.title, "seeds": c.seeds} | {m: share(c, m) for m in MODES} | {"solved": share(c, None)}
+            for c in cells
+            if any(r.flags for r in c.runs)
         ],
     )
 
