@@ -269,8 +269,8 @@ def flags(cells: Sequence[Cell]) -> Table:
 
     return Table(
         "What the arms that read flagged",
-        "% of the students' exploits in training, by mode, and of their solved answers; in brackets how many, all seeds. "
-        "Groups without signal are not read.",
+        "% of the students' exploits in training, by mode, and of their solved answers; in brackets how many, over all "
+        "seeds. Groups without signal are not read.",
         [
             {"arm": c.title, "seeds": c.seeds} | {m: share(c, m) for m in MODES} | {"solved": share(c, None)}
             for c in cells
