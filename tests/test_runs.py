@@ -19,7 +19,7 @@ def test_cells_are_runs_that_differ_by_their_seed(tmp_path: Path) -> None:
     fake_run(tmp_path, "--intervention=none", "--final-n-prompts=6", "--eval-ablate-every=0", seed=11)
     found = cells(load([tmp_path]).runs)
     assert [(c.title, c.seeds) for c in found] == [
-        ("vanilla (lr 0.03)", "9,10,11"),  # how often it was looked at changes nothing that it learnt
+        ("vanilla", "9,10,11"),  # how often it was looked at changes nothing that it learnt
         ("vanilla (lr 0.5)", "41"),
         ("routing2 · haar", "9,10"),
         ("routing2 (pair band) · haar", "9,10"),
@@ -136,7 +136,7 @@ def test_a_kl_term_is_a_baseline_of_vanilla(tmp_path: Path) -> None:
         fake_run(tmp_path, "--intervention=erase", "--beta=0.3", seed=seed)
     found = cells(load([tmp_path]).runs)
     plain, kl, erase, route2 = found
-    assert [c.title for c in found] == ["vanilla (beta 0.0)", "vanilla (beta 0.1)", "projected", "routing2"]
+    assert [c.title for c in found] == ["vanilla", "vanilla (beta 0.1)", "projected", "routing2"]
     assert [partner(c, found, "none") for c in found] == [plain, plain, None, plain]
     assert plain_arms(found, "none") == [plain]
     assert (kl.first.learns, erase.first.beta, route2.first.beta) == (plain.first.learns, 0.3, 0.0)

@@ -9,7 +9,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from vgrout.config import ARM_NAME, CONTROLS, READING, Config
+from vgrout.config import ARM_NAME, CONTROLS, PRESETS, READING, Config
 from vgrout.nouns import MODE_CODE, MODES, Mode, Rate
 from vgrout.run_dir import read_json
 from vgrout.step_row import LEARNED, first_hacks
@@ -34,8 +34,10 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 @cache
-def _usual() -> dict[str, dict[str, Any]]:
-    return {group: values for group, values in Config().as_dict().items() if isinstance(values, dict)}
+def _usual(preset: str = "") -> dict[str, dict[str, Any]]:
+    """A preset's settings by groups; without one of that name, every flag's default."""
+    cfg = PRESETS[preset][1] if preset in PRESETS else Config()
+    return {group: values for group, values in cfg.as_dict().items() if isinstance(values, dict)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -355,13 +357,16 @@ def cells(runs: Sequence[Run]) -> list[Cell]:
 
 
 def _differing(run: Run, alike: Sequence[Run]) -> str:
-    """Where several cells have one name: the settings in which they differ, and this one's values."""
+    """Where several cells have one name: the settings in which they differ, and this one's values where they are not
+    the preset's own."""
 
-    def flat(r: Run) -> dict[str, Any]:
-        return {k: v for g, values in r.settings.items() if g not in _MEASURING for k, v in values.items()} | r.inputs
+    def flat(settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        return {k: v for g, values in settings.items() if g not in _MEASURING for k, v in values.items()}
 
-    mine, all_of_them = flat(run), [flat(r) for r in alike]
-    told = [f"{k} {v}" for k, v in mine.items() if any(other.get(k) != v for other in all_of_them)]
+    usual = flat(_usual(run.record["config"].get("preset", "")))
+    mine, all_of_them = flat(run.settings) | run.inputs, [flat(r.settings) | r.inputs for r in alike]
+    differing = {k: v for k, v in mine.items() if any(other.get(k) != v for other in all_of_them)}
+    told = [f"{k} {v}" for k, v in differing.items() if k not in usual or usual[k] != v]
     return f" ({', '.join(told)})" if told else ""
 
 
