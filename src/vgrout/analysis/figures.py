@@ -161,7 +161,8 @@ def pareto(cells: Sequence[Cell]) -> Picture | None:
         x, y = (level(cell, "deploy", what) for what in WHATS)
         arm, control = cell.first.final["arm"], cell.first.control
         plain = control == "none"
-        anchor = (plain and cell.first.intervention == "none") or control in ANCHORS
+        variant = cell.title.endswith(")")  # vanilla with another setting is a baseline among others
+        anchor = (plain and cell.first.intervention == "none" and not variant) or control in ANCHORS
         big = plain or anchor
         marker = "*" if anchor else ARM_MARKER.get(arm, "o") if plain else control_marker[control]
         colour = ARM_COLOUR.get(arm, GREY)
