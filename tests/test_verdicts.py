@@ -113,6 +113,7 @@ REBUILT = ("--model=m", "--problems=p", "--teacher-pool-dir=t")
     ("expected", "pmi", "flags"),
     [
         ("SUPPORTED", (0.0, 0.80), REBUILT),
+        ("SUPPORTED", (0.0, 0.80), ("--organism=out/organism77",)),
         ("UNDECIDED", (0.0, 0.80), ()),  # the shipped organism, on which it was found
         ("UNDECIDED", (0.0, 0.75), REBUILT),  # 88 % of the ceiling
         ("NOT SUPPORTED", (0.1, 0.80), REBUILT),

@@ -1,7 +1,7 @@
 """Flags that distillation and iterative DPO share. Torch-free; `__post_init__` only checks."""
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +97,11 @@ def describing(
     return Config(
         preset=preset,
         arm=ArmConfig(intervention="none"),
-        scale=ScaleConfig(
-            model=ORGANISM if own else str(base.folder) if base.name == ORGANISM else base.name,
-            problems=ORGANISM if own else str(problems),
+        scale=replace(
+            ScaleConfig(
+                model=ORGANISM if own else str(base.folder) if base.name == ORGANISM else base.name,
+                problems=ORGANISM if own else str(problems),
+            ),
             **scale,
         ),
         opt=opt,

@@ -270,10 +270,12 @@ def reading_needs_no_label(h: Hypothesis, cells: Sequence[Cell]) -> list[Verdict
             f"{100 * share:.0f} % of the ceiling's {percent(level(ceiling, 'deploy', 'solve'))} %"
         )
         runs, first = _runs(cell, ceiling), cell.first
+        scale = first.settings["scale"]
+        shipped = scale["model"] == ORGANISM and not scale["organism"]
         asked = [
             (len(solved) >= h.least_seeds, f"n too small: {len(solved)} seeds of {h.seeds}"),
             (first.record["config"]["preset"] == "mini" and first.final["steps"] == 60, "not mini at 60 steps"),
-            (first.settings["scale"]["model"] != ORGANISM, "the shipped organism, not one rebuilt from a fresh seed"),
+            (not shipped, "the shipped organism, not one rebuilt from a fresh seed"),
         ]
         if lacks := [why for met, why in asked if not met]:
             out.append(Verdict(h.id, cell.title, "UNDECIDED", f"{'; '.join(lacks)}; {numbers}", runs))
