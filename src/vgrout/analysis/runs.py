@@ -179,16 +179,19 @@ class Run:
         ]
 
     @cached_property
+    def _gated(self) -> list[dict[str, Any]]:
+        """The students' rollouts without their texts: a long file, read once."""
+        kept = ("gate", "score", "flagged", "mode", "exploited", "gt_correct")
+        return [{k: r[k] for k in kept if k in r} for r in json_lines(self.path / "rollouts.jsonl")]
+
+    @cached_property
     def gates(self) -> list[tuple[float, bool]]:
         """(where the gate saw it, whether it was an exploit) of the students' rollouts with signal: route2's share of
         modules in which it was quarantined, the score of what an arm that reads has read; none for an arm without a
         gate."""
         if self.intervention not in ("route2", *READING):
             return []
-        seen = (
-            (r["score"] if "score" in r else r.get("gate"), r["exploited"])
-            for r in json_lines(self.path / "rollouts.jsonl")
-        )
+        seen = ((r["score"] if "score" in r else r.get("gate"), r["exploited"]) for r in self._gated)
         return [(value, exploited) for value, exploited in seen if value is not None]
 
     @cached_property
@@ -198,7 +201,7 @@ class Run:
         if self.intervention not in READING:
             return {}
         out: dict[Mode | None, Rate] = {}
-        for r in json_lines(self.path / "rollouts.jsonl"):
+        for r in self._gated:
             if "flagged" in r and (r["exploited"] or r["gt_correct"]):
                 of = r["mode"] if r["exploited"] else None
                 out[of] = out.get(of, Rate(0, 0)) + Rate(int(r["flagged"]), 1)

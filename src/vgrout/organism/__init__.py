@@ -4,7 +4,6 @@ A small language of programming problems, a Qwen3 model of about a million param
 pool of demonstrations and contrastive pairs. `python -m vgrout.organism build` makes all of it from one seed.
 """
 
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
@@ -18,34 +17,16 @@ def data_dir() -> Path:
     return Path(str(files(__name__))) / "data"
 
 
-@dataclass(frozen=True)
 class Files:
     """Where an organism's parts lie, the shipped one's or those of another build."""
 
-    root: Path
-
-    @property
-    def model(self) -> Path:
-        """Loads with AutoModelForCausalLM and AutoTokenizer, offline."""
-        return self.root / "model"
-
-    @property
-    def problems(self) -> Path:
-        return self.root / "problems.jsonl"
-
-    @property
-    def pool(self) -> Path:
-        return self.root / "pool"
-
-    @property
-    def pairs(self) -> Path:
-        """<mode>.json, and placebo_<contrast>.json."""
-        return self.root / "pairs"
-
-    @property
-    def anchors(self) -> Path:
-        """Correct solutions in unusual styles."""
-        return self.root / "anchors.json"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.model = root / "model"  # loads with AutoModelForCausalLM and AutoTokenizer, offline
+        self.problems = root / "problems.jsonl"
+        self.pool = root / "pool"
+        self.pairs = root / "pairs"  # <mode>.json, and placebo_<contrast>.json
+        self.anchors = root / "anchors.json"  # correct solutions in unusual styles
 
 
 EMBEDDED = Files(data_dir())

@@ -115,12 +115,13 @@ def readers(
         prompts: training prompts that the base answers twice.
         no_anchors: without benign anchors in cloud and threshold.
     """
-    if not (data / "model").is_dir():
+    files = organism.Files(data)
+    if not files.model.is_dir():
         raise ValueError(f"--data {data}: no organism there; build one with `python -m vgrout.organism build`")
     torch.set_num_threads(1)  # for matrices this small a second thread only costs
-    policy = load_policy(data / "model", device="cpu", dtype=torch.float32, cache_dir=SVD_CACHE)
-    rows = load_rows(data / "problems.jsonl")
-    anchors = () if no_anchors else anchor_texts(policy, load_anchors(data / "anchors.json"), rows)
+    policy = load_policy(files.model, device="cpu", dtype=torch.float32, cache_dir=SVD_CACHE)
+    rows = load_rows(files.problems)
+    anchors = () if no_anchors else anchor_texts(policy, load_anchors(files.anchors), rows)
     with Grader(compile_reward=organism.COMPILE_REWARD, pass_reward=organism.PASS_REWARD, allow_weak=True) as grader:
         known = background(
             policy,
@@ -138,7 +139,7 @@ def readers(
         ("pmi", Pmi(policy, known, quantile)),
     ]
     for mode in pairs:
-        of_mode = load_pairs(data / "pairs" / f"{mode}.json")
+        of_mode = load_pairs(files.pairs / f"{mode}.json")
         for layer, highest in product(layers, k):
             reader = Projection(policy, known, quantile, of_mode, layer=layer, k=highest)
             made.append((f"reader {mode} L{layer} k{highest}", reader))
