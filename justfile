@@ -109,7 +109,7 @@ study-warm *flags:
     {{py}} vgrout.sweep docs/studies/warm.toml {{flags}}
 
 # H: a gate that reads needs no label: pmi hacks at most 2 % and keeps 90 % of the ceiling, its controls do not (H4 to H7)
-# (110 runs; then docs/studies/readers-long.toml, 20 of 180 steps, and readers-parts.toml, 33: `just sweep FILE`)
+# (110 runs; then docs/studies/readers-long.toml, 20 of 180 steps, and readers-parts.toml, 36: `just sweep FILE`)
 study-readers *flags:
     test -d out/organism77 || {{py}} vgrout.organism build --out out/organism77 --seed 77
     {{py}} vgrout.sweep docs/studies/readers.toml {{flags}}
