@@ -174,7 +174,7 @@ def test_another_build_of_the_organism_is_used_whole(tmp_path: Path) -> None:
     names = ["model", "problems.jsonl", "pool", "pairs/run_tests.json", "anchors.json", "pairs/placebo_flawed.json"]
     assert [Path(str(f)) for f in files] == [tmp_path / name for name in names]
     assert from_dict(cfg.as_dict()) == cfg
-    with pytest.raises(ValueError, match=f"--organism {tmp_path}: no organism there"):
+    with pytest.raises(ValueError, match=f"--organism {tmp_path}: no organism;"):
         preflight(cfg)
     with pytest.raises(ValueError, match="only with --model organism"):
         resolve(["fast", "--organism", str(tmp_path)])

@@ -79,7 +79,7 @@ def preflight(cfg: Config, run: Path | None = None) -> Inputs:
 
     if (folder := cfg.scale.organism) is not None and not (folder / "manifest.json").is_file():
         raise ValueError(
-            f"--organism {folder}: no organism there; `python -m vgrout.organism build --out {folder}` makes one"
+            f"--organism {folder}: no organism; `python -m vgrout.organism build --out {folder} --seed N` makes one"
         )
     problems, demos, pair_file = cfg.problems_path, cfg.pool_path, cfg.pairs_path
     rows = read(lambda: load_rows(problems), problems) or []
