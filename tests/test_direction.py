@@ -34,6 +34,7 @@ from vgrout.nouns import GroupView
 from vgrout.pairs import Pair, PairSet, load_pairs
 from vgrout.policy import load_policy
 from vgrout.project import split
+from vgrout.svd_adapter import marks_to_string
 
 HACK, CLEAN = "def check(): pass", "assert f(3) == 9"
 PAIRS = PairSet(
@@ -363,6 +364,10 @@ def test_other_models_pairs_shapes_and_nans_are_refused_by_name(policy, found, t
     refused(r"1 tensors that this model has no module for", tensors={"else": torch.zeros(1)})
     refused("schema 'v1', needs 'v2_with_sv'", schema="v1")
     refused("metadata cannot be read", top_k="many")
+    elsewhere = policy.adapter.marks(torch.ones(len(policy.adapter)))
+    refused(r"bad\.safetensors: made in other singular vectors of the same weights", basis=marks_to_string(elsewhere))
+    save_file(tensors, tmp_path / "older.safetensors", {k: v for k, v in strings.items() if k != "basis"})
+    assert load(tmp_path / "older.safetensors", policy, PAIRS).meta.basis == ""
     (tmp_path / "torn.safetensors").write_bytes(path.read_bytes()[:100])
     with pytest.raises(ValueError, match=r"torn\.safetensors: not a readable"):
         load(tmp_path / "torn.safetensors", policy, PAIRS)

@@ -1,4 +1,6 @@
+import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -279,7 +281,7 @@ def test_saved_adapter_is_the_deployed_model(tmp_path: Path) -> None:
     adapter.save(tmp_path / "a.safetensors", {"step": "7"})
     assert [p.name for p in tmp_path.iterdir()] == ["a.safetensors"]
     fresh = adapted("qwen3", 0.3)
-    assert fresh.load(tmp_path / "a.safetensors") == {"step": "7"}
+    assert fresh.load(tmp_path / "a.safetensors").keys() == {"step", "basis"}
     with adapter.deployed():
         assert torch.equal(fresh.model(IDS).logits, adapter.model(IDS).logits)
 
@@ -303,6 +305,67 @@ def test_load_refuses_what_is_not_its_own(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="not a readable safetensors file"):
             adapter.load(tmp_path / name)
     assert all(torch.equal(before[key], value) for key, value in adapter.state_dict().items())
+
+
+def turned(W: Tensor, *, pair: tuple[int, int] = (3, 4), angle: float = 0.0, noise: float = 0.0, sign: int = 1):
+    """An SVD of W whose axes `pair` are turned into each other, as where two singular values are one."""
+    U, S, Vh = (x.clone() for x in svd(W))
+    c, s, (i, j) = math.cos(angle), math.sin(angle), pair
+    turn = torch.tensor([[c, s], [-s, c]], dtype=U.dtype)
+    U[:, [i, j]], Vh[[i, j]] = U[:, [i, j]] @ turn.T, turn @ Vh[[i, j]]
+    rand = torch.Generator().manual_seed(len(S))
+    U += noise * torch.randn(U.shape, generator=rand).to(U)
+    return sign * U, S, sign * Vh
+
+
+@pytest.mark.parametrize("how", [{"sign": -1}, {"noise": 1e-6}, {"angle": 1e-3}], ids=str)
+def test_a_knob_is_at_home_in_the_same_basis(how: dict[str, float], tmp_path: Path) -> None:
+    """Signs, rounding and small turns of near-equal axes are what another machine may do to the same decomposition."""
+    ours = adapted("qwen3", 0.1)
+    theirs = SvdAdapter(tiny("qwen3"), cache_dir=None, decompose=partial(turned, **how))
+    ours.save(tmp_path / "a.safetensors", {})
+    theirs.load(tmp_path / "a.safetensors")
+    theirs.load_state_dict(ours.state_dict())
+    assert torch.allclose(theirs.model(IDS).logits, ours.model(IDS).logits, atol=1e-3)
+
+
+@pytest.mark.parametrize("how", [{"angle": math.pi / 2}, {"angle": 0.5}], ids=str)
+def test_a_knob_from_another_basis_is_refused(how: dict[str, float], tmp_path: Path) -> None:
+    """Two axes of one machine's SVD turned: the same numbers would be another model, and nothing else would tell."""
+    ours = adapted("qwen3", 0.1)
+    theirs = SvdAdapter(tiny("qwen3"), cache_dir=None, decompose=partial(turned, **how))
+    before = theirs.state_dict()
+    ours.save(tmp_path / "a.safetensors", {})
+    with pytest.raises(ValueError, match=r"a\.safetensors: made in other singular vectors .* bring out/svd_cache"):
+        theirs.load(tmp_path / "a.safetensors")
+    with pytest.raises(ValueError, match="saved state's delta_S: made in other singular vectors"):
+        theirs.load_state_dict(ours.state_dict())
+    assert all(torch.equal(before[key], value) for key, value in theirs.state_dict().items())
+
+
+def test_an_adapter_without_marks_is_taken_as_it_is(tmp_path: Path) -> None:
+    """Files from before the basis was marked."""
+    ours = adapted("qwen3", 0.1)
+    ours.save(tmp_path / "a.safetensors", {"step": "7"})
+    tensors, _ = read_safetensors(tmp_path / "a.safetensors")
+    save_file(tensors, tmp_path / "old.safetensors", {"step": "7"})
+    fresh = adapted("qwen3", 0.3)
+    fresh.load(tmp_path / "old.safetensors")
+    assert torch.equal(fresh.δS, ours.δS)
+    for broken in ("[[1, 2]]", "{", "[1, [2]]"):
+        save_file(tensors, tmp_path / "old.safetensors", {"basis": broken})
+        with pytest.raises(ValueError, match="marks of its basis"):
+            fresh.load(tmp_path / "old.safetensors")
+
+
+def test_bf16_and_fp32_share_a_basis(tmp_path: Path) -> None:
+    """An adapter trained in bf16 is read on a CPU in fp32: the vectors differ by their rounding alone."""
+    half = adapted("qwen3", 0.1, dtype=torch.bfloat16)
+    half.save(tmp_path / "a.safetensors", {})
+    model = tiny("qwen3", dtype=torch.bfloat16).float()
+    whole = SvdAdapter(model, cache_dir=None)
+    whole.load(tmp_path / "a.safetensors")
+    assert torch.equal(whole.δS, half.δS)
 
 
 def test_state_dict_round_trip() -> None:

@@ -43,7 +43,7 @@ from vgrout.pairs import (
 from vgrout.pairs_leetcode import PLACEBOS
 from vgrout.policy import Policy, load_policy
 from vgrout.rng import torch_stream
-from vgrout.svd_adapter import SvdAdapter, read_safetensors
+from vgrout.svd_adapter import SvdAdapter, marks_from_string, marks_to_string, read_safetensors
 
 SCHEMA = "v2_with_sv"
 N_HELDOUT = 2
@@ -66,6 +66,7 @@ class Meta:
     weights_sha256: str
     n_pairs: int
     n_heldout: int
+    basis: str = ""  # marks of the singular vectors that D is written in, taken of its mean; "": an older file
 
     def to_strings(self) -> dict[str, str]:
         return {"schema": SCHEMA} | {name: str(getattr(self, name)) for name in self.__slots__}
@@ -86,6 +87,7 @@ class Meta:
                 weights_sha256=raw["weights_sha256"],
                 n_pairs=int(raw["n_pairs"]),
                 n_heldout=int(raw["n_heldout"]),
+                basis=raw.get("basis", ""),
             )
         except KeyError as missing:
             raise ValueError(f"{where}: no {missing} in its metadata; extract it again") from None
@@ -265,8 +267,13 @@ def extract(
         weights_sha256=weights_sha256(policy.model, policy.adapter),
         n_pairs=len(pairs),
         n_heldout=n_heldout,
+        basis=marks_to_string(policy.adapter.marks(_mean_of(axes, policy.adapter))),
     )
     return Direction(axes, meta)
+
+
+def _mean_of(axes: dict[str, Axes], adapter: SvdAdapter) -> Float[Tensor, " R"]:
+    return adapter.flat({m: a.mean for m, a in axes.items()}).to(adapter.δS)
 
 
 def axes_of(hack: Float[Tensor, "n r"], clean: Float[Tensor, "n r"], used: int, top_k: int, tau_axis: float) -> Axes:
@@ -408,7 +415,7 @@ def load(path: Path, policy: Policy, pairs: PairSet | None) -> Direction:
     """A direction file that belongs to this model and, where given, to these pairs.
 
     Raises:
-        ValueError: one line: not readable, another schema, model, pair content, module set or shape, or a NaN.
+        ValueError: one line: not readable, another schema, model, basis, pair content, module set or shape, or a NaN.
     """
     tensors, raw = read_safetensors(path)
     meta = Meta.from_strings(raw, str(path))
@@ -435,6 +442,9 @@ def load(path: Path, policy: Policy, pairs: PairSet | None) -> Direction:
         axes[m] = Axes(**{field: tensors[prefix + m].float() for prefix, field in _TENSORS.items()})
     if extra := len(tensors) - len(_TENSORS) * len(axes):
         raise ValueError(f"{path}: {extra} tensors that this model has no module for; extract it again")
+    if meta.basis:
+        marks = marks_from_string(meta.basis, str(path))
+        policy.adapter.require_basis(_mean_of(axes, policy.adapter), marks, str(path))
     return Direction(axes, meta)
 
 

@@ -27,6 +27,8 @@ from vgrout.flow import ModuleGrads, RolloutGrads
 
 TARGETS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
 SCHEMA = "svd-1"  # part of every cache key: raise it when the decomposition changes
+N_MARKS = 4  # numbers a module by which a file's basis is known again
+SAME_BASIS = 0.02  # of ‖δ‖: bf16's rounding moves a mark by .004, two axes of 2,560 that swap places by .03
 
 Decompose = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 View = tuple[bool, bool]  # (is δS in the weights?, is δS_hack?)
@@ -92,6 +94,7 @@ class SvdAdapter:
         self._folds = 0  # how often the knobs were folded: a graph must be walked back before the next fold
         self._fresh: dict[View, list[Tensor]] = {}  # weights that belong to the knobs last folded
         self._buffers: dict[View, list[Tensor]] = {}  # the same storage, fold after fold
+        self._markers: Float[Tensor, "marks R"] | None = None
         self.fold()
 
     # ── knobs ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -197,18 +200,54 @@ class SvdAdapter:
 
     # ── files, resume ──────────────────────────────────────────────────────────────────────────────────────────
 
+    @torch.no_grad()
+    def marks(self, knob: Float[Tensor, " R"]) -> Float[Tensor, "modules marks"]:
+        """aᵀ U diag(knob) Vh z per module, for fixed random signs a and z: what the knob does in this basis, ~ ‖knob‖.
+
+        Singular vectors are W's only up to sign (which the marks do not see) and up to rotation where singular values
+        are close: another machine may turn them, and the same knob is another model there.
+        """
+        if self._markers is None:
+            signs = torch.Generator().manual_seed(0)
+
+            def drawn(n: int, like: Tensor) -> Tensor:
+                return (2 * torch.randint(2, (n, N_MARKS), generator=signs) - 1).to(like)
+
+            parts = [
+                (site.U.mT.to(self.δS) @ drawn(len(site.U), self.δS))
+                * (site.Vh.to(self.δS) @ drawn(site.Vh.shape[1], self.δS))
+                for site in self.sites.values()
+            ]
+            self._markers = torch.cat(parts).mT.contiguous()
+        products = self.views(self._markers * knob.to(self._markers))
+        return torch.stack([part.sum(1) for part in products.values()]).cpu()
+
+    def require_basis(self, knob: Float[Tensor, " R"], marks: Float[Tensor, "modules marks"], where: str) -> None:
+        """Raises ValueError, one line, if `knob` was learnt in other singular vectors than these."""
+        here = self.marks(knob)
+        if marks.shape != here.shape:
+            raise ValueError(f"{where}: {[*marks.shape]} marks of its basis, this model has {[*here.shape]}")
+        size = torch.stack([part.norm() for part in self.views(knob).values()]).cpu()
+        off = ((here - marks.to(here)).abs().amax(1) > SAME_BASIS * size).tolist()
+        if any(off):
+            raise ValueError(
+                f"{where}: made in other singular vectors of the same weights ({sum(off)} of {len(off)} modules, first "
+                f"{self.names[off.index(True)]}): bring out/svd_cache along from the machine that made it"
+            )
+
     def save(self, path: Path, metadata: Mapping[str, str], *, quarantine: bool = False) -> None:
         """δS alone, module by module: what the file holds *is* the deployed model. `quarantine`: δS_hack in its place,
         for the control that deploys it."""
         knob = self.δS_hack if quarantine else self.δS
         tensors = {name: view.detach().cpu().contiguous() for name, view in self.views(knob).items()}
-        write_atomic(path, canonical(to_safetensors(tensors, dict(metadata))))
+        own = {"basis": marks_to_string(self.marks(knob))}
+        write_atomic(path, canonical(to_safetensors(tensors, dict(metadata) | own)))
 
     def load(self, path: Path) -> dict[str, str]:
         """δS from a file, δS_hack to zero. Returns the file's metadata.
 
         Raises:
-            ValueError: not an adapter of this model (names, shapes) or not finite; nothing is changed then.
+            ValueError: not an adapter of this model (names, shapes, basis) or not finite; nothing is changed then.
         """
         tensors, metadata = read_safetensors(path)
         if missing := sorted(tensors.keys() ^ self.sites.keys()):
@@ -218,17 +257,28 @@ class SvdAdapter:
                 raise ValueError(f"{path}: {name} has shape {[*tensors[name].shape]}, this model needs {[*view.shape]}")
             if not tensors[name].isfinite().all():
                 raise ValueError(f"{path}: {name} holds a NaN or an infinity")
+        knob = self.flat({name: tensors[name].to(self.δS) for name in self.sites})
+        if "basis" in metadata:
+            self.require_basis(knob, marks_from_string(metadata["basis"], str(path)), str(path))
         with torch.no_grad():
-            self.δS.copy_(self.flat({name: tensors[name].to(self.δS) for name in self.sites}))
+            self.δS.copy_(knob)
             self.δS_hack.zero_()
         self.fold()
         return metadata
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Both knobs, copied, under ASCII names."""
-        return {"delta_S": self.δS.detach().clone(), "delta_S_hack": self.δS_hack.detach().clone()}
+        """Both knobs, copied, under ASCII names, with the marks of the basis that they are in."""
+        return {
+            "delta_S": self.δS.detach().clone(),
+            "delta_S_hack": self.δS_hack.detach().clone(),
+            "basis": torch.stack([self.marks(self.δS), self.marks(self.δS_hack)]),
+        }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Raises ValueError if the knobs belong to another basis; nothing is changed then."""
+        if "basis" in state:
+            for name, marks in zip(("delta_S", "delta_S_hack"), state["basis"], strict=True):
+                self.require_basis(state[name].to(self.δS), marks, f"the saved state's {name}")
         with torch.no_grad():
             self.δS.copy_(state["delta_S"])
             self.δS_hack.copy_(state["delta_S_hack"])
@@ -416,6 +466,18 @@ def _checked(W: Float[Tensor, "d_out d_in"], path: Path) -> tuple[Tensor, Tensor
     if not (want - got).norm() <= tolerance * (S.max() * z.norm()):
         raise ValueError("does not reproduce the weight")
     return U, S, Vh
+
+
+def marks_to_string(marks: Float[Tensor, "modules marks"]) -> str:
+    """For a file's metadata; six digits, a ten thousandth of what is compared."""
+    return json.dumps([[float(f"{x:.6g}") for x in row] for row in marks.tolist()], separators=(",", ":"))
+
+
+def marks_from_string(text: str, where: str) -> Float[Tensor, "modules marks"]:
+    try:
+        return torch.tensor(json.loads(text), dtype=torch.float32)
+    except (ValueError, TypeError) as e:
+        raise ValueError(f"{where}: the marks of its basis cannot be read ({e})") from None
 
 
 def canonical(content: bytes) -> bytes:
