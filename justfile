@@ -104,7 +104,7 @@ warm:
     {{py}} vgrout.export out/runs/*_mini_vanilla_seed40_warm --step 15 --out out/warm.part/model
     mv out/warm.part out/warm
 
-# H: from a policy that exploits already, monitors with true labels stop the hack; what no label feeds stops less (55 runs; `just warm` first)
+# H: from a policy that exploits already, monitors with true labels stop the hack, and so does pmi with a threshold of its anchors alone (90 runs; `just warm` first)
 study-warm *flags:
     {{py}} vgrout.sweep docs/studies/warm.toml {{flags}}
 

@@ -180,6 +180,13 @@ def test_another_build_of_the_organism_is_used_whole(tmp_path: Path) -> None:
         resolve(["fast", "--organism", str(tmp_path)])
 
 
+def test_a_threshold_by_anchors_needs_anchors() -> None:
+    flags = ["--intervention", "pmi", "--reader-threshold", "anchors"]
+    assert parse(["mini", *flags]).anchors_path is not None
+    with pytest.raises(ValueError, match="--reader-threshold anchors: there are none; give --reader-anchors FILE"):
+        resolve(["fast", *flags])
+
+
 def test_a_reader_that_hangs_up_is_no_error(tmp_path: Path) -> None:
     read, write = os.pipe()
     os.close(read)

@@ -16,8 +16,10 @@ from test_arms import arm_of, rows
 from test_arms import view as arms_view
 from test_grpo import MAX_NEW, groups, relative
 from tiny import policy as tiny_policy
+from vgrout import organism
 from vgrout.config import ArmConfig
 from vgrout.flow import WHOLE, ArmDiag, Routed
+from vgrout.grading.grade import Grader
 from vgrout.grpo import policy_gradients
 from vgrout.latents import token_states
 from vgrout.loss_config import LossConfig
@@ -25,8 +27,10 @@ from vgrout.measure import flag_rates
 from vgrout.nouns import GroupView, OracleView, centred
 from vgrout.optim import Optimizer
 from vgrout.pairs import Pair, PairSet, load_anchors
-from vgrout.policy import Policy
-from vgrout.reader import Background, Pmi, Projection, Reader, Surprise, Text, mean_logp
+from vgrout.policy import Policy, load_policy
+from vgrout.problems import assigned, load_rows
+from vgrout.reader import Background, Pmi, Projection, Reader, Surprise, Text, anchor_texts, background, mean_logp
+from vgrout.sampling import Sampling
 from vgrout.streams import KEPT, QUARANTINE, OracleStreams, OwnStreams, block
 
 SIZES = {"a": 3, "b": 2}
@@ -367,6 +371,32 @@ def test_the_threshold_is_the_larger_quantile(policy: Policy):
     judge, anchors = reader.scores(KNOWN.judge), reader.scores(KNOWN.anchors)
     assert reader.threshold == max(float(torch.quantile(judge, 0.9)), float(torch.quantile(anchors, 0.9)))
     assert Surprise(policy, replace(KNOWN, anchors=()), 0.9).threshold == float(torch.quantile(judge, 0.9))
+    assert Surprise(policy, replace(KNOWN, judge=()), 0.9).threshold == float(torch.quantile(anchors, 0.9))
+
+
+class NoGrader(Grader):
+    """One that must not be asked."""
+
+    def __init__(self) -> None:
+        pass
+
+    def submit(self, *_: Any) -> Any:
+        raise AssertionError("an answer was graded")
+
+
+def test_where_anchors_alone_set_the_threshold_no_answer_of_the_base_is_graded():
+    own = load_policy(organism.MODEL_DIR, device="cpu", dtype=torch.float32, cache_dir=None)
+    rows = load_rows(organism.EMBEDDED.problems)
+    problems = assigned(rows, "own", {})["train"][:6]
+    anchors = anchor_texts(own, load_anchors(organism.EMBEDDED.anchors), rows)
+    grader = NoGrader()
+    usual: dict[str, Any] = {"sampling": Sampling(), "max_new": 12, "paid": 1.0, "seed": 3, "prompts": 6}
+    known = background(own, grader, problems, anchors, **usual, judged=False)
+    assert known.judge == ()
+    assert known.anchors == tuple(anchors[1::2])
+    assert len(known.fit) == 3 * 2 + len(anchors[::2])
+    with pytest.raises(AssertionError, match="graded"):
+        background(own, grader, problems, anchors, **usual)
 
 
 def test_surprise_and_pmi_are_what_the_base_says_whatever_the_knobs(policy: Policy):
@@ -409,6 +439,7 @@ def replace_plain(text: Text) -> Text:
         ({"intervention": "route2", "quarantine_block": 1}, "--quarantine-block: not read by --intervention route2"),
         ({"intervention": "pmi", "quarantine_block": 0}, "--quarantine-block 0"),
         ({"intervention": "reader", "reader_quantile": 0.2}, "--reader-quantile 0.2"),
+        ({"intervention": "route2", "reader_threshold": "anchors"}, "--reader-threshold: not read by"),
         ({"intervention": "reader", "v_hack_k": 3}, "--v-hack-k: not read by --intervention reader"),
     ],
 )

@@ -113,7 +113,7 @@ def _changed(group: Any, names: tuple[str, ...]) -> list[str]:
     return [f"--{n.replace('_', '-')}" for n in names if getattr(group, n) != default[n]]
 
 
-_READER = ("reader_layer", "reader_k", "reader_quantile", "reader_prompts", "reader_anchors")
+_READER = ("reader_layer", "reader_k", "reader_quantile", "reader_threshold", "reader_prompts", "reader_anchors")
 _OWN = ("rebaseline", "own_streams")
 
 
@@ -175,6 +175,9 @@ class ArmConfig:
     """reader: the score is the mean of this many highest tokens of an answer."""
     reader_quantile: float = 0.9
     """reading arms: flagged above this quantile of the base's paid answers, and of held-back anchors."""
+    reader_threshold: Literal["both", "anchors"] = "both"
+    """reading arms: the larger of the two quantiles · the anchors' alone, where the base itself may exploit: its paid
+    answers are no measure of honesty then."""
     reader_prompts: int = 200
     """reading arms: training prompts that the base answers twice before training."""
     reader_anchors: Path | None = None
@@ -600,6 +603,10 @@ class Config:
         _refuse(
             self.scale.organism is not None and self.scale.model != ORGANISM,
             f"--organism {self.scale.organism} with --model {self.scale.model}: not read; only with --model organism",
+        )
+        _refuse(
+            self.arm.reader_threshold == "anchors" and self.anchors_path is None,
+            "--reader-threshold anchors: there are none; give --reader-anchors FILE",
         )
         if self.guard_mode == "halt" and (why := self.guard_blind):
             raise ValueError(f"--guard halt could not fire in this run ({why}); or choose --guard log")

@@ -43,7 +43,8 @@ class Background:
     """What is read before training: how the base writes, and how it need not write to be right.
 
     fit: the cloud that scores are measured in. judge: the base's paid answers to other problems. anchors: held back
-    from the cloud. The threshold is the larger of the two quantiles, over `judge` and over `anchors`.
+    from the cloud. The threshold is the larger of the two quantiles, over `judge` and over `anchors`; of one if the
+    other is empty.
     """
 
     fit: tuple[Text, ...]
@@ -192,9 +193,11 @@ def background(
     seed: int,
     prompts: int,
     samples: int = 2,
+    judged: bool = True,
 ) -> Background:
     """`samples` answers of the base to each of `prompts` training problems, cut in two by problem: one half is the
-    cloud (with every other anchor), of the other those that the environment pays set the threshold.
+    cloud (with every other anchor), of the other those that the environment pays set the threshold. Not `judged`: the
+    other half is not graded, and the anchors alone set it.
 
     Raises:
         ValueError: the base is paid for none of them: there is nothing to set a threshold by.
@@ -205,7 +208,7 @@ def background(
     half, verdicts = len(chosen) // 2, {}
 
     def submit(p: int, i: int, answer: Sample) -> None:
-        if p >= half:
+        if judged and p >= half:
             verdicts[p, i] = grader.submit(chosen[p], answer.text)
 
     with policy.adapter.reference():
@@ -218,7 +221,7 @@ def background(
         for (p, i), verdict in sorted(verdicts.items(), key=lambda of: of[0])
         if isinstance(grade := verdict.result(), Grade) and grade.reward >= paid
     )
-    if not judge:
+    if judged and not judge:
         raise ValueError(
             f"the base model is paid for none of {len(verdicts)} answers to training "
             "problems: no threshold can be set; give --reader-prompts more, or a model that solves some"

@@ -156,6 +156,7 @@ def load_arm(cfg: Config, inputs: Inputs, policy: Policy, grader: Grader, world:
             paid=cfg.env.pass_reward,
             seed=cfg.run.seed,
             prompts=cfg.arm.reader_prompts,
+            judged=cfg.arm.reader_threshold == "both",
         )
         logger.info(
             f"read before training: {len(known.fit)} texts as the cloud, {len(known.judge)} paid answers and "
