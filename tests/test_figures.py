@@ -55,6 +55,16 @@ def test_each_shows_the_numbers(study: Path) -> None:
     assert "4 exploits, 2 others" in gate.get_title()
 
 
+def test_a_gate_of_another_kind_is_no_point_among_the_others(study: Path) -> None:
+    for seed in (1, 2):
+        for control in ("none", "haar"):
+            flags = ("--intervention=route2", "--route2-gate=pairs", f"--control={control}")
+            fake_run(study, *flags, seed=seed, hack=0.3, cos=None if control == "none" else 0.1)
+    drawn = {p.name: p for p in pictures(cells(load([study]).runs))}
+    panels = {axes.get_title(): len(axes.containers) for axes in drawn["suppression"].figure.axes}
+    assert panels == {"routing2": 2, "routing2 (pair band)": 2}
+
+
 def test_a_gate_that_saw_no_exploit_is_drawn(tmp_path: Path) -> None:
     for seed in (1, 2):
         path = fake_run(tmp_path, "--intervention=route2", seed=seed)

@@ -14,7 +14,7 @@ from vgrout.analysis import stats
 from vgrout.analysis.runs import WHATS, Cell, Run, What, paired, partner
 from vgrout.analysis.stats import Estimate
 from vgrout.analysis.tables import compare, level
-from vgrout.config import ARM_NAME, WITH_DIRECTION
+from vgrout.config import WITH_DIRECTION
 from vgrout.nouns import MODES, Mode
 
 DPI = 130
@@ -260,14 +260,15 @@ def suppression(cells: Sequence[Cell]) -> Picture | None:
         vanilla = partner(cell, cells, "none")
         if vanilla is not None and paired(cell, vanilla) and (cell.first.likeness or cell.first.control == "none"):
             beside[cell] = vanilla
-    arms = [a for a in WITH_DIRECTION if any(c.first.intervention == a and c.first.likeness for c in beside)]
+    directed = [c for c in beside if c.first.intervention in WITH_DIRECTION]
+    arms = list(dict.fromkeys(_variant(c) for c in directed if c.first.likeness))  # a gate of another kind apart
     if not arms:
         return None
     fig = Figure(figsize=(3.6 * len(arms) + 0.6, 4.6), dpi=DPI, layout="constrained")
     controls = dict.fromkeys(c.first.control for c in beside if c.first.likeness)
     marker = dict(zip(controls, itertools.cycle(MARKERS[1:]), strict=False))
     for axes, arm in zip(np.atleast_1d(fig.subplots(1, len(arms), sharey=True)), arms, strict=True):
-        mine = [c for c in beside if c.first.intervention == arm]
+        mine = [c for c in directed if _variant(c) == arm]
         chance = float(np.mean([r.likeness["chance_rms"] for c in mine for r in c.runs if r.likeness]))
         axes.axvline(chance, color=GREY, lw=1, ls=":")
         axes.annotate("chance", (chance, 1.01), xycoords=("data", "axes fraction"), ha="center", fontsize=8)
@@ -275,7 +276,7 @@ def suppression(cells: Sequence[Cell]) -> Picture | None:
             _suppressed(axes, cell, beside[cell], marker.get(cell.first.control, "o"))
         axes.axhline(0, color="black", lw=0.8)
         _style(axes, xlim=(0, 1.06), xlabel="|cos| with the real direction (rms)")
-        axes.set_title(ARM_NAME[arm], pad=16)
+        axes.set_title(arm, pad=16)
         axes.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=1)
     fig.axes[0].set_ylabel("points less hacked than vanilla, deployed")
     return Picture(
@@ -285,6 +286,11 @@ def suppression(cells: Sequence[Cell]) -> Picture | None:
         "pairs of erase and route span the real axes and vote their signs anew, so they too stand at 1.",
         fig,
     )
+
+
+def _variant(cell: Cell) -> str:
+    """The arm's name in tables, without its control."""
+    return cell.first.arm.split(" · ")[0]
 
 
 def _suppressed(axes: Axes, cell: Cell, vanilla: Cell, marker: str) -> None:
