@@ -101,7 +101,10 @@ def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
 shipped = cache(load_study_file)
 
 
-SHIPPED = ("arms", "baselines", "checks", "controls", "losses", "readers", "readers-long", "readers-parts", "warm")
+SHIPPED = (
+    *("anchors", "arms", "baselines", "checks", "controls", "losses"),
+    *("readers", "readers-long", "readers-parts", "warm"),
+)
 
 
 @pytest.mark.parametrize(
