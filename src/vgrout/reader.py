@@ -197,18 +197,18 @@ def background(
 ) -> Background:
     """`samples` answers of the base to each of `prompts` training problems, cut in two by problem: one half is the
     cloud (with every other anchor), of the other those that the environment pays set the threshold. Not `judged`: the
-    other half is not graded, and the anchors alone set it.
+    other half is not sampled, and the anchors alone set it.
 
     Raises:
         ValueError: the base is paid for none of them: there is nothing to set a threshold by.
     """
     order = py_stream(seed, "background").sample(range(len(problems)), min(prompts, len(problems)))
-    chosen = [problems[i] for i in order]
+    half, verdicts = len(order) // 2, {}
+    chosen = [problems[i] for i in (order if judged else order[:half])]
     rendered = [policy.render(p.messages) for p in chosen]
-    half, verdicts = len(chosen) // 2, {}
 
     def submit(p: int, i: int, answer: Sample) -> None:
-        if judged and p >= half:
+        if p >= half:
             verdicts[p, i] = grader.submit(chosen[p], answer.text)
 
     with policy.adapter.reference():
