@@ -119,6 +119,15 @@ def test_the_csv_has_every_run_with_wilson_s_interval(study: Path) -> None:
     assert (first["hack_deploy_low"], first["hack_deploy_high"]) == pytest.approx((0.0466, 0.2015), abs=1e-4)
 
 
+def test_the_csv_says_what_a_run_had_otherwise_than_its_preset(study: Path, tmp_path: Path) -> None:
+    fake_run(
+        tmp_path / "other", "--intervention=route2", "--control=haar", "--mix-ratio=0", "--eval-n-prompts=8", seed=1
+    )
+    (row,) = run_rows(cells(load([tmp_path / "other"]).runs))
+    assert row["settings"] == "mix_ratio=0.0", "neither the arm, its control and the seed, nor what is only measured"
+    assert {r["settings"] for r in run_rows(cells(load([study]).runs))} == {"", "route2_gate=pairs"}
+
+
 def test_what_an_arm_that_reads_flagged_is_counted_by_mode(tmp_path: Path) -> None:
     fake_run(tmp_path, "--intervention=none", seed=1)
     for seed in (1, 2):
@@ -137,5 +146,8 @@ def test_what_an_arm_that_reads_flagged_is_counted_by_mode(tmp_path: Path) -> No
     (row,) = table(tmp_path, "What the arms that read flagged")
     assert (row["arm"], row["sentinel"], row["exit_code"], row["run_tests"]) == ("pmi", "75.0 (4)", "0.0 (2)", "·")
     assert row["solved"] == "25.0 (4)"
+    one, two = (r for r in run_rows(cells(load([tmp_path]).runs)) if r["arm"] == "pmi")
+    assert (one["flagged_sentinel"], two["flagged_sentinel"], one["flagged_run_tests"]) == ("2/2", "1/2", None)
+    assert (one["flagged_solved"], two["flagged_solved"]) == ("1/2", "0/2")
     run = next(r for r in load([tmp_path]).runs if r.intervention == "pmi")
     assert run.gates == [(2.0, True), (0.1, True), (0.2, False), (0.3, False)]

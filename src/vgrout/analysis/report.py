@@ -58,9 +58,9 @@ def _notes(found: Sequence[Cell], several: Sequence[Cell]) -> list[str]:
     """How the numbers are to be read."""
     notes = [
         "hack: the flawed check accepted the answer and the strict oracle did not; solve: the oracle accepted it.",
-        "[low, high] is a 95 % interval over seeds: a two-level bootstrap (seeds, then held-out problems within each "
-        "mode; percentiles expanded for few seeds) from five seeds on; with fewer, n too small for that, Student's t "
-        "(marked t).",
+        "[low, high] is a 95 % interval over seeds: a two-level bootstrap (seeds, and held-out problems within each "
+        "mode, one draw for all seeds; percentiles expanded for few seeds) from five seeds on; with fewer, n too small "
+        "for that, Student's t (marked t), which knows nothing of other problems.",
         "DEGENERATE: every answer of every seed came out the same, so the statistic could not have come out otherwise.",
         "p values and intervals are not corrected for how many of them are here.",
     ]

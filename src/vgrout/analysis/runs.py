@@ -40,6 +40,11 @@ def _usual(preset: str = "") -> dict[str, dict[str, Any]]:
     return {group: values for group, values in cfg.as_dict().items() if isinstance(values, dict)}
 
 
+def _learning(settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The settings that training reads, without their groups."""
+    return {k: v for g, values in settings.items() if g not in _MEASURING for k, v in values.items()}
+
+
 @dataclass(frozen=True, eq=False)
 class Run:
     """One finished run."""
@@ -101,6 +106,16 @@ class Run:
         groups = {g: v for g, v in self.settings.items() if g not in ("arm", *_MEASURING)}
         groups["loss"] = {k: v for k, v in groups["loss"].items() if k not in ("beta", "kl")}
         return json.dumps([groups, self.inputs, self.final["steps"]], sort_keys=True)
+
+    @cached_property
+    def unusual(self) -> dict[str, Any]:
+        """What training reads, arm, control and seed aside, that is not its preset's own."""
+        usual = _learning(_usual(self.record["config"].get("preset", "")))
+        return {
+            k: v
+            for k, v in _learning(self.settings).items()
+            if k not in ("intervention", "control") and (k not in usual or usual[k] != v)
+        }
 
     @property
     def inputs(self) -> dict[str, str]:
@@ -169,6 +184,10 @@ class Run:
 
     def learned(self, side: str) -> int:
         return sum((self.rate(side, "hack", m) or 0) >= LEARNED for m in self.modes)
+
+    @property
+    def seconds_a_step(self) -> float:
+        return statistics.median(row["sec"] for row in self.rows)
 
     def evaluations(self) -> list[tuple[int, float, float]]:
         """(step, hack, solve) of the deployed model's evaluations on the way."""
@@ -363,11 +382,8 @@ def _differing(run: Run, alike: Sequence[Run]) -> str:
     """Where several cells have one name: the settings in which they differ, and this one's values where they are not
     the preset's own."""
 
-    def flat(settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        return {k: v for g, values in settings.items() if g not in _MEASURING for k, v in values.items()}
-
-    usual = flat(_usual(run.record["config"].get("preset", "")))
-    mine, all_of_them = flat(run.settings) | run.inputs, [flat(r.settings) | r.inputs for r in alike]
+    usual = _learning(_usual(run.record["config"].get("preset", "")))
+    mine, all_of_them = (_learning(run.settings) | run.inputs), [_learning(r.settings) | r.inputs for r in alike]
     differing = {k: v for k, v in mine.items() if any(other.get(k) != v for other in all_of_them)}
     told = [f"{k} {v}" for k, v in differing.items() if k not in usual or usual[k] != v]
     return f" ({', '.join(told)})" if told else ""

@@ -34,6 +34,8 @@ class Stratum:
 
     values: Float[np.ndarray, " units"]
     weight: float  # in the seed's mean; negative for what is subtracted
+    name: str = ""  # strata of one name in several seeds have their units in common …
+    units: tuple[int, ...] = ()  # … of these names; without names every value is a unit of its own
 
 
 Row = Sequence[Stratum]  # one seed
@@ -83,26 +85,50 @@ def t_interval(values: Sequence[float]) -> tuple[float, float]:
     return float(interval.low), float(interval.high)
 
 
+@cache
+def _draws(n: int, seed: int, resamples: int, which: int) -> Float[np.ndarray, "resamples n"]:
+    """How often each of n is drawn when n are drawn with replacement. `which`: strata are drawn independently."""
+    return np.random.default_rng([seed, n, which]).multinomial(n, np.full(n, 1 / n), resamples).astype(np.float32)
+
+
 def two_level(rows: Sequence[Row], seed: int = 0, resamples: int = 0) -> tuple[float, float]:
-    """95 % interval of the mean over seeds: seeds are drawn anew, then units within each stratum, `resamples` times
+    """95 % interval of the mean over seeds: seeds are drawn anew, and units within each stratum, `resamples` times
     (0: RESAMPLES).
 
+    A problem that several seeds answered is drawn for all of them at once: an easy one is easy for every seed, and ten
+    seeds on the same 192 problems know no more problems than one does (the pigeonhole bootstrap, Owen 2007, doi
+    10.1214/07-AOAS122). Drawn for each seed by itself, the intervals of simulated studies of ten seeds held the truth
+    in 66 %.
     The percentiles are expanded for few seeds, to those at which the bootstrap of a normal mean of n values is
-    Student's interval: Φ(−t √(n / (n − 1))) (Hesterberg 2015, doi 10.1080/00031305.2015.1089789).
-    Conservative where the problems' noise is as large as the seeds' (simulated: 96 to 100 %), since seed means have
+    Student's interval, Φ(−t √(n / (n − 1))) (Hesterberg 2015, doi 10.1080/00031305.2015.1089789); of problems there
+    are many, so their draws are drawn in by as much.
+    Conservative where the answers' own noise is as large as the seeds' (simulated: 96 to 100 %), since seed means have
     that noise already (Davison & Hinkley 1997, §3.8).
     """
     n, rng, resamples = len(rows), np.random.default_rng(seed), resamples or RESAMPLES
+    at_tail = stats.t.ppf((1 + LEVEL) / 2, n - 1) * math.sqrt(n / (n - 1))
+    expanded = at_tail / stats.norm.ppf((1 + LEVEL) / 2)
     picked = rng.integers(0, n, (resamples, n))
+    units: dict[str, set[int]] = {}
+    for stratum in (s for row in rows for s in row):
+        units.setdefault(stratum.name, set()).update(stratum.units)
+    times: dict[str, Float[np.ndarray, "resamples units"]] = {}
+    for which, (name, of) in enumerate(units.items()):
+        if of:
+            times[name] = 1 + (_draws(len(of), seed, resamples, which) - 1) / expanded
     means = np.zeros((resamples, n))
     for s, row in enumerate(rows):
-        here = picked == s
+        here = np.nonzero(picked == s)
         for stratum in row:
-            # A resample's mean depends on how often each distinct value is drawn: a multinomial over few values.
-            values, counts = np.unique(stratum.values, return_counts=True)
-            drawn = rng.multinomial(counts.sum(), counts / counts.sum(), size=int(here.sum()))
-            means[here] += stratum.weight * (drawn @ values) / counts.sum()
-    tail = stats.norm.cdf(stats.t.ppf((1 - LEVEL) / 2, n - 1) * math.sqrt(n / (n - 1)))
+            if stratum.units:
+                place = {unit: i for i, unit in enumerate(sorted(units[stratum.name]))}
+                weights = times[stratum.name][:, [place[u] for u in stratum.units]]
+                drawn = (weights @ stratum.values / weights.sum(axis=1))[here[0]]
+            else:  # a resample's mean depends on how often each distinct value is drawn
+                values, counts = np.unique(stratum.values, return_counts=True)
+                drawn = rng.multinomial(counts.sum(), counts / counts.sum(), size=len(here[0])) @ values / counts.sum()
+            means[here] += stratum.weight * drawn
+    tail = stats.norm.cdf(-at_tail)
     low, high = np.quantile(means.mean(axis=1), [tail, 1 - tail])
     return float(low), float(high)
 

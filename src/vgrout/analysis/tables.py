@@ -1,7 +1,7 @@
 """The tables of a report: cells in, rows of text out. Shares are printed in percent."""
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -62,21 +62,28 @@ def by_problem(cells: Iterable[Cell]) -> bool:
     return all(r.problems is not None for c in cells for r in c.runs)
 
 
-def _strata(groups: Iterable[Sequence[float]], sign: float = 1.0) -> list[Stratum]:
-    arrays = [np.asarray(g, dtype=float) for g in groups if len(g)]
-    total = sum(len(a) for a in arrays)
-    return [Stratum(a, sign * len(a) / total) for a in arrays]
+def _by_mode(shares: Mapping[Mode, Mapping[int, float]]) -> list[Stratum]:
+    """A seed's problems, which other seeds have answered, too."""
+    total = sum(map(len, shares.values()))
+    return [
+        Stratum(np.asarray(list(of.values()), dtype=float), len(of) / total, mode, tuple(of))
+        for mode, of in shares.items()
+        if of
+    ]
 
 
-def _answers(of: Rate) -> list[float]:
-    return [1.0] * of.k + [0.0] * (of.n - of.k)
+def _answers(rates: Iterable[Rate], sign: float = 1.0) -> list[Stratum]:
+    """k of n answers, as if all were of different problems."""
+    of = [r for r in rates if r.n]
+    total = sum(r.n for r in of)
+    return [Stratum(np.repeat([1.0, 0.0], [r.k, r.n - r.k]), sign * r.n / total) for r in of]
 
 
-def _row(run: Run, side: str, what: What, mode: Mode | None, sign: float = 1.0) -> list[Stratum]:
-    """A seed's problems by mode; of a run without them its answers by mode, as if all were of different problems."""
+def _row(run: Run, side: str, what: What, mode: Mode | None) -> list[Stratum]:
+    """A seed's problems by mode; of a run without them its answers by mode."""
     if (shares := run.shares(side, what, mode)) is not None:
-        return _strata((list(of.values()) for of in shares.values()), sign)
-    return _strata((_answers(r) for r in run.counts(side, what, mode).values()), sign)
+        return _by_mode(shares)
+    return _answers(run.counts(side, what, mode).values())
 
 
 @cache
@@ -88,7 +95,7 @@ def level(cell: Cell, side: str, what: What, mode: Mode | None = None) -> Estima
 @cache
 def last_five(cell: Cell, what: What, mode: Mode | None = None) -> Estimate:
     """The students' share over the last five training steps, over seeds."""
-    rows = (_strata([_answers(r.last_five(what, mode))]) for r in cell.runs)
+    rows = (_answers([r.last_five(what, mode)]) for r in cell.runs)
     return stats.estimate([row for row in rows if row])
 
 
@@ -111,10 +118,11 @@ def compare(
     for mine, theirs in paired(a, b):
         x, y = (r.shares(side, what, mode) for r in (mine, theirs))
         if x is not None and y is not None:
-            both = {m: x[m].keys() & y[m].keys() for m in x if m in y}
-            row = _strata([x[m][u] - y[m][u] for u in sorted(shared)] for m, shared in both.items())
+            both = {m: sorted(x[m].keys() & y[m].keys()) for m in x if m in y}
+            row = _by_mode({m: {u: x[m][u] - y[m][u] for u in shared} for m, shared in both.items()})
         else:
-            row = [*_row(mine, side, what, mode), *_row(theirs, side, what, mode, -1.0)]
+            left, right = (r.counts(side, what, mode).values() for r in (mine, theirs))
+            row = [*_answers(left), *_answers(right, -1.0)]
         if row:
             rows.append(row)
             seeds.append(mine.seed)
@@ -354,7 +362,7 @@ def times(cells: Sequence[Cell]) -> Table:
             {
                 "arm": c.title,
                 "seconds a run": spread((r.seconds for r in c.runs), 1.0),
-                "seconds a step": spread((statistics.median(row["sec"] for row in r.rows) for r in c.runs), 1.0),
+                "seconds a step": spread((r.seconds_a_step for r in c.runs), 1.0),
             }
             | {
                 f"{phase} %": spread(
@@ -371,7 +379,12 @@ def times(cells: Sequence[Cell]) -> Table:
 
 
 def run_rows(cells: Sequence[Cell]) -> list[dict[str, object]]:
-    """runs.csv: a row a run, shares as fractions with Wilson's interval."""
+    """runs.csv: a row a run, with all that the tables are made of. Shares are fractions with Wilson's interval.
+
+    settings: what it learns by that its preset has otherwise, arm and control aside; gate_*: student answers; |cos|: of
+    a control's direction with the real one, over modules; flagged_*: k/n of the exploits (_solved: of the solved
+    answers) that an arm that reads has read.
+    """
     rows = []
     for c in cells:
         for r in c.runs:
@@ -380,6 +393,8 @@ def run_rows(cells: Sequence[Cell]) -> list[dict[str, object]]:
                 "cell": c.title,
                 "arm": r.final["arm"],
                 "control": r.control,
+                "settings": " ".join(f"{k}={v}" for k, v in r.unusual.items()),
+                "base_weights": r.inputs["base_weights"],
                 "loss": r.loss,
                 "seed": r.seed,
                 "steps": r.final["steps"],
@@ -391,8 +406,22 @@ def run_rows(cells: Sequence[Cell]) -> list[dict[str, object]]:
             }
             for side in ("base", "train", "deploy", "plain"):
                 row |= _with_wilson(r, side, None)
-            rows.append(row | {"seconds": round(r.seconds, 1), "revision": r.revision[:10]})
+            row |= {f"hack_deploy_{m}": r.rate("deploy", "hack", m) if m in r.modes else None for m in MODES}
+            row["routed"] = _rounded(r.step_mean("routed"))
+            gate = r.final.get("gate") or {}
+            row["gate_hits"], row["gate_flagged"] = gate.get("precision", (None, None))
+            row["gate_exploits"] = gate.get("recall", (None, None))[1]
+            row |= {f"cos_{name}": _rounded((r.likeness or {}).get(name)) for name in ("median", "p95", "rms")}
+            for name, of in (*((m, m) for m in MODES), ("solved", None)):
+                found = r.flags.get(of)
+                row[f"flagged_{name}"] = f"{found.k}/{found.n}" if found else None
+            row["seconds"], row["seconds_a_step"] = round(r.seconds, 1), r.seconds_a_step
+            rows.append(row | {"revision": r.revision[:10]})
     return rows
+
+
+def _rounded(share: float | None) -> float | None:
+    return None if share is None else round(share, 6)
 
 
 def mode_rows(cells: Sequence[Cell]) -> list[dict[str, object]]:
@@ -421,5 +450,5 @@ def _with_wilson(run: Run, side: str, mode: Mode | None) -> dict[str, float | No
         rate, n = run.rate(side, what, mode), run.answered(mode)
         low, high = stats.wilson(round(rate * n), n) if rate is not None and n else (None, None)
         for name, share in (("", rate), ("_low", low), ("_high", high)):
-            out[f"{what}_{side}{name}"] = None if share is None else round(share, 6)
+            out[f"{what}_{side}{name}"] = _rounded(share)
     return out
