@@ -1,6 +1,7 @@
 """The tables, from run directories whose numbers are known."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,18 @@ def test_last_five_steps(tmp_path: Path) -> None:
         fake_run(tmp_path, "--intervention=none", seed=seed, onset=9)
     (row,) = table(tmp_path, "Arms")
     assert (row["hack last 5"], row["solve last 5"]) == ("60.0 (n too small)", "40.0 (n too small)")
+
+
+def test_the_time_of_a_resumed_run_is_not_that_of_its_last_go(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        path = fake_run(tmp_path, "--intervention=none", seed=seed)
+        record = json.loads((path / "run.json").read_text()) | ({"resumed": [{"step": 5}]} if seed == 2 else {})
+        (path / "run.json").write_text(json.dumps(record))
+        os.utime(path / "run.json", (0, 0))
+        os.utime(path / "per_mode_deploy.json", (90, 90))
+    assert [r["seconds"] for r in run_rows(cells(load([tmp_path]).runs))] == [90.0, None]
+    (row,) = table(tmp_path, "Time")
+    assert row["seconds a run"] == "90.0"
 
 
 def test_the_csv_has_every_run_with_wilson_s_interval(study: Path) -> None:

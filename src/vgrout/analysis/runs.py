@@ -48,7 +48,7 @@ class Run:
     final: dict[str, Any]  # per_mode_deploy.json
     rows: list[dict[str, Any]]  # steps.jsonl
     record: dict[str, Any]  # run.json
-    seconds: float  # start of the first step to the end of the final evaluation
+    seconds: float | None  # start of the first step to the end of the final evaluation; None: in more than one go
 
     @classmethod
     def read(cls, path: Path) -> "Run":
@@ -64,7 +64,7 @@ class Run:
         if not rows:
             raise ValueError(f"{path / 'steps.jsonl'}: no step in it")
         started, ended = ((path / name).stat().st_mtime for name in ("run.json", "per_mode_deploy.json"))
-        return cls(path, final, rows, record, ended - started)
+        return cls(path, final, rows, record, None if record.get("resumed") else ended - started)
 
     @property
     def name(self) -> str:
@@ -96,8 +96,8 @@ class Run:
 
     @cached_property
     def learns(self) -> str:
-        """What runs must share to be compared: everything that training reads, its input files included, but the arm,
-        the seed, and β, which is a baseline of its own."""
+        """What runs must share to be compared: everything that training reads, the model and the environment included,
+        but the arm with its files, the seed, and β, which is a baseline of its own."""
         groups = {g: v for g, v in self.settings.items() if g not in ("arm", *_MEASURING)}
         groups["loss"] = {k: v for k, v in groups["loss"].items() if k not in ("beta", "kl")}
         return json.dumps([groups, self.inputs, self.final["steps"]], sort_keys=True)
@@ -105,8 +105,20 @@ class Run:
     @property
     def inputs(self) -> dict[str, str]:
         """The first digits of the hashes of the model and the environment: a path may hold another model tomorrow."""
+        return self._hashes("base_weights", "tokenizer", "problems", "pool")
+
+    @property
+    def arm_inputs(self) -> dict[str, str]:
+        """The same of the files that the arm or the loss reads besides; '' where it reads none, or none was noted."""
+        return self._hashes("pairs", "placebo", "anchors", "direction_file", "teacher_weights")
+
+    def _hashes(self, *names: str) -> dict[str, str]:
         hashes = self.record.get("hashes") or {}
-        return {name: (hashes.get(name) or "")[:8] for name in ("base_weights", "tokenizer", "problems", "pool")}
+        return {name: (hashes.get(name) or "")[:8] for name in names}
+
+    @property
+    def preset(self) -> str:
+        return self.record["config"].get("preset", "")
 
     @property
     def beta(self) -> float:
@@ -276,10 +288,11 @@ def run_dirs(source: Path) -> tuple[list[Path], list[str]]:
     """
     if not source.is_dir():
         raise ValueError(f"{source}: no such folder; run `python -m vgrout.train mini` first")
-    if (source / "run.json").is_file():
+    files = ("run.json", "status.json")  # a run that died while it loaded has the second alone
+    if any((source / name).is_file() for name in files):
         return [source], []
     if not (index := source / "runs.json").is_file():
-        found = sorted(p.parent for p in source.glob("*/run.json"))
+        found = sorted({p.parent for name in files for p in source.glob(f"*/{name}")})
         if not found:
             raise ValueError(f"{source}: no run in it: neither a folder of runs nor a sweep")
         return found, []
@@ -330,22 +343,24 @@ def load(sources: Sequence[Path], tag: str = "") -> Loaded:
 
 def key(run: Run) -> str:
     """Equal for runs that differ by their seed alone."""
-    return json.dumps([run.arm, run.settings["arm"], run.settings["loss"], run.learns], sort_keys=True)
+    return json.dumps([run.arm, run.settings["arm"], run.settings["loss"], run.arm_inputs, run.learns], sort_keys=True)
 
 
 _ORDER = {name: i for i, name in enumerate((*ARM_NAME.values(), *CONTROLS))}
 
 
 def cells(runs: Sequence[Run]) -> list[Cell]:
-    """By arm, then control. Titles name the loss and the steps where the runs differ in them, and are unique."""
+    """By arm, then control. Titles name the loss, the preset and the steps where the runs differ in them, and are
+    unique."""
     groups: dict[str, list[Run]] = defaultdict(list)
     for run in sorted(runs, key=lambda r: r.seed):
         groups[key(run)].append(run)
-    losses, steps = ({get(r) for r in runs} for get in (lambda r: r.loss, lambda r: r.final["steps"]))
+    named = [(r.loss, r.preset, f"{r.final['steps']} steps") for r in runs]
+    differ = [len(set(column)) > 1 for column in zip(*named, strict=True)]
 
     def plain(run: Run) -> str:
-        more = [*([run.loss] if len(losses) > 1 else []), *([f"{run.final['steps']} steps"] if len(steps) > 1 else [])]
-        return " · ".join([run.arm, *more])
+        mine = (run.loss, run.preset, f"{run.final['steps']} steps")
+        return " · ".join([run.arm, *(name for name, told in zip(mine, differ, strict=True) if told)])
 
     def place(item: tuple[str, list[Run]]) -> tuple[Any, ...]:
         run = item[1][0]
@@ -366,15 +381,17 @@ def _differing(run: Run, alike: Sequence[Run]) -> str:
     def flat(settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
         return {k: v for g, values in settings.items() if g not in _MEASURING for k, v in values.items()}
 
-    usual = flat(_usual(run.record["config"].get("preset", "")))
-    mine, all_of_them = flat(run.settings) | run.inputs, [flat(r.settings) | r.inputs for r in alike]
+    usual = flat(_usual(run.preset))
+    mine, *all_of_them = (flat(r.settings) | r.inputs for r in (run, *alike))
     differing = {k: v for k, v in mine.items() if any(other.get(k) != v for other in all_of_them)}
     told = [f"{k} {v}" for k, v in differing.items() if k not in usual or usual[k] != v]
+    edited = [r.arm_inputs for r, its in zip(alike, all_of_them, strict=True) if its == mine]  # the same paths
+    told += [f"{k} {v or 'not noted'}" for k, v in run.arm_inputs.items() if any(other[k] != v for other in edited)]
     return f" ({', '.join(told)})" if told else ""
 
 
-# Arm settings that a control replaces, or that it alone reads.
-_OF_CONTROLS = {"control", "route2_random_v_seed", "placebo_pairs_path", "vhack_refresh_every"}
+# Arm settings that a control alone reads.
+_OF_CONTROLS = {"control", "route2_random_v_seed", "placebo_pairs_path"}
 
 
 def partner(cell: Cell, among: Sequence[Cell], intervention: str, control: str = "none") -> Cell | None:
@@ -391,8 +408,11 @@ def partner(cell: Cell, among: Sequence[Cell], intervention: str, control: str =
         found = sorted(found, key=lambda c: c.first.beta if of_vanilla else abs(c.first.beta - run.beta))
         return found[0] if found and (of_vanilla or found[0].first.beta == run.beta) else None
 
+    still = "haar" in (control, run.control) and run.settings["arm"]["route2_gate"] != "pairs"  # random directions stay
+    apart = _OF_CONTROLS | {"vhack_refresh_every"} if still else _OF_CONTROLS
+
     def variant(r: Run) -> list[Any]:
-        return [r.beta, {k: v for k, v in r.settings["arm"].items() if k not in _OF_CONTROLS}]
+        return [r.beta, {k: v for k, v in r.settings["arm"].items() if k not in apart}]
 
     return next((c for c in found if variant(c.first) == variant(run)), None)
 

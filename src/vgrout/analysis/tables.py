@@ -349,7 +349,7 @@ def one_seed(cells: Sequence[Cell]) -> Table:
 def times(cells: Sequence[Cell]) -> Table:
     return Table(
         "Time",
-        "Shares of a step are means over the run.",
+        "Shares of a step are means over the run; seconds a run: of those that were not resumed.",
         [
             {
                 "arm": c.title,
@@ -391,7 +391,7 @@ def run_rows(cells: Sequence[Cell]) -> list[dict[str, object]]:
             }
             for side in ("base", "train", "deploy", "plain"):
                 row |= _with_wilson(r, side, None)
-            rows.append(row | {"seconds": round(r.seconds, 1), "revision": r.revision[:10]})
+            rows.append(row | {"seconds": r.seconds and round(r.seconds, 1), "revision": r.revision[:10]})
     return rows
 
 
