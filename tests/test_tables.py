@@ -112,6 +112,18 @@ def test_last_five_steps(tmp_path: Path) -> None:
     assert (row["hack last 5"], row["solve last 5"]) == ("60.0 (n too small)", "40.0 (n too small)")
 
 
+def test_each_base_model_is_a_row_with_each_seed_once(tmp_path: Path) -> None:
+    for seed in (1, 2, 3):
+        fake_run(tmp_path, "--intervention=none", seed=seed, hack=0.2, n=60)
+        fake_run(tmp_path, "--intervention=route2", seed=seed, hack=0.3, n=120)  # more answers of the same model
+        fake_run(tmp_path, "--intervention=none", seed=seed, weights="abcdef0123", hack=0.5 + 0.1 * seed)
+    found = [(r["model"], r["seeds"], r["hack"].split(" ")[0]) for r in table(tmp_path, "The base")]
+    assert found == [
+        ("base (base_weights 00000000)", "1,2,3", "30.0"),
+        ("base (base_weights abcdef01)", "1,2,3", "70.0"),
+    ]
+
+
 def test_the_time_of_a_resumed_run_is_not_that_of_its_last_go(tmp_path: Path) -> None:
     for seed in (1, 2):
         path = fake_run(tmp_path, "--intervention=none", seed=seed)

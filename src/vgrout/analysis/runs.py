@@ -200,8 +200,9 @@ class Run:
     def gates(self) -> list[tuple[float, bool]]:
         """(where the gate saw it, whether it was an exploit) of the students' rollouts with signal: route2's share of
         modules in which it was quarantined, the score of what an arm that reads has read; none for an arm without a
-        gate."""
-        if self.intervention not in ("route2", *READING):
+        gate, or one whose control reads nothing."""
+        blind = self.intervention in READING and self.control in ("no_gate", "oracle")
+        if blind or self.intervention not in ("route2", *READING):
             return []
         seen = ((r["score"] if "score" in r else r.get("gate"), r["exploited"]) for r in self._gated)
         return [(value, exploited) for value, exploited in seen if value is not None]
@@ -388,6 +389,21 @@ def _differing(run: Run, alike: Sequence[Run]) -> str:
     edited = [r.arm_inputs for r, its in zip(alike, all_of_them, strict=True) if its == mine]  # the same paths
     told += [f"{k} {v or 'not noted'}" for k, v in run.arm_inputs.items() if any(other[k] != v for other in edited)]
     return f" ({', '.join(told)})" if told else ""
+
+
+def bases(runs: Sequence[Run]) -> list[Cell]:
+    """The untrained models behind these runs, each seed once: of its runs the one with the most answers. Titles name in
+    what several differ."""
+    found: dict[tuple[str, ...], dict[int, Run]] = defaultdict(dict)
+    for run in sorted(runs, key=lambda r: (r.seed, r.answered())):
+        scale = run.settings["scale"]
+        model = f"model {scale['organism'] or scale['model']}"
+        hashes = (f"{name} {run.inputs[name]}" for name in ("base_weights", "tokenizer", "problems"))
+        asked = f"env_mode {run.settings['env']['env_mode']}", f"max_new {scale['max_new']}"
+        found[model, *hashes, *asked][run.seed] = run
+    shared = set.intersection(*map(set, found)) if found else set()
+    titles = {key: ", ".join(name for name in key if name not in shared) for key in found}
+    return [Cell(f"base ({told})" if (told := titles[k]) else "base", tuple(by.values())) for k, by in found.items()]
 
 
 # Arm settings that a control alone reads.

@@ -9,7 +9,7 @@ import numpy as np
 from tabulate import tabulate
 
 from vgrout.analysis import stats
-from vgrout.analysis.runs import WHATS, Cell, Run, What, paired, partner
+from vgrout.analysis.runs import WHATS, Cell, Run, What, bases, paired, partner
 from vgrout.analysis.stats import Estimate, PValue, Stratum
 from vgrout.nouns import MODES, Mode, Rate
 
@@ -280,20 +280,19 @@ def flags(cells: Sequence[Cell]) -> Table:
 
 
 def base(runs: Sequence[Run]) -> Table:
-    """The untrained model: one model, so runs of one seed are counted once."""
-    once = list({r.seed: r for r in runs}.values())
-    if len(once) < 2:
-        return Table("Base", "", [])
-    side = Cell("base", tuple(once))
+    """The untrained models, each seed of theirs once."""
     return Table(
         "The base",
         "Both knobs off, the same problems; each seed once.",
         [
             {
+                "model": side.title,
                 "seeds": side.seeds,
                 "hack": percent(level(side, "base", "hack")),
                 "solve": percent(level(side, "base", "solve")),
             }
+            for side in bases(runs)
+            if len(side.runs) > 1
         ],
     )
 
