@@ -97,12 +97,13 @@ def _deployed(what: What) -> Series:
 
 
 def dynamics(cells: Sequence[Cell]) -> list[Picture]:
-    """The arms, then vanilla's controls, on as many pages as they need; the one vanilla and its ceiling on each."""
+    """The arms, then vanilla's controls, on as many pages as they need; on each the vanilla that most are compared
+    with, and its ceiling."""
     shown = [c for c in cells if c.first.control == "none" or c.first.intervention == "none"]
     shown = sorted(shown, key=lambda c: c.first.control != "none")
-    vanilla = [c for c in shown if c.first.intervention == "none" and partner(c, cells, "none") is c]
-    ceilings = [c for c in shown if c.first.control == "no_loophole"]
-    always = [c for of in (vanilla, ceilings) if len(of) == 1 for c in of]  # of several none is that of all others
+    compared = [v for c in shown if (v := partner(c, cells, "none"))]
+    vanilla = max(compared, key=compared.count, default=None)
+    always = [c for c in (vanilla, vanilla and partner(vanilla, cells, "none", "no_loophole")) if c]
     rest = [c for c in shown if c not in always]
     room = LINES - len(always)
     pages = [[*always, *rest[at : at + room]] for at in range(0, len(rest), room)] or [always]
@@ -234,7 +235,7 @@ def _name(axes: Axes, name: str, x: Estimate, y: Estimate) -> None:
     to_the_left = at[0] > 60
     axes.annotate(
         _wrapped(name, 26), at, (-10, 12) if to_the_left else (10, 7), textcoords="offset points", fontsize=9,
-        ha="right" if to_the_left else "left", bbox={"boxstyle": "round,pad=.15", "fc": "white", "ec": "none", "alpha": 0.7},
+        ha="right" if to_the_left else "left", bbox={"boxstyle": "round,pad=.15", "fc": "white", "lw": 0, "alpha": 0.7},
     )  # fmt: skip
 
 
