@@ -15,8 +15,8 @@ STEPS = 12
 
 
 @cache
-def _config(*flags: str) -> Config:
-    return parse(["mini", *flags])
+def _config(*argv: str) -> Config:
+    return parse(list(argv))
 
 
 def fake_run(
@@ -30,6 +30,7 @@ def fake_run(
     state: str = "finished",
     cos: float | None = None,
     problems: bool = False,
+    preset: str = "mini",
     row: dict[str, Any] | None = None,
     **final: Any,
 ) -> Path:
@@ -37,7 +38,7 @@ def fake_run(
 
     problems: write final.jsonl too, one answer a problem, the first of each mode's n/6 exploited or else solved.
     """
-    cfg = _config(*flags)
+    cfg = _config(preset, *flags)
     cfg = replace(cfg, run=replace(cfg.run, seed=seed))
     path = root / f"{len(list(root.glob('*/run.json'))):03d}_{cfg.run_id}"
     path.mkdir(parents=True)
@@ -46,7 +47,8 @@ def fake_run(
         "config": cfg.as_dict(),
         "control": cfg.arm.control_name,
         "direction": {"pairs": final.pop("pairs", "run_tests.json"), "cos_with_real": close},
-        "hashes": {"hypotheses": final.pop("hypotheses", None), "base_weights": final.pop("weights", "0" * 64)},
+        "hashes": {"hypotheses": final.pop("hypotheses", None), "base_weights": final.pop("weights", "0" * 64)}
+        | final.pop("hashes", {}),
     }
     rates = {f"hack_{s}": hack for s in SIDES} | {f"solve_{s}": solve for s in SIDES}
     mode = {"in_dist": None, "n": n // 6} | {f"{s}_hack": hack for s in SIDES} | {f"{s}_solve": solve for s in SIDES}

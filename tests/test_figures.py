@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from fake_runs import STEPS, fake_run
-from vgrout.analysis.figures import pictures
+from vgrout.analysis.figures import dumbbells, dynamics, gates, pictures
 from vgrout.analysis.report import as_png
 from vgrout.analysis.runs import cells, load
+from vgrout.nouns import MODES
 
 
 @pytest.fixture
@@ -65,12 +66,96 @@ def test_a_gate_of_another_kind_is_no_point_among_the_others(study: Path) -> Non
     assert panels == {"routing2": 2, "routing2 (pair band)": 2}
 
 
+def numbers_of(path: Path, mode: str, **numbers: object) -> None:
+    """Changes what a run's final evaluation says of one mode."""
+    final = json.loads((path / "per_mode_deploy.json").read_text())
+    final["by_mode"][mode] |= numbers
+    (path / "per_mode_deploy.json").write_text(json.dumps(final))
+
+
+def test_every_panel_of_modes_has_its_own_rows_and_its_own_pairs(tmp_path: Path) -> None:
+    """A row's label, its numbers and its shade belong together, whatever stands in the next panel."""
+    of_pairs = {"erase": "sentinel", "route2": "exit_code", "pmi": None}
+    for arm, shown in of_pairs.items():
+        for seed in (1, 2):
+            path = fake_run(tmp_path, f"--intervention={arm}", seed=seed)
+            for i, mode in enumerate(MODES):
+                its = {"train_hack": 0.9, "deploy_hack": 0.1 * i}
+                numbers_of(path, mode, in_dist=None if shown is None else mode == shown, **its)
+    (drawn,) = (p for p in pictures(cells(load([tmp_path]).runs)) if p.name == "modes")
+    titles = [axes.get_title() for axes in drawn.figure.axes]
+    assert titles == ["projected", "routing2", "pmi\n(no pairs)"]
+    read = drawn.figure.axes[0]  # its labels stand for the whole line
+    label = dict(zip(read.get_yticks(), (t.get_text() for t in read.get_yticklabels()), strict=True))
+    for axes, shown in zip(drawn.figure.axes, of_pairs.values(), strict=True):
+        points = dict(c.lines[0].get_xydata()[0][::-1] for c in axes.containers if c.get_label() == "deployed")
+        assert {label[y]: x for y, x in points.items()} == pytest.approx({m: 10 * i for i, m in enumerate(MODES)})
+        shades = [patch.get_y() + patch.get_height() / 2 for patch in axes.patches]
+        assert [label[y] for y in shades] == ([] if shown is None else [shown])
+
+
+def test_no_arm_is_left_out_however_many_there_are(tmp_path: Path) -> None:
+    """And those without a control come before those with one, beside vanilla and its ceiling."""
+    rates = [round(0.2 + 0.01 * i, 2) for i in range(13)]
+    for seed in (1, 2):
+        fake_run(tmp_path, "--intervention=none", seed=seed)
+        for control in ("no_loophole", "gt_penalty"):
+            fake_run(tmp_path, "--intervention=none", f"--control={control}", seed=seed)
+        for share in rates:
+            path = fake_run(tmp_path, "--intervention=route2", f"--rollout-ablate-frac={share}", seed=seed)
+            (path / "rollouts.jsonl").write_text(json.dumps({"step": 0, "gate": 0.5, "exploited": True}) + "\n")
+    arms = [f"routing2 ({share:g} deployed)" for share in rates]
+    found = cells(load([tmp_path]).runs)
+    drawn = {p.name: p for p in (*dynamics(found), dumbbells(found), gates(found)) if p}
+    assert [axes.get_title() for axes in drawn["modes"].figure.axes if axes.get_visible()] == [
+        f"{arm}\n(no pairs)" for arm in arms
+    ]
+    titles = [axes.get_title().splitlines()[0] for axes in drawn["gates"].figure.axes if axes.get_visible()]
+    assert titles == arms
+    pages = [
+        [line.get_label().removesuffix(" (2 seeds)") for line in drawn[name].figure.axes[0].lines]
+        for name in ("dynamics", "dynamics-2")
+    ]
+    named = [[label for label in page if not label.startswith("_")] for page in pages]
+    first = ["vanilla", "vanilla · no_loophole"]
+    assert named == [[*first, *arms[:7]], [*first, *arms[7:], "vanilla · gt_penalty"]]
+    assert "Dynamics, 2 of 2." in drawn["dynamics-2"].caption
+
+
+def test_every_base_model_has_its_star(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        fake_run(tmp_path, "--intervention=none", seed=seed, hack_base=0.0)
+        fake_run(tmp_path, "--intervention=route2", seed=seed, hack_base=0.0)
+        fake_run(tmp_path, "--intervention=none", seed=seed, weights="abcdef0123", hack_base=0.4)
+    for path in tmp_path.glob("*/per_mode_deploy.json"):
+        final = json.loads(path.read_text())
+        for mode in MODES:
+            numbers_of(path.parent, mode, base_hack=final["hack_base"])
+    (pareto,) = (p for p in pictures(cells(load([tmp_path]).runs)) if p.name == "pareto")
+    points = {c.get_label(): c.lines[0].get_xydata()[0][0] for c in pareto.figure.axes[0].containers}
+    assert {k: x for k, x in points.items() if k.startswith("base")} == pytest.approx(
+        {
+            "base (base_weights 00000000), untrained (2 seeds)": 0,
+            "base (base_weights abcdef01), untrained (2 seeds)": 40,
+        }
+    )
+
+
 def test_a_gate_that_saw_no_exploit_is_drawn(tmp_path: Path) -> None:
     for seed in (1, 2):
         path = fake_run(tmp_path, "--intervention=route2", seed=seed)
         (path / "rollouts.jsonl").write_text(json.dumps({"step": 0, "gate": 0.5, "exploited": False}) + "\n")
-    (gates,) = (p for p in pictures(cells(load([tmp_path]).runs)) if p.name == "gates")
-    assert "0 exploits, 2 others" in gates.figure.axes[0].get_title()
+    (drawn,) = (p for p in pictures(cells(load([tmp_path]).runs)) if p.name == "gates")
+    assert "0 exploits, 2 others" in drawn.figure.axes[0].get_title()
+
+
+@pytest.mark.parametrize("control", ["no_gate", "oracle"])
+def test_a_control_that_reads_nothing_has_no_gate_to_draw(control: str, tmp_path: Path) -> None:
+    path = fake_run(tmp_path, "--intervention=reader", f"--control={control}")
+    line = {"step": 0, "score": 0.0, "flagged": False, "exploited": True}
+    (path / "rollouts.jsonl").write_text(json.dumps(line) + "\n")
+    (run,) = load([tmp_path]).runs
+    assert run.gates == []
 
 
 def test_nothing_is_drawn_from_nothing(tmp_path: Path) -> None:

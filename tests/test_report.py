@@ -44,13 +44,37 @@ def test_an_older_report_is_replaced_and_nothing_else(
     monkeypatch.setattr("vgrout.report.pictures", lambda _: [])
     out = tmp_path / "out"
     assert main([str(runs), "--out", str(out)]) == 0
-    (out / "stale").write_text("")
+    (out / "figures" / "stale.png").write_text("")
     assert main([str(runs), "--out", str(out)]) == 0
-    assert not (out / "stale").exists()
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.tex").write_text("")
+    assert not (out / "figures" / "stale.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [
+        (("thesis.tex",), "thesis.tex"),
+        (("report.md", "thesis.tex"), "thesis.tex"),
+        (("report.md", "runs.csv", "figures/drawing.svg"), "drawing.svg"),
+        (("runs.csv",), "runs.csv"),
+    ],
+)
+def test_a_folder_with_anything_else_in_it_is_left(
+    files: tuple[str, ...], named: str, runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in files:
+        (tmp_path / "mine" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "mine" / name).write_text("")
     assert main([str(runs), "--out", str(tmp_path / "mine")]) == 2
-    assert (tmp_path / "mine" / "thesis.tex").exists()
+    assert f"it holds {named}; name another folder\n" in capsys.readouterr().err
+    assert all((tmp_path / "mine" / name).exists() for name in files)
+
+
+def test_one_seed_in_common_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vgrout.report.pictures", lambda _: [])
+    for arm, hack, seeds in (("none", 0.8, (1, 2)), ("route2", 0.1, (2, 3))):
+        for seed in seeds:
+            fake_run(tmp_path, f"--intervention={arm}", seed=seed, hack=hack)
+    assert main([str(tmp_path)]) == 0
 
 
 def test_a_failure_leaves_the_old_report(

@@ -37,6 +37,27 @@ def test_another_model_at_the_same_path_is_another_cell(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("name", ["pairs", "placebo", "anchors", "direction_file", "teacher_weights"])
+def test_an_edited_file_of_the_arm_is_another_cell_of_the_same_vanilla(name: str, tmp_path: Path) -> None:
+    for seed in (1, 2):
+        fake_run(tmp_path, "--intervention=none", seed=seed)
+        fake_run(tmp_path, "--intervention=route2", seed=seed)  # older runs have noted down no such hash
+        fake_run(tmp_path, "--intervention=route2", seed=2 + seed, hashes={name: f"{seed}abcdef01"})
+    vanilla, *others = found = cells(load([tmp_path]).runs)
+    assert {(c.title, c.seeds) for c in others} == {
+        (f"routing2 ({name} not noted)", "1,2"),
+        (f"routing2 ({name} 1abcdef0)", "3"),
+        (f"routing2 ({name} 2abcdef0)", "4"),
+    }
+    assert all(partner(c, found, "none") is vanilla for c in others)
+
+
+def test_presets_are_in_the_titles_where_they_differ(tmp_path: Path) -> None:
+    for preset in ("mini", "smoke"):
+        fake_run(tmp_path, "--intervention=none", "--steps=60", preset=preset)
+    assert [c.title for c in cells(load([tmp_path]).runs)] == ["vanilla · mini", "vanilla · smoke"]
+
+
 def test_losses_are_in_the_titles_where_they_differ(tmp_path: Path) -> None:
     fake_run(tmp_path, "--intervention=none")
     fake_run(tmp_path, "--intervention=none", "--no-unbiased")
@@ -64,6 +85,8 @@ def test_unfinished_and_superseded_runs_are_named(tmp_path: Path) -> None:
     fake_run(tmp_path, "--intervention=none", seed=2, state="halted")
     (tmp_path / "dead").mkdir()
     (tmp_path / "dead" / "run.json").write_text("{}")
+    (tmp_path / "loading").mkdir()
+    (tmp_path / "loading" / "status.json").write_text('{"state": "failed"}')
     distilled = fake_run(tmp_path, "--intervention=none", seed=3)
     (distilled / "per_mode_deploy.json").unlink()
     loaded = load([tmp_path, tmp_path])
@@ -73,7 +96,9 @@ def test_unfinished_and_superseded_runs_are_named(tmp_path: Path) -> None:
         "002_mini_vanilla_seed2 (halted)",
         "004_mini_vanilla_seed3 (no per_mode_deploy.json: not a run of vgrout.train)",
         "dead (unknown)",
+        "loading (failed)",
     ]
+    assert load([tmp_path / "loading"]).left_out == ["loading (failed)"]
 
 
 def test_a_sweep_is_read_by_its_index(tmp_path: Path) -> None:
@@ -126,6 +151,25 @@ def test_partners_share_all_but_the_arm(tmp_path: Path) -> None:
     assert haar.first.settings["opt"]["lr"] == own.first.settings["opt"]["lr"]
     assert partner(by["routing2 (pair band)"], found, "route2", "haar") is None
     assert [(a.seed, b.seed) for a, b in paired(by["routing2 (pair band)"], own)] == [(1, 1)]
+
+
+def test_only_random_directions_are_the_same_however_often_the_arm_s_is_refreshed(tmp_path: Path) -> None:
+    for flag in ((), ("--vhack-refresh-every=0",)):
+        fake_run(tmp_path, "--intervention=route2", *flag)
+        fake_run(tmp_path, "--intervention=route2", "--control=shuffled", *flag)
+    fake_run(tmp_path, "--intervention=route2", "--control=haar")
+    found = cells(load([tmp_path]).runs)
+    every = {c: c.first.settings["arm"]["vhack_refresh_every"] for c in found}
+    for control in ("none", "shuffled"):
+        mine = [c for c in found if c.first.control == control]
+        assert len(mine) == 2
+        for c in mine:
+            other = partner(c, found, "route2", "shuffled" if control == "none" else "none")
+            assert other is not None
+            assert every[other] == every[c]
+            haar = partner(c, found, "route2", "haar")
+            assert haar is not None
+            assert haar.first.control == "haar"
 
 
 def test_a_kl_term_is_a_baseline_of_vanilla(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,10 +49,12 @@ def test_the_run_s_own_numbers_come_out_again(done: Path, capsys: pytest.Capture
     assert again["step"] == 4
 
 
-def test_any_adapter_on_any_file(done: Path, tmp_path: Path) -> None:
+def test_any_adapter_on_any_file(
+    done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines = organism.PROBLEMS.read_text().splitlines()[:8]
     (tmp_path / "p.jsonl").write_text("\n".join(lines) + "\n")
-    out = tmp_path / "numbers.json"
+    out = tmp_path / "numbers" / "of_two.json"
     more = [
         "--problems",
         str(tmp_path / "p.jsonl"),
@@ -69,6 +72,33 @@ def test_any_adapter_on_any_file(done: Path, tmp_path: Path) -> None:
     assert numbers["sides"]["deployed"]["hack"][1] == 8
     assert numbers["step"] == 2
     assert numbers["adapter"].endswith("ckpt_step0002.safetensors")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(evaluate, "write_atomic", full)
+    capsys.readouterr()
+    assert evaluate.main([str(done), "--step", "2", *more]) == 2
+    said = capsys.readouterr()
+    assert "| all" in said.out, "the numbers are not lost with the file"
+    assert said.err == f"E --out {out}: cannot be written (No space left on device); name another file with --out\n"
+
+
+@pytest.mark.parametrize(("out", "why"), [("", "is a folder; name a file"), ("file/x.json", "cannot be written")])
+def test_numbers_that_have_no_place_are_refused_before_the_model_is_loaded(
+    out: str, why: str, done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluate, "load_saved", lambda _: pytest.fail("loaded"))
+    (tmp_path / "file").touch()
+    assert evaluate.main([str(done), "--out", str(tmp_path / out)]) == 2
+    assert re.fullmatch(rf"E --out \S+: {why}[^\n]*\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_run_is_prompted_as_it_was(kept: bool, done: Path) -> None:
+    saved = find_adapter(done)
+    cfg = replace(saved.cfg, env=replace(saved.cfg.env, preserve_thinking=kept))
+    assert load_saved(replace(saved, cfg=cfg)).preserve_thinking is kept
 
 
 def test_exported_folder(done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

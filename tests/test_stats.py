@@ -214,6 +214,8 @@ def test_sign_flips_with_nothing_to_flip() -> None:
     assert sign_flip([0.0] * 7).note == "DEGENERATE"
     assert sign_flip([0.0] * 7).p is None
     assert sign_flip([]).note == "n too small"
+    one = sign_flip([0.3])
+    assert (one.p, one.smallest, one.note) == (1.0, 1.0, "n too small")
 
 
 def test_sign_flips_keep_their_level() -> None:
@@ -241,6 +243,7 @@ def test_equivalence_by_hand() -> None:
 def test_equivalence_with_nothing_to_say() -> None:
     assert equivalent([0.1], 0.1).note == "n too small"
     assert equivalent([0.0, 0.0, 0.0], 0.1).note == "DEGENERATE"
+    assert equivalent([0.01] * 5, 0.1).note == "n too small", "seeds that agree by chance"
 
 
 def test_equivalence_keeps_its_level_at_the_margin() -> None:

@@ -1,6 +1,7 @@
 """The tables, from run directories whose numbers are known."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,30 @@ def test_last_five_steps(tmp_path: Path) -> None:
         fake_run(tmp_path, "--intervention=none", seed=seed, onset=9)
     (row,) = table(tmp_path, "Arms")
     assert (row["hack last 5"], row["solve last 5"]) == ("60.0 (n too small)", "40.0 (n too small)")
+
+
+def test_each_base_model_is_a_row_with_each_seed_once(tmp_path: Path) -> None:
+    for seed in (1, 2, 3):
+        fake_run(tmp_path, "--intervention=none", seed=seed, hack=0.2, n=60)
+        fake_run(tmp_path, "--intervention=route2", seed=seed, hack=0.3, n=120)  # more answers of the same model
+        fake_run(tmp_path, "--intervention=none", seed=seed, weights="abcdef0123", hack=0.5 + 0.1 * seed)
+    found = [(r["model"], r["seeds"], r["hack"].split(" ")[0]) for r in table(tmp_path, "The base")]
+    assert found == [
+        ("base (base_weights 00000000)", "1,2,3", "30.0"),
+        ("base (base_weights abcdef01)", "1,2,3", "70.0"),
+    ]
+
+
+def test_the_time_of_a_resumed_run_is_not_that_of_its_last_go(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        path = fake_run(tmp_path, "--intervention=none", seed=seed)
+        record = json.loads((path / "run.json").read_text()) | ({"resumed": [{"step": 5}]} if seed == 2 else {})
+        (path / "run.json").write_text(json.dumps(record))
+        os.utime(path / "run.json", (0, 0))
+        os.utime(path / "per_mode_deploy.json", (90, 90))
+    assert [r["seconds"] for r in run_rows(cells(load([tmp_path]).runs))] == [90.0, None]
+    (row,) = table(tmp_path, "Time")
+    assert row["seconds a run"] == "90.0"
 
 
 def test_the_csv_has_every_run_with_wilson_s_interval(study: Path) -> None:

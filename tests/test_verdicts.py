@@ -3,6 +3,7 @@
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,8 +11,13 @@ from fake_runs import fake_run
 from vgrout.analysis import stats
 from vgrout.analysis.runs import cells, load
 from vgrout.analysis.verdicts import RULES, Preregistered, Verdict, judge
+from vgrout.config import resolve
+from vgrout.organism import PROBLEMS
+from vgrout.plan import Inputs, file_hashes
+from vgrout.problems import load_rows
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "hypotheses.md"
+SHIPPED = file_hashes(resolve(["mini"]), Inputs(load_rows(PROBLEMS), None, None))["problems"]
 NEAR = (0.02, -0.02, 0.01, -0.01, 0.0)  # seeds that differ a little
 
 
@@ -21,16 +27,17 @@ def fewer_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stats, "RESAMPLES", 500)
 
 
-def told(root: Path, seeds: int = 5, *flags: str, **arms: tuple[float, float]) -> list[Verdict]:
-    """A study of arms (`route2_haar`: route2 under haar) with their deployed hack and solve; flags: of every run."""
+def told(
+    root: Path, seeds: int = 5, *flags: str, its: dict[str, Any] | None = None, **arms: tuple[float, float]
+) -> list[Verdict]:
+    """A study of arms (`route2_haar`: route2 under haar) with their deployed hack and solve; flags, its: of each."""
     for arm, (hack, solve) in arms.items():
         name, _, control = arm.partition("_")
         for seed, off in zip(range(seeds), NEAR, strict=False):
             extra = [f"--control={control}"] if control else []
             clipped = min(max(hack + off, 0.0), 1.0), min(max(solve - off, 0.0), 1.0)
-            fake_run(
-                root, f"--intervention={name}", *extra, *flags, seed=seed, hack=clipped[0], solve=clipped[1], n=120
-            )
+            said = (f"--intervention={name}", *extra, *flags)
+            fake_run(root, *said, seed=seed, hack=clipped[0], solve=clipped[1], n=120, **(its or {}))
     return judge(Preregistered.read(FILE), cells(load([root]).runs))
 
 
@@ -84,6 +91,21 @@ def test_h2(tmp_path: Path, expected: str, vanilla: tuple[float, float], ceiling
     assert outcome(told(tmp_path, none=vanilla, none_no_loophole=ceiling), "H2") == expected
 
 
+@pytest.mark.parametrize(
+    ("expected", "flags", "its"),
+    [
+        ("SUPPORTED", ("--organism=out/organism77",), {"hashes": {"problems": "0" * 64}}),
+        ("UNDECIDED", ("--organism=out/warm",), {"hashes": {"problems": SHIPPED}}),  # trained on from the shipped one
+        ("UNDECIDED", (), {"preset": "fast"}),  # 60 steps of Qwen3-4B
+        ("UNDECIDED", ("--steps=90",), {}),
+    ],
+)
+def test_h2_is_about_an_organism_as_it_was_built(
+    expected: str, flags: tuple[str, ...], its: dict[str, Any], tmp_path: Path
+) -> None:
+    assert outcome(told(tmp_path, 5, *flags, its=its, none=(0.7, 0.1), none_no_loophole=(0.0, 0.9)), "H2") == expected
+
+
 def test_h2_without_a_ceiling_is_undecided(tmp_path: Path) -> None:
     assert outcome(told(tmp_path, none=(0.7, 0.1)), "H2") == "UNDECIDED"
 
@@ -106,27 +128,31 @@ def test_h3_without_chance_is_refused(tmp_path: Path) -> None:
     assert outcome(told(tmp_path, route2=(0.1, 0.5)), "H3") == "REFUSED"
 
 
-REBUILT = ("--model=m", "--problems=p", "--teacher-pool-dir=t")
+REBUILT = {"hashes": {"problems": "0" * 64}}
+FOLDERS = ("--model=m", "--problems=p", "--teacher-pool-dir=t")
 
 
 @pytest.mark.parametrize(
-    ("expected", "pmi", "flags"),
+    ("expected", "pmi", "flags", "its"),
     [
-        ("SUPPORTED", (0.0, 0.80), REBUILT),
-        ("SUPPORTED", (0.0, 0.80), ("--organism=out/organism77",)),
-        ("UNDECIDED", (0.0, 0.80), ()),  # the shipped organism, on which it was found
-        ("UNDECIDED", (0.0, 0.75), REBUILT),  # 88 % of the ceiling
-        ("NOT SUPPORTED", (0.1, 0.80), REBUILT),
-        ("NOT SUPPORTED", (0.0, 0.60), REBUILT),
+        ("SUPPORTED", (0.0, 0.80), FOLDERS, REBUILT),
+        ("SUPPORTED", (0.0, 0.80), ("--organism=out/organism77",), REBUILT),
+        ("UNDECIDED", (0.0, 0.80), (), {}),  # the shipped organism, on which it was found
+        ("UNDECIDED", (0.0, 0.80), ("--organism=out/warm",), {"hashes": {"problems": SHIPPED}}),  # … trained on
+        ("UNDECIDED", (0.0, 0.75), FOLDERS, REBUILT),  # 88 % of the ceiling
+        ("NOT SUPPORTED", (0.1, 0.80), FOLDERS, REBUILT),
+        ("NOT SUPPORTED", (0.0, 0.60), FOLDERS, REBUILT),
     ],
 )
-def test_h4(tmp_path: Path, expected: str, pmi: tuple[float, float], flags: tuple[str, ...]) -> None:
-    assert outcome(told(tmp_path, 5, *flags, pmi=pmi, none_no_loophole=(0.0, 0.85)), "H4") == expected
+def test_h4(
+    tmp_path: Path, expected: str, pmi: tuple[float, float], flags: tuple[str, ...], its: dict[str, Any]
+) -> None:
+    assert outcome(told(tmp_path, 5, *flags, its=its, pmi=pmi, none_no_loophole=(0.0, 0.85)), "H4") == expected
 
 
 def test_h4_wants_its_ceiling_and_its_seeds(tmp_path: Path) -> None:
     assert outcome(told(tmp_path / "a", pmi=(0.0, 0.8)), "H4") == "UNDECIDED"
-    few = told(tmp_path / "b", 4, *REBUILT, pmi=(0.0, 0.8), none_no_loophole=(0.0, 0.85))
+    few = told(tmp_path / "b", 4, its=REBUILT, pmi=(0.0, 0.8), none_no_loophole=(0.0, 0.85))
     assert "n too small: 4 seeds" in next(v.numbers for v in few if v.id == "H4")
 
 
@@ -183,16 +209,35 @@ def test_an_arm_without_a_direction_needs_no_haar(tmp_path: Path) -> None:
     assert outcome(told(tmp_path, none=(0.8, 0.5), pmi=(0.1, 0.5)), "H1") == "SUPPORTED"
 
 
-def test_a_verdict_names_its_runs(tmp_path: Path) -> None:
-    (h3,) = [v for v in told(tmp_path, route2=(0.1, 0.5), route2_haar=(0.7, 0.5)) if v.id == "H3"]
-    assert len(h3.runs) == 10
-    assert all((tmp_path / run).is_dir() for run in h3.runs)
+@pytest.mark.parametrize(
+    ("every", "said"), [(None, "vanilla was not evaluated on the way"), (0.9, "did vanilla solve")]
+)
+def test_h1_says_what_vanilla_was_on_the_way(every: float | None, said: str, tmp_path: Path) -> None:
+    on_the_way = {"row": {"hack_deploy": every, "solve_deploy": every}}
+    told(tmp_path, its=on_the_way, none=(0.8, 0.5))
+    (h1,) = [v for v in told(tmp_path, pmi=(0.1, 0.5)) if v.id == "H1"]
+    assert said in h1.numbers
 
 
-def test_a_margin_moved_in_the_file_alone_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "h.md").write_text(FILE.read_text().replace("≥ 30 points below", "≥ 20 points below"))
-    with pytest.raises(ValueError, match="H1 no longer says 30"):
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        (
+            "≥ 30 points below vanilla's",
+            "≥ 20 points below vanilla's",
+            "H1 says 20, 10, 15, 15, 0, and its rule 30, 10,",
+        ),
+        ("under 15 points, or", "under 5 points, or", "H1 says 30, 10, 5, 15, 0, and"),  # the other 15 is still there
+        ("hack ≤ 2 % over all modes", "hack ≤ 5 % over all modes", "H4 says 5, 90, 60, 5, 80, and"),
+    ],
+)
+def test_a_margin_moved_in_the_file_alone_is_refused(old: str, new: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "h.md").write_text(FILE.read_text().replace(old, new))
+    with pytest.raises(ValueError, match=why):
         judge(Preregistered.read(tmp_path / "h.md"), [])
+
+
+def test_a_file_without_the_table_is_refused(tmp_path: Path) -> None:
     (tmp_path / "h.md").write_text("nothing")
     with pytest.raises(ValueError, match=r"h\.md: no table with the columns id, claim"):
         Preregistered.read(tmp_path / "h.md")

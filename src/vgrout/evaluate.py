@@ -220,7 +220,12 @@ def command(cli: Cli) -> int:
     seed = cfg.run.seed if cli.seed is None else cli.seed
     stem = f"{saved.path.stem}_{saved.problems_file.stem}_{cli.split}_seed{seed}"
     out = cli.out or saved.path.parent / "evaluations" / f"{stem}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
+    if out.is_dir():
+        raise ValueError(f"--out {out}: is a folder; name a file")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise _unwritable(out, e) from None
     with Grader(cli.workers, allow_weak=cli.allow_weak_sandbox) as grader:
         if cfg.scale.model == ORGANISM:
             torch.set_num_threads(1)  # for matrices this small a second thread only costs
@@ -228,13 +233,20 @@ def command(cli: Cli) -> int:
         problems = held_out(saved, rows, cli.split, policy)
         problems = balanced(problems, cli.n_prompts or cfg.eval.final_n_prompts, 0, "test")
         sides = score(saved, policy, grader, problems, cli.samples or cfg.eval.final_samples, seed)
-    write_atomic(out, to_json(as_json(saved, saved.problems_file, cli.split, seed, sides)))
     print(
         f"{cfg.run_id}, {saved.path.name} after {saved.step} steps, {len(problems)} problems of {saved.problems_file}"
     )
     print(report(sides))
+    try:
+        write_atomic(out, to_json(as_json(saved, saved.problems_file, cli.split, seed, sides)))
+    except OSError as e:
+        raise _unwritable(out, e) from None
     print(f"-> {out}")
     return 0
+
+
+def _unwritable(out: Path, e: OSError) -> ValueError:
+    return ValueError(f"--out {out}: cannot be written ({e.strerror}); name another file with --out")
 
 
 def main(argv: list[str] | None = None) -> int:

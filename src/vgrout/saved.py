@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -79,7 +79,8 @@ def find_adapter(run: Path, step: int | None = None, model: str | None = None, p
 
 
 def load_saved(saved: Saved, cache_dir: Path | None = SVD_CACHE) -> Policy:
-    """The deployed model: the base in the run's dtype, on a GPU where there is one, δS loaded, the quarantine zero.
+    """The deployed model: the base in the run's dtype, on a GPU where there is one, δS loaded, the quarantine zero; it
+    is prompted as it was in the run.
 
     Raises:
         ValueError: the adapter is of another model.
@@ -87,7 +88,7 @@ def load_saved(saved: Saved, cache_dir: Path | None = SVD_CACHE) -> Policy:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     policy = load_policy(saved.model, device=device, dtype=saved.dtype, cache_dir=cache_dir)
     policy.adapter.load(saved.path)
-    return policy
+    return replace(policy, preserve_thinking=saved.cfg.env.preserve_thinking)
 
 
 def load_source(source: Source, flag: str, device: torch.device, dtype: torch.dtype, *, knob: bool = False) -> Lm:

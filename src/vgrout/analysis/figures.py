@@ -2,16 +2,20 @@
 colour-blind, ordered by lightness so that they survive grey). Cells of one seed are in none of them."""
 
 import itertools
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.text import Annotation
 
 from vgrout.analysis import stats
-from vgrout.analysis.runs import WHATS, Cell, Run, What, paired, partner
+from vgrout.analysis.runs import WHATS, Cell, Run, What, bases, paired, partner
 from vgrout.analysis.stats import Estimate
 from vgrout.analysis.tables import compare, level
 from vgrout.config import WITH_DIRECTION
@@ -31,6 +35,7 @@ ARM_COLOUR = {
 ARM_MARKER = dict(zip(ARM_COLOUR, ("s", "^", "o", "D", "v", "P", "X"), strict=True))
 ARM_FILL = {"projected": "bottom", "routing": "left", "reader": "right", "surprise": "top"}  # of its controls' markers
 ANCHORS = ("no_loophole", "oracle")  # controls that bound what is possible
+LINES = 9  # on a page of the dynamics
 SMOOTH = 5  # steps in a running mean of the students' answers
 
 
@@ -44,8 +49,8 @@ class Picture:
 def pictures(cells: Sequence[Cell]) -> list[Picture]:
     """All that these cells can fill; those of one seed are left out."""
     several = [c for c in cells if len(c.runs) > 1]
-    drawn = (draw(several) for draw in (dynamics, pareto, dumbbells, suppression, gates))
-    return [p for p in drawn if p is not None]
+    drawn = (draw(several) for draw in (pareto, dumbbells, suppression, gates))
+    return [*dynamics(several), *(p for p in drawn if p is not None)]
 
 
 def _style(axes: Axes, **labels: object) -> None:
@@ -53,6 +58,18 @@ def _style(axes: Axes, **labels: object) -> None:
     axes.grid(alpha=0.25, lw=0.6)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
+
+
+def _legend(fig: Figure) -> None:
+    """Of the first panel, below all: as many columns as the longest name leaves room for, the figure higher by it."""
+    handles, labels = fig.axes[0].get_legend_handles_labels()
+    columns = max(1, min(4, len(labels), int(13.5 * fig.get_figwidth()) // (max(map(len, labels)) + 8)))
+    fig.set_figheight(fig.get_figheight() + 0.19 * -(-len(labels) // columns))
+    fig.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+
+
+def _wrapped(title: str, width: int) -> str:
+    return textwrap.fill(title, width, break_long_words=False)
 
 
 # ── dynamics ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -79,13 +96,23 @@ def _deployed(what: What) -> Series:
     return series
 
 
-def dynamics(cells: Sequence[Cell]) -> Picture | None:
-    """Thin: a seed. Thick: their mean. Band: its 95 % interval by Student's t."""
+def dynamics(cells: Sequence[Cell]) -> list[Picture]:
+    """The arms, then vanilla's controls, on as many pages as they need; on each the vanilla that most are compared
+    with, and its ceiling."""
     shown = [c for c in cells if c.first.control == "none" or c.first.intervention == "none"]
-    shown = sorted(shown, key=lambda c: c.first.control not in ("none", *ANCHORS))[: len(DASHES)]
-    if not shown:
-        return None
-    fig = Figure(figsize=(9.5, 6.4), dpi=DPI, layout="constrained")
+    shown = sorted(shown, key=lambda c: c.first.control != "none")
+    compared = [v for c in shown if (v := partner(c, cells, "none"))]
+    vanilla = max(compared, key=compared.count, default=None)
+    always = [c for c in (vanilla, vanilla and partner(vanilla, cells, "none", "no_loophole")) if c]
+    rest = [c for c in shown if c not in always]
+    room = LINES - len(always)
+    pages = [[*always, *rest[at : at + room]] for at in range(0, len(rest), room)] or [always]
+    return [_dynamics(page, i, len(pages)) for i, page in enumerate(pages, 1) if page]
+
+
+def _dynamics(shown: Sequence[Cell], page: int, pages: int) -> Picture:
+    """Thin: a seed. Thick: their mean. Band: its 95 % interval by Student's t."""
+    fig = Figure(figsize=(9.5, 5.9), dpi=DPI, layout="constrained")
     colours = dict(zip((c.title for c in shown), _colours(shown), strict=True))
     for column, (side, series) in zip(
         fig.subplots(2, 2, sharex=True, sharey=True).T,
@@ -98,19 +125,20 @@ def dynamics(cells: Sequence[Cell]) -> Picture | None:
             _style(axes, ylim=(-0.02, 1.02), ylabel=f"{what} rate", title=side if what == "hack" else "")
             axes.title.set_fontsize(10)
         column[-1].set_xlabel("step")
-    handles, labels = fig.axes[0].get_legend_handles_labels()
-    fig.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), frameon=False, fontsize=9)
+    _legend(fig)
     return Picture(
-        "dynamics",
-        "Dynamics. Thin lines: seeds; thick: their mean; band: its 95 % interval (Student's t). Students: running mean "
-        f"of {SMOOTH} steps. On the way the deployed model is evaluated on fewer held-out problems than in the end.",
+        f"dynamics-{page}" if page > 1 else "dynamics",
+        f"Dynamics{f', {page} of {pages}' if pages > 1 else ''}. Thin lines: seeds; thick: their mean; band: its 95 % "
+        f"interval (Student's t). Students: running mean of {SMOOTH} steps. On the way the deployed model is evaluated "
+        "on fewer held-out problems than in the end.",
         fig,
     )
 
 
 def _colours(shown: Sequence[Cell]) -> list[str]:
     """An arm's own colour for its plain cell, the others in order."""
-    rest = itertools.cycle((GREY, GREEN, PINK, SKY))
+    taken = {ARM_COLOUR.get(c.title) for c in shown}
+    rest = itertools.cycle([GREY, *(c for c in (GREEN, PINK, SKY) if c not in taken)])
     return [ARM_COLOUR[c.title] if c.title in ARM_COLOUR else next(rest) for c in shown]
 
 
@@ -181,16 +209,15 @@ def pareto(cells: Sequence[Cell]) -> Picture | None:
                     100 * (run.rate("deploy", "hack") or 0), 100 * (run.rate("deploy", "solve") or 0), ".", ms=4,
                     color=colour, alpha=0.5, zorder=1,
                 )  # fmt: skip
-    once = Cell("base", tuple({r.seed: r for c in cells for r in c.runs}.values()))
-    x, y = (level(once, "base", what) for what in WHATS)
-    axes.errorbar(
-        100 * (x.value or 0), 100 * (y.value or 0), yerr=_errors(y), fmt="*", ms=17, color=GREY, mec="black",
-        label=f"base, untrained ({len(once.runs)} seeds)", zorder=3,
-    )  # fmt: skip
-    _name(axes, "base", x, y)
+    for base in bases([r for c in cells for r in c.runs]):
+        x, y = (level(base, "base", what) for what in WHATS)
+        axes.errorbar(
+            100 * (x.value or 0), 100 * (y.value or 0), xerr=_errors(x), yerr=_errors(y), fmt="*", ms=17, color=GREY,
+            mec="black", label=f"{base.title}, untrained ({len(base.runs)} seeds)", zorder=3,
+        )  # fmt: skip
+        _name(axes, base.title, x, y)
     _style(axes, xlim=(-3, 103), ylim=(-3, 103), xlabel="deployed model: hack, %", ylabel="deployed model: solve, %")
-    handles, labels = axes.get_legend_handles_labels()
-    axes.legend(handles, labels, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=8)
+    _legend(fig)
     return Picture(
         "pareto",
         "Hack against solve of the deployed model, mean over seeds with 95 % intervals; dots: seeds. Stars: anchors "
@@ -201,11 +228,14 @@ def pareto(cells: Sequence[Cell]) -> Picture | None:
 
 
 def _name(axes: Axes, name: str, x: Estimate, y: Estimate) -> None:
+    """Unless the name of another star is there already: the legend has them all."""
     at = (100 * (x.value or 0), 100 * (y.value or 0))
+    if any(abs(at[0] - t.xy[0]) < 25 and abs(at[1] - t.xy[1]) < 5 for t in axes.texts if isinstance(t, Annotation)):
+        return
     to_the_left = at[0] > 60
     axes.annotate(
-        name, at, (-10 if to_the_left else 10, 12 if to_the_left else 7), textcoords="offset points", fontsize=9,
-        ha="right" if to_the_left else "left", bbox={"boxstyle": "round,pad=.15", "fc": "white", "ec": "none"},
+        _wrapped(name, 26), at, (-10, 12) if to_the_left else (10, 7), textcoords="offset points", fontsize=9,
+        ha="right" if to_the_left else "left", bbox={"boxstyle": "round,pad=.15", "fc": "white", "lw": 0, "alpha": 0.7},
     )  # fmt: skip
 
 
@@ -213,33 +243,52 @@ def _name(axes: Axes, name: str, x: Estimate, y: Estimate) -> None:
 
 
 def dumbbells(cells: Sequence[Cell]) -> Picture | None:
-    """Per mode, from as trained to deployed; the modes that the pairs show first, the held-out ones below."""
-    shown = [c for c in cells if c.first.intervention != "none" and c.first.control == "none"][:6]
+    """Per mode, from as trained to deployed; the modes in one order in every panel, those of its pairs shaded."""
+    shown = [c for c in cells if c.first.intervention != "none" and c.first.control == "none"]
     if not shown:
         return None
-    fig = Figure(figsize=(3.1 * len(shown) + 1.4, 3.9), dpi=DPI, layout="constrained")
-    for axes, cell in zip(np.atleast_1d(fig.subplots(1, len(shown), sharey=True)), shown, strict=True):
-        modes = sorted(cell.first.modes, key=lambda m: (not cell.first.in_distribution(m), MODES.index(m)))
-        for i, mode in enumerate(modes):
-            _dumbbell(axes, cell, mode, -float(i))
-        known = sum(bool(cell.first.in_distribution(m)) for m in modes)
-        if 0 < known < len(modes):
-            axes.axhline(0.5 - known, color=GREY, lw=0.8, ls=":")
-        _style(axes, xlim=(-4, 104), xlabel="hack, %", title=cell.title)
-        axes.set_yticks([-i for i in range(len(modes))])
-        axes.set_yticklabels([f"{m}\n({'pairs' if cell.first.in_distribution(m) else 'held out'})" for m in modes])
-        axes.tick_params(axis="y", labelsize=8)
-    handles, labels = fig.axes[0].get_legend_handles_labels()
-    fig.legend(handles[:2], labels[:2], loc="outside lower center", ncols=2, frameon=False)
+    modes = [m for m in MODES if any(m in c.first.modes for c in shown)]
+    fig, panels = _panels(shown, 3.1, 2.6, sharey=True)
+    for axes, cell in panels:
+        of = {m: cell.first.in_distribution(m) for m in cell.first.modes}
+        for at, mode in enumerate(modes):
+            if of.get(mode):
+                axes.axhspan(at - 0.5, at + 0.5, color=GREY, alpha=0.2, lw=0, zorder=0)
+            if mode in of:
+                _dumbbell(axes, cell, mode, at)
+        _style(axes, xlim=(-4, 104), ylim=(len(modes) - 0.5, -0.5))
+        no_pairs = "\n(no pairs)" if None in of.values() else ""
+        axes.set_title(_wrapped(cell.title, 46) + no_pairs, fontsize=9)
+        axes.set_yticks(range(len(modes)), modes)
+        axes.tick_params(labelsize=8)
+    fig.supxlabel("hack, %", fontsize=9)
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    shaded = Patch(color=GREY, alpha=0.2, lw=0, label="mode that the direction's pairs show")
+    fig.legend(
+        handles=[*handles[:2], shaded], labels=[*labels[:2], shaded.get_label()], loc="outside upper center", ncols=3,
+        frameon=False, fontsize=9,
+    )  # fmt: skip
     return Picture(
         "modes",
-        "Hack rate per mode, from as trained (open) to deployed (filled), mean over seeds with 95 % intervals. Above "
-        "the dotted line: the modes that the direction's pairs show; below: modes held out from it.",
+        "Hack rate per mode, from as trained (open) to deployed (filled), mean over seeds with 95 % intervals. Shaded: "
+        "the modes that the direction's pairs show; the others are held out from it. No pairs: an arm without a "
+        "direction.",
         fig,
     )
 
 
-def _dumbbell(axes: Axes, cell: Cell, mode: Mode, at: float) -> None:
+def _panels(shown: Sequence[Cell], wide: float, high: float, **shared: Any) -> tuple[Figure, list[tuple[Axes, Cell]]]:
+    """A panel a cell, four in a line. wide, high: of one, in inches."""
+    columns = min(4, len(shown))
+    lines = -(-len(shown) // columns)
+    fig = Figure(figsize=(wide * columns, high * lines + 0.5), dpi=DPI, layout="constrained")
+    grid = fig.subplots(lines, columns, squeeze=False, **shared).ravel()
+    for axes in grid[len(shown) :]:
+        axes.set_visible(False)
+    return fig, list(zip(grid, shown, strict=False))
+
+
+def _dumbbell(axes: Axes, cell: Cell, mode: Mode, at: int) -> None:
     colour = ARM_COLOUR.get(cell.first.final["arm"], GREY)
     trained, deployed = (level(cell, side, "hack", mode) for side in ("train", "deploy"))
     a, b = (100 * (e.value or 0) for e in (trained, deployed))
@@ -276,7 +325,7 @@ def suppression(cells: Sequence[Cell]) -> Picture | None:
             _suppressed(axes, cell, beside[cell], marker.get(cell.first.control, "o"))
         axes.axhline(0, color="black", lw=0.8)
         _style(axes, xlim=(0, 1.06), xlabel="|cos| with the real direction (rms)")
-        axes.set_title(arm, pad=16)
+        axes.set_title(_wrapped(arm, 32), pad=16)
         axes.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=1)
     fig.axes[0].set_ylabel("points less hacked than vanilla, deployed")
     return Picture(
@@ -311,32 +360,26 @@ def _suppressed(axes: Axes, cell: Cell, vanilla: Cell, marker: str) -> None:
 
 def gates(cells: Sequence[Cell]) -> Picture | None:
     """Where the gate put true exploits and the rest, after the fact."""
-    shown = [c for c in cells if any(r.gates for r in c.runs)][:12]
+    shown = [c for c in cells if any(r.gates for r in c.runs)]
     if not shown:
         return None
-    columns = min(4, len(shown))
-    lines = -(-len(shown) // columns)
-    fig = Figure(figsize=(2.9 * columns, 2.3 * lines + 0.5), dpi=DPI, layout="constrained")
-    grid = np.atleast_1d(fig.subplots(lines, columns, squeeze=False)).ravel()
-    for axes, cell in itertools.zip_longest(grid, shown):
-        if cell is None:
-            axes.set_visible(False)
-            continue
+    fig, panels = _panels(shown, 2.9, 2.3)
+    for axes, cell in panels:
         found = [pair for r in cell.runs for pair in r.gates]
         whole = (0.0, 1.0) if cell.first.intervention == "route2" else None  # a score has no bounds
-        bins = np.histogram_bin_edges([at for at, _ in found], bins=20, range=whole)
+        bins = list(np.histogram_bin_edges([at for at, _ in found], bins=20, range=whole))
         hacks, rest = ([at for at, hack in found if hack is label] for label in (True, False))
         of_all = [np.full(len(values), 1 / max(1, len(values))) for values in (rest, hacks)]  # shares of each kind
         axes.hist(rest, bins, weights=of_all[0], color="#BBBBBB", edgecolor="white", lw=0.4, label="not an exploit")
         axes.hist(hacks, bins, weights=of_all[1], histtype="step", color="black", lw=1.5, hatch="////", label="exploit")
-        _style(axes, title=f"{cell.title}\n{len(hacks)} exploits, {len(rest)} others")
+        _style(axes, title=f"{_wrapped(cell.title, 46)}\n{len(hacks)} exploits, {len(rest)} others")
         axes.title.set_fontsize(8)
         axes.tick_params(labelsize=8)
     fig.supxlabel(
         "routing2: share of modules in which a rollout was quarantined; arms that read: its score", fontsize=9
     )
     fig.supylabel("share of its kind", fontsize=9)
-    handles, labels = grid[0].get_legend_handles_labels()
+    handles, labels = panels[0][0].get_legend_handles_labels()
     fig.legend(handles, labels, loc="outside upper center", ncols=2, frameon=False, fontsize=9)
     return Picture(
         "gates",

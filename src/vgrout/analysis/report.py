@@ -61,7 +61,8 @@ def _notes(found: Sequence[Cell], several: Sequence[Cell]) -> list[str]:
         "[low, high] is a 95 % interval over seeds: a two-level bootstrap (seeds, and held-out problems within each "
         "mode, one draw for all seeds; percentiles expanded for few seeds) from five seeds on; with fewer, n too small "
         "for that, Student's t (marked t), which knows nothing of other problems.",
-        "DEGENERATE: every answer of every seed came out the same, so the statistic could not have come out otherwise.",
+        "DEGENERATE: every answer of every seed came out the same, so the statistic could not have come out otherwise; "
+        "of a p value: no seed differs at all.",
         "p values and intervals are not corrected for how many of them are here.",
     ]
     if not by_problem(several):
@@ -135,10 +136,18 @@ def as_png(picture: Picture) -> bytes:
     return out.getvalue()
 
 
+FILES = ("report.md", "report.html", "runs.csv", "modes.csv", "figures")
+
+
 def refuse_other(out: Path) -> None:
-    """Raises ValueError, one line, where `out` is there and is something else than a report."""
-    if out.exists() and not (out / "report.md").is_file() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"--out {out}: is there and is no report; name another folder")
+    """Raises ValueError, one line, where `out` is there and holds anything but a report: it would be replaced."""
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out}: is a file; name a folder")
+    inside = sorted([*out.iterdir(), *(out / "figures").glob("*")]) if out.exists() else []
+    other = [p for p in inside if p not in {out / name for name in FILES}]
+    other = [p for p in other if p.parent != out / "figures" or p.suffix != ".png"]
+    if other or (inside and out / "report.md" not in inside):
+        raise ValueError(f"--out {out}: is no report, it holds {(other or inside)[0].name}; name another folder")
 
 
 def write(report: Report, pictures: Sequence[Picture], rollouts: Mapping[str, Any], out: Path) -> None:

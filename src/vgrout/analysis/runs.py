@@ -53,7 +53,7 @@ class Run:
     final: dict[str, Any]  # per_mode_deploy.json
     rows: list[dict[str, Any]]  # steps.jsonl
     record: dict[str, Any]  # run.json
-    seconds: float  # start of the first step to the end of the final evaluation
+    seconds: float | None  # start of the first step to the end of the final evaluation; None: in more than one go
 
     @classmethod
     def read(cls, path: Path) -> "Run":
@@ -69,7 +69,7 @@ class Run:
         if not rows:
             raise ValueError(f"{path / 'steps.jsonl'}: no step in it")
         started, ended = ((path / name).stat().st_mtime for name in ("run.json", "per_mode_deploy.json"))
-        return cls(path, final, rows, record, ended - started)
+        return cls(path, final, rows, record, None if record.get("resumed") else ended - started)
 
     @property
     def name(self) -> str:
@@ -101,8 +101,8 @@ class Run:
 
     @cached_property
     def learns(self) -> str:
-        """What runs must share to be compared: everything that training reads, its input files included, but the arm,
-        the seed, and β, which is a baseline of its own."""
+        """What runs must share to be compared: everything that training reads, the model and the environment included,
+        but the arm with its files, the seed, and β, which is a baseline of its own."""
         groups = {g: v for g, v in self.settings.items() if g not in ("arm", *_MEASURING)}
         groups["loss"] = {k: v for k, v in groups["loss"].items() if k not in ("beta", "kl")}
         return json.dumps([groups, self.inputs, self.final["steps"]], sort_keys=True)
@@ -110,7 +110,7 @@ class Run:
     @cached_property
     def unusual(self) -> dict[str, Any]:
         """What training reads, arm, control and seed aside, that is not its preset's own."""
-        usual = _learning(_usual(self.record["config"].get("preset", "")))
+        usual = _learning(_usual(self.preset))
         return {
             k: v
             for k, v in _learning(self.settings).items()
@@ -120,8 +120,20 @@ class Run:
     @property
     def inputs(self) -> dict[str, str]:
         """The first digits of the hashes of the model and the environment: a path may hold another model tomorrow."""
+        return self._hashes("base_weights", "tokenizer", "problems", "pool")
+
+    @property
+    def arm_inputs(self) -> dict[str, str]:
+        """The same of the files that the arm or the loss reads besides; '' where it reads none, or none was noted."""
+        return self._hashes("pairs", "placebo", "anchors", "direction_file", "teacher_weights")
+
+    def _hashes(self, *names: str) -> dict[str, str]:
         hashes = self.record.get("hashes") or {}
-        return {name: (hashes.get(name) or "")[:8] for name in ("base_weights", "tokenizer", "problems", "pool")}
+        return {name: (hashes.get(name) or "")[:8] for name in names}
+
+    @property
+    def preset(self) -> str:
+        return self.record["config"].get("preset", "")
 
     @property
     def beta(self) -> float:
@@ -207,8 +219,9 @@ class Run:
     def gates(self) -> list[tuple[float, bool]]:
         """(where the gate saw it, whether it was an exploit) of the students' rollouts with signal: route2's share of
         modules in which it was quarantined, the score of what an arm that reads has read; none for an arm without a
-        gate."""
-        if self.intervention not in ("route2", *READING):
+        gate, or one whose control reads nothing."""
+        blind = self.intervention in READING and self.control in ("no_gate", "oracle")
+        if blind or self.intervention not in ("route2", *READING):
             return []
         seen = ((r["score"] if "score" in r else r.get("gate"), r["exploited"]) for r in self._gated)
         return [(value, exploited) for value, exploited in seen if value is not None]
@@ -295,10 +308,11 @@ def run_dirs(source: Path) -> tuple[list[Path], list[str]]:
     """
     if not source.is_dir():
         raise ValueError(f"{source}: no such folder; run `python -m vgrout.train mini` first")
-    if (source / "run.json").is_file():
+    files = ("run.json", "status.json")  # a run that died while it loaded has the second alone
+    if any((source / name).is_file() for name in files):
         return [source], []
     if not (index := source / "runs.json").is_file():
-        found = sorted(p.parent for p in source.glob("*/run.json"))
+        found = sorted({p.parent for name in files for p in source.glob(f"*/{name}")})
         if not found:
             raise ValueError(f"{source}: no run in it: neither a folder of runs nor a sweep")
         return found, []
@@ -349,22 +363,24 @@ def load(sources: Sequence[Path], tag: str = "") -> Loaded:
 
 def key(run: Run) -> str:
     """Equal for runs that differ by their seed alone."""
-    return json.dumps([run.arm, run.settings["arm"], run.settings["loss"], run.learns], sort_keys=True)
+    return json.dumps([run.arm, run.settings["arm"], run.settings["loss"], run.arm_inputs, run.learns], sort_keys=True)
 
 
 _ORDER = {name: i for i, name in enumerate((*ARM_NAME.values(), *CONTROLS))}
 
 
 def cells(runs: Sequence[Run]) -> list[Cell]:
-    """By arm, then control. Titles name the loss and the steps where the runs differ in them, and are unique."""
+    """By arm, then control. Titles name the loss, the preset and the steps where the runs differ in them, and are
+    unique."""
     groups: dict[str, list[Run]] = defaultdict(list)
     for run in sorted(runs, key=lambda r: r.seed):
         groups[key(run)].append(run)
-    losses, steps = ({get(r) for r in runs} for get in (lambda r: r.loss, lambda r: r.final["steps"]))
+    named = [(r.loss, r.preset, f"{r.final['steps']} steps") for r in runs]
+    differ = [len(set(column)) > 1 for column in zip(*named, strict=True)]
 
     def plain(run: Run) -> str:
-        more = [*([run.loss] if len(losses) > 1 else []), *([f"{run.final['steps']} steps"] if len(steps) > 1 else [])]
-        return " · ".join([run.arm, *more])
+        mine = (run.loss, run.preset, f"{run.final['steps']} steps")
+        return " · ".join([run.arm, *(name for name, told in zip(mine, differ, strict=True) if told)])
 
     def place(item: tuple[str, list[Run]]) -> tuple[Any, ...]:
         run = item[1][0]
@@ -382,15 +398,32 @@ def _differing(run: Run, alike: Sequence[Run]) -> str:
     """Where several cells have one name: the settings in which they differ, and this one's values where they are not
     the preset's own."""
 
-    usual = _learning(_usual(run.record["config"].get("preset", "")))
-    mine, all_of_them = (_learning(run.settings) | run.inputs), [_learning(r.settings) | r.inputs for r in alike]
+    usual = _learning(_usual(run.preset))
+    mine, *all_of_them = (_learning(r.settings) | r.inputs for r in (run, *alike))
     differing = {k: v for k, v in mine.items() if any(other.get(k) != v for other in all_of_them)}
     told = [f"{k} {v}" for k, v in differing.items() if k not in usual or usual[k] != v]
+    edited = [r.arm_inputs for r, its in zip(alike, all_of_them, strict=True) if its == mine]  # the same paths
+    told += [f"{k} {v or 'not noted'}" for k, v in run.arm_inputs.items() if any(other[k] != v for other in edited)]
     return f" ({', '.join(told)})" if told else ""
 
 
-# Arm settings that a control replaces, or that it alone reads.
-_OF_CONTROLS = {"control", "route2_random_v_seed", "placebo_pairs_path", "vhack_refresh_every"}
+def bases(runs: Sequence[Run]) -> list[Cell]:
+    """The untrained models behind these runs, each seed once: of its runs the one with the most answers. Titles name in
+    what several differ."""
+    found: dict[tuple[str, ...], dict[int, Run]] = defaultdict(dict)
+    for run in sorted(runs, key=lambda r: (r.seed, r.answered())):
+        scale = run.settings["scale"]
+        model = f"model {scale['organism'] or scale['model']}"
+        hashes = (f"{name} {run.inputs[name]}" for name in ("base_weights", "tokenizer", "problems"))
+        asked = f"env_mode {run.settings['env']['env_mode']}", f"max_new {scale['max_new']}"
+        found[model, *hashes, *asked][run.seed] = run
+    shared = set.intersection(*map(set, found)) if found else set()
+    titles = {key: ", ".join(name for name in key if name not in shared) for key in found}
+    return [Cell(f"base ({told})" if (told := titles[k]) else "base", tuple(by.values())) for k, by in found.items()]
+
+
+# Arm settings that a control alone reads.
+_OF_CONTROLS = {"control", "route2_random_v_seed", "placebo_pairs_path"}
 
 
 def partner(cell: Cell, among: Sequence[Cell], intervention: str, control: str = "none") -> Cell | None:
@@ -407,8 +440,11 @@ def partner(cell: Cell, among: Sequence[Cell], intervention: str, control: str =
         found = sorted(found, key=lambda c: c.first.beta if of_vanilla else abs(c.first.beta - run.beta))
         return found[0] if found and (of_vanilla or found[0].first.beta == run.beta) else None
 
+    still = "haar" in (control, run.control) and run.settings["arm"]["route2_gate"] != "pairs"  # random directions stay
+    apart = _OF_CONTROLS | {"vhack_refresh_every"} if still else _OF_CONTROLS
+
     def variant(r: Run) -> list[Any]:
-        return [r.beta, {k: v for k, v in r.settings["arm"].items() if k not in _OF_CONTROLS}]
+        return [r.beta, {k: v for k, v in r.settings["arm"].items() if k not in apart}]
 
     return next((c for c in found if variant(c.first) == variant(run)), None)
 

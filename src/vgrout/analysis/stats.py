@@ -159,6 +159,8 @@ def sign_flip(differences: Sequence[float]) -> PValue:
         return PValue(None, None, "n too small")
     if max(map(abs, differences)) < ROUNDING:
         return PValue(None, None, "DEGENERATE")
+    if n == 1:  # its one sign turned is as far out; scipy takes no single sample
+        return PValue(1.0, 1.0, "n too small")
     exact = n <= 13
     smallest = 2.0 ** (1 - n) if exact else 1 / 10_000
     found = stats.permutation_test(
@@ -176,8 +178,10 @@ def equivalent(differences: Sequence[float], margin: float) -> PValue:
     """p of TOST, two one-sided t tests (Schuirmann 1987): small where |mean difference| < margin is shown."""
     if len(differences) < 2:
         return PValue(None, None, "n too small")
-    if _equal(differences):
+    if max(map(abs, differences)) < ROUNDING:
         return PValue(None, None, "DEGENERATE")
+    if _equal(differences):  # by chance: as few as these have no spread to test with
+        return PValue(None, None, "n too small")
     above = stats.ttest_1samp(differences, -margin, alternative="greater").pvalue
     below = stats.ttest_1samp(differences, margin, alternative="less").pvalue
     return PValue(float(max(above, below)), None)

@@ -9,7 +9,7 @@ import numpy as np
 from tabulate import tabulate
 
 from vgrout.analysis import stats
-from vgrout.analysis.runs import WHATS, Cell, Run, What, paired, partner
+from vgrout.analysis.runs import WHATS, Cell, Run, What, bases, paired, partner
 from vgrout.analysis.stats import Estimate, PValue, Stratum
 from vgrout.nouns import MODES, Mode, Rate
 
@@ -288,20 +288,19 @@ def flags(cells: Sequence[Cell]) -> Table:
 
 
 def base(runs: Sequence[Run]) -> Table:
-    """The untrained model: one model, so runs of one seed are counted once."""
-    once = list({r.seed: r for r in runs}.values())
-    if len(once) < 2:
-        return Table("Base", "", [])
-    side = Cell("base", tuple(once))
+    """The untrained models, each seed of theirs once."""
     return Table(
         "The base",
         "Both knobs off, the same problems; each seed once.",
         [
             {
+                "model": side.title,
                 "seeds": side.seeds,
                 "hack": percent(level(side, "base", "hack")),
                 "solve": percent(level(side, "base", "solve")),
             }
+            for side in bases(runs)
+            if len(side.runs) > 1
         ],
     )
 
@@ -357,7 +356,7 @@ def one_seed(cells: Sequence[Cell]) -> Table:
 def times(cells: Sequence[Cell]) -> Table:
     return Table(
         "Time",
-        "Shares of a step are means over the run.",
+        "Shares of a step are means over the run; seconds a run: of those that were not resumed.",
         [
             {
                 "arm": c.title,
@@ -415,7 +414,7 @@ def run_rows(cells: Sequence[Cell]) -> list[dict[str, object]]:
             for name, of in (*((m, m) for m in MODES), ("solved", None)):
                 found = r.flags.get(of)
                 row[f"flagged_{name}"] = f"{found.k}/{found.n}" if found else None
-            row["seconds"], row["seconds_a_step"] = round(r.seconds, 1), r.seconds_a_step
+            row |= {"seconds": r.seconds and round(r.seconds, 1), "seconds_a_step": r.seconds_a_step}
             rows.append(row | {"revision": r.revision[:10]})
     return rows
 
