@@ -17,7 +17,7 @@ from vgrout.nouns import MODES
 from vgrout.pairs import Anchor, PairSet, handwritten, handwritten_placebo, load_anchors, load_pairs
 from vgrout.pool import Pool, load_pool
 from vgrout.problems import Row, load_rows
-from vgrout.run_dir import probe_writable
+from vgrout.run_dir import RUNS, probe_writable
 from vgrout.step_row import REFERENCE_STEP
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ def require_disk(need: int, folder: Path, run: Path | None) -> None:
 
 def preflight(cfg: Config, run: Path | None = None) -> Inputs:
     """Raises ValueError, one line, for every mistake that can be seen without a model. `run`: a run to go on with."""
-    probe_writable(folder := run or Path("out/runs"))
+    probe_writable(folder := run or RUNS)
     probe_writable(Path("logs"))
     require_disk(disk_needed(cfg), folder, run)
     absent: list[str] = []
@@ -158,8 +158,8 @@ def gpu_here() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
-def plan_lines(cfg: Config, inputs: Inputs, grader: Grader) -> list[str]:
-    """The plan: rollouts, tokens, reference steps, disk, protections."""
+def plan_lines(cfg: Config, inputs: Inputs, grader: Grader, folder: Path) -> list[str]:
+    """The plan: rollouts, tokens, reference steps, disk (of `folder`, where the run is written), protections."""
     s, per_step = cfg.scale, cfg.generations
     n_eval = 0
     if every := cfg.eval.eval_ablate_every:
@@ -201,7 +201,7 @@ def plan_lines(cfg: Config, inputs: Inputs, grader: Grader) -> list[str]:
         ).lines()
     else:
         lines.append("memory        no plan: the model is not here, or is of an unknown shape")
-    free = shutil.disk_usage(Path("out/runs")).free
+    free = shutil.disk_usage(folder).free
     lines.append(f"disk          about {max(1, disk_needed(cfg) // 2**20)} MiB; {free // 2**20} MiB free")
     lines.append(grader.protections.line())
     lines += [f"not here yet  {line}" for line in inputs.absent]

@@ -18,7 +18,7 @@ from vgrout.config import ARM_NAME, Config, from_dict, parse, resumed
 from vgrout.grading.grade import Grader
 from vgrout.launch import FINISHED, NOTHING, carry, concluded, require_same
 from vgrout.plan import Inputs, file_hashes, hypotheses_sha256, plan_lines, preflight
-from vgrout.run_dir import RunDir, environment, last_resumable, probe_writable, read_json, to_json
+from vgrout.run_dir import RUNS, RunDir, environment, last_resumable, probe_writable, read_json, to_json
 from vgrout.signals import Stop
 from vgrout.step_row import REFERENCE_STEP
 
@@ -63,7 +63,7 @@ def start(asked: Config) -> int:
     ) as grader:
         if cfg.run.dry_run:
             print(to_json(cfg.as_dict()))
-            print("\n".join(plan_lines(cfg, inputs, grader)))
+            print("\n".join(plan_lines(cfg, inputs, grader, resume[0] if resume else RUNS)))
             return FINISHED
         run = RunDir.reopen(resume[0]) if resume else RunDir.create(cfg.run_id)
         log = Path("logs") / f"{run.path.name}.log"
@@ -138,8 +138,10 @@ def find_resume(asked: Config) -> tuple[Path, Config] | None:
     """The run directory to go on with, and its configuration under this command line's process settings."""
     if not asked.run.resume:
         return None
-    path = last_resumable(Path("out/runs")) if asked.run.resume == "latest" else Path(asked.run.resume)
+    path = last_resumable(RUNS) if asked.run.resume == "latest" else Path(asked.run.resume)
     record, status = read_json(path / "run.json"), read_json(path / "status.json")
+    if "preset" not in record.get("config", {}):
+        raise ValueError(f"--resume {path}: not a run of vgrout.train; give one of those below {RUNS}")
     if status["state"] == "finished":
         raise ValueError(f"--resume {path}: this run is finished; nothing is left to do")
     cfg, differing = resumed(asked, from_dict(record["config"]))

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Literal
 
 from vgrout.config import Config, from_dict, identity
-from vgrout.run_dir import held, read_json
+from vgrout.run_dir import RUNS, held, read_json
 
-RUNS = Path("out/runs")
 # What a run directory says; "running": a living process writes it; "dead": without a checkpoint, nothing to go on from
 Found = Literal["finished", "running", "resumable", "halted", "diverged", "dead"]
 # Of several runs of one cell: the first of these, and of those alike the newest.
