@@ -21,8 +21,9 @@ import torch
 from runs import ARMS, adapter_bytes, rows, run
 from test_loop import start, wait_for_steps
 from vgrout import checkpoint, loop, nonfinite, organism, watch
+from vgrout.analysis.ledger import Ledger
 from vgrout.bench import kills
-from vgrout.config import parse, resumed
+from vgrout.config import identity, parse, resumed
 from vgrout.detectors import EchoTrap
 from vgrout.nouns import Ungraded
 from vgrout.replay import main as replay_main
@@ -518,6 +519,11 @@ def test_the_guard_halts_and_only_log_goes_on(
     record = json.loads((path / "run.json").read_text())
     assert record["config"]["guard"]["guard"] == "log"
     assert [r["step"] for r in record["resumed"]] == [end["step"]]
+    ledger = Ledger()  # a study that has the run finds it still
+    ledger.refresh()
+    found = ledger.find(identity(parse([*argv, "halt"])), {})
+    assert found is not None
+    assert found.path.samefile(path)
 
 
 def test_a_detector_halts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

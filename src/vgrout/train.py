@@ -81,8 +81,12 @@ def start(asked: Config) -> int:
 def load(launch: Launch, stop: Stop, clock: console.Clock) -> tuple[Any, dict[str, Any]]:
     """The study, and what is stamped on its files. Raises ValueError, one line, where files do not fit the model or
     are not those that the run started from."""
+    cfg, run, grader = launch.cfg, launch.run, launch.grader
+    record = {**environment(), "config": cfg.as_dict(), "hashes": launch.files}
+    if not launch.resumes:  # before anything is loaded: a sweep beside this one sees that the run is being made
+        run.write_json("run.json", record)
     # Importing torch and transformers takes seconds; a wrong flag never waits for it.
-    room, cfg, run, grader = importlib.import_module("vgrout.study"), launch.cfg, launch.run, launch.grader
+    room = importlib.import_module("vgrout.study")
     logger.info(f"argv: {' '.join(sys.argv)}")
     logger.info(f"verbose log: {launch.log} · run: {run.path}")
     study = room.load_study(cfg, launch.inputs, run, grader, stop, clock)
@@ -99,8 +103,7 @@ def load(launch: Launch, stop: Stop, clock: console.Clock) -> tuple[Any, dict[st
     logger.info(grader.protections.line())
     stamp = {"sandbox": grader.protections.as_dict()}
     hashes = launch.files | room.hashes(study)
-    about = {"accelerator": room.accelerator(), **room.provenance(study)}
-    record = {**environment(), **about, "config": cfg.as_dict(), **stamp, "hashes": hashes}
+    record |= {"accelerator": room.accelerator(), **room.provenance(study), **stamp, "hashes": hashes}
     record["pool"] = study.teacher.record()
     if launch.resumes:
         first = read_json(run.path / "run.json")
@@ -108,7 +111,9 @@ def load(launch: Launch, stop: Stop, clock: console.Clock) -> tuple[Any, dict[st
         room.restore(study)
         logger.info(f"resumed after step {len(study.rows) - 1}")
         again_from = {"step": len(study.rows), **{k: record[k] for k in ("argv", "git", "versions", "hashes")}}
-        record = {**first, "config": cfg.as_dict(), "resumed": [*first.get("resumed", []), again_from]}
+        begun = record["config"] if launch.force else first.get("begun", first["config"])
+        resumed_at = [*first.get("resumed", []), again_from]
+        record = {**first, "config": record["config"], "begun": begun, "resumed": resumed_at}
     else:
         hashes |= {"direction": room.direction_hash(study), "hypotheses": hypotheses_sha256()}
     run.write_json("run.json", record)
