@@ -5,6 +5,7 @@ import errno
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,10 +19,12 @@ from typing import Any
 import pytest
 
 from runs import rows
+from vgrout import organism
 from vgrout.analysis import sweep as sweeps
 from vgrout.analysis.study_file import load_study_file
 from vgrout.analysis.sweep import Sweep
 from vgrout.config import Config, resolve
+from vgrout.plan import Inputs, file_hashes
 from vgrout.run_dir import hold
 from vgrout.sweep import main
 
@@ -138,6 +141,7 @@ def test_finished_runs_are_found_by_what_they_compute(study: Path, monkeypatch: 
     write_run(cfg_of(2, "--lr=0.5"), "finished", "another_lr")
     write_run(cfg_of(2), "finished", "by_force", begun=cfg_of(2, "--lr=0.5").as_dict())
     write_run(cfg_of(2), "finished", "other_problems", hashes={"problems": "0" * 64})
+    write_run(cfg_of(2), "finished", "other_model", hashes={"model": "0" * 64})
     old = write_run(cfg_of(2), "finished", "another_version")
     record = json.loads((old / "run.json").read_text())
     record["config"]["opt"]["momentum"] = 0.9
@@ -147,6 +151,17 @@ def test_finished_runs_are_found_by_what_they_compute(study: Path, monkeypatch: 
     assert [argv[-1] for argv in hand.argvs] == ["--seed=2"]
     assert index()[1]["run"] == "out/runs/by_another_name"
     assert index()[2]["run"] == "out/runs/made_2"
+
+
+def test_a_remade_organism_is_another_one(tmp_path: Path) -> None:
+    shutil.copytree(organism.DATA_DIR, tmp_path / "warm")
+    cfg, nothing = cfg_of(1, f"--organism={tmp_path / 'warm'}"), Inputs([], None, None)
+    before = file_hashes(cfg, nothing)
+    (cfg.files.model / "README.md").write_text("a card")
+    assert file_hashes(cfg, nothing) == before == file_hashes(cfg_of(1), nothing)
+    with open(cfg.files.model / "model.safetensors", "ab") as weights:
+        weights.write(b"x")
+    assert file_hashes(cfg, nothing)["model"] not in (before["model"], None)
 
 
 def test_an_interrupted_run_goes_on_from_its_checkpoint(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:

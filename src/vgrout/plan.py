@@ -22,6 +22,7 @@ from vgrout.step_row import REFERENCE_STEP
 
 T = TypeVar("T")
 
+MODEL_BYTES = 2**28  # up to here a model folder is hashed beforehand; a larger one would take seconds an arm
 ROLLOUT_BYTES = 3000  # a line of rollouts.jsonl on the organism; a real model's answers are ~4 characters a token
 
 
@@ -112,7 +113,8 @@ def preflight(cfg: Config, run: Path | None = None) -> Inputs:
 
 
 def file_hashes(cfg: Config, inputs: Inputs) -> dict[str, str | None]:
-    """sha256 of every file that the numbers depend on; None: not read by this run."""
+    """sha256 of every file that the numbers depend on; None: not read by this run. Of a model, where it is a folder and
+    small; any other one's weights are hashed once they are loaded."""
 
     def of_files(paths: list[Path]) -> str:
         digest = hashlib.sha256()
@@ -120,8 +122,14 @@ def file_hashes(cfg: Config, inputs: Inputs) -> dict[str, str | None]:
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
         return digest.hexdigest()
 
+    def of_model(given: str) -> str | None:
+        parts = [p for name in ("config.json", "tokenizer.json", "*.safetensors") for p in Path(given).glob(name)]
+        return of_files(parts) if parts and sum(p.stat().st_size for p in parts) <= MODEL_BYTES else None
+
     pool = inputs.pool
     return {
+        "model": of_model(cfg.model_path),
+        "teacher_model": of_model(cfg.teacher_model_path) if cfg.loss.teacher_model else None,
         "problems": of_files([cfg.problems_path]) if inputs.rows else None,
         "pool": of_files([p for p in pool.folder.iterdir() if p.is_file()]) if pool else None,
         "pairs": inputs.pairs.sha256 if inputs.pairs else None,
