@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from runs import rows
-from vgrout import organism
+from vgrout import organism, train
 from vgrout.analysis import sweep as sweeps
 from vgrout.analysis.study_file import load_study_file
 from vgrout.analysis.sweep import Sweep
@@ -275,6 +275,22 @@ def test_a_run_that_another_process_writes_is_waited_for(study: Path, monkeypatc
     assert main([str(study)]) == 0
     assert [argv[-1] for argv in hand.argvs] == ["--seed=2"]
     assert index()[1]["run"] == "out/runs/elsewhere"
+
+
+def test_a_run_is_seen_while_it_loads(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a sweep of another study with the same cell; where loading is refused, there is nothing to go on from."""
+    flags = load_study_file(study).cells[0].flags
+    found: list[tuple[str, str]] = []
+
+    def look(_name: str) -> None:
+        sweep = Sweep.of(load_study_file(study))
+        found.append((sweep.entries[0].state, sweep.entries[1].state))
+        raise ValueError("the model is too small")
+
+    monkeypatch.setattr(train, "importlib", types.SimpleNamespace(import_module=look))
+    assert train.main([*flags]) == 2
+    assert found == [("running", "to do")]
+    assert Sweep.of(load_study_file(study)).entries[0].state == "to do"
 
 
 def test_two_sweeps_of_one_study_are_refused(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
