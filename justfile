@@ -66,7 +66,7 @@ mini-route *flags:
 mini-route2 *flags:
     {{py}} vgrout.train mini --intervention=route2 {{flags}}
 
-# every run of a study file: planned, resumable, one a core; --dry-run says what and how long (docs/studies has examples)
+# every run of a study file: planned, resumable, one a core (on a GPU one in all); --dry-run says what and how long (docs/studies has examples)
 sweep study *flags:
     {{py}} vgrout.sweep {{study}} {{flags}}
 
@@ -98,10 +98,11 @@ study-baselines *flags:
 
 # an organism that has begun to exploit (about 4 answers in 10): the shipped one after 15 steps of vanilla, seed 40, as out/warm
 warm:
-    test ! -e out/warm
+    @test ! -e out/warm || { echo "warm: out/warm is there already; move it away to make it again"; exit 1; }
+    rm -rf out/warm.part
     {{py}} vgrout.train mini --intervention=none --seed=40 --out-tag=_warm
     cp -r src/vgrout/organism/data out/warm.part && rm -r out/warm.part/model
-    {{py}} vgrout.export out/runs/*_mini_vanilla_seed40_warm --step 15 --out out/warm.part/model
+    {{py}} vgrout.export "$(ls -d out/runs/*_mini_vanilla_seed40_warm | tail -n 1)" --step 15 --out out/warm.part/model
     mv out/warm.part out/warm
 
 # H: from a policy that exploits already, monitors with true labels stop the hack, and so does pmi with a threshold of its anchors alone (90 runs; `just warm` first)

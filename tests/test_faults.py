@@ -21,8 +21,9 @@ import torch
 from runs import ARMS, adapter_bytes, rows, run
 from test_loop import start, wait_for_steps
 from vgrout import checkpoint, loop, nonfinite, organism, watch
+from vgrout.analysis.ledger import Ledger
 from vgrout.bench import kills
-from vgrout.config import parse, resumed
+from vgrout.config import identity, parse, resumed
 from vgrout.detectors import EchoTrap
 from vgrout.nouns import Ungraded
 from vgrout.replay import main as replay_main
@@ -318,6 +319,26 @@ def test_a_resume_that_is_refused(case: str, stopped: Path) -> None:
     assert {p: p.read_bytes() for p in sorted(stopped.rglob("*")) if p.is_file()} == before
 
 
+def test_a_resume_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A dry run needs no out/runs where it stands; what another program made is refused by name."""
+    there, here = tmp_path / "run", tmp_path / "here"
+    there.mkdir()
+    here.mkdir()
+    monkeypatch.chdir(here)
+    (there / "status.json").write_text('{"state": "interrupted"}')
+    for record in ({}, {"config": {"method": "uld"}}):
+        (there / "run.json").write_text(json.dumps(record))
+        assert main(["smoke", "--resume", str(there)]) == 2
+        assert capsys.readouterr().err == (
+            f"E --resume {there}: not a run of vgrout.train; give one of those below out/runs\n"
+        )
+    (there / "run.json").write_text(json.dumps({"config": parse(bare("none")).as_dict(), "hashes": {}}))
+    assert main(["smoke", "--resume", str(there), "--dry-run"]) == 0
+    assert "MiB free" in capsys.readouterr().out
+
+
 def test_a_run_that_is_still_going_is_not_resumed(stopped: Path) -> None:
     with RunDir.reopen(stopped):
         assert "another process is writing this run" in command("smoke", "--resume", str(stopped), code=2)
@@ -498,6 +519,11 @@ def test_the_guard_halts_and_only_log_goes_on(
     record = json.loads((path / "run.json").read_text())
     assert record["config"]["guard"]["guard"] == "log"
     assert [r["step"] for r in record["resumed"]] == [end["step"]]
+    ledger = Ledger()  # a study that has the run finds it still
+    ledger.refresh()
+    found = ledger.find(identity(parse([*argv, "halt"])), {})
+    assert found is not None
+    assert found.path.samefile(path)
 
 
 def test_a_detector_halts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,11 @@
 """Sweeps: what is skipped, resumed and run; what becomes of them when things die."""
 
 import contextlib
+import errno
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,10 +19,12 @@ from typing import Any
 import pytest
 
 from runs import rows
+from vgrout import organism, train
 from vgrout.analysis import sweep as sweeps
 from vgrout.analysis.study_file import load_study_file
 from vgrout.analysis.sweep import Sweep
 from vgrout.config import Config, resolve
+from vgrout.plan import Inputs, file_hashes
 from vgrout.run_dir import hold
 from vgrout.sweep import main
 
@@ -135,7 +139,9 @@ def test_all_runs_are_made_and_indexed(study: Path, monkeypatch: pytest.MonkeyPa
 def test_finished_runs_are_found_by_what_they_compute(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(cfg_of(1, "--out-tag=_of_another_study", "--checkpoint-every=3"), "finished", "by_another_name")
     write_run(cfg_of(2, "--lr=0.5"), "finished", "another_lr")
+    write_run(cfg_of(2), "finished", "by_force", begun=cfg_of(2, "--lr=0.5").as_dict())
     write_run(cfg_of(2), "finished", "other_problems", hashes={"problems": "0" * 64})
+    write_run(cfg_of(2), "finished", "other_model", hashes={"model": "0" * 64})
     old = write_run(cfg_of(2), "finished", "another_version")
     record = json.loads((old / "run.json").read_text())
     record["config"]["opt"]["momentum"] = 0.9
@@ -145,6 +151,17 @@ def test_finished_runs_are_found_by_what_they_compute(study: Path, monkeypatch: 
     assert [argv[-1] for argv in hand.argvs] == ["--seed=2"]
     assert index()[1]["run"] == "out/runs/by_another_name"
     assert index()[2]["run"] == "out/runs/made_2"
+
+
+def test_a_remade_organism_is_another_one(tmp_path: Path) -> None:
+    shutil.copytree(organism.DATA_DIR, tmp_path / "warm")
+    cfg, nothing = cfg_of(1, f"--organism={tmp_path / 'warm'}"), Inputs([], None, None)
+    before = file_hashes(cfg, nothing)
+    (cfg.files.model / "README.md").write_text("a card")
+    assert file_hashes(cfg, nothing) == before == file_hashes(cfg_of(1), nothing)
+    with open(cfg.files.model / "model.safetensors", "ab") as weights:
+        weights.write(b"x")
+    assert file_hashes(cfg, nothing)["model"] not in (before["model"], None)
 
 
 def test_an_interrupted_run_goes_on_from_its_checkpoint(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,6 +202,63 @@ def test_a_failure_is_named_and_the_others_go_on(
     assert len(hand.argvs) == (2 if state in ("halted", "diverged") else 3)
 
 
+@pytest.mark.parametrize(
+    ("code", "adds", "said"),
+    [
+        (2, "E --resume: changed since: pool\n", "failed: --resume: changed since: pool"),  # its status stays as it was
+        (1, "E OSError: the log's word\n", "failed: why cut"),
+        (-signal.SIGKILL, "I words\n", "failed: exit code -9"),
+    ],
+)
+def test_a_reason_is_never_an_earlier_attempts(
+    study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int, adds: str, said: str
+) -> None:
+    write_run(cfg_of(1), "interrupted", "cut", checkpoint=True)
+    write_run(cfg_of(2), "finished", "done")
+    sweep = Sweep.of(load_study_file(study))
+    log = sweep.log(sweep.entries[0])
+    log.parent.mkdir(parents=True)
+    log.write_text("E words of an earlier attempt\n")
+
+    def start(_argv: Sequence[str], log: Path) -> Any:
+        log.write_text(log.read_text() + adds)
+        return types.SimpleNamespace(poll=lambda: code, stop=lambda: None)
+
+    monkeypatch.setattr(sweeps, "_workers", lambda *_: types.SimpleNamespace(slots=1, start=start, close=lambda: None))
+    assert main([str(study)]) == 1
+    assert capsys.readouterr().out.splitlines()[-2] == f"E vanilla seed 1: {said} [out/runs/cut · {log}]"
+
+
+def test_a_log_is_one_runs_and_can_be_written(study: Path) -> None:
+    named = TWO + f'name = "é{300 * "x"}"\n[[arms]]\nintervention = "erase"\nname = "è{300 * "x"}"\n'
+    study.write_text(named)
+    sweep = Sweep.of(load_study_file(study))
+    names = {sweep.log(e).name for e in sweep.entries}
+    assert len(names) == 4
+    assert all(len(os.fsencode(name)) <= 255 for name in names)
+
+
+def test_a_disk_that_fails_stops_the_sweep_in_one_line(
+    study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run under way is asked to save, and waited for."""
+    hand = by_hand(monkeypatch, {1: (0, "finished")}, slots=2)
+    jobs, start = list[Hand.Job](), hand.start
+
+    def then_it_is_full(argv: Sequence[str], log: Path) -> Hand.Job:
+        if jobs:
+            raise OSError(errno.ENOSPC, "No space left on device", str(log))
+        jobs.append(start(argv, log))
+        return jobs[0]
+
+    hand.start = then_it_is_full  # ty: ignore[invalid-assignment]
+    assert main([str(study)]) == 1
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("E ")]
+    assert "vanilla_seed_2" in line
+    assert "No space left on device; the runs under way save and end" in line
+    assert (jobs[0].stops, hand.under_way) == (1, 0)
+
+
 def test_a_run_that_another_process_writes_is_waited_for(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_run(cfg_of(1), "running", "elsewhere")
     monkeypatch.setattr(sweeps, "ELSEWHERE_S", 0.0)
@@ -203,6 +277,22 @@ def test_a_run_that_another_process_writes_is_waited_for(study: Path, monkeypatc
     assert index()[1]["run"] == "out/runs/elsewhere"
 
 
+def test_a_run_is_seen_while_it_loads(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a sweep of another study with the same cell; where loading is refused, there is nothing to go on from."""
+    flags = load_study_file(study).cells[0].flags
+    found: list[tuple[str, str]] = []
+
+    def look(_name: str) -> None:
+        sweep = Sweep.of(load_study_file(study))
+        found.append((sweep.entries[0].state, sweep.entries[1].state))
+        raise ValueError("the model is too small")
+
+    monkeypatch.setattr(train, "importlib", types.SimpleNamespace(import_module=look))
+    assert train.main([*flags]) == 2
+    assert found == [("running", "to do")]
+    assert Sweep.of(load_study_file(study)).entries[0].state == "to do"
+
+
 def test_two_sweeps_of_one_study_are_refused(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("out/sweeps/two").mkdir(parents=True)
     with hold(Path("out/sweeps/two")):
@@ -215,6 +305,14 @@ def test_two_sweeps_of_one_study_are_refused(study: Path, capsys: pytest.Capture
 # ── the plan ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.parametrize(("gpu", "slots"), [(False, 3), (True, 1)])
+def test_one_run_a_core_and_one_in_all_on_a_gpu(monkeypatch: pytest.MonkeyPatch, gpu: bool, slots: int) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3, 5}, raising=False)
+    monkeypatch.setattr(sweeps, "gpu_here", lambda: gpu)
+    assert sweeps.slots() == slots
+
+
 def test_dry_run_shows_states_and_time_and_writes_no_plan(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(study), "--dry-run", "--jobs", "1"]) == 0
     assert "no finished run of the same preset and arm to go by for 2 of 2" in capsys.readouterr().out
@@ -225,6 +323,9 @@ def test_dry_run_shows_states_and_time_and_writes_no_plan(study: Path, capsys: p
     said = capsys.readouterr().out
     assert "2 runs: 1 finished, 1 to do" in said
     assert "about 1 min 30 s, 1 at a time" in said
+    study.write_text(TWO.replace("[1, 2]", "[1, 2, 3, 4]"))
+    assert main([str(study), "--dry-run", "--jobs", "2"]) == 0
+    assert "about 3 min 00 s, 2 at a time" in capsys.readouterr().out  # two rounds for three runs
     assert not Path("out/sweeps").exists()
 
 
@@ -234,17 +335,30 @@ def test_a_plan_is_frozen(study: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     study.write_text(TWO.replace("[1, 2]", "[1, 3]"))
     capsys.readouterr()
     assert main([str(study)]) == 2
-    assert "(1 runs more, 1 less); give the study another name, or add --replan" in capsys.readouterr().err
+    edited = "(1 runs more, 1 less); give the study another name, or add --replan"
+    assert edited in capsys.readouterr().err
+    for flags, said in (["--dry-run"], True), (["--dry-run", "--replan"], False):
+        assert main([str(study), *flags]) == 0
+        assert (edited in capsys.readouterr().out) is said
     assert main([str(study), "--replan"]) == 0
     assert [*index()] == [1, 3]
     assert len([*Path("out/sweeps/two").glob("plan*.json")]) == 2
 
 
-def test_runs_by_different_code_are_said(study: Path) -> None:
-    for seed in (1, 2):
-        write_run(cfg_of(seed), "finished", str(seed), git={"revision": f"{seed}" * 40})
-    sweep = Sweep.of(load_study_file(study))
-    assert sweep.warnings() == [f"runs begun by different code: 1 by {'1' * 10}, 1 by {'2' * 10}"]
+def test_runs_by_different_code_are_said(
+    study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before and after; a run that died without a checkpoint is made anew, by whatever code is there now."""
+    study.write_text(TWO.replace("[1, 2]", "[1, 2, 3]"))
+    for seed, state in (1, "finished"), (2, "finished"), (3, "failed"):
+        write_run(cfg_of(seed), state, str(seed), git={"revision": f"{seed}" * 40, "dirty": seed == 2})
+    said = f"runs begun by different code: 1 by {'1' * 10}, 1 by {'2' * 10}+"
+    assert Sweep.of(load_study_file(study)).warnings() == [said]
+    by_hand(monkeypatch, {3: (0, "finished")})
+    assert main([str(study)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"I {said}" in lines
+    assert f"W {said}, 1 by no checkout" in lines
 
 
 def test_a_missing_input_is_refused_before_anything_starts(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -280,28 +394,40 @@ if sys.argv[1] == "status":
 else:
     word = sys.argv[1:]
     assert word[:3] == ["add", "--escape", "--label"] and word[4] == "--", word
-    tasks[str(len(tasks))] = {{"label": word[3], "status": "Queued", "command": word[5:]}}
+    task = {{"label": word[3], "status": "Queued", "path": str(pathlib.Path.cwd()), "command": word[5:]}}
+    tasks[str(len(tasks))] = task
     book.write_text(json.dumps(tasks))
 """
 
 
-def test_via_pueue_adds_what_the_queue_has_not(study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_via_pueue_adds_what_the_queue_has_not(
+    study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Against a stand-in that answers as the client is documented to: the client itself was not to be had."""
-    done = {"label": "two: vanilla seed 1", "status": {"Done": {"result": "Success"}}}
+    labels = [f"two: vanilla seed {c.seed} ({c.identity[:8]})" for c in load_study_file(study).cells]
+    done = {"label": labels[0], "status": {"Done": {"result": "Success"}}, "path": str(tmp_path)}
+    elsewhere = {"label": labels[1], "status": {"Running": {}}, "path": "/another/checkout"}
+    unnamed = {"label": None, "status": {"Running": {}}, "path": str(tmp_path)}
     book = tmp_path / "book.json"
-    book.write_text(json.dumps({"0": done, "1": {"label": None, "status": {"Running": {}}}}))
+    book.write_text(json.dumps(dict(enumerate([done, elsewhere, unnamed]))))
     client = tmp_path / "bin" / "pueue"
     client.parent.mkdir()
     client.write_text(FAKE_PUEUE.format(python=sys.executable, book=str(book)))
     client.chmod(0o755)
     monkeypatch.setenv("PATH", f"{client.parent}:{os.environ['PATH']}")
     assert main([str(study), "--via", "pueue"]) == 0
-    added = [*json.loads(book.read_text()).values()][2:]
-    assert [t["label"] for t in added] == ["two: vanilla seed 1", "two: vanilla seed 2"]
+    added = [*json.loads(book.read_text()).values()][3:]
+    assert [t["label"] for t in added] == labels
     assert added[0]["command"][1:] == ["-m", "vgrout.train", "smoke", "--intervention=none", "--seed=1"]
     assert {e["state"] for e in index().values()} == {"queued"}
     assert main([str(study), "--via", "pueue"]) == 0
-    assert len(json.loads(book.read_text())) == 4  # none twice
+    assert len(json.loads(book.read_text())) == 5  # none twice
+    by_hand(monkeypatch, dict.fromkeys((1, 2), (0, "finished")))
+    for flags in (["--dry-run"], []):
+        assert main([str(study), *flags]) == 0
+        assert "2 of these were handed to pueue" in capsys.readouterr().out
+    assert main([str(study)]) == 0
+    assert "handed to pueue" not in capsys.readouterr().out
 
 
 def test_pueue_absent_is_one_line(

@@ -103,8 +103,7 @@ def _refuse(condition: bool, message: str) -> None:
 
 
 def _within(name: str, value: float | int, low: float | int, high: float | int, note: str = "") -> None:
-    ok = math.isfinite(value) and low <= value <= high
-    _refuse(not ok, f"--{name} {value}: should lie in [{low:g}, {high:g}]{note}")
+    _refuse(not low <= value <= high, f"--{name} {value}: should lie in [{low:g}, {high:g}]{note}")
 
 
 def _changed(group: Any, names: tuple[str, ...]) -> list[str]:

@@ -17,11 +17,12 @@ from vgrout.nouns import MODES
 from vgrout.pairs import Anchor, PairSet, handwritten, handwritten_placebo, load_anchors, load_pairs
 from vgrout.pool import Pool, load_pool
 from vgrout.problems import Row, load_rows
-from vgrout.run_dir import probe_writable
+from vgrout.run_dir import RUNS, probe_writable
 from vgrout.step_row import REFERENCE_STEP
 
 T = TypeVar("T")
 
+MODEL_BYTES = 2**28  # up to here a model folder is hashed beforehand; a larger one would take seconds an arm
 ROLLOUT_BYTES = 3000  # a line of rollouts.jsonl on the organism; a real model's answers are ~4 characters a token
 
 
@@ -62,7 +63,7 @@ def require_disk(need: int, folder: Path, run: Path | None) -> None:
 
 def preflight(cfg: Config, run: Path | None = None) -> Inputs:
     """Raises ValueError, one line, for every mistake that can be seen without a model. `run`: a run to go on with."""
-    probe_writable(folder := run or Path("out/runs"))
+    probe_writable(folder := run or RUNS)
     probe_writable(Path("logs"))
     require_disk(disk_needed(cfg), folder, run)
     absent: list[str] = []
@@ -112,7 +113,8 @@ def preflight(cfg: Config, run: Path | None = None) -> Inputs:
 
 
 def file_hashes(cfg: Config, inputs: Inputs) -> dict[str, str | None]:
-    """sha256 of every file that the numbers depend on; None: not read by this run."""
+    """sha256 of every file that the numbers depend on; None: not read by this run. Of a model, where it is a folder and
+    small; any other one's weights are hashed once they are loaded."""
 
     def of_files(paths: list[Path]) -> str:
         digest = hashlib.sha256()
@@ -120,8 +122,14 @@ def file_hashes(cfg: Config, inputs: Inputs) -> dict[str, str | None]:
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
         return digest.hexdigest()
 
+    def of_model(given: str) -> str | None:
+        parts = [p for name in ("config.json", "tokenizer.json", "*.safetensors") for p in Path(given).glob(name)]
+        return of_files(parts) if parts and sum(p.stat().st_size for p in parts) <= MODEL_BYTES else None
+
     pool = inputs.pool
     return {
+        "model": of_model(cfg.model_path),
+        "teacher_model": of_model(cfg.teacher_model_path) if cfg.loss.teacher_model else None,
         "problems": of_files([cfg.problems_path]) if inputs.rows else None,
         "pool": of_files([p for p in pool.folder.iterdir() if p.is_file()]) if pool else None,
         "pairs": inputs.pairs.sha256 if inputs.pairs else None,
@@ -158,8 +166,8 @@ def gpu_here() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
-def plan_lines(cfg: Config, inputs: Inputs, grader: Grader) -> list[str]:
-    """The plan: rollouts, tokens, reference steps, disk, protections."""
+def plan_lines(cfg: Config, inputs: Inputs, grader: Grader, folder: Path) -> list[str]:
+    """The plan: rollouts, tokens, reference steps, disk (of `folder`, where the run is written), protections."""
     s, per_step = cfg.scale, cfg.generations
     n_eval = 0
     if every := cfg.eval.eval_ablate_every:
@@ -201,7 +209,7 @@ def plan_lines(cfg: Config, inputs: Inputs, grader: Grader) -> list[str]:
         ).lines()
     else:
         lines.append("memory        no plan: the model is not here, or is of an unknown shape")
-    free = shutil.disk_usage(Path("out/runs")).free
+    free = shutil.disk_usage(folder).free
     lines.append(f"disk          about {max(1, disk_needed(cfg) // 2**20)} MiB; {free // 2**20} MiB free")
     lines.append(grader.protections.line())
     lines += [f"not here yet  {line}" for line in inputs.absent]

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO, TextIO
 
 from vgrout.files import write_atomic
 
+RUNS = Path("out/runs")
 RESERVE = 64 * 1024  # bytes kept in a run's folder, so that a full disk still leaves room to say so
 STATES = ("running", "finished", "halted", "diverged", "interrupted", "failed")
 
@@ -71,7 +72,7 @@ class RunDir:
         self._lock = hold(path)  # while this process lives: two writers would make one broken run
 
     @classmethod
-    def create(cls, run_id: str, root: Path = Path("out/runs")) -> "RunDir":
+    def create(cls, run_id: str, root: Path = RUNS) -> "RunDir":
         """A new folder. Raises ValueError in one line where nothing can be written."""
         stamp = datetime.now().strftime("%Y%m%dT%H%M%S")
         for k in range(1000):

@@ -18,7 +18,7 @@ from vgrout.config import ARM_NAME, Config, from_dict, parse, resumed
 from vgrout.grading.grade import Grader
 from vgrout.launch import FINISHED, NOTHING, carry, concluded, require_same
 from vgrout.plan import Inputs, file_hashes, hypotheses_sha256, plan_lines, preflight
-from vgrout.run_dir import RunDir, environment, last_resumable, probe_writable, read_json, to_json
+from vgrout.run_dir import RUNS, RunDir, environment, last_resumable, probe_writable, read_json, to_json
 from vgrout.signals import Stop
 from vgrout.step_row import REFERENCE_STEP
 
@@ -63,7 +63,7 @@ def start(asked: Config) -> int:
     ) as grader:
         if cfg.run.dry_run:
             print(to_json(cfg.as_dict()))
-            print("\n".join(plan_lines(cfg, inputs, grader)))
+            print("\n".join(plan_lines(cfg, inputs, grader, resume[0] if resume else RUNS)))
             return FINISHED
         run = RunDir.reopen(resume[0]) if resume else RunDir.create(cfg.run_id)
         log = Path("logs") / f"{run.path.name}.log"
@@ -81,8 +81,12 @@ def start(asked: Config) -> int:
 def load(launch: Launch, stop: Stop, clock: console.Clock) -> tuple[Any, dict[str, Any]]:
     """The study, and what is stamped on its files. Raises ValueError, one line, where files do not fit the model or
     are not those that the run started from."""
+    cfg, run, grader = launch.cfg, launch.run, launch.grader
+    record = {**environment(), "config": cfg.as_dict(), "hashes": launch.files}
+    if not launch.resumes:  # before anything is loaded: a sweep beside this one sees that the run is being made
+        run.write_json("run.json", record)
     # Importing torch and transformers takes seconds; a wrong flag never waits for it.
-    room, cfg, run, grader = importlib.import_module("vgrout.study"), launch.cfg, launch.run, launch.grader
+    room = importlib.import_module("vgrout.study")
     logger.info(f"argv: {' '.join(sys.argv)}")
     logger.info(f"verbose log: {launch.log} · run: {run.path}")
     study = room.load_study(cfg, launch.inputs, run, grader, stop, clock)
@@ -99,8 +103,7 @@ def load(launch: Launch, stop: Stop, clock: console.Clock) -> tuple[Any, dict[st
     logger.info(grader.protections.line())
     stamp = {"sandbox": grader.protections.as_dict()}
     hashes = launch.files | room.hashes(study)
-    about = {"accelerator": room.accelerator(), **room.provenance(study)}
-    record = {**environment(), **about, "config": cfg.as_dict(), **stamp, "hashes": hashes}
+    record |= {"accelerator": room.accelerator(), **room.provenance(study), **stamp, "hashes": hashes}
     record["pool"] = study.teacher.record()
     if launch.resumes:
         first = read_json(run.path / "run.json")
@@ -108,7 +111,9 @@ def load(launch: Launch, stop: Stop, clock: console.Clock) -> tuple[Any, dict[st
         room.restore(study)
         logger.info(f"resumed after step {len(study.rows) - 1}")
         again_from = {"step": len(study.rows), **{k: record[k] for k in ("argv", "git", "versions", "hashes")}}
-        record = {**first, "config": cfg.as_dict(), "resumed": [*first.get("resumed", []), again_from]}
+        begun = record["config"] if launch.force else first.get("begun", first["config"])
+        resumed_at = [*first.get("resumed", []), again_from]
+        record = {**first, "config": record["config"], "begun": begun, "resumed": resumed_at}
     else:
         hashes |= {"direction": room.direction_hash(study), "hypotheses": hypotheses_sha256()}
     run.write_json("run.json", record)
@@ -138,8 +143,10 @@ def find_resume(asked: Config) -> tuple[Path, Config] | None:
     """The run directory to go on with, and its configuration under this command line's process settings."""
     if not asked.run.resume:
         return None
-    path = last_resumable(Path("out/runs")) if asked.run.resume == "latest" else Path(asked.run.resume)
+    path = last_resumable(RUNS) if asked.run.resume == "latest" else Path(asked.run.resume)
     record, status = read_json(path / "run.json"), read_json(path / "status.json")
+    if "preset" not in record.get("config", {}):
+        raise ValueError(f"--resume {path}: not a run of vgrout.train; give one of those below {RUNS}")
     if status["state"] == "finished":
         raise ValueError(f"--resume {path}: this run is finished; nothing is left to do")
     cfg, differing = resumed(asked, from_dict(record["config"]))

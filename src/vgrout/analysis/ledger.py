@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Literal
 
 from vgrout.config import Config, from_dict, identity
-from vgrout.run_dir import held, read_json
+from vgrout.run_dir import RUNS, held, read_json
 
-RUNS = Path("out/runs")
 # What a run directory says; "running": a living process writes it; "dead": without a checkpoint, nothing to go on from
 Found = Literal["finished", "running", "resumable", "halted", "diverged", "dead"]
 # Of several runs of one cell: the first of these, and of those alike the newest.
@@ -24,10 +23,10 @@ class Record:
     """A run directory as far as it never changes."""
 
     path: Path
-    cfg: Config
+    cfg: Config  # that it was begun with, or went on with by force
     identity: str
     hashes: dict[str, str | None]  # of the files it read
-    revision: str  # of the code that began it; "" where there was no checkout
+    code: str  # that began it: its revision, "+" where it had been edited; "" where there was no checkout
 
     def reads(self, files: Mapping[str, str | None]) -> bool:
         """Whether these are the files that it read; one that it did not note down is taken for the same."""
@@ -106,8 +105,9 @@ def kind(cfg: Config) -> tuple[str, str]:
 def _record(path: Path) -> Record | None:
     try:
         data = json.loads((path / "run.json").read_text(encoding="utf-8"))
-        cfg = from_dict(data["config"])
+        cfg = from_dict(data.get("begun") or data["config"])  # a halted run that goes on is still the study's
     except (OSError, ValueError, KeyError, TypeError):
         return None
     git = data.get("git") or {}
-    return Record(path, cfg, identity(cfg), data.get("hashes") or {}, str(git.get("revision", "")))
+    code = str(git.get("revision", ""))[:10] + ("+" if git.get("dirty") else "")
+    return Record(path, cfg, identity(cfg), data.get("hashes") or {}, code)

@@ -71,7 +71,7 @@ def load_study_file(path: Path) -> StudyFile:
         data = tomllib.loads(text)
     except (OSError, UnicodeDecodeError) as e:
         raise ValueError(f"{path}: cannot be read ({e}); give a study file (TOML)") from None
-    except tomllib.TOMLDecodeError as e:
+    except ValueError as e:  # a number of thousands of digits too
         raise ValueError(f"{path}: not TOML: {e}") from None
     try:
         return _study(path, text, data)
@@ -85,7 +85,7 @@ def _study(path: Path, text: str, data: dict[str, Any]) -> StudyFile:
     name, preset, seeds = data.get("name", path.stem), data.get("preset"), data.get("seeds")
     if not isinstance(name, str) or not re.fullmatch(r"\w[\w.=+-]{0,79}", name, re.ASCII):
         raise ValueError(f"name {name!r}: letters, digits and _ . = + - only, 80 at most")
-    if preset not in PRESETS:
+    if not isinstance(preset, str) or preset not in PRESETS:
         raise ValueError(f"preset {preset!r}: should be one of {', '.join(PRESETS)}")
     if not isinstance(seeds, list) or not seeds or not all(type(s) is int for s in seeds):
         raise ValueError(f"seeds {seeds!r}: should be a list of whole numbers, such as [41, 42, 43]")
@@ -107,8 +107,10 @@ def _study(path: Path, text: str, data: dict[str, Any]) -> StudyFile:
             cfg = resolve([*flags])
         except ValueError as e:
             raise ValueError(f"{both}: {e}") from None
-        if (first := seen.setdefault(identity(cfg), both)) != both:
-            raise ValueError(f"{both}: the same runs as {first}; leave one of them out")
+        if first := seen.get(identity(cfg)):
+            same = f"the same runs as {first}" if first != both else "two values of a list make the same runs"
+            raise ValueError(f"{both}: {same}; leave one of them out")
+        seen[identity(cfg)] = both
         label = " · ".join(filter(None, (own or _label(cfg, arm), crossed)))
         if label in (known for known, *_ in settings):
             raise ValueError(f"{both}: a second arm called {label!r}; give one of them another name")

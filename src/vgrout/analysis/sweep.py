@@ -5,6 +5,7 @@
 others, and are found there by what they compute: a run that another study made is not made again.
 """
 
+import json
 import os
 import re
 import shlex
@@ -15,6 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
+from heapq import heapreplace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -28,7 +30,7 @@ from vgrout.analysis.study_file import Cell, StudyFile, load_study_file
 from vgrout.analysis.workers import POLL_S, Job, Local, Pueue, Ray, Workers
 from vgrout.files import write_atomic
 from vgrout.launch import DIVERGED, FAILED, FINISHED, HALTED, INTERRUPTED
-from vgrout.plan import file_hashes, preflight
+from vgrout.plan import file_hashes, gpu_here, preflight
 from vgrout.run_dir import held, hold, probe_writable, read_json, to_json
 from vgrout.signals import Stop, stop_on_signals
 
@@ -42,6 +44,7 @@ ENDED: dict[int, State] = {
     **{FINISHED: "finished", HALTED: "halted", DIVERGED: "diverged", INTERRUPTED: "interrupted"},
     -signal.SIGTERM: "interrupted",  # before it had begun to listen
 }
+TOLD = (FAILED, HALTED, DIVERGED, INTERRUPTED)  # with these the run's status.json is its own, not an earlier attempt's
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Cli:
     dry_run: bool = False
     """Print the runs, their states and the time they would take; start nothing."""
     jobs: int | None = None
-    """Runs at a time; none: one a core (of the Ray cluster: one a GPU, where it has any)."""
+    """Runs at a time; none: one a core, where there is a GPU one in all (of the Ray cluster: one a GPU)."""
     via: Literal["local", "pueue", "ray"] = "local"
     """Who runs them: processes of this machine · a pueue queue · a Ray cluster that shares this folder."""
     ray_address: str = ""
@@ -79,6 +82,7 @@ class Entry:
     state: State = "to do"
     run: Path | None = None
     reason: str = ""
+    said: int = 0  # bytes that earlier attempts left in its log
 
     def look(self, ledger: Ledger) -> None:
         """Bring state and run directory up to date with what lies on disk."""
@@ -98,8 +102,9 @@ class Entry:
                 "failed",
                 "it ended well, but its files or settings are no longer those of the plan",
             )
-        if self.state != "finished":
-            self.reason = self.reason or _last_word(log) or f"exit code {code}"
+        elif self.state != "finished":
+            own = self.reason if code in TOLD else ""
+            self.reason = own or _last_word(log, self.said) or f"exit code {code}"
 
     def _take(self, found: Record | None, state: State) -> None:
         self.state, self.run, self.reason = (
@@ -162,7 +167,9 @@ class Sweep:
         return [e for e in self.entries if e.state not in FINAL]
 
     def log(self, entry: Entry) -> Path:
-        return self.folder / "logs" / (re.sub(r"[^\w.=+-]+", "_", entry.cell.name, flags=re.ASCII) + ".log")
+        """By name, as far as a file can be called so, and by identity, which alone is never another run's."""
+        name = re.sub(r"[^\w.=+-]+", "_", entry.cell.name, flags=re.ASCII)[:150]
+        return self.folder / "logs" / f"{name}-{entry.cell.identity[:8]}.log"
 
     # ── the plan ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -183,18 +190,28 @@ class Sweep:
             tabulate(table, headers="keys", tablefmt="simple", disable_numparse=True, missingval="·"),
             f"{len(self.entries)} runs: " + ", ".join(f"{n} {state}" for state, n in counts.items()),
             *self.warnings(),
+            *self.queued(),
             self.estimate(jobs),
         ]
 
     def warnings(self) -> list[str]:
-        """Runs of one table that were begun by different code."""
-        by_code = Counter(r.revision[:10] or "no checkout" for e in self.entries if (r := self._record(e)))
+        """Runs of one table that were begun by different code; those that have to be begun anew do not count."""
+        known = (self.ledger.find(e.cell.identity, e.files) for e in self.entries)
+        by_code = Counter(r.code or "no checkout" for r in known if r and r.state != "dead")
         if len(by_code) < 2:
             return []
         return ["runs begun by different code: " + ", ".join(f"{n} by {code}" for code, n in by_code.items())]
 
-    def _record(self, entry: Entry) -> Record | None:
-        return self.ledger.find(entry.cell.identity, entry.files) if entry.run else None
+    def queued(self) -> list[str]:
+        """What `runs.json` says was handed to pueue and has not been begun: it may be still."""
+        path = self.folder / "runs.json"
+        try:
+            flags = [e["flags"] for e in json.loads(path.read_bytes()) if e["state"] == "queued"]
+        except (OSError, ValueError):  # none, or damaged: it is written anew
+            return []
+        if not (n := sum(e.state == "to do" and [*e.cell.flags] in flags for e in self.entries)):
+            return []
+        return [f"{n} of these were handed to pueue: where `pueue status` still has them, they would be made twice"]
 
     def estimate(self, jobs: int) -> str:
         """From finished runs of the same preset and arm; a run that was begun counts as whole."""
@@ -202,13 +219,34 @@ class Sweep:
         if not left:
             return "nothing left to run"
         known = [pace[kind(cfg)] * cfg.scale.steps for cfg in left if kind(cfg) in pace]
-        said = f"about {_time(sum(known) / min(jobs, len(left)))}, {jobs} at a time" if known else "time: no estimate"
+        busy = [0.0] * jobs  # until when each place is taken, in the order in which runs are started
+        for seconds in known:
+            heapreplace(busy, busy[0] + seconds)
+        said = f"about {_time(max(busy))}, {jobs} at a time" if known else "time: no estimate"
         if unknown := len(left) - len(known):
             said += f"; no finished run of the same preset and arm to go by for {unknown} of {len(left)}"
         return said
 
+    def edited(self) -> str:
+        """How the study differs from the one that was planned, in one line; "": not at all, or none was."""
+        path = self.folder / "plan.json"
+        if not path.is_file() or (before := read_json(path)).get("sha256") == self.study.sha256:
+            return ""
+        then, now = {r["identity"] for r in before["runs"]}, {c.identity for c in self.study.cells}
+        return (
+            f"{self.study.path}: not the file that {path} was made from ({len(now - then)} runs more, "
+            f"{len(then - now)} less); give the study another name, or add --replan"
+        )
+
     def freeze(self, replan: bool) -> None:
         """Write `plan.json`, or hold it against what was planned before. Raises ValueError where they differ."""
+        path = self.folder / "plan.json"
+        if why := self.edited():
+            if not replan:
+                raise ValueError(why)
+            os.replace(path, self.folder / f"plan.{read_json(path)['sha256'][:10]}.json")
+        elif path.is_file():
+            return
         plan = {
             "schema": SCHEMA,
             "name": self.study.name,
@@ -220,19 +258,6 @@ class Sweep:
                 for c in self.study.cells
             ],
         }
-        path = self.folder / "plan.json"
-        if path.is_file():
-            before = read_json(path)
-            if before.get("sha256") == self.study.sha256:
-                return
-            if not replan:
-                then = {r["identity"] for r in before["runs"]}
-                now = {c.identity for c in self.study.cells}
-                raise ValueError(
-                    f"{self.study.path}: not the file that {path} was made from ({len(now - then)} runs more, "
-                    f"{len(then - now)} less); give the study another name, or add --replan"
-                )
-            os.replace(path, self.folder / f"plan.{before['sha256'][:10]}.json")
         write_atomic(path, to_json(plan))
 
     def write(self) -> None:
@@ -260,6 +285,15 @@ class Sweep:
             while under_way:
                 self._reap(under_way)
                 time.sleep(POLL_S)
+        except BrokenPipeError:  # nobody reads on: the entry's to end
+            raise
+        except OSError as e:
+            where, why = e.filename or self.folder, e.strerror or e
+            logger.error(f"{where}: {why}; the runs under way save and end; put it right, and the same command goes on")
+            _stop(under_way)
+            while any(job.poll() is None for job, _ in under_way.values()):
+                time.sleep(POLL_S)
+            return FAILED
         self.write()
         return INTERRUPTED if stopped else self.report()
 
@@ -284,6 +318,7 @@ class Sweep:
                     tick(1)
                 else:
                     self.started[entry.cell.name] = time.monotonic()
+                    entry.said = _size(self.log(entry))
                     under_way[entry.cell.name] = workers.start(entry.argv, self.log(entry)), entry
                     entry.state = "running"
                     self.write()
@@ -319,8 +354,10 @@ class Sweep:
     def report(self) -> int:
         """The end: how many finished, and every other one by name with its reason."""
         bad = [e for e in self.entries if e.state != "finished"]
+        for line in self.warnings():
+            logger.warning(line)
         for entry in bad:
-            where = entry.run or self.log(entry)
+            where = " · ".join(str(p) for p in (entry.run, self.log(entry)) if p and p.exists())
             logger.error(f"{entry.cell.name}: {entry.state}: {entry.reason or 'see the log'} [{where}]")
         logger.info(f"{len(self.entries) - len(bad)} of {len(self.entries)} runs finished: {self.folder / 'runs.json'}")
         return FAILED if bad else FINISHED
@@ -329,9 +366,9 @@ class Sweep:
         """Hand everything that is left to the queue, but for what it has already."""
         added = 0
         for entry in tqdm(self.left, disable=None, desc="pueue", unit="run"):
-            label = f"{self.study.name}: {entry.cell.name}"
+            label = f"{self.study.name}: {entry.cell.name} ({entry.cell.identity[:8]})"
             if entry.state != "running":
-                if label not in queue.open:
+                if (label, str(Path.cwd())) not in queue.open:
                     queue.add(entry.argv, label)
                     added += 1
                 entry.state = "queued"
@@ -345,10 +382,15 @@ def _stop(under_way: Mapping[str, tuple[Job, Entry]]) -> None:
         job.stop()
 
 
-def _last_word(log: Path) -> str:
-    """The last error line of a process's log."""
+def _size(path: Path) -> int:
+    """Bytes of a file; 0: there is none."""
+    return path.stat().st_size if path.is_file() else 0
+
+
+def _last_word(log: Path, since: int) -> str:
+    """The last error line of a process's log, from byte `since` on."""
     try:
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = log.read_bytes()[since:].decode(errors="replace").splitlines()
     except OSError:
         return ""
     return next((_one_line(line[2:]) for line in reversed(lines) if line.startswith("E ")), "")
@@ -373,16 +415,19 @@ def run(cli: Cli) -> int:
     """Raises ValueError, one line, for everything that can be refused before the first run starts."""
     sweep = Sweep.of(load_study_file(cli.study))
     if cli.dry_run:
-        print("\n".join(sweep.lines(cli.jobs or os.cpu_count() or 1)))
+        print("\n".join(sweep.lines(cli.jobs or slots())))
+        if (why := sweep.edited()) and not cli.replan:
+            print(why)
         return FINISHED
     probe_writable(sweep.folder / "logs")
     with hold(sweep.folder, "sweep"):
         sweep.freeze(cli.replan)
+        queued = sweep.queued()
         sweep.write()
         if cli.via == "pueue":
             return sweep.enqueue(Pueue())
         with closing(_workers(cli, sweep.folder)) as workers:
-            for line in (*sweep.warnings(), sweep.estimate(workers.slots)):
+            for line in (*sweep.warnings(), *queued, sweep.estimate(workers.slots)):
                 logger.info(line)
             return sweep.carry_out(workers)
 
@@ -390,4 +435,11 @@ def run(cli: Cli) -> int:
 def _workers(cli: Cli, folder: Path) -> Workers:
     if cli.via == "ray":
         return Ray(cli.ray_address, cli.jobs, folder)
-    return Local(cli.jobs or os.cpu_count() or 1)
+    return Local(cli.jobs or slots())
+
+
+def slots() -> int:
+    """Runs at a time on this machine: one a core that this process may use; one in all where they share a GPU."""
+    if gpu_here():
+        return 1
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

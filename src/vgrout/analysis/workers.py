@@ -172,14 +172,14 @@ def supervised(argv: Sequence[str], folder: str, log: str, mark: str) -> int:
 
 
 class Pueue:
-    """A queue that outlives the sweep: it takes commands and says which it has, by label."""
+    """A queue that outlives the sweep: it takes commands and says which it has, by label and folder."""
 
     def __init__(self) -> None:
         """Raises ValueError where there is no client, or no daemon answers it."""
         if shutil.which("pueue") is None:
             raise ValueError("--via pueue: no `pueue` on PATH; install it, or leave --via out")
         self.open = {
-            task["label"] for task in self._tasks().values() if task.get("label") and _stage(task["status"]) != "Done"
+            (task.get("label"), task.get("path")) for task in self._tasks().values() if _stage(task["status"]) != "Done"
         }
 
     def add(self, argv: Sequence[str], label: str) -> None:
