@@ -41,10 +41,10 @@ def test_controls_stand_beside_their_own_arm(study: Path) -> None:
     assert haar["seeds"] == "41,42,43"
     assert own["gate precision / recall"] == "75 / 50"
     assert own["routed"] == "25.0 ± 0.0 (25–25)"
-    assert own["hack − own arm"] == "·", "the arm itself has nothing to be compared with"
-    assert band["hack − own arm"] == "·", "the τ gate's runs are another arm"
-    assert haar["hack − own arm"] == "30.0 (n too small)", "seed by seed: the seeds cancel, and three are no interval"
-    assert rows["routing2 · placebo_long"]["hack − own arm"] == "50.0 [25.2, 74.8] t"
+    assert own["Δ hack"] == "·", "the arm itself has nothing to be compared with"
+    assert band["Δ hack"] == "·", "the τ gate's runs are another arm"
+    assert haar["Δ hack"] == "30.0 (n too small)", "seed by seed: the seeds cancel, and three are no interval"
+    assert rows["routing2 · placebo_long"]["Δ hack"] == "50.0 [25.2, 74.8] t"
     assert rows["routing2 · placebo_long"]["p hack"] == "0.250 (≥ 0.250) n too small"
     assert rows["routing2 · placebo_long"][cos] == "0.15 / 0.30 / 0.15 (0.10)"
 
@@ -134,6 +134,17 @@ def test_the_time_of_a_resumed_run_is_not_that_of_its_last_go(tmp_path: Path) ->
     assert [r["seconds"] for r in run_rows(cells(load([tmp_path]).runs))] == [90.0, None]
     (row,) = table(tmp_path, "Time")
     assert row["seconds a run"] == "90.0"
+
+
+def test_an_arm_without_a_loophole_stands_beside_the_ceiling(tmp_path: Path) -> None:
+    """Beside its own arm, which learns from exploits too, it would not show what the arm costs by itself."""
+    for seed in (1, 2):
+        fake_run(tmp_path, "--intervention=none", "--control=no_loophole", seed=seed, solve=0.9)
+        fake_run(tmp_path, "--intervention=route2", seed=seed, solve=0.3)
+        fake_run(tmp_path, "--intervention=route2", "--control=no_loophole", seed=seed, solve=0.6 + 0.1 * seed)
+    rows = {r["arm · control"]: r for r in table(tmp_path, "Arms and controls")}
+    assert rows["routing2 · no_loophole"]["Δ solve"].startswith("-15.0 ")
+    assert rows["vanilla · no_loophole"]["Δ solve"] == "·", "vanilla with a loophole is not in the study"
 
 
 def test_the_csv_has_every_run_with_wilson_s_interval(study: Path) -> None:

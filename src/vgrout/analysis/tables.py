@@ -212,7 +212,7 @@ def controls(cells: Sequence[Cell]) -> Table:
     """What is left of an arm when its direction, its labels or its routing is replaced."""
     rows = []
     for c in cells:
-        own = partner(c, cells, c.first.intervention) if c.first.control != "none" else None
+        own = _beside(c, cells)
         less = {what: compare(c, own, what) for what in WHATS} if own and paired(c, own) else None
         close = [r.likeness for r in c.runs if r.likeness]
         gates = [r.final["gate"] for r in c.runs if r.final.get("gate")]
@@ -222,8 +222,8 @@ def controls(cells: Sequence[Cell]) -> Table:
                 "seeds": c.seeds,
                 "deployed hack": percent(level(c, "deploy", "hack")),
                 "deployed solve": percent(level(c, "deploy", "solve")),
-                "hack − own arm": percent(less["hack"].difference) if less else "·",
-                "solve − own arm": percent(less["solve"].difference) if less else "·",
+                "Δ hack": percent(less["hack"].difference) if less else "·",
+                "Δ solve": percent(less["solve"].difference) if less else "·",
                 "p hack": p_value(less["hack"].p) if less else "·",
                 "cos with the real direction: median / 95 % / rms (chance)": (
                     " / ".join(f"{statistics.mean(k[name] for k in close):.2f}" for name in ("median", "p95", "rms"))
@@ -239,10 +239,19 @@ def controls(cells: Sequence[Cell]) -> Table:
         )
     return Table(
         "Arms and controls",
-        "%; differences seed by seed from the same arm without a control; |cos| of a control's direction with the real "
-        "one, over modules.",
+        "%; Δ: points, seed by seed, from the same arm without a control; of an arm without a loophole from vanilla "
+        "without one. |cos| of a control's direction with the real one, over modules.",
         rows if any(c.first.control != "none" for c in cells) else [],
     )
+
+
+def _beside(control: Cell, cells: Sequence[Cell]) -> Cell | None:
+    """What a control is held against: its own arm. Where nothing is to be exploited the ceiling, which shows what the
+    arm costs by itself."""
+    arm, name = control.first.intervention, control.first.control
+    if name == "no_loophole" and arm != "none":
+        return partner(control, cells, "none", name)
+    return partner(control, cells, arm) if name != "none" else None
 
 
 def _pooled(gates: Sequence[dict[str, list[int]]], name: str) -> str:
