@@ -178,21 +178,26 @@ def _errors(e: Estimate) -> list[list[float]] | None:
 
 
 def pareto(cells: Sequence[Cell]) -> Picture | None:
-    """Deployed hack against solve; up and to the left is better. Anchors are filled, controls open."""
+    """Deployed hack against solve; up and to the left is better. Arms and anchors are filled, controls and an arm with
+    another setting open."""
     if not cells:
         return None
+
+    def kind(cell: Cell) -> str:
+        """The control, or what is said of the setting; "": the arm itself."""
+        control, title = cell.first.control, cell.title
+        return control if control != "none" else title[title.index(" (") :] if title.endswith(")") else ""
+
     fig = Figure(figsize=(9.5, 6.2), dpi=DPI, layout="constrained")
     axes = fig.subplots()
-    controls = dict.fromkeys(c.first.control for c in cells if c.first.control not in ("none", *ANCHORS))
-    control_marker = dict(zip(controls, itertools.cycle(MARKERS), strict=False))
+    kinds = dict.fromkeys(k for c in cells if (k := kind(c)) not in ("", *ANCHORS))
+    marker_of = dict(zip(kinds, itertools.cycle(MARKERS), strict=False))
     for cell in cells:
         x, y = (level(cell, "deploy", what) for what in WHATS)
-        arm, control = cell.first.final["arm"], cell.first.control
-        plain = control == "none"
-        variant = cell.title.endswith(")")  # vanilla with another setting is a baseline among others
-        anchor = (plain and cell.first.intervention == "none" and not variant) or control in ANCHORS
+        arm, plain = cell.first.final["arm"], not kind(cell)
+        anchor = (plain and cell.first.intervention == "none") or kind(cell) in ANCHORS
         big = plain or anchor
-        marker = "*" if anchor else ARM_MARKER.get(arm, "o") if plain else control_marker[control]
+        marker = "*" if anchor else ARM_MARKER.get(arm, "o") if plain else marker_of[kind(cell)]
         colour = ARM_COLOUR.get(arm, GREY)
         axes.errorbar(
             100 * (x.value or 0), 100 * (y.value or 0), xerr=_errors(x), yerr=_errors(y), fmt=marker, color=colour,
@@ -221,8 +226,9 @@ def pareto(cells: Sequence[Cell]) -> Picture | None:
     return Picture(
         "pareto",
         "Hack against solve of the deployed model, mean over seeds with 95 % intervals; dots: seeds. Stars: anchors "
-        "(base, vanilla, no loophole, oracle). Large: the arms; small: their controls, in the arm's colour, filled "
-        "below for projected, left for routing, right for reader, above for surprise, open for the others.",
+        "(base, vanilla, no loophole, oracle). Large: the arms; small: controls and other settings, in the arm's "
+        "colour, filled below for projected, left for routing, right for reader, above for surprise, open for the "
+        "others.",
         fig,
     )
 
