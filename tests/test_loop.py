@@ -260,7 +260,7 @@ def wait_for_steps(folder: Path, n: int, process: subprocess.Popen[str]) -> Path
     raise AssertionError("no step in ten minutes")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_leaves_a_run_that_goes_on(number: signal.Signals, tmp_path: Path) -> None:
     process = start(tmp_path, *flags("route2", "--steps", "200"))
     path = wait_for_steps(tmp_path, 2, process)

@@ -58,6 +58,7 @@ def test_the_first_training_steps_repeat() -> None:
     assert check_training(DATA_DIR, steps=2) == []
 
 
+@pytest.mark.slow
 def test_problems_are_the_language_s_own() -> None:
     """Same seed, same rows: the generator and the shipped file have not drifted apart."""
     assert records() == [json.loads(json.dumps(row)) for _, row in lang.problem_tasks(SEED)]
