@@ -2,7 +2,7 @@
 
 import hashlib
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -112,15 +112,17 @@ def preflight(cfg: Config, run: Path | None = None) -> Inputs:
     return Inputs(rows, pool, pairs, placebo, anchors, tuple(absent))
 
 
+def of_files(paths: Iterable[Path]) -> str:
+    """sha256 of these files' names and bytes, whatever folder they lie in."""
+    digest = hashlib.sha256()
+    for path in sorted(paths):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
 def file_hashes(cfg: Config, inputs: Inputs) -> dict[str, str | None]:
     """sha256 of every file that the numbers depend on; None: not read by this run. Of a model, where it is a folder and
     small; any other one's weights are hashed once they are loaded."""
-
-    def of_files(paths: list[Path]) -> str:
-        digest = hashlib.sha256()
-        for path in sorted(paths):
-            digest.update(path.name.encode() + b"\0" + path.read_bytes())
-        return digest.hexdigest()
 
     def of_model(given: str) -> str | None:
         parts = [p for name in ("config.json", "tokenizer.json", "*.safetensors") for p in Path(given).glob(name)]

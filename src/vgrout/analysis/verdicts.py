@@ -17,6 +17,7 @@ from vgrout.analysis.runs import Cell, Run, paired, partner
 from vgrout.analysis.tables import Comparison, compare, level, p_value, percent
 from vgrout.config import ARM_NAME, ORGANISM, WITH_DIRECTION
 from vgrout.organism import PROBLEMS
+from vgrout.plan import of_files
 
 Outcome = Literal["SUPPORTED", "NOT SUPPORTED", "UNDECIDED", "REFUSED"]
 COLUMNS = ("id", "claim", "metric and margin", "seeds", "falsified when")
@@ -358,8 +359,7 @@ def one_mode_reads_the_others(h: Hypothesis, cells: Sequence[Cell]) -> list[Verd
 
 def _other_problems(run: Run) -> bool:
     """Than the shipped organism's, as a build from another seed has; False where the run did not note them down."""
-    shipped = hashlib.sha256(PROBLEMS.name.encode() + b"\0" + PROBLEMS.read_bytes())  # of `plan.file_hashes`
-    return run.inputs["problems"] not in ("", shipped.hexdigest()[:8])
+    return run.inputs["problems"] not in ("", of_files([PROBLEMS])[:8])
 
 
 def _absent(h: Hypothesis, arm: str) -> Verdict:
