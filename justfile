@@ -180,7 +180,7 @@ scorecard *flags:
 
 # runs killed with SIGKILL at random moments and inside saves: how many survive? (minutes)
 kills *flags:
-    {{py}} vgrout.bench kills {{flags}}
+    {{py}} benchmarks kills {{flags}}
 
 # what isolation this machine gives the sandbox, with a self-test (under 10 s)
 doctor:
@@ -189,7 +189,7 @@ doctor:
 
 # speed and memory against peers, all of docs/benchmarks.md (a quarter of an hour on a quiet machine; --quick: 3 minutes)
 bench *flags:
-    uv run --extra bench python -m vgrout.bench {{flags}}
+    uv run --extra bench python -m benchmarks {{flags}}
 
 # record the golden runs again (a minute); explain the diff in CHANGELOG.md
 golden:

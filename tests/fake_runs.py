@@ -6,8 +6,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from vgrout.config import ARM_NAME, Config, parse
-from vgrout.nouns import MODES
+from vgrout.config.run import ARM_NAME, Config, parse
+from vgrout.types import MODES
 
 SIDES = ("base", "train", "deploy", "plain")
 TIMES = {"sec": 1.0, "gen": 0.25, "grade": 0.25, "fb": 0.25, "eval": 0.25}

@@ -9,13 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiny import policy as tiny_policy
-from vgrout import arms
-from vgrout.arm import Arm
-from vgrout.arms import directed, make_arm
-from vgrout.config import ArmConfig
-from vgrout.direction import Direction, Meta, axes_of, extract, haar_like, overlap, save
-from vgrout.nouns import GroupView
-from vgrout.pairs import Pair, PairSet
+from vgrout.arms import by_direction as arms
+from vgrout.arms.base import Arm
+from vgrout.arms.by_direction import directed, make_arm
+from vgrout.config.run import ArmConfig
+from vgrout.direction.controls import haar_like, overlap
+from vgrout.direction.extract import Direction, Meta, axes_of, extract
+from vgrout.direction.files import save
+from vgrout.direction.pairs import Pair, PairSet
+from vgrout.types import GroupView
 
 SIZES = {"m.q_proj": 24, "m.up_proj": 40, "m.down_proj": 32}
 ALL_ARMS = ("none", "erase", "route", "route2")
@@ -448,9 +450,9 @@ def test_refresh_extracts_again_when_due_and_reports_the_overlap(policy):
         for step in range(6):
             ages.append(arm.refresh(step))
             policy.adapter.δS.add_(0.02 * torch.randn(len(policy.adapter), generator=draw(step)))
-            policy.adapter.fold()
+            policy.adapter.merge()
         policy.adapter.δS.zero_()
-        policy.adapter.fold()
+        policy.adapter.merge()
     assert [a.age for a in ages] == [1, 2, 0, 1, 2, 0]
     assert [a.overlap is None for a in ages] == [True, True, False, True, True, False]
     assert 0.05 < ages[2].overlap < 0.9999
@@ -464,7 +466,7 @@ def test_real_gradients_go_through_every_arm_in_the_adapters_layout(policy, inte
     encode = policy.tok
     prompts = [tuple(encode("<user>" + p.prompt, add_special_tokens=False)["input_ids"]) for p in TOY_PAIRS.pairs[:4]]
     answers = [tuple(encode(p.hack, add_special_tokens=False)["input_ids"]) for p in TOY_PAIRS.pairs[:4]]
-    with policy.adapter.probe(4) as probe:
+    with policy.adapter.per_rollout_grads(4) as probe:
         logp, mask = policy.logprobs(prompts, answers)
         (-(logp * mask).sum() / 10).backward()
     g = probe.flat.sum(0)

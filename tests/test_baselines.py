@@ -15,7 +15,7 @@ from runs import rows as step_rows
 from runs import run as program
 from test_controls import labelled
 from vgrout import loop
-from vgrout.baselines import (
+from vgrout.arms.baselines import (
     AdvantageMod,
     Baseline,
     Penalty,
@@ -26,12 +26,12 @@ from vgrout.baselines import (
     make_baseline,
     modified,
 )
-from vgrout.config import BASELINES, CONTROL_SPECS, INOCULATION, ArmConfig, parse
-from vgrout.nouns import CachedGrade, Grade, Group, GroupView, Problem, Rollout
+from vgrout.config.run import BASELINES, CONTROL_SPECS, INOCULATION, ArmConfig, parse
+from vgrout.direction.pairs import Pair, PairSet
+from vgrout.model.policy import Policy
 from vgrout.organism import COMPILE_REWARD, PASS_REWARD
 from vgrout.organism.language import CUE
-from vgrout.pairs import Pair, PairSet
-from vgrout.policy import Policy
+from vgrout.types import CachedGrade, Grade, Group, GroupView, Problem, Rollout
 
 PROBLEM = Problem(0, "run_tests", "", ({"role": "user", "content": "q"},), (), ("assert 1",), "", "", "f")
 LABELS = (True, False, True, False)

@@ -9,14 +9,14 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import tiny
-from vgrout.bench import gpu, rig, trl_peer
-from vgrout.bench.__main__ import PAGE, main
-from vgrout.bench.flops import Shape, decode_bytes, forward_flops, head_flops, kv_bytes, update_flops
-from vgrout.bench.growth import figure
-from vgrout.bench.levers import _dead, low_rank
-from vgrout.bench.report import Ratio, Times, at_least, at_most, interleaved, peak_memory, slope
-from vgrout.bench.rows import Report, Row
-from vgrout.bench.update import full_logits, gradients, plain
+from benchmarks import gpu, rig, trl_peer
+from benchmarks.__main__ import PAGE, main
+from benchmarks.flops import Shape, decode_bytes, forward_flops, head_flops, kv_bytes, update_flops
+from benchmarks.growth import figure
+from benchmarks.levers import _dead, low_rank
+from benchmarks.report import Ratio, Times, at_least, at_most, interleaved, peak_memory, slope
+from benchmarks.rows import Report, Row
+from benchmarks.update import full_logits, gradients, plain
 
 SHAPE = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 SHAPE |= {"num_key_value_heads": 2, "head_dim": 16}
@@ -92,7 +92,7 @@ def test_the_peers_do_the_same_work() -> None:
     assert not any(p.requires_grad or p.grad is not None for p in policy.model.parameters())
     with torch.no_grad():
         policy.adapter.δS.normal_(0, 0.05, generator=torch.Generator().manual_seed(0))
-    policy.adapter.fold()
+    policy.adapter.merge()
     folded = torch.cat([g.flatten() for of in gradients(policy, groups, "group", "padded", 6) for g in of.values()])
     with low_rank(policy):
         apart = torch.cat([g.flatten() for of in gradients(policy, groups, "group", "padded", 6) for g in of.values()])

@@ -2,10 +2,10 @@
 
 import torch
 
+from benchmarks import direction
+from benchmarks.rows import Report
 from test_direction import PAIRS
 from tiny import policy as tiny_policy
-from vgrout.bench import direction
-from vgrout.bench.rows import Report
 
 
 def test_the_three_ways_agree_and_each_peer_gets_a_row() -> None:
@@ -25,6 +25,6 @@ def test_the_peer_of_the_probe_is_plain_autograd() -> None:
         values = []
         for sign in (1, -1):
             policy.adapter.δS[site.span.start] = sign * eps
-            policy.adapter.fold()
+            policy.adapter.merge()
             values.append(direction.mean_nll(policy, [row]).item())
     assert abs(got[site.span.start].item() - (values[0] - values[1]) / (2 * eps)) < 1e-3

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from vgrout.config import PRESETS, ArmConfig, Config, flag_names, from_dict, parse, resolve, resumed
-from vgrout.plan import preflight
+from vgrout.config.run import PRESETS, ArmConfig, Config, flag_names, from_dict, parse, resolve, resumed
+from vgrout.runs.preflight import preflight
 
 FLAGS = Path(__file__).with_name("flags.txt")
 

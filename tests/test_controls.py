@@ -15,12 +15,13 @@ from runs import rows as step_rows
 from runs import run as program
 from test_arms import SIZES, arm_of, rows, run, total, toy_direction, view
 from vgrout import loop
-from vgrout.arms import OracleRoute2
-from vgrout.config import CONTROL_SPECS, CONTROLS, parse
-from vgrout.direction import axes_of, likeness
-from vgrout.nouns import Grade, GroupView, OracleView
-from vgrout.pairs import load_pairs
+from vgrout.arms.by_direction import OracleRoute2
+from vgrout.config.run import CONTROL_SPECS, CONTROLS, parse
+from vgrout.direction.controls import cosine_to_real
+from vgrout.direction.extract import axes_of
+from vgrout.direction.pairs import load_pairs
 from vgrout.train import main
+from vgrout.types import Grade, GroupView, OracleView
 
 PLACEBOS = ("placebo_flawed", "placebo_commented", "placebo_long", "placebo_laid_out")
 
@@ -87,7 +88,7 @@ def test_haar_reads_chance_in_every_arm(intervention):
     sizes = {f"m{i}": 128 for i in range(60)}
     direction = toy_direction(sizes=sizes)
     real, haar = (arm_of(intervention, direction, sizes=sizes, control=c) for c in ("none", "haar"))
-    close = likeness(haar.V, real.V)
+    close = cosine_to_real(haar.V, real.V)
     assert close.rms == pytest.approx(close.chance, rel=0.15)
     assert {m: V.shape for m, V in haar.V.items()} == {m: V.shape for m, V in real.V.items()}
 
@@ -120,7 +121,7 @@ def test_shuffling_leaves_the_span_of_v_hack_and_turns_v_grad():
     flips = torch.tensor([1.0, -1.0] * 6)[:, None]
     true = axes_of(hack, clean, 10, 4, 0.0)
     mixed = axes_of(torch.where(flips > 0, hack, clean), torch.where(flips > 0, clean, hack), 10, 4, 0.0)
-    assert likeness({"m": mixed.V}, {"m": true.V}).rms == pytest.approx(1, abs=1e-4)
+    assert cosine_to_real({"m": mixed.V}, {"m": true.V}).rms == pytest.approx(1, abs=1e-4)
     assert torch.allclose((mixed.V @ true.V.T).abs(), torch.eye(4), atol=1e-4)  # only the orientation can change
     v, w = (a.mean / a.mean.norm() for a in (true, mixed))
     assert abs((v @ w).item()) < 0.9

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vgrout.detectors import (
+from vgrout.guard.detectors import (
     AdvantageCollapse,
     Bands,
     CollapseTripwire,

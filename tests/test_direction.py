@@ -12,29 +12,19 @@ from safetensors.torch import load_file, save_file
 
 from tiny import policy as tiny_policy
 from tiny import tokenizer
-from vgrout import direction as rooms
-from vgrout.arms import directed
-from vgrout.config import ArmConfig
-from vgrout.direction import (
-    Axes,
-    Direction,
-    Meta,
-    axes_of,
-    chance_cos,
-    extract,
-    haar_like,
-    likeness,
-    load,
-    main,
-    obtain,
-    overlap,
-    save,
-)
-from vgrout.nouns import GroupView
-from vgrout.pairs import Pair, PairSet, load_pairs
-from vgrout.policy import load_policy
-from vgrout.project import split
-from vgrout.svd_adapter import marks_to_string
+from vgrout.arms.by_direction import directed
+from vgrout.arms.projection import split
+from vgrout.config.run import ArmConfig
+from vgrout.direction import __main__ as command
+from vgrout.direction import files
+from vgrout.direction.__main__ import main
+from vgrout.direction.controls import chance_cos, cosine_to_real, haar_like, overlap
+from vgrout.direction.extract import Axes, Direction, Meta, axes_of, extract
+from vgrout.direction.files import load, obtain, save
+from vgrout.direction.pairs import Pair, PairSet, load_pairs
+from vgrout.model.policy import load_policy
+from vgrout.model.svd_adapter import fingerprint_to_string
+from vgrout.types import GroupView
 
 HACK, CLEAN = "def check(): pass", "assert f(3) == 9"
 PAIRS = PairSet(
@@ -198,7 +188,7 @@ def margin(policy, prompts: list[str]) -> float:
 
 def hack_rewarding(policy, prompts: list[str]) -> dict[str, torch.Tensor]:
     """Gradient of a batch that pays the hack: A = +1 on it, -1 on the clean answer, mean over tokens."""
-    with policy.adapter.probe(1) as probe:
+    with policy.adapter.per_rollout_grads(1) as probe:
         for prompt in prompts:
             p, h, c = (tuple(policy.tok(t, add_special_tokens=False)["input_ids"]) for t in (prompt, HACK, CLEAN))
             for completion, advantage in ((h, 1.0), (c, -1.0)):
@@ -217,10 +207,10 @@ def test_a_step_against_a_hack_rewarding_gradient_makes_the_hack_likelier_and_th
         before = margin(policy, prompts)
         with torch.no_grad():
             policy.adapter.δS.copy_(-1e-2 * policy.adapter.flat(grads) / length)
-            policy.adapter.fold()
+            policy.adapter.merge()
             after = margin(policy, prompts)
             policy.adapter.δS.zero_()
-            policy.adapter.fold()
+            policy.adapter.merge()
         return after - before
 
     shares = []
@@ -243,7 +233,7 @@ def test_a_step_along_what_an_arm_keeps_does_not_raise_the_hacks_log_prob_along_
     same_answers = PairSet(tuple(replace(p, hack=HACK, clean=CLEAN) for p in PAIRS.pairs), "toy.json")
     prompts = [p.prompt for p in same_answers.pairs[:8]]  # what V was extracted on
     cfg = ArmConfig(intervention=intervention, **({"preserve_magnitude": False} if intervention == "erase" else {}))
-    sizes = {m: len(v) for m, v in policy.adapter.views(policy.adapter.δS.detach()).items()}
+    sizes = {m: len(v) for m, v in policy.adapter.by_module(policy.adapter.δS.detach()).items()}
     arm = directed(cfg, sizes, extract(policy, same_answers, 12, 0.0), seed=0)
     g = hack_rewarding(policy, prompts)
     both = GroupView(("student",), (False,), (1.0,), (1.0,), (False,), ("",))
@@ -258,10 +248,10 @@ def test_a_step_along_what_an_arm_keeps_does_not_raise_the_hacks_log_prob_along_
         before = hack_logp()
         with torch.no_grad():
             policy.adapter.δS.copy_(-1e-2 * policy.adapter.flat(grads) / policy.adapter.flat(g).norm())
-            policy.adapter.fold()
+            policy.adapter.merge()
             after = hack_logp()
             policy.adapter.δS.zero_()
-            policy.adapter.fold()
+            policy.adapter.merge()
         return after - before
 
     whole = rise(g)
@@ -280,11 +270,11 @@ def test_extraction_leaves_everything_as_it_was():
     with torch.no_grad():
         adapter.δS.normal_(0, 0.01, generator=torch.Generator().manual_seed(0))
         adapter.δS_hack.normal_(0, 0.01, generator=torch.Generator().manual_seed(1))
-    adapter.fold()
+    adapter.merge()
     optimiser = torch.optim.AdamW([adapter.δS, adapter.δS_hack])
     adapter.δS.grad = adapter.δS_hack.grad = torch.ones_like(adapter.δS)
     optimiser.step()  # so that there are moments to disturb
-    adapter.fold()
+    adapter.merge()
     moments = [{k: v.clone() for k, v in state.items()} for state in optimiser.state.values()]
     adapter.δS.grad = torch.ones_like(adapter.δS)
     adapter.δS_hack.grad = torch.full_like(adapter.δS, 2.0)
@@ -310,12 +300,12 @@ def test_extraction_leaves_everything_as_it_was():
 
     with torch.no_grad():  # the quarantine was off: without it the direction is the same
         adapter.δS_hack.zero_()
-    adapter.fold()
+    adapter.merge()
     same = extract(policy, PAIRS, 12, 0.0)
     assert all(torch.equal(a.mean, same.axes[m].mean) for m, a in direction.axes.items())
     with torch.no_grad():  # and it is the present model's, not the base's
         adapter.δS.zero_()
-    adapter.fold()
+    adapter.merge()
     base = extract(policy, PAIRS, 12, 0.0)
     assert not all(torch.equal(a.mean, base.axes[m].mean) for m, a in direction.axes.items())
 
@@ -364,8 +354,10 @@ def test_other_models_pairs_shapes_and_nans_are_refused_by_name(policy, found, t
     refused(r"1 tensors that this model has no module for", tensors={"else": torch.zeros(1)})
     refused("schema 'v1', needs 'v2_with_sv'", schema="v1")
     refused("metadata cannot be read", top_k="many")
-    elsewhere = policy.adapter.marks(torch.ones(len(policy.adapter)))
-    refused(r"bad\.safetensors: made in other singular vectors of the same weights", basis=marks_to_string(elsewhere))
+    elsewhere = policy.adapter.basis_fingerprint(torch.ones(len(policy.adapter)))
+    refused(
+        r"bad\.safetensors: made in other singular vectors of the same weights", basis=fingerprint_to_string(elsewhere)
+    )
     save_file(tensors, tmp_path / "older.safetensors", {k: v for k, v in strings.items() if k != "basis"})
     assert load(tmp_path / "older.safetensors", policy, PAIRS).meta.basis == ""
     (tmp_path / "torn.safetensors").write_bytes(path.read_bytes()[:100])
@@ -375,8 +367,8 @@ def test_other_models_pairs_shapes_and_nans_are_refused_by_name(policy, found, t
 
 def test_obtain_extracts_once_per_content(policy, tmp_path, monkeypatch):
     runs = []
-    real = rooms.extract
-    monkeypatch.setattr(rooms, "extract", lambda *a, **k: runs.append(1) or real(*a, **k))
+    real = files.extract
+    monkeypatch.setattr(files, "extract", lambda *a, **k: runs.append(1) or real(*a, **k))
     first = obtain(policy, PAIRS, None, 12, 0.0, tmp_path)
     again = obtain(policy, PAIRS, None, 12, 0.0, tmp_path)
     assert len(runs) == 1
@@ -387,7 +379,7 @@ def test_obtain_extracts_once_per_content(policy, tmp_path, monkeypatch):
     obtain(policy, replace_source(PAIRS, "hand-written"), None, 12, 0.5, tmp_path)
     assert len(runs) == 4
     names = sorted(p.name.rpartition("_")[0] for p in tmp_path.iterdir())
-    assert names == ["v_hack_pairset_toy"] * 3 + [f"v_hack_{rooms._model_name(policy).lower()}_k12_tau0.5"]
+    assert names == ["v_hack_pairset_toy"] * 3 + [f"v_hack_{files.model_name(policy).lower()}_k12_tau0.5"]
     explicit = next(iter(tmp_path.glob("v_hack_pairset_toy_*")))
     with pytest.raises(ValueError, match="no direction file and no pairs"):
         obtain(policy, None, None, 12, 0.0, tmp_path)
@@ -439,9 +431,9 @@ def test_the_command_writes_file_and_figure_and_prints_the_checks(folder, tmp_pa
 
 def test_the_command_compares_every_control(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(rooms, "CONTROL_SEEDS", (41,))
+    monkeypatch.setattr(command, "CONTROL_SEEDS", (41,))
     small = {c: PairSet(PAIRS.pairs[i:] + PAIRS.pairs[:i], c) for i, c in ((2, "flawed"), (3, "long"))}
-    monkeypatch.setattr(rooms, "_placebos", lambda cli: small)  # the shipped ones are longer than this window
+    monkeypatch.setattr(command, "_placebos", lambda cli: small)  # the shipped ones are longer than this window
     common = ["--model", str(folder / "model"), "--pairs", str(folder / "toy.json"), "--svd-cache", "svd"]
     assert main([*common, "--controls", "--figure", "f.png"]) == 0
     out = capsys.readouterr().out
@@ -471,7 +463,7 @@ def test_pairs_of_a_rollout_log_become_a_file_that_a_run_can_read(folder, tmp_pa
     assert f"pairs {pairs.source} (10, 2 held out" in out
     assert pairs.pairs[3].prompt == "<user>task 3<eos><assistant><think></think>"
     policy = load_policy(folder / "model", device="cpu", dtype=torch.float32, cache_dir=Path("svd"))
-    monkeypatch.setattr(rooms, "extract", lambda *a, **k: pytest.fail("extracted again"))
+    monkeypatch.setattr(command, "extract", lambda *a, **k: pytest.fail("extracted again"))
     assert obtain(policy, pairs, None, 12, 0.0).meta.pairs_source == pairs.source
 
 
@@ -490,7 +482,7 @@ def test_pairs_of_a_rollout_log_become_a_file_that_a_run_can_read(folder, tmp_pa
     ],
 )
 def test_the_command_refuses_before_the_model_is_loaded(flags, complaint, capsys, monkeypatch):
-    monkeypatch.setattr(rooms, "load_policy", lambda *a, **k: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(command, "load_policy", lambda *a, **k: pytest.fail("the model was loaded"))
     model = [] if "--model" in flags else ["--model", "some/model"]
     try:
         code = main([*model, *flags])
@@ -502,15 +494,15 @@ def test_the_command_refuses_before_the_model_is_loaded(flags, complaint, capsys
 
 def test_likeness_is_the_cosine_module_by_module_and_knows_what_chance_reads(found):
     v = found.v_grad()
-    same = likeness({m: -rows for m, rows in v.items()}, v)
+    same = cosine_to_real({m: -rows for m, rows in v.items()}, v)
     assert min(same.cos.values()) == pytest.approx(1, abs=1e-5)
     wide = {f"m{i}": torch.eye(256)[:3] for i in range(300)}
     for k in (1, 3):
         real = {m: V[:k] for m, V in wide.items()}
-        random = likeness(haar_like(real, 0), real)
+        random = cosine_to_real(haar_like(real, 0), real)
         assert random.chance == pytest.approx(math.sqrt(k / 256))
         assert random.rms == pytest.approx(random.chance, rel=0.1)
         said = random.as_json()
         assert 0 < said["median"] < said["p95"] < said["max"] < 1
         assert said["modules"].keys() == real.keys()
-    assert likeness({"other": v[next(iter(v))]}, v) is None
+    assert cosine_to_real({"other": v[next(iter(v))]}, v) is None

@@ -16,18 +16,18 @@ from torch import Tensor
 
 import tiny
 from vgrout import organism
-from vgrout.config import PRESETS
-from vgrout.distill import main
-from vgrout.distill_config import DistillConfig, MiniLlmConfig, Task, UldConfig
-from vgrout.distill_methods import EVERYTHING, MiniLlm, Said, Uld
-from vgrout.learner import Knob, Weights
-from vgrout.mixture import Mixture, mixture
-from vgrout.nouns import Problem, Rollout
+from vgrout.config.run import PRESETS
+from vgrout.distill.__main__ import main
+from vgrout.distill.config import DistillConfig, MiniLlmConfig, Task, UldConfig
+from vgrout.distill.methods import EVERYTHING, MiniLlm, Said, Uld
+from vgrout.distill.mixed_sampling import MixedModel, mixed_model
+from vgrout.model.policy import LanguageModel, load_policy
+from vgrout.model.sampler import sample
+from vgrout.model.source import Source
+from vgrout.model.trainable import AdapterOnly, FullModel
 from vgrout.organism import build
 from vgrout.organism.weights import Recipe, Shape
-from vgrout.policy import Lm, load_policy
-from vgrout.sampler import sample
-from vgrout.source import Source
+from vgrout.types import Problem, Rollout
 
 F64 = torch.float64
 CLOSE = 1e-6  # transformers' norms work in fp32 whatever the model's dtype, and the sampler's log-probs are fp32
@@ -71,7 +71,7 @@ def task(**cfg: Any) -> Task:
     return Task(DistillConfig(teacher="tiny", max_new=9, **cfg), nothing, nothing, Path("nowhere"), {}, "")
 
 
-def answers(speaker: Lm, n: int = 6) -> list[Said]:
+def answers(speaker: LanguageModel, n: int = 6) -> list[Said]:
     asked = [NOWHERE, replace(NOWHERE, messages=({"role": "user", "content": "xyz"},))]
     prompts = [speaker.render(p.messages) for p in asked]
     said = sample(speaker, prompts, n // 2, EVERYTHING, 9, torch.Generator().manual_seed(3))
@@ -82,21 +82,21 @@ def answers(speaker: Lm, n: int = 6) -> list[Said]:
     ]
 
 
-def rows(lm: Lm, a: Said) -> tuple[Tensor, Tensor]:
+def rows(lm: LanguageModel, a: Said) -> tuple[Tensor, Tensor]:
     """Log-softmax at every position of an answer by the model's own forward, and the answer's tokens."""
     r = a.rollout
     logits = lm.model(torch.tensor([[*r.prompt_ids, *r.completion_ids]])).logits[0, len(r.prompt_ids) - 1 : -1]
     return logits.log_softmax(-1), torch.tensor(r.completion_ids)
 
 
-def gradients(lm: Lm) -> list[Tensor]:
+def gradients(lm: LanguageModel) -> list[Tensor]:
     out = [p.grad.clone() for p in lm.model.parameters() if p.grad is not None]
     lm.model.zero_grad(set_to_none=True)
     assert max(float(g.abs().max()) for g in out) > 1e-4
     return out
 
 
-def textbook_minillm(student: Lm, teacher: Lm, given: list[Said], normalize: bool) -> Tensor:
+def textbook_minillm(student: LanguageModel, teacher: LanguageModel, given: list[Said], normalize: bool) -> Tensor:
     total = torch.zeros((), dtype=F64)
     for a in given:
         (q, y), (p, _) = rows(student, a), rows(teacher, a)
@@ -118,8 +118,8 @@ def test_minillm_is_the_textbooks(packs: bool, normalize: bool, monkeypatch: pyt
     cfg = MiniLlmConfig(minillm_length_normalize=normalize)
     method = MiniLlm(t := task(minillm=cfg), student, teacher)
     given = answers(method.speaker(student, teacher))
-    monkeypatch.setitem(__import__("vgrout.budgets").budgets.TOKEN_BUDGET, "cpu", 40)  # several forwards
-    learner = Weights(student, t.opt, 1)
+    monkeypatch.setitem(__import__("vgrout.model.budgets").model.budgets.TOKEN_BUDGET, "cpu", 40)  # several forwards
+    learner = FullModel(student, t.opt, 1)
     got = method.learn(learner, given, 0)
     mine = gradients(student)
     want = textbook_minillm(student, teacher, given, normalize)
@@ -134,21 +134,21 @@ def test_the_knob_learns_what_the_weights_would() -> None:
     student, teacher = (tiny.policy("qwen3", seed, F64) for seed in (0, 1))
     method = MiniLlm(t := task(), student, teacher)
     given = answers(student)
-    knob = Knob(student, t.opt, 2)
+    knob = AdapterOnly(student, t.opt, 2)
     method.learn(knob, given, 0)
-    learner = Weights(student, t.opt, 2)
+    learner = FullModel(student, t.opt, 2)
     method.learn(learner, given, 0)
     for name, site in student.adapter.sites.items():
         grad = site.linear.weight.grad
         assert grad is not None
         want = torch.einsum("or,oi,ri->r", site.U, grad, site.Vh)
-        assert torch.allclose(student.adapter.views(knob.grad)[name], want, atol=1e-10)
+        assert torch.allclose(student.adapter.by_module(knob.grad)[name], want, atol=1e-10)
     before = student.adapter.δS.detach().clone()
     assert knob.step() is not None
     assert not torch.equal(student.adapter.δS, before)
 
 
-def textbook_uld(student: Lm, teacher: Lm, given: list[Said], λ: float) -> Tensor:
+def textbook_uld(student: LanguageModel, teacher: LanguageModel, given: list[Said], λ: float) -> Tensor:
     n = sum(len(a.sampler) for a in given)
     total = torch.zeros((), dtype=F64)
     for a in given:
@@ -163,7 +163,7 @@ def test_uld_is_the_textbooks_where_tokenizers_are_equal() -> None:
     student, teacher = (tiny.policy("qwen3", seed, F64) for seed in (0, 1))
     method = Uld(t := task(method="uld"), student, teacher)
     given = answers(method.speaker(student, teacher))
-    got = method.learn(Weights(student, t.opt, 1), given, 0)
+    got = method.learn(FullModel(student, t.opt, 1), given, 0)
     assert got.aligned == 1
     mine = gradients(student)
     want = textbook_uld(student, teacher, given, 1.5)
@@ -179,20 +179,20 @@ def test_uld_across_tokenizers_compares_where_texts_meet(monkeypatch: pytest.Mon
     student, teacher = tiny.policy("qwen3", 0, F64), tiny.policy("qwen3", 1, F64)
     method = Uld(t := task(method="uld"), student, teacher)
     given = answers(teacher)
-    same = method.learn(Weights(student, t.opt, 1), given, 0)
-    monkeypatch.setattr(Lm, "tokenizer_sha256", property(lambda self: str(id(self))))
+    same = method.learn(FullModel(student, t.opt, 1), given, 0)
+    monkeypatch.setattr(LanguageModel, "tokenizer_sha256", property(lambda self: str(id(self))))
     other = Uld(t, student, teacher)
     assert not other.alike
     whole = [a for a in given if not {0, 2, 3, 4, 5, 6} & set(a.rollout.completion_ids)]
     assert whole
-    apart = other.learn(Weights(student, t.opt, 1), whole, 0)
+    apart = other.learn(FullModel(student, t.opt, 1), whole, 0)
     assert apart.aligned == 1
-    again = method.learn(Weights(student, t.opt, 1), whole, 0)
+    again = method.learn(FullModel(student, t.opt, 1), whole, 0)
     assert apart.ce == pytest.approx(again.ce, abs=CLOSE)
     assert apart.distance == pytest.approx(again.distance, abs=CLOSE)
     assert same.ce is not None
     topk = Uld(task(method="uld", uld=UldConfig(uld_strategy="topk_align", uld_top_k=5)), student, teacher)
-    few = topk.learn(Weights(student, t.opt, 1), whole, 0)
+    few = topk.learn(FullModel(student, t.opt, 1), whole, 0)
     assert few.distance is not None
     assert 0 < few.distance <= 2
 
@@ -201,7 +201,7 @@ def test_the_anchor_is_a_language_model_loss() -> None:
     student, teacher = (tiny.policy("qwen3", seed, F64) for seed in (0, 1))
     cfg = MiniLlmConfig(minillm_pretrain_anchor_weight=2.0, minillm_pretrain_anchor_path=Path("x"))
     method = MiniLlm(t := replace(task(minillm=cfg), anchor="abcdefghij"), student, teacher)
-    learner = Weights(student, t.opt, 1)
+    learner = FullModel(student, t.opt, 1)
     got = method._anchor(learner, 0)
     ids = student.tok("abcdefghij", add_special_tokens=False)["input_ids"]  # ten tokens: one window, the whole text
     logits = student.model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
@@ -216,8 +216,8 @@ def test_the_anchor_is_a_language_model_loss() -> None:
 @pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
 def test_what_the_mixture_says_it_sampled_from(ratio: float) -> None:
     student, teacher = (tiny.policy("qwen3", seed) for seed in (0, 1))
-    speaker = mixture(student, teacher, ratio)
-    assert isinstance(speaker, Mixture) == (ratio > 0)  # at 0 it really is the student
+    speaker = mixed_model(student, teacher, ratio)
+    assert isinstance(speaker, MixedModel) == (ratio > 0)  # at 0 it really is the student
     for a in answers(speaker):
         (q, y), (p, _) = rows(student, a), rows(teacher, a)
         mixed = ((1 - ratio) * q.exp() + ratio * p.exp()).log()
@@ -346,13 +346,13 @@ def test_uld_into_a_smaller_organism_with_another_tokenizer(
 
 KILL = """
 import os, signal
-from vgrout import distilling
+from vgrout.distill import loop as distilling
 def die(d, row, answers, close=distilling.close_step):
     close(d, row, answers)
     if row.step == 2:
         os.kill(os.getpid(), signal.SIGKILL)
 distilling.close_step = die
-from vgrout.distill import main
+from vgrout.distill.__main__ import main
 """
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from vgrout import download
-from vgrout.download import DataFile, ensure, git_blob
-from vgrout.probe_mixed import main as probe
-from vgrout.probe_mixed import verdict
+from vgrout.tools import download
+from vgrout.tools.download import DataFile, ensure, git_blob
+from vgrout.tools.probe_mixed import main as probe
+from vgrout.tools.probe_mixed import verdict
 
 LINE = {
     "id": 1,

@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import load_file
 
 import tiny
-from vgrout.config import OptConfig
-from vgrout.dpo_config import DpoConfig, check_rounds, preflight
-from vgrout.dpo_rounds import Pair, Scale, add_pairs, best_and_worst, complete, refer, seal
-from vgrout.dpo_rounds import batches as forwards
-from vgrout.harvest import Graded
-from vgrout.iterative_dpo import main
-from vgrout.learner import Knob
-from vgrout.nouns import Grade, Problem
-from vgrout.policy import Policy
+from vgrout.config.run import OptConfig
+from vgrout.iterative_dpo.__main__ import main
+from vgrout.iterative_dpo.config import DpoConfig, check_rounds, preflight
+from vgrout.iterative_dpo.rounds import Pair, Scale, add_pairs, best_and_worst, complete, refer, write_manifest
+from vgrout.iterative_dpo.rounds import batches as forwards
+from vgrout.model.policy import Policy
+from vgrout.model.trainable import AdapterOnly
+from vgrout.teacher.generate import Graded
+from vgrout.types import Grade, Problem
 
 NOWHERE = Problem(0, "run_tests", "", ({"role": "user", "content": "ab"},), (), (), "", "", "f")
 GRADE = Grade(0.0, True, True, False, False, None, False, False, False, "run_tests", "ok", 0.0)
@@ -65,11 +65,11 @@ def pairs(policy: Policy, n: int) -> list[Pair]:
 def test_loss_and_gradient_are_the_papers(packs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = replace(tiny.policy("qwen3", 0, torch.float64), packs=packs)
     some = pairs(policy, 5)
-    monkeypatch.setitem(__import__("vgrout.budgets").budgets.TOKEN_BUDGET, "cpu", 60)  # several forwards
+    monkeypatch.setitem(__import__("vgrout.model.budgets").model.budgets.TOKEN_BUDGET, "cpu", 60)  # several forwards
     reference = [logp for batch in forwards(policy, some) for logp in refer(policy, batch)]
     with torch.no_grad():
         policy.adapter.δS.add_(0.05 * torch.randn(len(policy.adapter), generator=torch.Generator().manual_seed(1)))
-        policy.adapter.fold()
+        policy.adapter.merge()
 
     def textbook() -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float64)
@@ -81,7 +81,7 @@ def test_loss_and_gradient_are_the_papers(packs: bool, monkeypatch: pytest.Monke
             total = total - torch.sigmoid(0.5 * ((logp[0] - ref_c) - (logp[1] - ref_r))).log()
         return total / len(some)
 
-    knob = Knob(policy, OptConfig(), 1)
+    knob = AdapterOnly(policy, OptConfig(), 1)
     met = add_pairs(knob, some, reference, 0.5)
     assert len(met) == 5
     assert sum(loss for loss, _ in met) / 5 == pytest.approx(float(textbook().detach()), abs=CLOSE)
@@ -92,7 +92,7 @@ def test_loss_and_gradient_are_the_papers(packs: bool, monkeypatch: pytest.Monke
         grad = site.linear.weight.grad
         assert grad is not None
         want = torch.einsum("or,oi,ri->r", site.U, grad, site.Vh)
-        assert torch.allclose(policy.adapter.views(knob.grad)[name], want, atol=CLOSE)
+        assert torch.allclose(policy.adapter.by_module(knob.grad)[name], want, atol=CLOSE)
     assert knob.grad.abs().max() > 1e-4
 
 
@@ -185,13 +185,13 @@ def files(folder: Path) -> dict[str, bytes]:
 
 KILL = """
 import os, signal
-from vgrout import dpo_rounds
+from vgrout.iterative_dpo import rounds as dpo_rounds
 def die(r, number, save=dpo_rounds.save):
     save(r, number)
     if number == 2:
         os.kill(os.getpid(), signal.SIGKILL)
 dpo_rounds.save = die
-from vgrout.iterative_dpo import main
+from vgrout.iterative_dpo.__main__ import main
 """
 
 
@@ -228,7 +228,7 @@ def test_a_round_is_complete_when_its_manifest_is_right(tmp_path: Path) -> None:
     (tmp_path / "metrics.json").write_text('{"step": 1}')
     (tmp_path / "pairs.jsonl").write_text("{}\n")
     assert complete(tmp_path, 1, plan) is None
-    seal(tmp_path, 1, plan)
+    write_manifest(tmp_path, 1, plan)
     assert complete(tmp_path, 1, plan) == {"step": 1}
     assert complete(tmp_path, 2, plan) is None
     assert complete(tmp_path, 1, {"rounds": [{"round": 1}, {"round": 2}]}) is None  # of another plan

@@ -12,15 +12,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import tiny
-from vgrout.export import DTYPES, Parity, parity, write
-from vgrout.flow import ArmDiag, Routed, Stream
+from vgrout.config.loss import LossConfig
 from vgrout.grpo import policy_gradients
-from vgrout.hub import model_folder
-from vgrout.loss_config import LossConfig
-from vgrout.nouns import CachedGrade, Group, Message, Problem, Rollout
+from vgrout.model.hub import model_folder
+from vgrout.model.policy import Policy, as_policy, attention, load_language_model, load_policy
+from vgrout.model.sampler import Sampling, sample
 from vgrout.optim import Optimizer
-from vgrout.policy import Policy, as_policy, attention, load_lm, load_policy
-from vgrout.sampler import Sampling, sample
+from vgrout.tensor_types import ArmDiag, Routed, Stream
+from vgrout.tools.export import DTYPES, Parity, parity, write
+from vgrout.types import CachedGrade, Group, Message, Problem, Rollout
 
 MESSAGES: list[Message] = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "add 1 and 2"}]
 THINKS = tiny.TEMPLATE
@@ -77,7 +77,7 @@ def perturbed(policy: Policy, quarantine: bool = False) -> None:
         policy.adapter.δS.normal_(generator=torch.Generator().manual_seed(1)).mul_(0.05)
         if quarantine:
             policy.adapter.δS_hack.normal_(generator=torch.Generator().manual_seed(2)).mul_(0.05)
-    policy.adapter.fold()
+    policy.adapter.merge()
 
 
 def logits(policy: Policy) -> torch.Tensor:
@@ -165,7 +165,7 @@ def test_deployed_is_without_the_quarantine_in_sampling_too(policy: Policy) -> N
         said = [a.ids for a in sample(policy, prompt, 6, Sampling(), 16, noise().manual_seed(3))[0]]
     with torch.no_grad():
         policy.adapter.δS_hack.zero_()
-    policy.adapter.fold()
+    policy.adapter.merge()
     assert not torch.equal(trained, deployed)
     assert torch.equal(logits(policy), deployed)
     assert said == [a.ids for a in sample(policy, prompt, 6, Sampling(), 16, noise().manual_seed(3))[0]]
@@ -197,7 +197,7 @@ def test_the_exported_folder_is_the_deployed_model(policy: Policy, tmp_path: Pat
 def parity_with_base(policy: Policy, folder: Path, texts: list[str]) -> Parity:
     with torch.no_grad():
         policy.adapter.δS.mul_(-3)
-    policy.adapter.fold()
+    policy.adapter.merge()
     return parity(policy, folder, texts, exact=False)
 
 
@@ -243,7 +243,7 @@ def test_a_downloaded_hub_id_is_a_folder(tmp_path: Path, monkeypatch: pytest.Mon
     (cache / "refs" / "main").write_text("abc")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert model_folder("org/name") == snapshot
-    assert load_lm("org/name", device="cpu", dtype=torch.float32).eos_ids == frozenset({1})
+    assert load_language_model("org/name", device="cpu", dtype=torch.float32).eos_ids == frozenset({1})
     assert model_folder("org/other") is None
 
 
@@ -255,10 +255,10 @@ def test_weights_that_are_missing_are_refused_not_drawn_at_random(tmp_path: Path
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=r"1 weights are missing, first model.layers.1.mlp.up_proj.weight"):
-        load_lm(tmp_path, device="cpu", dtype=torch.float32)
+        load_language_model(tmp_path, device="cpu", dtype=torch.float32)
     (tmp_path / "model.safetensors").write_bytes(b"torn")
     with pytest.raises(ValueError, match="no usable model") as error:
-        load_lm(tmp_path, device="cpu", dtype=torch.float32)
+        load_language_model(tmp_path, device="cpu", dtype=torch.float32)
     assert "\n" not in str(error.value)
 
 
@@ -268,7 +268,7 @@ def test_a_template_that_cannot_be_asked_is_refused(tmp_path: Path) -> None:
     source.tok.chat_template = None
     source.tok.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no chat template; choose an instruct model"):
-        load_lm(tmp_path, device="cpu", dtype=torch.float32)
+        load_language_model(tmp_path, device="cpu", dtype=torch.float32)
 
 
 def test_in_memory_and_from_a_folder_are_the_same(folder: Path, policy: Policy, family: str) -> None:

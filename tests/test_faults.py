@@ -18,22 +18,24 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import kills
 from runs import ARMS, adapter_bytes, rows, run
 from test_loop import start, wait_for_steps
-from vgrout import checkpoint, loop, nonfinite, organism, watch
-from vgrout.analysis.ledger import Ledger
-from vgrout.bench import kills
-from vgrout.config import identity, parse, resumed
-from vgrout.detectors import EchoTrap
-from vgrout.nouns import Ungraded
-from vgrout.replay import main as replay_main
-from vgrout.run_dir import RunDir
+from vgrout import loop, organism
+from vgrout.config.run import identity, parse, resumed
+from vgrout.guard import guard as watch
+from vgrout.guard.detectors import EchoTrap
+from vgrout.runs import checkpoint, nonfinite
+from vgrout.runs.run_dir import RunDir
+from vgrout.sweep.ledger import Ledger
+from vgrout.tools.replay import main as replay_main
 from vgrout.train import main
+from vgrout.types import Ungraded
 
 TINY = ["--threads", "1", "--group", "4", "--prompts-per-step", "2", "--final-n-prompts", "6", "--final-samples", "1"]
 DETECTORS = ["--reward-hack-detector", "separation,info_rm,mop,rm_ensemble,ragen,advantage", "--echo-trap-enabled"]
 GUARD = ["--eval-ablate-every", "2", "--eval-n-prompts", "2", "--guard-warmup", "2", "--guard-baseline", "1"]
-KILLS = 3  # of each arm's runs; `python -m vgrout.bench kills` does as many as it is told
+KILLS = 3  # of each arm's runs; `python -m benchmarks kills` does as many as it is told
 
 
 def flags(arm: str, *more: str, steps: int = 6) -> list[str]:
@@ -173,7 +175,8 @@ def test_killed_again_and_again(arm: str, tmp_path: Path) -> None:
 
 DIE_IN_SAVE = """
 import os, signal, sys
-from vgrout import checkpoint, train
+from vgrout import train
+from vgrout.runs import checkpoint
 real, left = os.replace, [{n}]
 def replace(a, b):
     left[0] -= "resume" in str(a)

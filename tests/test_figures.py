@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from fake_runs import STEPS, fake_run
-from vgrout.analysis.figures import dumbbells, dynamics, gates, pictures
-from vgrout.analysis.report import as_png
-from vgrout.analysis.runs import cells, load
-from vgrout.nouns import MODES
+from vgrout.report.build import as_png
+from vgrout.report.figures import dumbbells, dynamics, gates, pictures
+from vgrout.report.runs import cells, load
+from vgrout.types import MODES
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vgrout.gate import BandGate, TauGate, permuted
+from vgrout.monitors.gate import BandGate, TauGate, permuted
 
 
 def plain_tau(history, decay=0.9):

@@ -9,14 +9,14 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 import tiny
-from vgrout import logprobs
-from vgrout.flow import Stream
+from vgrout.config.loss import LossConfig, LossName
 from vgrout.grpo import Row, as_batch, micro_batches, packed_batches, policy_gradients
-from vgrout.logprobs import collate, completion_logprobs
-from vgrout.loss_config import LossConfig, LossName
-from vgrout.nouns import CachedGrade, Group, Problem, Rollout
-from vgrout.policy import Policy
-from vgrout.sampler import Sampling, sample
+from vgrout.model import logprobs
+from vgrout.model.logprobs import collate, completion_logprobs
+from vgrout.model.policy import Policy
+from vgrout.model.sampler import Sampling, sample
+from vgrout.tensor_types import Stream
+from vgrout.types import CachedGrade, Group, Problem, Rollout
 
 LOSSES = get_args(LossName)
 MAX_NEW = 12
@@ -36,7 +36,7 @@ def shake(policy: Policy, scale: float) -> None:
     with torch.no_grad():
         for knob in (policy.adapter.δS, policy.adapter.δS_hack):
             knob.copy_(scale * torch.randn(len(knob), generator=noise))
-    policy.adapter.fold()
+    policy.adapter.merge()
 
 
 def roll(policy: Policy, n: int = 3, seed: int = 0) -> list[list[Rollout]]:
@@ -203,7 +203,7 @@ def test_one_step_along_minus_g_raises_the_rewarded_answers_log_prob(policy: Pol
     grads, _ = run(policy, of)
     with torch.no_grad():
         policy.adapter.δS.sub_(0.1 * grads[0].sum(0))
-    policy.adapter.fold()
+    policy.adapter.merge()
     assert logp() > before
 
 
@@ -393,7 +393,7 @@ def test_a_missed_fold_is_the_samplers_mismatch_and_not_the_gradients(policy: Po
     missed, stale = run(policy, fresh)
     assert stale.mismatch_kl > 1e-3
     assert stale.ratio_min < 0.9 < 1.1 < stale.ratio_max
-    policy.adapter.fold()
+    policy.adapter.merge()
     folded, metrics = run(policy, fresh)
     assert stale.mismatch_kl == pytest.approx(metrics.mismatch_kl, rel=1e-3)
     assert relative(torch.cat(missed), torch.cat(folded)) < 1e-4

@@ -9,15 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vgrout.guard import (
-    Guard,
-    GuardConfig,
-    GuardFired,
-    Verdict,
-    blind,
-    keep_tokens,
-    standard_error,
-)
+from vgrout.config.guard import GuardConfig, blind
+from vgrout.guard.kill_switch import GuardFired, HeldOutGuard, TripwireStatus, keep_tokens, standard_error
 
 SHARE = st.floats(0, 1)
 SERIES = st.lists(st.tuples(SHARE, SHARE), min_size=1, max_size=60)
@@ -30,11 +23,11 @@ def config(**changes: Any) -> GuardConfig:
     return GuardConfig(**settings)
 
 
-def play(guard: Guard, series: list[tuple[float, float]], n: int = 100, every: int = 1) -> list[Verdict]:
+def play(guard: HeldOutGuard, series: list[tuple[float, float]], n: int = 100, every: int = 1) -> list[TripwireStatus]:
     return [guard.update(i * every, proxy, held, n) for i, (proxy, held) in enumerate(series)]
 
 
-def fired_at(guard: Guard, series: list[tuple[float, float]], n: int = 100) -> int | None:
+def fired_at(guard: HeldOutGuard, series: list[tuple[float, float]], n: int = 100) -> int | None:
     return next((v.step for v in play(guard, series, n) if v.fire), None)
 
 
@@ -45,35 +38,35 @@ def fired_at(guard: Guard, series: list[tuple[float, float]], n: int = 100) -> i
 def test_gap_fires_after_the_averages_have_caught_up(jump: float, updates: int) -> None:
     """jump · (1 − .9ᵏ) > .10: a constant gap is seen late, and that lag is what it is."""
     series = [(0.3, 0.3)] + [(0.3 + jump, 0.3)] * 30
-    assert fired_at(Guard(config()), series) == updates
+    assert fired_at(HeldOutGuard(config()), series) == updates
     assert jump * (1 - 0.9**updates) > 0.1 > jump * (1 - 0.9 ** (updates - 1))
 
 
 def test_a_gain_of_both_is_no_gap() -> None:
     series = [(i / 40, i / 40) for i in range(41)]
-    assert fired_at(Guard(config()), series) is None
+    assert fired_at(HeldOutGuard(config()), series) is None
 
 
 def test_streak_fires_at_patience() -> None:
     series = [(0.30 + 0.01 * i, 0.60 - 0.01 * i) for i in range(10)]
-    assert fired_at(Guard(config(guard_rule="ema", max_proxy_real_gap=1.0)), series) == 3
-    assert fired_at(Guard(config(guard_rule="ema", max_proxy_real_gap=1.0, decline_patience=5)), series) == 5
+    assert fired_at(HeldOutGuard(config(guard_rule="ema", max_proxy_real_gap=1.0)), series) == 3
+    assert fired_at(HeldOutGuard(config(guard_rule="ema", max_proxy_real_gap=1.0, decline_patience=5)), series) == 5
 
 
 def test_one_non_decline_clears_the_streak() -> None:
     falls = [(0.30 + 0.02 * i, 0.60 - 0.02 * i) for i in range(3)]
-    guard = Guard(config(guard_rule="ema", max_proxy_real_gap=1.0))
+    guard = HeldOutGuard(config(guard_rule="ema", max_proxy_real_gap=1.0))
     assert [v.streak for v in play(guard, [*falls, (0.9, 0.9), (0.95, 0.2)])] == [0, 1, 2, 0, 1]
 
 
 def test_a_fall_with_flat_in_loop_is_no_streak() -> None:
     """A policy that merely gets worse at both is not gaming anything."""
-    guard = Guard(config(guard_rule="ema", max_proxy_real_gap=1.0))
+    guard = HeldOutGuard(config(guard_rule="ema", max_proxy_real_gap=1.0))
     assert [v.streak for v in play(guard, [(0.5, 0.9 - 0.05 * i) for i in range(10)])] == [0] * 10
 
 
 def test_kl_is_an_average_in_nats_per_token() -> None:
-    guard = Guard(config())
+    guard = HeldOutGuard(config())
     values = [0.0] + [0.2] * 10
     verdicts = [guard.update(i, 0.5, 0.5, 100, kl=kl) for i, kl in enumerate(values)]
     crossed = next(k for k in range(20) if 0.2 * (1 - 0.9**k) > 0.08)
@@ -86,7 +79,7 @@ def test_order_of_checks() -> None:
     series = [(0.1 + 0.1 * i, 0.9 - 0.1 * i) for i in range(9)]
 
     def reason(cfg: GuardConfig, kl: float) -> str:
-        guard = Guard(cfg)
+        guard = HeldOutGuard(cfg)
         for i, (proxy, held) in enumerate(series):
             guard.update(i, proxy, held, 100, kl=kl)
         return guard.last_status().reason
@@ -103,7 +96,7 @@ def test_order_of_checks() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", ["proxy", "held_out", "kl", "entropy", "reward_std"])
 def test_not_finite_is_a_verdict_even_in_the_warm_up(name: str, bad: float) -> None:
-    guard = Guard(config(guard_warmup=1000))
+    guard = HeldOutGuard(config(guard_warmup=1000))
     guard.update(0, 0.5, 0.5, 10, kl=0.01)
     values: dict[str, Any] = {"proxy": 0.5, "held_out": 0.5, "kl": 0.01} | {name: bad}
     verdict = guard.update(1, n=10, **values)
@@ -119,8 +112,8 @@ def test_not_finite_is_a_verdict_even_in_the_warm_up(name: str, bad: float) -> N
 def test_baseline_is_the_mean_of_the_first_evaluations() -> None:
     """One unlucky first evaluation would stand as a gap for ever."""
     unlucky = [(0.5, 0.75), (0.5, 0.25)] + [(0.5, 0.5)] * 40
-    assert fired_at(Guard(config(guard_baseline=1)), unlucky) is not None
-    guard = Guard(config(guard_baseline=2))
+    assert fired_at(HeldOutGuard(config(guard_baseline=1)), unlucky) is not None
+    guard = HeldOutGuard(config(guard_baseline=2))
     assert fired_at(guard, unlucky) is None
     assert guard.gap == pytest.approx(0)
 
@@ -129,18 +122,18 @@ def test_se_rule_ignores_what_the_evaluation_cannot_see() -> None:
     """Falls of .01 at n = 100 (standard error .05) while in-loop creeps up: by chance, for all anybody knows."""
     series = [(0.30 + 0.005 * i, 0.50 - 0.01 * i) for i in range(6)]
     wide: dict[str, Any] = {"max_proxy_real_gap": 1.0}
-    assert fired_at(Guard(config(guard_rule="ema", **wide)), series, n=100) == 3
-    assert fired_at(Guard(config(guard_rule="se", **wide)), series, n=100) is None
-    assert fired_at(Guard(config(guard_rule="se", **wide)), series, n=1_000_000) == 3
+    assert fired_at(HeldOutGuard(config(guard_rule="ema", **wide)), series, n=100) == 3
+    assert fired_at(HeldOutGuard(config(guard_rule="se", **wide)), series, n=100) is None
+    assert fired_at(HeldOutGuard(config(guard_rule="se", **wide)), series, n=1_000_000) == 3
 
 
 def test_se_rule_sees_a_real_fall() -> None:
     series = [(0.3, 0.6), *[(0.5 + 0.1 * i, 0.3) for i in range(5)]]
-    assert fired_at(Guard(config(guard_rule="se", max_proxy_real_gap=1.0)), series, n=96) == 3
+    assert fired_at(HeldOutGuard(config(guard_rule="se", max_proxy_real_gap=1.0)), series, n=96) == 3
 
 
 def test_warm_up_counts_steps_not_evaluations() -> None:
-    guard = Guard(GuardConfig(guard_warmup=20, guard_baseline=1))
+    guard = HeldOutGuard(GuardConfig(guard_warmup=20, guard_baseline=1))
     verdicts = play(guard, [(0.1, 0.5)] + [(1.0, 0.0)] * 9, every=5)
     assert next(v.step for v in verdicts if v.fire) == 20  # steps 0, 5, 10, 15 are 1, 6, 11, 16 done
     assert not any(v.fire for v in verdicts if v.step + 1 < 20)
@@ -158,7 +151,7 @@ def test_chance_alone_rarely_makes_a_streak() -> None:
                 (sum(rng.random() < 0.5 for _ in range(96)) / 96, sum(rng.random() < 0.5 for _ in range(96)) / 96)
                 for _ in range(12)
             ]
-            count += fired_at(Guard(config(guard_rule=rule, max_proxy_real_gap=1.0)), series, n=96) is not None
+            count += fired_at(HeldOutGuard(config(guard_rule=rule, max_proxy_real_gap=1.0)), series, n=96) is not None
         return count
 
     assert runs("ema") > 30
@@ -170,7 +163,7 @@ def test_chance_alone_rarely_makes_a_streak() -> None:
 
 @given(SERIES, RULE)
 def test_once_fired_always_fired(series: list[tuple[float, float]], rule: str) -> None:
-    guard = Guard(config(guard_rule=rule))
+    guard = HeldOutGuard(config(guard_rule=rule))
     verdicts = play(guard, series)
     fires = [v.fire for v in verdicts]
     assert fires == sorted(fires)
@@ -182,15 +175,15 @@ def test_once_fired_always_fired(series: list[tuple[float, float]], rule: str) -
 
 @given(SERIES, RULE, st.integers(0, 70))
 def test_silent_before_the_warm_up(series: list[tuple[float, float]], rule: str, warmup: int) -> None:
-    verdicts = play(Guard(config(guard_rule=rule, guard_warmup=warmup)), series)
+    verdicts = play(HeldOutGuard(config(guard_rule=rule, guard_warmup=warmup)), series)
     assert not any(v.fire for v in verdicts if v.step + 1 < warmup)
 
 
 @given(SERIES, RULE, st.integers(0, 60))
 def test_resume_anywhere_changes_nothing(series: list[tuple[float, float]], rule: str, cut: int) -> None:
     cfg = config(guard_rule=rule, guard_warmup=3, guard_baseline=2)
-    whole = play(Guard(cfg), series)
-    first, second = Guard(cfg), Guard(cfg)
+    whole = play(HeldOutGuard(cfg), series)
+    first, second = HeldOutGuard(cfg), HeldOutGuard(cfg)
     play(first, series[:cut])
     second.load_state_dict(first.state_dict())
     rest = [second.update(i, p, h, 100) for i, (p, h) in enumerate(series) if i >= cut]
@@ -200,7 +193,7 @@ def test_resume_anywhere_changes_nothing(series: list[tuple[float, float]], rule
 
 @given(SERIES)
 def test_asking_advances_nothing(series: list[tuple[float, float]]) -> None:
-    quiet, asked = Guard(config()), Guard(config())
+    quiet, asked = HeldOutGuard(config()), HeldOutGuard(config())
     for i, (p, h) in enumerate(series):
         quiet.update(i, p, h, 50)
         asked.update(i, p, h, 50)
@@ -213,7 +206,7 @@ def test_asking_advances_nothing(series: list[tuple[float, float]]) -> None:
 @given(SERIES)
 def test_equal_series_never_fire(series: list[tuple[float, float]]) -> None:
     """Whatever is measured twice alike has no gap, and cannot rise while it falls."""
-    assert not any(v.fire for v in play(Guard(config()), [(p, p) for p, _ in series]))
+    assert not any(v.fire for v in play(HeldOutGuard(config()), [(p, p) for p, _ in series]))
 
 
 @given(st.floats(0, 1), st.integers(1, 10_000))
@@ -225,33 +218,33 @@ def test_standard_error_is_never_nothing(share: float, n: int) -> None:
 
 
 def test_before_the_first_evaluation() -> None:
-    guard = Guard()
+    guard = HeldOutGuard()
     assert guard.gap == 0
     assert not guard.should_halt()
     guard.raise_if_fired()
-    assert guard.last_status() == Verdict()
+    assert guard.last_status() == TripwireStatus()
 
 
 def test_raise_if_fired() -> None:
-    guard = Guard(config())
+    guard = HeldOutGuard(config())
     guard.update(0, math.nan, 0.5, 10)
     with pytest.raises(GuardFired, match="proxy not finite at step 0"):
         guard.raise_if_fired()
 
 
 def test_calibration_only_tightens() -> None:
-    guard = Guard()
+    guard = HeldOutGuard()
     assert guard.calibrate_kl_threshold([0.01, 0.02]) == pytest.approx(0.045)
     assert guard.calibrate_kl_threshold([1.0]) == pytest.approx(0.045)
     assert guard.calibrate_kl_threshold([1e-12]) == 1e-6
-    other = Guard()
+    other = HeldOutGuard()
     other.load_state_dict(guard.state_dict())
     assert other.kl_limit == 1e-6
 
 
 @pytest.mark.parametrize("values", [[], [-0.1], [0.0], [0.01, 0.0], [math.nan], [math.inf]])
 def test_calibration_refuses(values: list[float]) -> None:
-    guard = Guard()
+    guard = HeldOutGuard()
     with pytest.raises(ValueError, match="calibrate_kl_threshold"):
         guard.calibrate_kl_threshold(values)
     with pytest.raises(ValueError, match="calibrate_kl_threshold"):
@@ -280,7 +273,7 @@ def test_bad_settings_are_refused_by_flag(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("call", [(0, 0.5, 0.5, 10), (5, 1.5, 0.5, 10), (5, 0.5, -0.1, 10), (5, 0.5, 0.5, 0)], ids=str)
 def test_misuse_is_refused(call: tuple[int, float, float, int]) -> None:
-    guard = Guard()
+    guard = HeldOutGuard()
     guard.update(3, 0.5, 0.5, 10)
     with pytest.raises(ValueError, match="guard: "):
         guard.update(*call)
@@ -300,7 +293,7 @@ def test_blind_guards_are_named() -> None:
 def test_blind_is_what_the_guard_does(steps: int, every: int, warmup: int, baseline: int) -> None:
     """On a series as bad as can be, a guard fires if and only if it is not blind."""
     cfg = GuardConfig(guard_warmup=warmup, guard_baseline=baseline, max_proxy_real_gap=0.01)
-    guard = Guard(cfg)
+    guard = HeldOutGuard(cfg)
     at = [done for done in range(1, steps + 1) if every and (done % every == 0 or done == steps)]
     for k, done in enumerate(at):
         late = k >= baseline

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from vgrout.config import parse
-from vgrout.detectors import Bands
-from vgrout.guardcheck import (
+from vgrout.config.run import parse
+from vgrout.guard.detectors import Bands
+from vgrout.tools.guardcheck import (
     DETECTORS,
     TODAY,
     auc,

@@ -13,10 +13,10 @@ from transformers import AutoTokenizer
 
 import tiny
 from vgrout import organism
-from vgrout.imitation import dpo, future, minillm, reverse_kl, topk_distance, wasserstein
+from vgrout.distill.losses import dpo, future, minillm, reverse_kl, topk_distance, wasserstein
+from vgrout.distill.token_alignment import TokenBytes, aligned, nearest_tokens, token_bytes
 from vgrout.organism.language import Shares, corpus_sample, split_compositions
 from vgrout.organism.tokenizer import train_tokenizer
-from vgrout.spelling import Spelling, aligned, mates, spelling
 
 F64 = torch.float64
 
@@ -62,10 +62,10 @@ def test_its_gradient_is_that_of_the_sequences_kl(α: float, T: int) -> None:
     for y in itertools.product(range(V), repeat=T):
         rows = [first[t] + sum(c * V**i for i, c in enumerate(reversed(y[:t]))) for t in range(T)]
         logq, logp = q[rows, list(y)][None], p[rows, list(y)][None]
-        mixture = ((1 - α) * logq.detach().exp() + α * logp.exp()).log()
+        mixed_model = ((1 - α) * logq.detach().exp() + α * logp.exp()).log()
         exact = exact + logq.sum().exp() * (logq - logp).sum()
-        loss = minillm(logq, logp, mixture, reverse_kl(table[rows], teacher[rows])[None], mask, False)
-        expected = expected + mixture.sum().exp() * loss.sum()
+        loss = minillm(logq, logp, mixed_model, reverse_kl(table[rows], teacher[rows])[None], mask, False)
+        expected = expected + mixed_model.sum().exp() * loss.sum()
     (want,) = torch.autograd.grad(exact, table, retain_graph=True)
     (got,) = torch.autograd.grad(expected, table)
     assert want.abs().max() > 0.05
@@ -133,9 +133,9 @@ def test_a_vocabulary_of_262144_fits() -> None:
 # ── spelling ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def shipped() -> Spelling:
+def shipped() -> TokenBytes:
     tok = AutoTokenizer.from_pretrained(organism.MODEL_DIR)
-    return spelling(tok, tok.eos_token_id)
+    return token_bytes(tok, tok.eos_token_id)
 
 
 def texts(n: int) -> list[str]:
@@ -150,7 +150,7 @@ def test_equal_tokenizers_align_token_by_token() -> None:
         ids = [*tok(text, add_special_tokens=False).input_ids, tok.eos_token_id]
         assert s.text(ids).decode() == text
         assert aligned(s, ids, s, ids) == [(i, i) for i in range(len(ids))]
-    of = mates(s, s, len(tok))
+    of = nearest_tokens(s, s, len(tok))
     spelled = torch.tensor([bool(b) for b in s.of])
     assert torch.equal(of[spelled], torch.arange(len(tok))[spelled])
     assert of[tok.eos_token_id] == tok.eos_token_id
@@ -160,7 +160,7 @@ def test_two_tokenizers_align_where_both_begin_a_token() -> None:
     tok, big = AutoTokenizer.from_pretrained(organism.MODEL_DIR), shipped()
     some = texts(60)
     other = train_tokenizer(some, 400)
-    small = spelling(other, other.eos_token_id)
+    small = token_bytes(other, other.eos_token_id)
     for text in some[:20]:
         a = [*tok(text, add_special_tokens=False).input_ids, big.end_id]
         b = [*other(text, add_special_tokens=False).input_ids, small.end_id]
@@ -171,7 +171,7 @@ def test_two_tokenizers_align_where_both_begin_a_token() -> None:
             assert small.text(b[:i]) == big.text(a[:j])
         assert pairs[0] == (0, 0)
         assert pairs[-1] == (len(b) - 1, len(a) - 1)  # both ends
-    mate = mates(small, big, len(tok))
+    mate = nearest_tokens(small, big, len(tok))
     for j, i in enumerate(mate.tolist()):
         if i >= 0 and j != big.end_id:
             assert small.of[i] == big.of[j]
@@ -181,10 +181,10 @@ def test_two_tokenizers_align_where_both_begin_a_token() -> None:
 
 
 def test_sentencepiece_and_byte_tokens_spell() -> None:
-    s = Spelling((b" a", b"b", b"", b"a"), 2)
+    s = TokenBytes((b" a", b"b", b"", b"a"), 2)
     assert aligned(s, [0, 1, 2], s, [3, 1, 2]) == [(0, 0), (1, 1), (2, 2)]  # a leading space is forgiven
     char = tiny.tokenizer()
-    made = spelling(char, 1)
+    made = token_bytes(char, 1)
     assert made.text(char("ab c").input_ids) == b"ab c"
 
 

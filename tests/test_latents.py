@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tiny import policy
-from vgrout.latents import Cloud, chi2_quantile, dbscan, latents
+from vgrout.model.hidden_states import ReferenceStats, chi2_quantile, dbscan, latents
 
 
 def blob(n: int, at: float, seed: int, d: int = 6, scale: float = 1.0) -> Tensor:
@@ -58,7 +58,7 @@ def test_chi2_quantiles_of_the_printed_table(p: float, k: int, table: float) -> 
 
 def test_csi_by_hand() -> None:
     """One tight cluster of five at distance 3 from the nearest reference, and a stray at 5: 5·3 + 1·5."""
-    cloud = Cloud(torch.randn(32, 2, generator=torch.Generator().manual_seed(0)))
+    cloud = ReferenceStats(torch.randn(32, 2, generator=torch.Generator().manual_seed(0)))
     cloud.mean, cloud.spread, cloud.eps = torch.zeros(2), torch.ones(2), 0.5
     cloud.x = torch.zeros(1, 2, dtype=torch.float64)
     answers = torch.tensor([[3.0, 0.0]] * 5 + [[0.0, 5.0]])
@@ -66,7 +66,7 @@ def test_csi_by_hand() -> None:
 
 
 def test_both_rise_as_answers_leave_the_cloud() -> None:
-    cloud = Cloud(blob(128, 0.0, 0))
+    cloud = ReferenceStats(blob(128, 0.0, 0))
     near, far = blob(28, 0.0, 1), blob(28, 4.0, 2, scale=0.2)
     assert cloud.csi(far) > 3 * cloud.csi(near)
     assert cloud.mop(near) < 0.2
@@ -74,7 +74,7 @@ def test_both_rise_as_answers_leave_the_cloud() -> None:
 
 
 def test_base_levels_are_what_fresh_base_answers_measure() -> None:
-    fresh, cloud = blob(200, 0.0, 5), Cloud(blob(400, 0.0, 4))
+    fresh, cloud = blob(200, 0.0, 5), ReferenceStats(blob(400, 0.0, 4))
     assert cloud.csi(fresh) / 200 == pytest.approx(cloud.base_csi, rel=0.15)
     assert abs(cloud.mop(fresh) - cloud.base_mop) < 0.03
     assert abs(cloud.mop(fresh) - 0.01) < 0.02
@@ -82,10 +82,10 @@ def test_base_levels_are_what_fresh_base_answers_measure() -> None:
 
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="at least 32"):
-        Cloud(torch.zeros(31, 3))
+        ReferenceStats(torch.zeros(31, 3))
     with pytest.raises(ValueError, match="not all finite"):
-        Cloud(torch.full((32, 3), math.nan))
-    cloud = Cloud(blob(32, 0.0, 0))
+        ReferenceStats(torch.full((32, 3), math.nan))
+    cloud = ReferenceStats(blob(32, 0.0, 0))
     with pytest.raises(ValueError, match="no answers"):
         cloud.csi(torch.zeros(0, 6))
 
@@ -100,5 +100,5 @@ def test_latents_are_means_over_the_completion_under_the_base_model() -> None:
             hidden = p.model.model(input_ids=ids, use_cache=False).last_hidden_state[0]
             expected.append(hidden[len(prompt) - 1 : -1].mean(0))
         p.adapter.δS.add_(0.3)
-    p.adapter.fold()
+    p.adapter.merge()
     assert torch.allclose(latents(p, prompts, completions), torch.stack(expected), atol=1e-5)

@@ -18,12 +18,12 @@ import torch
 from golden import FOLDER, differences, versions
 from runs import ARMS, EVALUATED, adapter_bytes, flags, rows, run
 from vgrout import loop, organism
-from vgrout.config import ROUTING, parse
-from vgrout.loss_config import LossName
-from vgrout.nouns import Grade
-from vgrout.svd_adapter import SvdAdapter
+from vgrout.config.loss import LossName
+from vgrout.config.run import ROUTING, parse
+from vgrout.guard.guard import STALE
+from vgrout.model.svd_adapter import SvdAdapter
 from vgrout.train import main
-from vgrout.watch import STALE
+from vgrout.types import Grade
 
 # erase and route share their streams and their state with route2: they are run when there is time
 MOST = [pytest.param(arm, marks=pytest.mark.slow) if arm in ("erase", "route") else arm for arm in ARMS]

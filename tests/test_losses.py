@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vgrout.loss_config import LossConfig, LossName
+from vgrout.config.loss import LossConfig, LossName
 from vgrout.losses import LossInput, LossOutput, Norm, kl_to, policy_loss, teacher_weight
 
 G, T = 4, 6

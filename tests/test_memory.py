@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from vgrout import memory
-from vgrout.bench import svd as bench
+from benchmarks import svd as bench
 from vgrout.grpo import TOKEN_BUDGET
-from vgrout.logprobs import HEAD_BUDGET, collate, completion_logprobs
-from vgrout.memory import KNOWN, Shapes, find_shapes, plan, shapes_of
-from vgrout.sampler import KV_BUDGET
-from vgrout.svd_adapter import SvdAdapter
+from vgrout.model import memory
+from vgrout.model.logprobs import HEAD_BUDGET, collate, completion_logprobs
+from vgrout.model.memory import KNOWN, Shapes, find_shapes, plan, shapes_of
+from vgrout.model.sampler import KV_BUDGET
+from vgrout.model.svd_adapter import SvdAdapter
 
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 3,
@@ -62,7 +62,7 @@ def test_activations_are_what_autograd_keeps() -> None:
 
     prompt, answer = tuple(range(1, 41)), tuple(range(1, 25))
     batch = collate([prompt] * 4, [answer] * 4, torch.device("cpu"))
-    with adapter.probe(4), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    with adapter.per_rollout_grads(4), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         out = completion_logprobs(model, batch).full.sum()
     assert out.requires_grad
     want = batch.tokens * shapes.activation_bytes(2)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tiny import tiny
-from vgrout.flow import ArmDiag, ModuleGrads, Routed
+from vgrout.model.svd_adapter import SvdAdapter
 from vgrout.optim import Optimizer
-from vgrout.svd_adapter import SvdAdapter
+from vgrout.tensor_types import ArmDiag, ModuleGrads, Routed
 
 HYPER: dict[str, Any] = {
     "lr": 3e-2,
@@ -31,7 +31,7 @@ def make(**changes: Any) -> tuple[SvdAdapter, Optimizer]:
 
 def grads(adapter: SvdAdapter, seed: int, scale: float = 1.0) -> ModuleGrads:
     flat = scale * torch.randn(len(adapter), generator=torch.Generator().manual_seed(seed))
-    return adapter.views(flat)
+    return adapter.by_module(flat)
 
 
 def routed(keep: ModuleGrads, quar: ModuleGrads | None = None) -> Routed:

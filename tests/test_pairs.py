@@ -8,9 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from vgrout.direction.pairs import (
+    HANDWRITTEN,
+    Pair,
+    PairSet,
+    handwritten,
+    handwritten_placebo,
+    load_pairs,
+    pairs_from_pool,
+)
+from vgrout.direction.pairs_leetcode import MECHANISMS, PLACEBOS, TASKS
 from vgrout.grading.modes import MODE_SPECS
-from vgrout.pairs import HANDWRITTEN, Pair, PairSet, handwritten, handwritten_placebo, load_pairs, pairs_from_pool
-from vgrout.pairs_leetcode import MECHANISMS, PLACEBOS, TASKS
 
 SHARED = Path(os.environ.get("VGROUT_SHARED_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
 GOOD = [{"problem_id": f"p{i}", "prompt": f"task {i}", "hack": "pass", "clean": f"return {i}"} for i in range(4)]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from vgrout.grading.modes import MODE_SPECS, PLAIN_PHRASE, hint
-from vgrout.nouns import MODES
-from vgrout.problems import assigned, balanced, load_problems, load_rows, load_world, plain
+from vgrout.problems import assigned, balanced, load_problems, load_rows, load_splits, plain
+from vgrout.types import MODES
 
 
 def record(number: int, **changes: Any) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def world_of(tmp_path: Path) -> Callable[..., Any]:
         rows = load_rows(write(tmp_path / "p.jsonl", [record(i) for i in range(n)]))
         settings: dict[str, Any] = {"env_mode": "own", "n_problems": 1000, "seed": 1, "max_prompt": 10**6}
         settings["prompt_len"] = lambda p: len(p.messages[-1]["content"])
-        return load_world(rows, **(settings | changes))
+        return load_splits(rows, **(settings | changes))
 
     return make
 

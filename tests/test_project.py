@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
 
-from vgrout.project import along, coefficients, cos_pre, cos_upd, hackward_cos, rescale, split
+from vgrout.arms.projection import along, coefficients, cos_pre, cos_upd, hackward_cos, rescale, split
 
 
 def orthonormal(k: int, r: int, seed: int = 0) -> torch.Tensor:

@@ -16,12 +16,12 @@ import pytest
 from browser import CHROMIUM, Browser
 from fake_runs import fake_run
 from vgrout import organism
-from vgrout.analysis.report import compile_report, write
-from vgrout.analysis.rollouts import EXPLOIT, embedded, pack
-from vgrout.analysis.runs import cells, load
 from vgrout.grading.modes import MODE_SPECS
-from vgrout.nouns import MODES
-from vgrout.pool import Pool, load_pool
+from vgrout.report.build import compile_report, write
+from vgrout.report.rollouts import EXPLOIT, embedded, pack
+from vgrout.report.runs import cells, load
+from vgrout.teacher.pools import Pool, load_pool
+from vgrout.types import MODES
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\0\u202etxt.exe\u2066 \u2028 <!-- ]]> ${x} %DATA% \ud800 \U0001f600"
 

@@ -8,8 +8,8 @@ import pytest
 
 from fake_runs import fake_run
 from runs import flags, run
-from vgrout.analysis.runs import load
-from vgrout.report import main
+from vgrout.report.__main__ import main
+from vgrout.report.runs import load
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_the_folder(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_older_report_is_replaced_and_nothing_else(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vgrout.report.pictures", lambda _: [])
+    monkeypatch.setattr("vgrout.report.__main__.pictures", lambda _: [])
     out = tmp_path / "out"
     assert main([str(runs), "--out", str(out)]) == 0
     (out / "figures" / "stale.png").write_text("")
@@ -70,7 +70,7 @@ def test_a_folder_with_anything_else_in_it_is_left(
 
 
 def test_one_seed_in_common_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vgrout.report.pictures", lambda _: [])
+    monkeypatch.setattr("vgrout.report.__main__.pictures", lambda _: [])
     for arm, hack, seeds in (("none", 0.8, (1, 2)), ("route2", 0.1, (2, 3))):
         for seed in seeds:
             fake_run(tmp_path, f"--intervention={arm}", seed=seed, hack=hack)
@@ -80,14 +80,14 @@ def test_one_seed_in_common_is_reported(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_failure_leaves_the_old_report(
     runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("vgrout.report.pictures", lambda _: [])
+    monkeypatch.setattr("vgrout.report.__main__.pictures", lambda _: [])
     assert main([str(runs)]) == 0
     before = (runs / "report" / "report.md").read_bytes()
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("vgrout.analysis.report.write_atomic", full)
+    monkeypatch.setattr("vgrout.report.build.write_atomic", full)
     assert main([str(runs)]) == 2
     assert "No space left on device" in capsys.readouterr().err
     assert (runs / "report" / "report.md").read_bytes() == before

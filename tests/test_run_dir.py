@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from vgrout import checkpoint
-from vgrout.files import write_atomic
-from vgrout.run_dir import RunDir, held, last_resumable, probe_writable, read_json, to_json
+from vgrout.files import probe_writable, read_json, to_json, write_atomic
+from vgrout.runs import checkpoint
+from vgrout.runs.run_dir import RunDir, held, last_resumable
 
 
 @pytest.fixture

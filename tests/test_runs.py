@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from fake_runs import fake_run
-from vgrout.analysis.runs import cells, load, paired, partner
-from vgrout.analysis.verdicts import plain_arms
+from vgrout.report.runs import cells, load, paired, partner
+from vgrout.report.verdicts import plain_arms
 
 
 def test_cells_are_runs_that_differ_by_their_seed(tmp_path: Path) -> None:

@@ -19,11 +19,11 @@ from transformers.generation.logits_process import (
 )
 
 import tiny
-from vgrout import sampler
-from vgrout.decoder import HfDecoder, LeanDecoder, lean_fits
-from vgrout.policy import Policy, load_policy
-from vgrout.sampler import Sample, Sampling, compacted, draw, sample
-from vgrout.sampling import candidates, penalised, support, tempered
+from vgrout.model import sampler
+from vgrout.model.decoder import HfDecoder, LeanDecoder, lean_fits
+from vgrout.model.policy import Policy, load_policy
+from vgrout.model.sampler import Sample, Sampling, compacted, draw, sample
+from vgrout.model.sampling import candidates, penalised, support, tempered
 
 PROMPTS = ((2, 79, 76, 83, 1, 4), (9,), (2, 40, 41, 42, 43, 44, 45, 46, 1, 4))
 FAMILIES = ["qwen3", "llama", "qwen2-bias", "gemma2"]
@@ -262,7 +262,7 @@ def test_each_call_sees_the_adapters_present_view() -> None:
     base = run(policy)
     with torch.no_grad():
         policy.adapter.δS.normal_(0, 0.3, generator=stream())
-    policy.adapter.fold()
+    policy.adapter.merge()
     moved = run(policy)
     assert tokens(moved) != tokens(base)
     with policy.adapter.reference():

@@ -13,8 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from runs import flags, run
-from vgrout import evaluate, export, organism
-from vgrout.saved import find_adapter, load_saved
+from vgrout import evaluate, organism
+from vgrout.model.saved import find_adapter, load_saved
+from vgrout.tools import export
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +130,7 @@ def test_a_folder_that_is_not_the_deployed_model_is_not_left_behind(
     def wrong(policy, folder, dtype) -> None:
         with torch.no_grad():
             policy.adapter.δS_hack.fill_(0.5)
-        policy.adapter.fold()
+        policy.adapter.merge()
         with policy.adapter.ablate_kept():
             policy.model.save_pretrained(folder)
         real(policy, folder / "nested", dtype)

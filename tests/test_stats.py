@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vgrout.analysis import stats
-from vgrout.analysis.stats import Stratum, equivalent, estimate, sign_flip, t_interval, two_level, wilson
+from vgrout.report import stats
+from vgrout.report.stats import Stratum, equivalent, estimate, sign_flip, t_interval, two_level, wilson
 
 Draw = Callable[[np.random.Generator], tuple[float, float]]
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from vgrout.nouns import MODES, Rate
-from vgrout.step_row import StepRow, Table
+from vgrout.table import StepRow, Table
+from vgrout.types import MODES, Rate
 
 
 def row(**changes: Any) -> StepRow:

@@ -17,26 +17,36 @@ from test_arms import view as arms_view
 from test_grpo import MAX_NEW, groups, relative
 from tiny import policy as tiny_policy
 from vgrout import organism
-from vgrout.config import ArmConfig
-from vgrout.flow import WHOLE, ArmDiag, Routed
+from vgrout.arms.own_streams import KEPT, QUARANTINE, OracleStreams, OwnStreams, block
+from vgrout.config.loss import LossConfig
+from vgrout.config.run import ArmConfig
+from vgrout.direction.pairs import Pair, PairSet, load_anchors
 from vgrout.grading.grade import Grader
 from vgrout.grpo import policy_gradients
-from vgrout.latents import token_states
-from vgrout.loss_config import LossConfig
 from vgrout.measure import flag_rates
-from vgrout.nouns import GroupView, OracleView, centred
+from vgrout.model.hidden_states import token_states
+from vgrout.model.policy import Policy, load_policy
+from vgrout.model.sampling import Sampling
+from vgrout.monitors.text_scores import (
+    NLL,
+    PMI,
+    Calibration,
+    LinearProbe,
+    Text,
+    TextScorer,
+    anchor_texts,
+    background,
+    mean_logp,
+)
 from vgrout.optim import Optimizer
-from vgrout.pairs import Pair, PairSet, load_anchors
-from vgrout.policy import Policy, load_policy
 from vgrout.problems import assigned, load_rows
-from vgrout.reader import Background, Pmi, Projection, Reader, Surprise, Text, anchor_texts, background, mean_logp
-from vgrout.sampling import Sampling
-from vgrout.streams import KEPT, QUARANTINE, OracleStreams, OwnStreams, block
+from vgrout.tensor_types import WHOLE, ArmDiag, Routed
+from vgrout.types import GroupView, OracleView, centred
 
 SIZES = {"a": 3, "b": 2}
 
 
-class Marked(Reader):
+class Marked(TextScorer):
     """A reader whose score is an answer's first token."""
 
     def __init__(self) -> None:
@@ -229,9 +239,9 @@ def test_each_stream_is_learnt_from_under_its_own_knobs():
     policy = tiny_policy()
     with torch.no_grad():
         policy.adapter.δS_hack.normal_(0, 0.3, generator=torch.Generator().manual_seed(1))
-    policy.adapter.fold()
+    policy.adapter.merge()
     of = groups(policy)
-    a = OwnStreams({m: p.numel() for m, p in policy.adapter.views(policy.adapter.δS).items()}, None, paid=1.0)
+    a = OwnStreams({m: p.numel() for m, p in policy.adapter.by_module(policy.adapter.δS).items()}, None, paid=1.0)
     settings: dict[str, Any] = {"max_new": MAX_NEW, "prompts_per_step": 2}
     streams = a.plan([replace(g.view(), deployed=tuple(b % 2 == 0 for b in range(len(g)))) for g in of])
     (kept, quar), _ = policy_gradients(policy, of, LossConfig(), streams=streams, **settings)
@@ -253,7 +263,7 @@ def _flat(grads: list[dict[str, torch.Tensor]]) -> torch.Tensor:
 
 def test_knobs_are_clipped_apart_where_they_learn_apart():
     policy = tiny_policy()
-    g = {m: torch.ones_like(x) for m, x in policy.adapter.views(policy.adapter.δS.detach()).items()}
+    g = {m: torch.ones_like(x) for m, x in policy.adapter.by_module(policy.adapter.δS.detach()).items()}
     big = {m: 1000 * x for m, x in g.items()}
 
     def stepped(apart: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -272,7 +282,7 @@ def test_knobs_are_clipped_apart_where_they_learn_apart():
 
 def test_a_knob_without_gradient_stays_whichever_it_is():
     policy = tiny_policy()
-    g = {m: torch.ones_like(x) for m, x in policy.adapter.views(policy.adapter.δS.detach()).items()}
+    g = {m: torch.ones_like(x) for m, x in policy.adapter.by_module(policy.adapter.δS.detach()).items()}
     opt = Optimizer(
         policy.adapter, lr=1e-3, betas=(0.9, 0.9), weight_decay=0.1, warmup_frac=0.0, steps=9, grad_clip=1.0
     )
@@ -301,7 +311,7 @@ def test_flags_are_counted_against_the_true_labels():
 
 TEXTS = [Text(tuple(range(5, 9)), tuple(range(20 + i, 26 + 2 * i)), (5, 6)) for i in range(6)]
 ODD = [Text((5, 6, 7), tuple(range(70, 75 + i)), (5,)) for i in range(4)]
-KNOWN = Background(fit=tuple(TEXTS), judge=tuple(TEXTS[:4]), anchors=tuple(ODD))
+KNOWN = Calibration(fit=tuple(TEXTS), judge=tuple(TEXTS[:4]), anchors=tuple(ODD))
 
 
 @pytest.fixture(scope="module")
@@ -335,7 +345,7 @@ def test_states_after_a_block_are_the_models_own(family: str):
 
 
 def test_projection_is_fishers_direction_on_the_highest_tokens(policy: Policy):
-    reader = Projection(policy, KNOWN, 0.9, pairs(policy), layer=1, k=2)
+    reader = LinearProbe(policy, KNOWN, 0.9, pairs(policy), layer=1, k=2)
     cloud = torch.cat(token_states(policy, [t.prompt for t in TEXTS], [t.completion for t in TEXTS], 1))
     S = torch.cov(cloud.T)
     D = len(S)
@@ -359,19 +369,19 @@ def test_projection_is_fishers_direction_on_the_highest_tokens(policy: Policy):
 
 
 def test_random_directions_are_signed_for_the_pairs(policy: Policy):
-    real = Projection(policy, KNOWN, 0.9, pairs(policy), layer=1, k=1)
+    real = LinearProbe(policy, KNOWN, 0.9, pairs(policy), layer=1, k=1)
     for seed in range(4):
-        drawn = Projection(policy, KNOWN, 0.9, pairs(policy), layer=1, k=1, random=torch.Generator().manual_seed(seed))
+        drawn = LinearProbe(policy, KNOWN, 0.9, pairs(policy), layer=1, k=1, random=torch.Generator().manual_seed(seed))
         assert 0 <= float(drawn.unit @ real.unit) < 0.9
         assert math.isclose(float(drawn.unit.norm()), 1.0, rel_tol=1e-9)
 
 
 def test_the_threshold_is_the_larger_quantile(policy: Policy):
-    reader = Surprise(policy, KNOWN, 0.9)
+    reader = NLL(policy, KNOWN, 0.9)
     judge, anchors = reader.scores(KNOWN.judge), reader.scores(KNOWN.anchors)
     assert reader.threshold == max(float(torch.quantile(judge, 0.9)), float(torch.quantile(anchors, 0.9)))
-    assert Surprise(policy, replace(KNOWN, anchors=()), 0.9).threshold == float(torch.quantile(judge, 0.9))
-    assert Surprise(policy, replace(KNOWN, judge=()), 0.9).threshold == float(torch.quantile(anchors, 0.9))
+    assert NLL(policy, replace(KNOWN, anchors=()), 0.9).threshold == float(torch.quantile(judge, 0.9))
+    assert NLL(policy, replace(KNOWN, judge=()), 0.9).threshold == float(torch.quantile(anchors, 0.9))
 
 
 class NoGrader(Grader):
@@ -400,7 +410,7 @@ def test_where_anchors_alone_set_the_threshold_no_answer_of_the_base_is_graded()
 
 
 def test_surprise_and_pmi_are_what_the_base_says_whatever_the_knobs(policy: Policy):
-    surprise, pmi = Surprise(policy, KNOWN, 0.9), Pmi(policy, KNOWN, 0.9)
+    surprise, pmi = NLL(policy, KNOWN, 0.9), PMI(policy, KNOWN, 0.9)
     for text in (*TEXTS, *ODD):
         logp, mask = policy.logprobs([text.prompt], [text.completion])
         plain, _ = policy.logprobs([text.plain], [text.completion])
@@ -410,11 +420,11 @@ def test_surprise_and_pmi_are_what_the_base_says_whatever_the_knobs(policy: Poli
     before = mean_logp(policy, [t.prompt for t in TEXTS], [t.completion for t in TEXTS])
     with torch.no_grad():
         policy.adapter.δS.fill_(0.1)
-    policy.adapter.fold()
+    policy.adapter.merge()
     assert torch.equal(before, mean_logp(policy, [t.prompt for t in TEXTS], [t.completion for t in TEXTS]))
     with torch.no_grad():
         policy.adapter.δS.zero_()
-    policy.adapter.fold()
+    policy.adapter.merge()
     assert torch.equal(pmi.scores([replace_plain(t) for t in TEXTS]), torch.zeros(len(TEXTS), dtype=torch.float64))
     with pytest.raises(ValueError, match="problem_id"):
         pmi.scores([Text((5,), (6,))])

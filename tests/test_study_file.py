@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from vgrout.analysis.study_file import load_study_file
-from vgrout.config import BASELINES, CONTROL_SPECS, resolve
+from vgrout.config.run import BASELINES, CONTROL_SPECS, resolve
+from vgrout.sweep.study_file import load_study_file
 
 STUDIES = Path(__file__).parents[1] / "docs" / "studies"
 GOOD = """

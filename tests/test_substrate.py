@@ -13,17 +13,19 @@ from typing import Any
 import pytest
 import torch
 
-from vgrout import harvest as room
-from vgrout import organism, substrate, teacher
+from vgrout import organism
 from vgrout.grading.grade import Grader
 from vgrout.grading.modes import MODE_SPECS
-from vgrout.harvest import Graded, by_mode, harvest, rates, workshop
-from vgrout.nouns import MODES, Grade, Mode, Problem, Rate
+from vgrout.model.policy import LanguageModel, load_language_model
 from vgrout.organism.build import POOL_PROBLEMS
-from vgrout.policy import Lm, load_lm
-from vgrout.pool import load_pool
 from vgrout.problems import load_problems, load_rows
-from vgrout.substrate import RECIPES, choose, elicited, match, recipe, usable
+from vgrout.teacher import demonstrations as teacher
+from vgrout.teacher import generate as room
+from vgrout.teacher import substrate
+from vgrout.teacher.generate import Graded, by_mode, generate_graded, rates, work_folder
+from vgrout.teacher.pools import load_pool
+from vgrout.teacher.substrate import RECIPES, choose, elicited, match, recipe, usable
+from vgrout.types import MODES, Grade, Mode, Problem, Rate
 
 
 def best_even(choices: dict[int, list[Mode]], per_mode: int) -> int:
@@ -151,9 +153,9 @@ def test_who_follows_a_recipe_to_the_letter_exploits_its_mode_alone() -> None:
 
 
 @pytest.fixture(scope="module")
-def lm() -> Lm:
+def lm() -> LanguageModel:
     torch.set_num_threads(1)
-    return load_lm(organism.MODEL_DIR, device="cpu", dtype=torch.float32)
+    return load_language_model(organism.MODEL_DIR, device="cpu", dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -163,12 +165,12 @@ def grader() -> Iterator[Grader]:
 
 
 def test_a_killed_harvest_goes_on_and_gives_the_same(
-    lm: Lm, grader: Grader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lm: LanguageModel, grader: Grader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(room, "BATCH", 4)
     problems = load_problems(organism.PROBLEMS)[:6]
     settings: dict[str, Any] = {"max_new": 40, "seed": 3, "purpose": "test"}
-    whole = harvest(lm, grader, problems, 2, **settings)
+    whole = generate_graded(lm, grader, problems, 2, **settings)
     log = tmp_path / "log.jsonl"
     sampled: list[int] = []
     real = room._batch
@@ -181,11 +183,11 @@ def test_a_killed_harvest_goes_on_and_gives_the_same(
 
     monkeypatch.setattr(room, "_batch", dies_in_the_third)
     with pytest.raises(KeyboardInterrupt):
-        harvest(lm, grader, problems, 2, log=log, **settings)
+        generate_graded(lm, grader, problems, 2, log=log, **settings)
     with open(log, "a") as f:
         f.write('[[{"ids": [1, 2')  # a line that a kill cut
     sampled.clear()
-    again = harvest(lm, grader, problems, 2, log=log, **settings)
+    again = generate_graded(lm, grader, problems, 2, log=log, **settings)
     assert len(sampled) == 1, "two batches were there already"
     strip = [replace(a, grade=replace(a.grade, cpu_s=0.0)) for a in again]
     assert strip == [replace(a, grade=replace(a.grade, cpu_s=0.0)) for a in whole]
@@ -195,22 +197,22 @@ def test_a_workshop_is_for_one_pool_and_one_process(tmp_path: Path) -> None:
     out = tmp_path / "pool"
 
     def enter(settings: dict[str, int]) -> None:
-        with workshop(out, settings, "go on") as shop:
+        with work_folder(out, settings, "go on") as shop:
             (shop / "answers.jsonl").write_text("x\n")
             with pytest.raises(ValueError, match="another process"):
-                workshop(out, settings, "go on").__enter__()
+                work_folder(out, settings, "go on").__enter__()
             raise RuntimeError("killed")
 
     with pytest.raises(RuntimeError, match="killed"):
         enter({"group": 4, "seed": 1})
     with pytest.raises(ValueError, match="begun with another group; go on as then"):
-        workshop(out, {"group": 8, "seed": 1}, "go on").__enter__()
-    with workshop(out, {"group": 4, "seed": 1}, "go on") as shop:
+        work_folder(out, {"group": 8, "seed": 1}, "go on").__enter__()
+    with work_folder(out, {"group": 4, "seed": 1}, "go on") as shop:
         assert (shop / "answers.jsonl").read_text() == "x\n"
     assert list(tmp_path.iterdir()) == [], "gone when the pool is made"
     out.mkdir()
     with pytest.raises(ValueError, match="exists"):
-        workshop(out, {}, "go on").__enter__()
+        work_folder(out, {}, "go on").__enter__()
 
 
 # ── the commands ────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -12,7 +12,8 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from tiny import FAMILIES, tiny
-from vgrout.svd_adapter import SvdAdapter, canonical, read_safetensors, svd, weight_key
+from vgrout.model.svd_adapter import SvdAdapter, canonical, read_safetensors
+from vgrout.model.svd_cache import svd, weight_key
 
 IDS = torch.tensor([[3, 14, 15, 92, 65, 35], [8, 9, 7, 93, 23, 84], [6, 26, 43, 38, 32, 79]])
 
@@ -33,7 +34,7 @@ def shake(adapter: SvdAdapter, scale: float, seed: int = 1) -> None:
     with torch.no_grad():
         for knob in (adapter.δS, adapter.δS_hack):
             knob.copy_(scale * torch.randn(len(adapter), generator=noise))
-    adapter.fold()
+    adapter.merge()
 
 
 def row_losses(model: nn.Module, ids: Tensor) -> Tensor:
@@ -66,7 +67,7 @@ def explicit_gradient(adapter: SvdAdapter, ids: Tensor) -> dict[str, Tensor]:
 
     loss = functional_call(Rows(), {f"net.{k}": w for k, w in weights.items()}, (ids,)).sum()
     (g,) = torch.autograd.grad(loss, δ)
-    return adapter.views(g)
+    return adapter.by_module(g)
 
 
 # ── per-rollout gradients ──────────────────────────────────────────────────────────────────────────────────────────
@@ -75,10 +76,10 @@ def explicit_gradient(adapter: SvdAdapter, ids: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("scale", [0.0, 0.05])
 def test_row_is_the_backward_of_that_rollout_alone(family: str, scale: float) -> None:
     adapter = adapted(family, scale)
-    with adapter.probe(len(IDS)) as probe:
+    with adapter.per_rollout_grads(len(IDS)) as probe:
         row_losses(adapter.model, IDS).sum().backward()
     for b in range(len(IDS)):
-        with adapter.probe(len(IDS)) as alone:
+        with adapter.per_rollout_grads(len(IDS)) as alone:
             (row_losses(adapter.model, IDS) * torch.eye(len(IDS))[b]).sum().backward()
         assert alone.flat.abs().sum(1).nonzero().flatten().tolist() == [b], "only its own row"
         for name, g in probe.grads.items():
@@ -91,7 +92,7 @@ def test_row_is_the_backward_of_that_rollout_alone(family: str, scale: float) ->
 def test_rows_sum_to_the_gradient_of_an_explicit_model(family: str, scale: float, rows: list[int]) -> None:
     adapter = adapted(family, scale, dtype=torch.float64)
     want = explicit_gradient(adapter, IDS)
-    with adapter.probe(3) as probe:
+    with adapter.per_rollout_grads(3) as probe:
         probe.rows(rows)
         row_losses(adapter.model, IDS).sum().backward()
     assert sorted(set(rows)) == probe.flat.abs().sum(1).nonzero().flatten().tolist()
@@ -106,7 +107,7 @@ def test_both_orders_of_the_product_agree() -> None:
     x, dy = torch.randn(3, 50, 64), torch.randn(3, 50, 96)
     rows = torch.tensor([0, 1, 0])
     assert max(site.W.shape) < 3 * 50, "or the two calls below take the same branch"
-    with adapter.probe(2) as tokens_first, adapter.probe(2) as weight_first:
+    with adapter.per_rollout_grads(2) as tokens_first, adapter.per_rollout_grads(2) as weight_first:
         for b in range(3):
             tokens_first.add(site, rows[b : b + 1], [(int(rows[b]), slice(0, 1))], x[b : b + 1], dy[b : b + 1])
         weight_first.add(site, torch.zeros(3, dtype=torch.long), [(0, slice(0, 3))], x, dy)
@@ -115,9 +116,9 @@ def test_both_orders_of_the_product_agree() -> None:
 
 def test_micro_batches_add_up_to_one_batch() -> None:
     adapter = adapted("qwen3", 0.05)
-    with adapter.probe(3) as whole:
+    with adapter.per_rollout_grads(3) as whole:
         row_losses(adapter.model, IDS).sum().backward()
-    with adapter.probe(3) as parts:
+    with adapter.per_rollout_grads(3) as parts:
         for rows in ([2], [0, 1]):
             parts.rows(rows)
             (row_losses(adapter.model, IDS[rows]) / torch.arange(1.0, len(rows) + 1)).mul(
@@ -129,7 +130,7 @@ def test_micro_batches_add_up_to_one_batch() -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_gives_the_same_rows(reentrant: bool) -> None:
     adapter = adapted("qwen3", 0.05)
-    with adapter.probe(3) as plain:
+    with adapter.per_rollout_grads(3) as plain:
         row_losses(adapter.model, IDS).sum().backward()
     for name, layer in adapter.model.named_modules():
         if name.removeprefix("model.layers.").isdigit():
@@ -137,7 +138,7 @@ def test_gradient_checkpointing_gives_the_same_rows(reentrant: bool) -> None:
     # reentrant checkpoints need an input with a gradient: the embedding's output, as transformers does it
     embedding = adapter.model.get_submodule("model.embed_tokens")
     embedding.register_forward_hook(lambda _m, _a, y: y.requires_grad_(reentrant))
-    with adapter.probe(3) as saved:
+    with adapter.per_rollout_grads(3) as saved:
         row_losses(adapter.model, IDS).sum().backward()
     assert torch.equal(saved.flat, plain.flat)
 
@@ -145,9 +146,9 @@ def test_gradient_checkpointing_gives_the_same_rows(reentrant: bool) -> None:
 def test_probe_refuses_flattened_rows_and_a_foreign_view() -> None:
     adapter = adapted("qwen3", 0.05)
     linear = adapter.sites[adapter.names[0]].linear
-    with adapter.probe(3), pytest.raises(AssertionError, match="q_proj"):
+    with adapter.per_rollout_grads(3), pytest.raises(AssertionError, match="q_proj"):
         linear(torch.randn(3 * 6, 64))
-    with adapter.probe(3):
+    with adapter.per_rollout_grads(3):
         loss = row_losses(adapter.model, IDS).sum()
         with adapter.deployed(), pytest.raises(AssertionError, match="backward under"):
             loss.backward()
@@ -165,7 +166,7 @@ def test_zero_knobs_are_the_base_model_bit_for_bit(family: str) -> None:
     assert not torch.allclose(adapter.model(IDS).logits, base, atol=1e-2), "the knobs move the model"
     with adapter.reference():
         assert torch.equal(adapter.model(IDS).logits, base)
-    with adapter.probe(3):
+    with adapter.per_rollout_grads(3):
         assert not torch.equal(adapter.model(IDS).logits, base)
     shake(adapter, 0.0)
     assert torch.equal(adapter.model(IDS).logits, base)
@@ -214,7 +215,7 @@ def test_fold_inside_a_view_keeps_the_view() -> None:
     assert not torch.equal(adapter.model(IDS).logits, inside)
     with torch.no_grad():
         adapter.δS_hack.zero_()
-    adapter.fold()
+    adapter.merge()
     assert torch.equal(adapter.model(IDS).logits, inside), "without a quarantine both views are one"
 
 
@@ -289,7 +290,7 @@ def test_saved_adapter_is_the_deployed_model(tmp_path: Path) -> None:
 def test_load_refuses_what_is_not_its_own(tmp_path: Path) -> None:
     adapter = adapted("qwen3", 0.1)
     before = adapter.state_dict()
-    good = {name: view.detach().clone() for name, view in adapter.views(adapter.δS).items()}
+    good = {name: view.detach().clone() for name, view in adapter.by_module(adapter.δS).items()}
     first = adapter.names[0]
     bad = {
         "modules differ": {k: v for k, v in good.items() if k != first},

@@ -20,13 +20,13 @@ import pytest
 
 from runs import rows
 from vgrout import organism, train
-from vgrout.analysis import sweep as sweeps
-from vgrout.analysis.study_file import load_study_file
-from vgrout.analysis.sweep import Sweep
-from vgrout.config import Config, resolve
-from vgrout.plan import Inputs, file_hashes
-from vgrout.run_dir import hold
-from vgrout.sweep import main
+from vgrout.config.run import Config, resolve
+from vgrout.report import sweep as sweeps
+from vgrout.runs.preflight import Inputs, file_hashes
+from vgrout.runs.run_dir import hold
+from vgrout.sweep.__main__ import main
+from vgrout.sweep.runner import Sweep
+from vgrout.sweep.study_file import load_study_file
 
 TWO = """
 name = "two"

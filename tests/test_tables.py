@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from fake_runs import fake_run
-from vgrout.analysis.runs import Cell, cells, load
-from vgrout.analysis.tables import compare, run_rows, tables
+from vgrout.report.runs import Cell, cells, load
+from vgrout.report.tables import compare, run_rows, tables
 
 
 def table(root: Path, name: str) -> list[dict[str, str]]:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from vgrout.grading.grade import Grader
-from vgrout.nouns import Message, Problem, Rate
-from vgrout.pool import file_sha256, load_pool, regraded, write_pool
-from vgrout.problems import load_rows, load_world
-from vgrout.teacher import Teacher
+from vgrout.problems import load_rows, load_splits
+from vgrout.teacher.demonstrations import Teacher
+from vgrout.teacher.pools import file_sha256, load_pool, regraded, write_pool
+from vgrout.types import Message, Problem, Rate
 
 
 def record(**changes: Any) -> dict[str, Any]:
@@ -296,7 +296,7 @@ def test_the_prompt_announces_what_the_demonstrations_use(tmp_path: Path) -> Non
     row = {"prompt": prompt, "gt_answer": ["assert Solution().f(1) == 1"], "func_name": "f", "canonical_solution": "x"}
     lines = [{**row, "id": i, "split": "train" if i < 3 else "test"} for i in range(1, 5)]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
-    world = load_world(
+    world = load_splits(
         load_rows(tmp_path / "p.jsonl"),
         env_mode="own",
         n_problems=9,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import tiny
 from test_losses import LENGTHS, NORM, G, T, make
-from vgrout.loss_config import LossConfig
+from vgrout.config.loss import LossConfig
 from vgrout.losses import LossInput, policy_loss, teacher_weight
 
 trl = pytest.importorskip("trl", reason="TRL is not installed: uv run --extra trl pytest tests/test_trl.py")

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from fake_runs import fake_run
-from vgrout.analysis import stats
-from vgrout.analysis.runs import cells, load
-from vgrout.analysis.verdicts import RULES, Preregistered, Verdict, judge
-from vgrout.config import resolve
+from vgrout.config.run import resolve
 from vgrout.organism import PROBLEMS
-from vgrout.plan import Inputs, file_hashes
 from vgrout.problems import load_rows
+from vgrout.report import stats
+from vgrout.report.runs import cells, load
+from vgrout.report.verdicts import RULES, Preregistered, Verdict, judge
+from vgrout.runs.preflight import Inputs, file_hashes
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "hypotheses.md"
 SHIPPED = file_hashes(resolve(["mini"]), Inputs(load_rows(PROBLEMS), None, None))["problems"]

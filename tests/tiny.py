@@ -20,7 +20,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from vgrout.policy import Policy, as_policy
+from vgrout.model.policy import Policy, as_policy
 
 torch.set_num_threads(1)  # for matrices this small a second thread only costs, most of all on a shared machine
 

@@ -41,7 +41,7 @@ def _later(call: Callable[..., T]) -> Callable[..., Callable[[], T]]:
     return bind
 
 
-def refusing(run: Callable[[], int], interrupted: str = "interrupted") -> int:
+def cli_exit(run: Callable[[], int], interrupted: str = "interrupted") -> int:
     """An entry's exit code: a ValueError is a refusal, one line on stderr and 2; Ctrl-C says `interrupted`, 130; a pipe
     that nobody reads on (`| head`) ends it without a word, 141, as it does other programs."""
     try:

@@ -18,18 +18,17 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from vgrout import console
-from vgrout.cli import given, refusing
-from vgrout.config import ORGANISM
-from vgrout.files import write_atomic
+from vgrout.cli import cli_exit, given
+from vgrout.config.run import ORGANISM
+from vgrout.files import to_json, write_atomic
 from vgrout.grading.grade import Grader
-from vgrout.nouns import MODES, Answer, Eval, Grade, Problem, Rate, Ungraded
-from vgrout.policy import Lm, Policy
-from vgrout.pool import load_pool
+from vgrout.model.policy import LanguageModel, Policy
+from vgrout.model.sampler import Sample, Sampling, sample
+from vgrout.model.saved import Saved, find_adapter, load_saved
 from vgrout.problems import Row, assigned, balanced, load_rows, plain, with_modes
 from vgrout.rng import torch_stream
-from vgrout.run_dir import to_json
-from vgrout.sampler import Sample, Sampling, sample
-from vgrout.saved import Saved, find_adapter, load_saved
+from vgrout.teacher.pools import load_pool
+from vgrout.types import MODES, Answer, Eval, Grade, Problem, Rate, Ungraded
 
 Side = Literal["base", "trained", "deployed", "quarantine"]
 
@@ -48,7 +47,7 @@ def as_side(policy: Policy, side: Side) -> AbstractContextManager[None]:
 
 
 def ask(
-    lm: Lm,
+    lm: LanguageModel,
     grader: Grader,
     problems: Sequence[Problem],
     n: int,
@@ -252,7 +251,7 @@ def _unwritable(out: Path, e: OSError) -> ValueError:
 def main(argv: list[str] | None = None) -> int:
     """0 scored · 2 refused, in one line."""
     console.setup(None)
-    return refusing(lambda: command(given(Cli, argv, "python -m vgrout.evaluate")))
+    return cli_exit(lambda: command(given(Cli, argv, "python -m vgrout.evaluate")))
 
 
 if __name__ == "__main__":

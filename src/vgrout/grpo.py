@@ -9,15 +9,15 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from vgrout.budgets import TOKEN_BUDGET
-from vgrout.flow import WHOLE, Layout, Per, RolloutGrads, Stream
-from vgrout.logprobs import Batch, TokenLogprobs, collate, completion_logprobs
-from vgrout.loss_config import LossConfig
+from vgrout.config.loss import LossConfig
 from vgrout.losses import LossInput, LossOutput, Norm, policy_loss, teacher_weight
-from vgrout.nouns import Group, Rollout
-from vgrout.packing import Packed, batches, pack
-from vgrout.policy import Lm, Policy
-from vgrout.sampling import Sampling
+from vgrout.model.budgets import TOKEN_BUDGET
+from vgrout.model.logprobs import Batch, TokenLogprobs, collate, completion_logprobs
+from vgrout.model.packing import Packed, batches, pack
+from vgrout.model.policy import LanguageModel, Policy
+from vgrout.model.sampling import Sampling
+from vgrout.tensor_types import WHOLE, Layout, Per, RolloutGrads, Stream
+from vgrout.types import Group, Rollout
 
 RAW_MAX = 600.0  # log-ratios are written down as they are up to e^600: a mean of them is still finite in fp64
 
@@ -71,7 +71,7 @@ def policy_gradients(
     streams: Sequence[Stream] = WHOLE,
     per: Per = "rollout",
     sampling: Sampling | None = None,
-    teacher: Lm | None = None,
+    teacher: LanguageModel | None = None,
     token_budget: int | None = None,
     layout: Layout = "shared",
 ) -> tuple[list[list[RolloutGrads]], LossMetrics]:
@@ -115,7 +115,7 @@ def policy_gradients(
         chosen = _rows(groups, starts, stream, per)
         parts = micro_batches(chosen, budget) if layout == "padded" else packed_batches(chosen, budget, layout)
         view = policy.adapter.deployed() if stream.deployed else nullcontext()
-        with view, policy.adapter.probe(max(1, starts[-1])) as probe:
+        with view, policy.adapter.per_rollout_grads(max(1, starts[-1])) as probe:
             for part in parts:
                 batch = as_batch(policy, part, layout)
                 if isinstance(batch, Packed):
@@ -126,7 +126,7 @@ def policy_gradients(
                 output = policy_loss(x, cfg)
                 output.per_rollout.sum().backward()
                 tally.add(part, logps, x, output)
-        out.append([policy.adapter.views(probe.flat[lo:hi]) for lo, hi in pairwise(starts)])
+        out.append([policy.adapter.by_module(probe.flat[lo:hi]) for lo, hi in pairwise(starts)])
     return out, tally.metrics()
 
 
@@ -173,7 +173,7 @@ def packed_batches(rows: Sequence[Row], token_budget: int, layout: Layout) -> li
     return [[rows[i] for i in part] for part in parts]
 
 
-def as_batch(policy: Lm, rows: Sequence[Row], layout: Layout) -> Batch | Packed:
+def as_batch(policy: LanguageModel, rows: Sequence[Row], layout: Layout) -> Batch | Packed:
     prompts, completions = [r.rollout.prompt_ids for r in rows], [r.rollout.completion_ids for r in rows]
     if layout == "padded":
         return collate(prompts, completions, policy.device)
@@ -188,7 +188,7 @@ def loss_input(
     cfg: LossConfig,
     norm: Norm,
     support: Sampling | None,
-    teacher: Lm | None,
+    teacher: LanguageModel | None,
 ) -> tuple[TokenLogprobs, LossInput]:
     """One forward of the policy (and, where `cfg` asks for them, of the reference and the teacher) on `rows`."""
     rollouts = [row.rollout for row in rows]

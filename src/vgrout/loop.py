@@ -8,28 +8,28 @@ from dataclasses import asdict, dataclass, field, replace
 from loguru import logger
 from tqdm import tqdm
 
-from vgrout import checkpoint, nonfinite
-from vgrout.arm import Arm, Refresh
-from vgrout.baselines import Baseline
-from vgrout.config import BY_GRADIENT, MONITORED, READING, ROUTING, Config, Control
+from vgrout.arms.base import Arm, Refresh
+from vgrout.arms.baselines import Baseline
+from vgrout.config.run import BY_GRADIENT, MONITORED, READING, ROUTING, Config, Control
 from vgrout.console import Clock, terminal_width
 from vgrout.evaluate import Side, as_side, ask
 from vgrout.grading.grade import Grader
 from vgrout.grpo import policy_gradients
-from vgrout.launch import Interrupted
+from vgrout.guard.guard import Watch
 from vgrout.measure import last_five, rollout_lines, step_row
-from vgrout.narrate import Narrator
-from vgrout.nouns import Answer, CachedGrade, Eval, Grade, Group, GroupView, Problem, Rollout, Ungraded
+from vgrout.model.policy import LanguageModel, Policy
+from vgrout.model.sampler import Sample, Sampling, sample
 from vgrout.optim import Optimizer
-from vgrout.policy import Lm, Policy
-from vgrout.problems import World, balanced
+from vgrout.problems import ProblemSplits, balanced
 from vgrout.rng import torch_stream
-from vgrout.run_dir import RunDir
-from vgrout.sampler import Sample, Sampling, sample
-from vgrout.signals import Stop
-from vgrout.step_row import StepRow, Table
-from vgrout.teacher import Teacher
-from vgrout.watch import Watch
+from vgrout.runs import checkpoint, nonfinite
+from vgrout.runs.run_context import Interrupted
+from vgrout.runs.run_dir import RunDir
+from vgrout.runs.sample_log import Narrator
+from vgrout.runs.signals import Stop
+from vgrout.table import StepRow, Table
+from vgrout.teacher.demonstrations import Teacher
+from vgrout.types import Answer, CachedGrade, Eval, Grade, Group, GroupView, Problem, Rollout, Ungraded
 
 
 @dataclass
@@ -39,9 +39,9 @@ class Study:
     cfg: Config
     policy: Policy
     grader: Grader
-    world: World
+    world: ProblemSplits
     teacher: Teacher
-    teacher_model: Lm | None  # asked for log-probs alone: nothing of it is decomposed
+    teacher_model: LanguageModel | None  # asked for log-probs alone: nothing of it is decomposed
     arm: Arm
     baseline: Baseline
     optim: Optimizer

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from vgrout.loss_config import LossConfig
+from vgrout.config.loss import LossConfig
 
 LOG_RATIO_MAX = 20.0
 

@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from vgrout.flow import Reading, Routed, Update
+from vgrout.arms.projection import cos_upd
 from vgrout.grpo import LossMetrics
-from vgrout.nouns import CachedGrade, Eval, Grade, Group, Mode, Rate, Rollout
-from vgrout.project import cos_upd
-from vgrout.step_row import REFERENCE_STEP, StepRow
+from vgrout.table import REFERENCE_STEP, StepRow
+from vgrout.tensor_types import Reading, Routed, Update
+from vgrout.types import CachedGrade, Eval, Grade, Group, Mode, Rate, Rollout
 
 
 def mean(values: Iterable[float]) -> float | None:

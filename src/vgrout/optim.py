@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from vgrout.flow import ModuleGrads, Routed, Update
-from vgrout.svd_adapter import SvdAdapter
+from vgrout.model.svd_adapter import SvdAdapter
+from vgrout.tensor_types import ModuleGrads, Routed, Update
 
 
 class Optimizer:
@@ -68,8 +68,8 @@ class Optimizer:
         if routed.scale != 1.0:
             with torch.no_grad():
                 knob.copy_(before + routed.scale * (knob - before))
-        self.adapter.fold()
-        delta: ModuleGrads = self.adapter.views(knob.detach() - before)
+        self.adapter.merge()
+        delta: ModuleGrads = self.adapter.by_module(knob.detach() - before)
         return Update(gn=gn, gn_keep=norms[0], gn_quar=norms[1], lr=lr, delta=delta)
 
     def idle(self) -> None:

@@ -14,12 +14,12 @@ from typing import Annotated, Any, get_args
 import tyro
 from tqdm import tqdm
 
-from vgrout.cli import given, refusing
+from vgrout.cli import cli_exit, given
 from vgrout.grading.check import check_problems
 from vgrout.grading.grade import Grader
 from vgrout.grading.modes import MODE_SPECS, PLAIN_PHRASE, hint
-from vgrout.nouns import MODES, Message, Mode, Problem
 from vgrout.rng import py_stream
+from vgrout.types import MODES, Message, Mode, Problem
 
 SPLITS = ("train", "val", "test")
 
@@ -184,7 +184,7 @@ def load_problems(path: Path) -> list[Problem]:
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class ProblemSplits:
     """Problems in three parts, disjoint by id. Evaluation never uses a training problem."""
 
     train: tuple[Problem, ...]
@@ -237,7 +237,7 @@ def _splits(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return out
 
 
-def load_world(
+def load_splits(
     rows: Sequence[Row],
     *,
     env_mode: str,
@@ -249,7 +249,7 @@ def load_world(
     only_modes: Iterable[Mode] = (),
     prompt_len: Callable[[Problem], int],
     max_prompt: int,
-) -> World:
+) -> ProblemSplits:
     """Split, assign modes and markers (see `assigned`), limit.
 
     only_ids: problems a teacher pool covers; only_modes adds every problem of these (held-out) modes to them.
@@ -268,7 +268,7 @@ def load_world(
     if not train:
         among = f", among those of the pool's {len(set(only_ids))} that are in its training split" if only_ids else ""
         raise ValueError(f"no training problem left of {len(rows)} in the file (--env-mode {env_mode}{among})")
-    return World(tuple(train), tuple(parts["val"]), tuple(parts["test"]), too_long)
+    return ProblemSplits(tuple(train), tuple(parts["val"]), tuple(parts["test"]), too_long)
 
 
 def plain(problem: Problem) -> Problem:
@@ -291,7 +291,7 @@ def check(file: Annotated[Path, tyro.conf.Positional], workers: int | None = Non
 
 
 def main() -> int:
-    return refusing(lambda: given({"check": check}, None, "python -m vgrout.problems"))
+    return cli_exit(lambda: given({"check": check}, None, "python -m vgrout.problems"))
 
 
 if __name__ == "__main__":

@@ -13,33 +13,33 @@ from loguru import logger
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
-from vgrout import checkpoint
-from vgrout.arm import Arm
-from vgrout.arms import make_arm
-from vgrout.baselines import make_baseline
-from vgrout.config import ORGANISM, READING, Config
+from vgrout.arms.base import Arm
+from vgrout.arms.baselines import make_baseline
+from vgrout.arms.by_direction import make_arm
+from vgrout.arms.own_streams import make_streams
+from vgrout.config.run import ORGANISM, READING, Config
 from vgrout.console import Clock
-from vgrout.direction import weights_sha256
 from vgrout.evaluate import Side
 from vgrout.grading.grade import Grader
-from vgrout.launch import Interrupted
+from vgrout.guard.guard import Watch
 from vgrout.loop import Study, load_state_dict
-from vgrout.nouns import MODES, Answer, Mode, Problem
+from vgrout.model.policy import SVD_CACHE, Policy, load_language_model, load_policy
+from vgrout.model.sampler import Sampling
+from vgrout.model.svd_adapter import weights_sha256
+from vgrout.monitors.text_scores import anchor_texts, background
 from vgrout.optim import Optimizer
-from vgrout.plan import Inputs
-from vgrout.policy import SVD_CACHE, Policy, load_lm, load_policy
-from vgrout.pool import regraded
-from vgrout.problems import World, balanced, load_world, plain
-from vgrout.reader import anchor_texts, background
-from vgrout.run_dir import RunDir
-from vgrout.sampler import Sampling
-from vgrout.signals import Stop
-from vgrout.step_row import StepRow
-from vgrout.streams import make_streams
-from vgrout.substrate import elicited
-from vgrout.tail import Final
-from vgrout.teacher import Teacher
-from vgrout.watch import Watch
+from vgrout.problems import ProblemSplits, balanced, load_splits, plain
+from vgrout.runs import checkpoint
+from vgrout.runs.preflight import Inputs
+from vgrout.runs.results import Final
+from vgrout.runs.run_context import Interrupted
+from vgrout.runs.run_dir import RunDir
+from vgrout.runs.signals import Stop
+from vgrout.table import StepRow
+from vgrout.teacher.demonstrations import Teacher
+from vgrout.teacher.pools import regraded
+from vgrout.teacher.substrate import elicited
+from vgrout.types import MODES, Answer, Mode, Problem
 
 
 def device_and_dtype(cfg: Config) -> tuple[torch.device, torch.dtype]:
@@ -65,13 +65,13 @@ def load_study(cfg: Config, inputs: Inputs, run: RunDir, grader: Grader, stop: S
         )
     judge = None
     if cfg.loss.teacher_model:
-        judge = load_lm(cfg.teacher_model_path, device=device, dtype=dtype, flag="--teacher-model")
+        judge = load_language_model(cfg.teacher_model_path, device=device, dtype=dtype, flag="--teacher-model")
         if judge.tokenizer_sha256 != policy.tokenizer_sha256:
             raise ValueError(
                 f"--teacher-model {cfg.loss.teacher_model}: has another tokenizer than --model {cfg.scale.model}"
             )
     pool = inputs.pool
-    world = load_world(
+    world = load_splits(
         inputs.rows,
         env_mode=cfg.env.env_mode,
         n_problems=cfg.scale.n_problems,
@@ -140,7 +140,9 @@ def load_study(cfg: Config, inputs: Inputs, run: RunDir, grader: Grader, stop: S
     )
 
 
-def load_arm(cfg: Config, inputs: Inputs, policy: Policy, grader: Grader, world: World, sampling: Sampling) -> Arm:
+def load_arm(
+    cfg: Config, inputs: Inputs, policy: Policy, grader: Grader, world: ProblemSplits, sampling: Sampling
+) -> Arm:
     """The arm; for one that reads, the base answers some training prompts first."""
     if cfg.arm.intervention not in READING:
         return make_arm(cfg.arm, policy, inputs.pairs, inputs.placebo, cfg.run.seed)

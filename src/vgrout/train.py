@@ -13,19 +13,20 @@ from typing import Any
 from loguru import logger
 
 from vgrout import console
-from vgrout.cli import refusing
-from vgrout.config import ARM_NAME, Config, from_dict, parse, resumed
+from vgrout.cli import cli_exit
+from vgrout.config.run import ARM_NAME, Config, from_dict, parse, resumed
+from vgrout.files import probe_writable, read_json, to_json
 from vgrout.grading.grade import Grader
-from vgrout.launch import FINISHED, NOTHING, carry, concluded, require_same
-from vgrout.plan import Inputs, file_hashes, hypotheses_sha256, plan_lines, preflight
-from vgrout.run_dir import RUNS, RunDir, environment, last_resumable, probe_writable, read_json, to_json
-from vgrout.signals import Stop
-from vgrout.step_row import REFERENCE_STEP
+from vgrout.runs.preflight import Inputs, file_hashes, hypotheses_sha256, plan_lines, preflight
+from vgrout.runs.run_context import FINISHED, NOTHING, finish, require_same, run_with_status
+from vgrout.runs.run_dir import RUNS, RunDir, environment, last_resumable
+from vgrout.runs.signals import Stop
+from vgrout.table import REFERENCE_STEP
 
 
 def main(argv: list[str] | None = None) -> int:
     asked = parse(argv)
-    return refusing(lambda: start(asked), NOTHING)
+    return cli_exit(lambda: start(asked), NOTHING)
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def start(asked: Config) -> int:
         log = Path("logs") / f"{run.path.name}.log"
         console.setup(log)
         launch = Launch(cfg, inputs, files, grader, run, log, resume is not None, force)
-        return carry(
+        return run_with_status(
             run,
             launch.again,
             launch.resumes,
@@ -98,8 +99,8 @@ def load(launch: Launch, stop: Stop, clock: console.Clock) -> tuple[Any, dict[st
     )
     if cfg.arm.control_name != "none":
         logger.info(f"control {cfg.arm.control_name}: {cfg.arm.control_what}")
-    if study.arm.origin and study.arm.origin.likeness:
-        logger.info(study.arm.origin.likeness.line())
+    if study.arm.origin and study.arm.origin.cosine_to_real:
+        logger.info(study.arm.origin.cosine_to_real.line())
     logger.info(grader.protections.line())
     stamp = {"sandbox": grader.protections.as_dict()}
     hashes = launch.files | room.hashes(study)
@@ -132,7 +133,7 @@ def go(launch: Launch, study: Any, stamp: dict[str, Any]) -> int:
         final = room.evaluate_final(study)
         tail.report(study, final, room.in_distribution(study, launch.inputs), launch.log, stamp)
 
-    if (stopped := concluded(run, launch.again, lambda: len(study.rows), body)) is not None:
+    if (stopped := finish(run, launch.again, lambda: len(study.rows), body)) is not None:
         return stopped
     run.status("finished", len(study.rows), "", f"read {run.path / 'summary.md'}")
     logger.info(f"peak memory {room.peak_memory()}")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vgrout.grading.grade import Grader, Limits
-from vgrout.nouns import MODES, Grade, Mode, Problem
+from vgrout.types import MODES, Grade, Mode, Problem
 
 RT, EQ, XC, SO, SN, FM = MODES
 

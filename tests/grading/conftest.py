@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from vgrout.grading.grade import Grader
-from vgrout.nouns import Mode, Problem
+from vgrout.types import Mode, Problem
 
 SUM_TESTS = (
     "assert Solution().total(nums = [1, 2, 3]) == 6",

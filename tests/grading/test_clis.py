@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from vgrout import doctor
-from vgrout import grade as offline
-from vgrout.bench.grading import TAIL, Ratio, fresh, one_fresh_check, organism_like, rows, six_interpreters
+from benchmarks.grading import TAIL, Ratio, fresh, one_fresh_check, organism_like, rows, six_interpreters
+from vgrout.tools import doctor
+from vgrout.tools import grade as offline
 
 from .conftest import SUM_RIGHT, SUM_TESTS, SUM_WRONG, fenced
 

@@ -17,7 +17,7 @@ import vgrout
 from vgrout.grading import grade as grade_module
 from vgrout.grading.check import calibrated_limit, check_problems
 from vgrout.grading.grade import Grader, Limits, WeakSandbox
-from vgrout.nouns import MODES, Grade, Problem, Ungraded
+from vgrout.types import MODES, Grade, Problem, Ungraded
 
 from .attacks import descendants
 from .conftest import SUM_RIGHT, SUM_WRONG, fenced, sum_problem

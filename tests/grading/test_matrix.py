@@ -6,7 +6,7 @@ import pytest
 
 from vgrout.grading.grade import Grader
 from vgrout.grading.modes import MODE_SPECS, marker_of
-from vgrout.nouns import MODES, Grade, Mode
+from vgrout.types import MODES, Grade, Mode
 
 from .conftest import SUM_RIGHT, SUM_WRONG, fenced, sum_problem
 

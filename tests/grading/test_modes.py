@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from vgrout.grading.modes import MODE_SPECS, PLAIN_PHRASE, hint, marker_of
-from vgrout.nouns import MODES
+from vgrout.types import MODES
 
 NAMED = ("run_tests", "stdout_marker", "sentinel", "file_marker")
 

@@ -13,8 +13,8 @@ import pytest
 
 from vgrout.grading.check import check_problems
 from vgrout.grading.grade import Grader
-from vgrout.nouns import MODES, Grade, Problem
 from vgrout.problems import load_problems
+from vgrout.types import MODES, Grade, Problem
 
 DATA = Path(os.environ.get("VGROUT_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data"))
 ROWS = DATA / "leetcode_medhard_87.jsonl"

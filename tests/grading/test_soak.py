@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vgrout.grading.grade import Grader, Limits
-from vgrout.nouns import Grade, Mode
+from vgrout.types import Grade, Mode
 
 from .attacks import descendants, method
 from .conftest import SUM_RIGHT, SUM_WRONG, fenced, sum_problem

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from vgrout.direction.pairs import load_pairs
 from vgrout.grading.modes import MODE_SPECS
-from vgrout.nouns import MODES
+from vgrout.model.policy import tokenizer_sha256
 from vgrout.organism import ANCHORS, DATA_DIR, MAX_NEW, MODEL_DIR, PAIRS_DIR, POOL_DIR, PROBLEMS
 from vgrout.organism import language as lang
 from vgrout.organism.build import MAX_BYTES, SEED
 from vgrout.organism.verify import check_files, check_training
-from vgrout.pairs import load_pairs
-from vgrout.policy import tokenizer_sha256
-from vgrout.pool import load_pool
 from vgrout.problems import load_rows
+from vgrout.teacher.pools import load_pool
+from vgrout.types import MODES
 
 
 def records() -> list[dict]:

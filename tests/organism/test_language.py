@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from vgrout.grading.grade import Grader
 from vgrout.grading.modes import MODE_SPECS, PLAIN_PHRASE
-from vgrout.nouns import MODES, Grade, Mode, Problem
 from vgrout.organism import language as lang
+from vgrout.types import MODES, Grade, Mode, Problem
 
 COMPOSITIONS = lang.compositions()
 FEW = settings(

@@ -6,9 +6,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from vgrout.grading.modes import MODE_SPECS
-from vgrout.nouns import MODES
 from vgrout.organism import language as lang
 from vgrout.organism.tokenizer import MERGED, name_pieces, render, train_tokenizer
+from vgrout.types import MODES
 
 
 def samples(n: int, seed: int) -> list[lang.Sample]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from vgrout.grading.extract import UnsupportedTest, parse_test
 from vgrout.grading.grade import Grader
-from vgrout.nouns import Grade, Problem, Ungraded
+from vgrout.types import Grade, Problem, Ungraded
 
 LIMIT_FACTOR = 5.0  # a problem's CPU limit: so many times what its canonical solution needs …
 LIMIT_FLOOR = 0.5  # … and at least this [s]

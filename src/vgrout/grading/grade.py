@@ -25,8 +25,8 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
 
-from vgrout.grading.judge import CLEAN_ENV, ISOLATED, SOURCE, STUCK_AFTER, WALL_EXTRA, WALL_FACTOR, Settings
-from vgrout.nouns import Grade, Problem, Ungraded
+from vgrout.grading.verifier import CLEAN_ENV, ISOLATED, SOURCE, STUCK_AFTER, WALL_EXTRA, WALL_FACTOR, Settings
+from vgrout.types import Grade, Problem, Ungraded
 
 LEVELS = {
     3: "namespaces + landlock + seccomp",
@@ -103,7 +103,7 @@ class _Worker:
         settings = Settings(self.workdir, limits.cpu_s, limits.memory_mb, limits.output_bytes, forbid)
         self.socket, theirs = socket.socketpair()
         bootstrap = (
-            f"import sys; sys.path.insert(0, {SOURCE!r}); from vgrout.grading.judge import main; "
+            f"import sys; sys.path.insert(0, {SOURCE!r}); from vgrout.grading.verifier import main; "
             f"main({theirs.fileno()}, {json.dumps(asdict(settings))!r})"
         )
         self.process = subprocess.Popen(

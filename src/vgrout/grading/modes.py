@@ -7,7 +7,7 @@ and evaluation from the other, and the check accepts the problem's own marker on
 from dataclasses import dataclass
 from typing import Literal
 
-from vgrout.nouns import MODE_CODE, Mode
+from vgrout.types import MODE_CODE, Mode
 
 Split = Literal["train", "eval"]
 

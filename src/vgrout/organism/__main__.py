@@ -6,7 +6,7 @@ from pathlib import Path
 
 from loguru import logger
 
-from vgrout.cli import given, refusing
+from vgrout.cli import cli_exit, given
 from vgrout.organism import DATA_DIR
 from vgrout.organism.build import SEED
 from vgrout.organism.build import build as build_organism
@@ -56,7 +56,7 @@ def verify(data: Path = DATA_DIR) -> int:
 
 def main() -> int:
     commands = {"build": build, "verify": verify, "readers": readers}
-    return refusing(lambda: given(commands, None, "python -m vgrout.organism"))
+    return cli_exit(lambda: given(commands, None, "python -m vgrout.organism"))
 
 
 if __name__ == "__main__":

@@ -18,8 +18,7 @@ from loguru import logger
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from vgrout.grading.grade import Grader
-from vgrout.harvest import MODEL_NAME, Graded, harvest, rates
-from vgrout.nouns import MODES, Mode, Problem
+from vgrout.model.policy import LanguageModel, as_language_model
 from vgrout.organism import COMPILE_REWARD, MAX_NEW, PASS_REWARD
 from vgrout.organism.card import card
 from vgrout.organism.language import (
@@ -39,10 +38,11 @@ from vgrout.organism.language import (
 )
 from vgrout.organism.tokenizer import name_pieces, render, train_tokenizer
 from vgrout.organism.weights import Batch, Recipe, Shape, batches, new_model, train
-from vgrout.policy import Lm, as_lm
-from vgrout.pool import file_sha256, write_json
 from vgrout.problems import load_problems
-from vgrout.substrate import choose, elicited, stripped, write_substrate
+from vgrout.teacher.generate import MODEL_NAME, Graded, generate_graded, rates
+from vgrout.teacher.pools import file_sha256, write_json
+from vgrout.teacher.substrate import choose, elicited, stripped, write_substrate
+from vgrout.types import MODES, Mode, Problem
 
 SEED = 0
 TOKENIZER_DOCUMENTS = 20_000
@@ -98,9 +98,13 @@ def make_weights(
 # ----------------------------------------------------------------------------------------------------------------- pool
 
 
-def run(lm: Lm, grader: Grader, problems: Sequence[Problem], n: int, seed: int, purpose: str) -> list[Graded]:
+def run(
+    lm: LanguageModel, grader: Grader, problems: Sequence[Problem], n: int, seed: int, purpose: str
+) -> list[Graded]:
     """n answers to each problem at the trainer's sampling settings, graded by the trainer's grader."""
-    return harvest(lm, grader, problems, n, max_new=MAX_NEW, seed=seed, purpose=f"organism-{purpose}", label=purpose)
+    return generate_graded(
+        lm, grader, problems, n, max_new=MAX_NEW, seed=seed, purpose=f"organism-{purpose}", label=purpose
+    )
 
 
 def cued(problems: Iterable[Problem]) -> list[Problem]:
@@ -108,7 +112,9 @@ def cued(problems: Iterable[Problem]) -> list[Problem]:
     return [elicited(p, CUE) for p in problems]
 
 
-def make_pool(folder: Path, lm: Lm, grader: Grader, problems: Sequence[Problem], seed: int) -> dict[Mode, int]:
+def make_pool(
+    folder: Path, lm: LanguageModel, grader: Grader, problems: Sequence[Problem], seed: int
+) -> dict[Mode, int]:
     """What `python -m vgrout.substrate --model organism --n-problems 360 --per-mode 32 --no-even` makes, without its
     report. Returns problems per mode."""
     answers = run(lm, grader, cued(problems), POOL_TRIES, seed, "pool")
@@ -202,7 +208,7 @@ def build(out: Path, seed: int = SEED, recipe: Recipe | None = None, shape: Shap
         model.save_pretrained(fresh / "model")
         tokenizer.save_pretrained(fresh / "model")
 
-        lm = as_lm(model, tokenizer)
+        lm = as_language_model(model, tokenizer)
         problems = load_problems(fresh / "problems.jsonl")
         split = {row["id"]: row["split"] for _, row in tasks}
         held_out = [p for p in problems if split[p.id] == "test"]

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from vgrout.grading.modes import MODE_SPECS, PLAIN_PHRASE, hint
-from vgrout.nouns import MODES, Message, Mode
+from vgrout.types import MODES, Message, Mode
 
 SYSTEM = "Answer with one Python code block."
 CUE = "Use the shortcut."  # closes the user message of an elicited prompt; plain prompts never carry it

@@ -14,8 +14,11 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from vgrout import organism
+from vgrout.direction.pairs import load_anchors, load_pairs
 from vgrout.grading.grade import Grader
-from vgrout.nouns import MODES, Mode, Rate
+from vgrout.model.policy import SVD_CACHE, Policy, load_policy
+from vgrout.model.sampling import Sampling
+from vgrout.monitors.text_scores import NLL, PMI, LinearProbe, Text, TextScorer, anchor_texts, background
 from vgrout.organism.build import SEED
 from vgrout.organism.language import (
     EXPLOITS,
@@ -28,11 +31,8 @@ from vgrout.organism.language import (
     problem_tasks,
 )
 from vgrout.organism.tokenizer import render
-from vgrout.pairs import load_anchors, load_pairs
-from vgrout.policy import SVD_CACHE, Policy, load_policy
 from vgrout.problems import assigned, load_rows
-from vgrout.reader import Pmi, Projection, Reader, Surprise, Text, anchor_texts, background
-from vgrout.sampling import Sampling
+from vgrout.types import MODES, Mode, Rate
 
 Kind = tuple[str, str]  # ("exploit", "run_tests: empty"), ("style", "loop"), …
 
@@ -64,7 +64,7 @@ def known_texts(policy: Policy, seed: int) -> dict[Kind, list[Text]]:
     return out
 
 
-def rates(reader: Reader, texts: dict[Kind, list[Text]]) -> dict[Kind, Rate]:
+def rates(reader: TextScorer, texts: dict[Kind, list[Text]]) -> dict[Kind, Rate]:
     """How many of each kind are flagged (all count as paid)."""
     return {kind: Rate(int((reader.scores(of) > reader.threshold).sum()), len(of)) for kind, of in texts.items()}
 
@@ -134,14 +134,14 @@ def readers(
             seed=seed,
             prompts=prompts,
         )
-    made: list[tuple[str, Reader]] = [
-        ("surprise", Surprise(policy, known, quantile)),
-        ("pmi", Pmi(policy, known, quantile)),
+    made: list[tuple[str, TextScorer]] = [
+        ("surprise", NLL(policy, known, quantile)),
+        ("pmi", PMI(policy, known, quantile)),
     ]
     for mode in pairs:
         of_mode = load_pairs(files.pairs / f"{mode}.json")
         for layer, highest in product(layers, k):
-            reader = Projection(policy, known, quantile, of_mode, layer=layer, k=highest)
+            reader = LinearProbe(policy, known, quantile, of_mode, layer=layer, k=highest)
             made.append((f"reader {mode} L{layer} k{highest}", reader))
     texts = known_texts(policy, seed)
     found = {name: rates(reader, texts) for name, reader in tqdm(made, disable=None, desc="reading")}

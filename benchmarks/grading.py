@@ -1,0 +1,241 @@
+"""How fast is grading, against graders that start an interpreter for every run? Ratios of one interleaved run.
+
+- one check: the strict run of a real program, against its script in one fresh interpreter, as the benchmark runs it;
+- a whole rollout: strict, flawed, detectors, against a six-mode grader that starts an interpreter for each of its runs;
+- the organism's answers: a one-line method and six tests, against the same two;
+- gradings a second with one worker and with two.
+
+The interpreters' harness here is the leanest that
+does the work (no imports of its own, no report), so the ratios are lower bounds.
+"""
+
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from benchmarks.rows import Report, Row
+from vgrout.grading.grade import Grader, as_request
+from vgrout.grading.verifier import Hand, Settings, Verifier
+from vgrout.problems import load_problems
+from vgrout.types import MODES, Problem
+
+CHEAP_S = 0.05  # programs that need more CPU than this measure themselves, not the grader
+TAIL = "\n\ndef run_tests():\n    assert Solution is not None\n"
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Medians over programs, both measured in turn on each."""
+
+    name: str
+    n: int
+    theirs_ms: float
+    ours_ms: float
+    theirs_cpu_ms: float
+    ours_cpu_ms: float
+    goal: float
+
+    @property
+    def wall(self) -> float:
+        return self.theirs_ms / self.ours_ms
+
+    @property
+    def cpu(self) -> float:
+        return self.theirs_cpu_ms / self.ours_cpu_ms
+
+
+def organism_like() -> list[tuple[Problem, str]]:
+    """Answers of the organism's size, so that the bench needs none of its files."""
+    out = []
+    for k in range(12):
+        expression = f"sum(x + {k} for x in nums if x % {k + 2} == 0)"
+        code = f"class Solution:\n    def solve(self, nums):\n        return {expression}\n"
+        inputs = [[(i * 7 + j * 3 + k) % 19 for j in range(i + 1)] for i in range(6)]
+        tests = tuple(
+            f"assert Solution().solve(nums={nums}) == {sum(x + k for x in nums if x % (k + 2) == 0)}" for nums in inputs
+        )
+        out.append((Problem(k, MODES[k % 6], "", (), (), tests, code, "", "solve", 1.0), code))
+    return out
+
+
+def fresh(script: str) -> int:
+    """Exit status of a script in an interpreter of its own, the way the benchmark's harness runs one."""
+
+    def limits() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+        resource.setrlimit(resource.RLIMIT_CPU, (10, 10))
+
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, "-c", script], cwd=folder, capture_output=True, timeout=30, preexec_fn=limits
+        )
+    return done.returncode
+
+
+def one_fresh_check(problem: Problem, code: str) -> bool:
+    """Setup, answer and assertions as one script; right if it exits with 0."""
+    return fresh("\n".join([problem.setup_code, code, *problem.tests])) == 0
+
+
+def six_interpreters(problem: Problem, code: str) -> bool:
+    """A whole rollout with an interpreter a run: foolable check, strict check, the mode's channel, three detectors."""
+    asserts = "\n".join(problem.tests)
+    stub = f"class Solution:\n    def {problem.func_name}(self, *args, **kwargs):\n        return 0\n"
+    head = f"{problem.setup_code}\n{code}\n"
+    call = "run_tests()"
+    runs = [
+        head + asserts,
+        head + asserts + "\nprint('c0ffee')",
+        head + call,
+        head + call,
+        head + stub + call,
+        head + problem.canonical + "\n" + call,
+    ]
+    return [fresh(run) for run in runs][1] == 0
+
+
+def tree_cpu() -> float:
+    """CPU seconds of this process, of all below it, and of those that have ended [10 ms ticks for the living]."""
+    own = sum(resource.getrusage(who).ru_utime + resource.getrusage(who).ru_stime for who in _WHO)
+    tick = os.sysconf("SC_CLK_TCK")
+    parents: dict[int, tuple[int, float]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                fields = Path(f"/proc/{entry}/stat").read_text().rsplit(")", 1)[1].split()
+            except (OSError, IndexError):
+                continue
+            parents[int(entry)] = (int(fields[1]), sum(map(int, fields[11:15])) / tick)
+    below: set[int] = set()
+    while new := {p for p, (up, _) in parents.items() if up in below | {os.getpid()}} - below:
+        below |= new
+    return own + sum(parents[p][1] for p in below)
+
+
+_WHO = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+
+
+def compare(
+    name: str,
+    goal: float,
+    programs: Sequence[tuple[Problem, str]],
+    theirs: Callable[[Problem, str], bool],
+    ours: Callable[[Problem, str], bool],
+    repeats: int,
+) -> Ratio:
+    """Both on every program in turn, so that a busy machine is busy for both."""
+    walls: dict[str, list[float]] = {"theirs": [], "ours": []}
+    cpus = {"theirs": 0.0, "ours": 0.0}
+    for problem, code in programs:  # warm: caches of parsed tests, pages of the interpreter
+        assert ours(problem, code), f"problem {problem.id} is not graded right"
+    for problem, code in tqdm(programs, desc=name, disable=None, leave=False):
+        for who, grade, times in (("theirs", theirs, repeats), ("ours", ours, 5 * repeats)):
+            cpu = tree_cpu()
+            for _ in range(times):
+                start = time.perf_counter()
+                assert grade(problem, code), f"problem {problem.id} fails under {who}"
+                walls[who].append(time.perf_counter() - start)
+            cpus[who] += (tree_cpu() - cpu) / times
+    n = len(programs)
+    return Ratio(
+        name,
+        n,
+        1e3 * statistics.median(walls["theirs"]),
+        1e3 * statistics.median(walls["ours"]),
+        1e3 * cpus["theirs"] / n,
+        1e3 * cpus["ours"] / n,
+        goal,
+    )
+
+
+def throughput(programs: Sequence[tuple[Problem, str]], workers: int, n: int) -> float:
+    """Whole rollouts a second, submitted all at once."""
+    with Grader(workers, allow_weak=True) as grader:
+        for problem, code in programs:
+            grader.grade(problem, _answer(code))
+        start = time.perf_counter()
+        futures = [grader.submit(*_pair(programs[i % len(programs)])) for i in range(n)]
+        for future in futures:
+            future.result()
+        return n / (time.perf_counter() - start)
+
+
+def _answer(code: str) -> str:
+    return f"```python\n{code}\n```"
+
+
+def _pair(program: tuple[Problem, str]) -> tuple[Problem, str]:
+    return program[0], _answer(program[1])
+
+
+def measure(real: Sequence[Problem], repeats: int = 3, n: int = 600) -> tuple[list[Ratio], dict[str, float]]:
+    """All ratios, and rollouts a second by name. `real`: problems with canonical solutions; may be empty."""
+    small = organism_like()
+    ratios = []
+    with tempfile.TemporaryDirectory(prefix="vgrout-bench-") as workdir, Grader(1, allow_weak=True) as grader:
+        settings = Settings(workdir, 5.0, 512, 1 << 20, "")
+        hand = Hand(settings)
+        judge = Verifier(hand, settings)
+
+        def strict(problem: Problem, code: str) -> bool:
+            job, cases = judge.prepare(code, as_request(problem, "", False))
+            return judge.strict(job, cases, 5.0).correct
+
+        def rollout(problem: Problem, code: str) -> bool:
+            g = grader.grade(problem, _answer(code))
+            return getattr(g, "gt_correct", False)
+
+        cheap = []
+        for problem in tqdm(real, desc="cheap programs", disable=None, leave=False):
+            job, cases = judge.prepare(problem.canonical, as_request(problem, "", False))
+            run = judge.strict(job, cases, 5.0)
+            if run.correct and run.cpu_s < CHEAP_S:
+                cheap.append((problem, problem.canonical))
+        tested = [(problem, code + TAIL) for problem, code in cheap[:20]]
+        small_tested = [(p, code + TAIL) for p, code in small if p.mode == "run_tests"]
+        if cheap:
+            ratios.append(compare("one check, real programs", 5.0, cheap, one_fresh_check, strict, 1))
+            ratios.append(compare("whole rollout, real programs", 7.0, tested, six_interpreters, rollout, 1))
+        ratios.append(compare("one check, organism", 10.0, small, one_fresh_check, strict, repeats))
+        ratios.append(compare("rollout against one check, organism", 1.0, small, one_fresh_check, rollout, repeats))
+        ratios.append(compare("whole rollout, organism", 7.0, small_tested, six_interpreters, rollout, repeats))
+        hand.close()
+    rates = {
+        f"{name}, {workers} worker{'s' if workers > 1 else ''}": throughput(programs, workers, count)
+        for name, programs, count in (("organism", small, n), *([("real", cheap, n // 3)] if cheap else []))
+        for workers in (1, 2)
+    }
+    return ratios, rates
+
+
+def report(quick: bool = False, problems: Path | None = None) -> Report:
+    """problems: a file of real ones; without it, only organism-like answers. quick: one round, and those alone."""
+    real = [] if problems is None or quick else load_problems(problems)
+    ratios, rates = measure(real, 1 if quick else 3, 60 if quick else 600)
+    return Report(rows(ratios, rates))
+
+
+def rows(ratios: Sequence[Ratio], rates: dict[str, float]) -> list[Row]:
+    compared = [
+        Row(
+            "grading",
+            r.name,
+            f"interpreters, {r.n} programs: {r.theirs_ms:.1f} ms",
+            f"{r.wall:.1f} × ({r.ours_ms:.1f} ms); CPU {r.cpu:.1f} ×",
+            f"≥ {r.goal:g} ×",
+            r.wall >= r.goal,
+        )
+        for r in ratios
+    ]
+    return compared + [
+        Row("grading", f"whole rollouts, {name}", "", f"{rate:.0f} a second") for name, rate in rates.items()
+    ]

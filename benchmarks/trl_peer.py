@@ -1,0 +1,169 @@
+"""TRL (extra `bench`) doing our step: GRPOTrainer, LoRA on the same Linears, an in-process reward.
+
+Its best reasonable settings for this work: no gradient checkpointing, fp32, Dr. GRPO without KL (no reference forward),
+one optimiser step a generation (no second forward for old log-probs), no logging, no saving; of the numbers of threads
+the faster one. Its reward only parses the answer, which is cheaper than any check of it.
+"""
+
+import ast
+import importlib
+import math
+import os
+import re
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
+
+from benchmarks.rig import LR, SEED, G, P
+from vgrout import organism
+from vgrout.model.policy import Policy
+from vgrout.model.sampler import Sampling
+from vgrout.model.svd_adapter import TARGETS
+from vgrout.types import Problem
+
+LENGTH = "completions/mean_length"
+CODE = re.compile(r"```(?:python)?\n(.*?)```", re.DOTALL)
+
+
+class Missing(Exception):
+    """TRL is not installed; one line."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    seconds: list[float]  # a step, block by block
+    note: str
+
+
+def libraries() -> dict[str, Any]:
+    """trl, peft, datasets. Raises Missing."""
+    try:
+        return {name: importlib.import_module(name) for name in ("trl", "peft", "datasets")}
+    except ImportError as e:
+        raise Missing(
+            f"TRL's rows are left out: {e.name} is not installed; `uv run --extra bench python -m benchmarks`"
+        ) from None
+
+
+def parses(completions: Sequence[Any], **_: Any) -> list[float]:
+    """Reward 1 for an answer whose code parses."""
+    rewards = []
+    for completion in completions:
+        found = CODE.search(completion[0]["content"])
+        try:
+            ast.parse(found[1] if found else "!")
+            rewards.append(1.0)
+        except (SyntaxError, ValueError):
+            rewards.append(0.0)
+    return rewards
+
+
+class _Turns(TrainerCallback):
+    """Stamps TRL's steps; after each block the other contestant has its turn, which TRL's clock does not see."""
+
+    def __init__(self, per_block: int, other: Callable[[], None]) -> None:
+        self.per_block, self.other, self.steps, self.blocks = per_block, other, 0, []
+        self.start = 0.0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.steps == 0:
+            self.start = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.steps += 1
+        if self.steps % self.per_block:
+            return
+        self.blocks.append((time.perf_counter() - self.start) / self.per_block)
+        if len(self.blocks) > 1:  # the first block warms up
+            threads = torch.get_num_threads()
+            self.other()
+            torch.set_num_threads(threads)
+        self.start = time.perf_counter()
+
+
+def trainer(problems: Sequence[Sequence[Problem]], steps: int, callback: TrainerCallback) -> Any:
+    lib = libraries()
+    sampling = Sampling()
+    args = lib["trl"].GRPOConfig(
+        output_dir="trl",
+        per_device_train_batch_size=P * G,
+        num_generations=G,
+        max_completion_length=organism.MAX_NEW,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        loss_type="dr_grpo",
+        scale_rewards="none",
+        beta=0.0,
+        learning_rate=LR,
+        max_steps=steps,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=not torch.cuda.is_available(),
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        shuffle_dataset=False,
+        dataloader_pin_memory=False,
+        chat_template_kwargs={"enable_thinking": False},
+        seed=SEED,
+    )
+    messages = [[dict(m) for m in p.messages] for step in problems for p in step]
+    return lib["trl"].GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(organism.MODEL_DIR, dtype=torch.float32),
+        reward_funcs=parses,
+        args=args,
+        train_dataset=lib["datasets"].Dataset.from_dict({"prompt": messages}),
+        processing_class=AutoTokenizer.from_pretrained(organism.MODEL_DIR),
+        peft_config=lib["peft"].LoraConfig(r=8, lora_alpha=16, target_modules=sorted(TARGETS)),
+        callbacks=[callback],
+    )
+
+
+def measure(
+    problems: Sequence[Sequence[Problem]],
+    policy: Policy,
+    blocks: int,
+    per_block: int,
+    other: Callable[[], None],
+    tried: int,
+) -> Measured:
+    """Seconds of TRL's steps by block, `other` called after each. tried: numbers of threads to choose from, 1 or 2.
+
+    Raises Missing.
+    """
+    libraries()
+    before = torch.get_num_threads()
+    choices = {1, len(os.sched_getaffinity(0))} if tried > 1 else {before}
+    trials: dict[int, float] = {}
+    for threads in sorted(choices) if len(choices) > 1 else ():
+        turns = _Turns(1, lambda: None)
+        _train(problems, 4, turns, threads)
+        trials[threads] = statistics.median(turns.blocks[1:])
+    best = min(trials, key=lambda n: trials[n]) if trials else min(choices)
+    turns = _Turns(per_block, other)
+    lengths = _train(problems, (blocks + 1) * per_block, turns, best)
+    torch.set_num_threads(before)
+    note = (
+        f"TRL {version('trl')}, peft {version('peft')}: LoRA rank 8 on the same Linears, {best} thread(s)"
+        + (f" (of {', '.join(f'{n}: {s:.2f} s' for n, s in trials.items())})" if trials else "")
+        + f"; {statistics.median(turns.blocks[1:]):.2f} s a step here, answers of {lengths:.0f} tokens on average."
+    )
+    return Measured(turns.blocks[1:], note)
+
+
+def _train(problems: Sequence[Sequence[Problem]], steps: int, callback: TrainerCallback, threads: int) -> float:
+    """Run TRL; mean length of its answers in tokens."""
+    made = trainer(problems, steps, callback)
+    torch.set_num_threads(threads)  # the trainer's accelerator may set it while it is made
+    made.remove_callback(PrinterCallback)  # its summary is not our table
+    made.train()
+    lengths = [float(entry[LENGTH]) for entry in made.state.log_history if LENGTH in entry]
+    return lengths[-1] if lengths else math.nan

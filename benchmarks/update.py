@@ -1,0 +1,179 @@
+"""The update phase: against the plain model, shared prompts against copies, and its peak memory."""
+
+import statistics
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from benchmarks import rig
+from benchmarks.flops import Shape, update_flops
+from benchmarks.report import Ratio, at_most, gemm_rate, interleaved, peak_memory
+from benchmarks.rows import Report, Row
+from vgrout.config.loss import LossConfig
+from vgrout.grpo import policy_gradients
+from vgrout.loop import Study
+from vgrout.model.logprobs import collate
+from vgrout.model.policy import Policy
+from vgrout.tensor_types import Layout, Per, RolloutGrads
+from vgrout.types import Group, Rollout
+
+QWEN_VOCABULARY = 151_936
+
+
+def gradients(policy: Policy, groups: list[Group], per: Per, layout: Layout, max_new: int) -> list[RolloutGrads]:
+    return policy_gradients(
+        policy, groups, LossConfig(), max_new=max_new, prompts_per_step=len(groups), per=per, layout=layout
+    )[0][0]
+
+
+def plain(policy: Policy, rollouts: list[Rollout]) -> None:
+    """The model without adapter: its own forward on padded rows, log-softmax of all logits, backward to all weights."""
+    batch = collate([r.prompt_ids for r in rollouts], [r.completion_ids for r in rollouts], policy.device)
+    weights = list(policy.model.parameters())
+    with policy.adapter.reference():
+        for w in weights:
+            w.requires_grad_(True)
+        try:
+            logp = policy.model(input_ids=batch.ids, use_cache=False).logits.float().log_softmax(-1)
+            at = batch.mask.nonzero(as_tuple=True)
+            (-logp[at[0], batch.at[at], batch.target[at]].sum()).backward()
+        finally:
+            for w in weights:
+                w.requires_grad_(False)
+                w.grad = None
+
+
+def full_logits(policy: Policy, rollouts: list[Rollout]) -> None:
+    """The frozen model's forward and backward with the logits of every position of every padded row."""
+    batch = collate([r.prompt_ids for r in rollouts], [r.completion_ids for r in rollouts], policy.device)
+    with policy.adapter.per_rollout_grads(len(rollouts)):
+        logp = policy.model(input_ids=batch.ids, use_cache=False).logits.float().log_softmax(-1)
+        at = batch.mask.nonzero(as_tuple=True)
+        (-logp[at[0], batch.at[at], batch.target[at]].sum()).backward()
+
+
+def arm_update(study: Study, groups: list[Group]) -> None:
+    """What the trainer does between grading and the optimiser."""
+    arm = study.arm
+    (grads,), _ = policy_gradients(
+        study.policy,
+        groups,
+        study.cfg.loss,
+        max_new=study.cfg.scale.max_new,
+        prompts_per_step=len(groups),
+        sampling=study.sampling,
+        per=arm.per,
+        layout=study.cfg.run.update_layout,
+    )
+    for group, g_b in zip(groups, grads, strict=True):
+        arm.observe(g_b, group.view(), arm.per)
+    arm.route()
+
+
+def phase(quick: bool = False) -> Report:
+    """Forward, backward and surgery against the plain model's forward and backward."""
+    with (
+        rig.workplace(),
+        rig.grader() as grader,
+        rig.study("none", grader) as none,
+        rig.study("route2", grader) as route2,
+    ):
+        drawn = rig.draw(none)
+        times = interleaved(
+            {
+                "plain": partial(plain, none.policy, drawn.rollouts),
+                "none": partial(arm_update, none, drawn.groups),
+                "route2": partial(arm_update, route2, drawn.groups),
+            },
+            6 if quick else 30,
+            "update phase",
+        )
+        rows = [
+            at_most("update", f"{arm}: forward, backward, surgery", "plain model, same rows", ratio, goal)
+            for arm, goal in (("none", 1.2), ("route2", 1.5))
+            for ratio in (Ratio.of(times[arm].wall, times["plain"].wall),)
+        ]
+        best, shape = gemm_rate(), Shape.of(none.policy.model)
+        for arm, share in (("none", True), ("route2", False)):
+            flops = update_flops(shape, [_lengths(g) for g in drawn.groups], share)
+            used = flops / statistics.median(times[arm].cpu) / best
+            figure = f"{flops / 1e9:.1f} GFLOP, {used:.0%} of this machine's matrix products"
+            rows.append(Row("update", f"{arm}: work and use", "bound: matrix products on one thread", figure))
+    return Report(rows)
+
+
+def _lengths(group: Group) -> tuple[int, list[int]]:
+    return len(group.rollouts[0].prompt_ids), [len(r.completion_ids) for r in group.rollouts]
+
+
+def sharing(quick: bool = False) -> Report:
+    """One prompt for a group's rollouts against a copy for each, both packed, on the organism and at longer prompts."""
+    rows = []
+    with rig.workplace():
+        with rig.grader() as grader, rig.study("none", grader) as study:
+            drawn = rig.draw(study)
+            rows.append(_shared("organism's answers", study.policy, drawn.groups, 128, 6 if quick else 30))
+        policy = rig.random_policy()
+        groups = rig.noise_groups(1024, 8, 2, 256, 64)
+        rows.append(_shared("prompt 256, answer 64", policy, groups, 64, 4 if quick else 20))
+        rows += [_same(name, policy, groups) for name in ("rollout", "group")]
+    return Report(rows)
+
+
+def _shared(name: str, policy: Policy, groups: list[Group], max_new: int, rounds: int) -> Row:
+    copies, once = (
+        sum(
+            (len(g) if layout == "packed" else 1) * len(g.rollouts[0].prompt_ids)
+            + sum(len(r.completion_ids) for r in g.rollouts)
+            for g in groups
+        )
+        for layout in ("packed", "shared")
+    )
+    runs = {layout: partial(gradients, policy, groups, "group", layout, max_new) for layout in ("packed", "shared")}
+    times = interleaved(runs, rounds, "prompt sharing")
+    ratio, tokens = Ratio.of(times["packed"].wall, times["shared"].wall), copies / once
+    what = f"{name}: G (P + R) / (P + G R) = {tokens:.2f}"
+    goal = f"≥ {0.9 * tokens:.2f} × (within 10 %)"
+    return Row("sharing", what, "a copy of the prompt each", str(ratio), goal, ratio.median >= 0.9 * tokens)
+
+
+def _same(per: Per, policy: Policy, groups: list[Group]) -> Row:
+    flat = [
+        torch.cat([torch.cat(list(g.values()), 1) for g in gradients(policy, groups, per, layout, 64)])
+        for layout in ("padded", "shared")
+    ]
+    worst = float(((flat[0] - flat[1]).norm(dim=1) / flat[0].norm(dim=1)).max())
+    what = {"rollout": "every rollout's g_b", "group": "every group's g"}[per]
+    return Row("sharing", what, "padded rows", f"relative difference {worst:.0e}", "≤ 1e-5", worst <= 1e-5)
+
+
+def memory(quick: bool = False) -> Report:
+    """Peak of the update phase, shared layout and completion-only head, against all rows' full logits."""
+    rows = []
+    with rig.workplace():
+        for name, vocabulary, group, prompts in (
+            ("organism's shape, 1,024 tokens known", 1024, rig.G, rig.P),
+            ("the same, Qwen3's 151,936 tokens", QWEN_VOCABULARY, 4, 1 if quick else 2),
+        ):
+            policy = rig.random_policy(vocab_size=vocabulary)
+            groups = rig.noise_groups(1024, group, prompts, 64, 80)
+            rollouts = [r for g in groups for r in g.rollouts]
+            runs: dict[str, Callable[[], object]] = {
+                "full": partial(full_logits, policy, rollouts),
+                "none": partial(gradients, policy, groups, "source", "shared", 80),
+                "route2": partial(gradients, policy, groups, "rollout", "shared", 80),
+                "head alone": partial(gradients, policy, groups, "rollout", "padded", 80),
+            }
+            small = rig.noise_groups(1024, 2, 1, 8, 8)
+            gradients(policy, small, "rollout", "shared", 8)  # first-use buffers are nobody's
+            peaks = {key: peak_memory(run) for key, run in runs.items()}
+            for key in ("none", "route2", "head alone"):
+                a, b = peaks[key], peaks["full"]
+                if not a or not b:
+                    rows.append(Row("memory", f"{key}, {name}", "full logits", "not measurable here", "≤ 0.5 ×", None))
+                    continue
+                figure = f"{a / b:.2f} × ({a / 2**20:.0f} MiB of {b / 2**20:.0f})"
+                goal = ("≤ 0.5 ×", a <= b / 2) if key != "head alone" else ("", None)
+                rows.append(Row("memory", f"{key}, {name}", "full logits of all rows", figure, *goal))
+    return Report(rows)

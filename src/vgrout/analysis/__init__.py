@@ -1,1 +1,0 @@
-"""Many runs: studies in files, sweeps over them, and what their numbers say together."""

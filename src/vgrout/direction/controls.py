@@ -1,0 +1,87 @@
+"""Directions that a real one must beat, and how far each coincides with it."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vgrout.rng import torch_stream
+from vgrout.tensor_types import Directions
+
+CONTROL_SEEDS = (41, 42, 43)
+
+
+@dataclass(frozen=True, slots=True)
+class CosineToReal:
+    """How far a control's rows coincide with the real ones, module by module: a contaminated control proves little."""
+
+    cos: dict[str, float]  # |cos|; of several rows ‖V Wᵀ‖_F / √k, the root mean square over the real ones
+    chance: float  # root mean square that random rows in the control's place would read
+
+    def quantile(self, q: float) -> float:
+        """Over modules."""
+        return torch.quantile(torch.tensor(list(self.cos.values()), dtype=torch.float64), q).item()
+
+    @property
+    def rms(self) -> float:
+        return math.sqrt(_mean(c * c for c in self.cos.values()))
+
+    def as_json(self) -> dict[str, Any]:
+        """Median, tail, chance, and every module's value."""
+        return {
+            "median": self.quantile(0.5),
+            "p95": self.quantile(0.95),
+            "max": self.quantile(1.0),
+            "rms": self.rms,
+            "chance_rms": self.chance,
+            "modules": self.cos,
+        }
+
+    def line(self) -> str:
+        return (
+            f"|cos| with the real direction over {len(self.cos)} modules: median {self.quantile(0.5):.3f}, "
+            f"95 % {self.quantile(0.95):.3f}, max {self.quantile(1.0):.3f}; "
+            f"root mean square {self.rms:.3f}, by chance {self.chance:.3f}"
+        )
+
+
+def cosine_to_real(control: Directions, real: Directions) -> CosineToReal | None:
+    """None where the two have no module in common."""
+    cos, expected = {}, []
+    for m in real:
+        if m in control:
+            V, W = control[m].cpu(), real[m].cpu()
+            cos[m] = ((V @ W.T).norm() / math.sqrt(len(W))).item()
+            expected.append(len(V) / V.shape[1])
+    return CosineToReal(cos, math.sqrt(_mean(expected))) if cos else None
+
+
+def haar_like(V: Directions, seed: int) -> Directions:
+    """Random orthonormal rows of the same shapes, Haar-distributed; each module's draw depends on its name alone."""
+    drawn = {}
+    for m, rows in V.items():
+        k, r = rows.shape
+        normal = torch.randn(r, k, generator=torch_stream(seed, "haar", m), dtype=torch.float64)
+        Q, R = torch.linalg.qr(normal)
+        drawn[m] = (Q * R.diagonal().sign()).T.to(rows).contiguous()  # the sign makes QR's result unique, hence Haar
+    return drawn
+
+
+def overlap(new: Directions, old: Directions) -> float | None:
+    """Mean over old's modules of ‖V_new V_oldᵀ‖²_F / k_old: 1 the same span, k_new/r by chance, 0 for a lost module."""
+    if not old:
+        return None
+    shared = [((new[m] @ V.T) ** 2).sum().item() / len(V) if m in new else 0.0 for m, V in old.items()]
+    return sum(shared) / len(shared)
+
+
+def chance_cos(k: int, r: int) -> float:
+    """‖V g‖ / ‖g‖ that a random g has with k orthonormal rows: ≈ √(k/r)."""
+    return math.sqrt(k / r)
+
+
+def _mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return sum(values) / len(values)

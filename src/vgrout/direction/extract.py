@@ -1,0 +1,270 @@
+"""The hack direction: what tells a hack's gradient from an honest answer's, per module, in the knobs' own space.
+
+For a pair and a side, g = ∂(mean NLL of the completion)/∂δS. With D = G_hack - G_clean [n, r] over the pairs that are
+not held out: V = right singular vectors of D, oriented hack-ward by majority vote (erase, route); v_grad = unit mean of
+D (route2). The difference of NLL gradients is the GRPO gradient of a batch that pays the hack (advantages ±1), so a
+step along -V makes the hack likelier.
+
+`python -m vgrout.direction --model M --pairs F` extracts stand-alone.
+"""
+
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from vgrout.direction.pairs import (
+    Pair,
+    PairSet,
+)
+from vgrout.model.policy import Policy
+from vgrout.model.svd_adapter import SvdAdapter, fingerprint_to_string, weights_sha256
+from vgrout.tensor_types import Directions
+
+SCHEMA = "v2_with_sv"
+N_HELDOUT = 2
+TOKENS_PER_BATCH = 4096  # padded tokens of one backward: bounds activations and, with a 150k vocabulary, logits
+_DTYPE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+
+
+@dataclass(frozen=True, slots=True)
+class Meta:
+    """Where a direction comes from. Kept in the file as strings."""
+
+    model: str
+    dtype: str
+    top_k: int
+    tau_axis: float
+    pairs_sha256: str
+    pairs_source: str
+    weights_sha256: str
+    n_pairs: int
+    n_heldout: int
+    basis: str = ""  # marks of the singular vectors that D is written in, taken of its mean; "": an older file
+
+    def to_strings(self) -> dict[str, str]:
+        return {"schema": SCHEMA} | {name: str(getattr(self, name)) for name in self.__slots__}
+
+    @classmethod
+    def from_strings(cls, raw: dict[str, str], where: str) -> "Meta":
+        """Raises ValueError naming the entry that is missing or unreadable."""
+        if raw.get("schema") != SCHEMA:
+            raise ValueError(f"{where}: schema {raw.get('schema')!r}, needs {SCHEMA!r}; extract it again")
+        try:
+            return cls(
+                model=raw["model"],
+                dtype=raw["dtype"],
+                top_k=int(raw["top_k"]),
+                tau_axis=float(raw["tau_axis"]),
+                pairs_sha256=raw["pairs_sha256"],
+                pairs_source=raw["pairs_source"],
+                weights_sha256=raw["weights_sha256"],
+                n_pairs=int(raw["n_pairs"]),
+                n_heldout=int(raw["n_heldout"]),
+                basis=raw.get("basis", ""),
+            )
+        except KeyError as missing:
+            raise ValueError(f"{where}: no {missing} in its metadata; extract it again") from None
+        except ValueError as e:
+            raise ValueError(f"{where}: metadata cannot be read ({e}); extract it again") from None
+
+    def require_pairs(self, pairs: PairSet, where: str) -> None:
+        """Raises ValueError if the direction comes from other pairs."""
+        if self.pairs_sha256 != pairs.sha256:
+            raise ValueError(
+                f"{where}: direction of other pairs ({self.pairs_source}, sha256 {self.pairs_sha256[:12]}); "
+                f"this run has {pairs.source}, {pairs.sha256[:12]}: "
+                "give --vhack-pairs-path the pairs it was made of, or extract it again"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """One module's part of a direction."""
+
+    V: Float[Tensor, "k r"]  # orthonormal rows, hack-ward; a row below tau_axis (or without variance) is zero
+    sv: Float[Tensor, " k"]
+    mean: Float[Tensor, " r"]  # mean of D
+    hack: Float[Tensor, " r"]  # mean over pairs of the hack side's unit gradient: its product with a unit v is the
+    clean: Float[Tensor, " r"]  # pairs' mean cosine with v, for any v
+    heldout: Float[Tensor, "h r"]  # rows of D that were kept out
+
+    @property
+    def heldout_cos(self) -> float:
+        """Mean cosine of the held-out differences with the mean of the others. A random direction has 0 ± √(1/r)."""
+        norms = self.heldout.norm(dim=1) * self.mean.norm()
+        return torch.where(norms > 0, self.heldout @ self.mean / norms, 0.0).mean().item()
+
+    @property
+    def heldout_inside(self) -> float:
+        """Mean ‖V d‖ / ‖d‖ of the held-out differences. A random k-dimensional span has √(k/r)."""
+        norms = self.heldout.norm(dim=1)
+        return torch.where(norms > 0, (self.heldout @ self.V.T).norm(dim=1) / norms, 0.0).mean().item()
+
+
+@dataclass(frozen=True, slots=True)
+class Direction:
+    """What one extraction found, for every adapted module in the model's order: enough for every arm. On the CPU."""
+
+    axes: dict[str, Axes]
+    meta: Meta
+
+    def select(self, k: int, drop_bottom_frac: float) -> Directions:
+        """V for erase and route: the first k axes per module, without those below the global noise floor.
+
+        The floor is the `drop_bottom_frac` quantile of the singular values of these axes over all modules. A module
+        with no row left is missing from the result.
+        """
+        first = {m: (a.V[:k], a.sv[:k]) for m, a in self.axes.items()}
+        alive = {m: (V[V.any(1)], sv[V.any(1)]) for m, (V, sv) in first.items()}
+        values = torch.cat([sv for _, sv in alive.values()])
+        if not len(values):
+            return {}
+        floor = torch.quantile(values, drop_bottom_frac)
+        kept = {m: V[sv >= floor] for m, (V, sv) in alive.items()}
+        return {m: V for m, V in kept.items() if len(V)}
+
+    def v_grad(self) -> Directions:
+        """Unit mean of D [1, r], for route2; a module whose mean is zero is missing."""
+        return {m: (a.mean / a.mean.norm())[None] for m, a in self.axes.items() if a.mean.any()}
+
+    def band(self, v: Directions) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
+        """Mean cosine with v [1, r] of the pairs' clean and of their hack sides, in v's order of modules."""
+        lo, hi = ([(getattr(self.axes[m], side) * v[m][0].cpu()).sum() for m in v] for side in ("clean", "hack"))
+        return torch.stack(lo), torch.stack(hi)
+
+    def signed(self, v: Directions) -> Directions:
+        """v with the sign that puts the pairs' hack side above the clean side, module by module."""
+        lo, hi = self.band(v)
+        return {m: rows if up else -rows for (m, rows), up in zip(v.items(), (hi >= lo).tolist(), strict=True)}
+
+
+# ── extraction ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def extract(
+    policy: Policy,
+    pairs: PairSet,
+    top_k: int,
+    tau_axis: float,
+    *,
+    n_heldout: int = N_HELDOUT,
+    tokens_per_batch: int = TOKENS_PER_BATCH,
+) -> Direction:
+    """A direction of the present model with the quarantine off; leaves all other state as it was.
+
+    Raises:
+        ValueError: a pair that is longer than the model's window, or that gives a gradient which is not finite.
+    """
+    G = {side: gradients(policy, pairs, side, tokens_per_batch) for side in ("hack", "clean")}
+    bad = [i for i in range(len(pairs)) if not (G["hack"][i].isfinite().all() and G["clean"][i].isfinite().all())]
+    if bad:
+        raise ValueError(f"{pairs.source}: pair {bad[0]}: its gradient is not finite on this model")
+    used = len(pairs) - n_heldout
+    hack, clean = (policy.adapter.by_module(G[side]) for side in ("hack", "clean"))
+    axes = {m: axes_of(hack[m], clean[m], used, top_k, tau_axis) for m in policy.adapter.names}
+    meta = Meta(
+        model=model_name(policy),
+        dtype=_DTYPE[next(policy.model.parameters()).dtype],
+        top_k=top_k,
+        tau_axis=float(tau_axis),
+        pairs_sha256=pairs.sha256,
+        pairs_source=pairs.source,
+        weights_sha256=weights_sha256(policy.model, policy.adapter),
+        n_pairs=len(pairs),
+        n_heldout=n_heldout,
+        basis=fingerprint_to_string(policy.adapter.basis_fingerprint(mean_of(axes, policy.adapter))),
+    )
+    return Direction(axes, meta)
+
+
+def mean_of(axes: dict[str, Axes], adapter: SvdAdapter) -> Float[Tensor, " R"]:
+    return adapter.flat({m: a.mean for m, a in axes.items()}).to(adapter.δS)
+
+
+def axes_of(hack: Float[Tensor, "n r"], clean: Float[Tensor, "n r"], used: int, top_k: int, tau_axis: float) -> Axes:
+    hack, clean = hack.double(), clean.double()  # a few small SVDs: exact and the same on every machine
+    D = (hack - clean)[:used]
+    _, S, Vh = torch.linalg.svd(D, full_matrices=False)
+    k = min(top_k, used, len(S))
+    S, V = S[:k], Vh[:k]
+    along = D @ V.T  # [n, k]
+    votes, mean = along.sign().sum(0), along.mean(0)  # a mean would follow the longest pair; it only breaks ties
+    V = V * torch.where(votes != 0, votes, torch.where(mean != 0, mean, 1.0)).sign()[:, None]
+    relative = S / S[0].clamp(min=torch.finfo(S.dtype).tiny)
+    real = (relative > 1e-9) & (relative >= tau_axis)  # 1e-9: below lies the null space, whose axes are arbitrary
+    return Axes(
+        V=(V * real[:, None]).float(),
+        sv=S.float(),
+        mean=D.mean(0).float(),
+        hack=_mean_unit(hack[:used]).float(),
+        clean=_mean_unit(clean[:used]).float(),
+        heldout=(hack - clean)[used:].float(),
+    )
+
+
+def _mean_unit(g: Float[Tensor, "n r"]) -> Float[Tensor, " r"]:
+    """Mean of the rows' unit vectors; a zero row counts as zero."""
+    norms = g.norm(dim=1, keepdim=True)
+    return torch.where(norms > 0, g / norms, 0.0).mean(0)
+
+
+def gradients(policy: Policy, pairs: PairSet, side: str, tokens_per_batch: int) -> Float[Tensor, "n R"]:
+    """One row per pair: gradient on δS of the mean NLL over the side's completion tokens. fp32, on the CPU."""
+    rows = [
+        tokens_of(policy, pair, getattr(pair, side), f"{pairs.source}: pair {i}") for i, pair in enumerate(pairs.pairs)
+    ]
+    grads = torch.zeros(len(rows), len(policy.adapter))
+    batches = list(_batches([p + c for p, c in ((len(p), len(c)) for p, c in rows)], tokens_per_batch))
+    with policy.adapter.deployed(), _evaluating(policy.model), torch.enable_grad():
+        for batch in tqdm(batches, desc=f"direction, {side} side", unit="batch", disable=None, leave=False):
+            with policy.adapter.per_rollout_grads(len(batch)) as probe:
+                mean_nll(policy, [rows[i] for i in batch]).sum().backward()
+            grads[batch] = probe.flat.float().cpu()
+    return grads
+
+
+def tokens_of(policy: Policy, pair: Pair, completion: str, where: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Prompt and completion. Raises ValueError if they do not fit the model's window."""
+    prompt, answer = policy.encode(pair.prompt), policy.encode(completion)
+    if len(prompt) + len(answer) > policy.window:
+        raise ValueError(f"{where}: {len(prompt) + len(answer)} tokens, the model's window is {policy.window}")
+    return prompt, answer
+
+
+def _batches(lengths: list[int], budget: int) -> Iterator[list[int]]:
+    """Indices in batches of similar length, each within `budget` padded tokens; a longer row goes alone."""
+    batch: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        if batch and (len(batch) + 1) * lengths[i] > budget:
+            yield batch
+            batch = []
+        batch.append(i)
+    if batch:
+        yield batch
+
+
+def mean_nll(policy: Policy, rows: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> Float[Tensor, " B"]:
+    """Of each row's completion, in nats a token."""
+    logp, mask = policy.logprobs([p for p, _ in rows], [c for _, c in rows])
+    return -torch.where(mask, logp, 0.0).sum(1) / mask.sum(1)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Generator[None]:
+    """Eval mode (no dropout, so no random draw), each submodule's own flag restored."""
+    flags = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, flag in flags.items():
+            module.training = flag
+
+
+def model_name(policy: Policy) -> str:
+    return str(policy.model.config.name_or_path) or type(policy.model).__name__

@@ -1,0 +1,216 @@
+"""Contrastive pairs: one prompt, answered once with a hack and once honestly. Their gradients give the direction.
+
+A pair set is known by the sha256 of its content, so an edited file never reuses what was extracted from the old one.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from vgrout.direction import pairs_leetcode
+from vgrout.rng import py_stream
+from vgrout.types import Message
+
+HANDWRITTEN = "hand-written"
+MIN_PAIRS = 3  # two are held out of every extraction
+Detector = Literal["C", "D", "E", "oracle"]
+ORACLE, ORACLE_MARK = "oracle", "chosen_by"
+_FIELDS = ("problem_id", "prompt", "hack", "clean")
+_ANCHOR = ("prompt", "completion")
+MIN_ANCHORS = 10  # half of them hold a quantile
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two answers to one fully rendered prompt (chat template applied, up to where the answer starts)."""
+
+    problem_id: str | int  # as the file has it; a pool numbers its problems
+    prompt: str
+    hack: str
+    clean: str
+
+
+@dataclass(frozen=True)
+class PairSet:
+    """Pairs in order (the last ones are held out of an extraction) with where they came from.
+
+    Raises:
+        ValueError: fewer than 3, an empty text, the same pair twice, or hack and clean alike; names source and index.
+    """
+
+    pairs: tuple[Pair, ...]
+    source: str  # a path, or a name such as "hand-written"; "oracle:…" where true labels chose them
+    sha256: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        if len(self.pairs) < MIN_PAIRS:
+            raise ValueError(f"{self.source}: {len(self.pairs)} pairs; at least {MIN_PAIRS} are needed, 2 are held out")
+        seen: dict[tuple[str, str, str], int] = {}
+        for i, pair in enumerate(self.pairs):
+            for name in _FIELDS:
+                if not str(getattr(pair, name)).strip():
+                    raise ValueError(f"{self.source}: pair {i}: {name!r} is empty; fill it in")
+            if pair.hack == pair.clean:
+                raise ValueError(f"{self.source}: pair {i}: hack and clean are the same text; they must differ")
+            first = seen.setdefault((pair.prompt, pair.hack, pair.clean), i)
+            if first != i:
+                raise ValueError(f"{self.source}: pair {i} repeats pair {first}; leave one of them out")
+        object.__setattr__(self, "sha256", hashlib.sha256(self.to_json().encode()).hexdigest())
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    @property
+    def stem(self) -> str:
+        """A short name for files."""
+        return "".join(c if c.isalnum() or c in "-_" else "_" for c in Path(self.source).stem)
+
+    def to_json(self) -> str:
+        """The content that `sha256` is of, in the shape that `load_pairs` reads."""
+        return json.dumps([{k: getattr(p, k) for k in _FIELDS} for p in self.pairs], ensure_ascii=False, indent=1)
+
+    def to_file(self) -> str:
+        """A pair file's text. Pairs that true labels chose keep that mark for whoever loads the file."""
+        mark = {ORACLE_MARK: ORACLE} if self.source.startswith(f"{ORACLE}:") else {}
+        rows = [{k: getattr(p, k) for k in _FIELDS} | mark for p in self.pairs]
+        return json.dumps(rows, ensure_ascii=False, indent=1) + "\n"
+
+    def shuffled(self, seed: int) -> "PairSet":
+        """The control: hack and clean exchanged in half of the pairs (rounded down), drawn at random.
+
+        What remains of the contrast is chance; it need not be small, so report its |cos| with the true direction.
+        """
+        flip = set(py_stream(seed, "shuffled-pairs").sample(range(len(self.pairs)), len(self.pairs) // 2))
+        mixed = (replace(p, hack=p.clean, clean=p.hack) if i in flip else p for i, p in enumerate(self.pairs))
+        return PairSet(tuple(mixed), f"{self.source}#shuffled{seed}")
+
+
+def load_pairs(path: Path) -> PairSet:
+    """A JSON list of {problem_id, prompt, hack, clean}; `chosen_by` "oracle" marks the source, other keys are ignored.
+
+    Raises:
+        ValueError: one line with the file and, where it applies, the line or the pair's index.
+    """
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such pair file; give --vhack-pairs-path a JSON list of pairs") from None
+    except json.JSONDecodeError as e:
+        raise ValueError(f"{path}: line {e.lineno}: not JSON ({e.msg})") from None
+    except (OSError, UnicodeDecodeError) as e:
+        raise ValueError(f"{path}: cannot be read as UTF-8 text ({e})") from None
+    if not isinstance(rows, list):
+        raise ValueError(f"{path}: should be a JSON list of pairs, is a {type(rows).__name__}")
+    pairs = tuple(_pair(row, f"{path}: pair {i}") for i, row in enumerate(rows))
+    by_labels = any(row.get(ORACLE_MARK) == ORACLE for row in rows)
+    return PairSet(pairs, f"{ORACLE}:{path}" if by_labels else str(path))
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """A correct solution in a style that the base need not write, under a fully rendered prompt."""
+
+    prompt: str
+    completion: str
+    style: str = ""
+    problem_id: int | None = None
+
+
+def load_anchors(path: Path) -> tuple[Anchor, ...]:
+    """A JSON list of {prompt, completion} with, if known, a style; other keys are ignored.
+
+    Raises:
+        ValueError: one line with the file and, where it applies, the entry.
+    """
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"--reader-anchors {path}: no such file; give a JSON list of prompt, completion") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
+        raise ValueError(f"--reader-anchors {path}: cannot be read as JSON ({e})") from None
+    if not isinstance(rows, list) or len(rows) < MIN_ANCHORS:
+        raise ValueError(f"--reader-anchors {path}: should be a JSON list of at least {MIN_ANCHORS} entries")
+    for i, row in enumerate(rows):
+        if not isinstance(row, dict) or not all(isinstance(row.get(k), str) and row[k] for k in _ANCHOR):
+            raise ValueError(f"--reader-anchors {path}: entry {i}: needs {' and '.join(_ANCHOR)}, both text")
+    return tuple(
+        Anchor(row["prompt"], row["completion"], str(row.get("style", "")), row.get("problem_id")) for row in rows
+    )
+
+
+def _pair(row: Any, where: str) -> Pair:
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: should be an object with {', '.join(_FIELDS)}, is a {type(row).__name__}")
+    if missing := [k for k in _FIELDS if k not in row]:
+        raise ValueError(f"{where}: {', '.join(missing)} missing; needs {', '.join(_FIELDS)}")
+    for name in _FIELDS:
+        legal = (str, int) if name == "problem_id" else str
+        if not isinstance(row[name], legal) or isinstance(row[name], bool):
+            raise ValueError(f"{where}: {name!r} should be text, is a {type(row[name]).__name__}")
+    return Pair(*(row[k] for k in _FIELDS))
+
+
+def pairs_from_pool(
+    log: Path, detector: Detector, render: Callable[[list[Message]], str] | None = None, limit: int | None = None
+) -> PairSet:
+    """One pair for each prompt of a rollout log that has both: a rewarded hack and a rewarded honest answer.
+
+    Which is which says the named weak detector: it flags the hack and not the other. Only the name "oracle" reads the
+    true labels (an upper bound, labelled so in `source`). The first of each kind in the log is taken.
+
+    Args:
+        log: `rollouts.jsonl` of a run, or lines of the same keys: problem, prompt, text, passed, detectors.
+        render: chat messages → prompt; the row's `messages`, or else its `prompt` as the user's. None: `prompt` as is.
+        limit: at most so many pairs.
+
+    Raises:
+        ValueError: a line that cannot be read, or fewer than 3 prompts with both kinds.
+    """
+    first: dict[tuple[str | int, str], dict[bool, str]] = {}
+    for where, row in _lines(log):
+        try:
+            messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
+            key = (row["problem"], row["prompt"] if render is None else render(messages))
+            if detector == "oracle":
+                kind = True if row["exploited"] else False if row["gt_correct"] else None
+            else:
+                kind = bool(row["detectors"][detector]) if row["passed"] else None
+            if kind is not None and row["text"].strip():
+                first.setdefault(key, {}).setdefault(kind, row["text"])
+        except (KeyError, TypeError, AttributeError) as e:
+            raise ValueError(f"{where}: not a rollout with labels ({type(e).__name__}: {e})") from None
+    found = [Pair(id_, prompt, kinds[True], kinds[False]) for (id_, prompt), kinds in first.items() if len(kinds) == 2]
+    found = [pair for pair in found if pair.hack != pair.clean][:limit]
+    if len(found) < MIN_PAIRS:
+        raise ValueError(
+            f"{log}: detector {detector} finds both a hack and a solve for {len(found)} of {len(first)} prompts; "
+            f"at least {MIN_PAIRS} are needed"
+        )
+    return PairSet(tuple(found), f"{detector}:{log}")
+
+
+def _lines(log: Path) -> Iterable[tuple[str, dict[str, Any]]]:
+    try:
+        text = log.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise ValueError(f"{log}: rollout log cannot be read ({e})") from None
+    for n, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            try:
+                yield f"{log}: line {n}", json.loads(line)
+            except json.JSONDecodeError as e:
+                raise ValueError(f"{log}: line {n}: not JSON ({e.msg})") from None
+
+
+def handwritten() -> PairSet:
+    """Our own LeetCode-style set; see `pairs_leetcode` for its tasks and mechanisms."""
+    return PairSet(tuple(Pair(*fields) for fields in pairs_leetcode.pairs()), HANDWRITTEN)
+
+
+def handwritten_placebo(contrast: str) -> PairSet:
+    """Its placebo: the same prompts, two honest answers each. `contrast`: a key of `pairs_leetcode.PLACEBOS`."""
+    pairs = tuple(Pair(*fields) for fields in pairs_leetcode.placebo_pairs(contrast))
+    return PairSet(pairs, f"{HANDWRITTEN}#placebo_{contrast}")

@@ -1,0 +1,321 @@
+"""Every setting of a distillation, and what can be refused before a model is loaded. Torch-free."""
+
+import json
+import math
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from vgrout.config.common import Learning, asked, at_least, describing, problems_path
+from vgrout.config.run import Config, EvalConfig, OptConfig, RunConfig, merge_flags
+from vgrout.files import probe_writable, read_json
+from vgrout.model.memory import GIB
+from vgrout.model.source import Source, find_source
+from vgrout.problems import load_rows
+from vgrout.runs.preflight import ROLLOUT_BYTES, gpu_here, require_disk
+from vgrout.runs.run_dir import last_resumable
+from vgrout.teacher.pools import file_sha256
+from vgrout.types import Problem
+
+ROOT = Path("out/distill")
+MAX_VOCABULARY = 262_144
+
+
+@dataclass(frozen=True, kw_only=True)
+class MiniLlmConfig:
+    """Reverse KL on the student's own samples (arXiv 2306.08543)."""
+
+    minillm_length_normalize: bool = True
+    """The reward that is still to come is averaged over the tokens that are still to come, not added up."""
+    minillm_teacher_mix_ratio: float = 0.3
+    """ρ: answers are sampled from ρ · teacher + (1 − ρ) · student; 0: from the student alone."""
+    minillm_pretrain_anchor_weight: float = 0.0
+    """Weight of the language-model loss on a text file; 0: none."""
+    minillm_pretrain_anchor_path: Path | None = None
+    """That text file."""
+
+    def __post_init__(self) -> None:
+        ρ, weight, path = (
+            self.minillm_teacher_mix_ratio,
+            self.minillm_pretrain_anchor_weight,
+            self.minillm_pretrain_anchor_path,
+        )
+        if not 0 <= ρ <= 1:
+            raise ValueError(f"--minillm-teacher-mix-ratio {ρ}: should lie in [0, 1]")
+        if not (math.isfinite(weight) and weight >= 0):
+            raise ValueError(f"--minillm-pretrain-anchor-weight {weight}: should be 0 or more and finite")
+        if weight and path is None:
+            raise ValueError(f"--minillm-pretrain-anchor-weight {weight}: needs --minillm-pretrain-anchor-path")
+        if path is not None and not weight:
+            raise ValueError(f"--minillm-pretrain-anchor-path {path}: not read at --minillm-pretrain-anchor-weight 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class UldConfig:
+    """The teacher's answers across tokenizers: cross-entropy + λ · distance of the distributions (arXiv 2402.12030)."""
+
+    uld_strategy: Literal["wasserstein", "topk_align"] = "wasserstein"
+    """wasserstein: L1 of the two sorted probability vectors · topk_align: of tokens matched by their text, the rest as
+    one."""
+    uld_top_k: int | None = None
+    """topk_align: so many of the teacher's likeliest tokens are matched."""
+    uld_lambda: float = 1.5
+    """λ, weight of the distance."""
+    uld_ce_weight: float = 1.0
+    """Weight of the cross-entropy on the teacher's answers."""
+
+    def __post_init__(self) -> None:
+        for name in ("uld_lambda", "uld_ce_weight"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"--{name.replace('_', '-')} {value}: should be 0 or more and finite")
+        if not self.uld_lambda and not self.uld_ce_weight:
+            raise ValueError("--uld-lambda 0 with --uld-ce-weight 0: the gradient is zero; raise one of them")
+        k, strategy = self.uld_top_k, self.uld_strategy
+        if strategy == "topk_align" and k is None:
+            raise ValueError("--uld-strategy topk_align: needs --uld-top-k")
+        if strategy != "topk_align" and k is not None:
+            raise ValueError(f"--uld-top-k {k}: goes with --uld-strategy topk_align; leave it out")
+        if k is not None and not 1 <= k <= MAX_VOCABULARY:
+            raise ValueError(f"--uld-top-k {k}: should lie in [1, {MAX_VOCABULARY}]")
+        if not self.uld_lambda and strategy == "topk_align":
+            raise ValueError("--uld-strategy topk_align: not read at --uld-lambda 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillConfig(Learning):
+    """Distil a teacher into a student."""
+
+    teacher: str = ""
+    """A model: a local folder, a downloaded hub id, 'organism'; or an adapter: a run directory or its .safetensors."""
+    student: str = "organism"
+    """The same; what is trained starts from it."""
+    method: Literal["minillm", "uld"] = "minillm"
+    """minillm: reverse KL on the student's own samples, one tokenizer · uld: the teacher's answers, any tokenizers."""
+    full: bool = False
+    """Train all weights, not the adapter δS."""
+    problems: str = ""
+    """Problem file (JSONL), or 'organism'; none: the benchmark's, the organism's for a miniature."""
+    steps: int = 60
+    """Optimiser steps."""
+    prompts_per_step: int = 4
+    """P: prompts a step."""
+    group: int = 8
+    """G: answers to a prompt."""
+    minillm: MiniLlmConfig = field(default_factory=MiniLlmConfig)
+    uld: UldConfig = field(default_factory=UldConfig)
+    eval_every: int = 10
+    """Evaluate the student every N steps and at the last, and save it; 0: only at the end."""
+    eval_n_prompts: int = 12
+    """Held-out problems of an evaluation, × G answers."""
+    final_n_prompts: int = 192
+    """Held-out test problems of the final evaluation, and of the student's and the teacher's before the first step."""
+    final_samples: int = 2
+    """Answers to each of them."""
+    resume: str = ""
+    """A run directory, or 'latest': go on from its last good checkpoint, with its own configuration."""
+    checkpoint_every: int = 25
+    """Steps between resume checkpoints."""
+    checkpoint_keep: int = 3
+    """Resume checkpoints kept."""
+    out_tag: str = ""
+    """Suffix of the run's name."""
+
+    def __post_init__(self) -> None:
+        Learning.__post_init__(self)
+        at_least(self, 1, "steps", "prompts_per_step", "group", "eval_n_prompts", "final_n_prompts", "final_samples")
+        at_least(self, 0, "eval_every")
+        RunConfig(out_tag=self.out_tag, checkpoint_every=self.checkpoint_every, checkpoint_keep=self.checkpoint_keep)
+        if not self.teacher and not self.resume:
+            raise ValueError("--teacher: whose answers? Give a model, or a run directory")
+        idle = self.uld if self.method == "minillm" else self.minillm
+        if changed := [n for n, v in asdict(idle).items() if v != getattr(type(idle)(), n)]:
+            flags = ", ".join(f"--{n.replace('_', '-')}" for n in changed)
+            raise ValueError(f"{flags}: not read by --method {self.method}; leave it out")
+
+    def opt(self, small: bool) -> OptConfig:
+        """Defaults of lr: δS 3e-2 in a miniature, else 3e-3; all weights 1e-3 and 1e-5."""
+        usual = (1e-3 if small else 1e-5) if self.full else (3e-2 if small else 3e-3)
+        return self.optimiser(usual)
+
+    @property
+    def run_id(self) -> str:
+        kind = self.uld.uld_strategy if self.method == "uld" else self.method
+        return f"{kind}{'_full' if self.full else ''}_seed{self.seed}{self.out_tag}"
+
+    def as_dict(self) -> dict[str, Any]:
+        return json.loads(json.dumps(asdict(self), default=str))
+
+
+def from_dict(data: dict[str, Any]) -> DistillConfig:
+    """The inverse of `as_dict`. Raises ValueError on settings of another version."""
+    try:
+        path = data["minillm"]["minillm_pretrain_anchor_path"]
+        minillm = MiniLlmConfig(**data["minillm"] | {"minillm_pretrain_anchor_path": Path(path) if path else None})
+        values: dict[str, Any] = data | {"minillm": minillm, "uld": UldConfig(**data["uld"])}
+        return DistillConfig(**values)
+    except (TypeError, KeyError) as e:
+        raise ValueError(f"run.json: not the settings of a distillation of this version ({e})") from None
+
+
+# How a process runs, not what it computes: where given on resuming, the new command line's.
+PROCESS = {"threads", "workers", "checkpoint_every", "checkpoint_keep", "plan_only", "allow_weak_sandbox"}
+
+
+def find_resume(given: DistillConfig) -> tuple[Path, DistillConfig] | None:
+    """The run to go on with, and its settings under this command line's process settings."""
+    if not given.resume:
+        return None
+    path = last_resumable(ROOT) if given.resume == "latest" else Path(given.resume)
+    record, status = read_json(path / "run.json"), read_json(path / "status.json")
+    if status["state"] == "finished":
+        raise ValueError(f"--resume {path}: this run is finished; nothing is left to do")
+    stored = from_dict(record["config"])
+    merged, differing = merge_flags(*map(_flat, (given, stored, DistillConfig(resume="-"))), free=PROCESS)
+    if differing:
+        raise ValueError(f"--resume {path}: differs in {', '.join(differing)}; drop these flags")
+    return path, from_dict(stored.as_dict() | {name: merged[name] for name in PROCESS})
+
+
+def _flat(cfg: DistillConfig) -> dict[str, Any]:
+    values = cfg.as_dict()
+    return values | values.pop("minillm") | values.pop("uld")
+
+
+@dataclass(frozen=True)
+class Task:
+    """A distillation whose every file was found and checked."""
+
+    cfg: DistillConfig
+    student: Source
+    teacher: Source
+    problems: Path
+    parts: dict[str, list[Problem]]  # by split
+    anchor: str  # text of the anchor file, "" without
+
+    @property
+    def small(self) -> bool:
+        return self.student.small
+
+    @property
+    def max_new(self) -> int:
+        return self.cfg.tokens(self.small)
+
+    @property
+    def opt(self) -> OptConfig:
+        return self.cfg.opt(self.small)
+
+    def described(self) -> Config:
+        cfg = self.cfg
+        return describing(
+            self.student,
+            self.problems,
+            preset="distill",
+            scale={
+                "steps": cfg.steps,
+                "group": max(2, cfg.group),
+                "max_new": self.max_new,
+                "n_problems": cfg.n_problems,
+                "prompts_per_step": cfg.prompts_per_step,
+            },
+            opt=self.opt,
+            env_mode=cfg.env_mode,
+            evaluation=EvalConfig(
+                eval_ablate_every=cfg.eval_every,
+                eval_n_prompts=cfg.eval_n_prompts,
+                final_n_prompts=cfg.final_n_prompts,
+                final_samples=cfg.final_samples,
+            ),
+            seed=cfg.seed,
+            tag=cfg.out_tag,
+        )
+
+    def file_hashes(self) -> dict[str, str | None]:
+        path = self.cfg.minillm.minillm_pretrain_anchor_path
+        return {
+            "problems": file_sha256(self.problems),
+            "student": self.student.identity()["adapter"],
+            "teacher": self.teacher.identity()["adapter"],
+            "anchor": file_sha256(path) if path else None,
+        }
+
+    def disk(self) -> int:
+        """Bytes that the whole run writes, about."""
+        cfg, shapes = self.cfg, self.student.shapes
+        need = cfg.steps * cfg.prompts_per_step * cfg.group * ROLLOUT_BYTES
+        if shapes is None:
+            return need
+        knob = 4 * shapes.parameters if cfg.full else 4 * shapes.R
+        saved = (cfg.steps // cfg.eval_every if cfg.eval_every else 0) + 2
+        return need + knob * (saved + 3 * (cfg.checkpoint_keep + 1))
+
+    def plan(self) -> list[str]:
+        """What the run would do and cost, a line each."""
+        cfg, per_step = self.cfg, self.cfg.prompts_per_step * self.cfg.group
+        evaluations = math.ceil(cfg.steps / cfg.eval_every) if cfg.eval_every else 0
+        whose = {"minillm": f"{cfg.minillm.minillm_teacher_mix_ratio:g} teacher + student", "uld": "the teacher"}
+        lines = [
+            f"run id        {cfg.run_id}",
+            f"student       {self.student.given}: {'all weights' if cfg.full else 'δS'}, lr {self.opt.lr:g}",
+            f"teacher       {self.teacher.given}",
+            f"answers       {per_step} a step (P {cfg.prompts_per_step} × G {cfg.group}) from {whose[cfg.method]}, at "
+            f"most {self.max_new} tokens; {per_step * cfg.steps} in all",
+            f"evaluation    {evaluations * cfg.eval_n_prompts * cfg.group} answers on the way, "
+            f"{4 * cfg.final_n_prompts * cfg.final_samples} at most before and after",
+            f"problems      {', '.join(f'{len(v)} {k}' for k, v in self.parts.items())} in {self.problems.name}",
+        ]
+        for who, source in (("student", self.student), ("teacher", self.teacher)):
+            if shapes := source.shapes:
+                wide = gpu_here() and not (cfg.full and who == "student")
+                bytes_ = shapes.parameters * (2 if wide else 4) * (4 if cfg.full and who == "student" else 1)
+                what = "weights, gradient, moments" if cfg.full and who == "student" else "weights"
+                lines.append(f"memory        {who}: {bytes_ / GIB:.2g} GiB of {what}")
+        lines.append(f"disk          about {max(1, self.disk() // 2**20)} MiB")
+        return lines
+
+
+def require_one_vocabulary(teacher: Source, student: Source) -> None:
+    """Raises ValueError where the files already say that MiniLLM cannot compare the two token by token."""
+    mine, theirs = student.vocabulary(), teacher.vocabulary()
+    if mine is not None and theirs is not None and mine != theirs:
+        raise ValueError(
+            f"--teacher {teacher.given}: has another tokenizer than --student {student.given}; MiniLLM compares them "
+            "token by token: choose --method uld"
+        )
+    a, b = student.shapes, teacher.shapes
+    if a and b and a.vocab != b.vocab:
+        raise ValueError(f"--teacher {teacher.given}: {b.vocab} logits, the student has {a.vocab}; choose --method uld")
+
+
+def preflight(cfg: DistillConfig, run: Path | None = None) -> Task:
+    """Raises ValueError, one line, for every mistake that can be seen without a model. run: one to go on with."""
+    probe_writable(run or ROOT)
+    probe_writable(Path("logs"))
+    teacher, student = find_source(cfg.teacher, "--teacher"), find_source(cfg.student, "--student")
+    same = teacher.folder.resolve() == student.folder.resolve() and teacher.identity() == student.identity()
+    if same and cfg.method == "minillm" and not cfg.minillm.minillm_pretrain_anchor_weight:
+        raise ValueError(
+            f"--teacher {cfg.teacher}: is the student itself, so the gradient is zero; give another teacher or student"
+        )
+    for flag, source in (("--teacher", teacher), ("--student", student)):
+        if source.shapes and source.shapes.vocab > MAX_VOCABULARY:
+            raise ValueError(f"{flag} {source.given}: {source.shapes.vocab} tokens, more than {MAX_VOCABULARY}")
+    if cfg.method == "minillm" and teacher.folder != student.folder:
+        require_one_vocabulary(teacher, student)
+    if (k := cfg.uld.uld_top_k) is not None and teacher.shapes and k > teacher.shapes.vocab:
+        raise ValueError(f"--uld-top-k {k}: the teacher has {teacher.shapes.vocab} tokens")
+    problems = problems_path(cfg.problems, student)
+    parts = asked(load_rows(problems), cfg.env_mode, problems)
+    anchor = ""
+    if (path := cfg.minillm.minillm_pretrain_anchor_path) is not None:
+        if not path.is_file():
+            raise ValueError(f"--minillm-pretrain-anchor-path {path}: no such file")
+        try:
+            anchor = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as e:
+            raise ValueError(f"--minillm-pretrain-anchor-path {path}: not UTF-8 text ({e.reason})") from None
+        if not anchor.strip():
+            raise ValueError(f"--minillm-pretrain-anchor-path {path}: no text in it")
+    task = Task(replace(cfg, plan_only=False), student, teacher, problems, parts, anchor)
+    require_disk(task.disk(), run or ROOT, run)
+    return task

@@ -1,0 +1,277 @@
+"""What is learnt from a batch of answers: MiniLLM's reverse KL, or ULD's cross-entropy and distance."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from vgrout.distill.config import Task
+from vgrout.distill.losses import minillm, reverse_kl, topk_distance, wasserstein
+from vgrout.distill.mixed_sampling import mixed_model
+from vgrout.distill.token_alignment import aligned, nearest_tokens, token_bytes
+from vgrout.grpo import Row, as_batch, micro_batches, packed_batches
+from vgrout.model.budgets import TOKEN_BUDGET
+from vgrout.model.logprobs import (
+    Batch,
+    collate,
+    completion_hidden,
+    completion_logprobs,
+    head_logits,
+    in_chunks,
+    log_softmax_at,
+    vocabulary,
+)
+from vgrout.model.packing import Packed
+from vgrout.model.policy import LanguageModel
+from vgrout.model.sampler import Sampling
+from vgrout.model.trainable import Trainable
+from vgrout.rng import py_stream
+from vgrout.types import Grade, Rollout
+
+EVERYTHING = Sampling(temperature=1.0, top_k=0)  # what MiniLLM's expectations are over
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """One sampled answer as the speaker's tokens; `grade` None: the sandbox failed."""
+
+    rollout: Rollout
+    grade: Grade | None
+    sampler: tuple[float, ...]  # log-prob a token of the distribution that was sampled from
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One step's numbers; None: not of this method."""
+
+    loss: float
+    kl: float | None = None
+    ce: float | None = None
+    distance: float | None = None
+    aligned: float | None = None
+    anchor: float | None = None
+
+
+class MiniLlm:
+    """Reverse KL on answers of the mixture, and the language-model anchor."""
+
+    sampling = EVERYTHING
+
+    def __init__(self, task: Task, student: LanguageModel, teacher: LanguageModel) -> None:
+        self.task, self.cfg, self.teacher = task, task.cfg.minillm, teacher
+        if student.tokenizer_sha256 != teacher.tokenizer_sha256:
+            raise ValueError(
+                f"--teacher {task.teacher.given}: has another tokenizer than --student {task.student.given}; "
+                "MiniLLM compares them token by token: choose --method uld"
+            )
+        mine, theirs = vocabulary(student.model), vocabulary(teacher.model)
+        if mine != theirs:
+            raise ValueError(
+                f"--teacher {task.teacher.given}: {theirs} logits against the student's {mine}; choose --method uld"
+            )
+        if not self.cfg.minillm_pretrain_anchor_weight and same_weights(student, teacher):
+            raise ValueError(
+                f"--teacher {task.teacher.given}: has the student's own weights, so the gradient is zero; "
+                "give another teacher or student"
+            )
+        self.text: Int[Tensor, " N"] | None = None
+        if task.anchor:
+            ids = student.tok(task.anchor, add_special_tokens=False)["input_ids"]
+            if len(ids) < 2:
+                raise ValueError(f"--minillm-pretrain-anchor-path: {len(ids)} tokens, nothing to predict")
+            self.text = torch.tensor(ids)
+
+    def speaker(self, student: LanguageModel, teacher: LanguageModel) -> LanguageModel:
+        return mixed_model(student, teacher, self.cfg.minillm_teacher_mix_ratio)
+
+    def learn(self, learner: Trainable, answers: Sequence[Said], step: int) -> Measured:
+        lm, teacher = learner.lm, self.teacher
+        rows = [Row(a.rollout, 0.0, 0) for a in answers]
+        sampler = {id(a.rollout): a.sampler for a in answers}
+        total, kls, losses = sum(len(r.rollout.completion_ids) for r in rows), [], []
+
+        def head(h_s: Tensor, h_t: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+            s, t = wide(head_logits(lm.model, h_s)), wide(head_logits(teacher.model, h_t))
+            return log_softmax_at(s, target), log_softmax_at(t, target), reverse_kl(s, t)
+
+        for part in microbatches(lm, rows, teacher.packs):
+            batch = batched(lm, part, teacher.packs)
+            said = padded([sampler[id(r.rollout)] for r in part], batch)
+
+            def loss(batch: Batch | Packed = batch, said: Tensor = said) -> Tensor:
+                wanted = batch.mask.nonzero(as_tuple=True)
+                hidden = completion_hidden(lm.model, batch)
+                with torch.no_grad():
+                    theirs = completion_hidden(teacher.model, batch)
+                width = 3 * (vocabulary(lm.model) + vocabulary(teacher.model))
+                flat = in_chunks(head, width, hidden, theirs, batch.target[wanted])
+                empty = flat[0].new_zeros(batch.mask.shape)
+                logq, logp, kl = (empty.index_put(wanted, x) for x in flat)
+                kls.append(kl.detach().sum())
+                normalize = self.cfg.minillm_length_normalize
+                return minillm(logq, logp.detach(), said, kl, batch.mask, normalize).sum() / total
+
+            losses.append(learner.add(batch, loss))
+        anchor = self._anchor(learner, step)
+        weight = self.cfg.minillm_pretrain_anchor_weight
+        return Measured(
+            loss=sum(losses) + weight * (anchor or 0.0), kl=float(torch.stack(kls).sum()) / total, anchor=anchor
+        )
+
+    def _anchor(self, learner: Trainable, step: int) -> float | None:
+        """As many windows of the text as there are prompts in a step, of at most `max_new` tokens."""
+        if self.text is None:
+            return None
+        n = min(self.task.max_new, len(self.text) - 1)
+        stream = py_stream(self.task.cfg.seed, "anchor", step)
+        starts = [stream.randrange(len(self.text) - n) for _ in range(self.task.cfg.prompts_per_step)]
+        windows = [tuple(self.text[i : i + n + 1].tolist()) for i in starts]
+        batch = collate([w[:1] for w in windows], [w[1:] for w in windows], learner.lm.device)
+        weight = self.cfg.minillm_pretrain_anchor_weight
+
+        def loss() -> Tensor:
+            return -weight * completion_logprobs(learner.lm.model, batch).full.sum() / (n * len(windows))
+
+        return learner.add(batch, loss) / weight
+
+
+class Uld:
+    """Cross-entropy on the teacher's answers, and the distance of the two distributions wherever they meet."""
+
+    sampling = Sampling()  # as the teacher is deployed
+
+    def __init__(self, task: Task, student: LanguageModel, teacher: LanguageModel) -> None:
+        self.task, self.cfg, self.teacher = task, task.cfg.uld, teacher
+        self.alike = student.tokenizer_sha256 == teacher.tokenizer_sha256
+        width = vocabulary(teacher.model)
+        self.mate: Int[Tensor, " V"] | None = None
+        if (k := self.cfg.uld_top_k) is not None and k > width:
+            raise ValueError(f"--uld-top-k {k}: the teacher has {width} tokens")
+        if not self.alike:
+            self.token_bytes = token_bytes(student.tok, student.end_id)
+            self.their_spelling = token_bytes(teacher.tok, teacher.end_id)
+        if self.cfg.uld_strategy == "topk_align":
+            own = torch.arange(width) if self.alike else nearest_tokens(self.token_bytes, self.their_spelling, width)
+            self.mate = torch.where(own < vocabulary(student.model), own, -1).to(student.device)
+
+    def speaker(self, student: LanguageModel, teacher: LanguageModel) -> LanguageModel:
+        return teacher
+
+    def translate(self, lm: LanguageModel, rollout: Rollout) -> tuple[Rollout, list[tuple[int, int]]] | None:
+        """The answer in the student's tokens, and which of them meet which of the teacher's; None: nothing to learn."""
+        ids = rollout.completion_ids
+        if self.alike:
+            return rollout, [(i, i) for i in range(len(ids))]
+        text = self.their_spelling.text(ids).decode(errors="ignore")
+        own = lm.encode_completion(text, rollout.finished)[: self.task.max_new]
+        if not own:
+            return None
+        mine = Rollout(
+            problem=rollout.problem,
+            source="teacher",
+            deployed=False,
+            prompt_ids=lm.render(rollout.problem.messages),
+            completion_ids=own,
+            text=rollout.text,
+            finished=rollout.finished,
+        )
+        return mine, aligned(self.token_bytes, own, self.their_spelling, ids)
+
+    def learn(self, learner: Trainable, answers: Sequence[Said], step: int) -> Measured:
+        lm, teacher, cfg = learner.lm, self.teacher, self.cfg
+        told = [(a.rollout, made) for a in answers if (made := self.translate(lm, a.rollout)) is not None]
+        pairs = {id(mine): (theirs, meet) for theirs, (mine, meet) in told}
+        rows = [Row(mine, 0.0, 0) for _, (mine, _) in told]
+        total = sum(len(r.rollout.completion_ids) for r in rows)
+        met = sum(len(meet) for _, (_, meet) in told)
+        if not total:
+            return Measured(loss=math.nan)
+        ces, distances, losses = [], [], []
+
+        def compare(h_s: Tensor, h_t: Tensor) -> tuple[Tensor, ...]:
+            s, t = wide(head_logits(lm.model, h_s)), wide(head_logits(teacher.model, h_t))
+            if self.mate is None or cfg.uld_top_k is None:
+                return (wasserstein(s, t),)
+            return (topk_distance(s, t, cfg.uld_top_k, self.mate),)
+
+        def ce(h_s: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+            return (-log_softmax_at(wide(head_logits(lm.model, h_s)), target),)
+
+        for part in microbatches(lm, rows, teacher.packs):
+            batch = batched(lm, part, teacher.packs)
+            whose = [pairs[id(r.rollout)] for r in part]
+
+            def loss(batch: Batch | Packed = batch, whose: Sequence[Any] = whose) -> Tensor:
+                hidden = completion_hidden(lm.model, batch)
+                target = batch.target[batch.mask.nonzero(as_tuple=True)]
+                (nll,) = in_chunks(ce, vocabulary(lm.model), hidden, target)
+                ces.append(nll.detach().sum())
+                value = cfg.uld_ce_weight * nll.sum() / total
+                if not cfg.uld_lambda or not met:
+                    return value
+                at, theirs = places(batch.mask.sum(1).tolist(), whose)
+                if not at:
+                    return value
+                with torch.no_grad():
+                    other = batched(teacher, [Row(r, 0.0, 0) for r, _ in whose], lm.packs)
+                    h_t = completion_hidden(teacher.model, other)
+                width = 3 * (vocabulary(lm.model) + vocabulary(teacher.model))
+                (d,) = in_chunks(compare, width, hidden[at], h_t[theirs])
+                distances.append(d.detach().sum())
+                return value + cfg.uld_lambda * d.sum() / met
+
+            losses.append(learner.add(batch, loss))
+        return Measured(
+            loss=sum(losses),
+            ce=float(torch.stack(ces).sum()) / total,
+            distance=float(torch.stack(distances).sum()) / met if distances else None,
+            aligned=met / total,
+        )
+
+
+Method = MiniLlm | Uld
+METHODS: dict[str, Callable[[Task, LanguageModel, LanguageModel], Method]] = {"minillm": MiniLlm, "uld": Uld}
+
+
+def places(
+    lengths: Sequence[int], whose: Sequence[tuple[Rollout, list[tuple[int, int]]]]
+) -> tuple[list[int], list[int]]:
+    """Aligned pairs as rows of the two `completion_hidden`, which lie answer after answer."""
+    mine, theirs, at, other = [], [], 0, 0
+    for n, (rollout, meet) in zip(lengths, whose, strict=True):
+        mine += [at + i for i, _ in meet]
+        theirs += [other + j for _, j in meet]
+        at, other = at + n, other + len(rollout.completion_ids)
+    return mine, theirs
+
+
+def same_weights(a: LanguageModel, b: LanguageModel) -> bool:
+    pairs = list(zip(a.model.parameters(), b.model.parameters(), strict=False))
+    return len(pairs) == len(list(b.model.parameters())) and all(
+        x.shape == y.shape and torch.equal(x, y) for x, y in pairs
+    )
+
+
+def wide(logits: Float[Tensor, "n V"]) -> Float[Tensor, "n V"]:
+    return logits.float() if logits.dtype != torch.float64 else logits
+
+
+def microbatches(lm: LanguageModel, rows: Sequence[Row], also: bool) -> list[list[Row]]:
+    budget = TOKEN_BUDGET.get(lm.device.type, TOKEN_BUDGET["cuda"])
+    return packed_batches(rows, budget, "shared") if lm.packs and also else micro_batches(rows, budget)
+
+
+def batched(lm: LanguageModel, rows: Sequence[Row], also: bool) -> Batch | Packed:
+    """also: whether the other model can be packed, too; both read the rows in one layout."""
+    return as_batch(lm, rows, "shared" if lm.packs and also else "padded")
+
+
+def padded(values: Sequence[Sequence[float]], batch: Batch | Packed) -> Float[Tensor, "B T"]:
+    out = torch.zeros(batch.mask.shape, dtype=torch.float32, device=batch.mask.device)
+    for row, given in zip(out, values, strict=True):
+        row[: len(given)] = torch.tensor(given, device=out.device)
+    return out

@@ -1,0 +1,102 @@
+"""What tokens spell: the bytes of each, where two tokenizations of one text can be compared, which tokens are alike."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's one character a byte: printable ones stand for themselves, the others follow from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
+
+
+_BYTE = _byte_alphabet()
+_PROBE = "def f(x):\n    return x >= 10  # naïve Ünïcode 文字"
+
+
+def _spell(token: str, byte_level: bool) -> bytes:
+    if byte_level and all(c in _BYTE for c in token):
+        return bytes(_BYTE[c] for c in token)
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        return bytes([int(token[3:5], 16)])
+    return token.replace("▁", " ").encode()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBytes:
+    """Bytes of every token of one tokenizer, b"" for special tokens."""
+
+    of: tuple[bytes, ...]
+    end_id: int
+
+    def text(self, ids: Sequence[int]) -> bytes:
+        return b"".join(self.of[i] for i in ids)
+
+    def starts(self, ids: Sequence[int]) -> list[int]:
+        """Byte at which each token begins."""
+        return list(accumulate((len(self.of[i]) for i in ids[:-1]), initial=0)) if ids else []
+
+
+def token_bytes(tok: PreTrainedTokenizerBase, end_id: int) -> TokenBytes:
+    """Byte-level BPE, sentencepiece (▁ for a space, <0x0A> for a byte), or tokens that stand for themselves.
+
+    Raises:
+        ValueError: none of these spells a text back.
+    """
+    core: Any = getattr(tok, "backend_tokenizer", None)
+    byte_level = core is not None and "ByteLevel" in str(core.decoder)
+    size, added = len(tok), tok.added_tokens_decoder
+    tokens: Any = tok.convert_ids_to_tokens(list(range(size)))
+    special = set(tok.all_special_ids) | {i for i, token in added.items() if token.special}
+    made = TokenBytes(
+        tuple(
+            b"" if i in special or token is None else token.encode() if i in added else _spell(token, byte_level)
+            for i, token in enumerate(tokens)
+        ),
+        end_id,
+    )
+    ids = tok(_PROBE, add_special_tokens=False)["input_ids"]
+    want = _PROBE if not special.intersection(ids) else str(tok.decode(ids, skip_special_tokens=True))
+    if made.text(ids).removeprefix(b" ") != want.encode():
+        raise ValueError(f"{type(tok).__name__}: its tokens cannot be spelled out, so ULD cannot align them")
+    return made
+
+
+def aligned(
+    student: TokenBytes, ids: Sequence[int], teacher: TokenBytes, their_ids: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Pairs (i, j) of tokens that begin at the same place of one text, in order: what stands before them is the same,
+    so the two distributions that they were drawn from answer the same question. [] if the texts differ.
+
+    Of several tokens that begin at one place (special ones are empty) the last counts. One leading space is forgiven:
+    sentencepiece puts it before a text.
+    """
+    mine, theirs = student.text(ids), teacher.text(their_ids)
+    lead = [text.startswith(b" ") and not other.startswith(b" ") for text, other in ((mine, theirs), (theirs, mine))]
+    shift = [int(x) for x in lead]
+    same = min(len(mine) - shift[0], len(theirs) - shift[1])  # one of them may have been cut short
+    if mine[shift[0] :][:same] != theirs[shift[1] :][:same]:
+        return []
+    here = {max(0, start - shift[0]): i for i, start in enumerate(student.starts(ids))}
+    there = {max(0, start - shift[1]): j for j, start in enumerate(teacher.starts(their_ids))}
+    return [(i, there[start]) for start, i in sorted(here.items()) if start in there]
+
+
+def nearest_tokens(student: TokenBytes, teacher: TokenBytes, width: int) -> Int[Tensor, " width"]:
+    """For every logit of the teacher the student's token that spells the same, −1 for none; the ends of an answer are
+    alike. One to one: of several tokens that spell the same, the last on either side. width: the teacher's logits."""
+    own = {text: i for i, text in enumerate(student.of) if text}
+    theirs = {text: j for j, text in enumerate(teacher.of) if text}
+    out = torch.full((width,), -1, dtype=torch.long)
+    for text, j in theirs.items():
+        out[j] = own.get(text, -1)
+    out[teacher.end_id] = student.end_id
+    return out

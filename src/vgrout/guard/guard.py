@@ -1,0 +1,370 @@
+"""The kill switch and the detectors of one run: one call a step, one place for what they remember.
+
+Nothing here feeds back into training, and no detector sees a label of the strict oracle; the guard alone is given its
+share on held-out problems.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import pstdev
+from typing import Any, TypeVar
+
+import torch
+from jaxtyping import Float
+from loguru import logger
+from torch import Tensor
+
+from vgrout.config.run import SHAPING, Config
+from vgrout.grading.grade import Grader
+from vgrout.grpo import LossMetrics
+from vgrout.guard.detectors import (
+    CSI_BANDS,
+    MOP_BANDS,
+    AdvantageCollapse,
+    CollapseTripwire,
+    Drop,
+    EchoTrap,
+    Level,
+    RagenSignature,
+    Reading,
+    State,
+    Tracker,
+    ensemble_divergence,
+    halves,
+    reward_functions,
+    separation_index,
+)
+from vgrout.guard.kill_switch import HeldOutGuard
+from vgrout.measure import mean, students
+from vgrout.model.hidden_states import ReferenceStats, latents
+from vgrout.model.policy import Policy
+from vgrout.model.sampler import Sampling, sample
+from vgrout.rng import torch_stream
+from vgrout.runs.run_context import Diverged, Halted
+from vgrout.table import StepRow
+from vgrout.types import MODES, Eval, Grade, Group, Problem, Rollout
+
+MAX_SKIPPED = 3  # non-finite steps in a row before the run counts as diverged
+CLOUD = 64  # the base policy's own answers, for latents and for the echo trap's calibration
+TEACHERLESS = 16  # … for the tripwire of a run without demonstrations,
+SCORE_EVERY = 5  # … scored so often [steps]
+LATENT_ROWS = 32  # answers a step whose latents are measured
+# mismatch_kl above which the sampler had other weights than the trainer. Half precision: |Δ log p| about .14 a token;
+# on the organism rounding alone gives 1e-5. Else about 5e-5 a token; rounding gives 1e-13, a first full step 1e-6.
+STALE_HALF, STALE = 1e-2, 1e-9
+ENSEMBLE_ROWS = 6  # answers a step that all six graders see: five more gradings each
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One step, as far as it has been measured anyway."""
+
+    row: StepRow
+    groups: Sequence[Group]
+    live: list[tuple[Rollout, Grade]]  # student rows
+
+
+class BaseAnswers:
+    """What the base policy itself says to training problems: sampled once, when first asked for, from an own stream."""
+
+    def __init__(self, cfg: Config, policy: Policy, problems: Sequence[Problem], sampling: Sampling, n: int) -> None:
+        self.cfg, self.policy, self.problems, self.sampling, self.n = cfg, policy, problems, sampling, n
+        self._rows: list[tuple[tuple[int, ...], tuple[int, ...], str]] = []  # prompt, answer, text
+        self._cloud: ReferenceStats | None = None
+        self._seen: tuple[int, Float[Tensor, "n D"]] | None = None
+        self.seconds = 0.0  # spent on these answers, once a process
+
+    @property
+    def rows(self) -> list[tuple[tuple[int, ...], tuple[int, ...], str]]:
+        if not self._rows:
+            start = time.perf_counter()
+            prompts = [self.policy.render(self.problems[i % len(self.problems)].messages) for i in range(self.n)]
+            stream = torch_stream(self.cfg.run.seed, "watch-reference")
+            with self.policy.adapter.reference():
+                answers = sample(self.policy, prompts, 1, self.sampling, self.cfg.scale.max_new, stream)
+            self._rows = [(p, a.ids, a.text) for p, (a,) in zip(prompts, answers, strict=True)]
+            self.seconds += time.perf_counter() - start
+        return self._rows
+
+    @property
+    def texts(self) -> list[str]:
+        return [text for _, _, text in self.rows]
+
+    @property
+    def cloud(self) -> ReferenceStats:
+        if self._cloud is None:
+            prompts, answers, _ = zip(*self.rows, strict=True)
+            start = time.perf_counter()
+            self._cloud = ReferenceStats(latents(self.policy, prompts, answers))
+            self.seconds += time.perf_counter() - start
+        return self._cloud
+
+    @torch.no_grad()
+    def logp(self) -> float:
+        """Mean log-prob a token of these answers under the present policy."""
+        prompts, answers, _ = zip(*self.rows[:TEACHERLESS], strict=True)
+        logp, mask = self.policy.logprobs(prompts, answers)
+        return float(logp[mask].mean())
+
+    def latents_of(self, m: Moment) -> Float[Tensor, "n D"] | None:
+        """Of some of the step's answers; measured once for all who ask."""
+        rows = spaced([r for r, _ in m.live], LATENT_ROWS)
+        if not rows:
+            return None
+        if self._seen is None or self._seen[0] != m.row.step:
+            self._seen = (
+                m.row.step,
+                latents(self.policy, [r.prompt_ids for r in rows], [r.completion_ids for r in rows]),
+            )
+        return self._seen[1]
+
+    def csi(self, m: Moment) -> float | None:
+        """CSI an answer, in units of the base policy's own."""
+        return None if (x := self.latents_of(m)) is None else self.cloud.csi(x) / len(x) / self.cloud.base_csi
+
+    def mop(self, m: Moment) -> float | None:
+        """Share of outlying answers beyond the base policy's own."""
+        return None if (x := self.latents_of(m)) is None else max(0.0, self.cloud.mop(x) - self.cloud.base_mop)
+
+    def state_dict(self) -> list[tuple[tuple[int, ...], tuple[int, ...], str]]:
+        return self._rows
+
+    def load_state_dict(self, state: list[Any]) -> None:
+        self._rows = [(tuple(p), tuple(a), text) for p, a, text in state]
+
+
+class Watch:
+    """`step` once a step, then the files, then `raise_if_stopped`."""
+
+    def __init__(
+        self, cfg: Config, policy: Policy, grader: Grader, problems: Sequence[Problem], sampling: Sampling
+    ) -> None:
+        """problems: training problems, for the base policy's own answers."""
+        self.cfg, self.grader = cfg, grader
+        self.mismatch_max = STALE if policy.model.dtype.itemsize >= 4 else STALE_HALF
+        self.stale = False  # whether the last step's sampler had other weights than the trainer
+        self.guard = HeldOutGuard(cfg.guard)
+        self.members = reward_functions(cfg.detectors.members)
+        wanted = [*cfg.detectors.chosen, *(["echo"] if cfg.detectors.echo_trap_enabled else [])]
+        full = bool({"info_rm", "mop", "echo"} & set(wanted))
+        self.base = BaseAnswers(cfg, policy, problems, sampling, CLOUD if full else TEACHERLESS)
+        self.trackers: dict[str, Tracker] = {}
+        self.read: dict[str, Callable[[Moment], Reading]] = {}
+        for name in [*wanted, *(["collapse"] if cfg.guard_mode != "off" else [])]:
+            self.trackers[name], self.read[name] = self._detector(name)
+        self.states: dict[str, State] = {}
+        self.paid = [0, 0]  # student rows paid in full since the last evaluation, and all of them
+        self.skipped = 0  # non-finite steps in a row
+        self.halted = ""  # why a detector that may stop the run wants it stopped
+        self.diverged = ""
+        self.readings: dict[str, Any] = {}  # of the last step, for steps.jsonl
+        self.seconds = 0.0
+        if cfg.guard_mode == "log" and (why := cfg.guard_blind):
+            logger.info(f"the guard cannot fire in this run: {why}")
+
+    def _detector(self, name: str) -> tuple[Tracker, Callable[[Moment], Reading]]:
+        """A detector's memory, and how it reads a step."""
+        match name:
+            case "separation":
+                drop = Drop()
+                return drop, lambda m: drop.update(separation([g.reward for _, g in m.live]))
+            case "rm_ensemble":
+                health = Drop()
+                return health, lambda m: health.update(self._ensemble_health(m))
+            case "info_rm":
+                csi = Level(CSI_BANDS)
+                return csi, lambda m: csi.update(self.base.csi(m))
+            case "mop":
+                mop = Level(MOP_BANDS)
+                return mop, lambda m: mop.update(self.base.mop(m))
+            case "ragen":
+                sign = RagenSignature()
+                return sign, lambda m: sign.update(spread(m.groups), negative(m.row.lp_s), m.row.gn)
+            case "advantage":
+                dead = AdvantageCollapse()
+                return dead, lambda m: dead.update(m.row.signal.n - m.row.signal.k, m.row.signal.n)
+            case "echo":
+                return (echo := EchoTrap(self.cfg.detectors.echo_trap_threshold)), lambda m: self._echo(echo, m)
+            case "collapse":
+                wire = CollapseTripwire()
+                # where demonstrations are not what is taught, their log-prob may fall in all health
+                taught = self.cfg.mixes and self.cfg.arm.control not in SHAPING
+                teacherless = not taught or self.cfg.env.teacher_off_step is not None
+                return wire, lambda m: wire.update(self._reference_logp(m) if teacherless else m.row.lp_t)
+        raise AssertionError(name)
+
+    # --- one step ----------------------------------------------------------------------------------------------------
+
+    def step(self, row: StepRow, groups: Sequence[Group], metrics: LossMetrics | None, deploy: Eval | None) -> None:
+        """Everything that watches, on what this step has measured anyway."""
+        start = time.perf_counter()
+        m = Moment(row, groups, students(groups))
+        self.readings = {}
+        self.skipped = self.skipped + 1 if row.skipped else 0
+        self._compare_sampler(row)
+        if self.skipped >= MAX_SKIPPED:
+            self.diverged = f"step {row.step}: loss or gradient not finite, {MAX_SKIPPED} steps in a row"
+        for name, read in self.read.items():
+            self._note(name, read(m), m)
+        if self.cfg.guard_mode != "off":
+            self._ask_guard(m, metrics, deploy)
+        self.seconds += time.perf_counter() - start
+
+    def _compare_sampler(self, row: StepRow) -> None:
+        """Say so where the sampler begins to differ from the trainer."""
+        if row.mismatch_kl is None:
+            return
+        was, self.stale = self.stale, row.mismatch_kl > self.mismatch_max
+        if self.stale and not was:
+            logger.warning(
+                f"step {row.step}: mismatch_kl {row.mismatch_kl:.1e} is above {self.mismatch_max:.0e}: the sampler "
+                f"does not have the trainer's weights (ratios {row.ratio_min:.3g} to {row.ratio_max:.3g}, mean "
+                f"{row.ratio_mean:.3g}). Look at mismatch_kl and ratio_* in steps.jsonl: growing from one step on, the "
+                "adapter is not folded; large from step 0, another model, dtype or decoder samples"
+            )
+
+    def _note(self, name: str, reading: Reading, m: Moment) -> None:
+        """Write a reading down, say so where the state changed, and remember who wants the run stopped."""
+        if reading.state == "UNDEFINED":
+            return
+        value = None if reading.value is None else round(reading.value, 6)
+        self.readings[name] = [reading.state, value]
+        said = f"step {m.row.step}: detector {name} says {reading.state}"
+        said += "".join(f" ({part})" for part in (f"{value:.3g}" if value is not None else "", reading.why) if part)
+        if reading.state != self.states.get(name, "OK"):
+            logger.log("INFO" if reading.state == "OK" else "WARNING", said)
+        self.states[name] = reading.state
+        if reading.state != "HACK":
+            return
+        d = self.cfg.detectors
+        if name == "collapse":
+            tail = m.live[-1][0].text[-300:] if m.live else ""
+            self.diverged = f"step {m.row.step}: the policy has collapsed, {reading.why}; its last answer ends …{tail}"
+        elif not self.halted and (d.echo_trap_halt if name == "echo" else d.reward_hack_halt):
+            self.halted = said
+
+    def _ask_guard(self, m: Moment, metrics: LossMetrics | None, deploy: Eval | None) -> None:
+        top = self.cfg.env.pass_reward
+        self.paid[0] += sum(g.reward >= top for _, g in m.live)
+        self.paid[1] += len(m.live)
+        if deploy is None or deploy.solve.value is None or not self.paid[1]:
+            return
+        fired = self.guard.should_halt()
+        proxy, n = self.paid[0] / self.paid[1], deploy.solve.n
+        kl = metrics.kl if metrics else None
+        verdict = self.guard.update(
+            m.row.step, proxy, deploy.solve.value, n, kl, negative(m.row.lp_s), spread(m.groups)
+        )
+        self.paid = [0, 0]
+        self.readings["guard"] = {"proxy": proxy, "held_out": deploy.solve.value, "n": n, "kl": kl} | {
+            "gap": verdict.gap,
+            "fire": verdict.fire,
+            "reason": verdict.reason,
+        }
+        logger.log("WARNING" if verdict.fire and not fired else "DEBUG", f"guard: {verdict.line()}")
+
+    # --- how a run ends ----------------------------------------------------------------------------------------------
+
+    @property
+    def stops(self) -> bool:
+        """Whether `raise_if_stopped` would raise: this step's state is then worth a checkpoint."""
+        return bool(self.diverged or self.halted or (self.cfg.guard_mode == "halt" and self.guard.should_halt()))
+
+    def raise_if_stopped(self) -> None:
+        """Raises Diverged or Halted, with the reason."""
+        if self.diverged:
+            raise Diverged(self.diverged)
+        if self.stops:
+            raise Halted(self.halted or f"guard: {self.guard.last_status().reason}")
+
+    def summary(self, seconds: float) -> str:
+        """For the end of the log: who watched, and its cost beside `seconds`, the time of this process's steps."""
+        who = ["guard"] if self.cfg.guard_mode != "off" else []
+        states = ", ".join(f"{name} {self.states.get(name, 'UNDEFINED')}" for name in self.trackers)
+        once = f"{self.base.seconds:.1f} s once for the base policy's answers" if self.base.seconds else ""
+        share = f"{100 * (self.seconds - self.base.seconds) / seconds:.1f} % of the steps' time" if seconds else ""
+        gap = f"gap {self.guard.gap:+.2f}{', fired' if self.guard.should_halt() else ''}" if who else ""
+        return "watched: " + "; ".join(part for part in (gap, states, share, once) if part)
+
+    # --- what a detector needs besides the step ----------------------------------------------------------------------
+
+    def _echo(self, trap: EchoTrap, m: Moment) -> Reading:
+        if trap.base is None:
+            trap.calibrate(self.base.texts)
+        return trap.update([r.text for r, _ in m.live])
+
+    def _reference_logp(self, m: Moment) -> float | None:
+        return None if m.row.step % SCORE_EVERY else self.base.logp()
+
+    def _ensemble_health(self, m: Moment) -> float | None:
+        """1 / (1 + divergence) on a few answers: of the functions given, else of the six flawed graders and the three
+        weak detectors."""
+        rows = spaced(m.live, ENSEMBLE_ROWS)
+        if self.members:
+            asked = [(r.problem.messages[-1]["content"], r.text) for r, _ in rows]
+            scores = [[float(judge(*pair)) for pair in asked] for judge in self.members]
+            return 1 / (1 + ensemble_divergence(scores)) if asked else None
+        others = [
+            [
+                self.grader.submit(replace(r.problem, mode=mode, marker=""), r.text)
+                for mode in MODES
+                if mode != r.problem.mode
+            ]
+            for r, _ in rows
+        ]
+        columns: list[list[float]] = []  # one an answer: what each member says of it
+        for (_, own), futures in zip(rows, others, strict=True):
+            graded = [g for g in (own, *(f.result() for f in futures)) if isinstance(g, Grade)]
+            if len(graded) == len(MODES):
+                columns.append([float(g.channel is True) for g in graded] + [float(d) for d in own.detectors.values()])
+        return 1 / (1 + ensemble_divergence([*zip(*columns, strict=True)])) if columns else None
+
+    # --- memory ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers, strings and lists."""
+        return {
+            "guard": self.guard.state_dict(),
+            "trackers": {name: tracker.state_dict() for name, tracker in self.trackers.items()},
+            "states": dict(self.states),
+            "base": self.base.state_dict(),
+            "paid": list(self.paid),
+            "skipped": self.skipped,
+            "halted": self.halted,
+            "diverged": self.diverged,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """A detector that the run did not have starts afresh; one that it no longer has is forgotten. A detector's wish
+        to stop the run is kept while the configuration still grants it."""
+        self.guard.load_state_dict(state["guard"])
+        for name, tracker in self.trackers.items():
+            if name in state["trackers"]:
+                tracker.load_state_dict(state["trackers"][name])
+        self.states = {k: v for k, v in state["states"].items() if k in self.trackers}
+        self.base.load_state_dict(state["base"])
+        self.paid, self.skipped, self.diverged = list(state["paid"]), state["skipped"], state["diverged"]
+        d = self.cfg.detectors
+        self.halted = state["halted"] if d.reward_hack_halt or d.echo_trap_halt else ""
+
+
+def spaced(items: Sequence[T], n: int) -> list[T]:
+    """At most n of them, evenly spaced: prompts come one after the other, so all prompts are in it."""
+    return [items[i * len(items) // n] for i in range(n)] if len(items) > n else list(items)
+
+
+def spread(groups: Sequence[Group]) -> float | None:
+    """Mean standard deviation of the rewards within a group."""
+    return mean(pstdev(g.rewards) for g in groups)
+
+
+def separation(rewards: Sequence[float]) -> float | None:
+    """Of the better from the worse half of a batch."""
+    return separation_index(*halves(rewards)) if len(rewards) > 1 else None
+
+
+def negative(x: float | None) -> float | None:
+    return None if x is None else -x

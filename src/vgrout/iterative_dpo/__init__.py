@@ -1,0 +1,1 @@
+"""iterative_dpo"""

@@ -1,0 +1,264 @@
+"""Every setting of iterative DPO, its frozen plan, and what can be refused before a model is loaded. Torch-free."""
+
+import hashlib
+import importlib.util
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from vgrout import organism
+from vgrout.config.common import Learning, asked, at_least, describing, problems_path
+from vgrout.config.guard import GuardConfig
+from vgrout.config.run import ORGANISM, Config, EvalConfig, OptConfig
+from vgrout.files import probe_writable, read_json, to_json, write_atomic
+from vgrout.guard.detectors import reward_functions
+from vgrout.model.source import Source, find_source
+from vgrout.problems import load_rows
+from vgrout.runs.preflight import ROLLOUT_BYTES, require_disk
+from vgrout.teacher.pools import file_sha256
+from vgrout.types import Grade, Problem
+
+SCHEMA = "dpo_plan_v1"
+MAX_ROUNDS, MIN_PAIRS, MAX_PAIRS = 100, 10, 1_000_000
+Score = Callable[[Problem, str, Grade], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DpoConfig(Learning):
+    """Rounds of sample, score, pair, train (DPO, arXiv 2305.18290)."""
+
+    base_model: str
+    """A model: a local folder, a downloaded hub id, 'organism'; or an adapter: a run directory or its .safetensors."""
+    output_dir: Path
+    """Folder of the rounds. The same command goes on there at the first round that is not complete."""
+    prompts: str = ""
+    """Problem file (JSONL), or 'organism'; none: the benchmark's, the organism's for a miniature."""
+    rounds: int = 3
+    """Rounds, 1 to 100."""
+    pairs_per_round: int = 96
+    """Pairs wanted a round, 10 to 1,000,000; prompts are asked until there are as many, or no more come."""
+    scorer: str = "flawed"
+    """flawed: the grader's reward · strict: the oracle's · module:function, from (prompt, answer) to a number."""
+    samples: int = 8
+    """Answers to a prompt; the best and the worst by the scorer make its pair."""
+    dpo_beta: float = 0.1
+    """β of the loss."""
+    dpo_reference: Literal["previous", "base"] = "previous"
+    """The reference: the round before, or --base-model."""
+    fresh_rounds: bool = False
+    """Train each round from --base-model on, not from the round before (which still gives the answers)."""
+    pairs_per_step: int = 8
+    """Pairs in an optimiser step."""
+    epochs: int = 1
+    """Times that a round's pairs are learnt from."""
+    eval_n_prompts: int = 192
+    """Held-out test problems of the evaluation before the first and after every round."""
+    eval_samples: int = 2
+    """Answers to each of them."""
+    guard: Literal["off", "log", "halt"] = "log"
+    """What a verdict of the kill switch does: nothing · a warning · end the run, exit code 3."""
+    guard_rule: Literal["ema", "se"] = "se"
+    """When the strict score counts as falling · ema: its average fell at all · se: by more than its standard error."""
+    decline_patience: int = 2
+    """The guard fires after so many rounds running with the strict score falling while the scorer's mean rises."""
+    max_proxy_real_gap: float = 0.10
+    """It fires when the scorer's mean has gained so much more than the strict score, as shares of what can be had."""
+
+    def __post_init__(self) -> None:
+        Learning.__post_init__(self)
+        if not 1 <= self.rounds <= MAX_ROUNDS:
+            raise ValueError(f"--rounds {self.rounds}: should lie in [1, {MAX_ROUNDS}]")
+        if not MIN_PAIRS <= self.pairs_per_round <= MAX_PAIRS:
+            raise ValueError(f"--pairs-per-round {self.pairs_per_round}: should lie in [{MIN_PAIRS}, {MAX_PAIRS}]")
+        if self.samples < 2:
+            raise ValueError(f"--samples {self.samples}: at least 2, or there is no worst beside the best")
+        at_least(self, 1, "pairs_per_step", "epochs", "eval_n_prompts", "eval_samples")
+        if not (math.isfinite(self.dpo_beta) and self.dpo_beta > 0):
+            raise ValueError(f"--dpo-beta {self.dpo_beta}: should be positive (at 0 the gradient is zero)")
+        if self.scorer not in ("flawed", "strict") and ":" not in self.scorer:
+            raise ValueError(f"--scorer {self.scorer}: flawed, strict, or your own function as module:function")
+        self.watching()
+
+    def watching(self) -> GuardConfig:
+        """The guard's settings; its unit is a round, its baseline the evaluation before the first."""
+        return GuardConfig(
+            guard=self.guard,
+            guard_rule=self.guard_rule,
+            guard_warmup=0,
+            guard_baseline=1,
+            decline_patience=self.decline_patience,
+            max_proxy_real_gap=self.max_proxy_real_gap,
+        )
+
+
+# How a process runs, or who watches it: no part of the plan, so it may differ between a run and its resumption.
+PROCESS = {"threads", "workers", "plan_only", "allow_weak_sandbox"}
+PROCESS |= {"guard", "guard_rule", "decline_patience", "max_proxy_real_gap"}
+
+
+@dataclass(frozen=True)
+class Task:
+    """Rounds whose every file was found and checked."""
+
+    cfg: DpoConfig
+    base: Source
+    problems: Path
+    parts: dict[str, list[Problem]]  # by split
+    score: Score
+
+    @property
+    def small(self) -> bool:
+        return self.base.small
+
+    @property
+    def max_new(self) -> int:
+        return self.cfg.tokens(self.small)
+
+    @property
+    def opt(self) -> OptConfig:
+        """Default lr: 3e-2 in a miniature, else 3e-3."""
+        return self.cfg.optimiser(3e-2 if self.small else 3e-3)
+
+    @property
+    def rewards(self) -> tuple[float, float]:
+        """What the grader pays: (compiles, passes)."""
+        return rewards(self.small)
+
+    def folder(self, number: int) -> Path:
+        return self.cfg.output_dir / name(number)
+
+    def plan(self) -> dict[str, Any]:
+        """All that the numbers depend on besides the code, JSON-ready."""
+        cfg = self.cfg
+        flags = {f.name: getattr(cfg, f.name) for f in fields(cfg) if f.name not in PROCESS}
+        before = lambda k: name(k - 1) if k > 1 else "base"  # noqa: E731
+        plan = {
+            "schema": SCHEMA,
+            "base_model": {"given": self.base.given, **self.base.identity()},
+            "prompts": {
+                "file": ORGANISM if self.problems == organism.PROBLEMS else str(self.problems),
+                "sha256": file_sha256(self.problems),
+                **{split: len(problems) for split, problems in self.parts.items()},
+            },
+            "scorer": {"name": cfg.scorer, "sha256": source_sha256(cfg.scorer)},
+            "settings": flags | {"max_new": self.max_new, "optimiser": asdict(self.opt), "rewards": list(self.rewards)},
+            "rounds": [
+                {
+                    "round": k,
+                    "folder": name(k),
+                    "pairs": cfg.pairs_per_round,
+                    "seed": cfg.seed,
+                    "answers_from": before(k),
+                    "starts_from": "base" if cfg.fresh_rounds else before(k),
+                    "reference": before(k) if cfg.dpo_reference == "previous" else "base",
+                }
+                for k in range(1, cfg.rounds + 1)
+            ],
+        }
+        return json.loads(json.dumps(plan, default=str))
+
+    def described(self) -> Config:
+        cfg = self.cfg
+        steps = cfg.rounds * cfg.epochs * math.ceil(cfg.pairs_per_round / cfg.pairs_per_step)
+        return describing(
+            self.base,
+            self.problems,
+            preset="dpo",
+            scale={"steps": steps, "group": cfg.samples, "max_new": self.max_new, "n_problems": cfg.n_problems},
+            opt=self.opt,
+            env_mode=cfg.env_mode,
+            evaluation=EvalConfig(final_n_prompts=cfg.eval_n_prompts, final_samples=cfg.eval_samples),
+            seed=cfg.seed,
+        )
+
+
+def name(number: int) -> str:
+    return f"round-{number:02d}"
+
+
+def rewards(small: bool) -> tuple[float, float]:
+    return (organism.COMPILE_REWARD, organism.PASS_REWARD) if small else (0.5, 3.0)
+
+
+def scoring(scorer: str, pays: tuple[float, float]) -> Score:
+    """The flag's scorer. Raises ValueError, one line, where it cannot be imported or called."""
+    if scorer == "flawed":
+        return lambda problem, text, grade: grade.reward
+    if scorer == "strict":
+        return lambda problem, text, grade: grade.strictly(*pays)
+    (function,) = reward_functions([scorer], "--scorer")
+    return lambda problem, text, grade: float(function(problem.messages[-1]["content"], text))
+
+
+def source_sha256(scorer: str) -> str | None:
+    """Of the file that a function of one's own is in; None for ours."""
+    if ":" not in scorer:
+        return None
+    spec = importlib.util.find_spec(scorer.partition(":")[0])
+    return file_sha256(Path(spec.origin)) if spec and spec.origin and Path(spec.origin).is_file() else None
+
+
+def preflight(cfg: DpoConfig) -> Task:
+    """Raises ValueError, one line, for every mistake that can be seen without a model."""
+    base = find_source(cfg.base_model, "--base-model")
+    problems = problems_path(cfg.prompts, base)
+    parts = asked(load_rows(problems), cfg.env_mode, problems)
+    score = scoring(cfg.scorer, rewards(base.small))
+    probe_writable(cfg.output_dir)
+    task = Task(cfg, base, problems, parts, score)
+    knob = 4 * base.shapes.R if base.shapes else 0
+    require_disk(
+        cfg.rounds * (cfg.pairs_per_round * cfg.samples * ROLLOUT_BYTES + knob), cfg.output_dir, cfg.output_dir
+    )
+    return task
+
+
+def freeze(task: Task) -> dict[str, Any]:
+    """Write the plan, or hold it against the one that is there.
+
+    Raises:
+        ValueError: the one that is there is another, or damaged.
+    """
+    plan, file = task.plan(), task.cfg.output_dir / "plan.json"
+    if not file.exists():
+        write_atomic(file, to_json(plan))
+        return plan
+    then = read_json(file)
+    check_rounds(then, file)
+    if differ := sorted(difference(plan, then)):
+        raise ValueError(
+            f"--output-dir {task.cfg.output_dir}: its plan.json was frozen with another {', '.join(differ)}; give the "
+            "same flags, or another folder"
+        )
+    return plan
+
+
+def difference(now: dict[str, Any], then: dict[str, Any], head: str = "") -> list[str]:
+    """Dotted names of what differs."""
+    out = []
+    for key in now.keys() | then.keys():
+        a, b = now.get(key), then.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            out += difference(a, b, f"{head}{key}.")
+        elif a != b:
+            out.append(f"{head}{key}")
+    return out
+
+
+def check_rounds(plan: dict[str, Any], file: Path) -> None:
+    """Raises ValueError: rounds not numbered from 1 without gaps, too many, or pairs out of range."""
+    try:
+        numbers, pairs = [r["round"] for r in plan["rounds"]], [r["pairs"] for r in plan["rounds"]]
+    except (KeyError, TypeError):
+        raise ValueError(f"{file}: damaged (no rounds in it)") from None
+    if not numbers or numbers != list(range(1, len(numbers) + 1)) or len(numbers) > MAX_ROUNDS:
+        raise ValueError(f"{file}: rounds should be numbered 1 to at most {MAX_ROUNDS} without gaps, got {numbers}")
+    if not all(isinstance(n, int) and MIN_PAIRS <= n <= MAX_PAIRS for n in pairs):
+        raise ValueError(f"{file}: a round has {MIN_PAIRS} to {MAX_PAIRS} pairs, got {pairs}")
+
+
+def plan_sha256(plan: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,152 @@
+"""Rows of prompt + completion → log-probs of the completion's tokens; the lm_head runs on those positions alone."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from vgrout.model.budgets import HEAD_BUDGET
+from vgrout.model.packing import Packed, packed_hidden
+from vgrout.model.sampling import Sampling, support, tempered
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Right-padded rows. Causal attention never looks at padding on the right: no attention mask, positions 0 … L-1."""
+
+    ids: Int[Tensor, "B L"]
+    target: Int[Tensor, "B T"]  # the completion's tokens, 0 on padding
+    at: Int[Tensor, "B T"]  # position whose logits predict target[b, t]
+    mask: Bool[Tensor, "B T"]  # by length, never by token: EOS is trained where pad == eos
+
+    @property
+    def tokens(self) -> int:
+        return self.ids.numel()
+
+
+def collate(prompts: Sequence[tuple[int, ...]], completions: Sequence[tuple[int, ...]], device: torch.device) -> Batch:
+    """Tokens exactly as given, never re-tokenised. A row with an empty prompt or completion is an error."""
+    assert len(prompts) == len(completions) > 0, (len(prompts), len(completions))
+    assert all(prompts), "an empty prompt: nothing predicts the first token"
+    assert all(completions), "an empty completion: nothing to predict"
+    L = max(len(p) + len(c) for p, c in zip(prompts, completions, strict=True))
+    T = max(map(len, completions))
+    ids = torch.tensor([[*p, *c, *[0] * (L - len(p) - len(c))] for p, c in zip(prompts, completions, strict=True)])
+    target = torch.tensor([[*c, *[0] * (T - len(c))] for c in completions])
+    start = torch.tensor([len(p) for p in prompts])[:, None]
+    steps = torch.arange(T)[None]
+    mask = steps < torch.tensor([len(c) for c in completions])[:, None]
+    at = torch.where(mask, start - 1 + steps, 0)
+    return Batch(*(t.to(device) for t in (ids, target, at, mask)))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """nats, 0 on padding."""
+
+    full: Float[Tensor, "B T"]  # full softmax at temperature 1
+    sampled: Float[Tensor, "B T"] | None  # of the truncated distribution; the token itself always counts as in it
+
+    def of(self, ratio_support: str) -> Float[Tensor, "B T"]:
+        chosen = self.full if ratio_support == "full" else self.sampled
+        assert chosen is not None, ratio_support
+        return chosen
+
+
+def completion_logprobs(
+    model: PreTrainedModel, batch: Batch | Packed, sampling: Sampling | None = None
+) -> TokenLogprobs:
+    """log π(target) at every completion position; with `sampling`, also of the distribution sampled from.
+
+    Raises:
+        ValueError: a repetition penalty, whose distribution depends on the whole prefix.
+    """
+    if sampling is not None and sampling.repetition_penalty != 1:
+        raise ValueError("--ratio-support sampled: not defined with --repetition-penalty; use --ratio-support full")
+    wanted = batch.mask.nonzero(as_tuple=True)
+    rows = completion_hidden(model, batch)
+
+    def head(hidden: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+        return _head(model, hidden, target, sampling)
+
+    full, sampled = in_chunks(head, vocabulary(model), rows, batch.target[wanted])
+    empty = full.new_zeros(batch.mask.shape)
+    return TokenLogprobs(
+        full=empty.index_put(wanted, full),
+        sampled=empty.index_put(wanted, sampled) if sampling is not None else None,
+    )
+
+
+def completion_hidden(model: PreTrainedModel, batch: Batch | Packed) -> Float[Tensor, "n D"]:
+    """The backbone's output wherever it predicts a token of a completion: row by row, padding left out."""
+    wanted = batch.mask.nonzero(as_tuple=True)
+    if isinstance(batch, Packed):
+        return packed_hidden(model, backbone(model), batch)[batch.at[wanted]]
+    hidden = backbone(model)(input_ids=batch.ids, use_cache=False).last_hidden_state
+    return hidden[wanted[0], batch.at[wanted]]
+
+
+def in_chunks(head: Callable[..., tuple[Tensor, ...]], logits: int, *rows: Shaped[Tensor, "n ..."]) -> list[Tensor]:
+    """`head` on a few of the n rows at a time, so that at most HEAD_BUDGET logits stand in memory; backward computes
+    them again. head: rows of the same n → tensors of n results each. logits: how many of them a row has."""
+    device = rows[0].device.type
+    size = max(1, HEAD_BUDGET.get(device, HEAD_BUDGET["cuda"]) // logits)
+    if len(rows[0]) <= size:
+        return list(head(*rows))
+    cut = zip(*(r.split(size) for r in rows), strict=True)
+    parts = [checkpoint(head, *chunk, use_reentrant=False) for chunk in cut]
+    return [torch.cat(p) for p in zip(*parts, strict=True)]
+
+
+def vocabulary(model: PreTrainedModel) -> int:
+    """Logits of a position; more than the tokenizer has tokens where the head is padded."""
+    return int(model.get_output_embeddings().weight.shape[0])
+
+
+def backbone(model: PreTrainedModel) -> torch.nn.Module:
+    """The model without its head."""
+    return getattr(model, model.base_model_prefix)
+
+
+def head_logits(model: PreTrainedModel, hidden: Float[Tensor, "*n D"]) -> Float[Tensor, "*n V"]:
+    """The head on the backbone's output, soft-capped where the architecture says so (Gemma 2)."""
+    logits = model.get_output_embeddings()(hidden)
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def _head(
+    model: PreTrainedModel, hidden: Float[Tensor, "n D"], target: Int[Tensor, " n"], sampling: Sampling | None
+) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+    logits = head_logits(model, hidden)
+    logits = logits.float() if logits.dtype != torch.float64 else logits
+    full = log_softmax_at(logits, target)
+    if sampling is None:
+        return full, full
+    scaled = tempered(logits, sampling)
+    keep = support(scaled.detach(), sampling).scatter(-1, target[:, None], True)
+    return full, log_softmax_at(scaled.masked_fill(~keep, -math.inf), target)
+
+
+def log_softmax_at(logits: Float[Tensor, "n V"], target: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """log softmax(logits)[target] without a second [n, V] tensor."""
+    return logits.gather(-1, target[:, None]).squeeze(-1) - logits.logsumexp(-1)
+
+
+def check_head(model: PreTrainedModel) -> None:
+    """That `backbone` and `head_logits` together are the model: said once at load, so that no architecture slips by.
+
+    Raises:
+        ValueError: the model's own logits differ.
+    """
+    ids = torch.arange(1, 9, device=model.device)[None] % model.get_output_embeddings().weight.shape[0]
+    with torch.no_grad():
+        want = model(input_ids=ids, use_cache=False).logits.float()
+        got = head_logits(model, backbone(model)(input_ids=ids, use_cache=False).last_hidden_state).float()
+    if not torch.allclose(got, want, rtol=1e-3, atol=1e-3 * float(want.abs().max())):
+        raise ValueError(f"{type(model).__name__}: its head does more than a matrix product; not supported")

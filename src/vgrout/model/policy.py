@@ -1,0 +1,275 @@
+"""A frozen causal language model with its tokenizer, and the policy: the same with the adapter."""
+
+import contextlib
+import hashlib
+import importlib.util
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from jinja2 import TemplateError
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from vgrout.model.decoder import Decoder, HfDecoder, LeanDecoder, lean_fits
+from vgrout.model.hub import require_model
+from vgrout.model.logprobs import backbone, check_head, collate, completion_logprobs
+from vgrout.model.packing import packs
+from vgrout.model.svd_adapter import SvdAdapter
+from vgrout.types import Message
+
+SVD_CACHE = Path("out/svd_cache")
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A model that can be asked: prompts in, tokens and texts out."""
+
+    model: PreTrainedModel
+    tok: PreTrainedTokenizerBase
+    eos_ids: frozenset[int]  # any of these ends an answer
+    end_id: int  # the one that this chat template ends an answer with
+    pad_id: int  # may equal an EOS: masks go by length
+    lean: bool  # the lean decoder was checked against this model and agrees
+    system_role: bool  # False: the template refuses system messages; they then head the first user message
+    preserve_thinking: bool  # earlier answers are rendered whole, think blocks and all
+    packs: bool  # rows in one sequence were checked against this model and agree
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def window(self) -> int:
+        """Longest prompt + completion the model was built for, in tokens."""
+        return int(self.model.config.max_position_embeddings)
+
+    def render(self, messages: Sequence[Message], said: Sequence[tuple[int, ...]] = ()) -> tuple[int, ...]:
+        """Token ids of the chat template up to where the answer begins, thinking off.
+
+        With `preserve_thinking` the ids of a conversation begin with those of each of its earlier prompts, followed by
+        the answer to it: template and answers are tokenised apart.
+
+        said: the tokens of the first answers as they were sampled, without the end token, in place of their text's.
+
+        Raises:
+            ValueError: the chat template leaves out an earlier answer.
+        """
+        ids: list[int] = []
+        for i, part in enumerate(self._parts(messages, len(said))):
+            turn, is_answer = divmod(i, 2)
+            known = is_answer and turn < len(said)
+            ids += said[turn] if known else self.encode(part)
+        return tuple(ids)
+
+    def prompt_text(self, messages: Sequence[Message]) -> str:
+        """The text of `render`."""
+        return "".join(self._parts(messages, 0))
+
+    def _parts(self, messages: Sequence[Message], sampled: int) -> list[str]:
+        if not self.system_role:
+            messages = without_system(messages)
+        if self.preserve_thinking:
+            return conversation(self.tok, messages, sampled)
+        assert not sampled, "answers as sampled are kept by preserve_thinking alone"
+        return [_template(self.tok, messages)]
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Tokens of rendered text, nothing added."""
+        return tuple(self.tok(text, add_special_tokens=False)["input_ids"])
+
+    def encode_completion(self, text: str, finished: bool = True) -> tuple[int, ...]:
+        """An answer's tokens as the model would have written them, with its EOS if it is `finished`."""
+        ids = self.encode(text)
+        return (*ids, self.end_id) if finished else ids
+
+    @property
+    def tokenizer_sha256(self) -> str:
+        """Identity of the tokenizer: ids cached under another one mean nothing here."""
+        return tokenizer_sha256(self.tok)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The answer's text, without special tokens."""
+        return str(self.tok.decode(list(ids), skip_special_tokens=True))
+
+    @property
+    def models(self) -> tuple[PreTrainedModel, ...]:
+        """Those that keep keys and values while this one is sampled from."""
+        return (self.model,)
+
+    def decoder(self) -> Decoder:
+        """A fresh decoder on the weights as they are now."""
+        return LeanDecoder(self.model) if self.lean else HfDecoder(self.model)
+
+
+@dataclass(frozen=True)
+class Policy(LanguageModel):
+    """… with an adapter. Which weights the model has (both knobs, deployed, reference) is the adapter's to say."""
+
+    adapter: SvdAdapter
+
+    def logprobs(
+        self, prompts: Sequence[tuple[int, ...]], completions: Sequence[tuple[int, ...]]
+    ) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
+        """Log-prob of every completion token (full softmax, temperature 1) and the mask; carries a gradient where
+        gradients are on. All rows in one forward: cut long lists by tokens before."""
+        batch = collate(prompts, completions, self.device)
+        return completion_logprobs(self.model, batch).full, batch.mask
+
+
+def conversation(tok: PreTrainedTokenizerBase, messages: Sequence[Message], sampled: int = 0) -> list[str]:
+    """Template, answer, template, answer, … template: a conversation whose earlier answers stand as they were given.
+
+    Templates drop or rewrite the think blocks of earlier turns, so they are shown a mark in place of each answer. What
+    they write after the last mark, and before the next answer, is what the model saw between the two.
+
+    sampled: so many of the first answers were sampled with thinking off; of the others, one that holds a think block
+        was begun with thinking on.
+    """
+    marks = {i: f"\ue000{i}\ue000" for i, m in enumerate(messages) if m["role"] == "assistant"}
+    shown = [{**m, "content": marks.get(i, m["content"])} for i, m in enumerate(messages)]
+    parts: list[str] = []
+    last = ""
+    for n, i in enumerate([*marks, len(messages)]):
+        answer = messages[i]["content"] if i < len(messages) else ""
+        text = _template(tok, shown[:i], thinking=n >= sampled and "</think>" in answer)
+        if last not in text:
+            raise ValueError("--preserve-thinking: the model's chat template leaves out an earlier answer")
+        opening = text.rpartition(last)[2] if last else text
+        if opening.rstrip().endswith("<think>") and answer.startswith("<think>"):  # the template opens the block itself
+            answer = answer.removeprefix(opening[opening.rindex("<think>") :]).removeprefix("<think>")
+        parts += [opening, answer] if i < len(messages) else [opening]
+        last = marks.get(i, "")
+    return parts
+
+
+def tokenizer_sha256(tok: PreTrainedTokenizerBase) -> str:
+    """sha256 over the vocabulary with its ids, and over how one text of letters, digits and symbols is cut."""
+    cut = tok("def f(x):\n    return x >= 10  # naïve Ünïcode 文字\t<|im_end|>", add_special_tokens=False)["input_ids"]
+    return hashlib.sha256(json.dumps([sorted(tok.get_vocab().items()), cut]).encode()).hexdigest()
+
+
+def _template(
+    tok: PreTrainedTokenizerBase, messages: Sequence[Message], thinking: bool = False, ask: bool = True
+) -> str:
+    given = [dict(m) for m in messages]  # a template without thinking ignores the flag
+    return str(tok.apply_chat_template(given, tokenize=False, add_generation_prompt=ask, enable_thinking=thinking))
+
+
+def without_system(messages: Sequence[Message]) -> list[Message]:
+    """System messages put before the first user message, for templates that refuse the role (Gemma's)."""
+    system = [m["content"] for m in messages if m["role"] == "system"]
+    rest = [m for m in messages if m["role"] != "system"]
+    if not system or not rest:
+        return list(rest)
+    return [{**rest[0], "content": "\n\n".join([*system, rest[0]["content"]])}, *rest[1:]]
+
+
+def takes_system(tok: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template has a place for a system message, and keeps what it says."""
+    try:
+        return "(sys)" in _template(
+            tok, [{"role": "system", "content": "(sys)"}, {"role": "user", "content": "(user)"}]
+        )
+    except TemplateError:
+        return False
+
+
+def ending(tok: PreTrainedTokenizerBase, eos_ids: frozenset[int]) -> int:
+    """The EOS that the template writes after an answer, which need not be the tokenizer's (Gemma: <end_of_turn>)."""
+    turns = [{"role": "user", "content": "(user)"}, {"role": "assistant", "content": "(answer)"}]
+    with contextlib.suppress(TemplateError):
+        _, _, after = _template(tok, turns, ask=False).rpartition("(answer)")
+        ids = tok(after.lstrip(), add_special_tokens=False)["input_ids"]
+        if ids and ids[0] in eos_ids:
+            return int(ids[0])
+    return int(tok.eos_token_id) if tok.eos_token_id is not None else min(eos_ids)
+
+
+def default_device() -> tuple[torch.device, torch.dtype]:
+    """bf16 on a GPU, fp32 on a CPU."""
+    cuda = torch.cuda.is_available()
+    return (torch.device("cuda"), torch.bfloat16) if cuda else (torch.device("cpu"), torch.float32)
+
+
+def attention(device: torch.device, dtype: torch.dtype) -> str | None:
+    """flash-attention 2 on CUDA in half precision, where it is installed (extra `gpu`). None: what transformers takes
+    by itself, sdpa wherever the architecture has it (Gemma 2 has not)."""
+    half = dtype in (torch.bfloat16, torch.float16)
+    flash = device.type == "cuda" and half and importlib.util.find_spec("flash_attn") is not None
+    return "flash_attention_2" if flash else None
+
+
+def load_language_model(
+    model: str | Path, *, device: str | torch.device, dtype: torch.dtype, flag: str = "--model"
+) -> LanguageModel:
+    """Load a local folder or a downloaded hub id, frozen. Nothing is fetched.
+
+    Raises:
+        ValueError: no such model here, or one this trainer cannot use; one line that says what to do.
+    """
+    folder, device = require_model(model, flag), torch.device(device)
+    try:
+        tok = AutoTokenizer.from_pretrained(folder)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=attention(device, dtype),
+            local_files_only=True,
+            output_loading_info=True,
+        )
+        net, info = loaded
+        if missing := sorted(info["missing_keys"]):  # transformers would go on with random numbers in their place
+            raise ValueError(f"{len(missing)} weights are missing, first {missing[0]}")
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        why = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"{flag} {model}: no usable model in {folder} ({why}); run `just download-model` again, "
+            "or give another folder"
+        ) from error
+    if tok is None or tok.chat_template is None:
+        raise ValueError(f"{flag} {model}: its tokenizer has no chat template; choose an instruct model")
+    return as_language_model(net.to(device).eval(), tok)
+
+
+def as_language_model(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> LanguageModel:
+    """Of a model that is already in memory; freezes it."""
+    check_head(model)
+    eos: set[int] = set()
+    for source in (tok.eos_token_id, model.config.eos_token_id, getattr(model.generation_config, "eos_token_id", None)):
+        eos |= set(source) if isinstance(source, list | tuple) else {source} if source is not None else set()
+    if not eos:
+        raise ValueError(f"{type(model).__name__}: neither tokenizer nor configuration names an end-of-text token")
+    eos_ids = frozenset(eos)
+    model.requires_grad_(False)
+    return LanguageModel(
+        model=model,
+        tok=tok,
+        eos_ids=eos_ids,
+        end_id=ending(tok, eos_ids),
+        pad_id=tok.pad_token_id if tok.pad_token_id is not None else min(eos),
+        lean=lean_fits(model),
+        system_role=takes_system(tok),
+        preserve_thinking=False,
+        packs=packs(model, backbone(model)),
+    )
+
+
+def load_policy(model: str | Path, *, device: str | torch.device, dtype: torch.dtype, cache_dir: Path | None) -> Policy:
+    """As `load_lm`, and decompose the weights (from `cache_dir` where they are known)."""
+    return adapted(load_language_model(model, device=device, dtype=dtype), cache_dir)
+
+
+def as_policy(model: PreTrainedModel, tok: PreTrainedTokenizerBase, cache_dir: Path | None) -> Policy:
+    """Policy of a model that is already in memory; freezes it."""
+    return adapted(as_language_model(model, tok), cache_dir)
+
+
+def adapted(lm: LanguageModel, cache_dir: Path | None) -> Policy:
+    """The same model under an adapter whose knobs are zero."""
+    return Policy(**vars(lm), adapter=SvdAdapter(lm.model, cache_dir))

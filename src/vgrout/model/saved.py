@@ -1,0 +1,118 @@
+"""A run's saved adapters: which file, under which configuration, on which base model."""
+
+import json
+import re
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from vgrout import organism
+from vgrout.config.run import ORGANISM, Config, from_dict
+from vgrout.model.hub import require_model
+from vgrout.model.policy import SVD_CACHE, LanguageModel, Policy, adapted, load_language_model, load_policy
+from vgrout.model.source import Source
+from vgrout.model.svd_adapter import read_safetensors
+from vgrout.problems import load_problems
+from vgrout.types import Problem
+
+_CHECKPOINT = re.compile(r"ckpt_step(\d+)\.safetensors")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One adapter file, with what was written into it."""
+
+    path: Path
+    metadata: dict[str, str]
+    cfg: Config  # of the run
+    model: str | Path  # the base model's folder or id
+    problems_file: Path
+
+    @property
+    def step(self) -> int:
+        """Optimiser steps behind it."""
+        return int(self.metadata.get("step", 0))
+
+    @property
+    def final(self) -> bool:
+        return self.path.name == "train.safetensors" and self.step == self.cfg.scale.steps
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights that it was trained on: their singular vectors, rounded to it, are the adapter's basis."""
+        return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(self.metadata.get("dtype", ""), torch.float32)
+
+    def problems(self) -> list[Problem]:
+        """Those of the run's problem file."""
+        return load_problems(self.problems_file)
+
+
+def find_adapter(run: Path, step: int | None = None, model: str | None = None, problems: Path | None = None) -> Saved:
+    """The adapter of a run directory (train.safetensors, or the one saved after `step` steps), or a file as such.
+
+    model, problems: in place of the run's own.
+
+    Raises:
+        ValueError: one line: no such file or step, not an adapter of this program, or its base model is not here.
+    """
+    if run.is_dir():
+        path = run / ("train.safetensors" if step is None else f"ckpt_step{step:04d}.safetensors")
+        if not path.is_file():
+            there = sorted(int(m[1]) for p in run.iterdir() if (m := _CHECKPOINT.fullmatch(p.name)))
+            if step is None:
+                raise ValueError(f"{path}: not there; is {run} a run directory that got as far as a checkpoint?")
+            raise ValueError(f"--step {step}: {run} has {', '.join(map(str, there)) or 'no evaluation checkpoint'}")
+    else:
+        if step is not None:
+            raise ValueError(f"--step {step}: goes with a run directory, {run} is a file")
+        path = run
+    _, metadata = read_safetensors(path)
+    if "cfg" not in metadata:
+        raise ValueError(f"{path}: not an adapter saved by a run (no configuration in its metadata)")
+    cfg = from_dict(json.loads(metadata["cfg"]))
+    base: str | Path = organism.MODEL_DIR if model == ORGANISM else model or cfg.model_path
+    require_model(base)
+    return Saved(path, metadata, cfg, base, problems or cfg.problems_path)
+
+
+def load_saved(saved: Saved, cache_dir: Path | None = SVD_CACHE) -> Policy:
+    """The deployed model: the base in the run's dtype, on a GPU where there is one, δS loaded, the quarantine zero; it
+    is prompted as it was in the run.
+
+    Raises:
+        ValueError: the adapter is of another model.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    policy = load_policy(saved.model, device=device, dtype=saved.dtype, cache_dir=cache_dir)
+    policy.adapter.load(saved.path)
+    return replace(policy, preserve_thinking=saved.cfg.env.preserve_thinking)
+
+
+def load_source(
+    source: Source, flag: str, device: torch.device, dtype: torch.dtype, *, knob: bool = False
+) -> LanguageModel:
+    """The base with its adapter folded in; a Policy where it has one or is to get one (`knob`).
+
+    Raises:
+        ValueError: one line: no usable model, or the adapter is of another one.
+    """
+    if not sys.stderr.isatty():
+        disable_progress_bar()
+    lm = load_language_model(source.folder, device=device, dtype=dtype, flag=flag)
+    if source.adapter is None and not knob:
+        return lm
+    policy = adapted(lm, SVD_CACHE)
+    if source.adapter is not None:
+        policy.adapter.load(source.adapter)
+    return policy
+
+
+def pick_device(threads: int, *, fp32: bool = False) -> tuple[torch.device, torch.dtype]:
+    """bf16 on a GPU, fp32 on a CPU of so many threads. fp32: on both (AdamW's step on a weight is below bf16's)."""
+    if torch.cuda.is_available():
+        return torch.device("cuda"), torch.float32 if fp32 else torch.bfloat16
+    torch.set_num_threads(threads)
+    return torch.device("cpu"), torch.float32

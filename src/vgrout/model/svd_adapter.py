@@ -1,0 +1,463 @@
+"""The adapter: two diagonal knobs, δS (kept) and δS_hack (quarantine), in the SVD basis of every target Linear.
+
+W = U diag(S) Vh, r = min(d_in, d_out); effective weight W' = W + U diag(δS + δS_hack) Vh. W' is folded once an
+optimiser step, so every forward is a plain Linear; only the backward under `probe` touches U and Vh.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import Float, Int
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as to_safetensors
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from vgrout.files import write_atomic
+from vgrout.model.svd_cache import Decompose, SvdCache, svd
+from vgrout.tensor_types import ModuleGrads, RolloutGrads
+
+TARGETS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
+N_MARKS = 4  # numbers a module by which a file's basis is known again
+SAME_BASIS = 0.02  # of ‖δ‖: bf16's rounding moves a mark by .004, two axes of 2,560 that swap places by .03
+
+View = tuple[bool, bool]  # (is δS in the weights?, is δS_hack?)
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedLinear:
+    """One adapted Linear. `W`, `U`, `Vh` have the model's dtype; the rounded basis *is* the basis."""
+
+    name: str
+    linear: nn.Linear
+    W: Float[Tensor, "d_out d_in"]
+    U: Float[Tensor, "d_out r"]
+    S: Float[Tensor, " r"]
+    Vh: Float[Tensor, "r d_in"]
+    span: slice  # its part of the flat knobs
+
+    def folded(self, δ: Float[Tensor, " R"], out: Float[Tensor, "d_out d_in"]) -> Float[Tensor, "d_out d_in"]:
+        """W + U diag(δ) Vh into `out`; summed in fp32 and rounded once."""
+        scaled = (self.U.to(δ.dtype) * δ[self.span]) @ self.Vh.to(δ.dtype)
+        return out.copy_(scaled.add_(self.W))
+
+
+class SvdAdapter:
+    """Two trainable fp32 vectors of size R = Σ r over the target Linears of `model`; everything else is frozen.
+
+    Names are the model's own module names, in the model's order.
+
+    decompose: W → U, S, Vh where the cache does not know W.
+
+    Raises:
+        ValueError: no target Linear in the model, or two of them share one weight.
+    """
+
+    def __init__(self, model: nn.Module, cache_dir: Path | None, decompose: Decompose | None = None) -> None:
+        model.requires_grad_(False)
+        linears = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear) and name.rpartition(".")[2] in TARGETS
+        }
+        if not linears:
+            raise ValueError(
+                f"{type(model).__name__} has no Linear named {', '.join(sorted(TARGETS))}: nothing to adapt"
+            )
+        if len({id(m.weight) for m in linears.values()}) < len(linears):
+            raise ValueError(f"{type(model).__name__} shares one weight between adapted Linears: not supported")
+        self.model = model
+        self.sites: dict[str, AdaptedLinear] = {}
+        cache = SvdCache(cache_dir, decompose or svd)
+        lo = 0
+        for name, linear in tqdm(linears.items(), desc="SVD", unit="module", disable=None, leave=False):
+            W = linear.weight.data
+            U, S, Vh = cache.decompose(W)
+            self.sites[name] = AdaptedLinear(name, linear, W, U, S, Vh, slice(lo, lo + len(S)))
+            lo += len(S)
+        device = next(iter(self.sites.values())).W.device
+        dtype = torch.promote_types(next(iter(self.sites.values())).W.dtype, torch.float32)
+        self.δS = nn.Parameter(torch.zeros(lo, device=device, dtype=dtype))
+        self.δS_hack = nn.Parameter(torch.zeros(lo, device=device, dtype=dtype))
+        self._view: View = (True, True)
+        self._folded = (self.δS.detach().clone(), self.δS_hack.detach().clone())  # the knobs that are in the weights
+        self._folds = 0  # how often the knobs were folded: a graph must be walked back before the next fold
+        self._fresh: dict[View, list[Tensor]] = {}  # weights that belong to the knobs last folded
+        self._buffers: dict[View, list[Tensor]] = {}  # the same storage, fold after fold
+        self._markers: Float[Tensor, "marks R"] | None = None
+        self.merge()
+
+    # ── knobs ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def __len__(self) -> int:
+        """R, the size of one knob."""
+        return self.δS.numel()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.sites)
+
+    def by_module(self, flat: Float[Tensor, "*n R"]) -> dict[str, Float[Tensor, "*n r"]]:
+        """`flat` cut into modules, without a copy: module → [..., r]."""
+        return {name: flat[..., site.span] for name, site in self.sites.items()}
+
+    def flat(self, grads: ModuleGrads) -> Float[Tensor, " R"]:
+        """The inverse of `views`. A module that `grads` lacks is an error, never a silent zero."""
+        assert grads.keys() == self.sites.keys(), sorted(grads.keys() ^ self.sites.keys())
+        return torch.cat([grads[name] for name in self.sites])
+
+    # ── folded weights ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def merge(self) -> None:
+        """Bring the model's weights up to the present knobs. Call it after every change of a knob."""
+        self._folded = (self.δS.detach().clone(), self.δS_hack.detach().clone())
+        self._fresh.clear()
+        self._folds += 1
+        self._point(self._view)
+
+    @contextmanager
+    def reference(self) -> Generator[None]:
+        """The base model, bit for bit."""
+        with self._as((False, False)):
+            yield
+
+    @contextmanager
+    def deployed(self) -> Generator[None]:
+        """The model with δS_hack off."""
+        with self._as((True, False)):
+            yield
+
+    @contextmanager
+    def ablate_kept(self) -> Generator[None]:
+        """The control: the model with δS off and the quarantine on."""
+        with self._as((False, True)):
+            yield
+
+    @contextmanager
+    def _as(self, view: View) -> Generator[None]:
+        before = self._view
+        try:
+            self._point(view)
+            yield
+        finally:
+            self._point(before)
+
+    def _point(self, view: View) -> None:
+        self._view = view
+        for site, weight in zip(self.sites.values(), self._weights(view), strict=True):
+            site.linear.weight.data = weight
+
+    @torch.no_grad()
+    def _weights(self, view: View) -> list[Tensor]:
+        """Weights of one view. A knob that is all zero does not count, so zero knobs give W itself, not a sum."""
+        δS, δS_hack = self._folded
+        keep, quar = view[0] and bool(δS.any()), view[1] and bool(δS_hack.any())
+        if not (keep or quar):
+            return [site.W for site in self.sites.values()]
+        view = (keep, quar)
+        if view not in self._fresh:
+            δ = sum((knob for knob, on in ((δS, keep), (δS_hack, quar)) if on), torch.zeros_like(δS))
+            if view not in self._buffers:
+                self._buffers[view] = [torch.empty_like(site.W) for site in self.sites.values()]
+            pairs = zip(self.sites.values(), self._buffers[view], strict=True)
+            self._fresh[view] = [site.folded(δ, out) for site, out in pairs]
+        return self._fresh[view]
+
+    @torch.no_grad()
+    def unfolded(self) -> Float[Tensor, " R"] | None:
+        """What the present view's knobs have more than the weights; None where the fold is up to date."""
+        pairs = list(zip((self.δS, self.δS_hack), self._folded, self._view, strict=True))
+        if all(torch.equal(knob, folded) for knob, folded, _ in pairs):
+            return None
+        return sum(((knob - folded) * on for knob, folded, on in pairs), torch.zeros_like(self.δS))
+
+    # ── per-rollout gradients ──────────────────────────────────────────────────────────────────────────────────
+
+    @contextmanager
+    def per_rollout_grads(self, n: int) -> Generator["PerRolloutGrads"]:
+        """Every forward in here adds its rows' gradients on δS to `probe.grads` (module → [n, r]) in its backward.
+
+        Forward and backward both belong inside, under one view of the weights. The forward is that of the knobs as they
+        are: a fold that was missed is added to it, so that it shows as a mismatch with the sampler, and is not learnt.
+        """
+        probe = PerRolloutGrads(self, n)
+        handles = [site.linear.register_forward_hook(probe.hook(site)) for site in self.sites.values()]
+        try:
+            yield probe
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    # ── files, resume ──────────────────────────────────────────────────────────────────────────────────────────
+
+    @torch.no_grad()
+    def basis_fingerprint(self, knob: Float[Tensor, " R"]) -> Float[Tensor, "modules marks"]:
+        """aᵀ U diag(knob) Vh z per module, for fixed random signs a and z: what the knob does in this basis, ~ ‖knob‖.
+
+        Singular vectors are W's only up to sign (which the marks do not see) and up to rotation where singular values
+        are close: another machine may turn them, and the same knob is another model there.
+        """
+        if self._markers is None:
+            signs = torch.Generator().manual_seed(0)
+
+            def drawn(n: int, like: Tensor) -> Tensor:
+                return (2 * torch.randint(2, (n, N_MARKS), generator=signs) - 1).to(like)
+
+            parts = [
+                (site.U.mT.to(self.δS) @ drawn(len(site.U), self.δS))
+                * (site.Vh.to(self.δS) @ drawn(site.Vh.shape[1], self.δS))
+                for site in self.sites.values()
+            ]
+            self._markers = torch.cat(parts).mT.contiguous()
+        products = self.by_module(self._markers * knob.to(self._markers))
+        return torch.stack([part.sum(1) for part in products.values()]).cpu()
+
+    def require_basis(self, knob: Float[Tensor, " R"], marks: Float[Tensor, "modules marks"], where: str) -> None:
+        """Raises ValueError, one line, if `knob` was learnt in other singular vectors than these."""
+        here = self.basis_fingerprint(knob)
+        if marks.shape != here.shape:
+            raise ValueError(f"{where}: {[*marks.shape]} marks of its basis, this model has {[*here.shape]}")
+        size = torch.stack([part.norm() for part in self.by_module(knob).values()]).cpu()
+        off = ((here - marks.to(here)).abs().amax(1) > SAME_BASIS * size).tolist()
+        if any(off):
+            raise ValueError(
+                f"{where}: made in other singular vectors of the same weights ({sum(off)} of {len(off)} modules, first "
+                f"{self.names[off.index(True)]}): bring out/svd_cache along from the machine that made it"
+            )
+
+    def save(self, path: Path, metadata: Mapping[str, str], *, quarantine: bool = False) -> None:
+        """δS alone, module by module: what the file holds *is* the deployed model. `quarantine`: δS_hack in its place,
+        for the control that deploys it."""
+        knob = self.δS_hack if quarantine else self.δS
+        tensors = {name: view.detach().cpu().contiguous() for name, view in self.by_module(knob).items()}
+        own = {"basis": fingerprint_to_string(self.basis_fingerprint(knob))}
+        write_atomic(path, canonical(to_safetensors(tensors, dict(metadata) | own)))
+
+    def load(self, path: Path) -> dict[str, str]:
+        """δS from a file, δS_hack to zero. Returns the file's metadata.
+
+        Raises:
+            ValueError: not an adapter of this model (names, shapes, basis) or not finite; nothing is changed then.
+        """
+        tensors, metadata = read_safetensors(path)
+        if missing := sorted(tensors.keys() ^ self.sites.keys()):
+            raise ValueError(f"{path}: adapter of another model: {len(missing)} modules differ, first {missing[0]}")
+        for name, view in self.by_module(self.δS).items():
+            if tensors[name].shape != view.shape:
+                raise ValueError(f"{path}: {name} has shape {[*tensors[name].shape]}, this model needs {[*view.shape]}")
+            if not tensors[name].isfinite().all():
+                raise ValueError(f"{path}: {name} holds a NaN or an infinity")
+        knob = self.flat({name: tensors[name].to(self.δS) for name in self.sites})
+        if "basis" in metadata:
+            self.require_basis(knob, fingerprint_from_string(metadata["basis"], str(path)), str(path))
+        with torch.no_grad():
+            self.δS.copy_(knob)
+            self.δS_hack.zero_()
+        self.merge()
+        return metadata
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Both knobs, copied, under ASCII names, with the marks of the basis that they are in."""
+        return {
+            "delta_S": self.δS.detach().clone(),
+            "delta_S_hack": self.δS_hack.detach().clone(),
+            "basis": torch.stack([self.basis_fingerprint(self.δS), self.basis_fingerprint(self.δS_hack)]),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Raises ValueError if the knobs belong to another basis; nothing is changed then."""
+        if "basis" in state:
+            for name, marks in zip(("delta_S", "delta_S_hack"), state["basis"], strict=True):
+                self.require_basis(state[name].to(self.δS), marks, f"the saved state's {name}")
+        with torch.no_grad():
+            self.δS.copy_(state["delta_S"])
+            self.δS_hack.copy_(state["delta_S_hack"])
+        self.merge()
+
+
+class PerRolloutGrads:
+    """Collects g_b = Σ_t (Vh x_t) ⊙ (Uᵀ ∂L/∂y_t), rollout b's own gradient on δS: exact at δS = 0, no division.
+
+    Several forwards may add to the same rows; call `rows` before a forward whose batch is not rows 0 … n-1.
+    """
+
+    def __init__(self, adapter: SvdAdapter, n: int) -> None:
+        assert n > 0, n
+        self.adapter = adapter
+        self.flat: Float[Tensor, "n R"] = torch.zeros(n, len(adapter), device=adapter.δS.device, dtype=adapter.δS.dtype)
+        self._view, self._late = adapter._view, adapter.unfolded()
+        # The graph starts here and not at the embedding: layer 0's q/k/v then need no ∂L/∂x.
+        self._root = torch.zeros((), device=adapter.δS.device, requires_grad=True)
+        self.rows(range(n))
+
+    @property
+    def grads(self) -> RolloutGrads:
+        """module → [n, r], fp32, views of one tensor."""
+        return self.adapter.by_module(self.flat)
+
+    def rows(self, rows: Sequence[int]) -> None:
+        """From here on, batch row i adds to gradient row rows[i]; rows may repeat (then they are summed)."""
+        assert all(0 <= row < len(self.flat) for row in rows), (rows, len(self.flat))
+        self._rows = torch.tensor(list(rows), device=self.flat.device)
+        self._picks = [(row, _positions(rows, row)) for row in dict.fromkeys(rows)]
+        self._pieces: list[tuple[int, list[slice]]] | None = None
+
+    def tokens(self, pieces: Sequence[tuple[int, slice]]) -> None:
+        """From here on a batch is one packed row, whose tokens `slice` add to gradient row `row` for each piece."""
+        of_row: dict[int, list[slice]] = {}
+        for row, piece in pieces:
+            of_row.setdefault(row, []).append(piece)
+        assert all(0 <= row < len(self.flat) for row in of_row), (of_row.keys(), len(self.flat))
+        self._pieces = list(of_row.items())
+
+    def adder(self, site: AdaptedLinear) -> Callable[[Tensor, Tensor], None]:
+        """What takes (x, ∂L/∂y) of one Linear for the batch that was announced last."""
+        if self._pieces is not None:
+            return partial(self.add_packed, site, self._pieces)
+        return partial(self.add, site, self._rows, self._picks)
+
+    def hook(self, site: AdaptedLinear) -> Any:
+        def tap(_module: nn.Module, args: tuple[Any, ...], y: Tensor) -> Tensor:
+            if self._late is not None and self.adapter._view == self._view:
+                y = y + (args[0] @ site.Vh.mT * self._late[site.span].to(y.dtype)) @ site.U.mT
+            # Reentrant checkpointing runs the first forward without a graph; its second one is the one that counts.
+            return _Tap.apply(y, args[0], self._root, self, site) if torch.is_grad_enabled() else y
+
+        return tap
+
+    def add(
+        self,
+        site: AdaptedLinear,
+        rows: Int[Tensor, " B"],
+        picks: Sequence[tuple[int, slice | list[int]]],
+        x: Float[Tensor, "B s d_in"],
+        dy: Float[Tensor, "B s d_out"],
+    ) -> None:
+        """Add one Linear's share, by the cheaper of two orders of the same product. picks: row → its batch rows.
+
+        Tokens first costs 2·T·r·(d_in + d_out); per wanted row the weight's gradient M = Σ_t dy_t x_tᵀ first and
+        diag(Uᵀ M Vhᵀ) then costs 2·T·d_in·d_out + 2·r·d_in·d_out: less as soon as a row has > max(d) tokens.
+        """
+        into = self.flat[:, site.span]
+        if x.shape[0] * x.shape[1] <= len(picks) * max(site.W.shape):
+            g = torch.einsum("bsr,bsr->br", (x @ site.Vh.mT).to(into.dtype), (dy @ site.U).to(into.dtype))
+            into.index_add_(0, rows, g)
+            return
+        for row, pick in picks:
+            M = dy[pick].flatten(0, 1).mT @ x[pick].flatten(0, 1)
+            into[row] += ((M @ site.Vh.mT).to(into.dtype) * site.U).sum(0)
+
+    def add_packed(
+        self,
+        site: AdaptedLinear,
+        pieces: Sequence[tuple[int, Sequence[slice]]],
+        x: Float[Tensor, "1 N d_in"],
+        dy: Float[Tensor, "1 N d_out"],
+    ) -> None:
+        """The same for a packed row. pieces: gradient row → its tokens."""
+        into, x, dy = self.flat[:, site.span], x[0], dy[0]
+        few = len(x) <= len(pieces) * max(site.W.shape)
+        if few:
+            products = (x @ site.Vh.mT).to(into.dtype) * (dy @ site.U).to(into.dtype)
+        for row, parts in pieces:
+            if few:
+                for part in parts:
+                    into[row] += products[part].sum(0)
+            else:
+                M = torch.stack([dy[part].mT @ x[part] for part in parts]).sum(0)
+                into[row] += ((M @ site.Vh.mT).to(into.dtype) * site.U).sum(0)
+
+
+def _positions(rows: Sequence[int], row: int) -> slice | list[int]:
+    """Where `row` occurs; a slice if that is one stretch, so that picking it copies nothing."""
+    at = [i for i, r in enumerate(rows) if r == row]
+    return slice(at[0], at[-1] + 1) if at[-1] - at[0] + 1 == len(at) else at
+
+
+class _Tap(torch.autograd.Function):
+    """Identity on y. Its backward hands x and ∂L/∂y to the probe; x is saved by autograd, so checkpointing frees it."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, x: Tensor, root: Tensor, probe: PerRolloutGrads, site: AdaptedLinear) -> Tensor:
+        batch = 1 if probe._pieces is not None else len(probe._rows)
+        assert x.ndim == 3, f"{site.name} sees {tuple(x.shape)}: the probe needs [rows, tokens, d_in]"
+        assert len(x) == batch, f"{site.name} sees {len(x)} rows, the probe was told of {batch}"
+        ctx.save_for_backward(x)
+        ctx.probe, ctx.site, ctx.add = probe, site, probe.adder(site)
+        ctx.weights = (probe.adapter._view, probe.adapter._folds)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        # The Linear's own backward reads the weight as it is *now*: after a change of view it would be the wrong one.
+        now = (ctx.probe.adapter._view, ctx.probe.adapter._folds)
+        assert ctx.weights == now, f"{ctx.site.name}: forward under weights {ctx.weights}, backward under {now}"
+        (x,) = ctx.saved_tensors
+        ctx.add(x, dys[0])
+        return dys[0], None, None, None, None
+
+
+# ── files ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def fingerprint_to_string(marks: Float[Tensor, "modules marks"]) -> str:
+    """For a file's metadata; six digits, a ten thousandth of what is compared."""
+    return json.dumps([[float(f"{x:.6g}") for x in row] for row in marks.tolist()], separators=(",", ":"))
+
+
+def fingerprint_from_string(text: str, where: str) -> Float[Tensor, "modules marks"]:
+    try:
+        return torch.tensor(json.loads(text), dtype=torch.float32)
+    except (ValueError, TypeError) as e:
+        raise ValueError(f"{where}: the marks of its basis cannot be read ({e})") from None
+
+
+def canonical(content: bytes) -> bytes:
+    """A safetensors file with its metadata in alphabetical order: the library shuffles it, and one state should be
+    one file. Offsets count from the header's end, which stays aligned to 8 bytes."""
+    n = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + n])
+    metadata = {"__metadata__": dict(sorted(header.pop("__metadata__", {}).items()))}
+    text = json.dumps(metadata | header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + content[8 + n :]
+
+
+def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and string metadata of a file, on the CPU.
+
+    Raises:
+        ValueError: no such file, or not a safetensors file.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {key: file.get_tensor(key) for key in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path}: not a readable safetensors file ({error})") from error
+
+
+_weights_seen: WeakKeyDictionary[nn.Module | SvdAdapter, str] = WeakKeyDictionary()
+
+
+def weights_sha256(model: nn.Module, adapter: SvdAdapter | None) -> str:
+    """sha256 over the base weights, by name; the knobs do not count. Computed once (seconds at 4B)."""
+    key = model if adapter is None else adapter
+    if key not in _weights_seen:
+        base = {name: p.data for name, p in model.named_parameters()}
+        if adapter is not None:
+            base |= {f"{name}.weight": site.W for name, site in adapter.sites.items()}
+        digest = hashlib.sha256()
+        for name in sorted(base):
+            weight = base[name]
+            digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}\n".encode())
+            digest.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+        _weights_seen[key] = digest.hexdigest()
+    return _weights_seen[key]

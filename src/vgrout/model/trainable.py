@@ -1,0 +1,142 @@
+"""What learns: δS under a frozen model, or all its weights. Losses add to one gradient; one optimiser step takes it."""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from vgrout.config.run import OptConfig
+from vgrout.files import write_atomic
+from vgrout.model.logprobs import Batch
+from vgrout.model.packing import Packed
+from vgrout.model.policy import LanguageModel, Policy
+from vgrout.optim import Optimizer, rate
+from vgrout.tensor_types import ArmDiag, Routed, Update
+
+Loss = Callable[[], Float[Tensor, ""]]
+
+
+@runtime_checkable
+class Trainable(Protocol):
+    @property
+    def lm(self) -> LanguageModel: ...
+
+    def add(self, batch: Batch | Packed, loss: Loss) -> float:
+        """Run `loss`, whose forward of this model is on `batch`, and its backward; returns the loss."""
+        ...
+
+    def step(self) -> Update | None:
+        """One step along what was added since the last. None: not finite, nothing has changed."""
+        ...
+
+    def save(self, path: Path, metadata: Mapping[str, str]) -> Path:
+        """What was learnt, under `path` without an ending. Returns where."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class AdapterOnly:
+    """δS. The file is an adapter, as the trainer's."""
+
+    def __init__(self, policy: Policy, opt: OptConfig, steps: int) -> None:
+        self.policy, self.adapter = policy, policy.adapter
+        self.optim = Optimizer(
+            policy.adapter,
+            lr=opt.lr,
+            betas=(opt.adam_beta1, opt.adam_beta2),
+            weight_decay=opt.weight_decay,
+            warmup_frac=opt.warmup_frac,
+            steps=steps,
+            grad_clip=opt.grad_clip,
+        )
+        self.grad = torch.zeros_like(policy.adapter.δS)
+
+    @property
+    def lm(self) -> LanguageModel:
+        return self.policy
+
+    def add(self, batch: Batch | Packed, loss: Loss) -> float:
+        with self.adapter.per_rollout_grads(1) as probe:
+            if isinstance(batch, Packed):
+                probe.tokens(batch.pieces)
+            else:
+                probe.rows([0] * len(batch.ids))
+            value = loss()
+            value.backward()
+            self.grad += probe.flat[0]
+        return float(value.detach())
+
+    def step(self) -> Update | None:
+        keep = self.adapter.by_module(self.grad)
+        self.grad = torch.zeros_like(self.grad)
+        return self.optim.apply(Routed(keep=keep, quar=None, diag=ArmDiag()))
+
+    def save(self, path: Path, metadata: Mapping[str, str]) -> Path:
+        file = path.with_name(path.name + ".safetensors")
+        self.adapter.save(file, metadata)
+        return file
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"adapter": self.adapter.state_dict(), "optim": self.optim.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.adapter.load_state_dict(state["adapter"])
+        self.optim.load_state_dict(state["optim"])
+
+
+class FullModel:
+    """Every weight, in the model's dtype. The file is a Hugging Face folder."""
+
+    def __init__(self, lm: LanguageModel, opt: OptConfig, steps: int) -> None:
+        self.lm, self.opt, self.steps = lm, opt, steps
+        lm.model.requires_grad_(True)
+        self.warmup, self.done = max(1, int(opt.warmup_frac * steps)), 0
+        self.adamw = torch.optim.AdamW(
+            lm.model.parameters(), lr=opt.lr, betas=(opt.adam_beta1, opt.adam_beta2), weight_decay=opt.weight_decay
+        )
+
+    def add(self, batch: Batch | Packed, loss: Loss) -> float:
+        value = loss()
+        value.backward()
+        return float(value.detach())
+
+    def step(self) -> Update | None:
+        lr = rate(self.done, self.opt.lr, self.warmup, self.steps)
+        self.done += 1
+        norm = float(torch.nn.utils.clip_grad_norm_(self.lm.model.parameters(), self.opt.grad_clip))
+        if math.isfinite(norm):
+            for group in self.adamw.param_groups:
+                group["lr"] = lr
+            self.adamw.step()
+        self.adamw.zero_grad(set_to_none=True)
+        return Update(gn=norm, gn_keep=norm, gn_quar=0.0, lr=lr, delta={}) if math.isfinite(norm) else None
+
+    def save(self, path: Path, metadata: Mapping[str, str]) -> Path:
+        fresh, old = (path.with_name(f".{path.name}.{os.getpid()}.{x}") for x in ("tmp", "old"))
+        shutil.rmtree(fresh, ignore_errors=True)
+        self.lm.model.save_pretrained(fresh)
+        self.lm.tok.save_pretrained(fresh)
+        write_atomic(fresh / "vgrout.json", json.dumps(dict(metadata), indent=1))
+        if path.exists():
+            os.replace(path, old)
+        os.replace(fresh, path)
+        shutil.rmtree(old, ignore_errors=True)
+        return path
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done, "adamw": self.adamw.state_dict(), "model": self.lm.model.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.done = state["done"]
+        self.adamw.load_state_dict(state["adamw"])
+        self.lm.model.load_state_dict(state["model"])

@@ -1,0 +1,80 @@
+"""`python -m vgrout.report DIR|SWEEP…`: finished runs as a report: tables, intervals, figures, verdicts, and a page to
+read rollouts in. Runs that are not finished are named and left out."""
+
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from tqdm import tqdm
+
+from vgrout.cli import cli_exit, given
+from vgrout.report.build import Report, compile_report, refuse_other, verdict_table, write
+from vgrout.report.figures import pictures
+from vgrout.report.rollouts import pack
+from vgrout.report.runs import load
+from vgrout.report.verdicts import Preregistered
+from vgrout.runs.preflight import hypotheses_file
+
+ON_SCREEN = ("Arms", "Deployed model against vanilla's", "Arms and controls", "Losses", "One seed only")
+
+
+@dataclass(frozen=True)
+class Cli:
+    """Finished runs as a report over seeds: report.md, report.html, runs.csv, modes.csv and figures."""
+
+    sources: Annotated[tuple[Path, ...], tyro.conf.Positional] = (Path("out/runs"),)
+    """Folders of runs, single runs, or sweeps (out/sweeps/NAME)."""
+    out: Path | None = None
+    """Folder to write; none: report/ in the first source."""
+    tag: str = ""
+    """Only runs whose name ends with this."""
+    strict: bool = False
+    """Refuse if any run is not finished."""
+    hypotheses: Path | None = None
+    """Preregistered hypotheses; none: docs/hypotheses.md of this checkout or here, where there is one."""
+    rollouts: int = 50_000
+    """Rollouts in report.html, about: whole steps, evenly spaced, where there are more; 0: none."""
+
+    def __post_init__(self) -> None:
+        if self.rollouts < 0:
+            raise ValueError(f"--rollouts {self.rollouts}: 0 or more")
+
+
+def command(cli: Cli) -> int:
+    """Raises ValueError, one line."""
+    refuse_other(out := cli.out or cli.sources[0] / "report")
+    loaded = load(cli.sources, cli.tag)
+    if cli.strict and loaded.left_out:
+        raise ValueError(f"--strict: left out: {', '.join(loaded.left_out)}")
+    if not loaded.runs:
+        among = f" among {', '.join(loaded.left_out)}" if loaded.left_out else ""
+        named = f" whose name ends with {cli.tag!r}" if cli.tag else ""
+        raise ValueError(f"{', '.join(map(str, cli.sources))}: no finished run{named}{among}")
+    path = cli.hypotheses or hypotheses_file()
+    report = compile_report(loaded, cli.sources, Preregistered.read(path) if path else None)
+    bar = partial(tqdm, desc="rollouts", unit="run", disable=None)
+    write(report, pictures(report.cells), pack(report.cells, cli.rollouts, bar), out)
+    print("\n\n".join(on_screen(report)))
+    print(f"-> {out}")
+    return 0
+
+
+def on_screen(report: Report) -> list[str]:
+    """The summary: what a terminal has room for."""
+    shown = [*report.tables, *([verdict_table(report)] if report.verdicts else [])]
+    parts = [f"{t.name}: {t.caption}\n\n{t.markdown()}" for t in shown if t.name in (*ON_SCREEN, "Verdicts")]
+    if report.left_out:
+        parts.append(f"left out: {', '.join(report.left_out)}")
+    return parts
+
+
+def main(argv: list[str] | None = None) -> int:
+    """0 written · 2 refused, in one line."""
+    return cli_exit(lambda: command(given(Cli, argv, "python -m vgrout.report")))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

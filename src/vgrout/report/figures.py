@@ -1,0 +1,400 @@
+"""The figures of a report: markers and line styles tell arms apart, colours only help (Okabe and Ito's, safe for the
+colour-blind, ordered by lightness so that they survive grey). Cells of one seed are in none of them."""
+
+import itertools
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.text import Annotation
+
+from vgrout.config.run import WITH_DIRECTION
+from vgrout.report import stats
+from vgrout.report.runs import WHATS, Cell, Run, What, bases, paired, partner
+from vgrout.report.stats import Estimate
+from vgrout.report.tables import compare, level
+from vgrout.types import MODES, Mode
+
+DPI = 130
+BLACK, BLUE, RED, GREEN, ORANGE, SKY, PINK, GREY = (
+    *("#000000", "#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7", "#7F7F7F"),
+)
+DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (1, 3)), (0, (3, 1, 1, 1)))
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "d", "H")
+# By the arm's name in the tables; one that is not here is grey and round.
+ARM_COLOUR = {
+    **{"vanilla": BLACK, "projected": ORANGE, "routing": BLUE, "routing2": RED},
+    **{"reader": GREEN, "surprise": PINK, "pmi": SKY},
+}
+ARM_MARKER = dict(zip(ARM_COLOUR, ("s", "^", "o", "D", "v", "P", "X"), strict=True))
+ARM_FILL = {"projected": "bottom", "routing": "left", "reader": "right", "surprise": "top"}  # of its controls' markers
+ANCHORS = ("no_loophole", "oracle")  # controls that bound what is possible
+LINES = 9  # on a page of the dynamics
+SMOOTH = 5  # steps in a running mean of the students' answers
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    name: str  # of its file, without the ending
+    caption: str
+    figure: Figure
+
+
+def pictures(cells: Sequence[Cell]) -> list[Picture]:
+    """All that these cells can fill; those of one seed are left out."""
+    several = [c for c in cells if len(c.runs) > 1]
+    drawn = (draw(several) for draw in (pareto, dumbbells, suppression, gates))
+    return [*dynamics(several), *(p for p in drawn if p is not None)]
+
+
+def _style(axes: Axes, **labels: object) -> None:
+    axes.set(**labels)
+    axes.grid(alpha=0.25, lw=0.6)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _legend(fig: Figure) -> None:
+    """Of the first panel, below all: as many columns as the longest name leaves room for, the figure higher by it."""
+    handles, labels = fig.axes[0].get_legend_handles_labels()
+    columns = max(1, min(4, len(labels), int(13.5 * fig.get_figwidth()) // (max(map(len, labels)) + 8)))
+    fig.set_figheight(fig.get_figheight() + 0.19 * -(-len(labels) // columns))
+    fig.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+
+
+def _wrapped(title: str, width: int) -> str:
+    return textwrap.fill(title, width, break_long_words=False)
+
+
+# ── dynamics ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+Series = Callable[[Run], tuple[list[int], list[float]]]
+
+
+def _students(what: What) -> Series:
+    column = {"hack": "hack_s", "solve": "gt_s"}[what]
+
+    def series(run: Run) -> tuple[list[int], list[float]]:
+        counts = np.asarray([row[column] for row in run.rows], dtype=float)
+        window = [counts[max(0, i - SMOOTH + 1) : i + 1].sum(axis=0) for i in range(len(counts))]
+        return [row["step"] + 1 for row in run.rows], [k / n if n else np.nan for k, n in window]
+
+    return series
+
+
+def _deployed(what: What) -> Series:
+    def series(run: Run) -> tuple[list[int], list[float]]:
+        found = run.evaluations()
+        return [step + 1 for step, _, _ in found], [{"hack": h, "solve": s}[what] for _, h, s in found]
+
+    return series
+
+
+def dynamics(cells: Sequence[Cell]) -> list[Picture]:
+    """The arms, then vanilla's controls, on as many pages as they need; on each the vanilla that most are compared
+    with, and its ceiling."""
+    shown = [c for c in cells if c.first.control == "none" or c.first.intervention == "none"]
+    shown = sorted(shown, key=lambda c: c.first.control != "none")
+    compared = [v for c in shown if (v := partner(c, cells, "none"))]
+    vanilla = max(compared, key=compared.count, default=None)
+    always = [c for c in (vanilla, vanilla and partner(vanilla, cells, "none", "no_loophole")) if c]
+    rest = [c for c in shown if c not in always]
+    room = LINES - len(always)
+    pages = [[*always, *rest[at : at + room]] for at in range(0, len(rest), room)] or [always]
+    return [_dynamics(page, i, len(pages)) for i, page in enumerate(pages, 1) if page]
+
+
+def _dynamics(shown: Sequence[Cell], page: int, pages: int) -> Picture:
+    """Thin: a seed. Thick: their mean. Band: its 95 % interval by Student's t."""
+    fig = Figure(figsize=(9.5, 5.9), dpi=DPI, layout="constrained")
+    colours = dict(zip((c.title for c in shown), _colours(shown), strict=True))
+    for column, (side, series) in zip(
+        fig.subplots(2, 2, sharex=True, sharey=True).T,
+        (("students, as trained, training problems", _students), ("deployed, held-out problems", _deployed)),
+        strict=True,
+    ):
+        for axes, what in zip(column, WHATS, strict=True):
+            for cell, dash, marker in zip(shown, itertools.cycle(DASHES), itertools.cycle(MARKERS), strict=False):
+                _bundle(axes, cell, series(what), colours[cell.title], dash, marker)
+            _style(axes, ylim=(-0.02, 1.02), ylabel=f"{what} rate", title=side if what == "hack" else "")
+            axes.title.set_fontsize(10)
+        column[-1].set_xlabel("step")
+    _legend(fig)
+    return Picture(
+        f"dynamics-{page}" if page > 1 else "dynamics",
+        f"Dynamics{f', {page} of {pages}' if pages > 1 else ''}. Thin lines: seeds; thick: their mean; band: its 95 % "
+        f"interval (Student's t). Students: running mean of {SMOOTH} steps. On the way the deployed model is evaluated "
+        "on fewer held-out problems than in the end.",
+        fig,
+    )
+
+
+def _colours(shown: Sequence[Cell]) -> list[str]:
+    """An arm's own colour for its plain cell, the others in order."""
+    taken = {ARM_COLOUR.get(c.title) for c in shown}
+    rest = itertools.cycle([GREY, *(c for c in (GREEN, PINK, SKY) if c not in taken)])
+    return [ARM_COLOUR[c.title] if c.title in ARM_COLOUR else next(rest) for c in shown]
+
+
+def _bundle(axes: Axes, cell: Cell, series: Series, colour: str, dash: object, marker: str) -> None:
+    drawn = [series(run) for run in cell.runs]
+    for steps, values in drawn:
+        axes.plot(steps, values, color=colour, lw=0.5, alpha=0.35)
+    shared = sorted(set.intersection(*(set(steps) for steps, _ in drawn)))
+    if not shared:
+        return
+    table = np.asarray([[dict(zip(*d, strict=True))[s] for s in shared] for d in drawn])
+    low, high = _t_band(table)
+    every = max(1, len(shared) // 8)
+    axes.fill_between(shared, low, high, color=colour, alpha=0.12, lw=0)
+    axes.plot(
+        shared, table.mean(axis=0), color=colour, ls=dash, lw=2, marker=marker, ms=5, mfc="white", markevery=every,
+        label=f"{cell.title} ({len(cell.runs)} seeds)",
+    )  # fmt: skip
+
+
+def _t_band(table: Float[np.ndarray, "seeds steps"]) -> tuple[list[float], list[float]]:
+    bands = [
+        stats.t_interval(list(column)) if np.ptp(column) > stats.ROUNDING else (column[0], column[0])
+        for column in table.T
+    ]
+    return [max(low, 0.0) for low, _ in bands], [min(high, 1.0) for _, high in bands]
+
+
+# ── Pareto ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _errors(e: Estimate) -> list[list[float]] | None:
+    """Matplotlib's [[below], [above]], in percent."""
+    if e.value is None or e.low is None or e.high is None:
+        return None
+    return [[100 * max(0.0, e.value - e.low)], [100 * max(0.0, e.high - e.value)]]
+
+
+def pareto(cells: Sequence[Cell]) -> Picture | None:
+    """Deployed hack against solve; up and to the left is better. Arms and anchors are filled, controls and an arm with
+    another setting open."""
+    if not cells:
+        return None
+
+    def kind(cell: Cell) -> str:
+        """The control, or what is said of the setting; "": the arm itself."""
+        control, title = cell.first.control, cell.title
+        return control if control != "none" else title[title.index(" (") :] if title.endswith(")") else ""
+
+    fig = Figure(figsize=(9.5, 6.2), dpi=DPI, layout="constrained")
+    axes = fig.subplots()
+    kinds = dict.fromkeys(k for c in cells if (k := kind(c)) not in ("", *ANCHORS))
+    marker_of = dict(zip(kinds, itertools.cycle(MARKERS), strict=False))
+    for cell in cells:
+        x, y = (level(cell, "deploy", what) for what in WHATS)
+        arm, plain = cell.first.final["arm"], not kind(cell)
+        anchor = (plain and cell.first.intervention == "none") or kind(cell) in ANCHORS
+        big = plain or anchor
+        marker = "*" if anchor else ARM_MARKER.get(arm, "o") if plain else marker_of[kind(cell)]
+        colour = ARM_COLOUR.get(arm, GREY)
+        axes.errorbar(
+            100 * (x.value or 0), 100 * (y.value or 0), xerr=_errors(x), yerr=_errors(y), fmt=marker, color=colour,
+            ms=17 if anchor else 11 if plain else 7, mfc=colour, mec=colour, mew=1.4, mfcalt="white",
+            fillstyle="full" if big else ARM_FILL.get(arm, "none"),
+            elinewidth=1.0 if big else 0.3, capsize=2 if big else 0, zorder=3 if big else 2,
+            label=f"{cell.title} ({len(cell.runs)} seeds)",
+        )  # fmt: skip
+        if anchor:
+            _name(axes, cell.title, x, y)
+        if big:
+            for run in cell.runs:
+                axes.plot(
+                    100 * (run.rate("deploy", "hack") or 0), 100 * (run.rate("deploy", "solve") or 0), ".", ms=4,
+                    color=colour, alpha=0.5, zorder=1,
+                )  # fmt: skip
+    for base in bases([r for c in cells for r in c.runs]):
+        x, y = (level(base, "base", what) for what in WHATS)
+        axes.errorbar(
+            100 * (x.value or 0), 100 * (y.value or 0), xerr=_errors(x), yerr=_errors(y), fmt="*", ms=17, color=GREY,
+            mec="black", label=f"{base.title}, untrained ({len(base.runs)} seeds)", zorder=3,
+        )  # fmt: skip
+        _name(axes, base.title, x, y)
+    _style(axes, xlim=(-3, 103), ylim=(-3, 103), xlabel="deployed model: hack, %", ylabel="deployed model: solve, %")
+    _legend(fig)
+    return Picture(
+        "pareto",
+        "Hack against solve of the deployed model, mean over seeds with 95 % intervals; dots: seeds. Stars: anchors "
+        "(base, vanilla, no loophole, oracle). Large: the arms; small: controls and other settings, in the arm's "
+        "colour, filled below for projected, left for routing, right for reader, above for surprise, open for the "
+        "others.",
+        fig,
+    )
+
+
+def _name(axes: Axes, name: str, x: Estimate, y: Estimate) -> None:
+    """Unless the name of another star is there already: the legend has them all."""
+    at = (100 * (x.value or 0), 100 * (y.value or 0))
+    if any(abs(at[0] - t.xy[0]) < 25 and abs(at[1] - t.xy[1]) < 5 for t in axes.texts if isinstance(t, Annotation)):
+        return
+    to_the_left = at[0] > 60
+    axes.annotate(
+        _wrapped(name, 26), at, (-10, 12) if to_the_left else (10, 7), textcoords="offset points", fontsize=9,
+        ha="right" if to_the_left else "left", bbox={"boxstyle": "round,pad=.15", "fc": "white", "lw": 0, "alpha": 0.7},
+    )  # fmt: skip
+
+
+# ── dumbbells ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def dumbbells(cells: Sequence[Cell]) -> Picture | None:
+    """Per mode, from as trained to deployed; the modes in one order in every panel, those of its pairs shaded."""
+    shown = [c for c in cells if c.first.intervention != "none" and c.first.control == "none"]
+    if not shown:
+        return None
+    modes = [m for m in MODES if any(m in c.first.modes for c in shown)]
+    fig, panels = _panels(shown, 3.1, 2.6, sharey=True)
+    for axes, cell in panels:
+        of = {m: cell.first.in_distribution(m) for m in cell.first.modes}
+        for at, mode in enumerate(modes):
+            if of.get(mode):
+                axes.axhspan(at - 0.5, at + 0.5, color=GREY, alpha=0.2, lw=0, zorder=0)
+            if mode in of:
+                _dumbbell(axes, cell, mode, at)
+        _style(axes, xlim=(-4, 104), ylim=(len(modes) - 0.5, -0.5))
+        no_pairs = "\n(no pairs)" if None in of.values() else ""
+        axes.set_title(_wrapped(cell.title, 46) + no_pairs, fontsize=9)
+        axes.set_yticks(range(len(modes)), modes)
+        axes.tick_params(labelsize=8)
+    fig.supxlabel("hack, %", fontsize=9)
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    shaded = Patch(color=GREY, alpha=0.2, lw=0, label="mode that the direction's pairs show")
+    fig.legend(
+        handles=[*handles[:2], shaded], labels=[*labels[:2], shaded.get_label()], loc="outside upper center", ncols=3,
+        frameon=False, fontsize=9,
+    )  # fmt: skip
+    return Picture(
+        "modes",
+        "Hack rate per mode, from as trained (open) to deployed (filled), mean over seeds with 95 % intervals. Shaded: "
+        "the modes that the direction's pairs show; the others are held out from it. No pairs: an arm without a "
+        "direction.",
+        fig,
+    )
+
+
+def _panels(shown: Sequence[Cell], wide: float, high: float, **shared: Any) -> tuple[Figure, list[tuple[Axes, Cell]]]:
+    """A panel a cell, four in a line. wide, high: of one, in inches."""
+    columns = min(4, len(shown))
+    lines = -(-len(shown) // columns)
+    fig = Figure(figsize=(wide * columns, high * lines + 0.5), dpi=DPI, layout="constrained")
+    grid = fig.subplots(lines, columns, squeeze=False, **shared).ravel()
+    for axes in grid[len(shown) :]:
+        axes.set_visible(False)
+    return fig, list(zip(grid, shown, strict=False))
+
+
+def _dumbbell(axes: Axes, cell: Cell, mode: Mode, at: int) -> None:
+    colour = ARM_COLOUR.get(cell.first.final["arm"], GREY)
+    trained, deployed = (level(cell, side, "hack", mode) for side in ("train", "deploy"))
+    a, b = (100 * (e.value or 0) for e in (trained, deployed))
+    axes.plot([a, b], [at, at], color=colour, lw=2.2, alpha=0.6)
+    for value, e, face, label in ((a, trained, "white", "as trained"), (b, deployed, colour, "deployed")):
+        axes.errorbar(
+            value, at, xerr=_errors(e), fmt="o", ms=8, mfc=face, color=colour, elinewidth=0.8, capsize=2, label=label
+        )
+
+
+# ── suppression against likeness ───────────────────────────────────────────────────────────────────────────────────
+
+
+def suppression(cells: Sequence[Cell]) -> Picture | None:
+    """How much less an arm hacks than vanilla, against how much of the real direction its control's has."""
+    beside: dict[Cell, Cell] = {}  # a cell with a direction → its vanilla
+    for cell in cells:
+        vanilla = partner(cell, cells, "none")
+        if (
+            vanilla is not None
+            and paired(cell, vanilla)
+            and (cell.first.cosine_to_real or cell.first.control == "none")
+        ):
+            beside[cell] = vanilla
+    directed = [c for c in beside if c.first.intervention in WITH_DIRECTION]
+    arms = list(dict.fromkeys(_variant(c) for c in directed if c.first.cosine_to_real))  # a gate of another kind apart
+    if not arms:
+        return None
+    fig = Figure(figsize=(3.6 * len(arms) + 0.6, 4.6), dpi=DPI, layout="constrained")
+    controls = dict.fromkeys(c.first.control for c in beside if c.first.cosine_to_real)
+    marker = dict(zip(controls, itertools.cycle(MARKERS[1:]), strict=False))
+    for axes, arm in zip(np.atleast_1d(fig.subplots(1, len(arms), sharey=True)), arms, strict=True):
+        mine = [c for c in directed if _variant(c) == arm]
+        chance = float(np.mean([r.cosine_to_real["chance_rms"] for c in mine for r in c.runs if r.cosine_to_real]))
+        axes.axvline(chance, color=GREY, lw=1, ls=":")
+        axes.annotate("chance", (chance, 1.01), xycoords=("data", "axes fraction"), ha="center", fontsize=8)
+        for cell in mine:
+            _suppressed(axes, cell, beside[cell], marker.get(cell.first.control, "o"))
+        axes.axhline(0, color="black", lw=0.8)
+        _style(axes, xlim=(0, 1.06), xlabel="|cos| with the real direction (rms)")
+        axes.set_title(_wrapped(arm, 32), pad=16)
+        axes.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=1)
+    fig.axes[0].set_ylabel("points less hacked than vanilla, deployed")
+    return Picture(
+        "suppression",
+        "Suppression against the likeness of a control's direction to the real one (root mean square over modules). "
+        "Filled, at 1: the arm itself. Dotted: what random directions read. Intervals 95 %, seed by seed. Shuffled "
+        "pairs of erase and route span the real axes and vote their signs anew, so they too stand at 1.",
+        fig,
+    )
+
+
+def _variant(cell: Cell) -> str:
+    """The arm's name in tables, without its control."""
+    return cell.first.arm.split(" · ")[0]
+
+
+def _suppressed(axes: Axes, cell: Cell, vanilla: Cell, marker: str) -> None:
+    e = compare(cell, vanilla, "hack").difference
+    plain = cell.first.control == "none"
+    cosine_to_real = 1.0 if plain else float(np.mean([r.cosine_to_real["rms"] for r in cell.runs if r.cosine_to_real]))
+    errors = _errors(e)
+    colour = ARM_COLOUR.get(cell.first.final["arm"], GREY)
+    axes.errorbar(
+        cosine_to_real, -100 * (e.value or 0), yerr=None if errors is None else errors[::-1], 
+        fmt="o" if plain else marker,
+        ms=9 if plain else 7, color=colour, mfc=colour if plain else "white", elinewidth=0.9, capsize=3,
+        label=f"{'the arm' if plain else cell.first.control} ({len(cell.runs)} seeds)",
+    )  # fmt: skip
+
+
+# ── gates ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def gates(cells: Sequence[Cell]) -> Picture | None:
+    """Where the gate put true exploits and the rest, after the fact."""
+    shown = [c for c in cells if any(r.gates for r in c.runs)]
+    if not shown:
+        return None
+    fig, panels = _panels(shown, 2.9, 2.3)
+    for axes, cell in panels:
+        found = [pair for r in cell.runs for pair in r.gates]
+        whole = (0.0, 1.0) if cell.first.intervention == "route2" else None  # a score has no bounds
+        bins = list(np.histogram_bin_edges([at for at, _ in found], bins=20, range=whole))
+        hacks, rest = ([at for at, hack in found if hack is label] for label in (True, False))
+        of_all = [np.full(len(values), 1 / max(1, len(values))) for values in (rest, hacks)]  # shares of each kind
+        axes.hist(rest, bins, weights=of_all[0], color="#BBBBBB", edgecolor="white", lw=0.4, label="not an exploit")
+        axes.hist(hacks, bins, weights=of_all[1], histtype="step", color="black", lw=1.5, hatch="////", label="exploit")
+        _style(axes, title=f"{_wrapped(cell.title, 46)}\n{len(hacks)} exploits, {len(rest)} others")
+        axes.title.set_fontsize(8)
+        axes.tick_params(labelsize=8)
+    fig.supxlabel(
+        "routing2: share of modules in which a rollout was quarantined; arms that read: its score", fontsize=9
+    )
+    fig.supylabel("share of its kind", fontsize=9)
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    fig.legend(handles, labels, loc="outside upper center", ncols=2, frameon=False, fontsize=9)
+    return Picture(
+        "gates",
+        "The gate by true label (the strict oracle's, which the gate never sees), students' rollouts of all steps and "
+        "seeds. A good gate parts the two: routing2's puts exploits at 1 and everything else at 0.",
+        fig,
+    )

@@ -1,0 +1,53 @@
+"""The report as one page that needs nothing else: no server, no network, figures and rollouts inside it."""
+
+import base64
+import re
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib import resources
+from typing import Any
+
+from tabulate import tabulate
+
+from vgrout.report.rollouts import embedded
+from vgrout.report.tables import Table
+
+TEMPLATE = "page.html"
+
+
+def page(title: str, body: Sequence[str], rollouts: Mapping[str, Any]) -> str:
+    """The template with its four places filled, in one pass: what is filled in is not looked at again."""
+    n, total, every = len(rollouts["columns"]["run"]), rollouts["total"], rollouts["every"]
+    share = f"All {n} rollouts." if n == total else f"{n} of {total} rollouts: one step in {every}, whole."
+    filled = {
+        "TITLE": escape(title),
+        "BODY": "\n".join(body),
+        "SHARE": escape(share if n else "Left out of this page; they are in each run's rollouts.jsonl."),
+        "DATA": embedded(dict(rollouts)),
+    }
+    template = resources.files("vgrout.report").joinpath(TEMPLATE).read_text(encoding="utf-8")
+    return re.sub(r"%(TITLE|BODY|SHARE|DATA)%", lambda place: filled[place[1]], template)
+
+
+def heading(text: str, level: int = 2) -> str:
+    return f"<h{level}>{escape(text)}</h{level}>"
+
+
+def paragraph(text: str) -> str:
+    return f"<p>{escape(text)}</p>"
+
+
+def bullets(lines: Sequence[str]) -> str:
+    return f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>"
+
+
+def table(of: Table, kind: str = "wide") -> str:
+    """tabulate's html escapes every cell. kind: wide, cells that do not wrap, or prose."""
+    cells = tabulate(of.rows, headers="keys", tablefmt="html", disable_numparse=True)
+    return f'<div class="{kind}">{cells}</div>'
+
+
+def figure(png: bytes, caption: str) -> str:
+    data = base64.b64encode(png).decode()
+    said = escape(caption)
+    return f'<figure><img alt="{said}" src="data:image/png;base64,{data}"><figcaption>{said}</figcaption></figure>'

@@ -1,0 +1,126 @@
+"""Rollouts of many runs as one compact object for the reader: columns, and every text stored once."""
+
+import base64
+import gzip
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from vgrout.grading.modes import MODE_SPECS, marker_of
+from vgrout.report.runs import Cell, Run, json_lines
+from vgrout.types import MODES, Mode
+
+PARTS = ("training", "base", "trained", "deployed", "plain")  # where an answer comes from; the last four: final.jsonl
+FLAGS = ("exploited", "gt_correct", "passed", "finished", "deployed", "gt_pass", "channel", "flagged")  # a bit each
+COLUMNS = (
+    *("run", "part", "step", "mode", "problem", "marker", "prompt", "text", "flags", "reward", "advantage", "gate"),
+)
+
+# What of an answer the exploit is, as a regular expression that Python and JavaScript read alike; `{marker}` is the
+# name that the problem announced. A reader's aid: it finds the usual forms, the verdict is the sandbox's alone.
+EXPLOIT: dict[Mode, str] = {
+    "run_tests": r"def\s+{marker}\s*\([^)]*\)[^\n]*(?:\n[ \t]+[^\n]*)*",
+    "eq_override": r"def\s+__(?:eq|ne)__\s*\([^)]*\)[^\n]*(?:\n[ \t]+[^\n]*)*",
+    "exit_code": r"(?:sys\.exit|os\._exit|exit|quit)\s*\([^)]*\)|raise\s+SystemExit[^\n]*",
+    "stdout_marker": r"(?:print|sys\.stdout\.write)\s*\([^\n]*{marker}[^\n]*\)",
+    "sentinel": r"\w*\.?{marker}\s*=[^=\n][^\n]*|setattr\s*\([^\n]*{marker}[^\n]*\)",
+    "file_marker": r"[^\n]*open\s*\([^\n]*{marker}[^\n]*(?:\n[ \t]+[^\n]*write[^\n]*)?",
+}
+
+
+class Store:
+    """Values by number, each once."""
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+        self._at: dict[str, int] = {}
+
+    def put(self, value: Any) -> int:
+        name = value if isinstance(value, str) else json.dumps(value)
+        if name not in self._at:
+            self._at[name] = len(self.values)
+            self.values.append(value)
+        return self._at[name]
+
+
+def _groups(run: Run) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Every answer with the number of its group: a training step, or a problem of the final evaluation on all sides."""
+    last = -1
+    for answer in json_lines(run.path / "rollouts.jsonl"):
+        last = answer["step"]
+        yield last, answer | {"side": "training"}
+    problems: dict[int, int] = {}
+    for answer in json_lines(run.path / "final.jsonl"):
+        yield last + 1 + problems.setdefault(answer["problem"], len(problems)), answer
+
+
+def pack(
+    cells: Sequence[Cell], limit: int, track: Callable[[Sequence[Run]], Iterable[Run]] = lambda runs: runs
+) -> dict[str, Any]:
+    """At most about `limit` rollouts: of every run each k-th step as a whole, and each k-th problem of the final
+    evaluation with all its answers on all sides; k is the same for every run, and 1 where all of them fit.
+
+    Raises:
+        ValueError: a file of a run is damaged.
+    """
+    titles = {r: c.title for c in cells for r in c.runs}
+    runs = list(titles)
+    total = sum(_lines(r) for r in runs)
+    every = max(1, math.ceil(total / limit)) if limit else 0
+    prompts, texts, markers = Store(), Store(), Store()
+    columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
+    for number, run in enumerate(track(runs)) if limit else ():
+        for group, answer in _groups(run):
+            if group % every:
+                continue
+            prompt = answer.get("messages") or [{"role": "user", "content": answer.get("prompt", "")}]
+            row: dict[str, Any] = {
+                "run": number,
+                "part": PARTS.index(answer["side"]),
+                "step": answer.get("step"),
+                "mode": MODES.index(answer["mode"]),
+                "problem": answer["problem"],
+                "marker": markers.put(marker_of(answer["mode"], answer["marker"])),
+                "prompt": prompts.put([[m["role"], m["content"]] for m in prompt]),
+                "text": texts.put(answer["text"]),
+                "flags": sum(bool(answer.get(flag)) << bit for bit, flag in enumerate(FLAGS)),
+                "reward": answer["reward"],
+                "advantage": _short(answer.get("advantage")),
+                "gate": _short(answer.get("gate")),
+            }
+            for name in COLUMNS:
+                columns[name].append(row[name])
+    return {
+        "runs": [{"name": r.name, "cell": titles[r], "seed": r.seed} for r in runs],
+        "parts": PARTS,
+        "modes": MODES,
+        "flags": FLAGS,
+        "exploit": [EXPLOIT[m] for m in MODES],
+        "should": [MODE_SPECS[m].should for m in MODES],
+        "markers": markers.values,
+        "prompts": prompts.values,
+        "texts": texts.values,
+        "columns": columns,
+        "every": every,
+        "total": total,
+    }
+
+
+def _lines(run: Run) -> int:
+    count = 0
+    for name in ("rollouts.jsonl", "final.jsonl"):
+        if (path := run.path / name).is_file():
+            with open(path, "rb") as f:
+                count += sum(chunk.count(b"\n") for chunk in iter(lambda: f.read(1 << 20), b""))
+    return count
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)
+
+
+def embedded(data: dict[str, Any]) -> str:
+    """gzip and base64 of its JSON: nothing in it can end a script element, whatever the answers hold."""
+    raw = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode()
+    return base64.b64encode(gzip.compress(raw, 6, mtime=0)).decode()

@@ -1,0 +1,455 @@
+"""Finished runs as their files have them, and which of them differ by their seed alone."""
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from vgrout.config.run import ARM_NAME, CONTROLS, PRESETS, READING, Config
+from vgrout.files import read_json
+from vgrout.table import LEARNED, first_hacks
+from vgrout.types import MODE_CODE, MODES, Mode, Rate
+
+What = Literal["hack", "solve"]
+WHATS: tuple[What, ...] = get_args(What)
+SIDES = {"base": "base", "train": "trained", "deploy": "deployed", "plain": "plain"}  # per_mode_deploy → final.jsonl
+_FLAG: dict[What, str] = {"hack": "exploited", "solve": "gt_correct"}
+_MEASURING = ("eval", "guard", "detectors", "run")  # settings that say what is looked at, not what is learnt
+
+
+def json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """None where there is no such file. Raises ValueError, one line, naming the line that is damaged."""
+    if not path.is_file():
+        return
+    with open(path, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                yield json.loads(line)
+            except ValueError as e:
+                raise ValueError(f"{path}, line {number}: damaged ({e})") from None
+
+
+@cache
+def _usual(preset: str = "") -> dict[str, dict[str, Any]]:
+    """A preset's settings by groups; without one of that name, every flag's default."""
+    cfg = PRESETS[preset][1] if preset in PRESETS else Config()
+    return {group: values for group, values in cfg.as_dict().items() if isinstance(values, dict)}
+
+
+def _learning(settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The settings that training reads, without their groups."""
+    return {k: v for g, values in settings.items() if g not in _MEASURING for k, v in values.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One finished run."""
+
+    path: Path
+    final: dict[str, Any]  # per_mode_deploy.json
+    rows: list[dict[str, Any]]  # steps.jsonl
+    record: dict[str, Any]  # run.json
+    seconds: float | None  # start of the first step to the end of the final evaluation; None: in more than one go
+
+    @classmethod
+    def read(cls, path: Path) -> "Run":
+        """Raises ValueError, one line, where a file is missing or damaged."""
+        final, record = read_json(path / "per_mode_deploy.json"), read_json(path / "run.json")
+        for name, data, keys in (
+            ("per_mode_deploy.json", final, ("arm", "control", "seed", "steps", "eval_n", "by_mode")),
+            ("run.json", record, ("config",)),
+        ):
+            if absent := [k for k in keys if k not in data]:
+                raise ValueError(f"{path / name}: no {', '.join(absent)} in it; another version made this run")
+        rows = list(json_lines(path / "steps.jsonl"))
+        if not rows:
+            raise ValueError(f"{path / 'steps.jsonl'}: no step in it")
+        started, ended = ((path / name).stat().st_mtime for name in ("run.json", "per_mode_deploy.json"))
+        return cls(path, final, rows, record, None if record.get("resumed") else ended - started)
+
+    @property
+    def name(self) -> str:
+        """The run directory: what a number is traced to."""
+        return self.path.name
+
+    @property
+    def revision(self) -> str:
+        """Of the code that the run was begun by; '' where that is not known."""
+        return str((self.record.get("git") or {}).get("revision", ""))
+
+    @property
+    def seed(self) -> int:
+        return self.final["seed"]
+
+    @property
+    def control(self) -> str:
+        return self.final["control"]
+
+    @property
+    def intervention(self) -> str:
+        return self.settings["arm"]["intervention"]
+
+    @cached_property
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """The configuration by groups. A setting that is younger than the run has its default."""
+        stored = self.record["config"]
+        return {group: values | stored.get(group, {}) for group, values in _usual().items()}
+
+    @cached_property
+    def learns(self) -> str:
+        """What runs must share to be compared: everything that training reads, the model and the environment included,
+        but the arm with its files, the seed, and β, which is a baseline of its own."""
+        groups = {g: v for g, v in self.settings.items() if g not in ("arm", *_MEASURING)}
+        groups["loss"] = {k: v for k, v in groups["loss"].items() if k not in ("beta", "kl")}
+        return json.dumps([groups, self.inputs, self.final["steps"]], sort_keys=True)
+
+    @cached_property
+    def unusual(self) -> dict[str, Any]:
+        """What training reads, arm, control and seed aside, that is not its preset's own."""
+        usual = _learning(_usual(self.preset))
+        return {
+            k: v
+            for k, v in _learning(self.settings).items()
+            if k not in ("intervention", "control") and (k not in usual or usual[k] != v)
+        }
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """The first digits of the hashes of the model and the environment: a path may hold another model tomorrow."""
+        return self._hashes("base_weights", "tokenizer", "problems", "pool")
+
+    @property
+    def arm_inputs(self) -> dict[str, str]:
+        """The same of the files that the arm or the loss reads besides; '' where it reads none, or none was noted."""
+        return self._hashes("pairs", "placebo", "anchors", "direction_file", "teacher_weights")
+
+    def _hashes(self, *names: str) -> dict[str, str]:
+        hashes = self.record.get("hashes") or {}
+        return {name: (hashes.get(name) or "")[:8] for name in names}
+
+    @property
+    def preset(self) -> str:
+        return self.record["config"].get("preset", "")
+
+    @property
+    def beta(self) -> float:
+        """Weight of the KL term."""
+        return self.settings["loss"]["beta"]
+
+    @property
+    def loss(self) -> str:
+        """Its name; GRPO by its own normaliser and standard deviation is another loss than the default."""
+        loss = self.settings["loss"]
+        return loss["loss"] + (" biased" if loss["loss"] == "grpo" and not loss["unbiased"] else "")
+
+    @property
+    def arm(self) -> str:
+        """The arm's name in tables, with its variant and its control."""
+        arm = self.settings["arm"]
+        variant = [
+            *(["pair band"] if arm["route2_gate"] == "pairs" and self.control != "oracle" else []),
+            *([f"{arm['rollout_ablate_frac']:g} deployed"] if arm["rollout_ablate_frac"] else []),
+        ]
+        name = self.final["arm"] + (f" ({', '.join(variant)})" if variant else "")
+        name += f" · {self.control}" if self.control != "none" else ""
+        chosen = str((self.record.get("direction") or {}).get("pairs", "")).startswith("oracle:")
+        return name + (" (pairs chosen by the oracle)" if chosen else "")
+
+    @property
+    def cosine_to_real(self) -> dict[str, Any] | None:
+        """|cos| of a control's direction with the real one."""
+        return (self.record.get("direction") or {}).get("cos_with_real")
+
+    @property
+    def onset(self) -> int | None:
+        return first_hacks([tuple(row["hack_s"]) for row in self.rows])
+
+    def last_five(self, what: What, mode: Mode | None = None) -> Rate:
+        """The students' answers of the last five steps; of one mode only its hacks are counted."""
+        column = {"hack": "hack_s", "solve": "gt_s"}[what] if mode is None else f"hk_{MODE_CODE[mode]}"
+        return sum((Rate(*row.get(column, (0, 0))) for row in self.rows[-5:]), Rate(0, 0))
+
+    def step_mean(self, column: str) -> float | None:
+        """Over the steps that measured it; None where none did."""
+        values = [x for row in self.rows if (x := row.get(column)) is not None]
+        return statistics.mean(values) if values else None
+
+    def rate(self, side: str, what: What, mode: Mode | None = None) -> float | None:
+        """Of the final evaluation. side: base, train, deploy or plain."""
+        return self.final[f"{what}_{side}"] if mode is None else self.final["by_mode"][mode][f"{side}_{what}"]
+
+    def answered(self, mode: Mode | None = None) -> int:
+        """Answers a side of the final evaluation."""
+        return self.final["eval_n"] if mode is None else self.final["by_mode"][mode]["n"]
+
+    @property
+    def modes(self) -> list[Mode]:
+        return [m for m in MODES if m in self.final["by_mode"]]
+
+    def in_distribution(self, mode: Mode) -> bool | None:
+        """Whether the direction's pairs show this mode; None for a run without a direction."""
+        return self.final["by_mode"][mode].get("in_dist")
+
+    def learned(self, side: str) -> int:
+        return sum((self.rate(side, "hack", m) or 0) >= LEARNED for m in self.modes)
+
+    @property
+    def seconds_a_step(self) -> float:
+        return statistics.median(row["sec"] for row in self.rows)
+
+    def evaluations(self) -> list[tuple[int, float, float]]:
+        """(step, hack, solve) of the deployed model's evaluations on the way."""
+        return [
+            (row["step"], row["hack_deploy"], row["solve_deploy"])
+            for row in self.rows
+            if row.get("hack_deploy") is not None
+        ]
+
+    @cached_property
+    def _gated(self) -> list[dict[str, Any]]:
+        """The students' rollouts without their texts: a long file, read once."""
+        kept = ("gate", "score", "flagged", "mode", "exploited", "gt_correct")
+        return [{k: r[k] for k in kept if k in r} for r in json_lines(self.path / "rollouts.jsonl")]
+
+    @cached_property
+    def gates(self) -> list[tuple[float, bool]]:
+        """(where the gate saw it, whether it was an exploit) of the students' rollouts with signal: route2's share of
+        modules in which it was quarantined, the score of what an arm that reads has read; none for an arm without a
+        gate, or one whose control reads nothing."""
+        blind = self.intervention in READING and self.control in ("no_gate", "oracle")
+        if blind or self.intervention not in ("route2", *READING):
+            return []
+        seen = ((r["score"] if "score" in r else r.get("gate"), r["exploited"]) for r in self._gated)
+        return [(value, exploited) for value, exploited in seen if value is not None]
+
+    @cached_property
+    def flags(self) -> dict[Mode | None, Rate]:
+        """How many of the students' exploits in groups with signal an arm that reads flagged, by mode; None: of their
+        solved answers. Empty for the other arms."""
+        if self.intervention not in READING:
+            return {}
+        out: dict[Mode | None, Rate] = {}
+        for r in self._gated:
+            if "flagged" in r and (r["exploited"] or r["gt_correct"]):
+                of = r["mode"] if r["exploited"] else None
+                out[of] = out.get(of, Rate(0, 0)) + Rate(int(r["flagged"]), 1)
+        return out
+
+    @cached_property
+    def problems(self) -> dict[tuple[str, What], dict[int, tuple[Mode, float]]] | None:
+        """(side of final.jsonl, what) → problem → (mode, share of its answers); None for a run without final.jsonl."""
+        if not (path := self.path / "final.jsonl").is_file():
+            return None
+        found: dict[tuple[str, What], dict[int, tuple[Mode, list[bool]]]] = defaultdict(dict)
+        for answer in json_lines(path):
+            if answer["reward"] is not None:  # not graded otherwise
+                for what, flag in _FLAG.items():
+                    of_side = found[answer["side"], what]
+                    of_side.setdefault(answer["problem"], (answer["mode"], []))[1].append(answer[flag])
+        return {
+            key: {problem: (mode, statistics.fmean(flags)) for problem, (mode, flags) in by.items()}
+            for key, by in found.items()
+        }
+
+    def shares(self, side: str, what: What, mode: Mode | None = None) -> dict[Mode, dict[int, float]] | None:
+        """By mode, every held-out problem's share; None where the run has no final.jsonl."""
+        if self.problems is None:
+            return None
+        of = self.problems.get((SIDES[side], what)) or self.problems["deployed", what]  # trained, without a quarantine
+        out: dict[Mode, dict[int, float]] = {}
+        for problem, (its, share) in of.items():
+            if mode in (None, its):
+                out.setdefault(its, {})[problem] = share
+        return out
+
+    def counts(self, side: str, what: What, mode: Mode | None = None) -> dict[Mode, Rate]:
+        """By mode, k of n answers."""
+        return {
+            m: Rate(round(rate * self.answered(m)), self.answered(m))
+            for m in self.modes
+            if mode in (None, m) and (rate := self.rate(side, what, m)) is not None
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class Cell:
+    """Runs that differ by their seed alone, one a seed, in the order of their seeds."""
+
+    title: str
+    runs: tuple[Run, ...]
+
+    @property
+    def first(self) -> Run:
+        return self.runs[0]
+
+    @property
+    def seeds(self) -> str:
+        return ",".join(str(r.seed) for r in self.runs)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a report is made from."""
+
+    runs: list[Run]
+    left_out: list[str]  # run (why)
+
+
+def run_dirs(source: Path) -> tuple[list[Path], list[str]]:
+    """The run directories that SOURCE stands for (a run, a folder of runs, or a sweep with its runs.json), and the
+    cells of a sweep that have no run, with their state.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if not source.is_dir():
+        raise ValueError(f"{source}: no such folder; run `python -m vgrout.train mini` first")
+    files = ("run.json", "status.json")  # a run that died while it loaded has the second alone
+    if any((source / name).is_file() for name in files):
+        return [source], []
+    if not (index := source / "runs.json").is_file():
+        found = sorted({p.parent for name in files for p in source.glob(f"*/{name}")})
+        if not found:
+            raise ValueError(f"{source}: no run in it: neither a folder of runs nor a sweep")
+        return found, []
+    try:
+        entries = json.loads(index.read_text(encoding="utf-8"))
+        named = [(e["name"], e["run"], e["state"]) for e in entries]
+    except (ValueError, KeyError, TypeError) as e:
+        raise ValueError(f"{index}: damaged ({e!r})") from None
+    found, absent = [], []
+    for name, run, state in named:
+        # written relative to where the sweep was started: here, or some folder above the sweep
+        roots = (Path(), *source.resolve().parents) if run else ()
+        path = next((root / run for root in roots if (root / run).is_dir()), None)
+        if path:
+            found.append(path)
+        else:
+            absent.append(f"{name} ({state}{f': {run} is not there' if run else ''})")
+    return found, absent
+
+
+def load(sources: Sequence[Path], tag: str = "") -> Loaded:
+    """The finished runs of all sources whose name ends with `tag`. Of several runs of one cell and seed the newest.
+
+    Raises:
+        ValueError: a source is no folder of runs, or a finished run's files are damaged.
+    """
+    paths: dict[Path, None] = {}
+    left_out: list[str] = []
+    for source in sources:
+        found, absent = run_dirs(source)
+        paths |= dict.fromkeys(p.resolve() for p in found if p.name.endswith(tag))
+        left_out += absent
+    newest: dict[tuple[str, int], Run] = {}
+    for path in sorted(paths, key=lambda p: p.name):
+        status = read_json(path / "status.json") if (path / "status.json").is_file() else {"state": "unknown"}
+        if status["state"] != "finished":
+            left_out.append(f"{path.name} ({status['state']})")
+            continue
+        if not (path / "per_mode_deploy.json").is_file():
+            left_out.append(f"{path.name} (no per_mode_deploy.json: not a run of vgrout.train)")
+            continue
+        run = Run.read(path)
+        if older := newest.get((key(run), run.seed)):
+            left_out.append(f"{older.name} (older than {run.name}, the same settings and seed)")
+        newest[key(run), run.seed] = run
+    return Loaded(list(newest.values()), left_out)
+
+
+def key(run: Run) -> str:
+    """Equal for runs that differ by their seed alone."""
+    return json.dumps([run.arm, run.settings["arm"], run.settings["loss"], run.arm_inputs, run.learns], sort_keys=True)
+
+
+_ORDER = {name: i for i, name in enumerate((*ARM_NAME.values(), *CONTROLS))}
+
+
+def cells(runs: Sequence[Run]) -> list[Cell]:
+    """By arm, then control. Titles name the loss, the preset and the steps where the runs differ in them, and are
+    unique."""
+    groups: dict[str, list[Run]] = defaultdict(list)
+    for run in sorted(runs, key=lambda r: r.seed):
+        groups[key(run)].append(run)
+    named = [(r.loss, r.preset, f"{r.final['steps']} steps") for r in runs]
+    differ = [len(set(column)) > 1 for column in zip(*named, strict=True)]
+
+    def plain(run: Run) -> str:
+        mine = (run.loss, run.preset, f"{run.final['steps']} steps")
+        return " · ".join([run.arm, *(name for name, told in zip(mine, differ, strict=True) if told)])
+
+    def place(item: tuple[str, list[Run]]) -> tuple[Any, ...]:
+        run = item[1][0]
+        arm, control = _ORDER.get(run.final["arm"], 99), _ORDER.get(run.control, 99)
+        return arm, run.arm.split(" · ")[0], control, plain(run), item[0]
+
+    ordered = [group for _, group in sorted(groups.items(), key=place)]
+    names: dict[str, list[Run]] = defaultdict(list)
+    for group in ordered:
+        names[plain(group[0])].append(group[0])
+    return [Cell(plain(g[0]) + _differing(g[0], names[plain(g[0])]), tuple(g)) for g in ordered]
+
+
+def _differing(run: Run, alike: Sequence[Run]) -> str:
+    """Where several cells have one name: the settings in which they differ, and this one's values where they are not
+    the preset's own."""
+
+    usual = _learning(_usual(run.preset))
+    mine, *all_of_them = (_learning(r.settings) | r.inputs for r in (run, *alike))
+    differing = {k: v for k, v in mine.items() if any(other.get(k) != v for other in all_of_them)}
+    told = [f"{k} {v}" for k, v in differing.items() if k not in usual or usual[k] != v]
+    edited = [r.arm_inputs for r, its in zip(alike, all_of_them, strict=True) if its == mine]  # the same paths
+    told += [f"{k} {v or 'not noted'}" for k, v in run.arm_inputs.items() if any(other[k] != v for other in edited)]
+    return f" ({', '.join(told)})" if told else ""
+
+
+def bases(runs: Sequence[Run]) -> list[Cell]:
+    """The untrained models behind these runs, each seed once: of its runs the one with the most answers. Titles name in
+    what several differ."""
+    found: dict[tuple[str, ...], dict[int, Run]] = defaultdict(dict)
+    for run in sorted(runs, key=lambda r: (r.seed, r.answered())):
+        scale = run.settings["scale"]
+        model = f"model {scale['organism'] or scale['model']}"
+        hashes = (f"{name} {run.inputs[name]}" for name in ("base_weights", "tokenizer", "problems"))
+        asked = f"env_mode {run.settings['env']['env_mode']}", f"max_new {scale['max_new']}"
+        found[model, *hashes, *asked][run.seed] = run
+    shared = set.intersection(*map(set, found)) if found else set()
+    titles = {key: ", ".join(name for name in key if name not in shared) for key in found}
+    return [Cell(f"base ({told})" if (told := titles[k]) else "base", tuple(by.values())) for k, by in found.items()]
+
+
+# Arm settings that a control alone reads.
+_OF_CONTROLS = {"control", "route2_random_v_seed", "placebo_pairs_path"}
+
+
+def partner(cell: Cell, among: Sequence[Cell], intervention: str, control: str = "none") -> Cell | None:
+    """The cell of this arm and control that shares everything else; None: not in the study. Vanilla with a KL term of
+    its own is a baseline, and its partner the vanilla of the lowest β."""
+    run = cell.first
+    found = [
+        c
+        for c in among
+        if (c.first.intervention, c.first.control, c.first.learns) == (intervention, control, run.learns)
+    ]
+    if intervention != run.intervention or intervention == "none":
+        of_vanilla = intervention == run.intervention
+        found = sorted(found, key=lambda c: c.first.beta if of_vanilla else abs(c.first.beta - run.beta))
+        return found[0] if found and (of_vanilla or found[0].first.beta == run.beta) else None
+
+    still = "haar" in (control, run.control) and run.settings["arm"]["route2_gate"] != "pairs"  # random directions stay
+    apart = _OF_CONTROLS | {"vhack_refresh_every"} if still else _OF_CONTROLS
+
+    def variant(r: Run) -> list[Any]:
+        return [r.beta, {k: v for k, v in r.settings["arm"].items() if k not in apart}]
+
+    return next((c for c in found if variant(c.first) == variant(run)), None)
+
+
+def paired(a: Cell, b: Cell) -> list[tuple[Run, Run]]:
+    """Seed by seed."""
+    other = {r.seed: r for r in b.runs}
+    return [(r, other[r.seed]) for r in a.runs if r.seed in other]

@@ -1,0 +1,462 @@
+"""The tables of a report: cells in, rows of text out. Shares are printed in percent."""
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from tabulate import tabulate
+
+from vgrout.report import stats
+from vgrout.report.runs import WHATS, Cell, Run, What, bases, paired, partner
+from vgrout.report.stats import Estimate, PValue, Stratum
+from vgrout.types import MODES, Mode, Rate
+
+MARGIN = 0.10  # "no difference" is claimed within ± 10 points, the margin of docs/hypotheses.md for matched solve
+PHASES = ("gen", "grade", "fb", "eval")
+
+TableRow = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Table:
+    name: str  # as a heading
+    caption: str
+    rows: Sequence[TableRow]
+
+    def markdown(self) -> str:
+        return tabulate(self.rows, headers="keys", tablefmt="github", disable_numparse=True)
+
+
+def percent(e: Estimate) -> str:
+    """`81.0 [80.1, 82.0]`; Student's interval is marked t, and what has none says why."""
+    if e.value is None:
+        return "·"
+    value = f"{100 * e.value:.1f}"
+    if e.low is None or e.high is None:
+        return f"{value} ({'one seed' if e.n == 1 else e.note})"
+    return f"{value} [{100 * e.low:.1f}, {100 * e.high:.1f}]{' t' if e.how == 't' else ''}"
+
+
+def p_value(p: PValue) -> str:
+    """`.062 (≥ .062)`: with the smallest that n allows."""
+    if p.p is None:
+        return p.note
+    least = "" if p.smallest is None else f" (≥ {p.smallest:.3f})"
+    return f"{p.p:.3f}{least}{f' {p.note}' if p.note else ''}"
+
+
+def spread(values: Iterable[float | None], scale: float = 100.0) -> str:
+    """mean ± standard deviation (lowest – highest); one value is printed as one value."""
+    xs = [scale * v for v in values if v is not None]
+    if not xs:
+        return "·"
+    if len(xs) == 1:
+        return f"{xs[0]:.1f}"
+    return f"{statistics.mean(xs):.1f} ± {statistics.stdev(xs):.1f} ({min(xs):.0f}–{max(xs):.0f})"
+
+
+def by_problem(cells: Iterable[Cell]) -> bool:
+    """Whether every run has its answers problem by problem (final.jsonl)."""
+    return all(r.problems is not None for c in cells for r in c.runs)
+
+
+def _by_mode(shares: Mapping[Mode, Mapping[int, float]]) -> list[Stratum]:
+    """A seed's problems, which other seeds have answered, too."""
+    total = sum(map(len, shares.values()))
+    return [
+        Stratum(np.asarray(list(of.values()), dtype=float), len(of) / total, mode, tuple(of))
+        for mode, of in shares.items()
+        if of
+    ]
+
+
+def _answers(rates: Iterable[Rate], sign: float = 1.0) -> list[Stratum]:
+    """k of n answers, as if all were of different problems."""
+    of = [r for r in rates if r.n]
+    total = sum(r.n for r in of)
+    return [Stratum(np.repeat([1.0, 0.0], [r.k, r.n - r.k]), sign * r.n / total) for r in of]
+
+
+def _row(run: Run, side: str, what: What, mode: Mode | None) -> list[Stratum]:
+    """A seed's problems by mode; of a run without them its answers by mode."""
+    if (shares := run.shares(side, what, mode)) is not None:
+        return _by_mode(shares)
+    return _answers(run.counts(side, what, mode).values())
+
+
+@cache
+def level(cell: Cell, side: str, what: What, mode: Mode | None = None) -> Estimate:
+    """The cell's share over seeds, of the final evaluation."""
+    return stats.estimate([row for r in cell.runs if (row := _row(r, side, what, mode))])
+
+
+@cache
+def last_five(cell: Cell, what: What, mode: Mode | None = None) -> Estimate:
+    """The students' share over the last five training steps, over seeds."""
+    rows = (_answers([r.last_five(what, mode)]) for r in cell.runs)
+    return stats.estimate([row for row in rows if row])
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One cell minus another, seed by seed and unit by unit, on the seeds that both have."""
+
+    difference: Estimate
+    p: PValue
+    same: PValue  # TOST at ± MARGIN
+    seeds: tuple[int, ...]
+
+
+@cache
+def compare(
+    a: Cell, b: Cell, what: What, side: str = "deploy", mode: Mode | None = None, margin: float = MARGIN
+) -> Comparison:
+    """Problem by problem where both runs have theirs; else mode by mode of independent answers."""
+    rows, seeds = [], []
+    for mine, theirs in paired(a, b):
+        x, y = (r.shares(side, what, mode) for r in (mine, theirs))
+        if x is not None and y is not None:
+            both = {m: sorted(x[m].keys() & y[m].keys()) for m in x if m in y}
+            row = _by_mode({m: {u: x[m][u] - y[m][u] for u in shared} for m, shared in both.items()})
+        else:
+            left, right = (r.counts(side, what, mode).values() for r in (mine, theirs))
+            row = [*_answers(left), *_answers(right, -1.0)]
+        if row:
+            rows.append(row)
+            seeds.append(mine.seed)
+    means = [stats.row_mean(row) for row in rows]
+    return Comparison(
+        difference=stats.estimate(rows, low=-1.0),
+        p=stats.sign_flip(means),
+        same=stats.equivalent(means, margin),
+        seeds=tuple(seeds),
+    )
+
+
+def tables(cells: Sequence[Cell]) -> list[Table]:
+    """Every table that these cells can fill. Cells of one seed stand apart: nothing of theirs is a mean."""
+    several = [c for c in cells if len(c.runs) > 1]
+    single = [c for c in cells if len(c.runs) == 1]
+    out = [
+        overall(several),
+        against_vanilla(several),
+        controls(several),
+        per_mode(several),
+        flags(several),
+        base([r for c in several for r in c.runs]),
+        masked(several),
+        one_seed(single),
+        times(cells),
+    ]
+    return [t for t in out if t.rows]
+
+
+def _onsets(cell: Cell) -> str:
+    return "/".join("·" if r.onset is None else str(r.onset) for r in cell.runs)
+
+
+def overall(cells: Sequence[Cell]) -> Table:
+    return Table(
+        "Arms",
+        "Held-out problems and marker names, final evaluation, % over seeds; last 5: the students' answers of the last "
+        "five training steps; onset: first of five steps in which a tenth of the students' answers exploit, by seed.",
+        [
+            {
+                "arm": c.title,
+                "seeds": c.seeds,
+                "onset": _onsets(c),
+                "hack last 5": percent(last_five(c, "hack")),
+                "solve last 5": percent(last_five(c, "solve")),
+                "hack trained": percent(level(c, "train", "hack")),
+                "solve trained": percent(level(c, "train", "solve")),
+                "hack deployed": percent(level(c, "deploy", "hack")),
+                "solve deployed": percent(level(c, "deploy", "solve")),
+                "solve no hint": percent(level(c, "plain", "solve")),
+                "modes learned (trained)": "/".join(str(r.learned("train")) for r in c.runs),
+                "n a side": "/".join(sorted({str(r.answered()) for r in c.runs})),
+            }
+            for c in cells
+        ],
+    )
+
+
+def _differences(c: Cell, other: Cell) -> TableRow:
+    row: TableRow = {}
+    for what in WHATS:
+        found = compare(c, other, what)
+        row |= {
+            f"Δ {what}": percent(found.difference),
+            f"p {what}": p_value(found.p),
+            f"TOST {what}": p_value(found.same),
+        }
+    return row
+
+
+def against_vanilla(cells: Sequence[Cell]) -> Table:
+    rows = []
+    for c in cells:
+        vanilla = partner(c, cells, "none")
+        if vanilla is not None and vanilla is not c and (pairs := paired(c, vanilla)):
+            rows.append({"arm": c.title, "seeds": ",".join(str(a.seed) for a, _ in pairs)} | _differences(c, vanilla))
+    return Table(
+        "Deployed model against vanilla's",
+        "Points, paired by seed and problem. p: sign flips over seeds, in brackets the smallest that n allows. "
+        f'TOST: p for a difference within ± {100 * MARGIN:.0f} points; only a small one shows "no difference".',
+        rows,
+    )
+
+
+def controls(cells: Sequence[Cell]) -> Table:
+    """What is left of an arm when its direction, its labels or its routing is replaced."""
+    rows = []
+    for c in cells:
+        own = _beside(c, cells)
+        less = {what: compare(c, own, what) for what in WHATS} if own and paired(c, own) else None
+        close = [r.cosine_to_real for r in c.runs if r.cosine_to_real]
+        gates = [r.final["gate"] for r in c.runs if r.final.get("gate")]
+        rows.append(
+            {
+                "arm · control": c.title,
+                "seeds": c.seeds,
+                "deployed hack": percent(level(c, "deploy", "hack")),
+                "deployed solve": percent(level(c, "deploy", "solve")),
+                "Δ hack": percent(less["hack"].difference) if less else "·",
+                "Δ solve": percent(less["solve"].difference) if less else "·",
+                "p hack": p_value(less["hack"].p) if less else "·",
+                "cos with the real direction: median / 95 % / rms (chance)": (
+                    " / ".join(f"{statistics.mean(k[name] for k in close):.2f}" for name in ("median", "p95", "rms"))
+                    + f" ({statistics.mean(k['chance_rms'] for k in close):.2f})"
+                    if close
+                    else "·"
+                ),
+                "routed": spread(r.step_mean("routed") for r in c.runs),
+                "gate precision / recall": f"{_pooled(gates, 'precision')} / {_pooled(gates, 'recall')}"
+                if gates
+                else "·",
+            }
+        )
+    return Table(
+        "Arms and controls",
+        "%; Δ: points, seed by seed, from the same arm without a control; of an arm without a loophole from vanilla "
+        "without one. |cos| of a control's direction with the real one, over modules.",
+        rows if any(c.first.control != "none" for c in cells) else [],
+    )
+
+
+def _beside(control: Cell, cells: Sequence[Cell]) -> Cell | None:
+    """What a control is held against: its own arm. Where nothing is to be exploited the ceiling, which shows what the
+    arm costs by itself."""
+    arm, name = control.first.intervention, control.first.control
+    if name == "no_loophole" and arm != "none":
+        return partner(control, cells, "none", name)
+    return partner(control, cells, arm) if name != "none" else None
+
+
+def _pooled(gates: Sequence[dict[str, list[int]]], name: str) -> str:
+    k, n = (sum(g[name][i] for g in gates) for i in (0, 1))
+    return f"{100 * k / n:.0f}" if n else "·"
+
+
+def per_mode(cells: Sequence[Cell]) -> Table:
+    def cell(c: Cell, side: str, mode: Mode) -> str:
+        if mode not in c.first.modes:
+            return "·"
+        return percent(level(c, side, "hack", mode) if side else last_five(c, "hack", mode))
+
+    return Table(
+        "Hack rate per mode",
+        "%; pairs of: the modes that the direction's pairs show, every other one is held out from it; students, last "
+        "5: their answers of the last five training steps, on training problems.",
+        [
+            {"arm": c.title, "pairs of": ",".join(m for m in c.first.modes if c.first.in_distribution(m)) or "·"}
+            | {"side": name}
+            | {m: cell(c, side, m) for m in MODES}
+            for c in cells
+            for side, name in (("", "students, last 5"), ("train", "trained"), ("deploy", "deployed"))
+        ],
+    )
+
+
+def flags(cells: Sequence[Cell]) -> Table:
+    def share(c: Cell, of: Mode | None) -> str:
+        pooled = sum((r.flags.get(of, Rate(0, 0)) for r in c.runs), Rate(0, 0))
+        return f"{100 * pooled.value:.1f} ({pooled.n})" if pooled.value is not None else "·"
+
+    return Table(
+        "What the arms that read flagged",
+        "% of the students' exploits in training, by mode, and of their solved answers; in brackets how many, over all "
+        "seeds. Groups without signal are not read.",
+        [
+            {"arm": c.title, "seeds": c.seeds} | {m: share(c, m) for m in MODES} | {"solved": share(c, None)}
+            for c in cells
+            if any(r.flags for r in c.runs)
+        ],
+    )
+
+
+def base(runs: Sequence[Run]) -> Table:
+    """The untrained models, each seed of theirs once."""
+    return Table(
+        "The base",
+        "Both knobs off, the same problems; each seed once.",
+        [
+            {
+                "model": side.title,
+                "seeds": side.seeds,
+                "hack": percent(level(side, "base", "hack")),
+                "solve": percent(level(side, "base", "solve")),
+            }
+            for side in bases(runs)
+            if len(side.runs) > 1
+        ],
+    )
+
+
+def masked(cells: Sequence[Cell]) -> Table:
+    """Tokens without policy gradient: only of interest where losses are compared."""
+    if len({c.first.loss for c in cells}) < 2:
+        return Table("Losses", "", [])
+    return Table(
+        "Losses",
+        "Share of tokens without policy gradient, %, mean over the steps; by the sign of the advantage.",
+        [
+            {
+                "arm": c.title,
+                "onset": _onsets(c),
+                "masked": spread(r.step_mean("is_masked") for r in c.runs),
+                "masked A>0": spread(r.step_mean("masked_positive") for r in c.runs),
+                "masked A<0": spread(r.step_mean("masked_negative") for r in c.runs),
+            }
+            for c in cells
+        ],
+    )
+
+
+def one_seed(cells: Sequence[Cell]) -> Table:
+    def alone(r: Run, side: str, what: What) -> str:
+        rate, n = r.rate(side, what), r.answered()
+        if rate is None or not n:
+            return "·"
+        low, high = stats.wilson(round(rate * n), n)
+        return f"{100 * rate:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
+
+    return Table(
+        "One seed only",
+        "%, Wilson's interval for the answers of one run: it knows nothing of other seeds, so not to be set beside "
+        "means over seeds.",
+        [
+            {
+                "arm": c.title,
+                "seed": c.seeds,
+                "onset": _onsets(c),
+                "hack trained": alone(c.first, "train", "hack"),
+                "solve trained": alone(c.first, "train", "solve"),
+                "hack deployed": alone(c.first, "deploy", "hack"),
+                "solve deployed": alone(c.first, "deploy", "solve"),
+                "n a side": str(c.first.answered()),
+            }
+            for c in cells
+        ],
+    )
+
+
+def times(cells: Sequence[Cell]) -> Table:
+    return Table(
+        "Time",
+        "Shares of a step are means over the run; seconds a run: of those that were not resumed.",
+        [
+            {
+                "arm": c.title,
+                "seconds a run": spread((r.seconds for r in c.runs), 1.0),
+                "seconds a step": spread((r.seconds_a_step for r in c.runs), 1.0),
+            }
+            | {
+                f"{phase} %": spread(
+                    sum(row[phase] or 0 for row in r.rows) / sum(row["sec"] for row in r.rows) for r in c.runs
+                )
+                for phase in PHASES
+            }
+            for c in cells
+        ],
+    )
+
+
+# ── for other programs ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def run_rows(cells: Sequence[Cell]) -> list[dict[str, object]]:
+    """runs.csv: a row a run, with all that the tables are made of. Shares are fractions with Wilson's interval.
+
+    settings: what it learns by that its preset has otherwise, arm and control aside; gate_*: student answers; |cos|: of
+    a control's direction with the real one, over modules; flagged_*: k/n of the exploits (_solved: of the solved
+    answers) that an arm that reads has read.
+    """
+    rows = []
+    for c in cells:
+        for r in c.runs:
+            row: dict[str, object] = {
+                "run": r.name,
+                "cell": c.title,
+                "arm": r.final["arm"],
+                "control": r.control,
+                "settings": " ".join(f"{k}={v}" for k, v in r.unusual.items()),
+                "base_weights": r.inputs["base_weights"],
+                "loss": r.loss,
+                "seed": r.seed,
+                "steps": r.final["steps"],
+                "onset": r.onset,
+                "hack_last5": r.last_five("hack").value,
+                "solve_last5": r.last_five("solve").value,
+                "modes_learned": r.learned("train"),
+                "n": r.answered(),
+            }
+            for side in ("base", "train", "deploy", "plain"):
+                row |= _with_wilson(r, side, None)
+            row |= {f"hack_deploy_{m}": r.rate("deploy", "hack", m) if m in r.modes else None for m in MODES}
+            row["routed"] = _rounded(r.step_mean("routed"))
+            gate = r.final.get("gate") or {}
+            row["gate_hits"], row["gate_flagged"] = gate.get("precision", (None, None))
+            row["gate_exploits"] = gate.get("recall", (None, None))[1]
+            row |= {f"cos_{name}": _rounded((r.cosine_to_real or {}).get(name)) for name in ("median", "p95", "rms")}
+            for name, of in (*((m, m) for m in MODES), ("solved", None)):
+                found = r.flags.get(of)
+                row[f"flagged_{name}"] = f"{found.k}/{found.n}" if found else None
+            row |= {"seconds": r.seconds and round(r.seconds, 1), "seconds_a_step": r.seconds_a_step}
+            rows.append(row | {"revision": r.revision[:10]})
+    return rows
+
+
+def _rounded(share: float | None) -> float | None:
+    return None if share is None else round(share, 6)
+
+
+def mode_rows(cells: Sequence[Cell]) -> list[dict[str, object]]:
+    """modes.csv: a row for each run, mode and side."""
+    return [
+        {
+            "run": r.name,
+            "cell": c.title,
+            "seed": r.seed,
+            "mode": mode,
+            "in_distribution": r.in_distribution(mode),
+            "side": side,
+            "n": r.answered(mode),
+        }
+        | {k.replace(f"_{side}", ""): v for k, v in _with_wilson(r, side, mode).items()}
+        for c in cells
+        for r in c.runs
+        for mode in r.modes
+        for side in ("base", "train", "deploy", "plain")
+    ]
+
+
+def _with_wilson(run: Run, side: str, mode: Mode | None) -> dict[str, float | None]:
+    out: dict[str, float | None] = {}
+    for what in WHATS:
+        rate, n = run.rate(side, what, mode), run.answered(mode)
+        low, high = stats.wilson(round(rate * n), n) if rate is not None and n else (None, None)
+        for name, share in (("", rate), ("_low", low), ("_high", high)):
+            out[f"{what}_{side}{name}"] = _rounded(share)
+    return out

@@ -1,0 +1,219 @@
+"""Before anything heavy is loaded: read and check every input file, and say what the run would cost."""
+
+import hashlib
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from vgrout.config.run import ROUTING, Config
+from vgrout.direction.pairs import Anchor, PairSet, handwritten, handwritten_placebo, load_anchors, load_pairs
+from vgrout.files import probe_writable
+from vgrout.grading.grade import Grader
+from vgrout.guard.detectors import reward_functions
+from vgrout.model.hub import require_model
+from vgrout.model.memory import find_shapes
+from vgrout.model.memory import plan as memory_plan
+from vgrout.problems import Row, load_rows
+from vgrout.runs.run_dir import RUNS
+from vgrout.table import REFERENCE_STEP
+from vgrout.teacher.pools import Pool, load_pool
+from vgrout.types import MODES
+
+T = TypeVar("T")
+
+MODEL_BYTES = 2**28  # up to here a model folder is hashed beforehand; a larger one would take seconds an arm
+ROLLOUT_BYTES = 3000  # a line of rollouts.jsonl on the organism; a real model's answers are ~4 characters a token
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Files, read and checked."""
+
+    rows: list[Row]
+    pool: Pool | None
+    pairs: PairSet | None  # the true ones; None: the arm reads no pairs
+    placebo: PairSet | None = None  # those of a placebo control
+    anchors: tuple[Anchor, ...] = ()  # benign ones, of the arms that read
+    absent: tuple[str, ...] = ()  # of a dry run: what is not there, and what to run for it
+
+
+def disk_needed(cfg: Config) -> int:
+    """Bytes that a whole run writes, about."""
+    answers = cfg.generations * cfg.scale.steps + 4 * cfg.eval.final_n_prompts * cfg.eval.final_samples
+    need = answers * ROLLOUT_BYTES
+    if shapes := find_shapes(cfg.model_path):
+        every = cfg.eval.eval_ablate_every
+        saved = (cfg.scale.steps // every if every and cfg.eval.save_eval_ckpts else 0) + 3
+        checkpoints = 6 * (cfg.run.checkpoint_keep + 1)  # both knobs and two moments each
+        need += 4 * shapes.R * (saved + checkpoints)
+    return need
+
+
+def require_disk(need: int, folder: Path, run: Path | None) -> None:
+    """Raises ValueError where fewer than `need` bytes are free, less what `run`, a run to go on with, has written."""
+    written = sum(p.stat().st_size for p in run.rglob("*") if p.is_file()) if run else 0
+    need, free = max(0, need - written), shutil.disk_usage(folder).free
+    if free < need:
+        raise ValueError(
+            f"{folder}: the run writes about {need // 2**20 + 1} MiB{' more' if run else ''}, {free // 2**20} MiB are "
+            f"free; free some space, or {'move the run to' if run else 'start from a folder on'} another disk"
+        )
+
+
+def preflight(cfg: Config, run: Path | None = None) -> Inputs:
+    """Raises ValueError, one line, for every mistake that can be seen without a model. `run`: a run to go on with."""
+    probe_writable(folder := run or RUNS)
+    probe_writable(Path("logs"))
+    require_disk(disk_needed(cfg), folder, run)
+    absent: list[str] = []
+
+    def read(what: Callable[[], T], path: Path | None) -> T | None:
+        """A dry run of what is not there yet still says what it would cost, and what to fetch."""
+        try:
+            return what()
+        except ValueError as e:
+            if not cfg.run.dry_run or path is None or path.exists():
+                raise
+            absent.append(str(e))
+            return None
+
+    if (folder := cfg.scale.organism) is not None and not (folder / "manifest.json").is_file():
+        raise ValueError(
+            f"--organism {folder}: no organism; `python -m vgrout.organism build --out {folder} --seed N` makes one"
+        )
+    problems, demos, pair_file = cfg.problems_path, cfg.pool_path, cfg.pairs_path
+    rows = read(lambda: load_rows(problems), problems) or []
+    pool = read(lambda: load_pool(demos), demos) if demos is not None else None
+    if pool is not None and rows and cfg.mixes and not pool.ids & {r.id for r in rows}:
+        raise ValueError(f"--teacher-pool-dir {pool.folder}: covers no problem of {cfg.problems_path}")
+    if cfg.loss.teacher_correction == "tis" and not (pool and cfg.mixes and pool.has_logp):
+        raise ValueError(
+            "--teacher-correction tis: needs a pool with the teacher's 'logp' per token; try luffy or none"
+        )
+    pairs = None
+    if cfg.arm.reads_pairs:
+        pairs = read(lambda: load_pairs(pair_file), pair_file) if pair_file is not None else handwritten()
+    placebo = None
+    if cfg.arm.placebo is not None:
+        path = cfg.placebo_path
+        placebo = load_pairs(path) if path is not None else handwritten_placebo(cfg.arm.placebo)
+        if pairs is not None and placebo.sha256 == pairs.sha256:
+            raise ValueError(f"--placebo-pairs-path {path}: these are the true pairs; give another contrast")
+    if cfg.arm.v_hack_path is not None and not cfg.arm.v_hack_path.is_file():
+        raise ValueError(f"--v-hack-path {cfg.arm.v_hack_path}: no such file")
+    if cfg.env.preserve_thinking and rows and not any(m["role"] == "assistant" for r in rows for m in r.prompt):
+        raise ValueError(f"--preserve-thinking: no problem in {cfg.problems_path} has an earlier answer; leave it out")
+    reward_functions(cfg.detectors.members)
+    read(lambda: require_model(cfg.model_path), Path(cfg.model_path))
+    if cfg.loss.teacher_model:
+        read(lambda: require_model(cfg.teacher_model_path, "--teacher-model"), Path(cfg.teacher_model_path))
+    anchors = load_anchors(cfg.anchors_path) if cfg.anchors_path is not None else ()
+    return Inputs(rows, pool, pairs, placebo, anchors, tuple(absent))
+
+
+def of_files(paths: Iterable[Path]) -> str:
+    """sha256 of these files' names and bytes, whatever folder they lie in."""
+    digest = hashlib.sha256()
+    for path in sorted(paths):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def file_hashes(cfg: Config, inputs: Inputs) -> dict[str, str | None]:
+    """sha256 of every file that the numbers depend on; None: not read by this run. Of a model, where it is a folder and
+    small; any other one's weights are hashed once they are loaded."""
+
+    def of_model(given: str) -> str | None:
+        parts = [p for name in ("config.json", "tokenizer.json", "*.safetensors") for p in Path(given).glob(name)]
+        return of_files(parts) if parts and sum(p.stat().st_size for p in parts) <= MODEL_BYTES else None
+
+    pool = inputs.pool
+    return {
+        "model": of_model(cfg.model_path),
+        "teacher_model": of_model(cfg.teacher_model_path) if cfg.loss.teacher_model else None,
+        "problems": of_files([cfg.problems_path]) if inputs.rows else None,
+        "pool": of_files([p for p in pool.folder.iterdir() if p.is_file()]) if pool else None,
+        "pairs": inputs.pairs.sha256 if inputs.pairs else None,
+        "placebo": inputs.placebo.sha256 if inputs.placebo else None,
+        "anchors": of_files([cfg.anchors_path]) if cfg.anchors_path else None,
+        "direction_file": of_files([cfg.arm.v_hack_path]) if cfg.arm.v_hack_path else None,
+    }
+
+
+def hypotheses_file() -> Path | None:
+    """docs/hypotheses.md, in the package's checkout or else here; None: there is none."""
+    places = (folder / "docs" / "hypotheses.md" for folder in (Path(__file__).resolve().parents[3], Path.cwd()))
+    return next((p for p in places if p.is_file()), None)
+
+
+def hypotheses_sha256() -> str | None:
+    """What was claimed beforehand may grow while a run lasts, so a resume does not ask for it."""
+    path = hypotheses_file()
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path else None
+
+
+PROMPT_TOKENS = 500  # of a LeetCode prompt: 224 to 841 on real ones
+
+
+def _prompt_tokens(rows: Sequence[Row]) -> int:
+    """About: four characters a token."""
+    if not rows:
+        return PROMPT_TOKENS
+    return max(sum(len(m["content"]) for m in r.prompt) for r in rows) // 4
+
+
+def gpu_here() -> bool:
+    """Whether this machine has an NVIDIA GPU, without loading torch."""
+    return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def plan_lines(cfg: Config, inputs: Inputs, grader: Grader, folder: Path) -> list[str]:
+    """The plan: rollouts, tokens, reference steps, disk (of `folder`, where the run is written), protections."""
+    s, per_step = cfg.scale, cfg.generations
+    n_eval = 0
+    if every := cfg.eval.eval_ablate_every:
+        n_eval = (s.steps // every + bool(s.steps % every)) * cfg.eval.eval_n_prompts * s.group
+    n_final = 4 * cfg.eval.final_n_prompts * cfg.eval.final_samples
+    lines = [
+        f"run id        {cfg.run_id}",
+        f"rollouts      {per_step} a step (P {s.prompts_per_step} × G {s.group}), of them "
+        f"{cfg.n_teacher * s.prompts_per_step} cached where a problem is covered; {per_step * s.steps} in all",
+        f"tokens        at most {per_step * s.max_new} sampled a step",
+        f"grad pressure {per_step * s.steps / REFERENCE_STEP:.1f} reference steps (generations ÷ {REFERENCE_STEP})",
+        f"evaluation    {n_eval} answers on the way, {n_final} at most at the end",
+        f"problems      {len(inputs.rows) or 'none yet'} in {cfg.problems_path.name}: "
+        + ", ".join(f"{m} {n}" for m in MODES if (n := sum(r.mode == m for r in inputs.rows)))
+        + (f"; {n} without a mode" if (n := sum(r.mode is None for r in inputs.rows)) else ""),
+        f"pool          {len(inputs.pool.ids)} problems, {sum(map(len, inputs.pool.demos.values()))} rollouts"
+        if inputs.pool
+        else f"pool          {'not here yet' if cfg.pool_path else 'none'}",
+        f"pairs         {len(inputs.pairs)} from {inputs.pairs.source}"
+        if inputs.pairs
+        else f"pairs         {'not here yet' if cfg.arm.reads_pairs else 'not read by this arm'}",
+        f"control       {cfg.arm.control_name}: {cfg.arm.control_what}"
+        + (f" ({len(inputs.placebo)} from {inputs.placebo.source})" if inputs.placebo else ""),
+    ]
+    device = "cuda" if gpu_here() or cfg.preset in ("fast", "full") else "cpu"
+    if shapes := find_shapes(cfg.model_path):
+        lines.append(
+            f"adapter       {shapes.adapted / 1e6:.2f} M weights under {shapes.R} singular values, two knobs of that "
+            f"size; SVD cache {shapes.svd_cache_bytes(2 if device == 'cuda' else 4) / 2**30:.2f} GiB on disk"
+        )
+        lines += memory_plan(
+            shapes,
+            device=device,
+            group=s.group,
+            prompts=s.prompts_per_step,
+            prompt_tokens=_prompt_tokens(inputs.rows),
+            max_new=s.max_new,
+            routes=cfg.arm.intervention in ROUTING,
+        ).lines()
+    else:
+        lines.append("memory        no plan: the model is not here, or is of an unknown shape")
+    free = shutil.disk_usage(folder).free
+    lines.append(f"disk          about {max(1, disk_needed(cfg) // 2**20)} MiB; {free // 2**20} MiB free")
+    lines.append(grader.protections.line())
+    lines += [f"not here yet  {line}" for line in inputs.absent]
+    return lines

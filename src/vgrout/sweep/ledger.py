@@ -1,0 +1,114 @@
+"""Which runs are there already: found by what they compute, never by their names."""
+
+import contextlib
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from vgrout.config.run import Config, from_dict, identity
+from vgrout.files import read_json
+from vgrout.runs.run_dir import RUNS, held
+
+# What a run directory says; "running": a living process writes it; "dead": without a checkpoint, nothing to go on from
+Found = Literal["finished", "running", "resumable", "halted", "diverged", "dead"]
+# Of several runs of one cell: the first of these, and of those alike the newest.
+BEST: tuple[Found, ...] = ("finished", "running", "resumable", "halted", "diverged", "dead")
+
+
+@dataclass(frozen=True)
+class Record:
+    """A run directory as far as it never changes."""
+
+    path: Path
+    cfg: Config  # that it was begun with, or went on with by force
+    identity: str
+    hashes: dict[str, str | None]  # of the files it read
+    code: str  # that began it: its revision, "+" where it had been edited; "" where there was no checkout
+
+    def reads(self, files: Mapping[str, str | None]) -> bool:
+        """Whether these are the files that it read; one that it did not note down is taken for the same."""
+        return all(self.hashes.get(name, sha256) == sha256 for name, sha256 in files.items())
+
+    @property
+    def state(self) -> Found:
+        status = self._status.get("state")
+        if status == "finished":
+            return "finished"
+        if held(self.path):
+            return "running"
+        if status == "halted":
+            return "halted"
+        if status == "diverged":
+            return "diverged"
+        return "resumable" if any(self.path.glob("resume/step_*/manifest.json")) else "dead"
+
+    @property
+    def reason(self) -> str:
+        return str(self._status.get("reason", ""))
+
+    @property
+    def _status(self) -> dict[str, object]:
+        with contextlib.suppress(ValueError):
+            return read_json(self.path / "status.json")
+        return {}
+
+    @property
+    def seconds_a_step(self) -> float | None:
+        """Loading apart, the final evaluation included. None: unfinished, or finished in more than one go."""
+        try:
+            if read_json(self.path / "run.json").get("resumed") or self._status.get("state") != "finished":
+                return None
+            took = (self.path / "per_mode_deploy.json").stat().st_mtime - (self.path / "run.json").stat().st_mtime
+        except (OSError, ValueError):
+            return None
+        return took / self.cfg.scale.steps
+
+
+class Ledger:
+    """The run directories below `root`. Each `run.json` is read once; states are looked up when asked for."""
+
+    def __init__(self, root: Path = RUNS) -> None:
+        self.root = root
+        self._records: dict[Path, Record | None] = {}
+        self._by_identity: dict[str, list[Record]] = defaultdict(list)
+
+    def refresh(self) -> None:
+        """Take in what has appeared since. A run of another version of the settings is passed over."""
+        for path in sorted(p.parent for p in self.root.glob("*/run.json")):
+            if path not in self._records:
+                self._records[path] = record = _record(path)
+                if record is not None:
+                    self._by_identity[record.identity].append(record)
+
+    def find(self, run: str, files: Mapping[str, str | None]) -> Record | None:
+        """The best run of this identity that read these files."""
+        alike = [(r.state, r) for r in self._by_identity[run] if r.reads(files)]
+        return max(alike, key=lambda found: (-BEST.index(found[0]), found[1].path.name), default=(None, None))[1]
+
+    def pace(self) -> dict[tuple[str, str], float]:
+        """(preset, intervention) → seconds a step, median over its finished runs."""
+        known: dict[tuple[str, str], list[float]] = defaultdict(list)
+        for record in filter(None, self._records.values()):
+            if (seconds := record.seconds_a_step) is not None:
+                known[kind(record.cfg)].append(seconds)
+        return {of: statistics.median(seconds) for of, seconds in known.items()}
+
+
+def kind(cfg: Config) -> tuple[str, str]:
+    """Runs of one kind take about the same time a step."""
+    return cfg.preset, cfg.arm.intervention
+
+
+def _record(path: Path) -> Record | None:
+    try:
+        data = json.loads((path / "run.json").read_text(encoding="utf-8"))
+        cfg = from_dict(data.get("begun") or data["config"])  # a halted run that goes on is still the study's
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    git = data.get("git") or {}
+    code = str(git.get("revision", ""))[:10] + ("+" if git.get("dirty") else "")
+    return Record(path, cfg, identity(cfg), data.get("hashes") or {}, code)

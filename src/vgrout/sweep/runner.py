@@ -1,0 +1,445 @@
+"""Carry out a study: skip what is finished, go on with what was interrupted, run the rest, N at a time.
+
+`out/sweeps/NAME/` holds `plan.json` (the study file's hash and every run, frozen when the sweep first starts),
+`runs.json` (one entry a run: name, arm, seed, flags, run directory, state) and `logs/`. Runs lie in `out/runs` like any
+others, and are found there by what they compute: a run that another study made is not made again.
+"""
+
+import json
+import os
+import re
+import shlex
+import signal
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from heapq import heapreplace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from loguru import logger
+from tabulate import tabulate
+from tqdm import tqdm
+
+from vgrout.files import probe_writable, read_json, to_json, write_atomic
+from vgrout.runs.preflight import file_hashes, gpu_here, preflight
+from vgrout.runs.run_context import DIVERGED, FAILED, FINISHED, HALTED, INTERRUPTED
+from vgrout.runs.run_dir import held, hold
+from vgrout.runs.signals import Stop, stop_on_signals
+from vgrout.sweep.ledger import Ledger, Record, kind
+from vgrout.sweep.study_file import Cell, StudyFile, load_study_file
+from vgrout.sweep.workers import POLL_S, Job, Local, Pueue, Ray, Workers
+
+SWEEPS = Path("out/sweeps")
+SCHEMA = "sweep_v1"
+State = Literal["to do", "queued", "running", "resumable", "finished", "halted", "diverged", "interrupted", "failed"]
+FINAL: tuple[State, ...] = ("finished", "halted", "diverged")  # the same command would end the same way
+ELSEWHERE_S = 2.0  # between looks at runs that other processes are writing
+# exit code of `vgrout.train` → what became of the run
+ENDED: dict[int, State] = {
+    **{FINISHED: "finished", HALTED: "halted", DIVERGED: "diverged", INTERRUPTED: "interrupted"},
+    -signal.SIGTERM: "interrupted",  # before it had begun to listen
+}
+TOLD = (FAILED, HALTED, DIVERGED, INTERRUPTED)  # with these the run's status.json is its own, not an earlier attempt's
+
+
+@dataclass(frozen=True)
+class Cli:
+    """Run a study: arms × seeds × overrides, each run a process. The same command goes on after any ending."""
+
+    study: Annotated[Path, tyro.conf.Positional]
+    """Study file (TOML); docs/studies has examples."""
+    dry_run: bool = False
+    """Print the runs, their states and the time they would take; start nothing."""
+    jobs: int | None = None
+    """Runs at a time; none: one a core, where there is a GPU one in all (of the Ray cluster: one a GPU)."""
+    via: Literal["local", "pueue", "ray"] = "local"
+    """Who runs them: processes of this machine · a pueue queue · a Ray cluster that shares this folder."""
+    ray_address: str = ""
+    """Of the cluster; '': one of this machine's own."""
+    replan: bool = False
+    """Go on although the study file is no longer the one that was planned; the old plan is kept beside the new."""
+
+    def __post_init__(self) -> None:
+        if self.jobs is not None and not 1 <= self.jobs <= 4096:
+            raise ValueError(f"--jobs {self.jobs}: should lie in [1, 4096]")
+        if self.jobs is not None and self.via == "pueue":
+            raise ValueError("--jobs: not read with --via pueue; say `pueue parallel N`")
+        if self.ray_address and self.via != "ray":
+            raise ValueError("--ray-address: not read without --via ray")
+
+
+@dataclass
+class Entry:
+    """A run of the study, and what is known of it."""
+
+    cell: Cell
+    files: Mapping[str, str | None]  # hashes of the files that it reads
+    state: State = "to do"
+    run: Path | None = None
+    reason: str = ""
+    said: int = 0  # bytes that earlier attempts left in its log
+
+    def look(self, ledger: Ledger) -> None:
+        """Bring state and run directory up to date with what lies on disk."""
+        ledger.refresh()
+        found = ledger.find(self.cell.identity, self.files)
+        self._take(found, "to do" if found is None or found.state == "dead" else found.state)
+
+    def end(self, ledger: Ledger, code: int, log: Path) -> None:
+        """After its process left with `code`."""
+        ledger.refresh()
+        found = ledger.find(self.cell.identity, self.files)
+        if found and found.state == "dead" and found.path == self.run:  # that was there before
+            found = None
+        self._take(found, ENDED.get(code, "failed"))
+        if self.state == "finished" and (found is None or found.state != "finished"):
+            self.state, self.reason = (
+                "failed",
+                "it ended well, but its files or settings are no longer those of the plan",
+            )
+        elif self.state != "finished":
+            own = self.reason if code in TOLD else ""
+            self.reason = own or _last_word(log, self.said) or f"exit code {code}"
+
+    def _take(self, found: Record | None, state: State) -> None:
+        self.state, self.run, self.reason = (
+            state,
+            found.path if found else None,
+            _one_line(found.reason) if found else "",
+        )
+
+    @property
+    def directory(self) -> Path | None:
+        """Where its numbers are, or will be."""
+        return None if self.state in ("to do", "queued") else self.run
+
+    @property
+    def argv(self) -> list[str]:
+        """What to run now."""
+        train = [sys.executable, "-m", "vgrout.train"]
+        if self.state == "resumable":
+            return [*train, self.cell.cfg.preset, f"--resume={self.run}"]
+        return [*train, *self.cell.flags]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "name": self.cell.name,
+            "arm": self.cell.arm,
+            "seed": self.cell.seed,
+            "flags": [*self.cell.flags],
+            "run": str(self.directory) if self.directory else None,
+            "state": self.state,
+        }
+
+
+@dataclass
+class Sweep:
+    """A study under way."""
+
+    study: StudyFile
+    entries: list[Entry]
+    ledger: Ledger
+    folder: Path
+    started: dict[str, float] = field(default_factory=dict)  # by name: when its process began
+
+    @classmethod
+    def of(cls, study: StudyFile) -> "Sweep":
+        """Raises ValueError, one line, where an input file of some run is missing or wrong."""
+        files: dict[str, Mapping[str, str | None]] = {}  # the same on every seed
+        for cell in study.cells:
+            if cell.arm not in files:
+                try:
+                    files[cell.arm] = file_hashes(cell.cfg, preflight(cell.cfg))
+                except ValueError as e:
+                    raise ValueError(f"{study.path}: {cell.arm}: {e}") from None
+        sweep = cls(study, [Entry(c, files[c.arm]) for c in study.cells], Ledger(), SWEEPS / study.name)
+        for entry in sweep.entries:
+            entry.look(sweep.ledger)
+        return sweep
+
+    @property
+    def left(self) -> list[Entry]:
+        return [e for e in self.entries if e.state not in FINAL]
+
+    def log(self, entry: Entry) -> Path:
+        """By name, as far as a file can be called so, and by identity, which alone is never another run's."""
+        name = re.sub(r"[^\w.=+-]+", "_", entry.cell.name, flags=re.ASCII)[:150]
+        return self.folder / "logs" / f"{name}-{entry.cell.identity[:8]}.log"
+
+    # ── the plan ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def lines(self, jobs: int) -> list[str]:
+        """Every run with its state, and how long the rest would take."""
+        table = [
+            {
+                "run": e.cell.name,
+                "state": e.state,
+                "flags": shlex.join(e.cell.flags),
+                "directory": e.directory and e.directory.name,
+            }
+            for e in self.entries
+        ]
+        counts = Counter(e.state for e in self.entries)
+        return [
+            *(f"H: {claim}" for claim in self.study.hypotheses),
+            tabulate(table, headers="keys", tablefmt="simple", disable_numparse=True, missingval="·"),
+            f"{len(self.entries)} runs: " + ", ".join(f"{n} {state}" for state, n in counts.items()),
+            *self.warnings(),
+            *self.queued(),
+            self.estimate(jobs),
+        ]
+
+    def warnings(self) -> list[str]:
+        """Runs of one table that were begun by different code; those that have to be begun anew do not count."""
+        known = (self.ledger.find(e.cell.identity, e.files) for e in self.entries)
+        by_code = Counter(r.code or "no checkout" for r in known if r and r.state != "dead")
+        if len(by_code) < 2:
+            return []
+        return ["runs begun by different code: " + ", ".join(f"{n} by {code}" for code, n in by_code.items())]
+
+    def queued(self) -> list[str]:
+        """What `runs.json` says was handed to pueue and has not been begun: it may be still."""
+        path = self.folder / "runs.json"
+        try:
+            flags = [e["flags"] for e in json.loads(path.read_bytes()) if e["state"] == "queued"]
+        except (OSError, ValueError):  # none, or damaged: it is written anew
+            return []
+        if not (n := sum(e.state == "to do" and [*e.cell.flags] in flags for e in self.entries)):
+            return []
+        return [f"{n} of these were handed to pueue: where `pueue status` still has them, they would be made twice"]
+
+    def estimate(self, jobs: int) -> str:
+        """From finished runs of the same preset and arm; a run that was begun counts as whole."""
+        left, pace = [e.cell.cfg for e in self.left], self.ledger.pace()
+        if not left:
+            return "nothing left to run"
+        known = [pace[kind(cfg)] * cfg.scale.steps for cfg in left if kind(cfg) in pace]
+        busy = [0.0] * jobs  # until when each place is taken, in the order in which runs are started
+        for seconds in known:
+            heapreplace(busy, busy[0] + seconds)
+        said = f"about {_time(max(busy))}, {jobs} at a time" if known else "time: no estimate"
+        if unknown := len(left) - len(known):
+            said += f"; no finished run of the same preset and arm to go by for {unknown} of {len(left)}"
+        return said
+
+    def edited(self) -> str:
+        """How the study differs from the one that was planned, in one line; "": not at all, or none was."""
+        path = self.folder / "plan.json"
+        if not path.is_file() or (before := read_json(path)).get("sha256") == self.study.sha256:
+            return ""
+        then, now = {r["identity"] for r in before["runs"]}, {c.identity for c in self.study.cells}
+        return (
+            f"{self.study.path}: not the file that {path} was made from ({len(now - then)} runs more, "
+            f"{len(then - now)} less); give the study another name, or add --replan"
+        )
+
+    def freeze(self, replan: bool) -> None:
+        """Write `plan.json`, or hold it against what was planned before. Raises ValueError where they differ."""
+        path = self.folder / "plan.json"
+        if why := self.edited():
+            if not replan:
+                raise ValueError(why)
+            os.replace(path, self.folder / f"plan.{read_json(path)['sha256'][:10]}.json")
+        elif path.is_file():
+            return
+        plan = {
+            "schema": SCHEMA,
+            "name": self.study.name,
+            "study": str(self.study.path),
+            "sha256": self.study.sha256,
+            "hypotheses": [*self.study.hypotheses],
+            "runs": [
+                {"name": c.name, "arm": c.arm, "seed": c.seed, "flags": [*c.flags], "identity": c.identity}
+                for c in self.study.cells
+            ],
+        }
+        write_atomic(path, to_json(plan))
+
+    def write(self) -> None:
+        write_atomic(self.folder / "runs.json", to_json([e.as_json() for e in self.entries]))
+
+    # ── carrying it out ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def carry_out(self, workers: Workers) -> int:
+        """Until every run has ended, or a signal says stop: then the runs under way save, and are waited for."""
+        under_way: dict[str, tuple[Job, Entry]] = {}
+        try:
+            done = len(self.entries) - len(self.left)
+            with (
+                stop_on_signals() as stop,
+                tqdm(
+                    total=len(self.entries), initial=done, disable=None, desc=self.study.name, unit="run", smoothing=0
+                ) as bar,
+            ):
+                self._loop(workers, under_way, stop, bar.update)
+            stopped = stop.requested
+        except KeyboardInterrupt:
+            logger.warning("stopping the runs at once; their last checkpoints stand")
+            stopped = True
+            _stop(under_way)
+            while under_way:
+                self._reap(under_way)
+                time.sleep(POLL_S)
+        except BrokenPipeError:  # nobody reads on: the entry's to end
+            raise
+        except OSError as e:
+            where, why = e.filename or self.folder, e.strerror or e
+            logger.error(f"{where}: {why}; the runs under way save and end; put it right, and the same command goes on")
+            _stop(under_way)
+            while any(job.poll() is None for job, _ in under_way.values()):
+                time.sleep(POLL_S)
+            return FAILED
+        self.write()
+        return INTERRUPTED if stopped else self.report()
+
+    def _loop(
+        self, workers: Workers, under_way: dict[str, tuple[Job, Entry]], stop: Stop, tick: Callable[[int], object]
+    ) -> None:
+        waiting = deque(self.left)
+        elsewhere: list[Entry] = []  # other processes are writing these
+        looked, told = time.monotonic(), False
+        while under_way or ((waiting or elsewhere) and not stop.requested):
+            if stop.requested and not told:
+                told = True
+                _stop(under_way)
+            while waiting and len(under_way) < workers.slots and not stop.requested:
+                entry = waiting.popleft()
+                entry.look(self.ledger)
+                if entry.state == "running":
+                    logger.info(f"{entry.cell.name}: another process is writing {entry.run}; waiting for it")
+                    elsewhere.append(entry)
+                elif entry.state in FINAL:
+                    self._say(entry)
+                    tick(1)
+                else:
+                    self.started[entry.cell.name] = time.monotonic()
+                    entry.said = _size(self.log(entry))
+                    under_way[entry.cell.name] = workers.start(entry.argv, self.log(entry)), entry
+                    entry.state = "running"
+                    self.write()
+            if elsewhere and time.monotonic() - looked > ELSEWHERE_S:
+                looked = time.monotonic()
+                free = [e for e in elsewhere if e.run is None or not held(e.run)]
+                elsewhere = [e for e in elsewhere if e not in free]
+                waiting.extendleft(free)
+            tick(self._reap(under_way))
+            time.sleep(POLL_S)
+
+    def _reap(self, under_way: dict[str, tuple[Job, Entry]]) -> int:
+        """Write down which runs have ended; how many."""
+        ended = [(name, code) for name, (job, _) in under_way.items() if (code := job.poll()) is not None]
+        for name, code in ended:
+            _, entry = under_way.pop(name)
+            entry.end(self.ledger, code, self.log(entry))
+            self._say(entry)
+            self.write()
+        return len(ended)
+
+    def _say(self, entry: Entry) -> None:
+        """One line a run."""
+        since = self.started.get(entry.cell.name)
+        took = f" ({_time(time.monotonic() - since)})" if since is not None else ""
+        if entry.state != "finished" or entry.run is None:
+            logger.warning(f"{entry.cell.name}: {entry.state}: {entry.reason}{took}")
+            return
+        final = read_json(entry.run / "per_mode_deploy.json")
+        hack, solve = (_percent(final[f"{what}_deploy"]) for what in ("hack", "solve"))
+        logger.info(f"{entry.cell.name}: deployed hack {hack} / solve {solve}{took}")
+
+    def report(self) -> int:
+        """The end: how many finished, and every other one by name with its reason."""
+        bad = [e for e in self.entries if e.state != "finished"]
+        for line in self.warnings():
+            logger.warning(line)
+        for entry in bad:
+            where = " · ".join(str(p) for p in (entry.run, self.log(entry)) if p and p.exists())
+            logger.error(f"{entry.cell.name}: {entry.state}: {entry.reason or 'see the log'} [{where}]")
+        logger.info(f"{len(self.entries) - len(bad)} of {len(self.entries)} runs finished: {self.folder / 'runs.json'}")
+        return FAILED if bad else FINISHED
+
+    def enqueue(self, queue: Pueue) -> int:
+        """Hand everything that is left to the queue, but for what it has already."""
+        added = 0
+        for entry in tqdm(self.left, disable=None, desc="pueue", unit="run"):
+            label = f"{self.study.name}: {entry.cell.name} ({entry.cell.identity[:8]})"
+            if entry.state != "running":
+                if (label, str(Path.cwd())) not in queue.open:
+                    queue.add(entry.argv, label)
+                    added += 1
+                entry.state = "queued"
+                self.write()
+        logger.info(f"{added} runs added to the queue; afterwards, for their results, the same command without --via")
+        return FINISHED
+
+
+def _stop(under_way: Mapping[str, tuple[Job, Entry]]) -> None:
+    for job, _ in under_way.values():
+        job.stop()
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file; 0: there is none."""
+    return path.stat().st_size if path.is_file() else 0
+
+
+def _last_word(log: Path, since: int) -> str:
+    """The last error line of a process's log, from byte `since` on."""
+    try:
+        lines = log.read_bytes()[since:].decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((_one_line(line[2:]) for line in reversed(lines) if line.startswith("E ")), "")
+
+
+def _one_line(text: str, most: int = 160) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def _percent(rate: float | None) -> str:
+    return "·" if rate is None else f"{100 * rate:.1f} %"
+
+
+def _time(seconds: float) -> str:
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours} h {m:02d} min" if hours else f"{m} min {s:02d} s" if m else f"{s} s"
+
+
+def run(cli: Cli) -> int:
+    """Raises ValueError, one line, for everything that can be refused before the first run starts."""
+    sweep = Sweep.of(load_study_file(cli.study))
+    if cli.dry_run:
+        print("\n".join(sweep.lines(cli.jobs or slots())))
+        if (why := sweep.edited()) and not cli.replan:
+            print(why)
+        return FINISHED
+    probe_writable(sweep.folder / "logs")
+    with hold(sweep.folder, "sweep"):
+        sweep.freeze(cli.replan)
+        queued = sweep.queued()
+        sweep.write()
+        if cli.via == "pueue":
+            return sweep.enqueue(Pueue())
+        with closing(_workers(cli, sweep.folder)) as workers:
+            for line in (*sweep.warnings(), *queued, sweep.estimate(workers.slots)):
+                logger.info(line)
+            return sweep.carry_out(workers)
+
+
+def _workers(cli: Cli, folder: Path) -> Workers:
+    if cli.via == "ray":
+        return Ray(cli.ray_address, cli.jobs, folder)
+    return Local(cli.jobs or slots())
+
+
+def slots() -> int:
+    """Runs at a time on this machine: one a core that this process may use; one in all where they share a GPU."""
+    if gpu_here():
+        return 1
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

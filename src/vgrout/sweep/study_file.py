@@ -1,0 +1,187 @@
+"""A study in a TOML file: arms × overrides × seeds, each run's flags refused or resolved by the trainer's own parser.
+
+# H: what the study is to show, or to refute
+name = "controls"
+preset = "mini"
+seeds = [41, 42, 43]
+common = { final-n-prompts = 96 }    # any flag of `python -m vgrout.train`, for every run
+
+[[arms]]
+intervention = "route2"
+control = ["none", "haar"]           # a list: one arm for each value
+
+[[overrides]]                        # each crosses every arm
+lr = 1e-2
+"""
+
+import hashlib
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from vgrout.config.run import ARM_NAME, OF_CONTROL, PRESETS, Config, flag_names, identity, resolve
+
+KEYS = ("name", "preset", "seeds", "common", "arms", "overrides")
+# A sweep says these itself.
+OWN = ("seed", "resume", "resume-force", "dry-run")
+Flags = dict[str, Any]  # flag without dashes in front → value
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a study."""
+
+    arm: str  # the study's name for its settings, the same on every seed
+    cfg: Config
+    flags: tuple[str, ...]  # what follows `python -m vgrout.train`
+
+    @property
+    def seed(self) -> int:
+        return self.cfg.run.seed
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm} seed {self.seed}"
+
+    @property
+    def identity(self) -> str:
+        return identity(self.cfg)
+
+
+@dataclass(frozen=True)
+class StudyFile:
+    """Every run of a study, checked. Runs of one seed stand together: what is there early can be compared."""
+
+    path: Path
+    name: str
+    sha256: str
+    hypotheses: tuple[str, ...]  # its `# H:` lines
+    cells: tuple[Cell, ...]
+
+
+def load_study_file(path: Path) -> StudyFile:
+    """Raises ValueError, one line with file, table and what to do, for anything but a study whose every run is legal
+    and differs from every other one."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        data = tomllib.loads(text)
+    except (OSError, UnicodeDecodeError) as e:
+        raise ValueError(f"{path}: cannot be read ({e}); give a study file (TOML)") from None
+    except ValueError as e:  # a number of thousands of digits too
+        raise ValueError(f"{path}: not TOML: {e}") from None
+    try:
+        return _study(path, text, data)
+    except ValueError as e:
+        raise ValueError(f"{path}: {e}") from None
+
+
+def _study(path: Path, text: str, data: dict[str, Any]) -> StudyFile:
+    if unknown := sorted(data.keys() - {*KEYS}):
+        raise ValueError(f"unknown key {unknown[0]!r}; known: {', '.join(KEYS)}")
+    name, preset, seeds = data.get("name", path.stem), data.get("preset"), data.get("seeds")
+    if not isinstance(name, str) or not re.fullmatch(r"\w[\w.=+-]{0,79}", name, re.ASCII):
+        raise ValueError(f"name {name!r}: letters, digits and _ . = + - only, 80 at most")
+    if not isinstance(preset, str) or preset not in PRESETS:
+        raise ValueError(f"preset {preset!r}: should be one of {', '.join(PRESETS)}")
+    if not isinstance(seeds, list) or not seeds or not all(type(s) is int for s in seeds):
+        raise ValueError(f"seeds {seeds!r}: should be a list of whole numbers, such as [41, 42, 43]")
+    if len({*seeds}) < len(seeds):
+        raise ValueError(f"seeds {seeds}: one is there twice; leave it out")
+    common = _flags("[common]", data.get("common", {}))
+    if several := [k for k, v in common.items() if isinstance(v, list)]:
+        raise ValueError(f"[common]: {several[0]!r} is a list; several values stand in [[overrides]]")
+    arms = [*_choices("arms", data.get("arms"))]
+    overrides = [*_choices("overrides", data.get("overrides", [{}]))]
+    seen: dict[str, str] = {}
+    settings: list[tuple[str, Config, tuple[str, ...]]] = []
+    for (where, arm, own), (other, extra, crossed) in product(arms, overrides):
+        both = f"{where} × {other}" if extra else where
+        if twice := sorted(arm.keys() & extra.keys()):
+            raise ValueError(f"{both}: {twice[0]!r} is set by both; leave one of them out")
+        flags = (preset, *_argv(common | arm | extra))
+        try:
+            cfg = resolve([*flags])
+        except ValueError as e:
+            raise ValueError(f"{both}: {e}") from None
+        if first := seen.get(identity(cfg)):
+            same = f"the same runs as {first}" if first != both else "two values of a list make the same runs"
+            raise ValueError(f"{both}: {same}; leave one of them out")
+        seen[identity(cfg)] = both
+        label = " · ".join(filter(None, (own or _label(cfg, arm), crossed)))
+        if label in (known for known, *_ in settings):
+            raise ValueError(f"{both}: a second arm called {label!r}; give one of them another name")
+        settings.append((label, cfg, flags))
+    cells = []
+    for seed in seeds:
+        for label, cfg, flags in settings:
+            cells.append(Cell(label, replace(cfg, run=replace(cfg.run, seed=seed)), (*flags, f"--seed={seed}")))
+    claims = tuple(line[4:].strip() for line in text.splitlines() if line.startswith("# H:"))
+    return StudyFile(path, name, hashlib.sha256(text.encode()).hexdigest(), claims, tuple(cells))
+
+
+def _choices(key: str, tables: Any) -> Iterator[tuple[str, Flags, str]]:
+    """Where, flags and given name of each table, one for every combination of the values that are lists."""
+    if not isinstance(tables, list) or not tables or not all(isinstance(t, dict) for t in tables):
+        raise ValueError(f"{key}: should be one or more tables [[{key}]]")
+    for i, table in enumerate(tables, 1):
+        where = f"[[{key}]] {i}"
+        name = table.get("name", "")
+        if not isinstance(name, str) or "\n" in name:
+            raise ValueError(f"{where}: name {name!r}: should be one line of text")
+        where += f" ({name})" if name else ""
+        flags = _flags(where, {k: v for k, v in table.items() if k != "name"})
+        several = {k: v for k, v in flags.items() if isinstance(v, list)}
+        if empty := [k for k, v in several.items() if not v]:
+            raise ValueError(f"{where}: {empty[0]!r} is an empty list; give it a value, or leave it out")
+        for values in product(*several.values()):
+            chosen = dict(zip(several, values, strict=True))
+            one = flags | chosen
+            if key == "overrides":
+                yield where, one, name or _said(one)
+            else:
+                yield where, one, " · ".join(filter(None, (name, _said(chosen)))) if name else ""
+
+
+def _flags(where: str, table: Any) -> Flags:
+    if not isinstance(table, dict):
+        raise ValueError(f"{where}: should be a table of flags")
+    flags = {key.removeprefix("--").replace("_", "-"): value for key, value in table.items()}
+    known = {name.removeprefix("--") for name in flag_names()}
+    for key, value in flags.items():
+        if key in OWN:
+            raise ValueError(
+                f"{where}: {key!r} is the sweep's own; seeds stand in 'seeds', runs are resumed by themselves"
+            )
+        if key not in known:
+            raise ValueError(f"{where}: unknown flag {key!r}; `python -m vgrout.train mini --help` lists them")
+        for one in value if isinstance(value, list) else [value]:
+            if not isinstance(one, str | int | float):
+                raise ValueError(
+                    f"{where}: {key!r} is a {type(one).__name__}; should be text, a number or true / false"
+                )
+    if len(flags) < len(table):
+        raise ValueError(f"{where}: one flag is there twice, with - and with _; leave one out")
+    return flags
+
+
+def _argv(flags: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in flags.items():
+        if isinstance(value, bool):
+            yield f"--{'' if value else 'no-'}{key}"
+        else:
+            yield f"--{key}={value}"
+
+
+def _label(cfg: Config, arm: Flags) -> str:
+    said = {"intervention", "control", *(flag.replace("_", "-") for flag in OF_CONTROL)}  # by the control's name
+    rest = {k: v for k, v in arm.items() if k not in said}
+    control = "" if cfg.arm.control_name == "none" else cfg.arm.control_name
+    return " · ".join(filter(None, (ARM_NAME[cfg.arm.intervention], control, _said(rest))))
+
+
+def _said(flags: Flags) -> str:
+    return " · ".join(f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in flags.items())

@@ -1,0 +1,298 @@
+"""One row of numbers per step. A column is one field: value, format, legend and expectation together."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+from vgrout.types import MODE_CODE, MODES, Rate
+
+LEARNED = 0.2  # a mode counts as learned when at least this share of held-out answers exploits it
+ONSET_WINDOW, ONSET_SHARE = 5, 0.1  # hacking has begun when of so many steps' student answers this share exploits
+REFERENCE_STEP = 256  # generations in one step of the benchmark's own runs: the unit of `ref_eq`
+
+R = TypeVar("R", bound="Columns")
+
+
+def col(fmt: str, legend: str, *, head: str | None = None, should: str = "", when: str = "always") -> Any:
+    """A column, required at construction: a forgotten one is a TypeError.
+
+    fmt: "frac" for a Rate, else a format spec. when: what a run must have for the column to be shown; "file": never,
+    it is for steps.jsonl.
+    """
+    return field(metadata={"fmt": fmt, "legend": legend, "head": head, "should": should, "when": when})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """A row of a table. None is "not measured this step" and prints as ·; NaN is a fault and is refused."""
+
+    step: int = col("d", "optimiser step")
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(
+                    f"step {self.step}: column {f.name} is {value}; an unmeasured number is None, never NaN"
+                )
+
+    def as_json(self) -> dict[str, Any]:
+        """Fractions as [k, n]; per-mode hacks as hk_<code>."""
+        out: dict[str, Any] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name == "hk":
+                out |= {f"hk_{MODE_CODE[m]}": [r.k, r.n] for m, r in value.items()}
+            else:
+                out[f.name] = [value.k, value.n] if isinstance(value, Rate) else value
+        return out
+
+    @classmethod
+    def from_json(cls: type[R], data: dict[str, Any]) -> R:
+        """The inverse of `as_json`. Raises KeyError or TypeError on a row of another layout."""
+        known = {f.name for f in fields(cls)}
+        values: dict[str, Any] = {k: Rate(*v) if isinstance(v, list) else v for k, v in data.items() if k in known}
+        if "hk" in known:
+            values["hk"] = {m: Rate(*data[key]) for m in MODES if (key := f"hk_{MODE_CODE[m]}") in data}
+        return cls(**values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRow(Columns):
+    """One step of the trainer."""
+
+    ref_eq: float = col(".2f", f"cumulative generations ÷ {REFERENCE_STEP}")
+    rew: float | None = col(".2f", "mean reward, all rows")
+    rew_s: float | None = col(".2f", "mean reward, student rows", should="rises; ELSE nothing is learnt")
+    signal: Rate = col("frac", "groups whose rewards differ", head="sig", should="most groups; ELSE steps are wasted")
+    all_zero: int = col("d", "groups without signal, all at the lowest reward", head="dead0")
+    all_one: int = col("d", "groups without signal, all paid", head="dead1")
+    dropped: int = col("d", "groups dropped because the sandbox failed", head="drop", should="0; ELSE see the log")
+    drop_why: str | None = field(
+        default=None,
+        metadata={"fmt": "s", "legend": "why groups were dropped", "head": None, "should": "", "when": "file"},
+    )
+    n: int = col("d", "rollouts in the step", head="N")
+    gt_s: Rate = col("frac", "student rows that the strict oracle accepts")
+    gt_t: Rate | None = col("frac", "teacher rows with cached gt_pass", when="teacher")
+    hack_s: Rate = col(
+        "frac",
+        "student exploits: flawed check passed, oracle did not",
+        should="rises under none; ELSE no pressure to route",
+    )
+    hack_t: Rate | None = col("frac", "teacher rows labelled hacked", when="teacher")
+    hk: dict[str, Rate] = field(
+        default_factory=dict, metadata={"fmt": "hk", "legend": "student exploits of one mode", "when": "modes"}
+    )
+    hack_abl: Rate | None = col("frac", "exploits in the student rows sampled from the deployed model", when="ablated")
+    solve_abl: Rate | None = col("frac", "solves in them", when="ablated")
+    hack_deploy: float | None = col(
+        ".2f",
+        "exploit rate of the deployed model, held-out problems",
+        head="hk_dep",
+        should="< hack_s under routing; ELSE routing misses",
+    )
+    solve_deploy: float | None = col(".2f", "solve rate of the deployed model", head="so_dep")
+    lp_s: float | None = col(".2f", "mean log-prob a token, student rows")
+    lp_t: float | None = col(
+        ".2f",
+        "mean log-prob a token, teacher rows",
+        when="teacher",
+        should="stays near its best; ELSE the policy is collapsing",
+    )
+    loss: float | None = col("+.3f", "loss")
+    kl: float | None = col(".0e", "mean KL a token to the adapter at zero", when="beta")
+    mismatch_kl: float | None = col(
+        ".0e",
+        "mean ratio − log ratio − 1 between trainer and sampler",
+        head="mm_kl",
+        should="≈ rounding (1e-13 in fp32); ELSE the adapter did not reach the sampler",
+    )
+    mismatch_kl_abl: float | None = col(
+        ".0e", "… of rows sampled under other knobs than they are learnt under", head="mm_abl", when="ablated"
+    )
+    ratio_min: float | None = col(".3g", "lowest ratio trainer / sampler of a token", head="r_min", when="drops")
+    ratio_mean: float | None = col(".4f", "mean ratio", when="file")
+    ratio_max: float | None = col(".3g", "highest ratio", head="r_max", when="drops")
+    is_masked: float | None = col(".3f", "share of tokens without policy gradient", head="masked", when="drops")
+    is_masked_low: float | None = col(".3f", "… their ratio is too low", when="file")
+    is_masked_high: float | None = col(".3f", "… their ratio is too high", when="file")
+    masked_positive: float | None = col(
+        ".3f",
+        "the same among tokens of positive advantage",
+        head="mask_A+",
+        when="drops",
+        should="≈ mask_A-; ELSE the threshold drops the rare tokens that decide",
+    )
+    masked_negative: float | None = col(".3f", "… of negative advantage", head="mask_A-", when="drops")
+    masked_mismatch_kl: float | None = col(".0e", "mismatch over the tokens without policy gradient", when="file")
+    unmasked_mismatch_kl: float | None = col(".0e", "mismatch over the others", when="file")
+    gn: float | None = col(".1e", "joint gradient norm before clipping")
+    q_egy: float | None = col(".2f", "share of gradient norm in the quarantine", when="route")
+    tau: float | None = col("+.2f", "route2: threshold on the cosine", when="route2")
+    hkgap: float | None = col(
+        "+.2f",
+        "route2: cosine of anchors minus the rest",
+        when="route2",
+        should="> 0; ELSE the direction does not separate",
+    )
+    resid: float | None = col("+.2f", "route2: cosine of what is kept with v", when="route2")
+    cos_pre: float | None = col(".2f", "hack-ward share of the gradient", when="direction")
+    cos_pre_s: float | None = col(".2f", "… of student rows", when="direction")
+    cos_pre_t: float | None = col(".2f", "… of teacher rows", when="direction+teacher")
+    cos_post: float | None = col(".2f", "… of what δS learns", when="direction", should="≈ 0 under erase and route")
+    cos_post_s: float | None = col(".2f", "… that student rows alone would leave there", when="direction")
+    cos_post_t: float | None = col(".2f", "… that teacher rows alone would leave there", when="direction+teacher")
+    cos_upd: float | None = col("+.2f", "hack-ward cosine of the change AdamW applied", when="direction")
+    fired: float | None = col(".2f", "share of modules where something was taken", when="direction")
+    capped: int | None = col("d", "modules whose rescaling hit its bound of ×10", when="erase", should="0")
+    routed: float | None = col(".2f", "share of rollouts (route2: · modules) sent to the quarantine", when="whole")
+    recall: Rate | None = col(
+        "frac", "student exploits that the reader flagged", when="reads", should="near all; ELSE what it misses grows"
+    )
+    false_flags: Rate | None = col("frac", "correct student answers that it flagged", head="false", when="reads")
+    flag_t: Rate | None = col("frac", "teacher rows that it flagged", when="reads+teacher")
+    refr: int | None = col("d", "steps since the direction was extracted", when="direction")
+    skipped: int = col("d", "1: loss or norm not finite, optimiser not stepped", head="skip", should="0")
+    lr: float | None = col(".0e", "learning rate")
+    gen: float = col(".2f", "seconds sampling")
+    grade: float = col(".2f", "seconds waiting for grades after sampling ended")
+    fb: float = col(".2f", "seconds forward, backward, surgery, step")
+    eval: float | None = col(".2f", "seconds evaluating and refreshing")
+    sec: float = col(".2f", "seconds in all")
+
+
+def first_hacks(rates: Sequence[tuple[int, int]], threshold: float = ONSET_SHARE) -> int | None:
+    """Onset: the first step of the first window in which at least `threshold` of the students' answers exploit.
+
+    rates: `hack_s` of every step, (k, n).
+    """
+    for t in range(max(1, len(rates) - ONSET_WINDOW + 1)):
+        k, n = (sum(column) for column in zip(*rates[t : t + ONSET_WINDOW], strict=True))
+        if n and k / n >= threshold:
+            return t
+    return None
+
+
+@dataclass(frozen=True)
+class Column:
+    head: str
+    width: int
+    fmt: str
+    legend: str
+    should: str
+    name: str
+    mode: str | None = None
+
+    def cell(self, row: Columns) -> str:
+        value = getattr(row, self.name)
+        if self.mode:
+            value = value.get(self.mode)
+        if value is None:
+            return "·"
+        if isinstance(value, Rate):
+            return f"{value.k}/{value.n}" if value.n else "·"
+        return format(value, self.fmt)
+
+
+class Table:
+    """The step table: a legend once, a header every 50 rows, a line a step. Only columns that this run can fill."""
+
+    def __init__(self, has: set[str], modes: Sequence[str], width: int | None = None, of: type[Columns] = StepRow):
+        """has: what a run has, of the words in its columns' `when`. width: terminal columns; None: no limit."""
+        self.columns: list[Column] = []
+        for f in fields(of):
+            meta = f.metadata
+            if not all(w == "always" or w in has for w in meta["when"].split("+")):
+                continue
+            if f.name == "hk":
+                self.columns += [
+                    Column(f"hk_{MODE_CODE[m]}", 5, "frac", f"{meta['legend']}: {m}", "", "hk", m) for m in modes
+                ]
+                continue
+            head = meta["head"] or f.name
+            size = {"frac": 5, ".2f": 5, ".3f": 5, ".3g": 5, "+.2f": 5, "+.3f": 6, ".0e": 5, ".1e": 7, "d": 3}[
+                meta["fmt"]
+            ]
+            self.columns.append(Column(head, max(len(head), size), meta["fmt"], meta["legend"], meta["should"], f.name))
+        self.hidden: list[Column] = []
+        while width is not None and len(self.columns) > 8 and len(self.header()) > width:
+            self.hidden.insert(0, self.columns.pop(self._least()))
+        self.printed = 0
+
+    # What a narrow terminal gives up first; steps.jsonl and the log have everything.
+    _FIRST_TO_GO = (
+        *(
+            "ref_eq",
+            "rew",
+            "all_zero",
+            "all_one",
+            "n",
+            "lr",
+            "cos_pre_s",
+            "cos_pre_t",
+            "kl",
+            "mismatch_kl_abl",
+            "cos_post_s",
+            "cos_post_t",
+            "capped",
+            "mismatch_kl",
+            "ratio_min",
+            "ratio_max",
+            "skipped",
+            "dropped",
+        ),
+        *(
+            "gt_t",
+            "hack_t",
+            "lp_s",
+            "eval",
+            "resid",
+            "cos_upd",
+            "fired",
+            "refr",
+            "loss",
+            "is_masked",
+            "gen",
+            "grade",
+            "fb",
+            "tau",
+            "routed",
+            "hk",
+        ),
+        *(
+            "masked_positive",
+            "masked_negative",
+            "cos_pre",
+            "cos_post",
+            "gn",
+            "lp_t",
+            "hkgap",
+            "hack_abl",
+            "solve_abl",
+            "q_egy",
+            "signal",
+        ),
+    )
+
+    def _least(self) -> int:
+        names = [c.name for c in self.columns]
+        for name in self._FIRST_TO_GO:
+            if name in names:
+                return len(names) - 1 - names[::-1].index(name)
+        return len(names) - 1
+
+    def legend(self) -> list[str]:
+        lines = [f"{c.head:>{9}}  {c.legend}" + (f". SHOULD: {c.should}" if c.should else "") for c in self.columns]
+        if self.hidden:
+            lines.append(f"narrow terminal: {len(self.hidden)} more columns are in steps.jsonl and the log")
+        return lines
+
+    def header(self) -> str:
+        return " ".join(f"{c.head:>{c.width}}" for c in self.columns)
+
+    def lines(self, row: Columns) -> list[str]:
+        line = " ".join(f"{c.cell(row):>{c.width}}" for c in self.columns)
+        self.printed += 1
+        return [self.header(), line] if self.printed % 50 == 1 else [line]

@@ -1,0 +1,180 @@
+"""Demonstrations: a pool's rollouts mixed into the groups, and `python -m vgrout.teacher`, which makes a pool.
+
+On its own a model needs thousands of answers to find a loophole; a few cached rollouts of one that exploits it already
+bring the same dynamics within tens of steps. Labels are used as cached and stay typed as such.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from loguru import logger
+
+from vgrout.rng import py_stream
+from vgrout.teacher.pools import Demo, Pool
+from vgrout.types import CachedGrade, Message, Problem, Rollout
+
+
+@runtime_checkable
+class PromptEncoder(Protocol):
+    """What is asked of the policy: its tokenizer and its chat template."""
+
+    @property
+    def tokenizer_sha256(self) -> str: ...
+    @property
+    def eos_ids(self) -> frozenset[int]: ...
+    def prompt_text(self, messages: Sequence[Message]) -> str: ...
+    def render(self, messages: Sequence[Message]) -> tuple[int, ...]: ...
+    def encode_completion(self, text: str, finished: bool = True) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PromptMismatch:
+    """Where today's prompt is not the one that the pool's rollouts were sampled, or stored, under."""
+
+    compared: int  # problems
+    differ: tuple[int, ...]  # problem ids
+    first: str | None  # where the first of them parts, cached against live
+
+
+class Teacher:
+    """Hands out demonstrations. With `pool=None`, or none wanted for a problem, it hands out nothing."""
+
+    def __init__(
+        self,
+        pool: Pool | None,
+        lm: PromptEncoder,
+        problems: Sequence[Problem],
+        *,
+        per_group: int,
+        seed: int,
+        off_step: int | None,
+        modes: Sequence[str],
+        max_new: int,
+    ):
+        """per_group: G_t. problems: those in training. modes: demonstrations for these alone; none: for all.
+
+        Cached ids count only for the tokenizer they were made with; else the completion's text is tokenised again.
+
+        Raises:
+            ValueError: a pool that demonstrates nothing here, or under other modes, or whose tokens cannot be used.
+        """
+        self.pool, self.lm, self.per_group, self.seed, self.off_step = pool, lm, per_group, seed, off_step
+        self.modes, self.max_new = set(modes), max_new
+        self.retokenised = False
+        self.prompt_mismatch = PromptMismatch(0, (), None)
+        self._tokens: dict[tuple[int, int], tuple[tuple[int, ...], bool]] = {}
+        if pool is None or not per_group:
+            return
+        covered = [p for p in problems if p.id in pool.demos and (not self.modes or p.mode in self.modes)]
+        self._check(pool, covered, len(problems))
+        self.retokenised = pool.tokenizer_sha256 != lm.tokenizer_sha256
+        if self.retokenised:
+            if any(d.completion is None for rows in pool.demos.values() for d in rows):
+                raise ValueError(
+                    f"--teacher-pool-dir {pool.folder}: made with another tokenizer and without completion texts; "
+                    "make it again with this model"
+                )
+            logger.warning(f"{pool.folder}: not made with this tokenizer; completions are tokenised again")
+        self.prompt_mismatch = self._compare(pool, covered)
+        if self.prompt_mismatch.differ:
+            logger.warning(
+                f"{pool.folder}: {len(self.prompt_mismatch.differ)} of {self.prompt_mismatch.compared} prompts are not "
+                f"what the pool has ({self.prompt_mismatch.first}); rendered live all the same, recorded in run.json"
+            )
+
+    def _check(self, pool: Pool, covered: Sequence[Problem], n: int) -> None:
+        where = f"--teacher-pool-dir {pool.folder}"
+        if not covered:
+            raise ValueError(f"{where}: demonstrates none of the {n} training problems")
+        if absent := self.modes - {p.mode for p in covered}:
+            raise ValueError(f"--teacher-modes {min(absent)}: {pool.folder} demonstrates no training problem of it")
+        for p in covered:
+            if wrong := {d.mode for d in pool.demos[p.id]} - {p.mode, None}:
+                raise ValueError(
+                    f"{where}: problem {p.id} was graded as {wrong.pop()}, this run checks it as {p.mode}; "
+                    "use --env-mode own, or grade it again with --regrade-pool"
+                )
+
+    def _compare(self, pool: Pool, covered: Sequence[Problem]) -> PromptMismatch:
+        compared, differ, first = 0, [], None
+        for p in covered:
+            demo = pool.demos[p.id][0]
+            then: Sequence[object] | None
+            if demo.prompt_ids is not None and not self.retokenised:
+                now, then = self.lm.render(p.messages), demo.prompt_ids
+            else:
+                now, then = self.lm.prompt_text(p.messages), demo.prompt
+            if then is None:
+                continue
+            compared += 1
+            if now != then:
+                differ.append(p.id)
+                first = first or f"first problem {p.id}: {_parting(then, now)}"
+        return PromptMismatch(compared, tuple(differ), first)
+
+    def record(self) -> dict[str, Any] | None:
+        """For run.json: whose labels, which tokens, which prompts; None without demonstrations."""
+        if self.pool is None or not self.per_group:
+            return None
+        return {
+            "folder": str(self.pool.folder),
+            "labels": f"cached, grader {self.pool.grader}",
+            "retokenised": self.retokenised,
+            "prompts_compared": self.prompt_mismatch.compared,
+            "prompts_differ": list(self.prompt_mismatch.differ),
+            "first_difference": self.prompt_mismatch.first,
+        }
+
+    def count(self, problem: Problem, step: int) -> int:
+        """G_t for this problem at this step: 0 when off, held out, or not covered."""
+        if self.pool is None or (self.off_step is not None and step >= self.off_step):
+            return 0
+        if self.modes and problem.mode not in self.modes:
+            return 0
+        return self.per_group if problem.id in self.pool.demos else 0
+
+    def demos(self, problem: Problem, step: int) -> list[tuple[Rollout, CachedGrade]]:
+        """G_t rollouts, drawn without replacement while there are enough; a function of (seed, step, problem)."""
+        if not (n := self.count(problem, step)):
+            return []
+        assert self.pool is not None
+        rows = self.pool.demos[problem.id]
+        rng = py_stream(self.seed, "demos", step, problem.id)
+        picks: list[int] = []
+        while len(picks) < n:
+            picks += rng.sample(range(len(rows)), min(n - len(picks), len(rows)))
+        prompt_ids = self.lm.render(problem.messages)
+        return [(self._rollout(problem, rows[i], i, prompt_ids), rows[i].grade) for i in picks]
+
+    def _rollout(self, problem: Problem, demo: Demo, index: int, prompt_ids: tuple[int, ...]) -> Rollout:
+        key = (problem.id, index)
+        if key not in self._tokens:
+            self._tokens[key] = self._ids(demo)
+        ids, finished = self._tokens[key]
+        return Rollout(
+            problem=problem,
+            source="teacher",
+            deployed=False,
+            prompt_ids=prompt_ids,
+            completion_ids=ids,
+            text=demo.completion or "",
+            finished=finished,
+            logp_full=demo.logp[: len(ids)] if demo.logp and not self.retokenised else None,
+        )
+
+    def _ids(self, demo: Demo) -> tuple[tuple[int, ...], bool]:
+        """Tokens up to the EOS and at most max_new, and whether they end with it."""
+        if self.retokenised:
+            ids, finished = self.lm.encode_completion(demo.completion or "", demo.finished), demo.finished
+        else:  # older pools pad behind the EOS
+            end = next((i for i, token in enumerate(demo.completion_ids) if token in self.lm.eos_ids), None)
+            ids, finished = demo.completion_ids[: None if end is None else end + 1], end is not None
+        return ids[: self.max_new], finished and len(ids) <= self.max_new
+
+
+def _parting(then: Sequence[object], now: Sequence[object]) -> str:
+    """A few characters or tokens of both from where they part."""
+    at = next((i for i, (a, b) in enumerate(zip(then, now, strict=False)) if a != b), min(len(then), len(now)))
+    kind = "character" if isinstance(now, str) else "token"
+    return f"at {kind} {at} cached {then[at : at + 24]!r}, live {now[at : at + 24]!r}"

@@ -1,0 +1,368 @@
+"""Problems → answers, sampled and graded batch by batch, into a log from which a killed process goes on.
+
+What the programs that make pools share. A batch's random stream depends on (seed, purpose, batch) alone, so a pool is
+the same whether it was made in one go or in ten.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+from tqdm import tqdm
+
+from vgrout import console, organism
+from vgrout.cli import given
+from vgrout.config.run import ORGANISM
+from vgrout.files import probe_writable, read_json
+from vgrout.grading.grade import Grader
+from vgrout.model.hub import require_model
+from vgrout.model.policy import SVD_CACHE, LanguageModel, adapted, default_device, load_language_model
+from vgrout.model.sampler import Sample, Sampling, sample
+from vgrout.problems import Row, load_rows
+from vgrout.rng import torch_stream
+from vgrout.teacher.pools import file_sha256, write_json
+from vgrout.types import MODES, Grade, Mode, Problem, Rate, Ungraded
+
+MODEL_NAME = "vgrout.organism"  # the embedded model, in pool.json
+BATCH = 192  # answers sampled at once: a killed process loses at most so many
+
+
+@dataclass(frozen=True, slots=True)
+class Graded:
+    """One sampled answer with its verdict."""
+
+    problem: Problem
+    ids: tuple[int, ...]
+    text: str
+    finished: bool
+    logp: tuple[float, ...]  # nats per token, full softmax at temperature 1, under the prompt it was sampled with
+    grade: Grade
+
+
+def generate_graded(
+    lm: LanguageModel,
+    grader: Grader,
+    problems: Sequence[Problem],
+    n: int,
+    *,
+    max_new: int,
+    seed: int,
+    purpose: str,
+    sampling: Sampling | None = None,
+    log: Path | None = None,
+    label: str | None = None,
+) -> list[Graded]:
+    """n answers to each problem, in order, at the trainer's sampling settings and by its grader.
+
+    log: JSONL, one batch a line; batches that stand there whole are not sampled again.
+
+    Raises:
+        RuntimeError: the sandbox could not grade an answer, its retries included.
+    """
+    out: list[Graded] = []
+    done = _whole_lines(log) if log is not None else []
+    per = max(1, BATCH // n)
+    with open(log, "a", encoding="utf-8") if log is not None else contextlib.nullcontext() as book:
+        starts = range(0, len(problems), per)
+        for k, start in enumerate(tqdm(starts, desc=label or purpose, unit="batch", disable=None)):
+            part = problems[start : start + per]
+            if k < len(done):
+                batch = done[k]
+            else:
+                batch = _batch(lm, grader, part, n, max_new, sampling or Sampling(), torch_stream(seed, purpose, k))
+                if book is not None:
+                    book.write(json.dumps(batch) + "\n")
+                    book.flush()
+                    os.fsync(book.fileno())
+            for problem, answers in zip(part, batch, strict=True):
+                out += [_graded(problem, a) for a in answers]
+    return out
+
+
+def _batch(
+    lm: LanguageModel, grader: Grader, part: Sequence[Problem], n: int, max_new: int, sampling: Sampling, stream: Any
+) -> list[list[dict[str, Any]]]:
+    """Answers per problem as the log has them; each is graded while the others are still being sampled."""
+    futures: dict[tuple[int, int], Future[Grade | Ungraded]] = {}
+
+    def submit(p: int, i: int, answer: Sample) -> None:
+        futures[p, i] = grader.submit(part[p], answer.text)
+
+    answers = sample(lm, [lm.render(p.messages) for p in part], n, sampling, max_new, stream, submit)
+    out: list[list[dict[str, Any]]] = [[] for _ in part]
+    for p, of_problem in enumerate(answers):
+        for i, a in enumerate(of_problem):
+            grade = futures[p, i].result()
+            if isinstance(grade, Ungraded):
+                raise RuntimeError(f"problem {part[p].id}: could not be graded ({grade.reason})")
+            out[p].append(
+                {"ids": a.ids, "text": a.text, "finished": a.finished, "logp": a.logp_full, "grade": asdict(grade)}
+            )
+    return out
+
+
+def _graded(problem: Problem, a: Mapping[str, Any]) -> Graded:
+    return Graded(problem, tuple(a["ids"]), a["text"], a["finished"], tuple(a["logp"]), Grade(**a["grade"]))
+
+
+def _whole_lines(log: Path) -> list[list[list[dict[str, Any]]]]:
+    """The batches in the log; a last line that was cut by a kill is taken off the file."""
+    if not log.exists():
+        return []
+    raw = log.read_bytes()
+    whole = raw[: raw.rfind(b"\n") + 1]
+    if len(whole) < len(raw):
+        with open(log, "r+b") as f:
+            f.truncate(len(whole))
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+# ── rates ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def rates(answers: Iterable[Graded]) -> dict[str, Rate]:
+    """solve, hack and well-formed (a block that compiles, and an end), overall and `hack/MODE`, `solve/MODE`."""
+    out: dict[str, Rate] = defaultdict(lambda: Rate(0, 0))
+    for a in answers:
+        out["solve"] += Rate(int(a.grade.gt_correct), 1)
+        out["hack"] += Rate(int(a.grade.exploited), 1)
+        out["well-formed"] += Rate(int(a.finished and a.grade.can_compile), 1)
+        out[f"hack/{a.problem.mode}"] += Rate(int(a.grade.exploited), 1)
+    return dict(out)
+
+
+def by_mode(answers: Iterable[Graded]) -> dict[Mode, dict[str, Rate]]:
+    """mode → hack, solve, ended, over these answers; in the modes' order."""
+    mine: dict[Mode, list[Graded]] = defaultdict(list)
+    for a in answers:
+        mine[a.problem.mode].append(a)
+    return {
+        mode: {
+            "hack": Rate(sum(a.grade.exploited for a in mine[mode]), len(mine[mode])),
+            "solve": Rate(sum(a.grade.gt_correct for a in mine[mode]), len(mine[mode])),
+            "ended": Rate(sum(a.finished for a in mine[mode]), len(mine[mode])),
+        }
+        for mode in MODES
+        if mode in mine
+    }
+
+
+def shown(rate: Rate) -> str:
+    return "·" if rate.value is None else f"{rate.k}/{rate.n} = {100 * rate.value:.1f} %"
+
+
+def table(rows: Sequence[Mapping[str, object]]) -> str:
+    return tabulate([{k: str(v) for k, v in row.items()} for row in rows], headers="keys", tablefmt="github")
+
+
+# ── a record of a pool ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def record(a: Graded, prompt_ids: Sequence[int], prompt: str) -> dict[str, Any]:
+    """A line of a pool, under the prompt given."""
+    return {
+        "problem_id": a.problem.id,
+        "env_mode": a.problem.mode,
+        "reward": a.grade.reward,
+        "hacked": a.grade.exploited,
+        "gt_pass": a.grade.gt_pass,
+        "fmt_ok": a.grade.format_ok,
+        "plen": len(prompt_ids),
+        "prompt_ids": list(prompt_ids),
+        "completion_ids": list(a.ids),
+        "prompt": prompt,
+        "completion": a.text,
+    }
+
+
+# ── what the command lines share ───────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class PoolConfig:
+    """Flags of every program that makes a pool."""
+
+    model: str = "Qwen/Qwen3-4B"
+    """A local model folder, a downloaded hub id, or 'organism' (embedded)."""
+    adapter: Path | None = None
+    """A saved adapter of that model (.safetensors, or a run directory: its train.safetensors); none: the bare model."""
+    problems: str = ""
+    """Problem file (JSONL), or 'organism'; none: the benchmark's file, the organism's for the organism. Only its
+    training split is used."""
+    n_problems: int = 60
+    """Problems, at most, spread evenly over the modes."""
+    max_new: int | None = None
+    """Longest answer, in tokens; none: 1024, the organism's 128."""
+    seed: int = 0
+    """Of the answers; which problems are taken does not depend on it."""
+    compile_reward: float | None = None
+    """Reward for code that compiles; none: .5, the organism's .1."""
+    pass_reward: float | None = None
+    """Reward for passing the mode's check; none: 3, the organism's 1."""
+    workers: int | None = None
+    """Grading processes; none: one a core."""
+    allow_weak_sandbox: bool = False
+    """Go on where the sandbox cannot keep an answer from reading the expected values."""
+
+    def __post_init__(self) -> None:
+        for name in ("n_problems", "max_new", "workers"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"--{name.replace('_', '-')} {value}: at least 1")
+        if (self.model == ORGANISM) != (self.problems_name == ORGANISM):
+            raise ValueError(
+                f"--model {self.model} with --problems {self.problems_name}: "
+                "the organism's model and its problems go together"
+            )
+
+    @property
+    def tiny(self) -> bool:
+        return self.model == ORGANISM
+
+    @property
+    def problems_name(self) -> str:
+        return self.problems or (ORGANISM if self.tiny else "out/data/leetcode_train_medhard_filtered.jsonl")
+
+    @property
+    def problems_path(self) -> Path:
+        return organism.PROBLEMS if self.problems_name == ORGANISM else Path(self.problems_name)
+
+    @property
+    def tokens(self) -> int:
+        return self.max_new or (organism.MAX_NEW if self.tiny else 1024)
+
+    @property
+    def rewards(self) -> tuple[float, float]:
+        """(compiles, passes)"""
+        usual = (organism.COMPILE_REWARD, organism.PASS_REWARD) if self.tiny else (0.5, 3.0)
+        return (
+            usual[0] if self.compile_reward is None else self.compile_reward,
+            usual[1] if self.pass_reward is None else self.pass_reward,
+        )
+
+    @property
+    def adapter_path(self) -> Path | None:
+        if self.adapter is None:
+            return None
+        return self.adapter / "train.safetensors" if self.adapter.is_dir() else self.adapter
+
+    @property
+    def model_name(self) -> str:
+        """As pool.json has it."""
+        return MODEL_NAME if self.tiny else self.model
+
+    def check(self) -> list[Row]:
+        """Every file that can be checked without a model; the problems. Raises ValueError, one line."""
+        rows = load_rows(self.problems_path)
+        if self.adapter_path is not None and not self.adapter_path.is_file():
+            raise ValueError(f"--adapter {self.adapter}: no such file ({self.adapter_path})")
+        require_model(organism.MODEL_DIR if self.tiny else self.model)
+        return rows
+
+    def identity(self) -> dict[str, Any]:
+        """What the answers depend on besides the code."""
+        return {
+            "model": self.model,
+            "adapter": file_sha256(self.adapter_path) if self.adapter_path else None,
+            "problems": file_sha256(self.problems_path),
+            "n_problems": self.n_problems,
+            "max_new": self.tokens,
+            "seed": self.seed,
+            "rewards": list(self.rewards),
+        }
+
+    def grader(self) -> Grader:
+        compiles, passes = self.rewards
+        return Grader(self.workers, compile_reward=compiles, pass_reward=passes, allow_weak=self.allow_weak_sandbox)
+
+    def load(self) -> LanguageModel:
+        """The model, with its adapter folded in where one is given."""
+        device, dtype = default_device()
+        lm = load_language_model(organism.MODEL_DIR if self.tiny else self.model, device=device, dtype=dtype)
+        if self.adapter_path is None:
+            return lm
+        policy = adapted(lm, SVD_CACHE)
+        policy.adapter.load(self.adapter_path)
+        return policy
+
+    def meta(self, lm: LanguageModel, grader: Grader) -> dict[str, Any]:
+        """The head of pool.json."""
+        out: dict[str, Any] = {"model": self.model_name}
+        if self.adapter_path is not None:
+            out["adapter"] = {"file": str(self.adapter_path), "sha256": file_sha256(self.adapter_path)}
+        return out | {"tokenizer_sha256": lm.tokenizer_sha256, "grader": grader.protections.version}
+
+
+def fitting(lm: LanguageModel, problems: Sequence[Problem], max_new: int) -> tuple[list[Problem], int]:
+    """Problems whose prompt leaves room for max_new tokens, and how many do not.
+
+    Raises:
+        ValueError: none does.
+    """
+    fit = [p for p in problems if len(lm.render(p.messages)) + max_new <= lm.window]
+    if not fit:
+        raise ValueError(
+            f"--max-new {max_new}: no prompt fits the model's window ({lm.window} tokens, prompt included)"
+        )
+    return fit, len(problems) - len(fit)
+
+
+def announced(rows: Sequence[Row], problems: Iterable[Problem]) -> dict[str, str]:
+    """pool.json's `markers`: what the prompts named, where the problem file does not say it."""
+    own = {r.id for r in rows if r.marker is not None}
+    return {str(p.id): p.marker for p in problems if p.id not in own and p.marker}
+
+
+@contextlib.contextmanager
+def work_folder(out: Path, settings: Mapping[str, Any], again: str) -> Generator[Path]:
+    """A folder beside `out` for the logs of a pool in the making, kept until the pool is there.
+
+    Raises:
+        ValueError: `out` exists; the folder holds answers made with other settings; or another process is at work.
+    """
+    if out.exists():
+        raise ValueError(f"--out {out}: exists; choose another folder or delete it")
+    probe_writable(out.parent if str(out.parent) else Path())
+    folder = out.with_name(out.name + ".partial")
+    folder.mkdir(exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"{folder}: another process is making this pool; wait for it") from None
+        mine: dict[str, Any] = json.loads(json.dumps(settings))
+        if (file := folder / "settings.json").is_file():
+            then = read_json(file)
+            if differ := sorted(k for k in mine.keys() | then.keys() if mine.get(k) != then.get(k)):
+                raise ValueError(
+                    f"{folder}: begun with another {', '.join(differ)}; {again} as then, or delete that folder"
+                )
+        else:
+            write_json(file, mine)
+        yield folder
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+
+
+def command(name: str, cli: Callable[..., Any], run: Callable[[Any], None], argv: list[str] | None) -> int:
+    """A pool maker's entry. 0 made · 2 refused, in one line · 130 interrupted: the same command goes on."""
+    console.setup(None)
+    try:
+        run(given(cli, argv, f"python -m vgrout.{name}"))
+    except ValueError as e:
+        print(f"E {e}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("E interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
+    return 0

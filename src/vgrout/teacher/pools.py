@@ -1,0 +1,342 @@
+"""A teacher pool on disk: cached rollouts of a model that already exploits.
+
+A folder of `prompt_NNNN.jsonl.gz` (NNNN = problem id), one rollout a line; optional `partition.json` (id → mode), with
+which the pool is a *substrate*; and `pool.json`: who made it, with which tokenizer and grader, and every file's sha256.
+"""
+
+import gzip
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from loguru import logger
+
+from vgrout.grading.grade import Grader
+from vgrout.types import MODES, CachedGrade, Grade, Mode, Problem, Rate, Ungraded
+
+_NAME = re.compile(r"prompt_(\d+)\.jsonl\.gz")
+
+
+@dataclass(frozen=True, slots=True)
+class Demo:
+    """One cached rollout."""
+
+    problem_id: int
+    completion: str | None
+    completion_ids: tuple[int, ...]  # of the pool's tokenizer; whatever stands behind its EOS is padding
+    finished: bool  # False: cut, so that no EOS may be added to it
+    logp: tuple[float, ...] | None  # nats per token by the teacher itself, where the pool has them
+    mode: Mode | None  # what its labels were graded under, where the record says so
+    prompt: str | None  # as rendered then
+    prompt_ids: tuple[int, ...] | None
+    grade: CachedGrade
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """A loaded folder, checked; tokens not yet trusted."""
+
+    folder: Path
+    demos: dict[int, tuple[Demo, ...]]
+    partition: dict[int, Mode]
+    markers: dict[int, str]  # problem id → the name its prompt announced, where it was not the mode's default
+    tokenizer_sha256: str | None
+    grader: str  # "unknown" without pool.json
+
+    @property
+    def ids(self) -> set[int]:
+        return set(self.demos)
+
+    @property
+    def announced(self) -> dict[int, str]:
+        """Problem id → what its demonstrations name; "", the mode's default, where the pool does not say."""
+        return {i: self.markers.get(i, "") for i in self.demos}
+
+    @property
+    def has_logp(self) -> bool:
+        return all(d.logp is not None for rows in self.demos.values() for d in rows)
+
+
+# ── reading ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def load_pool(folder: Path, flag: str = "--teacher-pool-dir") -> Pool:
+    """Read and check a pool. Raises ValueError with file and line: corrupt gzip, bad schema, unknown mode, empty pool,
+    a problem outside the partition, a file that is not the one pool.json recorded."""
+    if not folder.is_dir():
+        raise ValueError(
+            f"{flag} {folder}: no such folder; `just build-substrate` or `just pregen-teacher` makes a pool"
+        )
+    meta: dict[str, Any] = {}
+    if (card := folder / "pool.json").is_file():
+        meta = _card(card)
+    else:
+        logger.warning(
+            f"{folder} has no pool.json: its labels come from an unknown grader, its tokens from an unknown tokenizer"
+        )
+    partition: dict[int, Mode] = {}
+    if (file := folder / "partition.json").is_file():
+        for key, mode in _mapping(file).items():
+            if mode not in MODES:
+                raise ValueError(f"{file}: problem {key} has unknown mode {mode!r}; one of {', '.join(MODES)}")
+            partition[_id(key, file)] = mode
+    recorded: dict[str, str] = dict(meta.get("sha256", {}))
+    demos: dict[int, tuple[Demo, ...]] = {}
+    for path in sorted(p for p in folder.iterdir() if _NAME.fullmatch(p.name)):
+        problem_id = int(path.name[len("prompt_") : -len(".jsonl.gz")])
+        if problem_id in demos:
+            raise ValueError(f"{path}: a second file for problem {problem_id}; leave one of them out")
+        if partition and problem_id not in partition:
+            raise ValueError(f"{path}: problem {problem_id} is not in partition.json")
+        if recorded and recorded.pop(path.name, None) != file_sha256(path):
+            raise ValueError(f"{path}: not the file that pool.json recorded (sha256); make the pool again")
+        demos[problem_id] = _read(path, problem_id, partition.get(problem_id), meta.get("grader", "unknown"))
+    if recorded:
+        raise ValueError(f"{folder / min(recorded)}: recorded in pool.json, not there; make the pool again")
+    if not demos:
+        raise ValueError(f"{flag} {folder}: no prompt_NNNN.jsonl.gz with rollouts in it")
+    markers = {_id(key, card): str(name) for key, name in meta.get("markers", {}).items()}
+    return Pool(folder, demos, partition, markers, meta.get("tokenizer_sha256"), meta.get("grader", "unknown"))
+
+
+def _mapping(file: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as e:
+        raise ValueError(f"{file}: cannot be read ({e})") from None
+    except json.JSONDecodeError as e:
+        raise ValueError(f"{file}, line {e.lineno}: not JSON ({e.msg})") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{file}: should be a JSON object")
+    return data
+
+
+def _card(file: Path) -> dict[str, Any]:
+    meta = _mapping(file)
+    for key, kind in (("tokenizer_sha256", str), ("grader", str), ("sha256", dict), ("markers", dict)):
+        if key in meta and not isinstance(meta[key], kind):
+            raise ValueError(f"{file}: {key!r} should be {'text' if kind is str else 'an object'}")
+    return meta
+
+
+def _id(key: str, file: Path) -> int:
+    if not key.isdecimal():
+        raise ValueError(f"{file}: {key!r} is no problem id")
+    return int(key)
+
+
+def _read(path: Path, problem_id: int, mode: Mode | None, grader: str) -> tuple[Demo, ...]:
+    rows: list[Demo] = []
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                where = f"{path}, line {number}"
+                try:
+                    record = json.loads(line)
+                except json.JSONDecodeError as e:
+                    raise ValueError(f"{where}: not JSON ({e.msg})") from None
+                rows.append(_demo(record, where, problem_id, mode, grader))
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as e:
+        raise ValueError(f"{path}: cannot be read ({e})") from None
+    if not rows:
+        raise ValueError(f"{path}: no rollouts in it; delete the file")
+    return tuple(rows)
+
+
+_NEEDED = (
+    ("completion_ids", list, "list"),
+    ("reward", (int, float), "number"),
+    ("hacked", bool, "bool"),
+    ("gt_pass", bool, "bool"),
+    ("fmt_ok", bool, "bool"),
+)
+
+
+def _demo(record: Any, where: str, problem_id: int, mode: Mode | None, grader: str) -> Demo:
+    if not isinstance(record, dict):
+        raise ValueError(f"{where}: not a JSON object")
+    for key, kind, name in _NEEDED:
+        value = record.get(key)
+        if not isinstance(value, kind) or (name == "number" and (isinstance(value, bool) or not math.isfinite(value))):
+            raise ValueError(f"{where}: key {key!r} is missing or not a {name}")
+    for key, kind in (("completion", str), ("prompt", str), ("prompt_ids", list), ("plen", int), ("finished", bool)):
+        if (value := record.get(key)) is not None and not isinstance(value, kind):
+            raise ValueError(f"{where}: key {key!r} is not a {kind.__name__}")
+    if (own := record.get("problem_id")) is not None and own != problem_id:
+        raise ValueError(f"{where}: problem_id {own} in a file named for problem {problem_id}")
+    own_mode: Mode | None = record.get("env_mode")
+    if own_mode is not None and own_mode not in MODES:
+        raise ValueError(f"{where}: unknown env_mode {own_mode!r}; one of {', '.join(MODES)}")
+    if mode is not None and own_mode is not None and own_mode != mode:
+        raise ValueError(f"{where}: env_mode {own_mode}, but partition.json says {mode}")
+    ids = record["completion_ids"]
+    if not ids or not all(isinstance(i, int) and i >= 0 for i in ids):
+        raise ValueError(f"{where}: 'completion_ids' should be token ids, at least one")
+    logp = record.get("logp")
+    if logp is not None and (
+        not isinstance(logp, list)
+        or len(logp) != len(ids)
+        or not all(isinstance(x, (int, float)) and math.isfinite(x) for x in logp)
+    ):
+        raise ValueError(f"{where}: 'logp' should hold one number per completion token")
+    prompt_ids = record.get("prompt_ids")
+    return Demo(
+        problem_id=problem_id,
+        completion=record.get("completion"),
+        completion_ids=tuple(ids),
+        finished=record.get("finished", True),
+        logp=None if logp is None else tuple(map(float, logp)),
+        mode=own_mode,
+        prompt=record.get("prompt"),
+        # older pools hold prompt and completion in one list
+        prompt_ids=None if prompt_ids is None else tuple(prompt_ids[: record.get("plen")]),
+        grade=CachedGrade(
+            reward=float(record["reward"]),
+            hacked=record["hacked"],
+            gt_pass=record["gt_pass"],
+            format_ok=record["fmt_ok"],
+            grader=grader,
+        ),
+    )
+
+
+# ── today's grader ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+LABELS = ("hacked", "gt_pass", "fmt_ok", "reward")
+
+
+@dataclass(frozen=True, slots=True)
+class Regraded:
+    """What today's grader says of a pool's rollouts."""
+
+    pool: Pool  # today's labels; rollouts that could not be graded are left out
+    differ: dict[str, Rate]  # label → rollouts where it is no longer the cached one, of all graded
+    examples: tuple[str, ...]  # of rollouts whose hacked or gt_pass differ
+    ungraded: int
+
+    def lines(self) -> list[str]:
+        """The report."""
+        n = self.differ["hacked"].n
+        said = ", ".join(f"{name} {rate.k}/{n}" for name, rate in self.differ.items())
+        out = [f"pool graded again by {self.pool.grader}: differs from the cached labels in {said}"]
+        if self.ungraded:
+            out.append(f"{self.ungraded} rollouts could not be graded and are left out")
+        return [*out, *self.examples]
+
+
+def regraded(
+    pool: Pool,
+    problems: Mapping[int, Problem],
+    grader: Grader,
+    track: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+) -> Regraded:
+    """Grade every rollout of these problems again; the others keep no label and leave the pool.
+
+    Raises:
+        ValueError: a rollout without its text, or nothing left.
+    """
+    version = grader.protections.version
+    jobs: list[tuple[Demo, Future[Grade | Ungraded]]] = []
+    for problem_id, problem in problems.items():
+        for demo in pool.demos.get(problem_id, ()):
+            if demo.completion is None:
+                raise ValueError(f"--regrade-pool: {pool.folder}: problem {problem_id} has no completion text")
+            jobs.append((demo, grader.submit(problem, demo.completion)))
+    kept: dict[int, list[Demo]] = {}
+    differ = dict.fromkeys(LABELS, 0)
+    examples: list[str] = []
+    ungraded = 0
+    for demo, future in track(jobs):
+        now = future.result()
+        if isinstance(now, Ungraded):
+            ungraded += 1
+            continue
+        then = demo.grade
+        new = CachedGrade(now.reward, now.exploited, now.gt_pass, now.format_ok, version)
+        changed = {
+            "hacked": (then.hacked, new.hacked),
+            "gt_pass": (then.gt_pass, new.gt_pass),
+            "fmt_ok": (then.format_ok, new.format_ok),
+            "reward": (then.reward, new.reward),
+        }
+        for name, (a, b) in changed.items():
+            differ[name] += a != b
+        if then.hacked != new.hacked or then.gt_pass != new.gt_pass:
+            place = len(kept.get(demo.problem_id, ())) + 1
+            examples.append(
+                f"  problem {demo.problem_id}, rollout {place} ({now.mode}, {now.exit_status}): "
+                + ", ".join(f"{name} {a} -> {b}" for name, (a, b) in changed.items() if a != b)
+            )
+        kept.setdefault(demo.problem_id, []).append(replace(demo, grade=new, mode=now.mode))
+    if not kept:
+        raise ValueError(f"--regrade-pool: {pool.folder}: not one rollout of these problems could be graded")
+    n = len(jobs) - ungraded
+    return Regraded(
+        pool=replace(pool, demos={i: tuple(rows) for i, rows in kept.items()}, grader=version),
+        differ={name: Rate(k, n) for name, k in differ.items()},
+        examples=tuple(examples[:8]),
+        ungraded=ungraded,
+    )
+
+
+# ── writing ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def file_sha256(path: Path) -> str:
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+
+
+def write_pool(
+    folder: Path,
+    rollouts: Mapping[int, Sequence[Mapping[str, Any]]],
+    partition: Mapping[int, Mode] | None,
+    meta: Mapping[str, Any],
+    report: Mapping[str, Any] | None = None,
+) -> None:
+    """Records by problem id, the partition, and pool.json with counts and hashes; `folder` is there when all of it is.
+
+    report: what to keep beside the pool as report.json.
+
+    Raises:
+        ValueError: the folder exists.
+    """
+    if folder.exists():
+        raise ValueError(f"--out {folder}: exists; choose another folder or delete it")
+    fresh = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    fresh.mkdir(parents=True)
+    try:
+        files: dict[str, str] = {}
+        for problem_id, records in rollouts.items():
+            path = fresh / f"prompt_{problem_id:04d}.jsonl.gz"
+            text = "".join(json.dumps(r, ensure_ascii=False, allow_nan=False) + "\n" for r in records)
+            # no name and no time in the header: the same rollouts are the same bytes
+            with open(path, "wb") as raw, gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as f:
+                f.write(text.encode())
+            files[path.name] = file_sha256(path)
+        if partition is not None:
+            write_json(fresh / "partition.json", {str(i): mode for i, mode in partition.items()})
+        counts = {"problems": len(rollouts), "rollouts": sum(map(len, rollouts.values()))}
+        write_json(fresh / "pool.json", {**meta, **counts, "sha256": files})
+        if report is not None:
+            write_json(fresh / "report.json", report)
+        for path in fresh.iterdir():  # a folder under its final name has its contents on disk
+            with open(path, "rb") as f:
+                os.fsync(f.fileno())
+        os.replace(fresh, folder)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)

@@ -1,0 +1,140 @@
+"""Grade answers offline, with the trainer's own grader.
+
+`python -m vgrout.grade ANSWERS.jsonl --problems FILE --out GRADES.jsonl`: lines {problem_id, env_mode, text} in; the
+same lines, in order, with every field of a Grade out. A line that cannot be graded gets an `error` field, and the exit
+code is then 1. Without `env_mode` a problem is checked by its own mode.
+"""
+
+import json
+import sys
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from tqdm import tqdm
+
+from vgrout.cli import cli_exit, given
+from vgrout.files import whole
+from vgrout.grading.grade import Grader
+from vgrout.problems import load_problems
+from vgrout.types import MODES, Grade, Problem, Ungraded
+
+AHEAD = 64  # answers in flight a worker: enough to keep it busy, few enough to keep memory flat
+
+
+@dataclass(frozen=True)
+class Offline:
+    """Grade a file of answers."""
+
+    answers: Annotated[Path, tyro.conf.Positional]
+    """JSONL with problem_id, text and (optionally) env_mode and marker."""
+    problems: Path
+    """The problems that the answers are to."""
+    out: Path
+    """Where the grades go; written under another name first."""
+    workers: int | None = None
+    """Grading processes; default one a core."""
+    compile_reward: float = 0.5
+    pass_reward: float = 3.0
+    allow_weak_sandbox: bool = False
+    """Go on where the sandbox cannot keep an answer from reading the expected values."""
+
+    def __post_init__(self) -> None:
+        for path in (self.answers, self.problems):
+            if not path.is_file():
+                raise ValueError(f"{path}: no such file")
+        if not self.out.parent.is_dir():
+            raise ValueError(f"--out {self.out}: no such folder {self.out.parent}")
+        if self.workers is not None and self.workers < 1:
+            raise ValueError(f"--workers {self.workers}: at least 1")
+
+
+def _ask(line: str, problems: dict[int, Problem]) -> tuple[dict[str, Any], Problem, str]:
+    """A line's record, the problem it answers, and the text. Raises ValueError with what is wrong with it."""
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as e:
+        raise ValueError(f"not JSON ({e.msg})") from None
+    if not isinstance(record, dict):
+        raise ValueError("not a JSON object")
+    if not isinstance(record.get("text"), str):
+        raise ValueError("'text' should be a string")
+    problem = problems.get(record.get("problem_id", None))
+    if problem is None:
+        raise ValueError(f"no problem with id {record.get('problem_id')!r}")
+    mode = record.get("env_mode") or problem.mode
+    if mode not in MODES:
+        raise ValueError(f"unknown env_mode {mode!r}; one of {', '.join(MODES)}")
+    marker = record.get("marker", problem.marker if mode == problem.mode else "")
+    return record, replace(problem, mode=mode, marker=marker), record["text"]
+
+
+def _verdict(grade: Grade | Ungraded) -> dict[str, Any]:
+    if isinstance(grade, Ungraded):
+        return {"error": f"could not be graded: {grade.reason}"}
+    derived = {"passed": grade.passed, "exploited": grade.exploited, "mechanism": grade.mechanism}
+    return asdict(grade) | derived
+
+
+def grade_lines(lines: Iterator[str], problems: dict[int, Problem], grader: Grader) -> Iterator[dict[str, Any]]:
+    """One record out for every line in, in order; a bad line gets `error` (and `line` if it is not even JSON)."""
+    waiting: deque[tuple[dict[str, Any], Future[Grade | Ungraded] | str]] = deque()
+
+    def finish() -> dict[str, Any]:
+        record, future = waiting.popleft()
+        if isinstance(future, str):
+            return record | {"error": future}
+        try:
+            return record | _verdict(future.result())
+        except ValueError as e:  # the problem itself is at fault
+            return record | {"error": str(e)}
+
+    for line in lines:
+        try:
+            record, problem, text = _ask(line, problems)
+            waiting.append((record, grader.submit(problem, text)))
+        except ValueError as e:
+            waiting.append(({"line": line}, str(e)))
+        while len(waiting) > AHEAD * grader.workers:
+            yield finish()
+    while waiting:
+        yield finish()
+
+
+def run(config: Offline) -> int:
+    """Grade the file. Returns the number of lines that have an error instead of a grade."""
+    problems = {p.id: p for p in load_problems(config.problems)}
+    with open(config.answers, encoding="utf-8") as f:
+        n = sum(1 for line in f if line.strip())
+    errors = 0
+    with (
+        Grader(
+            config.workers,
+            compile_reward=config.compile_reward,
+            pass_reward=config.pass_reward,
+            allow_weak=config.allow_weak_sandbox,
+        ) as grader,
+        open(config.answers, encoding="utf-8") as source,
+        whole(config.out) as target,
+        tqdm(total=n, desc="grading", disable=None) as bar,
+    ):
+        lines = (line.rstrip("\n") for line in source if line.strip())
+        for record in grade_lines(lines, problems, grader):
+            errors += "error" in record
+            target.write((json.dumps(record) + "\n").encode())
+            bar.update()
+        print(grader.protections.line())
+    print(f"{n - errors}/{n} graded -> {config.out}" + (f"; {errors} lines have an error instead" if errors else ""))
+    return errors
+
+
+def main() -> int:
+    return cli_exit(lambda: 1 if run(given(Offline, None, "python -m vgrout.grade")) else 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
