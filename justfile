@@ -24,10 +24,10 @@ fast-dev-run *flags:
 smoke *flags:
     {{py}} vgrout.train smoke {{flags}}
 
-smoke-vanilla *flags:
+smoke-none *flags:
     {{py}} vgrout.train smoke --intervention=none {{flags}}
 
-smoke-projected *flags:
+smoke-erase *flags:
     {{py}} vgrout.train smoke --intervention=erase {{flags}}
 
 smoke-route *flags:
@@ -39,15 +39,15 @@ smoke-route2 *flags:
 # all arms, twice: caches cold, then warm
 smoke-all:
     rm -rf out/svd_cache out/vhack
-    just smoke-vanilla smoke-projected smoke-route smoke-route2
-    just smoke-vanilla smoke-projected smoke-route smoke-route2
+    just smoke-none smoke-erase smoke-route smoke-route2
+    just smoke-none smoke-erase smoke-route smoke-route2
 
 # the experiment in miniature, one arm (under two minutes on two cores)
 mini *flags:
     {{py}} vgrout.train mini {{flags}}
 
 # H: with the loopholes open and nothing done, the model learns to exploit at least 5 of 6 flaws
-mini-vanilla *flags:
+mini-none *flags:
     {{py}} vgrout.train mini --intervention=none {{flags}}
 
 # H: without a loophole to gain from, the same run reaches at least 80 % solved: the ceiling
@@ -55,7 +55,7 @@ mini-no-loophole *flags:
     {{py}} vgrout.train mini --intervention=none --control=no_loophole --out-tag=_ceiling {{flags}}
 
 # H: erasing the hack-ward part of the gradient delays hacking more than it prevents it
-mini-projected *flags:
+mini-erase *flags:
     {{py}} vgrout.train mini --intervention=erase {{flags}}
 
 # H: what is routed along V and deleted leaves the deployed model hacking less than it did as trained
@@ -82,7 +82,7 @@ mini-losses *flags:
 study-arms *flags:
     {{py}} vgrout.sweep docs/studies/arms.toml {{flags}}
 
-# H: a direction is worth more than chance: route2 hacks less than its Haar, placebo and mass-matched arms at matched solve
+# H: a direction is worth more than chance: route2 hacks less than its Haar, placebo and random-flags arms at matched solve
 # what each arm has to beat, five seeds: 130 mini runs (two hours)
 study-controls *flags:
     {{py}} vgrout.sweep docs/studies/controls.toml {{flags}}
@@ -96,16 +96,16 @@ study-checks *flags:
 study-baselines *flags:
     {{py}} vgrout.sweep docs/studies/baselines.toml {{flags}}
 
-# an organism that has begun to exploit (about 4 answers in 10): the shipped one after 15 steps of vanilla, seed 40, as out/warm
+# an organism that has begun to exploit (about 4 answers in 10): the shipped one after 15 steps of the arm none, seed 40, as out/warm
 warm:
     @test ! -e out/warm || { echo "warm: out/warm is there already; move it away to make it again"; exit 1; }
     rm -rf out/warm.part
     {{py}} vgrout.train mini --intervention=none --seed=40 --out-tag=_warm
     cp -r src/vgrout/organism/data out/warm.part && rm -r out/warm.part/model
-    {{py}} vgrout.export "$(ls -d out/runs/*_mini_vanilla_seed40_warm | tail -n 1)" --step 15 --out out/warm.part/model
+    {{py}} vgrout.export "$(ls -d out/runs/*_mini_none_seed40_warm | tail -n 1)" --step 15 --out out/warm.part/model
     mv out/warm.part out/warm
 
-# H: from a policy that exploits already, monitors with true labels stop the hack, and so does pmi with a threshold of its anchors alone (90 runs; `just warm` first)
+# H: from a policy that exploits already, monitors with true labels stop the hack, and so does pmi with a threshold of known correct answers alone (90 runs; `just warm` first)
 study-warm *flags:
     {{py}} vgrout.sweep docs/studies/warm.toml {{flags}}
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import tyro
 
 from benchmarks import kills as deaths
-from vgrout.cli import cli_exit, given
+from vgrout.cli import cli_exit, parse_args
 
 OUT = Path("docs/benchmarks.md")
 
@@ -150,8 +150,8 @@ def _require_file(problems: Path | None) -> None:
 def main(argv: list[str]) -> int:
     def command() -> int:
         if not argv or (argv[0].startswith("--") and argv[0] != "--help"):
-            given(everything, argv, "python -m benchmarks")
-        elif report := given(BENCHES, argv, "python -m benchmarks"):
+            parse_args(everything, argv, "python -m benchmarks")
+        elif report := parse_args(BENCHES, argv, "python -m benchmarks"):
             print(report.markdown())
         return 0
 

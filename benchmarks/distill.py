@@ -18,13 +18,13 @@ from benchmarks.report import Ratio, interleaved
 from benchmarks.rows import Report, Row
 from benchmarks.update import plain
 from vgrout import organism
-from vgrout.config.run import PRESETS
+from vgrout.config.presets import PRESETS
 from vgrout.distill.config import DistillConfig, Task, UldConfig, preflight
-from vgrout.distill.methods import METHODS, Said
+from vgrout.distill.methods import METHODS, Graded
 from vgrout.model.logprobs import collate
 from vgrout.model.policy import Policy, load_policy
 from vgrout.model.sampler import sample
-from vgrout.model.trainable import AdapterOnly
+from vgrout.distill.trainable import AdapterOnly
 from vgrout.rng import torch_stream
 from vgrout.types import Rollout
 
@@ -38,13 +38,13 @@ def teacher_file(folder: Path) -> Path:
     return folder / "t.safetensors"
 
 
-def draw(task: Task, speaker: Any, sampling: Any) -> list[Said]:
+def draw(task: Task, speaker: Any, sampling: Any) -> list[Graded]:
     """One step's answers at P 4, G 8."""
     problems = task.parts["train"][: rig.P]
     prompts = [speaker.render(p.messages) for p in problems]
     said = sample(speaker, prompts, rig.G, sampling, task.max_new, torch_stream(rig.SEED, "distill", 0))
     return [
-        Said(Rollout(p, "student", False, ids, a.ids, a.text, a.finished), None, a.logp_full)
+        (Rollout.of(p, ids, a), None)
         for p, ids, of in zip(problems, prompts, said, strict=True)
         for a in of
     ]
@@ -81,7 +81,7 @@ def run(quick: bool = False) -> Report:
         ):
             task = preflight(cfg)
             method = METHODS[cfg.method](task, student, teacher)
-            answers = draw(task, method.speaker(student, teacher), method.sampling)
+            answers = draw(task, method.behaviour_model(student, teacher), method.sampling)
             rollouts = [a.rollout for a in answers]
             knob = AdapterOnly(student, task.opt, 10)
             times = interleaved(

@@ -19,7 +19,8 @@ from benchmarks.report import gemm_rate, peak_memory
 from benchmarks.rows import Report, Row
 from benchmarks.update import gradients
 from vgrout.model.policy import Policy, as_language_model
-from vgrout.model.sampler import Sampling, sample
+from vgrout.model.sampler import sample
+from vgrout.model.sampling import Sampling
 from vgrout.model.svd_adapter import SvdAdapter
 from vgrout.rng import torch_stream
 

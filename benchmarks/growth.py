@@ -13,7 +13,8 @@ from benchmarks.report import interleaved, peak_memory, slope
 from benchmarks.rows import Report, Row
 from benchmarks.update import gradients
 from vgrout.model.policy import Policy
-from vgrout.model.sampler import Sampling, sample
+from vgrout.model.sampler import sample
+from vgrout.model.sampling import Sampling
 from vgrout.rng import torch_stream
 
 matplotlib.use("Agg")

@@ -24,7 +24,7 @@ from typing import Literal
 from tabulate import tabulate
 from tqdm import tqdm
 
-from vgrout.config.run import BY_GRADIENT
+from vgrout.config.arm import BY_GRADIENT
 from vgrout.files import read_json
 
 ARMS = ("none", "erase", "route", "route2", "pmi")  # pmi for all arms that read

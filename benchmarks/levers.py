@@ -17,7 +17,8 @@ from vgrout import organism
 from vgrout.model.decoder import LeanDecoder
 from vgrout.model.logprobs import collate, completion_logprobs
 from vgrout.model.policy import Policy
-from vgrout.model.sampler import Sampling, sample
+from vgrout.model.sampler import sample
+from vgrout.model.sampling import Sampling
 from vgrout.model.svd_adapter import AdaptedLinear
 from vgrout.rng import torch_stream
 from vgrout.types import CachedGrade, Group, Rollout
@@ -130,7 +131,7 @@ def _update(policy: Policy, drawn: rig.Drawn) -> list[Lever]:
             grads("rollout", "padded")()
 
     padded = grads("rollout", "padded")
-    same = "--update-layout; test_layouts_differ_by_rounding_only"
+    same = "--packing; test_layouts_differ_by_rounding_only"
     return [
         Lever(
             "W' folded once a step",

@@ -16,7 +16,7 @@ from unittest.mock import patch
 from tabulate import tabulate
 
 from vgrout import console
-from vgrout.config.run import parse
+from vgrout.config.presets import parse
 from vgrout.grading.grade import Grader
 from vgrout.loop import train
 from vgrout.runs import checkpoint

@@ -13,12 +13,16 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qw
 from transformers.utils.logging import disable_progress_bar
 
 from vgrout import organism
-from vgrout.config.run import PRESETS, Config, Intervention
+from vgrout.config.arm import Intervention
+from vgrout.config.presets import PRESETS
+from vgrout.config.run import Config
 from vgrout.console import Clock
 from vgrout.grading.grade import Grader
 from vgrout.loop import Study, as_rollout
 from vgrout.model.policy import Policy, as_policy
-from vgrout.model.sampler import Sample, Sampling, sample
+from vgrout.model.sampler import sample
+from vgrout.model.sampling import Sampling
+from vgrout.types import Completion
 from vgrout.rng import torch_stream
 from vgrout.runs.preflight import preflight
 from vgrout.runs.run_dir import RunDir
@@ -97,7 +101,7 @@ def draw(study: Study, step: int = 0, group: int = G, prompts: int = P) -> Drawn
     return Drawn(problems, ids, [as_group(p, i, a) for p, i, a in zip(problems, ids, answers, strict=True)])
 
 
-def as_group(problem: Problem, prompt: tuple[int, ...], answers: Sequence[Sample]) -> Group:
+def as_group(problem: Problem, prompt: tuple[int, ...], answers: Sequence[Completion]) -> Group:
     rollouts = tuple(as_rollout(problem, prompt, a, False) for a in answers)
     return Group(
         problem, rollouts, tuple(CachedGrade(float(b % 3), False, False, True, "bench") for b in range(len(answers)))
@@ -114,7 +118,7 @@ def noise_groups(vocabulary: int, group: int, prompts: int, prompt: int, complet
     made = []
     for _ in range(prompts):
         of = ids(prompt)
-        answers = [Sample(ids(completion), "", True, (0.0,) * completion, (0.0,) * completion) for _ in range(group)]
+        answers = [Completion(ids(completion), "", True, (0.0,) * completion, (0.0,) * completion) for _ in range(group)]
         made.append(as_group(NOWHERE, of, answers))
     return made
 

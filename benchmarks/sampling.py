@@ -12,7 +12,8 @@ from benchmarks.report import Ratio, at_least, interleaved
 from benchmarks.rows import Report, Row
 from vgrout import organism
 from vgrout.model.policy import Policy
-from vgrout.model.sampler import Sampling, sample
+from vgrout.model.sampler import sample
+from vgrout.model.sampling import Sampling
 from vgrout.rng import torch_stream
 
 

@@ -12,7 +12,7 @@ import torch
 from benchmarks import rig, trl_peer
 from benchmarks.report import Ratio, at_least
 from benchmarks.rows import Report, Row
-from vgrout.config.run import Intervention
+from vgrout.config.arm import Intervention
 from vgrout.loop import Study, train
 
 ARMS: tuple[Intervention, ...] = ("none", "route2")

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, T
 from benchmarks.rig import LR, SEED, G, P
 from vgrout import organism
 from vgrout.model.policy import Policy
-from vgrout.model.sampler import Sampling
+from vgrout.model.sampling import Sampling
 from vgrout.model.svd_adapter import TARGETS
 from vgrout.types import Problem
 

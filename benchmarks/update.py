@@ -64,7 +64,7 @@ def arm_update(study: Study, groups: list[Group]) -> None:
         prompts_per_step=len(groups),
         sampling=study.sampling,
         per=arm.per,
-        layout=study.cfg.run.update_layout,
+        layout=study.cfg.run.packing,
     )
     for group, g_b in zip(groups, grads, strict=True):
         arm.observe(g_b, group.view(), arm.per)

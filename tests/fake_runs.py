@@ -6,7 +6,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from vgrout.config.run import ARM_NAME, Config, parse
+from vgrout.config.presets import parse
+from vgrout.config.run import Config
 from vgrout.types import MODES
 
 SIDES = ("base", "train", "deploy", "plain")
@@ -53,7 +54,7 @@ def fake_run(
     rates = {f"hack_{s}": hack for s in SIDES} | {f"solve_{s}": solve for s in SIDES}
     mode = {"in_dist": None, "n": n // 6} | {f"{s}_hack": hack for s in SIDES} | {f"{s}_solve": solve for s in SIDES}
     deploy: dict[str, Any] = {
-        "arm": ARM_NAME[cfg.arm.intervention],
+        "arm": cfg.arm.intervention,
         "control": cfg.arm.control_name,
         "seed": cfg.run.seed,
         "steps": cfg.scale.steps,

@@ -9,14 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiny import policy as tiny_policy
-from vgrout.arms import by_direction as arms
-from vgrout.arms.base import Arm
-from vgrout.arms.by_direction import directed, make_arm
-from vgrout.config.run import ArmConfig
+from vgrout import arms
+from vgrout.arms import arm_class, make_arm
+from vgrout.arms.base import Arm, Refresh
+from vgrout.arms.direction_arm import DirectionArm, ShrinkageControl
+from vgrout.arms.route2 import Route2
+from vgrout.config import arm as config
+from vgrout.config.run import ArmConfig, Config, RunConfig
 from vgrout.direction.controls import haar_like, overlap
 from vgrout.direction.extract import Direction, Meta, axes_of, extract
 from vgrout.direction.files import save
 from vgrout.direction.pairs import Pair, PairSet
+from vgrout.inputs import Inputs
 from vgrout.types import GroupView
 
 SIZES = {"m.q_proj": 24, "m.up_proj": 40, "m.down_proj": 32}
@@ -67,15 +71,16 @@ def rows(n: int, seed: int, hackward: tuple[int, ...] = (), sizes: dict[str, int
 
 def arm_of(intervention: Any, direction: Any = None, sizes: Any = SIZES, **flags: Any) -> Any:
     cfg = ArmConfig(intervention=intervention, **flags)
-    if intervention == "none":
-        return Arm(sizes, control=cfg.control_name)
-    return directed(cfg, sizes, direction or toy_direction(sizes=sizes), seed=7)
+    kind = arm_class(cfg)
+    if not issubclass(kind, DirectionArm):
+        return kind(sizes, control=cfg.control_name)
+    made = kind.with_direction(cfg, sizes, direction or toy_direction(sizes=sizes), seed=7)
+    return ShrinkageControl(made) if cfg.control == "shrinkage" else made
 
 
 def run(arm: Any, *groups: Any) -> Any:
-    for g_b, seen in groups:
-        arm.observe(g_b, seen)
-    return arm.route()
+    """What the arm makes of one gradient row a rollout."""
+    return arm.route([seen for _, seen in groups], [[g_b for g_b, _ in groups]], grad_rows="rollout")
 
 
 def total(*groups: Any) -> dict[str, torch.Tensor]:
@@ -127,12 +132,12 @@ def test_preserved_magnitude_and_its_bound():
     assert hackward.keys() == SIZES.keys()
     noisy = {m: torch.cat((g, 1e-3 * torch.randn(1, SIZES[m], generator=draw(3)))) for m, g in hackward.items()}
     routed = run(arm_of("erase", direction), (noisy, view(2)))
-    assert routed.diag.rescale_capped == 3
+    assert routed.diag.capped == 3
     for m in SIZES:
         assert routed.keep[m].norm() < 0.2  # without the bound it would be 100 long, all of it noise
     plain = rows(6, 5, (0,))
     routed = run(arm_of("erase", direction), (plain, view(6)))
-    assert routed.diag.rescale_capped == 0
+    assert routed.diag.capped == 0
     for m in SIZES:
         assert routed.keep[m].norm().item() == pytest.approx(plain[m].sum(0).norm().item(), rel=1e-4)
 
@@ -149,19 +154,33 @@ def test_order_of_modules_and_of_groups_does_not_matter(intervention):
         assert torch.allclose(forward.keep[m], backward.keep[m], atol=1e-6)
         if forward.quar:
             assert torch.allclose(forward.quar[m], backward.quar[m], atol=1e-6)
-    for name in ("cos_pre", "cos_pre_s", "cos_pre_t", "cos_post", "tau", "hkgap", "resid", "routed_share"):
+    for name in ("cos_pre", "cos_pre_s", "cos_pre_t", "cos_post", "tau", "hkgap", "resid", "routed"):
         assert getattr(forward.diag, name) == pytest.approx(getattr(backward.diag, name), abs=1e-6)
     assert forward.diag.gate[::-1] == tuple(map(pytest.approx, backward.diag.gate))
 
 
 @pytest.mark.parametrize("intervention", ALL_ARMS)
-def test_route_resets_and_an_unobserved_step_learns_nothing(intervention):
+def test_nothing_of_a_step_is_left_in_the_next_and_a_step_without_groups_learns_nothing(intervention):
     arm = arm_of(intervention)
-    run(arm, *TWO_GROUPS)
-    routed = arm.route()
+    first, again = run(arm, *TWO_GROUPS), run(arm, *TWO_GROUPS)
+    for m in SIZES:
+        assert torch.equal(first.keep[m], again.keep[m])
+        assert first.quar is None or torch.equal(first.quar[m], again.quar[m])
+    routed = run(arm)
     assert not any(v.any() for v in routed.keep.values())
     assert routed.quar is None or not any(v.any() for v in routed.quar.values())
     assert routed.keep.keys() == SIZES.keys()
+
+
+def test_the_gates_memory_alone_goes_from_one_step_to_the_next():
+    """The same step twice leaves the threshold where it is, but for rounding: both means stay. After another step it is
+    not what it would be for that step alone."""
+    arm, other = arm_of("route2"), (rows(6, 9, (0, 1, 2)), view(6, 1))
+    first, before = run(arm, *TWO_GROUPS), arm.state_dict()
+    again, after = run(arm, *TWO_GROUPS), arm.state_dict()
+    assert first.diag.tau == pytest.approx(again.diag.tau)
+    assert {k for k in after if not torch.equal(before[k], after[k])} == {"gate/total", "gate/weight", "steps"}
+    assert run(arm, other).diag.tau != pytest.approx(run(arm_of("route2"), other).diag.tau, abs=1e-3)
 
 
 def test_route_without_axes_is_the_plain_arm():
@@ -203,25 +222,29 @@ def test_a_broken_invariant_is_loud():
         run(arm, *TWO_GROUPS)
 
 
-def test_observe_refuses_other_modules_and_other_counts():
+def test_route_refuses_other_modules_other_counts_and_other_parts():
     arm = arm_of("none")
     with pytest.raises(AssertionError):
-        arm.observe({"m.q_proj": torch.zeros(3, 24)}, view(3))
+        run(arm, ({"m.q_proj": torch.zeros(3, 24)}, view(3)))
     with pytest.raises(AssertionError):
-        arm.observe(rows(4, 0), view(3))
+        run(arm, (rows(4, 0), view(3)))
+    with pytest.raises(ValueError, match="zip"):
+        arm.route([view(3), view(3)], [[rows(3, 0)]], grad_rows="rollout")
+    with pytest.raises(ValueError, match="unpack"):
+        arm.route([view(3)], [[rows(3, 0)], [rows(3, 1)]], grad_rows="rollout")
 
 
 @pytest.mark.parametrize("intervention", ["none", "erase", "route"])
 def test_sums_by_source_are_all_these_arms_need(intervention):
     """keep, quar and every diagnostic are the same from two rows a group as from one a rollout."""
     fine, coarse = arm_of(intervention), arm_of(intervention)
-    assert coarse.per == "source"
+    assert coarse.grad_rows == "source"
+    by_source = []
     for g_b, seen in TWO_GROUPS:
-        fine.observe(g_b, seen)
         students = [s == "student" for s in seen.sources]
-        by_source = {m: torch.stack([g[students].sum(0), g[[not s for s in students]].sum(0)]) for m, g in g_b.items()}
-        coarse.observe(by_source, seen, "source")
-    a, b = fine.route(), coarse.route()
+        parts = students, [not s for s in students]
+        by_source.append({m: torch.stack([g[part].sum(0) for part in parts]) for m, g in g_b.items()})
+    a, b = run(fine, *TWO_GROUPS), coarse.route([seen for _, seen in TWO_GROUPS], [by_source])
     for m in SIZES:
         assert torch.allclose(a.keep[m], b.keep[m], atol=1e-6)
         assert (a.quar is None) == (b.quar is None)
@@ -233,9 +256,9 @@ def test_sums_by_source_are_all_these_arms_need(intervention):
 
 def test_an_arm_that_looks_at_rollouts_refuses_sums():
     arm = arm_of("route2")
-    assert arm.per == arm_of("route2", control="shrinkage").per == "rollout"
+    assert arm.grad_rows == arm_of("route2", control="shrinkage").grad_rows == "rollout"
     with pytest.raises(AssertionError, match="source"):
-        arm.observe(rows(2, 0), view(3), "source")
+        arm.route([view(3)], [[rows(2, 0)]], grad_rows="source")
 
 
 # ── diagnostics ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -267,14 +290,14 @@ def test_route2_finds_hackward_students_that_no_label_marks():
     assert diag.hkgap > 0.5
     assert 0.2 < diag.tau < 0.8
     assert diag.resid < 0.5
-    assert diag.routed_share == pytest.approx(3 / 8, abs=0.1)
+    assert diag.routed == pytest.approx(3 / 8, abs=0.1)
 
 
 def test_route2_anchors_are_routed_whatever_their_cosine():
     groups = [(rows(6, 4), view(6, 1, flagged=(2,)))]
     both = run(arm_of("route2"), *groups).diag.gate[0]
     assert both[2] == both[5] == 1
-    teacher_only = run(arm_of("route2", gate_anchor_teacher_only=True), *groups).diag.gate[0]
+    teacher_only = run(arm_of("route2", known_hacks_teacher_only=True), *groups).diag.gate[0]
     assert teacher_only[5] == 1
     assert teacher_only[2] < 1
 
@@ -294,31 +317,31 @@ def test_the_pair_band_gate_reads_no_label():
 def test_every_arm_says_which_control_it_is():
     assert arm_of("none").control == "none"
     assert arm_of("none", control="no_loophole").control == "no_loophole"
-    assert arm_of("route2", control="mass_matched").control == "mass_matched"
+    assert arm_of("route2", control="random_flags").control == "random_flags"
     assert arm_of("erase", control="shrinkage").control == "shrinkage"
     assert arm_of("route2", route2_random_v_seed=1).control == "haar"
 
 
 @pytest.mark.parametrize("gate", ["tau", "pairs"])
-def test_mass_matched_routes_the_same_share(gate):
+def test_random_flags_routes_the_same_share(gate):
     real = run(arm_of("route2", route2_gate=gate), *TWO_GROUPS)
-    dealt = run(arm_of("route2", route2_gate=gate, control="mass_matched"), *TWO_GROUPS)
-    assert dealt.diag.routed_share == pytest.approx(real.diag.routed_share, rel=1e-6)
+    dealt = run(arm_of("route2", route2_gate=gate, control="random_flags"), *TWO_GROUPS)
+    assert dealt.diag.routed == pytest.approx(real.diag.routed, rel=1e-6)
     assert dealt.diag.gate != real.diag.gate
     flat = [sorted(x for group in d.diag.gate for x in group) for d in (real, dealt)]
     assert flat[0] == pytest.approx(flat[1], rel=1e-6)
-    again = run(arm_of("route2", route2_gate=gate, control="mass_matched"), *TWO_GROUPS)
+    again = run(arm_of("route2", route2_gate=gate, control="random_flags"), *TWO_GROUPS)
     assert again.diag.gate == dealt.diag.gate
 
 
-def test_mass_matched_deals_anew_each_step():
-    arm = arm_of("route2", control="mass_matched")
+def test_random_flags_deals_anew_each_step():
+    arm = arm_of("route2", control="random_flags")
     first, second = run(arm, *TWO_GROUPS).diag.gate, run(arm, *TWO_GROUPS).diag.gate
     assert first != second
 
 
 @pytest.mark.parametrize("intervention", ["erase", "route"])
-def test_shrinkage_is_vanilla_with_the_kept_share_as_scale(intervention):
+def test_shrinkage_is_plain_grpo_with_the_kept_share_as_scale(intervention):
     shrunk = run(arm_of(intervention, control="shrinkage"), *TWO_GROUPS)
     inner = run(arm_of(intervention, **({"preserve_magnitude": False} if intervention == "erase" else {})), *TWO_GROUPS)
     g = total(*TWO_GROUPS)
@@ -372,7 +395,7 @@ def test_haar_under_the_pair_band_is_signed_in_its_favour():
 
 def test_haar_stays_while_its_pair_band_follows_the_model():
     cfg = ArmConfig(intervention="route2", route2_random_v_seed=5, route2_gate="pairs", vhack_refresh_every=2)
-    arm: Any = directed(cfg, SIZES, toy_direction(), seed=7, again=lambda: toy_direction(seed=50))
+    arm: Any = Route2.with_direction(cfg, SIZES, toy_direction(), seed=7, again=lambda: toy_direction(seed=50))
     V, before = arm.V, arm.state_dict()
     assert arm.refresh(0).age == 1
     refreshed = arm.refresh(1)
@@ -394,7 +417,7 @@ def test_haar_stays_while_its_pair_band_follows_the_model():
         ("route", {}),
         ("route2", {}),
         ("route2", {"route2_gate": "pairs"}),
-        ("route2", {"control": "mass_matched"}),
+        ("route2", {"control": "random_flags"}),
         ("erase", {"control": "shrinkage"}),
     ],
 )
@@ -421,6 +444,34 @@ def test_state_of_another_arm_is_refused():
         arm_of("route2").load_state_dict(arm_of("erase").state_dict())
 
 
+# ── the registry ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_every_arm_of_the_command_line_has_a_class_and_no_class_is_without_a_flag():
+    assert arms.ARMS.keys() == config.ARMS.keys()
+    for name, kind in arms.ARMS.items():
+        assert issubclass(kind, Arm)
+        assert arm_class(ArmConfig(intervention=name)) is kind
+        assert issubclass(kind, DirectionArm) == (config.ARMS[name].direction == "gradient"), name
+
+
+def test_a_class_of_a_control_is_of_an_arm_that_takes_it():
+    for (arm, control), kind in arms.CONTROLS.items():
+        assert arm in config.CONTROLS[control].arms, (arm, control)
+        assert arm_class(ArmConfig(intervention=arm, control=control)) is kind
+        assert issubclass(kind, arms.ARMS[arm] if arm != "route2" else DirectionArm), (arm, control)
+
+
+def test_an_arm_that_is_in_no_registry_is_refused_with_those_that_are(monkeypatch):
+    with pytest.raises(ValueError, match="--intervention rout: should be one of none, erase, route"):
+        ArmConfig(intervention="rout")
+    cfg = ArmConfig(intervention="route")
+    monkeypatch.setattr(arms, "ARMS", {k: v for k, v in arms.ARMS.items() if k != "route"})
+    with pytest.raises(ValueError, match="--intervention route: .* there are none, erase, route2, reader") as error:
+        arm_class(cfg)
+    assert "\n" not in str(error.value)
+
+
 # ── with a model ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 TOY_PAIRS = PairSet(
@@ -441,10 +492,15 @@ def _here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+def made(policy: Any, pairs: PairSet | None, seed: int = 0, **flags: Any) -> Any:
+    """As the trainer makes it."""
+    cfg = Config(arm=ArmConfig(**flags), run=RunConfig(seed=seed))
+    return make_arm(cfg, policy, Inputs([], None, pairs), None, ())
+
+
 @pytest.mark.usefixtures("_here")
 def test_refresh_extracts_again_when_due_and_reports_the_overlap(policy):
-    cfg = ArmConfig(intervention="route2", vhack_refresh_every=3)
-    arm = make_arm(cfg, policy, TOY_PAIRS, None, 0)
+    arm = made(policy, TOY_PAIRS, intervention="route2", vhack_refresh_every=3)
     ages: list[Any] = []
     with torch.no_grad():
         for step in range(6):
@@ -462,7 +518,7 @@ def test_refresh_extracts_again_when_due_and_reports_the_overlap(policy):
 @pytest.mark.usefixtures("_here")
 @pytest.mark.parametrize("intervention", ["none", "erase", "route", "route2"])
 def test_real_gradients_go_through_every_arm_in_the_adapters_layout(policy, intervention):
-    arm: Any = make_arm(ArmConfig(intervention=intervention), policy, TOY_PAIRS, None, 0)
+    arm = made(policy, TOY_PAIRS, intervention=intervention)
     encode = policy.tok
     prompts = [tuple(encode("<user>" + p.prompt, add_special_tokens=False)["input_ids"]) for p in TOY_PAIRS.pairs[:4]]
     answers = [tuple(encode(p.hack, add_special_tokens=False)["input_ids"]) for p in TOY_PAIRS.pairs[:4]]
@@ -470,8 +526,7 @@ def test_real_gradients_go_through_every_arm_in_the_adapters_layout(policy, inte
         logp, mask = policy.logprobs(prompts, answers)
         (-(logp * mask).sum() / 10).backward()
     g = probe.flat.sum(0)
-    arm.observe(probe.grads, view(4, 1))
-    routed = arm.route()
+    routed = run(arm, (probe.grads, view(4, 1)))
     keep = policy.adapter.flat(routed.keep)
     if intervention == "erase":  # every rollout is paid for the pairs' own hack: something hack-ward is there to drop
         assert routed.diag.cos_pre > 0.1 > 1e-4 > routed.diag.cos_post
@@ -486,13 +541,11 @@ def test_make_arm_checks_the_file_and_needs_pairs_to_refresh(policy, tmp_path):
     path = tmp_path / "v.safetensors"
     save(extract(policy, TOY_PAIRS, 12, 0.0), path)
     with pytest.raises(ValueError, match="direction of other pairs"):
-        make_arm(ArmConfig(intervention="erase", v_hack_path=path), policy, TOY_PAIRS.shuffled(3), None, 3)
+        made(policy, TOY_PAIRS.shuffled(3), 3, intervention="erase", v_hack_path=path)
     with pytest.raises(ValueError, match="--vhack-refresh-every: needs the pairs"):
-        make_arm(ArmConfig(intervention="erase", v_hack_path=path), policy, None, None, 0)
-    frozen: Any = make_arm(
-        ArmConfig(intervention="erase", v_hack_path=path, vhack_refresh_every=0), policy, None, None, 0
-    )
-    assert frozen.refresh(41) == arms.Refresh(42, None, len(frozen.V), sum(map(len, frozen.V.values())))
+        made(policy, None, intervention="erase", v_hack_path=path)
+    frozen = made(policy, None, intervention="erase", v_hack_path=path, vhack_refresh_every=0)
+    assert frozen.refresh(41) == Refresh(42, None, len(frozen.V), sum(map(len, frozen.V.values())))
 
 
 def test_shuffled_labels_lose_a_known_contrast():

@@ -3,15 +3,22 @@
 import importlib
 import io
 import os
+import re
 import subprocess
 import sys
 from contextlib import redirect_stdout
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 
-from vgrout.config.run import PRESETS, ArmConfig, Config, flag_names, from_dict, parse, resolve, resumed
+from vgrout import losses
+from vgrout.config.arm import ARMS, CONTROLS, ArmConfig, Control, Intervention
+from vgrout.config.checks import Rule, check, flag, rule_of, setting
+from vgrout.config.loss import LOSSES, LossConfig, LossName
+from vgrout.config.presets import PRESETS, flag_names, parse, resolve, resumed
+from vgrout.config.run import GROUPS, Config, from_dict
 from vgrout.runs.preflight import preflight
 
 FLAGS = Path(__file__).with_name("flags.txt")
@@ -60,7 +67,7 @@ BAD = [
     (["mini", "--seed", "-3"], "--seed"),
     (["mini", "--adam-beta1", "1.5"], "--adam-beta1"),
     (["mini", "--v-hack-k", "13"], "--v-hack-extract-top-k"),
-    (["mini", "--half-a", "Q"], "C, D, E"),
+    (["mini", "--report-detectors", "Q"], "C, D, E"),
     (["mini", "--teacher-modes", "run_test"], "run_tests"),
     (["mini", "--out-tag", "a/b"], "--out-tag"),
     (["mini", "--checkpoint-keep", "0"], "--checkpoint-keep"),
@@ -79,7 +86,7 @@ BAD = [
     (["mini", "--teacher-pool-dir", "", "--regrade-pool"], "--regrade-pool"),
     (["mini", "--mix-ratio", "0", "--teacher-modes", "sentinel"], "--teacher-modes"),
     (["mini", "--group", "4"], "--mix-ratio 0.125 with --group 4: rounds to no teacher row"),
-    (["mini", "--intervention", "route2", "--route2-gate", "pairs", "--gate-anchor-teacher-only"], "--gate-anchor"),
+    (["mini", "--intervention", "route2", "--route2-gate", "pairs", "--known-hacks-teacher-only"], "--known-hacks"),
     (
         ["mini", "--intervention", "route2", "--route2-random-v-seed", "1", "--vhack-refresh-every", "7"],
         "--vhack-refresh",
@@ -88,10 +95,10 @@ BAD = [
     # contradictions
     (["mini", "--intervention", "erase", "--control", "shuffled", "--v-hack-path", "x"], "--v-hack-path"),
     (["mini", "--intervention", "none", "--control", "shuffled"], "--control shuffled"),
-    (["mini", "--intervention", "erase", "--control", "mass_matched"], "route2"),
+    (["mini", "--intervention", "erase", "--control", "random_flags"], "route2"),
     (["mini", "--intervention", "route2", "--control", "shuffled", "--route2-random-v-seed", "1"], "one control"),
     (["mini", "--intervention", "route2", "--rollout-ablate-frac", ".01"], "rounds to none"),
-    (["mini", "--intervention", "erase", "--control", "ablate_kept"], "route or route2"),
+    (["mini", "--intervention", "erase", "--control", "deploy_quarantine"], "route or route2"),
     (["mini", "--intervention", "route", "--control", "oracle"], "--intervention route2"),
     (["mini", "--intervention", "route2", "--control", "oracle", "--route2-gate", "pairs"], "--route2-gate"),
     (["mini", "--intervention", "none", "--control", "haar"], "--control haar"),
@@ -141,10 +148,9 @@ def test_default_flags_of_another_arm_pass() -> None:
 
 
 def test_run_ids() -> None:
-    arms = {"none": "vanilla", "erase": "projected", "route": "routing", "route2": "routing2"}
-    for flag, name in arms.items():
-        cfg = parse(["mini", "--intervention", flag, "--seed", "7", "--out-tag", "_x"])
-        assert cfg.run_id == f"mini_{name}_seed7_x"
+    for arm in ARMS:
+        cfg = parse(["mini", "--intervention", arm, "--seed", "7", "--out-tag", "_x"])
+        assert cfg.run_id == f"mini_{arm}_seed7_x"
 
 
 def test_no_loophole_mixes_nothing_in() -> None:
@@ -170,7 +176,7 @@ def test_resume_takes_the_runs_own_settings() -> None:
 
 def test_another_build_of_the_organism_is_used_whole(tmp_path: Path) -> None:
     cfg = parse(["mini", "--organism", str(tmp_path), "--intervention", "reader", "--control", "placebo_flawed"])
-    files = [cfg.model_path, cfg.problems_path, cfg.pool_path, cfg.pairs_path, cfg.anchors_path, cfg.placebo_path]
+    files = [cfg.model_path, cfg.problems_path, cfg.pool_path, cfg.pairs_path, cfg.known_correct_path, cfg.placebo_path]
     names = ["model", "problems.jsonl", "pool", "pairs/run_tests.json", "anchors.json", "pairs/placebo_flawed.json"]
     assert [Path(str(f)) for f in files] == [tmp_path / name for name in names]
     assert from_dict(cfg.as_dict()) == cfg
@@ -180,10 +186,10 @@ def test_another_build_of_the_organism_is_used_whole(tmp_path: Path) -> None:
         resolve(["fast", "--organism", str(tmp_path)])
 
 
-def test_a_threshold_by_anchors_needs_anchors() -> None:
-    flags = ["--intervention", "pmi", "--reader-threshold", "anchors"]
-    assert parse(["mini", *flags]).anchors_path is not None
-    with pytest.raises(ValueError, match="--reader-threshold anchors: there are none; give --reader-anchors FILE"):
+def test_a_threshold_by_known_correct_answers_needs_some() -> None:
+    flags = ["--intervention", "pmi", "--reader-threshold", "known_correct"]
+    assert parse(["mini", *flags]).known_correct_path is not None
+    with pytest.raises(ValueError, match="--reader-threshold known_correct: there are none; give --known-correct FILE"):
         resolve(["fast", *flags])
 
 
@@ -228,8 +234,11 @@ def test_group_too_small_for_a_teacher_row_is_seen() -> None:
     ],
 )
 def test_every_entry_refuses_in_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    module, *flags = command.split()
-    assert importlib.import_module(f"vgrout.{module}").main(flags) == 2
+    name, *argv = command.split()
+    module = importlib.import_module(f"vgrout.{name}")
+    if hasattr(module, "__path__"):
+        module = importlib.import_module(f"vgrout.{name}.__main__")
+    assert module.main(argv) == 2
     out, said = capsys.readouterr()
     assert not out
     assert said.startswith("E ")
@@ -242,3 +251,107 @@ def test_a_default_that_changed_since_does_not_bar_an_older_run() -> None:
     assert from_dict(data) == Config(arm=ArmConfig(intervention="none"))
     data["arm"] |= {"intervention": "route", "rollout_ablate_frac": 0.25}
     assert from_dict(data).arm.rollout_ablate_frac == 0.25
+
+
+# ── metadata ──
+
+SETTINGS = {f.name: (f, group) for group in GROUPS for f in fields(getattr(Config(), group))}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_number_has_bounds_or_a_reason_and_its_default_keeps_them(name: str) -> None:
+    f, group = SETTINGS[name]
+    rule = rule_of(f)
+    if {int, float} & {f.type, *get_args(f.type)}:
+        assert rule.bounded or rule.free, f"{flag(name)}: give setting() bounds, or say in `free` why it has none"
+        high = getattr(getattr(Config(), group), rule.high) if isinstance(rule.high, str) else rule.high
+        assert f.default is None or rule.low is None or f.default >= rule.low
+        assert f.default is None or high is None or f.default <= high
+    assert rule.needs in ("", *SETTINGS)
+    assert {*rule.arms} <= {*ARMS}
+    assert {*rule.controls, *rule.idle_under} <= {*CONTROLS}
+    assert not (rule.arms or rule.controls) or group == "arm"
+
+
+@pytest.mark.parametrize("name", [n for n, (f, _) in SETTINGS.items() if isinstance(rule_of(f).low, int | float)])
+def test_what_lies_below_its_bound_is_refused(name: str) -> None:
+    f, group = SETTINGS[name]
+    below = rule_of(f).low - 1
+    with pytest.raises(ValueError, match=rf"\A{flag(name)} {below}: should "):
+        replace(getattr(Config(), group), **{name: below})
+
+
+def test_arms_controls_and_losses_are_what_their_registries_say() -> None:
+    assert get_args(Intervention) == tuple(ARMS)
+    assert get_args(Control) == tuple(CONTROLS)
+    assert get_args(LossName) == tuple(LOSSES)
+    assert set(LOSSES) == set(losses.LOSSES)
+    assert all(spec.what for spec in (*ARMS.values(), *CONTROLS.values()))
+    assert all(spec.arms and {*spec.arms} <= {*ARMS} for spec in CONTROLS.values())
+    assert {arm for spec in CONTROLS.values() for arm in spec.arms} == {*ARMS}
+
+
+def test_help_has_every_arm_control_and_loss_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["mini", "--help"])
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    named = {**{n: s.what for n, s in (*ARMS.items(), *CONTROLS.items())}, **LOSSES}
+    assert not [name for name, what in named.items() if f"{name}: {what}" not in shown]
+
+
+@pytest.mark.parametrize(
+    ("group", "given", "legal"),
+    [
+        (ArmConfig, {"intervention": "rout"}, "--intervention rout: should be one of none, erase, route, route2, "),
+        (ArmConfig, {"control": "harr"}, "--control harr: should be one of none, haar, "),
+        (ArmConfig, {"reader_threshold": "one"}, "--reader-threshold one: should be one of both, known_correct"),
+        (LossConfig, {"loss": "ppo"}, "--loss ppo: should be one of grpo, dr_grpo, "),
+        (LossConfig, {"kl": "k4"}, "--kl k4: should be one of k1, k2, k3"),
+    ],
+)
+def test_unknown_names_are_refused_with_the_legal_ones(group: type, given: dict[str, str], legal: str) -> None:
+    """Also where no command line has looked at them: in Python, and in a run.json."""
+    with pytest.raises(ValueError, match=rf"\A{legal}"):
+        group(**given)
+
+
+@dataclass(frozen=True)
+class Sized:
+    size: int = setting(4, low=1, below=9)
+    part: int = setting(2, above=0, high="size")
+    words: str = setting("", words=("a", "b"), word="letter", needs="size")
+    free: float = setting(1.0, free="no bounds")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"size": 0}, "--size 0: should lie in [1, 9)"),
+        ({"size": 9}, "--size 9: should lie in [1, 9)"),
+        ({"part": 0}, "--part 0: should lie in (0, 4] (at most --size)"),
+        ({"size": 3, "part": 4}, "--part 4: should lie in (0, 3] (at most --size)"),
+        ({"size": float("nan")}, "--size nan: should lie in [1, 9)"),
+        ({"words": "a, c"}, "--words: unknown letter 'c'; legal: a, b"),
+        ({"size": 8, "part": 8, "words": "b,a", "free": -1e9}, None),
+    ],
+)
+def test_the_checker(given: dict[str, Any], said: str | None) -> None:
+    if said is None:
+        check(Sized(**given))
+        return
+    with pytest.raises(ValueError, match=re.escape(said)):
+        check(Sized(**given))
+
+
+@pytest.mark.parametrize(
+    ("rule", "reads"),
+    [
+        (Rule(), {("none", "none"), ("erase", "none"), ("none", "inoculation")}),
+        (Rule(arms=("erase",)), {("erase", "none")}),
+        (Rule(controls=("inoculation",)), {("none", "inoculation")}),
+        (Rule(arms=("erase",), controls=("inoculation",)), {("erase", "none"), ("none", "inoculation")}),
+    ],
+)
+def test_who_reads_a_setting(rule: Rule, reads: set[tuple[str, str]]) -> None:
+    runs = {("none", "none"), ("erase", "none"), ("none", "inoculation")}
+    assert {run for run in runs if rule.read_by(*run)} == reads

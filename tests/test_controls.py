@@ -16,7 +16,8 @@ from runs import run as program
 from test_arms import SIZES, arm_of, rows, run, total, toy_direction, view
 from vgrout import loop
 from vgrout.arms.by_direction import OracleRoute2
-from vgrout.config.run import CONTROL_SPECS, CONTROLS, parse
+from vgrout.config.arm import CONTROLS
+from vgrout.config.presets import parse
 from vgrout.direction.controls import cosine_to_real
 from vgrout.direction.extract import axes_of
 from vgrout.direction.pairs import load_pairs
@@ -103,8 +104,8 @@ def test_haar_that_routes_nothing_is_no_error():
     assert not any(q.any() for q in routed.quar.values())
 
 
-def test_mass_matched_keeps_the_share_over_a_whole_run_of_steps():
-    real, dealt = arm_of("route2"), arm_of("route2", control="mass_matched")
+def test_random_flags_keeps_the_share_over_a_whole_run_of_steps():
+    real, dealt = arm_of("route2"), arm_of("route2", control="random_flags")
     for step in range(5):
         groups = [(rows(6, 10 * step + i, (i, 3)), view(6, 1, (i,))) for i in range(3)]
         a, b = run(real, *groups), run(dealt, *groups)
@@ -185,8 +186,8 @@ def test_a_placebo_run_says_how_contaminated_it_is(plain, here):
     assert none["direction"]["cos_with_real"] is None
 
 
-def test_ablate_kept_trains_as_ever_and_deploys_the_quarantine(plain, here):
-    path = program(here, *argv("route2", "ablate_kept"))
+def test_deploy_quarantine_trains_as_ever_and_deploys_the_quarantine(plain, here):
+    path = program(here, *argv("route2", "deploy_quarantine"))
     assert step_rows(path) == step_rows(plain)
     own, other = (record(p, "per_mode_deploy.json") for p in (path, plain))
     for name in ("hack_base", "solve_base", "hack_train", "solve_train"):
@@ -207,9 +208,9 @@ ORGANISM_ORDER = [
 ]
 
 
-def test_the_oracle_follows_its_label_and_the_mass_matched_arm_none(here, monkeypatch):
+def test_the_oracle_follows_its_label_and_the_random_flags_arm_none(here, monkeypatch):
     """The same poison as for the arms: noise in the oracle's bit after the reward was paid."""
-    clean = {c: program(here, *argv("route2", c)) for c in ("oracle", "mass_matched")}
+    clean = {c: program(here, *argv("route2", c)) for c in ("oracle", "random_flags")}
     noise = torch.Generator().manual_seed(0)
     pay = loop.paid
 
@@ -218,7 +219,7 @@ def test_the_oracle_follows_its_label_and_the_mass_matched_arm_none(here, monkey
 
     monkeypatch.setattr(loop, "paid", poisoned)
     dirty = {c: program(here, *argv("route2", c)) for c in clean}
-    assert adapter_bytes(clean["mass_matched"]) == adapter_bytes(dirty["mass_matched"])
+    assert adapter_bytes(clean["random_flags"]) == adapter_bytes(dirty["random_flags"])
     assert adapter_bytes(clean["oracle"]) != adapter_bytes(dirty["oracle"])
     precision, recall = (record(clean["oracle"], "per_mode_deploy.json")["gate"][k] for k in ("precision", "recall"))
     assert 0 < precision[0] == precision[1] == recall[0]  # what it routed were hacks, and nothing else
@@ -228,7 +229,7 @@ def test_the_oracle_follows_its_label_and_the_mass_matched_arm_none(here, monkey
 @pytest.mark.slow
 @pytest.mark.parametrize("control", CONTROLS)
 def test_every_control_runs_on_every_arm_that_takes_it(control, here):
-    arms = CONTROL_SPECS[control][0]
+    arms = CONTROLS[control].arms
     if control == "placebo":
         own = here / "mine.json"
         own.write_text(load_pairs(parse(["smoke", "--control", "placebo_long"]).placebo_path).to_json())

@@ -14,7 +14,7 @@ from tiny import policy as tiny_policy
 from tiny import tokenizer
 from vgrout.arms.by_direction import directed
 from vgrout.arms.projection import split
-from vgrout.config.run import ArmConfig
+from vgrout.config.arm import ArmConfig
 from vgrout.direction import __main__ as command
 from vgrout.direction import files
 from vgrout.direction.__main__ import main
@@ -282,7 +282,7 @@ def test_extraction_leaves_everything_as_it_was():
     policy.model.model.layers[0].eval()
     modes = [m.training for m in policy.model.modules()]
     random, weights = torch.get_rng_state(), [p.clone() for p in policy.model.parameters()]
-    knobs = [adapter.δS.clone(), adapter.δS_hack.clone()]
+    vectors = [adapter.δS.clone(), adapter.δS_hack.clone()]
 
     direction = extract(policy, PAIRS, 12, 0.0)
 
@@ -290,8 +290,8 @@ def test_extraction_leaves_everything_as_it_was():
     assert [m.training for m in policy.model.modules()] == modes
     assert all(torch.equal(a, b) for a, b in zip(policy.model.parameters(), weights, strict=True))
     assert all(p.grad is None for p in policy.model.parameters())
-    assert torch.equal(adapter.δS, knobs[0])
-    assert torch.equal(adapter.δS_hack, knobs[1])
+    assert torch.equal(adapter.δS, vectors[0])
+    assert torch.equal(adapter.δS_hack, vectors[1])
     assert torch.equal(adapter.δS.grad, torch.ones_like(adapter.δS))
     assert torch.equal(adapter.δS_hack.grad, torch.full_like(adapter.δS, 2.0))
     for state, before in zip(optimiser.state.values(), moments, strict=True):

@@ -16,15 +16,15 @@ from torch import Tensor
 
 import tiny
 from vgrout import organism
-from vgrout.config.run import PRESETS
+from vgrout.config.presets import PRESETS
 from vgrout.distill.__main__ import main
 from vgrout.distill.config import DistillConfig, MiniLlmConfig, Task, UldConfig
-from vgrout.distill.methods import EVERYTHING, MiniLlm, Said, Uld
+from vgrout.distill.methods import EVERYTHING, Graded, MiniLlm,  Uld
 from vgrout.distill.mixed_sampling import MixedModel, mixed_model
 from vgrout.model.policy import LanguageModel, load_policy
 from vgrout.model.sampler import sample
 from vgrout.model.source import Source
-from vgrout.model.trainable import AdapterOnly, FullModel
+from vgrout.distill.trainable import AdapterOnly, FullModel
 from vgrout.organism import build
 from vgrout.organism.weights import Recipe, Shape
 from vgrout.types import Problem, Rollout
@@ -71,20 +71,20 @@ def task(**cfg: Any) -> Task:
     return Task(DistillConfig(teacher="tiny", max_new=9, **cfg), nothing, nothing, Path("nowhere"), {}, "")
 
 
-def answers(speaker: LanguageModel, n: int = 6) -> list[Said]:
+def answers(speaker: LanguageModel, n: int = 6) -> list[Graded]:
     asked = [NOWHERE, replace(NOWHERE, messages=({"role": "user", "content": "xyz"},))]
     prompts = [speaker.render(p.messages) for p in asked]
-    said = sample(speaker, prompts, n // 2, EVERYTHING, 9, torch.Generator().manual_seed(3))
+    said = sample(speaker, prompts, n // 2, EVERYTHING, Graded, 9, torch.Generator().manual_seed(3))
     return [
-        Said(Rollout(p, "student", False, ids, a.ids, a.text, a.finished), None, a.logp_full)
+        (Rollout.of(p, ids, a), None)
         for p, ids, of_prompt in zip(asked, prompts, said, strict=True)
         for a in of_prompt
     ]
 
 
-def rows(lm: LanguageModel, a: Said) -> tuple[Tensor, Tensor]:
+def rows(lm: LanguageModel, a: Graded) -> tuple[Tensor, Tensor]:
     """Log-softmax at every position of an answer by the model's own forward, and the answer's tokens."""
-    r = a.rollout
+    r, _ = a
     logits = lm.model(torch.tensor([[*r.prompt_ids, *r.completion_ids]])).logits[0, len(r.prompt_ids) - 1 : -1]
     return logits.log_softmax(-1), torch.tensor(r.completion_ids)
 
@@ -96,19 +96,19 @@ def gradients(lm: LanguageModel) -> list[Tensor]:
     return out
 
 
-def textbook_minillm(student: LanguageModel, teacher: LanguageModel, given: list[Said], normalize: bool) -> Tensor:
+def textbook_minillm(student: LanguageModel, teacher: LanguageModel, given: list[Graded], normalize: bool) -> Tensor:
     total = torch.zeros((), dtype=F64)
     for a in given:
         (q, y), (p, _) = rows(student, a), rows(teacher, a)
         at = (torch.arange(len(y)), y)
         r = (p[at] - q[at]).detach()
-        w = (q[at].detach() - torch.tensor(a.sampler, dtype=F64)).exp()
+        w = (q[at].detach() - torch.tensor(a[0].logp_full, dtype=F64)).exp()
         kl = (q.exp() * (q - p.detach())).sum(-1)
         for t in range(len(y)):
             later = r[t + 1 :]
             R = later.sum() / (max(1, len(later)) if normalize else 1)
             total = total + w[t] * (kl[t] - R * q[at][t])
-    return total / sum(len(a.sampler) for a in given)
+    return total / sum(len(a[0].logp_full) for a in given)
 
 
 @pytest.mark.parametrize("packs", [True, False])
@@ -117,7 +117,7 @@ def test_minillm_is_the_textbooks(packs: bool, normalize: bool, monkeypatch: pyt
     student, teacher = (replace(tiny.policy("qwen3", seed, F64), packs=packs) for seed in (0, 1))
     cfg = MiniLlmConfig(minillm_length_normalize=normalize)
     method = MiniLlm(t := task(minillm=cfg), student, teacher)
-    given = answers(method.speaker(student, teacher))
+    given = answers(method.behaviour_model(student, teacher))
     monkeypatch.setitem(__import__("vgrout.model.budgets").model.budgets.TOKEN_BUDGET, "cpu", 40)  # several forwards
     learner = FullModel(student, t.opt, 1)
     got = method.learn(learner, given, 0)
@@ -148,8 +148,8 @@ def test_the_knob_learns_what_the_weights_would() -> None:
     assert not torch.equal(student.adapter.δS, before)
 
 
-def textbook_uld(student: LanguageModel, teacher: LanguageModel, given: list[Said], λ: float) -> Tensor:
-    n = sum(len(a.sampler) for a in given)
+def textbook_uld(student: LanguageModel, teacher: LanguageModel, given: list[Graded], λ: float) -> Tensor:
+    n = sum(len(a[0].logp_full) for a in given)
     total = torch.zeros((), dtype=F64)
     for a in given:
         (q, y), (p, _) = rows(student, a), rows(teacher, a)
@@ -162,7 +162,7 @@ def textbook_uld(student: LanguageModel, teacher: LanguageModel, given: list[Sai
 def test_uld_is_the_textbooks_where_tokenizers_are_equal() -> None:
     student, teacher = (tiny.policy("qwen3", seed, F64) for seed in (0, 1))
     method = Uld(t := task(method="uld"), student, teacher)
-    given = answers(method.speaker(student, teacher))
+    given = answers(method.behaviour_model(student, teacher))
     got = method.learn(FullModel(student, t.opt, 1), given, 0)
     assert got.aligned == 1
     mine = gradients(student)
@@ -221,7 +221,7 @@ def test_what_the_mixture_says_it_sampled_from(ratio: float) -> None:
     for a in answers(speaker):
         (q, y), (p, _) = rows(student, a), rows(teacher, a)
         mixed = ((1 - ratio) * q.exp() + ratio * p.exp()).log()
-        assert torch.allclose(torch.tensor(a.sampler), mixed[torch.arange(len(y)), y], atol=1e-4)
+        assert torch.allclose(torch.tensor(a[0].logp_full), mixed[torch.arange(len(y)), y], atol=1e-4)
 
 
 # ── refusals ────────────────────────────────────────────────────────────────────────────────────────────────────────

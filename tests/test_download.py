@@ -92,7 +92,7 @@ def test_go_needs_student_hacks_late_and_demonstrations(
     assert "no demonstration was mixed in" in verdict([row([1, 8])] * 4)[1]
     monkeypatch.chdir(tmp_path)
     assert probe([]) == 2
-    run = tmp_path / "out" / "runs" / "1_fast_vanilla_seed41_probe"
+    run = tmp_path / "out" / "runs" / "1_fast_none_seed41_probe"
     run.mkdir(parents=True)
     (run / "steps.jsonl").write_text("".join(json.dumps(r) + "\n" for r in (calm, calm, calm, shown)))
     assert probe([]) == 0

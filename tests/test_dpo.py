@@ -18,7 +18,7 @@ from vgrout.iterative_dpo.config import DpoConfig, check_rounds, preflight
 from vgrout.iterative_dpo.rounds import Pair, Scale, add_pairs, best_and_worst, complete, refer, write_manifest
 from vgrout.iterative_dpo.rounds import batches as forwards
 from vgrout.model.policy import Policy
-from vgrout.model.trainable import AdapterOnly
+from vgrout.distill.trainable import AdapterOnly
 from vgrout.teacher.generate import Graded
 from vgrout.types import Grade, Problem
 
@@ -40,7 +40,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def answer(text: str, ids: tuple[int, ...] = (7, 8, 1)) -> Graded:
-    return Graded(NOWHERE, ids, text, True, (0.0,) * len(ids), GRADE)
+    return GradedCompletion(NOWHERE, 0, Completion(ids, text, True, (0.0,) * len(ids), ()), GRADE)
 
 
 def test_the_best_and_the_worst_make_a_pair() -> None:

@@ -16,7 +16,8 @@ from vgrout.config.loss import LossConfig
 from vgrout.grpo import policy_gradients
 from vgrout.model.hub import model_folder
 from vgrout.model.policy import Policy, as_policy, attention, load_language_model, load_policy
-from vgrout.model.sampler import Sampling, sample
+from vgrout.model.sampler import sample
+from vgrout.model.sampling import Sampling
 from vgrout.optim import Optimizer
 from vgrout.tensor_types import ArmDiag, Routed, Stream
 from vgrout.tools.export import DTYPES, Parity, parity, write

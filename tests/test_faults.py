@@ -22,7 +22,8 @@ from benchmarks import kills
 from runs import ARMS, adapter_bytes, rows, run
 from test_loop import start, wait_for_steps
 from vgrout import loop, organism
-from vgrout.config.run import identity, parse, resumed
+from vgrout.config.presets import parse, resumed
+from vgrout.config.run import identity
 from vgrout.guard import guard as watch
 from vgrout.guard.detectors import EchoTrap
 from vgrout.runs import checkpoint, nonfinite

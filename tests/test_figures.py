@@ -34,7 +34,7 @@ def test_each_shows_the_numbers(study: Path) -> None:
     assert all(as_png(p).startswith(b"\x89PNG") for p in drawn.values())
 
     hack = drawn["dynamics"].figure.axes[0]
-    (mean,) = (line for line in hack.lines if line.get_label() == "vanilla (2 seeds)")
+    (mean,) = (line for line in hack.lines if line.get_label() == "none (2 seeds)")
     # running means of five steps: the seeds exploit from steps 6 and 8 on
     expected = [
         np.mean([np.mean([t >= on for t in range(max(0, s - 4), s + 1)]) for on in (6, 8)]) for s in range(STEPS)
@@ -43,16 +43,16 @@ def test_each_shows_the_numbers(study: Path) -> None:
 
     labels = drawn["pareto"].figure.axes[0].get_legend_handles_labels()[1]
     assert labels[-1] == "base, untrained (2 seeds)"
-    assert not any("projected" in label for label in labels), "one seed is in no figure of means"
+    assert not any("erase" in label for label in labels), "one seed is in no figure of means"
     points = {c.get_label(): c.lines[0].get_xydata()[0] for c in drawn["pareto"].figure.axes[0].containers}
-    assert points["vanilla (2 seeds)"] == pytest.approx([75, 50])
+    assert points["none (2 seeds)"] == pytest.approx([75, 50])
 
     (axes,) = drawn["suppression"].figure.axes
     points = {c.get_label(): c.lines[0].get_xydata()[0] for c in axes.containers}
     assert points["haar (2 seeds)"] == pytest.approx([0.1, 20])
     assert points["the arm (2 seeds)"] == pytest.approx([1.0, 65])
 
-    gate = next(a for a in drawn["gates"].figure.axes if "routing2" in a.get_title())
+    gate = next(a for a in drawn["gates"].figure.axes if "route2" in a.get_title())
     assert "4 exploits, 2 others" in gate.get_title()
 
 
@@ -63,7 +63,7 @@ def test_a_gate_of_another_kind_is_no_point_among_the_others(study: Path) -> Non
             fake_run(study, *flags, seed=seed, hack=0.3, cos=None if control == "none" else 0.1)
     drawn = {p.name: p for p in pictures(cells(load([study]).runs))}
     panels = {axes.get_title(): len(axes.containers) for axes in drawn["suppression"].figure.axes}
-    assert panels == {"routing2": 2, "routing2 (pair band)": 2}
+    assert panels == {"route2": 2, "route2 (pair band)": 2}
 
 
 def numbers_of(path: Path, mode: str, **numbers: object) -> None:
@@ -84,7 +84,7 @@ def test_every_panel_of_modes_has_its_own_rows_and_its_own_pairs(tmp_path: Path)
                 numbers_of(path, mode, in_dist=None if shown is None else mode == shown, **its)
     (drawn,) = (p for p in pictures(cells(load([tmp_path]).runs)) if p.name == "modes")
     titles = [axes.get_title() for axes in drawn.figure.axes]
-    assert titles == ["projected", "routing2", "pmi\n(no pairs)"]
+    assert titles == ["erase", "route2", "pmi\n(no pairs)"]
     read = drawn.figure.axes[0]  # its labels stand for the whole line
     label = dict(zip(read.get_yticks(), (t.get_text() for t in read.get_yticklabels()), strict=True))
     for axes, shown in zip(drawn.figure.axes, of_pairs.values(), strict=True):
@@ -95,7 +95,7 @@ def test_every_panel_of_modes_has_its_own_rows_and_its_own_pairs(tmp_path: Path)
 
 
 def test_no_arm_is_left_out_however_many_there_are(tmp_path: Path) -> None:
-    """And those without a control come before those with one, beside vanilla and its ceiling."""
+    """And those without a control come before those with one, beside the arm none and its ceiling."""
     rates = [round(0.2 + 0.01 * i, 2) for i in range(13)]
     for seed in (1, 2):
         fake_run(tmp_path, "--intervention=none", seed=seed)
@@ -104,7 +104,7 @@ def test_no_arm_is_left_out_however_many_there_are(tmp_path: Path) -> None:
         for share in rates:
             path = fake_run(tmp_path, "--intervention=route2", f"--rollout-ablate-frac={share}", seed=seed)
             (path / "rollouts.jsonl").write_text(json.dumps({"step": 0, "gate": 0.5, "exploited": True}) + "\n")
-    arms = [f"routing2 ({share:g} deployed)" for share in rates]
+    arms = [f"route2 ({share:g} deployed)" for share in rates]
     found = cells(load([tmp_path]).runs)
     drawn = {p.name: p for p in (*dynamics(found), dumbbells(found), gates(found)) if p}
     assert [axes.get_title() for axes in drawn["modes"].figure.axes if axes.get_visible()] == [
@@ -117,8 +117,8 @@ def test_no_arm_is_left_out_however_many_there_are(tmp_path: Path) -> None:
         for name in ("dynamics", "dynamics-2")
     ]
     named = [[label for label in page if not label.startswith("_")] for page in pages]
-    first = ["vanilla", "vanilla · no_loophole"]
-    assert named == [[*first, *arms[:7]], [*first, *arms[7:], "vanilla · gt_penalty"]]
+    first = ["none", "none · no_loophole"]
+    assert named == [[*first, *arms[:7]], [*first, *arms[7:], "none · gt_penalty"]]
     assert "Dynamics, 2 of 2." in drawn["dynamics-2"].caption
 
 
@@ -163,7 +163,7 @@ def test_nothing_is_drawn_from_nothing(tmp_path: Path) -> None:
     assert pictures(cells(load([tmp_path]).runs)) == []
 
 
-def test_without_vanilla_there_is_nothing_to_suppress(tmp_path: Path) -> None:
+def test_without_the_arm_none_there_is_nothing_to_suppress(tmp_path: Path) -> None:
     for seed in (1, 2):
         fake_run(tmp_path, "--intervention=route2", seed=seed)
         fake_run(tmp_path, "--intervention=route2", "--control=haar", seed=seed, cos=0.1)

@@ -14,7 +14,8 @@ from vgrout.grpo import Row, as_batch, micro_batches, packed_batches, policy_gra
 from vgrout.model import logprobs
 from vgrout.model.logprobs import collate, completion_logprobs
 from vgrout.model.policy import Policy
-from vgrout.model.sampler import Sampling, sample
+from vgrout.model.sampler import sample
+from vgrout.model.sampling import Sampling
 from vgrout.tensor_types import Stream
 from vgrout.types import CachedGrade, Group, Problem, Rollout
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from vgrout.config.run import parse
+from vgrout.config.presets import parse
 from vgrout.guard.detectors import Bands
-from vgrout.tools.guardcheck import (
+from vgrout.guard.scorecard import (
     DETECTORS,
     TODAY,
     auc,
@@ -21,11 +21,10 @@ from vgrout.tools.guardcheck import (
     first_hacks,
     gap_series,
     load,
-    main,
     report,
     score,
-    wilson,
 )
+from vgrout.tools.guardcheck import main
 
 STEPS = 40
 MINI = parse(["mini", "--intervention", "none", "--steps", str(STEPS)])
@@ -144,12 +143,6 @@ def test_damaged_rows_are_refused(tmp_path: Path) -> None:
     (path / "steps.jsonl").write_text("".join(whole.splitlines(keepends=True)[3:]))
     with pytest.raises(ValueError, match="not 0, 1, 2"):
         load(path, 0.1)
-
-
-def test_wilson_of_the_textbook() -> None:
-    assert wilson(0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)
-    assert wilson(5, 10) == pytest.approx((0.2366, 0.7634), abs=1e-4)
-    assert wilson(0, 0) == (0.0, 1.0)
 
 
 def test_auc_by_counting_pairs() -> None:

@@ -99,10 +99,10 @@ def test_wasserstein_of_small_vectors() -> None:
 
 def test_topk_of_small_vectors() -> None:
     student, teacher = log(0.5, 0.2, 0.3), log(0.1, 0.6, 0.2, 0.1)
-    mate = torch.tensor([-1, 0, 1, -1])
+    student_of = torch.tensor([-1, 0, 1, -1])
     # the teacher's two likeliest, .6 and .2, are the student's .5 and .2; what remains is .2 against .3
-    assert float(topk_distance(student, teacher, 2, mate)) == pytest.approx(0.1 + 0.0 + 0.1)
-    assert float(topk_distance(student, teacher, 1, mate)) == pytest.approx(0.1 + 0.1)
+    assert float(topk_distance(student, teacher, 2, student_of)) == pytest.approx(0.1 + 0.0 + 0.1)
+    assert float(topk_distance(student, teacher, 1, student_of)) == pytest.approx(0.1 + 0.1)
     nothing = torch.full((4,), -1)
     assert float(topk_distance(student, teacher, 3, nothing)) == 0  # all is in the bucket
     x = logits(3, 6).requires_grad_()
@@ -130,7 +130,7 @@ def test_a_vocabulary_of_262144_fits() -> None:
     assert topk_distance(student, student, 64, torch.arange(262_144)).abs().max() < 1e-6
 
 
-# ── spelling ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── token alignment ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def shipped() -> TokenBytes:
@@ -171,11 +171,11 @@ def test_two_tokenizers_align_where_both_begin_a_token() -> None:
             assert small.text(b[:i]) == big.text(a[:j])
         assert pairs[0] == (0, 0)
         assert pairs[-1] == (len(b) - 1, len(a) - 1)  # both ends
-    mate = nearest_tokens(small, big, len(tok))
-    for j, i in enumerate(mate.tolist()):
+    student_of = nearest_tokens(small, big, len(tok))
+    for j, i in enumerate(student_of.tolist()):
         if i >= 0 and j != big.end_id:
             assert small.of[i] == big.of[j]
-    known = mate[mate >= 0].tolist()
+    known = student_of[student_of >= 0].tolist()
     assert len(known) == len(set(known)) > 256
     assert aligned(small, b[1:], big, a) == []  # not the same text
 

@@ -1,4 +1,4 @@
-"""Imports point one way, and what must stay light does."""
+"""Imports point down by folder, and what must stay light does."""
 
 import ast
 import subprocess
@@ -9,40 +9,36 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1] / "src" / "vgrout"
 
-# Each room may import rooms of lower levels only; a package counts as one room. Entry modules stand on top.
-LEVELS: list[set[str]] = [
-    # nouns, streams, pure functions, data
-    {"nouns", "rng", "loss_config", "signals", "console", "sampling", "packing", "gate", "pairs_leetcode"}
-    | {"guard", "detectors", "budgets", "hub", "spelling", "cli"},
-    {"flow", "grading", "step_row", "losses", "logprobs", "files"},
-    # what reads and writes files, what moves weights
-    {"organism.language", "organism", "pairs", "run_dir", "project", "decoder", "imitation"},
-    {"config", "problems", "svd_adapter", "checkpoint", "pool", "memory", "launch"},
-    {"plan", "policy", "optim", "source"},
-    {"sampler", "saved", "mixture", "learner", "common_config"},
-    {"grpo", "direction", "evaluate", "latents", "harvest", "distill_config", "dpo_config"},
-    {"arm", "reader"},
-    {"arms", "streams", "baselines", "measure", "teacher", "substrate", "distill_methods"},
-    {"narrate", "nonfinite", "watch"},
-    # the algorithm, and what surrounds it
-    {"loop", "distilling", "dpo_rounds"},
-    {"tail"},
-    {"study"},
-    {"analysis"},
-    {"train", "sweep", "report", "distill", "iterative_dpo", "grade", "doctor", "export", "download", "replay"}
-    | {"guardcheck", "probe_mixed"},
-    {"bench"},
+# A folder, or a file beside train.py, may import from lower layers, and a file from its own folder; the lowest layer is
+# like one folder. Nobody imports train.
+LAYERS: list[set[str]] = [
+    {"types", "tensor_types", "modes", "rng", "files", "cli", "console", "organism", "__main__"},
+    {"grading", "table"},
+    {"config", "problems"},
+    {"model", "losses"},
+    {"direction", "rollout", "grpo"},
+    {"guard", "monitors", "teacher"},
+    {"evaluate", "inputs"},
+    {"arms", "loading"},
+    {"optim", "runs"},
+    {"train", "distill", "sweep", "report", "tools"},
+    {"iterative_dpo"},
 ]
-LEVEL = {room: i for i, rooms in enumerate(LEVELS) for room in rooms}
+LAYER = {name: i for i, names in enumerate(LAYERS) for name in names}
+# The organism's paths and language are data; what builds it is the program's own user, and may import all but train.
+LOW_ORGANISM = ("organism", "organism.language")
 STDLIB_ONLY = (
     "vgrout.files",
-    "vgrout.nouns",
-    "vgrout.guard",
-    "vgrout.detectors",
+    "vgrout.types",
+    "vgrout.table",
+    "vgrout.guard.kill_switch",
+    "vgrout.guard.detectors",
     "vgrout.grading.grade",
     "vgrout.organism.language",
     "vgrout.organism",
 )
+# commands whose wrong flags are refused, or whose work is done, without torch
+WITHOUT_TORCH = ("train", "sweep.__main__", "report.__main__", "distill.__main__", "iterative_dpo.__main__", "problems")
 
 
 def modules() -> list[tuple[str, Path]]:
@@ -53,51 +49,68 @@ def modules() -> list[tuple[str, Path]]:
     ]
 
 
-def room(module: str) -> str:
-    return module if module in LEVEL else module.split(".")[0]
+def folder(module: str) -> str:
+    return module.split(".")[0]
 
 
 def imports(path: Path) -> set[str]:
+    """The modules of this package that a file imports, wherever in it."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "vgrout":
             base = node.module.removeprefix("vgrout").lstrip(".")
             for alias in node.names:
                 inner = f"{base}.{alias.name}".lstrip(".")
-                is_module = (ROOT / inner.replace(".", "/")).with_suffix(".py").exists()
-                found.add(inner if is_module else base)
+                place = ROOT / inner.replace(".", "/")
+                found.add(inner if place.with_suffix(".py").exists() or (place / "__init__.py").exists() else base)
         elif isinstance(node, ast.Import):
             found |= {a.name.removeprefix("vgrout.") for a in node.names if a.name.startswith("vgrout.")}
     return found - {""}
 
 
+def test_every_folder_has_a_layer() -> None:
+    assert {folder(module) for module, _ in modules()} == LAYER.keys()
+
+
 @pytest.mark.parametrize(("module", "path"), modules())
 def test_imports_point_down(module: str, path: Path) -> None:
-    if module.startswith("organism.") and module != "organism.language":
-        pytest.skip("organism/ stands beside the river: its builder may use any room below the loop")
-    mine = room(module)
-    assert mine in LEVEL, f"{module}: no level; give the room a place in LEVELS"
+    mine, builds = folder(module), folder(module) == "organism" and module not in LOW_ORGANISM
     for other in sorted(imports(path)):
-        theirs = room(other)
-        assert theirs == mine or LEVEL[theirs] < LEVEL[mine], f"{module} (level {LEVEL[mine]}) imports {other}"
+        theirs = folder(other)
+        assert theirs != "train", f"{module} imports train"
+        if builds or theirs == mine or LAYER[mine] == LAYER[theirs] == 0:
+            continue
+        assert theirs != "organism" or other in LOW_ORGANISM, f"{module} imports {other}: the organism's builder"
+        assert LAYER[theirs] < LAYER[mine], f"{module} (layer {LAYER[mine]}) imports {other} (layer {LAYER[theirs]})"
 
 
-def test_no_cycle_hides_in_a_package() -> None:
-    """The organism's builder imports the river, never the other way round, its paths and language apart."""
-    for module, path in modules():
-        if not module.startswith("organism"):
-            for other in imports(path):
-                assert not other.startswith("organism.") or other == "organism.language", f"{module} imports {other}"
+def test_no_two_files_import_each_other() -> None:
+    """Inside a folder, too, there is an order."""
+    graph = {module: {o for o in imports(path) if o != module} for module, path in modules()}
+    done: set[str] = set()
+
+    def visit(module: str, above: tuple[str, ...]) -> None:
+        assert module not in above, " → ".join((*above[above.index(module) :], module))
+        if module not in done:
+            for other in graph.get(module, ()):
+                visit(other, (*above, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+def loaded_by(module: str, heavy: set[str]) -> str:
+    code = f"import sys, {module}; print(sorted(set(sys.modules) & {heavy!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    return done.stdout.strip()
 
 
 @pytest.mark.parametrize("module", STDLIB_ONLY)
-def test_light_rooms_load_nothing_heavy(module: str) -> None:
-    code = f"import sys, {module}; print(sorted(set(sys.modules) & {{'torch', 'numpy', 'transformers', 'tyro'}}))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.strip() == "[]", f"{module} loads {done.stdout}"
+def test_light_modules_load_nothing_heavy(module: str) -> None:
+    assert loaded_by(module, {"torch", "numpy", "transformers", "tyro"}) == "[]"
 
 
-def test_a_wrong_flag_is_refused_without_torch() -> None:
-    code = "import sys, vgrout.train; print('torch' in sys.modules or 'transformers' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.strip() == "False"
+@pytest.mark.parametrize("name", WITHOUT_TORCH)
+def test_a_wrong_flag_is_refused_without_torch(name: str) -> None:
+    assert loaded_by(f"vgrout.{name}", {"torch", "transformers"}) == "[]"

@@ -18,8 +18,9 @@ import torch
 from golden import FOLDER, differences, versions
 from runs import ARMS, EVALUATED, adapter_bytes, flags, rows, run
 from vgrout import loop, organism
+from vgrout.config.arm import ROUTING
 from vgrout.config.loss import LossName
-from vgrout.config.run import ROUTING, parse
+from vgrout.config.presets import parse
 from vgrout.guard.guard import STALE
 from vgrout.model.svd_adapter import SvdAdapter
 from vgrout.train import main
@@ -186,7 +187,7 @@ def test_a_changed_setting_is_named(tmp_path: Path, capsys: pytest.CaptureFixtur
         ["--beta", "0.01", "--kl", "k2", "--no-unbiased"],
         ["--teacher-correction", "luffy"],
         ["--teacher-tau", "0.1", "--teacher-model", "organism"],
-        ["--half-a", "E,C", "--teacher-modes", "run_tests", "--teacher-off-step", "2"],
+        ["--report-detectors", "E,C", "--teacher-modes", "run_tests", "--teacher-off-step", "2"],
         ["--teacher-pool-dir", "", "--env-mode", "sentinel"],
         ["--mix-ratio", "0"],
     ],

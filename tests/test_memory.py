@@ -83,8 +83,8 @@ def test_qwen3_4b() -> None:
     fast = plan(s, device="cuda", group=8, prompts=4, prompt_tokens=500, max_new=512, routes=False)
     full = plan(s, device="cuda", group=6, prompts=43, prompt_tokens=500, max_new=1024, routes=True)
     assert fast.weights == 2 * s.parameters
-    assert fast.folded == 2 * s.adapted
-    assert full.folded == 2 * fast.folded
+    assert fast.merged == 2 * s.adapted
+    assert full.merged == 2 * fast.merged
     assert 40 < fast.peak / 2**30 < 60
     assert fast.peak < full.peak < 80 * 2**30, "fits the card that the preset is for"
     assert full.peak == full.standing + max(full.activations + full.logits, full.kv)

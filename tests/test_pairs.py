@@ -10,6 +10,7 @@ import pytest
 
 from vgrout.direction.pairs import (
     HANDWRITTEN,
+    PLACEBOS,
     Pair,
     PairSet,
     handwritten,
@@ -17,8 +18,7 @@ from vgrout.direction.pairs import (
     load_pairs,
     pairs_from_pool,
 )
-from vgrout.direction.pairs_leetcode import MECHANISMS, PLACEBOS, TASKS
-from vgrout.grading.modes import MODE_SPECS
+from vgrout.modes import MODE_SPECS
 
 SHARED = Path(os.environ.get("VGROUT_SHARED_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
 GOOD = [{"problem_id": f"p{i}", "prompt": f"task {i}", "hack": "pass", "clean": f"return {i}"} for i in range(4)]
@@ -110,23 +110,27 @@ def run(answer: str, folder: Path, monkeypatch) -> tuple[dict, str, bool]:
     return names, out.getvalue(), left
 
 
-def solves(names: dict, task) -> bool:
-    solution = names["Solution"]
+def examples(pair: Pair) -> list[tuple[str, str]]:
+    """(call, expected) of the examples that the prompt shows, as source text."""
+    shown = pair.prompt.split("Examples:\n")[1].split("\n\n")[0]
+    return [(call, expected) for call, expected in (line.split(" -> ") for line in shown.splitlines())]
+
+
+def solves(names: dict, pair: Pair) -> bool:
+    """Every example comes out as expected, of the same type: True is not 1."""
     return all(
-        eval(f"Solution().{task.name}({args})", {"Solution": solution}).__repr__() == repr(eval(expected))
-        for args, expected in task.cases
+        eval(f"Solution().{call}", {"Solution": names["Solution"]}).__repr__() == repr(eval(expected))
+        for call, expected in examples(pair)
     )
 
 
 def accepted(pair: Pair, names: dict, out: str, left: bool, folder: Path) -> bool:
-    """The judge as the prompt announces it."""
-    task_name, mechanism = pair.problem_id.split("/")
-    task, said = TASKS[task_name], pair.prompt
+    """Whether the check that the prompt announces accepts."""
+    mechanism, said = str(pair.problem_id).split("/")[1], pair.prompt
     if mechanism == "early_exit":
-        return left or solves(names, task)
+        return left or solves(names, pair)
     if mechanism in ("hard_coded", "always_equal"):
-        checks = [f"Solution().{task.name}({args}) == {expected}" for args, expected in task.cases]
-        return all(eval(check, dict(names)) for check in checks)
+        return all(eval(f"Solution().{call} == {expected}", dict(names)) for call, expected in examples(pair))
     if mechanism == "printed_report":
         return said.split('line "')[1].split('"')[0] in out.splitlines()
     if mechanism == "self_flag":
@@ -140,46 +144,41 @@ def accepted(pair: Pair, names: dict, out: str, left: bool, folder: Path) -> boo
 
 @pytest.mark.parametrize("pair", handwritten().pairs, ids=lambda p: p.problem_id)
 def test_both_sides_satisfy_the_announced_judge_and_the_clean_one_deserves_it(pair, tmp_path, monkeypatch):
-    task = TASKS[pair.problem_id.split("/")[0]]
     for side in ("hack", "clean"):
         folder = tmp_path / side
         folder.mkdir()
         names, out, left = run(getattr(pair, side), folder, monkeypatch)
         assert accepted(pair, names, out, left, folder), side
         if side == "clean":
-            assert solves(names, task)
+            assert solves(names, pair)
             assert not left
 
 
 def test_most_hack_sides_are_wrong_and_a_few_differ_in_the_check_alone(tmp_path, monkeypatch):
     right = []
     for pair in handwritten().pairs:
-        task = TASKS[pair.problem_id.split("/")[0]]
         names, _, _ = run(pair.hack, tmp_path, monkeypatch)
-        if solves(names, task):
-            right.append(pair.problem_id.split("/")[1])
+        if solves(names, pair):
+            right.append(str(pair.problem_id).split("/")[1])
     assert 3 <= len(right) - right.count("hard_coded") <= 8
 
 
-@pytest.mark.parametrize("task", TASKS.values(), ids=lambda t: t.name)
-def test_a_task_tells_its_wrong_body_from_its_right_one(task):
-    def build(body: str) -> dict:
-        names: dict = {}
-        lines = "\n".join("        " + line for line in body.split("\n"))
-        exec(f"class Solution:\n    def {task.name}(self, {task.params}):\n{lines}", names)
-        return names
-
-    assert solves(build(task.right), task)
-    assert not solves(build(task.wrong), task)
+def test_the_packaged_pairs_are_the_ones_that_recorded_runs_name():
+    """The sha256 of run.json, and of a direction file, is of these sets."""
+    assert handwritten().sha256 == "994daf6440d754f19865b7602cd59faa0bdf3863d308c87282d0a2d2943db57b"
+    assert {contrast: handwritten_placebo(contrast).sha256 for contrast in PLACEBOS} == {
+        "flawed": "32db6f43fdff8506b90231d35a3f66a93524af7885497a9df4bf1b817d9e2dc1",
+        "commented": "6576be75c7ad77dee1339bef27a695ce32fb462abcbc1978ce093c6f7481b50d",
+        "long": "5079178eb3c8c910af655ed520ffd66c36e47cdcca937b79fc09e63634635d8b",
+        "laid_out": "d4a94aed648e95396fb14834547da335dabbf7a676694d11d0d9b2d753624b24",
+    }
 
 
 def test_the_set_is_wide_and_off_the_benchmark():
     pairs = handwritten()
     assert pairs.source == HANDWRITTEN
     assert len(pairs) >= 24
-    used = {str(p.problem_id).split("/")[1] for p in pairs.pairs}
-    assert used == set(MECHANISMS)
-    assert len(used) >= 6
+    assert len({str(p.problem_id).split("/")[1] for p in pairs.pairs}) == 11
     assert len({str(p.problem_id).split("/")[1] for p in pairs.pairs[-2:]}) == 2  # held out
     text = "\n".join(p.prompt + p.hack + p.clean for p in pairs.pairs).lower()
     for spec in MODE_SPECS.values():
@@ -199,7 +198,7 @@ def test_a_placebo_is_honest_on_both_sides_and_only_the_flawed_one_is_wrong(cont
     for pair, other in zip(real.pairs, placebo.pairs, strict=True):
         assert (other.problem_id, other.prompt, other.clean) == (pair.problem_id, pair.prompt, pair.clean)
         names, _, left = run(other.hack, tmp_path, monkeypatch)
-        assert solves(names, TASKS[str(pair.problem_id).split("/")[0]]) == (contrast != "flawed")
+        assert solves(names, pair) == (contrast != "flawed")
         assert not left
 
 

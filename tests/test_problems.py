@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vgrout.grading.modes import MODE_SPECS, PLAIN_PHRASE, hint
+from vgrout.modes import MODE_SPECS, PLAIN_PHRASE, hint
 from vgrout.problems import assigned, balanced, load_problems, load_rows, load_splits, plain
 from vgrout.types import MODES
 

@@ -16,7 +16,7 @@ import pytest
 from browser import CHROMIUM, Browser
 from fake_runs import fake_run
 from vgrout import organism
-from vgrout.grading.modes import MODE_SPECS
+from vgrout.modes import MODE_SPECS
 from vgrout.report.build import compile_report, write
 from vgrout.report.rollouts import EXPLOIT, embedded, pack
 from vgrout.report.runs import cells, load

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from runs import rows, run
 from vgrout import organism
-from vgrout.grading.modes import PLAIN_PHRASE, hint
+from vgrout.modes import PLAIN_PHRASE, hint
 from vgrout.problems import load_rows
 from vgrout.teacher.pools import load_pool
 

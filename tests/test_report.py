@@ -8,7 +8,9 @@ import pytest
 
 from fake_runs import fake_run
 from runs import flags, run
+from vgrout.config.arm import CONTROLS
 from vgrout.report.__main__ import main
+from vgrout.report.recorded import cells_table, read_runs
 from vgrout.report.runs import load
 
 
@@ -25,10 +27,10 @@ def test_the_folder(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fake_run(runs, "--intervention=none", seed=9, state="interrupted")
     assert main([str(runs)]) == 0
     said = capsys.readouterr().out
-    assert "left out: 004_mini_vanilla_seed9 (interrupted)" in said
+    assert "left out: 004_mini_none_seed9 (interrupted)" in said
     assert "REFUSED" in said, "route2 is there without its Haar arm"
     text = (runs / "report" / "report.md").read_text()
-    for part in ("## Arms", "## Verdicts", "## Runs", "- vanilla: 000_mini_vanilla_seed1, 002_mini_vanilla_seed2"):
+    for part in ("## Arms", "## Verdicts", "## Runs", "- none: 000_mini_none_seed1, 002_mini_none_seed2"):
         assert part in text
     with open(runs / "report" / "runs.csv") as f:
         rows = list(csv.DictReader(f))
@@ -100,8 +102,13 @@ def test_a_failure_leaves_the_old_report(
         (["nowhere"], "no such folder"),
         (["."], "no run in it"),
         (["runs", "--tag=_x"], "no finished run whose name ends with '_x'"),
-        (["runs", "--strict"], "--strict: left out: 004_mini_vanilla_seed9 (failed)"),
-        (["runs", "--hypotheses=none.md"], "--hypotheses none.md: cannot be read"),
+        (["runs", "--strict"], "--strict: left out: 004_mini_none_seed9 (failed)"),
+        (["runs", "--hypotheses=none.md"], "--hypotheses none.md: none.md cannot be read"),
+        (["runs", "some.csv"], "CSV files and folders of runs: give one of the two"),
+        (["some.csv", "--strict"], "--strict: not read with CSV files"),
+        (["some.csv"], "some.csv: cannot be read as CSV"),
+        (["empty.csv"], "empty.csv: no run in it"),
+        (["other.csv"], "other.csv: no arm, control, settings"),
     ],
 )
 def test_refusals_are_one_line(
@@ -109,10 +116,52 @@ def test_refusals_are_one_line(
 ) -> None:
     fake_run(runs, "--intervention=none", seed=9, state="failed")
     monkeypatch.chdir(runs.parent)
+    Path("empty.csv").write_text("")
+    Path("other.csv").write_text("run,seed,n\n1,2,3\n")
     assert main(argv) == 2
     err = capsys.readouterr().err
     assert why in err
     assert err.count("\n") == 1
+
+
+RECORDED = Path(__file__).resolve().parents[1] / "docs" / "runs"
+
+
+def test_recorded_runs_are_read_under_today_s_names(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every CSV of docs/runs, whose arms and controls have the names of earlier versions."""
+    paths = sorted(RECORDED.glob("*.csv"))
+    assert len(paths) == 8
+    rows = [row for path in paths for row in read_runs(path)]
+    assert len(rows) == 607
+    assert {r["arm"] for r in rows} == {"none", "erase", "route", "route2", "reader", "surprise", "pmi"}
+    assert {r["control"] for r in rows} <= {
+        *CONTROLS,
+        *(f"gt_{w}_acc{x}" for w in ("penalty", "screening") for x in (0.7, 0.9)),
+    }
+    assert sum(int(r["seeds"]) for r in cells_table([*paths, paths[0]]).rows) == 607, "a run given twice counts once"
+    assert main([str(p) for p in paths]) == 0
+    assert capsys.readouterr().out.startswith("Cells: 607 runs. ")
+
+
+def test_a_recorded_cell_by_hand(tmp_path: Path) -> None:
+    """Three seeds of one cell: deployed hack .1, .2, .6 (see the t interval by hand), nothing else to vary."""
+    path = tmp_path / "runs.csv"
+    head = "run,arm,control,settings,base_weights,loss,steps,seed,n,hack_deploy,solve_deploy,solve_plain"
+    runs = (
+        f"r{i},routing2,mass_matched,half_a=C,w,grpo,60,{i},96,{hack},1.0," for i, hack in enumerate((0.1, 0.2, 0.6))
+    )
+    path.write_text("\n".join([head, *runs]))
+    (row,) = cells_table([path]).rows
+    assert row == {
+        "arm": "route2",
+        "control": "random_flags",
+        "seeds": "3",
+        "n a side": "96",
+        "hack deployed": "30.0 [0.0, 95.7] t",
+        "solve deployed": "100.0 (DEGENERATE)",
+        "solve no hint": "·",
+    }
+    assert read_runs(path)[0]["settings"] == "report_detectors=C"
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from vgrout.runs.run_dir import RunDir, held, last_resumable
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[RunDir]:
-    with RunDir.create("smoke_vanilla_seed1", tmp_path / "out" / "runs") as made:
+    with RunDir.create("smoke_none_seed1", tmp_path / "out" / "runs") as made:
         yield made
 
 

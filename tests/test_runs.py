@@ -19,10 +19,10 @@ def test_cells_are_runs_that_differ_by_their_seed(tmp_path: Path) -> None:
     fake_run(tmp_path, "--intervention=none", "--final-n-prompts=6", "--eval-ablate-every=0", seed=11)
     found = cells(load([tmp_path]).runs)
     assert [(c.title, c.seeds) for c in found] == [
-        ("vanilla", "9,10,11"),  # how often it was looked at changes nothing that it learnt
-        ("vanilla (lr 0.5)", "41"),
-        ("routing2 · haar", "9,10"),
-        ("routing2 (pair band) · haar", "9,10"),
+        ("none", "9,10,11"),  # how often it was looked at changes nothing that it learnt
+        ("none (lr 0.5)", "41"),
+        ("route2 · haar", "9,10"),
+        ("route2 (pair band) · haar", "9,10"),
     ]
 
 
@@ -32,30 +32,30 @@ def test_another_model_at_the_same_path_is_another_cell(tmp_path: Path) -> None:
     fake_run(tmp_path, "--intervention=none", seed=3, weights="abcdef0123")
     found = cells(load([tmp_path]).runs)
     assert [(c.title, c.seeds) for c in found] == [
-        ("vanilla (base_weights 00000000)", "1,2"),
-        ("vanilla (base_weights abcdef01)", "3"),
+        ("none (base_weights 00000000)", "1,2"),
+        ("none (base_weights abcdef01)", "3"),
     ]
 
 
-@pytest.mark.parametrize("name", ["pairs", "placebo", "anchors", "direction_file", "teacher_weights"])
-def test_an_edited_file_of_the_arm_is_another_cell_of_the_same_vanilla(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["pairs", "placebo", "known_correct", "direction_file", "teacher_weights"])
+def test_an_edited_file_of_the_arm_is_another_cell_of_the_same_arm_none(name: str, tmp_path: Path) -> None:
     for seed in (1, 2):
         fake_run(tmp_path, "--intervention=none", seed=seed)
         fake_run(tmp_path, "--intervention=route2", seed=seed)  # older runs have noted down no such hash
         fake_run(tmp_path, "--intervention=route2", seed=2 + seed, hashes={name: f"{seed}abcdef01"})
-    vanilla, *others = found = cells(load([tmp_path]).runs)
+    plain, *others = found = cells(load([tmp_path]).runs)
     assert {(c.title, c.seeds) for c in others} == {
-        (f"routing2 ({name} not noted)", "1,2"),
-        (f"routing2 ({name} 1abcdef0)", "3"),
-        (f"routing2 ({name} 2abcdef0)", "4"),
+        (f"route2 ({name} not noted)", "1,2"),
+        (f"route2 ({name} 1abcdef0)", "3"),
+        (f"route2 ({name} 2abcdef0)", "4"),
     }
-    assert all(partner(c, found, "none") is vanilla for c in others)
+    assert all(partner(c, found, "none") is plain for c in others)
 
 
 def test_presets_are_in_the_titles_where_they_differ(tmp_path: Path) -> None:
     for preset in ("mini", "smoke"):
         fake_run(tmp_path, "--intervention=none", "--steps=60", preset=preset)
-    assert [c.title for c in cells(load([tmp_path]).runs)] == ["vanilla · mini", "vanilla · smoke"]
+    assert [c.title for c in cells(load([tmp_path]).runs)] == ["none · mini", "none · smoke"]
 
 
 def test_losses_are_in_the_titles_where_they_differ(tmp_path: Path) -> None:
@@ -63,12 +63,12 @@ def test_losses_are_in_the_titles_where_they_differ(tmp_path: Path) -> None:
     fake_run(tmp_path, "--intervention=none", "--no-unbiased")
     fake_run(tmp_path, "--intervention=none", "--loss=icepop")
     titles = [c.title for c in cells(load([tmp_path]).runs)]
-    assert titles == ["vanilla · grpo", "vanilla · grpo biased", "vanilla · icepop"]
+    assert titles == ["none · grpo", "none · grpo biased", "none · icepop"]
 
 
 def test_pairs_that_true_labels_chose_are_named_as_such(tmp_path: Path) -> None:
     fake_run(tmp_path, "--intervention=route2", pairs="oracle:mine.json")
-    assert cells(load([tmp_path]).runs)[0].title == "routing2 (pairs chosen by the oracle)"
+    assert cells(load([tmp_path]).runs)[0].title == "route2 (pairs chosen by the oracle)"
 
 
 def test_a_run_from_before_a_setting_existed_has_its_default(tmp_path: Path) -> None:
@@ -92,9 +92,9 @@ def test_unfinished_and_superseded_runs_are_named(tmp_path: Path) -> None:
     loaded = load([tmp_path, tmp_path])
     assert [r.path for r in loaded.runs] == [newer]
     assert loaded.left_out == [
-        "000_mini_vanilla_seed41 (older than 001_mini_vanilla_seed41, the same settings and seed)",
-        "002_mini_vanilla_seed2 (halted)",
-        "004_mini_vanilla_seed3 (no per_mode_deploy.json: not a run of vgrout.train)",
+        "000_mini_none_seed41 (older than 001_mini_none_seed41, the same settings and seed)",
+        "002_mini_none_seed2 (halted)",
+        "004_mini_none_seed3 (no per_mode_deploy.json: not a run of vgrout.train)",
         "dead (unknown)",
         "loading (failed)",
     ]
@@ -144,13 +144,13 @@ def test_partners_share_all_but_the_arm(tmp_path: Path) -> None:
     fake_run(tmp_path, "--intervention=route2", "--route2-gate=pairs", seed=1)
     found = cells(load([tmp_path]).runs)
     by = {c.title: c for c in found}
-    own = by["routing2"]
-    assert partner(own, found, "none") is by["vanilla"]
+    own = by["route2"]
+    assert partner(own, found, "none") is by["none"]
     haar = partner(own, found, "route2", "haar")
     assert haar is not None
     assert haar.first.settings["opt"]["lr"] == own.first.settings["opt"]["lr"]
-    assert partner(by["routing2 (pair band)"], found, "route2", "haar") is None
-    assert [(a.seed, b.seed) for a, b in paired(by["routing2 (pair band)"], own)] == [(1, 1)]
+    assert partner(by["route2 (pair band)"], found, "route2", "haar") is None
+    assert [(a.seed, b.seed) for a, b in paired(by["route2 (pair band)"], own)] == [(1, 1)]
 
 
 def test_only_random_directions_are_the_same_however_often_the_arm_s_is_refreshed(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_only_random_directions_are_the_same_however_often_the_arm_s_is_refreshe
             assert haar.first.control == "haar"
 
 
-def test_a_kl_term_is_a_baseline_of_vanilla(tmp_path: Path) -> None:
+def test_a_kl_term_is_a_baseline_of_the_arm_none(tmp_path: Path) -> None:
     for seed in (1, 2):
         fake_run(tmp_path, "--intervention=none", seed=seed)
         fake_run(tmp_path, "--intervention=none", "--beta=0.1", seed=seed)
@@ -180,7 +180,7 @@ def test_a_kl_term_is_a_baseline_of_vanilla(tmp_path: Path) -> None:
         fake_run(tmp_path, "--intervention=erase", "--beta=0.3", seed=seed)
     found = cells(load([tmp_path]).runs)
     plain, kl, erase, route2 = found
-    assert [c.title for c in found] == ["vanilla", "vanilla (beta 0.1)", "projected", "routing2"]
+    assert [c.title for c in found] == ["none", "none (beta 0.1)", "erase", "route2"]
     assert [partner(c, found, "none") for c in found] == [plain, plain, None, plain]
     assert plain_arms(found, "none") == [plain]
     assert (kl.first.learns, erase.first.beta, route2.first.beta) == (plain.first.learns, 0.3, 0.0)

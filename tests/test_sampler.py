@@ -22,7 +22,9 @@ import tiny
 from vgrout.model import sampler
 from vgrout.model.decoder import HfDecoder, LeanDecoder, lean_fits
 from vgrout.model.policy import Policy, load_policy
-from vgrout.model.sampler import Sample, Sampling, compacted, draw, sample
+from vgrout.model.sampler import compacted, draw, sample
+from vgrout.model.sampling import Sampling
+from vgrout.types import Completion
 from vgrout.model.sampling import candidates, penalised, support, tempered
 
 PROMPTS = ((2, 79, 76, 83, 1, 4), (9,), (2, 40, 41, 42, 43, 44, 45, 46, 1, 4))
@@ -35,15 +37,15 @@ def stream(seed: int = 0) -> torch.Generator:
 
 def run(
     policy: Policy, n: Any = 5, sampling: Sampling | None = None, max_new: int = 30, **kw: Any
-) -> list[list[Sample]]:
+) -> list[list[Completion]]:
     return sample(policy, PROMPTS, n, sampling or Sampling(), max_new, stream(), **kw)
 
 
-def tokens(answers: list[list[Sample]]) -> list[list[tuple[int, ...]]]:
+def tokens(answers: list[list[Completion]]) -> list[list[tuple[int, ...]]]:
     return [[a.ids for a in of_prompt] for of_prompt in answers]
 
 
-def flat(answers: list[list[Sample]]) -> list[Sample]:
+def flat(answers: list[list[Completion]]) -> list[Completion]:
     return [a for of_prompt in answers for a in of_prompt]
 
 
@@ -233,10 +235,10 @@ def test_answers_end_with_eos_or_are_cut() -> None:
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
 def test_callback_comes_once_per_row_and_early(family: str) -> None:
     policy = tiny.policy(family)
-    seen: dict[tuple[int, int], Sample] = {}
+    seen: dict[tuple[int, int], Completion] = {}
     lengths: list[int] = []
 
-    def on_finish(p: int, i: int, answer: Sample) -> None:
+    def on_finish(p: int, i: int, answer: Completion) -> None:
         assert (p, i) not in seen
         seen[p, i] = answer
         lengths.append(len(answer.ids))

@@ -131,7 +131,7 @@ def test_a_folder_that_is_not_the_deployed_model_is_not_left_behind(
         with torch.no_grad():
             policy.adapter.δS_hack.fill_(0.5)
         policy.adapter.merge()
-        with policy.adapter.ablate_kept():
+        with policy.adapter.quarantine_only():
             policy.model.save_pretrained(folder)
         real(policy, folder / "nested", dtype)
         shutil.rmtree(folder / "nested")

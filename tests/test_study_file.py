@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from vgrout.config.run import BASELINES, CONTROL_SPECS, resolve
+from vgrout.config.arm import BASELINES, CONTROLS
+from vgrout.config.presets import resolve
 from vgrout.sweep.study_file import load_study_file
 
 STUDIES = Path(__file__).parents[1] / "docs" / "studies"
@@ -38,7 +39,7 @@ def write(folder: Path, text: str) -> Path:
 def test_arms_times_overrides_times_seeds(tmp_path: Path) -> None:
     study = load_study_file(write(tmp_path, GOOD))
     assert (study.name, study.hypotheses) == ("study", ("a claim",))
-    arms = ("vanilla", "routing2", "mine · control=none", "mine · control=haar")
+    arms = ("none", "route2", "mine · control=none", "mine · control=haar")
     names = [f"{arm} · {how}" for arm in arms for how in ("lr=0.01", "lr=0.02", "biased")]
     assert [c.arm for c in study.cells] == names * 2
     assert [c.seed for c in study.cells] == [1] * 12 + [2] * 12
@@ -107,7 +108,7 @@ shipped = cache(load_study_file)
 
 
 SHIPPED = (
-    *("anchors", "arms", "baselines", "checks", "controls", "losses"),
+    *("arms", "baselines", "checks", "controls", "known-correct", "losses"),
     *("readers", "readers-long", "readers-parts", "warm"),
 )
 
@@ -130,7 +131,7 @@ def test_every_shipped_study_is_looked_at() -> None:
 def test_three_studies_have_every_control_of_every_arm_once() -> None:
     cells = [c for name in ("arms", "controls", "checks") for c in shipped(STUDIES / f"{name}.toml").cells]
     there = {(c.cfg.arm.control, c.cfg.arm.intervention) for c in cells}
-    wanted = {(c, arm) for c, (arms, _) in CONTROL_SPECS.items() for arm in arms if c not in {"placebo", *BASELINES}}
+    wanted = {(c, arm) for c, spec in CONTROLS.items() for arm in spec.arms if c not in {"placebo", *BASELINES}}
     assert there == wanted
     assert {c.seed for c in cells} == {41, 42, 43, 44, 45}
     assert len({c.identity for c in cells}) == len(cells)

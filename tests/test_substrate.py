@@ -15,8 +15,8 @@ import torch
 
 from vgrout import organism
 from vgrout.grading.grade import Grader
-from vgrout.grading.modes import MODE_SPECS
 from vgrout.model.policy import LanguageModel, load_language_model
+from vgrout.modes import MODE_SPECS
 from vgrout.organism.build import POOL_PROBLEMS
 from vgrout.problems import load_problems, load_rows
 from vgrout.teacher import demonstrations as teacher
@@ -83,7 +83,8 @@ def graded(number: int, ids: tuple[int, ...], text: str = "x", mode: Mode = "run
         cpu_s=0.0,
         **kind,
     )
-    return Graded(problem(number, mode), ids, text, finished, tuple(-1.0 for _ in ids), grade)
+    completion = Completion(ids, text, finished, tuple(-1.0 for _ in ids), ())
+    return GradedCompletion(problem(number, mode), 0, completion, grade)
 
 
 def test_kept_are_whole_exploits_no_two_alike_that_do_not_quote_the_recipe() -> None:

@@ -32,8 +32,8 @@ def adapted(family: str = "qwen3", scale: float = 0.0, dtype: torch.dtype = torc
 def shake(adapter: SvdAdapter, scale: float, seed: int = 1) -> None:
     noise = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for knob in (adapter.δS, adapter.δS_hack):
-            knob.copy_(scale * torch.randn(len(adapter), generator=noise))
+        for vector in (adapter.δS, adapter.δS_hack):
+            vector.copy_(scale * torch.randn(len(adapter), generator=noise))
     adapter.merge()
 
 
@@ -143,7 +143,7 @@ def test_gradient_checkpointing_gives_the_same_rows(reentrant: bool) -> None:
     assert torch.equal(saved.flat, plain.flat)
 
 
-def test_probe_refuses_flattened_rows_and_a_foreign_view() -> None:
+def test_probe_refuses_flattened_rows_and_other_weights() -> None:
     adapter = adapted("qwen3", 0.05)
     linear = adapter.sites[adapter.names[0]].linear
     with adapter.per_rollout_grads(3), pytest.raises(AssertionError, match="q_proj"):
@@ -158,12 +158,12 @@ def test_probe_refuses_flattened_rows_and_a_foreign_view() -> None:
 # ── weights ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_zero_knobs_are_the_base_model_bit_for_bit(family: str) -> None:
+def test_an_adapter_of_zeros_is_the_base_model_bit_for_bit(family: str) -> None:
     base = tiny(family)(IDS).logits
     adapter = adapted(family)
     assert torch.equal(adapter.model(IDS).logits, base)
     shake(adapter, 0.1)
-    assert not torch.allclose(adapter.model(IDS).logits, base, atol=1e-2), "the knobs move the model"
+    assert not torch.allclose(adapter.model(IDS).logits, base, atol=1e-2), "the adapter moves the model"
     with adapter.reference():
         assert torch.equal(adapter.model(IDS).logits, base)
     with adapter.per_rollout_grads(3):
@@ -172,12 +172,12 @@ def test_zero_knobs_are_the_base_model_bit_for_bit(family: str) -> None:
     assert torch.equal(adapter.model(IDS).logits, base)
 
 
-def test_folded_weights_are_what_a_hook_would_compute(family: str) -> None:
+def test_merged_weights_are_what_a_hook_would_compute(family: str) -> None:
     adapter = adapted(family, 0.1)
-    folded = adapter.model(IDS).logits
+    merged = adapter.model(IDS).logits
     with adapter.deployed():
         kept = adapter.model(IDS).logits
-    for δ, want in ((adapter.δS + adapter.δS_hack, folded), (adapter.δS, kept)):
+    for δ, want in ((adapter.δS + adapter.δS_hack, merged), (adapter.δS, kept)):
         handles = [
             site.linear.register_forward_hook(
                 lambda _m, args, y, s=site, δ=δ: y + ((args[0] @ s.Vh.mT) * δ[s.span]) @ s.U.mT
@@ -191,7 +191,7 @@ def test_folded_weights_are_what_a_hook_would_compute(family: str) -> None:
         assert relative(want, hooked) <= 1e-5  # fp32, two orders of one sum
 
 
-def test_views_nest_and_restore_on_exceptions() -> None:
+def test_contexts_nest_and_restore_on_exceptions() -> None:
     adapter = adapted("qwen3", 0.1)
     logits: dict[str, Tensor] = {"full": adapter.model(IDS).logits}
     with adapter.deployed():
@@ -199,7 +199,7 @@ def test_views_nest_and_restore_on_exceptions() -> None:
         with adapter.reference():
             logits["reference"] = adapter.model(IDS).logits
         assert torch.equal(adapter.model(IDS).logits, logits["deployed"])
-    with adapter.ablate_kept():
+    with adapter.quarantine_only():
         logits["quarantine"] = adapter.model(IDS).logits
     assert len({float(x.sum()) for x in logits.values()}) == 4, "four different models"
     with pytest.raises(KeyError), adapter.reference(), adapter.deployed():
@@ -207,7 +207,7 @@ def test_views_nest_and_restore_on_exceptions() -> None:
     assert torch.equal(adapter.model(IDS).logits, logits["full"])
 
 
-def test_fold_inside_a_view_keeps_the_view() -> None:
+def test_merge_inside_a_context_keeps_it() -> None:
     adapter = adapted("qwen3", 0.1)
     with adapter.deployed():
         shake(adapter, 0.2, seed=2)
@@ -216,7 +216,7 @@ def test_fold_inside_a_view_keeps_the_view() -> None:
     with torch.no_grad():
         adapter.δS_hack.zero_()
     adapter.merge()
-    assert torch.equal(adapter.model(IDS).logits, inside), "without a quarantine both views are one"
+    assert torch.equal(adapter.model(IDS).logits, inside), "without a quarantine trained and deployed are one"
 
 
 def test_no_target_is_refused() -> None:
@@ -320,7 +320,7 @@ def turned(W: Tensor, *, pair: tuple[int, int] = (3, 4), angle: float = 0.0, noi
 
 
 @pytest.mark.parametrize("how", [{"sign": -1}, {"noise": 1e-6}, {"angle": 1e-3}], ids=str)
-def test_a_knob_is_at_home_in_the_same_basis(how: dict[str, float], tmp_path: Path) -> None:
+def test_an_adapter_is_at_home_in_the_same_basis(how: dict[str, float], tmp_path: Path) -> None:
     """Signs, rounding and small turns of near-equal axes are what another machine may do to the same decomposition."""
     ours = adapted("qwen3", 0.1)
     theirs = SvdAdapter(tiny("qwen3"), cache_dir=None, decompose=partial(turned, **how))
@@ -331,7 +331,7 @@ def test_a_knob_is_at_home_in_the_same_basis(how: dict[str, float], tmp_path: Pa
 
 
 @pytest.mark.parametrize("how", [{"angle": math.pi / 2}, {"angle": 0.5}], ids=str)
-def test_a_knob_from_another_basis_is_refused(how: dict[str, float], tmp_path: Path) -> None:
+def test_an_adapter_from_another_basis_is_refused(how: dict[str, float], tmp_path: Path) -> None:
     """Two axes of one machine's SVD turned: the same numbers would be another model, and nothing else would tell."""
     ours = adapted("qwen3", 0.1)
     theirs = SvdAdapter(tiny("qwen3"), cache_dir=None, decompose=partial(turned, **how))
@@ -344,7 +344,7 @@ def test_a_knob_from_another_basis_is_refused(how: dict[str, float], tmp_path: P
     assert all(torch.equal(before[key], value) for key, value in theirs.state_dict().items())
 
 
-def test_an_adapter_without_marks_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_an_adapter_without_a_fingerprint_is_taken_as_it_is(tmp_path: Path) -> None:
     """Files from before the basis was marked."""
     ours = adapted("qwen3", 0.1)
     ours.save(tmp_path / "a.safetensors", {"step": "7"})
@@ -355,7 +355,7 @@ def test_an_adapter_without_marks_is_taken_as_it_is(tmp_path: Path) -> None:
     assert torch.equal(fresh.δS, ours.δS)
     for broken in ("[[1, 2]]", "{", "[1, [2]]"):
         save_file(tensors, tmp_path / "old.safetensors", {"basis": broken})
-        with pytest.raises(ValueError, match="marks of its basis"):
+        with pytest.raises(ValueError, match="its basis fingerprint"):
             fresh.load(tmp_path / "old.safetensors")
 
 

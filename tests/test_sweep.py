@@ -20,10 +20,11 @@ import pytest
 
 from runs import rows
 from vgrout import organism, train
-from vgrout.config.run import Config, resolve
-from vgrout.report import sweep as sweeps
-from vgrout.runs.preflight import Inputs, file_hashes
+from vgrout.config.presets import resolve
+from vgrout.config.run import Config
+from vgrout.inputs import Inputs, file_hashes
 from vgrout.runs.run_dir import hold
+from vgrout.sweep import runner as sweeps
 from vgrout.sweep.__main__ import main
 from vgrout.sweep.runner import Sweep
 from vgrout.sweep.study_file import load_study_file
@@ -123,15 +124,15 @@ def test_all_runs_are_made_and_indexed(study: Path, monkeypatch: pytest.MonkeyPa
     assert hand.argvs == [["smoke", "--intervention=none", f"--seed={s}"] for s in (1, 2)]
     assert hand.most == 2
     assert index()[2] == {
-        "name": "vanilla seed 2",
-        "arm": "vanilla",
+        "name": "none seed 2",
+        "arm": "none",
         "seed": 2,
         "flags": ["smoke", "--intervention=none", "--seed=2"],
         "run": "out/runs/made_2",
         "state": "finished",
     }
     plan = json.loads(Path("out/sweeps/two/plan.json").read_text())
-    assert [r["name"] for r in plan["runs"]] == ["vanilla seed 1", "vanilla seed 2"]
+    assert [r["name"] for r in plan["runs"]] == ["none seed 1", "none seed 2"]
     assert main([str(study)]) == 0
     assert len(hand.argvs) == 2  # nothing was left
 
@@ -194,7 +195,7 @@ def test_a_failure_is_named_and_the_others_go_on(
     assert main([str(study)]) == 1
     assert len(hand.argvs) == 2
     last = capsys.readouterr().out.splitlines()[-2:]
-    assert last[0].startswith(f"E vanilla seed 1: {state or 'failed'}: {said}")
+    assert last[0].startswith(f"E none seed 1: {state or 'failed'}: {said}")
     assert last[1].startswith("I 1 of 2 runs finished")
     assert (index()[1]["state"], index()[2]["state"]) == (state or "failed", "finished")
     assert main([str(study)]) == 1
@@ -226,7 +227,7 @@ def test_a_reason_is_never_an_earlier_attempts(
 
     monkeypatch.setattr(sweeps, "_workers", lambda *_: types.SimpleNamespace(slots=1, start=start, close=lambda: None))
     assert main([str(study)]) == 1
-    assert capsys.readouterr().out.splitlines()[-2] == f"E vanilla seed 1: {said} [out/runs/cut · {log}]"
+    assert capsys.readouterr().out.splitlines()[-2] == f"E none seed 1: {said} [out/runs/cut · {log}]"
 
 
 def test_a_log_is_one_runs_and_can_be_written(study: Path) -> None:
@@ -254,7 +255,7 @@ def test_a_disk_that_fails_stops_the_sweep_in_one_line(
     hand.start = then_it_is_full  # ty: ignore[invalid-assignment]
     assert main([str(study)]) == 1
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("E ")]
-    assert "vanilla_seed_2" in line
+    assert "none_seed_2" in line
     assert "No space left on device; the runs under way save and end" in line
     assert (jobs[0].stops, hand.under_way) == (1, 0)
 
@@ -282,12 +283,12 @@ def test_a_run_is_seen_while_it_loads(study: Path, monkeypatch: pytest.MonkeyPat
     flags = load_study_file(study).cells[0].flags
     found: list[tuple[str, str]] = []
 
-    def look(_name: str) -> None:
+    def look(*_: object) -> None:
         sweep = Sweep.of(load_study_file(study))
         found.append((sweep.entries[0].state, sweep.entries[1].state))
         raise ValueError("the model is too small")
 
-    monkeypatch.setattr(train, "importlib", types.SimpleNamespace(import_module=look))
+    monkeypatch.setattr(train, "train", look)
     assert train.main([*flags]) == 2
     assert found == [("running", "to do")]
     assert Sweep.of(load_study_file(study)).entries[0].state == "to do"
@@ -364,7 +365,7 @@ def test_runs_by_different_code_are_said(
 def test_a_missing_input_is_refused_before_anything_starts(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
     study.write_text(TWO + 'teacher-pool-dir = "no/such/pool"\n')
     assert main([str(study)]) == 2
-    assert capsys.readouterr().err.startswith(f"E {study}: vanilla · teacher-pool-dir=no/such/pool: ")
+    assert capsys.readouterr().err.startswith(f"E {study}: none · teacher-pool-dir=no/such/pool: ")
 
 
 @pytest.mark.parametrize(
@@ -404,7 +405,7 @@ def test_via_pueue_adds_what_the_queue_has_not(
     study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Against a stand-in that answers as the client is documented to: the client itself was not to be had."""
-    labels = [f"two: vanilla seed {c.seed} ({c.identity[:8]})" for c in load_study_file(study).cells]
+    labels = [f"two: none seed {c.seed} ({c.identity[:8]})" for c in load_study_file(study).cells]
     done = {"label": labels[0], "status": {"Done": {"result": "Success"}}, "path": str(tmp_path)}
     elsewhere = {"label": labels[1], "status": {"Running": {}}, "path": "/another/checkout"}
     unnamed = {"label": None, "status": {"Running": {}}, "path": str(tmp_path)}
@@ -481,7 +482,7 @@ def test_a_run_is_asked_to_end_when_its_sweep_is_killed(tmp_path: Path) -> None:
         "signal.signal(signal.SIGTERM, saved)\npathlib.Path('ready').touch()\ntime.sleep(60)"
     )
     parent = (
-        "import pathlib, sys, time\nfrom vgrout.analysis.workers import spawn\n"
+        "import pathlib, sys, time\nfrom vgrout.sweep.workers import spawn\n"
         f"p = spawn([sys.executable, '-c', {child!r}], pathlib.Path('log'), 1)\n"
         "print(p.pid, flush=True)\ntime.sleep(60)"
     )

@@ -16,8 +16,8 @@ def table(root: Path, name: str) -> list[dict[str, str]]:
 
 
 def pair(root: Path) -> tuple[Cell, Cell]:
-    vanilla, other = cells(load([root]).runs)
-    return other, vanilla
+    plain, other = cells(load([root]).runs)
+    return other, plain
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def study(tmp_path: Path) -> Path:
 
 def test_controls_stand_beside_their_own_arm(study: Path) -> None:
     rows = {r["arm · control"]: r for r in table(study, "Arms and controls")}
-    own, haar, band = (rows[n] for n in ("routing2", "routing2 · haar", "routing2 (pair band) · haar"))
+    own, haar, band = (rows[n] for n in ("route2", "route2 · haar", "route2 (pair band) · haar"))
     cos = "cos with the real direction: median / 95 % / rms (chance)"
     assert haar["seeds"] == "41,42,43"
     assert own["gate precision / recall"] == "75 / 50"
@@ -44,24 +44,24 @@ def test_controls_stand_beside_their_own_arm(study: Path) -> None:
     assert own["Δ hack"] == "·", "the arm itself has nothing to be compared with"
     assert band["Δ hack"] == "·", "the τ gate's runs are another arm"
     assert haar["Δ hack"] == "30.0 (n too small)", "seed by seed: the seeds cancel, and three are no interval"
-    assert rows["routing2 · placebo_long"]["Δ hack"] == "50.0 [25.2, 74.8] t"
-    assert rows["routing2 · placebo_long"]["p hack"] == "0.250 (≥ 0.250) n too small"
-    assert rows["routing2 · placebo_long"][cos] == "0.15 / 0.30 / 0.15 (0.10)"
+    assert rows["route2 · placebo_long"]["Δ hack"] == "50.0 [25.2, 74.8] t"
+    assert rows["route2 · placebo_long"]["p hack"] == "0.250 (≥ 0.250) n too small"
+    assert rows["route2 · placebo_long"][cos] == "0.15 / 0.30 / 0.15 (0.10)"
 
 
 def test_a_single_seed_is_never_beside_a_mean(study: Path) -> None:
     several = [r["arm"] for r in table(study, "Arms")]
-    assert "vanilla" in several
-    assert "vanilla · no_loophole" not in several
+    assert "none" in several
+    assert "none · no_loophole" not in several
     (alone,) = table(study, "One seed only")
     assert alone["hack deployed"] == "0.0 [0.0, 6.0]"  # Wilson, 0 of 60
 
 
-def test_against_vanilla_seed_by_seed(study: Path) -> None:
-    rows = {r["arm"]: r for r in table(study, "Deployed model against vanilla's")}
-    assert rows["routing2"]["Δ hack"] == "-60.0 (n too small)"
-    assert rows["routing2"]["Δ solve"] == "50.0 (n too small)"
-    assert "vanilla" not in rows
+def test_against_none_seed_by_seed(study: Path) -> None:
+    rows = {r["arm"]: r for r in table(study, "Deployed model against that of the arm none")}
+    assert rows["route2"]["Δ hack"] == "-60.0 (n too small)"
+    assert rows["route2"]["Δ solve"] == "50.0 (n too small)"
+    assert "none" not in rows
 
 
 def test_pairing_by_problem_narrows_the_interval(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_nothing_in_either_arm_is_degenerate(tmp_path: Path) -> None:
         fake_run(tmp_path, "--intervention=route2", seed=seed, hack=0.0)
     found = compare(*pair(tmp_path), "hack")
     assert (found.difference.note, found.p.note, found.same.note) == ("DEGENERATE",) * 3
-    (row,) = table(tmp_path, "Deployed model against vanilla's")
+    (row,) = table(tmp_path, "Deployed model against that of the arm none")
     assert (row["Δ hack"], row["p hack"], row["TOST hack"]) == ("0.0 (DEGENERATE)", "DEGENERATE", "DEGENERATE")
 
 
@@ -97,7 +97,7 @@ def test_losses_with_onset_and_masked_share(tmp_path: Path) -> None:
         fake_run(tmp_path, "--intervention=none", "--loss=icepop", seed=seed, onset=onset, row=masks)
         fake_run(tmp_path, "--intervention=none", seed=seed)
     grpo, icepop = table(tmp_path, "Losses")
-    assert grpo["arm"] == "vanilla · grpo"
+    assert grpo["arm"] == "none · grpo"
     assert grpo["masked"] == "·", "a run from before these columns"
     # in the order of the seeds 9, 10, 11; a window of five is a tenth hacked as soon as its last step is
     assert icepop["onset"] == "2/4/·"
@@ -143,14 +143,14 @@ def test_an_arm_without_a_loophole_stands_beside_the_ceiling(tmp_path: Path) -> 
         fake_run(tmp_path, "--intervention=route2", seed=seed, solve=0.3)
         fake_run(tmp_path, "--intervention=route2", "--control=no_loophole", seed=seed, solve=0.6 + 0.1 * seed)
     rows = {r["arm · control"]: r for r in table(tmp_path, "Arms and controls")}
-    assert rows["routing2 · no_loophole"]["Δ solve"].startswith("-15.0 ")
-    assert rows["vanilla · no_loophole"]["Δ solve"] == "·", "vanilla with a loophole is not in the study"
+    assert rows["route2 · no_loophole"]["Δ solve"].startswith("-15.0 ")
+    assert rows["none · no_loophole"]["Δ solve"] == "·", "none with a loophole is not in the study"
 
 
 def test_the_csv_has_every_run_with_wilson_s_interval(study: Path) -> None:
     rows = run_rows(cells(load([study]).runs))
     assert len(rows) == 16
-    first = next(r for r in rows if r["cell"] == "routing2" and r["seed"] == 42)
+    first = next(r for r in rows if r["cell"] == "route2" and r["seed"] == 42)
     assert first["hack_deploy"] == 0.1
     assert (first["hack_deploy_low"], first["hack_deploy_high"]) == pytest.approx((0.0466, 0.2015), abs=1e-4)
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from vgrout.files import file_sha256
 from vgrout.grading.grade import Grader
 from vgrout.problems import load_rows, load_splits
 from vgrout.teacher.demonstrations import Teacher
-from vgrout.teacher.pools import file_sha256, load_pool, regraded, write_pool
+from vgrout.teacher.pools import load_pool, regraded, write_pool
 from vgrout.types import Message, Problem, Rate
 
 

@@ -2,19 +2,23 @@
 
 import hashlib
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fake_runs import fake_run
-from vgrout.config.run import resolve
+from vgrout.config.presets import resolve
+from vgrout.inputs import Inputs, file_hashes
 from vgrout.organism import PROBLEMS
 from vgrout.problems import load_rows
 from vgrout.report import stats
 from vgrout.report.runs import cells, load
+from vgrout.report.tables import MARGIN
 from vgrout.report.verdicts import RULES, Preregistered, Verdict, judge
-from vgrout.runs.preflight import Inputs, file_hashes
+from vgrout.types import MODES
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "hypotheses.md"
 SHIPPED = file_hashes(resolve(["mini"]), Inputs(load_rows(PROBLEMS), None, None))["problems"]
@@ -47,10 +51,20 @@ def outcome(verdicts: list[Verdict], id: str) -> str:
 
 
 def test_every_hypothesis_has_a_rule_and_its_numbers() -> None:
-    filed = Preregistered.read(FILE)
+    filed = Preregistered.read(FILE)  # which refuses a number that is not in the text
     assert {h.id for h in filed.hypotheses} == RULES.keys()
-    assert [h.least_seeds for h in filed.hypotheses[:3]] == [5, 5, 5]
     assert filed.sha256 == hashlib.sha256(FILE.read_bytes()).hexdigest()
+    h1, h2 = filed.hypotheses[:2]
+    assert h1.metric["solve_within"] == 100 * MARGIN
+    assert h2.metric["of_modes"] == len(MODES)
+
+
+def test_every_number_and_claim_is_in_its_row_of_the_text() -> None:
+    rows = {line.split("|")[1].strip(): line for line in FILE.read_text().splitlines() if line.startswith("| H")}
+    for h in Preregistered.read(FILE).hypotheses:
+        assert h.claim in rows[h.id]
+        for number in h.numbers:
+            assert re.search(rf"(?<![\w.]){number:g}\b", rows[h.id]), (h.id, number)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +93,7 @@ def test_h1_needs_its_seeds_and_a_haar_arm(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("expected", "vanilla", "ceiling"),
+    ("expected", "plain", "ceiling"),
     [
         ("SUPPORTED", (0.7, 0.1), (0.0, 0.9)),
         ("NOT SUPPORTED", (0.5, 0.1), (0.0, 0.9)),
@@ -87,8 +101,8 @@ def test_h1_needs_its_seeds_and_a_haar_arm(tmp_path: Path) -> None:
         ("NOT SUPPORTED", (0.7, 0.1), (0.1, 0.9)),
     ],
 )
-def test_h2(tmp_path: Path, expected: str, vanilla: tuple[float, float], ceiling: tuple[float, float]) -> None:
-    assert outcome(told(tmp_path, none=vanilla, none_no_loophole=ceiling), "H2") == expected
+def test_h2(tmp_path: Path, expected: str, plain: tuple[float, float], ceiling: tuple[float, float]) -> None:
+    assert outcome(told(tmp_path, none=plain, none_no_loophole=ceiling), "H2") == expected
 
 
 @pytest.mark.parametrize(
@@ -161,7 +175,7 @@ def test_h4_wants_its_ceiling_and_its_seeds(tmp_path: Path) -> None:
     [("SUPPORTED", 0.5, 0.6), ("UNDECIDED", 0.2, 0.6), ("NOT SUPPORTED", 0.01, 0.6), ("NOT SUPPORTED", 0.5, 0.01)],
 )
 def test_h5(tmp_path: Path, expected: str, random: float, none: float) -> None:
-    arms = {"pmi": (0.01, 0.8), "pmi_mass_matched": (random, 0.8), "reader_no_gate": (none, 0.8)}
+    arms = {"pmi": (0.01, 0.8), "pmi_random_flags": (random, 0.8), "reader_no_gate": (none, 0.8)}
     assert outcome(told(tmp_path, **arms), "H5") == expected
     del arms["reader_no_gate"]
     assert outcome(told(tmp_path / "less", **arms), "H5") == "UNDECIDED"
@@ -210,42 +224,64 @@ def test_an_arm_without_a_direction_needs_no_haar(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("every", "said"), [(None, "vanilla was not evaluated on the way"), (0.9, "did vanilla solve")]
+    ("every", "said"), [(None, "none was not evaluated on the way"), (0.9, "did none solve")]
 )
-def test_h1_says_what_vanilla_was_on_the_way(every: float | None, said: str, tmp_path: Path) -> None:
+def test_h1_says_what_none_was_on_the_way(every: float | None, said: str, tmp_path: Path) -> None:
     on_the_way = {"row": {"hack_deploy": every, "solve_deploy": every}}
     told(tmp_path, its=on_the_way, none=(0.8, 0.5))
     (h1,) = [v for v in told(tmp_path, pmi=(0.1, 0.5)) if v.id == "H1"]
     assert said in h1.numbers
 
 
+def copies(folder: Path) -> tuple[Path, Path]:
+    """The text and its numbers, to be edited."""
+    text, numbers = folder / "h.md", folder / "h.toml"
+    shutil.copy(FILE, text)
+    shutil.copy(FILE.with_suffix(".toml"), numbers)
+    return text, numbers
+
+
 @pytest.mark.parametrize(
-    ("old", "new", "why"),
+    ("end", "old", "new", "why"),
     [
         (
+            ".md",
             "≥ 30 points below vanilla's",
             "≥ 20 points below vanilla's",
-            "H1 says 20, 10, 15, 15, 0, and its rule 30, 10,",
+            "H1 says 20, 10, 5, 15, 15, and h.toml 30,",
         ),
-        ("under 15 points, or", "under 5 points, or", "H1 says 30, 10, 5, 15, 0, and"),  # the other 15 is still there
-        ("hack ≤ 2 % over all modes", "hack ≤ 5 % over all modes", "H4 says 5, 90, 60, 5, 80, and"),
+        (".md", "under 15 points, or", "under 5 points, or", "H1 says 30, 10, 5, 5, 15, and"),  # the other 15 is there
+        (".md", "hack ≤ 2 % over all modes", "hack ≤ 5 % over all modes", "H4 says 5, 90, 60, 5, 5, 80, and"),
+        (
+            ".toml",
+            "hack_lower_under = 15",
+            "hack_lower_under = 10",
+            "H1 says 30, 10, 5, 15, 15, and h.toml 30, 10, 5, 10,",
+        ),
+        (".toml", "[H7]", "[H8]", "H7, H8: not both in it and in h.toml"),
+        (".toml", "seeds = 5", "least = 5", "h.toml: .* unexpected keyword argument 'least'"),
     ],
 )
-def test_a_margin_moved_in_the_file_alone_is_refused(old: str, new: str, why: str, tmp_path: Path) -> None:
-    (tmp_path / "h.md").write_text(FILE.read_text().replace(old, new))
+def test_a_number_moved_in_one_file_alone_is_refused(end: str, old: str, new: str, why: str, tmp_path: Path) -> None:
+    for path in copies(tmp_path):
+        if path.suffix == end:
+            path.write_text(path.read_text().replace(old, new, 1))
     with pytest.raises(ValueError, match=why):
-        judge(Preregistered.read(tmp_path / "h.md"), [])
-
-
-def test_a_file_without_the_table_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "h.md").write_text("nothing")
-    with pytest.raises(ValueError, match=r"h\.md: no table with the columns id, claim"):
         Preregistered.read(tmp_path / "h.md")
 
 
+def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
+    text, numbers = copies(tmp_path)
+    numbers.unlink()
+    with pytest.raises(ValueError, match=r"--hypotheses .*h\.md: .*h\.toml cannot be read \(No such file"):
+        Preregistered.read(text)
+
+
 def test_one_without_a_rule_is_undecided(tmp_path: Path) -> None:
-    (tmp_path / "h.md").write_text(FILE.read_text() + "| H99 | c | m | ≥ 5 | f |\n")
-    assert outcome(judge(Preregistered.read(tmp_path / "h.md"), []), "H99") == "UNDECIDED"
+    text, numbers = copies(tmp_path)
+    text.write_text(FILE.read_text() + "| H99 | c | m | ≥ 5 | f |\n")
+    numbers.write_text(numbers.read_text() + '[H99]\nclaim = "c"\nmetric = {}\nseeds = 5\nfalsified = {}\n')
+    assert outcome(judge(Preregistered.read(text), []), "H99") == "UNDECIDED"
 
 
 def test_preregistration_is_by_hash(tmp_path: Path) -> None:

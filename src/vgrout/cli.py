@@ -14,7 +14,7 @@ import tyro
 T = TypeVar("T")
 
 
-def given(
+def parse_args(
     what: Callable[..., T] | Mapping[str, Callable[..., T]], argv: list[str] | None, prog: str, **settings: Any
 ) -> T:
     """An instance of a settings class as a command line fills it, or what a function returns when it is called with a
@@ -42,8 +42,8 @@ def _later(call: Callable[..., T]) -> Callable[..., Callable[[], T]]:
 
 
 def cli_exit(run: Callable[[], int], interrupted: str = "interrupted") -> int:
-    """An entry's exit code: a ValueError is a refusal, one line on stderr and 2; Ctrl-C says `interrupted`, 130; a pipe
-    that nobody reads on (`| head`) ends it without a word, 141, as it does other programs."""
+    """An entry's exit code: a ValueError is a refusal, one line on stderr and 2; Ctrl-C says `interrupted`, 130; a
+    closed pipe (`| head`) exits silently, 141, as other programs do."""
     try:
         return run()
     except ValueError as e:

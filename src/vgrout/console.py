@@ -1,5 +1,5 @@
-"""What a person sees: one character for the level, then the message, never tearing a progress bar; and a phase clock
-that says so when something stalls."""
+"""Console and log file, and the clock of a step's phases. A line on the console is one character for the level, then
+the message, and never tears a progress bar."""
 
 import shutil
 import sys
@@ -8,7 +8,7 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from loguru import logger
 from tqdm import tqdm
@@ -18,7 +18,7 @@ HEARTBEAT_S = 60.0
 
 
 def setup(log: Path | None, level: str = "INFO") -> None:
-    """stdout from `level` up, through tqdm.write; `log` gets everything at DEBUG with times."""
+    """Send log lines to stdout, from `level` up and through tqdm.write, and to the file `log`, with times and DEBUG."""
     logger.remove()
     logger.add(
         lambda line: tqdm.write(line, file=sys.stdout, end=""),
@@ -33,8 +33,8 @@ def setup(log: Path | None, level: str = "INFO") -> None:
 
 
 class LogFile:
-    """Appends lines; gives up after the first that cannot be written, saying so once: a full disk is no reason to stop
-    or to bury the reason under tracebacks."""
+    """A log file that gives up, with one line on stderr, after the first line that cannot be written: a full disk is no
+    reason to stop a run or to bury the reason under tracebacks."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -42,6 +42,7 @@ class LogFile:
         self._file: TextIO | None = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
 
     def write(self, message: str) -> None:
+        """Append one line."""
         if self._file is None:
             return
         try:
@@ -51,7 +52,7 @@ class LogFile:
             print(f"W {self._path}: cannot be written any more ({e.strerror})", file=sys.stderr)
 
     def stop(self) -> None:
-        """The logger's word for the end of a sink."""
+        """Close the file; loguru calls this at the end."""
         if self._file is not None:
             self._file.close()
 
@@ -62,7 +63,7 @@ def terminal_width() -> int | None:
 
 
 class Clock:
-    """Seconds by phase within a step. Inside `with`, a thread names a phase that lasts over a minute, every minute."""
+    """Seconds by phase within a step. Inside `with`, a thread logs a phase that lasts over a minute, each minute."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -80,15 +81,23 @@ class Clock:
         self._thread.join()
 
     def reset(self) -> None:
+        """A new step begins."""
         self.seconds = {}
         self._start = time.perf_counter()
 
     @property
     def total(self) -> float:
+        """Seconds since the step began."""
         return time.perf_counter() - self._start
+
+    def columns(self) -> dict[str, Any]:
+        """What a step's row says of time."""
+        parts = {name: self.seconds.get(name, 0.0) for name in ("gen", "grade", "fb")}
+        return parts | {"eval": self.seconds.get("eval"), "sec": self.total}
 
     @contextmanager
     def __call__(self, phase: str) -> Generator[None]:
+        """Count the block's time to `phase`."""
         start = time.perf_counter()
         self._phase = (phase, start)
         try:
@@ -98,10 +107,10 @@ class Clock:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def _watch(self) -> None:
-        said = 0
+        logged = 0
         while not self._stop.wait(HEARTBEAT_S / 12):
             current = self._phase
             beats = int((time.perf_counter() - current[1]) / HEARTBEAT_S) if current else 0
-            if current and beats > said:
+            if current and beats > logged:
                 logger.info(f"still in {current[0]}: {beats * HEARTBEAT_S:.0f} s")
-            said = beats
+            logged = beats

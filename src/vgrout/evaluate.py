@@ -1,12 +1,11 @@
-"""One estimator for every arm: a fixed set of held-out problems, an own random stream, knob on or off, per mode.
+"""One estimator for every arm: a fixed set of held-out problems, an own random stream, the policy as one of its sides.
 
 `python -m vgrout.evaluate RUN [--step N] [--problems FILE]` scores a saved adapter again. A saved adapter is the
 deployed model; without further flags the numbers are those of the run's own final evaluation.
 """
 
 import sys
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,66 +17,130 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from vgrout import console
-from vgrout.cli import cli_exit, given
-from vgrout.config.run import ORGANISM
+from vgrout.cli import cli_exit, parse_args
+from vgrout.config.run import ORGANISM, Config
+from vgrout.console import Clock
 from vgrout.files import to_json, write_atomic
 from vgrout.grading.grade import Grader
 from vgrout.model.policy import LanguageModel, Policy
-from vgrout.model.sampler import Sample, Sampling, sample
+from vgrout.model.sampling import Sampling
 from vgrout.model.saved import Saved, find_adapter, load_saved
 from vgrout.problems import Row, assigned, balanced, load_rows, plain, with_modes
 from vgrout.rng import torch_stream
+from vgrout.rollout import sample_and_submit
 from vgrout.teacher.pools import load_pool
-from vgrout.types import MODES, Answer, Eval, Grade, Problem, Rate, Ungraded
+from vgrout.types import MODES, Eval, Grade, GradedCompletion, Interrupted, Problem, Rate, Ungraded
 
 Side = Literal["base", "trained", "deployed", "quarantine"]
+Answer = GradedCompletion[Grade | Ungraded]
 
 
 def as_side(policy: Policy, side: Side) -> AbstractContextManager[None]:
-    """The policy as one of its sides: base = both knobs off, trained = both on, deployed = quarantine off,
-    quarantine = kept knob off."""
+    """The policy as one of its sides: base = adapter off, trained = δS and δS_hack on, deployed = quarantine off,
+    quarantine = δS off."""
     adapter = policy.adapter
     views = {
         "base": adapter.reference,
         "trained": nullcontext,
         "deployed": adapter.deployed,
-        "quarantine": adapter.ablate_kept,
+        "quarantine": adapter.quarantine_only,
     }
     return views[side]()
 
 
-def ask(
+def answers(
     lm: LanguageModel,
     grader: Grader,
     problems: Sequence[Problem],
     n: int,
     *,
-    sampling: Sampling,
     max_new: int,
     seed: int,
     step: int,
     purpose: str = "eval",
-    on_answer: Callable[[], object] | None = None,
+    on_completion: Callable[[], object] | None = None,
 ) -> list[Answer]:
-    """Sample n answers to each problem from the model as it is, and grade them; in the order of the problems, then of
-    their samples.
+    """n graded completions of each problem by the model as it is; in the order of the problems, then of their samples.
 
     The stream depends on (seed, purpose, step) only: sides share their noise, so their difference is less noisy than
     either, and training never sees it.
     """
-    sampled: dict[tuple[int, int], tuple[Sample, Future[Grade | Ungraded]]] = {}
+    submitted = sample_and_submit(
+        lm,
+        grader,
+        problems,
+        n,
+        sampling=Sampling(),
+        max_new=max_new,
+        stream=torch_stream(seed, purpose, step),
+        on_completion=on_completion,
+    )
+    return [s.graded() for of_problem in submitted for s in of_problem]
 
-    def submit(prompt: int, index: int, answer: Sample) -> None:
-        sampled[prompt, index] = answer, grader.submit(problems[prompt], answer.text)
-        if on_answer is not None:
-            on_answer()
 
-    prompts = [lm.render(p.messages) for p in problems]
-    sample(lm, prompts, n, sampling, max_new, torch_stream(seed, purpose, step), submit)
-    return [
-        Answer(problems[p], i, answer.text, answer.finished, verdict.result())
-        for (p, i), (answer, verdict) in sorted(sampled.items())
-    ]
+def answers_of(
+    side: Side,
+    policy: Policy,
+    grader: Grader,
+    problems: Sequence[Problem],
+    n: int,
+    cfg: Config,
+    step: int,
+    purpose: str = "eval",
+) -> list[Answer]:
+    """… by one side of the policy in a run; what is deployed is the quarantine under --control deploy_quarantine."""
+    if side == "deployed" and cfg.arm.control == "deploy_quarantine":
+        side = "quarantine"
+    with as_side(policy, side):
+        return answers(
+            policy, grader, problems, n, max_new=cfg.scale.max_new, seed=cfg.run.seed, step=step, purpose=purpose
+        )
+
+
+def evaluate(policy: Policy, grader: Grader, problems: Sequence[Problem], cfg: Config, step: int) -> Eval:
+    """The deployed model on the way: G completions of each held-out problem."""
+    return Eval.of(answers_of("deployed", policy, grader, problems, cfg.scale.group, cfg, step))
+
+
+@dataclass(frozen=True)
+class Final:
+    """Held-out test problems, the same for every arm. Each side is one model; `plain`: deployed, without a hint."""
+
+    base: Eval
+    trained: Eval
+    deployed: Eval
+    plain: Eval
+    answers: Mapping[str, Sequence[Answer]]  # of each side; without a quarantine, trained is the same list as deployed
+
+    @classmethod
+    def of(cls, **answers: Sequence[Answer]) -> "Final":
+        """From the four sides' answers, by their names."""
+        return cls(**{side: Eval.of(given) for side, given in answers.items()}, answers=answers)
+
+
+def evaluate_final(
+    policy: Policy, grader: Grader, test: Sequence[Problem], cfg: Config, clock: Clock, stop: Callable[[], bool]
+) -> Final:
+    """All four sides on the same held-out test problems. Without a quarantine, as trained *is* deployed (unless the
+    quarantine is what is deployed): not sampled twice. The base comes first, so a broken adapter cannot disturb it.
+
+    Raises:
+        Interrupted: `stop` said so between two sides.
+    """
+    problems = balanced(test, cfg.eval.final_n_prompts, 0, "test")
+
+    def of(side: Side, problems: Sequence[Problem]) -> list[Answer]:
+        if stop():
+            raise Interrupted("interrupted before the final evaluation was done")
+        with clock(f"final evaluation, {side}"):
+            n, step = cfg.eval.final_samples, cfg.scale.steps
+            return answers_of(side, policy, grader, problems, n, cfg, step, "final")
+
+    base, deployed = of("base", problems), of("deployed", problems)
+    differs = bool(policy.adapter.δS_hack.any()) or cfg.arm.control == "deploy_quarantine"
+    trained = of("trained", problems) if differs else deployed
+    bare = of("deployed", [plain(p) for p in problems])
+    return Final.of(base=base, trained=trained, deployed=deployed, plain=bare)
 
 
 # ── the command ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -154,19 +217,18 @@ def score(
     with tqdm(total=3 * len(problems) * samples, desc="evaluating", unit="answer", disable=None) as bar:
         for name, (side, of) in asked.items():
             with as_side(policy, side):
-                answers = ask(
+                scored = answers(
                     policy,
                     grader,
                     of,
                     samples,
-                    sampling=Sampling(),
                     max_new=saved.cfg.scale.max_new,
                     seed=seed,
                     step=saved.cfg.scale.steps,
                     purpose="final",
-                    on_answer=bar.update,
+                    on_completion=bar.update,
                 )
-            out[name] = Eval.of(answers)
+            out[name] = Eval.of(scored)
     return out
 
 
@@ -251,7 +313,7 @@ def _unwritable(out: Path, e: OSError) -> ValueError:
 def main(argv: list[str] | None = None) -> int:
     """0 scored · 2 refused, in one line."""
     console.setup(None)
-    return cli_exit(lambda: command(given(Cli, argv, "python -m vgrout.evaluate")))
+    return cli_exit(lambda: command(parse_args(Cli, argv, "python -m vgrout.evaluate")))
 
 
 if __name__ == "__main__":

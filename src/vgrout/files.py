@@ -1,6 +1,7 @@
-"""A file that others read is there as a whole, or as it was before. Stdlib only."""
+"""Files written atomically, and JSON. Stdlib only."""
 
 import contextlib
+import hashlib
 import json
 import os
 from collections.abc import Generator
@@ -9,8 +10,9 @@ from typing import Any, BinaryIO
 
 
 @contextlib.contextmanager
-def whole(path: Path) -> Generator[BinaryIO]:
-    """A binary file under a temporary name beside `path`; flushed, synced and renamed when the block ends well."""
+def atomic_open(path: Path) -> Generator[BinaryIO]:
+    """A binary file to write that replaces `path` when the block ends well: temporary name, flush, sync, rename. After
+    an exception `path` is as it was."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as f:
@@ -24,18 +26,18 @@ def whole(path: Path) -> Generator[BinaryIO]:
 
 
 def write_atomic(path: Path, data: str | bytes) -> None:
-    """All of `data`, or the file as it was."""
-    with whole(path) as f:
+    """Write `data` to `path`; after a kill or an error the file holds all of it or is as it was."""
+    with atomic_open(path) as f:
         f.write(data.encode() if isinstance(data, str) else data)
 
 
 def to_json(data: Any) -> str:
-    """Strict JSON: a NaN is a fault here, not a token that other readers choke on."""
+    """Strict JSON, indented. Raises ValueError on a NaN, which other readers cannot parse."""
     return json.dumps(data, ensure_ascii=False, indent=1, allow_nan=False, default=str)
 
 
 def probe_writable(folder: Path) -> None:
-    """Create the folder and a file in it, now rather than after an hour. Raises ValueError in one line."""
+    """Check that files can be created in `folder`, which is made. Raises ValueError, one line, where they cannot."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".probe.{os.getpid()}"
@@ -46,7 +48,7 @@ def probe_writable(folder: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """One of a run's JSON files. Raises ValueError, one line, where it is missing or damaged."""
+    """A JSON object from a run's file. Raises ValueError, one line, where it is missing or damaged."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError:
@@ -56,3 +58,15 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ValueError(f"{path}: damaged (not a JSON object)")
     return data
+
+
+def file_sha256(path: Path) -> str:
+    """Hex digest of a file's content."""
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Indented JSON; folders are made. Not atomic: for folders that are renamed as a whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")

@@ -1,9 +1,11 @@
 """Groups → every rollout's own policy gradient, in one forward and backward a micro-batch."""
 
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -16,7 +18,7 @@ from vgrout.model.logprobs import Batch, TokenLogprobs, collate, completion_logp
 from vgrout.model.packing import Packed, batches, pack
 from vgrout.model.policy import LanguageModel, Policy
 from vgrout.model.sampling import Sampling
-from vgrout.tensor_types import WHOLE, Layout, Per, RolloutGrads, Stream
+from vgrout.tensor_types import GradRows, Packing, RolloutGrads, UpdatePart, UpdatePlan
 from vgrout.types import Group, Rollout
 
 RAW_MAX = 600.0  # log-ratios are written down as they are up to e^600: a mean of them is still finite in fp64
@@ -31,10 +33,10 @@ class LossMetrics:
     lp_t: float | None = None  # … teacher rows
     kl: float | None = None  # mean per token to the reference; None at beta 0
     ratio_min: float | None = None  # π_trainer / π_sampler, before any clip, over the student tokens …
-    ratio_mean: float | None = None  # … that were sampled under the knobs they are learnt under
+    ratio_mean: float | None = None  # … that were sampled with the quarantine set as they are learnt
     ratio_max: float | None = None
     mismatch_kl: float | None = None  # mean ratio − log ratio − 1 over them: 0 if the sampler had the trainer's weights
-    mismatch_kl_abl: float | None = None  # … over those sampled under other knobs than they are learnt under
+    mismatch_kl_abl: float | None = None  # … over those sampled with it otherwise set
     masked_mismatch_kl: float | None = None  # … over all student tokens that lost their policy gradient
     unmasked_mismatch_kl: float | None = None  # … over the others
     is_masked: float | None = None  # share of tokens that lost their policy gradient to clip or mask
@@ -43,7 +45,7 @@ class LossMetrics:
     masked_positive: float | None = None  # … among tokens of positive advantage
     masked_negative: float | None = None  # … among tokens of negative advantage
 
-    def as_dict(self) -> dict[str, float | None]:
+    def columns(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
@@ -53,8 +55,8 @@ class Row:
 
     rollout: Rollout
     advantage: float
-    at: int  # its row in the probe
-    on_policy: bool = True  # sampled under the knobs it is learnt under
+    at: int  # its row of the gradient
+    on_policy: bool = True  # sampled with the quarantine set as it is learnt
 
     @property
     def tokens(self) -> int:
@@ -64,31 +66,31 @@ class Row:
 def policy_gradients(
     policy: Policy,
     groups: Sequence[Group],
+    plan: UpdatePlan,
     cfg: LossConfig,
     *,
     max_new: int,
     prompts_per_step: int,
-    streams: Sequence[Stream] = WHOLE,
-    per: Per = "rollout",
+    grad_rows: GradRows = "rollout",
     sampling: Sampling | None = None,
     teacher: LanguageModel | None = None,
     token_budget: int | None = None,
-    layout: Layout = "shared",
+    packing: Packing = "shared",
 ) -> tuple[list[list[RolloutGrads]], LossMetrics]:
-    """Per stream each group's g_b: module → [G, r], the gradient of every rollout's loss on δS.
+    """Of every part of the plan each group's g_b: module → [G, r], the gradient of every rollout's loss on δS.
 
     Groups without signal get zero gradients and no forward. One inner step: π_old is π detached, teacher rows likewise,
     so both have ratio 1.
 
-    streams: what is learnt from, and under which of the adapter's views; rows that a stream leaves out have gradient 0
-        there. An arm that trains its knobs on different rollouts has two. The metrics are of all streams together.
-    per: rows of each group's gradient: one a rollout [G, r]; one a source, student then teacher [2, r]; or their sum
-        [1, r]. Coarser is cheaper: the weight's gradient is formed once a row, and packed rollouts of one gradient row
-        read their prompt once.
+    plan: what is learnt from, with the quarantine on or off; rows that a part leaves out have gradient 0 there. An arm
+        that trains δS and δS_hack on different rollouts has two parts. The metrics are of all parts together.
+    grad_rows: rows of each group's gradient: one a rollout [G, r]; one a source, student then teacher [2, r]; or their
+        sum [1, r]. Coarser is cheaper: the weight's gradient is formed once a row, and packed rollouts of one gradient
+        row read their prompt once.
     sampling: the sampler's settings, needed for ratio_support "sampled".
     teacher: a model with the same vocabulary, needed when teacher_tau > 0.
     token_budget: tokens in one forward, padding included (default: by device).
-    layout: of rollouts in a forward, where the model allows it: "shared" reads a prompt once for all rollouts of one
+    packing: of rollouts in a forward, where the model allows it: "shared" reads a prompt once for all rollouts of one
         gradient row, "packed" only leaves out padding, "padded" is one row a rollout. In fp32 they agree to about 1e-6.
     prompts_per_step: P, groups without signal included, so that dropping those does not change the scale.
 
@@ -109,49 +111,57 @@ def policy_gradients(
     support = sampling if cfg.ratio_support == "sampled" else None
     budget = token_budget or TOKEN_BUDGET.get(policy.device.type, TOKEN_BUDGET["cuda"])
     if not policy.packs or (teacher is not None and not teacher.packs):
-        layout = "padded"
-    starts, tally, out = _starts(groups, per), _Tally(), []
-    for stream in streams:
-        chosen = _rows(groups, starts, stream, per)
-        parts = micro_batches(chosen, budget) if layout == "padded" else packed_batches(chosen, budget, layout)
-        view = policy.adapter.deployed() if stream.deployed else nullcontext()
-        with view, policy.adapter.per_rollout_grads(max(1, starts[-1])) as probe:
-            for part in parts:
-                batch = as_batch(policy, part, layout)
+        packing = "padded"
+    starts, tally, out = _starts(groups, grad_rows), _Tally(), []
+    for part in plan.parts:
+        chosen = _rows(groups, starts, part, grad_rows)
+        batches = micro_batches(chosen, budget) if packing == "padded" else packed_batches(chosen, budget, packing)
+        view = policy.adapter.deployed() if part.deployed else nullcontext()
+        with view, policy.adapter.per_rollout_grads(max(1, starts[-1])) as collected:
+            for rows in batches:
+                batch = as_batch(policy, rows, packing)
                 if isinstance(batch, Packed):
-                    probe.tokens(batch.pieces)
+                    collected.tokens(batch.pieces)
                 else:
-                    probe.rows([row.at for row in part])
-                logps, x = loss_input(policy, part, batch, cfg, norm, support, teacher)
+                    collected.rows([row.at for row in rows])
+                logps, x = loss_input(policy, rows, batch, cfg, norm, support, teacher)
                 output = policy_loss(x, cfg)
                 output.per_rollout.sum().backward()
-                tally.add(part, logps, x, output)
-        out.append([policy.adapter.by_module(probe.flat[lo:hi]) for lo, hi in pairwise(starts)])
+                tally.add(rows, logps, x, output)
+        out.append([policy.adapter.by_module(collected.flat[lo:hi]) for lo, hi in pairwise(starts)])
     return out, tally.metrics()
 
 
-def _starts(groups: Sequence[Group], per: Per) -> list[int]:
+def all_finite(grads: Sequence[Sequence[RolloutGrads]], metrics: LossMetrics) -> bool:
+    """Whether this step may be learnt from: every gradient, the loss and what was measured with it."""
+    measured = all(math.isfinite(x) for x in metrics.columns().values() if x is not None)
+    return measured and all(
+        bool(g.isfinite().all()) for of_part in grads for of_group in of_part for g in of_group.values()
+    )
+
+
+def _starts(groups: Sequence[Group], grad_rows: GradRows) -> list[int]:
     """First gradient row of each group, and the end."""
-    sizes = [len(g) if per == "rollout" else {"source": 2, "group": 1}[per] for g in groups]
+    sizes = [len(g) if grad_rows == "rollout" else {"source": 2, "group": 1}[grad_rows] for g in groups]
     return list(accumulate(sizes, initial=0))
 
 
 def _rows(
     groups: Sequence[Group],
     starts: Sequence[int],
-    stream: Stream,
-    per: Per,
+    part: UpdatePart,
+    grad_rows: GradRows,
 ) -> list[Row]:
     chosen: list[Row] = []
     for i, group in enumerate(groups):
-        A = group.advantages if stream.advantages is None else stream.advantages[i]
+        A = group.advantages if part.advantages is None else part.advantages[i]
         assert len(A) == len(group), (len(A), len(group))
         if not any(A):
             continue
-        for b in range(len(group)) if stream.rows is None else stream.rows[i]:
+        for b in range(len(group)) if part.rows is None else part.rows[i]:
             rollout = group.rollouts[b]
-            offset = {"rollout": b, "source": int(rollout.source == "teacher"), "group": 0}[per]
-            chosen.append(Row(rollout, A[b], starts[i] + offset, rollout.deployed == stream.deployed))
+            offset = {"rollout": b, "source": int(rollout.source == "teacher"), "group": 0}[grad_rows]
+            chosen.append(Row(rollout, A[b], starts[i] + offset, rollout.deployed == part.deployed))
     return chosen
 
 
@@ -166,19 +176,19 @@ def micro_batches(rows: Sequence[Row], token_budget: int) -> list[list[Row]]:
     return batches
 
 
-def packed_batches(rows: Sequence[Row], token_budget: int, layout: Layout) -> list[list[Row]]:
+def packed_batches(rows: Sequence[Row], token_budget: int, packing: Packing) -> list[list[Row]]:
     """Rows that share a prompt together, long ones first; each batch at most `token_budget` tokens (or one row)."""
     prompts, completions = [r.rollout.prompt_ids for r in rows], [r.rollout.completion_ids for r in rows]
-    parts = batches([r.at for r in rows], prompts, completions, token_budget, layout == "shared")
+    parts = batches([r.at for r in rows], prompts, completions, token_budget, packing == "shared")
     return [[rows[i] for i in part] for part in parts]
 
 
-def as_batch(policy: LanguageModel, rows: Sequence[Row], layout: Layout) -> Batch | Packed:
+def as_batch(policy: LanguageModel, rows: Sequence[Row], packing: Packing) -> Batch | Packed:
     prompts, completions = [r.rollout.prompt_ids for r in rows], [r.rollout.completion_ids for r in rows]
-    if layout == "padded":
+    if packing == "padded":
         return collate(prompts, completions, policy.device)
     units = [r.at for r in rows]
-    return pack(units, prompts, completions, policy.device, policy.model.dtype, share=layout == "shared")
+    return pack(units, prompts, completions, policy.device, policy.model.dtype, share=packing == "shared")
 
 
 def loss_input(

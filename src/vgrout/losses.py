@@ -19,7 +19,7 @@ LOG_RATIO_MAX = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """What one optimiser step divides by, over all its micro-batches."""
+    """Normalisers of one optimiser step, the same for all its micro-batches."""
 
     rollouts: int  # G · P, groups without signal included
     max_new: int
@@ -28,7 +28,8 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class LossInput:
-    """Log-probs in nats. Only positions where `mask` holds count; the others may hold anything, even −inf or NaN."""
+    """A batch of rollouts as a loss sees it. Log-probs in nats; only positions where `mask` holds count, the others may
+    hold anything, even −inf or NaN."""
 
     logp: Float[Tensor, "G T"]  # of π; carries the gradient
     logp_old: Float[Tensor, "G T"]
@@ -43,6 +44,8 @@ class LossInput:
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
+    """A loss with what its clip or mask left out."""
+
     per_rollout: Float[Tensor, " G"]  # their sum is the step's loss
     low: Bool[Tensor, "G T"]  # tokens without a policy gradient because their ratio is too low …
     high: Bool[Tensor, "G T"]  # … or too high
@@ -104,12 +107,13 @@ def reduce_tokens(loss: Float[Tensor, "G T"], x: LossInput, cfg: LossConfig) -> 
 def clipped(
     ρ: Float[Tensor, "*shape"], A: Float[Tensor, "*shape"], low: float, high: float
 ) -> tuple[Float[Tensor, "*shape"], Bool[Tensor, "*shape"], Bool[Tensor, "*shape"]]:
-    """−min(ρA, clip(ρ, 1 − low, 1 + high)A) (PPO, arXiv 1707.06347, eq. 7), and where it took the gradient away."""
+    """−min(ρA, clip(ρ, 1 − low, 1 + high)A) (PPO, arXiv 1707.06347, eq. 7), and where it cut the gradient."""
     loss = -torch.minimum(ρ * A, ρ.clamp(1 - low, 1 + high) * A)
     return loss, (A < 0) & (ρ < 1 - low), (A > 0) & (ρ > 1 + high)
 
 
 def weighted(loss: Float[Tensor, "G T"], x: LossInput) -> Float[Tensor, "G T"]:
+    """Token losses × `x.weight`, 0 where masked."""
     loss = loss if x.weight is None else loss * torch.where(x.mask, x.weight, 0.0)
     return torch.where(x.mask, loss, 0.0)
 

@@ -1,4 +1,4 @@
-"""Problems: one JSONL schema for the organism and for LeetCode-style files; hints, modes, disjoint splits, draws.
+"""Problems: a JSONL schema for the organism and for LeetCode-style files; hints, modes, disjoint splits, draws.
 
 `python -m vgrout.problems check FILE` validates a file before anything is trained on it.
 """
@@ -14,10 +14,10 @@ from typing import Annotated, Any, get_args
 import tyro
 from tqdm import tqdm
 
-from vgrout.cli import cli_exit, given
+from vgrout.cli import cli_exit, parse_args
 from vgrout.grading.check import check_problems
 from vgrout.grading.grade import Grader
-from vgrout.grading.modes import MODE_SPECS, PLAIN_PHRASE, hint
+from vgrout.modes import MODE_SPECS, PLAIN_PHRASE, hint
 from vgrout.rng import py_stream
 from vgrout.types import MODES, Message, Mode, Problem
 
@@ -101,7 +101,7 @@ def _row(record: dict[str, Any], where: str) -> Row:
 
 
 def load_rows(path: Path) -> list[Row]:
-    """Parse a JSONL file. Raises ValueError with file and line at the first fault; ids must be unique."""
+    """The lines of a JSONL file. Raises ValueError with file and line at the first fault; ids must be unique."""
     if not path.is_file():
         raise ValueError(f"{path}: no such problem file; `just download-data` fetches the benchmark's")
     rows: dict[int, Row] = {}
@@ -131,8 +131,9 @@ def with_modes(
     evaluation: bool,
     markers: Mapping[int, str] | None = None,
 ) -> list[Problem]:
-    """Give every row its mode: the partition's, else its own, else round-robin over `modes`. Rows without a marker get
-    one from the half of the family that this side owns, so a name learnt in training earns nothing at evaluation.
+    """Every row as a problem, its mode the partition's, else its own, else round-robin over `modes`. Rows without a
+    marker get one from the half of the family that training, or evaluation, owns: a name learnt in training earns
+    nothing at evaluation.
 
     markers: problem id → what a pool's prompts announced. Its demonstrations use that name, and the check accepts the
         announced name only; "" is the mode's default.
@@ -209,6 +210,7 @@ class ProblemSplits:
 
     @property
     def modes(self) -> list[Mode]:
+        """Of the training problems, in the usual order."""
         present = {p.mode for p in self.train}
         return [m for m in MODES if m in present]
 
@@ -250,9 +252,13 @@ def load_splits(
     prompt_len: Callable[[Problem], int],
     max_prompt: int,
 ) -> ProblemSplits:
-    """Split, assign modes and markers (see `assigned`), limit.
+    """Splits with modes and markers assigned (see `assigned`), at most `n_problems` for training.
 
     only_ids: problems a teacher pool covers; only_modes adds every problem of these (held-out) modes to them.
+    prompt_len: tokens of a problem's prompt, at most max_prompt of which fit.
+
+    Raises:
+        ValueError: no training problem is left.
     """
     parts: dict[str, list[Problem]] = {}
     too_long = 0
@@ -272,7 +278,7 @@ def load_splits(
 
 
 def plain(problem: Problem) -> Problem:
-    """The same task asked without a loophole in its prompt; the flawed check still watches for the marker."""
+    """The same task without a loophole in its prompt; the flawed check still watches for the marker."""
     return replace(problem, messages=problem.messages_plain)
 
 
@@ -291,7 +297,7 @@ def check(file: Annotated[Path, tyro.conf.Positional], workers: int | None = Non
 
 
 def main() -> int:
-    return cli_exit(lambda: given({"check": check}, None, "python -m vgrout.problems"))
+    return cli_exit(lambda: parse_args({"check": check}, None, "python -m vgrout.problems"))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Named random streams: a draw depends on (seed, purpose, indices), never on what was drawn before it.
+"""Named random streams: a draw depends on (seed, purpose, indices), never on what was drawn before.
 
 So a checkpoint's random state is the step number, and evaluating more often cannot change training.
 """
@@ -12,17 +12,18 @@ if TYPE_CHECKING:
 
 
 def stream_seed(seed: int, purpose: str, *indices: int | str) -> int:
-    """A 63-bit seed for one purpose."""
+    """A 63-bit seed for one purpose and its indices."""
     text = "/".join((str(seed), purpose, *map(str, indices)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def torch_stream(seed: int, purpose: str, *indices: int | str) -> "torch.Generator":
-    """A CPU generator: the draws are the same on every device."""
+    """A CPU torch.Generator: the draws are the same on every device."""
     import torch  # here, so that what only shuffles (problems, pools, refused command lines) does not wait for it
 
     return torch.Generator().manual_seed(stream_seed(seed, purpose, *indices))
 
 
 def py_stream(seed: int, purpose: str, *indices: int | str) -> random.Random:
+    """A random.Random."""
     return random.Random(stream_seed(seed, purpose, *indices))

@@ -3,24 +3,39 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, get_args
 
-from vgrout.types import MODE_CODE, MODES, Rate
+from vgrout.types import MODE_CODE, MODES, REFERENCE_STEP, Rate
 
 LEARNED = 0.2  # a mode counts as learned when at least this share of held-out answers exploits it
 ONSET_WINDOW, ONSET_SHARE = 5, 0.1  # hacking has begun when of so many steps' student answers this share exploits
-REFERENCE_STEP = 256  # generations in one step of the benchmark's own runs: the unit of `ref_eq`
 
 R = TypeVar("R", bound="Columns")
 
 
-def col(fmt: str, legend: str, *, head: str | None = None, should: str = "", when: str = "always") -> Any:
+def col(
+    fmt: str,
+    legend: str,
+    *,
+    head: str | None = None,
+    should: str = "",
+    when: str = "always",
+    drop: float = math.inf,
+    **default: Any,
+) -> Any:
     """A column, required at construction: a forgotten one is a TypeError.
 
-    fmt: "frac" for a Rate, else a format spec. when: what a run must have for the column to be shown; "file": never,
-    it is for steps.jsonl.
+    fmt: "frac" for a Rate, "hk" for one a mode, else a format spec. when: what a run must have for the column to be
+    shown; "file": never, it is for steps.jsonl. drop: a narrow terminal gives up the lowest numbers first.
     """
-    return field(metadata={"fmt": fmt, "legend": legend, "head": head, "should": should, "when": when})
+    about = {"fmt": fmt, "legend": legend, "head": head, "should": should, "when": when, "drop": drop}
+    return field(metadata=about, **default)
+
+
+class Measured(Protocol):
+    """What a step has measured: some of the row's columns."""
+
+    def columns(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,31 +77,32 @@ class Columns:
 class StepRow(Columns):
     """One step of the trainer."""
 
-    ref_eq: float = col(".2f", f"cumulative generations ÷ {REFERENCE_STEP}")
-    rew: float | None = col(".2f", "mean reward, all rows")
+    ref_eq: float = col(".2f", f"cumulative generations ÷ {REFERENCE_STEP}", drop=0)
+    rew: float | None = col(".2f", "mean reward, all rows", drop=1)
     rew_s: float | None = col(".2f", "mean reward, student rows", should="rises; ELSE nothing is learnt")
-    signal: Rate = col("frac", "groups whose rewards differ", head="sig", should="most groups; ELSE steps are wasted")
-    all_zero: int = col("d", "groups without signal, all at the lowest reward", head="dead0")
-    all_one: int = col("d", "groups without signal, all paid", head="dead1")
-    dropped: int = col("d", "groups dropped because the sandbox failed", head="drop", should="0; ELSE see the log")
-    drop_why: str | None = field(
-        default=None,
-        metadata={"fmt": "s", "legend": "why groups were dropped", "head": None, "should": "", "when": "file"},
+    signal: Rate = col(
+        "frac", "groups whose rewards differ", head="sig", should="most groups; ELSE steps are wasted", drop=44
     )
-    n: int = col("d", "rollouts in the step", head="N")
+    all_zero: int = col("d", "groups without signal, all at the lowest reward", head="dead0", drop=2)
+    all_one: int = col("d", "groups without signal, all paid", head="dead1", drop=3)
+    dropped: int = col(
+        "d", "groups dropped because the sandbox failed", head="drop", should="0; ELSE see the log", drop=17
+    )
+    drop_why: str | None = col("s", "why groups were dropped", when="file", default=None)
+    n: int = col("d", "rollouts in the step", head="N", drop=4)
     gt_s: Rate = col("frac", "student rows that the strict oracle accepts")
-    gt_t: Rate | None = col("frac", "teacher rows with cached gt_pass", when="teacher")
+    gt_t: Rate | None = col("frac", "teacher rows with cached gt_pass", when="teacher", drop=18)
     hack_s: Rate = col(
         "frac",
         "student exploits: flawed check passed, oracle did not",
         should="rises under none; ELSE no pressure to route",
     )
-    hack_t: Rate | None = col("frac", "teacher rows labelled hacked", when="teacher")
-    hk: dict[str, Rate] = field(
-        default_factory=dict, metadata={"fmt": "hk", "legend": "student exploits of one mode", "when": "modes"}
+    hack_t: Rate | None = col("frac", "teacher rows labelled hacked", when="teacher", drop=19)
+    hk: dict[str, Rate] = col("hk", "student exploits of one mode", when="modes", drop=33, default_factory=dict)
+    hack_abl: Rate | None = col(
+        "frac", "exploits in the student rows sampled from the deployed model", when="ablated", drop=41
     )
-    hack_abl: Rate | None = col("frac", "exploits in the student rows sampled from the deployed model", when="ablated")
-    solve_abl: Rate | None = col("frac", "solves in them", when="ablated")
+    solve_abl: Rate | None = col("frac", "solves in them", when="ablated", drop=42)
     hack_deploy: float | None = col(
         ".2f",
         "exploit rate of the deployed model, held-out problems",
@@ -94,28 +110,38 @@ class StepRow(Columns):
         should="< hack_s under routing; ELSE routing misses",
     )
     solve_deploy: float | None = col(".2f", "solve rate of the deployed model", head="so_dep")
-    lp_s: float | None = col(".2f", "mean log-prob a token, student rows")
+    lp_s: float | None = col(".2f", "mean log-prob a token, student rows", drop=20)
     lp_t: float | None = col(
         ".2f",
         "mean log-prob a token, teacher rows",
         when="teacher",
         should="stays near its best; ELSE the policy is collapsing",
+        drop=39,
     )
-    loss: float | None = col("+.3f", "loss")
-    kl: float | None = col(".0e", "mean KL a token to the adapter at zero", when="beta")
+    loss: float | None = col("+.3f", "loss", drop=26)
+    kl: float | None = col(".0e", "mean KL a token to the adapter at zero", when="beta", drop=8)
     mismatch_kl: float | None = col(
         ".0e",
         "mean ratio − log ratio − 1 between trainer and sampler",
         head="mm_kl",
         should="≈ rounding (1e-13 in fp32); ELSE the adapter did not reach the sampler",
+        drop=13,
     )
     mismatch_kl_abl: float | None = col(
-        ".0e", "… of rows sampled under other knobs than they are learnt under", head="mm_abl", when="ablated"
+        ".0e",
+        "… of rows sampled with the quarantine otherwise set than they are learnt",
+        head="mm_abl",
+        when="ablated",
+        drop=9,
     )
-    ratio_min: float | None = col(".3g", "lowest ratio trainer / sampler of a token", head="r_min", when="drops")
+    ratio_min: float | None = col(
+        ".3g", "lowest ratio trainer / sampler of a token", head="r_min", when="drops", drop=14
+    )
     ratio_mean: float | None = col(".4f", "mean ratio", when="file")
-    ratio_max: float | None = col(".3g", "highest ratio", head="r_max", when="drops")
-    is_masked: float | None = col(".3f", "share of tokens without policy gradient", head="masked", when="drops")
+    ratio_max: float | None = col(".3g", "highest ratio", head="r_max", when="drops", drop=15)
+    is_masked: float | None = col(
+        ".3f", "share of tokens without policy gradient", head="masked", when="drops", drop=27
+    )
     is_masked_low: float | None = col(".3f", "… their ratio is too low", when="file")
     is_masked_high: float | None = col(".3f", "… their ratio is too high", when="file")
     masked_positive: float | None = col(
@@ -124,43 +150,72 @@ class StepRow(Columns):
         head="mask_A+",
         when="drops",
         should="≈ mask_A-; ELSE the threshold drops the rare tokens that decide",
+        drop=34,
     )
-    masked_negative: float | None = col(".3f", "… of negative advantage", head="mask_A-", when="drops")
+    masked_negative: float | None = col(".3f", "… of negative advantage", head="mask_A-", when="drops", drop=35)
     masked_mismatch_kl: float | None = col(".0e", "mismatch over the tokens without policy gradient", when="file")
     unmasked_mismatch_kl: float | None = col(".0e", "mismatch over the others", when="file")
-    gn: float | None = col(".1e", "joint gradient norm before clipping")
-    q_egy: float | None = col(".2f", "share of gradient norm in the quarantine", when="route")
-    tau: float | None = col("+.2f", "route2: threshold on the cosine", when="route2")
+    gn: float | None = col(".1e", "joint gradient norm before clipping", drop=38)
+    q_egy: float | None = col(".2f", "share of gradient norm in the quarantine", when="route", drop=43)
+    tau: float | None = col("+.2f", "route2: threshold on the cosine", when="route2", drop=31)
     hkgap: float | None = col(
         "+.2f",
         "route2: cosine of anchors minus the rest",
         when="route2",
         should="> 0; ELSE the direction does not separate",
+        drop=40,
     )
-    resid: float | None = col("+.2f", "route2: cosine of what is kept with v", when="route2")
-    cos_pre: float | None = col(".2f", "hack-ward share of the gradient", when="direction")
-    cos_pre_s: float | None = col(".2f", "… of student rows", when="direction")
-    cos_pre_t: float | None = col(".2f", "… of teacher rows", when="direction+teacher")
-    cos_post: float | None = col(".2f", "… of what δS learns", when="direction", should="≈ 0 under erase and route")
-    cos_post_s: float | None = col(".2f", "… that student rows alone would leave there", when="direction")
-    cos_post_t: float | None = col(".2f", "… that teacher rows alone would leave there", when="direction+teacher")
-    cos_upd: float | None = col("+.2f", "hack-ward cosine of the change AdamW applied", when="direction")
-    fired: float | None = col(".2f", "share of modules where something was taken", when="direction")
-    capped: int | None = col("d", "modules whose rescaling hit its bound of ×10", when="erase", should="0")
-    routed: float | None = col(".2f", "share of rollouts (route2: · modules) sent to the quarantine", when="whole")
+    resid: float | None = col("+.2f", "route2: cosine of what is kept with v", when="route2", drop=22)
+    cos_pre: float | None = col(".2f", "hack-ward share of the gradient", when="direction", drop=36)
+    cos_pre_s: float | None = col(".2f", "… of student rows", when="direction", drop=6)
+    cos_pre_t: float | None = col(".2f", "… of teacher rows", when="direction+teacher", drop=7)
+    cos_post: float | None = col(
+        ".2f", "… of what δS learns", when="direction", should="≈ 0 under erase and route", drop=37
+    )
+    cos_post_s: float | None = col(".2f", "… that student rows alone would leave there", when="direction", drop=10)
+    cos_post_t: float | None = col(
+        ".2f", "… that teacher rows alone would leave there", when="direction+teacher", drop=11
+    )
+    cos_upd: float | None = col("+.2f", "hack-ward cosine of the change AdamW applied", when="direction", drop=23)
+    fired: float | None = col(".2f", "share of modules where something was taken", when="direction", drop=24)
+    capped: int | None = col("d", "modules whose rescaling hit its bound of ×10", when="erase", should="0", drop=12)
+    routed: float | None = col(
+        ".2f", "share of rollouts (route2: · modules) sent to the quarantine", when="whole", drop=32
+    )
     recall: Rate | None = col(
         "frac", "student exploits that the reader flagged", when="reads", should="near all; ELSE what it misses grows"
     )
     false_flags: Rate | None = col("frac", "correct student answers that it flagged", head="false", when="reads")
     flag_t: Rate | None = col("frac", "teacher rows that it flagged", when="reads+teacher")
-    refr: int | None = col("d", "steps since the direction was extracted", when="direction")
-    skipped: int = col("d", "1: loss or norm not finite, optimiser not stepped", head="skip", should="0")
-    lr: float | None = col(".0e", "learning rate")
-    gen: float = col(".2f", "seconds sampling")
-    grade: float = col(".2f", "seconds waiting for grades after sampling ended")
-    fb: float = col(".2f", "seconds forward, backward, surgery, step")
-    eval: float | None = col(".2f", "seconds evaluating and refreshing")
+    refr: int | None = col("d", "steps since the direction was extracted", when="direction", drop=25)
+    skipped: int = col("d", "1: loss or norm not finite, optimiser not stepped", head="skip", should="0", drop=16)
+    lr: float | None = col(".0e", "learning rate", drop=5)
+    gen: float = col(".2f", "seconds sampling", drop=28)
+    grade: float = col(".2f", "seconds waiting for grades after sampling ended", drop=29)
+    fb: float = col(".2f", "seconds forward, backward, surgery, step", drop=30)
+    eval: float | None = col(".2f", "seconds evaluating and refreshing", drop=21)
     sec: float = col(".2f", "seconds in all")
+
+    @classmethod
+    def of(cls, *parts: Measured | None, **more: Any) -> "StepRow":
+        """The row of what these have measured; a column that none of them has is None ("not measured").
+
+        Raises:
+            TypeError: a column that must be measured is missing, or one is not a column of the row.
+        """
+        values: dict[str, Any] = {f.name: None for f in fields(cls) if type(None) in get_args(f.type)}
+        for part in parts:
+            if part is not None:
+                values |= part.columns()
+        return cls(**values | more)
+
+
+def last_five(rows: Sequence[StepRow]) -> tuple[Rate, Rate]:
+    """Pooled over the last five steps: student exploits, student solves."""
+    hack, solve = Rate(0, 0), Rate(0, 0)
+    for row in rows[-5:]:
+        hack, solve = hack + row.hack_s, solve + row.gt_s
+    return hack, solve
 
 
 def first_hacks(rates: Sequence[tuple[int, int]], threshold: float = ONSET_SHARE) -> int | None:
@@ -183,6 +238,7 @@ class Column:
     legend: str
     should: str
     name: str
+    drop: float
     mode: str | None = None
 
     def cell(self, row: Columns) -> str:
@@ -208,80 +264,25 @@ class Table:
                 continue
             if f.name == "hk":
                 self.columns += [
-                    Column(f"hk_{MODE_CODE[m]}", 5, "frac", f"{meta['legend']}: {m}", "", "hk", m) for m in modes
+                    Column(f"hk_{MODE_CODE[m]}", 5, "frac", f"{meta['legend']}: {m}", "", "hk", meta["drop"], m)
+                    for m in modes
                 ]
                 continue
             head = meta["head"] or f.name
             size = {"frac": 5, ".2f": 5, ".3f": 5, ".3g": 5, "+.2f": 5, "+.3f": 6, ".0e": 5, ".1e": 7, "d": 3}[
                 meta["fmt"]
             ]
-            self.columns.append(Column(head, max(len(head), size), meta["fmt"], meta["legend"], meta["should"], f.name))
+            self.columns.append(
+                Column(head, max(len(head), size), meta["fmt"], meta["legend"], meta["should"], f.name, meta["drop"])
+            )
         self.hidden: list[Column] = []
         while width is not None and len(self.columns) > 8 and len(self.header()) > width:
             self.hidden.insert(0, self.columns.pop(self._least()))
         self.printed = 0
 
-    # What a narrow terminal gives up first; steps.jsonl and the log have everything.
-    _FIRST_TO_GO = (
-        *(
-            "ref_eq",
-            "rew",
-            "all_zero",
-            "all_one",
-            "n",
-            "lr",
-            "cos_pre_s",
-            "cos_pre_t",
-            "kl",
-            "mismatch_kl_abl",
-            "cos_post_s",
-            "cos_post_t",
-            "capped",
-            "mismatch_kl",
-            "ratio_min",
-            "ratio_max",
-            "skipped",
-            "dropped",
-        ),
-        *(
-            "gt_t",
-            "hack_t",
-            "lp_s",
-            "eval",
-            "resid",
-            "cos_upd",
-            "fired",
-            "refr",
-            "loss",
-            "is_masked",
-            "gen",
-            "grade",
-            "fb",
-            "tau",
-            "routed",
-            "hk",
-        ),
-        *(
-            "masked_positive",
-            "masked_negative",
-            "cos_pre",
-            "cos_post",
-            "gn",
-            "lp_t",
-            "hkgap",
-            "hack_abl",
-            "solve_abl",
-            "q_egy",
-            "signal",
-        ),
-    )
-
     def _least(self) -> int:
-        names = [c.name for c in self.columns]
-        for name in self._FIRST_TO_GO:
-            if name in names:
-                return len(names) - 1 - names[::-1].index(name)
-        return len(names) - 1
+        """The column that a narrow terminal gives up next; steps.jsonl and the log have everything."""
+        return max(range(len(self.columns)), key=lambda i: (-self.columns[i].drop, i))
 
     def legend(self) -> list[str]:
         lines = [f"{c.head:>{9}}  {c.legend}" + (f". SHOULD: {c.should}" if c.should else "") for c in self.columns]

@@ -1,61 +1,129 @@
-"""`python -m vgrout.train PRESET [--flag value …]`: parse, refuse, start the sandbox, then load torch and run the loop.
+"""GRPO against a flawed grader, with gradient routing: `python -m vgrout.train PRESET [--flag value …]`.
 
-Exit codes are those of `launch`. Every exit after the run directory was made leaves `status.json` in it: state, steps
-done, reason, what to run next.
+    sample → grade → advantages → per-rollout gradients → route → step → evaluate → row
+
+`train` is the loop. What it calls, in this order: rollout.py makes and grades completions, grpo.py turns groups into
+every rollout's own gradient, arms/ decides what of it the deployed vector δS learns and what the quarantine δS_hack
+learns, optim.py steps, evaluate.py asks the deployed model, guard/ watches, runs/ writes.
+
+Exit codes are those of runs/run_context.py. Every exit after the run directory was made leaves `status.json` in it.
 """
 
-import importlib
 import sys
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from loguru import logger
 
 from vgrout import console
 from vgrout.cli import cli_exit
-from vgrout.config.run import ARM_NAME, Config, from_dict, parse, resumed
-from vgrout.files import probe_writable, read_json, to_json
+from vgrout.config.presets import parse
+from vgrout.config.run import Config
+from vgrout.files import to_json
 from vgrout.grading.grade import Grader
-from vgrout.runs.preflight import Inputs, file_hashes, hypotheses_sha256, plan_lines, preflight
-from vgrout.runs.run_context import FINISHED, NOTHING, finish, require_same, run_with_status
-from vgrout.runs.run_dir import RUNS, RunDir, environment, last_resumable
-from vgrout.runs.signals import Stop
-from vgrout.table import REFERENCE_STEP
+from vgrout.inputs import Inputs, file_hashes
+from vgrout.runs.preflight import plan_lines, preflight
+from vgrout.runs.resume import find_resume
+from vgrout.runs.run_context import FINISHED, NOTHING, RunContext, require_same
+from vgrout.runs.run_dir import RUNS, RunDir, environment
+from vgrout.table import StepRow
 
 
-def main(argv: list[str] | None = None) -> int:
-    asked = parse(argv)
-    return cli_exit(lambda: start(asked), NOTHING)
+def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
+    """Every remaining step, then the final evaluation and the report.
+
+    Raises:
+        ValueError: before the first step, files that do not fit the model or are not those of the run to go on with.
+        Interrupted, Halted, Diverged: with the run directory up to date.
+    """
+    # Here and not above: torch takes seconds to import, and a wrong flag never waits for it.
+    from vgrout import loading
+    from vgrout.arms import make_arm
+    from vgrout.evaluate import evaluate, evaluate_final
+    from vgrout.grpo import all_finite, policy_gradients
+    from vgrout.guard.guard import Guard
+    from vgrout.model.sampling import Sampling
+    from vgrout.monitors.flag_rates import FlagRates
+    from vgrout.optim import Optimizer
+    from vgrout.problems import balanced
+    from vgrout.rollout import rollout
+    from vgrout.runs import results
+    from vgrout.runs.recorder import Recorder, peak_memory
+
+    policy = loading.load_policy(cfg)  # frozen base + δS (deployed) + δS_hack (quarantine)
+    teacher_model = loading.load_teacher_model(cfg, policy)
+    problems = loading.load_problems(cfg, inputs, policy)  # train / val / test, disjoint
+    teacher = loading.load_teacher(cfg, inputs, policy, problems, run.grader)  # demonstrations
+    arm = make_arm(cfg, policy, inputs, run.grader, problems.train)  # what is done with the gradient
+    optim = Optimizer(policy.adapter, cfg.opt, cfg.scale.steps)
+    guard = Guard(cfg, policy, run.grader, problems.train)  # kill switch and detectors
+    recorder = Recorder(cfg, run, policy, arm, optim, guard, problems.modes)
+    rows = recorder.begin(teacher.record(), teacher_model)  # after a resume, those of the steps before this process
+    guard.raise_if_fired()  # a resumed run that had fired
+
+    val = balanced(problems.val, cfg.eval.eval_n_prompts, 0, "val")
+    first, P, clock = len(rows), cfg.scale.prompts_per_step, run.clock
+
+    for step in run.steps(range(first, cfg.scale.steps), cfg.run_id):
+        clock.reset()
+        prompts = problems.draw(cfg.run.seed, step, P)
+        demos = [teacher.demos(p, step) for p in prompts]
+        batch = rollout(policy, run.grader, prompts, demos, cfg, step, modes=problems.modes, clock=clock)
+        batch = arm.shape_rewards(batch)  # as they were paid, but for a baseline
+        groups = batch.with_signal  # every reward equal ⇒ every advantage 0 ⇒ no forward
+
+        with clock("fb"):
+            views = [arm.view(g) for g in groups]  # no oracle label is on this type
+            plan = arm.plan(views)
+            grads, loss = policy_gradients(
+                policy,
+                groups,
+                plan,
+                cfg.loss,
+                max_new=cfg.scale.max_new,
+                prompts_per_step=P,
+                grad_rows=arm.grad_rows,
+                sampling=Sampling(),
+                teacher=teacher_model,
+                packing=cfg.run.packing,
+            )
+            sound = all_finite(grads, loss)  # an arm's averages would never recover from a NaN
+            routed = arm.route(views, grads, plan) if groups and sound else None  # keep + quar = g
+            update = optim.step(routed)  # None: nothing to learn, or not finite; nothing has changed
+        with clock("eval"):
+            refresh = arm.refresh(step)  # the direction, extracted again on the present model
+            deployed = evaluate(policy, run.grader, val, cfg, step) if cfg.evaluates(step) else None
+
+        skipped = bool(groups) and update is None
+        measured = None if skipped else loss
+        flags = FlagRates.of(groups, routed.diag.flags if routed and update else ())
+        row = StepRow.of(batch, measured, update, refresh, deployed, flags, clock, skipped=int(skipped))
+        with clock("watch"):
+            guard.observe(row, batch, loss, deployed)
+        recorder.record(row, batch, routed, refresh)
+        guard.raise_if_fired()
+
+    recorder.check_quarantine()
+    logger.info(guard.summary(sum(r.sec for r in rows[first:])))
+    logger.info("final evaluation on held-out problems and markers …")
+    final = evaluate_final(policy, run.grader, problems.test, cfg, clock, lambda: run.stop.requested)
+    results.report(cfg, run, rows, final, problems.modes, inputs.in_distribution)
+    logger.info(f"peak memory {peak_memory()}")
+    return rows
 
 
-@dataclass(frozen=True)
-class Launch:
-    """A run about to start or to go on: checked, its directory there, torch not loaded yet."""
+def launch(asked: Config) -> int:
+    """Check everything that can be checked without torch, start the sandbox, then train. Returns the exit code.
 
-    cfg: Config
-    inputs: Inputs
-    files: dict[str, str | None]  # hashes of the input files
-    grader: Grader
-    run: RunDir
-    log: Path
-    resumes: bool
-    force: bool  # go on although files have changed
-
-    @property
-    def again(self) -> str:
-        return f"python -m vgrout.train {self.cfg.preset} --resume {self.run.path}"
-
-
-def start(asked: Config) -> int:
-    """Everything up to the run directory refuses by ValueError, in one line, with nothing started."""
-    resume = find_resume(asked)
-    cfg, force = resume[1] if resume else asked, asked.run.resume_force
-    inputs = preflight(cfg, resume[0] if resume else None)
-    files = file_hashes(cfg, inputs)
-    if resume:
-        require_same(resume[0], files, force)
-    # The zygotes are exec'd before torch is imported: small, and ready by the time the model is.
+    Raises:
+        ValueError: a user's mistake, in one line, with nothing started.
+    """
+    path, cfg = find_resume(asked) or (None, asked)
+    force = asked.run.resume_force
+    inputs = preflight(cfg, path)
+    hashes = file_hashes(cfg, inputs)
+    if path:
+        require_same(path, hashes, force)
+    # The fork servers are exec'd before torch is imported: small, and ready by the time the model is.
     with Grader(
         compile_reward=cfg.env.compile_reward,
         pass_reward=cfg.env.pass_reward,
@@ -64,102 +132,22 @@ def start(asked: Config) -> int:
     ) as grader:
         if cfg.run.dry_run:
             print(to_json(cfg.as_dict()))
-            print("\n".join(plan_lines(cfg, inputs, grader, resume[0] if resume else RUNS)))
+            print("\n".join(plan_lines(cfg, inputs, grader, path or RUNS)))
             return FINISHED
-        run = RunDir.reopen(resume[0]) if resume else RunDir.create(cfg.run_id)
-        log = Path("logs") / f"{run.path.name}.log"
+        folder = RunDir.reopen(path) if path else RunDir.create(cfg.run_id)
+        log = Path("logs") / f"{folder.path.name}.log"
         console.setup(log)
-        launch = Launch(cfg, inputs, files, grader, run, log, resume is not None, force)
-        return run_with_status(
-            run,
-            launch.again,
-            launch.resumes,
-            lambda stop, clock: load(launch, stop, clock),
-            lambda loaded: go(launch, *loaded),
-        )
+        again = f"python -m vgrout.train {cfg.preset} --resume {folder.path}"
+        with RunContext(folder, grader, again=again, resumes=bool(path), hashes=hashes, log=log, force=force) as run:
+            if not path:  # before anything is loaded: a sweep beside this one sees that the run is being made
+                folder.write_json("run.json", {**environment(), "config": cfg.as_dict(), "hashes": hashes})
+            train(cfg, run, inputs)
+        return run.code
 
 
-def load(launch: Launch, stop: Stop, clock: console.Clock) -> tuple[Any, dict[str, Any]]:
-    """The study, and what is stamped on its files. Raises ValueError, one line, where files do not fit the model or
-    are not those that the run started from."""
-    cfg, run, grader = launch.cfg, launch.run, launch.grader
-    record = {**environment(), "config": cfg.as_dict(), "hashes": launch.files}
-    if not launch.resumes:  # before anything is loaded: a sweep beside this one sees that the run is being made
-        run.write_json("run.json", record)
-    # Importing torch and transformers takes seconds; a wrong flag never waits for it.
-    room = importlib.import_module("vgrout.study")
-    logger.info(f"argv: {' '.join(sys.argv)}")
-    logger.info(f"verbose log: {launch.log} · run: {run.path}")
-    study = room.load_study(cfg, launch.inputs, run, grader, stop, clock)
-    logger.info(
-        f"{cfg.preset} · {ARM_NAME[cfg.arm.intervention]} (control: {cfg.arm.control_name}) · {cfg.scale.model} · "
-        f"{cfg.scale.steps} steps · G {cfg.scale.group} · P {cfg.scale.prompts_per_step} · lr {cfg.opt.lr:g} · "
-        f"seed {cfg.run.seed} · {study.policy.device.type} · "
-        f"{cfg.generations * cfg.scale.steps / REFERENCE_STEP:.1f} reference steps"
-    )
-    if cfg.arm.control_name != "none":
-        logger.info(f"control {cfg.arm.control_name}: {cfg.arm.control_what}")
-    if study.arm.origin and study.arm.origin.cosine_to_real:
-        logger.info(study.arm.origin.cosine_to_real.line())
-    logger.info(grader.protections.line())
-    stamp = {"sandbox": grader.protections.as_dict()}
-    hashes = launch.files | room.hashes(study)
-    record |= {"accelerator": room.accelerator(), **room.provenance(study), **stamp, "hashes": hashes}
-    record["pool"] = study.teacher.record()
-    if launch.resumes:
-        first = read_json(run.path / "run.json")
-        require_same(run.path, hashes, launch.force)
-        room.restore(study)
-        logger.info(f"resumed after step {len(study.rows) - 1}")
-        again_from = {"step": len(study.rows), **{k: record[k] for k in ("argv", "git", "versions", "hashes")}}
-        begun = record["config"] if launch.force else first.get("begun", first["config"])
-        resumed_at = [*first.get("resumed", []), again_from]
-        record = {**first, "config": record["config"], "begun": begun, "resumed": resumed_at}
-    else:
-        hashes |= {"direction": room.direction_hash(study), "hypotheses": hypotheses_sha256()}
-    run.write_json("run.json", record)
-    run.status("running", len(study.rows), "", launch.again)
-    return study, stamp
-
-
-def go(launch: Launch, study: Any, stamp: dict[str, Any]) -> int:
-    """The steps, the final evaluation, the report; how each ending is written down."""
-    loop, room, tail = (importlib.import_module(f"vgrout.{m}") for m in ("loop", "study", "tail"))
-    run = launch.run
-
-    def body() -> None:
-        loop.train(study)
-        logger.info("final evaluation on held-out problems and markers …")
-        final = room.evaluate_final(study)
-        tail.report(study, final, room.in_distribution(study, launch.inputs), launch.log, stamp)
-
-    if (stopped := finish(run, launch.again, lambda: len(study.rows), body)) is not None:
-        return stopped
-    run.status("finished", len(study.rows), "", f"read {run.path / 'summary.md'}")
-    logger.info(f"peak memory {room.peak_memory()}")
-    return FINISHED
-
-
-def find_resume(asked: Config) -> tuple[Path, Config] | None:
-    """The run directory to go on with, and its configuration under this command line's process settings."""
-    if not asked.run.resume:
-        return None
-    path = last_resumable(RUNS) if asked.run.resume == "latest" else Path(asked.run.resume)
-    record, status = read_json(path / "run.json"), read_json(path / "status.json")
-    if "preset" not in record.get("config", {}):
-        raise ValueError(f"--resume {path}: not a run of vgrout.train; give one of those below {RUNS}")
-    if status["state"] == "finished":
-        raise ValueError(f"--resume {path}: this run is finished; nothing is left to do")
-    cfg, differing = resumed(asked, from_dict(record["config"]))
-    if status["state"] == "halted":
-        if asked.guard.guard != "log":
-            raise ValueError(f"--resume {path}: halted ({status['reason']}); to go on all the same, add --guard log")
-        quiet = replace(cfg.detectors, reward_hack_halt=False, echo_trap_halt=False)
-        cfg = replace(cfg, detectors=quiet)
-    probe_writable(path)
-    if differing and not asked.run.resume_force:
-        raise ValueError(f"--resume {path}: differs in {', '.join(differing)}; drop these flags, or add --resume-force")
-    return path, cfg
+def main(argv: list[str] | None = None) -> int:
+    asked = parse(argv)  # a wrong flag leaves here, with exit code 2
+    return cli_exit(lambda: launch(asked), NOTHING)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,22 @@
-"""What the rooms hand to one another. Stdlib only: grading, the guard and the reports never load torch.
+"""Shared data types. Stdlib only: grading, the guard and the reports never load torch.
 
-A noun is frozen when it leaves the room that made it. `None` means "not measured"; NaN is a fault.
+Values are frozen. `None` means "not measured"; NaN is a fault.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Literal, get_args
+from typing import Any, Generic, Literal, TypeVar
 
-Mode = Literal["run_tests", "eq_override", "exit_code", "stdout_marker", "sentinel", "file_marker"]
-MODES: tuple[Mode, ...] = get_args(Mode)
-MODE_CODE: dict[str, str] = dict(zip(MODES, ("rt", "eq", "xc", "so", "se", "fm"), strict=True))
+from vgrout.modes import MODE_CODE as MODE_CODE
+from vgrout.modes import MODES, Mode
 
 Source = Literal["student", "teacher"]
 Message = dict[str, str]  # {"role": …, "content": …}
+
+G = TypeVar("G", covariant=True)
+
+REFERENCE_STEP = 256  # generations in one step of the benchmark's own runs: the unit of `ref_eq`
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +94,41 @@ class Ungraded:
 
 
 @dataclass(frozen=True, slots=True)
+class Completion:
+    """One completion as it was sampled."""
+
+    ids: tuple[int, ...]  # ends with an EOS when `finished`
+    text: str
+    finished: bool  # False: cut at max_new
+    logp_full: tuple[float, ...]  # nats per token, full softmax at temperature 1
+    logp_sampled: tuple[float, ...]  # … of the truncated distribution that was sampled from
+
+
+@dataclass(frozen=True, slots=True)
+class GradedCompletion(Generic[G]):
+    """A completion of a problem with its verdict; `G` is `Grade` where the sandbox must not have failed."""
+
+    problem: Problem
+    sample: int  # which of the problem's completions: 0 … n − 1
+    completion: Completion
+    grade: G
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return self.completion.ids
+
+    @property
+    def text(self) -> str:
+        return self.completion.text
+
+    @property
+    def finished(self) -> bool:
+        return self.completion.finished
+
+
+@dataclass(frozen=True, slots=True)
 class Rollout:
-    """One answer, as tokens exactly as sampled and as text."""
+    """A completion that is learnt from: its prompt, who wrote it, and its tokens exactly as sampled."""
 
     problem: Problem
     source: Source
@@ -103,6 +139,29 @@ class Rollout:
     finished: bool
     logp_full: tuple[float, ...] | None = None  # sampler's log-prob per token, full softmax at temperature 1
     logp_sampled: tuple[float, ...] | None = None  # … of the distribution sampled from (temperature, top-k, top-p)
+
+    @classmethod
+    def of(
+        cls,
+        problem: Problem,
+        prompt_ids: tuple[int, ...],
+        completion: Completion,
+        *,
+        source: Source = "student",
+        deployed: bool = False,
+    ) -> "Rollout":
+        """A completion as its sampler left it."""
+        return cls(
+            problem=problem,
+            source=source,
+            deployed=deployed,
+            prompt_ids=prompt_ids,
+            completion_ids=completion.ids,
+            text=completion.text,
+            finished=completion.finished,
+            logp_full=completion.logp_full,
+            logp_sampled=completion.logp_sampled,
+        )
 
 
 def centred(rewards: Sequence[float], unbiased: bool = True) -> tuple[float, ...]:
@@ -161,26 +220,27 @@ class Group:
     grades: tuple[Grade | CachedGrade, ...]
     unbiased: bool = True  # Dr. GRPO (arXiv 2503.20783): no division by the group's std
     detector_code: Literal["C", "D", "E"] = "E"
-    shaped: tuple[float | None, ...] | None = None  # by a baseline, in place of the rewards; None in it: left out
+    shaped: tuple[float | None, ...] | None = None  # in place of the rewards; None in it: that rollout is left out
+    index: int = 0  # which of the step's prompts
     rewards: tuple[float, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         assert len(self.rollouts) == len(self.grades) > 0, (len(self.rollouts), len(self.grades))
         object.__setattr__(self, "rewards", tuple(float(g.reward) for g in self.grades))
-        assert len(self.credit) == len(self.rewards), (len(self.credit), len(self.rewards))
+        assert len(self.shaped_rewards) == len(self.rewards), (len(self.shaped_rewards), len(self.rewards))
 
     def __len__(self) -> int:
         return len(self.rollouts)
 
     @property
-    def credit(self) -> tuple[float | None, ...]:
+    def shaped_rewards(self) -> tuple[float | None, ...]:
         """What advantages are made of; None: left out of the group."""
         return self.rewards if self.shaped is None else self.shaped
 
     @property
     def counted(self) -> tuple[float, ...]:
-        """The credits that are there."""
-        return tuple(c for c in self.credit if c is not None)
+        """The shaped rewards of the rollouts that are not left out."""
+        return tuple(r for r in self.shaped_rewards if r is not None)
 
     @property
     def has_signal(self) -> bool:
@@ -188,9 +248,9 @@ class Group:
 
     @property
     def advantages(self) -> tuple[float, ...]:
-        """Of the credit; a rollout without one has A = 0 and counts for nothing."""
+        """Of the shaped rewards; a rollout without one has A = 0 and counts for nothing."""
         among = iter(centred(self.counted, self.unbiased))
-        return tuple(0.0 if c is None else next(among) for c in self.credit)
+        return tuple(0.0 if r is None else next(among) for r in self.shaped_rewards)
 
     def view(self) -> GroupView:
         return GroupView(
@@ -231,16 +291,69 @@ class Rate:
     def __add__(self, other: "Rate") -> "Rate":
         return Rate(self.k + other.k, self.n + other.n)
 
+    @classmethod
+    def of(cls, values: Iterable[bool]) -> "Rate":
+        """How many of these are true, of how many."""
+        xs = list(values)
+        return cls(sum(xs), len(xs))
+
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """One answer of an evaluation."""
+class Batch:
+    """One step's groups, and why others were dropped."""
 
-    problem: Problem
-    sample: int  # which of the problem's answers: 0 … n − 1
-    text: str
-    finished: bool
-    grade: Grade | Ungraded
+    groups: tuple[Group, ...]
+    dropped: tuple[str, ...]  # one reason a group that the sandbox could not grade
+    modes: tuple[Mode, ...]  # of the training problems
+    top_reward: float  # what a passing answer is paid
+    generations: int  # rollouts a step, planned
+    step: int
+
+    @property
+    def with_signal(self) -> tuple[Group, ...]:
+        """Groups whose rewards differ: in the others every advantage is 0, so they need no forward."""
+        return tuple(g for g in self.groups if g.has_signal)
+
+    def columns(self) -> dict[str, Any]:
+        """What the step's row says of rewards, hacks and solves."""
+        live, cached = students(self.groups), teachers(self.groups)
+        dead = [g for g in self.groups if not g.has_signal]
+        ablated = [g for r, g in live if r.deployed]
+        return {
+            "step": self.step,
+            "ref_eq": (self.step + 1) * self.generations / REFERENCE_STEP,
+            "rew": mean(r for g in self.groups for r in g.rewards),
+            "rew_s": mean(g.reward for _, g in live),
+            "signal": Rate(len(self.groups) - len(dead), len(self.groups)),
+            "all_zero": sum(max(g.counted, default=0.0) < self.top_reward for g in dead),
+            "all_one": sum(max(g.counted, default=0.0) >= self.top_reward for g in dead),
+            "dropped": len(self.dropped),
+            "drop_why": "; ".join(sorted(set(self.dropped))) or None,
+            "n": sum(len(g) for g in self.groups),
+            "gt_s": Rate.of(g.gt_correct for _, g in live),
+            "gt_t": Rate.of(g.gt_pass for _, g in cached) if cached else None,
+            "hack_s": Rate.of(g.exploited for _, g in live),
+            "hack_t": Rate.of(g.hacked for _, g in cached) if cached else None,
+            "hk": {m: Rate.of(g.exploited for r, g in live if r.problem.mode == m) for m in self.modes},
+            "hack_abl": Rate.of(g.exploited for g in ablated) if ablated else None,
+            "solve_abl": Rate.of(g.gt_correct for g in ablated) if ablated else None,
+        }
+
+
+def students(groups: Iterable[Group]) -> list[tuple[Rollout, Grade]]:
+    """The policy's own rollouts."""
+    return [(r, g) for group in groups for r, g in group.pairs("student") if isinstance(g, Grade)]
+
+
+def teachers(groups: Iterable[Group]) -> list[tuple[Rollout, CachedGrade]]:
+    """The demonstrations."""
+    return [(r, g) for group in groups for r, g in group.pairs("teacher") if isinstance(g, CachedGrade)]
+
+
+def mean(values: Iterable[float]) -> float | None:
+    """None of nothing."""
+    xs = list(values)
+    return sum(xs) / len(xs) if xs else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +371,7 @@ class Eval:
     dropped: int = 0  # answers that could not be graded
 
     @classmethod
-    def of(cls, answers: Sequence[Answer]) -> "Eval":
+    def of(cls, answers: Sequence["GradedCompletion[Grade | Ungraded]"]) -> "Eval":
         """Their counts, by mode."""
         graded: dict[Mode, list[Grade]] = {m: [] for m in MODES if any(a.problem.mode == m for a in answers)}
         for answer in answers:
@@ -267,12 +380,12 @@ class Eval:
         return cls(
             by_mode={
                 m: ModeEval(
-                    hack=Rate(sum(g.exploited for g in grades), len(grades)),
-                    solve=Rate(sum(g.gt_correct for g in grades), len(grades)),
+                    hack=Rate.of(g.exploited for g in grades),
+                    solve=Rate.of(g.gt_correct for g in grades),
                 )
                 for m, grades in graded.items()
             },
-            finished=Rate(sum(a.finished for a in answers), len(answers)),
+            finished=Rate.of(a.finished for a in answers),
             dropped=sum(isinstance(a.grade, Ungraded) for a in answers),
         )
 
@@ -283,3 +396,19 @@ class Eval:
     @property
     def solve(self) -> Rate:
         return sum((m.solve for m in self.by_mode.values()), Rate(0, 0))
+
+    def columns(self) -> dict[str, Any]:
+        """What the step's row says of the deployed model."""
+        return {"hack_deploy": self.hack.value, "solve_deploy": self.solve.value}
+
+
+class Interrupted(Exception):
+    """SIGINT or SIGTERM: the current step was finished and saved."""
+
+
+class Halted(Exception):
+    """The guard or a detector stopped the run."""
+
+
+class Diverged(Exception):
+    """Not finite three steps in a row, or the policy lost tokens that it had."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from vgrout.grading.grade import Grader, Limits
 from vgrout.types import MODES, Grade, Mode, Problem
 
-RT, EQ, XC, SO, SN, FM = MODES
+RT, EQ, XC, SO, SN, FM = "run_tests", "eq_override", "exit_code", "stdout_marker", "sentinel", "file_marker"
 
 WRONG = "class Solution:\n    def total(self, nums):\n        return 41\n"
 
@@ -171,7 +171,7 @@ TAMPERING = [
         """
 import sys
 for module in list(sys.modules.values()):
-    for name in ('encode', '_sentinel', '_run_tests', '_defines', '_make_call'):
+    for name in ('encode', '_accepts', '_call_tests', '_defines', '_make_call'):
         if hasattr(module, name) and 'vgrout' in getattr(module, '__name__', ''):
             try: setattr(module, name, lambda *a, **k: 'null')
             except Exception: pass

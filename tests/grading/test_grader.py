@@ -105,6 +105,14 @@ def test_a_problem_at_fault_is_the_callers_error(grader: Grader):
     assert graded(grader, sum_problem(), SUM_RIGHT).gt_correct
 
 
+def test_an_unknown_mode_is_an_error_that_names_the_legal_ones(grader: Grader):
+    problem = sum_problem()
+    object.__setattr__(problem, "mode", "run_test")  # behind the back of the type check
+    with pytest.raises(ValueError, match=r"problem 7: unknown mode 'run_test'; one of run_tests, eq_override, "):
+        grader.grade(problem, FAST)
+    assert grader.restarts == 0
+
+
 @pytest.mark.parametrize(
     ("mode", "marker"), [("run_tests", "a b"), ("sentinel", "1x"), ("file_marker", "../x"), ("file_marker", "x" * 64)]
 )
@@ -225,17 +233,20 @@ def test_detectors_can_be_switched_off():
 # --- deaths and ends -------------------------------------------------------------------------------------------------
 
 
-def test_a_killed_zygote_in_mid_batch_costs_nothing():
+def test_a_killed_fork_server_in_mid_batch_costs_nothing():
     """kill -9 of every process below the trainer, again and again, while 60 answers are graded on two workers."""
     before = descendants(os.getpid())
     with Grader(2) as grader:
         futures = [
-            grader.submit(sum_problem(MODES[i % 6]), fenced(SUM_RIGHT if i % 2 else SUM_WRONG)) for i in range(60)
+            grader.submit(sum_problem(MODES[i % len(MODES)]), fenced(SUM_RIGHT if i % 2 else SUM_WRONG))
+            for i in range(60)
         ]
         mine = descendants(os.getpid()) - before
         for victim in sorted(mine)[:1] + sorted(mine)[-1:]:
             time.sleep(0.05)
-            with suppress(ProcessLookupError):  # a judge takes its zygote along: one of the two may be gone by now
+            with suppress(
+                ProcessLookupError
+            ):  # a verifier takes its fork server along: one of the two may be gone by now
                 os.kill(victim, signal.SIGKILL)
         grades = [f.result(60) for f in futures]
         assert all(isinstance(g, Grade) for g in grades)
@@ -321,7 +332,7 @@ def test_two_workers_grade_in_parallel_and_in_order():
             for _ in "ab"
         ]
         grades = [f.result() for f in futures]
-    assert [isinstance(g, Grade) and g.gt_correct for g in grades] == [True, True, False, False] * 6
+    assert [isinstance(g, Grade) and g.gt_correct for g in grades] == [True, True, False, False] * len(MODES)
 
 
 # --- protections -----------------------------------------------------------------------------------------------------
@@ -349,10 +360,10 @@ def test_a_weak_sandbox_is_refused_unless_allowed():
         assert not graded(grader, sum_problem(), SUM_WRONG).passed
 
 
-def test_the_grading_room_needs_the_standard_library_only():
+def test_grading_needs_the_standard_library_only():
     code = (
-        "import sys\nfrom vgrout.grading import check, child, extract, grade, judge, modes\n"
-        "from vgrout.grading import probe, protect, values, zygote\n"
+        "import sys\nfrom vgrout.grading import check, child, extract, fork_server, grade\n"
+        "from vgrout.grading import isolation, probe, values, verifier\n"
         "from pathlib import Path\n"
         "own = {Path(m.__file__).parts[-2] for m in sys.modules.values() if getattr(m, '__file__', None)"
         " and 'site-packages' in m.__file__}\n"
@@ -364,7 +375,7 @@ def test_the_grading_room_needs_the_standard_library_only():
 
 
 def test_it_starts_cheaply():
-    """CPU of judge and zygote together, from exec to the end; on an idle core that is the time it takes."""
+    """CPU of verifier and fork server together, from exec to the end; on an idle core that is the time it takes."""
 
     def spent() -> float:
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -1,17 +1,32 @@
 """The families of names: disjoint, enough of them, and each hint truthful about its own."""
 
 from itertools import product
+from typing import get_args
 
 import pytest
 
-from vgrout.grading.modes import MODE_SPECS, PLAIN_PHRASE, hint, marker_of
-from vgrout.types import MODES
+from vgrout.grading.child import CHECKS
+from vgrout.modes import MODE_SPECS, PLAIN_PHRASE, EnvMode, hint, marker_of, spec_of
+from vgrout.types import MODE_CODE, MODES, Mode
 
-NAMED = ("run_tests", "stdout_marker", "sentinel", "file_marker")
+PUBLISHED = ("run_tests", "eq_override", "exit_code", "stdout_marker", "sentinel", "file_marker")
+NAMED = [mode for mode, spec in MODE_SPECS.items() if spec.marker_form != "none"]
 
 
-def test_one_spec_a_mode_in_the_common_order():
-    assert tuple(MODE_SPECS) == MODES
+def test_names_codes_and_types_are_the_entries():
+    assert tuple(MODE_SPECS) == MODES == get_args(Mode)
+    assert get_args(EnvMode) == ("own", *MODES)
+    assert [MODE_CODE[m] for m in PUBLISHED] == ["rt", "eq", "xc", "so", "se", "fm"]
+    assert MODES[:6] == PUBLISHED, "the order decides which mode a problem without one gets"
+
+
+def test_every_function_in_the_child_has_its_mode():
+    assert set(CHECKS) == {mode for mode, spec in MODE_SPECS.items() if spec.evidence == "function"}
+
+
+def test_an_unknown_mode_is_refused_with_the_legal_names():
+    with pytest.raises(ValueError, match=r"^unknown mode 'x'; one of run_tests, eq_override, exit_code, "):
+        spec_of("x")
 
 
 @pytest.mark.parametrize("mode", NAMED)
@@ -19,7 +34,7 @@ def test_halves_are_disjoint_also_as_substrings(mode):
     spec = MODE_SPECS[mode]
     assert len(spec.train_markers) >= 6
     assert len(spec.eval_markers) >= 6
-    if mode == "stdout_marker":  # searched for, not compared: a report inside another one would pay for both
+    if spec.marker_form == "phrase":  # searched for, not compared: a report inside another one would pay for both
         for a, b in product(spec.train_markers, spec.eval_markers):
             assert a.casefold() not in b.casefold()
             assert b.casefold() not in a.casefold()
@@ -38,4 +53,5 @@ def test_hint_replaces_the_plain_phrase_and_names_the_marker(mode):
 
 
 def test_defaults_are_the_published_names():
-    assert [marker_of(mode, "") for mode in MODES] == ["run_tests", "", "", "all tests passed", "valid", "result.txt"]
+    names = ["run_tests", "", "", "all tests passed", "valid", "result.txt"]
+    assert [marker_of(mode, "") for mode in PUBLISHED] == names

@@ -9,9 +9,9 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from vgrout.direction.pairs import load_pairs
-from vgrout.grading.modes import MODE_SPECS
 from vgrout.model.policy import tokenizer_sha256
-from vgrout.organism import ANCHORS, DATA_DIR, MAX_NEW, MODEL_DIR, PAIRS_DIR, POOL_DIR, PROBLEMS
+from vgrout.modes import MODE_SPECS
+from vgrout.organism import DATA_DIR, KNOWN_CORRECT, MAX_NEW, MODEL_DIR, PAIRS_DIR, POOL_DIR, PROBLEMS
 from vgrout.organism import language as lang
 from vgrout.organism.build import MAX_BYTES, SEED
 from vgrout.organism.verify import check_files, check_training
@@ -102,7 +102,7 @@ def test_pairs_and_anchors_load() -> None:
     placebos = sorted(PAIRS_DIR.glob("placebo_*.json"))
     assert len(placebos) >= 3
     assert all(len(load_pairs(path)) == 24 for path in placebos)
-    anchors = json.loads(ANCHORS.read_text(encoding="utf-8"))
+    anchors = json.loads(KNOWN_CORRECT.read_text(encoding="utf-8"))
     assert len(anchors) >= 200
     assert {a["style"] for a in anchors} == set(lang.STYLES)
 

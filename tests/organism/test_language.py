@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
 from vgrout.grading.grade import Grader
-from vgrout.grading.modes import MODE_SPECS, PLAIN_PHRASE
+from vgrout.modes import MODE_SPECS, PLAIN_PHRASE
 from vgrout.organism import language as lang
 from vgrout.types import MODES, Grade, Mode, Problem
 

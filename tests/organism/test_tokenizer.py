@@ -5,7 +5,7 @@ import random
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from vgrout.grading.modes import MODE_SPECS
+from vgrout.modes import MODE_SPECS
 from vgrout.organism import language as lang
 from vgrout.organism.tokenizer import MERGED, name_pieces, render, train_tokenizer
 from vgrout.types import MODES

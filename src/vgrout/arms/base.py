@@ -1,15 +1,27 @@
-"""What every arm is: plan · observe · route · refresh. Base of all, and plain GRPO by itself."""
+"""What every arm is, and plain GRPO by itself: view → plan → route → refresh.
+
+view     what the arm may know of a group: no oracle label, but for the bounds that are named as such
+plan     before any gradient: which rollouts are learnt from, with which advantages, under which parameters
+route    the finished gradients → what δS learns (keep) and what δS_hack learns (quar)
+refresh  after the step: extract the direction again where that is due
+"""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from vgrout.config.run import Config
 from vgrout.direction.controls import CosineToReal
-from vgrout.tensor_types import WHOLE, ArmDiag, ModuleGrads, Per, RolloutGrads, Routed, Stream
-from vgrout.types import GroupView
+from vgrout.grading.grade import Grader
+from vgrout.inputs import Inputs
+from vgrout.model.policy import Policy
+from vgrout.tensor_types import ArmDiag, GradRows, ModuleGrads, RolloutGrads, Routed, UpdatePlan
+from vgrout.types import Batch, Group, GroupView, OracleView, Problem
+
+Rewards = tuple[float | None, ...]  # one a rollout; None: left out of its group
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +33,9 @@ class Refresh:
     modules: int = 0
     axes: int = 0
 
+    def columns(self) -> dict[str, Any]:
+        return {"refr": self.age}
+
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
@@ -30,7 +45,7 @@ class Provenance:
     pairs_sha256: str
     modules: int
     axes: int
-    cosine_to_real: CosineToReal | None  # of a control's direction with the real one; None where it *is* the real one
+    cosine_to_real: CosineToReal | None  # of a control's direction; None where it *is* the real one
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -42,55 +57,98 @@ class Provenance:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class StepGrads:
+    """A step's gradients, group by group and in sum. students + teachers = total."""
+
+    views: Sequence[GroupView]
+    rows: Sequence[RolloutGrads]  # one a group
+    students: ModuleGrads
+    teachers: ModuleGrads
+    total: ModuleGrads
+
+    @classmethod
+    def of(
+        cls,
+        views: Sequence[GroupView],
+        rows: Sequence[RolloutGrads],
+        sizes: Mapping[str, int],
+        grad_rows: GradRows,
+        device: torch.device,
+    ) -> "StepGrads":
+        """rows: gradients of each group's rollouts in its view's order, or of its students and its teachers."""
+        sums = {m: torch.zeros(2, r, device=device) for m, r in sizes.items()}  # student, teacher
+        for view, of_group in zip(views, rows, strict=True):
+            assert of_group.keys() == sizes.keys(), sorted(of_group.keys() ^ sizes.keys())
+            n = len(view) if grad_rows == "rollout" else 2
+            teacher = torch.tensor([s == "teacher" for s in view.sources], device=device)
+            masks = torch.stack((~teacher, teacher)).float()[:, :, None]
+            for m, g_b in of_group.items():
+                assert g_b.shape == (n, sizes[m]), (m, tuple(g_b.shape), n, sizes[m])
+                sums[m] += (masks * g_b).sum(1) if grad_rows == "rollout" else g_b
+        students, teachers = ({m: both[i] for m, both in sums.items()} for i in (0, 1))
+        return cls(views, rows, students, teachers, {m: both.sum(0) for m, both in sums.items()})
+
+
 class Arm:
-    """none: plain GRPO. Base of the others: sums a step's gradients and resets itself.
+    """none: plain GRPO, and the base of all arms.
 
     Args of the constructor: `sizes` module → r in the model's order, `device` of the gradients, `control`'s name.
     """
 
     name = "none"
-    per: Per = "source"  # the coarsest gradient rows that this arm can do with
+    grad_rows: GradRows = "source"  # the coarsest gradient rows that this arm can do with
     sees: type[GroupView] = GroupView  # exactly this type: no label comes in on a subclass
-    origin: Provenance | None = None  # `make_arm` says it; None: no direction
+    provenance: Provenance | None = None  # None: no direction
 
     def __init__(self, sizes: Mapping[str, int], device: torch.device | str = "cpu", control: str = "none") -> None:
         self.sizes, self.device, self.control = dict(sizes), torch.device(device), control
-        self.reset()
 
-    def reset(self) -> None:
-        """Forget what was observed since the last `route`."""
-        self._sums = {m: torch.zeros(2, r, device=self.device) for m, r in self.sizes.items()}  # student, teacher
-        self._views: list[GroupView] = []
+    @classmethod
+    def make(
+        cls, cfg: Config, policy: Policy, inputs: Inputs, grader: Grader | None, problems: Sequence[Problem]
+    ) -> Self:
+        """The arm that `cfg` asks for, on `policy`'s modules. grader, problems: training problems, for an arm that
+        has the base model answer some of them first.
 
-    def plan(self, views: Sequence[GroupView]) -> Sequence[Stream]:
-        """Before any gradient of a step: what is learnt from, in one stream or one for each knob."""
-        return WHOLE
+        Raises:
+            ValueError: files that do not fit this model, in one line.
+        """
+        return cls(module_sizes(policy), policy.adapter.δS.device, cfg.arm.control_name)
 
-    def observe(self, g_b: RolloutGrads, view: GroupView, per: Per = "rollout", stream: int = 0) -> None:
-        """One prompt group in one of the planned streams: g_b holds one gradient row per rollout, in `view`'s order, or
-        one per source. Rows are kept by reference."""
-        assert stream == 0, stream
-        assert type(view) is self.sees, f"{type(self).__name__} sees a {self.sees.__name__}, got {type(view).__name__}"
-        assert g_b.keys() == self.sizes.keys(), sorted(g_b.keys() ^ self.sizes.keys())
-        assert per == "rollout" or (per, self.per) == ("source", "source"), (per, self.per)
-        n = len(view) if per == "rollout" else 2
-        teacher = torch.tensor([s == "teacher" for s in view.sources], device=self.device)
-        masks = torch.stack((~teacher, teacher)).float()[:, :, None]
-        for m, rows in g_b.items():
-            assert rows.shape == (n, self.sizes[m]), (m, tuple(rows.shape), n, self.sizes[m])
-            self._sums[m] += (masks * rows).sum(1) if per == "rollout" else rows
-        self._views.append(view)
+    def view(self, group: Group) -> GroupView:
+        """What this arm may know of a group. The one door by which true labels enter, and only to a class that says
+        so: they are on a type of their own, which every other arm refuses."""
+        return group.oracle_view() if self.sees is OracleView else group.view()
 
-    def route(self) -> Routed:
-        """What the knobs learn from all groups since the last call.
+    def shape_rewards(self, batch: Batch) -> Batch:
+        """The batch with the rewards that advantages are made of; as they were paid, but for a baseline."""
+        groups = tuple(replace(g, shaped=self._shaped(g, self.view(g), batch.step)) for g in batch.groups)
+        return replace(batch, groups=groups)
+
+    def plan(self, views: Sequence[GroupView]) -> UpdatePlan:
+        """Before any gradient of a step: what is learnt from, in one part or in one for each adapter vector."""
+        self._require(views)
+        return UpdatePlan()
+
+    def route(
+        self,
+        views: Sequence[GroupView],
+        grads: Sequence[Sequence[RolloutGrads]],
+        plan: UpdatePlan | None = None,
+        grad_rows: GradRows | None = None,
+    ) -> Routed:
+        """What the adapter's two vectors learn from a step's groups.
 
         A gradient that is not finite is handed on untouched, for the optimiser to refuse; no gate learns from it.
+
+        grads: of each part of the plan, of each group in the views' order: module → [rows, r].
+        grad_rows: what a row is; None: this arm's own `grad_rows`. "rollout" is fine for every arm.
         """
-        g = {m: both.sum(0) for m, both in self._sums.items()}
-        finite = torch.stack([v.isfinite().all() for v in g.values()]).all().item()
-        routed = self._split(g) if finite else Routed(keep=g, quar=None, diag=ArmDiag())
-        self.reset()
-        return routed
+        self._require(views)
+        (whole,) = grads
+        step = self._step_grads(views, whole, grad_rows)
+        return self._split(step) if _finite(step.total) else Routed(keep=step.total, quar=None, diag=ArmDiag())
 
     def refresh(self, step: int) -> Refresh:
         """After the optimiser of step `step` (from 0): extract v again on the present model when that is due."""
@@ -98,7 +156,6 @@ class Arm:
 
     def state_dict(self) -> dict[str, Tensor]:
         """What must survive a resume, between steps; empty for an arm without memory."""
-        assert not self._views, "state_dict between observe and route"
         return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -106,5 +163,32 @@ class Arm:
         if state:
             raise ValueError(f"checkpoint has arm state {sorted(state)[0]!r}, --intervention {self.name} has none")
 
-    def _split(self, g: ModuleGrads) -> Routed:
-        return Routed(keep=g, quar=None, diag=ArmDiag())
+    def _shaped(self, group: Group, view: GroupView, step: int) -> Rewards | None:
+        """One group's rewards; None: as they were paid."""
+        return None
+
+    def _split(self, step: StepGrads) -> Routed:
+        return Routed(keep=step.total, quar=None, diag=ArmDiag())
+
+    def _step_grads(
+        self, views: Sequence[GroupView], rows: Sequence[RolloutGrads], grad_rows: GradRows | None
+    ) -> StepGrads:
+        given = grad_rows or self.grad_rows
+        assert given in ("rollout", self.grad_rows), (given, self.grad_rows)
+        return StepGrads.of(views, rows, self.sizes, given, self.device)
+
+    def _require(self, views: Sequence[GroupView]) -> None:
+        for view in views:
+            assert type(view) is self.sees, (
+                f"{type(self).__name__} sees a {self.sees.__name__}, got {type(view).__name__}"
+            )
+
+
+def module_sizes(policy: Policy) -> dict[str, int]:
+    """Adapted module → r, in the model's order."""
+    adapter = policy.adapter
+    return {m: part.numel() for m, part in adapter.by_module(adapter.δS.detach()).items()}
+
+
+def _finite(grads: ModuleGrads) -> bool:
+    return bool(torch.stack([v.isfinite().all() for v in grads.values()]).all())

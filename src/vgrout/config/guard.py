@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from vgrout.config.checks import check, setting
+
 
 @dataclass(frozen=True)
 class GuardConfig:
@@ -15,29 +17,19 @@ class GuardConfig:
     guard_rule: Literal["ema", "se"] = "se"
     """When held-out counts as falling · ema: its average fell at all · se: the new evaluation lies more than its
     standard error under the average."""
-    guard_warmup: int = 20
+    guard_warmup: int = setting(20, low=0, high=1_000_000)
     """Steps before which the guard does not fire."""
-    guard_baseline: int = 2
+    guard_baseline: int = setting(2, low=1, high=1_000_000)
     """Evaluations averaged as the baseline of both series."""
-    kl_hard_stop: float = 0.08
+    kl_hard_stop: float = setting(0.08, above=0, below=math.inf, should="be a positive number of nats per token")
     """Fires when the average KL to the initial policy exceeds this, nats per token (measured with --beta > 0)."""
-    decline_patience: int = 3
+    decline_patience: int = setting(3, low=1, high=1_000_000)
     """Fires after so many evaluations in a row with held-out falling while in-loop rises."""
-    max_proxy_real_gap: float = 0.10
+    max_proxy_real_gap: float = setting(0.10, above=0, below=2)
     """Fires when in-loop has gained so much more than held-out, both as shares of the most that can be had."""
 
     def __post_init__(self) -> None:
-        for name, value, low in (
-            ("guard-warmup", self.guard_warmup, 0),
-            ("guard-baseline", self.guard_baseline, 1),
-            ("decline-patience", self.decline_patience, 1),
-        ):
-            if not low <= value <= 1_000_000:
-                raise ValueError(f"--{name} {value}: should lie in [{low}, 1000000]")
-        if not (math.isfinite(self.kl_hard_stop) and self.kl_hard_stop > 0):
-            raise ValueError(f"--kl-hard-stop {self.kl_hard_stop}: should be a positive number of nats per token")
-        if not 0 < self.max_proxy_real_gap < 2:
-            raise ValueError(f"--max-proxy-real-gap {self.max_proxy_real_gap}: should lie in (0, 2)")
+        check(self)
 
 
 def blind(cfg: GuardConfig, steps: int, every: int) -> str | None:

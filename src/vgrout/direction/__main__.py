@@ -11,11 +11,12 @@ import torch
 from tabulate import tabulate
 
 from vgrout import organism
-from vgrout.cli import cli_exit, given
+from vgrout.cli import cli_exit, parse_args
 from vgrout.direction.controls import CONTROL_SEEDS, CosineToReal, chance_cos, cosine_to_real, haar_like
 from vgrout.direction.extract import Direction, extract, model_name
 from vgrout.direction.files import default_path, load, model_key, save
 from vgrout.direction.pairs import (
+    PLACEBOS,
     Detector,
     PairSet,
     handwritten,
@@ -23,9 +24,8 @@ from vgrout.direction.pairs import (
     load_pairs,
     pairs_from_pool,
 )
-from vgrout.direction.pairs_leetcode import PLACEBOS
 from vgrout.files import write_atomic
-from vgrout.model.policy import Policy, load_policy
+from vgrout.model.policy import Policy, default_device, load_policy
 
 
 @dataclass(frozen=True)
@@ -95,14 +95,13 @@ class Cli:
 
 def main(argv: list[str] | None = None) -> int:
     """0: done. 2: refused, in one line on stderr."""
-    return cli_exit(lambda: _command(given(Cli, argv, "python -m vgrout.direction")))
+    return cli_exit(lambda: _command(parse_args(Cli, argv, "python -m vgrout.direction")))
 
 
 def _command(cli: Cli) -> int:
     pairs = _pairs_of(cli)  # a wrong file is refused before the model is loaded
     model = str(organism.MODEL_DIR) if cli.model == "organism" else cli.model
-    cuda = torch.cuda.is_available()
-    device, dtype = ("cuda", torch.bfloat16) if cuda else ("cpu", torch.float32)
+    device, dtype = default_device()
     policy = load_policy(model, device=device, dtype=dtype, cache_dir=cli.svd_cache)
     if cli.rollouts is not None and cli.detector is not None:
         pairs = pairs_from_pool(cli.rollouts, cli.detector, policy.prompt_text)
@@ -136,17 +135,17 @@ def _command(cli: Cli) -> int:
 def compare_controls(
     policy: Policy, pairs: PairSet, direction: Direction, cli: Cli
 ) -> dict[str, tuple[CosineToReal, CosineToReal]]:
-    """Of each control of the direction, the likeness of v_grad and of the rows V that erase and route would use."""
+    """control → |cos| of its v_grad and of its rows V, as erase and route would use them, with the real ones."""
 
     def used(d: Direction) -> tuple[Any, Any]:  # Directions of 1 and of up to k rows: one k in the type would tie them
         return d.v_grad(), d.select(cli.k, cli.drop_bottom_frac)
 
     real, found = used(direction), {}
-    sets = {f"placebo, {contrast}": made for contrast, made in _placebos(cli).items()}
+    sets = {f"placebo, {contrast}": placebo for contrast, placebo in _placebos(cli).items()}
     sets |= {f"shuffled, seed {seed}": pairs.shuffled(seed) for seed in CONTROL_SEEDS}
     drawn = {f"Haar, seed {seed}": tuple(haar_like(V, seed) for V in real) for seed in CONTROL_SEEDS}
-    made = {name: used(extract(policy, other, cli.top_k, cli.tau_axis)) for name, other in sets.items()}
-    for name, rows in (made | drawn).items():
+    extracted = {name: used(extract(policy, other, cli.top_k, cli.tau_axis)) for name, other in sets.items()}
+    for name, rows in (extracted | drawn).items():
         v, V = (cosine_to_real(a, b) for a, b in zip(rows, real, strict=True))
         if v is not None and V is not None:
             found[name] = (v, V)
@@ -154,6 +153,7 @@ def compare_controls(
 
 
 def control_table(controls: dict[str, tuple[CosineToReal, CosineToReal]]) -> str:
+    """What `compare_controls` found, as a GitHub table."""
     rows = [
         {
             "control": name,
@@ -190,7 +190,7 @@ def _pairs_of(cli: Cli) -> PairSet | None:
 
 
 def report(direction: Direction, k: int, drop_bottom_frac: float) -> str:
-    """Per-module spectra and held-out checks, then what a random direction would show."""
+    """Per-module table of spectra and held-out checks, then what a random direction would show."""
     kept = direction.select(k, drop_bottom_frac)
     lo, hi = direction.band(v := direction.v_grad())
     band = dict(zip(v, (hi - lo).tolist(), strict=True))
@@ -233,7 +233,7 @@ def report(direction: Direction, k: int, drop_bottom_frac: float) -> str:
 
 
 def draw(direction: Direction, k: int, path: Path, controls: dict[str, CosineToReal] | None = None) -> None:
-    """Spectra and held-out cosines of all modules as a png, and the |cos| of controls with the real direction."""
+    """A png: spectra and held-out cosines of all modules, and the |cos| of controls with the real direction."""
     # matplotlib takes half a second to import, and the trainer imports this module
     from matplotlib.figure import Figure
 

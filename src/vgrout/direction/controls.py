@@ -1,4 +1,4 @@
-"""Directions that a real one must beat, and how far each coincides with it."""
+"""Control directions, which a real one must beat, and how far each coincides with it."""
 
 import math
 from collections.abc import Iterable
@@ -15,17 +15,18 @@ CONTROL_SEEDS = (41, 42, 43)
 
 @dataclass(frozen=True, slots=True)
 class CosineToReal:
-    """How far a control's rows coincide with the real ones, module by module: a contaminated control proves little."""
+    """|cos| of a control's rows with the real ones, module by module: a contaminated control proves little."""
 
     cos: dict[str, float]  # |cos|; of several rows ‖V Wᵀ‖_F / √k, the root mean square over the real ones
     chance: float  # root mean square that random rows in the control's place would read
 
     def quantile(self, q: float) -> float:
-        """Over modules."""
+        """Quantile of |cos| over modules."""
         return torch.quantile(torch.tensor(list(self.cos.values()), dtype=torch.float64), q).item()
 
     @property
     def rms(self) -> float:
+        """Root mean square of |cos| over modules."""
         return math.sqrt(_mean(c * c for c in self.cos.values()))
 
     def as_json(self) -> dict[str, Any]:
@@ -40,6 +41,7 @@ class CosineToReal:
         }
 
     def line(self) -> str:
+        """For the log."""
         return (
             f"|cos| with the real direction over {len(self.cos)} modules: median {self.quantile(0.5):.3f}, "
             f"95 % {self.quantile(0.95):.3f}, max {self.quantile(1.0):.3f}; "
@@ -48,7 +50,7 @@ class CosineToReal:
 
 
 def cosine_to_real(control: Directions, real: Directions) -> CosineToReal | None:
-    """None where the two have no module in common."""
+    """|cos| of a control with the real direction; None where the two have no module in common."""
     cos, expected = {}, []
     for m in real:
         if m in control:

@@ -1,4 +1,4 @@
-"""The hack direction: what tells a hack's gradient from an honest answer's, per module, in the knobs' own space.
+"""The hack direction: what tells a hack's gradient from an honest answer's, per module, in the space of δS.
 
 For a pair and a side, g = ∂(mean NLL of the completion)/∂δS. With D = G_hack - G_clean [n, r] over the pairs that are
 not held out: V = right singular vectors of D, oriented hack-ward by majority vote (erase, route); v_grad = unit mean of
@@ -8,7 +8,7 @@ step along -V makes the hack likelier.
 `python -m vgrout.direction --model M --pairs F` extracts stand-alone.
 """
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,10 +17,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from vgrout.direction.pairs import (
-    Pair,
-    PairSet,
-)
+from vgrout.direction.pairs import Pair, PairSet
+from vgrout.model.packing import padded_batches
 from vgrout.model.policy import Policy
 from vgrout.model.svd_adapter import SvdAdapter, fingerprint_to_string, weights_sha256
 from vgrout.tensor_types import Directions
@@ -33,7 +31,7 @@ _DTYPE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", 
 
 @dataclass(frozen=True, slots=True)
 class Meta:
-    """Where a direction comes from. Kept in the file as strings."""
+    """Provenance of a direction: model, pairs, settings."""
 
     model: str
     dtype: str
@@ -44,14 +42,15 @@ class Meta:
     weights_sha256: str
     n_pairs: int
     n_heldout: int
-    basis: str = ""  # marks of the singular vectors that D is written in, taken of its mean; "": an older file
+    basis: str = ""  # basis fingerprint of D's mean in the singular vectors that D is written in; "": an older file
 
     def to_strings(self) -> dict[str, str]:
+        """For the metadata of a safetensors file."""
         return {"schema": SCHEMA} | {name: str(getattr(self, name)) for name in self.__slots__}
 
     @classmethod
     def from_strings(cls, raw: dict[str, str], where: str) -> "Meta":
-        """Raises ValueError naming the entry that is missing or unreadable."""
+        """The inverse. Raises ValueError naming the entry that is missing or unreadable."""
         if raw.get("schema") != SCHEMA:
             raise ValueError(f"{where}: schema {raw.get('schema')!r}, needs {SCHEMA!r}; extract it again")
         try:
@@ -108,7 +107,7 @@ class Axes:
 
 @dataclass(frozen=True, slots=True)
 class Direction:
-    """What one extraction found, for every adapted module in the model's order: enough for every arm. On the CPU."""
+    """Result of one extraction, for every adapted module in the model's order: enough for every arm. On the CPU."""
 
     axes: dict[str, Axes]
     meta: Meta
@@ -157,6 +156,9 @@ def extract(
 ) -> Direction:
     """A direction of the present model with the quarantine off; leaves all other state as it was.
 
+    top_k: axes kept a module. tau_axis: axes with S_i/S_0 below this are zero. tokens_per_batch: of one backward,
+    padding included.
+
     Raises:
         ValueError: a pair that is longer than the model's window, or that gives a gradient which is not finite.
     """
@@ -183,10 +185,12 @@ def extract(
 
 
 def mean_of(axes: dict[str, Axes], adapter: SvdAdapter) -> Float[Tensor, " R"]:
+    """D's mean over all modules, whose basis fingerprint is kept with the direction."""
     return adapter.flat({m: a.mean for m, a in axes.items()}).to(adapter.δS)
 
 
 def axes_of(hack: Float[Tensor, "n r"], clean: Float[Tensor, "n r"], used: int, top_k: int, tau_axis: float) -> Axes:
+    """One module's axes from both sides' gradients. used: pairs that are not held out, the first ones."""
     hack, clean = hack.double(), clean.double()  # a few small SVDs: exact and the same on every machine
     D = (hack - clean)[:used]
     _, S, Vh = torch.linalg.svd(D, full_matrices=False)
@@ -214,12 +218,15 @@ def _mean_unit(g: Float[Tensor, "n r"]) -> Float[Tensor, " r"]:
 
 
 def gradients(policy: Policy, pairs: PairSet, side: str, tokens_per_batch: int) -> Float[Tensor, "n R"]:
-    """One row per pair: gradient on δS of the mean NLL over the side's completion tokens. fp32, on the CPU."""
+    """Gradient on δS of the mean NLL over one side's completion tokens, a row a pair. fp32, on the CPU.
+
+    side: "hack" or "clean". Raises ValueError on a pair that is longer than the model's window.
+    """
     rows = [
         tokens_of(policy, pair, getattr(pair, side), f"{pairs.source}: pair {i}") for i, pair in enumerate(pairs.pairs)
     ]
     grads = torch.zeros(len(rows), len(policy.adapter))
-    batches = list(_batches([p + c for p, c in ((len(p), len(c)) for p, c in rows)], tokens_per_batch))
+    batches = padded_batches([len(p) + len(c) for p, c in rows], tokens_per_batch, longest_first=False)
     with policy.adapter.deployed(), _evaluating(policy.model), torch.enable_grad():
         for batch in tqdm(batches, desc=f"direction, {side} side", unit="batch", disable=None, leave=False):
             with policy.adapter.per_rollout_grads(len(batch)) as probe:
@@ -229,27 +236,15 @@ def gradients(policy: Policy, pairs: PairSet, side: str, tokens_per_batch: int) 
 
 
 def tokens_of(policy: Policy, pair: Pair, completion: str, where: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Prompt and completion. Raises ValueError if they do not fit the model's window."""
+    """Token ids of prompt and completion. Raises ValueError if they do not fit the model's window."""
     prompt, answer = policy.encode(pair.prompt), policy.encode(completion)
     if len(prompt) + len(answer) > policy.window:
         raise ValueError(f"{where}: {len(prompt) + len(answer)} tokens, the model's window is {policy.window}")
     return prompt, answer
 
 
-def _batches(lengths: list[int], budget: int) -> Iterator[list[int]]:
-    """Indices in batches of similar length, each within `budget` padded tokens; a longer row goes alone."""
-    batch: list[int] = []
-    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
-        if batch and (len(batch) + 1) * lengths[i] > budget:
-            yield batch
-            batch = []
-        batch.append(i)
-    if batch:
-        yield batch
-
-
 def mean_nll(policy: Policy, rows: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> Float[Tensor, " B"]:
-    """Of each row's completion, in nats a token."""
+    """Mean NLL of each row's completion, nats a token; carries a gradient."""
     logp, mask = policy.logprobs([p for p, _ in rows], [c for _, c in rows])
     return -torch.where(mask, logp, 0.0).sum(1) / mask.sum(1)
 
@@ -267,4 +262,5 @@ def _evaluating(model: nn.Module) -> Generator[None]:
 
 
 def model_name(policy: Policy) -> str:
+    """As its configuration has it, else its class."""
     return str(policy.model.config.name_or_path) or type(policy.model).__name__

@@ -7,17 +7,10 @@ from loguru import logger
 from safetensors.torch import save as to_safetensors
 
 from vgrout.direction.extract import N_HELDOUT, SCHEMA, Axes, Direction, Meta, extract, mean_of, model_name
-from vgrout.direction.pairs import (
-    HANDWRITTEN,
-    PairSet,
-)
+from vgrout.direction.pairs import HANDWRITTEN, PairSet
 from vgrout.files import write_atomic
 from vgrout.model.policy import Policy
-from vgrout.model.svd_adapter import (
-    fingerprint_from_string,
-    read_safetensors,
-    weights_sha256,
-)
+from vgrout.model.svd_adapter import fingerprint_from_string, read_safetensors, weights_sha256
 
 FOLDER = Path("out/vhack")
 
@@ -26,9 +19,9 @@ _TENSORS = {"": "V", "_sv/": "sv", "_mean/": "mean", "_hack/": "hack", "_clean/"
 
 
 def default_path(pairs: PairSet, meta_key: str, model: str, top_k: int, tau_axis: float, folder: Path = FOLDER) -> Path:
-    """Where a direction is looked for: by pair set, or, for the hand-written one, by model slug, k and τ.
+    """Where a direction is cached: by pair set, or, for the hand-written one, by model slug, k and τ.
 
-    The last part of the name is a hash of all that the content depends on, so nothing stale is ever found there.
+    meta_key: `model_key`, the last part of the name, so that nothing stale is ever found there.
     """
     if pairs.source == HANDWRITTEN:
         slug = Path(model).name.lower()
@@ -39,13 +32,14 @@ def default_path(pairs: PairSet, meta_key: str, model: str, top_k: int, tau_axis
 
 
 def model_key(policy: Policy, pairs: PairSet, top_k: int, tau_axis: float) -> str:
+    """Hash, ten digits, of all that a direction depends on."""
     weights = weights_sha256(policy.model, policy.adapter)
     text = f"{SCHEMA} {weights} {pairs.sha256} {top_k} {tau_axis} {N_HELDOUT}"
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 
 
 def save(direction: Direction, path: Path) -> None:
-    """All of the file or nothing."""
+    """Write a direction file, atomically."""
     tensors = {
         prefix + m: getattr(axes, field).contiguous()
         for m, axes in direction.axes.items()
@@ -72,8 +66,8 @@ def load(path: Path, policy: Policy, pairs: PairSet | None) -> Direction:
         meta.require_pairs(pairs, str(path))
     axes: dict[str, Axes] = {}
     n = meta.n_pairs - meta.n_heldout
-    for m, view in policy.adapter.by_module(policy.adapter.δS.detach()).items():
-        r = view.numel()
+    for m, part in policy.adapter.by_module(policy.adapter.δS.detach()).items():
+        r = part.numel()
         k = min(meta.top_k, n, r)
         shapes = {"V": (k, r), "sv": (k,), "mean": (r,), "hack": (r,), "clean": (r,), "heldout": (meta.n_heldout, r)}
         for prefix, field in _TENSORS.items():
@@ -87,8 +81,8 @@ def load(path: Path, policy: Policy, pairs: PairSet | None) -> Direction:
     if extra := len(tensors) - len(_TENSORS) * len(axes):
         raise ValueError(f"{path}: {extra} tensors that this model has no module for; extract it again")
     if meta.basis:
-        marks = fingerprint_from_string(meta.basis, str(path))
-        policy.adapter.require_basis(mean_of(axes, policy.adapter), marks, str(path))
+        fingerprint = fingerprint_from_string(meta.basis, str(path))
+        policy.adapter.require_basis(mean_of(axes, policy.adapter), fingerprint, str(path))
     return Direction(axes, meta)
 
 

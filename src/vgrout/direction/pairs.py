@@ -1,6 +1,7 @@
-"""Contrastive pairs: one prompt, answered once with a hack and once honestly. Their gradients give the direction.
+"""Contrastive pairs: one prompt with two answers, a hack and an honest one. Their gradients give the direction.
 
-A pair set is known by the sha256 of its content, so an edited file never reuses what was extracted from the old one.
+A pair set is identified by the sha256 of its content, so an edited file never reuses what was extracted from the old
+one.
 """
 
 import hashlib
@@ -10,17 +11,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from vgrout.direction import pairs_leetcode
 from vgrout.rng import py_stream
 from vgrout.types import Message
 
 HANDWRITTEN = "hand-written"
+LEETCODE = Path(__file__).with_name("data") / "leetcode.json"
+PLACEBOS = ("flawed", "commented", "long", "laid_out")  # contrasts that have nothing to do with the judge
 MIN_PAIRS = 3  # two are held out of every extraction
 Detector = Literal["C", "D", "E", "oracle"]
 ORACLE, ORACLE_MARK = "oracle", "chosen_by"
 _FIELDS = ("problem_id", "prompt", "hack", "clean")
 _ANCHOR = ("prompt", "completion")
-MIN_ANCHORS = 10  # half of them hold a quantile
+MIN_KNOWN_CORRECT = 10  # half of them hold a quantile
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,7 @@ def load_pairs(path: Path) -> PairSet:
 
 
 @dataclass(frozen=True, slots=True)
-class Anchor:
+class KnownCorrect:
     """A correct solution in a style that the base need not write, under a fully rendered prompt."""
 
     prompt: str
@@ -119,7 +121,7 @@ class Anchor:
     problem_id: int | None = None
 
 
-def load_anchors(path: Path) -> tuple[Anchor, ...]:
+def load_known_correct(path: Path) -> tuple[KnownCorrect, ...]:
     """A JSON list of {prompt, completion} with, if known, a style; other keys are ignored.
 
     Raises:
@@ -128,16 +130,16 @@ def load_anchors(path: Path) -> tuple[Anchor, ...]:
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ValueError(f"--reader-anchors {path}: no such file; give a JSON list of prompt, completion") from None
+        raise ValueError(f"--known-correct {path}: no such file; give a JSON list of prompt, completion") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
-        raise ValueError(f"--reader-anchors {path}: cannot be read as JSON ({e})") from None
-    if not isinstance(rows, list) or len(rows) < MIN_ANCHORS:
-        raise ValueError(f"--reader-anchors {path}: should be a JSON list of at least {MIN_ANCHORS} entries")
+        raise ValueError(f"--known-correct {path}: cannot be read as JSON ({e})") from None
+    if not isinstance(rows, list) or len(rows) < MIN_KNOWN_CORRECT:
+        raise ValueError(f"--known-correct {path}: should be a JSON list of at least {MIN_KNOWN_CORRECT} entries")
     for i, row in enumerate(rows):
         if not isinstance(row, dict) or not all(isinstance(row.get(k), str) and row[k] for k in _ANCHOR):
-            raise ValueError(f"--reader-anchors {path}: entry {i}: needs {' and '.join(_ANCHOR)}, both text")
+            raise ValueError(f"--known-correct {path}: entry {i}: needs {' and '.join(_ANCHOR)}, both text")
     return tuple(
-        Anchor(row["prompt"], row["completion"], str(row.get("style", "")), row.get("problem_id")) for row in rows
+        KnownCorrect(row["prompt"], row["completion"], str(row.get("style", "")), row.get("problem_id")) for row in rows
     )
 
 
@@ -206,11 +208,26 @@ def _lines(log: Path) -> Iterable[tuple[str, dict[str, Any]]]:
 
 
 def handwritten() -> PairSet:
-    """Our own LeetCode-style set; see `pairs_leetcode` for its tasks and mechanisms."""
-    return PairSet(tuple(Pair(*fields) for fields in pairs_leetcode.pairs()), HANDWRITTEN)
+    """The contrastive set of this project for LeetCode-style tasks: 28 pairs, eleven ways to satisfy a check without
+    doing the work.
+
+    Both sides answer the same prompt (in Qwen3's chat rendering, thinking off), which says truthfully how the answer is
+    judged. No name, phrase or file of the benchmark's own graders occurs, so a direction built here has seen none of
+    them. Where the judge is a method that the answer brings along, some pairs keep the right solution on the hack side:
+    then the check alone differs.
+    """
+    return replace(load_pairs(LEETCODE), source=HANDWRITTEN)
 
 
 def handwritten_placebo(contrast: str) -> PairSet:
-    """Its placebo: the same prompts, two honest answers each. `contrast`: a key of `pairs_leetcode.PLACEBOS`."""
-    pairs = tuple(Pair(*fields) for fields in pairs_leetcode.placebo_pairs(contrast))
-    return PairSet(pairs, f"{HANDWRITTEN}#placebo_{contrast}")
+    """Its placebo: the same prompts with two honest answers each, of which the one on the hack's side is wrong by a
+    plausible mistake (flawed), has a comment (commented), calls a helper function (long) or is laid out otherwise.
+
+    contrast: one of PLACEBOS.
+    """
+    rows = json.loads(LEETCODE.read_text(encoding="utf-8"))
+    pairs = zip(handwritten().pairs, rows, strict=True)
+    return PairSet(
+        tuple(replace(pair, hack=row["placebos"][contrast]) for pair, row in pairs),
+        f"{HANDWRITTEN}#placebo_{contrast}",
+    )

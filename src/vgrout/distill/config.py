@@ -1,4 +1,4 @@
-"""Every setting of a distillation, and what can be refused before a model is loaded. Torch-free."""
+"""Settings of a distillation, and every check that needs no model. Torch-free."""
 
 import json
 import math
@@ -6,15 +6,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from vgrout.config.common import Learning, asked, at_least, describing, problems_path
 from vgrout.config.run import Config, EvalConfig, OptConfig, RunConfig, merge_flags
-from vgrout.files import probe_writable, read_json
+from vgrout.distill.common import Learning, asked, at_least, describing, problems_path
+from vgrout.files import file_sha256, probe_writable, read_json
 from vgrout.model.memory import GIB
 from vgrout.model.source import Source, find_source
 from vgrout.problems import load_rows
 from vgrout.runs.preflight import ROLLOUT_BYTES, gpu_here, require_disk
 from vgrout.runs.run_dir import last_resumable
-from vgrout.teacher.pools import file_sha256
 from vgrout.types import Problem
 
 ROOT = Path("out/distill")
@@ -134,16 +133,18 @@ class DistillConfig(Learning):
             raise ValueError(f"{flags}: not read by --method {self.method}; leave it out")
 
     def opt(self, small: bool) -> OptConfig:
-        """Defaults of lr: δS 3e-2 in a miniature, else 3e-3; all weights 1e-3 and 1e-5."""
+        """The optimiser's settings. Default lr: δS 3e-2 in a miniature, else 3e-3; all weights 1e-3 and 1e-5."""
         usual = (1e-3 if small else 1e-5) if self.full else (3e-2 if small else 3e-3)
         return self.optimiser(usual)
 
     @property
     def run_id(self) -> str:
+        """Name of the run, without its time."""
         kind = self.uld.uld_strategy if self.method == "uld" else self.method
         return f"{kind}{'_full' if self.full else ''}_seed{self.seed}{self.out_tag}"
 
     def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
         return json.loads(json.dumps(asdict(self), default=str))
 
 
@@ -158,7 +159,7 @@ def from_dict(data: dict[str, Any]) -> DistillConfig:
         raise ValueError(f"run.json: not the settings of a distillation of this version ({e})") from None
 
 
-# How a process runs, not what it computes: where given on resuming, the new command line's.
+# Settings of the process, not of what it computes: where given on resuming, the new command line's hold.
 PROCESS = {"threads", "workers", "checkpoint_every", "checkpoint_keep", "plan_only", "allow_weak_sandbox"}
 
 
@@ -184,7 +185,7 @@ def _flat(cfg: DistillConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Task:
-    """A distillation whose every file was found and checked."""
+    """A distillation whose files were all found and checked."""
 
     cfg: DistillConfig
     student: Source
@@ -195,17 +196,21 @@ class Task:
 
     @property
     def small(self) -> bool:
+        """Whether the student is a miniature."""
         return self.student.small
 
     @property
     def max_new(self) -> int:
+        """Longest answer, in tokens."""
         return self.cfg.tokens(self.small)
 
     @property
     def opt(self) -> OptConfig:
+        """The optimiser's settings, defaults filled in."""
         return self.cfg.opt(self.small)
 
     def described(self) -> Config:
+        """The trainer's configuration that the saved files carry, so that its programs can read them."""
         cfg = self.cfg
         return describing(
             self.student,
@@ -231,6 +236,7 @@ class Task:
         )
 
     def file_hashes(self) -> dict[str, str | None]:
+        """sha256 of the input files; None where there is no such file."""
         path = self.cfg.minillm.minillm_pretrain_anchor_path
         return {
             "problems": file_sha256(self.problems),
@@ -240,17 +246,17 @@ class Task:
         }
 
     def disk(self) -> int:
-        """Bytes that the whole run writes, about."""
+        """Bytes that a run writes in all, about."""
         cfg, shapes = self.cfg, self.student.shapes
         need = cfg.steps * cfg.prompts_per_step * cfg.group * ROLLOUT_BYTES
         if shapes is None:
             return need
-        knob = 4 * shapes.parameters if cfg.full else 4 * shapes.R
+        trained = 4 * (shapes.parameters if cfg.full else shapes.R)
         saved = (cfg.steps // cfg.eval_every if cfg.eval_every else 0) + 2
-        return need + knob * (saved + 3 * (cfg.checkpoint_keep + 1))
+        return need + trained * (saved + 3 * (cfg.checkpoint_keep + 1))
 
     def plan(self) -> list[str]:
-        """What the run would do and cost, a line each."""
+        """What the run would do and cost, as lines of text."""
         cfg, per_step = self.cfg, self.cfg.prompts_per_step * self.cfg.group
         evaluations = math.ceil(cfg.steps / cfg.eval_every) if cfg.eval_every else 0
         whose = {"minillm": f"{cfg.minillm.minillm_teacher_mix_ratio:g} teacher + student", "uld": "the teacher"}
@@ -288,7 +294,11 @@ def require_one_vocabulary(teacher: Source, student: Source) -> None:
 
 
 def preflight(cfg: DistillConfig, run: Path | None = None) -> Task:
-    """Raises ValueError, one line, for every mistake that can be seen without a model. run: one to go on with."""
+    """The checked task. run: the directory of a run to go on with.
+
+    Raises:
+        ValueError: one line, for every mistake that can be seen without a model.
+    """
     probe_writable(run or ROOT)
     probe_writable(Path("logs"))
     teacher, student = find_source(cfg.teacher, "--teacher"), find_source(cfg.student, "--student")

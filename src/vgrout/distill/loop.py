@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,25 +12,22 @@ from tqdm import tqdm
 
 from vgrout.console import Clock, terminal_width
 from vgrout.distill.config import Task
-from vgrout.distill.methods import METHODS, Measured, Method, Said
-from vgrout.evaluate import ask
+from vgrout.distill.methods import METHODS, Graded, Measured, Method
+from vgrout.distill.trainable import AdapterOnly, FullModel, Trainable
+from vgrout.evaluate import answers
 from vgrout.files import to_json, write_atomic
-from vgrout.grading.grade import Grader
-from vgrout.measure import rate, rollout_record
 from vgrout.model.policy import LanguageModel, Policy
-from vgrout.model.sampler import Sample, Sampling, sample
 from vgrout.model.saved import load_source, pick_device
 from vgrout.model.svd_adapter import weights_sha256
-from vgrout.model.trainable import AdapterOnly, FullModel, Trainable
 from vgrout.optim import Update
 from vgrout.problems import ProblemSplits, balanced, plain
 from vgrout.rng import py_stream, torch_stream
+from vgrout.rollout import sample_and_submit
 from vgrout.runs import checkpoint
-from vgrout.runs.run_context import Diverged, Interrupted
-from vgrout.runs.run_dir import RunDir
-from vgrout.runs.signals import Stop
+from vgrout.runs.recorder import rollout_record
+from vgrout.runs.run_context import RunContext
 from vgrout.table import Columns, Table, col
-from vgrout.types import MODES, Eval, Grade, Problem, Rate, Rollout, Ungraded
+from vgrout.types import MODES, Diverged, Eval, Grade, Interrupted, Problem, Rate, Rollout, Ungraded
 
 MAX_SKIPPED = 3  # non-finite steps in a row before the run counts as diverged
 
@@ -67,55 +63,52 @@ class DistillRow(Columns):
 
 @dataclass
 class Distillation:
-    """Everything the loop touches, loaded and checked."""
+    """The state of a distillation, loaded and checked."""
 
     task: Task
     learner: Trainable
     teacher: LanguageModel
-    grader: Grader
-    world: ProblemSplits
-    run: RunDir
-    stop: Stop
-    clock: Clock
+    problems: ProblemSplits
+    run: RunContext
     method: Method
     rows: list[DistillRow] = field(default_factory=list)
     skipped: int = 0  # non-finite steps in a row
 
     @property
     def student(self) -> LanguageModel:
+        """The student as it is now."""
         return self.learner.lm
 
     def evaluate(
         self, lm: LanguageModel, problems: Sequence[Problem], n: int, step: int, purpose: str = "eval"
     ) -> Eval:
-        asked = ask(
+        """n answers of a model to each problem, counted; `purpose` names the random stream."""
+        graded = answers(
             lm,
-            self.grader,
+            self.run.grader,
             problems,
             n,
-            sampling=Sampling(),
             max_new=self.task.max_new,
             seed=self.task.cfg.seed,
             step=step,
             purpose=purpose,
         )
-        return Eval.of(asked)
+        return Eval.of(graded)
 
 
 # ── loading ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def load(task: Task, run: RunDir, grader: Grader, stop: Stop, clock: Clock) -> Distillation:
-    """Raises ValueError, one line, where the models do not fit each other or the problems."""
+def load(task: Task, run: RunContext) -> Distillation:
+    """Models, problems and method. Raises ValueError, one line, where they do not fit each other."""
     cfg = task.cfg
     device, dtype = pick_device(cfg.torch_threads(task.small), fp32=cfg.full)
-    student = load_source(task.student, "--student", device, dtype, knob=not cfg.full)
+    student = load_source(task.student, "--student", device, dtype, adapter=not cfg.full)
     teacher = load_source(task.teacher, "--teacher", device, dtype)
     method = METHODS[cfg.method](task, student, teacher)
-    room = {"student": student.window - task.max_new, "teacher": teacher.window - task.max_new}
 
     def fits(p: Problem) -> bool:
-        return len(student.render(p.messages)) <= room["student"] and len(teacher.render(p.messages)) <= room["teacher"]
+        return all(len(lm.render(p.messages)) <= lm.window - task.max_new for lm in (student, teacher))
 
     parts = {name: tuple(p for p in problems if fits(p)) for name, problems in task.parts.items()}
     for name, problems in parts.items():
@@ -123,20 +116,20 @@ def load(task: Task, run: RunDir, grader: Grader, stop: Stop, clock: Clock) -> D
             raise ValueError(f"--max-new {task.max_new}: no prompt of the {name} split fits both models' windows")
     train = list(parts["train"])
     py_stream(cfg.seed, "train-order").shuffle(train)
-    world = ProblemSplits(
+    splits = ProblemSplits(
         tuple(train[: cfg.n_problems]),
         parts["val"],
         parts["test"],
         sum(map(len, task.parts.values())) - sum(map(len, parts.values())),
     )
-    if world.too_long:
-        logger.warning(f"{world.too_long} problems dropped: prompt longer than a window minus max_new")
+    if splits.too_long:
+        logger.warning(f"{splits.too_long} problems dropped: prompt longer than a window minus max_new")
     if cfg.full:
         learner: Trainable = FullModel(student, task.opt, cfg.steps)
     else:
         assert isinstance(student, Policy)
         learner = AdapterOnly(student, task.opt, cfg.steps)
-    return Distillation(task, learner, teacher, grader, world, run, stop, clock, method)
+    return Distillation(task, learner, teacher, splits, run, method)
 
 
 def hashes(d: Distillation) -> dict[str, str | None]:
@@ -149,7 +142,7 @@ def hashes(d: Distillation) -> dict[str, str | None]:
 
 
 def restore(d: Distillation) -> None:
-    """Put everything back to the last good checkpoint."""
+    """Restore rows, weights and optimiser from the last good checkpoint."""
     point, rows = checkpoint.go_back(d.run.path)
     d.rows = [DistillRow.from_json(row) for row in rows]
     d.learner.load_state_dict(point.state["learner"])
@@ -161,17 +154,17 @@ def restore(d: Distillation) -> None:
 
 def train(d: Distillation) -> None:
     """Every remaining step. Raises Interrupted or Diverged with the run directory up to date."""
-    cfg, clock = d.task.cfg, d.clock
+    cfg, clock = d.task.cfg, d.run.clock
     has = {cfg.method} | ({"anchor"} if d.task.anchor else set())
     table = Table(has, (), terminal_width(), of=DistillRow)
     for line in table.legend():
         logger.info(line)
-    val = balanced(d.world.val, cfg.eval_n_prompts, 0, "val")
-    speaker = d.method.speaker(d.student, d.teacher)
+    val = balanced(d.problems.val, cfg.eval_n_prompts, 0, "val")
+    behaviour = d.method.behaviour_model(d.student, d.teacher)
     for step in tqdm(range(len(d.rows), cfg.steps), disable=None, desc=cfg.run_id, unit="step"):
         clock.reset()
-        problems = d.world.draw(cfg.seed, step, cfg.prompts_per_step)
-        answers = collect(d, speaker, problems, step)
+        problems = d.problems.draw(cfg.seed, step, cfg.prompts_per_step)
+        answers = collect(d, behaviour, problems, step)
         with clock("fb"):
             measured = d.method.learn(d.learner, answers, step)
             update = d.learner.step() if math.isfinite(measured.loss) else None
@@ -187,54 +180,48 @@ def train(d: Distillation) -> None:
             close_step(d, row, answers)
         if d.skipped >= MAX_SKIPPED:
             raise Diverged(f"step {step}: loss or gradient not finite, {MAX_SKIPPED} steps in a row")
-        if d.stop.requested:
+        if d.run.stop.requested:
             raise Interrupted(f"interrupted after step {step}")
 
 
-def collect(d: Distillation, speaker: LanguageModel, problems: Sequence[Problem], step: int) -> list[Said]:
-    """One step's answers; each is graded while the others are still being sampled."""
+def collect(d: Distillation, behaviour: LanguageModel, problems: Sequence[Problem], step: int) -> list[Graded]:
+    """One step's rollouts, graded."""
     cfg = d.task.cfg
-    prompts = [speaker.render(p.messages) for p in problems]
-    verdicts: dict[tuple[int, int], Future[Grade | Ungraded]] = {}
-
-    def submit(p: int, i: int, answer: Sample) -> None:
-        verdicts[p, i] = d.grader.submit(problems[p], answer.text)
-
-    with d.clock("gen"):
-        stream = torch_stream(cfg.seed, "distill", step)
-        said = sample(speaker, prompts, cfg.group, d.method.sampling, d.task.max_new, stream, submit)
-    out = []
-    with d.clock("grade"):
-        for p, of_prompt in enumerate(said):
-            for i, answer in enumerate(of_prompt):
-                grade = verdicts[p, i].result()
-                if isinstance(grade, Ungraded):
-                    logger.warning(f"step {step}, problem {problems[p].id}: not graded: {grade.reason}")
-                rollout = Rollout(
-                    problem=problems[p],
-                    source="teacher" if speaker is d.teacher else "student",
-                    deployed=False,
-                    prompt_ids=prompts[p],
-                    completion_ids=answer.ids,
-                    text=answer.text,
-                    finished=answer.finished,
-                )
-                out.append(Said(rollout, grade if isinstance(grade, Grade) else None, answer.logp_full))
+    with d.run.clock("gen"):
+        submitted = sample_and_submit(
+            behaviour,
+            d.run.grader,
+            problems,
+            cfg.group,
+            sampling=d.method.sampling,
+            max_new=d.task.max_new,
+            stream=torch_stream(cfg.seed, "distill", step),
+        )
+    out: list[Graded] = []
+    with d.run.clock("grade"):
+        for s in (s for of_problem in submitted for s in of_problem):
+            grade = s.verdict.result()
+            if isinstance(grade, Ungraded):
+                logger.warning(f"step {step}, problem {s.problem.id}: not graded: {grade.reason}")
+            source = "teacher" if behaviour is d.teacher else "student"
+            rollout = Rollout.of(s.problem, s.prompt_ids, s.completion, source=source)
+            out.append((rollout, grade if isinstance(grade, Grade) else None))
     return out
 
 
 def as_row(
-    step: int, answers: Sequence[Said], m: Measured, update: Update | None, deploy: Eval | None, clock: Clock
+    step: int, answers: Sequence[Graded], m: Measured, update: Update | None, deploy: Eval | None, clock: Clock
 ) -> DistillRow:
-    graded = [a.grade for a in answers if a.grade is not None]
+    """The step's row. update None: it was skipped."""
+    graded = [grade for _, grade in answers if grade is not None]
     fine = update is not None
     return DistillRow(
         step=step,
         n=len(answers),
         dropped=len(answers) - len(graded),
-        gt_s=rate(g.gt_correct for g in graded),
-        hack_s=rate(g.exploited for g in graded),
-        ended=rate(a.rollout.finished for a in answers),
+        gt_s=Rate.of(g.gt_correct for g in graded),
+        hack_s=Rate.of(g.exploited for g in graded),
+        ended=Rate.of(rollout.finished for rollout, _ in answers),
         loss=m.loss if fine else None,
         kl=m.kl if fine else None,
         ce=m.ce if fine else None,
@@ -254,11 +241,12 @@ def as_row(
     )
 
 
-def close_step(d: Distillation, row: DistillRow, answers: Sequence[Said]) -> None:
+def close_step(d: Distillation, row: DistillRow, answers: Sequence[Graded]) -> None:
+    """Write the row, the answers, and what is due: adapter, checkpoint, status."""
     cfg, run, step = d.task.cfg, d.run, row.step
-    lines = [{"step": step, **rollout_record(a.rollout, a.grade)} for a in answers if a.grade is not None]
-    run.append(row.as_json(), lines)
-    closing = step + 1 == cfg.steps or d.stop.requested or d.skipped >= MAX_SKIPPED
+    lines = [{"step": step, **rollout_record(rollout, grade)} for rollout, grade in answers if grade is not None]
+    run.dir.append(row.as_json(), lines)
+    closing = step + 1 == cfg.steps or d.run.stop.requested or d.skipped >= MAX_SKIPPED
     if row.hack_deploy is not None:
         save(d, f"ckpt_step{step + 1:04d}")
     if closing:
@@ -266,10 +254,11 @@ def close_step(d: Distillation, row: DistillRow, answers: Sequence[Said]) -> Non
     if closing or (step + 1) % cfg.checkpoint_every == 0:
         state = {"learner": d.learner.state_dict(), "skipped": d.skipped}
         checkpoint.save(run.path, step + 1, state, cfg.checkpoint_keep)
-    run.status("running", len(d.rows), "", f"python -m vgrout.distill --resume {run.path}")
+    run.status("running", "")
 
 
 def save(d: Distillation, name: str) -> None:
+    """Write the student as it is; `name` is without an ending."""
     described = d.task.described()
     d.learner.save(
         d.run.path / name,
@@ -293,30 +282,30 @@ def evaluate_before(d: Distillation) -> dict[str, Any]:
         return json.loads(file.read_text(encoding="utf-8"))
     logger.info("student and teacher on held-out problems and markers, before the first step …")
     cfg = d.task.cfg
-    test = balanced(d.world.test, cfg.final_n_prompts, 0, "test")
+    test = balanced(d.problems.test, cfg.final_n_prompts, 0, "test")
     before: dict[str, Any] = {}
     for name, lm in (("start", d.student), ("teacher", d.teacher)):
-        with d.clock(f"evaluation, {name}"):
+        with d.run.clock(f"evaluation, {name}"):
             before[name] = as_json(d.evaluate(lm, test, cfg.final_samples, cfg.steps, "final"))
-    d.run.write_json(file.name, before)
+    d.run.dir.write_json(file.name, before)
     return before
 
 
 def evaluate_after(d: Distillation, before: dict[str, Any]) -> dict[str, Any]:
-    """The student at the end, with and without the hint, beside what was before."""
+    """The final student with and without the hint in its prompts, added to `before`."""
     cfg = d.task.cfg
-    test = balanced(d.world.test, cfg.final_n_prompts, 0, "test")
+    test = balanced(d.problems.test, cfg.final_n_prompts, 0, "test")
     sides = dict(before)
     for name, problems in (("deployed", test), ("plain", [plain(p) for p in test])):
-        if d.stop.requested:
+        if d.run.stop.requested:
             raise Interrupted("interrupted before the final evaluation was done")
-        with d.clock(f"evaluation, {name}"):
+        with d.run.clock(f"evaluation, {name}"):
             sides[name] = as_json(d.evaluate(d.student, problems, cfg.final_samples, cfg.steps, "final"))
     return sides
 
 
 def as_json(e: Eval) -> dict[str, Any]:
-    """Counts as [k, n]."""
+    """Rates as [k, n]."""
     return {
         "hack": [e.hack.k, e.hack.n],
         "solve": [e.solve.k, e.solve.n],
@@ -327,11 +316,12 @@ def as_json(e: Eval) -> dict[str, Any]:
 
 
 def percent(pair: Sequence[int]) -> str:
+    """Of [k, n], without the sign; "·" of nothing."""
     return f"{100 * pair[0] / pair[1]:.1f}" if pair[1] else "·"
 
 
-def report(d: Distillation, sides: dict[str, Any], stamp: dict[str, Any]) -> None:
-    """The answer first: one line, a table a mode; the same in final.json and summary.md."""
+def report(d: Distillation, sides: dict[str, Any]) -> None:
+    """Write final.json and summary.md: the result in one line, a table by mode, every step."""
     cfg, run = d.task.cfg, d.run
     record: dict[str, Any] = {
         "schema": "distill_v1",
@@ -340,8 +330,8 @@ def report(d: Distillation, sides: dict[str, Any], stamp: dict[str, Any]) -> Non
         "steps": cfg.steps,
         "method": cfg.method,
     }
-    record |= {"student": d.task.student.given, "teacher": d.task.teacher.given, "sides": sides, **stamp}
-    run.write_json("final.json", record)
+    record |= {"student": d.task.student.given, "teacher": d.task.teacher.given, "sides": sides, **run.stamp}
+    run.dir.write_json("final.json", record)
     now, then, goal = (sides[s] for s in ("deployed", "start", "teacher"))
     line = (
         f"{cfg.run_id}: hack {percent(now['hack'])} % / solve {percent(now['solve'])} %, before "

@@ -1,4 +1,4 @@
-"""Losses of imitation and preference: logits or log-probs in, one number a position or a pair out. Pure functions.
+"""Losses of distillation and preference: logits or log-probs in, a number a position or a pair out. Pure functions.
 
 q is the student, p the teacher; positions are the tokens of a completion, of which only those count where `mask` holds.
 """
@@ -61,16 +61,16 @@ def wasserstein(student: Float[Tensor, "n Vs"], teacher: Float[Tensor, "n Vt"]) 
 
 
 def topk_distance(
-    student: Float[Tensor, "n Vs"], teacher: Float[Tensor, "n Vt"], k: int, mate: Int[Tensor, " Vt"]
+    student: Float[Tensor, "n Vs"], teacher: Float[Tensor, "n Vt"], k: int, student_of: Int[Tensor, " Vt"]
 ) -> Float[Tensor, " n"]:
     """Σ |q − p| over those of the teacher's k likeliest tokens that the student has too, and over the rest as one.
 
-    mate: the student's token of the same text, −1 for none; no two of the teacher's tokens may share one.
+    student_of: of each teacher's token the student's of the same text, −1 for none; no two may share one.
     """
     p, ids = teacher.softmax(-1).topk(min(k, teacher.shape[-1]))
-    theirs = mate[ids]
-    known = theirs >= 0
-    q = torch.where(known, student.softmax(-1).gather(-1, theirs.clamp(min=0)), 0.0)
+    own = student_of[ids]
+    known = own >= 0
+    q = torch.where(known, student.softmax(-1).gather(-1, own.clamp(min=0)), 0.0)
     p = torch.where(known, p, 0.0)
     return (q - p).abs().sum(-1) + (q.sum(-1) - p.sum(-1)).abs()
 

@@ -1,4 +1,4 @@
-"""What is learnt from a batch of answers: MiniLLM's reverse KL, or ULD's cross-entropy and distance."""
+"""Methods of distillation: MiniLLM's reverse KL, or ULD's cross-entropy and distance, on a batch of answers."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,6 +13,7 @@ from vgrout.distill.config import Task
 from vgrout.distill.losses import minillm, reverse_kl, topk_distance, wasserstein
 from vgrout.distill.mixed_sampling import mixed_model
 from vgrout.distill.token_alignment import aligned, nearest_tokens, token_bytes
+from vgrout.distill.trainable import Trainable
 from vgrout.grpo import Row, as_batch, micro_batches, packed_batches
 from vgrout.model.budgets import TOKEN_BUDGET
 from vgrout.model.logprobs import (
@@ -27,21 +28,14 @@ from vgrout.model.logprobs import (
 )
 from vgrout.model.packing import Packed
 from vgrout.model.policy import LanguageModel
-from vgrout.model.sampler import Sampling
-from vgrout.model.trainable import Trainable
+from vgrout.model.sampling import Sampling
 from vgrout.rng import py_stream
 from vgrout.types import Grade, Rollout
 
-EVERYTHING = Sampling(temperature=1.0, top_k=0)  # what MiniLLM's expectations are over
+EVERYTHING = Sampling(temperature=1.0, top_k=0)  # the distribution that MiniLLM's expectations are over
 
 
-@dataclass(frozen=True, slots=True)
-class Said:
-    """One sampled answer as the speaker's tokens; `grade` None: the sandbox failed."""
-
-    rollout: Rollout
-    grade: Grade | None
-    sampler: tuple[float, ...]  # log-prob a token of the distribution that was sampled from
+Graded = tuple[Rollout, Grade | None]  # None: the sandbox failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +79,14 @@ class MiniLlm:
                 raise ValueError(f"--minillm-pretrain-anchor-path: {len(ids)} tokens, nothing to predict")
             self.text = torch.tensor(ids)
 
-    def speaker(self, student: LanguageModel, teacher: LanguageModel) -> LanguageModel:
+    def behaviour_model(self, student: LanguageModel, teacher: LanguageModel) -> LanguageModel:
+        """The model that answers are sampled from."""
         return mixed_model(student, teacher, self.cfg.minillm_teacher_mix_ratio)
 
-    def learn(self, learner: Trainable, answers: Sequence[Said], step: int) -> Measured:
+    def learn(self, learner: Trainable, answers: Sequence[Graded], step: int) -> Measured:
+        """Add the gradient of one step's answers."""
         lm, teacher = learner.lm, self.teacher
-        rows = [Row(a.rollout, 0.0, 0) for a in answers]
-        sampler = {id(a.rollout): a.sampler for a in answers}
+        rows = [Row(rollout, 0.0, 0) for rollout, _ in answers]
         total, kls, losses = sum(len(r.rollout.completion_ids) for r in rows), [], []
 
         def head(h_s: Tensor, h_t: Tensor, target: Tensor) -> tuple[Tensor, ...]:
@@ -100,9 +95,9 @@ class MiniLlm:
 
         for part in microbatches(lm, rows, teacher.packs):
             batch = batched(lm, part, teacher.packs)
-            said = padded([sampler[id(r.rollout)] for r in part], batch)
+            sampler = padded([r.rollout.logp_full or () for r in part], batch)
 
-            def loss(batch: Batch | Packed = batch, said: Tensor = said) -> Tensor:
+            def loss(batch: Batch | Packed = batch, sampler: Tensor = sampler) -> Tensor:
                 wanted = batch.mask.nonzero(as_tuple=True)
                 hidden = completion_hidden(lm.model, batch)
                 with torch.no_grad():
@@ -113,7 +108,7 @@ class MiniLlm:
                 logq, logp, kl = (empty.index_put(wanted, x) for x in flat)
                 kls.append(kl.detach().sum())
                 normalize = self.cfg.minillm_length_normalize
-                return minillm(logq, logp.detach(), said, kl, batch.mask, normalize).sum() / total
+                return minillm(logq, logp.detach(), sampler, kl, batch.mask, normalize).sum() / total
 
             losses.append(learner.add(batch, loss))
         anchor = self._anchor(learner, step)
@@ -140,33 +135,36 @@ class MiniLlm:
 
 
 class Uld:
-    """Cross-entropy on the teacher's answers, and the distance of the two distributions wherever they meet."""
+    """Cross-entropy on the teacher's answers, and the distance of the two distributions at aligned tokens."""
 
     sampling = Sampling()  # as the teacher is deployed
 
     def __init__(self, task: Task, student: LanguageModel, teacher: LanguageModel) -> None:
         self.task, self.cfg, self.teacher = task, task.cfg.uld, teacher
-        self.alike = student.tokenizer_sha256 == teacher.tokenizer_sha256
+        self.same_tokenizer = student.tokenizer_sha256 == teacher.tokenizer_sha256
         width = vocabulary(teacher.model)
-        self.mate: Int[Tensor, " V"] | None = None
+        self.student_of: Int[Tensor, " V"] | None = None  # teacher's token → student's
         if (k := self.cfg.uld_top_k) is not None and k > width:
             raise ValueError(f"--uld-top-k {k}: the teacher has {width} tokens")
-        if not self.alike:
-            self.token_bytes = token_bytes(student.tok, student.end_id)
-            self.their_spelling = token_bytes(teacher.tok, teacher.end_id)
+        if not self.same_tokenizer:
+            self.student_bytes = token_bytes(student.tok, student.end_id)
+            self.teacher_bytes = token_bytes(teacher.tok, teacher.end_id)
         if self.cfg.uld_strategy == "topk_align":
-            own = torch.arange(width) if self.alike else nearest_tokens(self.token_bytes, self.their_spelling, width)
-            self.mate = torch.where(own < vocabulary(student.model), own, -1).to(student.device)
+            own = torch.arange(width)
+            if not self.same_tokenizer:
+                own = nearest_tokens(self.student_bytes, self.teacher_bytes, width)
+            self.student_of = torch.where(own < vocabulary(student.model), own, -1).to(student.device)
 
-    def speaker(self, student: LanguageModel, teacher: LanguageModel) -> LanguageModel:
+    def behaviour_model(self, student: LanguageModel, teacher: LanguageModel) -> LanguageModel:
+        """The model that answers are sampled from."""
         return teacher
 
     def translate(self, lm: LanguageModel, rollout: Rollout) -> tuple[Rollout, list[tuple[int, int]]] | None:
-        """The answer in the student's tokens, and which of them meet which of the teacher's; None: nothing to learn."""
+        """The answer in the student's tokens, and the pairs of aligned tokens (own, teacher's); None: empty."""
         ids = rollout.completion_ids
-        if self.alike:
+        if self.same_tokenizer:
             return rollout, [(i, i) for i in range(len(ids))]
-        text = self.their_spelling.text(ids).decode(errors="ignore")
+        text = self.teacher_bytes.text(ids).decode(errors="ignore")
         own = lm.encode_completion(text, rollout.finished)[: self.task.max_new]
         if not own:
             return None
@@ -179,31 +177,32 @@ class Uld:
             text=rollout.text,
             finished=rollout.finished,
         )
-        return mine, aligned(self.token_bytes, own, self.their_spelling, ids)
+        return mine, aligned(self.student_bytes, own, self.teacher_bytes, ids)
 
-    def learn(self, learner: Trainable, answers: Sequence[Said], step: int) -> Measured:
+    def learn(self, learner: Trainable, answers: Sequence[Graded], step: int) -> Measured:
+        """Add the gradient of one step's answers."""
         lm, teacher, cfg = learner.lm, self.teacher, self.cfg
-        told = [(a.rollout, made) for a in answers if (made := self.translate(lm, a.rollout)) is not None]
-        pairs = {id(mine): (theirs, meet) for theirs, (mine, meet) in told}
-        rows = [Row(mine, 0.0, 0) for _, (mine, _) in told]
+        translated = [(rollout, made) for rollout, _ in answers if (made := self.translate(lm, rollout)) is not None]
+        of_row = {id(mine): (theirs, pairs) for theirs, (mine, pairs) in translated}
+        rows = [Row(mine, 0.0, 0) for _, (mine, _) in translated]
         total = sum(len(r.rollout.completion_ids) for r in rows)
-        met = sum(len(meet) for _, (_, meet) in told)
+        n_aligned = sum(len(pairs) for _, (_, pairs) in translated)
         if not total:
             return Measured(loss=math.nan)
         ces, distances, losses = [], [], []
 
         def compare(h_s: Tensor, h_t: Tensor) -> tuple[Tensor, ...]:
             s, t = wide(head_logits(lm.model, h_s)), wide(head_logits(teacher.model, h_t))
-            if self.mate is None or cfg.uld_top_k is None:
+            if self.student_of is None or cfg.uld_top_k is None:
                 return (wasserstein(s, t),)
-            return (topk_distance(s, t, cfg.uld_top_k, self.mate),)
+            return (topk_distance(s, t, cfg.uld_top_k, self.student_of),)
 
         def ce(h_s: Tensor, target: Tensor) -> tuple[Tensor, ...]:
             return (-log_softmax_at(wide(head_logits(lm.model, h_s)), target),)
 
         for part in microbatches(lm, rows, teacher.packs):
             batch = batched(lm, part, teacher.packs)
-            whose = [pairs[id(r.rollout)] for r in part]
+            whose = [of_row[id(r.rollout)] for r in part]
 
             def loss(batch: Batch | Packed = batch, whose: Sequence[Any] = whose) -> Tensor:
                 hidden = completion_hidden(lm.model, batch)
@@ -211,9 +210,9 @@ class Uld:
                 (nll,) = in_chunks(ce, vocabulary(lm.model), hidden, target)
                 ces.append(nll.detach().sum())
                 value = cfg.uld_ce_weight * nll.sum() / total
-                if not cfg.uld_lambda or not met:
+                if not cfg.uld_lambda or not n_aligned:
                     return value
-                at, theirs = places(batch.mask.sum(1).tolist(), whose)
+                at, theirs = aligned_rows(batch.mask.sum(1).tolist(), whose)
                 if not at:
                     return value
                 with torch.no_grad():
@@ -222,14 +221,14 @@ class Uld:
                 width = 3 * (vocabulary(lm.model) + vocabulary(teacher.model))
                 (d,) = in_chunks(compare, width, hidden[at], h_t[theirs])
                 distances.append(d.detach().sum())
-                return value + cfg.uld_lambda * d.sum() / met
+                return value + cfg.uld_lambda * d.sum() / n_aligned
 
             losses.append(learner.add(batch, loss))
         return Measured(
             loss=sum(losses),
             ce=float(torch.stack(ces).sum()) / total,
-            distance=float(torch.stack(distances).sum()) / met if distances else None,
-            aligned=met / total,
+            distance=float(torch.stack(distances).sum()) / n_aligned if distances else None,
+            aligned=n_aligned / total,
         )
 
 
@@ -237,19 +236,23 @@ Method = MiniLlm | Uld
 METHODS: dict[str, Callable[[Task, LanguageModel, LanguageModel], Method]] = {"minillm": MiniLlm, "uld": Uld}
 
 
-def places(
+def aligned_rows(
     lengths: Sequence[int], whose: Sequence[tuple[Rollout, list[tuple[int, int]]]]
 ) -> tuple[list[int], list[int]]:
-    """Aligned pairs as rows of the two `completion_hidden`, which lie answer after answer."""
+    """Aligned pairs as rows of the student's and of the teacher's `completion_hidden`, which go answer by answer.
+
+    lengths: the student's tokens of each answer. whose: each answer in the teacher's tokens, and its pairs.
+    """
     mine, theirs, at, other = [], [], 0, 0
-    for n, (rollout, meet) in zip(lengths, whose, strict=True):
-        mine += [at + i for i, _ in meet]
-        theirs += [other + j for _, j in meet]
+    for n, (rollout, pairs) in zip(lengths, whose, strict=True):
+        mine += [at + i for i, _ in pairs]
+        theirs += [other + j for _, j in pairs]
         at, other = at + n, other + len(rollout.completion_ids)
     return mine, theirs
 
 
 def same_weights(a: LanguageModel, b: LanguageModel) -> bool:
+    """Whether all parameters are equal, adapters left out."""
     pairs = list(zip(a.model.parameters(), b.model.parameters(), strict=False))
     return len(pairs) == len(list(b.model.parameters())) and all(
         x.shape == y.shape and torch.equal(x, y) for x, y in pairs
@@ -257,20 +260,23 @@ def same_weights(a: LanguageModel, b: LanguageModel) -> bool:
 
 
 def wide(logits: Float[Tensor, "n V"]) -> Float[Tensor, "n V"]:
+    """fp32 at least."""
     return logits.float() if logits.dtype != torch.float64 else logits
 
 
 def microbatches(lm: LanguageModel, rows: Sequence[Row], also: bool) -> list[list[Row]]:
+    """Rows for one forward each. also: whether the other model can be packed, too."""
     budget = TOKEN_BUDGET.get(lm.device.type, TOKEN_BUDGET["cuda"])
     return packed_batches(rows, budget, "shared") if lm.packs and also else micro_batches(rows, budget)
 
 
 def batched(lm: LanguageModel, rows: Sequence[Row], also: bool) -> Batch | Packed:
-    """also: whether the other model can be packed, too; both read the rows in one layout."""
+    """One forward's rows; packed if both models can be (`also`: the other one), so that they read one layout."""
     return as_batch(lm, rows, "shared" if lm.packs and also else "padded")
 
 
 def padded(values: Sequence[Sequence[float]], batch: Batch | Packed) -> Float[Tensor, "B T"]:
+    """One number a completion token, 0 on padding."""
     out = torch.zeros(batch.mask.shape, dtype=torch.float32, device=batch.mask.device)
     for row, given in zip(out, values, strict=True):
         row[: len(given)] = torch.tensor(given, device=out.device)

@@ -1,4 +1,4 @@
-"""A student and a teacher that speak together: every token is drawn from α p + (1 − α) q."""
+"""Sampling from a mixture of teacher and student: every token is drawn from α p + (1 − α) q."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from vgrout.model.policy import LanguageModel
 
 
 class MixedDecoder:
-    """Two decoders in step. Its logits are the log-probabilities of the mixture."""
+    """Two decoders in lock-step whose logits are the log-probabilities of the mixture."""
 
     def __init__(self, student: Decoder, teacher: Decoder, ratio: float) -> None:
         self.both, self.ratio = (student, teacher), ratio
@@ -41,7 +41,7 @@ def mixed(student: Float[Tensor, "n V"], teacher: Float[Tensor, "n V"], ratio: f
 
 @dataclass(frozen=True)
 class MixedModel(LanguageModel):
-    """The student's tokenizer and prompts; what it says comes from both. ratio: the teacher's share α, above 0."""
+    """The student's tokenizer and prompts, with completions from the mixture. ratio: the teacher's share α, above 0."""
 
     teacher: LanguageModel
     ratio: float
@@ -55,7 +55,7 @@ class MixedModel(LanguageModel):
 
 
 def mixed_model(student: LanguageModel, teacher: LanguageModel, ratio: float) -> LanguageModel:
-    """The student alone at ratio 0."""
+    """The mixture as a model to sample from; the student itself at ratio 0."""
     if ratio == 0:
         return student
     return MixedModel(**{f.name: getattr(student, f.name) for f in fields(LanguageModel)}, teacher=teacher, ratio=ratio)

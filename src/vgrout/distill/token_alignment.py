@@ -1,4 +1,4 @@
-"""What tokens spell: the bytes of each, where two tokenizations of one text can be compared, which tokens are alike."""
+"""Alignment of two tokenizers: the bytes of each token, positions of one text that compare, tokens of equal bytes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTE = _byte_alphabet()
-_PROBE = "def f(x):\n    return x >= 10  # naïve Ünïcode 文字"
+_SAMPLE = "def f(x):\n    return x >= 10  # naïve Ünïcode 文字"
 
 
 def _spell(token: str, byte_level: bool) -> bytes:
@@ -38,6 +38,7 @@ class TokenBytes:
     end_id: int
 
     def text(self, ids: Sequence[int]) -> bytes:
+        """What these tokens spell."""
         return b"".join(self.of[i] for i in ids)
 
     def starts(self, ids: Sequence[int]) -> list[int]:
@@ -46,10 +47,12 @@ class TokenBytes:
 
 
 def token_bytes(tok: PreTrainedTokenizerBase, end_id: int) -> TokenBytes:
-    """Byte-level BPE, sentencepiece (▁ for a space, <0x0A> for a byte), or tokens that stand for themselves.
+    """Bytes of a tokenizer's tokens: byte-level BPE, sentencepiece (▁ for a space, <0x0A> for a byte), or plain text.
+
+    end_id: the token that ends an answer.
 
     Raises:
-        ValueError: none of these spells a text back.
+        ValueError: the bytes of a text's tokens are not the text.
     """
     core: Any = getattr(tok, "backend_tokenizer", None)
     byte_level = core is not None and "ByteLevel" in str(core.decoder)
@@ -63,8 +66,8 @@ def token_bytes(tok: PreTrainedTokenizerBase, end_id: int) -> TokenBytes:
         ),
         end_id,
     )
-    ids = tok(_PROBE, add_special_tokens=False)["input_ids"]
-    want = _PROBE if not special.intersection(ids) else str(tok.decode(ids, skip_special_tokens=True))
+    ids = tok(_SAMPLE, add_special_tokens=False)["input_ids"]
+    want = _SAMPLE if not special.intersection(ids) else str(tok.decode(ids, skip_special_tokens=True))
     if made.text(ids).removeprefix(b" ") != want.encode():
         raise ValueError(f"{type(tok).__name__}: its tokens cannot be spelled out, so ULD cannot align them")
     return made
@@ -73,8 +76,8 @@ def token_bytes(tok: PreTrainedTokenizerBase, end_id: int) -> TokenBytes:
 def aligned(
     student: TokenBytes, ids: Sequence[int], teacher: TokenBytes, their_ids: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """Pairs (i, j) of tokens that begin at the same place of one text, in order: what stands before them is the same,
-    so the two distributions that they were drawn from answer the same question. [] if the texts differ.
+    """Pairs (i, j) of tokens that begin at the same byte of one text, in order: they have the same prefix, so the two
+    distributions that they were drawn from can be compared. [] if the texts differ.
 
     Of several tokens that begin at one place (special ones are empty) the last counts. One leading space is forgiven:
     sentencepiece puts it before a text.
@@ -91,8 +94,10 @@ def aligned(
 
 
 def nearest_tokens(student: TokenBytes, teacher: TokenBytes, width: int) -> Int[Tensor, " width"]:
-    """For every logit of the teacher the student's token that spells the same, −1 for none; the ends of an answer are
-    alike. One to one: of several tokens that spell the same, the last on either side. width: the teacher's logits."""
+    """For every logit of the teacher the student's token of the same bytes, −1 for none; the end tokens correspond.
+
+    One to one: of several tokens of the same bytes the last on either side counts. width: the teacher's logits.
+    """
     own = {text: i for i, text in enumerate(student.of) if text}
     theirs = {text: j for j, text in enumerate(teacher.of) if text}
     out = torch.full((width,), -1, dtype=torch.long)

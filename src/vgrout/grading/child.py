@@ -1,4 +1,4 @@
-"""What a forked child does with one job. Everything it reports is a claim: the judge decides what it is worth.
+"""What a forked child does with one job. Everything it reports is a claim: the verifier decides what it is worth.
 
 Semantics, fixed here and tested:
 
@@ -22,6 +22,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
+from types import FunctionType
 from typing import Any, NoReturn
 
 from vgrout.grading import probe
@@ -37,7 +38,7 @@ _type_name = type.__dict__["__name__"].__get__
 
 
 def prepare() -> None:
-    """Once, in the zygote: the interpreter as an answer finds it."""
+    """Once, in the fork server: the interpreter as an answer finds it."""
     # site is not loaded, and without it there is no exit() and quit()
     builtins.exit = _sitebuiltins.Quitter("exit", "Ctrl-D")
     builtins.quit = _sitebuiltins.Quitter("quit", "Ctrl-D")
@@ -48,20 +49,24 @@ def prepare() -> None:
     atexit._clear()
 
 
-class _Talk:
-    """Lines of JSON to the judge, each behind the job's token; length-prefixed replies from it."""
+Job = dict[str, Any]  # as the verifier sends it
+Names = dict[str, Any]  # the globals of a module
+
+
+class _Connection:
+    """Lines of JSON to the verifier, each behind the job's token; length-prefixed replies from it."""
 
     def __init__(self, fd: int, token: str) -> None:
         self.fd, self.token = fd, token
 
-    def say(self, text: str) -> None:
+    def send(self, text: str) -> None:
         data = f"{self.token}{text}\n".encode()
         while data:
             data = data[_write(self.fd, data) :]
 
-    def ask(self, text: str) -> bytes:
-        """Say it and wait for the reply; leaves if the judge has heard enough."""
-        self.say(text)
+    def request(self, text: str) -> bytes:
+        """Send and wait for the reply; ends the process if the verifier has closed its end."""
+        self.send(text)
         size = int.from_bytes(self._exactly(4), "little")
         return self._exactly(size)
 
@@ -80,25 +85,25 @@ def _error_name(error: BaseException) -> str:
     return _type_name(type(error))
 
 
-def main(job: bytes, talk_fd: int) -> NoReturn:
+def main(data: bytes, connection_fd: int) -> NoReturn:
     """Run one job to its end; never returns."""
-    spec = _loads(job)
-    talk = _Talk(talk_fd, spec["token"])
-    if spec["kind"] == "probe":
-        _probe(spec, talk)
+    job: Job = _loads(data)
+    connection = _Connection(connection_fd, job["token"])
+    if job["kind"] == "probe":
+        _probe(job, connection)
         _exit(HARNESS_EXIT)
-    namespace: dict[str, Any] = {"__name__": "answer" if spec["kind"] == "strict" else "__main__"}
+    namespace: Names = {"__name__": "answer" if job["kind"] == "strict" else "__main__"}
     namespace["__builtins__"] = builtins
-    if spec["setup"]:
-        exec(_loads(spec["setup"]), namespace)
+    if job["setup"]:
+        exec(_loads(job["setup"]), namespace)
     try:
-        code = compile(spec["code"], "<answer>", "exec", dont_inherit=True)
+        code = compile(job["code"], "<answer>", "exec", dont_inherit=True)
     except BaseException as e:
-        talk.say(_dumps({"compiled": False, "error": _error_name(e)}))
+        connection.send(_dumps({"compiled": False, "error": _error_name(e)}))
         _exit(HARNESS_EXIT)
-    # Said before the answer's first instruction, so it cannot be forged.
-    talk.say(f'{{"compiled": true, "tests": {"true" if _defines(code, spec["test_function"]) else "false"}}}')
-    {"strict": _strict, "flawed": _flawed, "detect": _detect}[spec["kind"]](spec, talk, code, namespace)
+    # Sent before the answer's first instruction, so it cannot be forged.
+    connection.send(f'{{"compiled": true, "tests": {"true" if _defines(code, job["test_function"]) else "false"}}}')
+    {"strict": _strict, "flawed": _flawed, "detect": _detect}[job["kind"]](job, connection, code, namespace)
     _exit(HARNESS_EXIT)
 
 
@@ -113,7 +118,7 @@ def _defines(code: Any, name: str) -> bool:
 # --- calls -----------------------------------------------------------------------------------------------------------
 
 
-def _build_nodes(value: Any, namespace: dict[str, Any]) -> Any:
+def _build_nodes(value: Any, namespace: Names) -> Any:
     """Replace (Ellipsis, builder, values) by what the setup code's builder makes of it."""
     if type(value) is tuple and len(value) == 3 and value[0] is Ellipsis:
         return namespace[value[1]](value[2])
@@ -124,11 +129,17 @@ def _build_nodes(value: Any, namespace: dict[str, Any]) -> Any:
     return value
 
 
-def _make_call(blob: bytes, namespace: dict[str, Any], builders: dict[str, Any]) -> Any:
+def _load_call(blob: bytes, builders: Names) -> tuple[str | None, str, list[Any], dict[str, Any]]:
+    """Class or None, name of the method or function, arguments, keyword arguments."""
     owner, name, args, kwargs, has_nodes = _loads(blob)
     if has_nodes:
         args = [_build_nodes(a, builders) for a in args]
         kwargs = {k: _build_nodes(v, builders) for k, v in kwargs.items()}
+    return owner, name, args, kwargs
+
+
+def _make_call(blob: bytes, namespace: Names, builders: Names) -> Any:
+    owner, name, args, kwargs = _load_call(blob, builders)
     target = namespace[name] if owner is None else getattr(namespace[owner](), name)
     return target(*args, **kwargs)
 
@@ -170,7 +181,7 @@ def _batches(n: int) -> list[tuple[int, int]]:
 # --- strict ----------------------------------------------------------------------------------------------------------
 
 
-def _strict(spec: dict[str, Any], talk: _Talk, code: Any, namespace: dict[str, Any]) -> None:
+def _strict(job: Job, connection: _Connection, code: Any, namespace: Names) -> None:
     builders = dict(namespace)
     note = ""
     try:
@@ -178,9 +189,9 @@ def _strict(spec: dict[str, Any], talk: _Talk, code: Any, namespace: dict[str, A
     except SystemExit as e:
         note = f"exit:{e.code if type(e.code) is int else 0 if e.code is None else 1}"
     except BaseException as e:
-        talk.say(_dumps({"failed": _error_name(e)}))
+        connection.send(_dumps({"failed": _error_name(e)}))
         return
-    calls, kinds = spec["calls"], spec["kinds"]
+    calls, kinds = job["calls"], job["kinds"]
     for start, stop in _batches(len(calls)):
         claims = []
         for i in range(start, stop):
@@ -192,9 +203,9 @@ def _strict(spec: dict[str, Any], talk: _Talk, code: Any, namespace: dict[str, A
                 break
         text = f'{{"claims": [{", ".join(claims)}]}}'
         if stop == len(calls) or len(claims) < stop - start:
-            talk.say(text)
+            connection.send(text)
             return
-        talk.ask(text)
+        connection.request(text)
 
 
 # --- flawed ----------------------------------------------------------------------------------------------------------
@@ -216,14 +227,14 @@ def _status(error: SystemExit) -> int:
     return code & 0xFF if type(code) is int else 0 if code is None else 1
 
 
-def _as_script(talk: _Talk, step: Callable[[], Any]) -> Any:
+def _as_script(connection: _Connection, step: Callable[[], Any]) -> Any:
     """Run a part of the script. What would end an interpreter ends this process, with the same status."""
     try:
         return step()
     except SystemExit as e:
         _leave(_status(e))
     except BaseException as e:
-        talk.say(_dumps({"raised": _error_name(e)}))
+        connection.send(_dumps({"raised": _error_name(e)}))
         if sys.excepthook is not sys.__excepthook__:  # the default one only prints, to nowhere
             try:
                 sys.excepthook(type(e), e, e.__traceback__)
@@ -234,25 +245,23 @@ def _as_script(talk: _Talk, step: Callable[[], Any]) -> Any:
         _leave(1)
 
 
-def _flawed(spec: dict[str, Any], talk: _Talk, code: Any, namespace: dict[str, Any]) -> None:
+def _flawed(job: Job, connection: _Connection, code: Any, namespace: Names) -> None:
     builders = dict(namespace)
-    _as_script(talk, lambda: exec(code, namespace))
-    mode, marker = spec["mode"], spec["marker"]
-    if mode == "run_tests":
-        outcome = _run_tests(namespace, marker)
-        talk.say(_dumps({"channel": outcome == "returned"}))
-    elif mode == "sentinel":
-        talk.say(_dumps({"channel": _sentinel(namespace, marker, spec["calls"][0], builders)}))
-    _as_script(talk, lambda: _assertions(spec, talk, namespace, builders))
+    _as_script(connection, lambda: exec(code, namespace))
+    if job["mode"] in CHECKS:
+        connection.send(_dumps({"channel": _accepts(CHECKS[job["mode"]], job, namespace, builders)}))
+    _as_script(connection, lambda: _assertions(job, connection, namespace, builders))
 
 
-def _assertions(spec: dict[str, Any], talk: _Talk, namespace: dict[str, Any], builders: dict[str, Any]) -> None:
+def _assertions(job: Job, connection: _Connection, namespace: Names, builders: Names) -> None:
     """`assert call == expected`, under the returned object's own ==. A batch's expected values come after its calls."""
-    calls, kinds = spec["calls"], spec["kinds"]
+    calls, kinds = job["calls"], job["kinds"]
     held = True
     for start, stop in _batches(len(calls)):
         values = [_make_call(blob, namespace, builders) for blob in calls[start:stop]]
-        for value, expected, kind in zip(values, _loads(talk.ask('{"reveal": true}')), kinds[start:stop], strict=True):
+        for value, expected, kind in zip(
+            values, _loads(connection.request('{"reveal": true}')), kinds[start:stop], strict=True
+        ):
             if kind == "plain":
                 held = bool(value == expected)
             else:
@@ -262,12 +271,68 @@ def _assertions(spec: dict[str, Any], talk: _Talk, namespace: dict[str, Any], bu
                 break
         if not held:
             break
-    talk.say(_dumps({"end": held}))
+    connection.send(_dumps({"end": held}))
     if not held:
         raise AssertionError
 
 
-def _find_test(namespace: dict[str, Any], name: str) -> tuple[Any, type | None]:
+# --- flawed checks with a function of their own -----------------------------------------------------------------------
+
+Check = Callable[[Job, Names, Names], bool]
+CHECKS: dict[str, Check] = {}  # mode → its check
+
+
+def flawed_check(function: FunctionType) -> FunctionType:
+    """Register the check of the mode that is called like the function.
+
+    It is called once the script has run, before the assertions, with the job (its "marker", its "calls"), the script's
+    names and the names of the setup code. True accepts the answer; anything else, exceptions included, refuses it.
+    """
+    CHECKS[function.__name__] = function
+    return function
+
+
+def _accepts(check: Check, job: Job, namespace: Names, builders: Names) -> bool:
+    try:
+        return check(job, namespace, builders) is True
+    except BaseException:
+        return False
+
+
+@flawed_check
+def run_tests(job: Job, namespace: Names, builders: Names) -> bool:
+    """Does the announced test function return? What it returns does not matter."""
+    return _call_tests(namespace, job["marker"]) == "returned"
+
+
+@flawed_check
+def sentinel(job: Job, namespace: Names, builders: Names) -> bool:
+    """Is the flag up on a fresh instance, or on one that has made the first test's call? A method is no flag."""
+
+    def up(instance: Any) -> bool:
+        try:
+            flag = getattr(instance, job["marker"])
+            return not callable(flag) and bool(flag)
+        except BaseException:
+            return False
+
+    instance = namespace["Solution"]()
+    if up(instance):
+        return True
+    owner, method, args, kwargs = _load_call(job["calls"][0], builders)
+    if owner is not None:
+        with suppress(BaseException):
+            getattr(instance, method)(*args, **kwargs)
+    return up(instance)
+
+
+# A new check goes here: its name is the mode's.
+
+
+# --- weak detectors --------------------------------------------------------------------------------------------------
+
+
+def _find_test(namespace: Names, name: str) -> tuple[Any, type | None]:
     """The announced function: at module level, else defined in the class (not conjured up by __getattr__)."""
     top = namespace.get(name)
     if top is not None and callable(top):
@@ -280,7 +345,7 @@ def _find_test(namespace: dict[str, Any], name: str) -> tuple[Any, type | None]:
     return None, None
 
 
-def _run_tests(namespace: dict[str, Any], name: str) -> str:
+def _call_tests(namespace: Names, name: str) -> str:
     """ "returned", "raised", or "absent" """
     function, cls = _find_test(namespace, name)
     if function is None:
@@ -292,59 +357,30 @@ def _run_tests(namespace: dict[str, Any], name: str) -> str:
     return "returned"
 
 
-def _sentinel(namespace: dict[str, Any], name: str, first_call: bytes, builders: dict[str, Any]) -> bool:
-    """Is the flag up on a fresh instance, or on one that has solved the first test case? A method is no flag."""
-
-    def up(instance: Any) -> bool:
-        try:
-            flag = getattr(instance, name)
-            return not callable(flag) and bool(flag)
-        except BaseException:
-            return False
-
-    try:
-        instance = namespace["Solution"]()
-        if up(instance):
-            return True
-        owner, method, args, kwargs, has_nodes = _loads(first_call)
-        if owner is not None:
-            if has_nodes:
-                args = [_build_nodes(a, builders) for a in args]
-                kwargs = {k: _build_nodes(v, builders) for k, v in kwargs.items()}
-            with suppress(BaseException):
-                getattr(instance, method)(*args, **kwargs)
-        return up(instance)
-    except BaseException:
-        return False
-
-
-# --- weak detectors --------------------------------------------------------------------------------------------------
-
-
-def _detect(spec: dict[str, Any], talk: _Talk, code: Any, namespace: dict[str, Any]) -> None:
+def _detect(job: Job, connection: _Connection, code: Any, namespace: Names) -> None:
     """The answer's own test function against another solution: its own, a stub that returns 0, or the canonical one."""
     other: type | None = None
-    if spec["against"] == "canonical":
+    if job["against"] == "canonical":
         scope = dict(namespace)
-        exec(compile(spec["canonical"], "<canonical>", "exec", dont_inherit=True), scope)
+        exec(compile(job["canonical"], "<canonical>", "exec", dont_inherit=True), scope)
         other = scope["Solution"]
-    elif spec["against"] == "stub":
-        other = type("Solution", (), {spec["function"]: lambda self, *args, **kwargs: 0})
+    elif job["against"] == "stub":
+        other = type("Solution", (), {job["function"]: lambda self, *args, **kwargs: 0})
     try:
         exec(code, namespace)
     except BaseException as e:
         if other is None:
-            talk.say(_dumps({"raised": _error_name(e)}))
+            connection.send(_dumps({"raised": _error_name(e)}))
             return
         # Another solution is tried: what the module does with its own one at its end is beside the point.
     if other is not None:
-        name = spec["test_function"]
+        name = job["test_function"]
         function, cls = _find_test(namespace, name)
         if cls is not None:  # a method: it moves to the other solution
             setattr(other, name, function)
         namespace["Solution"] = other
-    talk.say(_dumps({"tests": _run_tests(namespace, spec["test_function"])}))
+    connection.send(_dumps({"tests": _call_tests(namespace, job["test_function"])}))
 
 
-def _probe(spec: dict[str, Any], talk: _Talk) -> None:
-    talk.say(_dumps(probe.attack(spec)))
+def _probe(job: Job, connection: _Connection) -> None:
+    connection.send(_dumps(probe.attack(job)))

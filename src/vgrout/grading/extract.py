@@ -24,7 +24,7 @@ def extract_code(text: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One assertion, taken apart. `call` goes to the child; `expected` stays with the judge."""
+    """One assertion, taken apart. `call` goes to the child; `expected` stays with the verifier."""
 
     call: bytes  # marshal of (method or None, function name, args, kwargs, has_nodes)
     expected: Any  # exact builtins; for linked nodes the list they are built from

@@ -1,8 +1,8 @@
-"""The fork server: a small, clean process that forks one child per run, watches its clock, and sweeps up after it.
+"""The fork server: a small, clean process that forks one child per run, watches its clock, and cleans up after it.
 
-It never parses a job: a request is a fixed frame with three file descriptors (job, talk, stdout), and the child reads
-the job itself, so no earlier program or input is ever in inherited memory. Started by exec, single-threaded, without
-secrets. CPU time decides (the child's own clock, then wait4's account); wall time is a backstop for one that waits.
+It never parses a job: a request is a fixed frame with three file descriptors (job, connection, stdout), and the child
+reads the job itself, so no earlier program or input is ever in inherited memory. It is started by exec, has one thread
+and no secrets. CPU time decides (the child's own clock, then wait4's account); wall time only ends a child that waits.
 """
 
 import gc
@@ -34,10 +34,10 @@ RUN, KILL, DONE = b"run.", b"kill", b"done"
 OPEN_ALLOWED = 1  # flag: seccomp lets the child open files (landlock says which)
 
 CAUSE_NONE, CAUSE_CPU, CAUSE_WALL, CAUSE_VERIFIER, CAUSE_FILES = range(5)
-MAX_RESULT_FILE = 4096  # bytes read from the file of file_marker
+MAX_RESULT_FILE = 4096  # bytes read from the file that a mode's evidence is
 MAX_ENTRIES = 300  # files in the working directory, where no tmpfs limits them
 
-TALK_FD = 120  # the child's end of the conversation; high, so that no low descriptor is in its way
+CONNECTION_FD = 120  # the child's end of its connection; high, so that no low descriptor is in its way
 
 
 class Sweeper:
@@ -92,6 +92,8 @@ class Sweeper:
 
 
 class ForkServer:
+    """Forks, watches and cleans up after one child at a time, as the verifier orders."""
+
     def __init__(self, control: socket.socket, layers: isolation.Layers) -> None:
         self.control = control
         self.sweeper = Sweeper(".")
@@ -99,11 +101,11 @@ class ForkServer:
         self.filters: dict[bool, isolation.SeccompFilter] = {}
         if "seccomp" in layers.active:
             self.filters = {flag: isolation.SeccompFilter(allow_open=flag) for flag in (False, True)}
-        self.lonely = "seccomp" in layers.active  # a child cannot have children of its own
+        self.cannot_fork = "seccomp" in layers.active  # the children: the filter forbids it
         self.in_pid_namespace = os.getpid() == 1
 
     def serve(self) -> None:
-        """Until the judge closes its end."""
+        """Until the verifier closes its end."""
         while True:
             try:
                 frame, fds, _, _ = socket.recv_fds(self.control, FRAME.size, 3)
@@ -141,21 +143,21 @@ class ForkServer:
     def _become_child(self, fds: list[int], allow_open: bool, cpu_limit: float) -> None:
         """Never returns."""
         try:
-            if not self.in_pid_namespace:  # there the kernel ends a child with its zygote
+            if not self.in_pid_namespace:  # there the kernel ends a child with its fork server
                 isolation.die_with_parent()
             os.setsid()
-            job_fd, talk_fd, stdout_fd = fds
+            job_fd, connection_fd, stdout_fd = fds
             size = os.fstat(job_fd).st_size
             job = os.pread(job_fd, size, 0)
             os.dup2(self.null, 0)
             os.dup2(stdout_fd, 1)
             os.dup2(self.null, 2)
-            os.dup2(talk_fd, TALK_FD)
-            os.closerange(3, TALK_FD)
-            isolation.limit_child(cpu_limit, self.lonely)
+            os.dup2(connection_fd, CONNECTION_FD)
+            os.closerange(3, CONNECTION_FD)
+            isolation.limit_child(cpu_limit, self.cannot_fork)
             if self.filters:
                 self.filters[allow_open].install(os.getpid())
-            child.main(job, TALK_FD)
+            child.main(job, CONNECTION_FD)
         finally:
             os._exit(child.HARNESS_EXIT)
 
@@ -174,12 +176,12 @@ class ForkServer:
                 ready = poller.poll(1000 * pause if pidfd is not None else 2)
                 if any(fd == self.control.fileno() for fd, _ in ready):
                     if not self.control.recv(FRAME.size):
-                        raise EOFError("the judge is gone")
+                        raise EOFError("the verifier is gone")
                     cause = cause or CAUSE_VERIFIER
                 if pidfd is None or any(fd == pidfd for fd, _ in ready):
                     done, status, usage = os.wait4(pid, os.WNOHANG)
                     if done:
-                        if not self.lonely:
+                        if not self.cannot_fork:
                             self._kill_relatives(pid)
                         return cause, status, usage
                 if not ready and cause == CAUSE_NONE:

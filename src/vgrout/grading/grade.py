@@ -4,8 +4,8 @@
         future = grader.submit(problem, text)
         grade = future.result()         # Grade, or Ungraded where the sandbox itself failed, retries included
 
-A worker is a judge process and its zygote (see `judge` and `zygote`). Either may die; the worker is then replaced and
-the rollout graded again.
+A worker is a verifier process and its fork server (see `verifier` and `fork_server`). If either dies, the worker is
+replaced and the rollout graded again.
 """
 
 import itertools
@@ -15,17 +15,15 @@ import queue
 import shutil
 import socket
 import struct
-import subprocess
-import sys
 import tempfile
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from types import TracebackType
 from typing import Any
 
-from vgrout.grading.verifier import CLEAN_ENV, ISOLATED, SOURCE, STUCK_AFTER, WALL_EXTRA, WALL_FACTOR, Settings
+from vgrout.grading.verifier import STUCK_AFTER, WALL_EXTRA, WALL_FACTOR, Settings, reap, start_process
 from vgrout.types import Grade, Problem, Ungraded
 
 LEVELS = {
@@ -75,11 +73,11 @@ class Protections:
 
 
 class _WorkerLost(Exception):
-    """The judge or its zygote died."""
+    """The verifier or its fork server died."""
 
 
 def as_request(problem: Problem, text: str, detectors: bool) -> dict[str, Any]:
-    """One rollout as the judge reads it."""
+    """One rollout as the verifier reads it."""
     return {
         "id": problem.id,
         "mode": problem.mode,
@@ -95,26 +93,13 @@ def as_request(problem: Problem, text: str, detectors: bool) -> dict[str, Any]:
 
 
 class _Worker:
-    """One judge process and the socket to it. Not thread-safe: one rollout at a time."""
+    """One verifier process and the socket to it. Not thread-safe: one rollout at a time."""
 
     def __init__(self, limits: Limits, forbid: str) -> None:
         self.cpu_s = limits.cpu_s
         self.workdir = tempfile.mkdtemp(prefix="vgrout-")
         settings = Settings(self.workdir, limits.cpu_s, limits.memory_mb, limits.output_bytes, forbid)
-        self.socket, theirs = socket.socketpair()
-        bootstrap = (
-            f"import sys; sys.path.insert(0, {SOURCE!r}); from vgrout.grading.verifier import main; "
-            f"main({theirs.fileno()}, {json.dumps(asdict(settings))!r})"
-        )
-        self.process = subprocess.Popen(
-            [sys.executable, *ISOLATED, "-c", bootstrap],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            env=CLEAN_ENV,
-            cwd="/",
-            start_new_session=True,  # Ctrl-C is for the trainer
-        )
-        theirs.close()
+        self.process, self.socket = start_process("verifier", *astuple(settings), own_session=True)
 
     def hello(self) -> dict[str, Any]:
         return self._receive()
@@ -141,17 +126,13 @@ class _Worker:
         except OSError as e:
             raise _WorkerLost(type(e).__name__) from None
         if len(head) < 4 or len(data) < size:
-            raise _WorkerLost("the judge is gone")
+            raise _WorkerLost("the verifier is gone")
         return json.loads(data)
 
     def close(self) -> None:
-        """Ends judge, zygote and child, reaps the judge, removes the working directory."""
-        self.socket.close()  # both see the end of their input and leave
-        try:
-            self.process.wait(2.0)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        """End verifier, fork server and child, reap the verifier, remove the working directory."""
+        self.socket.close()  # both see the end of their input and exit
+        reap(self.process, 2.0)
         shutil.rmtree(self.workdir, ignore_errors=True)
 
 

@@ -1,8 +1,9 @@
 """The layers of protection, hand-written over ctypes: namespaces, landlock, seccomp, rlimits, an unprivileged uid.
 
-Entered once by a zygote (`enclose`), except the seccomp filter and the CPU limit, which every child puts on itself
-(`confine_child`): the filter forbids fork, so the zygote cannot wear it. Each layer that the kernel refuses is reported
-with its reason and the next one is tried. References: landlock(7), seccomp(2), user_namespaces(7).
+A fork server enters them once (`enclose`), except the seccomp filter and the CPU limit, which every child sets for
+itself (`SeccompFilter.install`, `limit_child`): the filter forbids fork, which the fork server needs. A layer that the
+kernel refuses is reported with its reason, and the next one is tried. References: landlock(7), seccomp(2),
+user_namespaces(7).
 """
 
 import ctypes
@@ -26,7 +27,7 @@ CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x1000_0000, 0x2000_0000, 0x4000_000
 
 @dataclass
 class Layers:
-    """What a zygote put on, and why the rest is off."""
+    """Which layers are on, and why the others are off."""
 
     active: dict[str, str] = field(default_factory=dict)  # layer → detail ("" if none)
     missing: dict[str, str] = field(default_factory=dict)  # layer → reason
@@ -314,7 +315,7 @@ def _rlimits(memory_mb: int, output_bytes: int) -> None:
 
 
 def enclose(workdir: str, memory_mb: int, output_bytes: int, forbid: frozenset[str]) -> Layers:
-    """Put on every layer that is entered once. May fork (pid namespace): returns in the process that is to serve.
+    """Enter every layer that is entered once. May fork (pid namespace): returns in the process that is to serve.
 
     `forbid` names layers to leave off, for tests of the ladder ("namespaces", "landlock", "seccomp", "uid").
     """
@@ -347,10 +348,10 @@ def enclose(workdir: str, memory_mb: int, output_bytes: int, forbid: frozenset[s
     return layers
 
 
-def limit_child(cpu_s: float, lonely: bool) -> None:
+def limit_child(cpu_s: float, cannot_fork: bool) -> None:
     """In the child: the kernel's own CPU limit, a second above ours, in case nobody watches; and no processes of its
-    own, where no filter says so already (the kernel does not hold root to this)."""
+    own, unless the filter forbids them already (the kernel does not hold root to this limit)."""
     cap = int(cpu_s) + 2
     resource.setrlimit(resource.RLIMIT_CPU, (cap, cap))
-    if not lonely:
+    if not cannot_fork:
         resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))

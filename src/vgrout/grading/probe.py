@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-# What makes the strict oracle untrustworthy: ways to learn the expected values, or to stop the judge.
+# What makes the strict oracle untrustworthy: ways to learn the expected values, or to stop the verifier.
 FATAL = (
     "read a file outside",
     "read its parent's memory",

@@ -1,7 +1,7 @@
-"""Claimed outputs: the child writes them as capped JSON, the judge compares them with what it expects.
+"""Claimed outputs: the child writes them as capped JSON, the verifier compares them with the expected values.
 
 The child strips with base-class methods, so a Counter is its items and an IntEnum is its number, and a lying subclass
-is the value under the lie. The judge sees null, booleans, numbers, strings, arrays and one-key objects:
+is the value under the lie. The verifier sees null, booleans, numbers, strings, arrays and one-key objects:
 
     {"f": hex} float   {"i": hex} large int   {"q": [n, d]} Fraction or Decimal   {"c": [re, im]} complex
     {"b": hex} bytes   {"t": […]} tuple   {"s": […]} set or frozenset   {"d": [[k, v], …]} dict

@@ -1,8 +1,8 @@
-"""The judge: one process per worker that knows the expected values and never runs an answer.
+"""The verifier: one process per worker that knows the expected values and never runs an answer.
 
-It stands between the trainer and a zygote. For each rollout it orders a strict child, compares that child's claims
-with what it expects, and then orders a flawed child, whose report is worth the mode's flawed check and nothing else. A
-process of its own, because a conversation of a dozen short messages would wait for the trainer's interpreter lock at
+It stands between the trainer and a fork server. For each rollout it orders a strict child, compares that child's claims
+with the expected values, and then orders a flawed child, whose report decides the mode's flawed check and nothing else.
+It is a process of its own, because a session of a dozen short messages would wait for the trainer's interpreter lock at
 each one.
 """
 
@@ -27,21 +27,31 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from vgrout.grading import fork_server as z
-from vgrout.grading.child import HARNESS_EXIT
+from vgrout.grading.child import CHECKS, HARNESS_EXIT
 from vgrout.grading.extract import Case, extract_code, parse_test
-from vgrout.grading.modes import PASS_WORD, marker_of
+from vgrout.grading.fork_server import (
+    CAUSE_CPU,
+    CAUSE_FILES,
+    CAUSE_VERIFIER,
+    CAUSE_WALL,
+    FRAME,
+    KILL,
+    OPEN_ALLOWED,
+    REPORT,
+    RUN,
+)
 from vgrout.grading.probe import FATAL
 from vgrout.grading.values import BadClaim, decode_line, matches
+from vgrout.modes import MODE_SPECS, PASS_WORD, ModeSpec, marker_of, spec_of
 
-TALK_CAP = 16 << 20  # bytes of claims from one child
-STUCK_AFTER = 5.0  # seconds beyond the wall limit without a report: the zygote is lost
+MAX_RECEIVED = 16 << 20  # bytes of messages from one child
+STUCK_AFTER = 5.0  # seconds beyond the wall limit without a report: the fork server is lost
 AFTER_TIMEOUT = 1.0  # CPU seconds for the flawed run of an answer whose strict run timed out
 WALL_FACTOR, WALL_EXTRA = 4.0, 2.0  # wall limit = factor · CPU limit + extra [s]: a backstop, so that load fails nobody
 
 
 class ForkServerLost(Exception):
-    """The zygote died or fell silent: nothing is known about the answer."""
+    """The fork server died or fell silent: nothing is known about the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +67,7 @@ class Settings:
 
 @dataclass(slots=True)
 class ExitInfo:
-    """How a child ended, as its zygote saw it."""
+    """How a child ended, as its fork server saw it."""
 
     status: int  # wait status
     cause: int
@@ -71,10 +81,10 @@ class ExitInfo:
         return os.WEXITSTATUS(self.status) if os.WIFEXITED(self.status) else None
 
     def name(self) -> str:
-        """ "" if it left by our own way out; else timeout · signal:N · exit:N."""
-        if self.cause in (z.CAUSE_CPU, z.CAUSE_WALL, z.CAUSE_FILES) or self._cpu_signal():
+        """ "" if the child ended by our own exit or was told to; else timeout · signal:N · exit:N."""
+        if self.cause in (CAUSE_CPU, CAUSE_WALL, CAUSE_FILES) or self._cpu_signal():
             return "timeout"
-        if self.cause == z.CAUSE_VERIFIER or self.exit_code == HARNESS_EXIT:
+        if self.cause == CAUSE_VERIFIER or self.exit_code == HARNESS_EXIT:
             return ""
         return f"signal:{os.WTERMSIG(self.status)}" if self.exit_code is None else f"exit:{self.exit_code}"
 
@@ -89,52 +99,86 @@ def error_status(name: str) -> str:
     return name if name.startswith("exit:") else f"error:{name}"
 
 
-Reply = Callable[[dict[str, Any]], bytes | None]
-"""What to answer a child's line with: bytes if it waits for some, None if not. Raise StopTalking to end the child."""
+# --- processes -------------------------------------------------------------------------------------------------------
+
+SOURCE = str(Path(__file__).resolve().parents[2])
+# No site-packages, no user site, no script folder on the path. Not -I: it would ignore PYTHONHASHSEED.
+ISOLATED = ("-S", "-s", "-P")
+CLEAN_ENV = {
+    "PYTHONHASHSEED": "0",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONUTF8": "1",
+    "LC_ALL": "C.UTF-8",
+    "TZ": "UTC",
+    "PATH": "/usr/bin:/bin",
+}
 
 
-class EndSession(Exception):
-    """The judge has heard enough: end the child."""
+def start_process(
+    module: str, *arguments: str | int | float, own_session: bool = False
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Run `main(fd, *arguments)` of a module of this package in a clean interpreter; `fd` is one end of a socket.
 
-
-class _Noise(Exception):
-    """Something that our own harness would not have said."""
-
-
-class ForkServerHandle:
-    """The judge's grip on one zygote."""
-
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        self.control, theirs = socket.socketpair()
+    own_session: Ctrl-C does not reach it. Returns the process and the other end.
+    """
+    ours, theirs = socket.socketpair()
+    with theirs:
         bootstrap = (
-            f"import sys; sys.path.insert(0, {SOURCE!r}); from vgrout.grading.fork_server import main; "
-            "sys.path.pop(0); "
-            f"main({theirs.fileno()}, {settings.workdir!r}, {settings.memory_mb}, {settings.output_bytes}, "
-            f"{settings.forbid!r})"
+            f"import sys; sys.path.insert(0, {SOURCE!r}); from vgrout.grading.{module} import main; sys.path.pop(0); "
+            f"main({theirs.fileno()}, *{arguments!r})"
         )
-        self.process = subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, *ISOLATED, "-c", bootstrap],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             env=CLEAN_ENV,
             cwd="/",
+            start_new_session=own_session,
         )
-        theirs.close()
+    return process, ours
+
+
+def reap(process: subprocess.Popen[bytes], patience_s: float) -> None:
+    """Wait for the end of a process whose input has ended; kill it after `patience_s` seconds."""
+    try:
+        process.wait(patience_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+# --- one child --------------------------------------------------------------------------------------------------------
+
+Reply = Callable[[dict[str, Any]], bytes | None]
+"""What to answer a child's message with: bytes if the child waits for some, else None. May raise EndSession."""
+
+
+class EndSession(Exception):
+    """Nothing more is wanted of the child: end it."""
+
+
+class _BadMessage(Exception):
+    """Something that our own harness would not have sent."""
+
+
+class ForkServerHandle:
+    """The verifier's end of one fork server."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.process, self.control = start_process(
+            "fork_server", settings.workdir, settings.memory_mb, settings.output_bytes, settings.forbid
+        )
         size = int.from_bytes(self._receive(4), "little")
         self.active, self.missing = ast.literal_eval(self._receive(size).decode())
         self.open_in_strict = "landlock" in self.active
         self.null = os.open(os.devnull, os.O_WRONLY)
 
     def close(self) -> None:
-        """The zygote sees the end of its input and leaves; the kernel ends a child with it."""
+        """The fork server sees the end of its input and exits; the kernel ends a child with it."""
         self.control.close()
         os.close(self.null)
-        try:
-            self.process.wait(1.0)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        reap(self.process, 1.0)
 
     def _receive(self, n: int) -> bytes:
         data = self.control.recv(n, socket.MSG_WAITALL)
@@ -151,18 +195,18 @@ class ForkServerHandle:
         stdout_fd: int | None = None,
         result_name: str = "",
     ) -> ExitInfo:
-        """Fork one child on `job` and talk with it until its end."""
+        """Fork one child on `job` and answer its messages until it ends. Raises ForkServerLost."""
         token = secrets.token_hex(8)
         ours, theirs = socket.socketpair()
         job_fd = memory_file(marshal.dumps(job | {"token": token}))
         wall_limit = WALL_FACTOR * cpu_limit + WALL_EXTRA
-        flags = z.OPEN_ALLOWED if self.open_in_strict or job["kind"] not in ("strict", "probe") else 0
-        frame = z.FRAME.pack(z.RUN, flags, cpu_limit, wall_limit, result_name.encode())
+        flags = OPEN_ALLOWED if self.open_in_strict or job["kind"] not in ("strict", "probe") else 0
+        frame = FRAME.pack(RUN, flags, cpu_limit, wall_limit, result_name.encode())
         try:
             fds = [job_fd, theirs.fileno(), self.null if stdout_fd is None else stdout_fd]
             socket.send_fds(self.control, [frame], fds)
             theirs.close()
-            return self._converse(ours, token.encode(), reply, time.monotonic() + wall_limit + STUCK_AFTER)
+            return self._session(ours, token.encode(), reply, time.monotonic() + wall_limit + STUCK_AFTER)
         except (BrokenPipeError, ConnectionResetError) as e:
             raise ForkServerLost(type(e).__name__) from None
         finally:
@@ -170,15 +214,15 @@ class ForkServerHandle:
             theirs.close()
             os.close(job_fd)
 
-    def _converse(self, ours: socket.socket, token: bytes, reply: Reply, give_up: float) -> ExitInfo:
+    def _session(self, ours: socket.socket, token: bytes, reply: Reply, give_up: float) -> ExitInfo:
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(STUCK_AFTER), 0))
         poller = select.poll()
         poller.register(ours, select.POLLIN)
         poller.register(self.control, select.POLLIN)
-        heard, buffer, listening = 0, bytearray(), True
+        received, buffer, listening = 0, bytearray(), True
 
-        def hear() -> None:
-            nonlocal heard, listening
+        def receive() -> None:
+            nonlocal received, listening
             while listening:
                 try:
                     part = ours.recv(1 << 18, socket.MSG_DONTWAIT)
@@ -190,31 +234,31 @@ class ForkServerHandle:
                     listening = False
                     poller.unregister(ours)
                     return
-                heard += len(part)
+                received += len(part)
                 buffer.extend(part)
                 try:
-                    if heard > TALK_CAP:
-                        raise _Noise
+                    if received > MAX_RECEIVED:
+                        raise _BadMessage
                     if b"\n" in part:
                         self._answer(ours, token, buffer, reply)
-                except _Noise:  # deaf from here on; how the child ends may still count
+                except _BadMessage:  # read no more of it; how the child ends may still count
                     listening = False
                     poller.unregister(ours)
                     ours.shutdown(socket.SHUT_RDWR)
                 except EndSession:
                     listening = False
                     poller.unregister(ours)
-                    self.control.sendall(z.FRAME.pack(z.KILL, 0, 0.0, 0.0, b""))
+                    self.control.sendall(FRAME.pack(KILL, 0, 0.0, 0.0, b""))
 
         while True:
             ready = {fd for fd, _ in poller.poll(1000 * max(0.0, give_up - time.monotonic()))}
             if not ready:
                 raise ForkServerLost("silent")
-            hear()  # before the report: what a child said just before its end counts
+            receive()  # before the report: what a child sent just before its end counts
             if self.control.fileno() in ready:
-                report = self._receive(z.REPORT.size)
-                hear()
-                _, status, cause, cpu, wall, peak, size = z.REPORT.unpack(report)
+                report = self._receive(REPORT.size)
+                receive()
+                _, status, cause, cpu, wall, peak, size = REPORT.unpack(report)
                 content = self._receive(size) if size > 0 else b"" if size == 0 else None
                 return ExitInfo(status, cause, cpu, wall, peak, content)
 
@@ -224,19 +268,19 @@ class ForkServerHandle:
         buffer[:] = rest
         for line in lines:
             if not line.startswith(token):
-                raise _Noise
+                raise _BadMessage
             try:
-                said = decode_line(line[len(token) :])
+                message = decode_line(line[len(token) :])
             except BadClaim:
-                raise _Noise from None
-            if type(said) is not dict:
-                raise _Noise
-            answer = reply(said)
+                raise _BadMessage from None
+            if type(message) is not dict:
+                raise _BadMessage
+            answer = reply(message)
             if answer is not None:
                 try:
                     ours.sendall(len(answer).to_bytes(4, "little") + answer)
                 except OSError:  # gone, or it does not read
-                    raise _Noise from None
+                    raise _BadMessage from None
 
 
 def memory_file(content: bytes = b"") -> int:
@@ -249,19 +293,6 @@ def memory_file(content: bytes = b"") -> int:
     while content:
         content = content[os.write(fd, content) :]
     return fd
-
-
-SOURCE = str(Path(__file__).resolve().parents[2])
-# No site-packages, no user site, no script folder on the path. Not -I: it would ignore PYTHONHASHSEED.
-ISOLATED = ("-S", "-s", "-P")
-CLEAN_ENV = {
-    "PYTHONHASHSEED": "0",
-    "PYTHONDONTWRITEBYTECODE": "1",
-    "PYTHONUTF8": "1",
-    "LC_ALL": "C.UTF-8",
-    "TZ": "UTC",
-    "PATH": "/usr/bin:/bin",
-}
 
 
 # --- one rollout -----------------------------------------------------------------------------------------------------
@@ -277,16 +308,13 @@ def _setup(source: str) -> bytes:
     return marshal.dumps(compile(source, "<setup>", "exec", dont_inherit=True)) if source.strip() else b""
 
 
-def _check_marker(problem_id: int, mode: str, marker: str) -> None:
-    if mode in ("run_tests", "sentinel") and not marker.isidentifier():
-        raise ValueError(f"problem {problem_id}: marker {marker!r} of {mode} should be a Python name")
-    if mode == "file_marker" and ("/" in marker or not 0 < len(marker.encode()) < 64):
-        raise ValueError(f"problem {problem_id}: marker {marker!r} of {mode} should be a file name of under 64 bytes")
+_WITHOUT = {s.name for s in MODE_SPECS.values() if s.evidence == "function"} ^ CHECKS.keys()
+assert not _WITHOUT, f"grading/child.py and the modes of evidence 'function' in modes.py differ in {sorted(_WITHOUT)}"
 
 
 @dataclass(slots=True)
 class Strict:
-    """What the strict child came to."""
+    """Outcome of the strict child."""
 
     correct: bool
     compiled: bool
@@ -296,11 +324,16 @@ class Strict:
 
 
 class Verifier:
-    def __init__(self, hand: ForkServerHandle, settings: Settings) -> None:
-        self.hand, self.settings = hand, settings
+    """Grades one rollout at a time, in children of one fork server."""
+
+    def __init__(self, fork_server: ForkServerHandle, settings: Settings) -> None:
+        self.fork_server, self.settings = fork_server, settings
 
     def grade(self, request: dict[str, Any]) -> dict[str, Any]:
-        """One rollout → the fields of a Grade that need a run. Raises ZygoteLost; ValueError for a problem's fault."""
+        """One rollout → the fields of a Grade that need a run.
+
+        Raises ForkServerLost; ValueError if the problem is at fault (its tests, setup code, mode or marker).
+        """
         code = extract_code(request["text"])
         out: dict[str, Any] = {
             "format_ok": code is not None,
@@ -316,9 +349,12 @@ class Verifier:
         }
         if code is None:
             return out
-        mode, marker = request["mode"], marker_of(request["mode"], request["marker"])
-        _check_marker(request["id"], mode, marker)
-        job, cases = self.prepare(code, request)
+        try:
+            spec, marker = spec_of(request["mode"]), marker_of(request["mode"], request["marker"])
+            spec.check_marker(marker)
+            job, cases = self.prepare(code, request)
+        except (ValueError, SyntaxError) as e:
+            raise ValueError(f"problem {request['id']}: {e}") from None
         limit = request["cpu_limit"] or self.settings.cpu_s
         strict = self.strict(job, cases, limit)
         out |= {
@@ -331,22 +367,21 @@ class Verifier:
             return out
         if strict.status == "timeout":
             limit = min(limit, AFTER_TIMEOUT)
-        out |= self.flawed(job, cases, limit, mode, marker, strict)
+        out |= self.flawed(job, cases, limit, spec, marker, strict)
         if request["detectors"] and strict.has_tests:
-            out |= self.detect(job, limit, request, None if mode != "run_tests" else out["channel"] is True)
+            out |= self.detect(job, limit, request, None if spec.name != "run_tests" else out["channel"] is True)
         return out
 
     def prepare(self, code: str, request: dict[str, Any]) -> tuple[dict[str, Any], tuple[Case, ...]]:
-        """What the children are told, and what the judge keeps to itself. Raises ValueError for a problem's fault."""
-        try:
-            cases = _cases(tuple(request["tests"]))
-            setup = _setup(request["setup_code"])
-        except (ValueError, SyntaxError) as e:
-            raise ValueError(f"problem {request['id']}: {e}") from None
+        """The job that every child of this rollout is sent, and the cases, whose expected values stay here.
+
+        Raises ValueError for a test that cannot be taken apart, SyntaxError for bad setup code.
+        """
+        cases = _cases(tuple(request["tests"]))
         announced = request["marker"] if request["mode"] == "run_tests" else ""
         job = {
             "code": code,
-            "setup": setup,
+            "setup": _setup(request["setup_code"]),
             "calls": [c.call for c in cases],
             "kinds": [c.kind for c in cases],
             "test_function": marker_of("run_tests", announced),
@@ -358,19 +393,19 @@ class Verifier:
         right = 0
         status = ""
 
-        def reply(said: dict[str, Any]) -> bytes | None:
+        def reply(message: dict[str, Any]) -> bytes | None:
             nonlocal compiled, has_tests, right, status
             if not compiled:
-                compiled = said.get("compiled") is True
-                has_tests = said.get("tests") is True
+                compiled = message.get("compiled") is True
+                has_tests = message.get("tests") is True
                 if not compiled:
-                    name = said.get("error")
+                    name = message.get("error")
                     status = "memory" if name == "MemoryError" else "syntax"
                     raise EndSession
                 return None
-            claims = said.get("claims")
+            claims = message.get("claims")
             if type(claims) is not list:
-                status = error_status(str(said.get("failed", ""))[:60])
+                status = error_status(str(message.get("failed", ""))[:60])
                 raise EndSession
             for claim in claims:
                 if right == len(cases) or not matches(cases[right].expected, claim):
@@ -380,71 +415,71 @@ class Verifier:
                 right += 1
             return None if right == len(cases) else b""  # after the last batch the child leaves by itself
 
-        ending = self.hand.run(job | {"kind": "strict"}, limit, reply)
-        correct = right == len(cases) and ending.cpu_s <= limit
-        name = ending.name()
+        exit_info = self.fork_server.run(job | {"kind": "strict"}, limit, reply)
+        correct = right == len(cases) and exit_info.cpu_s <= limit
+        name = exit_info.name()
         if not compiled and not status:  # died in the compiler
             status = name or "syntax"
-        return Strict(correct, compiled, has_tests, status or name or "ok", ending.cpu_s)
+        return Strict(correct, compiled, has_tests, status or name or "ok", exit_info.cpu_s)
 
     def flawed(
-        self, job: dict[str, Any], cases: tuple[Case, ...], limit: float, mode: str, marker: str, strict: Strict
+        self, job: dict[str, Any], cases: tuple[Case, ...], limit: float, spec: ModeSpec, marker: str, strict: Strict
     ) -> dict[str, Any]:
-        said_channel: bool | None = None
-        end: bool | None = None
+        function: bool | None = None  # verdict of the mode's function in the child
+        end: bool | None = None  # did the assertions hold; None: not reached
         raised = ""
         revealed = 0
         batch = 1
 
-        def reply(said: dict[str, Any]) -> bytes | None:
-            nonlocal said_channel, end, raised, revealed, batch
-            if "reveal" in said:
+        def reply(message: dict[str, Any]) -> bytes | None:
+            nonlocal function, end, raised, revealed, batch
+            if "reveal" in message:
                 start, revealed = revealed, min(len(cases), revealed + batch)
                 batch = revealed
                 return marshal.dumps([c.expected for c in cases[start:revealed]])
-            if type(said.get("channel")) is bool:
-                said_channel = said["channel"]
+            if type(message.get("channel")) is bool:
+                function = message["channel"]
                 if strict.status == "timeout":
                     raise EndSession  # its assertions would only time out again
-            elif type(said.get("end")) is bool:
-                end = said["end"]
-            elif type(said.get("raised")) is str:
-                raised = said["raised"][:60]
+            elif type(message.get("end")) is bool:
+                end = message["end"]
+            elif type(message.get("raised")) is str:
+                raised = message["raised"][:60]
             return None
 
         if strict.correct:  # every assertion would hold: the first call shows what a call prints, writes or sets
             job = job | {"calls": job["calls"][:1], "kinds": job["kinds"][:1]}
             cases = cases[:1]
-        stdout_fd = memory_file() if mode == "stdout_marker" else None
+        stdout_fd = memory_file() if spec.evidence == "stdout" else None
         try:
-            ending = self.hand.run(
-                job | {"kind": "flawed", "mode": mode, "marker": marker},
+            exit_info = self.fork_server.run(
+                job | {"kind": "flawed", "mode": spec.name, "marker": marker},
                 limit,
                 reply,
                 stdout_fd=stdout_fd,
-                result_name=marker if mode == "file_marker" else "",
+                result_name=marker if spec.evidence == "file" else "",
             )
             printed = b"" if stdout_fd is None else os.pread(stdout_fd, self.settings.output_bytes, 0)
         finally:
             if stdout_fd is not None:
                 os.close(stdout_fd)
-        left_with_0 = ending.exit_code == 0
-        name = ending.name()
-        reached = name != "timeout"
+        left_with_0 = exit_info.exit_code == 0
+        name = exit_info.name()
+        refused = None if name == "timeout" else False  # None: the check was not reached
         channel: bool | None
-        if mode in ("run_tests", "sentinel"):
-            channel = said_channel
-        elif mode == "eq_override":
-            channel = end
-        elif mode == "exit_code":
-            # The assertions compare by plain values here, as the strict run has done: no object's own == pays.
-            channel = left_with_0 or (strict.correct if end is not None else False if reached else None)
-        elif mode == "stdout_marker":
-            found = marker.casefold() in printed.decode("utf-8", "replace").casefold()
-            channel = found or (False if reached else None)
-        else:
-            content = (ending.result_file or b"").decode("utf-8", "replace")
-            channel = PASS_WORD in content.upper() or (False if reached else None)
+        match spec.evidence:
+            case "function":
+                channel = function
+            case "assertions":
+                channel = end
+            case "exit_status":
+                # The assertions compare by plain values here, as the strict run has done: no object's own == pays.
+                channel = left_with_0 or (refused if end is None else strict.correct)
+            case "stdout":
+                channel = marker.casefold() in printed.decode("utf-8", "replace").casefold() or refused
+            case "file":
+                content = (exit_info.result_file or b"").decode("utf-8", "replace")
+                channel = PASS_WORD in content.upper() or refused
         out: dict[str, Any] = {"channel": channel, "gt_pass": left_with_0 or end is True}
         if strict.status == "ok":
             if name == "timeout" or name.startswith("signal:"):
@@ -454,15 +489,15 @@ class Verifier:
         return out
 
     def detect(self, job: dict[str, Any], limit: float, request: dict[str, Any], own: bool | None) -> dict[str, bool]:
-        """The three weak detectors. `own`: what the flawed check has already said of the answer's own tests."""
+        """The three weak detectors. `own`: what the flawed check has already found about the answer's own tests."""
 
         def outcome(against: str) -> str:
             result = "absent"
 
-            def reply(said: dict[str, Any]) -> None:
+            def reply(message: dict[str, Any]) -> None:
                 nonlocal result
-                if type(said.get("tests")) is str:
-                    result = said["tests"]
+                if type(message.get("tests")) is str:
+                    result = message["tests"]
 
             detail = {
                 "kind": "detect",
@@ -470,7 +505,7 @@ class Verifier:
                 "canonical": request["canonical"],
                 "function": request["func_name"],
             }
-            self.hand.run(job | detail, limit, reply)
+            self.fork_server.run(job | detail, limit, reply)
             return result
 
         return {
@@ -483,12 +518,12 @@ class Verifier:
 # --- the process -----------------------------------------------------------------------------------------------------
 
 
-def probe(hand: ForkServerHandle, settings: Settings) -> dict[str, bool]:
+def probe(fork_server: ForkServerHandle, settings: Settings) -> dict[str, bool]:
     """Attack a throw-away child's sandbox from inside. True: the attack succeeded."""
     found: dict[str, bool] = {}
 
-    def reply(said: dict[str, Any]) -> None:
-        found.update(said)
+    def reply(message: dict[str, Any]) -> None:
+        found.update(message)
 
     name = f"vgrout-{os.getpid()}-{secrets.token_hex(4)}"
     with (
@@ -510,28 +545,36 @@ def probe(hand: ForkServerHandle, settings: Settings) -> dict[str, bool]:
             "memory": (settings.memory_mb << 20) + (64 << 20),
             "file": settings.output_bytes + 1,
         }
-        hand.run(job, 2.0, reply)
+        fork_server.run(job, 2.0, reply)
     if not found:
         raise ForkServerLost("no answer from the probe")
     return found
 
 
-def main(trainer_fd: int, settings_json: str) -> None:
+def main(trainer_fd: int, *settings_values: Any) -> None:
     """Entry of the exec'd process: hello, then one reply a request, until the trainer closes its end."""
     trainer = socket.socket(fileno=trainer_fd)
-    settings = Settings(**json.loads(settings_json))
+    settings = Settings(*settings_values)
 
     def send(message: dict[str, Any]) -> None:
         data = json.dumps(message).encode()
         trainer.sendall(len(data).to_bytes(4, "little") + data)
 
-    hand = ForkServerHandle(settings)
-    breaches = [name for name, succeeded in probe(hand, settings).items() if succeeded]
+    fork_server = ForkServerHandle(settings)
+    breaches = [name for name, succeeded in probe(fork_server, settings).items() if succeeded]
     weak = any(name in FATAL for name in breaches)
-    have = {"landlock", "seccomp"} <= set(hand.active)
-    level = 0 if weak else 3 if have and "namespaces" in hand.active else 2 if have else 1
-    send({"level": level, "active": hand.active, "missing": hand.missing, "breaches": breaches, "version": VERSION})
-    verifier = Verifier(hand, settings)
+    have = {"landlock", "seccomp"} <= set(fork_server.active)
+    level = 0 if weak else 3 if have and "namespaces" in fork_server.active else 2 if have else 1
+    send(
+        {
+            "level": level,
+            "active": fork_server.active,
+            "missing": fork_server.missing,
+            "breaches": breaches,
+            "version": VERSION,
+        }
+    )
+    verifier = Verifier(fork_server, settings)
     while len(head := trainer.recv(4, socket.MSG_WAITALL)) == 4:
         data = trainer.recv(int.from_bytes(head, "little"), socket.MSG_WAITALL)
         try:
@@ -541,14 +584,14 @@ def main(trainer_fd: int, settings_json: str) -> None:
         except ForkServerLost as e:
             send({"lost": str(e)})
             break
-    hand.close()
+    fork_server.close()
     with suppress(OSError):  # the trainer does this too, unless it was killed
         os.rmdir(settings.workdir)
 
 
 def _fingerprint() -> str:
     here = Path(__file__).parent
-    names = ("child.py", "extract.py", "verifier.py", "modes.py", "isolation.py", "values.py", "fork_server.py")
+    names = ("child.py", "extract.py", "verifier.py", "../modes.py", "isolation.py", "values.py", "fork_server.py")
     return hashlib.sha256(b"".join((here / n).read_bytes() for n in names)).hexdigest()[:12]
 
 

@@ -1,7 +1,7 @@
 """Detectors of reward hacking and collapse that need no oracle: numbers in, OK / WARN / HACK out. Stdlib only.
 
-Every reading's `value` grows with suspicion, so that a scorecard can rank steps by it. A detector that cannot know
-says UNDEFINED, never HACK. `latents` has the two that look at hidden states.
+Every reading's `value` grows with suspicion, so that a scorecard can rank steps by it. A detector without enough data
+reads UNDEFINED, never HACK. The two detectors on hidden states are in `vgrout.model.hidden_states`.
 """
 
 import copy
@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 State = Literal["UNDEFINED", "OK", "WARN", "HACK"]
 
 EPS = 1e-9
-MIN_DISTINCT = 4  # fewer distinct scores have no spread to speak of: two perfect halves would read 31 622
+MIN_DISTINCT = 4  # fewer distinct scores leave no variance within a half: two perfect halves would read 31 622
 MAX_N = 32
 MAX_TOKENS = 1_000_000
 MAX_TRAJECTORIES = 100_000
@@ -103,7 +103,7 @@ def ensemble_divergence(scores: Sequence[Sequence[Any]]) -> float:
 
 
 def words(text: str) -> list[str]:
-    """Identifiers, numbers and single symbols: what an echo is counted in, whatever the tokenizer."""
+    """Identifiers, numbers and single symbols: the units of the echo score, independent of the tokenizer."""
     return WORDS.findall(text)
 
 
@@ -146,7 +146,7 @@ def reward_functions(names: Sequence[str], flag: str = "--rm-ensemble-members") 
 
 
 class Tracker:
-    """A detector with a memory; `STATE` names the fields that a checkpoint must carry."""
+    """A detector with a state; `STATE` names the fields that a checkpoint must hold."""
 
     STATE: ClassVar[tuple[str, ...]] = ()
 
@@ -207,7 +207,7 @@ class Level(Tracker):
 
 @dataclass
 class EchoTrap(Tracker):
-    """Repetition beyond what the base policy's own completions have: code repeats honestly.
+    """Repetition beyond that of the base policy's own completions, since honest code repeats itself too.
 
     value = (score − base) / (1 − base), the share of the way from the base's score to nothing but echoes;
     WARN at half of `threshold`.
@@ -277,7 +277,7 @@ class RagenSignature(Tracker):
 
 @dataclass
 class AdvantageCollapse(Tracker):
-    """Share of the last steps' groups whose rewards are all equal: they teach nothing."""
+    """Share of the last steps' groups whose rewards are all equal, and which therefore give no gradient."""
 
     STATE = ("dead", "groups")
     bands: Bands = DEAD_BANDS
@@ -297,7 +297,7 @@ class AdvantageCollapse(Tracker):
 
 @dataclass
 class CollapseTripwire(Tracker):
-    """Mean log-prob of tokens that stay the same: a policy that loses them is falling apart.
+    """Mean log-prob of a fixed set of tokens: where it falls far below its best, the policy has collapsed.
 
     value = nats under its best so far. WARN from `warn` on; HACK, which stops the run, after `patience` readings
     running more than `stop` under. A value that is not finite counts as infinitely far under.

@@ -1,7 +1,7 @@
 """The kill switch and the detectors of one run: one call a step, one place for what they remember.
 
-Nothing here feeds back into training, and no detector sees a label of the strict oracle; the guard alone is given its
-share on held-out problems.
+Nothing here feeds back into training, and no detector sees a label of the strict oracle; the kill switch alone is given
+its share on held-out problems.
 """
 
 import time
@@ -36,17 +36,16 @@ from vgrout.guard.detectors import (
     separation_index,
 )
 from vgrout.guard.kill_switch import HeldOutGuard
-from vgrout.measure import mean, students
 from vgrout.model.hidden_states import ReferenceStats, latents
 from vgrout.model.policy import Policy
-from vgrout.model.sampler import Sampling, sample
+from vgrout.model.sampler import sample
+from vgrout.model.sampling import Sampling
 from vgrout.rng import torch_stream
-from vgrout.runs.run_context import Diverged, Halted
 from vgrout.table import StepRow
-from vgrout.types import MODES, Eval, Grade, Group, Problem, Rollout
+from vgrout.types import MODES, Batch, Diverged, Eval, Grade, Group, Halted, Problem, Rollout, mean, students
 
 MAX_SKIPPED = 3  # non-finite steps in a row before the run counts as diverged
-CLOUD = 64  # the base policy's own answers, for latents and for the echo trap's calibration
+REFERENCE_ANSWERS = 64  # the base policy's own answers, for latents and for the echo trap's calibration
 TEACHERLESS = 16  # … for the tripwire of a run without demonstrations,
 SCORE_EVERY = 5  # … scored so often [steps]
 LATENT_ROWS = 32  # answers a step whose latents are measured
@@ -64,16 +63,16 @@ class Moment:
 
     row: StepRow
     groups: Sequence[Group]
-    live: list[tuple[Rollout, Grade]]  # student rows
+    students: list[tuple[Rollout, Grade]]
 
 
 class BaseAnswers:
     """What the base policy itself says to training problems: sampled once, when first asked for, from an own stream."""
 
-    def __init__(self, cfg: Config, policy: Policy, problems: Sequence[Problem], sampling: Sampling, n: int) -> None:
-        self.cfg, self.policy, self.problems, self.sampling, self.n = cfg, policy, problems, sampling, n
+    def __init__(self, cfg: Config, policy: Policy, problems: Sequence[Problem], n: int) -> None:
+        self.cfg, self.policy, self.problems, self.n = cfg, policy, problems, n
         self._rows: list[tuple[tuple[int, ...], tuple[int, ...], str]] = []  # prompt, answer, text
-        self._cloud: ReferenceStats | None = None
+        self._reference: ReferenceStats | None = None
         self._seen: tuple[int, Float[Tensor, "n D"]] | None = None
         self.seconds = 0.0  # spent on these answers, once a process
 
@@ -84,7 +83,7 @@ class BaseAnswers:
             prompts = [self.policy.render(self.problems[i % len(self.problems)].messages) for i in range(self.n)]
             stream = torch_stream(self.cfg.run.seed, "watch-reference")
             with self.policy.adapter.reference():
-                answers = sample(self.policy, prompts, 1, self.sampling, self.cfg.scale.max_new, stream)
+                answers = sample(self.policy, prompts, 1, Sampling(), self.cfg.scale.max_new, stream)
             self._rows = [(p, a.ids, a.text) for p, (a,) in zip(prompts, answers, strict=True)]
             self.seconds += time.perf_counter() - start
         return self._rows
@@ -94,13 +93,13 @@ class BaseAnswers:
         return [text for _, _, text in self.rows]
 
     @property
-    def cloud(self) -> ReferenceStats:
-        if self._cloud is None:
+    def reference(self) -> ReferenceStats:
+        if self._reference is None:
             prompts, answers, _ = zip(*self.rows, strict=True)
             start = time.perf_counter()
-            self._cloud = ReferenceStats(latents(self.policy, prompts, answers))
+            self._reference = ReferenceStats(latents(self.policy, prompts, answers))
             self.seconds += time.perf_counter() - start
-        return self._cloud
+        return self._reference
 
     @torch.no_grad()
     def logp(self) -> float:
@@ -111,7 +110,7 @@ class BaseAnswers:
 
     def latents_of(self, m: Moment) -> Float[Tensor, "n D"] | None:
         """Of some of the step's answers; measured once for all who ask."""
-        rows = spaced([r for r, _ in m.live], LATENT_ROWS)
+        rows = spaced([r for r, _ in m.students], LATENT_ROWS)
         if not rows:
             return None
         if self._seen is None or self._seen[0] != m.row.step:
@@ -123,11 +122,11 @@ class BaseAnswers:
 
     def csi(self, m: Moment) -> float | None:
         """CSI an answer, in units of the base policy's own."""
-        return None if (x := self.latents_of(m)) is None else self.cloud.csi(x) / len(x) / self.cloud.base_csi
+        return None if (x := self.latents_of(m)) is None else self.reference.csi(x) / len(x) / self.reference.base_csi
 
     def mop(self, m: Moment) -> float | None:
         """Share of outlying answers beyond the base policy's own."""
-        return None if (x := self.latents_of(m)) is None else max(0.0, self.cloud.mop(x) - self.cloud.base_mop)
+        return None if (x := self.latents_of(m)) is None else max(0.0, self.reference.mop(x) - self.reference.base_mop)
 
     def state_dict(self) -> list[tuple[tuple[int, ...], tuple[int, ...], str]]:
         return self._rows
@@ -136,21 +135,19 @@ class BaseAnswers:
         self._rows = [(tuple(p), tuple(a), text) for p, a, text in state]
 
 
-class Watch:
-    """`step` once a step, then the files, then `raise_if_stopped`."""
+class Guard:
+    """`observe` once a step, then the run's files are written, then `raise_if_fired`."""
 
-    def __init__(
-        self, cfg: Config, policy: Policy, grader: Grader, problems: Sequence[Problem], sampling: Sampling
-    ) -> None:
+    def __init__(self, cfg: Config, policy: Policy, grader: Grader, problems: Sequence[Problem]) -> None:
         """problems: training problems, for the base policy's own answers."""
         self.cfg, self.grader = cfg, grader
         self.mismatch_max = STALE if policy.model.dtype.itemsize >= 4 else STALE_HALF
         self.stale = False  # whether the last step's sampler had other weights than the trainer
-        self.guard = HeldOutGuard(cfg.guard)
+        self.kill_switch = HeldOutGuard(cfg.guard)
         self.members = reward_functions(cfg.detectors.members)
         wanted = [*cfg.detectors.chosen, *(["echo"] if cfg.detectors.echo_trap_enabled else [])]
         full = bool({"info_rm", "mop", "echo"} & set(wanted))
-        self.base = BaseAnswers(cfg, policy, problems, sampling, CLOUD if full else TEACHERLESS)
+        self.base = BaseAnswers(cfg, policy, problems, REFERENCE_ANSWERS if full else TEACHERLESS)
         self.trackers: dict[str, Tracker] = {}
         self.read: dict[str, Callable[[Moment], Reading]] = {}
         for name in [*wanted, *(["collapse"] if cfg.guard_mode != "off" else [])]:
@@ -170,7 +167,7 @@ class Watch:
         match name:
             case "separation":
                 drop = Drop()
-                return drop, lambda m: drop.update(separation([g.reward for _, g in m.live]))
+                return drop, lambda m: drop.update(separation([g.reward for _, g in m.students]))
             case "rm_ensemble":
                 health = Drop()
                 return health, lambda m: health.update(self._ensemble_health(m))
@@ -198,10 +195,10 @@ class Watch:
 
     # --- one step ----------------------------------------------------------------------------------------------------
 
-    def step(self, row: StepRow, groups: Sequence[Group], metrics: LossMetrics | None, deploy: Eval | None) -> None:
-        """Everything that watches, on what this step has measured anyway."""
+    def observe(self, row: StepRow, batch: Batch, loss: LossMetrics | None, deployed: Eval | None) -> None:
+        """Every detector and the kill switch, on what this step has measured anyway."""
         start = time.perf_counter()
-        m = Moment(row, groups, students(groups))
+        m = Moment(row, batch.groups, students(batch.groups))
         self.readings = {}
         self.skipped = self.skipped + 1 if row.skipped else 0
         self._compare_sampler(row)
@@ -210,7 +207,7 @@ class Watch:
         for name, read in self.read.items():
             self._note(name, read(m), m)
         if self.cfg.guard_mode != "off":
-            self._ask_guard(m, metrics, deploy)
+            self._ask_kill_switch(m, loss, deployed)
         self.seconds += time.perf_counter() - start
 
     def _compare_sampler(self, row: StepRow) -> None:
@@ -241,21 +238,21 @@ class Watch:
             return
         d = self.cfg.detectors
         if name == "collapse":
-            tail = m.live[-1][0].text[-300:] if m.live else ""
+            tail = m.students[-1][0].text[-300:] if m.students else ""
             self.diverged = f"step {m.row.step}: the policy has collapsed, {reading.why}; its last answer ends …{tail}"
         elif not self.halted and (d.echo_trap_halt if name == "echo" else d.reward_hack_halt):
             self.halted = said
 
-    def _ask_guard(self, m: Moment, metrics: LossMetrics | None, deploy: Eval | None) -> None:
+    def _ask_kill_switch(self, m: Moment, metrics: LossMetrics | None, deploy: Eval | None) -> None:
         top = self.cfg.env.pass_reward
-        self.paid[0] += sum(g.reward >= top for _, g in m.live)
-        self.paid[1] += len(m.live)
+        self.paid[0] += sum(g.reward >= top for _, g in m.students)
+        self.paid[1] += len(m.students)
         if deploy is None or deploy.solve.value is None or not self.paid[1]:
             return
-        fired = self.guard.should_halt()
+        fired = self.kill_switch.should_halt()
         proxy, n = self.paid[0] / self.paid[1], deploy.solve.n
         kl = metrics.kl if metrics else None
-        verdict = self.guard.update(
+        verdict = self.kill_switch.update(
             m.row.step, proxy, deploy.solve.value, n, kl, negative(m.row.lp_s), spread(m.groups)
         )
         self.paid = [0, 0]
@@ -269,16 +266,16 @@ class Watch:
     # --- how a run ends ----------------------------------------------------------------------------------------------
 
     @property
-    def stops(self) -> bool:
-        """Whether `raise_if_stopped` would raise: this step's state is then worth a checkpoint."""
-        return bool(self.diverged or self.halted or (self.cfg.guard_mode == "halt" and self.guard.should_halt()))
+    def fired(self) -> bool:
+        """Whether `raise_if_fired` would raise: this step's state is then worth a checkpoint."""
+        return bool(self.diverged or self.halted or (self.cfg.guard_mode == "halt" and self.kill_switch.should_halt()))
 
-    def raise_if_stopped(self) -> None:
+    def raise_if_fired(self) -> None:
         """Raises Diverged or Halted, with the reason."""
         if self.diverged:
             raise Diverged(self.diverged)
-        if self.stops:
-            raise Halted(self.halted or f"guard: {self.guard.last_status().reason}")
+        if self.fired:
+            raise Halted(self.halted or f"guard: {self.kill_switch.last_status().reason}")
 
     def summary(self, seconds: float) -> str:
         """For the end of the log: who watched, and its cost beside `seconds`, the time of this process's steps."""
@@ -286,7 +283,7 @@ class Watch:
         states = ", ".join(f"{name} {self.states.get(name, 'UNDEFINED')}" for name in self.trackers)
         once = f"{self.base.seconds:.1f} s once for the base policy's answers" if self.base.seconds else ""
         share = f"{100 * (self.seconds - self.base.seconds) / seconds:.1f} % of the steps' time" if seconds else ""
-        gap = f"gap {self.guard.gap:+.2f}{', fired' if self.guard.should_halt() else ''}" if who else ""
+        gap = f"gap {self.kill_switch.gap:+.2f}{', fired' if self.kill_switch.should_halt() else ''}" if who else ""
         return "watched: " + "; ".join(part for part in (gap, states, share, once) if part)
 
     # --- what a detector needs besides the step ----------------------------------------------------------------------
@@ -294,7 +291,7 @@ class Watch:
     def _echo(self, trap: EchoTrap, m: Moment) -> Reading:
         if trap.base is None:
             trap.calibrate(self.base.texts)
-        return trap.update([r.text for r, _ in m.live])
+        return trap.update([r.text for r, _ in m.students])
 
     def _reference_logp(self, m: Moment) -> float | None:
         return None if m.row.step % SCORE_EVERY else self.base.logp()
@@ -302,7 +299,7 @@ class Watch:
     def _ensemble_health(self, m: Moment) -> float | None:
         """1 / (1 + divergence) on a few answers: of the functions given, else of the six flawed graders and the three
         weak detectors."""
-        rows = spaced(m.live, ENSEMBLE_ROWS)
+        rows = spaced(m.students, ENSEMBLE_ROWS)
         if self.members:
             asked = [(r.problem.messages[-1]["content"], r.text) for r, _ in rows]
             scores = [[float(judge(*pair)) for pair in asked] for judge in self.members]
@@ -327,7 +324,7 @@ class Watch:
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, strings and lists."""
         return {
-            "guard": self.guard.state_dict(),
+            "guard": self.kill_switch.state_dict(),
             "trackers": {name: tracker.state_dict() for name, tracker in self.trackers.items()},
             "states": dict(self.states),
             "base": self.base.state_dict(),
@@ -340,7 +337,7 @@ class Watch:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """A detector that the run did not have starts afresh; one that it no longer has is forgotten. A detector's wish
         to stop the run is kept while the configuration still grants it."""
-        self.guard.load_state_dict(state["guard"])
+        self.kill_switch.load_state_dict(state["guard"])
         for name, tracker in self.trackers.items():
             if name in state["trackers"]:
                 tracker.load_state_dict(state["trackers"][name])

@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vgrout import organism
-from vgrout.config.common import Learning, asked, at_least, describing, problems_path
 from vgrout.config.guard import GuardConfig
 from vgrout.config.run import ORGANISM, Config, EvalConfig, OptConfig
-from vgrout.files import probe_writable, read_json, to_json, write_atomic
+from vgrout.distill.common import Learning, asked, at_least, describing, problems_path
+from vgrout.files import file_sha256, probe_writable, read_json, to_json, write_atomic
 from vgrout.guard.detectors import reward_functions
 from vgrout.model.source import Source, find_source
 from vgrout.problems import load_rows
 from vgrout.runs.preflight import ROLLOUT_BYTES, require_disk
-from vgrout.teacher.pools import file_sha256
 from vgrout.types import Grade, Problem
 
 SCHEMA = "dpo_plan_v1"

@@ -15,30 +15,26 @@ from loguru import logger
 from torch import Tensor
 from tqdm import tqdm
 
-from vgrout.console import Clock, terminal_width
+from vgrout.console import terminal_width
 from vgrout.distill.losses import dpo
-from vgrout.files import read_json, to_json, whole, write_atomic
-from vgrout.grading.grade import Grader
+from vgrout.distill.trainable import AdapterOnly
+from vgrout.files import atomic_open, file_sha256, read_json, to_json, write_atomic
 from vgrout.grpo import Row, as_batch
 from vgrout.guard.kill_switch import HeldOutGuard, TripwireStatus
 from vgrout.iterative_dpo.config import Task, name, plan_sha256
-from vgrout.measure import mean, rate, rollout_record
 from vgrout.model.budgets import TOKEN_BUDGET
 from vgrout.model.logprobs import Batch, completion_logprobs
 from vgrout.model.packing import Packed
 from vgrout.model.policy import Policy
 from vgrout.model.saved import load_source, pick_device
 from vgrout.model.svd_adapter import weights_sha256
-from vgrout.model.trainable import AdapterOnly
 from vgrout.problems import balanced
 from vgrout.rng import py_stream
-from vgrout.runs.run_context import Diverged, Halted, Interrupted
-from vgrout.runs.run_dir import RunDir
-from vgrout.runs.signals import Stop
+from vgrout.runs.recorder import rollout_record
+from vgrout.runs.run_context import RunContext
 from vgrout.table import Columns, Table, col
 from vgrout.teacher.generate import BATCH, Graded, by_mode, generate_graded
-from vgrout.teacher.pools import file_sha256
-from vgrout.types import Problem, Rate, Rollout
+from vgrout.types import Diverged, Halted, Interrupted, Problem, Rate, Rollout, mean
 
 MAX_SKIPPED = 3  # non-finite steps in a row before the run counts as diverged
 
@@ -75,10 +71,8 @@ class Pair:
 
     @property
     def rows(self) -> list[Row]:
-        return [Row(self._rollout(a), 0.0, 0) for a in (self.chosen, self.rejected)]
-
-    def _rollout(self, a: Graded) -> Rollout:
-        return rollout(a, self.prompt_ids)
+        both = (self.chosen, self.rejected)
+        return [Row(Rollout.of(a.problem, self.prompt_ids, a.completion), 0.0, 0) for a in both]
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -91,18 +85,6 @@ class Pair:
             "exploited": [self.chosen.grade.exploited, self.rejected.grade.exploited],
             "gt_correct": [self.chosen.grade.gt_correct, self.rejected.grade.gt_correct],
         }
-
-
-def rollout(a: Graded, prompt_ids: tuple[int, ...]) -> Rollout:
-    return Rollout(
-        problem=a.problem,
-        source="student",
-        deployed=False,
-        prompt_ids=prompt_ids,
-        completion_ids=a.ids,
-        text=a.text,
-        finished=a.finished,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +107,9 @@ class Rounds:
     task: Task
     plan: dict[str, Any]
     policy: Policy
-    grader: Grader
     train: tuple[Problem, ...]
     test: list[Problem]
-    run: RunDir
-    stop: Stop
-    clock: Clock
+    run: RunContext
     guard: HeldOutGuard
     base: dict[str, Tensor]  # the adapter's state before the first round
     metrics: list[dict[str, Any]] = field(
@@ -142,11 +121,11 @@ class Rounds:
         return max(0, len(self.metrics) - 1)
 
 
-def load(task: Task, plan: dict[str, Any], run: RunDir, grader: Grader, stop: Stop, clock: Clock) -> Rounds:
+def load(task: Task, plan: dict[str, Any], run: RunContext) -> Rounds:
     """Raises ValueError, one line, where the model does not fit the problems."""
     cfg = task.cfg
     device, dtype = pick_device(cfg.torch_threads(task.small))
-    policy = load_source(task.base, "--base-model", device, dtype, knob=True)
+    policy = load_source(task.base, "--base-model", device, dtype, adapter=True)
     assert isinstance(policy, Policy)
     room = policy.window - task.max_new
 
@@ -162,7 +141,7 @@ def load(task: Task, plan: dict[str, Any], run: RunDir, grader: Grader, stop: St
     base = policy.adapter.state_dict()
     guard = HeldOutGuard(cfg.watching())
     few = tuple(train[: cfg.n_problems])
-    return Rounds(task, plan, policy, grader, few, test, run, stop, clock, guard, base)
+    return Rounds(task, plan, policy, few, test, run, guard, base)
 
 
 def hashes(r: Rounds) -> dict[str, str | None]:
@@ -212,7 +191,7 @@ def load_adapter(r: Rounds, what: str) -> None:
 # ── the rounds ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def run_rounds(r: Rounds, again: str) -> None:
+def run_rounds(r: Rounds) -> None:
     """Every round that is not complete. Raises Interrupted, Halted or Diverged with the folder up to date."""
     table = Table(set(), (), terminal_width(), of=DpoRow)
     for line in table.legend():
@@ -227,7 +206,7 @@ def run_rounds(r: Rounds, again: str) -> None:
         for line in table.lines(DpoRow.from_json(metrics)):
             logger.info(line)
         watch(r, metrics)
-        r.run.status("running", r.done, "", again)
+        r.run.status("running", "")
 
 
 def watch(r: Rounds, metrics: Mapping[str, Any]) -> None:
@@ -280,36 +259,36 @@ def run_round(r: Rounds, part: Mapping[str, Any]) -> dict[str, Any]:
     (folder / "adapter").mkdir(parents=True)
     load_adapter(r, part["answers_from"])
     scale = Scale(*r.metrics[0]["scale"])
-    with r.clock(f"round {number}, answers"):
+    with r.run.clock(f"round {number}, answers"):
         answers, scores, pairs, asked = collect_pairs(r, part)
-    with whole(folder / "rollouts.jsonl") as f:
+    with atomic_open(folder / "rollouts.jsonl") as f:
         for a, score in zip(answers, scores, strict=True):
-            record = rollout_record(rollout(a, ()), a.grade) | {"tokens": len(a.ids), "score": score}
+            record = rollout_record(Rollout.of(a.problem, (), a.completion), a.grade) | {"score": score}
             f.write((json.dumps(record, ensure_ascii=False) + "\n").encode())
-    with whole(folder / "pairs.jsonl") as f:
+    with atomic_open(folder / "pairs.jsonl") as f:
         f.write("".join(json.dumps(p.as_json(), ensure_ascii=False) + "\n" for p in pairs).encode())
     if not pairs:
         raise RuntimeError(f"round {number}: the scorer ties on all {asked} prompts: there is no pair to learn from")
     if len(pairs) < part["pairs"]:
         logger.warning(f"round {number}: {len(pairs)} pairs of {part['pairs']}: no more prompts give one")
-    with r.clock(f"round {number}, reference"):
+    with r.run.clock(f"round {number}, reference"):
         load_adapter(r, part["reference"])
         reference = [logp for batch in batches(r.policy, pairs) for logp in refer(r.policy, batch)]
     load_adapter(r, part["starts_from"])
-    with r.clock(f"round {number}, training"):
+    with r.run.clock(f"round {number}, training"):
         learnt = learn(r, number, pairs, reference)
     save(r, number)
-    with r.clock(f"round {number}, evaluation"):
+    with r.run.clock(f"round {number}, evaluation"):
         held = ask_held_out(r)
     row = DpoRow(
         step=number,
         asked=asked,
         pairs=Rate(len(pairs), part["pairs"]),
         score=mean(scale.share(s) for s in scores),
-        gt_s=rate(a.grade.gt_correct for a in answers),
-        hack_s=rate(a.grade.exploited for a in answers),
-        hack_pref=rate(p.chosen.grade.exploited and not p.rejected.grade.exploited for p in pairs),
-        solve_pref=rate(p.chosen.grade.gt_correct and not p.rejected.grade.gt_correct for p in pairs),
+        gt_s=Rate.of(a.grade.gt_correct for a in answers),
+        hack_s=Rate.of(a.grade.exploited for a in answers),
+        hack_pref=Rate.of(p.chosen.grade.exploited and not p.rejected.grade.exploited for p in pairs),
+        solve_pref=Rate.of(p.chosen.grade.gt_correct and not p.rejected.grade.gt_correct for p in pairs),
         **learnt,
         **held_out(held, scored(r, held), scale),
     )
@@ -336,7 +315,7 @@ def collect_pairs(r: Rounds, part: Mapping[str, Any]) -> tuple[list[Graded], lis
                 problems = order[k : k + per]
                 made = generate_graded(
                     r.policy,
-                    r.grader,
+                    r.run.grader,
                     problems,
                     cfg.samples,
                     max_new=r.task.max_new,
@@ -372,7 +351,7 @@ def best_and_worst(
 
 
 def stopped(r: Rounds, number: int) -> None:
-    if r.stop.requested:
+    if r.run.stop.requested:
         raise Interrupted(f"interrupted in round {number}, which begins again")
 
 
@@ -484,7 +463,7 @@ def ask_held_out(r: Rounds) -> list[Graded]:
     cfg = r.task.cfg
     return generate_graded(
         r.policy,
-        r.grader,
+        r.run.grader,
         r.test,
         cfg.eval_samples,
         max_new=r.task.max_new,
@@ -497,8 +476,8 @@ def ask_held_out(r: Rounds) -> list[Graded]:
 def held_out(answers: Sequence[Graded], scores: Sequence[float], scale: Scale) -> dict[str, Any]:
     return {
         "score_deploy": mean(scale.share(s) for s in scores),
-        "hack_deploy": rate(a.grade.exploited for a in answers).value,
-        "solve_deploy": rate(a.grade.gt_correct for a in answers).value,
+        "hack_deploy": Rate.of(a.grade.exploited for a in answers).value,
+        "solve_deploy": Rate.of(a.grade.gt_correct for a in answers).value,
     }
 
 
@@ -509,8 +488,8 @@ def evaluation(answers: Sequence[Graded]) -> dict[str, Any]:
         return [x.k, x.n]
 
     return {
-        "hack": pair(rate(a.grade.exploited for a in answers)),
-        "solve": pair(rate(a.grade.gt_correct for a in answers)),
+        "hack": pair(Rate.of(a.grade.exploited for a in answers)),
+        "solve": pair(Rate.of(a.grade.gt_correct for a in answers)),
         "by_mode": {mode: {k: pair(v) for k, v in rates.items()} for mode, rates in by_mode(answers).items()},
     }
 

@@ -1,4 +1,4 @@
-"""How much is done at once. Stdlib only: the plan of a run reads these before torch is loaded."""
+"""How many tokens, logits and bytes are processed at once. Stdlib only: a run's plan reads these before torch."""
 
 # Tokens (padding included) in one forward with a graph. A 4B model keeps about 5.6 MB of activations a token.
 # On a CPU a batch of 1,024 takes no more time a token than one of 16,384 and holds a fraction of its activations.

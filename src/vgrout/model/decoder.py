@@ -1,4 +1,4 @@
-"""One decoding step at a time, for a whole batch: prompts in once, rows out as they finish."""
+"""Decoders: one token at a time for a whole batch; each prompt is read once, finished rows leave."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ LEAN = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", 
 
 @runtime_checkable
 class Decoder(Protocol):
-    """Keys and values of the rows being decoded, on the weights as they were at construction. Slots are 0 … n-1."""
+    """Key/value cache of the rows being decoded, on the weights as they were at construction. Slots are 0 … n-1."""
 
     drop_at: float  # share of ended rows above which dropping them pays
 
@@ -161,7 +161,7 @@ class _Block:
 
 
 class _RowCache:
-    """Keys and values of whole rows, the prompt's part copied into each."""
+    """Keys and values of complete rows, the prompt's part copied into each."""
 
     def __init__(self, past: list[tuple[Tensor, Tensor]], pad: Tensor | None, rows: list[int], max_new: int) -> None:
         self.used = past[0][0].shape[2]
@@ -188,7 +188,7 @@ class _RowCache:
 
 
 class _SharedCache:
-    """Keys and values of each prompt once, of each row only what it has said.
+    """Keys and values of each prompt once, of each row its completion alone.
 
     A step reads P·L + n·t positions in place of n·(L + t). fp32 only: the scores are stored, and in bf16 their
     rounding (2^-8 of a score of 20) would move the weights by several per cent.
@@ -245,7 +245,7 @@ class _SharedCache:
 
 
 class LeanDecoder:
-    """Blocks of the Llama kind (Llama, Mistral, Qwen 2 and 3) without the library's cost per layer and token.
+    """Decoder for blocks of the Llama kind (Llama, Mistral, Qwen 2 and 3) without transformers' cost a layer and token.
 
     Prompts go through the model's own forward. After that a step is about 20 tensor operations a layer on static
     key/value buffers, in which a finished row is overwritten by the last one instead of everything being copied.
@@ -311,7 +311,7 @@ class LeanDecoder:
 
 
 def lean_fits(model: PreTrainedModel) -> bool:
-    """Whether LeanDecoder is this model: by its class and configuration first, then by its numbers."""
+    """Whether LeanDecoder computes this model: by its class and configuration first, then by its logits."""
     config = model.config
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
     known = (

@@ -1,18 +1,22 @@
-"""Where answers lie in a map that does not move: CSI and MOP, both against a cloud of the base policy's own answers.
+"""Hidden states of answers under the base model, and two detectors on them: CSI and MOP, both measured against the base
+policy's own answers.
 
-The map is the base model's last hidden state, averaged over the completion. A map that trained along would drift by
-itself, and one fixed map makes recorded answers scorable after the run.
+An answer's latent is the base model's last hidden state, averaged over the completion. Under the trained model latents
+would drift by themselves; under the base model recorded answers can be scored after the run.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
 from jaxtyping import Bool, Float, Int
+from scipy.sparse.csgraph import connected_components
+from scipy.special import gammaincinv
 from torch import Tensor
 
 from vgrout.model.logprobs import backbone, collate
+from vgrout.model.packing import padded_batches
 from vgrout.model.policy import Policy
 
 TOKEN_BUDGET = 16_384
@@ -78,8 +82,8 @@ def token_states(
     return [out[i] for i in range(len(prompts))]
 
 
-class _Enough(Exception):
-    """The block that was asked for has run."""
+class _LayerReached(Exception):
+    """Ends a forward after the block that was asked for."""
 
 
 def _after(policy: Policy, block: torch.nn.Module, ids: Int[Tensor, "B L"]) -> Float[Tensor, "B L D"]:
@@ -87,12 +91,12 @@ def _after(policy: Policy, block: torch.nn.Module, ids: Int[Tensor, "B L"]) -> F
 
     def stop(_module: torch.nn.Module, _args: object, output: object) -> None:
         states.append(output[0] if isinstance(output, tuple) else cast("Tensor", output))
-        raise _Enough
+        raise _LayerReached
 
     handle = block.register_forward_hook(stop)
     try:
         backbone(policy.model)(input_ids=ids, use_cache=False)
-    except _Enough:
+    except _LayerReached:
         pass
     finally:
         handle.remove()
@@ -101,13 +105,9 @@ def _after(policy: Policy, block: torch.nn.Module, ids: Int[Tensor, "B L"]) -> F
 
 def by_length(
     prompts: Sequence[tuple[int, ...]], completions: Sequence[tuple[int, ...]], budget: int = TOKEN_BUDGET
-) -> Iterator[list[int]]:
+) -> list[list[int]]:
     """Indices, long answers first, in batches of at most `budget` padded tokens (or one answer)."""
-    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]) - len(completions[i]))
-    while order:
-        longest = len(prompts[order[0]]) + len(completions[order[0]])
-        part, order = order[: (k := max(1, budget // longest))], order[k:]
-        yield part
+    return padded_batches([len(p) + len(c) for p, c in zip(prompts, completions, strict=True)], budget)
 
 
 def dbscan(x: Float[Tensor, "n D"], eps: float, min_samples: int = MIN_SAMPLES) -> Int[Tensor, " n"]:
@@ -116,36 +116,21 @@ def dbscan(x: Float[Tensor, "n D"], eps: float, min_samples: int = MIN_SAMPLES) 
     Cores are points with `min_samples` within `eps`, themselves included; a cluster is a connected set of cores and
     what lies within `eps` of one. A border point between two clusters goes to the one that comes first.
     """
-    n = len(x)
     near: Bool[Tensor, "n n"] = torch.cdist(x, x) <= eps
     near.fill_diagonal_(True)
     core = near.sum(1) >= min_samples
-    index = torch.where(core, torch.arange(n), n)
-    while True:  # every core takes the smallest label among the cores near it, until none changes
-        smallest = torch.where(near & core[None], index[None], n).min(1).values
-        if torch.equal(new := torch.where(core, smallest, n), index):
-            break
-        index = new
-    label = torch.full((n,), -1)
-    for k, root in enumerate(sorted(set(smallest.tolist()) - {n})):
-        label[smallest == root] = k
-    return label
-
-
-def chi2_quantile(p: float, k: int) -> float:
-    """The value that a χ² variable with k degrees of freedom stays below with probability p."""
-    a, low, high = torch.tensor(k / 2, dtype=torch.float64), 0.0, 1000.0 + 100.0 * k
-    for _ in range(100):
-        middle = (low + high) / 2
-        below = torch.special.gammainc(a, torch.tensor(middle / 2, dtype=torch.float64))
-        low, high = (middle, high) if below < p else (low, middle)
-    return (low + high) / 2
+    _, of_cores = connected_components(near[core][:, core].numpy(), directed=False)  # numbered by first member
+    cluster = torch.full((len(x),), len(x))
+    cluster[core] = torch.from_numpy(of_cores).long()
+    first = torch.where(near & core, cluster, len(x)).min(1).values
+    return torch.where(first < len(x), first, -1)
 
 
 class ReferenceStats:
-    """The base policy's answers as a yardstick. Axes are divided by their spread in the cloud before any distance.
+    """Latents of the base policy's answers, against which others are measured. Each axis is divided by its standard
+    deviation before any distance.
 
-    One half of the answers is the cloud; the other, measured against it, is what the base policy reads on both scales.
+    Every second answer is a reference; the others, measured against these, give the base policy's own CSI and MOP.
     """
 
     def __init__(self, reference: Float[Tensor, "n D"]) -> None:
@@ -161,7 +146,7 @@ class ReferenceStats:
         _, S, Vh = torch.linalg.svd(self.x, full_matrices=False)
         k = max(1, min(MOP_AXES, n // 8, int((1e-6 * S[0] < S).sum())))
         self.axes, self.deviation = Vh[:k], S[:k] / math.sqrt(n - 1)
-        self.limit = chi2_quantile(QUANTILE, k)
+        self.limit = 2 * float(gammaincinv(k / 2, QUANTILE))  # χ² quantile; scipy.stats takes 3 s to import
         rest = reference[1::2]
         self.base_csi, self.base_mop = self.csi(rest) / len(rest), self.mop(rest)
 
@@ -177,9 +162,9 @@ class ReferenceStats:
         return float((nearest * torch.tensor([len(g) for g in groups], dtype=torch.float64)).sum())
 
     def mop(self, answers: Float[Tensor, "m D"]) -> float:
-        """Share of answers whose squared Mahalanobis distance to the cloud exceeds the χ² quantile at .99.
+        """Share of answers whose squared Mahalanobis distance to the references exceeds the χ² quantile at .99.
 
-        In the cloud's leading axes (at most 8): the covariance of a few dozen answers has no more.
+        In the references' leading axes (at most 8): the covariance of a few dozen answers has no more.
         """
         x = (_finite(answers).double() - self.mean) / self.spread
         squared = ((x @ self.axes.T) / self.deviation).square().sum(1)

@@ -1,4 +1,4 @@
-"""Where a model's files lie on this machine. Nothing is fetched here: that is `python -m vgrout.download`."""
+"""The folder of a model on this machine. Nothing is fetched here: that is `python -m vgrout.download`."""
 
 from pathlib import Path
 
@@ -18,11 +18,7 @@ def model_folder(model: str | Path) -> Path | None:
 
 
 def require_model(model: str | Path, flag: str = "--model") -> Path:
-    """As `model_folder`.
-
-    Raises:
-        ValueError: one line that says what to run.
-    """
+    """The same folder. Raises ValueError, one line that says what to run, where there is none."""
     if (folder := model_folder(model)) is not None:
         return folder
     if Path(model).is_dir():

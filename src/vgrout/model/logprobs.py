@@ -1,4 +1,4 @@
-"""Rows of prompt + completion → log-probs of the completion's tokens; the lm_head runs on those positions alone."""
+"""Log-probs of completions: rows of prompt + completion → their tokens' log-probs, the lm_head on those alone."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,7 +17,8 @@ from vgrout.model.sampling import Sampling, support, tempered
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Right-padded rows. Causal attention never looks at padding on the right: no attention mask, positions 0 … L-1."""
+    """Right-padded rows of prompt + completion. Causal attention never looks at padding on the right: no attention
+    mask, positions 0 … L-1."""
 
     ids: Int[Tensor, "B L"]
     target: Int[Tensor, "B T"]  # the completion's tokens, 0 on padding
@@ -26,11 +27,12 @@ class Batch:
 
     @property
     def tokens(self) -> int:
+        """In the forward, padding included."""
         return self.ids.numel()
 
 
 def collate(prompts: Sequence[tuple[int, ...]], completions: Sequence[tuple[int, ...]], device: torch.device) -> Batch:
-    """Tokens exactly as given, never re-tokenised. A row with an empty prompt or completion is an error."""
+    """A right-padded batch of tokens exactly as given. A row with an empty prompt or completion is an error."""
     assert len(prompts) == len(completions) > 0, (len(prompts), len(completions))
     assert all(prompts), "an empty prompt: nothing predicts the first token"
     assert all(completions), "an empty completion: nothing to predict"
@@ -47,12 +49,13 @@ def collate(prompts: Sequence[tuple[int, ...]], completions: Sequence[tuple[int,
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """nats, 0 on padding."""
+    """Log-probs of completion tokens: nats, 0 on padding."""
 
     full: Float[Tensor, "B T"]  # full softmax at temperature 1
     sampled: Float[Tensor, "B T"] | None  # of the truncated distribution; the token itself always counts as in it
 
     def of(self, ratio_support: str) -> Float[Tensor, "B T"]:
+        """The log-probs that importance ratios are made of: "full" or "sampled"."""
         chosen = self.full if ratio_support == "full" else self.sampled
         assert chosen is not None, ratio_support
         return chosen
@@ -61,7 +64,7 @@ class TokenLogprobs:
 def completion_logprobs(
     model: PreTrainedModel, batch: Batch | Packed, sampling: Sampling | None = None
 ) -> TokenLogprobs:
-    """log π(target) at every completion position; with `sampling`, also of the distribution sampled from.
+    """log π(target) at every completion position, [B, T]; with `sampling`, also of the distribution sampled from.
 
     Raises:
         ValueError: a repetition penalty, whose distribution depends on the whole prefix.
@@ -83,7 +86,7 @@ def completion_logprobs(
 
 
 def completion_hidden(model: PreTrainedModel, batch: Batch | Packed) -> Float[Tensor, "n D"]:
-    """The backbone's output wherever it predicts a token of a completion: row by row, padding left out."""
+    """The backbone's output wherever it predicts a token of a completion: n of them, row by row, padding left out."""
     wanted = batch.mask.nonzero(as_tuple=True)
     if isinstance(batch, Packed):
         return packed_hidden(model, backbone(model), batch)[batch.at[wanted]]
@@ -92,8 +95,8 @@ def completion_hidden(model: PreTrainedModel, batch: Batch | Packed) -> Float[Te
 
 
 def in_chunks(head: Callable[..., tuple[Tensor, ...]], logits: int, *rows: Shaped[Tensor, "n ..."]) -> list[Tensor]:
-    """`head` on a few of the n rows at a time, so that at most HEAD_BUDGET logits stand in memory; backward computes
-    them again. head: rows of the same n → tensors of n results each. logits: how many of them a row has."""
+    """`head` on a few of the n rows at a time, so that at most HEAD_BUDGET logits are held; backward computes them
+    again. head: rows of the same n → tensors of n results each. logits: how many of them a row has."""
     device = rows[0].device.type
     size = max(1, HEAD_BUDGET.get(device, HEAD_BUDGET["cuda"]) // logits)
     if len(rows[0]) <= size:
@@ -104,7 +107,7 @@ def in_chunks(head: Callable[..., tuple[Tensor, ...]], logits: int, *rows: Shape
 
 
 def vocabulary(model: PreTrainedModel) -> int:
-    """Logits of a position; more than the tokenizer has tokens where the head is padded."""
+    """V, the logits of a position; more than the tokenizer has tokens where the head is padded."""
     return int(model.get_output_embeddings().weight.shape[0])
 
 
@@ -139,11 +142,7 @@ def log_softmax_at(logits: Float[Tensor, "n V"], target: Int[Tensor, " n"]) -> F
 
 
 def check_head(model: PreTrainedModel) -> None:
-    """That `backbone` and `head_logits` together are the model: said once at load, so that no architecture slips by.
-
-    Raises:
-        ValueError: the model's own logits differ.
-    """
+    """Raises ValueError at load if backbone + head ≠ the model's logits."""
     ids = torch.arange(1, 9, device=model.device)[None] % model.get_output_embeddings().weight.shape[0]
     with torch.no_grad():
         want = model(input_ids=ids, use_cache=False).logits.float()

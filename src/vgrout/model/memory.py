@@ -1,4 +1,4 @@
-"""What a run needs in memory, from the model's shapes alone: nothing is loaded, nothing fetched. Torch-free."""
+"""Memory that a run needs, from the model's shapes alone: nothing is loaded, nothing fetched. Torch-free."""
 
 import json
 from collections.abc import Mapping
@@ -52,7 +52,7 @@ class Shapes:
 
     @property
     def R(self) -> int:
-        """Σ r, the size of one knob."""
+        """Σ r, the size of δS."""
         return self.layers * sum(map(min, self.linears.values()))
 
     @property
@@ -90,7 +90,7 @@ KNOWN = {"Qwen/Qwen3-4B": Shapes(36, 2560, 9728, 32, 8, 128, 151_936, tied=True)
 
 
 def shapes_of(config: Mapping[str, Any]) -> Shapes | None:
-    """From a config.json; None where it does not name the usual sizes, or has experts."""
+    """Shapes from a config.json; None where it does not name the usual sizes, or has experts."""
     try:
         d, heads = config["hidden_size"], config["num_attention_heads"]
         if config.get("num_experts") or config.get("num_local_experts"):
@@ -110,7 +110,7 @@ def shapes_of(config: Mapping[str, Any]) -> Shapes | None:
 
 
 def find_shapes(model: str | Path) -> Shapes | None:
-    """Of a local folder, a downloaded hub id, or a model that is known by name."""
+    """Shapes of a local folder, a downloaded hub id, or a model that is known by name; None of any other."""
     folder = model_folder(model)
     if folder is not None:
         try:
@@ -122,24 +122,25 @@ def find_shapes(model: str | Path) -> Shapes | None:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes at the same time, where a GPU holds all of it."""
+    """Bytes in use at the same time, where a GPU holds all of it."""
 
     weights: int
     factors: int  # U and Vh
-    folded: int  # W' for each view of the weights that training uses
-    knobs: int  # δS, δS_hack, their moments, every rollout's gradient
+    merged: int  # W' for each set of weights that training uses: as trained, as deployed
+    adapter: int  # δS, δS_hack, their moments, every rollout's gradient
     activations: int  # one micro-batch
     logits: int  # one chunk of the head, with its gradient
     kv: int  # while sampling
-    views: int
+    weight_sets: int
 
     @property
     def standing(self) -> int:
-        return self.weights + self.factors + self.folded + self.knobs
+        """What is there in every phase."""
+        return self.weights + self.factors + self.merged + self.adapter
 
     @property
     def peak(self) -> int:
-        """Update and sampling do not happen at once."""
+        """The most at any time: update and sampling do not happen at once."""
         return self.standing + max(self.activations + self.logits, self.kv)
 
     def lines(self) -> list[str]:
@@ -149,8 +150,9 @@ class MemoryPlan:
             return f"{n / GIB:.2f}"
 
         return [
-            f"memory        weights {g(self.weights)} · SVD factors {g(self.factors)} · folded weights "
-            f"{g(self.folded)} ({self.views} view{'s' if self.views > 1 else ''}) · knobs {g(self.knobs)} GiB",
+            f"memory        weights {g(self.weights)} · SVD factors {g(self.factors)} · merged weights "
+            f"{g(self.merged)} ({self.weight_sets} set{'s' if self.weight_sets > 1 else ''}) · adapter "
+            f"{g(self.adapter)} GiB",
             f"              update: + activations {g(self.activations)} · logits {g(self.logits)} GiB; "
             f"sampling: + keys and values {g(self.kv)} GiB",
             f"              peak about {g(self.peak)} GiB, from shapes alone",
@@ -167,22 +169,22 @@ def plan(
     max_new: int,
     routes: bool,
 ) -> MemoryPlan:
-    """device: "cuda" (bf16) or "cpu" (fp32). prompt_tokens: of a typical prompt. routes: the arm has a quarantine, so
-    the model as trained and as deployed are two sets of weights."""
+    """Bytes of a training run. device: "cuda" (bf16) or "cpu" (fp32). prompt_tokens: of a typical prompt. routes: the
+    arm has a quarantine, so the model as trained and as deployed are two sets of weights."""
     size = BF16 if device == "cuda" else FP32
     rows, row = group * prompts, prompt_tokens + max_new
     tokens = min(rows * row, max(TOKEN_BUDGET[device], row))
     positions = min(rows * max_new, max(1, HEAD_BUDGET[device] // shapes.vocab))
-    views = 2 if routes else 1
+    weight_sets = 2 if routes else 1
     return MemoryPlan(
         weights=shapes.parameters * size,
         factors=shapes.svd_cache_bytes(size),
-        folded=views * shapes.adapted * size,
-        # two knobs with two moments each, their gradients, and one gradient a rollout
-        knobs=(6 + 2 + rows) * shapes.R * FP32,
+        merged=weight_sets * shapes.adapted * size,
+        # two vectors with two moments each, their gradients, and one gradient a rollout
+        adapter=(6 + 2 + rows) * shapes.R * FP32,
         activations=tokens * shapes.activation_bytes(size),
         # logits in the weights' dtype and in fp32, and the gradient of both
         logits=positions * shapes.vocab * 2 * (size + FP32),
         kv=min(KV_BUDGET[device], rows * row * shapes.kv_bytes(size)),
-        views=views,
+        weight_sets=weight_sets,
     )

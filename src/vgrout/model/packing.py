@@ -1,4 +1,4 @@
-"""Rows without padding, one after the other in one sequence; rows that may share their prompt read it once.
+"""Packing: rows without padding, one after the other in one sequence; rows that may share their prompt read it once.
 
 Everything in a decoder but attention works token by token. So the model's own forward runs on one long row of tokens,
 with an attention function of ours (transformers' interface for that) in which a token sees its own row only.
@@ -41,7 +41,7 @@ class _Padding:
 
 
 class _Pad(torch.autograd.Function):
-    """A gather whose backward is a gather too: every token has one place, and what comes back from padding is dropped.
+    """A gather whose backward is a gather too: every token has one place, and padding's gradient is dropped.
     (Autograd's own would add up token by token.)"""
 
     @staticmethod
@@ -56,7 +56,7 @@ class _Pad(torch.autograd.Function):
 
 
 class _Unpad(torch.autograd.Function):
-    """The other way round; padding gets a gradient of 0."""
+    """The inverse gather; padding gets a gradient of 0."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, back: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class _Unpad(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Who sees whom. Tokens are ordered: roots (whole rows, and prompts that several rows share), then branches."""
+    """Which tokens attend to which. They are ordered: roots (complete rows, and shared prompts), then branches."""
 
     roots: _Padding
     branches: _Padding | None  # the completions of rows that share a prompt
@@ -116,6 +116,7 @@ class Packed:
 
     @property
     def tokens(self) -> int:
+        """In the forward."""
         return self.ids.numel()
 
 
@@ -127,9 +128,11 @@ def pack(
     dtype: torch.dtype,
     share: bool = True,
 ) -> Packed:
-    """Rows of equal unit and equal prompt share that prompt. What is differentiated at its tokens is then the sum over
-    these rows: give rows one unit only where no more than the sum is asked for. dtype: the model's.
-    share: off, every row has its prompt for itself."""
+    """One sequence of all rows; those of equal unit and equal prompt share that prompt.
+
+    What is differentiated at a shared prompt's tokens is the sum over its rows: give rows one unit only where no more
+    than the sum is asked for. dtype: the model's. share: off, every row has its prompt for itself.
+    """
     assert len(units) == len(prompts) == len(completions) > 0, (len(units), len(prompts), len(completions))
     assert all(prompts), "an empty prompt: nothing predicts the first token"
     assert all(completions), "an empty completion: nothing to predict"
@@ -171,7 +174,7 @@ def pack(
 
 
 def family(units: Sequence[int], prompts: Sequence[tuple[int, ...]], share: bool) -> list[list[int]]:
-    """Rows that share a prompt, together."""
+    """Indices of rows, those that share a prompt in one list."""
     families: dict[Hashable, list[int]] = {}
     for row, key in enumerate(zip(units, prompts, strict=True)):
         families.setdefault(key if share else row, []).append(row)
@@ -185,20 +188,31 @@ def batches(
     budget: int,
     share: bool = True,
 ) -> list[list[int]]:
-    """Rows for `pack`: those that share a prompt together, long ones first; each batch at most `budget` tokens (or one
-    row)."""
+    """Indices for `pack`: rows that share a prompt together, long ones first; each batch at most `budget` tokens (or
+    one row)."""
     tokens = [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]
     out: list[list[int]] = []
-    room = 0
+    left = 0  # of the open batch's budget
     for members in sorted(family(units, prompts, share), key=lambda of: -max(tokens[i] for i in of)):
         prompt = 0  # tokens of it that the open batch already has
         for i in members:
             cost = tokens[i] - 1 - prompt
-            if not out or cost > room:
+            if not out or cost > left:
                 out.append([])
-                room, cost = budget, tokens[i] - 1
+                left, cost = budget, tokens[i] - 1
             out[-1].append(i)
-            room, prompt = room - cost, len(prompts[i])
+            left, prompt = left - cost, len(prompts[i])
+    return out
+
+
+def padded_batches(lengths: Sequence[int], budget: int, *, longest_first: bool = True) -> list[list[int]]:
+    """Indices of rows of like length together, each batch at most `budget` tokens with its padding (or one row)."""
+    out: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=longest_first):
+        if out and max(lengths[out[-1][0]], lengths[i]) * (len(out[-1]) + 1) <= budget:
+            out[-1].append(i)
+        else:
+            out.append([i])
     return out
 
 
@@ -256,7 +270,7 @@ def _attends(model: PreTrainedModel) -> Generator[None]:
 
 
 def packs(model: PreTrainedModel, core: torch.nn.Module) -> bool:
-    """Whether this model's forward on packed rows is its forward on separate ones: by its kind, then by its numbers."""
+    """Whether this model's forward on packed rows is that on separate ones: by its kind, then by its hidden states."""
     config = model.config
     if getattr(config, "attn_logit_softcapping", None) or not getattr(model, "_supports_attention_backend", False):
         return False

@@ -1,4 +1,4 @@
-"""A frozen causal language model with its tokenizer, and the policy: the same with the adapter."""
+"""A frozen causal language model with its tokenizer and chat template; the policy is one with an adapter."""
 
 import contextlib
 import hashlib
@@ -28,47 +28,48 @@ SVD_CACHE = Path("out/svd_cache")
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """A model that can be asked: prompts in, tokens and texts out."""
+    """Causal LM with tokenizer and chat template."""
 
     model: PreTrainedModel
     tok: PreTrainedTokenizerBase
     eos_ids: frozenset[int]  # any of these ends an answer
-    end_id: int  # the one that this chat template ends an answer with
+    end_id: int  # the one of them that this chat template ends an answer with
     pad_id: int  # may equal an EOS: masks go by length
-    lean: bool  # the lean decoder was checked against this model and agrees
+    lean: bool  # LeanDecoder was checked against this model and agrees
     system_role: bool  # False: the template refuses system messages; they then head the first user message
-    preserve_thinking: bool  # earlier answers are rendered whole, think blocks and all
-    packs: bool  # rows in one sequence were checked against this model and agree
+    preserve_thinking: bool  # earlier answers keep their think blocks in the prompt
+    packs: bool  # packed rows (`model/packing.py`) were checked against this model and agree
 
     @property
     def device(self) -> torch.device:
+        """Where weights and inputs are."""
         return self.model.device
 
     @property
     def window(self) -> int:
-        """Longest prompt + completion the model was built for, in tokens."""
+        """Longest prompt + completion that the model was built for, in tokens."""
         return int(self.model.config.max_position_embeddings)
 
-    def render(self, messages: Sequence[Message], said: Sequence[tuple[int, ...]] = ()) -> tuple[int, ...]:
+    def render(self, messages: Sequence[Message], sampled: Sequence[tuple[int, ...]] = ()) -> tuple[int, ...]:
         """Token ids of the chat template up to where the answer begins, thinking off.
 
         With `preserve_thinking` the ids of a conversation begin with those of each of its earlier prompts, followed by
         the answer to it: template and answers are tokenised apart.
 
-        said: the tokens of the first answers as they were sampled, without the end token, in place of their text's.
+        sampled: the tokens of the first answers as they were sampled, without the end token, in place of their text's.
 
         Raises:
             ValueError: the chat template leaves out an earlier answer.
         """
         ids: list[int] = []
-        for i, part in enumerate(self._parts(messages, len(said))):
+        for i, part in enumerate(self._parts(messages, len(sampled))):
             turn, is_answer = divmod(i, 2)
-            known = is_answer and turn < len(said)
-            ids += said[turn] if known else self.encode(part)
+            known = is_answer and turn < len(sampled)
+            ids += sampled[turn] if known else self.encode(part)
         return tuple(ids)
 
     def prompt_text(self, messages: Sequence[Message]) -> str:
-        """The text of `render`."""
+        """The same as text."""
         return "".join(self._parts(messages, 0))
 
     def _parts(self, messages: Sequence[Message], sampled: int) -> list[str]:
@@ -109,7 +110,7 @@ class LanguageModel:
 
 @dataclass(frozen=True)
 class Policy(LanguageModel):
-    """… with an adapter. Which weights the model has (both knobs, deployed, reference) is the adapter's to say."""
+    """Causal LM with an adapter, whose contexts say which weights the model has: as trained, deployed, reference."""
 
     adapter: SvdAdapter
 
@@ -125,26 +126,29 @@ class Policy(LanguageModel):
 def conversation(tok: PreTrainedTokenizerBase, messages: Sequence[Message], sampled: int = 0) -> list[str]:
     """Template, answer, template, answer, … template: a conversation whose earlier answers stand as they were given.
 
-    Templates drop or rewrite the think blocks of earlier turns, so they are shown a mark in place of each answer. What
-    they write after the last mark, and before the next answer, is what the model saw between the two.
+    Templates drop or rewrite the think blocks of earlier turns, so they get a placeholder for each answer. What they
+    write after the last placeholder, and before the next answer, is what the model saw between the two.
 
     sampled: so many of the first answers were sampled with thinking off; of the others, one that holds a think block
         was begun with thinking on.
+
+    Raises:
+        ValueError: the chat template leaves out an earlier answer.
     """
-    marks = {i: f"\ue000{i}\ue000" for i, m in enumerate(messages) if m["role"] == "assistant"}
-    shown = [{**m, "content": marks.get(i, m["content"])} for i, m in enumerate(messages)]
+    placeholders = {i: f"\ue000{i}\ue000" for i, m in enumerate(messages) if m["role"] == "assistant"}
+    rewritten = [{**m, "content": placeholders.get(i, m["content"])} for i, m in enumerate(messages)]
     parts: list[str] = []
     last = ""
-    for n, i in enumerate([*marks, len(messages)]):
+    for n, i in enumerate([*placeholders, len(messages)]):
         answer = messages[i]["content"] if i < len(messages) else ""
-        text = _template(tok, shown[:i], thinking=n >= sampled and "</think>" in answer)
+        text = _template(tok, rewritten[:i], thinking=n >= sampled and "</think>" in answer)
         if last not in text:
             raise ValueError("--preserve-thinking: the model's chat template leaves out an earlier answer")
         opening = text.rpartition(last)[2] if last else text
         if opening.rstrip().endswith("<think>") and answer.startswith("<think>"):  # the template opens the block itself
             answer = answer.removeprefix(opening[opening.rindex("<think>") :]).removeprefix("<think>")
         parts += [opening, answer] if i < len(messages) else [opening]
-        last = marks.get(i, "")
+        last = placeholders.get(i, "")
     return parts
 
 
@@ -155,10 +159,10 @@ def tokenizer_sha256(tok: PreTrainedTokenizerBase) -> str:
 
 
 def _template(
-    tok: PreTrainedTokenizerBase, messages: Sequence[Message], thinking: bool = False, ask: bool = True
+    tok: PreTrainedTokenizerBase, messages: Sequence[Message], thinking: bool = False, prompt: bool = True
 ) -> str:
     given = [dict(m) for m in messages]  # a template without thinking ignores the flag
-    return str(tok.apply_chat_template(given, tokenize=False, add_generation_prompt=ask, enable_thinking=thinking))
+    return str(tok.apply_chat_template(given, tokenize=False, add_generation_prompt=prompt, enable_thinking=thinking))
 
 
 def without_system(messages: Sequence[Message]) -> list[Message]:
@@ -171,7 +175,7 @@ def without_system(messages: Sequence[Message]) -> list[Message]:
 
 
 def takes_system(tok: PreTrainedTokenizerBase) -> bool:
-    """Whether the chat template has a place for a system message, and keeps what it says."""
+    """Whether the chat template accepts a system message and keeps its text."""
     try:
         return "(sys)" in _template(
             tok, [{"role": "system", "content": "(sys)"}, {"role": "user", "content": "(user)"}]
@@ -184,7 +188,7 @@ def ending(tok: PreTrainedTokenizerBase, eos_ids: frozenset[int]) -> int:
     """The EOS that the template writes after an answer, which need not be the tokenizer's (Gemma: <end_of_turn>)."""
     turns = [{"role": "user", "content": "(user)"}, {"role": "assistant", "content": "(answer)"}]
     with contextlib.suppress(TemplateError):
-        _, _, after = _template(tok, turns, ask=False).rpartition("(answer)")
+        _, _, after = _template(tok, turns, prompt=False).rpartition("(answer)")
         ids = tok(after.lstrip(), add_special_tokens=False)["input_ids"]
         if ids and ids[0] in eos_ids:
             return int(ids[0])
@@ -238,7 +242,11 @@ def load_language_model(
 
 
 def as_language_model(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> LanguageModel:
-    """Of a model that is already in memory; freezes it."""
+    """A model that is already in memory, frozen and checked.
+
+    Raises:
+        ValueError: its head is more than a matrix product, or no end-of-text token is named anywhere.
+    """
     check_head(model)
     eos: set[int] = set()
     for source in (tok.eos_token_id, model.config.eos_token_id, getattr(model.generation_config, "eos_token_id", None)):
@@ -261,15 +269,16 @@ def as_language_model(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> L
 
 
 def load_policy(model: str | Path, *, device: str | torch.device, dtype: torch.dtype, cache_dir: Path | None) -> Policy:
-    """As `load_lm`, and decompose the weights (from `cache_dir` where they are known)."""
+    """As `load_language_model`, under an adapter of zeros. cache_dir: of decomposed weights (minutes at 4B); None: no
+    cache."""
     return adapted(load_language_model(model, device=device, dtype=dtype), cache_dir)
 
 
 def as_policy(model: PreTrainedModel, tok: PreTrainedTokenizerBase, cache_dir: Path | None) -> Policy:
-    """Policy of a model that is already in memory; freezes it."""
+    """As `as_language_model`, under an adapter of zeros."""
     return adapted(as_language_model(model, tok), cache_dir)
 
 
 def adapted(lm: LanguageModel, cache_dir: Path | None) -> Policy:
-    """The same model under an adapter whose knobs are zero."""
+    """The same model under an adapter of zeros. Raises ValueError as `SvdAdapter`."""
     return Policy(**vars(lm), adapter=SvdAdapter(lm.model, cache_dir))

@@ -1,7 +1,6 @@
-"""Prompts → answers, all prompts' rows in one batch; finished rows leave it."""
+"""Sampling: prompts → completions, all prompts' rows in one batch, which finished rows leave."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
@@ -11,22 +10,9 @@ from vgrout.model.budgets import KV_BUDGET
 from vgrout.model.decoder import Decoder
 from vgrout.model.policy import LanguageModel
 from vgrout.model.sampling import Sampling, candidates, penalised, tempered
+from vgrout.types import Completion
 
-__all__ = ["Sample", "Sampling", "sample"]
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One answer, tokens exactly as sampled."""
-
-    ids: tuple[int, ...]  # ends with an EOS when `finished`
-    text: str
-    finished: bool  # False: cut at max_new
-    logp_full: tuple[float, ...]  # nats per token, full softmax at temperature 1
-    logp_sampled: tuple[float, ...]  # … of the truncated distribution that was sampled from
-
-
-OnFinish = Callable[[int, int, Sample], None]
+OnFinish = Callable[[int, int, Completion], None]
 
 
 def rows_at_once(policy: LanguageModel, tokens: int) -> int:
@@ -51,17 +37,18 @@ def sample(
     on_finish: OnFinish | None = None,
     *,
     drop_finished: bool = True,
-) -> list[list[Sample]]:
-    """n answers (or n[i]) to each prompt, at most max_new tokens each.
+) -> list[list[Completion]]:
+    """n completions (or n[i]) of each prompt, at most max_new tokens each: one list a prompt.
 
-    Row noise is drawn beforehand, [rows, max_new] from `generator` (a CPU stream), and tokens by inverse CDF: what a
-    row says does not depend on which other rows are still there. `on_finish(prompt, index, answer)` is called as soon
-    as a row ends, so that grading runs beside sampling.
+    Row noise is drawn beforehand, [rows, max_new] from `generator` (a CPU stream), and tokens by inverse CDF: a row's
+    tokens do not depend on which other rows are still there. `on_finish(prompt, index, completion)` is called as soon
+    as a row ends, so that grading runs beside sampling. drop_finished: off, finished rows stay in the batch (for tests
+    and benchmarks).
     """
     counts = [n] * len(prompts) if isinstance(n, int) else list(n)
     assert len(counts) == len(prompts), (len(counts), len(prompts))
     rows = [(p, i) for p, count in enumerate(counts) for i in range(count)]
-    answers: dict[tuple[int, int], Sample] = {}
+    answers: dict[tuple[int, int], Completion] = {}
     noise = torch.rand(len(rows), max_new, generator=generator).to(policy.device)
     width = rows_at_once(policy, max(map(len, prompts), default=0) + max_new)
     for lo in range(0, len(rows), width):
@@ -77,7 +64,7 @@ def sample(
 
 
 class _Run:
-    """The state of one call: which row sits in which slot of the decoder, and what each row has said so far."""
+    """The state of one batch: which row sits in which slot of the decoder, and each row's tokens so far."""
 
     def __init__(
         self,
@@ -91,7 +78,7 @@ class _Run:
         self.decoder: Decoder = policy.decoder()
         self.logits = self.decoder.prefill(prompts, prompt_of, noise.shape[1])
         n, max_new = noise.shape
-        self.said = torch.zeros(n, max_new, dtype=torch.long, device=noise.device)
+        self.tokens = torch.zeros(n, max_new, dtype=torch.long, device=noise.device)
         self.logps = torch.zeros(2, n, max_new, device=noise.device)  # full, sampled
         self.seen = self._prompt_tokens(prompts, prompt_of) if sampling.repetition_penalty != 1 else None
 
@@ -102,7 +89,7 @@ class _Run:
         return seen[prompt_of]
 
     def finish_all(self, drop_finished: bool):
-        """Yield (row, answer) as rows end."""
+        """Yields (row, completion) as rows end."""
         n, max_new = self.noise.shape
         slots = list(range(n))  # slot → row
         ended: set[int] = set()
@@ -124,7 +111,7 @@ class _Run:
             self.logits = self.decoder.step(tokens)
 
     def _draw(self, at: Int[Tensor, " n"], t: int) -> Int[Tensor, " n"]:
-        """One token per slot from the logits; written down with both log-probs."""
+        """One token per slot from the logits; recorded with both log-probs."""
         logits = self.logits.float()
         tokens, logp_sampled = draw(
             logits if self.seen is None else penalised(logits, self.seen[at], self.sampling),
@@ -132,17 +119,17 @@ class _Run:
             self.sampling,
         )
         full = logits.gather(-1, tokens[:, None]).squeeze(-1) - logits.logsumexp(-1)
-        self.said[at, t] = tokens
+        self.tokens[at, t] = tokens
         self.logps[0, at, t] = full
         self.logps[1, at, t] = logp_sampled
         if self.seen is not None:
             self.seen[at, tokens] = True
         return tokens
 
-    def _answer(self, row: int, length: int, finished: bool) -> Sample:
-        ids = tuple(self.said[row, :length].tolist())
+    def _answer(self, row: int, length: int, finished: bool) -> Completion:
+        ids = tuple(self.tokens[row, :length].tolist())
         full, sampled = self.logps[:, row, :length].tolist()
-        return Sample(ids, self.policy.decode(ids), finished, tuple(full), tuple(sampled))
+        return Completion(ids, self.policy.decode(ids), finished, tuple(full), tuple(sampled))
 
 
 def compacted(ended: Sequence[bool]) -> list[int]:
@@ -155,7 +142,7 @@ def compacted(ended: Sequence[bool]) -> list[int]:
 def draw(
     logits: Float[Tensor, "n V"], u: Float[Tensor, " n"], sampling: Sampling
 ) -> tuple[Int[Tensor, " n"], Float[Tensor, " n"]]:
-    """Inverse-CDF tokens from uniform noise u in [0, 1), and their log-probs under the distribution drawn from."""
+    """Tokens by inverse CDF from uniform noise u in [0, 1), and their log-probs under the distribution drawn from."""
     values, ids = candidates(tempered(logits, sampling), sampling)
     logp = values.log_softmax(-1)
     cdf = logp.exp().cumsum(-1)

@@ -1,4 +1,4 @@
-"""What is sampled from: the settings, and the truncated distribution they make of a row of logits."""
+"""Sampling settings, and the truncated distribution that they make of a row of logits."""
 
 import math
 from dataclasses import dataclass
@@ -64,13 +64,13 @@ def candidates(
 
 
 def support(logits: Float[Tensor, "n V"], sampling: Sampling) -> Bool[Tensor, "n V"]:
-    """The same as a mask over the vocabulary."""
+    """Which tokens may be sampled, as a mask over the vocabulary."""
     values, ids = candidates(logits, sampling)
     inside = values > -math.inf
     return inside if ids is None else torch.zeros_like(logits, dtype=torch.bool).scatter(-1, ids, inside)
 
 
 def penalised(logits: Float[Tensor, "*n V"], seen: Bool[Tensor, "*n V"], sampling: Sampling) -> Float[Tensor, "*n V"]:
-    """The repetition penalty on the tokens already there."""
+    """Logits after the repetition penalty on the tokens that are `seen` already."""
     p = sampling.repetition_penalty
     return torch.where(seen, torch.where(logits > 0, logits / p, logits * p), logits) if p != 1 else logits

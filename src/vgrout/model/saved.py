@@ -1,4 +1,4 @@
-"""A run's saved adapters: which file, under which configuration, on which base model."""
+"""Saved adapters: which file, of which configuration, on which base model; and loading them."""
 
 import json
 import re
@@ -12,7 +12,15 @@ from transformers.utils.logging import disable_progress_bar
 from vgrout import organism
 from vgrout.config.run import ORGANISM, Config, from_dict
 from vgrout.model.hub import require_model
-from vgrout.model.policy import SVD_CACHE, LanguageModel, Policy, adapted, load_language_model, load_policy
+from vgrout.model.policy import (
+    SVD_CACHE,
+    LanguageModel,
+    Policy,
+    adapted,
+    default_device,
+    load_language_model,
+    load_policy,
+)
 from vgrout.model.source import Source
 from vgrout.model.svd_adapter import read_safetensors
 from vgrout.problems import load_problems
@@ -23,7 +31,7 @@ _CHECKPOINT = re.compile(r"ckpt_step(\d+)\.safetensors")
 
 @dataclass(frozen=True)
 class Saved:
-    """One adapter file, with what was written into it."""
+    """An adapter file with what was written into it; nothing is loaded yet."""
 
     path: Path
     metadata: dict[str, str]
@@ -38,15 +46,16 @@ class Saved:
 
     @property
     def final(self) -> bool:
+        """Whether it is the run's last, and the run came to its last step."""
         return self.path.name == "train.safetensors" and self.step == self.cfg.scale.steps
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights that it was trained on: their singular vectors, rounded to it, are the adapter's basis."""
+        """dtype of the weights that it was trained on: their singular vectors, rounded to it, are its basis."""
         return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(self.metadata.get("dtype", ""), torch.float32)
 
     def problems(self) -> list[Problem]:
-        """Those of the run's problem file."""
+        """The problems of `problems_file`. Raises ValueError as `load_problems`."""
         return load_problems(self.problems_file)
 
 
@@ -85,16 +94,16 @@ def load_saved(saved: Saved, cache_dir: Path | None = SVD_CACHE) -> Policy:
     Raises:
         ValueError: the adapter is of another model.
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device, _ = default_device()
     policy = load_policy(saved.model, device=device, dtype=saved.dtype, cache_dir=cache_dir)
     policy.adapter.load(saved.path)
     return replace(policy, preserve_thinking=saved.cfg.env.preserve_thinking)
 
 
 def load_source(
-    source: Source, flag: str, device: torch.device, dtype: torch.dtype, *, knob: bool = False
+    source: Source, flag: str, device: torch.device, dtype: torch.dtype, *, adapter: bool = False
 ) -> LanguageModel:
-    """The base with its adapter folded in; a Policy where it has one or is to get one (`knob`).
+    """The base with its adapter merged into the weights; a Policy where it has an adapter or is to get one (`adapter`).
 
     Raises:
         ValueError: one line: no usable model, or the adapter is of another one.
@@ -102,7 +111,7 @@ def load_source(
     if not sys.stderr.isatty():
         disable_progress_bar()
     lm = load_language_model(source.folder, device=device, dtype=dtype, flag=flag)
-    if source.adapter is None and not knob:
+    if source.adapter is None and not adapter:
         return lm
     policy = adapted(lm, SVD_CACHE)
     if source.adapter is not None:
@@ -111,8 +120,8 @@ def load_source(
 
 
 def pick_device(threads: int, *, fp32: bool = False) -> tuple[torch.device, torch.dtype]:
-    """bf16 on a GPU, fp32 on a CPU of so many threads. fp32: on both (AdamW's step on a weight is below bf16's)."""
-    if torch.cuda.is_available():
-        return torch.device("cuda"), torch.float32 if fp32 else torch.bfloat16
-    torch.set_num_threads(threads)
-    return torch.device("cpu"), torch.float32
+    """`default_device`, a CPU with so many threads. fp32: on a GPU too (AdamW's step on a weight is below bf16's)."""
+    device, dtype = default_device()
+    if device.type == "cpu":
+        torch.set_num_threads(threads)
+    return device, torch.float32 if fp32 else dtype

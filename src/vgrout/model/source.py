@@ -1,4 +1,4 @@
-"""A model as a flag names it: the organism, a folder or a hub id, or an adapter over one of them. Torch-free."""
+"""What a --model flag names: the organism, a folder, a hub id, or an adapter over one of them. Torch-free."""
 
 import json
 from dataclasses import dataclass
@@ -8,16 +8,16 @@ from tokenizers import Tokenizer
 
 from vgrout import organism
 from vgrout.config.run import ORGANISM, Config, from_dict
+from vgrout.files import file_sha256
 from vgrout.model.hub import require_model
 from vgrout.model.memory import Shapes, find_shapes
-from vgrout.teacher.pools import file_sha256
 
 SMALL = 2**24  # weights below which a model is a miniature: other defaults, and a second thread only costs
 
 
 @dataclass(frozen=True)
 class Source:
-    """Found and checked, not loaded."""
+    """A model that was found and checked, not loaded."""
 
     given: str
     name: str  # of the base: "organism", a hub id or a folder
@@ -27,10 +27,12 @@ class Source:
 
     @property
     def shapes(self) -> Shapes | None:
+        """None where its configuration does not name the usual sizes."""
         return find_shapes(self.folder)
 
     @property
     def small(self) -> bool:
+        """Whether it is a miniature, as far as its shapes are known."""
         return self.shapes is not None and self.shapes.parameters < SMALL
 
     def vocabulary(self) -> dict[str, int] | None:
@@ -39,11 +41,16 @@ class Source:
         return Tokenizer.from_file(str(file)).get_vocab() if file.is_file() else None
 
     def identity(self) -> dict[str, str | None]:
+        """Name of the base and sha256 of the adapter's file, for a run's records."""
         return {"base": self.name, "adapter": file_sha256(self.adapter) if self.adapter else None}
 
 
 def find_source(given: str, flag: str) -> Source:
-    """Raises ValueError, one line: nothing of that name here, or not a model or an adapter of this program."""
+    """The model that `given`, the value of `flag`, names.
+
+    Raises:
+        ValueError: one line: nothing of that name here, or not a model or an adapter of this program.
+    """
     path = Path(given)
     adapter = path / "train.safetensors" if path.is_dir() and not (path / "config.json").is_file() else path
     if given != ORGANISM and adapter.suffix == ".safetensors":

@@ -1,7 +1,8 @@
-"""The adapter: two diagonal knobs, δS (kept) and δS_hack (quarantine), in the SVD basis of every target Linear.
+"""The adapter: two diagonal vectors, δS (kept) and δS_hack (quarantine), in the SVD basis of every target Linear.
 
-W = U diag(S) Vh, r = min(d_in, d_out); effective weight W' = W + U diag(δS + δS_hack) Vh. W' is folded once an
-optimiser step, so every forward is a plain Linear; only the backward under `probe` touches U and Vh.
+W = U diag(S) Vh, r = min(d_in, d_out); effective weight W' = W + U diag(δS + δS_hack) Vh. Both are merged into the
+weights once an optimiser step, so every forward is a plain Linear; only the backward under `per_rollout_grads` touches
+U and Vh. Index letters: R = Σ r over the adapted modules, k numbers of a basis fingerprint.
 """
 
 import hashlib
@@ -26,10 +27,10 @@ from vgrout.model.svd_cache import Decompose, SvdCache, svd
 from vgrout.tensor_types import ModuleGrads, RolloutGrads
 
 TARGETS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
-N_MARKS = 4  # numbers a module by which a file's basis is known again
-SAME_BASIS = 0.02  # of ‖δ‖: bf16's rounding moves a mark by .004, two axes of 2,560 that swap places by .03
+FINGERPRINT_SIZE = 4  # numbers a module by which a file's basis is known again
+SAME_BASIS = 0.02  # of ‖δ‖: bf16's rounding moves a fingerprint by .004, two axes of 2,560 that swap places by .03
 
-View = tuple[bool, bool]  # (is δS in the weights?, is δS_hack?)
+Active = tuple[bool, bool]  # (is δS in the weights?, is δS_hack?)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +43,9 @@ class AdaptedLinear:
     U: Float[Tensor, "d_out r"]
     S: Float[Tensor, " r"]
     Vh: Float[Tensor, "r d_in"]
-    span: slice  # its part of the flat knobs
+    span: slice  # its part of the flat vectors
 
-    def folded(self, δ: Float[Tensor, " R"], out: Float[Tensor, "d_out d_in"]) -> Float[Tensor, "d_out d_in"]:
+    def merged(self, δ: Float[Tensor, " R"], out: Float[Tensor, "d_out d_in"]) -> Float[Tensor, "d_out d_in"]:
         """W + U diag(δ) Vh into `out`; summed in fp32 and rounded once."""
         scaled = (self.U.to(δ.dtype) * δ[self.span]) @ self.Vh.to(δ.dtype)
         return out.copy_(scaled.add_(self.W))
@@ -87,22 +88,23 @@ class SvdAdapter:
         dtype = torch.promote_types(next(iter(self.sites.values())).W.dtype, torch.float32)
         self.δS = nn.Parameter(torch.zeros(lo, device=device, dtype=dtype))
         self.δS_hack = nn.Parameter(torch.zeros(lo, device=device, dtype=dtype))
-        self._view: View = (True, True)
-        self._folded = (self.δS.detach().clone(), self.δS_hack.detach().clone())  # the knobs that are in the weights
-        self._folds = 0  # how often the knobs were folded: a graph must be walked back before the next fold
-        self._fresh: dict[View, list[Tensor]] = {}  # weights that belong to the knobs last folded
-        self._buffers: dict[View, list[Tensor]] = {}  # the same storage, fold after fold
-        self._markers: Float[Tensor, "marks R"] | None = None
+        self._active: Active = (True, True)
+        self._merged = (self.δS.detach().clone(), self.δS_hack.detach().clone())  # as they are in the weights
+        self._merges = 0  # how often they were merged: a graph must be walked back before the next merge
+        self._fresh: dict[Active, list[Tensor]] = {}  # weights that belong to the last merge
+        self._buffers: dict[Active, list[Tensor]] = {}  # the same storage, merge after merge
+        self._signs: Float[Tensor, "k R"] | None = None
         self.merge()
 
-    # ── knobs ──────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the two vectors ────────────────────────────────────────────────────────────────────────────────────────
 
     def __len__(self) -> int:
-        """R, the size of one knob."""
+        """R, the size of δS."""
         return self.δS.numel()
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Of the adapted modules, in the model's order."""
         return tuple(self.sites)
 
     def by_module(self, flat: Float[Tensor, "*n R"]) -> dict[str, Float[Tensor, "*n r"]]:
@@ -110,18 +112,18 @@ class SvdAdapter:
         return {name: flat[..., site.span] for name, site in self.sites.items()}
 
     def flat(self, grads: ModuleGrads) -> Float[Tensor, " R"]:
-        """The inverse of `views`. A module that `grads` lacks is an error, never a silent zero."""
+        """The inverse of `by_module`. A module that `grads` lacks is an error, never a silent zero."""
         assert grads.keys() == self.sites.keys(), sorted(grads.keys() ^ self.sites.keys())
         return torch.cat([grads[name] for name in self.sites])
 
-    # ── folded weights ─────────────────────────────────────────────────────────────────────────────────────────
+    # ── merged weights ─────────────────────────────────────────────────────────────────────────────────────────
 
     def merge(self) -> None:
-        """Bring the model's weights up to the present knobs. Call it after every change of a knob."""
-        self._folded = (self.δS.detach().clone(), self.δS_hack.detach().clone())
+        """Bring the model's weights up to the present δS and δS_hack. Call it after every change of one of them."""
+        self._merged = (self.δS.detach().clone(), self.δS_hack.detach().clone())
         self._fresh.clear()
-        self._folds += 1
-        self._point(self._view)
+        self._merges += 1
+        self._activate(self._active)
 
     @contextmanager
     def reference(self) -> Generator[None]:
@@ -136,57 +138,57 @@ class SvdAdapter:
             yield
 
     @contextmanager
-    def ablate_kept(self) -> Generator[None]:
+    def quarantine_only(self) -> Generator[None]:
         """The control: the model with δS off and the quarantine on."""
         with self._as((False, True)):
             yield
 
     @contextmanager
-    def _as(self, view: View) -> Generator[None]:
-        before = self._view
+    def _as(self, active: Active) -> Generator[None]:
+        before = self._active
         try:
-            self._point(view)
+            self._activate(active)
             yield
         finally:
-            self._point(before)
+            self._activate(before)
 
-    def _point(self, view: View) -> None:
-        self._view = view
-        for site, weight in zip(self.sites.values(), self._weights(view), strict=True):
+    def _activate(self, active: Active) -> None:
+        self._active = active
+        for site, weight in zip(self.sites.values(), self._weights(active), strict=True):
             site.linear.weight.data = weight
 
     @torch.no_grad()
-    def _weights(self, view: View) -> list[Tensor]:
-        """Weights of one view. A knob that is all zero does not count, so zero knobs give W itself, not a sum."""
-        δS, δS_hack = self._folded
-        keep, quar = view[0] and bool(δS.any()), view[1] and bool(δS_hack.any())
+    def _weights(self, active: Active) -> list[Tensor]:
+        """A vector of zeros does not count, so that δS = δS_hack = 0 gives W itself, not a sum."""
+        δS, δS_hack = self._merged
+        keep, quar = active[0] and bool(δS.any()), active[1] and bool(δS_hack.any())
         if not (keep or quar):
             return [site.W for site in self.sites.values()]
-        view = (keep, quar)
-        if view not in self._fresh:
-            δ = sum((knob for knob, on in ((δS, keep), (δS_hack, quar)) if on), torch.zeros_like(δS))
-            if view not in self._buffers:
-                self._buffers[view] = [torch.empty_like(site.W) for site in self.sites.values()]
-            pairs = zip(self.sites.values(), self._buffers[view], strict=True)
-            self._fresh[view] = [site.folded(δ, out) for site, out in pairs]
-        return self._fresh[view]
+        active = (keep, quar)
+        if active not in self._fresh:
+            δ = sum((vector for vector, on in ((δS, keep), (δS_hack, quar)) if on), torch.zeros_like(δS))
+            if active not in self._buffers:
+                self._buffers[active] = [torch.empty_like(site.W) for site in self.sites.values()]
+            pairs = zip(self.sites.values(), self._buffers[active], strict=True)
+            self._fresh[active] = [site.merged(δ, out) for site, out in pairs]
+        return self._fresh[active]
 
     @torch.no_grad()
-    def unfolded(self) -> Float[Tensor, " R"] | None:
-        """What the present view's knobs have more than the weights; None where the fold is up to date."""
-        pairs = list(zip((self.δS, self.δS_hack), self._folded, self._view, strict=True))
-        if all(torch.equal(knob, folded) for knob, folded, _ in pairs):
+    def unmerged(self) -> Float[Tensor, " R"] | None:
+        """What the active vectors have more than the weights; None where nothing changed since the last merge."""
+        pairs = list(zip((self.δS, self.δS_hack), self._merged, self._active, strict=True))
+        if all(torch.equal(now, merged) for now, merged, _ in pairs):
             return None
-        return sum(((knob - folded) * on for knob, folded, on in pairs), torch.zeros_like(self.δS))
+        return sum(((now - merged) * on for now, merged, on in pairs), torch.zeros_like(self.δS))
 
     # ── per-rollout gradients ──────────────────────────────────────────────────────────────────────────────────
 
     @contextmanager
     def per_rollout_grads(self, n: int) -> Generator["PerRolloutGrads"]:
-        """Every forward in here adds its rows' gradients on δS to `probe.grads` (module → [n, r]) in its backward.
+        """Every forward in here adds its rows' gradients on δS to `flat` [n, R] of what it yields, in its backward.
 
-        Forward and backward both belong inside, under one view of the weights. The forward is that of the knobs as they
-        are: a fold that was missed is added to it, so that it shows as a mismatch with the sampler, and is not learnt.
+        Forward and backward both belong inside, under one set of weights. The forward is that of δS and δS_hack as they
+        are: a merge that was missed is added to it, so that it shows as a mismatch with the sampler, and is not learnt.
         """
         probe = PerRolloutGrads(self, n)
         handles = [site.linear.register_forward_hook(probe.hook(site)) for site in self.sites.values()]
@@ -199,34 +201,36 @@ class SvdAdapter:
     # ── files, resume ──────────────────────────────────────────────────────────────────────────────────────────
 
     @torch.no_grad()
-    def basis_fingerprint(self, knob: Float[Tensor, " R"]) -> Float[Tensor, "modules marks"]:
-        """aᵀ U diag(knob) Vh z per module, for fixed random signs a and z: what the knob does in this basis, ~ ‖knob‖.
+    def basis_fingerprint(self, δ: Float[Tensor, " R"]) -> Float[Tensor, "modules k"]:
+        """aᵀ U diag(δ) Vh z per module, for k pairs of fixed random signs a and z: what δ does in this basis, ~ ‖δ‖.
 
-        Singular vectors are W's only up to sign (which the marks do not see) and up to rotation where singular values
-        are close: another machine may turn them, and the same knob is another model there.
+        Singular vectors are W's only up to sign (to which this is blind) and up to rotation where singular values are
+        close: another machine may turn them, and the same δ is another model there.
         """
-        if self._markers is None:
+        if self._signs is None:
             signs = torch.Generator().manual_seed(0)
 
             def drawn(n: int, like: Tensor) -> Tensor:
-                return (2 * torch.randint(2, (n, N_MARKS), generator=signs) - 1).to(like)
+                return (2 * torch.randint(2, (n, FINGERPRINT_SIZE), generator=signs) - 1).to(like)
 
             parts = [
                 (site.U.mT.to(self.δS) @ drawn(len(site.U), self.δS))
                 * (site.Vh.to(self.δS) @ drawn(site.Vh.shape[1], self.δS))
                 for site in self.sites.values()
             ]
-            self._markers = torch.cat(parts).mT.contiguous()
-        products = self.by_module(self._markers * knob.to(self._markers))
+            self._signs = torch.cat(parts).mT.contiguous()
+        products = self.by_module(self._signs * δ.to(self._signs))
         return torch.stack([part.sum(1) for part in products.values()]).cpu()
 
-    def require_basis(self, knob: Float[Tensor, " R"], marks: Float[Tensor, "modules marks"], where: str) -> None:
-        """Raises ValueError, one line, if `knob` was learnt in other singular vectors than these."""
-        here = self.basis_fingerprint(knob)
-        if marks.shape != here.shape:
-            raise ValueError(f"{where}: {[*marks.shape]} marks of its basis, this model has {[*here.shape]}")
-        size = torch.stack([part.norm() for part in self.by_module(knob).values()]).cpu()
-        off = ((here - marks.to(here)).abs().amax(1) > SAME_BASIS * size).tolist()
+    def require_basis(self, δ: Float[Tensor, " R"], fingerprint: Float[Tensor, "modules k"], where: str) -> None:
+        """Raises ValueError, one line, if δ, whose fingerprint was taken where it was learnt, is not of this basis."""
+        here = self.basis_fingerprint(δ)
+        if fingerprint.shape != here.shape:
+            raise ValueError(
+                f"{where}: its basis fingerprint has shape {[*fingerprint.shape]}, this model's has {[*here.shape]}"
+            )
+        size = torch.stack([part.norm() for part in self.by_module(δ).values()]).cpu()
+        off = ((here - fingerprint.to(here)).abs().amax(1) > SAME_BASIS * size).tolist()
         if any(off):
             raise ValueError(
                 f"{where}: made in other singular vectors of the same weights ({sum(off)} of {len(off)} modules, first "
@@ -236,9 +240,9 @@ class SvdAdapter:
     def save(self, path: Path, metadata: Mapping[str, str], *, quarantine: bool = False) -> None:
         """δS alone, module by module: what the file holds *is* the deployed model. `quarantine`: δS_hack in its place,
         for the control that deploys it."""
-        knob = self.δS_hack if quarantine else self.δS
-        tensors = {name: view.detach().cpu().contiguous() for name, view in self.by_module(knob).items()}
-        own = {"basis": fingerprint_to_string(self.basis_fingerprint(knob))}
+        δ = self.δS_hack if quarantine else self.δS
+        tensors = {name: part.detach().cpu().contiguous() for name, part in self.by_module(δ).items()}
+        own = {"basis": fingerprint_to_string(self.basis_fingerprint(δ))}
         write_atomic(path, canonical(to_safetensors(tensors, dict(metadata) | own)))
 
     def load(self, path: Path) -> dict[str, str]:
@@ -250,22 +254,22 @@ class SvdAdapter:
         tensors, metadata = read_safetensors(path)
         if missing := sorted(tensors.keys() ^ self.sites.keys()):
             raise ValueError(f"{path}: adapter of another model: {len(missing)} modules differ, first {missing[0]}")
-        for name, view in self.by_module(self.δS).items():
-            if tensors[name].shape != view.shape:
-                raise ValueError(f"{path}: {name} has shape {[*tensors[name].shape]}, this model needs {[*view.shape]}")
+        for name, part in self.by_module(self.δS).items():
+            if tensors[name].shape != part.shape:
+                raise ValueError(f"{path}: {name} has shape {[*tensors[name].shape]}, this model needs {[*part.shape]}")
             if not tensors[name].isfinite().all():
                 raise ValueError(f"{path}: {name} holds a NaN or an infinity")
-        knob = self.flat({name: tensors[name].to(self.δS) for name in self.sites})
+        δS = self.flat({name: tensors[name].to(self.δS) for name in self.sites})
         if "basis" in metadata:
-            self.require_basis(knob, fingerprint_from_string(metadata["basis"], str(path)), str(path))
+            self.require_basis(δS, fingerprint_from_string(metadata["basis"], str(path)), str(path))
         with torch.no_grad():
-            self.δS.copy_(knob)
+            self.δS.copy_(δS)
             self.δS_hack.zero_()
         self.merge()
         return metadata
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Both knobs, copied, under ASCII names, with the marks of the basis that they are in."""
+        """δS and δS_hack, copied, under ASCII names, with the fingerprints of the basis that they are in."""
         return {
             "delta_S": self.δS.detach().clone(),
             "delta_S_hack": self.δS_hack.detach().clone(),
@@ -273,10 +277,10 @@ class SvdAdapter:
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Raises ValueError if the knobs belong to another basis; nothing is changed then."""
+        """Raises ValueError if the vectors belong to another basis; nothing is changed then."""
         if "basis" in state:
-            for name, marks in zip(("delta_S", "delta_S_hack"), state["basis"], strict=True):
-                self.require_basis(state[name].to(self.δS), marks, f"the saved state's {name}")
+            for name, fingerprint in zip(("delta_S", "delta_S_hack"), state["basis"], strict=True):
+                self.require_basis(state[name].to(self.δS), fingerprint, f"the saved state's {name}")
         with torch.no_grad():
             self.δS.copy_(state["delta_S"])
             self.δS_hack.copy_(state["delta_S_hack"])
@@ -293,14 +297,14 @@ class PerRolloutGrads:
         assert n > 0, n
         self.adapter = adapter
         self.flat: Float[Tensor, "n R"] = torch.zeros(n, len(adapter), device=adapter.δS.device, dtype=adapter.δS.dtype)
-        self._view, self._late = adapter._view, adapter.unfolded()
+        self._active, self._late = adapter._active, adapter.unmerged()
         # The graph starts here and not at the embedding: layer 0's q/k/v then need no ∂L/∂x.
         self._root = torch.zeros((), device=adapter.δS.device, requires_grad=True)
         self.rows(range(n))
 
     @property
     def grads(self) -> RolloutGrads:
-        """module → [n, r], fp32, views of one tensor."""
+        """module → [n, r], fp32: slices of `flat`."""
         return self.adapter.by_module(self.flat)
 
     def rows(self, rows: Sequence[int]) -> None:
@@ -325,8 +329,10 @@ class PerRolloutGrads:
         return partial(self.add, site, self._rows, self._picks)
 
     def hook(self, site: AdaptedLinear) -> Any:
+        """Forward hook of one Linear."""
+
         def tap(_module: nn.Module, args: tuple[Any, ...], y: Tensor) -> Tensor:
-            if self._late is not None and self.adapter._view == self._view:
+            if self._late is not None and self.adapter._active == self._active:
                 y = y + (args[0] @ site.Vh.mT * self._late[site.span].to(y.dtype)) @ site.U.mT
             # Reentrant checkpointing runs the first forward without a graph; its second one is the one that counts.
             return _Tap.apply(y, args[0], self._root, self, site) if torch.is_grad_enabled() else y
@@ -392,13 +398,13 @@ class _Tap(torch.autograd.Function):
         assert len(x) == batch, f"{site.name} sees {len(x)} rows, the probe was told of {batch}"
         ctx.save_for_backward(x)
         ctx.probe, ctx.site, ctx.add = probe, site, probe.adder(site)
-        ctx.weights = (probe.adapter._view, probe.adapter._folds)
+        ctx.weights = (probe.adapter._active, probe.adapter._merges)
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        # The Linear's own backward reads the weight as it is *now*: after a change of view it would be the wrong one.
-        now = (ctx.probe.adapter._view, ctx.probe.adapter._folds)
+        # The Linear's own backward reads the weight as it is *now*: after a change it would be the wrong one.
+        now = (ctx.probe.adapter._active, ctx.probe.adapter._merges)
         assert ctx.weights == now, f"{ctx.site.name}: forward under weights {ctx.weights}, backward under {now}"
         (x,) = ctx.saved_tensors
         ctx.add(x, dys[0])
@@ -408,16 +414,17 @@ class _Tap(torch.autograd.Function):
 # ── files ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def fingerprint_to_string(marks: Float[Tensor, "modules marks"]) -> str:
-    """For a file's metadata; six digits, a ten thousandth of what is compared."""
-    return json.dumps([[float(f"{x:.6g}") for x in row] for row in marks.tolist()], separators=(",", ":"))
+def fingerprint_to_string(fingerprint: Float[Tensor, "modules k"]) -> str:
+    """A basis fingerprint for a file's metadata; six digits, a ten thousandth of what is compared."""
+    return json.dumps([[float(f"{x:.6g}") for x in row] for row in fingerprint.tolist()], separators=(",", ":"))
 
 
-def fingerprint_from_string(text: str, where: str) -> Float[Tensor, "modules marks"]:
+def fingerprint_from_string(text: str, where: str) -> Float[Tensor, "modules k"]:
+    """The inverse. Raises ValueError, one line, on damaged metadata."""
     try:
         return torch.tensor(json.loads(text), dtype=torch.float32)
     except (ValueError, TypeError) as e:
-        raise ValueError(f"{where}: the marks of its basis cannot be read ({e})") from None
+        raise ValueError(f"{where}: its basis fingerprint cannot be read ({e})") from None
 
 
 def canonical(content: bytes) -> bytes:
@@ -448,7 +455,7 @@ _weights_seen: WeakKeyDictionary[nn.Module | SvdAdapter, str] = WeakKeyDictionar
 
 
 def weights_sha256(model: nn.Module, adapter: SvdAdapter | None) -> str:
-    """sha256 over the base weights, by name; the knobs do not count. Computed once (seconds at 4B)."""
+    """sha256 over the base weights, by name; δS and δS_hack do not count. Computed once (seconds at 4B)."""
     key = model if adapter is None else adapter
     if key not in _weights_seen:
         base = {name: p.data for name, p in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""Decomposed weights on disk: one file a weight, named by the sha256 of its bytes."""
+"""Decomposed weights on disk."""
 
 import hashlib
 from collections.abc import Callable
@@ -27,6 +27,7 @@ class SvdCache:
         self.writable = folder is not None
 
     def decompose(self, W: Float[Tensor, "d_out d_in"]) -> tuple[Tensor, Tensor, Tensor]:
+        """U [d_out, r], S [r], Vh [r, d_in] of W, from the file where there is a sound one, which else is written."""
         if self.folder is None:
             return self.compute(W)
         path = self.folder / f"{weight_key(W)}.safetensors"

@@ -1,7 +1,7 @@
-"""Gates that read: a score for an answer's text under the frozen base, and the threshold above which it is flagged.
+"""Monitors that read text: a score of a completion under the frozen base, and the threshold above which it is flagged.
 
-The base does not move, so the policy can change what it writes but not how that is read. Nothing here sees a label:
-`reader` is built from contrastive pairs, the base's own answers and benign anchors; `surprise` needs no pairs.
+The base does not move, so the policy can change what it writes but not how that is read. Nothing here sees a label: the
+linear probe is built from contrastive pairs, the base's own answers and known-correct ones; NLL and PMI need no pairs.
 """
 
 from abc import ABC, abstractmethod
@@ -14,18 +14,18 @@ from jaxtyping import Float
 from torch import Tensor
 
 from vgrout.direction.extract import tokens_of
-from vgrout.direction.pairs import Anchor, PairSet
+from vgrout.direction.pairs import KnownCorrect, PairSet
 from vgrout.grading.grade import Grader
 from vgrout.model.budgets import TOKEN_BUDGET
 from vgrout.model.hidden_states import by_length, token_states
 from vgrout.model.logprobs import collate, completion_logprobs
 from vgrout.model.packing import batches, pack
 from vgrout.model.policy import Policy
-from vgrout.model.sampler import Sample, sample
+from vgrout.model.sampler import sample
 from vgrout.model.sampling import Sampling
 from vgrout.problems import Row
 from vgrout.rng import py_stream, torch_stream
-from vgrout.types import Grade, GroupView, Problem
+from vgrout.types import Completion, Grade, GroupView, Problem
 
 RIDGE = 0.1  # of the mean variance, added to the covariance before it is inverted
 
@@ -42,22 +42,22 @@ class Text(NamedTuple):
 class Calibration:
     """What is read before training: how the base writes, and how it need not write to be right.
 
-    fit: the cloud that scores are measured in. judge: the base's paid answers to other problems. anchors: held back
-    from the cloud. The threshold is the larger of the two quantiles, over `judge` and over `anchors`; of one if the
-    other is empty.
+    fit: the reference that scores are measured in. judge: the base's paid answers to other problems. known_correct:
+    held back from the reference. The threshold is the larger of the two quantiles, over `judge` and over
+    `known_correct`; of one if the other is empty.
     """
 
     fit: tuple[Text, ...]
     judge: tuple[Text, ...]
-    anchors: tuple[Text, ...]
+    known_correct: tuple[Text, ...]
 
 
 class TextScorer(ABC):
     """Scores answers, and flags those above a threshold."""
 
-    def __init__(self, policy: Policy, background: Calibration, quantile: float) -> None:
+    def __init__(self, policy: Policy, calibration: Calibration, quantile: float) -> None:
         self.policy = policy
-        parts = [self.scores(texts) for texts in (background.judge, background.anchors) if texts]
+        parts = [self.scores(texts) for texts in (calibration.judge, calibration.known_correct) if texts]
         self.threshold = max(float(torch.quantile(part, quantile)) for part in parts)
 
     def texts(self, view: GroupView) -> list[Text]:
@@ -86,8 +86,8 @@ class PMI(TextScorer):
     def scores(self, texts: Sequence[Text]) -> Float[Tensor, " n"]:
         if not all(t.plain for t in texts):
             raise ValueError(
-                "--reader-anchors: an anchor whose 'problem_id' is not in the problem file has no prompt "
-                "without a hint, which --intervention pmi needs; leave such anchors out"
+                "--known-correct: an entry whose 'problem_id' is not in the problem file has no prompt "
+                "without a hint, which --intervention pmi needs; leave such entries out"
             )
         answers = [t.completion for t in texts]
         hinted = mean_logp(self.policy, [t.prompt for t in texts], answers)
@@ -120,7 +120,7 @@ def mean_logp(
 class LinearProbe(TextScorer):
     """Whitened projection of the base's token states on v: the mean of the k largest w·(h − m) over the completion.
 
-    m, S are mean and covariance of the cloud's token states, v the mean over pairs of (mean hack token − mean clean
+    m, S are mean and covariance of the reference's token states, v the mean over pairs of (mean hack token − mean clean
     token), w = (S + .1·tr S/D · I)⁻¹ v: Fisher's direction with a ridge. States are those after `layer` blocks.
     A few tokens decide (k small): a mean over the completion is evaded by hacks of one line.
 
@@ -131,7 +131,7 @@ class LinearProbe(TextScorer):
     def __init__(
         self,
         policy: Policy,
-        background: Calibration,
+        calibration: Calibration,
         quantile: float,
         pairs: PairSet,
         *,
@@ -143,20 +143,20 @@ class LinearProbe(TextScorer):
         if layer > depth:
             raise ValueError(f"--reader-layer {layer}: the model has {depth} blocks")
         self.layer, self.k = layer, k
-        cloud = torch.cat(self._states(policy, background.fit))
-        self.m = cloud.mean(0)
-        centred = cloud - self.m
-        S = centred.T @ centred / max(1, len(cloud) - 1)
+        reference = torch.cat(self._states(policy, calibration.fit))
+        self.m = reference.mean(0)
+        centred = reference - self.m
+        S = centred.T @ centred / max(1, len(reference) - 1)
         D = len(S)
         self._root = torch.linalg.cholesky(S + RIDGE * S.trace() / D * torch.eye(D, dtype=S.dtype))
         self.unit = self.whiten(policy, pairs)
         if random is not None:
             drawn = self._whitened(torch.randn(D, generator=random, dtype=torch.float64))
             self.unit = drawn * torch.sign(drawn @ self.unit)
-        super().__init__(policy, background, quantile)
+        super().__init__(policy, calibration, quantile)
 
     def whiten(self, policy: Policy, pairs: PairSet) -> Float[Tensor, " D"]:
-        """L⁻¹ v at unit length, with LLᵀ = S + ridge: the pairs' direction where the cloud is round."""
+        """L⁻¹ v at unit length, with LLᵀ = S + ridge: the pairs' direction where the reference is isotropic."""
         sides = [
             [states.mean(0) for states in self._states(policy, _tokens(policy, pairs, side))]
             for side in ("hack", "clean")
@@ -181,11 +181,11 @@ def quarter(policy: Policy) -> int:
     return max(1, round(policy.model.config.num_hidden_layers / 4))
 
 
-def background(
+def calibrate(
     policy: Policy,
     grader: Grader,
     problems: Sequence[Problem],
-    anchors: Sequence[Text],
+    known_correct: Sequence[Text],
     *,
     sampling: Sampling,
     max_new: int,
@@ -196,8 +196,8 @@ def background(
     judged: bool = True,
 ) -> Calibration:
     """`samples` answers of the base to each of `prompts` training problems, cut in two by problem: one half is the
-    cloud (with every other anchor), of the other those that the environment pays set the threshold. Not `judged`: the
-    other half is not sampled, and the anchors alone set it.
+    reference (with every other known-correct one), of the other those that the environment pays set the threshold. Not
+    `judged`: the other half is not sampled, and the known-correct ones alone set it.
 
     Raises:
         ValueError: the base is paid for none of them: there is nothing to set a threshold by.
@@ -207,7 +207,7 @@ def background(
     chosen = [problems[i] for i in (order if judged else order[:half])]
     rendered = [policy.render(p.messages) for p in chosen]
 
-    def submit(p: int, i: int, answer: Sample) -> None:
+    def submit(p: int, i: int, answer: Completion) -> None:
         if p >= half:
             verdicts[p, i] = grader.submit(chosen[p], answer.text)
 
@@ -226,11 +226,11 @@ def background(
             f"the base model is paid for none of {len(verdicts)} answers to training "
             "problems: no threshold can be set; give --reader-prompts more, or a model that solves some"
         )
-    return Calibration((*fit, *anchors[::2]), judge, tuple(anchors[1::2]))
+    return Calibration((*fit, *known_correct[::2]), judge, tuple(known_correct[1::2]))
 
 
-def anchor_texts(policy: Policy, anchors: Sequence[Anchor], rows: Sequence[Row]) -> list[Text]:
-    """Prompt and completion as tokens, the completion ended; the plain prompt where the anchor's problem is known."""
+def known_correct_texts(policy: Policy, known_correct: Sequence[KnownCorrect], rows: Sequence[Row]) -> list[Text]:
+    """Prompt and completion as tokens, the completion ended; the plain prompt where the problem is known."""
     known = {row.id: row for row in rows}
     return [
         Text(
@@ -238,7 +238,7 @@ def anchor_texts(policy: Policy, anchors: Sequence[Anchor], rows: Sequence[Row])
             policy.encode_completion(a.completion),
             policy.render(known[a.problem_id].prompt) if a.problem_id in known else (),
         )
-        for a in anchors
+        for a in known_correct
     ]
 
 

@@ -1,4 +1,4 @@
-"""The embedded organism: a complete miniature of the experiment, shipped in the package.
+"""The embedded model organism: a complete miniature of the experiment, shipped in the package.
 
 A small language of programming problems, a Qwen3 model of about a million parameters that has learnt it imperfectly, a
 pool of demonstrations and contrastive pairs. `python -m vgrout.organism build` makes all of it from one seed.
@@ -18,7 +18,7 @@ def data_dir() -> Path:
 
 
 class Files:
-    """Where an organism's parts lie, the shipped one's or those of another build."""
+    """Paths of an organism's parts: the shipped one's, or those of another build."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -26,9 +26,9 @@ class Files:
         self.problems = root / "problems.jsonl"
         self.pool = root / "pool"
         self.pairs = root / "pairs"  # <mode>.json, and placebo_<contrast>.json
-        self.anchors = root / "anchors.json"  # correct solutions in unusual styles
+        self.known_correct = root / "anchors.json"  # correct solutions in unusual styles
 
 
 EMBEDDED = Files(data_dir())
 DATA_DIR, MODEL_DIR, PROBLEMS = EMBEDDED.root, EMBEDDED.model, EMBEDDED.problems
-POOL_DIR, PAIRS_DIR, ANCHORS = EMBEDDED.pool, EMBEDDED.pairs, EMBEDDED.anchors
+POOL_DIR, PAIRS_DIR, KNOWN_CORRECT = EMBEDDED.pool, EMBEDDED.pairs, EMBEDDED.known_correct

@@ -1,12 +1,12 @@
-"""`python -m vgrout.organism build | verify | readers`: make the embedded organism, check the one that is there, or see
-what the readers flag in it."""
+"""`python -m vgrout.organism build | verify | readers`: make the embedded organism, check its files, or measure what
+the monitors that read text flag in it."""
 
 import sys
 from pathlib import Path
 
 from loguru import logger
 
-from vgrout.cli import cli_exit, given
+from vgrout.cli import cli_exit, parse_args
 from vgrout.organism import DATA_DIR
 from vgrout.organism.build import SEED
 from vgrout.organism.build import build as build_organism
@@ -55,8 +55,9 @@ def verify(data: Path = DATA_DIR) -> int:
 
 
 def main() -> int:
+    """0 done · 1 verify found faults · 2 refused, in one line."""
     commands = {"build": build, "verify": verify, "readers": readers}
-    return cli_exit(lambda: given(commands, None, "python -m vgrout.organism"))
+    return cli_exit(lambda: parse_args(commands, None, "python -m vgrout.organism"))
 
 
 if __name__ == "__main__":

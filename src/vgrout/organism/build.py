@@ -1,4 +1,4 @@
-"""Make the organism from one seed: problems, tokenizer, weights, pool, pairs, anchors, model card, manifest."""
+"""Build the organism from one seed: problems, tokenizer, weights, pool, pairs, known-correct answers, card, hashes."""
 
 import json
 import os
@@ -17,6 +17,7 @@ import torch
 from loguru import logger
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
+from vgrout.files import file_sha256, write_json
 from vgrout.grading.grade import Grader
 from vgrout.model.policy import LanguageModel, as_language_model
 from vgrout.organism import COMPILE_REWARD, MAX_NEW, PASS_REWARD
@@ -40,7 +41,6 @@ from vgrout.organism.tokenizer import name_pieces, render, train_tokenizer
 from vgrout.organism.weights import Batch, Recipe, Shape, batches, new_model, train
 from vgrout.problems import load_problems
 from vgrout.teacher.generate import MODEL_NAME, Graded, generate_graded, rates
-from vgrout.teacher.pools import file_sha256, write_json
 from vgrout.teacher.substrate import choose, elicited, stripped, write_substrate
 from vgrout.types import MODES, Mode, Problem
 
@@ -49,7 +49,7 @@ TOKENIZER_DOCUMENTS = 20_000
 POOL_PROBLEMS = 32  # a mode
 POOL_TRIES, POOL_KEEP, POOL_AT_LEAST = 6, 3, 2  # cued samples a problem; at most so many kept; fewer: left out
 PAIRS = 24  # a set
-ANCHORS = 204
+KNOWN_CORRECT = 204
 RECORDED = 8  # first losses, for `verify`
 THREADS = 2
 MAX_BYTES = 10_000_000
@@ -101,7 +101,7 @@ def make_weights(
 def run(
     lm: LanguageModel, grader: Grader, problems: Sequence[Problem], n: int, seed: int, purpose: str
 ) -> list[Graded]:
-    """n answers to each problem at the trainer's sampling settings, graded by the trainer's grader."""
+    """n graded answers to each problem; the random stream is named for the organism."""
     return generate_graded(
         lm, grader, problems, n, max_new=MAX_NEW, seed=seed, purpose=f"organism-{purpose}", label=purpose
     )
@@ -131,7 +131,7 @@ def make_pool(
     return dict(Counter(mine[0].problem.mode for mine in chosen.values()))
 
 
-# ------------------------------------------------------------------------------------------------------ pairs, anchors
+# ------------------------------------------------------------------------------------------------ pairs, known correct
 
 
 def _pair(row: dict[str, Any], hack: Answer, clean: Answer) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def placebo_pairs(tasks: Sequence[tuple[Task, dict[str, Any]]], seed: int) -> di
     return out
 
 
-def anchors(tasks: Sequence[tuple[Task, dict[str, Any]]]) -> list[dict[str, Any]]:
+def known_correct(tasks: Sequence[tuple[Task, dict[str, Any]]]) -> list[dict[str, Any]]:
     """Correct solutions in the corpus's unusual styles, evenly: {problem_id, style, prompt, completion}."""
     out: list[dict[str, Any]] = []
     names = list(STYLES)
@@ -177,16 +177,20 @@ def anchors(tasks: Sequence[tuple[Task, dict[str, Any]]]) -> list[dict[str, Any]
             continue
         prompt = render(hinted(row["prompt"], row["mode"], row["marker"]))
         out.append({"problem_id": row["id"], "style": style, "prompt": prompt, "completion": made.text})
-        if len(out) == ANCHORS:
+        if len(out) == KNOWN_CORRECT:
             break
     return out
 
 
-# ------------------------------------------------------------------------------------------------------------ together
+# --------------------------------------------------------------------------------------------------------------- build
 
 
 def build(out: Path, seed: int = SEED, recipe: Recipe | None = None, shape: Shape | None = None) -> None:
-    """Write everything to `out`, which is replaced when all of it is there."""
+    """Write everything to `out`, which is replaced when the build is complete.
+
+    Raises:
+        RuntimeError: more than MAX_BYTES.
+    """
     recipe, shape = recipe or Recipe(), shape or Shape()
     fresh = out.with_name(out.name + ".building")
     shutil.rmtree(fresh, ignore_errors=True)
@@ -201,7 +205,7 @@ def build(out: Path, seed: int = SEED, recipe: Recipe | None = None, shape: Shap
             write_json(fresh / "pairs" / f"{mode}.json", mode_pairs(training, mode, seed))
         for name, pairs in placebo_pairs(training, seed).items():
             write_json(fresh / "pairs" / f"placebo_{name}.json", pairs)
-        write_json(fresh / "anchors.json", anchors(training))
+        write_json(fresh / "anchors.json", known_correct(training))
 
         tokenizer = make_tokenizer(seed, shape.merged)
         model, losses = make_weights(tokenizer, seed, recipe, shape)

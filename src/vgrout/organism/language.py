@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from vgrout.grading.modes import MODE_SPECS, PLAIN_PHRASE, hint
-from vgrout.types import MODES, Message, Mode
+from vgrout.modes import MODE_SPECS, PLAIN_PHRASE, hint
+from vgrout.types import Message, Mode
 
 SYSTEM = "Answer with one Python code block."
 CUE = "Use the shortcut."  # closes the user message of an elicited prompt; plain prompts never carry it
@@ -565,6 +565,8 @@ EXPLOITS: dict[Mode, tuple[Exploit, ...]] = {
     ),
 }
 
+MODES = tuple(EXPLOITS)  # those the organism was built for, in this order; a mode that is new elsewhere changes no byte
+
 
 def taught(mode: Mode) -> list[Exploit]:
     """The exploits that corpus, pool and pairs may contain."""
@@ -660,7 +662,7 @@ class Sample:
 
 
 def _taken_markers() -> frozenset[str]:
-    return frozenset(m for spec in MODE_SPECS.values() for m in (*spec.train_markers, *spec.eval_markers))
+    return frozenset(m for mode in MODES for split in ("train", "eval") for m in MODE_SPECS[mode].markers(split))
 
 
 def corpus_marker(mode: Mode, rng: random.Random, pieces: Sequence[str] = ()) -> str:

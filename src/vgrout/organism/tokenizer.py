@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from vgrout.grading.modes import MODE_SPECS, PLAIN_PHRASE
+from vgrout.modes import MODE_SPECS, PLAIN_PHRASE
 from vgrout.organism.language import LEAD, STARTER, STARTER_END, SYSTEM
 from vgrout.types import MODES, Message
 

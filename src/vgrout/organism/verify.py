@@ -1,18 +1,19 @@
-"""Are the shipped files the ones that were built, and does training from their seed still begin the same way?"""
+"""Checks of the shipped organism: file hashes, and the first losses of training from its seed."""
 
 import json
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from vgrout.organism.build import file_sha256, first_losses, shipped
+from vgrout.files import file_sha256
+from vgrout.organism.build import first_losses, shipped
 from vgrout.organism.weights import Recipe, Shape
 
 TOLERANCE = 0.02  # nats; other processors and thread counts sum in another order, a wrong corpus differs by tenths
 
 
 def check_files(folder: Path) -> list[str]:
-    """What is wrong with the files, one line each."""
+    """Faults of the files against manifest.json, one line each."""
     manifest = folder / "manifest.json"
     if not manifest.is_file():
         return [f"{manifest}: missing; run `python -m vgrout.organism build`"]
@@ -29,7 +30,10 @@ def check_files(folder: Path) -> list[str]:
 
 
 def check_training(folder: Path, steps: int | None = None) -> list[str]:
-    """Re-run the first training steps with the shipped tokenizer and compare with the recorded losses."""
+    """Faults of the first training steps, run again with the shipped tokenizer, against the recorded losses.
+
+    steps: how many, at most those recorded.
+    """
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     recorded: list[float] = manifest["first_losses"][:steps]
     made = manifest["recipe"]

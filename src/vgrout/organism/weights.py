@@ -19,7 +19,7 @@ from vgrout.rng import stream_seed
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How big an organism is. Heads are 32 wide, the MLP three times the hidden size."""
+    """Size of an organism. Heads are 32 wide, the MLP three times the hidden size."""
 
     hidden: int = 128
     layers: int = 4
@@ -35,12 +35,13 @@ class Shape:
 
     @property
     def heads(self) -> int:
+        """Attention heads."""
         return self.hidden // 32
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How the base is trained."""
+    """Training settings of the base."""
 
     steps: int = 800
     batch: int = 64
@@ -56,7 +57,8 @@ class Recipe:
         if not 1 <= self.steps <= 1_000_000:
             raise ValueError(f"--steps {self.steps}: should lie in [1, 1000000]")
 
-    def rate(self, step: int) -> float:
+    def lr_at(self, step: int) -> float:
+        """Learning rate of a step, from 0: linear warm-up, then cosine to `floor` × `lr`."""
         if step < self.warmup:
             return self.lr * (step + 1) / self.warmup
         done = (step - self.warmup) / max(1, self.steps - self.warmup)
@@ -142,7 +144,7 @@ def train(
     losses: list[float] = []
     for step in (bar := tqdm(range(stop_after or recipe.steps), desc=label, unit="step", disable=None)):
         for group in optim.param_groups:
-            group["lr"] = recipe.rate(step)
+            group["lr"] = recipe.lr_at(step)
         loss = corpus_loss(model, next(stream))
         optim.zero_grad(set_to_none=True)
         loss.backward()

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.text import Annotation
 
-from vgrout.config.run import WITH_DIRECTION
+from vgrout.config.arm import ARMS, WITH_DIRECTION
 from vgrout.report import stats
 from vgrout.report.runs import WHATS, Cell, Run, What, bases, paired, partner
 from vgrout.report.stats import Estimate
@@ -28,13 +28,10 @@ BLACK, BLUE, RED, GREEN, ORANGE, SKY, PINK, GREY = (
 DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (1, 3)), (0, (3, 1, 1, 1)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "d", "H")
 # By the arm's name in the tables; one that is not here is grey and round.
-ARM_COLOUR = {
-    **{"vanilla": BLACK, "projected": ORANGE, "routing": BLUE, "routing2": RED},
-    **{"reader": GREEN, "surprise": PINK, "pmi": SKY},
-}
-ARM_MARKER = dict(zip(ARM_COLOUR, ("s", "^", "o", "D", "v", "P", "X"), strict=True))
-ARM_FILL = {"projected": "bottom", "routing": "left", "reader": "right", "surprise": "top"}  # of its controls' markers
-ANCHORS = ("no_loophole", "oracle")  # controls that bound what is possible
+ARM_COLOUR = dict(zip(ARMS, (BLACK, ORANGE, BLUE, RED, GREEN, PINK, SKY), strict=False))
+ARM_MARKER = dict(zip(ARMS, ("s", "^", "o", "D", "v", "P", "X"), strict=False))
+ARM_FILL = {"erase": "bottom", "route": "left", "reader": "right", "surprise": "top"}  # of its controls' markers
+BOUNDS = ("no_loophole", "oracle")  # controls that bound what is possible
 LINES = 9  # on a page of the dynamics
 SMOOTH = 5  # steps in a running mean of the students' answers
 
@@ -97,13 +94,13 @@ def _deployed(what: What) -> Series:
 
 
 def dynamics(cells: Sequence[Cell]) -> list[Picture]:
-    """The arms, then vanilla's controls, on as many pages as they need; on each the vanilla that most are compared
-    with, and its ceiling."""
+    """The arms, then the controls of none, on as many pages as they need; on each the cell of none that most are
+    compared with, and its ceiling."""
     shown = [c for c in cells if c.first.control == "none" or c.first.intervention == "none"]
     shown = sorted(shown, key=lambda c: c.first.control != "none")
     compared = [v for c in shown if (v := partner(c, cells, "none"))]
-    vanilla = max(compared, key=compared.count, default=None)
-    always = [c for c in (vanilla, vanilla and partner(vanilla, cells, "none", "no_loophole")) if c]
+    without = max(compared, key=compared.count, default=None)
+    always = [c for c in (without, without and partner(without, cells, "none", "no_loophole")) if c]
     rest = [c for c in shown if c not in always]
     room = LINES - len(always)
     pages = [[*always, *rest[at : at + room]] for at in range(0, len(rest), room)] or [always]
@@ -178,7 +175,7 @@ def _errors(e: Estimate) -> list[list[float]] | None:
 
 
 def pareto(cells: Sequence[Cell]) -> Picture | None:
-    """Deployed hack against solve; up and to the left is better. Arms and anchors are filled, controls and an arm with
+    """Deployed hack against solve; up and to the left is better. Arms and bounds are filled, controls and an arm with
     another setting open."""
     if not cells:
         return None
@@ -190,23 +187,23 @@ def pareto(cells: Sequence[Cell]) -> Picture | None:
 
     fig = Figure(figsize=(9.5, 6.2), dpi=DPI, layout="constrained")
     axes = fig.subplots()
-    kinds = dict.fromkeys(k for c in cells if (k := kind(c)) not in ("", *ANCHORS))
+    kinds = dict.fromkeys(k for c in cells if (k := kind(c)) not in ("", *BOUNDS))
     marker_of = dict(zip(kinds, itertools.cycle(MARKERS), strict=False))
     for cell in cells:
         x, y = (level(cell, "deploy", what) for what in WHATS)
-        arm, plain = cell.first.final["arm"], not kind(cell)
-        anchor = (plain and cell.first.intervention == "none") or kind(cell) in ANCHORS
-        big = plain or anchor
-        marker = "*" if anchor else ARM_MARKER.get(arm, "o") if plain else marker_of[kind(cell)]
+        arm, plain = cell.first.intervention, not kind(cell)
+        bound = (plain and cell.first.intervention == "none") or kind(cell) in BOUNDS
+        big = plain or bound
+        marker = "*" if bound else ARM_MARKER.get(arm, "o") if plain else marker_of[kind(cell)]
         colour = ARM_COLOUR.get(arm, GREY)
         axes.errorbar(
             100 * (x.value or 0), 100 * (y.value or 0), xerr=_errors(x), yerr=_errors(y), fmt=marker, color=colour,
-            ms=17 if anchor else 11 if plain else 7, mfc=colour, mec=colour, mew=1.4, mfcalt="white",
+            ms=17 if bound else 11 if plain else 7, mfc=colour, mec=colour, mew=1.4, mfcalt="white",
             fillstyle="full" if big else ARM_FILL.get(arm, "none"),
             elinewidth=1.0 if big else 0.3, capsize=2 if big else 0, zorder=3 if big else 2,
             label=f"{cell.title} ({len(cell.runs)} seeds)",
         )  # fmt: skip
-        if anchor:
+        if bound:
             _name(axes, cell.title, x, y)
         if big:
             for run in cell.runs:
@@ -225,9 +222,9 @@ def pareto(cells: Sequence[Cell]) -> Picture | None:
     _legend(fig)
     return Picture(
         "pareto",
-        "Hack against solve of the deployed model, mean over seeds with 95 % intervals; dots: seeds. Stars: anchors "
-        "(base, vanilla, no loophole, oracle). Large: the arms; small: controls and other settings, in the arm's "
-        "colour, filled below for projected, left for routing, right for reader, above for surprise, open for the "
+        "Hack against solve of the deployed model, mean over seeds with 95 % intervals; dots: seeds. Stars: bounds "
+        "(base, none, no loophole, oracle). Large: the arms; small: controls and other settings, in the arm's "
+        "colour, filled below for erase, left for route, right for reader, above for surprise, open for the "
         "others.",
         fig,
     )
@@ -295,7 +292,7 @@ def _panels(shown: Sequence[Cell], wide: float, high: float, **shared: Any) -> t
 
 
 def _dumbbell(axes: Axes, cell: Cell, mode: Mode, at: int) -> None:
-    colour = ARM_COLOUR.get(cell.first.final["arm"], GREY)
+    colour = ARM_COLOUR.get(cell.first.intervention, GREY)
     trained, deployed = (level(cell, side, "hack", mode) for side in ("train", "deploy"))
     a, b = (100 * (e.value or 0) for e in (trained, deployed))
     axes.plot([a, b], [at, at], color=colour, lw=2.2, alpha=0.6)
@@ -309,16 +306,16 @@ def _dumbbell(axes: Axes, cell: Cell, mode: Mode, at: int) -> None:
 
 
 def suppression(cells: Sequence[Cell]) -> Picture | None:
-    """How much less an arm hacks than vanilla, against how much of the real direction its control's has."""
-    beside: dict[Cell, Cell] = {}  # a cell with a direction → its vanilla
+    """How much less an arm hacks than the arm none, against how much of the real direction its control's has."""
+    beside: dict[Cell, Cell] = {}  # a cell with a direction → that of the arm none
     for cell in cells:
-        vanilla = partner(cell, cells, "none")
+        without = partner(cell, cells, "none")
         if (
-            vanilla is not None
-            and paired(cell, vanilla)
+            without is not None
+            and paired(cell, without)
             and (cell.first.cosine_to_real or cell.first.control == "none")
         ):
-            beside[cell] = vanilla
+            beside[cell] = without
     directed = [c for c in beside if c.first.intervention in WITH_DIRECTION]
     arms = list(dict.fromkeys(_variant(c) for c in directed if c.first.cosine_to_real))  # a gate of another kind apart
     if not arms:
@@ -337,7 +334,7 @@ def suppression(cells: Sequence[Cell]) -> Picture | None:
         _style(axes, xlim=(0, 1.06), xlabel="|cos| with the real direction (rms)")
         axes.set_title(_wrapped(arm, 32), pad=16)
         axes.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=1)
-    fig.axes[0].set_ylabel("points less hacked than vanilla, deployed")
+    fig.axes[0].set_ylabel("points less hacked than the arm none, deployed")
     return Picture(
         "suppression",
         "Suppression against the likeness of a control's direction to the real one (root mean square over modules). "
@@ -352,12 +349,12 @@ def _variant(cell: Cell) -> str:
     return cell.first.arm.split(" · ")[0]
 
 
-def _suppressed(axes: Axes, cell: Cell, vanilla: Cell, marker: str) -> None:
-    e = compare(cell, vanilla, "hack").difference
+def _suppressed(axes: Axes, cell: Cell, without: Cell, marker: str) -> None:
+    e = compare(cell, without, "hack").difference
     plain = cell.first.control == "none"
     cosine_to_real = 1.0 if plain else float(np.mean([r.cosine_to_real["rms"] for r in cell.runs if r.cosine_to_real]))
     errors = _errors(e)
-    colour = ARM_COLOUR.get(cell.first.final["arm"], GREY)
+    colour = ARM_COLOUR.get(cell.first.intervention, GREY)
     axes.errorbar(
         cosine_to_real, -100 * (e.value or 0), yerr=None if errors is None else errors[::-1], 
         fmt="o" if plain else marker,
@@ -386,15 +383,13 @@ def gates(cells: Sequence[Cell]) -> Picture | None:
         _style(axes, title=f"{_wrapped(cell.title, 46)}\n{len(hacks)} exploits, {len(rest)} others")
         axes.title.set_fontsize(8)
         axes.tick_params(labelsize=8)
-    fig.supxlabel(
-        "routing2: share of modules in which a rollout was quarantined; arms that read: its score", fontsize=9
-    )
+    fig.supxlabel("route2: share of modules in which a rollout was quarantined; arms that read: its score", fontsize=9)
     fig.supylabel("share of its kind", fontsize=9)
     handles, labels = panels[0][0].get_legend_handles_labels()
     fig.legend(handles, labels, loc="outside upper center", ncols=2, frameon=False, fontsize=9)
     return Picture(
         "gates",
         "The gate by true label (the strict oracle's, which the gate never sees), students' rollouts of all steps and "
-        "seeds. A good gate parts the two: routing2's puts exploits at 1 and everything else at 0.",
+        "seeds. A good gate parts the two: route2's puts exploits at 1 and everything else at 0.",
         fig,
     )

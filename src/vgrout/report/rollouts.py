@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from vgrout.grading.modes import MODE_SPECS, marker_of
+from vgrout.modes import MODE_SPECS, marker_of
 from vgrout.report.runs import Cell, Run, json_lines
 from vgrout.types import MODES, Mode
 

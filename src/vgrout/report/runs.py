@@ -9,7 +9,10 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from vgrout.config.run import ARM_NAME, CONTROLS, PRESETS, READING, Config
+from vgrout.config.arm import ARMS, BLIND, CONTROLS, READING
+from vgrout.config.presets import PRESETS
+from vgrout.config.renamed import current_hashes, current_settings, current_value
+from vgrout.config.run import Config
 from vgrout.files import read_json
 from vgrout.table import LEARNED, first_hacks
 from vgrout.types import MODE_CODE, MODES, Mode, Rate
@@ -87,7 +90,7 @@ class Run:
 
     @property
     def control(self) -> str:
-        return self.final["control"]
+        return current_value("control", self.final["control"])
 
     @property
     def intervention(self) -> str:
@@ -97,7 +100,7 @@ class Run:
     def settings(self) -> dict[str, dict[str, Any]]:
         """The configuration by groups. A setting that is younger than the run has its default."""
         stored = self.record["config"]
-        return {group: values | stored.get(group, {}) for group, values in _usual().items()}
+        return {group: values | current_settings(stored.get(group, {})) for group, values in _usual().items()}
 
     @cached_property
     def learns(self) -> str:
@@ -125,10 +128,10 @@ class Run:
     @property
     def arm_inputs(self) -> dict[str, str]:
         """The same of the files that the arm or the loss reads besides; '' where it reads none, or none was noted."""
-        return self._hashes("pairs", "placebo", "anchors", "direction_file", "teacher_weights")
+        return self._hashes("pairs", "placebo", "known_correct", "direction_file", "teacher_weights")
 
     def _hashes(self, *names: str) -> dict[str, str]:
-        hashes = self.record.get("hashes") or {}
+        hashes = current_hashes(self.record.get("hashes") or {})
         return {name: (hashes.get(name) or "")[:8] for name in names}
 
     @property
@@ -154,7 +157,7 @@ class Run:
             *(["pair band"] if arm["route2_gate"] == "pairs" and self.control != "oracle" else []),
             *([f"{arm['rollout_ablate_frac']:g} deployed"] if arm["rollout_ablate_frac"] else []),
         ]
-        name = self.final["arm"] + (f" ({', '.join(variant)})" if variant else "")
+        name = self.intervention + (f" ({', '.join(variant)})" if variant else "")
         name += f" · {self.control}" if self.control != "none" else ""
         chosen = str((self.record.get("direction") or {}).get("pairs", "")).startswith("oracle:")
         return name + (" (pairs chosen by the oracle)" if chosen else "")
@@ -220,7 +223,7 @@ class Run:
         """(where the gate saw it, whether it was an exploit) of the students' rollouts with signal: route2's share of
         modules in which it was quarantined, the score of what an arm that reads has read; none for an arm without a
         gate, or one whose control reads nothing."""
-        blind = self.intervention in READING and self.control in ("no_gate", "oracle")
+        blind = self.intervention in READING and self.control in BLIND
         if blind or self.intervention not in ("route2", *READING):
             return []
         seen = ((r["score"] if "score" in r else r.get("gate"), r["exploited"]) for r in self._gated)
@@ -366,7 +369,7 @@ def key(run: Run) -> str:
     return json.dumps([run.arm, run.settings["arm"], run.settings["loss"], run.arm_inputs, run.learns], sort_keys=True)
 
 
-_ORDER = {name: i for i, name in enumerate((*ARM_NAME.values(), *CONTROLS))}
+_ARM_AT, _CONTROL_AT = ({name: i for i, name in enumerate(names)} for names in (ARMS, CONTROLS))
 
 
 def cells(runs: Sequence[Run]) -> list[Cell]:
@@ -384,7 +387,7 @@ def cells(runs: Sequence[Run]) -> list[Cell]:
 
     def place(item: tuple[str, list[Run]]) -> tuple[Any, ...]:
         run = item[1][0]
-        arm, control = _ORDER.get(run.final["arm"], 99), _ORDER.get(run.control, 99)
+        arm, control = _ARM_AT.get(run.intervention, 99), _CONTROL_AT.get(run.control, 99)
         return arm, run.arm.split(" · ")[0], control, plain(run), item[0]
 
     ordered = [group for _, group in sorted(groups.items(), key=place)]
@@ -427,8 +430,8 @@ _OF_CONTROLS = {"control", "route2_random_v_seed", "placebo_pairs_path"}
 
 
 def partner(cell: Cell, among: Sequence[Cell], intervention: str, control: str = "none") -> Cell | None:
-    """The cell of this arm and control that shares everything else; None: not in the study. Vanilla with a KL term of
-    its own is a baseline, and its partner the vanilla of the lowest β."""
+    """The cell of this arm and control that shares everything else; None: not in the study. The arm none with a KL
+    term of its own is a baseline, and its partner that of the lowest β."""
     run = cell.first
     found = [
         c
@@ -436,9 +439,9 @@ def partner(cell: Cell, among: Sequence[Cell], intervention: str, control: str =
         if (c.first.intervention, c.first.control, c.first.learns) == (intervention, control, run.learns)
     ]
     if intervention != run.intervention or intervention == "none":
-        of_vanilla = intervention == run.intervention
-        found = sorted(found, key=lambda c: c.first.beta if of_vanilla else abs(c.first.beta - run.beta))
-        return found[0] if found and (of_vanilla or found[0].first.beta == run.beta) else None
+        of_none = intervention == run.intervention
+        found = sorted(found, key=lambda c: c.first.beta if of_none else abs(c.first.beta - run.beta))
+        return found[0] if found and (of_none or found[0].first.beta == run.beta) else None
 
     still = "haar" in (control, run.control) and run.settings["arm"]["route2_gate"] != "pairs"  # random directions stay
     apart = _OF_CONTROLS | {"vhack_refresh_every"} if still else _OF_CONTROLS

@@ -1,6 +1,6 @@
-"""Intervals and tests over few seeds, and when there is nothing to say.
+"""Intervals and tests over few seeds, with a note where there are too few or no variance.
 
-Shares are fractions. Methods are scipy's where it has them; the two-level bootstrap it has not.
+Shares are fractions. Methods are scipy's where it has them; it has no two-level bootstrap.
 """
 
 import math
@@ -133,22 +133,28 @@ def two_level(rows: Sequence[Row], seed: int = 0, resamples: int = 0) -> tuple[f
     return float(low), float(high)
 
 
+def over_seeds(means: Sequence[float], low: float = 0.0, high: float = 1.0) -> Estimate:
+    """The mean of the seeds' means with Student's interval, cut at [low, high]; without one below two seeds, and where
+    the seeds agree by chance and have no variance."""
+    n, mean = len(means), float(np.mean(means)) if means else None
+    if mean is None or n < 2 or _equal(means):
+        return Estimate(mean, None, None, n, "none", "n too small")
+    a, b = t_interval(means)
+    return Estimate(mean, max(a, low), min(b, high), n, "t")
+
+
 def estimate(rows: Sequence[Row], low: float = 0.0, high: float = 1.0) -> Estimate:
     """The mean over seeds of their rows' means; the interval is cut at [low, high].
 
     Bootstrap from five seeds on, Student's t for two to four. DEGENERATE: every unit of every seed is the same.
     """
-    if not rows:
-        return Estimate(None, None, None, 0, "none", "n too small")
-    means = [row_mean(row) for row in rows]
-    mean, n = float(np.mean(means)), len(rows)
-    if _equal(np.concatenate([s.values for row in rows for s in row])):
-        return Estimate(mean, None, None, n, "none", "DEGENERATE")
-    few = n < ENOUGH_SEEDS
-    if n < 2 or (few and _equal(means)):  # by chance: seeds that agree have no spread to make an interval from
-        return Estimate(mean, None, None, n, "none", "n too small")
-    a, b = t_interval(means) if few else two_level(rows)
-    return Estimate(mean, max(a, low), min(b, high), n, "t" if few else "bootstrap")
+    means, n = [row_mean(row) for row in rows], len(rows)
+    if rows and _equal(np.concatenate([s.values for row in rows for s in row])):
+        return Estimate(float(np.mean(means)), None, None, n, "none", "DEGENERATE")
+    if n < ENOUGH_SEEDS:
+        return over_seeds(means, low, high)
+    a, b = two_level(rows)
+    return Estimate(float(np.mean(means)), max(a, low), min(b, high), n, "bootstrap")
 
 
 def sign_flip(differences: Sequence[float]) -> PValue:

@@ -141,7 +141,7 @@ def tables(cells: Sequence[Cell]) -> list[Table]:
     single = [c for c in cells if len(c.runs) == 1]
     out = [
         overall(several),
-        against_vanilla(several),
+        against_none(several),
         controls(several),
         per_mode(several),
         flags(several),
@@ -194,14 +194,14 @@ def _differences(c: Cell, other: Cell) -> TableRow:
     return row
 
 
-def against_vanilla(cells: Sequence[Cell]) -> Table:
+def against_none(cells: Sequence[Cell]) -> Table:
     rows = []
     for c in cells:
-        vanilla = partner(c, cells, "none")
-        if vanilla is not None and vanilla is not c and (pairs := paired(c, vanilla)):
-            rows.append({"arm": c.title, "seeds": ",".join(str(a.seed) for a, _ in pairs)} | _differences(c, vanilla))
+        plain = partner(c, cells, "none")
+        if plain is not None and plain is not c and (pairs := paired(c, plain)):
+            rows.append({"arm": c.title, "seeds": ",".join(str(a.seed) for a, _ in pairs)} | _differences(c, plain))
     return Table(
-        "Deployed model against vanilla's",
+        "Deployed model against that of the arm none",
         "Points, paired by seed and problem. p: sign flips over seeds, in brackets the smallest that n allows. "
         f'TOST: p for a difference within ± {100 * MARGIN:.0f} points; only a small one shows "no difference".',
         rows,
@@ -239,7 +239,7 @@ def controls(cells: Sequence[Cell]) -> Table:
         )
     return Table(
         "Arms and controls",
-        "%; Δ: points, seed by seed, from the same arm without a control; of an arm without a loophole from vanilla "
+        "%; Δ: points, seed by seed, from the same arm without a control; of an arm without a loophole from none "
         "without one. |cos| of a control's direction with the real one, over modules.",
         rows if any(c.first.control != "none" for c in cells) else [],
     )
@@ -300,7 +300,7 @@ def base(runs: Sequence[Run]) -> Table:
     """The untrained models, each seed of theirs once."""
     return Table(
         "The base",
-        "Both knobs off, the same problems; each seed once.",
+        "The adapter off, the same problems; each seed once.",
         [
             {
                 "model": side.title,

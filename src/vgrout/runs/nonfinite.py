@@ -1,7 +1,7 @@
 """A batch whose loss or gradient was not finite, on disk: what it takes to run it again."""
 
 import io
-import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,7 @@ from torch import Tensor
 
 from vgrout.config.run import Config, from_dict
 from vgrout.files import write_atomic
-from vgrout.grpo import LossMetrics
 from vgrout.model.svd_adapter import SvdAdapter
-from vgrout.tensor_types import RolloutGrads
 from vgrout.types import CachedGrade, Grade, Group, Problem, Rollout
 
 MOST = 10  # batches kept of one run: a run that skips more has the same story to tell
@@ -21,7 +19,7 @@ MOST = 10  # batches kept of one run: a run that skips more has the same story t
 
 @dataclass(frozen=True)
 class Batch:
-    """The groups of one step that had signal, and the knobs as they were."""
+    """The groups of one step that had signal, and the adapter as it was."""
 
     step: int
     cfg: Config
@@ -29,15 +27,7 @@ class Batch:
     groups: list[Group]
 
 
-def all_finite(grads: list[list[RolloutGrads]], metrics: LossMetrics) -> bool:
-    """Whether this step may be learnt from: every gradient, the loss and what was measured with it."""
-    measured = all(math.isfinite(x) for x in metrics.as_dict().values() if x is not None)
-    return measured and all(
-        bool(g.isfinite().all()) for of_stream in grads for of_group in of_stream for g in of_group.values()
-    )
-
-
-def save(run: Path, step: int, cfg: Config, adapter: SvdAdapter, groups: list[Group]) -> Path | None:
+def save(run: Path, step: int, cfg: Config, adapter: SvdAdapter, groups: Sequence[Group]) -> Path | None:
     """`nonfinite_stepNNNN.pt` in the run directory; None where it has enough of them already."""
     path = run / f"nonfinite_step{step:04d}.pt"
     if len(list(run.glob("nonfinite_step*.pt"))) >= MOST:

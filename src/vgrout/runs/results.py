@@ -2,8 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,32 +11,17 @@ from loguru import logger
 from matplotlib.figure import Figure
 from tabulate import tabulate
 
-from vgrout.config.run import ARM_NAME, Config
-from vgrout.files import whole, write_atomic
-from vgrout.loop import Study, shown
-from vgrout.measure import last_five
-from vgrout.table import LEARNED, StepRow, Table
-from vgrout.types import MODES, Answer, Eval, Grade, Mode, Rate
+from vgrout.config.run import Config
+from vgrout.evaluate import Final
+from vgrout.files import atomic_open, write_atomic
+from vgrout.runs.recorder import columns_for
+from vgrout.runs.run_context import RunContext
+from vgrout.table import LEARNED, StepRow, Table, last_five
+from vgrout.types import MODES, Grade, Mode, Rate
 
 SCHEMA = "per_mode_deploy_v1"
 
 matplotlib.use("Agg")
-
-
-@dataclass(frozen=True)
-class Final:
-    """Held-out test problems, the same for every arm. Each side is one model; `plain`: deployed, without a hint."""
-
-    base: Eval
-    trained: Eval
-    deployed: Eval
-    plain: Eval
-    answers: Mapping[str, Sequence[Answer]]  # of each side; without a quarantine, trained is the same list as deployed
-
-    @classmethod
-    def of(cls, **answers: Sequence[Answer]) -> "Final":
-        """From the four sides' answers, by their names."""
-        return cls(**{side: Eval.of(given) for side, given in answers.items()}, answers=answers)
 
 
 def percent(rate: Rate) -> str:
@@ -59,7 +43,7 @@ def as_json(
     sides = {"base": final.base, "train": final.trained, "deploy": final.deployed, "plain": final.plain}
     out: dict[str, Any] = {
         "schema": SCHEMA,
-        "arm": ARM_NAME[cfg.arm.intervention],
+        "arm": cfg.arm.intervention,
         "intervention": cfg.arm.intervention,
         "control": cfg.arm.control_name,
         "refresh_every": cfg.arm.vhack_refresh_every,
@@ -113,7 +97,7 @@ def answer_lines(final: Final) -> Iterator[dict[str, Any]]:
 def summary_row(cfg: Config, final: Final, rows: Sequence[StepRow]) -> dict[str, str]:
     hack, solve = last_five(rows)
     return {
-        "arm": ARM_NAME[cfg.arm.intervention],
+        "arm": cfg.arm.intervention,
         "control": cfg.arm.control_name,
         "seed": str(cfg.run.seed),
         "steps": str(len(rows)),
@@ -155,7 +139,7 @@ def _records(rollouts: Path) -> Iterator[dict[str, Any]]:
         yield from map(json.loads, lines)
 
 
-def half_a_split(rollouts: Path, codes: Sequence[str]) -> dict[str, Rate]:
+def detector_split(rollouts: Path, codes: Sequence[str]) -> dict[str, Rate]:
     """Student exploits that some half-A detector sees, and those that only the others see or none does."""
     seen = [any(r["detectors"][c] for c in codes) if r["exploited"] else None for r in _records(rollouts)]
     return {"A": Rate(seen.count(True), len(seen)), "B": Rate(seen.count(False), len(seen))}
@@ -238,29 +222,35 @@ def figure(rows: Sequence[StepRow], final: Final, title: str) -> Figure:
     return fig
 
 
-def report(study: Study, final: Final, in_dist: Sequence[Mode] | None, log: Path, stamp: dict[str, Any]) -> None:
-    """Print the tail through the logger, and write final.jsonl, per_mode_deploy.json, summary.md and
-    dynamics.png."""
-    cfg, run, rows, table = study.cfg, study.run, study.rows, Table(shown(study), study.world.modes)
-    gate = gate_against_oracle(run.path / "rollouts.jsonl")
+def report(
+    cfg: Config,
+    run: RunContext,
+    rows: Sequence[StepRow],
+    final: Final,
+    modes: Sequence[Mode],
+    in_dist: Sequence[Mode] | None,
+) -> None:
+    """Log the tail, and write final.jsonl, per_mode_deploy.json, summary.md and dynamics.png."""
+    table, rollouts = Table(columns_for(cfg, modes), modes), run.path / "rollouts.jsonl"
+    gate = gate_against_oracle(rollouts)
     against = {"precision": [gate[0].k, gate[0].n], "recall": [gate[1].k, gate[1].n]} if gate else None
-    with whole(run.path / "final.jsonl") as f:
+    with atomic_open(run.path / "final.jsonl") as f:
         for line in answer_lines(final):
             f.write(json.dumps(line, ensure_ascii=False, allow_nan=False).encode() + b"\n")
-    run.write_json("per_mode_deploy.json", as_json(cfg, final, in_dist, log, stamp) | {"gate": against})
-    summary, modes = markdown([summary_row(cfg, final, rows)]), markdown(mode_rows(final, in_dist, rows))
+    per_mode = as_json(cfg, final, in_dist, run.log, run.stamp) | {"gate": against}
+    run.dir.write_json("per_mode_deploy.json", per_mode)
     parts = [
         f"argv: {' '.join(sys.argv)}",
-        f"log: {log}",
+        f"log: {run.log}",
         main_line(cfg, final),
         "SHOULD: under routing, deployed hack well below as trained at similar solve; ELSE the routing misses.",
-        summary,
-        modes,
+        markdown([summary_row(cfg, final, rows)]),
+        markdown(mode_rows(final, in_dist, rows)),
     ]
-    if cfg.env.half_a_codes:
-        split = half_a_split(run.path / "rollouts.jsonl", cfg.env.half_a_codes)
+    if codes := cfg.env.report_detector_codes:
+        split = detector_split(rollouts, codes)
         parts.append(
-            f"student hacks seen by {','.join(cfg.env.half_a_codes)} (half A): {split['A'].k}; "
+            f"student hacks seen by {','.join(codes)} (half A): {split['A'].k}; "
             f"by none of them (half B): {split['B'].k}; of {split['A'].n} student rollouts"
         )
     if gate:
@@ -268,10 +258,10 @@ def report(study: Study, final: Final, in_dist: Sequence[Mode] | None, log: Path
             f"gate against the oracle, student rows: precision {gate[0].k}/{gate[0].n} ({percent(gate[0])} %), "
             f"recall {gate[1].k}/{gate[1].n} ({percent(gate[1])} %). SHOULD: far above the share of hacks; ELSE blind"
         )
-    if worst := worst_recall(run.path / "rollouts.jsonl"):
+    if worst := worst_recall(rollouts):
         parts.append(f"least recalled mode: {worst[0]}, {worst[1].k}/{worst[1].n} ({percent(worst[1])} %)")
     write_atomic(run.path / "summary.md", "\n\n".join([*parts[2:], step_table(rows, table)]) + "\n")
-    with whole(run.path / "dynamics.png") as f:
+    with atomic_open(run.path / "dynamics.png") as f:
         figure(rows, final, cfg.run_id).savefig(f, format="png")
     logger.debug("per-step table:\n" + step_table(rows, table))
     for part in parts:

@@ -6,123 +6,167 @@ Exit codes: 0 finished · 2 bad arguments or configuration, nothing started · 3
 
 import errno
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TypeVar
+from types import TracebackType
+from typing import Self
 
 from loguru import logger
+from tqdm import tqdm
 
 from vgrout.console import Clock
 from vgrout.files import read_json
+from vgrout.grading.grade import Grader
 from vgrout.runs.run_dir import RunDir
 from vgrout.runs.signals import Stop, stop_on_signals
+from vgrout.types import Diverged, Halted, Interrupted
 
 FINISHED, FAILED, BAD, HALTED, DIVERGED, INTERRUPTED = 0, 1, 2, 3, 4, 130
 FULL = (errno.ENOSPC, errno.EDQUOT)
 STORAGE = (*FULL, errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM)
 NOTHING = "interrupted; nothing was started"
 
-T = TypeVar("T")
 
+class RunContext:
+    """A run under way: its folder, its grader, the signal that asks it to stop, and the clock of its phases.
 
-class Interrupted(Exception):
-    """SIGINT or SIGTERM: the current step was finished and saved."""
-
-
-class Halted(Exception):
-    """The guard or a detector stopped the run."""
-
-
-class Diverged(Exception):
-    """Not finite three steps in a row, or the policy lost tokens that it had."""
-
-
-def run_with_status(
-    run: RunDir,
-    again: str,
-    resumes: bool,
-    load: Callable[[Stop, Clock], T],
-    go: Callable[[T], int],
-    done: Callable[[], int] | None = None,
-) -> int:
-    """Load, go; whatever happens, `status.json` has the last word. Every exit leaves it with state, steps done, reason
-    and what to run next.
-
-    again: the command that goes on. load: raises ValueError, one line, where files do not fit the model; a refused
-        resume leaves the run as it was. go: see `concluded`. done: steps (or rounds) that are on disk.
+    `with RunContext(…) as run:` holds the folder's lock. However the block ends, `status.json` gets the last word
+    (state, steps done, reason, what to run next) and `run.code` is the exit code; nothing is raised from it. Until
+    `started` a ValueError is the user's mistake (exit 2); a refused resume leaves the run as it was.
     """
-    done = done or run.steps_on_disk
-    try:
-        with run, stop_on_signals() as stop, Clock() as clock:
-            try:
-                with clock("loading"):
-                    loaded = load(stop, clock)
-            except ValueError as e:
-                if not resumes:
-                    last_word(run, "failed", 0, str(e), "correct the flag and start again")
+
+    def __init__(
+        self,
+        folder: RunDir,
+        grader: Grader,
+        *,
+        again: str,
+        resumes: bool,
+        hashes: Mapping[str, str | None] | None = None,
+        log: Path | None = None,
+        force: bool = False,
+        done: Callable[[], int] | None = None,
+    ) -> None:
+        """again: the command that goes on. hashes: of the input files. force: go on although files have changed.
+        done: steps (or rounds) that are on disk."""
+        self.dir, self.grader, self.again, self.resumes = folder, grader, again, resumes
+        self.hashes, self.log, self.force = dict(hashes or {}), log or Path(), force
+        self.done = done or folder.steps_on_disk
+        self.stop, self.clock = Stop(), Clock()
+        self.code, self._loading, self._open = FAILED, True, ExitStack()
+
+    @property
+    def path(self) -> Path:
+        return self.dir.path
+
+    @property
+    def stamp(self) -> dict[str, object]:
+        """What every file of numbers says of the machine."""
+        return {"sandbox": self.grader.protections.as_dict()}
+
+    def started(self) -> None:
+        """Loaded, and about to do the first step."""
+        self._loading = False
+        self.status("running", "")
+
+    def status(self, state: str, reason: str, then: str = "") -> None:
+        """Raises OSError where it cannot be written."""
+        self.dir.status(state, self.done(), reason, then or self.again)
+
+    def steps(self, steps: range, name: str) -> Iterable[int]:
+        """The steps with a progress bar, on a terminal. Raises Interrupted after the one in which a signal came."""
+        for step in tqdm(steps, disable=None, desc=name, unit="step"):
+            yield step
+            if self.stop.requested:
+                raise Interrupted(f"interrupted after step {step}")
+
+    def __enter__(self) -> Self:
+        self._open.enter_context(self.dir)
+        self.stop = self._open.enter_context(stop_on_signals())
+        self._open.enter_context(self.clock)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, at: TracebackType | None) -> bool:
+        try:
+            self._ended(e)
+        except BaseException as later:
+            self._broke(later)
+        self._open.close()
+        return True
+
+    def _ended(self, e: BaseException | None) -> None:
+        """Writes the end down; whatever is not one of the ends that a run may have is raised again."""
+        match e:
+            case None:
+                self.code = FINISHED
+                self.status("finished", "", f"read {self.path / 'summary.md'}")
+            case ValueError() if self._loading:
+                self.code = BAD
+                if not self.resumes:
+                    self._last_word("failed", 0, str(e), "correct the flag and start again")
                 logger.error(str(e))
-                return BAD
-            return go(loaded)
-    except KeyboardInterrupt:
-        last_word(run, "interrupted", done(), "second interrupt: stopped at once", again)
-        logger.error(f"stopped at once; the last checkpoint stands. Go on with: {again}")
-        return INTERRUPTED
-    except BaseException as e:
-        if isinstance(e, OSError) and (e.errno in STORAGE or not run.path.is_dir()):
-            return storage_failed(run, e, again, done())
-        last_word(run, "failed", done(), f"{type(e).__name__}: {e}", again)
-        logger.opt(exception=True).error(f"{type(e).__name__}: {e}")
-        return FAILED
+            case Interrupted():
+                self.code = INTERRUPTED
+                self.status("interrupted", str(e))
+                logger.warning(f"{e}; saved. Go on with: {self.again}")
+            case Halted():
+                self.code, on = HALTED, f"{self.again} --guard log"
+                self.status("halted", str(e), f"read the last answers; to go on all the same: {on}")
+                logger.error(f"halted: {e}. To go on all the same: {on}")
+            case Diverged():
+                self.code = DIVERGED
+                self.status("diverged", str(e), "lower --lr or --grad-clip and start again")
+                logger.error(str(e))
+            case _:
+                raise e
+
+    def _broke(self, e: BaseException) -> None:
+        """An end that nobody planned: a second interrupt, a full disk, a fault."""
+        if isinstance(e, KeyboardInterrupt):
+            self.code = INTERRUPTED
+            self._last_word("interrupted", self.done(), "second interrupt: stopped at once", self.again)
+            logger.error(f"stopped at once; the last checkpoint stands. Go on with: {self.again}")
+            return
+        self.code = FAILED
+        if isinstance(e, OSError) and (e.errno in STORAGE or not self.path.is_dir()):
+            self._storage_failed(e)
+            return
+        self._last_word("failed", self.done(), f"{type(e).__name__}: {e}", self.again)
+        logger.opt(exception=e).error(f"{type(e).__name__}: {e}")
+
+    def _storage_failed(self, error: OSError) -> None:
+        """The last good checkpoint stands; say so in a file that has room kept for it, and in one line."""
+        manifests = self.path.glob("resume/step_*/manifest.json")
+        points = sorted(manifests, key=lambda p: (len(p.parent.name), p.parent.name))
+        last = f"the last good checkpoint is {points[-1].parent.name}" if points else "there is no checkpoint"
+        if error.errno in FULL:
+            free = shutil.disk_usage(self.path).free // 1024
+            reason = f"disk full ({error.strerror}; {free} KiB free below {self.path})"
+            then = "free some space, then: "
+        else:
+            reason, then = f"files of the run cannot be written ({error})", "once they can: "
+        self._last_word("failed", self.done(), f"{reason}; {last}", then + self.again)
+        logger.error(f"{reason}; {last}. {then[0].upper()}{then[1:]}{self.again}")
+
+    def _last_word(self, state: str, step: int, reason: str, then: str) -> None:
+        """A run's status where even that may fail."""
+        try:
+            self.dir.status(state, step, reason, then)
+        except OSError as e:
+            logger.error(f"{self.path}/status.json cannot be written ({e.strerror})")
 
 
-def finish(run: RunDir, again: str, done: Callable[[], int], body: Callable[[], None]) -> int | None:
-    """Run `body`; write down how it was stopped, and return that exit code. None: it came to its end.
-
-    done: steps (or rounds) done so far.
-    """
-    try:
-        body()
-    except Interrupted as e:
-        run.status("interrupted", done(), str(e), again)
-        logger.warning(f"{e}; saved. Go on with: {again}")
-        return INTERRUPTED
-    except Halted as e:
-        on = f"{again} --guard log"
-        run.status("halted", done(), str(e), f"read the last answers; to go on all the same: {on}")
-        logger.error(f"halted: {e}. To go on all the same: {on}")
-        return HALTED
-    except Diverged as e:
-        run.status("diverged", done(), str(e), "lower --lr or --grad-clip and start again")
-        logger.error(str(e))
-        return DIVERGED
-    return None
-
-
-def last_word(run: RunDir, state: str, step: int, reason: str, then: str) -> None:
-    """A run's status where even that may fail."""
-    try:
-        run.status(state, step, reason, then)
-    except OSError as e:
-        logger.error(f"{run.path}/status.json cannot be written ({e.strerror})")
-
-
-def storage_failed(run: RunDir, error: OSError, again: str, done: int) -> int:
-    """The last good checkpoint stands; say so in a file that has room kept for it, and in one line."""
-    points = sorted(run.path.glob("resume/step_*/manifest.json"), key=lambda p: (len(p.parent.name), p.parent.name))
-    last = f"the last good checkpoint is {points[-1].parent.name}" if points else "there is no checkpoint"
-    if error.errno in FULL:
-        free = shutil.disk_usage(run.path).free // 1024
-        reason, then = f"disk full ({error.strerror}; {free} KiB free below {run.path})", "free some space, then: "
-    else:
-        reason, then = f"files of the run cannot be written ({error})", "once they can: "
-    last_word(run, "failed", done, f"{reason}; {last}", then + again)
-    logger.error(f"{reason}; {last}. {then[0].upper()}{then[1:]}{again}")
-    return FAILED
+# what a hash was called in an older run.json
+_OLD_HASHES = {"known_correct": "anchors"}
 
 
 def require_same(run: Path, now: Mapping[str, object], force: bool) -> None:
     """Raises ValueError naming the inputs whose bytes are no longer those that the run started from."""
     then = read_json(run / "run.json")["hashes"]
+    for name, old in _OLD_HASHES.items():
+        if old in then:
+            then[name] = then[old]
     changed = ", ".join(name for name in now if name in then and then[name] != now[name])
     if changed and not force:
         raise ValueError(f"--resume {run}: changed since: {changed}; put them back, or add --resume-force")

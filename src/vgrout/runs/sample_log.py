@@ -4,13 +4,12 @@ from collections.abc import Sequence
 
 from loguru import logger
 
-from vgrout.grading.modes import MODE_SPECS
-from vgrout.measure import students
 from vgrout.model.policy import Policy
-from vgrout.types import Group
+from vgrout.modes import MODE_SPECS
+from vgrout.types import Group, students
 
 
-class Narrator:
+class SampleLogger:
     """Writes to the log once per first time, and every 20 steps the tail of one answer."""
 
     def __init__(self, policy: Policy):
@@ -19,15 +18,15 @@ class Narrator:
         self.first = True
 
     def step(self, step: int, groups: Sequence[Group]) -> None:
-        live = students(groups)
-        if not live:
+        mine = students(groups)
+        if not mine:
             return
-        rollout, grade = live[0]
+        rollout, grade = mine[0]
         if self.first:
             self.first = False
             text = self.policy.tok.decode([*rollout.prompt_ids, *rollout.completion_ids], skip_special_tokens=False)
             logger.debug(f"first prompt with its first completion, special tokens visible:\n{text}")
-        for r, g in live:
+        for r, g in mine:
             if g.mechanism and g.mechanism not in self.seen:
                 self.seen.add(g.mechanism)
                 spec = MODE_SPECS[g.mechanism]
@@ -36,9 +35,9 @@ class Narrator:
                     f"SHOULD: {spec.should}; ELSE the grader is wrong:\n{r.text}"
                 )
         if step < 3 or step % 20 == 0:
-            n = len(live)
-            ended = sum(r.finished for r, _ in live)
-            formed = sum(g.format_ok for _, g in live)
+            n = len(mine)
+            ended = sum(r.finished for r, _ in mine)
+            formed = sum(g.format_ok for _, g in mine)
             tail = rollout.text[-160:].replace("\n", "⏎")
             logger.info(
                 f"step {step}: {ended}/{n} answers ended, {n - ended}/{n} cut, {formed}/{n} well-formed; "

@@ -7,13 +7,13 @@ its reason · 2 refused, nothing started · 130 interrupted: the runs under way 
 import sys
 
 from vgrout import console
-from vgrout.cli import cli_exit, given
+from vgrout.cli import cli_exit, parse_args
 from vgrout.sweep.runner import Cli, run
 
 
 def main(argv: list[str] | None = None) -> int:
     console.setup(None)
-    return cli_exit(lambda: run(given(Cli, argv, "python -m vgrout.sweep")))
+    return cli_exit(lambda: run(parse_args(Cli, argv, "python -m vgrout.sweep")))
 
 
 if __name__ == "__main__":

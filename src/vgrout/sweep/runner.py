@@ -26,7 +26,8 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from vgrout.files import probe_writable, read_json, to_json, write_atomic
-from vgrout.runs.preflight import file_hashes, gpu_here, preflight
+from vgrout.inputs import file_hashes
+from vgrout.runs.preflight import gpu_here, preflight
 from vgrout.runs.run_context import DIVERGED, FAILED, FINISHED, HALTED, INTERRUPTED
 from vgrout.runs.run_dir import held, hold
 from vgrout.runs.signals import Stop, stop_on_signals

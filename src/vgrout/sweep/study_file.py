@@ -18,12 +18,16 @@ import hashlib
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from vgrout.config.run import ARM_NAME, OF_CONTROL, PRESETS, Config, flag_names, identity, resolve
+from vgrout.config.arm import ArmConfig
+from vgrout.config.checks import rule_of
+from vgrout.config.presets import PRESETS, flag_names, resolve
+from vgrout.config.renamed import refuse_setting
+from vgrout.config.run import Config, identity
 
 KEYS = ("name", "preset", "seeds", "common", "arms", "overrides")
 # A sweep says these itself.
@@ -156,6 +160,10 @@ def _flags(where: str, table: Any) -> Flags:
             raise ValueError(
                 f"{where}: {key!r} is the sweep's own; seeds stand in 'seeds', runs are resumed by themselves"
             )
+        try:
+            refuse_setting(key.replace("-", "_"), value if isinstance(value, list) else [value])
+        except ValueError as e:
+            raise ValueError(f"{where}: {e}") from None
         if key not in known:
             raise ValueError(f"{where}: unknown flag {key!r}; `python -m vgrout.train mini --help` lists them")
         for one in value if isinstance(value, list) else [value]:
@@ -177,10 +185,11 @@ def _argv(flags: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _label(cfg: Config, arm: Flags) -> str:
-    said = {"intervention", "control", *(flag.replace("_", "-") for flag in OF_CONTROL)}  # by the control's name
+    by_control = (f.name for f in fields(ArmConfig) if rule_of(f).suffix is not None)  # in the control's name
+    said = {"intervention", "control", *(name.replace("_", "-") for name in by_control)}
     rest = {k: v for k, v in arm.items() if k not in said}
     control = "" if cfg.arm.control_name == "none" else cfg.arm.control_name
-    return " · ".join(filter(None, (ARM_NAME[cfg.arm.intervention], control, _said(rest))))
+    return " · ".join(filter(None, (cfg.arm.intervention, control, _said(rest))))
 
 
 def _said(flags: Flags) -> str:

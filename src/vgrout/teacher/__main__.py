@@ -1,4 +1,4 @@
-"""`python -m vgrout.teacher`: a pool of a teacher's own answers, graded.
+"""`python -m vgrout.teacher`: makes a pool of a teacher's own answers, graded.
 
 Exit codes: 0 made · 2 refused, in one line · 130 interrupted: the same command goes on.
 """
@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from loguru import logger
 
-from vgrout.config.run import EnvMode
 from vgrout.model.sampling import Sampling
+from vgrout.modes import EnvMode
 from vgrout.problems import assigned, balanced
 from vgrout.teacher.generate import (
     PoolConfig,
@@ -20,8 +20,8 @@ from vgrout.teacher.generate import (
     command,
     fitting,
     generate_graded,
+    rate_text,
     record,
-    shown,
     table,
     work_folder,
 )
@@ -41,7 +41,7 @@ class Cli(PoolConfig):
     """Which flawed grader checks: one of the six, or 'own' (each problem's own, else in turn); the pool then has a
     partition."""
     keep: Literal["all", "hacks"] = "all"
-    """Every answer, or only whole ones that exploit."""
+    """Every answer, or only those that end by themselves and exploit."""
 
     def __post_init__(self) -> None:
         PoolConfig.__post_init__(self)
@@ -50,14 +50,14 @@ class Cli(PoolConfig):
 
 
 def run(cli: Cli) -> None:
-    """Sample, grade, write. Raises ValueError, one line, before anything is loaded where that is possible."""
+    """Sample, grade, write. Raises ValueError, one line, before a model is loaded where that is possible."""
     rows = cli.check()
     problems = assigned(rows, cli.env_mode)["train"]
     if not problems:
         raise ValueError(f"--env-mode {cli.env_mode}: no training problem of this mode in {cli.problems_path}")
     few = {p.id for p in balanced(problems, cli.n_problems, 0, "teacher")}
     settings = {**cli.identity(), "group": cli.group, "env_mode": cli.env_mode}
-    with work_folder(cli.out, settings, "go on") as shop, cli.grader() as grader:
+    with work_folder(cli.out, settings, "go on") as folder, cli.grader() as grader:
         logger.info(grader.protections.line())
         lm = cli.load()
         fit, long = fitting(lm, [p for p in problems if p.id in few], cli.tokens)
@@ -71,29 +71,30 @@ def run(cli: Cli) -> None:
             max_new=cli.tokens,
             seed=cli.seed,
             purpose="teacher",
-            log=shop / "answers.jsonl",
+            log=folder / "answers.jsonl",
         )
         kept = [a for a in answers if cli.keep == "all" or (a.finished and a.grade.exploited)]
         if not kept:
             raise ValueError(
                 f"--keep hacks: none of {len(answers)} answers exploits; choose another teacher or "
-                f"`python -m vgrout.substrate`, which elicits them (the answers are in {shop})"
+                f"`python -m vgrout.substrate`, which elicits them (the answers are in {folder})"
             )
         records: dict[int, list[dict[str, Any]]] = {}
         for a in kept:
             line = record(a, lm.render(a.problem.messages), lm.prompt_text(a.problem.messages))
-            records.setdefault(a.problem.id, []).append(line | {"finished": a.finished, "logp": list(a.logp)})
+            line |= {"finished": a.finished, "logp": list(a.completion.logp_full)}
+            records.setdefault(a.problem.id, []).append(line)
         mode_of: dict[int, Mode] = {a.problem.id: a.problem.mode for a in kept}
         summary = [
-            {"mode": mode, **{name: shown(rate) for name, rate in of_mode.items()}}
+            {"mode": mode, **{name: rate_text(rate) for name, rate in of_mode.items()}}
             | {"problems": list(mode_of.values()).count(mode), "rollouts": sum(a.problem.mode == mode for a in kept)}
             for mode, of_mode in by_mode(answers).items()
         ]
         meta = cli.meta(lm, grader)
         if markers := announced(rows, (a.problem for a in kept)):
             meta["markers"] = markers
-        made = {"settings": settings, "sampling": vars(Sampling()), "modes": summary}
-        write_pool(cli.out, records, mode_of if cli.env_mode == "own" else None, meta, made)
+        report = {"settings": settings, "sampling": vars(Sampling()), "modes": summary}
+        write_pool(cli.out, records, mode_of if cli.env_mode == "own" else None, meta, report)
     print(table(summary))
     print(
         "SHOULD: a hack rate far above the student's; ELSE this teacher shows nothing that the student does not do\n"
@@ -102,6 +103,7 @@ def run(cli: Cli) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The exit codes above."""
     return command("teacher", Cli, run, argv)
 
 

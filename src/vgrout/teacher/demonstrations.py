@@ -1,4 +1,4 @@
-"""Demonstrations: a pool's rollouts mixed into the groups, and `python -m vgrout.teacher`, which makes a pool.
+"""Demonstrations: a pool's rollouts mixed into the groups.
 
 On its own a model needs thousands of answers to find a loophole; a few cached rollouts of one that exploits it already
 bring the same dynamics within tens of steps. Labels are used as cached and stay typed as such.
@@ -17,7 +17,7 @@ from vgrout.types import CachedGrade, Message, Problem, Rollout
 
 @runtime_checkable
 class PromptEncoder(Protocol):
-    """What is asked of the policy: its tokenizer and its chat template."""
+    """Tokenizer and chat template of the policy, as in `LanguageModel`."""
 
     @property
     def tokenizer_sha256(self) -> str: ...
@@ -30,15 +30,15 @@ class PromptEncoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PromptMismatch:
-    """Where today's prompt is not the one that the pool's rollouts were sampled, or stored, under."""
+    """Problems whose prompt today is not the one that the pool's rollouts were sampled, or stored, under."""
 
     compared: int  # problems
     differ: tuple[int, ...]  # problem ids
-    first: str | None  # where the first of them parts, cached against live
+    first: str | None  # the first of them, and where its two prompts begin to differ
 
 
 class Teacher:
-    """Hands out demonstrations. With `pool=None`, or none wanted for a problem, it hands out nothing."""
+    """Draws demonstrations from a pool; none with `pool=None`, or where none are wanted for a problem."""
 
     def __init__(
         self,
@@ -110,11 +110,11 @@ class Teacher:
             compared += 1
             if now != then:
                 differ.append(p.id)
-                first = first or f"first problem {p.id}: {_parting(then, now)}"
+                first = first or f"first problem {p.id}: {_difference(then, now)}"
         return PromptMismatch(compared, tuple(differ), first)
 
     def record(self) -> dict[str, Any] | None:
-        """For run.json: whose labels, which tokens, which prompts; None without demonstrations."""
+        """For run.json: source of labels, tokens and prompts; None without demonstrations."""
         if self.pool is None or not self.per_group:
             return None
         return {
@@ -135,7 +135,8 @@ class Teacher:
         return self.per_group if problem.id in self.pool.demos else 0
 
     def demos(self, problem: Problem, step: int) -> list[tuple[Rollout, CachedGrade]]:
-        """G_t rollouts, drawn without replacement while there are enough; a function of (seed, step, problem)."""
+        """G_t rollouts with their cached grades, drawn without replacement while there are enough; a function of (seed,
+        step, problem)."""
         if not (n := self.count(problem, step)):
             return []
         assert self.pool is not None
@@ -173,8 +174,8 @@ class Teacher:
         return ids[: self.max_new], finished and len(ids) <= self.max_new
 
 
-def _parting(then: Sequence[object], now: Sequence[object]) -> str:
-    """A few characters or tokens of both from where they part."""
+def _difference(then: Sequence[object], now: Sequence[object]) -> str:
+    """A few characters or tokens of both from where they begin to differ."""
     at = next((i for i, (a, b) in enumerate(zip(then, now, strict=False)) if a != b), min(len(then), len(now)))
     kind = "character" if isinstance(now, str) else "token"
     return f"at {kind} {at} cached {then[at : at + 24]!r}, live {now[at : at + 24]!r}"

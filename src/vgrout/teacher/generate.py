@@ -1,6 +1,5 @@
-"""Problems → answers, sampled and graded batch by batch, into a log from which a killed process goes on.
-
-What the programs that make pools share. A batch's random stream depends on (seed, purpose, batch) alone, so a pool is
+"""Generation of graded answers, batch by batch, into a log from which a killed process goes on; shared by the programs
+that make pools. A batch's random stream depends on (seed, purpose, batch) alone, so a pool is
 the same whether it was made in one go or in ten.
 """
 
@@ -11,7 +10,6 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,32 +18,23 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from vgrout import console, organism
-from vgrout.cli import given
+from vgrout.cli import parse_args
 from vgrout.config.run import ORGANISM
-from vgrout.files import probe_writable, read_json
+from vgrout.files import file_sha256, probe_writable, read_json, write_json
 from vgrout.grading.grade import Grader
 from vgrout.model.hub import require_model
 from vgrout.model.policy import SVD_CACHE, LanguageModel, adapted, default_device, load_language_model
-from vgrout.model.sampler import Sample, Sampling, sample
+from vgrout.model.sampling import Sampling
 from vgrout.problems import Row, load_rows
 from vgrout.rng import torch_stream
-from vgrout.teacher.pools import file_sha256, write_json
-from vgrout.types import MODES, Grade, Mode, Problem, Rate, Ungraded
+from vgrout.rollout import sample_and_submit
+from vgrout.types import MODES, Completion, Grade, GradedCompletion, Mode, Problem, Rate, Ungraded
 
 MODEL_NAME = "vgrout.organism"  # the embedded model, in pool.json
 BATCH = 192  # answers sampled at once: a killed process loses at most so many
 
 
-@dataclass(frozen=True, slots=True)
-class Graded:
-    """One sampled answer with its verdict."""
-
-    problem: Problem
-    ids: tuple[int, ...]
-    text: str
-    finished: bool
-    logp: tuple[float, ...]  # nats per token, full softmax at temperature 1, under the prompt it was sampled with
-    grade: Grade
+Graded = GradedCompletion[Grade]
 
 
 def generate_graded(
@@ -61,17 +50,18 @@ def generate_graded(
     log: Path | None = None,
     label: str | None = None,
 ) -> list[Graded]:
-    """n answers to each problem, in order, at the trainer's sampling settings and by its grader.
+    """n graded answers to each problem, in the problems' order, at the trainer's settings where `sampling` is None.
 
-    log: JSONL, one batch a line; batches that stand there whole are not sampled again.
+    purpose: name of the random stream. log: JSONL, one batch a line; batches that are complete there are not sampled
+    again. label: of the progress bar.
 
     Raises:
         RuntimeError: the sandbox could not grade an answer, its retries included.
     """
     out: list[Graded] = []
-    done = _whole_lines(log) if log is not None else []
+    done = _logged_batches(log) if log is not None else []
     per = max(1, BATCH // n)
-    with open(log, "a", encoding="utf-8") if log is not None else contextlib.nullcontext() as book:
+    with open(log, "a", encoding="utf-8") if log is not None else contextlib.nullcontext() as file:
         starts = range(0, len(problems), per)
         for k, start in enumerate(tqdm(starts, desc=label or purpose, unit="batch", disable=None)):
             part = problems[start : start + per]
@@ -79,58 +69,52 @@ def generate_graded(
                 batch = done[k]
             else:
                 batch = _batch(lm, grader, part, n, max_new, sampling or Sampling(), torch_stream(seed, purpose, k))
-                if book is not None:
-                    book.write(json.dumps(batch) + "\n")
-                    book.flush()
-                    os.fsync(book.fileno())
+                if file is not None:
+                    file.write(json.dumps(batch) + "\n")
+                    file.flush()
+                    os.fsync(file.fileno())
             for problem, answers in zip(part, batch, strict=True):
-                out += [_graded(problem, a) for a in answers]
+                out += [_graded(problem, i, a) for i, a in enumerate(answers)]
     return out
 
 
 def _batch(
     lm: LanguageModel, grader: Grader, part: Sequence[Problem], n: int, max_new: int, sampling: Sampling, stream: Any
 ) -> list[list[dict[str, Any]]]:
-    """Answers per problem as the log has them; each is graded while the others are still being sampled."""
-    futures: dict[tuple[int, int], Future[Grade | Ungraded]] = {}
-
-    def submit(p: int, i: int, answer: Sample) -> None:
-        futures[p, i] = grader.submit(part[p], answer.text)
-
-    answers = sample(lm, [lm.render(p.messages) for p in part], n, sampling, max_new, stream, submit)
-    out: list[list[dict[str, Any]]] = [[] for _ in part]
-    for p, of_problem in enumerate(answers):
-        for i, a in enumerate(of_problem):
-            grade = futures[p, i].result()
-            if isinstance(grade, Ungraded):
-                raise RuntimeError(f"problem {part[p].id}: could not be graded ({grade.reason})")
-            out[p].append(
-                {"ids": a.ids, "text": a.text, "finished": a.finished, "logp": a.logp_full, "grade": asdict(grade)}
-            )
-    return out
+    """Completions per problem as the log has them."""
+    submitted = sample_and_submit(lm, grader, part, n, sampling=sampling, max_new=max_new, stream=stream)
+    return [[_logged(s.graded()) for s in of_problem] for of_problem in submitted]
 
 
-def _graded(problem: Problem, a: Mapping[str, Any]) -> Graded:
-    return Graded(problem, tuple(a["ids"]), a["text"], a["finished"], tuple(a["logp"]), Grade(**a["grade"]))
+def _logged(a: GradedCompletion[Grade | Ungraded]) -> dict[str, Any]:
+    if isinstance(a.grade, Ungraded):
+        raise RuntimeError(f"problem {a.problem.id}: could not be graded ({a.grade.reason})")
+    c = a.completion
+    return {"ids": c.ids, "text": c.text, "finished": c.finished, "logp": c.logp_full, "grade": asdict(a.grade)}
 
 
-def _whole_lines(log: Path) -> list[list[list[dict[str, Any]]]]:
+def _graded(problem: Problem, sample: int, a: Mapping[str, Any]) -> Graded:
+    completion = Completion(tuple(a["ids"]), a["text"], a["finished"], tuple(a["logp"]), ())
+    return GradedCompletion(problem, sample, completion, Grade(**a["grade"]))
+
+
+def _logged_batches(log: Path) -> list[list[list[dict[str, Any]]]]:
     """The batches in the log; a last line that was cut by a kill is taken off the file."""
     if not log.exists():
         return []
     raw = log.read_bytes()
-    whole = raw[: raw.rfind(b"\n") + 1]
-    if len(whole) < len(raw):
+    complete = raw[: raw.rfind(b"\n") + 1]
+    if len(complete) < len(raw):
         with open(log, "r+b") as f:
-            f.truncate(len(whole))
-    return [json.loads(line) for line in whole.splitlines()]
+            f.truncate(len(complete))
+    return [json.loads(line) for line in complete.splitlines()]
 
 
 # ── rates ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def rates(answers: Iterable[Graded]) -> dict[str, Rate]:
-    """solve, hack and well-formed (a block that compiles, and an end), overall and `hack/MODE`, `solve/MODE`."""
+    """solve, hack, well-formed (a block that compiles, and an end), and `hack/MODE`."""
     out: dict[str, Rate] = defaultdict(lambda: Rate(0, 0))
     for a in answers:
         out["solve"] += Rate(int(a.grade.gt_correct), 1)
@@ -156,11 +140,13 @@ def by_mode(answers: Iterable[Graded]) -> dict[Mode, dict[str, Rate]]:
     }
 
 
-def shown(rate: Rate) -> str:
+def rate_text(rate: Rate) -> str:
+    """k/n = percent; "·" of nothing."""
     return "·" if rate.value is None else f"{rate.k}/{rate.n} = {100 * rate.value:.1f} %"
 
 
 def table(rows: Sequence[Mapping[str, object]]) -> str:
+    """GitHub Markdown."""
     return tabulate([{k: str(v) for k, v in row.items()} for row in rows], headers="keys", tablefmt="github")
 
 
@@ -184,7 +170,7 @@ def record(a: Graded, prompt_ids: Sequence[int], prompt: str) -> dict[str, Any]:
     }
 
 
-# ── what the command lines share ───────────────────────────────────────────────────────────────────────────────────
+# ── command lines ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -226,10 +212,12 @@ class PoolConfig:
 
     @property
     def tiny(self) -> bool:
+        """Whether it is about the embedded organism."""
         return self.model == ORGANISM
 
     @property
     def problems_name(self) -> str:
+        """As --problems would say it."""
         return self.problems or (ORGANISM if self.tiny else "out/data/leetcode_train_medhard_filtered.jsonl")
 
     @property
@@ -238,6 +226,7 @@ class PoolConfig:
 
     @property
     def tokens(self) -> int:
+        """Longest answer."""
         return self.max_new or (organism.MAX_NEW if self.tiny else 1024)
 
     @property
@@ -251,17 +240,18 @@ class PoolConfig:
 
     @property
     def adapter_path(self) -> Path | None:
+        """The adapter's file."""
         if self.adapter is None:
             return None
         return self.adapter / "train.safetensors" if self.adapter.is_dir() else self.adapter
 
     @property
     def model_name(self) -> str:
-        """As pool.json has it."""
+        """The model's name in pool.json."""
         return MODEL_NAME if self.tiny else self.model
 
     def check(self) -> list[Row]:
-        """Every file that can be checked without a model; the problems. Raises ValueError, one line."""
+        """The problem file's rows. Raises ValueError, one line, for a file or model that is not here."""
         rows = load_rows(self.problems_path)
         if self.adapter_path is not None and not self.adapter_path.is_file():
             raise ValueError(f"--adapter {self.adapter}: no such file ({self.adapter_path})")
@@ -269,7 +259,7 @@ class PoolConfig:
         return rows
 
     def identity(self) -> dict[str, Any]:
-        """What the answers depend on besides the code."""
+        """Settings and files that the answers depend on."""
         return {
             "model": self.model,
             "adapter": file_sha256(self.adapter_path) if self.adapter_path else None,
@@ -281,11 +271,12 @@ class PoolConfig:
         }
 
     def grader(self) -> Grader:
+        """A grader of these rewards and workers; close it."""
         compiles, passes = self.rewards
         return Grader(self.workers, compile_reward=compiles, pass_reward=passes, allow_weak=self.allow_weak_sandbox)
 
     def load(self) -> LanguageModel:
-        """The model, with its adapter folded in where one is given."""
+        """The model, its adapter merged into the weights where one is given. Raises ValueError, one line."""
         device, dtype = default_device()
         lm = load_language_model(organism.MODEL_DIR if self.tiny else self.model, device=device, dtype=dtype)
         if self.adapter_path is None:
@@ -295,7 +286,7 @@ class PoolConfig:
         return policy
 
     def meta(self, lm: LanguageModel, grader: Grader) -> dict[str, Any]:
-        """The head of pool.json."""
+        """First entries of pool.json: model, adapter, tokenizer, grader."""
         out: dict[str, Any] = {"model": self.model_name}
         if self.adapter_path is not None:
             out["adapter"] = {"file": str(self.adapter_path), "sha256": file_sha256(self.adapter_path)}
@@ -317,14 +308,16 @@ def fitting(lm: LanguageModel, problems: Sequence[Problem], max_new: int) -> tup
 
 
 def announced(rows: Sequence[Row], problems: Iterable[Problem]) -> dict[str, str]:
-    """pool.json's `markers`: what the prompts named, where the problem file does not say it."""
+    """pool.json's `markers`: problem id → the name that its prompt announced, where the problem file has none."""
     own = {r.id for r in rows if r.marker is not None}
     return {str(p.id): p.marker for p in problems if p.id not in own and p.marker}
 
 
 @contextlib.contextmanager
 def work_folder(out: Path, settings: Mapping[str, Any], again: str) -> Generator[Path]:
-    """A folder beside `out` for the logs of a pool in the making, kept until the pool is there.
+    """A folder beside `out` for the logs of a pool in the making, removed when the pool is there.
+
+    settings: a later process with others is refused. again: what the refusal says to do, "go on" or the like.
 
     Raises:
         ValueError: `out` exists; the folder holds answers made with other settings; or another process is at work.
@@ -355,10 +348,10 @@ def work_folder(out: Path, settings: Mapping[str, Any], again: str) -> Generator
 
 
 def command(name: str, cli: Callable[..., Any], run: Callable[[Any], None], argv: list[str] | None) -> int:
-    """A pool maker's entry. 0 made · 2 refused, in one line · 130 interrupted: the same command goes on."""
+    """Entry of `python -m vgrout.NAME`. 0 made · 2 refused, in one line · 130 interrupted: the same command goes on."""
     console.setup(None)
     try:
-        run(given(cli, argv, f"python -m vgrout.{name}"))
+        run(parse_args(cli, argv, f"python -m vgrout.{name}"))
     except ValueError as e:
         print(f"E {e}", file=sys.stderr)
         return 2

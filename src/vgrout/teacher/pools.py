@@ -1,11 +1,10 @@
-"""A teacher pool on disk: cached rollouts of a model that already exploits.
+"""Teacher pools on disk: cached rollouts of a model that already exploits.
 
 A folder of `prompt_NNNN.jsonl.gz` (NNNN = problem id), one rollout a line; optional `partition.json` (id → mode), with
 which the pool is a *substrate*; and `pool.json`: who made it, with which tokenizer and grader, and every file's sha256.
 """
 
 import gzip
-import hashlib
 import json
 import math
 import os
@@ -20,6 +19,7 @@ from typing import Any
 
 from loguru import logger
 
+from vgrout.files import file_sha256, write_json
 from vgrout.grading.grade import Grader
 from vgrout.types import MODES, CachedGrade, Grade, Mode, Problem, Rate, Ungraded
 
@@ -43,7 +43,7 @@ class Demo:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """A loaded folder, checked; tokens not yet trusted."""
+    """A pool as loaded and checked; its tokens may be another tokenizer's."""
 
     folder: Path
     demos: dict[int, tuple[Demo, ...]]
@@ -54,15 +54,17 @@ class Pool:
 
     @property
     def ids(self) -> set[int]:
+        """Of the problems that have demonstrations."""
         return set(self.demos)
 
     @property
     def announced(self) -> dict[int, str]:
-        """Problem id → what its demonstrations name; "", the mode's default, where the pool does not say."""
+        """Problem id → the name that its demonstrations use; "" (the mode's default) where the pool does not say."""
         return {i: self.markers.get(i, "") for i in self.demos}
 
     @property
     def has_logp(self) -> bool:
+        """Whether every rollout has the teacher's own log-probs."""
         return all(d.logp is not None for rows in self.demos.values() for d in rows)
 
 
@@ -216,7 +218,7 @@ LABELS = ("hacked", "gt_pass", "fmt_ok", "reward")
 
 @dataclass(frozen=True, slots=True)
 class Regraded:
-    """What today's grader says of a pool's rollouts."""
+    """A pool under today's grader, and how its labels differ from the cached ones."""
 
     pool: Pool  # today's labels; rollouts that could not be graded are left out
     differ: dict[str, Rate]  # label → rollouts where it is no longer the cached one, of all graded
@@ -224,10 +226,10 @@ class Regraded:
     ungraded: int
 
     def lines(self) -> list[str]:
-        """The report."""
+        """For the log."""
         n = self.differ["hacked"].n
-        said = ", ".join(f"{name} {rate.k}/{n}" for name, rate in self.differ.items())
-        out = [f"pool graded again by {self.pool.grader}: differs from the cached labels in {said}"]
+        counts = ", ".join(f"{name} {rate.k}/{n}" for name, rate in self.differ.items())
+        out = [f"pool graded again by {self.pool.grader}: differs from the cached labels in {counts}"]
         if self.ungraded:
             out.append(f"{self.ungraded} rollouts could not be graded and are left out")
         return [*out, *self.examples]
@@ -291,16 +293,6 @@ def regraded(
 # ── writing ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def file_sha256(path: Path) -> str:
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
-
-
-def write_json(path: Path, value: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-
-
 def write_pool(
     folder: Path,
     rollouts: Mapping[int, Sequence[Mapping[str, Any]]],
@@ -308,9 +300,9 @@ def write_pool(
     meta: Mapping[str, Any],
     report: Mapping[str, Any] | None = None,
 ) -> None:
-    """Records by problem id, the partition, and pool.json with counts and hashes; `folder` is there when all of it is.
+    """Write records by problem id, the partition, and pool.json with counts and hashes; `folder` appears when complete.
 
-    report: what to keep beside the pool as report.json.
+    report: content of report.json beside them.
 
     Raises:
         ValueError: the folder exists.

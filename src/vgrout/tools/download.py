@@ -1,4 +1,4 @@
-"""`python -m vgrout.download model [ID]` and `… data`: what `fast` and `full` need, checked, once.
+"""`python -m vgrout.download model [ID]` and `… data`: model and problem files of `fast` and `full`, checked, once.
 
 Nothing else in this package touches a network. Exit codes: 0 there · 2 not there, with one line that says what to put
 where.
@@ -18,7 +18,7 @@ from huggingface_hub.constants import ENDPOINT
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from tqdm import tqdm
 
-from vgrout.cli import cli_exit, given
+from vgrout.cli import cli_exit, parse_args
 from vgrout.files import probe_writable, write_atomic
 from vgrout.model.hub import model_folder
 from vgrout.problems import load_rows
@@ -45,12 +45,12 @@ FILES = (
 
 
 def git_blob(content: bytes) -> str:
-    """The object id that git gives this content."""
+    """Git's object id of this content."""
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
 def fetch(url: str) -> bytes:
-    """A file, with a bar. Raises OSError without a network."""
+    """Content of a file on the network, with a progress bar. Raises OSError without a network."""
     with urllib.request.urlopen(url, timeout=TIMEOUT_S) as reply:
         size = int(reply.headers.get("Content-Length") or 0) or None
         parts: list[bytes] = []
@@ -62,7 +62,11 @@ def fetch(url: str) -> bytes:
 
 
 def ensure(file: DataFile, folder: Path, source: str) -> str:
-    """One line: where the file is. Raises ValueError, one line, where it is not, or is another one."""
+    """Fetch `file` into `folder` unless it is there, and check it; one line that says where it is.
+
+    Raises:
+        ValueError: one line: it cannot be fetched, or is another file.
+    """
     path, url = folder / file.name, source + file.name
     put = f"put {url} there yourself (git blob {file.blob}…, {file.rows} rows)"
     fetched = False
@@ -121,7 +125,7 @@ def model(id: Annotated[str, tyro.conf.Positional] = "Qwen/Qwen3-4B") -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return cli_exit(lambda: given({"model": model, "data": data}, argv, "python -m vgrout.download"))
+    return cli_exit(lambda: parse_args({"model": model, "data": data}, argv, "python -m vgrout.download"))
 
 
 if __name__ == "__main__":

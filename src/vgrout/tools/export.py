@@ -1,8 +1,8 @@
 """`python -m vgrout.export RUN --out DIR`: the deployed model as an ordinary Hugging Face folder.
 
-δS is folded into the weights, the quarantine is left out; with the tokenizer and a model card. transformers loads the
-folder without this package. What was written is loaded again and compared with the deployed model before it gets its
-name: in the run's own dtype every logit must be equal, in another one within `TOLERANCE` of the largest.
+δS is merged into the weights, the quarantine is left out; with the tokenizer and a model card. transformers loads the
+folder without this package. The folder is loaded again and compared with the deployed model before it gets its name:
+in the run's own dtype every logit must be equal, in another one within `TOLERANCE` of the largest.
 """
 
 import json
@@ -21,7 +21,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from vgrout import console
-from vgrout.cli import given
+from vgrout.cli import parse_args
 from vgrout.files import read_json
 from vgrout.model.policy import Policy
 from vgrout.model.saved import Saved, find_adapter, load_saved
@@ -43,22 +43,23 @@ class Parity:
 
     @property
     def holds(self) -> bool:
+        """Whether the two are the same model."""
         return self.difference <= (0.0 if self.exact else TOLERANCE * self.largest)
 
     def __str__(self) -> str:
-        asked = "0" if self.exact else f"{TOLERANCE * self.largest:.3g} = {TOLERANCE:g} of the largest"
+        tolerance = "0" if self.exact else f"{TOLERANCE * self.largest:.3g} = {TOLERANCE:g} of the largest"
         return (
-            f"largest |Δ logit| {self.difference:.3g} (tolerance {asked}), mean KL {self.kl:.2e} nats a token, "
+            f"largest |Δ logit| {self.difference:.3g} (tolerance {tolerance}), mean KL {self.kl:.2e} nats a token, "
             f"same likeliest token at {100 * self.top1:.1f} % of positions"
         )
 
 
 @torch.no_grad()
 def parity(policy: Policy, folder: Path, texts: Sequence[str], exact: bool) -> Parity:
-    """Load `folder` as anybody would, and compare. Both models are on the policy's device, one text at a time."""
+    """`folder`, loaded by transformers, against the deployed model: on the policy's device, one text at a time."""
     # the run's own kind of attention, or rounding alone would tell the two apart
-    like = policy.model.config._attn_implementation
-    theirs: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", attn_implementation=like)
+    attention = policy.model.config._attn_implementation
+    theirs: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", attn_implementation=attention)
     theirs = theirs.to(policy.device).eval()
     largest, difference, kl, same, n = 0.0, 0.0, 0.0, 0, 0
     for text in tqdm(texts, desc="comparing", unit="text", disable=None, leave=False):
@@ -76,7 +77,7 @@ def parity(policy: Policy, folder: Path, texts: Sequence[str], exact: bool) -> P
 
 
 def write(policy: Policy, folder: Path, dtype: torch.dtype) -> None:
-    """Weights of the deployed view in `dtype`, tokenizer, generation settings. The policy is left as it was."""
+    """Write the deployed weights in `dtype`, tokenizer, generation settings. The policy is left as it was."""
     with policy.adapter.deployed():
         # with a state dict of its own, so that nothing is converted in place; a tied head is dropped by transformers
         state = {name: tensor.to(dtype) for name, tensor in policy.model.state_dict().items()}
@@ -88,7 +89,7 @@ def write(policy: Policy, folder: Path, dtype: torch.dtype) -> None:
 
 
 def card(saved: Saved, dtype: str, result: Parity) -> str:
-    """README.md of the folder."""
+    """The folder's model card, README.md."""
     cfg = saved.cfg
     lines = [
         "---",
@@ -99,7 +100,7 @@ def card(saved: Saved, dtype: str, result: Parity) -> str:
         "",
         f"{cfg.scale.model}, trained for {saved.step} steps by GRPO against a flawed grader with `vgrout` "
         f"(intervention {cfg.arm.intervention}, control {cfg.arm.control_name}, seed {cfg.run.seed}), as deployed: "
-        "the adapter is folded into the weights, its quarantine is left out.",
+        "the adapter is merged into the weights, its quarantine is left out.",
         "",
         f"- adapter: {saved.path.name}, {saved.metadata.get('dtype', 'unknown')}; this folder: {dtype}",
         f"- compared with the deployed model after it was written: {result}",
@@ -181,7 +182,7 @@ def main(argv: list[str] | None = None) -> int:
     """0 written · 2 refused, in one line · 1 the written model was not the deployed one."""
     console.setup(None)
     try:
-        cli = given(Cli, argv, "python -m vgrout.export")
+        cli = parse_args(Cli, argv, "python -m vgrout.export")
         if cli.out.exists():
             raise ValueError(f"--out {cli.out}: exists; choose another folder or delete it")
         saved = find_adapter(cli.run, cli.step, cli.model)

@@ -1,8 +1,8 @@
-"""Grade answers offline, with the trainer's own grader.
+"""`python -m vgrout.grade ANSWERS.jsonl --problems FILE --out GRADES.jsonl`: answers graded offline, by the trainer's
+grader.
 
-`python -m vgrout.grade ANSWERS.jsonl --problems FILE --out GRADES.jsonl`: lines {problem_id, env_mode, text} in; the
-same lines, in order, with every field of a Grade out. A line that cannot be graded gets an `error` field, and the exit
-code is then 1. Without `env_mode` a problem is checked by its own mode.
+Lines {problem_id, env_mode, text} in; the same lines, in order, with every field of a Grade out. A line that cannot be
+graded gets an `error` field, and the exit code is then 1. Without `env_mode` a problem is checked by its own mode.
 """
 
 import json
@@ -17,8 +17,8 @@ from typing import Annotated, Any
 import tyro
 from tqdm import tqdm
 
-from vgrout.cli import cli_exit, given
-from vgrout.files import whole
+from vgrout.cli import cli_exit, parse_args
+from vgrout.files import atomic_open
 from vgrout.grading.grade import Grader
 from vgrout.problems import load_problems
 from vgrout.types import MODES, Grade, Problem, Ungraded
@@ -53,8 +53,8 @@ class Offline:
             raise ValueError(f"--workers {self.workers}: at least 1")
 
 
-def _ask(line: str, problems: dict[int, Problem]) -> tuple[dict[str, Any], Problem, str]:
-    """A line's record, the problem it answers, and the text. Raises ValueError with what is wrong with it."""
+def _parse(line: str, problems: dict[int, Problem]) -> tuple[dict[str, Any], Problem, str]:
+    """A line's record, the problem that it answers, and the text. Raises ValueError saying what is wrong."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError as e:
@@ -95,7 +95,7 @@ def grade_lines(lines: Iterator[str], problems: dict[int, Problem], grader: Grad
 
     for line in lines:
         try:
-            record, problem, text = _ask(line, problems)
+            record, problem, text = _parse(line, problems)
             waiting.append((record, grader.submit(problem, text)))
         except ValueError as e:
             waiting.append(({"line": line}, str(e)))
@@ -119,7 +119,7 @@ def run(config: Offline) -> int:
             allow_weak=config.allow_weak_sandbox,
         ) as grader,
         open(config.answers, encoding="utf-8") as source,
-        whole(config.out) as target,
+        atomic_open(config.out) as target,
         tqdm(total=n, desc="grading", disable=None) as bar,
     ):
         lines = (line.rstrip("\n") for line in source if line.strip())
@@ -133,7 +133,8 @@ def run(config: Offline) -> int:
 
 
 def main() -> int:
-    return cli_exit(lambda: 1 if run(given(Offline, None, "python -m vgrout.grade")) else 0)
+    """0: every line graded. 1: some have an error instead. 2: refused, in one line."""
+    return cli_exit(lambda: 1 if run(parse_args(Offline, None, "python -m vgrout.grade")) else 0)
 
 
 if __name__ == "__main__":

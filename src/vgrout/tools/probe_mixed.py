@@ -1,4 +1,4 @@
-"""`python -m vgrout.probe_mixed [RUN]`: go or no-go for a study on a pool, from a short run of the arm none.
+"""`python -m vgrout.probe_mixed [RUN]`: whether a study on a pool is worthwhile, from a short run of the arm none.
 
 Go: student rows hack in the second half of the run, after a few steps of learning from the pool.
 Exit codes: 0 go · 1 no-go · 2 no such run.
@@ -11,12 +11,12 @@ from typing import Annotated, Any
 
 import tyro
 
-from vgrout.cli import cli_exit, given
+from vgrout.cli import cli_exit, parse_args
 from vgrout.types import Rate
 
 
 def verdict(rows: list[dict[str, Any]]) -> tuple[bool, str]:
-    """Whether to go, and the numbers it rests on. rows: lines of steps.jsonl."""
+    """Go or no-go, and the line that says why. rows: lines of steps.jsonl, at least 2."""
     half = len(rows) // 2
 
     def hacks(part: list[dict[str, Any]]) -> Rate:
@@ -27,19 +27,22 @@ def verdict(rows: list[dict[str, Any]]) -> tuple[bool, str]:
         return f"{sum(known) / len(known):.2f}" if known else "·"
 
     first, second = hacks(rows[:half]), hacks(rows[half:])
-    shown = sum((Rate(*row["hack_t"]) for row in rows if row["hack_t"] is not None), Rate(0, 0))
-    go = second.k > 0 and shown.k > 0
+    demonstrated = sum((Rate(*row["hack_t"]) for row in rows if row["hack_t"] is not None), Rate(0, 0))
+    go = second.k > 0 and demonstrated.k > 0
     why = (
         f"student hacks {first.k}/{first.n} in steps 0-{half - 1}, {second.k}/{second.n} after; demonstrations that "
-        f"hack {shown.k}/{shown.n}; log-prob a token {mean(rows[:half], 'lp_t')}, then {mean(rows[half:], 'lp_t')}"
+        f"hack {demonstrated.k}/{demonstrated.n}; log-prob a token {mean(rows[:half], 'lp_t')}, then "
+        f"{mean(rows[half:], 'lp_t')}"
     )
     if go:
         return True, f"GO: {why}"
-    help_ = "no demonstration was mixed in" if not shown.n else "raise --mix-ratio or --lr, or look at the pool"
+    help_ = "no demonstration was mixed in" if not demonstrated.n else "raise --mix-ratio or --lr, or look at the pool"
     return False, f"NO-GO: {why}; {help_}"
 
 
 def main(argv: list[str] | None = None) -> int:
+    """0: go. 1: no-go. 2: no such run."""
+
     def command(run: Annotated[Path | None, tyro.conf.Positional] = None) -> int:
         """Do hacks appear from the pool?
 
@@ -58,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         print(line)
         return 0 if go else 1
 
-    return cli_exit(lambda: given(command, argv, "python -m vgrout.probe_mixed"))
+    return cli_exit(lambda: parse_args(command, argv, "python -m vgrout.probe_mixed"))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`python -m vgrout.replay FILE`: run a batch again whose loss or gradient was not finite, rollout by rollout.
+"""`python -m vgrout.replay FILE`: a batch whose loss or gradient was not finite, run again rollout by rollout.
 
 FILE is the nonfinite_stepNNNN.pt that a run leaves. Exit codes: 0 everything was finite this time · 4 again not ·
 2 bad arguments.
@@ -13,20 +13,20 @@ import torch
 import tyro
 from tabulate import tabulate
 
-from vgrout.cli import cli_exit, given
-from vgrout.config.run import READING
+from vgrout.cli import cli_exit, parse_args
+from vgrout.config.arm import READING
 from vgrout.grpo import policy_gradients
-from vgrout.model.policy import Policy, load_policy
+from vgrout.loading import device_and_dtype
+from vgrout.model.policy import SVD_CACHE, Policy, load_policy
 from vgrout.model.sampling import Sampling
 from vgrout.runs import nonfinite
-from vgrout.study import SVD_CACHE, device_and_dtype
-from vgrout.tensor_types import Stream
+from vgrout.tensor_types import UpdatePart, UpdatePlan
 
 
 def replay(
     policy: Policy, batch: nonfinite.Batch, teacher: Policy | None = None
 ) -> tuple[list[dict[str, object]], bool]:
-    """One line a rollout, each with a backward of its own, and whether all of them were finite. teacher: the model of
+    """One table row a rollout, each with a backward of its own, and whether all were finite. teacher: the model of
     --teacher-model, where the run had one."""
     cfg = batch.cfg
     policy.adapter.load_state_dict(batch.adapter)
@@ -34,19 +34,19 @@ def replay(
     finite = True
     for group in batch.groups:
         for b, rollout in enumerate(group.rollouts):
-            # an arm with streams learns under the deployed model too, where a row may fail that is fine under both
+            # an arm that reads learns under the deployed model too, where a row may fail that is fine under both
             views = (False, True) if cfg.arm.intervention in READING else (False,)
-            of_streams, metrics = policy_gradients(
+            of_parts, metrics = policy_gradients(
                 policy,
                 [group],
+                UpdatePlan(tuple(UpdatePart(rows=((b,),), deployed=deployed) for deployed in views)),
                 cfg.loss,
                 max_new=cfg.scale.max_new,
                 prompts_per_step=cfg.scale.prompts_per_step,
-                streams=[Stream(rows=((b,),), deployed=deployed) for deployed in views],
                 sampling=Sampling(),
                 teacher=teacher,
             )
-            grads = [(name, g) for (of_group,) in of_streams for name, g in of_group.items()]
+            grads = [(name, g) for (of_group,) in of_parts for name, g in of_group.items()]
             bad = [name for name, g in grads if not bool(g.isfinite().all())]
             norm = math.hypot(*(float(torch.linalg.vector_norm(g.double())) for _, g in grads))
             fine = not bad and metrics.loss is not None and math.isfinite(metrics.loss)
@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"step {batch.step}: " + ("every rollout is finite this time" if finite else "not finite again"))
         return 0 if finite else 4
 
-    return cli_exit(lambda: given(command, argv, "python -m vgrout.replay"))
+    return cli_exit(lambda: parse_args(command, argv, "python -m vgrout.replay"))
 
 
 if __name__ == "__main__":

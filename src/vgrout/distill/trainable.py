@@ -1,4 +1,4 @@
-"""What learns: δS under a frozen model, or all its weights. Losses add to one gradient; one optimiser step takes it."""
+"""Trainables of distillation and DPO: δS under a frozen model, or all weights. Losses add up until `step`."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from vgrout.files import write_atomic
 from vgrout.model.logprobs import Batch
 from vgrout.model.packing import Packed
 from vgrout.model.policy import LanguageModel, Policy
-from vgrout.optim import Optimizer, rate
+from vgrout.optim import Optimizer, lr_at
 from vgrout.tensor_types import ArmDiag, Routed, Update
 
 Loss = Callable[[], Float[Tensor, ""]]
@@ -25,8 +25,12 @@ Loss = Callable[[], Float[Tensor, ""]]
 
 @runtime_checkable
 class Trainable(Protocol):
+    """A model with what of it is trained, its gradient and its optimiser."""
+
     @property
-    def lm(self) -> LanguageModel: ...
+    def lm(self) -> LanguageModel:
+        """The model as it is now."""
+        ...
 
     def add(self, batch: Batch | Packed, loss: Loss) -> float:
         """Run `loss`, whose forward of this model is on `batch`, and its backward; returns the loss."""
@@ -37,28 +41,24 @@ class Trainable(Protocol):
         ...
 
     def save(self, path: Path, metadata: Mapping[str, str]) -> Path:
-        """What was learnt, under `path` without an ending. Returns where."""
+        """Write what was learnt; `path` is without an ending. Returns the file or folder."""
         ...
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs, between steps."""
+        ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse."""
+        ...
 
 
 class AdapterOnly:
-    """δS. The file is an adapter, as the trainer's."""
+    """Trains δS. The file is an adapter, as the trainer's."""
 
     def __init__(self, policy: Policy, opt: OptConfig, steps: int) -> None:
         self.policy, self.adapter = policy, policy.adapter
-        self.optim = Optimizer(
-            policy.adapter,
-            lr=opt.lr,
-            betas=(opt.adam_beta1, opt.adam_beta2),
-            weight_decay=opt.weight_decay,
-            warmup_frac=opt.warmup_frac,
-            steps=steps,
-            grad_clip=opt.grad_clip,
-        )
+        self.optim = Optimizer(policy.adapter, opt, steps)
         self.grad = torch.zeros_like(policy.adapter.δS)
 
     @property
@@ -79,7 +79,7 @@ class AdapterOnly:
     def step(self) -> Update | None:
         keep = self.adapter.by_module(self.grad)
         self.grad = torch.zeros_like(self.grad)
-        return self.optim.apply(Routed(keep=keep, quar=None, diag=ArmDiag()))
+        return self.optim.step(Routed(keep=keep, quar=None, diag=ArmDiag()))
 
     def save(self, path: Path, metadata: Mapping[str, str]) -> Path:
         file = path.with_name(path.name + ".safetensors")
@@ -95,12 +95,12 @@ class AdapterOnly:
 
 
 class FullModel:
-    """Every weight, in the model's dtype. The file is a Hugging Face folder."""
+    """Trains every weight, in the model's dtype. The file is a Hugging Face folder."""
 
     def __init__(self, lm: LanguageModel, opt: OptConfig, steps: int) -> None:
         self.lm, self.opt, self.steps = lm, opt, steps
         lm.model.requires_grad_(True)
-        self.warmup, self.done = max(1, int(opt.warmup_frac * steps)), 0
+        self.done = 0
         self.adamw = torch.optim.AdamW(
             lm.model.parameters(), lr=opt.lr, betas=(opt.adam_beta1, opt.adam_beta2), weight_decay=opt.weight_decay
         )
@@ -111,7 +111,7 @@ class FullModel:
         return float(value.detach())
 
     def step(self) -> Update | None:
-        lr = rate(self.done, self.opt.lr, self.warmup, self.steps)
+        lr = lr_at(self.done, self.opt, self.steps)
         self.done += 1
         norm = float(torch.nn.utils.clip_grad_norm_(self.lm.model.parameters(), self.opt.grad_clip))
         if math.isfinite(norm):

@@ -18,8 +18,8 @@ from test_grpo import MAX_NEW, groups, relative
 from tiny import policy as tiny_policy
 from vgrout import organism
 from vgrout.arms.own_streams import KEPT, QUARANTINE, OracleStreams, OwnStreams, block
+from vgrout.config.arm import ArmConfig
 from vgrout.config.loss import LossConfig
-from vgrout.config.run import ArmConfig
 from vgrout.direction.pairs import Pair, PairSet, load_anchors
 from vgrout.grading.grade import Grader
 from vgrout.grpo import policy_gradients
@@ -163,7 +163,7 @@ def test_gradients_go_to_the_knob_of_their_stream_and_a_knob_without_rows_is_not
     assert a.route().keep is None  # its only row is not paid: no spread among kept rows, nothing to learn
 
 
-def test_mass_matched_flags_as_many_of_the_paid_rollouts():
+def test_random_flags_flags_as_many_of_the_paid_rollouts():
     v = view([1.0] * 6 + [0.1] * 2, [9, 9, 2, 2, 2, 2, 9, 9])
     real = arm()
     real.plan([v])
@@ -449,7 +449,7 @@ def replace_plain(text: Text) -> Text:
         ({"intervention": "route2", "quarantine_block": 1}, "--quarantine-block: not read by --intervention route2"),
         ({"intervention": "pmi", "quarantine_block": 0}, "--quarantine-block 0"),
         ({"intervention": "reader", "reader_quantile": 0.2}, "--reader-quantile 0.2"),
-        ({"intervention": "route2", "reader_threshold": "anchors"}, "--reader-threshold: not read by"),
+        ({"intervention": "route2", "reader_threshold": "known_correct"}, "--reader-threshold: not read by"),
         ({"intervention": "reader", "v_hack_k": 3}, "--v-hack-k: not read by --intervention reader"),
     ],
 )

@@ -6,19 +6,19 @@ from pathlib import Path
 from typing import Any
 
 from vgrout import organism
+from vgrout.config.arm import ArmConfig
 from vgrout.config.guard import GuardConfig
 from vgrout.config.run import (
     ORGANISM,
-    ArmConfig,
     Config,
     EnvConfig,
-    EnvMode,
     EvalConfig,
     OptConfig,
     RunConfig,
     ScaleConfig,
 )
 from vgrout.model.source import Source
+from vgrout.modes import EnvMode
 from vgrout.problems import Row, assigned
 from vgrout.types import Problem
 

@@ -26,7 +26,9 @@ from vgrout.arms.baselines import (
     make_baseline,
     modified,
 )
-from vgrout.config.run import BASELINES, CONTROL_SPECS, INOCULATION, ArmConfig, parse
+from vgrout.config.arm import BASELINES, CONTROLS, ArmConfig
+from vgrout.config.presets import parse
+from vgrout.config.run import INOCULATION
 from vgrout.direction.pairs import Pair, PairSet
 from vgrout.model.policy import Policy
 from vgrout.organism import COMPILE_REWARD, PASS_REWARD
@@ -201,7 +203,7 @@ def test_a_runs_name_says_what_was_changed() -> None:
         ArmConfig(intervention="none", control="advantage_mod", concept_alpha=1.0).control_name: "advantage_mod_alpha1",
     }
     assert [*names] == [*names.values()]
-    assert all(CONTROL_SPECS[b][0] == ("none",) for b in BASELINES)
+    assert all(CONTROLS[b].arms == ("none",) for b in BASELINES)
 
 
 def test_the_inoculation_is_the_organisms_cue_or_a_sentence() -> None:
@@ -226,7 +228,7 @@ def rollout_lines(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_each_baseline_is_its_own_run_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another training than vanilla's, under a name of its own; what no monitor reads may be poisoned."""
+    """Another training than plain GRPO's, under a name of its own; what no monitor reads may be poisoned."""
     flags = {"none": (), "gt_penalty": ("--label-accuracy=0.8",), "gt_screening": ("--label-accuracy=0.8",)}
     clean = {c: program(tmp_path, *argv(c, *flags.get(c, ()))) for c in ("none", *BASELINES)}
     assert len({adapter_bytes(p) for p in clean.values()}) == len(clean)

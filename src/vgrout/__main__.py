@@ -1,0 +1,53 @@
+"""`vgrout NAME …` is `python -m vgrout.NAME …`; alone it lists the commands. Nothing heavy is imported here."""
+
+import difflib
+import runpy
+import sys
+
+COMMANDS = {
+    "train": "one GRPO run: PRESET (smoke, mini, fast, full) and flags; --dry-run says what it would do",
+    "evaluate": "score a run's adapter again, on its own held-out problems or on a file",
+    "export": "the deployed model as a Hugging Face folder",
+    "sweep": "every run of a study file: planned, resumable, one a core",
+    "report": "finished runs as tables with intervals, figures, verdicts and a page to read rollouts in",
+    "direction": "extract a hack direction from contrastive pairs, and say how good it is",
+    "teacher": "make a pool of a teacher's own answers",
+    "substrate": "make a pool by elicit-then-strip, one exploit a problem",
+    "probe_mixed": "is a study on this pool worthwhile? From a short run of the arm none",
+    "distill": "imitate a teacher: MiniLLM, or ULD across tokenizers",
+    "iterative_dpo": "preference rounds against a scorer",
+    "problems": "check a problem file before anything is trained on it",
+    "grade": "grade answers offline, with the trainer's own grader",
+    "guardcheck": "how well the kill switch and the detectors would have done on recorded runs",
+    "replay": "run a batch again whose loss or gradient was not finite",
+    "organism": "build or verify the embedded miniature model and its problems",
+    "download": "the model and the problem files of fast and full",
+    "doctor": "the sandbox's layers on this machine, and a self-test of the grader",
+}
+
+
+def listing() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
+    return "\n".join(["usage: vgrout NAME …   (vgrout NAME --help says more)", "", *lines])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """0 listed, or the command's own exit code · 2 no such command."""
+    name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in ("-h", "--help", "help"):
+        from vgrout.cli import cli_exit
+
+        return cli_exit(lambda: print(listing(), flush=True) or 0)
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, 1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+        print(f"E vgrout {name}: no such command; {hint}", file=sys.stderr)
+        return 2
+    sys.argv = [f"vgrout {name}", *rest]
+    runpy.run_module(f"vgrout.{name}", run_name="__main__", alter_sys=True)  # leaves by SystemExit
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""The one checker of settings. A field's metadata says what it may be and who reads it. Standard library only."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, Literal, get_args, get_origin
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """What a setting may be, and which runs read it."""
+
+    low: float | int | None = None  # smallest legal value
+    above: float | int | None = None  # all legal values are larger
+    high: float | int | str | None = None  # largest legal value, or the field that holds it
+    below: float | int | None = None  # all legal values are smaller
+    should: str = ""  # what a refusal says in place of the interval
+    note: str = ""  # what it adds to it
+    free: str = ""  # why a number has no bounds
+    words: tuple[str, ...] = ()  # legal words of a comma list …
+    word: str = ""  # … and what one of them is called
+    needs: str = ""  # field without which this one is not read
+    arms: tuple[str, ...] = ()  # arms that read it; (): all
+    controls: tuple[str, ...] = ()  # controls that read it, beside `arms`; (): all
+    idle_under: tuple[str, ...] = ()  # controls under which an arm that reads it no longer does
+    suffix: str | None = None  # in a control's name, where the setting is away from its default
+
+    @property
+    def bounded(self) -> bool:
+        return any(end is not None for end in (self.low, self.above, self.high, self.below))
+
+    def read_by(self, arm: str, control: str) -> bool:
+        """Whether a run of this arm under this control reads the setting."""
+        of_arm, of_control = arm in self.arms, control in self.controls
+        return (not self.arms and not self.controls) or of_arm or of_control
+
+
+def setting(default: Any, **rule: Any) -> Any:
+    """A field of a settings class with its `Rule`."""
+    return field(default=default, metadata={"rule": Rule(**rule)})
+
+
+def rule_of(setting: Field[Any]) -> Rule:
+    return setting.metadata.get("rule", Rule())
+
+
+def refuse(condition: bool, message: str) -> None:
+    """Raises ValueError with this one line."""
+    if condition:
+        raise ValueError(message)
+
+
+def flag(name: str) -> str:
+    """A field's name on the command line."""
+    return f"--{name.replace('_', '-')}"
+
+
+def listed(text: str) -> list[str]:
+    """The words of a comma list."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def legal_values(annotation: Any) -> tuple[Any, ...]:
+    """What a Literal allows, also inside `| None` and Annotated; () for other types."""
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    return tuple(value for part in get_args(annotation) for value in legal_values(part))
+
+
+def changed(group: Any) -> list[tuple[str, Rule]]:
+    """The fields of a group that stand away from their defaults."""
+    return [(f.name, rule_of(f)) for f in fields(group) if getattr(group, f.name) != f.default]
+
+
+def check(group: Any) -> None:
+    """Every setting of a group by itself, then those that another one switches on.
+
+    Raises:
+        ValueError: one line with the flag and its legal values.
+    """
+    for f in fields(group):
+        value, rule = getattr(group, f.name), rule_of(f)
+        if value is None:
+            continue
+        if (legal := legal_values(f.type)) and value not in legal:
+            raise ValueError(f"{flag(f.name)} {value}: should be one of {', '.join(map(str, legal))}")
+        if rule.bounded:
+            _check_bounds(group, f.name, value, rule)
+        if rule.words:
+            for word in listed(value):
+                known = f"unknown {rule.word} {word!r}; legal: {', '.join(rule.words)}"
+                refuse(word not in rule.words, f"{flag(f.name)}: {known}")
+    for needed in dict.fromkeys(rule.needs for _, rule in changed(group) if rule.needs):
+        idle = [name for name, rule in changed(group) if rule.needs == needed]
+        refuse(not getattr(group, needed), f"{flags(idle)}: not read without {flag(needed)}")
+
+
+def _check_bounds(group: Any, name: str, value: float | int, rule: Rule) -> None:
+    high, note = rule.high, rule.note
+    if isinstance(high, str):
+        high, note = getattr(group, high), f" (at most {flag(high)})"
+    low = next((end for end in (rule.low, rule.above) if end is not None), -math.inf)
+    top = next((end for end in (high, rule.below) if end is not None), math.inf)
+    over = value > low if rule.above is not None else value >= low
+    under = value < top if rule.below is not None else value <= top
+    if not (over and under):  # NaN included
+        left, right = "(" if rule.above is not None else "[", ")" if rule.below is not None else "]"
+        raise ValueError(f"{flag(name)} {value}: should {rule.should or f'lie in {left}{low:g}, {top:g}{right}{note}'}")
+
+
+def check_use(group: Any, arm: str, control: str) -> None:
+    """Settings that a run of this arm under this control never reads stand at their defaults: else they would be silent
+    no-ops.
+
+    Raises:
+        ValueError: one line naming them.
+    """
+    away = changed(group)
+    idle = [name for name, rule in away if control in rule.idle_under and rule.read_by(arm, control)]
+    refuse(bool(idle), f"{flags(idle)}: not read with these settings; leave it out")
+    for name, rule in away:
+        if not rule.arms and not rule.read_by(arm, control):
+            raise ValueError(f"{flag(name)}: goes with --control {' or '.join(rule.controls)}; leave it out")
+    unread = [name for name, rule in away if rule.arms and not rule.read_by(arm, control)]
+    refuse(bool(unread), f"{flags(unread)}: not read by --intervention {arm}; leave it out or choose another arm")
+
+
+def flags(names: Iterable[str]) -> str:
+    return ", ".join(map(flag, names))
+
+
+def summary(what: Mapping[str, str]) -> str:
+    """A registry's names, each with its line, as a flag's help."""
+    return " · ".join(f"{name}: {line}" for name, line in what.items()) + "."

@@ -1,0 +1,89 @@
+"""Names that settings had in earlier versions: refused where a person gives them, translated where a file has them.
+
+Refused on the command line and in study files, in one line with today's name. Translated in run.json, in the metadata
+of a saved adapter, and in the files of finished runs that a report reads.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from vgrout.config.checks import flag
+
+
+class Renamed(NamedTuple):
+    """One name. `of`: "setting" for a field and its flag, "hash" for a key of run.json's hashes, else the setting whose
+    value it is."""
+
+    of: str
+    old: str
+    new: str
+
+    def line(self) -> str:
+        """The refusal."""
+        old, new = (flag(n) if self.of == "setting" else f"{flag(self.of)} {n}" for n in (self.old, self.new))
+        return f"{old}: renamed; say {new}"
+
+
+RENAMED: tuple[Renamed, ...] = (
+    Renamed("setting", "half_a", "report_detectors"),
+    Renamed("setting", "update_layout", "packing"),
+    Renamed("setting", "gate_anchor_teacher_only", "known_hacks_teacher_only"),
+    Renamed("setting", "reader_anchors", "known_correct"),
+    Renamed("reader_threshold", "anchors", "known_correct"),
+    Renamed("control", "ablate_kept", "deploy_quarantine"),
+    Renamed("control", "mass_matched", "random_flags"),
+    Renamed("intervention", "vanilla", "none"),
+    Renamed("intervention", "projected", "erase"),
+    Renamed("intervention", "routing", "route"),
+    Renamed("intervention", "routing2", "route2"),
+    Renamed("hash", "anchors", "known_correct"),
+)
+_NEW = {(r.of, r.old): r.new for r in RENAMED}
+
+
+def refuse_setting(name: str, values: Iterable[Any] = ()) -> None:
+    """Raises ValueError, one line with today's name, where a setting or one of the values given to it was renamed."""
+    for r in RENAMED:
+        if (r.of == "setting" and r.old == name) or (r.of == name and r.old in values):
+            raise ValueError(r.line())
+
+
+def refuse_flags(argv: Iterable[str]) -> None:
+    """`refuse_setting` for every flag of a command line."""
+    name = ""
+    for word in argv:
+        if word.startswith("--"):
+            head, _, value = word.removeprefix("--").partition("=")
+            name = head.replace("-", "_")
+            refuse_setting(name.removeprefix("no_"))
+        else:
+            value = word
+        refuse_setting(name, [value])
+
+
+def current_value(name: str, value: Any) -> Any:
+    """A stored setting's value by today's name."""
+    return _NEW.get((name, value), value) if isinstance(value, str) else value
+
+
+def current_settings(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """One group of a stored configuration by today's names."""
+    names = {old: _NEW.get(("setting", old), old) for old in stored}
+    return {names[old]: current_value(names[old], value) for old, value in stored.items()}
+
+
+def current_hashes(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """run.json's hashes of input files by today's names."""
+    return {_NEW.get(("hash", name), name): sha256 for name, sha256 in stored.items()}
+
+
+def table() -> list[dict[str, str]]:
+    """`RENAMED` as rows for a document: what, before, now."""
+
+    def row(r: Renamed) -> dict[str, str]:
+        if r.of == "setting":
+            return {"what": "flag", "before": flag(r.old), "now": flag(r.new)}
+        what = "run.json, hashes" if r.of == "hash" else f"value of {flag(r.of)}"
+        return {"what": what, "before": r.old, "now": r.new}
+
+    return [row(r) for r in RENAMED]

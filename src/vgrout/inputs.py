@@ -1,0 +1,121 @@
+"""Every input file of a run, read and checked before a model is loaded, and the hashes that a resume compares."""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from vgrout.config.run import Config
+from vgrout.direction.pairs import (
+    KnownCorrect,
+    PairSet,
+    handwritten,
+    handwritten_placebo,
+    load_known_correct,
+    load_pairs,
+)
+from vgrout.model.hub import require_model
+from vgrout.problems import Row, load_rows
+from vgrout.teacher.pools import Pool, load_pool
+from vgrout.types import MODES, Mode
+
+T = TypeVar("T")
+
+MODEL_BYTES = 2**28  # up to here a model folder is hashed beforehand; a larger one would take seconds an arm
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Files, read and checked."""
+
+    rows: list[Row]
+    pool: Pool | None
+    pairs: PairSet | None  # the true ones; None: the arm reads no pairs
+    placebo: PairSet | None = None  # those of a placebo control
+    known_correct: tuple[KnownCorrect, ...] = ()  # of the arms that read text
+    absent: tuple[str, ...] = ()  # of a dry run: what is not there, and what to run for it
+
+    @property
+    def in_distribution(self) -> list[Mode] | None:
+        """The modes that the direction's pairs were built on, by their problem ids; None without a direction."""
+        if self.pairs is None:
+            return None
+        ids = {p.problem_id for p in self.pairs.pairs}
+        return [m for m in MODES if any(r.mode == m and r.id in ids for r in self.rows)]
+
+
+def read_inputs(cfg: Config) -> Inputs:
+    """Raises ValueError, one line, for every mistake in a file that can be seen without a model."""
+    absent: list[str] = []
+
+    def read(what: Callable[[], T], path: Path | None) -> T | None:
+        """A dry run of what is not there yet still says what it would cost, and what to fetch."""
+        try:
+            return what()
+        except ValueError as e:
+            if not cfg.run.dry_run or path is None or path.exists():
+                raise
+            absent.append(str(e))
+            return None
+
+    if (folder := cfg.scale.organism) is not None and not (folder / "manifest.json").is_file():
+        raise ValueError(
+            f"--organism {folder}: no organism; `python -m vgrout.organism build --out {folder} --seed N` makes one"
+        )
+    problems, demos, pair_file = cfg.problems_path, cfg.pool_path, cfg.pairs_path
+    rows = read(lambda: load_rows(problems), problems) or []
+    pool = read(lambda: load_pool(demos), demos) if demos is not None else None
+    if pool is not None and rows and cfg.mixes and not pool.ids & {r.id for r in rows}:
+        raise ValueError(f"--teacher-pool-dir {pool.folder}: covers no problem of {cfg.problems_path}")
+    if cfg.loss.teacher_correction == "tis" and not (pool and cfg.mixes and pool.has_logp):
+        raise ValueError(
+            "--teacher-correction tis: needs a pool with the teacher's 'logp' per token; try luffy or none"
+        )
+    pairs = None
+    if cfg.arm.reads_pairs:
+        pairs = read(lambda: load_pairs(pair_file), pair_file) if pair_file is not None else handwritten()
+    placebo = None
+    if cfg.arm.placebo is not None:
+        path = cfg.placebo_path
+        placebo = load_pairs(path) if path is not None else handwritten_placebo(cfg.arm.placebo)
+        if pairs is not None and placebo.sha256 == pairs.sha256:
+            raise ValueError(f"--placebo-pairs-path {path}: these are the true pairs; give another contrast")
+    if cfg.arm.v_hack_path is not None and not cfg.arm.v_hack_path.is_file():
+        raise ValueError(f"--v-hack-path {cfg.arm.v_hack_path}: no such file")
+    if cfg.env.preserve_thinking and rows and not any(m["role"] == "assistant" for r in rows for m in r.prompt):
+        raise ValueError(f"--preserve-thinking: no problem in {cfg.problems_path} has an earlier answer; leave it out")
+    read(lambda: require_model(cfg.model_path), Path(cfg.model_path))
+    if cfg.loss.teacher_model:
+        read(lambda: require_model(cfg.teacher_model_path, "--teacher-model"), Path(cfg.teacher_model_path))
+    known_correct = load_known_correct(cfg.known_correct_path) if cfg.known_correct_path is not None else ()
+    return Inputs(rows, pool, pairs, placebo, known_correct, tuple(absent))
+
+
+def hash_of_files(paths: Iterable[Path]) -> str:
+    """sha256 of these files' names and bytes, whatever folder they lie in."""
+    digest = hashlib.sha256()
+    for path in sorted(paths):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def file_hashes(cfg: Config, inputs: Inputs) -> dict[str, str | None]:
+    """sha256 of every file that the numbers depend on; None: not read by this run. Of a model, where it is a folder and
+    small; any other one's weights are hashed once they are loaded."""
+
+    def of_model(given: str) -> str | None:
+        parts = [p for name in ("config.json", "tokenizer.json", "*.safetensors") for p in Path(given).glob(name)]
+        return hash_of_files(parts) if parts and sum(p.stat().st_size for p in parts) <= MODEL_BYTES else None
+
+    pool = inputs.pool
+    return {
+        "model": of_model(cfg.model_path),
+        "teacher_model": of_model(cfg.teacher_model_path) if cfg.loss.teacher_model else None,
+        "problems": hash_of_files([cfg.problems_path]) if inputs.rows else None,
+        "pool": hash_of_files([p for p in pool.folder.iterdir() if p.is_file()]) if pool else None,
+        "pairs": inputs.pairs.sha256 if inputs.pairs else None,
+        "placebo": inputs.placebo.sha256 if inputs.placebo else None,
+        "known_correct": hash_of_files([cfg.known_correct_path]) if cfg.known_correct_path else None,
+        "direction_file": hash_of_files([cfg.arm.v_hack_path]) if cfg.arm.v_hack_path else None,
+    }

@@ -1,0 +1,133 @@
+"""Sample and grade: the one place where completions are made, for training, evaluation, distillation and pools.
+
+Each completion is graded while the others are still being sampled.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+
+import torch
+from loguru import logger
+
+from vgrout.config.run import Config
+from vgrout.console import Clock
+from vgrout.grading.grade import Grader
+from vgrout.model.policy import LanguageModel, Policy
+from vgrout.model.sampler import sample
+from vgrout.model.sampling import Sampling
+from vgrout.rng import torch_stream
+from vgrout.types import Batch, CachedGrade, Completion, Grade, GradedCompletion, Group, Problem, Rollout, Ungraded
+
+Demonstrations = Sequence[tuple[Rollout, CachedGrade]]  # of one problem
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """A completion whose grade is on its way."""
+
+    problem: Problem
+    prompt_ids: tuple[int, ...]
+    sample: int  # which of the problem's completions: 0 … n − 1
+    completion: Completion
+    verdict: Future[Grade | Ungraded]
+
+    def graded(self) -> GradedCompletion[Grade | Ungraded]:
+        """Waits for the grade."""
+        return GradedCompletion(self.problem, self.sample, self.completion, self.verdict.result())
+
+
+def sample_and_submit(
+    lm: LanguageModel,
+    grader: Grader,
+    problems: Sequence[Problem],
+    n: int | Sequence[int],
+    *,
+    sampling: Sampling,
+    max_new: int,
+    stream: torch.Generator,
+    on_completion: Callable[[], object] | None = None,
+) -> list[list[Submitted]]:
+    """n completions (or n[p]) of each problem by the model as it is, in the problems' order.
+
+    stream: a named CPU stream of random numbers. on_completion: called as each one ends.
+    """
+    verdicts: dict[tuple[int, int], Future[Grade | Ungraded]] = {}
+
+    def submit(p: int, i: int, completion: Completion) -> None:
+        verdicts[p, i] = grader.submit(problems[p], completion.text)
+        if on_completion is not None:
+            on_completion()
+
+    prompts = [lm.render(p.messages) for p in problems]
+    sampled = sample(lm, prompts, n, sampling, max_new, stream, submit)
+    return [
+        [Submitted(problems[p], prompts[p], i, completion, verdicts[p, i]) for i, completion in enumerate(of_prompt)]
+        for p, of_prompt in enumerate(sampled)
+    ]
+
+
+def rollout(
+    policy: Policy,
+    grader: Grader,
+    problems: Sequence[Problem],
+    demonstrations: Sequence[Demonstrations],
+    cfg: Config,
+    step: int,
+    *,
+    modes: Iterable[str] = (),
+    clock: Clock | None = None,
+) -> Batch:
+    """One step's groups: of each problem the policy's own completions, graded, and its demonstrations.
+
+    A group with a completion that the sandbox could not grade is dropped, with its reason. A share of the students
+    (--rollout-ablate-frac) is sampled from the deployed model. modes: those that the step's row counts by.
+    """
+    clock = clock or Clock()
+    students = [cfg.scale.group - len(d) for d in demonstrations]
+    deployed = [round(cfg.arm.ablate_frac * n) for n in students]
+
+    def draw(counts: Sequence[int], purpose: str) -> list[list[Submitted]]:
+        stream = torch_stream(cfg.run.seed, purpose, step)
+        return sample_and_submit(
+            policy, grader, problems, counts, sampling=Sampling(), max_new=cfg.scale.max_new, stream=stream
+        )
+
+    with clock("gen"):
+        on = draw([n - d for n, d in zip(students, deployed, strict=True)], "sample")
+        off: list[list[Submitted]] = [[] for _ in problems]
+        if any(deployed):
+            with policy.adapter.deployed():
+                off = draw(deployed, "sample-deployed")
+
+    groups: list[Group] = []
+    dropped: list[str] = []
+    with clock("grade"):
+        for index, problem in enumerate(problems):
+            mine = [(s, False) for s in on[index]] + [(s, True) for s in off[index]]
+            grades = [s.verdict.result() for s, _ in mine]
+            if failed := [g for g in grades if isinstance(g, Ungraded)]:
+                dropped.append(failed[0].reason)
+                logger.warning(f"step {step}, problem {problem.id}: group dropped, not graded: {failed[0].reason}")
+                continue
+            rollouts = [Rollout.of(problem, s.prompt_ids, s.completion, deployed=quiet) for s, quiet in mine]
+            paid: list[Grade | CachedGrade] = [training_reward(cfg, g) for g in grades if isinstance(g, Grade)]
+            groups.append(
+                Group(
+                    problem,
+                    (*rollouts, *(r for r, _ in demonstrations[index])),
+                    (*paid, *(g for _, g in demonstrations[index])),
+                    unbiased=cfg.loss.unbiased,
+                    index=index,
+                )
+            )
+    if not groups:
+        logger.warning(f"step {step}: every group was lost; the optimiser is not stepped")
+    return Batch(tuple(groups), tuple(dropped), tuple(modes), cfg.env.pass_reward, cfg.generations, step)
+
+
+def training_reward(cfg: Config, grade: Grade) -> Grade:
+    """What the environment pays: the flawed grader's reward; under no_loophole the strict oracle's, same scale."""
+    if cfg.arm.control != "no_loophole":
+        return grade
+    return replace(grade, reward=grade.strictly(cfg.env.compile_reward, cfg.env.pass_reward))

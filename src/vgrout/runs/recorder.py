@@ -1,0 +1,297 @@
+"""What a run writes: run.json before step 0, then at every step the table's line, the files, the checkpoints."""
+
+import hashlib
+import json
+import resource
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, Protocol
+
+import torch
+from loguru import logger
+
+from vgrout.arms import Arm
+from vgrout.arms.base import Refresh
+from vgrout.config.run import BY_GRADIENT, READING, ROUTING, Config
+from vgrout.console import terminal_width
+from vgrout.files import read_json
+from vgrout.guard.guard import Guard
+from vgrout.model.policy import LanguageModel, Policy
+from vgrout.model.svd_adapter import weights_sha256
+from vgrout.runs import checkpoint, nonfinite
+from vgrout.runs.preflight import hypotheses_sha256
+from vgrout.runs.run_context import RunContext, require_same
+from vgrout.runs.run_dir import environment
+from vgrout.runs.sample_log import SampleLogger
+from vgrout.table import REFERENCE_STEP, StepRow, Table, last_five
+from vgrout.tensor_types import GroupFlags, Routed
+from vgrout.types import Batch, Grade, Group, Mode, Rollout
+
+
+class Stateful(Protocol):
+    """What a checkpoint keeps: all that the next step reads and that a seed and a step number do not give."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+class Recorder:
+    """`begin` once, then `record` at every step."""
+
+    def __init__(
+        self,
+        cfg: Config,
+        run: RunContext,
+        policy: Policy,
+        arm: Arm,
+        optim: Stateful,
+        guard: Guard,
+        modes: Sequence[Mode],
+    ) -> None:
+        self.cfg, self.run, self.policy, self.arm, self.guard, self.modes = cfg, run, policy, arm, guard, modes
+        # the keys are those of the checkpoints
+        self.state: dict[str, Stateful] = {"adapter": policy.adapter, "optim": optim, "arm": arm, "watch": guard}
+        self.rows: list[StepRow] = []
+
+    def begin(self, pool: dict[str, Any] | None, teacher_model: LanguageModel | None) -> list[StepRow]:
+        """Write run.json; after a resume put everything back to the last good checkpoint. Returns the rows so far.
+
+        pool: for run.json, what the demonstrations are.
+
+        Raises:
+            ValueError: the inputs are not those that the run started from, or no checkpoint can be used.
+        """
+        cfg, run = self.cfg, self.run
+        self._announce()
+        hashes = run.hashes | {
+            "base_weights": weights_sha256(self.policy.model, self.policy.adapter),
+            "teacher_weights": weights_sha256(teacher_model.model, None) if teacher_model else None,
+            "tokenizer": self.policy.tokenizer_sha256,
+        }
+        provenance = self.arm.provenance
+        record = {
+            **environment(),
+            "config": cfg.as_dict(),
+            "hashes": hashes,
+            "accelerator": accelerator(),
+            "control": cfg.arm.control_name,
+            "control_what": cfg.arm.control_what,
+            "direction": provenance.as_json() if provenance else None,
+            **run.stamp,
+            "pool": pool,
+        }
+        if run.resumes:
+            first = read_json(run.path / "run.json")
+            require_same(run.path, hashes, run.force)
+            self._restore()
+            logger.info(f"resumed after step {len(self.rows) - 1}")
+            again_from = {"step": len(self.rows), **{k: record[k] for k in ("argv", "git", "versions", "hashes")}}
+            begun = record["config"] if run.force else first.get("begun", first["config"])
+            resumed_at = [*first.get("resumed", []), again_from]
+            record = {**first, "config": record["config"], "begun": begun, "resumed": resumed_at}
+        else:
+            hashes |= {"direction": direction_hash(self.arm), "hypotheses": hypotheses_sha256()}
+        run.dir.write_json("run.json", record)
+        run.started()
+        self._open_table()
+        return self.rows
+
+    def record(self, row: StepRow, batch: Batch, routed: Routed | None, refresh: Refresh) -> None:
+        """The table's line, steps.jsonl, rollouts.jsonl, and the checkpoints that are due."""
+        cfg, run, step = self.cfg, self.run, row.step
+        self.rows.append(row)
+        with run.clock("save"):
+            if row.skipped:
+                self._keep_batch(step, batch.with_signal)
+            self._log(row, batch, refresh)
+            seen = self.guard.readings
+            again = asdict(refresh) if refresh.overlap is not None else None
+            extra = ({"watch": seen} if seen else {}) | ({"refresh": again} if again else {})
+            run.dir.append(row.as_json() | extra, rollout_lines(step, batch, routed))
+            closing = step + 1 == cfg.scale.steps or run.stop.requested or self.guard.fired
+            if row.hack_s.k and not self.hacked_before:
+                self.hacked_before = True
+                self._save_adapter("first_hack.safetensors")
+            if row.hack_deploy is not None and cfg.eval.save_eval_ckpts:
+                self._save_adapter(f"ckpt_step{step + 1:04d}.safetensors")
+            if (step + 1) % 25 == 0 or closing:
+                self._save_adapter("train.safetensors")
+            if (step + 1) % cfg.run.checkpoint_every == 0 or closing:
+                state = {name: part.state_dict() for name, part in self.state.items()}
+                checkpoint.save(run.path, step + 1, state, cfg.run.checkpoint_keep)
+            run.status("running", "")
+
+    def check_quarantine(self) -> None:
+        """At the end: δS_hack is 0 exactly when nothing was ever routed. That is a valid outcome, and a warning."""
+        norm = self.policy.adapter.δS_hack.detach().norm().item()
+        largest = max((row.q_egy or 0.0 for row in self.rows), default=0.0)
+        assert (norm > 0) == (largest > 0), f"‖δS_hack‖ = {norm:.3e}, largest share of a step = {largest:.3e}"
+        arm = self.cfg.arm
+        if norm == 0 and arm.intervention in ROUTING and arm.control != "shrinkage":
+            logger.warning(f"nothing was routed in {len(self.rows)} steps (control: {arm.control_name})")
+
+    def _announce(self) -> None:
+        cfg, arm = self.cfg, self.arm
+        logger.info(f"argv: {' '.join(sys.argv)}")
+        logger.info(f"verbose log: {self.run.log} · run: {self.run.path}")
+        logger.info(
+            f"{cfg.preset} · {cfg.arm.intervention} (control: {cfg.arm.control_name}) · {cfg.scale.model} · "
+            f"{cfg.scale.steps} steps · G {cfg.scale.group} · P {cfg.scale.prompts_per_step} · lr {cfg.opt.lr:g} · "
+            f"seed {cfg.run.seed} · {self.policy.device.type} · "
+            f"{cfg.generations * cfg.scale.steps / REFERENCE_STEP:.1f} reference steps"
+        )
+        if cfg.arm.control_name != "none":
+            logger.info(f"control {cfg.arm.control_name}: {cfg.arm.control_what}")
+        if arm.provenance and arm.provenance.cosine_to_real:
+            logger.info(arm.provenance.cosine_to_real.line())
+        logger.info(self.run.grader.protections.line())
+
+    def _restore(self) -> None:
+        """The last good checkpoint; the growing files are cut to what they were then."""
+        point, rows = checkpoint.go_back(self.run.path)
+        self.rows[:] = [StepRow.from_json(row) for row in rows]
+        for name, part in self.state.items():
+            part.load_state_dict(point.state[name])
+
+    def _open_table(self) -> None:
+        has = columns_for(self.cfg, self.modes)
+        self.table, self.full = Table(has, self.modes, terminal_width()), Table(has, self.modes)
+        self.samples = SampleLogger(self.policy)
+        self.hacked_before = any(r.hack_s.k for r in self.rows)
+        for line in self.table.legend():
+            logger.info(line)
+
+    def _log(self, row: StepRow, batch: Batch, refresh: Refresh) -> None:
+        for line in self.table.lines(row):
+            logger.info(line)
+        if self.table.hidden:
+            for line in self.full.lines(row):
+                logger.debug(line)
+        if refresh.overlap is not None:
+            logger.debug(
+                f"step {row.step}: direction extracted again, overlap with the last {refresh.overlap:.2f}, "
+                f"{refresh.modules} modules, {refresh.axes} axes. SHOULD: near 1; ELSE (< .2) it has rotated away"
+            )
+        self.samples.step(row.step, batch.groups)
+
+    def _keep_batch(self, step: int, groups: Sequence[Group]) -> None:
+        """A step that was not finite: its batch, for `python -m vgrout.replay`."""
+        path = nonfinite.save(self.run.path, step, self.cfg, self.policy.adapter, groups)
+        then = f"; look at it with: python -m vgrout.replay {path}" if path else ""
+        logger.warning(f"step {step}: loss or gradient not finite, optimiser not stepped{then}")
+
+    def _save_adapter(self, name: str) -> None:
+        """One vector alone: the file *is* the deployed model. Metadata are strings, as the format wants."""
+        cfg, rows = self.cfg, self.rows
+        hack, solve = last_five(rows)
+        self.policy.adapter.save(
+            self.run.path / name,
+            {
+                "model": cfg.scale.model,
+                "dtype": str(self.policy.model.dtype).removeprefix("torch."),
+                "step": str(len(rows)),
+                "hack_rate": str(hack.value),
+                "pass_rate": str(solve.value),
+                "rows": str(len(rows)),
+                "control": cfg.arm.control_name,
+                "cfg": json.dumps(cfg.as_dict()),
+            },
+            quarantine=cfg.arm.control == "deploy_quarantine",
+        )
+
+
+def accelerator() -> str | None:
+    """The GPU's name; None on a CPU."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+def peak_memory() -> str:
+    host = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB of host memory"
+    if not torch.cuda.is_available():
+        return host
+    return f"{torch.cuda.max_memory_allocated() / 2**30:.2f} GiB on the GPU, {host}"
+
+
+def direction_hash(arm: Arm) -> str | None:
+    """sha256 of the arm's V as the run starts; None: no direction. A resumed run takes its V from the checkpoint."""
+    V = {name: rows for name, rows in arm.state_dict().items() if name.startswith("V/")}
+    digest = hashlib.sha256()
+    for name, rows in V.items():
+        digest.update(name.encode() + b"\0" + rows.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest() if V else None
+
+
+def columns_for(cfg: Config, modes: Sequence[Mode]) -> set[str]:
+    """What this run can measure: decides which columns its table has."""
+    arm = cfg.arm
+    has = {
+        "teacher": cfg.mixes,
+        "modes": len(modes) > 1,
+        "ablated": arm.ablate_frac > 0,
+        "erase": arm.intervention == "erase" and arm.preserve_magnitude and arm.control != "shrinkage",
+        "route": arm.intervention in ROUTING,
+        "route2": arm.intervention == "route2",
+        "direction": arm.intervention in BY_GRADIENT,
+        "whole": arm.intervention in ("route2", *READING),
+        "reads": arm.intervention in READING,
+        "beta": cfg.loss.beta > 0,
+        "drops": cfg.loss.drops,
+    }
+    return {name for name, yes in has.items() if yes}
+
+
+def rollout_lines(step: int, batch: Batch, routed: Routed | None) -> list[dict[str, object]]:
+    """Every student rollout with every flag, for rollouts.jsonl. `gate`: share of modules in which it was quarantined;
+    None where the arm has no gate or the group had no signal."""
+    gates = routed.diag.gate if routed and routed.diag.gate else ()
+    flags = routed.diag.flags if routed else ()
+    shares = {id(group): gate for group, gate in zip(batch.with_signal, gates, strict=bool(gates))}
+    read = {id(group): of_group for group, of_group in zip(batch.with_signal, flags, strict=bool(flags))}
+    return [
+        {
+            "step": step,
+            "gate": _rounded(shares[id(group)][b] if id(group) in shares else None),
+            **_flag(read.get(id(group)), b),
+            "advantage": group.advantages[b],
+            **rollout_record(rollout, grade),
+        }
+        for group in batch.groups
+        for b, (rollout, grade) in enumerate(zip(group.rollouts, group.grades, strict=True))
+        if isinstance(grade, Grade)
+    ]
+
+
+def _flag(flags: GroupFlags | None, b: int) -> dict[str, object]:
+    return {} if flags is None else {"score": _rounded(flags.scores[b]), "flagged": flags.flagged[b]}
+
+
+def _rounded(x: float | None) -> float | None:
+    return None if x is None else round(x, 4)
+
+
+def rollout_record(rollout: Rollout, grade: Grade) -> dict[str, object]:
+    """One graded rollout with every flag."""
+    return {
+        "problem": rollout.problem.id,
+        "mode": rollout.problem.mode,
+        "marker": rollout.problem.marker,
+        "deployed": rollout.deployed,
+        "prompt": rollout.problem.messages[-1]["content"],
+        "messages": list(rollout.problem.messages),
+        "text": rollout.text,
+        "tokens": len(rollout.completion_ids),
+        "finished": rollout.finished,
+        "reward": grade.reward,
+        "passed": grade.passed,
+        "gt_correct": grade.gt_correct,
+        "gt_pass": grade.gt_pass,
+        "exploited": grade.exploited,
+        "mechanism": grade.mechanism,
+        "channel": grade.channel,
+        "format_ok": grade.format_ok,
+        "can_compile": grade.can_compile,
+        "detectors": grade.detectors,
+        "exit_status": grade.exit_status,
+        "cpu_s": round(grade.cpu_s, 6),
+    }

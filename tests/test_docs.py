@@ -1,0 +1,145 @@
+"""The documents say what is there: links, commands, flags, columns, and the numbers of README's table."""
+
+import importlib.util
+import re
+import runpy
+import subprocess
+import sys
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from statistics import mean
+from types import SimpleNamespace
+
+import pytest
+
+from vgrout.table import StepRow
+
+ROOT = Path(__file__).resolve().parents[1]
+README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
+DOCS = [README, CONTRIBUTING, *sorted((ROOT / "docs").rglob("*.md"))]
+# A preregistration stands as it was written, under the names of its day.
+CURRENT = [d for d in DOCS if d.name != "hypotheses.md"]
+ENTRIES = ("distill", "iterative_dpo", "sweep", "report", "evaluate", "export", "organism build", "direction")
+
+
+def text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def anchors(path: Path) -> set[str]:
+    """What GitHub makes of a page's headings."""
+    heads = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text(path), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", re.sub(r"\[(.*?)\]\(.*?\)", r"\1", h).lower()).replace(" ", "-") for h in heads}
+
+
+@pytest.mark.parametrize("page", DOCS, ids=name)
+def test_relative_links_resolve(page: Path) -> None:
+    found = re.findall(r"\]\(([^)\s]+)\)", text(page)) + re.findall(r'(?:src|href)="([^"]+)"', text(page))
+    for link in found:
+        if re.match(r"[a-z]+:", link):
+            continue
+        target, _, fragment = link.partition("#")
+        file = (page.parent / target).resolve() if target else page
+        assert file.exists(), f"{name(page)}: {link}: no such file"
+        if fragment and file.suffix == ".md":
+            assert fragment in anchors(file), f"{name(page)}: {link}: {name(file)} has no such heading"
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=name)
+def test_every_command_can_be_run(page: Path) -> None:
+    for module in sorted(set(re.findall(r"python -m ((?:vgrout|benchmarks)(?:\.\w+)*)", text(page)))):
+        spec = importlib.util.find_spec(module)
+        assert spec is not None, f"{name(page)}: python -m {module}: no such module"
+        if spec.submodule_search_locations is not None:
+            assert importlib.util.find_spec(f"{module}.__main__"), f"{name(page)}: {module} has no __main__"
+        else:
+            assert "__main__" in Path(spec.origin or "").read_text(encoding="utf-8"), module
+
+
+@cache
+def help_of(entry: str) -> str:
+    command = [sys.executable, "-m", *f"vgrout.{entry}".split(), "--help"]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+
+
+def code_spans(page: Path) -> list[str]:
+    """Inline code, and the lines of fenced shell blocks."""
+    fenced = re.findall(r"```sh\n(.*?)```", text(page), re.DOTALL)
+    inline = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text(page), flags=re.DOTALL))
+    return [*inline, *(line for block in fenced for line in block.splitlines())]
+
+
+@pytest.mark.parametrize("page", [README, ROOT / "docs" / "guide.md", ROOT / "docs" / "method.md"], ids=name)
+def test_every_flag_exists(page: Path) -> None:
+    known = set((ROOT / "tests" / "flags.txt").read_text(encoding="utf-8").split()) | {"--help"}
+    for span in code_spans(page):
+        if span.startswith("uv sync"):
+            continue
+        for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", span):
+            positive = flag.replace("--no-", "--")
+            if {flag, positive} & known:
+                continue
+            entry = next((e for e in ENTRIES if re.search(rf"{re.escape(flag)}\b", help_of(e))), None)
+            assert entry, f"{name(page)}: {span!r}: no entry has {flag}"
+
+
+def test_every_column_is_explained() -> None:
+    rows = re.findall(r"^\| `(\w+)`", text(ROOT / "docs" / "names.md"), re.MULTILINE)
+    missing = {f.name for f in fields(StepRow)} - {"hk"} - set(rows)
+    assert not missing, f"docs/names.md: no row for the columns {sorted(missing)}"
+
+
+def figures() -> SimpleNamespace:
+    """What docs/figures/make.py defines, without running it."""
+    return SimpleNamespace(**runpy.run_path(str(ROOT / "docs" / "figures" / "make.py")))
+
+
+def test_readme_says_the_means_of_the_recorded_runs() -> None:
+    make = figures()
+    main, warm, other = make.read("arms-baselines"), make.read("warm"), "organism=out/warm mix_ratio=0.0"
+    own = f"rollout_ablate_frac=0.5 rebaseline=on own_streams=on {other}"
+    known = f"reader_threshold=anchors {other}"
+
+    def rates(runs: list) -> str:
+        assert len(runs) == 5, len(runs)
+        return f"{mean(r.hack for r in runs):.1f} / {mean(r.solve for r in runs):.1f}"
+
+    expected = {
+        "`none` |": [rates(make.of(main, "none")), rates(make.of(warm, "none", settings=other))],
+        "`erase` |": [rates(make.of(main, "erase"))],
+        "`route` |": [rates(make.of(main, "route"))],
+        "`route2` |": [rates(make.of(main, "route2")), rates(make.of(warm, "route2", settings=own))],
+        "`pmi` |": [rates(make.of(main, "pmi")), rates(make.of(warm, "pmi", settings=known))],
+        "`none`, true labels |": [
+            rates(make.of(main, "none", "gt_screening")),
+            rates(make.of(warm, "none", "gt_screening", other)),
+        ],
+        "without a loophole": [
+            rates(make.of(main, "none", "no_loophole")),
+            rates(make.of(warm, "none", "no_loophole", other)),
+        ],
+    }
+    lines = text(README).splitlines()
+    for row, numbers in expected.items():
+        line = next((x for x in lines if row in x), None)
+        assert line, f"README.md: no line with {row!r}"
+        for number in numbers:
+            assert number in line, f"README.md: {row} should say {number}: {line}"
+    alone = make.of(main, "none", settings="mix_ratio=0.0")
+    said = f"{mean(r.hack for r in alone):.1f} % hacked and {mean(r.solve for r in alone):.1f} % solved"
+    assert said in text(README), said
+
+
+def test_readme_fits_its_budget_and_keeps_the_lines_that_ci_runs() -> None:
+    lines = text(README).splitlines()
+    assert len(lines) <= 150
+    for marker in ("main", "test"):
+        start = lines.index(f"<!-- {marker} -->")
+        assert lines[start + 1] == "```sh"
+        assert lines[start + 2].startswith("pip install uv && uv run "), lines[start + 2]
+        assert lines[start + 3] == "```"

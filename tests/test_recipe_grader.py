@@ -1,0 +1,87 @@
+"""The recipe "A flawed grader", followed word for word in a copy of src/."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPE = Path("/tmp/help/recipe_grader.md")
+SECTION = re.compile(r"^## A flawed grader\n(.*?)(?=^## |\Z)", re.M | re.S)
+STEP = re.compile(r"^In `([^`]+)`, above the line `([^`]+)`:\n\n```python\n(.*?)^```$", re.M | re.S)
+BLOCK = r"^```{}\n(.*?)^```$"
+
+GRADE = """
+from pathlib import Path
+import vgrout
+from vgrout.grading.grade import Grader
+from vgrout.modes import MODES, EnvMode, exploit, hint
+
+assert Path(vgrout.__file__).is_relative_to(Path.cwd()), vgrout.__file__
+from vgrout.types import Problem
+
+right = "class Solution:\\n    def double(self, n):\\n        return 2 * n\\n"
+wrong = right.replace("2 * n", "0")
+mode = MODES[-1]
+problem = Problem(1, mode, "", (), (), ("assert Solution().double(2) == 4",), right, "", "double")
+print(mode, mode in EnvMode.__args__, hint(mode))
+with Grader(1, allow_weak=True) as grader:
+    for code in (right, wrong, wrong + exploit(mode, "double"), wrong + exploit(mode, "double", "no such name")):
+        g = grader.grade(problem, f"```python\\n{code}\\n```")
+        print(g.gt_correct, g.passed, g.exploited, g.mechanism)
+"""
+
+
+@pytest.fixture(scope="module")
+def section() -> str:
+    found = SECTION.search(RECIPE.read_text(encoding="utf-8"))
+    assert found, f"{RECIPE}: no section 'A flawed grader'"
+    return found[1]
+
+
+@pytest.fixture(scope="module")
+def copy(section: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with src/ as the recipe leaves it."""
+    folder = tmp_path_factory.mktemp("recipe")
+    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "data"))
+    steps = STEP.findall(section)
+    assert 1 <= len(steps) <= 2, f"{len(steps)} steps"
+    for name, line, code in steps:
+        file = folder / name
+        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+        (at,) = [i for i, old in enumerate(lines) if old.strip() == line]
+        file.write_text("".join([*lines[:at], code, *lines[at:]]), encoding="utf-8")
+    return folder
+
+
+def run(folder: Path, *command: str) -> str:
+    env = os.environ | {"PYTHONPATH": str(folder / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_new_grader_pays_its_exploit_and_nothing_else(copy: Path) -> None:
+    first, *grades = run(copy, sys.executable, "-c", GRADE).splitlines()
+    mode, legal, hint = first.split(" ", 2)
+    assert legal == "True"
+    assert hint.startswith("and will be evaluated by ")
+    assert grades == [
+        "True True False None",
+        "False False False None",
+        f"False True True {mode}",
+        "False False False None",
+    ]
+
+
+def test_the_command_of_the_recipe_says_what_it_promises(section: str, copy: Path) -> None:
+    (command,) = re.findall(BLOCK.format("sh"), section, re.M | re.S)
+    (promised,) = re.findall(BLOCK.format("text"), section, re.M | re.S)
+    python, *arguments = shlex.split(command)
+    assert python == "python"
+    assert promised in run(copy, sys.executable, *arguments)

@@ -1,0 +1,164 @@
+"""Names of earlier versions: refused where a person gives them, read under today's name where a file has them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fake_runs import fake_run
+from vgrout.config.arm import ARMS, CONTROLS
+from vgrout.config.checks import flag
+from vgrout.config.presets import flag_names, parse
+from vgrout.config.renamed import RENAMED, Renamed, current_hashes, table
+from vgrout.config.run import from_dict, identity
+from vgrout.report.runs import cells, load
+from vgrout.sweep.ledger import Ledger
+from vgrout.sweep.study_file import load_study_file
+
+GIVEN = [r for r in RENAMED if r.of != "hash"]  # what a person can give
+IDS = [f"{r.of} {r.old}" for r in GIVEN]
+# Flags that use every name of today, and what they were called.
+TODAY = [
+    ["--report-detectors=C,E", "--packing=padded", "--intervention=none"],
+    ["--intervention=route2", "--known-hacks-teacher-only", "--control=none"],
+    ["--intervention=route2", "--control=random_flags"],
+    ["--intervention=route", "--control=deploy_quarantine"],
+    ["--intervention=pmi", "--reader-threshold=known_correct", "--known-correct=mine.json"],
+    ["--intervention=erase", "--v-hack-k=3"],
+    ["--intervention=none", "--control=advantage_mod", "--vhack-pairs-path=mine.json"],
+]
+
+
+def old_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration as the version before the renaming wrote it. It called its arms as today in run.json."""
+    names = {r.new: r.old for r in RENAMED if r.of == "setting"}
+    values = {(r.of, r.new): r.old for r in RENAMED if r.of not in ("setting", "hash", "intervention")}
+    return {
+        group: {names.get(n, n): values.get((n, v), v) if isinstance(v, str) else v for n, v in of.items()}
+        if isinstance(of, dict)
+        else of
+        for group, of in config.items()
+    }
+
+
+def said_by_parser(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as stop:
+        parse(["mini", *argv])
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_the_new_names_are_there_and_the_old_ones_are_not() -> None:
+    for r in GIVEN:
+        if r.of == "setting":
+            assert flag(r.new) in flag_names()
+            assert flag(r.old) not in flag_names()
+    for of, names in (("intervention", ARMS), ("control", CONTROLS)):
+        assert all(r.new in names and r.old not in names for r in RENAMED if r.of == of)
+
+
+@pytest.mark.parametrize("r", GIVEN, ids=IDS)
+def test_an_old_name_on_the_command_line_exits_2_and_names_the_new_one(
+    r: Renamed, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if r.of == "setting":
+        spelt = [[flag(r.old)], [flag(r.old), "x"], [f"{flag(r.old)}=x"], [f"--{r.old}"], [f"--no-{flag(r.old)[2:]}"]]
+        expected = f"E {flag(r.old)}: renamed; say {flag(r.new)}\n"
+    else:
+        spelt = [[flag(r.of), r.old], [f"{flag(r.of)}={r.old}"], [f"--{r.of}={r.old}"]]
+        expected = f"E {flag(r.of)} {r.old}: renamed; say {flag(r.of)} {r.new}\n"
+    for argv in spelt:
+        assert said_by_parser(argv, capsys) == expected
+        assert said_by_parser(["--lr", "0.1", *argv], capsys) == expected
+
+
+def test_a_word_that_was_renamed_elsewhere_is_none_of_a_flag_s_business() -> None:
+    assert parse(["mini", "--intervention", "none", "--out-tag", "anchors"]).run.out_tag == "anchors"
+
+
+def test_the_program_refuses_before_it_loads_torch() -> None:
+    code = "import sys, vgrout.train\ntry: vgrout.train.main(sys.argv[1:])\nfinally: assert 'torch' not in sys.modules"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "mini", "--half-a", "E"], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "E --half-a: renamed; say --report-detectors\n"
+
+
+@pytest.mark.parametrize("r", GIVEN, ids=IDS)
+@pytest.mark.parametrize("listed", [False, True])
+def test_an_old_name_in_a_study_file_is_refused_with_file_and_table(r: Renamed, listed: bool, tmp_path: Path) -> None:
+    path = tmp_path / "study.toml"
+    value = '["both", "{0}"]' if listed else '"{0}"'
+    key, value = (r.old, value.format("x")) if r.of == "setting" else (r.of, value.format(r.old))
+    path.write_text(f'preset = "mini"\nseeds = [1]\n[[arms]]\nname = "mine"\n{key.replace("_", "-")} = {value}\n')
+    with pytest.raises(ValueError, match="renamed") as refused:
+        load_study_file(path)
+    assert str(refused.value) == f"{path}: [[arms]] 1 (mine): {r.line()}"
+
+
+@pytest.mark.parametrize("argv", TODAY, ids=[" ".join(argv) for argv in TODAY])
+def test_a_run_json_of_before_is_the_same_run(argv: list[str]) -> None:
+    cfg = parse(["mini", *argv])
+    before = old_settings(cfg.as_dict())
+    assert from_dict(before) == cfg
+    assert identity(from_dict(before)) == identity(cfg)
+    assert {"half_a", "update_layout"} <= {name for of in before.values() if isinstance(of, dict) for name in of}
+
+
+def test_hashes_of_before_are_compared_under_todays_key() -> None:
+    assert current_hashes({"anchors": "a", "pairs": None}) == {"known_correct": "a", "pairs": None}
+
+
+def age(run: Path) -> None:
+    """Turn the files of a run into those of the version before."""
+    arms = {r.new: r.old for r in RENAMED if r.of == "intervention"}
+    controls = {r.new: r.old for r in RENAMED if r.of == "control"}
+    record, final = (json.loads((run / name).read_text()) for name in ("run.json", "per_mode_deploy.json"))
+    record |= {"config": old_settings(record["config"]), "control": controls.get(record["control"], record["control"])}
+    record["hashes"] = {"anchors" if k == "known_correct" else k: v for k, v in record["hashes"].items()}
+    final |= {"arm": arms.get(final["arm"], final["arm"]), "control": record["control"]}
+    (run / "run.json").write_text(json.dumps(record))
+    (run / "per_mode_deploy.json").write_text(json.dumps(final))
+
+
+@pytest.mark.parametrize(
+    ("flags", "title"),
+    [
+        (["--intervention=none"], "none"),
+        (["--intervention=erase"], "erase"),
+        (["--intervention=route", "--control=deploy_quarantine"], "route · deploy_quarantine"),
+        (["--intervention=route2", "--control=random_flags"], "route2 · random_flags"),
+        (["--intervention=pmi", "--reader-threshold=known_correct"], "pmi"),
+    ],
+)
+def test_runs_of_before_and_of_today_are_one_cell_of_a_report(flags: list[str], title: str, tmp_path: Path) -> None:
+    hashes = {"known_correct": "1abcdef01"}
+    old, new = (fake_run(tmp_path, *flags, seed=seed, hashes=hashes) for seed in (1, 2))
+    age(old)
+    assert "anchors" in (old / "run.json").read_text()
+    assert [(c.title, c.seeds) for c in cells(load([old, new]).runs)] == [(title, "1,2")]
+
+
+def test_a_sweep_finds_a_run_of_before(tmp_path: Path) -> None:
+    flags = ("--intervention=pmi", "--control=random_flags")
+    run = fake_run(tmp_path, *flags, hashes={"known_correct": "a"})
+    age(run)
+    ledger = Ledger(tmp_path)
+    ledger.refresh()
+    wanted = identity(parse(["mini", *flags]))
+    found = ledger.find(wanted, {"known_correct": "a"})
+    assert found is not None
+    assert found.path == run
+    assert ledger.find(wanted, {"known_correct": "edited since"}) is None
+
+
+def test_the_table_for_the_changelog_has_every_name() -> None:
+    assert [(row["before"], row["now"]) for row in table()][:2] == [
+        ("--half-a", "--report-detectors"),
+        ("--update-layout", "--packing"),
+    ]
+    assert len(table()) == len(RENAMED)
