@@ -45,7 +45,7 @@ def _grading(quick: bool = False, problems: Path | None = None) -> Any:
 def _kills(
     kills: int = 25, arm: Literal["all", "none", "erase", "route", "route2", "pmi"] = "all", seed: int = 0
 ) -> None:
-    """Runs killed at random moments and inside saves, resumed, and held against runs in one go (minutes).
+    """Runs killed at random moments and inside saves, resumed, and compared with runs in one go (minutes).
 
     Args:
         kills: deaths of each arm.
@@ -84,7 +84,7 @@ def _svd() -> None:
 
 PAGE: dict[str, Callable[..., Any]] = {
     "step": _measured("step", "run", "A whole training step against TRL's."),
-    "update": _measured("update", "phase", "Forward, backward and surgery against the plain model's."),
+    "update": _measured("update", "phase", "Forward, backward and routing against the plain model's."),
     "sampling": _measured("sampling", "run", "Tokens a second against the bare model, and against transformers."),
     "grading": _grading,
     "direction": _measured("direction", "run", "A direction of 24 pairs against one backward per completion."),

@@ -1,8 +1,8 @@
-"""How fast is an extraction, against one backward per completion? Ratios of one interleaved run.
+"""Speed of an extraction against one backward per completion. Ratios of one interleaved run.
 
-- one by one, leaf: the knob as a parameter behind three dense products, one forward and backward per completion, and
-  its gradient read off after each: what extraction costs without a probe;
-- one by one, probe: the same instrument as ours with batches of one, so that the difference is the batching alone.
+- one by one, leaf: δS as a parameter behind three dense products, one forward and backward per completion, and its
+  gradient read off after each: what extraction costs without per-rollout gradients;
+- one by one, probe: per-rollout gradients as ours with batches of one, so that the difference is the batching alone.
 
 All three give the same gradients, checked.
 """
@@ -30,27 +30,29 @@ Extractor = Callable[[Policy, PairSet, str], Float[Tensor, "n R"]]
 
 
 def batched(policy: Policy, pairs: PairSet, side: str) -> Float[Tensor, "n R"]:
+    """As the trainer extracts."""
     return gradients(policy, pairs, side, TOKENS_PER_BATCH)
 
 
 def one_by_one_probe(policy: Policy, pairs: PairSet, side: str) -> Float[Tensor, "n R"]:
+    """The same in batches of one."""
     return gradients(policy, pairs, side, 1)
 
 
 def one_by_one_leaf(policy: Policy, pairs: PairSet, side: str) -> Float[Tensor, "n R"]:
     """δS as a leaf, y + U diag(δS) Vh x in every adapted Linear, a backward per completion."""
-    knob = torch.zeros(len(policy.adapter), device=policy.device, requires_grad=True)
+    δS = torch.zeros(len(policy.adapter), device=policy.device, requires_grad=True)
     grads = []
     with ExitStack() as hooks:
         for site in policy.adapter.sites.values():
 
             def add(_: nn.Module, args: tuple[Any, ...], y: Tensor, site: Any = site) -> Tensor:
-                return y + ((args[0] @ site.Vh.mT) * knob[site.span].to(y.dtype)) @ site.U.mT
+                return y + ((args[0] @ site.Vh.mT) * δS[site.span].to(y.dtype)) @ site.U.mT
 
             hooks.callback(site.linear.register_forward_hook(add).remove)
         for i, pair in enumerate(pairs.pairs):
             row = tokens_of(policy, pair, getattr(pair, side), f"pair {i}")
-            (grad,) = torch.autograd.grad(mean_nll(policy, [row]).sum(), knob)
+            (grad,) = torch.autograd.grad(mean_nll(policy, [row]).sum(), δS)
             grads.append(grad.float().cpu())
     return torch.stack(grads)
 

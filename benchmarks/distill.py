@@ -1,4 +1,4 @@
-"""How fast does distillation learn, against the plain models? Ratios of one interleaved run.
+"""Speed of distillation against the plain models. Ratios of one interleaved run.
 
 The peer is what any distillation has to do: the student's own forward and backward to all weights and the teacher's
 forward, both on padded rows with full logits, without a loss between them beyond the cross-entropy.
@@ -9,7 +9,6 @@ import statistics
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -21,10 +20,11 @@ from vgrout import organism
 from vgrout.config.presets import PRESETS
 from vgrout.distill.config import DistillConfig, Task, UldConfig, preflight
 from vgrout.distill.methods import METHODS, Graded
-from vgrout.model.logprobs import collate
-from vgrout.model.policy import Policy, load_policy
-from vgrout.model.sampler import sample
 from vgrout.distill.trainable import AdapterOnly
+from vgrout.model.logprobs import collate
+from vgrout.model.policy import LanguageModel, Policy, load_policy
+from vgrout.model.sampler import sample
+from vgrout.model.sampling import Sampling
 from vgrout.rng import torch_stream
 from vgrout.types import Rollout
 
@@ -38,16 +38,12 @@ def teacher_file(folder: Path) -> Path:
     return folder / "t.safetensors"
 
 
-def draw(task: Task, speaker: Any, sampling: Any) -> list[Graded]:
+def draw(task: Task, behaviour: LanguageModel, sampling: Sampling) -> list[Graded]:
     """One step's answers at P 4, G 8."""
     problems = task.parts["train"][: rig.P]
-    prompts = [speaker.render(p.messages) for p in problems]
-    said = sample(speaker, prompts, rig.G, sampling, task.max_new, torch_stream(rig.SEED, "distill", 0))
-    return [
-        (Rollout.of(p, ids, a), None)
-        for p, ids, of in zip(problems, prompts, said, strict=True)
-        for a in of
-    ]
+    prompts = [behaviour.render(p.messages) for p in problems]
+    sampled = sample(behaviour, prompts, rig.G, sampling, task.max_new, torch_stream(rig.SEED, "distill", 0))
+    return [(Rollout.of(p, ids, a), None) for p, ids, of in zip(problems, prompts, sampled, strict=True) for a in of]
 
 
 @torch.no_grad()
@@ -58,6 +54,7 @@ def read(policy: Policy, rollouts: list[Rollout]) -> None:
 
 
 def both(student: Policy, teacher: Policy, rollouts: list[Rollout]) -> None:
+    """The plain student and teacher on these rows."""
     read(teacher, rollouts)
     plain(student, rollouts)
 
@@ -82,11 +79,11 @@ def run(quick: bool = False) -> Report:
             task = preflight(cfg)
             method = METHODS[cfg.method](task, student, teacher)
             answers = draw(task, method.behaviour_model(student, teacher), method.sampling)
-            rollouts = [a.rollout for a in answers]
-            knob = AdapterOnly(student, task.opt, 10)
+            rollouts = [rollout for rollout, _ in answers]
+            trained = AdapterOnly(student, task.opt, 10)
             times = interleaved(
                 {
-                    "ours": partial(method.learn, knob, answers, 0),
+                    "ours": partial(method.learn, trained, answers, 0),
                     "plain": partial(both, student, teacher, rollouts),
                 },
                 6 if quick else 30,

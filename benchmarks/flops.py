@@ -1,4 +1,4 @@
-"""How much work a forward, a backward, a decoding step is: floating-point operations and bytes, from shapes alone."""
+"""Work of a forward, a backward, a decoding step: floating-point operations and bytes, from shapes alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ class Shape:
 
     @staticmethod
     def of(model: Any) -> "Shape":
+        """Of a transformers model."""
         c = model.config
         head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
         return Shape(
@@ -58,6 +59,7 @@ def forward_flops(s: Shape, groups: Sequence[Lengths], share: bool) -> int:
 
 
 def head_flops(s: Shape, groups: Sequence[Lengths]) -> int:
+    """Logits at every completion token."""
     return sum(2 * s.hidden * s.vocabulary * n for _, completions in groups for n in completions)
 
 

@@ -50,6 +50,7 @@ class Load:
 
     @property
     def lengths(self) -> list[Lengths]:
+        """Of each prompt and its answers."""
         return [(self.prompt, [self.answer] * self.group)] * self.prompts
 
 
@@ -65,6 +66,7 @@ def orthogonal(W: Float[Tensor, "d_out d_in"]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def policy(shape: dict[str, Any], device: str, dtype: torch.dtype, attention: str) -> Policy:
+    """A policy on random weights, whose answers run to their full length."""
     model = rig.random_model(device=device, dtype=dtype, **shape)
     model.set_attn_implementation(attention)
     lm = replace(as_language_model(model, rig.tokenizer()), eos_ids=frozenset())
@@ -72,6 +74,7 @@ def policy(shape: dict[str, Any], device: str, dtype: torch.dtype, attention: st
 
 
 def dense_rate(device: str, dtype: torch.dtype) -> float:
+    """FLOP/s of matrix products: by the data sheet where the device is known, else measured."""
     if device == "cuda":
         name = torch.cuda.get_device_name()
         for part, rate in DENSE.items():
@@ -88,10 +91,12 @@ def bandwidth(device: str, n: int) -> float:
 
 
 def best_of(run: Callable[[], object], n: int) -> float:
+    """Seconds of the fastest of n calls."""
     return min(timed(run) for _ in range(n))
 
 
 def timed(run: Callable[[], object]) -> float:
+    """Seconds of one call, the device's work included."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -143,6 +148,7 @@ def attentions() -> list[str]:
 
 
 def measure(shape: dict[str, Any], load: Load, device: str, dtype: torch.dtype, rounds: int) -> Report:
+    """Update and sampling of one load, for every attention that is installed."""
     rate = dense_rate(device, dtype)
     memory = bandwidth(device, 2**30 if device == "cuda" else 2**22)
     rows, notes = [], []

@@ -1,12 +1,12 @@
-"""How fast is grading, against graders that start an interpreter for every run? Ratios of one interleaved run.
+"""Speed of grading against graders that start an interpreter for every run. Ratios of one interleaved run.
 
 - one check: the strict run of a real program, against its script in one fresh interpreter, as the benchmark runs it;
 - a whole rollout: strict, flawed, detectors, against a six-mode grader that starts an interpreter for each of its runs;
 - the organism's answers: a one-line method and six tests, against the same two;
 - gradings a second with one worker and with two.
 
-The interpreters' harness here is the leanest that
-does the work (no imports of its own, no report), so the ratios are lower bounds.
+The interpreters' harness here is the leanest that does the work (no imports of its own, no report), so the ratios are
+lower bounds.
 """
 
 import os
@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from benchmarks.rows import Report, Row
 from vgrout.grading.grade import Grader, as_request
-from vgrout.grading.verifier import Hand, Settings, Verifier
+from vgrout.grading.verifier import ForkServerHandle, Settings, Verifier
 from vgrout.problems import load_problems
 from vgrout.types import MODES, Problem
 
@@ -183,12 +183,12 @@ def measure(real: Sequence[Problem], repeats: int = 3, n: int = 600) -> tuple[li
     ratios = []
     with tempfile.TemporaryDirectory(prefix="vgrout-bench-") as workdir, Grader(1, allow_weak=True) as grader:
         settings = Settings(workdir, 5.0, 512, 1 << 20, "")
-        hand = Hand(settings)
-        judge = Verifier(hand, settings)
+        fork_server = ForkServerHandle(settings)
+        verifier = Verifier(fork_server, settings)
 
         def strict(problem: Problem, code: str) -> bool:
-            job, cases = judge.prepare(code, as_request(problem, "", False))
-            return judge.strict(job, cases, 5.0).correct
+            job, cases = verifier.prepare(code, as_request(problem, "", False))
+            return verifier.strict(job, cases, 5.0).correct
 
         def rollout(problem: Problem, code: str) -> bool:
             g = grader.grade(problem, _answer(code))
@@ -196,8 +196,8 @@ def measure(real: Sequence[Problem], repeats: int = 3, n: int = 600) -> tuple[li
 
         cheap = []
         for problem in tqdm(real, desc="cheap programs", disable=None, leave=False):
-            job, cases = judge.prepare(problem.canonical, as_request(problem, "", False))
-            run = judge.strict(job, cases, 5.0)
+            job, cases = verifier.prepare(problem.canonical, as_request(problem, "", False))
+            run = verifier.strict(job, cases, 5.0)
             if run.correct and run.cpu_s < CHEAP_S:
                 cheap.append((problem, problem.canonical))
         tested = [(problem, code + TAIL) for problem, code in cheap[:20]]
@@ -208,7 +208,7 @@ def measure(real: Sequence[Problem], repeats: int = 3, n: int = 600) -> tuple[li
         ratios.append(compare("one check, organism", 10.0, small, one_fresh_check, strict, repeats))
         ratios.append(compare("rollout against one check, organism", 1.0, small, one_fresh_check, rollout, repeats))
         ratios.append(compare("whole rollout, organism", 7.0, small_tested, six_interpreters, rollout, repeats))
-        hand.close()
+        fork_server.close()
     rates = {
         f"{name}, {workers} worker{'s' if workers > 1 else ''}": throughput(programs, workers, count)
         for name, programs, count in (("organism", small, n), *([("real", cheap, n // 3)] if cheap else []))

@@ -32,6 +32,7 @@ SHORT = {"G": 2, "P": 2, "answer": 2, "hidden": 2}  # how many of them with --qu
 
 
 def shape(hidden: int) -> dict[str, Any]:
+    """Of a model with heads 32 wide."""
     return {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_attention_heads": hidden // 32}
 
 
@@ -65,6 +66,7 @@ def measure(axis: str, quick: bool) -> dict[str, list[tuple[int, float, int | No
 
 
 def run(quick: bool = False, figures: Path | None = None) -> Report:
+    """Exponents along every axis; with `figures`, a png each there."""
     rows = []
     with rig.workplace():
         for axis, (label, _) in AXES.items():
@@ -88,6 +90,7 @@ def _row(axis: str, part: str, points: list[tuple[int, float, int | None]]) -> R
 
 
 def figure(path: Path, label: str, found: dict[str, list[tuple[int, float, int | None]]]) -> None:
+    """Time and peak memory along one axis, as a png."""
     fig, (left, right) = plt.subplots(1, 2, figsize=(7, 2.8), layout="constrained")
     for part, points in found.items():
         xs = [x for x, _, _ in points]

@@ -1,5 +1,4 @@
-"""How many deaths does a run survive? Processes are killed with SIGKILL at random moments and inside saves, resumed,
-and the end is held against the same run in one go.
+"""Runs killed with SIGKILL at random moments and inside saves, resumed, and compared with the same run in one go.
 
 `python -m benchmarks kills` prints one line an arm. Survived: every row (timings apart) and every byte of
 `train.safetensors` are those of the run that was never killed. Processes are forked from a server that has loaded the
@@ -51,15 +50,16 @@ class Tally:
 
     @property
     def tried(self) -> int:
+        """Deaths in all."""
         return sum(self.deaths.values())
 
 
 def _work(folder: str, argv: list[str]) -> None:
-    """A process of its own: the program, its words in a file."""
+    """A process of its own: the program, its output in a file."""
     os.chdir(folder)
-    said = os.open("said.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(said, 1)
-    os.dup2(said, 2)
+    output = os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
     raise SystemExit(importlib.import_module("vgrout.train").main(argv))
 
 
@@ -71,16 +71,16 @@ def _start(folder: Path, argv: Sequence[str]) -> BaseProcess:
 
 def _server() -> mp.context.ForkServerContext:
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload([f"vgrout.{room}" for room in ("train", "loop", "study", "tail", "watch")])
+    context.set_forkserver_preload([f"vgrout.{module}" for module in ("train", "loading", "runs.results")])
     return context
 
 
 def _finish(folder: Path, process: BaseProcess) -> Path:
-    """The run directory of a process that should end well. Raises RuntimeError with its last words."""
+    """The run directory of a process that should end well. Raises RuntimeError with the end of its output."""
     process.join(LIMIT_S)
     if process.exitcode != 0:
         process.kill()
-        raise RuntimeError(f"exit code {process.exitcode}: {(folder / 'said.txt').read_text()[-2000:]}")
+        raise RuntimeError(f"exit code {process.exitcode}: {(folder / 'output.txt').read_text()[-2000:]}")
     return _newest(folder)
 
 
@@ -89,7 +89,7 @@ def _newest(folder: Path) -> Path:
 
 
 def outcome(run: Path) -> tuple[list[dict[str, object]], bytes]:
-    """What must not depend on deaths: the rows without their timings, the deployed model's file."""
+    """Results that must not depend on deaths: the rows without their timings, the deployed model's file."""
     lines = (run / "steps.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
     return rows, (run / "train.safetensors").read_bytes()
@@ -120,10 +120,10 @@ def _phase(folder: Path, process: BaseProcess) -> Phase:
     if _saving(folder, process):
         return "saving"
     logs = sorted(folder.glob("logs/*.log"))
-    said = logs[-1].read_text(encoding="utf-8").rsplit(" argv: ", 1)[-1] if logs else ""
-    if "optimiser step" not in said:  # the table's legend comes before the first step
+    log = logs[-1].read_text(encoding="utf-8").rsplit(" argv: ", 1)[-1] if logs else ""
+    if "optimiser step" not in log:  # the table's legend comes before the first step
         return "loading"
-    return "final evaluation" if "final evaluation on held-out" in said else "steps"
+    return "final evaluation" if "final evaluation on held-out" in log else "steps"
 
 
 def _next(folder: Path, first: Sequence[str]) -> list[str] | None:
@@ -188,9 +188,10 @@ def table(tallies: Sequence[Tally]) -> str:
 
 
 def run(kills: int, arms: Sequence[str], seed: int) -> list[Tally]:
+    """`kills` deaths of each arm's runs."""
     with tempfile.TemporaryDirectory(prefix="vgrout-kills-", ignore_cleanup_errors=True) as root:
         tallies = []
         for arm in arms:
             tallies.append(done := torture(arm, kills, Path(root), seed))
-            print(f"{arm}: {done.survived}/{done.tried}", flush=True)  # minutes each: what is known is said
+            print(f"{arm}: {done.survived}/{done.tried}", flush=True)  # minutes each
         return tallies

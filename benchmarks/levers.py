@@ -26,6 +26,8 @@ from vgrout.types import CachedGrade, Group, Rollout
 
 @dataclass(frozen=True)
 class Lever:
+    """One optimisation, switched on and off."""
+
     name: str
     on: Callable[[], object]
     off: Callable[[], object]
@@ -33,13 +35,15 @@ class Lever:
 
 
 def run(quick: bool = False) -> Report:
-    with rig.workplace(), rig.grader() as grader, rig.study("none", grader) as study:
-        drawn = rig.draw(study)
+    """Every lever's time off over its time on."""
+    with rig.workplace(), rig.grader() as grader:
+        loaded = rig.load("none", grader)
+        policy, drawn = loaded.policy, rig.draw(loaded)
         with torch.no_grad():
-            study.policy.adapter.δS.fill_(1e-9)
-        study.policy.adapter.merge()
+            policy.adapter.δS.fill_(1e-9)
+        policy.adapter.merge()
         rows = []
-        for lever in [*_sampling(study.policy, drawn, grader), *_update(study.policy, drawn)]:
+        for lever in [*_sampling(policy, drawn, grader), *_update(policy, drawn)]:
             times = interleaved({"off": lever.off, "on": lever.on}, 1 if quick else 15, lever.name)
             ratio = Ratio.of(times["off"].wall, times["on"].wall)
             rows.append(Row("levers", lever.name, "without it", str(ratio), lever.how))
@@ -114,8 +118,8 @@ def _sampling(policy: Policy, drawn: rig.Drawn, grader: Any) -> list[Lever]:
 
 
 def _update(policy: Policy, drawn: rig.Drawn) -> list[Lever]:
-    def grads(per: Any, layout: Any, groups: list[Group] = drawn.groups) -> Callable[[], object]:
-        return partial(gradients, policy, groups, per, layout, organism.MAX_NEW)
+    def grads(grad_rows: Any, packing: Any, groups: list[Group] = drawn.groups) -> Callable[[], object]:
+        return partial(gradients, policy, groups, grad_rows, packing, organism.MAX_NEW)
 
     half = [*drawn.groups[::2], *(_dead(g) for g in drawn.groups[1::2])]
     shared = grads("source", "shared")
@@ -126,18 +130,19 @@ def _update(policy: Policy, drawn: rig.Drawn) -> list[Lever]:
             completion_logprobs(policy.model, batch)
         grads("rollout", "padded")()
 
-    def unfolded() -> None:
+    def unmerged() -> None:
         with low_rank(policy):
             grads("rollout", "padded")()
 
     padded = grads("rollout", "padded")
-    same = "--packing; test_layouts_differ_by_rounding_only"
+    test = "test_packings_differ_by_rounding_only"
+    same = f"--packing; {test}"
     return [
         Lever(
-            "W' folded once a step",
+            "W' merged once a step",
             padded,
-            unfolded,
-            "U diag(δ) Vh x in every forward; test_folded_weights_are_what_a_hook_would_compute",
+            unmerged,
+            "U diag(δ) Vh x in every forward; test_merged_weights_are_what_a_hook_would_compute",
         ),
         Lever(
             "no second forward for log π_old",
@@ -161,7 +166,7 @@ def _update(policy: Policy, drawn: rig.Drawn) -> list[Lever]:
         Lever("no padding, sums by source", grads("source", "packed"), grads("source", "padded"), same),
         Lever("prompt shared in the update, sums by source", shared, grads("source", "packed"), same),
         Lever(
-            "sums by source where the arm needs no more", shared, grads("rollout", "shared"), "Arm.per; " + same[17:]
+            "sums by source where the arm needs no more", shared, grads("rollout", "shared"), f"Arm.grad_rows; {test}"
         ),
     ]
 
@@ -176,7 +181,7 @@ def _dead(group: Group) -> Group:
 
 @contextmanager
 def low_rank(policy: Policy) -> Generator[None]:
-    """The base model with U diag(δ) Vh x added to every Linear's output: an adapter that is not folded."""
+    """The base model with U diag(δ) Vh x added to every Linear's output: an adapter that is not merged."""
 
     def added(site: AdaptedLinear) -> Any:
         def hook(_module: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What do checkpoints and detectors cost beside a step? One run in one process, so that a busy machine is busy for all.
+"""Cost of checkpoints and detectors beside a step's. One run in one process, so that a busy machine is busy for all.
 
 `python -m benchmarks overhead` prints both tables. A step: sampling, grading, backward, optimiser, evaluation and
 refresh where they are due, as `sec` of its row has it; without what watches it and without saving.
@@ -18,12 +18,12 @@ from tabulate import tabulate
 from vgrout import console
 from vgrout.config.presets import parse
 from vgrout.grading.grade import Grader
-from vgrout.loop import train
+from vgrout.guard.guard import Guard
 from vgrout.runs import checkpoint
 from vgrout.runs.preflight import preflight
+from vgrout.runs.run_context import RunContext
 from vgrout.runs.run_dir import RunDir
-from vgrout.runs.signals import Stop
-from vgrout.study import load_study
+from vgrout.train import train
 
 WATCHED = ("--reward-hack-detector", "separation,info_rm,mop,rm_ensemble,ragen,advantage", "--echo-trap-enabled")
 
@@ -34,13 +34,15 @@ class Timer:
 
     seconds: list[float] = field(default_factory=list)
 
-    def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def around(self, call: Callable[..., Any], apart: Callable[[], float] = float) -> Callable[..., Any]:
+        """The same call, timed. apart: seconds that were spent once and count for no call."""
+
         def timed(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
+            start = time.perf_counter() - apart()
             try:
                 return call(*args, **kwargs)
             finally:
-                self.seconds.append(time.perf_counter() - start)
+                self.seconds.append(time.perf_counter() - apart() - start)
 
         return timed
 
@@ -63,8 +65,16 @@ def measure(preset: str, arm: str, steps: int) -> Overhead:
     """A run with every detector on and a checkpoint after each step."""
     every = parse([preset]).run.checkpoint_every
     argv = [preset, "--intervention", arm, "--steps", str(steps), "--checkpoint-every", "1", "--guard", "log", *WATCHED]
-    cfg = parse(argv)
+    cfg = parse([*argv, "--final-n-prompts", "6", "--final-samples", "1"])
     timers = {name: Timer() for name in ("save", *cfg.detectors.chosen, "echo", "collapse")}
+    guards: list[Guard] = []
+    detector = Guard._detector
+
+    def timed_detector(guard: Guard, name: str) -> Any:
+        tracker, read = detector(guard, name)
+        guards[:] = [guard]
+        return tracker, timers[name].around(read, lambda: guard.base.seconds)
+
     with tempfile.TemporaryDirectory(prefix="vgrout-overhead-") as folder, contextlib.chdir(folder):
         inputs = preflight(cfg)
         with (
@@ -73,27 +83,25 @@ def measure(preset: str, arm: str, steps: int) -> Overhead:
                 pass_reward=cfg.env.pass_reward,
                 allow_weak=cfg.env.allow_weak_sandbox,
             ) as grader,
-            RunDir.create(cfg.run_id) as run,
-            console.Clock() as clock,
+            RunContext(RunDir.create(cfg.run_id), grader, again="", resumes=False) as run,
+            patch.object(checkpoint, "save", timers["save"].around(checkpoint.save)),
+            patch.object(Guard, "_detector", timed_detector),
         ):
             console.setup(None, "WARNING")
-            study = load_study(cfg, inputs, run, grader, Stop(), clock)
-            watch = study.watch
-            _ = watch.base.cloud  # paid once, here, and in no detector's share
-            watch.read = {name: timers[name].around(read) for name, read in watch.read.items()}
-            with patch.object(checkpoint, "save", timers["save"].around(checkpoint.save)):
-                rows = train(study)
-            newest = checkpoint.complete(run.path)[-1]
-            return Overhead(
-                steps=[row.sec for row in rows],
-                saves=timers["save"].seconds,
-                save_bytes=sum(p.stat().st_size for p in newest.iterdir()),
-                adapter_bytes=(run.path / "train.safetensors").stat().st_size,
-                every=every,
-                detectors={name: sum(timers[name].seconds) for name in watch.read},
-                watching=watch.seconds,
-                once=watch.base.seconds,
-            )
+            rows = train(cfg, run, inputs)
+        if run.code:
+            raise RuntimeError(f"the run ended with exit code {run.code}")
+        (guard,), newest = guards, checkpoint.complete(run.path)[-1]
+        return Overhead(
+            steps=[row.sec for row in rows],
+            saves=timers["save"].seconds,
+            save_bytes=sum(p.stat().st_size for p in newest.iterdir()),
+            adapter_bytes=(run.path / "train.safetensors").stat().st_size,
+            every=every,
+            detectors={name: sum(timers[name].seconds) for name in guard.read},
+            watching=guard.seconds - guard.base.seconds,
+            once=guard.base.seconds,
+        )
 
 
 def table(o: Overhead) -> str:
@@ -114,4 +122,5 @@ def table(o: Overhead) -> str:
 
 
 def run(preset: str, arm: str, steps: int) -> str:
+    """Both tables."""
     return table(measure(preset, arm, steps))

@@ -27,6 +27,7 @@ class Times:
 
     @property
     def median(self) -> float:
+        """Wall seconds."""
         return statistics.median(self.wall)
 
 
@@ -54,6 +55,7 @@ class Ratio:
 
     @staticmethod
     def of(numerators: Sequence[float], denominators: Sequence[float]) -> "Ratio":
+        """Of measurements that were taken in pairs."""
         each = [a / b for a, b in zip(numerators, denominators, strict=True)]
         low, _, high = statistics.quantiles(each, n=4, method="inclusive") if len(each) > 1 else each * 3
         return Ratio(statistics.median(each), low, high)
@@ -63,10 +65,12 @@ class Ratio:
 
 
 def at_least(bench: str, what: str, against: str, ratio: Ratio, goal: float | int) -> Row:
+    """A row whose median should reach a goal."""
     return Row(bench, what, against, str(ratio), f"≥ {goal:g} ×", ratio.median >= goal)
 
 
 def at_most(bench: str, what: str, against: str, ratio: Ratio, goal: float | int) -> Row:
+    """A row whose median should stay below a goal."""
     return Row(bench, what, against, str(ratio), f"≤ {goal:g} ×", ratio.median <= goal)
 
 

@@ -1,9 +1,11 @@
-"""What the benches measure on: the organism's model and problems at P 4, G 8, and random models of any shape."""
+"""Workloads of the benchmarks: the organism's model and problems at P 4, G 8, and random models of any shape."""
 
 import contextlib
 import os
 import tempfile
-from collections.abc import Generator, Sequence
+import threading
+import time
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,30 +14,29 @@ from loguru import logger
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from vgrout import organism
+from vgrout import loading, organism
+from vgrout.arms import Arm, make_arm
 from vgrout.config.arm import Intervention
 from vgrout.config.presets import PRESETS
 from vgrout.config.run import Config
-from vgrout.console import Clock
 from vgrout.grading.grade import Grader
-from vgrout.loop import Study, as_rollout
 from vgrout.model.policy import Policy, as_policy
 from vgrout.model.sampler import sample
 from vgrout.model.sampling import Sampling
-from vgrout.types import Completion
+from vgrout.problems import ProblemSplits
 from vgrout.rng import torch_stream
 from vgrout.runs.preflight import preflight
+from vgrout.runs.run_context import RunContext
 from vgrout.runs.run_dir import RunDir
-from vgrout.runs.signals import Stop
-from vgrout.study import load_study
-from vgrout.types import CachedGrade, Group, Problem, Rollout
+from vgrout.train import train
+from vgrout.types import CachedGrade, Completion, Group, Interrupted, Problem, Rollout
 
 P, G, SEED = 4, 8, 41
 LR = 1e-6  # so small that both peers go on sampling from the same model, and answers keep their lengths
 NOWHERE = Problem(0, "run_tests", "", (), (), (), "", "", "f")
 
 
-def config(arm: Intervention) -> Config:
+def config(arm: Intervention, checkpoint_every: int = 10_000_000) -> Config:
     """`mini` without demonstrations and evaluations: what TRL does as well."""
     mini = PRESETS["mini"][1]
     return replace(
@@ -45,7 +46,7 @@ def config(arm: Intervention) -> Config:
         opt=replace(mini.opt, lr=LR),
         env=replace(mini.env, teacher_pool_dir=""),
         eval=replace(mini.eval, eval_ablate_every=0),
-        run=replace(mini.run, seed=SEED, checkpoint_every=10_000_000),
+        run=replace(mini.run, seed=SEED, checkpoint_every=checkpoint_every),
     )
 
 
@@ -64,15 +65,77 @@ def workplace() -> Generator[None]:
         torch.set_num_threads(threads)
 
 
-@contextlib.contextmanager
-def study(arm: Intervention, grader: Grader) -> Generator[Study]:
-    """Everything the trainer's loop touches, loaded by the trainer's own code."""
+@dataclass(frozen=True)
+class Loaded:
+    """What the trainer's loop begins with, loaded by the trainer's own code."""
+
+    cfg: Config
+    policy: Policy
+    problems: ProblemSplits
+    arm: Arm
+
+
+def load(arm: Intervention, grader: Grader) -> Loaded:
+    """A run of `config(arm)`, before its first step."""
     cfg = config(arm)
-    with RunDir.create(cfg.run_id) as run, Clock() as clock:
-        yield load_study(cfg, preflight(cfg), run, grader, Stop(), clock)
+    inputs, policy = preflight(cfg), loading.load_policy(cfg)
+    problems = loading.load_problems(cfg, inputs, policy)
+    return Loaded(cfg, policy, problems, make_arm(cfg, policy, inputs, grader, problems.train))
+
+
+class Turns(RunContext):
+    """The trainer's own loop, in a thread of its own, which does its next steps when it is asked to."""
+
+    def __init__(self, cfg: Config, grader: Grader) -> None:
+        super().__init__(RunDir.create(cfg.run_id), grader, again="", resumes=False)
+        self._asked, self._answered, self._left = threading.Semaphore(0), threading.Semaphore(0), 0
+        self._error: BaseException | None = None
+        inputs = preflight(cfg)
+
+        def run() -> None:
+            try:
+                train(cfg, self, inputs)
+            except Interrupted:
+                pass
+            except BaseException as e:
+                self._error = e
+            self._answered.release()
+
+        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread.start()
+        self._answered.acquire()  # loaded
+
+    def steps(self, steps: range, name: str) -> Iterable[int]:
+        """As the loop's own, but each waits for its turn."""
+        for step in steps:
+            if self._left == 0:
+                self._answered.release()
+                self._asked.acquire()
+                torch.set_num_threads(1)  # what the trainer takes for the organism; the other contestant may have more
+            if self.stop.requested:
+                raise Interrupted("the benchmark is over")
+            self._left -= 1
+            yield step
+
+    def take(self, n: int) -> float:
+        """Seconds a step over the next n steps: all that the trainer does, its files and checkpoints too."""
+        start = time.perf_counter()
+        self._left = n
+        self._asked.release()
+        self._answered.acquire()
+        if self._error is not None:
+            raise self._error
+        return (time.perf_counter() - start) / n
+
+    def close(self) -> None:
+        """End the loop."""
+        self.stop.requested = True
+        self._asked.release()
+        self._thread.join()
 
 
 def grader() -> Grader:
+    """A grader with the organism's rewards; close it."""
     return Grader(compile_reward=organism.COMPILE_REWARD, pass_reward=organism.PASS_REWARD, allow_weak=True)
 
 
@@ -86,23 +149,26 @@ class Drawn:
 
     @property
     def rollouts(self) -> list[Rollout]:
+        """Of all groups."""
         return [r for g in self.groups for r in g.rollouts]
 
     @property
     def tokens(self) -> int:
+        """Of all completions."""
         return sum(len(r.completion_ids) for r in self.rollouts)
 
 
-def draw(study: Study, step: int = 0, group: int = G, prompts: int = P) -> Drawn:
-    problems = study.world.draw(SEED, step, prompts)
-    ids = [study.policy.render(p.messages) for p in problems]
-    stream = torch_stream(SEED, "sample", step)
-    answers = sample(study.policy, ids, group, Sampling(), organism.MAX_NEW, stream)
+def draw(loaded: Loaded) -> Drawn:
+    """The completions of a first step."""
+    problems = loaded.problems.draw(SEED, 0, P)
+    ids = [loaded.policy.render(p.messages) for p in problems]
+    answers = sample(loaded.policy, ids, G, Sampling(), organism.MAX_NEW, torch_stream(SEED, "sample", 0))
     return Drawn(problems, ids, [as_group(p, i, a) for p, i, a in zip(problems, ids, answers, strict=True)])
 
 
 def as_group(problem: Problem, prompt: tuple[int, ...], answers: Sequence[Completion]) -> Group:
-    rollouts = tuple(as_rollout(problem, prompt, a, False) for a in answers)
+    """Completions of one prompt under rewards that differ."""
+    rollouts = tuple(Rollout.of(problem, prompt, a) for a in answers)
     return Group(
         problem, rollouts, tuple(CachedGrade(float(b % 3), False, False, True, "bench") for b in range(len(answers)))
     )
@@ -118,7 +184,8 @@ def noise_groups(vocabulary: int, group: int, prompts: int, prompt: int, complet
     made = []
     for _ in range(prompts):
         of = ids(prompt)
-        answers = [Completion(ids(completion), "", True, (0.0,) * completion, (0.0,) * completion) for _ in range(group)]
+        logp = (0.0,) * completion
+        answers = [Completion(ids(completion), "", True, logp, logp) for _ in range(group)]
         made.append(as_group(NOWHERE, of, answers))
     return made
 
@@ -150,6 +217,7 @@ def random_policy(**shape: Any) -> Policy:
 
 
 def tokenizer() -> PreTrainedTokenizerBase:
+    """The organism's."""
     tok = AutoTokenizer.from_pretrained(organism.MODEL_DIR)
     assert tok is not None
     return tok

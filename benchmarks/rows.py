@@ -1,4 +1,4 @@
-"""What every bench hands on: rows with a goal, a figure and a verdict. Without torch: grading's peers are forked."""
+"""A benchmark's result: rows with a figure, a goal and a verdict. Without torch: grading's peers are forked."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,9 +21,11 @@ class Row:
 
     @property
     def verdict(self) -> str:
+        """Of a row with a goal: reached or missed; "" without one."""
         return {True: "reached", False: "missed", None: ""}[self.reached]
 
     def cells(self) -> tuple[str, ...]:
+        """In the order of HEAD."""
         return self.bench, self.what, self.against, self.figure, self.goal, self.verdict
 
 
@@ -35,5 +37,6 @@ class Report:
     notes: Sequence[str] = ()
 
     def markdown(self) -> str:
+        """A GitHub table, then the notes."""
         table = tabulate([row.cells() for row in self.rows], headers=HEAD, tablefmt="github")
         return "\n\n".join([table, *self.notes])

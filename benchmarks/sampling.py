@@ -1,4 +1,4 @@
-"""Sampling with a folded adapter against the bare model in the same engine, and the engine against transformers'."""
+"""Sampling with a merged adapter against the bare model in the same engine, and the engine against transformers'."""
 
 from dataclasses import replace
 from typing import Any
@@ -42,21 +42,23 @@ def generate(policy: Policy, prompts: list[tuple[int, ...]]) -> int:
             max_new_tokens=organism.MAX_NEW,
             pad_token_id=policy.pad_id,
         )
-    said = out[:, longest:].tolist()
-    ends = [next((t for t, token in enumerate(row) if token in policy.eos_ids), len(row) - 1) + 1 for row in said]
+    rows = out[:, longest:].tolist()
+    ends = [next((t for t, token in enumerate(row) if token in policy.eos_ids), len(row) - 1) + 1 for row in rows]
     return sum(ends)
 
 
 def run(quick: bool = False) -> Report:
+    """Tokens a second with an adapter, without, and by transformers."""
     rounds = 6 if quick else 30
-    with rig.workplace(), rig.grader() as grader, rig.study("none", grader) as study:
-        policy = study.policy
-        prompts = [policy.render(p.messages) for p in study.world.draw(rig.SEED, 0, rig.P)]
+    with rig.workplace(), rig.grader() as grader:
+        loaded = rig.load("none", grader)
+        policy = loaded.policy
+        prompts = [policy.render(p.messages) for p in loaded.problems.draw(rig.SEED, 0, rig.P)]
         bare = replace(
             policy, model=AutoModelForCausalLM.from_pretrained(organism.MODEL_DIR, dtype=torch.float32).eval()
         )
         with torch.no_grad():
-            policy.adapter.δS.fill_(1e-9)  # folded weights that are the base's: the same answers, token by token
+            policy.adapter.δS.fill_(1e-9)  # merged weights that are the base's: the same answers, token by token
         policy.adapter.merge()
         tokens: dict[str, list[int]] = {"adapter": [], "bare": [], "generate": []}
 
@@ -77,7 +79,7 @@ def run(quick: bool = False) -> Report:
         shape = Shape.of(policy.model)
     rows = [
         at_least(
-            "sampling", "adapter folded, tokens / s", "bare base model", Ratio.of(rate["adapter"], rate["bare"]), 0.97
+            "sampling", "adapter merged, tokens / s", "bare base model", Ratio.of(rate["adapter"], rate["bare"]), 0.97
         ),
         at_least(
             "sampling", "this engine, tokens / s", "transformers.generate", Ratio.of(rate["bare"], rate["generate"]), 2

@@ -1,4 +1,4 @@
-"""What decomposing Qwen3-4B's weights costs: time extrapolated from modules measured here, size exact from the shapes.
+"""Cost of decomposing Qwen3-4B's weights: time extrapolated from modules measured here, size exact from the shapes.
 
 The larger shapes take a minute and more each, so every shape is measured at a few small scales and
 t = c · (d_out · d_in · r)^a is fitted to all of them. The module of the smallest shape is measured whole and not used

@@ -22,7 +22,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, T
 
 from benchmarks.rig import LR, SEED, G, P
 from vgrout import organism
-from vgrout.model.policy import Policy
 from vgrout.model.sampling import Sampling
 from vgrout.model.svd_adapter import TARGETS
 from vgrout.types import Problem
@@ -32,11 +31,13 @@ CODE = re.compile(r"```(?:python)?\n(.*?)```", re.DOTALL)
 
 
 class Missing(Exception):
-    """TRL is not installed; one line."""
+    """TRL is not installed; the message is one line."""
 
 
 @dataclass(frozen=True)
 class Measured:
+    """TRL's steps."""
+
     seconds: list[float]  # a step, block by block
     note: str
 
@@ -88,6 +89,7 @@ class _Turns(TrainerCallback):
 
 
 def trainer(problems: Sequence[Sequence[Problem]], steps: int, callback: TrainerCallback) -> Any:
+    """A GRPOTrainer on these steps' problems. Raises Missing."""
     lib = libraries()
     sampling = Sampling()
     args = lib["trl"].GRPOConfig(
@@ -129,7 +131,6 @@ def trainer(problems: Sequence[Sequence[Problem]], steps: int, callback: Trainer
 
 def measure(
     problems: Sequence[Sequence[Problem]],
-    policy: Policy,
     blocks: int,
     per_block: int,
     other: Callable[[], None],

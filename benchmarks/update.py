@@ -12,19 +12,30 @@ from benchmarks.report import Ratio, at_most, gemm_rate, interleaved, peak_memor
 from benchmarks.rows import Report, Row
 from vgrout.config.loss import LossConfig
 from vgrout.grpo import policy_gradients
-from vgrout.loop import Study
 from vgrout.model.logprobs import collate
 from vgrout.model.policy import Policy
-from vgrout.tensor_types import Layout, Per, RolloutGrads
+from vgrout.model.sampling import Sampling
+from vgrout.tensor_types import GradRows, Packing, RolloutGrads, UpdatePlan
 from vgrout.types import Group, Rollout
 
 QWEN_VOCABULARY = 151_936
 
 
-def gradients(policy: Policy, groups: list[Group], per: Per, layout: Layout, max_new: int) -> list[RolloutGrads]:
-    return policy_gradients(
-        policy, groups, LossConfig(), max_new=max_new, prompts_per_step=len(groups), per=per, layout=layout
-    )[0][0]
+def gradients(
+    policy: Policy, groups: list[Group], grad_rows: GradRows, packing: Packing, max_new: int
+) -> list[RolloutGrads]:
+    """Forward and backward of one update: each group's gradients."""
+    (grads,), _ = policy_gradients(
+        policy,
+        groups,
+        UpdatePlan(),
+        LossConfig(),
+        max_new=max_new,
+        prompts_per_step=len(groups),
+        grad_rows=grad_rows,
+        packing=packing,
+    )
+    return grads
 
 
 def plain(policy: Policy, rollouts: list[Rollout]) -> None:
@@ -53,32 +64,29 @@ def full_logits(policy: Policy, rollouts: list[Rollout]) -> None:
         (-logp[at[0], batch.at[at], batch.target[at]].sum()).backward()
 
 
-def arm_update(study: Study, groups: list[Group]) -> None:
+def arm_update(loaded: rig.Loaded, groups: list[Group]) -> None:
     """What the trainer does between grading and the optimiser."""
-    arm = study.arm
-    (grads,), _ = policy_gradients(
-        study.policy,
+    cfg, arm = loaded.cfg, loaded.arm
+    views = [arm.view(g) for g in groups]
+    plan = arm.plan(views)
+    grads, _ = policy_gradients(
+        loaded.policy,
         groups,
-        study.cfg.loss,
-        max_new=study.cfg.scale.max_new,
+        plan,
+        cfg.loss,
+        max_new=cfg.scale.max_new,
         prompts_per_step=len(groups),
-        sampling=study.sampling,
-        per=arm.per,
-        layout=study.cfg.run.packing,
+        grad_rows=arm.grad_rows,
+        sampling=Sampling(),
+        packing=cfg.run.packing,
     )
-    for group, g_b in zip(groups, grads, strict=True):
-        arm.observe(g_b, group.view(), arm.per)
-    arm.route()
+    arm.route(views, grads, plan)
 
 
 def phase(quick: bool = False) -> Report:
-    """Forward, backward and surgery against the plain model's forward and backward."""
-    with (
-        rig.workplace(),
-        rig.grader() as grader,
-        rig.study("none", grader) as none,
-        rig.study("route2", grader) as route2,
-    ):
+    """Forward, backward and routing against the plain model's forward and backward."""
+    with rig.workplace(), rig.grader() as grader:
+        none, route2 = rig.load("none", grader), rig.load("route2", grader)
         drawn = rig.draw(none)
         times = interleaved(
             {
@@ -90,7 +98,7 @@ def phase(quick: bool = False) -> Report:
             "update phase",
         )
         rows = [
-            at_most("update", f"{arm}: forward, backward, surgery", "plain model, same rows", ratio, goal)
+            at_most("update", f"{arm}: forward, backward, routing", "plain model, same rows", ratio, goal)
             for arm, goal in (("none", 1.2), ("route2", 1.5))
             for ratio in (Ratio.of(times[arm].wall, times["plain"].wall),)
         ]
@@ -111,9 +119,10 @@ def sharing(quick: bool = False) -> Report:
     """One prompt for a group's rollouts against a copy for each, both packed, on the organism and at longer prompts."""
     rows = []
     with rig.workplace():
-        with rig.grader() as grader, rig.study("none", grader) as study:
-            drawn = rig.draw(study)
-            rows.append(_shared("organism's answers", study.policy, drawn.groups, 128, 6 if quick else 30))
+        with rig.grader() as grader:
+            loaded = rig.load("none", grader)
+        drawn = rig.draw(loaded)
+        rows.append(_shared("organism's answers", loaded.policy, drawn.groups, 128, 6 if quick else 30))
         policy = rig.random_policy()
         groups = rig.noise_groups(1024, 8, 2, 256, 64)
         rows.append(_shared("prompt 256, answer 64", policy, groups, 64, 4 if quick else 20))
@@ -124,13 +133,13 @@ def sharing(quick: bool = False) -> Report:
 def _shared(name: str, policy: Policy, groups: list[Group], max_new: int, rounds: int) -> Row:
     copies, once = (
         sum(
-            (len(g) if layout == "packed" else 1) * len(g.rollouts[0].prompt_ids)
+            (len(g) if packing == "packed" else 1) * len(g.rollouts[0].prompt_ids)
             + sum(len(r.completion_ids) for r in g.rollouts)
             for g in groups
         )
-        for layout in ("packed", "shared")
+        for packing in ("packed", "shared")
     )
-    runs = {layout: partial(gradients, policy, groups, "group", layout, max_new) for layout in ("packed", "shared")}
+    runs = {packing: partial(gradients, policy, groups, "group", packing, max_new) for packing in ("packed", "shared")}
     times = interleaved(runs, rounds, "prompt sharing")
     ratio, tokens = Ratio.of(times["packed"].wall, times["shared"].wall), copies / once
     what = f"{name}: G (P + R) / (P + G R) = {tokens:.2f}"
@@ -138,18 +147,19 @@ def _shared(name: str, policy: Policy, groups: list[Group], max_new: int, rounds
     return Row("sharing", what, "a copy of the prompt each", str(ratio), goal, ratio.median >= 0.9 * tokens)
 
 
-def _same(per: Per, policy: Policy, groups: list[Group]) -> Row:
+def _same(grad_rows: GradRows, policy: Policy, groups: list[Group]) -> Row:
+    packings: tuple[Packing, Packing] = ("padded", "shared")
     flat = [
-        torch.cat([torch.cat(list(g.values()), 1) for g in gradients(policy, groups, per, layout, 64)])
-        for layout in ("padded", "shared")
+        torch.cat([torch.cat(list(g.values()), 1) for g in gradients(policy, groups, grad_rows, packing, 64)])
+        for packing in packings
     ]
     worst = float(((flat[0] - flat[1]).norm(dim=1) / flat[0].norm(dim=1)).max())
-    what = {"rollout": "every rollout's g_b", "group": "every group's g"}[per]
+    what = {"rollout": "every rollout's g_b", "group": "every group's g"}[grad_rows]
     return Row("sharing", what, "padded rows", f"relative difference {worst:.0e}", "≤ 1e-5", worst <= 1e-5)
 
 
 def memory(quick: bool = False) -> Report:
-    """Peak of the update phase, shared layout and completion-only head, against all rows' full logits."""
+    """Peak of the update phase, shared prompts and completion-only head, against all rows' full logits."""
     rows = []
     with rig.workplace():
         for name, vocabulary, group, prompts in (

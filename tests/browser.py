@@ -1,6 +1,5 @@
 """A headless Chromium, driven through its DevTools protocol over a pair of pipes: no port, no client library."""
 
-import base64
 import json
 import os
 import shutil
@@ -82,9 +81,6 @@ class Browser:
                 look();
             })"""
         )
-
-    def screenshot(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
     def problems(self) -> list[str]:
         """What the page complained of, and every address that it asked for beside its own and data."""

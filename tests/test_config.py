@@ -273,12 +273,19 @@ def test_every_number_has_bounds_or_a_reason_and_its_default_keeps_them(name: st
     assert not (rule.arms or rule.controls) or group == "arm"
 
 
-@pytest.mark.parametrize("name", [n for n, (f, _) in SETTINGS.items() if isinstance(rule_of(f).low, int | float)])
+def check_with(group: Any, /, **values: Any) -> None:
+    """Without the constructor, whose types the tests' hook would check first."""
+    for name, value in values.items():
+        object.__setattr__(group, name, value)
+    group.__post_init__()
+
+
+@pytest.mark.parametrize("name", [n for n, (f, _) in SETTINGS.items() if rule_of(f).low is not None])
 def test_what_lies_below_its_bound_is_refused(name: str) -> None:
     f, group = SETTINGS[name]
     below = rule_of(f).low - 1
     with pytest.raises(ValueError, match=rf"\A{flag(name)} {below}: should "):
-        replace(getattr(Config(), group), **{name: below})
+        check_with(getattr(Config(), group), **{name: below})
 
 
 def test_arms_controls_and_losses_are_what_their_registries_say() -> None:
@@ -312,7 +319,7 @@ def test_help_has_every_arm_control_and_loss_with_its_line(capsys: pytest.Captur
 def test_unknown_names_are_refused_with_the_legal_ones(group: type, given: dict[str, str], legal: str) -> None:
     """Also where no command line has looked at them: in Python, and in a run.json."""
     with pytest.raises(ValueError, match=rf"\A{legal}"):
-        group(**given)
+        check_with(group(), **given)
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from runs import SMALL, adapter_bytes
 from runs import rows as step_rows
 from runs import run as program
 from test_arms import SIZES, arm_of, rows, run, total, toy_direction, view
-from vgrout import loop
-from vgrout.arms.by_direction import OracleRoute2
+from vgrout import rollout
+from vgrout.arms.route2 import OracleRoute2
 from vgrout.config.arm import CONTROLS
 from vgrout.config.presets import parse
 from vgrout.direction.controls import cosine_to_real
@@ -45,7 +45,7 @@ def test_the_oracle_routes_whole_rollouts_by_label_whatever_their_gradient():
         assert torch.allclose(routed.quar[m], quarantined, atol=1e-6)
         assert torch.allclose(routed.keep[m] + routed.quar[m], g_b[m].sum(0), atol=1e-5)
     assert routed.diag.gate == (tuple(float(x) for x in labels),)
-    assert routed.diag.routed_share == pytest.approx(2 / 6)
+    assert routed.diag.routed == pytest.approx(2 / 6)
     assert routed.diag.tau is None
 
 
@@ -53,22 +53,22 @@ def test_the_oracle_routes_whole_rollouts_by_label_whatever_their_gradient():
 def test_no_other_arm_accepts_labels_and_the_oracle_accepts_nothing_else(intervention):
     g_b, plain = rows(6, 1), view(6, 1)
     with pytest.raises(AssertionError, match="sees a GroupView, got OracleView"):
-        arm_of(intervention).observe(g_b, labelled(plain, (False,) * 6))
+        run(arm_of(intervention), (g_b, labelled(plain, (False,) * 6)))
     with pytest.raises(AssertionError, match="sees a OracleView, got GroupView"):
-        arm_of("route2", control="oracle").observe(g_b, plain)
+        run(arm_of("route2", control="oracle"), (g_b, plain))
 
 
 def test_labels_are_on_the_oracles_type_alone():
     names = {f.name for f in fields(GroupView)}
     assert not names & {"exploited", "gt_correct", "gt_pass", "mechanism", "channel"}
     assert {f.name for f in fields(OracleView)} - names == {"exploited"}
-    # the name is looked for in every file of the package: one caller, behind the control's name
+    # the name is looked for in every file of the package: one caller, behind the type that the arm's class names
     callers = [
         path.name
-        for path in Path(loop.__file__).parent.rglob("*.py")
-        if "oracle_view" in path.read_text(encoding="utf-8") and path.name != "nouns.py"
+        for path in Path(rollout.__file__).parent.rglob("*.py")
+        if "oracle_view" in path.read_text(encoding="utf-8") and path.name != "types.py"
     ]
-    assert callers == ["loop.py"]
+    assert callers == ["base.py"]
 
 
 # ── Haar, mass-matched, shuffled ───────────────────────────────────────────────────────────────────────────────────
@@ -100,7 +100,7 @@ def test_haar_that_routes_nothing_is_no_error():
     arm = arm_of("route2", direction, control="haar", route2_gate="pairs")
     against = {m: -V.repeat(4, 1) for m, V in arm.V.items()}
     routed = run(arm, (against, view(4)))
-    assert routed.diag.routed_share == 0
+    assert routed.diag.routed == 0
     assert not any(q.any() for q in routed.quar.values())
 
 
@@ -109,7 +109,7 @@ def test_random_flags_keeps_the_share_over_a_whole_run_of_steps():
     for step in range(5):
         groups = [(rows(6, 10 * step + i, (i, 3)), view(6, 1, (i,))) for i in range(3)]
         a, b = run(real, *groups), run(dealt, *groups)
-        assert b.diag.routed_share == pytest.approx(a.diag.routed_share, rel=1e-6)
+        assert b.diag.routed == pytest.approx(a.diag.routed, rel=1e-6)
         assert a.diag.gate != b.diag.gate
         for m, g in total(*groups).items():
             assert torch.allclose(b.keep[m] + b.quar[m], g, atol=1e-5)
@@ -179,7 +179,7 @@ def test_a_placebo_run_says_how_contaminated_it_is(plain, here):
     assert run_json["hashes"]["pairs"] != run_json["hashes"]["placebo"] == run_json["direction"]["pairs_sha256"]
     said = (here / "logs" / f"{path.name}.log").read_text()
     assert f"|cos| with the real direction over 28 modules: median {close['median']:.3f}" in said
-    assert "control placebo_flawed: the direction comes from pairs about an unrelated contrast" in said
+    assert "control placebo_flawed: the direction of pairs about an unrelated contrast" in said
     assert step_rows(path) != step_rows(plain)
     none = record(plain)
     assert none["control"] == "none"
@@ -212,12 +212,12 @@ def test_the_oracle_follows_its_label_and_the_random_flags_arm_none(here, monkey
     """The same poison as for the arms: noise in the oracle's bit after the reward was paid."""
     clean = {c: program(here, *argv("route2", c)) for c in ("oracle", "random_flags")}
     noise = torch.Generator().manual_seed(0)
-    pay = loop.paid
+    pay = rollout.training_reward
 
     def poisoned(cfg: Any, grade: Grade) -> Grade:
         return replace(pay(cfg, grade), gt_correct=bool(torch.rand((), generator=noise) < 0.5))
 
-    monkeypatch.setattr(loop, "paid", poisoned)
+    monkeypatch.setattr(rollout, "training_reward", poisoned)
     dirty = {c: program(here, *argv("route2", c)) for c in clean}
     assert adapter_bytes(clean["random_flags"]) == adapter_bytes(dirty["random_flags"])
     assert adapter_bytes(clean["oracle"]) != adapter_bytes(dirty["oracle"])

@@ -12,7 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from tiny import policy as tiny_policy
 from tiny import tokenizer
-from vgrout.arms.by_direction import directed
+from vgrout.arms import arm_class
+from vgrout.arms.base import module_sizes
+from vgrout.arms.direction_arm import DirectionArm
 from vgrout.arms.projection import split
 from vgrout.config.arm import ArmConfig
 from vgrout.direction import __main__ as command
@@ -233,12 +235,13 @@ def test_a_step_along_what_an_arm_keeps_does_not_raise_the_hacks_log_prob_along_
     same_answers = PairSet(tuple(replace(p, hack=HACK, clean=CLEAN) for p in PAIRS.pairs), "toy.json")
     prompts = [p.prompt for p in same_answers.pairs[:8]]  # what V was extracted on
     cfg = ArmConfig(intervention=intervention, **({"preserve_magnitude": False} if intervention == "erase" else {}))
-    sizes = {m: len(v) for m, v in policy.adapter.by_module(policy.adapter.δS.detach()).items()}
-    arm = directed(cfg, sizes, extract(policy, same_answers, 12, 0.0), seed=0)
+    kind = arm_class(cfg)
+    assert issubclass(kind, DirectionArm)
+    arm = kind.with_direction(cfg, module_sizes(policy), extract(policy, same_answers, 12, 0.0), seed=0)
     g = hack_rewarding(policy, prompts)
     both = GroupView(("student",), (False,), (1.0,), (1.0,), (False,), ("",))
-    arm.observe({m: v[None] for m, v in g.items()}, both)
-    kept = arm.route().keep
+    kept = arm.route([both], [[{m: v[None] for m, v in g.items()}]], grad_rows="rollout").keep
+    assert kept is not None
 
     def hack_logp() -> float:
         with torch.no_grad():

@@ -19,12 +19,12 @@ from vgrout import organism
 from vgrout.config.presets import PRESETS
 from vgrout.distill.__main__ import main
 from vgrout.distill.config import DistillConfig, MiniLlmConfig, Task, UldConfig
-from vgrout.distill.methods import EVERYTHING, Graded, MiniLlm,  Uld
+from vgrout.distill.methods import EVERYTHING, Graded, MiniLlm, Uld
 from vgrout.distill.mixed_sampling import MixedModel, mixed_model
+from vgrout.distill.trainable import AdapterOnly, FullModel
 from vgrout.model.policy import LanguageModel, load_policy
 from vgrout.model.sampler import sample
 from vgrout.model.source import Source
-from vgrout.distill.trainable import AdapterOnly, FullModel
 from vgrout.organism import build
 from vgrout.organism.weights import Recipe, Shape
 from vgrout.types import Problem, Rollout
@@ -134,17 +134,17 @@ def test_the_knob_learns_what_the_weights_would() -> None:
     student, teacher = (tiny.policy("qwen3", seed, F64) for seed in (0, 1))
     method = MiniLlm(t := task(), student, teacher)
     given = answers(student)
-    knob = AdapterOnly(student, t.opt, 2)
-    method.learn(knob, given, 0)
+    trained = AdapterOnly(student, t.opt, 2)
+    method.learn(trained, given, 0)
     learner = FullModel(student, t.opt, 2)
     method.learn(learner, given, 0)
     for name, site in student.adapter.sites.items():
         grad = site.linear.weight.grad
         assert grad is not None
         want = torch.einsum("or,oi,ri->r", site.U, grad, site.Vh)
-        assert torch.allclose(student.adapter.by_module(knob.grad)[name], want, atol=1e-10)
+        assert torch.allclose(student.adapter.by_module(trained.grad)[name], want, atol=1e-10)
     before = student.adapter.δS.detach().clone()
-    assert knob.step() is not None
+    assert trained.step() is not None
     assert not torch.equal(student.adapter.δS, before)
 
 

@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 
 import tiny
 from vgrout.config.run import OptConfig
+from vgrout.distill.trainable import AdapterOnly
 from vgrout.iterative_dpo.__main__ import main
 from vgrout.iterative_dpo.config import DpoConfig, check_rounds, preflight
 from vgrout.iterative_dpo.rounds import Pair, Scale, add_pairs, best_and_worst, complete, refer, write_manifest
 from vgrout.iterative_dpo.rounds import batches as forwards
 from vgrout.model.policy import Policy
-from vgrout.distill.trainable import AdapterOnly
 from vgrout.teacher.generate import Graded
 from vgrout.types import Grade, Problem
 
@@ -81,8 +81,8 @@ def test_loss_and_gradient_are_the_papers(packs: bool, monkeypatch: pytest.Monke
             total = total - torch.sigmoid(0.5 * ((logp[0] - ref_c) - (logp[1] - ref_r))).log()
         return total / len(some)
 
-    knob = AdapterOnly(policy, OptConfig(), 1)
-    met = add_pairs(knob, some, reference, 0.5)
+    trained = AdapterOnly(policy, OptConfig(), 1)
+    met = add_pairs(trained, some, reference, 0.5)
     assert len(met) == 5
     assert sum(loss for loss, _ in met) / 5 == pytest.approx(float(textbook().detach()), abs=CLOSE)
     assert max(abs(m) for _, m in met) > 1e-3
@@ -92,8 +92,8 @@ def test_loss_and_gradient_are_the_papers(packs: bool, monkeypatch: pytest.Monke
         grad = site.linear.weight.grad
         assert grad is not None
         want = torch.einsum("or,oi,ri->r", site.U, grad, site.Vh)
-        assert torch.allclose(policy.adapter.by_module(knob.grad)[name], want, atol=CLOSE)
-    assert knob.grad.abs().max() > 1e-4
+        assert torch.allclose(policy.adapter.by_module(trained.grad)[name], want, atol=CLOSE)
+    assert trained.grad.abs().max() > 1e-4
 
 
 def test_a_mean_of_any_scorer_is_a_share() -> None:

@@ -13,13 +13,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import tiny
 from vgrout.config.loss import LossConfig
+from vgrout.config.run import OptConfig
 from vgrout.grpo import policy_gradients
 from vgrout.model.hub import model_folder
 from vgrout.model.policy import Policy, as_policy, attention, load_language_model, load_policy
 from vgrout.model.sampler import sample
 from vgrout.model.sampling import Sampling
 from vgrout.optim import Optimizer
-from vgrout.tensor_types import ArmDiag, Routed, Stream
+from vgrout.tensor_types import ArmDiag, Routed, UpdatePart, UpdatePlan
 from vgrout.tools.export import DTYPES, Parity, parity, write
 from vgrout.types import CachedGrade, Group, Message, Problem, Rollout
 
@@ -125,9 +126,10 @@ def test_probe_rows_are_each_rollouts_own_gradient(policy: Policy) -> None:
     perturbed(policy)
     g = group(policy)
     settings = {"max_new": 12, "prompts_per_step": 1}
-    (((together,),), _) = policy_gradients(policy, [g], LossConfig(), **settings)
+    (((together,),), _) = policy_gradients(policy, [g], UpdatePlan(), LossConfig(), **settings)
     for b in range(4):
-        (((alone,),), _) = policy_gradients(policy, [g], LossConfig(), streams=[Stream(rows=((b,),))], **settings)
+        one = UpdatePlan((UpdatePart(rows=((b,),)),))
+        (((alone,),), _) = policy_gradients(policy, [g], one, LossConfig(), **settings)
         for name, rows in together.items():
             scale = max(float(r[b].norm()) for r in together.values())
             assert float((rows[b] - alone[name][b]).norm()) <= 1e-5 * scale, (name, b)
@@ -137,13 +139,13 @@ def test_a_step_raises_what_was_paid_and_survives_saving(policy: Policy, folder:
     adapter = policy.adapter
     before = logits(policy)
     g = group(policy)
-    optim = Optimizer(adapter, lr=1e-2, betas=(0.9, 0.99), weight_decay=0.0, warmup_frac=0.0, steps=4, grad_clip=1e9)
+    optim = Optimizer(adapter, OptConfig(lr=1e-2, weight_decay=0.0, warmup_frac=0.0, grad_clip=1e9), 4)
     paid = [r for r, a in zip(g.rollouts, g.advantages, strict=True) if a > 0]
     asked = ([r.prompt_ids for r in paid], [r.completion_ids for r in paid])
     with torch.no_grad():
         old = float(policy.logprobs(*asked)[0].sum())
-    (((g_b,),), _) = policy_gradients(policy, [g], LossConfig(), max_new=12, prompts_per_step=1)
-    update = optim.apply(Routed({m: v.sum(0) for m, v in g_b.items()}, None, ArmDiag()))
+    (((g_b,),), _) = policy_gradients(policy, [g], UpdatePlan(), LossConfig(), max_new=12, prompts_per_step=1)
+    update = optim.step(Routed({m: v.sum(0) for m, v in g_b.items()}, None, ArmDiag()))
     assert update is not None
     with torch.no_grad():
         assert float(policy.logprobs(*asked)[0].sum()) > old
@@ -211,7 +213,9 @@ def test_bf16_runs_every_path(tmp_path: Path) -> None:
     source.tok.save_pretrained(tmp_path / "base")
     policy = load_policy(tmp_path / "base", device="cpu", dtype=torch.bfloat16, cache_dir=None)
     perturbed(policy)
-    (((g_b,),), _) = policy_gradients(policy, [group(policy)], LossConfig(), max_new=12, prompts_per_step=1)
+    (((g_b,),), _) = policy_gradients(
+        policy, [group(policy)], UpdatePlan(), LossConfig(), max_new=12, prompts_per_step=1
+    )
     assert all(v.dtype == torch.float32 and bool(v.isfinite().all()) for v in g_b.values())
     write(policy, tmp_path / "m", torch.bfloat16)
     assert parity(policy, tmp_path / "m", ["hello"], exact=True).holds

@@ -16,7 +16,7 @@ from vgrout.model.logprobs import collate, completion_logprobs
 from vgrout.model.policy import Policy
 from vgrout.model.sampler import sample
 from vgrout.model.sampling import Sampling
-from vgrout.tensor_types import Stream
+from vgrout.tensor_types import UpdatePart, UpdatePlan
 from vgrout.types import CachedGrade, Group, Problem, Rollout
 
 LOSSES = get_args(LossName)
@@ -35,8 +35,8 @@ def policy() -> Policy:
 def shake(policy: Policy, scale: float) -> None:
     noise = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for knob in (policy.adapter.δS, policy.adapter.δS_hack):
-            knob.copy_(scale * torch.randn(len(knob), generator=noise))
+        for vector in (policy.adapter.δS, policy.adapter.δS_hack):
+            vector.copy_(scale * torch.randn(len(vector), generator=noise))
     policy.adapter.merge()
 
 
@@ -64,9 +64,12 @@ def groups(policy: Policy) -> list[Group]:
     return made
 
 
-def run(policy: Policy, of: list[Group], cfg: LossConfig | None = None, **kw: Any) -> tuple[list[Tensor], Any]:
+def run(
+    policy: Policy, of: list[Group], cfg: LossConfig | None = None, part: UpdatePart | None = None, **kw: Any
+) -> tuple[list[Tensor], Any]:
     settings: dict[str, Any] = {"max_new": MAX_NEW, "prompts_per_step": 2} | kw
-    (grads,), metrics = policy_gradients(policy, of, cfg or LossConfig(), **settings)
+    plan = UpdatePlan((part or UpdatePart(),))
+    (grads,), metrics = policy_gradients(policy, of, plan, cfg or LossConfig(), **settings)
     return [torch.cat(list(g.values()), 1) for g in grads], metrics
 
 
@@ -165,14 +168,14 @@ def test_groups_without_signal_cost_nothing_and_change_nothing(policy: Policy) -
 
 
 def test_rows_and_advantages_can_be_chosen(policy: Policy) -> None:
-    """What an arm with a stream per knob does: two calls, two views, one sum."""
+    """What an arm that trains its two vectors on different rollouts does: two parts, one sum."""
     of = groups(policy)
     whole, _ = run(policy, of)
-    a, _ = run(policy, of, streams=[Stream(rows=((0, 2), (1,)))])
-    b, _ = run(policy, of, streams=[Stream(rows=((1, 3), (0, 2, 3)))])
+    a, _ = run(policy, of, part=UpdatePart(rows=((0, 2), (1,))))
+    b, _ = run(policy, of, part=UpdatePart(rows=((1, 3), (0, 2, 3))))
     assert a[0].abs().sum(1).nonzero().flatten().tolist() == [0, 2]
     assert relative(a[0] + b[0], whole[0]) <= 1e-5
-    doubled, _ = run(policy, of, streams=[Stream(advantages=tuple(tuple(2 * x for x in g.advantages) for g in of))])
+    doubled, _ = run(policy, of, part=UpdatePart(advantages=tuple(tuple(2 * x for x in g.advantages) for g in of)))
     assert relative(doubled[1], 2 * whole[1]) <= 1e-5
     with policy.adapter.deployed():
         kept, _ = run(policy, of)
@@ -182,8 +185,8 @@ def test_rows_and_advantages_can_be_chosen(policy: Policy) -> None:
 def test_coarser_rows_are_sums_of_finer_ones(policy: Policy) -> None:
     of = groups(policy)
     fine, metrics = run(policy, of)
-    by_source, _ = run(policy, of, per="source")
-    by_group, same = run(policy, of, per="group", token_budget=40)
+    by_source, _ = run(policy, of, grad_rows="source")
+    by_group, same = run(policy, of, grad_rows="group", token_budget=40)
     for g, source, total in zip(fine, by_source, by_group, strict=True):
         assert relative(source, torch.stack([g[:3].sum(0), g[3]])) <= 1e-5
         assert relative(total, g.sum(0, keepdim=True)) <= 1e-5
@@ -208,7 +211,7 @@ def test_one_step_along_minus_g_raises_the_rewarded_answers_log_prob(policy: Pol
     assert logp() > before
 
 
-# ── layouts: padded, packed, with shared prompts ────────────────────────────────────────────────────────────────────
+# ── rollouts in a forward: padded, packed, with shared prompts ───────────────────────────────────────────────────────
 
 
 def long_group(n: int = 6, T: int = 40) -> Group:
@@ -219,36 +222,42 @@ def long_group(n: int = 6, T: int = 40) -> Group:
     return group(rollouts, [float(b % 3) for b in range(n)])
 
 
-@pytest.mark.parametrize("per", ["rollout", "source", "group"])
+@pytest.mark.parametrize("grad_rows", ["rollout", "source", "group"])
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2-bias"])
-def test_layouts_differ_by_rounding_only(family: str, per: Any) -> None:
+def test_packings_differ_by_rounding_only(family: str, grad_rows: Any) -> None:
     policy = tiny.policy(family)
     assert policy.packs
     shake(policy, 0.05)
     long = long_group()
     for of, max_new in ((groups(policy), MAX_NEW), ([long, replace(long, rollouts=long.rollouts[::-1])], 40)):
-        want, a = run(policy, of, LossConfig(beta=0.3), per=per, layout="padded", max_new=max_new)
-        for layout in ("packed", "shared"):
+        want, a = run(policy, of, LossConfig(beta=0.3), grad_rows=grad_rows, packing="padded", max_new=max_new)
+        for packing in ("packed", "shared"):
             for budget in (16_384, 60):
                 got, b = run(
-                    policy, of, LossConfig(beta=0.3), per=per, layout=layout, max_new=max_new, token_budget=budget
+                    policy,
+                    of,
+                    LossConfig(beta=0.3),
+                    grad_rows=grad_rows,
+                    packing=packing,
+                    max_new=max_new,
+                    token_budget=budget,
                 )
                 for g, w in zip(torch.cat(got), torch.cat(want), strict=True):
-                    assert (g - w).norm() <= 1e-5 * w.norm(), (layout, budget)
+                    assert (g - w).norm() <= 1e-5 * w.norm(), (packing, budget)
                 assert b.loss == pytest.approx(a.loss, abs=1e-6)
                 assert b.kl == pytest.approx(a.kl, rel=1e-3, abs=1e-6)
 
 
 def test_a_shared_prompt_is_read_once_for_each_gradient_row(policy: Policy) -> None:
-    """Tokens in the forward: G (P + R - 1) packed, P + G (R - 1) shared; the padded layout has the longest row's."""
+    """Tokens in the forward: G (P + R - 1) packed, P + G (R - 1) shared; padded rows have the longest one's."""
     of = [long_group()]
     lengths, P = [len(r.completion_ids) for r in of[0].rollouts], len(PROMPTS[1])
     seen: list[int] = []
     handle = logprobs.backbone(policy.model).register_forward_pre_hook(
         lambda _m, _a, kw: seen.append(kw["input_ids"].numel()), with_kwargs=True
     )
-    for layout, per in (("padded", "group"), ("packed", "group"), ("shared", "rollout"), ("shared", "group")):
-        run(policy, of, layout=layout, per=per)
+    for packing, grad_rows in (("padded", "group"), ("packed", "group"), ("shared", "rollout"), ("shared", "group")):
+        run(policy, of, packing=packing, grad_rows=grad_rows)
     handle.remove()
     apart = sum(lengths) + len(lengths) * (P - 1)
     assert seen == [len(lengths) * (P + max(lengths)), apart, apart, P + sum(lengths) - len(lengths)]
@@ -256,20 +265,20 @@ def test_a_shared_prompt_is_read_once_for_each_gradient_row(policy: Policy) -> N
 
 def test_packed_batches_keep_every_row_and_the_budget(policy: Policy) -> None:
     rows = [Row(r, 1.0, i // 4) for i, r in enumerate(r for g in groups(policy) for r in g.rollouts)]
-    for layout in ("packed", "shared"):
+    for packing in ("packed", "shared"):
         for budget in (1, 30, 64, 10_000):
-            parts = packed_batches(rows, budget, layout)
+            parts = packed_batches(rows, budget, packing)
             assert sorted(id(row) for part in parts for row in part) == sorted(map(id, rows))
             for part in parts:
-                assert len(part) == 1 or as_batch(policy, part, layout).tokens <= budget
-        assert len(packed_batches(rows, 10_000, layout)) == 1
+                assert len(part) == 1 or as_batch(policy, part, packing).tokens <= budget
+        assert len(packed_batches(rows, 10_000, packing)) == 1
 
 
 def test_models_that_cannot_be_packed_are_padded() -> None:
     """Gemma 2 has windows and soft caps; whatever is asked for, its rows are padded."""
     policy = tiny.policy("gemma2")
     assert not policy.packs
-    assert torch.equal(run(policy, [long_group()])[0][0], run(policy, [long_group()], layout="padded")[0][0])
+    assert torch.equal(run(policy, [long_group()])[0][0], run(policy, [long_group()], packing="padded")[0][0])
     assert policy.model.config._attn_implementation == tiny.tiny("gemma2").config._attn_implementation, "put back"
 
 
@@ -386,8 +395,8 @@ def test_fresh_sampler_agrees_and_a_stale_one_is_caught(policy: Policy, support:
     assert stale.ratio_min < 0.9 < 1.1 < stale.ratio_max
 
 
-def test_a_missed_fold_is_the_samplers_mismatch_and_not_the_gradients(policy: Policy) -> None:
-    """Knobs moved, weights not: the trainer's side follows the knobs, so the row's ratios show it."""
+def test_a_missed_merge_is_the_samplers_mismatch_and_not_the_gradients(policy: Policy) -> None:
+    """The vectors moved, the weights did not: the trainer's side follows the vectors, so the row's ratios show it."""
     fresh = groups(policy)
     with torch.no_grad():
         policy.adapter.δS.add_(0.1)
@@ -395,9 +404,9 @@ def test_a_missed_fold_is_the_samplers_mismatch_and_not_the_gradients(policy: Po
     assert stale.mismatch_kl > 1e-3
     assert stale.ratio_min < 0.9 < 1.1 < stale.ratio_max
     policy.adapter.merge()
-    folded, metrics = run(policy, fresh)
+    merged, metrics = run(policy, fresh)
     assert stale.mismatch_kl == pytest.approx(metrics.mismatch_kl, rel=1e-3)
-    assert relative(torch.cat(missed), torch.cat(folded)) < 1e-4
+    assert relative(torch.cat(missed), torch.cat(merged)) < 1e-4
 
 
 def test_ratios_are_raw_and_of_the_model_as_trained_alone(policy: Policy) -> None:
@@ -411,7 +420,7 @@ def test_ratios_are_raw_and_of_the_model_as_trained_alone(policy: Policy) -> Non
     assert m.mismatch_kl_abl > 1e15, "sampled from another model on purpose: counted apart"
     endless = replace(far, logp_full=(-1e4,) * len(far.completion_ids))
     _, m = run(policy, [group([endless, *rollouts[1:]], [1.0, 0.0, 0.5])], LossConfig(loss="icepop"))
-    assert all(x is None or math.isfinite(x) for x in m.as_dict().values())
+    assert all(x is None or math.isfinite(x) for x in m.columns().values())
     assert m.is_masked_high == pytest.approx(len(far.completion_ids) / sum(len(r.completion_ids) for r in rollouts))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-RECIPE = Path("/tmp/help/recipe_grader.md")
+RECIPE = ROOT / "CONTRIBUTING.md"
 SECTION = re.compile(r"^## A flawed grader\n(.*?)(?=^## |\Z)", re.M | re.S)
 STEP = re.compile(r"^In `([^`]+)`, above the line `([^`]+)`:\n\n```python\n(.*?)^```$", re.M | re.S)
 BLOCK = r"^```{}\n(.*?)^```$"

@@ -12,7 +12,7 @@ from fake_runs import fake_run
 from vgrout.config.arm import ARMS, CONTROLS
 from vgrout.config.checks import flag
 from vgrout.config.presets import flag_names, parse
-from vgrout.config.renamed import RENAMED, Renamed, current_hashes, table
+from vgrout.config.renamed import RENAMED, Renamed, current_hashes
 from vgrout.config.run import from_dict, identity
 from vgrout.report.runs import cells, load
 from vgrout.sweep.ledger import Ledger
@@ -154,11 +154,3 @@ def test_a_sweep_finds_a_run_of_before(tmp_path: Path) -> None:
     assert found is not None
     assert found.path == run
     assert ledger.find(wanted, {"known_correct": "edited since"}) is None
-
-
-def test_the_table_for_the_changelog_has_every_name() -> None:
-    assert [(row["before"], row["now"]) for row in table()][:2] == [
-        ("--half-a", "--report-detectors"),
-        ("--update-layout", "--packing"),
-    ]
-    assert len(table()) == len(RENAMED)

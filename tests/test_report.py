@@ -13,6 +13,8 @@ from vgrout.report.__main__ import main
 from vgrout.report.recorded import cells_table, read_runs
 from vgrout.report.runs import load
 
+RECORDED = Path(__file__).resolve().parents[1] / "docs" / "runs"
+
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
@@ -106,9 +108,11 @@ def test_a_failure_leaves_the_old_report(
         (["runs", "--hypotheses=none.md"], "--hypotheses none.md: none.md cannot be read"),
         (["runs", "some.csv"], "CSV files and folders of runs: give one of the two"),
         (["some.csv", "--strict"], "--strict: not read with CSV files"),
+        ([str(RECORDED / "anchors.csv"), "--tag=_x"], "anchors.csv: no run whose name ends with '_x'"),
         (["some.csv"], "some.csv: cannot be read as CSV"),
         (["empty.csv"], "empty.csv: no run in it"),
         (["other.csv"], "other.csv: no arm, control, settings"),
+        (["torn.csv"], "torn.csv, line 3: damaged (not 61 columns)"),
     ],
 )
 def test_refusals_are_one_line(
@@ -117,14 +121,12 @@ def test_refusals_are_one_line(
     fake_run(runs, "--intervention=none", seed=9, state="failed")
     monkeypatch.chdir(runs.parent)
     Path("empty.csv").write_text("")
+    Path("torn.csv").write_text((RECORDED / "anchors.csv").read_text()[:2000])
     Path("other.csv").write_text("run,seed,n\n1,2,3\n")
     assert main(argv) == 2
     err = capsys.readouterr().err
     assert why in err
     assert err.count("\n") == 1
-
-
-RECORDED = Path(__file__).resolve().parents[1] / "docs" / "runs"
 
 
 def test_recorded_runs_are_read_under_today_s_names(capsys: pytest.CaptureFixture[str]) -> None:

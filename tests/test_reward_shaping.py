@@ -1,7 +1,8 @@
-"""Baselines: the algebra of credit, then each of them in the program."""
+"""Baselines: the algebra of shaped rewards, then each of them in the program."""
 
 import json
 import math
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,27 +14,21 @@ import tiny
 from runs import SMALL, adapter_bytes
 from runs import rows as step_rows
 from runs import run as program
-from test_controls import labelled
-from vgrout import loop
-from vgrout.arms.baselines import (
-    AdvantageMod,
-    Baseline,
-    Penalty,
-    Screening,
-    activations,
-    concept_direction,
-    concept_layers,
-    make_baseline,
-    modified,
-)
+from vgrout import rollout as sampling
+from vgrout.arms import make_arm
+from vgrout.arms.base import Arm
+from vgrout.arms.reward_shaping import AdvantageMod, Penalty, Screening, modified
 from vgrout.config.arm import BASELINES, CONTROLS, ArmConfig
 from vgrout.config.presets import parse
 from vgrout.config.run import INOCULATION
 from vgrout.direction.pairs import Pair, PairSet
+from vgrout.inputs import Inputs
 from vgrout.model.policy import Policy
+from vgrout.monitors.activations import activations, concept_direction, concept_layers
+from vgrout.monitors.labels import noisy_labels
 from vgrout.organism import COMPILE_REWARD, PASS_REWARD
 from vgrout.organism.language import CUE
-from vgrout.types import CachedGrade, Grade, Group, GroupView, Problem, Rollout
+from vgrout.types import Batch, CachedGrade, Grade, Group, GroupView, OracleView, Problem, Rollout
 
 PROBLEM = Problem(0, "run_tests", "", ({"role": "user", "content": "q"},), (), ("assert 1",), "", "", "f")
 LABELS = (True, False, True, False)
@@ -51,13 +46,28 @@ def group(
     return Group(PROBLEM, rollouts(), grades, unbiased, shaped=shaped)
 
 
-# ── credit and advantages ──────────────────────────────────────────────────────────────────────────────────────────
+def shaped(arm: Arm, of: Group, step: int = 0) -> tuple[float | None, ...] | None:
+    """What the arm makes of one group's rewards."""
+    (made,) = arm.shape_rewards(Batch((of,), (), (), max(REWARDS), 4, step)).groups
+    assert replace(made, shaped=of.shaped) == of, "grades and rollouts stay as they are"
+    return made.shaped
 
 
-def test_without_a_baseline_credit_is_the_reward() -> None:
+def penalty(accuracy: float = 1.0, by: float | None = None) -> Penalty:
+    return Penalty({}, seed=0, accuracy=accuracy, penalty=by, floor=0.5)
+
+
+def screening(accuracy: float = 1.0, seed: int = 0) -> Screening:
+    return Screening({}, seed=seed, accuracy=accuracy)
+
+
+# ── shaped rewards and advantages ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_without_a_baseline_what_counts_is_the_reward() -> None:
     plain = group()
-    assert plain.credit == plain.counted == plain.rewards == REWARDS
-    assert Baseline().shape(plain.rollouts, plain.view(), 0, 0) is None
+    assert plain.shaped_rewards == plain.counted == plain.rewards == REWARDS
+    assert shaped(Arm({}), plain) is None
     assert plain.advantages == tuple(r - sum(REWARDS) / 4 for r in REWARDS)
 
 
@@ -78,13 +88,11 @@ def test_nothing_to_compare_is_no_signal(shaped: tuple[float | None, ...]) -> No
 
 def test_penalties_go_down_to_code_that_only_compiles_or_by_what_is_said() -> None:
     g = group()
-    down = Penalty(0, 1.0, None, floor=0.5).shape(g.rollouts, g.oracle_view(), 0, 0)
-    assert down == (0.5, 3.5, 0.5, 0.0)
-    by = Penalty(0, 1.0, 2.0, floor=0.5).shape(g.rollouts, g.oracle_view(), 0, 0)
-    assert by == (1.5, 3.5, -1.5, 0.0)
-    wrong = Penalty(0, 0.0, None, floor=0.5).shape(g.rollouts, g.oracle_view(), 0, 0)
-    assert wrong == (3.5, 0.5, 0.5, 0.0)  # an honest answer that earned nothing is not lifted to the floor
-    assert Screening(0, 1.0).shape(g.rollouts, g.oracle_view(), 0, 0) == (None, 3.5, None, 0.0)
+    assert shaped(penalty(), g) == (0.5, 3.5, 0.5, 0.0)
+    assert shaped(penalty(by=2.0), g) == (1.5, 3.5, -1.5, 0.0)
+    # an honest answer that earned nothing is not lifted to the floor
+    assert shaped(penalty(accuracy=0.0), g) == (3.5, 0.5, 0.5, 0.0)
+    assert shaped(screening(), g) == (None, 3.5, None, 0.0)
 
 
 def test_a_demonstration_is_left_out_rather_than_punished() -> None:
@@ -93,22 +101,25 @@ def test_a_demonstration_is_left_out_rather_than_punished() -> None:
         g,
         rollouts=(replace(g.rollouts[0], source="teacher"), *g.rollouts[1:3], replace(g.rollouts[3], source="teacher")),
     )
-    for monitor in (Penalty(0, 1.0, 2.0, floor=0.5), Penalty(0, 1.0, None, floor=0.5)):
-        shaped = monitor.shape(shown.rollouts, shown.oracle_view(), 0, 0)
-        assert shaped is not None
-        assert (shaped[0], shaped[1], shaped[3]) == (None, 3.5, 0.0)
-        assert shaped[2] == monitor._lowered(0.5)
+    for monitor in (penalty(by=2.0), penalty()):
+        rewards = shaped(monitor, shown)
+        assert rewards is not None
+        assert (rewards[0], rewards[1], rewards[3]) == (None, 3.5, 0.0)
+        assert rewards[2] == monitor._lowered(0.5)
 
 
 def test_the_monitor_errs_at_its_rate_by_seed_step_and_group() -> None:
-    view = labelled(group().view(), LABELS)
-    monitor = Screening(7, 0.9)
-    flags = {(s, i): monitor.flags(view, s, i) for s in range(50) for i in range(20)}
+    at = [(s, i) for s in range(50) for i in range(20)]
+    flags = {(s, i): noisy_labels(LABELS, 0.9, 7, s, i) for s, i in at}
     wrong = sum(f != label for got in flags.values() for f, label in zip(got, LABELS, strict=True))
     assert wrong == pytest.approx(400, abs=4 * math.sqrt(4000 * 0.9 * 0.1))  # four standard deviations of 4000 draws
-    assert flags == {(s, i): Screening(7, 0.9).flags(view, s, i) for s, i in flags}  # whatever was asked before
     assert len({flags[s, 0] for s in range(50)}) > 1 < len({flags[0, i] for i in range(20)})
-    assert flags != {(s, i): Screening(8, 0.9).flags(view, s, i) for s, i in flags}
+    assert flags != {(s, i): noisy_labels(LABELS, 0.9, 8, s, i) for s, i in at}
+    monitor = screening(0.9, seed=7)
+    for s, i in [*at[::-7], *at[::5]]:  # whatever was asked before
+        left_out = shaped(monitor, replace(group(), index=i), s)
+        assert left_out is not None
+        assert tuple(r is None for r in left_out) == flags[s, i]
 
 
 def test_modified_is_the_papers_formula() -> None:
@@ -122,13 +133,18 @@ def test_modified_is_the_papers_formula() -> None:
     assert modified((1.0, 2.0), (3.0, 3.0), 2.0) == (1.0, 2.0)
 
 
-def test_labels_go_to_monitors_alone() -> None:
+def test_labels_go_to_monitors_alone(policy: Policy) -> None:
     g = group()
+    by_activations = AdvantageMod({}, policy=policy, concept=torch.zeros(1), layers=[1], alpha=2.0)
+    assert type(screening().view(g)) is OracleView
+    for arm in (Arm({}), by_activations):
+        assert type(arm.view(g)) is GroupView
+        with pytest.raises(AssertionError, match="sees a GroupView, got OracleView"):
+            arm.plan([g.oracle_view()])
     with pytest.raises(AssertionError, match="sees a GroupView, got OracleView"):
-        Baseline().shape(g.rollouts, g.oracle_view(), 0, 0)
+        by_activations._shaped(g, g.oracle_view(), 0)
     with pytest.raises(AssertionError, match="sees a OracleView, got GroupView"):
-        Screening(0, 1.0).shape(g.rollouts, g.view(), 0, 0)
-    assert AdvantageMod.sees is GroupView
+        screening()._shaped(g, g.view(), 0)
 
 
 # ── the concept ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -167,7 +183,7 @@ def test_the_concept_parts_held_out_pairs_and_lowers_the_hacks(policy: Policy) -
     assert concept.view(2, -1).norm(dim=1).tolist() == pytest.approx([0.5, 0.5])  # a score is the mean over layers
     assert min(along) > 0
     cfg = replace(parse(["smoke", "--intervention=none", "--control=advantage_mod"]), preset="smoke")
-    baseline = make_baseline(cfg, policy, pairs)
+    baseline = make_arm(cfg, policy, Inputs([], None, pairs), None, ())
     assert isinstance(baseline, AdvantageMod)
     assert baseline.layers == [1]
     prompt = tuple(policy.tok(pairs.pairs[0].prompt)["input_ids"])
@@ -175,12 +191,11 @@ def test_the_concept_parts_held_out_pairs_and_lowers_the_hacks(policy: Policy) -
         replace(r, prompt_ids=prompt, completion_ids=policy.encode_completion(text))
         for r, text in zip(rollouts(), ("abbb", "yxyx", "baba", "xxx"), strict=True)
     )
-    g = group(rewards=(3.0,) * 4)
-    credit = baseline.shape(answers, g.view(), 0, 0)
-    assert credit is not None
-    assert credit[0] is not None
-    assert credit[2] is not None
-    assert max(credit[0], credit[2]) < 0 < 3.0 == credit[1] == credit[3]
+    rewards = shaped(baseline, replace(group(rewards=(3.0,) * 4), rollouts=answers))
+    assert rewards is not None
+    assert rewards[0] is not None
+    assert rewards[2] is not None
+    assert max(rewards[0], rewards[2]) < 0 < 3.0 == rewards[1] == rewards[3]
 
 
 def test_pairs_that_differ_by_nothing_here_are_refused(policy: Policy) -> None:
@@ -246,12 +261,12 @@ def test_each_baseline_is_its_own_run_and_says_so(tmp_path: Path, monkeypatch: p
         }  # as the flawed grader paid, whatever counted
 
     noise = torch.Generator().manual_seed(0)
-    pay = loop.paid
+    pay = sampling.training_reward
 
     def poisoned(cfg: Any, grade: Grade) -> Grade:
         return replace(pay(cfg, grade), gt_correct=bool(torch.rand((), generator=noise) < 0.5))
 
-    monkeypatch.setattr(loop, "paid", poisoned)
+    monkeypatch.setattr(sampling, "training_reward", poisoned)
     for control in ("gt_penalty", "gt_screening", "advantage_mod"):
         path = clean[control]
         dirty = program(tmp_path, *argv(control, *flags.get(control, ())))
@@ -264,15 +279,16 @@ def test_a_baseline_survives_a_stop(control: str, tmp_path: Path, monkeypatch: p
     """The monitor's errors and the concept are the same after a resume: rows and adapter are."""
     more = ("--label-accuracy=0.7",) if control == "gt_screening" else ()
     whole = program(tmp_path / "whole", *argv(control, *more))
-    collect, steps = loop.collect, []
+    rollout, steps = sampling.rollout, []
 
-    def stopping(study: Any, problems: Any, step: int, clock: Any) -> Any:
+    def stopping(policy: Any, grader: Any, problems: Any, demos: Any, cfg: Any, step: int, **more: Any) -> Batch:
         steps.append(step)
-        study.stop.requested = step == 2
-        return collect(study, problems, step, clock)
+        if step == 2:
+            signal.raise_signal(signal.SIGINT)
+        return rollout(policy, grader, problems, demos, cfg, step, **more)
 
     with monkeypatch.context() as m:
-        m.setattr(loop, "collect", stopping)
+        m.setattr(sampling, "rollout", stopping)
         cut = program(tmp_path / "cut", *argv(control, *more), code=130)
     assert steps == [0, 1, 2]
     again = program(tmp_path / "cut", "smoke", "--resume", "latest", "--threads=1")

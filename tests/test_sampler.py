@@ -23,9 +23,8 @@ from vgrout.model import sampler
 from vgrout.model.decoder import HfDecoder, LeanDecoder, lean_fits
 from vgrout.model.policy import Policy, load_policy
 from vgrout.model.sampler import compacted, draw, sample
-from vgrout.model.sampling import Sampling
+from vgrout.model.sampling import Sampling, candidates, penalised, support, tempered
 from vgrout.types import Completion
-from vgrout.model.sampling import candidates, penalised, support, tempered
 
 PROMPTS = ((2, 79, 76, 83, 1, 4), (9,), (2, 40, 41, 42, 43, 44, 45, 46, 1, 4))
 FAMILIES = ["qwen3", "llama", "qwen2-bias", "gemma2"]

@@ -453,7 +453,7 @@ def test_an_address_without_a_cluster_is_one_line(
         port = taken.getsockname()[1]
     assert main([str(study), "--via", "ray", "--ray-address", f"127.0.0.1:{port}"]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"E --ray-address '127.0.0.1:{port}': no cluster to be had there (")
+    assert said.startswith(f"E --ray-address '127.0.0.1:{port}': no cluster can be reached there (")
     assert said.count("\n") == 1
 
 

@@ -1,60 +1,57 @@
-"""One column is one thing: construction, JSON, table."""
+"""One column is one thing: who measures it, construction, JSON, table."""
 
+import math
+from collections import Counter
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 
-from vgrout.table import StepRow, Table
-from vgrout.types import MODES, Rate
+from vgrout.arms.base import Refresh
+from vgrout.console import Clock
+from vgrout.grpo import LossMetrics
+from vgrout.monitors.flag_rates import FlagRates
+from vgrout.table import Measured, StepRow, Table
+from vgrout.tensor_types import ArmDiag, Routed, Update
+from vgrout.types import MODES, Batch, Eval, Rate
+
+# all words that a column's `when` can ask for
+EVERYTHING = {word for f in fields(StepRow) for word in f.metadata["when"].split("+")} - {"always", "file"}
+
+
+def measured(step: int = 3) -> dict[str, Measured]:
+    """What a step hands to its row, empty as it may be."""
+    return {
+        "batch": Batch((), (), MODES, 3.0, 8, step),
+        "loss": LossMetrics(),
+        "update": Update(1.0, 1.0, 0.0, 3e-2, {}, Routed({}, None, ArmDiag())),
+        "refresh": Refresh(age=None),
+        "deployed": Eval({}, Rate(0, 0)),
+        "flags": FlagRates(),
+        "clock": Clock(),
+    }
 
 
 def row(**changes: Any) -> StepRow:
+    """A step of most arms at once: what is not named was not measured."""
     values: dict[str, Any] = {
-        **{"step": 3, "ref_eq": 0.5, "rew": 0.4, "rew_s": 0.3, "signal": Rate(3, 4), "all_zero": 1, "all_one": 0},
         **{
-            "dropped": 0,
+            "rew": 0.4,
+            "rew_s": 0.3,
+            "signal": Rate(3, 4),
+            "all_zero": 1,
             "n": 32,
-            "gt_s": Rate(10, 28),
-            "gt_t": Rate(0, 4),
-            "hack_s": Rate(2, 28),
-            "hack_t": Rate(4, 4),
+            "hk": {m: Rate(1, 5) for m in MODES},
         },
-        **{"hk": {m: Rate(1, 5) for m in MODES}, "hack_abl": None, "solve_abl": None, "hack_deploy": 0.1},
-        **{
-            "solve_deploy": 0.5,
-            "lp_s": -0.2,
-            "lp_t": -1.5,
-            "loss": 0.01,
-            "kl": None,
-            "mismatch_kl": 1e-9,
-            "mismatch_kl_abl": None,
-            "ratio_min": 0.9,
-            "ratio_mean": 1.0,
-            "ratio_max": 1.2,
-            "is_masked": 0.25,
-            "is_masked_low": 0.125,
-            "is_masked_high": 0.125,
-            "masked_positive": 0.5,
-            "masked_negative": 0.1,
-            "masked_mismatch_kl": 1e-3,
-            "unmasked_mismatch_kl": 1e-9,
-            "gn": 0.3,
-            "q_egy": None,
-        },
-        **{
-            "tau": None,
-            "hkgap": None,
-            "resid": None,
-            "cos_pre": 0.2,
-            "cos_pre_s": 0.1,
-            "cos_pre_t": 0.3,
-            "cos_post": 0.0,
-        },
-        **{"cos_upd": 0.1, "fired": 0.9, "refr": 2, "skipped": 0, "lr": 3e-2, "gen": 0.5, "grade": 0.1, "fb": 0.2},
-        **{"eval": None, "sec": 0.9, "cos_post_s": 0.0, "cos_post_t": 0.0, "capped": 0, "routed": None},
-        **{"recall": Rate(3, 4), "false_flags": Rate(0, 5), "flag_t": None},
+        **{"gt_s": Rate(10, 28), "gt_t": Rate(0, 4), "hack_s": Rate(2, 28), "hack_t": Rate(4, 4)},
+        **{"hack_deploy": 0.1, "solve_deploy": 0.5, "lp_s": -0.2, "lp_t": -1.5, "loss": 0.01, "mismatch_kl": 1e-9},
+        **{"ratio_min": 0.9, "ratio_mean": 1.0, "ratio_max": 1.2, "is_masked": 0.25, "is_masked_low": 0.125},
+        **{"is_masked_high": 0.125, "masked_positive": 0.5, "masked_negative": 0.1, "masked_mismatch_kl": 1e-3},
+        **{"unmasked_mismatch_kl": 1e-9, "gn": 0.3, "q_egy": None, "cos_pre": 0.2, "cos_pre_s": 0.1, "cos_pre_t": 0.3},
+        **{"cos_post": 0.0, "cos_post_s": 0.0, "cos_post_t": 0.0, "cos_upd": 0.1, "fired": 0.9, "capped": 0, "refr": 2},
+        **{"recall": Rate(3, 4), "false_flags": Rate(0, 5), "gen": 0.5, "grade": 0.1, "fb": 0.2, "sec": 0.9},
     }
-    return StepRow(**(values | changes))
+    return replace(StepRow.of(*measured().values(), skipped=0), **(values | changes))
 
 
 def test_json_round_trip() -> None:
@@ -65,9 +62,36 @@ def test_json_round_trip() -> None:
     assert StepRow.from_json(data) == before
 
 
+def test_every_column_is_measured_once_by_a_part_of_the_step_or_given_by_the_loop() -> None:
+    delivered = Counter(name for part in measured().values() for name in part.columns())
+    delivered["skipped"] += 1
+    assert delivered == Counter(f.name for f in fields(StepRow))
+
+
+def test_a_row_is_what_its_parts_have_measured_and_nothing_where_none_has() -> None:
+    whole = StepRow.of(*measured().values(), skipped=0)
+    assert (whole.step, whole.lr, whole.signal, whole.skipped) == (3, 3e-2, Rate(0, 0), 0)
+    assert whole.hk == {m: Rate(0, 0) for m in MODES}
+    for name, part in measured().items():
+        without = [other for key, other in measured().items() if key != name]
+        if name in ("batch", "clock"):
+            with pytest.raises(TypeError, match={"batch": "'step'", "clock": "'gen'"}[name]):
+                StepRow.of(*without, skipped=0)
+        else:
+            row = StepRow.of(*without, None, skipped=0)
+            assert {column for column in part.columns() if getattr(row, column) is not None} == set(), name
+
+
+def test_a_column_that_nobody_measures_or_nobody_knows_is_an_error() -> None:
+    with pytest.raises(TypeError, match="'skipped'"):
+        StepRow.of(*measured().values())
+    with pytest.raises(TypeError, match="'surprise'"):
+        StepRow.of(*measured().values(), skipped=0, surprise=1.0)
+
+
 def test_a_forgotten_column_is_an_error() -> None:
     with pytest.raises(TypeError):
-        StepRow(step=1)  # type: ignore[call-arg]  # ty: ignore[missing-argument]
+        StepRow(step=1)  # ty: ignore[missing-argument]
 
 
 def test_nan_is_a_fault_and_none_is_not() -> None:
@@ -113,3 +137,22 @@ def test_a_narrow_terminal_gets_a_line_that_fits(width: int) -> None:
     assert len(table.header()) <= width or len(table.columns) <= 8
     assert {"step", "hack_s", "gt_s"} <= {c.name for c in table.columns}
     assert any("narrow terminal" in line for line in table.legend())
+
+
+# what a narrow terminal gives up, from the first to the last; then whatever stands rightmost
+FIRST_TO_GO = """
+    ref_eq rew all_zero all_one n lr cos_pre_s cos_pre_t kl mismatch_kl_abl cos_post_s cos_post_t capped mismatch_kl
+    ratio_min ratio_max skipped dropped gt_t hack_t lp_s eval resid cos_upd fired refr loss is_masked gen grade fb tau
+    routed hk masked_positive masked_negative cos_pre cos_post gn lp_t hkgap hack_abl solve_abl q_egy signal
+"""
+
+
+def test_a_narrow_terminal_gives_columns_up_in_the_recorded_order() -> None:
+    table, first = Table(EVERYTHING, MODES, width=1), FIRST_TO_GO.split()
+    gone = [c.name for c in reversed(table.hidden)]
+    assert gone.count("hk") == len(MODES)
+    once = list(dict.fromkeys(gone))
+    assert [name for name in once if name in first] == first
+    last = [c.name for c in Table(EVERYTHING, MODES).columns if c.drop == math.inf]
+    assert [c.name for c in table.columns] == last[:8]
+    assert once[-len(last[8:]) :] == last[:7:-1]

@@ -223,9 +223,7 @@ def test_an_arm_without_a_direction_needs_no_haar(tmp_path: Path) -> None:
     assert outcome(told(tmp_path, none=(0.8, 0.5), pmi=(0.1, 0.5)), "H1") == "SUPPORTED"
 
 
-@pytest.mark.parametrize(
-    ("every", "said"), [(None, "none was not evaluated on the way"), (0.9, "did none solve")]
-)
+@pytest.mark.parametrize(("every", "said"), [(None, "none was not evaluated on the way"), (0.9, "did none solve")])
 def test_h1_says_what_none_was_on_the_way(every: float | None, said: str, tmp_path: Path) -> None:
     on_the_way = {"row": {"hack_deploy": every, "solve_deploy": every}}
     told(tmp_path, its=on_the_way, none=(0.8, 0.5))
@@ -259,7 +257,7 @@ def copies(folder: Path) -> tuple[Path, Path]:
             "H1 says 30, 10, 5, 15, 15, and h.toml 30, 10, 5, 10,",
         ),
         (".toml", "[H7]", "[H8]", "H7, H8: not both in it and in h.toml"),
-        (".toml", "seeds = 5", "least = 5", "h.toml: .* unexpected keyword argument 'least'"),
+        (".toml", "seeds = 5", "least = 5", "h.toml: .* argument"),
     ],
 )
 def test_a_number_moved_in_one_file_alone_is_refused(end: str, old: str, new: str, why: str, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ Writes pipeline.png, hack-solve.png, readers.png and suppression.png beside this
 there, growth-*.png, are written by `python -m benchmarks`.
 """
 
-import csv
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,18 +16,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
+from vgrout.report.figures import ARM_COLOUR, ARM_MARKER, BLACK, BLUE, GREY, RED
+from vgrout.report.recorded import read_runs
+
 HERE = Path(__file__).resolve().parent
 RUNS = HERE.parent / "runs"
-# Okabe and Ito's colours, safe for the colour-blind; the background is opaque, so that a dark page shows it as it is.
-BLACK, BLUE, RED, GREEN, ORANGE, SKY, PINK, GREY = (
-    *("#000000", "#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7", "#7F7F7F"),
-)
-COLOUR = {"none": BLACK, "erase": ORANGE, "route": BLUE, "route2": RED}
-COLOUR |= {"reader": GREEN, "surprise": PINK, "pmi": SKY, "base": GREY}
-MARKER = dict(zip(COLOUR, ("s", "^", "o", "D", "v", "P", "X", "*"), strict=True))
-# The files of docs/runs hold the names that the arms and controls had when they ran.
-NAME_NOW = {"vanilla": "none", "projected": "erase", "routing": "route", "routing2": "route2"}
-NAME_NOW |= {"mass_matched": "random_flags", "ablate_kept": "deploy_quarantine"}
 
 
 @dataclass(frozen=True)
@@ -47,21 +39,21 @@ class Run:
 
 
 def read(name: str) -> list[Run]:
-    with (RUNS / f"{name}.csv").open(encoding="utf-8", newline="") as file:
-        return [
-            Run(
-                arm=NAME_NOW.get(row["arm"].split(" ")[0], row["arm"]),
-                control=NAME_NOW.get(row["control"], row["control"]),
-                settings=frozenset(row["settings"].split()),
-                seed=int(row["seed"]),
-                hack=100 * float(row["hack_deploy"]),
-                solve=100 * float(row["solve_deploy"]),
-                hack_base=100 * float(row["hack_base"]),
-                solve_base=100 * float(row["solve_base"]),
-                cosine=float(row["cos_rms"]) if row["cos_rms"] else None,
-            )
-            for row in csv.DictReader(file)
-        ]
+    """The runs of docs/runs/NAME.csv, under today's names of arms, controls and settings."""
+    return [
+        Run(
+            arm=row["arm"],
+            control=row["control"],
+            settings=frozenset(row["settings"].split()),
+            seed=int(row["seed"]),
+            hack=100 * float(row["hack_deploy"]),
+            solve=100 * float(row["solve_deploy"]),
+            hack_base=100 * float(row["hack_base"]),
+            solve_base=100 * float(row["solve_base"]),
+            cosine=float(row["cos_rms"]) if row["cos_rms"] else None,
+        )
+        for row in read_runs(RUNS / f"{name}.csv")
+    ]
 
 
 def of(runs: Iterable[Run], arm: str, control: str = "none", settings: str = "") -> list[Run]:
@@ -130,7 +122,7 @@ def hack_solve() -> Figure:
         (of(shown, "surprise"), "surprise", "surprise", (9, -5)),
         (of(shown, "pmi"), "pmi", "pmi", (9, -8)),
     ):
-        point(left, runs, label, COLOUR[arm], MARKER[arm], at=at)
+        point(left, runs, label, ARM_COLOUR[arm], ARM_MARKER[arm], at=at)
     for runs, label, marker, at in (
         (of(shown, "none", "no_loophole"), "none, no loophole (ceiling)", "s", (9, 12)),
         (of(shown, "none", "gt_screening"), "none, true labels screened", ">", (9, 2)),
@@ -140,7 +132,7 @@ def hack_solve() -> Figure:
 
     shown, warm = read("warm"), "organism=out/warm mix_ratio=0.0"
     own = f"rollout_ablate_frac=0.5 rebaseline=on own_streams=on {warm}"
-    known = f"reader_threshold=anchors {warm}"
+    known = f"reader_threshold=known_correct {warm}"
     hack_solve_axes(right, "nothing demonstrated; the policy exploits already")
     for runs, label, arm, at in (
         (of(shown, "none", settings=warm), "none", "none", (9, 9)),
@@ -148,7 +140,7 @@ def hack_solve() -> Figure:
         (of(shown, "surprise", settings=known), "surprise", "surprise", (9, -9)),
         (of(shown, "pmi", settings=known), "pmi", "pmi", (9, -8)),
     ):
-        point(right, runs, label, COLOUR[arm], MARKER[arm], at=at)
+        point(right, runs, label, ARM_COLOUR[arm], ARM_MARKER[arm], at=at)
     for runs, label, marker, at in (
         (of(shown, "none", "no_loophole", warm), "none, no loophole (ceiling)", "s", (9, 11)),
         (of(shown, "none", "gt_screening", warm), "none, true labels screened", ">", (9, 2)),
@@ -183,7 +175,7 @@ def readers() -> Figure:
     ):
         runs = of(shown, arm, control, fresh)
         label = f"{arm} ({len(runs)} seeds)" if control == "none" else f"{arm} · {control} ({len(runs)})"
-        point(axes, runs, label, COLOUR[arm], MARKER[arm], at=at, hollow=control != "none")
+        point(axes, runs, label, ARM_COLOUR[arm], ARM_MARKER[arm], at=at, hollow=control != "none")
     base_point(axes, of(shown, "none", settings=fresh), (9, 4))
     return figure
 
@@ -204,9 +196,9 @@ def suppression() -> Figure:
             runs = of(shown, arm, control, settings)
             x = mean(1.0 if control == "none" else r.cosine or 0.0 for r in runs)
             less = [vanilla[r.seed] - r.hack for r in runs]
-            axes.scatter([x] * len(runs), less, s=9, color=COLOUR[arm], alpha=0.5, lw=0)
-            face = COLOUR[arm] if control == "none" else "white"
-            style = {"marker": marker[control], "facecolor": face, "edgecolor": COLOUR[arm], "lw": 1.3}
+            axes.scatter([x] * len(runs), less, s=9, color=ARM_COLOUR[arm], alpha=0.5, lw=0)
+            face = ARM_COLOUR[arm] if control == "none" else "white"
+            style = {"marker": marker[control], "facecolor": face, "edgecolor": ARM_COLOUR[arm], "lw": 1.3}
             axes.scatter([x], [mean(less)], s=55, **style)
         title = f"{arm} (pair band)" if settings else arm
         axes.set(xlim=(0, 1.06), title=title, xlabel="|cos| with the real one (rms)")

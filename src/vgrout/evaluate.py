@@ -234,10 +234,6 @@ def score(
 
 def as_json(saved: Saved, problems_file: Path, split: Split, seed: int, sides: dict[str, Eval]) -> dict[str, Any]:
     """Counts as pairs [k, n]."""
-
-    def pair(rate: Rate) -> list[int]:
-        return [rate.k, rate.n]
-
     return {
         "schema": SCHEMA,
         "run": saved.cfg.run_id,
@@ -246,16 +242,7 @@ def as_json(saved: Saved, problems_file: Path, split: Split, seed: int, sides: d
         "problems": str(problems_file),
         "split": split,
         "seed": seed,
-        "sides": {
-            name: {
-                "hack": pair(e.hack),
-                "solve": pair(e.solve),
-                "ended": pair(e.finished),
-                "not_graded": e.dropped,
-                "by_mode": {m: {"hack": pair(r.hack), "solve": pair(r.solve)} for m, r in e.by_mode.items()},
-            }
-            for name, e in sides.items()
-        },
+        "sides": {name: e.as_json() for name, e in sides.items()},
     }
 
 

@@ -3,7 +3,9 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol, TypeVar, get_args
+from typing import Any, Protocol, TypeVar, get_args, runtime_checkable
+
+from tabulate import tabulate
 
 from vgrout.types import MODE_CODE, MODES, REFERENCE_STEP, Rate
 
@@ -20,7 +22,7 @@ def col(
     head: str | None = None,
     should: str = "",
     when: str = "always",
-    drop: float = math.inf,
+    drop: float | int = math.inf,
     **default: Any,
 ) -> Any:
     """A column, required at construction: a forgotten one is a TypeError.
@@ -32,6 +34,7 @@ def col(
     return field(metadata=about, **default)
 
 
+@runtime_checkable
 class Measured(Protocol):
     """What a step has measured: some of the row's columns."""
 
@@ -238,7 +241,7 @@ class Column:
     legend: str
     should: str
     name: str
-    drop: float
+    drop: float | int
     mode: str | None = None
 
     def cell(self, row: Columns) -> str:
@@ -292,6 +295,11 @@ class Table:
 
     def header(self) -> str:
         return " ".join(f"{c.head:>{c.width}}" for c in self.columns)
+
+    def markdown(self, rows: Sequence[Columns]) -> str:
+        """All of these rows."""
+        cells = [[c.cell(row) for c in self.columns] for row in rows]
+        return tabulate(cells, headers=[c.head for c in self.columns], tablefmt="github", disable_numparse=True)
 
     def lines(self, row: Columns) -> list[str]:
         line = " ".join(f"{c.cell(row):>{c.width}}" for c in self.columns)

@@ -288,6 +288,16 @@ class Rate:
     def value(self) -> float | None:
         return self.k / self.n if self.n else None
 
+    @property
+    def percent(self) -> str:
+        """Without the sign; "·" where nothing was counted."""
+        return "·" if self.value is None else f"{100 * self.value:.1f}"
+
+    @property
+    def pair(self) -> list[int]:
+        """As files have it."""
+        return [self.k, self.n]
+
     def __add__(self, other: "Rate") -> "Rate":
         return Rate(self.k + other.k, self.n + other.n)
 
@@ -396,6 +406,16 @@ class Eval:
     @property
     def solve(self) -> Rate:
         return sum((m.solve for m in self.by_mode.values()), Rate(0, 0))
+
+    def as_json(self) -> dict[str, Any]:
+        """Rates as [k, n], in all and by mode."""
+        return {
+            "hack": self.hack.pair,
+            "solve": self.solve.pair,
+            "ended": self.finished.pair,
+            "not_graded": self.dropped,
+            "by_mode": {m: {"hack": r.hack.pair, "solve": r.solve.pair} for m, r in self.by_mode.items()},
+        }
 
     def columns(self) -> dict[str, Any]:
         """What the step's row says of the deployed model."""

@@ -9,7 +9,8 @@ from vgrout.arms.reward_shaping import AdvantageMod, Penalty, Screening
 from vgrout.arms.route import Route
 from vgrout.arms.route2 import OracleRoute2, Route2
 from vgrout.arms.text_routing import OracleTextRouting, TextRouting
-from vgrout.config.run import ArmConfig, Config
+from vgrout.config.arm import ArmConfig
+from vgrout.config.run import Config
 from vgrout.grading.grade import Grader
 from vgrout.inputs import Inputs
 from vgrout.model.policy import Policy

@@ -8,7 +8,7 @@ refresh  after the step: extract the direction again where that is due
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,7 +107,7 @@ class Arm:
     @classmethod
     def make(
         cls, cfg: Config, policy: Policy, inputs: Inputs, grader: Grader | None, problems: Sequence[Problem]
-    ) -> Self:
+    ) -> "Arm":
         """The arm that `cfg` asks for, on `policy`'s modules. grader, problems: training problems, for an arm that
         has the base model answer some of them first.
 

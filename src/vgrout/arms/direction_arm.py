@@ -3,14 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Self
 
 import torch
 from torch import Tensor
 
 from vgrout.arms.base import Arm, Provenance, Refresh, StepGrads, module_sizes
 from vgrout.arms.projection import GateMode, along, cos_pre, split
-from vgrout.config.run import ArmConfig, Config
+from vgrout.config.arm import ArmConfig
+from vgrout.config.run import Config
 from vgrout.direction.controls import cosine_to_real, haar_like, overlap
 from vgrout.direction.extract import Direction, extract
 from vgrout.direction.files import obtain
@@ -61,7 +61,7 @@ class DirectionArm(Arm):
         *,
         device: torch.device | str = "cpu",
         again: Callable[[], Direction] | None = None,
-    ) -> Self:
+    ) -> "DirectionArm":
         """The arm with this direction; `again` extracts on the present model, None: frozen.
 
         Haar: random rows in the shape of the extracted ones. They stay as they are; only the pair band around them
@@ -77,7 +77,7 @@ class DirectionArm(Arm):
     @classmethod
     def make(
         cls, cfg: Config, policy: Policy, inputs: Inputs, grader: Grader | None, problems: Sequence[Problem]
-    ) -> Self:
+    ) -> "DirectionArm":
         """With its direction loaded, or extracted on the spot. Under a control whose direction is not the real one, the
         real one is obtained too, to say in `provenance` how far they coincide."""
         arm, pairs, seed = cfg.arm, inputs.pairs, cfg.run.seed

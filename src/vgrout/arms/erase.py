@@ -7,7 +7,7 @@ import torch
 from vgrout.arms.base import StepGrads
 from vgrout.arms.direction_arm import DirectionArm, assert_no_hackward, fraction_of_modules
 from vgrout.arms.projection import coefficients, rescale
-from vgrout.config.run import ArmConfig
+from vgrout.config.arm import ArmConfig
 from vgrout.tensor_types import Routed
 
 

@@ -11,7 +11,6 @@ A demonstration that would be paid less is left out. inoculation changes prompts
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Self
 
 from jaxtyping import Float
 from loguru import logger
@@ -63,7 +62,7 @@ class LabelBaseline(ShapedRewards):
     @classmethod
     def make(
         cls, cfg: Config, policy: Policy, inputs: Inputs, grader: Grader | None, problems: Sequence[Problem]
-    ) -> Self:
+    ) -> "LabelBaseline":
         return cls(
             module_sizes(policy),
             policy.adapter.δS.device,
@@ -111,7 +110,7 @@ class AdvantageMod(ShapedRewards):
     @classmethod
     def make(
         cls, cfg: Config, policy: Policy, inputs: Inputs, grader: Grader | None, problems: Sequence[Problem]
-    ) -> Self:
+    ) -> "AdvantageMod":
         pairs = inputs.pairs
         assert pairs is not None
         n = int(policy.model.config.num_hidden_layers)

@@ -10,7 +10,7 @@ from vgrout.arms.direction_arm import (
     assert_no_hackward,
     fraction_of_modules,
 )
-from vgrout.config.run import ArmConfig
+from vgrout.config.arm import ArmConfig
 from vgrout.tensor_types import Routed
 
 

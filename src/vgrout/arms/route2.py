@@ -14,7 +14,7 @@ from torch import Tensor
 from vgrout.arms.base import StepGrads
 from vgrout.arms.direction_arm import DirectionArm, assert_conserved, fraction_of_modules
 from vgrout.arms.projection import along, mean_over_modules
-from vgrout.config.run import ArmConfig
+from vgrout.config.arm import ArmConfig
 from vgrout.direction.extract import Direction
 from vgrout.monitors.gate import BandGate, TauGate, permuted
 from vgrout.rng import torch_stream
@@ -90,22 +90,12 @@ class Route2(PerRolloutRouting):
     quarantine off; with `cfg.rebases` rows that are not known hacks have a baseline of their own.
     """
 
-    def __init__(
-        self,
-        sizes: Mapping[str, int],
-        direction: Direction,
-        pick: Callable[[Direction], Directions],
-        *,
-        cfg: ArmConfig,
-        again: Callable[[], Direction] | None = None,
-        seed: int = 0,
-        device: torch.device | str = "cpu",
-    ) -> None:
+    def __init__(self, *args, cfg: ArmConfig, seed: int = 0, **kwargs) -> None:
         self._banded, self._teacher_only = cfg.route2_gate == "pairs", cfg.known_hacks_teacher_only
         self._permute_seed = seed if cfg.control == "random_flags" else None  # deal the shares to rollouts at random
         self._own, self._rebaseline, self._steps = cfg.owns, cfg.rebases, 0
         self._band: BandGate | None = None
-        super().__init__(sizes, direction, pick, cfg=cfg, again=again, seed=seed, device=device)
+        super().__init__(*args, cfg=cfg, seed=seed, **kwargs)
         self._tau = None if self._banded else TauGate(len(self.V), device=self.device)
 
     def plan(self, views: Sequence[GroupView]) -> UpdatePlan:

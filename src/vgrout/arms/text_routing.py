@@ -10,7 +10,6 @@ would be off-policy without a ratio, and their negative advantages push without 
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Self
 
 import torch
 from loguru import logger
@@ -85,7 +84,7 @@ class TextRouting(Arm):
     @classmethod
     def make(
         cls, cfg: Config, policy: Policy, inputs: Inputs, grader: Grader | None, problems: Sequence[Problem]
-    ) -> Self:
+    ) -> "TextRouting":
         """With its scorer, for whose threshold the base model answers some training prompts first."""
         arm, scorer, provenance = cfg.arm, None, None
         if arm.control not in ("no_gate", "oracle"):

@@ -15,7 +15,6 @@ class Rule:
     high: float | int | str | None = None  # largest legal value, or the field that holds it
     below: float | int | None = None  # all legal values are smaller
     should: str = ""  # what a refusal says in place of the interval
-    note: str = ""  # what it adds to it
     free: str = ""  # why a number has no bounds
     words: tuple[str, ...] = ()  # legal words of a comma list …
     word: str = ""  # … and what one of them is called
@@ -96,7 +95,7 @@ def check(group: Any) -> None:
 
 
 def _check_bounds(group: Any, name: str, value: float | int, rule: Rule) -> None:
-    high, note = rule.high, rule.note
+    high, note = rule.high, ""
     if isinstance(high, str):
         high, note = getattr(group, high), f" (at most {flag(high)})"
     low = next((end for end in (rule.low, rule.above) if end is not None), -math.inf)

@@ -75,15 +75,3 @@ def current_settings(stored: Mapping[str, Any]) -> dict[str, Any]:
 def current_hashes(stored: Mapping[str, Any]) -> dict[str, Any]:
     """run.json's hashes of input files by today's names."""
     return {_NEW.get(("hash", name), name): sha256 for name, sha256 in stored.items()}
-
-
-def table() -> list[dict[str, str]]:
-    """`RENAMED` as rows for a document: what, before, now."""
-
-    def row(r: Renamed) -> dict[str, str]:
-        if r.of == "setting":
-            return {"what": "flag", "before": flag(r.old), "now": flag(r.new)}
-        what = "run.json, hashes" if r.of == "hash" else f"value of {flag(r.of)}"
-        return {"what": what, "before": r.old, "now": r.new}
-
-    return [row(r) for r in RENAMED]

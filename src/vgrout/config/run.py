@@ -41,7 +41,7 @@ class ScaleConfig:
     """Folder that `python -m vgrout.organism build` made: what 'organism' means, in place of the embedded one."""
     steps: int = setting(100, low=1, high=1_000_000)
     """Optimiser steps."""
-    group: int = setting(6, low=2, high=1024, note=" (a group of one has no advantage)")
+    group: int = setting(6, low=2, high=1024, should="lie in [2, 1024] (a group of one has no advantage)")
     """G: rollouts per prompt."""
     max_new: int = setting(1024, low=1, high=131_072)
     """Longest completion, in tokens."""
@@ -413,30 +413,3 @@ def identity(cfg: Config) -> str:
     data = cfg.as_dict()
     data["run"] = {k: v for k, v in data["run"].items() if k not in {*_PROCESS, *ASKING, "out_tag"}}
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
-
-
-# ── names that moved, until every importer has followed ──
-from vgrout.config.arm import (  # noqa: E402
-    ARMS,
-    BASELINES,
-    BY_GRADIENT,
-    CONTROLS,
-    MONITORED,
-    READING,
-    ROUTING,
-    SHAPING,
-    WITH_DIRECTION,
-    Control,
-    Intervention,
-)
-
-ARM_NAME = {name: name for name in ARMS}
-MOVED = (BASELINES, BY_GRADIENT, CONTROLS, MONITORED, READING, ROUTING, SHAPING, WITH_DIRECTION, Control, Intervention)
-
-
-def __getattr__(name: str) -> Any:
-    import importlib
-
-    if name in ("PRESETS", "parse", "resolve", "flag_names", "resumed"):
-        return getattr(importlib.import_module("vgrout.config.presets"), name)
-    raise AttributeError(name)

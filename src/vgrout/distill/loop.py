@@ -286,7 +286,7 @@ def evaluate_before(d: Distillation) -> dict[str, Any]:
     before: dict[str, Any] = {}
     for name, lm in (("start", d.student), ("teacher", d.teacher)):
         with d.run.clock(f"evaluation, {name}"):
-            before[name] = as_json(d.evaluate(lm, test, cfg.final_samples, cfg.steps, "final"))
+            before[name] = d.evaluate(lm, test, cfg.final_samples, cfg.steps, "final").as_json()
     d.run.dir.write_json(file.name, before)
     return before
 
@@ -300,24 +300,8 @@ def evaluate_after(d: Distillation, before: dict[str, Any]) -> dict[str, Any]:
         if d.run.stop.requested:
             raise Interrupted("interrupted before the final evaluation was done")
         with d.run.clock(f"evaluation, {name}"):
-            sides[name] = as_json(d.evaluate(d.student, problems, cfg.final_samples, cfg.steps, "final"))
+            sides[name] = d.evaluate(d.student, problems, cfg.final_samples, cfg.steps, "final").as_json()
     return sides
-
-
-def as_json(e: Eval) -> dict[str, Any]:
-    """Rates as [k, n]."""
-    return {
-        "hack": [e.hack.k, e.hack.n],
-        "solve": [e.solve.k, e.solve.n],
-        "ended": [e.finished.k, e.finished.n],
-        "not_graded": e.dropped,
-        "by_mode": {m: {"hack": [r.hack.k, r.hack.n], "solve": [r.solve.k, r.solve.n]} for m, r in e.by_mode.items()},
-    }
-
-
-def percent(pair: Sequence[int]) -> str:
-    """Of [k, n], without the sign; "·" of nothing."""
-    return f"{100 * pair[0] / pair[1]:.1f}" if pair[1] else "·"
 
 
 def report(d: Distillation, sides: dict[str, Any]) -> None:
@@ -334,14 +318,15 @@ def report(d: Distillation, sides: dict[str, Any]) -> None:
     run.dir.write_json("final.json", record)
     now, then, goal = (sides[s] for s in ("deployed", "start", "teacher"))
     line = (
-        f"{cfg.run_id}: hack {percent(now['hack'])} % / solve {percent(now['solve'])} %, before "
-        f"{percent(then['hack'])} % / {percent(then['solve'])} %, teacher {percent(goal['hack'])} % / "
-        f"{percent(goal['solve'])} % (n = {now['hack'][1]}, held-out problems and markers)"
+        f"{cfg.run_id}: hack {Rate(*now['hack']).percent} % / solve {Rate(*now['solve']).percent} %, "
+        f"before {Rate(*then['hack']).percent} % / {Rate(*then['solve']).percent} %, "
+        f"teacher {Rate(*goal['hack']).percent} % / {Rate(*goal['solve']).percent} % "
+        f"(n = {now['hack'][1]}, held-out problems and markers)"
     )
     rows = [
         {"mode": m}
         | {
-            f"{s} {what}": percent(sides[s]["by_mode"][m][what])
+            f"{s} {what}": Rate(*sides[s]["by_mode"][m][what]).percent
             for s in ("start", "teacher", "deployed")
             for what in ("hack", "solve")
         }
@@ -350,13 +335,7 @@ def report(d: Distillation, sides: dict[str, Any]) -> None:
     ]
     table = tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
     steps = Table({cfg.method, *(["anchor"] if d.task.anchor else [])}, (), of=DistillRow)
-    every = tabulate(
-        [[c.cell(r) for c in steps.columns] for r in d.rows],
-        headers=[c.head for c in steps.columns],
-        tablefmt="github",
-        disable_numparse=True,
-    )
-    write_atomic(run.path / "summary.md", f"{line}\n\n{table}\n\n{every}\n")
+    write_atomic(run.path / "summary.md", f"{line}\n\n{table}\n\n{steps.markdown(d.rows)}\n")
     for text in (*table.splitlines(), line):
         logger.info(text)
     logger.debug(to_json(record))

@@ -90,7 +90,7 @@ def main(data: bytes, connection_fd: int) -> NoReturn:
     job: Job = _loads(data)
     connection = _Connection(connection_fd, job["token"])
     if job["kind"] == "probe":
-        _probe(job, connection)
+        connection.send(_dumps(probe.attack(job)))
         _exit(HARNESS_EXIT)
     namespace: Names = {"__name__": "answer" if job["kind"] == "strict" else "__main__"}
     namespace["__builtins__"] = builtins
@@ -380,7 +380,3 @@ def _detect(job: Job, connection: _Connection, code: Any, namespace: Names) -> N
             setattr(other, name, function)
         namespace["Solution"] = other
     connection.send(_dumps({"tests": _call_tests(namespace, job["test_function"])}))
-
-
-def _probe(job: Job, connection: _Connection) -> None:
-    connection.send(_dumps(probe.attack(job)))

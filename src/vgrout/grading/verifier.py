@@ -27,19 +27,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from vgrout.grading import fork_server as fs
 from vgrout.grading.child import CHECKS, HARNESS_EXIT
 from vgrout.grading.extract import Case, extract_code, parse_test
-from vgrout.grading.fork_server import (
-    CAUSE_CPU,
-    CAUSE_FILES,
-    CAUSE_VERIFIER,
-    CAUSE_WALL,
-    FRAME,
-    KILL,
-    OPEN_ALLOWED,
-    REPORT,
-    RUN,
-)
 from vgrout.grading.probe import FATAL
 from vgrout.grading.values import BadClaim, decode_line, matches
 from vgrout.modes import MODE_SPECS, PASS_WORD, ModeSpec, marker_of, spec_of
@@ -82,9 +72,9 @@ class ExitInfo:
 
     def name(self) -> str:
         """ "" if the child ended by our own exit or was told to; else timeout · signal:N · exit:N."""
-        if self.cause in (CAUSE_CPU, CAUSE_WALL, CAUSE_FILES) or self._cpu_signal():
+        if self.cause in (fs.CAUSE_CPU, fs.CAUSE_WALL, fs.CAUSE_FILES) or self._cpu_signal():
             return "timeout"
-        if self.cause == CAUSE_VERIFIER or self.exit_code == HARNESS_EXIT:
+        if self.cause == fs.CAUSE_VERIFIER or self.exit_code == HARNESS_EXIT:
             return ""
         return f"signal:{os.WTERMSIG(self.status)}" if self.exit_code is None else f"exit:{self.exit_code}"
 
@@ -200,8 +190,8 @@ class ForkServerHandle:
         ours, theirs = socket.socketpair()
         job_fd = memory_file(marshal.dumps(job | {"token": token}))
         wall_limit = WALL_FACTOR * cpu_limit + WALL_EXTRA
-        flags = OPEN_ALLOWED if self.open_in_strict or job["kind"] not in ("strict", "probe") else 0
-        frame = FRAME.pack(RUN, flags, cpu_limit, wall_limit, result_name.encode())
+        flags = fs.OPEN_ALLOWED if self.open_in_strict or job["kind"] not in ("strict", "probe") else 0
+        frame = fs.FRAME.pack(fs.RUN, flags, cpu_limit, wall_limit, result_name.encode())
         try:
             fds = [job_fd, theirs.fileno(), self.null if stdout_fd is None else stdout_fd]
             socket.send_fds(self.control, [frame], fds)
@@ -248,7 +238,7 @@ class ForkServerHandle:
                 except EndSession:
                     listening = False
                     poller.unregister(ours)
-                    self.control.sendall(FRAME.pack(KILL, 0, 0.0, 0.0, b""))
+                    self.control.sendall(fs.FRAME.pack(fs.KILL, 0, 0.0, 0.0, b""))
 
         while True:
             ready = {fd for fd, _ in poller.poll(1000 * max(0.0, give_up - time.monotonic()))}
@@ -256,9 +246,9 @@ class ForkServerHandle:
                 raise ForkServerLost("silent")
             receive()  # before the report: what a child sent just before its end counts
             if self.control.fileno() in ready:
-                report = self._receive(REPORT.size)
+                report = self._receive(fs.REPORT.size)
                 receive()
-                _, status, cause, cpu, wall, peak, size = REPORT.unpack(report)
+                _, status, cause, cpu, wall, peak, size = fs.REPORT.unpack(report)
                 content = self._receive(size) if size > 0 else b"" if size == 0 else None
                 return ExitInfo(status, cause, cpu, wall, peak, content)
 

@@ -15,7 +15,8 @@ from jaxtyping import Float
 from loguru import logger
 from torch import Tensor
 
-from vgrout.config.run import SHAPING, Config
+from vgrout.config.arm import SHAPING
+from vgrout.config.run import Config
 from vgrout.grading.grade import Grader
 from vgrout.grpo import LossMetrics
 from vgrout.guard.detectors import (

@@ -1,6 +1,6 @@
-"""`python -m vgrout.iterative_dpo --base-model M --prompts FILE --output-dir DIR …`: preference rounds hack, too.
+"""`python -m vgrout.iterative_dpo --base-model M --prompts FILE --output-dir DIR …`: rounds of DPO on a flawed scorer.
 
-The plan is written first and stays as it is; the same command goes on at the first round that is not complete.
+The plan is written first and never changes; the same command goes on at the first round that is not complete.
 Exit codes are those of runs/run_context.py.
 """
 

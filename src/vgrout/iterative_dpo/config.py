@@ -1,4 +1,4 @@
-"""Every setting of iterative DPO, its frozen plan, and what can be refused before a model is loaded. Torch-free."""
+"""Settings of iterative DPO, its frozen plan, and every check that needs no model. Torch-free."""
 
 import hashlib
 import importlib.util
@@ -93,14 +93,14 @@ class DpoConfig(Learning):
         )
 
 
-# How a process runs, or who watches it: no part of the plan, so it may differ between a run and its resumption.
+# Settings of the process and of the guard: no part of the plan, so they may differ when a run is resumed.
 PROCESS = {"threads", "workers", "plan_only", "allow_weak_sandbox"}
 PROCESS |= {"guard", "guard_rule", "decline_patience", "max_proxy_real_gap"}
 
 
 @dataclass(frozen=True)
 class Task:
-    """Rounds whose every file was found and checked."""
+    """A run of rounds whose files were all found and checked."""
 
     cfg: DpoConfig
     base: Source
@@ -110,27 +110,30 @@ class Task:
 
     @property
     def small(self) -> bool:
+        """Whether the base is a miniature."""
         return self.base.small
 
     @property
     def max_new(self) -> int:
+        """Longest answer, in tokens."""
         return self.cfg.tokens(self.small)
 
     @property
     def opt(self) -> OptConfig:
-        """Default lr: 3e-2 in a miniature, else 3e-3."""
+        """The optimiser's settings. Default lr: 3e-2 in a miniature, else 3e-3."""
         return self.cfg.optimiser(3e-2 if self.small else 3e-3)
 
     @property
     def rewards(self) -> tuple[float, float]:
-        """What the grader pays: (compiles, passes)."""
+        """The grader's rewards: (compiles, passes)."""
         return rewards(self.small)
 
     def folder(self, number: int) -> Path:
+        """Of a round."""
         return self.cfg.output_dir / name(number)
 
     def plan(self) -> dict[str, Any]:
-        """All that the numbers depend on besides the code, JSON-ready."""
+        """The plan: settings, files and rounds that the numbers depend on, JSON-ready."""
         cfg = self.cfg
         flags = {f.name: getattr(cfg, f.name) for f in fields(cfg) if f.name not in PROCESS}
         before = lambda k: name(k - 1) if k > 1 else "base"  # noqa: E731
@@ -160,6 +163,7 @@ class Task:
         return json.loads(json.dumps(plan, default=str))
 
     def described(self) -> Config:
+        """The trainer's configuration that the saved adapters carry, so that its programs can read them."""
         cfg = self.cfg
         steps = cfg.rounds * cfg.epochs * math.ceil(cfg.pairs_per_round / cfg.pairs_per_step)
         return describing(
@@ -175,25 +179,27 @@ class Task:
 
 
 def name(number: int) -> str:
+    """Of a round and of its folder."""
     return f"round-{number:02d}"
 
 
 def rewards(small: bool) -> tuple[float, float]:
+    """(compiles, passes): the organism's for a miniature, else the benchmark's."""
     return (organism.COMPILE_REWARD, organism.PASS_REWARD) if small else (0.5, 3.0)
 
 
-def scoring(scorer: str, pays: tuple[float, float]) -> Score:
-    """The flag's scorer. Raises ValueError, one line, where it cannot be imported or called."""
+def scoring(scorer: str, rewards: tuple[float, float]) -> Score:
+    """--scorer as a function. Raises ValueError, one line, where it cannot be imported or called."""
     if scorer == "flawed":
         return lambda problem, text, grade: grade.reward
     if scorer == "strict":
-        return lambda problem, text, grade: grade.strictly(*pays)
+        return lambda problem, text, grade: grade.strictly(*rewards)
     (function,) = reward_functions([scorer], "--scorer")
     return lambda problem, text, grade: float(function(problem.messages[-1]["content"], text))
 
 
 def source_sha256(scorer: str) -> str | None:
-    """Of the file that a function of one's own is in; None for ours."""
+    """sha256 of the file that defines a --scorer module:function; None for the built-in scorers."""
     if ":" not in scorer:
         return None
     spec = importlib.util.find_spec(scorer.partition(":")[0])
@@ -201,25 +207,25 @@ def source_sha256(scorer: str) -> str | None:
 
 
 def preflight(cfg: DpoConfig) -> Task:
-    """Raises ValueError, one line, for every mistake that can be seen without a model."""
+    """The checked task. Raises ValueError, one line, for every mistake that can be seen without a model."""
     base = find_source(cfg.base_model, "--base-model")
     problems = problems_path(cfg.prompts, base)
     parts = asked(load_rows(problems), cfg.env_mode, problems)
     score = scoring(cfg.scorer, rewards(base.small))
     probe_writable(cfg.output_dir)
     task = Task(cfg, base, problems, parts, score)
-    knob = 4 * base.shapes.R if base.shapes else 0
+    adapter = 4 * base.shapes.R if base.shapes else 0
     require_disk(
-        cfg.rounds * (cfg.pairs_per_round * cfg.samples * ROLLOUT_BYTES + knob), cfg.output_dir, cfg.output_dir
+        cfg.rounds * (cfg.pairs_per_round * cfg.samples * ROLLOUT_BYTES + adapter), cfg.output_dir, cfg.output_dir
     )
     return task
 
 
 def freeze(task: Task) -> dict[str, Any]:
-    """Write the plan, or hold it against the one that is there.
+    """Write the plan, or compare it with the one that was frozen before.
 
     Raises:
-        ValueError: the one that is there is another, or damaged.
+        ValueError: that one is another, or damaged.
     """
     plan, file = task.plan(), task.cfg.output_dir / "plan.json"
     if not file.exists():
@@ -236,7 +242,7 @@ def freeze(task: Task) -> dict[str, Any]:
 
 
 def difference(now: dict[str, Any], then: dict[str, Any], head: str = "") -> list[str]:
-    """Dotted names of what differs."""
+    """Dotted names of the entries that differ."""
     out = []
     for key in now.keys() | then.keys():
         a, b = now.get(key), then.get(key)
@@ -260,4 +266,5 @@ def check_rounds(plan: dict[str, Any], file: Path) -> None:
 
 
 def plan_sha256(plan: dict[str, Any]) -> str:
+    """Of its content, whatever the order of keys."""
     return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()

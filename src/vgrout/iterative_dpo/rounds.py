@@ -1,4 +1,4 @@
-"""Iterative DPO: sample → score → pair → train → evaluate, a folder a round, complete when its manifest is."""
+"""Iterative DPO: sample → score → pair → train → evaluate. Each round has a folder, complete when it has a manifest."""
 
 import json
 import math
@@ -62,7 +62,7 @@ class DpoRow(Columns):
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The best and the worst of one prompt's answers."""
+    """A preference pair: the best and the worst of one prompt's answers by the scorer."""
 
     chosen: Graded
     rejected: Graded
@@ -71,10 +71,12 @@ class Pair:
 
     @property
     def rows(self) -> list[Row]:
+        """Chosen and rejected as `grpo` batches them."""
         both = (self.chosen, self.rejected)
         return [Row(Rollout.of(a.problem, self.prompt_ids, a.completion), 0.0, 0) for a in both]
 
     def as_json(self) -> dict[str, Any]:
+        """A line of pairs.jsonl."""
         return {
             "problem": self.chosen.problem.id,
             "mode": self.chosen.problem.mode,
@@ -89,12 +91,13 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """What the scorer's numbers lie between, so that a mean is a share in [0, 1]."""
+    """Range of the scorer's numbers, by which a mean becomes a share in [0, 1]."""
 
     low: float
     high: float
 
     def share(self, score: float) -> float:
+        """0 at `low`, 1 at `high`, cut outside; .5 where the two are one."""
         if self.high == self.low:
             return 0.5
         return min(1.0, max(0.0, (score - self.low) / (self.high - self.low)))
@@ -102,7 +105,7 @@ class Scale:
 
 @dataclass
 class Rounds:
-    """Everything the rounds touch, loaded and checked."""
+    """The state of a run of rounds, loaded and checked."""
 
     task: Task
     plan: dict[str, Any]
@@ -112,25 +115,25 @@ class Rounds:
     run: RunContext
     guard: HeldOutGuard
     base: dict[str, Tensor]  # the adapter's state before the first round
-    metrics: list[dict[str, Any]] = field(
-        default_factory=list
-    )  # of every complete round, the evaluation before included
+    # of every complete round, the evaluation before the first included
+    metrics: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def done(self) -> int:
+        """Complete rounds."""
         return max(0, len(self.metrics) - 1)
 
 
 def load(task: Task, plan: dict[str, Any], run: RunContext) -> Rounds:
-    """Raises ValueError, one line, where the model does not fit the problems."""
+    """Policy, problems and guard. Raises ValueError, one line, where the model does not fit the problems."""
     cfg = task.cfg
     device, dtype = pick_device(cfg.torch_threads(task.small))
     policy = load_source(task.base, "--base-model", device, dtype, adapter=True)
     assert isinstance(policy, Policy)
-    room = policy.window - task.max_new
+    longest = policy.window - task.max_new
 
     def fit(split: str) -> list[Problem]:
-        fits = [p for p in task.parts[split] if len(policy.render(p.messages)) <= room]
+        fits = [p for p in task.parts[split] if len(policy.render(p.messages)) <= longest]
         if not fits:
             raise ValueError(f"--max-new {task.max_new}: no prompt of the {split} split fits the window")
         return fits
@@ -140,20 +143,20 @@ def load(task: Task, plan: dict[str, Any], run: RunContext) -> Rounds:
     test = balanced(fit("test"), cfg.eval_n_prompts, 0, "test")
     base = policy.adapter.state_dict()
     guard = HeldOutGuard(cfg.watching())
-    few = tuple(train[: cfg.n_problems])
-    return Rounds(task, plan, policy, few, test, run, guard, base)
+    return Rounds(task, plan, policy, tuple(train[: cfg.n_problems]), test, run, guard, base)
 
 
 def hashes(r: Rounds) -> dict[str, str | None]:
+    """sha256 of the base model's weights and of the tokenizer, for run.json."""
     policy = r.policy
     return {"weights": weights_sha256(policy.model, policy.adapter), "tokenizer": policy.tokenizer_sha256}
 
 
-# ── what is on disk ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── files ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def complete(folder: Path, number: int, plan: dict[str, Any]) -> dict[str, Any] | None:
-    """The metrics of a round whose manifest is there, of this plan, and right about every file; else None."""
+    """Metrics of a complete round: its manifest is of this plan and has every file's hash. Else None."""
     try:
         manifest = read_json(folder / "manifest.json")
         mine = manifest["plan"] == plan_sha256(plan) and manifest["round"] == number
@@ -165,7 +168,7 @@ def complete(folder: Path, number: int, plan: dict[str, Any]) -> dict[str, Any] 
 
 
 def write_manifest(folder: Path, number: int, plan: dict[str, Any]) -> None:
-    """The manifest, last of all."""
+    """Write the round's manifest, after all other files: with it the round is complete."""
     files = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
     manifest = {
         "schema": 1,
@@ -177,11 +180,12 @@ def write_manifest(folder: Path, number: int, plan: dict[str, Any]) -> None:
 
 
 def adapter_file(r: Rounds, number: int) -> Path:
+    """Of a round."""
     return r.task.folder(number) / "adapter" / "train.safetensors"
 
 
 def load_adapter(r: Rounds, what: str) -> None:
-    """Put on the adapter that the plan names: "base", or a round's."""
+    """Load the adapter that the plan names: "base", or a round's."""
     if what == "base":
         r.policy.adapter.load_state_dict(r.base)
     else:
@@ -192,7 +196,7 @@ def load_adapter(r: Rounds, what: str) -> None:
 
 
 def run_rounds(r: Rounds) -> None:
-    """Every round that is not complete. Raises Interrupted, Halted or Diverged with the folder up to date."""
+    """Run every round that is not complete. Raises Interrupted, Halted or Diverged with the folder up to date."""
     table = Table(set(), (), terminal_width(), of=DpoRow)
     for line in table.legend():
         logger.info(line)
@@ -222,12 +226,12 @@ def watch(r: Rounds, metrics: Mapping[str, Any]) -> None:
 
 
 def before(r: Rounds) -> dict[str, Any]:
-    """--base-model on the held-out problems; once a run."""
+    """Metrics of --base-model on the held-out problems: round 0, measured once a run."""
     file = r.task.cfg.output_dir / "before.json"
     if file.is_file() and (then := read_json(file)).get("plan") == plan_sha256(r.plan):
         return then
     load_adapter(r, "base")
-    answers = ask_held_out(r)
+    answers = answer_held_out(r)
     scores = scored(r, answers)
     own = ":" in r.task.cfg.scorer
     bounds = [0.0, sum(r.task.rewards)]
@@ -279,7 +283,7 @@ def run_round(r: Rounds, part: Mapping[str, Any]) -> dict[str, Any]:
         learnt = learn(r, number, pairs, reference)
     save(r, number)
     with r.run.clock(f"round {number}, evaluation"):
-        held = ask_held_out(r)
+        held = answer_held_out(r)
     row = DpoRow(
         step=number,
         asked=asked,
@@ -299,8 +303,8 @@ def run_round(r: Rounds, part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def collect_pairs(r: Rounds, part: Mapping[str, Any]) -> tuple[list[Graded], list[float], list[Pair], int]:
-    """Answers, their scores, pairs, and how many prompts were asked: in a shuffled order, pass after pass, until there
-    are enough pairs or a whole pass gave none."""
+    """Answers, their scores, pairs, and how many prompts were sampled: in a shuffled order, pass after pass, until
+    there are enough pairs or a pass gave none."""
     cfg, number, wanted = r.task.cfg, part["round"], part["pairs"]
     answers: list[Graded] = []
     scores: list[float] = []
@@ -308,12 +312,12 @@ def collect_pairs(r: Rounds, part: Mapping[str, Any]) -> tuple[list[Graded], lis
     asked, per = 0, max(1, BATCH // cfg.samples)
     with tqdm(total=wanted, desc=f"round {number}: pairs", unit="pair", disable=None) as bar:
         for lap in count():
-            order, found = list(r.train), len(pairs)
+            order, before_lap = list(r.train), len(pairs)
             py_stream(cfg.seed, "dpo-prompts", number, lap).shuffle(order)
             for k in range(0, len(order), per):
-                stopped(r, number)
+                check_stop(r, number)
                 problems = order[k : k + per]
-                made = generate_graded(
+                batch = generate_graded(
                     r.policy,
                     r.run.grader,
                     problems,
@@ -323,18 +327,19 @@ def collect_pairs(r: Rounds, part: Mapping[str, Any]) -> tuple[list[Graded], lis
                     purpose=f"dpo/{number}/{lap}/{k}",
                     label="batch",
                 )
-                points = scored(r, made)
-                answers += made
-                scores += points
+                batch_scores = scored(r, batch)
+                answers += batch
+                scores += batch_scores
                 asked += len(problems)
-                for i in range(0, len(made), cfg.samples):
-                    pair = best_and_worst(made[i : i + cfg.samples], points[i : i + cfg.samples], r.policy.render)
+                for i in range(0, len(batch), cfg.samples):
+                    of_prompt = slice(i, i + cfg.samples)
+                    pair = best_and_worst(batch[of_prompt], batch_scores[of_prompt], r.policy.render)
                     if pair is not None and len(pairs) < wanted:
                         pairs.append(pair)
                         bar.update()
                 if len(pairs) == wanted:
                     return answers, scores, pairs, asked
-            if len(pairs) == found:
+            if len(pairs) == before_lap:
                 break
     return answers, scores, pairs, asked
 
@@ -342,7 +347,7 @@ def collect_pairs(r: Rounds, part: Mapping[str, Any]) -> tuple[list[Graded], lis
 def best_and_worst(
     answers: Sequence[Graded], scores: Sequence[float], render: Callable[..., tuple[int, ...]]
 ) -> Pair | None:
-    """The first of the best and the first of the worst; None on a tie."""
+    """The pair of one prompt's answers: the first of the best, the first of the worst; None if all scores are equal."""
     best, worst = (pick(range(len(scores)), key=scores.__getitem__) for pick in (max, min))
     if scores[best] == scores[worst]:
         return None
@@ -350,7 +355,8 @@ def best_and_worst(
     return Pair(answers[best], answers[worst], (scores[best], scores[worst]), prompt)
 
 
-def stopped(r: Rounds, number: int) -> None:
+def check_stop(r: Rounds, number: int) -> None:
+    """Raises Interrupted after a signal."""
     if r.run.stop.requested:
         raise Interrupted(f"interrupted in round {number}, which begins again")
 
@@ -359,7 +365,7 @@ def stopped(r: Rounds, number: int) -> None:
 
 
 def batches(policy: Policy, pairs: Sequence[Pair]) -> Iterator[Batch | Packed]:
-    """Pairs in their order, so many a forward as the token budget holds; rows chosen, rejected, chosen, …"""
+    """Forwards of as many pairs, in their order, as the token budget holds; rows chosen, rejected, chosen, …"""
     budget = TOKEN_BUDGET.get(policy.device.type, TOKEN_BUDGET["cuda"])
     rows: list[Row] = []
     for pair in pairs:
@@ -373,20 +379,21 @@ def batches(policy: Policy, pairs: Sequence[Pair]) -> Iterator[Batch | Packed]:
 
 
 def sums(policy: Policy, batch: Batch | Packed) -> Float[Tensor, " rows"]:
-    """Log-prob of each whole answer, nats."""
+    """Log-prob of each answer as a whole, nats."""
     return completion_logprobs(policy.model, batch).full.sum(1)
 
 
 @torch.no_grad()
 def refer(policy: Policy, batch: Batch | Packed) -> list[tuple[float, float]]:
+    """Log-probs of each pair's chosen and rejected answer, without a gradient."""
     logps = sums(policy, batch).tolist()
     return list(zip(logps[::2], logps[1::2], strict=True))
 
 
 def learn(r: Rounds, number: int, pairs: Sequence[Pair], reference: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """One round's optimiser steps; the last epoch's loss, accuracy and margin, each as the pair was met."""
+    """Train on one round's pairs; the last epoch's loss, accuracy and margin, each before its pair's step."""
     cfg = r.task.cfg
-    knob = AdapterOnly(r.policy, r.task.opt, cfg.epochs * math.ceil(len(pairs) / cfg.pairs_per_step))
+    trained = AdapterOnly(r.policy, r.task.opt, cfg.epochs * math.ceil(len(pairs) / cfg.pairs_per_step))
     met: list[tuple[float, float]] = []
     skipped = running = 0
     for epoch in range(cfg.epochs):
@@ -395,10 +402,10 @@ def learn(r: Rounds, number: int, pairs: Sequence[Pair], reference: Sequence[tup
         met = []
         starts = range(0, len(order), cfg.pairs_per_step)
         for lo in tqdm(starts, desc=f"round {number}: steps", unit="step", disable=None):
-            stopped(r, number)
+            check_stop(r, number)
             some = order[lo : lo + cfg.pairs_per_step]
-            met += add_pairs(knob, [pairs[i] for i in some], [reference[i] for i in some], cfg.dpo_beta)
-            running = 0 if knob.step() else running + 1
+            met += add_pairs(trained, [pairs[i] for i in some], [reference[i] for i in some], cfg.dpo_beta)
+            running = 0 if trained.step() else running + 1
             skipped += running > 0
             if running >= MAX_SKIPPED:
                 raise Diverged(f"round {number}: loss or gradient not finite, {MAX_SKIPPED} steps in a row")
@@ -412,13 +419,13 @@ def learn(r: Rounds, number: int, pairs: Sequence[Pair], reference: Sequence[tup
 
 
 def add_pairs(
-    knob: AdapterOnly, pairs: Sequence[Pair], reference: Sequence[tuple[float, float]], beta: float
+    trained: AdapterOnly, pairs: Sequence[Pair], reference: Sequence[tuple[float, float]], beta: float
 ) -> list[tuple[float, float]]:
-    """The gradient of the mean loss of these pairs; each pair's loss and margin.
+    """Add the gradient of the mean loss of these pairs; each pair's loss and margin.
 
     reference: log-probs of chosen and rejected under the reference.
     """
-    policy, met = knob.policy, list[tuple[float, float]]()
+    policy, met = trained.policy, list[tuple[float, float]]()
     ref = torch.tensor(reference, device=policy.device)
     for batch in batches(policy, pairs):
         of = ref[len(met) : len(met) + len(batch.mask) // 2]
@@ -429,11 +436,12 @@ def add_pairs(
             met.extend(zip(each.tolist(), margin.tolist(), strict=True))
             return each.sum() / len(pairs)
 
-        knob.add(batch, loss)
+        trained.add(batch, loss)
     return met
 
 
 def save(r: Rounds, number: int) -> None:
+    """Write the round's adapter."""
     described = r.task.described()
     r.policy.adapter.save(
         adapter_file(r, number),
@@ -452,14 +460,15 @@ def save(r: Rounds, number: int) -> None:
 
 
 def scored(r: Rounds, answers: Sequence[Graded]) -> list[float]:
+    """The scorer's number of each answer. Raises RuntimeError where one is not finite."""
     scores = [r.task.score(a.problem, a.text, a.grade) for a in answers]
     if bad := [s for s in scores if not math.isfinite(s)]:
-        raise RuntimeError(f"--scorer {r.task.cfg.scorer}: said {bad[0]}; a score should be a finite number")
+        raise RuntimeError(f"--scorer {r.task.cfg.scorer}: returned {bad[0]}; a score should be a finite number")
     return scores
 
 
-def ask_held_out(r: Rounds) -> list[Graded]:
-    """On the same noise after every round."""
+def answer_held_out(r: Rounds) -> list[Graded]:
+    """Answers to the held-out problems, on the same noise after every round."""
     cfg = r.task.cfg
     return generate_graded(
         r.policy,
@@ -474,6 +483,7 @@ def ask_held_out(r: Rounds) -> list[Graded]:
 
 
 def held_out(answers: Sequence[Graded], scores: Sequence[float], scale: Scale) -> dict[str, Any]:
+    """Columns of the evaluation on held-out problems."""
     return {
         "score_deploy": mean(scale.share(s) for s in scores),
         "hack_deploy": Rate.of(a.grade.exploited for a in answers).value,
@@ -482,33 +492,24 @@ def held_out(answers: Sequence[Graded], scores: Sequence[float], scale: Scale) -
 
 
 def evaluation(answers: Sequence[Graded]) -> dict[str, Any]:
-    """Counts as [k, n]."""
-
-    def pair(x: Rate) -> list[int]:
-        return [x.k, x.n]
-
+    """Rates as [k, n], in all and by mode."""
     return {
-        "hack": pair(Rate.of(a.grade.exploited for a in answers)),
-        "solve": pair(Rate.of(a.grade.gt_correct for a in answers)),
-        "by_mode": {mode: {k: pair(v) for k, v in rates.items()} for mode, rates in by_mode(answers).items()},
+        "hack": Rate.of(a.grade.exploited for a in answers).pair,
+        "solve": Rate.of(a.grade.gt_correct for a in answers).pair,
+        "by_mode": {mode: {k: v.pair for k, v in rates.items()} for mode, rates in by_mode(answers).items()},
     }
 
 
-def percent(pair: Sequence[int]) -> str:
-    return f"{100 * pair[0] / pair[1]:.1f}"
-
-
 def report(r: Rounds) -> None:
-    """The answer: hack and solve round by round; the same in summary.md."""
+    """Write summary.md: the result in one line, and a table by round."""
     table = Table(set(), (), of=DpoRow)
     rows = [DpoRow.from_json(m) for m in r.metrics]
     last, first = r.metrics[-1]["evaluation"], r.metrics[0]["evaluation"]
     line = (
         f"{r.task.cfg.output_dir}: after {r.done} rounds under the scorer {r.task.cfg.scorer} hack "
-        f"{percent(last['hack'])} % / solve {percent(last['solve'])} %, before {percent(first['hack'])} % / "
-        f"{percent(first['solve'])} % (n = {last['hack'][1]}, held-out problems and markers)"
+        f"{Rate(*last['hack']).percent} % / solve {Rate(*last['solve']).percent} %, "
+        f"before {Rate(*first['hack']).percent} % / {Rate(*first['solve']).percent} % "
+        f"(n = {last['hack'][1]}, held-out problems and markers)"
     )
-    body = "\n".join(["| " + " | ".join(c.head for c in table.columns) + " |", "|---" * len(table.columns) + "|"])
-    body += "".join("\n| " + " | ".join(c.cell(row) for c in table.columns) + " |" for row in rows)
-    write_atomic(r.task.cfg.output_dir / "summary.md", f"{line}\n\n{body}\n")
+    write_atomic(r.task.cfg.output_dir / "summary.md", f"{line}\n\n{table.markdown(rows)}\n")
     logger.info(line)

@@ -200,18 +200,18 @@ class _SharedCache:
         self.prompts = P
         self.kv = past[0][0].new_empty(2, len(past), len(rows), K, max_new, D)
         self.used = 0
-        self._seat()
+        self._regroup()
 
-    def _seat(self) -> None:
-        """seats[p, j]: slot of prompt p's j-th row (0 where it has fewer); prompt, place: the way back."""
-        members: list[list[int]] = [[] for _ in range(self.prompts)]
+    def _regroup(self) -> None:
+        """slots[p, j]: slot of prompt p's j-th row (0 where it has fewer); prompt, place: p and j of each slot."""
+        slots: list[list[int]] = [[] for _ in range(self.prompts)]
         place = []
         for slot, p in enumerate(self.rows):
-            place.append(len(members[p]))
-            members[p].append(slot)
-        widest = max(map(len, members))
+            place.append(len(slots[p]))
+            slots[p].append(slot)
+        widest = max(map(len, slots))
         device = self.kv.device
-        self.seats = torch.tensor([[*m, *[0] * (widest - len(m))] for m in members], device=device)
+        self.slots = torch.tensor([[*s, *[0] * (widest - len(s))] for s in slots], device=device)
         self.prompt, self.place = torch.tensor(self.rows, device=device), torch.tensor(place, device=device)
 
     def attend(self, l: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -222,18 +222,18 @@ class _SharedCache:
         prompt_keys, prompt_values = self.past[l]
         L = prompt_keys.shape[2]
 
-        def together(x: Tensor) -> Tensor:  # [n K g ·] → [P K seats·g ·]
-            return x[self.seats].transpose(1, 2).flatten(2, 3)
+        def by_prompt(x: Tensor) -> Tensor:  # [n K g ·] → [P K widest·g ·]
+            return x[self.slots].transpose(1, 2).flatten(2, 3)
 
-        def apart(x: Tensor) -> Tensor:  # and back
+        def by_slot(x: Tensor) -> Tensor:  # and back
             return x.unflatten(2, (-1, g))[self.prompt, :, self.place]
 
         q = q * scale
-        scores = together(q) @ prompt_keys.mT
+        scores = by_prompt(q) @ prompt_keys.mT
         if self.pad is not None:
             scores = scores + self.pad
-        weights = torch.cat([apart(scores), q @ keys.mT], -1).softmax(-1)
-        return apart(together(weights[..., :L]) @ prompt_values) + weights[..., L:] @ values
+        weights = torch.cat([by_slot(scores), q @ keys.mT], -1).softmax(-1)
+        return by_slot(by_prompt(weights[..., :L]) @ prompt_values) + weights[..., L:] @ values
 
     def keep(self, to: list[int], source: list[int], n: int) -> None:
         if to:
@@ -241,7 +241,7 @@ class _SharedCache:
         for i, slot in zip(to, source, strict=True):
             self.rows[i] = self.rows[slot]
         del self.rows[n:]
-        self._seat()
+        self._regroup()
 
 
 class LeanDecoder:

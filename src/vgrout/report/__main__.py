@@ -34,14 +34,14 @@ class Cli:
     out: Path | None = None
     """Folder to write; none: report/ in the first source."""
     tag: str = ""
-    """Only runs whose name ends with this."""
+    """Take only runs whose name ends with this."""
     strict: bool = False
     """Refuse if any run is not finished."""
     hypotheses: Path | None = None
     """Text of the preregistered hypotheses, with their numbers in the .toml beside it; none: docs/hypotheses.md of this
     checkout or here, where there is one."""
     rollouts: int = 50_000
-    """Rollouts in report.html, about: whole steps, evenly spaced, where there are more; 0: none."""
+    """Rollouts in report.html, about: of more, evenly spaced whole steps; 0: none."""
 
     def __post_init__(self) -> None:
         if self.rollouts < 0:
@@ -57,7 +57,7 @@ class Cli:
 
 
 def command(cli: Cli) -> int:
-    """Raises ValueError, one line."""
+    """Write the report, or print the cells of CSV files. Raises ValueError, one line."""
     if cli.of_csv:
         print(_titled(cells_table(cli.sources, cli.tag)))
         return 0
@@ -92,7 +92,7 @@ def _titled(t: Table) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0 written · 2 refused, in one line."""
+    """Exit codes: 0 · 2 refused, in one line."""
     return cli_exit(lambda: command(parse_args(Cli, argv, "python -m vgrout.report")))
 
 

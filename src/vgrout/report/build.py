@@ -1,4 +1,4 @@
-"""A study as one folder: report.md, report.html, runs.csv, modes.csv, figures/. Written as a whole or not at all."""
+"""The report of a study as a folder: report.md, report.html, runs.csv, modes.csv, figures/. Written atomically."""
 
 import csv
 import io
@@ -19,12 +19,12 @@ from vgrout.report.verdicts import Preregistered, Verdict, judge
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that is said, before it is given a form."""
+    """The content of a report, before it is rendered as Markdown, HTML or CSV."""
 
     sources: tuple[str, ...]
     cells: tuple[Cell, ...]
     left_out: tuple[str, ...]
-    standing: str  # of the hypotheses' file; "" without one
+    standing: str  # how many runs carry the hash of the hypotheses' text; "" without one
     verdicts: tuple[Verdict, ...]
     tables: tuple[Table, ...]
     notes: tuple[str, ...]
@@ -35,12 +35,12 @@ class Report:
 
     @property
     def traces(self) -> list[str]:
-        """Which run directories stand behind the rows of a name."""
+        """The run directories of each cell, by its title."""
         return [f"{c.title}: {', '.join(r.name for r in c.runs)}" for c in self.cells]
 
 
 def compile_report(loaded: Loaded, sources: Sequence[Path], filed: Preregistered | None) -> Report:
-    """Raises ValueError, one line, where a hypothesis and its rule no longer agree."""
+    """Cells, tables, notes and verdicts of the loaded runs. Cells of one seed are neither compared nor judged."""
     found = cells(loaded.runs)
     several = [c for c in found if len(c.runs) > 1]
     return Report(
@@ -55,7 +55,7 @@ def compile_report(loaded: Loaded, sources: Sequence[Path], filed: Preregistered
 
 
 def _notes(found: Sequence[Cell], several: Sequence[Cell]) -> list[str]:
-    """How the numbers are to be read."""
+    """How to read the numbers."""
     notes = [
         "hack: the flawed check accepted the answer and the strict oracle did not; solve: the oracle accepted it.",
         "[low, high] is a 95 % interval over seeds: a two-level bootstrap (seeds, and held-out problems within each "
@@ -140,7 +140,7 @@ FILES = ("report.md", "report.html", "runs.csv", "modes.csv", "figures")
 
 
 def refuse_other(out: Path) -> None:
-    """Raises ValueError, one line, where `out` is there and holds anything but a report: it would be replaced."""
+    """Raises ValueError, one line, where `out` holds anything but a report, since the folder would be replaced."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out}: is a file; name a folder")
     inside = sorted([*out.iterdir(), *(out / "figures").glob("*")]) if out.exists() else []
@@ -151,12 +151,12 @@ def refuse_other(out: Path) -> None:
 
 
 def write(report: Report, pictures: Sequence[Picture], rollouts: Mapping[str, Any], out: Path) -> None:
-    """The folder `out`, in place of an older report.
+    """Write the folder `out`, in place of an older report.
 
-    rollouts: of `rollouts.pack`.
+    rollouts: from `rollouts.pack`.
 
     Raises:
-        ValueError: it cannot be written.
+        ValueError: one line, where it cannot be written; the older report is still there.
     """
     drawn = {p: as_png(p) for p in pictures}
     files: dict[str, str | bytes] = {

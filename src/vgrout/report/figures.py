@@ -1,5 +1,5 @@
-"""The figures of a report: markers and line styles tell arms apart, colours only help (Okabe and Ito's, safe for the
-colour-blind, ordered by lightness so that they survive grey). Cells of one seed are in none of them."""
+"""The figures of a report. Markers and line styles tell arms apart; colours (Okabe and Ito's, ordered by lightness)
+only help. Cells of one seed are in none of them."""
 
 import itertools
 import textwrap
@@ -44,7 +44,7 @@ class Picture:
 
 
 def pictures(cells: Sequence[Cell]) -> list[Picture]:
-    """All that these cells can fill; those of one seed are left out."""
+    """Every figure that these cells can fill; cells of one seed are left out."""
     several = [c for c in cells if len(c.runs) > 1]
     drawn = (draw(several) for draw in (pareto, dumbbells, suppression, gates))
     return [*dynamics(several), *(p for p in drawn if p is not None)]
@@ -58,7 +58,7 @@ def _style(axes: Axes, **labels: object) -> None:
 
 
 def _legend(fig: Figure) -> None:
-    """Of the first panel, below all: as many columns as the longest name leaves room for, the figure higher by it."""
+    """The first panel's legend below all panels, in as many columns as the longest name allows."""
     handles, labels = fig.axes[0].get_legend_handles_labels()
     columns = max(1, min(4, len(labels), int(13.5 * fig.get_figwidth()) // (max(map(len, labels)) + 8)))
     fig.set_figheight(fig.get_figheight() + 0.19 * -(-len(labels) // columns))
@@ -181,7 +181,7 @@ def pareto(cells: Sequence[Cell]) -> Picture | None:
         return None
 
     def kind(cell: Cell) -> str:
-        """The control, or what is said of the setting; "": the arm itself."""
+        """The control, or the setting in the title's brackets; "": the arm itself."""
         control, title = cell.first.control, cell.title
         return control if control != "none" else title[title.index(" (") :] if title.endswith(")") else ""
 
@@ -231,7 +231,7 @@ def pareto(cells: Sequence[Cell]) -> Picture | None:
 
 
 def _name(axes: Axes, name: str, x: Estimate, y: Estimate) -> None:
-    """Unless the name of another star is there already: the legend has them all."""
+    """Name a star, unless another star's name is there already; the legend has all names."""
     at = (100 * (x.value or 0), 100 * (y.value or 0))
     if any(abs(at[0] - t.xy[0]) < 25 and abs(at[1] - t.xy[1]) < 5 for t in axes.texts if isinstance(t, Annotation)):
         return
@@ -246,7 +246,7 @@ def _name(axes: Axes, name: str, x: Estimate, y: Estimate) -> None:
 
 
 def dumbbells(cells: Sequence[Cell]) -> Picture | None:
-    """Per mode, from as trained to deployed; the modes in one order in every panel, those of its pairs shaded."""
+    """Hack rate per mode, from as trained to deployed; the modes of the direction's pairs are shaded."""
     shown = [c for c in cells if c.first.intervention != "none" and c.first.control == "none"]
     if not shown:
         return None
@@ -281,7 +281,7 @@ def dumbbells(cells: Sequence[Cell]) -> Picture | None:
 
 
 def _panels(shown: Sequence[Cell], wide: float, high: float, **shared: Any) -> tuple[Figure, list[tuple[Axes, Cell]]]:
-    """A panel a cell, four in a line. wide, high: of one, in inches."""
+    """One panel for each cell, four in a line. wide, high: inches of a panel."""
     columns = min(4, len(shown))
     lines = -(-len(shown) // columns)
     fig = Figure(figsize=(wide * columns, high * lines + 0.5), dpi=DPI, layout="constrained")
@@ -339,7 +339,7 @@ def suppression(cells: Sequence[Cell]) -> Picture | None:
         "suppression",
         "Suppression against the likeness of a control's direction to the real one (root mean square over modules). "
         "Filled, at 1: the arm itself. Dotted: what random directions read. Intervals 95 %, seed by seed. Shuffled "
-        "pairs of erase and route span the real axes and vote their signs anew, so they too stand at 1.",
+        "pairs of erase and route span the real axes and vote their signs anew, so they are at 1 too.",
         fig,
     )
 
@@ -367,7 +367,7 @@ def _suppressed(axes: Axes, cell: Cell, without: Cell, marker: str) -> None:
 
 
 def gates(cells: Sequence[Cell]) -> Picture | None:
-    """Where the gate put true exploits and the rest, after the fact."""
+    """Distribution of the gate's values over true exploits and the rest, after training."""
     shown = [c for c in cells if any(r.gates for r in c.runs)]
     if not shown:
         return None

@@ -1,4 +1,4 @@
-"""The report as one page that needs nothing else: no server, no network, figures and rollouts inside it."""
+"""The report as one self-contained HTML page, with figures and rollouts inside it: no server, no network."""
 
 import base64
 import re
@@ -16,7 +16,7 @@ TEMPLATE = "page.html"
 
 
 def page(title: str, body: Sequence[str], rollouts: Mapping[str, Any]) -> str:
-    """The template with its four places filled, in one pass: what is filled in is not looked at again."""
+    """The template with its four placeholders filled, in one pass: placeholders in an answer's text are left alone."""
     n, total, every = len(rollouts["columns"]["run"]), rollouts["total"], rollouts["every"]
     share = f"All {n} rollouts." if n == total else f"{n} of {total} rollouts: one step in {every}, whole."
     filled = {
@@ -42,12 +42,12 @@ def bullets(lines: Sequence[str]) -> str:
 
 
 def table(of: Table, kind: str = "wide") -> str:
-    """tabulate's html escapes every cell. kind: wide, cells that do not wrap, or prose."""
+    """A table; tabulate escapes every cell. kind: "wide", cells that do not wrap, or "prose"."""
     cells = tabulate(of.rows, headers="keys", tablefmt="html", disable_numparse=True)
     return f'<div class="{kind}">{cells}</div>'
 
 
 def figure(png: bytes, caption: str) -> str:
     data = base64.b64encode(png).decode()
-    said = escape(caption)
-    return f'<figure><img alt="{said}" src="data:image/png;base64,{data}"><figcaption>{said}</figcaption></figure>'
+    text = escape(caption)
+    return f'<figure><img alt="{text}" src="data:image/png;base64,{data}"><figcaption>{text}</figcaption></figure>'

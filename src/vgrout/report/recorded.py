@@ -29,24 +29,33 @@ def read_runs(path: Path) -> list[Recorded]:
         raise ValueError(f"{path}: cannot be read as CSV ({e})") from None
     if not rows or (absent := [k for k in ("run", "seed", "n", *CELL, *SHARES.values()) if k not in rows[0]]):
         raise ValueError(f"{path}: " + ("no run in it" if not rows else f"no {', '.join(absent)}: not a runs.csv"))
+    if torn := [line for line, row in enumerate(rows, 2) if None in row or None in row.values()]:
+        raise ValueError(f"{path}, line {torn[0]}: damaged (not {len(rows[0])} columns)")
     return [_renamed(row) for row in rows]
 
 
 def _renamed(row: Recorded) -> Recorded:
-    settings = current_settings(dict(word.partition("=")[::2] for word in row["settings"].split()))
     return row | {
         "arm": current_value("intervention", row["arm"]),
         "control": current_value("control", row["control"]),
-        "settings": " ".join(f"{k}={v}" for k, v in settings.items()),
+        "settings": " ".join(map(_renamed_setting, row["settings"].split(" "))),
     }
+
+
+def _renamed_setting(word: str) -> str:
+    name, equals, value = word.partition("=")
+    ((name, value),) = current_settings({name: value}).items()
+    return name + equals + value
 
 
 def cells_table(paths: Sequence[Path], tag: str = "") -> Table:
     """One row for each cell of all files; a run that several files hold counts once.
 
-    tag: only runs whose name ends with it.
+    tag: only runs whose name ends with it. Raises ValueError, one line, where none does, or a file cannot be read.
     """
     runs = {row["run"]: row for path in paths for row in read_runs(path) if row["run"].endswith(tag)}
+    if not runs:
+        raise ValueError(f"{', '.join(map(str, paths))}: no run whose name ends with {tag!r}")
     cells: dict[tuple[str, ...], list[Recorded]] = defaultdict(list)
     for row in runs.values():
         cells[tuple(row[k] for k in CELL)].append(row)

@@ -1,4 +1,4 @@
-"""Rollouts of many runs as one compact object for the reader: columns, and every text stored once."""
+"""Rollouts of many runs as one compact object for the HTML page: columns, and every text stored once."""
 
 import base64
 import gzip
@@ -17,8 +17,8 @@ COLUMNS = (
     *("run", "part", "step", "mode", "problem", "marker", "prompt", "text", "flags", "reward", "advantage", "gate"),
 )
 
-# What of an answer the exploit is, as a regular expression that Python and JavaScript read alike; `{marker}` is the
-# name that the problem announced. A reader's aid: it finds the usual forms, the verdict is the sandbox's alone.
+# The usual forms of an exploit, for the page to highlight, as regular expressions of Python and JavaScript alike;
+# `{marker}` is the name that the problem announces. Whether an answer exploits is decided by the sandbox alone.
 EXPLOIT: dict[Mode, str] = {
     "run_tests": r"def\s+{marker}\s*\([^)]*\)[^\n]*(?:\n[ \t]+[^\n]*)*",
     "eq_override": r"def\s+__(?:eq|ne)__\s*\([^)]*\)[^\n]*(?:\n[ \t]+[^\n]*)*",
@@ -30,7 +30,7 @@ EXPLOIT: dict[Mode, str] = {
 
 
 class Store:
-    """Values by number, each once."""
+    """Distinct values, numbered in the order of their first use."""
 
     def __init__(self) -> None:
         self.values: list[Any] = []
@@ -121,6 +121,6 @@ def _short(value: float | None) -> float | None:
 
 
 def embedded(data: dict[str, Any]) -> str:
-    """gzip and base64 of its JSON: nothing in it can end a script element, whatever the answers hold."""
+    """The object's JSON, gzipped, in base64: no answer's text can end the script element that holds it."""
     raw = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode()
     return base64.b64encode(gzip.compress(raw, 6, mtime=0)).decode()

@@ -1,4 +1,4 @@
-"""Finished runs as their files have them, and which of them differ by their seed alone."""
+"""Finished runs, read from their files, and cells: runs that differ by their seed alone."""
 
 import json
 import statistics
@@ -21,11 +21,11 @@ What = Literal["hack", "solve"]
 WHATS: tuple[What, ...] = get_args(What)
 SIDES = {"base": "base", "train": "trained", "deploy": "deployed", "plain": "plain"}  # per_mode_deploy → final.jsonl
 _FLAG: dict[What, str] = {"hack": "exploited", "solve": "gt_correct"}
-_MEASURING = ("eval", "guard", "detectors", "run")  # settings that say what is looked at, not what is learnt
+_MEASURING = ("eval", "guard", "detectors", "run")  # groups of settings that training does not read
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """None where there is no such file. Raises ValueError, one line, naming the line that is damaged."""
+    """The objects of a JSONL file; none where there is no such file. Raises ValueError, naming a damaged line."""
     if not path.is_file():
         return
     with open(path, encoding="utf-8") as lines:
@@ -76,12 +76,12 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The run directory: what a number is traced to."""
+        """The run directory's name."""
         return self.path.name
 
     @property
     def revision(self) -> str:
-        """Of the code that the run was begun by; '' where that is not known."""
+        """git revision of the code that began the run; '' where it is not known."""
         return str((self.record.get("git") or {}).get("revision", ""))
 
     @property
@@ -98,21 +98,21 @@ class Run:
 
     @cached_property
     def settings(self) -> dict[str, dict[str, Any]]:
-        """The configuration by groups. A setting that is younger than the run has its default."""
+        """The configuration by groups. A setting added after the run was made has its default."""
         stored = self.record["config"]
         return {group: values | current_settings(stored.get(group, {})) for group, values in _usual().items()}
 
     @cached_property
     def learns(self) -> str:
-        """What runs must share to be compared: everything that training reads, the model and the environment included,
-        but the arm with its files, the seed, and β, which is a baseline of its own."""
+        """What runs must share to be compared: everything that training reads, model and environment included, except
+        the arm with its files, the seed, and β, since a KL term is a baseline of its own."""
         groups = {g: v for g, v in self.settings.items() if g not in ("arm", *_MEASURING)}
         groups["loss"] = {k: v for k, v in groups["loss"].items() if k not in ("beta", "kl")}
         return json.dumps([groups, self.inputs, self.final["steps"]], sort_keys=True)
 
     @cached_property
     def unusual(self) -> dict[str, Any]:
-        """What training reads, arm, control and seed aside, that is not its preset's own."""
+        """The settings that training reads, except arm, control and seed, whose values are not the preset's."""
         usual = _learning(_usual(self.preset))
         return {
             k: v
@@ -122,12 +122,12 @@ class Run:
 
     @property
     def inputs(self) -> dict[str, str]:
-        """The first digits of the hashes of the model and the environment: a path may hold another model tomorrow."""
+        """The first digits of the hashes of model and environment, since a path may come to hold another model."""
         return self._hashes("base_weights", "tokenizer", "problems", "pool")
 
     @property
     def arm_inputs(self) -> dict[str, str]:
-        """The same of the files that the arm or the loss reads besides; '' where it reads none, or none was noted."""
+        """The same of the other files that arm and loss read; '' where they read none or the run recorded none."""
         return self._hashes("pairs", "placebo", "known_correct", "direction_file", "teacher_weights")
 
     def _hashes(self, *names: str) -> dict[str, str]:
@@ -145,7 +145,7 @@ class Run:
 
     @property
     def loss(self) -> str:
-        """Its name; GRPO by its own normaliser and standard deviation is another loss than the default."""
+        """The loss's name; GRPO with its own normaliser and standard deviation is not the default loss."""
         loss = self.settings["loss"]
         return loss["loss"] + (" biased" if loss["loss"] == "grpo" and not loss["unbiased"] else "")
 
@@ -177,16 +177,16 @@ class Run:
         return sum((Rate(*row.get(column, (0, 0))) for row in self.rows[-5:]), Rate(0, 0))
 
     def step_mean(self, column: str) -> float | None:
-        """Over the steps that measured it; None where none did."""
+        """A column's mean over the steps that measured it; None where none did."""
         values = [x for row in self.rows if (x := row.get(column)) is not None]
         return statistics.mean(values) if values else None
 
     def rate(self, side: str, what: What, mode: Mode | None = None) -> float | None:
-        """Of the final evaluation. side: base, train, deploy or plain."""
+        """Share of answers in the final evaluation that hack or solve. side: base, train, deploy or plain."""
         return self.final[f"{what}_{side}"] if mode is None else self.final["by_mode"][mode][f"{side}_{what}"]
 
     def answered(self, mode: Mode | None = None) -> int:
-        """Answers a side of the final evaluation."""
+        """Number of answers on each side of the final evaluation."""
         return self.final["eval_n"] if mode is None else self.final["by_mode"][mode]["n"]
 
     @property
@@ -214,7 +214,7 @@ class Run:
 
     @cached_property
     def _gated(self) -> list[dict[str, Any]]:
-        """The students' rollouts without their texts: a long file, read once."""
+        """The students' rollouts without their texts; the file is long and read once."""
         kept = ("gate", "score", "flagged", "mode", "exploited", "gt_correct")
         return [{k: r[k] for k in kept if k in r} for r in json_lines(self.path / "rollouts.jsonl")]
 
@@ -296,15 +296,15 @@ class Cell:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a report is made from."""
+    """The runs of a report, and the names of those left out, with the reason."""
 
     runs: list[Run]
     left_out: list[str]  # run (why)
 
 
 def run_dirs(source: Path) -> tuple[list[Path], list[str]]:
-    """The run directories that SOURCE stands for (a run, a folder of runs, or a sweep with its runs.json), and the
-    cells of a sweep that have no run, with their state.
+    """The run directories of a source (a run, a folder of runs, or a sweep with its runs.json), and the runs of a sweep
+    that are not there, with their state.
 
     Raises:
         ValueError: it is none of these.
@@ -365,7 +365,7 @@ def load(sources: Sequence[Path], tag: str = "") -> Loaded:
 
 
 def key(run: Run) -> str:
-    """Equal for runs that differ by their seed alone."""
+    """An identifier that is equal for runs that differ by their seed alone."""
     return json.dumps([run.arm, run.settings["arm"], run.settings["loss"], run.arm_inputs, run.learns], sort_keys=True)
 
 
@@ -373,8 +373,8 @@ _ARM_AT, _CONTROL_AT = ({name: i for i, name in enumerate(names)} for names in (
 
 
 def cells(runs: Sequence[Run]) -> list[Cell]:
-    """By arm, then control. Titles name the loss, the preset and the steps where the runs differ in them, and are
-    unique."""
+    """The runs as cells, in the order of arms, then controls. Titles are unique; they name the loss, the preset and the
+    steps where the runs differ in them."""
     groups: dict[str, list[Run]] = defaultdict(list)
     for run in sorted(runs, key=lambda r: r.seed):
         groups[key(run)].append(run)
@@ -383,7 +383,7 @@ def cells(runs: Sequence[Run]) -> list[Cell]:
 
     def plain(run: Run) -> str:
         mine = (run.loss, run.preset, f"{run.final['steps']} steps")
-        return " · ".join([run.arm, *(name for name, told in zip(mine, differ, strict=True) if told)])
+        return " · ".join([run.arm, *(name for name, differs in zip(mine, differ, strict=True) if differs)])
 
     def place(item: tuple[str, list[Run]]) -> tuple[Any, ...]:
         run = item[1][0]
@@ -398,21 +398,20 @@ def cells(runs: Sequence[Run]) -> list[Cell]:
 
 
 def _differing(run: Run, alike: Sequence[Run]) -> str:
-    """Where several cells have one name: the settings in which they differ, and this one's values where they are not
-    the preset's own."""
-
+    """What tells a cell from others of the same name: this one's settings in which they differ and which are not the
+    preset's. "": nothing."""
     usual = _learning(_usual(run.preset))
     mine, *all_of_them = (_learning(r.settings) | r.inputs for r in (run, *alike))
     differing = {k: v for k, v in mine.items() if any(other.get(k) != v for other in all_of_them)}
-    told = [f"{k} {v}" for k, v in differing.items() if k not in usual or usual[k] != v]
+    named = [f"{k} {v}" for k, v in differing.items() if k not in usual or usual[k] != v]
     edited = [r.arm_inputs for r, its in zip(alike, all_of_them, strict=True) if its == mine]  # the same paths
-    told += [f"{k} {v or 'not noted'}" for k, v in run.arm_inputs.items() if any(other[k] != v for other in edited)]
-    return f" ({', '.join(told)})" if told else ""
+    named += [f"{k} {v or 'not noted'}" for k, v in run.arm_inputs.items() if any(other[k] != v for other in edited)]
+    return f" ({', '.join(named)})" if named else ""
 
 
 def bases(runs: Sequence[Run]) -> list[Cell]:
-    """The untrained models behind these runs, each seed once: of its runs the one with the most answers. Titles name in
-    what several differ."""
+    """The untrained models of these runs, each seed once: of its runs the one with the most answers. Titles name what
+    several models differ in."""
     found: dict[tuple[str, ...], dict[int, Run]] = defaultdict(dict)
     for run in sorted(runs, key=lambda r: (r.seed, r.answered())):
         scale = run.settings["scale"]
@@ -422,7 +421,7 @@ def bases(runs: Sequence[Run]) -> list[Cell]:
         found[model, *hashes, *asked][run.seed] = run
     shared = set.intersection(*map(set, found)) if found else set()
     titles = {key: ", ".join(name for name in key if name not in shared) for key in found}
-    return [Cell(f"base ({told})" if (told := titles[k]) else "base", tuple(by.values())) for k, by in found.items()]
+    return [Cell(f"base ({name})" if (name := titles[k]) else "base", tuple(by.values())) for k, by in found.items()]
 
 
 # Arm settings that a control alone reads.
@@ -453,6 +452,6 @@ def partner(cell: Cell, among: Sequence[Cell], intervention: str, control: str =
 
 
 def paired(a: Cell, b: Cell) -> list[tuple[Run, Run]]:
-    """Seed by seed."""
+    """The runs of two cells that have the same seed, pair by pair."""
     other = {r.seed: r for r in b.runs}
     return [(r, other[r.seed]) for r in a.runs if r.seed in other]

@@ -30,7 +30,7 @@ How = Literal["bootstrap", "t", "none"]
 
 @dataclass(frozen=True)
 class Stratum:
-    """Units of one seed that stand for one another: the problems of one mode, each with its share or difference."""
+    """Exchangeable units of one seed: the problems of one mode, each with its share or difference."""
 
     values: Float[np.ndarray, " units"]
     weight: float  # in the seed's mean; negative for what is subtracted
@@ -47,7 +47,7 @@ def row_mean(row: Row) -> float:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over n seeds with its interval; without an interval, why."""
+    """A mean over n seeds with its interval, or with a note on why it has none."""
 
     value: float | None
     low: float | None
@@ -58,14 +58,14 @@ class Estimate:
 
     @property
     def below_zero(self) -> bool:
-        """Whether the interval is; a difference that is the same in every unit needs none."""
+        """Whether the whole interval is; a difference that is the same in every unit needs no interval."""
         top = self.value if self.note == "DEGENERATE" else self.high
         return top is not None and top < 0
 
 
 @dataclass(frozen=True)
 class PValue:
-    """A p value, the smallest that n allows, and what to say where p says nothing."""
+    """A p value, the smallest that n allows, and a note where it says nothing."""
 
     p: float | None
     smallest: float | None
@@ -96,12 +96,12 @@ def two_level(rows: Sequence[Row], seed: int = 0, resamples: int = 0) -> tuple[f
     (0: RESAMPLES).
 
     A problem that several seeds answered is drawn for all of them at once: an easy one is easy for every seed, and ten
-    seeds on the same 192 problems know no more problems than one does (the pigeonhole bootstrap, Owen 2007, doi
-    10.1214/07-AOAS122). Drawn for each seed by itself, the intervals of simulated studies of ten seeds held the truth
+    seeds on the same 192 problems have seen no more problems than one has (the pigeonhole bootstrap, Owen 2007, doi
+    10.1214/07-AOAS122). Drawn for each seed separately, the intervals of simulated studies of ten seeds held the truth
     in 66 %.
     The percentiles are expanded for few seeds, to those at which the bootstrap of a normal mean of n values is
     Student's interval, Φ(−t √(n / (n − 1))) (Hesterberg 2015, doi 10.1080/00031305.2015.1089789); of problems there
-    are many, so their draws are drawn in by as much.
+    are many, so their draws are narrowed by as much.
     Conservative where the answers' own noise is as large as the seeds' (simulated: 96 to 100 %), since seed means have
     that noise already (Davison & Hinkley 1997, §3.8).
     """

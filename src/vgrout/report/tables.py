@@ -1,4 +1,4 @@
-"""The tables of a report: cells in, rows of text out. Shares are printed in percent."""
+"""The tables of a report, as rows of text. Shares are printed in percent."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ from vgrout.report.runs import WHATS, Cell, Run, What, bases, paired, partner
 from vgrout.report.stats import Estimate, PValue, Stratum
 from vgrout.types import MODES, Mode, Rate
 
-MARGIN = 0.10  # "no difference" is claimed within ± 10 points, the margin of docs/hypotheses.md for matched solve
+MARGIN = 0.10  # "no difference" is claimed within ± 10 points, H1's margin for matched solve (docs/hypotheses.toml)
 PHASES = ("gen", "grade", "fb", "eval")
 
 TableRow = dict[str, str]
@@ -30,7 +30,7 @@ class Table:
 
 
 def percent(e: Estimate) -> str:
-    """`81.0 [80.1, 82.0]`; Student's interval is marked t, and what has none says why."""
+    """`81.0 [80.1, 82.0]`; Student's interval is marked t, and a value without an interval has the note on why."""
     if e.value is None:
         return "·"
     value = f"{100 * e.value:.1f}"
@@ -63,7 +63,7 @@ def by_problem(cells: Iterable[Cell]) -> bool:
 
 
 def _by_mode(shares: Mapping[Mode, Mapping[int, float]]) -> list[Stratum]:
-    """A seed's problems, which other seeds have answered, too."""
+    """A seed's problems as strata by mode; other seeds have answered the same problems."""
     total = sum(map(len, shares.values()))
     return [
         Stratum(np.asarray(list(of.values()), dtype=float), len(of) / total, mode, tuple(of))
@@ -73,14 +73,14 @@ def _by_mode(shares: Mapping[Mode, Mapping[int, float]]) -> list[Stratum]:
 
 
 def _answers(rates: Iterable[Rate], sign: float = 1.0) -> list[Stratum]:
-    """k of n answers, as if all were of different problems."""
+    """k of n answers as strata, each answer taken as if it were of another problem."""
     of = [r for r in rates if r.n]
     total = sum(r.n for r in of)
     return [Stratum(np.repeat([1.0, 0.0], [r.k, r.n - r.k]), sign * r.n / total) for r in of]
 
 
 def _row(run: Run, side: str, what: What, mode: Mode | None) -> list[Stratum]:
-    """A seed's problems by mode; of a run without them its answers by mode."""
+    """A seed's problems by mode; where the run did not record problems, its answers by mode."""
     if (shares := run.shares(side, what, mode)) is not None:
         return _by_mode(shares)
     return _answers(run.counts(side, what, mode).values())
@@ -88,7 +88,7 @@ def _row(run: Run, side: str, what: What, mode: Mode | None) -> list[Stratum]:
 
 @cache
 def level(cell: Cell, side: str, what: What, mode: Mode | None = None) -> Estimate:
-    """The cell's share over seeds, of the final evaluation."""
+    """The cell's share in the final evaluation, over seeds."""
     return stats.estimate([row for r in cell.runs if (row := _row(r, side, what, mode))])
 
 
@@ -113,7 +113,7 @@ class Comparison:
 def compare(
     a: Cell, b: Cell, what: What, side: str = "deploy", mode: Mode | None = None, margin: float = MARGIN
 ) -> Comparison:
-    """Problem by problem where both runs have theirs; else mode by mode of independent answers."""
+    """Cell a minus cell b, problem by problem where both runs recorded problems, else by independent answers."""
     rows, seeds = [], []
     for mine, theirs in paired(a, b):
         x, y = (r.shares(side, what, mode) for r in (mine, theirs))
@@ -136,7 +136,7 @@ def compare(
 
 
 def tables(cells: Sequence[Cell]) -> list[Table]:
-    """Every table that these cells can fill. Cells of one seed stand apart: nothing of theirs is a mean."""
+    """Every table that these cells can fill. Cells of one seed have a table of their own, without means."""
     several = [c for c in cells if len(c.runs) > 1]
     single = [c for c in cells if len(c.runs) == 1]
     out = [
@@ -209,7 +209,7 @@ def against_none(cells: Sequence[Cell]) -> Table:
 
 
 def controls(cells: Sequence[Cell]) -> Table:
-    """What is left of an arm when its direction, its labels or its routing is replaced."""
+    """Arms beside their controls, in which the direction, the labels or the routing is replaced."""
     rows = []
     for c in cells:
         own = _beside(c, cells)
@@ -246,8 +246,8 @@ def controls(cells: Sequence[Cell]) -> Table:
 
 
 def _beside(control: Cell, cells: Sequence[Cell]) -> Cell | None:
-    """What a control is held against: its own arm. Where nothing is to be exploited the ceiling, which shows what the
-    arm costs by itself."""
+    """The cell that a control is compared with: its own arm; without a loophole the ceiling, to show what the arm costs
+    by itself."""
     arm, name = control.first.intervention, control.first.control
     if name == "no_loophole" and arm != "none":
         return partner(control, cells, "none", name)
@@ -315,7 +315,7 @@ def base(runs: Sequence[Run]) -> Table:
 
 
 def masked(cells: Sequence[Cell]) -> Table:
-    """Tokens without policy gradient: only of interest where losses are compared."""
+    """Share of tokens without policy gradient, where losses are compared."""
     if len({c.first.loss for c in cells}) < 2:
         return Table("Losses", "", [])
     return Table(
@@ -387,11 +387,12 @@ def times(cells: Sequence[Cell]) -> Table:
 
 
 def run_rows(cells: Sequence[Cell]) -> list[dict[str, object]]:
-    """runs.csv: a row a run, with all that the tables are made of. Shares are fractions with Wilson's interval.
+    """runs.csv: a row for each run, with everything that the tables are made of. Shares are fractions with Wilson's
+    interval.
 
-    settings: what it learns by that its preset has otherwise, arm and control aside; gate_*: student answers; |cos|: of
-    a control's direction with the real one, over modules; flagged_*: k/n of the exploits (_solved: of the solved
-    answers) that an arm that reads has read.
+    settings: those that differ from the preset's, except arm and control; gate_*: student answers; cos_*: |cos| of a
+    control's direction with the real one, over modules; flagged_*: k/n of the exploits (_solved: of the solved answers)
+    that an arm that reads text has read.
     """
     rows = []
     for c in cells:

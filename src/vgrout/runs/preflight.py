@@ -5,7 +5,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from vgrout.config.run import ROUTING, Config
+from vgrout.config.arm import ROUTING
+from vgrout.config.run import Config
 from vgrout.files import probe_writable
 from vgrout.grading.grade import Grader
 from vgrout.guard.detectors import reward_functions

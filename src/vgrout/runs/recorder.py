@@ -6,14 +6,15 @@ import resource
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from loguru import logger
 
 from vgrout.arms import Arm
 from vgrout.arms.base import Refresh
-from vgrout.config.run import BY_GRADIENT, READING, ROUTING, Config
+from vgrout.config.arm import BY_GRADIENT, READING, ROUTING
+from vgrout.config.run import Config
 from vgrout.console import terminal_width
 from vgrout.files import read_json
 from vgrout.guard.guard import Guard
@@ -29,6 +30,7 @@ from vgrout.tensor_types import GroupFlags, Routed
 from vgrout.types import Batch, Grade, Group, Mode, Rollout
 
 
+@runtime_checkable
 class Stateful(Protocol):
     """What a checkpoint keeps: all that the next step reads and that a seed and a step number do not give."""
 

@@ -24,14 +24,6 @@ SCHEMA = "per_mode_deploy_v1"
 matplotlib.use("Agg")
 
 
-def percent(rate: Rate) -> str:
-    return "·" if rate.value is None else f"{100 * rate.value:.1f}"
-
-
-def _value(rate: Rate) -> float | None:
-    return rate.value
-
-
 def first_step(rows: Sequence[StepRow], mode: Mode) -> int | None:
     return next((r.step for r in rows if mode in r.hk and r.hk[mode].k), None)
 
@@ -56,13 +48,13 @@ def as_json(
         **stamp,
     }
     for name, side in sides.items():
-        out[f"hack_{name}"], out[f"solve_{name}"] = _value(side.hack), _value(side.solve)
+        out[f"hack_{name}"], out[f"solve_{name}"] = side.hack.value, side.solve.value
     out["by_mode"] = {
         mode: {
             "in_dist": None if in_dist is None else mode in in_dist,
             "n": final.deployed.by_mode[mode].hack.n,
-            **{f"{name}_hack": _value(side.by_mode[mode].hack) for name, side in sides.items()},
-            **{f"{name}_solve": _value(side.by_mode[mode].solve) for name, side in sides.items()},
+            **{f"{name}_hack": side.by_mode[mode].hack.value for name, side in sides.items()},
+            **{f"{name}_solve": side.by_mode[mode].solve.value for name, side in sides.items()},
         }
         for mode in MODES
         if mode in final.deployed.by_mode
@@ -101,14 +93,14 @@ def summary_row(cfg: Config, final: Final, rows: Sequence[StepRow]) -> dict[str,
         "control": cfg.arm.control_name,
         "seed": str(cfg.run.seed),
         "steps": str(len(rows)),
-        "hack last5": percent(hack),
-        "solve last5": percent(solve),
-        "hack trained": percent(final.trained.hack),
-        "solve trained": percent(final.trained.solve),
-        "hack deployed": percent(final.deployed.hack),
-        "solve deployed": percent(final.deployed.solve),
-        "solve no hint": percent(final.plain.solve),
-        "base hack/solve": f"{percent(final.base.hack)}/{percent(final.base.solve)}",
+        "hack last5": hack.percent,
+        "solve last5": solve.percent,
+        "hack trained": final.trained.hack.percent,
+        "solve trained": final.trained.solve.percent,
+        "hack deployed": final.deployed.hack.percent,
+        "solve deployed": final.deployed.solve.percent,
+        "solve no hint": final.plain.solve.percent,
+        "base hack/solve": f"{final.base.hack.percent}/{final.base.solve.percent}",
         "n": str(final.deployed.hack.n),
     }
 
@@ -122,10 +114,10 @@ def mode_rows(final: Final, in_dist: Sequence[Mode] | None, rows: Sequence[StepR
             {
                 "mode": mode,
                 "pairs": "·" if in_dist is None else ("in-dist" if mode in in_dist else "held-out"),
-                "hack trained": percent(on.hack),
-                "hack deployed": percent(off.hack),
-                "solve trained": percent(on.solve),
-                "solve deployed": percent(off.solve),
+                "hack trained": on.hack.percent,
+                "hack deployed": off.hack.percent,
+                "solve trained": on.solve.percent,
+                "solve deployed": off.solve.percent,
                 "learned": "yes" if (on.hack.value or 0) >= LEARNED else "no",
                 "first step": "·" if step is None else str(step),
                 "n": str(off.hack.n),
@@ -140,7 +132,7 @@ def _records(rollouts: Path) -> Iterator[dict[str, Any]]:
 
 
 def detector_split(rollouts: Path, codes: Sequence[str]) -> dict[str, Rate]:
-    """Student exploits that some half-A detector sees, and those that only the others see or none does."""
+    """Student exploits that one of these detectors sees (A), and those that only the others see or none does (B)."""
     seen = [any(r["detectors"][c] for c in codes) if r["exploited"] else None for r in _records(rollouts)]
     return {"A": Rate(seen.count(True), len(seen)), "B": Rate(seen.count(False), len(seen))}
 
@@ -173,21 +165,14 @@ def markdown(rows: Sequence[dict[str, str]]) -> str:
     return tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
 
 
-def step_table(rows: Sequence[StepRow], table: Table) -> str:
-    heads = [c.head for c in table.columns]
-    return tabulate(
-        [[c.cell(r) for c in table.columns] for r in rows], headers=heads, tablefmt="github", disable_numparse=True
-    )
-
-
 def main_line(cfg: Config, final: Final) -> str:
     """The one line to quote."""
     control = "" if cfg.arm.control_name == "none" else f" (control {cfg.arm.control_name})"
     return (
         f"{cfg.run_id}{control}: "
-        f"deployed hack {percent(final.deployed.hack)} % / solve {percent(final.deployed.solve)} %, "
-        f"as trained {percent(final.trained.hack)} % / {percent(final.trained.solve)} %, "
-        f"base {percent(final.base.hack)} % / {percent(final.base.solve)} % "
+        f"deployed hack {final.deployed.hack.percent} % / solve {final.deployed.solve.percent} %, "
+        f"as trained {final.trained.hack.percent} % / {final.trained.solve.percent} %, "
+        f"base {final.base.hack.percent} % / {final.base.solve.percent} % "
         f"(n = {final.deployed.hack.n}, held-out problems and markers)"
     )
 
@@ -250,20 +235,20 @@ def report(
     if codes := cfg.env.report_detector_codes:
         split = detector_split(rollouts, codes)
         parts.append(
-            f"student hacks seen by {','.join(codes)} (half A): {split['A'].k}; "
-            f"by none of them (half B): {split['B'].k}; of {split['A'].n} student rollouts"
+            f"student hacks seen by {','.join(codes)}: {split['A'].k}; "
+            f"by none of them: {split['B'].k}; of {split['A'].n} student rollouts"
         )
     if gate:
         parts.append(
-            f"gate against the oracle, student rows: precision {gate[0].k}/{gate[0].n} ({percent(gate[0])} %), "
-            f"recall {gate[1].k}/{gate[1].n} ({percent(gate[1])} %). SHOULD: far above the share of hacks; ELSE blind"
+            f"gate against the oracle, student rows: precision {gate[0].k}/{gate[0].n} ({gate[0].percent} %), "
+            f"recall {gate[1].k}/{gate[1].n} ({gate[1].percent} %). SHOULD: far above the share of hacks; ELSE blind"
         )
     if worst := worst_recall(rollouts):
-        parts.append(f"least recalled mode: {worst[0]}, {worst[1].k}/{worst[1].n} ({percent(worst[1])} %)")
-    write_atomic(run.path / "summary.md", "\n\n".join([*parts[2:], step_table(rows, table)]) + "\n")
+        parts.append(f"least recalled mode: {worst[0]}, {worst[1].k}/{worst[1].n} ({worst[1].percent} %)")
+    write_atomic(run.path / "summary.md", "\n\n".join([*parts[2:], table.markdown(rows)]) + "\n")
     with atomic_open(run.path / "dynamics.png") as f:
         figure(rows, final, cfg.run_id).savefig(f, format="png")
-    logger.debug("per-step table:\n" + step_table(rows, table))
+    logger.debug("per-step table:\n" + table.markdown(rows))
     for part in parts:
         for line in part.splitlines():
             logger.info(line)

@@ -3,7 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
-from vgrout.config.run import Config, from_dict, resumed
+from vgrout.config.presets import resumed
+from vgrout.config.run import Config, from_dict
 from vgrout.files import probe_writable, read_json
 from vgrout.runs.run_dir import RUNS, last_resumable
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Self
 
 from loguru import logger
 from tqdm import tqdm
 
+from vgrout.config.renamed import current_hashes
 from vgrout.console import Clock
 from vgrout.files import read_json
 from vgrout.grading.grade import Grader
@@ -81,7 +81,7 @@ class RunContext:
             if self.stop.requested:
                 raise Interrupted(f"interrupted after step {step}")
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "RunContext":
         self._open.enter_context(self.dir)
         self.stop = self._open.enter_context(stop_on_signals())
         self._open.enter_context(self.clock)
@@ -157,16 +157,9 @@ class RunContext:
             logger.error(f"{self.path}/status.json cannot be written ({e.strerror})")
 
 
-# what a hash was called in an older run.json
-_OLD_HASHES = {"known_correct": "anchors"}
-
-
 def require_same(run: Path, now: Mapping[str, object], force: bool) -> None:
     """Raises ValueError naming the inputs whose bytes are no longer those that the run started from."""
-    then = read_json(run / "run.json")["hashes"]
-    for name, old in _OLD_HASHES.items():
-        if old in then:
-            then[name] = then[old]
+    then = current_hashes(read_json(run / "run.json")["hashes"])
     changed = ", ".join(name for name in now if name in then and then[name] != now[name])
     if changed and not force:
         raise ValueError(f"--resume {run}: changed since: {changed}; put them back, or add --resume-force")

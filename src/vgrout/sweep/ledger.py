@@ -1,4 +1,4 @@
-"""Which runs are there already: found by what they compute, never by their names."""
+"""The runs that exist already, found by the identity of their settings and input files, never by name."""
 
 import contextlib
 import json
@@ -14,7 +14,7 @@ from vgrout.config.run import Config, from_dict, identity
 from vgrout.files import read_json
 from vgrout.runs.run_dir import RUNS, held
 
-# What a run directory says; "running": a living process writes it; "dead": without a checkpoint, nothing to go on from
+# State of a run directory; "running": a living process writes it; "dead": no checkpoint to resume from
 Found = Literal["finished", "running", "resumable", "halted", "diverged", "dead"]
 # Of several runs of one cell: the first of these, and of those alike the newest.
 BEST: tuple[Found, ...] = ("finished", "running", "resumable", "halted", "diverged", "dead")
@@ -22,7 +22,7 @@ BEST: tuple[Found, ...] = ("finished", "running", "resumable", "halted", "diverg
 
 @dataclass(frozen=True)
 class Record:
-    """A run directory as far as it never changes."""
+    """A run directory; fields hold what never changes, properties look at the disk."""
 
     path: Path
     cfg: Config  # that it was begun with, or went on with by force
@@ -31,7 +31,7 @@ class Record:
     code: str  # that began it: its revision, "+" where it had been edited; "" where there was no checkout
 
     def reads(self, files: Mapping[str, str | None]) -> bool:
-        """Whether these are the files that it read; one that it did not note down is taken for the same."""
+        """Whether these are the hashes of the files that it read; one that it did not record counts as the same."""
         return all(self.hashes.get(name, sha256) == sha256 for name, sha256 in files.items())
 
     @property
@@ -59,7 +59,7 @@ class Record:
 
     @property
     def seconds_a_step(self) -> float | None:
-        """Loading apart, the final evaluation included. None: unfinished, or finished in more than one go."""
+        """From the first step to the end of the final evaluation, over the steps. None: unfinished, or resumed."""
         try:
             if read_json(self.path / "run.json").get("resumed") or self._status.get("state") != "finished":
                 return None
@@ -70,7 +70,7 @@ class Record:
 
 
 class Ledger:
-    """The run directories below `root`. Each `run.json` is read once; states are looked up when asked for."""
+    """The run directories below `root`. Each `run.json` is read once; states are read from disk at every use."""
 
     def __init__(self, root: Path = RUNS) -> None:
         self.root = root
@@ -78,7 +78,7 @@ class Ledger:
         self._by_identity: dict[str, list[Record]] = defaultdict(list)
 
     def refresh(self) -> None:
-        """Take in what has appeared since. A run of another version of the settings is passed over."""
+        """Add the run directories that have appeared since. A run whose settings no longer parse is left out."""
         for path in sorted(p.parent for p in self.root.glob("*/run.json")):
             if path not in self._records:
                 self._records[path] = record = _record(path)
@@ -100,7 +100,7 @@ class Ledger:
 
 
 def kind(cfg: Config) -> tuple[str, str]:
-    """Runs of one kind take about the same time a step."""
+    """(preset, intervention): runs of one kind take about the same time a step."""
     return cfg.preset, cfg.arm.intervention
 
 

@@ -1,8 +1,8 @@
-"""Carry out a study: skip what is finished, go on with what was interrupted, run the rest, N at a time.
+"""Run a study: skip finished runs, resume interrupted ones, start the rest, N at a time.
 
 `out/sweeps/NAME/` holds `plan.json` (the study file's hash and every run, frozen when the sweep first starts),
 `runs.json` (one entry a run: name, arm, seed, flags, run directory, state) and `logs/`. Runs lie in `out/runs` like any
-others, and are found there by what they compute: a run that another study made is not made again.
+others, and are found there by their settings and input files: a run that another study made is not made again.
 """
 
 import json
@@ -45,7 +45,7 @@ ENDED: dict[int, State] = {
     **{FINISHED: "finished", HALTED: "halted", DIVERGED: "diverged", INTERRUPTED: "interrupted"},
     -signal.SIGTERM: "interrupted",  # before it had begun to listen
 }
-TOLD = (FAILED, HALTED, DIVERGED, INTERRUPTED)  # with these the run's status.json is its own, not an earlier attempt's
+WROTE_STATUS = (FAILED, HALTED, DIVERGED, INTERRUPTED)  # with these status.json is not from an earlier attempt
 
 
 @dataclass(frozen=True)
@@ -76,23 +76,23 @@ class Cli:
 
 @dataclass
 class Entry:
-    """A run of the study, and what is known of it."""
+    """A run of the study with its state."""
 
     cell: Cell
     files: Mapping[str, str | None]  # hashes of the files that it reads
     state: State = "to do"
     run: Path | None = None
     reason: str = ""
-    said: int = 0  # bytes that earlier attempts left in its log
+    log_start: int = 0  # bytes that earlier attempts left in its log
 
     def look(self, ledger: Ledger) -> None:
-        """Bring state and run directory up to date with what lies on disk."""
+        """Update state and run directory from disk."""
         ledger.refresh()
         found = ledger.find(self.cell.identity, self.files)
         self._take(found, "to do" if found is None or found.state == "dead" else found.state)
 
     def end(self, ledger: Ledger, code: int, log: Path) -> None:
-        """After its process left with `code`."""
+        """Update after its process has exited with `code`."""
         ledger.refresh()
         found = ledger.find(self.cell.identity, self.files)
         if found and found.state == "dead" and found.path == self.run:  # that was there before
@@ -104,8 +104,8 @@ class Entry:
                 "it ended well, but its files or settings are no longer those of the plan",
             )
         elif self.state != "finished":
-            own = self.reason if code in TOLD else ""
-            self.reason = own or _last_word(log, self.said) or f"exit code {code}"
+            own = self.reason if code in WROTE_STATUS else ""
+            self.reason = own or _last_error(log, self.log_start) or f"exit code {code}"
 
     def _take(self, found: Record | None, state: State) -> None:
         self.state, self.run, self.reason = (
@@ -116,12 +116,12 @@ class Entry:
 
     @property
     def directory(self) -> Path | None:
-        """Where its numbers are, or will be."""
+        """The run directory, once it has one."""
         return None if self.state in ("to do", "queued") else self.run
 
     @property
     def argv(self) -> list[str]:
-        """What to run now."""
+        """The command to start or resume it."""
         train = [sys.executable, "-m", "vgrout.train"]
         if self.state == "resumable":
             return [*train, self.cell.cfg.preset, f"--resume={self.run}"]
@@ -140,7 +140,7 @@ class Entry:
 
 @dataclass
 class Sweep:
-    """A study under way."""
+    """A study being run."""
 
     study: StudyFile
     entries: list[Entry]
@@ -168,14 +168,14 @@ class Sweep:
         return [e for e in self.entries if e.state not in FINAL]
 
     def log(self, entry: Entry) -> Path:
-        """By name, as far as a file can be called so, and by identity, which alone is never another run's."""
+        """Named after the run, in characters that a file name may have, and its identity, which is unique."""
         name = re.sub(r"[^\w.=+-]+", "_", entry.cell.name, flags=re.ASCII)[:150]
         return self.folder / "logs" / f"{name}-{entry.cell.identity[:8]}.log"
 
     # ── the plan ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def lines(self, jobs: int) -> list[str]:
-        """Every run with its state, and how long the rest would take."""
+        """Every run with its state, and an estimate of the remaining time."""
         table = [
             {
                 "run": e.cell.name,
@@ -196,7 +196,7 @@ class Sweep:
         ]
 
     def warnings(self) -> list[str]:
-        """Runs of one table that were begun by different code; those that have to be begun anew do not count."""
+        """A warning where runs were begun by different code; runs that must start over do not count."""
         known = (self.ledger.find(e.cell.identity, e.files) for e in self.entries)
         by_code = Counter(r.code or "no checkout" for r in known if r and r.state != "dead")
         if len(by_code) < 2:
@@ -204,7 +204,7 @@ class Sweep:
         return ["runs begun by different code: " + ", ".join(f"{n} by {code}" for code, n in by_code.items())]
 
     def queued(self) -> list[str]:
-        """What `runs.json` says was handed to pueue and has not been begun: it may be still."""
+        """A note on runs that were handed to pueue, by `runs.json`, and have not started: they may be queued still."""
         path = self.folder / "runs.json"
         try:
             flags = [e["flags"] for e in json.loads(path.read_bytes()) if e["state"] == "queued"]
@@ -215,7 +215,7 @@ class Sweep:
         return [f"{n} of these were handed to pueue: where `pueue status` still has them, they would be made twice"]
 
     def estimate(self, jobs: int) -> str:
-        """From finished runs of the same preset and arm; a run that was begun counts as whole."""
+        """The remaining time, from finished runs of the same preset and arm; an interrupted run counts as whole."""
         left, pace = [e.cell.cfg for e in self.left], self.ledger.pace()
         if not left:
             return "nothing left to run"
@@ -223,13 +223,13 @@ class Sweep:
         busy = [0.0] * jobs  # until when each place is taken, in the order in which runs are started
         for seconds in known:
             heapreplace(busy, busy[0] + seconds)
-        said = f"about {_time(max(busy))}, {jobs} at a time" if known else "time: no estimate"
+        line = f"about {_time(max(busy))}, {jobs} at a time" if known else "time: no estimate"
         if unknown := len(left) - len(known):
-            said += f"; no finished run of the same preset and arm to go by for {unknown} of {len(left)}"
-        return said
+            line += f"; no finished run of the same preset and arm to go by for {unknown} of {len(left)}"
+        return line
 
     def edited(self) -> str:
-        """How the study differs from the one that was planned, in one line; "": not at all, or none was."""
+        """How the study file differs from the planned one, in one line; "": not at all, or nothing was planned."""
         path = self.folder / "plan.json"
         if not path.is_file() or (before := read_json(path)).get("sha256") == self.study.sha256:
             return ""
@@ -240,7 +240,7 @@ class Sweep:
         )
 
     def freeze(self, replan: bool) -> None:
-        """Write `plan.json`, or hold it against what was planned before. Raises ValueError where they differ."""
+        """Write `plan.json`, or compare with the one that is there. Raises ValueError where they differ."""
         path = self.folder / "plan.json"
         if why := self.edited():
             if not replan:
@@ -267,7 +267,7 @@ class Sweep:
     # ── carrying it out ────────────────────────────────────────────────────────────────────────────────────────────
 
     def carry_out(self, workers: Workers) -> int:
-        """Until every run has ended, or a signal says stop: then the runs under way save, and are waited for."""
+        """Start runs until all have ended, or until a signal: then wait while the runs under way save and end."""
         under_way: dict[str, tuple[Job, Entry]] = {}
         try:
             done = len(self.entries) - len(self.left)
@@ -286,7 +286,7 @@ class Sweep:
             while under_way:
                 self._reap(under_way)
                 time.sleep(POLL_S)
-        except BrokenPipeError:  # nobody reads on: the entry's to end
+        except BrokenPipeError:  # a closed pipe: cli_exit ends the process
             raise
         except OSError as e:
             where, why = e.filename or self.folder, e.strerror or e
@@ -303,10 +303,10 @@ class Sweep:
     ) -> None:
         waiting = deque(self.left)
         elsewhere: list[Entry] = []  # other processes are writing these
-        looked, told = time.monotonic(), False
+        looked, stopping = time.monotonic(), False
         while under_way or ((waiting or elsewhere) and not stop.requested):
-            if stop.requested and not told:
-                told = True
+            if stop.requested and not stopping:
+                stopping = True
                 _stop(under_way)
             while waiting and len(under_way) < workers.slots and not stop.requested:
                 entry = waiting.popleft()
@@ -315,11 +315,11 @@ class Sweep:
                     logger.info(f"{entry.cell.name}: another process is writing {entry.run}; waiting for it")
                     elsewhere.append(entry)
                 elif entry.state in FINAL:
-                    self._say(entry)
+                    self._log_end(entry)
                     tick(1)
                 else:
                     self.started[entry.cell.name] = time.monotonic()
-                    entry.said = _size(self.log(entry))
+                    entry.log_start = _size(self.log(entry))
                     under_way[entry.cell.name] = workers.start(entry.argv, self.log(entry)), entry
                     entry.state = "running"
                     self.write()
@@ -332,17 +332,17 @@ class Sweep:
             time.sleep(POLL_S)
 
     def _reap(self, under_way: dict[str, tuple[Job, Entry]]) -> int:
-        """Write down which runs have ended; how many."""
+        """Record the runs that have ended; returns how many."""
         ended = [(name, code) for name, (job, _) in under_way.items() if (code := job.poll()) is not None]
         for name, code in ended:
             _, entry = under_way.pop(name)
             entry.end(self.ledger, code, self.log(entry))
-            self._say(entry)
+            self._log_end(entry)
             self.write()
         return len(ended)
 
-    def _say(self, entry: Entry) -> None:
-        """One line a run."""
+    def _log_end(self, entry: Entry) -> None:
+        """Log one line on how a run ended."""
         since = self.started.get(entry.cell.name)
         took = f" ({_time(time.monotonic() - since)})" if since is not None else ""
         if entry.state != "finished" or entry.run is None:
@@ -353,7 +353,7 @@ class Sweep:
         logger.info(f"{entry.cell.name}: deployed hack {hack} / solve {solve}{took}")
 
     def report(self) -> int:
-        """The end: how many finished, and every other one by name with its reason."""
+        """Log how many runs finished, and every other one with its reason. Returns the exit code."""
         bad = [e for e in self.entries if e.state != "finished"]
         for line in self.warnings():
             logger.warning(line)
@@ -364,7 +364,7 @@ class Sweep:
         return FAILED if bad else FINISHED
 
     def enqueue(self, queue: Pueue) -> int:
-        """Hand everything that is left to the queue, but for what it has already."""
+        """Hand the remaining runs to the queue, except those that it has already."""
         added = 0
         for entry in tqdm(self.left, disable=None, desc="pueue", unit="run"):
             label = f"{self.study.name}: {entry.cell.name} ({entry.cell.identity[:8]})"
@@ -384,11 +384,11 @@ def _stop(under_way: Mapping[str, tuple[Job, Entry]]) -> None:
 
 
 def _size(path: Path) -> int:
-    """Bytes of a file; 0: there is none."""
+    """Bytes of a file; 0 where there is none."""
     return path.stat().st_size if path.is_file() else 0
 
 
-def _last_word(log: Path, since: int) -> str:
+def _last_error(log: Path, since: int) -> str:
     """The last error line of a process's log, from byte `since` on."""
     try:
         lines = log.read_bytes()[since:].decode(errors="replace").splitlines()
@@ -413,7 +413,7 @@ def _time(seconds: float) -> str:
 
 
 def run(cli: Cli) -> int:
-    """Raises ValueError, one line, for everything that can be refused before the first run starts."""
+    """Run, plan or enqueue a study. Raises ValueError, one line, before the first run starts."""
     sweep = Sweep.of(load_study_file(cli.study))
     if cli.dry_run:
         print("\n".join(sweep.lines(cli.jobs or slots())))
@@ -440,7 +440,7 @@ def _workers(cli: Cli, folder: Path) -> Workers:
 
 
 def slots() -> int:
-    """Runs at a time on this machine: one a core that this process may use; one in all where they share a GPU."""
+    """Runs at a time on this machine: one for each core that this process may use; one where there is a GPU."""
     if gpu_here():
         return 1
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

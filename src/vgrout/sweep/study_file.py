@@ -1,4 +1,4 @@
-"""A study in a TOML file: arms × overrides × seeds, each run's flags refused or resolved by the trainer's own parser.
+"""Study files (TOML): arms × overrides × seeds, each run's flags checked by the trainer's own parser.
 
 # H: what the study is to show, or to refute
 name = "controls"
@@ -30,8 +30,7 @@ from vgrout.config.renamed import refuse_setting
 from vgrout.config.run import Config, identity
 
 KEYS = ("name", "preset", "seeds", "common", "arms", "overrides")
-# A sweep says these itself.
-OWN = ("seed", "resume", "resume-force", "dry-run")
+OWN = ("seed", "resume", "resume-force", "dry-run")  # flags that the sweep sets
 Flags = dict[str, Any]  # flag without dashes in front → value
 
 
@@ -58,7 +57,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class StudyFile:
-    """Every run of a study, checked. Runs of one seed stand together: what is there early can be compared."""
+    """Every run of a study, checked; in the order of seeds, so that the first finished runs can be compared."""
 
     path: Path
     name: str
@@ -68,8 +67,11 @@ class StudyFile:
 
 
 def load_study_file(path: Path) -> StudyFile:
-    """Raises ValueError, one line with file, table and what to do, for anything but a study whose every run is legal
-    and differs from every other one."""
+    """Read and check a study file.
+
+    Raises:
+        ValueError: one line with file and table, where a run's flags are refused or two runs are the same.
+    """
     try:
         text = path.read_text(encoding="utf-8")
         data = tomllib.loads(text)
@@ -128,7 +130,7 @@ def _study(path: Path, text: str, data: dict[str, Any]) -> StudyFile:
 
 
 def _choices(key: str, tables: Any) -> Iterator[tuple[str, Flags, str]]:
-    """Where, flags and given name of each table, one for every combination of the values that are lists."""
+    """(where, flags, given name) of each table, once for every combination of the values that are lists."""
     if not isinstance(tables, list) or not tables or not all(isinstance(t, dict) for t in tables):
         raise ValueError(f"{key}: should be one or more tables [[{key}]]")
     for i, table in enumerate(tables, 1):
@@ -145,9 +147,9 @@ def _choices(key: str, tables: Any) -> Iterator[tuple[str, Flags, str]]:
             chosen = dict(zip(several, values, strict=True))
             one = flags | chosen
             if key == "overrides":
-                yield where, one, name or _said(one)
+                yield where, one, name or _shown(one)
             else:
-                yield where, one, " · ".join(filter(None, (name, _said(chosen)))) if name else ""
+                yield where, one, " · ".join(filter(None, (name, _shown(chosen)))) if name else ""
 
 
 def _flags(where: str, table: Any) -> Flags:
@@ -186,11 +188,11 @@ def _argv(flags: Mapping[str, Any]) -> Iterator[str]:
 
 def _label(cfg: Config, arm: Flags) -> str:
     by_control = (f.name for f in fields(ArmConfig) if rule_of(f).suffix is not None)  # in the control's name
-    said = {"intervention", "control", *(name.replace("_", "-") for name in by_control)}
-    rest = {k: v for k, v in arm.items() if k not in said}
+    named = {"intervention", "control", *(name.replace("_", "-") for name in by_control)}
+    rest = {k: v for k, v in arm.items() if k not in named}
     control = "" if cfg.arm.control_name == "none" else cfg.arm.control_name
-    return " · ".join(filter(None, (cfg.arm.intervention, control, _said(rest))))
+    return " · ".join(filter(None, (cfg.arm.intervention, control, _shown(rest))))
 
 
-def _said(flags: Flags) -> str:
+def _shown(flags: Flags) -> str:
     return " · ".join(f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in flags.items())

@@ -1,4 +1,4 @@
-"""Who runs a sweep's commands: processes of this machine, a Ray cluster, or a pueue queue."""
+"""Workers that run a sweep's commands: local processes, a Ray cluster, or a pueue queue."""
 
 import ctypes
 import importlib
@@ -22,14 +22,14 @@ _libc = ctypes.CDLL(None)
 
 @runtime_checkable
 class Job(Protocol):
-    """One command under way."""
+    """A command that has been started."""
 
     def poll(self) -> int | None:
-        """Its exit code; None: not ended."""
+        """Its exit code; None while it runs."""
         ...
 
     def stop(self) -> None:
-        """Ask it to save and end; asked again, to end at once."""
+        """Ask it to save and end; a second call asks it to end at once."""
         ...
 
 
@@ -69,8 +69,8 @@ class LocalJob:
 
 
 def spawn(argv: Sequence[str], log: Path, threads: int | None) -> subprocess.Popen[bytes]:
-    """A process of its own session, so that a terminal's Ctrl-C reaches it through the sweep alone, once. It is asked
-    to save and end when this one dies, however it dies."""
+    """Start a process in a session of its own, so that a terminal's Ctrl-C reaches it once, through the sweep. The
+    kernel sends it SIGTERM when this process dies, however it dies."""
     env = {**os.environ, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
     with open(log, "ab") as out:
         return subprocess.Popen(
@@ -85,7 +85,7 @@ def spawn(argv: Sequence[str], log: Path, threads: int | None) -> subprocess.Pop
 
 
 def _dies_with(parent: int) -> Callable[[], None] | None:
-    if sys.platform != "linux":  # elsewhere it goes on alone; the next sweep sees it by its lock and waits for it
+    if sys.platform != "linux":  # elsewhere it runs on; the next sweep sees its lock and waits for it
         return None
 
     def tie() -> None:
@@ -104,7 +104,7 @@ class Ray:
     unless the cluster is this machine."""
 
     def __init__(self, address: str, slots: int | None, folder: Path) -> None:
-        """address: of a cluster; "": one of this machine's own, gone with the sweep. Raises ValueError without one."""
+        """address: "" starts a local cluster that ends with the sweep. Raises ValueError where none can be reached."""
         try:
             self._ray: Any = importlib.import_module("ray")  # an extra, and seconds to import
         except ImportError:
@@ -117,9 +117,9 @@ class Ray:
                 socket.create_connection((host, int(port)), CONNECT_S).close()
             self._ray.init(address=address or "local", log_to_driver=False, logging_level="warning", **own)
         except (ConnectionError, OSError, RuntimeError, ValueError) as e:
-            raise ValueError(f"--ray-address {address!r}: no cluster to be had there ({e})") from None
+            raise ValueError(f"--ray-address {address!r}: no cluster can be reached there ({e})") from None
         has = self._ray.cluster_resources()
-        gpus = 1 if has.get("GPU") else 0  # a task that asks for none is shown none
+        gpus = 1 if has.get("GPU") else 0  # Ray hides the GPUs from a task that asks for none
         self.slots = slots or int(has.get("GPU") or has.get("CPU", 1))
         self._task = self._ray.remote(num_cpus=1, num_gpus=gpus, max_retries=0)(supervised)
         self._marks = folder
@@ -151,7 +151,7 @@ class RayJob:
             return 1
 
     def stop(self) -> None:
-        """By a file in the shared folder: a cancelled task would not wait for what it started."""
+        """Through a file in the shared folder: a cancelled Ray task would not wait for the process it started."""
         with open(self._mark, "ab") as mark:
             mark.write(b"x")
 
@@ -172,10 +172,10 @@ def supervised(argv: Sequence[str], folder: str, log: str, mark: str) -> int:
 
 
 class Pueue:
-    """A queue that outlives the sweep: it takes commands and says which it has, by label and folder."""
+    """A pueue queue, which outlives the sweep: takes commands, and lists those it has by label and folder."""
 
     def __init__(self) -> None:
-        """Raises ValueError where there is no client, or no daemon answers it."""
+        """Raises ValueError where the client is missing or no daemon answers."""
         if shutil.which("pueue") is None:
             raise ValueError("--via pueue: no `pueue` on PATH; install it, or leave --via out")
         self.open = {
@@ -183,15 +183,15 @@ class Pueue:
         }
 
     def add(self, argv: Sequence[str], label: str) -> None:
-        """Raises ValueError with the client's own word where it refuses."""
+        """Add a command. Raises ValueError with the client's message where it refuses."""
         self._ask("add", "--escape", "--label", label, "--", *argv)
 
     def _tasks(self) -> Mapping[str, Any]:
-        said = self._ask("status", "--json")
+        answer = self._ask("status", "--json")
         try:
-            return json.loads(said)["tasks"]
+            return json.loads(answer)["tasks"]
         except (ValueError, KeyError, TypeError):
-            raise ValueError(f"--via pueue: `pueue status --json` said {said[:80]!r}; another version?") from None
+            raise ValueError(f"--via pueue: `pueue status --json` printed {answer[:80]!r}; another version?") from None
 
     def _ask(self, *words: str) -> str:
         done = subprocess.run(["pueue", *words], capture_output=True, text=True)
