@@ -130,7 +130,7 @@ download-data:
 # the hand-written pairs as a file, where the preset `fast` looks for its pairs (a second)
 pairs-file:
     mkdir -p out/pairsets
-    uv run python -c "from vgrout.pairs import handwritten; print(handwritten().to_json())" > out/pairsets/prog_wide.json
+    uv run python -c "from vgrout.direction.pairs import handwritten; print(handwritten().to_json())" > out/pairsets/prog_wide.json
 
 # a pool of a teacher's own answers to N problems, 8 each (Qwen3-4B on a GPU: about 20 s a problem)
 pregen-teacher n *flags:

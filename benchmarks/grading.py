@@ -46,10 +46,12 @@ class Ratio:
 
     @property
     def wall(self) -> float:
+        """Their time over ours."""
         return self.theirs_ms / self.ours_ms
 
     @property
     def cpu(self) -> float:
+        """Their CPU time over ours."""
         return self.theirs_cpu_ms / self.ours_cpu_ms
 
 
@@ -225,6 +227,7 @@ def report(quick: bool = False, problems: Path | None = None) -> Report:
 
 
 def rows(ratios: Sequence[Ratio], rates: dict[str, float]) -> list[Row]:
+    """As rows of the report."""
     compared = [
         Row(
             "grading",

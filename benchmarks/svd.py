@@ -33,6 +33,7 @@ class Fit:
     a: float
 
     def seconds(self, shape: tuple[int, int]) -> float:
+        """Of one module."""
         return math.exp(self.log_c + self.a * math.log(work(shape)))
 
 

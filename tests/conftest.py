@@ -7,10 +7,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 from loguru import logger
+
+if TYPE_CHECKING:  # runs imports torch, which half of the test files do without
+    from runs import SharedRuns
 
 # The same examples each time: what passes here passes in CI. HYPOTHESIS_PROFILE=explore draws new ones.
 settings.register_profile("fixed", derandomize=True)
@@ -26,6 +30,15 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip("the real data are not on this machine (set VGROUT_SHARED_DATA)")
     return folder
+
+
+@pytest.fixture(scope="session")
+def shared_run(tmp_path_factory: pytest.TempPathFactory) -> "SharedRuns":
+    """Whole runs that several tests read: made once, whichever of pytest-xdist's workers needs them."""
+    from runs import SharedRuns
+
+    own = tmp_path_factory.getbasetemp()
+    return SharedRuns(own.parent if "PYTEST_XDIST_WORKER" in os.environ else own)
 
 
 @pytest.fixture

@@ -93,10 +93,10 @@ def test_the_peers_do_the_same_work() -> None:
     with torch.no_grad():
         policy.adapter.δS.normal_(0, 0.05, generator=torch.Generator().manual_seed(0))
     policy.adapter.merge()
-    folded = torch.cat([g.flatten() for of in gradients(policy, groups, "group", "padded", 6) for g in of.values()])
+    merged = torch.cat([g.flatten() for of in gradients(policy, groups, "group", "padded", 6) for g in of.values()])
     with low_rank(policy):
         apart = torch.cat([g.flatten() for of in gradients(policy, groups, "group", "padded", 6) for g in of.values()])
-    assert (folded - apart).norm() <= 1e-4 * folded.norm()
+    assert (merged - apart).norm() <= 1e-4 * merged.norm()
 
 
 def test_the_gpus_bookkeeping_on_a_tiny_shape() -> None:

@@ -71,7 +71,7 @@ def test_labels_are_on_the_oracles_type_alone():
     assert callers == ["base.py"]
 
 
-# ── Haar, mass-matched, shuffled ───────────────────────────────────────────────────────────────────────────────────
+# ── Haar, random flags, shuffled ────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_haar_takes_the_runs_seed_unless_it_is_given_one():
@@ -95,7 +95,7 @@ def test_haar_reads_chance_in_every_arm(intervention):
 
 
 def test_haar_that_routes_nothing_is_no_error():
-    """Negative cosines only, no anchors: an empty quarantine is what the control found."""
+    """Negative cosines only, no known hacks: an empty quarantine is what the control found."""
     direction = toy_direction()
     arm = arm_of("route2", direction, control="haar", route2_gate="pairs")
     against = {m: -V.repeat(4, 1) for m, V in arm.V.items()}
@@ -135,7 +135,7 @@ def test_shuffling_leaves_the_span_of_v_hack_and_turns_v_grad():
 def test_what_is_kept_is_read_by_source_too(intervention):
     g_b = rows(6, 3, hackward=(1, 5))
     diag = run(arm_of(intervention), (g_b, view(6, 1))).diag
-    if intervention == "route2":  # the teacher row is an anchor: nothing of it is kept
+    if intervention == "route2":  # the teacher row is a known hack: nothing of it is kept
         assert diag.cos_post_t is None
         assert diag.cos_post_s == pytest.approx(diag.cos_post, abs=1e-6)
     else:

@@ -71,13 +71,13 @@ def task(**cfg: Any) -> Task:
     return Task(DistillConfig(teacher="tiny", max_new=9, **cfg), nothing, nothing, Path("nowhere"), {}, "")
 
 
-def answers(speaker: LanguageModel, n: int = 6) -> list[Graded]:
-    asked = [NOWHERE, replace(NOWHERE, messages=({"role": "user", "content": "xyz"},))]
-    prompts = [speaker.render(p.messages) for p in asked]
-    said = sample(speaker, prompts, n // 2, EVERYTHING, Graded, 9, torch.Generator().manual_seed(3))
+def answers(behaviour: LanguageModel, n: int = 6) -> list[Graded]:
+    problems = [NOWHERE, replace(NOWHERE, messages=({"role": "user", "content": "xyz"},))]
+    prompts = [behaviour.render(p.messages) for p in problems]
+    sampled = sample(behaviour, prompts, n // 2, EVERYTHING, 9, torch.Generator().manual_seed(3))
     return [
         (Rollout.of(p, ids, a), None)
-        for p, ids, of_prompt in zip(asked, prompts, said, strict=True)
+        for p, ids, of_prompt in zip(problems, prompts, sampled, strict=True)
         for a in of_prompt
     ]
 
@@ -129,7 +129,7 @@ def test_minillm_is_the_textbooks(packs: bool, normalize: bool, monkeypatch: pyt
         assert torch.allclose(a, b, atol=CLOSE)
 
 
-def test_the_knob_learns_what_the_weights_would() -> None:
+def test_the_adapter_learns_what_the_weights_would() -> None:
     """dL/dδS = diag(Uᵀ dL/dW Vhᵀ), of all modules at once."""
     student, teacher = (tiny.policy("qwen3", seed, F64) for seed in (0, 1))
     method = MiniLlm(t := task(), student, teacher)
@@ -182,17 +182,17 @@ def test_uld_across_tokenizers_compares_where_texts_meet(monkeypatch: pytest.Mon
     same = method.learn(FullModel(student, t.opt, 1), given, 0)
     monkeypatch.setattr(LanguageModel, "tokenizer_sha256", property(lambda self: str(id(self))))
     other = Uld(t, student, teacher)
-    assert not other.alike
-    whole = [a for a in given if not {0, 2, 3, 4, 5, 6} & set(a.rollout.completion_ids)]
-    assert whole
-    apart = other.learn(FullModel(student, t.opt, 1), whole, 0)
+    assert not other.same_tokenizer
+    plain = [a for a in given if not {0, 2, 3, 4, 5, 6} & set(a[0].completion_ids)]  # no special token in them
+    assert plain
+    apart = other.learn(FullModel(student, t.opt, 1), plain, 0)
     assert apart.aligned == 1
-    again = method.learn(FullModel(student, t.opt, 1), whole, 0)
+    again = method.learn(FullModel(student, t.opt, 1), plain, 0)
     assert apart.ce == pytest.approx(again.ce, abs=CLOSE)
     assert apart.distance == pytest.approx(again.distance, abs=CLOSE)
     assert same.ce is not None
     topk = Uld(task(method="uld", uld=UldConfig(uld_strategy="topk_align", uld_top_k=5)), student, teacher)
-    few = topk.learn(FullModel(student, t.opt, 1), whole, 0)
+    few = topk.learn(FullModel(student, t.opt, 1), plain, 0)
     assert few.distance is not None
     assert 0 < few.distance <= 2
 
@@ -214,11 +214,11 @@ def test_the_anchor_is_a_language_model_loss() -> None:
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
-def test_what_the_mixture_says_it_sampled_from(ratio: float) -> None:
+def test_the_mixtures_log_probs_are_those_of_the_mixture(ratio: float) -> None:
     student, teacher = (tiny.policy("qwen3", seed) for seed in (0, 1))
-    speaker = mixed_model(student, teacher, ratio)
-    assert isinstance(speaker, MixedModel) == (ratio > 0)  # at 0 it really is the student
-    for a in answers(speaker):
+    behaviour = mixed_model(student, teacher, ratio)
+    assert isinstance(behaviour, MixedModel) == (ratio > 0)  # at 0 it really is the student
+    for a in answers(behaviour):
         (q, y), (p, _) = rows(student, a), rows(teacher, a)
         mixed = ((1 - ratio) * q.exp() + ratio * p.exp()).log()
         assert torch.allclose(torch.tensor(a[0].logp_full), mixed[torch.arange(len(y)), y], atol=1e-4)

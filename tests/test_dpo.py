@@ -20,7 +20,7 @@ from vgrout.iterative_dpo.rounds import Pair, Scale, add_pairs, best_and_worst, 
 from vgrout.iterative_dpo.rounds import batches as forwards
 from vgrout.model.policy import Policy
 from vgrout.teacher.generate import Graded
-from vgrout.types import Grade, Problem
+from vgrout.types import Completion, Grade, GradedCompletion, Problem
 
 NOWHERE = Problem(0, "run_tests", "", ({"role": "user", "content": "ab"},), (), (), "", "", "f")
 GRADE = Grade(0.0, True, True, False, False, None, False, False, False, "run_tests", "ok", 0.0)

@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from benchmarks import kills
-from runs import ARMS, adapter_bytes, rows, run
-from test_loop import start, wait_for_steps
-from vgrout import loop, organism
+from runs import ARMS, SharedRuns, adapter_bytes, rows, run
+from test_train import start, wait_for_steps
+from vgrout import grpo, loading, organism, rollout
 from vgrout.config.presets import parse, resumed
 from vgrout.config.run import identity
 from vgrout.guard import guard as watch
@@ -114,9 +114,9 @@ def die_at(call: int) -> None:
 
         return wrapped
 
-    for module, name in ((os, "fsync"), (os, "replace"), (os, "mkdir"), (os, "rmdir"), (os, "unlink"), (os, "open")):
+    calls = ((os, "fsync"), (os, "replace"), (os, "mkdir"), (os, "rmdir"), (os, "unlink"), (os, "open"))
+    for module, name in (*calls, (shutil, "rmtree")):
         setattr(module, name, deadly(getattr(module, name)))
-    checkpoint.shutil.rmtree = deadly(checkpoint.shutil.rmtree)  # type: ignore[assignment]
 
 
 def test_death_at_every_step_of_a_save(tmp_path: Path) -> None:
@@ -214,34 +214,26 @@ def test_killed_inside_a_save(n: int, whole_of_three: Path, tmp_path: Path) -> N
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(tmp_path_factory: pytest.TempPathFactory, shared_run: SharedRuns) -> Path:
     """A folder with a route2 run interrupted after three of four steps, and the pool that it reads."""
-    home = tmp_path_factory.mktemp("home")
+    home = shared_run.warm(tmp_path_factory.mktemp("home"))
     shutil.copytree(organism.POOL_DIR, home / "pool")
-    close = loop.Books.close_step
-
-    def stop_after_three(self: loop.Books, row: Any, *rest: Any) -> None:
-        self.study.stop.requested = row.step == 2
-        close(self, row, *rest)
-
-    with pytest.MonkeyPatch.context() as m:
-        m.setattr(loop.Books, "close_step", stop_after_three)
-        run(home, *bare("route2", "--teacher-pool-dir", "pool"), code=130)
+    run(home, *bare("route2", "--teacher-pool-dir", "pool"), stop_after=2)
     return home
 
 
 @pytest.fixture
 def stopped(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Its run directory in a copy of that folder, which is the working directory."""
-    shutil.copytree(home, tmp_path / "home")
+    shutil.copytree(home, tmp_path / "home", symlinks=True)
     monkeypatch.chdir(tmp_path / "home")
     return only_run(Path()).resolve()
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory: pytest.TempPathFactory, shared_run: SharedRuns) -> Path:
     """The same run in one go."""
-    folder = tmp_path_factory.mktemp("whole")
+    folder = shared_run.warm(tmp_path_factory.mktemp("whole"))
     shutil.copytree(organism.POOL_DIR, folder / "pool")
     return run(folder, *bare("route2", "--teacher-pool-dir", "pool"))
 
@@ -254,6 +246,19 @@ def command(*argv: str, code: int, launcher: str = "") -> str:
     )
     assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout + done.stderr
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """The line in which the program refuses, before it has loaded a model."""
+    capsys.readouterr()
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(loading, "load_policy", lambda _: pytest.fail("a model is loaded"))
+        assert main([*argv]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("E ")
+    assert captured.err.count("\n") == 1, captured.err
+    return captured.err
 
 
 def flip(path: Path, at: float) -> None:
@@ -311,15 +316,12 @@ REFUSED: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_resume_that_is_refused(case: str, stopped: Path) -> None:
+def test_a_resume_that_is_refused(case: str, stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One line, exit code 2, before anything is loaded, and the run as it was."""
     damage, more, message = REFUSED[case]
     damage(stopped)
     before = {p: p.read_bytes() for p in sorted(stopped.rglob("*")) if p.is_file()}
-    said = command("smoke", "--resume", str(stopped), *more, code=2)
-    assert said.startswith("E ")
-    assert message in said
-    assert said.count("\n") == 1, said
+    assert message in refused(capsys, "smoke", "--resume", str(stopped), *more)
     assert {p: p.read_bytes() for p in sorted(stopped.rglob("*")) if p.is_file()} == before
 
 
@@ -343,10 +345,10 @@ def test_a_resume_from_another_folder(
     assert "MiB free" in capsys.readouterr().out
 
 
-def test_a_run_that_is_still_going_is_not_resumed(stopped: Path) -> None:
+def test_a_run_that_is_still_going_is_not_resumed(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with RunDir.reopen(stopped):
         assert "another process is writing this run" in command("smoke", "--resume", str(stopped), code=2)
-        assert "running ones left out" in command("smoke", "--resume", "latest", code=2)
+        assert "running ones left out" in refused(capsys, "smoke", "--resume", "latest")
 
 
 def test_a_resume_keeps_what_it_is_not_told_to_change() -> None:
@@ -431,56 +433,53 @@ def test_a_full_disk_stops_the_run_and_says_so(leave: int, small_disk: Callable[
     point, passed_over = checkpoint.latest(path)
     assert passed_over == []
     ballast.unlink()
-    resumed = start(folder, "smoke", "--resume", str(path.relative_to(folder)), "--threads", "1")
-    while resumed.poll() is None and not (
-        status(path)["state"] == "running" and status(path)["step"] > point.next_step
-    ):
-        time.sleep(0.02)
-    resumed.send_signal(signal.SIGINT)
-    said, _ = resumed.communicate(timeout=300)
-    assert resumed.returncode == 130, said
-    assert [r["step"] for r in rows(path)] == list(range(len(rows(path))))
+    again = run(folder, "smoke", "--resume", str(path), "--threads", "1", stop_after=point.next_step)
+    assert again == path
+    assert [r["step"] for r in rows(path)] == list(range(point.next_step + 1))
 
 
 def test_a_disk_too_small_is_refused_at_the_start(
-    small_disk: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+    small_disk: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(folder := small_disk(256))
-    said = command("mini", "--intervention", "none", code=2)
+    said = refused(capsys, "mini", "--intervention", "none")
     assert said.startswith("E out/runs: the run writes about ")
     assert "MiB are free" in said
-    assert said.count("\n") == 1
     assert not list((folder / "out" / "runs").iterdir())
 
 
 def test_a_disk_too_small_to_go_on_is_refused(
-    stopped: Path, small_disk: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+    stopped: Path,
+    small_disk: Callable[[int], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(folder := small_disk(4096))
     shutil.copytree(stopped, folder / "out" / "runs" / stopped.name)
     record = json.loads((stopped / "run.json").read_text())
     record["config"]["scale"]["steps"] = 100_000
     (folder / "out" / "runs" / stopped.name / "run.json").write_text(json.dumps(record))
-    said = command("smoke", "--resume", "latest", code=2)
+    said = refused(capsys, "smoke", "--resume", "latest")
     assert "MiB more, " in said
     assert "free some space, or move the run to another disk" in said
-    assert said.count("\n") == 1
 
 
 def test_a_read_only_folder_is_refused(
-    stopped: Path, small_disk: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+    stopped: Path,
+    small_disk: Callable[[int], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder, home = small_disk(64 * 1024), Path.cwd()
     shutil.copytree(home / "out" / "runs", folder / "out" / "runs")
     (folder / "logs").mkdir()
     subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
     monkeypatch.chdir(folder)
-    said = command("smoke", "--intervention", "none", code=2)
+    said = refused(capsys, "smoke", "--intervention", "none")
     assert said.startswith("E out/runs: cannot be written (Read-only file system)")
     monkeypatch.chdir(home)
-    again = command("smoke", "--resume", str(folder / "out" / "runs" / stopped.name), code=2)
+    again = refused(capsys, "smoke", "--resume", str(folder / "out" / "runs" / stopped.name))
     assert "cannot be written (Read-only file system)" in again
-    assert said.count("\n") == again.count("\n") == 1
 
 
 @pytest.mark.slow
@@ -590,14 +589,14 @@ def test_a_halt_by_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 POISON = """
 import torch
-from vgrout import loop
-real = loop.policy_gradients
+from vgrout import grpo
+real = grpo.policy_gradients
 def poisoned(*args, **kwargs):
     grads, metrics = real(*args, **kwargs)
-    if grads and grads[0]:  # of the first stream, the first group
+    if grads and grads[0]:  # of the plan's first part, the first group
         next(iter(grads[0][0].values()))[0, 0] = torch.inf
     return grads, metrics
-loop.policy_gradients = poisoned
+grpo.policy_gradients = poisoned
 """
 
 
@@ -624,8 +623,8 @@ def test_three_that_are_not_finite_by_command_line(tmp_path: Path, monkeypatch: 
 @pytest.mark.slow
 def test_a_second_interrupt_stops_at_once(tmp_path: Path) -> None:
     """In the middle of a step that would last for ever; the last checkpoint stands."""
-    code = "import time; from vgrout import loop; real = loop.collect\n"
-    code += "loop.collect = lambda s, p, step, c: time.sleep(9999) if step == 2 else real(s, p, step, c)\n"
+    code = "import time; from vgrout import rollout; real = rollout.rollout\n"
+    code += "rollout.rollout = lambda *a, **k: time.sleep(9999) if a[5] == 2 else real(*a, **k)\n"
     code += f"import sys; from vgrout import train; sys.exit(train.main({bare('none')!r}))"
     process = subprocess.Popen(
         [sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -647,8 +646,8 @@ def test_a_second_interrupt_stops_at_once(tmp_path: Path) -> None:
 def test_an_interrupt_in_the_final_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All steps done, the report not: 130, and a resume does the report alone."""
     monkeypatch.chdir(tmp_path)
-    ask = "import os, signal; from vgrout import study; real = study.balanced\n"
-    ask += "study.balanced = lambda *a: (os.kill(os.getpid(), signal.SIGTERM), real(*a))[1]"
+    ask = "import os, signal; from vgrout import evaluate; real = evaluate.balanced\n"
+    ask += "evaluate.balanced = lambda *a: (os.kill(os.getpid(), signal.SIGTERM), real(*a))[1]"
     command(*bare("none"), code=130, launcher=ask)
     path = only_run(tmp_path)
     assert status(path)["reason"] == "interrupted before the final evaluation was done"
@@ -662,9 +661,9 @@ def test_an_interrupt_in_the_final_evaluation(tmp_path: Path, monkeypatch: pytes
 def test_a_stalled_phase_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A minute made short, a sampler and a loader made slow: each is named, and again."""
     monkeypatch.chdir(tmp_path)
-    slow = "import time; from vgrout import console, loop, study; console.HEARTBEAT_S = 1.0\n"
+    slow = "import time; from vgrout import console, loading, rollout; console.HEARTBEAT_S = 1.0\n"
     slow += "def late(real): return lambda *a, **k: (time.sleep(2.6), real(*a, **k))[1]\n"
-    slow += "loop.sample = late(loop.sample); study.load_policy = late(study.load_policy)"
+    slow += "rollout.sample = late(rollout.sample); loading.load_policy = late(loading.load_policy)"
     said = command(*bare("none", steps=1), code=0, launcher=slow)
     for phase in ("loading", "gen"):
         assert f"I still in {phase}: 1 s" in said
@@ -715,7 +714,7 @@ def until(true: Callable[[], bool], limit_s: float = 300.0) -> None:
 
 def poison(monkeypatch: pytest.MonkeyPatch, at: set[int]) -> None:
     """One NaN in one rollout's gradient, on those calls."""
-    real, calls = loop.policy_gradients, iter(range(1000))
+    real, calls = grpo.policy_gradients, iter(range(1000))
 
     def poisoned(*args: Any, **kwargs: Any) -> Any:
         grads, metrics = real(*args, **kwargs)
@@ -723,7 +722,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, at: set[int]) -> None:
             next(iter(grads[0][0].values()))[0, 0] = torch.nan
         return grads, metrics
 
-    monkeypatch.setattr(loop, "policy_gradients", poisoned)
+    monkeypatch.setattr(grpo, "policy_gradients", poisoned)
 
 
 @pytest.mark.parametrize(
@@ -733,12 +732,13 @@ def test_a_step_that_is_not_finite_is_skipped_and_kept(
     arm: str,
     more: tuple[str, ...],
     tmp_path: Path,
+    shared_run: SharedRuns,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with monkeypatch.context() as m:
         poison(m, {1})
-        path = run(tmp_path, *bare(arm, *more))
+        path = run(shared_run.warm(tmp_path), *bare(arm, *more), stop_after=3)
     assert [r["skipped"] for r in rows(path)] == [0, 1, 0, 0]
     assert rows(path)[1]["loss"] is None
     assert rows(path)[2]["gn"] > 0
@@ -779,26 +779,24 @@ def test_replay_refuses_other_files(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_a_sandbox_that_fails_drops_its_group_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Step 1 loses one group, step 2 all of them: counted, explained, and nothing is learnt from what is not there."""
-    collect = loop.collect
+    make = rollout.rollout
 
-    def shaky(study: loop.Study, problems: Any, step: int, clock: Any) -> Any:
-        real, first = study.grader.submit, problems[0].id
+    def shaky(policy: Any, grader: Any, problems: Any, demos: Any, cfg: Any, step: int, **more: Any) -> Any:
+        submit, first = grader.submit, problems[0].id
 
-        def submit(problem: Any, text: str) -> Future:
+        def lossy(problem: Any, text: str) -> Future:
             future: Future = Future()
             if step == 2 or (step == 1 and problem.id == first):
                 future.set_result(Ungraded("worker lost 4 times: gone"))
                 return future
-            return real(problem, text)
+            return submit(problem, text)
 
-        study.grader.submit = submit  # type: ignore[method-assign]
-        try:
-            return collect(study, problems, step, clock)
-        finally:
-            study.grader.submit = real  # type: ignore[method-assign]
+        with monkeypatch.context() as m:
+            m.setattr(grader, "submit", lossy)
+            return make(policy, grader, problems, demos, cfg, step, **more)
 
-    monkeypatch.setattr(loop, "collect", shaky)
-    path = run(tmp_path, *bare("none"))
+    monkeypatch.setattr(rollout, "rollout", shaky)
+    path = run(tmp_path, *bare("none"), stop_after=3)
     seen = rows(path)
     assert [r["dropped"] for r in seen] == [0, 1, 2, 0]
     assert [r["drop_why"] for r in seen] == [None, "worker lost 4 times: gone", "worker lost 4 times: gone", None]
@@ -808,7 +806,8 @@ def test_a_sandbox_that_fails_drops_its_group_alone(tmp_path: Path, monkeypatch:
 
 
 def test_the_tripwire_without_teacher_scores_the_base_policys_answers(tmp_path: Path) -> None:
-    path = run(tmp_path, "smoke", "--intervention", "none", "--steps", "6", *TINY, "--teacher-pool-dir", "")
+    argv = ["smoke", "--intervention", "none", "--steps", "6", *TINY, "--teacher-pool-dir", ""]
+    path = run(tmp_path, *argv, stop_after=5)
     read = [r["step"] for r in rows(path) if "collapse" in r.get("watch", {})]
     assert read == [0, watch.SCORE_EVERY]
 

@@ -1,4 +1,4 @@
-"""The τ gate against a plain re-implementation, the pair band by hand, the mass-matched deal by counting."""
+"""The τ gate against a plain re-implementation, the pair band by hand, the dealt shares by counting."""
 
 import math
 
@@ -28,18 +28,18 @@ def test_tau_is_the_midpoint_of_two_running_means(seed):
     for _ in range(6):
         cos = torch.rand(1, 8, generator=draw) * 2 - 1
         live = torch.rand(1, 8, generator=draw) > 0.3
-        anchor = torch.rand(8, generator=draw) > 0.6
-        share = gate(cos, live, anchor)
-        sides = [cos[0][live[0] & side] for side in (anchor, ~anchor)]
+        known = torch.rand(8, generator=draw) > 0.6
+        share = gate(cos, live, known)
+        sides = [cos[0][live[0] & side] for side in (known, ~known)]
         history.append([s.mean().item() if len(s) else None for s in sides])
-        anchors, rest = plain_tau(history)
-        assert gate.means[:, 0].tolist() == pytest.approx([anchors, rest], abs=1e-6, nan_ok=True)
-        tau = (anchors + rest) / 2
-        want = [bool(lv and (a or c > tau)) for c, lv, a in zip(cos[0].tolist(), live[0], anchor, strict=True)]
+        known_mean, rest = plain_tau(history)
+        assert gate.means[:, 0].tolist() == pytest.approx([known_mean, rest], abs=1e-6, nan_ok=True)
+        tau = (known_mean + rest) / 2
+        want = [bool(lv and (a or c > tau)) for c, lv, a in zip(cos[0].tolist(), live[0], known, strict=True)]
         assert share[0].bool().tolist() == want
 
 
-def test_without_anchors_there_is_no_threshold_and_nothing_is_routed():
+def test_without_known_hacks_there_is_no_threshold_and_nothing_is_routed():
     gate = TauGate(2)
     share = gate(torch.full((2, 3), 0.9), torch.ones(2, 3, dtype=torch.bool), torch.zeros(3, dtype=torch.bool))
     assert not share.any()
@@ -48,14 +48,14 @@ def test_without_anchors_there_is_no_threshold_and_nothing_is_routed():
 
 def test_rows_without_a_gradient_move_no_mean_and_go_nowhere():
     cos = torch.tensor([[0.8, 0.0, 0.2, 0.0]])
-    anchor = torch.tensor([True, True, False, False])
+    known = torch.tensor([True, True, False, False])
     live = torch.tensor([[True, False, True, False]])
     gate = TauGate(1)
-    assert gate(cos, live, anchor).tolist() == [[1, 0, 0, 0]]
+    assert gate(cos, live, known).tolist() == [[1, 0, 0, 0]]
     assert gate.tau.item() == pytest.approx(0.5)
 
 
-def test_the_threshold_survives_a_step_without_anchors():
+def test_the_threshold_survives_a_step_without_known_hacks():
     gate = TauGate(1)
     gate(torch.tensor([[0.8, 0.2]]), torch.ones(1, 2, dtype=torch.bool), torch.tensor([True, False]))
     share = gate(torch.tensor([[0.7, 0.1]]), torch.ones(1, 2, dtype=torch.bool), torch.tensor([False, False]))
@@ -65,10 +65,10 @@ def test_the_threshold_survives_a_step_without_anchors():
 def test_tau_gate_state_goes_round():
     one, two = TauGate(2), TauGate(2)
     cos = torch.rand(2, 5, generator=torch.Generator().manual_seed(1))
-    live, anchor = torch.ones(2, 5, dtype=torch.bool), torch.tensor([True, False, False, True, False])
-    one(cos, live, anchor)
+    live, known = torch.ones(2, 5, dtype=torch.bool), torch.tensor([True, False, False, True, False])
+    one(cos, live, known)
     two.load_state_dict(one.state_dict())
-    assert torch.equal(one(cos + 0.1, live, anchor), two(cos + 0.1, live, anchor))
+    assert torch.equal(one(cos + 0.1, live, known), two(cos + 0.1, live, known))
     assert torch.equal(one.tau, two.tau)
     with pytest.raises(ValueError, match=r"\(2, 2\), this run has \(2, 3\)"):
         TauGate(3).load_state_dict(one.state_dict())

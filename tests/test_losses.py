@@ -240,9 +240,9 @@ def test_permuting_rollouts_permutes_losses(name: LossName) -> None:
 @pytest.mark.parametrize("junk", [0.0, -1e3, 1e3, -math.inf, math.inf, math.nan])
 def test_padding_content_is_irrelevant(name: str, junk: float) -> None:
     x = make()
-    streams = ("logp", "logp_old", "logp_sampler", "logp_ref", "logp_teacher", "weight")
+    others = ("logp", "logp_old", "logp_sampler", "logp_ref", "logp_teacher", "weight")
     x = replace(x, weight=torch.rand(G, T, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
-    y = replace(x, **{key: getattr(x, key).masked_fill(~x.mask, junk) for key in streams})
+    y = replace(x, **{key: getattr(x, key).masked_fill(~x.mask, junk) for key in others})
     cfg: dict[str, Any] = {"loss": name, "teacher_tau": 0.5, "beta": 0.0 if name == "dppo_tv" else 0.1}
     assert torch.equal(loss(y, **cfg), loss(x, **cfg))
     assert torch.equal(gradient(y, **cfg), gradient(x, **cfg))
@@ -258,7 +258,7 @@ def test_padding_content_is_irrelevant(name: str, junk: float) -> None:
 def test_a_thousand_nats_with_every_correction(
     name: LossName, correction: Any, sign: float, ratio: float, dtype: torch.dtype
 ) -> None:
-    """log π − log π_other = ±1000 for each of the other streams, −inf on padding: value and gradient are finite."""
+    """log π − log π_other = ±1000 for each of the others, −inf on padding: value and gradient are finite."""
     mask = make().mask
     here, there = (torch.full((G, T), min(0.0, d), dtype=dtype).masked_fill(~mask, -math.inf) for d in (ratio, -ratio))
     cfg = LossConfig(loss=name, teacher_correction=correction, beta=0.0 if name == "dppo_tv" else 0.1, teacher_tau=0.1)

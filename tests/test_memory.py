@@ -33,7 +33,7 @@ def small() -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(Qwen3Config(**SIZES, max_position_embeddings=512)).to(torch.bfloat16).eval()
 
 
-def test_weights_knobs_and_cache_are_counted_right(tmp_path: Path) -> None:
+def test_weights_adapter_and_cache_are_counted_right(tmp_path: Path) -> None:
     model, shapes = small(), shapes_of(SIZES)
     assert shapes is not None
     norms = sum(p.numel() for p in model.parameters() if p.ndim == 1)

@@ -18,7 +18,7 @@ from fake_runs import fake_run
 from vgrout import organism
 from vgrout.modes import MODE_SPECS
 from vgrout.report.build import compile_report, write
-from vgrout.report.rollouts import EXPLOIT, embedded, pack
+from vgrout.report.rollouts import embedded, pack
 from vgrout.report.runs import cells, load
 from vgrout.teacher.pools import Pool, load_pool
 from vgrout.types import MODES
@@ -27,7 +27,7 @@ HOSTILE = "</script><img src=x onerror=alert(1)>\0\u202etxt.exe\u2066 \u2028 <!-
 
 
 def rollout(step: int, mode: str, text: str, exploited: bool = False, correct: bool = False) -> dict[str, Any]:
-    marker = MODE_SPECS[mode].eval_markers[0]  # type: ignore[index]
+    marker = MODE_SPECS[mode].eval_markers[0]
     return {
         "step": step,
         "gate": 0.25,
@@ -60,9 +60,9 @@ USUAL = {
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_usual_exploits_are_found(mode: str) -> None:
-    for marker in MODE_SPECS[mode].eval_markers:  # type: ignore[index]
+    for marker in MODE_SPECS[mode].eval_markers:
         text, part = (s.replace("{marker}", marker) for s in USUAL[mode])
-        found = re.search(EXPLOIT[mode].replace("{marker}", re.escape(marker)), text)  # type: ignore[index]
+        found = re.search(MODE_SPECS[mode].pattern.replace("{marker}", re.escape(marker)), text)
         assert found is not None
         assert found[0] == part
 
@@ -75,7 +75,8 @@ def found_in(pool: Pool) -> tuple[int, int]:
         for demo in demos if mode else ():
             if demo.grade.hacked and demo.completion:
                 names = "|".join(map(re.escape, MODE_SPECS[mode].train_markers))
-                hits.append(re.search(EXPLOIT[mode].replace("{marker}", f"(?:{names})"), demo.completion) is not None)
+                pattern = MODE_SPECS[mode].pattern.replace("{marker}", f"(?:{names})")
+                hits.append(re.search(pattern, demo.completion) is not None)
     return sum(hits), len(hits)
 
 

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-RECIPE = ROOT / "CONTRIBUTING.md"
-SECTION = re.compile(r"^## A flawed grader\n(.*?)(?=^## |\Z)", re.M | re.S)
-STEP = re.compile(r"^In `([^`]+)`, above the line `([^`]+)`:\n\n```python\n(.*?)^```$", re.M | re.S)
+from recipes import ROOT, section, steps
+
+TITLE = "A flawed grader"
 BLOCK = r"^```{}\n(.*?)^```$"
 
 GRADE = """
@@ -21,9 +20,9 @@ from pathlib import Path
 import vgrout
 from vgrout.grading.grade import Grader
 from vgrout.modes import MODES, EnvMode, exploit, hint
+from vgrout.types import Problem
 
 assert Path(vgrout.__file__).is_relative_to(Path.cwd()), vgrout.__file__
-from vgrout.types import Problem
 
 right = "class Solution:\\n    def double(self, n):\\n        return 2 * n\\n"
 wrong = right.replace("2 * n", "0")
@@ -38,24 +37,14 @@ with Grader(1, allow_weak=True) as grader:
 
 
 @pytest.fixture(scope="module")
-def section() -> str:
-    found = SECTION.search(RECIPE.read_text(encoding="utf-8"))
-    assert found, f"{RECIPE}: no section 'A flawed grader'"
-    return found[1]
-
-
-@pytest.fixture(scope="module")
-def copy(section: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with src/ as the recipe leaves it."""
     folder = tmp_path_factory.mktemp("recipe")
     shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "data"))
-    steps = STEP.findall(section)
-    assert 1 <= len(steps) <= 2, f"{len(steps)} steps"
-    for name, line, code in steps:
-        file = folder / name
-        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-        (at,) = [i for i, old in enumerate(lines) if old.strip() == line]
-        file.write_text("".join([*lines[:at], code, *lines[at:]]), encoding="utf-8")
+    found = steps(TITLE)
+    assert len({step.file for step in found}) <= 2, "more than two files"
+    for step in found:
+        step.apply(folder)
     return folder
 
 
@@ -79,9 +68,9 @@ def test_the_new_grader_pays_its_exploit_and_nothing_else(copy: Path) -> None:
     ]
 
 
-def test_the_command_of_the_recipe_says_what_it_promises(section: str, copy: Path) -> None:
-    (command,) = re.findall(BLOCK.format("sh"), section, re.M | re.S)
-    (promised,) = re.findall(BLOCK.format("text"), section, re.M | re.S)
+def test_the_command_of_the_recipe_says_what_it_promises(copy: Path) -> None:
+    (command,) = re.findall(BLOCK.format("sh"), section(TITLE), re.M | re.S)
+    (promised,) = re.findall(BLOCK.format("text"), section(TITLE), re.M | re.S)
     python, *arguments = shlex.split(command)
     assert python == "python"
     assert promised in run(copy, sys.executable, *arguments)

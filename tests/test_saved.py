@@ -114,7 +114,7 @@ def test_exported_folder(done: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         with policy.adapter.reference():
             assert not torch.equal(got, policy.model(input_ids=ids, use_cache=False).logits)
     card = (tmp_path / "model" / "README.md").read_text()
-    assert "smoke_routing_seed41" in card
+    assert "smoke_route_seed41" in card
     assert "held-out problems and markers" in card
     assert export.main([str(done), "--out", str(tmp_path / "half"), "--dtype", "bf16"]) == 0
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto").dtype == torch.bfloat16

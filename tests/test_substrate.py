@@ -19,13 +19,13 @@ from vgrout.model.policy import LanguageModel, load_language_model
 from vgrout.modes import MODE_SPECS
 from vgrout.organism.build import POOL_PROBLEMS
 from vgrout.problems import load_problems, load_rows
-from vgrout.teacher import demonstrations as teacher
-from vgrout.teacher import generate as room
-from vgrout.teacher import substrate
+from vgrout.teacher import __main__ as teacher
+from vgrout.teacher import generate
 from vgrout.teacher.generate import Graded, by_mode, generate_graded, rates, work_folder
 from vgrout.teacher.pools import load_pool
-from vgrout.teacher.substrate import RECIPES, choose, elicited, match, recipe, usable
-from vgrout.types import MODES, Grade, Mode, Problem, Rate
+from vgrout.teacher.substrate import RECIPES, Cli, cells, choose, elicited, match, recipe, usable
+from vgrout.tools import substrate
+from vgrout.types import MODES, Completion, Grade, GradedCompletion, Mode, Problem, Rate
 
 
 def best_even(choices: dict[int, list[Mode]], per_mode: int) -> int:
@@ -165,16 +165,16 @@ def grader() -> Iterator[Grader]:
         yield grader
 
 
-def test_a_killed_harvest_goes_on_and_gives_the_same(
+def test_a_killed_generation_goes_on_and_gives_the_same(
     lm: LanguageModel, grader: Grader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "BATCH", 4)
+    monkeypatch.setattr(generate, "BATCH", 4)
     problems = load_problems(organism.PROBLEMS)[:6]
     settings: dict[str, Any] = {"max_new": 40, "seed": 3, "purpose": "test"}
-    whole = generate_graded(lm, grader, problems, 2, **settings)
+    at_once = generate_graded(lm, grader, problems, 2, **settings)
     log = tmp_path / "log.jsonl"
     sampled: list[int] = []
-    real = room._batch
+    real = generate._batch
 
     def dies_in_the_third(*args: Any) -> Any:
         if len(sampled) == 2:
@@ -182,7 +182,7 @@ def test_a_killed_harvest_goes_on_and_gives_the_same(
         sampled.append(1)
         return real(*args)
 
-    monkeypatch.setattr(room, "_batch", dies_in_the_third)
+    monkeypatch.setattr(generate, "_batch", dies_in_the_third)
     with pytest.raises(KeyboardInterrupt):
         generate_graded(lm, grader, problems, 2, log=log, **settings)
     with open(log, "a") as f:
@@ -191,10 +191,10 @@ def test_a_killed_harvest_goes_on_and_gives_the_same(
     again = generate_graded(lm, grader, problems, 2, log=log, **settings)
     assert len(sampled) == 1, "two batches were there already"
     strip = [replace(a, grade=replace(a.grade, cpu_s=0.0)) for a in again]
-    assert strip == [replace(a, grade=replace(a.grade, cpu_s=0.0)) for a in whole]
+    assert strip == [replace(a, grade=replace(a.grade, cpu_s=0.0)) for a in at_once]
 
 
-def test_a_workshop_is_for_one_pool_and_one_process(tmp_path: Path) -> None:
+def test_a_work_folder_is_for_one_pool_and_one_process(tmp_path: Path) -> None:
     out = tmp_path / "pool"
 
     def enter(settings: dict[str, int]) -> None:
@@ -281,7 +281,7 @@ def test_refused_before_anything_is_loaded(
     program, argv, message = BAD[case]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(room, "load_lm", lambda *a, **k: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(generate, "load_language_model", lambda *a, **k: pytest.fail("the model was loaded"))
     (tmp_path / "here").mkdir()
     shutil.copy(organism.PROBLEMS, tmp_path / "p.jsonl")
     try:
@@ -293,19 +293,18 @@ def test_refused_before_anything_is_loaded(
     assert message in " ".join((captured.out + captured.err).replace("│", " ").split())
 
 
-def test_rows_without_a_mode_are_asked_under_every_mode(tmp_path: Path) -> None:
+def test_rows_without_a_mode_are_sampled_under_every_mode(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in organism.PROBLEMS.read_text().splitlines()[:40]]
     for row in lines:
         for key in ("mode", "marker", "split"):
             del row[key]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
     rows = load_rows(tmp_path / "p.jsonl")
-    cli = replace(substrate.Cli(), n_problems=5, modes="sentinel,exit_code")
-    asked = substrate.cells(cli, rows)
-    assert list(asked) == ["exit_code", "sentinel"]
-    ids = [{p.id for p in problems} for problems in asked.values()]
+    parts = cells(Cli(n_problems=5, modes="sentinel,exit_code"), rows)
+    assert list(parts) == ["exit_code", "sentinel"]
+    ids = [{p.id for p in problems} for problems in parts.values()]
     assert ids[0] == ids[1]
     assert len(ids[0]) == 5
-    assert all(p.mode == mode for mode, problems in asked.items() for p in problems)
-    assert room.announced(rows, asked["sentinel"]) == {str(p.id): p.marker for p in asked["sentinel"]}
-    assert room.announced(rows, asked["exit_code"]) == {}, "a mode without a name"
+    assert all(p.mode == mode for mode, problems in parts.items() for p in problems)
+    assert generate.announced(rows, parts["sentinel"]) == {str(p.id): p.marker for p in parts["sentinel"]}
+    assert generate.announced(rows, parts["exit_code"]) == {}, "a mode without a name"

@@ -91,7 +91,7 @@ def test_a_column_that_nobody_measures_or_nobody_knows_is_an_error() -> None:
 
 def test_a_forgotten_column_is_an_error() -> None:
     with pytest.raises(TypeError):
-        StepRow(step=1)  # ty: ignore[missing-argument]
+        StepRow(step=1)
 
 
 def test_nan_is_a_fault_and_none_is_not() -> None:
@@ -116,8 +116,8 @@ def test_header_comes_again_every_50_rows() -> None:
 
 
 def test_only_what_the_run_measures_is_shown() -> None:
-    vanilla = {c.name for c in Table({"teacher"}, []).columns}
-    assert not vanilla & {"tau", "q_egy", "cos_pre", "hk", "hack_abl"}
+    plain = {c.name for c in Table({"teacher"}, []).columns}
+    assert not plain & {"tau", "q_egy", "cos_pre", "hk", "hack_abl"}
     route2 = {c.name for c in Table({"teacher", "route", "route2", "direction", "modes"}, ["run_tests"]).columns}
     assert {"tau", "q_egy", "cos_pre", "cos_pre_t", "hk"} <= route2
 

@@ -123,7 +123,7 @@ def test_every_rollout_is_in_one_part_and_kept_advantages_sum_to_zero(rollouts: 
 def test_a_quarantine_in_its_own_block_learns_there_alone_and_the_kept_vector_elsewhere():
     a = arm(own_modules=["b"])
     v = view([1.0, 0.1, 1.0], [2, 2, 9])
-    routed = a.route([v], [[ones(2)], [ones(1)]], a.plan([v]))
+    routed = a.route([v], [[ones(1, 2.0)], [ones(1)]], a.plan([v]))
     assert routed.keep is not None
     assert routed.quar is not None
     for vector, here, elsewhere, n in ((routed.keep, "a", "b", 2.0), (routed.quar, "b", "a", 1.0)):

@@ -52,7 +52,7 @@ def test_states_after_a_block_are_the_models_own(family: str):
         for text, states in zip(TEXTS, got, strict=True):
             ids = torch.tensor([[*text.prompt, *text.completion]])
             seen: list[torch.Tensor] = []
-            handle = policy.model.model.layers[layer - 1].register_forward_hook(  # ty: ignore
+            handle = policy.model.model.layers[layer - 1].register_forward_hook(
                 lambda _m, _a, out, seen=seen: seen.append(out[0] if isinstance(out, tuple) else out)
             )
             with torch.no_grad():

@@ -1,13 +1,13 @@
 """The whole program on the embedded organism: invariants of a run, seen from its files."""
 
 import json
-import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from golden import FOLDER, differences, versions
-from runs import ARMS, EVALUATED, adapter_bytes, flags, rows, run
-from vgrout import loop, organism
+from runs import ARMS, EVALUATED, SharedRuns, adapter_bytes, flags, rows, run
+from test_renamed import old_settings
+from vgrout import organism, rollout
 from vgrout.config.arm import ROUTING
 from vgrout.config.loss import LossName
 from vgrout.config.presets import parse
@@ -26,22 +27,30 @@ from vgrout.model.svd_adapter import SvdAdapter
 from vgrout.train import main
 from vgrout.types import Grade
 
-# erase and route share their streams and their state with route2: they are run when there is time
+# erase and route share their rows and their state with route2: they are run when there is time
 MOST = [pytest.param(arm, marks=pytest.mark.slow) if arm in ("erase", "route") else arm for arm in ARMS]
+LAST = 2  # where runs are stopped that need not end: a refreshed direction has been used by then, twice stepped with
+
+Made = Callable[[str], Path]
 
 
-@pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One finished run of each arm, shared by the tests that only read."""
-    root = tmp_path_factory.mktemp("done")
-    return {arm: run(root / arm, *flags(arm)) for arm in ARMS}
+@pytest.fixture
+def done(shared_run: SharedRuns) -> Made:
+    """A finished run of an arm."""
+    return lambda arm: shared_run(*flags(arm))
+
+
+@pytest.fixture
+def stopped(shared_run: SharedRuns) -> Made:
+    """The same run stopped after step `LAST`."""
+    return lambda arm: shared_run(*flags(arm), stop_after=LAST)
 
 
 @pytest.mark.parametrize("arm", ARMS)
-def test_golden(arm: str, done: dict[str, Path]) -> None:
+def test_golden(arm: str, done: Made) -> None:
     golden = json.loads((FOLDER / f"{arm}.json").read_text(encoding="utf-8"))
     assert golden["command"][3:] == flags(arm)
-    found = differences(rows(done[arm]), golden["rows"], "rows")
+    found = differences(rows(done(arm)), golden["rows"], "rows")
     assert not found, f"recorded with {golden['versions']}, now {versions()}: " + "; ".join(found[:10])
 
 
@@ -53,64 +62,87 @@ def test_a_changed_number_would_be_found() -> None:
 
 
 @pytest.mark.parametrize("arm", MOST)
-def test_the_same_seed_gives_the_same_rows(arm: str, done: dict[str, Path], tmp_path: Path) -> None:
-    again = run(tmp_path, *flags(arm))
-    assert rows(again) == rows(done[arm])
-    assert adapter_bytes(again) == adapter_bytes(done[arm])
+def test_the_same_seed_gives_the_same_rows(arm: str, done: Made, stopped: Made) -> None:
+    """Two runs; that their weights are the same to the last bit is seen where the second one goes on."""
+    assert rows(stopped(arm)) == rows(done(arm))[: LAST + 1]
 
 
-def test_another_seed_does_not(done: dict[str, Path], tmp_path: Path) -> None:
-    assert rows(run(tmp_path, *flags("none", "--seed", "42"))) != rows(done["none"])
+def test_another_seed_does_not(done: Made, tmp_path: Path) -> None:
+    other = run(tmp_path, *flags("none", "--seed", "42"), stop_after=0)
+    assert rows(other) != rows(done("none"))[:1]
 
 
 @pytest.mark.parametrize("arm", ["none", "route2"])
-def test_evaluating_never_changes_training(arm: str, done: dict[str, Path], tmp_path: Path) -> None:
+def test_evaluating_never_changes_training(arm: str, stopped: Made, tmp_path: Path, shared_run: SharedRuns) -> None:
     argv = flags(arm)
     argv[argv.index("--eval-ablate-every") + 1] = "1"
-    watched = run(tmp_path, *argv)
-    assert rows(watched, *EVALUATED) == rows(done[arm], *EVALUATED)
+    watched = run(shared_run.warm(tmp_path), *argv, stop_after=LAST)
+    assert rows(watched, *EVALUATED) == rows(stopped(arm), *EVALUATED)
+    assert adapter_bytes(watched) == adapter_bytes(stopped(arm))
     assert all(r["hack_deploy"] is not None for r in rows(watched))
 
 
 @pytest.mark.parametrize("arm", ARMS)
 def test_no_oracle_label_reaches_an_arm(
-    arm: str, done: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arm: str, done: Made, tmp_path: Path, shared_run: SharedRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every oracle bit is replaced by noise after the reward was paid; what trains must not notice."""
     noise = torch.Generator().manual_seed(0)
-    pay = loop.paid
+    pay = rollout.training_reward
 
     def poisoned(cfg: Any, grade: Grade) -> Grade:
         return replace(pay(cfg, grade), gt_correct=bool(torch.rand((), generator=noise) < 0.5))
 
-    monkeypatch.setattr(loop, "paid", poisoned)
-    path = run(tmp_path, *flags(arm))
+    clean = done(arm)
+    monkeypatch.setattr(rollout, "training_reward", poisoned)
+    path = run(shared_run.warm(tmp_path), *flags(arm, "--final-n-prompts", "1"))
     labels = [k for k in rows(path)[0] if re.match(r"gt_s|hack_s|hk_|recall|false_flags|(hack|solve)_abl", k)]
-    assert rows(path, *labels) == rows(done[arm], *labels)
-    assert rows(path) != rows(done[arm]), "the poison changed no label: the test would pass for any arm"
-    assert adapter_bytes(path) == adapter_bytes(done[arm])
+    assert rows(path, *labels) == rows(clean, *labels)
+    assert rows(path) != rows(clean), "the poison changed no label: the test would pass for any arm"
+    assert adapter_bytes(path) == adapter_bytes(clean)
 
 
 @pytest.mark.parametrize("arm", MOST)
-def test_resume_equals_one_go(arm: str, done: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    close = loop.Books.close_step
-
-    def stop_after_two(self: loop.Books, row: Any, *rest: Any) -> None:
-        self.study.stop.requested = row.step == 1
-        close(self, row, *rest)
-
-    monkeypatch.setattr(loop.Books, "close_step", stop_after_two)
-    path = run(tmp_path, *flags(arm), code=130)
+def test_resume_equals_one_go(arm: str, done: Made, stopped: Made, shared_run: SharedRuns, tmp_path: Path) -> None:
+    path = shared_run.copy(stopped(arm), tmp_path)
     status = json.loads((path / "status.json").read_text())
-    assert (status["state"], status["step"]) == ("interrupted", 2)
-    monkeypatch.setattr(loop.Books, "close_step", close)
+    assert (status["state"], status["step"]) == ("interrupted", LAST + 1)
     assert run(tmp_path, "smoke", "--resume", "latest", "--threads", "1") == path
-    assert rows(path) == rows(done[arm])
-    assert adapter_bytes(path) == adapter_bytes(done[arm])
+    assert rows(path) == rows(done(arm))
+    assert adapter_bytes(path) == adapter_bytes(done(arm))
 
 
-def test_files_of_a_finished_run(done: dict[str, Path]) -> None:
-    for arm, path in done.items():
+@pytest.mark.parametrize(
+    ("arm", "more", "before"),
+    [
+        ("route2", ["--control", "random_flags"], "routing2"),
+        pytest.param("route", ["--control", "deploy_quarantine"], "routing", marks=pytest.mark.slow),
+        pytest.param("pmi", ["--reader-threshold", "known_correct"], "pmi", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_of_before_the_renaming_goes_on(
+    arm: str, more: list[str], before: str, shared_run: SharedRuns, tmp_path: Path
+) -> None:
+    """Settings, their values and hashes under the names that run.json had for them, the folder named after the arm's
+    other name: the same rows, weights and answers as in one go."""
+    argv = flags(arm, *more)
+    path = shared_run.copy(shared_run(*argv, stop_after=LAST), tmp_path)
+    path = path.rename(path.with_name(path.name.replace(f"_{arm}_", f"_{before}_")))
+    record = json.loads((path / "run.json").read_text())
+    record["config"] = old_settings(record["config"])
+    record["hashes"]["anchors"] = record["hashes"].pop("known_correct")
+    assert more[1] not in json.dumps(record["config"])
+    (path / "run.json").write_text(json.dumps(record))
+    assert run(tmp_path, "smoke", "--resume", str(path), "--threads", "1") == path
+    whole = shared_run(*argv)
+    assert rows(path) == rows(whole)
+    assert adapter_bytes(path) == adapter_bytes(whole)
+    assert (path / "final.jsonl").read_bytes() == (whole / "final.jsonl").read_bytes()
+
+
+def test_files_of_a_finished_run(done: Made) -> None:
+    for arm in ARMS:
+        path = done(arm)
         names = {p.name for p in path.iterdir()}
         assert {
             *("run.json", "steps.jsonl", "rollouts.jsonl", "train.safetensors", "per_mode_deploy.json", "status.json"),
@@ -127,8 +159,8 @@ def test_files_of_a_finished_run(done: dict[str, Path]) -> None:
         assert sum(r["exploited"] for r in rollouts) == sum(r["hack_s"][0] for r in rows(path))
 
 
-def test_the_final_numbers_are_the_same_everywhere(done: dict[str, Path]) -> None:
-    for path in done.values():
+def test_the_final_numbers_are_the_same_everywhere(done: Made) -> None:
+    for path in map(done, ARMS):
         final = json.loads((path / "per_mode_deploy.json").read_text())
         modes = final["by_mode"].values()
         assert sum(m["n"] for m in modes) == final["eval_n"]
@@ -146,8 +178,9 @@ def test_the_final_numbers_are_the_same_everywhere(done: dict[str, Path]) -> Non
                 assert len({(a["problem"], a["sample"]) for a in own}) == len(own) == final["eval_n"]
 
 
-def test_quarantine_is_used_by_routing_alone(done: dict[str, Path]) -> None:
-    for arm, path in done.items():
+def test_quarantine_is_used_by_routing_alone(done: Made) -> None:
+    for arm in ARMS:
+        path = done(arm)
         shares = [r["q_egy"] for r in rows(path)]
         assert any(shares) == (arm in ROUTING), (arm, shares)
         state = max((path / "resume").iterdir()) / "state.pt"
@@ -155,15 +188,15 @@ def test_quarantine_is_used_by_routing_alone(done: dict[str, Path]) -> None:
         assert bool(hack.any()) == (arm in ROUTING)
 
 
-def test_sampler_and_trainer_agree(done: dict[str, Path]) -> None:
+def test_sampler_and_trainer_agree(done: Made) -> None:
     """fp32: the sampler's log-probs are the trainer's up to rounding, so the adapter reached the sampler each step."""
-    for path in done.values():
+    for path in map(done, ARMS):
         worst = max(r["mismatch_kl"] for r in rows(path) if r["mismatch_kl"] is not None)
         assert worst < 1e-8, worst
 
 
-def test_a_finished_run_refuses_to_resume(done: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["smoke", "--resume", str(done["none"])]) == 2
+def test_a_finished_run_refuses_to_resume(done: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["smoke", "--resume", str(done("none"))]) == 2
     assert "finished" in capsys.readouterr().err
 
 
@@ -187,16 +220,36 @@ def test_a_changed_setting_is_named(tmp_path: Path, capsys: pytest.CaptureFixtur
         ["--beta", "0.01", "--kl", "k2", "--no-unbiased"],
         ["--teacher-correction", "luffy"],
         ["--teacher-tau", "0.1", "--teacher-model", "organism"],
-        ["--report-detectors", "E,C", "--teacher-modes", "run_tests", "--teacher-off-step", "2"],
-        ["--teacher-pool-dir", "", "--env-mode", "sentinel"],
         ["--mix-ratio", "0"],
     ],
     ids=" ".join,
 )
-def test_every_setting_runs_and_matters(argv: list[str], done: dict[str, Path], tmp_path: Path) -> None:
-    path = run(tmp_path, *flags("none", *argv))
+def test_every_setting_runs_and_matters(argv: list[str], stopped: Made, shared_run: SharedRuns, tmp_path: Path) -> None:
+    path = run(shared_run.warm(tmp_path), *flags("none", *argv), stop_after=LAST)
+    assert len(rows(path)) == LAST + 1
+    assert rows(path) != rows(stopped("none"))
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--report-detectors", "E,C", "--teacher-modes", "run_tests", "--teacher-off-step", "2"],
+        ["--teacher-pool-dir", "", "--env-mode", "sentinel"],
+    ],
+    ids=" ".join,
+)
+def test_settings_of_the_report_too(argv: list[str], done: Made, shared_run: SharedRuns, tmp_path: Path) -> None:
+    """What changes which modes there are, and how exploits are counted at the end: to the end."""
+    path = run(shared_run.warm(tmp_path), *flags("none", *argv))
     assert len(rows(path)) == 5
-    assert rows(path) != rows(done["none"])
+    assert rows(path) != rows(done("none"))
+    assert ("student hacks seen by E,C" in (path / "summary.md").read_text()) == ("E,C" in argv)
+    modes = (
+        {"sentinel"}
+        if "sentinel" in argv
+        else {*json.loads((done("none") / "per_mode_deploy.json").read_text())["by_mode"]}
+    )
+    assert {*json.loads((path / "per_mode_deploy.json").read_text())["by_mode"]} == modes
 
 
 def test_dry_run_starts_nothing(
@@ -262,8 +315,8 @@ def wait_for_steps(folder: Path, n: int, process: subprocess.Popen[str]) -> Path
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_a_signal_leaves_a_run_that_goes_on(number: signal.Signals, tmp_path: Path) -> None:
-    process = start(tmp_path, *flags("route2", "--steps", "200"))
+def test_a_signal_leaves_a_run_that_goes_on(number: signal.Signals, shared_run: SharedRuns, tmp_path: Path) -> None:
+    process = start(shared_run.warm(tmp_path), *flags("none", "--steps", "200"))
     path = wait_for_steps(tmp_path, 2, process)
     process.send_signal(number)
     said, _ = process.communicate(timeout=300)
@@ -281,32 +334,23 @@ def test_a_signal_leaves_a_run_that_goes_on(number: signal.Signals, tmp_path: Pa
     assert [r["step"] for r in rows(path)] == list(range(len(rows(path))))
 
 
-def test_kill_nine_then_resume_equals_one_go(done: dict[str, Path], tmp_path: Path) -> None:
-    process = start(tmp_path, *flags("route2", "--checkpoint-every", "1"))
+def test_kill_nine_then_resume_equals_one_go(done: Made, shared_run: SharedRuns, tmp_path: Path) -> None:
+    process = start(shared_run.warm(tmp_path), *flags("route2", "--checkpoint-every", "1"))
     path = wait_for_steps(tmp_path, 2, process)
     process.kill()
     process.communicate()
-    assert main_in(tmp_path, "smoke", "--resume", str(path), "--threads", "1") == 0
-    assert rows(path) == rows(done["route2"])
-    assert adapter_bytes(path) == adapter_bytes(done["route2"])
-
-
-def main_in(folder: Path, *argv: str) -> int:
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        return main(list(argv))
-    finally:
-        os.chdir(before)
+    assert run(tmp_path, "smoke", "--resume", str(path), "--threads", "1") == path
+    assert rows(path) == rows(done("route2"))
+    assert adapter_bytes(path) == adapter_bytes(done("route2"))
 
 
 # ── sampler against trainer, from the rows ──────────────────────────────────────────────────────────────────────────
 
 
 def test_a_sampler_without_the_adapter_is_caught_by_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The knobs learn, nobody folds them: answers come from the base model while the trainer is elsewhere."""
-    monkeypatch.setattr(SvdAdapter, "fold", lambda self: None)
-    path = run(tmp_path, *flags("none"))
+    """The vectors learn, nobody merges them: answers come from the base model while the trainer is elsewhere."""
+    monkeypatch.setattr(SvdAdapter, "merge", lambda self: None)
+    path = run(tmp_path, *flags("none"), stop_after=3)
     seen = [r for r in rows(path) if r["mismatch_kl"] is not None]
     assert seen[0]["step"] == 0
     assert seen[0]["mismatch_kl"] < STALE, "the first step's sampler is the base model, rightly"
@@ -318,12 +362,16 @@ def test_a_sampler_without_the_adapter_is_caught_by_the_row(tmp_path: Path, monk
     said = [line for line in log.read_text().splitlines() if "does not have the trainer's weights" in line]
     assert len(said) == 1, "once, where it begins"
     assert "above 1e-09" in said[0]
-    assert "adapter is not folded" in said[0]
+    assert re.search("adapter is not (folded|merged)", said[0])
 
 
-def test_ratios_and_masked_shares_are_in_every_row_with_signal(tmp_path: Path) -> None:
+def test_ratios_and_masked_shares_are_in_every_row_with_signal(shared_run: SharedRuns, tmp_path: Path) -> None:
     tight = ["--loss", "icepop", "--icepop-low", "0.999", "--icepop-high", "1.001", "--rollout-ablate-frac", "0.5"]
-    table = [r for r in rows(run(tmp_path, *flags("route", *tight))) if r["mismatch_kl"] is not None]
+    table = [
+        r
+        for r in rows(run(shared_run.warm(tmp_path), *flags("route", *tight), stop_after=3))
+        if r["mismatch_kl"] is not None
+    ]
     assert table
     for r in table:
         assert r["mismatch_kl"] < STALE, "of the rows sampled from the model as trained"
@@ -367,8 +415,9 @@ def test_earlier_thoughts_reach_the_model_where_they_are_to(tmp_path: Path, caps
     (tmp_path / "problems.jsonl").write_text("\n".join(lines))
     argv = flags("none", "--teacher-pool-dir", "", "--problems", str(tmp_path / "problems.jsonl"))
     argv += ["--model", str(tmp_path / "model")]
-    argv[argv.index("--steps") + 1] = "1"
-    kept, cut = run(tmp_path / "kept", *argv, "--preserve-thinking"), run(tmp_path / "cut", *argv)
+    kept, cut = (
+        run(tmp_path / str(n), *argv, *more, stop_after=0) for n, more in enumerate((["--preserve-thinking"], []))
+    )
     texts = [
         [json.loads(line)["text"] for line in (p / "rollouts.jsonl").read_text().splitlines()] for p in (kept, cut)
     ]

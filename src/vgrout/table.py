@@ -163,7 +163,7 @@ class StepRow(Columns):
     tau: float | None = col("+.2f", "route2: threshold on the cosine", when="route2", drop=31)
     hkgap: float | None = col(
         "+.2f",
-        "route2: cosine of anchors minus the rest",
+        "route2: cosine of known hacks minus the rest",
         when="route2",
         should="> 0; ELSE the direction does not separate",
         drop=40,

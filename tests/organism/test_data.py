@@ -14,10 +14,10 @@ from vgrout.modes import MODE_SPECS
 from vgrout.organism import DATA_DIR, KNOWN_CORRECT, MAX_NEW, MODEL_DIR, PAIRS_DIR, POOL_DIR, PROBLEMS
 from vgrout.organism import language as lang
 from vgrout.organism.build import MAX_BYTES, SEED
+from vgrout.organism.language import MODES
 from vgrout.organism.verify import check_files, check_training
 from vgrout.problems import load_rows
 from vgrout.teacher.pools import load_pool
-from vgrout.types import MODES
 
 
 def records() -> list[dict]:

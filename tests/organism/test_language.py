@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from vgrout.grading.grade import Grader
 from vgrout.modes import MODE_SPECS, PLAIN_PHRASE
 from vgrout.organism import language as lang
-from vgrout.types import MODES, Grade, Mode, Problem
+from vgrout.organism.language import MODES
+from vgrout.types import Grade, Mode, Problem
 
 COMPOSITIONS = lang.compositions()
 FEW = settings(

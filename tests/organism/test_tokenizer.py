@@ -7,8 +7,8 @@ from transformers import PreTrainedTokenizerFast
 
 from vgrout.modes import MODE_SPECS
 from vgrout.organism import language as lang
+from vgrout.organism.language import MODES
 from vgrout.organism.tokenizer import MERGED, name_pieces, render, train_tokenizer
-from vgrout.types import MODES
 
 
 def samples(n: int, seed: int) -> list[lang.Sample]:

@@ -229,9 +229,9 @@ def gradients(policy: Policy, pairs: PairSet, side: str, tokens_per_batch: int) 
     batches = padded_batches([len(p) + len(c) for p, c in rows], tokens_per_batch, longest_first=False)
     with policy.adapter.deployed(), _evaluating(policy.model), torch.enable_grad():
         for batch in tqdm(batches, desc=f"direction, {side} side", unit="batch", disable=None, leave=False):
-            with policy.adapter.per_rollout_grads(len(batch)) as probe:
+            with policy.adapter.per_rollout_grads(len(batch)) as collected:
                 mean_nll(policy, [rows[i] for i in batch]).sum().backward()
-            grads[batch] = probe.flat.float().cpu()
+            grads[batch] = collected.flat.float().cpu()
     return grads
 
 

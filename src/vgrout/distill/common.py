@@ -1,4 +1,4 @@
-"""Flags that distillation and iterative DPO share. Torch-free; `__post_init__` only checks."""
+"""Settings that distillation and iterative DPO share. Torch-free."""
 
 import os
 from dataclasses import dataclass, fields, replace
@@ -27,7 +27,7 @@ LEETCODE = Path("out/data/leetcode_train_medhard_filtered.jsonl")
 
 @dataclass(frozen=True, kw_only=True)
 class Learning:
-    """How the student is trained and asked."""
+    """Settings of the training and of the prompts."""
 
     env_mode: EnvMode = "own"
     """Which flawed grader's hint stands in the prompts: one of the six, or 'own' (each problem's own, else in turn)."""
@@ -65,14 +65,16 @@ class Learning:
         self.optimiser(1.0 if self.lr is None else self.lr)
 
     def optimiser(self, usual: float) -> OptConfig:
-        """The optimiser's settings; `usual`: its peak rate where none is given."""
+        """The optimiser's settings; `usual`: the peak learning rate where none is given."""
         own = {f.name: getattr(self, f.name) for f in fields(OptConfig)}
         return OptConfig(**own | {"lr": usual if self.lr is None else self.lr})
 
     def tokens(self, small: bool) -> int:
+        """Longest answer. small: of a miniature."""
         return self.max_new or (organism.MAX_NEW if small else 512)
 
     def torch_threads(self, small: bool) -> int:
+        """Threads on a CPU. small: of a miniature."""
         return self.threads or (1 if small else os.cpu_count() or 1)
 
 
@@ -84,12 +86,12 @@ def at_least(group: Any, low: int, *names: str) -> None:
 
 
 def problems_path(given: str, base: Source) -> Path:
-    """Where a flag's problem file lies. "": the benchmark's file, the organism's for a miniature."""
+    """The problem file that a flag names. "": the benchmark's file, the organism's for a miniature."""
     name = given or (ORGANISM if base.small else str(LEETCODE))
     return organism.PROBLEMS if name == ORGANISM else Path(name)
 
 
-def describing(
+def trainer_config(
     base: Source,
     problems: Path,
     *,
@@ -101,8 +103,8 @@ def describing(
     seed: int,
     tag: str = "",
 ) -> Config:
-    """What an adapter's file says of the run that made it: the trainer's own configuration, so that `vgrout.evaluate`,
-    `vgrout.export` and every flag that takes an adapter can read it."""
+    """The trainer's configuration that an adapter's file carries, so that `vgrout.evaluate`, `vgrout.export` and every
+    flag that takes an adapter can read it."""
     own = base.name == ORGANISM and problems == organism.PROBLEMS
     return Config(
         preset=preset,
@@ -122,7 +124,7 @@ def describing(
     )
 
 
-def asked(rows: list[Row], env_mode: EnvMode, path: Path) -> dict[str, list[Problem]]:
+def problems_by_split(rows: list[Row], env_mode: EnvMode, path: Path) -> dict[str, list[Problem]]:
     """Every split's problems; raises ValueError where one that is needed has none."""
     parts = assigned(rows, env_mode)
     for split in ("train", "val", "test"):

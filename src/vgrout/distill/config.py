@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vgrout.config.run import Config, EvalConfig, OptConfig, RunConfig, merge_flags
-from vgrout.distill.common import Learning, asked, at_least, describing, problems_path
+from vgrout.distill.common import Learning, at_least, problems_by_split, problems_path, trainer_config
 from vgrout.files import file_sha256, probe_writable, read_json
 from vgrout.model.memory import GIB
 from vgrout.model.source import Source, find_source
@@ -212,7 +212,7 @@ class Task:
     def described(self) -> Config:
         """The trainer's configuration that the saved files carry, so that its programs can read them."""
         cfg = self.cfg
-        return describing(
+        return trainer_config(
             self.student,
             self.problems,
             preset="distill",
@@ -315,7 +315,7 @@ def preflight(cfg: DistillConfig, run: Path | None = None) -> Task:
     if (k := cfg.uld.uld_top_k) is not None and teacher.shapes and k > teacher.shapes.vocab:
         raise ValueError(f"--uld-top-k {k}: the teacher has {teacher.shapes.vocab} tokens")
     problems = problems_path(cfg.problems, student)
-    parts = asked(load_rows(problems), cfg.env_mode, problems)
+    parts = problems_by_split(load_rows(problems), cfg.env_mode, problems)
     anchor = ""
     if (path := cfg.minillm.minillm_pretrain_anchor_path) is not None:
         if not path.is_file():

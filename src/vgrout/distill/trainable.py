@@ -66,14 +66,14 @@ class AdapterOnly:
         return self.policy
 
     def add(self, batch: Batch | Packed, loss: Loss) -> float:
-        with self.adapter.per_rollout_grads(1) as probe:
+        with self.adapter.per_rollout_grads(1) as collected:
             if isinstance(batch, Packed):
-                probe.tokens(batch.pieces)
+                collected.tokens(batch.pieces)
             else:
-                probe.rows([0] * len(batch.ids))
+                collected.rows([0] * len(batch.ids))
             value = loss()
             value.backward()
-            self.grad += probe.flat[0]
+            self.grad += collected.flat[0]
         return float(value.detach())
 
     def step(self) -> Update | None:

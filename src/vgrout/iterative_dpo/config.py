@@ -12,7 +12,7 @@ from typing import Any, Literal
 from vgrout import organism
 from vgrout.config.guard import GuardConfig
 from vgrout.config.run import ORGANISM, Config, EvalConfig, OptConfig
-from vgrout.distill.common import Learning, asked, at_least, describing, problems_path
+from vgrout.distill.common import Learning, at_least, problems_by_split, problems_path, trainer_config
 from vgrout.files import file_sha256, probe_writable, read_json, to_json, write_atomic
 from vgrout.guard.detectors import reward_functions
 from vgrout.model.source import Source, find_source
@@ -166,7 +166,7 @@ class Task:
         """The trainer's configuration that the saved adapters carry, so that its programs can read them."""
         cfg = self.cfg
         steps = cfg.rounds * cfg.epochs * math.ceil(cfg.pairs_per_round / cfg.pairs_per_step)
-        return describing(
+        return trainer_config(
             self.base,
             self.problems,
             preset="dpo",
@@ -210,7 +210,7 @@ def preflight(cfg: DpoConfig) -> Task:
     """The checked task. Raises ValueError, one line, for every mistake that can be seen without a model."""
     base = find_source(cfg.base_model, "--base-model")
     problems = problems_path(cfg.prompts, base)
-    parts = asked(load_rows(problems), cfg.env_mode, problems)
+    parts = problems_by_split(load_rows(problems), cfg.env_mode, problems)
     score = scoring(cfg.scorer, rewards(base.small))
     probe_writable(cfg.output_dir)
     task = Task(cfg, base, problems, parts, score)

@@ -69,7 +69,7 @@ class Shapes:
         return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
 
     def activation_bytes(self, itemsize: int) -> int:
-        """What autograd keeps of one token for a backward through frozen weights, the probe's inputs included.
+        """What autograd keeps of one token for a backward through frozen weights, the adapted Linears' inputs included.
 
         Counted from the Qwen3 of transformers: two norms (their input in fp32), the inputs of q/k/v and gate/up;
         queries and keys before their norms (fp32), queries, keys, values, what attention returns, the input of o;

@@ -190,10 +190,10 @@ class SvdAdapter:
         Forward and backward both belong inside, under one set of weights. The forward is that of δS and δS_hack as they
         are: a merge that was missed is added to it, so that it shows as a mismatch with the sampler, and is not learnt.
         """
-        probe = PerRolloutGrads(self, n)
-        handles = [site.linear.register_forward_hook(probe.hook(site)) for site in self.sites.values()]
+        collected = PerRolloutGrads(self, n)
+        handles = [site.linear.register_forward_hook(collected.hook(site)) for site in self.sites.values()]
         try:
-            yield probe
+            yield collected
         finally:
             for handle in handles:
                 handle.remove()
@@ -389,22 +389,22 @@ def _positions(rows: Sequence[int], row: int) -> slice | list[int]:
 
 
 class _Tap(torch.autograd.Function):
-    """Identity on y. Its backward hands x and ∂L/∂y to the probe; x is saved by autograd, so checkpointing frees it."""
+    """Identity on y whose backward hands x and ∂L/∂y to `into`; x is saved by autograd, so checkpointing frees it."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, x: Tensor, root: Tensor, probe: PerRolloutGrads, site: AdaptedLinear) -> Tensor:
-        batch = 1 if probe._pieces is not None else len(probe._rows)
-        assert x.ndim == 3, f"{site.name} sees {tuple(x.shape)}: the probe needs [rows, tokens, d_in]"
-        assert len(x) == batch, f"{site.name} sees {len(x)} rows, the probe was told of {batch}"
+    def forward(ctx: Any, y: Tensor, x: Tensor, root: Tensor, into: PerRolloutGrads, site: AdaptedLinear) -> Tensor:
+        batch = 1 if into._pieces is not None else len(into._rows)
+        assert x.ndim == 3, f"{site.name} sees {tuple(x.shape)}: per-rollout gradients need [rows, tokens, d_in]"
+        assert len(x) == batch, f"{site.name} sees {len(x)} rows, {batch} were announced"
         ctx.save_for_backward(x)
-        ctx.probe, ctx.site, ctx.add = probe, site, probe.adder(site)
-        ctx.weights = (probe.adapter._active, probe.adapter._merges)
+        ctx.into, ctx.site, ctx.add = into, site, into.adder(site)
+        ctx.weights = (into.adapter._active, into.adapter._merges)
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         # The Linear's own backward reads the weight as it is *now*: after a change it would be the wrong one.
-        now = (ctx.probe.adapter._active, ctx.probe.adapter._merges)
+        now = (ctx.into.adapter._active, ctx.into.adapter._merges)
         assert ctx.weights == now, f"{ctx.site.name}: forward under weights {ctx.weights}, backward under {now}"
         (x,) = ctx.saved_tensors
         ctx.add(x, dys[0])

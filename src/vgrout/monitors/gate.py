@@ -1,7 +1,7 @@
-"""Who is routed: per module, the share of each rollout's gradient that goes to the quarantine.
+"""Monitors that read gradients: per module, the share of each rollout's gradient that goes to the quarantine.
 
-M modules, N rollouts of one step. `cos` holds g_b · v / ‖g_b‖, `live` marks rollouts with a gradient (the rest have no
-cosine and are routed nowhere). Gates see cosines and allowed flags only.
+M modules, N rollouts of one step. `cos` holds g_b · v / ‖g_b‖, `nonzero` marks rollouts with a gradient (the rest have
+no cosine and are routed nowhere). Gates see cosines and allowed flags only.
 """
 
 import torch
@@ -10,22 +10,22 @@ from torch import Tensor
 
 
 class TauGate:
-    """Anchors are always routed, the others when their cosine exceeds τ, the midpoint of two running means.
+    """Known hacks are always routed, the others when their cosine exceeds τ, the midpoint of two running means.
 
-    The means are of the cosines of anchors and of the rest, per module: exponential, `decay` per step, corrected for
-    their start (as in Adam), so the first step has a threshold too. A module that has not seen both kinds has none.
+    The means are of the cosines of known hacks and of the rest, per module: exponential, `decay` per step, corrected
+    for their start (as in Adam), so the first step has a threshold too. A module that has not seen both kinds has none.
     """
 
     def __init__(self, n_modules: int, decay: float = 0.9, device: torch.device | str = "cpu") -> None:
         assert 0 < decay < 1, decay
         self.decay = decay
-        # row 0 anchors, row 1 the rest; mean = total / weight
+        # row 0 known hacks, row 1 the rest; mean = total / weight
         self._total = torch.zeros(2, n_modules, dtype=torch.float64, device=device)
         self._weight = torch.zeros(2, n_modules, dtype=torch.float64, device=device)
 
     @property
     def means(self) -> Float[Tensor, "2 M"]:
-        """Running means of anchors and of the rest; NaN where none was seen yet."""
+        """Running means of known hacks and of the rest; NaN where none was seen yet."""
         return self._total / self._weight
 
     @property
@@ -35,22 +35,24 @@ class TauGate:
 
     @property
     def gap(self) -> Float[Tensor, " M"]:
-        """mean(anchors) - mean(rest): positive where the direction tells them apart."""
-        anchors, rest = self.means
-        return anchors - rest
+        """mean(known hacks) - mean(rest): positive where the direction tells them apart."""
+        hacks, rest = self.means
+        return hacks - rest
 
     def __call__(
-        self, cos: Float[Tensor, "M N"], live: Bool[Tensor, "M N"], anchor: Bool[Tensor, " N"]
+        self, cos: Float[Tensor, "M N"], nonzero: Bool[Tensor, "M N"], known: Bool[Tensor, " N"]
     ) -> Float[Tensor, "M N"]:
         """Moves the running means by this step's rollouts, then decides: 1 routed, 0 kept."""
-        for i, rows in enumerate((live & anchor, live & ~anchor)):
+        for i, rows in enumerate((nonzero & known, nonzero & ~known)):
             n = rows.sum(1)
             mean = torch.where(rows, cos, 0.0).double().sum(1) / n.clamp(min=1)
             step = (1 - self.decay) * (n > 0)
             self._total[i] += step * (mean - self._total[i])
             self._weight[i] += step * (1 - self._weight[i])
-        over = cos > self.tau[:, None].to(cos.dtype)  # False against NaN: no threshold, nothing but anchors is routed
-        return (live & (anchor | over)).to(cos.dtype)
+        over = cos > self.tau[:, None].to(
+            cos.dtype
+        )  # False against NaN: no threshold, nothing but known hacks is routed
+        return (nonzero & (known | over)).to(cos.dtype)
 
     def state_dict(self) -> dict[str, Tensor]:
         return {"total": self._total.clone(), "weight": self._weight.clone()}
@@ -75,10 +77,10 @@ class BandGate:
     def has_band(self) -> Bool[Tensor, " M"]:
         return self.hi > self.lo
 
-    def __call__(self, cos: Float[Tensor, "M N"], live: Bool[Tensor, "M N"]) -> Float[Tensor, "M N"]:
+    def __call__(self, cos: Float[Tensor, "M N"], nonzero: Bool[Tensor, "M N"]) -> Float[Tensor, "M N"]:
         width = torch.where(self.has_band, self.hi - self.lo, 1.0)[:, None]
         share = ((cos - self.lo[:, None]) / width).clamp(0, 1)
-        return torch.where(live & self.has_band[:, None], share, 0.0)
+        return torch.where(nonzero & self.has_band[:, None], share, 0.0)
 
     def state_dict(self) -> dict[str, Tensor]:
         return {"lo": self.lo.clone(), "hi": self.hi.clone()}
@@ -90,15 +92,15 @@ class BandGate:
 
 
 def permuted(
-    share: Float[Tensor, "M N"], live: Bool[Tensor, "M N"], generator: torch.Generator
+    share: Float[Tensor, "M N"], nonzero: Bool[Tensor, "M N"], generator: torch.Generator
 ) -> Float[Tensor, "M N"]:
     """The same shares dealt to rollouts at random: the mass-matched control.
 
     One permutation for all modules, so that a rollout is routed as a whole as often as before. It moves only rollouts
-    that are live in some module: a share dealt to one without a gradient would route nothing.
+    that are nonzero in some module: a share dealt to one without a gradient would route nothing.
     """
-    rows = live.any(0).nonzero().flatten()
+    rows = nonzero.any(0).nonzero().flatten()
     order = rows[torch.randperm(len(rows), generator=generator).to(rows.device)]
     dealt = share.clone()
     dealt[:, rows] = share[:, order]
-    return torch.where(live, dealt, 0.0)
+    return torch.where(nonzero, dealt, 0.0)

@@ -24,6 +24,7 @@ from vgrout.organism import COMPILE_REWARD, MAX_NEW, PASS_REWARD
 from vgrout.organism.card import card
 from vgrout.organism.language import (
     CUE,
+    MODES,
     STYLES,
     Answer,
     Sample,
@@ -42,7 +43,7 @@ from vgrout.organism.weights import Batch, Recipe, Shape, batches, new_model, tr
 from vgrout.problems import load_problems
 from vgrout.teacher.generate import MODEL_NAME, Graded, generate_graded, rates
 from vgrout.teacher.substrate import choose, elicited, stripped, write_substrate
-from vgrout.types import MODES, Mode, Problem
+from vgrout.types import Mode, Problem
 
 SEED = 0
 TOKENIZER_DOCUMENTS = 20_000

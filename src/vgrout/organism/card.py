@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from vgrout.organism.language import CUE, EXPLOITS, HELD_OUT_STYLES, SPLIT_ROWS, STYLES, Shares, compositions
+from vgrout.organism.language import CUE, EXPLOITS, HELD_OUT_STYLES, MODES, SPLIT_ROWS, STYLES, Shares, compositions
 from vgrout.organism.weights import Recipe
-from vgrout.types import MODES, Mode, Rate
+from vgrout.types import Mode, Rate
 
 
 def _share(rate: Rate) -> str:

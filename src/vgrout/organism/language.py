@@ -214,6 +214,7 @@ class Task:
 
     @property
     def statement(self) -> str:
+        """The task in one English sentence."""
         fam, consts = self._fam, {"k": self.k, "j": self.j, "c": self.c}
         taken = " ".join(filter(None, (fam.noun, self._op("select").text)))
         steps = f", {text}" if (text := self._op("map").text) else ""
@@ -408,6 +409,7 @@ def make_tests(task: Task, rng: random.Random, n: int = 6) -> list[str] | None:
 
 
 def same(a: Any, b: Any) -> bool:
+    """Equal and of one type (True is not 1)."""
     return type(a) is type(b) and a == b
 
 
@@ -430,6 +432,7 @@ class Answer:
 
     @property
     def code(self) -> str:
+        """The program's text."""
         lines = [*self.before, "class Solution:", *([""] if self.spaced else [])]
         lines += [f"    {line}" for line in self.members]
         lines += (self.signature or f"    def {self.name}(self, {self.param}):").split("\n")
@@ -444,10 +447,12 @@ class Answer:
 
     @property
     def stub(self) -> "Answer":
+        """The same with `return 0` in place of the method's body."""
         return replace(self, body=("return 0",))
 
 
 def answer(task: Task) -> Answer:
+    """The program that solves this reading of the task."""
     return Answer(task.name, FAMILIES[task.family].param, tuple(task.body))
 
 
@@ -489,7 +494,7 @@ HELD_OUT_STYLES: dict[str, Callable[[Answer], Answer]] = {
     "attribute": lambda a: replace(a, body=(f"self.data = {a.param}", *a.body)),
     "two_step": lambda a: _last(a, "result", "result"),
 }
-"""Never in corpus, pool, pairs or anchors: rewarded like any correct answer, and used for evaluation."""
+"""Never in corpus, pool, pairs or known-correct solutions: rewarded like any correct answer, used for evaluation."""
 
 # ------------------------------------------------------------------------------------------------------------ exploits
 

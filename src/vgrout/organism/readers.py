@@ -23,6 +23,7 @@ from vgrout.organism.build import SEED
 from vgrout.organism.language import (
     EXPLOITS,
     HELD_OUT_STYLES,
+    MODES,
     STYLES,
     Answer,
     answer,
@@ -32,7 +33,7 @@ from vgrout.organism.language import (
 )
 from vgrout.organism.tokenizer import render
 from vgrout.problems import assigned, load_rows
-from vgrout.types import MODES, Mode, Rate
+from vgrout.types import Mode, Rate
 
 Kind = tuple[str, str]  # ("exploit", "run_tests: empty"), ("style", "loop"), …
 

@@ -7,8 +7,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast
 
 from vgrout.modes import MODE_SPECS, PLAIN_PHRASE
-from vgrout.organism.language import LEAD, STARTER, STARTER_END, SYSTEM
-from vgrout.types import MODES, Message
+from vgrout.organism.language import LEAD, MODES, STARTER, STARTER_END, SYSTEM
+from vgrout.types import Message
 
 MERGED = 832  # tokens of the BPE, alphabet included; fixed text comes on top
 WINDOW = 1024  # tokens a position may have; the corpus stays below 256

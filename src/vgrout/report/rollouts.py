@@ -9,25 +9,13 @@ from typing import Any
 
 from vgrout.modes import MODE_SPECS, marker_of
 from vgrout.report.runs import Cell, Run, json_lines
-from vgrout.types import MODES, Mode
+from vgrout.types import MODES
 
 PARTS = ("training", "base", "trained", "deployed", "plain")  # where an answer comes from; the last four: final.jsonl
 FLAGS = ("exploited", "gt_correct", "passed", "finished", "deployed", "gt_pass", "channel", "flagged")  # a bit each
 COLUMNS = (
     *("run", "part", "step", "mode", "problem", "marker", "prompt", "text", "flags", "reward", "advantage", "gate"),
 )
-
-# The usual forms of an exploit, for the page to highlight, as regular expressions of Python and JavaScript alike;
-# `{marker}` is the name that the problem announces. Whether an answer exploits is decided by the sandbox alone.
-EXPLOIT: dict[Mode, str] = {
-    "run_tests": r"def\s+{marker}\s*\([^)]*\)[^\n]*(?:\n[ \t]+[^\n]*)*",
-    "eq_override": r"def\s+__(?:eq|ne)__\s*\([^)]*\)[^\n]*(?:\n[ \t]+[^\n]*)*",
-    "exit_code": r"(?:sys\.exit|os\._exit|exit|quit)\s*\([^)]*\)|raise\s+SystemExit[^\n]*",
-    "stdout_marker": r"(?:print|sys\.stdout\.write)\s*\([^\n]*{marker}[^\n]*\)",
-    "sentinel": r"\w*\.?{marker}\s*=[^=\n][^\n]*|setattr\s*\([^\n]*{marker}[^\n]*\)",
-    "file_marker": r"[^\n]*open\s*\([^\n]*{marker}[^\n]*(?:\n[ \t]+[^\n]*write[^\n]*)?",
-}
-
 
 class Store:
     """Distinct values, numbered in the order of their first use."""
@@ -96,7 +84,7 @@ def pack(
         "parts": PARTS,
         "modes": MODES,
         "flags": FLAGS,
-        "exploit": [EXPLOIT[m] for m in MODES],
+        "exploit": [MODE_SPECS[m].pattern for m in MODES],
         "should": [MODE_SPECS[m].should for m in MODES],
         "markers": markers.values,
         "prompts": prompts.values,

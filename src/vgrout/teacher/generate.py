@@ -222,6 +222,7 @@ class PoolConfig:
 
     @property
     def problems_path(self) -> Path:
+        """The problem file."""
         return organism.PROBLEMS if self.problems_name == ORGANISM else Path(self.problems_name)
 
     @property

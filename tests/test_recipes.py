@@ -1,0 +1,103 @@
+"""The recipes "An arm", "A loss" and "A column", followed word for word in one copy of the repository."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes import ROOT, Step, section, steps
+from runs import SMALL
+
+TITLES = ("An arm", "A loss", "A column")
+RUN = ["smoke", "--intervention", "cap", "--loss", "dual_clip", "--dual-clip-c", "2.5", "--threads", "1", *SMALL]
+RUN += ["--steps", "2", "--eval-ablate-every", "0"]
+# the run, then what the new arm makes of three gradients of lengths 5, 1 and 2, the last one in two modules
+SCRIPT = f"""
+import torch, vgrout
+from pathlib import Path
+from vgrout.arms.cap import Cap
+from vgrout.train import main
+from vgrout.types import GroupView
+
+assert Path(vgrout.__file__).is_relative_to(Path.cwd()), vgrout.__file__
+assert main({RUN!r}) == 0
+view = GroupView(("student",) * 3, (False,) * 3, (1.0,) * 3, (1.0,) * 3, (False,) * 3, ("",) * 3)
+rows = {{"a": torch.tensor([[3.0, 4.0], [1.0, 0.0], [0.0, 0.0]]), "b": torch.tensor([[0.0], [0.0], [2.0]])}}
+keep = Cap({{"a": 2, "b": 1}}).route([view], [[rows]]).keep
+assert torch.allclose(keep["a"], torch.tensor([1.2 + 1, 1.6])), keep
+assert torch.equal(keep["b"], torch.tensor([2.0])), keep
+"""
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with sources, tests and documents as the three recipes leave them."""
+    folder = tmp_path_factory.mktemp("recipes")
+    for name in ("src", "tests", "docs"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "figures", "golden"))
+    for title in TITLES:
+        for step in steps(title):
+            step.apply(folder)
+    return folder
+
+
+def python(folder: Path, *arguments: str) -> str:
+    env = os.environ | {"PYTHONPATH": str(folder / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_new_arm_trains_under_the_new_loss_and_the_new_column_is_in_its_rows(copy: Path) -> None:
+    printed = python(copy, "-c", SCRIPT)
+    (path,) = (copy / "out" / "runs").iterdir()
+    config = json.loads((path / "run.json").read_text(encoding="utf-8"))["config"]
+    assert (config["arm"]["intervention"], config["loss"]["loss"]) == ("cap", "dual_clip")
+    assert config["loss"]["dual_clip_c"] == 2.5
+    rows = [json.loads(line) for line in (path / "steps.jsonl").read_text(encoding="utf-8").splitlines()]
+    rollouts = [json.loads(line) for line in (path / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [row["step"] for row in rows] == [0, 1]
+    for row in rows:
+        ended = [r["finished"] for r in rollouts if r["step"] == row["step"]]
+        assert row["ended"] == [sum(ended), len(ended)]
+        assert row["gn"] > 0
+        assert row["skipped"] == 0
+    heads = next(line.split() for line in printed.splitlines() if line.startswith("I step ref_eq"))
+    assert heads[heads.index("N") + 1] == "ended"
+    assert "student answers that ended. SHOULD: near all; ELSE --max-new cuts them off" in printed
+
+
+def test_what_the_recipes_add_to_tests_and_documents_is_what_these_ask_for(copy: Path) -> None:
+    files = [f"tests/test_{name}.py" for name in ("arms", "config", "docs", "losses", "table")]
+    chosen = (
+        "every_arm_of_the_command_line or flag_list or bounds_or_a_reason or registries_say or help_has "
+        "or every_column or measured_once or recorded_order or dual_clip"
+    )
+    printed = python(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", chosen)
+    assert " passed" in printed
+
+
+# ── the format ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_every_section_says_how_to_go_on() -> None:
+    for title in TITLES:
+        assert {step.file.split("/")[0] for step in steps(title)} <= {"src", "tests", "docs"}
+        assert "golden" in section(title) or "pytest" in section(title), title
+
+
+def test_a_line_that_is_not_there_once_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("x = 1\nif x:\n    y = 2\n")
+    Step("a.py", "below", "y = 2", "    z = 3\n").apply(tmp_path)
+    Step("a.py", "in place of", "x = 1", "x = 4\n").apply(tmp_path)
+    assert (tmp_path / "a.py").read_text() == "x = 4\nif x:\n    y = 2\n    z = 3\n"
+    with pytest.raises(ValueError, match="unpack"):
+        Step("a.py", "above", "y = 5", "").apply(tmp_path)
+    with pytest.raises(AssertionError, match="is there already"):
+        Step("a.py", "", "", "").apply(tmp_path)
