@@ -15,7 +15,7 @@ from vgrout.config.loss import LossConfig
 from vgrout.losses import LossInput, LossOutput, Norm, policy_loss, teacher_weight
 from vgrout.model.budgets import TOKEN_BUDGET
 from vgrout.model.logprobs import Batch, TokenLogprobs, collate, completion_logprobs
-from vgrout.model.packing import Packed, batches, pack
+from vgrout.model.packing import Packed, batches, pack, padded_batches
 from vgrout.model.policy import LanguageModel, Policy
 from vgrout.model.sampling import Sampling
 from vgrout.tensor_types import GradRows, Packing, RolloutGrads, UpdatePart, UpdatePlan
@@ -167,13 +167,7 @@ def _rows(
 
 def micro_batches(rows: Sequence[Row], token_budget: int) -> list[list[Row]]:
     """Rows of like length together, each batch at most `token_budget` tokens with its padding (or one row)."""
-    batches: list[list[Row]] = []
-    for row in sorted(rows, key=lambda r: -r.tokens):
-        if batches and batches[-1][0].tokens * (len(batches[-1]) + 1) <= token_budget:
-            batches[-1].append(row)
-        else:
-            batches.append([row])
-    return batches
+    return [[rows[i] for i in part] for part in padded_batches([r.tokens for r in rows], token_budget)]
 
 
 def packed_batches(rows: Sequence[Row], token_budget: int, packing: Packing) -> list[list[Row]]:

@@ -16,6 +16,7 @@ from vgrout.inputs import Inputs
 from vgrout.model import policy as models
 from vgrout.model.policy import SVD_CACHE, LanguageModel, Policy, load_language_model
 from vgrout.model.sampling import Sampling
+from vgrout.model.saved import pick_device
 from vgrout.problems import ProblemSplits, load_splits
 from vgrout.teacher.demonstrations import Teacher
 from vgrout.teacher.pools import regraded
@@ -24,12 +25,8 @@ from vgrout.teacher.substrate import elicited
 
 def device_and_dtype(cfg: Config) -> tuple[torch.device, torch.dtype]:
     """bf16 on a GPU, fp32 on a CPU (the organism's weights are small enough for exactness)."""
-    if torch.cuda.is_available():
-        return torch.device("cuda"), torch.bfloat16
     # Matrices of 128 × 256 lose by a second thread, by far on a machine that is shared: grading has the other cores.
-    few = cfg.scale.model == ORGANISM
-    torch.set_num_threads(cfg.run.threads or (1 if few else os.cpu_count() or 1))
-    return torch.device("cpu"), torch.float32
+    return pick_device(cfg.run.threads or (1 if cfg.scale.model == ORGANISM else os.cpu_count() or 1))
 
 
 def load_policy(cfg: Config) -> Policy:

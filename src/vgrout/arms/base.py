@@ -21,6 +21,9 @@ from vgrout.model.policy import Policy
 from vgrout.tensor_types import ArmDiag, GradRows, ModuleGrads, RolloutGrads, Routed, UpdatePlan
 from vgrout.types import Batch, Group, GroupView, OracleView, Problem
 
+Views = Sequence[GroupView]  # one a group
+Grads = Sequence[Sequence[RolloutGrads]]  # of each part of the plan, of each group: module → [rows, r]
+Plan = UpdatePlan | None  # None: one part, all rows
 Rewards = tuple[float | None, ...]  # one a rollout; None: left out of its group
 
 
@@ -131,13 +134,7 @@ class Arm:
         self._require(views)
         return UpdatePlan()
 
-    def route(
-        self,
-        views: Sequence[GroupView],
-        grads: Sequence[Sequence[RolloutGrads]],
-        plan: UpdatePlan | None = None,
-        grad_rows: GradRows | None = None,
-    ) -> Routed:
+    def route(self, views: Views, grads: Grads, plan: Plan = None, grad_rows: GradRows | None = None) -> Routed:
         """What the adapter's two vectors learn from a step's groups.
 
         A gradient that is not finite is handed on untouched, for the optimiser to refuse; no gate learns from it.

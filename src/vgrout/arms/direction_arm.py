@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from vgrout.arms.base import Arm, Provenance, Refresh, StepGrads, module_sizes
+from vgrout.arms.base import Arm, Grads, Plan, Provenance, Refresh, StepGrads, Views, module_sizes
 from vgrout.arms.projection import GateMode, along, cos_pre, split
 from vgrout.config.arm import ArmConfig
 from vgrout.config.run import Config
@@ -17,8 +17,8 @@ from vgrout.direction.files import obtain
 from vgrout.grading.grade import Grader
 from vgrout.inputs import Inputs
 from vgrout.model.policy import Policy
-from vgrout.tensor_types import ArmDiag, Directions, GradRows, ModuleGrads, RolloutGrads, Routed, UpdatePlan
-from vgrout.types import GroupView, Problem
+from vgrout.tensor_types import ArmDiag, Directions, GradRows, ModuleGrads, Routed
+from vgrout.types import Problem
 
 TOLERANCE = 1e-4  # of the invariants, relative to the norms that went in: fp32 sums of some hundred rows
 
@@ -163,13 +163,7 @@ class ShrinkageControl(Arm):
         self.inner, self.name, self.grad_rows, self.provenance = inner, inner.name, inner.grad_rows, inner.provenance
         super().__init__(inner.sizes, inner.device, "shrinkage")
 
-    def route(
-        self,
-        views: Sequence[GroupView],
-        grads: Sequence[Sequence[RolloutGrads]],
-        plan: UpdatePlan | None = None,
-        grad_rows: GradRows | None = None,
-    ) -> Routed:
+    def route(self, views: Views, grads: Grads, plan: Plan = None, grad_rows: GradRows | None = None) -> Routed:
         would = self.inner.route(views, grads, plan, grad_rows)
         routed = super().route(views, grads, plan, grad_rows)
         assert would.keep is not None

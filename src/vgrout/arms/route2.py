@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from vgrout.arms.base import StepGrads
+from vgrout.arms.base import Grads, Plan, StepGrads, Views
 from vgrout.arms.direction_arm import DirectionArm, assert_conserved, fraction_of_modules
 from vgrout.arms.projection import along, mean_over_modules
 from vgrout.config.arm import ArmConfig
@@ -23,7 +23,6 @@ from vgrout.tensor_types import (
     Directions,
     GradRows,
     ModuleGrads,
-    RolloutGrads,
     Routed,
     UpdatePart,
     UpdatePlan,
@@ -115,13 +114,7 @@ class Route2(PerRolloutRouting):
         first = UpdatePart(tuple(rows), tuple(advantages), deployed=self._own)
         return UpdatePlan((first, UpdatePart(tuple(away))) if self._own else (first,))
 
-    def route(
-        self,
-        views: Sequence[GroupView],
-        grads: Sequence[Sequence[RolloutGrads]],
-        plan: UpdatePlan | None = None,
-        grad_rows: GradRows | None = None,
-    ) -> Routed:
+    def route(self, views: Views, grads: Grads, plan: Plan = None, grad_rows: GradRows | None = None) -> Routed:
         if not self._own:
             return super().route(views, grads, plan, grad_rows)
         mine, theirs = grads

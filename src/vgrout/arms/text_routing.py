@@ -15,7 +15,7 @@ import torch
 from loguru import logger
 from torch import Tensor
 
-from vgrout.arms.base import Arm, Provenance, module_sizes
+from vgrout.arms.base import Arm, Grads, Plan, Provenance, Views, module_sizes
 from vgrout.config.run import Config
 from vgrout.direction.controls import cosine_to_real
 from vgrout.grading.grade import Grader
@@ -149,13 +149,7 @@ class TextRouting(Arm):
         )
         return UpdatePlan(parts, tuple(flags), tuple(quarantined))
 
-    def route(
-        self,
-        views: Sequence[GroupView],
-        grads: Sequence[Sequence[RolloutGrads]],
-        plan: UpdatePlan | None = None,
-        grad_rows: GradRows | None = None,
-    ) -> Routed:
+    def route(self, views: Views, grads: Grads, plan: Plan = None, grad_rows: GradRows | None = None) -> Routed:
         self._require(views)
         assert plan is not None
         learnt = [

@@ -221,7 +221,7 @@ class Guard:
                 f"step {row.step}: mismatch_kl {row.mismatch_kl:.1e} is above {self.mismatch_max:.0e}: the sampler "
                 f"does not have the trainer's weights (ratios {row.ratio_min:.3g} to {row.ratio_max:.3g}, mean "
                 f"{row.ratio_mean:.3g}). Look at mismatch_kl and ratio_* in steps.jsonl: growing from one step on, the "
-                "adapter is not folded; large from step 0, another model, dtype or decoder samples"
+                "adapter is not merged; large from step 0, another model, dtype or decoder samples"
             )
 
     def _note(self, name: str, reading: Reading, m: Moment) -> None:
