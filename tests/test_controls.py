@@ -16,7 +16,7 @@ from runs import run as program
 from test_arms import SIZES, arm_of, rows, run, total, toy_direction, view
 from vgrout import rollout
 from vgrout.arms.route2 import OracleRoute2
-from vgrout.config.arm import CONTROLS
+from vgrout.config.arm import BLIND, BY_GRADIENT, CONTROLS, READING
 from vgrout.config.presets import parse
 from vgrout.direction.controls import cosine_to_real
 from vgrout.direction.extract import axes_of
@@ -146,10 +146,11 @@ def test_what_is_kept_is_read_by_source_too(intervention):
 
 
 def argv(arm: str, control: str, *more: str) -> list[str]:
-    refreshed = arm != "none" and control != "haar"
-    quiet = ["--eval-ablate-every", "0", *(["--vhack-refresh-every", "2"] if refreshed else [])]
+    refreshed = ["--vhack-refresh-every", "2"] if arm in BY_GRADIENT and control != "haar" else []
+    few = ["--reader-prompts", "40"] if arm in READING and control not in BLIND else []
     own = ["--control", control] if control != "none" else []
-    return ["smoke", "--intervention", arm, "--threads", "1", *SMALL, *quiet, *own, *more]
+    flags = ["--threads", "1", *SMALL, "--eval-ablate-every", "0", *refreshed, *few, *own, *more]
+    return ["smoke", "--intervention", arm, *flags]
 
 
 def record(path: Path, name: str = "run.json") -> dict[str, Any]:

@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -60,14 +61,16 @@ class Row:
         )
 
 
-def _row(record: dict[str, Any], where: str) -> Row:
-    def need(key: str, kind: type) -> Any:
-        if key not in record:
-            raise ValueError(f"{where}: key {key!r} is missing")
-        if not isinstance(record[key], kind) or isinstance(record[key], bool):
-            raise ValueError(f"{where}: {key!r} should be {kind.__name__}, got {type(record[key]).__name__}")
-        return record[key]
+def _need(record: dict[str, Any], where: str, key: str, kind: type) -> Any:
+    if key not in record:
+        raise ValueError(f"{where}: key {key!r} is missing")
+    if not isinstance(record[key], kind) or isinstance(record[key], bool):
+        raise ValueError(f"{where}: {key!r} should be {kind.__name__}, got {type(record[key]).__name__}")
+    return record[key]
 
+
+def _row(record: dict[str, Any], where: str) -> Row:
+    need = partial(_need, record, where)
     prompt = need("prompt", list)
     for message in prompt:
         if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):

@@ -221,19 +221,20 @@ class _SharedCache:
         keys[:, :, -1], values[:, :, -1] = k, v
         prompt_keys, prompt_values = self.past[l]
         L = prompt_keys.shape[2]
-
-        def by_prompt(x: Tensor) -> Tensor:  # [n K g ·] → [P K widest·g ·]
-            return x[self.slots].transpose(1, 2).flatten(2, 3)
-
-        def by_slot(x: Tensor) -> Tensor:  # and back
-            return x.unflatten(2, (-1, g))[self.prompt, :, self.place]
-
         q = q * scale
-        scores = by_prompt(q) @ prompt_keys.mT
+        scores = self._by_prompt(q) @ prompt_keys.mT
         if self.pad is not None:
             scores = scores + self.pad
-        weights = torch.cat([by_slot(scores), q @ keys.mT], -1).softmax(-1)
-        return by_slot(by_prompt(weights[..., :L]) @ prompt_values) + weights[..., L:] @ values
+        weights = torch.cat([self._by_slot(scores, g), q @ keys.mT], -1).softmax(-1)
+        return self._by_slot(self._by_prompt(weights[..., :L]) @ prompt_values, g) + weights[..., L:] @ values
+
+    def _by_prompt(self, x: Tensor) -> Tensor:
+        """[n K g ·] → [P K widest·g ·]"""
+        return x[self.slots].transpose(1, 2).flatten(2, 3)
+
+    def _by_slot(self, x: Tensor, g: int) -> Tensor:
+        """And back."""
+        return x.unflatten(2, (-1, g))[self.prompt, :, self.place]
 
     def keep(self, to: list[int], source: list[int], n: int) -> None:
         if to:

@@ -330,14 +330,13 @@ class PerRolloutGrads:
 
     def hook(self, site: AdaptedLinear) -> Any:
         """Forward hook of one Linear."""
+        return partial(self._tap, site)
 
-        def tap(_module: nn.Module, args: tuple[Any, ...], y: Tensor) -> Tensor:
-            if self._late is not None and self.adapter._active == self._active:
-                y = y + (args[0] @ site.Vh.mT * self._late[site.span].to(y.dtype)) @ site.U.mT
-            # Reentrant checkpointing runs the first forward without a graph; its second one is the one that counts.
-            return _Tap.apply(y, args[0], self._root, self, site) if torch.is_grad_enabled() else y
-
-        return tap
+    def _tap(self, site: AdaptedLinear, _module: nn.Module, args: tuple[Any, ...], y: Tensor) -> Tensor:
+        if self._late is not None and self.adapter._active == self._active:
+            y = y + (args[0] @ site.Vh.mT * self._late[site.span].to(y.dtype)) @ site.U.mT
+        # Reentrant checkpointing runs the first forward without a graph; its second one is the one that counts.
+        return _Tap.apply(y, args[0], self._root, self, site) if torch.is_grad_enabled() else y
 
     def add(
         self,
