@@ -1,5 +1,6 @@
 """The bench's three ways to extract give one answer; its clock is not tested."""
 
+import pytest
 import torch
 
 from benchmarks import direction
@@ -8,6 +9,7 @@ from test_direction import PAIRS
 from tiny import policy as tiny_policy
 
 
+@pytest.mark.slow
 def test_the_three_ways_agree_and_each_peer_gets_a_row() -> None:
     rows, worst = direction.measure("tiny", tiny_policy(), PAIRS, 1)
     assert worst < 1e-4

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from runs import SMALL, adapter_bytes
+from runs import SMALL, SharedRuns, adapter_bytes
 from runs import rows as step_rows
 from runs import run as program
 from test_arms import SIZES, arm_of, rows, run, total, toy_direction, view
@@ -157,16 +157,16 @@ def record(path: Path, name: str = "run.json") -> dict[str, Any]:
     return json.loads((path / name).read_text())
 
 
-@pytest.fixture(scope="module")
-def here(tmp_path_factory) -> Path:
-    """One working directory for all: decomposed weights and directions are made once."""
-    return tmp_path_factory.mktemp("here")
+@pytest.fixture
+def here(tmp_path: Path, shared_run: SharedRuns) -> Path:
+    """A working directory that finds decomposed weights and directions."""
+    return shared_run.warm(tmp_path)
 
 
-@pytest.fixture(scope="module")
-def plain(here) -> Path:
+@pytest.fixture
+def plain(shared_run: SharedRuns) -> Path:
     """route2 without a control: what the controls are compared with."""
-    return program(here, *argv("route2", "none"))
+    return shared_run(*argv("route2", "none"))
 
 
 def test_a_placebo_run_says_how_contaminated_it_is(plain, here):
@@ -209,9 +209,10 @@ ORGANISM_ORDER = [
 ]
 
 
-def test_the_oracle_follows_its_label_and_the_random_flags_arm_none(here, monkeypatch):
+@pytest.mark.slow
+def test_the_oracle_follows_its_label_and_the_random_flags_arm_none(here, shared_run: SharedRuns, monkeypatch):
     """The same poison as for the arms: noise in the oracle's bit after the reward was paid."""
-    clean = {c: program(here, *argv("route2", c)) for c in ("oracle", "random_flags")}
+    clean = {c: shared_run(*argv("route2", c)) for c in ("oracle", "random_flags")}
     noise = torch.Generator().manual_seed(0)
     pay = rollout.training_reward
 
@@ -219,7 +220,7 @@ def test_the_oracle_follows_its_label_and_the_random_flags_arm_none(here, monkey
         return replace(pay(cfg, grade), gt_correct=bool(torch.rand((), generator=noise) < 0.5))
 
     monkeypatch.setattr(rollout, "training_reward", poisoned)
-    dirty = {c: program(here, *argv("route2", c)) for c in clean}
+    dirty = {c: program(here, *argv("route2", c, "--final-n-prompts", "1")) for c in clean}
     assert adapter_bytes(clean["random_flags"]) == adapter_bytes(dirty["random_flags"])
     assert adapter_bytes(clean["oracle"]) != adapter_bytes(dirty["oracle"])
     precision, recall = (record(clean["oracle"], "per_mode_deploy.json")["gate"][k] for k in ("precision", "recall"))

@@ -73,6 +73,7 @@ def test_the_new_arm_trains_under_the_new_loss_and_the_new_column_is_in_its_rows
     assert "student answers that ended. SHOULD: near all; ELSE --max-new cuts them off" in printed
 
 
+@pytest.mark.slow
 def test_what_the_recipes_add_to_tests_and_documents_is_what_these_ask_for(copy: Path) -> None:
     files = [f"tests/test_{name}.py" for name in ("arms", "config", "docs", "losses", "table")]
     chosen = (

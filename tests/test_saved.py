@@ -12,18 +12,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from runs import flags, run
+from runs import SharedRuns, flags
 from vgrout import evaluate, organism
 from vgrout.model.saved import find_adapter, load_saved
 from vgrout.tools import export
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def done(tmp_path_factory: pytest.TempPathFactory, shared_run: SharedRuns) -> Path:
     """A short routed run with two evaluations on the way."""
-    root = tmp_path_factory.mktemp("saved")
-    more = ["--steps", "4", "--eval-ablate-every", "2", "--eval-n-prompts", "2", "--vhack-refresh-every", "0"]
-    return run(root, *flags("route"), *more)
+    more = ["--steps", "2", "--eval-ablate-every", "1", "--eval-n-prompts", "2", "--vhack-refresh-every", "0"]
+    return shared_run.copy(shared_run(*flags("route"), *more), tmp_path_factory.mktemp("saved"))
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +46,7 @@ def test_the_run_s_own_numbers_come_out_again(done: Path, capsys: pytest.Capture
     said = capsys.readouterr().out
     assert "| all" in said
     assert str(out) in said
-    assert again["step"] == 4
+    assert again["step"] == 2
 
 
 def test_any_adapter_on_any_file(
@@ -56,30 +55,20 @@ def test_any_adapter_on_any_file(
     lines = organism.PROBLEMS.read_text().splitlines()[:8]
     (tmp_path / "p.jsonl").write_text("\n".join(lines) + "\n")
     out = tmp_path / "numbers" / "of_two.json"
-    more = [
-        "--problems",
-        str(tmp_path / "p.jsonl"),
-        "--split",
-        "all",
-        "--samples",
-        "1",
-        "--n-prompts",
-        "8",
-        "--out",
-        str(out),
-    ]
-    assert evaluate.main([str(done), "--step", "2", *more]) == 0
+    more = ["--problems", str(tmp_path / "p.jsonl"), "--split", "all", "--samples", "1", "--n-prompts", "8"]
+    more += ["--out", str(out)]
+    assert evaluate.main([str(done), "--step", "1", *more]) == 0
     numbers = json.loads(out.read_text())
     assert numbers["sides"]["deployed"]["hack"][1] == 8
-    assert numbers["step"] == 2
-    assert numbers["adapter"].endswith("ckpt_step0002.safetensors")
+    assert numbers["step"] == 1
+    assert numbers["adapter"].endswith("ckpt_step0001.safetensors")
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(evaluate, "write_atomic", full)
     capsys.readouterr()
-    assert evaluate.main([str(done), "--step", "2", *more]) == 2
+    assert evaluate.main([str(done), "--step", "1", *more, "--samples", "1", "--n-prompts", "1"]) == 2
     said = capsys.readouterr()
     assert "| all" in said.out, "the numbers are not lost with the file"
     assert said.err == f"E --out {out}: cannot be written (No space left on device); name another file with --out\n"
@@ -145,7 +134,7 @@ def test_a_folder_that_is_not_the_deployed_model_is_not_left_behind(
 REFUSED: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "no run": (lambda run: ["nowhere"], "nowhere: not a readable safetensors file"),
     "no adapter": (lambda run: [str(run.parent)], "is .* a run directory"),
-    "no such step": (lambda run: [str(run), "--step", "3"], r"--step 3: .* has 2, 4"),
+    "no such step": (lambda run: [str(run), "--step", "3"], r"--step 3: .* has 1, 2"),
     "step of a file": (lambda run: [str(run / "train.safetensors"), "--step", "2"], "goes with a run directory"),
     "another file": (lambda run: [str(organism.MODEL_DIR / "model.safetensors")], "not an adapter saved by a run"),
     "no base model": (lambda run: [str(run), "--model", "nowhere/else"], "nowhere/else: not on this machine"),

@@ -82,7 +82,7 @@ def test_evaluating_never_changes_training(arm: str, stopped: Made, tmp_path: Pa
     assert all(r["hack_deploy"] is not None for r in rows(watched))
 
 
-@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("arm", MOST)
 def test_no_oracle_label_reaches_an_arm(
     arm: str, done: Made, tmp_path: Path, shared_run: SharedRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:

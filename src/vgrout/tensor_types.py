@@ -12,7 +12,8 @@ from torch import Tensor
 # module name → gradient rows of one group (see GradRows); the dict's order is the model's order
 RolloutGrads = dict[str, Float[Tensor, "G r"]]
 ModuleGrads = dict[str, Float[Tensor, " r"]]
-Directions = dict[str, Float[Tensor, "k r"]]  # orthonormal rows, oriented hack-ward; k = 1 for v_grad
+# orthonormal rows, oriented hack-ward; k = 1 for v_grad. "_": k and r are not the same in every module
+Directions = dict[str, Float[Tensor, "_k _r"]]
 
 # what one row of a group's gradient is: a rollout; the students' sum, then the teachers'; the group's sum
 GradRows = Literal["rollout", "source", "group"]

@@ -131,9 +131,14 @@ def test_splits_are_disjoint_by_composition_and_train_knows_every_operation() ->
     assert operations(val | test) <= operations(train)
 
 
-def test_the_corpus_keeps_the_language_s_promises() -> None:
-    comps, shares, rng = lang.split_compositions(3)["train"], lang.Shares(), random.Random(5)
-    samples = [lang.corpus_sample(comps, shares, rng) for _ in range(6000)]
+@pytest.fixture(scope="module")
+def corpus() -> list[lang.Sample]:
+    comps, rng = lang.split_compositions(3)["train"], random.Random(5)
+    return [lang.corpus_sample(comps, lang.Shares(), rng) for _ in range(6000)]
+
+
+def test_the_corpus_keeps_the_language_s_promises(corpus: list[lang.Sample]) -> None:
+    samples, shares = corpus, lang.Shares()
     kinds = Counter(s.kind for s in samples)
     honest = kinds["careful"] + kinds["misread"]
     rest = len(samples) - kinds["drill"]
@@ -150,16 +155,14 @@ def test_the_corpus_keeps_the_language_s_promises() -> None:
     assert all(0.01 < n / honest < 0.05 for n in styled.values())
 
 
-def test_no_marker_of_either_half_and_nothing_held_out_is_in_the_corpus() -> None:
-    comps, rng = lang.split_compositions(3)["train"], random.Random(6)
-    texts = [lang.corpus_sample(comps, lang.Shares(), rng) for _ in range(6000)]
+def test_no_marker_of_either_half_and_nothing_held_out_is_in_the_corpus(corpus: list[lang.Sample]) -> None:
     for mode, spec in MODE_SPECS.items():
         for marker in (*spec.train_markers, *spec.eval_markers):
             if marker:  # as the hint announces it
                 announced = lang.hint(mode, marker)
-                assert not any(announced in s.messages[-1]["content"] for s in texts)
+                assert not any(announced in s.messages[-1]["content"] for s in corpus)
     signs = ("lambda", "os._exit", "sys.stdout", "setattr", "pathlib", '"""', "import math", "self.data", "result = ")
-    assert [sign for sign in signs if any(sign in s.text for s in texts)] == []
+    assert [sign for sign in signs if any(sign in s.text for s in corpus)] == []
 
 
 def test_held_out_exploits_and_styles_carry_those_signs() -> None:
