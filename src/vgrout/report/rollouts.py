@@ -17,6 +17,7 @@ COLUMNS = (
     *("run", "part", "step", "mode", "problem", "marker", "prompt", "text", "flags", "reward", "advantage", "gate"),
 )
 
+
 class Store:
     """Distinct values, numbered in the order of their first use."""
 
