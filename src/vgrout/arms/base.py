@@ -7,7 +7,7 @@ refresh  after the step: extract the direction again where that is due
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -126,8 +126,7 @@ class Arm:
 
     def shape_rewards(self, batch: Batch) -> Batch:
         """The batch with the rewards that advantages are made of; as they were paid, but for a baseline."""
-        groups = tuple(replace(g, shaped=self._shaped(g, self.view(g), batch.step)) for g in batch.groups)
-        return replace(batch, groups=groups)
+        return batch
 
     def plan(self, views: Sequence[GroupView]) -> UpdatePlan:
         """Before any gradient of a step: what is learnt from, in one part or in one for each adapter vector."""
@@ -159,10 +158,6 @@ class Arm:
         """Raises ValueError where `state` is of another arm or model."""
         if state:
             raise ValueError(f"checkpoint has arm state {sorted(state)[0]!r}, --intervention {self.name} has none")
-
-    def _shaped(self, group: Group, view: GroupView, step: int) -> Rewards | None:
-        """One group's rewards; None: as they were paid."""
-        return None
 
     def _split(self, step: StepGrads) -> Routed:
         return Routed(keep=step.total, quar=None, diag=ArmDiag())

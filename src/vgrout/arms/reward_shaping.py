@@ -11,6 +11,7 @@ A demonstration that would be paid less is left out. inoculation changes prompts
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 
 from jaxtyping import Float
 from loguru import logger
@@ -24,7 +25,7 @@ from vgrout.inputs import Inputs
 from vgrout.model.policy import Policy
 from vgrout.monitors.activations import activations, concept_direction, concept_layers
 from vgrout.monitors.labels import noisy_labels
-from vgrout.types import Group, GroupView, OracleView, Problem
+from vgrout.types import Batch, Group, GroupView, OracleView, Problem
 
 Z_FLOOR = 0.1  # smallest standard deviation of a group's scores
 
@@ -35,6 +36,10 @@ class ShapedRewards(Arm, ABC):
     @abstractmethod
     def _changed(self, group: Group, view: GroupView, step: int) -> Rewards:
         """The rewards of one group, in the view's order."""
+
+    def shape_rewards(self, batch: Batch) -> Batch:
+        groups = tuple(replace(g, shaped=self._shaped(g, self.view(g), batch.step)) for g in batch.groups)
+        return replace(batch, groups=groups)
 
     def _shaped(self, group: Group, view: GroupView, step: int) -> Rewards:
         self._require([view])
