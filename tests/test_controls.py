@@ -169,6 +169,7 @@ def plain(shared_run: SharedRuns) -> Path:
     return shared_run(*argv("route2", "none"))
 
 
+@pytest.mark.slow
 def test_a_placebo_run_says_how_contaminated_it_is(plain, here):
     path = program(here, *argv("route2", "placebo_flawed"))
     run_json = record(path)
@@ -187,6 +188,7 @@ def test_a_placebo_run_says_how_contaminated_it_is(plain, here):
     assert none["direction"]["cos_with_real"] is None
 
 
+@pytest.mark.slow
 def test_deploy_quarantine_trains_as_ever_and_deploys_the_quarantine(plain, here):
     path = program(here, *argv("route2", "deploy_quarantine"))
     assert step_rows(path) == step_rows(plain)

@@ -72,7 +72,7 @@ def test_another_seed_does_not(done: Made, tmp_path: Path) -> None:
     assert rows(other) != rows(done("none"))[:1]
 
 
-@pytest.mark.parametrize("arm", ["none", "route2"])
+@pytest.mark.parametrize("arm", [pytest.param("none", marks=pytest.mark.slow), "route2"])
 def test_evaluating_never_changes_training(arm: str, stopped: Made, tmp_path: Path, shared_run: SharedRuns) -> None:
     argv = flags(arm)
     argv[argv.index("--eval-ablate-every") + 1] = "1"
