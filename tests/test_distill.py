@@ -316,7 +316,7 @@ def run_rows(path: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
 
 
-def command(here: Path, *argv: str, code: int = 0, how: str = "from vgrout.distill import main") -> Path:
+def command(here: Path, *argv: str, code: int = 0, how: str = "from vgrout.distill.__main__ import main") -> Path:
     """The program in a process of its own, without run-time checks: they cost more than the run."""
     lines = f"{how}\nimport sys; sys.exit(main(sys.argv[1:]))"
     done = subprocess.run([sys.executable, "-c", lines, *argv], cwd=here, capture_output=True, text=True, timeout=300)

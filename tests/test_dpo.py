@@ -195,7 +195,7 @@ from vgrout.iterative_dpo.__main__ import main
 """
 
 
-def command(here: Path, *argv: str, code: int = 0, how: str = "from vgrout.iterative_dpo import main") -> str:
+def command(here: Path, *argv: str, code: int = 0, how: str = "from vgrout.iterative_dpo.__main__ import main") -> str:
     """The program in a process of its own, without run-time checks: they cost more than the run."""
     lines = f"{how}\nimport sys; sys.exit(main(sys.argv[1:]))"
     done = subprocess.run([sys.executable, "-c", lines, *argv], cwd=here, capture_output=True, text=True, timeout=300)

@@ -33,7 +33,7 @@ from vgrout.tools.replay import main as replay_main
 from vgrout.train import main
 from vgrout.types import Ungraded
 
-TINY = ["--threads", "1", "--group", "4", "--prompts-per-step", "2", "--final-n-prompts", "6", "--final-samples", "1"]
+TINY = ["--threads", "1", "--group", "4", "--prompts-per-step", "2", "--final-n-prompts", "1", "--final-samples", "1"]
 DETECTORS = ["--reward-hack-detector", "separation,info_rm,mop,rm_ensemble,ragen,advantage", "--echo-trap-enabled"]
 GUARD = ["--eval-ablate-every", "2", "--eval-n-prompts", "2", "--guard-warmup", "2", "--guard-baseline", "1"]
 KILLS = 3  # of each arm's runs; `python -m benchmarks kills` does as many as it is told
@@ -485,7 +485,7 @@ def test_a_read_only_folder_is_refused(
 @pytest.mark.slow
 def test_a_run_whose_folder_vanishes_stops_in_one_line(tmp_path: Path) -> None:
     process = start(tmp_path, *bare("none", steps=300))
-    shutil.rmtree(wait_for_steps(tmp_path, 2, process))
+    shutil.rmtree(wait_for_steps(tmp_path, 2, process).rename(tmp_path / "gone"))  # at once for the run
     said, _ = process.communicate(timeout=300)
     assert process.returncode == 1, said
     assert "Traceback" not in said
@@ -500,13 +500,13 @@ def test_the_guard_halts_and_only_log_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Any KL at all is above 1e-12: the guard must fire at the first evaluation after the warm-up."""
-    argv = ["smoke", "--intervention", "none", "--steps", "6", *TINY, *GUARD, "--checkpoint-every", "1"]
+    argv = ["smoke", "--intervention", "none", "--steps", "5", *TINY, *GUARD, "--checkpoint-every", "1"]
     argv += ["--beta", "0.001", "--kl-hard-stop", "1e-12", "--guard"]
     path = run(tmp_path, *argv, "halt", code=3)
     end = status(path)
     assert end["state"] == "halted"
     assert end["reason"].startswith("guard: KL to the initial policy")
-    assert end["step"] < 6
+    assert end["step"] < 5
     assert "--guard log" in end["next"]
     assert checkpoint.latest(path)[0].next_step == end["step"], "the halting step is saved"
     monkeypatch.chdir(tmp_path)

@@ -115,7 +115,8 @@ def test_resume_equals_one_go(arm: str, done: Made, stopped: Made, shared_run: S
 @pytest.mark.parametrize(
     ("arm", "more", "before"),
     [
-        ("route2", ["--control", "random_flags"], "routing2"),
+        ("route2", [], "routing2"),
+        pytest.param("route2", ["--control", "random_flags"], "routing2", marks=pytest.mark.slow),
         pytest.param("route", ["--control", "deploy_quarantine"], "routing", marks=pytest.mark.slow),
         pytest.param("pmi", ["--reader-threshold", "known_correct"], "pmi", marks=pytest.mark.slow),
     ],
@@ -131,7 +132,8 @@ def test_a_run_of_before_the_renaming_goes_on(
     record = json.loads((path / "run.json").read_text())
     record["config"] = old_settings(record["config"])
     record["hashes"]["anchors"] = record["hashes"].pop("known_correct")
-    assert more[1] not in json.dumps(record["config"])
+    words = re.findall(r"\w+", json.dumps([record["config"], record["hashes"]]))
+    assert not {*more, "packing", "known_correct", "report_detectors"} & {*words}
     (path / "run.json").write_text(json.dumps(record))
     assert run(tmp_path, "smoke", "--resume", str(path), "--threads", "1") == path
     whole = shared_run(*argv)
@@ -225,9 +227,9 @@ def test_a_changed_setting_is_named(tmp_path: Path, capsys: pytest.CaptureFixtur
     ids=" ".join,
 )
 def test_every_setting_runs_and_matters(argv: list[str], stopped: Made, shared_run: SharedRuns, tmp_path: Path) -> None:
-    path = run(shared_run.warm(tmp_path), *flags("none", *argv), stop_after=LAST)
-    assert len(rows(path)) == LAST + 1
-    assert rows(path) != rows(stopped("none"))
+    path = run(shared_run.warm(tmp_path), *flags("none", *argv), stop_after=1)
+    assert len(rows(path)) == 2
+    assert rows(path) != rows(stopped("none"))[:2]
 
 
 @pytest.mark.parametrize(
@@ -326,12 +328,8 @@ def test_a_signal_leaves_a_run_that_goes_on(number: signal.Signals, shared_run: 
     assert status["step"] == len(rows(path))
     assert f"--resume {path.relative_to(tmp_path)}" in status["next"]
     assert (path / "train.safetensors").is_file()
-    resumed = start(tmp_path, "smoke", "--resume", str(path))
-    wait_for_steps(tmp_path, status["step"] + 1, resumed)
-    resumed.send_signal(signal.SIGINT)
-    resumed.communicate(timeout=300)
-    assert resumed.returncode == 130
-    assert [r["step"] for r in rows(path)] == list(range(len(rows(path))))
+    assert run(tmp_path, "smoke", "--resume", str(path), stop_after=status["step"]) == path
+    assert [r["step"] for r in rows(path)] == list(range(status["step"] + 1))
 
 
 def test_kill_nine_then_resume_equals_one_go(done: Made, shared_run: SharedRuns, tmp_path: Path) -> None:
