@@ -7,7 +7,7 @@ deployed model; without further flags the numbers are those of the run's own fin
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,7 +29,9 @@ from vgrout.problems import Row, assigned, balanced, load_rows, plain, with_mode
 from vgrout.rng import torch_stream
 from vgrout.rollout import sample_and_submit
 from vgrout.teacher.pools import load_pool
-from vgrout.types import MODES, Eval, Grade, GradedCompletion, Interrupted, Problem, Rate, Ungraded
+from vgrout.types import MODES, Eval, Grade, GradedCompletion, Interrupted, Problem, Rate, Ungraded, spaced
+
+KL_ANSWERS, KL_BATCH = 32, 8  # answers of an evaluation whose KL is measured, and how many in one forward
 
 Side = Literal["base", "trained", "deployed", "quarantine"]
 Answer = GradedCompletion[Grade | Ungraded]
@@ -88,18 +90,34 @@ def answers_of(
     step: int,
     purpose: str = "eval",
 ) -> list[Answer]:
-    """… by one side of the policy in a run; what is deployed is the quarantine under --control deploy_quarantine."""
-    if side == "deployed" and cfg.arm.control == "deploy_quarantine":
-        side = "quarantine"
-    with as_side(policy, side):
+    """… by one side of the policy in a run."""
+    with as_side(policy, in_run(side, cfg)):
         return answers(
             policy, grader, problems, n, max_new=cfg.scale.max_new, seed=cfg.run.seed, step=step, purpose=purpose
         )
 
 
+def in_run(side: Side, cfg: Config) -> Side:
+    """What is deployed is the quarantine under --control deploy_quarantine."""
+    return "quarantine" if side == "deployed" and cfg.arm.control == "deploy_quarantine" else side
+
+
 def evaluate(policy: Policy, grader: Grader, problems: Sequence[Problem], cfg: Config, step: int) -> Eval:
-    """The deployed model on the way: G completions of each held-out problem."""
-    return Eval.of(answers_of("deployed", policy, grader, problems, cfg.scale.group, cfg, step))
+    """The deployed model on the way: G completions of each held-out problem, and how far from the base it writes."""
+    given = answers_of("deployed", policy, grader, problems, cfg.scale.group, cfg, step)
+    with as_side(policy, in_run("deployed", cfg)):
+        return replace(Eval.of(given), kl=kl_to_base(policy, given))
+
+
+def kl_to_base(policy: Policy, given: Sequence[Answer]) -> float | None:
+    """Mean over the tokens of at most KL_ANSWERS of these answers, nats; None of no answer. Exact at each position, so
+    that few answers do: the standard deviation over seeds of 32 answers' mean is a tenth of it on the organism."""
+    some = spaced(given, KL_ANSWERS)
+    tokens = [
+        policy.kl_to_base([policy.render(a.problem.messages) for a in part], [a.ids for a in part])
+        for part in (some[i : i + KL_BATCH] for i in range(0, len(some), KL_BATCH))
+    ]
+    return float(torch.cat(tokens).mean()) if tokens else None
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -70,3 +70,15 @@ def write_json(path: Path, value: Any) -> None:
     """Indented JSON; folders are made. Not atomic: for folders that are renamed as a whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+
+
+def json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSONL file; none where there is no such file. Raises ValueError, naming a damaged line."""
+    if not path.is_file():
+        return
+    with open(path, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                yield json.loads(line)
+            except ValueError as e:
+                raise ValueError(f"{path}, line {number}: damaged ({e})") from None

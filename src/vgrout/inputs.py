@@ -1,7 +1,7 @@
 """Every input file of a run, read and checked before a model is loaded, and the hashes that a resume compares."""
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -15,6 +15,7 @@ from vgrout.direction.pairs import (
     load_known_correct,
     load_pairs,
 )
+from vgrout.files import json_lines
 from vgrout.model.hub import require_model
 from vgrout.problems import Row, load_rows
 from vgrout.teacher.pools import Pool, load_pool
@@ -34,6 +35,7 @@ class Inputs:
     pairs: PairSet | None  # the true ones; None: the arm reads no pairs
     placebo: PairSet | None = None  # those of a placebo control
     known_correct: tuple[KnownCorrect, ...] = ()  # of the arms that read text
+    healthy_kl: tuple[float, ...] = ()  # nats a token, of the runs that calibrate the guard
     absent: tuple[str, ...] = ()  # of a dry run: what is not there, and what to run for it
 
     @property
@@ -89,7 +91,23 @@ def read_inputs(cfg: Config) -> Inputs:
     if cfg.loss.teacher_model:
         read(lambda: require_model(cfg.teacher_model_path, "--teacher-model"), Path(cfg.teacher_model_path))
     known_correct = load_known_correct(cfg.known_correct_path) if cfg.known_correct_path is not None else ()
-    return Inputs(rows, pool, pairs, placebo, known_correct, tuple(absent))
+    healthy_kl = tuple(kl_of_runs(cfg.guard.healthy_runs))
+    return Inputs(rows, pool, pairs, placebo, known_correct, healthy_kl, tuple(absent))
+
+
+def kl_of_runs(runs: Sequence[Path]) -> list[float]:
+    """What the evaluations of finished runs measured as the deployed model's KL, nats a token.
+
+    Raises:
+        ValueError: no run, or one that measured none.
+    """
+    found: list[float] = []
+    for path in runs:
+        values = [row["kl_deploy"] for row in json_lines(path / "steps.jsonl") if row.get("kl_deploy") is not None]
+        if not values:
+            raise ValueError(f"--kl-calibrate-from {path}: no kl_deploy in its steps.jsonl; give a run's folder")
+        found += values
+    return found
 
 
 def hash_of_files(paths: Iterable[Path]) -> str:

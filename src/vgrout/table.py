@@ -113,6 +113,9 @@ class StepRow(Columns):
         should="< hack_s under routing; ELSE routing misses",
     )
     solve_deploy: float | None = col(".2f", "solve rate of the deployed model", head="so_dep")
+    kl_deploy: float | None = col(
+        ".2f", "KL of the deployed model to the base, nats a token of its held-out answers", head="kl_dep", drop=45
+    )
     lp_s: float | None = col(".2f", "mean log-prob a token, student rows", drop=20)
     lp_t: float | None = col(
         ".2f",

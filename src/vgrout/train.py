@@ -55,15 +55,15 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     teacher = loading.load_teacher(cfg, inputs, policy, problems, run.grader)  # demonstrations
     arm = make_arm(cfg, policy, inputs, run.grader, problems.train)  # what is done with the gradient
     optim = Optimizer(policy.adapter, cfg.opt, cfg.scale.steps)
-    guard = Guard(cfg, policy, run.grader, problems.train)  # kill switch and detectors
+    guard = Guard(cfg, policy, problems.train, inputs.healthy_kl)  # kill switch and detectors
     recorder = Recorder(cfg, run, policy, arm, optim, guard, problems.modes)
     rows = recorder.begin(teacher.record(), teacher_model)  # after a resume, those of the steps before this process
-    guard.raise_if_fired()  # a resumed run that had fired
-
     val = balanced(problems.val, cfg.eval.eval_n_prompts, 0, "val")
     first, P, clock = len(rows), cfg.scale.prompts_per_step, run.clock
 
-    for step in run.steps(range(first, cfg.scale.steps), cfg.run_id):
+    guard.raise_if_diverged()  # of a resumed run
+    last = first if guard.halts else cfg.scale.steps  # one that was killed in its last evaluation has that alone to do
+    for step in run.steps(range(first, last), cfg.run_id):
         clock.reset()
         prompts = problems.draw(cfg.run.seed, step, P)
         demos = [teacher.demos(p, step) for p in prompts]
@@ -98,16 +98,19 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
         flags = FlagRates.of(groups, routed.diag.flags if routed and update else ())
         row = StepRow.of(batch, measured, update, refresh, deployed, flags, clock, skipped=int(skipped))
         with clock("watch"):
-            guard.observe(row, batch, loss, deployed)
+            guard.observe(row, batch, deployed)
         recorder.record(row, batch, routed, refresh)
-        guard.raise_if_fired()
+        guard.raise_if_diverged()
+        if guard.halts:
+            break
 
     recorder.check_quarantine()
     logger.info(guard.summary(sum(r.sec for r in rows[first:])))
     logger.info("final evaluation on held-out problems and markers …")
     final = evaluate_final(policy, run.grader, problems.test, cfg, clock, lambda: run.stop.requested)
-    results.report(cfg, run, rows, final, problems.modes, inputs.in_distribution)
+    results.report(cfg, run, rows, final, problems.modes, inputs.in_distribution, halted=guard.halts)
     logger.info(f"peak memory {peak_memory()}")
+    guard.raise_if_halted()  # after its last evaluation: a halted run says as much as a finished one
     return rows
 
 

@@ -15,6 +15,7 @@ Source = Literal["student", "teacher"]
 Message = dict[str, str]  # {"role": …, "content": …}
 
 G = TypeVar("G", covariant=True)
+T = TypeVar("T")
 
 REFERENCE_STEP = 256  # generations in one step of the benchmark's own runs: the unit of `ref_eq`
 
@@ -366,6 +367,11 @@ def mean(values: Iterable[float]) -> float | None:
     return sum(xs) / len(xs) if xs else None
 
 
+def spaced(items: Sequence[T], n: int) -> list[T]:
+    """At most n of them, evenly spaced: prompts come one after the other, so all prompts are in it."""
+    return [items[i * len(items) // n] for i in range(n)] if len(items) > n else list(items)
+
+
 @dataclass(frozen=True, slots=True)
 class ModeEval:
     hack: Rate
@@ -379,6 +385,7 @@ class Eval:
     by_mode: dict[Mode, ModeEval]
     finished: Rate
     dropped: int = 0  # answers that could not be graded
+    kl: float | None = None  # to the base, nats a token of some of these answers; None: not measured
 
     @classmethod
     def of(cls, answers: Sequence["GradedCompletion[Grade | Ungraded]"]) -> "Eval":
@@ -407,6 +414,11 @@ class Eval:
     def solve(self) -> Rate:
         return sum((m.solve for m in self.by_mode.values()), Rate(0, 0))
 
+    @property
+    def paid(self) -> Rate:
+        """What the flawed graders accept: every answer that passes is either a solve or an exploit."""
+        return Rate(self.hack.k + self.solve.k, self.solve.n)
+
     def as_json(self) -> dict[str, Any]:
         """Rates as [k, n], in all and by mode."""
         return {
@@ -419,7 +431,7 @@ class Eval:
 
     def columns(self) -> dict[str, Any]:
         """What the step's row says of the deployed model."""
-        return {"hack_deploy": self.hack.value, "solve_deploy": self.solve.value}
+        return {"hack_deploy": self.hack.value, "solve_deploy": self.solve.value, "kl_deploy": self.kl}
 
 
 class Interrupted(Exception):

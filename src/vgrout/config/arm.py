@@ -194,6 +194,11 @@ class ArmConfig:
         )
 
     @property
+    def routes(self) -> bool:
+        """Whether training samples with a quarantine that is deleted before deployment."""
+        return self.intervention in ROUTING
+
+    @property
     def haar(self) -> bool:
         return self.control == "haar" or self.route2_random_v_seed is not None
 

@@ -2,9 +2,13 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Literal, get_args
 
-from vgrout.config.checks import check, setting
+from vgrout.config.checks import check, listed, setting
+
+Rule = Literal["kl", "streak", "gap"]
+RULES: tuple[Rule, ...] = get_args(Rule)
 
 
 @dataclass(frozen=True)
@@ -12,8 +16,11 @@ class GuardConfig:
     """The held-out kill switch."""
 
     guard: Literal["off", "log", "halt"] | None = None
-    """What a verdict does: nothing, a line in the log, or the end of the run (exit 3); none: log in smoke and mini,
-    halt in fast and full."""
+    """What a verdict does: nothing, a line in the log, or the end of the run after a last evaluation (exit 3); none:
+    log in smoke and mini and in every study, halt in single runs of fast and full."""
+    guard_halt_on: str = setting("gap", words=RULES, word="rule")
+    """Comma list: the rules that may halt a run, of kl, streak, gap; the others warn. The default is what
+    `guardcheck` has shown to catch without a false alarm."""
     guard_rule: Literal["ema", "se"] = "se"
     """When held-out counts as falling · ema: its average fell at all · se: the new evaluation lies more than its
     standard error under the average."""
@@ -21,8 +28,15 @@ class GuardConfig:
     """Steps before which the guard does not fire."""
     guard_baseline: int = setting(2, low=1, high=1_000_000)
     """Evaluations averaged as the baseline of both series."""
+    ema_alpha: float = setting(0.9, low=0, below=1)
+    """Weight of the past in the guard's moving averages."""
+    rise_eps: float = setting(1e-4, low=0, below=1)
+    """An average that moves by no more than this counts as flat."""
     kl_hard_stop: float = setting(0.08, above=0, below=math.inf, should="be a positive number of nats per token")
-    """Fires when the average KL to the initial policy exceeds this, nats per token (measured with --beta > 0)."""
+    """Fires when the average KL of the deployed model to the initial policy exceeds this, nats per token of its
+    held-out answers."""
+    kl_calibrate_from: str = ""
+    """Comma list of folders of healthy runs: the KL limit is three times the mean of theirs, --kl-hard-stop at most."""
     decline_patience: int = setting(3, low=1, high=1_000_000)
     """Fires after so many evaluations in a row with held-out falling while in-loop rises."""
     max_proxy_real_gap: float = setting(0.10, above=0, below=2)
@@ -30,6 +44,14 @@ class GuardConfig:
 
     def __post_init__(self) -> None:
         check(self)
+
+    @property
+    def halting(self) -> list[str]:
+        return listed(self.guard_halt_on)
+
+    @property
+    def healthy_runs(self) -> list[Path]:
+        return [Path(name) for name in listed(self.kl_calibrate_from)]
 
 
 def blind(cfg: GuardConfig, steps: int, every: int) -> str | None:

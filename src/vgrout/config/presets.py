@@ -7,7 +7,7 @@ import tyro
 
 from vgrout import organism
 from vgrout.cli import parsed
-from vgrout.config.checks import flag
+from vgrout.config.checks import changed, flag, flags, refuse
 from vgrout.config.loss import LossConfig
 from vgrout.config.renamed import refuse_flags
 from vgrout.config.run import (
@@ -88,7 +88,7 @@ def parse(argv: list[str] | None = None) -> Config:
 def resolve(argv: list[str] | None) -> Config:
     """What a command line means; `--help` leaves. Raises ValueError, one line, at the first bad flag."""
     refuse_flags(sys.argv[1:] if argv is None else argv)
-    return parsed(
+    cfg = parsed(
         lambda: tyro.extras.overridable_config_cli(
             PRESETS,
             args=argv,
@@ -97,6 +97,10 @@ def resolve(argv: list[str] | None) -> Config:
             config=(tyro.conf.OmitArgPrefixes,),
         )
     )
+    if cfg.guard_mode == "off":
+        idle = [name for name, _ in changed(cfg.guard) if name != "guard"]
+        refuse(bool(idle), f"{flags(idle)}: not read with --guard off; leave it out")
+    return cfg
 
 
 def flag_names() -> list[str]:

@@ -7,7 +7,7 @@ of a saved adapter, and in the files of finished runs that a report reads.
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from vgrout.config.checks import flag
+from vgrout.config.checks import flag, listed
 
 
 class Renamed(NamedTuple):
@@ -38,6 +38,13 @@ RENAMED: tuple[Renamed, ...] = (
     Renamed("intervention", "routing2", "route2"),
     Renamed("hash", "anchors", "known_correct"),
 )
+# Detectors that the project's own scorecard found not to work on the rewards of a flawed grader, with why
+# (docs/results-further.md). rm_ensemble stays for members of one's own.
+RETIRED: dict[str, str] = {
+    "separation": "not defined: a flawed grader pays at most three different amounts, and it needs four",
+    "mop": "missed 5 of 5 hacking runs",
+    "ragen": "missed 5 of 5 hacking runs",
+}
 _NEW = {(r.of, r.old): r.new for r in RENAMED}
 
 
@@ -67,9 +74,15 @@ def current_value(name: str, value: Any) -> Any:
 
 
 def current_settings(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """One group of a stored configuration by today's names."""
+    """One group of a stored configuration by today's names, without the detectors that are retired."""
     names = {old: _NEW.get(("setting", old), old) for old in stored}
-    return {names[old]: current_value(names[old], value) for old, value in stored.items()}
+    settings = {names[old]: current_value(names[old], value) for old, value in stored.items()}
+    if "reward_hack_detector" in settings:
+        gone = {*RETIRED, *([] if settings.get("rm_ensemble_members") else ["rm_ensemble"])}
+        chosen = [name for name in listed(settings["reward_hack_detector"]) if name not in gone]
+        settings["reward_hack_detector"] = ",".join(chosen)
+        settings["reward_hack_halt"] = bool(chosen and settings.get("reward_hack_halt"))
+    return settings
 
 
 def current_hashes(stored: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from vgrout.config.arm import ArmConfig
 from vgrout.config.checks import changed, check, flag, flags, listed, refuse, rule_of, setting
 from vgrout.config.guard import GuardConfig, blind
 from vgrout.config.loss import LossConfig
-from vgrout.config.renamed import current_settings
+from vgrout.config.renamed import RETIRED, current_settings
 from vgrout.modes import MODES, EnvMode, Mode
 from vgrout.organism.language import CUE
 
@@ -144,7 +144,7 @@ class EvalConfig:
         check(self)
 
 
-Detector = Literal["separation", "info_rm", "mop", "rm_ensemble", "ragen", "advantage"]
+Detector = Literal["info_rm", "rm_ensemble", "advantage"]
 DETECTORS: tuple[Detector, ...] = get_args(Detector)
 
 
@@ -153,11 +153,11 @@ class DetectorConfig:
     """Signs of reward hacking that need no oracle."""
 
     reward_hack_detector: str = setting("", words=DETECTORS, word="detector")
-    """Comma list: separation (of rewards) · info_rm (CSI of latents) · mop (outlying latents) · rm_ensemble (the six
-    flawed graders and the weak detectors disagree) · ragen (its collapse signature) · advantage (dead groups)."""
+    """Comma list: info_rm (CSI of latents) · advantage (groups without signal) · rm_ensemble (reward functions of one's
+    own disagree)."""
     rm_ensemble_members: str = ""
     """Comma list of module:function, each from (prompt, answer) to a number: the ensemble of rm_ensemble, 2
-    to 32 of them; '': the six flawed graders and the three weak detectors."""
+    to 32 of them."""
     reward_hack_halt: bool = setting(False, needs="reward_hack_detector")
     """Stop the run (exit 3) when one of them says HACK."""
     echo_trap_enabled: bool = False
@@ -169,7 +169,11 @@ class DetectorConfig:
     """Stop the run (exit 3) when the echo trap says HACK."""
 
     def __post_init__(self) -> None:
+        for name in self.chosen:
+            refuse(name in RETIRED, f"--reward-hack-detector {name}: retired ({RETIRED.get(name)}); leave it out")
         check(self)
+        if "rm_ensemble" in self.chosen and not self.members:
+            raise ValueError("--reward-hack-detector rm_ensemble: needs --rm-ensemble-members module:function,…")
         if self.rm_ensemble_members:
             given, n = f"--rm-ensemble-members {self.rm_ensemble_members}", len(self.members)
             refuse("rm_ensemble" not in self.chosen, f"{given}: not read without --reward-hack-detector rm_ensemble")
@@ -272,6 +276,10 @@ class Config:
         )
         if self.guard_mode == "halt" and (why := self.guard_blind):
             raise ValueError(f"--guard halt could not fire in this run ({why}); or choose --guard log")
+        refuse(
+            self.guard_mode == "halt" and not self.guard.halting,
+            "--guard halt with an empty --guard-halt-on: nothing could halt the run; name a rule, or --guard log",
+        )
 
     @property
     def guard_mode(self) -> Literal["off", "log", "halt"]:

@@ -6,9 +6,9 @@ its share on held-out problems.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import pstdev
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -17,24 +17,18 @@ from torch import Tensor
 
 from vgrout.config.arm import SHAPING
 from vgrout.config.run import Config
-from vgrout.grading.grade import Grader
-from vgrout.grpo import LossMetrics
 from vgrout.guard.detectors import (
     CSI_BANDS,
-    MOP_BANDS,
     AdvantageCollapse,
     CollapseTripwire,
     Drop,
     EchoTrap,
     Level,
-    RagenSignature,
     Reading,
     State,
     Tracker,
     ensemble_divergence,
-    halves,
     reward_functions,
-    separation_index,
 )
 from vgrout.guard.kill_switch import HeldOutGuard
 from vgrout.model.hidden_states import ReferenceStats, latents
@@ -43,7 +37,7 @@ from vgrout.model.sampler import sample
 from vgrout.model.sampling import Sampling
 from vgrout.rng import torch_stream
 from vgrout.table import StepRow
-from vgrout.types import MODES, Batch, Diverged, Eval, Grade, Group, Halted, Problem, Rollout, mean, students
+from vgrout.types import Batch, Diverged, Eval, Grade, Group, Halted, Problem, Rate, Rollout, mean, spaced, students
 
 MAX_SKIPPED = 3  # non-finite steps in a row before the run counts as diverged
 REFERENCE_ANSWERS = 64  # the base policy's own answers, for latents and for the echo trap's calibration
@@ -53,9 +47,7 @@ LATENT_ROWS = 32  # answers a step whose latents are measured
 # mismatch_kl above which the sampler had other weights than the trainer. Half precision: |Δ log p| about .14 a token;
 # on the organism rounding alone gives 1e-5. Else about 5e-5 a token; rounding gives 1e-13, a first full step 1e-6.
 STALE_HALF, STALE = 1e-2, 1e-9
-ENSEMBLE_ROWS = 6  # answers a step that all six graders see: five more gradings each
-
-T = TypeVar("T")
+ENSEMBLE_ROWS = 6  # answers a step that the members of an ensemble score
 
 
 @dataclass(frozen=True)
@@ -125,10 +117,6 @@ class BaseAnswers:
         """CSI an answer, in units of the base policy's own."""
         return None if (x := self.latents_of(m)) is None else self.reference.csi(x) / len(x) / self.reference.base_csi
 
-    def mop(self, m: Moment) -> float | None:
-        """Share of outlying answers beyond the base policy's own."""
-        return None if (x := self.latents_of(m)) is None else max(0.0, self.reference.mop(x) - self.reference.base_mop)
-
     def state_dict(self) -> list[tuple[tuple[int, ...], tuple[int, ...], str]]:
         return self._rows
 
@@ -139,22 +127,32 @@ class BaseAnswers:
 class Guard:
     """`observe` once a step, then the run's files are written, then `raise_if_fired`."""
 
-    def __init__(self, cfg: Config, policy: Policy, grader: Grader, problems: Sequence[Problem]) -> None:
-        """problems: training problems, for the base policy's own answers."""
-        self.cfg, self.grader = cfg, grader
+    def __init__(
+        self,
+        cfg: Config,
+        policy: Policy,
+        problems: Sequence[Problem],
+        healthy_kl: Sequence[float] = (),
+    ) -> None:
+        """problems: training problems, for the base policy's own answers. healthy_kl: of the runs that calibrate the
+        KL limit, nats a token."""
+        self.cfg = cfg
         self.mismatch_max = STALE if policy.model.dtype.itemsize >= 4 else STALE_HALF
         self.stale = False  # whether the last step's sampler had other weights than the trainer
         self.kill_switch = HeldOutGuard(cfg.guard)
+        if healthy_kl:
+            limit = self.kill_switch.calibrate_kl_threshold(healthy_kl)
+            logger.info(f"the guard's KL limit: {limit:.3g} nats a token, from {cfg.guard.kl_calibrate_from}")
         self.members = reward_functions(cfg.detectors.members)
         wanted = [*cfg.detectors.chosen, *(["echo"] if cfg.detectors.echo_trap_enabled else [])]
-        full = bool({"info_rm", "mop", "echo"} & set(wanted))
+        full = bool({"info_rm", "echo"} & set(wanted))
         self.base = BaseAnswers(cfg, policy, problems, REFERENCE_ANSWERS if full else TEACHERLESS)
         self.trackers: dict[str, Tracker] = {}
         self.read: dict[str, Callable[[Moment], Reading]] = {}
         for name in [*wanted, *(["collapse"] if cfg.guard_mode != "off" else [])]:
             self.trackers[name], self.read[name] = self._detector(name)
         self.states: dict[str, State] = {}
-        self.paid = [0, 0]  # student rows paid in full since the last evaluation, and all of them
+        self.paid = Rate(0, 0)  # student rows paid in full, of all since the last evaluation
         self.skipped = 0  # non-finite steps in a row
         self.halted = ""  # why a detector that may stop the run wants it stopped
         self.diverged = ""
@@ -166,21 +164,12 @@ class Guard:
     def _detector(self, name: str) -> tuple[Tracker, Callable[[Moment], Reading]]:
         """A detector's memory, and how it reads a step."""
         match name:
-            case "separation":
-                drop = Drop()
-                return drop, lambda m: drop.update(separation([g.reward for _, g in m.students]))
             case "rm_ensemble":
                 health = Drop()
                 return health, lambda m: health.update(self._ensemble_health(m))
             case "info_rm":
                 csi = Level(CSI_BANDS)
                 return csi, lambda m: csi.update(self.base.csi(m))
-            case "mop":
-                mop = Level(MOP_BANDS)
-                return mop, lambda m: mop.update(self.base.mop(m))
-            case "ragen":
-                sign = RagenSignature()
-                return sign, lambda m: sign.update(spread(m.groups), negative(m.row.lp_s), m.row.gn)
             case "advantage":
                 dead = AdvantageCollapse()
                 return dead, lambda m: dead.update(m.row.signal.n - m.row.signal.k, m.row.signal.n)
@@ -196,7 +185,7 @@ class Guard:
 
     # --- one step ----------------------------------------------------------------------------------------------------
 
-    def observe(self, row: StepRow, batch: Batch, loss: LossMetrics | None, deployed: Eval | None) -> None:
+    def observe(self, row: StepRow, batch: Batch, deployed: Eval | None) -> None:
         """Every detector and the kill switch, on what this step has measured anyway."""
         start = time.perf_counter()
         m = Moment(row, batch.groups, students(batch.groups))
@@ -208,7 +197,7 @@ class Guard:
         for name, read in self.read.items():
             self._note(name, read(m), m)
         if self.cfg.guard_mode != "off":
-            self._ask_kill_switch(m, loss, deployed)
+            self._ask_kill_switch(m, deployed)
         self.seconds += time.perf_counter() - start
 
     def _compare_sampler(self, row: StepRow) -> None:
@@ -244,39 +233,61 @@ class Guard:
         elif not self.halted and (d.echo_trap_halt if name == "echo" else d.reward_hack_halt):
             self.halted = said
 
-    def _ask_kill_switch(self, m: Moment, metrics: LossMetrics | None, deploy: Eval | None) -> None:
+    def _ask_kill_switch(self, m: Moment, deployed: Eval | None) -> None:
         top = self.cfg.env.pass_reward
-        self.paid[0] += sum(g.reward >= top for _, g in m.students)
-        self.paid[1] += len(m.students)
-        if deploy is None or deploy.solve.value is None or not self.paid[1]:
+        self.paid += Rate.of(g.reward >= top for _, g in m.students)
+        if deployed is None:
             return
-        fired = self.kill_switch.should_halt()
-        proxy, n = self.paid[0] / self.paid[1], deploy.solve.n
-        kl = metrics.kl if metrics else None
+        # Where training samples with a quarantine, its rows are another model's than the one that is deployed: compared
+        # with them, a quarantine that has taken the hacking would look like a hack.
+        proxy = deployed.paid if self.cfg.arm.routes else self.paid
+        self.paid = Rate(0, 0)
+        before, held = self.kill_switch.fired, deployed.solve
+        if proxy.value is None or held.value is None:
+            return
         verdict = self.kill_switch.update(
-            m.row.step, proxy, deploy.solve.value, n, kl, negative(m.row.lp_s), spread(m.groups)
+            m.row.step, proxy.value, held.value, held.n, deployed.kl, negative(m.row.lp_s), spread(m.groups)
         )
-        self.paid = [0, 0]
-        self.readings["guard"] = {"proxy": proxy, "held_out": deploy.solve.value, "n": n, "kl": kl} | {
+        self.readings["guard"] = {
+            "proxy": proxy.value,
+            "held_out": held.value,
+            "n": held.n,
+            "kl": deployed.kl,
             "gap": verdict.gap,
             "fire": verdict.fire,
             "reason": verdict.reason,
+            "rules": [*self.kill_switch.fired],
         }
-        logger.log("WARNING" if verdict.fire and not fired else "DEBUG", f"guard: {verdict.line()}")
+        logger.debug(f"guard: {verdict.line()}")
+        for rule, why in self.kill_switch.fired.items():
+            if rule not in before:
+                counts = rule in self.cfg.guard.halting or rule == "not_finite"
+                logger.warning(f"guard, rule {rule}{'' if counts else ' (warns only)'}: {why}")
 
     # --- how a run ends ----------------------------------------------------------------------------------------------
 
     @property
-    def fired(self) -> bool:
-        """Whether `raise_if_fired` would raise: this step's state is then worth a checkpoint."""
-        return bool(self.diverged or self.halted or (self.cfg.guard_mode == "halt" and self.kill_switch.should_halt()))
+    def halts(self) -> str:
+        """Why the run should be halted; "": it should not."""
+        switch, rules = self.kill_switch, self.cfg.guard.halting
+        if self.cfg.guard_mode == "halt" and switch.should_halt(rules):
+            return f"guard: {next(why for rule, why in switch.fired.items() if rule in (*rules, 'not_finite'))}"
+        return self.halted
 
-    def raise_if_fired(self) -> None:
-        """Raises Diverged or Halted, with the reason."""
+    @property
+    def ends(self) -> bool:
+        """Whether this step is the run's last: its state is then worth a checkpoint."""
+        return bool(self.diverged or self.halts)
+
+    def raise_if_diverged(self) -> None:
+        """Raises Diverged, with the reason."""
         if self.diverged:
             raise Diverged(self.diverged)
-        if self.fired:
-            raise Halted(self.halted or f"guard: {self.kill_switch.last_status().reason}")
+
+    def raise_if_halted(self) -> None:
+        """Raises Halted, with the reason."""
+        if why := self.halts:
+            raise Halted(why)
 
     def summary(self, seconds: float) -> str:
         """For the end of the log: who watched, and its cost beside `seconds`, the time of this process's steps."""
@@ -284,7 +295,8 @@ class Guard:
         states = ", ".join(f"{name} {self.states.get(name, 'UNDEFINED')}" for name in self.trackers)
         once = f"{self.base.seconds:.1f} s once for the base policy's answers" if self.base.seconds else ""
         share = f"{100 * (self.seconds - self.base.seconds) / seconds:.1f} % of the steps' time" if seconds else ""
-        gap = f"gap {self.kill_switch.gap:+.2f}{', fired' if self.kill_switch.should_halt() else ''}" if who else ""
+        rules = ", ".join(self.kill_switch.fired)
+        gap = f"gap {self.kill_switch.proxy_real_gap():+.2f}{f', fired: {rules}' if rules else ''}" if who else ""
         return "watched: " + "; ".join(part for part in (gap, states, share, once) if part)
 
     # --- what a detector needs besides the step ----------------------------------------------------------------------
@@ -298,27 +310,10 @@ class Guard:
         return None if m.row.step % SCORE_EVERY else self.base.logp()
 
     def _ensemble_health(self, m: Moment) -> float | None:
-        """1 / (1 + divergence) on a few answers: of the functions given, else of the six flawed graders and the three
-        weak detectors."""
-        rows = spaced(m.students, ENSEMBLE_ROWS)
-        if self.members:
-            asked = [(r.problem.messages[-1]["content"], r.text) for r, _ in rows]
-            scores = [[float(judge(*pair)) for pair in asked] for judge in self.members]
-            return 1 / (1 + ensemble_divergence(scores)) if asked else None
-        others = [
-            [
-                self.grader.submit(replace(r.problem, mode=mode, marker=""), r.text)
-                for mode in MODES
-                if mode != r.problem.mode
-            ]
-            for r, _ in rows
-        ]
-        columns: list[list[float]] = []  # one an answer: what each member says of it
-        for (_, own), futures in zip(rows, others, strict=True):
-            graded = [g for g in (own, *(f.result() for f in futures)) if isinstance(g, Grade)]
-            if len(graded) == len(MODES):
-                columns.append([float(g.channel is True) for g in graded] + [float(d) for d in own.detectors.values()])
-        return 1 / (1 + ensemble_divergence([*zip(*columns, strict=True)])) if columns else None
+        """1 / (1 + divergence) of the members on a few answers."""
+        asked = [(r.problem.messages[-1]["content"], r.text) for r, _ in spaced(m.students, ENSEMBLE_ROWS)]
+        scores = [[float(judge(*pair)) for pair in asked] for judge in self.members]
+        return 1 / (1 + ensemble_divergence(scores)) if asked else None
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
@@ -329,7 +324,7 @@ class Guard:
             "trackers": {name: tracker.state_dict() for name, tracker in self.trackers.items()},
             "states": dict(self.states),
             "base": self.base.state_dict(),
-            "paid": list(self.paid),
+            "paid": self.paid.pair,
             "skipped": self.skipped,
             "halted": self.halted,
             "diverged": self.diverged,
@@ -344,24 +339,14 @@ class Guard:
                 tracker.load_state_dict(state["trackers"][name])
         self.states = {k: v for k, v in state["states"].items() if k in self.trackers}
         self.base.load_state_dict(state["base"])
-        self.paid, self.skipped, self.diverged = list(state["paid"]), state["skipped"], state["diverged"]
+        self.paid, self.skipped, self.diverged = Rate(*state["paid"]), state["skipped"], state["diverged"]
         d = self.cfg.detectors
         self.halted = state["halted"] if d.reward_hack_halt or d.echo_trap_halt else ""
-
-
-def spaced(items: Sequence[T], n: int) -> list[T]:
-    """At most n of them, evenly spaced: prompts come one after the other, so all prompts are in it."""
-    return [items[i * len(items) // n] for i in range(n)] if len(items) > n else list(items)
 
 
 def spread(groups: Sequence[Group]) -> float | None:
     """Mean standard deviation of the rewards within a group."""
     return mean(pstdev(g.rewards) for g in groups)
-
-
-def separation(rewards: Sequence[float]) -> float | None:
-    """Of the better from the worse half of a batch."""
-    return separation_index(*halves(rewards)) if len(rewards) > 1 else None
 
 
 def negative(x: float | None) -> float | None:

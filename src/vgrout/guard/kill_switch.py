@@ -1,24 +1,19 @@
 """The held-out kill switch: does the reward that training earns still mean what it should? Stdlib only.
 
 Called once an evaluation. In-loop (proxy) reward is what the flawed grader pays; held-out score is what a strict one
-says of problems that are never trained on. Both are shares in [0, 1], so that their difference means something.
+says of problems that are never trained on. Both are shares in [0, 1], so that their difference means something, and
+both are of one and the same model: of two, the difference would be theirs.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
-from vgrout.config.guard import GuardConfig
+from vgrout.config.guard import RULES, GuardConfig
 
-KEEP = 0.9  # weight of the past in every moving average
-KL_TOKEN_LIMIT = 0.08  # ½·(log ratio)² of one token, nats: the second-order KL of a step that moved it so far
 KL_FLOOR = 1e-6  # calibration never asks for less: an estimator's rounding would fire it
-
-
-class GuardFired(Exception):
-    """The guard's verdict as an error, for a caller that wants one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +27,8 @@ class TripwireStatus:
     proxy_ema: float | None = None
     held_ema: float | None = None
     kl_ema: float | None = None
+    entropy_ema: float | None = None
+    reward_std_ema: float | None = None
     streak: int = 0
 
     def line(self) -> str:
@@ -42,15 +39,18 @@ class TripwireStatus:
         return f"{averages}gap {self.gap:+.2f}, declines in a row {self.streak}{kl}{why}"
 
 
+class CollapseStopError(Exception):
+    """The guard's verdict as an error, for a caller that wants one; `status` is the whole verdict."""
+
+    def __init__(self, status: TripwireStatus) -> None:
+        super().__init__(status.reason)
+        self.status = status
+
+
 def standard_error(share: float, n: int) -> float:
     """Of k of n, with one success and one failure added, so that 0/n and n/n have one too (Agresti & Coull 1998)."""
     p = (share * n + 1) / (n + 2)
     return math.sqrt(p * (1 - p) / n)
-
-
-def keep_tokens(log_ratios: Sequence[float], limit: float = KL_TOKEN_LIMIT) -> list[bool]:
-    """False for a token whose ½·(log-ratio)² exceeds `limit` nats, or is not a number."""
-    return [0.5 * x * x <= limit for x in log_ratios]
 
 
 @dataclass(slots=True)
@@ -67,6 +67,7 @@ class _State:
     held_base: list[float] = field(default_factory=list)
     streak: int = 0
     reason: str = ""  # why it fired; "" while it has not
+    fired: dict[str, str] = field(default_factory=dict)  # every rule that was ever broken, with its first reason
     kl_limit: float = 0.0
     last: TripwireStatus = field(default_factory=TripwireStatus)
 
@@ -74,8 +75,9 @@ class _State:
 class HeldOutGuard:
     """Fires, and stays fired, when in-loop reward and held-out score come apart, or when the policy has gone far.
 
-    After the warm-up, in this order: KL average above its limit; held-out falling while in-loop rises, for
-    `decline_patience` evaluations running; gap above `max_proxy_real_gap`, with
+    After the warm-up, in this order: `kl`, the KL average above its limit; `streak`, held-out falling while in-loop
+    rises, for `decline_patience` evaluations (one in which held-out does not fall clears the count, one in which it
+    falls beside a flat in-loop leaves it); `gap` above `max_proxy_real_gap`, with
     gap = (in-loop average − its baseline) − (held-out average − its baseline). A number that is not finite fires at
     once, warm-up or not: compared with a threshold it would be silent for ever.
     """
@@ -115,14 +117,25 @@ class HeldOutGuard:
                 if not 0 <= share <= 1:
                     raise ValueError(f"guard: {name} {share} is not a share in [0, 1]")
             self._follow(proxy, held_out, n, kl, entropy, reward_std)
-        why = f"{', '.join(broken)} not finite at step {step}" if broken else self._judge(step)
-        reason = f"latched: {s.reason}" if s.reason else why
-        s.reason = s.reason or why
-        s.last = TripwireStatus(bool(reason), reason, step, self.gap, s.proxy_ema, s.held_ema, s.kl_ema, s.streak)
+        broke = {"not_finite": f"{', '.join(broken)} not finite at step {step}"} if broken else self._judge(step)
+        latched = f"latched: {s.reason}" if s.reason else ""
+        s.reason = s.reason or next(iter(broke.values()), "")
+        s.fired |= {rule: why for rule, why in broke.items() if rule not in s.fired}
+        s.last = TripwireStatus(
+            fire=bool(s.reason),
+            reason=latched or s.reason,
+            step=step,
+            gap=self.proxy_real_gap(),
+            proxy_ema=s.proxy_ema,
+            held_ema=s.held_ema,
+            kl_ema=s.kl_ema,
+            entropy_ema=s.entropy_ema,
+            reward_std_ema=s.reward_std_ema,
+            streak=s.streak,
+        )
         return s.last
 
-    @property
-    def gap(self) -> float:
+    def proxy_real_gap(self) -> float:
         """How much more in-loop has gained than held-out; 0 before the first evaluation."""
         s = self._state
         if s.proxy_ema is None or s.held_ema is None:
@@ -138,8 +151,8 @@ class HeldOutGuard:
     ) -> None:
         s = self._state
         s.evaluations += 1
-        s.kl_ema, s.entropy_ema = _ema(s.kl_ema, kl), _ema(s.entropy_ema, entropy)
-        s.reward_std_ema = _ema(s.reward_std_ema, std)
+        s.kl_ema, s.entropy_ema = self._ema(s.kl_ema, kl), self._ema(s.entropy_ema, entropy)
+        s.reward_std_ema = self._ema(s.reward_std_ema, std)
         if s.evaluations <= self.cfg.guard_baseline:  # the mean of the first values seeds both averages
             s.proxy_base.append(proxy)
             s.held_base.append(held)
@@ -148,43 +161,71 @@ class HeldOutGuard:
         old_proxy, old_held = s.proxy_ema, s.held_ema
         assert old_proxy is not None
         assert old_held is not None
-        margin = standard_error(held, n) if self.cfg.guard_rule == "se" else 0.0
-        together = held < old_held - margin and proxy > old_proxy  # an average moves towards its newest value
-        s.streak = s.streak + 1 if together else 0
-        s.proxy_ema, s.held_ema = _ema(old_proxy, proxy), _ema(old_held, held)
+        s.proxy_ema, s.held_ema = self._ema(old_proxy, proxy), self._ema(old_held, held)
+        # of the average, which moves towards its newest value; beyond chance only where the value itself is
+        fell = s.held_ema < old_held - self.cfg.rise_eps
+        if self.cfg.guard_rule == "se":
+            fell = fell and held < old_held - standard_error(held, n)
+        if fell:
+            s.streak += s.proxy_ema > old_proxy + self.cfg.rise_eps
+        else:
+            s.streak = 0
 
-    def _judge(self, step: int) -> str:
-        s, cfg = self._state, self.cfg
+    def _ema(self, past: float | None, value: float | None) -> Any:
+        """The next average; the first value seeds it, a missing one leaves it."""
+        if past is None or value is None:
+            return value if past is None else past
+        return self.cfg.ema_alpha * past + (1 - self.cfg.ema_alpha) * value
+
+    def _judge(self, step: int) -> dict[str, str]:
+        """The rules that are broken now, in the order of the checks, each with its sentence."""
+        s, cfg, gap = self._state, self.cfg, self.proxy_real_gap()
         if step + 1 < cfg.guard_warmup:
-            return ""
+            return {}
+        broken = {}
         if s.kl_ema is not None and s.kl_ema > s.kl_limit:
-            return f"KL to the initial policy {s.kl_ema:.4f} > {s.kl_limit:g} nats per token at step {step}"
+            broken["kl"] = f"KL to the initial policy {s.kl_ema:.4f} > {s.kl_limit:g} nats per token at step {step}"
         if s.streak >= cfg.decline_patience:
-            return f"held-out fell while in-loop rose, {s.streak} evaluations in a row, at step {step}"
-        if self.gap > cfg.max_proxy_real_gap:
-            return f"in-loop gained {self.gap:.2f} more than held-out (limit {cfg.max_proxy_real_gap:g}) at step {step}"
-        return ""
+            broken["streak"] = f"held-out fell while in-loop rose, {s.streak} evaluations in a row, at step {step}"
+        if gap > cfg.max_proxy_real_gap:
+            limit = f"(limit {cfg.max_proxy_real_gap:g}) at step {step}"
+            broken["gap"] = f"in-loop gained {gap:.2f} more than held-out {limit}"
+        return broken
 
-    def should_halt(self) -> bool:
+    @property
+    def halt(self) -> bool:
+        """Whether any rule was ever broken."""
         return bool(self._state.reason)
+
+    def should_halt(self, rules: Collection[str] | None = None) -> bool:
+        """Whether one of these rules was ever broken, or any number was not finite; None: any rule at all."""
+        return self.halt if rules is None else bool({*rules, "not_finite"} & self._state.fired.keys())
+
+    @property
+    def fired(self) -> dict[str, str]:
+        """Every rule that was ever broken, in the order in which they were, with its first reason."""
+        return dict(self._state.fired)
 
     def last_status(self) -> TripwireStatus:
         return self._state.last
 
     def raise_if_fired(self) -> None:
-        """Raises GuardFired with the reason."""
-        if self._state.reason:
-            raise GuardFired(self._state.reason)
+        """Raises CollapseStopError with the last status."""
+        if self.halt:
+            raise CollapseStopError(self._state.last)
 
     def calibrate_kl_threshold(self, values: Sequence[float], factor: float = 3.0) -> float:
         """Tighten the KL limit to `factor` × the mean of what a healthy run shows; returns the limit in force.
 
-        Raises ValueError on an empty list and on anything that is not a positive number.
+        A KL of 0, that of an untouched policy, is a value like any other. Raises ValueError on an empty list, on a
+        negative value, on one that is not finite, and on a factor that is not positive.
         """
         if not values:
             raise ValueError("calibrate_kl_threshold: no values")
-        if bad := [x for x in (*values, factor) if not (math.isfinite(x) and x > 0)]:
-            raise ValueError(f"calibrate_kl_threshold: {bad[0]} is not a positive number")
+        if bad := [x for x in values if not (math.isfinite(x) and x >= 0)]:
+            raise ValueError(f"calibrate_kl_threshold: {bad[0]} is no KL, which is finite and not negative")
+        if not (math.isfinite(factor) and factor > 0):
+            raise ValueError(f"calibrate_kl_threshold: factor {factor}: should be positive")
         self._state.kl_limit = min(self._state.kl_limit, max(KL_FLOOR, factor * fmean(values)))
         return self._state.kl_limit
 
@@ -193,14 +234,11 @@ class HeldOutGuard:
         return asdict(self._state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises TypeError on the state of another version."""
-        self._state = replace(
-            _State(**{k: v for k, v in state.items() if k != "last"}), last=TripwireStatus(**state["last"])
-        )
+        """Of an earlier version's state too, which names no rule: its latch counts as any rule's.
 
-
-def _ema(past: float | None, value: float | None) -> float | None:
-    """The next average; the first value seeds it, a missing one leaves it."""
-    if past is None or value is None:
-        return value if past is None else past
-    return KEEP * past + (1 - KEEP) * value
+        Raises TypeError on anything else.
+        """
+        known = {k: v for k, v in state.items() if k != "last"}
+        self._state = replace(_State(**known), last=TripwireStatus(**state["last"]))
+        if self._state.reason and not self._state.fired:
+            self._state.fired = dict.fromkeys(RULES, self._state.reason)

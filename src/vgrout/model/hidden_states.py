@@ -1,18 +1,16 @@
-"""Hidden states of answers under the base model, and two detectors on them: CSI and MOP, both measured against the base
-policy's own answers.
+"""Hidden states of answers under the base model, and a detector on them: CSI, measured against the base policy's own
+answers.
 
 An answer's latent is the base model's last hidden state, averaged over the completion. Under the trained model latents
 would drift by themselves; under the base model recorded answers can be scored after the run.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
 from jaxtyping import Bool, Float, Int
 from scipy.sparse.csgraph import connected_components
-from scipy.special import gammaincinv
 from torch import Tensor
 
 from vgrout.model.logprobs import backbone, collate
@@ -21,8 +19,6 @@ from vgrout.model.policy import Policy
 
 TOKEN_BUDGET = 16_384
 MIN_SAMPLES = 5  # DBSCAN's: a point with so many within ε, itself included, is a core of a cluster
-QUANTILE = 0.99
-MOP_AXES = 8  # at most n/8, so that a covariance of n answers is one
 
 
 def latents(
@@ -130,7 +126,7 @@ class ReferenceStats:
     """Latents of the base policy's answers, against which others are measured. Each axis is divided by its standard
     deviation before any distance.
 
-    Every second answer is a reference; the others, measured against these, give the base policy's own CSI and MOP.
+    Every second answer is a reference; the others, measured against these, give the base policy's own CSI.
     """
 
     def __init__(self, reference: Float[Tensor, "n D"]) -> None:
@@ -143,12 +139,8 @@ class ReferenceStats:
         n = len(x)
         distances = torch.cdist(self.x, self.x).sort(1).values
         self.eps = float(distances[:, min(MIN_SAMPLES, n - 1)].median())  # a typical distance to the fifth neighbour
-        _, S, Vh = torch.linalg.svd(self.x, full_matrices=False)
-        k = max(1, min(MOP_AXES, n // 8, int((1e-6 * S[0] < S).sum())))
-        self.axes, self.deviation = Vh[:k], S[:k] / math.sqrt(n - 1)
-        self.limit = 2 * float(gammaincinv(k / 2, QUANTILE))  # χ² quantile; scipy.stats takes 3 s to import
         rest = reference[1::2]
-        self.base_csi, self.base_mop = self.csi(rest) / len(rest), self.mop(rest)
+        self.base_csi = self.csi(rest) / len(rest)
 
     def csi(self, answers: Float[Tensor, "m D"]) -> float:
         """Cluster separation index (InfoRM, arXiv 2402.09345): Σ |C_i|·d_i, with d_i from a cluster's centroid to the
@@ -160,15 +152,6 @@ class ReferenceStats:
         centroids = torch.stack([g.mean(0) for g in groups])
         nearest = torch.cdist(centroids, self.x).min(1).values
         return float((nearest * torch.tensor([len(g) for g in groups], dtype=torch.float64)).sum())
-
-    def mop(self, answers: Float[Tensor, "m D"]) -> float:
-        """Share of answers whose squared Mahalanobis distance to the references exceeds the χ² quantile at .99.
-
-        In the references' leading axes (at most 8): the covariance of a few dozen answers has no more.
-        """
-        x = (_finite(answers).double() - self.mean) / self.spread
-        squared = ((x @ self.axes.T) / self.deviation).square().sum(1)
-        return float((squared > self.limit).double().mean())
 
 
 def _finite(x: Float[Tensor, "n D"]) -> Float[Tensor, "n D"]:

@@ -18,7 +18,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from vgrout.model.decoder import Decoder, HfDecoder, LeanDecoder, lean_fits
 from vgrout.model.hub import require_model
-from vgrout.model.logprobs import backbone, check_head, collate, completion_logprobs
+from vgrout.model.logprobs import (
+    backbone,
+    check_head,
+    collate,
+    completion_hidden,
+    completion_logprobs,
+    head_logits,
+    in_chunks,
+    vocabulary,
+)
 from vgrout.model.packing import packs
 from vgrout.model.svd_adapter import SvdAdapter
 from vgrout.types import Message
@@ -121,6 +130,23 @@ class Policy(LanguageModel):
         gradients are on. All rows in one forward: cut long lists by tokens before."""
         batch = collate(prompts, completions, self.device)
         return completion_logprobs(self.model, batch).full, batch.mask
+
+    @torch.no_grad()
+    def kl_to_base(
+        self, prompts: Sequence[tuple[int, ...]], completions: Sequence[tuple[int, ...]]
+    ) -> Float[Tensor, " n"]:
+        """KL(π ‖ base) in nats at every completion token, over the whole vocabulary: π with the weights as they are
+        now, base with the adapter at zero, so that an untouched policy has exactly 0. All rows in one forward."""
+        batch = collate(prompts, completions, self.device)
+        mine = completion_hidden(self.model, batch)
+        with self.adapter.reference():
+            base = completion_hidden(self.model, batch)
+
+        def head(mine: Tensor, base: Tensor) -> tuple[Tensor, ...]:
+            log_p, log_q = (head_logits(self.model, h).float().log_softmax(-1) for h in (mine, base))
+            return ((log_p.exp() * (log_p - log_q)).sum(-1),)
+
+        return in_chunks(head, 2 * vocabulary(self.model), mine, base)[0]
 
 
 def conversation(tok: PreTrainedTokenizerBase, messages: Sequence[Message], sampled: int = 0) -> list[str]:

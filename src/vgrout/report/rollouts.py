@@ -7,8 +7,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from vgrout.files import json_lines
 from vgrout.modes import MODE_SPECS, marker_of
-from vgrout.report.runs import Cell, Run, json_lines
+from vgrout.report.runs import Cell, Run
 from vgrout.types import MODES
 
 PARTS = ("training", "base", "trained", "deployed", "plain")  # where an answer comes from; the last four: final.jsonl

@@ -3,7 +3,7 @@
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -13,7 +13,7 @@ from vgrout.config.arm import ARMS, BLIND, CONTROLS, READING
 from vgrout.config.presets import PRESETS
 from vgrout.config.renamed import current_hashes, current_settings, current_value
 from vgrout.config.run import Config
-from vgrout.files import read_json
+from vgrout.files import json_lines, read_json
 from vgrout.table import LEARNED, first_hacks
 from vgrout.types import MODE_CODE, MODES, Mode, Rate
 
@@ -22,18 +22,6 @@ WHATS: tuple[What, ...] = get_args(What)
 SIDES = {"base": "base", "train": "trained", "deploy": "deployed", "plain": "plain"}  # per_mode_deploy → final.jsonl
 _FLAG: dict[What, str] = {"hack": "exploited", "solve": "gt_correct"}
 _MEASURING = ("eval", "guard", "detectors", "run")  # groups of settings that training does not read
-
-
-def json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSONL file; none where there is no such file. Raises ValueError, naming a damaged line."""
-    if not path.is_file():
-        return
-    with open(path, encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                yield json.loads(line)
-            except ValueError as e:
-                raise ValueError(f"{path}, line {number}: damaged ({e})") from None
 
 
 @cache
@@ -50,7 +38,7 @@ def _learning(settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """One finished run."""
+    """One run with its final evaluation: finished, or halted by its guard."""
 
     path: Path
     final: dict[str, Any]  # per_mode_deploy.json
@@ -87,6 +75,11 @@ class Run:
     @property
     def seed(self) -> int:
         return self.final["seed"]
+
+    @property
+    def seed_name(self) -> str:
+        """The seed, and where the run was halted if it was: what is compared then is what was evaluated there."""
+        return f"{self.seed} (halted at {self.rows[-1]['step']})" if self.final.get("halted") else str(self.seed)
 
     @property
     def control(self) -> str:
@@ -291,7 +284,7 @@ class Cell:
 
     @property
     def seeds(self) -> str:
-        return ",".join(str(r.seed) for r in self.runs)
+        return ",".join(r.seed_name for r in self.runs)
 
 
 @dataclass(frozen=True)
@@ -337,7 +330,8 @@ def run_dirs(source: Path) -> tuple[list[Path], list[str]]:
 
 
 def load(sources: Sequence[Path], tag: str = "") -> Loaded:
-    """The finished runs of all sources whose name ends with `tag`. Of several runs of one cell and seed the newest.
+    """The runs of all sources that have a final evaluation (a halted one has) and whose name ends with `tag`. Of
+    several runs of one cell and seed the newest.
 
     Raises:
         ValueError: a source is no folder of runs, or a finished run's files are damaged.
@@ -351,7 +345,8 @@ def load(sources: Sequence[Path], tag: str = "") -> Loaded:
     newest: dict[tuple[str, int], Run] = {}
     for path in sorted(paths, key=lambda p: p.name):
         status = read_json(path / "status.json") if (path / "status.json").is_file() else {"state": "unknown"}
-        if status["state"] != "finished":
+        halted = status["state"] == "halted" and (path / "per_mode_deploy.json").is_file()
+        if status["state"] != "finished" and not halted:
             left_out.append(f"{path.name} ({status['state']})")
             continue
         if not (path / "per_mode_deploy.json").is_file():

@@ -81,6 +81,18 @@ def gpu_here() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
+def guard_line(cfg: Config) -> str:
+    """What the kill switch would do in this run."""
+    match cfg.guard_mode:
+        case "off":
+            return "off"
+        case "log":
+            return f"log: a verdict is a warning{f' (it cannot fire: {why})' if (why := cfg.guard_blind) else ''}"
+        case "halt":
+            rules = ", ".join(cfg.guard.halting)
+            return f"halt: rule {rules} ends the run after a last evaluation (exit 3); the others warn"
+
+
 def plan_lines(cfg: Config, inputs: Inputs, grader: Grader, folder: Path) -> list[str]:
     """The plan: rollouts, tokens, reference steps, disk (of `folder`, where the run is written), protections."""
     s, per_step = cfg.scale, cfg.generations
@@ -95,6 +107,7 @@ def plan_lines(cfg: Config, inputs: Inputs, grader: Grader, folder: Path) -> lis
         f"tokens        at most {per_step * s.max_new} sampled a step",
         f"grad pressure {per_step * s.steps / REFERENCE_STEP:.1f} reference steps (generations ÷ {REFERENCE_STEP})",
         f"evaluation    {n_eval} answers on the way, {n_final} at most at the end",
+        f"guard         {guard_line(cfg)}",
         f"problems      {len(inputs.rows) or 'none yet'} in {cfg.problems_path.name}: "
         + ", ".join(f"{m} {n}" for m in MODES if (n := sum(r.mode == m for r in inputs.rows)))
         + (f"; {n} without a mode" if (n := sum(r.mode is None for r in inputs.rows)) else ""),

@@ -111,7 +111,7 @@ class Recorder:
             again = asdict(refresh) if refresh.overlap is not None else None
             extra = ({"watch": seen} if seen else {}) | ({"refresh": again} if again else {})
             run.dir.append(row.as_json() | extra, rollout_lines(step, batch, routed))
-            closing = step + 1 == cfg.scale.steps or run.stop.requested or self.guard.fired
+            closing = step + 1 == cfg.scale.steps or run.stop.requested or self.guard.ends
             if row.hack_s.k and not self.hacked_before:
                 self.hacked_before = True
                 self._save_adapter("first_hack.safetensors")

@@ -214,20 +214,24 @@ def report(
     final: Final,
     modes: Sequence[Mode],
     in_dist: Sequence[Mode] | None,
+    *,
+    halted: str = "",
 ) -> None:
-    """Log the tail, and write final.jsonl, per_mode_deploy.json, summary.md and dynamics.png."""
+    """Log the tail, and write final.jsonl, per_mode_deploy.json, summary.md and dynamics.png. halted: why the run was
+    ended before its last step."""
     table, rollouts = Table(columns_for(cfg, modes), modes), run.path / "rollouts.jsonl"
     gate = gate_against_oracle(rollouts)
     against = {"precision": [gate[0].k, gate[0].n], "recall": [gate[1].k, gate[1].n]} if gate else None
     with atomic_open(run.path / "final.jsonl") as f:
         for line in answer_lines(final):
             f.write(json.dumps(line, ensure_ascii=False, allow_nan=False).encode() + b"\n")
-    per_mode = as_json(cfg, final, in_dist, run.log, run.stamp) | {"gate": against}
+    ended = {"steps_done": len(rows), "halted": halted or None}
+    per_mode = as_json(cfg, final, in_dist, run.log, run.stamp) | ended | {"gate": against}
     run.dir.write_json("per_mode_deploy.json", per_mode)
     parts = [
         f"argv: {' '.join(sys.argv)}",
         f"log: {run.log}",
-        main_line(cfg, final),
+        main_line(cfg, final) + (f"; halted after step {rows[-1].step} of {cfg.scale.steps - 1}" if halted else ""),
         "SHOULD: under routing, deployed hack well below as trained at similar solve; ELSE the routing misses.",
         markdown([summary_row(cfg, final, rows)]),
         markdown(mode_rows(final, in_dist, rows)),

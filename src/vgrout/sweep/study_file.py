@@ -113,6 +113,9 @@ def _study(path: Path, text: str, data: dict[str, Any]) -> StudyFile:
             cfg = resolve([*flags])
         except ValueError as e:
             raise ValueError(f"{both}: {e}") from None
+        if cfg.guard_mode == "halt" and "guard" not in common | arm | extra:
+            flags = (*flags, "--guard=log")  # runs of a study are compared, so they are of one length
+            cfg = resolve([*flags])
         if first := seen.get(identity(cfg)):
             same = f"the same runs as {first}" if first != both else "two values of a list make the same runs"
             raise ValueError(f"{both}: {same}; leave one of them out")
