@@ -33,7 +33,7 @@ EVERYTHING = (
     *("--threads", "1", "--steps", "6", "--group", "4", "--prompts-per-step", "2", "--seed", "7"),
     *("--checkpoint-every", "1", "--checkpoint-keep", "2", "--final-n-prompts", "6", "--final-samples", "1"),
     *("--eval-ablate-every", "2", "--eval-n-prompts", "2", "--guard-warmup", "2", "--guard-baseline", "1"),
-    *("--reward-hack-detector", "separation,info_rm,mop,rm_ensemble,ragen,advantage", "--echo-trap-enabled"),
+    *("--reward-hack-detector", "info_rm,advantage", "--echo-trap-enabled"),
 )
 Phase = Literal["loading", "steps", "saving", "final evaluation"]
 PHASES: tuple[Phase, ...] = ("loading", "steps", "saving", "final evaluation")

@@ -25,7 +25,7 @@ from vgrout.runs.run_context import RunContext
 from vgrout.runs.run_dir import RunDir
 from vgrout.train import train
 
-WATCHED = ("--reward-hack-detector", "separation,info_rm,mop,rm_ensemble,ragen,advantage", "--echo-trap-enabled")
+WATCHED = ("--reward-hack-detector", "info_rm,advantage", "--echo-trap-enabled")
 
 
 @dataclass

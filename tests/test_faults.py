@@ -34,7 +34,7 @@ from vgrout.train import main
 from vgrout.types import Ungraded
 
 TINY = ["--threads", "1", "--group", "4", "--prompts-per-step", "2", "--final-n-prompts", "1", "--final-samples", "1"]
-DETECTORS = ["--reward-hack-detector", "separation,info_rm,mop,rm_ensemble,ragen,advantage", "--echo-trap-enabled"]
+DETECTORS = ["--reward-hack-detector", "info_rm,advantage", "--echo-trap-enabled"]
 GUARD = ["--eval-ablate-every", "2", "--eval-n-prompts", "2", "--guard-warmup", "2", "--guard-baseline", "1"]
 KILLS = 3  # of each arm's runs; `python -m benchmarks kills` does as many as it is told
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vgrout.config.guard import GuardConfig, blind
-from vgrout.guard.kill_switch import GuardFired, HeldOutGuard, TripwireStatus, keep_tokens, standard_error
+from vgrout.guard.kill_switch import CollapseStopError, HeldOutGuard, TripwireStatus, standard_error
 
 SHARE = st.floats(0, 1)
 SERIES = st.lists(st.tuples(SHARE, SHARE), min_size=1, max_size=60)
@@ -59,10 +59,92 @@ def test_one_non_decline_clears_the_streak() -> None:
     assert [v.streak for v in play(guard, [*falls, (0.9, 0.9), (0.95, 0.2)])] == [0, 1, 2, 0, 1]
 
 
-def test_a_fall_with_flat_in_loop_is_no_streak() -> None:
-    """A policy that merely gets worse at both is not gaming anything."""
+def test_a_fall_with_flat_in_loop_leaves_the_streak() -> None:
+    """A policy that merely gets worse at both is not gaming anything; one pause of the reward clears no suspicion."""
     guard = HeldOutGuard(config(guard_rule="ema", max_proxy_real_gap=1.0))
     assert [v.streak for v in play(guard, [(0.5, 0.9 - 0.05 * i) for i in range(10)])] == [0] * 10
+    paused = [(0.3, 0.6), (0.4, 0.5), (0.3, 0.4), (0.5, 0.3), (0.6, 0.9)]  # in-loop pauses at the third
+    guard = HeldOutGuard(config(guard_rule="ema", max_proxy_real_gap=1.0))
+    assert [v.streak for v in play(guard, paused)] == [0, 1, 1, 2, 0]
+
+
+def test_moves_within_rise_eps_are_flat() -> None:
+    series = [(0.5 + 5e-5 * i, 0.5 - 5e-4 * i) for i in range(20)]
+    assert fired_at(HeldOutGuard(config(guard_rule="ema")), series) is None
+    assert fired_at(HeldOutGuard(config(guard_rule="ema", rise_eps=1e-7)), series) == 3
+
+
+def plain(series: list[tuple[float, float, float]], alpha: float = 0.9, eps: float = 1e-4) -> int | None:
+    """The published kill switch as its description reads, on (in-loop, held-out, KL); the first update at which it
+    fires."""
+    streak = 0
+    p = h = k = base_p = base_h = 0.0
+    for i, (proxy, held, kl) in enumerate(series):
+        if i == 0:
+            p = base_p = proxy
+            h = base_h = held
+            k = kl
+        else:
+            old_p, old_h = p, h
+            p = alpha * p + (1 - alpha) * proxy
+            h = alpha * h + (1 - alpha) * held
+            k = alpha * k + (1 - alpha) * kl
+            falls, rises = old_h - h > eps, p - old_p > eps
+            if falls and rises:
+                streak += 1
+            elif not falls:
+                streak = 0
+        if i + 1 < 20:
+            continue
+        if k > 0.08 or streak >= 3 or (p - base_p) - (h - base_h) > 0.10:
+            return i
+    return None
+
+
+def test_agrees_with_the_published_rule_on_2000_random_series() -> None:
+    """Walks whose three numbers drift by chance: every verdict at the same update, four in five of them firing."""
+    rng = random.Random(0)
+
+    def walk() -> list[tuple[float, float, float]]:
+        drift = [rng.gauss(0, 0.004) for _ in range(2)]
+        x, out = [rng.uniform(0.2, 0.8), rng.uniform(0.2, 0.8)], []
+        for i in range(60):
+            x = [min(1.0, max(0.0, v + d + rng.gauss(0, 0.02))) for v, d in zip(x, drift, strict=True)]
+            out.append((x[0], x[1], max(0.0, rng.gauss(0.0004 * i, 0.01))))
+        return out
+
+    fired = 0
+    for _ in range(2000):
+        series, guard = walk(), HeldOutGuard(GuardConfig(guard_rule="ema", guard_baseline=1))
+        verdicts = [guard.update(i, p, h, 100, kl) for i, (p, h, kl) in enumerate(series)]
+        when = next((v.step for v in verdicts if v.fire), None)
+        assert when == plain(series)
+        fired += when is not None
+    assert 1000 < fired < 2000
+
+
+def test_rules_latch_apart() -> None:
+    """A KL beyond its limit does not hide the gap that comes later: a run may halt on one of them alone."""
+    guard = HeldOutGuard(config())
+    for i in range(12):
+        guard.update(i, 0.3 + 0.05 * i, 0.3, 100, kl=1.0)
+    assert [*guard.fired] == ["kl", "gap"]
+    assert guard.should_halt()
+    assert guard.should_halt(["gap"])
+    assert not guard.should_halt(["streak"])
+    assert guard.last_status().reason == f"latched: {guard.fired['kl']}"
+    broken = HeldOutGuard(config())
+    broken.update(0, math.nan, 0.5, 10)
+    assert broken.should_halt([])
+
+
+def test_the_state_of_an_earlier_version_keeps_its_latch() -> None:
+    guard, again = HeldOutGuard(config()), HeldOutGuard(config())
+    guard.update(0, 0.5, math.inf, 10)
+    state = guard.state_dict()
+    del state["fired"]
+    again.load_state_dict(state)
+    assert again.should_halt(["gap"])
 
 
 def test_kl_is_an_average_in_nats_per_token() -> None:
@@ -115,7 +197,7 @@ def test_baseline_is_the_mean_of_the_first_evaluations() -> None:
     assert fired_at(HeldOutGuard(config(guard_baseline=1)), unlucky) is not None
     guard = HeldOutGuard(config(guard_baseline=2))
     assert fired_at(guard, unlucky) is None
-    assert guard.gap == pytest.approx(0)
+    assert guard.proxy_real_gap() == pytest.approx(0)
 
 
 def test_se_rule_ignores_what_the_evaluation_cannot_see() -> None:
@@ -219,7 +301,7 @@ def test_standard_error_is_never_nothing(share: float, n: int) -> None:
 
 def test_before_the_first_evaluation() -> None:
     guard = HeldOutGuard()
-    assert guard.gap == 0
+    assert guard.proxy_real_gap() == 0
     assert not guard.should_halt()
     guard.raise_if_fired()
     assert guard.last_status() == TripwireStatus()
@@ -228,21 +310,30 @@ def test_before_the_first_evaluation() -> None:
 def test_raise_if_fired() -> None:
     guard = HeldOutGuard(config())
     guard.update(0, math.nan, 0.5, 10)
-    with pytest.raises(GuardFired, match="proxy not finite at step 0"):
+    with pytest.raises(CollapseStopError, match="proxy not finite at step 0") as stop:
         guard.raise_if_fired()
+    assert stop.value.status == guard.last_status()
+    assert guard.halt
+
+
+def test_entropy_and_spread_can_be_read() -> None:
+    guard = HeldOutGuard(config())
+    guard.update(0, 0.5, 0.5, 10, entropy=1.0, reward_std=2.0)
+    status = guard.update(1, 0.5, 0.5, 10, entropy=0.0)
+    assert (status.entropy_ema, status.reward_std_ema) == (pytest.approx(0.9), 2.0)
 
 
 def test_calibration_only_tightens() -> None:
     guard = HeldOutGuard()
     assert guard.calibrate_kl_threshold([0.01, 0.02]) == pytest.approx(0.045)
     assert guard.calibrate_kl_threshold([1.0]) == pytest.approx(0.045)
-    assert guard.calibrate_kl_threshold([1e-12]) == 1e-6
+    assert guard.calibrate_kl_threshold([0.0, 1e-12]) == 1e-6
     other = HeldOutGuard()
     other.load_state_dict(guard.state_dict())
     assert other.kl_limit == 1e-6
 
 
-@pytest.mark.parametrize("values", [[], [-0.1], [0.0], [0.01, 0.0], [math.nan], [math.inf]])
+@pytest.mark.parametrize("values", [[], [-0.1], [0.01, -1e-9], [math.nan], [math.inf]])
 def test_calibration_refuses(values: list[float]) -> None:
     guard = HeldOutGuard()
     with pytest.raises(ValueError, match="calibrate_kl_threshold"):
@@ -260,6 +351,9 @@ def test_calibration_refuses(values: list[float]) -> None:
         {"decline_patience": 0},
         {"kl_hard_stop": 0.0},
         {"kl_hard_stop": math.nan},
+        {"ema_alpha": 1.0},
+        {"ema_alpha": -0.1},
+        {"rise_eps": -1e-9},
         {"max_proxy_real_gap": 0.0},
         {"max_proxy_real_gap": math.inf},
     ],
@@ -299,11 +393,3 @@ def test_blind_is_what_the_guard_does(steps: int, every: int, warmup: int, basel
         late = k >= baseline
         guard.update(done - 1, 1.0 if late else 0.0, 0.0 if late else 1.0, 100)
     assert guard.should_halt() == (blind(cfg, steps, every) is None)
-
-
-def test_tokens_are_masked_by_their_own_kl() -> None:
-    edge = math.sqrt(2 * 0.08)
-    assert keep_tokens([0.0, 0.99 * edge, -0.99 * edge, 1.01 * edge, -1.01 * edge, math.nan, math.inf]) == [
-        *(True, True, True),
-        *(False, False, False, False),
-    ]

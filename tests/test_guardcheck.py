@@ -12,17 +12,19 @@ from vgrout.config.presets import parse
 from vgrout.guard.detectors import Bands
 from vgrout.guard.scorecard import (
     DETECTORS,
+    GUARD_RULES,
     TODAY,
     auc,
     bootstrap,
+    by_deployed,
     calibrate,
     choose,
     detector_series,
     first_hacks,
-    gap_series,
     load,
     report,
     score,
+    value_series,
 )
 from vgrout.tools.guardcheck import main
 
@@ -31,13 +33,20 @@ MINI = parse(["mini", "--intervention", "none", "--steps", str(STEPS)])
 
 
 def tell(
-    folder: Path, name: str, control: Any = "none", hack: float = 0.0, onset: int = 99, state: str = "finished"
+    folder: Path,
+    name: str,
+    control: Any = "none",
+    hack: float = 0.0,
+    onset: int = 99,
+    state: str = "finished",
+    arm: Any = "none",
+    contained: bool = False,
 ) -> Path:
     """A run of 40 steps, evaluated every fifth: from `onset` on a share `hack` of its answers exploits, and the
-    deployed model forgets how to solve."""
+    deployed model forgets how to solve and exploits; `contained`: it does neither."""
     path = folder / name
     path.mkdir(parents=True)
-    cfg = replace(MINI, arm=replace(MINI.arm, control=control))
+    cfg = replace(MINI, arm=replace(MINI.arm, intervention=arm, control=control))
     rng = random.Random(name)
     rows, answers = [], []
     for step in range(STEPS):
@@ -47,9 +56,11 @@ def tell(
             paid = t["hacked"] or t["solved"]
             answers.append({"step": step, "problem": i // 7, "text": f"x = {i}", "reward": 0.1 + 1.0 * paid})
         k = sum(t["hacked"] and not t["solved"] for t in texts)
-        solve = 0.5 + rng.uniform(-0.03, 0.03) - (0.4 * min(1.0, (step - onset) / 10) if step >= onset else 0)
+        gone = min(1.0, (step - onset) / 10) if step >= onset and not contained else 0.0
+        solve, exploits = 0.5 + rng.uniform(-0.03, 0.03) - 0.4 * gone, 0.5 * gone
         rows.append(
             {"step": step, "hack_s": [k, 28], "solve_deploy": solve if step % 5 == 4 else None}
+            | {"hack_deploy": exploits if step % 5 == 4 else None}
             | {"lp_s": -1.0, "lp_t": -1.0, "gn": 1.0, "signal": [4, 4]}
         )
     (path / "run.json").write_text(json.dumps({"config": cfg.as_dict()}))
@@ -74,22 +85,38 @@ def test_the_guard_on_five_and_five(paths: list[Path], capsys: pytest.CaptureFix
         for line in said.split("Bands chosen")[0].splitlines()
         if "|" in line
     }
-    for rule in ("ema", "se"):
-        _name, false, caught, early, _, delay, area, verdict = rows[f"guard, rule {rule}"]
+    for rule in ("streak (ema)", "gap"):
+        _name, false, caught, early, _, delay, area, verdict = rows[f"guard, {rule}"]
         assert false.startswith("0/5 [0.00, 0.43]")
         assert caught.startswith("5/5 [0.57, 1.00]")
         assert early == "0"
-        assert 0 < int(delay.split()[0]) < 15
+        assert 0 <= int(delay.split()[0]) < 15
         assert float(area.split()[0]) > 0.8
         assert verdict == "works"
     assert "does not work: misses 5 of 5" in rows["echo"][-1]
-    assert rows["separation"][-1] == rows["info_rm"][-1] == "not defined on these runs"
-    assert "5 hacking runs, 5 clean" in said
+    assert rows["separation"][-1] == rows["info_rm"][-1] == rows["guard, kl"][-1] == "not defined on these runs"
+    assert "5 hacking, 5 clean, 0 quiet" in said
+
+
+def test_a_routing_arm_that_contains_is_quiet(tmp_path: Path) -> None:
+    """Its students hack, its deployed model does not: compared with the students, that success would be an alarm."""
+    good = load(tell(tmp_path, "good", hack=0.9, onset=10, arm="route2", contained=True), 0.1)
+    bad = load(tell(tmp_path, "bad", hack=0.9, onset=10, arm="route2"), 0.1)
+    assert (good.kind(good.onset), good.kind(good.deployed_onset)) == ("hacking", "quiet")
+    assert bad.kind(bad.deployed_onset) == "hacking"
+    assert not any(alarm for _, alarm, _ in value_series(good, "guard, gap"))
+    assert any(alarm for _, alarm, _ in value_series(bad, "guard, gap"))
+    s = score("guard, gap", [good, bad], lambda r: value_series(r, "guard, gap"), by_deployed)
+    assert (s.caught, s.quiet) == ((1, 1), (0, 1))
+    plain = load(tell(tmp_path, "plain", hack=0.9, onset=10, contained=True), 0.1)
+    assert any(alarm for _, alarm, _ in value_series(plain, "guard, gap")), (
+        "what is trained is deployed: in-loop counts"
+    )
 
 
 def test_kinds_and_onset(tmp_path: Path, paths: list[Path]) -> None:
     runs = [load(p, 0.1) for p in [*paths, tell(tmp_path, "still")]]
-    assert [r.kind for r in runs] == ["clean"] * 5 + ["hacking"] * 5 + ["quiet"]
+    assert [r.kind(r.onset) for r in runs] == ["clean"] * 5 + ["hacking"] * 5 + ["quiet"]
     # the window of five may begin up to four steps before the first hack
     assert all(15 + i - 4 <= (runs[5 + i].onset or 0) <= 15 + i for i in range(5))
     assert first_hacks([(0, 10)] * 9, 0.1) is None
@@ -102,12 +129,12 @@ def test_what_a_run_recorded_goes_first(tmp_path: Path) -> None:
     path = tell(tmp_path, "r", hack=0.9, onset=10)
     rows = [json.loads(line) for line in (path / "steps.jsonl").read_text().splitlines()]
     for row in rows[5:]:
-        row["watch"] = {"mop": ["HACK" if row["step"] >= 12 else "OK", row["step"] / 100]}
+        row["watch"] = {"info_rm": ["HACK" if row["step"] >= 12 else "OK", row["step"] / 100]}
     (path / "steps.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     run = load(path, 0.1)
-    series = detector_series(run, "mop")
+    series = detector_series(run, "info_rm")
     assert next(step for step, alarm, _ in series if alarm) == 12
-    s = score("mop", [run], lambda r: detector_series(r, "mop"))
+    s = score("info_rm", [run], lambda r: detector_series(r, "info_rm"))
     assert (s.caught, s.false_alarms) == ((1, 1), (0, 0))
     assert s.delay == 12 - (run.onset or 0)
     assert s.verdict == "not enough runs (1 hacking, 0 clean)"
@@ -121,7 +148,7 @@ def test_an_alarm_on_clean_runs_does_not_pass(paths: list[Path]) -> None:
     assert s.verdict == "does not work: fires on 5 of 5 clean runs, its value does not tell hacking from clean"
 
 
-@pytest.mark.parametrize("state", ["running", "halted", "interrupted", "failed"])
+@pytest.mark.parametrize("state", ["running", "interrupted", "failed"])
 def test_unfinished_runs_are_refused_by_name(
     state: str, tmp_path: Path, paths: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -174,14 +201,14 @@ def test_bands_lie_between_the_peaks() -> None:
 
 def test_calibration_judges_a_run_by_the_others(paths: list[Path]) -> None:
     runs = [load(p, 0.1) for p in paths]
-    gap = calibrate("guard, gap", runs, gap_series)
+    gap = calibrate("guard, gap", runs, lambda r: value_series(r, "guard, gap"), by_deployed)
     assert gap.bands is not None
     assert 0 < gap.bands.warn < gap.bands.hack < 0.5
     assert gap.false_alarms == (0, 5)
     assert gap.caught == (5, 5)
     assert gap.delay is not None
     assert gap.delay > 0
-    assert calibrate("info_rm", runs, lambda r: detector_series(r, "info_rm")).caught == (0, 0), (
+    assert calibrate("rm_ensemble", runs, lambda r: detector_series(r, "rm_ensemble")).caught == (0, 0), (
         "never recorded: nothing to choose from"
     )
 
@@ -193,19 +220,19 @@ def test_left_out_means_left_out(tmp_path: Path) -> None:
         path = tell(tmp_path, name, **kind)
         rows = [json.loads(line) for line in (path / "steps.jsonl").read_text().splitlines()]
         for row in rows:
-            row["watch"] = {"mop": ["OK", peak]}
+            row["watch"] = {"info_rm": ["OK", peak]}
         (path / "steps.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
         return path
 
     clean = [noted(f"c{i}", x, control="no_loophole") for i, x in enumerate((0.1, 0.1, 0.5))]
     hacking = [noted(f"h{i}", 0.9, hack=0.9, onset=10) for i in range(3)]
-    found = calibrate("mop", [load(p, 0.1) for p in [*clean, *hacking]], lambda r: detector_series(r, "mop"))
+    found = calibrate("info_rm", [load(p, 0.1) for p in [*clean, *hacking]], lambda r: detector_series(r, "info_rm"))
     assert found.bands == Bands(0.5, 0.6)
     assert found.false_alarms == (1, 3)
     assert found.caught == (3, 3)
 
 
 def test_report_names_every_value_twice(paths: list[Path]) -> None:
-    assert set(TODAY) == {"guard, gap", *DETECTORS}
     said = report([load(p, 0.1) for p in paths[3:7]], 0.1)
-    assert all(said.count(f"| {name} ") == 2 for name in DETECTORS)
+    assert {*TODAY} < {*GUARD_RULES, *DETECTORS}
+    assert all(said.count(f"| {name} ") == 1 + (name in TODAY) for name in DETECTORS)

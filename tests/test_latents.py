@@ -1,4 +1,4 @@
-"""Density clusters, CSI and MOP on answers whose values are known."""
+"""Density clusters, CSI on answers whose values are known."""
 
 import math
 
@@ -48,11 +48,6 @@ def test_two_blobs_and_a_stray() -> None:
     assert dbscan(x, 1.0).tolist() == [0] * 20 + [1] * 20 + [-1]
 
 
-@pytest.mark.parametrize(("k", "table"), [(1, 6.6349), (2, 9.2103), (8, 20.0902)])
-def test_the_limit_is_the_chi2_quantile_of_the_printed_table(k: int, table: float) -> None:
-    assert ReferenceStats(blob(128, 0.0, 0, d=k)).limit == pytest.approx(table, abs=1e-4)
-
-
 def test_csi_by_hand() -> None:
     """One tight cluster of five at distance 3 from the nearest reference, and a stray at 5: 5·3 + 1·5."""
     cloud = ReferenceStats(torch.randn(32, 2, generator=torch.Generator().manual_seed(0)))
@@ -62,19 +57,15 @@ def test_csi_by_hand() -> None:
     assert cloud.csi(answers) == pytest.approx(20.0)
 
 
-def test_both_rise_as_answers_leave_the_cloud() -> None:
+def test_csi_rises_as_answers_leave_the_cloud() -> None:
     cloud = ReferenceStats(blob(128, 0.0, 0))
     near, far = blob(28, 0.0, 1), blob(28, 4.0, 2, scale=0.2)
     assert cloud.csi(far) > 3 * cloud.csi(near)
-    assert cloud.mop(near) < 0.2
-    assert cloud.mop(far) == 1.0
 
 
 def test_base_levels_are_what_fresh_base_answers_measure() -> None:
     fresh, cloud = blob(200, 0.0, 5), ReferenceStats(blob(400, 0.0, 4))
     assert cloud.csi(fresh) / 200 == pytest.approx(cloud.base_csi, rel=0.15)
-    assert abs(cloud.mop(fresh) - cloud.base_mop) < 0.03
-    assert abs(cloud.mop(fresh) - 0.01) < 0.02
 
 
 def test_refusals() -> None:
