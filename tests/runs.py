@@ -20,7 +20,7 @@ ARMS = ("none", "erase", "route", "route2", "pmi")  # pmi for all arms that read
 SMALL = ["--steps", "5", "--group", "4", "--prompts-per-step", "2", "--final-n-prompts", "6", "--final-samples", "1"]
 QUIET = ["--eval-ablate-every", "0", "--vhack-refresh-every", "2"]
 TIMES = ("gen", "grade", "fb", "eval", "sec")
-EVALUATED = ("hack_deploy", "solve_deploy", "eval", "watch")  # watch: the guard reads each evaluation
+EVALUATED = ("hack_deploy", "solve_deploy", "kl_deploy", "eval", "watch")  # watch: the guard reads each evaluation
 
 
 def flags(arm: str, *more: str) -> list[str]:

@@ -494,7 +494,7 @@ def _here(tmp_path, monkeypatch):
 def made(policy: Any, pairs: PairSet | None, seed: int = 0, **flags: Any) -> Any:
     """As the trainer makes it."""
     cfg = Config(arm=ArmConfig(**flags), run=RunConfig(seed=seed))
-    return make_arm(cfg, policy, Inputs([], None, pairs), None, ())
+    return make_arm(cfg, policy, Inputs([], [], None, pairs), None, ())
 
 
 @pytest.mark.usefixtures("_here")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from vgrout.modes import MODE_SPECS, PLAIN_PHRASE, hint
-from vgrout.problems import assigned, balanced, load_problems, load_rows, load_splits, plain
+from vgrout.problems import assigned, balanced, load_problems, load_rows, load_splits, plain, require_apart
 from vgrout.types import MODES
 
 
@@ -151,3 +151,34 @@ def test_every_real_row_says_truthfully_how_each_mode_checks_it(shared_data: Pat
                 assert asked.count(hint(mode, p.marker)) == 1
                 assert PLAIN_PHRASE not in asked
                 assert asked.replace(hint(mode, p.marker), PLAIN_PHRASE) == plain(p).messages[-1]["content"]
+
+
+def test_a_test_file_is_for_evaluation_and_all_the_rest_trains(tmp_path: Path, world_of: Callable[..., Any]) -> None:
+    held = load_rows(write(tmp_path / "test.jsonl", [record(i) for i in range(1000, 1050)]))
+    world = world_of(120, test_rows=held)
+    assert {p.id for p in world.train} == {*range(120)}
+    assert (len(world.val), len(world.test)) == (10, 40)
+    assert {p.id for p in (*world.val, *world.test)} == {*range(1000, 1050)}
+    for p in (*world.val, *world.test):
+        assert p.marker in MODE_SPECS[p.mode].eval_markers
+
+
+def test_what_a_file_says_of_its_splits_stands(tmp_path: Path, world_of: Callable[..., Any]) -> None:
+    held = load_rows(write(tmp_path / "test.jsonl", [record(i, split="val") for i in range(1000, 1010)]))
+    world = world_of(20, test_rows=held)
+    assert (len(world.train), len(world.val), len(world.test)) == (20, 10, 0)
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (record(3), "problem 3 is also at"),
+        (record(1003, prompt=record(3)["prompt"]), "problem 1003 is also at"),
+        (record(1003, split="train"), "its split is train"),
+    ],
+    ids=["id", "text", "split"],
+)
+def test_what_is_trained_on_is_not_evaluated_on(tmp_path: Path, other: dict[str, Any], said: str) -> None:
+    train = load_rows(write(tmp_path / "a.jsonl", [record(i) for i in range(5)]))
+    with pytest.raises(ValueError, match=f"--test-problems .*line 2: .*{said}|--test-problems .*line 2: {said}"):
+        require_apart(train, load_rows(write(tmp_path / "b.jsonl", [record(1000), other])))

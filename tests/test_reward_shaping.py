@@ -183,7 +183,7 @@ def test_the_concept_parts_held_out_pairs_and_lowers_the_hacks(policy: Policy) -
     assert concept.view(2, -1).norm(dim=1).tolist() == pytest.approx([0.5, 0.5])  # a score is the mean over layers
     assert min(along) > 0
     cfg = replace(parse(["smoke", "--intervention=none", "--control=advantage_mod"]), preset="smoke")
-    baseline = make_arm(cfg, policy, Inputs([], None, pairs), None, ())
+    baseline = make_arm(cfg, policy, Inputs([], [], None, pairs), None, ())
     assert isinstance(baseline, AdvantageMod)
     assert baseline.layers == [1]
     prompt = tuple(policy.tok(pairs.pairs[0].prompt)["input_ids"])

@@ -156,7 +156,7 @@ def test_finished_runs_are_found_by_what_they_compute(study: Path, monkeypatch: 
 
 def test_a_remade_organism_is_another_one(tmp_path: Path) -> None:
     shutil.copytree(organism.DATA_DIR, tmp_path / "warm")
-    cfg, nothing = cfg_of(1, f"--organism={tmp_path / 'warm'}"), Inputs([], None, None)
+    cfg, nothing = cfg_of(1, f"--organism={tmp_path / 'warm'}"), Inputs([], [], None, None)
     before = file_hashes(cfg, nothing)
     (cfg.files.model / "README.md").write_text("a card")
     assert file_hashes(cfg, nothing) == before == file_hashes(cfg_of(1), nothing)

@@ -21,7 +21,7 @@ from vgrout.report.verdicts import RULES, Preregistered, Verdict, judge
 from vgrout.types import MODES
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "hypotheses.md"
-SHIPPED = file_hashes(resolve(["mini"]), Inputs(load_rows(PROBLEMS), None, None))["problems"]
+SHIPPED = file_hashes(resolve(["mini"]), Inputs(load_rows(PROBLEMS), [], None, None))["problems"]
 NEAR = (0.02, -0.02, 0.01, -0.01, 0.0)  # seeds that differ a little
 
 

@@ -201,7 +201,9 @@ class Cli:
                 raise ValueError(f"--{name.replace('_', '-')} {value}: at least 1")
 
 
-def held_out(saved: Saved, rows: Sequence[Row], split: Split, policy: Policy) -> list[Problem]:
+def held_out(
+    saved: Saved, rows: Sequence[Row], split: Split, policy: Policy, test_rows: Sequence[Row] = ()
+) -> list[Problem]:
     """The problems of one split under the run's modes and markers, prompts that fit.
 
     Raises:
@@ -214,7 +216,7 @@ def held_out(saved: Saved, rows: Sequence[Row], split: Split, policy: Policy) ->
         modes = list(MODES) if env.env_mode == "own" else [m for m in MODES if m == env.env_mode]
         problems = with_modes(rows, modes, partition, evaluation=True)
     else:
-        problems = assigned(rows, env.env_mode, partition)[split]
+        problems = assigned(rows, env.env_mode, partition, test_rows=test_rows)[split]
     fit = [p for p in problems if len(policy.render(p.messages)) <= policy.window - max_new]
     if not fit:
         raise ValueError(f"--split {split}: none of {len(rows)} problems is in it, with a prompt that fits the window")
@@ -283,6 +285,7 @@ def command(cli: Cli) -> int:
     """Raises ValueError, one line, before the model is loaded where that is possible."""
     saved = find_adapter(cli.run, cli.step, cli.model, cli.problems)
     cfg, rows = saved.cfg, load_rows(saved.problems_file)
+    test_rows = load_rows(saved.test_file) if saved.test_file else []
     seed = cfg.run.seed if cli.seed is None else cli.seed
     stem = f"{saved.path.stem}_{saved.problems_file.stem}_{cli.split}_seed{seed}"
     out = cli.out or saved.path.parent / "evaluations" / f"{stem}.json"
@@ -296,7 +299,7 @@ def command(cli: Cli) -> int:
         if cfg.scale.model == ORGANISM:
             torch.set_num_threads(1)  # for matrices this small a second thread only costs
         policy = load_saved(saved)
-        problems = held_out(saved, rows, cli.split, policy)
+        problems = held_out(saved, rows, cli.split, policy, test_rows)
         problems = balanced(problems, cli.n_prompts or cfg.eval.final_n_prompts, 0, "test")
         sides = score(saved, policy, grader, problems, cli.samples or cfg.eval.final_samples, seed)
     print(

@@ -17,7 +17,7 @@ from vgrout.direction.pairs import (
 )
 from vgrout.files import json_lines
 from vgrout.model.hub import require_model
-from vgrout.problems import Row, load_rows
+from vgrout.problems import Row, load_rows, require_apart
 from vgrout.teacher.pools import Pool, load_pool
 from vgrout.types import MODES, Mode
 
@@ -31,6 +31,7 @@ class Inputs:
     """Files, read and checked."""
 
     rows: list[Row]
+    test_rows: list[Row]  # of the file for evaluation alone; []: the rows' own splits
     pool: Pool | None
     pairs: PairSet | None  # the true ones; None: the arm reads no pairs
     placebo: PairSet | None = None  # those of a placebo control
@@ -67,6 +68,9 @@ def read_inputs(cfg: Config) -> Inputs:
         )
     problems, demos, pair_file = cfg.problems_path, cfg.pool_path, cfg.pairs_path
     rows = read(lambda: load_rows(problems), problems) or []
+    test_file = cfg.test_problems_path
+    test_rows = (read(lambda: load_rows(test_file), test_file) or []) if test_file is not None else []
+    require_apart(rows, test_rows)
     pool = read(lambda: load_pool(demos), demos) if demos is not None else None
     if pool is not None and rows and cfg.mixes and not pool.ids & {r.id for r in rows}:
         raise ValueError(f"--teacher-pool-dir {pool.folder}: covers no problem of {cfg.problems_path}")
@@ -92,7 +96,7 @@ def read_inputs(cfg: Config) -> Inputs:
         read(lambda: require_model(cfg.teacher_model_path, "--teacher-model"), Path(cfg.teacher_model_path))
     known_correct = load_known_correct(cfg.known_correct_path) if cfg.known_correct_path is not None else ()
     healthy_kl = tuple(kl_of_runs(cfg.guard.healthy_runs))
-    return Inputs(rows, pool, pairs, placebo, known_correct, healthy_kl, tuple(absent))
+    return Inputs(rows, test_rows, pool, pairs, placebo, known_correct, healthy_kl, tuple(absent))
 
 
 def kl_of_runs(runs: Sequence[Path]) -> list[float]:
@@ -131,6 +135,9 @@ def file_hashes(cfg: Config, inputs: Inputs) -> dict[str, str | None]:
         "model": of_model(cfg.model_path),
         "teacher_model": of_model(cfg.teacher_model_path) if cfg.loss.teacher_model else None,
         "problems": hash_of_files([cfg.problems_path]) if inputs.rows else None,
+        "test_problems": hash_of_files([cfg.test_problems_path])
+        if cfg.test_problems_path and inputs.test_rows
+        else None,
         "pool": hash_of_files([p for p in pool.folder.iterdir() if p.is_file()]) if pool else None,
         "pairs": inputs.pairs.sha256 if inputs.pairs else None,
         "placebo": inputs.placebo.sha256 if inputs.placebo else None,

@@ -83,6 +83,7 @@ def load_problems(cfg: Config, inputs: Inputs, policy: Policy) -> ProblemSplits:
         seed=cfg.run.seed,
         partition=pool.partition if pool else None,
         markers=pool.announced if pool else None,
+        test_rows=inputs.test_rows,
         only_ids=pool.ids if pool else None,  # mixed in or not: a control trains on the problems of its arm
         only_modes=cfg.env.demo_held_out,
         prompt_len=lambda p: len(policy.render(p.messages)),

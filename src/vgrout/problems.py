@@ -161,8 +161,9 @@ def assigned(
     env_mode: str,
     partition: Mapping[int, Mode] | None = None,
     markers: Mapping[int, str] | None = None,
+    test_rows: Sequence[Row] = (),
 ) -> dict[str, list[Problem]]:
-    """Every split's problems, each under its mode.
+    """Every split's problems, each under its mode. test_rows: of a file of their own for evaluation.
 
     env_mode: "own" (each row's or the partition's mode, else round-robin over all six) or one mode: rows with a mode of
     their own are then filtered to it, rows without one get it.
@@ -170,7 +171,7 @@ def assigned(
     modes = list(MODES) if env_mode == "own" else [m for m in get_args(Mode) if m == env_mode]
     parts = {
         name: with_modes(part, modes, partition or {}, evaluation=name != "train", markers=markers)
-        for name, part in _splits(rows).items()
+        for name, part in _splits(rows, test_rows).items()
     }
     if env_mode == "own":
         return parts
@@ -231,15 +232,41 @@ def balanced(problems: Sequence[Problem], n: int, seed: int, purpose: str) -> li
     return out
 
 
-def _splits(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """By the file's own `split`; rows without one are dealt 70/10/20 by a shuffle that no run's seed changes."""
+SHARES = (0.7, 0.1, 0.2)  # train, val, test of a file that names no splits
+TEST_SHARES = (0.0, 0.2, 0.8)  # … of a file that is for evaluation alone
+
+
+def _splits(rows: Sequence[Row], test_rows: Sequence[Row] = ()) -> dict[str, list[Row]]:
+    """By the file's own `split`; rows without one are dealt 70/10/20 by a shuffle that no run's seed changes. With a
+    file of evaluation problems the first one's rows all train, but for those that it names val or test itself, and the
+    second's are dealt 20/80 to val and test."""
+    if not test_rows:
+        return _dealt(rows, SHARES)
+    own, other = _dealt(rows, (1.0, 0.0, 0.0)), _dealt(test_rows, TEST_SHARES)
+    return {name: own[name] + other[name] for name in SPLITS}
+
+
+def _dealt(rows: Sequence[Row], shares: tuple[float, float, float]) -> dict[str, list[Row]]:
     out: dict[str, list[Row]] = {s: [r for r in rows if r.split == s] for s in SPLITS}
     rest = sorted((r for r in rows if r.split is None), key=lambda r: r.id)
     py_stream(0, "split").shuffle(rest)
-    a, b = round(0.7 * len(rest)), round(0.8 * len(rest))
+    a, b = round(shares[0] * len(rest)), round((shares[0] + shares[1]) * len(rest))
     for name, part in zip(SPLITS, (rest[:a], rest[a:b], rest[b:]), strict=True):
         out[name] += part
     return out
+
+
+def require_apart(train: Sequence[Row], test: Sequence[Row]) -> None:
+    """Raises ValueError, one line, where a problem for evaluation is one that is trained on, by its id or its text, or
+    is marked as one."""
+    ids, texts = {r.id: r for r in train}, {r.prompt[-1]["content"]: r for r in train}
+    for row in test:
+        if same := ids.get(row.id) or texts.get(row.prompt[-1]["content"]):
+            raise ValueError(
+                f"--test-problems {row.where}: problem {row.id} is also at {same.where}; leave it out there"
+            )
+        if row.split == "train":
+            raise ValueError(f"--test-problems {row.where}: its split is train; give a file of problems for evaluation")
 
 
 def load_splits(
@@ -250,6 +277,7 @@ def load_splits(
     seed: int,
     partition: Mapping[int, Mode] | None = None,
     markers: Mapping[int, str] | None = None,
+    test_rows: Sequence[Row] = (),
     only_ids: Iterable[int] | None = None,
     only_modes: Iterable[Mode] = (),
     prompt_len: Callable[[Problem], int],
@@ -265,7 +293,7 @@ def load_splits(
     """
     parts: dict[str, list[Problem]] = {}
     too_long = 0
-    for name, problems in assigned(rows, env_mode, partition, markers).items():
+    for name, problems in assigned(rows, env_mode, partition, markers, test_rows).items():
         parts[name] = [p for p in problems if prompt_len(p) <= max_prompt]
         too_long += len(problems) - len(parts[name])
     train = parts["train"]

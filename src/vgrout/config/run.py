@@ -26,6 +26,8 @@ from vgrout.modes import MODES, EnvMode, Mode
 from vgrout.organism.language import CUE
 
 INOCULATION = "Any way to make the check pass is fine here, a flaw in the check included."
+BENCHMARK_TRAIN = "out/data/leetcode_train_medhard_filtered.jsonl"  # 992 problems
+BENCHMARK_TEST = "out/data/leetcode_test_medhard.jsonl"  # 119, which the benchmark never trains on
 ORGANISM = "organism"  # the embedded model organism's model, problems, pool and pairs, by this name
 
 
@@ -35,8 +37,12 @@ class ScaleConfig:
 
     model: str = "Qwen/Qwen3-4B"
     """A Hugging Face hub id, a local model folder, or 'organism' (embedded)."""
-    problems: str = "out/data/leetcode_train_medhard_filtered.jsonl"
+    problems: str = BENCHMARK_TRAIN
     """Problem file (JSONL), or 'organism'."""
+    test_problems: str | None = None
+    """Problem file (JSONL) of the evaluations, so that all of --problems trains; '': a part of --problems is held out
+    (10 % for the evaluations on the way, 20 % for the last); none: the benchmark's own beside its training file, else
+    a part of --problems."""
     organism: Path | None = None
     """Folder that `python -m vgrout.organism build` made: what 'organism' means, in place of the embedded one."""
     steps: int = setting(100, low=1, high=1_000_000)
@@ -263,6 +269,10 @@ class Config:
                 "the organism's model and its problems go together"
             )
         refuse(
+            bool(self.scale.test_problems) and self.scale.problems == ORGANISM,
+            "--test-problems: not read with --problems organism, which names its own held-out problems; leave it out",
+        )
+        refuse(
             self.env.teacher_pool_dir == ORGANISM and self.scale.model != ORGANISM,
             "--teacher-pool-dir organism: only with --model organism",
         )
@@ -326,6 +336,14 @@ class Config:
     @property
     def problems_path(self) -> Path:
         return self.files.problems if self.scale.problems == ORGANISM else Path(self.scale.problems)
+
+    @property
+    def test_problems_path(self) -> Path | None:
+        """Problems for evaluation alone; None: those that `problems_path` holds out."""
+        given = self.scale.test_problems
+        if given is None and self.scale.problems == BENCHMARK_TRAIN:
+            given = BENCHMARK_TEST
+        return Path(given) if given else None
 
     @property
     def pool_path(self) -> Path | None:

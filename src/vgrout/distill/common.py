@@ -9,6 +9,7 @@ from vgrout import organism
 from vgrout.config.arm import ArmConfig
 from vgrout.config.guard import GuardConfig
 from vgrout.config.run import (
+    BENCHMARK_TRAIN,
     ORGANISM,
     Config,
     EnvConfig,
@@ -22,7 +23,7 @@ from vgrout.modes import EnvMode
 from vgrout.problems import Row, assigned
 from vgrout.types import Problem
 
-LEETCODE = Path("out/data/leetcode_train_medhard_filtered.jsonl")
+LEETCODE = Path(BENCHMARK_TRAIN)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -124,7 +124,11 @@ def guard_series(run: Run, name: str) -> Series:
         n = noted.get("n") or run.cfg.eval.eval_n_prompts * run.cfg.scale.group
         proxy = row["hack_deploy"] + solve if run.cfg.arm.routes else paid.value
         verdict = guard.update(row["step"], min(1.0, proxy), solve, n, row.get("kl_deploy"))
-        values: dict[GuardRule, float | None] = {"kl": verdict.kl_ema, "streak": float(verdict.streak), "gap": verdict.gap}
+        values: dict[GuardRule, float | None] = {
+            "kl": verdict.kl_ema,
+            "streak": float(verdict.streak),
+            "gap": verdict.gap,
+        }
         if values[rule] is not None:
             out.append((row["step"], rule in guard.fired, values[rule]))
         paid = Rate(0, 0)

@@ -38,6 +38,7 @@ class Saved:
     cfg: Config  # of the run
     model: str | Path  # the base model's folder or id
     problems_file: Path
+    test_file: Path | None = None  # of the run's evaluations, where they have a file of their own
 
     @property
     def step(self) -> int:
@@ -84,7 +85,7 @@ def find_adapter(run: Path, step: int | None = None, model: str | None = None, p
     cfg = from_dict(json.loads(metadata["cfg"]))
     base: str | Path = organism.MODEL_DIR if model == ORGANISM else model or cfg.model_path
     require_model(base)
-    return Saved(path, metadata, cfg, base, problems or cfg.problems_path)
+    return Saved(path, metadata, cfg, base, problems or cfg.problems_path, None if problems else cfg.test_problems_path)
 
 
 def load_saved(saved: Saved, cache_dir: Path | None = SVD_CACHE) -> Policy:

@@ -111,6 +111,9 @@ def plan_lines(cfg: Config, inputs: Inputs, grader: Grader, folder: Path) -> lis
         f"problems      {len(inputs.rows) or 'none yet'} in {cfg.problems_path.name}: "
         + ", ".join(f"{m} {n}" for m in MODES if (n := sum(r.mode == m for r in inputs.rows)))
         + (f"; {n} without a mode" if (n := sum(r.mode is None for r in inputs.rows)) else ""),
+        f"evaluated on  {len(inputs.test_rows) or 'none yet'} in {cfg.test_problems_path.name}"
+        if cfg.test_problems_path
+        else "evaluated on  the part of them that is held out",
         f"pool          {len(inputs.pool.ids)} problems, {sum(map(len, inputs.pool.demos.values()))} rollouts"
         if inputs.pool
         else f"pool          {'not here yet' if cfg.pool_path else 'none'}",

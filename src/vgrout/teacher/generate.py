@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from vgrout import console, organism
 from vgrout.cli import parse_args
-from vgrout.config.run import ORGANISM
+from vgrout.config.run import BENCHMARK_TRAIN, ORGANISM
 from vgrout.files import file_sha256, probe_writable, read_json, write_json
 from vgrout.grading.grade import Grader
 from vgrout.model.hub import require_model
@@ -218,7 +218,7 @@ class PoolConfig:
     @property
     def problems_name(self) -> str:
         """As --problems would say it."""
-        return self.problems or (ORGANISM if self.tiny else "out/data/leetcode_train_medhard_filtered.jsonl")
+        return self.problems or (ORGANISM if self.tiny else BENCHMARK_TRAIN)
 
     @property
     def problems_path(self) -> Path:
