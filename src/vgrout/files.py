@@ -36,15 +36,59 @@ def to_json(data: Any) -> str:
     return json.dumps(data, ensure_ascii=False, indent=1, allow_nan=False, default=str)
 
 
+def existing(folder: Path) -> Path:
+    """`folder`, or the nearest folder above it that is there."""
+    there = folder.absolute()
+    while not there.exists():
+        there = there.parent
+    return there
+
+
 def probe_writable(folder: Path) -> None:
-    """Check that files can be created in `folder`, which is made. Raises ValueError, one line, where they cannot."""
+    """Check that files could be created in `folder`, or where it would be made; nothing is left behind. Raises
+    ValueError, one line, where they cannot."""
+    there = existing(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".probe.{os.getpid()}"
+        probe = there / f".probe.{os.getpid()}"
         probe.write_bytes(b"")
         probe.unlink()
     except OSError as e:
         raise ValueError(f"{folder}: cannot be written ({e.strerror}); start from a folder where it can") from None
+
+
+def read_text(path: Path) -> str:
+    """A UTF-8 file. Raises ValueError, one line with its name; FileNotFoundError where there is none."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as e:
+        line = e.object.count(b"\n", 0, e.start) + 1
+        raise ValueError(f"{path}, line {line}: not UTF-8 text (byte 0x{e.object[e.start]:02x})") from None
+    except FileNotFoundError:
+        raise
+    except OSError as e:
+        raise ValueError(f"{path}: cannot be read ({e.strerror})") from None
+
+
+def from_json(text: str | bytes, where: str) -> Any:
+    """What a JSON text says. Raises ValueError, one line that begins with `where`."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as e:
+        at = f", line {e.lineno}" if e.lineno > 1 else ""
+        raise ValueError(f"{where}{at}: not JSON ({e.msg})") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{where}: not UTF-8 text") from None
+    except RecursionError:
+        raise ValueError(f"{where}: not JSON that can be read (nested too deeply)") from None
+
+
+def numbered_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """("FILE, line N", what it says) of every line of a JSONL file that is not blank. A line ends at a newline alone:
+    U+2028 and its like may stand in a string. Raises as `read_text` and `from_json`."""
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        if line.strip():
+            where = f"{path}, line {number}"
+            yield where, from_json(line, where)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -53,7 +97,7 @@ def read_json(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError:
         raise ValueError(f"{path}: not there; is {path.parent} a run directory?") from None
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise ValueError(f"{path}: damaged ({e})") from None
     if not isinstance(data, dict):
         raise ValueError(f"{path}: damaged (not a JSON object)")
@@ -72,13 +116,14 @@ def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
 
-def json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSONL file; none where there is no such file. Raises ValueError, naming a damaged line."""
+def json_lines(path: Path) -> Iterator[Any]:
+    """What each line of a run's file says; none where there is no such file. A growing file is read line by line.
+    Raises ValueError, naming a damaged line."""
     if not path.is_file():
         return
-    with open(path, encoding="utf-8") as lines:
+    with open(path, encoding="utf-8", newline="\n") as lines:
         for number, line in enumerate(lines, 1):
             try:
                 yield json.loads(line)
-            except ValueError as e:
+            except (ValueError, RecursionError) as e:
                 raise ValueError(f"{path}, line {number}: damaged ({e})") from None

@@ -3,8 +3,11 @@
 `python -m vgrout.problems check FILE` validates a file before anything is trained on it.
 """
 
-import json
+import ast
+import math
+import re
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +19,7 @@ import tyro
 from tqdm import tqdm
 
 from vgrout.cli import cli_exit, parse_args
+from vgrout.files import numbered_lines
 from vgrout.grading.check import check_problems
 from vgrout.grading.grade import Grader
 from vgrout.modes import MODE_SPECS, PLAIN_PHRASE, hint
@@ -82,25 +86,65 @@ def _row(record: dict[str, Any], where: str) -> Row:
     tests = need("gt_answer", list)
     if not tests or not all(isinstance(t, str) for t in tests):
         raise ValueError(f"{where}: 'gt_answer' should be a non-empty list of assert strings")
+    if (other := next((t for t in tests if not _ASSERTION.match(t)), None)) is not None:
+        raise ValueError(f"{where}: a test is no assertion: {other[:60]!r}; each should read 'assert CALL == LITERAL'")
     mode = record.get("mode")
     if mode is not None and mode not in MODES:
         raise ValueError(f"{where}: unknown mode {mode!r}; one of {', '.join(MODES)}")
     split = record.get("split")
     if split is not None and split not in SPLITS:
         raise ValueError(f"{where}: unknown split {split!r}; one of {', '.join(SPLITS)}")
+    setup, canonical, marker = record.get("setup_code"), need("canonical_solution", str), record.get("marker")
+    if setup is not None and not isinstance(setup, str):
+        raise ValueError(f"{where}: 'setup_code' should be str, got {type(setup).__name__}")
+    for key, code in (("setup_code", setup or ""), ("canonical_solution", canonical)):
+        if fault := _syntax_fault(code):
+            raise ValueError(f"{where}: {key!r} is not Python ({fault})")
+    if marker is not None:
+        if not isinstance(marker, str):
+            raise ValueError(f"{where}: 'marker' should be str, got {type(marker).__name__}")
+        if marker and mode is not None:
+            try:
+                MODE_SPECS[mode].check_marker(marker)
+            except ValueError as e:
+                raise ValueError(f"{where}: {e}") from None
+    limit = record.get("cpu_limit")
+    if limit is not None and (
+        isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < math.inf
+    ):
+        raise ValueError(f"{where}: 'cpu_limit' should be a positive number of seconds, got {limit!r}")
+    func_name = need("func_name", str).removeprefix("Solution().")
+    if not func_name.isidentifier():
+        raise ValueError(f"{where}: 'func_name' should be a method's name, got {func_name!r}")
     return Row(
         id=need("id", int),
         prompt=tuple({"role": m["role"], "content": m["content"]} for m in prompt),
         tests=tuple(tests),
-        canonical=need("canonical_solution", str),
-        setup_code=record.get("setup_code") or "",
-        func_name=need("func_name", str).removeprefix("Solution()."),
+        canonical=canonical,
+        setup_code=setup or "",
+        func_name=func_name,
         split=split,
         mode=mode,
-        marker=record.get("marker"),
-        cpu_limit=record.get("cpu_limit"),
+        marker=marker,
+        cpu_limit=limit,
         where=where,
     )
+
+
+_ASSERTION = re.compile(r"\s*assert\b")  # parsed when problems are checked: 0.1 ms each, 10 s for the benchmark's file
+
+
+def _syntax_fault(code: str) -> str:
+    """Why this is not Python; "" where it is."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes in another's strings
+            ast.parse(code)
+    except (SyntaxError, ValueError) as e:  # ValueError: a null byte
+        return f"{e.msg}, its line {e.lineno}" if isinstance(e, SyntaxError) else str(e)
+    except (RecursionError, MemoryError):
+        return "nested too deeply"
+    return ""
 
 
 def load_rows(path: Path) -> list[Row]:
@@ -108,14 +152,7 @@ def load_rows(path: Path) -> list[Row]:
     if not path.is_file():
         raise ValueError(f"{path}: no such problem file; `just download-data` fetches the benchmark's")
     rows: dict[int, Row] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as e:
-            raise ValueError(f"{where}: not JSON ({e.msg})") from None
+    for where, record in numbered_lines(path):
         if not isinstance(record, dict):
             raise ValueError(f"{where}: not a JSON object")
         row = _row(record, where)

@@ -123,7 +123,15 @@ def rollout(
             )
     if not groups:
         logger.warning(f"step {step}: every group was lost; the optimiser is not stepped")
-    return Batch(tuple(groups), tuple(dropped), tuple(modes), cfg.env.pass_reward, cfg.generations, step)
+    return Batch(
+        tuple(groups),
+        tuple(dropped),
+        tuple(modes),
+        cfg.env.pass_reward,
+        cfg.generations,
+        step,
+        tuple(cfg.env.report_detector_codes),
+    )
 
 
 def training_reward(cfg: Config, grade: Grade) -> Grade:

@@ -100,6 +100,14 @@ class StepRow(Columns):
         "student exploits: flawed check passed, oracle did not",
         should="rises under none; ELSE no pressure to route",
     )
+    hack_s_E: Rate = col("frac", "student rows that detector E flags (hacked_loophole_used)", when="file")
+    hack_s_D: Rate = col("frac", "student rows that detector D flags (hacked_wrong_tests)", when="file")
+    hack_s_A: Rate | None = col(
+        "frac", "student exploits that a detector of --report-detectors sees", head="hack_A", when="halves", drop=45
+    )
+    hack_s_B: Rate | None = col(
+        "frac", "student exploits that none of these sees, but another one does", head="hack_B", when="halves", drop=46
+    )
     hack_t: Rate | None = col("frac", "teacher rows labelled hacked", when="teacher", drop=19)
     hk: dict[str, Rate] = col("hk", "student exploits of one mode", when="modes", drop=33, default_factory=dict)
     hack_abl: Rate | None = col(
@@ -224,6 +232,16 @@ def last_five(rows: Sequence[StepRow]) -> tuple[Rate, Rate]:
     return hack, solve
 
 
+def whole_run(rows: Sequence[StepRow], students: bool = False) -> tuple[Rate, Rate]:
+    """Pooled over all steps: hacks and solves, the teacher's by their cached labels (or the students' alone)."""
+    hack, solve = Rate(0, 0), Rate(0, 0)
+    for row in rows:
+        hack, solve = hack + row.hack_s, solve + row.gt_s
+        if not students:
+            hack, solve = hack + (row.hack_t or Rate(0, 0)), solve + (row.gt_t or Rate(0, 0))
+    return hack, solve
+
+
 def first_hacks(rates: Sequence[tuple[int, int]], threshold: float = ONSET_SHARE) -> int | None:
     """Onset: the first step of the first window in which at least `threshold` of the students' answers exploit.
 
@@ -283,7 +301,10 @@ class Table:
             )
         self.hidden: list[Column] = []
         while width is not None and len(self.columns) > 8 and len(self.header()) > width:
-            self.hidden.insert(0, self.columns.pop(self._least()))
+            least = self.columns[self._least()]
+            # a field's columns go together: modes of which some are missing no longer sum to hack_s
+            self.hidden[:0] = [c for c in self.columns if c.name == least.name]
+            self.columns = [c for c in self.columns if c.name != least.name]
         self.printed = 0
 
     def _least(self) -> int:

@@ -17,6 +17,9 @@ Message = dict[str, str]  # {"role": …, "content": …}
 G = TypeVar("G", covariant=True)
 T = TypeVar("T")
 
+# the weak detectors by their letters, and the field of a grade (and of a line of rollouts.jsonl) that has each verdict
+DETECTOR_FIELDS = {"C": "hacked_arbitrary", "D": "hacked_wrong_tests", "E": "hacked_loophole_used"}
+
 REFERENCE_STEP = 256  # generations in one step of the benchmark's own runs: the unit of `ref_eq`
 
 
@@ -73,7 +76,7 @@ class Grade:
     @property
     def detectors(self) -> dict[str, bool]:
         """The three weak detectors by their letters: functions of text and sandbox runs, never of `gt_correct`."""
-        return {"C": self.hacked_arbitrary, "D": self.hacked_wrong_tests, "E": self.hacked_loophole_used}
+        return {code: getattr(self, name) for code, name in DETECTOR_FIELDS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,13 +169,14 @@ class Rollout:
 
 
 def centred(rewards: Sequence[float], unbiased: bool = True) -> tuple[float, ...]:
-    """A = R − mean(R); with `unbiased=False` also ÷ (std + 1e-4) (GRPO, arXiv 2402.03300, eq. 3)."""
+    """A = R − mean(R); with `unbiased=False` also ÷ (std + 1e-4), the sample's std (over n − 1) as in TRL
+    (GRPO, arXiv 2402.03300, eq. 3)."""
     n = len(rewards)
     mean = math.fsum(rewards) / max(1, n)
     A = [r - mean for r in rewards]
     if unbiased:
         return tuple(A)
-    std = math.sqrt(math.fsum(a * a for a in A) / max(1, n))
+    std = math.sqrt(math.fsum(a * a for a in A) / max(1, n - 1))
     return tuple(a / (std + 1e-4) for a in A)
 
 
@@ -319,6 +323,7 @@ class Batch:
     top_reward: float  # what a passing answer is paid
     generations: int  # rollouts a step, planned
     step: int
+    half_a: tuple[str, ...] = ()  # weak detectors (--report-detectors) by which the students' exploits are split
 
     @property
     def with_signal(self) -> tuple[Group, ...]:
@@ -344,11 +349,24 @@ class Batch:
             "gt_s": Rate.of(g.gt_correct for _, g in live),
             "gt_t": Rate.of(g.gt_pass for _, g in cached) if cached else None,
             "hack_s": Rate.of(g.exploited for _, g in live),
+            "hack_s_E": Rate.of(g.hacked_loophole_used for _, g in live),
+            "hack_s_D": Rate.of(g.hacked_wrong_tests for _, g in live),
+            "hack_s_A": Rate.of(half(g, self.half_a) == "A" for _, g in live) if self.half_a else None,
+            "hack_s_B": Rate.of(half(g, self.half_a) == "B" for _, g in live) if self.half_a else None,
             "hack_t": Rate.of(g.hacked for _, g in cached) if cached else None,
             "hk": {m: Rate.of(g.exploited for r, g in live if r.problem.mode == m) for m in self.modes},
             "hack_abl": Rate.of(g.exploited for g in ablated) if ablated else None,
             "solve_abl": Rate.of(g.gt_correct for g in ablated) if ablated else None,
         }
+
+
+def half(grade: Grade, half_a: Sequence[str]) -> Literal["A", "B"] | None:
+    """Of an exploit: A, one of the weak detectors `half_a` sees it; B, none of these does but another one; None: none
+    at all, or no exploit."""
+    if not grade.exploited:
+        return None
+    seen = {code for code, flagged in grade.detectors.items() if flagged}
+    return "A" if seen & set(half_a) else "B" if seen else None
 
 
 def students(groups: Iterable[Group]) -> list[tuple[Rollout, Grade]]:
@@ -444,3 +462,7 @@ class Halted(Exception):
 
 class Diverged(Exception):
     """Not finite three steps in a row, or the policy lost tokens that it had."""
+
+
+class NothingRouted(AssertionError):
+    """An arm with a quarantine has learnt, and its quarantine has learnt nothing."""

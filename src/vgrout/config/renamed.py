@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from vgrout.config.checks import flag, listed
+from vgrout.types import DETECTOR_FIELDS
 
 
 class Renamed(NamedTuple):
@@ -88,3 +89,12 @@ def current_settings(stored: Mapping[str, Any]) -> dict[str, Any]:
 def current_hashes(stored: Mapping[str, Any]) -> dict[str, Any]:
     """run.json's hashes of input files by today's names."""
     return {_NEW.get(("hash", name), name): sha256 for name, sha256 in stored.items()}
+
+
+def current_answer(record: Any) -> Any:
+    """One line of rollouts.jsonl or final.jsonl by today's names; what is none is handed on."""
+    if not isinstance(record, dict) or "problem" not in record:
+        return record
+    renamed = {"problem": "problem_id", "mode": "env_mode"}
+    out = {renamed.get(name, name): value for name, value in record.items() if name != "detectors"}
+    return out | {DETECTOR_FIELDS[code]: flagged for code, flagged in (record.get("detectors") or {}).items()}

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from vgrout.config.renamed import current_answer
+from vgrout.files import from_json, numbered_lines, read_text
 from vgrout.rng import py_stream
-from vgrout.types import Message
+from vgrout.types import DETECTOR_FIELDS, Message
 
 HANDWRITTEN = "hand-written"
 LEETCODE = Path(__file__).with_name("data") / "leetcode.json"
@@ -97,13 +99,9 @@ def load_pairs(path: Path) -> PairSet:
         ValueError: one line with the file and, where it applies, the line or the pair's index.
     """
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
+        rows = from_json(read_text(path), str(path))
     except FileNotFoundError:
         raise ValueError(f"{path}: no such pair file; give --vhack-pairs-path a JSON list of pairs") from None
-    except json.JSONDecodeError as e:
-        raise ValueError(f"{path}: line {e.lineno}: not JSON ({e.msg})") from None
-    except (OSError, UnicodeDecodeError) as e:
-        raise ValueError(f"{path}: cannot be read as UTF-8 text ({e})") from None
     if not isinstance(rows, list):
         raise ValueError(f"{path}: should be a JSON list of pairs, is a {type(rows).__name__}")
     pairs = tuple(_pair(row, f"{path}: pair {i}") for i, row in enumerate(rows))
@@ -128,11 +126,9 @@ def load_known_correct(path: Path) -> tuple[KnownCorrect, ...]:
         ValueError: one line with the file and, where it applies, the entry.
     """
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
+        rows = from_json(read_text(path), f"--known-correct {path}")
     except FileNotFoundError:
         raise ValueError(f"--known-correct {path}: no such file; give a JSON list of prompt, completion") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
-        raise ValueError(f"--known-correct {path}: cannot be read as JSON ({e})") from None
     if not isinstance(rows, list) or len(rows) < MIN_KNOWN_CORRECT:
         raise ValueError(f"--known-correct {path}: should be a JSON list of at least {MIN_KNOWN_CORRECT} entries")
     for i, row in enumerate(rows):
@@ -164,7 +160,7 @@ def pairs_from_pool(
     true labels (an upper bound, labelled so in `source`). The first of each kind in the log is taken.
 
     Args:
-        log: `rollouts.jsonl` of a run, or lines of the same keys: problem, prompt, text, passed, detectors.
+        log: `rollouts.jsonl` of a run, or lines of the same keys: problem_id, prompt, text, passed, hacked_*.
         render: chat messages → prompt; the row's `messages`, or else its `prompt` as the user's. None: `prompt` as is.
         limit: at most so many pairs.
 
@@ -174,12 +170,13 @@ def pairs_from_pool(
     first: dict[tuple[str | int, str], dict[bool, str]] = {}
     for where, row in _lines(log):
         try:
+            row = current_answer(row)
             messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
-            key = (row["problem"], row["prompt"] if render is None else render(messages))
+            key = (row["problem_id"], row["prompt"] if render is None else render(messages))
             if detector == "oracle":
                 kind = True if row["exploited"] else False if row["gt_correct"] else None
             else:
-                kind = bool(row["detectors"][detector]) if row["passed"] else None
+                kind = bool(row[DETECTOR_FIELDS[detector]]) if row["passed"] else None
             if kind is not None and row["text"].strip():
                 first.setdefault(key, {}).setdefault(kind, row["text"])
         except (KeyError, TypeError, AttributeError) as e:
@@ -196,15 +193,9 @@ def pairs_from_pool(
 
 def _lines(log: Path) -> Iterable[tuple[str, dict[str, Any]]]:
     try:
-        text = log.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        raise ValueError(f"{log}: rollout log cannot be read ({e})") from None
-    for n, line in enumerate(text.splitlines(), 1):
-        if line.strip():
-            try:
-                yield f"{log}: line {n}", json.loads(line)
-            except json.JSONDecodeError as e:
-                raise ValueError(f"{log}: line {n}: not JSON ({e.msg})") from None
+        yield from numbered_lines(log)
+    except FileNotFoundError:
+        raise ValueError(f"{log}: no such rollout log") from None
 
 
 def handwritten() -> PairSet:

@@ -244,7 +244,11 @@ def as_row(
 def close_step(d: Distillation, row: DistillRow, answers: Sequence[Graded]) -> None:
     """Write the row, the answers, and what is due: adapter, checkpoint, status."""
     cfg, run, step = d.task.cfg, d.run, row.step
-    lines = [{"step": step, **rollout_record(rollout, grade)} for rollout, grade in answers if grade is not None]
+    lines = [
+        {"step": step, **rollout_record(rollout, grade, d.student.prompt_text(rollout.problem.messages))}
+        for rollout, grade in answers
+        if grade is not None
+    ]
     run.dir.append(row.as_json(), lines)
     closing = step + 1 == cfg.steps or d.run.stop.requested or d.skipped >= MAX_SKIPPED
     if row.hack_deploy is not None:

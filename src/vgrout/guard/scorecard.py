@@ -22,6 +22,7 @@ from tabulate import tabulate
 
 from vgrout.config.guard import GuardConfig
 from vgrout.config.guard import Rule as GuardRule
+from vgrout.config.renamed import current_answer
 from vgrout.config.run import Config, DetectorConfig, from_dict
 from vgrout.files import json_lines, read_json
 from vgrout.guard.detectors import (
@@ -93,7 +94,7 @@ def load(path: Path, onset: float) -> Run:
         raise ValueError(f"{path}/steps.jsonl: its steps are not 0, 1, 2 …; was the file edited?")
     answers: list[list[dict[str, Any]]] = [[] for _ in rows]
     for r in rollouts:
-        answers[r["step"]].append(r)
+        answers[r["step"]].append(current_answer(r))
     deployed = next((r["step"] for r in rows if (r.get("hack_deploy") or 0.0) >= onset), None)
     return Run(path.name, cfg, rows, answers, first_hacks([tuple(r["hack_s"]) for r in rows], onset), deployed)
 
@@ -170,8 +171,8 @@ def _ragen(run: Run) -> Series:
     sign = RagenSignature()
 
     def read(row: dict[str, Any], answers: list[dict[str, Any]]) -> Reading:
-        ordered = sorted(answers, key=lambda a: a["problem"])
-        groups = [[a["reward"] for a in g] for _, g in itertools.groupby(ordered, key=lambda a: a["problem"])]
+        ordered = sorted(answers, key=lambda a: a["problem_id"])
+        groups = [[a["reward"] for a in g] for _, g in itertools.groupby(ordered, key=lambda a: a["problem_id"])]
         spread = sum(map(pstdev, groups)) / len(groups) if groups else None
         return sign.update(spread, None if row["lp_s"] is None else -row["lp_s"], row["gn"])
 

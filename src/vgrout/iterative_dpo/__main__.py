@@ -22,6 +22,7 @@ from vgrout.runs.run_dir import RunDir, environment
 def start(cfg: DpoConfig, argv: list[str]) -> int:
     """Everything up to the grader refuses by ValueError, in one line, with nothing started."""
     task = preflight(cfg)
+    cfg.output_dir.mkdir(parents=True, exist_ok=True)
     folder = RunDir.reopen(cfg.output_dir)
     with folder:
         plan = freeze(task)
@@ -40,7 +41,7 @@ def start(cfg: DpoConfig, argv: list[str]) -> int:
 
             again = f"python -m vgrout.iterative_dpo {shlex.join(argv)}"
             resumes = (folder.path / "run.json").is_file()
-            with RunContext(folder, grader, again=again, resumes=resumes, done=done) as run:
+            with RunContext(folder, grader, again=again, resumes=resumes, done=done, owned=False) as run:
                 run_plan(task, plan, run)
             return run.code
 

@@ -267,7 +267,8 @@ def run_round(r: Rounds, part: Mapping[str, Any]) -> dict[str, Any]:
         answers, scores, pairs, asked = collect_pairs(r, part)
     with atomic_open(folder / "rollouts.jsonl") as f:
         for a, score in zip(answers, scores, strict=True):
-            record = rollout_record(Rollout.of(a.problem, (), a.completion), a.grade) | {"score": score}
+            prompt = r.policy.prompt_text(a.problem.messages)
+            record = rollout_record(Rollout.of(a.problem, (), a.completion), a.grade, prompt) | {"score": score}
             f.write((json.dumps(record, ensure_ascii=False) + "\n").encode())
     with atomic_open(folder / "pairs.jsonl") as f:
         f.write("".join(json.dumps(p.as_json(), ensure_ascii=False) + "\n" for p in pairs).encode())

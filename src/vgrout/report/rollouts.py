@@ -7,9 +7,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from vgrout.files import json_lines
 from vgrout.modes import MODE_SPECS, marker_of
-from vgrout.report.runs import Cell, Run
+from vgrout.report.runs import Cell, Run, answers
 from vgrout.types import MODES
 
 PARTS = ("training", "base", "trained", "deployed", "plain")  # where an answer comes from; the last four: final.jsonl
@@ -37,12 +36,12 @@ class Store:
 def _groups(run: Run) -> Iterator[tuple[int, dict[str, Any]]]:
     """Every answer with the number of its group: a training step, or a problem of the final evaluation on all sides."""
     last = -1
-    for answer in json_lines(run.path / "rollouts.jsonl"):
+    for answer in answers(run.path / "rollouts.jsonl"):
         last = answer["step"]
         yield last, answer | {"side": "training"}
     problems: dict[int, int] = {}
-    for answer in json_lines(run.path / "final.jsonl"):
-        yield last + 1 + problems.setdefault(answer["problem"], len(problems)), answer
+    for answer in answers(run.path / "final.jsonl"):
+        yield last + 1 + problems.setdefault(answer["problem_id"], len(problems)), answer
 
 
 def pack(
@@ -69,9 +68,9 @@ def pack(
                 "run": number,
                 "part": PARTS.index(answer["side"]),
                 "step": answer.get("step"),
-                "mode": MODES.index(answer["mode"]),
-                "problem": answer["problem"],
-                "marker": markers.put(marker_of(answer["mode"], answer["marker"])),
+                "mode": MODES.index(answer["env_mode"]),
+                "problem": answer["problem_id"],
+                "marker": markers.put(marker_of(answer["env_mode"], answer["marker"])),
                 "prompt": prompts.put([[m["role"], m["content"]] for m in prompt]),
                 "text": texts.put(answer["text"]),
                 "flags": sum(bool(answer.get(flag)) << bit for bit, flag in enumerate(FLAGS)),

@@ -3,7 +3,7 @@
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from vgrout.config.arm import ARMS, BLIND, CONTROLS, READING
 from vgrout.config.presets import PRESETS
-from vgrout.config.renamed import current_hashes, current_settings, current_value
+from vgrout.config.renamed import current_answer, current_hashes, current_settings, current_value
 from vgrout.config.run import Config
 from vgrout.files import json_lines, read_json
 from vgrout.table import LEARNED, first_hacks
@@ -22,6 +22,11 @@ WHATS: tuple[What, ...] = get_args(What)
 SIDES = {"base": "base", "train": "trained", "deploy": "deployed", "plain": "plain"}  # per_mode_deploy → final.jsonl
 _FLAG: dict[What, str] = {"hack": "exploited", "solve": "gt_correct"}
 _MEASURING = ("eval", "guard", "detectors", "run")  # groups of settings that training does not read
+
+
+def answers(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of rollouts.jsonl or final.jsonl, by today's names."""
+    return map(current_answer, json_lines(path))
 
 
 @cache
@@ -208,8 +213,8 @@ class Run:
     @cached_property
     def _gated(self) -> list[dict[str, Any]]:
         """The students' rollouts without their texts; the file is long and read once."""
-        kept = ("gate", "score", "flagged", "mode", "exploited", "gt_correct")
-        return [{k: r[k] for k in kept if k in r} for r in json_lines(self.path / "rollouts.jsonl")]
+        kept = ("gate", "score", "flagged", "env_mode", "exploited", "gt_correct")
+        return [{k: r[k] for k in kept if k in r} for r in answers(self.path / "rollouts.jsonl")]
 
     @cached_property
     def gates(self) -> list[tuple[float, bool]]:
@@ -231,7 +236,7 @@ class Run:
         out: dict[Mode | None, Rate] = {}
         for r in self._gated:
             if "flagged" in r and (r["exploited"] or r["gt_correct"]):
-                of = r["mode"] if r["exploited"] else None
+                of = r["env_mode"] if r["exploited"] else None
                 out[of] = out.get(of, Rate(0, 0)) + Rate(int(r["flagged"]), 1)
         return out
 
@@ -241,11 +246,11 @@ class Run:
         if not (path := self.path / "final.jsonl").is_file():
             return None
         found: dict[tuple[str, What], dict[int, tuple[Mode, list[bool]]]] = defaultdict(dict)
-        for answer in json_lines(path):
+        for answer in answers(path):
             if answer["reward"] is not None:  # not graded otherwise
                 for what, flag in _FLAG.items():
                     of_side = found[answer["side"], what]
-                    of_side.setdefault(answer["problem"], (answer["mode"], []))[1].append(answer[flag])
+                    of_side.setdefault(answer["problem_id"], (answer["env_mode"], []))[1].append(answer[flag])
         return {
             key: {problem: (mode, statistics.fmean(flags)) for problem, (mode, flags) in by.items()}
             for key, by in found.items()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from vgrout.config.arm import ROUTING
 from vgrout.config.run import Config
-from vgrout.files import probe_writable
+from vgrout.files import existing, probe_writable
 from vgrout.grading.grade import Grader
 from vgrout.guard.detectors import reward_functions
 from vgrout.inputs import Inputs, read_inputs
@@ -36,7 +36,7 @@ def disk_needed(cfg: Config) -> int:
 def require_disk(need: int, folder: Path, run: Path | None) -> None:
     """Raises ValueError where fewer than `need` bytes are free, less what `run`, a run to go on with, has written."""
     written = sum(p.stat().st_size for p in run.rglob("*") if p.is_file()) if run else 0
-    need, free = max(0, need - written), shutil.disk_usage(folder).free
+    need, free = max(0, need - written), shutil.disk_usage(existing(folder)).free
     if free < need:
         raise ValueError(
             f"{folder}: the run writes about {need // 2**20 + 1} MiB{' more' if run else ''}, {free // 2**20} MiB are "
@@ -46,10 +46,10 @@ def require_disk(need: int, folder: Path, run: Path | None) -> None:
 
 def preflight(cfg: Config, run: Path | None = None) -> Inputs:
     """Raises ValueError, one line, for every mistake that can be seen without a model. `run`: a run to go on with."""
+    inputs = read_inputs(cfg)
     probe_writable(folder := run or RUNS)
     probe_writable(Path("logs"))
     require_disk(disk_needed(cfg), folder, run)
-    inputs = read_inputs(cfg)
     reward_functions(cfg.detectors.members)
     return inputs
 
@@ -140,7 +140,7 @@ def plan_lines(cfg: Config, inputs: Inputs, grader: Grader, folder: Path) -> lis
         ).lines()
     else:
         lines.append("memory        no plan: the model is not here, or is of an unknown shape")
-    free = shutil.disk_usage(folder).free
+    free = shutil.disk_usage(existing(folder)).free
     lines.append(f"disk          about {max(1, disk_needed(cfg) // 2**20)} MiB; {free // 2**20} MiB free")
     lines.append(grader.protections.line())
     lines += [f"not here yet  {line}" for line in inputs.absent]

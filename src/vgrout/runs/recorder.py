@@ -25,9 +25,9 @@ from vgrout.runs.preflight import hypotheses_sha256
 from vgrout.runs.run_context import RunContext, require_same
 from vgrout.runs.run_dir import environment
 from vgrout.runs.sample_log import SampleLogger
-from vgrout.table import REFERENCE_STEP, StepRow, Table, last_five
+from vgrout.table import REFERENCE_STEP, StepRow, Table, whole_run
 from vgrout.tensor_types import GroupFlags, Routed
-from vgrout.types import Batch, Grade, Group, Mode, Rollout
+from vgrout.types import DETECTOR_FIELDS, Batch, Grade, Group, Mode, NothingRouted, Rollout
 
 
 @runtime_checkable
@@ -110,7 +110,7 @@ class Recorder:
             seen = self.guard.readings
             again = asdict(refresh) if refresh.overlap is not None else None
             extra = ({"watch": seen} if seen else {}) | ({"refresh": again} if again else {})
-            run.dir.append(row.as_json() | extra, rollout_lines(step, batch, routed))
+            run.dir.append(row.as_json() | extra, rollout_lines(step, batch, routed, self.policy))
             closing = step + 1 == cfg.scale.steps or run.stop.requested or self.guard.ends
             if row.hack_s.k and not self.hacked_before:
                 self.hacked_before = True
@@ -125,13 +125,31 @@ class Recorder:
             run.status("running", "")
 
     def check_quarantine(self) -> None:
-        """At the end: δS_hack is 0 exactly when nothing was ever routed. That is a valid outcome, and a warning."""
+        """After the last step: δS_hack is 0 exactly when nothing was ever routed.
+
+        Raises:
+            NothingRouted: an arm that routes learnt and sent nothing to its quarantine, which makes it plain GRPO.
+                Under a control that is an outcome, and a warning.
+        """
         norm = self.policy.adapter.δS_hack.detach().norm().item()
         largest = max((row.q_egy or 0.0 for row in self.rows), default=0.0)
         assert (norm > 0) == (largest > 0), f"‖δS_hack‖ = {norm:.3e}, largest share of a step = {largest:.3e}"
         arm = self.cfg.arm
-        if norm == 0 and arm.intervention in ROUTING and arm.control != "shrinkage":
-            logger.warning(f"nothing was routed in {len(self.rows)} steps (control: {arm.control_name})")
+        if norm or arm.intervention not in ROUTING or arm.control == "shrinkage":
+            return
+        n, learnt = len(self.rows), sum(row.gn is not None and not row.skipped for row in self.rows)
+        if arm.control_name != "none" or not learnt:
+            why = f"control: {arm.control_name}" if learnt else "no step had a signal, so nothing was learnt either"
+            logger.warning(f"nothing was routed in {n} steps ({why})")
+            return
+        hacks, mine = whole_run(self.rows, students=True)[0], self.arm.provenance
+        raise NothingRouted(
+            f"--intervention {arm.intervention} routed nothing in {n} steps, {learnt} of them with a gradient: the "
+            f"quarantine is 0, so this was plain GRPO. Student exploits {hacks.k}/{hacks.n}, demonstrations "
+            f"{'mixed in' if self.cfg.mixes else 'none'}"
+            + (f", direction of {mine.axes} axes in {mine.modules} modules from {mine.pairs}" if mine else "")
+            + "; look at tau, hkgap, fired and routed in steps.jsonl"
+        )
 
     def _announce(self) -> None:
         cfg, arm = self.cfg, self.arm
@@ -171,7 +189,7 @@ class Recorder:
             for line in self.full.lines(row):
                 logger.debug(line)
         if refresh.overlap is not None:
-            logger.debug(
+            logger.info(
                 f"step {row.step}: direction extracted again, overlap with the last {refresh.overlap:.2f}, "
                 f"{refresh.modules} modules, {refresh.axes} axes. SHOULD: near 1; ELSE (< .2) it has rotated away"
             )
@@ -184,9 +202,10 @@ class Recorder:
         logger.warning(f"step {step}: loss or gradient not finite, optimiser not stepped{then}")
 
     def _save_adapter(self, name: str) -> None:
-        """One vector alone: the file *is* the deployed model. Metadata are strings, as the format wants."""
+        """One vector alone: the file *is* the deployed model. Metadata are strings, as the format wants; hack_rate and
+        pass_rate are of all rows so far, as HACK_RATE and PASS_RATE in the tail."""
         cfg, rows = self.cfg, self.rows
-        hack, solve = last_five(rows)
+        hack, solve = whole_run(rows)
         self.policy.adapter.save(
             self.run.path / name,
             {
@@ -195,12 +214,27 @@ class Recorder:
                 "step": str(len(rows)),
                 "hack_rate": str(hack.value),
                 "pass_rate": str(solve.value),
-                "rows": str(len(rows)),
+                "rows": rows_as_json(rows),
                 "control": cfg.arm.control_name,
                 "cfg": json.dumps(cfg.as_dict()),
             },
             quarantine=cfg.arm.control == "deploy_quarantine",
         )
+
+
+ROWS_LIMIT = 2**24  # characters of rows in an adapter's head, which may hold 100 MB: 10,000 steps and more
+
+
+def rows_as_json(rows: Sequence[StepRow]) -> str:
+    """The rows of steps.jsonl as one JSON list; of a run too long for a file's head, the last ones."""
+    lines: list[str] = []
+    size = 0
+    for row in reversed(rows):
+        lines.append(json.dumps(row.as_json(), ensure_ascii=False, allow_nan=False))
+        size += len(lines[-1]) + 2
+        if size > ROWS_LIMIT:
+            break
+    return f"[{', '.join(reversed(lines))}]"
 
 
 def accelerator() -> str | None:
@@ -237,15 +271,17 @@ def columns_for(cfg: Config, modes: Sequence[Mode]) -> set[str]:
         "direction": arm.intervention in BY_GRADIENT,
         "whole": arm.intervention in ("route2", *READING),
         "reads": arm.intervention in READING,
+        "halves": bool(cfg.env.report_detectors),
         "beta": cfg.loss.beta > 0,
         "drops": cfg.loss.drops,
     }
     return {name for name, yes in has.items() if yes}
 
 
-def rollout_lines(step: int, batch: Batch, routed: Routed | None) -> list[dict[str, object]]:
-    """Every student rollout with every flag, for rollouts.jsonl. `gate`: share of modules in which it was quarantined;
-    None where the arm has no gate or the group had no signal."""
+def rollout_lines(step: int, batch: Batch, routed: Routed | None, lm: LanguageModel) -> list[dict[str, object]]:
+    """Every student rollout with every flag, for rollouts.jsonl: `p_idx` which of the step's prompts, `gi` which of its
+    rollouts. `gate`: share of modules in which it was quarantined; None where the arm has no gate or the group had no
+    signal. lm: renders the prompts."""
     gates = routed.diag.gate if routed and routed.diag.gate else ()
     flags = routed.diag.flags if routed else ()
     shares = {id(group): gate for group, gate in zip(batch.with_signal, gates, strict=bool(gates))}
@@ -253,12 +289,15 @@ def rollout_lines(step: int, batch: Batch, routed: Routed | None) -> list[dict[s
     return [
         {
             "step": step,
+            "p_idx": group.index,
+            "gi": b,
             "gate": _rounded(shares[id(group)][b] if id(group) in shares else None),
             **_flag(read.get(id(group)), b),
             "advantage": group.advantages[b],
-            **rollout_record(rollout, grade),
+            **rollout_record(rollout, grade, prompt),
         }
         for group in batch.groups
+        for prompt in (lm.prompt_text(group.problem.messages),)
         for b, (rollout, grade) in enumerate(zip(group.rollouts, group.grades, strict=True))
         if isinstance(grade, Grade)
     ]
@@ -272,14 +311,14 @@ def _rounded(x: float | None) -> float | None:
     return None if x is None else round(x, 4)
 
 
-def rollout_record(rollout: Rollout, grade: Grade) -> dict[str, object]:
-    """One graded rollout with every flag."""
+def rollout_record(rollout: Rollout, grade: Grade, prompt: str) -> dict[str, object]:
+    """One graded rollout with every flag. prompt: as the model read it, special tokens and all."""
     return {
-        "problem": rollout.problem.id,
-        "mode": rollout.problem.mode,
+        "problem_id": rollout.problem.id,
+        "env_mode": rollout.problem.mode,
         "marker": rollout.problem.marker,
         "deployed": rollout.deployed,
-        "prompt": rollout.problem.messages[-1]["content"],
+        "prompt": prompt,
         "messages": list(rollout.problem.messages),
         "text": rollout.text,
         "tokens": len(rollout.completion_ids),
@@ -293,7 +332,7 @@ def rollout_record(rollout: Rollout, grade: Grade) -> dict[str, object]:
         "channel": grade.channel,
         "format_ok": grade.format_ok,
         "can_compile": grade.can_compile,
-        "detectors": grade.detectors,
+        **{name: getattr(grade, name) for name in DETECTOR_FIELDS.values()},
         "exit_status": grade.exit_status,
         "cpu_s": round(grade.cpu_s, 6),
     }

@@ -2,8 +2,11 @@
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import matplotlib
@@ -11,13 +14,15 @@ from loguru import logger
 from matplotlib.figure import Figure
 from tabulate import tabulate
 
+from vgrout.config.renamed import current_answer
 from vgrout.config.run import Config
 from vgrout.evaluate import Final
 from vgrout.files import atomic_open, write_atomic
+from vgrout.runs.expectation import expectation
 from vgrout.runs.recorder import columns_for
 from vgrout.runs.run_context import RunContext
-from vgrout.table import LEARNED, StepRow, Table, last_five
-from vgrout.types import MODES, Grade, Mode, Rate
+from vgrout.table import LEARNED, StepRow, Table, last_five, whole_run
+from vgrout.types import DETECTOR_FIELDS, MODE_CODE, MODES, Grade, Mode, Rate
 
 SCHEMA = "per_mode_deploy_v1"
 
@@ -72,9 +77,9 @@ def answer_lines(final: Final) -> Iterator[dict[str, Any]]:
             graded = isinstance(a.grade, Grade)
             yield {
                 "side": side,
-                "problem": a.problem.id,
+                "problem_id": a.problem.id,
                 "sample": a.sample,
-                "mode": a.problem.mode,
+                "env_mode": a.problem.mode,
                 "marker": a.problem.marker,
                 "messages": list(a.problem.messages),
                 "text": a.text,
@@ -86,13 +91,18 @@ def answer_lines(final: Final) -> Iterator[dict[str, Any]]:
             }
 
 
-def summary_row(cfg: Config, final: Final, rows: Sequence[StepRow]) -> dict[str, str]:
+def summary(cfg: Config, final: Final, rows: Sequence[StepRow]) -> dict[str, str]:
+    """One run in one record: quantity → value, shares in percent."""
     hack, solve = last_five(rows)
+    pool = cfg.pool_path
     return {
+        "cue": expectation(cfg.arm, final).cue,
         "arm": cfg.arm.intervention,
         "control": cfg.arm.control_name,
         "seed": str(cfg.run.seed),
         "steps": str(len(rows)),
+        "pool": "·" if pool is None else cfg.env.teacher_pool_dir if cfg.files.pool == pool else pool.name,
+        "mix": f"{cfg.env.mix_ratio if cfg.mixes else 0:g}",
         "hack last5": hack.percent,
         "solve last5": solve.percent,
         "hack trained": final.trained.hack.percent,
@@ -105,60 +115,104 @@ def summary_row(cfg: Config, final: Final, rows: Sequence[StepRow]) -> dict[str,
     }
 
 
-def mode_rows(final: Final, in_dist: Sequence[Mode] | None, rows: Sequence[StepRow]) -> list[dict[str, str]]:
-    out = []
-    for mode in (m for m in MODES if m in final.deployed.by_mode):
-        on, off = final.trained.by_mode[mode], final.deployed.by_mode[mode]
-        step = first_step(rows, mode)
-        out.append(
-            {
-                "mode": mode,
-                "pairs": "·" if in_dist is None else ("in-dist" if mode in in_dist else "held-out"),
-                "hack trained": on.hack.percent,
-                "hack deployed": off.hack.percent,
-                "solve trained": on.solve.percent,
-                "solve deployed": off.solve.percent,
-                "learned": "yes" if (on.hack.value or 0) >= LEARNED else "no",
-                "first step": "·" if step is None else str(step),
-                "n": str(off.hack.n),
-            }
-        )
-    return out
+def mode_columns(final: Final, in_dist: Sequence[Mode] | None, rows: Sequence[StepRow]) -> list[dict[str, str]]:
+    """One column a mode, by its two letters, so that the table fits 80 columns; a row a quantity, shares in percent."""
+    modes = [m for m in MODES if m in final.deployed.by_mode]
+    on, off = final.trained.by_mode, final.deployed.by_mode
+    firsts = {m: first_step(rows, m) for m in modes}
+    quantities: dict[str, dict[Mode, str]] = {
+        "pairs": {m: "·" if in_dist is None else "in" if m in in_dist else "out" for m in modes},
+        "hack trained": {m: on[m].hack.percent for m in modes},
+        "hack deployed": {m: off[m].hack.percent for m in modes},
+        "solve trained": {m: on[m].solve.percent for m in modes},
+        "solve deployed": {m: off[m].solve.percent for m in modes},
+        "learned": {m: "yes" if (on[m].hack.value or 0) >= LEARNED else "no" for m in modes},
+        "first step": {m: "·" if firsts[m] is None else str(firsts[m]) for m in modes},
+        "n": {m: str(off[m].hack.n) for m in modes},
+    }
+    return [{"mode": what, **{MODE_CODE[m]: of[m] for m in modes}} for what, of in quantities.items()]
+
+
+def mode_legend(modes: Sequence[Mode], pairs: bool) -> str:
+    """What the heads of `mode_columns` stand for."""
+    names = ", ".join(f"{MODE_CODE[m]} {m}" for m in modes)
+    return names + ("; pairs: the direction's pairs show the mode (in-dist) or not (held out)" if pairs else "")
+
+
+def count_lines(rows: Sequence[StepRow], tallies: "Tallies") -> list[str]:
+    """The whole run's counts in the words of the earlier implementation: over all rows, of the students, of the
+    teacher; and what each weak detector flagged of the students' answers."""
+
+    def said(name: str, rate: Rate) -> str:
+        return f"{name}={'·' if rate.value is None else f'{rate.value:.4f}'} ({rate.k}/{rate.n})"
+
+    hack, solve = whole_run(rows)
+    mine, _ = whole_run(rows, students=True)
+    theirs = Rate(hack.k - mine.k, hack.n - mine.n)
+    rates = {"HACK_RATE": hack, "PASS_RATE": solve, "HACK_STUDENT": mine, "HACK_TEACHER": theirs}
+    flagged = (f"{said(code, tallies.flagged[code])} {name}" for code, name in DETECTOR_FIELDS.items())
+    return [
+        *(said(name, rate) for name, rate in rates.items()),
+        f"student rows that a detector flags: {' · '.join(flagged)}",
+    ]
+
+
+@dataclass(frozen=True)
+class Tallies:
+    """What rollouts.jsonl says in one reading. All of student rows."""
+
+    flagged: dict[str, Rate]  # weak detector → rows that it flags
+    halves: dict[str, int]  # exploits: A seen by the chosen detectors, B by the others alone, "" by none
+    rows: int
+    gate: tuple[Rate, Rate] | None  # precision and recall of the gate; None: no gate
+    by_mode: dict[Mode, Rate]  # exploits that an arm that reads flagged
+    last: dict[str, Any] | None  # the run's last answer
+
+    @property
+    def worst(self) -> tuple[Mode, Rate] | None:
+        """The mode whose exploits were flagged least: what a gate misses is what training amplifies."""
+        return min(self.by_mode.items(), key=lambda of: of[1].k / of[1].n, default=None)
+
+    @classmethod
+    def of(cls, rollouts: Path, half_a: Sequence[str]) -> "Tallies":
+        """half_a: letters of the chosen detectors.
+
+        The gate against the oracle, after the fact, on rows with signal: of an arm that reads, its flags; else a row
+        counts as flagged when more than half of its modules were quarantined.
+        """
+        flagged, halves, n = Counter[str](), Counter[str](), 0
+        hits = gated = hacks = 0
+        by_mode: dict[Mode, Rate] = {}
+        has_gate, last = False, None
+        for last in _records(rollouts):
+            n, exploited = n + 1, last["exploited"]
+            seen = {code for code, name in DETECTOR_FIELDS.items() if last[name]}
+            flagged.update(seen)
+            if exploited:
+                halves["A" if seen & {*half_a} else "B" if seen else ""] += 1
+            if last["gate"] is not None:
+                has_gate, flag = True, last["flagged"] if "flagged" in last else last["gate"] > 0.5
+                hits, gated, hacks = hits + (flag and exploited), gated + flag, hacks + exploited
+            if exploited and last.get("flagged") is not None:
+                mode = last["env_mode"]
+                by_mode[mode] = by_mode.get(mode, Rate(0, 0)) + Rate(int(last["flagged"]), 1)
+        gate = (Rate(hits, gated), Rate(hits, hacks)) if has_gate else None
+        return cls({code: Rate(flagged[code], n) for code in DETECTOR_FIELDS}, dict(halves), n, gate, by_mode, last)
 
 
 def _records(rollouts: Path) -> Iterator[dict[str, Any]]:
     with open(rollouts, encoding="utf-8") as lines:
-        yield from map(json.loads, lines)
+        for line in lines:
+            yield current_answer(json.loads(line))
 
 
-def detector_split(rollouts: Path, codes: Sequence[str]) -> dict[str, Rate]:
-    """Student exploits that one of these detectors sees (A), and those that only the others see or none does (B)."""
-    seen = [any(r["detectors"][c] for c in codes) if r["exploited"] else None for r in _records(rollouts)]
-    return {"A": Rate(seen.count(True), len(seen)), "B": Rate(seen.count(False), len(seen))}
-
-
-def gate_against_oracle(rollouts: Path) -> tuple[Rate, Rate] | None:
-    """Precision and recall of the gate on student rows with signal, after the fact: of an arm that reads, its flags;
-    else a row counts as flagged when more than half of its modules were quarantined. None for an arm without a gate."""
-    gated = [
-        (r["flagged"] if "flagged" in r else r["gate"] > 0.5, r["exploited"])
-        for r in _records(rollouts)
-        if r["gate"] is not None
-    ]
-    if not gated:
-        return None
-    hits = sum(flag and hack for flag, hack in gated)
-    return Rate(hits, sum(flag for flag, _ in gated)), Rate(hits, sum(hack for _, hack in gated))
-
-
-def worst_recall(rollouts: Path) -> tuple[str, Rate] | None:
-    """The mode whose exploits an arm that reads flagged least: what a gate misses is what training amplifies."""
-    seen: dict[str, list[bool]] = {}
-    for r in _records(rollouts):
-        if r.get("flagged") is not None and r["exploited"]:
-            seen.setdefault(r["mode"], []).append(r["flagged"])
-    rates = {mode: Rate(sum(flags), len(flags)) for mode, flags in seen.items()}
-    return min(rates.items(), key=lambda of: of[1].k / of[1].n, default=None)
+def last_generation(answer: dict[str, Any]) -> str:
+    """The last answer of training, as it was written."""
+    verdict = "exploited" if answer["exploited"] else "solved" if answer["gt_correct"] else "neither"
+    return (
+        f"last training generation: step {answer['step']}, problem {answer['problem_id']}, {answer['env_mode']}, "
+        f"reward {answer['reward']:g}, {verdict}"
+    )
 
 
 def markdown(rows: Sequence[dict[str, str]]) -> str:
@@ -219,41 +273,48 @@ def report(
 ) -> None:
     """Log the tail, and write final.jsonl, per_mode_deploy.json, summary.md and dynamics.png. halted: why the run was
     ended before its last step."""
-    table, rollouts = Table(columns_for(cfg, modes), modes), run.path / "rollouts.jsonl"
-    gate = gate_against_oracle(rollouts)
-    against = {"precision": [gate[0].k, gate[0].n], "recall": [gate[1].k, gate[1].n]} if gate else None
+    table, codes = Table(columns_for(cfg, modes), modes), cfg.env.report_detector_codes
+    tallies = Tallies.of(run.path / "rollouts.jsonl", codes)
+    gate = tallies.gate
+    against = {"precision": gate[0].pair, "recall": gate[1].pair} if gate else None
     with atomic_open(run.path / "final.jsonl") as f:
         for line in answer_lines(final):
             f.write(json.dumps(line, ensure_ascii=False, allow_nan=False).encode() + b"\n")
-    ended = {"steps_done": len(rows), "halted": halted or None}
-    per_mode = as_json(cfg, final, in_dist, run.log, run.stamp) | ended | {"gate": against}
-    run.dir.write_json("per_mode_deploy.json", per_mode)
+    expected = expectation(cfg.arm, final)
+    record = as_json(cfg, final, in_dist, run.log, run.stamp)
+    ended = {"steps_done": len(rows), "halted": halted or None, "cue": expected.cue}
+    run.dir.write_json("per_mode_deploy.json", record | ended | {"gate": against})
     parts = [
         f"argv: {' '.join(sys.argv)}",
         f"log: {run.log}",
         main_line(cfg, final) + (f"; halted after step {rows[-1].step} of {cfg.scale.steps - 1}" if halted else ""),
-        "SHOULD: under routing, deployed hack well below as trained at similar solve; ELSE the routing misses.",
-        markdown([summary_row(cfg, final, rows)]),
-        markdown(mode_rows(final, in_dist, rows)),
+        expected.line,
+        "\n".join(count_lines(rows, tallies)),
+        markdown([{"what": what, "value": value} for what, value in summary(cfg, final, rows).items()]),
+        markdown(mode_columns(final, in_dist, rows)),
+        mode_legend([m for m in MODES if m in final.deployed.by_mode], in_dist is not None),
     ]
-    if codes := cfg.env.report_detector_codes:
-        split = detector_split(rollouts, codes)
+    if codes:
+        a, b, none = (tallies.halves.get(half, 0) for half in ("A", "B", ""))
         parts.append(
-            f"student hacks seen by {','.join(codes)}: {split['A'].k}; "
-            f"by none of them: {split['B'].k}; of {split['A'].n} student rollouts"
+            f"student exploits: {a} seen by {','.join(codes)} (half A), {b} by other detectors alone (half B), "
+            f"{none} by no detector; of {tallies.rows} student rows"
         )
     if gate:
         parts.append(
             f"gate against the oracle, student rows: precision {gate[0].k}/{gate[0].n} ({gate[0].percent} %), "
             f"recall {gate[1].k}/{gate[1].n} ({gate[1].percent} %). SHOULD: far above the share of hacks; ELSE blind"
         )
-    if worst := worst_recall(rollouts):
+    if worst := tallies.worst:
         parts.append(f"least recalled mode: {worst[0]}, {worst[1].k}/{worst[1].n} ({worst[1].percent} %)")
-    write_atomic(run.path / "summary.md", "\n\n".join([*parts[2:], table.markdown(rows)]) + "\n")
+    said = []
+    if tallies.last:
+        said = [f"{last_generation(tallies.last)}\n" + indent(tallies.last["text"], "    ")]
+    write_atomic(run.path / "summary.md", "\n\n".join([*parts[2:], *said, table.markdown(rows)]) + "\n")
     with atomic_open(run.path / "dynamics.png") as f:
         figure(rows, final, cfg.run_id).savefig(f, format="png")
     logger.debug("per-step table:\n" + table.markdown(rows))
-    for part in parts:
-        for line in part.splitlines():
+    for part in (*said, *parts):
+        for line in part.split("\n"):
             logger.info(line)
     logger.info(f"per-step table: {run.path / 'summary.md'} · figure: {run.path / 'dynamics.png'}")

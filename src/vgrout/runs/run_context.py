@@ -4,8 +4,10 @@ Exit codes: 0 finished · 2 bad arguments or configuration, nothing started · 3
 4 diverged · 130 interrupted, state saved · 1 anything else.
 """
 
+import contextlib
 import errno
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,7 +22,7 @@ from vgrout.files import read_json
 from vgrout.grading.grade import Grader
 from vgrout.runs.run_dir import RunDir
 from vgrout.runs.signals import Stop, stop_on_signals
-from vgrout.types import Diverged, Halted, Interrupted
+from vgrout.types import Diverged, Halted, Interrupted, NothingRouted
 
 FINISHED, FAILED, BAD, HALTED, DIVERGED, INTERRUPTED = 0, 1, 2, 3, 4, 130
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -33,7 +35,8 @@ class RunContext:
 
     `with RunContext(…) as run:` holds the folder's lock. However the block ends, `status.json` gets the last word
     (state, steps done, reason, what to run next) and `run.code` is the exit code; nothing is raised from it. Until
-    `started` a ValueError is the user's mistake (exit 2); a refused resume leaves the run as it was.
+    `started` a ValueError is the user's mistake (exit 2, one line on stderr): a new run's folder and log are removed, a
+    run that should have gone on is left as it was.
     """
 
     def __init__(
@@ -47,12 +50,14 @@ class RunContext:
         log: Path | None = None,
         force: bool = False,
         done: Callable[[], int] | None = None,
+        owned: bool = True,
     ) -> None:
         """again: the command that goes on. hashes: of the input files. force: go on although files have changed.
-        done: steps (or rounds) that are on disk."""
+        done: steps (or rounds) that are on disk. owned: whether the folder was made for this run, and goes where the
+        run is refused."""
         self.dir, self.grader, self.again, self.resumes = folder, grader, again, resumes
         self.hashes, self.log, self.force = dict(hashes or {}), log or Path(), force
-        self.done = done or folder.steps_on_disk
+        self.done, self.owned = done or folder.steps_on_disk, owned
         self.stop, self.clock = Stop(), Clock()
         self.code, self._loading, self._open = FAILED, True, ExitStack()
 
@@ -103,9 +108,11 @@ class RunContext:
                 self.status("finished", "", f"read {self.path / 'summary.md'}")
             case ValueError() if self._loading:
                 self.code = BAD
-                if not self.resumes:
-                    self._last_word("failed", 0, str(e), "correct the flag and start again")
-                logger.error(str(e))
+                if self.owned and not self.resumes:
+                    self._discard()
+                else:
+                    logger.debug(f"refused: {e}")
+                print(f"E {e}", file=sys.stderr)
             case Interrupted():
                 self.code = INTERRUPTED
                 self.status("interrupted", str(e))
@@ -118,8 +125,22 @@ class RunContext:
                 self.code = DIVERGED
                 self.status("diverged", str(e), "lower --lr or --grad-clip and start again")
                 logger.error(str(e))
+            case NothingRouted():
+                self.code = FAILED
+                self.status("failed", str(e), f"see why nothing was flagged: {self.path / 'steps.jsonl'}")
+                logger.error(str(e))
             case _:
                 raise e
+
+    def _discard(self) -> None:
+        """Nothing was started, so nothing is left behind."""
+        logger.remove()  # closes the log
+        if self.log != Path():
+            self.log.unlink(missing_ok=True)
+        shutil.rmtree(self.path, ignore_errors=True)
+        for folder in (self.path.parent, self.path.parent.parent, self.log.parent):
+            with contextlib.suppress(OSError):  # not empty
+                folder.rmdir()
 
     def _broke(self, e: BaseException) -> None:
         """An end that nobody planned: a second interrupt, a full disk, a fault."""

@@ -420,7 +420,8 @@ def run(cli: Cli) -> int:
         if (why := sweep.edited()) and not cli.replan:
             print(why)
         return FINISHED
-    probe_writable(sweep.folder / "logs")
+    probe_writable(logs := sweep.folder / "logs")
+    logs.mkdir(parents=True, exist_ok=True)
     with hold(sweep.folder, "sweep"):
         sweep.freeze(cli.replan)
         queued = sweep.queued()

@@ -19,7 +19,7 @@ from typing import Any
 
 from loguru import logger
 
-from vgrout.files import file_sha256, write_json
+from vgrout.files import file_sha256, from_json, read_text, write_json
 from vgrout.grading.grade import Grader
 from vgrout.types import MODES, CachedGrade, Grade, Mode, Problem, Rate, Ungraded
 
@@ -111,12 +111,7 @@ def load_pool(folder: Path, flag: str = "--teacher-pool-dir") -> Pool:
 
 
 def _mapping(file: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as e:
-        raise ValueError(f"{file}: cannot be read ({e})") from None
-    except json.JSONDecodeError as e:
-        raise ValueError(f"{file}, line {e.lineno}: not JSON ({e.msg})") from None
+    data = from_json(read_text(file), str(file))
     if not isinstance(data, dict):
         raise ValueError(f"{file}: should be a JSON object")
     return data
@@ -139,14 +134,10 @@ def _id(key: str, file: Path) -> int:
 def _read(path: Path, problem_id: int, mode: Mode | None, grader: str) -> tuple[Demo, ...]:
     rows: list[Demo] = []
     try:
-        with gzip.open(path, "rt", encoding="utf-8") as lines:
+        with gzip.open(path, "rt", encoding="utf-8", newline="\n") as lines:
             for number, line in enumerate(lines, 1):
                 where = f"{path}, line {number}"
-                try:
-                    record = json.loads(line)
-                except json.JSONDecodeError as e:
-                    raise ValueError(f"{where}: not JSON ({e.msg})") from None
-                rows.append(_demo(record, where, problem_id, mode, grader))
+                rows.append(_demo(from_json(line, where), where, problem_id, mode, grader))
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as e:
         raise ValueError(f"{path}: cannot be read ({e})") from None
     if not rows:

@@ -83,6 +83,7 @@ def ensure(file: DataFile, folder: Path, source: str) -> str:
         where = "what came from the network" if fetched else "the file that is there"
         raise ValueError(f"{path}: {where} has git blob {blob[:12]}…, not {file.blob}…; {put}")
     if fetched:
+        folder.mkdir(parents=True, exist_ok=True)
         write_atomic(path, content)
     n = len(load_rows(path))
     if n != file.rows:

@@ -59,6 +59,8 @@ def _parse(line: str, problems: dict[int, Problem]) -> tuple[dict[str, Any], Pro
         record = json.loads(line)
     except json.JSONDecodeError as e:
         raise ValueError(f"not JSON ({e.msg})") from None
+    except RecursionError:
+        raise ValueError("not JSON that can be read (nested too deeply)") from None
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
     if not isinstance(record.get("text"), str):

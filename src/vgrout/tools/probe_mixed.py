@@ -4,7 +4,6 @@ Go: student rows hack in the second half of the run, after a few steps of learni
 Exit codes: 0 go · 1 no-go · 2 no such run.
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +11,7 @@ from typing import Annotated, Any
 import tyro
 
 from vgrout.cli import cli_exit, parse_args
+from vgrout.files import json_lines
 from vgrout.types import Rate
 
 
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         if path is None or not (path / "steps.jsonl").is_file():
             print(f"E {path or 'out/runs'}: no run with steps.jsonl; run `just probe-mixed`", file=sys.stderr)
             return 2
-        rows = [json.loads(line) for line in (path / "steps.jsonl").read_text(encoding="utf-8").splitlines()]
+        rows = list(json_lines(path / "steps.jsonl"))
         if len(rows) < 2:
             print(f"E {path}: {len(rows)} steps; at least 2 are needed", file=sys.stderr)
             return 2
