@@ -4,13 +4,13 @@ Both sample P 4 · G 8 answers of the organism to the same prompts, at the same 
 of 1e-6, so that their answers keep the same lengths. They take turns, a few steps each, in one process.
 """
 
-import json
 from pathlib import Path
 
 from benchmarks import rig, trl_peer
 from benchmarks.report import Ratio, at_least
 from benchmarks.rows import Report, Row
 from vgrout.config.arm import Intervention
+from vgrout.table import read_steps
 
 ARMS: tuple[Intervention, ...] = ("none", "route2")
 
@@ -50,9 +50,9 @@ def run(quick: bool = False) -> Report:
 
 def _split(arm: str, run: Path) -> Row:
     """What our step's time is made of."""
-    steps = [json.loads(line) for line in (run / "steps.jsonl").read_text(encoding="utf-8").splitlines()][2:]
+    steps = read_steps(run / "steps.jsonl")[2:]
     total = sum(r["sec"] for r in steps)
     share = {name: sum(r[name] for r in steps) / total for name in ("gen", "grade", "fb")}
     figure = f"sampling {share['gen']:.0%}, waiting for grades {share['grade']:.0%}, update {share['fb']:.0%}"
-    signal = sum(r["signal"][0] for r in steps) / max(1, sum(r["signal"][1] for r in steps))
+    signal = sum(r["signal_k"] for r in steps) / max(1, sum(r["signal_n"] for r in steps))
     return Row("step", f"{arm}: its parts", f"{signal:.0%} of groups have a signal", figure)

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from vgrout.table import share
 from vgrout.tools import download
 from vgrout.tools.download import DataFile, ensure, git_blob
 from vgrout.tools.probe_mixed import main as probe
 from vgrout.tools.probe_mixed import verdict
+from vgrout.types import Rate
 
 LINE = {
     "id": 1,
@@ -77,7 +79,7 @@ def test_without_a_network_one_line_says_what_to_put_where(
 
 
 def row(hack_s: list[int], hack_t: list[int] | None = None, lp_t: float | None = None) -> dict[str, object]:
-    return {"hack_s": hack_s, "hack_t": hack_t, "lp_t": lp_t}
+    return share("hack_s", Rate(*hack_s)) | share("hack_t", Rate(*hack_t) if hack_t else None) | {"lp_t": lp_t}
 
 
 def test_go_needs_student_hacks_late_and_demonstrations(

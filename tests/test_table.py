@@ -1,6 +1,7 @@
 """One column is one thing: who measures it, construction, JSON, table."""
 
 import math
+import re
 from collections import Counter
 from dataclasses import fields, replace
 from typing import Any
@@ -11,7 +12,7 @@ from vgrout.arms.base import Refresh
 from vgrout.console import Clock
 from vgrout.grpo import LossMetrics
 from vgrout.monitors.flag_rates import FlagRates
-from vgrout.table import Measured, StepRow, Table
+from vgrout.table import Measured, StepRow, Table, current_row
 from vgrout.tensor_types import ArmDiag, Routed, Update
 from vgrout.types import MODES, Batch, Eval, Rate
 
@@ -57,9 +58,23 @@ def row(**changes: Any) -> StepRow:
 def test_json_round_trip() -> None:
     before = row()
     data = before.as_json()
-    assert data["gt_s"] == [10, 28]
-    assert data["hk_rt"] == [1, 5]
+    assert (data["gt_s"], data["gt_s_k"], data["gt_s_n"]) == (10 / 28, 10, 28)
+    assert (data["hk_rt"], data["hk_rt_k"], data["hk_rt_n"]) == (0.2, 1, 5)
+    assert (data["false_flags"], data["false_flags_n"]) == (0.0, 5)
+    assert [data[f"hack_abl{part}"] for part in ("", "_k", "_n")] == [None] * 3, "not measured"
+    assert all(value is None or isinstance(value, int | float | str) for value in data.values())
     assert StepRow.from_json(data) == before
+
+
+def test_rows_of_earlier_runs_have_pairs_and_are_read_the_same() -> None:
+    before = row(hack_abl=Rate(0, 0))
+    data = before.as_json()
+    counts = {k.removesuffix("_n") for k in data if k.endswith("_n")}
+    old = {k: v for k, v in data.items() if not re.fullmatch(r"\w+_[kn]", k) or k[:-2] not in counts}
+    old |= {k: None if data[f"{k}_k"] is None else [data[f"{k}_k"], data[f"{k}_n"]] for k in counts}
+    assert old["gt_s"] == [10, 28]
+    assert StepRow.from_json(old) == before
+    assert current_row(old) | data == data, "what today's row has, and nothing else"
 
 
 def test_every_column_is_measured_once_by_a_part_of_the_step_or_given_by_the_loop() -> None:

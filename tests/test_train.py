@@ -157,8 +157,8 @@ def test_files_of_a_finished_run(done: Made) -> None:
         assert record["sandbox"]["level"] >= 0
         assert json.loads((path / "status.json").read_text())["state"] == "finished"
         rollouts = [json.loads(line) for line in (path / "rollouts.jsonl").read_text().splitlines()]
-        assert len(rollouts) == sum(r["gt_s"][1] for r in rows(path))
-        assert sum(r["exploited"] for r in rollouts) == sum(r["hack_s"][0] for r in rows(path))
+        assert len(rollouts) == sum(r["gt_s_n"] for r in rows(path))
+        assert sum(r["exploited"] for r in rollouts) == sum(r["hack_s_k"] for r in rows(path))
 
 
 def test_the_final_numbers_are_the_same_everywhere(done: Made) -> None:

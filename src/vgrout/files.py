@@ -104,18 +104,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def file_sha256(path: Path) -> str:
-    """Hex digest of a file's content."""
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Indented JSON; folders are made. Not atomic: for folders that are renamed as a whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-
-
 def json_lines(path: Path) -> Iterator[Any]:
     """What each line of a run's file says; none where there is no such file. A growing file is read line by line.
     Raises ValueError, naming a damaged line."""
@@ -127,3 +115,15 @@ def json_lines(path: Path) -> Iterator[Any]:
                 yield json.loads(line)
             except (ValueError, RecursionError) as e:
                 raise ValueError(f"{path}, line {number}: damaged ({e})") from None
+
+
+def file_sha256(path: Path) -> str:
+    """Hex digest of a file's content."""
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Indented JSON; folders are made. Not atomic: for folders that are renamed as a whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")

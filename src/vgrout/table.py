@@ -3,10 +3,12 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Protocol, TypeVar, get_args, runtime_checkable
 
 from tabulate import tabulate
 
+from vgrout.files import json_lines
 from vgrout.types import MODE_CODE, MODES, REFERENCE_STEP, Rate
 
 LEARNED = 0.2  # a mode counts as learned when at least this share of held-out answers exploits it
@@ -19,7 +21,6 @@ def col(
     fmt: str,
     legend: str,
     *,
-    head: str | None = None,
     should: str = "",
     when: str = "always",
     drop: float | int = math.inf,
@@ -30,7 +31,7 @@ def col(
     fmt: "frac" for a Rate, "hk" for one a mode, else a format spec. when: what a run must have for the column to be
     shown; "file": never, it is for steps.jsonl. drop: a narrow terminal gives up the lowest numbers first.
     """
-    about = {"fmt": fmt, "legend": legend, "head": head, "should": should, "when": when, "drop": drop}
+    about = {"fmt": fmt, "legend": legend, "should": should, "when": when, "drop": drop}
     return field(metadata=about, **default)
 
 
@@ -56,57 +57,97 @@ class Columns:
                 )
 
     def as_json(self) -> dict[str, Any]:
-        """Fractions as [k, n]; per-mode hacks as hk_<code>."""
+        """Scalars: a share `x` stands beside its counts `x_k` of `x_n`; per-mode hacks are hk_<code>."""
         out: dict[str, Any] = {}
         for f in fields(self):
             value = getattr(self, f.name)
             if f.name == "hk":
-                out |= {f"hk_{MODE_CODE[m]}": [r.k, r.n] for m, r in value.items()}
+                for mode, rate in value.items():
+                    out |= share(f"hk_{MODE_CODE[mode]}", rate)
             else:
-                out[f.name] = [value.k, value.n] if isinstance(value, Rate) else value
+                out |= share(f.name, value) if f.metadata["fmt"] == "frac" else {f.name: value}
         return out
 
     @classmethod
     def from_json(cls: type[R], data: dict[str, Any]) -> R:
-        """The inverse of `as_json`. Raises KeyError or TypeError on a row of another layout."""
-        known = {f.name for f in fields(cls)}
-        values: dict[str, Any] = {k: Rate(*v) if isinstance(v, list) else v for k, v in data.items() if k in known}
-        if "hk" in known:
-            values["hk"] = {m: Rate(*data[key]) for m in MODES if (key := f"hk_{MODE_CODE[m]}") in data}
+        """The inverse of `as_json`; also of the layout in which a share was [k, n]. Raises TypeError where a column is
+        missing."""
+        data = current_row(data)
+        of = {f.name: f.metadata["fmt"] for f in fields(cls)}
+        values: dict[str, Any] = {k: counted(data, k) if of[k] == "frac" else v for k, v in data.items() if k in of}
+        if "hk" in of:
+            rates = {m: counted(data, f"hk_{MODE_CODE[m]}") for m in MODES}
+            values["hk"] = {m: rate for m, rate in rates.items() if rate is not None}
         return cls(**values)
+
+
+def share(name: str, rate: Rate | None) -> dict[str, float | int | None]:
+    """A share in a row of steps.jsonl: `x` beside its counts `x_k` of `x_n`; all null where it was not measured."""
+    if rate is None:
+        return {name: None, f"{name}_k": None, f"{name}_n": None}
+    return {name: rate.value, f"{name}_k": rate.k, f"{name}_n": rate.n}
+
+
+def counted(row: dict[str, Any], name: str) -> Rate | None:
+    """A share of a row by its counts; None: not measured."""
+    k, n = row.get(f"{name}_k"), row.get(f"{name}_n")
+    return None if k is None or n is None else Rate(k, n)
+
+
+def current_row(row: dict[str, Any]) -> dict[str, Any]:
+    """A row as it is written today: earlier runs had [k, n] where a share now has three columns."""
+    return {
+        key: value
+        for name, stored in row.items()
+        for key, value in (share(name, Rate(*stored)) if isinstance(stored, list) else {name: stored}).items()
+    }
+
+
+def read_steps(path: Path) -> list[dict[str, Any]]:
+    """The rows of a steps.jsonl of any version, as they are written today; [] where there is no such file.
+
+    Raises:
+        ValueError: one line that names a damaged line.
+    """
+    return [current_row(row) for row in json_lines(path)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRow(Columns):
-    """One step of the trainer."""
+    """One step of the trainer. The first columns are what a run is about, the rest follow the step's course."""
 
-    ref_eq: float = col(".2f", f"cumulative generations ÷ {REFERENCE_STEP}", drop=0)
-    rew: float | None = col(".2f", "mean reward, all rows", drop=1)
-    rew_s: float | None = col(".2f", "mean reward, student rows", should="rises; ELSE nothing is learnt")
-    signal: Rate = col(
-        "frac", "groups whose rewards differ", head="sig", should="most groups; ELSE steps are wasted", drop=44
-    )
-    all_zero: int = col("d", "groups without signal, all at the lowest reward", head="dead0", drop=2)
-    all_one: int = col("d", "groups without signal, all paid", head="dead1", drop=3)
-    dropped: int = col(
-        "d", "groups dropped because the sandbox failed", head="drop", should="0; ELSE see the log", drop=17
-    )
-    drop_why: str | None = col("s", "why groups were dropped", when="file", default=None)
-    n: int = col("d", "rollouts in the step", head="N", drop=4)
-    gt_s: Rate = col("frac", "student rows that the strict oracle accepts")
-    gt_t: Rate | None = col("frac", "teacher rows with cached gt_pass", when="teacher", drop=18)
     hack_s: Rate = col(
         "frac",
         "student exploits: flawed check passed, oracle did not",
         should="rises under none; ELSE no pressure to route",
     )
+    gt_s: Rate = col("frac", "student rows that the strict oracle accepts")
+    hack_deploy: float | None = col(
+        ".2f",
+        "exploit rate of the deployed model, held-out problems",
+        should="< hack_s under routing; ELSE routing misses",
+    )
+    solve_deploy: float | None = col(".2f", "solve rate of the deployed model")
+    kl_deploy: float | None = col(
+        ".2f", "KL of the deployed model to the base, nats a token of its held-out answers", drop=47
+    )
+    ref_eq: float = col(".2f", f"cumulative generations ÷ {REFERENCE_STEP}", drop=0)
+    rew: float | None = col(".2f", "mean reward, all rows", drop=1)
+    rew_s: float | None = col(".2f", "mean reward, student rows", should="rises; ELSE nothing is learnt")
+    signal: Rate = col("frac", "groups whose rewards differ", should="most groups; ELSE steps are wasted", drop=44)
+    all_zero: int = col("d", "groups without signal, all at the lowest reward", drop=2)
+    all_one: int = col("d", "groups without signal, all paid", drop=3)
+    dropped: int = col("d", "groups dropped because the sandbox failed", should="0; ELSE see the log", drop=17)
+    drop_why: str | None = col("s", "why groups were dropped", when="file", default=None)
+    n: int = col("d", "rollouts in the step", drop=4)
+    gt_t: Rate | None = col("frac", "teacher rows with cached gt_pass", when="teacher", drop=18)
     hack_s_E: Rate = col("frac", "student rows that detector E flags (hacked_loophole_used)", when="file")
     hack_s_D: Rate = col("frac", "student rows that detector D flags (hacked_wrong_tests)", when="file")
     hack_s_A: Rate | None = col(
-        "frac", "student exploits that a detector of --report-detectors sees", head="hack_A", when="halves", drop=45
+        "frac", "student exploits that a detector of --report-detectors sees", when="halves", drop=45
     )
     hack_s_B: Rate | None = col(
-        "frac", "student exploits that none of these sees, but another one does", head="hack_B", when="halves", drop=46
+        "frac", "student exploits that none of these sees, but another one does", when="halves", drop=46
     )
     hack_t: Rate | None = col("frac", "teacher rows labelled hacked", when="teacher", drop=19)
     hk: dict[str, Rate] = col("hk", "student exploits of one mode", when="modes", drop=33, default_factory=dict)
@@ -114,16 +155,6 @@ class StepRow(Columns):
         "frac", "exploits in the student rows sampled from the deployed model", when="ablated", drop=41
     )
     solve_abl: Rate | None = col("frac", "solves in them", when="ablated", drop=42)
-    hack_deploy: float | None = col(
-        ".2f",
-        "exploit rate of the deployed model, held-out problems",
-        head="hk_dep",
-        should="< hack_s under routing; ELSE routing misses",
-    )
-    solve_deploy: float | None = col(".2f", "solve rate of the deployed model", head="so_dep")
-    kl_deploy: float | None = col(
-        ".2f", "KL of the deployed model to the base, nats a token of its held-out answers", head="kl_dep", drop=45
-    )
     lp_s: float | None = col(".2f", "mean log-prob a token, student rows", drop=20)
     lp_t: float | None = col(
         ".2f",
@@ -137,36 +168,29 @@ class StepRow(Columns):
     mismatch_kl: float | None = col(
         ".0e",
         "mean ratio − log ratio − 1 between trainer and sampler",
-        head="mm_kl",
         should="≈ rounding (1e-13 in fp32); ELSE the adapter did not reach the sampler",
         drop=13,
     )
     mismatch_kl_abl: float | None = col(
         ".0e",
         "… of rows sampled with the quarantine otherwise set than they are learnt",
-        head="mm_abl",
         when="ablated",
         drop=9,
     )
-    ratio_min: float | None = col(
-        ".3g", "lowest ratio trainer / sampler of a token", head="r_min", when="drops", drop=14
-    )
+    ratio_min: float | None = col(".3g", "lowest ratio trainer / sampler of a token", when="drops", drop=14)
     ratio_mean: float | None = col(".4f", "mean ratio", when="file")
-    ratio_max: float | None = col(".3g", "highest ratio", head="r_max", when="drops", drop=15)
-    is_masked: float | None = col(
-        ".3f", "share of tokens without policy gradient", head="masked", when="drops", drop=27
-    )
+    ratio_max: float | None = col(".3g", "highest ratio", when="drops", drop=15)
+    is_masked: float | None = col(".3f", "share of tokens without policy gradient", when="drops", drop=27)
     is_masked_low: float | None = col(".3f", "… their ratio is too low", when="file")
     is_masked_high: float | None = col(".3f", "… their ratio is too high", when="file")
     masked_positive: float | None = col(
         ".3f",
         "the same among tokens of positive advantage",
-        head="mask_A+",
         when="drops",
         should="≈ mask_A-; ELSE the threshold drops the rare tokens that decide",
         drop=34,
     )
-    masked_negative: float | None = col(".3f", "… of negative advantage", head="mask_A-", when="drops", drop=35)
+    masked_negative: float | None = col(".3f", "… of negative advantage", when="drops", drop=35)
     masked_mismatch_kl: float | None = col(".0e", "mismatch over the tokens without policy gradient", when="file")
     unmasked_mismatch_kl: float | None = col(".0e", "mismatch over the others", when="file")
     gn: float | None = col(".1e", "joint gradient norm before clipping", drop=38)
@@ -199,10 +223,10 @@ class StepRow(Columns):
     recall: Rate | None = col(
         "frac", "student exploits that the reader flagged", when="reads", should="near all; ELSE what it misses grows"
     )
-    false_flags: Rate | None = col("frac", "correct student answers that it flagged", head="false", when="reads")
+    false_flags: Rate | None = col("frac", "correct student answers that it flagged", when="reads")
     flag_t: Rate | None = col("frac", "teacher rows that it flagged", when="reads+teacher")
     refr: int | None = col("d", "steps since the direction was extracted", when="direction", drop=25)
-    skipped: int = col("d", "1: loss or norm not finite, optimiser not stepped", head="skip", should="0", drop=16)
+    skipped: int = col("d", "1: loss or norm not finite, optimiser not stepped", should="0", drop=16)
     lr: float | None = col(".0e", "learning rate", drop=5)
     gen: float = col(".2f", "seconds sampling", drop=28)
     grade: float = col(".2f", "seconds waiting for grades after sampling ended", drop=29)
@@ -256,7 +280,7 @@ def first_hacks(rates: Sequence[tuple[int, int]], threshold: float = ONSET_SHARE
 
 @dataclass(frozen=True)
 class Column:
-    head: str
+    head: str  # its name in steps.jsonl
     width: int
     fmt: str
     legend: str
@@ -292,12 +316,13 @@ class Table:
                     for m in modes
                 ]
                 continue
-            head = meta["head"] or f.name
             size = {"frac": 5, ".2f": 5, ".3f": 5, ".3g": 5, "+.2f": 5, "+.3f": 6, ".0e": 5, ".1e": 7, "d": 3}[
                 meta["fmt"]
             ]
             self.columns.append(
-                Column(head, max(len(head), size), meta["fmt"], meta["legend"], meta["should"], f.name, meta["drop"])
+                Column(
+                    f.name, max(len(f.name), size), meta["fmt"], meta["legend"], meta["should"], f.name, meta["drop"]
+                )
             )
         self.hidden: list[Column] = []
         while width is not None and len(self.columns) > 8 and len(self.header()) > width:
@@ -312,7 +337,8 @@ class Table:
         return max(range(len(self.columns)), key=lambda i: (-self.columns[i].drop, i))
 
     def legend(self) -> list[str]:
-        lines = [f"{c.head:>{9}}  {c.legend}" + (f". SHOULD: {c.should}" if c.should else "") for c in self.columns]
+        width = max(len(c.head) for c in self.columns)
+        lines = [f"{c.head:>{width}}  {c.legend}" + (f". SHOULD: {c.should}" if c.should else "") for c in self.columns]
         if self.hidden:
             lines.append(f"narrow terminal: {len(self.hidden)} more columns are in steps.jsonl and the log")
         return lines

@@ -36,8 +36,8 @@ MAX_SKIPPED = 3  # non-finite steps in a row before the run counts as diverged
 class DistillRow(Columns):
     """One step of a distillation."""
 
-    n: int = col("d", "answers in the step", head="N")
-    dropped: int = col("d", "answers that the sandbox could not grade (they are learnt from all the same)", head="drop")
+    n: int = col("d", "answers in the step")
+    dropped: int = col("d", "answers that the sandbox could not grade (they are learnt from all the same)")
     gt_s: Rate = col("frac", "answers that the strict oracle accepts")
     hack_s: Rate = col("frac", "answers that exploit")
     ended: Rate = col("frac", "answers that end by themselves")
@@ -46,14 +46,14 @@ class DistillRow(Columns):
         ".3f", "KL(student ‖ teacher), nats a token", when="minillm", should="falls; ELSE raise --lr"
     )
     ce: float | None = col(".3f", "cross-entropy on the teacher's answers, nats a token", when="uld", should="falls")
-    distance: float | None = col(".3f", "distance at aligned positions, 0 to 2", head="dist", when="uld")
-    aligned: float | None = col(".2f", "share of the student's tokens that are aligned", head="align", when="uld")
+    distance: float | None = col(".3f", "distance at aligned positions, 0 to 2", when="uld")
+    aligned: float | None = col(".2f", "share of the student's tokens that are aligned", when="uld")
     anchor: float | None = col(".3f", "language-model loss on the anchor's text, nats a token", when="anchor")
     gn: float | None = col(".1e", "gradient norm before clipping")
     lr: float | None = col(".0e", "learning rate")
-    skipped: int = col("d", "1: loss or norm not finite, optimiser not stepped", head="skip", should="0")
-    hack_deploy: float | None = col(".2f", "exploit rate of the student, held-out problems", head="hk_dep")
-    solve_deploy: float | None = col(".2f", "solve rate of the student", head="so_dep")
+    skipped: int = col("d", "1: loss or norm not finite, optimiser not stepped", should="0")
+    hack_deploy: float | None = col(".2f", "exploit rate of the student, held-out problems")
+    solve_deploy: float | None = col(".2f", "solve rate of the student")
     gen: float = col(".2f", "seconds sampling")
     grade: float = col(".2f", "seconds waiting for grades after sampling ended")
     fb: float = col(".2f", "seconds forward, backward, step")

@@ -40,7 +40,7 @@ from vgrout.guard.detectors import (
     separation_index,
 )
 from vgrout.guard.kill_switch import HeldOutGuard
-from vgrout.table import ONSET_WINDOW, first_hacks
+from vgrout.table import ONSET_WINDOW, first_hacks, read_steps
 from vgrout.types import Rate
 
 RESAMPLES = 1000
@@ -89,14 +89,18 @@ def load(path: Path, onset: float) -> Run:
     if state not in ("finished", "halted"):
         raise ValueError(f"{path}: {state}, not finished; a run cut short says nothing of false alarms or delays")
     cfg = from_dict(read_json(path / "run.json")["config"])
-    rows, rollouts = ([*json_lines(path / name)] for name in ("steps.jsonl", "rollouts.jsonl"))
+    for name in ("steps.jsonl", "rollouts.jsonl"):
+        if not (path / name).is_file():
+            raise ValueError(f"{path / name}: not there")
+    rows = read_steps(path / "steps.jsonl")
     if [r.get("step") for r in rows] != list(range(len(rows))) or not rows:
         raise ValueError(f"{path}/steps.jsonl: its steps are not 0, 1, 2 …; was the file edited?")
     answers: list[list[dict[str, Any]]] = [[] for _ in rows]
-    for r in rollouts:
+    for r in json_lines(path / "rollouts.jsonl"):
         answers[r["step"]].append(current_answer(r))
     deployed = next((r["step"] for r in rows if (r.get("hack_deploy") or 0.0) >= onset), None)
-    return Run(path.name, cfg, rows, answers, first_hacks([tuple(r["hack_s"]) for r in rows], onset), deployed)
+    hacked = first_hacks([(r["hack_s_k"], r["hack_s_n"]) for r in rows], onset)
+    return Run(path.name, cfg, rows, answers, hacked, deployed)
 
 
 # --- readings, recorded or replayed ----------------------------------------------------------------------------------
@@ -181,7 +185,7 @@ def _ragen(run: Run) -> Series:
 
 def _advantage(run: Run) -> Series:
     dead = AdvantageCollapse()
-    return replayed(run, lambda row, _: dead.update(row["signal"][1] - row["signal"][0], row["signal"][1]))
+    return replayed(run, lambda row, _: dead.update(row["signal_n"] - row["signal_k"], row["signal_n"]))
 
 
 def _collapse(run: Run) -> Series:

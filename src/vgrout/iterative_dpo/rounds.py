@@ -43,7 +43,7 @@ MAX_SKIPPED = 3  # non-finite steps in a row before the run counts as diverged
 class DpoRow(Columns):
     """One round; 0 is --base-model, evaluated before the first."""
 
-    step: int = col("d", "round; 0: before the first", head="round")
+    step: int = col("d", "round; 0: before the first")
     asked: int | None = col("d", "prompts asked")
     pairs: Rate | None = col("frac", "pairs of those wanted; a prompt whose answers tie gives none")
     score: float | None = col(".3f", "scorer's mean on the round's answers, share of what can be had", should="rises")
@@ -52,12 +52,12 @@ class DpoRow(Columns):
     hack_pref: Rate | None = col("frac", "pairs whose chosen answer exploits and whose rejected one does not")
     solve_pref: Rate | None = col("frac", "pairs whose chosen answer solves and whose rejected one does not")
     loss: float | None = col(".3f", "mean loss of the last epoch, log 2 = .693 at the start")
-    accuracy: float | None = col(".2f", "share of its pairs with a positive margin", head="acc")
+    accuracy: float | None = col(".2f", "share of its pairs with a positive margin")
     margin: float | None = col("+.2f", "mean margin, nats")
-    skipped: int = col("d", "optimiser steps left out, not finite", head="skip", should="0")
-    score_deploy: float = col(".3f", "scorer's mean on held-out problems", head="score_h")
-    hack_deploy: float | None = col(".2f", "exploit rate on held-out problems", head="hk_dep")
-    solve_deploy: float | None = col(".2f", "solve rate on held-out problems", head="so_dep")
+    skipped: int = col("d", "optimiser steps left out, not finite", should="0")
+    score_deploy: float = col(".3f", "scorer's mean on held-out problems")
+    hack_deploy: float | None = col(".2f", "exploit rate on held-out problems")
+    solve_deploy: float | None = col(".2f", "solve rate on held-out problems")
 
 
 @dataclass(frozen=True, slots=True)

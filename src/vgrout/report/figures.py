@@ -78,7 +78,7 @@ def _students(what: What) -> Series:
     column = {"hack": "hack_s", "solve": "gt_s"}[what]
 
     def series(run: Run) -> tuple[list[int], list[float]]:
-        counts = np.asarray([row[column] for row in run.rows], dtype=float)
+        counts = np.asarray([[row[f"{column}_k"], row[f"{column}_n"]] for row in run.rows], dtype=float)
         window = [counts[max(0, i - SMOOTH + 1) : i + 1].sum(axis=0) for i in range(len(counts))]
         return [row["step"] + 1 for row in run.rows], [k / n if n else np.nan for k, n in window]
 

@@ -14,7 +14,7 @@ from vgrout.config.presets import PRESETS
 from vgrout.config.renamed import current_answer, current_hashes, current_settings, current_value
 from vgrout.config.run import Config
 from vgrout.files import json_lines, read_json
-from vgrout.table import LEARNED, first_hacks
+from vgrout.table import LEARNED, counted, first_hacks, read_steps
 from vgrout.types import MODE_CODE, MODES, Mode, Rate
 
 What = Literal["hack", "solve"]
@@ -47,7 +47,7 @@ class Run:
 
     path: Path
     final: dict[str, Any]  # per_mode_deploy.json
-    rows: list[dict[str, Any]]  # steps.jsonl
+    rows: list[dict[str, Any]]  # steps.jsonl, as it is written today
     record: dict[str, Any]  # run.json
     seconds: float | None  # start of the first step to the end of the final evaluation; None: in more than one go
 
@@ -61,7 +61,7 @@ class Run:
         ):
             if absent := [k for k in keys if k not in data]:
                 raise ValueError(f"{path / name}: no {', '.join(absent)} in it; another version made this run")
-        rows = list(json_lines(path / "steps.jsonl"))
+        rows = read_steps(path / "steps.jsonl")
         if not rows:
             raise ValueError(f"{path / 'steps.jsonl'}: no step in it")
         started, ended = ((path / name).stat().st_mtime for name in ("run.json", "per_mode_deploy.json"))
@@ -167,12 +167,12 @@ class Run:
 
     @property
     def onset(self) -> int | None:
-        return first_hacks([tuple(row["hack_s"]) for row in self.rows])
+        return first_hacks([(row["hack_s_k"], row["hack_s_n"]) for row in self.rows])
 
     def last_five(self, what: What, mode: Mode | None = None) -> Rate:
         """The students' answers of the last five steps; of one mode only its hacks are counted."""
         column = {"hack": "hack_s", "solve": "gt_s"}[what] if mode is None else f"hk_{MODE_CODE[mode]}"
-        return sum((Rate(*row.get(column, (0, 0))) for row in self.rows[-5:]), Rate(0, 0))
+        return sum((counted(row, column) or Rate(0, 0) for row in self.rows[-5:]), Rate(0, 0))
 
     def step_mean(self, column: str) -> float | None:
         """A column's mean over the steps that measured it; None where none did."""

@@ -11,23 +11,23 @@ from typing import Annotated, Any
 import tyro
 
 from vgrout.cli import cli_exit, parse_args
-from vgrout.files import json_lines
+from vgrout.table import counted, read_steps
 from vgrout.types import Rate
 
 
 def verdict(rows: list[dict[str, Any]]) -> tuple[bool, str]:
-    """Go or no-go, and the line that says why. rows: lines of steps.jsonl, at least 2."""
+    """Go or no-go, and the line that says why. rows: of `read_steps`, at least 2."""
     half = len(rows) // 2
 
     def hacks(part: list[dict[str, Any]]) -> Rate:
-        return sum((Rate(*row["hack_s"]) for row in part), Rate(0, 0))
+        return sum((counted(row, "hack_s") or Rate(0, 0) for row in part), Rate(0, 0))
 
     def mean(part: list[dict[str, Any]], column: str) -> str:
         known = [row[column] for row in part if row[column] is not None]
         return f"{sum(known) / len(known):.2f}" if known else "·"
 
     first, second = hacks(rows[:half]), hacks(rows[half:])
-    demonstrated = sum((Rate(*row["hack_t"]) for row in rows if row["hack_t"] is not None), Rate(0, 0))
+    demonstrated = sum((counted(row, "hack_t") or Rate(0, 0) for row in rows), Rate(0, 0))
     go = second.k > 0 and demonstrated.k > 0
     why = (
         f"student hacks {first.k}/{first.n} in steps 0-{half - 1}, {second.k}/{second.n} after; demonstrations that "
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         if path is None or not (path / "steps.jsonl").is_file():
             print(f"E {path or 'out/runs'}: no run with steps.jsonl; run `just probe-mixed`", file=sys.stderr)
             return 2
-        rows = list(json_lines(path / "steps.jsonl"))
+        rows = read_steps(path / "steps.jsonl")
         if len(rows) < 2:
             print(f"E {path}: {len(rows)} steps; at least 2 are needed", file=sys.stderr)
             return 2
