@@ -16,6 +16,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from vgrout.model.varlen import Varlen, flash_kernel
+
 ATTENTION = "vgrout_packed"
 
 
@@ -84,7 +86,7 @@ class _Layout:
     bias: Float[Tensor, "b 1 R K"] | None  # 0 or −inf: branch queries against prompt and own keys
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-        """q [tokens H D], k and v [tokens K D] → [tokens H D]."""
+        """q [tokens H D], k and v [tokens K D] → [tokens H D]: torch's SDPA on padded runs."""
         n, gqa = len(self.roots.back), q.shape[1] != k.shape[1]
         rq, rk, rv = (self.roots(x[:n]) for x in (q, k, v))
         y = self.roots.undo(scaled_dot_product_attention(rq, rk, rv, is_causal=True, scale=scale, enable_gqa=gqa))
@@ -110,7 +112,7 @@ class Packed:
     target: Int[Tensor, "B T"]  # the completion's tokens, 0 on padding
     at: Int[Tensor, "B T"]  # token whose logits predict target[b, t]
     mask: Bool[Tensor, "B T"]  # by length, never by token
-    layout: _Layout
+    layout: _Layout | Varlen
     pieces: tuple[tuple[int, slice], ...]  # (unit of the row, its tokens): runs of one unit, all tokens once
     dtype: torch.dtype
 
@@ -218,7 +220,9 @@ def padded_batches(lengths: Sequence[int], budget: int, *, longest_first: bool =
 
 def _layout(
     roots: Sequence[int], branches: Sequence[int], parents: Sequence[int], device: torch.device, dtype: torch.dtype
-) -> _Layout:
+) -> _Layout | Varlen:
+    if (kernel := flash_kernel(device, dtype)) is not None:
+        return Varlen.of(kernel, roots, branches, parents, device)
     padding = _Padding.of(roots, device)
     if not branches:
         return _Layout(padding, None, None, 0, None)
@@ -239,7 +243,7 @@ def _attention(
     value: Float[Tensor, "1 K N D"],
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    packed_layout: _Layout | None = None,
+    packed_layout: _Layout | Varlen | None = None,
     **_: Any,
 ) -> tuple[Float[Tensor, "1 N H D"], None]:
     assert packed_layout is not None, "the model does not hand its keyword arguments on to attention"

@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import importlib.util
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from vgrout.model.logprobs import (
 )
 from vgrout.model.packing import packs
 from vgrout.model.svd_adapter import SvdAdapter
+from vgrout.model.varlen import flash_kernel
 from vgrout.types import Message
 
 SVD_CACHE = Path("out/svd_cache")
@@ -115,6 +115,17 @@ class LanguageModel:
     def decoder(self) -> Decoder:
         """A fresh decoder on the weights as they are now."""
         return LeanDecoder(self.model) if self.lean else HfDecoder(self.model)
+
+    def attention(self, *, packed: bool = True) -> dict[str, str]:
+        """The kernel of each phase, for run.json. packed: whether the update packs its rows where the model allows it.
+        A decoding step has one query a row, which SDPA reads as fast as anything."""
+        own = str(self.model.config._attn_implementation)
+        flash = flash_kernel(self.device, self.model.dtype) is not None
+        return {
+            "update": own if not (packed and self.packs) else "flash_attention_2 varlen" if flash else "sdpa",
+            "prefill": own,
+            "decode": "sdpa" if self.lean else own,
+        }
 
 
 @dataclass(frozen=True)
@@ -230,9 +241,7 @@ def default_device() -> tuple[torch.device, torch.dtype]:
 def attention(device: torch.device, dtype: torch.dtype) -> str | None:
     """flash-attention 2 on CUDA in half precision, where it is installed (extra `gpu`). None: what transformers takes
     by itself, sdpa wherever the architecture has it (Gemma 2 has not)."""
-    half = dtype in (torch.bfloat16, torch.float16)
-    flash = device.type == "cuda" and half and importlib.util.find_spec("flash_attn") is not None
-    return "flash_attention_2" if flash else None
+    return None if flash_kernel(device, dtype) is None else "flash_attention_2"
 
 
 def load_language_model(

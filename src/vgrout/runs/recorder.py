@@ -54,6 +54,7 @@ class Recorder:
         self.cfg, self.run, self.policy, self.arm, self.guard, self.modes = cfg, run, policy, arm, guard, modes
         # the keys are those of the checkpoints
         self.state: dict[str, Stateful] = {"adapter": policy.adapter, "optim": optim, "arm": arm, "watch": guard}
+        self.attention = policy.attention(packed=cfg.run.packing != "padded")
         self.rows: list[StepRow] = []
 
     def begin(self, pool: dict[str, Any] | None, teacher_model: LanguageModel | None) -> list[StepRow]:
@@ -77,6 +78,7 @@ class Recorder:
             "config": cfg.as_dict(),
             "hashes": hashes,
             "accelerator": accelerator(),
+            "attention": self.attention,
             "control": cfg.arm.control_name,
             "control_what": cfg.arm.control_what,
             "direction": provenance.as_json() if provenance else None,
@@ -166,6 +168,9 @@ class Recorder:
         if arm.provenance and arm.provenance.cosine_to_real:
             logger.info(arm.provenance.cosine_to_real.line())
         logger.info(self.run.grader.protections.line())
+        logger.info(f"attention: {', '.join(f'{phase} {kernel}' for phase, kernel in self.attention.items())}")
+        if self.policy.device.type == "cuda" and not self.attention["update"].startswith("flash"):
+            logger.warning("flash-attention 2 is not in use (install the extra gpu): slower, and the same numbers")
 
     def _restore(self) -> None:
         """The last good checkpoint; the growing files are cut to what they were then."""

@@ -1,0 +1,88 @@
+"""The varlen kernel in the hot path, by a stand-in that counts: packed rows, prompts shared, gradients, a whole run."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import tiny
+from tests.runs import SharedRuns, flags, rows, run
+from vgrout.model import packing
+from vgrout.model.logprobs import completion_logprobs
+from vgrout.model.packing import pack
+from vgrout.model.varlen import flash_kernel
+
+PROMPTS = [(3, 4, 5, 6), (3, 4, 5, 6), (3, 4, 5, 6), (7, 8), (9, 10, 11)]
+COMPLETIONS = [(8, 9, 3, 1), (5, 1), (4,), (4, 4, 4), (6, 1, 2, 3, 4)]
+
+
+class Counting:
+    """flash_attn_varlen_func as its documentation has it, row by row and in the inputs' own precision."""
+
+    def __init__(self) -> None:
+        self.calls, self.queries = 0, 0
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, most_q: int, most_k: int, **how: Any
+    ) -> Tensor:
+        assert how.pop("causal") is True
+        scale = how.pop("softmax_scale")
+        assert not how
+        assert cu_q.dtype == cu_k.dtype == torch.int32
+        assert (int(cu_q[-1]), int(cu_k[-1])) == (len(q), len(k))
+        assert most_q == int(cu_q.diff().max())
+        assert most_k == int(cu_k.diff().max())
+        self.calls, self.queries = self.calls + 1, self.queries + len(q)
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        out = []
+        for (a, b), (c, d) in zip(cu_q.unfold(0, 2, 1).tolist(), cu_k.unfold(0, 2, 1).tolist(), strict=True):
+            seen = torch.ones(b - a, d - c, dtype=torch.bool).tril((d - c) - (b - a))  # aligned at the end
+            scores = torch.einsum("qhd,khd->hqk", q[a:b], k[c:d]) * scale
+            out.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v[c:d]))
+        return torch.cat(out)
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Counting:
+    counting = Counting()
+    monkeypatch.setattr(packing, "flash_kernel", lambda *_: counting)
+    return counting
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2-bias"])
+@pytest.mark.parametrize("share", [True, False])
+def test_same_logprobs_and_gradients_as_padded_sdpa(family: str, share: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = tiny.policy(family)
+    weights = [p.requires_grad_(True) for p in made.model.parameters() if p.ndim == 2]
+    counting = Counting()
+
+    def gradient() -> tuple[Tensor, Tensor]:
+        batch = pack([0] * 5, PROMPTS, COMPLETIONS, made.device, torch.float32, share)
+        logp = completion_logprobs(made.model, batch).full
+        grads = torch.autograd.grad((logp * batch.mask).sum(), weights)
+        return logp.detach(), torch.cat([g.flatten() for g in grads])
+
+    want = gradient()
+    assert counting.calls == 0
+    monkeypatch.setattr(packing, "flash_kernel", lambda *_: counting)
+    got = gradient()
+    assert counting.calls == made.model.config.num_hidden_layers * (2 if share else 1)
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w, rtol=1e-4, atol=1e-5 * float(w.abs().max()))
+
+
+def test_a_run_with_the_kernel_is_the_run_without(kernel: Counting, shared_run: SharedRuns, tmp_path: Path) -> None:
+    """Every update of route2 goes through it, and the rows are those of SDPA."""
+    argv = flags("route2")
+    path = run(shared_run.warm(tmp_path), *argv, stop_after=1)
+    assert kernel.calls > 0
+    for mine, theirs in zip(rows(path), rows(shared_run(*argv)), strict=False):
+        assert mine["hack_s"] == theirs["hack_s"]
+        assert mine["gn"] == pytest.approx(theirs["gn"], rel=1e-4)
+
+
+def test_no_gpu_no_kernel() -> None:
+    assert flash_kernel(torch.device("cpu"), torch.bfloat16) is None
+    assert flash_kernel(torch.device("cuda"), torch.float32) is None
