@@ -145,13 +145,9 @@ probe-mixed *flags:
     {{py}} vgrout.train fast --intervention=none --steps 10 --eval-ablate-every 0 --guard log --final-n-prompts 8 --final-samples 1 --out-tag=_probe {{flags}}
     {{py}} vgrout.probe_mixed
 
-# H: erasing lowers deployed hacking by 30 points at matched solve: extraction, then three seeds each (pueue, hours)
-queue-full:
-    @command -v pueue > /dev/null || { echo "queue-full: needs pueue (https://github.com/Nukesor/pueue) with its daemon running: pueued -d"; exit 1; }
-    @pueue status > /dev/null || { echo "queue-full: pueue's daemon does not answer: start it with pueued -d"; exit 1; }
-    first=$(pueue add --print-task-id --label "full extraction" -- {{py}} vgrout.direction --model Qwen/Qwen3-4B) && \
-    for seed in 41 42 43; do for arm in none erase; do \
-    pueue add --after "$first" --label "full $arm $seed" -- {{py}} vgrout.train full --intervention=$arm --seed $seed; done; done
+# H: routing lowers deployed hacking by 30 points at matched solve: every arm and the ceiling, three seeds, in a pueue queue (hours a run)
+queue-full *flags:
+    {{py}} vgrout.sweep docs/studies/full.toml --via pueue {{flags}}
 
 # rebuild the embedded organism from its seed (minutes)
 organism-build *flags:
@@ -173,10 +169,11 @@ dpo out scorer="flawed" *flags:
 organism-small *flags:
     {{py}} vgrout.organism build --out out/organism-small --hidden 96 --layers 3 --merged 512 --steps 400 {{flags}}
 
-# ten runs with every detector on, hacking and clean, then how well each did and which bands it would choose (half an hour)
+# H: the kill switch catches a deployed model that hacks, in every arm, and leaves alone one that does not
+# five arms with and without a loophole, and vanilla without demonstrations, five seeds, detectors on; then how well each did (55 runs)
 scorecard *flags:
-    for seed in 41 42 43 44 45; do for control in none no_loophole; do {{py}} vgrout.train mini --intervention=none --control=$control --seed=$seed --guard=log --reward-hack-detector=separation,info_rm,mop,rm_ensemble,ragen,advantage --echo-trap-enabled --out-tag=_watched {{flags}} || exit 1; done; done
-    {{py}} vgrout.guardcheck out/runs/*_watched
+    {{py}} vgrout.sweep docs/studies/guard.toml {{flags}}
+    {{py}} vgrout.guardcheck out/sweeps/guard
 
 # runs killed with SIGKILL at random moments and inside saves: how many survive? (minutes)
 kills *flags:

@@ -108,7 +108,7 @@ shipped = cache(load_study_file)
 
 
 SHIPPED = (
-    *("arms", "baselines", "checks", "controls", "known-correct", "losses"),
+    *("arms", "baselines", "checks", "controls", "full", "guard", "known-correct", "losses"),
     *("readers", "readers-long", "readers-parts", "warm"),
 )
 
@@ -135,3 +135,11 @@ def test_three_studies_have_every_control_of_every_arm_once() -> None:
     assert there == wanted
     assert {c.seed for c in cells} == {41, 42, 43, 44, 45}
     assert len({c.identity for c in cells}) == len(cells)
+
+
+def test_a_study_never_halts_its_runs() -> None:
+    """Runs that are compared are of one length: the presets' own default would halt those that hack."""
+    study = load_study_file(STUDIES / "full.toml")
+    assert {c.cfg.arm.intervention for c in study.cells} == {"none", "erase", "route", "route2", "pmi"}
+    assert all(c.cfg.guard_mode == "log" and "--guard=log" in c.flags for c in study.cells)
+    assert resolve(["full", "--intervention=none"]).guard_mode == "halt"

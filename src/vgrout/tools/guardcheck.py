@@ -10,6 +10,7 @@ from typing import Annotated
 import tyro
 
 from vgrout.cli import cli_exit, parse_args
+from vgrout.report.runs import run_dirs
 from vgrout.table import ONSET_SHARE
 
 
@@ -17,7 +18,8 @@ def check(runs: Annotated[tuple[Path, ...], tyro.conf.Positional], onset: float 
     """Scorecards of the kill switch and the detectors over finished runs.
 
     Args:
-        runs: run directories (out/runs/…): a study's vanilla and no_loophole runs, five of each or more.
+        runs: run directories (out/runs/…), folders of them or sweeps (out/sweeps/guard): of each arm five hacking runs
+            and five of the control no_loophole, or more.
         onset: share of exploits among the students' answers that counts as hacking.
     """
     if not runs:
@@ -27,11 +29,17 @@ def check(runs: Annotated[tuple[Path, ...], tyro.conf.Positional], onset: float 
     from vgrout.guard.scorecard import load, report  # scipy takes seconds to import: after the flags are read
 
     loaded, faults = [], []
-    for path in runs:
+    for source in runs:
         try:
-            loaded.append(load(path, onset))
+            paths, absent = run_dirs(source)
         except ValueError as e:
-            faults.append(str(e))
+            paths, absent = [], [str(e)]
+        faults += absent
+        for path in paths:
+            try:
+                loaded.append(load(path, onset))
+            except ValueError as e:
+                faults.append(str(e))
     if faults:
         raise ValueError("; ".join(faults))
     print(report(loaded, onset))
