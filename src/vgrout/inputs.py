@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from vgrout.config.checks import flag
 from vgrout.config.run import Config
+from vgrout.direction.meta import check_file as check_direction
 from vgrout.direction.pairs import (
     KnownCorrect,
     PairSet,
@@ -16,7 +18,8 @@ from vgrout.direction.pairs import (
     load_pairs,
 )
 from vgrout.files import json_lines
-from vgrout.model.hub import require_model
+from vgrout.model.hub import ModelFacts, model_facts, require_model
+from vgrout.model.memory import find_shapes
 from vgrout.problems import Row, load_rows, require_apart
 from vgrout.teacher.pools import Pool, load_pool
 from vgrout.types import MODES, Mode
@@ -87,16 +90,30 @@ def read_inputs(cfg: Config) -> Inputs:
         placebo = load_pairs(path) if path is not None else handwritten_placebo(cfg.arm.placebo)
         if pairs is not None and placebo.sha256 == pairs.sha256:
             raise ValueError(f"--placebo-pairs-path {path}: these are the true pairs; give another contrast")
-    if cfg.arm.v_hack_path is not None and not cfg.arm.v_hack_path.is_file():
-        raise ValueError(f"--v-hack-path {cfg.arm.v_hack_path}: no such file")
     if cfg.env.preserve_thinking and rows and not any(m["role"] == "assistant" for r in rows for m in r.prompt):
         raise ValueError(f"--preserve-thinking: no problem in {cfg.problems_path} has an earlier answer; leave it out")
-    read(lambda: require_model(cfg.model_path), Path(cfg.model_path))
+    folder = read(lambda: require_model(cfg.model_path), Path(cfg.model_path))
+    if folder is not None:
+        check_depth(cfg, model_facts(folder))
+    if cfg.arm.v_hack_path is not None:
+        check_direction(cfg.arm.v_hack_path, "--v-hack-path", find_shapes(cfg.model_path), pairs)
     if cfg.loss.teacher_model:
         read(lambda: require_model(cfg.teacher_model_path, "--teacher-model"), Path(cfg.teacher_model_path))
     known_correct = load_known_correct(cfg.known_correct_path) if cfg.known_correct_path is not None else ()
     healthy_kl = tuple(kl_of_runs(cfg.guard.healthy_runs))
     return Inputs(rows, test_rows, pool, pairs, placebo, known_correct, healthy_kl, tuple(absent))
+
+
+def check_depth(cfg: Config, model: ModelFacts) -> None:
+    """Raises ValueError, one line, for a setting that this model is too small for."""
+    if model.window is not None and model.window <= cfg.scale.max_new:
+        raise ValueError(
+            f"--max-new {cfg.scale.max_new}: the model's window holds {model.window} tokens, prompt included"
+        )
+    for name in ("reader_layer", "quarantine_block"):
+        n = getattr(cfg.arm, name)
+        if n is not None and model.blocks is not None and n > model.blocks:
+            raise ValueError(f"{flag(name)} {n}: the model has {model.blocks} blocks")
 
 
 def kl_of_runs(runs: Sequence[Path]) -> list[float]:

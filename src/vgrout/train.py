@@ -16,7 +16,7 @@ from loguru import logger
 
 from vgrout import console
 from vgrout.cli import cli_exit
-from vgrout.config.presets import parse
+from vgrout.config.presets import resolve
 from vgrout.config.run import Config
 from vgrout.files import to_json
 from vgrout.grading.grade import Grader
@@ -149,8 +149,7 @@ def launch(asked: Config) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    asked = parse(argv)  # a wrong flag leaves here, with exit code 2
-    return cli_exit(lambda: launch(asked), NOTHING)
+    return cli_exit(lambda: launch(resolve(argv)), NOTHING)
 
 
 if __name__ == "__main__":
