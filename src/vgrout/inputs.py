@@ -20,7 +20,7 @@ from vgrout.direction.pairs import (
 from vgrout.files import json_lines
 from vgrout.model.hub import ModelFacts, model_facts, require_model
 from vgrout.model.memory import find_shapes
-from vgrout.problems import Row, load_rows, require_apart
+from vgrout.problems import Row, assigned, load_rows, require_apart
 from vgrout.teacher.pools import Pool, load_pool
 from vgrout.types import MODES, Mode
 
@@ -75,6 +75,8 @@ def read_inputs(cfg: Config) -> Inputs:
     test_rows = (read(lambda: load_rows(test_file), test_file) or []) if test_file is not None else []
     require_apart(rows, test_rows)
     pool = read(lambda: load_pool(demos), demos) if demos is not None else None
+    if rows:
+        check_held_out(cfg, rows, test_rows, pool)
     if pool is not None and rows and cfg.mixes and not pool.ids & {r.id for r in rows}:
         raise ValueError(f"--teacher-pool-dir {pool.folder}: covers no problem of {cfg.problems_path}")
     if cfg.loss.teacher_correction == "tis" and not (pool and cfg.mixes and pool.has_logp):
@@ -102,6 +104,19 @@ def read_inputs(cfg: Config) -> Inputs:
     known_correct = load_known_correct(cfg.known_correct_path) if cfg.known_correct_path is not None else ()
     healthy_kl = tuple(kl_of_runs(cfg.guard.healthy_runs))
     return Inputs(rows, test_rows, pool, pairs, placebo, known_correct, healthy_kl, tuple(absent))
+
+
+def check_held_out(cfg: Config, rows: Sequence[Row], test_rows: Sequence[Row], pool: Pool | None) -> None:
+    """Raises ValueError, one line, where nothing is left to evaluate on."""
+    parts = assigned(rows, cfg.env.env_mode, pool.partition if pool else None, test_rows=test_rows)
+    file = f"{cfg.test_problems_path if test_rows else cfg.problems_path} (--env-mode {cfg.env.env_mode})"
+    how = 'mark some with "split": "test" and "val", give more than ten, or name a file with --test-problems'
+    if not parts["test"]:
+        raise ValueError(f"{file}: no problem is held out for the final evaluation; {how}")
+    if not parts["val"] and cfg.eval.eval_ablate_every:
+        raise ValueError(
+            f"{file}: no problem is held out (val) for the evaluations on the way; {how}, or --eval-ablate-every 0"
+        )
 
 
 def check_depth(cfg: Config, model: ModelFacts) -> None:

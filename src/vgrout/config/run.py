@@ -65,7 +65,7 @@ class ScaleConfig:
 class OptConfig:
     """AdamW on δS, the kept part of the adapter, and δS_hack, the quarantine."""
 
-    lr: float = setting(7e-5, above=0, below=math.inf, should="be a positive number")
+    lr: float = setting(7e-5, above=0, high=1e38, should="be a positive number of at most 1e38")
     """Peak learning rate: linear warm-up, then cosine to 0."""
     adam_beta1: float = setting(0.9, low=0, high=0.9999)
     """First-moment decay."""
