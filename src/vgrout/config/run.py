@@ -7,7 +7,6 @@ may run it twice. Derived numbers are properties.
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Set
 from dataclasses import asdict, dataclass, field, fields, replace
