@@ -44,7 +44,7 @@ _ORGANISM = Config(
 
 PRESETS: dict[str, tuple[str, Config]] = {
     "smoke": (
-        "every code path on any machine in under two minutes, no download",
+        "a run from end to end, small: 30 steps on any machine in under two minutes, no download",
         replace(
             _ORGANISM,
             preset="smoke",

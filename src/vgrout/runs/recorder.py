@@ -25,7 +25,7 @@ from vgrout.runs.preflight import hypotheses_sha256
 from vgrout.runs.run_context import RunContext, require_same
 from vgrout.runs.run_dir import environment
 from vgrout.runs.sample_log import SampleLogger
-from vgrout.table import REFERENCE_STEP, StepRow, Table, whole_run
+from vgrout.table import REFERENCE_STEP, SECONDS, StepRow, Table, whole_run
 from vgrout.tensor_types import GroupFlags, Routed
 from vgrout.types import DETECTOR_FIELDS, Batch, Grade, Group, Mode, NothingRouted, Rollout
 
@@ -239,11 +239,13 @@ ROWS_LIMIT = 2**24  # characters of rows in an adapter's head, which may hold 10
 
 
 def rows_as_json(rows: Sequence[StepRow]) -> str:
-    """The rows of steps.jsonl as one JSON list; of a run too long for a file's head, the last ones."""
+    """The rows of steps.jsonl as one JSON list, without their seconds: the file is the same, byte for byte, with and
+    without a death on the way. Of a run too long for a file's head, the last ones."""
     lines: list[str] = []
     size = 0
     for row in reversed(rows):
-        lines.append(json.dumps(row.as_json(), ensure_ascii=False, allow_nan=False))
+        timeless = {name: value for name, value in row.as_json().items() if name not in SECONDS}
+        lines.append(json.dumps(timeless, ensure_ascii=False, allow_nan=False))
         size += len(lines[-1]) + 2
         if size > ROWS_LIMIT:
             break
