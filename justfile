@@ -20,7 +20,7 @@ check-slow:
 fast-dev-run *flags:
     {{py}} vgrout.train smoke --intervention=route2 --steps 12 --checkpoint-every 5 {{flags}}
 
-# every code path on this machine, one arm (under a minute each)
+# a run from end to end on this machine, one arm: demonstrations, refreshes, evaluations, checkpoint, guard (under a minute each)
 smoke *flags:
     {{py}} vgrout.train smoke {{flags}}
 
@@ -35,6 +35,11 @@ smoke-route *flags:
 
 smoke-route2 *flags:
     {{py}} vgrout.train smoke --intervention=route2 {{flags}}
+
+# what a default run leaves off, with a kill and a resume: KL, ablated slices, detectors, demonstrations that end (two minutes).
+# Not here: bf16, flash-attention and a LeetCode file need the real model (`just download-model`, then fast)
+smoke-rest arm="route2":
+    {{py}} benchmarks kills --kills 1 --arm {{arm}}
 
 # all arms, twice: caches cold, then warm
 smoke-all:

@@ -23,17 +23,19 @@ from typing import Literal
 from tabulate import tabulate
 from tqdm import tqdm
 
-from vgrout.config.arm import BY_GRADIENT
+from vgrout.config.arm import BY_GRADIENT, ROUTING
 from vgrout.files import read_json
 
 ARMS = ("none", "erase", "route", "route2", "pmi")  # pmi for all arms that read
 TIMES = {"gen", "grade", "fb", "eval", "sec"}
-# Everything on that a run can remember: demonstrations, a refreshed direction, the guard, every detector.
+# Everything on that a run can remember, or that a default run does not touch: demonstrations that end, a refreshed
+# direction, the guard, every detector, the KL penalty, the split by detectors; of arms that route, an ablated slice.
 EVERYTHING = (
     *("--threads", "1", "--steps", "6", "--group", "4", "--prompts-per-step", "2", "--seed", "7"),
     *("--checkpoint-every", "1", "--checkpoint-keep", "2", "--final-n-prompts", "6", "--final-samples", "1"),
     *("--eval-ablate-every", "2", "--eval-n-prompts", "2", "--guard-warmup", "2", "--guard-baseline", "1"),
-    *("--reward-hack-detector", "info_rm,advantage", "--echo-trap-enabled"),
+    *("--reward-hack-detector", "info_rm,advantage", "--echo-trap-enabled", "--beta", "1e-3"),
+    *("--report-detectors", "E,C", "--teacher-off-step", "5"),
 )
 Phase = Literal["loading", "steps", "saving", "final evaluation"]
 PHASES: tuple[Phase, ...] = ("loading", "steps", "saving", "final evaluation")
@@ -148,6 +150,7 @@ def torture(arm: str, kills: int, root: Path, seed: int = 0) -> Tally:
         arm,
         *EVERYTHING,
         *(["--vhack-refresh-every", "2"] if arm in BY_GRADIENT else []),
+        *(["--rollout-ablate-frac", "0.5"] if arm in ROUTING else []),
     ]
     rng = random.Random(f"{arm} {seed}")
     reference = root / arm

@@ -1,8 +1,8 @@
 """Command lines by tyro, their complaints in one line: what was wrong, which flag, what is legal."""
 
 import contextlib
+import errno
 import io
-import os
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -10,6 +10,8 @@ from functools import partial, wraps
 from typing import Any, TypeVar
 
 import tyro
+
+from vgrout.files import drop_stdout
 
 T = TypeVar("T")
 
@@ -43,9 +45,17 @@ def _later(call: Callable[..., T]) -> Callable[..., Callable[[], T]]:
 
 def cli_exit(run: Callable[[], int], interrupted: str = "interrupted") -> int:
     """An entry's exit code: a ValueError is a refusal, one line on stderr and 2; Ctrl-C says `interrupted`, 130; a
-    closed pipe (`| head`) exits silently, 141, as other programs do."""
+    closed pipe (`| head`) exits silently, 141, as other programs do; a standard output that takes nothing more (a full
+    disk) one line, 1. What standard output cannot encode is escaped."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
-        return run()
+        try:
+            return run()
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except ValueError as e:
         print(f"E {e}", file=sys.stderr)
         return 2
@@ -53,8 +63,14 @@ def cli_exit(run: Callable[[], int], interrupted: str = "interrupted") -> int:
         print(f"E {interrupted}", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's last flush complains
+        drop_stdout()
         return 141
+    except OSError as e:
+        if e.filename is not None or e.errno not in (errno.ENOSPC, errno.EIO, errno.EBADF):
+            raise
+        drop_stdout()
+        print(f"E standard output cannot be written ({e.strerror})", file=sys.stderr)
+        return 1
 
 
 def parsed(cli: Callable[[], T]) -> T:

@@ -13,6 +13,8 @@ from typing import Any, TextIO
 from loguru import logger
 from tqdm import tqdm
 
+from vgrout.files import drop_stdout
+
 _LETTER = {"TRACE": "T", "DEBUG": "D", "INFO": "I", "SUCCESS": "I", "WARNING": "W", "ERROR": "E", "CRITICAL": "E"}
 HEARTBEAT_S = 60.0
 
@@ -21,7 +23,7 @@ def setup(log: Path | None, level: str = "INFO") -> None:
     """Send log lines to stdout, from `level` up and through tqdm.write, and to the file `log`, with times and DEBUG."""
     logger.remove()
     logger.add(
-        lambda line: tqdm.write(line, file=sys.stdout, end=""),
+        Lines(log),
         level=level,
         format=lambda record: _LETTER.get(record["level"].name, "I") + " {message}\n",
         colorize=False,
@@ -30,6 +32,27 @@ def setup(log: Path | None, level: str = "INFO") -> None:
         logger.add(
             LogFile(log), level="DEBUG", format="{time:YYYY-MM-DD HH:mm:ss.SSS} {level:<7} {message}", colorize=False
         )
+
+
+class Lines:
+    """Standard output, a line at a time, until it takes no more (a closed pipe, a full disk): then one line on stderr
+    says so, once, and the run goes on."""
+
+    def __init__(self, log: Path | None) -> None:
+        self._log, self._open = log, True
+
+    def write(self, message: str) -> None:
+        """Print above a progress bar."""
+        if not self._open:
+            return
+        try:
+            tqdm.write(message, file=sys.stdout, end="")
+            sys.stdout.flush()
+        except OSError as e:
+            self._open = False
+            drop_stdout()
+            where = f"; this goes on, its log is {self._log}" if self._log else ""
+            print(f"W standard output cannot be written any more ({e.strerror}){where}", file=sys.stderr)
 
 
 class LogFile:

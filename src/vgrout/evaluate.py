@@ -25,11 +25,11 @@ from vgrout.grading.grade import Grader
 from vgrout.model.policy import LanguageModel, Policy
 from vgrout.model.sampling import Sampling
 from vgrout.model.saved import Saved, find_adapter, load_saved
-from vgrout.problems import Row, assigned, balanced, load_rows, plain, with_modes
+from vgrout.problems import Row, assigned, balanced, dealt_modes, load_rows, plain, with_modes
 from vgrout.rng import torch_stream
 from vgrout.rollout import sample_and_submit
 from vgrout.teacher.pools import load_pool
-from vgrout.types import MODES, Eval, Grade, GradedCompletion, Interrupted, Problem, Rate, Ungraded, spaced
+from vgrout.types import Eval, Grade, GradedCompletion, Interrupted, Problem, Rate, Ungraded, spaced
 
 KL_ANSWERS, KL_BATCH = 32, 8  # answers of an evaluation whose KL is measured, and how many in one forward
 
@@ -213,7 +213,7 @@ def held_out(
     pool = saved.cfg.pool_path
     partition = load_pool(pool).partition if pool is not None and pool.is_dir() else {}
     if split == "all":
-        modes = list(MODES) if env.env_mode == "own" else [m for m in MODES if m == env.env_mode]
+        modes = dealt_modes(rows, env.env_mode, partition)
         problems = with_modes(rows, modes, partition, evaluation=True)
     else:
         problems = assigned(rows, env.env_mode, partition, test_rows=test_rows)[split]

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -102,6 +103,13 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ValueError(f"{path}: damaged (not a JSON object)")
     return data
+
+
+def drop_stdout() -> None:
+    """Nothing more can be written there: what is still buffered goes nowhere, or the interpreter's last flush would
+    complain."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def json_lines(path: Path) -> Iterator[Any]:

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from vgrout.config.checks import flag
 from vgrout.config.run import Config
+from vgrout.direction.meta import check_file as check_direction
 from vgrout.direction.pairs import (
     KnownCorrect,
     PairSet,
@@ -16,8 +18,9 @@ from vgrout.direction.pairs import (
     load_pairs,
 )
 from vgrout.files import json_lines
-from vgrout.model.hub import require_model
-from vgrout.problems import Row, load_rows, require_apart
+from vgrout.model.hub import ModelFacts, model_facts, require_model
+from vgrout.model.memory import find_shapes
+from vgrout.problems import Row, assigned, load_rows, require_apart
 from vgrout.teacher.pools import Pool, load_pool
 from vgrout.types import MODES, Mode
 
@@ -72,6 +75,8 @@ def read_inputs(cfg: Config) -> Inputs:
     test_rows = (read(lambda: load_rows(test_file), test_file) or []) if test_file is not None else []
     require_apart(rows, test_rows)
     pool = read(lambda: load_pool(demos), demos) if demos is not None else None
+    if rows:
+        check_held_out(cfg, rows, test_rows, pool)
     if pool is not None and rows and cfg.mixes and not pool.ids & {r.id for r in rows}:
         raise ValueError(f"--teacher-pool-dir {pool.folder}: covers no problem of {cfg.problems_path}")
     if cfg.loss.teacher_correction == "tis" and not (pool and cfg.mixes and pool.has_logp):
@@ -87,16 +92,43 @@ def read_inputs(cfg: Config) -> Inputs:
         placebo = load_pairs(path) if path is not None else handwritten_placebo(cfg.arm.placebo)
         if pairs is not None and placebo.sha256 == pairs.sha256:
             raise ValueError(f"--placebo-pairs-path {path}: these are the true pairs; give another contrast")
-    if cfg.arm.v_hack_path is not None and not cfg.arm.v_hack_path.is_file():
-        raise ValueError(f"--v-hack-path {cfg.arm.v_hack_path}: no such file")
     if cfg.env.preserve_thinking and rows and not any(m["role"] == "assistant" for r in rows for m in r.prompt):
         raise ValueError(f"--preserve-thinking: no problem in {cfg.problems_path} has an earlier answer; leave it out")
-    read(lambda: require_model(cfg.model_path), Path(cfg.model_path))
+    folder = read(lambda: require_model(cfg.model_path), Path(cfg.model_path))
+    if folder is not None:
+        check_depth(cfg, model_facts(folder))
+    if cfg.arm.v_hack_path is not None:
+        check_direction(cfg.arm.v_hack_path, "--v-hack-path", find_shapes(cfg.model_path), pairs)
     if cfg.loss.teacher_model:
         read(lambda: require_model(cfg.teacher_model_path, "--teacher-model"), Path(cfg.teacher_model_path))
     known_correct = load_known_correct(cfg.known_correct_path) if cfg.known_correct_path is not None else ()
     healthy_kl = tuple(kl_of_runs(cfg.guard.healthy_runs))
     return Inputs(rows, test_rows, pool, pairs, placebo, known_correct, healthy_kl, tuple(absent))
+
+
+def check_held_out(cfg: Config, rows: Sequence[Row], test_rows: Sequence[Row], pool: Pool | None) -> None:
+    """Raises ValueError, one line, where nothing is left to evaluate on."""
+    parts = assigned(rows, cfg.env.env_mode, pool.partition if pool else None, test_rows=test_rows)
+    file = f"{cfg.test_problems_path if test_rows else cfg.problems_path} (--env-mode {cfg.env.env_mode})"
+    how = 'mark some with "split": "test" and "val", give more than ten, or name a file with --test-problems'
+    if not parts["test"]:
+        raise ValueError(f"{file}: no problem is held out for the final evaluation; {how}")
+    if not parts["val"] and cfg.eval.eval_ablate_every:
+        raise ValueError(
+            f"{file}: no problem is held out (val) for the evaluations on the way; {how}, or --eval-ablate-every 0"
+        )
+
+
+def check_depth(cfg: Config, model: ModelFacts) -> None:
+    """Raises ValueError, one line, for a setting that this model is too small for."""
+    if model.window is not None and model.window <= cfg.scale.max_new:
+        raise ValueError(
+            f"--max-new {cfg.scale.max_new}: the model's window holds {model.window} tokens, prompt included"
+        )
+    for name in ("reader_layer", "quarantine_block"):
+        n = getattr(cfg.arm, name)
+        if n is not None and model.blocks is not None and n > model.blocks:
+            raise ValueError(f"{flag(name)} {n}: the model has {model.blocks} blocks")
 
 
 def kl_of_runs(runs: Sequence[Path]) -> list[float]:

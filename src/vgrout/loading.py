@@ -89,6 +89,12 @@ def load_problems(cfg: Config, inputs: Inputs, policy: Policy) -> ProblemSplits:
         prompt_len=lambda p: len(policy.render(p.messages)),
         max_prompt=room,
     )
+    for name, needed in (("val", cfg.eval.eval_ablate_every > 0), ("test", True)):
+        if needed and not getattr(splits, name):
+            raise ValueError(
+                f"--max-new {cfg.scale.max_new}: no prompt of the {name} split fits the model's window "
+                f"({policy.window} tokens, prompt included)"
+            )
     if splits.too_long:
         logger.warning(
             f"{splits.too_long} problems dropped: prompt longer than the window ({policy.window}) minus max_new"

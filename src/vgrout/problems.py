@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 import tyro
 from tqdm import tqdm
@@ -193,6 +193,18 @@ def with_modes(
     return out
 
 
+def partition_decides(rows: Sequence[Row], partition: Mapping[int, Mode]) -> bool:
+    """Whether a pool's partition gives problems a mode that their file does not name."""
+    return any(row.mode is None and row.id in partition for row in rows)
+
+
+def dealt_modes(rows: Sequence[Row], env_mode: str, partition: Mapping[int, Mode]) -> list[Mode]:
+    """The modes that rows without one of their own are dealt to: evaluation asks for what training does."""
+    if partition_decides(rows, partition):
+        return [m for m in MODES if m in partition.values()]
+    return [m for m in MODES if env_mode in ("own", m)]
+
+
 def assigned(
     rows: Sequence[Row],
     env_mode: str,
@@ -203,14 +215,15 @@ def assigned(
     """Every split's problems, each under its mode. test_rows: of a file of their own for evaluation.
 
     env_mode: "own" (each row's or the partition's mode, else round-robin over all six) or one mode: rows with a mode of
-    their own are then filtered to it, rows without one get it.
+    their own are then filtered to it, rows without one get it. Where a partition says what the file does not, it
+    decides: env_mode is not read, and rows outside the partition are dealt to its modes alone.
     """
-    modes = list(MODES) if env_mode == "own" else [m for m in get_args(Mode) if m == env_mode]
+    modes = dealt_modes((*rows, *test_rows), env_mode, partition or {})
     parts = {
         name: with_modes(part, modes, partition or {}, evaluation=name != "train", markers=markers)
         for name, part in _splits(rows, test_rows).items()
     }
-    if env_mode == "own":
+    if env_mode == "own" or partition_decides(rows, partition or {}):
         return parts
     return {name: [p for p in problems if p.mode == env_mode] for name, problems in parts.items()}
 

@@ -12,6 +12,7 @@ from vgrout.files import json_lines
 from vgrout.types import MODE_CODE, MODES, REFERENCE_STEP, Rate
 
 LEARNED = 0.2  # a mode counts as learned when at least this share of held-out answers exploits it
+SECONDS = ("gen", "grade", "fb", "eval", "sec")  # columns that differ between two runs of the same computation
 ONSET_WINDOW, ONSET_SHARE = 5, 0.1  # hacking has begun when of so many steps' student answers this share exploits
 
 R = TypeVar("R", bound="Columns")

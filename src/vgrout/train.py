@@ -16,7 +16,7 @@ from loguru import logger
 
 from vgrout import console
 from vgrout.cli import cli_exit
-from vgrout.config.presets import parse
+from vgrout.config.presets import resolve
 from vgrout.config.run import Config
 from vgrout.files import to_json
 from vgrout.grading.grade import Grader
@@ -47,6 +47,7 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     from vgrout.problems import balanced
     from vgrout.rollout import rollout
     from vgrout.runs import results
+    from vgrout.runs.opening import opening_lines
     from vgrout.runs.recorder import Recorder, peak_memory
 
     policy = loading.load_policy(cfg)  # frozen base + δS (deployed) + δS_hack (quarantine)
@@ -57,7 +58,8 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     optim = Optimizer(policy.adapter, cfg.opt, cfg.scale.steps)
     guard = Guard(cfg, policy, problems.train, inputs.healthy_kl)  # kill switch and detectors
     recorder = Recorder(cfg, run, policy, arm, optim, guard, problems.modes)
-    rows = recorder.begin(teacher.record(), teacher_model)  # after a resume, those of the steps before this process
+    opening = opening_lines(cfg, inputs, problems, policy, arm, run.grader.protections.version)
+    rows = recorder.begin(opening, teacher.record(), teacher_model)
     val = balanced(problems.val, cfg.eval.eval_n_prompts, 0, "val")
     first, P, clock = len(rows), cfg.scale.prompts_per_step, run.clock
 
@@ -149,8 +151,7 @@ def launch(asked: Config) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    asked = parse(argv)  # a wrong flag leaves here, with exit code 2
-    return cli_exit(lambda: launch(asked), NOTHING)
+    return cli_exit(lambda: launch(resolve(argv)), NOTHING)
 
 
 if __name__ == "__main__":

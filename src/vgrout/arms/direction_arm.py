@@ -18,7 +18,7 @@ from vgrout.grading.grade import Grader
 from vgrout.inputs import Inputs
 from vgrout.model.policy import Policy
 from vgrout.tensor_types import ArmDiag, Directions, GradRows, ModuleGrads, Routed
-from vgrout.types import Problem
+from vgrout.types import Diverged, Problem
 
 TOLERANCE = 1e-4  # of the invariants, relative to the norms that went in: fp32 sums of some hundred rows
 
@@ -112,7 +112,12 @@ class DirectionArm(Arm):
         shared = None
         if self._again and age == 0:
             before = self.V
-            self._take(self._again())
+            try:
+                self._take(self._again())
+            except ValueError as e:  # the pairs are the same as before: it is the model
+                raise Diverged(
+                    f"step {step}: the policy has collapsed: no direction can be extracted on it ({e})"
+                ) from e
             shared = overlap(self.V, before)
         return Refresh(age, shared, len(self.V), sum(len(rows) for rows in self.V.values()))
 

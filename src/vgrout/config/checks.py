@@ -54,9 +54,10 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def listed(text: str) -> list[str]:
-    """The words of a comma list."""
-    return [word.strip() for word in text.split(",") if word.strip()]
+def listed(text: str, words: Iterable[str] = ()) -> list[str]:
+    """The words of a list, with commas or blanks between them; those of `words` as they are spelled there."""
+    spelled = {word.casefold(): word for word in words}
+    return [spelled.get(word.casefold(), word) for word in text.replace(",", " ").split()]
 
 
 def legal_values(annotation: Any) -> tuple[Any, ...]:
@@ -86,7 +87,7 @@ def check(group: Any) -> None:
         if rule.bounded:
             _check_bounds(group, f.name, value, rule)
         if rule.words:
-            for word in listed(value):
+            for word in listed(value, rule.words):
                 known = f"unknown {rule.word} {word!r}; legal: {', '.join(rule.words)}"
                 refuse(word not in rule.words, f"{flag(f.name)}: {known}")
     for needed in dict.fromkeys(rule.needs for _, rule in changed(group) if rule.needs):

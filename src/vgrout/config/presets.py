@@ -1,13 +1,14 @@
 """Presets, which are values, and the command line of `python -m vgrout.train` on top of them. Torch-free."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 
 import tyro
 
 from vgrout import organism
 from vgrout.cli import parsed
-from vgrout.config.checks import changed, flag, flags, refuse
+from vgrout.config.checks import changed, flag, flags, refuse, rule_of
 from vgrout.config.loss import LossConfig
 from vgrout.config.renamed import refuse_flags
 from vgrout.config.run import (
@@ -43,7 +44,7 @@ _ORGANISM = Config(
 
 PRESETS: dict[str, tuple[str, Config]] = {
     "smoke": (
-        "every code path on any machine in under two minutes, no download",
+        "a run from end to end, small: 30 steps on any machine in under two minutes, no download",
         replace(
             _ORGANISM,
             preset="smoke",
@@ -88,7 +89,8 @@ def parse(argv: list[str] | None = None) -> Config:
 
 def resolve(argv: list[str] | None) -> Config:
     """What a command line means; `--help` leaves. Raises ValueError, one line, at the first bad flag."""
-    refuse_flags(sys.argv[1:] if argv is None else argv)
+    argv = joined(sys.argv[1:] if argv is None else argv)
+    refuse_flags(argv)
     cfg = parsed(
         lambda: tyro.extras.overridable_config_cli(
             PRESETS,
@@ -102,6 +104,21 @@ def resolve(argv: list[str] | None) -> Config:
         idle = [name for name, _ in changed(cfg.guard) if name != "guard"]
         refuse(bool(idle), f"{flags(idle)}: not read with --guard off; leave it out")
     return cfg
+
+
+def joined(argv: Sequence[str]) -> list[str]:
+    """A command line with the words behind a list's flag in one: `--teacher-modes a b` is `--teacher-modes a,b`."""
+    lists = {flag(f.name) for group in GROUPS for f in fields(getattr(Config(), group)) if rule_of(f).words}
+    out: list[str] = []
+    of_list = False  # whether the word before belongs to a list's value
+    for word in argv:
+        starts = word.startswith("-")
+        if of_list and not starts and out[-1] not in lists:
+            out[-1] += f",{word}"
+        else:
+            out.append(word)
+        of_list = word.partition("=")[0] in lists if starts else of_list
+    return out
 
 
 def flag_names() -> list[str]:

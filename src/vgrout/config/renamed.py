@@ -46,11 +46,19 @@ RETIRED: dict[str, str] = {
     "mop": "missed 5 of 5 hacking runs",
     "ragen": "missed 5 of 5 hacking runs",
 }
+# Settings of the earlier implementation that nothing here needs, with why.
+NEEDLESS: dict[str, str] = {
+    "cos_pre_split_every": "cos_pre_s and cos_pre_t are measured in every step",
+    "route2_quar_lr_scale": "both vectors learn at --lr",
+}
 _NEW = {(r.of, r.old): r.new for r in RENAMED}
 
 
 def refuse_setting(name: str, values: Iterable[Any] = ()) -> None:
-    """Raises ValueError, one line with today's name, where a setting or one of the values given to it was renamed."""
+    """Raises ValueError, one line with today's name, where a setting or one of the values given to it was renamed, or
+    where it is not needed any more."""
+    if name in NEEDLESS:
+        raise ValueError(f"{flag(name)}: not needed, {NEEDLESS[name]}; leave it out")
     for r in RENAMED:
         if (r.of == "setting" and r.old == name) or (r.of == name and r.old in values):
             raise ValueError(r.line())

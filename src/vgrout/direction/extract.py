@@ -17,68 +17,16 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from vgrout.direction.meta import Meta
 from vgrout.direction.pairs import Pair, PairSet
 from vgrout.model.packing import padded_batches
 from vgrout.model.policy import Policy
 from vgrout.model.svd_adapter import SvdAdapter, fingerprint_to_string, weights_sha256
 from vgrout.tensor_types import Directions
 
-SCHEMA = "v2_with_sv"
 N_HELDOUT = 2
 TOKENS_PER_BATCH = 4096  # padded tokens of one backward: bounds activations and, with a 150k vocabulary, logits
 _DTYPE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
-
-
-@dataclass(frozen=True, slots=True)
-class Meta:
-    """Provenance of a direction: model, pairs, settings."""
-
-    model: str
-    dtype: str
-    top_k: int
-    tau_axis: float
-    pairs_sha256: str
-    pairs_source: str
-    weights_sha256: str
-    n_pairs: int
-    n_heldout: int
-    basis: str = ""  # basis fingerprint of D's mean in the singular vectors that D is written in; "": an older file
-
-    def to_strings(self) -> dict[str, str]:
-        """For the metadata of a safetensors file."""
-        return {"schema": SCHEMA} | {name: str(getattr(self, name)) for name in self.__slots__}
-
-    @classmethod
-    def from_strings(cls, raw: dict[str, str], where: str) -> "Meta":
-        """The inverse. Raises ValueError naming the entry that is missing or unreadable."""
-        if raw.get("schema") != SCHEMA:
-            raise ValueError(f"{where}: schema {raw.get('schema')!r}, needs {SCHEMA!r}; extract it again")
-        try:
-            return cls(
-                model=raw["model"],
-                dtype=raw["dtype"],
-                top_k=int(raw["top_k"]),
-                tau_axis=float(raw["tau_axis"]),
-                pairs_sha256=raw["pairs_sha256"],
-                pairs_source=raw["pairs_source"],
-                weights_sha256=raw["weights_sha256"],
-                n_pairs=int(raw["n_pairs"]),
-                n_heldout=int(raw["n_heldout"]),
-                basis=raw.get("basis", ""),
-            )
-        except KeyError as missing:
-            raise ValueError(f"{where}: no {missing} in its metadata; extract it again") from None
-        except ValueError as e:
-            raise ValueError(f"{where}: metadata cannot be read ({e}); extract it again") from None
-
-    def require_pairs(self, pairs: PairSet, where: str) -> None:
-        """Raises ValueError if the direction comes from other pairs."""
-        if self.pairs_sha256 != pairs.sha256:
-            raise ValueError(
-                f"{where}: direction of other pairs ({self.pairs_source}, sha256 {self.pairs_sha256[:12]}); "
-                f"this run has {pairs.source}, {pairs.sha256[:12]}: "
-                "give --vhack-pairs-path the pairs it was made of, or extract it again"
-            )
 
 
 @dataclass(frozen=True, slots=True)

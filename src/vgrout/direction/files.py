@@ -6,7 +6,8 @@ from pathlib import Path
 from loguru import logger
 from safetensors.torch import save as to_safetensors
 
-from vgrout.direction.extract import N_HELDOUT, SCHEMA, Axes, Direction, Meta, extract, mean_of, model_name
+from vgrout.direction.extract import N_HELDOUT, Axes, Direction, extract, mean_of, model_name
+from vgrout.direction.meta import SCHEMA, Meta
 from vgrout.direction.pairs import HANDWRITTEN, PairSet
 from vgrout.files import write_atomic
 from vgrout.model.policy import Policy

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from vgrout.model.decoder import Decoder, HfDecoder, LeanDecoder, lean_fits
-from vgrout.model.hub import require_model
+from vgrout.model.hub import advice, require_model
 from vgrout.model.logprobs import (
     backbone,
     check_head,
@@ -267,10 +267,7 @@ def load_language_model(
             raise ValueError(f"{len(missing)} weights are missing, first {missing[0]}")
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         why = str(error).strip().partition("\n")[0]
-        raise ValueError(
-            f"{flag} {model}: no usable model in {folder} ({why}); run `just download-model` again, "
-            "or give another folder"
-        ) from error
+        raise ValueError(f"{flag} {model}: no usable model in {folder} ({why}); {advice(model)}") from error
     if tok is None or tok.chat_template is None:
         raise ValueError(f"{flag} {model}: its tokenizer has no chat template; choose an instruct model")
     return as_language_model(net.to(device).eval(), tok)

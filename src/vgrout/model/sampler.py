@@ -1,5 +1,6 @@
 """Sampling: prompts → completions, all prompts' rows in one batch, which finished rows leave."""
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,7 +11,7 @@ from vgrout.model.budgets import KV_BUDGET
 from vgrout.model.decoder import Decoder
 from vgrout.model.policy import LanguageModel
 from vgrout.model.sampling import Sampling, candidates, penalised, tempered
-from vgrout.types import Completion
+from vgrout.types import Completion, Diverged
 
 OnFinish = Callable[[int, int, Completion], None]
 
@@ -44,6 +45,9 @@ def sample(
     tokens do not depend on which other rows are still there. `on_finish(prompt, index, completion)` is called as soon
     as a row ends, so that grading runs beside sampling. drop_finished: off, finished rows stay in the batch (for tests
     and benchmarks).
+
+    Raises:
+        Diverged: the model's logits are not finite.
     """
     counts = [n] * len(prompts) if isinstance(n, int) else list(n)
     assert len(counts) == len(prompts), (len(counts), len(prompts))
@@ -129,6 +133,11 @@ class _Run:
     def _answer(self, row: int, length: int, finished: bool) -> Completion:
         ids = tuple(self.tokens[row, :length].tolist())
         full, sampled = self.logps[:, row, :length].tolist()
+        if not all(map(math.isfinite, (*full, *sampled))):
+            raise Diverged(
+                "the policy has collapsed: its logits are not finite, so nothing can be sampled from it "
+                "(a learning rate, or a gradient, far too large)"
+            )
         return Completion(ids, self.policy.decode(ids), finished, tuple(full), tuple(sampled))
 
 
@@ -149,6 +158,6 @@ def draw(
     # below the last entry whatever the rounding: the first entry above it is then always a token of probability > 0
     total = cdf[:, -1:]
     level = torch.minimum(u[:, None] * total, total.nextafter(torch.zeros_like(total)))
-    pick = torch.searchsorted(cdf, level, right=True)
+    pick = torch.searchsorted(cdf, level, right=True).clamp(max=cdf.shape[-1] - 1)  # of a NaN it is one too many
     token = pick if ids is None else ids.gather(-1, pick)
     return token.squeeze(-1), logp.gather(-1, pick).squeeze(-1)

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from vgrout import organism
 from vgrout.config.run import ORGANISM, Config, from_dict
 from vgrout.files import file_sha256
-from vgrout.model.hub import require_model
+from vgrout.model.hub import require_model, safetensors_head
 from vgrout.model.memory import Shapes, find_shapes
 
 SMALL = 2**24  # weights below which a model is a miniature: other defaults, and a second thread only costs
@@ -69,11 +69,4 @@ def find_source(given: str, flag: str) -> Source:
 
 def read_metadata(path: Path, flag: str) -> dict[str, str]:
     """The string metadata in the head of a safetensors file. Raises ValueError, one line, where it is none."""
-    try:
-        with open(path, "rb") as f:
-            size = int.from_bytes(f.read(8), "little")
-            if size > path.stat().st_size:
-                raise ValueError("cut short")
-            return dict(json.loads(f.read(size)).get("__metadata__", {}))
-    except (OSError, ValueError, AttributeError) as e:
-        raise ValueError(f"{flag} {path}: not a readable safetensors file ({e})") from None
+    return dict(safetensors_head(path, flag).get("__metadata__", {}))

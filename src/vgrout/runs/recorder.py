@@ -25,7 +25,7 @@ from vgrout.runs.preflight import hypotheses_sha256
 from vgrout.runs.run_context import RunContext, require_same
 from vgrout.runs.run_dir import environment
 from vgrout.runs.sample_log import SampleLogger
-from vgrout.table import REFERENCE_STEP, StepRow, Table, whole_run
+from vgrout.table import REFERENCE_STEP, SECONDS, StepRow, Table, whole_run
 from vgrout.tensor_types import GroupFlags, Routed
 from vgrout.types import DETECTOR_FIELDS, Batch, Grade, Group, Mode, NothingRouted, Rollout
 
@@ -57,16 +57,18 @@ class Recorder:
         self.attention = policy.attention(packed=cfg.run.packing != "padded")
         self.rows: list[StepRow] = []
 
-    def begin(self, pool: dict[str, Any] | None, teacher_model: LanguageModel | None) -> list[StepRow]:
+    def begin(
+        self, opening: Sequence[str], pool: dict[str, Any] | None, teacher_model: LanguageModel | None
+    ) -> list[StepRow]:
         """Write run.json; after a resume put everything back to the last good checkpoint. Returns the rows so far.
 
-        pool: for run.json, what the demonstrations are.
+        opening: lines for the log on what was loaded. pool: for run.json, what the demonstrations are.
 
         Raises:
             ValueError: the inputs are not those that the run started from, or no checkpoint can be used.
         """
         cfg, run = self.cfg, self.run
-        self._announce()
+        self._announce(opening)
         hashes = run.hashes | {
             "base_weights": weights_sha256(self.policy.model, self.policy.adapter),
             "teacher_weights": weights_sha256(teacher_model.model, None) if teacher_model else None,
@@ -125,6 +127,10 @@ class Recorder:
                 state = {name: part.state_dict() for name, part in self.state.items()}
                 checkpoint.save(run.path, step + 1, state, cfg.run.checkpoint_keep)
             run.status("running", "")
+        shown = {"hack": row.hack_s.percent, "solve": row.gt_s.percent, "rew": f"{row.rew or 0:.2f}"}
+        if row.hack_deploy is not None:
+            shown["hk_dep"] = f"{100 * row.hack_deploy:.1f}"
+        run.show(**shown)
 
     def check_quarantine(self) -> None:
         """After the last step: δS_hack is 0 exactly when nothing was ever routed.
@@ -153,7 +159,7 @@ class Recorder:
             + "; look at tau, hkgap, fired and routed in steps.jsonl"
         )
 
-    def _announce(self) -> None:
+    def _announce(self, opening: Sequence[str]) -> None:
         cfg, arm = self.cfg, self.arm
         logger.info(f"argv: {' '.join(sys.argv)}")
         logger.info(f"verbose log: {self.run.log} · run: {self.run.path}")
@@ -167,6 +173,8 @@ class Recorder:
             logger.info(f"control {cfg.arm.control_name}: {cfg.arm.control_what}")
         if arm.provenance and arm.provenance.cosine_to_real:
             logger.info(arm.provenance.cosine_to_real.line())
+        for line in opening:
+            logger.info(line)
         logger.info(self.run.grader.protections.line())
         logger.info(f"attention: {', '.join(f'{phase} {kernel}' for phase, kernel in self.attention.items())}")
         if self.policy.device.type == "cuda" and not self.attention["update"].startswith("flash"):
@@ -231,11 +239,13 @@ ROWS_LIMIT = 2**24  # characters of rows in an adapter's head, which may hold 10
 
 
 def rows_as_json(rows: Sequence[StepRow]) -> str:
-    """The rows of steps.jsonl as one JSON list; of a run too long for a file's head, the last ones."""
+    """The rows of steps.jsonl as one JSON list, without their seconds: the file is the same, byte for byte, with and
+    without a death on the way. Of a run too long for a file's head, the last ones."""
     lines: list[str] = []
     size = 0
     for row in reversed(rows):
-        lines.append(json.dumps(row.as_json(), ensure_ascii=False, allow_nan=False))
+        timeless = {name: value for name, value in row.as_json().items() if name not in SECONDS}
+        lines.append(json.dumps(timeless, ensure_ascii=False, allow_nan=False))
         size += len(lines[-1]) + 2
         if size > ROWS_LIMIT:
             break

@@ -221,9 +221,8 @@ def markdown(rows: Sequence[dict[str, str]]) -> str:
 
 def main_line(cfg: Config, final: Final) -> str:
     """The one line to quote."""
-    control = "" if cfg.arm.control_name == "none" else f" (control {cfg.arm.control_name})"
     return (
-        f"{cfg.run_id}{control}: "
+        f"{cfg.run_id}: "
         f"deployed hack {final.deployed.hack.percent} % / solve {final.deployed.solve.percent} %, "
         f"as trained {final.trained.hack.percent} % / {final.trained.solve.percent} %, "
         f"base {final.base.hack.percent} % / {final.base.solve.percent} % "

@@ -60,6 +60,7 @@ class RunContext:
         self.done, self.owned = done or folder.steps_on_disk, owned
         self.stop, self.clock = Stop(), Clock()
         self.code, self._loading, self._open = FAILED, True, ExitStack()
+        self._bar: tqdm | None = None
 
     @property
     def path(self) -> Path:
@@ -81,10 +82,16 @@ class RunContext:
 
     def steps(self, steps: range, name: str) -> Iterable[int]:
         """The steps with a progress bar, on a terminal. Raises Interrupted after the one in which a signal came."""
-        for step in tqdm(steps, disable=None, desc=name, unit="step"):
+        self._bar = tqdm(steps, disable=None, desc=name, unit="step")
+        for step in self._bar:
             yield step
             if self.stop.requested:
                 raise Interrupted(f"interrupted after step {step}")
+
+    def show(self, **numbers: str) -> None:
+        """Beside the progress bar."""
+        if self._bar is not None:
+            self._bar.set_postfix(numbers, refresh=False)
 
     def __enter__(self) -> "RunContext":
         self._open.enter_context(self.dir)

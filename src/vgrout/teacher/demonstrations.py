@@ -61,7 +61,7 @@ class Teacher:
         """
         self.pool, self.lm, self.per_group, self.seed, self.off_step = pool, lm, per_group, seed, off_step
         self.modes, self.max_new = set(modes), max_new
-        self.retokenised = False
+        self.retokenised = self._off_said = False
         self.prompt_mismatch = PromptMismatch(0, (), None)
         self._tokens: dict[tuple[int, int], tuple[tuple[int, ...], bool]] = {}
         if pool is None or not per_group:
@@ -128,7 +128,12 @@ class Teacher:
 
     def count(self, problem: Problem, step: int) -> int:
         """G_t for this problem at this step: 0 when off, held out, or not covered."""
-        if self.pool is None or (self.off_step is not None and step >= self.off_step):
+        if self.pool is None:
+            return 0
+        if self.off_step is not None and step >= self.off_step:
+            if not self._off_said:
+                self._off_said = True
+                logger.info(f"step {step}: no demonstrations from step {self.off_step} on; every row is a live rollout")
             return 0
         if self.modes and problem.mode not in self.modes:
             return 0

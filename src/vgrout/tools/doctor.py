@@ -5,6 +5,7 @@ import time
 
 from tabulate import tabulate
 
+from vgrout.cli import cli_exit, parse_args
 from vgrout.grading.grade import LEVELS, Grader
 from vgrout.modes import exploit
 from vgrout.types import MODES, Grade, Mode, Problem
@@ -44,8 +45,8 @@ def _self_test(grader: Grader) -> list[tuple[str, bool]]:
     return results
 
 
-def main() -> int:
-    """0: all checks hold and the sandbox is complete. 1: a check failed, or the strict oracle is not trustworthy."""
+def examine() -> int:
+    """The sandbox's layers on this machine, and a self-test of the grader. Under 10 s."""
     started = time.perf_counter()
     with Grader(workers=1, allow_weak=True) as grader:
         ready = time.perf_counter() - started
@@ -68,6 +69,11 @@ def main() -> int:
     if p.weak:
         print("The strict oracle is not trustworthy here: training needs --allow-weak-sandbox, which marks every file.")
     return 1 if bad or p.weak else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """0: all checks hold and the sandbox is complete. 1: a check failed, or the strict oracle is not trustworthy."""
+    return cli_exit(lambda: parse_args(examine, argv, "python -m vgrout.doctor"))
 
 
 if __name__ == "__main__":
