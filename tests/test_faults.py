@@ -25,7 +25,9 @@ from vgrout import grpo, loading, organism, rollout
 from vgrout.config.presets import parse, resumed
 from vgrout.config.run import identity
 from vgrout.guard import guard as watch
+from vgrout.guard import scorecard
 from vgrout.guard.detectors import EchoTrap
+from vgrout.report.runs import load
 from vgrout.runs import checkpoint, nonfinite
 from vgrout.runs.run_dir import RunDir
 from vgrout.sweep.ledger import Ledger
@@ -35,7 +37,7 @@ from vgrout.types import Ungraded
 
 TINY = ["--threads", "1", "--group", "4", "--prompts-per-step", "2", "--final-n-prompts", "1", "--final-samples", "1"]
 DETECTORS = ["--reward-hack-detector", "info_rm,advantage", "--echo-trap-enabled"]
-GUARD = ["--eval-ablate-every", "2", "--eval-n-prompts", "2", "--guard-warmup", "2", "--guard-baseline", "1"]
+GUARD = ["--eval-ablate-every", "2", "--eval-n-prompts", "2", "--guard-warmup=2", "--guard-baseline=1"]
 KILLS = 3  # of each arm's runs; `python -m benchmarks kills` does as many as it is told
 
 
@@ -496,12 +498,13 @@ def test_a_run_whose_folder_vanishes_stops_in_one_line(tmp_path: Path) -> None:
 # --- halts -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("arm", ["route2", *(pytest.param(a, marks=pytest.mark.slow) for a in ("none", "pmi"))])
 def test_the_guard_halts_and_only_log_goes_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Any KL at all is above 1e-12: the guard must fire at the first evaluation after the warm-up."""
-    argv = ["smoke", "--intervention", "none", "--steps", "5", *TINY, *GUARD, "--checkpoint-every", "1"]
-    argv += ["--beta", "0.001", "--kl-hard-stop", "1e-12", "--guard"]
+    argv = ["smoke", "--intervention", arm, "--steps", "5", *TINY, *GUARD, "--checkpoint-every", "1"]
+    argv += ["--guard-halt-on", "kl", "--kl-hard-stop", "1e-12", "--guard"]
     path = run(tmp_path, *argv, "halt", code=3)
     end = status(path)
     assert end["state"] == "halted"
@@ -509,6 +512,12 @@ def test_the_guard_halts_and_only_log_goes_on(
     assert end["step"] < 5
     assert "--guard log" in end["next"]
     assert checkpoint.latest(path)[0].next_step == end["step"], "the halting step is saved"
+    final = json.loads((path / "per_mode_deploy.json").read_text())
+    assert (final["halted"], final["steps_done"], final["steps"]) == (end["reason"], end["step"], 5)
+    assert "halted after step" in (path / "summary.md").read_text()
+    (counted,) = load([path]).runs
+    assert counted.seed_name == f"41 (halted at {end['step'] - 1})"
+    assert len(scorecard.load(path, 0.1).rows) == end["step"]
     monkeypatch.chdir(tmp_path)
     capsys.readouterr()
     for again in ([], ["--guard", "halt"], ["--resume-force"]):
@@ -560,7 +569,7 @@ def test_a_collapse_is_a_divergence(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.slow
 def test_watching_never_changes_training(tmp_path: Path) -> None:
     argv = flags("erase", steps=4)
-    blind = [a for a in argv if a not in DETECTORS]
+    blind = [a for a in argv if a not in (*DETECTORS, *GUARD[4:])]
     watched, unwatched = run(tmp_path / "a", *argv), run(tmp_path / "b", *blind, "--guard", "off")
     assert rows(watched, "watch") == rows(unwatched)
     assert adapter_bytes(watched) == adapter_bytes(unwatched)
@@ -575,7 +584,7 @@ def test_a_halt_by_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
     argv = [a for a in bare("none") if a not in ("--guard", "off", "--eval-ablate-every", "0")]
     argv += ["--guard", "halt", "--guard-warmup", "1", "--guard-baseline", "1", "--eval-ablate-every", "1"]
-    said = command(*argv, "--eval-n-prompts", "2", "--beta", "0.001", "--kl-hard-stop", "1e-12", code=3)
+    said = command(*argv, "--eval-n-prompts", "2", "--guard-halt-on", "kl", "--kl-hard-stop", "1e-12", code=3)
     path = only_run(tmp_path)
     end = status(path)
     assert (end["state"], end["step"]) == ("halted", len(rows(path)))

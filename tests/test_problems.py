@@ -2,15 +2,19 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from vgrout import loading
+from vgrout.config.presets import parse
+from vgrout.inputs import read_inputs
+from vgrout.model.policy import Policy
 from vgrout.modes import MODE_SPECS, PLAIN_PHRASE, hint
 from vgrout.problems import assigned, balanced, load_problems, load_rows, load_splits, plain, require_apart
-from vgrout.types import MODES
+from vgrout.types import MODES, Message
 
 
 def record(number: int, **changes: Any) -> dict[str, Any]:
@@ -182,3 +186,40 @@ def test_what_is_trained_on_is_not_evaluated_on(tmp_path: Path, other: dict[str,
     train = load_rows(write(tmp_path / "a.jsonl", [record(i) for i in range(5)]))
     with pytest.raises(ValueError, match=f"--test-problems .*line 2: .*{said}|--test-problems .*line 2: {said}"):
         require_apart(train, load_rows(write(tmp_path / "b.jsonl", [record(1000), other])))
+
+
+class Wide(Policy):
+    """A policy whose window holds every prompt; nothing is loaded."""
+
+    def __init__(self) -> None:
+        pass
+
+    @property
+    def window(self) -> int:
+        return 10**6
+
+    def render(self, messages: Sequence[Message], sampled: Sequence[tuple[int, ...]] = ()) -> tuple[int, ...]:
+        return (0,)
+
+
+def drawn(*argv: str) -> list[list[tuple[int, str, str]]]:
+    """(problem, mode, marker) of each step's prompts."""
+    cfg = parse(["mini", *argv])
+    splits = loading.load_problems(cfg, read_inputs(cfg), Wide())
+    return [[(p.id, p.mode, p.marker) for p in splits.draw(cfg.run.seed, step, 4)] for step in range(60)]
+
+
+@pytest.mark.parametrize("seed", ["41", "42"])
+def test_controls_train_on_the_problems_of_their_arm(seed: str) -> None:
+    """Step by step the same prompts at the same seed, whether or not demonstrations are mixed in."""
+    arm = drawn("--intervention=none", "--seed", seed)
+    assert len({p for step in arm for p in step}) < 190, "those that the pool covers"
+    for control in (
+        ["--intervention=none", "--control=no_loophole"],
+        ["--intervention=none", "--mix-ratio=0"],
+        ["--intervention=none", "--control=gt_penalty"],
+        ["--intervention=route2", "--control=haar"],
+        ["--intervention=pmi", "--control=no_loophole"],
+    ):
+        assert drawn(*control, "--seed", seed) == arm
+    assert drawn("--intervention=none", "--teacher-pool-dir=", "--seed", seed) != arm

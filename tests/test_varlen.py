@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import tiny
-from tests.runs import SharedRuns, flags, rows, run
+import tiny
+from runs import SharedRuns, flags, rows, run
 from vgrout.model import packing
 from vgrout.model.logprobs import completion_logprobs
 from vgrout.model.packing import pack

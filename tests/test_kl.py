@@ -1,0 +1,50 @@
+"""How far the deployed model has gone from the base: exact, zero where nothing was learnt, of the deployed model."""
+
+import pytest
+import torch
+
+import tiny
+from vgrout.model.policy import Policy
+
+PROMPTS = [(3, 4, 5), (7, 8, 9, 10)]
+ANSWERS = [(8, 9, 3), (5,)]
+
+
+def logits(policy: Policy) -> list[torch.Tensor]:
+    """Of every position that predicts an answer's token, row by row."""
+    out = []
+    for p, a in zip(PROMPTS, ANSWERS, strict=True):
+        with torch.no_grad():
+            out.append(policy.model(input_ids=torch.tensor([[*p, *a]])).logits[0, len(p) - 1 : -1])
+    return out
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_kl_is_the_sum_over_the_vocabulary(family: str) -> None:
+    policy = tiny.policy(family)
+    assert policy.kl_to_base(PROMPTS, ANSWERS).tolist() == [0.0] * 4
+    base = logits(policy)
+    with torch.no_grad():
+        policy.adapter.δS.normal_(0, 0.1, generator=torch.Generator().manual_seed(0))
+        policy.adapter.δS_hack.normal_(0, 0.1, generator=torch.Generator().manual_seed(1))
+    policy.adapter.merge()
+
+    def by_hand() -> list[float]:
+        pairs = zip(logits(policy), base, strict=True)
+        return [
+            float(
+                torch.nn.functional.kl_div(
+                    q_row.log_softmax(-1), p_row.log_softmax(-1), log_target=True, reduction="sum"
+                )
+            )
+            for p, q in pairs
+            for p_row, q_row in zip(p, q, strict=True)
+        ]
+
+    assert policy.kl_to_base(PROMPTS, ANSWERS).tolist() == pytest.approx(by_hand(), rel=1e-4)
+    trained = sum(by_hand())
+    with policy.adapter.deployed():
+        assert policy.kl_to_base(PROMPTS, ANSWERS).tolist() == pytest.approx(by_hand(), rel=1e-4)
+        assert sum(by_hand()) < trained
+    with policy.adapter.reference():
+        assert policy.kl_to_base(PROMPTS, ANSWERS).tolist() == [0.0] * 4
