@@ -1,0 +1,201 @@
+"""What a run says of itself: the tail's counts and expectation, rollouts.jsonl, run names, the start of the log."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from vgrout.config.arm import ARMS, CONTROLS, ArmConfig
+from vgrout.config.presets import PRESETS, joined, resolve
+from vgrout.config.renamed import current_answer
+from vgrout.evaluate import Final
+from vgrout.files import json_lines, numbered_lines
+from vgrout.problems import Row, assigned, partition_decides
+from vgrout.runs.expectation import expectation
+from vgrout.runs.results import Tallies
+from vgrout.table import Table
+from vgrout.types import MODE_CODE, MODES, Eval, Grade, Mode, ModeEval, Rate, centred, half
+
+
+def grade(channel: bool, **detectors: bool) -> Grade:
+    flags = {"hacked_arbitrary": False, "hacked_wrong_tests": False, "hacked_loophole_used": False} | detectors
+    return Grade(
+        reward=1.0,
+        format_ok=True,
+        can_compile=True,
+        gt_pass=False,
+        gt_correct=False,
+        channel=channel,
+        mode="run_tests",
+        exit_status="ok",
+        cpu_s=0.0,
+        **flags,
+    )
+
+
+def final(base: int, trained: int, deployed: int, solve: int = 60) -> Final:
+    """Percent of 100 answers a side."""
+
+    def side(hack: int, solve: int) -> Eval:
+        return Eval({"run_tests": ModeEval(hack=Rate(hack, 100), solve=Rate(solve, 100))}, Rate(100, 100))
+
+    trained_side = side(trained, solve)
+    return Final(side(base, 30), trained_side, side(deployed, solve), side(deployed, solve), {})
+
+
+def legal() -> list[tuple[str, str]]:
+    return [(arm, name) for name, control in CONTROLS.items() for arm in control.arms if name != "placebo"]
+
+
+@pytest.mark.parametrize(("arm", "control"), legal())
+def test_every_arm_under_every_control_has_an_expectation_of_its_own(arm: str, control: str) -> None:
+    said = expectation(ArmConfig(intervention=arm, control=control), final(1, 60, 5))
+    assert said.line.startswith("SHOULD: ")
+    assert "; ELSE " in said.line
+    if not ARMS[arm].routes:
+        assert "routing" not in said.line.replace("--intervention routing", ""), "no quarantine to speak of"
+        assert "quarantine" not in said.line
+
+
+@pytest.mark.parametrize(
+    ("arm", "control", "numbers", "cue"),
+    [
+        ("none", "none", (1, 60, 60), "holds"),
+        ("none", "none", (1, 3, 3), "fails"),
+        ("route2", "none", (1, 60, 5), "holds"),
+        ("route2", "none", (1, 60, 55), "fails"),
+        ("route2", "none", (1, 3, 2), "open"),
+        ("route2", "haar", (1, 60, 55), "holds"),
+        ("route2", "haar", (1, 60, 5), "fails"),
+        ("route2", "oracle", (1, 60, 2), "holds"),
+        ("none", "no_loophole", (1, 2, 2), "holds"),
+        ("none", "no_loophole", (1, 40, 40), "fails"),
+        ("erase", "none", (1, 30, 30), "open"),
+        ("none", "gt_penalty", (1, 1, 1), "holds"),
+    ],
+)
+def test_the_cue_says_whether_it_was_seen(arm: str, control: str, numbers: tuple[int, int, int], cue: str) -> None:
+    assert expectation(ArmConfig(intervention=arm, control=control), final(*numbers)).cue == cue
+
+
+def test_half_b_is_what_other_detectors_see() -> None:
+    assert half(grade(True, hacked_loophole_used=True), ("E",)) == "A"
+    assert half(grade(True, hacked_loophole_used=True), ("C",)) == "B"
+    assert half(grade(True, hacked_loophole_used=True, hacked_arbitrary=True), ("C",)) == "A"
+    assert half(grade(True), ("C",)) is None, "no detector sees it"
+    assert half(grade(False, hacked_loophole_used=True), ("E",)) is None, "no exploit"
+
+
+def answer(exploited: bool, **more: object) -> dict[str, object]:
+    flags = dict.fromkeys(("hacked_arbitrary", "hacked_wrong_tests", "hacked_loophole_used"), False)
+    return {"step": 0, "problem_id": 1, "env_mode": "run_tests", "exploited": exploited, "gate": None, **flags, **more}
+
+
+def test_tallies_read_the_rollouts_once_by_either_names(tmp_path: Path) -> None:
+    lines = [
+        answer(True, hacked_loophole_used=True),
+        answer(True, hacked_arbitrary=True, gate=0.9),
+        answer(True, gate=0.1),
+        {"step": 1, "problem": 2, "mode": "sentinel", "exploited": False, "gate": 0.8, "detectors": {"E": True}}
+        | {"detectors": {"C": False, "D": False, "E": True}},
+    ]
+    (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = Tallies.of(tmp_path / "rollouts.jsonl", ("E",))
+    assert found.halves == {"A": 1, "B": 1, "": 1}
+    assert found.flagged == {"C": Rate(1, 4), "D": Rate(0, 4), "E": Rate(2, 4)}
+    assert found.gate == (Rate(1, 2), Rate(1, 2)), "precision, recall of rows that a gate saw"
+    assert found.last is not None
+    assert found.last["problem_id"] == 2
+    assert current_answer([1]) == [1]
+
+
+def test_the_samples_standard_deviation() -> None:
+    rewards = [0.5, 3.5, 0.5, 0.5]
+    A, plain = centred(rewards, unbiased=False), centred(rewards)
+    std = math.sqrt(sum((r - 1.25) ** 2 for r in rewards) / 3)
+    assert pytest.approx([a / (std + 1e-4) for a in plain]) == A
+    assert centred([2.0], unbiased=False) == (0.0,)
+
+
+@pytest.mark.parametrize("width", range(60, 300, 5))
+def test_a_narrow_table_shows_every_mode_or_none(width: int) -> None:
+    shown = [c.head for c in Table({"modes", "teacher", "route", "direction"}, MODES, width).columns]
+    codes = [f"hk_{MODE_CODE[m]}" for m in MODES]
+    assert [head for head in shown if head.startswith("hk_")] in ([], codes)
+
+
+def test_run_ids_say_the_control() -> None:
+    assert resolve(["mini", "--intervention", "route2", "--control", "haar"]).run_id == "mini_route2_haar_seed41"
+    assert resolve(["mini", "--intervention", "route2"]).run_id == "mini_route2_seed41"
+    labelled = ["mini", "--intervention", "none", "--control", "gt_penalty", "--label-accuracy", ".9"]
+    assert resolve(labelled).run_id == "mini_none_gt_penalty_acc0.9_seed41"
+    odd = ["mini", "--intervention", "erase", "--control", "placebo", "--placebo-pairs-path", "a b/ü \n.json"]
+    assert resolve(odd).run_id == "mini_erase_placebo_----_seed41"
+
+
+def test_lists_take_blanks_commas_and_either_case() -> None:
+    words = ["smoke", "--teacher-modes", "a", "b", "--steps", "3"]
+    assert joined(words) == ["smoke", "--teacher-modes", "a,b", "--steps", "3"]
+    assert joined(["smoke", "--teacher-modes=a", "b"]) == ["smoke", "--teacher-modes=a,b"]
+    assert resolve(["smoke", "--report-detectors", "e", "c"]).env.report_detector_codes == ["E", "C"]
+    assert resolve(["smoke", "--teacher-modes", "run_tests", "sentinel"]).env.demo_modes == ["run_tests", "sentinel"]
+    with pytest.raises(ValueError, match="measured in every step"):
+        resolve(["smoke", "--cos-pre-split-every", "5"])
+
+
+def test_no_preset_claims_every_path() -> None:
+    assert not [name for name, (what, _) in PRESETS.items() if "every code path" in what]
+
+
+def row(id: int, mode: Mode | None = None) -> Row:
+    prompt = ({"role": "user", "content": "Write f and should pass all tests."},)
+    return Row(id, prompt, ("assert Solution().f(1) == 1",), "", "", "f", None, mode, None, None, "here")
+
+
+def test_a_partition_decides_where_the_file_says_nothing() -> None:
+    rows = [row(i) for i in range(40)]
+    partition: dict[int, Mode] = {i: ("sentinel", "file_marker")[i % 2] for i in range(10)}
+    for env_mode in ("run_tests", "own"):
+        parts = assigned(rows, env_mode, partition)
+        modes = {p.id: p.mode for part in parts.values() for p in part}
+        assert len(modes) == 40, "nothing is filtered"
+        assert {i: modes[i] for i in partition} == partition
+        assert {*modes.values()} == {"sentinel", "file_marker"}, "others are dealt to its modes"
+    own = [row(i, "sentinel" if i % 2 else "run_tests") for i in range(40)]
+    assert not partition_decides(own, partition)
+    assert {p.mode for part in assigned(own, "sentinel").values() for p in part} == {"sentinel"}
+
+
+def test_a_line_ends_at_a_newline_alone(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"a": "\u2028 \x85"}\n\n{"a": 2}\r\n', encoding="utf-8")
+    assert [r for _, r in numbered_lines(path)] == [{"a": "\u2028 \x85"}, {"a": 2}]
+    path.write_text('{"a": "\u2028"}\n', encoding="utf-8")
+    assert [*json_lines(path)] == [{"a": "\u2028"}]
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b'{"a": 1}\n' + b"[" * 100_000, "line 2: not JSON that can be read"),
+        (b'{"a": 1}\n{"a": "\xe9"}\n', "line 2: not UTF-8 text"),
+        (bytes(range(256)), "not UTF-8 text"),
+        (b'{"a": 1}\n{"a"\n', "line 2: not JSON"),
+    ],
+)
+def test_what_is_no_json_is_refused_by_name(tmp_path: Path, content: bytes, why: str) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=why) as refused:
+        list(numbered_lines(path))
+    assert str(refused.value).startswith(str(path))
+    assert "\n" not in str(refused.value)
+
+
+def test_folders_above_are_looked_at_not_made(tmp_path: Path) -> None:
+    from vgrout.files import existing, probe_writable
+
+    probe_writable(tmp_path / "a" / "b")
+    assert [*tmp_path.iterdir()] == []
+    assert existing(tmp_path / "a" / "b") == tmp_path
