@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1] / "src" / "vgrout"
 # like one folder. Nobody imports train.
 LAYERS: list[set[str]] = [
     {"types", "tensor_types", "modes", "rng", "files", "cli", "console", "organism", "__main__"},
-    {"grading", "table"},
+    {"grading", "table", "tracking"},
     {"config", "problems"},
     {"model", "losses"},
     {"direction", "rollout", "grpo"},

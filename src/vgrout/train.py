@@ -26,6 +26,7 @@ from vgrout.runs.resume import find_resume
 from vgrout.runs.run_context import FINISHED, NOTHING, RunContext, require_same
 from vgrout.runs.run_dir import RUNS, RunDir, environment
 from vgrout.table import StepRow
+from vgrout.tracking import Trackers
 
 
 def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
@@ -143,7 +144,16 @@ def launch(asked: Config) -> int:
         log = Path("logs") / f"{folder.path.name}.log"
         console.setup(log)
         again = f"python -m vgrout.train {cfg.preset} --resume {folder.path}"
-        with RunContext(folder, grader, again=again, resumes=bool(path), hashes=hashes, log=log, force=force) as run:
+        with RunContext(
+            folder,
+            grader,
+            again=again,
+            resumes=bool(path),
+            hashes=hashes,
+            log=log,
+            force=force,
+            trackers=Trackers(cfg.run.trackers),
+        ) as run:
             if not path:  # before anything is loaded: a sweep beside this one sees that the run is being made
                 folder.write_json("run.json", {**environment(), "config": cfg.as_dict(), "hashes": hashes})
             train(cfg, run, inputs)

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from vgrout import tracking
 from vgrout.config.arm import ROUTING
 from vgrout.config.run import Config
 from vgrout.files import existing, probe_writable
@@ -51,6 +52,7 @@ def preflight(cfg: Config, run: Path | None = None) -> Inputs:
     probe_writable(Path("logs"))
     require_disk(disk_needed(cfg), folder, run)
     reward_functions(cfg.detectors.members)
+    tracking.require(cfg.run.trackers)
     return inputs
 
 

@@ -74,7 +74,7 @@ class Recorder:
             "teacher_weights": weights_sha256(teacher_model.model, None) if teacher_model else None,
             "tokenizer": self.policy.tokenizer_sha256,
         }
-        provenance = self.arm.provenance
+        provenance, logged = self.arm.provenance, run.done()
         record = {
             **environment(),
             "config": cfg.as_dict(),
@@ -99,6 +99,7 @@ class Recorder:
         else:
             hashes |= {"direction": direction_hash(self.arm), "hypotheses": hypotheses_sha256()}
         run.dir.write_json("run.json", record)
+        run.trackers.start(run.path, record["config"], len(self.rows), logged)
         run.started()
         self._open_table()
         return self.rows
@@ -114,7 +115,9 @@ class Recorder:
             seen = self.guard.readings
             again = asdict(refresh) if refresh.overlap is not None else None
             extra = ({"watch": seen} if seen else {}) | ({"refresh": again} if again else {})
-            run.dir.append(row.as_json() | extra, rollout_lines(step, batch, routed, self.policy))
+            line, rollouts = row.as_json() | extra, rollout_lines(step, batch, routed, self.policy)
+            run.dir.append(line, rollouts)
+            run.trackers.row(line, rollouts)
             closing = step + 1 == cfg.scale.steps or run.stop.requested or self.guard.ends
             if row.hack_s.k and not self.hacked_before:
                 self.hacked_before = True
