@@ -18,7 +18,14 @@ from vgrout.files import json_lines
 from vgrout.tracking import Trackers, numbers
 from vgrout.train import main
 
-ROLLOUT = {"problem": 1, "mode": "run_tests", "prompt": "a | b", "text": "x\ny", "reward": 0.5, "exploited": False}
+ROLLOUT = {
+    "problem_id": 1,
+    "env_mode": "run_tests",
+    "prompt": "a | b",
+    "text": "x\ny",
+    "reward": 0.5,
+    "exploited": False,
+}
 ROLLOUT |= {"gt_correct": True}
 AT_END = {"hack_deploy": 0.25, "by_mode": {"run_tests": {"n": 4}}, "arm": "none", "learned": True}
 
