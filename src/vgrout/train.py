@@ -10,6 +10,7 @@ Exit codes are those of runs/run_context.py. Every exit after the run directory 
 """
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from loguru import logger
@@ -117,8 +118,10 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     return rows
 
 
-def launch(asked: Config) -> int:
+def launch(asked: Config, made: Callable[[Path], object] | None = None) -> int:
     """Check everything that can be checked without torch, start the sandbox, then train. Returns the exit code.
+
+    made: is told the run's folder, once there is one.
 
     Raises:
         ValueError: a user's mistake, in one line, with nothing started.
@@ -141,6 +144,8 @@ def launch(asked: Config) -> int:
             print("\n".join(plan_lines(cfg, inputs, grader, path or RUNS)))
             return FINISHED
         folder = RunDir.reopen(path) if path else RunDir.create(cfg.run_id)
+        if made:
+            made(folder.path)
         log = Path("logs") / f"{folder.path.name}.log"
         console.setup(log)
         again = f"python -m vgrout.train {cfg.preset} --resume {folder.path}"

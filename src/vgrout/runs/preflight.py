@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vgrout import tracking
-from vgrout.config.arm import ROUTING
 from vgrout.config.run import Config
 from vgrout.files import existing, probe_writable
 from vgrout.grading.grade import Grader
@@ -138,7 +137,7 @@ def plan_lines(cfg: Config, inputs: Inputs, grader: Grader, folder: Path) -> lis
             prompts=s.prompts_per_step,
             prompt_tokens=_prompt_tokens(inputs.rows),
             max_new=s.max_new,
-            routes=cfg.arm.intervention in ROUTING,
+            routes=cfg.arm.routes,
         ).lines()
     else:
         lines.append("memory        no plan: the model is not here, or is of an unknown shape")
