@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 import tiny
 from vgrout.config.loss import LossConfig
 from vgrout.config.run import OptConfig
+from vgrout.exports.model import DTYPES, Parity, load_beside, parity, write
 from vgrout.grpo import policy_gradients
 from vgrout.model.hub import model_folder
 from vgrout.model.policy import Policy, as_policy, attention, load_language_model, load_policy
@@ -21,7 +22,6 @@ from vgrout.model.sampler import sample
 from vgrout.model.sampling import Sampling
 from vgrout.optim import Optimizer
 from vgrout.tensor_types import ArmDiag, Routed, UpdatePart, UpdatePlan
-from vgrout.tools.export import DTYPES, Parity, parity, write
 from vgrout.types import CachedGrade, Group, Message, Problem, Rollout
 
 MESSAGES: list[Message] = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "add 1 and 2"}]
@@ -191,7 +191,7 @@ def test_the_exported_folder_is_the_deployed_model(policy: Policy, tmp_path: Pat
     if dtype == "fp32":
         assert torch.equal(got, deployed)
     texts = ["hello there", "1 + 2 = 3"]
-    result = parity(policy, tmp_path / "m", texts, exact=dtype == "fp32")
+    result = parity(policy, load_beside(policy, tmp_path / "m"), texts, exact=dtype == "fp32")
     assert result.holds, result
     assert not parity_with_base(policy, tmp_path / "m", texts).holds, "the comparison can fail"
     assert AutoTokenizer.from_pretrained(tmp_path / "m").get_vocab() == policy.tok.get_vocab()
@@ -201,7 +201,7 @@ def parity_with_base(policy: Policy, folder: Path, texts: list[str]) -> Parity:
     with torch.no_grad():
         policy.adapter.δS.mul_(-3)
     policy.adapter.merge()
-    return parity(policy, folder, texts, exact=False)
+    return parity(policy, load_beside(policy, folder), texts, exact=False)
 
 
 # ── loading ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -218,7 +218,7 @@ def test_bf16_runs_every_path(tmp_path: Path) -> None:
     )
     assert all(v.dtype == torch.float32 and bool(v.isfinite().all()) for v in g_b.values())
     write(policy, tmp_path / "m", torch.bfloat16)
-    assert parity(policy, tmp_path / "m", ["hello"], exact=True).holds
+    assert parity(policy, load_beside(policy, tmp_path / "m"), ["hello"], exact=True).holds
 
 
 @pytest.mark.parametrize(

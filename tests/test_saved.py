@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from runs import SharedRuns, flags
 from vgrout import evaluate, organism
+from vgrout.exports import model
 from vgrout.model.saved import find_adapter, load_saved
 from vgrout.tools import export
 
@@ -114,7 +115,7 @@ def test_exported_folder(done: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_a_folder_that_is_not_the_deployed_model_is_not_left_behind(
     done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real = export.write
+    real = model.write
 
     def wrong(policy, folder, dtype) -> None:
         with torch.no_grad():
@@ -125,7 +126,7 @@ def test_a_folder_that_is_not_the_deployed_model_is_not_left_behind(
         real(policy, folder / "nested", dtype)
         shutil.rmtree(folder / "nested")
 
-    monkeypatch.setattr(export, "write", wrong)
+    monkeypatch.setattr(model, "write", wrong)
     assert export.main([str(done), "--out", str(tmp_path / "model")]) == 1
     assert "not the deployed one" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []

@@ -2,9 +2,29 @@
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vgrout.api import Run as Run
+    from vgrout.api import RunFailed as RunFailed
+    from vgrout.api import load_run as load_run
+    from vgrout.api import make_arm as make_arm
+    from vgrout.api import register_arm as register_arm
+    from vgrout.api import train_run as train_run
 
 # Commands of one file lie in tools/, and keep the names that scripts call: `python -m vgrout.doctor`.
 __path__.append(str(Path(__file__).with_name("tools")))
 
 # Variable-length batches fragment CUDA's caching allocator; must be set before torch is imported.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+__all__ = ["Run", "RunFailed", "load_run", "make_arm", "register_arm", "train_run"]
+
+
+def __getattr__(name: str) -> Any:
+    """The names of vgrout.api, imported when they are asked for: `import vgrout` itself takes no time."""
+    if name not in __all__:
+        raise AttributeError(f"module 'vgrout' has no attribute {name!r}")
+    from vgrout import api
+
+    return getattr(api, name)

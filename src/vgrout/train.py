@@ -10,6 +10,7 @@ Exit codes are those of runs/run_context.py. Every exit after the run directory 
 """
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from loguru import logger
@@ -26,6 +27,7 @@ from vgrout.runs.resume import find_resume
 from vgrout.runs.run_context import FINISHED, NOTHING, RunContext, require_same
 from vgrout.runs.run_dir import RUNS, RunDir, environment
 from vgrout.table import StepRow
+from vgrout.tracking import Trackers
 
 
 def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
@@ -116,8 +118,10 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     return rows
 
 
-def launch(asked: Config) -> int:
+def launch(asked: Config, made: Callable[[Path], object] | None = None) -> int:
     """Check everything that can be checked without torch, start the sandbox, then train. Returns the exit code.
+
+    made: is told the run's folder, once there is one.
 
     Raises:
         ValueError: a user's mistake, in one line, with nothing started.
@@ -140,10 +144,21 @@ def launch(asked: Config) -> int:
             print("\n".join(plan_lines(cfg, inputs, grader, path or RUNS)))
             return FINISHED
         folder = RunDir.reopen(path) if path else RunDir.create(cfg.run_id)
+        if made:
+            made(folder.path)
         log = Path("logs") / f"{folder.path.name}.log"
         console.setup(log)
         again = f"python -m vgrout.train {cfg.preset} --resume {folder.path}"
-        with RunContext(folder, grader, again=again, resumes=bool(path), hashes=hashes, log=log, force=force) as run:
+        with RunContext(
+            folder,
+            grader,
+            again=again,
+            resumes=bool(path),
+            hashes=hashes,
+            log=log,
+            force=force,
+            trackers=Trackers(cfg.run.trackers),
+        ) as run:
             if not path:  # before anything is loaded: a sweep beside this one sees that the run is being made
                 folder.write_json("run.json", {**environment(), "config": cfg.as_dict(), "hashes": hashes})
             train(cfg, run, inputs)

@@ -9,7 +9,7 @@ from vgrout.arms.reward_shaping import AdvantageMod, Penalty, Screening
 from vgrout.arms.route import Route
 from vgrout.arms.route2 import OracleRoute2, Route2
 from vgrout.arms.text_routing import OracleTextRouting, TextRouting
-from vgrout.config.arm import ArmConfig
+from vgrout.config.arm import ArmConfig, ArmSpec, register
 from vgrout.config.run import Config
 from vgrout.grading.grade import Grader
 from vgrout.inputs import Inputs
@@ -17,7 +17,7 @@ from vgrout.model.policy import Policy
 from vgrout.types import Problem
 
 # --intervention → its class. A new arm is a class and its line here; its name, help and flags are in config/arm.py.
-ARMS: Mapping[str, type[Arm]] = {
+ARMS: dict[str, type[Arm]] = {
     "none": Arm,
     "erase": Erase,
     "route": Route,
@@ -34,6 +34,19 @@ CONTROLS: Mapping[tuple[str, str], type[Arm]] = {
     ("route2", "oracle"): OracleRoute2,
     ("reader", "oracle"): OracleTextRouting,
 }
+
+
+def register_arm(arm: type[Arm], what: str, *, routes: bool = False) -> type[Arm]:
+    """Let `--intervention` find an arm of one's own, in this process: by its `name`, with `what` as its line of help.
+
+    routes: whether it hands anything to the quarantine δS_hack.
+
+    Raises:
+        ValueError: its name is none, or is one of the package's own arms.
+    """
+    register(arm.name, ArmSpec(what, routes=routes))
+    ARMS[arm.name] = arm
+    return arm
 
 
 def arm_class(cfg: ArmConfig) -> type[Arm]:

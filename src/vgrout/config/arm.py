@@ -3,9 +3,10 @@
 A new arm is a row of `ARMS` and its class in `vgrout.arms`; a new control a row of `CONTROLS`.
 """
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -92,6 +93,31 @@ else:
     Control = Literal[tuple(CONTROLS)]
 _ARMS = summary({name: arm.what for name, arm in ARMS.items()})
 _CONTROLS = "The same run under a control. " + summary({name: c.what for name, c in CONTROLS.items()})
+
+
+def register(name: str, spec: ArmSpec) -> None:
+    """Add an arm to this process's registry: flag, help and checks know it from here on.
+
+    It goes with the controls `none` and `no_loophole`; a name that was added here before is replaced.
+
+    Raises:
+        ValueError: no name that a flag can have, or one of the package's own arms.
+    """
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        raise ValueError(f"arm {name!r}: a name of small letters, digits and _")
+    if name in ARMS and name not in _REGISTERED:
+        raise ValueError(f"arm {name!r}: is one of the package's own; choose another name")
+    _REGISTERED.add(name)
+    ARMS[name] = spec
+    for control in ("none", "no_loophole"):
+        was = CONTROLS[control]
+        CONTROLS[control] = replace(was, arms=tuple(dict.fromkeys((*was.arms, name))))
+    legal: Any = Literal[tuple(ARMS)]  # ty: ignore[invalid-type-form]
+    ArmConfig.__annotations__["intervention"] = legal
+    ArmConfig.__dataclass_fields__["intervention"].type = legal
+
+
+_REGISTERED: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -196,7 +222,7 @@ class ArmConfig:
     @property
     def routes(self) -> bool:
         """Whether training samples with a quarantine that is deleted before deployment."""
-        return self.intervention in ROUTING
+        return ARMS[self.intervention].routes
 
     @property
     def haar(self) -> bool:

@@ -194,6 +194,9 @@ class DetectorConfig:
         return listed(self.reward_hack_detector, DETECTORS)
 
 
+TRACKERS = ("tensorboard", "wandb", "trackio")
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """This run."""
@@ -212,6 +215,9 @@ class RunConfig:
     """Resume checkpoints kept."""
     max_error_retries: int | None = setting(3, low=0, high=1_000_000)
     """Times an answer is graded again after the sandbox itself failed, before its group is dropped; none: for ever."""
+    track: str = setting("", words=TRACKERS, word="tracker")
+    """Comma list of experiment trackers that get every row, rollouts and the final tables: tensorboard, wandb (offline
+    unless WANDB_MODE says otherwise), trackio. Each by its own client, an extra of the installation."""
     dry_run: bool = False
     """Print the resolved configuration and the plan, start nothing."""
     threads: int = setting(0, low=0, high=4096)
@@ -226,6 +232,10 @@ class RunConfig:
             not re.fullmatch(r"[A-Za-z0-9_.=+-]{0,80}", self.out_tag),
             f"--out-tag {self.out_tag!r}: letters, digits and _ . = + - only, 80 at most",
         )
+
+    @property
+    def trackers(self) -> list[str]:
+        return list(dict.fromkeys(listed(self.track)))
 
 
 @dataclass(frozen=True)
@@ -419,7 +429,7 @@ def from_dict(data: dict[str, Any]) -> Config:
 
 
 # Settings that say how a process runs, not what it computes: they may differ between a run and its resumption.
-_PROCESS = {"dry_run", "threads", "checkpoint_every", "checkpoint_keep", "max_error_retries"}
+_PROCESS = {"dry_run", "threads", "track", "checkpoint_every", "checkpoint_keep", "max_error_retries"}
 FREE = {*_PROCESS, "guard"}  # where given, the new command line's; else the run's own
 ASKING = {"resume", "resume_force"}  # what a command line asks for, and no part of the run
 

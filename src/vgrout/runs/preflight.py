@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from vgrout.config.arm import ROUTING
+from vgrout import tracking
 from vgrout.config.run import Config
 from vgrout.files import existing, probe_writable
 from vgrout.grading.grade import Grader
@@ -51,6 +51,7 @@ def preflight(cfg: Config, run: Path | None = None) -> Inputs:
     probe_writable(Path("logs"))
     require_disk(disk_needed(cfg), folder, run)
     reward_functions(cfg.detectors.members)
+    tracking.require(cfg.run.trackers)
     return inputs
 
 
@@ -136,7 +137,7 @@ def plan_lines(cfg: Config, inputs: Inputs, grader: Grader, folder: Path) -> lis
             prompts=s.prompts_per_step,
             prompt_tokens=_prompt_tokens(inputs.rows),
             max_new=s.max_new,
-            routes=cfg.arm.intervention in ROUTING,
+            routes=cfg.arm.routes,
         ).lines()
     else:
         lines.append("memory        no plan: the model is not here, or is of an unknown shape")

@@ -13,7 +13,7 @@ from loguru import logger
 
 from vgrout.arms import Arm
 from vgrout.arms.base import Refresh
-from vgrout.config.arm import BY_GRADIENT, READING, ROUTING
+from vgrout.config.arm import BY_GRADIENT, READING
 from vgrout.config.run import Config
 from vgrout.console import terminal_width
 from vgrout.files import read_json
@@ -74,7 +74,7 @@ class Recorder:
             "teacher_weights": weights_sha256(teacher_model.model, None) if teacher_model else None,
             "tokenizer": self.policy.tokenizer_sha256,
         }
-        provenance = self.arm.provenance
+        provenance, logged = self.arm.provenance, run.done()
         record = {
             **environment(),
             "config": cfg.as_dict(),
@@ -99,6 +99,7 @@ class Recorder:
         else:
             hashes |= {"direction": direction_hash(self.arm), "hypotheses": hypotheses_sha256()}
         run.dir.write_json("run.json", record)
+        run.trackers.start(run.path, record["config"], len(self.rows), logged)
         run.started()
         self._open_table()
         return self.rows
@@ -114,7 +115,9 @@ class Recorder:
             seen = self.guard.readings
             again = asdict(refresh) if refresh.overlap is not None else None
             extra = ({"watch": seen} if seen else {}) | ({"refresh": again} if again else {})
-            run.dir.append(row.as_json() | extra, rollout_lines(step, batch, routed, self.policy))
+            line, rollouts = row.as_json() | extra, rollout_lines(step, batch, routed, self.policy)
+            run.dir.append(line, rollouts)
+            run.trackers.row(line, rollouts)
             closing = step + 1 == cfg.scale.steps or run.stop.requested or self.guard.ends
             if row.hack_s.k and not self.hacked_before:
                 self.hacked_before = True
@@ -143,7 +146,7 @@ class Recorder:
         largest = max((row.q_egy or 0.0 for row in self.rows), default=0.0)
         assert (norm > 0) == (largest > 0), f"‖δS_hack‖ = {norm:.3e}, largest share of a step = {largest:.3e}"
         arm = self.cfg.arm
-        if norm or arm.intervention not in ROUTING or arm.control == "shrinkage":
+        if norm or not arm.routes or arm.control == "shrinkage":
             return
         n, learnt = len(self.rows), sum(row.gn is not None and not row.skipped for row in self.rows)
         if arm.control_name != "none" or not learnt:
@@ -281,7 +284,7 @@ def columns_for(cfg: Config, modes: Sequence[Mode]) -> set[str]:
         "modes": len(modes) > 1,
         "ablated": arm.ablate_frac > 0,
         "erase": arm.intervention == "erase" and arm.preserve_magnitude and arm.control != "shrinkage",
-        "route": arm.intervention in ROUTING,
+        "route": arm.routes,
         "route2": arm.intervention == "route2",
         "direction": arm.intervention in BY_GRADIENT,
         "whole": arm.intervention in ("route2", *READING),

@@ -312,6 +312,7 @@ def report(
     write_atomic(run.path / "summary.md", "\n\n".join([*parts[2:], *said, table.markdown(rows)]) + "\n")
     with atomic_open(run.path / "dynamics.png") as f:
         figure(rows, final, cfg.run_id).savefig(f, format="png")
+    run.trackers.final(record, [summary(cfg, final, rows)], run.path / "dynamics.png", len(rows) - 1)
     logger.debug("per-step table:\n" + table.markdown(rows))
     for part in (*said, *parts):
         for line in part.split("\n"):

@@ -22,6 +22,7 @@ from vgrout.files import read_json
 from vgrout.grading.grade import Grader
 from vgrout.runs.run_dir import RunDir
 from vgrout.runs.signals import Stop, stop_on_signals
+from vgrout.tracking import Trackers
 from vgrout.types import Diverged, Halted, Interrupted, NothingRouted
 
 FINISHED, FAILED, BAD, HALTED, DIVERGED, INTERRUPTED = 0, 1, 2, 3, 4, 130
@@ -51,6 +52,7 @@ class RunContext:
         force: bool = False,
         done: Callable[[], int] | None = None,
         owned: bool = True,
+        trackers: Trackers | None = None,
     ) -> None:
         """again: the command that goes on. hashes: of the input files. force: go on although files have changed.
         done: steps (or rounds) that are on disk. owned: whether the folder was made for this run, and goes where the
@@ -58,6 +60,7 @@ class RunContext:
         self.dir, self.grader, self.again, self.resumes = folder, grader, again, resumes
         self.hashes, self.log, self.force = dict(hashes or {}), log or Path(), force
         self.done, self.owned = done or folder.steps_on_disk, owned
+        self.trackers = trackers or Trackers()
         self.stop, self.clock = Stop(), Clock()
         self.code, self._loading, self._open = FAILED, True, ExitStack()
         self._bar: tqdm | None = None
@@ -104,6 +107,7 @@ class RunContext:
             self._ended(e)
         except BaseException as later:
             self._broke(later)
+        self.trackers.close(self.code)
         self._open.close()
         return True
 

@@ -1,0 +1,42 @@
+"""Read a study: the cells of a sweep as one frame, its curves, and the answers behind a number. A minute, no GPU.
+
+    uv run python examples/read_a_study.py [out/sweeps/NAME]
+
+Without a folder two short runs are made first, so that there is something to read.
+"""
+
+import sys
+from pathlib import Path
+
+import pandas as pd
+
+import vgrout
+
+if len(sys.argv) > 1:
+    runs = [vgrout.load_run(p.parent) for p in sorted(Path(sys.argv[1]).rglob("per_mode_deploy.json"))]
+else:
+    short = {"steps": 4, "final_n_prompts": 6, "final_samples": 1}
+    runs = [vgrout.train_run("smoke", intervention=arm, **short) for arm in ("none", "route")]
+
+# A row a run: what was deployed, against the untrained base.
+table = pd.DataFrame(
+    {
+        "arm": run.config.arm.intervention,
+        "seed": run.config.run.seed,
+        **{name: run.final[name] for name in ("hack_deploy", "solve_deploy", "hack_base", "solve_base", "eval_n")},
+    }
+    for run in runs
+)
+print(table.groupby("arm").mean(numeric_only=True).round(3))
+
+# Every step of every run under each other: one line draws the curves.
+curves = pd.concat([run.rows.assign(arm=run.config.arm.intervention, seed=run.config.run.seed) for run in runs])
+means = curves.pivot_table(index="step", columns="arm", values="hack_s")
+Path("out").mkdir(exist_ok=True)
+means.rolling(5, min_periods=1).mean().plot(ylabel="hack_s").figure.savefig("out/study.png")
+
+# The answers behind a number.
+answers = runs[0].answers
+hacked = answers[(answers["side"] == "deployed") & (answers["exploited"] == True)]  # noqa: E712
+print(f"{len(hacked)} of {(answers['side'] == 'deployed').sum()} deployed answers exploit the flaw")
+print(hacked["text"].head(1).to_string(index=False))

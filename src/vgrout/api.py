@@ -1,0 +1,178 @@
+"""For notebooks and scripts: train, read, evaluate and export runs. `import vgrout` has these names.
+
+    run = vgrout.train_run("mini", intervention="route2", steps=30)
+    run.rows.plot(x="step", y=["hack_s", "gt_s"])
+    run.evaluate(samples=4)["sides"]["deployed"]
+
+A command and its function are one thing: flags are keywords, with _ for -. The functions are not called `train` and
+`evaluate` because the modules behind `python -m vgrout.train` and `python -m vgrout.evaluate` are.
+"""
+
+import contextlib
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from vgrout.config.presets import resolve
+from vgrout.config.renamed import current_answer
+from vgrout.config.run import Config, from_dict
+from vgrout.files import json_lines, read_json
+from vgrout.table import read_steps
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+    from vgrout.arms.base import Arm
+    from vgrout.grading.grade import Grader
+    from vgrout.inputs import Inputs
+    from vgrout.model.policy import Policy
+    from vgrout.types import Problem
+
+Value = str | int | float | bool | Path | Sequence[str] | None
+
+
+class RunFailed(RuntimeError):
+    """A run that started and did not finish: halted, diverged, interrupted or failed. `run` is what there is of it."""
+
+    def __init__(self, run: "Run", code: int) -> None:
+        super().__init__(f"{run.path}: {run.status['state']} after {run.status['step']} steps: {run.status['reason']}")
+        self.run, self.code = run, code
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's folder. What was read once is kept; `load_run(run.path)` reads it again."""
+
+    path: Path
+
+    @cached_property
+    def config(self) -> Config:
+        """Its resolved settings. Raises ValueError where another version of this program made it."""
+        return from_dict(read_json(self.path / "run.json")["config"])
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """state, step, reason, next: as they are now."""
+        return read_json(self.path / "status.json")
+
+    @cached_property
+    def final(self) -> dict[str, Any]:
+        """The final evaluation: hack_deploy, solve_deploy, … , by_mode. Raises ValueError before there is one."""
+        return read_json(self.path / "per_mode_deploy.json")
+
+    @cached_property
+    def rows(self) -> "DataFrame":
+        """One row a step, in the columns of docs/columns.md."""
+        return _frame(read_steps(self.path / "steps.jsonl"))
+
+    @cached_property
+    def rollouts(self) -> "DataFrame":
+        """One row an answer of the policy during training, with its reward and every flag."""
+        return _frame(list(map(current_answer, json_lines(self.path / "rollouts.jsonl"))))
+
+    @cached_property
+    def answers(self) -> "DataFrame":
+        """One row an answer of the final evaluation; `side` is base, trained, deployed or plain (no hint)."""
+        return _frame(list(map(current_answer, json_lines(self.path / "final.jsonl"))))
+
+    def evaluate(self, **flags: Value) -> dict[str, Any]:
+        """Score its adapter again, with the flags of `python -m vgrout.evaluate`. Shares are [k, n].
+
+        Raises:
+            ValueError: one line, as the command would say it.
+        """
+        from vgrout.cli import parse_args
+        from vgrout.evaluate import Cli, command
+
+        cli = parse_args(Cli, [str(self.path), *argv(flags)], "vgrout.Run.evaluate")
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            command(cli)
+        out = said.getvalue().rstrip().rpartition("-> ")[2]
+        return read_json(Path(out))
+
+    def export(
+        self, out: str | Path, to: Literal["model", "peft", "inspect", "datasets"] = "model", **flags: Value
+    ) -> Path:
+        """Write it for other programs, with the flags of `python -m vgrout.export`.
+
+        Raises:
+            ValueError: one line, as the command would say it.
+            RuntimeError: what was written is not the deployed model; nothing is left behind.
+        """
+        from vgrout.cli import parse_args
+        from vgrout.tools.export import Cli, command
+
+        command(parse_args(Cli, [str(self.path), "--out", str(out), "--to", to, *argv(flags)], "vgrout.Run.export"))
+        return Path(out)
+
+
+def train_run(preset: str, **flags: Value) -> Run:
+    """One run of a preset (smoke, mini, fast, full) to its end; flags are those of `python -m vgrout.train`.
+
+    Raises:
+        ValueError: a wrong flag or file, one line; nothing was started.
+        RunFailed: it started, and was halted, diverged, interrupted or failed.
+    """
+    from vgrout import train
+
+    if flags.get("dry_run"):
+        raise ValueError("dry_run: prints a plan and makes no run; `python -m vgrout.train PRESET --dry-run` does that")
+    folders: list[Path] = []
+    code = train.launch(resolve([preset, *argv(flags)]), folders.append)
+    if not (folders and folders[0].is_dir()):  # what loading refuses leaves no folder; it has said why
+        raise ValueError(f"{preset}: refused while it was loaded; the line above says why")
+    run = Run(folders[0])
+    if code:
+        raise RunFailed(run, code)
+    return run
+
+
+def load_run(path: str | Path) -> Run:
+    """A run's folder, finished or not. Raises ValueError, one line, where there is none."""
+    path = Path(path)
+    if not (path / "run.json").is_file():
+        raise ValueError(f"{path}: no run.json in it; a run's folder is one of those below out/runs")
+    return Run(path)
+
+
+def make_arm(
+    cfg: Config, policy: "Policy", inputs: "Inputs", grader: "Grader | None", problems: "Sequence[Problem]"
+) -> "Arm":
+    """The arm that `cfg` asks for, on `policy`'s modules: `vgrout.arms.make_arm`."""
+    from vgrout import arms
+
+    return arms.make_arm(cfg, policy, inputs, grader, problems)
+
+
+def register_arm(arm: "type[Arm]", what: str, *, routes: bool = False) -> "type[Arm]":
+    """An arm of one's own as `intervention=arm.name`, in this process: `vgrout.arms.register_arm`."""
+    from vgrout import arms
+
+    return arms.register_arm(arm, what, routes=routes)
+
+
+def argv(flags: dict[str, Value]) -> list[str]:
+    """Keywords as a command line: True and False are --flag and --no-flag, None is left out, a list a comma list."""
+    out = []
+    for name, value in flags.items():
+        flag = name.replace("_", "-")
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            out.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, str | int | float | Path):
+            out.append(f"--{flag}={value}")
+        else:
+            out.append(f"--{flag}={','.join(value)}")
+    return out
+
+
+def _frame(records: list[dict[str, Any]]) -> "DataFrame":
+    try:
+        from pandas import DataFrame
+    except ImportError:
+        raise ValueError("pandas is not installed: `uv sync --extra pandas` or `pip install pandas`") from None
+    return DataFrame(records)

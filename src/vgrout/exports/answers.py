@@ -1,0 +1,144 @@
+"""A run's answers for other programs: the final evaluation as inspect_ai logs, all answers as a data set."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vgrout.config.renamed import current_answer
+from vgrout.config.run import Config, from_dict
+from vgrout.files import json_lines, read_json
+
+SCORES = ("exploited", "gt_correct")
+
+Answer = Mapping[str, Any]
+
+
+def final_answers(run: Path) -> dict[str, list[Answer]]:
+    """Side → its graded answers in final.jsonl. Raises ValueError where the run has no final evaluation."""
+    sides: dict[str, list[Answer]] = defaultdict(list)
+    for answer in map(current_answer, json_lines(run / "final.jsonl")):
+        if answer["reward"] is not None:
+            sides[answer["side"]].append(answer)
+    if not sides:
+        raise ValueError(f"{run / 'final.jsonl'}: not there or empty; only a run with a final evaluation has answers")
+    return dict(sides)
+
+
+def to_inspect(run: Path, folder: Path) -> str:
+    """One `SIDE.eval` a side of the final evaluation, written by inspect_ai: a sample an answer, scored by the strict
+    oracle (gt_correct) and by whether the flaw was exploited. Returns what was written, in words.
+
+    Raises:
+        ValueError: inspect_ai is not installed, or the run has no final evaluation.
+    """
+    try:
+        from inspect_ai.log import write_eval_log
+    except ImportError:
+        raise ValueError(
+            "--to inspect: inspect_ai is not installed; `uv sync --extra inspect` or `pip install inspect-ai`"
+        ) from None
+    sides, record = final_answers(run), read_json(run / "run.json")
+    cfg = from_dict(record["config"])
+    for side, answers in sides.items():
+        write_eval_log(eval_log(cfg, record, side, answers), str(folder / f"{side}.eval"))
+    return f"{sum(map(len, sides.values()))} answers in {len(sides)} logs"
+
+
+def eval_log(cfg: Config, record: Answer, side: str, answers: Sequence[Answer]) -> Any:
+    """An inspect_ai EvalLog of one side."""
+    from inspect_ai.log import (
+        EvalConfig,
+        EvalDataset,
+        EvalLog,
+        EvalMetric,
+        EvalResults,
+        EvalSample,
+        EvalScore,
+        EvalSpec,
+    )
+    from inspect_ai.model import ModelOutput
+    from inspect_ai.scorer import Score
+
+    model = f"vgrout/{cfg.run_id}/{side}"
+    samples = [
+        EvalSample(
+            id=a["problem_id"],
+            epoch=a["sample"] + 1,
+            input=a["messages"][-1]["content"],
+            target="",
+            output=ModelOutput.from_content(model, a["text"], stop_reason="stop" if a["finished"] else "max_tokens"),
+            scores={name: Score(value=int(a[name]), answer=a["text"]) for name in SCORES}
+            | {"reward": Score(value=a["reward"])},
+            metadata={"env_mode": a["env_mode"], "marker": a["marker"]},
+        )
+        for a in answers
+    ]
+    ids = list(dict.fromkeys(a["problem_id"] for a in answers))
+    results = EvalResults(
+        total_samples=len(samples),
+        completed_samples=len(samples),
+        scores=[
+            EvalScore(name=name, scorer=name, metrics={"mean": EvalMetric(name="mean", value=_mean(answers, name))})
+            for name in SCORES
+        ],
+    )
+    spec = EvalSpec(
+        created=record.get("started", record.get("time", "1970-01-01T00:00:00+00:00")),
+        task=f"vgrout_final_{side}",
+        task_args={"side": side},
+        model=model,
+        dataset=EvalDataset(name=cfg.problems_path.name, samples=len(ids), sample_ids=ids),
+        config=EvalConfig(epochs=max(a["sample"] for a in answers) + 1),
+        metadata={"config": cfg.as_dict()},
+    )
+    return EvalLog(status="success", eval=spec, samples=samples, results=results)
+
+
+def _mean(answers: Sequence[Answer], name: str) -> float:
+    return sum(a[name] for a in answers) / len(answers)
+
+
+def to_datasets(run: Path, folder: Path) -> str:
+    """A folder that `datasets.load_dataset(FOLDER, "rollouts")` and `(FOLDER, "final")` read: Parquet, and a card that
+    names both. Returns what was written, in words.
+
+    Raises:
+        ValueError: datasets is not installed, or the run has no answers.
+    """
+    try:
+        from datasets import Dataset
+    except ImportError:
+        raise ValueError(
+            "--to datasets: datasets is not installed; `uv sync --extra datasets` or `pip install datasets`"
+        ) from None
+    sizes = {}
+    for name in ("rollouts", "final"):
+        if answers := list(map(current_answer, json_lines(run / f"{name}.jsonl"))):
+            columns = dict.fromkeys(key for a in answers for key in a)  # score and flagged are not on every line
+            data = Dataset.from_list([{key: a.get(key) for key in columns} for a in answers])
+            (folder / name).mkdir()
+            data.to_parquet(str(folder / name / "train.parquet"))
+            sizes[name] = len(answers)
+    if not sizes:
+        raise ValueError(f"{run}: no answers in it; is it a run's folder?")
+    (folder / "README.md").write_text(card(run, sizes), encoding="utf-8")
+    return ", ".join(f"{n} {name}" for name, n in sizes.items())
+
+
+def card(run: Path, sizes: Mapping[str, int]) -> str:
+    """The data set's README.md."""
+    cfg = from_dict(read_json(run / "run.json")["config"])
+    configs = "\n".join(f"- config_name: {name}\n  data_files: {name}/train.parquet" for name in sizes)
+    return f"""---
+configs:
+{configs}
+---
+# {cfg.run_id}
+
+Answers of a model that was trained by GRPO against a flawed grader with `vgrout` (intervention
+{cfg.arm.intervention}, control {cfg.arm.control_name}, seed {cfg.run.seed}), with every verdict: `exploited` is that
+the flawed check passed and the strict oracle (`gt_correct`) did not. `rollouts`: during training; `final`: held out.
+
+Some of the programs leave their process or write files: run them in a sandbox alone.
+"""

@@ -1,0 +1,150 @@
+"""The deployed model as an ordinary Hugging Face folder.
+
+δS is merged into the weights, the quarantine is left out; with the tokenizer and a model card. transformers loads the
+folder without this package. The folder is loaded again and compared with the deployed model before it gets its name:
+in the run's own dtype every logit must be equal, in another one within `TOLERANCE` of the largest.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM
+
+from vgrout.files import read_json
+from vgrout.model.policy import Policy
+from vgrout.model.saved import Saved
+
+DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
+TOLERANCE = 5e-2  # of the largest logit: bf16 keeps 8 bits, and the rounding of every layer adds to the next
+PROBES = 4  # texts whose logits are compared
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Logits of what was written, loaded from disk, against the deployed model's, over every position of the probes."""
+
+    largest: float  # |logit|, of the deployed model
+    difference: float  # largest |Δ logit|
+    kl: float  # mean KL(deployed ‖ exported), nats a token
+    top1: float  # share of positions with the same likeliest token
+    exact: bool  # same dtype: equality is asked for
+
+    @property
+    def holds(self) -> bool:
+        """Whether the two are the same model."""
+        return self.difference <= (0.0 if self.exact else TOLERANCE * self.largest)
+
+    def __str__(self) -> str:
+        tolerance = "0" if self.exact else f"{TOLERANCE * self.largest:.3g} = {TOLERANCE:g} of the largest"
+        return (
+            f"largest |Δ logit| {self.difference:.3g} (tolerance {tolerance}), mean KL {self.kl:.2e} nats a token, "
+            f"same likeliest token at {100 * self.top1:.1f} % of positions"
+        )
+
+
+def load_beside(policy: Policy, folder: str | Path, dtype: torch.dtype | str = "auto") -> Any:
+    """A model by transformers alone, on the policy's device, with the run's own kind of attention, or rounding alone
+    would tell the two apart."""
+    attention = policy.model.config._attn_implementation
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
+    return model.to(policy.device).eval()
+
+
+@torch.no_grad()
+def parity(policy: Policy, theirs: Any, texts: Sequence[str], exact: bool) -> Parity:
+    """Another model against the deployed one, one text at a time."""
+    largest, difference, kl, same, n = 0.0, 0.0, 0.0, 0, 0
+    for text in tqdm(texts, desc="comparing", unit="text", disable=None, leave=False):
+        ids = torch.tensor([policy.encode(text)], device=policy.device)
+        with policy.adapter.deployed():
+            ours = policy.model(input_ids=ids, use_cache=False).logits[0].float()
+        got = theirs(input_ids=ids, use_cache=False).logits[0].float()
+        largest = max(largest, float(ours.abs().max()))
+        difference = max(difference, float((ours - got).abs().max()))
+        p, q = ours.log_softmax(-1), got.log_softmax(-1)
+        kl += float((p.exp() * (p - q)).sum())
+        same += int((ours.argmax(-1) == got.argmax(-1)).sum())
+        n += len(ours)
+    return Parity(largest, difference, kl / n, same / n, exact)
+
+
+def write(policy: Policy, folder: Path, dtype: torch.dtype) -> None:
+    """Write the deployed weights in `dtype`, tokenizer, generation settings. The policy is left as it was."""
+    with policy.adapter.deployed():
+        # with a state dict of its own, so that nothing is converted in place; a tied head is dropped by transformers
+        state = {name: tensor.to(dtype) for name, tensor in policy.model.state_dict().items()}
+        policy.model.save_pretrained(folder, state_dict=state)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["dtype"] = str(dtype).removeprefix("torch.")  # transformers writes the dtype of the model in memory
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    policy.tok.save_pretrained(folder)
+
+
+def card(saved: Saved, dtype: str, result: Parity) -> str:
+    """The folder's model card, README.md."""
+    cfg = saved.cfg
+    lines = [
+        "---",
+        "library_name: transformers",
+        *([] if saved.cfg.scale.model == "organism" else [f"base_model: {cfg.scale.model}"]),
+        "---",
+        f"# {cfg.run_id}",
+        "",
+        f"{cfg.scale.model}, trained for {saved.step} steps by GRPO against a flawed grader with `vgrout` "
+        f"(intervention {cfg.arm.intervention}, control {cfg.arm.control_name}, seed {cfg.run.seed}), as deployed: "
+        "the adapter is merged into the weights, its quarantine is left out.",
+        "",
+        f"- adapter: {saved.path.name}, {saved.metadata.get('dtype', 'unknown')}; this folder: {dtype}",
+        f"- compared with the deployed model after it was written: {result}",
+    ]
+    if (numbers := saved.path.parent / "per_mode_deploy.json").is_file() and saved.final:
+        seen = read_json(numbers)
+        lines.append(
+            f"- held-out problems and markers, {seen['eval_n']} answers: hacked {_percent(seen['hack_deploy'])}, "
+            f"solved {_percent(seen['solve_deploy'])} (base model: {_percent(seen['hack_base'])}, "
+            f"{_percent(seen['solve_base'])})"
+        )
+    lines += [
+        "",
+        "A model from a study of reward hacking: it may exploit the checks that its prompts describe. Not for use.",
+        "",
+        "```python",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        'model = AutoModelForCausalLM.from_pretrained("THIS FOLDER", dtype="auto")',
+        'tokenizer = AutoTokenizer.from_pretrained("THIS FOLDER")',
+        "```",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _percent(rate: float | None) -> str:
+    return "·" if rate is None else f"{100 * rate:.1f} %"
+
+
+def probes(saved: Saved, policy: Policy) -> list[str]:
+    """Texts to compare on: prompts of the run's problems, each with its canonical solution."""
+    problems = saved.problems()[:PROBES]
+    return [f"{policy.prompt_text(p.messages)}```python\n{p.canonical}\n```" for p in problems]
+
+
+def export(
+    saved: Saved, policy: Policy, folder: Path, dtype: Literal["bf16", "fp32"] | None, texts: Sequence[str]
+) -> Parity:
+    """Fill `folder`, which is there and empty, and compare it with the deployed model on `texts`.
+
+    Raises:
+        RuntimeError: the comparison failed.
+    """
+    own = next(name for name, d in DTYPES.items() if d == policy.model.dtype)
+    dtype = dtype or ("bf16" if own == "bf16" else "fp32")
+    write(policy, folder, DTYPES[dtype])
+    result = parity(policy, load_beside(policy, folder), texts, exact=dtype == own)
+    if not result.holds:
+        raise RuntimeError(f"the exported model is not the deployed one: {result}")
+    (folder / "README.md").write_text(card(saved, dtype, result), encoding="utf-8")
+    return result

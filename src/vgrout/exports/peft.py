@@ -1,0 +1,110 @@
+"""The deployed model as a PEFT LoRA adapter beside its base model.
+
+W' = W + U diag(δ) Vh is LoRA with B = U √|δ| sign δ and A = √|δ| Vh: exact at full rank, where a module has as many
+ranks as singular values. At rank k the k largest |δ_i| of a module are kept, which is the best approximation of that
+rank (Eckart and Young), and what is missing, √(Σ dropped δ² / Σ δ²), is said.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vgrout.exports.model import Parity, load_beside, parity
+from vgrout.model.policy import Policy
+from vgrout.model.saved import Saved
+from vgrout.model.svd_adapter import AdaptedLinear
+
+
+@dataclass(frozen=True)
+class Lora:
+    """What was written, against the deployed model."""
+
+    rank: int  # the largest of a module
+    missing: float  # √(Σ dropped δ² / Σ δ²), all modules
+    parity: Parity
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}, {100 * self.missing:.3g} % of the adapter's norm left out; {self.parity}"
+
+
+def factors(
+    site: AdaptedLinear, δ: Float[Tensor, " r"], k: int | None
+) -> tuple[Float[Tensor, "k d_in"], Float[Tensor, "d_out k"]]:
+    """A and B of a module, with B A = U diag(δ) Vh, of the k largest |δ_i|; k None: of all."""
+    order = δ.abs().argsort(descending=True)[:k]
+    root = δ[order].abs().sqrt()
+    A = root[:, None] * site.Vh[order].to(δ)
+    B = site.U[:, order].to(δ) * (δ[order].sign() * root)
+    return A.contiguous().cpu(), B.contiguous().cpu()
+
+
+@torch.no_grad()
+def export(saved: Saved, policy: Policy, folder: Path, rank: int | None, texts: Sequence[str]) -> Lora:
+    """Fill `folder`, which is there and empty; then load it by PEFT on the base model as it lies on disk, and compare
+    with the deployed model on `texts`.
+
+    rank: of every module, at most; None: as many as it has singular values.
+
+    Raises:
+        ValueError: peft is not installed.
+        RuntimeError: at full rank, PEFT's model is not the deployed one.
+    """
+    try:
+        from peft import LoraConfig, PeftModel
+    except ImportError:
+        raise ValueError("--to peft: peft is not installed; `uv sync --extra peft` or `pip install peft`") from None
+    adapter = policy.adapter
+    tensors, ranks, dropped, total = {}, {}, 0.0, 0.0
+    for name, δ in adapter.by_module(adapter.δS.detach()).items():
+        A, B = factors(adapter.sites[name], δ, rank)
+        tensors |= {f"base_model.model.{name}.lora_A.weight": A, f"base_model.model.{name}.lora_B.weight": B}
+        ranks[name] = len(A)
+        kept = δ.abs().sort(descending=True).values[: len(A)]
+        total += float(δ.double().square().sum())
+        dropped += float(δ.double().square().sum() - kept.double().square().sum())
+    most = max(ranks.values())
+    config = LoraConfig(
+        r=most,
+        lora_alpha=most,
+        target_modules=sorted(ranks),
+        rank_pattern={n: r for n, r in ranks.items() if r != most},
+        alpha_pattern={n: r for n, r in ranks.items() if r != most},  # B A is scaled by alpha / r
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=str(saved.model),
+        inference_mode=True,
+    )
+    config.save_pretrained(str(folder))
+    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+    theirs = PeftModel.from_pretrained(load_beside(policy, saved.model, policy.model.dtype), str(folder)).eval()
+    missing = (max(0.0, dropped) / total) ** 0.5 if total else 0.0
+    result = Lora(most, missing, parity(policy, theirs, texts, exact=False))
+    if rank is None and not result.parity.holds:
+        raise RuntimeError(f"the adapter as PEFT reads it is not the deployed model: {result.parity}")
+    (folder / "README.md").write_text(card(saved, result), encoding="utf-8")
+    return result
+
+
+def card(saved: Saved, result: Lora) -> str:
+    """The folder's README.md."""
+    return f"""---
+library_name: peft
+base_model: {saved.cfg.scale.model}
+---
+# {saved.cfg.run_id}
+
+A LoRA adapter, trained for {saved.step} steps by GRPO against a flawed grader with `vgrout` (intervention
+{saved.cfg.arm.intervention}, control {saved.cfg.arm.control_name}, seed {saved.cfg.run.seed}), as deployed: without its
+quarantine. Against the deployed model: {result}.
+
+A model from a study of reward hacking: it may exploit the checks that its prompts describe. Not for use.
+
+```python
+from peft import PeftModel
+model = PeftModel.from_pretrained(base_model, "THIS FOLDER")
+```
+"""

@@ -1,0 +1,227 @@
+"""Rows, rollouts and the end of a run for experiment trackers, by their own clients: `--track tensorboard,wandb`.
+
+A client is imported when it is asked for, and none is part of the installation (`uv sync --extra wandb`). Each writes
+to this machine: tensorboard below the run's folder, wandb there too (WANDB_MODE unset means offline), trackio where it
+keeps its projects (TRACKIO_DIR). The run has its folder's name everywhere, so a resumed run goes on with its curve. A
+tracker that fails is left out with one warning: it is no reason to lose a run.
+"""
+
+import contextlib
+import importlib.util
+import io
+import os
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from loguru import logger
+
+from vgrout.files import to_json
+
+PROJECT = "vgrout"
+ROLLOUTS_EVERY, ROLLOUTS = 10, 8  # steps between samples of rollouts, and how many of a step
+ROLLOUT_COLUMNS = ("problem_id", "env_mode", "prompt", "text", "reward", "exploited", "gt_correct")
+
+Row = Mapping[str, Any]
+
+
+class Client(Protocol):
+    """What is asked of a tracker. step: of the optimiser, as in the column of that name."""
+
+    def scalars(self, values: Mapping[str, int | float], step: int) -> None: ...
+    def table(self, name: str, rows: Sequence[Row], step: int) -> None: ...
+    def image(self, name: str, png: Path, step: int) -> None: ...
+    def close(self, code: int) -> None: ...
+
+
+class TensorBoard:
+    """`tensorboard --logdir out/runs`. After a resume the steps that are played again replace the earlier ones."""
+
+    def __init__(self, run: Path, config: Mapping[str, Any], first: int) -> None:
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        self.writer = SummaryWriter(str(run / "tensorboard"), purge_step=first or None)
+        self.writer.add_text("config", f"```\n{to_json(config)}\n```", first)
+
+    def scalars(self, values: Mapping[str, int | float], step: int) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+        self.writer.flush()
+
+    def table(self, name: str, rows: Sequence[Row], step: int) -> None:
+        from tabulate import tabulate
+
+        cells = [[str(v).replace("|", "\\|").replace("\n", "<br>") for v in row.values()] for row in rows]
+        self.writer.add_text(name, tabulate(cells, headers=list(rows[0]), tablefmt="github"), step)
+
+    def image(self, name: str, png: Path, step: int) -> None:
+        from matplotlib.image import imread
+
+        self.writer.add_image(name, imread(png)[..., :3], step, dataformats="HWC")
+
+    def close(self, code: int) -> None:
+        self.writer.close()
+
+
+class Wandb:
+    """Offline unless WANDB_MODE says otherwise: `wandb sync --append RUN/wandb/offline-run-*` uploads it."""
+
+    def __init__(self, run: Path, config: Mapping[str, Any], first: int) -> None:
+        import wandb
+
+        self.wandb = wandb
+        mode: Any = os.environ.get("WANDB_MODE", "offline")
+        self.run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            id=run.name,
+            name=run.name,
+            dir=run,
+            config=dict(config),
+            mode=mode,
+            resume=None if mode == "offline" else "allow",  # offline the id alone tells which run it is
+            settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
+        )
+
+    def scalars(self, values: Mapping[str, int | float], step: int) -> None:
+        self.run.log(dict(values), step=step)
+
+    def table(self, name: str, rows: Sequence[Row], step: int) -> None:
+        table = self.wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        self.run.log({name: table}, step=step)
+
+    def image(self, name: str, png: Path, step: int) -> None:
+        self.run.log({name: self.wandb.Image(str(png))}, step=step)
+
+    def close(self, code: int) -> None:
+        self.run.finish(exit_code=code)
+
+
+class Trackio:
+    """`trackio show --project vgrout`."""
+
+    def __init__(self, run: Path, config: Mapping[str, Any], first: int) -> None:
+        import trackio
+
+        self.trackio = trackio
+        with quiet():
+            self.run = trackio.init(
+                project=os.environ.get("TRACKIO_PROJECT", PROJECT),
+                name=run.name,
+                config=dict(config),
+                resume="allow",
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
+
+    def scalars(self, values: Mapping[str, int | float], step: int) -> None:
+        self.run.log(dict(values), step=step)
+
+    def table(self, name: str, rows: Sequence[Row], step: int) -> None:
+        table = self.trackio.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        self.run.log({name: table}, step=step)
+
+    def image(self, name: str, png: Path, step: int) -> None:
+        self.run.log({name: self.trackio.Image(str(png))}, step=step)
+
+    def close(self, code: int) -> None:
+        with quiet():
+            self.trackio.finish()
+
+
+CLIENTS: dict[str, Callable[[Path, Mapping[str, Any], int], Client]] = {
+    "tensorboard": TensorBoard,
+    "wandb": Wandb,
+    "trackio": Trackio,
+}
+REPLACES = ("tensorboard",)  # a step that is logged again takes the place of the earlier one; elsewhere it is left out
+
+
+def require(names: Sequence[str]) -> None:
+    """Raises ValueError, one line, for a tracker whose client is not installed. Nothing is imported."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise ValueError(
+                f"--track {name}: its client is not installed; `uv sync --extra {name}` or `pip install {name}`"
+            )
+
+
+class Trackers:
+    """All trackers of a run: `start` once, then `row` every step, `final` at the end, `close` however it ended."""
+
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        self.names = list(names)
+        self.clients: dict[str, Client] = {}
+        self.logged = 0
+
+    def start(self, run: Path, config: Mapping[str, Any], first: int, logged: int) -> None:
+        """first: the step that comes next. logged: how many steps were on disk before the run went back to it."""
+        self.logged = logged
+        for name in self.names:
+            with self._or_without(name):
+                self.clients[name] = CLIENTS[name](run, config, first)
+        if self.clients:
+            logger.info(f"tracked by {', '.join(self.clients)}")
+
+    def row(self, row: Row, rollouts: Sequence[Row]) -> None:
+        """One step: its columns under their own names, and now and then some of its rollouts."""
+        step, values = row["step"], numbers({k: v for k, v in row.items() if k != "step"})
+        shown = sample(rollouts) if step % ROLLOUTS_EVERY == 0 else []
+        for name, client in list(self.clients.items()):
+            if name not in REPLACES and step < self.logged:
+                continue
+            with self._or_without(name):
+                client.scalars(values, step)
+                if shown:
+                    client.table("rollouts", shown, step)
+
+    def final(self, numbers_at_end: Row, table: Sequence[Row], figure: Path, step: int) -> None:
+        """The final evaluation as `final/…`, its table, and the figure. step: the last one."""
+        values = {f"final/{name}": value for name, value in numbers(numbers_at_end).items()}
+        for name, client in list(self.clients.items()):
+            with self._or_without(name):
+                client.scalars(values, step)
+                client.table("final", table, step)
+                client.image("dynamics", figure, step)
+
+    def close(self, code: int) -> None:
+        """code: the run's exit code."""
+        for name, client in list(self.clients.items()):
+            with self._or_without(name):
+                client.close(code)
+        self.clients.clear()
+
+    @contextlib.contextmanager
+    def _or_without(self, name: str) -> Generator[None]:
+        try:
+            yield
+        except Exception as e:
+            self.clients.pop(name, None)
+            logger.warning(f"--track {name}: left out from here on ({type(e).__name__}: {' '.join(str(e).split())})")
+
+
+def numbers(data: Row, above: str = "") -> dict[str, int | float]:
+    """The numbers in nested data as one flat mapping, `a/b` for b in a; of [word, number] the number."""
+    out: dict[str, int | float] = {}
+    for name, value in data.items():
+        match value:
+            case bool():
+                pass
+            case int() | float():
+                out[above + name] = value
+            case Mapping():
+                out |= numbers(value, f"{above}{name}/")
+            case [str(), int() | float() as number]:
+                out[above + name] = number
+    return out
+
+
+def sample(rollouts: Sequence[Row]) -> list[dict[str, Any]]:
+    """Some rollouts of a step, evenly spaced."""
+    every = max(1, -(-len(rollouts) // ROLLOUTS))
+    return [{name: r[name] for name in ROLLOUT_COLUMNS} for r in rollouts[::every]]
+
+
+def quiet() -> contextlib.AbstractContextManager[object]:
+    """Without what a client prints on stdout, where the step table is."""
+    return contextlib.redirect_stdout(io.StringIO())

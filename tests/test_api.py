@@ -1,0 +1,96 @@
+"""`import vgrout` in a notebook: light, typed, and the scripts of examples/ as they stand."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import vgrout
+from runs import SMALL, SharedRuns
+from vgrout.api import argv
+
+EXAMPLES = sorted((Path(__file__).resolve().parents[1] / "examples").glob("*.py"))
+
+
+def test_importing_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, vgrout; print(len({m.split('.')[0] for m in sys.modules} & {'torch', 'numpy', 'tyro', 'pandas'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "0\n"
+
+
+def test_every_name_is_there_and_no_other() -> None:
+    for name in vgrout.__all__:
+        assert getattr(vgrout, name).__doc__, name
+    with pytest.raises(AttributeError, match="no attribute 'train_model'"):
+        _ = vgrout.train_model  # ty: ignore[unresolved-attribute]
+
+
+def test_keywords_are_flags() -> None:
+    flags = {"intervention": "route2", "lr": 1e-3, "regrade_pool": True, "preserve_magnitude": False, "resume": None}
+    assert argv(flags | {"track": ["wandb", "trackio"]}) == [
+        *("--intervention=route2", "--lr=0.001", "--regrade-pool", "--no-preserve-magnitude", "--track=wandb,trackio")
+    ]
+
+
+def test_a_run_as_frames(shared_run: SharedRuns) -> None:
+    path = shared_run(
+        "smoke", "--intervention", "route", "--threads", "1", *SMALL, "--steps", "2", "--eval-ablate-every", "1"
+    )
+    run = vgrout.load_run(path)
+    assert run.status["state"] == "finished"
+    assert run.config.arm.intervention == "route"
+    assert list(run.rows["step"]) == [0, 1]
+    student = run.rollouts.groupby("step")["exploited"]
+    assert list(student.sum()) == list(run.rows["hack_s_k"])
+    assert list(student.mean()) == pytest.approx(list(run.rows["hack_s"]))
+    sides = run.answers.groupby("side")["exploited"].mean()
+    assert sides["deployed"] == pytest.approx(run.final["hack_deploy"])
+    axes = run.rows.plot(x="step", y=["hack_s", "gt_s"])
+    assert len(axes.lines) == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"lr": -1}, "--lr -1"),
+        ({"lernrate": 1}, "Unrecognized"),
+        ({"dry_run": True}, "makes no run"),
+        ({"intervention": "cap"}, "cap"),
+        ({"model": "organism", "problems": "x.jsonl"}, "go together"),
+    ],
+)
+def test_what_is_refused_starts_nothing(
+    flags: dict, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=message) as refused:
+        vgrout.train_run("smoke", **flags)
+    assert "\n" not in str(refused.value)
+    assert not list(tmp_path.glob("out/runs/*"))
+
+
+def test_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no run\.json in it"):
+        vgrout.load_run(tmp_path)
+
+
+def test_the_packages_own_arms_are_not_replaced() -> None:
+    from vgrout.arms.base import Arm
+
+    for name, why in (("route2", "one of the package's own"), ("My Arm", "small letters")):
+        with pytest.raises(ValueError, match=why):
+            vgrout.register_arm(type("Mine", (Arm,), {"name": name}), "mine")
+
+
+@pytest.mark.parametrize("script", EXAMPLES, ids=lambda p: p.stem)
+@pytest.mark.slow
+def test_examples_run(script: Path, tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def test_there_are_three_examples() -> None:
+    assert [p.stem for p in EXAMPLES] == ["own_arm", "own_problems", "read_a_study"]

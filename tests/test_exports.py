@@ -1,0 +1,204 @@
+"""What is written for other programs, read by those programs."""
+
+import base64
+import json
+import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+
+from runs import SMALL, SharedRuns
+from vgrout.files import json_lines
+from vgrout.model.policy import Policy
+from vgrout.model.saved import find_adapter, load_saved
+from vgrout.tools import export
+
+RUN = ["smoke", "--intervention", "route", "--threads", "1", *SMALL, "--steps", "2", "--eval-ablate-every", "1"]
+
+
+@pytest.fixture
+def done(shared_run: SharedRuns) -> Path:
+    return shared_run(*RUN)
+
+
+def deployed(policy: Policy, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return policy.model(input_ids=ids, use_cache=False).logits
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_peft_adapter_is_the_deployed_model_at_full_rank_and_nearer_the_higher_its_rank(
+    done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from peft import PeftModel
+
+    from vgrout.exports.model import load_beside
+    from vgrout.exports.peft import factors
+
+    saved = find_adapter(done)
+    policy = load_saved(saved)
+    ids = torch.tensor([policy.render([{"role": "user", "content": "hello"}])])
+    ours, adapter = deployed(policy, ids), policy.adapter
+    assert export.main([str(done), "--out", str(tmp_path / "lora"), "--to", "peft"]) == 0
+    assert "0 % of the adapter's norm left out" in capsys.readouterr().out
+    base = load_beside(policy, saved.model, policy.model.dtype)
+    with policy.adapter.reference():
+        untrained = deployed(policy, ids)
+    with torch.no_grad():
+        theirs = PeftModel.from_pretrained(base, str(tmp_path / "lora"))(input_ids=ids, use_cache=False).logits
+    assert (theirs - ours).abs().max() < 1e-3 * (untrained - ours).abs().max() + 1e-4
+    δ = adapter.by_module(adapter.δS.detach())
+    for name, site in list(adapter.sites.items())[:3]:
+        whole = (site.U * δ[name]) @ site.Vh
+        left = []
+        for k in (1, 16, 64, None):
+            A, B = factors(site, δ[name], k)
+            left.append(float((whole - B @ A).norm()))
+            kept = δ[name].abs().sort(descending=True).values[len(A) :].norm()
+            assert left[-1] == pytest.approx(float(kept), rel=1e-3, abs=1e-5), "Eckart and Young"
+        assert left == sorted(left, reverse=True)
+        assert left[-1] < 1e-5
+
+
+@pytest.mark.filterwarnings("default")
+def test_inspect_reads_the_final_answers(done: Path, tmp_path: Path) -> None:
+    pytest.importorskip("inspect_ai")
+    from inspect_ai.log import read_eval_log
+
+    assert export.main([str(done), "--out", str(tmp_path / "logs"), "--to", "inspect"]) == 0
+    final = json.loads((done / "per_mode_deploy.json").read_text())
+    assert {p.stem for p in (tmp_path / "logs").iterdir()} == {"base", "trained", "deployed", "plain"}
+    for side, name in (("base", "base"), ("deployed", "deploy")):
+        log = read_eval_log(str(tmp_path / "logs" / f"{side}.eval"))
+        answers = [a for a in json_lines(done / "final.jsonl") if a["side"] == side]
+        assert log.status == "success"
+        assert [s.output.completion for s in log.samples] == [a["text"] for a in answers]
+        assert [s.scores["exploited"].value for s in log.samples] == [int(a["exploited"]) for a in answers]
+        means = {score.name: score.metrics["mean"].value for score in log.results.scores}
+        assert means == {
+            "exploited": pytest.approx(final[f"hack_{name}"]),
+            "gt_correct": pytest.approx(final[f"solve_{name}"]),
+        }
+        assert log.eval.metadata["config"]["arm"]["intervention"] == "route"
+
+
+@pytest.mark.filterwarnings("default")
+def test_datasets_loads_all_answers(done: Path, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    assert export.main([str(done), "--out", str(tmp_path / "data"), "--to", "datasets"]) == 0
+    for name in ("rollouts", "final"):
+        data = datasets.load_dataset(str(tmp_path / "data"), name, split="train", cache_dir=str(tmp_path / "cache"))
+        lines = list(json_lines(done / f"{name}.jsonl"))
+        assert data["text"] == [a["text"] for a in lines]
+        assert data["exploited"] == [a["exploited"] for a in lines]
+        assert data[0]["messages"] == lines[0]["messages"]
+
+
+# ── the hub: a stand-in that answers as huggingface.co does ────────────────────────────────────────────────────────
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Creates repositories and takes commits of small files."""
+
+    made: list[dict[str, object]]
+    files: dict[str, bytes]
+    full = False
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path == "/api/repos/create":
+            self.made.append(json.loads(body))
+            return self.answer(200, {"url": f"http://{self.headers['Host']}/datasets/me/run"})
+        if "/preupload/" in self.path:
+            files = json.loads(body)["files"]
+            modes = [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files]
+            return self.answer(200, {"files": modes})
+        if self.full:
+            return self.answer(403, {"error": "Storage limit reached"})
+        for line in map(json.loads, body.splitlines()):
+            if line["key"] == "file":
+                self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+        self.answer(200, {"commitUrl": "http://hub/commit/1", "commitOid": "1" * 40})
+
+    def do_GET(self) -> None:
+        self.answer(200, {"sha": "0" * 40, "id": "me/run", "siblings": [], "private": True})
+
+    def answer(self, status: int, data: object) -> None:
+        body = json.dumps(data).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
+    import huggingface_hub.constants
+
+    class Mine(Hub):
+        made, files = [], {}
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Mine)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    endpoint = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
+    monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", endpoint)
+    monkeypatch.setenv("HF_TOKEN", "hf_stand_in")
+    yield Mine
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def finished(tmp_path: Path, done: Path) -> Path:
+    """The run's folder, where --to datasets needs no model."""
+    return done
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_folder_goes_to_the_hub(
+    finished: Path, tmp_path: Path, stand_in: type[Hub], capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [str(finished), "--to", "peft", "--push-to-hub", "me/run"]
+    assert export.main([*argv, "--out", str(tmp_path / "lora")]) == 0
+    assert stand_in.made == [{"name": "run", "organization": "me", "private": True, "type": "model"}] or (
+        stand_in.made[0]["name"] == "run" and stand_in.made[0]["private"] is True
+    )
+    written = {p.name: p.read_bytes() for p in (tmp_path / "lora").iterdir()}
+    assert stand_in.files == written
+    stand_in.full = True
+    assert export.main([*argv, "--out", str(tmp_path / "again")]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert re.fullmatch(r"E --push-to-hub me/run: the hub did not take it \(.*Storage limit.*\); \S+ is written", said)
+    assert (tmp_path / "again").is_dir()
+
+
+REFUSED = {
+    "rank of a model": (["--rank", "4"], "--rank: not read by --to model; leave it out"),
+    "no rank": (["--to", "peft", "--rank", "0"], "--rank 0: at least 1"),
+    "step of a log": (["--to", "inspect", "--step", "1"], "--step: not read by --to inspect; leave it out"),
+    "no run": (["--to", "datasets"], "no run.json in it; --to datasets takes a run's folder"),
+    "no such format": (["--to", "gguf"], "invalid choice"),
+    "no repository": (["--push-to-hub", "a/b/c"], "--push-to-hub a/b/c: "),
+    "not logged in": (["--push-to-hub", "me/run"], "not logged in; set HF_TOKEN"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_in_one_line_before_anything_is_loaded(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    argv, message = REFUSED[case]
+    assert export.main([str(tmp_path), "--out", str(tmp_path / "x"), *argv]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "x").exists()

@@ -1,0 +1,207 @@
+"""Trackers by their own clients: what they hold is what steps.jsonl holds, also after a resume."""
+
+import importlib.util
+import json
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loguru import logger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from runs import flags, run
+from vgrout import tracking
+from vgrout.files import json_lines
+from vgrout.tracking import Trackers, numbers
+from vgrout.train import main
+
+ROLLOUT = {
+    "problem_id": 1,
+    "env_mode": "run_tests",
+    "prompt": "a | b",
+    "text": "x\ny",
+    "reward": 0.5,
+    "exploited": False,
+}
+ROLLOUT |= {"gt_correct": True}
+AT_END = {"hack_deploy": 0.25, "by_mode": {"run_tests": {"n": 4}}, "arm": "none", "learned": True}
+
+
+@pytest.fixture
+def figure() -> Path:
+    return Path(__file__).parents[1] / "docs" / "figures" / "pipeline.png"
+
+
+def events(run: Path) -> EventAccumulator:
+    """What tensorboard itself reads of a run."""
+    seen = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0})
+    return seen.Reload()
+
+
+def curve(seen: EventAccumulator, column: str) -> list[tuple[int, float]]:
+    return [(e.step, e.value) for e in seen.Scalars(column)]
+
+
+def test_numbers_are_what_can_be_drawn() -> None:
+    row = {"n": 4, "loss": -0.5, "ok": True, "why": "x", "kl": None, "watch": {"mop": ["OK", 0.1], "guard": {"n": 3}}}
+    assert numbers(row) == {"n": 4, "loss": -0.5, "watch/mop": 0.1, "watch/guard/n": 3}
+
+
+def test_tensorboard_has_every_number_of_an_interrupted_run_once(tmp_path: Path) -> None:
+    argv = flags("none", "--track", "tensorboard", "--checkpoint-every", "2")
+    run(tmp_path, *argv, stop_after=2)
+    path = run(tmp_path, *argv, "--resume", "latest")
+    rows, seen = list(json_lines(path / "steps.jsonl")), events(path)
+    assert len(list((path / "tensorboard").iterdir())) == 2, "a file each process"
+    for column in {name for row in rows for name in numbers(row)} - {"step"}:
+        measured = [(row["step"], numbers(row)[column]) for row in rows if column in numbers(row)]
+        assert curve(seen, column) == [(s, pytest.approx(v, rel=1e-6)) for s, v in measured], column
+    final = json.loads((path / "per_mode_deploy.json").read_text())
+    assert curve(seen, "final/hack_deploy") == [(4, pytest.approx(final["hack_deploy"]))]
+    assert {"config/text_summary", "rollouts/text_summary", "final/text_summary"} <= set(seen.Tags()["tensors"])
+    config = seen.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert '"intervention": "none"' in config
+    (image,) = seen.Images("dynamics")
+    assert image.encoded_image_string.startswith(b"\x89PNG")
+    assert image.width > 400
+
+
+def test_steps_played_again_after_a_death_are_there_once(tmp_path: Path) -> None:
+    for first, logged, value in ((0, 0, 1.0), (2, 5, 2.0)):
+        trackers = Trackers(["tensorboard"])
+        trackers.start(tmp_path, {}, first, logged)
+        for step in range(first, 5):
+            trackers.row({"step": step, "loss": value + step}, [ROLLOUT])
+        trackers.close(0)
+    assert curve(events(tmp_path), "loss") == [(0, 1), (1, 2), (2, 4), (3, 5), (4, 6)]
+
+
+class Broken:
+    """A client whose server has gone."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    def scalars(self, *_: object) -> None:
+        raise ConnectionError("no route\nto host")
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    lines: list[str] = []
+    sink = logger.add(lines.append, format="{message}")
+    yield lines
+    logger.remove(sink)
+
+
+def test_a_tracker_that_fails_is_left_out_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str], figure: Path
+) -> None:
+    monkeypatch.setitem(tracking.CLIENTS, "wandb", Broken)
+    trackers = Trackers(["wandb", "tensorboard"])
+    trackers.start(tmp_path, {}, 0, 0)
+    for step in range(3):
+        trackers.row({"step": step, "loss": 1.0}, [])
+    trackers.final(AT_END, [{"hack": "25.0"}], figure, 2)
+    trackers.close(0)
+    assert [line for line in said if "left out" in line] == [
+        "--track wandb: left out from here on (ConnectionError: no route to host)\n"
+    ]
+    assert len(curve(events(tmp_path), "loss")) == 3
+    assert curve(events(tmp_path), "final/by_mode/run_tests/n") == [(2, 4.0)]
+
+
+def test_a_client_that_is_not_installed_is_refused_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "wandb" else find(name, *a))
+    assert main(["smoke", "--track", "tensorboard,wandb"]) == 2
+    said = capsys.readouterr().err
+    assert said == "E --track wandb: its client is not installed; `uv sync --extra wandb` or `pip install wandb`\n"
+    with pytest.raises(SystemExit) as left:
+        main(["smoke", "--track", "aim"])
+    assert left.value.code == 2
+    assert "--track: unknown tracker 'aim'; legal: tensorboard, wandb, trackio" in capsys.readouterr().err
+    assert not list((tmp_path / "out").glob("runs/*"))
+
+
+# ── clients of the group `clients` ─────────────────────────────────────────────────────────────────────────────────
+
+
+def track(name: str, folder: Path, figure: Path) -> None:
+    """Five steps with a death after the fourth, which had gone back to the second."""
+    for first, logged, last in ((0, 0, 3), (2, 4, 4)):
+        trackers = Trackers([name])
+        trackers.start(folder, {"arm": {"intervention": "route2"}}, first, logged)
+        assert trackers.clients, name
+        for step in range(first, last + 1):
+            trackers.row({"step": step, "hack_s": step / 8, "hack_s_k": step, "why": None}, [ROLLOUT] * 20)
+        if last == 4:
+            trackers.final(AT_END, [{"hack": "25.0"}], figure, last)
+        trackers.close(0)
+        time.sleep(1.1)  # wandb names its folders by the second
+
+
+def wandb_records(path: Path) -> Iterator[Any]:
+    """The client's own records in a .wandb file, a LevelDB log after seven bytes: blocks of 32 KiB, in them pieces with
+    a head of checksum (4), length (2) and place (1: whole, 2: first, 3: middle, 4: last)."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, whole = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        length, place = struct.unpack("<HB", data[at + 4 : at + 7])
+        whole += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if place in (1, 4):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(whole)
+            yield record
+            whole = b""
+
+
+def test_wandb_offline(tmp_path: Path, figure: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    (folder := tmp_path / "20261122T101500_mini_route2_seed41").mkdir()
+    track("wandb", folder, figure)
+    curve: list[tuple[int, float]] = []
+    ids, final, config = set(), {}, {}
+    for record in (r for f in sorted((folder / "wandb").glob("offline-run-*/*.wandb")) for r in wandb_records(f)):
+        if record.HasField("run"):
+            ids.add(record.run.run_id)
+            config |= {u.key: json.loads(u.value_json) for u in record.run.config.update}
+        if record.HasField("history"):
+            of_step = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
+            curve += [(of_step["_step"], of_step["hack_s"])] if "hack_s" in of_step else []
+            final |= {k: v for k, v in of_step.items() if k.startswith(("final", "dynamics", "rollouts"))}
+    assert ids == {folder.name}, "one run in both files"
+    assert curve == [(s, s / 8) for s in range(5)]
+    assert config["arm"] == {"intervention": "route2"}
+    assert final["final/hack_deploy"] == 0.25
+    assert final["rollouts/nrows"] == 7, "of 20, evenly"
+    assert final["dynamics/width"] > 400
+
+
+def test_trackio_on_this_machine(tmp_path: Path, figure: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported, and that is here
+    pytest.importorskip("trackio")
+    from trackio.sqlite_storage import SQLiteStorage
+
+    (folder := tmp_path / "20261122T101500_mini_route2_seed41").mkdir()
+    track("trackio", folder, figure)
+    assert (tmp_path / "trackio" / "vgrout.db").is_file()
+    assert SQLiteStorage.get_runs("vgrout") == [folder.name]
+    logs = SQLiteStorage.get_logs("vgrout", folder.name)
+    assert [(row["step"], row["hack_s"]) for row in logs if "hack_s" in row] == [(s, s / 8) for s in range(5)]
+    seen = {k: v for row in logs for k, v in row.items()}
+    assert seen["final/hack_deploy"] == 0.25
+    assert len(seen["rollouts"]["_value"]) == 7
+    assert seen["dynamics"]["_type"] == "trackio.image"
