@@ -1,8 +1,10 @@
 """The kill switch: every rule, every known hole, and what holds for any series."""
 
+import json
 import math
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vgrout.config.guard import GuardConfig, blind
+from vgrout.config.presets import resolve
+from vgrout.config.run import from_dict
 from vgrout.guard.kill_switch import CollapseStopError, HeldOutGuard, TripwireStatus, standard_error
+from vgrout.inputs import kl_of_runs
 
 SHARE = st.floats(0, 1)
 SERIES = st.lists(st.tuples(SHARE, SHARE), min_size=1, max_size=60)
@@ -393,3 +398,47 @@ def test_blind_is_what_the_guard_does(steps: int, every: int, warmup: int, basel
         late = k >= baseline
         guard.update(done - 1, 1.0 if late else 0.0, 0.0 if late else 1.0, 100)
     assert guard.should_halt() == (blind(cfg, steps, every) is None)
+
+
+# --- by its flags ----------------------------------------------------------------------------------------------------
+
+
+def test_healthy_runs_set_the_limit(tmp_path: Path) -> None:
+    rows = [{"step": 0, "kl_deploy": None}, {"step": 1, "kl_deploy": 0.0}, {"step": 2, "kl_deploy": 0.02}]
+    (tmp_path / "steps.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    assert kl_of_runs([tmp_path]) == [0.0, 0.02]
+    assert HeldOutGuard().calibrate_kl_threshold(kl_of_runs([tmp_path])) == pytest.approx(0.03)
+    with pytest.raises(ValueError, match=r"^--kl-calibrate-from .*/nowhere: no kl_deploy"):
+        kl_of_runs([tmp_path / "nowhere"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--guard=halt", "--guard-halt-on="], "--guard halt with an empty --guard-halt-on"),
+        (["--guard-halt-on=kl,speed"], "--guard-halt-on: unknown rule 'speed'; legal: kl, streak, gap"),
+        (["--guard=off", "--kl-hard-stop=0.1"], "--kl-hard-stop: not read with --guard off"),
+        (["--guard=off", "--rise-eps=0.1", "--ema-alpha=0.5"], "--ema-alpha, --rise-eps: not read with --guard off"),
+        (["--reward-hack-detector=mop"], "--reward-hack-detector mop: retired (missed 5 of 5"),
+        (["--reward-hack-detector=info_rm,separation"], "--reward-hack-detector separation: retired (not defined"),
+        (["--reward-hack-detector=rm_ensemble"], "needs --rm-ensemble-members"),
+        (["--reward-hack-halt"], "--reward-hack-halt: not read without --reward-hack-detector"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_flags_without_effect_are_refused(argv: list[str], said: str) -> None:
+    with pytest.raises(ValueError, match=r"^--") as refused:
+        resolve(["mini", "--intervention=none", *argv])
+    assert str(refused.value).startswith(said) or said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_runs_of_retired_detectors_can_be_read() -> None:
+    stored = resolve(["mini", "--intervention=none"]).as_dict()
+    stored["detectors"] |= {
+        "reward_hack_detector": "separation,info_rm,mop,rm_ensemble,ragen",
+        "reward_hack_halt": True,
+    }
+    assert from_dict(stored).detectors.chosen == ["info_rm"]
+    stored["detectors"] |= {"reward_hack_detector": "ragen", "reward_hack_halt": True}
+    assert from_dict(stored).detectors.chosen == []
