@@ -130,7 +130,10 @@ def test_bad_flags_exit_2_and_name_the_flag(argv: list[str], named: str, capsys:
 
 
 def test_one_line_also_where_frames_cannot_be_drawn() -> None:
-    with pytest.raises(ValueError, match=r"\A--lr -1.0: should be a positive number\Z"), redirect_stdout(io.StringIO()):
+    with (
+        pytest.raises(ValueError, match=r"\A--lr -1.0: should be a positive number of at most 1e38\Z"),
+        redirect_stdout(io.StringIO()),
+    ):
         resolve(["mini", "--lr", "-1"])
 
 

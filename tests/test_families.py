@@ -262,7 +262,7 @@ def test_weights_that_are_missing_are_refused_not_drawn_at_random(tmp_path: Path
     with pytest.raises(ValueError, match=r"1 weights are missing, first model.layers.1.mlp.up_proj.weight"):
         load_language_model(tmp_path, device="cpu", dtype=torch.float32)
     (tmp_path / "model.safetensors").write_bytes(b"torn")
-    with pytest.raises(ValueError, match="no usable model") as error:
+    with pytest.raises(ValueError, match=r"model.safetensors: not a readable safetensors file \(cut short\)") as error:
         load_language_model(tmp_path, device="cpu", dtype=torch.float32)
     assert "\n" not in str(error.value)
 

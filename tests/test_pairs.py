@@ -75,7 +75,7 @@ def test_a_missing_and_a_broken_file_say_where(tmp_path):
     with pytest.raises(ValueError, match=r"none\.json: no such pair file"):
         load_pairs(tmp_path / "none.json")
     (tmp_path / "torn.json").write_text('[\n{"problem_id": 1,\n')
-    with pytest.raises(ValueError, match=r"torn\.json: line 3: not JSON"):
+    with pytest.raises(ValueError, match=r"torn\.json, line 3: not JSON"):
         load_pairs(tmp_path / "torn.json")
 
 
@@ -282,7 +282,7 @@ def test_a_log_without_enough_contrast_or_with_a_bad_line_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"detector E finds both a hack and a solve for 0 of 5 prompts"):
         pairs_from_pool(log_of(tmp_path, one_sided), "E")
     unlabelled = [line(0, "x"), {"problem": 1, "prompt": "p", "text": "t"}]
-    with pytest.raises(ValueError, match=r"rollouts\.jsonl: line 2: not a rollout with labels"):
+    with pytest.raises(ValueError, match=r"rollouts\.jsonl, line 2: not a rollout with labels"):
         pairs_from_pool(log_of(tmp_path, unlabelled), "E")
     (tmp_path / "rollouts.jsonl").write_text("{}{\n")
     with pytest.raises(ValueError, match=r"rollouts\.jsonl: line 1: not JSON"):

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import io
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -46,7 +47,12 @@ def _later(call: Callable[..., T]) -> Callable[..., Callable[[], T]]:
 def cli_exit(run: Callable[[], int], interrupted: str = "interrupted") -> int:
     """An entry's exit code: a ValueError is a refusal, one line on stderr and 2; Ctrl-C says `interrupted`, 130; a
     closed pipe (`| head`) exits silently, 141, as other programs do; a standard output that takes nothing more (a full
-    disk) one line, 1. What standard output cannot encode is escaped."""
+    disk) one line, 1. What standard output cannot encode is escaped; a closed stream takes everything."""
+    for fd in (0, 1, 2):  # a closed one (`>&-`) would be the number of the next file, and of every child's
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

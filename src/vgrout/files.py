@@ -70,12 +70,13 @@ def read_text(path: Path) -> str:
         raise ValueError(f"{path}: cannot be read ({e.strerror})") from None
 
 
-def from_json(text: str | bytes, where: str) -> Any:
-    """What a JSON text says. Raises ValueError, one line that begins with `where`."""
+def from_json(text: str | bytes, where: str, *, is_line: bool = False) -> Any:
+    """What a JSON text says. is_line: the text is one line, which `where` numbers. Raises ValueError, one line that
+    begins with `where`."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as e:
-        at = f", line {e.lineno}" if e.lineno > 1 else ""
+        at = "" if is_line else f", line {e.lineno}"
         raise ValueError(f"{where}{at}: not JSON ({e.msg})") from None
     except UnicodeDecodeError:
         raise ValueError(f"{where}: not UTF-8 text") from None
@@ -89,7 +90,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if line.strip():
             where = f"{path}, line {number}"
-            yield where, from_json(line, where)
+            yield where, from_json(line, where, is_line=True)
 
 
 def read_json(path: Path) -> dict[str, Any]:

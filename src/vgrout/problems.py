@@ -365,6 +365,8 @@ def plain(problem: Problem) -> Problem:
 
 def check(file: Annotated[Path, tyro.conf.Positional], workers: int | None = None) -> int:
     """Validate FILE: schema, the hint phrase, every canonical solution under the strict oracle, prompt lengths."""
+    if workers is not None and workers < 1:
+        raise ValueError(f"--workers {workers}: at least 1")
     problems = load_problems(file)
     with Grader(workers=workers) as grader:
         report = check_problems(

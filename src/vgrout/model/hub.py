@@ -82,7 +82,7 @@ def safetensors_head(path: Path, flag: str) -> dict[str, Any]:
             size, there = int.from_bytes(f.read(8), "little"), path.stat().st_size
             if there < 8 or size > there - 8:
                 raise ValueError("cut short")
-            head = from_json(f.read(size), "its head")
+            head = from_json(f.read(size), "its head", is_line=True)
             if not isinstance(head, dict):
                 raise ValueError("its head is no object")
             end = max((t["data_offsets"][1] for name, t in head.items() if name != "__metadata__"), default=0)

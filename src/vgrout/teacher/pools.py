@@ -81,10 +81,6 @@ def load_pool(folder: Path, flag: str = "--teacher-pool-dir") -> Pool:
     meta: dict[str, Any] = {}
     if (card := folder / "pool.json").is_file():
         meta = _card(card)
-    else:
-        logger.warning(
-            f"{folder} has no pool.json: its labels come from an unknown grader, its tokens from an unknown tokenizer"
-        )
     partition: dict[int, Mode] = {}
     if (file := folder / "partition.json").is_file():
         for key, mode in _mapping(file).items():
@@ -106,6 +102,10 @@ def load_pool(folder: Path, flag: str = "--teacher-pool-dir") -> Pool:
         raise ValueError(f"{folder / min(recorded)}: recorded in pool.json, not there; make the pool again")
     if not demos:
         raise ValueError(f"{flag} {folder}: no prompt_NNNN.jsonl.gz with rollouts in it")
+    if not card.is_file():
+        logger.warning(
+            f"{folder} has no pool.json: its labels come from an unknown grader, its tokens from an unknown tokenizer"
+        )
     markers = {_id(key, card): str(name) for key, name in meta.get("markers", {}).items()}
     return Pool(folder, demos, partition, markers, meta.get("tokenizer_sha256"), meta.get("grader", "unknown"))
 
@@ -137,7 +137,7 @@ def _read(path: Path, problem_id: int, mode: Mode | None, grader: str) -> tuple[
         with gzip.open(path, "rt", encoding="utf-8", newline="\n") as lines:
             for number, line in enumerate(lines, 1):
                 where = f"{path}, line {number}"
-                rows.append(_demo(from_json(line, where), where, problem_id, mode, grader))
+                rows.append(_demo(from_json(line, where, is_line=True), where, problem_id, mode, grader))
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as e:
         raise ValueError(f"{path}: cannot be read ({e})") from None
     if not rows:
