@@ -193,6 +193,11 @@ doctor:
 bench *flags:
     uv run --extra bench python -m benchmarks {{flags}}
 
+# the documents as a site in out/site, strictly: a dead link is an error (seconds)
+site:
+    uv run python docs/reference.py
+    NO_MKDOCS_2_WARNING=1 uv run --group docs mkdocs build --strict
+
 # record the golden runs again (a minute); explain the diff in CHANGELOG.md
 golden:
     uv run python tests/golden.py

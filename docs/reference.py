@@ -1,12 +1,23 @@
 """Writes the documents that are generated from code: `uv run python docs/reference.py` (tests compare).
 
-columns.md: every column of the step table, from `StepRow`.
+columns.md: every column of the step table, from `StepRow`. flags.md: the commands, and every flag of the trainer with
+its bounds and presets, from the settings classes.
 """
 
+import ast
+import inspect
+import math
+import textwrap
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import Field, fields
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+from vgrout.__main__ import COMMANDS
+from vgrout.config.checks import flag, legal_values, rule_of
+from vgrout.config.presets import PRESETS
+from vgrout.config.run import GROUPS, Config
 from vgrout.table import StepRow
 from vgrout.types import MODE_CODE, MODES
 
@@ -62,7 +73,74 @@ def columns() -> str:
     return "\n".join(lines) + "\n"
 
 
-PAGES: dict[str, Callable[[], str]] = {"columns.md": columns}
+def documented(settings: type) -> dict[str, str]:
+    """Field → the string below it."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(settings))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    return {
+        field.target.id: " ".join(said.value.value.split())
+        for field, said in pairwise(body.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(said, ast.Expr) and isinstance(said.value, ast.Constant)
+    }
+
+
+def legal(field: Field[Any]) -> str:
+    """What a flag may be."""
+    rule, values = rule_of(field), legal_values(field.type)
+    if values:
+        return ", ".join(f"`{value}`" for value in values)
+    if rule.words:
+        return "a list of " + ", ".join(f"`{word}`" for word in rule.words)
+    low = f"≥ {rule.low:g}" if rule.low is not None else f"> {rule.above:g}" if rule.above is not None else ""
+    top = rule.high if rule.high is not None else rule.below
+    if top is None or top == math.inf:
+        return low
+    high = f"`{flag(top)}`" if isinstance(top, str) else f"{top:g}"
+    return f"{low}, {'≤' if rule.high is not None else '<'} {high}".removeprefix(", ")
+
+
+def flags() -> str:
+    """flags.md."""
+    lines = [
+        "# Commands and flags",
+        "",
+        "`vgrout NAME …` is `python -m vgrout.NAME …`.",
+        "",
+        "| command | what |",
+        "|---|---|",
+    ]
+    lines += [f"| `{name}` | {what} |" for name, what in COMMANDS.items()]
+    lines += [
+        *("", "## Flags of the trainer", ""),
+        "`python -m vgrout.train PRESET [--flag value …]`. Where a preset has a value of its own it is named.",
+        "A flag that the chosen arm never reads is refused.",
+    ]
+    for group in GROUPS:
+        settings = type(getattr(Config(), group))
+        said = documented(settings)
+        lines += [
+            "",
+            f"### {settings.__name__}",
+            "",
+            str(settings.__doc__),
+            "",
+            "| flag | default | legal | what |",
+            "|---|---|---|---|",
+        ]
+        for f in fields(settings):
+            at = {name: getattr(getattr(cfg, group), f.name) for name, (_, cfg) in PRESETS.items()}
+            usual = "".join(f"; {name}: {shown(value)}" for name, value in at.items() if value != f.default)
+            what = said.get(f.name) or next(m.help for m in f.type.__metadata__ if m.help)  # from a registry
+            lines.append(f"| `{flag(f.name)}` | {shown(f.default)}{usual} | {legal(f)} | {what.replace('|', '·')} |")
+    return "\n".join(lines) + "\n"
+
+
+def shown(value: object) -> str:
+    return {None: "none", "": "''"}.get(value, f"`{value}`")  # ty: ignore[no-matching-overload]
+
+
+PAGES: dict[str, Callable[[], str]] = {"columns.md": columns, "flags.md": flags}
 
 if __name__ == "__main__":
     for name, page in PAGES.items():

@@ -7,7 +7,7 @@ import sys
 COMMANDS = {
     "train": "one GRPO run: PRESET (smoke, mini, fast, full) and flags; --dry-run says what it would do",
     "evaluate": "score a run's adapter again, on its own held-out problems or on a file",
-    "export": "the deployed model as a Hugging Face folder",
+    "export": "for other programs: a Hugging Face or PEFT folder, an inspect_ai log, a data set; to the hub",
     "sweep": "every run of a study file: planned, resumable, one a core",
     "report": "finished runs as tables with intervals, figures, verdicts and a page to read rollouts in",
     "direction": "extract a hack direction from contrastive pairs, and say how good it is",
@@ -21,7 +21,7 @@ COMMANDS = {
     "guardcheck": "how well the kill switch and the detectors would have done on recorded runs",
     "replay": "run a batch again whose loss or gradient was not finite",
     "organism": "build or verify the embedded miniature model and its problems",
-    "download": "the model and the problem files of fast and full",
+    "download": "the model and the problem files of fast and full; a data set as a problem file",
     "doctor": "the sandbox's layers on this machine, and a self-test of the grader",
 }
 

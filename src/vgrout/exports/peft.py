@@ -64,9 +64,8 @@ def export(saved: Saved, policy: Policy, folder: Path, rank: int | None, texts: 
         A, B = factors(adapter.sites[name], δ, rank)
         tensors |= {f"base_model.model.{name}.lora_A.weight": A, f"base_model.model.{name}.lora_B.weight": B}
         ranks[name] = len(A)
-        kept = δ.abs().sort(descending=True).values[: len(A)]
-        total += float(δ.double().square().sum())
-        dropped += float(δ.double().square().sum() - kept.double().square().sum())
+        squares = δ.double().square().sort(descending=True).values
+        total, dropped = total + float(squares.sum()), dropped + float(squares[len(A) :].sum())
     most = max(ranks.values())
     config = LoraConfig(
         r=most,
@@ -81,7 +80,7 @@ def export(saved: Saved, policy: Policy, folder: Path, rank: int | None, texts: 
     config.save_pretrained(str(folder))
     save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
     theirs = PeftModel.from_pretrained(load_beside(policy, saved.model, policy.model.dtype), str(folder)).eval()
-    missing = (max(0.0, dropped) / total) ** 0.5 if total else 0.0
+    missing = (dropped / total) ** 0.5 if total else 0.0
     result = Lora(most, missing, parity(policy, theirs, texts, exact=False))
     if rank is None and not result.parity.holds:
         raise RuntimeError(f"the adapter as PEFT reads it is not the deployed model: {result.parity}")

@@ -5,6 +5,8 @@ where.
 """
 
 import hashlib
+import json
+import os
 import sys
 import urllib.error
 import urllib.request
@@ -125,8 +127,48 @@ def model(id: Annotated[str, tyro.conf.Positional] = "Qwen/Qwen3-4B") -> int:
     return 0
 
 
+def dataset(
+    id: Annotated[str, tyro.conf.Positional], out: Path, config: str | None = None, split: str = "train"
+) -> int:
+    """A data set of problems (hub id, or a folder) as a problem file. Its columns are those of docs/problems.md.
+
+    Args:
+        id: hub id, or a local folder that `datasets.load_dataset` reads.
+        out: JSONL to write.
+        config: which of its configurations.
+        split: which of its splits.
+    """
+    if out.exists():
+        raise ValueError(f"--out {out}: exists; choose another name or delete it")
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise ValueError("datasets is not installed: `uv sync --extra datasets` or `pip install datasets`") from None
+    try:
+        rows = load_dataset(id, config, split=split)
+    except Exception as e:  # the hub's, the file system's, a reader's own: all are about what was named
+        raise ValueError(f"{id}: cannot be read as a data set ({' '.join(str(e).split())[:200]})") from None
+    lines = [json.dumps({k: v for k, v in row.items() if v is not None}, ensure_ascii=False) for row in rows]
+    fresh = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        fresh.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        try:
+            n = len(load_rows(fresh))
+        except ValueError as e:
+            raise ValueError(str(e).replace(str(fresh), id)) from None
+        os.replace(fresh, out)
+    finally:
+        fresh.unlink(missing_ok=True)
+    print(f"{out}: {n} problems; next: python -m vgrout.problems check {out}")
+    return 0
+
+
+COMMANDS = {"model": model, "data": data, "dataset": dataset}
+
+
 def main(argv: list[str] | None = None) -> int:
-    return cli_exit(lambda: parse_args({"model": model, "data": data}, argv, "python -m vgrout.download"))
+    return cli_exit(lambda: parse_args(COMMANDS, argv, "python -m vgrout.download"))
 
 
 if __name__ == "__main__":

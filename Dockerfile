@@ -1,0 +1,30 @@
+# The README's main command in a container. `docker build -t vgrout .`, then
+#   docker run --rm -v "$PWD/out:/work/out" vgrout train mini --intervention=route2
+# On a GPU: docker build --build-arg BASE=nvidia/cuda:12.8.1-runtime-ubuntu24.04 --build-arg TORCH= -t vgrout .
+#   docker run --rm --gpus all -v "$PWD/out:/work/out" -v ~/.cache/huggingface:/home/vgrout/.cache/huggingface vgrout train fast
+# Inside a container the kernel may refuse namespaces to the sandbox: `docker run … doctor` says what is left.
+ARG BASE=debian:trixie-slim
+FROM ${BASE}
+
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends ca-certificates git python3 python3-venv \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --create-home --uid 10001 vgrout
+
+ENV VIRTUAL_ENV=/opt/venv UV_PROJECT_ENVIRONMENT=/opt/venv PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1
+RUN python3 -m venv /opt/uv && /opt/uv/bin/pip install --no-cache-dir uv==0.13.9
+
+WORKDIR /src
+COPY pyproject.toml README.md LICENSE ./
+COPY src src
+# A wheel of torch without CUDA; empty on a GPU base, where the default wheel is the right one.
+ARG TORCH=https://download.pytorch.org/whl/cpu
+RUN if [ -n "$TORCH" ]; then export UV_FIND_LINKS="$TORCH/torch/"; fi; \
+    /opt/uv/bin/uv sync --no-dev --no-cache
+
+USER vgrout
+WORKDIR /work
+ENTRYPOINT ["python", "-m", "vgrout"]
+CMD ["train", "mini", "--intervention=route2"]
