@@ -187,6 +187,7 @@ def main(control_fd: int, workdir: str, memory_mb: int, output_bytes: int, forbi
         __import__(name)
     sys.modules["random"].seed(0)
     child.prepare()
+
     def say(hello: tuple[dict[str, str], dict[str, str]]) -> None:
         data = repr(hello).encode()
         control.sendall(len(data).to_bytes(4, "little") + data)

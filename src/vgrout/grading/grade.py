@@ -260,10 +260,12 @@ class Grader:
                 worker = self._replace(worker)
                 with self._lock:
                     self._lost[digest] += 1
-                if self._lost[digest] >= 2 and self._sound(worker):
-                    with self._lock:
-                        self.lost_answers += 1
-                    return self._grade(problem, _LOST | {"exit_status": f"lost:{reason}"})
+                if self._lost[digest] >= 2:
+                    if self._sound(worker):
+                        with self._lock:
+                            self.lost_answers += 1
+                        return self._grade(problem, _LOST | {"exit_status": f"lost:{reason}"})
+                    worker = self._replace(worker)
                 continue
             finally:
                 self._idle.put(worker)

@@ -12,6 +12,7 @@ import errno
 import os
 import platform
 import resource
+import signal
 import struct
 import sys
 from contextlib import suppress
@@ -54,10 +55,10 @@ def _prctl(option: int, a: int = 0, b: int = 0) -> None:
     _check(_libc.prctl(option, ctypes.c_ulong(a), ctypes.c_ulong(b), 0, 0), "prctl")
 
 
-def die_with_parent() -> None:
-    """SIGKILL for this process when the thread that forked it dies (Linux; elsewhere the closed pipe says so)."""
+def die_with_parent(by: int = signal.SIGKILL) -> None:
+    """A signal for this process when the thread that forked it dies (Linux; elsewhere the closed pipe says so)."""
     if IS_LINUX:
-        _prctl(PR_SET_PDEATHSIG, 9)
+        _prctl(PR_SET_PDEATHSIG, by)
 
 
 # --- seccomp ---------------------------------------------------------------------------------------------------------

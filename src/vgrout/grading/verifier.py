@@ -265,27 +265,39 @@ class _Watch:
 class ForkServerHandle:
     """The verifier's end of one fork server, which works in a folder of its own below `settings.workdir`."""
 
-    def __init__(self, settings: Settings, name: str = "answers") -> None:
+    def __init__(self, settings: Settings, name: str = "answers", wait: bool = True) -> None:
+        """wait: until it serves; else `ready` does. Raises ForkServerLost."""
         self.settings = settings
         self.workdir = os.path.join(settings.workdir, name)
         os.mkdir(self.workdir, 0o711)
         os.chmod(settings.workdir, 0o711)  # children run as another user, in a folder below
         self._start(settings.forbid)
+        if wait:
+            self.ready()
+
+    def ready(self) -> "ForkServerHandle":
+        """Wait until it serves. Raises ForkServerLost."""
+        settings = self.settings
+        self._hear()
         if not self.active:  # half-way into the namespaces
             reason = self.missing["namespaces"]
             self.control.close()
             reap(self.process, 1.0)
             self._start(f"{settings.forbid},namespaces")
+            self._hear()
             self.missing["namespaces"] = reason
         _, fds, _, _ = socket.recv_fds(self.control, 1, 1)
         self.started = socket.socket(fileno=fds[0])
         self.open_in_strict = "landlock" in self.active
         for end in (self.control, self.started):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(STUCK_AFTER), 0))
+        return self
 
     def _start(self, forbid: str) -> None:
         s = self.settings
         self.process, self.control = start_process("fork_server", self.workdir, s.memory_mb, s.output_bytes, forbid)
+
+    def _hear(self) -> None:
         size = int.from_bytes(self._receive(4), "little")
         self.active, self.missing = ast.literal_eval(self._receive(size).decode())
 
@@ -294,8 +306,9 @@ class ForkServerHandle:
         self.control.close()
         self.started.close()
         reap(self.process, 1.0)
-        with suppress(OSError):  # what is left is the trainer's to remove
-            os.rmdir(self.workdir)
+        for left in (f"{self.workdir}/cwd", self.workdir):
+            with suppress(OSError):  # what is left is the trainer's to remove
+                os.rmdir(left)
 
     def _receive(self, n: int) -> bytes:
         try:
@@ -516,15 +529,17 @@ class Strict:
 class Verifier:
     """Grades one rollout at a time, in children of one fork server."""
 
-    def __init__(self, fork_server: ForkServerHandle, settings: Settings) -> None:
-        self.fork_server, self.settings = fork_server, settings
-        self._canonical: ForkServerHandle | None = None  # another one, for canonical solutions alone
+    def __init__(
+        self, fork_server: ForkServerHandle, settings: Settings, canonical: ForkServerHandle | None = None
+    ) -> None:
+        """canonical: another fork server, for canonical solutions alone; detector D needs it."""
+        self.fork_server, self.settings, self.canonical = fork_server, settings, canonical
 
     def close(self) -> None:
         """End both fork servers."""
         self.fork_server.close()
-        if self._canonical is not None:
-            self._canonical.close()
+        if self.canonical is not None:
+            self.canonical.close()
 
     def grade(self, request: dict[str, Any]) -> dict[str, Any]:
         """One rollout → the fields of a Grade that need a run.
@@ -747,10 +762,9 @@ class Verifier:
             raise EndSession from None
         job = {"kind": "strict", "code": request["canonical"], "setup": _setup(request["setup_code"])}
         job |= {"calls": [call], "kinds": ["plain"], "test_function": ""}
-        if self._canonical is None:
-            self._canonical = ForkServerHandle(self.settings, "canonical")
+        assert self.canonical is not None, "detectors without a second fork server"
         try:
-            self._canonical.run(job, limit, reply)
+            self.canonical.run(job, limit, reply)
             return marshal.dumps(out[0])
         except (BadClaim, IndexError, ValueError):
             raise EndSession from None
@@ -806,7 +820,8 @@ def probe(fork_server: ForkServerHandle, settings: Settings) -> dict[str, bool]:
 
 def main(trainer_fd: int, *settings_values: Any) -> None:
     """Entry of the exec'd process: hello, then one reply a request, until the trainer closes its end."""
-    die_with_parent()
+    signal.signal(signal.SIGTERM, _leave)
+    die_with_parent(signal.SIGTERM)
     cap_limit(resource.RLIMIT_AS, TRUSTED_MEMORY)
     trainer = socket.socket(fileno=trainer_fd)
     settings = Settings(*settings_values)
@@ -815,6 +830,8 @@ def main(trainer_fd: int, *settings_values: Any) -> None:
         data = json.dumps(message).encode()
         trainer.sendall(len(data).to_bytes(4, "little") + data)
 
+    # Both at once: they warm up beside one another.
+    canonical = ForkServerHandle(settings, "canonical", wait=False)
     fork_server = ForkServerHandle(settings)
     breaches = [name for name, succeeded in probe(fork_server, settings).items() if succeeded]
     weak = any(name in FATAL for name in breaches)
@@ -830,7 +847,22 @@ def main(trainer_fd: int, *settings_values: Any) -> None:
             "version": VERSION,
         }
     )
-    verifier = Verifier(fork_server, settings)
+    verifier = Verifier(fork_server, settings, canonical.ready())
+    try:
+        _serve(trainer, verifier, send)
+    finally:
+        verifier.close()
+        with suppress(OSError):  # the trainer does this too, unless it was killed
+            os.rmdir(settings.workdir)
+
+
+def _leave(*_: object) -> None:
+    """Leave by the way that removes the folder; each of the trainer's threads sends this signal as it dies."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(0)
+
+
+def _serve(trainer: socket.socket, verifier: Verifier, send: Callable[[dict[str, Any]], None]) -> None:
     while len(head := trainer.recv(4, socket.MSG_WAITALL)) == 4:
         data = trainer.recv(int.from_bytes(head, "little"), socket.MSG_WAITALL)
         signal.setitimer(signal.ITIMER_PROF, TRUSTED_CPU_S)  # its signal ends this process
@@ -841,9 +873,6 @@ def main(trainer_fd: int, *settings_values: Any) -> None:
         except ForkServerLost as e:
             send({"lost": str(e)})
             break
-    verifier.close()
-    with suppress(OSError):  # the trainer does this too, unless it was killed
-        os.rmdir(settings.workdir)
 
 
 def _fingerprint() -> str:
