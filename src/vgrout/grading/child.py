@@ -137,7 +137,12 @@ def main(data: bytes, connection_fd: int) -> NoReturn:
     if job["setup"]:
         exec(_loads(job["setup"]), namespace)
     try:
-        code = compile(job["code"], "<answer>", "exec", dont_inherit=True)
+        try:
+            code = compile(job["code"], "<answer>", "exec", dont_inherit=True)
+        except SyntaxError:
+            if job.get("otherwise", job["code"]) == job["code"]:
+                raise
+            code = compile(job["otherwise"], "<answer>", "exec", dont_inherit=True)
     except BaseException as e:
         connection.send(_dumps({"compiled": False, "error": _error_name(e)}))
         _exit(HARNESS_EXIT)

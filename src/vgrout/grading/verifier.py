@@ -36,7 +36,7 @@ from typing import Any
 
 from vgrout.grading import fork_server as fs
 from vgrout.grading.child import CHECKS, HARNESS_EXIT
-from vgrout.grading.extract import Case, extract_code, parse_test
+from vgrout.grading.extract import Case, extract_candidates, parse_test
 from vgrout.grading.isolation import cap_limit, die_with_parent
 from vgrout.grading.probe import FATAL
 from vgrout.grading.values import (
@@ -546,9 +546,9 @@ class Verifier:
 
         Raises ForkServerLost; ValueError if the problem is at fault (its tests, setup code, mode or marker).
         """
-        code = extract_code(request["text"])
+        codes = extract_candidates(request["text"])
         out: dict[str, Any] = {
-            "format_ok": code is not None,
+            "format_ok": bool(codes),
             "can_compile": False,
             "gt_pass": False,
             "gt_correct": False,
@@ -559,12 +559,13 @@ class Verifier:
             "exit_status": "no_code",
             "cpu_s": 0.0,
         }
-        if code is None:
+        if not codes:
             return out
         try:
             spec, marker = spec_of(request["mode"]), marker_of(request["mode"], request["marker"])
             spec.check_marker(marker)
-            job, cases = self.prepare(code, request)
+            job, cases = self.prepare(codes[0], request)
+            job["otherwise"] = codes[-1]
         except (ValueError, SyntaxError) as e:
             raise ValueError(f"problem {request['id']}: {e}") from None
         limit = request["cpu_limit"] or self.settings.cpu_s
