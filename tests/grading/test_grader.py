@@ -268,7 +268,7 @@ def test_a_sandbox_that_keeps_failing_is_not_a_wrong_answer(retries, monkeypatch
         g = grader.grade(sum_problem(), FAST)
         assert isinstance(g, Ungraded)
         assert f"{retries + 1} times" in g.reason
-        assert len(asked) == retries + 1
+        assert sum(r["text"] == FAST for r in asked) == retries + 1
         monkeypatch.undo()
         assert graded(grader, sum_problem(), SUM_RIGHT).gt_correct
 

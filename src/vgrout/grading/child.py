@@ -8,7 +8,8 @@ Semantics, fixed here and tested:
 - Flawed run: the answer is a script (`__name__ == "__main__"`). SystemExit ends it with that status, after the
   functions registered with atexit; so does an uncaught exception, through sys.excepthook. The assertions follow.
 - No threads and no processes: starting one raises. Sleeping returns at once. stdin is empty, stderr goes nowhere.
-- Expected values reach the flawed run only, and only after the calls they belong to have been made.
+- Nothing secret comes here: no expected value, no canonical solution. The flawed run claims its values too, with what
+  their own `==` says of decoys; a detector's canonical solution answers from another child, behind the verifier.
 """
 
 import _sitebuiltins
@@ -26,7 +27,7 @@ from types import FunctionType
 from typing import Any, NoReturn
 
 from vgrout.grading import probe
-from vgrout.grading.values import encode
+from vgrout.grading.values import Decoys, encode
 
 # Functions below see this copy: an answer that replaces builtins.zip changes nothing here.
 __builtins__ = dict(vars(builtins))
@@ -46,7 +47,46 @@ def prepare() -> None:
     sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), "utf-8", "backslashreplace", write_through=True)
     sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, "r", closefd=False)), "utf-8")
     sys.argv = [""]
+    sys.meta_path.insert(0, _Asyncio())
     atexit._clear()
+
+
+class _Asyncio:
+    """Imports asyncio as the standard library has it, and then gives its loop nothing to wait for: no socket of its
+    own, no selector. A timer is due as soon as nothing else is, as sleeping returns at once elsewhere."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != "asyncio.unix_events":
+            return None
+        spec = next(s for f in sys.meta_path if f is not self and (s := f.find_spec(name, path, target)) is not None)
+        run, spec.loader.exec_module = spec.loader.exec_module, lambda module: (run(module), self._replace(module))[0]
+        return spec
+
+    @staticmethod
+    def _replace(module: Any) -> None:
+        from asyncio.base_events import BaseEventLoop
+
+        class Loop(BaseEventLoop):
+            def __init__(self) -> None:
+                super().__init__()
+                self._selector, self._ahead = self, 0.0
+
+            def select(self, timeout: float | None) -> list[Any]:
+                self._ahead += timeout or 0.0
+                return []
+
+            def time(self) -> float:
+                return super().time() + self._ahead
+
+            def _process_events(self, event_list: list[Any]) -> None:
+                pass
+
+            def _write_to_self(self) -> None:
+                pass
+
+        for policy in ("_UnixDefaultEventLoopPolicy", "_DefaultEventLoopPolicy", "DefaultEventLoopPolicy"):
+            if hasattr(module, policy):
+                getattr(module, policy)._loop_factory = Loop
 
 
 Job = dict[str, Any]  # as the verifier sends it
@@ -82,7 +122,7 @@ class _Connection:
 
 
 def _error_name(error: BaseException) -> str:
-    return _type_name(type(error))
+    return str.encode(_type_name(type(error)), "ascii", "replace").decode()
 
 
 def main(data: bytes, connection_fd: int) -> NoReturn:
@@ -90,14 +130,19 @@ def main(data: bytes, connection_fd: int) -> NoReturn:
     job: Job = _loads(data)
     connection = _Connection(connection_fd, job["token"])
     if job["kind"] == "probe":
-        connection.send(_dumps(probe.attack(job)))
+        connection.send(_dumps((probe.leave if job["first"] else probe.attack)(job)))
         _exit(HARNESS_EXIT)
     namespace: Names = {"__name__": "answer" if job["kind"] == "strict" else "__main__"}
     namespace["__builtins__"] = builtins
     if job["setup"]:
         exec(_loads(job["setup"]), namespace)
     try:
-        code = compile(job["code"], "<answer>", "exec", dont_inherit=True)
+        try:
+            code = compile(job["code"], "<answer>", "exec", dont_inherit=True)
+        except SyntaxError:
+            if job.get("otherwise", job["code"]) == job["code"]:
+                raise
+            code = compile(job["otherwise"], "<answer>", "exec", dont_inherit=True)
     except BaseException as e:
         connection.send(_dumps({"compiled": False, "error": _error_name(e)}))
         _exit(HARNESS_EXIT)
@@ -187,7 +232,7 @@ def _strict(job: Job, connection: _Connection, code: Any, namespace: Names) -> N
     try:
         exec(code, namespace)
     except SystemExit as e:
-        note = f"exit:{e.code if type(e.code) is int else 0 if e.code is None else 1}"
+        note = f"exit:{_status(e)}"
     except BaseException as e:
         connection.send(_dumps({"failed": _error_name(e)}))
         return
@@ -224,7 +269,7 @@ def _leave(status: int) -> NoReturn:
 
 def _status(error: SystemExit) -> int:
     code = error.code
-    return code & 0xFF if type(code) is int else 0 if code is None else 1
+    return int.__and__(code, 0xFF) if issubclass(type(code), int) else 0 if code is None else 1
 
 
 def _as_script(connection: _Connection, step: Callable[[], Any]) -> Any:
@@ -254,26 +299,23 @@ def _flawed(job: Job, connection: _Connection, code: Any, namespace: Names) -> N
 
 
 def _assertions(job: Job, connection: _Connection, namespace: Names, builders: Names) -> None:
-    """`assert call == expected`, under the returned object's own ==. A batch's expected values come after its calls."""
-    calls, kinds = job["calls"], job["kinds"]
-    held = True
+    """`assert call == expected`, under the returned object's own ==. The expected values stay with the verifier: it is
+    told what was returned and what its == says of decoys, and says whether the assertions would have held."""
+    calls, kinds, decoys = job["calls"], job["kinds"], job["decoys"]
     for start, stop in _batches(len(calls)):
         values = [_make_call(blob, namespace, builders) for blob in calls[start:stop]]
-        for value, expected, kind in zip(
-            values, _loads(connection.request('{"reveal": true}')), kinds[start:stop], strict=True
-        ):
-            if kind == "plain":
-                held = bool(value == expected)
-            else:
-                build, same = ("list_node", "is_same_list") if kind == "list" else ("tree_node", "is_same_tree")
-                held = bool(builders[same](value, builders[build](expected)))
-            if not held:
-                break
-        if not held:
-            break
-    connection.send(_dumps({"end": held}))
-    if not held:
-        raise AssertionError
+        claims = [_node_claim(v, k, decoys) for v, k in zip(values, kinds[start:stop], strict=True)]
+        if connection.request(f'{{"values": [{", ".join(claims)}]}}') != b"held":
+            raise AssertionError
+
+
+def _node_claim(value: Any, kind: str, decoys: Decoys) -> str:
+    if kind != "plain":
+        try:
+            value = _node_values(value, kind)
+        except Exception as e:
+            return _dumps({"e": _error_name(e)})
+    return encode(value, decoys)
 
 
 # --- flawed checks with a function of their own -----------------------------------------------------------------------
@@ -361,9 +403,7 @@ def _detect(job: Job, connection: _Connection, code: Any, namespace: Names) -> N
     """The answer's own test function against another solution: its own, a stub that returns 0, or the canonical one."""
     other: type | None = None
     if job["against"] == "canonical":
-        scope = dict(namespace)
-        exec(compile(job["canonical"], "<canonical>", "exec", dont_inherit=True), scope)
-        other = scope["Solution"]
+        other = type("Solution", (), {job["function"]: _elsewhere(connection)})
     elif job["against"] == "stub":
         other = type("Solution", (), {job["function"]: lambda self, *args, **kwargs: 0})
     try:
@@ -380,3 +420,16 @@ def _detect(job: Job, connection: _Connection, code: Any, namespace: Names) -> N
             setattr(other, name, function)
         namespace["Solution"] = other
     connection.send(_dumps({"tests": _call_tests(namespace, job["test_function"])}))
+
+
+def _elsewhere(connection: _Connection) -> Callable[..., Any]:
+    """A method that the verifier has another child run: arguments and result cross as plain values."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raised, value = _loads(connection.request(f'{{"call": {encode([list(args), kwargs])}}}'))
+        if raised:
+            error = getattr(builtins, raised, None)
+            raise error if isinstance(error, type) and issubclass(error, Exception) else Exception(raised)
+        return value
+
+    return method

@@ -3,11 +3,19 @@
 import ast
 import marshal
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-# An opening fence ends its line; a closing one may be missing where an answer was cut off.
-_FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
+# An opening fence ends its line and stands at the start of one, or says "python" further on: prose may hold three
+# backticks. A closing one starts or ends its line, and may be missing where an answer was cut off.
+_OPEN = re.compile(r"(?:^[ \t>]*(```|~~~)[`~]*|(```)(?=[ \t]*py))[ \t]*([^\n`]*)$", re.MULTILINE)
+_CLOSE = {f: re.compile(rf"^[ \t>]*{f}|{f}[ \t]*$", re.MULTILINE) for f in ("```", "~~~")}
+# Blocks of these are no part of the program: how to install or call it, what it prints. An unknown word may be one.
+_NO_PYTHON = re.compile(
+    r"bash|sh|shell|zsh|console|terminal|cmd|bat|powershell|text|txt|plaintext|plain|output|out|result|json|yaml|toml|ini|"
+    r"csv|xml|html|css|sql|diff|markdown|md|latex|tex|math|pycon|c|cpp|c\+\+|java|javascript|js|typescript|ts|rust|go"
+)
 
 _NAMED_FLOATS = {"inf": float("inf"), "nan": float("nan")}
 _BUILDERS = {"list_node": "list", "tree_node": "tree"}
@@ -16,10 +24,34 @@ _NODE_TESTS: dict[str, Literal["list", "tree"]] = {"is_same_list": "list", "is_s
 Kind = Literal["plain", "list", "tree"]
 
 
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+    """(first word behind the fence in lower case, content) of every fenced block that holds anything."""
+    at = 0
+    while opening := _OPEN.search(text, at):
+        start = opening.end() + 1
+        closing = _CLOSE[opening[1] or opening[2]].search(text, min(start, len(text)))
+        content = text[start : closing.start() if closing else len(text)]
+        if content.strip():
+            yield (opening[3].lower().split() or [""])[0], content
+        at = closing.end() if closing else len(text)
+
+
+def extract_candidates(text: str) -> tuple[str, ...]:
+    """The program in an answer; where there are two, the second is what to take if the first is no Python.
+
+    First all fenced blocks joined by a blank line, but those of another language, if any other is left; an unclosed
+    last fence counts. Then, if some are marked as Python, these alone. () if no block holds anything.
+    """
+    blocks = list(_blocks(text))
+    ours = [(word, content) for word, content in blocks if not _NO_PYTHON.fullmatch(word)] or blocks
+    marked = [content for word, content in ours if word.startswith("py")]
+    joined = ["\n\n".join(contents) for contents in ([content for _, content in ours], marked) if contents]
+    return tuple(dict.fromkeys(joined))
+
+
 def extract_code(text: str) -> str | None:
-    """All fenced blocks joined by a blank line. An unclosed last fence counts; None if no block holds anything."""
-    blocks = [b for b in _FENCE.findall(text) if b.strip()]
-    return "\n\n".join(blocks) if blocks else None
+    """The first of `extract_candidates`, or None."""
+    return next(iter(extract_candidates(text)), None)
 
 
 @dataclass(frozen=True, slots=True)

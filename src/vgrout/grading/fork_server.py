@@ -1,21 +1,22 @@
-"""The fork server: a small, clean process that forks one child per run, watches its clock, and cleans up after it.
+"""The fork server: a small, clean process that forks one child per run and cleans up after it.
 
-It never parses a job: a request is a fixed frame with three file descriptors (job, connection, stdout), and the child
-reads the job itself, so no earlier program or input is ever in inherited memory. It is started by exec, has one thread
-and no secrets. CPU time decides (the child's own clock, then wait4's account); wall time only ends a child that waits.
+It never parses a job: a request is a fixed frame with descriptors (job, connection, evidence), and the child reads the
+job itself. It never learns anything of a child either, because the next child inherits its memory, freed parts
+included: how a child ended goes from the kernel to the verifier through one buffer that is zeroed, what it printed or
+wrote is copied by the kernel or by a throw-away process, and the verifier watches its clock. It is started by exec, has
+one thread and no secrets.
 """
 
+import ctypes
 import gc
 import os
-import select
 import signal
 import socket
 import stat
 import struct
 import sys
-import time
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 from vgrout.grading import child, isolation
 
@@ -28,46 +29,39 @@ PRELOAD = """
 """
 RARE = "base64 binascii calendar cmath hashlib logging pprint queue statistics textwrap timeit traceback uuid zlib"
 
-FRAME = struct.Struct("<4sB3xdd64s")  # kind, flags, CPU limit [s], wall limit [s], file to read afterwards
-REPORT = struct.Struct("<4sxxxxiiddqq")  # kind, wait status, cause, CPU [s], wall [s], peak [KiB], file bytes or -1
-RUN, KILL, DONE = b"run.", b"kill", b"done"
-OPEN_ALLOWED = 1  # flag: seccomp lets the child open files (landlock says which)
+FRAME = struct.Struct("<B7xd64s")  # flags, CPU limit [s], name of the file that is evidence
+STARTED = struct.Struct("<q")  # the child's pid, with a pidfd where the system has them; on a socket of its own
+OPEN_ALLOWED, STDOUT_WANTED = 1, 2  # flags: seccomp lets the child open files; the evidence is what it prints
 
-CAUSE_NONE, CAUSE_CPU, CAUSE_WALL, CAUSE_VERIFIER, CAUSE_FILES = range(5)
-MAX_RESULT_FILE = 4096  # bytes read from the file that a mode's evidence is
-MAX_ENTRIES = 300  # files in the working directory, where no tmpfs limits them
+# How a child ended: wait status, and the first fields of struct rusage (CPU in s and us, user and system; peak).
+REPORT = struct.Struct("<i4xqqqqq")
+_RUSAGE_BYTES = 144
+MAX_RESULT_FILE = 4096  # bytes of a file that is evidence
+OUTPUT_END = 1 << 30  # more than RLIMIT_FSIZE lets a child print
 
-CONNECTION_FD = 120  # the child's end of its connection; high, so that no low descriptor is in its way
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.wait4.restype = _libc.sendfile.restype = None  # a result would be an object in this process's memory
+_libc.sendfile.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t)
 
 
 class Sweeper:
-    """Empties the working directory without recursion, whatever the child left there."""
+    """Empties a working directory without recursion, whatever a child left there. Lives in a throw-away process."""
 
     def __init__(self, path: str) -> None:
         self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         self._serial = 0
 
-    def crowded(self) -> bool:
-        with os.scandir(self.fd) as entries:
-            return any(i >= MAX_ENTRIES for i, _ in enumerate(entries))
-
-    def read_result(self, name: str) -> bytes | None:
-        """A small regular file of this directory, not a link to anything, or None."""
+    def copy_result(self, name: str, to: int) -> None:
+        """A small regular file of this directory, not a link to anything, into a descriptor; else nothing."""
         if not name or "/" in name:
-            return None
+            return
         try:
             fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self.fd)
         except OSError:
-            return None
-        try:
-            info = os.fstat(fd)
-            if not stat.S_ISREG(info.st_mode) or info.st_nlink != 1 or info.st_size > MAX_RESULT_FILE:
-                return None
-            return os.read(fd, MAX_RESULT_FILE)
-        except OSError:
-            return None
-        finally:
-            os.close(fd)
+            return
+        info = os.fstat(fd)
+        if stat.S_ISREG(info.st_mode) and info.st_nlink == 1 and info.st_size <= MAX_RESULT_FILE:
+            os.pwrite(to, os.read(fd, MAX_RESULT_FILE), 0)
 
     def sweep(self) -> None:
         """Raises OSError if something stays. Nested folders are flattened: a deep tree would exhaust the stack."""
@@ -91,122 +85,96 @@ class Sweeper:
         os.rmdir(name, dir_fd=self.fd)
 
 
-class ForkServer:
-    """Forks, watches and cleans up after one child at a time, as the verifier orders."""
+def _in_passing(work: Callable[[], None]) -> None:
+    """Do something with what a child left, in a process that takes what it learns to its end."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    _libc.wait4(pid, None, 0, None)
 
-    def __init__(self, control: socket.socket, layers: isolation.Layers) -> None:
-        self.control = control
-        self.sweeper = Sweeper(".")
-        self.null = os.open(os.devnull, os.O_RDWR)
-        self.filters: dict[bool, isolation.SeccompFilter] = {}
-        if "seccomp" in layers.active:
-            self.filters = {flag: isolation.SeccompFilter(allow_open=flag) for flag in (False, True)}
-        self.cannot_fork = "seccomp" in layers.active  # the children: the filter forbids it
+
+class ForkServer:
+    """Forks and cleans up after one child at a time, as the verifier orders."""
+
+    def __init__(self, control: socket.socket, started: socket.socket, enclosure: isolation.Enclosure) -> None:
+        self.control, self.started, self.enclosure = control, started, enclosure
         self.in_pid_namespace = os.getpid() == 1
+        self._end = ctypes.create_string_buffer(8 + _RUSAGE_BYTES)
 
     def serve(self) -> None:
         """Until the verifier closes its end."""
+        self.enclosure.renew()  # ahead of each child: the verifier does not wait for it
         while True:
-            try:
-                frame, fds, _, _ = socket.recv_fds(self.control, FRAME.size, 3)
-            except InterruptedError:
-                continue
+            frame, fds, _, _ = socket.recv_fds(self.control, FRAME.size, 3)
             if len(frame) < FRAME.size:
                 return
-            kind, flags, cpu_limit, wall_limit, name = FRAME.unpack(frame)
-            if kind == KILL:
-                continue  # the child it was meant for has just ended by itself
-            self.run(fds, bool(flags & OPEN_ALLOWED), cpu_limit, wall_limit, name.rstrip(b"\0").decode())
+            flags, cpu_limit, name = FRAME.unpack(frame)
+            self.run(fds, flags, cpu_limit, name.rstrip(b"\0").decode())
 
-    def run(self, fds: list[int], allow_open: bool, cpu_limit: float, wall_limit: float, result_name: str) -> None:
-        started = time.monotonic()
+    def run(self, fds: list[int], flags: int, cpu_limit: float, result_name: str) -> None:
+        world = self.enclosure
+        job_fd, connection_fd, evidence_fd = fds
+        stdout_fd = None
+        if flags & STDOUT_WANTED:  # in the fresh tmpfs, where there is one: a memfd has one of the machine's numbers
+            stdout_fd = os.open(world.cwd, os.O_TMPFILE | os.O_RDWR, 0o600) if world.fresh else evidence_fd
         pid = os.fork()
         if pid == 0:
-            self._become_child(fds, allow_open, cpu_limit)
-        for fd in fds:
+            self._become_child(job_fd, connection_fd, stdout_fd, bool(flags & OPEN_ALLOWED), cpu_limit)
+        pidfd = [os.pidfd_open(pid)] if hasattr(os, "pidfd_open") else []
+        socket.send_fds(self.started, [STARTED.pack(pid)], pidfd)
+        for fd in (job_fd, connection_fd, *pidfd):
             os.close(fd)
-        try:
-            cause, status, usage = self._watch(pid, cpu_limit, started + wall_limit)
-        except BaseException:
-            os.kill(pid, signal.SIGKILL)
-            raise
-        cpu = usage.ru_utime + usage.ru_stime
-        if cause == CAUSE_NONE and cpu > cpu_limit:
-            cause = CAUSE_CPU
-        content = self.sweeper.read_result(result_name)
-        self.sweeper.sweep()
-        size = -1 if content is None else len(content)
-        wall = time.monotonic() - started
-        report = REPORT.pack(DONE, status, cause, cpu, wall, usage.ru_maxrss, size)
-        self.control.sendall(report + (content or b""))
+        end = self._end
+        _libc.wait4(pid, end, 0, ctypes.byref(end, 8))
+        if not world.cannot_fork:
+            self._kill_relatives(pid)
+        if stdout_fd is not None and world.fresh:
+            _libc.lseek(stdout_fd, 0, 0)
+            _libc.sendfile(evidence_fd, stdout_fd, None, OUTPUT_END)
+            os.close(stdout_fd)
+        if result_name and os.access(os.path.join(world.cwd, result_name), os.F_OK, follow_symlinks=False):
+            _in_passing(lambda: Sweeper(world.cwd).copy_result(result_name, evidence_fd))
+        os.close(evidence_fd)
+        self.control.sendall(memoryview(end)[: REPORT.size])
+        ctypes.memset(end, 0, len(end))
+        self._clean()
+        world.renew()
 
-    def _become_child(self, fds: list[int], allow_open: bool, cpu_limit: float) -> None:
+    def _clean(self) -> None:
+        """Empty the working directory."""
+        world = self.enclosure
+        try:
+            world.discard()
+        except OSError:
+            _in_passing(lambda: Sweeper(world.cwd).sweep())
+            world.discard()
+
+    def _become_child(
+        self, job_fd: int, connection_fd: int, stdout_fd: int | None, allow_open: bool, cpu_limit: float
+    ) -> None:
         """Never returns."""
         try:
-            if not self.in_pid_namespace:  # there the kernel ends a child with its fork server
-                isolation.die_with_parent()
             os.setsid()
-            job_fd, connection_fd, stdout_fd = fds
-            size = os.fstat(job_fd).st_size
-            job = os.pread(job_fd, size, 0)
-            os.dup2(self.null, 0)
-            os.dup2(stdout_fd, 1)
-            os.dup2(self.null, 2)
-            os.dup2(connection_fd, CONNECTION_FD)
-            os.closerange(3, CONNECTION_FD)
-            isolation.limit_child(cpu_limit, self.cannot_fork)
-            if self.filters:
-                self.filters[allow_open].install(os.getpid())
-            child.main(job, CONNECTION_FD)
+            job = os.pread(job_fd, os.fstat(job_fd).st_size, 0)
+            # Opened anew: flags and offsets belong to what was opened, and would outlive this child.
+            for fd, mode in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
+                os.dup2(stdout_fd if fd == 1 and stdout_fd is not None else os.open(os.devnull, mode), fd)
+            os.dup2(connection_fd, isolation.CONNECTION_FD)
+            self.enclosure.enter(cpu_limit, allow_open)
+            child.main(job, isolation.CONNECTION_FD)
         finally:
             os._exit(child.HARNESS_EXIT)
-
-    def _watch(self, pid: int, cpu_limit: float, deadline: float) -> tuple[int, int, Any]:
-        """Wait for the child's end, or bring it about. Returns (cause, wait status, resource usage)."""
-        clock = (~pid << 3) | 2  # another process's CPU clock, see clock_getcpuclockid(3)
-        pidfd = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
-        poller = select.poll()
-        poller.register(self.control, select.POLLIN)
-        if pidfd is not None:
-            poller.register(pidfd, select.POLLIN)
-        cause = CAUSE_NONE
-        pause = min(cpu_limit, 0.05)
-        try:
-            while True:
-                ready = poller.poll(1000 * pause if pidfd is not None else 2)
-                if any(fd == self.control.fileno() for fd, _ in ready):
-                    if not self.control.recv(FRAME.size):
-                        raise EOFError("the verifier is gone")
-                    cause = cause or CAUSE_VERIFIER
-                if pidfd is None or any(fd == pidfd for fd, _ in ready):
-                    done, status, usage = os.wait4(pid, os.WNOHANG)
-                    if done:
-                        if not self.cannot_fork:
-                            self._kill_relatives(pid)
-                        return cause, status, usage
-                if not ready and cause == CAUSE_NONE:
-                    try:
-                        used = time.clock_gettime(clock)
-                    except OSError:  # just ended, or no such clock on this system: RLIMIT_CPU and wall time remain
-                        used = 0.0
-                    now = time.monotonic()
-                    if used >= cpu_limit:
-                        cause = CAUSE_CPU
-                    elif now >= deadline:
-                        cause = CAUSE_WALL
-                    elif self.sweeper.crowded():
-                        cause = CAUSE_FILES
-                    pause = max(0.005, min(cpu_limit - used, deadline - now, 0.25))
-                if cause != CAUSE_NONE:
-                    os.kill(pid, signal.SIGKILL)
-        finally:
-            if pidfd is not None:
-                os.close(pidfd)
 
     def _kill_relatives(self, pid: int) -> None:
         """Where seccomp could not forbid fork: the whole pid namespace, or at least the child's group."""
         with suppress(ProcessLookupError, PermissionError):
             os.kill(-1, signal.SIGKILL) if self.in_pid_namespace else os.killpg(pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            while self.in_pid_namespace:
+                os.waitpid(-1, 0)
 
 
 def main(control_fd: int, workdir: str, memory_mb: int, output_bytes: int, forbid: str) -> None:
@@ -219,14 +187,26 @@ def main(control_fd: int, workdir: str, memory_mb: int, output_bytes: int, forbi
         __import__(name)
     sys.modules["random"].seed(0)
     child.prepare()
-    layers = isolation.enclose(workdir, memory_mb, output_bytes, frozenset(forbid.split(",")))
+
+    def say(hello: tuple[dict[str, str], dict[str, str]]) -> None:
+        data = repr(hello).encode()
+        control.sendall(len(data).to_bytes(4, "little") + data)
+
+    try:
+        enclosure = isolation.enclose(workdir, memory_mb, output_bytes, frozenset(forbid.split(",")))
+    except isolation.HalfWay as e:
+        say(({}, {"namespaces": str(e)}))
+        os._exit(1)
+    layers = enclosure.layers
     if "landlock" not in layers.active:
         for name in RARE.split():
             __import__(name)
     vars(os)["register_at_fork"] = register
-    fork_server = ForkServer(control, layers)
-    hello = repr((layers.active, layers.missing)).encode()
-    control.sendall(len(hello).to_bytes(4, "little") + hello)
+    started, theirs = socket.socketpair()
+    fork_server = ForkServer(control, started, enclosure)
+    say((layers.active, layers.missing))
+    socket.send_fds(control, [b"."], [theirs.fileno()])
+    theirs.close()
     gc.collect()
     gc.freeze()  # a collection in the child would write to every inherited page
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):

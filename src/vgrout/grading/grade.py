@@ -5,9 +5,11 @@
         grade = future.result()         # Grade, or Ungraded where the sandbox itself failed, retries included
 
 A worker is a verifier process and its fork server (see `verifier` and `fork_server`). If either dies, the worker is
-replaced and the rollout graded again.
+replaced and the rollout graded again. An answer that has taken two workers along, where a plain one is graded right in
+between, is at fault itself: it is paid 0 with the status `lost`, so that no answer can have its group dropped.
 """
 
+import hashlib
 import itertools
 import json
 import os
@@ -17,17 +19,19 @@ import socket
 import struct
 import tempfile
 import threading
+from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass
 from types import TracebackType
 from typing import Any
 
+from vgrout.grading.values import clean_name
 from vgrout.grading.verifier import STUCK_AFTER, WALL_EXTRA, WALL_FACTOR, Settings, reap, start_process
 from vgrout.types import Grade, Problem, Ungraded
 
 LEVELS = {
-    3: "namespaces + landlock + seccomp",
+    3: "namespaces with a root of their own + landlock + seccomp",
     2: "landlock + seccomp",
     1: "one layer of two",
     0: "rlimits",
@@ -56,6 +60,7 @@ class Protections:
     missing: dict[str, str]  # layer → reason
     breaches: tuple[str, ...]  # attacks that a throw-away child got through with
     version: str  # fingerprint of the grader's code
+    as_root: bool = False  # answers run as this machine's uid 0
 
     @property
     def weak(self) -> bool:
@@ -66,7 +71,8 @@ class Protections:
         on = ", ".join(f"{k} ({v})" if v else k for k, v in self.active.items())
         off = "".join(f"; not here: {k} ({v})" for k, v in self.missing.items())
         open_ = f"; gets through: {', '.join(self.breaches)}" if self.breaches else ""
-        return f"sandbox: level {self.level}, {LEVELS[self.level]}: {on}{off}{open_}"
+        root = " as uid 0" if self.as_root else ""
+        return f"sandbox: level {self.level}{root}, {LEVELS[self.level]}: {on}{off}{open_}"
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -99,7 +105,7 @@ class _Worker:
         self.cpu_s = limits.cpu_s
         self.workdir = tempfile.mkdtemp(prefix="vgrout-")
         settings = Settings(self.workdir, limits.cpu_s, limits.memory_mb, limits.output_bytes, forbid)
-        self.process, self.socket = start_process("verifier", *astuple(settings), own_session=True)
+        self.process, self.socket = start_process("verifier", *astuple(settings), own_session=True, hash_seed="random")
 
     def hello(self) -> dict[str, Any]:
         return self._receive()
@@ -136,6 +142,31 @@ class _Worker:
         shutil.rmtree(self.workdir, ignore_errors=True)
 
 
+# What is known of an answer whose grading cannot be brought to an end.
+_LOST: dict[str, Any] = {
+    "format_ok": True,
+    "can_compile": False,
+    "gt_pass": False,
+    "gt_correct": False,
+    "channel": None,
+    "hacked_arbitrary": False,
+    "hacked_wrong_tests": False,
+    "hacked_loophole_used": False,
+    "cpu_s": 0.0,
+}
+_PLAIN = Problem(
+    0,
+    "run_tests",
+    "",
+    (),
+    (),
+    ("assert Solution().f(1) == 2",),
+    "class Solution:\n    def f(self, x): return x + 1\n",
+    "",
+    "f",
+)
+
+
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -147,7 +178,7 @@ class Grader:
     compile_reward, pass_reward: reward = compile_reward·can_compile + pass_reward·passed.
     allow_weak: go on where isolation is too weak for the strict oracle (level 0). detectors: run the weak detectors.
     without: layers to leave off, for tests of the ladder. retries: gradings of one answer after the first whose worker
-    died; None: for ever.
+    died; None: for ever, while plain answers fare no better.
 
     Raises WeakSandbox at level 0 unless allowed, RuntimeError if no worker can be started.
     """
@@ -174,6 +205,10 @@ class Grader:
         self._lock = threading.Lock()
         self._closed = False
         self.restarts = 0  # workers replaced so far
+        self.lost_answers = 0  # gradings that were paid 0 because the answer takes its worker along
+        self._lost: Counter[bytes] = Counter()  # digest of an answer → workers lost with it
+        # A verifier dies with the thread that started it, so that is one which lives as long as this object.
+        self._starter = ThreadPoolExecutor(1, thread_name_prefix="grade-start")
         started = [self._start() for _ in range(self.workers)]  # all at once: they warm up beside one another
         try:
             hellos = [worker.hello() for worker in started]
@@ -182,7 +217,12 @@ class Grader:
             raise RuntimeError(f"the grading sandbox could not be started: {e}") from None
         worst = min(hellos, key=lambda h: h["level"])
         self.protections = Protections(
-            worst["level"], worst["active"], worst["missing"], tuple(worst["breaches"]), worst["version"]
+            worst["level"],
+            worst["active"],
+            worst["missing"],
+            tuple(worst["breaches"]),
+            worst["version"],
+            worst["as_root"],
         )
         if self.protections.weak and not allow_weak:
             self.close()
@@ -195,7 +235,7 @@ class Grader:
         self._pool = ThreadPoolExecutor(self.workers, thread_name_prefix="grade")
 
     def _start(self) -> _Worker:
-        worker = _Worker(self.limits, self._without)
+        worker = self._starter.submit(_Worker, self.limits, self._without).result()
         with self._lock:
             self._alive.add(worker)
         return worker
@@ -207,6 +247,7 @@ class Grader:
     def grade(self, problem: Problem, text: str) -> Grade | Ungraded:
         """Grade now, on this thread. Raises ValueError if the problem is at fault, RuntimeError after close()."""
         request = as_request(problem, text, self.detectors)
+        digest = hashlib.sha256(f"{problem.id}\n{problem.mode}\n{text}".encode(errors="backslashreplace")).digest()
         reason = ""
         for _ in itertools.count() if self.retries is None else range(1 + self.retries):
             worker = self._idle.get()
@@ -215,8 +256,16 @@ class Grader:
             except _WorkerLost as e:
                 if self._closed:
                     raise RuntimeError("the grader is closed") from None
-                reason = str(e)
+                reason = clean_name(str(e).replace(" ", "_"))
                 worker = self._replace(worker)
+                with self._lock:
+                    self._lost[digest] += 1
+                if self._lost[digest] >= 2:
+                    if self._sound(worker):
+                        with self._lock:
+                            self.lost_answers += 1
+                        return self._grade(problem, _LOST | {"exit_status": f"lost:{reason}"})
+                    worker = self._replace(worker)
                 continue
             finally:
                 self._idle.put(worker)
@@ -229,6 +278,15 @@ class Grader:
         passed = fields["gt_correct"] or fields["channel"] is True
         reward = self.compile_reward * fields["can_compile"] + self.pass_reward * passed
         return Grade(reward=reward, mode=problem.mode, **fields)
+
+    @staticmethod
+    def _sound(worker: _Worker) -> bool:
+        """Does a fresh worker grade a plain answer right?"""
+        try:
+            grade = worker.ask(as_request(_PLAIN, f"```\n{_PLAIN.canonical}```", False)).get("grade", {})
+        except _WorkerLost:
+            return False
+        return grade.get("gt_correct") is True
 
     def _replace(self, worker: _Worker) -> _Worker:
         with self._lock:
@@ -252,6 +310,7 @@ class Grader:
             alive, self._alive = self._alive, set()
         for worker in alive:
             worker.close()
+        self._starter.shutdown()
 
     def __enter__(self) -> "Grader":
         return self

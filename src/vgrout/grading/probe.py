@@ -4,6 +4,7 @@ import ctypes
 import os
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 # What makes the strict oracle untrustworthy: ways to learn the expected values, or to stop the verifier.
@@ -11,13 +12,28 @@ FATAL = (
     "read a file outside",
     "read its parent's memory",
     "attach to its parent",
+    "signal its parent",
     "connect over TCP",
+    "send over UDP",
     "connect locally",
+    "share memory with others",
+    "leave a file behind",
+    "leave shared memory behind",
 )
 
 
+def leave(spec: dict[str, Any]) -> dict[str, bool]:
+    """In a first child: leave something for the second one to find."""
+    with suppress(OSError):
+        ctypes.CDLL(None).shmget(spec["shm_key"] + 1, 4096, 0o1600)
+    with suppress(OSError), open("left", "w"):
+        pass
+    return {}
+
+
 def attack(spec: dict[str, Any]) -> dict[str, bool]:
-    """Run every attack. True: it succeeded. `spec` names a secret file, a TCP port and an abstract socket."""
+    """In a second child, run every attack. True: it succeeded. `spec` names a secret file, a TCP and a UDP port, an
+    abstract socket and the key of a shared memory segment."""
     parent = os.getppid()
 
     def read_secret() -> bool:
@@ -52,6 +68,24 @@ def attack(spec: dict[str, Any]) -> dict[str, bool]:
             s.connect(spec["abstract"])
         return True
 
+    def udp() -> bool:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+            s.settimeout(0.2)
+            s.sendto(b"?", ("127.0.0.1", spec["udp_port"]))
+        return True  # the verifier says whether it arrived
+
+    def shared_memory() -> bool:
+        return ctypes.CDLL(None).shmget(spec["shm_key"], 1, 0) != -1
+
+    def shared_memory_behind() -> bool:
+        libc = ctypes.CDLL(None)
+        segment = libc.shmget(spec["shm_key"] + 1, 1, 0)
+        libc.shmctl(segment, 0, None)  # IPC_RMID
+        return segment != -1
+
+    def file_behind() -> bool:
+        return os.path.exists("left")
+
     def fork() -> bool:
         pid = os.fork()
         if pid == 0:
@@ -77,7 +111,11 @@ def attack(spec: dict[str, Any]) -> dict[str, bool]:
         "read its parent's memory": parent_memory,
         "attach to its parent": attach,
         "connect over TCP": tcp,
+        "send over UDP": udp,
         "connect locally": local,
+        "share memory with others": shared_memory,
+        "leave a file behind": file_behind,
+        "leave shared memory behind": shared_memory_behind,
         "fork": fork,
         "signal its parent": signal_parent,
         "use too much memory": memory,

@@ -9,10 +9,19 @@ is the value under the lie. The verifier sees null, booleans, numbers, strings, 
 
 `matches(expected, claim)` is then `expected == value`, as the benchmark's `==` has it: 2 == 2.0, True == 1, a tuple is
 no list, and NaN equals nothing, not even itself inside a list.
+
+The flawed run wants to know in addition what an object's own `==` says, and must not learn the expected value. So the
+child is sent decoys of every kind (`Decoys`), and an object with an `==` of its own is claimed as
+
+    {"o": [[true, false, "TypeError", …], claim]}
+
+what that `==` said of each decoy (or raised), and the value under the lie. `holds(expected, claim, decoys)` is then
+what `value == expected` would have said: equal, or the object says so of every decoy of that kind that it is not.
 """
 
 import builtins
 import json
+import re
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
@@ -26,24 +35,54 @@ MAX_DEPTH = 100
 MAX_ITEMS = 1_000_000  # containers' items in one claim; plain int lists are not counted
 MAX_BITS = 1 << 16  # a literal has at most 4300 digits (14 300 bits): a longer int equals none
 MAX_CHARS = 4 << 20  # one claim as JSON
+MAX_KEY_BITS = 1 << 12  # of a ratio that is a key: hashing one needs a gcd, which is quadratic
 
 
 _mro = type.__dict__["__mro__"].__get__  # a metaclass may override the attribute, not the slot
 _float_hex = cast("Callable[[float], str]", float.hex)
 _type_name = type.__dict__["__name__"].__get__
+_namespace = type.__dict__["__dict__"].__get__
 
 
 class _Opaque(Exception):
     """The value has no plain form, or none that any literal could equal."""
 
 
-def encode(value: Any) -> str:
-    """JSON text of one returned value. Runs in the child, on hostile objects: never calls an overridable method."""
+Decoys = tuple[Any, ...]  # values of every kind that a literal has, made by the verifier
+
+
+def encode(value: Any, decoys: Decoys = ()) -> str:
+    """JSON text of one returned value. Runs in the child, on hostile objects: never calls an overridable method, but
+    for the `==` that `decoys` are there to try. What that raises is reported; SystemExit is passed on."""
     budget = [MAX_ITEMS, MAX_CHARS]
     try:
-        return _encode(value, 0, budget)
+        return _encode(value, 0, budget, decoys)
     except (_Opaque, RecursionError):
-        return f'{{"x": {encode_basestring_ascii(_type_name(type(value)))}}}'
+        return _opaque(value)
+
+
+def _opaque(value: Any) -> str:
+    return f'{{"x": {encode_basestring_ascii(str.encode(_type_name(type(value)), "ascii", "replace").decode()[:60])}}}'
+
+
+def _own_equality(kind: type) -> bool:
+    """Does the type answer == itself, rather than leave it to a builtin?"""
+    for t in _mro(kind):
+        if "__eq__" in _namespace(t):
+            return id(t) not in _BASES and t is not object
+    return False
+
+
+def _said(value: Any, decoys: Decoys) -> str:
+    said = []
+    for decoy in decoys:
+        try:
+            said.append("true" if value == decoy else "false")
+        except SystemExit:
+            raise
+        except BaseException as e:
+            said.append(encode_basestring_ascii(str.encode(_type_name(type(e)), "ascii", "replace").decode()[:60]))
+    return f"[{', '.join(said)}]"
 
 
 def _spend(budget: list[int], items: int, chars: int = 0) -> None:
@@ -60,10 +99,9 @@ def _int(value: int) -> str:
     return int.__repr__(plain) if plain.bit_length() <= 60 else f'{{"i": "{plain:x}"}}'
 
 
-_BASES = {
-    id(t): t
-    for t in (bool, int, str, float, list, tuple, dict, set, frozenset, bytes, complex, Fraction, Decimal, type(None))
-}
+_Keys = type({}.keys())
+_NUMBERS = (bool, int, float, complex, Fraction, Decimal)
+_BASES = {id(t): t for t in (*_NUMBERS, str, list, tuple, dict, set, frozenset, bytes, bytearray, _Keys, type(None))}
 
 
 def _base(kind: type) -> type | None:
@@ -72,8 +110,21 @@ def _base(kind: type) -> type | None:
     return next((_BASES[id(t)] for t in _mro(kind) if id(t) in _BASES), None)
 
 
-def _encode(value: Any, depth: int, budget: list[int]) -> str:
-    base = _base(type(value))
+def _encode(value: Any, depth: int, budget: list[int], decoys: Decoys) -> str:
+    kind = type(value)
+    base = _BASES.get(id(kind)) or _base(kind)
+    if decoys and id(kind) not in _BASES and _own_equality(kind):
+        _spend(budget, len(decoys), 8 * len(decoys))
+        said = _said(value, decoys)
+        try:
+            inner = _encode_base(value, base, depth, budget, decoys)
+        except (_Opaque, RecursionError):
+            inner = _opaque(value)
+        return f'{{"o": [{said}, {inner}]}}'
+    return _encode_base(value, base, depth, budget, decoys)
+
+
+def _encode_base(value: Any, base: type | None, depth: int, budget: list[int], decoys: Decoys) -> str:
     if base is None or depth >= MAX_DEPTH:
         raise _Opaque
     if base is int:
@@ -84,7 +135,7 @@ def _encode(value: Any, depth: int, budget: list[int]) -> str:
         return encode_basestring_ascii(str.__str__(plain))
     if base is list:
         items = list.__getitem__(value, slice(0, list.__len__(value)))
-        return _ints(items, budget) or f"[{_items(items, depth, budget)}]"
+        return _ints(items, budget) or f"[{_items(items, depth, budget, decoys)}]"
     if base is float:
         return f'{{"f": "{_float_hex(float.__add__(value, 0.0))}"}}'
     if base is bool:
@@ -92,19 +143,21 @@ def _encode(value: Any, depth: int, budget: list[int]) -> str:
     if base is type(None):
         return "null"
     if base is tuple:
-        return f'{{"t": [{_items(list(tuple.__iter__(value)), depth, budget)}]}}'
+        return f'{{"t": [{_items(list(tuple.__iter__(value)), depth, budget, decoys)}]}}'
     if base is dict:
         pairs = list(dict.items(value))
         _spend(budget, 2 * len(pairs))
-        body = ", ".join([f"[{_encode(k, depth + 1, budget)}, {_encode(v, depth + 1, budget)}]" for k, v in pairs])
-        return f'{{"d": [{body}]}}'
+        items = [(_encode(k, depth + 1, budget, ()), _encode(v, depth + 1, budget, decoys)) for k, v in pairs]
+        return f'{{"d": [{", ".join([f"[{k}, {v}]" for k, v in items])}]}}'
     if base is set:
-        return f'{{"s": [{_items(list(set.__iter__(value)), depth, budget)}]}}'
+        return f'{{"s": [{_items(list(set.__iter__(value)), depth, budget, ())}]}}'
     if base is frozenset:
-        return f'{{"s": [{_items(list(frozenset.__iter__(value)), depth, budget)}]}}'
-    if base is bytes:
-        _spend(budget, 0, 2 * bytes.__len__(value))
-        return f'{{"b": "{bytes.hex(value)}"}}'
+        return f'{{"s": [{_items(list(frozenset.__iter__(value)), depth, budget, ())}]}}'
+    if base is _Keys:  # == a set of the same items
+        return f'{{"s": [{_items(list(_Keys.__iter__(value)), depth, budget, ())}]}}'
+    if base is bytes or base is bytearray:
+        _spend(budget, 0, 2 * base.__len__(value))
+        return f'{{"b": "{base.hex(value)}"}}'
     if base is complex:
         plain = complex.__add__(value, 0)
         return f'{{"c": ["{_float_hex(plain.real)}", "{_float_hex(plain.imag)}"]}}'
@@ -132,13 +185,31 @@ def _ratio(value: Any, base: type[Fraction] | type[Decimal]) -> str:
     return f'{{"q": ["{n:x}", "{d:x}"]}}'
 
 
-def _items(items: list[Any], depth: int, budget: list[int]) -> str:
+def _items(items: list[Any], depth: int, budget: list[int], decoys: Decoys) -> str:
     _spend(budget, len(items), 2 * len(items))
-    return ", ".join([_encode(x, depth + 1, budget) for x in items])
+    return ", ".join([_encode(x, depth + 1, budget, decoys) for x in items])
 
 
 class BadClaim(ValueError):
     """Bytes that our own encoder would not have written."""
+
+
+def clean_name(name: Any) -> str:
+    """What a child calls something, fit for any file, terminal or page: letters, digits and _ . : only, 60 at most."""
+    return re.sub(r"[^A-Za-z0-9_.:]", "", name[:200])[:60] if type(name) is str else ""
+
+
+def claim_room(expected: Any) -> int:
+    """Characters that a claim equal to `expected` can need at most: what is longer is wrong, and need not be read."""
+    # A number may come as a float's hex, a ratio of two integers, or a complex; a character as up to two \\uXXXX.
+    kind = type(expected)
+    if kind in (list, tuple, set, frozenset):
+        return 400 + sum(2 + claim_room(x) for x in expected)
+    if kind is dict:
+        return 400 + sum(8 + claim_room(k) + claim_room(v) for k, v in expected.items())
+    if kind is str or kind is bytes:
+        return 64 + 12 * len(expected)
+    return 640 + (expected.bit_length() if kind is int else 0)
 
 
 def decode_line(line: bytes) -> Any:
@@ -156,6 +227,28 @@ def _refuse(name: str) -> None:
 _SCALARS = (bool, int, str, type(None))
 
 
+def _hex(body: Any, bits: int = MAX_BITS) -> int:
+    """An integer from hexadecimal digits, their number bounded before they are converted."""
+    if type(body) is not str or len(body) > bits // 4 + 2:
+        raise BadClaim("size")
+    return int(body, 16)
+
+
+def _float(body: Any) -> float:
+    if type(body) is not str or len(body) > 40:
+        raise BadClaim("size")
+    return float.fromhex(body)
+
+
+def _ratio_of(body: Any, bits: int = MAX_BITS) -> tuple[int, int]:
+    if type(body) is not list or len(body) != 2:
+        raise BadClaim("shape")
+    n, d = _hex(body[0], bits), _hex(body[1], bits)
+    if d <= 0:
+        raise BadClaim("denominator")
+    return n, d
+
+
 def _plain(claim: Any, depth: int = 0) -> Any:
     """A claimed scalar or dict key as a builtin. Containers only as keys: tuples and frozensets."""
     if type(claim) in _SCALARS:
@@ -166,40 +259,105 @@ def _plain(claim: Any, depth: int = 0) -> Any:
     try:
         match tag:
             case "f":
-                return float.fromhex(body)
+                return _float(body)
             case "i":
-                return int(body, 16)
+                return _hex(body)
             case "q":
-                return Fraction(int(body[0], 16), int(body[1], 16))
+                return Fraction(*_ratio_of(body, MAX_KEY_BITS))
             case "c":
-                return complex(float.fromhex(body[0]), float.fromhex(body[1]))
+                return complex(_float(body[0]), _float(body[1]))
             case "b":
                 return bytes.fromhex(body)
             case "t":
                 return tuple(_plain(x, depth + 1) for x in body)
             case "s":
                 return frozenset(_plain(x, depth + 1) for x in body)
-    except (TypeError, ValueError, OverflowError, ZeroDivisionError, KeyError, IndexError) as e:
+    except (TypeError, ValueError, OverflowError, KeyError, IndexError) as e:
         raise BadClaim(type(e).__name__) from None
     raise BadClaim("tag")
 
 
-def matches(expected: Any, claim: Any, depth: int = 0) -> bool:
-    """`expected == value` for the value that `claim` stands for. Never raises; guided by `expected`, so the work is
-    bounded by it and no table is built from the child's keys beyond its size."""
+def plain_value(claim: Any, depth: int = 0) -> Any:
+    """A claimed value as builtins, containers and all. Raises BadClaim for one that has no plain form."""
+    if type(claim) is list and depth <= MAX_DEPTH:
+        return [plain_value(x, depth + 1) for x in claim]
+    if type(claim) is dict and len(claim) == 1 and depth <= MAX_DEPTH:
+        ((tag, body),) = claim.items()
+        try:
+            if tag == "t":
+                return tuple(plain_value(x, depth + 1) for x in body)
+            if tag == "s":
+                return {_plain(x) for x in body}
+            if tag == "d":
+                return {_plain(k): plain_value(v, depth + 1) for k, v in body}
+        except (TypeError, ValueError) as e:
+            raise BadClaim(type(e).__name__) from None
+    return _plain(claim, depth)
+
+
+def _equals_ratio(expected: Any, n: int, d: int) -> bool:
+    """`expected == n / d` without reducing the ratio: products of two bounded integers, and no gcd."""
+    if type(expected) is complex and expected.imag == 0:
+        expected = expected.real
+    if type(expected) not in (bool, int, float):
+        return False
+    try:
+        a, b = expected.as_integer_ratio()
+    except (ValueError, OverflowError):  # infinite or NaN
+        return False
+    return a * d == n * b
+
+
+class Raised(Exception):
+    """The object's own == raised where the expected value would have been compared; the name of the exception."""
+
+
+def holds(expected: Any, claim: Any, decoys: Decoys) -> bool:
+    """Would `value == expected` have been true, by the object's own ==? Raises Raised where that would have raised."""
+    return matches(expected, claim, decoys=decoys)
+
+
+def _says_equal(expected: Any, said: Any, inner: Any, decoys: Decoys) -> bool:
+    if type(said) is not list or len(said) != len(decoys):
+        return False
+    kind = set if type(expected) is frozenset else type(expected)
+    known = kind in (bool, type(None))  # the decoys are all there is: the answer to the question itself is among them
+    of_kind = [
+        answer
+        for decoy, answer in zip(decoys, said, strict=True)
+        if type(decoy) is kind and (decoy == expected if known else not matches(decoy, inner))
+    ]
+    if any(type(answer) is str for answer in of_kind):
+        raise Raised(clean_name(next(answer for answer in of_kind if type(answer) is str)))
+    return bool(of_kind) and all(answer is True for answer in of_kind)
+
+
+def matches(expected: Any, claim: Any, depth: int = 0, decoys: Decoys = ()) -> bool:
+    """`expected == value` for the value that `claim` stands for. Guided by `expected`, so the work is bounded by it and
+    no table is built from the child's keys beyond its size. Raises nothing; with `decoys`, see `holds`."""
     if depth > MAX_DEPTH:
         return False
     kind = type(expected)
     if kind is list:
-        if type(claim) is not list or len(claim) != len(expected):
+        if type(claim) is list:
+            return len(claim) == len(expected) and all(
+                matches(e, c, depth + 1, decoys) for e, c in zip(expected, claim, strict=True)
+            )
+        if type(claim) is not dict:
             return False
-        return all(matches(e, c, depth + 1) for e, c in zip(expected, claim, strict=True))
     body = next(iter(claim.values())) if type(claim) is dict and len(claim) == 1 else None
     tag = next(iter(claim)) if body is not None else None
+    if tag == "o" and decoys:
+        if type(body) is not list or len(body) != 2:
+            return False
+        said, inner = body
+        return _says_equal(expected, said, inner, decoys) or matches(expected, inner, depth + 1, decoys)
+    if kind is list:
+        return False
     if kind is tuple:
         if tag != "t" or type(body) is not list or len(body) != len(expected):
             return False
-        return all(matches(e, c, depth + 1) for e, c in zip(expected, body, strict=True))
+        return all(matches(e, c, depth + 1, decoys) for e, c in zip(expected, body, strict=True))
     if kind is dict:
         if tag != "d" or type(body) is not list or len(body) != len(expected):
             return False
@@ -209,9 +367,9 @@ def matches(expected: Any, claim: Any, depth: int = 0) -> bool:
                 return False
             try:
                 key = _plain(pair[0])
-                if key not in left or not matches(left.pop(key), pair[1], depth + 1):
-                    return False
             except (BadClaim, RecursionError):
+                return False
+            if key not in left or not matches(left.pop(key), pair[1], depth + 1, decoys):
                 return False
         return not left
     if kind is set or kind is frozenset:
@@ -228,6 +386,8 @@ def matches(expected: Any, claim: Any, depth: int = 0) -> bool:
             left.discard(key)
         return not left
     try:
+        if tag == "q":
+            return _equals_ratio(expected, *_ratio_of(body))
         return bool(expected == _plain(claim))
-    except (BadClaim, RecursionError):
+    except (ValueError, RecursionError):
         return False
