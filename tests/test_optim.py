@@ -169,3 +169,60 @@ def test_a_missing_module_is_an_error_not_a_zero() -> None:
     keep = dict(list(grads(adapter, 0).items())[1:])
     with pytest.raises(AssertionError, match=r"layers\.0\.self_attn\.q_proj"):
         optim.step(routed(keep))
+
+
+# ── one second moment ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("scale", [0.01, 1.0])  # within and beyond the clip
+def test_with_one_second_moment_the_parts_move_as_the_whole(decay: float, scale: float) -> None:
+    """Whatever is routed: all, nothing, a part, opposite parts. With two second moments the sum goes another way."""
+    hyper = replace(HYPER, weight_decay=decay)
+    plain, split, apart = SvdAdapter(tiny(), None), SvdAdapter(tiny(), None), SvdAdapter(tiny(), None)
+    whole = Optimizer(plain, hyper, STEPS)
+    shared = Optimizer(split, replace(hyper, second_moment="shared"), STEPS)
+    separate = Optimizer(apart, hyper, STEPS)
+    for step in range(STEPS):
+        g, other = (plain.flat(grads(plain, seed, scale)) for seed in (step, 100 + step))
+        keep = [g, 0 * g, 0.8 * g, g - 3 * other, other][step % 5]
+        quar = None if step % 5 == 0 else g - keep
+        assert whole.step(routed(plain.by_module(g))) is not None
+        for adapter, optim in ((split, shared), (apart, separate)):
+            update = optim.step(routed(adapter.by_module(keep), None if quar is None else adapter.by_module(quar)))
+            assert update is not None
+    want = plain.δS.detach()
+    got = split.δS.detach() + split.δS_hack.detach()
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6 * float(want.abs().max()) + 1e-6)
+    assert float(split.δS_hack.detach().norm()) > 0
+    assert not torch.allclose(apart.δS.detach() + apart.δS_hack.detach(), want, rtol=1e-2)
+
+
+def test_a_quarantine_that_never_had_a_gradient_stays_zero() -> None:
+    adapter = SvdAdapter(tiny(), None)
+    optim = Optimizer(adapter, replace(HYPER, second_moment="shared"), STEPS)
+    for step in range(3):
+        assert optim.step(routed(grads(adapter, step))) is not None
+    assert not adapter.δS_hack.detach().any()
+
+
+def test_one_second_moment_survives_a_resume() -> None:
+    def steps(optim: Optimizer, adapter: SvdAdapter, some: range) -> None:
+        for step in some:
+            assert optim.step(routed(grads(adapter, step), grads(adapter, 100 + step))) is not None
+
+    hyper = replace(HYPER, second_moment="shared")
+    once, twice, again = (SvdAdapter(tiny(), None) for _ in range(3))
+    steps(Optimizer(once, hyper, STEPS), once, range(6))
+    first = Optimizer(twice, hyper, STEPS)
+    steps(first, twice, range(3))
+    state = io.BytesIO()
+    torch.save((twice.state_dict(), first.state_dict()), state)
+    state.seek(0)
+    vectors, moments = torch.load(state, weights_only=True)
+    second = Optimizer(again, hyper, STEPS)
+    again.load_state_dict(vectors)
+    second.load_state_dict(moments)
+    steps(second, again, range(3, 6))
+    assert torch.equal(once.δS, again.δS)
+    assert torch.equal(once.δS_hack, again.δS_hack)
