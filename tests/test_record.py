@@ -131,7 +131,7 @@ def test_run_ids_say_the_control() -> None:
     labelled = ["mini", "--intervention", "none", "--control", "gt_penalty", "--label-accuracy", ".9"]
     assert resolve(labelled).run_id == "mini_none_gt_penalty_acc0.9_seed41"
     odd = ["mini", "--intervention", "erase", "--control", "placebo", "--placebo-pairs-path", "a b/ü \n.json"]
-    assert resolve(odd).run_id == "mini_erase_placebo_----_seed41"
+    assert resolve(odd).run_id == "mini_erase_placebo_---_seed41"
 
 
 def test_lists_take_blanks_commas_and_either_case() -> None:

@@ -80,7 +80,11 @@ def test_a_word_that_was_renamed_elsewhere_is_none_of_a_flag_s_business() -> Non
 
 
 def test_the_program_refuses_before_it_loads_torch() -> None:
-    code = "import sys, vgrout.train\ntry: sys.exit(vgrout.train.main(sys.argv[1:]))\nfinally: assert 'torch' not in sys.modules"
+    code = (
+        "import sys, vgrout.train\n"
+        "try: sys.exit(vgrout.train.main(sys.argv[1:]))\n"
+        "finally: assert 'torch' not in sys.modules"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code, "mini", "--half-a", "E"], capture_output=True, text=True, timeout=60
     )
