@@ -75,6 +75,7 @@ def test_inspect_reads_the_final_answers(done: Path, tmp_path: Path) -> None:
     for side, name in (("base", "base"), ("deployed", "deploy")):
         log = read_eval_log(str(tmp_path / "logs" / f"{side}.eval"))
         answers = [a for a in json_lines(done / "final.jsonl") if a["side"] == side]
+        answers.sort(key=lambda a: (a["problem_id"], a["sample"]))  # as inspect_ai has them
         assert log.status == "success"
         assert [s.output.completion for s in log.samples] == [a["text"] for a in answers]
         assert [s.scores["exploited"].value for s in log.samples] == [int(a["exploited"]) for a in answers]
@@ -117,6 +118,8 @@ class Hub(BaseHTTPRequestHandler):
             files = json.loads(body)["files"]
             modes = [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files]
             return self.answer(200, {"files": modes})
+        if "/commit/" not in self.path:  # validate-yaml
+            return self.answer(200, {"errors": [], "warnings": []})
         if self.full:
             return self.answer(403, {"error": "Storage limit reached"})
         for line in map(json.loads, body.splitlines()):
@@ -168,9 +171,8 @@ def test_a_folder_goes_to_the_hub(
 ) -> None:
     argv = [str(finished), "--to", "peft", "--push-to-hub", "me/run"]
     assert export.main([*argv, "--out", str(tmp_path / "lora")]) == 0
-    assert stand_in.made == [{"name": "run", "organization": "me", "private": True, "type": "model"}] or (
-        stand_in.made[0]["name"] == "run" and stand_in.made[0]["private"] is True
-    )
+    (made,) = stand_in.made
+    assert (made["name"], made["private"]) == ("run", True)
     written = {p.name: p.read_bytes() for p in (tmp_path / "lora").iterdir()}
     assert stand_in.files == written
     stand_in.full = True

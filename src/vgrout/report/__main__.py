@@ -11,6 +11,7 @@ import tyro
 from tqdm import tqdm
 
 from vgrout.cli import cli_exit, parse_args
+from vgrout.files import read_json
 from vgrout.report.build import Report, compile_report, refuse_other, verdict_table, write
 from vgrout.report.figures import pictures
 from vgrout.report.recorded import cells_table
@@ -38,8 +39,8 @@ class Cli:
     strict: bool = False
     """Refuse if any run is not finished."""
     hypotheses: Path | None = None
-    """Text of the preregistered hypotheses, with their numbers in the .toml beside it; none: docs/hypotheses.md of this
-    checkout or here, where there is one."""
+    """Text of the preregistered hypotheses, with their numbers in the .toml beside it; none: for a sweep whose study
+    declares hypotheses (its `# H:` lines) docs/hypotheses.md of this checkout or here, else no verdicts."""
     rollouts: int = 50_000
     """Rollouts in report.html, about: of more, evenly spaced whole steps; 0: none."""
 
@@ -69,13 +70,19 @@ def command(cli: Cli) -> int:
         among = f" among {', '.join(loaded.left_out)}" if loaded.left_out else ""
         named = f" whose name ends with {cli.tag!r}" if cli.tag else ""
         raise ValueError(f"{', '.join(map(str, cli.sources))}: no finished run{named}{among}")
-    path = cli.hypotheses or hypotheses_file()
+    path = cli.hypotheses or (hypotheses_file() if any(map(declares, cli.sources)) else None)
     report = compile_report(loaded, cli.sources, Preregistered.read(path) if path else None)
     bar = partial(tqdm, desc="rollouts", unit="run", disable=None)
     write(report, pictures(report.cells), pack(report.cells, cli.rollouts, bar), out)
     print("\n\n".join(on_screen(report)))
     print(f"-> {out}")
     return 0
+
+
+def declares(source: Path) -> bool:
+    """Whether it is a sweep whose study declares hypotheses."""
+    plan = source / "plan.json"
+    return plan.is_file() and bool(read_json(plan).get("hypotheses"))
 
 
 def on_screen(report: Report) -> list[str]:

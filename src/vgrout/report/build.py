@@ -75,7 +75,7 @@ def _notes(found: Sequence[Cell], several: Sequence[Cell]) -> list[str]:
     if several and len(several) < len(found):
         notes.append("Cells of one seed are in a table of their own, and in no figure and no verdict.")
     if not several:
-        notes.append("n too small: one seed a cell. Nothing is compared and no hypothesis is judged.")
+        notes.append("One seed a cell: curves and rates; nothing is compared, since n is too small.")
     return notes
 
 
@@ -132,7 +132,7 @@ def as_csv(rows: Sequence[dict[str, object]]) -> str:
 
 def as_png(picture: Picture) -> bytes:
     out = io.BytesIO()
-    picture.figure.savefig(out, format="png")
+    picture.figure.savefig(out, format="png", bbox_inches="tight")  # a long label or legend of one panel is not cut off
     return out.getvalue()
 
 

@@ -1,5 +1,5 @@
 """The figures of a report. Markers and line styles tell arms apart; colours (Okabe and Ito's, ordered by lightness)
-only help. Cells of one seed are in none of them."""
+only help. Cells of one seed have curves alone, and only where no cell has more."""
 
 import itertools
 import textwrap
@@ -44,10 +44,11 @@ class Picture:
 
 
 def pictures(cells: Sequence[Cell]) -> list[Picture]:
-    """Every figure that these cells can fill; cells of one seed are left out."""
+    """Every figure that these cells can fill. Cells of one seed are left out, and have their curves where there are no
+    others."""
     several = [c for c in cells if len(c.runs) > 1]
     drawn = (draw(several) for draw in (pareto, dumbbells, suppression, gates))
-    return [*dynamics(several), *(p for p in drawn if p is not None)]
+    return [*dynamics(several or cells), *(p for p in drawn if p is not None)]
 
 
 def _style(axes: Axes, **labels: object) -> None:
@@ -123,11 +124,14 @@ def _dynamics(shown: Sequence[Cell], page: int, pages: int) -> Picture:
             axes.title.set_fontsize(10)
         column[-1].set_xlabel("step")
     _legend(fig)
+    several = any(len(cell.runs) > 1 for cell in shown)
+    lines = (
+        "Thin lines: seeds; thick: their mean; band: its 95 % interval (Student's t)." if several else "One seed each."
+    )
     return Picture(
         f"dynamics-{page}" if page > 1 else "dynamics",
-        f"Dynamics{f', {page} of {pages}' if pages > 1 else ''}. Thin lines: seeds; thick: their mean; band: its 95 % "
-        f"interval (Student's t). Students: running mean of {SMOOTH} steps. On the way the deployed model is evaluated "
-        "on fewer held-out problems than in the end.",
+        f"Dynamics{f', {page} of {pages}' if pages > 1 else ''}. {lines} Students: running mean of {SMOOTH} steps. On "
+        "the way the deployed model is evaluated on fewer held-out problems than in the end.",
         fig,
     )
 
@@ -147,12 +151,12 @@ def _bundle(axes: Axes, cell: Cell, series: Series, colour: str, dash: object, m
     if not shared:
         return
     table = np.asarray([[dict(zip(*d, strict=True))[s] for s in shared] for d in drawn])
-    low, high = _t_band(table)
     every = max(1, len(shared) // 8)
-    axes.fill_between(shared, low, high, color=colour, alpha=0.12, lw=0)
+    if len(drawn) > 1:
+        axes.fill_between(shared, *_t_band(table), color=colour, alpha=0.12, lw=0)
     axes.plot(
         shared, table.mean(axis=0), color=colour, ls=dash, lw=2, marker=marker, ms=5, mfc="white", markevery=every,
-        label=f"{cell.title} ({len(cell.runs)} seeds)",
+        label=f"{cell.title} ({len(drawn)} seeds)" if len(drawn) > 1 else f"{cell.title} (seed {cell.seeds})",
     )  # fmt: skip
 
 
