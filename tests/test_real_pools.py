@@ -115,4 +115,4 @@ def test_a_run_mixes_a_real_pool(
         known = load_pool(pool)
         assert re.search(r"pool graded again by \w+: differs from the cached labels in hacked 0/\d+, ", said), said
         lines = (path / "rollouts.jsonl").read_text().splitlines()
-        assert {json.loads(line)["mode"] for line in lines} <= set(known.partition.values())
+        assert {json.loads(line)["env_mode"] for line in lines} <= set(known.partition.values())

@@ -251,7 +251,7 @@ def test_each_baseline_is_its_own_run_and_says_so(tmp_path: Path, monkeypatch: p
         name = f"{control}_acc0.8" if control.startswith("gt_") else control
         assert {json.loads((path / f).read_text())["control"] for f in ("run.json", "per_mode_deploy.json")} == {name}
         assert name in (path / "summary.md").read_text()
-        asked = {line["prompt"].endswith(f"\n{CUE}") for line in rollout_lines(path)}
+        asked = {line["messages"][-1]["content"].endswith(f"\n{CUE}") for line in rollout_lines(path)}
         assert asked == {control == "inoculation"}
         paid = {round(line["reward"], 9) for line in rollout_lines(path)}
         assert paid <= {

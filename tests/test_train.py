@@ -14,6 +14,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from golden import FOLDER, differences, versions
 from runs import ARMS, EVALUATED, SharedRuns, adapter_bytes, flags, rows, run
@@ -158,6 +159,20 @@ def test_files_of_a_finished_run(done: Made) -> None:
         assert json.loads((path / "status.json").read_text())["state"] == "finished"
         rollouts = [json.loads(line) for line in (path / "rollouts.jsonl").read_text().splitlines()]
         assert len(rollouts) == sum(r["gt_s_n"] for r in rows(path))
+        assert {(r["p_idx"], r["gi"]) for r in rollouts if r["step"] == 0} <= {
+            (p, g) for p in range(2) for g in range(4)
+        }
+        assert all(r["prompt"].startswith("<") and r["messages"][-1]["content"] in r["prompt"] for r in rollouts)
+        with safe_open(path / "train.safetensors", "pt") as saved:
+            kept = saved.metadata()
+        assert all(k.items() <= r.items() for k, r in zip(json.loads(kept["rows"]), rows(path), strict=True))
+        hacks = [r[name] for r in rows(path) for name in ("hack_s_k", "hack_t_k") if r.get(name) is not None]
+        of = [r[name] for r in rows(path) for name in ("hack_s_n", "hack_t_n") if r.get(name) is not None]
+        assert float(kept["hack_rate"]) == pytest.approx(sum(hacks) / sum(of))
+        tail = (path / "summary.md").read_text()
+        assert f"HACK_RATE={sum(hacks) / sum(of):.4f} ({sum(hacks)}/{sum(of)})" in tail
+        assert all(f"{name}=" in tail for name in ("PASS_RATE", "HACK_STUDENT", "HACK_TEACHER", "C", "D", "E"))
+        assert max(len(line) for line in tail.partition("student rows that")[0].splitlines()[4:] if "|" in line) <= 78
         assert sum(r["exploited"] for r in rollouts) == sum(r["hack_s_k"] for r in rows(path))
 
 
@@ -177,7 +192,7 @@ def test_the_final_numbers_are_the_same_everywhere(done: Made) -> None:
             if own:
                 assert sum(a["exploited"] for a in own) / len(own) == final[f"hack_{name}"]
                 assert sum(a["gt_correct"] for a in own) / len(own) == final[f"solve_{name}"]
-                assert len({(a["problem"], a["sample"]) for a in own}) == len(own) == final["eval_n"]
+                assert len({(a["problem_id"], a["sample"]) for a in own}) == len(own) == final["eval_n"]
 
 
 def test_quarantine_is_used_by_routing_alone(done: Made) -> None:
@@ -263,7 +278,7 @@ def test_dry_run_starts_nothing(
     assert '"intervention": "route2"' in said
     for word in ("rollouts", "tokens", "reference steps", "disk", "sandbox: "):
         assert word in said
-    assert list((tmp_path / "out" / "runs").iterdir()) == []
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
 
 
 def test_no_folder_can_be_written(
@@ -292,7 +307,7 @@ def test_a_missing_input_is_refused_before_the_model(
     monkeypatch.chdir(tmp_path)
     assert main(["smoke", *argv]) == 2
     assert message in capsys.readouterr().err
-    assert list((tmp_path / "out" / "runs").iterdir()) == []
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
 
 
 def start(folder: Path, *argv: str) -> subprocess.Popen[str]:
