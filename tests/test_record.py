@@ -3,19 +3,27 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+import torch
 
+from vgrout import console
 from vgrout.config.arm import ARMS, CONTROLS, ArmConfig
 from vgrout.config.presets import PRESETS, joined, resolve
 from vgrout.config.renamed import current_answer
 from vgrout.evaluate import Final
 from vgrout.files import json_lines, numbered_lines
+from vgrout.grading.grade import Grader
 from vgrout.problems import Row, assigned, partition_decides
 from vgrout.runs.expectation import expectation
+from vgrout.runs.recorder import Recorder
 from vgrout.runs.results import Tallies
+from vgrout.runs.run_context import RunContext
+from vgrout.runs.run_dir import RunDir
 from vgrout.table import Table
-from vgrout.types import MODE_CODE, MODES, Eval, Grade, Mode, ModeEval, Rate, centred, half
+from vgrout.types import MODE_CODE, MODES, Eval, Grade, Mode, ModeEval, NothingRouted, Rate, centred, half
 
 
 def grade(channel: bool, **detectors: bool) -> Grade:
@@ -199,3 +207,53 @@ def test_folders_above_are_looked_at_not_made(tmp_path: Path) -> None:
     probe_writable(tmp_path / "a" / "b")
     assert [*tmp_path.iterdir()] == []
     assert existing(tmp_path / "a" / "b") == tmp_path
+
+
+def check_quarantine(control: str, gn: float | None, q: float = 0.0, hack: float = 0.0) -> None:
+    """At the end of a run of route2 of three such steps, whose δS_hack has this norm."""
+    step = SimpleNamespace(gn=gn, q_egy=q, skipped=0, hack_s=Rate(0, 4), gt_s=Rate(1, 4), hack_t=None, gt_t=None)
+    run = SimpleNamespace(
+        policy=SimpleNamespace(adapter=SimpleNamespace(δS_hack=torch.tensor([hack]))),
+        rows=[step] * 3,
+        cfg=SimpleNamespace(arm=ArmConfig(intervention="route2", control=control), mixes=False),
+        arm=SimpleNamespace(provenance=None),
+    )
+    Recorder.check_quarantine(cast(Recorder, run))
+
+
+def test_an_arm_that_routed_nothing_is_stopped(warnings: list[str]) -> None:
+    with pytest.raises(
+        NothingRouted, match=r"route2 routed nothing in 3 steps, 3 of them with a gradient: .* plain GRPO"
+    ):
+        check_quarantine("none", 0.5)
+    assert warnings == []
+    check_quarantine("none", 0.5, q=0.1, hack=1.0)
+    assert warnings == []
+    check_quarantine("haar", 0.5)
+    check_quarantine("none", None)
+    assert [w.partition(" (")[2] for w in warnings] == [
+        "control: haar)",
+        "no step had a signal, so nothing was learnt either)",
+    ]
+    with pytest.raises(AssertionError, match="largest share of a step"):
+        check_quarantine("none", 0.5, q=0.1)
+
+
+def test_a_refused_run_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A mistake that shows only once something is loaded: one line on stderr, no folder, no log."""
+    monkeypatch.chdir(tmp_path)
+    folder = RunDir.create("x")
+    console.setup(log := Path("logs") / "x.log")
+    grader = cast(Grader, SimpleNamespace(protections=None))
+    with RunContext(folder, grader, again="…", resumes=False, log=log) as refused:
+        folder.write_json("run.json", {})
+        raise ValueError("--flag 7: does not fit this model")
+    assert refused.code == 2
+    assert capsys.readouterr().err == "E --flag 7: does not fit this model\n"
+    assert list(tmp_path.iterdir()) == []
+    path = RunDir.create("y").path
+    with RunContext(RunDir.reopen(path), grader, again="…", resumes=True) as refused:
+        raise ValueError("changed")
+    assert (refused.code, path.is_dir()) == (2, True), "a run that should have gone on stays as it is"
