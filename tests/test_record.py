@@ -4,11 +4,12 @@ import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 
+from test_table import row
 from vgrout import console
 from vgrout.config.arm import ARMS, CONTROLS, ArmConfig
 from vgrout.config.presets import PRESETS, joined, resolve
@@ -156,13 +157,13 @@ def test_no_preset_claims_every_path() -> None:
     assert not [name for name, (what, _) in PRESETS.items() if "every code path" in what]
 
 
-def row(id: int, mode: Mode | None = None) -> Row:
+def problem_row(id: int, mode: Mode | None = None) -> Row:
     prompt = ({"role": "user", "content": "Write f and should pass all tests."},)
     return Row(id, prompt, ("assert Solution().f(1) == 1",), "", "", "f", None, mode, None, None, "here")
 
 
 def test_a_partition_decides_where_the_file_says_nothing() -> None:
-    rows = [row(i) for i in range(40)]
+    rows = [problem_row(i) for i in range(40)]
     partition: dict[int, Mode] = {i: ("sentinel", "file_marker")[i % 2] for i in range(10)}
     for env_mode in ("run_tests", "own"):
         parts = assigned(rows, env_mode, partition)
@@ -170,7 +171,7 @@ def test_a_partition_decides_where_the_file_says_nothing() -> None:
         assert len(modes) == 40, "nothing is filtered"
         assert {i: modes[i] for i in partition} == partition
         assert {*modes.values()} == {"sentinel", "file_marker"}, "others are dealt to its modes"
-    own = [row(i, "sentinel" if i % 2 else "run_tests") for i in range(40)]
+    own = [problem_row(i, "sentinel" if i % 2 else "run_tests") for i in range(40)]
     assert not partition_decides(own, partition)
     assert {p.mode for part in assigned(own, "sentinel").values() for p in part} == {"sentinel"}
 
@@ -211,14 +212,12 @@ def test_folders_above_are_looked_at_not_made(tmp_path: Path) -> None:
 
 def check_quarantine(control: str, gn: float | None, q: float = 0.0, hack: float = 0.0) -> None:
     """At the end of a run of route2 of three such steps, whose δS_hack has this norm."""
-    step = SimpleNamespace(gn=gn, q_egy=q, skipped=0, hack_s=Rate(0, 4), gt_s=Rate(1, 4), hack_t=None, gt_t=None)
-    run = SimpleNamespace(
-        policy=SimpleNamespace(adapter=SimpleNamespace(δS_hack=torch.tensor([hack]))),
-        rows=[step] * 3,
-        cfg=SimpleNamespace(arm=ArmConfig(intervention="route2", control=control), mixes=False),
-        arm=SimpleNamespace(provenance=None),
-    )
-    Recorder.check_quarantine(cast(Recorder, run))
+    run = object.__new__(Recorder)
+    run.policy = cast(Any, SimpleNamespace(adapter=SimpleNamespace(δS_hack=torch.tensor([hack]))))
+    run.rows = [row(step=step, gn=gn, q_egy=q, skipped=0) for step in range(3)]
+    run.cfg = cast(Any, SimpleNamespace(arm=ArmConfig(intervention="route2", control=control), mixes=False))
+    run.arm = cast(Any, SimpleNamespace(provenance=None))
+    run.check_quarantine()
 
 
 def test_an_arm_that_routed_nothing_is_stopped(warnings: list[str]) -> None:
@@ -246,14 +245,14 @@ def test_a_refused_run_leaves_nothing(
     monkeypatch.chdir(tmp_path)
     folder = RunDir.create("x")
     console.setup(log := Path("logs") / "x.log")
-    grader = cast(Grader, SimpleNamespace(protections=None))
+    grader = object.__new__(Grader)
     with RunContext(folder, grader, again="…", resumes=False, log=log) as refused:
         folder.write_json("run.json", {})
         raise ValueError("--flag 7: does not fit this model")
     assert refused.code == 2
     assert capsys.readouterr().err == "E --flag 7: does not fit this model\n"
     assert list(tmp_path.iterdir()) == []
-    path = RunDir.create("y").path
-    with RunContext(RunDir.reopen(path), grader, again="…", resumes=True) as refused:
+    path = (folder := RunDir.create("y")).path
+    with RunContext(folder, grader, again="…", resumes=True) as refused:
         raise ValueError("changed")
     assert (refused.code, path.is_dir()) == (2, True), "a run that should have gone on stays as it is"
