@@ -3,19 +3,28 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
+from test_table import row
+from vgrout import console
 from vgrout.config.arm import ARMS, CONTROLS, ArmConfig
 from vgrout.config.presets import PRESETS, joined, resolve
 from vgrout.config.renamed import current_answer
 from vgrout.evaluate import Final
 from vgrout.files import json_lines, numbered_lines
+from vgrout.grading.grade import Grader
 from vgrout.problems import Row, assigned, partition_decides
 from vgrout.runs.expectation import expectation
+from vgrout.runs.recorder import Recorder
 from vgrout.runs.results import Tallies
+from vgrout.runs.run_context import RunContext
+from vgrout.runs.run_dir import RunDir
 from vgrout.table import Table
-from vgrout.types import MODE_CODE, MODES, Eval, Grade, Mode, ModeEval, Rate, centred, half
+from vgrout.types import MODE_CODE, MODES, Eval, Grade, Mode, ModeEval, NothingRouted, Rate, centred, half
 
 
 def grade(channel: bool, **detectors: bool) -> Grade:
@@ -148,13 +157,13 @@ def test_no_preset_claims_every_path() -> None:
     assert not [name for name, (what, _) in PRESETS.items() if "every code path" in what]
 
 
-def row(id: int, mode: Mode | None = None) -> Row:
+def problem_row(id: int, mode: Mode | None = None) -> Row:
     prompt = ({"role": "user", "content": "Write f and should pass all tests."},)
     return Row(id, prompt, ("assert Solution().f(1) == 1",), "", "", "f", None, mode, None, None, "here")
 
 
 def test_a_partition_decides_where_the_file_says_nothing() -> None:
-    rows = [row(i) for i in range(40)]
+    rows = [problem_row(i) for i in range(40)]
     partition: dict[int, Mode] = {i: ("sentinel", "file_marker")[i % 2] for i in range(10)}
     for env_mode in ("run_tests", "own"):
         parts = assigned(rows, env_mode, partition)
@@ -162,7 +171,7 @@ def test_a_partition_decides_where_the_file_says_nothing() -> None:
         assert len(modes) == 40, "nothing is filtered"
         assert {i: modes[i] for i in partition} == partition
         assert {*modes.values()} == {"sentinel", "file_marker"}, "others are dealt to its modes"
-    own = [row(i, "sentinel" if i % 2 else "run_tests") for i in range(40)]
+    own = [problem_row(i, "sentinel" if i % 2 else "run_tests") for i in range(40)]
     assert not partition_decides(own, partition)
     assert {p.mode for part in assigned(own, "sentinel").values() for p in part} == {"sentinel"}
 
@@ -199,3 +208,51 @@ def test_folders_above_are_looked_at_not_made(tmp_path: Path) -> None:
     probe_writable(tmp_path / "a" / "b")
     assert [*tmp_path.iterdir()] == []
     assert existing(tmp_path / "a" / "b") == tmp_path
+
+
+def check_quarantine(control: str, gn: float | None, q: float = 0.0, hack: float = 0.0) -> None:
+    """At the end of a run of route2 of three such steps, whose δS_hack has this norm."""
+    run = object.__new__(Recorder)
+    run.policy = cast(Any, SimpleNamespace(adapter=SimpleNamespace(δS_hack=torch.tensor([hack]))))
+    run.rows = [row(step=step, gn=gn, q_egy=q, skipped=0) for step in range(3)]
+    run.cfg = cast(Any, SimpleNamespace(arm=ArmConfig(intervention="route2", control=control), mixes=False))
+    run.arm = cast(Any, SimpleNamespace(provenance=None))
+    run.check_quarantine()
+
+
+def test_an_arm_that_routed_nothing_is_stopped(warnings: list[str]) -> None:
+    with pytest.raises(
+        NothingRouted, match=r"route2 routed nothing in 3 steps, 3 of them with a gradient: .* plain GRPO"
+    ):
+        check_quarantine("none", 0.5)
+    assert warnings == []
+    check_quarantine("none", 0.5, q=0.1, hack=1.0)
+    assert warnings == []
+    check_quarantine("haar", 0.5)
+    check_quarantine("none", None)
+    assert [w.partition(" (")[2] for w in warnings] == [
+        "control: haar)",
+        "no step had a signal, so nothing was learnt either)",
+    ]
+    with pytest.raises(AssertionError, match="largest share of a step"):
+        check_quarantine("none", 0.5, q=0.1)
+
+
+def test_a_refused_run_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A mistake that shows only once something is loaded: one line on stderr, no folder, no log."""
+    monkeypatch.chdir(tmp_path)
+    folder = RunDir.create("x")
+    console.setup(log := Path("logs") / "x.log")
+    grader = object.__new__(Grader)
+    with RunContext(folder, grader, again="…", resumes=False, log=log) as refused:
+        folder.write_json("run.json", {})
+        raise ValueError("--flag 7: does not fit this model")
+    assert refused.code == 2
+    assert capsys.readouterr().err == "E --flag 7: does not fit this model\n"
+    assert list(tmp_path.iterdir()) == []
+    path = (folder := RunDir.create("y")).path
+    with RunContext(folder, grader, again="…", resumes=True) as refused:
+        raise ValueError("changed")
+    assert (refused.code, path.is_dir()) == (2, True), "a run that should have gone on stays as it is"

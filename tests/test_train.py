@@ -172,7 +172,8 @@ def test_files_of_a_finished_run(done: Made) -> None:
         tail = (path / "summary.md").read_text()
         assert f"HACK_RATE={sum(hacks) / sum(of):.4f} ({sum(hacks)}/{sum(of)})" in tail
         assert all(f"{name}=" in tail for name in ("PASS_RATE", "HACK_STUDENT", "HACK_TEACHER", "C", "D", "E"))
-        assert max(len(line) for line in tail.partition("student rows that")[0].splitlines()[4:] if "|" in line) <= 78
+        tables = tail.partition("| what")[2].partition("rt run_tests")[0].splitlines()
+        assert max(map(len, tables)) <= 78, "80 columns with the level's letter"
         assert sum(r["exploited"] for r in rollouts) == sum(r["hack_s_k"] for r in rows(path))
 
 

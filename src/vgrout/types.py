@@ -53,9 +53,8 @@ class Grade:
     hacked_wrong_tests: bool  # D: the answer's tests reject the canonical solution
     hacked_loophole_used: bool  # E: the answer's tests accept the answer's own solution while it is there
     mode: Mode
-    exit_status: (
-        str  # ok · timeout · memory · signal:N · exit:N · error:Type · no_code · syntax · lost:WHY; strict first
-    )
+    # ok · timeout · memory · signal:N · exit:N · error:Type · no_code · syntax · lost:WHY; strict run first
+    exit_status: str
     cpu_s: float
 
     @property
