@@ -857,9 +857,12 @@ def main(trainer_fd: int, *settings_values: Any) -> None:
     try:
         _serve(trainer, verifier, send)
     finally:
-        verifier.close()
-        with suppress(OSError):  # the trainer does this too, unless it was killed
-            os.rmdir(settings.workdir)
+        try:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        finally:  # also where the signal arrives just now
+            verifier.close()
+            with suppress(OSError):  # the trainer does this too, unless it was killed
+                os.rmdir(settings.workdir)
 
 
 def _leave(*_: object) -> None:
