@@ -58,7 +58,9 @@ class _Asyncio:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != "asyncio.unix_events":
             return None
-        spec = next(s for f in sys.meta_path if f is not self and (s := f.find_spec(name, path, target)) is not None)
+        spec: Any = next(
+            s for f in sys.meta_path if f is not self and (s := f.find_spec(name, path, target)) is not None
+        )
         run = spec.loader.exec_module
 
         def run_and_replace(module: Any) -> None:
