@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import tyro
 
-from vgrout.files import drop_stdout
+from vgrout.files import drop_stdout, printable
 
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ def cli_exit(run: Callable[[], int], interrupted: str = "interrupted") -> int:
             if sys.stdout is not None:
                 sys.stdout.flush()
     except ValueError as e:
-        print(f"E {e}", file=sys.stderr)
+        print(f"E {printable(str(e))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"E {interrupted}", file=sys.stderr)

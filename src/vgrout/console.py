@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from loguru import logger
 from tqdm import tqdm
 
-from vgrout.files import drop_stdout
+from vgrout.files import drop_stdout, printable
 
 _LETTER = {"TRACE": "T", "DEBUG": "D", "INFO": "I", "SUCCESS": "I", "WARNING": "W", "ERROR": "E", "CRITICAL": "E"}
 HEARTBEAT_S = 60.0
@@ -46,7 +46,7 @@ class Lines:
         if not self._open:
             return
         try:
-            tqdm.write(message, file=sys.stdout, end="")
+            tqdm.write(printable(message), file=sys.stdout, end="")
             sys.stdout.flush()
         except OSError as e:
             self._open = False
@@ -69,7 +69,7 @@ class LogFile:
         if self._file is None:
             return
         try:
-            self._file.write(message)
+            self._file.write(printable(message))
         except OSError as e:
             self._file = None
             print(f"W {self._path}: cannot be written any more ({e.strerror})", file=sys.stderr)

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -29,7 +30,21 @@ def atomic_open(path: Path) -> Generator[BinaryIO]:
 def write_atomic(path: Path, data: str | bytes) -> None:
     """Write `data` to `path`; after a kill or an error the file holds all of it or is as it was."""
     with atomic_open(path) as f:
-        f.write(data.encode() if isinstance(data, str) else data)
+        f.write(data.encode(errors="backslashreplace") if isinstance(data, str) else data)
+
+
+# Control characters but tab and newline, the signs that turn the writing direction, other line ends, lone surrogates.
+_UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """Text of unknown origin for a terminal or a log: what would act instead of being seen is an escape like \\x1b."""
+    return _UNSEEN.sub(lambda c: c[0].encode("unicode_escape").decode(), text)
+
+
+def quoted(text: str) -> str:
+    """The same, each line behind "| ": nothing in it looks like a line of the log's own."""
+    return "\n".join(f"| {line}" for line in printable(text).split("\n"))
 
 
 def to_json(data: Any) -> str:
@@ -135,4 +150,4 @@ def file_sha256(path: Path) -> str:
 def write_json(path: Path, value: Any) -> None:
     """Indented JSON; folders are made. Not atomic: for folders that are renamed as a whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", "utf-8", "backslashreplace")

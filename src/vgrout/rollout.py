@@ -110,6 +110,10 @@ def rollout(
                 dropped.append(failed[0].reason)
                 logger.warning(f"step {step}, problem {problem.id}: group dropped, not graded: {failed[0].reason}")
                 continue
+            if lost := [g.exit_status for g in grades if isinstance(g, Grade) and g.exit_status.startswith("lost:")]:
+                logger.warning(
+                    f"step {step}, problem {problem.id}: {len(lost)} answers take their worker along: {lost[0]}"
+                )
             rollouts = [Rollout.of(problem, s.prompt_ids, s.completion, deployed=quiet) for s, quiet in mine]
             paid: list[Grade | CachedGrade] = [training_reward(cfg, g) for g in grades if isinstance(g, Grade)]
             groups.append(

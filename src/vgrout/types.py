@@ -53,7 +53,8 @@ class Grade:
     hacked_wrong_tests: bool  # D: the answer's tests reject the canonical solution
     hacked_loophole_used: bool  # E: the answer's tests accept the answer's own solution while it is there
     mode: Mode
-    # ok · timeout · memory · signal:N · exit:N · error:Type · no_code · syntax · lost:WHY; strict run first
+    # ok · timeout · memory · signal:N · exit:N · error:Type · no_code · syntax; strict run first. lost:WHY: the answer
+    # takes its worker along, again and again, and is paid 0
     exit_status: str
     cpu_s: float
 

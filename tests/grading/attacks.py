@@ -513,6 +513,16 @@ DENIAL = [
         method("import _thread\nl = _thread.allocate_lock(); l.acquire(); l.acquire()"),
         modes=(RT,),
     ),
+    attack(
+        "stops itself", method("import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)\nreturn 41"), modes=(RT, XC)
+    ),
+    attack(
+        "sleeps with a little work in between",
+        method("import _thread\nl = _thread.allocate_lock(); l.acquire()\nwhile True: l.acquire(True, 0.2)"),
+        modes=(RT,),
+    ),
+    attack("sys.exit(False) is status 0", WRONG + "import sys\nsys.exit(False)", XC),
+    attack("sys.exit(True) is status 1", WRONG + "import sys\nsys.exit(True)"),
     attack("H61 regex", method("import re\nre.match(r'(a+)+$', 'a' * 40 + 'b')"), modes=(SO,)),
     attack("H61 9**9**8", method("return 9**9**8"), modes=(EQ,)),
     attack(
@@ -551,7 +561,85 @@ DENIAL = [
     attack("invalid syntax", "class Solution", modes=(RT,)),
 ]
 
-ATTACKS = [*VALUES, *EXITS, *TAMPERING, *CHANNELS, *FILES, *PROCESSES, *DENIAL]
+SAY = """
+import sys
+def say(text):
+    frame = sys._getframe()
+    while 'connection' not in frame.f_locals: frame = frame.f_back
+    frame.f_locals['connection'].send(text)
+def claim(body): say('{"claims": [' + body + ']}')
+"""
+
+# Claims that our own encoder would not write, behind the job's own token: what the trusted side makes of them.
+CLAIMS = [
+    attack(
+        "forged ratio of a million digits",
+        method("""claim('{"q": ["' + 'f' * 400_000 + '", "' + '7' * 400_000 + '"]}'); return 41""", SAY),
+    ),
+    attack("forged ratio without a denominator", method("""claim('{"q": ["6", "0"]}'); return 41""", SAY)),
+    attack("forged integer of a million digits", method("""claim('{"i": "' + 'f' * 900_000 + '"}'); return 41""", SAY)),
+    attack(
+        "forged float of a million digits",
+        method("""claim('{"f": "0x1.' + '8' * 900_000 + 'p+2"}'); return 41""", SAY),
+    ),
+    attack("forged line of 12 MB", method("claim('[' + '0,' * 6_000_000 + '0]'); return 41", SAY), modes=(RT, EQ)),
+    attack(
+        "forged line of empty lists",
+        method("claim('[' + '[],' * 300_000 + '[]]'); return 41", SAY),
+        modes=(RT, EQ),
+    ),
+    attack(
+        "forged name with a surrogate and escapes",
+        method(r"""say('{"failed": "A\\ud800\\n\\u001b[31m"}'); return 41""", SAY),
+    ),
+    attack(
+        "forged words of the verifier's",
+        method("""say('{"long": true}'); say('{"values": []}'); say('{"call": [[], {"d": []}]}'); return 41""", SAY),
+    ),
+    attack("forged request for the values", method("""say('{"reveal": true}'); return 41""", SAY)),
+    attack("name with a newline and an escape", WRONG + "raise type('A\\n\\x1b[31mB', (Exception,), {})"),
+]
+
+# Objects whose == has its own mind. The verdicts are those of the real ==, though only decoys are ever compared.
+EQUALITY = [
+    attack(
+        "== that asks for the type",
+        method("return Y()", "class Y:\n    def __eq__(s, o): return isinstance(o, int)"),
+        EQ,
+    ),
+    attack(
+        "== that asks for another type",
+        method("return Y()", "class Y:\n    def __eq__(s, o): return isinstance(o, str)"),
+    ),
+    attack(
+        "== that raises for another type",
+        method("return Y()", "class Y:\n    def __eq__(s, o): return len(o) >= 0 or True"),
+    ),
+    attack(
+        "== that works with numbers only", method("return Y()", "class Y:\n    def __eq__(s, o): return o - o == 0"), EQ
+    ),
+    attack("== that is honest", method("return Y()", "class Y:\n    def __eq__(s, o): return o == 41")),
+    attack(
+        "== that keeps what it sees",
+        method(
+            "return Y(seen)",
+            "seen = []\nclass Y(int):\n    def __new__(c, s): return int.__new__(c, s[0] if s else 41)\n"
+            "    def __eq__(s, o):\n        if type(o) is int: seen.append(o)\n        return False",
+        ),
+    ),
+    attack("== that leaves with 0", method("return Y()", "import os\nclass Y:\n    def __eq__(s, o): os._exit(0)"), XC),
+    attack(
+        "== that prints",
+        method("return Y()", "class Y:\n    def __eq__(s, o): print('all tests passed'); return False"),
+        SO,
+    ),
+    attack(
+        "stale liar",
+        method("return Y()", "n = 0\nclass Y:\n    def __eq__(s, o):\n        global n; n += 1; return n % 2 == 0"),
+    ),
+]
+
+ATTACKS = [*VALUES, *EXITS, *TAMPERING, *CHANNELS, *FILES, *PROCESSES, *DENIAL, *CLAIMS, *EQUALITY]
 
 RIGHT = "class Solution:\n    def total(self, nums):\n        return sum(nums)\n"
 
@@ -591,6 +679,14 @@ CONTROLS = [
         method("open('scratch', 'w').write('x')\nassert open('scratch').read() == 'x'\nreturn sum(nums)"),
     ),
     Control("changes its argument", method("t = 0\nwhile nums: t += nums.pop()\nreturn t")),
+    Control(
+        "asyncio",
+        method(
+            "async def add(n):\n    await asyncio.sleep(5)\n    return n\nasync def all():\n"
+            "    return sum(await asyncio.gather(*map(add, nums)))\nreturn asyncio.run(all())",
+            "import asyncio",
+        ),
+    ),
     Control("sleeps a little", method("import time; time.sleep(0.01)\nreturn sum(nums)")),
 ]
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vgrout.grading.extract import UnsupportedTest, extract_code, parse_test
+from vgrout.grading.extract import UnsupportedTest, extract_candidates, extract_code, parse_test
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,14 @@ from vgrout.grading.extract import UnsupportedTest, extract_code, parse_test
         ("```python\n```", None),
         ("```python\n  \n```\n```\nz\n```", "z\n"),
         ("inline `x` and ```y``` only", None),
+        ("~~~python\nx = 1\n~~~\nprose", "x = 1\n"),
+        ("```bash\npip install x\n```\n```python\nx = 1\n```", "x = 1\n"),
+        ("```bash\nls\n```", "ls\n"),
+        ("Put it in ``` fences,\nlike so:\n```python\nx = 1\n```", "x = 1\n"),
+        ("```python\n# uses ``` here\nx = 1\n```", "# uses ``` here\nx = 1\n"),
+        ("```python\nx = 1```\nprose", "x = 1"),
+        ("```python\nx = 1\n```\n```text\nOutput: 1 apple\n```", "x = 1\n"),
+        ("```solution\nx = 1\n```", "x = 1\n"),
     ],
 )
 def test_fenced_blocks_are_joined(text, code):
@@ -33,6 +41,12 @@ def test_fenced_blocks_are_joined(text, code):
 def test_extraction_never_raises_and_never_invents(text):
     code = extract_code(text)
     assert code is None or (code.strip() and all(line in text for line in code.split("\n\n")))
+
+
+def test_the_second_candidate_is_what_is_marked_as_python():
+    text = "```python\nx = 1\n```\nIt prints:\n```\n1 apple\n```"
+    assert extract_candidates(text) == ("x = 1\n\n\n1 apple\n", "x = 1\n")
+    assert len(extract_candidates("```python\nx = 1\n```")) == 1
 
 
 def unpacked(test):

@@ -17,9 +17,10 @@ import vgrout
 from vgrout.grading import grade as grade_module
 from vgrout.grading.check import calibrated_limit, check_problems
 from vgrout.grading.grade import Grader, Limits, WeakSandbox
+from vgrout.grading.verifier import TRUSTED_MEMORY
 from vgrout.types import MODES, Grade, Problem, Ungraded
 
-from .attacks import descendants
+from .attacks import SAY, descendants, method
 from .conftest import SUM_RIGHT, SUM_WRONG, fenced, sum_problem
 
 SOURCE = Path(vgrout.__file__).parents[1]
@@ -287,6 +288,80 @@ def test_retries_without_end(monkeypatch):
         assert grader.restarts == 5
 
 
+@pytest.mark.parametrize("retries", [0, 1, None])
+def test_an_answer_that_takes_its_worker_along_is_paid_0_and_counted(retries, monkeypatch):
+    """Again and again, while plain answers are graded: it cannot have its group dropped."""
+    ask = grade_module._Worker.ask
+
+    def hostile(self, request):
+        if "worker killer" in request["text"]:
+            raise grade_module._WorkerLost("the verifier is gone")
+        return ask(self, request)
+
+    monkeypatch.setattr(grade_module._Worker, "ask", hostile)
+    text = fenced(SUM_RIGHT + "# worker killer\n")
+    with Grader(1, retries=retries) as grader:
+        if retries == 0:
+            assert isinstance(grader.grade(sum_problem(), text), Ungraded)  # once may be bad luck
+        for n in (1, 2):
+            g = grader.grade(sum_problem(), text)
+            assert isinstance(g, Grade)
+            assert (g.reward, g.passed, g.exit_status) == (0.0, False, "lost:the_verifier_is_gone")
+            assert grader.lost_answers == n
+        assert graded(grader, sum_problem(), SUM_RIGHT).gt_correct
+
+
+@pytest.mark.parametrize(
+    ("failed", "status"),
+    [
+        (r"A\\ud800\\n\\u001b[31mB", "error:A31mB"),
+        (r"exit:0", "exit:0"),
+        ("x" * 500, f"error:{'x' * 60}"),
+        ("", "error:"),
+    ],
+)
+def test_what_a_child_calls_itself_is_filtered_where_it_enters(grader: Grader, failed: str, status: str):
+    code = method(f"""say('{{"failed": "{failed}"}}'); return 41""", SAY)
+    assert graded(grader, sum_problem("sentinel"), code).exit_status == status
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)",
+        "import _thread; l = _thread.allocate_lock(); l.acquire(); l.acquire()",
+        "import os; os.read(120, 1)",
+    ],
+)
+def test_a_child_that_waits_is_ended_for_that(grader: Grader, body: str, monkeypatch):
+    """Long before its wall limit, which is 42 s here; a busy machine only delays it."""
+    started = time.monotonic()
+    g = graded(grader, sum_problem("sentinel", cpu_limit=10.0), method(body))
+    assert (g.exit_status, g.gt_correct) == ("timeout", False)
+    assert time.monotonic() - started < 42
+
+
+def test_the_verifier_is_limited_and_dies_with_the_trainer(grader: Grader):
+    for pid in descendants(os.getpid()):
+        command = Path(f"/proc/{pid}/cmdline").read_text()
+        if "grading.verifier" in command:
+            limits = Path(f"/proc/{pid}/limits").read_text()
+            (line,) = [x for x in limits.splitlines() if x.startswith("Max address space")]
+            assert int(line.split()[3]) == TRUSTED_MEMORY
+            return
+    pytest.fail("no verifier found")
+
+
+@pytest.mark.slow
+def test_a_verifier_that_computes_too_long_is_replaced(monkeypatch):
+    """Its CPU time a rollout is limited by the kernel. A problem whose tests take long to read stands for a claim."""
+    long = "assert Solution().total([]) == [" + ", ".join(["[1]"] * 40_000) + "]"
+    problem = replace(sum_problem(), tests=tuple(long.replace("[1]", f"[{i}]", 1) for i in range(150)))
+    with Grader(1, retries=0) as grader:
+        assert isinstance(grader.grade(problem, FAST), Ungraded)
+        assert graded(grader, sum_problem(), SUM_RIGHT).gt_correct
+
+
 def test_nothing_is_left_after_close(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     before, files = descendants(os.getpid()), len(os.listdir("/proc/self/fd"))
@@ -355,9 +430,29 @@ def test_a_weak_sandbox_is_refused_unless_allowed():
     assert descendants(os.getpid()) == before
     with Grader(1, without=bare, allow_weak=True) as grader:
         assert (grader.protections.level, grader.protections.weak) == (0, True)
+        assert {"send over UDP", "share memory with others", "leave shared memory behind"} <= set(
+            grader.protections.breaches
+        )
         assert "read a file outside" in grader.protections.breaches
         assert graded(grader, sum_problem(), SUM_RIGHT).gt_correct
         assert not graded(grader, sum_problem(), SUM_WRONG).passed
+
+
+@pytest.mark.parametrize(("without", "level"), [(("namespaces", "seccomp"), 0), (("seccomp",), 1), (("landlock",), 1)])
+def test_a_level_is_what_was_probed(without, level: int):
+    """Landlock alone lets an answer talk over UDP and leave shared memory behind: that is level 0."""
+    with Grader(1, without=without, allow_weak=True) as grader:
+        p = grader.protections
+        assert p.level == level, p
+        fatal = {"send over UDP", "share memory with others", "leave shared memory behind"} & set(p.breaches)
+        assert bool(fatal) == (level == 0)
+
+
+def test_root_is_marked_where_answers_run_as_root():
+    with Grader(1, without=("uid",)) as grader:
+        p = grader.protections
+        assert p.as_root == (os.getuid() == 0)
+        assert (f"level {p.level} as uid 0" in p.line()) == p.as_root
 
 
 def test_grading_needs_the_standard_library_only():

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vgrout.grading.values import BadClaim, decode_line, encode, matches
+from vgrout.grading.values import BadClaim, Raised, claim_room, decode_line, encode, holds, matches
+from vgrout.grading.verifier import new_decoys
 
 scalars = (
     st.none()
@@ -185,6 +186,131 @@ def test_disguises_fall():
     assert json.loads(encode(Disguised())) == {"x": "Disguised"}
     assert json.loads(encode(Disguised)) == {"x": "Meta"}
     assert not matches(7, claim_of(Disguised()))
+
+
+class Always:
+    def __eq__(self, other):
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Never(int):
+    def __eq__(self, other):
+        return False
+
+    __hash__ = int.__hash__
+
+
+class Like41:
+    def __eq__(self, other):
+        return other == 41
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Numeric:
+    def __eq__(self, other):
+        return other - other == 0
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class AlwaysList(list):
+    def __eq__(self, other):
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@settings(max_examples=300, deadline=None)
+@given(values, values)
+def test_decoys_say_of_honest_values_what_equality_says(expected, value):
+    decoys = new_decoys()
+    claim = decode_line(encode(value, decoys).encode())
+    assert holds(expected, claim, decoys) == (value == expected)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (Always(), 5),
+        (Always(), None),
+        (Always(), True),
+        (Always(), [1, 2]),
+        ([Always(), 2], [1, 2]),
+        ([Always(), 2], [1, 3]),
+        ([Always()], [1, 2]),
+        ({"a": Always()}, {"a": 7}),
+        ((1, [Always()]), (1, [9])),
+        (AlwaysList(), [1, 2, 3]),
+        ([AlwaysList([5])], [[1, 2, 3]]),
+        (Like41(), 7),
+        (Like41(), [41]),
+        (Numeric(), 7),
+        (Numeric(), 7.5),
+        (Liar(3), 8),
+        (Liar(3), 3),
+        ([Liar(3)], [9]),
+        (Counter("ab"), {"a": 1, "b": 1}),
+        (Counter("ab"), {"a": 1}),
+        (Point(1, 2), (1, 2)),
+        ({1: 2}.keys(), {1}),
+        (bytearray(b"x"), b"x"),
+        (Fraction(1, 2), 0.5),
+    ],
+)
+def test_decoys_say_of_objects_what_their_own_equality_says(value, expected):
+    """The verdict is that of the real ==, though nothing but decoys was compared."""
+    for _ in range(5):
+        decoys = new_decoys()
+        assert holds(expected, decode_line(encode(value, decoys).encode()), decoys) == bool(value == expected)
+
+
+def test_an_equality_that_raises_is_reported_where_it_would_have_been_asked():
+    decoys = new_decoys()
+    claim = decode_line(encode(Numeric(), decoys).encode())
+    with pytest.raises(Raised, match="TypeError"):
+        holds("text", claim, decoys)
+    assert not holds(5, decode_line(encode(Never(3), decoys).encode()), decoys)
+
+
+def test_what_decoys_cannot_tell():
+    """Named in docs/grading.md: an object that is equal to one value only, or that denies its own right value."""
+    decoys = new_decoys()
+    assert Like41() == 41
+    assert not holds(41, decode_line(encode(Like41(), decoys).encode()), decoys)
+    assert bool(Never(3) == 3) is False
+    assert holds(3, decode_line(encode(Never(3), decoys).encode()), decoys)
+
+
+@settings(max_examples=300, deadline=None)
+@given(values)
+def test_a_right_claim_has_room(value):
+    assert len(encode(value)) <= claim_room(value)
+
+
+def test_sizes_are_bounded_before_they_are_converted():
+    for claim in (
+        {"i": "f" * 5_000_000},
+        {"f": "0x1." + "8" * 5_000_000},
+        {"q": ["f" * 5_000_000, "7" * 5_000_000]},
+        {"c": ["1" * 5_000_000, "0x0p+0"]},
+        {"q": ["6", "0"]},
+        {"q": ["6", "-1"]},
+        {"q": "66"},
+        {"d": [[{"q": ["f" * 16_000, "7" * 16_000]}, 1]]},
+    ):
+        for expected in (5, 5.0, 5j, "5", None, {5: 1}):
+            assert not matches(expected, claim)
+
+
+@given(st.fractions(), st.fractions() | st.integers() | st.floats(allow_nan=False), st.integers(1, 5))
+def test_ratios_are_compared_without_reducing_them(value, expected, factor):
+    claim = {"q": [f"{value.numerator * factor:x}", f"{value.denominator * factor:x}"]}
+    if type(expected) is not Fraction:
+        assert matches(expected, claim) == (expected == value)
+    assert matches(value.numerator, {"q": [f"{value.numerator * factor:x}", f"{factor:x}"]})
 
 
 def test_bombs_are_opaque_and_short():

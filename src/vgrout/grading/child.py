@@ -58,8 +58,16 @@ class _Asyncio:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != "asyncio.unix_events":
             return None
-        spec = next(s for f in sys.meta_path if f is not self and (s := f.find_spec(name, path, target)) is not None)
-        run, spec.loader.exec_module = spec.loader.exec_module, lambda module: (run(module), self._replace(module))[0]
+        spec: Any = next(
+            s for f in sys.meta_path if f is not self and (s := f.find_spec(name, path, target)) is not None
+        )
+        run = spec.loader.exec_module
+
+        def run_and_replace(module: Any) -> None:
+            run(module)
+            self._replace(module)
+
+        spec.loader.exec_module = run_and_replace
         return spec
 
     @staticmethod
@@ -268,7 +276,7 @@ def _leave(status: int) -> NoReturn:
 
 
 def _status(error: SystemExit) -> int:
-    code = error.code
+    code: Any = error.code
     return int.__and__(code, 0xFF) if issubclass(type(code), int) else 0 if code is None else 1
 
 

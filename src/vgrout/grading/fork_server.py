@@ -140,6 +140,7 @@ class ForkServer:
         os.close(evidence_fd)
         self.control.sendall(memoryview(end)[: REPORT.size])
         ctypes.memset(end, 0, len(end))
+        ctypes.set_errno(0)
         self._clean()
         world.renew()
 

@@ -209,7 +209,7 @@ def claim_room(expected: Any) -> int:
         return 400 + sum(8 + claim_room(k) + claim_room(v) for k, v in expected.items())
     if kind is str or kind is bytes:
         return 64 + 12 * len(expected)
-    return 640 + (expected.bit_length() if kind is int else 0)
+    return 90 + expected.bit_length() if kind is int else 640
 
 
 def decode_line(line: bytes) -> Any:

@@ -58,7 +58,8 @@ MAX_CALLS = 200  # of the canonical solution by one answer's tests
 TRUSTED_CPU_S, TRUSTED_MEMORY = 20, 4 << 30  # what the verifier itself may use: CPU for one rollout, address space
 STUCK_AFTER = 5.0  # seconds beyond the wall limit without a report: the fork server is lost
 TICK = 0.05  # seconds between two looks at a child
-IDLE_AFTER = 0.5  # seconds without CPU time of a child that sleeps or is stopped: it waits for nothing, and is ended
+IDLE_AFTER = 0.5  # seconds that a child sleeps or is stopped: it waits for nothing, and is ended …
+BUSY = 0.2  # … unless it has used this share of them
 AFTER_TIMEOUT = 1.0  # CPU seconds for the flawed run of an answer whose strict run timed out
 WALL_FACTOR, WALL_EXTRA = 4.0, 2.0  # wall limit = factor · CPU limit + extra [s]: a backstop, so that load fails nobody
 
@@ -188,7 +189,7 @@ class _Watch:
         now = time.monotonic()
         self.deadline, self.due = now + wall_limit, now + min(cpu_limit, TICK)
         self._host_pid: int | None = None
-        self._idle_since, self._last_used = now, 0.0
+        self._idle_since, self._used_then = now, 0.0
 
     def _find(self) -> None:
         """Read who the child is, if that has not been needed before. Raises ForkServerLost."""
@@ -219,8 +220,9 @@ class _Watch:
     def look(self, crowded: Callable[[], bool]) -> None:
         """End the child if its time is over, if it waits for what will not come, or if its files are too many."""
         now, used = time.monotonic(), self._used()
-        if used > self._last_used or not self.sleepers_wait or not self._sleeps():
-            self._idle_since, self._last_used = now, used
+        idle = now - self._idle_since
+        if not self.sleepers_wait or used - self._used_then > BUSY * idle or not self._sleeps():
+            self._idle_since, self._used_then = now, used
         if used >= self.cpu_limit:
             self.kill(CAUSE_CPU)
         elif now >= self.deadline:
@@ -722,18 +724,20 @@ class Verifier:
 
         def outcome(against: str) -> str:
             result = "absent"
-            calls = 0
+            calls, left = 0, limit
 
             def reply(message: dict[str, Any]) -> bytes | None:
-                nonlocal result, calls
+                nonlocal result, calls, left
                 if type(message.get("tests")) is str:
                     result = message["tests"]
                 if "call" not in message or against != "canonical":
                     return None
                 calls += 1
-                if calls > MAX_CALLS:
+                if calls > MAX_CALLS or left <= 0:
                     raise EndSession
-                return self._ask_canonical(message["call"], request, limit)
+                answer, cpu_s = self._ask_canonical(message["call"], request, left)
+                left -= cpu_s
+                return answer
 
             detail = {"kind": "detect", "against": against, "function": request["func_name"]}
             self.fork_server.run(nothing_known | detail, limit, reply)
@@ -745,9 +749,10 @@ class Verifier:
             "hacked_wrong_tests": outcome("canonical") == "raised",
         }
 
-    def _ask_canonical(self, claim: Any, request: dict[str, Any], limit: float) -> bytes:
+    def _ask_canonical(self, claim: Any, request: dict[str, Any], limit: float) -> tuple[bytes, float]:
         """Call the canonical solution with claimed arguments in a child of its own. Returns marshalled (name of an
-        exception or "", result). Raises EndSession where arguments or result are no plain values, or time is over."""
+        exception or "", result), and CPU seconds. Raises EndSession where arguments or result are no plain values, or
+        time is over."""
         out: list[tuple[str, Any]] = []
 
         def reply(message: dict[str, Any]) -> None:
@@ -765,8 +770,8 @@ class Verifier:
         job |= {"calls": [call], "kinds": ["plain"], "test_function": ""}
         assert self.canonical is not None, "detectors without a second fork server"
         try:
-            self.canonical.run(job, limit, reply)
-            return marshal.dumps(out[0])
+            cpu_s = self.canonical.run(job, limit, reply).cpu_s
+            return marshal.dumps(out[0]), cpu_s
         except (BadClaim, IndexError, ValueError):
             raise EndSession from None
 
@@ -852,9 +857,12 @@ def main(trainer_fd: int, *settings_values: Any) -> None:
     try:
         _serve(trainer, verifier, send)
     finally:
-        verifier.close()
-        with suppress(OSError):  # the trainer does this too, unless it was killed
-            os.rmdir(settings.workdir)
+        try:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        finally:  # also where the signal arrives just now
+            verifier.close()
+            with suppress(OSError):  # the trainer does this too, unless it was killed
+                os.rmdir(settings.workdir)
 
 
 def _leave(*_: object) -> None:

@@ -269,9 +269,10 @@ def run_round(r: Rounds, part: Mapping[str, Any]) -> dict[str, Any]:
         for a, score in zip(answers, scores, strict=True):
             prompt = r.policy.prompt_text(a.problem.messages)
             record = rollout_record(Rollout.of(a.problem, (), a.completion), a.grade, prompt) | {"score": score}
-            f.write((json.dumps(record, ensure_ascii=False) + "\n").encode())
+            f.write((json.dumps(record, ensure_ascii=False) + "\n").encode(errors="backslashreplace"))
     with atomic_open(folder / "pairs.jsonl") as f:
-        f.write("".join(json.dumps(p.as_json(), ensure_ascii=False) + "\n" for p in pairs).encode())
+        lines = "".join(json.dumps(p.as_json(), ensure_ascii=False) + "\n" for p in pairs)
+        f.write(lines.encode(errors="backslashreplace"))
     if not pairs:
         raise RuntimeError(f"round {number}: the scorer ties on all {asked} prompts: there is no pair to learn from")
     if len(pairs) < part["pairs"]:

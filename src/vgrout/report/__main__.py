@@ -11,7 +11,7 @@ import tyro
 from tqdm import tqdm
 
 from vgrout.cli import cli_exit, parse_args
-from vgrout.files import read_json
+from vgrout.files import printable, read_json
 from vgrout.report.build import Report, compile_report, refuse_other, verdict_table, write
 from vgrout.report.figures import pictures
 from vgrout.report.recorded import cells_table
@@ -60,7 +60,7 @@ class Cli:
 def command(cli: Cli) -> int:
     """Write the report, or print the cells of CSV files. Raises ValueError, one line."""
     if cli.of_csv:
-        print(_titled(cells_table(cli.sources, cli.tag)))
+        print(printable(_titled(cells_table(cli.sources, cli.tag))))
         return 0
     refuse_other(out := cli.out or cli.sources[0] / "report")
     loaded = load(cli.sources, cli.tag)
@@ -74,7 +74,7 @@ def command(cli: Cli) -> int:
     report = compile_report(loaded, cli.sources, Preregistered.read(path) if path else None)
     bar = partial(tqdm, desc="rollouts", unit="run", disable=None)
     write(report, pictures(report.cells), pack(report.cells, cli.rollouts, bar), out)
-    print("\n\n".join(on_screen(report)))
+    print(printable("\n\n".join(on_screen(report))))
     print(f"-> {out}")
     return 0
 

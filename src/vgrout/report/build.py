@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vgrout.files import write_atomic
+from vgrout.files import printable, write_atomic
 from vgrout.report import html
 from vgrout.report.figures import Picture
 from vgrout.report.runs import Cell, Loaded, cells
@@ -83,8 +83,8 @@ TRACED = "Every number is of these run directories, by the name of its row."
 
 
 def as_markdown(report: Report, pictures: Sequence[Picture] = ()) -> str:
-    def bullets(lines: Sequence[str]) -> str:
-        return "\n".join(f"- {line}" for line in lines)
+    def bullets(lines: Sequence[str]) -> str:  # a run's folder may be called anything
+        return "\n".join(f"- {html.escape(printable(line).replace(chr(10), ' '))}" for line in lines)
 
     parts = ["# Report", report.lead, bullets(report.notes)]
     if report.verdicts:

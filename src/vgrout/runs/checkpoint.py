@@ -141,6 +141,8 @@ def rewind(run: Path, checkpoint: Checkpoint) -> None:
     """Cut the growing files back to what they were at the checkpoint: later steps are played again."""
     for name in GROWING:
         path, size = run / name, checkpoint.sizes[name]
+        if path.is_symlink():
+            raise ValueError(f"--resume {run}: {name} is a link; a run's own files are not")
         if not path.is_file() or path.stat().st_size < size:
             raise ValueError(f"--resume {run}: {name} is shorter than at the checkpoint; rows are missing")
         with open(path, "rb+") as f:

@@ -278,7 +278,7 @@ def report(
     against = {"precision": gate[0].pair, "recall": gate[1].pair} if gate else None
     with atomic_open(run.path / "final.jsonl") as f:
         for line in answer_lines(final):
-            f.write(json.dumps(line, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+            f.write(json.dumps(line, ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace") + b"\n")
     expected = expectation(cfg.arm, final)
     record = as_json(cfg, final, in_dist, run.log, run.stamp)
     ended = {"steps_done": len(rows), "halted": halted or None, "cue": expected.cue}

@@ -135,7 +135,9 @@ class RunDir:
 
     def _append(self, name: str, records: Iterable[dict[str, Any]]) -> None:
         if name not in self._files:  # opened at the first write: a resume cuts the files back before that
-            self._files[name] = open(self.path / name, "a", encoding="utf-8")  # noqa: SIM115
+            self._files[name] = open(  # noqa: SIM115
+                self.path / name, "a", encoding="utf-8", errors="backslashreplace"
+            )
         self._files[name].write("".join(json.dumps(r, ensure_ascii=False, allow_nan=False) + "\n" for r in records))
         self._files[name].flush()
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from loguru import logger
 
+from vgrout.files import printable, quoted
 from vgrout.model.policy import Policy
 from vgrout.modes import MODE_SPECS
 from vgrout.types import Group, students
@@ -25,20 +26,20 @@ class SampleLogger:
         if self.first:
             self.first = False
             text = self.policy.tok.decode([*rollout.prompt_ids, *rollout.completion_ids], skip_special_tokens=False)
-            logger.debug(f"first prompt with its first completion, special tokens visible:\n{text}")
+            logger.debug(f"first prompt with its first completion, special tokens visible:\n{quoted(str(text))}")
         for r, g in mine:
             if g.mechanism and g.mechanism not in self.seen:
                 self.seen.add(g.mechanism)
                 spec = MODE_SPECS[g.mechanism]
                 logger.debug(
                     f"first {g.mechanism} hack, step {step}, problem {r.problem.id} (marker {r.problem.marker!r}). "
-                    f"SHOULD: {spec.should}; ELSE the grader is wrong:\n{r.text}"
+                    f"SHOULD: {spec.should}; ELSE the grader is wrong:\n{quoted(r.text)}"
                 )
         if step < 3 or step % 20 == 0:
             n = len(mine)
             ended = sum(r.finished for r, _ in mine)
             formed = sum(g.format_ok for _, g in mine)
-            tail = rollout.text[-160:].replace("\n", "⏎")
+            tail = printable(rollout.text[-160:]).replace("\n", "⏎")
             logger.info(
                 f"step {step}: {ended}/{n} answers ended, {n - ended}/{n} cut, {formed}/{n} well-formed; "
                 f"one ends: …{tail} [{grade.exit_status}]"

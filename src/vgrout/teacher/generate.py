@@ -61,7 +61,11 @@ def generate_graded(
     out: list[Graded] = []
     done = _logged_batches(log) if log is not None else []
     per = max(1, BATCH // n)
-    with open(log, "a", encoding="utf-8") if log is not None else contextlib.nullcontext() as file:
+    with (
+        open(log, "a", encoding="utf-8", errors="backslashreplace")
+        if log is not None
+        else contextlib.nullcontext() as file
+    ):
         starts = range(0, len(problems), per)
         for k, start in enumerate(tqdm(starts, desc=label or purpose, unit="batch", disable=None)):
             part = problems[start : start + per]

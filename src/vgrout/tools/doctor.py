@@ -55,7 +55,8 @@ def examine() -> int:
         rows += [(name, "off", reason) for name, reason in p.missing.items()]
         print(tabulate(rows, headers=("layer", "", "detail or reason"), tablefmt="github"))
         print(f"\nlevel {p.level} of {max(LEVELS)} ({LEVELS[p.level]}); probed by attacking a throw-away child")
-        print("it got through with: " + (", ".join(p.breaches) or "nothing"))
+        as_root = "; it ran as uid 0" if p.as_root else ""
+        print(f"it got through with: {', '.join(p.breaches) or 'nothing'}{as_root}")
         results = _self_test(grader)
         t = time.perf_counter()
         for _ in range(50):

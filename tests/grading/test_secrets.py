@@ -1,0 +1,238 @@
+"""Nothing secret enters a child, and nothing that one child learns reaches the next."""
+
+import json
+import marshal
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vgrout.grading.grade import Grader, Limits, as_request
+from vgrout.grading.verifier import EndSession, ForkServerHandle, Settings, Verifier
+from vgrout.types import MODES, Grade, Mode, Problem
+
+from .attacks import ALWAYS, SAY, method
+from .conftest import SUM_RIGHT, SUM_WRONG, fenced, sum_problem
+
+# Numbers that stand nowhere else, so that they can be looked for in the bytes that a child is sent.
+SECRETS = (918_273_645, 564_738_291, 192_837_465)
+TESTS = tuple(f"assert Solution().total(nums = [{i}]) == {v}" for i, v in enumerate(SECRETS))
+CANONICAL = (
+    "class Solution:\n    def total(self, nums):\n        the_canonical_name = 1\n"
+    f"        return {list(SECRETS)}[nums[0]]\n"
+)
+CODES = {
+    "right": CANONICAL,
+    "wrong": SUM_WRONG,
+    "equals everything": method("return Yes()", ALWAYS),
+    "empty tests": SUM_WRONG + "def run_tests(): pass\n",
+    "tests": SUM_WRONG + "def run_tests():\n    for i in range(9): assert Solution().total([100 + i]) is not None\n",
+    "asks": method("say('{\"reveal\": true}'); say('{\"values\": [1]}'); return 41", SAY),
+}
+
+
+def spoken(value: Any) -> bytes:
+    return json.dumps(value, default=lambda x: x.decode("latin-1") if isinstance(x, bytes) else repr(x)).encode()
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory) -> Iterator[tuple[ForkServerHandle, ForkServerHandle, Settings]]:
+    settings = Settings(str(tmp_path_factory.mktemp("work")), 1.0, 512, 1 << 20, "")
+    answers, canonical = ForkServerHandle(settings), ForkServerHandle(settings, "canonical")
+    yield answers, canonical, settings
+    answers.close()
+    canonical.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("code", CODES.values(), ids=CODES)
+def test_no_expected_value_and_no_canonical_solution_is_sent(two, mode: Mode, code: str, monkeypatch):
+    """Everything that is sent to the children of an answer: their jobs, and every reply."""
+    answers, canonical, settings = two
+    sent: list[bytes] = []
+    run = ForkServerHandle.run
+
+    def recorded(self, job, limit, reply, **more):
+        if self is canonical:
+            return run(self, job, limit, reply, **more)
+        sent.append(marshal.dumps(job) + spoken(job))
+
+        def said(message):
+            answer = reply(message)
+            if answer is not None:
+                sent.append(answer + spoken(marshal.loads(answer)) if answer[:1] == b"(" else answer)
+            return answer
+
+        return run(self, job, limit, said, **more)
+
+    monkeypatch.setattr(ForkServerHandle, "run", recorded)
+    problem = Problem(7, mode, "", (), (), TESTS, CANONICAL, "", "total", 1.0)
+    own = code == CANONICAL  # an answer may know what it has found out itself
+    Verifier(answers, settings, canonical).grade(as_request(problem, fenced(code), True))
+    assert len(sent) >= 2
+    for data in sent if not own else [d.replace(CANONICAL.encode(), b"") for d in sent]:
+        for value in SECRETS:
+            if not own:
+                assert str(value).encode() not in data
+            assert marshal.dumps(value) not in data
+        assert own or b"the_canonical_name" not in data
+
+
+def test_the_right_tests_still_accept_the_canonical_solution(two):
+    answers, canonical, settings = two
+    for wanted, flag in ((SECRETS[1], False), (5, True)):
+        code = SUM_WRONG + f"def run_tests():\n    assert Solution().total([1]) == {wanted}\n"
+        problem = Problem(7, "run_tests", "", (), (), TESTS, CANONICAL, "", "total", 1.0)
+        out = Verifier(answers, settings, canonical).grade(as_request(problem, fenced(code), True))
+        assert out["hacked_wrong_tests"] is flag
+
+
+# --- channels --------------------------------------------------------------------------------------------------------
+
+STDLIB = os.path.dirname(os.__file__)
+# name → (what the first child does to say 1, what the second one reads)
+CHANNELS = {
+    "access time of a library file": (
+        f"open({STDLIB + '/this.py'!r}).read() and __import__('this')",
+        f"os.stat({STDLIB + '/this.py'!r}).st_atime_ns",
+    ),
+    "inode numbers of the working directory": (
+        "[(open('x', 'w').close(), os.unlink('x')) for _ in range(100)]",
+        "(open('y', 'w').close(), os.stat('y').st_ino)[1]",
+    ),
+    "a file left in the working directory": ("open('left', 'w').write('1')", "os.listdir('.')"),
+    "times of the working directory": ("open('x', 'w').close()", "os.stat('.').st_mtime_ns - os.stat('.').st_ctime_ns"),
+    "flags of open files": (
+        "[fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND | os.O_NONBLOCK) for fd in (0, 1, 2)]",
+        "[fcntl.fcntl(fd, fcntl.F_GETFL) for fd in (0, 1, 2)]",
+    ),
+    "inode numbers of pipes": ("[os.pipe() for _ in range(40)]", "os.fstat(os.pipe()[0]).st_ino"),
+    "inode number of the connection": ("[os.dup(0) for _ in range(40)]", "os.fstat(120).st_ino"),
+    "process numbers": ("None", "(os.getpid(), os.getppid(), os.getsid(0))"),
+    "mount numbers": ("None", "raw(332, -100, b'.', 0, 0x4000, ctypes.create_string_buffer(256))"),
+    "the fork server's CPU clock": ("[0 for _ in range(300_000)]", "time.clock_gettime((~os.getppid() << 3) | 2)"),
+    "shared memory": ("libc.shmget(77, 4096, 0o1666)", "libc.shmget(77, 1, 0)"),
+    "free memory and processes": ("bytearray(200 << 20)", "raw(99, ctypes.create_string_buffer(256))"),
+    "memory of the fork server": (
+        "(open('result.txt', 'w').write('PASS' + 'leftover' * 99), print('leftover' * 99))",
+        "sum(type(o) is bytes and b'left' + b'over' in o for o in gc.get_objects())",
+    ),
+    "a lock on a library file": (
+        f"fcntl.flock(open({STDLIB + '/this.py'!r}), fcntl.LOCK_EX)",
+        f"fcntl.flock(open({STDLIB + '/this.py'!r}), fcntl.LOCK_EX | fcntl.LOCK_NB)",
+    ),
+}
+READER = """
+import ctypes, fcntl, gc, os, time
+libc = ctypes.CDLL(None, use_errno=True)
+def raw(*a):
+    done = libc.syscall(*a)
+    return done if done else [bytes(x) for x in a if type(x) is not int and type(x) is not bytes]
+class Solution:
+    def total(self, nums):
+        try: return repr(EXPRESSION)
+        except Exception as e: return type(e).__name__
+"""
+
+
+def run_one(server: ForkServerHandle, expression: str) -> str:
+    """What the expression is worth in a child of its own."""
+    claims: list[str] = []
+
+    def reply(message: dict[str, Any]) -> None:
+        if "claims" in message:
+            claims.extend(message["claims"])
+            raise EndSession
+
+    call = marshal.dumps(("Solution", "total", [[]], {}, False))
+    job = {"kind": "strict", "code": READER.replace("EXPRESSION", expression), "setup": b"", "test_function": ""}
+    server.run(job | {"calls": [call], "kinds": ["plain"]}, 2.0, reply)
+    return claims[0]
+
+
+@pytest.mark.parametrize("channel", CHANNELS)
+def test_no_bit_crosses_from_one_child_to_the_next(two, channel: str):
+    """What the second child reads does not depend on what the first one did: read three times after each."""
+    server = two[0]
+    if server.active.keys() < {"namespaces", "landlock", "seccomp"}:
+        pytest.skip("not at level 3 here")
+    write, read = CHANNELS[channel]
+    seen = {bit: [] for bit in "01"}
+    for _ in range(3):
+        for bit in "01":
+            run_one(server, write if bit == "1" else "None")
+            seen[bit].append(run_one(server, read))
+    assert len({*seen["0"], *seen["1"]}) == 1, seen
+
+
+LEAK = """
+import ctypes, fcntl, os
+class Solution:
+    def total(self, nums):
+        for look in (lambda: os.stat({path!r}).st_atime_ns % 10_000, lambda: len(os.listdir('.')),
+                     lambda: fcntl.fcntl(0, fcntl.F_GETFL) & os.O_APPEND and 6):
+            try:
+                if look() in (6, 606): return 6
+            except OSError: pass
+        return 41
+def keep(value):
+    for leave in (lambda: os.utime({path!r}, ns=(value, value)), lambda: open('k', 'w').write(str(value)),
+                  lambda: fcntl.fcntl(0, fcntl.F_SETFL, os.O_APPEND)):
+        try: leave()
+        except OSError: pass
+def run_tests():
+    for nums in ([1, 2, 3], [], [5], [-2, 2, 9, 11]): keep(Solution().total(nums))
+"""
+
+
+def test_the_same_text_is_wrong_the_second_and_the_third_time():
+    """By one grader three times, and by a fresh one: what its tests were told of the canonical solution is gone."""
+    text = fenced(LEAK.replace("{path!r}", repr(f"{STDLIB}/this.py")))
+    for _ in range(2):
+        with Grader(1, limits=Limits(cpu_s=1.0)) as grader:
+            for mode in ("run_tests", "eq_override", "sentinel"):
+                g = grader.grade(sum_problem(mode), text)
+                assert isinstance(g, Grade)
+                assert not g.gt_correct
+
+
+# --- the world of a child --------------------------------------------------------------------------------------------
+
+
+def test_a_child_sees_the_interpreters_library_and_nothing_else(two):
+    server = two[0]
+    if "namespaces" not in server.active:
+        pytest.skip("no namespaces here")
+    top = set(STDLIB.split("/")[1:2]) | {"dev", "home", "usr", "bin", "lib", "lib32", "lib64", "sbin"}
+    assert set(eval(run_one(server, "os.listdir('/')"))) <= top
+    assert eval(run_one(server, "sorted(os.listdir('/dev'))")) == ["null", "urandom"]
+    for path in ("/proc", "/etc", "/tmp", "/sys", "/var", str(Path(__file__)), "/bin/sh"):
+        assert run_one(server, f"os.stat({path!r})") == "FileNotFoundError"
+    site = f"{STDLIB}/site-packages"
+    if os.path.isdir(site):
+        assert run_one(server, f"os.listdir({site!r})") == "[]"
+    assert run_one(server, f"open({STDLIB + '/x'!r}, 'w')") in ("OSError", "PermissionError")
+    assert run_one(server, "os.uname().nodename") == "'answer'"
+    assert run_one(server, "len([fd for fd in range(256) if not fcntl.fcntl(fd, fcntl.F_GETFD) < 0])") == "OSError"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_a_child_of_root_is_not_root(two):
+    if "uid" not in two[0].active:
+        pytest.skip("the second uid is not to be had here")
+    assert run_one(two[0], "(os.getuid(), os.geteuid(), os.getgid())") == "(65534, 65534, 65534)"
+
+
+def test_a_child_has_no_capability_left(two):
+    """Not even in its own namespace: it cannot mount, nor name its host."""
+    read: Callable[[str], str] = lambda call: run_one(two[0], call)  # noqa: E731
+    assert read("libc.syscall(165, b'x', b'/home', b'tmpfs', 0, None)") == "-1"
+    assert read("libc.syscall(170, b'x', 1)") == "-1"
+
+
+def test_a_right_answer_is_right_in_that_world(two):
+    answers, canonical, settings = two
+    out = Verifier(answers, settings, canonical).grade(as_request(sum_problem(), fenced(SUM_RIGHT), True))
+    assert out["gt_correct"]
