@@ -158,9 +158,13 @@ def test_a_control_that_reads_nothing_has_no_gate_to_draw(control: str, tmp_path
     assert run.gates == []
 
 
-def test_nothing_is_drawn_from_nothing(tmp_path: Path) -> None:
+def test_one_run_has_its_curves_and_no_band(tmp_path: Path) -> None:
     fake_run(tmp_path, "--intervention=none", seed=1)
-    assert pictures(cells(load([tmp_path]).runs)) == []
+    (drawn,) = pictures(cells(load([tmp_path]).runs))
+    assert drawn.name == "dynamics"
+    assert "One seed each" in drawn.caption
+    assert not any(axes.collections for axes in drawn.figure.axes), "an interval of one seed"
+    assert all(axes.lines for axes in drawn.figure.axes)
 
 
 def test_without_the_arm_none_there_is_nothing_to_suppress(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ LAYERS: list[set[str]] = [
     {"evaluate", "inputs"},
     {"arms", "loading"},
     {"optim", "runs", "exports"},
-    {"train", "distill", "sweep", "report", "tools"},
-    {"iterative_dpo"},
+    {"train", "distill", "sweep", "report"},
+    {"tools", "iterative_dpo"},
     {"api"},
 ]
 LAYER = {name: i for i, names in enumerate(LAYERS) for name in names}

@@ -70,7 +70,10 @@ def test_the_new_arm_trains_under_the_new_loss_and_the_new_column_is_in_its_rows
         assert row["skipped"] == 0
     heads = next(line.split() for line in printed.splitlines() if line.startswith("I step "))
     assert heads[heads.index("n") + 1] == "ended"
-    assert "student answers that ended. SHOULD: near all; ELSE --max-new cuts them off" in printed
+    (log,) = (copy / "logs").iterdir()
+    assert "student answers that ended. SHOULD: near all; ELSE --max-new cuts them off" in log.read_text(
+        encoding="utf-8"
+    )
 
 
 @pytest.mark.slow

@@ -28,6 +28,10 @@ def runs(tmp_path: Path) -> Path:
 def test_the_folder(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fake_run(runs, "--intervention=none", seed=9, state="interrupted")
     assert main([str(runs)]) == 0
+    assert "REFUSED" not in capsys.readouterr().out, "hypotheses are judged where a study declares them"
+    assert "## Verdicts" not in (runs / "report" / "report.md").read_text()
+    (runs / "plan.json").write_text('{"hypotheses": ["an arm keeps the deployed model from hacking"]}')
+    assert main([str(runs)]) == 0
     said = capsys.readouterr().out
     assert "left out: 004_mini_none_seed9 (interrupted)" in said
     assert "REFUSED" in said, "route2 is there without its Haar arm"

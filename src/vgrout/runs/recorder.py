@@ -29,6 +29,8 @@ from vgrout.table import REFERENCE_STEP, SECONDS, StepRow, Table, whole_run
 from vgrout.tensor_types import GroupFlags, Routed
 from vgrout.types import DETECTOR_FIELDS, Batch, Grade, Group, Mode, NothingRouted, Rollout
 
+SCREEN = 16  # lines of a legend that a person reads before the first row
+
 
 @runtime_checkable
 class Stateful(Protocol):
@@ -164,7 +166,7 @@ class Recorder:
 
     def _announce(self, opening: Sequence[str]) -> None:
         cfg, arm = self.cfg, self.arm
-        logger.info(f"argv: {' '.join(sys.argv)}")
+        logger.debug(f"argv: {' '.join(sys.argv)}")  # the tail says it
         logger.info(f"verbose log: {self.run.log} · run: {self.run.path}")
         logger.info(
             f"{cfg.preset} · {cfg.arm.intervention} (control: {cfg.arm.control_name}) · {cfg.scale.model} · "
@@ -195,8 +197,11 @@ class Recorder:
         self.table, self.full = Table(has, self.modes, terminal_width()), Table(has, self.modes)
         self.samples = SampleLogger(self.policy)
         self.hacked_before = any(r.hack_s.k for r in self.rows)
-        for line in self.table.legend():
-            logger.info(line)
+        legend = self.table.legend()
+        for line in legend:
+            logger.log("INFO" if len(legend) <= SCREEN else "DEBUG", line)
+        if len(legend) > SCREEN:
+            logger.info(f"{len(legend)} columns: what each is stands in {self.run.log} and in docs/columns.md")
 
     def _log(self, row: StepRow, batch: Batch, refresh: Refresh) -> None:
         for line in self.table.lines(row):

@@ -1,0 +1,123 @@
+"""Bad input at every entry: refused in one line on stderr, exit code 2, nothing left behind.
+
+Each entry is called in this process with every bad value that its flags invite; `-s` prints how many there were.
+"""
+
+import contextlib
+import importlib
+import io
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+FILES = {
+    "empty": b"",
+    "binary": bytes(range(256)) * 8,
+    "latin1": '{"id": 1, "prompt": "\xe9"}'.encode("latin-1"),
+    "list": b"[1, 2, 3]",
+    "truncated": b'{"id": 1, "prompt": [',
+    "number": b"7\n8\n",
+    "deep": b"[" * 20000,
+}
+NUMBERS = ("-1", "nan", "1e400", "x", "", "0x10")
+
+
+def names(folder: Path) -> dict[str, str]:
+    """Paths that are not what is asked for."""
+    for name, data in FILES.items():
+        (folder / name).write_bytes(data)
+    (folder / "folder").mkdir()
+    (folder / "run").mkdir()
+    (folder / "run" / "run.json").write_text("{}")
+    (folder / "half").mkdir()
+    (folder / "half" / "run.json").write_text(json.dumps({"config": {"preset": "mini"}, "hashes": {}}))
+    return {name: str(folder / name) for name in (*FILES, "folder", "run", "half", "nowhere")}
+
+
+def cases(at: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
+    """(module, arguments)"""
+    out = at["nowhere"] + "/out"
+    every = (
+        "train",
+        "sweep",
+        "report",
+        "direction",
+        "teacher",
+        "distill",
+        "iterative_dpo",
+        "grade",
+        "export",
+        "evaluate",
+    )
+    for module in every:
+        yield module, ["--no-such-flag"]
+        yield module, ["--seed", "x", "--no-such-flag=1"]
+    for number, name in itertools.product(
+        NUMBERS, ("steps", "lr", "group", "seed", "max-new", "beta", "grad-clip", "final-samples", "threads")
+    ):
+        yield "train", ["smoke", f"--{name}={number}"]
+    for value, name in itertools.product(("x", "", "Route2"), ("intervention", "control", "loss", "env-mode", "guard")):
+        yield "train", ["smoke", f"--{name}={value}"]
+    for path in at.values():
+        yield "train", ["full", "--model", at["folder"], "--problems", path, "--env-mode", "own"]
+        yield "train", ["smoke", "--resume", path]
+        yield "train", ["mini", "--intervention", "erase", "--vhack-pairs-path", path]
+        yield "train", ["mini", "--intervention", "erase", "--v-hack-path", path]
+        yield "train", ["mini", "--organism", path]
+        yield "sweep", [path]
+        yield "report", [path]
+        yield "export", [path, "--out", out]
+        yield "export", [path, "--out", out, "--to", "peft", "--rank", "0"]
+        yield "export", [path, "--out", out, "--to", "inspect"]
+        yield "export", [path, "--out", out, "--to", "datasets"]
+        yield "evaluate", [path]
+        yield "grade", [path, "--problems", path, "--out", at["nowhere"] + ".jsonl"]
+        yield "guardcheck", [path]
+        yield "replay", [path]
+        yield "distill", ["--teacher", path, "--student", "organism"]
+        yield "iterative_dpo", ["--base-model", path, "--output-dir", out]
+    for words in (["--track", "x"], ["--track", "tensorboard,"], ["--out-tag", "a/b"], ["--mix-ratio", "1"]):
+        yield "train", ["smoke", "--dry-run", *words] if words[-1] != "tensorboard," else ["smoke", "--track", ",x"]
+
+
+def outcome(module: str, argv: list[str]) -> tuple[object, str]:
+    """Exit code and what stderr got; a traceback is an outcome too."""
+    said = io.StringIO()
+    package = importlib.import_module(f"vgrout.{module}")
+    entry = package.main if hasattr(package, "main") else importlib.import_module(f"vgrout.{module}.__main__").main
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            code: object = entry(argv)
+        except SystemExit as e:
+            code = e.code
+        except BaseException as e:
+            code = f"{type(e).__name__}: {e}"
+    return code, said.getvalue()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_bad_input_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (inputs := tmp_path / "inputs").mkdir()
+    at = names(inputs)
+    (work := tmp_path / "work").mkdir()
+    monkeypatch.chdir(work)
+    failed, tried = [], 0
+    for module, argv in cases(at):
+        code, said = outcome(module, argv)
+        tried += 1
+        lines = [line for line in said.splitlines() if line]
+        if code != 2 or len(lines) != 1 or not lines[0].startswith("E "):
+            shown = " ".join(a.replace(str(inputs), "IN") or "''" for a in argv)
+            failed.append(f"{module} {shown} -> {code}: {len(lines)} lines: {' / '.join(lines)[:200]}")
+        left = [p for p in work.rglob("*") if p.is_file() and p.parts[-2:] != ("out", "runs")]
+        if os.path.exists(at["nowhere"]) or left:
+            failed.append(f"{module} {argv}: left {left[:3] or at['nowhere']}")
+            break
+    print(f"{tried} bad inputs, {len(failed)} not refused as they should be")
+    assert tried >= 200
+    assert not failed, "\n".join(failed)
