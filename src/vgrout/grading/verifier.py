@@ -60,6 +60,7 @@ STUCK_AFTER = 5.0  # seconds beyond the wall limit without a report: the fork se
 TICK = 0.05  # seconds between two looks at a child
 IDLE_AFTER = 0.5  # seconds that a child sleeps or is stopped: it waits for nothing, and is ended …
 BUSY = 0.2  # … unless it has used this share of them
+IDLE_LOOKS = 5  # it is asleep, and has said nothing, at so many looks in a row: on a busy machine they come late
 AFTER_TIMEOUT = 1.0  # CPU seconds for the flawed run of an answer whose strict run timed out
 WALL_FACTOR, WALL_EXTRA = 4.0, 2.0  # wall limit = factor · CPU limit + extra [s]: a backstop, so that load fails nobody
 
@@ -189,7 +190,7 @@ class _Watch:
         now = time.monotonic()
         self.deadline, self.due = now + wall_limit, now + min(cpu_limit, TICK)
         self._host_pid: int | None = None
-        self._idle_since, self._used_then = now, 0.0
+        self._idle_since, self._used_then, self._asleep = now, 0.0, 0
 
     def _find(self) -> None:
         """Read who the child is, if that has not been needed before. Raises ForkServerLost."""
@@ -221,22 +222,27 @@ class _Watch:
         """End the child if its time is over, if it waits for what will not come, or if its files are too many."""
         now, used = time.monotonic(), self._used()
         idle = now - self._idle_since
+        self._asleep += 1
         if not self.sleepers_wait or used - self._used_then > BUSY * idle or not self._sleeps():
-            self._idle_since, self._used_then = now, used
+            self._idle_since, self._used_then, self._asleep = now, used, 0
         if used >= self.cpu_limit:
             self.kill(CAUSE_CPU)
         elif now >= self.deadline:
             self.kill(CAUSE_WALL)
-        elif now - self._idle_since >= IDLE_AFTER:
+        elif idle >= IDLE_AFTER and self._asleep >= IDLE_LOOKS:
             self.kill(CAUSE_IDLE)
         elif crowded():
             self.kill(CAUSE_FILES)
         self.due = now + max(0.005, min(self.cpu_limit - used, TICK))
 
+    def heard(self) -> None:
+        """The child has said something: it was not idle, though it may have waited for room to write."""
+        self._idle_since, self._asleep = time.monotonic(), 0
+
     def pause(self, seconds: float) -> None:
         """The child has waited for the verifier."""
         self.deadline += seconds
-        self._idle_since = time.monotonic()
+        self.heard()
 
     def _used(self) -> float:
         """CPU seconds; 0 where there is no such clock: RLIMIT_CPU and wall time remain."""
@@ -420,6 +426,7 @@ class _Session:
                 self._stop_listening()
                 return
             self.received += len(part)
+            self.watch.heard()
             try:
                 if self.received > MAX_RECEIVED:
                     raise _BadMessage
