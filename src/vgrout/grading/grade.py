@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import Any
 
 from vgrout.grading.values import clean_name
-from vgrout.grading.verifier import STUCK_AFTER, WALL_EXTRA, WALL_FACTOR, Settings, reap, start_process
+from vgrout.grading.verifier import PATIENCE, STUCK_AFTER, WALL_EXTRA, WALL_FACTOR, Settings, reap, start_process
 from vgrout.types import Grade, Problem, Ungraded
 
 LEVELS = {
@@ -113,7 +113,8 @@ class _Worker:
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """One rollout's reply. Raises _WorkerLost, also where none comes in the time that five runs may take."""
         data = json.dumps(request).encode()
-        patience = 5 * (WALL_FACTOR * (request["cpu_limit"] or self.cpu_s) + WALL_EXTRA + STUCK_AFTER)
+        wall = WALL_FACTOR * (request["cpu_limit"] or self.cpu_s) + WALL_EXTRA
+        patience = 5 * (PATIENCE * wall + STUCK_AFTER)
         try:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(patience), 0))
             self.socket.sendall(len(data).to_bytes(4, "little") + data)

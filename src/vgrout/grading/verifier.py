@@ -58,6 +58,7 @@ MAX_CALLS = 200  # of the canonical solution by one answer's tests
 TRUSTED_CPU_S, TRUSTED_MEMORY = 20, 4 << 30  # what the verifier itself may use: CPU for one rollout, address space
 STUCK_AFTER = 5.0  # seconds beyond the wall limit without a report: the fork server is lost
 TICK = 0.05  # seconds between two looks at a child
+PATIENCE = 4.0  # wall limits that a child gets on a machine too busy to run it
 IDLE_AFTER = 0.5  # seconds that a child sleeps or is stopped: it waits for nothing, and is ended …
 BUSY = 0.2  # … unless it has used this share of them
 IDLE_LOOKS = 5  # it is asleep, and has said nothing, at so many looks in a row: on a busy machine they come late
@@ -191,6 +192,7 @@ class _Watch:
         self.deadline, self.due = now + wall_limit, now + min(cpu_limit, TICK)
         self._host_pid: int | None = None
         self._idle_since, self._used_then, self._asleep = now, 0.0, 0
+        self._looked, self._last_deadline = now, now + PATIENCE * wall_limit
 
     def _find(self) -> None:
         """Read who the child is, if that has not been needed before. Raises ForkServerLost."""
@@ -223,8 +225,12 @@ class _Watch:
         now, used = time.monotonic(), self._used()
         idle = now - self._idle_since
         self._asleep += 1
-        if not self.sleepers_wait or used - self._used_then > BUSY * idle or not self._sleeps():
+        sleeps = self._sleeps()
+        if not self.sleepers_wait or used - self._used_then > BUSY * idle or not sleeps:
             self._idle_since, self._used_then, self._asleep = now, used, 0
+        if not sleeps:  # it runs, or would if the machine let it: that is no waiting
+            self.deadline = min(self.deadline + now - self._looked, self._last_deadline)
+        self._looked = now
         if used >= self.cpu_limit:
             self.kill(CAUSE_CPU)
         elif now >= self.deadline:
@@ -242,6 +248,7 @@ class _Watch:
     def pause(self, seconds: float) -> None:
         """The child has waited for the verifier."""
         self.deadline += seconds
+        self._last_deadline += seconds
         self.heard()
 
     def _used(self) -> float:
