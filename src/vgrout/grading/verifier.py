@@ -59,9 +59,9 @@ TRUSTED_CPU_S, TRUSTED_MEMORY = 20, 4 << 30  # what the verifier itself may use:
 STUCK_AFTER = 5.0  # seconds beyond the wall limit without a report: the fork server is lost
 TICK = 0.05  # seconds between two looks at a child
 PATIENCE = 4.0  # wall limits that a child gets on a machine too busy to run it
-IDLE_AFTER = 0.5  # seconds that a child sleeps or is stopped: it waits for nothing, and is ended …
+IDLE_AFTER = 1.0  # seconds that a child sleeps or is stopped: it waits for nothing, and is ended …
 BUSY = 0.2  # … unless it has used this share of them
-IDLE_LOOKS = 5  # it is asleep, and has said nothing, at so many looks in a row: on a busy machine they come late
+IDLE_LOOKS = 10  # it is asleep, and has said nothing, at so many looks in a row: on a busy machine they come late
 AFTER_TIMEOUT = 1.0  # CPU seconds for the flawed run of an answer whose strict run timed out
 WALL_FACTOR, WALL_EXTRA = 4.0, 2.0  # wall limit = factor · CPU limit + extra [s]: a backstop, so that load fails nobody
 
