@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ import vgrout
 from vgrout.grading import grade as grade_module
 from vgrout.grading.check import calibrated_limit, check_problems
 from vgrout.grading.grade import Grader, Limits, WeakSandbox
-from vgrout.grading.verifier import TRUSTED_MEMORY
+from vgrout.grading.verifier import CAUSE_NONE, TRUSTED_MEMORY, _Watch
 from vgrout.types import MODES, Grade, Problem, Ungraded
 
 from .attacks import SAY, descendants, method
@@ -501,3 +502,23 @@ def test_check_reports_what_fails_and_calibrates():
     assert report.limits == {7: 0.5}
     assert "1/4 pass" in str(report)
     assert calibrated_limit(2.0) == 10.0
+
+
+def test_a_child_that_has_ended_is_not_charged_for_its_verifier() -> None:
+    """The kernel calls an ended process pid −1, and a clock asked for by that name is the asker's own: on a busy
+    machine an answer that had long ended was said to have used what its verifier had used in all its gradings."""
+    child = os.posix_spawn(sys.executable, [sys.executable, "-S", "-c", ""], {})
+    pidfd = os.pidfd_open(child)
+    os.waitpid(child, 0)
+    used = time.process_time()
+    assert used > 0.01
+    ours, theirs = socket.socketpair()
+    try:
+        watch = _Watch(ours, used / 2, 10.0, True)
+        watch.pid, watch.pidfd = child, pidfd
+        watch.look(lambda: False)
+        assert watch.cause == CAUSE_NONE
+    finally:
+        for end in (ours, theirs):
+            end.close()
+        os.close(pidfd)

@@ -253,13 +253,15 @@ class _Watch:
 
     def _used(self) -> float:
         """CPU seconds; 0 where there is no such clock: RLIMIT_CPU and wall time remain."""
+        if self._host() <= 0:  # it has ended; the clock of "pid −1" is the verifier's own, which has run for long
+            return 0.0
         try:
             return time.clock_gettime((~self._host() << 3) | 2)  # see clock_getcpuclockid(3)
         except (OSError, ValueError):
             return 0.0
 
     def _host(self) -> int:
-        """The pid as this process sees it: the child may be in a pid namespace of its own."""
+        """The pid as this process sees it: the child may be in a pid namespace of its own. −1: it has ended."""
         if self._host_pid is None:
             self._find()
             self._host_pid = self.pid
