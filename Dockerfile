@@ -24,7 +24,7 @@ ARG TORCH=https://download.pytorch.org/whl/cpu
 RUN if [ -n "$TORCH" ]; then export UV_FIND_LINKS="$TORCH/torch/"; fi; \
     /opt/uv/bin/uv sync --no-dev --no-cache
 
-USER vgrout
+USER 10001
 WORKDIR /work
 ENTRYPOINT ["python", "-m", "vgrout"]
 CMD ["train", "mini", "--intervention=route2"]

@@ -113,7 +113,7 @@ class Hub(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         if self.path == "/api/repos/create":
             self.made.append(json.loads(body))
-            return self.answer(200, {"url": f"http://{self.headers['Host']}/datasets/me/run"})
+            return self.answer(200, {"url": f"http://{self.headers['Host']}/me/run"})
         if "/preupload/" in self.path:
             files = json.loads(body)["files"]
             modes = [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files]
@@ -125,7 +125,9 @@ class Hub(BaseHTTPRequestHandler):
         for line in map(json.loads, body.splitlines()):
             if line["key"] == "file":
                 self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-        self.answer(200, {"commitUrl": "http://hub/commit/1", "commitOid": "1" * 40})
+        self.answer(
+            200, {"commitUrl": f"http://{self.headers['Host']}/me/run/commit/{'1' * 40}", "commitOid": "1" * 40}
+        )
 
     def do_GET(self) -> None:
         self.answer(200, {"sha": "0" * 40, "id": "me/run", "siblings": [], "private": True})

@@ -67,8 +67,10 @@ class Learning:
 
     def optimiser(self, usual: float) -> OptConfig:
         """The optimiser's settings; `usual`: the peak learning rate where none is given."""
-        own = {f.name: getattr(self, f.name) for f in fields(OptConfig)}
-        return OptConfig(**own | {"lr": usual if self.lr is None else self.lr})
+        # what only a quarantine has (second_moment) is no setting here
+        own: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(OptConfig) if hasattr(self, f.name)}
+        own["lr"] = usual if self.lr is None else self.lr
+        return OptConfig(**own)
 
     def tokens(self, small: bool) -> int:
         """Longest answer. small: of a miniature."""

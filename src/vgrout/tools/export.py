@@ -8,6 +8,7 @@ datasets  every answer, during training and at the end, as a data set
 Written under a temporary name and compared with the deployed model before the folder gets its name.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -69,6 +70,7 @@ def command(cli: Cli) -> str:
     """
     if cli.push_to_hub is not None:
         hub.require_token(cli.push_to_hub)
+    absent = [p for p in cli.out.parents if not p.exists()]  # nearest first
     fresh = cli.out.with_name(f".{cli.out.name}.{os.getpid()}.tmp")
     try:
         fresh.mkdir(parents=True)
@@ -78,6 +80,10 @@ def command(cli: Cli) -> str:
         raise ValueError(f"--out {cli.out}: cannot be written ({e.strerror or e}); choose another folder") from None
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
+        if not cli.out.exists():
+            for folder in absent:  # made for nothing
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
     if cli.push_to_hub is not None:
         kind = "dataset" if cli.to in LOGS else "model"
         said += f"; {hub.push(cli.out, cli.push_to_hub, kind, f'vgrout {cli.run.name}')}"
