@@ -289,7 +289,7 @@ def test_nothing_left_to_resume_from(stopped: Path, capsys: pytest.CaptureFixtur
         DAMAGE[["truncated", "bit flipped", "manifest cut"][i]](point)
     before = status(stopped)
     assert main(["smoke", "--resume", str(stopped), "--threads", "1"]) == 2
-    said = capsys.readouterr().out
+    said = capsys.readouterr().err
     assert "no usable checkpoint" in said
     assert "does not match its hash" in said
     assert "manifest cannot be read" in said
@@ -458,6 +458,7 @@ def test_a_disk_too_small_to_go_on_is_refused(
 ) -> None:
     monkeypatch.chdir(folder := small_disk(4096))
     shutil.copytree(stopped, folder / "out" / "runs" / stopped.name)
+    (folder / "pool").symlink_to(stopped.parents[2] / "pool")
     record = json.loads((stopped / "run.json").read_text())
     record["config"]["scale"]["steps"] = 100_000
     (folder / "out" / "runs" / stopped.name / "run.json").write_text(json.dumps(record))

@@ -285,7 +285,7 @@ def test_a_log_without_enough_contrast_or_with_a_bad_line_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"rollouts\.jsonl, line 2: not a rollout with labels"):
         pairs_from_pool(log_of(tmp_path, unlabelled), "E")
     (tmp_path / "rollouts.jsonl").write_text("{}{\n")
-    with pytest.raises(ValueError, match=r"rollouts\.jsonl: line 1: not JSON"):
+    with pytest.raises(ValueError, match=r"rollouts\.jsonl, line 1: not JSON"):
         pairs_from_pool(tmp_path / "rollouts.jsonl", "E")
 
 

@@ -75,7 +75,7 @@ def test_without_a_baseline_what_counts_is_the_reward() -> None:
 def test_who_is_screened_counts_neither_in_the_mean_nor_in_the_spread(unbiased: bool) -> None:
     seen = group((None, 3.0, None, 1.0), unbiased=unbiased)
     assert seen.has_signal
-    scale = 1.0 if unbiased else 1 + 1e-4  # the two others lie 1 from their mean
+    scale = 1.0 if unbiased else 2**0.5 + 1e-4  # the two others lie 1 from their mean
     assert seen.advantages == pytest.approx((0.0, 1 / scale, 0.0, -1 / scale))
 
 

@@ -82,7 +82,7 @@ def test_a_run_from_before_a_setting_existed_has_its_default(tmp_path: Path) -> 
 def test_unfinished_and_superseded_runs_are_named(tmp_path: Path) -> None:
     fake_run(tmp_path, "--intervention=none")
     newer = fake_run(tmp_path, "--intervention=none")
-    fake_run(tmp_path, "--intervention=none", seed=2, state="halted")
+    halted = fake_run(tmp_path, "--intervention=none", seed=2, state="halted")
     (tmp_path / "dead").mkdir()
     (tmp_path / "dead" / "run.json").write_text("{}")
     (tmp_path / "loading").mkdir()
@@ -90,10 +90,9 @@ def test_unfinished_and_superseded_runs_are_named(tmp_path: Path) -> None:
     distilled = fake_run(tmp_path, "--intervention=none", seed=3)
     (distilled / "per_mode_deploy.json").unlink()
     loaded = load([tmp_path, tmp_path])
-    assert [r.path for r in loaded.runs] == [newer]
+    assert [r.path for r in loaded.runs] == [newer, halted], "a halted run has a final evaluation, and counts"
     assert loaded.left_out == [
         "000_mini_none_seed41 (older than 001_mini_none_seed41, the same settings and seed)",
-        "002_mini_none_seed2 (halted)",
         "004_mini_none_seed3 (no per_mode_deploy.json: not a run of vgrout.train)",
         "dead (unknown)",
         "loading (failed)",

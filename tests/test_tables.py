@@ -168,12 +168,12 @@ def test_what_an_arm_that_reads_flagged_is_counted_by_mode(tmp_path: Path) -> No
     fake_run(tmp_path, "--intervention=none", seed=1)
     for seed in (1, 2):
         path = fake_run(tmp_path, "--intervention=pmi", seed=seed)
-        of = {"mode": "sentinel", "exploited": True, "gt_correct": False, "gate": 1.0}
-        right = {"mode": "sentinel", "exploited": False, "gt_correct": True, "gate": 0.0}
+        of = {"env_mode": "sentinel", "exploited": True, "gt_correct": False, "gate": 1.0}
+        right = {"env_mode": "sentinel", "exploited": False, "gt_correct": True, "gate": 0.0}
         answers = [
             of | {"score": 2.0, "flagged": True},
             of | {"score": 0.1, "flagged": seed == 1},
-            of | {"mode": "exit_code", "score": None, "flagged": False},
+            of | {"env_mode": "exit_code", "score": None, "flagged": False},
             right | {"score": 0.2, "flagged": False},
             right | {"score": 0.3, "flagged": seed == 1},
             of | {"gate": None},  # a group without signal is not read

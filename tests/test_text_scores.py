@@ -158,7 +158,7 @@ def as_plain(text: Text) -> Text:
     ("content", "said"),
     [
         (None, "no such file"),
-        ("{", "cannot be read as JSON"),
+        ("{", "line 1: not JSON"),
         ("[]", "at least 10"),
         (
             '[{"prompt": "a"}' + ', {"prompt": "a", "completion": "b"}' * 12 + "]",

@@ -261,7 +261,7 @@ def test_settings_of_the_report_too(argv: list[str], done: Made, shared_run: Sha
     path = run(shared_run.warm(tmp_path), *flags("none", *argv))
     assert len(rows(path)) == 5
     assert rows(path) != rows(done("none"))
-    assert ("student hacks seen by E,C" in (path / "summary.md").read_text()) == ("E,C" in argv)
+    assert ("seen by E,C (half A)" in (path / "summary.md").read_text()) == ("E,C" in argv)
     modes = (
         {"sentinel"}
         if "sentinel" in argv

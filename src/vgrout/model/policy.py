@@ -29,7 +29,7 @@ from vgrout.model.logprobs import (
 )
 from vgrout.model.packing import packs
 from vgrout.model.svd_adapter import SvdAdapter
-from vgrout.model.varlen import flash_kernel
+from vgrout.model.varlen import flash_is_here
 from vgrout.types import Message
 
 SVD_CACHE = Path("out/svd_cache")
@@ -120,7 +120,7 @@ class LanguageModel:
         """The kernel of each phase, for run.json. packed: whether the update packs its rows where the model allows it.
         A decoding step has one query a row, which SDPA reads as fast as anything."""
         own = str(self.model.config._attn_implementation)
-        flash = flash_kernel(self.device, self.model.dtype) is not None
+        flash = flash_is_here(self.device, self.model.dtype)
         return {
             "update": own if not (packed and self.packs) else "flash_attention_2 varlen" if flash else "sdpa",
             "prefill": own,
@@ -241,7 +241,7 @@ def default_device() -> tuple[torch.device, torch.dtype]:
 def attention(device: torch.device, dtype: torch.dtype) -> str | None:
     """flash-attention 2 on CUDA in half precision, where it is installed (extra `gpu`). None: what transformers takes
     by itself, sdpa wherever the architecture has it (Gemma 2 has not)."""
-    return None if flash_kernel(device, dtype) is None else "flash_attention_2"
+    return "flash_attention_2" if flash_is_here(device, dtype) else None
 
 
 def load_language_model(

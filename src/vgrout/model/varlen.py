@@ -16,10 +16,15 @@ from torch import Tensor
 Kernel = Callable[..., Tensor]
 
 
-def flash_kernel(device: torch.device, dtype: torch.dtype) -> Kernel | None:
-    """flash-attention 2's varlen function on CUDA in half precision, where it is installed (extra `gpu`); else None."""
+def flash_is_here(device: torch.device, dtype: torch.dtype) -> bool:
+    """flash-attention 2 is for CUDA in half precision, where it is installed (extra `gpu`)."""
     half = dtype in (torch.bfloat16, torch.float16)
-    if device.type != "cuda" or not half or importlib.util.find_spec("flash_attn") is None:
+    return device.type == "cuda" and half and importlib.util.find_spec("flash_attn") is not None
+
+
+def flash_kernel(device: torch.device, dtype: torch.dtype) -> Kernel | None:
+    """Its varlen function; None where it is not."""
+    if not flash_is_here(device, dtype):
         return None
     return cast("Kernel", importlib.import_module("flash_attn").flash_attn_varlen_func)
 
