@@ -174,7 +174,7 @@ def test_a_folder_goes_to_the_hub(
     argv = [str(finished), "--to", "peft", "--push-to-hub", "me/run"]
     assert export.main([*argv, "--out", str(tmp_path / "lora")]) == 0
     (made,) = stand_in.made
-    assert (made["name"], made["private"]) == ("run", True)
+    assert (made["name"], made["visibility"]) == ("run", "private")
     written = {p.name: p.read_bytes() for p in (tmp_path / "lora").iterdir()}
     assert stand_in.files == written
     stand_in.full = True
