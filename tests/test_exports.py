@@ -5,6 +5,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
+from datetime import datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -85,6 +86,8 @@ def test_inspect_reads_the_final_answers(done: Path, tmp_path: Path) -> None:
             "gt_correct": pytest.approx(final[f"solve_{name}"]),
         }
         assert log.eval.metadata["config"]["arm"]["intervention"] == "route"
+        ended = json.loads((done / "status.json").read_text())["time"]
+        assert datetime.fromisoformat(log.eval.created).timestamp() == pytest.approx(ended, abs=1)
 
 
 @pytest.mark.filterwarnings("default")
