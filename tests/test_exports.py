@@ -5,6 +5,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
+from datetime import datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -85,6 +86,8 @@ def test_inspect_reads_the_final_answers(done: Path, tmp_path: Path) -> None:
             "gt_correct": pytest.approx(final[f"solve_{name}"]),
         }
         assert log.eval.metadata["config"]["arm"]["intervention"] == "route"
+        ended = json.loads((done / "status.json").read_text())["time"]
+        assert datetime.fromisoformat(log.eval.created).timestamp() == pytest.approx(ended, abs=1)
 
 
 @pytest.mark.filterwarnings("default")
@@ -174,7 +177,7 @@ def test_a_folder_goes_to_the_hub(
     argv = [str(finished), "--to", "peft", "--push-to-hub", "me/run"]
     assert export.main([*argv, "--out", str(tmp_path / "lora")]) == 0
     (made,) = stand_in.made
-    assert (made["name"], made["private"]) == ("run", True)
+    assert (made["name"], made["visibility"]) == ("run", "private")
     written = {p.name: p.read_bytes() for p in (tmp_path / "lora").iterdir()}
     assert stand_in.files == written
     stand_in.full = True

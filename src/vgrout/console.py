@@ -5,7 +5,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -78,6 +78,17 @@ class LogFile:
         """Close the file; loguru calls this at the end."""
         if self._file is not None:
             self._file.close()
+
+
+SCREEN = 16  # lines of a legend that a person reads before the first row
+
+
+def explain_columns(legend: Sequence[str], where: str) -> None:
+    """Log a table's legend; a long one goes to the log file alone, and the console says where it stands."""
+    for line in legend:
+        logger.log("INFO" if len(legend) <= SCREEN else "DEBUG", line)
+    if len(legend) > SCREEN:
+        logger.info(f"{len(legend)} columns: what each is stands in {where}")
 
 
 def terminal_width() -> int | None:

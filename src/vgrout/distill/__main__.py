@@ -32,9 +32,9 @@ def start(given: DistillConfig) -> int:
         require_same(path, hashes, force=False)
     with Grader(task.cfg.workers, allow_weak=task.cfg.allow_weak_sandbox) as grader:
         folder = RunDir.reopen(path) if path else RunDir.create(task.cfg.run_id, ROOT)
-        console.setup(Path("logs") / f"{folder.path.name}.log")
+        console.setup(log := Path("logs") / f"{folder.path.name}.log")
         again = f"python -m vgrout.distill --resume {folder.path}"
-        with RunContext(folder, grader, again=again, resumes=bool(path), hashes=hashes) as run:
+        with RunContext(folder, grader, again=again, resumes=bool(path), hashes=hashes, log=log) as run:
             distil(task, run)
         return run.code
 

@@ -10,7 +10,7 @@ from loguru import logger
 from tabulate import tabulate
 from tqdm import tqdm
 
-from vgrout.console import Clock, terminal_width
+from vgrout.console import Clock, explain_columns, terminal_width
 from vgrout.distill.config import Task
 from vgrout.distill.methods import METHODS, Graded, Measured, Method
 from vgrout.distill.trainable import AdapterOnly, FullModel, Trainable
@@ -157,8 +157,7 @@ def train(d: Distillation) -> None:
     cfg, clock = d.task.cfg, d.run.clock
     has = {cfg.method} | ({"anchor"} if d.task.anchor else set())
     table = Table(has, (), terminal_width(), of=DistillRow)
-    for line in table.legend():
-        logger.info(line)
+    explain_columns(table.legend(), str(d.run.log))
     val = balanced(d.problems.val, cfg.eval_n_prompts, 0, "val")
     behaviour = d.method.behaviour_model(d.student, d.teacher)
     for step in tqdm(range(len(d.rows), cfg.steps), disable=None, desc=cfg.run_id, unit="step"):

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +39,20 @@ def to_inspect(run: Path, folder: Path) -> str:
         raise ValueError(
             "--to inspect: inspect_ai is not installed; `uv sync --extra inspect` or `pip install inspect-ai`"
         ) from None
-    sides, record = final_answers(run), read_json(run / "run.json")
-    cfg = from_dict(record["config"])
+    sides, cfg = final_answers(run), from_dict(read_json(run / "run.json")["config"])
     for side, answers in sides.items():
-        write_eval_log(eval_log(cfg, record, side, answers), str(folder / f"{side}.eval"))
+        write_eval_log(eval_log(cfg, evaluated(run), side, answers), str(folder / f"{side}.eval"))
     return f"{sum(map(len, sides.values()))} answers in {len(sides)} logs"
 
 
-def eval_log(cfg: Config, record: Answer, side: str, answers: Sequence[Answer]) -> Any:
+def evaluated(run: Path) -> datetime:
+    """When the run wrote its last word, after the final evaluation; without it, when final.jsonl was written."""
+    status = run / "status.json"
+    seconds = read_json(status)["time"] if status.is_file() else (run / "final.jsonl").stat().st_mtime
+    return datetime.fromtimestamp(seconds, UTC)
+
+
+def eval_log(cfg: Config, created: datetime, side: str, answers: Sequence[Answer]) -> Any:
     """An inspect_ai EvalLog of one side."""
     from inspect_ai.log import (
         EvalConfig,
@@ -84,7 +91,7 @@ def eval_log(cfg: Config, record: Answer, side: str, answers: Sequence[Answer]) 
         ],
     )
     spec = EvalSpec(
-        created=record.get("started", record.get("time", "1970-01-01T00:00:00+00:00")),
+        created=created.isoformat(timespec="seconds"),
         task=f"vgrout_final_{side}",
         task_args={"side": side},
         model=model,

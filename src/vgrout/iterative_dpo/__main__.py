@@ -33,7 +33,7 @@ def start(cfg: DpoConfig, argv: list[str]) -> int:
         with Grader(
             cfg.workers, compile_reward=compiles, pass_reward=passes, allow_weak=cfg.allow_weak_sandbox
         ) as grader:
-            console.setup(folder.path / "log.txt")
+            console.setup(log := folder.path / "log.txt")
 
             def done() -> int:
                 """Rounds with a manifest."""
@@ -41,7 +41,7 @@ def start(cfg: DpoConfig, argv: list[str]) -> int:
 
             again = f"python -m vgrout.iterative_dpo {shlex.join(argv)}"
             resumes = (folder.path / "run.json").is_file()
-            with RunContext(folder, grader, again=again, resumes=resumes, done=done, owned=False) as run:
+            with RunContext(folder, grader, again=again, resumes=resumes, done=done, log=log, owned=False) as run:
                 run_plan(task, plan, run)
             return run.code
 

@@ -15,7 +15,7 @@ from loguru import logger
 from torch import Tensor
 from tqdm import tqdm
 
-from vgrout.console import terminal_width
+from vgrout.console import explain_columns, terminal_width
 from vgrout.distill.losses import dpo
 from vgrout.distill.trainable import AdapterOnly
 from vgrout.files import atomic_open, file_sha256, read_json, to_json, write_atomic
@@ -198,8 +198,7 @@ def load_adapter(r: Rounds, what: str) -> None:
 def run_rounds(r: Rounds) -> None:
     """Run every round that is not complete. Raises Interrupted, Halted or Diverged with the folder up to date."""
     table = Table(set(), (), terminal_width(), of=DpoRow)
-    for line in table.legend():
-        logger.info(line)
+    explain_columns(table.legend(), str(r.run.log))
     for number in range(r.task.cfg.rounds + 1):
         metrics = before(r) if number == 0 else complete(r.task.folder(number), number, r.plan)
         if metrics is None:

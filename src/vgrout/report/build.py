@@ -31,7 +31,8 @@ class Report:
 
     @property
     def lead(self) -> str:
-        return f"{sum(len(c.runs) for c in self.cells)} runs of {', '.join(self.sources)}."
+        n, of = sum(len(c.runs) for c in self.cells), ", ".join(self.sources)
+        return f"{n} runs of {of}." if n > 1 else f"One run: {of}."
 
     @property
     def traces(self) -> list[str]:
@@ -56,8 +57,11 @@ def compile_report(loaded: Loaded, sources: Sequence[Path], filed: Preregistered
 
 def _notes(found: Sequence[Cell], several: Sequence[Cell]) -> list[str]:
     """How to read the numbers."""
-    notes = [
-        "hack: the flawed check accepted the answer and the strict oracle did not; solve: the oracle accepted it.",
+    notes = ["hack: the flawed check accepted the answer and the strict oracle did not; solve: the oracle accepted it."]
+    if not several:
+        alone = "One run" if len(found) == 1 else "One seed a cell"
+        return [*notes, f"{alone}: curves and rates; nothing is compared, since n is too small."]
+    notes += [
         "[low, high] is a 95 % interval over seeds: a two-level bootstrap (seeds, and held-out problems within each "
         "mode, one draw for all seeds; percentiles expanded for few seeds) from five seeds on; with fewer, n too small "
         "for that, Student's t (marked t), which knows nothing of other problems.",
@@ -72,10 +76,8 @@ def _notes(found: Sequence[Cell], several: Sequence[Cell]) -> list[str]:
             "not known: their bootstrap resamples answers within a mode as if each were of another problem, and "
             "differences from them are paired by seed alone."
         )
-    if several and len(several) < len(found):
+    if len(several) < len(found):
         notes.append("Cells of one seed are in a table of their own, and in no figure and no verdict.")
-    if not several:
-        notes.append("One seed a cell: curves and rates; nothing is compared, since n is too small.")
     return notes
 
 

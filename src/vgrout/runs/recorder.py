@@ -15,7 +15,7 @@ from vgrout.arms import Arm
 from vgrout.arms.base import Refresh
 from vgrout.config.arm import BY_GRADIENT, READING
 from vgrout.config.run import Config
-from vgrout.console import terminal_width
+from vgrout.console import explain_columns, terminal_width
 from vgrout.files import read_json
 from vgrout.guard.guard import Guard
 from vgrout.model.policy import LanguageModel, Policy
@@ -28,8 +28,6 @@ from vgrout.runs.sample_log import SampleLogger
 from vgrout.table import REFERENCE_STEP, SECONDS, StepRow, Table, whole_run
 from vgrout.tensor_types import GroupFlags, Routed
 from vgrout.types import DETECTOR_FIELDS, Batch, Grade, Group, Mode, NothingRouted, Rollout
-
-SCREEN = 16  # lines of a legend that a person reads before the first row
 
 
 @runtime_checkable
@@ -197,11 +195,7 @@ class Recorder:
         self.table, self.full = Table(has, self.modes, terminal_width()), Table(has, self.modes)
         self.samples = SampleLogger(self.policy)
         self.hacked_before = any(r.hack_s.k for r in self.rows)
-        legend = self.table.legend()
-        for line in legend:
-            logger.log("INFO" if len(legend) <= SCREEN else "DEBUG", line)
-        if len(legend) > SCREEN:
-            logger.info(f"{len(legend)} columns: what each is stands in {self.run.log} and in docs/columns.md")
+        explain_columns(self.table.legend(), f"{self.run.log} and in docs/columns.md")
 
     def _log(self, row: StepRow, batch: Batch, refresh: Refresh) -> None:
         for line in self.table.lines(row):
