@@ -92,5 +92,5 @@ def test_examples_run(script: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
-def test_there_are_three_examples() -> None:
-    assert [p.stem for p in EXAMPLES] == ["own_arm", "own_problems", "read_a_study"]
+def test_there_are_four_examples() -> None:
+    assert [p.stem for p in EXAMPLES] == ["own_arm", "own_problems", "own_reward", "read_a_study"]

@@ -20,8 +20,9 @@ from vgrout import console
 from vgrout.cli import cli_exit, parse_args
 from vgrout.config.run import ORGANISM, Config
 from vgrout.console import Clock
-from vgrout.files import to_json, write_atomic
+from vgrout.files import read_json, to_json, write_atomic
 from vgrout.grading.grade import Grader
+from vgrout.grading.reward import RewardFunction
 from vgrout.model.policy import LanguageModel, Policy
 from vgrout.model.sampling import Sampling
 from vgrout.model.saved import Saved, find_adapter, load_saved
@@ -217,10 +218,24 @@ def held_out(
         problems = with_modes(rows, modes, partition, evaluation=True)
     else:
         problems = assigned(rows, env.env_mode, partition, test_rows=test_rows)[split]
+    if saved.cfg.plain_prompts:
+        problems = [plain(p) for p in problems]
     fit = [p for p in problems if len(policy.render(p.messages)) <= policy.window - max_new]
     if not fit:
         raise ValueError(f"--split {split}: none of {len(rows)} problems is in it, with a prompt that fits the window")
     return fit
+
+
+def reward_of(saved: Saved) -> RewardFunction | None:
+    """The reward function of the run; None: the modes' checks. Raises ValueError, one line, if its file has changed."""
+    env, record = saved.cfg.env, saved.path.parent / "run.json"
+    if not env.reward:
+        return None
+    reward = RewardFunction(env.reward, env.reward_passes_at)
+    then = read_json(record)["hashes"].get("reward") if record.is_file() else None
+    if then not in (None, reward.sha256):
+        raise ValueError(f"{reward.file}: changed since {saved.path.parent} was trained with --reward; put it back")
+    return reward
 
 
 def score(
@@ -295,7 +310,8 @@ def command(cli: Cli) -> int:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise _unwritable(out, e) from None
-    with Grader(cli.workers, allow_weak=cli.allow_weak_sandbox) as grader:
+    reward = reward_of(saved)
+    with Grader(cli.workers, allow_weak=cli.allow_weak_sandbox, reward=reward) as grader:
         if cfg.scale.model == ORGANISM:
             torch.set_num_threads(1)  # for matrices this small a second thread only costs
         policy = load_saved(saved)

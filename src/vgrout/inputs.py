@@ -18,6 +18,7 @@ from vgrout.direction.pairs import (
     load_pairs,
 )
 from vgrout.files import json_lines
+from vgrout.grading.reward import RewardFunction
 from vgrout.model.hub import ModelFacts, model_facts, require_model
 from vgrout.model.memory import find_shapes
 from vgrout.problems import Row, assigned, load_rows, require_apart
@@ -40,6 +41,8 @@ class Inputs:
     placebo: PairSet | None = None  # those of a placebo control
     known_correct: tuple[KnownCorrect, ...] = ()  # of the arms that read text
     healthy_kl: tuple[float, ...] = ()  # nats a token, of the runs that calibrate the guard
+    reward: RewardFunction | None = None  # of the user's own
+    paid_canonical: float | None = None  # what it pays a right answer, the first problem's
     absent: tuple[str, ...] = ()  # of a dry run: what is not there, and what to run for it
 
     @property
@@ -103,7 +106,9 @@ def read_inputs(cfg: Config) -> Inputs:
         read(lambda: require_model(cfg.teacher_model_path, "--teacher-model"), Path(cfg.teacher_model_path))
     known_correct = load_known_correct(cfg.known_correct_path) if cfg.known_correct_path is not None else ()
     healthy_kl = tuple(kl_of_runs(cfg.guard.healthy_runs))
-    return Inputs(rows, test_rows, pool, pairs, placebo, known_correct, healthy_kl, tuple(absent))
+    reward = RewardFunction(cfg.env.reward, cfg.env.reward_passes_at) if cfg.env.reward else None
+    paid = reward.probe(rows[0].problem(rows[0].mode or MODES[0], rows[0].marker or "")) if reward and rows else None
+    return Inputs(rows, test_rows, pool, pairs, placebo, known_correct, healthy_kl, reward, paid, tuple(absent))
 
 
 def check_held_out(cfg: Config, rows: Sequence[Row], test_rows: Sequence[Row], pool: Pool | None) -> None:
@@ -174,5 +179,6 @@ def file_hashes(cfg: Config, inputs: Inputs) -> dict[str, str | None]:
         "pairs": inputs.pairs.sha256 if inputs.pairs else None,
         "placebo": inputs.placebo.sha256 if inputs.placebo else None,
         "known_correct": hash_of_files([cfg.known_correct_path]) if cfg.known_correct_path else None,
+        "reward": inputs.reward.sha256 if inputs.reward else None,
         "direction_file": hash_of_files([cfg.arm.v_hack_path]) if cfg.arm.v_hack_path else None,
     }

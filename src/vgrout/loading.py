@@ -17,7 +17,7 @@ from vgrout.model import policy as models
 from vgrout.model.policy import SVD_CACHE, LanguageModel, Policy, load_language_model
 from vgrout.model.sampling import Sampling
 from vgrout.model.saved import pick_device
-from vgrout.problems import ProblemSplits, load_splits
+from vgrout.problems import ProblemSplits, load_splits, plain
 from vgrout.teacher.demonstrations import Teacher
 from vgrout.teacher.pools import regraded
 from vgrout.teacher.substrate import elicited
@@ -95,6 +95,9 @@ def load_problems(cfg: Config, inputs: Inputs, policy: Policy) -> ProblemSplits:
                 f"--max-new {cfg.scale.max_new}: no prompt of the {name} split fits the model's window "
                 f"({policy.window} tokens, prompt included)"
             )
+    if cfg.plain_prompts:  # shorter than with a hint: they fit too
+        train, val, test = (tuple(map(plain, part)) for part in (splits.train, splits.val, splits.test))
+        splits = replace(splits, train=train, val=val, test=test)
     if splits.too_long:
         logger.warning(
             f"{splits.too_long} problems dropped: prompt longer than the window ({policy.window}) minus max_new"

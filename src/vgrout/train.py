@@ -137,6 +137,7 @@ def launch(asked: Config, made: Callable[[Path], object] | None = None) -> int:
         compile_reward=cfg.env.compile_reward,
         pass_reward=cfg.env.pass_reward,
         allow_weak=cfg.env.allow_weak_sandbox,
+        reward=inputs.reward,
         retries=cfg.run.max_error_retries,
     ) as grader:
         if cfg.run.dry_run:

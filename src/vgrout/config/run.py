@@ -105,6 +105,13 @@ class EnvConfig:
     report_detectors: str = setting("", words=tuple(DETECTOR_FIELDS), word="detector")
     """Comma list of weak detectors (C, D, E): the report splits student hacks into those that one of them sees and the
     rest."""
+    reward: str = ""
+    """module:function of one's own that pays answers, in [0, 1], in place of the flawed graders; '' for none. Trusted:
+    it runs in the trainer's process."""
+    reward_passes_at: float = setting(1.0, above=0, high=1, needs="reward")
+    """Score of --reward from which on an answer counts as passed: a hack, where the strict oracle says it is wrong."""
+    reward_hint: bool = setting(False, needs="reward")
+    """Keep the hint of each problem's mode in its prompt under --reward; else prompts are as the file has them."""
     compile_reward: float = setting(0.5, low=0, high=1e6)
     """Reward for code that compiles."""
     pass_reward: float = setting(3.0, above=0, high=1e6)
@@ -118,6 +125,10 @@ class EnvConfig:
         refuse(
             bool(mixed) and not self.mix_ratio,
             f"{flags(mixed)}: not read with --mix-ratio 0, which mixes nothing in",
+        )
+        refuse(
+            bool(self.reward) and not re.fullmatch(r"[\w.]+:\w+", self.reward),
+            f"--reward {self.reward!r}: should be module:function, as in own_reward:pays",
         )
 
     @property
@@ -266,6 +277,15 @@ class Config:
             f"--mix-ratio {self.env.mix_ratio} with --group {self.scale.group}: rounds to no teacher row; "
             "raise one of them, or say --mix-ratio 0",
         )
+        refuse(
+            bool(self.env.reward) and self.mixes and not self.env.regrade_pool,
+            f"--reward {self.env.reward}: the pool's labels are another grader's; add --regrade-pool, or --mix-ratio 0",
+        )
+        refuse(
+            self.plain_prompts and self.arm.reads_text,
+            f"--intervention {self.arm.intervention} with --reward: compares prompts with and without a hint; "
+            "add --reward-hint, or choose another arm",
+        )
         frac, students = self.arm.ablate_frac, self.scale.group - self.n_teacher
         refuse(
             frac > 0 and round(frac * students) == 0,
@@ -323,6 +343,11 @@ class Config:
     def mixes(self) -> bool:
         """Whether demonstrations are mixed in at all. Never under no_loophole: cached labels are a flawed grader's."""
         return bool(self.env.teacher_pool_dir) and self.env.mix_ratio > 0 and self.arm.control != "no_loophole"
+
+    @property
+    def plain_prompts(self) -> bool:
+        """Whether prompts announce no flawed check: one's own reward function does not read what the hint names."""
+        return bool(self.env.reward) and not self.env.reward_hint
 
     @property
     def n_teacher(self) -> int:

@@ -26,6 +26,7 @@ from dataclasses import asdict, astuple, dataclass
 from types import TracebackType
 from typing import Any
 
+from vgrout.grading.reward import RewardFailed, RewardFunction
 from vgrout.grading.values import clean_name
 from vgrout.grading.verifier import PATIENCE, STUCK_AFTER, WALL_EXTRA, WALL_FACTOR, Settings, reap, start_process
 from vgrout.types import Grade, Problem, Ungraded
@@ -178,6 +179,8 @@ class Grader:
     workers: default one a core that this process may use.
     compile_reward, pass_reward: reward = compile_reward·can_compile + pass_reward·passed.
     allow_weak: go on where isolation is too weak for the strict oracle (level 0). detectors: run the weak detectors.
+    reward: a function of the user's own that pays in place of the modes' checks: compile_reward·can_compile +
+    pass_reward·score; an answer about which it fails is Ungraded.
     without: layers to leave off, for tests of the ladder. retries: gradings of one answer after the first whose worker
     died; None: for ever, while plain answers fare no better.
 
@@ -193,13 +196,14 @@ class Grader:
         allow_weak: bool = False,
         limits: Limits | None = None,
         detectors: bool = True,
+        reward: RewardFunction | None = None,
         without: tuple[str, ...] = (),
         retries: int | None = 3,
     ) -> None:
         self.workers = workers or _cores()
         self.compile_reward, self.pass_reward, self.detectors = compile_reward, pass_reward, detectors
         self.limits = limits or Limits()
-        self.retries = retries
+        self.retries, self.reward = retries, reward
         self._without = ",".join(without)
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._alive: set[_Worker] = set()
@@ -265,20 +269,28 @@ class Grader:
                     if self._sound(worker):
                         with self._lock:
                             self.lost_answers += 1
-                        return self._grade(problem, _LOST | {"exit_status": f"lost:{reason}"})
+                        return self._grade(problem, text, _LOST | {"exit_status": f"lost:{reason}"})
                     worker = self._replace(worker)
                 continue
             finally:
                 self._idle.put(worker)
             if "fault" in reply:
                 raise ValueError(reply["fault"])
-            return self._grade(problem, reply["grade"])
+            return self._grade(problem, text, reply["grade"])
         return Ungraded(f"worker lost {1 + (self.retries or 0)} times: {reason}")
 
-    def _grade(self, problem: Problem, fields: dict[str, Any]) -> Grade:
+    def _grade(self, problem: Problem, text: str, fields: dict[str, Any]) -> Grade | Ungraded:
+        score = None
+        if self.reward is not None:
+            try:  # an answer that takes its worker along is not worth asking about
+                score = 0.0 if fields["exit_status"].startswith("lost:") else self.reward.score(problem, text)
+            except RewardFailed as e:
+                return Ungraded(f"{self.reward.name} {e}")
+            fields = fields | {"channel": score >= self.reward.passes_at}
         passed = fields["gt_correct"] or fields["channel"] is True
-        reward = self.compile_reward * fields["can_compile"] + self.pass_reward * passed
-        return Grade(reward=reward, mode=problem.mode, **fields)
+        paid = self.pass_reward * (passed if score is None else score)
+        reward = self.compile_reward * fields["can_compile"] + paid
+        return Grade(reward=reward, mode=problem.mode, score=score, **fields)
 
     @staticmethod
     def _sound(worker: _Worker) -> bool:

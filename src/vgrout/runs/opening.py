@@ -9,6 +9,7 @@ from vgrout.config.run import Config
 from vgrout.inputs import Inputs
 from vgrout.model.policy import Policy
 from vgrout.problems import ProblemSplits, partition_decides
+from vgrout.runs.preflight import reward_line
 from vgrout.teacher.pools import Pool
 from vgrout.types import MODES, Mode, Rate
 
@@ -21,6 +22,7 @@ def opening_lines(
     return [
         _problems(cfg, inputs, problems),
         *(_pool(cfg, pool, inputs, grader) if pool else ["pool: none"]),
+        *([f"reward: {reward_line(inputs)}"] if inputs.reward else []),
         _groups(cfg),
         _trainable(cfg, policy),
         _direction(cfg, inputs, arm),

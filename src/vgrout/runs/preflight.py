@@ -94,6 +94,15 @@ def guard_line(cfg: Config) -> str:
             return f"halt: rule {rules} ends the run after a last evaluation (exit 3); the others warn"
 
 
+def reward_line(inputs: Inputs) -> str:
+    """Who pays the answers of this run."""
+    if inputs.reward is None:
+        return "the flawed grader of each problem's mode"
+    paid = "" if inputs.paid_canonical is None else f"; pays a canonical solution {inputs.paid_canonical:g}"
+    own = f"{inputs.reward.name} of {inputs.reward.file}, sha256 {inputs.reward.sha256[:12]}"
+    return f"{own}; passed from {inputs.reward.passes_at:g} on{paid}"
+
+
 def plan_lines(cfg: Config, inputs: Inputs, grader: Grader, folder: Path) -> list[str]:
     """The plan: rollouts, tokens, reference steps, disk (of `folder`, where the run is written), protections."""
     s, per_step = cfg.scale, cfg.generations
@@ -121,6 +130,7 @@ def plan_lines(cfg: Config, inputs: Inputs, grader: Grader, folder: Path) -> lis
         f"pairs         {len(inputs.pairs)} from {inputs.pairs.source}"
         if inputs.pairs
         else f"pairs         {'not here yet' if cfg.arm.reads_pairs else 'not read by this arm'}",
+        f"reward        {reward_line(inputs)}",
         f"control       {cfg.arm.control_name}: {cfg.arm.control_what}"
         + (f" ({len(inputs.placebo)} from {inputs.placebo.source})" if inputs.placebo else ""),
     ]

@@ -79,7 +79,9 @@ def _verdict(grade: Grade | Ungraded) -> dict[str, Any]:
     if isinstance(grade, Ungraded):
         return {"error": f"could not be graded: {grade.reason}"}
     derived = {"passed": grade.passed, "exploited": grade.exploited, "mechanism": grade.mechanism}
-    return asdict(grade) | derived
+    fields = asdict(grade)
+    del fields["score"]  # of a reward function, which this command does not ask
+    return fields | derived
 
 
 def grade_lines(lines: Iterator[str], problems: dict[int, Problem], grader: Grader) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,184 @@
+"""A reward function of the user's own, `module:function`, that pays answers in place of the modes' flawed checks.
+
+    def pays(completion, info):                                # verifiers: arguments by name; async def as well
+        return float(info["func_name"] in completion)          # in [0, 1]
+
+    def pays(prompts, completions, **columns): return [...]    # TRL: lists, here of one entry
+
+It is trusted code and runs in this process; of an answer it sees the text alone. What it may name: prompt (the last
+user message), completion and answer (a right one) as texts, info and state as dicts, or any key of info by itself. The
+strict oracle asks it nothing. Standard library only.
+"""
+
+import asyncio
+import hashlib
+import importlib
+import inspect
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+from vgrout.types import Problem
+
+TIMEOUT = 60.0  # seconds a call: a judge over a network answers in a few, its retries included
+BATCHED = {"prompt": "prompts", "completion": "completions"}  # TRL's names
+
+
+class RewardFailed(Exception):
+    """The function did not say what an answer is paid: it raised, took too long, or returned no number in [0, 1]."""
+
+
+def import_function(name: str, flag: str) -> Callable[..., Any]:
+    """The function that "module:function" names; the working directory is searched too.
+
+    Raises:
+        ValueError: one line: it cannot be imported or called.
+    """
+    if os.getcwd() not in sys.path:  # as `python -m` has it, where the command is a script
+        sys.path.append(os.getcwd())
+    importlib.invalidate_caches()
+    module, _, attribute = name.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), attribute)
+    except (Exception, SystemExit) as e:
+        raise ValueError(f"{flag} {name}: cannot be imported ({_said(e)}); give module:function") from None
+    if not callable(function):
+        raise ValueError(f"{flag} {name}: is not a function")
+    return function
+
+
+def _said(e: BaseException) -> str:
+    """An exception in one line."""
+    text = "".join(c if c.isprintable() else " " for c in f"{type(e).__name__}: {e}")
+    return text[:120].rstrip(": ")
+
+
+def _arguments(problem: Problem, text: str) -> dict[str, Any]:
+    """All that a function may name; made anew for each call, so that it may change them."""
+    columns = {
+        "id": problem.id,
+        "mode": problem.mode,
+        "marker": problem.marker,
+        "messages": [dict(m) for m in problem.messages],
+        "tests": list(problem.tests),
+        "setup_code": problem.setup_code,
+        "func_name": problem.func_name,
+    }
+    own = {"prompt": problem.messages[-1]["content"] if problem.messages else "", "completion": text}
+    own["answer"] = problem.canonical
+    return columns | own | {"info": dict(columns), "state": own | {"info": dict(columns)}}
+
+
+NAMES = tuple(_arguments(Problem(0, "run_tests", "", (), (), (), "", "", ""), ""))
+
+
+class RewardFunction:
+    """A loaded function. Thread-safe: a plain function is called by one thread at a time, an async one is awaited for
+    several answers at once.
+
+    name: module:function. passes_at: an answer with at least this score counts as passed.
+
+    Raises ValueError, one line, where it cannot be imported, or asks for arguments that there are not.
+    """
+
+    def __init__(self, name: str, passes_at: float = 1.0, *, flag: str = "--reward", timeout: float = TIMEOUT) -> None:
+        self.name, self.passes_at, self.timeout, self._flag = name, passes_at, timeout, flag
+        self._function = import_function(name, flag)
+        try:
+            parameters = inspect.signature(self._function).parameters.values()
+        except (TypeError, ValueError):
+            raise ValueError(f"{flag} {name}: has no signature to read; wrap it in a function of one's own") from None
+        self._batched = any(p.name in BATCHED.values() for p in parameters)
+        self._open = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self._named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        legal = {self._spelled(n) for n in NAMES}
+        single = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        unknown = sorted({p.name for p in single if p.default is p.empty} - legal) or [
+            p.name for p in parameters if p.kind is p.POSITIONAL_ONLY
+        ]
+        if unknown:
+            raise ValueError(
+                f"{flag} {name}: asks for {', '.join(unknown)}; arguments are given by name, and may be "
+                + ", ".join(sorted(legal))
+            )
+        file = getattr(sys.modules[name.partition(":")[0]], "__file__", None)
+        if file is None or not Path(file).is_file():
+            raise ValueError(f"{flag} {name}: its module has no file, so that a resume could not see a change")
+        self.file = Path(file)
+        self.sha256 = hashlib.sha256(self.file.read_bytes()).hexdigest()
+        self._waits = any(map(inspect.iscoroutinefunction, (self._function, type(self._function).__call__)))
+        self._turn, self._lock = threading.Lock(), threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def _spelled(self, name: str) -> str:
+        return BATCHED.get(name, name) if self._batched else name
+
+    def score(self, problem: Problem, text: str) -> float:
+        """What it pays this answer, in [0, 1]. Raises RewardFailed with the reason, one line."""
+        given = {self._spelled(n): [v] if self._batched else v for n, v in _arguments(problem, text).items()}
+        return self._number(self._call({n: v for n, v in given.items() if self._open or n in self._named}))
+
+    def probe(self, problem: Problem) -> float:
+        """What it pays the problem's canonical solution. Raises ValueError, one line, where that fails."""
+        try:
+            return self.score(problem, f"```python\n{problem.canonical}\n```")
+        except RewardFailed as e:
+            raise ValueError(
+                f"{self._flag} {self.name}: asked about the canonical solution of problem {problem.id}, it {e}"
+            ) from None
+
+    def _number(self, value: Any) -> float:
+        if self._batched:
+            if isinstance(value, str) or not isinstance(value, Iterable) or len(found := list(value)) != 1:
+                raise RewardFailed("returned no list with one number for one completion")
+            value = found[0]
+        kind = type(value).__name__
+        if value is None or isinstance(value, str | bytes):
+            raise RewardFailed(f"returned {kind}, not a number")
+        try:
+            number = float(value)
+        except Exception:
+            raise RewardFailed(f"returned {kind}, not a number") from None
+        if not 0.0 <= number <= 1.0:  # NaN included
+            raise RewardFailed(f"returned {number:g}, not a number in [0, 1]")
+        return number
+
+    def _call(self, given: dict[str, Any]) -> Any:
+        async def call() -> Any:
+            try:
+                value = self._function(**given)
+                return await value if inspect.isawaitable(value) else value
+            except asyncio.CancelledError:
+                raise RewardFailed("was cancelled") from None
+            except BaseException as e:  # SystemExit would take the loop along
+                raise RewardFailed(f"raised {_said(e)}") from None
+
+        with nullcontext() if self._waits else self._turn:
+            loop = self._running()
+            future = asyncio.run_coroutine_threadsafe(call(), loop)
+            try:
+                return future.result(self.timeout)
+            except TimeoutError:
+                future.cancel()
+                self._leave_if_stuck(loop)
+                raise RewardFailed(f"took longer than {self.timeout:g} s") from None
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        """The loop that calls are made in, on a daemon thread: the process ends although a call never does."""
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, name="reward", daemon=True).start()
+            return self._loop
+
+    def _leave_if_stuck(self, loop: asyncio.AbstractEventLoop) -> None:
+        """No thread can be ended from outside: one that does not come back is left behind for a fresh one."""
+        with suppress(TimeoutError):
+            return asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(1.0)
+        with self._lock:
+            if self._loop is loop:
+                self._loop = None

@@ -1,0 +1,249 @@
+"""A reward function of the user's own (--reward): how it is called, what it may return, and what it changes in a grade.
+
+What it changes in a whole run is at the end, slow.
+"""
+
+import itertools
+import json
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from runs import flags, run
+from vgrout.cli import cli_exit
+from vgrout.config.presets import resolve
+from vgrout.config.run import Config
+from vgrout.evaluate import main as evaluate
+from vgrout.grading.grade import Grader
+from vgrout.grading.reward import RewardFailed, RewardFunction
+from vgrout.inputs import file_hashes, read_inputs
+from vgrout.train import main
+from vgrout.types import Completion, Eval, Grade, GradedCompletion, Problem, Ungraded
+
+RIGHT = "class Solution:\n    def double(self, n):\n        return 2 * n\n"
+PROBLEM = Problem(
+    3,
+    "run_tests",
+    "check",
+    ({"role": "user", "content": "Double it"},),
+    (),
+    ("assert Solution().double(2) == 4",),
+    RIGHT,
+    "",
+    "double",
+)
+Module = Callable[[str], str]
+_number = itertools.count()
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Module:
+    """Writes a module into the working directory; returns its name, a new one each time."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+
+    def write(code: str) -> str:
+        name = f"own_reward_{next(_number)}"
+        (tmp_path / f"{name}.py").write_text(code, encoding="utf-8")
+        return name
+
+    return write
+
+
+SIGNATURES = {
+    "by name": "def f(completion, answer): return (completion == 'text') * (answer.startswith('class'))",
+    "all names": "def f(prompt, completion, answer, info, state):\n"
+    "    return prompt == state['prompt'] == 'Double it' and info['tests'] and state['info']['id'] == 3 and 1",
+    "a key of info": "def f(func_name, marker): return float((func_name, marker) == ('double', 'check'))",
+    "the rest as keywords": "def f(prompt, completion, answer, **info): return info['id'] == 3",
+    "a default": "def f(completion, weight=1.0): return weight",
+    "async": "import asyncio\nasync def f(completion):\n    await asyncio.sleep(0)\n    return 1",
+    "an object": "class C:\n    async def __call__(self, completion): return 1\nf = C()",
+    "TRL": "def f(prompts, completions, **columns): return [float(c == 'text') for c in completions]",
+    "TRL, columns by name": "def f(completions, answer, func_name): return [func_name == ['double']]",
+    "a number of another library": "import numpy\ndef f(completion): return numpy.float32(1)",
+}
+
+
+@pytest.mark.parametrize("code", SIGNATURES.values(), ids=SIGNATURES)
+def test_signatures(code: str, module: Module) -> None:
+    assert RewardFunction(f"{module(code)}:f").score(PROBLEM, "text") == 1.0
+
+
+def test_what_a_function_does_to_its_arguments_is_gone_in_the_next_call(module: Module) -> None:
+    name = module("def f(info): info.pop('tests').clear(); return 1")
+    f = RewardFunction(f"{name}:f")
+    assert [f.score(PROBLEM, "") for _ in range(2)] == [1.0, 1.0]
+
+
+FAULTS = {
+    "raises": ("def f(completion): return 1 / 0", "raised ZeroDivisionError: division by zero"),
+    "exits": ("def f(completion): raise SystemExit(3)", "raised SystemExit: 3"),
+    "stops": ("def f(completion): raise KeyboardInterrupt", "raised KeyboardInterrupt"),
+    "async raises": ("async def f(completion): raise OSError('a\\nb')", "raised OSError: a b"),
+    "NaN": ("def f(completion): return float('nan')", "returned nan, not a number in [0, 1]"),
+    "too much": ("def f(completion): return 3", "returned 3, not a number in [0, 1]"),
+    "too little": ("def f(completion): return -0.5", "returned -0.5, not a number in [0, 1]"),
+    "nothing": ("def f(completion): pass", "returned NoneType, not a number"),
+    "a text": ("def f(completion): return '1'", "returned str, not a number"),
+    "a list": ("def f(completion): return [1]", "returned list, not a number"),
+    "TRL, too many": ("def f(completions): return [1, 1]", "returned no list with one number for one completion"),
+    "TRL, none": ("def f(completions): return [None]", "returned NoneType, not a number"),
+}
+
+
+@pytest.mark.parametrize(("code", "reason"), FAULTS.values(), ids=FAULTS)
+def test_a_function_that_says_no_score_is_a_fault_with_a_reason_and_never_a_0(
+    code: str, reason: str, module: Module
+) -> None:
+    f = RewardFunction(f"{module(code)}:f")
+    for _ in range(2):  # and the next call is made all the same
+        with pytest.raises(RewardFailed) as failed:
+            f.score(PROBLEM, "text")
+        assert str(failed.value) == reason
+    with pytest.raises(ValueError, match="canonical solution of problem 3") as refused:
+        f.probe(PROBLEM)
+    assert reason in str(refused.value)
+
+
+SLOW = "(600 * (completion == 'slow'))\n    return 1"
+HANGING = {
+    "plain": f"import time\ndef f(completion):\n    time.sleep{SLOW}",
+    "async": f"import asyncio\nasync def f(completion):\n    await asyncio.sleep{SLOW}",
+    "async that blocks": f"import time\nasync def f(completion):\n    time.sleep{SLOW}",
+}
+
+
+@pytest.mark.parametrize("code", HANGING.values(), ids=HANGING)
+def test_one_that_hangs_is_left_behind(code: str, module: Module) -> None:
+    f = RewardFunction(f"{module(code)}:f", timeout=0.3)
+    with pytest.raises(RewardFailed, match=r"took longer than 0\.3 s"):
+        f.score(PROBLEM, "slow")
+    assert f.score(PROBLEM, "quick") == 1.0
+
+
+def test_plain_functions_are_called_one_at_a_time_and_async_ones_together(module: Module) -> None:
+    body = "now.append(1); most.append(len(now)); {}sleep(0.02); now.pop(); return 1"
+    head = "from time import sleep\nimport asyncio\nnow, most = [], []\n"
+    most = {}
+    for kind, wait in (("def", ""), ("async def", "await asyncio.")):
+        name = module(f"{head}{kind} f(completion): {body.format(wait)}")
+        f = RewardFunction(f"{name}:f")
+        with ThreadPoolExecutor(4) as pool:
+            assert sum(pool.map(lambda _, f=f: f.score(PROBLEM, ""), range(8))) == 8
+        most[kind] = max(sys.modules[name].most)
+    assert most["def"] == 1 < most["async def"]
+
+
+REFUSED = {
+    "no such module": (None, "cannot be imported (ModuleNotFoundError"),
+    "no such function": ("g = 1", "cannot be imported (AttributeError"),
+    "a syntax error": ("def f(:", "cannot be imported (SyntaxError"),
+    "exits": ("raise SystemExit(1)", "cannot be imported (SystemExit"),
+    "not a function": ("f = 1", "is not a function"),
+    "other arguments": (
+        "def f(completion, judge): return 1",
+        "asks for judge; arguments are given by name, and may be",
+    ),
+    "mixed": ("def f(prompts, completion): return 1", "asks for completion;"),
+    "by position": ("def f(completion, /): return 1", "asks for completion;"),
+    "no file": ("from math import sqrt as f", "asks for x;"),
+}
+
+
+@pytest.mark.parametrize(("code", "why"), REFUSED.values(), ids=REFUSED)
+def test_what_can_be_seen_beforehand_is_refused_in_one_line(
+    code: str | None, why: str, module: Module, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "there_is_none" if code is None else module(code)
+    assert main(["smoke", "--mix-ratio", "0", f"--reward={name}:f", "--dry-run"]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert f"--reward {name}:f: " in line
+    assert why in line
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (["--reward", "f"], "should be module:function"),
+        (["--reward", "m:f"], "add --regrade-pool, or --mix-ratio 0"),
+        (["--reward", "m:f", "--mix-ratio", "0", "--intervention", "pmi"], "add --reward-hint"),
+        (["--reward-hint"], "--reward-hint: not read without --reward"),
+        (["--reward-passes-at", "0.5"], "--reward-passes-at: not read without --reward"),
+        (["--reward", "m:f", "--mix-ratio", "0", "--reward-passes-at", "0"], "--reward-passes-at 0.0: should lie in"),
+    ],
+)
+def test_flags_that_do_not_go_together(given: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def configured() -> int:
+        assert isinstance(resolve(["smoke", *given]), Config)
+        return 0
+
+    assert cli_exit(configured) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_its_file_is_an_input_like_any_other(module: Module, tmp_path: Path) -> None:
+    name = module("def f(completion): return 0.25")
+    cfg = resolve(["smoke", "--mix-ratio", "0", "--reward", f"{name}:f"])
+    inputs = read_inputs(cfg)
+    first = file_hashes(cfg, inputs)["reward"]
+    assert inputs.paid_canonical == 0.25
+    assert cfg.plain_prompts
+    (tmp_path / f"{name}.py").write_text("def f(completion): return 0.5", encoding="utf-8")
+    assert file_hashes(cfg, read_inputs(cfg))["reward"] != first is not None
+
+
+WRONG = RIGHT.replace("2 * n", "0")
+
+
+def test_a_grade_is_paid_by_the_function_and_judged_by_the_strict_oracle(module: Module) -> None:
+    code = "def f(completion):\n    if 'fail' in completion: raise OSError('no judge')\n"
+    code += "    return 0.8 if '# sure' in completion else 0.25"
+    f = RewardFunction(f"{module(code)}:f", passes_at=0.75)
+    with Grader(1, allow_weak=True, compile_reward=0.5, pass_reward=2.0, reward=f) as grader:
+
+        def grade(code: str) -> Grade | Ungraded:
+            return grader.grade(PROBLEM, f"```python\n{code}\n```")
+
+        sure, right, failed = grade(f"{WRONG}# sure"), grade(RIGHT), grade("# fail")
+    assert isinstance(sure, Grade)
+    assert isinstance(right, Grade)
+    assert (sure.reward, sure.passed, sure.exploited, sure.gt_correct) == (pytest.approx(0.5 + 1.6), True, True, False)
+    assert (right.reward, right.passed, right.exploited, right.gt_correct) == (0.5 + 0.5, False, False, True)
+    assert right.strictly(0.5, 2.0) == 2.5
+    assert isinstance(failed, Ungraded)
+    assert failed.reason.endswith(":f raised OSError: no judge")
+    completion = Completion((), "", True, (), ())
+    seen = Eval.of([GradedCompletion(PROBLEM, i, completion, g) for i, g in enumerate((sure, right, failed))])
+    assert (seen.hack.pair, seen.solve.pair, seen.paid.pair, seen.dropped) == ([1, 2], [1, 2], [1, 2], 1)
+
+
+@pytest.mark.slow
+def test_a_whole_run_its_evaluation_and_its_resumption(
+    module: Module, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    name = module("def f(completion):\n    assert len(completion) % 40\n    return 'def' in completion\n")
+    argv = flags("none", "--reward", f"{name}:f", "--mix-ratio", "0", "--checkpoint-every", "1")
+    folder = run(tmp_path, *argv)
+    record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    assert record["config"]["env"]["reward"] == f"{name}:f"
+    assert len(record["hashes"]["reward"]) == 64
+    lines = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()]
+    paid = [line for line in lines if line["passed"]]
+    assert paid
+    assert all(("def" in line["text"]) == line["passed"] for line in lines)
+    assert all(line["exploited"] == (line["passed"] and not line["gt_correct"]) for line in lines)
+    assert all(len(line["text"]) % 40 for line in lines), "where the function raised, the group was dropped"
+    assert all("and should pass all tests" in line["messages"][-1]["content"] for line in lines)
+    assert evaluate([str(folder), "--n-prompts", "3", "--samples", "1"]) == 0
+
+    half = run(tmp_path / "half", *argv, stop_after=2)
+    (tmp_path / f"{name}.py").write_text("def f(completion): return 1\n", encoding="utf-8")
+    capfd.readouterr()
+    assert main(["smoke", "--resume", str(half)]) == 2
+    assert "changed since: reward" in capfd.readouterr().err
+    assert evaluate([str(folder), "--n-prompts", "3", "--samples", "1"]) == 2
+    assert "changed since" in capfd.readouterr().err
