@@ -1,8 +1,8 @@
 """Routed gradients → one AdamW step on the adapter's two vectors → Update."""
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, overload
 
 import torch
 from jaxtyping import Float
@@ -29,9 +29,15 @@ class SharedAdamW(torch.optim.Optimizer):
     ) -> None:
         super().__init__([{"params": [v]} for v in vectors], {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One update. State of each vector: its first moment; of the first one also what they share."""
+        loss = closure() if closure is not None else None
         vectors = [group["params"][0] for group in self.param_groups]
         grads = [torch.zeros_like(v) if v.grad is None else v.grad for v in vectors]
         for v in vectors:
@@ -46,6 +52,7 @@ class SharedAdamW(torch.optim.Optimizer):
             m = self.state[v]["exp_avg"].mul_(b1).add_((1 - b1) * g)
             v.mul_(1 - group["lr"] * group["weight_decay"])
             v.sub_(group["lr"] / (1 - b1 ** shared["step"]) * m / scale)
+        return loss
 
 
 class Optimizer:
