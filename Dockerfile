@@ -1,7 +1,7 @@
 # The README's main command in a container. `docker build -t vgrout .`, then
-#   docker run --rm -v "$PWD/out:/work/out" vgrout train mini --intervention=route2
+#   docker run --rm -v "$PWD/out:/app/out" vgrout train mini --intervention=route2
 # On a GPU: docker build --build-arg BASE=nvidia/cuda:12.8.1-runtime-ubuntu24.04 --build-arg TORCH= -t vgrout .
-#   docker run --rm --gpus all -v "$PWD/out:/work/out" -v ~/.cache/huggingface:/home/vgrout/.cache/huggingface vgrout train fast
+#   docker run --rm --gpus all -v "$PWD/out:/app/out" -v ~/.cache/huggingface:/home/vgrout/.cache/huggingface vgrout train fast
 # Inside a container the kernel may refuse namespaces to the sandbox: `docker run … doctor` says what is left.
 ARG BASE=debian:trixie-slim
 FROM ${BASE}
@@ -25,6 +25,6 @@ RUN if [ -n "$TORCH" ]; then export UV_FIND_LINKS="$TORCH/torch/"; fi; \
     /opt/uv/bin/uv sync --no-dev --no-cache
 
 USER 10001
-WORKDIR /work
+WORKDIR /app
 ENTRYPOINT ["python", "-m", "vgrout"]
 CMD ["train", "mini", "--intervention=route2"]
