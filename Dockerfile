@@ -1,6 +1,6 @@
 # The README's main command in a container. `docker build -t vgrout .`, then
 #   docker run --rm -v "$PWD/out:/app/out" vgrout train mini --intervention=route2
-# On a GPU: docker build --build-arg BASE=nvidia/cuda:12.8.1-runtime-ubuntu24.04 --build-arg TORCH= -t vgrout .
+# On a GPU: docker build --build-arg BASE=nvidia/cuda:12.8.1-runtime-ubuntu24.04 -t vgrout .
 #   docker run --rm --gpus all -v "$PWD/out:/app/out" -v ~/.cache/huggingface:/home/vgrout/.cache/huggingface vgrout train fast
 # Inside a container the kernel may refuse namespaces to the sandbox: `docker run … doctor` says what is left.
 ARG BASE=debian:trixie-slim
@@ -19,9 +19,9 @@ RUN python3 -m venv /opt/uv && /opt/uv/bin/pip install --no-cache-dir uv==0.13.9
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY src src
-# A wheel of torch without CUDA; empty on a GPU base, where the default wheel is the right one.
-ARG TORCH=https://download.pytorch.org/whl/cpu
-RUN if [ -n "$TORCH" ]; then export UV_FIND_LINKS="$TORCH/torch/"; fi; \
+# A page of wheels that has a torch without CUDA (a default wheel for Linux carries about 3 GB of it); empty: the default.
+ARG TORCH=
+RUN if [ -n "$TORCH" ]; then export UV_FIND_LINKS="$TORCH"; fi; \
     /opt/uv/bin/uv sync --no-dev --no-cache
 
 USER 10001
