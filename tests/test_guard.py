@@ -106,7 +106,8 @@ def plain(series: list[tuple[float, float, float]], alpha: float = 0.9, eps: flo
     return None
 
 
-def test_agrees_with_the_published_rule_on_2000_random_series() -> None:
+@pytest.mark.parametrize("n", [200, pytest.param(2000, marks=pytest.mark.slow)])
+def test_agrees_with_the_published_rule_on_random_series(n: int) -> None:
     """Walks whose three numbers drift by chance: every verdict at the same update, four in five of them firing."""
     rng = random.Random(0)
 
@@ -119,13 +120,13 @@ def test_agrees_with_the_published_rule_on_2000_random_series() -> None:
         return out
 
     fired = 0
-    for _ in range(2000):
+    for _ in range(n):
         series, guard = walk(), HeldOutGuard(GuardConfig(guard_rule="ema", guard_baseline=1))
         verdicts = [guard.update(i, p, h, 100, kl) for i, (p, h, kl) in enumerate(series)]
         when = next((v.step for v in verdicts if v.fire), None)
         assert when == plain(series)
         fired += when is not None
-    assert 1000 < fired < 2000
+    assert n // 2 < fired < n
 
 
 def test_rules_latch_apart() -> None:

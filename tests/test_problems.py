@@ -209,7 +209,7 @@ def drawn(*argv: str) -> list[list[tuple[int, str, str]]]:
     return [[(p.id, p.mode, p.marker) for p in splits.draw(cfg.run.seed, step, 4)] for step in range(60)]
 
 
-@pytest.mark.parametrize("seed", ["41", "42"])
+@pytest.mark.parametrize("seed", ["41", pytest.param("42", marks=pytest.mark.slow)])
 def test_controls_train_on_the_problems_of_their_arm(seed: str) -> None:
     """Step by step the same prompts at the same seed, whether or not demonstrations are mixed in."""
     arm = drawn("--intervention=none", "--seed", seed)

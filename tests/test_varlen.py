@@ -73,6 +73,7 @@ def test_same_logprobs_and_gradients_as_padded_sdpa(family: str, share: bool, mo
         torch.testing.assert_close(g, w, rtol=1e-4, atol=1e-5 * float(w.abs().max()))
 
 
+@pytest.mark.slow
 def test_a_run_with_the_kernel_is_the_run_without(kernel: Counting, shared_run: SharedRuns, tmp_path: Path) -> None:
     """Every update of route2 goes through it, and the rows are those of SDPA."""
     argv = flags("route2")
