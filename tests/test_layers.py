@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1] / "src" / "vgrout"
 # A folder, or a file beside train.py, may import from lower layers, and a file from its own folder; the lowest layer is
 # like one folder. Nobody imports train.
 LAYERS: list[set[str]] = [
-    {"types", "tensor_types", "modes", "rng", "files", "cli", "console", "organism", "__main__"},
+    {"types", "tensor_types", "ranks", "modes", "rng", "files", "cli", "console", "organism", "__main__"},
     {"grading", "table", "tracking"},
     {"config", "problems"},
     {"model", "losses"},

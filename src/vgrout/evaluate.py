@@ -14,9 +14,10 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 from tabulate import tabulate
+from torch import Tensor
 from tqdm import tqdm
 
-from vgrout import console
+from vgrout import console, ranks
 from vgrout.cli import cli_exit, parse_args
 from vgrout.config.run import ORGANISM, Config
 from vgrout.console import Clock
@@ -28,7 +29,7 @@ from vgrout.model.sampling import Sampling
 from vgrout.model.saved import Saved, find_adapter, load_saved
 from vgrout.problems import Row, assigned, balanced, dealt_modes, load_rows, plain, with_modes
 from vgrout.rng import torch_stream
-from vgrout.rollout import sample_and_submit
+from vgrout.rollout import graded, sample_and_submit
 from vgrout.teacher.pools import load_pool
 from vgrout.types import Eval, Grade, GradedCompletion, Interrupted, Problem, Rate, Ungraded, spaced
 
@@ -78,7 +79,7 @@ def answers(
         stream=torch_stream(seed, purpose, step),
         on_completion=on_completion,
     )
-    return [s.graded() for of_problem in submitted for s in of_problem]
+    return [a for of_problem in graded(submitted) for a in of_problem]
 
 
 def answers_of(
@@ -114,11 +115,13 @@ def kl_to_base(policy: Policy, given: Sequence[Answer]) -> float | None:
     """Mean over the tokens of at most KL_ANSWERS of these answers, nats; None of no answer. Exact at each position, so
     that few answers do: the standard deviation over seeds of 32 answers' mean is a tenth of it on the organism."""
     some = spaced(given, KL_ANSWERS)
-    tokens = [
-        policy.kl_to_base([policy.render(a.problem.messages) for a in part], [a.ids for a in part])
-        for part in (some[i : i + KL_BATCH] for i in range(0, len(some), KL_BATCH))
-    ]
-    return float(torch.cat(tokens).mean()) if tokens else None
+    batches = [some[i : i + KL_BATCH] for i in range(0, len(some), KL_BATCH)]
+
+    def kl(part: Sequence[Answer]) -> Tensor:
+        return policy.kl_to_base([policy.render(a.problem.messages) for a in part], [a.ids for a in part]).cpu()
+
+    tokens = ranks.merged(lambda: {i: kl(batches[i]) for i in ranks.own([1] * len(batches))})
+    return float(torch.cat([tokens[i] for i in range(len(batches))]).mean()) if tokens else None
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Groups → every rollout's own policy gradient, in one forward and backward a micro-batch."""
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
@@ -9,8 +10,10 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
+from loguru import logger
 from torch import Tensor
 
+from vgrout import ranks
 from vgrout.config.loss import LossConfig
 from vgrout.losses import LossInput, LossOutput, Norm, policy_loss, teacher_weight
 from vgrout.model.budgets import TOKEN_BUDGET
@@ -49,6 +52,9 @@ class LossMetrics:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
+MEANS = tuple(f.name for f in fields(LossMetrics) if f.name not in ("loss", "ratio_min", "ratio_mean", "ratio_max"))
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One rollout as the loss sees it."""
@@ -77,7 +83,8 @@ def policy_gradients(
     token_budget: int | None = None,
     packing: Packing = "shared",
 ) -> tuple[list[list[RolloutGrads]], LossMetrics]:
-    """Of every part of the plan each group's g_b: module → [G, r], the gradient of every rollout's loss on δS.
+    """Of every part of the plan each group's g_b: module → [G, r], the gradient of every rollout's loss on δS. Of
+    several ranks each has those of its own rows, and zeros for the others'; the metrics are those of all.
 
     Groups without signal get zero gradients and no forward. One inner step: π_old is π detached, teacher rows likewise,
     so both have ratio 1.
@@ -115,6 +122,8 @@ def policy_gradients(
     starts, tally, out = _starts(groups, grad_rows), _Tally(), []
     for part in plan.parts:
         chosen = _rows(groups, starts, part, grad_rows)
+        mine = ranks.own([row.tokens for row in chosen])
+        chosen = chosen[mine.start : mine.stop]
         batches = micro_batches(chosen, budget) if packing == "padded" else packed_batches(chosen, budget, packing)
         view = policy.adapter.deployed() if part.deployed else nullcontext()
         with view, policy.adapter.per_rollout_grads(max(1, starts[-1])) as collected:
@@ -133,11 +142,12 @@ def policy_gradients(
 
 
 def all_finite(grads: Sequence[Sequence[RolloutGrads]], metrics: LossMetrics) -> bool:
-    """Whether this step may be learnt from: every gradient, the loss and what was measured with it."""
+    """Whether this step may be learnt from: every gradient of every rank, the loss and what was measured with it."""
     measured = all(math.isfinite(x) for x in metrics.columns().values() if x is not None)
-    return measured and all(
-        bool(g.isfinite().all()) for of_part in grads for of_group in of_part for g in of_group.values()
-    )
+    fine = all(bool(g.isfinite().all()) for of_part in grads for of_group in of_part for g in of_group.values())
+    if unsound := ranks.everywhere(fine) if ranks.size() > 1 else []:
+        logger.warning(f"gradients are not finite on rank {', '.join(map(str, unsound))}")
+    return measured and fine and not unsound
 
 
 def _starts(groups: Sequence[Group], grad_rows: GradRows) -> list[int]:
@@ -238,6 +248,28 @@ def recorded_logps(
     return torch.tensor(padded, device=like.device, dtype=like.dtype), known
 
 
+@dataclass
+class _Spread:
+    """Count, sum and ends of some numbers: enough for what is reported of them, and all that ranks tell each other."""
+
+    n: int = 0
+    sum: float = 0.0
+    low: float = math.inf
+    high: float = -math.inf
+
+    @classmethod
+    def of(cls, values: Tensor) -> "_Spread":
+        return cls(len(values), *map(float, (values.sum(), values.min(), values.max()))) if len(values) else cls()
+
+    def __add__(self, other: "_Spread") -> "_Spread":
+        # min and max of a NaN depend on the order of their arguments: the sum has it
+        return _Spread(self.n + other.n, self.sum + other.sum, min(self.low, other.low), max(self.high, other.high))
+
+    @property
+    def mean(self) -> float | None:
+        return self.sum / self.n if self.n else None
+
+
 class _Tally:
     """Collects per-token numbers over micro-batches; one transfer from the device at the end."""
 
@@ -266,8 +298,24 @@ class _Tally:
         self.parts.append({key: value[x.mask].double() for key, value in columns.items()})
 
     def metrics(self) -> LossMetrics:
+        """Of all ranks' tokens."""
+        s: defaultdict[str, _Spread] = defaultdict(_Spread)
+        for of_rank in ranks.gather(self._spreads):
+            for name, spread in of_rank.items():
+                s[name] += spread
+        ratio = s["ratio"]
+        return LossMetrics(
+            loss=s["loss"].sum if s["loss"].n else None,
+            ratio_min=ratio.low if ratio.n else None,
+            ratio_mean=ratio.mean,
+            ratio_max=ratio.high if ratio.n else None,
+            **{name: s[name].mean for name in MEANS},
+        )
+
+    def _spreads(self) -> dict[str, _Spread]:
+        """This rank's."""
         if not self.parts:
-            return LossMetrics()
+            return {}
         c = {key: torch.cat([part[key] for part in self.parts]).cpu() for key in self.parts[0]}
         teacher, sampled = c["teacher"] > 0, c["sampled"] > 0
         own, others = sampled & (c["on_policy"] > 0), sampled & (c["on_policy"] == 0)
@@ -275,26 +323,21 @@ class _Tally:
         log_ratio = c["log_ratio"].clamp(-RAW_MAX, RAW_MAX)
         ratio = log_ratio.exp()
         mismatch = ratio - log_ratio - 1
-        known = ratio[own]
-        return LossMetrics(
-            loss=float(torch.stack(self.losses).sum()),
-            lp_s=_mean(c["logp"][~teacher]),
-            lp_t=_mean(c["logp"][teacher]),
-            kl=_mean(c["kl"]) if "kl" in c else None,
-            ratio_min=float(known.min()) if len(known) else None,
-            ratio_mean=_mean(known),
-            ratio_max=float(known.max()) if len(known) else None,
-            mismatch_kl=_mean(mismatch[own]),
-            mismatch_kl_abl=_mean(mismatch[others]),
-            masked_mismatch_kl=_mean(mismatch[sampled & masked]),
-            unmasked_mismatch_kl=_mean(mismatch[sampled & ~masked]),
-            is_masked=_mean(masked.double()),
-            is_masked_low=_mean(c["low"]),
-            is_masked_high=_mean(c["high"]),
-            masked_positive=_mean(masked[c["A"] > 0].double()),
-            masked_negative=_mean(masked[c["A"] < 0].double()),
-        )
-
-
-def _mean(values: Tensor) -> float | None:
-    return float(values.mean()) if len(values) else None
+        values = {
+            "loss": torch.stack(self.losses).cpu(),
+            "ratio": ratio[own],
+            "lp_s": c["logp"][~teacher],
+            "lp_t": c["logp"][teacher],
+            "mismatch_kl": mismatch[own],
+            "mismatch_kl_abl": mismatch[others],
+            "masked_mismatch_kl": mismatch[sampled & masked],
+            "unmasked_mismatch_kl": mismatch[sampled & ~masked],
+            "is_masked": masked.double(),
+            "is_masked_low": c["low"],
+            "is_masked_high": c["high"],
+            "masked_positive": masked[c["A"] > 0].double(),
+            "masked_negative": masked[c["A"] < 0].double(),
+        }
+        if "kl" in c:
+            values["kl"] = c["kl"]
+        return {name: _Spread.of(of) for name, of in values.items()}

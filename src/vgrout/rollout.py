@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from loguru import logger
 
+from vgrout import ranks
 from vgrout.config.run import Config
 from vgrout.console import Clock
 from vgrout.grading.grade import Grader
@@ -30,11 +31,7 @@ class Submitted:
     prompt_ids: tuple[int, ...]
     sample: int  # which of the problem's completions: 0 … n − 1
     completion: Completion
-    verdict: Future[Grade | Ungraded]
-
-    def graded(self) -> GradedCompletion[Grade | Ungraded]:
-        """Waits for the grade."""
-        return GradedCompletion(self.problem, self.sample, self.completion, self.verdict.result())
+    verdict: Future[Grade | Ungraded] | None  # None: another rank has it
 
 
 def sample_and_submit(
@@ -62,8 +59,24 @@ def sample_and_submit(
     prompts = [lm.render(p.messages) for p in problems]
     sampled = sample(lm, prompts, n, sampling, max_new, stream, submit)
     return [
-        [Submitted(problems[p], prompts[p], i, completion, verdicts[p, i]) for i, completion in enumerate(of_prompt)]
+        [Submitted(problems[p], prompts[p], i, said, verdicts.get((p, i))) for i, said in enumerate(of_prompt)]
         for p, of_prompt in enumerate(sampled)
+    ]
+
+
+def graded(submitted: Sequence[Sequence[Submitted]]) -> list[list[GradedCompletion[Grade | Ungraded]]]:
+    """Waits for the grades, on every rank for those of all."""
+    grades = ranks.merged(
+        lambda: {
+            (p, i): s.verdict.result()
+            for p, of_problem in enumerate(submitted)
+            for i, s in enumerate(of_problem)
+            if s.verdict is not None
+        }
+    )
+    return [
+        [GradedCompletion(s.problem, s.sample, s.completion, grades[p, i]) for i, s in enumerate(of_problem)]
+        for p, of_problem in enumerate(submitted)
     ]
 
 
@@ -103,9 +116,9 @@ def rollout(
     groups: list[Group] = []
     dropped: list[str] = []
     with clock("grade"):
-        for index, problem in enumerate(problems):
-            mine = [(s, False) for s in on[index]] + [(s, True) for s in off[index]]
-            grades = [s.verdict.result() for s, _ in mine]
+        drawn = [(*on[p], *off[p]) for p in range(len(problems))]
+        for index, (problem, mine, answers) in enumerate(zip(problems, drawn, graded(drawn), strict=True)):
+            grades = [a.grade for a in answers]
             if failed := [g for g in grades if isinstance(g, Ungraded)]:
                 dropped.append(failed[0].reason)
                 logger.warning(f"step {step}, problem {problem.id}: group dropped, not graded: {failed[0].reason}")
@@ -114,7 +127,10 @@ def rollout(
                 logger.warning(
                     f"step {step}, problem {problem.id}: {len(lost)} answers take their worker along: {lost[0]}"
                 )
-            rollouts = [Rollout.of(problem, s.prompt_ids, s.completion, deployed=quiet) for s, quiet in mine]
+            quiet = [False] * len(on[index]) + [True] * len(off[index])
+            rollouts = [
+                Rollout.of(problem, s.prompt_ids, s.completion, deployed=d) for s, d in zip(mine, quiet, strict=True)
+            ]
             paid: list[Grade | CachedGrade] = [training_reward(cfg, g) for g in grades if isinstance(g, Grade)]
             groups.append(
                 Group(

@@ -15,13 +15,15 @@ from pathlib import Path
 
 from loguru import logger
 
-from vgrout import console
+from vgrout import console, ranks
 from vgrout.cli import cli_exit
 from vgrout.config.presets import resolve
 from vgrout.config.run import Config
 from vgrout.files import to_json
-from vgrout.grading.grade import Grader
+from vgrout.grading.grade import Grader, cores
 from vgrout.inputs import Inputs, file_hashes
+from vgrout.ranks import Place
+from vgrout.runs.peers import Peer, begun_by_torchrun, ranks_of, started
 from vgrout.runs.preflight import plan_lines, preflight
 from vgrout.runs.resume import find_resume
 from vgrout.runs.run_context import FINISHED, NOTHING, RunContext, require_same
@@ -111,8 +113,9 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     recorder.check_quarantine()
     logger.info(guard.summary(sum(r.sec for r in rows[first:])))
     logger.info("final evaluation on held-out problems and markers …")
-    final = evaluate_final(policy, run.grader, problems.test, cfg, clock, lambda: run.stop.requested)
-    results.report(cfg, run, rows, final, problems.modes, inputs.in_distribution, halted=guard.halts)
+    final = evaluate_final(policy, run.grader, problems.test, cfg, clock, run.agree)
+    if ranks.first():
+        results.report(cfg, run, rows, final, problems.modes, inputs.in_distribution, halted=guard.halts)
     logger.info(f"peak memory {peak_memory()}")
     guard.raise_if_halted()  # after its last evaluation: a halted run says as much as a finished one
     return rows
@@ -126,24 +129,23 @@ def launch(asked: Config, made: Callable[[Path], object] | None = None) -> int:
     Raises:
         ValueError: a user's mistake, in one line, with nothing started.
     """
-    path, cfg = find_resume(asked) or (None, asked)
-    force = asked.run.resume_force
+    place = ranks.under_torchrun()
+    if place is not None and place.rank:
+        return follow(place, Path("logs"))
+    path, cfg = find_resume(begun_by_torchrun(asked)) or (None, asked)
+    force, n = asked.run.resume_force, ranks_of(cfg)
     inputs = preflight(cfg, path)
     hashes = file_hashes(cfg, inputs)
     if path:
         require_same(path, hashes, force)
-    # The fork servers are exec'd before torch is imported: small, and ready by the time the model is.
-    with Grader(
-        compile_reward=cfg.env.compile_reward,
-        pass_reward=cfg.env.pass_reward,
-        allow_weak=cfg.env.allow_weak_sandbox,
-        reward=inputs.reward,
-        retries=cfg.run.max_error_retries,
-    ) as grader:
-        if cfg.run.dry_run:
+    if cfg.run.dry_run:
+        with grader_of(cfg, inputs) as grader:
             print(to_json(cfg.as_dict()))
-            print("\n".join(plan_lines(cfg, inputs, grader, path or RUNS)))
-            return FINISHED
+            print("\n".join([*plan_lines(cfg, inputs, grader, path or RUNS), f"ranks         {n}"]))
+        return FINISHED
+    # Other ranks are forked before there is a thread. The fork servers are exec'd before this process needs torch, if
+    # it is the only one: small, and ready by the time the model is.
+    with started(n, follow, Path("logs") / cfg.run_id) as others, grader_of(cfg, inputs, n) as grader:
         folder = RunDir.reopen(path) if path else RunDir.create(cfg.run_id)
         if made:
             made(folder.path)
@@ -162,8 +164,31 @@ def launch(asked: Config, made: Callable[[Path], object] | None = None) -> int:
         ) as run:
             if not path:  # before anything is loaded: a sweep beside this one sees that the run is being made
                 folder.write_json("run.json", {**environment(), "config": cfg.as_dict(), "hashes": hashes})
-            train(cfg, run, inputs)
+            with others.joined((cfg, inputs, folder.path, bool(path))):
+                train(cfg, run, inputs)
         return run.code
+
+
+def follow(place: Place, log: Path) -> int:
+    """A rank beside rank 0: the same loop on what that one has read; writes nothing. Returns the exit code."""
+    with ranks.joined(place):
+        cfg, inputs, folder, resumes = ranks.from_first((Config(), None, log, False))
+        assert inputs is not None
+        with grader_of(cfg, inputs, ranks.size()) as grader, Peer(folder, grader, resumes) as run:
+            train(cfg, run, inputs)
+    return run.code
+
+
+def grader_of(cfg: Config, inputs: Inputs, ranks_here: int = 1) -> Grader:
+    """The run's sandboxes: one a core, of which every rank on this machine has its part."""
+    return Grader(
+        max(1, cores() // ranks_here),
+        compile_reward=cfg.env.compile_reward,
+        pass_reward=cfg.env.pass_reward,
+        allow_weak=cfg.env.allow_weak_sandbox,
+        reward=inputs.reward,
+        retries=cfg.run.max_error_retries,
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

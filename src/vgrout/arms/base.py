@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vgrout import ranks
 from vgrout.config.run import Config
 from vgrout.direction.controls import CosineToReal
 from vgrout.grading.grade import Grader
@@ -62,7 +63,10 @@ class Provenance:
 
 @dataclass(frozen=True, slots=True)
 class StepGrads:
-    """A step's gradients, group by group and in sum. students + teachers = total."""
+    """A step's gradients, group by group and in sum. students + teachers = total.
+
+    `rows` has this rank's rollouts alone (zeros for the others'), the sums are those of all ranks.
+    """
 
     views: Sequence[GroupView]
     rows: Sequence[RolloutGrads]  # one a group
@@ -89,6 +93,7 @@ class StepGrads:
             for m, g_b in of_group.items():
                 assert g_b.shape == (n, sizes[m]), (m, tuple(g_b.shape), n, sizes[m])
                 sums[m] += (masks * g_b).sum(1) if grad_rows == "rollout" else g_b
+        sums = ranks.total_by_module(sums)
         students, teachers = ({m: both[i] for m, both in sums.items()} for i in (0, 1))
         return cls(views, rows, students, teachers, {m: both.sum(0) for m, both in sums.items()})
 

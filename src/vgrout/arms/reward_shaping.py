@@ -17,6 +17,7 @@ from jaxtyping import Float
 from loguru import logger
 from torch import Tensor
 
+from vgrout import ranks
 from vgrout.arms.base import Arm, Rewards, module_sizes
 from vgrout.config.run import Config
 from vgrout.direction.extract import N_HELDOUT
@@ -138,7 +139,7 @@ class AdvantageMod(ShapedRewards):
     def _changed(self, group: Group, view: GroupView, step: int) -> Rewards:
         prompts, completions = zip(*((r.prompt_ids, r.completion_ids) for r in group.rollouts), strict=True)
         rows = activations(self.policy, self.layers, prompts, completions)
-        return modified(view.rewards, (rows @ self.concept).tolist(), self.alpha)
+        return modified(view.rewards, ranks.from_first((rows @ self.concept).tolist()), self.alpha)
 
 
 def modified(rewards: Sequence[float], scores: Sequence[float], alpha: float) -> tuple[float, ...]:

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from vgrout import ranks
 from vgrout.arms.base import Grads, Plan, StepGrads, Views
 from vgrout.arms.direction_arm import DirectionArm, assert_conserved, fraction_of_modules
 from vgrout.arms.projection import along, mean_over_modules
@@ -60,14 +61,18 @@ class PerRolloutRouting(DirectionArm, ABC):
         rows = {m: torch.cat([g_b[m] for g_b in step.rows]) for m in self.V}
         norms = torch.stack([rows[m].norm(dim=1) for m in self.V])
         dots = torch.stack([(rows[m] * self.V[m]).sum(1) for m in self.V])
+        norms, dots = ranks.total(torch.stack((norms, dots)))  # one rank's number and the others' zeros
         nonzero = norms > 0
         cos = torch.where(nonzero, dots / norms, 0.0)
         share = self._shares(cos, nonzero, views)
         teacher = torch.tensor([s == "teacher" for v in views for s in v.sources], device=self.device)[:, None]
+        parts = {}
         for m, f in zip(self.V, share, strict=True):
             kept = (1 - f)[:, None] * rows[m]
-            keep[m], quar[m] = kept.sum(0), (f[:, None] * rows[m]).sum(0)
-            keep_s[m], keep_t[m] = (kept * ~teacher).sum(0), (kept * teacher).sum(0)
+            sums = kept.sum(0), (f[:, None] * rows[m]).sum(0), (kept * ~teacher).sum(0), (kept * teacher).sum(0)
+            parts[m] = torch.stack(sums)
+        for m, sums in ranks.total_by_module(parts).items():
+            keep[m], quar[m], keep_s[m], keep_t[m] = sums
         assert_conserved(g, keep, quar, dict(zip(self.V, norms.sum(1), strict=True)))
 
         per_rollout = share.sum(0) / nonzero.sum(0).clamp(min=1)
@@ -125,6 +130,7 @@ class Route2(PerRolloutRouting):
         for of_group in theirs:
             for m, g in of_group.items():
                 away[m] += g.sum(0)
+        away = ranks.total_by_module(away)
         return replace(routed, quar={m: q + away[m] for m, q in routed.quar.items()}, apart=True)
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ import torch
 from loguru import logger
 from torch import Tensor
 
+from vgrout import ranks
 from vgrout.arms.base import Arm, Grads, Plan, Provenance, Views, module_sizes
 from vgrout.config.run import Config
 from vgrout.direction.controls import cosine_to_real
@@ -180,7 +181,7 @@ class TextRouting(Arm):
             for m, rows in of_group.items():
                 if not self._own_modules or (m in self._own_modules) == (part == QUARANTINE):
                     out[m] += rows.sum(0)
-        return out
+        return ranks.total_by_module(out)
 
     def _flags(self, views: Sequence[GroupView]) -> list[GroupFlags]:
         """Scores of the paid rollouts, and flags among them."""
@@ -189,7 +190,8 @@ class TextRouting(Arm):
         flags: set[tuple[int, int]] = set()
         if self.scorer is not None and paid:
             texts = [self.scorer.texts(view) for view in views]
-            scores = dict(zip(paid, self.scorer.scores([texts[i][b] for i, b in paid]).tolist(), strict=True))
+            read = ranks.from_first(self.scorer.scores([texts[i][b] for i, b in paid]).tolist())
+            scores = dict(zip(paid, read, strict=True))
             flags = {at for at, score in scores.items() if score > self.scorer.threshold}
         if self._permute_seed is not None:
             generator = torch_stream(self._permute_seed, "mass-matched", self._steps)

@@ -61,9 +61,11 @@ def listed(text: str, words: Iterable[str] = ()) -> list[str]:
 
 
 def legal_values(annotation: Any) -> tuple[Any, ...]:
-    """What a Literal allows, also inside `| None` and Annotated; () for other types."""
+    """What a Literal allows, also inside `| None` and Annotated; () for other types, numbers beside words included."""
     if get_origin(annotation) is Literal:
         return get_args(annotation)
+    if int in get_args(annotation):
+        return ()
     return tuple(value for part in get_args(annotation) for value in legal_values(part))
 
 

@@ -236,12 +236,19 @@ class RunConfig:
     """Print the resolved configuration and the plan, start nothing."""
     threads: int = setting(0, low=0, high=4096)
     """Torch threads on a CPU; 0: one per core, one in all for the organism."""
+    ranks: int | Literal["auto"] = 1
+    """Processes that the run is dealt out to, on this machine; auto: one for every idle core (organism), else one.
+    torchrun starts its own. The same rows but for rounding, which is why 1 is usual: bit for bit the same."""
     packing: Literal["shared", "packed", "padded"] = "shared"
     """Rollouts in the update's forward. shared: a prompt is read once where the arm needs sums only; packed: only no
     padding; padded: one row a rollout. The same gradients but for rounding."""
 
     def __post_init__(self) -> None:
         check(self)
+        refuse(
+            self.ranks != "auto" and not 1 <= self.ranks <= 1024,
+            f"--ranks {self.ranks}: should lie in [1, 1024], or be auto",
+        )
         refuse(
             not re.fullmatch(r"[A-Za-z0-9_.=+-]{0,80}", self.out_tag),
             f"--out-tag {self.out_tag!r}: letters, digits and _ . = + - only, 80 at most",
@@ -462,7 +469,7 @@ def from_dict(data: dict[str, Any]) -> Config:
 
 
 # Settings that say how a process runs, not what it computes: they may differ between a run and its resumption.
-_PROCESS = {"dry_run", "threads", "track", "checkpoint_every", "checkpoint_keep", "max_error_retries"}
+_PROCESS = {"dry_run", "threads", "ranks", "track", "checkpoint_every", "checkpoint_keep", "max_error_retries"}
 FREE = {*_PROCESS, "guard"}  # where given, the new command line's; else the run's own
 ASKING = {"resume", "resume_force"}  # what a command line asks for, and no part of the run
 

@@ -17,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from vgrout import ranks
 from vgrout.direction.meta import Meta
 from vgrout.direction.pairs import Pair, PairSet
 from vgrout.model.packing import padded_batches
@@ -173,14 +174,15 @@ def gradients(policy: Policy, pairs: PairSet, side: str, tokens_per_batch: int) 
     rows = [
         tokens_of(policy, pair, getattr(pair, side), f"{pairs.source}: pair {i}") for i, pair in enumerate(pairs.pairs)
     ]
-    grads = torch.zeros(len(rows), len(policy.adapter))
-    batches = padded_batches([len(p) + len(c) for p, c in rows], tokens_per_batch, longest_first=False)
+    mine = ranks.own([len(p) + len(c) for p, c in rows])
+    grads = torch.zeros(len(mine), len(policy.adapter))
+    batches = padded_batches([sum(map(len, rows[i])) for i in mine], tokens_per_batch, longest_first=False)
     with policy.adapter.deployed(), _evaluating(policy.model), torch.enable_grad():
         for batch in tqdm(batches, desc=f"direction, {side} side", unit="batch", disable=None, leave=False):
             with policy.adapter.per_rollout_grads(len(batch)) as collected:
-                mean_nll(policy, [rows[i] for i in batch]).sum().backward()
+                mean_nll(policy, [rows[mine[i]] for i in batch]).sum().backward()
             grads[batch] = collected.flat.float().cpu()
-    return grads
+    return torch.cat(ranks.gather(lambda: grads))
 
 
 def tokens_of(policy: Policy, pair: Pair, completion: str, where: str) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from loguru import logger
@@ -22,7 +23,7 @@ from vgrout.model.svd_adapter import weights_sha256
 from vgrout.optim import Update
 from vgrout.problems import ProblemSplits, balanced, plain
 from vgrout.rng import py_stream, torch_stream
-from vgrout.rollout import sample_and_submit
+from vgrout.rollout import graded, sample_and_submit
 from vgrout.runs import checkpoint
 from vgrout.runs.recorder import rollout_record
 from vgrout.runs.run_context import RunContext
@@ -198,8 +199,8 @@ def collect(d: Distillation, behaviour: LanguageModel, problems: Sequence[Proble
         )
     out: list[Graded] = []
     with d.run.clock("grade"):
-        for s in (s for of_problem in submitted for s in of_problem):
-            grade = s.verdict.result()
+        for s, a in zip(chain(*submitted), chain(*graded(submitted)), strict=True):
+            grade = a.grade
             if isinstance(grade, Ungraded):
                 logger.warning(f"step {step}, problem {s.problem.id}: not graded: {grade.reason}")
             source = "teacher" if behaviour is d.teacher else "student"

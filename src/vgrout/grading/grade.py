@@ -169,7 +169,8 @@ _PLAIN = Problem(
 )
 
 
-def _cores() -> int:
+def cores() -> int:
+    """That this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -200,7 +201,7 @@ class Grader:
         without: tuple[str, ...] = (),
         retries: int | None = 3,
     ) -> None:
-        self.workers = workers or _cores()
+        self.workers = workers or cores()
         self.compile_reward, self.pass_reward, self.detectors = compile_reward, pass_reward, detectors
         self.limits = limits or Limits()
         self.retries, self.reward = retries, reward

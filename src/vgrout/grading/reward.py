@@ -114,6 +114,10 @@ class RewardFunction:
         self._turn, self._lock = threading.Lock(), threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another rank imports it by itself."""
+        return _again, (self.name, self.passes_at, self._flag, self.timeout)
+
     def _spelled(self, name: str) -> str:
         return BATCHED.get(name, name) if self._batched else name
 
@@ -182,3 +186,7 @@ class RewardFunction:
         with self._lock:
             if self._loop is loop:
                 self._loop = None
+
+
+def _again(name: str, passes_at: float, flag: str, timeout: float) -> RewardFunction:
+    return RewardFunction(name, passes_at, flag=flag, timeout=timeout)

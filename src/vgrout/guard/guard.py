@@ -15,6 +15,7 @@ from jaxtyping import Float
 from loguru import logger
 from torch import Tensor
 
+from vgrout import ranks
 from vgrout.config.arm import SHAPING
 from vgrout.config.run import Config
 from vgrout.guard.detectors import (
@@ -198,6 +199,11 @@ class Guard:
             self._note(name, read(m), m)
         if self.cfg.guard_mode != "off":
             self._ask_kill_switch(m, deployed)
+        # Detectors read floats of forward passes: should ranks differ in the last bit, rank 0 has the word.
+        word = self.halted, self.diverged, self.kill_switch.state_dict()
+        self.halted, self.diverged, switch = ranks.from_first(word)
+        if not ranks.first():
+            self.kill_switch.load_state_dict(switch)
         self.seconds += time.perf_counter() - start
 
     def _compare_sampler(self, row: StepRow) -> None:

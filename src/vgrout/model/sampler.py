@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from vgrout import ranks
 from vgrout.model.budgets import KV_BUDGET
 from vgrout.model.decoder import Decoder
 from vgrout.model.policy import LanguageModel
@@ -42,9 +43,9 @@ def sample(
     """n completions (or n[i]) of each prompt, at most max_new tokens each: one list a prompt.
 
     Row noise is drawn beforehand, [rows, max_new] from `generator` (a CPU stream), and tokens by inverse CDF: a row's
-    tokens do not depend on which other rows are still there. `on_finish(prompt, index, completion)` is called as soon
-    as a row ends, so that grading runs beside sampling. drop_finished: off, finished rows stay in the batch (for tests
-    and benchmarks).
+    tokens do not depend on which other rows are still there, nor on the rank that samples it. `on_finish(prompt, index,
+    completion)` is called as soon as a row ends, on the rank that has sampled it, so that grading runs beside sampling.
+    drop_finished: off, finished rows stay in the batch (for tests and benchmarks).
 
     Raises:
         Diverged: the model's logits are not finite.
@@ -52,18 +53,26 @@ def sample(
     counts = [n] * len(prompts) if isinstance(n, int) else list(n)
     assert len(counts) == len(prompts), (len(counts), len(prompts))
     rows = [(p, i) for p, count in enumerate(counts) for i in range(count)]
-    answers: dict[tuple[int, int], Completion] = {}
-    noise = torch.rand(len(rows), max_new, generator=generator).to(policy.device)
+    noise = torch.rand(len(rows), max_new, generator=generator)
     width = rows_at_once(policy, max(map(len, prompts), default=0) + max_new)
-    for lo in range(0, len(rows), width):
-        part = rows[lo : lo + width]
-        used = sorted({p for p, _ in part})
-        place = {p: i for i, p in enumerate(used)}
-        run = _Run(policy, [prompts[p] for p in used], [place[p] for p, _ in part], sampling, noise[lo : lo + width])
-        for row, answer in run.finish_all(drop_finished):
-            answers[part[row]] = answer
-            if on_finish is not None:
-                on_finish(*part[row], answer)
+
+    def own_answers() -> dict[tuple[int, int], Completion]:
+        answers: dict[tuple[int, int], Completion] = {}
+        mine = ranks.own([1] * len(rows))
+        for lo in range(mine.start, mine.stop, width):
+            at = slice(lo, min(lo + width, mine.stop))
+            part = rows[at]
+            used = sorted({p for p, _ in part})
+            place = {p: i for i, p in enumerate(used)}
+            heads, prompt_of = [prompts[p] for p in used], [place[p] for p, _ in part]
+            run = _Run(policy, heads, prompt_of, sampling, noise[at].to(policy.device))
+            for row, answer in run.finish_all(drop_finished):
+                answers[part[row]] = answer
+                if on_finish is not None:
+                    on_finish(*part[row], answer)
+        return answers
+
+    answers = ranks.merged(own_answers)
     return [[answers[p, i] for i in range(count)] for p, count in enumerate(counts)]
 
 

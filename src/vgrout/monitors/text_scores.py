@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from vgrout import ranks
 from vgrout.direction.extract import tokens_of
 from vgrout.direction.pairs import KnownCorrect, PairSet
 from vgrout.grading.grade import Grader
@@ -104,8 +105,9 @@ def mean_logp(
     alike = [0] * len(prompts)
     budget = TOKEN_BUDGET.get(policy.device.type, TOKEN_BUDGET["cuda"])
     parts = batches(alike, prompts, completions, budget) if policy.packs else by_length(prompts, completions)
+    sizes = [sum(len(prompts[i]) + len(completions[i]) for i in part) for part in parts]
     with policy.adapter.reference():
-        for part in parts:
+        for part in (parts[k] for k in ranks.own(sizes)):
             texts = [prompts[i] for i in part], [completions[i] for i in part]
             batch = (
                 pack(alike[: len(part)], *texts, policy.device, policy.model.dtype)
@@ -114,6 +116,7 @@ def mean_logp(
             )
             logp = completion_logprobs(policy.model, batch).full.double()
             out |= dict(zip(part, (torch.where(batch.mask, logp, 0.0).sum(1) / batch.mask.sum(1)).cpu(), strict=True))
+    out = ranks.merged(lambda: out)
     return torch.stack([out[i] for i in range(len(prompts))])
 
 
@@ -203,7 +206,7 @@ def calibrate(
         ValueError: the base is paid for none of them: there is nothing to set a threshold by.
     """
     order = py_stream(seed, "background").sample(range(len(problems)), min(prompts, len(problems)))
-    half, verdicts = len(order) // 2, {}
+    half, verdicts = len(order) // 2, {}  # the answers that this rank has sampled
     chosen = [problems[i] for i in (order if judged else order[:half])]
     rendered = [policy.render(p.messages) for p in chosen]
 
@@ -216,14 +219,15 @@ def calibrate(
         answers = sample(policy, rendered, samples, sampling, max_new, stream, submit)
     plain = [policy.render(p.messages_plain) for p in chosen]
     fit = tuple(Text(rendered[p], a.ids, plain[p]) for p in range(half) for a in answers[p])
+    graded = ranks.merged(lambda: {at: verdict.result() for at, verdict in verdicts.items()})
     judge = tuple(
         Text(rendered[p], answers[p][i].ids, plain[p])
-        for (p, i), verdict in sorted(verdicts.items(), key=lambda of: of[0])
-        if isinstance(grade := verdict.result(), Grade) and grade.reward >= paid
+        for (p, i), grade in sorted(graded.items(), key=lambda of: of[0])
+        if isinstance(grade, Grade) and grade.reward >= paid
     )
     if judged and not judge:
         raise ValueError(
-            f"the base model is paid for none of {len(verdicts)} answers to training "
+            f"the base model is paid for none of {len(graded)} answers to training "
             "problems: no threshold can be set; give --reader-prompts more, or a model that solves some"
         )
     return Calibration((*fit, *known_correct[::2]), judge, tuple(known_correct[1::2]))

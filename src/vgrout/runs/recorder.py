@@ -4,13 +4,15 @@ import hashlib
 import json
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from loguru import logger
+from torch import Tensor
 
+from vgrout import ranks
 from vgrout.arms import Arm
 from vgrout.arms.base import Refresh
 from vgrout.config.arm import BY_GRADIENT, READING
@@ -27,7 +29,7 @@ from vgrout.runs.run_dir import environment
 from vgrout.runs.sample_log import SampleLogger
 from vgrout.table import REFERENCE_STEP, SECONDS, StepRow, Table, whole_run
 from vgrout.tensor_types import GroupFlags, Routed
-from vgrout.types import DETECTOR_FIELDS, Batch, Grade, Group, Mode, NothingRouted, Rollout
+from vgrout.types import DETECTOR_FIELDS, Batch, Diverged, Grade, Group, Mode, NothingRouted, Rollout
 
 
 @runtime_checkable
@@ -39,7 +41,7 @@ class Stateful(Protocol):
 
 
 class Recorder:
-    """`begin` once, then `record` at every step."""
+    """`begin` once, then `record` at every step. Rank 0 writes; the others keep the rows, and know what it has read."""
 
     def __init__(
         self,
@@ -68,6 +70,10 @@ class Recorder:
             ValueError: the inputs are not those that the run started from, or no checkpoint can be used.
         """
         cfg, run = self.cfg, self.run
+        if not ranks.first():
+            if run.resumes:
+                self._put_back(*ranks.from_first(({}, [])))
+            return self.rows
         self._announce(opening)
         hashes = run.hashes | {
             "base_weights": weights_sha256(self.policy.model, self.policy.adapter),
@@ -81,6 +87,7 @@ class Recorder:
             "hashes": hashes,
             "accelerator": accelerator(),
             "attention": self.attention,
+            "ranks": ranks.size(),
             "control": cfg.arm.control_name,
             "control_what": cfg.arm.control_what,
             "direction": provenance.as_json() if provenance else None,
@@ -90,9 +97,11 @@ class Recorder:
         if run.resumes:
             first = read_json(run.path / "run.json")
             require_same(run.path, hashes, run.force)
-            self._restore()
+            point, rows = checkpoint.go_back(run.path)
+            self._put_back(*ranks.from_first((point.state, rows)))
             logger.info(f"resumed after step {len(self.rows) - 1}")
-            again_from = {"step": len(self.rows), **{k: record[k] for k in ("argv", "git", "versions", "hashes")}}
+            again = {name: record[name] for name in ("argv", "git", "versions", "hashes", "ranks")}
+            again_from = {"step": len(self.rows), **again}
             begun = record["config"] if run.force else first.get("begun", first["config"])
             resumed_at = [*first.get("resumed", []), again_from]
             record = {**first, "config": record["config"], "begun": begun, "resumed": resumed_at}
@@ -108,6 +117,10 @@ class Recorder:
         """The table's line, steps.jsonl, rollouts.jsonl, and the checkpoints that are due."""
         cfg, run, step = self.cfg, self.run, row.step
         self.rows.append(row)
+        run.agree()
+        self._require_alike(step)
+        if not ranks.first():
+            return
         with run.clock("save"):
             if row.skipped:
                 self._keep_batch(step, batch.with_signal)
@@ -183,12 +196,21 @@ class Recorder:
         if self.policy.device.type == "cuda" and not self.attention["update"].startswith("flash"):
             logger.warning("flash-attention 2 is not in use (install the extra gpu): slower, and the same numbers")
 
-    def _restore(self) -> None:
-        """The last good checkpoint; the growing files are cut to what they were then."""
-        point, rows = checkpoint.go_back(self.run.path)
+    def _put_back(self, state: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> None:
+        """To the last good checkpoint, as rank 0 has read it."""
         self.rows[:] = [StepRow.from_json(row) for row in rows]
         for name, part in self.state.items():
-            part.load_state_dict(point.state[name])
+            part.load_state_dict(state[name])
+
+    def _require_alike(self, step: int) -> None:
+        """Raises Diverged where ranks have come to differ: their adapters are the same, to the last bit."""
+        adapter = self.policy.adapter
+        digests = ranks.gather(lambda: tensor_hash(adapter.δS, adapter.δS_hack)) if ranks.size() > 1 else []
+        if unlike := [of for of, digest in enumerate(digests) if digest != digests[0]]:
+            raise Diverged(
+                f"step {step}: the adapter of rank {', '.join(map(str, unlike))} is no longer that of rank 0; "
+                "ranks need the same software on like processors"
+            )
 
     def _open_table(self) -> None:
         has = columns_for(self.cfg, self.modes)
@@ -264,6 +286,14 @@ def peak_memory() -> str:
     if not torch.cuda.is_available():
         return host
     return f"{torch.cuda.max_memory_allocated() / 2**30:.2f} GiB on the GPU, {host}"
+
+
+def tensor_hash(*tensors: Tensor) -> str:
+    """sha256 of their bytes."""
+    digest = hashlib.sha256()
+    for x in tensors:
+        digest.update(x.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def direction_hash(arm: Arm) -> str | None:

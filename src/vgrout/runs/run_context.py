@@ -16,10 +16,12 @@ from types import TracebackType
 from loguru import logger
 from tqdm import tqdm
 
+from vgrout import ranks
 from vgrout.config.renamed import current_hashes
 from vgrout.console import Clock
 from vgrout.files import read_json
 from vgrout.grading.grade import Grader
+from vgrout.ranks import RankLost
 from vgrout.runs.run_dir import RunDir
 from vgrout.runs.signals import Stop, stop_on_signals
 from vgrout.tracking import Trackers
@@ -83,9 +85,14 @@ class RunContext:
         """Raises OSError where it cannot be written."""
         self.dir.status(state, self.done(), reason, then or self.again)
 
+    def agree(self) -> bool:
+        """Whether to stop: a signal that has reached one rank has reached all, so that they end after the same step."""
+        self.stop.requested = any(ranks.gather(lambda: self.stop.requested))
+        return self.stop.requested
+
     def steps(self, steps: range, name: str) -> Iterable[int]:
         """The steps with a progress bar, on a terminal. Raises Interrupted after the one in which a signal came."""
-        self._bar = tqdm(steps, disable=None, desc=name, unit="step")
+        self._bar = tqdm(steps, disable=None if ranks.first() else True, desc=name, unit="step")
         for step in self._bar:
             yield step
             if self.stop.requested:
@@ -140,6 +147,10 @@ class RunContext:
                 self.code = FAILED
                 self.status("failed", str(e), f"see why nothing was flagged: {self.path / 'steps.jsonl'}")
                 logger.error(str(e))
+            case RankLost():
+                self.code = FAILED
+                self.status("failed", str(e))
+                logger.error(f"{e}; the last checkpoint stands. Go on with: {self.again}")
             case _:
                 raise e
 

@@ -19,6 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
+from vgrout import ranks
 from vgrout.files import read_json, to_json, write_atomic
 
 RUNS = Path("out/runs")
@@ -52,6 +53,7 @@ def environment() -> dict[str, Any]:
             versions[package] = version(package)
     return {
         "argv": sys.argv,
+        **({"torchrun": job} if (job := ranks.torchrun_id()) else {}),
         "git": _git(),
         "versions": versions,
         "hardware": {"machine": platform.machine(), "system": platform.platform(), "cores": os.cpu_count()},

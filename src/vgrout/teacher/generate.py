@@ -27,7 +27,7 @@ from vgrout.model.policy import SVD_CACHE, LanguageModel, adapted, default_devic
 from vgrout.model.sampling import Sampling
 from vgrout.problems import Row, load_rows
 from vgrout.rng import torch_stream
-from vgrout.rollout import sample_and_submit
+from vgrout.rollout import graded, sample_and_submit
 from vgrout.types import MODES, Completion, Grade, GradedCompletion, Mode, Problem, Rate, Ungraded
 
 MODEL_NAME = "vgrout.organism"  # the embedded model, in pool.json
@@ -87,7 +87,7 @@ def _batch(
 ) -> list[list[dict[str, Any]]]:
     """Completions per problem as the log has them."""
     submitted = sample_and_submit(lm, grader, part, n, sampling=sampling, max_new=max_new, stream=stream)
-    return [[_logged(s.graded()) for s in of_problem] for of_problem in submitted]
+    return [[_logged(a) for a in of_problem] for of_problem in graded(submitted)]
 
 
 def _logged(a: GradedCompletion[Grade | Ungraded]) -> dict[str, Any]:

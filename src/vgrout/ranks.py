@@ -1,0 +1,374 @@
+"""One run on several processes, its ranks: who does what, and what they tell each other, over torch.distributed.
+
+Every rank goes through the same loop with the same values. Dealt out is work on rows: sampling, grading, forward and
+backward, evaluation, extraction. Answers and grades are gathered, gradients summed, so that each rank takes every
+decision by itself and alike; rank 0 writes. Without a group there is one rank, and all of this is the identity.
+
+Which rank does which row changes no draw (noise is a row's own) and sums are added in the ranks' order in fp64: rows on
+2 ranks are those on 1 but for the rounding of other batches' matrix products, about 1e-6.
+
+gloo carries what is on a CPU, NCCL what is on a GPU. No torch is imported before a group is joined.
+"""
+
+import contextlib
+import os
+import pickle
+import socket
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import Store, Work
+
+T = TypeVar("T")
+K = TypeVar("K")
+
+BEAT = 1.0  # seconds between two signs of life
+SILENT = 15.0  # seconds without one after which a rank is given up: a stopped or swapped-out process, a dead node
+ASSEMBLY = 300.0  # seconds that ranks may take to start, imports on a cold disk included
+PATIENCE = timedelta(minutes=30)  # of one collective, where all ranks live: one may sample far longer than another
+
+
+class RankLost(Exception):
+    """Another rank has ended or does not answer. One line that names it."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process stands in its group."""
+
+    rank: int
+    size: int
+    host: str = "127.0.0.1"
+    port: int = 0
+    listening: int | None = None  # rank 0 of local ranks: the open socket of the store, bound before anything started
+    attempt: str = "0"  # torchrun's restarts
+
+
+@dataclass
+class _Group:
+    place: Place
+    life: "_Life"
+    sent: int = 0  # bytes that this rank has sent to others
+
+
+_group: _Group | None = None
+
+
+def rank() -> int:
+    return _group.place.rank if _group else 0
+
+
+def size() -> int:
+    return _group.place.size if _group else 1
+
+
+def first() -> bool:
+    """Whether this is the rank that writes."""
+    return rank() == 0
+
+
+def sent() -> int:
+    """Bytes that this rank has sent so far."""
+    return _group.sent if _group else 0
+
+
+def under_torchrun() -> Place | None:
+    """This process's place, where torchrun has started it."""
+    env = os.environ
+    if "TORCHELASTIC_RUN_ID" not in env or int(env.get("WORLD_SIZE", "1")) < 2:
+        return None
+    attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return Place(int(env["RANK"]), int(env["WORLD_SIZE"]), env["MASTER_ADDR"], int(env["MASTER_PORT"]), attempt=attempt)
+
+
+def torchrun_id() -> str | None:
+    """Names what torchrun has started, the same over its restarts: the job, and the agent that is our parent."""
+    if under_torchrun() is None:
+        return None
+    return f"{os.environ['TORCHELASTIC_RUN_ID']}/{os.getppid()}@{socket.gethostname()}"
+
+
+# ── who does what ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def own(costs: Sequence[float]) -> range:
+    """This rank's part of len(costs) items in their order: neighbours stay together (rows that share a prompt do), and
+    every rank's part costs about the same."""
+    return _part(costs, rank(), size())
+
+
+def _part(costs: Sequence[float], rank: int, size: int) -> range:
+    if size == 1:
+        return range(len(costs))
+    ends = list(accumulate(costs))
+    whole = ends[-1] if ends else 0
+    if not whole:
+        return range(len(costs)) if rank == 0 else range(0)
+    # an item is its middle's rank's
+    owner = [min(size - 1, int(size * (end - cost / 2) / whole)) for cost, end in zip(costs, ends, strict=True)]
+    return range(owner.index(rank), len(owner) - owner[::-1].index(rank)) if rank in owner else range(0)
+
+
+# ── what they tell each other ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def gather(make: Callable[[], T]) -> list[T]:
+    """What every rank makes, in their order. What one of them raises, all raise: the same exception, naming the rank
+    where it is not the only one."""
+    if _group is None:
+        return [make()]
+    mine: tuple[Any, BaseException | None]
+    try:
+        mine = (make(), None)
+    except Exception as e:
+        mine = (None, e)
+    theirs: list[Any] = []
+    for of, data in enumerate(_exchange(_dumps(mine))):
+        made, wrong = mine if of == rank() else pickle.loads(data)
+        if wrong is not None:
+            raise wrong if of == rank() else _named(wrong, of)
+        theirs.append(made)
+    return theirs
+
+
+def _named(wrong: BaseException, of: int) -> BaseException:
+    try:
+        return type(wrong)(f"rank {of}: {wrong}")
+    except TypeError:  # an exception that is not made from one text
+        return RuntimeError(f"rank {of}: {type(wrong).__name__}: {wrong}")
+
+
+def merged(make: Callable[[], Mapping[K, T]]) -> dict[K, T]:
+    """The ranks' mappings as one."""
+    out: dict[K, T] = {}
+    for part in gather(make):
+        out |= part
+    return out
+
+
+def from_first(value: T) -> T:
+    """Rank 0's value, on every rank."""
+    if _group is None:
+        return value
+    return pickle.loads(_exchange(_dumps(value) if first() else b"")[0])
+
+
+def everywhere(fine: bool) -> list[int]:
+    """The ranks that are not fine."""
+    return [of for of, yes in enumerate(gather(lambda: fine)) if not yes]
+
+
+def total(x: "Tensor") -> "Tensor":
+    """Σ over the ranks of x, the same on each to the last bit: added in their order, in fp64."""
+    if _group is None:
+        return x
+    import torch
+    from torch import distributed
+
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(size())]
+    _count(x.nbytes)
+    _wait(distributed.all_gather(parts, x.contiguous(), async_op=True))
+    return torch.stack(parts).double().sum(0).to(x.dtype)
+
+
+def total_by_module(parts: Mapping[str, "Tensor"]) -> dict[str, "Tensor"]:
+    """`total` of every module's tensor [*, r], in one message."""
+    if _group is None or not parts:
+        return dict(parts)
+    import torch
+
+    whole = total(torch.cat([x.reshape(-1) for x in parts.values()]))
+    pieces = whole.split([x.numel() for x in parts.values()])
+    return {m: piece.view(x.shape) for (m, x), piece in zip(parts.items(), pieces, strict=True)}
+
+
+def _exchange(data: bytes) -> list[bytes]:
+    """Every rank's bytes, in their order."""
+    import torch
+    from torch import distributed
+
+    lengths = [torch.zeros(1, dtype=torch.long) for _ in range(size())]
+    _wait(distributed.all_gather(lengths, torch.tensor([len(data)]), async_op=True))
+    longest = max(int(n) for n in lengths)
+    padded = torch.zeros(max(1, longest), dtype=torch.uint8)
+    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else padded[:0]
+    parts = [torch.empty_like(padded) for _ in range(size())]
+    _count(8 + longest)
+    _wait(distributed.all_gather(parts, padded, async_op=True))
+    return [part[: int(n)].numpy().tobytes() for part, n in zip(parts, lengths, strict=True)]
+
+
+def _dumps(value: object) -> bytes:
+    try:
+        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    except Exception as e:
+        if isinstance(value, tuple) and isinstance(value[1], BaseException):  # an exception that cannot travel
+            return pickle.dumps((None, RuntimeError(f"{type(value[1]).__name__}: {value[1]}")))
+        raise TypeError(f"cannot be sent to another rank: {e}") from e
+
+
+def _count(n: int) -> None:
+    assert _group is not None
+    _group.sent += n * (size() - 1)
+
+
+def _wait(work: "Work | None") -> None:
+    """Until the collective is done, with an eye on whether the others live. Polled: a blocked process would hear
+    neither a signal nor that a rank has been given up."""
+    assert work is not None
+    assert _group is not None
+    life, pause = _group.life, 2e-5
+    while not work.is_completed():
+        if lost := life.lost():
+            raise RankLost(lost)
+        time.sleep(pause)
+        pause = min(2 * pause, 1e-3)
+    try:
+        work.wait()
+    except RuntimeError as e:  # gloo: a connection was closed, whose it does not say
+        raise RankLost(life.who() or f"a rank has ended ({str(e).splitlines()[0]})") from None
+
+
+# ── life and death ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class _Life:
+    """Signs of life of every rank, in the group's store, by a thread with a connection of its own."""
+
+    place: Place
+    gone: Callable[[], str | None]  # of ranks that this process started: which of them has ended, and how
+    _lost: str | None = None
+    _word: str = ""  # the last of this rank, if it ends badly
+    _end: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._beat, name="ranks", daemon=True)
+        self._thread.start()
+
+    def stop(self, word: str) -> None:
+        """word: why this rank ends; '': it is done."""
+        self._word = word
+        self._end.set()
+        if self._thread is not None:
+            self._thread.join(2 * BEAT)
+
+    def lost(self) -> str | None:
+        return self._lost
+
+    def who(self) -> str | None:
+        """After a connection was closed: which rank it was, as soon as that can be known."""
+        until = time.monotonic() + SILENT + 2 * BEAT
+        while self._lost is None and time.monotonic() < until:
+            if (ended := self.gone()) is not None:
+                return ended
+            time.sleep(0.05)
+        return self._lost
+
+    def _beat(self) -> None:
+        from torch.distributed import PrefixStore, TCPStore
+
+        place, me = self.place, f"{os.getpid()} on {socket.gethostname()}"
+        others = [r for r in range(place.size) if r != place.rank]
+        seen: dict[int, tuple[bytes, float]] = {r: (b"", time.monotonic()) for r in others}
+        try:
+            plain = TCPStore(place.host, place.port, None, False, timedelta(seconds=SILENT), wait_for_workers=False)
+            store = PrefixStore(f"life/{place.attempt}", plain)
+            for r in range(place.size):
+                store.compare_set(str(r), "", "not yet there")
+            beat = 0
+            while True:
+                ending = self._end.wait(BEAT)
+                beat += 1
+                store.set(str(place.rank), f"{'end' if ending else beat}|{me}|{self._word}")
+                if ending:
+                    return
+                self._look(store.multi_get([str(r) for r in others]), others, seen)
+        except Exception:  # the store is rank 0's, or torchrun's
+            if not self._end.is_set():
+                self._lost = self._lost or self.gone() or "rank 0 does not answer"
+
+    def _look(self, beats: Sequence[bytes], others: Sequence[int], seen: dict[int, tuple[bytes, float]]) -> None:
+        now = time.monotonic()
+        for r, said in zip(others, beats, strict=True):
+            before, at = seen[r]
+            if said != before:
+                seen[r] = (said, now)
+            count, _, rest = bytes(said).decode(errors="replace").partition("|")
+            who, _, word = rest.partition("|")
+            if count == "end" and word:
+                self._lost = self._lost or f"rank {r} (process {who}) ended: {word}"
+            elif count != "end" and now - at > SILENT and said == before and who:
+                self._lost = self._lost or f"rank {r} (process {who}) has not answered for {SILENT:.0f} s"
+
+
+@contextlib.contextmanager
+def joined(place: Place | None, gone: Callable[[], str | None] = lambda: None) -> Generator[None]:
+    """The block's process is a rank of the group; None: of none, and nothing changes.
+
+    gone: of ranks that this process has started: says which has ended, and how.
+
+    Raises:
+        RankLost: not every rank comes.
+    """
+    global _group
+    if place is None:
+        yield
+        return
+    import torch
+    from torch import distributed
+
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", place.rank)) % torch.cuda.device_count())
+    settings: dict[str, Any] = {}
+    if place.listening is not None:
+        settings["master_listen_fd"] = place.listening
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = distributed.TCPStore(
+        place.host, place.port, None, place.rank == 0 and not agent, timedelta(minutes=2), False, **settings
+    )
+    life = _Life(place, gone)
+    life.start()
+    group = distributed.PrefixStore(f"group/{place.attempt}", store)
+    _group, word = _Group(place, life), "it failed"
+    try:
+        _assemble(group, place, life)
+        distributed.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            store=group,
+            rank=place.rank,
+            world_size=place.size,
+            timeout=PATIENCE,
+        )
+        yield
+        word = ""
+    except BaseException as e:
+        word = f"{type(e).__name__}: {e}".splitlines()[0][:300]
+        raise
+    finally:
+        _group = None
+        life.stop(word)
+        if distributed.is_initialized():
+            with contextlib.suppress(RuntimeError):
+                distributed.destroy_process_group()
+
+
+def _assemble(store: "Store", place: Place, life: _Life) -> None:
+    """Wait for every rank. Raises RankLost where one ends before it is here, or does not come."""
+    store.set(f"here/{place.rank}", "")
+    missing, until = list(range(place.size)), time.monotonic() + ASSEMBLY
+    while missing := [r for r in missing if not store.check([f"here/{r}"])]:
+        if lost := life.lost() or life.gone():
+            raise RankLost(lost)
+        if time.monotonic() > until:
+            raise RankLost(f"rank {missing[0]} did not come within {ASSEMBLY:.0f} s")
+        time.sleep(0.02)
