@@ -1,20 +1,23 @@
 """Workloads of the benchmarks: the organism's model and problems at P 4, G 8, and random models of any shape."""
 
 import contextlib
+import multiprocessing
 import os
 import tempfile
-import threading
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from loguru import logger
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from vgrout import loading, organism
+from vgrout import loading, organism, ranks
 from vgrout.arms import Arm, make_arm
 from vgrout.config.arm import Intervention
 from vgrout.config.presets import PRESETS
@@ -24,19 +27,23 @@ from vgrout.model.policy import Policy, as_policy
 from vgrout.model.sampler import sample
 from vgrout.model.sampling import Sampling
 from vgrout.problems import ProblemSplits
+from vgrout.ranks import Place
 from vgrout.rng import torch_stream
+from vgrout.runs.peers import started
 from vgrout.runs.preflight import preflight
 from vgrout.runs.run_context import RunContext
 from vgrout.runs.run_dir import RunDir
-from vgrout.train import train
-from vgrout.types import CachedGrade, Completion, Group, Interrupted, Problem, Rollout
+from vgrout.train import follow, grader_of, train
+from vgrout.types import CachedGrade, Completion, Group, Problem, Rollout
+
+T = TypeVar("T")
 
 P, G, SEED = 4, 8, 41
 LR = 1e-6  # so small that both peers go on sampling from the same model, and answers keep their lengths
 NOWHERE = Problem(0, "run_tests", "", (), (), (), "", "", "f")
 
 
-def config(arm: Intervention, checkpoint_every: int = 10_000_000) -> Config:
+def config(arm: Intervention, checkpoint_every: int = 10_000_000, tag: str = "") -> Config:
     """`mini` without demonstrations and evaluations: what TRL does as well."""
     mini = PRESETS["mini"][1]
     return replace(
@@ -46,19 +53,19 @@ def config(arm: Intervention, checkpoint_every: int = 10_000_000) -> Config:
         opt=replace(mini.opt, lr=LR),
         env=replace(mini.env, teacher_pool_dir=""),
         eval=replace(mini.eval, eval_ablate_every=0),
-        run=replace(mini.run, seed=SEED, checkpoint_every=checkpoint_every),
+        run=replace(mini.run, seed=SEED, checkpoint_every=checkpoint_every, out_tag=tag),
     )
 
 
 @contextlib.contextmanager
-def workplace() -> Generator[None]:
-    """A temporary folder to run in, nothing on the log, torch as the organism's runs have it."""
+def workplace(stay: bool = False) -> Generator[None]:
+    """A temporary folder to run in (stay: this one), nothing on the log, torch as the organism's runs have it."""
     threads = torch.get_num_threads()
     disable_progress_bar()
     logger.disable("vgrout")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        with tempfile.TemporaryDirectory(prefix="vgrout-bench-") as folder, contextlib.chdir(folder):
+        with tempfile.TemporaryDirectory(prefix="vgrout-bench-") as folder, contextlib.chdir("." if stay else folder):
             yield
     finally:
         logger.enable("vgrout")
@@ -75,7 +82,7 @@ class Loaded:
     arm: Arm
 
 
-def load(arm: Intervention, grader: Grader) -> Loaded:
+def load(arm: Intervention, grader: Grader | None) -> Loaded:
     """A run of `config(arm)`, before its first step."""
     cfg = config(arm)
     inputs, policy = preflight(cfg), loading.load_policy(cfg)
@@ -83,55 +90,101 @@ def load(arm: Intervention, grader: Grader) -> Loaded:
     return Loaded(cfg, policy, problems, make_arm(cfg, policy, inputs, grader, problems.train))
 
 
-class Turns(RunContext):
-    """The trainer's own loop, in a thread of its own, which does its next steps when it is asked to."""
+class Turns:
+    """A run of the trainer in a process of its own, on so many ranks, which does its next steps when it is asked to."""
 
-    def __init__(self, cfg: Config, grader: Grader) -> None:
-        super().__init__(RunDir.create(cfg.run_id), grader, again="", resumes=False)
-        self._asked, self._answered, self._left = threading.Semaphore(0), threading.Semaphore(0), 0
-        self._error: BaseException | None = None
-        inputs = preflight(cfg)
-
-        def run() -> None:
-            try:
-                train(cfg, self, inputs)
-            except Interrupted:
-                pass
-            except BaseException as e:
-                self._error = e
-            self._answered.release()
-
-        self._thread = threading.Thread(target=run, daemon=True)
-        self._thread.start()
-        self._answered.acquire()  # loaded
-
-    def steps(self, steps: range, name: str) -> Iterable[int]:
-        """As the loop's own, but each waits for its turn."""
-        for step in steps:
-            if self._left == 0:
-                self._answered.release()
-                self._asked.acquire()
-                torch.set_num_threads(1)  # what the trainer takes for the organism; the other contestant may have more
-            if self.stop.requested:
-                raise Interrupted("the benchmark is over")
-            self._left -= 1
-            yield step
+    def __init__(self, cfg: Config, n: int = 1) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_contestant, args=(theirs, cfg, n))
+        self._process.start()
+        theirs.close()
+        self.path = Path(self._answer())
 
     def take(self, n: int) -> float:
         """Seconds a step over the next n steps: all that the trainer does, its files and checkpoints too."""
         start = time.perf_counter()
-        self._left = n
-        self._asked.release()
-        self._answered.acquire()
-        if self._error is not None:
-            raise self._error
+        self._pipe.send(n)
+        self._answer()
         return (time.perf_counter() - start) / n
 
     def close(self) -> None:
-        """End the loop."""
-        self.stop.requested = True
-        self._asked.release()
-        self._thread.join()
+        """End the run."""
+        self._pipe.send(None)
+        self._process.join()
+
+    def _answer(self) -> Any:
+        said = self._pipe.recv()
+        if isinstance(said, BaseException):
+            raise said
+        return said
+
+
+class _Paced(RunContext):
+    """Rank 0 of a contestant: before the ranks go on to a step they wait for it to agree, which is when it is asked."""
+
+    def __init__(self, folder: RunDir, grader: Grader, pipe: Connection) -> None:
+        super().__init__(folder, grader, again="", resumes=False)
+        self._pipe, self._left = pipe, 0
+
+    def started(self) -> None:
+        super().started()
+        self._pipe.send(self.path)
+        self._next()
+
+    def agree(self) -> bool:
+        self._left -= 1
+        if self._left == 0:
+            self._pipe.send(None)
+            self._next()
+        return super().agree()
+
+    def _next(self) -> None:
+        asked = self._pipe.recv()
+        self.stop.requested, self._left = asked is None, asked or 0
+
+
+def _contestant(pipe: Connection, cfg: Config, n: int) -> None:
+    inputs = preflight(cfg)
+    try:
+        with (
+            workplace(stay=True),
+            started(n, follow, Path("logs/bench")) as others,
+            grader_of(cfg, inputs, n) as own,
+            _Paced(RunDir.create(cfg.run_id), own, pipe) as run,
+            others.joined((cfg, inputs, run.path, False)),
+        ):
+            train(cfg, run, inputs)
+    except BaseException as e:
+        pipe.send(e)
+
+
+def on_ranks(n: int, work: Callable[[], T]) -> T:
+    """What `work` returns on rank 0 of n, in processes of their own. It is a function of a module."""
+    context = multiprocessing.get_context("spawn")
+    mine, theirs = context.Pipe()
+    process = context.Process(target=_first, args=(theirs, n, work))
+    process.start()
+    said = mine.recv()
+    process.join()
+    if isinstance(said, BaseException):
+        raise said
+    return said
+
+
+def _first(pipe: Connection, n: int, work: Callable[[], object]) -> None:
+    try:
+        with workplace(stay=True), started(n, partial(_other, work), Path("logs/bench")) as others, others.joined(None):
+            pipe.send(work())
+    except BaseException as e:
+        pipe.send(e)
+
+
+def _other(work: Callable[[], object], place: Place, log: Path) -> int:
+    with ranks.joined(place):
+        ranks.from_first(None)
+        work()
+    return 0
 
 
 def grader() -> Grader:

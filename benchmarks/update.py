@@ -1,6 +1,7 @@
 """The update phase: against the plain model, shared prompts against copies, and its peak memory."""
 
 import statistics
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -10,7 +11,10 @@ from benchmarks import rig
 from benchmarks.flops import Shape, update_flops
 from benchmarks.report import Ratio, at_most, gemm_rate, interleaved, peak_memory
 from benchmarks.rows import Report, Row
+from vgrout import ranks
+from vgrout.config.arm import Intervention
 from vgrout.config.loss import LossConfig
+from vgrout.grading.grade import cores
 from vgrout.grpo import policy_gradients
 from vgrout.model.logprobs import collate
 from vgrout.model.policy import Policy
@@ -103,12 +107,39 @@ def phase(quick: bool = False) -> Report:
             for ratio in (Ratio.of(times[arm].wall, times["plain"].wall),)
         ]
         best, shape = gemm_rate(), Shape.of(none.policy.model)
-        for arm, share in (("none", True), ("route2", False)):
+        shared: dict[Intervention, bool] = {"none": True, "route2": False}
+        for arm, share in shared.items():
             flops = update_flops(shape, [_lengths(g) for g in drawn.groups], share)
             used = flops / statistics.median(times[arm].cpu) / best
             figure = f"{flops / 1e9:.1f} GFLOP, {used:.0%} of this machine's matrix products"
             rows.append(Row("update", f"{arm}: work and use", "bound: matrix products on one thread", figure))
+            if cores() > 1:
+                rows.append(_on_all_cores(arm, flops, statistics.median(times[arm].wall), 6 if quick else 30))
     return Report(rows)
+
+
+def timed(arm: Intervention, rounds: int) -> tuple[list[float], float]:
+    """Seconds of each update, dealt to the ranks there are, and the products that they get done together, FLOP/s."""
+    loaded = rig.load(arm, None)
+    drawn, seconds = rig.draw(loaded), []
+    rates = ranks.gather(gemm_rate)
+    for _ in range(rounds):
+        ranks.gather(lambda: None)
+        start = time.perf_counter()
+        arm_update(loaded, drawn.groups)
+        seconds.append(time.perf_counter() - start)
+    return seconds, sum(rates)
+
+
+def _on_all_cores(arm: Intervention, flops: int, alone: float, rounds: int) -> Row:
+    """One rank a core, against the products of all cores at once."""
+    seconds, rate = rig.on_ranks(cores(), partial(timed, arm, rounds))
+    wall = statistics.median(seconds)
+    figure = f"{flops / wall / rate:.0%} of this machine's matrix products, {alone / wall:.2f} × one rank"
+    what, against = f"{arm}: work and use, {cores()} ranks", f"bound: matrix products on {cores()} threads"
+    if arm != "none":
+        return Row("update", what, against, figure)
+    return Row("update", what, against, figure, "≥ 60%", flops / wall / rate >= 0.6)
 
 
 def _lengths(group: Group) -> tuple[int, list[int]]:

@@ -79,6 +79,13 @@ def sent() -> int:
     return _group.sent if _group else 0
 
 
+def summary(steps: int) -> str:
+    """For the end of the log: what crossed between ranks."""
+    if size() == 1:
+        return ""
+    return f"; {size()} ranks, each sent {sent() / 1024 / max(1, steps):.0f} KiB a step"
+
+
 def under_torchrun() -> Place | None:
     """This process's place, where torchrun has started it."""
     env = os.environ
@@ -98,13 +105,13 @@ def torchrun_id() -> str | None:
 # ── who does what ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def own(costs: Sequence[float]) -> range:
+def own(costs: Sequence[int]) -> range:
     """This rank's part of len(costs) items in their order: neighbours stay together (rows that share a prompt do), and
     every rank's part costs about the same."""
     return _part(costs, rank(), size())
 
 
-def _part(costs: Sequence[float], rank: int, size: int) -> range:
+def _part(costs: Sequence[int], rank: int, size: int) -> range:
     if size == 1:
         return range(len(costs))
     ends = list(accumulate(costs))

@@ -116,7 +116,7 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     final = evaluate_final(policy, run.grader, problems.test, cfg, clock, run.agree)
     if ranks.first():
         results.report(cfg, run, rows, final, problems.modes, inputs.in_distribution, halted=guard.halts)
-    logger.info(f"peak memory {peak_memory()}")
+    logger.info(f"peak memory {peak_memory()}{ranks.summary(len(rows) - first)}")
     guard.raise_if_halted()  # after its last evaluation: a halted run says as much as a finished one
     return rows
 
