@@ -10,6 +10,7 @@ from loguru import logger
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
+from vgrout import ranks
 from vgrout.config.run import ORGANISM, Config
 from vgrout.grading.grade import Grader
 from vgrout.inputs import Inputs
@@ -26,7 +27,8 @@ from vgrout.teacher.substrate import elicited
 def device_and_dtype(cfg: Config) -> tuple[torch.device, torch.dtype]:
     """bf16 on a GPU, fp32 on a CPU (the organism's weights are small enough for exactness)."""
     # Matrices of 128 × 256 lose by a second thread, by far on a machine that is shared: grading has the other cores.
-    return pick_device(cfg.run.threads or (1 if cfg.scale.model == ORGANISM else os.cpu_count() or 1))
+    usual = 1 if cfg.scale.model == ORGANISM else max(1, (os.cpu_count() or 1) // ranks.here())
+    return pick_device(cfg.run.threads or usual)
 
 
 def load_policy(cfg: Config) -> Policy:

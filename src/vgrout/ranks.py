@@ -69,6 +69,11 @@ def size() -> int:
     return _group.place.size if _group else 1
 
 
+def here(started: int = 1) -> int:
+    """Ranks on this machine. started: those that this process has started, or is about to."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", max(size(), started)))
+
+
 def first() -> bool:
     """Whether this is the rank that writes."""
     return rank() == 0

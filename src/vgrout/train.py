@@ -174,15 +174,15 @@ def follow(place: Place, log: Path) -> int:
     with ranks.joined(place):
         cfg, inputs, folder, resumes = ranks.from_first((Config(), None, log, False))
         assert inputs is not None
-        with grader_of(cfg, inputs, ranks.size()) as grader, Peer(folder, grader, resumes) as run:
+        with grader_of(cfg, inputs) as grader, Peer(folder, grader, resumes) as run:
             train(cfg, run, inputs)
     return run.code
 
 
-def grader_of(cfg: Config, inputs: Inputs, ranks_here: int = 1) -> Grader:
-    """The run's sandboxes: one a core, of which every rank on this machine has its part."""
+def grader_of(cfg: Config, inputs: Inputs, n: int = 1) -> Grader:
+    """The run's sandboxes: one a core, of which every rank on this machine has its part. n: ranks to be started."""
     return Grader(
-        max(1, cores() // ranks_here),
+        max(1, cores() // ranks.here(n)),
         compile_reward=cfg.env.compile_reward,
         pass_reward=cfg.env.pass_reward,
         allow_weak=cfg.env.allow_weak_sandbox,

@@ -86,7 +86,7 @@ def check(group: Any) -> None:
             continue
         if (legal := legal_values(f.type)) and value not in legal:
             raise ValueError(f"{flag(f.name)} {value}: should be one of {', '.join(map(str, legal))}")
-        if rule.bounded:
+        if rule.bounded and not isinstance(value, str):  # a word in a number's place
             _check_bounds(group, f.name, value, rule)
         if rule.words:
             for word in listed(value, rule.words):

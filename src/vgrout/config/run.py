@@ -236,7 +236,7 @@ class RunConfig:
     """Print the resolved configuration and the plan, start nothing."""
     threads: int = setting(0, low=0, high=4096)
     """Torch threads on a CPU; 0: one per core, one in all for the organism."""
-    ranks: int | Literal["auto"] = 1
+    ranks: int | Literal["auto"] = setting(1, low=1, high=1024, should="lie in [1, 1024], or be auto")
     """Processes that the run is dealt out to, on this machine; auto: one for every idle core (organism), else one.
     torchrun starts its own. The same rows but for rounding, which is why 1 is usual: bit for bit the same."""
     packing: Literal["shared", "packed", "padded"] = "shared"
@@ -245,10 +245,6 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check(self)
-        refuse(
-            self.ranks != "auto" and not 1 <= self.ranks <= 1024,
-            f"--ranks {self.ranks}: should lie in [1, 1024], or be auto",
-        )
         refuse(
             not re.fullmatch(r"[A-Za-z0-9_.=+-]{0,80}", self.out_tag),
             f"--out-tag {self.out_tag!r}: letters, digits and _ . = + - only, 80 at most",
