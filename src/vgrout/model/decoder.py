@@ -173,7 +173,7 @@ class _Cache:
         self.used += 1
         held = self.kv[:, :, :n, :, : self.used]
         new = held[..., -1, :].transpose(1, 2).unbind()
-        return [(at, *kv.unbind()) for at, kv in zip(new, held.unbind(), strict=True)]
+        return [(at, kv[0], kv[1]) for at, kv in zip(new, held.unbind(), strict=True)]
 
     def mask(self, n: int) -> Tensor | None:
         """What to add to the scores of `layers`."""
@@ -204,7 +204,8 @@ class LeanDecoder:
         small = sum(p.numel() for p in model.parameters()) < FUSE_BELOW
         self.layers = [_Block.of(layer, small) for layer in self.core.layers]
         self.final = _Norm.of(self.core.norm.weight, self.core.norm)
-        self.embeddings = model.get_input_embeddings().weight
+        embeddings: Any = model.get_input_embeddings()
+        self.embeddings: Tensor = embeddings.weight
         self.head = _Linears.of([model.get_output_embeddings()], small)
 
     def prefill(self, prompts: Sequence[tuple[int, ...]], room: int, max_new: int) -> Float[Tensor, "P V"]:
