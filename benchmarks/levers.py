@@ -14,7 +14,6 @@ from benchmarks.report import Ratio, interleaved
 from benchmarks.rows import Report, Row
 from benchmarks.update import full_logits, gradients
 from vgrout import organism
-from vgrout.model.decoder import LeanDecoder
 from vgrout.model.logprobs import collate, completion_logprobs
 from vgrout.model.policy import Policy
 from vgrout.model.sampler import sample
@@ -58,18 +57,10 @@ def _draw(policy: Policy, prompts: list[tuple[int, ...]], n: int, **kw: Any) -> 
     sample(policy, prompts, n, Sampling(), organism.MAX_NEW, torch_stream(rig.SEED, "bench"), **kw)
 
 
-class _OwnKeys(Policy):
-    """Every row keeps keys and values of its prompt for itself."""
-
-    def decoder(self) -> LeanDecoder:
-        return LeanDecoder(self.model, share_prompts=False)
-
-
 def _sampling(policy: Policy, drawn: rig.Drawn, grader: Any) -> list[Lever]:
     prompts = drawn.prompts
     each = [p for p in prompts for _ in range(rig.G)]
     on = partial(_draw, policy, prompts, rig.G)
-    fields = {name: getattr(policy, name) for name in policy.__dataclass_fields__}
 
     def one_by_one() -> None:
         for p in prompts:
@@ -95,10 +86,10 @@ def _sampling(policy: Policy, drawn: rig.Drawn, grader: Any) -> list[Lever]:
             "prompt read once for its samples", on, partial(_draw, policy, each, 1), "test_a_prompt_is_prefilled_once"
         ),
         Lever(
-            "its keys and values kept once",
+            "answers that agree so far computed once",
             on,
-            partial(_draw, _OwnKeys(**fields), prompts, rig.G),
-            "share_prompts; test_lean_decoder_is_transformers",
+            partial(_draw, policy, prompts, rig.G, share_prefixes=False),
+            "share_prefixes; test_rows_that_agree_so_far_are_computed_once",
         ),
         Lever(
             "own decoding step, static keys and values",

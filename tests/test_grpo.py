@@ -222,6 +222,31 @@ def long_group(n: int = 6, T: int = 40) -> Group:
     return group(rollouts, [float(b % 3) for b in range(n)])
 
 
+def branching_group() -> Group:
+    """Answers that begin alike, some of them equal, one the beginning of another; equal ones of two advantages."""
+    answers = [(7, 8, 9, 1), (7, 8, 9, 1), (7, 8, 4, 4, 1), (7, 8, 9), (7,), (5, 6, 1), (7, 8, 9, 1), (5, 6, 1)]
+    rollouts = [Rollout(PROBLEM, "student", False, PROMPTS[1], a, "", True) for a in answers]
+    teacher = Rollout(PROBLEM, "teacher", False, PROMPTS[1], answers[0], "", True)
+    return group([*rollouts, teacher], [3.0, 3.0, 0.0, 1.0, 0.0, 2.0, 0.0, 2.0, 3.0])
+
+
+def test_answers_are_read_once_as_far_as_they_agree(policy: Policy) -> None:
+    """Nodes of the answers' tree but the last token of each answer, and the prompt; equal students are one row."""
+    of = branching_group()
+    seen: list[int] = []
+    handle = logprobs.backbone(policy.model).register_forward_pre_hook(
+        lambda _m, _a, kw: seen.append(kw["input_ids"].numel()), with_kwargs=True
+    )
+    for grad_rows in ("group", "rollout"):
+        run(policy, [of], grad_rows=grad_rows)
+    handle.remove()
+    P = len(PROMPTS[1])
+    nodes = {r.completion_ids[:n] for r in of.rollouts for n in range(1, len(r.completion_ids))}
+    apart = {(r.source, r.completion_ids, of.advantages[b]) for b, r in enumerate(of.rollouts)}
+    assert seen == [P + len(nodes), sum(P + len(answer) - 1 for _, answer, _ in apart)]
+    assert (len(nodes), len(apart), len(of)) == (7, 7, 9)
+
+
 @pytest.mark.parametrize("grad_rows", ["rollout", "source", "group"])
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2-bias"])
 def test_packings_differ_by_rounding_only(family: str, grad_rows: Any) -> None:
@@ -229,7 +254,11 @@ def test_packings_differ_by_rounding_only(family: str, grad_rows: Any) -> None:
     assert policy.packs
     shake(policy, 0.05)
     long = long_group()
-    for of, max_new in ((groups(policy), MAX_NEW), ([long, replace(long, rollouts=long.rollouts[::-1])], 40)):
+    for of, max_new in (
+        (groups(policy), MAX_NEW),
+        ([long, replace(long, rollouts=long.rollouts[::-1])], 40),
+        ([branching_group()], MAX_NEW),
+    ):
         want, a = run(policy, of, LossConfig(beta=0.3), grad_rows=grad_rows, packing="padded", max_new=max_new)
         for packing in ("packed", "shared"):
             for budget in (16_384, 60):

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
@@ -97,8 +97,9 @@ def policy_gradients(
     sampling: the sampler's settings, needed for ratio_support "sampled".
     teacher: a model with the same vocabulary, needed when teacher_tau > 0.
     token_budget: tokens in one forward, padding included (default: by device).
-    packing: of rollouts in a forward, where the model allows it: "shared" reads a prompt once for all rollouts of one
-        gradient row, "packed" only leaves out padding, "padded" is one row a rollout. In fp32 they agree to about 1e-6.
+    packing: of rollouts in a forward, where the model allows it: "shared" reads once what rollouts of one gradient row
+        begin with, prompt and answer, and makes equal students of equal advantage one row; "packed" only leaves out
+        padding, "padded" is one row a rollout. In fp32 they agree to about 1e-6.
     prompts_per_step: P, groups without signal included, so that dropping those does not change the scale.
 
     Raises:
@@ -121,7 +122,7 @@ def policy_gradients(
         packing = "padded"
     starts, tally, out = _starts(groups, grad_rows), _Tally(), []
     for part in plan.parts:
-        chosen = _rows(groups, starts, part, grad_rows)
+        chosen, twins = _rows(groups, starts, part, grad_rows, merge=packing == "shared")
         mine = ranks.own([row.tokens for row in chosen])
         chosen = chosen[mine.start : mine.stop]
         batches = micro_batches(chosen, budget) if packing == "padded" else packed_batches(chosen, budget, packing)
@@ -137,6 +138,8 @@ def policy_gradients(
                 output = policy_loss(x, cfg)
                 output.per_rollout.sum().backward()
                 tally.add(rows, logps, x, output)
+        for first, others in twins.items():
+            collected.flat[[first, *others]] = collected.flat[first] / (1 + len(others))
         out.append([policy.adapter.by_module(collected.flat[lo:hi]) for lo, hi in pairwise(starts)])
     return out, tally.metrics()
 
@@ -157,22 +160,29 @@ def _starts(groups: Sequence[Group], grad_rows: GradRows) -> list[int]:
 
 
 def _rows(
-    groups: Sequence[Group],
-    starts: Sequence[int],
-    part: UpdatePart,
-    grad_rows: GradRows,
-) -> list[Row]:
+    groups: Sequence[Group], starts: Sequence[int], part: UpdatePart, grad_rows: GradRows, merge: bool
+) -> tuple[list[Row], dict[int, list[int]]]:
+    """The part's rollouts. merge: a group's students that are equal in text, advantage and sampler have one gradient,
+    so they add to one row; gradient row → the others whose gradient is the same."""
     chosen: list[Row] = []
+    twins: dict[int, list[int]] = {}
     for i, group in enumerate(groups):
         A = group.advantages if part.advantages is None else part.advantages[i]
         assert len(A) == len(group), (len(A), len(group))
         if not any(A):
             continue
+        known: dict[Hashable, int] = {}
         for b in range(len(group)) if part.rows is None else part.rows[i]:
             rollout = group.rollouts[b]
-            offset = {"rollout": b, "source": int(rollout.source == "teacher"), "group": 0}[grad_rows]
-            chosen.append(Row(rollout, A[b], starts[i] + offset, rollout.deployed == part.deployed))
-    return chosen
+            at = starts[i] + {"rollout": b, "source": int(rollout.source == "teacher"), "group": 0}[grad_rows]
+            if merge and grad_rows == "rollout" and rollout.source == "student":
+                key = rollout.prompt_ids, rollout.completion_ids, rollout.deployed, rollout.logp_full is None, A[b]
+                first = known.setdefault(key, at)
+                if first != at:
+                    twins.setdefault(first, []).append(at)
+                    at = first
+            chosen.append(Row(rollout, A[b], at, rollout.deployed == part.deployed))
+    return chosen, twins
 
 
 def micro_batches(rows: Sequence[Row], token_budget: int) -> list[list[Row]]:

@@ -20,8 +20,8 @@ class MixedDecoder:
         self.both, self.ratio = (student, teacher), ratio
         self.drop_at = max(student.drop_at, teacher.drop_at)
 
-    def prefill(self, prompts: Sequence[tuple[int, ...]], rows: Sequence[int], max_new: int) -> Float[Tensor, "n V"]:
-        return mixed(*(d.prefill(prompts, rows, max_new) for d in self.both), self.ratio)
+    def prefill(self, prompts: Sequence[tuple[int, ...]], room: int, max_new: int) -> Float[Tensor, "P V"]:
+        return mixed(*(d.prefill(prompts, room, max_new) for d in self.both), self.ratio)
 
     def step(self, tokens: Int[Tensor, " n"]) -> Float[Tensor, "n V"]:
         return mixed(*(d.step(tokens) for d in self.both), self.ratio)

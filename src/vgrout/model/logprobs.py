@@ -72,12 +72,17 @@ def completion_logprobs(
     if sampling is not None and sampling.repetition_penalty != 1:
         raise ValueError("--ratio-support sampled: not defined with --repetition-penalty; use --ratio-support full")
     wanted = batch.mask.nonzero(as_tuple=True)
-    rows = completion_hidden(model, batch)
+    of = None
+    if isinstance(batch, Packed):  # rows that share a token and go on alike share its log-prob
+        (at, target), of = batch.edges, batch.edge[wanted]
+        rows = packed_hidden(model, backbone(model), batch)[at]
+    else:
+        rows, target = completion_hidden(model, batch), batch.target[wanted]
 
     def head(hidden: Tensor, target: Tensor) -> tuple[Tensor, ...]:
         return _head(model, hidden, target, sampling)
 
-    full, sampled = in_chunks(head, vocabulary(model), rows, batch.target[wanted])
+    full, sampled = (x if of is None else x[of] for x in in_chunks(head, vocabulary(model), rows, target))
     empty = full.new_zeros(batch.mask.shape)
     return TokenLogprobs(
         full=empty.index_put(wanted, full),

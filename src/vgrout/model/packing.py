@@ -1,12 +1,15 @@
-"""Packing: rows without padding, one after the other in one sequence; rows that may share their prompt read it once.
+"""Packing: rows without padding, one after the other in one sequence; what rows have in common is read once.
 
-Everything in a decoder but attention works token by token. So the model's own forward runs on one long row of tokens,
-with an attention function of ours (transformers' interface for that) in which a token sees its own row only.
+Rows that may share (`units`) and begin alike, with their prompt and perhaps some tokens of their answers, are a tree of
+token runs, in which a token sees what leads to it from the root. Everything in a decoder but attention works token by
+token. So the model's own forward runs on one long row of tokens, with an attention function of ours (transformers'
+interface for that).
 """
 
-from collections.abc import Generator, Hashable, Sequence
+from collections.abc import Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -77,32 +80,24 @@ class _Unpad(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Which tokens attend to which. They are ordered: roots (complete rows, and shared prompts), then branches."""
+    """Which tokens attend to which: those of one tree to one another, tree after tree."""
 
-    roots: _Padding
-    branches: _Padding | None  # the completions of rows that share a prompt
-    prompt: Int[Tensor, " b"] | None  # root of each branch
-    longest: int  # tokens of the longest shared prompt
-    bias: Float[Tensor, "b 1 R K"] | None  # 0 or −inf: branch queries against prompt and own keys
+    trees: _Padding
+    bias: Float[Tensor, "trees 1 N N"] | None  # 0 or −inf; None: no tree has branches, causal
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-        """q [tokens H D], k and v [tokens K D] → [tokens H D]: torch's SDPA on padded runs."""
-        n, gqa = len(self.roots.back), q.shape[1] != k.shape[1]
-        rq, rk, rv = (self.roots(x[:n]) for x in (q, k, v))
-        y = self.roots.undo(scaled_dot_product_attention(rq, rk, rv, is_causal=True, scale=scale, enable_gqa=gqa))
-        if self.branches is None or self.prompt is None:
-            return y
-        bq, bk, bv = (self.branches(x[n:]) for x in (q, k, v))
-        bk, bv = (
-            torch.cat([r[:, :, : self.longest].index_select(0, self.prompt), b], 2) for r, b in ((rk, bk), (rv, bv))
-        )
-        z = scaled_dot_product_attention(bq, bk, bv, attn_mask=self.bias, scale=scale, enable_gqa=gqa)
-        return torch.cat([y, self.branches.undo(z)])
+        """q [tokens H D], k and v [tokens K D] → [tokens H D]: torch's SDPA on padded trees."""
+        gqa = q.shape[1] != k.shape[1]
+        q, k, v = (self.trees(x) for x in (q, k, v))
+        causal = self.bias is None
+        y = scaled_dot_product_attention(q, k, v, attn_mask=self.bias, is_causal=causal, scale=scale, enable_gqa=gqa)
+        return self.trees.undo(y)
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """B rows of prompt + completion as one sequence of N tokens; T: longest completion.
+    """B rows of prompt + completion as one sequence of N tokens; T: longest completion; E: pairs of a token and the
+    next one, each once.
 
     A completion's last token predicts nothing and is not there.
     """
@@ -112,6 +107,8 @@ class Packed:
     target: Int[Tensor, "B T"]  # the completion's tokens, 0 on padding
     at: Int[Tensor, "B T"]  # token whose logits predict target[b, t]
     mask: Bool[Tensor, "B T"]  # by length, never by token
+    edges: Int[Tensor, "2 E"]  # at and target
+    edge: Int[Tensor, "B T"]  # which of them
     layout: _Layout | Varlen
     pieces: tuple[tuple[int, slice], ...]  # (unit of the row, its tokens): runs of one unit, all tokens once
     dtype: torch.dtype
@@ -122,6 +119,17 @@ class Packed:
         return self.ids.numel()
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Tokens that every row of the tree has or has not, all of them."""
+
+    unit: int
+    tree: int
+    tokens: tuple[int, ...]
+    first: int  # position of the first of them in a row
+    parent: int  # the run that it goes on from; −1: none
+
+
 def pack(
     units: Sequence[int],
     prompts: Sequence[tuple[int, ...]],
@@ -130,49 +138,96 @@ def pack(
     dtype: torch.dtype,
     share: bool = True,
 ) -> Packed:
-    """One sequence of all rows; those of equal unit and equal prompt share that prompt.
+    """One sequence of all rows; those of equal unit and equal prompt share that prompt, and their answers as far as
+    they agree.
 
-    What is differentiated at a shared prompt's tokens is the sum over its rows: give rows one unit only where no more
-    than the sum is asked for. dtype: the model's. share: off, every row has its prompt for itself.
+    What is differentiated at a shared token is the sum over its rows: give rows one unit only where no more than the
+    sum is asked for. dtype: the model's. share: off, every row has its tokens for itself.
     """
     assert len(units) == len(prompts) == len(completions) > 0, (len(units), len(prompts), len(completions))
     assert all(prompts), "an empty prompt: nothing predicts the first token"
     assert all(completions), "an empty completion: nothing to predict"
-    families = family(units, prompts, share)
-    runs: list[tuple[int, tuple[int, ...], int]] = []  # unit, tokens, position of the first
-    where: dict[int, tuple[int, int]] = {}  # row → (root token before its first target, run of the others or -1)
-    for rows in families:
-        unit, prompt, alone = units[rows[0]], prompts[rows[0]], len(rows) == 1
-        runs.append((unit, prompt + completions[rows[0]][:-1] if alone else prompt, 0))
-        for row in rows:
-            where[row] = (len(runs) - 1, -1)
-    n_roots = len(runs)
-    parents = []
-    for row in (row for rows in families if len(rows) > 1 for row in rows if len(completions[row]) > 1):
-        parents.append(where[row][0])
-        where[row] = (where[row][0], len(runs))
-        runs.append((units[row], completions[row][:-1], len(prompts[row])))
-    starts = [0]
-    for _, tokens, _ in runs:
-        starts.append(starts[-1] + len(tokens))
+    kernel = flash_kernel(device, dtype)  # knows roots and branches, no deeper trees
+    runs: list[_Run] = []
+    paths: dict[int, list[int]] = {}  # row → runs from the root
+    for tree, rows in enumerate(family(units, prompts, share)):
+        rest = {row: completions[row][:-1] for row in rows}
+        _grow(runs, paths, units[rows[0]], tree, prompts[rows[0]], rest, deep=kernel is None)
+    if kernel is not None:
+        order = sorted(range(len(runs)), key=lambda i: runs[i].parent >= 0)
+        place = {run: i for i, run in enumerate(order)}
+        runs = [replace(runs[i], parent=place.get(runs[i].parent, -1)) for i in order]
+        paths = {row: [place[run] for run in path] for row, path in paths.items()}
+    starts = list(accumulate((len(run.tokens) for run in runs), initial=0))
     T = max(map(len, completions))
-    at = []
+    at, edge, edges = [], [], dict[tuple[int, int], int]()
     for row, completion in enumerate(completions):
-        root, branch = where[row]
-        first = starts[root] + len(prompts[row]) - 1
-        rest = first + 1 if branch < 0 else starts[branch]
-        at.append([first, *range(rest, rest + len(completion) - 1), *[0] * (T - len(completion))])
-    lengths = [len(tokens) for _, tokens, _ in runs]
+        tokens = [i for run in paths[row] for i in range(starts[run], starts[run + 1])][len(prompts[row]) - 1 :]
+        padding = [0] * (T - len(completion))
+        at.append(tokens + padding)
+        edge.append([edges.setdefault(pair, len(edges)) for pair in zip(tokens, completion, strict=True)] + padding)
+    lengths = [len(run.tokens) for run in runs]
+    roots = sum(run.parent < 0 for run in runs)
+    parents = [run.parent for run in runs]
     return Packed(
-        ids=torch.tensor([[t for _, tokens, _ in runs for t in tokens]], device=device),
-        positions=torch.tensor([[p for _, tokens, lo in runs for p in range(lo, lo + len(tokens))]], device=device),
+        ids=torch.tensor([[t for run in runs for t in run.tokens]], device=device),
+        positions=torch.tensor([[run.first + i for run in runs for i in range(len(run.tokens))]], device=device),
         target=torch.tensor([[*c, *[0] * (T - len(c))] for c in completions], device=device),
         at=torch.tensor(at, device=device),
         mask=torch.arange(T, device=device) < torch.tensor([len(c) for c in completions], device=device)[:, None],
-        layout=_layout(lengths[:n_roots], lengths[n_roots:], parents, device, dtype),
-        pieces=tuple((run[0], slice(lo, hi)) for run, lo, hi in zip(runs, starts, starts[1:], strict=False)),
+        edges=torch.tensor(list(edges), device=device).mT,
+        edge=torch.tensor(edge, device=device),
+        layout=Varlen.of(kernel, lengths[:roots], lengths[roots:], parents[roots:], device)
+        if kernel is not None
+        else _layout(runs, device, dtype),
+        pieces=_pieces(runs, starts),
         dtype=dtype,
     )
+
+
+def _grow(
+    runs: list[_Run],
+    paths: dict[int, list[int]],
+    unit: int,
+    tree: int,
+    prompt: tuple[int, ...],
+    rest: Mapping[int, tuple[int, ...]],
+    deep: bool,
+) -> None:
+    """Add the runs of one tree, parents first, and the path of each of its rows. rest: row → what follows the prompt.
+    deep: answers share what they begin with; else their prompt alone."""
+
+    def grow(rows: list[int], done: int, parent: int) -> None:
+        """Of rows that agree on the first `done` tokens, in the order of their tokens."""
+        stop = done if not deep and parent < 0 and len(rows) > 1 else agree(rest[rows[0]], rest[rows[-1]])
+        before = prompt if parent < 0 else ()
+        me, first = len(runs), 0 if parent < 0 else len(prompt) + done
+        runs.append(_Run(unit, tree, before + rest[rows[0]][done:stop], first, parent))
+        further: dict[Hashable, list[int]] = {}
+        for row in rows:
+            paths.setdefault(row, []).append(me)
+            if len(rest[row]) > stop:
+                further.setdefault(rest[row][stop] if deep else row, []).append(row)
+        for branch in further.values():
+            grow(branch, stop, me)
+
+    grow(sorted(rest, key=rest.__getitem__), 0, -1)
+
+
+def agree(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _pieces(runs: Sequence[_Run], starts: Sequence[int]) -> tuple[tuple[int, slice], ...]:
+    """Stretches of one unit, as long as can be."""
+    out: list[tuple[int, slice]] = []
+    for run, lo, hi in zip(runs, starts, starts[1:], strict=False):
+        if out and out[-1][0] == run.unit:
+            out[-1] = (run.unit, slice(out[-1][1].start, hi))
+        else:
+            out.append((run.unit, slice(lo, hi)))
+    return tuple(out)
 
 
 def family(units: Sequence[int], prompts: Sequence[tuple[int, ...]], share: bool) -> list[list[int]]:
@@ -191,19 +246,20 @@ def batches(
     share: bool = True,
 ) -> list[list[int]]:
     """Indices for `pack`: rows that share a prompt together, long ones first; each batch at most `budget` tokens (or
-    one row)."""
+    one row), what is shared counted once."""
     tokens = [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]
     out: list[list[int]] = []
     left = 0  # of the open batch's budget
     for members in sorted(family(units, prompts, share), key=lambda of: -max(tokens[i] for i in of)):
-        prompt = 0  # tokens of it that the open batch already has
-        for i in members:
-            cost = tokens[i] - 1 - prompt
+        last: tuple[int, ...] | None = None  # the row before in the open batch, with which the next one shares most
+        for i in sorted(members, key=lambda i: completions[i]):
+            row = prompts[i] + completions[i][:-1]
+            cost = len(row) - (0 if last is None else agree(last, row))
             if not out or cost > left:
                 out.append([])
-                left, cost = budget, tokens[i] - 1
+                left, cost = budget, len(row)
             out[-1].append(i)
-            left, prompt = left - cost, len(prompts[i])
+            left, last = left - cost, row
     return out
 
 
@@ -218,22 +274,28 @@ def padded_batches(lengths: Sequence[int], budget: int, *, longest_first: bool =
     return out
 
 
-def _layout(
-    roots: Sequence[int], branches: Sequence[int], parents: Sequence[int], device: torch.device, dtype: torch.dtype
-) -> _Layout | Varlen:
-    if (kernel := flash_kernel(device, dtype)) is not None:
-        return Varlen.of(kernel, roots, branches, parents, device)
-    padding = _Padding.of(roots, device)
-    if not branches:
-        return _Layout(padding, None, None, 0, None)
-    own = _Padding.of(branches, device)
-    prompt = torch.tensor(parents, device=device)
-    longest, R = max(roots[p] for p in parents), max(branches)
-    before = torch.arange(longest, device=device) < torch.tensor(roots, device=device)[prompt, None, None]
-    causal = torch.ones(R, R, dtype=torch.bool, device=device).tril()
-    seen = torch.cat([before.expand(-1, R, -1), causal.expand(len(parents), -1, -1)], 2)[:, None]
-    bias = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill(~seen, -torch.inf)
-    return _Layout(padding, own, prompt, longest, bias)
+def _layout(runs: Sequence[_Run], device: torch.device, dtype: torch.dtype) -> _Layout:
+    """Of runs tree by tree."""
+    sizes = [0] * (runs[-1].tree + 1)
+    for run in runs:
+        sizes[run.tree] += len(run.tokens)
+    padding, N = _Padding.of(sizes, device), max(sizes)
+    if all(run.parent < 0 for run in runs):
+        return _Layout(padding, None)
+    seen = torch.zeros(len(sizes), N, N, dtype=torch.bool)
+    seen[:, :, 0] = True  # padding too: without any key its softmax would be NaN
+    ends: list[int] = []  # of each run, in its tree
+    tree, lo = -1, 0
+    for run in runs:
+        tree, lo = run.tree, lo if run.tree == tree else 0
+        hi = lo + len(run.tokens)
+        if run.parent >= 0:
+            seen[tree, lo:hi] |= seen[tree, ends[run.parent] - 1]
+        seen[tree, lo:hi, lo:hi] |= torch.ones(hi - lo, hi - lo, dtype=torch.bool).tril()
+        ends.append(hi)
+        lo = hi
+    bias = torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, -torch.inf)
+    return _Layout(padding, bias[:, None].to(device))
 
 
 def _attention(

@@ -1,4 +1,7 @@
-"""Sampling: prompts → completions, all prompts' rows in one batch, which finished rows leave."""
+"""Sampling: prompts → completions, all prompts' rows in one batch, which finished rows leave.
+
+Rows that have the same prompt and the same tokens so far are one slot of the decoder until their draws differ: the
+answers of a group are a tree, and every node of it is computed once."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -39,13 +42,15 @@ def sample(
     on_finish: OnFinish | None = None,
     *,
     drop_finished: bool = True,
+    share_prefixes: bool = True,
 ) -> list[list[Completion]]:
     """n completions (or n[i]) of each prompt, at most max_new tokens each: one list a prompt.
 
     Row noise is drawn beforehand, [rows, max_new] from `generator` (a CPU stream), and tokens by inverse CDF: a row's
     tokens do not depend on which other rows are still there, nor on the rank that samples it. `on_finish(prompt, index,
     completion)` is called as soon as a row ends, on the rank that has sampled it, so that grading runs beside sampling.
-    drop_finished: off, finished rows stay in the batch (for tests and benchmarks).
+    For tests and benchmarks: drop_finished off, finished rows stay in the batch; share_prefixes off, every row is
+    computed for itself.
 
     Raises:
         Diverged: the model's logits are not finite.
@@ -66,7 +71,7 @@ def sample(
             place = {p: i for i, p in enumerate(used)}
             heads, prompt_of = [prompts[p] for p in used], [place[p] for p, _ in part]
             run = _Run(policy, heads, prompt_of, sampling, noise[at].to(policy.device))
-            for row, answer in run.finish_all(drop_finished):
+            for row, answer in run.finish_all(drop_finished, share_prefixes):
                 answers[part[row]] = answer
                 if on_finish is not None:
                     on_finish(*part[row], answer)
@@ -77,7 +82,7 @@ def sample(
 
 
 class _Run:
-    """The state of one batch: which row sits in which slot of the decoder, and each row's tokens so far."""
+    """The state of one batch: each row's tokens so far, and the logits of every slot of the decoder."""
 
     def __init__(
         self,
@@ -87,56 +92,83 @@ class _Run:
         sampling: Sampling,
         noise: Float[Tensor, "rows max_new"],
     ) -> None:
-        self.policy, self.sampling, self.noise = policy, sampling, noise
-        self.decoder: Decoder = policy.decoder()
-        self.logits = self.decoder.prefill(prompts, prompt_of, noise.shape[1])
+        self.policy, self.sampling, self.prompt_of = policy, sampling, prompt_of
         n, max_new = noise.shape
+        self.noise = noise.mT.contiguous()  # [max_new, rows]
+        self.decoder: Decoder = policy.decoder()
+        self.logits = self.decoder.prefill(prompts, n, max_new)
         self.tokens = torch.zeros(n, max_new, dtype=torch.long, device=noise.device)
         self.logps = torch.zeros(2, n, max_new, device=noise.device)  # full, sampled
-        self.seen = self._prompt_tokens(prompts, prompt_of) if sampling.repetition_penalty != 1 else None
+        self.seen = self._prompt_tokens(prompts) if sampling.repetition_penalty != 1 else None
 
-    def _prompt_tokens(self, prompts: Sequence[tuple[int, ...]], prompt_of: list[int]) -> Tensor:
-        seen = torch.zeros(len(prompts), self.logits.shape[-1], dtype=torch.bool, device=self.logits.device)
+    def _prompt_tokens(self, prompts: Sequence[tuple[int, ...]]) -> Tensor:
+        """Of each slot which tokens it has had."""
+        seen = torch.zeros(self.logits.shape, dtype=torch.bool, device=self.logits.device)
         for row, prompt in zip(seen, prompts, strict=True):
             row[list(prompt)] = True
-        return seen[prompt_of]
+        return seen
 
-    def finish_all(self, drop_finished: bool):
+    def finish_all(self, drop_finished: bool, share_prefixes: bool):
         """Yields (row, completion) as rows end."""
-        n, max_new = self.noise.shape
-        slots = list(range(n))  # slot → row
+        n, max_new = len(self.prompt_of), len(self.noise)
+        rows, slots = list(range(n)), self.prompt_of  # those that are in the batch, and the slot that each continues
+        at = self._index(rows)
         ended: set[int] = set()
-        at = torch.arange(n, device=self.noise.device)  # the same as a tensor
         for t in range(max_new):
-            tokens = self._draw(at, t)
-            for row, token in zip(slots, tokens.tolist(), strict=True):
+            drawn = self._draw(at, self._index(slots), t).tolist()
+            for row, token in zip(rows, drawn, strict=True):
                 if row not in ended and (token in self.policy.eos_ids or t + 1 == max_new):
                     ended.add(row)
                     yield row, self._answer(row, t + 1, token in self.policy.eos_ids)
             if len(ended) == n:
                 return
-            alive = n - len(ended)
-            if drop_finished and len(slots) - alive > self.decoder.drop_at * len(slots):
-                stay = compacted([row in ended for row in slots])
-                slots = [slots[slot] for slot in stay]
-                self.decoder.keep(stay)
-                at, tokens = torch.tensor(slots, device=at.device), tokens[stay]
-            self.logits = self.decoder.step(tokens)
+            stay = [i for i, row in enumerate(rows) if not (drop_finished and row in ended)]
+            if len(stay) < len(rows):
+                rows, slots, drawn = ([of[i] for i in stay] for of in (rows, slots, drawn))
+                at = self._index(rows)
+            slots = self._advance(rows, slots, drawn, share_prefixes)
 
-    def _draw(self, at: Int[Tensor, " n"], t: int) -> Int[Tensor, " n"]:
-        """One token per slot from the logits; recorded with both log-probs."""
+    def _advance(self, rows: list[int], slots: list[int], drawn: list[int], share_prefixes: bool) -> list[int]:
+        """Append every row's token; rows of one slot that have drawn one token go on as one. Each row's new slot."""
+        node: dict[tuple[int, int], int] = {}  # (slot, token), or (slot, row) → child
+        keys = [(slot, token if share_prefixes else row) for row, slot, token in zip(rows, slots, drawn, strict=True)]
+        child = [node.setdefault(key, len(node)) for key in keys]
+        parents, had = [slot for slot, _ in node], len(self.logits)
+        if len(set(parents)) == len(parents) and had - len(parents) <= self.decoder.drop_at * had:
+            place = parents  # nothing to copy, little to drop
+        else:
+            place, had = placed(parents), len(parents)
+            sources = [0] * had
+            for to, parent in zip(place, parents, strict=True):
+                sources[to] = parent
+            if sources != list(range(len(self.logits))):
+                self.decoder.keep(sources)
+                self.seen = None if self.seen is None else self.seen[sources]
+        slots = [place[c] for c in child]
+        tokens = [0] * had
+        for slot, token in zip(slots, drawn, strict=True):
+            tokens[slot] = token
+        appended = self._index(tokens)
+        if self.seen is not None:
+            self.seen.scatter_(1, appended[:, None], True)
+        self.logits = self.decoder.step(appended)
+        return slots
+
+    def _index(self, numbers: list[int]) -> Int[Tensor, " n"]:
+        return torch.tensor(numbers, device=self.noise.device)
+
+    def _draw(self, at: Int[Tensor, " n"], slots: Int[Tensor, " n"], t: int) -> Int[Tensor, " n"]:
+        """One token per row from its slot's logits; recorded with both log-probs."""
         logits = self.logits.float()
         tokens, logp_sampled = draw(
-            logits if self.seen is None else penalised(logits, self.seen[at], self.sampling),
-            self.noise[at, t],
+            logits if self.seen is None else penalised(logits, self.seen, self.sampling),
+            self.noise[t, at],
             self.sampling,
+            slots,
         )
-        full = logits.gather(-1, tokens[:, None]).squeeze(-1) - logits.logsumexp(-1)
+        full = logits.log_softmax(-1)[slots, tokens]
         self.tokens[at, t] = tokens
-        self.logps[0, at, t] = full
-        self.logps[1, at, t] = logp_sampled
-        if self.seen is not None:
-            self.seen[at, tokens] = True
+        self.logps[:, at, t] = torch.stack([full, logp_sampled])
         return tokens
 
     def _answer(self, row: int, length: int, finished: bool) -> Completion:
@@ -150,20 +182,24 @@ class _Run:
         return Completion(ids, self.policy.decode(ids), finished, tuple(full), tuple(sampled))
 
 
-def compacted(ended: Sequence[bool]) -> list[int]:
-    """Slots to keep, holes filled from the tail: [0, 1, 2, 3] with 1 ended → [0, 3, 2]."""
-    n = len(ended) - sum(ended)
-    tail = [slot for slot in range(n, len(ended)) if not ended[slot]]
-    return [tail.pop() if ended[slot] else slot for slot in range(n)]
+def placed(parents: Sequence[int]) -> list[int]:
+    """A slot for each child, 0 … n − 1, its parent's own where there still is one: [0, 0, 3] → [0, 1, 2]."""
+    n = len(parents)
+    first = {parent: i for i, parent in reversed(list(enumerate(parents))) if parent < n}
+    free = iter([slot for slot in range(n) if slot not in first])
+    return [parent if first.get(parent) == i else next(free) for i, parent in enumerate(parents)]
 
 
 def draw(
-    logits: Float[Tensor, "n V"], u: Float[Tensor, " n"], sampling: Sampling
-) -> tuple[Int[Tensor, " n"], Float[Tensor, " n"]]:
-    """Tokens by inverse CDF from uniform noise u in [0, 1), and their log-probs under the distribution drawn from."""
+    logits: Float[Tensor, "n V"], u: Float[Tensor, " m"], sampling: Sampling, rows: Int[Tensor, " m"] | None = None
+) -> tuple[Int[Tensor, " m"], Float[Tensor, " m"]]:
+    """Tokens by inverse CDF from uniform noise u in [0, 1), and their log-probs under the distribution drawn from.
+    rows: the row of the logits that each number draws from; None: one each, in their order."""
     values, ids = candidates(tempered(logits, sampling), sampling)
     logp = values.log_softmax(-1)
     cdf = logp.exp().cumsum(-1)
+    if rows is not None:
+        cdf, logp, ids = cdf[rows], logp[rows], None if ids is None else ids[rows]
     # below the last entry whatever the rounding: the first entry above it is then always a token of probability > 0
     total = cdf[:, -1:]
     level = torch.minimum(u[:, None] * total, total.nextafter(torch.zeros_like(total)))
