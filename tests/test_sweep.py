@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from vgrout.sweep import runner as sweeps
 from vgrout.sweep.__main__ import main
 from vgrout.sweep.runner import Sweep
 from vgrout.sweep.study_file import load_study_file
+from vgrout.sweep.workers import Attempt
 
 TWO = """
 name = "two"
@@ -58,11 +59,11 @@ class Hand:
         self.endings, self.slots, self.argvs = endings, slots, list[list[str]]()
         self.under_way = self.most = 0
 
-    def start(self, argv: Sequence[str], log: Path) -> "Hand.Job":
-        self.argvs.append([*argv[3:]])
+    def start(self, attempt: Attempt) -> "Hand.Job":
+        self.argvs.append([*attempt.flags])
         self.under_way += 1
         self.most = max(self.most, self.under_way)
-        return Hand.Job(self, [*argv[3:]], log)
+        return Hand.Job(self, [*attempt.flags], attempt.log)
 
     def close(self) -> None:
         pass
@@ -221,7 +222,8 @@ def test_a_reason_is_never_an_earlier_attempts(
     log.parent.mkdir(parents=True)
     log.write_text("E words of an earlier attempt\n")
 
-    def start(_argv: Sequence[str], log: Path) -> Any:
+    def start(attempt: Attempt) -> Any:
+        log = attempt.log
         log.write_text(log.read_text() + adds)
         return types.SimpleNamespace(poll=lambda: code, stop=lambda: None)
 
@@ -246,10 +248,10 @@ def test_a_disk_that_fails_stops_the_sweep_in_one_line(
     hand = by_hand(monkeypatch, {1: (0, "finished")}, slots=2)
     jobs, start = list[Hand.Job](), hand.start
 
-    def then_it_is_full(argv: Sequence[str], log: Path) -> Hand.Job:
+    def then_it_is_full(attempt: Attempt) -> Hand.Job:
         if jobs:
-            raise OSError(errno.ENOSPC, "No space left on device", str(log))
-        jobs.append(start(argv, log))
+            raise OSError(errno.ENOSPC, "No space left on device", str(attempt.log))
+        jobs.append(start(attempt))
         return jobs[0]
 
     hand.start = then_it_is_full  # ty: ignore[invalid-assignment]
@@ -267,10 +269,10 @@ def test_a_run_that_another_process_writes_is_waited_for(study: Path, monkeypatc
     lock = hold(path)
     start = hand.start
 
-    def then_it_ends(argv: Sequence[str], log: Path) -> Hand.Job:
+    def then_it_ends(attempt: Attempt) -> Hand.Job:
         (path / "status.json").write_text(json.dumps({"state": "finished"}))
         lock.close()
-        return start(argv, log)
+        return start(attempt)
 
     hand.start = then_it_ends  # ty: ignore[invalid-assignment]
     assert main([str(study)]) == 0

@@ -32,11 +32,14 @@ from vgrout.runs.run_context import DIVERGED, FAILED, FINISHED, HALTED, INTERRUP
 from vgrout.runs.run_dir import held, hold
 from vgrout.runs.signals import Stop, stop_on_signals
 from vgrout.sweep.ledger import Ledger, Record, kind
+from vgrout.sweep.pueue import Pueue
+from vgrout.sweep.ray_cluster import Ray, input_paths
 from vgrout.sweep.study_file import Cell, StudyFile, load_study_file
-from vgrout.sweep.workers import POLL_S, Job, Local, Pueue, Ray, Workers
+from vgrout.sweep.workers import POLL_S, Attempt, Job, Local, Lost, Workers
 
 SWEEPS = Path("out/sweeps")
 SCHEMA = "sweep_v1"
+MOST_LOSSES = 3  # of what runs a run: after that it is taken to be the run's own doing
 State = Literal["to do", "queued", "running", "resumable", "finished", "halted", "diverged", "interrupted", "failed"]
 FINAL: tuple[State, ...] = ("finished", "halted", "diverged")  # the same command would end the same way
 ELSEWHERE_S = 2.0  # between looks at runs that other processes are writing
@@ -59,7 +62,7 @@ class Cli:
     jobs: int | None = None
     """Runs at a time; none: one a core, where there is a GPU one in all (of the Ray cluster: one a GPU)."""
     via: Literal["local", "pueue", "ray"] = "local"
-    """Who runs them: processes of this machine · a pueue queue · a Ray cluster that shares this folder."""
+    """Who runs them: processes of this machine · a pueue queue · a Ray cluster, from which results are pulled."""
     ray_address: str = ""
     """Of the cluster; '': one of this machine's own."""
     replan: bool = False
@@ -84,6 +87,7 @@ class Entry:
     run: Path | None = None
     reason: str = ""
     log_start: int = 0  # bytes that earlier attempts left in its log
+    losses: int = 0  # how often what ran it was lost
 
     def look(self, ledger: Ledger) -> None:
         """Update state and run directory from disk."""
@@ -119,13 +123,12 @@ class Entry:
         """The run directory, once it has one."""
         return None if self.state in ("to do", "queued") else self.run
 
-    @property
-    def argv(self) -> list[str]:
-        """The command to start or resume it."""
-        train = [sys.executable, "-m", "vgrout.train"]
-        if self.state == "resumable":
-            return [*train, self.cell.cfg.preset, f"--resume={self.run}"]
-        return [*train, *self.cell.flags]
+    def attempt(self, log: Path) -> Attempt:
+        """To start or resume it."""
+        cfg = self.cell.cfg
+        if self.state == "resumable" and self.run:
+            return Attempt([cfg.preset, f"--resume={self.run}"], log, self.run, cfg)
+        return Attempt(self.cell.flags, log, None, cfg)
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -284,7 +287,7 @@ class Sweep:
             stopped = True
             _stop(under_way)
             while under_way:
-                self._reap(under_way)
+                self._reap(under_way, deque())
                 time.sleep(POLL_S)
         except BrokenPipeError:  # a closed pipe: cli_exit ends the process
             raise
@@ -292,7 +295,7 @@ class Sweep:
             where, why = e.filename or self.folder, e.strerror or e
             logger.error(f"{where}: {why}; the runs under way save and end; put it right, and the same command goes on")
             _stop(under_way)
-            while any(job.poll() is None for job, _ in under_way.values()):
+            while any(_runs(job) for job, _ in under_way.values()):
                 time.sleep(POLL_S)
             return FAILED
         self.write()
@@ -320,7 +323,7 @@ class Sweep:
                 else:
                     self.started[entry.cell.name] = time.monotonic()
                     entry.log_start = _size(self.log(entry))
-                    under_way[entry.cell.name] = workers.start(entry.argv, self.log(entry)), entry
+                    under_way[entry.cell.name] = workers.start(entry.attempt(self.log(entry))), entry
                     entry.state = "running"
                     self.write()
             if elsewhere and time.monotonic() - looked > ELSEWHERE_S:
@@ -328,18 +331,40 @@ class Sweep:
                 free = [e for e in elsewhere if e.run is None or not held(e.run)]
                 elsewhere = [e for e in elsewhere if e not in free]
                 waiting.extendleft(free)
-            tick(self._reap(under_way))
+            tick(self._reap(under_way, waiting))
             time.sleep(POLL_S)
 
-    def _reap(self, under_way: dict[str, tuple[Job, Entry]]) -> int:
-        """Record the runs that have ended; returns how many."""
-        ended = [(name, code) for name, (job, _) in under_way.items() if (code := job.poll()) is not None]
-        for name, code in ended:
-            _, entry = under_way.pop(name)
-            entry.end(self.ledger, code, self.log(entry))
-            self._log_end(entry)
-            self.write()
-        return len(ended)
+    def _reap(self, under_way: dict[str, tuple[Job, Entry]], waiting: deque[Entry]) -> int:
+        """Record the runs that have ended; returns how many. Those that lost what ran them wait again."""
+        ended = 0
+        for name, (job, entry) in [*under_way.items()]:
+            try:
+                code = job.poll()
+            except Lost as e:
+                del under_way[name]
+                ended += self._lost(entry, str(e), waiting)
+                self.write()
+                continue
+            if code is not None:
+                del under_way[name]
+                entry.end(self.ledger, code, self.log(entry))
+                self._log_end(entry)
+                self.write()
+                ended += 1
+        return ended
+
+    def _lost(self, entry: Entry, why: str, waiting: deque[Entry]) -> bool:
+        """A run whose machine is gone goes on elsewhere, first of all. Whether it has ended: it took too many along."""
+        entry.losses += 1
+        entry.look(self.ledger)
+        if entry.losses < MOST_LOSSES:
+            then = "goes on from its checkpoint" if entry.state == "resumable" else "starts again"
+            logger.warning(f"{entry.cell.name}: {why}; it {then}")
+            waiting.appendleft(entry)
+            return False
+        entry.state, entry.reason = "failed", f"{why}, for the {entry.losses}rd time"
+        self._log_end(entry)
+        return True
 
     def _log_end(self, entry: Entry) -> None:
         """Log one line on how a run ended."""
@@ -370,12 +395,20 @@ class Sweep:
             label = f"{self.study.name}: {entry.cell.name} ({entry.cell.identity[:8]})"
             if entry.state != "running":
                 if (label, str(Path.cwd())) not in queue.open:
-                    queue.add(entry.argv, label)
+                    queue.add(entry.attempt(self.log(entry)).argv, label)
                     added += 1
                 entry.state = "queued"
                 self.write()
         logger.info(f"{added} runs added to the queue; afterwards, for their results, the same command without --via")
         return FINISHED
+
+
+def _runs(job: Job) -> bool:
+    """Whether it is still under way, where its files can no longer be written."""
+    try:
+        return job.poll() is None
+    except (Lost, OSError):
+        return False
 
 
 def _stop(under_way: Mapping[str, tuple[Job, Entry]]) -> None:
@@ -420,6 +453,9 @@ def run(cli: Cli) -> int:
         if (why := sweep.edited()) and not cli.replan:
             print(why)
         return FINISHED
+    if cli.via == "ray":
+        for entry in sweep.left:
+            input_paths(entry.cell.cfg)  # what cannot be sent is refused before anything is begun
     probe_writable(logs := sweep.folder / "logs")
     logs.mkdir(parents=True, exist_ok=True)
     with hold(sweep.folder, "sweep"):
@@ -428,16 +464,17 @@ def run(cli: Cli) -> int:
         sweep.write()
         if cli.via == "pueue":
             return sweep.enqueue(Pueue())
-        with closing(_workers(cli, sweep.folder)) as workers:
+        with closing(_workers(cli)) as workers:
             for line in (*sweep.warnings(), *queued, sweep.estimate(workers.slots)):
                 logger.info(line)
             return sweep.carry_out(workers)
 
 
-def _workers(cli: Cli, folder: Path) -> Workers:
+def _workers(cli: Cli) -> Workers:
     if cli.via == "ray":
-        return Ray(cli.ray_address, cli.jobs, folder)
-    return Local(cli.jobs or slots())
+        return Ray(cli.ray_address, cli.jobs)
+    n = cli.jobs or slots()
+    return Local(n, forks=n > 1 and sys.platform == "linux" and not gpu_here())
 
 
 def slots() -> int:

@@ -1,0 +1,57 @@
+"""What a run imports. Imported by the process that a sweep's runs are forked from, and by no other.
+
+Torch and the rest are imported by name, below, so that a fork that would not be safe never happens: a process with a
+second thread, or with CUDA initialised, ends here, and the sweep's runs start as they would without it.
+"""
+
+import gc
+import importlib
+import os
+import sys
+
+from vgrout.sweep.warm import die_with
+
+MODULES = (  # those of `train.train`, and what they and the model's class import late
+    "torch",
+    "transformers",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.qwen3.modeling_qwen3",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
+    "PIL.PngImagePlugin",
+    "vgrout.arms",
+    "vgrout.config.presets",
+    "vgrout.evaluate",
+    "vgrout.grpo",
+    "vgrout.guard.guard",
+    "vgrout.loading",
+    "vgrout.monitors.flag_rates",
+    "vgrout.optim",
+    "vgrout.rollout",
+    "vgrout.runs.opening",
+    "vgrout.runs.recorder",
+    "vgrout.runs.results",
+    "vgrout.runs.resume",
+)
+SERVER = os.getpid()
+
+
+def reseed() -> None:
+    """numpy's global generator, in a fork: every process that imports numpy itself has another. Torch's begins alike
+    in all of them."""
+    sys.modules["numpy"].random.seed()
+
+
+def fit_to_fork() -> bool:
+    """Whether this process has one thread and no GPU."""
+    return len(os.listdir("/proc/self/task")) == 1 and not sys.modules["torch"].cuda.is_initialized()
+
+
+die_with(os.getppid())
+for name in MODULES:
+    importlib.import_module(name)
+if not fit_to_fork():
+    raise SystemExit("not fit to be forked")
+gc.collect()
+gc.freeze()  # or every fork's first collection would copy the pages of all that was imported

@@ -1,0 +1,236 @@
+"""A Ray cluster of any number of machines, which need not share a file system.
+
+A run is started in a folder of its own on the machine that Ray picks, with copies of its input files and, where it goes
+on, of its run directory; what it writes is pulled into this folder every few seconds, checkpoints included. A machine
+that is lost takes along what was not pulled yet, and no more. Every machine needs vgrout installed, and the model's
+weights where they are named by a hub id or an absolute path.
+"""
+
+import contextlib
+import importlib
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loguru import logger
+
+from vgrout.config.run import Config
+from vgrout.files import read_json, to_json, write_atomic
+from vgrout.sweep.mirror import LOGS, PRINTED, Changes, Receiver, Sender
+from vgrout.sweep.workers import Attempt, Lost, spawn
+
+CONNECT_S = 10.0
+PULL_S = 2.0  # between looks at a run's files: what the loss of a machine costs
+SHIPPED = 2**30  # bytes of input files that are sent with a run, at most
+SVD_CACHE = Path("out/svd_cache")  # of a machine, for all of its runs: minutes at 4B
+Files = dict[str, bytes]  # path below the folder of the run → content
+
+
+@dataclass(frozen=True)
+class Look:
+    """What is new of a run on another machine."""
+
+    code: int | None  # of its process; None: it runs
+    changes: Changes
+
+
+class Ray:
+    """Runs on a cluster: one a GPU, where it has any, or one a core."""
+
+    def __init__(self, address: str, most: int | None) -> None:
+        """address: "" starts a cluster of this machine that ends with the sweep. most: runs at a time.
+
+        Raises:
+            ValueError: none can be reached, in one line.
+        """
+        try:
+            self._ray: Any = importlib.import_module("ray")  # an extra, and seconds to import
+        except ImportError:
+            raise ValueError("--via ray: ray is not installed; `uv sync --extra ray`, or leave --via out") from None
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would report to its makers over the network
+        own = {} if address else {"num_cpus": most or os.cpu_count(), "include_dashboard": False}
+        host, _, port = address.removeprefix("ray://").rpartition(":")
+        try:
+            if host and port.isdecimal():  # where nobody listens, Ray would go on asking for minutes
+                socket.create_connection((host, int(port)), CONNECT_S).close()
+            self._ray.init(address=address or "local", log_to_driver=False, logging_level="error", **own)
+        except (ConnectionError, OSError, RuntimeError, ValueError) as e:
+            raise ValueError(f"--ray-address {address!r}: no cluster can be reached there ({e})") from None
+        self._gpus = 1 if self._ray.cluster_resources().get("GPU") else 0  # Ray hides them from whom asks for none
+        actor = self._ray.remote(num_cpus=1, num_gpus=self._gpus, max_restarts=0, max_task_retries=0)
+        self._node = actor(NodeRun)
+        self._most, self._slots, self._counted = most, 0, -PULL_S
+        self._packed: dict[Path, Any] = {}  # input files that the cluster has
+
+    @property
+    def slots(self) -> int:
+        """As many as the machines that are there now have GPUs, or cores."""
+        if time.monotonic() - self._counted >= PULL_S:
+            self._counted = time.monotonic()
+            has, before = self._ray.cluster_resources(), self._slots
+            there = int(has.get("GPU" if self._gpus else "CPU", 0))
+            self._slots = min(there, self._most or there)
+            if before and not self._slots:
+                logger.warning("the cluster has no machine left; waiting for one, or for Ctrl-C")
+        return self._slots
+
+    def start(self, attempt: Attempt) -> "RayJob":
+        """Raises ValueError where an input file cannot be sent."""
+        packs = [self._pack(path) for path in input_paths(attempt.cfg)]
+        return RayJob(self._ray, self._node.remote(), attempt, packs)
+
+    def close(self) -> None:
+        self._ray.shutdown()
+
+    def _pack(self, path: Path) -> Any:
+        if path not in self._packed:
+            self._packed[path] = self._ray.put(packed([path]))
+        return self._packed[path]
+
+
+class RayJob:
+    """A run on some machine of a cluster, with its files here."""
+
+    def __init__(self, ray: Any, node: Any, attempt: Attempt, packs: Sequence[Any]) -> None:
+        self._ray, self._node = ray, node
+        self._files = Receiver(attempt.resumes, attempt.log)
+        again = [attempt.resumes, LOGS / f"{attempt.resumes.name}.log"] if attempt.resumes else []
+        self._begun = node.begin.remote([*attempt.flags], packed(again), *packs)
+        self._where = ""
+        self._look: Any = None
+        self._next = 0.0
+
+    def poll(self) -> int | None:
+        """Take what is new, and the exit code with the last of it. Raises Lost, OSError."""
+        if self._look is None:
+            if time.monotonic() < self._next:
+                return None
+            self._look = self._node.look.remote()
+        try:
+            if not self._where and self._ready(self._begun):
+                self._where = self._ray.get(self._begun)
+            if not self._ready(self._look):
+                return None
+            look: Look = self._ray.get(self._look)
+        except self._ray.exceptions.RayError as e:  # the machine, or Ray's process there; or it could not be begun
+            self._give_up()
+            why = str(e).strip().splitlines()[-1] if isinstance(e, self._ray.exceptions.RayTaskError) else ""
+            what = f"{self._where or 'a machine'} could not run it ({why})" if why else f"{self._where} was lost"
+            raise Lost(what if self._where or why else "its machine was lost") from None
+        self._look, self._next = None, time.monotonic() + PULL_S
+        self._files.take(look.changes)
+        if look.code is not None:
+            self._node.forget.remote()  # the machine's process ends with the last reference to it
+            self._files.close(kept=bool(look.changes.runs))
+        return look.code
+
+    def stop(self) -> None:
+        """A run that no machine has begun is taken back."""
+        if self._ready(self._begun):
+            self._node.stop.remote()
+        else:
+            self._ray.kill(self._node)
+
+    def _ready(self, reply: Any) -> bool:
+        return bool(self._ray.wait([reply], timeout=0)[0])
+
+    def _give_up(self) -> None:
+        """The run has the last word that was heard of it; its lock is free."""
+        self._ray.kill(self._node)
+        self._files.close()
+        if self._files.run is None:
+            return
+        with contextlib.suppress(ValueError):  # it had not written one
+            path = self._files.run / "status.json"
+            if (status := read_json(path)).get("state") == "running":
+                write_atomic(path, to_json(status | {"state": "interrupted", "reason": "its machine was lost"}))
+
+
+class NodeRun:
+    """On a machine of the cluster: one run's process, in a folder of its own."""
+
+    def begin(self, flags: list[str], *packs: Files) -> str:
+        """Start it; the machine's name. Raises OSError where its files cannot be written."""
+        home = Path(tempfile.gettempdir()) / f"vgrout-{os.getuid()}"
+        home.mkdir(mode=0o700, exist_ok=True)
+        self._folder = Path(tempfile.mkdtemp(prefix="run-", dir=home))
+        cache, link = home / "svd_cache", self._folder / SVD_CACHE
+        for folder in (cache, link.parent):
+            folder.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(cache)
+        for name, data in (item for pack in packs for item in pack.items()):
+            path = self._folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+        self._sender = Sender(self._folder)
+        os.chdir(self._folder)
+        self._process: subprocess.Popen[bytes] = spawn(Attempt(flags, Path()).argv, Path(PRINTED), threads=1)
+        return socket.gethostname()
+
+    def look(self) -> Look:
+        """The exit code is read first: what comes with one is all there will be."""
+        code = self._process.poll()
+        return Look(code, self._sender.changes())
+
+    def stop(self) -> None:
+        """SIGTERM: save and end; a second one: at once."""
+        self._process.terminate()
+
+    def forget(self) -> None:
+        """Remove what is left of it here."""
+        os.chdir("/")
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def input_paths(cfg: Config | None) -> list[Path]:
+    """The files and folders that a run reads in this folder. Those with an absolute path, the bundled organism's among
+    them, are every machine's own.
+
+    Raises:
+        ValueError: one line, where one lies outside this folder or all of them are too large to be sent.
+    """
+    if cfg is None:
+        return []
+    top = Path(cfg.env.reward.partition(":")[0].partition(".")[0]) if cfg.env.reward else None
+    named = [
+        *(Path(m) for m in (cfg.model_path, cfg.teacher_model_path if cfg.loss.teacher_model else "") if m),
+        cfg.problems_path,
+        cfg.test_problems_path,
+        cfg.pool_path,
+        cfg.pairs_path if cfg.arm.reads_pairs else None,
+        cfg.placebo_path,
+        cfg.known_correct_path,
+        cfg.arm.v_hack_path,
+        cfg.scale.organism,
+        *(run / "steps.jsonl" for run in cfg.guard.healthy_runs),
+        *((top, top.with_suffix(".py")) if top else ()),
+    ]
+    paths = sorted({p for p in named if p is not None and not p.is_absolute() and p.exists()})
+    for path in paths:
+        if not path.resolve().is_relative_to(Path.cwd().resolve()):
+            raise ValueError(f"--via ray: {path} lies outside this folder, so that it cannot be sent; move it below")
+    if (size := sum(f.stat().st_size for p in paths for f in _files(p))) > SHIPPED:
+        raise ValueError(
+            f"--via ray: {', '.join(map(str, paths))}: {size / 2**30:.1f} GiB are too much to send; put the largest "
+            "where every machine has it, and give its absolute path"
+        )
+    return paths
+
+
+def packed(paths: Sequence[Path]) -> Files:
+    """Files, and those of folders, hidden ones left out."""
+    return {str(f): f.read_bytes() for p in paths for f in _files(p)}
+
+
+def _files(path: Path) -> Iterator[Path]:
+    if path.is_file():
+        yield path
+    else:
+        yield from (p for p in sorted(path.rglob("*")) if p.is_file() and not p.name.startswith("."))
