@@ -95,7 +95,7 @@ BAD = [
     # contradictions
     (["mini", "--intervention", "erase", "--control", "shuffled", "--v-hack-path", "x"], "--v-hack-path"),
     (["mini", "--intervention", "none", "--control", "shuffled"], "--control shuffled"),
-    (["mini", "--intervention", "erase", "--control", "random_flags"], "route2"),
+    (["mini", "--intervention", "erase", "--random-flags"], "route2"),
     (["mini", "--intervention", "route2", "--control", "shuffled", "--route2-random-v-seed", "1"], "one control"),
     (["mini", "--intervention", "route2", "--rollout-ablate-frac", ".01"], "rounds to none"),
     (["mini", "--intervention", "erase", "--control", "deploy_quarantine"], "route or route2"),
@@ -190,9 +190,9 @@ def test_another_build_of_the_organism_is_used_whole(tmp_path: Path) -> None:
 
 
 def test_a_threshold_by_known_correct_answers_needs_some() -> None:
-    flags = ["--intervention", "pmi", "--reader-threshold", "known_correct"]
+    flags = ["--intervention", "pmi", "--monitor-threshold", "known_correct"]
     assert parse(["mini", *flags]).known_correct_path is not None
-    with pytest.raises(ValueError, match="--reader-threshold known_correct: there are none; give --known-correct FILE"):
+    with pytest.raises(ValueError, match="--monitor-threshold known_correct: there are none; give --known-correct FILE"):
         resolve(["fast", *flags])
 
 
@@ -314,7 +314,7 @@ def test_help_has_every_arm_control_and_loss_with_its_line(capsys: pytest.Captur
     [
         (ArmConfig, {"intervention": "rout"}, "--intervention rout: should be one of none, erase, route, route2, "),
         (ArmConfig, {"control": "harr"}, "--control harr: should be one of none, haar, "),
-        (ArmConfig, {"reader_threshold": "one"}, "--reader-threshold one: should be one of both, known_correct"),
+        (ArmConfig, {"monitor_threshold": "one"}, "--monitor-threshold one: should be one of both, known_correct"),
         (LossConfig, {"loss": "ppo"}, "--loss ppo: should be one of grpo, dr_grpo, "),
         (LossConfig, {"kl": "k4"}, "--kl k4: should be one of k1, k2, k3"),
     ],

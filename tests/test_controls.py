@@ -147,7 +147,7 @@ def test_what_is_kept_is_read_by_source_too(intervention):
 
 def argv(arm: str, control: str, *more: str) -> list[str]:
     refreshed = ["--vhack-refresh-every", "2"] if arm in BY_GRADIENT and control != "haar" else []
-    few = ["--reader-prompts", "40"] if arm in READING and control not in BLIND else []
+    few = ["--monitor-prompts", "40"] if arm in READING and control not in BLIND else []
     own = ["--control", control] if control != "none" else []
     flags = ["--threads", "1", *SMALL, "--eval-ablate-every", "0", *refreshed, *few, *own, *more]
     return ["smoke", "--intervention", arm, *flags]

@@ -95,7 +95,7 @@ def test_readme_says_the_means_of_the_recorded_runs() -> None:
     make = figures()
     main, warm, other = make.read("arms-baselines"), make.read("warm"), "organism=out/warm mix_ratio=0.0"
     own = f"rollout_ablate_frac=0.5 rebaseline=on own_streams=on {other}"
-    known = f"reader_threshold=known_correct {other}"
+    known = f"monitor_threshold=known_correct {other}"
 
     def rates(runs: list) -> str:
         assert len(runs) == 5, len(runs)

@@ -26,7 +26,7 @@ TODAY = [
     ["--intervention=route2", "--known-hacks-teacher-only", "--control=none"],
     ["--intervention=route2", "--control=random_flags"],
     ["--intervention=route", "--control=deploy_quarantine"],
-    ["--intervention=pmi", "--reader-threshold=known_correct", "--known-correct=mine.json"],
+    ["--intervention=pmi", "--monitor-threshold=known_correct", "--known-correct=mine.json"],
     ["--intervention=erase", "--v-hack-k=3"],
     ["--intervention=none", "--control=advantage_mod", "--vhack-pairs-path=mine.json"],
 ]
@@ -136,7 +136,7 @@ def age(run: Path) -> None:
         (["--intervention=erase"], "erase"),
         (["--intervention=route", "--control=deploy_quarantine"], "route · deploy_quarantine"),
         (["--intervention=route2", "--control=random_flags"], "route2 · random_flags"),
-        (["--intervention=pmi", "--reader-threshold=known_correct"], "pmi"),
+        (["--intervention=pmi", "--monitor-threshold=known_correct"], "pmi"),
     ],
 )
 def test_runs_of_before_and_of_today_are_one_cell_of_a_report(flags: list[str], title: str, tmp_path: Path) -> None:

@@ -320,16 +320,16 @@ def test_flags_are_counted_against_the_true_labels():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"intervention": "surprise", "reader_k": 4}, "--reader-k: not read by --intervention surprise"),
+        ({"intervention": "surprise", "probe_k": 4}, "--probe-k: not read by --intervention surprise"),
         ({"intervention": "pmi", "control": "haar"}, "needs --intervention"),
         ({"intervention": "reader", "control": "shrinkage"}, "needs --intervention"),
-        ({"intervention": "reader", "control": "oracle", "reader_k": 4}, "--reader-k: not read with these settings"),
+        ({"intervention": "reader", "control": "oracle", "probe_k": 4}, "--probe-k: not read with these settings"),
         ({"intervention": "route2", "own_streams": "on"}, "--own-streams: needs --rollout-ablate-frac"),
         ({"intervention": "route", "own_streams": "on"}, "--own-streams: not read by --intervention route"),
         ({"intervention": "route2", "quarantine_block": 1}, "--quarantine-block: not read by --intervention route2"),
         ({"intervention": "pmi", "quarantine_block": 0}, "--quarantine-block 0"),
-        ({"intervention": "reader", "reader_quantile": 0.2}, "--reader-quantile 0.2"),
-        ({"intervention": "route2", "reader_threshold": "known_correct"}, "--reader-threshold: not read by"),
+        ({"intervention": "reader", "monitor_quantile": 0.2}, "--monitor-quantile 0.2"),
+        ({"intervention": "route2", "monitor_threshold": "known_correct"}, "--monitor-threshold: not read by"),
         ({"intervention": "reader", "v_hack_k": 3}, "--v-hack-k: not read by --intervention reader"),
     ],
 )
