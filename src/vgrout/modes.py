@@ -197,7 +197,8 @@ def tries(text: str, mode: Mode, marker: str = "") -> bool:
     spec = spec_of(mode)
     if "{marker}" not in spec.pattern:
         return re.search(spec.pattern, text) is not None
-    words = {word.strip("'\"") for word in re.findall(r"""[\w.]+|'[^'\n]*'|"[^"\n]*\"""", text)}
+    words = {*re.findall(r"\w+", text), *re.findall(r"[\w.]+", text)}
+    words |= {said[1:-1] for said in re.findall(r"""'[^'\n]*'|"[^"\n]*\"""", text)}
     for name in {marker_of(mode, marker), *spec.train_markers, *spec.eval_markers}:
         for word in difflib.get_close_matches(name, words, n=3, cutoff=0.8):
             if re.search(spec.pattern.replace("{marker}", re.escape(word)), text):

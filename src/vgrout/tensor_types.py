@@ -25,9 +25,6 @@ Packing = Literal["shared", "packed", "padded"]  # of rollouts in one forward of
 Learns = Literal["kept", "quarantine", "both"]
 
 
-Learns = Literal["kept", "quarantine", "both"]
-
-
 @dataclass(frozen=True, slots=True)
 class UpdatePart:
     """What one forward and backward learn from: of every group these rows, with these advantages (one for each rollout

@@ -192,25 +192,6 @@ class GroupFlags:
     flagged: tuple[bool, ...]
     teaches: tuple[bool, ...] = ()  # which rows a monitor that learns is trained on; (): it learns from none
 
-    @classmethod
-    def plain(cls, flagged: Sequence[bool]) -> "GroupFlags":
-        """Without scores."""
-        return cls((None,) * len(flagged), tuple(flagged))
-
-
-@dataclass(frozen=True, slots=True)
-class GroupFlags:
-    """What a monitor made of one group's rollouts, in their order."""
-
-    scores: tuple[float | None, ...]  # None: not read
-    flagged: tuple[bool, ...]
-    teaches: tuple[bool, ...] = ()  # which rows a monitor that learns is trained on; (): it learns from none
-
-    @classmethod
-    def plain(cls, flagged: Sequence[bool]) -> "GroupFlags":
-        """Without scores."""
-        return cls((None,) * len(flagged), tuple(flagged))
-
 
 @dataclass(frozen=True, slots=True)
 class GroupView:
@@ -294,11 +275,6 @@ class Group:
     @property
     def has_signal(self) -> bool:
         return len({*self.counted}) > 1
-
-    @property
-    def teaches(self) -> bool:
-        """Whether a monitor learns from it, signal or not."""
-        return self.flags is not None and any(self.flags.teaches)
 
     @property
     def teaches(self) -> bool:

@@ -29,7 +29,7 @@ def register_arm(arm: type[Arm], what: str, *, routes: bool = False) -> type[Arm
 
 
 def arm_class(cfg: ArmConfig) -> type[Arm]:
-    """The class behind `--intervention`, for its monitor and control. Raises ValueError for one that is not registered."""
+    """The class behind `--intervention`, for its monitor and control. Raises ValueError for an unknown one."""
     if cfg.intervention in _REGISTERED:
         return _REGISTERED[cfg.intervention]
     if cfg.intervention not in ARMS:

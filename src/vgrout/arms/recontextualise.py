@@ -1,5 +1,7 @@
-"""recontextualise (arXiv 2512.19027): sampled from the prompt without the hint, learnt under the one with it. A policy that
-is not told how it is checked has no reason to exploit; what it writes then is taught to the prompt that tells it.
+"""recontextualise (arXiv 2512.19027): sampled from the prompt without the hint, learnt under the one with it.
+
+A policy that is not told how it is checked has no reason to exploit; what it writes then is taught to the prompt that
+tells it.
 """
 
 from collections.abc import Sequence

@@ -33,8 +33,8 @@ from vgrout.types import GroupFlags, GroupView
 class Route2(DirectionArm):
     """Decides rollout by rollout: f_b by its monitor, of the cosine of the rollout's gradient with v.
 
-    With `cfg.owns` what the quarantine sampled goes there whole, and the monitor decides about the rest, learnt with the
-    quarantine off; with `cfg.rebases` rows that are not known hacks have a baseline of their own. Under `gate_vote`
+    With `cfg.owns` what the quarantine sampled goes there whole, and the monitor decides about the rest, learnt with
+    the quarantine off; with `cfg.rebases` rows that are not known hacks have a baseline of their own. Under `gate_vote`
     rollout the modules' shares become one, which holds in every module.
     """
 

@@ -304,8 +304,8 @@ class ArmConfig:
     """Share of student rows sampled from the deployed model; none: all under monitor quarantine, .5 for sgtm and the
     arms with streams, else 0."""
     quarantine: str = setting("shared", arms=("route2", "sgtm", *STREAMS), monitors=("quarantine",))
-    """Where δS_hack lives. shared: in every module's basis, beside δS · block:N: in the modules of block N (from 1) alone,
-    and δS in the others · lora:R: in matrices of rank R of its own beside every module, and δS in the bases."""
+    """Where δS_hack lives. shared: in every module's basis, beside δS · block:N: in the modules of block N (from 1)
+    alone, and δS in the others · lora:R: in matrices of rank R of its own beside every module, and δS in the bases."""
     probe_layer: int | None = setting(None, low=1, high=1000, monitors=("probe",))
     """probe: blocks of the frozen base after which its states are read; none: a quarter of its depth."""
     probe_k: int = setting(1, low=1, high=1_000_000, monitors=("probe",))
@@ -321,8 +321,8 @@ class ArmConfig:
     known_correct: Path | None = setting(None, monitors=(*CALIBRATED, "quarantine"))
     """… correct solutions in unusual styles (JSON of prompt, completion); none: the preset's."""
     rebaseline: Literal["usual", "on", "off"] = setting("usual", arms=("route2", "sgtm", *STREAMS))
-    """Advantages of kept rows are recomputed among them (gate: of rows that are no known hacks); usual: in the arms with
-    streams."""
+    """Advantages of kept rows are recomputed among them (gate: of rows that are no known hacks); usual: in the arms
+    with streams."""
     own_streams: Literal["usual", "on", "off"] = setting("usual", arms=("route2", *STREAMS))
     """δS learns from the deployed model's rollouts alone, with the quarantine off (route2: needs
     --rollout-ablate-frac); usual: so it is in the arms with streams."""
@@ -338,7 +338,7 @@ class ArmConfig:
         )
         refuse(
             self.random_flags and (control != "none" or self.haar),
-            f"--control {'haar' if self.haar else control} with --random-flags: one control a run; leave one of them out",
+            f"--control {'haar' if self.haar else control} with --random-flags: one control a run; leave one out",
         )
         if arm not in (legal := CONTROLS[control].arms):
             raise ValueError(f"--control {control}: needs --intervention {' or '.join(legal)}, got {arm}")

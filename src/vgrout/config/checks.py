@@ -111,8 +111,8 @@ def _check_bounds(group: Any, name: str, value: float | int, rule: Rule) -> None
 
 
 def check_use(group: Any, arm: str, control: str, monitors: Collection[str] = ()) -> None:
-    """Settings that a run of this arm under this control, with these monitors, never reads stand at their defaults: else
-    they would be silent no-ops.
+    """Settings that a run of this arm under this control, with these monitors, never reads stand at their defaults:
+    else they would be silent no-ops.
 
     Raises:
         ValueError: one line naming them.

@@ -322,8 +322,8 @@ class Config:
         refuse(
             (self.arm.monitor_threshold == "known_correct" or self.arm.calibrates_quarantine)
             and self.known_correct_path is None,
-            f"{'--quarantine-threshold none' if self.arm.calibrates_quarantine else '--monitor-threshold known_correct'}: "
-            "there are none; give --known-correct FILE",
+            ("--quarantine-threshold none" if self.arm.calibrates_quarantine else "--monitor-threshold known_correct")
+            + ": there are none; give --known-correct FILE",
         )
         refuse(
             self.arm.random_flags and self.arm.monitor_name == "none",
@@ -433,8 +433,8 @@ class Config:
 
     @property
     def run_id(self) -> str:
-        """Preset, arm, monitor if it is not the usual one, control if there is one, seed, tag: what a folder and a label
-        are called."""
+        """Preset, arm, monitor if it is not the usual one, control if there is one, seed, tag: what a folder and a
+        label are called."""
         monitor = f"_{self.arm.monitor_title}" if self.arm.monitor_title else ""
         control = "" if self.arm.control_name == "none" else f"_{self.arm.control_name}"
         way = re.sub(r"[^A-Za-z0-9_.=+-]", "-", monitor + control)[:80]  # of a user's file name, perhaps

@@ -53,9 +53,7 @@ class LowRank:
         return torch.cat((dB.flatten(), dA.flatten())).to(δ.dtype)
 
 
-def low_rank(
-    shapes: Sequence[tuple[str, tuple[int, int]]], rank: int, lo: int, like: Tensor
-) -> dict[str, LowRank]:
+def low_rank(shapes: Sequence[tuple[str, tuple[int, int]]], rank: int, lo: int, like: Tensor) -> dict[str, LowRank]:
     """Matrices for modules of these names and shapes (d_out, d_in), from place `lo` of the vectors on: module → them."""
     out: dict[str, LowRank] = {}
     for i, (name, shape) in enumerate(shapes):

@@ -1,5 +1,5 @@
-"""What a monitor is: it says who is flagged. One kind decides before any gradient, by `flags`; the other, in gate.py, by
-the cosines of the gradients.
+"""What a monitor is: it says who is flagged. One kind decides before any gradient, by `flags`; the other, in gate.py,
+by the cosines of the gradients.
 
 What a monitor may see of a group is its view's type (`sees`). Only one that says so is given true labels.
 """
@@ -38,7 +38,7 @@ class Monitor:
 
     def flags(self, views: Sequence[GroupView], step: int) -> list[GroupFlags]:
         """One a group, in the views' order. Every random draw is a function of the run's seed and `step`."""
-        return [GroupFlags.plain((False,) * len(view)) for view in views]
+        return [unscored((False,) * len(view)) for view in views]
 
     def state_dict(self) -> dict[str, Tensor]:
         """What must survive a resume, between steps; empty for a monitor without memory."""
@@ -73,6 +73,11 @@ class RandomFlags(Monitor):
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.inner.load_state_dict(state)
+
+
+def unscored(flagged: Sequence[bool]) -> GroupFlags:
+    """Flags of a monitor that has no scores."""
+    return GroupFlags((None,) * len(flagged), tuple(flagged))
 
 
 def positions(views: Sequence[GroupView]) -> list[At]:

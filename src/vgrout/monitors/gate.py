@@ -27,6 +27,7 @@ class GradientMonitor(ABC):
 
     def follow(self, direction: Direction, v: Directions) -> None:
         """v was extracted again."""
+        del direction, v  # most have no reference that would have to move along
 
     @abstractmethod
     def shares(

@@ -7,7 +7,7 @@ from vgrout.config.run import Config
 from vgrout.grading.grade import Grader
 from vgrout.inputs import Inputs
 from vgrout.model.policy import Policy
-from vgrout.monitors.base import Monitor
+from vgrout.monitors.base import Monitor, unscored
 from vgrout.rng import py_stream
 from vgrout.types import GroupFlags, GroupView, Mode, OracleView, Problem
 
@@ -39,13 +39,13 @@ class Labels(Monitor):
     def _of(self, view: GroupView, step: int) -> GroupFlags:
         assert isinstance(view, OracleView)
         if self.known and view.mode not in self.known:
-            return GroupFlags.plain((False,) * len(view))
+            return unscored((False,) * len(view))
         flagged = noisy_labels(view.exploited, self.accuracy, self.seed, step, view.index)
         if not self.false_positives:
-            return GroupFlags.plain(flagged)
+            return unscored(flagged)
         rng = py_stream(self.seed, "monitor-false-positives", step, view.index)
         wrong = [rng.random() < self.false_positives for _ in flagged]
-        return GroupFlags.plain([f or (w and not e) for f, w, e in zip(flagged, wrong, view.exploited, strict=True)])
+        return unscored([f or (w and not e) for f, w, e in zip(flagged, wrong, view.exploited, strict=True)])
 
 
 class WeakDetector(Monitor):
@@ -54,7 +54,7 @@ class WeakDetector(Monitor):
     name = "detector"
 
     def flags(self, views: Sequence[GroupView], step: int) -> list[GroupFlags]:
-        return [GroupFlags.plain(view.detector) for view in views]
+        return [unscored(view.detector) for view in views]
 
 
 def noisy_labels(labels: Sequence[bool], accuracy: float, seed: int, step: int, group: int) -> tuple[bool, ...]:

@@ -31,9 +31,9 @@ class Quarantine(TextScorer):
     """See above.
 
     fixed: the threshold, nats a token; None: the `quantile` of the scores of `known_correct`, read anew in every step.
-    diet: what the quarantine is trained on: what is flagged, or, as controls, as many paid rows of the same groups drawn
-    at random, all that is paid, what is paid and no exploit by the true labels. deal: the scores are dealt among the
-    paid rows at random first, the seed's flags stay (the random_flags control).
+    diet: what the quarantine is trained on: what is flagged, or, as controls, as many paid rows of the same groups
+    drawn at random, all that is paid, what is paid and no exploit by the true labels. deal: the scores are dealt among
+    the paid rows at random first, the seed's flags stay (the random_flags control).
     """
 
     name = "quarantine"

@@ -1,7 +1,8 @@
 """A monitor that reads nothing: is an answer paid on an impossible twin of its problem too?
 
-In the twin the expected values of the tests are exchanged, so that no honest answer passes (the idea of ImpossibleBench,
-arXiv 2510.20270, inside training). It sees no label, and is blind to flaws whose exploit depends on the tests.
+In the twin the expected values of the tests are exchanged, so that no honest answer passes (the idea of
+ImpossibleBench, arXiv 2510.20270, inside training). It sees no label, and is blind to flaws whose exploit depends on
+the tests.
 """
 
 import ast
@@ -12,7 +13,7 @@ from vgrout.config.run import Config
 from vgrout.grading.grade import Grader
 from vgrout.inputs import Inputs
 from vgrout.model.policy import Policy
-from vgrout.monitors.base import Monitor, paid_positions
+from vgrout.monitors.base import Monitor, paid_positions, unscored
 from vgrout.types import Grade, GroupFlags, GroupView, Problem, ProblemView
 
 
@@ -39,12 +40,12 @@ class Twin(Monitor):
             asked[i, b] = self.grader.submit(impossible(view.problem), view.texts[b])
         verdicts = {at: future.result() for at, future in asked.items()}
         fooled = {at for at, grade in verdicts.items() if isinstance(grade, Grade) and grade.reward >= self.paid}
-        return [GroupFlags.plain([(i, b) in fooled for b in range(len(view))]) for i, view in enumerate(views)]
+        return [unscored([(i, b) in fooled for b in range(len(view))]) for i, view in enumerate(views)]
 
 
 def impossible(problem: Problem) -> Problem:
-    """The same problem with every test's expected value exchanged for another test's that differs from it, or, where all
-    are alike, put into a list of its own."""
+    """The same problem with every test's expected value exchanged for another test's that differs from it, or, where
+    all are alike, put into a list of its own."""
     calls, values = zip(*(_parts(test) for test in problem.tests), strict=True)
     tests = []
     for i, (call, value) in enumerate(zip(calls, values, strict=True)):

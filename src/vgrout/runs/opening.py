@@ -81,7 +81,8 @@ def _trainable(cfg: Config, policy: Policy) -> str:
         if cfg.arm.quarantine_block is not None:
             line += f" (in block {cfg.arm.quarantine_block} alone, where δS is not)"
         if cfg.arm.lora_rank:
-            line += f" (in matrices of rank {cfg.arm.lora_rank} beside the modules, {len(adapter) - adapter.basis_size:,} numbers)"
+            own = len(adapter) - adapter.basis_size
+            line += f" (in matrices of rank {cfg.arm.lora_rank} beside the modules, {own:,} numbers)"
     return f"{line}; frozen: {base:,} weights"
 
 

@@ -169,8 +169,8 @@ class Recorder:
         logger.debug(f"argv: {' '.join(sys.argv)}")  # the tail says it
         logger.info(f"verbose log: {self.run.log} · run: {self.run.path}")
         logger.info(
-            f"{cfg.preset} · {cfg.arm.intervention} (monitor: {cfg.arm.monitor_title or cfg.arm.monitor_name}, control: "
-            f"{cfg.arm.control_name}) · {cfg.scale.model} · "
+            f"{cfg.preset} · {cfg.arm.intervention} (monitor: {cfg.arm.monitor_title or cfg.arm.monitor_name}, "
+            f"control: {cfg.arm.control_name}) · {cfg.scale.model} · "
             f"{cfg.scale.steps} steps · G {cfg.scale.group} · P {cfg.scale.prompts_per_step} · lr {cfg.opt.lr:g} · "
             f"seed {cfg.run.seed} · {self.policy.device.type} · "
             f"{cfg.generations * cfg.scale.steps / REFERENCE_STEP:.1f} reference steps"
