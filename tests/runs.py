@@ -24,7 +24,7 @@ EVALUATED = ("hack_deploy", "solve_deploy", "kl_deploy", "eval", "watch")  # wat
 
 
 def flags(arm: str, *more: str) -> list[str]:
-    own = {"none": [], "pmi": ["--reader-prompts", "40"]}.get(arm, QUIET[2:])
+    own = {"none": [], "pmi": ["--monitor-prompts", "40"]}.get(arm, QUIET[2:])
     return ["smoke", "--intervention", arm, "--threads", "1", *SMALL, *QUIET[:2], *own, *more]
 
 

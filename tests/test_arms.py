@@ -22,6 +22,9 @@ from vgrout.direction.extract import Direction, Meta, axes_of, extract
 from vgrout.direction.files import save
 from vgrout.direction.pairs import Pair, PairSet
 from vgrout.inputs import Inputs
+from vgrout.monitors import monitor_class
+from vgrout.monitors.base import Monitor
+from vgrout.monitors.gate import GradientMonitor
 from vgrout.types import GroupView
 
 SIZES = {"m.q_proj": 24, "m.up_proj": 40, "m.down_proj": 32}
@@ -97,7 +100,7 @@ TWO_GROUPS = ((rows(6, 1, (1, 5)), view(6, 1, (1,))), (rows(6, 2, (0, 4, 5)), vi
 @given(st.integers(0, 10_000), st.sampled_from(["none", "route", "route2"]), st.booleans())
 @settings(deadline=None, max_examples=40)
 def test_keep_and_quarantine_add_up_to_g(seed, intervention, pair_band):
-    flags = {"route2_gate": "pairs"} if pair_band and intervention == "route2" else {}
+    flags = {"monitor": "band"} if pair_band and intervention == "route2" else {}
     groups = [(rows(5, seed + i, (i,)), view(5, seed % 3, (0,))) for i in range(3)]
     routed = run(arm_of(intervention, **flags), *groups)
     for m, g in total(*groups).items():
@@ -306,7 +309,7 @@ def test_route2_anchors_are_routed_whatever_their_cosine():
 def test_the_pair_band_gate_reads_no_label():
     groups = (rows(8, 3, (2, 7)), view(8, 1))
     relabelled = (groups[0], view(8, 4, flagged=(0, 1, 2, 3)))
-    a, b = (run(arm_of("route2", route2_gate="pairs"), g) for g in (groups, relabelled))
+    a, b = (run(arm_of("route2", monitor="band"), g) for g in (groups, relabelled))
     assert a.diag.gate == b.diag.gate
     assert min(a.diag.gate[0][i] for i in (2, 7)) > 2 * max(a.diag.gate[0][i] for i in (0, 1, 3, 4, 5, 6))
     assert a.diag.tau is None
@@ -318,25 +321,25 @@ def test_the_pair_band_gate_reads_no_label():
 def test_every_arm_says_which_control_it_is():
     assert arm_of("none").control == "none"
     assert arm_of("none", control="no_loophole").control == "no_loophole"
-    assert arm_of("route2", control="random_flags").control == "random_flags"
+    assert arm_of("route2", random_flags=True).control == "random_flags"
     assert arm_of("erase", control="shrinkage").control == "shrinkage"
     assert arm_of("route2", route2_random_v_seed=1).control == "haar"
 
 
-@pytest.mark.parametrize("gate", ["tau", "pairs"])
+@pytest.mark.parametrize("gate", ["gate", "band"])
 def test_random_flags_routes_the_same_share(gate):
-    real = run(arm_of("route2", route2_gate=gate), *TWO_GROUPS)
-    dealt = run(arm_of("route2", route2_gate=gate, control="random_flags"), *TWO_GROUPS)
+    real = run(arm_of("route2", monitor=gate), *TWO_GROUPS)
+    dealt = run(arm_of("route2", monitor=gate, random_flags=True), *TWO_GROUPS)
     assert dealt.diag.routed == pytest.approx(real.diag.routed, rel=1e-6)
     assert dealt.diag.gate != real.diag.gate
     flat = [sorted(x for group in d.diag.gate for x in group) for d in (real, dealt)]
     assert flat[0] == pytest.approx(flat[1], rel=1e-6)
-    again = run(arm_of("route2", route2_gate=gate, control="random_flags"), *TWO_GROUPS)
+    again = run(arm_of("route2", monitor=gate, random_flags=True), *TWO_GROUPS)
     assert again.diag.gate == dealt.diag.gate
 
 
 def test_random_flags_deals_anew_each_step():
-    arm = arm_of("route2", control="random_flags")
+    arm = arm_of("route2", random_flags=True)
     first, second = run(arm, *TWO_GROUPS).diag.gate, run(arm, *TWO_GROUPS).diag.gate
     assert first != second
 
@@ -385,7 +388,7 @@ def test_haar_arm_is_never_refreshed_and_keeps_the_shapes():
 
 def test_haar_under_the_pair_band_is_signed_in_its_favour():
     direction = toy_direction()
-    arm = arm_of("route2", direction, route2_random_v_seed=5, route2_gate="pairs")
+    arm = arm_of("route2", direction, route2_random_v_seed=5, monitor="band")
     lo, hi = direction.band(arm.V)
     assert (hi >= lo).all()
     unsigned = arm_of("route2", direction, route2_random_v_seed=5)
@@ -395,7 +398,7 @@ def test_haar_under_the_pair_band_is_signed_in_its_favour():
 
 
 def test_haar_stays_while_its_pair_band_follows_the_model():
-    cfg = ArmConfig(intervention="route2", route2_random_v_seed=5, route2_gate="pairs", vhack_refresh_every=2)
+    cfg = ArmConfig(intervention="route2", route2_random_v_seed=5, monitor="band", vhack_refresh_every=2)
     arm: Any = Route2.with_direction(cfg, SIZES, toy_direction(), seed=7, again=lambda: toy_direction(seed=50))
     V, before = arm.V, arm.state_dict()
     assert arm.refresh(0).age == 1
@@ -417,8 +420,8 @@ def test_haar_stays_while_its_pair_band_follows_the_model():
         ("erase", {}),
         ("route", {}),
         ("route2", {}),
-        ("route2", {"route2_gate": "pairs"}),
-        ("route2", {"control": "random_flags"}),
+        ("route2", {"monitor": "band"}),
+        ("route2", {"random_flags": True}),
         ("erase", {"control": "shrinkage"}),
     ],
 )
@@ -448,25 +451,45 @@ def test_state_of_another_arm_is_refused():
 # ── the registry ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_every_arm_of_the_command_line_has_a_class_and_no_class_is_without_a_flag():
-    assert arms.ARMS.keys() == config.ARMS.keys()
-    for name, kind in arms.ARMS.items():
-        assert issubclass(kind, Arm)
-        assert arm_class(ArmConfig(intervention=name)) is kind
-        assert issubclass(kind, DirectionArm) == (config.ARMS[name].direction == "gradient"), name
+def pairs_of_axes() -> list[tuple[str, str]]:
+    """Every arm with every monitor that it goes with."""
+    return [(arm, monitor) for arm, spec in config.ARMS.items() for monitor in spec.monitors if monitor]
 
 
-def test_a_class_of_a_control_is_of_an_arm_that_takes_it():
-    for (arm, control), kind in arms.CONTROLS.items():
-        assert arm in config.CONTROLS[control].arms, (arm, control)
-        assert arm_class(ArmConfig(intervention=arm, control=control)) is kind
-        assert issubclass(kind, arms.ARMS[arm] if arm != "route2" else DirectionArm), (arm, control)
+@pytest.mark.parametrize(("arm", "monitor"), pairs_of_axes())
+def test_every_arm_and_monitor_of_the_command_line_has_a_class(arm, monitor):
+    cfg = ArmConfig(intervention=arm, monitor=monitor)
+    kind = arm_class(cfg)
+    assert issubclass(kind, Arm)
+    assert kind.name in (arm, "reader")  # one class serves the arms with streams
+    by_gradient = config.MONITORS[monitor].direction == "gradient"
+    assert issubclass(kind, DirectionArm) == (config.ARMS[arm].direction == "gradient" or by_gradient)
+    assert issubclass(monitor_class(monitor), GradientMonitor if by_gradient else Monitor)
+    assert monitor_class(monitor).name == monitor
+
+
+def test_pairs_that_make_no_sense_are_refused_in_one_line():
+    legal = {*pairs_of_axes(), ("reader", "none")}
+    for arm in config.ARMS:
+        for monitor in config.MONITORS:
+            if (arm, monitor) not in legal:
+                with pytest.raises(
+                    ValueError, match=f"--monitor {monitor} with --intervention {arm}: that goes with"
+                ) as e:
+                    ArmConfig(intervention=arm, monitor=monitor)
+                assert "\n" not in str(e.value)
+
+
+def test_a_class_of_a_control_is_found():
+    for control, spec in config.CONTROLS.items():
+        if spec.at:
+            assert arm_class(ArmConfig(intervention=spec.arms[0], control=control)).__name__ == spec.at.split(":")[1]
 
 
 def test_an_arm_that_is_in_no_registry_is_refused_with_those_that_are(monkeypatch):
     cfg = ArmConfig(intervention="route")
-    monkeypatch.setattr(arms, "ARMS", {name: kind for name, kind in arms.ARMS.items() if name != "route"})
-    with pytest.raises(ValueError, match=r"--intervention route: .* there are none, erase, route2, reader") as error:
+    monkeypatch.setattr(arms, "ARMS", {name: spec for name, spec in config.ARMS.items() if name != "route"})
+    with pytest.raises(ValueError, match=r"--intervention route: .* there are none, erase, screen, penalty") as error:
         arm_class(cfg)
     assert "\n" not in str(error.value)
 

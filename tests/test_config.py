@@ -79,14 +79,14 @@ BAD = [
     # silent no-ops
     (["mini", "--intervention", "none", "--vhack-refresh-every", "9"], "--vhack-refresh-every"),
     (["mini", "--intervention", "none", "--rollout-ablate-frac", ".5"], "--rollout-ablate-frac"),
-    (["mini", "--intervention", "erase", "--route2-gate", "pairs"], "--route2-gate"),
+    (["mini", "--intervention", "erase", "--monitor", "band"], "--monitor band with --intervention erase"),
     (["mini", "--intervention", "route", "--project-overshoot", "1.1"], "--project-overshoot"),
     (["mini", "--intervention", "route2", "--gate-mode", "reverse"], "--gate-mode"),
     (["mini", "--teacher-pool-dir", "", "--teacher-off-step", "3"], "--teacher-off-step"),
     (["mini", "--teacher-pool-dir", "", "--regrade-pool"], "--regrade-pool"),
     (["mini", "--mix-ratio", "0", "--teacher-modes", "sentinel"], "--teacher-modes"),
     (["mini", "--group", "4"], "--mix-ratio 0.125 with --group 4: rounds to no teacher row"),
-    (["mini", "--intervention", "route2", "--route2-gate", "pairs", "--known-hacks-teacher-only"], "--known-hacks"),
+    (["mini", "--intervention", "route2", "--monitor", "band", "--known-hacks-teacher-only"], "--known-hacks"),
     (
         ["mini", "--intervention", "route2", "--route2-random-v-seed", "1", "--vhack-refresh-every", "7"],
         "--vhack-refresh",
@@ -95,25 +95,45 @@ BAD = [
     # contradictions
     (["mini", "--intervention", "erase", "--control", "shuffled", "--v-hack-path", "x"], "--v-hack-path"),
     (["mini", "--intervention", "none", "--control", "shuffled"], "--control shuffled"),
-    (["mini", "--intervention", "erase", "--control", "random_flags"], "route2"),
+    (["mini", "--intervention", "erase", "--random-flags"], "--random-flags: not read by --intervention erase"),
     (["mini", "--intervention", "route2", "--control", "shuffled", "--route2-random-v-seed", "1"], "one control"),
     (["mini", "--intervention", "route2", "--rollout-ablate-frac", ".01"], "rounds to none"),
     (["mini", "--intervention", "erase", "--control", "deploy_quarantine"], "route or route2"),
-    (["mini", "--intervention", "route", "--control", "oracle"], "--intervention route2"),
-    (["mini", "--intervention", "route2", "--control", "oracle", "--route2-gate", "pairs"], "--route2-gate"),
+    (["mini", "--intervention", "route2", "--random-flags", "--control", "haar"], "one control a run"),
+    (["mini", "--intervention", "route", "--monitor", "labels"], "--monitor labels with --intervention route"),
+    (["mini", "--intervention", "route2", "--monitor", "labels", "--control", "haar"], "has none"),
+    (["mini", "--intervention", "screen"], "needs --monitor labels, detector"),
+    (["mini", "--intervention", "screen", "--monitor", "gate"], "--monitor gate with --intervention screen"),
+    (
+        ["mini", "--intervention", "route2", "--monitor", "quarantine"],
+        "--monitor quarantine with --intervention route2",
+    ),
+    (["mini", "--intervention", "screen", "--monitor", "pmi", "--known-modes", "exit_code"], "--known-modes"),
+    (["mini", "--intervention", "screen", "--monitor", "labels", "--known-modes", "exit"], "unknown mode"),
+    (["mini", "--intervention", "screen", "--monitor", "labels", "--seed-monitor", "labels"], "--seed-monitor"),
+    (
+        ["mini", "--intervention", "penalty", "--monitor", "quarantine", "--monitor-quantile", ".8"],
+        "--monitor-quantile",
+    ),
+    (["mini", "--intervention", "penalty", "--monitor", "quarantine", "--quarantine-diet", "solved"], "true labels"),
+    (["mini", "--intervention", "sgtm", "--monitor", "labels", "--quarantine", "block"], "--quarantine block"),
+    (["mini", "--intervention", "route2", "--quarantine", "lora:4"], "--gate-vote rollout"),
+    (["mini", "--intervention", "sgtm", "--monitor", "labels", "--second-moment", "shared"], "--second-moment"),
+    (["mini", "--intervention", "route2", "--monitor", "labels", "--own-streams", "on"], "--own-streams"),
+    (["mini", "--intervention", "route2", "--monitor", "labels", "--gate-vote", "rollout"], "--gate-vote"),
     (["mini", "--intervention", "none", "--control", "haar"], "--control haar"),
     (["mini", "--intervention", "none", "--control", "placebo_long"], "--control placebo_long"),
     (["mini", "--intervention", "route", "--control", "placebo"], "--placebo-pairs-path"),
     (["mini", "--intervention", "route", "--placebo-pairs-path", "x.json"], "--control placebo"),
     (["mini", "--intervention", "route", "--control", "placebo_long", "--v-hack-path", "x"], "--v-hack-path"),
     # baselines
-    (["mini", "--intervention", "route2", "--control", "gt_penalty"], "--intervention none"),
-    (["mini", "--intervention", "none", "--label-accuracy", ".9"], "--control gt_penalty or gt_screening"),
-    (["mini", "--intervention", "none", "--control", "gt_screening", "--label-penalty", "1"], "--control gt_penalty"),
-    (["mini", "--intervention", "none", "--control", "gt_penalty", "--label-accuracy", "1.1"], "--label-accuracy"),
+    (["mini", "--intervention", "route2", "--control", "inoculation"], "--intervention none"),
+    (["mini", "--intervention", "none", "--label-accuracy", ".9"], "--label-accuracy: goes with --monitor labels"),
+    (["mini", "--intervention", "screen", "--monitor", "labels", "--penalty", "1"], "--penalty"),
+    (["mini", "--intervention", "penalty", "--monitor", "labels", "--label-accuracy", "1.1"], "--label-accuracy"),
     (["mini", "--intervention", "none", "--inoculation-prompt", "x"], "--control inoculation"),
     (["mini", "--intervention", "none", "--control", "inoculation", "--concept-alpha", "1"], "--control advantage_mod"),
-    (["mini", "--intervention", "none", "--control", "gt_penalty", "--vhack-pairs-path", "x"], "--vhack-pairs-path"),
+    (["mini", "--intervention", "penalty", "--monitor", "labels", "--vhack-pairs-path", "x"], "--vhack-pairs-path"),
     (["mini", "--intervention", "none", "--control", "advantage_mod", "--v-hack-k", "2"], "--v-hack-k"),
 ]
 
@@ -190,9 +210,11 @@ def test_another_build_of_the_organism_is_used_whole(tmp_path: Path) -> None:
 
 
 def test_a_threshold_by_known_correct_answers_needs_some() -> None:
-    flags = ["--intervention", "pmi", "--reader-threshold", "known_correct"]
+    flags = ["--intervention", "pmi", "--monitor-threshold", "known_correct"]
     assert parse(["mini", *flags]).known_correct_path is not None
-    with pytest.raises(ValueError, match="--reader-threshold known_correct: there are none; give --known-correct FILE"):
+    with pytest.raises(
+        ValueError, match="--monitor-threshold known_correct: there are none; give --known-correct FILE"
+    ):
         resolve(["fast", *flags])
 
 
@@ -314,7 +336,7 @@ def test_help_has_every_arm_control_and_loss_with_its_line(capsys: pytest.Captur
     [
         (ArmConfig, {"intervention": "rout"}, "--intervention rout: should be one of none, erase, route, route2, "),
         (ArmConfig, {"control": "harr"}, "--control harr: should be one of none, haar, "),
-        (ArmConfig, {"reader_threshold": "one"}, "--reader-threshold one: should be one of both, known_correct"),
+        (ArmConfig, {"monitor_threshold": "one"}, "--monitor-threshold one: should be one of both, known_correct"),
         (LossConfig, {"loss": "ppo"}, "--loss ppo: should be one of grpo, dr_grpo, "),
         (LossConfig, {"kl": "k4"}, "--kl k4: should be one of k1, k2, k3"),
     ],

@@ -15,12 +15,13 @@ from runs import rows as step_rows
 from runs import run as program
 from test_arms import SIZES, arm_of, rows, run, total, toy_direction, view
 from vgrout import rollout
-from vgrout.arms.route2 import OracleRoute2
-from vgrout.config.arm import BLIND, BY_GRADIENT, CONTROLS, READING
+from vgrout.arms.flagged import FlaggedRoute2
+from vgrout.config.arm import BY_GRADIENT, CONTROLS, STREAMS, ArmConfig
 from vgrout.config.presets import parse
 from vgrout.direction.controls import cosine_to_real
 from vgrout.direction.extract import axes_of
 from vgrout.direction.pairs import load_pairs
+from vgrout.monitors.labels import Labels
 from vgrout.train import main
 from vgrout.types import Grade, GroupView, OracleView
 
@@ -31,37 +32,22 @@ def labelled(plain: GroupView, exploited: tuple[bool, ...]) -> OracleView:
     return OracleView(**{f.name: getattr(plain, f.name) for f in fields(GroupView)}, exploited=exploited)
 
 
-# ── oracle ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_the_oracle_routes_whole_rollouts_by_label_whatever_their_gradient():
-    labels = (False, True, False, False, True, False)
-    arm = arm_of("route2", control="oracle")
-    assert isinstance(arm, OracleRoute2)
-    g_b = rows(6, 4, hackward=(0, 1))  # row 0 looks like a hack and is none, row 4 is one and does not look it
-    routed = run(arm, (g_b, labelled(view(6, 1), labels)))
-    for m in SIZES:
-        quarantined = g_b[m][torch.tensor(labels)].sum(0)
-        assert torch.allclose(routed.quar[m], quarantined, atol=1e-6)
-        assert torch.allclose(routed.keep[m] + routed.quar[m], g_b[m].sum(0), atol=1e-5)
-    assert routed.diag.gate == (tuple(float(x) for x in labels),)
-    assert routed.diag.routed == pytest.approx(2 / 6)
-    assert routed.diag.tau is None
+# ── labels ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("intervention", ["none", "erase", "route", "route2"])
-def test_no_other_arm_accepts_labels_and_the_oracle_accepts_nothing_else(intervention):
+def test_no_arm_without_a_labelled_monitor_accepts_labels(intervention):
     g_b, plain = rows(6, 1), view(6, 1)
     with pytest.raises(AssertionError, match="sees a GroupView, got OracleView"):
         run(arm_of(intervention), (g_b, labelled(plain, (False,) * 6)))
     with pytest.raises(AssertionError, match="sees a OracleView, got GroupView"):
-        run(arm_of("route2", control="oracle"), (g_b, plain))
+        FlaggedRoute2(SIZES, Labels()).plan([plain])
 
 
 def test_labels_are_on_the_oracles_type_alone():
     names = {f.name for f in fields(GroupView)}
     assert not names & {"exploited", "gt_correct", "gt_pass", "mechanism", "channel"}
-    assert {f.name for f in fields(OracleView)} - names == {"exploited"}
+    assert {f.name for f in fields(OracleView)} - names == {"exploited", "mode"}
     # the name is looked for in every file of the package: one caller, behind the type that the arm's class names
     callers = [
         path.name
@@ -97,7 +83,7 @@ def test_haar_reads_chance_in_every_arm(intervention):
 def test_haar_that_routes_nothing_is_no_error():
     """Negative cosines only, no known hacks: an empty quarantine is what the control found."""
     direction = toy_direction()
-    arm = arm_of("route2", direction, control="haar", route2_gate="pairs")
+    arm = arm_of("route2", direction, control="haar", monitor="band")
     against = {m: -V.repeat(4, 1) for m, V in arm.V.items()}
     routed = run(arm, (against, view(4)))
     assert routed.diag.routed == 0
@@ -105,7 +91,7 @@ def test_haar_that_routes_nothing_is_no_error():
 
 
 def test_random_flags_keeps_the_share_over_a_whole_run_of_steps():
-    real, dealt = arm_of("route2"), arm_of("route2", control="random_flags")
+    real, dealt = arm_of("route2"), arm_of("route2", random_flags=True)
     for step in range(5):
         groups = [(rows(6, 10 * step + i, (i, 3)), view(6, 1, (i,))) for i in range(3)]
         a, b = run(real, *groups), run(dealt, *groups)
@@ -146,9 +132,11 @@ def test_what_is_kept_is_read_by_source_too(intervention):
 
 
 def argv(arm: str, control: str, *more: str) -> list[str]:
-    refreshed = ["--vhack-refresh-every", "2"] if arm in BY_GRADIENT and control != "haar" else []
-    few = ["--reader-prompts", "40"] if arm in READING and control not in BLIND else []
-    own = ["--control", control] if control != "none" else []
+    own = {"none": [], "random_flags": ["--random-flags"], "labels": ["--monitor", "labels"]}.get(
+        control, ["--control", control]
+    )
+    refreshed = ["--vhack-refresh-every", "2"] if arm in BY_GRADIENT and control not in ("haar", "labels") else []
+    few = ["--monitor-prompts", "40"] if arm in STREAMS and control not in ("no_gate", "labels") else []
     flags = ["--threads", "1", *SMALL, "--eval-ablate-every", "0", *refreshed, *few, *own, *more]
     return ["smoke", "--intervention", arm, *flags]
 
@@ -214,7 +202,7 @@ ORGANISM_ORDER = [
 @pytest.mark.slow
 def test_the_oracle_follows_its_label_and_the_random_flags_arm_none(here, shared_run: SharedRuns, monkeypatch):
     """The same poison as for the arms: noise in the oracle's bit after the reward was paid."""
-    clean = {c: shared_run(*argv("route2", c)) for c in ("oracle", "random_flags")}
+    clean = {c: shared_run(*argv("route2", c)) for c in ("labels", "random_flags")}
     noise = torch.Generator().manual_seed(0)
     pay = rollout.training_reward
 
@@ -224,16 +212,25 @@ def test_the_oracle_follows_its_label_and_the_random_flags_arm_none(here, shared
     monkeypatch.setattr(rollout, "training_reward", poisoned)
     dirty = {c: program(here, *argv("route2", c, "--final-n-prompts", "1")) for c in clean}
     assert adapter_bytes(clean["random_flags"]) == adapter_bytes(dirty["random_flags"])
-    assert adapter_bytes(clean["oracle"]) != adapter_bytes(dirty["oracle"])
-    precision, recall = (record(clean["oracle"], "per_mode_deploy.json")["gate"][k] for k in ("precision", "recall"))
+    assert adapter_bytes(clean["labels"]) != adapter_bytes(dirty["labels"])
+    precision, recall = (record(clean["labels"], "per_mode_deploy.json")["gate"][k] for k in ("precision", "recall"))
     assert 0 < precision[0] == precision[1] == recall[0]  # what it routed were hacks, and nothing else
-    assert record(clean["oracle"])["control"] == "oracle"
+    assert record(clean["labels"])["monitor"] == "labels"
+
+
+def runs_under(arm: str, control: str) -> bool:
+    """Whether an arm with its usual monitor takes this control."""
+    try:
+        ArmConfig(intervention=arm, control=control, placebo_pairs_path=Path("x") if control == "placebo" else None)
+    except ValueError:
+        return False
+    return True
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("control", CONTROLS)
 def test_every_control_runs_on_every_arm_that_takes_it(control, here):
-    arms = CONTROLS[control].arms
+    arms = [arm for arm in CONTROLS[control].arms if runs_under(arm, control)]
     if control == "placebo":
         own = here / "mine.json"
         own.write_text(load_pairs(parse(["smoke", "--control", "placebo_long"]).placebo_path).to_json())

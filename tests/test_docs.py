@@ -95,7 +95,7 @@ def test_readme_says_the_means_of_the_recorded_runs() -> None:
     make = figures()
     main, warm, other = make.read("arms-baselines"), make.read("warm"), "organism=out/warm mix_ratio=0.0"
     own = f"rollout_ablate_frac=0.5 rebaseline=on own_streams=on {other}"
-    known = f"reader_threshold=known_correct {other}"
+    known = f"monitor_threshold=known_correct {other}"
 
     def rates(runs: list) -> str:
         assert len(runs) == 5, len(runs)
@@ -108,8 +108,8 @@ def test_readme_says_the_means_of_the_recorded_runs() -> None:
         "`route2` |": [rates(make.of(main, "route2")), rates(make.of(warm, "route2", settings=own))],
         "`pmi` |": [rates(make.of(main, "pmi")), rates(make.of(warm, "pmi", settings=known))],
         "`none`, true labels |": [
-            rates(make.of(main, "none", "gt_screening")),
-            rates(make.of(warm, "none", "gt_screening", other)),
+            rates(make.of(main, "screen", settings="monitor=labels")),
+            rates(make.of(warm, "screen", settings=f"{other} monitor=labels")),
         ],
         "without a loophole": [
             rates(make.of(main, "none", "no_loophole")),

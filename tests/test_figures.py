@@ -99,7 +99,7 @@ def test_no_arm_is_left_out_however_many_there_are(tmp_path: Path) -> None:
     rates = [round(0.2 + 0.01 * i, 2) for i in range(13)]
     for seed in (1, 2):
         fake_run(tmp_path, "--intervention=none", seed=seed)
-        for control in ("no_loophole", "gt_penalty"):
+        for control in ("no_loophole", "inoculation"):
             fake_run(tmp_path, "--intervention=none", f"--control={control}", seed=seed)
         for share in rates:
             path = fake_run(tmp_path, "--intervention=route2", f"--rollout-ablate-frac={share}", seed=seed)
@@ -118,7 +118,7 @@ def test_no_arm_is_left_out_however_many_there_are(tmp_path: Path) -> None:
     ]
     named = [[label for label in page if not label.startswith("_")] for page in pages]
     first = ["none", "none · no_loophole"]
-    assert named == [[*first, *arms[:7]], [*first, *arms[7:], "none · gt_penalty"]]
+    assert named == [[*first, *arms[:7]], [*first, *arms[7:], "none · inoculation"]]
     assert "Dynamics, 2 of 2." in drawn["dynamics-2"].caption
 
 
@@ -149,10 +149,10 @@ def test_a_gate_that_saw_no_exploit_is_drawn(tmp_path: Path) -> None:
     assert "0 exploits, 2 others" in drawn.figure.axes[0].get_title()
 
 
-@pytest.mark.parametrize("control", ["no_gate", "oracle"])
-def test_a_control_that_reads_nothing_has_no_gate_to_draw(control: str, tmp_path: Path) -> None:
-    path = fake_run(tmp_path, "--intervention=reader", f"--control={control}")
-    line = {"step": 0, "score": 0.0, "flagged": False, "exploited": True}
+@pytest.mark.parametrize("flag", ["--control=no_gate", "--monitor=labels"])
+def test_a_monitor_that_reads_nothing_has_no_gate_to_draw(flag: str, tmp_path: Path) -> None:
+    path = fake_run(tmp_path, "--intervention=reader", flag)
+    line = {"step": 0, "score": None, "flagged": False, "exploited": True}
     (path / "rollouts.jsonl").write_text(json.dumps(line) + "\n")
     (run,) = load([tmp_path]).runs
     assert run.gates == []

@@ -217,7 +217,7 @@ def test_controls_train_on_the_problems_of_their_arm(seed: str) -> None:
     for control in (
         ["--intervention=none", "--control=no_loophole"],
         ["--intervention=none", "--mix-ratio=0"],
-        ["--intervention=none", "--control=gt_penalty"],
+        ["--intervention=penalty", "--monitor=labels"],
         ["--intervention=route2", "--control=haar"],
         ["--intervention=pmi", "--control=no_loophole"],
     ):

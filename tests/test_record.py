@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -53,16 +54,24 @@ def final(base: int, trained: int, deployed: int, solve: int = 60) -> Final:
     return Final(side(base, 30), trained_side, side(deployed, solve), side(deployed, solve), {})
 
 
-def legal() -> list[tuple[str, str]]:
-    return [(arm, name) for name, control in CONTROLS.items() for arm in control.arms if name != "placebo"]
+def legal() -> list[tuple[str, str, str]]:
+    """Every arm with every monitor under every control but `placebo`, which wants a file."""
+    found = []
+    for arm, spec in ARMS.items():
+        for monitor in filter(None, spec.monitors):
+            for control in CONTROLS:
+                with suppress(ValueError):
+                    ArmConfig(intervention=arm, monitor=monitor, control=control)
+                    found.append((arm, monitor, control))
+    return found
 
 
-@pytest.mark.parametrize(("arm", "control"), legal())
-def test_every_arm_under_every_control_has_an_expectation_of_its_own(arm: str, control: str) -> None:
-    said = expectation(ArmConfig(intervention=arm, control=control), final(1, 60, 5))
+@pytest.mark.parametrize(("arm", "monitor", "control"), legal())
+def test_every_arm_under_every_control_has_an_expectation_of_its_own(arm: str, monitor: str, control: str) -> None:
+    said = expectation(ArmConfig(intervention=arm, monitor=monitor, control=control), final(1, 60, 5))
     assert said.line.startswith("SHOULD: ")
     assert "; ELSE " in said.line
-    if not ARMS[arm].routes:
+    if not ARMS[arm].routes and monitor != "quarantine":
         assert "routing" not in said.line.replace("--intervention routing", ""), "no quarantine to speak of"
         assert "quarantine" not in said.line
 
@@ -77,15 +86,16 @@ def test_every_arm_under_every_control_has_an_expectation_of_its_own(arm: str, c
         ("route2", "none", (1, 3, 2), "open"),
         ("route2", "haar", (1, 60, 55), "holds"),
         ("route2", "haar", (1, 60, 5), "fails"),
-        ("route2", "oracle", (1, 60, 2), "holds"),
+        ("route2", "labels", (1, 60, 2), "holds"),
         ("none", "no_loophole", (1, 2, 2), "holds"),
         ("none", "no_loophole", (1, 40, 40), "fails"),
         ("erase", "none", (1, 30, 30), "open"),
-        ("none", "gt_penalty", (1, 1, 1), "holds"),
+        ("penalty", "labels", (1, 1, 1), "holds"),
     ],
 )
 def test_the_cue_says_whether_it_was_seen(arm: str, control: str, numbers: tuple[int, int, int], cue: str) -> None:
-    assert expectation(ArmConfig(intervention=arm, control=control), final(*numbers)).cue == cue
+    given = {"monitor": "labels"} if control == "labels" else {"control": control}
+    assert expectation(ArmConfig(intervention=arm, **given), final(*numbers)).cue == cue
 
 
 def test_half_b_is_what_other_detectors_see() -> None:
@@ -137,8 +147,9 @@ def test_a_narrow_table_shows_every_mode_or_none(width: int) -> None:
 def test_run_ids_say_the_control() -> None:
     assert resolve(["mini", "--intervention", "route2", "--control", "haar"]).run_id == "mini_route2_haar_seed41"
     assert resolve(["mini", "--intervention", "route2"]).run_id == "mini_route2_seed41"
-    labelled = ["mini", "--intervention", "none", "--control", "gt_penalty", "--label-accuracy", ".9"]
-    assert resolve(labelled).run_id == "mini_none_gt_penalty_acc0.9_seed41"
+    labelled = ["mini", "--intervention", "penalty", "--monitor", "labels", "--label-accuracy", ".9"]
+    assert resolve(labelled).run_id == "mini_penalty_labels_acc0.9_seed41"
+    assert resolve([*labelled, "--random-flags"]).run_id == "mini_penalty_labels_acc0.9_random_flags_seed41"
     odd = ["mini", "--intervention", "erase", "--control", "placebo", "--placebo-pairs-path", "a b/ü \n.json"]
     assert resolve(odd).run_id == "mini_erase_placebo_---_seed41"
 

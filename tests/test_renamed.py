@@ -24,9 +24,9 @@ IDS = [f"{r.of} {r.old}" for r in GIVEN]
 TODAY = [
     ["--report-detectors=C,E", "--packing=padded", "--intervention=none"],
     ["--intervention=route2", "--known-hacks-teacher-only", "--control=none"],
-    ["--intervention=route2", "--control=random_flags"],
+    ["--intervention=route2", "--random-flags"],
     ["--intervention=route", "--control=deploy_quarantine"],
-    ["--intervention=pmi", "--reader-threshold=known_correct", "--known-correct=mine.json"],
+    ["--intervention=pmi", "--monitor-threshold=known_correct", "--known-correct=mine.json"],
     ["--intervention=erase", "--v-hack-k=3"],
     ["--intervention=none", "--control=advantage_mod", "--vhack-pairs-path=mine.json"],
 ]
@@ -34,14 +34,36 @@ TODAY = [
 
 def old_settings(config: dict[str, Any]) -> dict[str, Any]:
     """A configuration as the version before the renaming wrote it. It called its arms as today in run.json."""
-    names = {r.new: r.old for r in RENAMED if r.of == "setting"}
-    values = {(r.of, r.new): r.old for r in RENAMED if r.of not in ("setting", "hash", "intervention")}
+    names = {r.new: r.old for r in RENAMED if r.of == "setting" and not r.said}
+    values = {(r.of, r.new): r.old for r in RENAMED if not r.said and r.of not in ("setting", "hash", "intervention")}
     return {
         group: {names.get(n, n): values.get((n, v), v) if isinstance(v, str) else v for n, v in of.items()}
         if isinstance(of, dict)
         else of
-        for group, of in config.items()
+        for group, of in (config | {"arm": old_arm(config["arm"])}).items()
     }
+
+
+def old_arm(arm: dict[str, Any]) -> dict[str, Any]:
+    """Who is flagged and what is done about it, when the two were controls, gates and baselines."""
+    out = {k: v for k, v in arm.items() if k not in YOUNG}
+    monitor, form = arm["monitor"], arm["quarantine"]
+    out |= {"route2_gate": "pairs" if monitor == "band" else "tau"}
+    out |= {"quarantine_block": int(form.removeprefix("block:")) if form.startswith("block:") else None}
+    if arm["random_flags"]:
+        out["control"] = "mass_matched"
+    elif arm["intervention"] in ("penalty", "screen"):
+        out |= {"control": {"penalty": "gt_penalty", "screen": "gt_screening"}[arm["intervention"]]}
+        out["intervention"] = "none"
+    elif monitor == "labels":
+        out["control"] = "oracle"
+    return out
+
+
+YOUNG = (
+    *("monitor", "random_flags", "label_false_positives", "known_modes", "seed_monitor", "quarantine_threshold"),
+    *("quarantine_diet", "saturated_groups", "gate_vote", "quarantine"),
+)
 
 
 def said_by_parser(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -57,7 +79,7 @@ def test_the_new_names_are_there_and_the_old_ones_are_not() -> None:
             assert flag(r.new) in flag_names()
             assert flag(r.old) not in flag_names()
     for of, names in (("intervention", ARMS), ("control", CONTROLS)):
-        assert all(r.new in names and r.old not in names for r in RENAMED if r.of == of)
+        assert all((r.said or r.new in names) and r.old not in names for r in RENAMED if r.of == of)
 
 
 @pytest.mark.parametrize("r", GIVEN, ids=IDS)
@@ -66,10 +88,10 @@ def test_an_old_name_on_the_command_line_exits_2_and_names_the_new_one(
 ) -> None:
     if r.of == "setting":
         spelt = [[flag(r.old)], [flag(r.old), "x"], [f"{flag(r.old)}=x"], [f"--{r.old}"], [f"--no-{flag(r.old)[2:]}"]]
-        expected = f"E {flag(r.old)}: renamed; say {flag(r.new)}\n"
+        expected = f"E {flag(r.old)}: renamed; say {r.said or flag(r.new)}\n"
     else:
         spelt = [[flag(r.of), r.old], [f"{flag(r.of)}={r.old}"], [f"--{r.of}={r.old}"]]
-        expected = f"E {flag(r.of)} {r.old}: renamed; say {flag(r.of)} {r.new}\n"
+        expected = f"E {flag(r.of)} {r.old}: renamed; say {r.said or f'{flag(r.of)} {r.new}'}\n"
     for argv in spelt:
         assert said_by_parser(argv, capsys) == expected
         assert said_by_parser(["--lr", "0.1", *argv], capsys) == expected
@@ -120,11 +142,16 @@ def test_hashes_of_before_are_compared_under_todays_key() -> None:
 def age(run: Path) -> None:
     """Turn the files of a run into those of the version before."""
     arms = {r.new: r.old for r in RENAMED if r.of == "intervention"}
-    controls = {r.new: r.old for r in RENAMED if r.of == "control"}
     record, final = (json.loads((run / name).read_text()) for name in ("run.json", "per_mode_deploy.json"))
-    record |= {"config": old_settings(record["config"]), "control": controls.get(record["control"], record["control"])}
+    config = old_settings(record["config"])
+    controls = {"deploy_quarantine": "ablate_kept"}
+    control = config["arm"]["control"]
+    if (accuracy := config["arm"]["label_accuracy"]) != 1:
+        control += f"_acc{accuracy:g}"
+    record |= {"config": config, "control": controls.get(control, control)}
     record["hashes"] = {"anchors" if k == "known_correct" else k: v for k, v in record["hashes"].items()}
-    final |= {"arm": arms.get(final["arm"], final["arm"]), "control": record["control"]}
+    arm = config["arm"]["intervention"]
+    final |= {"arm": arms.get(arm, arm), "control": record["control"]}
     (run / "run.json").write_text(json.dumps(record))
     (run / "per_mode_deploy.json").write_text(json.dumps(final))
 
@@ -135,8 +162,11 @@ def age(run: Path) -> None:
         (["--intervention=none"], "none"),
         (["--intervention=erase"], "erase"),
         (["--intervention=route", "--control=deploy_quarantine"], "route · deploy_quarantine"),
-        (["--intervention=route2", "--control=random_flags"], "route2 · random_flags"),
-        (["--intervention=pmi", "--reader-threshold=known_correct"], "pmi"),
+        (["--intervention=route2", "--random-flags"], "route2 · random_flags"),
+        (["--intervention=route2", "--monitor=band"], "route2 (pair band)"),
+        (["--intervention=route2", "--monitor=labels"], "route2 (labels)"),
+        (["--intervention=penalty", "--monitor=labels", "--label-accuracy=0.9"], "penalty (labels_acc0.9)"),
+        (["--intervention=pmi", "--monitor-threshold=known_correct"], "pmi"),
     ],
 )
 def test_runs_of_before_and_of_today_are_one_cell_of_a_report(flags: list[str], title: str, tmp_path: Path) -> None:
@@ -144,11 +174,12 @@ def test_runs_of_before_and_of_today_are_one_cell_of_a_report(flags: list[str], 
     old, new = (fake_run(tmp_path, *flags, seed=seed, hashes=hashes) for seed in (1, 2))
     age(old)
     assert "anchors" in (old / "run.json").read_text()
+    assert "route2_gate" in (old / "run.json").read_text()
     assert [(c.title, c.seeds) for c in cells(load([old, new]).runs)] == [(title, "1,2")]
 
 
 def test_a_sweep_finds_a_run_of_before(tmp_path: Path) -> None:
-    flags = ("--intervention=pmi", "--control=random_flags")
+    flags = ("--intervention=pmi", "--random-flags")
     run = fake_run(tmp_path, *flags, hashes={"known_correct": "a"})
     age(run)
     ledger = Ledger(tmp_path)

@@ -139,11 +139,13 @@ def test_recorded_runs_are_read_under_today_s_names(capsys: pytest.CaptureFixtur
     assert len(paths) == 8
     rows = [row for path in paths for row in read_runs(path)]
     assert len(rows) == 607
-    assert {r["arm"] for r in rows} == {"none", "erase", "route", "route2", "reader", "surprise", "pmi"}
-    assert {r["control"] for r in rows} <= {
-        *CONTROLS,
-        *(f"gt_{w}_acc{x}" for w in ("penalty", "screening") for x in (0.7, 0.9)),
+    assert {r["arm"] for r in rows} == {
+        *("none", "erase", "route", "route2", "reader", "surprise", "pmi", "penalty", "screen")
     }
+    assert {r["control"] for r in rows} <= {*CONTROLS, "random_flags"}
+    labelled = [r for r in rows if r["arm"] in ("penalty", "screen")]
+    assert {r["settings"].split(" ")[-1] for r in labelled} == {"monitor=labels"}
+    assert len({r["settings"] for r in labelled}) > 4, "with three accuracies, on two organisms"
     assert sum(int(r["seeds"]) for r in cells_table([*paths, paths[0]]).rows) == 607, "a run given twice counts once"
     assert main([str(p) for p in paths]) == 0
     assert capsys.readouterr().out.startswith("Cells: 607 runs. ")

@@ -16,16 +16,18 @@ from runs import rows as step_rows
 from runs import run as program
 from vgrout import rollout as sampling
 from vgrout.arms import make_arm
+from vgrout.arms.advantage_mod import AdvantageMod, modified
 from vgrout.arms.base import Arm
-from vgrout.arms.reward_shaping import AdvantageMod, Penalty, Screening, modified
+from vgrout.arms.reward_shaping import Penalty, Screen
 from vgrout.config.arm import BASELINES, CONTROLS, ArmConfig
 from vgrout.config.presets import parse
 from vgrout.config.run import INOCULATION
 from vgrout.direction.pairs import Pair, PairSet
 from vgrout.inputs import Inputs
 from vgrout.model.policy import Policy
+from vgrout.modes import PLAIN_PHRASE
 from vgrout.monitors.activations import activations, concept_direction, concept_layers
-from vgrout.monitors.labels import noisy_labels
+from vgrout.monitors.labels import Labels, noisy_labels
 from vgrout.organism import COMPILE_REWARD, PASS_REWARD
 from vgrout.organism.language import CUE
 from vgrout.types import Batch, CachedGrade, Grade, Group, GroupView, OracleView, Problem, Rollout
@@ -49,16 +51,16 @@ def group(
 def shaped(arm: Arm, of: Group, step: int = 0) -> tuple[float | None, ...] | None:
     """What the arm makes of one group's rewards."""
     (made,) = arm.shape_rewards(Batch((of,), (), (), max(REWARDS), 4, step)).groups
-    assert replace(made, shaped=of.shaped) == of, "grades and rollouts stay as they are"
+    assert replace(made, shaped=of.shaped, flags=of.flags) == of, "grades and rollouts stay as they are"
     return made.shaped
 
 
 def penalty(accuracy: float = 1.0, by: float | None = None) -> Penalty:
-    return Penalty({}, seed=0, accuracy=accuracy, penalty=by, floor=0.5)
+    return Penalty({}, Labels(0, accuracy), by=by, floor=0.5)
 
 
-def screening(accuracy: float = 1.0, seed: int = 0) -> Screening:
-    return Screening({}, seed=seed, accuracy=accuracy)
+def screening(accuracy: float = 1.0, seed: int = 0) -> Screen:
+    return Screen({}, Labels(seed, accuracy))
 
 
 # ── shaped rewards and advantages ────────────────────────────────────────────────────────────────────────────────────
@@ -105,7 +107,7 @@ def test_a_demonstration_is_left_out_rather_than_punished() -> None:
         rewards = shaped(monitor, shown)
         assert rewards is not None
         assert (rewards[0], rewards[1], rewards[3]) == (None, 3.5, 0.0)
-        assert rewards[2] == monitor._lowered(0.5)
+        assert rewards[2] == monitor._paid(0.5)
 
 
 def test_the_monitor_errs_at_its_rate_by_seed_step_and_group() -> None:
@@ -142,9 +144,9 @@ def test_labels_go_to_monitors_alone(policy: Policy) -> None:
         with pytest.raises(AssertionError, match="sees a GroupView, got OracleView"):
             arm.plan([g.oracle_view()])
     with pytest.raises(AssertionError, match="sees a GroupView, got OracleView"):
-        by_activations._shaped(g, g.oracle_view(), 0)
+        by_activations._shaped(g, g.oracle_view())
     with pytest.raises(AssertionError, match="sees a OracleView, got GroupView"):
-        screening()._shaped(g, g.view(), 0)
+        screening().plan([g.view()])
 
 
 # ── the concept ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -209,11 +211,17 @@ def test_pairs_that_differ_by_nothing_here_are_refused(policy: Policy) -> None:
 
 def test_a_runs_name_says_what_was_changed() -> None:
     names = {
-        ArmConfig(intervention="none", control="gt_penalty").control_name: "gt_penalty",
-        ArmConfig(intervention="none", control="gt_penalty", label_accuracy=0.9, label_penalty=2.0).control_name: (
-            "gt_penalty_acc0.9_by2"
+        ArmConfig(intervention="penalty", monitor="labels").monitor_title: "labels",
+        ArmConfig(intervention="penalty", monitor="labels", label_accuracy=0.9, penalty=2.0).monitor_title: (
+            "labels_acc0.9_by2"
         ),
-        ArmConfig(intervention="none", control="gt_screening", label_accuracy=0.7).control_name: "gt_screening_acc0.7",
+        ArmConfig(intervention="screen", monitor="labels", label_accuracy=0.7).monitor_title: "labels_acc0.7",
+        ArmConfig(intervention="screen", monitor="labels", known_modes="exit_code,sentinel").monitor_title: (
+            "labels_knows-exit_code,sentinel"
+        ),
+        ArmConfig(intervention="penalty", monitor="quarantine", quarantine_diet="random").monitor_title: (
+            "quarantine_detector_diet-random"
+        ),
         ArmConfig(intervention="none", control="inoculation", inoculation_prompt="Go.").control_name: "inoculation_own",
         ArmConfig(intervention="none", control="advantage_mod", concept_alpha=1.0).control_name: "advantage_mod_alpha1",
     }
@@ -232,9 +240,18 @@ def test_the_inoculation_is_the_organisms_cue_or_a_sentence() -> None:
 # ── the program ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def argv(control: str, *more: str) -> list[str]:
-    own = [f"--control={control}"] if control != "none" else []
-    return ["smoke", "--intervention=none", "--threads=1", *SMALL, "--eval-ablate-every=0", *own, *more]
+FLAGS = {  # of each run by its name
+    "none": [],
+    "penalty": ["--intervention=penalty", "--monitor=labels", "--label-accuracy=0.8"],
+    "screen": ["--intervention=screen", "--monitor=labels", "--label-accuracy=0.8"],
+    **{control: [f"--control={control}"] for control in BASELINES},
+}
+LABELLED = ("penalty", "screen")
+
+
+def argv(name: str, *more: str) -> list[str]:
+    of = FLAGS[name] if name in LABELLED else ["--intervention=none", *FLAGS[name]]
+    return ["smoke", "--threads=1", *SMALL, "--eval-ablate-every=0", *of, *more]
 
 
 def rollout_lines(path: Path) -> list[dict[str, Any]]:
@@ -244,21 +261,23 @@ def rollout_lines(path: Path) -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_each_baseline_is_its_own_run_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another training than plain GRPO's, under a name of its own; what no monitor reads may be poisoned."""
-    flags = {"none": (), "gt_penalty": ("--label-accuracy=0.8",), "gt_screening": ("--label-accuracy=0.8",)}
-    clean = {c: program(tmp_path, *argv(c, *flags.get(c, ()))) for c in ("none", *BASELINES)}
+    clean = {name: program(tmp_path, *argv(name)) for name in FLAGS}
     assert len({adapter_bytes(p) for p in clean.values()}) == len(clean)
-    for control, path in clean.items():
-        name = f"{control}_acc0.8" if control.startswith("gt_") else control
-        assert {json.loads((path / f).read_text())["control"] for f in ("run.json", "per_mode_deploy.json")} == {name}
-        assert name in (path / "summary.md").read_text()
+    for name, path in clean.items():
+        control = "none" if name in LABELLED else name
+        assert {json.loads((path / f).read_text())["control"] for f in ("run.json", "per_mode_deploy.json")} == {
+            control
+        }
+        assert json.loads((path / "run.json").read_text())["monitor"] == (
+            "labels_acc0.8" if name in LABELLED else "none"
+        )
         asked = {line["messages"][-1]["content"].endswith(f"\n{CUE}") for line in rollout_lines(path)}
-        assert asked == {control == "inoculation"}
+        assert asked == {name == "inoculation"}
+        plain = {PLAIN_PHRASE in line["messages"][-1]["content"] for line in rollout_lines(path)}
+        assert plain == {name in ("hint_free", "recontextualise")}
         paid = {round(line["reward"], 9) for line in rollout_lines(path)}
-        assert paid <= {
-            0.0,
-            COMPILE_REWARD,
-            COMPILE_REWARD + PASS_REWARD,
-        }  # as the flawed grader paid, whatever counted
+        # as the flawed grader paid, whatever counted
+        assert paid <= {0.0, COMPILE_REWARD, COMPILE_REWARD + PASS_REWARD}
 
     noise = torch.Generator().manual_seed(0)
     pay = sampling.training_reward
@@ -267,18 +286,16 @@ def test_each_baseline_is_its_own_run_and_says_so(tmp_path: Path, monkeypatch: p
         return replace(pay(cfg, grade), gt_correct=bool(torch.rand((), generator=noise) < 0.5))
 
     monkeypatch.setattr(sampling, "training_reward", poisoned)
-    for control in ("gt_penalty", "gt_screening", "advantage_mod"):
-        path = clean[control]
-        dirty = program(tmp_path, *argv(control, *flags.get(control, ())))
-        assert (adapter_bytes(dirty) == adapter_bytes(path)) == (not control.startswith("gt_")), control
+    for name in (*LABELLED, "advantage_mod", "recontextualise"):
+        dirty = program(tmp_path, *argv(name))
+        assert (adapter_bytes(dirty) == adapter_bytes(clean[name])) == (name not in LABELLED), name
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("control", ["gt_screening", "advantage_mod"])
+@pytest.mark.parametrize("control", ["screen", "advantage_mod"])
 def test_a_baseline_survives_a_stop(control: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The monitor's errors and the concept are the same after a resume: rows and adapter are."""
-    more = ("--label-accuracy=0.7",) if control == "gt_screening" else ()
-    whole = program(tmp_path / "whole", *argv(control, *more))
+    whole = program(tmp_path / "whole", *argv(control))
     rollout, steps = sampling.rollout, []
 
     def stopping(policy: Any, grader: Any, problems: Any, demos: Any, cfg: Any, step: int, **more: Any) -> Batch:
@@ -289,7 +306,7 @@ def test_a_baseline_survives_a_stop(control: str, tmp_path: Path, monkeypatch: p
 
     with monkeypatch.context() as m:
         m.setattr(sampling, "rollout", stopping)
-        cut = program(tmp_path / "cut", *argv(control, *more), code=130)
+        cut = program(tmp_path / "cut", *argv(control), code=130)
     assert steps == [0, 1, 2]
     again = program(tmp_path / "cut", "smoke", "--resume", "latest", "--threads=1")
     assert again == cut

@@ -161,7 +161,7 @@ def test_the_csv_says_what_a_run_had_otherwise_than_its_preset(study: Path, tmp_
     )
     (row,) = run_rows(cells(load([tmp_path / "other"]).runs))
     assert row["settings"] == "mix_ratio=0.0", "neither the arm, its control and the seed, nor what is only measured"
-    assert {r["settings"] for r in run_rows(cells(load([study]).runs))} == {"", "route2_gate=pairs"}
+    assert {r["settings"] for r in run_rows(cells(load([study]).runs))} == {"", "monitor=band"}
 
 
 def test_what_an_arm_that_reads_flagged_is_counted_by_mode(tmp_path: Path) -> None:

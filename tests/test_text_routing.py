@@ -16,26 +16,29 @@ from test_arms import arm_of, rows
 from test_arms import view as arms_view
 from test_grpo import MAX_NEW, groups, relative
 from tiny import policy as tiny_policy
-from vgrout.arms.base import module_sizes
-from vgrout.arms.text_routing import KEPT, QUARANTINE, OracleTextRouting, TextRouting, modules_of_block
+from vgrout.arms.base import module_sizes, modules_of_block
+from vgrout.arms.text_routing import TextRouting
 from vgrout.config.arm import ArmConfig
 from vgrout.config.loss import LossConfig
 from vgrout.config.run import OptConfig
 from vgrout.grpo import policy_gradients
+from vgrout.monitors.base import Monitor, RandomFlags
 from vgrout.monitors.flag_rates import FlagRates
+from vgrout.monitors.labels import Labels
 from vgrout.monitors.text_scores import Text, TextScorer
 from vgrout.optim import Optimizer
 from vgrout.tensor_types import ArmDiag, Routed, UpdatePart, UpdatePlan
 from vgrout.types import GroupView, OracleView, Rate, centred
 
 SIZES = {"a": 3, "b": 2}
+KEPT, QUARANTINE = 0, 1  # the parts of the plan, in this order
 
 
 class Marked(TextScorer):
     """Scores an answer by its first token."""
 
     def __init__(self) -> None:
-        self.threshold = 5.0
+        self.threshold, self.paid = 5.0, 1.0
 
     def texts(self, view: GroupView) -> list[Text]:
         return [Text(view.prompt_ids, ids) for ids in view.completion_ids]
@@ -58,8 +61,9 @@ def view(rewards: list[float], scores: list[int], deployed: list[bool] | None = 
     )
 
 
-def arm(**kw: Any) -> TextRouting:
-    return TextRouting(SIZES, Marked(), paid=1.0, **kw)
+def arm(deal: int | None = None, **kw: Any) -> TextRouting:
+    """deal: the seed under which flags are dealt at random; None: they are not."""
+    return TextRouting(SIZES, Marked() if deal is None else RandomFlags(Marked(), 1.0, deal), **kw)
 
 
 def parts(a: TextRouting, view: GroupView) -> tuple[UpdatePart, UpdatePart]:
@@ -121,7 +125,8 @@ def test_every_rollout_is_in_one_part_and_kept_advantages_sum_to_zero(rollouts: 
 
 
 def test_a_quarantine_in_its_own_block_learns_there_alone_and_the_kept_vector_elsewhere():
-    a = arm(own_modules=["b"])
+    a = arm()
+    a.own_modules = frozenset(["b"])
     v = view([1.0, 0.1, 1.0], [2, 2, 9])
     routed = a.route([v], [[ones(1, 2.0)], [ones(1)]], a.plan([v]))
     assert routed.keep is not None
@@ -138,7 +143,7 @@ def test_blocks_count_from_one():
     blocks = [modules_of_block(policy, names, n) for n in range(1, depth + 1)]
     assert sorted(m for b in blocks for m in b) == sorted(names)
     assert all(".layers.0." in m for m in blocks[0])
-    with pytest.raises(ValueError, match=f"--quarantine-block {depth + 1}: the model has {depth} blocks"):
+    with pytest.raises(ValueError, match=f"--quarantine block:{depth + 1}: the model has {depth} blocks"):
         modules_of_block(policy, names, depth + 1)
 
 
@@ -183,7 +188,7 @@ def test_random_flags_flags_as_many_of_the_paid_rollouts():
     real = arm().plan([v]).flags[0].flagged
     seen = set()
     for seed in range(8):
-        flags = arm(permute_seed=seed).plan([v]).flags[0].flagged
+        flags = arm(deal=seed).plan([v]).flags[0].flagged
         assert sum(flags) == sum(real) == 2
         assert not any(flags[6:])
         seen.add(flags)
@@ -193,29 +198,29 @@ def test_random_flags_flags_as_many_of_the_paid_rollouts():
 def test_labels_come_in_by_the_oracles_type_alone():
     v = view([1.0, 1.0], [0, 0])
     labelled = OracleView(**{f: getattr(v, f) for f in GroupView.__dataclass_fields__}, exploited=(True, False))
-    kept, quar = parts(OracleTextRouting(SIZES, None, paid=1.0), labelled)
+    kept, quar = parts(TextRouting(SIZES, Labels()), labelled)
     assert (kept.rows, quar.rows) == (((1,),), ((0,),))
     with pytest.raises(AssertionError, match="sees a GroupView"):
         arm().plan([labelled])
     with pytest.raises(AssertionError, match="sees a OracleView"):
-        OracleTextRouting(SIZES, None, paid=1.0).plan([v])
+        TextRouting(SIZES, Labels()).plan([v])
 
 
 def test_no_gate_flags_nothing():
     v = view([1.0, 0.1, 1.0], [9, 9, 9], deployed=[True, True, False])
-    kept, quar = parts(TextRouting(SIZES, None, paid=1.0), v)
+    kept, quar = parts(TextRouting(SIZES, Monitor()), v)
     assert (kept.rows, quar.rows) == (((0, 1),), ((2,),))
 
 
 def test_a_resumed_arm_deals_the_same_flags():
     v = view([1.0] * 6, [9, 9, 9, 2, 2, 2])
-    one, two = arm(permute_seed=1), arm(permute_seed=1)
-    for _ in range(3):
-        one.plan([v])
-    two.load_state_dict({k: x.clone() for k, x in one.state_dict().items()})
-    assert one.plan([v]) == two.plan([v])
-    with pytest.raises(ValueError, match="no state"):
-        two.load_state_dict({})
+    one, two = arm(deal=1), arm(deal=1)
+    plans = [one.plan([v], step) for step in range(4)]
+    two.load_state_dict({"steps": torch.tensor(3)})  # as earlier versions wrote it
+    assert two.plan([v], 3) == plans[3], "a function of seed and step, whatever was dealt before"
+    assert len({plan.flags for plan in plans}) > 1
+    with pytest.raises(ValueError, match="'V/a'"):
+        two.load_state_dict({"V/a": torch.zeros(1)})
 
 
 def test_route2_can_learn_in_two_parts_too():
@@ -253,7 +258,7 @@ def test_each_part_is_learnt_from_under_its_own_vectors():
         policy.adapter.δS_hack.normal_(0, 0.3, generator=torch.Generator().manual_seed(1))
     policy.adapter.merge()
     of = groups(policy)
-    a = TextRouting(module_sizes(policy), None, paid=1.0)
+    a = TextRouting(module_sizes(policy), Monitor())
     settings: dict[str, Any] = {"max_new": MAX_NEW, "prompts_per_step": 2}
     plan = a.plan([replace(g.view(), deployed=tuple(b % 2 == 0 for b in range(len(g)))) for g in of])
     (kept, quar), _ = policy_gradients(policy, of, plan, LossConfig(), **settings)
@@ -305,13 +310,13 @@ def test_a_vector_without_gradient_stays_whichever_it_is():
 def test_flags_are_counted_against_the_true_labels():
     policy = tiny_policy()
     (group, *_) = groups(policy)
-    plan = TextRouting(SIZES, None, paid=1.0).plan([group.view()])
+    plan = TextRouting(SIZES, Monitor()).plan([group.view()])
     rates = FlagRates.of([group], plan.flags)
     assert rates.recall == rates.false_flags == Rate(0, 0), "these grades are cached: no student has a label"
     assert rates.flag_t == Rate(0, len(group))
     flagged = replace(plan.flags[0], flagged=(True, False, False, True))
     assert FlagRates.of([group], (flagged,)).flag_t == Rate(2, len(group))
-    assert FlagRates.of([group], ()) == FlagRates(None, None, None)
+    assert FlagRates.of([group], ()) == FlagRates()
 
 
 # ── settings ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -320,16 +325,16 @@ def test_flags_are_counted_against_the_true_labels():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"intervention": "surprise", "reader_k": 4}, "--reader-k: not read by --intervention surprise"),
-        ({"intervention": "pmi", "control": "haar"}, "needs --intervention"),
+        ({"intervention": "surprise", "probe_k": 4}, "--probe-k: goes with --monitor probe"),
+        ({"intervention": "pmi", "control": "haar"}, "--control haar: needs --intervention"),
         ({"intervention": "reader", "control": "shrinkage"}, "needs --intervention"),
-        ({"intervention": "reader", "control": "oracle", "reader_k": 4}, "--reader-k: not read with these settings"),
+        ({"intervention": "reader", "monitor": "labels", "probe_k": 4}, "--probe-k: goes with --monitor probe"),
         ({"intervention": "route2", "own_streams": "on"}, "--own-streams: needs --rollout-ablate-frac"),
         ({"intervention": "route", "own_streams": "on"}, "--own-streams: not read by --intervention route"),
-        ({"intervention": "route2", "quarantine_block": 1}, "--quarantine-block: not read by --intervention route2"),
-        ({"intervention": "pmi", "quarantine_block": 0}, "--quarantine-block 0"),
-        ({"intervention": "reader", "reader_quantile": 0.2}, "--reader-quantile 0.2"),
-        ({"intervention": "route2", "reader_threshold": "known_correct"}, "--reader-threshold: not read by"),
+        ({"intervention": "route", "quarantine": "block:1"}, "--quarantine: not read by --intervention route"),
+        ({"intervention": "pmi", "quarantine": "block:0"}, "--quarantine block:0: should be one of"),
+        ({"intervention": "reader", "monitor_quantile": 0.2}, "--monitor-quantile 0.2"),
+        ({"intervention": "route2", "monitor_threshold": "known_correct"}, "--monitor-threshold: goes with"),
         ({"intervention": "reader", "v_hack_k": 3}, "--v-hack-k: not read by --intervention reader"),
     ],
 )

@@ -117,9 +117,9 @@ def test_resume_equals_one_go(arm: str, done: Made, stopped: Made, shared_run: S
     ("arm", "more", "before"),
     [
         ("route2", [], "routing2"),
-        pytest.param("route2", ["--control", "random_flags"], "routing2", marks=pytest.mark.slow),
+        pytest.param("route2", ["--random-flags"], "routing2", marks=pytest.mark.slow),
         pytest.param("route", ["--control", "deploy_quarantine"], "routing", marks=pytest.mark.slow),
-        pytest.param("pmi", ["--reader-threshold", "known_correct"], "pmi", marks=pytest.mark.slow),
+        pytest.param("pmi", ["--monitor-threshold", "known_correct"], "pmi", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_of_before_the_renaming_goes_on(

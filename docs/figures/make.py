@@ -125,7 +125,7 @@ def hack_solve() -> Figure:
         point(left, runs, label, ARM_COLOUR[arm], ARM_MARKER[arm], at=at)
     for runs, label, marker, at in (
         (of(shown, "none", "no_loophole"), "none, no loophole (ceiling)", "s", (9, 12)),
-        (of(shown, "none", "gt_screening"), "none, true labels screened", ">", (9, 2)),
+        (of(shown, "screen", settings="monitor=labels"), "screen, true labels", ">", (9, 2)),
     ):
         point(left, runs, label, BLACK, marker, at=at, hollow=True)
     base_point(left, of(shown, "none"), (9, 4))
@@ -143,7 +143,7 @@ def hack_solve() -> Figure:
         point(right, runs, label, ARM_COLOUR[arm], ARM_MARKER[arm], at=at)
     for runs, label, marker, at in (
         (of(shown, "none", "no_loophole", warm), "none, no loophole (ceiling)", "s", (9, 11)),
-        (of(shown, "none", "gt_screening", warm), "none, true labels screened", ">", (9, 2)),
+        (of(shown, "screen", settings=f"{warm} monitor=labels"), "screen, true labels", ">", (9, 2)),
         (of(shown, "none", "advantage_mod", warm), "none, advantage modification", "d", (9, 0)),
         (of(shown, "none", "inoculation", warm), "none, inoculation prompt", "p", (9, 4)),
         (of(shown, "none", settings=f"beta=0.1 {warm}"), "none, KL .1", "h", (9, 4)),
@@ -167,13 +167,14 @@ def readers() -> Figure:
         ("pmi", "random_flags", (-9, -2)),
         ("surprise", "none", (9, 0)),
         ("reader", "none", (9, 4)),
-        ("reader", "oracle", (9, -9)),
+        ("reader", "labels", (9, -9)),
         ("reader", "random_flags", (9, 9)),
         ("reader", "placebo_flawed", (9, 6)),
         ("reader", "haar", (9, -9)),
         ("reader", "no_gate", (-9, -9)),
     ):
-        runs = of(shown, arm, control, fresh)
+        labelled = control == "labels"  # a monitor, where the others are controls
+        runs = of(shown, arm, "none" if labelled else control, fresh + " monitor=labels" * labelled)
         label = f"{arm} ({len(runs)} seeds)" if control == "none" else f"{arm} · {control} ({len(runs)})"
         point(axes, runs, label, ARM_COLOUR[arm], ARM_MARKER[arm], at=at, hollow=control != "none")
     base_point(axes, of(shown, "none", settings=fresh), (9, 4))
@@ -184,7 +185,7 @@ def suppression() -> Figure:
     """How much less than `none` a direction's replacements hack, by their likeness to the real direction."""
     vanilla = {r.seed: r.hack for r in of(read("arms-baselines"), "none")}
     shown = [*read("arms-baselines"), *read("controls"), *read("checks")]
-    panels = (("erase", ""), ("route", ""), ("route2", ""), ("route2", "route2_gate=pairs"), ("reader", ""))
+    panels = (("erase", ""), ("route", ""), ("route2", ""), ("route2", "monitor=band"), ("reader", ""))
     controls = {"none": "the arm itself", "haar": "haar", "shuffled": "shuffled"}
     controls |= {f"placebo_{c}": f"placebo_{c}" for c in ("flawed", "commented", "long", "laid_out")}
     marker = dict(zip(controls, ("o", "s", "^", "D", "v", "P", "X"), strict=True))

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from vgrout.config.checks import flag
 from vgrout.config.run import Config
 from vgrout.direction.meta import check_file as check_direction
 from vgrout.direction.pairs import (
@@ -130,10 +129,9 @@ def check_depth(cfg: Config, model: ModelFacts) -> None:
         raise ValueError(
             f"--max-new {cfg.scale.max_new}: the model's window holds {model.window} tokens, prompt included"
         )
-    for name in ("reader_layer", "quarantine_block"):
-        n = getattr(cfg.arm, name)
+    for given, n in (("--probe-layer ", cfg.arm.probe_layer), ("--quarantine block:", cfg.arm.quarantine_block)):
         if n is not None and model.blocks is not None and n > model.blocks:
-            raise ValueError(f"{flag(name)} {n}: the model has {model.blocks} blocks")
+            raise ValueError(f"{given}{n}: the model has {model.blocks} blocks")
 
 
 def kl_of_runs(runs: Sequence[Path]) -> list[float]:

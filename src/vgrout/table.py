@@ -123,6 +123,9 @@ class StepRow(Columns):
         should="rises under none; ELSE no pressure to route",
     )
     gt_s: Rate = col("frac", "student rows that the strict oracle accepts")
+    tries_s: Rate | None = col(
+        "frac", "student exploits, and wrong answers that try the flaw and fail", when="file", default=None
+    )
     hack_deploy: float | None = col(
         ".2f",
         "exploit rate of the deployed model, held-out problems",
@@ -196,15 +199,15 @@ class StepRow(Columns):
     unmasked_mismatch_kl: float | None = col(".0e", "mismatch over the others", when="file")
     gn: float | None = col(".1e", "joint gradient norm before clipping", drop=38)
     q_egy: float | None = col(".2f", "share of gradient norm in the quarantine", when="route", drop=43)
-    tau: float | None = col("+.2f", "route2: threshold on the cosine", when="route2", drop=31)
+    tau: float | None = col("+.2f", "gate: threshold on the cosine", when="gate", drop=31)
     hkgap: float | None = col(
         "+.2f",
-        "route2: cosine of known hacks minus the rest",
-        when="route2",
+        "gate: cosine of known hacks minus the rest",
+        when="gate",
         should="> 0; ELSE the direction does not separate",
         drop=40,
     )
-    resid: float | None = col("+.2f", "route2: cosine of what is kept with v", when="route2", drop=22)
+    resid: float | None = col("+.2f", "gate, band: cosine of what is kept with v", when="resid", drop=22)
     cos_pre: float | None = col(".2f", "hack-ward share of the gradient", when="direction", drop=36)
     cos_pre_s: float | None = col(".2f", "… of student rows", when="direction", drop=6)
     cos_pre_t: float | None = col(".2f", "… of teacher rows", when="direction+teacher", drop=7)
@@ -222,10 +225,17 @@ class StepRow(Columns):
         ".2f", "share of rollouts (route2: · modules) sent to the quarantine", when="whole", drop=32
     )
     recall: Rate | None = col(
-        "frac", "student exploits that the reader flagged", when="reads", should="near all; ELSE what it misses grows"
+        "frac", "student exploits that the monitor flagged", when="flags", should="near all; ELSE what it misses grows"
     )
-    false_flags: Rate | None = col("frac", "correct student answers that it flagged", when="reads")
-    flag_t: Rate | None = col("frac", "teacher rows that it flagged", when="reads+teacher")
+    recall_new: Rate | None = col("frac", "… of flaws outside --known-modes", when="blind")
+    hack_new: Rate | None = col(
+        "frac",
+        "student exploits of flaws outside --known-modes",
+        when="blind",
+        should="falls as hack_s does; ELSE only what is known is contained",
+    )
+    false_flags: Rate | None = col("frac", "correct student answers that it flagged", when="flags")
+    flag_t: Rate | None = col("frac", "teacher rows that it flagged", when="flags+teacher")
     refr: int | None = col("d", "steps since the direction was extracted", when="direction", drop=25)
     skipped: int = col("d", "1: loss or norm not finite, optimiser not stepped", should="0", drop=16)
     lr: float | None = col(".0e", "learning rate", drop=5)

@@ -9,6 +9,8 @@ from typing import Any, Literal
 from jaxtyping import Float
 from torch import Tensor
 
+from vgrout.types import GroupFlags
+
 # module name → gradient rows of one group (see GradRows); the dict's order is the model's order
 RolloutGrads = dict[str, Float[Tensor, "G r"]]
 ModuleGrads = dict[str, Float[Tensor, " r"]]
@@ -20,6 +22,9 @@ GradRows = Literal["rollout", "source", "group"]
 Packing = Literal["shared", "packed", "padded"]  # of rollouts in one forward of the update
 
 
+Learns = Literal["kept", "quarantine", "both"]
+
+
 @dataclass(frozen=True, slots=True)
 class UpdatePart:
     """What one forward and backward learn from: of every group these rows, with these advantages (one for each rollout
@@ -28,22 +33,15 @@ class UpdatePart:
     rows: tuple[tuple[int, ...], ...] | None = None
     advantages: tuple[tuple[float, ...], ...] | None = None
     deployed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class GroupFlags:
-    """What a monitor that reads text made of one group's rollouts, in their order."""
-
-    scores: tuple[float | None, ...]  # None: not read; only what is paid can be flagged
-    flagged: tuple[bool, ...]
+    learns: Learns | None = None  # the vectors that get its gradient; None: the arm says so once it has the gradient
 
 
 @dataclass(frozen=True, slots=True)
 class UpdatePlan:
     """What a step learns from, decided before any gradient."""
 
-    parts: tuple[UpdatePart, ...] = (UpdatePart(),)  # one policy, all rows; or one part each for δS and δS_hack
-    flags: tuple[GroupFlags, ...] = ()  # one a group, of arms that read text
+    parts: tuple[UpdatePart, ...] = (UpdatePart(),)  # one for each set of rows that is learnt from in its own way
+    flags: tuple[GroupFlags, ...] = ()  # one a group, where a monitor decides before the gradient
     quarantined: tuple[tuple[bool, ...], ...] = ()  # one a group, of arms that decide here
 
 
@@ -65,7 +63,7 @@ class ArmDiag:
     routed: float | None = None  # route2: share of rollouts · modules sent to the quarantine
     # per group, the share of modules (or soft weight) that routed each rollout; for rollouts.jsonl
     gate: tuple[tuple[float, ...], ...] = field(default=())
-    flags: tuple[GroupFlags, ...] = field(default=())  # of arms that read text: one per group; for rollouts.jsonl
+    flags: tuple[GroupFlags, ...] = field(default=())  # of arms with a monitor: one per group; for rollouts.jsonl
 
     def columns(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("gate", "flags")}

@@ -79,7 +79,7 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
 
         with clock("fb"):
             views = [arm.view(g) for g in groups]  # no oracle label is on this type
-            plan = arm.plan(views)
+            plan = arm.plan(views, step)
             grads, loss = policy_gradients(
                 policy,
                 groups,
@@ -101,7 +101,7 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
 
         skipped = bool(groups) and update is None
         measured = None if skipped else loss
-        flags = FlagRates.of(groups, routed.diag.flags if routed and update else ())
+        flags = FlagRates.of(groups, routed.diag.flags if routed and update else (), cfg.arm.modes_known)
         row = StepRow.of(batch, measured, update, refresh, deployed, flags, clock, skipped=int(skipped))
         with clock("watch"):
             guard.observe(row, batch, deployed)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Generic, Literal, TypeVar
 
 from vgrout.modes import MODE_CODE as MODE_CODE
-from vgrout.modes import MODES, Mode
+from vgrout.modes import MODES, Mode, tries
 
 Source = Literal["student", "teacher"]
 Message = dict[str, str]  # {"role": …, "content": …}
@@ -185,6 +185,15 @@ def centred(rewards: Sequence[float], unbiased: bool = True) -> tuple[float, ...
 
 
 @dataclass(frozen=True, slots=True)
+class GroupFlags:
+    """What a monitor made of one group's rollouts, in their order."""
+
+    scores: tuple[float | None, ...]  # None: not read
+    flagged: tuple[bool, ...]
+    teaches: tuple[bool, ...] = ()  # which rows a monitor that learns is trained on; (): it learns from none
+
+
+@dataclass(frozen=True, slots=True)
 class GroupView:
     """All that an arm may know of a group: no oracle bit, and nothing computed from one, is on this type."""
 
@@ -198,6 +207,9 @@ class GroupView:
     completion_ids: tuple[tuple[int, ...], ...] = ()
     messages_plain: tuple[Message, ...] = ()  # the problem as it reads without the hint
     unbiased: bool = True
+    index: int = 0  # which of the step's prompts
+    logp: tuple[float | None, ...] = ()  # deployed model's, mean a token, of rows that it sampled; (): of none
+    flags: GroupFlags | None = None  # what the monitor has made of the group; None: it was not asked yet
 
     def __len__(self) -> int:
         return len(self.sources)
@@ -215,9 +227,17 @@ class GroupView:
 
 @dataclass(frozen=True, slots=True)
 class OracleView(GroupView):
-    """A view with the true labels, for the oracle control alone: an upper bound. Every other arm refuses this type."""
+    """A view with the true labels, for monitors that are bounds and no methods. Every other arm refuses this type."""
 
     exploited: tuple[bool, ...] = ()  # of teacher rows: their cached label
+    mode: Mode = ""  # the group's flawed grader: a monitor may know some of them alone
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemView(GroupView):
+    """A view with the problem itself, tests and all, for a monitor that has answers graded again. No label."""
+
+    problem: Problem | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +251,7 @@ class Group:
     detector_code: Literal["C", "D", "E"] = "E"
     shaped: tuple[float | None, ...] | None = None  # in place of the rewards; None in it: that rollout is left out
     index: int = 0  # which of the step's prompts
+    flags: GroupFlags | None = None  # what a monitor has made of it before the advantages
     rewards: tuple[float, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -256,6 +277,11 @@ class Group:
         return len({*self.counted}) > 1
 
     @property
+    def teaches(self) -> bool:
+        """Whether a monitor learns from it, signal or not."""
+        return self.flags is not None and any(self.flags.teaches)
+
+    @property
     def advantages(self) -> tuple[float, ...]:
         """Of the shaped rewards; a rollout without one has A = 0 and counts for nothing."""
         among = iter(centred(self.counted, self.unbiased))
@@ -273,14 +299,24 @@ class Group:
             completion_ids=tuple(r.completion_ids for r in self.rollouts),
             messages_plain=self.problem.messages_plain,
             unbiased=self.unbiased,
+            index=self.index,
+            logp=tuple(mean(r.logp_full) if r.deployed and r.logp_full else None for r in self.rollouts),
+            flags=self.flags,
         )
 
     def oracle_view(self) -> OracleView:
-        view = self.view()
         return OracleView(
-            **{f.name: getattr(view, f.name) for f in fields(GroupView)},
+            **self._as_fields(),
             exploited=tuple(g.exploited if isinstance(g, Grade) else g.hacked for g in self.grades),
+            mode=self.problem.mode,
         )
+
+    def problem_view(self) -> ProblemView:
+        return ProblemView(**self._as_fields(), problem=self.problem)
+
+    def _as_fields(self) -> dict[str, Any]:
+        view = self.view()
+        return {f.name: getattr(view, f.name) for f in fields(GroupView)}
 
     def pairs(self, source: Source) -> list[tuple[Rollout, Grade | CachedGrade]]:
         return [(r, g) for r, g in zip(self.rollouts, self.grades, strict=True) if r.source == source]
@@ -331,8 +367,8 @@ class Batch:
 
     @property
     def with_signal(self) -> tuple[Group, ...]:
-        """Groups whose rewards differ: in the others every advantage is 0, so they need no forward."""
-        return tuple(g for g in self.groups if g.has_signal)
+        """Groups whose rewards differ, or that a monitor learns from: the others need no forward."""
+        return tuple(g for g in self.groups if g.has_signal or g.teaches)
 
     def columns(self) -> dict[str, Any]:
         """What the step's row says of rewards, hacks and solves."""
@@ -353,6 +389,9 @@ class Batch:
             "gt_s": Rate.of(g.gt_correct for _, g in live),
             "gt_t": Rate.of(g.gt_pass for _, g in cached) if cached else None,
             "hack_s": Rate.of(g.exploited for _, g in live),
+            "tries_s": Rate.of(
+                g.exploited or (not g.gt_correct and tries(r.text, r.problem.mode, r.problem.marker)) for r, g in live
+            ),
             "hack_s_E": Rate.of(g.hacked_loophole_used for _, g in live),
             "hack_s_D": Rate.of(g.hacked_wrong_tests for _, g in live),
             "hack_s_A": Rate.of(half(g, self.half_a) == "A" for _, g in live) if self.half_a else None,

@@ -1,39 +1,18 @@
-"""What is done with the gradient: one class an arm, and the registry by which `--intervention` finds it."""
+"""What is done about what is flagged: one class an arm, found by its row in `vgrout.config.arm.ARMS`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 
-from vgrout.arms.base import Arm
+from vgrout.arms.base import Arm, module_sizes, modules_of_block
 from vgrout.arms.direction_arm import DirectionArm, ShrinkageControl
-from vgrout.arms.erase import Erase
-from vgrout.arms.reward_shaping import AdvantageMod, Penalty, Screening
-from vgrout.arms.route import Route
-from vgrout.arms.route2 import OracleRoute2, Route2
-from vgrout.arms.text_routing import OracleTextRouting, TextRouting
-from vgrout.config.arm import ArmConfig, ArmSpec, register
+from vgrout.config.arm import ARMS, CONTROLS, ArmConfig, ArmSpec, register
 from vgrout.config.run import Config
 from vgrout.grading.grade import Grader
 from vgrout.inputs import Inputs
 from vgrout.model.policy import Policy
 from vgrout.types import Problem
 
-# --intervention → its class. A new arm is a class and its line here; its name, help and flags are in config/arm.py.
-ARMS: dict[str, type[Arm]] = {
-    "none": Arm,
-    "erase": Erase,
-    "route": Route,
-    "route2": Route2,
-    "reader": TextRouting,
-    "surprise": TextRouting,
-    "pmi": TextRouting,
-}
-# … under a control that needs a class of its own
-CONTROLS: Mapping[tuple[str, str], type[Arm]] = {
-    ("none", "gt_penalty"): Penalty,
-    ("none", "gt_screening"): Screening,
-    ("none", "advantage_mod"): AdvantageMod,
-    ("route2", "oracle"): OracleRoute2,
-    ("reader", "oracle"): OracleTextRouting,
-}
+_REGISTERED: dict[str, type[Arm]] = {}  # arms of one's own, by their names
 
 
 def register_arm(arm: type[Arm], what: str, *, routes: bool = False) -> type[Arm]:
@@ -45,19 +24,26 @@ def register_arm(arm: type[Arm], what: str, *, routes: bool = False) -> type[Arm
         ValueError: its name is none, or is one of the package's own arms.
     """
     register(arm.name, ArmSpec(what, routes=routes))
-    ARMS[arm.name] = arm
+    _REGISTERED[arm.name] = arm
     return arm
 
 
 def arm_class(cfg: ArmConfig) -> type[Arm]:
-    """The class behind `--intervention` and `--control`. Raises ValueError for an arm that is not registered."""
-    if (kind := CONTROLS.get((cfg.intervention, cfg.control))) is not None:
-        return kind
+    """The class behind `--intervention`, for its monitor and control. Raises ValueError for an unknown one."""
+    if cfg.intervention in _REGISTERED:
+        return _REGISTERED[cfg.intervention]
     if cfg.intervention not in ARMS:
         raise ValueError(
-            f"--intervention {cfg.intervention}: no such arm in arms/__init__.py; there are {', '.join(ARMS)}"
+            f"--intervention {cfg.intervention}: no such arm in config/arm.py; there are {', '.join(ARMS)}"
         )
-    return ARMS[cfg.intervention]
+    spec, control = ARMS[cfg.intervention], CONTROLS[cfg.control]
+    return _at(control.at or (spec.at if cfg.by_gradient or not spec.by_flags else spec.by_flags))
+
+
+def _at(place: str) -> type[Arm]:
+    """The class at "file:Class" in this folder."""
+    file, _, name = place.partition(":")
+    return getattr(import_module(f"vgrout.arms.{file}"), name)
 
 
 def make_arm(cfg: Config, policy: Policy, inputs: Inputs, grader: Grader | None, problems: Sequence[Problem]) -> Arm:
@@ -67,6 +53,10 @@ def make_arm(cfg: Config, policy: Policy, inputs: Inputs, grader: Grader | None,
         ValueError: no pairs where they are needed, or a direction of other pairs or another model; one line.
     """
     arm = arm_class(cfg.arm).make(cfg, policy, inputs, grader, problems)
+    if cfg.arm.quarantine_block is not None:
+        arm.own_modules = frozenset(modules_of_block(policy, module_sizes(policy), cfg.arm.quarantine_block))
+    elif cfg.arm.lora_rank:
+        arm.own_modules = frozenset(policy.adapter.lora_names)
     if cfg.arm.control == "shrinkage":
         assert isinstance(arm, DirectionArm), cfg.arm.intervention
         return ShrinkageControl(arm)

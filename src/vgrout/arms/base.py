@@ -6,8 +6,8 @@ route    the finished gradients → what δS learns (keep) and what δS_hack lea
 refresh  after the step: extract the direction again where that is due
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from vgrout import ranks
 from vgrout.config.run import Config
-from vgrout.direction.controls import CosineToReal
+from vgrout.direction.controls import Provenance
 from vgrout.grading.grade import Grader
 from vgrout.inputs import Inputs
 from vgrout.model.policy import Policy
 from vgrout.tensor_types import ArmDiag, GradRows, ModuleGrads, RolloutGrads, Routed, UpdatePlan
-from vgrout.types import Batch, Group, GroupView, OracleView, Problem
+from vgrout.types import Batch, Group, GroupView, OracleView, Problem, ProblemView
 
 Views = Sequence[GroupView]  # one a group
 Grads = Sequence[Sequence[RolloutGrads]]  # of each part of the plan, of each group: module → [rows, r]
@@ -39,26 +39,6 @@ class Refresh:
 
     def columns(self) -> dict[str, Any]:
         return {"refr": self.age}
-
-
-@dataclass(frozen=True, slots=True)
-class Provenance:
-    """Where an arm's direction comes from, for run.json."""
-
-    pairs: str  # source of the pairs; the true ones' under Haar, whose shapes and signs they give
-    pairs_sha256: str
-    modules: int
-    axes: int
-    cosine_to_real: CosineToReal | None  # of a control's direction; None where it *is* the real one
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "pairs": self.pairs,
-            "pairs_sha256": self.pairs_sha256,
-            "modules": self.modules,
-            "axes": self.axes,
-            "cos_with_real": self.cosine_to_real.as_json() if self.cosine_to_real else None,
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +88,7 @@ class Arm:
     grad_rows: GradRows = "source"  # the coarsest gradient rows that this arm can do with
     sees: type[GroupView] = GroupView  # exactly this type: no label comes in on a subclass
     provenance: Provenance | None = None  # None: no direction
+    own_modules: frozenset[str] = frozenset()  # the quarantine's alone; none: both vectors are in every module
 
     def __init__(self, sizes: Mapping[str, int], device: torch.device | str = "cpu", control: str = "none") -> None:
         self.sizes, self.device, self.control = dict(sizes), torch.device(device), control
@@ -125,16 +106,18 @@ class Arm:
         return cls(module_sizes(policy), policy.adapter.δS.device, cfg.arm.control_name)
 
     def view(self, group: Group) -> GroupView:
-        """What this arm may know of a group. The one door by which true labels enter, and only to a class that says
-        so: they are on a type of their own, which every other arm refuses."""
-        return group.oracle_view() if self.sees is OracleView else group.view()
+        """What this arm may know of a group. The one door by which true labels enter, and only where the arm's monitor
+        says so: they are on a type of their own, which every other arm refuses."""
+        if self.sees is OracleView:
+            return group.oracle_view()
+        return group.problem_view() if self.sees is ProblemView else group.view()
 
     def shape_rewards(self, batch: Batch) -> Batch:
         """The batch with the rewards that advantages are made of; as they were paid, but for a baseline."""
         return batch
 
-    def plan(self, views: Sequence[GroupView]) -> UpdatePlan:
-        """Before any gradient of a step: what is learnt from, in one part or in one for each adapter vector."""
+    def plan(self, views: Sequence[GroupView], step: int = 0) -> UpdatePlan:
+        """Before any gradient of step `step`: what is learnt from, in one part or in several."""
         self._require(views)
         return UpdatePlan()
 
@@ -167,6 +150,18 @@ class Arm:
     def _split(self, step: StepGrads) -> Routed:
         return Routed(keep=step.total, quar=None, diag=ArmDiag())
 
+    def _placed(self, routed: Routed) -> Routed:
+        """The same, where the quarantine has modules of its own: δS learns in the others alone, δS_hack there alone."""
+        if not self.own_modules:
+            return routed
+
+        def only(g: ModuleGrads | None, own: bool) -> ModuleGrads | None:
+            if g is None:
+                return None
+            return {m: v if (m in self.own_modules) == own else torch.zeros_like(v) for m, v in g.items()}
+
+        return replace(routed, keep=only(routed.keep, False), quar=only(routed.quar, True))
+
     def _step_grads(
         self, views: Sequence[GroupView], rows: Sequence[RolloutGrads], grad_rows: GradRows | None
     ) -> StepGrads:
@@ -185,6 +180,15 @@ def module_sizes(policy: Policy) -> dict[str, int]:
     """Adapted module → r, in the model's order."""
     adapter = policy.adapter
     return {m: part.numel() for m, part in adapter.by_module(adapter.δS.detach()).items()}
+
+
+def modules_of_block(policy: Policy, modules: Iterable[str], n: int) -> list[str]:
+    """The modules of the model's block `n`, from 1. Raises ValueError where it has none."""
+    depth = policy.model.config.num_hidden_layers
+    inside = [m for m in modules if f".layers.{n - 1}." in f".{m}"]
+    if not inside:
+        raise ValueError(f"--quarantine block:{n}: the model has {depth} blocks")
+    return inside
 
 
 def _finite(grads: ModuleGrads) -> bool:

@@ -7,11 +7,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from vgrout.arms.base import Arm, Grads, Plan, Provenance, Refresh, StepGrads, Views, module_sizes
+from vgrout.arms.base import Arm, Grads, Plan, Refresh, StepGrads, Views, module_sizes
 from vgrout.arms.projection import GateMode, along, cos_pre, split
 from vgrout.config.arm import ArmConfig
 from vgrout.config.run import Config
-from vgrout.direction.controls import cosine_to_real, haar_like, overlap
+from vgrout.direction.controls import Provenance, cosine_to_real, haar_like, overlap
 from vgrout.direction.extract import Direction, extract
 from vgrout.direction.files import obtain
 from vgrout.grading.grade import Grader
@@ -67,7 +67,7 @@ class DirectionArm(Arm):
         Haar: random rows in the shape of the extracted ones. They stay as they are; only the pair band around them
         follows the model, and there each is signed so that the pairs' hack side lies above, which favours the control.
         """
-        pick, banded = cls.chosen(cfg), cfg.route2_gate == "pairs"
+        pick, banded = cls.chosen(cfg), cfg.monitor_name == "band"
         if cfg.haar:
             drawn = haar_like(pick(direction), seed if cfg.route2_random_v_seed is None else cfg.route2_random_v_seed)
             rows = direction.signed(drawn) if banded else drawn

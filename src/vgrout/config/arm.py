@@ -1,16 +1,20 @@
-"""Arms and controls: one registry each, from which flags, help, tables and checks derive; and the settings of an arm.
+"""Arms, monitors and controls: one registry each, from which flags, help, tables and checks derive; and the settings of
+an arm.
 
-A new arm is a row of `ARMS` and its class in `vgrout.arms`; a new control a row of `CONTROLS`.
+Two choices make a method: who is flagged (a monitor), and what is done about it (an arm). A new one of either is a row
+here and its class in `vgrout.monitors` or `vgrout.arms`; a new control is a row of `CONTROLS`.
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from vgrout.config.checks import changed, check, check_use, flags, refuse, setting, summary
+from vgrout.config.checks import Rule, changed, check, check_use, flags, listed, refuse, setting, summary
+from vgrout.modes import MODES, Mode
 
 
 @dataclass(frozen=True)
@@ -18,26 +22,120 @@ class ArmSpec:
     """What an arm is."""
 
     what: str  # one line
-    routes: bool = False  # has a quarantine δS_hack
+    at: str = ""  # "file:Class" in vgrout/arms; "" of an arm that `register` added
+    by_flags: str = ""  # … where the monitor decides before the gradient; "": the same
+    routes: bool = False  # has a quarantine δS_hack, whatever flags
     direction: Literal["gradient", "text"] | None = None  # made from gradients, or from hidden states
-    reads: bool = False  # flags rollouts by what the frozen base finds in their text
+    monitors: tuple[str, ...] = ("none",)  # that it goes with, the usual one first; "" first: one has to be named
+    streams: bool = False  # each vector learns from its own policy's rollouts
 
 
+_BEFORE = ("labels", "detector", "pmi", "nll", "probe", "relevance", "twin")  # decide before any gradient
 ARMS: dict[str, ArmSpec] = {
-    "none": ArmSpec("plain GRPO"),
-    "erase": ArmSpec("drop the hack-ward part of the gradient", direction="gradient"),
-    "route": ArmSpec("quarantine that part", routes=True, direction="gradient"),
-    "route2": ArmSpec("quarantine whole rollouts by their gradient", routes=True, direction="gradient"),
-    "reader": ArmSpec(
-        "quarantine rollouts by what the frozen base reads in their text", routes=True, direction="text", reads=True
+    "none": ArmSpec("plain GRPO", "base:Arm"),
+    "erase": ArmSpec("drop the hack-ward part of the gradient", "erase:Erase", direction="gradient"),
+    "route": ArmSpec("quarantine that part", "route:Route", routes=True, direction="gradient"),
+    "screen": ArmSpec(
+        "leave flagged rollouts out of their group", "reward_shaping:Screen", monitors=("", *_BEFORE, "quarantine")
     ),
-    "surprise": ArmSpec("quarantine rollouts that the frozen base finds unlikely", routes=True, reads=True),
-    "pmi": ArmSpec("quarantine rollouts that the prompt's hint makes likelier", routes=True, reads=True),
+    "penalty": ArmSpec("pay flagged rollouts less", "reward_shaping:Penalty", monitors=("", *_BEFORE, "quarantine")),
+    "route2": ArmSpec(
+        "quarantine the gradient of flagged rollouts",
+        "route2:Route2",
+        "flagged:FlaggedRoute2",
+        routes=True,
+        monitors=("gate", "band", *_BEFORE),
+    ),
+    "sgtm": ArmSpec(
+        "flagged rollouts train the quarantine, those sampled without it the kept part, the rest both (Selective "
+        "Gradient Masking)",
+        "flagged:SGTM",
+        routes=True,
+        monitors=("", *_BEFORE),
+    ),
+    "reader": ArmSpec(
+        "quarantine rollouts by what the frozen base reads in their text, each policy learns from its own",
+        "text_routing:TextRouting",
+        routes=True,
+        monitors=("probe", "labels"),
+        streams=True,
+    ),
+    "surprise": ArmSpec(
+        "… rollouts that the frozen base finds unlikely",
+        "text_routing:TextRouting",
+        routes=True,
+        monitors=("nll",),
+        streams=True,
+    ),
+    "pmi": ArmSpec(
+        "… rollouts that the prompt's hint makes likelier",
+        "text_routing:TextRouting",
+        routes=True,
+        monitors=("pmi",),
+        streams=True,
+    ),
 }
-BY_GRADIENT = tuple(name for name, arm in ARMS.items() if arm.direction == "gradient")
-WITH_DIRECTION = tuple(name for name, arm in ARMS.items() if arm.direction)
-READING = tuple(name for name, arm in ARMS.items() if arm.reads)
+
+
+@dataclass(frozen=True)
+class MonitorSpec:
+    """What a monitor is."""
+
+    what: str  # one line
+    at: str = ""  # "file:Class" in vgrout/monitors
+    direction: Literal["gradient", "text"] | None = None
+    scores: bool = False  # scores texts, and flags paid rollouts above a threshold
+    calibrates: bool = False  # … for which the base answers some training prompts first
+
+
+MONITORS: dict[str, MonitorSpec] = {
+    "none": MonitorSpec("nothing is flagged"),
+    "gate": MonitorSpec("cosine of a rollout's gradient above τ, and known hacks", "gate:Gate", direction="gradient"),
+    "band": MonitorSpec(
+        "softly, where that cosine lies between the pairs' clean and hack sides", "gate:Band", direction="gradient"
+    ),
+    "labels": MonitorSpec("true labels, with errors and blind spots: a bound, never a method", "labels:Labels"),
+    "detector": MonitorSpec("the weak detector alone", "labels:WeakDetector"),
+    "pmi": MonitorSpec(
+        "answers that the prompt's hint makes likelier, to the frozen base",
+        "text_scores:PMI",
+        scores=True,
+        calibrates=True,
+    ),
+    "nll": MonitorSpec("answers that the frozen base finds unlikely", "text_scores:NLL", scores=True, calibrates=True),
+    "probe": MonitorSpec(
+        "answers whose hidden states in the frozen base lie along the pairs' direction",
+        "text_scores:LinearProbe",
+        direction="text",
+        scores=True,
+        calibrates=True,
+    ),
+    "relevance": MonitorSpec(
+        "answers that their own problem makes no likelier than others do, to the frozen base",
+        "relevance:Relevance",
+        scores=True,
+        calibrates=True,
+    ),
+    "twin": MonitorSpec("answers that are paid on an impossible twin of the problem too", "twin:Twin"),
+    "quarantine": MonitorSpec(
+        "what a seed monitor flags, and paid answers that the quarantine makes likelier",
+        "quarantine:Quarantine",
+        scores=True,
+    ),
+}
+CALIBRATED = tuple(name for name, monitor in MONITORS.items() if monitor.calibrates)
+STREAMS = tuple(name for name, arm in ARMS.items() if arm.streams)
+
+
+def _usual_direction(arm: ArmSpec) -> Literal["gradient", "text"] | None:
+    return arm.direction or (MONITORS[arm.monitors[0]].direction if arm.monitors[0] else None)
+
+
+BY_GRADIENT = tuple(name for name, arm in ARMS.items() if _usual_direction(arm) == "gradient")
+WITH_DIRECTION = tuple(name for name, arm in ARMS.items() if _usual_direction(arm))
 ROUTING = tuple(name for name, arm in ARMS.items() if arm.routes)
+FLAGGED = tuple(name for name, arm in ARMS.items() if "labels" in arm.monitors)  # arms that any monitor can serve
+FORMS = ("shared", "block:N", "lora:R")  # of the quarantine
 
 
 @dataclass(frozen=True)
@@ -48,50 +146,66 @@ class ControlSpec:
     what: str  # one line, for help, a run's log and run.json
     baseline: bool = False  # another method, in place of an arm
     shapes: bool = False  # pays otherwise than the grader
-    labelled: bool = False  # by a monitor that is given the true labels
+    at: str = ""  # "file:Class" in vgrout/arms, where it is another class than the arm's
+    of: tuple[str, ...] = ()  # it replaces a direction of these kinds: the arm or its monitor has to have one
 
 
-def _baseline(what: str, *, shapes: bool = True, labelled: bool = False) -> ControlSpec:
-    return ControlSpec(("none",), f"baseline: {what}", baseline=True, shapes=shapes, labelled=labelled)
+def _baseline(what: str, *, shapes: bool = False, at: str = "") -> ControlSpec:
+    return ControlSpec(("none",), f"baseline: {what}", baseline=True, shapes=shapes, at=at)
+
+
+def _other(what: str) -> ControlSpec:
+    return ControlSpec(tuple(dict.fromkeys((*WITH_DIRECTION, *FLAGGED))), what, of=("gradient", "text"))
 
 
 _PLACEBO = "the direction of pairs about an unrelated contrast"
 CONTROLS: dict[str, ControlSpec] = {
     "none": ControlSpec(tuple(ARMS), "the arm itself"),
-    "haar": ControlSpec(WITH_DIRECTION, "random directions, the same number in every module"),
-    "shuffled": ControlSpec(WITH_DIRECTION, "hack and clean exchanged in half of the pairs"),
-    "placebo_flawed": ControlSpec(WITH_DIRECTION, f"{_PLACEBO}: wrong against right"),
-    "placebo_commented": ControlSpec(WITH_DIRECTION, f"{_PLACEBO}: with a comment against without"),
-    "placebo_long": ControlSpec(WITH_DIRECTION, f"{_PLACEBO}: through a helper function against directly"),
-    "placebo_laid_out": ControlSpec(WITH_DIRECTION, f"{_PLACEBO}: another layout against the usual one"),
-    "placebo": ControlSpec(WITH_DIRECTION, f"{_PLACEBO}: --placebo-pairs-path"),
-    "random_flags": ControlSpec(("route2", *READING), "the gate's shares dealt to rollouts at random"),
-    "shrinkage": ControlSpec(BY_GRADIENT, "the update of plain GRPO, scaled by the share that the arm would keep"),
+    "haar": _other("random directions, the same number in every module"),
+    "shuffled": _other("hack and clean exchanged in half of the pairs"),
+    "placebo_flawed": _other(f"{_PLACEBO}: wrong against right"),
+    "placebo_commented": _other(f"{_PLACEBO}: with a comment against without"),
+    "placebo_long": _other(f"{_PLACEBO}: through a helper function against directly"),
+    "placebo_laid_out": _other(f"{_PLACEBO}: another layout against the usual one"),
+    "placebo": _other(f"{_PLACEBO}: --placebo-pairs-path"),
+    "shrinkage": ControlSpec(
+        BY_GRADIENT, "the update of plain GRPO, scaled by the share that the arm would keep", of=("gradient",)
+    ),
     "deploy_quarantine": ControlSpec(
         ROUTING, "trained as usual; δS_hack, the quarantine, is deployed, and δS, the kept part, is deleted"
     ),
     "no_gate": ControlSpec(("reader",), "nothing is flagged; each policy learns from its own rollouts all the same"),
-    "oracle": ControlSpec(
-        ("route2", "reader"), "whole rollouts routed by their true label: an upper bound, not a method"
-    ),
     "no_loophole": ControlSpec(tuple(ARMS), "reward of the strict oracle alone: the ceiling for solve"),
-    "gt_penalty": _baseline("what a monitor with the true labels calls an exploit is not paid", labelled=True),
-    "gt_screening": _baseline("what a monitor with the true labels calls an exploit is left out", labelled=True),
-    "inoculation": _baseline("the training prompts, and they alone, invite the exploit", shapes=False),
-    "advantage_mod": _baseline("credit is lowered by the projection of activations on a concept direction"),
+    "inoculation": _baseline("the training prompts, and they alone, invite the exploit"),
+    "advantage_mod": _baseline(
+        "credit is lowered by the projection of activations on a concept direction",
+        shapes=True,
+        at="advantage_mod:AdvantageMod",
+    ),
+    "hint_free": _baseline("the training prompts, and they alone, do not say how answers are checked"),
+    "recontextualise": _baseline(
+        "sampled from prompts that do not say how answers are checked, learnt under those that do",
+        at="recontextualise:Recontextualise",
+    ),
 }
-MONITORED = tuple(name for name, control in CONTROLS.items() if control.labelled)
 SHAPING = tuple(name for name, control in CONTROLS.items() if control.shapes)
 BASELINES = tuple(name for name, control in CONTROLS.items() if control.baseline)
-BLIND = ("no_gate", "oracle")  # controls under which an arm that reads does not read
 
 if TYPE_CHECKING:  # a checker cannot read a Literal made from a registry
     Intervention = str
     Control = str
+    MonitorName = str
+    Seed = str
 else:
     Intervention = Literal[tuple(ARMS)]
     Control = Literal[tuple(CONTROLS)]
+    MonitorName = Literal["usual", *MONITORS]
+    Seed = Literal["none", *_BEFORE]
 _ARMS = summary({name: arm.what for name, arm in ARMS.items()})
+_MONITORS = (
+    "Who is flagged; usual: the arm's own (route2: gate; screen, penalty and sgtm have none and need one). "
+    + summary({name: monitor.what for name, monitor in MONITORS.items()})
+)
 _CONTROLS = "The same run under a control. " + summary({name: c.what for name, c in CONTROLS.items()})
 
 
@@ -122,19 +236,38 @@ _REGISTERED: set[str] = set()
 
 @dataclass(frozen=True)
 class ArmConfig:
-    """What happens to the gradient."""
+    """Who is flagged, and what happens to the gradient."""
 
     intervention: Annotated[Intervention, tyro.conf.arg(help=_ARMS)] = "erase"
+    monitor: Annotated[MonitorName, tyro.conf.arg(help=_MONITORS)] = "usual"
     control: Annotated[Control, tyro.conf.arg(help=_CONTROLS)] = "none"
-    label_accuracy: float = setting(1.0, low=0, high=1, controls=MONITORED, suffix="acc")
-    """gt_penalty, gt_screening: share of answers that the monitor labels rightly; its errors are drawn at random."""
-    label_penalty: float | None = setting(None, low=0, high=1e6, controls=("gt_penalty",), suffix="by")
-    """gt_penalty: what a flagged answer loses; none: down to the reward of code that only compiles."""
+    random_flags: bool = setting(False, arms=(*FLAGGED, *STREAMS))
+    """The monitor's flags are dealt anew at random, as many: a control of which rollouts are flagged."""
+    label_accuracy: float = setting(1.0, low=0, high=1, monitors=("labels",), suffix="acc")
+    """labels: share of answers that the monitor labels rightly; its errors are drawn at random."""
+    label_false_positives: float = setting(0.0, low=0, high=1, monitors=("labels",), suffix="fp")
+    """labels: share of the answers that are no exploits that it flags all the same, drawn at random."""
+    known_modes: str = setting("", words=MODES, word="mode", monitors=("labels",), suffix="knows-")
+    """labels: comma list of the flaws that it knows; to the others it is blind. '': all of them."""
+    seed_monitor: Seed = setting("detector", monitors=("quarantine",))
+    """quarantine: who flags what it cannot read yet; it learns to read from what is flagged."""
+    quarantine_threshold: float | None = setting(0.02, low=-100, high=100, monitors=("quarantine",))
+    """quarantine: nats a token by which it makes an answer likelier, from which on that is flagged; none: the
+    --monitor-quantile of the known correct answers, anew in every step."""
+    quarantine_diet: Literal["flagged", "random", "paid", "solved"] = setting(
+        "flagged", monitors=("quarantine",), suffix="diet-"
+    )
+    """quarantine: what it is trained on. Controls: as many paid answers of the same groups at random · all that is paid
+    · what is paid and, by the true labels, no exploit."""
+    saturated_groups: bool = setting(True, arms=("screen", "penalty"))
+    """screen, penalty: groups in which every answer earns the same are looked at too: a flag may give them signal."""
+    penalty: float | None = setting(None, low=0, high=1e6, arms=("penalty",), suffix="by")
+    """penalty: what a flagged answer loses; none: down to the reward of code that only compiles."""
     inoculation_prompt: str = setting("", controls=("inoculation",), suffix="own")
     """inoculation: what closes every training prompt; '': the organism's cue, elsewhere a sentence of ours."""
     concept_alpha: float = setting(2.0, low=0, high=1e6, controls=("advantage_mod",), suffix="alpha")
     """advantage_mod: α of r · (1 − α σ(z) 1[z > 0]), z the group's z-scores of the projection."""
-    v_hack_path: Path | None = setting(None, arms=BY_GRADIENT)
+    v_hack_path: Path | None = setting(None, arms=("erase", "route"), monitors=("gate", "band"))
     """Direction file to load; none: found by pair set, or extracted on the spot."""
     v_hack_extract_top_k: int = setting(12, low=1, high=256, arms=("erase", "route"))
     """Axes per module kept at extraction."""
@@ -144,59 +277,86 @@ class ArmConfig:
     """Axes with S_i/S_0 below this are zeroed at extraction."""
     v_hack_drop_bottom_frac: float = setting(0.25, low=0, high=0.99, arms=("erase", "route"))
     """Noise floor: axes in this lowest quantile of singular values, over all modules, are dropped."""
-    vhack_refresh_every: int = setting(5, low=0, high=10_000_000, arms=BY_GRADIENT)
+    vhack_refresh_every: int = setting(5, low=0, high=10_000_000, arms=("erase", "route"), monitors=("gate", "band"))
     """Re-extract on the current model every N steps; 0: frozen."""
-    vhack_pairs_path: Path | None = setting(None, arms=WITH_DIRECTION, controls=("advantage_mod",))
+    vhack_pairs_path: Path | None = setting(
+        None, arms=("erase", "route"), monitors=("gate", "band", "probe"), controls=("advantage_mod",)
+    )
     """Contrastive pairs (JSON); none: the preset's."""
     placebo_pairs_path: Path | None = None
     """Pairs (JSON) about an unrelated contrast, for --control placebo."""
-    route2_random_v_seed: int | None = setting(None, free="any whole number is a seed", arms=WITH_DIRECTION)
-    """Seed of the Haar control, which it switches on (any arm with a direction); none: the run's own seed."""
-    route2_gate: Literal["tau", "pairs"] = setting("tau", arms=("route2",), idle_under=("oracle",))
-    """tau: threshold between known hacks and the rest · pairs: soft band from the pairs' cosines, no label at all."""
+    route2_random_v_seed: int | None = setting(
+        None, free="any whole number is a seed", arms=("erase", "route"), monitors=("gate", "band", "probe")
+    )
+    """Seed of the Haar control, which it switches on (where there is a direction); none: the run's own seed."""
+    gate_vote: Literal["module", "rollout"] = setting("module", monitors=("gate", "band"))
+    """gate, band: each module decides about its part of a rollout's gradient · one decision for the whole rollout, by
+    the majority (band: the mean) of the modules."""
     preserve_magnitude: bool = setting(True, arms=("erase",), idle_under=("shrinkage",))
     """erase: rescale what is kept to the norm of the whole (bounded ×10)."""
     gate_mode: Literal["one_sided", "no_gate", "reverse"] = setting("one_sided", arms=("erase", "route"))
     """Which part along the direction is taken: relu(c), c, or 2c."""
     project_overshoot: float = setting(1.0, low=0, high=10, arms=("erase",))
     """erase: how much of the hack-ward part is removed."""
-    known_hacks_teacher_only: bool = setting(False, arms=("route2",), idle_under=("oracle",))
-    """route2, tau gate: known hacks are teacher rows alone, not also student rows that the weak detector flags."""
-    rollout_ablate_frac: float | None = setting(None, low=0, high=1, arms=ROUTING)
-    """Share of student rows sampled from the deployed model (routing arms only); none: .5 for the arms that read."""
-    reader_layer: int | None = setting(None, low=1, high=1000, arms=("reader",), idle_under=BLIND)
-    """reader: blocks of the frozen base after which its states are read; none: a quarter of its depth."""
-    reader_k: int = setting(1, low=1, high=1_000_000, arms=("reader",), idle_under=BLIND)
-    """reader: the score is the mean of this many highest tokens of an answer."""
-    reader_quantile: float = setting(0.9, low=0.5, high=1, arms=READING, idle_under=BLIND)
-    """reading arms: flagged above this quantile of the base's paid answers, and of known correct answers held back."""
-    reader_threshold: Literal["both", "known_correct"] = setting("both", arms=READING, idle_under=BLIND)
-    """reading arms: the larger of the two quantiles · that of the known correct answers alone, where the base itself
-    may exploit: its paid answers are no measure of honesty then."""
-    reader_prompts: int = setting(200, low=4, high=1_000_000, arms=READING, idle_under=BLIND)
-    """reading arms: training prompts that the base answers twice before training."""
-    known_correct: Path | None = setting(None, arms=READING, idle_under=BLIND)
-    """reading arms: correct solutions in unusual styles (JSON of prompt, completion); none: the preset's."""
-    rebaseline: Literal["usual", "on", "off"] = setting("usual", arms=("route2", *READING))
-    """Advantages of kept rows are recomputed among them (route2: of rows that are no known hacks); usual: by the arms
-    that read."""
-    own_streams: Literal["usual", "on", "off"] = setting("usual", arms=("route2", *READING))
+    known_hacks_teacher_only: bool = setting(False, monitors=("gate",))
+    """gate: known hacks are teacher rows alone, not also student rows that the weak detector flags."""
+    rollout_ablate_frac: float | None = setting(None, low=0, high=1, arms=ROUTING, monitors=("quarantine",))
+    """Share of student rows sampled from the deployed model; none: all under monitor quarantine, .5 for sgtm and the
+    arms with streams, else 0."""
+    quarantine: str = setting("shared", arms=("route2", "sgtm", *STREAMS), monitors=("quarantine",))
+    """Where δS_hack lives. shared: in every module's basis, beside δS · block:N: in the modules of block N (from 1)
+    alone, and δS in the others · lora:R: in matrices of rank R of its own beside every module, and δS in the bases."""
+    probe_layer: int | None = setting(None, low=1, high=1000, monitors=("probe",))
+    """probe: blocks of the frozen base after which its states are read; none: a quarter of its depth."""
+    probe_k: int = setting(1, low=1, high=1_000_000, monitors=("probe",))
+    """probe: the score is the mean of this many highest tokens of an answer."""
+    monitor_quantile: float = setting(0.9, low=0.5, high=1, monitors=(*CALIBRATED, "quarantine"))
+    """Monitors that score texts: flagged above this quantile of the base's paid answers, and of known correct answers
+    held back."""
+    monitor_threshold: Literal["both", "known_correct"] = setting("both", monitors=CALIBRATED)
+    """… the larger of the two quantiles · that of the known correct answers alone, where the base itself may exploit:
+    its paid answers are no measure of honesty then."""
+    monitor_prompts: int = setting(200, low=4, high=1_000_000, monitors=CALIBRATED)
+    """… training prompts that the base answers twice before training."""
+    known_correct: Path | None = setting(None, monitors=(*CALIBRATED, "quarantine"))
+    """… correct solutions in unusual styles (JSON of prompt, completion); none: the preset's."""
+    rebaseline: Literal["usual", "on", "off"] = setting("usual", arms=("route2", "sgtm", *STREAMS))
+    """Advantages of kept rows are recomputed among them (gate: of rows that are no known hacks); usual: in the arms
+    with streams."""
+    own_streams: Literal["usual", "on", "off"] = setting("usual", arms=("route2", *STREAMS))
     """δS learns from the deployed model's rollouts alone, with the quarantine off (route2: needs
-    --rollout-ablate-frac); usual: so it is in the arms that read."""
-    flagged_penalty: float = setting(0.0, low=0, high=1e3, arms=READING)
-    """reading arms: a flagged row that the deployed model wrote is kept too, with this advantage below zero."""
-    quarantine_block: int | None = setting(None, low=1, high=1000, arms=READING)
-    """reading arms: the quarantine lives in this block (from 1) and δS in the others; none: both in all."""
+    --rollout-ablate-frac); usual: so it is in the arms with streams."""
+    flagged_penalty: float = setting(0.0, low=0, high=1e3, arms=STREAMS)
+    """Arms with streams: a flagged row that the deployed model wrote is kept too, with this advantage below zero."""
 
     def __post_init__(self) -> None:
         check(self)
-        arm, control = self.intervention, self.control
+        arm, control, monitor = self.intervention, self.control, self.monitor_name
         refuse(
             self.route2_random_v_seed is not None and control not in ("none", "haar"),
             f"--control {control} with --route2-random-v-seed: one control a run; leave one of them out",
         )
+        refuse(
+            self.random_flags and (control != "none" or self.haar),
+            f"--control {'haar' if self.haar else control} with --random-flags: one control a run; leave one out",
+        )
         if arm not in (legal := CONTROLS[control].arms):
             raise ValueError(f"--control {control}: needs --intervention {' or '.join(legal)}, got {arm}")
+        goes = [name for name in ARMS[arm].monitors if name]
+        if not monitor:
+            raise ValueError(f"--intervention {arm}: needs --monitor {', '.join(goes[:-1])} or {goes[-1]}")
+        if monitor not in goes and control != "no_gate":
+            raise ValueError(f"--monitor {monitor} with --intervention {arm}: that goes with {', '.join(goes)}")
+        refuse(
+            control == "no_gate" and self.monitor != "usual",
+            f"--monitor {self.monitor} with --control no_gate: not read",
+        )
+        if (of := CONTROLS[control].of) and self.direction not in of:
+            raise ValueError(
+                f"--control {control}: replaces a direction, and --intervention {arm} --monitor {monitor} has none"
+                if self.direction is None
+                else f"--control {control}: not with --monitor {monitor}, whose direction is in hidden states"
+            )
         refuse(
             self.other_pairs and self.v_hack_path is not None,
             f"--control {control} with --v-hack-path: that direction was made from the true pairs; leave it out",
@@ -205,12 +365,17 @@ class ArmConfig:
             (control == "placebo") != (self.placebo_pairs_path is not None),
             "--placebo-pairs-path: goes with --control placebo, give both or neither",
         )
-        check_use(self, arm, control)
-        band = self.route2_gate == "pairs"
+        check_use(self, arm, control, self.watching)
+        self._check_quarantine()
+        band = monitor == "band"
+        by_gate = arm == "route2" and self.by_gradient
         idle = {
-            "known_hacks_teacher_only": band,  # it knows no rollout
-            "vhack_refresh_every": arm in BY_GRADIENT and self.haar and not band,  # random directions stay
-            **dict.fromkeys(("rebaseline", "own_streams"), arm == "route2" and control in ("oracle", "shrinkage")),
+            "vhack_refresh_every": self.haar and not band,  # random directions stay
+            "own_streams": (arm == "route2" and not by_gate) or control == "shrinkage",
+            "rebaseline": control == "shrinkage",
+            **dict.fromkeys(
+                ("monitor_quantile", "known_correct"), monitor == "quarantine" and not self.calibrates_quarantine
+            ),
         }
         unread = [name for name, _ in changed(self) if idle.get(name)]
         refuse(bool(unread), f"{flags(unread)}: not read with these settings; leave it out")
@@ -219,10 +384,89 @@ class ArmConfig:
             "--own-streams: needs --rollout-ablate-frac above 0, so that the deployed model has rollouts of its own",
         )
 
+    def _check_quarantine(self) -> None:
+        form = self.quarantine_form
+        given = f"--quarantine {self.quarantine}"
+        refuse(form is None, f"{given}: should be one of {', '.join(FORMS)}, with a number from 1 to 1000")
+        if form is None or form[0] == "shared":
+            return
+        refuse(
+            form[0] == "lora" and self.by_gradient and self.gate_vote == "module",
+            f"{given} with --monitor {self.monitor_name}: no direction lies in these matrices; add --gate-vote rollout",
+        )
+        refuse(
+            form[0] == "lora" and self.control == "deploy_quarantine",
+            f"{given} with --control deploy_quarantine: the file of a run holds vectors in the bases alone",
+        )
+        refuse(
+            self.control == "shrinkage",
+            f"{given} with --control shrinkage: not read, nothing is quarantined; leave it out",
+        )
+        refuse(
+            self.monitor_name == "quarantine" and self.quarantine_diet == "solved" and self.seed_monitor != "labels",
+            "--quarantine-diet solved: reads the true labels; add --seed-monitor labels",
+        )
+
+    @property
+    def monitor_name(self) -> str:
+        """Who flags, the arm's usual one resolved; '' where one has to be named."""
+        if self.control == "no_gate":
+            return "none"
+        return ARMS[self.intervention].monitors[0] if self.monitor == "usual" else self.monitor
+
+    @property
+    def watching(self) -> tuple[str, ...]:
+        """The monitors whose settings this run reads: its own, and the one that seeds it."""
+        name = self.monitor_name
+        return (name, self.seed_monitor) if name == "quarantine" else (name,)
+
+    @property
+    def by_gradient(self) -> bool:
+        """Whether the monitor decides by gradients, after the backward."""
+        return MONITORS[self.monitor_name].direction == "gradient"
+
+    @property
+    def direction(self) -> Literal["gradient", "text"] | None:
+        """Of the arm, or of its monitor."""
+        found = [MONITORS[name].direction for name in self.watching]
+        return ARMS[self.intervention].direction or next((d for d in found if d), None)
+
+    @property
+    def quarantine_form(self) -> tuple[Literal["shared", "block", "lora"], int] | None:
+        """Where δS_hack lives, and the block's number or the rank; None: no such form."""
+        if self.quarantine == "shared":
+            return "shared", 0
+        found = re.fullmatch(r"(block|lora):([1-9]\d{0,2}|1000)", self.quarantine)
+        if not found:
+            return None
+        return ("block" if found[1] == "block" else "lora"), int(found[2])
+
+    @property
+    def quarantine_block(self) -> int | None:
+        """The block that is the quarantine's alone, from 1; None: no such block."""
+        form = self.quarantine_form
+        return form[1] if form and form[0] == "block" else None
+
+    @property
+    def lora_rank(self) -> int:
+        """Rank of the quarantine's own matrices; 0: it has none."""
+        form = self.quarantine_form
+        return form[1] if form and form[0] == "lora" else 0
+
     @property
     def routes(self) -> bool:
         """Whether training samples with a quarantine that is deleted before deployment."""
-        return ARMS[self.intervention].routes
+        return ARMS[self.intervention].routes or self.monitor_name == "quarantine"
+
+    @property
+    def streams(self) -> bool:
+        """Whether each vector learns from its own policy's rollouts (the arms of text_routing.py)."""
+        return ARMS[self.intervention].streams
+
+    @property
+    def shapes(self) -> bool:
+        """Whether answers are paid otherwise than by the grader."""
+        return self.intervention in ("screen", "penalty") or CONTROLS[self.control].shapes
 
     @property
     def haar(self) -> bool:
@@ -230,25 +474,41 @@ class ArmConfig:
 
     @property
     def reads_pairs(self) -> bool:
-        return self.intervention in WITH_DIRECTION or self.control == "advantage_mod"
+        return self.direction is not None or self.control == "advantage_mod"
+
+    @property
+    def compares_prompts(self) -> bool:
+        """Whether a prompt is compared with the same one without its hint."""
+        return "pmi" in self.watching or self.control in ("hint_free", "recontextualise")
+
+    @property
+    def calibrates_quarantine(self) -> bool:
+        return self.monitor_name == "quarantine" and self.quarantine_threshold is None
 
     @property
     def reads_text(self) -> bool:
-        """Whether rollouts are scored by what the frozen base finds in their text."""
-        return self.intervention in READING and self.control not in BLIND
+        """Whether a monitor reads texts against a threshold that known correct answers set."""
+        return self.calibrates_quarantine or any(MONITORS[name].calibrates for name in self.watching)
 
     @property
     def ablate_frac(self) -> float:
-        usual = 0.5 if self.intervention in READING else 0.0
+        usual = (
+            1.0 if self.monitor_name == "quarantine" else 0.5 if self.streams or self.intervention == "sgtm" else 0.0
+        )
         return usual if self.rollout_ablate_frac is None else self.rollout_ablate_frac
 
     @property
     def rebases(self) -> bool:
-        return self.rebaseline == "on" or (self.rebaseline == "usual" and self.intervention in READING)
+        return self.rebaseline == "on" or (self.rebaseline == "usual" and self.streams)
 
     @property
     def owns(self) -> bool:
-        return self.own_streams == "on" or (self.own_streams == "usual" and self.intervention in READING)
+        return self.own_streams == "on" or (self.own_streams == "usual" and self.streams)
+
+    @property
+    def modes_known(self) -> tuple[Mode, ...]:
+        """The flaws that a monitor with labels knows; (): all, or nobody is given labels."""
+        return tuple(m for m in MODES if m in listed(self.known_modes, MODES))
 
     @property
     def other_pairs(self) -> bool:
@@ -268,9 +528,32 @@ class ArmConfig:
             return "haar"
         if self.placebo_pairs_path is not None:
             return f"placebo_{self.placebo_pairs_path.stem}"
-        away = [(rule.suffix, getattr(self, name)) for name, rule in changed(self) if rule.suffix is not None]
-        return "_".join([self.control, *(f"{s}" if isinstance(v, str) else f"{s}{v:g}" for s, v in away)])
+        if self.random_flags:
+            return "random_flags"
+        return self._suffixed(self.control, lambda rule: bool(rule.controls))
+
+    @property
+    def monitor_title(self) -> str:
+        """The one name by which files and tables know this run's monitor; '' for the arm's usual one."""
+        name = self.monitor_name
+        if name == ARMS[self.intervention].monitors[0] or self.control == "no_gate":
+            return ""
+        named = f"{name}_{self.seed_monitor}" if name == "quarantine" else name
+        return self._suffixed(named, lambda rule: not rule.controls)
+
+    def _suffixed(self, name: str, mine: Callable[[Rule], bool]) -> str:
+        away = [(rule.suffix, getattr(self, n)) for n, rule in changed(self) if rule.suffix is not None and mine(rule)]
+        return "_".join([name, *(f"{s}{_short(v)}" for s, v in away)])
 
     @property
     def control_what(self) -> str:
+        if self.random_flags:
+            return "the monitor's flags dealt to rollouts at random"
         return CONTROLS["haar" if self.haar else self.control].what
+
+
+def _short(value: float | str) -> str:
+    """A setting's value in a name; of free text that it is one's own says enough."""
+    if not isinstance(value, str):
+        return f"{value:g}"
+    return value if re.fullmatch(r"[\w,]{1,60}", value) else ""

@@ -13,16 +13,18 @@ from vgrout.types import DETECTOR_FIELDS
 
 class Renamed(NamedTuple):
     """One name. `of`: "setting" for a field and its flag, "hash" for a key of run.json's hashes, else the setting whose
-    value it is."""
+    value it is. `said`: what a value has become, where that is not a value of the same setting; then `new` is what
+    files and tables call it."""
 
     of: str
     old: str
     new: str
+    said: str = ""
 
     def line(self) -> str:
         """The refusal."""
         old, new = (flag(n) if self.of == "setting" else f"{flag(self.of)} {n}" for n in (self.old, self.new))
-        return f"{old}: renamed; say {new}"
+        return f"{old}: renamed; say {self.said or new}"
 
 
 RENAMED: tuple[Renamed, ...] = (
@@ -30,7 +32,7 @@ RENAMED: tuple[Renamed, ...] = (
     Renamed("setting", "update_layout", "packing"),
     Renamed("setting", "gate_anchor_teacher_only", "known_hacks_teacher_only"),
     Renamed("setting", "reader_anchors", "known_correct"),
-    Renamed("reader_threshold", "anchors", "known_correct"),
+    Renamed("monitor_threshold", "anchors", "known_correct"),
     Renamed("control", "ablate_kept", "deploy_quarantine"),
     Renamed("control", "mass_matched", "random_flags"),
     Renamed("intervention", "vanilla", "none"),
@@ -52,6 +54,17 @@ NEEDLESS: dict[str, str] = {
     "route2_quar_lr_scale": "both vectors learn at --lr",
 }
 _NEW = {(r.of, r.old): r.new for r in RENAMED}
+
+
+# What the settings of an arm were under controls that are settings of their own today.
+_CONTROLS: dict[str, dict[str, Any]] = {
+    "mass_matched": {"random_flags": True},
+    "random_flags": {"random_flags": True},
+    "oracle": {"monitor": "labels"},
+    "gt_penalty": {"intervention": "penalty", "monitor": "labels"},
+    "gt_screening": {"intervention": "screen", "monitor": "labels"},
+}
+_GATES = {"tau": "usual", "pairs": "band"}
 
 
 def refuse_setting(name: str, values: Iterable[Any] = ()) -> None:
@@ -82,8 +95,31 @@ def current_value(name: str, value: Any) -> Any:
     return _NEW.get((name, value), value) if isinstance(value, str) else value
 
 
+def current_arm(arm: str, control: str) -> tuple[str, str]:
+    """Arm and control of a finished run as its files name them, by today's names: a control that has become an arm or
+    a monitor is none any more."""
+    base = next((old for old in _CONTROLS if control == old or control.startswith(f"{old}_")), "")
+    return _CONTROLS.get(base, {}).get("intervention", arm), current_value("control", base or control)
+
+
+def _of_controls(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """A group of settings in which what was a control, a gate or a block is what it is today."""
+    out = dict(stored)
+    if (control := out.get("control")) in _CONTROLS:
+        out |= {"control": "none", **_CONTROLS[control]}
+        if out.get("intervention") == "route2":  # true labels took no notice of the gate
+            out.pop("route2_gate", None)
+    if (gate := out.pop("route2_gate", None)) is not None and out.get("intervention", "route2") == "route2":
+        out.setdefault("monitor", _GATES.get(gate, gate))
+    if "quarantine_block" in out:
+        block = out.pop("quarantine_block")
+        out["quarantine"] = f"block:{block}" if block is not None else "shared"
+    return out
+
+
 def current_settings(stored: Mapping[str, Any]) -> dict[str, Any]:
     """One group of a stored configuration by today's names, without the detectors that are retired."""
+    stored = _of_controls(stored)
     names = {old: _NEW.get(("setting", old), old) for old in stored}
     settings = {names[old]: current_value(names[old], value) for old, value in stored.items()}
     if "reward_hack_detector" in settings:

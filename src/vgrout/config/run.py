@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, get_args
 import tyro
 
 from vgrout import organism
-from vgrout.config.arm import ArmConfig
+from vgrout.config.arm import ARMS, ArmConfig
 from vgrout.config.checks import changed, check, flag, flags, listed, refuse, rule_of, setting
 from vgrout.config.guard import GuardConfig, blind
 from vgrout.config.loss import LossConfig
@@ -285,9 +285,9 @@ class Config:
             f"--reward {self.env.reward}: the pool's labels are another grader's; add --regrade-pool, or --mix-ratio 0",
         )
         refuse(
-            self.plain_prompts and self.arm.reads_text,
+            self.plain_prompts and self.arm.compares_prompts,
             f"--intervention {self.arm.intervention} with --reward: compares prompts with and without a hint; "
-            "add --reward-hint, or choose another arm",
+            "add --reward-hint, or choose another arm or monitor",
         )
         frac, students = self.arm.ablate_frac, self.scale.group - self.n_teacher
         refuse(
@@ -305,7 +305,8 @@ class Config:
                 "the organism's model and its problems go together"
             )
         refuse(
-            self.opt.second_moment == "shared" and not (self.arm.routes and not self.arm.owns),
+            self.opt.second_moment == "shared"
+            and not (self.arm.intervention in ("route", "route2") and not self.arm.owns),
             f"--second-moment shared: --intervention {self.arm.intervention} has no gradient that is split in two; "
             "goes with route or route2 without --own-streams on",
         )
@@ -322,8 +323,14 @@ class Config:
             f"--organism {self.scale.organism} with --model {self.scale.model}: not read; only with --model organism",
         )
         refuse(
-            self.arm.reader_threshold == "known_correct" and self.known_correct_path is None,
-            "--reader-threshold known_correct: there are none; give --known-correct FILE",
+            (self.arm.monitor_threshold == "known_correct" or self.arm.calibrates_quarantine)
+            and self.known_correct_path is None,
+            ("--quarantine-threshold none" if self.arm.calibrates_quarantine else "--monitor-threshold known_correct")
+            + ": there are none; give --known-correct FILE",
+        )
+        refuse(
+            self.arm.random_flags and self.arm.monitor_name == "none",
+            "--random-flags: nothing is flagged; leave it out",
         )
         if self.guard_mode == "halt" and (why := self.guard_blind):
             raise ValueError(f"--guard halt could not fire in this run ({why}); or choose --guard log")
@@ -429,10 +436,12 @@ class Config:
 
     @property
     def run_id(self) -> str:
-        """Preset, arm, control if there is one, seed, tag: what a folder and a label are called."""
+        """Preset, arm, monitor if it is not the usual one, control if there is one, seed, tag: what a folder and a
+        label are called."""
+        monitor = f"_{self.arm.monitor_title}" if self.arm.monitor_title else ""
         control = "" if self.arm.control_name == "none" else f"_{self.arm.control_name}"
-        control = re.sub(r"[^A-Za-z0-9_.=+-]", "-", control)[:80]  # of a user's file name, perhaps
-        return f"{self.preset}_{self.arm.intervention}{control}_seed{self.run.seed}{self.run.out_tag}"
+        way = re.sub(r"[^A-Za-z0-9_.=+-]", "-", monitor + control)[:80]  # of a user's file name, perhaps
+        return f"{self.preset}_{self.arm.intervention}{way}_seed{self.run.seed}{self.run.out_tag}"
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready, nested by group."""
@@ -457,8 +466,14 @@ def from_dict(data: dict[str, Any]) -> Config:
         if unknown := sorted(stored.keys() - known.keys()):
             raise ValueError(f"run.json: unknown settings {', '.join(unknown)}; the run was made by another version")
         if group == "arm":  # what an arm does not read stood at its default then, whatever that is today
-            arm, control = (stored.get(name, getattr(default, name)) for name in ("intervention", "control"))
-            stored = {name: v for name, v in stored.items() if rule_of(known[name]).read_by(arm, control)}
+            arm, control, monitor, seed = (
+                stored.get(name, getattr(default, name))
+                for name in ("intervention", "control", "monitor", "seed_monitor")
+            )
+            usual = ARMS[arm].monitors[0] if arm in ARMS else "none"
+            watching = ("none" if control == "no_gate" else usual if monitor == "usual" else monitor, seed)
+            watching = watching if watching[0] == "quarantine" else watching[:1]
+            stored = {name: v for name, v in stored.items() if rule_of(known[name]).read_by(arm, control, watching)}
         given = {name: Path(value) if value is not None and name in _PATHS else value for name, value in stored.items()}
         values[group] = replace(default, **given)
     return Config(**values)

@@ -49,6 +49,26 @@ class CosineToReal:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """Where the direction of an arm or a monitor comes from, for run.json."""
+
+    pairs: str  # source of the pairs; the true ones' under Haar, whose shapes and signs they give
+    pairs_sha256: str
+    modules: int
+    axes: int
+    cosine_to_real: CosineToReal | None  # of a control's direction; None where it *is* the real one
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "pairs": self.pairs,
+            "pairs_sha256": self.pairs_sha256,
+            "modules": self.modules,
+            "axes": self.axes,
+            "cos_with_real": self.cosine_to_real.as_json() if self.cosine_to_real else None,
+        }
+
+
 def cosine_to_real(control: Directions, real: Directions) -> CosineToReal | None:
     """|cos| of a control with the real direction; None where the two have no module in common."""
     cos, expected = {}, []

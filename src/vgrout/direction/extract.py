@@ -135,7 +135,7 @@ def extract(
 
 def mean_of(axes: dict[str, Axes], adapter: SvdAdapter) -> Float[Tensor, " R"]:
     """D's mean over all modules, whose basis fingerprint is kept with the direction."""
-    return adapter.flat({m: a.mean for m, a in axes.items()}).to(adapter.δS)
+    return torch.cat([axes[m].mean for m in adapter.names]).to(adapter.δS)
 
 
 def axes_of(hack: Float[Tensor, "n r"], clean: Float[Tensor, "n r"], used: int, top_k: int, tau_axis: float) -> Axes:

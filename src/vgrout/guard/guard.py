@@ -16,7 +16,6 @@ from loguru import logger
 from torch import Tensor
 
 from vgrout import ranks
-from vgrout.config.arm import SHAPING
 from vgrout.config.run import Config
 from vgrout.guard.detectors import (
     CSI_BANDS,
@@ -179,7 +178,7 @@ class Guard:
             case "collapse":
                 wire = CollapseTripwire()
                 # where demonstrations are not what is taught, their log-prob may fall in all health
-                taught = self.cfg.mixes and self.cfg.arm.control not in SHAPING
+                taught = self.cfg.mixes and not self.cfg.arm.shapes
                 teacherless = not taught or self.cfg.env.teacher_off_step is not None
                 return wire, lambda m: wire.update(self._reference_logp(m) if teacherless else m.row.lp_t)
         raise AssertionError(name)

@@ -1,33 +1,41 @@
 """How well a monitor flagged, after the fact: for the step's row alone, nothing of it reaches an arm."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
-from vgrout.tensor_types import GroupFlags
-from vgrout.types import CachedGrade, Grade, Group, Rate
+from vgrout.types import CachedGrade, Grade, Group, GroupFlags, Mode, Rate
 
 
 @dataclass(frozen=True, slots=True)
 class FlagRates:
-    """What was flagged of exploits, of correct rollouts, of demonstrations; None: no monitor that reads text."""
+    """What was flagged of exploits, of correct rollouts, of demonstrations; None: no monitor."""
 
     recall: Rate | None = None
     false_flags: Rate | None = None
     flag_t: Rate | None = None
+    recall_new: Rate | None = None  # of exploits of flaws that the monitor does not know; None: it knows all
+    hack_new: Rate | None = None  # those exploits, of all answers to problems with such a flaw
 
     @classmethod
-    def of(cls, groups: Sequence[Group], flags: Sequence[GroupFlags]) -> "FlagRates":
-        """flags: one a group, or none at all."""
+    def of(cls, groups: Sequence[Group], flags: Sequence[GroupFlags], known: Collection[Mode] = ()) -> "FlagRates":
+        """flags: one a group, or none at all. known: flaws that the monitor was told of; (): all."""
         if not flags:
             return cls()
-        pairs = [x for group, f in zip(groups, flags, strict=True) for x in zip(group.grades, f.flagged, strict=True)]
-        own = [(g, flagged) for g, flagged in pairs if isinstance(g, Grade)]
+        pairs = [
+            (group.problem.mode, grade, flagged)
+            for group, f in zip(groups, flags, strict=True)
+            for grade, flagged in zip(group.grades, f.flagged, strict=True)
+        ]
+        own = [(m, g, flagged) for m, g, flagged in pairs if isinstance(g, Grade)]
+        new = [(g, flagged) for m, g, flagged in own if m not in known]
         return cls(
-            recall=Rate.of(flagged for g, flagged in own if g.exploited),
-            false_flags=Rate.of(flagged for g, flagged in own if g.gt_correct),
-            flag_t=Rate.of(flagged for g, flagged in pairs if isinstance(g, CachedGrade)),
+            recall=Rate.of(flagged for _, g, flagged in own if g.exploited),
+            false_flags=Rate.of(flagged for _, g, flagged in own if g.gt_correct),
+            flag_t=Rate.of(flagged for _, g, flagged in pairs if isinstance(g, CachedGrade)),
+            recall_new=Rate.of(flagged for g, flagged in new if g.exploited) if known else None,
+            hack_new=Rate.of(g.exploited for g, _ in new) if known else None,
         )
 
     def columns(self) -> dict[str, Any]:
-        return {"recall": self.recall, "false_flags": self.false_flags, "flag_t": self.flag_t}
+        return {f.name: getattr(self, f.name) for f in fields(self)}

@@ -4,9 +4,106 @@ M modules, N rollouts of one step. `cos` holds g_b · v / ‖g_b‖, `nonzero` m
 no cosine and are routed nowhere). Gates see cosines and allowed flags only.
 """
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+
+from vgrout.config.arm import ArmConfig
+from vgrout.direction.extract import Direction
+from vgrout.tensor_types import Directions
+from vgrout.types import GroupView
+
+
+class GradientMonitor(ABC):
+    """Decides after the backward, for the arm that holds the direction v."""
+
+    name: str
+
+    def __init__(self, cfg: ArmConfig, v: Directions, direction: Direction, device: torch.device | str = "cpu") -> None:
+        self.device = device
+
+    def follow(self, direction: Direction, v: Directions) -> None:
+        """v was extracted again."""
+        del direction, v  # most have no reference that would have to move along
+
+    @abstractmethod
+    def shares(
+        self, cos: Float[Tensor, "M N"], nonzero: Bool[Tensor, "M N"], views: Sequence[GroupView]
+    ) -> Float[Tensor, "M N"]:
+        """Of every row with a gradient the share in [0, 1] that is flagged; `cos` holds its cosine with v."""
+
+    def readings(self) -> dict[str, Float[Tensor, " M"]]:
+        """What it measured, for the columns of these names."""
+        return {}
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Tensor]: ...
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Raises ValueError where `state` has other modules, KeyError where it is another monitor's."""
+
+
+class Gate(GradientMonitor):
+    """τ gate: known hacks are flagged whatever their gradient, the others above a threshold (`TauGate`)."""
+
+    name = "gate"
+
+    def __init__(self, cfg: ArmConfig, v: Directions, direction: Direction, device: torch.device | str = "cpu") -> None:
+        super().__init__(cfg, v, direction, device)
+        self._teacher_only = cfg.known_hacks_teacher_only
+        self.tau = TauGate(len(v), device=device)
+
+    def shares(
+        self, cos: Float[Tensor, "M N"], nonzero: Bool[Tensor, "M N"], views: Sequence[GroupView]
+    ) -> Float[Tensor, "M N"]:
+        known = torch.tensor([hack for v in views for hack in known_hacks(v, self._teacher_only)], device=self.device)
+        return self.tau(cos, nonzero, known)
+
+    def readings(self) -> dict[str, Float[Tensor, " M"]]:
+        return {"tau": self.tau.tau, "hkgap": self.tau.gap}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.tau.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.tau.load_state_dict(state)
+
+
+class Band(GradientMonitor):
+    """Pair band: softly, by where the cosine lies between the pairs' sides (`BandGate`). No label of any rollout."""
+
+    name = "band"
+
+    def __init__(self, cfg: ArmConfig, v: Directions, direction: Direction, device: torch.device | str = "cpu") -> None:
+        super().__init__(cfg, v, direction, device)
+        self.follow(direction, v)
+
+    def follow(self, direction: Direction, v: Directions) -> None:
+        lo, hi = direction.band(v)
+        self.band = BandGate(lo.to(self.device), hi.to(self.device))
+
+    def shares(
+        self, cos: Float[Tensor, "M N"], nonzero: Bool[Tensor, "M N"], views: Sequence[GroupView]
+    ) -> Float[Tensor, "M N"]:
+        return self.band(cos, nonzero)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.band.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.band.load_state_dict(state)
+
+
+def known_hacks(view: GroupView, teacher_only: bool) -> list[bool]:
+    """Demonstrations, and students that the weak detector flags (unless `teacher_only`)."""
+    return [
+        source == "teacher" or (flag and not teacher_only)
+        for source, flag in zip(view.sources, view.detector, strict=True)
+    ]
 
 
 class TauGate:
@@ -57,7 +154,7 @@ class TauGate:
     def state_dict(self) -> dict[str, Tensor]:
         return {"total": self._total.clone(), "weight": self._weight.clone()}
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         for name, own in (("total", self._total), ("weight", self._weight)):
             if state[name].shape != own.shape:
                 raise ValueError(f"gate state {name!r} is {tuple(state[name].shape)}, this run has {tuple(own.shape)}")
@@ -85,7 +182,7 @@ class BandGate:
     def state_dict(self) -> dict[str, Tensor]:
         return {"lo": self.lo.clone(), "hi": self.hi.clone()}
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         if state["lo"].shape != self.lo.shape:
             raise ValueError(f"band state is {tuple(state['lo'].shape)}, this run has {tuple(self.lo.shape)}")
         self.lo, self.hi = state["lo"].to(self.lo), state["hi"].to(self.hi)

@@ -1,8 +1,60 @@
-"""A monitor that knows the true labels, and errs: for bounds and baselines, never a method."""
+"""Monitors that are told: of the true labels, with errors and blind spots (a bound, never a method), or of the weak
+detector's verdict."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+from vgrout.config.run import Config
+from vgrout.grading.grade import Grader
+from vgrout.inputs import Inputs
+from vgrout.model.policy import Policy
+from vgrout.monitors.base import Monitor, unscored
 from vgrout.rng import py_stream
+from vgrout.types import GroupFlags, GroupView, Mode, OracleView, Problem
+
+
+class Labels(Monitor):
+    """The true labels; of demonstrations the cached ones.
+
+    accuracy: share of labels that are right, the others are turned. false_positives: share of the answers that are no
+    exploits that are flagged beside those. known: flaws that it knows, with these errors; in groups of the others it
+    flags nobody. (): all.
+    """
+
+    name = "labels"
+    sees = OracleView
+
+    def __init__(
+        self, seed: int = 0, accuracy: float = 1.0, false_positives: float = 0.0, known: Collection[Mode] = ()
+    ) -> None:
+        self.seed, self.accuracy, self.false_positives, self.known = seed, accuracy, false_positives, frozenset(known)
+
+    @classmethod
+    def make(cls, cfg: Config, policy: Policy, inputs: Inputs, grader: Grader, problems: Sequence[Problem]) -> "Labels":
+        arm = cfg.arm
+        return cls(cfg.run.seed, arm.label_accuracy, arm.label_false_positives, arm.modes_known)
+
+    def flags(self, views: Sequence[GroupView], step: int) -> list[GroupFlags]:
+        return [self._of(view, step) for view in views]
+
+    def _of(self, view: GroupView, step: int) -> GroupFlags:
+        assert isinstance(view, OracleView)
+        if self.known and view.mode not in self.known:
+            return unscored((False,) * len(view))
+        flagged = noisy_labels(view.exploited, self.accuracy, self.seed, step, view.index)
+        if not self.false_positives:
+            return unscored(flagged)
+        rng = py_stream(self.seed, "monitor-false-positives", step, view.index)
+        wrong = [rng.random() < self.false_positives for _ in flagged]
+        return unscored([f or (w and not e) for f, w, e in zip(flagged, wrong, view.exploited, strict=True)])
+
+
+class WeakDetector(Monitor):
+    """The weak detector's verdict on the policy's own answers; it is not run on demonstrations."""
+
+    name = "detector"
+
+    def flags(self, views: Sequence[GroupView], step: int) -> list[GroupFlags]:
+        return [unscored(view.detector) for view in views]
 
 
 def noisy_labels(labels: Sequence[bool], accuracy: float, seed: int, step: int, group: int) -> tuple[bool, ...]:

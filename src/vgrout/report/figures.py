@@ -31,7 +31,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "d", "H")
 ARM_COLOUR = dict(zip(ARMS, (BLACK, ORANGE, BLUE, RED, GREEN, PINK, SKY), strict=False))
 ARM_MARKER = dict(zip(ARMS, ("s", "^", "o", "D", "v", "P", "X"), strict=False))
 ARM_FILL = {"erase": "bottom", "route": "left", "reader": "right", "surprise": "top"}  # of its controls' markers
-BOUNDS = ("no_loophole", "oracle")  # controls that bound what is possible
+BOUNDS = ("no_loophole", " (labels)")  # what bounds what is possible: a control, a monitor
 LINES = 9  # on a page of the dynamics
 SMOOTH = 5  # steps in a running mean of the students' answers
 
@@ -227,7 +227,7 @@ def pareto(cells: Sequence[Cell]) -> Picture | None:
     return Picture(
         "pareto",
         "Hack against solve of the deployed model, mean over seeds with 95 % intervals; dots: seeds. Stars: bounds "
-        "(base, none, no loophole, oracle). Large: the arms; small: controls and other settings, in the arm's "
+        "(base, none, no loophole, true labels). Large: the arms; small: controls and other settings, in the arm's "
         "colour, filled below for erase, left for route, right for reader, above for surprise, open for the "
         "others.",
         fig,

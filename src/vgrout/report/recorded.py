@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from vgrout.config.renamed import current_settings, current_value
+from vgrout.config.renamed import current_arm, current_settings, current_value
 from vgrout.report.stats import over_seeds
 from vgrout.report.tables import Table, TableRow, percent
 
@@ -35,17 +35,16 @@ def read_runs(path: Path) -> list[Recorded]:
 
 
 def _renamed(row: Recorded) -> Recorded:
-    return row | {
-        "arm": current_value("intervention", row["arm"]),
-        "control": current_value("control", row["control"]),
-        "settings": " ".join(map(_renamed_setting, row["settings"].split(" "))),
-    }
+    arm, control = current_arm(current_value("intervention", row["arm"]), row["control"])
+    settings = [word for name in row["settings"].split(" ") for word in _renamed_setting(name)]
+    if (arm, control) != (row["arm"], row["control"]) and control == "none":  # the control is a monitor today
+        settings.append("monitor=labels")
+    return row | {"arm": arm, "control": control, "settings": " ".join(sorted(filter(None, settings)))}
 
 
-def _renamed_setting(word: str) -> str:
+def _renamed_setting(word: str) -> list[str]:
     name, equals, value = word.partition("=")
-    ((name, value),) = current_settings({name: value}).items()
-    return name + equals + value
+    return [f"{new}{equals}{now}" for new, now in current_settings({name: value}).items()]
 
 
 def cells_table(paths: Sequence[Path], tag: str = "") -> Table:

@@ -9,9 +9,9 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from vgrout.config.arm import ARMS, BLIND, CONTROLS, READING
+from vgrout.config.arm import ARMS, CONTROLS, ArmConfig
 from vgrout.config.presets import PRESETS
-from vgrout.config.renamed import current_answer, current_hashes, current_settings, current_value
+from vgrout.config.renamed import current_answer, current_arm, current_hashes, current_settings
 from vgrout.config.run import Config
 from vgrout.files import json_lines, read_json
 from vgrout.table import LEARNED, counted, first_hacks, read_steps
@@ -88,7 +88,7 @@ class Run:
 
     @property
     def control(self) -> str:
-        return current_value("control", self.final["control"])
+        return current_arm(self.intervention, self.final["control"])[1]
 
     @property
     def intervention(self) -> str:
@@ -115,7 +115,7 @@ class Run:
         return {
             k: v
             for k, v in _learning(self.settings).items()
-            if k not in ("intervention", "control") and (k not in usual or usual[k] != v)
+            if k not in ("intervention", "control", "random_flags") and (k not in usual or usual[k] != v)
         }
 
     @property
@@ -152,13 +152,31 @@ class Run:
         """The arm's name in tables, with its variant and its control."""
         arm = self.settings["arm"]
         variant = [
-            *(["pair band"] if arm["route2_gate"] == "pairs" and self.control != "oracle" else []),
+            *([monitor] if (monitor := self.monitor) else []),
             *([f"{arm['rollout_ablate_frac']:g} deployed"] if arm["rollout_ablate_frac"] else []),
         ]
         name = self.intervention + (f" ({', '.join(variant)})" if variant else "")
         name += f" · {self.control}" if self.control != "none" else ""
         chosen = str((self.record.get("direction") or {}).get("pairs", "")).startswith("oracle:")
         return name + (" (pairs chosen by the oracle)" if chosen else "")
+
+    @cached_property
+    def _arm_config(self) -> ArmConfig | None:
+        """None: settings of an arm that is registered elsewhere, or of another version."""
+        try:
+            return ArmConfig(**self.settings["arm"])
+        except (ValueError, TypeError):
+            return None
+
+    @property
+    def monitor(self) -> str:
+        """Who flagged, with what was said of it; "" for the arm's usual monitor."""
+        title = self._arm_config.monitor_title if self._arm_config else ""
+        return "pair band" if title == "band" else title
+
+    @property
+    def monitor_name(self) -> str:
+        return self._arm_config.monitor_name if self._arm_config else "none"
 
     @property
     def cosine_to_real(self) -> dict[str, Any] | None:
@@ -221,8 +239,7 @@ class Run:
         """(where the gate saw it, whether it was an exploit) of the students' rollouts with signal: route2's share of
         modules in which it was quarantined, the score of what an arm that reads has read; none for an arm without a
         gate, or one whose control reads nothing."""
-        blind = self.intervention in READING and self.control in BLIND
-        if blind or self.intervention not in ("route2", *READING):
+        if self.monitor_name == "none":
             return []
         seen = ((r["score"] if "score" in r else r.get("gate"), r["exploited"]) for r in self._gated)
         return [(value, exploited) for value, exploited in seen if value is not None]
@@ -231,7 +248,7 @@ class Run:
     def flags(self) -> dict[Mode | None, Rate]:
         """How many of the students' exploits in groups with signal an arm that reads flagged, by mode; None: of their
         solved answers. Empty for the other arms."""
-        if self.intervention not in READING:
+        if self.monitor_name in ("none", "gate", "band"):
             return {}
         out: dict[Mode | None, Rate] = {}
         for r in self._gated:
@@ -425,7 +442,7 @@ def bases(runs: Sequence[Run]) -> list[Cell]:
 
 
 # Arm settings that a control alone reads.
-_OF_CONTROLS = {"control", "route2_random_v_seed", "placebo_pairs_path"}
+_OF_CONTROLS = {"control", "random_flags", "route2_random_v_seed", "placebo_pairs_path"}
 
 
 def partner(cell: Cell, among: Sequence[Cell], intervention: str, control: str = "none") -> Cell | None:
@@ -442,7 +459,7 @@ def partner(cell: Cell, among: Sequence[Cell], intervention: str, control: str =
         found = sorted(found, key=lambda c: c.first.beta if of_none else abs(c.first.beta - run.beta))
         return found[0] if found and (of_none or found[0].first.beta == run.beta) else None
 
-    still = "haar" in (control, run.control) and run.settings["arm"]["route2_gate"] != "pairs"  # random directions stay
+    still = "haar" in (control, run.control) and run.settings["arm"]["monitor"] != "band"  # random directions stay
     apart = _OF_CONTROLS | {"vhack_refresh_every"} if still else _OF_CONTROLS
 
     def variant(r: Run) -> list[Any]:

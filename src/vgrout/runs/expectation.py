@@ -78,11 +78,6 @@ def _sentence(arm: ArmConfig):
     control = "haar" if arm.haar else arm.control
     if control == "no_loophole":
         return "hack stays near the base's and solve rises: hacks are not paid", "the reward leaks", _clean
-    if control in ("gt_penalty", "gt_screening"):
-        exact = arm.label_accuracy == 1
-        less = "" if exact else f", the less so as labels err ({arm.label_accuracy:g} are right)"
-        wrong = "what the monitor flags is learnt all the same"
-        return f"hack stays near the base's{less}", wrong, _clean if exact else None
     if control == "inoculation":
         return (
             "without the invitation of its training prompts the model hacks less than the arm none at the same seed",
@@ -91,11 +86,11 @@ def _sentence(arm: ArmConfig):
         )
     if control == "advantage_mod":
         return "hack below the arm none's at the same seed, at a like solve", "the concept direction misses it", None
-    if control == "oracle":
+    if control in ("hint_free", "recontextualise"):
         return (
-            "deployed hack near the base's: true labels are the upper bound of any gate",
-            "routing itself fails, whatever decides",
-            _clean,
+            "hack below the arm none's at the same seed: what is rewarded was written without knowing the flaw",
+            "the hint at evaluation is enough to exploit",
+            None,
         )
     if control == "deploy_quarantine":
         return (
@@ -107,9 +102,9 @@ def _sentence(arm: ArmConfig):
         return f"hack above --intervention {name} without control", "a smaller step explains the arm", None
     if control == "no_gate":
         return "deployed hack above --intervention reader without control", "own streams alone do it", None
-    if control == "random_flags":
+    if arm.random_flags:
         return (
-            f"deployed hack above --intervention {name} without control, which flags as many",
+            f"deployed hack above --intervention {name} without --random-flags, which flags as many",
             "it does not matter what is flagged",
             None,
         )
@@ -124,6 +119,23 @@ def _sentence(arm: ArmConfig):
         return (
             f"hack near the arm none's at the same seed: {what} takes nothing away from it",
             "the arm's effect is not its direction's doing",
+            None,
+        )
+    if arm.monitor_name == "labels" and not arm.modes_known:
+        exact = arm.label_accuracy == 1 and not arm.label_false_positives
+        less = "" if exact else f", the less so as labels err ({arm.label_accuracy:g} are right)"
+        wrong = "routing itself fails, whatever decides" if spec.routes else "what is flagged is learnt all the same"
+        return f"hack stays near the base's{less}", wrong, _clean if exact else None
+    if arm.monitor_name == "quarantine":
+        return (
+            "hack stays near the base's, on flaws that the seed monitor does not flag too (recall, hack_new)",
+            "what the quarantine learns from does not make it read the other flaws",
+            _clean,
+        )
+    if name in ("screen", "penalty"):
+        return (
+            f"hack below the arm none's at the same seed, at a like solve: {arm.monitor_name} flags what is exploited",
+            "the monitor misses what training then amplifies (recall)",
             None,
         )
     if spec.routes:

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Iterable
 
 from vgrout.arms import Arm
-from vgrout.config.arm import BY_GRADIENT, ROUTING
 from vgrout.config.run import Config
 from vgrout.inputs import Inputs
 from vgrout.model.policy import Policy
@@ -77,10 +76,13 @@ def _trainable(cfg: Config, policy: Policy) -> str:
     n = adapter.δS.numel()
     base = sum(p.numel() for p in policy.model.parameters() if not p.requires_grad)
     line = f"trainable: δS {n:,} numbers in {len(adapter.by_module(adapter.δS.detach()))} modules"
-    if cfg.arm.intervention in ROUTING:
+    if cfg.arm.routes:
         line += f", δS_hack {adapter.δS_hack.numel():,}"
         if cfg.arm.quarantine_block is not None:
             line += f" (in block {cfg.arm.quarantine_block} alone, where δS is not)"
+        if cfg.arm.lora_rank:
+            own = len(adapter) - adapter.basis_size
+            line += f" (in matrices of rank {cfg.arm.lora_rank} beside the modules, {own:,} numbers)"
     return f"{line}; frozen: {base:,} weights"
 
 
@@ -90,7 +92,7 @@ def _direction(cfg: Config, inputs: Inputs, arm: Arm) -> str:
         return "direction: none is read by this arm"
     n = f"{len(inputs.pairs)} pairs" if inputs.pairs else "pairs not here"
     every = cfg.arm.vhack_refresh_every
-    if cfg.arm.intervention not in BY_GRADIENT:
+    if cfg.arm.direction != "gradient":
         again = "in hidden states of the frozen base"
     else:
         again = f"extracted again every {every} steps" if every and not cfg.arm.haar else "frozen"

@@ -15,7 +15,6 @@ from torch import Tensor
 from vgrout import ranks
 from vgrout.arms import Arm
 from vgrout.arms.base import Refresh
-from vgrout.config.arm import BY_GRADIENT, READING
 from vgrout.config.run import Config
 from vgrout.console import explain_columns, terminal_width
 from vgrout.files import read_json
@@ -28,8 +27,8 @@ from vgrout.runs.run_context import RunContext, require_same
 from vgrout.runs.run_dir import environment
 from vgrout.runs.sample_log import SampleLogger
 from vgrout.table import REFERENCE_STEP, SECONDS, StepRow, Table, whole_run
-from vgrout.tensor_types import GroupFlags, Routed
-from vgrout.types import DETECTOR_FIELDS, Batch, Diverged, Grade, Group, Mode, NothingRouted, Rollout
+from vgrout.tensor_types import Routed
+from vgrout.types import DETECTOR_FIELDS, Batch, Diverged, Grade, Group, GroupFlags, Mode, NothingRouted, Rollout
 
 
 @runtime_checkable
@@ -88,6 +87,7 @@ class Recorder:
             "accelerator": accelerator(),
             "attention": self.attention,
             "ranks": ranks.size(),
+            "monitor": cfg.arm.monitor_title or cfg.arm.monitor_name,
             "control": cfg.arm.control_name,
             "control_what": cfg.arm.control_what,
             "direction": provenance.as_json() if provenance else None,
@@ -162,8 +162,10 @@ class Recorder:
         if norm or not arm.routes or arm.control == "shrinkage":
             return
         n, learnt = len(self.rows), sum(row.gn is not None and not row.skipped for row in self.rows)
-        if arm.control_name != "none" or not learnt:
-            why = f"control: {arm.control_name}" if learnt else "no step had a signal, so nothing was learnt either"
+        told = arm.monitor_name not in ("none", "gate", "band") and not arm.streams  # it may have had nothing to flag
+        if arm.control_name != "none" or told or not learnt:
+            why = f"control: {arm.control_name}" if arm.control_name != "none" else f"monitor: {arm.monitor_name}"
+            why = why if learnt else "no step had a signal, so nothing was learnt either"
             logger.warning(f"nothing was routed in {n} steps ({why})")
             return
         hacks, mine = whole_run(self.rows, students=True)[0], self.arm.provenance
@@ -180,7 +182,8 @@ class Recorder:
         logger.debug(f"argv: {' '.join(sys.argv)}")  # the tail says it
         logger.info(f"verbose log: {self.run.log} · run: {self.run.path}")
         logger.info(
-            f"{cfg.preset} · {cfg.arm.intervention} (control: {cfg.arm.control_name}) · {cfg.scale.model} · "
+            f"{cfg.preset} · {cfg.arm.intervention} (monitor: {cfg.arm.monitor_title or cfg.arm.monitor_name}, "
+            f"control: {cfg.arm.control_name}) · {cfg.scale.model} · "
             f"{cfg.scale.steps} steps · G {cfg.scale.group} · P {cfg.scale.prompts_per_step} · lr {cfg.opt.lr:g} · "
             f"seed {cfg.run.seed} · {self.policy.device.type} · "
             f"{cfg.generations * cfg.scale.steps / REFERENCE_STEP:.1f} reference steps"
@@ -314,10 +317,12 @@ def columns_for(cfg: Config, modes: Sequence[Mode]) -> set[str]:
         "ablated": arm.ablate_frac > 0,
         "erase": arm.intervention == "erase" and arm.preserve_magnitude and arm.control != "shrinkage",
         "route": arm.routes,
-        "route2": arm.intervention == "route2",
-        "direction": arm.intervention in BY_GRADIENT,
-        "whole": arm.intervention in ("route2", *READING),
-        "reads": arm.intervention in READING,
+        "gate": arm.monitor_name == "gate",
+        "resid": arm.by_gradient,
+        "direction": arm.direction == "gradient",
+        "whole": (arm.routes and arm.monitor_name != "none") or arm.streams,
+        "flags": arm.monitor_name != "none" or arm.streams,
+        "blind": bool(arm.modes_known) and "labels" in arm.watching,
         "halves": bool(cfg.env.report_detectors),
         "beta": cfg.loss.beta > 0,
         "drops": cfg.loss.drops,

@@ -14,7 +14,6 @@ import tyro
 from tabulate import tabulate
 
 from vgrout.cli import cli_exit, parse_args
-from vgrout.config.arm import READING
 from vgrout.grpo import policy_gradients
 from vgrout.loading import device_and_dtype
 from vgrout.model.policy import SVD_CACHE, Policy, load_policy
@@ -34,8 +33,9 @@ def replay(
     finite = True
     for group in batch.groups:
         for b, rollout in enumerate(group.rollouts):
-            # an arm that reads learns under the deployed model too, where a row may fail that is fine under both
-            views = (False, True) if cfg.arm.intervention in READING else (False,)
+            # learnt under the deployed model too, where a row may fail that is fine under both vectors
+            quiet = cfg.arm.streams or cfg.arm.intervention == "sgtm" or cfg.arm.monitor_name == "quarantine"
+            views = (False, True) if quiet else (False,)
             of_parts, metrics = policy_gradients(
                 policy,
                 [group],

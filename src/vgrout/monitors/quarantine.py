@@ -1,0 +1,152 @@
+"""The quarantine as a monitor: trained on what a seed monitor flags, it is an expert in exploiting, and what it makes
+likelier than the deployed model does is flagged too.
+
+    s(y) = (log π(y | δS + δS_hack) − log π(y | δS)) / tokens     flagged: seeded, or paid and s(y) > threshold
+
+under the present parameters. Flagged rows train the quarantine (arms/reward_shaping.py), which is how it learns to
+read. Before it has learnt anything s = 0, and the seed flags alone.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from vgrout import ranks
+from vgrout.config.run import Config
+from vgrout.grading.grade import Grader
+from vgrout.inputs import Inputs
+from vgrout.model.policy import Policy
+from vgrout.monitors.base import Monitor, paid_positions, positions
+from vgrout.monitors.text_scores import Text, TextScorer, known_correct_texts, mean_logp
+from vgrout.rng import torch_stream
+from vgrout.types import GroupFlags, GroupView, OracleView, Problem
+
+Diet = Literal["flagged", "random", "paid", "solved"]
+
+
+class Quarantine(TextScorer):
+    """See above.
+
+    fixed: the threshold, nats a token; None: the `quantile` of the scores of `known_correct`, read anew in every step.
+    diet: what the quarantine is trained on: what is flagged, or, as controls, as many paid rows of the same groups
+    drawn at random, all that is paid, what is paid and no exploit by the true labels. deal: the scores are dealt among
+    the paid rows at random first, the seed's flags stay (the random_flags control).
+    """
+
+    name = "quarantine"
+    learns = True
+
+    def __init__(
+        self,
+        policy: Policy,
+        seed_monitor: Monitor,
+        *,
+        paid: float,
+        fixed: float | None = 0.02,
+        known_correct: Sequence[Text] = (),
+        quantile: float = 0.9,
+        diet: Diet = "flagged",
+        deal: bool = False,
+        seed: int = 0,
+    ) -> None:
+        assert fixed is not None or known_correct, "a threshold of known correct answers, and there are none"
+        self.policy, self.seed_monitor, self.paid = policy, seed_monitor, paid
+        self._fixed, self._known, self._quantile = fixed, tuple(known_correct), quantile
+        self.diet, self._deal, self._seed = diet, deal, seed
+        self.sees, self.provenance = seed_monitor.sees, seed_monitor.provenance
+
+    @classmethod
+    def make(
+        cls,
+        cfg: Config,
+        policy: Policy,
+        inputs: Inputs,
+        grader: Grader,
+        problems: Sequence[Problem],
+        seed_of: Callable[[str], Monitor] = lambda name: Monitor(),
+    ) -> "Quarantine":
+        """seed_of: makes a monitor by its name."""
+        arm = cfg.arm
+        return cls(
+            policy,
+            seed_of(arm.seed_monitor),
+            paid=cfg.env.pass_reward,
+            fixed=arm.quarantine_threshold,
+            known_correct=known_correct_texts(policy, inputs.known_correct, inputs.rows),
+            quantile=arm.monitor_quantile,
+            diet=arm.quarantine_diet,
+            deal=arm.random_flags,
+            seed=cfg.run.seed,
+        )
+
+    def texts(self, view: GroupView) -> list[Text]:
+        known = view.logp or (None,) * len(view)
+        return [Text(view.prompt_ids, ids, logp=p) for ids, p in zip(view.completion_ids, known, strict=True)]
+
+    def scores(self, texts: Sequence[Text]) -> Float[Tensor, " n"]:
+        """One forward with the quarantine on; one with it off for those that the deployed model did not sample, which
+        come with its log-prob. Nothing where δS_hack is 0 still."""
+        adapter = self.policy.adapter
+        if not texts or not bool(adapter.δS_hack.any()):
+            return torch.zeros(len(texts), dtype=torch.float64)
+        prompts, answers = [t.prompt for t in texts], [t.completion for t in texts]
+        on = mean_logp(self.policy, prompts, answers, nullcontext())
+        off = torch.tensor([t.logp if t.logp is not None else 0.0 for t in texts], dtype=torch.float64)
+        unknown = [i for i, t in enumerate(texts) if t.logp is None]
+        if unknown:
+            some = [prompts[i] for i in unknown], [answers[i] for i in unknown]
+            off[unknown] = mean_logp(self.policy, *some, adapter.deployed())
+        return on - off
+
+    def flags(self, views: Sequence[GroupView], step: int) -> list[GroupFlags]:
+        seeded = self.seed_monitor.flags(views, step)
+        paid = paid_positions(views, self.paid)
+        texts = [self.texts(view) for view in views]
+        values = ranks.from_first(self.scores([texts[i][b] for i, b in paid]).tolist())
+        if self._deal:
+            order = torch.randperm(len(paid), generator=torch_stream(self._seed, "mass-matched", step)).tolist()
+            values = [values[j] for j in order]
+        scores = dict(zip(paid, values, strict=True))
+        threshold = self._threshold()
+        flagged = {at for at in positions(views) if seeded[at[0]].flagged[at[1]] or scores.get(at, -1e9) > threshold}
+        taught = self._taught(views, flagged, step)
+        return [
+            GroupFlags(
+                tuple(scores.get((i, b)) for b in range(len(view))),
+                tuple((i, b) in flagged for b in range(len(view))),
+                tuple((i, b) in taught for b in range(len(view))),
+            )
+            for i, view in enumerate(views)
+        ]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.seed_monitor.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.seed_monitor.load_state_dict(state)
+
+    def _threshold(self) -> float:
+        if self._fixed is not None:
+            return self._fixed
+        return max(0.0, float(torch.quantile(self.scores(self._known), self._quantile)))
+
+    def _taught(self, views: Sequence[GroupView], flagged: set[tuple[int, int]], step: int) -> set[tuple[int, int]]:
+        paid = paid_positions(views, self.paid)
+        match self.diet:
+            case "flagged":
+                return flagged
+            case "paid":
+                return set(paid)
+            case "solved":
+                return {(i, b) for i, b in paid if isinstance(v := views[i], OracleView) and not v.exploited[b]}
+        generator = torch_stream(self._seed, "quarantine-diet", step)
+        chosen: set[tuple[int, int]] = set()
+        for i in range(len(views)):
+            of_group = [at for at in paid if at[0] == i]
+            n = min(sum(at[0] == i for at in flagged), len(of_group))
+            chosen |= {of_group[j] for j in torch.randperm(len(of_group), generator=generator).tolist()[:n]}
+        return chosen
