@@ -5,8 +5,8 @@
 
 A demonstration that would be paid less is left out.
 
-With monitor `quarantine` the quarantine belongs to the monitor, and learns beside: the rows that the monitor names, with
-advantage TAUGHT each, with both vectors on. δS then learns with the quarantine off, and all rows are sampled so.
+With monitor `quarantine` the quarantine belongs to the monitor, and learns beside: the rows that the monitor names,
+with advantage TAUGHT each, with both vectors on. δS then learns with the quarantine off, and all rows are sampled so.
 """
 
 from abc import ABC, abstractmethod
