@@ -66,11 +66,12 @@ def _sampling(policy: Policy, drawn: rig.Drawn, grader: Any) -> list[Lever]:
         for p in prompts:
             _draw(policy, [p], rig.G)
 
-    def graded(beside: bool) -> None:
+    def graded(beside: bool, apart: bool = False) -> None:
         futures = []
 
         def submit(p: int, i: int, answer: Any) -> None:
-            futures.append(grader.submit(drawn.problems[p], answer.text))
+            problem = replace(drawn.problems[p]) if apart else drawn.problems[p]
+            futures.append(grader.submit(problem, answer.text))
 
         stream = torch_stream(rig.SEED, "bench")
         of = sample(policy, prompts, rig.G, Sampling(), organism.MAX_NEW, stream, submit if beside else None)
@@ -105,6 +106,12 @@ def _sampling(policy: Policy, drawn: rig.Drawn, grader: Any) -> list[Lever]:
         ),
         Lever("all prompts in one batch", on, one_by_one, "one call a prompt; test_sampling_in_turns_changes_no_token"),
         Lever("grading beside sampling", partial(graded, True), partial(graded, False), "on_finish; the same grades"),
+        Lever(
+            "equal answers graded once",
+            partial(graded, True),
+            partial(graded, True, apart=True),
+            "a problem object each; test_an_answer_that_is_being_graded_is_not_run_beside_itself",
+        ),
     ]
 
 
@@ -154,8 +161,9 @@ def _update(policy: Policy, drawn: rig.Drawn) -> list[Lever]:
             "test_log_probs_are_the_models_own_row_by_row",
         ),
         Lever("no padding, one gradient a rollout", grads("rollout", "packed"), padded, same),
+        Lever("equal students are one row", grads("rollout", "shared"), grads("rollout", "packed"), same),
         Lever("no padding, sums by source", grads("source", "packed"), grads("source", "padded"), same),
-        Lever("prompt shared in the update, sums by source", shared, grads("source", "packed"), same),
+        Lever("prompt and equal beginnings shared, sums by source", shared, grads("source", "packed"), same),
         Lever(
             "sums by source where the arm needs no more", shared, grads("rollout", "shared"), f"Arm.grad_rows; {test}"
         ),

@@ -232,6 +232,24 @@ def test_detectors_can_be_switched_off():
         assert g.detectors == {"C": False, "D": False, "E": False}
 
 
+def test_an_answer_that_is_being_graded_is_not_run_beside_itself(monkeypatch):
+    runs: list[str] = []
+    with Grader(1) as grader:
+        grade = grader.grade
+        monkeypatch.setattr(grader, "grade", lambda problem, text: runs.append(text) or grade(problem, text))
+        problem, twin = sum_problem(), sum_problem("sentinel")
+        slow = fenced(SUM_RIGHT + "sum(range(3_000_000))\n")
+        futures = [grader.submit(problem, text) for text in (slow, fenced(SUM_RIGHT), slow, fenced(SUM_RIGHT), slow)]
+        other = grader.submit(twin, slow)
+        assert [f.result().gt_correct for f in (*futures, other)] == [True] * 6
+        assert len(runs) == 3, "of two texts to one problem, and one to another"
+        assert futures[0] is futures[2] is futures[4]
+        again = grader.submit(problem, slow).result()
+        assert replace(again, cpu_s=0.0) == replace(futures[0].result(), cpu_s=0.0)
+        assert len(runs) == 4, "one that has its grade is run again"
+        assert grader._running == {}
+
+
 # --- deaths and ends -------------------------------------------------------------------------------------------------
 
 

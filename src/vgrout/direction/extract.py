@@ -20,13 +20,16 @@ from tqdm import tqdm
 from vgrout import ranks
 from vgrout.direction.meta import Meta
 from vgrout.direction.pairs import Pair, PairSet
-from vgrout.model.packing import padded_batches
+from vgrout.model.logprobs import Batch, collate, completion_logprobs
+from vgrout.model.packing import Packed, batches, pack, padded_batches
 from vgrout.model.policy import Policy
 from vgrout.model.svd_adapter import SvdAdapter, fingerprint_to_string, weights_sha256
 from vgrout.tensor_types import Directions
 
 N_HELDOUT = 2
-TOKENS_PER_BATCH = 4096  # padded tokens of one backward: bounds activations and, with a 150k vocabulary, logits
+TOKENS_PER_BATCH = (
+    4096  # tokens of one backward, padding included: bounds activations and, with a 150k vocabulary, logits
+)
 _DTYPE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
@@ -175,13 +178,24 @@ def gradients(policy: Policy, pairs: PairSet, side: str, tokens_per_batch: int) 
         tokens_of(policy, pair, getattr(pair, side), f"{pairs.source}: pair {i}") for i, pair in enumerate(pairs.pairs)
     ]
     mine = ranks.own([len(p) + len(c) for p, c in rows])
-    grads = torch.zeros(len(mine), len(policy.adapter))
-    batches = padded_batches([sum(map(len, rows[i])) for i in mine], tokens_per_batch, longest_first=False)
+    rows = rows[mine.start : mine.stop]
+    grads = torch.zeros(len(rows), len(policy.adapter))
+    if policy.packs:
+        parts = batches(range(len(rows)), [p for p, _ in rows], [c for _, c in rows], tokens_per_batch)
+    else:
+        parts = padded_batches([len(p) + len(c) for p, c in rows], tokens_per_batch, longest_first=False)
     with policy.adapter.deployed(), _evaluating(policy.model), torch.enable_grad():
-        for batch in tqdm(batches, desc=f"direction, {side} side", unit="batch", disable=None, leave=False):
-            with policy.adapter.per_rollout_grads(len(batch)) as collected:
-                mean_nll(policy, [rows[mine[i]] for i in batch]).sum().backward()
-            grads[batch] = collected.flat.float().cpu()
+        for part in tqdm(parts, desc=f"direction, {side} side", unit="batch", disable=None, leave=False):
+            texts = [rows[i][0] for i in part], [rows[i][1] for i in part]
+            with policy.adapter.per_rollout_grads(len(part)) as collected:
+                batch: Batch | Packed
+                if policy.packs:
+                    batch = pack(range(len(part)), *texts, policy.device, policy.model.dtype)
+                    collected.tokens(batch.pieces)
+                else:
+                    batch = collate(*texts, policy.device)
+                _mean_nll(policy, batch).sum().backward()
+            grads[part] = collected.flat.float().cpu()
     return torch.cat(ranks.gather(lambda: grads))
 
 
@@ -195,8 +209,12 @@ def tokens_of(policy: Policy, pair: Pair, completion: str, where: str) -> tuple[
 
 def mean_nll(policy: Policy, rows: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> Float[Tensor, " B"]:
     """Mean NLL of each row's completion, nats a token; carries a gradient."""
-    logp, mask = policy.logprobs([p for p, _ in rows], [c for _, c in rows])
-    return -torch.where(mask, logp, 0.0).sum(1) / mask.sum(1)
+    return _mean_nll(policy, collate([p for p, _ in rows], [c for _, c in rows], policy.device))
+
+
+def _mean_nll(policy: Policy, batch: Batch | Packed) -> Float[Tensor, " B"]:
+    logp = completion_logprobs(policy.model, batch).full
+    return -torch.where(batch.mask, logp, 0.0).sum(1) / batch.mask.sum(1)
 
 
 @contextmanager

@@ -209,6 +209,7 @@ class Grader:
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._alive: set[_Worker] = set()
         self._lock = threading.Lock()
+        self._running: dict[tuple[int, str], Future[Grade | Ungraded]] = {}
         self._closed = False
         self.restarts = 0  # workers replaced so far
         self.lost_answers = 0  # gradings that were paid 0 because the answer takes its worker along
@@ -247,8 +248,20 @@ class Grader:
         return worker
 
     def submit(self, problem: Problem, text: str) -> "Future[Grade | Ungraded]":
-        """Grade in the background. The future raises ValueError if the problem itself is at fault."""
-        return self._pool.submit(self.grade, problem, text)
+        """Grade in the background. The future raises ValueError if the problem itself is at fault.
+
+        An answer that waits or runs already is not run beside itself: a policy that has settled gives the same one
+        several times in a group, at the same moment. Not where a user's function pays: it may answer as it likes.
+        """
+        if self.reward is not None:
+            return self._pool.submit(self.grade, problem, text)
+        key = id(problem), text  # the job holds the problem, so its id is not given away meanwhile
+        with self._lock:
+            if key in self._running:
+                return self._running[key]
+            verdict = self._running[key] = self._pool.submit(self.grade, problem, text)
+        verdict.add_done_callback(lambda _: self._running.pop(key, None))
+        return verdict
 
     def grade(self, problem: Problem, text: str) -> Grade | Ungraded:
         """Grade now, on this thread. Raises ValueError if the problem is at fault, RuntimeError after close()."""

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from vgrout.model.decoder import Decoder, HfDecoder, LeanDecoder, lean_fits
 from vgrout.model.hub import advice, require_model
 from vgrout.model.logprobs import (
+    Batch,
     backbone,
     check_head,
     collate,
@@ -27,7 +28,7 @@ from vgrout.model.logprobs import (
     in_chunks,
     vocabulary,
 )
-from vgrout.model.packing import packs
+from vgrout.model.packing import Packed, pack, packed_hidden, packs
 from vgrout.model.svd_adapter import SvdAdapter
 from vgrout.model.varlen import flash_is_here
 from vgrout.types import Message
@@ -148,16 +149,28 @@ class Policy(LanguageModel):
     ) -> Float[Tensor, " n"]:
         """KL(π ‖ base) in nats at every completion token, over the whole vocabulary: π with the weights as they are
         now, base with the adapter at zero, so that an untouched policy has exactly 0. All rows in one forward."""
-        batch = collate(prompts, completions, self.device)
-        mine = completion_hidden(self.model, batch)
+        batch: Batch | Packed
+        if self.packs:  # equal answers, and prompts that several were given, are read once
+            batch = pack([0] * len(prompts), prompts, completions, self.device, self.model.dtype)
+            at, of = batch.at[batch.mask].unique(return_inverse=True)
+        else:
+            batch, at, of = collate(prompts, completions, self.device), None, None
+
+        def hidden() -> Tensor:
+            if isinstance(batch, Packed):
+                return packed_hidden(self.model, backbone(self.model), batch)[at]
+            return completion_hidden(self.model, batch)
+
+        mine = hidden()
         with self.adapter.reference():
-            base = completion_hidden(self.model, batch)
+            base = hidden()
 
         def head(mine: Tensor, base: Tensor) -> tuple[Tensor, ...]:
             log_p, log_q = (head_logits(self.model, h).float().log_softmax(-1) for h in (mine, base))
             return ((log_p.exp() * (log_p - log_q)).sum(-1),)
 
-        return in_chunks(head, 2 * vocabulary(self.model), mine, base)[0]
+        kl = in_chunks(head, 2 * vocabulary(self.model), mine, base)[0]
+        return kl if of is None else kl[of]
 
 
 def conversation(tok: PreTrainedTokenizerBase, messages: Sequence[Message], sampled: int = 0) -> list[str]:
