@@ -77,6 +77,21 @@ def _overhead(
     print(importlib.import_module("benchmarks.overhead").run(preset, arm, steps))
 
 
+def _cost(write: bool = False) -> None:
+    """GPU-hours of a study of Qwen3-4B on paper: where they go, what each lever saves, what fits where.
+
+    Args:
+        write: put the tables into docs/cost.md.
+    """
+    cost, page = importlib.import_module("benchmarks.cost"), Path("docs/cost.md")
+    if write:
+        if not page.is_file():
+            raise ValueError(f"--write: no {page} here; start from the repository")
+        page.write_text(cost.filled(page.read_text(encoding="utf-8")), encoding="utf-8")
+    else:
+        print("\n\n".join(table() for table in cost.TABLES.values()))
+
+
 def _svd() -> None:
     """Time and size of the SVD cache for Qwen3-4B's shapes, extrapolated from modules measured here."""
     print(importlib.import_module("benchmarks.svd").run())
@@ -94,6 +109,7 @@ PAGE: dict[str, Callable[..., Any]] = {
     "growth": _measured("growth", "run", "Time and memory against G, P, the answers' length, the hidden size."),
 }
 BENCHES: dict[str, Callable[..., Any]] = PAGE | {
+    "cost": _cost,
     "distill": _measured("distill", "run", "Tokens a second of distillation against the plain student and teacher."),
     "gpu": _measured("gpu", "run", "Update and sampling at Qwen3-4B's shapes; needs a GPU."),
     "kills": _kills,

@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import tiny
-from benchmarks import gpu, rig, trl_peer
+from benchmarks import cost, gpu, rig, trl_peer
 from benchmarks.__main__ import PAGE, main
 from benchmarks.flops import Shape, decode_bytes, forward_flops, head_flops, kv_bytes, update_flops
 from benchmarks.growth import figure
@@ -157,3 +157,33 @@ def test_dead_groups_are_dead() -> None:
     (group,) = rig.noise_groups(97, 4, 1, 5, 3)
     assert group.has_signal
     assert not _dead(replace(group)).has_signal
+
+
+def test_the_cost_page_is_what_the_program_says() -> None:
+    """And the program's sums are those of a calculation by hand, to what it leaves out."""
+    page = Path(__file__).resolve().parents[1] / "docs" / "cost.md"
+    assert cost.filled(page.read_text()) == page.read_text(), "run `python -m benchmarks cost --write`"
+    h100, use = cost.DEVICES[0], cost.Assumed()
+    none, route2 = (cost.step_seconds("fast", arm, h100, use) for arm in ("none", "route2"))
+    # 512 decoding steps, each reading 8.04 GB of weights and 28 rows of 628 tokens at 147 kB
+    read = 2 * 4.02e9 + 28 * 628 * 147_456
+    assert none["sampling: decoding"] == pytest.approx(512 * read / (0.6 * 3.35e12), rel=0.01)
+    # forward and backward of 2 of 4 groups, 6 operations a weight and token; attention is what is left out, the head's
+    # 0.39e9 weights see answers alone
+    tokens = 2 * (500 + 8 * 256)
+    by_hand = 6 * 3.63e9 * tokens + 4 * 0.39e9 * 2 * 8 * 256
+    assert none["update"] == pytest.approx(by_hand / (0.4 * 989e12), rel=0.06)
+    assert route2["update"] > 1.4 * none["update"]  # a copy of the prompt for every rollout
+    assert cost.run_hours("fast", "none", h100, use) * 3600 > 100 * sum(none.values())
+
+
+def test_every_lever_on_paper_saves_something() -> None:
+    h100 = cost.DEVICES[0]
+    for preset in ("fast", "full"):
+        whole = cost.study_hours(preset, h100, cost.Assumed())
+        for name, fields in cost.LEVERS.items():
+            assert cost.study_hours(preset, h100, replace(cost.Assumed(), **fields)) > whole, name  # ty: ignore
+        for name, fields in cost.TO_COME.items():
+            assert cost.study_hours(preset, h100, replace(cost.Assumed(), **fields)) < whole, name  # ty: ignore
+        ranks = [sum(cost.step_seconds(preset, "route2", h100, cost.Assumed(), n).values()) for n in (1, 2, 4, 8)]
+        assert ranks == sorted(ranks, reverse=True)

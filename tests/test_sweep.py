@@ -564,22 +564,3 @@ def test_a_sweep_survives_ctrl_c_and_kill_9(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "vgrout.train", *load_study_file(tmp_path / "two.toml").cells[0].flags]
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=240)
     assert rows(runs_of(tmp_path)[-1]) == rows(cut)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed (extra ray)")
-def test_a_sweep_over_a_local_ray_cluster(tmp_path: Path) -> None:
-    """Stopped in its first run, then carried to the end, by tasks of a real cluster."""
-    (tmp_path / "two.toml").write_text(SMALL)
-    with sweeping(tmp_path, "--via", "ray") as p:
-        until(lambda: [*tmp_path.glob("out/runs/*/resume/step_*/manifest.json")], 240)
-        p.send_signal(signal.SIGINT)
-        code, said = wait(p)
-    assert code == 130, said
-    assert [status(r)["state"] for r in runs_of(tmp_path)] == ["interrupted"]
-    with sweeping(tmp_path, "--via", "ray") as p:
-        code, said = wait(p)
-    assert code == 0, said
-    assert "2 of 2 runs finished" in said
-    assert [status(r)["state"] for r in runs_of(tmp_path)] == ["finished", "finished"]
-    assert not [*(tmp_path / "out/sweeps/two").glob(".stop*")]

@@ -59,6 +59,9 @@ class Cli:
     """Study file (TOML); docs/studies has examples."""
     dry_run: bool = False
     """Print the runs, their states and the time they would take; start nothing."""
+    commands: bool = False
+    """Print every run's command, one a line and always the same line, for another scheduler: the one that goes on where
+    there is a checkpoint, `true` where the run has ended or is being made; start nothing."""
     jobs: int | None = None
     """Runs at a time; none: one a core, where there is a GPU one in all (of the Ray cluster: one a GPU)."""
     via: Literal["local", "pueue", "ray"] = "local"
@@ -73,6 +76,8 @@ class Cli:
             raise ValueError(f"--jobs {self.jobs}: should lie in [1, 4096]")
         if self.jobs is not None and self.via == "pueue":
             raise ValueError("--jobs: not read with --via pueue; say `pueue parallel N`")
+        if self.commands and self.dry_run:
+            raise ValueError("--commands: prints commands alone; leave --dry-run out")
         if self.ray_address and self.via != "ray":
             raise ValueError("--ray-address: not read without --via ray")
 
@@ -129,6 +134,12 @@ class Entry:
         if self.state == "resumable" and self.run:
             return Attempt([cfg.preset, f"--resume={self.run}"], log, self.run, cfg)
         return Attempt(self.cell.flags, log, None, cfg)
+
+    def command(self) -> str:
+        """What a shell would do about it now, in one line."""
+        if self.state in (*FINAL, "running"):
+            return f"true  # {self.state}: {self.cell.name}"
+        return shlex.join(["python", "-m", "vgrout.train", *self.attempt(Path()).flags])
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -448,6 +459,9 @@ def _time(seconds: float) -> str:
 def run(cli: Cli) -> int:
     """Run, plan or enqueue a study. Raises ValueError, one line, before the first run starts."""
     sweep = Sweep.of(load_study_file(cli.study))
+    if cli.commands:
+        print("\n".join(entry.command() for entry in sweep.entries))
+        return FINISHED
     if cli.dry_run:
         print("\n".join(sweep.lines(cli.jobs or slots())))
         if (why := sweep.edited()) and not cli.replan:

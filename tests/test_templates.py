@@ -1,0 +1,148 @@
+"""What docs/ hands to other schedulers, run as they would run it, with stand-ins for their own commands."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from test_sweep import TWO, cfg_of, write_run
+from vgrout.sweep.__main__ import main
+
+TEMPLATES = Path(__file__).resolve().parents[1] / "docs" / "templates"
+
+
+@pytest.fixture
+def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A study of two runs, and `python` and `torchrun` on the path."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (tmp_path / "bin" / "python").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    path = tmp_path / "two.toml"
+    path.write_text(TWO)
+    return path
+
+
+def stand_in(name: str, body: str) -> None:
+    path = Path("bin") / name
+    path.write_text(f"#!/bin/bash\n{body}\n")
+    path.chmod(0o755)
+
+
+def bash(script: Path, *args: str, **env: str) -> tuple[int, str]:
+    done = subprocess.run(
+        ["bash", str(script), *args],
+        env={**os.environ, **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize("name", ["study.sbatch", "ranks.sbatch"])
+def test_scripts_are_bash(name: str) -> None:
+    assert subprocess.run(["bash", "-n", str(TEMPLATES / name)], capture_output=True).stderr == b""
+    directives = [line for line in (TEMPLATES / name).read_text().splitlines() if line.startswith("#SBATCH ")]
+    assert {"#SBATCH --requeue", "#SBATCH --signal=B:TERM@300"} <= {*directives}
+
+
+def test_commands_are_the_runs_whatever_their_state(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line keeps its number, so that a task keeps its run."""
+    study.write_text(TWO.replace("[1, 2]", "[1, 2, 3]"))
+    assert main([str(study), "--commands"]) == 0
+    lines = [f"python -m vgrout.train smoke --intervention=none --seed={s}" for s in (1, 2, 3)]
+    assert capsys.readouterr().out.splitlines() == lines
+    write_run(cfg_of(1), "finished", "done")
+    write_run(cfg_of(2), "interrupted", "cut", checkpoint=True)
+    assert main([str(study), "--commands"]) == 0
+    lines[:2] = ["true  # finished: none seed 1", "python -m vgrout.train smoke --resume=out/runs/cut"]
+    assert capsys.readouterr().out.splitlines() == lines
+    assert not Path("out/sweeps").exists()
+    assert main([str(study), "--commands", "--dry-run"]) == 2
+    assert capsys.readouterr().err == "E --commands: prints commands alone; leave --dry-run out\n"
+
+
+def test_an_array_task_runs_its_line(study: Path) -> None:
+    code, said = bash(TEMPLATES / "study.sbatch", str(study), SLURM_ARRAY_TASK_ID="2", EXTRA="--dry-run")
+    assert code == 0, said
+    assert said.splitlines()[0] == "python -m vgrout.train smoke --intervention=none --seed=2 --dry-run"
+    assert '"seed": 2' in said  # what the trainer would do
+    assert not Path("out/runs").exists()
+    code, said = bash(TEMPLATES / "study.sbatch", str(study), SLURM_ARRAY_TASK_ID="3")
+    assert (code, said) == (2, f"E {study} has no run number 3\n")
+
+
+def test_an_interrupted_task_goes_back_into_the_queue(study: Path) -> None:
+    """SIGTERM to the script, as SLURM sends it, reaches the run, which saves; a run that ends otherwise stays out."""
+    stand_in("scontrol", 'echo "scontrol $*"')
+    trainer = "trap 'echo saved; exit 130' TERM; kill -TERM $PPID; for i in {1..100}; do sleep 0.1; done; exit 9"
+    stand_in("python", f'if [ "$2" = vgrout.sweep ]; then exec {sys.executable} "$@"; fi; {trainer}')
+    ids = {"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_JOB_ID": "7"}
+    code, said = bash(TEMPLATES / "study.sbatch", str(study), **ids)
+    assert (code, said.splitlines()[1:]) == (130, ["saved", "scontrol requeue 7_1"])
+    stand_in("python", f'if [ "$2" = vgrout.sweep ]; then exec {sys.executable} "$@"; fi; exit 3')
+    code, said = bash(TEMPLATES / "study.sbatch", str(study), **ids)
+    assert (code, len(said.splitlines())) == (3, 1)
+
+
+def test_ranks_are_torchruns(study: Path) -> None:
+    stand_in("scontrol", 'if [ "$1" = show ]; then printf "n1\\nn2\\n"; else echo "scontrol $*"; fi')
+    stand_in("srun", 'shift; exec "$@"')
+    stand_in("torchrun", 'echo "torchrun $*"')
+    job = {"SLURM_JOB_ID": "9", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "4", "SLURM_JOB_NODELIST": "n[1-2]"}
+    code, said = bash(TEMPLATES / "ranks.sbatch", str(study), RUN="2", **job)
+    assert code == 0, said
+    ranks = "torchrun --nnodes=2 --nproc-per-node=4 --max-restarts=3 --rdzv-backend=c10d --rdzv-id=9"
+    trainer = "-m vgrout.train smoke --intervention=none --seed=2"
+    assert said.splitlines()[-1].split() == f"{ranks} --rdzv-endpoint=n1:29500 {trainer}".split()
+    write_run(cfg_of(2), "interrupted", "cut", checkpoint=True)
+    code, said = bash(TEMPLATES / "ranks.sbatch", str(study), RUN="2", **job)
+    assert said.splitlines()[-2].endswith("-m vgrout.train smoke --resume=out/runs/cut")
+    assert said.splitlines()[-1] == "scontrol requeue 9"  # it could go on: it has not ended
+
+
+def task() -> dict:
+    return yaml.safe_load((TEMPLATES / "study.sky.yaml").read_text())
+
+
+def test_the_task_is_what_skypilot_reads() -> None:
+    found = task()
+    assert {*found} == {"name", "resources", "workdir", "file_mounts", "envs", "setup", "run"}
+    assert all(isinstance(value, str) for value in found["envs"].values())
+    assert found["envs"]["KEPT"] in found["file_mounts"]
+    for section in ("setup", "run"):
+        assert subprocess.run(["bash", "-n"], input=found[section], capture_output=True, text=True).stderr == ""
+
+
+@pytest.mark.skipif(shutil.which("rsync") is None, reason="rsync is not installed")
+def test_a_preempted_task_goes_on_from_the_bucket(study: Path, tmp_path: Path) -> None:
+    """The run's machine is gone, with all that is not in the bucket; the next one has the run back."""
+    script = tmp_path / "run.sh"
+    script.write_text(task()["run"])
+    trainer = f"{sys.executable} -c 'from test_templates import cut; cut()'"
+    stand_in("python", f'if [ "$2" = vgrout.sweep ]; then exec {sys.executable} "$@"; fi; {trainer}; exit 130')
+    env = task()["envs"] | {
+        "STUDY": str(study),
+        "KEPT": str(tmp_path / "kept"),
+        "PYTHONPATH": str(Path(__file__).parent),
+    }
+    code, said = bash(script, **env)
+    assert code == 130, said
+    assert said.splitlines()[0].strip() == "python -m vgrout.train smoke --intervention=none --seed=1"
+    shutil.rmtree("out")
+    stand_in("torchrun", 'echo "torchrun $*"')
+    code, said = bash(script, **env | {"GPUS": "4"})
+    ranks = "torchrun --nproc-per-node=4 --max-restarts=3 -m vgrout.train smoke --resume=out/runs/2026_cut"
+    assert (code, said.splitlines()[-1].strip()) == (0, ranks)
+
+
+def cut() -> None:
+    """A run that was asked to save."""
+    write_run(cfg_of(1), "interrupted", "2026_cut", checkpoint=True)
