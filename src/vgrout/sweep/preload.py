@@ -4,9 +4,11 @@ Torch and the rest are imported by name, below, so that a fork that would not be
 second thread, or with CUDA initialised, ends here, and the sweep's runs start as they would without it.
 """
 
+import contextlib
 import gc
 import importlib
 import os
+import signal
 import sys
 
 from vgrout.sweep.warm import die_with
@@ -37,21 +39,22 @@ MODULES = (  # those of `train.train`, and what they and the model's class impor
 SERVER = os.getpid()
 
 
-def reseed() -> None:
-    """numpy's global generator, in a fork: every process that imports numpy itself has another. Torch's begins alike
-    in all of them."""
-    sys.modules["numpy"].random.seed()
-
-
 def fit_to_fork() -> bool:
     """Whether this process has one thread and no GPU."""
-    return len(os.listdir("/proc/self/task")) == 1 and not sys.modules["torch"].cuda.is_initialized()
+    torch = sys.modules.get("torch")
+    return len(os.listdir("/proc/self/task")) == 1 and not (torch and torch.cuda.is_initialized())
 
 
-die_with(os.getppid())
+for number in (
+    signal.SIGINT,
+    signal.SIGTERM,
+):  # a terminal's, or a scheduler's for the whole group: the sweep's business
+    signal.signal(number, signal.SIG_IGN)
+die_with(os.getppid(), signal.SIGKILL)
 for name in MODULES:
-    importlib.import_module(name)
+    with contextlib.suppress(ImportError):  # a run says what it misses
+        importlib.import_module(name)
 if not fit_to_fork():
-    raise SystemExit("not fit to be forked")
+    raise SystemExit("E not fit to be forked: a thread or a GPU context was started by an import")
 gc.collect()
 gc.freeze()  # or every fork's first collection would copy the pages of all that was imported

@@ -369,11 +369,13 @@ class Sweep:
         entry.losses += 1
         entry.look(self.ledger)
         if entry.losses < MOST_LOSSES:
-            then = "goes on from its checkpoint" if entry.state == "resumable" else "starts again"
+            then = {"resumable": "goes on from its checkpoint", "running": "is being saved"}.get(
+                entry.state, "starts again"
+            )
             logger.warning(f"{entry.cell.name}: {why}; it {then}")
             waiting.appendleft(entry)
             return False
-        entry.state, entry.reason = "failed", f"{why}, for the {entry.losses}rd time"
+        entry.state, entry.reason = "failed", f"{why}; {entry.losses} times so far"
         self._log_end(entry)
         return True
 

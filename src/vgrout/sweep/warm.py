@@ -77,25 +77,27 @@ def _environment(values: dict[str, str]) -> Generator[None]:
                 os.environ[name] = value
 
 
-def die_with(parent: int) -> None:
-    """SIGTERM for this process when its parent dies; at once where it has died already. Linux."""
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+def die_with(parent: int, by: signal.Signals = signal.SIGTERM) -> None:
+    """A signal for this process when its parent dies; it ends at once where that has died already. Linux."""
+    _libc.prctl(PR_SET_PDEATHSIG, by, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def run(flags: list[str], log: str) -> None:
     """What a fork does: `python -m vgrout.train FLAGS`, as a process that was started for it would."""
-    from vgrout.sweep import preload
-
-    die_with(preload.SERVER)
+    preload = sys.modules.get("vgrout.sweep.preload")  # of the server; without it this process imports for itself
+    die_with(preload.SERVER if preload else os.getppid())
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     multiprocessing.set_start_method(None, force=True)  # the fork server's, else, for whatever the run starts
     out = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     os.dup2(out, 1)
     os.dup2(out, 2)
     os.close(out)
-    preload.reseed()  # Python's own generator reseeds itself after a fork
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()  # as every process has another one; Python's own reseeds itself, torch's begins alike
     sys.argv = ["vgrout.train", *flags]
     try:
         runpy.run_module("vgrout.train", run_name="__main__", alter_sys=True)
