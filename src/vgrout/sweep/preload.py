@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 
-from vgrout.sweep.warm import die_with
+from vgrout.sweep.warm import GROUPS, die_with
 
 MODULES = (  # those of `train.train`, and what they and the model's class import late
     "torch",
@@ -45,11 +45,7 @@ def fit_to_fork() -> bool:
     return len(os.listdir("/proc/self/task")) == 1 and not (torch and torch.cuda.is_initialized())
 
 
-for number in (
-    signal.SIGINT,
-    signal.SIGTERM,
-):  # a terminal's, or a scheduler's for the whole group: the sweep's business
-    signal.signal(number, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_BLOCK, GROUPS)
 die_with(os.getppid(), signal.SIGKILL)
 for name in MODULES:
     with contextlib.suppress(ImportError):  # a run says what it misses

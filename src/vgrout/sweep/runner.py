@@ -369,10 +369,8 @@ class Sweep:
         entry.losses += 1
         entry.look(self.ledger)
         if entry.losses < MOST_LOSSES:
-            then = {"resumable": "goes on from its checkpoint", "running": "is being saved"}.get(
-                entry.state, "starts again"
-            )
-            logger.warning(f"{entry.cell.name}: {why}; it {then}")
+            then = {"resumable": "goes on from its checkpoint", "running": "is being saved"}
+            logger.warning(f"{entry.cell.name}: {why}; it {then.get(entry.state, 'starts again')}")
             waiting.appendleft(entry)
             return False
         entry.state, entry.reason = "failed", f"{why}; {entry.losses} times so far"

@@ -22,6 +22,7 @@ from pathlib import Path
 PR_SET_PDEATHSIG = 1
 SERVER_DIED = 255  # what multiprocessing gives as the exit code then; no run ends with it
 THREADS = {"OMP_NUM_THREADS": "1"}  # of a run that shares its machine; read when torch is imported
+GROUPS = (signal.SIGINT, signal.SIGTERM)  # of a terminal or scheduler, for all of a group: the sweep's to hand on
 _libc = ctypes.CDLL(None)
 
 
@@ -89,8 +90,7 @@ def run(flags: list[str], log: str) -> None:
     preload = sys.modules.get("vgrout.sweep.preload")  # of the server; without it this process imports for itself
     die_with(preload.SERVER if preload else os.getppid())
     os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUPS)  # what came meanwhile for this process comes now
     multiprocessing.set_start_method(None, force=True)  # the fork server's, else, for whatever the run starts
     out = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     os.dup2(out, 1)
