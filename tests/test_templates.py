@@ -139,7 +139,7 @@ def test_a_preempted_task_goes_on_from_the_bucket(study: Path, tmp_path: Path) -
     shutil.rmtree("out")
     stand_in("torchrun", 'echo "torchrun $*"')
     code, said = bash(script, **env | {"GPUS": "4"})
-    ranks = "torchrun --nproc-per-node=4 --max-restarts=3 -m vgrout.train smoke --resume=out/runs/2026_cut"
+    ranks = "torchrun --standalone --nproc-per-node=4 --max-restarts=3 -m vgrout.train smoke --resume=out/runs/2026_cut"
     assert (code, said.splitlines()[-1].strip()) == (0, ranks)
 
 
