@@ -111,7 +111,8 @@ def step_seconds(preset: str, arm: str, device: Device, use: Assumed, ranks: int
     rate = device.bf16 * use.products
     new, answer = cfg.scale.max_new, round(use.answer * cfg.scale.max_new)
     prompts = ceil(cfg.scale.prompts_per_step / ranks)
-    live, group = cfg.scale.group - cfg.n_teacher, cfg.scale.group
+    on = ceil(ranks / cfg.scale.prompts_per_step)  # so many ranks have a group's rows among them
+    live, group = ceil((cfg.scale.group - cfg.n_teacher) / on), ceil(cfg.scale.group / on)
     batches = 1 if use.one_batch else prompts
     decoding = batches * decode_seconds(s, prompts * live // batches, new, device, use)
     prefill: list[Lengths] = [(use.prompt, [1] * live)] * prompts
