@@ -12,7 +12,7 @@ import yaml
 from test_sweep import TWO, cfg_of, write_run
 from vgrout.sweep.__main__ import main
 
-TEMPLATES = Path(__file__).resolve().parents[1] / "docs" / "templates"
+TEMPLATES = Path(__file__).resolve().parents[1] / "docs" / "schedulers"
 
 
 @pytest.fixture
