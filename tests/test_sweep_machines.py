@@ -343,6 +343,10 @@ intervention = "none"
 """
 
 
+# Ray's processes would be 15 nicer than others, and starve on a machine that is busy
+RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+
+
 def until(there: Callable[[], Any], seconds: float) -> Any:
     end = time.monotonic() + seconds
     while not (found := there()):
@@ -354,7 +358,9 @@ def until(there: Callable[[], Any], seconds: float) -> Any:
 @contextlib.contextmanager
 def sweeping(folder: Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "vgrout.sweep", str(folder / "two.toml"), *flags]
-    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as p:
+    with subprocess.Popen(
+        command, cwd=folder, env=os.environ | RAY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as p:
         try:
             yield p
         finally:
@@ -390,9 +396,8 @@ cluster.shutdown()
 @contextlib.contextmanager
 def cluster() -> Iterator[tuple[str, list[int]]]:
     """Address of a Ray cluster of two machines with a core each, and the process ids of their raylets."""
-    env = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-    with subprocess.Popen([sys.executable, "-c", CLUSTER], env=env, **pipes) as p:
+    with subprocess.Popen([sys.executable, "-c", CLUSTER], env=os.environ | RAY, **pipes) as p:
         assert p.stdin is not None
         assert p.stdout is not None
         try:
