@@ -72,6 +72,11 @@ def update_flops(s: Shape, groups: Sequence[Lengths], share: bool) -> int:
     return 3 * linears + attention * 7 // 2 + 2 * head_flops(s, groups)
 
 
+def packed_flops(s: Shape, tokens: int, pairs: int, edges: int) -> int:
+    """The same of what a packed update reads: its tokens, of which each sees `pairs` in all, and its log-probs."""
+    return 6 * s.linears * tokens + 14 * s.layers * s.heads * s.head_dim * pairs + 4 * s.hidden * s.vocabulary * edges
+
+
 def kv_bytes(s: Shape) -> int:
     """Keys and values of one token."""
     return 2 * s.layers * s.kv_heads * s.head_dim * s.itemsize

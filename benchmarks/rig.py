@@ -220,11 +220,11 @@ def draw(loaded: Loaded) -> Drawn:
 
 
 def as_group(problem: Problem, prompt: tuple[int, ...], answers: Sequence[Completion]) -> Group:
-    """Completions of one prompt under rewards that differ."""
+    """Completions of one prompt under rewards that differ; equal ones are paid alike, as a grader pays them."""
     rollouts = tuple(Rollout.of(problem, prompt, a) for a in answers)
-    return Group(
-        problem, rollouts, tuple(CachedGrade(float(b % 3), False, False, True, "bench") for b in range(len(answers)))
-    )
+    kinds: dict[tuple[int, ...], int] = {}
+    rewards = [kinds.setdefault(a.ids, len(kinds)) % 3 for a in answers]
+    return Group(problem, rollouts, tuple(CachedGrade(float(r), False, False, True, "bench") for r in rewards))
 
 
 def noise_groups(vocabulary: int, group: int, prompts: int, prompt: int, completion: int) -> list[Group]:

@@ -4,19 +4,22 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from unittest import mock
 
 import torch
+from transformers import PreTrainedModel
 
 from benchmarks import rig
-from benchmarks.flops import Shape, update_flops
+from benchmarks.flops import Shape, packed_flops
 from benchmarks.report import Ratio, at_most, gemm_rate, interleaved, peak_memory
 from benchmarks.rows import Report, Row
-from vgrout import ranks
+from vgrout import grpo, ranks
 from vgrout.config.arm import Intervention
 from vgrout.config.loss import LossConfig
 from vgrout.grading.grade import cores
 from vgrout.grpo import policy_gradients
-from vgrout.model.logprobs import collate
+from vgrout.model.logprobs import Batch, TokenLogprobs, collate
+from vgrout.model.packing import Packed
 from vgrout.model.policy import Policy
 from vgrout.model.sampling import Sampling
 from vgrout.tensor_types import GradRows, Packing, RolloutGrads, UpdatePlan
@@ -107,15 +110,32 @@ def phase(quick: bool = False) -> Report:
             for ratio in (Ratio.of(times[arm].wall, times["plain"].wall),)
         ]
         best, shape = gemm_rate(), Shape.of(none.policy.model)
-        shared: dict[Intervention, bool] = {"none": True, "route2": False}
-        for arm, share in shared.items():
-            flops = update_flops(shape, [_lengths(g) for g in drawn.groups], share)
+        arms: dict[Intervention, rig.Loaded] = {"none": none, "route2": route2}
+        for arm, loaded in arms.items():
+            flops = work(loaded, drawn.groups, shape)
             used = flops / statistics.median(times[arm].cpu) / best
             figure = f"{flops / 1e9:.1f} GFLOP, {used:.0%} of this machine's matrix products"
             rows.append(Row("update", f"{arm}: work and use", "bound: matrix products on one thread", figure))
             if cores() > 1:
                 rows.append(_on_all_cores(arm, flops, statistics.median(times[arm].wall), 6 if quick else 30))
     return Report(rows)
+
+
+def work(loaded: rig.Loaded, groups: list[Group], shape: Shape) -> int:
+    """FLOPs of the update's matrix products: what is shared counts once."""
+    flops = 0
+
+    def count(model: PreTrainedModel, batch: Batch | Packed, support: Sampling | None) -> TokenLogprobs:
+        nonlocal flops
+        assert isinstance(batch, Packed)
+        pairs = int(batch.positions.sum()) + batch.tokens  # each token sees those before it in its row, and itself
+        flops += packed_flops(shape, batch.tokens, pairs, batch.edges.shape[1])
+        return compute(model, batch, support)
+
+    compute = grpo.completion_logprobs
+    with mock.patch.object(grpo, "completion_logprobs", count):
+        arm_update(loaded, groups)
+    return flops
 
 
 def timed(arm: Intervention, rounds: int) -> tuple[list[float], float]:
@@ -140,10 +160,6 @@ def _on_all_cores(arm: Intervention, flops: int, alone: float, rounds: int) -> R
     if arm != "none":
         return Row("update", what, against, figure)
     return Row("update", what, against, figure, "≥ 60%", flops / wall / rate >= 0.6)
-
-
-def _lengths(group: Group) -> tuple[int, list[int]]:
-    return len(group.rollouts[0].prompt_ids), [len(r.completion_ids) for r in group.rollouts]
 
 
 def sharing(quick: bool = False) -> Report:
