@@ -171,9 +171,10 @@ def test_default_flags_of_another_arm_pass() -> None:
 
 
 def test_run_ids() -> None:
-    for arm in ARMS:
-        cfg = parse(["mini", "--intervention", arm, "--seed", "7", "--out-tag", "_x"])
-        assert cfg.run_id == f"mini_{arm}_seed7_x"
+    for arm, spec in ARMS.items():
+        named = [] if spec.monitors[0] else ["--monitor", "labels"]
+        cfg = parse(["mini", "--intervention", arm, *named, "--seed", "7", "--out-tag", "_x"])
+        assert cfg.run_id == f"mini_{arm}{'_labels' if named else ''}_seed7_x"
 
 
 def test_no_loophole_mixes_nothing_in() -> None:
@@ -334,7 +335,11 @@ def test_help_has_every_arm_control_and_loss_with_its_line(capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("group", "given", "legal"),
     [
-        (ArmConfig, {"intervention": "rout"}, "--intervention rout: should be one of none, erase, route, route2, "),
+        (
+            ArmConfig,
+            {"intervention": "rout"},
+            "--intervention rout: should be one of none, erase, route, screen, penalty, route2, ",
+        ),
         (ArmConfig, {"control": "harr"}, "--control harr: should be one of none, haar, "),
         (ArmConfig, {"monitor_threshold": "one"}, "--monitor-threshold one: should be one of both, known_correct"),
         (LossConfig, {"loss": "ppo"}, "--loss ppo: should be one of grpo, dr_grpo, "),

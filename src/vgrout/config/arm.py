@@ -385,6 +385,10 @@ class ArmConfig:
         )
 
     def _check_quarantine(self) -> None:
+        refuse(
+            self.monitor_name == "quarantine" and self.quarantine_diet == "solved" and self.seed_monitor != "labels",
+            "--quarantine-diet solved: reads the true labels; add --seed-monitor labels",
+        )
         form = self.quarantine_form
         given = f"--quarantine {self.quarantine}"
         refuse(form is None, f"{given}: should be one of {', '.join(FORMS)}, with a number from 1 to 1000")
@@ -401,10 +405,6 @@ class ArmConfig:
         refuse(
             self.control == "shrinkage",
             f"{given} with --control shrinkage: not read, nothing is quarantined; leave it out",
-        )
-        refuse(
-            self.monitor_name == "quarantine" and self.quarantine_diet == "solved" and self.seed_monitor != "labels",
-            "--quarantine-diet solved: reads the true labels; add --seed-monitor labels",
         )
 
     @property
