@@ -1,4 +1,4 @@
-"""Arms that read flags, on a tiny model: what each vector learns, under which parameters, and where the quarantine lives.
+"""Arms that read flags, on a tiny model: what each vector learns, under which parameters, where the quarantine lives.
 
 Whole runs of the same pairs are in tests/golden.
 """
@@ -252,7 +252,7 @@ def test_the_gradient_of_the_matrices_is_that_of_finite_differences(low_rank: Po
     adapter.merge()
     of = groups(low_rank)
     plan = UpdatePlan()
-    (whole,), metrics = policy_gradients(
+    (whole,), _ = policy_gradients(
         low_rank, of, plan, LossConfig(), grad_rows="group", packing=packing, **SETTINGS
     )
     g = sum(low_rank.adapter.flat({m: x.sum(0) for m, x in of_group.items()}) for of_group in whole)
