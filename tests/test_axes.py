@@ -252,9 +252,7 @@ def test_the_gradient_of_the_matrices_is_that_of_finite_differences(low_rank: Po
     adapter.merge()
     of = groups(low_rank)
     plan = UpdatePlan()
-    (whole,), _ = policy_gradients(
-        low_rank, of, plan, LossConfig(), grad_rows="group", packing=packing, **SETTINGS
-    )
+    (whole,), _ = policy_gradients(low_rank, of, plan, LossConfig(), grad_rows="group", packing=packing, **SETTINGS)
     g = sum(low_rank.adapter.flat({m: x.sum(0) for m, x in of_group.items()}) for of_group in whole)
     assert isinstance(g, Tensor)
     along = torch.randn(len(adapter), generator=noise)
