@@ -107,7 +107,7 @@ def test_readme_says_the_means_of_the_recorded_runs() -> None:
         "`route` |": [rates(make.of(main, "route"))],
         "`route2` |": [rates(make.of(main, "route2")), rates(make.of(warm, "route2", settings=own))],
         "`pmi` |": [rates(make.of(main, "pmi")), rates(make.of(warm, "pmi", settings=known))],
-        "`none`, true labels |": [
+        "`screen`, true labels |": [
             rates(make.of(main, "screen", settings="monitor=labels")),
             rates(make.of(warm, "screen", settings=f"{other} monitor=labels")),
         ],
