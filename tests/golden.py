@@ -3,6 +3,7 @@ or it is a bug."""
 
 import json
 import platform
+import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from runs import ARMS, flags, rows, run
+from runs import ARMS, PAIRS, flags, rows, run
 
 FOLDER = Path(__file__).parent / "golden"
 
@@ -39,9 +40,10 @@ def differences(got: Any, want: Any, where: str = "") -> list[str]:
     return [] if got == want else [f"{where}: {got} (golden: {want})"]
 
 
-def record() -> None:
+def record(*arms: str) -> None:
+    """arms: some of them alone; none given: all."""
     FOLDER.mkdir(exist_ok=True)
-    for arm in ARMS:
+    for arm in arms or (*ARMS, *PAIRS):
         with tempfile.TemporaryDirectory() as folder:
             path = run(Path(folder), *flags(arm))
             lines = ",\n".join(f"  {json.dumps(row)}" for row in rows(path))
@@ -51,4 +53,4 @@ def record() -> None:
 
 
 if __name__ == "__main__":
-    record()
+    record(*sys.argv[1:])

@@ -16,7 +16,31 @@ from safetensors.torch import load_file
 from vgrout.runs.recorder import Recorder
 from vgrout.train import main
 
-ARMS = ("none", "erase", "route", "route2", "pmi")  # pmi for all arms that read
+ARMS = ("none", "erase", "route", "route2", "pmi")  # pmi for all arms with streams
+FEW = ["--monitor-prompts", "40"]
+# Every monitor and every arm that reads flags, with what differs in a run: name → flags. The other pairs are the same
+# two classes put together otherwise (test_axes.py, test_monitors.py).
+PAIRS: dict[str, list[str]] = {
+    "route2-band": ["route2", "--monitor", "band", "--gate-vote", "rollout", "--vhack-refresh-every", "2"],
+    "route2-nll-block": ["route2", "--monitor", "nll", "--quarantine", "block:2", *FEW],
+    "route2-labels-shared-moment": ["route2", "--monitor", "labels", "--second-moment", "shared"],
+    "sgtm-detector-lora": ["sgtm", "--monitor", "detector", "--quarantine", "lora:2"],
+    "screen-pmi": ["screen", "--monitor", "pmi", *FEW],
+    "screen-probe": ["screen", "--monitor", "probe", *FEW],
+    "penalty-relevance": ["penalty", "--monitor", "relevance", *FEW],
+    "penalty-twin": ["penalty", "--monitor", "twin", "--random-flags"],
+    "penalty-quarantine": [
+        "penalty",
+        "--monitor",
+        "quarantine",
+        "--seed-monitor",
+        "labels",
+        "--known-modes",
+        "exit_code",
+    ],
+    "screen-quarantine": ["screen", "--monitor", "quarantine", "--quarantine-threshold", "None"],
+}
+LABELLED = ("route2-labels-shared-moment", "penalty-quarantine")  # … that are given true labels
 SMALL = ["--steps", "5", "--group", "4", "--prompts-per-step", "2", "--final-n-prompts", "6", "--final-samples", "1"]
 QUIET = ["--eval-ablate-every", "0", "--vhack-refresh-every", "2"]
 TIMES = ("gen", "grade", "fb", "eval", "sec")
@@ -24,7 +48,10 @@ EVALUATED = ("hack_deploy", "solve_deploy", "kl_deploy", "eval", "watch")  # wat
 
 
 def flags(arm: str, *more: str) -> list[str]:
-    own = {"none": [], "pmi": ["--monitor-prompts", "40"]}.get(arm, QUIET[2:])
+    if arm in PAIRS:
+        of, *own = PAIRS[arm]
+        return ["smoke", "--intervention", of, "--threads", "1", *SMALL, *QUIET[:2], *own, *more]
+    own = {"none": [], "pmi": FEW}.get(arm, QUIET[2:])
     return ["smoke", "--intervention", arm, "--threads", "1", *SMALL, *QUIET[:2], *own, *more]
 
 

@@ -17,7 +17,7 @@ from vgrout import losses
 from vgrout.config.arm import ARMS, CONTROLS, ArmConfig, Control, Intervention
 from vgrout.config.checks import Rule, check, flag, rule_of, setting
 from vgrout.config.loss import LOSSES, LossConfig, LossName
-from vgrout.config.presets import PRESETS, flag_names, parse, resolve, resumed
+from vgrout.config.presets import METHODS, PRESETS, flag_names, parse, resolve, resumed
 from vgrout.config.run import GROUPS, Config, from_dict
 from vgrout.runs.preflight import preflight
 
@@ -92,6 +92,8 @@ BAD = [
         "--vhack-refresh",
     ),
     (["mini", "--intervention", "erase", "--control", "shrinkage", "--no-preserve-magnitude"], "--preserve-magnitude"),
+    (["mini", "--method", "best"], "--method best: should be one of route2-conserving, quarantine"),
+    (["mini", "--method"], "--method : should be one of"),
     # contradictions
     (["mini", "--intervention", "erase", "--control", "shuffled", "--v-hack-path", "x"], "--v-hack-path"),
     (["mini", "--intervention", "none", "--control", "shuffled"], "--control shuffled"),
@@ -171,9 +173,21 @@ def test_default_flags_of_another_arm_pass() -> None:
 
 
 def test_run_ids() -> None:
-    for arm in ARMS:
-        cfg = parse(["mini", "--intervention", arm, "--seed", "7", "--out-tag", "_x"])
-        assert cfg.run_id == f"mini_{arm}_seed7_x"
+    for arm, spec in ARMS.items():
+        named = [] if spec.monitors[0] else ["--monitor", "labels"]
+        cfg = parse(["mini", "--intervention", arm, *named, "--seed", "7", "--out-tag", "_x"])
+        assert cfg.run_id == f"mini_{arm}{'_labels' if named else ''}_seed7_x"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_stands_for_its_flags_and_what_is_given_beside_it_holds(method: str) -> None:
+    spelt = parse(["mini", *(f"--{flag}={value}" for flag, value in METHODS[method][1].items())])
+    assert parse(["mini", "--method", method]) == parse(["mini", f"--method={method}"]) == spelt
+    assert spelt != parse(["mini"])
+    other = parse(["mini", "--lr", "0.5", "--method", method, "--seed", "3"])
+    assert (other.opt.lr, other.run.seed, other.arm) == (0.5, 3, spelt.arm)
+    seeded = parse(["mini", "--method", "quarantine", "--seed-monitor", "labels"])
+    assert (seeded.arm.monitor, seeded.arm.seed_monitor) == ("quarantine", "labels")
 
 
 def test_no_loophole_mixes_nothing_in() -> None:
@@ -334,7 +348,11 @@ def test_help_has_every_arm_control_and_loss_with_its_line(capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("group", "given", "legal"),
     [
-        (ArmConfig, {"intervention": "rout"}, "--intervention rout: should be one of none, erase, route, route2, "),
+        (
+            ArmConfig,
+            {"intervention": "rout"},
+            "--intervention rout: should be one of none, erase, route, screen, penalty, route2, ",
+        ),
         (ArmConfig, {"control": "harr"}, "--control harr: should be one of none, haar, "),
         (ArmConfig, {"monitor_threshold": "one"}, "--monitor-threshold one: should be one of both, known_correct"),
         (LossConfig, {"loss": "ppo"}, "--loss ppo: should be one of grpo, dr_grpo, "),

@@ -71,7 +71,7 @@ def code_spans(page: Path) -> list[str]:
 
 @pytest.mark.parametrize("page", [README, ROOT / "docs" / "guide.md", ROOT / "docs" / "method.md"], ids=name)
 def test_every_flag_exists(page: Path) -> None:
-    known = set((ROOT / "tests" / "flags.txt").read_text(encoding="utf-8").split()) | {"--help"}
+    known = set((ROOT / "tests" / "flags.txt").read_text(encoding="utf-8").split()) | {"--help", "--method"}
     for span in code_spans(page):
         if span.startswith(("uv sync", "tensorboard ", "wandb ", "trackio ", "inspect ")):  # other programs' flags
             continue
@@ -107,7 +107,7 @@ def test_readme_says_the_means_of_the_recorded_runs() -> None:
         "`route` |": [rates(make.of(main, "route"))],
         "`route2` |": [rates(make.of(main, "route2")), rates(make.of(warm, "route2", settings=own))],
         "`pmi` |": [rates(make.of(main, "pmi")), rates(make.of(warm, "pmi", settings=known))],
-        "`none`, true labels |": [
+        "`screen`, true labels |": [
             rates(make.of(main, "screen", settings="monitor=labels")),
             rates(make.of(warm, "screen", settings=f"{other} monitor=labels")),
         ],

@@ -59,7 +59,7 @@ def test_each_shows_the_numbers(study: Path) -> None:
 def test_a_gate_of_another_kind_is_no_point_among_the_others(study: Path) -> None:
     for seed in (1, 2):
         for control in ("none", "haar"):
-            flags = ("--intervention=route2", "--route2-gate=pairs", f"--control={control}")
+            flags = ("--intervention=route2", "--monitor=band", f"--control={control}")
             fake_run(study, *flags, seed=seed, hack=0.3, cos=None if control == "none" else 0.1)
     drawn = {p.name: p for p in pictures(cells(load([study]).runs))}
     panels = {axes.get_title(): len(axes.containers) for axes in drawn["suppression"].figure.axes}

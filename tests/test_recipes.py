@@ -1,4 +1,4 @@
-"""The recipes "An arm", "A loss" and "A column", followed word for word in one copy of the repository."""
+"""The recipes "An arm", "A monitor", "A loss" and "A column", followed word for word in one copy of the repository."""
 
 import json
 import os
@@ -12,12 +12,13 @@ import pytest
 from recipes import ROOT, Step, section, steps
 from runs import SMALL
 
-TITLES = ("An arm", "A loss", "A column")
+TITLES = ("An arm", "A monitor", "A loss", "A column")
 RUN = ["smoke", "--intervention", "cap", "--loss", "dual_clip", "--dual-clip-c", "2.5", "--threads", "1", *SMALL]
 RUN += ["--steps", "2", "--eval-ablate-every", "0"]
 # the run, then what the new arm makes of three gradients of lengths 5, 1 and 2, the last one in two modules
 SCRIPT = f"""
 import torch, vgrout
+from dataclasses import replace
 from pathlib import Path
 from vgrout.arms.cap import Cap
 from vgrout.train import main
@@ -30,12 +31,20 @@ rows = {{"a": torch.tensor([[3.0, 4.0], [1.0, 0.0], [0.0, 0.0]]), "b": torch.ten
 keep = Cap({{"a": 2, "b": 1}}).route([view], [[rows]]).keep
 assert torch.allclose(keep["a"], torch.tensor([1.2 + 1, 1.6])), keep
 assert torch.equal(keep["b"], torch.tensor([2.0])), keep
+
+from vgrout.arms import arm_class
+from vgrout.config.presets import parse
+from vgrout.monitors import monitor_class
+for arm in ("screen", "penalty", "route2", "sgtm"):
+    assert arm_class(parse(["smoke", "--intervention", arm, "--monitor", "short"]).arm).name == arm
+answers = replace(view, completion_ids=((1,) * 9, (1,) * 8, (1,)))
+assert [f.flagged for f in monitor_class("short")(1.0).flags([answers], 0)] == [(False, False, True)]
 """
 
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with sources, tests and documents as the three recipes leave them."""
+    """A folder with sources, tests and documents as the recipes leave them."""
     folder = tmp_path_factory.mktemp("recipes")
     for name in ("src", "tests", "docs"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "figures", "golden"))
@@ -81,7 +90,7 @@ def test_what_the_recipes_add_to_tests_and_documents_is_what_these_ask_for(copy:
     python(copy, "docs/reference.py")
     files = [f"tests/test_{name}.py" for name in ("arms", "config", "docs", "losses", "table")]
     chosen = (
-        "every_arm_of_the_command_line or flag_list or bounds_or_a_reason or registries_say or help_has "
+        "every_arm_and_monitor_of_the_command_line or flag_list or bounds_or_a_reason or registries_say or help_has "
         "or generated_pages or measured_once or recorded_order or dual_clip"
     )
     printed = python(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", chosen)

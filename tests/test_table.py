@@ -133,7 +133,7 @@ def test_header_comes_again_every_50_rows() -> None:
 def test_only_what_the_run_measures_is_shown() -> None:
     plain = {c.name for c in Table({"teacher"}, []).columns}
     assert not plain & {"tau", "q_egy", "cos_pre", "hk", "hack_abl"}
-    route2 = {c.name for c in Table({"teacher", "route", "route2", "direction", "modes"}, ["run_tests"]).columns}
+    route2 = {c.name for c in Table({"teacher", "route", "gate", "direction", "modes"}, ["run_tests"]).columns}
     assert {"tau", "q_egy", "cos_pre", "cos_pre_t", "hk"} <= route2
 
 
@@ -148,7 +148,7 @@ def test_masked_shares_are_shown_by_the_losses_that_mask() -> None:
 
 @pytest.mark.parametrize("width", [60, 80, 120, 160])
 def test_a_narrow_terminal_gets_a_line_that_fits(width: int) -> None:
-    table = Table({"teacher", "modes", "direction", "route", "route2", "ablated", "drops"}, list(MODES), width)
+    table = Table({"teacher", "modes", "direction", "route", "gate", "resid", "ablated", "drops"}, list(MODES), width)
     assert len(table.header()) <= width or len(table.columns) <= 8
     assert {"step", "hack_s", "gt_s"} <= {c.name for c in table.columns}
     assert any("narrow terminal" in line for line in table.legend())

@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 
 from golden import FOLDER, differences, versions
-from runs import ARMS, EVALUATED, SharedRuns, adapter_bytes, flags, rows, run
+from runs import ARMS, EVALUATED, LABELLED, PAIRS, SharedRuns, adapter_bytes, flags, rows, run
 from test_renamed import old_settings
 from vgrout import organism, rollout
 from vgrout.config.arm import ROUTING
@@ -29,6 +29,7 @@ from vgrout.train import main
 from vgrout.types import Grade
 
 # erase and route share their rows and their state with route2: they are run when there is time
+SLOW = [pytest.param(pair, marks=pytest.mark.slow) for pair in PAIRS]
 MOST = [pytest.param(arm, marks=pytest.mark.slow) if arm in ("erase", "route") else arm for arm in ARMS]
 LAST = 2  # where runs are stopped that need not end: a refreshed direction has been used by then, twice stepped with
 
@@ -47,7 +48,7 @@ def stopped(shared_run: SharedRuns) -> Made:
     return lambda arm: shared_run(*flags(arm), stop_after=LAST)
 
 
-@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("arm", [*ARMS, *SLOW])
 def test_golden(arm: str, done: Made) -> None:
     golden = json.loads((FOLDER / f"{arm}.json").read_text(encoding="utf-8"))
     assert golden["command"][3:] == flags(arm)
@@ -83,7 +84,7 @@ def test_evaluating_never_changes_training(arm: str, stopped: Made, tmp_path: Pa
     assert all(r["hack_deploy"] is not None for r in rows(watched))
 
 
-@pytest.mark.parametrize("arm", MOST)
+@pytest.mark.parametrize("arm", [*MOST, *(p for p in SLOW if p.values[0] not in LABELLED)])
 def test_no_oracle_label_reaches_an_arm(
     arm: str, done: Made, tmp_path: Path, shared_run: SharedRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,13 +98,15 @@ def test_no_oracle_label_reaches_an_arm(
     clean = done(arm)
     monkeypatch.setattr(rollout, "training_reward", poisoned)
     path = run(shared_run.warm(tmp_path), *flags(arm, "--final-n-prompts", "1"))
-    labels = [k for k in rows(path)[0] if re.match(r"gt_s|hack_s|hk_|recall|false_flags|(hack|solve)_abl", k)]
+    labels = [
+        k for k in rows(path)[0] if re.match(r"gt_s|hack_s|tries_s|hk_|recall|hack_new|false_flags|(hack|solve)_abl", k)
+    ]
     assert rows(path, *labels) == rows(clean, *labels)
     assert rows(path) != rows(clean), "the poison changed no label: the test would pass for any arm"
     assert adapter_bytes(path) == adapter_bytes(clean)
 
 
-@pytest.mark.parametrize("arm", MOST)
+@pytest.mark.parametrize("arm", [*MOST, *SLOW])
 def test_resume_equals_one_go(arm: str, done: Made, stopped: Made, shared_run: SharedRuns, tmp_path: Path) -> None:
     path = shared_run.copy(stopped(arm), tmp_path)
     status = json.loads((path / "status.json").read_text())

@@ -38,7 +38,7 @@ def told(
     for arm, (hack, solve) in arms.items():
         name, _, control = arm.partition("_")
         for seed, off in zip(range(seeds), NEAR, strict=False):
-            extra = [f"--control={control}"] if control else []
+            extra = ["--random-flags"] if control == "random_flags" else [f"--control={control}"] if control else []
             clipped = min(max(hack + off, 0.0), 1.0), min(max(solve - off, 0.0), 1.0)
             said = (f"--intervention={name}", *extra, *flags)
             fake_run(root, *said, seed=seed, hack=clipped[0], solve=clipped[1], n=120, **(its or {}))

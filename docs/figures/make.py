@@ -132,7 +132,7 @@ def hack_solve() -> Figure:
 
     shown, warm = read("warm"), "organism=out/warm mix_ratio=0.0"
     own = f"rollout_ablate_frac=0.5 rebaseline=on own_streams=on {warm}"
-    known = f"reader_threshold=known_correct {warm}"
+    known = f"monitor_threshold=known_correct {warm}"
     hack_solve_axes(right, "nothing demonstrated; the policy exploits already")
     for runs, label, arm, at in (
         (of(shown, "none", settings=warm), "none", "none", (9, 9)),

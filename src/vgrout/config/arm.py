@@ -18,6 +18,57 @@ from vgrout.modes import MODES, Mode
 
 
 @dataclass(frozen=True)
+class MonitorSpec:
+    """What a monitor is."""
+
+    what: str  # one line
+    at: str = ""  # "file:Class" in vgrout/monitors
+    direction: Literal["gradient", "text"] | None = None
+    scores: bool = False  # scores texts, and flags paid rollouts above a threshold
+    calibrates: bool = False  # … for which the base answers some training prompts first
+
+
+MONITORS: dict[str, MonitorSpec] = {
+    "none": MonitorSpec("nothing is flagged"),
+    "gate": MonitorSpec("cosine of a rollout's gradient above τ, and known hacks", "gate:Gate", direction="gradient"),
+    "band": MonitorSpec(
+        "softly, where that cosine lies between the pairs' clean and hack sides", "gate:Band", direction="gradient"
+    ),
+    "labels": MonitorSpec("true labels, with errors and blind spots: a bound, never a method", "labels:Labels"),
+    "detector": MonitorSpec("the weak detector alone", "labels:WeakDetector"),
+    "pmi": MonitorSpec(
+        "answers that the prompt's hint makes likelier, to the frozen base",
+        "text_scores:PMI",
+        scores=True,
+        calibrates=True,
+    ),
+    "nll": MonitorSpec("answers that the frozen base finds unlikely", "text_scores:NLL", scores=True, calibrates=True),
+    "probe": MonitorSpec(
+        "answers whose hidden states in the frozen base lie along the pairs' direction",
+        "text_scores:LinearProbe",
+        direction="text",
+        scores=True,
+        calibrates=True,
+    ),
+    "relevance": MonitorSpec(
+        "answers that their own problem makes no likelier than others do, to the frozen base",
+        "relevance:Relevance",
+        scores=True,
+        calibrates=True,
+    ),
+    "twin": MonitorSpec("answers that are paid on an impossible twin of the problem too", "twin:Twin"),
+    "quarantine": MonitorSpec(
+        "what a seed monitor flags, and paid answers that the quarantine makes likelier",
+        "quarantine:Quarantine",
+        scores=True,
+    ),
+}
+_BEFORE = tuple(  # decide before any gradient, for any arm
+    name for name, monitor in MONITORS.items() if name not in ("none", "quarantine") and monitor.direction != "gradient"
+)
+
+
+@dataclass(frozen=True)
 class ArmSpec:
     """What an arm is."""
 
@@ -30,7 +81,6 @@ class ArmSpec:
     streams: bool = False  # each vector learns from its own policy's rollouts
 
 
-_BEFORE = ("labels", "detector", "pmi", "nll", "probe", "relevance", "twin")  # decide before any gradient
 ARMS: dict[str, ArmSpec] = {
     "none": ArmSpec("plain GRPO", "base:Arm"),
     "erase": ArmSpec("drop the hack-ward part of the gradient", "erase:Erase", direction="gradient"),
@@ -77,52 +127,6 @@ ARMS: dict[str, ArmSpec] = {
 }
 
 
-@dataclass(frozen=True)
-class MonitorSpec:
-    """What a monitor is."""
-
-    what: str  # one line
-    at: str = ""  # "file:Class" in vgrout/monitors
-    direction: Literal["gradient", "text"] | None = None
-    scores: bool = False  # scores texts, and flags paid rollouts above a threshold
-    calibrates: bool = False  # … for which the base answers some training prompts first
-
-
-MONITORS: dict[str, MonitorSpec] = {
-    "none": MonitorSpec("nothing is flagged"),
-    "gate": MonitorSpec("cosine of a rollout's gradient above τ, and known hacks", "gate:Gate", direction="gradient"),
-    "band": MonitorSpec(
-        "softly, where that cosine lies between the pairs' clean and hack sides", "gate:Band", direction="gradient"
-    ),
-    "labels": MonitorSpec("true labels, with errors and blind spots: a bound, never a method", "labels:Labels"),
-    "detector": MonitorSpec("the weak detector alone", "labels:WeakDetector"),
-    "pmi": MonitorSpec(
-        "answers that the prompt's hint makes likelier, to the frozen base",
-        "text_scores:PMI",
-        scores=True,
-        calibrates=True,
-    ),
-    "nll": MonitorSpec("answers that the frozen base finds unlikely", "text_scores:NLL", scores=True, calibrates=True),
-    "probe": MonitorSpec(
-        "answers whose hidden states in the frozen base lie along the pairs' direction",
-        "text_scores:LinearProbe",
-        direction="text",
-        scores=True,
-        calibrates=True,
-    ),
-    "relevance": MonitorSpec(
-        "answers that their own problem makes no likelier than others do, to the frozen base",
-        "relevance:Relevance",
-        scores=True,
-        calibrates=True,
-    ),
-    "twin": MonitorSpec("answers that are paid on an impossible twin of the problem too", "twin:Twin"),
-    "quarantine": MonitorSpec(
-        "what a seed monitor flags, and paid answers that the quarantine makes likelier",
-        "quarantine:Quarantine",
-        scores=True,
-    ),
-}
 CALIBRATED = tuple(name for name, monitor in MONITORS.items() if monitor.calibrates)
 STREAMS = tuple(name for name, arm in ARMS.items() if arm.streams)
 
@@ -385,6 +389,10 @@ class ArmConfig:
         )
 
     def _check_quarantine(self) -> None:
+        refuse(
+            self.monitor_name == "quarantine" and self.quarantine_diet == "solved" and self.seed_monitor != "labels",
+            "--quarantine-diet solved: reads the true labels; add --seed-monitor labels",
+        )
         form = self.quarantine_form
         given = f"--quarantine {self.quarantine}"
         refuse(form is None, f"{given}: should be one of {', '.join(FORMS)}, with a number from 1 to 1000")
@@ -401,10 +409,6 @@ class ArmConfig:
         refuse(
             self.control == "shrinkage",
             f"{given} with --control shrinkage: not read, nothing is quarantined; leave it out",
-        )
-        refuse(
-            self.monitor_name == "quarantine" and self.quarantine_diet == "solved" and self.seed_monitor != "labels",
-            "--quarantine-diet solved: reads the true labels; add --seed-monitor labels",
         )
 
     @property

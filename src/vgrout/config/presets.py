@@ -8,7 +8,7 @@ import tyro
 
 from vgrout import organism
 from vgrout.cli import parsed
-from vgrout.config.checks import changed, flag, flags, refuse, rule_of
+from vgrout.config.checks import changed, flag, flags, refuse, rule_of, summary
 from vgrout.config.loss import LossConfig
 from vgrout.config.renamed import refuse_flags
 from vgrout.config.run import (
@@ -77,6 +77,19 @@ PRESETS: dict[str, tuple[str, Config]] = {
     ),
 }
 
+# Settings that belong together, by one name: `--method NAME` stands for these flags, and one that is given beside it
+# holds in place of its own. What a study finds best is written down here.
+METHODS: dict[str, tuple[str, dict[str, str]]] = {
+    "route2-conserving": (
+        "route2 with one second moment of Adam, so that both vectors together move as plain GRPO",
+        {"intervention": "route2", "second-moment": "shared"},
+    ),
+    "quarantine": (
+        "the quarantine reads, seeded by the weak detector alone, and what it flags is paid less",
+        {"intervention": "penalty", "monitor": "quarantine", "seed-monitor": "detector"},
+    ),
+}
+
 
 def parse(argv: list[str] | None = None) -> Config:
     """The command line of `python -m vgrout.train`. Bad flags leave with exit code 2 and one line on stderr."""
@@ -89,14 +102,15 @@ def parse(argv: list[str] | None = None) -> Config:
 
 def resolve(argv: list[str] | None) -> Config:
     """What a command line means; `--help` leaves. Raises ValueError, one line, at the first bad flag."""
-    argv = joined(sys.argv[1:] if argv is None else argv)
+    argv = with_method(joined(sys.argv[1:] if argv is None else argv))
     refuse_flags(argv)
     cfg = parsed(
         lambda: tyro.extras.overridable_config_cli(
             PRESETS,
             args=argv,
             prog="python -m vgrout.train",
-            description="One GRPO run against a flawed grader. Presets differ in scale; flags override them.",
+            description="One GRPO run against a flawed grader. Presets differ in scale; flags override them. "
+            f"--method NAME stands for several flags. {summary({n: what for n, (what, _) in METHODS.items()})}",
             config=(tyro.conf.OmitArgPrefixes,),
         )
     )
@@ -104,6 +118,24 @@ def resolve(argv: list[str] | None) -> Config:
         idle = [name for name, _ in changed(cfg.guard) if name != "guard"]
         refuse(bool(idle), f"{flags(idle)}: not read with --guard off; leave it out")
     return cfg
+
+
+def with_method(argv: Sequence[str]) -> list[str]:
+    """A command line with --method spelt out; flags that are there already stay as they are.
+
+    Raises:
+        ValueError: no method of that name, or two of them.
+    """
+    words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--method=") else [word])]
+    if (n := words.count("--method")) == 0:
+        return list(argv)
+    at = words.index("--method")
+    name = words[at + 1] if at + 1 < len(words) else ""
+    refuse(n > 1, "--method: given twice; one is enough")
+    refuse(name not in METHODS, f"--method {name}: should be one of {', '.join(METHODS)}")
+    rest = [*words[:at], *words[at + 2 :]]
+    given = {word.partition("=")[0].replace("_", "-") for word in rest}
+    return [*rest, *(f"--{flag}={value}" for flag, value in METHODS[name][1].items() if f"--{flag}" not in given)]
 
 
 def joined(argv: Sequence[str]) -> list[str]:

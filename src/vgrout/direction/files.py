@@ -67,8 +67,9 @@ def load(path: Path, policy: Policy, pairs: PairSet | None) -> Direction:
         meta.require_pairs(pairs, str(path))
     axes: dict[str, Axes] = {}
     n = meta.n_pairs - meta.n_heldout
-    for m, part in policy.adapter.by_module(policy.adapter.δS.detach()).items():
-        r = part.numel()
+    sizes = policy.adapter.by_module(policy.adapter.δS.detach())
+    for m in policy.adapter.names:
+        r = sizes[m].numel()
         k = min(meta.top_k, n, r)
         shapes = {"V": (k, r), "sv": (k,), "mean": (r,), "hack": (r,), "clean": (r,), "heldout": (meta.n_heldout, r)}
         for prefix, field in _TENSORS.items():

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.text import Annotation
 
-from vgrout.config.arm import ARMS, WITH_DIRECTION
+from vgrout.config.arm import WITH_DIRECTION
 from vgrout.report import stats
 from vgrout.report.runs import WHATS, Cell, Run, What, bases, paired, partner
 from vgrout.report.stats import Estimate
@@ -28,8 +28,11 @@ BLACK, BLUE, RED, GREEN, ORANGE, SKY, PINK, GREY = (
 DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (1, 3)), (0, (3, 1, 1, 1)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "d", "H")
 # By the arm's name in the tables; one that is not here is grey and round.
-ARM_COLOUR = dict(zip(ARMS, (BLACK, ORANGE, BLUE, RED, GREEN, PINK, SKY), strict=False))
-ARM_MARKER = dict(zip(ARMS, ("s", "^", "o", "D", "v", "P", "X"), strict=False))
+_COLOURED = ("none", "erase", "route", "route2", "reader", "surprise", "pmi")
+ARM_COLOUR = dict(zip(_COLOURED, (BLACK, ORANGE, BLUE, RED, GREEN, PINK, SKY), strict=True))
+ARM_MARKER = dict(
+    zip((*_COLOURED, "screen", "penalty", "sgtm"), ("s", "^", "o", "D", "v", "P", "X", "<", ">", "h"), strict=True)
+)
 ARM_FILL = {"erase": "bottom", "route": "left", "reader": "right", "surprise": "top"}  # of its controls' markers
 BOUNDS = ("no_loophole", " (labels)")  # what bounds what is possible: a control, a monitor
 LINES = 9  # on a page of the dynamics

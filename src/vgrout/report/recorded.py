@@ -39,7 +39,7 @@ def _renamed(row: Recorded) -> Recorded:
     settings = [word for name in row["settings"].split(" ") for word in _renamed_setting(name)]
     if (arm, control) != (row["arm"], row["control"]) and control == "none":  # the control is a monitor today
         settings.append("monitor=labels")
-    return row | {"arm": arm, "control": control, "settings": " ".join(sorted(filter(None, settings)))}
+    return row | {"arm": arm, "control": control, "settings": " ".join(filter(None, settings))}
 
 
 def _renamed_setting(word: str) -> list[str]:

@@ -190,11 +190,12 @@ def _argv(flags: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _label(cfg: Config, arm: Flags) -> str:
-    by_control = (f.name for f in fields(ArmConfig) if rule_of(f).suffix is not None)  # in the control's name
-    named = {"intervention", "control", *(name.replace("_", "-") for name in by_control)}
+    in_names = (f.name for f in fields(ArmConfig) if rule_of(f).suffix is not None)  # of the monitor, of the control
+    named = {"intervention", "monitor", "control", "random-flags", *(name.replace("_", "-") for name in in_names)}
     rest = {k: v for k, v in arm.items() if k not in named}
+    monitor = f" ({cfg.arm.monitor_title})" if cfg.arm.monitor_title else ""
     control = "" if cfg.arm.control_name == "none" else cfg.arm.control_name
-    return " · ".join(filter(None, (cfg.arm.intervention, control, _shown(rest))))
+    return " · ".join(filter(None, (cfg.arm.intervention + monitor, control, _shown(rest))))
 
 
 def _shown(flags: Flags) -> str:

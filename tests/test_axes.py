@@ -1,0 +1,366 @@
+"""Arms that read flags, on a tiny model: what each vector learns, under which parameters, where the quarantine lives.
+
+Whole runs of the same pairs are in tests/golden.
+"""
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from test_grpo import MAX_NEW, groups, relative, shake
+from test_monitors import graded
+from tiny import policy as tiny_policy
+from vgrout.arms.base import Arm, module_sizes, modules_of_block
+from vgrout.arms.flagged import SGTM, FlaggedArm, FlaggedRoute2
+from vgrout.arms.recontextualise import Recontextualise
+from vgrout.arms.reward_shaping import TAUGHT, Penalty, Screen
+from vgrout.config.arm import MONITORS
+from vgrout.config.loss import LossConfig
+from vgrout.config.run import OptConfig
+from vgrout.grpo import policy_gradients
+from vgrout.model.policy import Policy
+from vgrout.monitors import monitor_class
+from vgrout.monitors.base import Monitor
+from vgrout.monitors.quarantine import Quarantine
+from vgrout.optim import Optimizer
+from vgrout.tensor_types import Routed, UpdatePlan
+from vgrout.types import Batch, Grade, Group, GroupFlags, GroupView, centred
+
+SETTINGS: dict[str, Any] = {"max_new": MAX_NEW, "prompts_per_step": 2}
+
+
+class Fixed(Monitor):
+    """Flags the rows that it is told to, in every group."""
+
+    def __init__(self, *rows: int, teaches: Sequence[int] | None = None) -> None:
+        self.rows, self.taught, self.learns = rows, teaches or (), teaches is not None
+
+    def flags(self, views: Sequence[GroupView], step: int) -> list[GroupFlags]:
+        def of(view: GroupView, rows: Sequence[int]) -> tuple[bool, ...]:
+            return tuple(b in rows for b in range(len(view)))
+
+        return [
+            GroupFlags((None,) * len(v), of(v, self.rows), of(v, self.taught) if self.learns else ()) for v in views
+        ]
+
+
+def step(policy: Policy, arm: FlaggedArm, of: Sequence[Group], n: int = 0) -> Routed:
+    views = [arm.view(g) for g in of]
+    plan = arm.plan(views, n)
+    grads, _ = policy_gradients(policy, of, plan, LossConfig(), grad_rows=arm.grad_rows, **SETTINGS)
+    return arm.route(views, grads, plan)
+
+
+def vanilla(policy: Policy, of: Sequence[Group]) -> Routed:
+    arm = Arm(module_sizes(policy))
+    views = [arm.view(g) for g in of]
+    grads, _ = policy_gradients(policy, of, arm.plan(views), LossConfig(), grad_rows=arm.grad_rows, **SETTINGS)
+    return arm.route(views, grads)
+
+
+def flat(policy: Policy, g: Any) -> Tensor:
+    assert g is not None
+    return policy.adapter.flat(g)
+
+
+# ── conservation ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("rows", [(), (0,), (1, 3), (0, 1, 2, 3)])
+def test_whatever_is_flagged_both_vectors_together_move_as_plain_grpo_would(rows: tuple[int, ...]):
+    """Four steps of AdamW with one second moment; the flagged rows change on the way."""
+    cfg = OptConfig(lr=3e-3, adam_beta1=0.5, adam_beta2=0.9, weight_decay=0.1, warmup_frac=0.0, second_moment="shared")
+    routed, plain = tiny_policy(), tiny_policy()
+    of = groups(routed)
+    opts = [Optimizer(p.adapter, cfg, 8) for p in (routed, plain)]
+    for n in range(4):
+        arm = FlaggedRoute2(module_sizes(routed), Fixed(*((b + n) % 4 for b in rows)))
+        assert opts[0].step(step(routed, arm, of, n)) is not None
+        assert opts[1].step(vanilla(plain, of)) is not None
+        both = (routed.adapter.δS + routed.adapter.δS_hack).detach()
+        assert relative(both, plain.adapter.δS.detach()) < 1e-4
+    assert bool(routed.adapter.δS_hack.any()) == bool(rows)
+    assert bool(routed.adapter.δS.any()) == (len(rows) < 4)
+
+
+def test_route2_by_flags_splits_the_gradient_of_one_policy():
+    policy = tiny_policy()
+    shake(policy, 0.05)
+    of = groups(policy)
+    routed = step(policy, FlaggedRoute2(module_sizes(policy), Fixed(0, 2)), of)
+    whole = flat(policy, vanilla(policy, of).keep)
+    assert relative(flat(policy, routed.keep) + flat(policy, routed.quar), whole) < 1e-5
+    assert not routed.apart
+    assert routed.diag.routed == 0.5
+    alone = [replace(g, shaped=tuple(r if b in (0, 2) else None for b, r in enumerate(g.rewards))) for g in of]
+    kept = step(policy, FlaggedRoute2(module_sizes(policy), Fixed(), rebaseline=True), alone)
+    assert kept.quar is not None
+    assert not flat(policy, kept.quar).any()
+
+
+def test_with_a_new_baseline_kept_rows_are_compared_with_each_other():
+    policy = tiny_policy()
+    (group, _) = groups(policy)
+    plan = FlaggedRoute2(module_sizes(policy), Fixed(0), rebaseline=True).plan([group.view()])
+    A = plan.parts[0].advantages
+    assert A is not None
+    assert A[0][1:] == pytest.approx(centred(group.rewards[1:]))
+    assert A[0][0] == group.advantages[0]
+
+
+# ── sgtm ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_sgtm_has_three_ways():
+    """Flagged: the quarantine alone. Sampled without it: the kept part alone, with it off. The rest: both."""
+    policy = tiny_policy()
+    shake(policy, 0.2)
+    of = [
+        replace(g, rollouts=tuple(replace(r, deployed=b == 1) for b, r in enumerate(g.rollouts)))
+        for g in groups(policy)
+    ]
+    arm = SGTM(module_sizes(policy), Fixed(0))
+    plan = arm.plan([g.view() for g in of])
+    assert [(p.rows, p.deployed, p.learns) for p in plan.parts] == [
+        (((0,), (0,)), False, "quarantine"),
+        (((2, 3), (2, 3)), False, "both"),
+        (((1,), (1,)), True, "kept"),
+    ]
+    routed = step(policy, arm, of)
+    (per_part, _) = policy_gradients(policy, of, plan, LossConfig(), grad_rows="group", **SETTINGS)
+    flagged, both, quiet = (sum(flat(policy, {m: g.sum(0) for m, g in x.items()}) for x in part) for part in per_part)
+    assert relative(flat(policy, routed.quar), flagged + both) < 1e-6
+    assert relative(flat(policy, routed.keep), quiet + both) < 1e-6
+    assert routed.apart
+
+
+def test_a_vector_for_which_no_row_counts_is_not_stepped():
+    policy = tiny_policy()
+    of = groups(policy)
+    assert step(policy, SGTM(module_sizes(policy), Fixed(0, 1, 2, 3)), of).keep is None
+    routed = step(policy, FlaggedRoute2(module_sizes(policy), Fixed(0, 1, 2, 3)), of)
+    assert routed.keep is not None, "a split gradient steps both, as plain GRPO would"
+
+
+# ── screen, penalty, the quarantine as a monitor ───────────────────────────────────────────────────────────────────
+
+
+def shaped(arm: Any, of: Sequence[Group]) -> tuple[Group, ...]:
+    numbered = tuple(replace(g, index=i) for i, g in enumerate(of))
+    return arm.shape_rewards(Batch(numbered, (), (), 3.5, 4, 0)).with_signal
+
+
+def test_the_kept_part_learns_as_if_there_were_no_quarantine_and_that_learns_what_the_monitor_names():
+    policy = tiny_policy()
+    shake(policy, 0.2)
+    sizes = module_sizes(policy)
+    learning = Penalty(sizes, Fixed(0, teaches=(0, 2)), floor=0.5)
+    of = shaped(learning, groups(policy))
+    routed = step(policy, learning, of)
+    with policy.adapter.deployed():
+        alone = step(policy, Penalty(sizes, Fixed(0), floor=0.5), of)
+    assert alone.quar is None
+    assert relative(flat(policy, routed.keep), flat(policy, alone.keep)) < 1e-5
+    plan = learning.plan([g.view() for g in of])
+    kept, taught = plan.parts
+    assert (kept.learns, kept.deployed, taught.learns, taught.deployed) == ("kept", True, "quarantine", False)
+    assert taught.rows == ((0, 2), (0, 2))
+    assert taught.advantages == ((TAUGHT,) * 4,) * 2
+    (only, _) = policy_gradients(policy, of, UpdatePlan((taught,)), LossConfig(), grad_rows="source", **SETTINGS)
+    theirs = sum(flat(policy, {m: g.sum(0) for m, g in x.items()}) for x in only[0])
+    assert relative(flat(policy, routed.quar), theirs) < 1e-6
+    assert routed.apart
+    assert routed.diag.flags[0].flagged == (True, False, False, False)
+
+
+def test_a_group_without_signal_is_kept_for_the_monitor_that_learns_from_it():
+    policy = tiny_policy()
+    same = [replace(g, grades=tuple(replace(x, reward=1.0) for x in g.grades)) for g in groups(policy)]
+    assert shaped(Screen({}, Fixed(0)), same) == ()
+    assert len(shaped(Screen({}, Fixed(0, teaches=(0,))), same)) == 2
+    assert len(shaped(Penalty({}, Fixed(0), floor=0.5), same)) == 2, "a fine gives a signal"
+    assert shaped(Penalty({}, Fixed(0), floor=0.5, saturated=False), same) == ()
+    arm = Screen(module_sizes(policy), Fixed(0, teaches=(0,)))
+    routed = step(policy, arm, shaped(arm, same))
+    assert routed.keep is None, "all advantages are 0: nothing for δS, and no step by its momentum"
+    assert flat(policy, routed.quar).any()
+
+
+def test_trained_on_exploits_the_quarantine_makes_them_likelier_and_says_so():
+    """The monitor's idea in small: after a few steps on some rows they score above the others."""
+    policy = tiny_policy()
+    of = [replace(g, rollouts=tuple(replace(r, deployed=True) for r in g.rollouts)) for g in groups(policy)]
+    monitor = Quarantine(policy, Fixed(0, 1), paid=0.0, fixed=99.0)  # the seed alone flags
+    arm = Screen(module_sizes(policy), monitor)
+    cfg = OptConfig(lr=1e-2, adam_beta1=0.5, adam_beta2=0.9, weight_decay=0.0, warmup_frac=0.0)
+    opt = Optimizer(policy.adapter, cfg, 100)
+    for n in range(6):
+        assert opt.step(step(policy, arm, shaped(arm, of), n)) is not None
+    scores = [s for f in monitor.flags([g.view() for g in of], 9) for s in f.scores]
+    fed, others = (sum(x for i, x in enumerate(scores) if x is not None and (i % 4 < 2) == on) / 4 for on in (1, 0))
+    assert fed > others + 0.1
+
+
+# ── where the quarantine lives ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_in_a_block_of_its_own_the_quarantine_learns_there_alone():
+    policy = tiny_policy()
+    sizes = module_sizes(policy)
+    arm = FlaggedRoute2(sizes, Fixed(0, 2))
+    arm.own_modules = frozenset(modules_of_block(policy, sizes, 2))
+    routed = step(policy, arm, groups(policy))
+    assert routed.keep is not None
+    assert routed.quar is not None
+    for m in sizes:
+        assert bool(routed.keep[m].any()) == (".layers.1." not in m), m
+        assert bool(routed.quar[m].any()) == (".layers.1." in m), m
+
+
+@pytest.fixture
+def low_rank() -> Policy:
+    policy = tiny_policy()
+    policy.adapter.add_lora(3)
+    return policy
+
+
+def test_matrices_of_zero_add_nothing_and_deployment_deletes_them(low_rank: Policy):
+    adapter = low_rank.adapter
+    before = [site.linear.weight.clone() for site in adapter.sites.values()]
+    fresh = tiny_policy().adapter
+    assert all(torch.equal(w, s.W) for w, s in zip(before, fresh.sites.values(), strict=True))
+    assert [*adapter.by_module(adapter.δS)] == [*adapter.sites, *adapter.lora_names]
+    with torch.no_grad():
+        adapter.δS_hack[adapter.basis_size :].normal_(0, 0.1, generator=torch.Generator().manual_seed(0))
+    adapter.merge()
+    assert not any(torch.equal(w, s.linear.weight) for w, s in zip(before, adapter.sites.values(), strict=True))
+    for side in (adapter.deployed, adapter.reference):
+        with side():
+            assert all(torch.equal(w, s.linear.weight) for w, s in zip(before, adapter.sites.values(), strict=True))
+
+
+@pytest.mark.parametrize("packing", ["shared", "padded"])
+def test_the_gradient_of_the_matrices_is_that_of_finite_differences(low_rank: Policy, packing: Any):
+    adapter = low_rank.adapter
+    noise = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        adapter.δS_hack[adapter.basis_size :].normal_(0, 0.1, generator=noise)
+    adapter.merge()
+    of = groups(low_rank)
+    plan = UpdatePlan()
+    (whole,), _ = policy_gradients(low_rank, of, plan, LossConfig(), grad_rows="group", packing=packing, **SETTINGS)
+    g = sum(low_rank.adapter.flat({m: x.sum(0) for m, x in of_group.items()}) for of_group in whole)
+    assert isinstance(g, Tensor)
+    along = torch.randn(len(adapter), generator=noise)
+    along[: adapter.basis_size] = 0
+
+    def score(ε: float) -> float:
+        """Σ_b A_b Σ_t log π: the loss's gradient at ratio 1, for its normaliser."""
+        with torch.no_grad():
+            adapter.δS_hack.add_(ε * along)
+            adapter.merge()
+            total = 0.0
+            for group in of:
+                prompts = [r.prompt_ids for r in group.rollouts]
+                logp, mask = low_rank.logprobs(prompts, [r.completion_ids for r in group.rollouts])
+                A = torch.tensor(group.advantages)[:, None]
+                total -= float((torch.where(mask, logp, 0.0).double() * A).sum())
+            adapter.δS_hack.sub_(ε * along)
+            adapter.merge()
+        return total
+
+    numeric = (score(1e-3) - score(-1e-3)) / 2e-3
+    scale = len(of[0]) * SETTINGS["prompts_per_step"] * MAX_NEW  # of the loss: a constant normaliser
+    assert float(g.double() @ along.double()) * scale == pytest.approx(numeric, rel=2e-2)
+
+
+def test_flagged_rows_train_the_matrices_alone_and_the_file_holds_the_bases_alone(low_rank: Policy, tmp_path: Any):
+    adapter = low_rank.adapter
+    arm = FlaggedRoute2(module_sizes(low_rank), Fixed(0, 2))
+    arm.own_modules = frozenset(adapter.lora_names)
+    of = groups(low_rank)
+    routed = step(low_rank, arm, of)
+    R = adapter.basis_size
+    keep, quar = flat(low_rank, routed.keep), flat(low_rank, routed.quar)
+    assert keep[:R].any()
+    assert not keep[R:].any()
+    assert quar[R:].any()
+    assert not quar[:R].any()
+    opt = Optimizer(adapter, OptConfig(lr=1e-2, weight_decay=0.0, warmup_frac=0.0), 4)
+    assert opt.step(routed) is not None
+    adapter.save(tmp_path / "a.safetensors", {})
+    other = tiny_policy().adapter
+    other.load(tmp_path / "a.safetensors")
+    assert torch.equal(other.δS, adapter.δS[:R])
+    again = tiny_policy()
+    again.adapter.add_lora(3)
+    again.adapter.load_state_dict(adapter.state_dict())
+    assert torch.equal(again.adapter.δS_hack, adapter.δS_hack)
+    assert all(
+        torch.equal(a.linear.weight, b.linear.weight)
+        for a, b in zip(again.adapter.sites.values(), adapter.sites.values(), strict=True)
+    ), "A₀ is drawn again as it was"
+
+
+# ── labels ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("name", MONITORS)
+def test_what_a_monitor_sees_does_not_change_with_the_oracles_bit_unless_it_asks_for_labels(name: str):
+    """Poisoned labels: the strict oracle's verdict is turned after the reward was paid."""
+    policy = tiny_policy()
+    group = graded("exit_code", ["hack", "solve", "", "hack"], policy)
+    turned = replace(
+        group, grades=tuple(replace(g, gt_correct=not g.gt_correct) for g in group.grades if isinstance(g, Grade))
+    )
+    arm = FlaggedArm({}, Monitor())
+    arm.sees = getattr(monitor_class(name), "sees", GroupView)
+    one, two = arm.view(group), arm.view(turned)
+    assert [f.name for f in fields(one) if getattr(one, f.name) != getattr(two, f.name)] == (
+        ["exploited"] if name == "labels" else []
+    )
+
+
+# ── a memory ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Remembering(Fixed):
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"seen": torch.tensor(3)}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.seen = int(state["seen"])
+
+
+def test_a_monitors_memory_goes_with_its_arm():
+    arm = SGTM({}, Remembering(0))
+    state = arm.state_dict()
+    assert [*state] == ["monitor/seen"]
+    arm.load_state_dict(state)
+    assert isinstance(arm.monitor, Remembering)
+    assert arm.monitor.seen == 3
+    with pytest.raises(ValueError, match="'V/a', --intervention sgtm has none"):
+        arm.load_state_dict({"V/a": torch.zeros(1)})
+    with pytest.raises(ValueError, match="'other', --monitor none has none"):
+        SGTM({}, Fixed(0)).load_state_dict({"monitor/other": torch.zeros(1)})
+
+
+# ── recontextualise ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_was_sampled_without_the_hint_is_learnt_under_it():
+    policy = tiny_policy()
+    group = graded("exit_code", ["hack", "solve"], policy)
+    arm = Recontextualise(module_sizes(policy))
+    arm.policy = policy
+    (made,) = arm.shape_rewards(Batch((group,), (), (), 3.5, 4, 0)).groups
+    said = group.problem.messages[-1]["content"].replace("and should pass all tests", "and will be")
+    assert len(made.rollouts[0].prompt_ids) > len(policy.render(group.problem.messages)), said
+    assert made.rollouts[0].prompt_ids != policy.render(group.problem.messages)
+    assert [r.completion_ids for r in made.rollouts] == [r.completion_ids for r in group.rollouts]
+    assert made.rollouts[0].logp_full is None
+    assert made.grades == group.grades
