@@ -485,8 +485,6 @@ def test_runs_are_forks_and_what_they_would_be_without(tmp_path: Path) -> None:
     alone = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=600, text=True)
     first, again = sorted(tmp_path.glob("out/runs/*seed2"))
     assert rows(first) == rows(again)
-    kept = [key for key in read(again / "run.json") if key not in ("git", "resumed", "hashes")]
-    assert {k: read(first / "run.json")[k] for k in kept if k != "begun"} == {
-        k: read(again / "run.json")[k] for k in kept if k != "begun"
-    }
+    kept = [key for key in read(again / "run.json") if key not in ("git", "resumed", "hashes", "ranks", "begun")]
+    assert {k: read(first / "run.json")[k] for k in kept} == {k: read(again / "run.json")[k] for k in kept}
     assert "deployed hack" in alone.stdout
