@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -307,7 +308,14 @@ def test_where_nothing_can_be_forked_every_run_is_started(
         raise warm.CannotFork("a thread was started")
 
     monkeypatch.setattr(warm.Warm, "start", refuse)
-    monkeypatch.setattr(workers, "spawn", lambda argv, log, threads: started.append((argv[1:], threads)))
+
+    def spawn(argv: list[str], _: Path, threads: int | None) -> subprocess.Popen[bytes]:
+        started.append((argv[1:], threads))
+        process = subprocess.Popen(["true"])
+        process.wait()
+        return process
+
+    monkeypatch.setattr(workers, "spawn", spawn)
     local = workers.Local(2, forks=True)
     console.setup(None)
     for flags in ["smoke", "--seed=1"], ["smoke", "--seed=2"]:
@@ -318,11 +326,11 @@ def test_where_nothing_can_be_forked_every_run_is_started(
 
 
 def test_a_run_whose_server_has_died_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = workers.ForkedJob(types.SimpleNamespace(exitcode=None))  # ty: ignore[invalid-argument-type]
-    assert job.poll() is None
-    job = workers.ForkedJob(types.SimpleNamespace(exitcode=warm.SERVER_DIED))  # ty: ignore[invalid-argument-type]
+    process = multiprocessing.get_context("forkserver").Process()
+    assert workers.ForkedJob(process).poll() is None
+    monkeypatch.setattr(type(process), "exitcode", warm.SERVER_DIED)
     with pytest.raises(Lost):
-        job.poll()
+        workers.ForkedJob(process).poll()
 
 
 # ── real processes ─────────────────────────────────────────────────────────────────────────────────────────────────
