@@ -240,8 +240,9 @@ class RunConfig:
     """Processes that the run is dealt out to, on this machine; auto: one for every idle core (organism), else one.
     torchrun starts its own. The same rows but for rounding, which is why 1 is usual: bit for bit the same."""
     packing: Literal["shared", "packed", "padded"] = "shared"
-    """Rollouts in the update's forward. shared: a prompt is read once where the arm needs sums only; packed: only no
-    padding; padded: one row a rollout. The same gradients but for rounding."""
+    """Rollouts in the update's forward. shared: prompts and beginnings of answers are read once where the arm needs
+    sums only, equal answers elsewhere; packed: only no padding; padded: one row a rollout. The same gradients but for
+    rounding."""
 
     def __post_init__(self) -> None:
         check(self)

@@ -416,8 +416,8 @@ class PerRolloutGrads:
         x: Float[Tensor, "1 N d_in"],
         dy: Float[Tensor, "1 N d_out"],
     ) -> None:
-        """The same for a packed row. pieces: gradient row → its tokens, as slices; rows, members: the same as a matrix of
-        0 and 1, since one product adds up all rows faster than a sum each."""
+        """The same for a packed row. pieces: gradient row → its tokens, as slices; rows, members: the same as a matrix
+        of 0 and 1, since one product adds up all rows faster than a sum each."""
         into, x, dy = self.flat[:, site.span], x[0], dy[0]
         if len(x) <= len(pieces) * max(site.W.shape):
             products = (x @ site.Vh.mT).to(into.dtype).mul_(dy @ site.U)
