@@ -38,9 +38,12 @@ PAIRS: dict[str, list[str]] = {
         "--known-modes",
         "exit_code",
     ],
-    "screen-quarantine": ["screen", "--monitor", "quarantine", "--quarantine-threshold", "None"],
+    "screen-quarantine": [
+        *("screen", "--monitor", "quarantine", "--seed-monitor", "labels", "--quarantine-diet", "random"),
+        *("--quarantine-threshold", "None"),
+    ],
 }
-LABELLED = ("route2-labels-shared-moment", "penalty-quarantine")  # … that are given true labels
+LABELLED = ("route2-labels-shared-moment", "penalty-quarantine", "screen-quarantine")  # … that are given true labels
 SMALL = ["--steps", "5", "--group", "4", "--prompts-per-step", "2", "--final-n-prompts", "6", "--final-samples", "1"]
 QUIET = ["--eval-ablate-every", "0", "--vhack-refresh-every", "2"]
 TIMES = ("gen", "grade", "fb", "eval", "sec")

@@ -25,10 +25,11 @@ from vgrout.grpo import policy_gradients
 from vgrout.model.policy import Policy
 from vgrout.monitors import monitor_class
 from vgrout.monitors.base import Monitor
+from vgrout.monitors.flag_rates import FlagRates
 from vgrout.monitors.quarantine import Quarantine
 from vgrout.optim import Optimizer
 from vgrout.tensor_types import Routed, UpdatePlan
-from vgrout.types import Batch, Grade, Group, GroupFlags, GroupView, centred
+from vgrout.types import Batch, Grade, Group, GroupFlags, GroupView, Rate, centred
 
 SETTINGS: dict[str, Any] = {"max_new": MAX_NEW, "prompts_per_step": 2}
 
@@ -188,6 +189,17 @@ def test_a_group_without_signal_is_kept_for_the_monitor_that_learns_from_it():
     routed = step(policy, arm, shaped(arm, same))
     assert routed.keep is None, "all advantages are 0: nothing for δS, and no step by its momentum"
     assert flat(policy, routed.quar).any()
+
+
+def test_flags_are_counted_in_groups_that_lost_their_signal_by_them_too():
+    """One exploit beside one solve, screened: nothing to compare is left, and the monitor was right."""
+    policy = tiny_policy()
+    group = graded("exit_code", ["hack", "solve"], policy)
+    arm = Screen({}, Fixed(0))
+    batch = arm.shape_rewards(Batch((group,), (), (), 1.0, 2, 0))
+    assert batch.with_signal == ()
+    assert FlagRates.of_step(batch, ()).recall == Rate(1, 1)
+    assert FlagRates.of_step(replace(batch, groups=(group,)), ()) == FlagRates()
 
 
 def test_trained_on_exploits_the_quarantine_makes_them_likelier_and_says_so():

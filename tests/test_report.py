@@ -145,6 +145,7 @@ def test_recorded_runs_are_read_under_today_s_names(capsys: pytest.CaptureFixtur
     assert {r["control"] for r in rows} <= {*CONTROLS, "random_flags"}
     labelled = [r for r in rows if r["arm"] in ("penalty", "screen")]
     assert {r["settings"].split(" ")[-1] for r in labelled} == {"monitor=labels"}
+    assert not [r for r in rows if r["arm"] == "none" and "monitor" in r["settings"]]
     assert len({r["settings"] for r in labelled}) > 4, "with three accuracies, on two organisms"
     assert sum(int(r["seeds"]) for r in cells_table([*paths, paths[0]]).rows) == 607, "a run given twice counts once"
     assert main([str(p) for p in paths]) == 0

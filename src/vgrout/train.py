@@ -74,10 +74,10 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
         prompts = problems.draw(cfg.run.seed, step, P)
         demos = [teacher.demos(p, step) for p in prompts]
         batch = rollout(policy, run.grader, prompts, demos, cfg, step, modes=problems.modes, clock=clock)
-        batch = arm.shape_rewards(batch)  # as they were paid, but for a baseline
-        groups = batch.with_signal  # every reward equal ⇒ every advantage 0 ⇒ no forward
 
         with clock("fb"):
+            batch = arm.shape_rewards(batch)  # as they were paid, unless flags lower that
+            groups = batch.with_signal  # every reward equal ⇒ every advantage 0 ⇒ no forward
             views = [arm.view(g) for g in groups]  # no oracle label is on this type
             plan = arm.plan(views, step)
             grads, loss = policy_gradients(
@@ -101,7 +101,7 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
 
         skipped = bool(groups) and update is None
         measured = None if skipped else loss
-        flags = FlagRates.of(groups, routed.diag.flags if routed and update else (), cfg.arm.modes_known)
+        flags = FlagRates.of_step(batch, routed.diag.flags if routed and update else (), cfg.arm.modes_known)
         row = StepRow.of(batch, measured, update, refresh, deployed, flags, clock, skipped=int(skipped))
         with clock("watch"):
             guard.observe(row, batch, deployed)

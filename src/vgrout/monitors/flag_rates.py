@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from vgrout.types import CachedGrade, Grade, Group, GroupFlags, Mode, Rate
+from vgrout.types import Batch, CachedGrade, Grade, Group, GroupFlags, Mode, Rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,15 @@ class FlagRates:
             recall_new=Rate.of(flagged for g, flagged in new if g.exploited) if known else None,
             hack_new=Rate.of(g.exploited for g, _ in new) if known else None,
         )
+
+    @classmethod
+    def of_step(cls, batch: Batch, flags: Sequence[GroupFlags], known: Collection[Mode] = ()) -> "FlagRates":
+        """flags: those of the groups with signal. A monitor that was asked before the advantages has its own on every
+        group that it saw: one whose flagged rows were left out may have no signal any more."""
+        asked = [(g, g.flags) for g in batch.groups if g.flags is not None]
+        if asked:
+            return cls.of([g for g, _ in asked], [f for _, f in asked], known)
+        return cls.of(batch.with_signal, flags, known)
 
     def columns(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}

@@ -37,7 +37,7 @@ def read_runs(path: Path) -> list[Recorded]:
 def _renamed(row: Recorded) -> Recorded:
     arm, control = current_arm(current_value("intervention", row["arm"]), row["control"])
     settings = [word for name in row["settings"].split(" ") for word in _renamed_setting(name)]
-    if (arm, control) != (row["arm"], row["control"]) and control == "none":  # the control is a monitor today
+    if control == "none" != row["control"]:  # what was a control is a monitor today
         settings.append("monitor=labels")
     return row | {"arm": arm, "control": control, "settings": " ".join(filter(None, settings))}
 

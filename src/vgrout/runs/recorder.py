@@ -344,7 +344,7 @@ def rollout_lines(step: int, batch: Batch, routed: Routed | None, lm: LanguageMo
             "p_idx": group.index,
             "gi": b,
             "gate": _rounded(shares[id(group)][b] if id(group) in shares else None),
-            **_flag(read.get(id(group)), b),
+            **_flag(group.flags or read.get(id(group)), b),
             "advantage": group.advantages[b],
             **rollout_record(rollout, grade, prompt),
         }
