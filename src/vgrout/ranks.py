@@ -59,6 +59,7 @@ class _Group:
 
 
 _group: _Group | None = None
+_abandoned = False
 
 
 def rank() -> int:
@@ -77,6 +78,12 @@ def here(started: int = 1) -> int:
 def first() -> bool:
     """Whether this is the rank that writes."""
     return rank() == 0
+
+
+def abandoned() -> bool:
+    """Whether a group was left with a message under way to a rank that does not take it. gloo waits for that one for as
+    long as this process tidies up, even at its exit: it is to end at once."""
+    return _abandoned
 
 
 def sent() -> int:
@@ -331,7 +338,7 @@ def joined(place: Place | None, gone: Callable[[], str | None] = lambda: None) -
     Raises:
         RankLost: not every rank comes.
     """
-    global _group
+    global _group, _abandoned
     if place is None:
         yield
         return
@@ -365,11 +372,12 @@ def joined(place: Place | None, gone: Callable[[], str | None] = lambda: None) -
         word = ""
     except BaseException as e:
         word = f"{type(e).__name__}: {e}".splitlines()[0][:300]
+        _abandoned = isinstance(e, RankLost)
         raise
     finally:
         _group = None
         life.stop(word)
-        if distributed.is_initialized():
+        if distributed.is_initialized() and not _abandoned:
             with contextlib.suppress(RuntimeError):
                 distributed.destroy_process_group()
 

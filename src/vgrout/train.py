@@ -9,6 +9,7 @@ learns, optim.py steps, evaluate.py asks the deployed model, guard/ watches, run
 Exit codes are those of runs/run_context.py. Every exit after the run directory was made leaves `status.json` in it.
 """
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -192,7 +193,12 @@ def grader_of(cfg: Config, inputs: Inputs, n: int = 1) -> Grader:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return cli_exit(lambda: launch(resolve(argv)), NOTHING)
+    code = cli_exit(lambda: launch(resolve(argv)), NOTHING)
+    if ranks.abandoned():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 if __name__ == "__main__":

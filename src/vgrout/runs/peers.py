@@ -159,8 +159,8 @@ def _peer(i: int, follow: Callable[[Place, Path], object], place: Place, log: Pa
 
 
 def _ended(peers: Any) -> None:
-    """Wait for them, then end them."""
-    until = time.monotonic() + AFTERWARDS
+    """Wait for them, then end them; at once, where one is lost."""
+    until = time.monotonic() + (0 if ranks.abandoned() else AFTERWARDS)
     for process in peers.processes:
         process.join(max(0.0, until - time.monotonic()))
         if process.is_alive():
