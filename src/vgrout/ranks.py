@@ -30,6 +30,7 @@ T = TypeVar("T")
 K = TypeVar("K")
 
 BEAT = 1.0  # seconds between two signs of life
+ANSWER = 8.0  # seconds that the group's store, which is rank 0's or torchrun's, may take to answer
 SILENT = 15.0  # seconds without one after which a rank is given up: a stopped or swapped-out process, a dead node
 ASSEMBLY = 300.0  # seconds that ranks may take to start, imports on a cold disk included
 PATIENCE = timedelta(minutes=30)  # of one collective, where all ranks live: one may sample far longer than another
@@ -299,7 +300,7 @@ class _Life:
         others = [r for r in range(place.size) if r != place.rank]
         seen: dict[int, tuple[bytes, float]] = {r: (b"", time.monotonic()) for r in others}
         try:
-            plain = TCPStore(place.host, place.port, None, False, timedelta(seconds=SILENT), wait_for_workers=False)
+            plain = TCPStore(place.host, place.port, None, False, timedelta(seconds=ANSWER), wait_for_workers=False)
             store = PrefixStore(f"life/{place.attempt}", plain)
             for r in range(place.size):
                 store.compare_set(str(r), "", "not yet there")

@@ -483,6 +483,7 @@ def from_dict(data: dict[str, Any]) -> Config:
 # Settings that say how a process runs, not what it computes: they may differ between a run and its resumption.
 _PROCESS = {"dry_run", "threads", "ranks", "track", "checkpoint_every", "checkpoint_keep", "max_error_retries"}
 FREE = {*_PROCESS, "guard"}  # where given, the new command line's; else the run's own
+ANEW = {"ranks"}  # the new command line's, also where it says nothing
 ASKING = {"resume", "resume_force"}  # what a command line asks for, and no part of the run
 
 
@@ -492,7 +493,9 @@ def merge_flags(
     """A run's stored flags with those given now, where they are `free` to differ; and the others that do."""
     merged, differing = dict(theirs), []
     for name in theirs:
-        if name not in ASKING and mine[name] not in (usual[name], theirs[name]):
+        if name in ANEW:
+            merged[name] = mine[name]
+        elif name not in ASKING and mine[name] not in (usual[name], theirs[name]):
             merged[name] = mine[name]
             if name not in free:
                 differing.append(f"{flag(name)} {mine[name]} (run: {theirs[name]})")
