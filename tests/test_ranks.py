@@ -128,8 +128,7 @@ EVALUATED = ["--eval-ablate-every", "2", "--eval-n-prompts", "2"]
 @pytest.mark.parametrize(
     ("arm", "n"),
     [
-        ("route2", 2),
-        ("pmi", 3),
+        ("route2", 3),
         *(pytest.param(arm, n, marks=pytest.mark.slow) for arm in ARMS for n in (2, 3)),
     ],
 )

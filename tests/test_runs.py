@@ -14,7 +14,7 @@ def test_cells_are_runs_that_differ_by_their_seed(tmp_path: Path) -> None:
     for seed in (10, 9):
         fake_run(tmp_path, "--intervention=none", seed=seed)
         fake_run(tmp_path, "--intervention=route2", "--control=haar", seed=seed)
-        fake_run(tmp_path, "--intervention=route2", "--control=haar", "--route2-gate=pairs", seed=seed)
+        fake_run(tmp_path, "--intervention=route2", "--control=haar", "--monitor=band", seed=seed)
     fake_run(tmp_path, "--intervention=none", "--lr=0.5")
     fake_run(tmp_path, "--intervention=none", "--final-n-prompts=6", "--eval-ablate-every=0", seed=11)
     found = cells(load([tmp_path]).runs)
@@ -140,7 +140,7 @@ def test_partners_share_all_but_the_arm(tmp_path: Path) -> None:
         fake_run(tmp_path, "--intervention=route2", seed=seed)
         fake_run(tmp_path, "--intervention=route2", "--control=haar", seed=seed)
         fake_run(tmp_path, "--intervention=route2", "--control=haar", "--lr=0.5", seed=seed)
-    fake_run(tmp_path, "--intervention=route2", "--route2-gate=pairs", seed=1)
+    fake_run(tmp_path, "--intervention=route2", "--monitor=band", seed=1)
     found = cells(load([tmp_path]).runs)
     by = {c.title: c for c in found}
     own = by["route2"]

@@ -121,6 +121,7 @@ def test_the_task_is_what_skypilot_reads() -> None:
         assert subprocess.run(["bash", "-n"], input=found[section], capture_output=True, text=True).stderr == ""
 
 
+@pytest.mark.slow  # two whole runs; its parts are parsed and checked above
 @pytest.mark.skipif(shutil.which("rsync") is None, reason="rsync is not installed")
 def test_a_preempted_task_goes_on_from_the_bucket(study: Path, tmp_path: Path) -> None:
     """The run's machine is gone, with all that is not in the bucket; the next one has the run back."""
