@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Generator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -150,8 +151,7 @@ def _peer(i: int, follow: Callable[[Place, Path], object], place: Place, log: Pa
     with open(path, "wb") as said:  # what a rank has to say is for whoever looks into its failure
         os.dup2(said.fileno(), 1)
         os.dup2(said.fileno(), 2)
-    logger.remove()
-    logger.add(sys.stderr, level="WARNING")
+    logger.remove()  # rank 0 says what there is to say
     code = follow(place, log)
     if code == FINISHED and not path.stat().st_size:
         path.unlink()
@@ -200,5 +200,5 @@ class Peer(RunContext):
             case RankLost():  # rank 0 says it, unless it is rank 0 that is gone
                 print(f"E {e}", file=sys.stderr)
             case _:
-                logger.opt(exception=e).warning(f"{type(e).__name__}: {e}")
+                traceback.print_exception(e)
         return True
