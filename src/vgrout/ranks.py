@@ -247,13 +247,20 @@ def _wait(work: "Work | None") -> None:
     life, pause = _group.life, 2e-5
     while not work.is_completed():
         if lost := life.lost():
-            raise RankLost(lost)
+            raise _given_up(lost)
         time.sleep(pause)
         pause = min(2 * pause, 1e-3)
     try:
         work.wait()
     except RuntimeError as e:  # gloo: a connection was closed, whose it does not say
-        raise RankLost(life.who() or f"a rank has ended ({str(e).splitlines()[0]})") from None
+        raise _given_up(life.who() or f"a rank has ended ({str(e).splitlines()[0]})") from None
+
+
+def _given_up(why: str) -> RankLost:
+    """Remembered here, since whoever is told may not let the exception out of the group's block."""
+    global _abandoned
+    _abandoned = True
+    return RankLost(why)
 
 
 # ── life and death ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -269,6 +276,7 @@ class _Life:
     _word: str = ""  # the last of this rank, if it ends badly
     _end: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
+    _round: float = 0.0  # when this rank last heard from the store; 0: not yet
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._beat, name="ranks", daemon=True)
@@ -282,12 +290,15 @@ class _Life:
             self._thread.join(2 * BEAT)
 
     def lost(self) -> str | None:
+        """A store whose process is stopped never answers, and its client waits: the thread's last round tells."""
+        if self._lost is None and self._round and time.monotonic() - self._round > SILENT:
+            self._lost = self.gone() or f"rank 0 has not answered for {SILENT:.0f} s"
         return self._lost
 
     def who(self) -> str | None:
         """After a connection was closed: which rank it was, as soon as that can be known."""
         until = time.monotonic() + SILENT + 2 * BEAT
-        while self._lost is None and time.monotonic() < until:
+        while self.lost() is None and time.monotonic() < until:
             if (ended := self.gone()) is not None:
                 return ended
             time.sleep(0.05)
@@ -312,6 +323,7 @@ class _Life:
                 if ending:
                     return
                 self._look(store.multi_get([str(r) for r in others]), others, seen)
+                self._round = time.monotonic()
         except Exception:  # the store is rank 0's, or torchrun's
             if not self._end.is_set():
                 self._lost = self._lost or self.gone() or "rank 0 does not answer"
@@ -359,7 +371,7 @@ def joined(place: Place | None, gone: Callable[[], str | None] = lambda: None) -
     life = _Life(place, gone)
     life.start()
     group = distributed.PrefixStore(f"group/{place.attempt}", store)
-    _group, word = _Group(place, life), "it failed"
+    _group, _abandoned, word = _Group(place, life), False, "it failed"
     try:
         _assemble(group, place, life)
         distributed.init_process_group(
@@ -373,7 +385,7 @@ def joined(place: Place | None, gone: Callable[[], str | None] = lambda: None) -
         word = ""
     except BaseException as e:
         word = f"{type(e).__name__}: {e}".splitlines()[0][:300]
-        _abandoned = isinstance(e, RankLost)
+        _abandoned = _abandoned or isinstance(e, RankLost)
         raise
     finally:
         _group = None
