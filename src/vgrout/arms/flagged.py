@@ -2,6 +2,7 @@
 advantages, under which parameters, and which of the adapter's vectors learns from them.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -58,11 +59,6 @@ class FlaggedArm(Arm):
             control=cfg.arm.control_name,
         )
 
-    def plan(self, views: Sequence[GroupView], step: int = 0) -> UpdatePlan:
-        self._require(views)
-        flags = self.monitor.flags(views, step)
-        return UpdatePlan(self._parts(views, flags), tuple(flags), tuple(f.flagged for f in flags))
-
     def route(self, views: Views, grads: Grads, plan: Plan = None, grad_rows: GradRows | None = None) -> Routed:
         self._require(views)
         assert plan is not None
@@ -92,8 +88,26 @@ class FlaggedArm(Arm):
             raise ValueError(f"checkpoint has arm state {sorted(other)[0]!r}, --intervention {self.name} has none")
         self.monitor.load_state_dict({key.removeprefix(STATE): value for key, value in state.items()})
 
+    def _sum(self, groups: Sequence[RolloutGrads]) -> ModuleGrads:
+        out = {m: torch.zeros(r, device=self.device) for m, r in self.sizes.items()}
+        for of_group in groups:
+            assert of_group.keys() == self.sizes.keys(), sorted(of_group.keys() ^ self.sizes.keys())
+            for m, rows in of_group.items():
+                out[m] += rows.sum(0)
+        return ranks.total_by_module(out)
+
+
+class DealtRows(FlaggedArm, ABC):
+    """Base of those that deal a step's rows to parts by their flags."""
+
+    def plan(self, views: Sequence[GroupView], step: int = 0) -> UpdatePlan:
+        self._require(views)
+        flags = self.monitor.flags(views, step)
+        return UpdatePlan(self._parts(views, flags), tuple(flags), tuple(f.flagged for f in flags))
+
+    @abstractmethod
     def _parts(self, views: Sequence[GroupView], flags: Sequence[GroupFlags]) -> tuple[UpdatePart, ...]:
-        raise NotImplementedError(type(self).__name__)
+        """What each part of a step learns from."""
 
     def _advantages(self, views: Sequence[GroupView], flags: Sequence[GroupFlags]) -> tuple[tuple[float, ...], ...]:
         """The groups' own; with a new baseline those of the rows that are not flagged are theirs alone."""
@@ -105,16 +119,8 @@ class FlaggedArm(Arm):
             for among in (view.advantages_among([b for b, flag in enumerate(of_group.flagged) if not flag]),)
         )
 
-    def _sum(self, groups: Sequence[RolloutGrads]) -> ModuleGrads:
-        out = {m: torch.zeros(r, device=self.device) for m, r in self.sizes.items()}
-        for of_group in groups:
-            assert of_group.keys() == self.sizes.keys(), sorted(of_group.keys() ^ self.sizes.keys())
-            for m, rows in of_group.items():
-                out[m] += rows.sum(0)
-        return ranks.total_by_module(out)
 
-
-class FlaggedRoute2(FlaggedArm):
+class FlaggedRoute2(DealtRows):
     """route2 by flags: keep = Σ_b (1 − f_b) g_b, quar = Σ_b f_b g_b, in two forwards under both vectors."""
 
     name = "route2"
@@ -128,7 +134,7 @@ class FlaggedRoute2(FlaggedArm):
         )
 
 
-class SGTM(FlaggedArm):
+class SGTM(DealtRows):
     """Selective Gradient Masking (arXiv 2512.05648) with a policy's own rollouts, three ways: flagged rows train the
     quarantine alone; the others train both vectors, but for those that the deployed model sampled, which train the kept
     one alone, with the quarantine off.
