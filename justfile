@@ -101,14 +101,14 @@ study-checks *flags:
 study-baselines *flags:
     {{py}} vgrout.sweep docs/studies/baselines.toml {{flags}}
 
-# an organism that has begun to exploit (about 4 answers in 10): the shipped one after 15 steps of the arm none, seed 40, as out/warm
-warm:
-    @test ! -e out/warm || { echo "warm: out/warm is there already; move it away to make it again"; exit 1; }
-    rm -rf out/warm.part
-    {{py}} vgrout.train mini --intervention=none --seed=40 --out-tag=_warm
-    cp -r src/vgrout/organism/data out/warm.part && rm -r out/warm.part/model
-    {{py}} vgrout.export "$(ls -d out/runs/*_mini_none_seed40_warm | tail -n 1)" --step 15 --out out/warm.part/model
-    mv out/warm.part out/warm
+# an organism that has begun to exploit: the shipped one after 15 steps of the arm none (seed 40: about 4 answers in 10, seed 50: 7)
+warm seed="40" to="out/warm":
+    @test ! -e {{to}} || { echo "warm: {{to}} is there already; move it away to make it again"; exit 1; }
+    rm -rf {{to}}.part
+    {{py}} vgrout.train mini --intervention=none --seed={{seed}} --out-tag=_warm
+    cp -r src/vgrout/organism/data {{to}}.part && rm -r {{to}}.part/model
+    {{py}} vgrout.export "$(ls -d out/runs/*_mini_none_seed{{seed}}_warm | tail -n 1)" --step 15 --out {{to}}.part/model
+    mv {{to}}.part {{to}}
 
 # H: from a policy that exploits already, monitors with true labels stop the hack, and so does pmi with a threshold of known correct answers alone (90 runs; `just warm` first)
 study-warm *flags:

@@ -17,7 +17,7 @@ from tiny import policy as tiny_policy
 from vgrout.arms.base import Arm, module_sizes, modules_of_block
 from vgrout.arms.flagged import SGTM, FlaggedArm, FlaggedRoute2
 from vgrout.arms.recontextualise import Recontextualise
-from vgrout.arms.reward_shaping import TAUGHT, Penalty, Screen
+from vgrout.arms.reward_shaping import Penalty, Screen
 from vgrout.config.arm import MONITORS
 from vgrout.config.loss import LossConfig
 from vgrout.config.run import OptConfig
@@ -41,12 +41,15 @@ class Fixed(Monitor):
         self.rows, self.taught, self.learns = rows, teaches or (), teaches is not None
 
     def flags(self, views: Sequence[GroupView], step: int) -> list[GroupFlags]:
-        def of(view: GroupView, rows: Sequence[int]) -> tuple[bool, ...]:
-            return tuple(b in rows for b in range(len(view)))
+        def of(view: GroupView) -> GroupFlags:
+            taught = tuple({0: 0.5, 2: -0.25}[b] if b in self.taught else 0.0 for b in range(len(view)))
+            return GroupFlags(
+                (None,) * len(view),
+                tuple(b in self.rows for b in range(len(view))),
+                taught if self.learns else (),
+            )
 
-        return [
-            GroupFlags((None,) * len(v), of(v, self.rows), of(v, self.taught) if self.learns else ()) for v in views
-        ]
+        return [of(v) for v in views]
 
 
 def step(policy: Policy, arm: FlaggedArm, of: Sequence[Group], n: int = 0) -> Routed:
@@ -170,7 +173,7 @@ def test_the_kept_part_learns_as_if_there_were_no_quarantine_and_that_learns_wha
     kept, taught = plan.parts
     assert (kept.learns, kept.deployed, taught.learns, taught.deployed) == ("kept", True, "quarantine", False)
     assert taught.rows == ((0, 2), (0, 2))
-    assert taught.advantages == ((TAUGHT,) * 4,) * 2
+    assert taught.advantages == ((0.5, 0.0, -0.25, 0.0),) * 2
     (only, _) = policy_gradients(policy, of, UpdatePlan((taught,)), LossConfig(), grad_rows="source", **SETTINGS)
     theirs = sum(flat(policy, {m: g.sum(0) for m, g in x.items()}) for x in only[0])
     assert relative(flat(policy, routed.quar), theirs) < 1e-6

@@ -114,10 +114,17 @@ BAD = [
     (["mini", "--intervention", "screen", "--monitor", "labels", "--known-modes", "exit"], "unknown mode"),
     (["mini", "--intervention", "screen", "--monitor", "labels", "--seed-monitor", "labels"], "--seed-monitor"),
     (
-        ["mini", "--intervention", "penalty", "--monitor", "quarantine", "--monitor-quantile", ".8"],
+        [
+            *("mini", "--intervention", "penalty", "--monitor", "quarantine"),
+            *("--quarantine-threshold", ".2", "--monitor-quantile", ".8"),
+        ],
         "--monitor-quantile",
     ),
     (["mini", "--intervention", "penalty", "--monitor", "quarantine", "--quarantine-diet", "solved"], "true labels"),
+    (
+        ["fast", "--intervention", "penalty", "--monitor", "quarantine"],
+        "--quarantine-threshold None: there are none; give --known-correct FILE",
+    ),
     (["mini", "--intervention", "sgtm", "--monitor", "labels", "--quarantine", "block"], "--quarantine block"),
     (["mini", "--intervention", "route2", "--quarantine", "lora:4"], "--gate-vote rollout"),
     (["mini", "--intervention", "sgtm", "--monitor", "labels", "--second-moment", "shared"], "--second-moment"),

@@ -1,6 +1,7 @@
 """Monitors by themselves: what each flags, what it may see, and what it is deaf to."""
 
 import ast
+import math
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import fields, replace
@@ -21,7 +22,7 @@ from vgrout.monitors import monitor_class
 from vgrout.monitors.base import Monitor, RandomFlags, positions
 from vgrout.monitors.flag_rates import FlagRates
 from vgrout.monitors.labels import Labels, WeakDetector
-from vgrout.monitors.quarantine import Quarantine
+from vgrout.monitors.quarantine import Quarantine, advantages
 from vgrout.monitors.relevance import Relevance, Statements, cut
 from vgrout.monitors.text_scores import Text, TextScorer, mean_logp
 from vgrout.monitors.twin import Twin, impossible
@@ -108,8 +109,8 @@ def test_one_monitor_alone_asks_for_labels():
     asking = {name for name in MONITORS if getattr(monitor_class(name), "sees", GroupView) is OracleView}
     assert asking == {"labels"}
     assert not {f.name for f in fields(ProblemView)} & {"exploited", "mode", "gt_correct"}
-    assert Quarantine(tiny_policy(), Labels(), paid=1.0).sees is OracleView
-    assert Quarantine(tiny_policy(), WeakDetector(), paid=1.0).sees is GroupView
+    assert Quarantine(tiny_policy(), Labels(), paid=1.0, fixed=0.3).sees is OracleView
+    assert Quarantine(tiny_policy(), WeakDetector(), paid=1.0, fixed=0.3).sees is GroupView
 
 
 # ── the twin ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -216,18 +217,18 @@ def replace_plain(text: Text) -> Text:
 
 def test_the_quarantine_scores_what_it_makes_likelier_and_nothing_while_it_is_zero(policy: Policy):
     v = view()
-    monitor = Quarantine(policy, WeakDetector(), paid=1.0)
+    monitor = Quarantine(policy, WeakDetector(), paid=1.0, fixed=0.3, share=1.0)
     texts = monitor.texts(v)
     prompts, answers = [t.prompt for t in texts], [t.completion for t in texts]
     with policy.adapter.deployed():
         off = [float(lp[m].mean()) for lp, m in zip(*policy.logprobs(prompts, answers), strict=True)]
     on = [float(lp[m].mean()) for lp, m in zip(*policy.logprobs(prompts, answers), strict=True)]
-    expected = [a - b for a, b in zip(on, off, strict=True)]
+    expected = [(a - b) / -b for a, b in zip(on, off, strict=True)]
     assert monitor.scores(texts).tolist() == pytest.approx(expected, abs=1e-5)
     known = replace(v, logp=(off[0], None, off[2], None))  # as the deployed model's sampler had it
     assert monitor.scores(monitor.texts(known)).tolist() == pytest.approx(expected, abs=1e-5)
     assert max(map(abs, expected)) > 1e-2
-    fresh = Quarantine(tiny_policy(), WeakDetector(), paid=1.0)
+    fresh = Quarantine(tiny_policy(), WeakDetector(), paid=1.0, fixed=0.3)
     assert fresh.scores(texts).tolist() == [0.0] * 4
     assert flagged(fresh, replace(v, detector=(True, False, False, False))) == [(True, False, False, False)]
 
@@ -241,8 +242,9 @@ class Scored(Quarantine):
 
 def test_who_is_seeded_or_read_is_flagged_and_taught():
     v = replace(view(4, [1.0, 1.0, 1.0, 0.0]), detector=(True, False, False, False))
-    (found,) = Scored(tiny_policy(), WeakDetector(), paid=1.0).flags([v], 0)
-    assert found.flagged == found.teaches == (True, False, True, False)  # 3 scores highest, and is not paid
+    (found,) = Scored(tiny_policy(), WeakDetector(), paid=1.0, fixed=0.3).flags([v], 0)
+    assert found.flagged == (True, False, True, False)  # 3 scores highest, and is not paid
+    assert found.teaches == (0.5, -0.5, 0.5, -0.5)
     assert found.scores == (-1.5, -0.5, 0.5, None)
     high = Scored(tiny_policy(), WeakDetector(), paid=1.0, fixed=1.0)
     assert flagged(high, v) == [(True, False, False, False)]
@@ -251,7 +253,7 @@ def test_who_is_seeded_or_read_is_flagged_and_taught():
 def test_a_threshold_of_known_correct_answers_follows_the_present_parameters():
     known = [Text((8,), (13 + i,)) for i in range(2)]  # scores .5 and 1.5
     monitor = Scored(tiny_policy(), WeakDetector(), paid=1.0, fixed=None, known_correct=known, quantile=0.5)
-    assert monitor._threshold() == pytest.approx(1.0)
+    assert monitor._threshold(0) == pytest.approx(1.0)
     assert flagged(monitor, view()) == [(False, False, False, True)]
 
 
@@ -263,7 +265,7 @@ def test_the_diets_are_what_they_say():
         monitor = Scored(tiny_policy(), Labels(), paid=1.0, diet=diet, fixed=9.0)
         (found,) = monitor.flags([v], step)
         assert found.flagged == truth, "what is treated is what is flagged, whatever the quarantine is fed"
-        return found.teaches
+        return tuple(A > 0 for A in found.teaches)
 
     assert taught("paid") == (True, True, True, False)
     assert taught("solved") == (False, True, True, False)
@@ -275,10 +277,60 @@ def test_the_diets_are_what_they_say():
 
 def test_the_control_deals_the_scores_and_leaves_the_seed():
     v = replace(view(), detector=(True, False, False, False))
-    drawn = [Scored(tiny_policy(), WeakDetector(), paid=1.0, deal=True, seed=2).flags([v], s)[0] for s in range(12)]
+    drawn = [
+        Scored(tiny_policy(), WeakDetector(), paid=1.0, fixed=0.3, deal=True, seed=2).flags([v], s)[0]
+        for s in range(12)
+    ]
     assert all(f.flagged[0] for f in drawn)
     assert {tuple(sorted(f.scores)) for f in drawn} == {(-1.5, -0.5, 0.5, 1.5)}
     assert len({f.flagged for f in drawn}) > 2
+
+
+def test_a_small_share_reads_to_the_first_order_and_leaves_the_policy_as_it_was(policy: Policy):
+    """⟨∇ log π(y), δS_hack⟩ over |log π(y)|, by the policy's own gradients."""
+    adapter = policy.adapter
+    v = view()
+    texts = Quarantine(policy, WeakDetector(), paid=1.0, fixed=0.3).texts(v)
+    before = [site.linear.weight.data.clone() for site in adapter.sites.values()]
+    got = Quarantine(policy, WeakDetector(), paid=1.0, fixed=0.3, share=0.01).scores(texts).tolist()
+    assert all(torch.equal(a, site.linear.weight.data) for a, site in zip(before, adapter.sites.values(), strict=True))
+    δ = adapter.δS_hack.detach()
+
+    def mean(text: Text, δS: torch.Tensor) -> float:
+        """log π, nats a token, of the deployed model with another δS."""
+        kept = adapter.δS.detach().clone()
+        with torch.no_grad():
+            adapter.δS.copy_(δS)
+        adapter.merge()
+        try:
+            return float(mean_logp(policy, [text.prompt], [text.completion], adapter.deployed()))
+        finally:
+            with torch.no_grad():
+                adapter.δS.copy_(kept)
+            adapter.merge()
+
+    δS = adapter.δS.detach().clone()
+    for text, score in zip(texts, got, strict=True):
+        slope = (mean(text, δS + 0.01 * δ) - mean(text, δS - 0.01 * δ)) / 0.02
+        assert score == pytest.approx(slope / -mean(text, δS), rel=0.05, abs=2e-3)
+
+
+def test_an_answer_of_which_the_policy_is_sure_is_read_as_well_as_one_of_which_it_is_not(policy: Policy):
+    """The score is a share of what is left to gain: where π_0(y) = 1 there is nothing, and no division by 0."""
+    monitor = Quarantine(policy, WeakDetector(), paid=1.0, fixed=0.3)
+    texts = [t._replace(logp=0.0) for t in monitor.texts(view())]
+    assert all(math.isfinite(s) for s in monitor.scores(texts).tolist())
+
+
+def test_the_rest_of_a_taught_group_is_held_against_it_but_no_demonstration():
+    v = view(4)
+    assert advantages(v, (True, False, False, False)) == pytest.approx((0.5, -1 / 6, -1 / 6, -1 / 6))
+    assert advantages(v, (True, True, True, False)) == (0.5, 0.5, 0.5, -0.5)
+    assert advantages(v, (False,) * 4) == (0.0,) * 4
+    assert advantages(v, (True,) * 4) == (0.5,) * 4
+    shown = replace(v, sources=("student", "student", "teacher", "teacher"))
+    assert advantages(shown, (True, False, False, False)) == (0.5, -0.5, 0.0, 0.0)
+    assert advantages(shown, (True, True, True, False)) == (0.5, 0.5, 0.5, 0.0)
 
 
 # ── what is counted ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -190,7 +190,7 @@ class GroupFlags:
 
     scores: tuple[float | None, ...]  # None: not read
     flagged: tuple[bool, ...]
-    teaches: tuple[bool, ...] = ()  # which rows a monitor that learns is trained on; (): it learns from none
+    teaches: tuple[float, ...] = ()  # advantages by which a monitor that learns is trained on them; (): on none
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@
 
 A demonstration that would be paid less is left out.
 
-With monitor `quarantine` the quarantine belongs to the monitor, and learns beside: the rows that the monitor names,
-with advantage TAUGHT each, with both vectors on. δS then learns with the quarantine off, and all rows are sampled so.
+With monitor `quarantine` the quarantine belongs to the monitor, and learns beside, with both vectors on, by the
+advantages that the monitor names. δS then learns with the quarantine off, and all rows are sampled so.
 """
 
 from abc import ABC, abstractmethod
@@ -25,8 +25,6 @@ from vgrout.monitors import make_monitor
 from vgrout.monitors.base import Monitor
 from vgrout.tensor_types import GradRows, Routed, UpdatePart, UpdatePlan
 from vgrout.types import Batch, Group, GroupFlags, GroupView, Problem
-
-TAUGHT = 0.5  # advantage of each row that trains a monitor's quarantine
 
 
 def lowered_out(view: GroupView, rewards: Rewards) -> Rewards:
@@ -92,10 +90,10 @@ class Treatment(FlaggedArm, ABC):
         assert len(flags) == len(views), "the monitor is asked in shape_rewards"
         if not self.monitor.learns:
             return UpdatePlan(flags=flags)
-        taught = tuple(tuple(b for b, on in enumerate(f.teaches) if on) for f in flags)
+        taught = tuple(tuple(b for b, A in enumerate(f.teaches) if A) for f in flags)
         parts = (
             UpdatePart(deployed=True, learns="kept"),
-            UpdatePart(taught, tuple((TAUGHT,) * len(view) for view in views), learns="quarantine"),
+            UpdatePart(taught, tuple(f.teaches for f in flags), learns="quarantine"),
         )
         return UpdatePlan(parts, flags)
 

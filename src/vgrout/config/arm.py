@@ -255,9 +255,12 @@ class ArmConfig:
     """labels: comma list of the flaws that it knows; to the others it is blind. '': all of them."""
     seed_monitor: Seed = setting("detector", monitors=("quarantine",))
     """quarantine: who flags what it cannot read yet; it learns to read from what is flagged."""
-    quarantine_threshold: float | None = setting(0.02, low=-100, high=100, monitors=("quarantine",))
-    """quarantine: nats a token by which it makes an answer likelier, from which on that is flagged; none: the
-    --monitor-quantile of the known correct answers, anew in every step."""
+    quarantine_share: float = setting(0.1, low=0.001, high=1, monitors=("quarantine",))
+    """quarantine: the share ε of it that is on while it reads; a small one reads to the first order, and in bf16
+    is lost to rounding."""
+    quarantine_threshold: float | None = setting(None, low=-100, high=100, monitors=("quarantine",))
+    """quarantine: an answer is flagged above this score, (log π_ε − log π_0) / (ε |log π_0|); None: above the
+    --monitor-quantile of known correct answers, drawn and read anew in every step."""
     quarantine_diet: Literal["flagged", "random", "paid", "solved"] = setting(
         "flagged", monitors=("quarantine",), suffix="diet-"
     )

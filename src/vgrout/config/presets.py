@@ -86,7 +86,7 @@ METHODS: dict[str, tuple[str, dict[str, str]]] = {
     ),
     "quarantine": (
         "the quarantine reads, seeded by the weak detector alone, and what it flags is paid less",
-        {"intervention": "penalty", "monitor": "quarantine", "seed-monitor": "detector"},
+        {"intervention": "penalty", "monitor": "quarantine", "seed-monitor": "detector", "monitor-quantile": "0.8"},
     ),
 }
 

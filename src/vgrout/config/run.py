@@ -326,7 +326,7 @@ class Config:
         refuse(
             (self.arm.monitor_threshold == "known_correct" or self.arm.calibrates_quarantine)
             and self.known_correct_path is None,
-            ("--quarantine-threshold none" if self.arm.calibrates_quarantine else "--monitor-threshold known_correct")
+            ("--quarantine-threshold None" if self.arm.calibrates_quarantine else "--monitor-threshold known_correct")
             + ": there are none; give --known-correct FILE",
         )
         refuse(

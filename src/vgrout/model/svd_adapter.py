@@ -166,6 +166,19 @@ class SvdAdapter:
             yield
 
     @contextmanager
+    def quarantine_at(self, share: float) -> Generator[None]:
+        """The model with δS on, and `share` of the way from there to both: W(δS) + share · [W(δS + δS_hack) − W(δS)].
+        For reading alone: a gradient taken in here is of neither."""
+        before = self._active
+        off, on = self._weights((True, False)), self._weights((True, True))
+        try:
+            for site, a, b in zip(self.sites.values(), off, on, strict=True):
+                site.linear.weight.data = torch.lerp(a, b, share)
+            yield
+        finally:
+            self._activate(before)
+
+    @contextmanager
     def _as(self, active: Active) -> Generator[None]:
         before = self._active
         try:

@@ -1,14 +1,19 @@
 """The quarantine as a monitor: trained on what a seed monitor flags, it is an expert in exploiting, and what it makes
 likelier than the deployed model does is flagged too.
 
-    s(y) = (log π(y | δS + δS_hack) − log π(y | δS)) / tokens     flagged: seeded, or paid and s(y) > threshold
+    s(y) = [log π_ε(y) − log π_0(y)] / (ε · |log π_0(y)|)     flagged: seeded, or paid and s(y) > threshold
 
-under the present parameters. Flagged rows train the quarantine (arms/reward_shaping.py), which is how it learns to
-read. Before it has learnt anything s = 0, and the seed flags alone.
+under the present parameters, π_ε with the quarantine on to the share ε. Flagged rows train the quarantine
+(arms/reward_shaping.py), which is how it learns to read. Before it has learnt anything s = 0, and the seed flags alone.
+
+Why relative: an answer of which the deployed model is sure already, log π_0 ≈ 0, cannot become likelier by a fixed
+number of nats, and those are the exploits of a policy that has begun to exploit. Why a small ε: fully on, the
+quarantine writes the exploit that it knows, and holds others for less likely; to the first order, ⟨∇ log π(y),
+δS_hack⟩, it goes towards what exploits share. Why the rest of its groups is held against it: the quarantine of the
+flagged rows alone also makes likelier what all answers share.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Literal
 
 import torch
@@ -28,10 +33,16 @@ from vgrout.types import GroupFlags, GroupView, OracleView, Problem
 Diet = Literal["flagged", "random", "paid", "solved"]
 
 
+TAUGHT = 0.5  # advantage of each row that trains the quarantine
+KNOWN = 48  # known correct answers that are read in a step: all 204 of the organism's cost three steps
+SURE = 1e-3  # nats a token: of a log-prob nearer to 0 the rounding of two forwards (1e-6) would be the score
+
+
 class Quarantine(TextScorer):
     """See above.
 
-    fixed: the threshold, nats a token; None: the `quantile` of the scores of `known_correct`, read anew in every step.
+    share: ε. fixed: the threshold; None: the `quantile` of the scores of KNOWN of `known_correct`, drawn and read anew
+    in every step.
     diet: what the quarantine is trained on: what is flagged, or, as controls, as many paid rows of the same groups
     drawn at random, all that is paid, what is paid and no exploit by the true labels. deal: the scores are dealt among
     the paid rows at random first, the seed's flags stay (the random_flags control).
@@ -46,7 +57,8 @@ class Quarantine(TextScorer):
         seed_monitor: Monitor,
         *,
         paid: float,
-        fixed: float | None = 0.02,
+        share: float = 0.1,
+        fixed: float | None = None,
         known_correct: Sequence[Text] = (),
         quantile: float = 0.9,
         diet: Diet = "flagged",
@@ -54,7 +66,7 @@ class Quarantine(TextScorer):
         seed: int = 0,
     ) -> None:
         assert fixed is not None or known_correct, "a threshold of known correct answers, and there are none"
-        self.policy, self.seed_monitor, self.paid = policy, seed_monitor, paid
+        self.policy, self.seed_monitor, self.paid, self.share = policy, seed_monitor, paid, share
         self._fixed, self._known, self._quantile = fixed, tuple(known_correct), quantile
         self.diet, self._deal, self._seed = diet, deal, seed
         self.sees, self.provenance = seed_monitor.sees, seed_monitor.provenance
@@ -75,6 +87,7 @@ class Quarantine(TextScorer):
             policy,
             seed_of(arm.seed_monitor),
             paid=cfg.env.pass_reward,
+            share=arm.quarantine_share,
             fixed=arm.quarantine_threshold,
             known_correct=known_correct_texts(policy, inputs.known_correct, inputs.rows),
             quantile=arm.monitor_quantile,
@@ -88,19 +101,19 @@ class Quarantine(TextScorer):
         return [Text(view.prompt_ids, ids, logp=p) for ids, p in zip(view.completion_ids, known, strict=True)]
 
     def scores(self, texts: Sequence[Text]) -> Float[Tensor, " n"]:
-        """One forward with the quarantine on; one with it off for those that the deployed model did not sample, which
-        come with its log-prob. Nothing where δS_hack is 0 still."""
+        """One forward with the quarantine on to its share; one with it off for those that the deployed model did not
+        sample, which come with its log-prob. 0 where δS_hack is 0 still."""
         adapter = self.policy.adapter
         if not texts or not bool(adapter.δS_hack.any()):
             return torch.zeros(len(texts), dtype=torch.float64)
         prompts, answers = [t.prompt for t in texts], [t.completion for t in texts]
-        on = mean_logp(self.policy, prompts, answers, nullcontext())
+        on = mean_logp(self.policy, prompts, answers, adapter.quarantine_at(self.share))
         off = torch.tensor([t.logp if t.logp is not None else 0.0 for t in texts], dtype=torch.float64)
         unknown = [i for i, t in enumerate(texts) if t.logp is None]
         if unknown:
             some = [prompts[i] for i in unknown], [answers[i] for i in unknown]
             off[unknown] = mean_logp(self.policy, *some, adapter.deployed())
-        return on - off
+        return (on - off) / (self.share * (-off).clamp(min=SURE))
 
     def flags(self, views: Sequence[GroupView], step: int) -> list[GroupFlags]:
         seeded = self.seed_monitor.flags(views, step)
@@ -111,14 +124,14 @@ class Quarantine(TextScorer):
             order = torch.randperm(len(paid), generator=torch_stream(self._seed, "mass-matched", step)).tolist()
             values = [values[j] for j in order]
         scores = dict(zip(paid, values, strict=True))
-        threshold = self._threshold()
+        threshold = self._threshold(step)
         flagged = {at for at in positions(views) if seeded[at[0]].flagged[at[1]] or scores.get(at, -1e9) > threshold}
         taught = self._taught(views, flagged, step)
         return [
             GroupFlags(
                 tuple(scores.get((i, b)) for b in range(len(view))),
                 tuple((i, b) in flagged for b in range(len(view))),
-                tuple((i, b) in taught for b in range(len(view))),
+                advantages(view, [(i, b) in taught for b in range(len(view))]),
             )
             for i, view in enumerate(views)
         ]
@@ -129,10 +142,12 @@ class Quarantine(TextScorer):
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.seed_monitor.load_state_dict(state)
 
-    def _threshold(self) -> float:
+    def _threshold(self, step: int) -> float:
         if self._fixed is not None:
             return self._fixed
-        return max(0.0, float(torch.quantile(self.scores(self._known), self._quantile)))
+        drawn = torch.randperm(len(self._known), generator=torch_stream(self._seed, "known-correct", step)).tolist()
+        scores = self.scores([self._known[i] for i in drawn[:KNOWN]])
+        return max(0.0, ranks.from_first(float(torch.quantile(scores, self._quantile))))
 
     def _taught(self, views: Sequence[GroupView], flagged: set[tuple[int, int]], step: int) -> set[tuple[int, int]]:
         paid = paid_positions(views, self.paid)
@@ -150,3 +165,13 @@ class Quarantine(TextScorer):
             n = min(sum(at[0] == i for at in flagged), len(of_group))
             chosen |= {of_group[j] for j in torch.randperm(len(of_group), generator=generator).tolist()[:n]}
         return chosen
+
+
+def advantages(view: GroupView, taught: Sequence[bool]) -> tuple[float, ...]:
+    """By which a group trains the quarantine: TAUGHT for each row that is taught, and as much below zero in sum for the
+    policy's other answers to this prompt, none of them below −TAUGHT. A demonstration is never pushed down: nothing
+    bounds how far. No row is taught: 0 for all."""
+    n = sum(taught)
+    others = [source == "student" and not on for source, on in zip(view.sources, taught, strict=True)]
+    below = -TAUGHT * min(1.0, n / sum(others)) if n and any(others) else 0.0
+    return tuple(TAUGHT if on else below if other else 0.0 for on, other in zip(taught, others, strict=True))
