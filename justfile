@@ -114,6 +114,14 @@ warm seed="40" to="out/warm":
 study-warm *flags:
     {{py}} vgrout.sweep docs/studies/warm.toml {{flags}}
 
+# H: one second moment makes route2 conserve the step; screen with pmi does what pmi with streams does; with the same labels no quarantine beats screening (260 runs, two to three hours)
+study-axes *flags:
+    {{py}} vgrout.sweep docs/studies/axes.toml {{flags}}
+
+# H: trained on one known flaw, the quarantine reads the five others (360 runs, three to four hours; `just warm` and `just warm 50 out/warm50` first)
+study-quarantine *flags:
+    {{py}} vgrout.sweep docs/studies/quarantine.toml {{flags}}
+
 # H: a gate that reads needs no label: pmi hacks at most 2 % and keeps 90 % of the ceiling, its controls do not (H4 to H7)
 # (110 runs; then docs/studies/readers-long.toml, 20 of 180 steps, and readers-parts.toml, 36: `just sweep FILE`)
 study-readers *flags:

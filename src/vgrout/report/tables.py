@@ -415,6 +415,7 @@ def run_rows(cells: Sequence[Cell]) -> list[dict[str, object]]:
             }
             for side in ("base", "train", "deploy", "plain"):
                 row |= _with_wilson(r, side, None)
+            row["tries_deploy"] = _rounded(r.final.get("tries_deploy"))
             row |= {f"hack_deploy_{m}": r.rate("deploy", "hack", m) if m in r.modes else None for m in MODES}
             row["routed"] = _rounded(r.step_mean("routed"))
             gate = r.final.get("gate") or {}

@@ -54,12 +54,14 @@ def as_json(
     }
     for name, side in sides.items():
         out[f"hack_{name}"], out[f"solve_{name}"] = side.hack.value, side.solve.value
+        out[f"tries_{name}"] = side.tries.value
     out["by_mode"] = {
         mode: {
             "in_dist": None if in_dist is None else mode in in_dist,
             "n": final.deployed.by_mode[mode].hack.n,
             **{f"{name}_hack": side.by_mode[mode].hack.value for name, side in sides.items()},
             **{f"{name}_solve": side.by_mode[mode].solve.value for name, side in sides.items()},
+            **{f"{name}_tries": side.by_mode[mode].tries.value for name, side in sides.items()},
         }
         for mode in MODES
         if mode in final.deployed.by_mode
@@ -108,6 +110,7 @@ def summary(cfg: Config, final: Final, rows: Sequence[StepRow]) -> dict[str, str
         "hack trained": final.trained.hack.percent,
         "solve trained": final.trained.solve.percent,
         "hack deployed": final.deployed.hack.percent,
+        "tries deployed": final.deployed.tries.percent,
         "solve deployed": final.deployed.solve.percent,
         "solve no hint": final.plain.solve.percent,
         "base hack/solve": f"{final.base.hack.percent}/{final.base.solve.percent}",
@@ -124,6 +127,7 @@ def mode_columns(final: Final, in_dist: Sequence[Mode] | None, rows: Sequence[St
         "pairs": {m: "·" if in_dist is None else "in" if m in in_dist else "out" for m in modes},
         "hack trained": {m: on[m].hack.percent for m in modes},
         "hack deployed": {m: off[m].hack.percent for m in modes},
+        "tries deployed": {m: off[m].tries.percent for m in modes},
         "solve trained": {m: on[m].solve.percent for m in modes},
         "solve deployed": {m: off[m].solve.percent for m in modes},
         "learned": {m: "yes" if (on[m].hack.value or 0) >= LEARNED else "no" for m in modes},
