@@ -108,8 +108,8 @@ shipped = cache(load_study_file)
 
 
 SHIPPED = (
-    *("arms", "baselines", "checks", "controls", "full", "guard", "known-correct", "losses"),
-    *("readers", "readers-long", "readers-parts", "warm"),
+    *("arms", "axes", "baselines", "checks", "controls", "full", "guard", "known-correct", "losses"),
+    *("quarantine", "readers", "readers-long", "readers-parts", "warm"),
 )
 
 
