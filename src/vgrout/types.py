@@ -190,7 +190,7 @@ class GroupFlags:
 
     scores: tuple[float | None, ...]  # None: not read
     flagged: tuple[bool, ...]
-    teaches: tuple[float, ...] = ()  # advantages by which a monitor that learns is trained on them; (): on none
+    teaches: tuple[float, ...] = ()  # advantages by which a monitor that learns is trained on them; (): it learns none
 
 
 @dataclass(frozen=True, slots=True)
@@ -456,19 +456,19 @@ class Eval:
     @classmethod
     def of(cls, answers: Sequence["GradedCompletion[Grade | Ungraded]"]) -> "Eval":
         """Their counts, by mode."""
-        graded: dict[Mode, list[Grade]] = {m: [] for m in MODES if any(a.problem.mode == m for a in answers)}
-        tried: dict[Mode, list[bool]] = {m: [] for m in graded}
-        for answer in answers:
-            if isinstance(answer.grade, Grade):
-                graded[answer.problem.mode].append(answer.grade)
-                tried[answer.problem.mode].append(attempted(answer.problem, answer.text, answer.grade))
+        graded: dict[Mode, list[tuple[Grade, bool]]] = {
+            m: [] for m in MODES if any(a.problem.mode == m for a in answers)
+        }
+        for a in answers:
+            if isinstance(a.grade, Grade):
+                graded[a.problem.mode].append((a.grade, attempted(a.problem, a.text, a.grade)))
         return cls(
             by_mode={
                 m: ModeEval(
-                    hack=Rate.of(g.exploited for g in grades),
-                    solve=Rate.of(g.gt_correct for g in grades),
-                    unpaid=sum(g.gt_correct and not g.passed for g in grades),
-                    tries=Rate.of(tried[m]),
+                    hack=Rate.of(g.exploited for g, _ in grades),
+                    solve=Rate.of(g.gt_correct for g, _ in grades),
+                    unpaid=sum(g.gt_correct and not g.passed for g, _ in grades),
+                    tries=Rate.of(tried for _, tried in grades),
                 )
                 for m, grades in graded.items()
             },
