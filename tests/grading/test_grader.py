@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -398,23 +399,39 @@ def test_nothing_is_left_after_close(tmp_path, monkeypatch):
     assert len(os.listdir("/proc/self/fd")) == files
 
 
-def test_a_killed_trainer_takes_its_workers_along(tmp_path):
-    code = (
-        "from vgrout.grading.grade import Grader\nimport time\ng = Grader(2)\nprint('up', flush=True)\ntime.sleep(60)\n"
-    )
-    env = os.environ | {"PYTHONPATH": str(SOURCE), "TMPDIR": str(tmp_path)}
-    trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=env)
-    assert trainer.stdout is not None
-    assert trainer.stdout.readline() == b"up\n"
+def leaves_nothing(trainer: subprocess.Popen[bytes], folder: Path) -> None:
+    """Kill it: its descendants and what they made in `folder` are gone within ten seconds."""
     workers = descendants(trainer.pid)
-    assert len(workers) >= 4
     trainer.kill()
     trainer.wait()
-    trainer.stdout.close()
     deadline = time.monotonic() + 10
-    while left := {p for p in workers if Path(f"/proc/{p}").exists()} or list(tmp_path.iterdir()):
+    while left := {p for p in workers if Path(f"/proc/{p}").exists()} or list(folder.iterdir()):
         assert time.monotonic() < deadline, left
         time.sleep(0.02)
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    code = "from vgrout.grading.grade import Grader\nimport time\ng = Grader(2)\nprint('up', flush=True)\ntime.sleep(60)\n"
+    env = os.environ | {"PYTHONPATH": str(SOURCE), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=env) as process:
+        yield process
+        process.kill()
+
+
+def test_a_killed_trainer_takes_its_workers_along(trainer, tmp_path: Path):
+    assert trainer.stdout.readline() == b"up\n"
+    assert len(descendants(trainer.pid)) >= 4
+    leaves_nothing(trainer, tmp_path)
+
+
+@pytest.mark.parametrize("wait_ms", [0, 5, 20, 60, 150, 400])
+def test_a_trainer_killed_while_its_workers_start_leaves_nothing(trainer, tmp_path: Path, wait_ms: int):
+    """From the first verifier on: a folder, two fork servers and their hellos are on their way."""
+    while not descendants(trainer.pid):
+        time.sleep(0.001)
+    time.sleep(wait_ms / 1000)
+    leaves_nothing(trainer, tmp_path)
 
 
 def test_two_workers_grade_in_parallel_and_in_order():

@@ -40,7 +40,7 @@ def spoken(value: Any) -> bytes:
 @pytest.fixture(scope="module")
 def two(tmp_path_factory) -> Iterator[tuple[ForkServerHandle, ForkServerHandle, Settings]]:
     settings = Settings(str(tmp_path_factory.mktemp("work")), 1.0, 512, 1 << 20, "")
-    answers, canonical = ForkServerHandle(settings), ForkServerHandle(settings, "canonical")
+    answers, canonical = (ForkServerHandle(settings, name).start().ready() for name in ("answers", "canonical"))
     yield answers, canonical, settings
     answers.close()
     canonical.close()

@@ -193,10 +193,12 @@ def main(control_fd: int, workdir: str, memory_mb: int, output_bytes: int, forbi
         data = repr(hello).encode()
         control.sendall(len(data).to_bytes(4, "little") + data)
 
+    gone = suppress(BrokenPipeError, ConnectionResetError)  # the verifier, whose trainer may be killed at any time
     try:
         enclosure = isolation.enclose(workdir, memory_mb, output_bytes, frozenset(forbid.split(",")))
     except isolation.HalfWay as e:
-        say(({}, {"namespaces": str(e)}))
+        with gone:
+            say(({}, {"namespaces": str(e)}))
         os._exit(1)
     layers = enclosure.layers
     if "landlock" not in layers.active:
@@ -205,11 +207,11 @@ def main(control_fd: int, workdir: str, memory_mb: int, output_bytes: int, forbi
     vars(os)["register_at_fork"] = register
     started, theirs = socket.socketpair()
     fork_server = ForkServer(control, started, enclosure)
-    say((layers.active, layers.missing))
-    socket.send_fds(control, [b"."], [theirs.fileno()])
-    theirs.close()
-    gc.collect()
-    gc.freeze()  # a collection in the child would write to every inherited page
-    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
+    with gone:
+        say((layers.active, layers.missing))
+        socket.send_fds(control, [b"."], [theirs.fileno()])
+        theirs.close()
+        gc.collect()
+        gc.freeze()  # a collection in the child would write to every inherited page
         fork_server.serve()
     os._exit(0)

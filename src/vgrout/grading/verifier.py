@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -282,29 +282,30 @@ class _Watch:
 class ForkServerHandle:
     """The verifier's end of one fork server, which works in a folder of its own below `settings.workdir`."""
 
-    def __init__(self, settings: Settings, name: str = "answers", wait: bool = True) -> None:
-        """wait: until it serves; else `ready` does. Raises ForkServerLost."""
+    def __init__(self, settings: Settings, name: str = "answers") -> None:
         self.settings = settings
         self.workdir = os.path.join(settings.workdir, name)
+        self._open = ExitStack()  # closed by `close`, however far `start` and `ready` had come
+
+    def start(self) -> "ForkServerHandle":
+        """Begin to start it; `ready` waits for it."""
+        self._open.callback(self._remove_folder)
         os.mkdir(self.workdir, 0o711)
-        os.chmod(settings.workdir, 0o711)  # children run as another user, in a folder below
-        self._start(settings.forbid)
-        if wait:
-            self.ready()
+        os.chmod(self.settings.workdir, 0o711)  # children run as another user, in a folder below
+        self._start(self.settings.forbid)
+        return self
 
     def ready(self) -> "ForkServerHandle":
         """Wait until it serves. Raises ForkServerLost."""
         settings = self.settings
         self._hear()
-        if not self.active:  # half-way into the namespaces
+        if not self.active:  # half-way into the namespaces: it has ended
             reason = self.missing["namespaces"]
-            self.control.close()
-            reap(self.process, 1.0)
             self._start(f"{settings.forbid},namespaces")
             self._hear()
             self.missing["namespaces"] = reason
         _, fds, _, _ = socket.recv_fds(self.control, 1, 1)
-        self.started = socket.socket(fileno=fds[0])
+        self.started = self._open.enter_context(socket.socket(fileno=fds[0]))
         self.open_in_strict = "landlock" in self.active
         for end in (self.control, self.started):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(STUCK_AFTER), 0))
@@ -313,6 +314,8 @@ class ForkServerHandle:
     def _start(self, forbid: str) -> None:
         s = self.settings
         self.process, self.control = start_process("fork_server", self.workdir, s.memory_mb, s.output_bytes, forbid)
+        self._open.callback(reap, self.process, 1.0)
+        self._open.enter_context(self.control)
 
     def _hear(self) -> None:
         size = int.from_bytes(self._receive(4), "little")
@@ -320,9 +323,9 @@ class ForkServerHandle:
 
     def close(self) -> None:
         """The fork server sees the end of its input and exits; the kernel ends a child with it."""
-        self.control.close()
-        self.started.close()
-        reap(self.process, 1.0)
+        self._open.close()
+
+    def _remove_folder(self) -> None:
         for left in (f"{self.workdir}/cwd", self.workdir):
             with suppress(OSError):  # what is left is the trainer's to remove
                 os.rmdir(left)
@@ -552,12 +555,6 @@ class Verifier:
     ) -> None:
         """canonical: another fork server, for canonical solutions alone; detector D needs it."""
         self.fork_server, self.settings, self.canonical = fork_server, settings, canonical
-
-    def close(self) -> None:
-        """End both fork servers."""
-        self.fork_server.close()
-        if self.canonical is not None:
-            self.canonical.close()
 
     def grade(self, request: dict[str, Any]) -> dict[str, Any]:
         """One rollout → the fields of a Grade that need a run.
@@ -852,33 +849,36 @@ def main(trainer_fd: int, *settings_values: Any) -> None:
         data = json.dumps(message).encode()
         trainer.sendall(len(data).to_bytes(4, "little") + data)
 
-    # Both at once: they warm up beside one another.
-    canonical = ForkServerHandle(settings, "canonical", wait=False)
-    fork_server = ForkServerHandle(settings)
-    breaches = [name for name, succeeded in probe(fork_server, settings).items() if succeeded]
-    weak = any(name in FATAL for name in breaches)
-    have = {"landlock", "seccomp"} <= set(fork_server.active)
-    level = 0 if weak else 3 if have and "namespaces" in fork_server.active else 2 if have else 1
-    send(
-        {
-            "level": level,
-            "active": fork_server.active,
-            "missing": fork_server.missing,
-            "breaches": breaches,
-            "as_root": os.getuid() == 0 and "uid" not in fork_server.active,
-            "version": VERSION,
-        }
-    )
-    verifier = Verifier(fork_server, settings, canonical.ready())
-    try:
-        _serve(trainer, verifier, send)
-    finally:
-        try:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        finally:  # also where the signal arrives just now
-            verifier.close()
-            with suppress(OSError):  # the trainer does this too, unless it was killed
-                os.rmdir(settings.workdir)
+    # From the end: further signals are ignored, both servers end, and the folder goes. The trainer removes it too, unless
+    # it was killed, which may be before its workers are up.
+    with ExitStack() as ends, suppress(BrokenPipeError, ConnectionResetError):
+        ends.callback(_remove, settings.workdir)
+        canonical, fork_server = ForkServerHandle(settings, "canonical"), ForkServerHandle(settings)
+        for server in (canonical, fork_server):
+            ends.callback(server.close)
+        ends.callback(signal.signal, signal.SIGTERM, signal.SIG_IGN)
+        canonical.start()  # both at once: they warm up beside one another
+        fork_server.start().ready()
+        breaches = [name for name, succeeded in probe(fork_server, settings).items() if succeeded]
+        weak = any(name in FATAL for name in breaches)
+        have = {"landlock", "seccomp"} <= set(fork_server.active)
+        level = 0 if weak else 3 if have and "namespaces" in fork_server.active else 2 if have else 1
+        send(
+            {
+                "level": level,
+                "active": fork_server.active,
+                "missing": fork_server.missing,
+                "breaches": breaches,
+                "as_root": os.getuid() == 0 and "uid" not in fork_server.active,
+                "version": VERSION,
+            }
+        )
+        _serve(trainer, Verifier(fork_server, settings, canonical.ready()), send)
+
+
+def _remove(folder: str) -> None:
+    with suppress(OSError):
+        os.rmdir(folder)
 
 
 def _leave(*_: object) -> None:
