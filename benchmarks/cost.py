@@ -25,9 +25,8 @@ ARMS: dict[str, tuple[bool, bool, bool, bool]] = {
     "erase": (False, False, True, False),
     "route": (False, True, True, False),
     "route2": (True, True, True, False),
-    "reader": (False, True, False, True),
-    "surprise": (False, True, False, True),
-    "pmi": (False, True, False, True),
+    "screen by pmi": (False, False, False, True),
+    "penalty by pmi": (False, False, False, True),
 }
 QWEN = KNOWN["Qwen/Qwen3-4B"]
 
@@ -200,7 +199,7 @@ def hours_table() -> str:
 
 def shares_table() -> str:
     """Where a step's time goes, on the first device."""
-    columns = [(p, a) for p in ("fast", "full") for a in ("none", "route2", "pmi")]
+    columns = [(p, a) for p in ("fast", "full") for a in ("none", "route2", "screen by pmi")]
     by = [step_seconds(p, a, DEVICES[0], Assumed()) for p, a in columns]
     rows = [[phase, *(f"{x[phase]:.2f} s · {100 * x[phase] / sum(x.values()):.0f} %" for x in by)] for phase in by[0]]
     rows.append(["a step", *(f"{sum(x.values()):.2f} s" for x in by)])

@@ -54,7 +54,7 @@ class FlaggedArm(Arm):
         return cls(
             module_sizes(policy),
             make_monitor(cfg, policy, inputs, grader, problems),
-            rebaseline=cfg.arm.rebases,
+            rebaseline=cfg.arm.rebaseline,
             device=policy.adapter.δS.device,
             control=cfg.arm.control_name,
         )

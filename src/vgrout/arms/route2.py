@@ -23,7 +23,6 @@ from vgrout.tensor_types import (
     ArmDiag,
     Directions,
     GradRows,
-    ModuleGrads,
     Routed,
     UpdatePart,
     UpdatePlan,
@@ -34,9 +33,8 @@ from vgrout.types import GroupFlags, GroupView
 class Route2(DirectionArm):
     """Decides rollout by rollout: f_b by its monitor, of the cosine of the rollout's gradient with v.
 
-    With `cfg.owns` what the quarantine sampled goes there whole, and the monitor decides about the rest, learnt with
-    the quarantine off; with `cfg.rebases` rows that are not known hacks have a baseline of their own. Under `gate_vote`
-    rollout the modules' shares become one, which holds in every module.
+    With `cfg.rebaseline` rows that are not known hacks have a baseline of their own. Under `gate_vote` rollout the
+    modules' shares become one, which holds in every module.
     """
 
     name = "route2"
@@ -45,7 +43,7 @@ class Route2(DirectionArm):
     def __init__(self, *args, cfg: ArmConfig, seed: int = 0, **kwargs) -> None:
         self._cfg, self._teacher_only = cfg, cfg.known_hacks_teacher_only
         self._permute_seed = seed if cfg.random_flags else None  # deal the shares to rollouts at random
-        self._own, self._rebaseline, self._steps = cfg.owns, cfg.rebases, 0
+        self._steps = 0
         self.monitor: GradientMonitor | None = None
         super().__init__(*args, cfg=cfg, seed=seed, **kwargs)
 
@@ -55,35 +53,21 @@ class Route2(DirectionArm):
         return Direction.v_grad
 
     def plan(self, views: Sequence[GroupView], step: int = 0) -> UpdatePlan:
-        if not (self._own or self._rebaseline):
+        if not self._cfg.rebaseline:
             return super().plan(views, step)
         self._require(views)
-        rows, away, advantages = [], [], []
+        advantages = []
         for view in views:
-            theirs = [self._own and on for on in view.quarantine_on]
-            mine = [b for b in range(len(view)) if not theirs[b]]
             known = known_hacks(view, self._teacher_only)
-            kept = [b for b in mine if not known[b]]
-            among = view.advantages_among(kept) if self._rebaseline else view.advantages
-            advantages.append(tuple(among[b] if b in kept else view.advantages[b] for b in range(len(view))))
-            rows.append(tuple(mine))
-            away.append(tuple(b for b in range(len(view)) if theirs[b]))
-        first = UpdatePart(tuple(rows), tuple(advantages), deployed=self._own)
-        return UpdatePlan((first, UpdatePart(tuple(away), learns="quarantine")) if self._own else (first,))
+            among = view.advantages_among([b for b, hack in enumerate(known) if not hack])
+            advantages.append(
+                tuple(A if hack else own for hack, A, own in zip(known, view.advantages, among, strict=True))
+            )
+        rows = tuple(tuple(range(len(view))) for view in views)
+        return UpdatePlan((UpdatePart(rows, tuple(advantages)),))
 
     def route(self, views: Views, grads: Grads, plan: Plan = None, grad_rows: GradRows | None = None) -> Routed:
-        if not self._own:
-            return self._placed(super().route(views, grads, plan, grad_rows))
-        mine, theirs = grads
-        routed = super().route(views, [mine], plan, grad_rows)
-        if routed.quar is None:  # not finite
-            return routed
-        away: ModuleGrads = {m: torch.zeros(r, device=self.device) for m, r in self.sizes.items()}
-        for of_group in theirs:
-            for m, g in of_group.items():
-                away[m] += g.sum(0)
-        away = ranks.total_by_module(away)
-        return self._placed(replace(routed, quar={m: q + away[m] for m, q in routed.quar.items()}, apart=True))
+        return self._placed(super().route(views, grads, plan, grad_rows))
 
     def state_dict(self) -> dict[str, Tensor]:
         assert self.monitor is not None

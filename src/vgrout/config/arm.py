@@ -78,7 +78,6 @@ class ArmSpec:
     routes: bool = False  # has a quarantine δS_hack, whatever flags
     direction: Literal["gradient", "text"] | None = None  # made from gradients, or from hidden states
     monitors: tuple[str, ...] = ("none",)  # that it goes with, the usual one first; "" first: one has to be named
-    streams: bool = False  # each vector learns from its own policy's rollouts
 
 
 ARMS: dict[str, ArmSpec] = {
@@ -103,32 +102,10 @@ ARMS: dict[str, ArmSpec] = {
         routes=True,
         monitors=("", *_BEFORE),
     ),
-    "reader": ArmSpec(
-        "quarantine rollouts by what the frozen base reads in their text, each policy learns from its own",
-        "text_routing:TextRouting",
-        routes=True,
-        monitors=("probe", "labels"),
-        streams=True,
-    ),
-    "surprise": ArmSpec(
-        "… rollouts that the frozen base finds unlikely",
-        "text_routing:TextRouting",
-        routes=True,
-        monitors=("nll",),
-        streams=True,
-    ),
-    "pmi": ArmSpec(
-        "… rollouts that the prompt's hint makes likelier",
-        "text_routing:TextRouting",
-        routes=True,
-        monitors=("pmi",),
-        streams=True,
-    ),
 }
 
 
 CALIBRATED = tuple(name for name, monitor in MONITORS.items() if monitor.calibrates)
-STREAMS = tuple(name for name, arm in ARMS.items() if arm.streams)
 
 
 def _usual_direction(arm: ArmSpec) -> Literal["gradient", "text"] | None:
@@ -178,7 +155,6 @@ CONTROLS: dict[str, ControlSpec] = {
     "deploy_quarantine": ControlSpec(
         ROUTING, "trained as usual; δS_hack, the quarantine, is deployed, and δS, the kept part, is deleted"
     ),
-    "no_gate": ControlSpec(("reader",), "nothing is flagged; each policy learns from its own rollouts all the same"),
     "no_loophole": ControlSpec(tuple(ARMS), "reward of the strict oracle alone: the ceiling for solve"),
     "inoculation": _baseline("the training prompts, and they alone, invite the exploit"),
     "advantage_mod": _baseline(
@@ -245,7 +221,7 @@ class ArmConfig:
     intervention: Annotated[Intervention, tyro.conf.arg(help=_ARMS)] = "erase"
     monitor: Annotated[MonitorName, tyro.conf.arg(help=_MONITORS)] = "usual"
     control: Annotated[Control, tyro.conf.arg(help=_CONTROLS)] = "none"
-    random_flags: bool = setting(False, arms=(*FLAGGED, *STREAMS))
+    random_flags: bool = setting(False, arms=FLAGGED)
     """The monitor's flags are dealt anew at random, as many: a control of which rollouts are flagged."""
     label_accuracy: float = setting(1.0, low=0, high=1, monitors=("labels",), suffix="acc")
     """labels: share of answers that the monitor labels rightly; its errors are drawn at random."""
@@ -308,9 +284,9 @@ class ArmConfig:
     known_hacks_teacher_only: bool = setting(False, monitors=("gate",))
     """gate: known hacks are teacher rows alone, not also student rows that the weak detector flags."""
     rollout_ablate_frac: float | None = setting(None, low=0, high=1, arms=ROUTING, monitors=("quarantine",))
-    """Share of student rows sampled from the deployed model; none: all under monitor quarantine, .5 for sgtm and the
-    arms with streams, else 0."""
-    quarantine: str = setting("shared", arms=("route2", "sgtm", *STREAMS), monitors=("quarantine",))
+    """Share of student rows sampled from the deployed model; none: all under monitor quarantine, .5 for sgtm, else
+    0."""
+    quarantine: str = setting("shared", arms=("route2", "sgtm"), monitors=("quarantine",))
     """Where δS_hack lives. shared: in every module's basis, beside δS · block:N: in the modules of block N (from 1)
     alone, and δS in the others · lora:R: in matrices of rank R of its own beside every module, and δS in the bases."""
     probe_layer: int | None = setting(None, low=1, high=1000, monitors=("probe",))
@@ -327,14 +303,8 @@ class ArmConfig:
     """… training prompts that the base answers twice before training."""
     known_correct: Path | None = setting(None, monitors=(*CALIBRATED, "quarantine"))
     """… correct solutions in unusual styles (JSON of prompt, completion); none: the preset's."""
-    rebaseline: Literal["usual", "on", "off"] = setting("usual", arms=("route2", "sgtm", *STREAMS))
-    """Advantages of kept rows are recomputed among them (gate: of rows that are no known hacks); usual: in the arms
-    with streams."""
-    own_streams: Literal["usual", "on", "off"] = setting("usual", arms=("route2", *STREAMS))
-    """δS learns from the deployed model's rollouts alone, with the quarantine off (route2: needs
-    --rollout-ablate-frac); usual: so it is in the arms with streams."""
-    flagged_penalty: float = setting(0.0, low=0, high=1e3, arms=STREAMS)
-    """Arms with streams: a flagged row that the deployed model wrote is kept too, with this advantage below zero."""
+    rebaseline: bool = setting(False, arms=("route2", "sgtm"))
+    """Advantages of kept rows are recomputed among them (gate: of rows that are no known hacks)."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -352,12 +322,8 @@ class ArmConfig:
         goes = [name for name in ARMS[arm].monitors if name]
         if not monitor:
             raise ValueError(f"--intervention {arm}: needs --monitor {', '.join(goes[:-1])} or {goes[-1]}")
-        if monitor not in goes and control != "no_gate":
+        if monitor not in goes:
             raise ValueError(f"--monitor {monitor} with --intervention {arm}: that goes with {', '.join(goes)}")
-        refuse(
-            control == "no_gate" and self.monitor != "usual",
-            f"--monitor {self.monitor} with --control no_gate: not read",
-        )
         if (of := CONTROLS[control].of) and self.direction not in of:
             raise ValueError(
                 f"--control {control}: replaces a direction, and --intervention {arm} --monitor {monitor} has none"
@@ -375,10 +341,8 @@ class ArmConfig:
         check_use(self, arm, control, self.watching)
         self._check_quarantine()
         band = monitor == "band"
-        by_gate = arm == "route2" and self.by_gradient
         idle = {
             "vhack_refresh_every": self.haar and not band,  # random directions stay
-            "own_streams": (arm == "route2" and not by_gate) or control == "shrinkage",
             "rebaseline": control == "shrinkage",
             **dict.fromkeys(
                 ("monitor_quantile", "known_correct"), monitor == "quarantine" and not self.calibrates_quarantine
@@ -386,10 +350,6 @@ class ArmConfig:
         }
         unread = [name for name, _ in changed(self) if idle.get(name)]
         refuse(bool(unread), f"{flags(unread)}: not read with these settings; leave it out")
-        refuse(
-            arm == "route2" and self.owns and not self.ablate_frac,
-            "--own-streams: needs --rollout-ablate-frac above 0, so that the deployed model has rollouts of its own",
-        )
 
     def _check_quarantine(self) -> None:
         refuse(
@@ -417,8 +377,6 @@ class ArmConfig:
     @property
     def monitor_name(self) -> str:
         """Who flags, the arm's usual one resolved; '' where one has to be named."""
-        if self.control == "no_gate":
-            return "none"
         return ARMS[self.intervention].monitors[0] if self.monitor == "usual" else self.monitor
 
     @property
@@ -466,11 +424,6 @@ class ArmConfig:
         return ARMS[self.intervention].routes or self.monitor_name == "quarantine"
 
     @property
-    def streams(self) -> bool:
-        """Whether each vector learns from its own policy's rollouts (the arms of text_routing.py)."""
-        return ARMS[self.intervention].streams
-
-    @property
     def shapes(self) -> bool:
         """Whether answers are paid otherwise than by the grader."""
         return self.intervention in ("screen", "penalty") or CONTROLS[self.control].shapes
@@ -499,18 +452,8 @@ class ArmConfig:
 
     @property
     def ablate_frac(self) -> float:
-        usual = (
-            1.0 if self.monitor_name == "quarantine" else 0.5 if self.streams or self.intervention == "sgtm" else 0.0
-        )
+        usual = 1.0 if self.monitor_name == "quarantine" else 0.5 if self.intervention == "sgtm" else 0.0
         return usual if self.rollout_ablate_frac is None else self.rollout_ablate_frac
-
-    @property
-    def rebases(self) -> bool:
-        return self.rebaseline == "on" or (self.rebaseline == "usual" and self.streams)
-
-    @property
-    def owns(self) -> bool:
-        return self.own_streams == "on" or (self.own_streams == "usual" and self.streams)
 
     @property
     def modes_known(self) -> tuple[Mode, ...]:
@@ -543,7 +486,7 @@ class ArmConfig:
     def monitor_title(self) -> str:
         """The one name by which files and tables know this run's monitor; '' for the arm's usual one."""
         name = self.monitor_name
-        if name == ARMS[self.intervention].monitors[0] or self.control == "no_gate":
+        if name == ARMS[self.intervention].monitors[0]:
             return ""
         named = f"{name}_{self.seed_monitor}" if name == "quarantine" else name
         return self._suffixed(named, lambda rule: not rule.controls)

@@ -64,6 +64,16 @@ RETIRED: dict[str, str] = {
 NEEDLESS: dict[str, str] = {
     "cos_pre_split_every": "cos_pre_s and cos_pre_t are measured in every step",
     "route2_quar_lr_scale": "both vectors learn at --lr",
+    "own_streams": "what the quarantine samples teaches δS nothing in --intervention sgtm either",
+    "flagged_penalty": "--intervention penalty makes a flagged answer pay",
+}
+# Values of a setting that are gone, with what to say instead. Arms that read a text had a quarantine that δS learnt
+# nothing from: what they did to the deployed model was screening, at half of its batch (docs/results.md).
+GONE: dict[tuple[str, str], str] = {
+    ("intervention", "pmi"): "--intervention screen --monitor pmi",
+    ("intervention", "surprise"): "--intervention screen --monitor nll",
+    ("intervention", "reader"): "--intervention screen --monitor probe",
+    ("control", "no_gate"): "--intervention none",
 }
 _NEW = {(r.of, r.old): r.new for r in RENAMED}
 
@@ -84,6 +94,8 @@ def refuse_setting(name: str, values: Iterable[Any] = ()) -> None:
     where it is not needed any more."""
     if name in NEEDLESS:
         raise ValueError(f"{flag(name)}: not needed, {NEEDLESS[name]}; leave it out")
+    if gone := [value for value in values if (name, value) in GONE]:
+        raise ValueError(f"{flag(name)} {gone[0]}: is gone; say {GONE[name, gone[0]]}")
     for r in RENAMED:
         if (r.of == "setting" and r.old == name) or (r.of == name and r.old in values):
             raise ValueError(r.line())
@@ -123,6 +135,11 @@ def _of_controls(stored: Mapping[str, Any]) -> dict[str, Any]:
             out.pop("route2_gate", None)
     if (gate := out.pop("route2_gate", None)) is not None and out.get("intervention", "route2") == "route2":
         out.setdefault("monitor", _GATES.get(gate, gate))
+    for name in ("own_streams", "flagged_penalty"):
+        if out.get(name) in ("usual", "off", 0.0):  # else the run is none that this version can make
+            del out[name]
+    if isinstance(was := out.get("rebaseline"), str):
+        out["rebaseline"] = was == "on"
     if "quarantine_block" in out:
         block = out.pop("quarantine_block")
         out["quarantine"] = f"block:{block}" if block is not None else "shared"

@@ -20,7 +20,7 @@ from vgrout.config.arm import ARMS, ArmConfig
 from vgrout.config.checks import changed, check, flag, flags, listed, refuse, rule_of, setting
 from vgrout.config.guard import GuardConfig, blind
 from vgrout.config.loss import LossConfig
-from vgrout.config.renamed import RETIRED, current_settings
+from vgrout.config.renamed import RETIRED, current_settings, refuse_setting
 from vgrout.modes import MODES, EnvMode, Mode
 from vgrout.organism.language import CUE
 from vgrout.types import DETECTOR_FIELDS
@@ -306,10 +306,9 @@ class Config:
                 "the organism's model and its problems go together"
             )
         refuse(
-            self.opt.second_moment == "shared"
-            and not (self.arm.intervention in ("route", "route2") and not self.arm.owns),
+            self.opt.second_moment == "shared" and self.arm.intervention not in ("route", "route2"),
             f"--second-moment shared: --intervention {self.arm.intervention} has no gradient that is split in two; "
-            "goes with route or route2 without --own-streams on",
+            "goes with route or route2",
         )
         refuse(
             bool(self.scale.test_problems) and self.scale.problems == ORGANISM,
@@ -467,12 +466,14 @@ def from_dict(data: dict[str, Any]) -> Config:
         if unknown := sorted(stored.keys() - known.keys()):
             raise ValueError(f"run.json: unknown settings {', '.join(unknown)}; the run was made by another version")
         if group == "arm":  # what an arm does not read stood at its default then, whatever that is today
+            for name in ("intervention", "control"):
+                refuse_setting(name, [stored.get(name)])
             arm, control, monitor, seed = (
                 stored.get(name, getattr(default, name))
                 for name in ("intervention", "control", "monitor", "seed_monitor")
             )
             usual = ARMS[arm].monitors[0] if arm in ARMS else "none"
-            watching = ("none" if control == "no_gate" else usual if monitor == "usual" else monitor, seed)
+            watching = (usual if monitor == "usual" else monitor, seed)
             watching = watching if watching[0] == "quarantine" else watching[:1]
             stored = {name: v for name, v in stored.items() if rule_of(known[name]).read_by(arm, control, watching)}
         given = {name: Path(value) if value is not None and name in _PATHS else value for name, value in stored.items()}

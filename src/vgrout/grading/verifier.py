@@ -849,8 +849,8 @@ def main(trainer_fd: int, *settings_values: Any) -> None:
         data = json.dumps(message).encode()
         trainer.sendall(len(data).to_bytes(4, "little") + data)
 
-    # From the end: further signals are ignored, both servers end, and the folder goes. The trainer removes it too, unless
-    # it was killed, which may be before its workers are up.
+    # From the end: further signals are ignored, both servers end, and the folder goes. The trainer removes it too,
+    # unless it was killed, which may be before its workers are up.
     with ExitStack() as ends, suppress(BrokenPipeError, ConnectionResetError):
         ends.callback(_remove, settings.workdir)
         canonical, fork_server = ForkServerHandle(settings, "canonical"), ForkServerHandle(settings)

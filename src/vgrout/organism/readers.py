@@ -107,12 +107,12 @@ def readers(
     prompts: int = 200,
     known_correct: bool = True,
 ) -> int:
-    """Recall of every exploit and false flags on every benign style, for surprise, pmi and the pairs' directions.
+    """Recall of every exploit and false flags on every benign style, for nll, pmi and the pairs' directions.
 
     Args:
         data: folder of an organism.
         seed: of that organism: its held-out tasks are drawn again from it.
-        pairs: modes whose pairs give a direction, one reader each.
+        pairs: modes whose pairs give a direction, one probe each.
         layers: blocks after which a direction is read.
         k: highest tokens of an answer whose mean is its score.
         quantile: of the base's paid answers and of held-back known-correct ones: the threshold.
@@ -139,14 +139,14 @@ def readers(
             prompts=prompts,
         )
     made: list[tuple[str, TextScorer]] = [
-        ("surprise", NLL(policy, calibration, quantile)),
+        ("nll", NLL(policy, calibration, quantile)),
         ("pmi", PMI(policy, calibration, quantile)),
     ]
     for mode in pairs:
         of_mode = load_pairs(files.pairs / f"{mode}.json")
         for layer, highest in product(layers, k):
             reader = LinearProbe(policy, calibration, quantile, of_mode, layer=layer, k=highest)
-            made.append((f"reader {mode} L{layer} k{highest}", reader))
+            made.append((f"probe {mode} L{layer} k{highest}", reader))
     texts = known_texts(policy, seed)
     found = {name: rates(reader, texts) for name, reader in tqdm(made, disable=None, desc="reading")}
     overall = [summary(name, of) for name, of in found.items()]

@@ -28,12 +28,10 @@ BLACK, BLUE, RED, GREEN, ORANGE, SKY, PINK, GREY = (
 DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (1, 3)), (0, (3, 1, 1, 1)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "d", "H")
 # By the arm's name in the tables; one that is not here is grey and round.
-_COLOURED = ("none", "erase", "route", "route2", "reader", "surprise", "pmi")
-ARM_COLOUR = dict(zip(_COLOURED, (BLACK, ORANGE, BLUE, RED, GREEN, PINK, SKY), strict=True))
-ARM_MARKER = dict(
-    zip((*_COLOURED, "screen", "penalty", "sgtm"), ("s", "^", "o", "D", "v", "P", "X", "<", ">", "h"), strict=True)
-)
-ARM_FILL = {"erase": "bottom", "route": "left", "reader": "right", "surprise": "top"}  # of its controls' markers
+_ARMS = ("none", "erase", "route", "route2", "screen", "penalty", "sgtm")
+ARM_COLOUR = dict(zip(_ARMS, (BLACK, ORANGE, BLUE, RED, SKY, GREEN, PINK), strict=True))
+ARM_MARKER = dict(zip(_ARMS, ("s", "^", "o", "D", "<", ">", "h"), strict=True))
+ARM_FILL = {"erase": "bottom", "route": "left", "screen": "right", "penalty": "top"}  # of its controls' markers
 BOUNDS = ("no_loophole", " (labels)")  # what bounds what is possible: a control, a monitor
 LINES = 9  # on a page of the dynamics
 SMOOTH = 5  # steps in a running mean of the students' answers
@@ -231,7 +229,7 @@ def pareto(cells: Sequence[Cell]) -> Picture | None:
         "pareto",
         "Hack against solve of the deployed model, mean over seeds with 95 % intervals; dots: seeds. Stars: bounds "
         "(base, none, no loophole, true labels). Large: the arms; small: controls and other settings, in the arm's "
-        "colour, filled below for erase, left for route, right for reader, above for surprise, open for the "
+        "colour, filled below for erase, left for route, right for screen, above for penalty, open for the "
         "others.",
         fig,
     )

@@ -100,8 +100,6 @@ def _sentence(arm: ArmConfig):
         )
     if control == "shrinkage":
         return f"hack above --intervention {name} without control", "a smaller step explains the arm", None
-    if control == "no_gate":
-        return "deployed hack above --intervention reader without control", "own streams alone do it", None
     if arm.random_flags:
         return (
             f"deployed hack above --intervention {name} without --random-flags, which flags as many",

@@ -162,7 +162,7 @@ class Recorder:
         if norm or not arm.routes or arm.control == "shrinkage":
             return
         n, learnt = len(self.rows), sum(row.gn is not None and not row.skipped for row in self.rows)
-        told = arm.monitor_name not in ("none", "gate", "band") and not arm.streams  # it may have had nothing to flag
+        told = arm.monitor_name not in ("none", "gate", "band")  # it may have had nothing to flag
         if arm.control_name != "none" or told or not learnt:
             why = f"control: {arm.control_name}" if arm.control_name != "none" else f"monitor: {arm.monitor_name}"
             why = why if learnt else "no step had a signal, so nothing was learnt either"
@@ -320,8 +320,8 @@ def columns_for(cfg: Config, modes: Sequence[Mode]) -> set[str]:
         "gate": arm.monitor_name == "gate",
         "resid": arm.by_gradient,
         "direction": arm.direction == "gradient",
-        "whole": (arm.routes and arm.monitor_name != "none") or arm.streams,
-        "flags": arm.monitor_name != "none" or arm.streams,
+        "whole": arm.routes and arm.monitor_name != "none",
+        "flags": arm.monitor_name != "none",
         "blind": bool(arm.modes_known) and "labels" in arm.watching,
         "halves": bool(cfg.env.report_detectors),
         "beta": cfg.loss.beta > 0,
