@@ -110,23 +110,17 @@ warm seed="40" to="out/warm":
     {{py}} vgrout.export "$(ls -d out/runs/*_mini_none_seed{{seed}}_warm | tail -n 1)" --step 15 --out {{to}}.part/model
     mv {{to}}.part {{to}}
 
-# H: from a policy that exploits already, monitors with true labels stop the hack, and so does pmi with a threshold of known correct answers alone (90 runs; `just warm` first)
+# H: from a policy that exploits already, monitors with true labels stop the hack, and so does pmi with a threshold of known correct answers alone (75 runs; `just warm` first)
 study-warm *flags:
     {{py}} vgrout.sweep docs/studies/warm.toml {{flags}}
 
-# H: one second moment makes route2 conserve the step; screen with pmi does what pmi with streams does; with the same labels no quarantine beats screening (260 runs, two to three hours)
+# H: one second moment makes route2 conserve the step; with the same labels no quarantine beats screening (240 runs, two to three hours)
 study-axes *flags:
     {{py}} vgrout.sweep docs/studies/axes.toml {{flags}}
 
 # H: trained on one known flaw, the quarantine reads the five others (360 runs, three to four hours; `just warm` and `just warm 50 out/warm50` first)
 study-quarantine *flags:
     {{py}} vgrout.sweep docs/studies/quarantine.toml {{flags}}
-
-# H: a gate that reads needs no label: pmi hacks at most 2 % and keeps 90 % of the ceiling, its controls do not (H4 to H7)
-# (110 runs; then docs/studies/readers-long.toml, 20 of 180 steps, and readers-parts.toml, 36: `just sweep FILE`)
-study-readers *flags:
-    test -d out/organism77 || {{py}} vgrout.organism build --out out/organism77 --seed 77
-    {{py}} vgrout.sweep docs/studies/readers.toml {{flags}}
 
 # the direction from the organism's pairs: spectra, held-out projection, |cos| of every control, figure (seconds)
 extract *flags:

@@ -94,7 +94,7 @@ def refuse_setting(name: str, values: Iterable[Any] = ()) -> None:
     where it is not needed any more."""
     if name in NEEDLESS:
         raise ValueError(f"{flag(name)}: not needed, {NEEDLESS[name]}; leave it out")
-    if gone := [value for value in values if (name, value) in GONE]:
+    if gone := [value for value in values if isinstance(value, str) and (name, value) in GONE]:
         raise ValueError(f"{flag(name)} {gone[0]}: is gone; say {GONE[name, gone[0]]}")
     for r in RENAMED:
         if (r.of == "setting" and r.old == name) or (r.of == name and r.old in values):
