@@ -43,13 +43,13 @@ def _grading(quick: bool = False, problems: Path | None = None) -> Any:
 
 
 def _kills(
-    kills: int = 25, arm: Literal["all", "none", "erase", "route", "route2", "pmi"] = "all", seed: int = 0
+    kills: int = 25, arm: Literal["all", "none", "erase", "route", "route2", "screen"] = "all", seed: int = 0
 ) -> None:
     """Runs killed at random moments and inside saves, resumed, and compared with runs in one go (minutes).
 
     Args:
         kills: deaths of each arm.
-        arm: which arm's runs.
+        arm: which arm's runs; of screen those by the monitor pmi.
         seed: of the moments.
     """
     if kills < 1:

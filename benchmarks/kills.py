@@ -26,7 +26,7 @@ from tqdm import tqdm
 from vgrout.config.arm import BY_GRADIENT, ROUTING
 from vgrout.files import read_json
 
-ARMS = ("none", "erase", "route", "route2", "pmi")  # pmi for all arms that read
+ARMS = ("none", "erase", "route", "route2", "screen")  # screen, by pmi, for all whose monitor reads
 TIMES = {"gen", "grade", "fb", "eval", "sec"}
 # Everything on that a run can remember, or that a default run does not touch: demonstrations that end, a refreshed
 # direction, the guard, every detector, the KL penalty, the split by detectors; of arms that route, an ablated slice.
@@ -151,6 +151,7 @@ def torture(arm: str, kills: int, root: Path, seed: int = 0) -> Tally:
         *EVERYTHING,
         *(["--vhack-refresh-every", "2"] if arm in BY_GRADIENT else []),
         *(["--rollout-ablate-frac", "0.5"] if arm in ROUTING else []),
+        *(["--monitor", "pmi", "--monitor-prompts", "40"] if arm == "screen" else []),
     ]
     rng = random.Random(f"{arm} {seed}")
     reference = root / arm

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from vgrout.runs.recorder import Recorder
 from vgrout.train import main
 
-ARMS = ("none", "erase", "route", "route2", "pmi")  # pmi for all arms with streams
+ARMS = ("none", "erase", "route", "route2")
+READS = "screen-pmi"  # of PAIRS, for all whose monitor reads, where there is no time for more
 FEW = ["--monitor-prompts", "40"]
 # Every monitor and every arm that reads flags, with what differs in a run: name → flags. The other pairs are the same
 # two classes put together otherwise (test_axes.py, test_monitors.py).
@@ -54,7 +55,7 @@ def flags(arm: str, *more: str) -> list[str]:
     if arm in PAIRS:
         of, *own = PAIRS[arm]
         return ["smoke", "--intervention", of, "--threads", "1", *SMALL, *QUIET[:2], *own, *more]
-    own = {"none": [], "pmi": FEW}.get(arm, QUIET[2:])
+    own = [] if arm == "none" else QUIET[2:]
     return ["smoke", "--intervention", arm, "--threads", "1", *SMALL, *QUIET[:2], *own, *more]
 
 

@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from test_grpo import MAX_NEW, groups, relative, shake
-from test_monitors import graded
+from test_monitors import Marked, graded, labelled
+from test_monitors import view as seen
 from tiny import policy as tiny_policy
 from vgrout.arms.base import Arm, module_sizes, modules_of_block
 from vgrout.arms.flagged import SGTM, FlaggedArm, FlaggedRoute2
@@ -26,12 +29,14 @@ from vgrout.model.policy import Policy
 from vgrout.monitors import monitor_class
 from vgrout.monitors.base import Monitor
 from vgrout.monitors.flag_rates import FlagRates
+from vgrout.monitors.labels import Labels
 from vgrout.monitors.quarantine import Quarantine
 from vgrout.optim import Optimizer
-from vgrout.tensor_types import Routed, UpdatePlan
+from vgrout.tensor_types import Routed, UpdatePart, UpdatePlan
 from vgrout.types import Batch, Grade, Group, GroupFlags, GroupView, Rate, centred
 
 SETTINGS: dict[str, Any] = {"max_new": MAX_NEW, "prompts_per_step": 2}
+SIZES = {"a": 3, "b": 2}
 
 
 class Fixed(Monitor):
@@ -64,6 +69,11 @@ def vanilla(policy: Policy, of: Sequence[Group]) -> Routed:
     views = [arm.view(g) for g in of]
     grads, _ = policy_gradients(policy, of, arm.plan(views), LossConfig(), grad_rows=arm.grad_rows, **SETTINGS)
     return arm.route(views, grads)
+
+
+def ones(scale: float = 1.0) -> list[dict[str, Tensor]]:
+    """The gradients of a part in one group, one row."""
+    return [{m: scale * torch.ones(1, r) for m, r in SIZES.items()}]
 
 
 def flat(policy: Policy, g: Any) -> Tensor:
@@ -106,7 +116,7 @@ def test_route2_by_flags_splits_the_gradient_of_one_policy():
     assert not flat(policy, kept.quar).any()
 
 
-def test_with_a_new_baseline_kept_rows_are_compared_with_each_other():
+def test_with_a_new_baseline_alone_kept_rows_are_compared_with_each_other():
     policy = tiny_policy()
     (group, _) = groups(policy)
     plan = FlaggedRoute2(module_sizes(policy), Fixed(0), rebaseline=True).plan([group.view()])
@@ -114,6 +124,25 @@ def test_with_a_new_baseline_kept_rows_are_compared_with_each_other():
     assert A is not None
     assert A[0][1:] == pytest.approx(centred(group.rewards[1:]))
     assert A[0][0] == group.advantages[0]
+    plan = FlaggedRoute2(module_sizes(policy), Fixed(0)).plan([group.view()])
+    assert plan.parts[0].advantages == (group.advantages,)
+
+
+@pytest.mark.parametrize("kind", [FlaggedRoute2, SGTM])
+@given(st.lists(st.tuples(st.sampled_from([0.0, 0.1, 1.0]), st.integers(0, 9), st.booleans()), min_size=2, max_size=9))
+def test_every_rollout_is_in_one_part_and_kept_advantages_sum_to_zero(
+    kind: type[FlaggedArm], rollouts: list[tuple[float, int, bool]]
+):
+    rewards, scores, deployed = zip(*rollouts, strict=True)
+    view = seen(len(rollouts), rewards, deployed=deployed, completion_ids=tuple((s,) for s in scores))
+    plan = kind(SIZES, Marked(), rebaseline=True).plan([view])
+    parts = [part.rows[0] for part in plan.parts if part.rows is not None]
+    assert sorted(b for rows in parts for b in rows) == list(range(len(view)))
+    kept = {b for part in plan.parts if part.learns != "quarantine" and part.rows is not None for b in part.rows[0]}
+    assert kept == {b for b, flag in enumerate(plan.flags[0].flagged) if not flag}
+    for part in plan.parts:
+        assert part.advantages is not None
+        assert sum(part.advantages[0][b] for b in kept) == pytest.approx(0, abs=1e-9)
 
 
 # ── sgtm ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -148,6 +177,62 @@ def test_a_vector_for_which_no_row_counts_is_not_stepped():
     assert step(policy, SGTM(module_sizes(policy), Fixed(0, 1, 2, 3)), of).keep is None
     routed = step(policy, FlaggedRoute2(module_sizes(policy), Fixed(0, 1, 2, 3)), of)
     assert routed.keep is not None, "a split gradient steps both, as plain GRPO would"
+
+
+def test_gradients_go_to_the_vector_of_their_part_and_one_without_rows_has_none():
+    grads = [ones(1), ones(3), ones(7)]  # of flagged rows, of both, of the deployed model's; without rows it would be 0
+    arm, view = SGTM(SIZES, Fixed(), rebaseline=True), seen(2, [1.0, 0.1])
+    routed = arm.route([view], grads, arm.plan([view]))
+    assert routed.keep is not None
+    assert torch.equal(routed.keep["a"], torch.full((3,), 10.0))
+    assert routed.quar is None
+    assert routed.diag.gate == ((0.0, 0.0),)
+    arm.monitor = Fixed(0)
+    routed = arm.route([view], grads, arm.plan([view]))
+    assert routed.keep is None, "its only row has nothing to be compared with"
+    assert routed.quar is not None
+    assert torch.equal(routed.quar["b"], torch.full((2,), 4.0))
+    assert routed.diag.gate == ((1.0, 0.0),)
+    with pytest.raises(AssertionError, match="'b'"):
+        arm.route([view], [[{"a": torch.ones(1, 3)}], *grads[1:]], arm.plan([view]))
+
+
+@pytest.mark.parametrize("kind", [FlaggedRoute2, SGTM])
+def test_nothing_of_a_step_is_left_in_the_next(kind: type[FlaggedArm]):
+    arm, view = kind(SIZES, Fixed(2)), seen(3, [1.0, 0.1, 1.0])
+    plan = arm.plan([view])
+    grads = [ones(1 + i) for i, _ in enumerate(plan.parts)]
+    first, again = (arm.route([view], grads, plan) for _ in range(2))
+    assert first.diag == again.diag
+    for one, other in ((first.keep, again.keep), (first.quar, again.quar)):
+        assert one is not None
+        assert other is not None
+        assert all(torch.equal(one[m], other[m]) for m in SIZES)
+    assert arm.plan([view]) == plan, "without dealt flags a plan is a function of its views"
+
+
+def test_each_part_is_learnt_from_under_its_own_vectors():
+    """The deployed model's own rows with the quarantine off, all others with it on."""
+    policy = tiny_policy()
+    shake(policy, 0.3)
+    of = groups(policy)
+    arm = SGTM(module_sizes(policy), Fixed())
+    plan = arm.plan([replace(g.view(), deployed=tuple(b % 2 == 0 for b in range(len(g)))) for g in of])
+    _, both, quiet = plan.parts
+    assert (both.rows, quiet.rows) == (((1, 3), (1, 3)), ((0, 2), (0, 2)))
+
+    def learnt(*parts: UpdatePart) -> list[Tensor]:
+        of_parts, _ = policy_gradients(policy, of, UpdatePlan(parts), LossConfig(), grad_rows="group", **SETTINGS)
+        return [sum(flat(policy, {m: g.sum(0) for m, g in x.items()}) for x in part) for part in of_parts]
+
+    (_, with_it, without) = learnt(*plan.parts)
+    as_it_is = [replace(part, deployed=False) for part in (both, quiet)]
+    under_both = learnt(*as_it_is)
+    with policy.adapter.deployed():
+        under_one = learnt(*as_it_is)
+    assert relative(with_it, under_both[0]) < 1e-6
+    assert relative(without, under_one[1]) < 1e-6
+    assert relative(with_it, under_one[0]) > 1e-2 < relative(without, under_both[1])
 
 
 # ── screen, penalty, the quarantine as a monitor ───────────────────────────────────────────────────────────────────
@@ -234,6 +319,17 @@ def test_in_a_block_of_its_own_the_quarantine_learns_there_alone():
     for m in sizes:
         assert bool(routed.keep[m].any()) == (".layers.1." not in m), m
         assert bool(routed.quar[m].any()) == (".layers.1." in m), m
+
+
+def test_blocks_count_from_one():
+    policy = tiny_policy()
+    names = policy.adapter.names
+    depth = policy.model.config.num_hidden_layers
+    blocks = [modules_of_block(policy, names, n) for n in range(1, depth + 1)]
+    assert sorted(m for b in blocks for m in b) == sorted(names)
+    assert all(".layers.0." in m for m in blocks[0])
+    with pytest.raises(ValueError, match=f"--quarantine block:{depth + 1}: the model has {depth} blocks"):
+        modules_of_block(policy, names, depth + 1)
 
 
 @pytest.fixture
@@ -338,6 +434,17 @@ def test_what_a_monitor_sees_does_not_change_with_the_oracles_bit_unless_it_asks
     assert [f.name for f in fields(one) if getattr(one, f.name) != getattr(two, f.name)] == (
         ["exploited"] if name == "labels" else []
     )
+
+
+def test_labels_come_in_by_the_oracles_type_alone():
+    plain = seen(2)
+    told = labelled(plain, (True, False))
+    kept, away = FlaggedRoute2(SIZES, Labels()).plan([told]).parts
+    assert (kept.rows, away.rows) == (((1,),), ((0,),))
+    with pytest.raises(AssertionError, match="sees a GroupView, got OracleView"):
+        FlaggedRoute2(SIZES, Marked()).plan([told])
+    with pytest.raises(AssertionError, match="sees a OracleView, got GroupView"):
+        FlaggedRoute2(SIZES, Labels()).plan([plain])
 
 
 # ── a memory ───────────────────────────────────────────────────────────────────────────────────────────────────────

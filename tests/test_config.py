@@ -105,6 +105,19 @@ BAD = [
     (["mini", "--intervention", "route", "--monitor", "labels"], "--monitor labels with --intervention route"),
     (["mini", "--intervention", "route2", "--monitor", "labels", "--control", "haar"], "has none"),
     (["mini", "--intervention", "screen"], "needs --monitor labels, detector"),
+    (
+        ["mini", "--intervention", "screen", "--monitor", "nll", "--probe-k", "4"],
+        "--probe-k: goes with --monitor probe",
+    ),
+    (["mini", "--intervention", "screen", "--monitor", "pmi", "--control", "haar"], "has none"),
+    (["mini", "--intervention", "screen", "--monitor", "probe", "--control", "shrinkage"], "needs --intervention"),
+    (["mini", "--intervention", "screen", "--monitor", "probe", "--monitor-quantile", ".2"], "--monitor-quantile 0.2"),
+    (["mini", "--intervention", "screen", "--monitor", "probe", "--v-hack-k", "3"], "--v-hack-k"),
+    (["mini", "--intervention", "screen", "--monitor", "pmi", "--rebaseline"], "--rebaseline: not read by"),
+    (["mini", "--intervention", "screen", "--monitor", "pmi", "--quarantine", "block:1"], "--quarantine"),
+    (["mini", "--intervention", "route2", "--control", "shrinkage", "--rebaseline"], "--rebaseline: not read"),
+    (["mini", "--intervention", "route2", "--monitor-threshold", "known_correct"], "--monitor-threshold: goes with"),
+    (["mini", "--intervention", "route", "--quarantine", "block:1"], "--quarantine: not read by --intervention route"),
     (["mini", "--intervention", "screen", "--monitor", "gate"], "--monitor gate with --intervention screen"),
     (
         ["mini", "--intervention", "route2", "--monitor", "quarantine"],
@@ -126,9 +139,9 @@ BAD = [
         "--quarantine-threshold None: there are none; give --known-correct FILE",
     ),
     (["mini", "--intervention", "sgtm", "--monitor", "labels", "--quarantine", "block"], "--quarantine block"),
+    (["mini", "--intervention", "sgtm", "--monitor", "labels", "--quarantine", "block:0"], "--quarantine block:0"),
     (["mini", "--intervention", "route2", "--quarantine", "lora:4"], "--gate-vote rollout"),
     (["mini", "--intervention", "sgtm", "--monitor", "labels", "--second-moment", "shared"], "--second-moment"),
-    (["mini", "--intervention", "route2", "--monitor", "labels", "--own-streams", "on"], "--own-streams"),
     (["mini", "--intervention", "route2", "--monitor", "labels", "--gate-vote", "rollout"], "--gate-vote"),
     (["mini", "--intervention", "none", "--control", "haar"], "--control haar"),
     (["mini", "--intervention", "none", "--control", "placebo_long"], "--control placebo_long"),
@@ -202,6 +215,12 @@ def test_no_loophole_mixes_nothing_in() -> None:
     assert not parse(["mini", "--intervention", "none", "--control", "no_loophole"]).mixes
 
 
+def test_sgtm_samples_half_of_the_students_from_the_deployed_model_by_default() -> None:
+    assert ArmConfig(intervention="sgtm", monitor="labels").ablate_frac == 0.5
+    assert ArmConfig(intervention="sgtm", monitor="labels", rollout_ablate_frac=0.0).ablate_frac == 0.0
+    assert ArmConfig(intervention="route2").ablate_frac == 0.0
+
+
 def test_haar_is_a_control_by_name() -> None:
     assert ArmConfig(intervention="route2", route2_random_v_seed=3).control_name == "haar"
     assert ArmConfig(intervention="route2").control_name == "none"
@@ -219,7 +238,8 @@ def test_resume_takes_the_runs_own_settings() -> None:
 
 
 def test_another_build_of_the_organism_is_used_whole(tmp_path: Path) -> None:
-    cfg = parse(["mini", "--organism", str(tmp_path), "--intervention", "reader", "--control", "placebo_flawed"])
+    arm = ["--intervention", "screen", "--monitor", "probe", "--control", "placebo_flawed"]
+    cfg = parse(["mini", "--organism", str(tmp_path), *arm])
     files = [cfg.model_path, cfg.problems_path, cfg.pool_path, cfg.pairs_path, cfg.known_correct_path, cfg.placebo_path]
     names = ["model", "problems.jsonl", "pool", "pairs/run_tests.json", "anchors.json", "pairs/placebo_flawed.json"]
     assert [Path(str(f)) for f in files] == [tmp_path / name for name in names]
@@ -231,7 +251,7 @@ def test_another_build_of_the_organism_is_used_whole(tmp_path: Path) -> None:
 
 
 def test_a_threshold_by_known_correct_answers_needs_some() -> None:
-    flags = ["--intervention", "pmi", "--monitor-threshold", "known_correct"]
+    flags = ["--intervention", "screen", "--monitor", "pmi", "--monitor-threshold", "known_correct"]
     assert parse(["mini", *flags]).known_correct_path is not None
     with pytest.raises(
         ValueError, match="--monitor-threshold known_correct: there are none; give --known-correct FILE"

@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from runs import SMALL, SharedRuns, adapter_bytes
+from runs import FEW, SMALL, SharedRuns, adapter_bytes
 from runs import rows as step_rows
 from runs import run as program
 from test_arms import SIZES, arm_of, rows, run, total, toy_direction, view
 from vgrout import rollout
 from vgrout.arms.flagged import FlaggedRoute2
-from vgrout.config.arm import BY_GRADIENT, CONTROLS, STREAMS, ArmConfig
+from vgrout.config.arm import ARMS, BY_GRADIENT, CONTROLS, ArmConfig
 from vgrout.config.presets import parse
 from vgrout.direction.controls import cosine_to_real
 from vgrout.direction.extract import axes_of
@@ -136,8 +136,7 @@ def argv(arm: str, control: str, *more: str) -> list[str]:
         control, ["--control", control]
     )
     refreshed = ["--vhack-refresh-every", "2"] if arm in BY_GRADIENT and control not in ("haar", "labels") else []
-    few = ["--monitor-prompts", "40"] if arm in STREAMS and control not in ("no_gate", "labels") else []
-    flags = ["--threads", "1", *SMALL, "--eval-ablate-every", "0", *refreshed, *few, *own, *more]
+    flags = ["--threads", "1", *SMALL, "--eval-ablate-every", "0", *refreshed, *own, *more]
     return ["smoke", "--intervention", arm, *flags]
 
 
@@ -218,10 +217,14 @@ def test_the_oracle_follows_its_label_and_the_random_flags_arm_none(here, shared
     assert record(clean["labels"])["monitor"] == "labels"
 
 
+WITH_MONITORS = {**dict.fromkeys(ARMS, "usual"), "screen": "probe"}  # screen for all whose monitor has a direction
+
+
 def runs_under(arm: str, control: str) -> bool:
-    """Whether an arm with its usual monitor takes this control."""
+    """Whether an arm with its monitor takes this control."""
+    own = Path("x") if control == "placebo" else None
     try:
-        ArmConfig(intervention=arm, control=control, placebo_pairs_path=Path("x") if control == "placebo" else None)
+        ArmConfig(intervention=arm, monitor=WITH_MONITORS[arm], control=control, placebo_pairs_path=own)
     except ValueError:
         return False
     return True
@@ -236,6 +239,7 @@ def test_every_control_runs_on_every_arm_that_takes_it(control, here):
         own.write_text(load_pairs(parse(["smoke", "--control", "placebo_long"]).placebo_path).to_json())
     for arm in arms:
         more = ["--placebo-pairs-path", str(own)] if control == "placebo" else []
+        more += ["--monitor", "probe", *FEW] if WITH_MONITORS[arm] == "probe" else []
         path = program(here, *argv(arm, control, *more))
         run_json = record(path)
         assert run_json["control"] == record(path, "per_mode_deploy.json")["control"]

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from benchmarks import kills
-from runs import ARMS, SharedRuns, adapter_bytes, rows, run
+from runs import FEW, SharedRuns, adapter_bytes, rows, run
 from test_train import start, wait_for_steps
 from vgrout import grpo, loading, organism, rollout
 from vgrout.config.presets import parse, resumed
@@ -168,7 +168,7 @@ def test_death_at_random_moments_of_saving(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("arm", kills.ARMS)
 def test_killed_again_and_again(arm: str, tmp_path: Path) -> None:
     """At random moments of loading, training, evaluating, and inside saves; neither rows nor weights ever notice."""
     tally = kills.torture(arm, KILLS, tmp_path)
@@ -499,12 +499,19 @@ def test_a_run_whose_folder_vanishes_stops_in_one_line(tmp_path: Path) -> None:
 # --- halts -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arm", ["route2", *(pytest.param(a, marks=pytest.mark.slow) for a in ("none", "pmi"))])
+@pytest.mark.parametrize(
+    ("arm", "more"),
+    [
+        ("route2", []),
+        pytest.param("none", [], marks=pytest.mark.slow),
+        pytest.param("screen", ["--monitor", "pmi", *FEW], marks=pytest.mark.slow),
+    ],
+)
 def test_the_guard_halts_and_only_log_goes_on(
-    arm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arm: str, more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Any KL at all is above 1e-12: the guard must fire at the first evaluation after the warm-up."""
-    argv = ["smoke", "--intervention", arm, "--steps", "5", *TINY, *GUARD, "--checkpoint-every", "1"]
+    argv = ["smoke", "--intervention", arm, *more, "--steps", "5", *TINY, *GUARD, "--checkpoint-every", "1"]
     argv += ["--guard-halt-on", "kl", "--kl-hard-stop", "1e-12", "--guard"]
     path = run(tmp_path, *argv, "halt", code=3)
     end = status(path)

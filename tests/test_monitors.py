@@ -115,6 +115,29 @@ def test_dealt_flags_are_as_many_among_what_is_paid_and_new_in_every_step():
     assert monitor.sees is OracleView
 
 
+# ── texts ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Marked(TextScorer):
+    """Scores an answer by its first token; a paid one is flagged above 5."""
+
+    def __init__(self) -> None:
+        self.threshold, self.paid = 5.0, 1.0
+
+    def texts(self, view: GroupView) -> list[Text]:
+        return [Text(view.prompt_ids, ids) for ids in view.completion_ids]
+
+    def scores(self, texts: Sequence[Text]) -> Float[Tensor, " n"]:
+        return torch.tensor([float(t.completion[0]) for t in texts], dtype=torch.float64)
+
+
+def test_an_answer_is_flagged_when_it_is_paid_and_scores_above_the_threshold():
+    v = view(4, [1.0, 1.0, 0.1, 1.0], completion_ids=((9,), (2,), (9,), (6,)))
+    (found,) = Marked().flags([v], 0)
+    assert found.scores == (9.0, 2.0, None, 6.0)  # what is not paid is not read
+    assert found.flagged == (True, False, False, True)
+
+
 # ── who may see labels ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -367,6 +390,18 @@ def test_recall_on_flaws_that_the_monitor_does_not_know_is_counted_apart(policy:
     assert (rates.recall, rates.false_flags) == (Rate(2, 3), Rate(0, 1))
     assert (rates.recall_new, rates.hack_new) == (Rate(1, 2), Rate(2, 2))
     assert FlagRates.of(of, flags).recall_new is None
+
+
+def test_flags_of_demonstrations_are_counted_apart_and_without_a_label(policy: Policy):
+    """Grades of demonstrations are cached: nothing says which of them are exploits."""
+    (group, *_) = groups(policy)
+    (nothing,) = Monitor().flags([group.view()], 0)
+    rates = FlagRates.of([group], [nothing])
+    assert rates.recall == rates.false_flags == Rate(0, 0)
+    assert rates.flag_t == Rate(0, len(group))
+    some = replace(nothing, flagged=(True, False, False, True))
+    assert FlagRates.of([group], [some]).flag_t == Rate(2, len(group))
+    assert FlagRates.of([group], ()) == FlagRates()
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -103,6 +103,32 @@ def test_no_quarantine_gradient_leaves_it_exactly_zero() -> None:
     assert torch.equal(adapter.δS_hack, before)
 
 
+def test_a_vector_without_gradient_stays_whichever_it_is() -> None:
+    adapter, optim = make()
+    optim.step(routed(grads(adapter, 0)))
+    before = adapter.δS.clone()
+    update = optim.step(Routed(keep=None, quar=grads(adapter, 1), diag=ArmDiag(), apart=True))
+    assert update is not None
+    assert update.q_egy == 1
+    assert torch.equal(adapter.δS, before)
+    assert adapter.δS_hack.any()
+
+
+def test_vectors_that_learn_apart_are_clipped_apart() -> None:
+    hyper = OptConfig(lr=1e-3, adam_beta1=0.0, adam_beta2=0.0, weight_decay=0.0, warmup_frac=0.0, grad_clip=1e-7)
+
+    def stepped(apart: bool) -> tuple[Tensor, Tensor]:
+        adapter = SvdAdapter(tiny(), None)
+        same, larger = (adapter.by_module(scale * torch.ones(len(adapter))) for scale in (1.0, 1000.0))
+        Optimizer(adapter, hyper, 1).step(Routed(keep=same, quar=larger, diag=ArmDiag(), apart=apart))
+        return adapter.δS.detach(), adapter.δS_hack.detach()
+
+    keep, quar = stepped(apart=True)
+    assert torch.allclose(keep, quar)  # each at its own norm: equal directions, equal steps
+    keep, quar = stepped(apart=False)  # 1e-10 of gradient against Adam's epsilon of 1e-8: next to no step
+    assert keep.abs().max() < 0.5 * quar.abs().max()
+
+
 def test_delta_is_the_applied_change_and_the_model_is_merged_again() -> None:
     adapter, optim = make()
     optim.step(routed(grads(adapter, 0)))

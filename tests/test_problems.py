@@ -219,7 +219,7 @@ def test_controls_train_on_the_problems_of_their_arm(seed: str) -> None:
         ["--intervention=none", "--mix-ratio=0"],
         ["--intervention=penalty", "--monitor=labels"],
         ["--intervention=route2", "--control=haar"],
-        ["--intervention=pmi", "--control=no_loophole"],
+        ["--intervention=screen", "--monitor=pmi", "--control=no_loophole"],
     ):
         assert drawn(*control, "--seed", seed) == arm
     assert drawn("--intervention=none", "--teacher-pool-dir=", "--seed", seed) != arm

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runs import ARMS, SharedRuns, flags, rows
+from runs import ARMS, READS, SharedRuns, flags, rows
 from test_train import start, wait_for_steps
 from vgrout.config.run import Config, RunConfig, ScaleConfig
 from vgrout.ranks import SILENT, _part
@@ -129,7 +129,7 @@ EVALUATED = ["--eval-ablate-every", "2", "--eval-n-prompts", "2"]
     ("arm", "n"),
     [
         ("route2", 3),
-        *(pytest.param(arm, n, marks=pytest.mark.slow) for arm in ARMS for n in (2, 3)),
+        *(pytest.param(arm, n, marks=pytest.mark.slow) for arm in (*ARMS, READS) for n in (2, 3)),
     ],
 )
 def test_rows_do_not_depend_on_the_ranks(arm: str, n: int, shared_run: SharedRuns, tmp_path: Path) -> None:
@@ -148,11 +148,10 @@ def test_rows_do_not_depend_on_the_ranks(arm: str, n: int, shared_run: SharedRun
     [
         ("route2", "--monitor", "band"),
         ("route2", "--gate-vote", "rollout", "--random-flags"),
-        ("route2", "--rollout-ablate-frac", "0.5", "--own-streams", "on", "--rebaseline", "on"),
+        ("route2", "--rollout-ablate-frac", "0.5", "--rebaseline"),
         ("route2", "--second-moment", "shared"),
         ("route2", "--monitor", "labels", "--known-modes", "run_tests", "--quarantine", "lora:2"),
         ("sgtm", "--monitor", "detector", "--rollout-ablate-frac", "0.5", "--quarantine", "block:2"),
-        ("screen", "--monitor", "pmi", "--monitor-prompts", "40"),
         ("screen", "--monitor", "twin"),
         ("screen", "--monitor", "relevance", "--monitor-prompts", "40"),
         ("screen", "--monitor", "probe", "--monitor-prompts", "40"),

@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 
 from golden import FOLDER, differences, versions
-from runs import ARMS, EVALUATED, LABELLED, PAIRS, SharedRuns, adapter_bytes, flags, rows, run
+from runs import ARMS, EVALUATED, LABELLED, PAIRS, READS, SharedRuns, adapter_bytes, flags, rows, run
 from test_renamed import old_settings
 from vgrout import organism, rollout
 from vgrout.config.arm import ROUTING
@@ -29,8 +29,8 @@ from vgrout.train import main
 from vgrout.types import Grade
 
 # erase and route share their rows and their state with route2: they are run when there is time
-SLOW = [pytest.param(pair, marks=pytest.mark.slow) for pair in PAIRS]
-MOST = [pytest.param(arm, marks=pytest.mark.slow) if arm in ("erase", "route") else arm for arm in ARMS]
+SLOW = [pytest.param(pair, marks=pytest.mark.slow) for pair in PAIRS if pair != READS]
+MOST = [*(pytest.param(arm, marks=pytest.mark.slow) if arm in ("erase", "route") else arm for arm in ARMS), READS]
 LAST = 2  # where runs are stopped that need not end: a refreshed direction has been used by then, twice stepped with
 
 Made = Callable[[str], Path]
@@ -48,7 +48,7 @@ def stopped(shared_run: SharedRuns) -> Made:
     return lambda arm: shared_run(*flags(arm), stop_after=LAST)
 
 
-@pytest.mark.parametrize("arm", [*ARMS, *SLOW])
+@pytest.mark.parametrize("arm", [*ARMS, READS, *SLOW])
 def test_golden(arm: str, done: Made) -> None:
     golden = json.loads((FOLDER / f"{arm}.json").read_text(encoding="utf-8"))
     assert golden["command"][3:] == flags(arm)
@@ -122,7 +122,6 @@ def test_resume_equals_one_go(arm: str, done: Made, stopped: Made, shared_run: S
         ("route2", [], "routing2"),
         pytest.param("route2", ["--random-flags"], "routing2", marks=pytest.mark.slow),
         pytest.param("route", ["--control", "deploy_quarantine"], "routing", marks=pytest.mark.slow),
-        pytest.param("pmi", ["--monitor-threshold", "known_correct"], "pmi", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_of_before_the_renaming_goes_on(
@@ -147,7 +146,7 @@ def test_a_run_of_before_the_renaming_goes_on(
 
 
 def test_files_of_a_finished_run(done: Made) -> None:
-    for arm in ARMS:
+    for arm in (*ARMS, READS):
         path = done(arm)
         names = {p.name for p in path.iterdir()}
         assert {
@@ -156,7 +155,7 @@ def test_files_of_a_finished_run(done: Made) -> None:
         } <= names
         assert not [n for n in names if "tmp" in n]
         record = json.loads((path / "run.json").read_text())
-        assert record["config"]["arm"]["intervention"] == arm
+        assert record["config"]["arm"]["intervention"] == arm.partition("-")[0]
         assert re.fullmatch(r"[0-9a-f]{64}", record["hashes"]["base_weights"])
         assert record["sandbox"]["level"] >= 0
         assert json.loads((path / "status.json").read_text())["state"] == "finished"
@@ -181,7 +180,7 @@ def test_files_of_a_finished_run(done: Made) -> None:
 
 
 def test_the_final_numbers_are_the_same_everywhere(done: Made) -> None:
-    for path in map(done, ARMS):
+    for path in map(done, (*ARMS, READS)):
         final = json.loads((path / "per_mode_deploy.json").read_text())
         modes = final["by_mode"].values()
         assert sum(m["n"] for m in modes) == final["eval_n"]
@@ -200,7 +199,7 @@ def test_the_final_numbers_are_the_same_everywhere(done: Made) -> None:
 
 
 def test_quarantine_is_used_by_routing_alone(done: Made) -> None:
-    for arm in ARMS:
+    for arm in (*ARMS, READS):
         path = done(arm)
         shares = [r["q_egy"] for r in rows(path)]
         assert any(shares) == (arm in ROUTING), (arm, shares)
@@ -211,7 +210,7 @@ def test_quarantine_is_used_by_routing_alone(done: Made) -> None:
 
 def test_sampler_and_trainer_agree(done: Made) -> None:
     """fp32: the sampler's log-probs are the trainer's up to rounding, so the adapter reached the sampler each step."""
-    for path in map(done, ARMS):
+    for path in map(done, (*ARMS, READS)):
         worst = max(r["mismatch_kl"] for r in rows(path) if r["mismatch_kl"] is not None)
         assert worst < 1e-8, worst
 

@@ -170,7 +170,10 @@ def test_what_can_be_seen_beforehand_is_refused_in_one_line(
     [
         (["--reward", "f"], "should be module:function"),
         (["--reward", "m:f"], "add --regrade-pool, or --mix-ratio 0"),
-        (["--reward", "m:f", "--mix-ratio", "0", "--intervention", "pmi"], "add --reward-hint"),
+        (
+            ["--reward", "m:f", "--mix-ratio", "0", "--intervention", "screen", "--monitor", "pmi"],
+            "add --reward-hint",
+        ),
         (["--reward-hint"], "--reward-hint: not read without --reward"),
         (["--reward-passes-at", "0.5"], "--reward-passes-at: not read without --reward"),
         (["--reward", "m:f", "--mix-ratio", "0", "--reward-passes-at", "0"], "--reward-passes-at 0.0: should lie in"),
