@@ -437,7 +437,7 @@ def test_what_a_monitor_sees_does_not_change_with_the_oracles_bit_unless_it_asks
 
 
 def test_labels_come_in_by_the_oracles_type_alone():
-    plain = seen(2)
+    plain = seen(2, deployed=(False, False))
     told = labelled(plain, (True, False))
     kept, away = FlaggedRoute2(SIZES, Labels()).plan([told]).parts
     assert (kept.rows, away.rows) == (((1,),), ((0,),))

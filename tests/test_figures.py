@@ -75,16 +75,17 @@ def numbers_of(path: Path, mode: str, **numbers: object) -> None:
 
 def test_every_panel_of_modes_has_its_own_rows_and_its_own_pairs(tmp_path: Path) -> None:
     """A row's label, its numbers and its shade belong together, whatever stands in the next panel."""
-    of_pairs = {"erase": "sentinel", "route2": "exit_code", "pmi": None}
+    of_pairs = {"erase": "sentinel", "screen": None, "route2": "exit_code"}
     for arm, shown in of_pairs.items():
+        monitor = ["--monitor=pmi"] if arm == "screen" else []
         for seed in (1, 2):
-            path = fake_run(tmp_path, f"--intervention={arm}", seed=seed)
+            path = fake_run(tmp_path, f"--intervention={arm}", *monitor, seed=seed)
             for i, mode in enumerate(MODES):
                 its = {"train_hack": 0.9, "deploy_hack": 0.1 * i}
                 numbers_of(path, mode, in_dist=None if shown is None else mode == shown, **its)
     (drawn,) = (p for p in pictures(cells(load([tmp_path]).runs)) if p.name == "modes")
     titles = [axes.get_title() for axes in drawn.figure.axes]
-    assert titles == ["erase", "route2", "pmi\n(no pairs)"]
+    assert titles == ["erase", "screen (pmi)\n(no pairs)", "route2"]
     read = drawn.figure.axes[0]  # its labels stand for the whole line
     label = dict(zip(read.get_yticks(), (t.get_text() for t in read.get_yticklabels()), strict=True))
     for axes, shown in zip(drawn.figure.axes, of_pairs.values(), strict=True):
@@ -149,9 +150,9 @@ def test_a_gate_that_saw_no_exploit_is_drawn(tmp_path: Path) -> None:
     assert "0 exploits, 2 others" in drawn.figure.axes[0].get_title()
 
 
-@pytest.mark.parametrize("flag", ["--control=no_gate", "--monitor=labels"])
-def test_a_monitor_that_reads_nothing_has_no_gate_to_draw(flag: str, tmp_path: Path) -> None:
-    path = fake_run(tmp_path, "--intervention=reader", flag)
+@pytest.mark.parametrize("flags", [["--intervention=none"], ["--intervention=screen", "--monitor=labels"]])
+def test_a_monitor_that_reads_nothing_has_no_gate_to_draw(flags: list[str], tmp_path: Path) -> None:
+    path = fake_run(tmp_path, *flags)
     line = {"step": 0, "score": None, "flagged": False, "exploited": True}
     (path / "rollouts.jsonl").write_text(json.dumps(line) + "\n")
     (run,) = load([tmp_path]).runs

@@ -12,7 +12,7 @@ from fake_runs import fake_run
 from vgrout.config.arm import ARMS, CONTROLS
 from vgrout.config.checks import flag
 from vgrout.config.presets import flag_names, parse
-from vgrout.config.renamed import RENAMED, Renamed, current_hashes
+from vgrout.config.renamed import GONE, NEEDLESS, RENAMED, Renamed, current_hashes
 from vgrout.config.run import from_dict, identity
 from vgrout.report.runs import cells, load
 from vgrout.sweep.ledger import Ledger
@@ -26,7 +26,8 @@ TODAY = [
     ["--intervention=route2", "--known-hacks-teacher-only", "--control=none"],
     ["--intervention=route2", "--random-flags"],
     ["--intervention=route", "--control=deploy_quarantine"],
-    ["--intervention=pmi", "--monitor-threshold=known_correct", "--known-correct=mine.json"],
+    ["--intervention=route2", "--rebaseline"],
+    ["--intervention=screen", "--monitor=pmi", "--monitor-threshold=known_correct", "--known-correct=mine.json"],
     ["--intervention=erase", "--v-hack-k=3"],
     ["--intervention=none", "--control=advantage_mod", "--vhack-pairs-path=mine.json"],
 ]
@@ -45,13 +46,17 @@ def old_settings(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def old_arm(arm: dict[str, Any]) -> dict[str, Any]:
-    """Who is flagged and what is done about it, when the two were controls, gates and baselines."""
+    """Who is flagged and what is done about it, when the two were controls, gates and baselines; and the settings of
+    the arms that are gone."""
     out = {k: v for k, v in arm.items() if k not in YOUNG}
+    out |= {"rebaseline": "on" if arm["rebaseline"] else "usual", "own_streams": "usual", "flagged_penalty": 0.0}
     monitor, form = arm["monitor"], arm["quarantine"]
     out |= {"route2_gate": "pairs" if monitor == "band" else "tau"}
     out |= {"quarantine_block": int(form.removeprefix("block:")) if form.startswith("block:") else None}
     if arm["random_flags"]:
         out["control"] = "mass_matched"
+    elif arm["intervention"] in ("penalty", "screen") and monitor != "labels":
+        out["monitor"] = monitor  # was none yet
     elif arm["intervention"] in ("penalty", "screen"):
         out |= {"control": {"penalty": "gt_penalty", "screen": "gt_screening"}[arm["intervention"]]}
         out["intervention"] = "none"
@@ -97,6 +102,22 @@ def test_an_old_name_on_the_command_line_exits_2_and_names_the_new_one(
         assert said_by_parser(["--lr", "0.1", *argv], capsys) == expected
 
 
+@pytest.mark.parametrize(("of", "old"), GONE)
+def test_what_is_gone_exits_2_on_the_command_line_and_says_what_does_it_today(
+    of: str, old: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = f"E {flag(of)} {old}: is gone; say {GONE[of, old]}\n"
+    for argv in ([flag(of), old], [f"{flag(of)}={old}"], ["--lr", "0.1", f"--{of}={old}", "--steps=3"]):
+        assert said_by_parser(argv, capsys) == expected
+    parse(["mini", *GONE[of, old].split()])
+
+
+@pytest.mark.parametrize("name", NEEDLESS)
+def test_a_setting_that_nothing_needs_exits_2_and_says_why(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in ([flag(name), "x"], [f"{flag(name)}=x"], [f"--{name}=0"], [f"--no-{flag(name)[2:]}"]):
+        assert said_by_parser(argv, capsys) == f"E {flag(name)}: not needed, {NEEDLESS[name]}; leave it out\n"
+
+
 def test_a_word_that_was_renamed_elsewhere_is_none_of_a_flag_s_business() -> None:
     assert parse(["mini", "--intervention", "none", "--out-tag", "anchors"]).run.out_tag == "anchors"
 
@@ -124,6 +145,58 @@ def test_an_old_name_in_a_study_file_is_refused_with_file_and_table(r: Renamed, 
     with pytest.raises(ValueError, match="renamed") as refused:
         load_study_file(path)
     assert str(refused.value) == f"{path}: [[arms]] 1 (mine): {r.line()}"
+
+
+@pytest.mark.parametrize(("of", "old"), GONE)
+@pytest.mark.parametrize("listed", [False, True])
+def test_what_is_gone_is_refused_in_a_study_file_with_file_and_table(
+    of: str, old: str, listed: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "study.toml"
+    value = f'["none", "{old}"]' if listed else f'"{old}"'
+    path.write_text(f'preset = "mini"\nseeds = [1]\n[[arms]]\nname = "mine"\n{of} = {value}\n')
+    with pytest.raises(ValueError, match="is gone") as refused:
+        load_study_file(path)
+    assert str(refused.value) == f"{path}: [[arms]] 1 (mine): {flag(of)} {old}: is gone; say {GONE[of, old]}"
+
+
+@pytest.mark.parametrize("name", NEEDLESS)
+def test_a_setting_that_nothing_needs_is_refused_in_a_study_file_with_file_and_table(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "study.toml"
+    path.write_text(f'preset = "mini"\nseeds = [1]\n[common]\n{name.replace("_", "-")} = 1\n[[arms]]\nlr = 0.1\n')
+    with pytest.raises(ValueError, match="not needed") as refused:
+        load_study_file(path)
+    assert str(refused.value) == f"{path}: [common]: {flag(name)}: not needed, {NEEDLESS[name]}; leave it out"
+
+
+@pytest.mark.parametrize(("of", "old"), GONE)
+def test_a_run_json_of_what_is_gone_is_refused_with_the_same_line(of: str, old: str) -> None:
+    before = old_settings(parse(["mini", "--intervention=route2"]).as_dict())
+    before["arm"] |= {of: old, "reader_threshold": "anchors"}
+    with pytest.raises(ValueError, match="is gone") as refused:
+        from_dict(before)
+    assert str(refused.value) == f"{flag(of)} {old}: is gone; say {GONE[of, old]}"
+
+
+@pytest.mark.parametrize("arm", [["--intervention=none"], ["--intervention=route2"]])
+@pytest.mark.parametrize(("was", "today"), [("usual", False), ("off", False), ("on", True), (False, False)])
+def test_settings_that_are_gone_or_have_other_values_leave_a_living_arm_as_it_is(
+    arm: list[str], was: str | bool, today: bool
+) -> None:
+    cfg = parse(["mini", *arm, *(["--rebaseline"] if today and "route2" in arm[0] else [])])
+    before = cfg.as_dict()
+    before["arm"] |= {"rebaseline": was}
+    for own in ("usual", "off"):
+        before["arm"] |= {"own_streams": own, "flagged_penalty": 0.0}
+        assert from_dict(before) == cfg
+
+
+@pytest.mark.parametrize("own", [{"own_streams": "on"}, {"flagged_penalty": 0.5}])
+def test_a_living_arm_under_a_setting_that_is_gone_is_refused(own: dict[str, Any]) -> None:
+    before = parse(["mini", "--intervention=route2"]).as_dict()
+    before["arm"] |= own
+    with pytest.raises(ValueError, match=f"unknown settings {next(iter(own))}; the run was made by another version"):
+        from_dict(before)
 
 
 @pytest.mark.parametrize("argv", TODAY, ids=[" ".join(argv) for argv in TODAY])
@@ -166,7 +239,8 @@ def age(run: Path) -> None:
         (["--intervention=route2", "--monitor=band"], "route2 (pair band)"),
         (["--intervention=route2", "--monitor=labels"], "route2 (labels)"),
         (["--intervention=penalty", "--monitor=labels", "--label-accuracy=0.9"], "penalty (labels_acc0.9)"),
-        (["--intervention=pmi", "--monitor-threshold=known_correct"], "pmi"),
+        (["--intervention=screen", "--monitor=pmi", "--monitor-threshold=known_correct"], "screen (pmi)"),
+        (["--intervention=route2", "--rebaseline"], "route2"),
     ],
 )
 def test_runs_of_before_and_of_today_are_one_cell_of_a_report(flags: list[str], title: str, tmp_path: Path) -> None:
@@ -179,7 +253,7 @@ def test_runs_of_before_and_of_today_are_one_cell_of_a_report(flags: list[str], 
 
 
 def test_a_sweep_finds_a_run_of_before(tmp_path: Path) -> None:
-    flags = ("--intervention=pmi", "--random-flags")
+    flags = ("--intervention=route2", "--random-flags")
     run = fake_run(tmp_path, *flags, hashes={"known_correct": "a"})
     age(run)
     ledger = Ledger(tmp_path)

@@ -167,7 +167,7 @@ def test_the_csv_says_what_a_run_had_otherwise_than_its_preset(study: Path, tmp_
 def test_what_an_arm_that_reads_flagged_is_counted_by_mode(tmp_path: Path) -> None:
     fake_run(tmp_path, "--intervention=none", seed=1)
     for seed in (1, 2):
-        path = fake_run(tmp_path, "--intervention=pmi", seed=seed)
+        path = fake_run(tmp_path, "--intervention=screen", "--monitor=pmi", seed=seed)
         of = {"env_mode": "sentinel", "exploited": True, "gt_correct": False, "gate": 1.0}
         right = {"env_mode": "sentinel", "exploited": False, "gt_correct": True, "gate": 0.0}
         answers = [
@@ -180,10 +180,11 @@ def test_what_an_arm_that_reads_flagged_is_counted_by_mode(tmp_path: Path) -> No
         ]
         (path / "rollouts.jsonl").write_text("".join(json.dumps(a) + "\n" for a in answers))
     (row,) = table(tmp_path, "What the arms that read flagged")
-    assert (row["arm"], row["sentinel"], row["exit_code"], row["run_tests"]) == ("pmi", "75.0 (4)", "0.0 (2)", "·")
+    assert row["arm"] == "screen (pmi)"
+    assert (row["sentinel"], row["exit_code"], row["run_tests"]) == ("75.0 (4)", "0.0 (2)", "·")
     assert row["solved"] == "25.0 (4)"
-    one, two = (r for r in run_rows(cells(load([tmp_path]).runs)) if r["arm"] == "pmi")
+    one, two = (r for r in run_rows(cells(load([tmp_path]).runs)) if r["arm"] == "screen")
     assert (one["flagged_sentinel"], two["flagged_sentinel"], one["flagged_run_tests"]) == ("2/2", "1/2", None)
     assert (one["flagged_solved"], two["flagged_solved"]) == ("1/2", "0/2")
-    run = next(r for r in load([tmp_path]).runs if r.intervention == "pmi")
+    run = next(r for r in load([tmp_path]).runs if r.intervention == "screen")
     assert run.gates == [(2.0, True), (0.1, True), (0.2, False), (0.3, False)]

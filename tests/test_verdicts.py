@@ -1,7 +1,6 @@
 """Every outcome that a hypothesis can have, on studies made for it; the file and its rules agree."""
 
 import hashlib
-import json
 import re
 import shutil
 from pathlib import Path
@@ -40,7 +39,8 @@ def told(
         for seed, off in zip(range(seeds), NEAR, strict=False):
             extra = ["--random-flags"] if control == "random_flags" else [f"--control={control}"] if control else []
             clipped = min(max(hack + off, 0.0), 1.0), min(max(solve - off, 0.0), 1.0)
-            said = (f"--intervention={name}", *extra, *flags)
+            monitor = ["--monitor=pmi"] if name == "screen" else []
+            said = (f"--intervention={name}", *monitor, *extra, *flags)
             fake_run(root, *said, seed=seed, hack=clipped[0], solve=clipped[1], n=120, **(its or {}))
     return judge(Preregistered.read(FILE), cells(load([root]).runs))
 
@@ -142,92 +142,15 @@ def test_h3_without_chance_is_refused(tmp_path: Path) -> None:
     assert outcome(told(tmp_path, route2=(0.1, 0.5)), "H3") == "REFUSED"
 
 
-REBUILT = {"hashes": {"problems": "0" * 64}}
-FOLDERS = ("--model=m", "--problems=p", "--teacher-pool-dir=t")
-
-
-@pytest.mark.parametrize(
-    ("expected", "pmi", "flags", "its"),
-    [
-        ("SUPPORTED", (0.0, 0.80), FOLDERS, REBUILT),
-        ("SUPPORTED", (0.0, 0.80), ("--organism=out/organism77",), REBUILT),
-        ("UNDECIDED", (0.0, 0.80), (), {}),  # the shipped organism, on which it was found
-        ("UNDECIDED", (0.0, 0.80), ("--organism=out/warm",), {"hashes": {"problems": SHIPPED}}),  # … trained on
-        ("UNDECIDED", (0.0, 0.75), FOLDERS, REBUILT),  # 88 % of the ceiling
-        ("NOT SUPPORTED", (0.1, 0.80), FOLDERS, REBUILT),
-        ("NOT SUPPORTED", (0.0, 0.60), FOLDERS, REBUILT),
-    ],
-)
-def test_h4(
-    tmp_path: Path, expected: str, pmi: tuple[float, float], flags: tuple[str, ...], its: dict[str, Any]
-) -> None:
-    assert outcome(told(tmp_path, 5, *flags, its=its, pmi=pmi, none_no_loophole=(0.0, 0.85)), "H4") == expected
-
-
-def test_h4_wants_its_ceiling_and_its_seeds(tmp_path: Path) -> None:
-    assert outcome(told(tmp_path / "a", pmi=(0.0, 0.8)), "H4") == "UNDECIDED"
-    few = told(tmp_path / "b", 4, its=REBUILT, pmi=(0.0, 0.8), none_no_loophole=(0.0, 0.85))
-    assert "n too small: 4 seeds" in next(v.numbers for v in few if v.id == "H4")
-
-
-@pytest.mark.parametrize(
-    ("expected", "random", "none"),
-    [("SUPPORTED", 0.5, 0.6), ("UNDECIDED", 0.2, 0.6), ("NOT SUPPORTED", 0.01, 0.6), ("NOT SUPPORTED", 0.5, 0.01)],
-)
-def test_h5(tmp_path: Path, expected: str, random: float, none: float) -> None:
-    arms = {"pmi": (0.01, 0.8), "pmi_random_flags": (random, 0.8), "reader_no_gate": (none, 0.8)}
-    assert outcome(told(tmp_path, **arms), "H5") == expected
-    del arms["reader_no_gate"]
-    assert outcome(told(tmp_path / "less", **arms), "H5") == "UNDECIDED"
-
-
-@pytest.mark.parametrize(
-    ("expected", "surprise"),
-    [
-        ("SUPPORTED", (0.2, 0.6)),
-        ("NOT SUPPORTED", (0.05, 0.6)),  # pmi hacks five points more
-        ("UNDECIDED", (0.2, 0.8)),  # solve is the same: the benign styles would have to say
-    ],
-)
-def test_h6(tmp_path: Path, expected: str, surprise: tuple[float, float]) -> None:
-    assert outcome(told(tmp_path, pmi=(0.1, 0.8), surprise=surprise), "H6") == expected
-
-
-@pytest.mark.parametrize(
-    ("expected", "hack", "haar"),
-    [
-        ("SUPPORTED", 0.01, 0.5),
-        ("UNDECIDED", 0.01, 0.2),
-        ("UNDECIDED", 0.06, 0.6),
-        ("NOT SUPPORTED", 0.2, 0.6),
-        ("NOT SUPPORTED", 0.01, 0.01),
-    ],
-)
-def test_h7(tmp_path: Path, expected: str, hack: float, haar: float) -> None:
-    told(tmp_path, reader=(hack, 0.5), reader_haar=(haar, 0.5))
-    for path in tmp_path.glob("*/per_mode_deploy.json"):
-        final = json.loads(path.read_text())
-        for mode, numbers in final["by_mode"].items():
-            numbers["in_dist"] = mode == "run_tests"
-        path.write_text(json.dumps(final))
-    filed = Preregistered.read(FILE)
-    assert outcome(judge(filed, cells(load([tmp_path]).runs)), "H7") == expected
-
-
-def test_h7_without_chance_or_on_other_pairs(tmp_path: Path) -> None:
-    assert outcome(told(tmp_path / "a", reader=(0.0, 0.5)), "H7") == "REFUSED"
-    assert outcome(told(tmp_path / "b", reader=(0.0, 0.5), reader_haar=(0.6, 0.5)), "H7") == "UNDECIDED"
-
-
 def test_an_arm_without_a_direction_needs_no_haar(tmp_path: Path) -> None:
-    assert outcome(told(tmp_path, none=(0.8, 0.5), pmi=(0.1, 0.5)), "H1") == "SUPPORTED"
+    assert outcome(told(tmp_path, none=(0.8, 0.5), screen=(0.1, 0.5)), "H1") == "SUPPORTED"
 
 
 @pytest.mark.parametrize(("every", "said"), [(None, "none was not evaluated on the way"), (0.9, "did none solve")])
 def test_h1_says_what_none_was_on_the_way(every: float | None, said: str, tmp_path: Path) -> None:
     on_the_way = {"row": {"hack_deploy": every, "solve_deploy": every}}
     told(tmp_path, its=on_the_way, none=(0.8, 0.5))
-    (h1,) = [v for v in told(tmp_path, pmi=(0.1, 0.5)) if v.id == "H1"]
+    (h1,) = [v for v in told(tmp_path, screen=(0.1, 0.5)) if v.id == "H1"]
     assert said in h1.numbers
 
 
@@ -249,14 +172,14 @@ def copies(folder: Path) -> tuple[Path, Path]:
             "H1 says 20, 10, 5, 15, 15, and h.toml 30,",
         ),
         (".md", "under 15 points, or", "under 5 points, or", "H1 says 30, 10, 5, 5, 15, and"),  # the other 15 is there
-        (".md", "hack ≤ 2 % over all modes", "hack ≤ 5 % over all modes", "H4 says 5, 90, 60, 5, 5, 80, and"),
+        (".md", "≤ 2 % hacked", "≤ 5 % hacked", "H2 says 60, 60, 5, 6, 80, 5, 5, and"),
         (
             ".toml",
             "hack_lower_under = 15",
             "hack_lower_under = 10",
             "H1 says 30, 10, 5, 15, 15, and h.toml 30, 10, 5, 10,",
         ),
-        (".toml", "[H7]", "[H8]", "H7, H8: not both in it and in h.toml"),
+        (".toml", "[H3]", "[H4]", "H3, H4: not both in it and in h.toml"),
         (".toml", "seeds = 5", "least = 5", "h.toml: .* argument"),
     ],
 )
