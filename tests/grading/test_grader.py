@@ -412,7 +412,9 @@ def leaves_nothing(trainer: subprocess.Popen[bytes], folder: Path) -> None:
 
 @pytest.fixture
 def trainer(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    code = "from vgrout.grading.grade import Grader\nimport time\ng = Grader(2)\nprint('up', flush=True)\ntime.sleep(60)\n"
+    code = (
+        "from vgrout.grading.grade import Grader\nimport time\ng = Grader(2)\nprint('up', flush=True)\ntime.sleep(60)\n"
+    )
     env = os.environ | {"PYTHONPATH": str(SOURCE), "TMPDIR": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=env) as process:
         yield process
