@@ -109,6 +109,7 @@ PAGE: dict[str, Callable[..., Any]] = {
     "growth": _measured("growth", "run", "Time and memory against G, P, the answers' length, the hidden size."),
 }
 BENCHES: dict[str, Callable[..., Any]] = PAGE | {
+    "arms": _measured("arms", "run", "A step of every arm against one of plain GRPO."),
     "cost": _cost,
     "distill": _measured("distill", "run", "Tokens a second of distillation against the plain student and teacher."),
     "gpu": _measured("gpu", "run", "Update and sampling at Qwen3-4B's shapes; needs a GPU."),

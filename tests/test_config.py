@@ -92,7 +92,7 @@ BAD = [
         "--vhack-refresh",
     ),
     (["mini", "--intervention", "erase", "--control", "shrinkage", "--no-preserve-magnitude"], "--preserve-magnitude"),
-    (["mini", "--method", "best"], "--method best: should be one of route2-conserving, quarantine"),
+    (["mini", "--method", "best"], "--method best: should be one of route2-block, quarantine"),
     (["mini", "--method"], "--method : should be one of"),
     # contradictions
     (["mini", "--intervention", "erase", "--control", "shuffled", "--v-hack-path", "x"], "--v-hack-path"),
@@ -201,13 +201,14 @@ def test_run_ids() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_stands_for_its_flags_and_what_is_given_beside_it_holds(method: str) -> None:
-    spelt = parse(["mini", *(f"--{flag}={value}" for flag, value in METHODS[method][1].items())])
+    spelt = parse(["mini", *METHODS[method][1]])
     assert parse(["mini", "--method", method]) == parse(["mini", f"--method={method}"]) == spelt
     assert spelt != parse(["mini"])
     other = parse(["mini", "--lr", "0.5", "--method", method, "--seed", "3"])
     assert (other.opt.lr, other.run.seed, other.arm) == (0.5, 3, spelt.arm)
     seeded = parse(["mini", "--method", "quarantine", "--seed-monitor", "labels"])
     assert (seeded.arm.monitor, seeded.arm.seed_monitor) == ("quarantine", "labels")
+    assert not parse(["mini", "--no-rebaseline", "--method", "route2-block"]).arm.rebaseline
 
 
 def test_no_loophole_mixes_nothing_in() -> None:

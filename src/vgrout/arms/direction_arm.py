@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from vgrout.arms.base import Arm, Grads, Plan, Refresh, StepGrads, Views, module_sizes
+from vgrout.arms.base import Arm, Grads, Plan, Refresh, StepGrads, Views, module_sizes, on_policy
 from vgrout.arms.projection import GateMode, along, cos_pre, split
 from vgrout.config.arm import ArmConfig
 from vgrout.config.run import Config
@@ -17,8 +17,8 @@ from vgrout.direction.files import obtain
 from vgrout.grading.grade import Grader
 from vgrout.inputs import Inputs
 from vgrout.model.policy import Policy
-from vgrout.tensor_types import ArmDiag, Directions, GradRows, ModuleGrads, Routed
-from vgrout.types import Diverged, Problem
+from vgrout.tensor_types import ArmDiag, Directions, GradRows, ModuleGrads, Routed, UpdatePart, UpdatePlan
+from vgrout.types import Diverged, GroupView, Problem
 
 TOLERANCE = 1e-4  # of the invariants, relative to the norms that went in: fp32 sums of some hundred rows
 
@@ -29,6 +29,8 @@ class DirectionArm(Arm):
     Args of the constructor: `cfg` the arm's settings, `pick` chooses V from a direction, `again` extracts on the
     present model every `cfg.vhack_refresh_every` steps (None: the direction is frozen), `seed` of the run.
     """
+
+    routes = False  # whether the policy that samples has a quarantine
 
     def __init__(
         self,
@@ -105,6 +107,10 @@ class DirectionArm(Arm):
             cosine_to_real=cosine_to_real(made.V, cls.chosen(arm)(real)) if arm.haar or arm.other_pairs else None,
         )
         return made
+
+    def plan(self, views: Sequence[GroupView], step: int = 0) -> UpdatePlan:
+        self._require(views)
+        return UpdatePlan(on_policy(views, UpdatePart()) if self.routes else (UpdatePart(),))
 
     def refresh(self, step: int) -> Refresh:
         done = step + 1

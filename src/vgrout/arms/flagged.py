@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vgrout import ranks
-from vgrout.arms.base import Arm, Grads, Plan, Views, module_sizes
+from vgrout.arms.base import Arm, Grads, Plan, Views, module_sizes, on_policy
 from vgrout.config.run import Config
 from vgrout.grading.grade import Grader
 from vgrout.inputs import Inputs
@@ -121,17 +121,16 @@ class DealtRows(FlaggedArm, ABC):
 
 
 class FlaggedRoute2(DealtRows):
-    """route2 by flags: keep = Σ_b (1 − f_b) g_b, quar = Σ_b f_b g_b, in two forwards under both vectors."""
+    """route2 by flags: keep = Σ_b (1 − f_b) g_b, quar = Σ_b f_b g_b, each row learnt under what sampled it."""
 
     name = "route2"
     clips_apart = False
 
     def _parts(self, views: Sequence[GroupView], flags: Sequence[GroupFlags]) -> tuple[UpdatePart, ...]:
         A = self._advantages(views, flags)
-        return (
-            UpdatePart(chosen(flags, lambda _, __, flag: not flag), A, learns="kept"),
-            UpdatePart(chosen(flags, lambda _, __, flag: flag), A, learns="quarantine"),
-        )
+        kept = UpdatePart(chosen(flags, lambda _, __, flag: not flag), A, learns="kept")
+        away = UpdatePart(chosen(flags, lambda _, __, flag: flag), A, learns="quarantine")
+        return (*on_policy(views, kept), *on_policy(views, away))
 
 
 class SGTM(DealtRows):

@@ -18,6 +18,7 @@ class Route(DirectionArm):
     """Sends the part of g along V to the quarantine."""
 
     name = "route"
+    routes = True
 
     def __init__(self, *args, cfg: ArmConfig, **kwargs) -> None:
         self._mode = cfg.gate_mode

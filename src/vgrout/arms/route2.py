@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from vgrout import ranks
-from vgrout.arms.base import Grads, Plan, StepGrads, Views
+from vgrout.arms.base import Grads, Plan, StepGrads, Views, on_policy
 from vgrout.arms.direction_arm import DirectionArm, assert_conserved, fraction_of_modules
 from vgrout.arms.projection import along, mean_over_modules
 from vgrout.config.arm import ArmConfig
@@ -38,6 +38,7 @@ class Route2(DirectionArm):
     """
 
     name = "route2"
+    routes = True
     grad_rows: GradRows = "rollout"
 
     def __init__(self, *args, cfg: ArmConfig, seed: int = 0, **kwargs) -> None:
@@ -64,7 +65,7 @@ class Route2(DirectionArm):
                 tuple(A if hack else own for hack, A, own in zip(known, view.advantages, among, strict=True))
             )
         rows = tuple(tuple(range(len(view))) for view in views)
-        return UpdatePlan((UpdatePart(rows, tuple(advantages)),))
+        return UpdatePlan(on_policy(views, UpdatePart(rows, tuple(advantages))))
 
     def route(self, views: Views, grads: Grads, plan: Plan = None, grad_rows: GradRows | None = None) -> Routed:
         return self._placed(super().route(views, grads, plan, grad_rows))

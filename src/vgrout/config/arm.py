@@ -275,6 +275,9 @@ class ArmConfig:
     gate_vote: Literal["module", "rollout"] = setting("module", monitors=("gate", "band"))
     """gate, band: each module decides about its part of a rollout's gradient · one decision for the whole rollout, by
     the majority (band: the mean) of the modules."""
+    gate_modules: Literal["all", "apart"] = setting("all", monitors=("gate",))
+    """gate: modules with a threshold: all · those where known hacks lie above the rest. In the others the midpoint
+    lies below most of the rest, which would be flagged."""
     preserve_magnitude: bool = setting(True, arms=("erase",), idle_under=("shrinkage",))
     """erase: rescale what is kept to the norm of the whole (bounded ×10)."""
     gate_mode: Literal["one_sided", "no_gate", "reverse"] = setting("one_sided", arms=("erase", "route"))

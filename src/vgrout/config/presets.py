@@ -79,14 +79,18 @@ PRESETS: dict[str, tuple[str, Config]] = {
 
 # Settings that belong together, by one name: `--method NAME` stands for these flags, and one that is given beside it
 # holds in place of its own. What a study finds best is written down here.
-METHODS: dict[str, tuple[str, dict[str, str]]] = {
-    "route2-conserving": (
-        "route2 with one second moment of Adam, so that both vectors together move as plain GRPO",
-        {"intervention": "route2", "second-moment": "shared"},
+METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "route2-block": (
+        "route2 with a quarantine in a block of its own, half of its samples from the deployed model, and a threshold "
+        "where known hacks lie above the rest",
+        (
+            *("--intervention=route2", "--quarantine=block:3", "--rollout-ablate-frac=0.5", "--rebaseline"),
+            "--gate-modules=apart",
+        ),
     ),
     "quarantine": (
         "the quarantine reads, seeded by the weak detector alone, and what it flags is paid less",
-        {"intervention": "penalty", "monitor": "quarantine", "seed-monitor": "detector", "monitor-quantile": "0.8"},
+        ("--intervention=penalty", "--monitor=quarantine", "--seed-monitor=detector", "--monitor-quantile=0.8"),
     ),
 }
 
@@ -134,8 +138,13 @@ def with_method(argv: Sequence[str]) -> list[str]:
     refuse(n > 1, "--method: given twice; one is enough")
     refuse(name not in METHODS, f"--method {name}: should be one of {', '.join(METHODS)}")
     rest = [*words[:at], *words[at + 2 :]]
-    given = {word.partition("=")[0].replace("_", "-") for word in rest}
-    return [*rest, *(f"--{flag}={value}" for flag, value in METHODS[name][1].items() if f"--{flag}" not in given)]
+    given = {_bare(word) for word in rest}
+    return [*rest, *(word for word in METHODS[name][1] if _bare(word) not in given)]
+
+
+def _bare(word: str) -> str:
+    """A flag without its value, and without what turns it off."""
+    return word.partition("=")[0].replace("_", "-").replace("--no-", "--", 1)
 
 
 def joined(argv: Sequence[str]) -> list[str]:

@@ -55,7 +55,7 @@ class Gate(GradientMonitor):
     def __init__(self, cfg: ArmConfig, v: Directions, direction: Direction, device: torch.device | str = "cpu") -> None:
         super().__init__(cfg, v, direction, device)
         self._teacher_only = cfg.known_hacks_teacher_only
-        self.tau = TauGate(len(v), device=device)
+        self.tau = TauGate(len(v), device=device, apart=cfg.gate_modules == "apart")
 
     def shares(
         self, cos: Float[Tensor, "M N"], nonzero: Bool[Tensor, "M N"], views: Sequence[GroupView]
@@ -110,12 +110,15 @@ class TauGate:
     """Known hacks are always routed, the others when their cosine exceeds τ, the midpoint of two running means.
 
     The means are of the cosines of known hacks and of the rest, per module: exponential, `decay` per step, corrected
-    for their start (as in Adam), so the first step has a threshold too. A module that has not seen both kinds has none.
+    for their start (as in Adam), so the first step has a threshold too. A module that has not seen both kinds has none;
+    with `apart`, neither has one whose known hacks do not lie above the rest.
     """
 
-    def __init__(self, n_modules: int, decay: float = 0.9, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, n_modules: int, decay: float = 0.9, device: torch.device | str = "cpu", *, apart: bool = False
+    ) -> None:
         assert 0 < decay < 1, decay
-        self.decay = decay
+        self.decay, self.apart = decay, apart
         # row 0 known hacks, row 1 the rest; mean = total / weight
         self._total = torch.zeros(2, n_modules, dtype=torch.float64, device=device)
         self._weight = torch.zeros(2, n_modules, dtype=torch.float64, device=device)
@@ -146,9 +149,9 @@ class TauGate:
             step = (1 - self.decay) * (n > 0)
             self._total[i] += step * (mean - self._total[i])
             self._weight[i] += step * (1 - self._weight[i])
-        over = cos > self.tau[:, None].to(
-            cos.dtype
-        )  # False against NaN: no threshold, nothing but known hacks is routed
+        over = cos > self.tau[:, None].to(cos.dtype)  # False against NaN: nothing but known hacks is routed
+        if self.apart:
+            over &= (self.gap > 0)[:, None]
         return (nonzero & (known | over)).to(cos.dtype)
 
     def state_dict(self) -> dict[str, Tensor]:

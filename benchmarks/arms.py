@@ -1,0 +1,71 @@
+"""A step of every arm against plain GRPO's, whole runs of the preset `mini` that take turns on one machine.
+
+All learn at a rate of 1e-6, so that they sample alike and differ in what the arm adds: monitors that read, forwards
+under other vectors, gradients of single rollouts. A step is all that the trainer does, its files too, without
+evaluations.
+"""
+
+from dataclasses import replace
+
+from benchmarks import rig
+from benchmarks.report import Ratio, at_most
+from benchmarks.rows import Report, Row
+from vgrout.config.presets import parse
+from vgrout.config.run import Config
+
+READS = ("--intervention=screen", "--monitor-prompts=40")  # the calibration is before the first step
+KNOWS = ("--monitor=labels", "--known-modes=exit_code")
+METHODS: dict[str, tuple[str, ...]] = {
+    "none": ("--intervention=none",),
+    "erase": ("--intervention=erase",),
+    "route": ("--intervention=route",),
+    "route2": ("--intervention=route2",),
+    "route2, one second moment": ("--intervention=route2", "--second-moment=shared"),
+    "route2-block": ("--method=route2-block",),
+    "sgtm (labels), quarantine block:3": ("--intervention=sgtm", "--monitor=labels", "--quarantine=block:3"),
+    "screen (labels)": ("--intervention=screen", "--monitor=labels"),
+    "penalty (labels)": ("--intervention=penalty", "--monitor=labels"),
+    "screen (pmi)": (*READS, "--monitor=pmi"),
+    "screen (nll)": (*READS, "--monitor=nll"),
+    "screen (relevance)": (*READS, "--monitor=relevance"),
+    "screen (twin)": ("--intervention=screen", "--monitor=twin"),
+    "penalty (labels of one flaw)": ("--intervention=penalty", *KNOWS),
+    "quarantine": ("--method=quarantine",),
+}
+GOALS = {"route2-block": 1.2, "screen (pmi)": 1.15}  # × the step of none
+AGAINST = {"quarantine": ("penalty (labels of one flaw)", 1.25)}
+
+
+def run(quick: bool = False) -> Report:
+    """Seconds of a step over those of `none`, in turns."""
+    blocks, per_block = (2, 2) if quick else (10, 4)
+    with rig.workplace():
+        runs = {name: rig.Turns(config(flags, f"_{i}")) for i, (name, flags) in enumerate(METHODS.items())}
+        seconds: dict[str, list[float]] = {name: [] for name in runs}
+        for trainer in runs.values():
+            trainer.take(2)  # calibrations, and the guard's references
+        for _ in range(blocks):
+            for name, trainer in runs.items():
+                seconds[name].append(trainer.take(per_block))
+        for trainer in runs.values():
+            trainer.close()
+    rows = []
+    for name, mine in list(seconds.items())[1:]:
+        ratio = Ratio.of(mine, seconds["none"])
+        goal = GOALS.get(name)
+        rows.append(at_most("arms", name, "none", ratio, goal) if goal else Row("arms", name, "none", str(ratio)))
+    for name, (other, goal) in AGAINST.items():
+        rows.append(at_most("arms", name, other, Ratio.of(seconds[name], seconds[other]), goal))
+    return Report(rows)
+
+
+def config(flags: tuple[str, ...], tag: str) -> Config:
+    """`mini` by these flags, at a rate of next to nothing and without evaluations."""
+    cfg = parse(["mini", *flags])
+    return replace(
+        cfg,
+        scale=replace(cfg.scale, steps=1_000),
+        opt=replace(cfg.opt, lr=rig.LR),
+        eval=replace(cfg.eval, eval_ablate_every=0),
+        run=replace(cfg.run, checkpoint_every=10_000_000, out_tag=f"_bench{tag}"),
+    )
