@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from test_arms import arm_of
 from test_grpo import MAX_NEW, groups, relative, shake
 from test_monitors import Marked, graded, labelled
 from test_monitors import view as seen
@@ -233,6 +234,32 @@ def test_each_part_is_learnt_from_under_its_own_vectors():
     assert relative(with_it, under_both[0]) < 1e-6
     assert relative(without, under_one[1]) < 1e-6
     assert relative(with_it, under_one[0]) > 1e-2 < relative(without, under_both[1])
+
+
+@pytest.mark.parametrize("kind", ["route", "route2", "labels"])
+def test_rows_of_the_deployed_model_are_learnt_with_the_quarantine_off(kind: str):
+    """route, route2 by its gate and by flags: keep + quar is the sum of the rows' gradients, each under what sampled
+    it; without such rows there is one part, as ever."""
+    policy = tiny_policy()
+    shake(policy, 0.3)
+    mixed = [
+        replace(g, rollouts=tuple(replace(r, deployed=b in (0, 2)) for b, r in enumerate(g.rollouts)))
+        for g in groups(policy)
+    ]
+    sizes = module_sizes(policy)
+    arm: Any = FlaggedRoute2(sizes, Fixed(1, 2)) if kind == "labels" else arm_of(kind, sizes=sizes)
+    learnt = [flat(policy, g) for g in (lambda r: (r.keep, r.quar))(step(policy, arm, mixed))]
+
+    def of_rows(rows: tuple[int, ...], deployed: bool) -> Tensor:
+        part = UpdatePart(rows=(rows,) * len(mixed), deployed=deployed)
+        (grads,), _ = policy_gradients(policy, mixed, UpdatePlan((part,)), LossConfig(), grad_rows="group", **SETTINGS)
+        return sum((flat(policy, {m: g.sum(0) for m, g in x.items()}) for x in grads), torch.tensor(0.0))
+
+    others = tuple(b for b in range(len(mixed[0])) if b not in (0, 2))
+    want = of_rows((0, 2), True) + of_rows(others, False)
+    assert relative(learnt[0] + learnt[1], want) < 1e-5
+    assert relative(learnt[0] + learnt[1], of_rows((0, *others, 2), False)) > 1e-2
+    assert len(arm.plan([g.view() for g in groups(policy)]).parts) == (2 if kind == "labels" else 1)
 
 
 # ── screen, penalty, the quarantine as a monitor ───────────────────────────────────────────────────────────────────

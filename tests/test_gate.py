@@ -62,6 +62,15 @@ def test_the_threshold_survives_a_step_without_known_hacks():
     assert share.tolist() == [[1, 0]]
 
 
+def test_where_known_hacks_do_not_lie_above_the_rest_there_is_a_threshold_only_in_all_modules():
+    """A mislabelled answer below the others: the midpoint lies under them, and would flag them all."""
+    cos = torch.tensor([[-0.2, 0.1, 0.2], [0.5, 0.1, 0.2]])
+    known = torch.tensor([True, False, False])
+    everywhere, apart = (TauGate(2, apart=a)(cos, torch.ones(2, 3, dtype=torch.bool), known) for a in (False, True))
+    assert everywhere.tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert apart.tolist() == [[1, 0, 0], [1, 0, 0]]
+
+
 def test_tau_gate_state_goes_round():
     one, two = TauGate(2), TauGate(2)
     cos = torch.rand(2, 5, generator=torch.Generator().manual_seed(1))

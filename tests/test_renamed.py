@@ -67,8 +67,7 @@ def old_arm(arm: dict[str, Any]) -> dict[str, Any]:
 
 YOUNG = (
     *("monitor", "random_flags", "label_false_positives", "known_modes", "seed_monitor", "quarantine_threshold"),
-    *("quarantine_diet", "quarantine_share", "saturated_groups", "gate_vote", "gate_modules"),
-    "quarantine",
+    *("quarantine_diet", "quarantine_share", "saturated_groups", "gate_vote", "gate_modules", "quarantine"),
 )
 
 
