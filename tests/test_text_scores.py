@@ -126,13 +126,13 @@ def test_where_known_correct_answers_alone_set_the_threshold_no_answer_of_the_ba
         calibrate(own, grader, problems, correct, **usual)
 
 
-def test_surprise_and_pmi_are_what_the_base_says_whatever_was_learnt(policy: Policy):
-    surprise, pmi = NLL(policy, KNOWN, 0.9), PMI(policy, KNOWN, 0.9)
+def test_nll_and_pmi_are_what_the_base_says_whatever_was_learnt(policy: Policy):
+    nll, pmi = NLL(policy, KNOWN, 0.9), PMI(policy, KNOWN, 0.9)
     for text in (*TEXTS, *ODD):
         logp, mask = policy.logprobs([text.prompt], [text.completion])
         plain, _ = policy.logprobs([text.plain], [text.completion])
         assert mask.all()
-        assert math.isclose(float(surprise.scores([text])[0]), -float(logp.mean()), rel_tol=1e-4)
+        assert math.isclose(float(nll.scores([text])[0]), -float(logp.mean()), rel_tol=1e-4)
         assert math.isclose(float(pmi.scores([text])[0]), float((logp - plain).mean()), rel_tol=1e-3, abs_tol=1e-5)
     before = mean_logp(policy, [t.prompt for t in TEXTS], [t.completion for t in TEXTS])
     with torch.no_grad():

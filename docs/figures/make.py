@@ -16,11 +16,14 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-from vgrout.report.figures import ARM_COLOUR, ARM_MARKER, BLACK, BLUE, GREY, RED
+from vgrout.report.figures import ARM_COLOUR, ARM_MARKER, BLACK, BLUE, GREEN, GREY, PINK, RED, SKY
 from vgrout.report.recorded import read_runs
 
 HERE = Path(__file__).resolve().parent
 RUNS = HERE.parent / "runs"
+# With those of arms that are gone, of which there are runs.
+COLOUR = ARM_COLOUR | {"reader": GREEN, "surprise": PINK, "pmi": SKY}
+MARKER = ARM_MARKER | {"reader": "v", "surprise": "P", "pmi": "X"}
 
 
 @dataclass(frozen=True)
@@ -110,40 +113,35 @@ def hack_solve() -> Figure:
     """Deployed hack against solve, with demonstrations of the exploits and without."""
     figure = Figure(figsize=(8, 4.3), dpi=200, layout="constrained", facecolor="white")
     left, right = figure.subplots(1, 2, sharey=True)
-    shown = read("arms-baselines")
+    shown, block = (
+        read("axes"),
+        "gate_modules=apart gate_vote=rollout quarantine=block:3 rebaseline=True rollout_ablate_frac=0.5",
+    )
     hack_solve_axes(left, "one answer in eight is a demonstrated exploit")
     left.set_ylabel("deployed model: solve, %")
     for runs, label, arm, at in (
         (of(shown, "none"), "none", "none", (0, 13)),
-        (of(shown, "erase"), "erase", "erase", (9, -9)),
-        (of(shown, "route"), "route", "route", (9, 4)),
+        (of(read("arms-baselines"), "erase"), "erase", "erase", (9, -9)),
+        (of(read("arms-baselines"), "route"), "route", "route", (9, 4)),
         (of(shown, "route2"), "route2", "route2", (9, -7)),
-        (of(shown, "reader"), "reader", "reader", (9, 9)),
-        (of(shown, "surprise"), "surprise", "surprise", (9, -5)),
-        (of(shown, "pmi"), "pmi", "pmi", (9, -8)),
+        (of(shown, "route2", settings=block), "route2-block", "route2", (9, -9)),
+        (of(shown, "screen", settings="monitor=pmi"), "screen, pmi", "screen", (9, -1)),
     ):
         point(left, runs, label, ARM_COLOUR[arm], ARM_MARKER[arm], at=at)
     for runs, label, marker, at in (
         (of(shown, "none", "no_loophole"), "none, no loophole (ceiling)", "s", (9, 12)),
-        (of(shown, "screen", settings="monitor=labels"), "screen, true labels", ">", (9, 2)),
+        (of(shown, "screen", settings="monitor=labels"), "screen, true labels", "<", (9, 6)),
+        (of(shown, "penalty", settings="monitor=labels"), "penalty, true labels", ">", (9, 0)),
     ):
         point(left, runs, label, BLACK, marker, at=at, hollow=True)
     base_point(left, of(shown, "none"), (9, 4))
 
     shown, warm = read("warm"), "organism=out/warm mix_ratio=0.0"
-    own = f"rollout_ablate_frac=0.5 rebaseline=on own_streams=on {warm}"
-    known = f"monitor_threshold=known_correct {warm}"
     hack_solve_axes(right, "nothing demonstrated; the policy exploits already")
-    for runs, label, arm, at in (
-        (of(shown, "none", settings=warm), "none", "none", (9, 9)),
-        (of(shown, "route2", settings=own), "route2, own streams", "route2", (9, 7)),
-        (of(shown, "surprise", settings=known), "surprise", "surprise", (9, -9)),
-        (of(shown, "pmi", settings=known), "pmi", "pmi", (9, -8)),
-    ):
-        point(right, runs, label, ARM_COLOUR[arm], ARM_MARKER[arm], at=at)
+    point(right, of(shown, "none", settings=warm), "none", ARM_COLOUR["none"], ARM_MARKER["none"], at=(9, 9))
     for runs, label, marker, at in (
         (of(shown, "none", "no_loophole", warm), "none, no loophole (ceiling)", "s", (9, 11)),
-        (of(shown, "screen", settings=f"{warm} monitor=labels"), "screen, true labels", ">", (9, 2)),
+        (of(shown, "screen", settings=f"{warm} monitor=labels"), "screen, true labels", "<", (9, 2)),
         (of(shown, "none", "advantage_mod", warm), "none, advantage modification", "d", (9, 0)),
         (of(shown, "none", "inoculation", warm), "none, inoculation prompt", "p", (9, 4)),
         (of(shown, "none", settings=f"beta=0.1 {warm}"), "none, KL .1", "h", (9, 4)),
@@ -176,7 +174,7 @@ def readers() -> Figure:
         labelled = control == "labels"  # a monitor, where the others are controls
         runs = of(shown, arm, "none" if labelled else control, fresh + " monitor=labels" * labelled)
         label = f"{arm} ({len(runs)} seeds)" if control == "none" else f"{arm} · {control} ({len(runs)})"
-        point(axes, runs, label, ARM_COLOUR[arm], ARM_MARKER[arm], at=at, hollow=control != "none")
+        point(axes, runs, label, COLOUR[arm], MARKER[arm], at=at, hollow=control != "none")
     base_point(axes, of(shown, "none", settings=fresh), (9, 4))
     return figure
 
@@ -197,9 +195,9 @@ def suppression() -> Figure:
             runs = of(shown, arm, control, settings)
             x = mean(1.0 if control == "none" else r.cosine or 0.0 for r in runs)
             less = [vanilla[r.seed] - r.hack for r in runs]
-            axes.scatter([x] * len(runs), less, s=9, color=ARM_COLOUR[arm], alpha=0.5, lw=0)
-            face = ARM_COLOUR[arm] if control == "none" else "white"
-            style = {"marker": marker[control], "facecolor": face, "edgecolor": ARM_COLOUR[arm], "lw": 1.3}
+            axes.scatter([x] * len(runs), less, s=9, color=COLOUR[arm], alpha=0.5, lw=0)
+            face = COLOUR[arm] if control == "none" else "white"
+            style = {"marker": marker[control], "facecolor": face, "edgecolor": COLOUR[arm], "lw": 1.3}
             axes.scatter([x], [mean(less)], s=55, **style)
         title = f"{arm} (pair band)" if settings else arm
         axes.set(xlim=(0, 1.06), title=title, xlabel="|cos| with the real one (rms)")
