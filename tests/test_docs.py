@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -93,27 +94,35 @@ def figures() -> SimpleNamespace:
 
 def test_readme_says_the_means_of_the_recorded_runs() -> None:
     make = figures()
-    main, warm, other = make.read("arms-baselines"), make.read("warm"), "organism=out/warm mix_ratio=0.0"
-    own = f"rollout_ablate_frac=0.5 rebaseline=on own_streams=on {other}"
-    known = f"monitor_threshold=known_correct {other}"
+    axes, older, warm = make.read("axes"), make.read("arms-baselines"), make.read("warm")
+    other = "organism=out/warm mix_ratio=0.0"
+    block = "gate_modules=apart gate_vote=rollout quarantine=block:3 rebaseline=True rollout_ablate_frac=0.5"
 
-    def rates(runs: list) -> str:
-        assert len(runs) == 5, len(runs)
-        return f"{mean(r.hack for r in runs):.1f} / {mean(r.solve for r in runs):.1f}"
+    def rates(n: int, *runs: Any) -> str:
+        found = make.of(*runs)
+        assert len(found) == n, len(found)
+        return f"{mean(r.hack for r in found):.1f} / {mean(r.solve for r in found):.1f}"
 
+    pmi, labels = "monitor=pmi", "monitor=labels"
     expected = {
-        "`none` |": [rates(make.of(main, "none")), rates(make.of(warm, "none", settings=other))],
-        "`erase` |": [rates(make.of(main, "erase"))],
-        "`route` |": [rates(make.of(main, "route"))],
-        "`route2` |": [rates(make.of(main, "route2")), rates(make.of(warm, "route2", settings=own))],
-        "`pmi` |": [rates(make.of(main, "pmi")), rates(make.of(warm, "pmi", settings=known))],
-        "`screen`, true labels |": [
-            rates(make.of(main, "screen", settings="monitor=labels")),
-            rates(make.of(warm, "screen", settings=f"{other} monitor=labels")),
+        "`none` |": [
+            rates(10, axes, "none"),
+            rates(10, axes, "none", "no_loophole"),
+            rates(5, warm, "none", "none", other),
+            rates(5, warm, "none", "no_loophole", other),
         ],
-        "without a loophole": [
-            rates(make.of(main, "none", "no_loophole")),
-            rates(make.of(warm, "none", "no_loophole", other)),
+        "`erase` |": [rates(5, older, "erase")],
+        "`route` |": [rates(5, older, "route")],
+        "`route2` |": [rates(5, older, "route2")],
+        "`--method route2-block` |": [rates(10, axes, "route2", c, block) for c in ("none", "no_loophole")],
+        "`screen --monitor pmi` |": [rates(10, axes, "screen", c, pmi) for c in ("none", "no_loophole")],
+        "`screen`, true labels |": [
+            rates(5, older, "screen", "none", labels),
+            rates(5, warm, "screen", "none", f"{other} {labels}"),
+        ],
+        "`penalty`, true labels |": [
+            rates(5, older, "penalty", "none", labels),
+            rates(5, warm, "penalty", "none", f"{other} {labels}"),
         ],
     }
     lines = text(README).splitlines()
@@ -122,9 +131,6 @@ def test_readme_says_the_means_of_the_recorded_runs() -> None:
         assert line, f"README.md: no line with {row!r}"
         for number in numbers:
             assert number in line, f"README.md: {row} should say {number}: {line}"
-    alone = make.of(main, "none", settings="mix_ratio=0.0")
-    said = f"{mean(r.hack for r in alone):.1f} % hacked and {mean(r.solve for r in alone):.1f} % solved"
-    assert said in text(README), said
 
 
 def test_readme_fits_its_budget_and_keeps_the_lines_that_ci_runs() -> None:
