@@ -17,6 +17,7 @@ from vgrout.config.run import from_dict, identity
 from vgrout.report.runs import cells, load
 from vgrout.sweep.ledger import Ledger
 from vgrout.sweep.study_file import load_study_file
+from vgrout.types import Rate
 
 GIVEN = [r for r in RENAMED if r.of != "hash"]  # what a person can give
 IDS = [f"{r.of} {r.old}" for r in GIVEN]
@@ -172,7 +173,7 @@ def test_a_setting_that_nothing_needs_is_refused_in_a_study_file_with_file_and_t
 @pytest.mark.parametrize(("of", "old"), GONE)
 def test_a_run_json_of_what_is_gone_is_refused_with_the_same_line(of: str, old: str) -> None:
     before = old_settings(parse(["mini", "--intervention=route2"]).as_dict())
-    before["arm"] |= {of: old, "reader_threshold": "anchors"}
+    before["arm"] |= {of: old, "reader_threshold": "anchors", "flagged_penalty": 0.5}
     with pytest.raises(ValueError, match="is gone") as refused:
         from_dict(before)
     assert str(refused.value) == f"{flag(of)} {old}: is gone; say {GONE[of, old]}"
@@ -250,6 +251,24 @@ def test_runs_of_before_and_of_today_are_one_cell_of_a_report(flags: list[str], 
     assert "anchors" in (old / "run.json").read_text()
     assert "route2_gate" in (old / "run.json").read_text()
     assert [(c.title, c.seeds) for c in cells(load([old, new]).runs)] == [(title, "1,2")]
+
+
+def test_runs_of_an_arm_that_is_gone_are_read_by_the_settings_that_it_had(tmp_path: Path) -> None:
+    """It learnt with streams of its own and a baseline of its own: without either it is another cell."""
+    usual = {"own_streams": "usual", "rebaseline": "usual", "flagged_penalty": 0.0}
+    parts = [{"own_streams": "off"}, {"rebaseline": "off"}, {"flagged_penalty": 0.5}]
+    for own in ({}, *parts):
+        path = fake_run(tmp_path, "--intervention=screen", "--monitor=pmi", seed=1)
+        record, final = (json.loads((path / name).read_text()) for name in ("run.json", "per_mode_deploy.json"))
+        record["config"]["arm"] |= {"intervention": "pmi", "monitor": "usual", **usual, **own}
+        (path / "run.json").write_text(json.dumps(record))
+        (path / "per_mode_deploy.json").write_text(json.dumps(final | {"arm": "pmi"}))
+        line = {"score": 2.0, "flagged": True, "exploited": True, "gt_correct": False, "env_mode": "sentinel"}
+        (path / "rollouts.jsonl").write_text(json.dumps(line | {"problem_id": 1}) + "\n")
+    runs = load([tmp_path]).runs
+    titles = ["pmi", *(f"pmi ({name} {value})" for own in parts for name, value in own.items())]
+    assert sorted(c.title for c in cells(runs)) == sorted(titles)
+    assert all(run.gates == [(2.0, True)] and run.flags == {"sentinel": Rate(1, 1)} for run in runs)
 
 
 def test_a_sweep_finds_a_run_of_before(tmp_path: Path) -> None:

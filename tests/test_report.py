@@ -140,6 +140,10 @@ def test_recorded_runs_are_read_under_today_s_names(capsys: pytest.CaptureFixtur
     assert len(paths) == 8
     rows = [row for path in paths for row in read_runs(path)]
     assert len(rows) == 607
+    off = [
+        r["settings"].split(" ")[0] for r in rows if r["arm"] == "pmi" and r["settings"].split(" ")[0].endswith("=off")
+    ]
+    assert sorted(off) == ["own_streams=off"] * 3 + ["rebaseline=off"] * 3
     assert {r["arm"] for r in rows} == {
         *("none", "erase", "route", "route2", "reader", "surprise", "pmi", "penalty", "screen")
     }

@@ -206,10 +206,9 @@ def on_policy(views: Views, part: UpdatePart) -> tuple[UpdatePart, ...]:
 
 def _summed(grads: Grads) -> Sequence[RolloutGrads]:
     """The gradients of a plan whose parts share out the rows: in each part the others' are 0."""
-    first, *others = grads
-    if not others:
-        return first
-    return [{m: sum((part[i][m] for part in others), g) for m, g in of.items()} for i, of in enumerate(first)]
+    if len(grads) == 1:
+        return grads[0]
+    return [{m: torch.stack([part[m] for part in of]).sum(0) for m in of[0]} for of in zip(*grads, strict=True)]
 
 
 def _finite(grads: ModuleGrads) -> bool:

@@ -135,10 +135,11 @@ def _of_controls(stored: Mapping[str, Any]) -> dict[str, Any]:
             out.pop("route2_gate", None)
     if (gate := out.pop("route2_gate", None)) is not None and out.get("intervention", "route2") == "route2":
         out.setdefault("monitor", _GATES.get(gate, gate))
+    kept = ("off",) if ("intervention", out.get("intervention")) in GONE else ()  # usual was on: off is another cell
     for name in ("own_streams", "flagged_penalty"):
-        if out.get(name) in ("usual", "off", 0.0):  # else the run is none that this version can make
+        if out.get(name) in ("usual", "off", 0.0) and out[name] not in kept:  # else none that this version can make
             del out[name]
-    if isinstance(was := out.get("rebaseline"), str):
+    if isinstance(was := out.get("rebaseline"), str) and was not in kept:
         out["rebaseline"] = was == "on"
     if "quarantine_block" in out:
         block = out.pop("quarantine_block")

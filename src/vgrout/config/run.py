@@ -463,11 +463,12 @@ def from_dict(data: dict[str, Any]) -> Config:
         default = getattr(Config(), group)
         known = {f.name: f for f in fields(default)}
         stored = current_settings(data.get(group, {}))  # a group younger than the run: its defaults
+        if group == "arm":
+            for name in ("intervention", "control"):
+                refuse_setting(name, [stored.get(name)])
         if unknown := sorted(stored.keys() - known.keys()):
             raise ValueError(f"run.json: unknown settings {', '.join(unknown)}; the run was made by another version")
         if group == "arm":  # what an arm does not read stood at its default then, whatever that is today
-            for name in ("intervention", "control"):
-                refuse_setting(name, [stored.get(name)])
             arm, control, monitor, seed = (
                 stored.get(name, getattr(default, name))
                 for name in ("intervention", "control", "monitor", "seed_monitor")

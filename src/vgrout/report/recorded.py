@@ -36,15 +36,16 @@ def read_runs(path: Path) -> list[Recorded]:
 
 def _renamed(row: Recorded) -> Recorded:
     arm, control = current_arm(current_value("intervention", row["arm"]), row["control"])
-    settings = [word for name in row["settings"].split(" ") for word in _renamed_setting(name)]
+    settings = [word for name in row["settings"].split(" ") for word in _renamed_setting(name, arm)]
     if control == "none" != row["control"]:  # what was a control is a monitor today
         settings.append("monitor=labels")
     return row | {"arm": arm, "control": control, "settings": " ".join(filter(None, settings))}
 
 
-def _renamed_setting(word: str) -> list[str]:
+def _renamed_setting(word: str, arm: str) -> list[str]:
     name, equals, value = word.partition("=")
-    return [f"{new}{equals}{now}" for new, now in current_settings({name: value}).items()]
+    settings = current_settings({"intervention": arm, name: value})
+    return [f"{new}{equals}{now}" for new, now in settings.items() if new != "intervention"]
 
 
 def cells_table(paths: Sequence[Path], tag: str = "") -> Table:

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from vgrout.config.arm import ARMS, CONTROLS, ArmConfig
 from vgrout.config.presets import PRESETS
-from vgrout.config.renamed import current_answer, current_arm, current_hashes, current_settings
+from vgrout.config.renamed import GONE, current_answer, current_arm, current_hashes, current_settings
 from vgrout.config.run import Config
 from vgrout.files import json_lines, read_json
 from vgrout.table import LEARNED, counted, first_hacks, read_steps
@@ -176,7 +176,13 @@ class Run:
 
     @property
     def monitor_name(self) -> str:
-        return self._arm_config.monitor_name if self._arm_config else "none"
+        if self._arm_config:
+            return self._arm_config.monitor_name
+        said = GONE.get(("intervention", self.intervention))
+        if said is None or self.control == "no_gate":
+            return "none"
+        stored = self.settings["arm"]["monitor"]
+        return said.split()[-1] if stored == "usual" else stored
 
     @property
     def cosine_to_real(self) -> dict[str, Any] | None:

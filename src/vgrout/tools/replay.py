@@ -34,8 +34,7 @@ def replay(
     for group in batch.groups:
         for b, rollout in enumerate(group.rollouts):
             # learnt under the deployed model too, where a row may fail that is fine under both vectors
-            quiet = cfg.arm.intervention == "sgtm" or cfg.arm.monitor_name == "quarantine"
-            views = (False, True) if quiet else (False,)
+            views = (False, True) if cfg.arm.ablate_frac else (False,)
             of_parts, metrics = policy_gradients(
                 policy,
                 [group],
