@@ -124,14 +124,13 @@ def hack_solve() -> Figure:
         (of(read("arms-baselines"), "erase"), "erase", "erase", (9, -9)),
         (of(read("arms-baselines"), "route"), "route", "route", (9, 4)),
         (of(shown, "route2"), "route2", "route2", (9, -7)),
-        (of(shown, "route2", settings=block), "route2-block", "route2", (9, -9)),
-        (of(shown, "screen", settings="monitor=pmi"), "screen, pmi", "screen", (9, -1)),
+        (of(shown, "route2", settings=block), "route2-block", "route2", (9, -10)),
+        (of(shown, "screen", settings="monitor=pmi"), "screen, pmi", "screen", (9, 0)),
     ):
         point(left, runs, label, ARM_COLOUR[arm], ARM_MARKER[arm], at=at)
     for runs, label, marker, at in (
-        (of(shown, "none", "no_loophole"), "none, no loophole (ceiling)", "s", (9, 12)),
-        (of(shown, "screen", settings="monitor=labels"), "screen, true labels", "<", (9, 6)),
-        (of(shown, "penalty", settings="monitor=labels"), "penalty, true labels", ">", (9, 0)),
+        (of(shown, "none", "no_loophole"), "none, no loophole (ceiling)", "s", (9, 24)),
+        (of(shown, "screen", settings="monitor=labels"), "screen, true labels", "<", (9, 13)),
     ):
         point(left, runs, label, BLACK, marker, at=at, hollow=True)
     base_point(left, of(shown, "none"), (9, 4))

@@ -139,7 +139,7 @@ def _of_controls(stored: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("own_streams", "flagged_penalty"):
         if out.get(name) in ("usual", "off", 0.0) and out[name] not in kept:  # else none that this version can make
             del out[name]
-    if isinstance(was := out.get("rebaseline"), str) and was not in kept:
+    if (was := out.get("rebaseline")) in ("usual", "on", "off") and was not in kept:
         out["rebaseline"] = was == "on"
     if "quarantine_block" in out:
         block = out.pop("quarantine_block")
