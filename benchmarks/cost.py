@@ -25,8 +25,9 @@ ARMS: dict[str, tuple[bool, bool, bool, bool]] = {
     "erase": (False, False, True, False),
     "route": (False, True, True, False),
     "route2": (True, True, True, False),
-    "screen by pmi": (False, False, False, True),
-    "penalty by pmi": (False, False, False, True),
+    **dict.fromkeys(
+        (f"screen by {name}" for name in ("pmi", "nll", "probe", "relevance")), (False, False, False, True)
+    ),
 }
 QWEN = KNOWN["Qwen/Qwen3-4B"]
 
