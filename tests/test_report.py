@@ -137,24 +137,24 @@ def test_recorded_runs_are_read_under_today_s_names(capsys: pytest.CaptureFixtur
     """Every CSV of docs/runs, whose arms and controls have the names of earlier versions; those that are gone since
     keep theirs."""
     paths = sorted(RECORDED.glob("*.csv"))
-    assert len(paths) == 8
+    assert len(paths) == 9
     rows = [row for path in paths for row in read_runs(path)]
-    assert len(rows) == 607
+    assert len(rows) == 720  # 113 of them, of axes.csv, with the names of today
     off = [
         r["settings"].split(" ")[0] for r in rows if r["arm"] == "pmi" and r["settings"].split(" ")[0].endswith("=off")
     ]
     assert sorted(off) == ["own_streams=off"] * 3 + ["rebaseline=off"] * 3
     assert {r["arm"] for r in rows} == {
-        *("none", "erase", "route", "route2", "reader", "surprise", "pmi", "penalty", "screen")
+        *("none", "erase", "route", "route2", "reader", "surprise", "pmi", "penalty", "screen", "sgtm")
     }
     assert {r["control"] for r in rows} <= {*CONTROLS, "random_flags", "no_gate"}
     labelled = [r for r in rows if r["arm"] in ("penalty", "screen")]
-    assert {r["settings"].split(" ")[-1] for r in labelled} == {"monitor=labels"}
+    assert {r["settings"].split(" ")[-1] for r in labelled} == {"monitor=labels", "monitor=pmi"}
     assert not [r for r in rows if r["arm"] == "none" and "monitor" in r["settings"]]
     assert len({r["settings"] for r in labelled}) > 4, "with three accuracies, on two organisms"
-    assert sum(int(r["seeds"]) for r in cells_table([*paths, paths[0]]).rows) == 607, "a run given twice counts once"
+    assert sum(int(r["seeds"]) for r in cells_table([*paths, paths[0]]).rows) == 720, "a run given twice counts once"
     assert main([str(p) for p in paths]) == 0
-    assert capsys.readouterr().out.startswith("Cells: 607 runs. ")
+    assert capsys.readouterr().out.startswith("Cells: 720 runs. ")
 
 
 def test_a_recorded_cell_by_hand(tmp_path: Path) -> None:

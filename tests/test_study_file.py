@@ -108,7 +108,7 @@ shipped = cache(load_study_file)
 
 
 SHIPPED = (
-    *("arms", "axes", "baselines", "checks", "controls", "full", "guard", "losses"),
+    *("arms", "axes", "axes-parts", "baselines", "checks", "controls", "full", "guard", "losses"),
     *("quarantine", "warm"),
 )
 

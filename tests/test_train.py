@@ -382,10 +382,11 @@ def test_a_sampler_without_the_adapter_is_caught_by_the_row(tmp_path: Path, monk
 
 
 def test_ratios_and_masked_shares_are_in_every_row_with_signal(shared_run: SharedRuns, tmp_path: Path) -> None:
-    tight = ["--loss", "icepop", "--icepop-low", "0.999", "--icepop-high", "1.001", "--rollout-ablate-frac", "0.5"]
+    """The quarantine as a monitor learns, with itself on, from rows that the deployed model sampled."""
+    tight = ["--loss", "icepop", "--icepop-low", "0.999", "--icepop-high", "1.001"]
     table = [
         r
-        for r in rows(run(shared_run.warm(tmp_path), *flags("route", *tight), stop_after=3))
+        for r in rows(run(shared_run.warm(tmp_path), *flags("screen-quarantine", *tight), stop_after=4))
         if r["mismatch_kl"] is not None
     ]
     assert table
