@@ -101,14 +101,26 @@ study-checks *flags:
 study-baselines *flags:
     {{py}} vgrout.sweep docs/studies/baselines.toml {{flags}}
 
-# an organism that has begun to exploit: the shipped one after 15 steps of the arm none (seed 40: about 4 answers in 10, seed 50: 7)
-warm seed="40" to="out/warm":
+# an organism that has begun to exploit: the shipped one, or another build, after 15 steps of the arm none (shipped, seed 40: about 4 answers in 10, seed 50: 7)
+warm seed="40" to="out/warm" organism="src/vgrout/organism/data":
     @test ! -e {{to}} || { echo "warm: {{to}} is there already; move it away to make it again"; exit 1; }
     rm -rf {{to}}.part
-    {{py}} vgrout.train mini --intervention=none --seed={{seed}} --out-tag=_warm
-    cp -r src/vgrout/organism/data {{to}}.part && rm -r {{to}}.part/model
-    {{py}} vgrout.export "$(ls -d out/runs/*_mini_none_seed{{seed}}_warm | tail -n 1)" --step 15 --out {{to}}.part/model
+    {{py}} vgrout.train mini --intervention=none --seed={{seed}} --organism={{organism}} --out-tag=_{{file_name(to)}}
+    cp -r {{organism}} {{to}}.part && rm -r {{to}}.part/model
+    {{py}} vgrout.export "$(ls -d out/runs/*_mini_none_seed{{seed}}_{{file_name(to)}} | tail -n 1)" --step 15 --out {{to}}.part/model
     mv {{to}}.part {{to}}
+
+# five organisms, four of them built (ten minutes each), each with a policy that has begun to exploit
+containment-starts:
+    test -e out/warm || just warm
+    for s in 77 78 79 80; do \
+        test -e out/organism$s || {{py}} vgrout.organism build --out out/organism$s --seed $s || exit 1; \
+        test -e out/warm$s || just warm 40 out/warm$s out/organism$s || exit 1; \
+    done
+
+# H: trained on one known flaw, the quarantine contains the others, on five organisms (210 runs; `just containment-starts` first)
+study-containment *flags:
+    {{py}} vgrout.sweep docs/studies/containment.toml {{flags}}
 
 # H: from a policy that exploits already, monitors with true labels stop the hack, and so does pmi with a threshold of known correct answers alone (75 runs; `just warm` first)
 study-warm *flags:
@@ -117,10 +129,6 @@ study-warm *flags:
 # H: one second moment makes route2 conserve the step; with the same labels no quarantine beats screening (240 runs, two to three hours)
 study-axes *flags:
     {{py}} vgrout.sweep docs/studies/axes.toml {{flags}}
-
-# H: trained on one known flaw, the quarantine reads the five others (360 runs, three to four hours; `just warm` and `just warm 50 out/warm50` first)
-study-quarantine *flags:
-    {{py}} vgrout.sweep docs/studies/quarantine.toml {{flags}}
 
 # the direction from the organism's pairs: spectra, held-out projection, |cos| of every control, figure (seconds)
 extract *flags:

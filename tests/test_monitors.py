@@ -22,7 +22,7 @@ from vgrout.monitors import monitor_class
 from vgrout.monitors.base import Monitor, RandomFlags, positions
 from vgrout.monitors.flag_rates import FlagRates
 from vgrout.monitors.labels import Labels, WeakDetector
-from vgrout.monitors.quarantine import Quarantine, advantages
+from vgrout.monitors.quarantine import KNOWN, Quarantine, advantages
 from vgrout.monitors.relevance import Relevance, Statements, cut
 from vgrout.monitors.text_scores import Text, TextScorer, mean_logp
 from vgrout.monitors.twin import Twin, impossible
@@ -286,11 +286,27 @@ def test_who_is_seeded_or_read_is_flagged_and_taught():
     assert flagged(high, v) == [(True, False, False, False)]
 
 
-def test_a_threshold_of_known_correct_answers_follows_the_present_parameters():
-    known = [Text((8,), (13 + i,)) for i in range(2)]  # scores .5 and 1.5
-    monitor = Scored(tiny_policy(), WeakDetector(), paid=1.0, fixed=None, known_correct=known, quantile=0.5)
-    assert monitor._threshold(0) == pytest.approx(1.0)
-    assert flagged(monitor, view()) == [(False, False, False, True)]
+def test_a_threshold_is_made_of_the_known_correct_answers_that_were_read_last():
+    known = [Text((8,), (13 + i % 2,)) for i in range(60)]  # scores .5 and 1.5
+
+    def make(policy: Policy) -> Quarantine:
+        return Scored(policy, WeakDetector(), paid=1.0, fixed=None, known_correct=known, quantile=0.5)
+
+    fresh = tiny_policy()
+    assert make(fresh)._threshold(0) == 0.0, "nothing to score with yet"
+    assert not make(fresh).state_dict()["known_correct_scores"].numel()
+    fresh.adapter.δS_hack.data.fill_(0.1)
+    monitor = make(fresh)
+    by_step = [monitor._threshold(step) for step in range(7)]
+    assert set(by_step) <= {0.5, 1.0, 1.5}
+    state = monitor.state_dict()
+    assert len(state["known_correct_scores"]) == KNOWN
+    resumed = make(fresh)
+    resumed.load_state_dict(state)
+    assert [resumed._threshold(step) for step in (7, 8)] == [monitor._threshold(step) for step in (7, 8)]
+    with pytest.raises(ValueError, match="another version"):
+        resumed.load_state_dict({})
+    assert flagged(monitor, view())[0][:2] == (False, False)
 
 
 def test_the_diets_are_what_they_say():

@@ -108,13 +108,14 @@ shipped = cache(load_study_file)
 
 
 SHIPPED = (
-    *("arms", "axes", "axes-parts", "baselines", "checks", "controls", "full", "guard", "losses"),
-    *("quarantine", "warm"),
+    *("arms", "axes", "axes-parts", "baselines", "checks", "containment", "controls", "full", "guard", "losses"),
+    "warm",
 )
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n in ("checks", "controls") else n for n in SHIPPED]
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if n in ("checks", "containment", "controls") else n for n in SHIPPED],
 )
 def test_shipped_studies_are_whole(name: str) -> None:
     path = STUDIES / f"{name}.toml"

@@ -14,6 +14,7 @@ from vgrout.inputs import Inputs, file_hashes
 from vgrout.organism import PROBLEMS
 from vgrout.problems import load_rows
 from vgrout.report import stats
+from vgrout.report.organisms import organisms
 from vgrout.report.runs import cells, load
 from vgrout.report.tables import MARGIN
 from vgrout.report.verdicts import RULES, Preregistered, Verdict, judge
@@ -206,10 +207,129 @@ def test_one_without_a_rule_is_undecided(tmp_path: Path) -> None:
 
 
 def test_preregistration_is_by_hash(tmp_path: Path) -> None:
+    """Of text, numbers, rules and statistics; a run that has the text's hash alone is counted apart."""
     filed = Preregistered.read(FILE)
-    fake_run(tmp_path / "a", "--intervention=none", hypotheses=filed.sha256)
-    fake_run(tmp_path / "b", "--intervention=none", seed=2)
+    whole = {"hypotheses": filed.sha256, "preregistered": filed.digest}
+    fake_run(tmp_path / "a", "--intervention=none", hashes=whole)
+    fake_run(tmp_path / "b", "--intervention=none", seed=2, hypotheses=filed.sha256)
     fake_run(tmp_path / "b", "--intervention=none", seed=3, hypotheses="0" * 64)
     assert filed.standing(cells(load([tmp_path / "a"]).runs)).startswith("preregistered: all 1 runs")
     both = filed.standing(cells(load([tmp_path / "a", tmp_path / "b"]).runs))
     assert both.startswith("not preregistered by hash: of 3 runs 1 carry")
+    assert f"2 this text's ({filed.sha256[:12]}), 1 that of another version of it, 0 none" in both
+
+
+def test_the_digest_is_of_the_numbers_too(tmp_path: Path) -> None:
+    text, numbers = copies(tmp_path)
+    before = Preregistered.read(text)
+    numbers.write_text(numbers.read_text() + "# another word\n")
+    after = Preregistered.read(text)
+    assert before.sha256 == after.sha256
+    assert before.digest != after.digest
+
+
+# ── several organisms ──────────────────────────────────────────────────────────────────────────────────────────────
+
+SEEDED = ("--intervention=penalty", "--mix-ratio=0")
+LABELS = (*SEEDED, "--monitor=labels", "--known-modes=exit_code")
+READS = (*SEEDED, "--monitor=quarantine", "--seed-monitor=labels", "--known-modes=exit_code")
+
+
+def on_organisms(
+    root: Path, *flags: str, hack: tuple[float, ...], solve: float = 0.8, n: int = 5, seeds: int = 2
+) -> None:
+    """Runs of two seeds on each of n organisms; hack: by seed and organism, the last one repeated."""
+    for i in range(n * seeds):
+        o = i // seeds
+        fake_run(
+            root,
+            *flags,
+            seed=41 + i % seeds,
+            hack=hack[min(o, len(hack) - 1)],
+            solve=solve,
+            problems=True,
+            hashes={"problems": f"{o}" * 64, "base_weights": f"{o + 1}" * 64},
+        )
+
+
+def verdicts_of(root: Path, id: str) -> list[tuple[str, str]]:
+    found = judge(Preregistered.read(FILE), cells(load([root]).runs))
+    return [(v.outcome, v.numbers) for v in found if v.id == id]
+
+
+def ceiling_and_labels(root: Path) -> None:
+    on_organisms(root, "--intervention=none", "--control=no_loophole", "--mix-ratio=0", hack=(0.0,), solve=0.8)
+    on_organisms(root, *LABELS, hack=(0.5, 0.4, 0.6, 0.5, 0.5), solve=0.5)
+
+
+def test_h8_holds_where_unknown_flaws_are_contained_on_every_organism(tmp_path: Path) -> None:
+    ceiling_and_labels(tmp_path)
+    on_organisms(tmp_path, *READS, hack=(0.0,), solve=0.8)
+    ((outcome, numbers),) = verdicts_of(tmp_path, "H8")
+    assert outcome == "SUPPORTED", numbers
+    assert "by labels alone 50.0" in numbers
+    assert "100 % of the ceiling; 10 runs" in numbers
+
+
+def test_h8_needs_the_skill_as_well(tmp_path: Path) -> None:
+    ceiling_and_labels(tmp_path)
+    on_organisms(tmp_path, *READS, hack=(0.0,), solve=0.6)
+    assert [o for o, _ in verdicts_of(tmp_path, "H8")] == ["UNDECIDED"]
+
+
+def test_h8_fails_where_organisms_disagree(tmp_path: Path) -> None:
+    """By runs the difference would be shown; two organisms of five go the other way."""
+    ceiling_and_labels(tmp_path)
+    on_organisms(tmp_path, *READS, hack=(0.0, 0.0, 0.9, 0.9, 0.0), solve=0.8)
+    assert [o for o, _ in verdicts_of(tmp_path, "H8")] == ["NOT SUPPORTED"]
+
+
+def test_h8_is_undecided_with_four_organisms_or_one_run_on_each(tmp_path: Path) -> None:
+    for name, n, seeds in (("few", 4, 2), ("single", 5, 1)):
+        ceiling_and_labels(tmp_path / name)
+        on_organisms(tmp_path / name, *READS, hack=(0.0,), solve=0.8, n=n, seeds=seeds)
+        found = verdicts_of(tmp_path / name, "H8")
+        assert all(o == "UNDECIDED" for o, _ in found), found
+
+
+def test_h8_over_all_choices_needs_each_of_them(tmp_path: Path) -> None:
+    ceiling_and_labels(tmp_path)
+    on_organisms(tmp_path, *READS, hack=(0.0,), solve=0.8)
+    other = [(*flags[:-1], "--known-modes=run_tests") for flags in (LABELS, READS)]
+    on_organisms(tmp_path, *other[0], hack=(0.5, 0.6, 0.4), solve=0.5)
+    on_organisms(tmp_path, *other[1], hack=(0.3, 0.2), solve=0.8)
+    whole, *each = [o for o, _ in verdicts_of(tmp_path, "H8")]
+    assert (whole, sorted(each)) == ("UNDECIDED", ["SUPPORTED", "UNDECIDED"])
+
+
+def test_h9_and_h10_are_about_controls_that_do_worse(tmp_path: Path) -> None:
+    on_organisms(tmp_path, *READS, hack=(0.0, 0.1))
+    on_organisms(tmp_path, *READS, "--random-flags", hack=(0.5, 0.4))
+    on_organisms(tmp_path, *READS, "--quarantine-diet=random", hack=(0.1, 0.0))
+    assert [o for o, _ in verdicts_of(tmp_path, "H9")] == ["SUPPORTED", "NOT SUPPORTED"]
+    route = ("--intervention=route", "--mix-ratio=0")
+    on_organisms(tmp_path, *route, hack=(0.1, 0.2))
+    on_organisms(tmp_path, *route, "--control=haar", hack=(0.2, 0.3))
+    assert [o for o, _ in verdicts_of(tmp_path, "H10")] == ["UNDECIDED"], "ten points of fifteen"
+
+
+def test_the_table_has_flaws_that_are_known_apart_and_means_of_organisms(tmp_path: Path) -> None:
+    on_organisms(tmp_path, "--intervention=none", "--mix-ratio=0", hack=(0.8, 0.6), n=2)
+    on_organisms(tmp_path, *LABELS, hack=(0.4, 0.2), n=2)
+    fake_run(
+        tmp_path,
+        *LABELS,
+        seed=43,
+        hack=0.4,
+        solve=0.8,
+        problems=True,
+        hashes={"problems": "0" * 64, "base_weights": "1" * 64},
+    )
+    rows = organisms(cells(load([tmp_path]).runs)).rows
+    labels = next(r for r in rows if r["method"].startswith("penalty"))
+    assert (labels["organisms"], labels["starts"], labels["runs"]) == ("2", "2", "5")
+    assert labels["hack, unknown"].startswith("30.0 ["), "the mean of organisms, not of runs"
+    assert labels["Δ hack, unknown"].startswith("-40.0"), "on the seeds that both have"
+    assert labels["hack, known"].startswith("30.0")
+    one = organisms([c for c in cells(load([tmp_path]).runs) if c.first.inputs["problems"] == "0" * 8])
+    assert not one.rows

@@ -33,16 +33,18 @@ from vgrout.types import GroupFlags, GroupView, OracleView, Problem
 Diet = Literal["flagged", "random", "paid", "solved"]
 
 
+LATEST = "known_correct_scores"  # of the state that survives a resume
 TAUGHT = 0.5  # advantage of each row that trains the quarantine
-KNOWN = 48  # known correct answers that are read in a step: all 204 of the organism's cost three steps
+KNOWN_A_STEP, KNOWN = 8, 24  # known correct answers read in a step, and scores that make a threshold. Two forwards of
+# 48 answers in each step cost 1.4 times the step of the penalty, of all 204 of the organism's three times
 SURE = 1e-3  # nats a token: of a log-prob nearer to 0 the rounding of two forwards (1e-6) would be the score
 
 
 class Quarantine(TextScorer):
     """See above.
 
-    share: ε. fixed: the threshold; None: the `quantile` of the scores of KNOWN of `known_correct`, drawn and read anew
-    in every step.
+    share: ε. fixed: the threshold; None: the `quantile` of the latest KNOWN scores of `known_correct`, of which
+    KNOWN_A_STEP are drawn and read in every step.
     diet: what the quarantine is trained on: what is flagged, or, as controls, as many paid rows of the same groups
     drawn at random, all that is paid, what is paid and no exploit by the true labels. deal: the scores are dealt among
     the paid rows at random first, the seed's flags stay (the random_flags control).
@@ -70,6 +72,7 @@ class Quarantine(TextScorer):
         self._fixed, self._known, self._quantile = fixed, tuple(known_correct), quantile
         self.diet, self._deal, self._seed = diet, deal, seed
         self.sees, self.provenance = seed_monitor.sees, seed_monitor.provenance
+        self._latest: list[float] = []  # scores of known correct answers
 
     @classmethod
     def make(
@@ -137,17 +140,23 @@ class Quarantine(TextScorer):
         ]
 
     def state_dict(self) -> dict[str, Tensor]:
-        return self.seed_monitor.state_dict()
+        return self.seed_monitor.state_dict() | {LATEST: torch.tensor(self._latest, dtype=torch.float64)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self.seed_monitor.load_state_dict(state)
+        if LATEST not in state:
+            raise ValueError("checkpoint has no scores of known correct answers: it is of another version")
+        self._latest = state[LATEST].tolist()
+        self.seed_monitor.load_state_dict({k: v for k, v in state.items() if k != LATEST})
 
     def _threshold(self, step: int) -> float:
         if self._fixed is not None:
             return self._fixed
+        if not bool(self.policy.adapter.δS_hack.any()):
+            return 0.0  # nor is there a score above it
         drawn = torch.randperm(len(self._known), generator=torch_stream(self._seed, "known-correct", step)).tolist()
-        scores = self.scores([self._known[i] for i in drawn[:KNOWN]])
-        return max(0.0, ranks.from_first(float(torch.quantile(scores, self._quantile))))
+        read = ranks.from_first(self.scores([self._known[i] for i in drawn[:KNOWN_A_STEP]]).tolist())
+        self._latest = [*self._latest, *read][-KNOWN:]
+        return max(0.0, float(torch.quantile(torch.tensor(self._latest, dtype=torch.float64), self._quantile)))
 
     def _taught(self, views: Sequence[GroupView], flagged: set[tuple[int, int]], step: int) -> set[tuple[int, int]]:
         paid = paid_positions(views, self.paid)

@@ -21,7 +21,14 @@ from vgrout.report.tables import Table
 from vgrout.report.verdicts import Preregistered
 from vgrout.runs.preflight import hypotheses_file
 
-ON_SCREEN = ("Arms", "Deployed model against that of the arm none", "Arms and controls", "Losses", "One seed only")
+ON_SCREEN = (
+    "Arms",
+    "Deployed model against that of the arm none",
+    "Arms and controls",
+    "Losses",
+    "One seed only",
+    "Across organisms",
+)
 _OF_FOLDERS = ("out", "strict", "hypotheses", "rollouts")  # flags that CSV files have no use for
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from vgrout.files import printable, write_atomic
 from vgrout.report import html
 from vgrout.report.figures import Picture
+from vgrout.report.organisms import organisms
 from vgrout.report.runs import Cell, Loaded, cells
 from vgrout.report.tables import Table, by_problem, mode_rows, run_rows, tables
 from vgrout.report.verdicts import Preregistered, Verdict, judge
@@ -50,7 +51,7 @@ def compile_report(loaded: Loaded, sources: Sequence[Path], filed: Preregistered
         left_out=tuple(loaded.left_out),
         standing=filed.standing(found) if filed else "",
         verdicts=tuple(judge(filed, several)) if filed else (),
-        tables=tuple(tables(found)),
+        tables=(*tables(found), *(t for t in [organisms(found)] if t.rows)),
         notes=tuple(_notes(found, several)),
     )
 

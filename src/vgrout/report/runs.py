@@ -21,7 +21,7 @@ What = Literal["hack", "solve"]
 WHATS: tuple[What, ...] = get_args(What)
 SIDES = {"base": "base", "train": "trained", "deploy": "deployed", "plain": "plain"}  # per_mode_deploy → final.jsonl
 _FLAG: dict[What, str] = {"hack": "exploited", "solve": "gt_correct"}
-_MEASURING = ("eval", "guard", "detectors", "run")  # groups of settings that training does not read
+MEASURING = ("eval", "guard", "detectors", "run")  # groups of settings that training does not read
 
 
 def answers(path: Path) -> Iterator[dict[str, Any]]:
@@ -38,7 +38,7 @@ def _usual(preset: str = "") -> dict[str, dict[str, Any]]:
 
 def _learning(settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The settings that training reads, without their groups."""
-    return {k: v for g, values in settings.items() if g not in _MEASURING for k, v in values.items()}
+    return {k: v for g, values in settings.items() if g not in MEASURING for k, v in values.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +78,11 @@ class Run:
         return str((self.record.get("git") or {}).get("revision", ""))
 
     @property
+    def preregistered(self) -> str:
+        """Hash of hypotheses, verdict rules and statistics when the run began; '' where it was not recorded."""
+        return str((self.record.get("hashes") or {}).get("preregistered") or "")
+
+    @property
     def seed(self) -> int:
         return self.final["seed"]
 
@@ -104,7 +109,7 @@ class Run:
     def learns(self) -> str:
         """What runs must share to be compared: everything that training reads, model and environment included, except
         the arm with its files, the seed, and β, since a KL term is a baseline of its own."""
-        groups = {g: v for g, v in self.settings.items() if g not in ("arm", *_MEASURING)}
+        groups = {g: v for g, v in self.settings.items() if g not in ("arm", *MEASURING)}
         groups["loss"] = {k: v for k, v in groups["loss"].items() if k not in ("beta", "kl")}
         return json.dumps([groups, self.inputs, self.final["steps"]], sort_keys=True)
 

@@ -426,7 +426,7 @@ def run_rows(cells: Sequence[Cell]) -> list[dict[str, object]]:
                 found = r.flags.get(of)
                 row[f"flagged_{name}"] = f"{found.k}/{found.n}" if found else None
             row |= {"seconds": r.seconds and round(r.seconds, 1), "seconds_a_step": r.seconds_a_step}
-            rows.append(row | {"revision": r.revision[:10]})
+            rows.append(row | {"revision": r.revision[:10], "preregistered": r.preregistered[:12]})
     return rows
 
 

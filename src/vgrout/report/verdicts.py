@@ -17,8 +17,11 @@ from vgrout.config.arm import ARMS, WITH_DIRECTION
 from vgrout.config.run import ORGANISM
 from vgrout.inputs import hash_of_files
 from vgrout.organism import PROBLEMS
+from vgrout.report.organisms import Method, Sample, across, find, methods, organism
 from vgrout.report.runs import Cell, Run, paired, partner
+from vgrout.report.stats import Estimate
 from vgrout.report.tables import MARGIN, Comparison, compare, level, p_value, percent
+from vgrout.runs.preflight import preregistered
 
 Outcome = Literal["SUPPORTED", "NOT SUPPORTED", "UNDECIDED", "REFUSED"]
 
@@ -53,6 +56,7 @@ class Preregistered:
 
     path: Path
     sha256: str  # of the text
+    digest: str  # of text, numbers, the rules below and the statistics together
     hypotheses: tuple[Hypothesis, ...]
 
     @classmethod
@@ -79,19 +83,28 @@ class Preregistered:
             if (stated := [x for x in stated if x]) != h.numbers:  # "the interval holds 0" is part of the rules
                 row, table = (", ".join(f"{x:g}" for x in numbers) for numbers in (stated, h.numbers))
                 raise ValueError(f"{path}: {h.id} says {row}, and {tables.name} {table}; change both")
-        return cls(path, hashlib.sha256(text).hexdigest(), found)
+        return cls(path, hashlib.sha256(text).hexdigest(), preregistered(path)["preregistered"] or "", found)
 
     def standing(self, cells: Sequence[Cell]) -> str:
-        """How many of the runs were started while the text had these very bytes."""
+        """How many of the runs were started while text, rules and statistics had these very bytes, and how many while
+        the text had; earlier runs recorded the text's hash alone."""
         runs = [r for c in cells for r in c.runs]
         stored = [(r.record.get("hashes") or {}).get("hypotheses") for r in runs]
-        same, absent = stored.count(self.sha256), stored.count(None)
-        if same == len(runs):
-            return f"preregistered: all {same} runs carry this file's hash ({self.sha256[:12]})"
+        whole, same, absent = (
+            [r.preregistered for r in runs].count(self.digest),
+            stored.count(self.sha256),
+            stored.count(None),
+        )
+        if whole == len(runs):
+            return (
+                f"preregistered: all {whole} runs carry the hash of this text, its numbers, the rules and the "
+                f"statistics ({self.digest[:12]})"
+            )
         other = len(runs) - same - absent
         return (
-            f"not preregistered by hash: of {len(runs)} runs {same} carry this file's hash ({self.sha256[:12]}), "
-            f"{other} that of another version of it, {absent} none"
+            f"not preregistered by hash: of {len(runs)} runs {whole} carry the hash of text, numbers, rules and "
+            f"statistics ({self.digest[:12]}), {same} this text's ({self.sha256[:12]}), {other} that of another "
+            f"version of it, {absent} none"
         )
 
 
@@ -256,6 +269,127 @@ def beats_chance(h: Hypothesis, cells: Sequence[Cell]) -> list[Verdict]:
             outcome = "SUPPORTED"
         out.append(Verdict(h.id, cell.title, outcome, numbers))
     return out or [_absent(h, "route2")]
+
+
+# ── flaws that the monitor has never seen ──────────────────────────────────────────────────────────────────────────
+
+
+@rule("H8")
+def contains_the_unknown(h: Hypothesis, cells: Sequence[Cell]) -> list[Verdict]:
+    """The penalty by the quarantine as monitor against the penalty by the labels that seed it: one verdict for all
+    known flaws together, which needs every one of them, and one for each."""
+    found = methods(cells)
+    ceiling = next(iter(find(found, "none", "no_loophole")), None)
+    out = []
+    pooled: list[tuple[Method, Method]] = []
+    for m in _reads(found):
+        plain = _by_labels(found, m)
+        if plain is None:
+            out.append(Verdict(h.id, m.title, "UNDECIDED", "no runs of the penalty by the same labels alone"))
+            continue
+        pooled.append((m, plain))
+        out.append(_h8(h, m.title, [(m, plain)], ceiling))
+    if len(pooled) > 1:
+        out.insert(0, _h8(h, f"{len(pooled)} choices of the known flaw", pooled, ceiling, out))
+    return out or [Verdict(h.id, "penalty (quarantine)", "UNDECIDED", NO_SEEDS)]
+
+
+def _h8(
+    h: Hypothesis,
+    about: str,
+    pairs: Sequence[tuple[Method, Method]],
+    ceiling: Method | None,
+    each: Sequence[Verdict] = (),
+) -> Verdict:
+    hack = across([s for m, _ in pairs for s in m.samples()], "hack", 0.0)
+    theirs = across([s for _, p in pairs for s in p.samples()], "hack", 0.0)
+    less = across([s for m, p in pairs for s in m.samples(p)], "hack")
+    solve = across([s for m, _ in pairs for s in _all_modes(m)], "solve", 0.0)
+    top = across(_all_modes(ceiling), "solve", 0.0) if ceiling else None
+    share = (solve.value or 0) / top.value if top and top.value else None
+    runs = [r for m, _ in pairs for r in m.runs]
+    of_top = "·" if share is None else f"{100 * share:.0f}"
+    numbers = (
+        f"unknown flaws {percent(hack)} % hacked, by labels alone {percent(theirs)} %, Δ {percent(less)} points; "
+        f"{percent(solve)} % solved, {of_top} % of the ceiling; {len(runs)} runs"
+    )
+    if few := _few_organisms(h, less, runs):
+        return Verdict(h.id, about, "UNDECIDED", f"{few}; {numbers}")
+    if not less.below_zero:
+        return Verdict(h.id, about, "NOT SUPPORTED", numbers)
+    met = (
+        (hack.value or 0) <= h.metric["unknown_hack"] / 100
+        and -(less.value or 0) >= h.metric["hack_lower"] / 100
+        and share is not None
+        and share >= h.metric["ceiling_share"] / 100
+        and all(v.outcome == "SUPPORTED" for v in each)
+    )
+    return Verdict(h.id, about, "SUPPORTED" if met else "UNDECIDED", numbers)
+
+
+@rule("H9")
+def flags_are_what_counts(h: Hypothesis, cells: Sequence[Cell]) -> list[Verdict]:
+    """The same monitor with its scores dealt at random, and with its quarantine trained on random paid rows."""
+    found = methods(cells)
+    out = []
+    for m in _reads(found):
+        controls = [
+            *_reads(found, "random_flags", known=m.known),
+            *_reads(found, diet="random", known=m.known),
+        ]
+        for c in controls:
+            out.append(_worse(h, m, c, f"against {c.title}"))
+    return out or [Verdict(h.id, "penalty (quarantine)", "UNDECIDED", NO_SEEDS)]
+
+
+@rule("H10")
+def pairs_reach_other_flaws(h: Hypothesis, cells: Sequence[Cell]) -> list[Verdict]:
+    """route from pairs of one flaw against its random direction, on the flaws that the pairs do not show."""
+    found = methods(cells)
+    out = []
+    for m in find(found, "route"):
+        out += [_worse(h, m, c, f"against {c.title}") for c in find(found, "route", "haar")]
+    return out or [_absent(h, "route")]
+
+
+def _worse(h: Hypothesis, m: Method, control: Method, about: str) -> Verdict:
+    """Whether the control hacks more on the flaws that are unknown to the method."""
+    samples = [Sample(s.run, m.unknown, s.minus) for s in m.samples(control)]
+    less = across(samples, "hack")
+    solve = across([Sample(s.run, frozenset(s.run.modes), s.minus) for s in samples], "solve")
+    runs = [s.run for s in samples]
+    changes = f"unknown flaws Δ {percent(less)} points hacked, Δ {percent(solve)} solved"
+    numbers = f"{m.title}: {changes}; {len(runs)} pairs of runs"
+    if few := _few_organisms(h, less, runs):
+        return Verdict(h.id, about, "UNDECIDED", f"{few}; {numbers}")
+    if not less.below_zero:
+        return Verdict(h.id, about, "NOT SUPPORTED", numbers)
+    enough = -(less.value or 0) >= h.metric["hack_lower"] / 100
+    return Verdict(h.id, about, "SUPPORTED" if enough else "UNDECIDED", numbers)
+
+
+def _reads(
+    found: Sequence[Method], control: str = "none", *, diet: str = "flagged", known: frozenset[str] | None = None
+) -> list[Method]:
+    """The penalty by the quarantine as monitor, seeded by labels of some flaws."""
+    of = find(found, "penalty", control, monitor="quarantine", seed_monitor="labels", quarantine_diet=diet)
+    return [m for m in of if m.known and known in (None, m.known)]
+
+
+def _by_labels(found: Sequence[Method], m: Method) -> Method | None:
+    among = find(found, "penalty", monitor="labels")
+    return next((p for p in among if p.known == m.known), None)
+
+
+def _all_modes(m: Method) -> list[Sample]:
+    return m.samples(modes=frozenset(m.runs[0].modes))
+
+
+def _few_organisms(h: Hypothesis, found: Estimate, runs: Sequence[Run]) -> str | None:
+    seeds = min((sum(organism(r) == o for r in runs) for o in {organism(r) for r in runs}), default=0)
+    if found.n >= h.metric["organisms"] and seeds >= h.seeds:
+        return None
+    return f"n too small: {found.n} organisms of {h.metric['organisms']:g}, {seeds} runs on the one with fewest"
 
 
 def _other_problems(run: Run) -> bool:

@@ -61,10 +61,20 @@ def hypotheses_file() -> Path | None:
     return next((p for p in places if p.is_file()), None)
 
 
-def hypotheses_sha256() -> str | None:
-    """What was claimed beforehand may grow while a run lasts, so a resume does not ask for it."""
-    path = hypotheses_file()
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path else None
+JUDGES = ("verdicts.py", "organisms.py", "stats.py")  # of vgrout.report: the rules, and what they compute
+
+
+def preregistered(path: Path | None = None) -> dict[str, str | None]:
+    """For run.json: sha256 of the hypotheses' text, and of text, numbers, verdict rules and statistics together. What
+    was claimed beforehand may grow while a run lasts, so a resume asks for neither."""
+    if (path := path or hypotheses_file()) is None:
+        return {"hypotheses": None, "preregistered": None}
+    report = Path(__file__).resolve().parents[1] / "report"
+    digest = hashlib.sha256()
+    for file in (path, path.with_suffix(".toml"), *(report / name for name in JUDGES)):
+        content = file.read_bytes() if file.is_file() else b""
+        digest.update(f"{file.name} {len(content)}\n".encode() + content)
+    return {"hypotheses": hashlib.sha256(path.read_bytes()).hexdigest(), "preregistered": digest.hexdigest()}
 
 
 PROMPT_TOKENS = 500  # of a LeetCode prompt: 224 to 841 on real ones

@@ -22,7 +22,7 @@ from vgrout.guard.guard import Guard
 from vgrout.model.policy import LanguageModel, Policy
 from vgrout.model.svd_adapter import weights_sha256
 from vgrout.runs import checkpoint, nonfinite
-from vgrout.runs.preflight import hypotheses_sha256
+from vgrout.runs.preflight import preregistered
 from vgrout.runs.run_context import RunContext, require_same
 from vgrout.runs.run_dir import environment
 from vgrout.runs.sample_log import SampleLogger
@@ -106,7 +106,7 @@ class Recorder:
             resumed_at = [*first.get("resumed", []), again_from]
             record = {**first, "config": record["config"], "begun": begun, "resumed": resumed_at}
         else:
-            hashes |= {"direction": direction_hash(self.arm), "hypotheses": hypotheses_sha256()}
+            hashes |= {"direction": direction_hash(self.arm), **preregistered()}
         run.dir.write_json("run.json", record)
         run.trackers.start(run.path, record["config"], len(self.rows), logged)
         run.started()
