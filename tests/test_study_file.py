@@ -53,6 +53,14 @@ def test_arms_times_overrides_times_seeds(tmp_path: Path) -> None:
     assert len({c.identity for c in study.cells}) == 24
 
 
+def test_a_method_stands_for_its_flags(tmp_path: Path) -> None:
+    text = HEAD + '[[arms]]\nmethod = "route2-block"\nrollout-ablate-frac = [0.5, 1.0]\n'
+    cells = load_study_file(write(tmp_path, text)).cells
+    assert [c.cfg.arm.rollout_ablate_frac for c in cells] == [0.5, 1.0]
+    assert {(c.cfg.arm.intervention, c.cfg.arm.quarantine) for c in cells} == {("route2", "block:3")}
+    assert all(resolve([*c.flags]) == c.cfg for c in cells)
+
+
 HEAD = 'preset = "smoke"\nseeds = [1]\n'
 NONE = '[[arms]]\nintervention = "none"\n'
 BAD = [

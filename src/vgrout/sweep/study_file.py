@@ -159,7 +159,7 @@ def _flags(where: str, table: Any) -> Flags:
     if not isinstance(table, dict):
         raise ValueError(f"{where}: should be a table of flags")
     flags = {key.removeprefix("--").replace("_", "-"): value for key, value in table.items()}
-    known = {name.removeprefix("--") for name in flag_names()}
+    known = {"method", *(name.removeprefix("--") for name in flag_names())}
     for key, value in flags.items():
         if key in OWN:
             raise ValueError(
