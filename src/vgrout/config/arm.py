@@ -345,7 +345,7 @@ class ArmConfig:
         self._check_quarantine()
         band = monitor == "band"
         idle = {
-            "vhack_refresh_every": self.haar and not band,  # random directions stay
+            "vhack_refresh_every": self.haar and not band and self.vhack_refresh_every != 0,  # random directions stay
             "rebaseline": control == "shrinkage",
             **dict.fromkeys(
                 ("monitor_quantile", "known_correct"), monitor == "quarantine" and not self.calibrates_quarantine
