@@ -118,6 +118,11 @@ containment-starts:
         test -e out/warm$s || just warm 40 out/warm$s out/organism$s || exit 1; \
     done
 
+# H: … and on another organism, which nothing was chosen on (30 runs; a build of ten minutes first)
+study-axes-organism *flags:
+    test -e out/organism77 || {{py}} vgrout.organism build --out out/organism77 --seed 77
+    {{py}} vgrout.sweep docs/studies/axes-organism.toml {{flags}}
+
 # H: trained on one known flaw, the quarantine contains the others, on five organisms (210 runs; `just containment-starts` first)
 study-containment *flags:
     {{py}} vgrout.sweep docs/studies/containment.toml {{flags}}

@@ -38,7 +38,7 @@ AGAINST = {"quarantine": ("penalty (labels of one flaw)", 1.25)}
 
 def run(quick: bool = False) -> Report:
     """Seconds of a step over those of `none`, in turns."""
-    blocks, per_block = (2, 2) if quick else (10, 4)
+    blocks, per_block = (2, 2) if quick else (6, 5)
     with rig.workplace():
         runs = {name: rig.Turns(config(flags, f"_{i}")) for i, (name, flags) in enumerate(METHODS.items())}
         seconds: dict[str, list[float]] = {name: [] for name in runs}

@@ -116,7 +116,19 @@ shipped = cache(load_study_file)
 
 
 SHIPPED = (
-    *("arms", "axes", "axes-parts", "baselines", "checks", "containment", "controls", "full", "guard", "losses"),
+    *(
+        "arms",
+        "axes",
+        "axes-organism",
+        "axes-parts",
+        "baselines",
+        "checks",
+        "containment",
+        "controls",
+        "full",
+        "guard",
+        "losses",
+    ),
     "warm",
 )
 
