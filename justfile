@@ -131,7 +131,7 @@ study-containment *flags:
 study-warm *flags:
     {{py}} vgrout.sweep docs/studies/warm.toml {{flags}}
 
-# H: one second moment makes route2 conserve the step; with the same labels no quarantine beats screening (240 runs, two to three hours)
+# H: one second moment makes route2 conserve the step; with the same labels no quarantine beats screening (140 runs, an hour and a half)
 study-axes *flags:
     {{py}} vgrout.sweep docs/studies/axes.toml {{flags}}
 
