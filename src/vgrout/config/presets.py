@@ -81,8 +81,8 @@ PRESETS: dict[str, tuple[str, Config]] = {
 # holds in place of its own. What a study finds best is written down here.
 METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
     "route2-block": (
-        "route2 with a quarantine in a block of its own, samples from the deployed model alone, one decision a rollout, "
-        "by modules where known hacks lie above the rest, and a direction that stays as it was extracted",
+        "route2 with a quarantine in a block of its own, samples from the deployed model alone, one decision a "
+        "rollout, by modules where known hacks lie above the rest, and a direction that stays as it was extracted",
         (
             *("--intervention=route2", "--quarantine=block:3", "--rollout-ablate-frac=1", "--rebaseline"),
             *("--gate-modules=apart", "--gate-vote=rollout", "--vhack-refresh-every=0"),

@@ -95,7 +95,19 @@ def methods(cells: Iterable[Cell]) -> list[Method]:
     groups: dict[str, list[Run]] = defaultdict(list)
     for run in (r for c in cells for r in c.runs if r.problems is not None):
         groups[_settings(run)].append(run)
-    return [Method(of[0].arm, known_modes(of[0]), tuple(of)) for of in groups.values()]
+    alike: dict[str, list[Run]] = defaultdict(list)
+    for of in groups.values():
+        alike[of[0].arm].append(of[0])
+    return [
+        Method(of[0].arm + _differing(of[0], alike[of[0].arm]), known_modes(of[0]), tuple(of)) for of in groups.values()
+    ]
+
+
+def _differing(run: Run, alike: Sequence[Run]) -> str:
+    """The settings that tell a method from others of the same name; "": nothing does."""
+    mine, *others = ({k: v for k, v in r.unusual.items() if k != "organism"} for r in (run, *alike))
+    named = [f"{k} {v}" for k, v in mine.items() if any(other.get(k) != v for other in others)]
+    return f" ({', '.join(named)})" if named else ""
 
 
 def _settings(run: Run) -> str:
