@@ -211,6 +211,17 @@ def test_a_method_stands_for_its_flags_and_what_is_given_beside_it_holds(method:
     assert not parse(["mini", "--no-rebaseline", "--method", "route2-block"]).arm.rebaseline
 
 
+@pytest.mark.parametrize("control", ["--control=haar", "--random-flags", "--control=no_loophole"])
+def test_the_recommended_route2_has_its_controls(control: str) -> None:
+    """A direction that is not extracted again is what a random one is, too, so saying so is no contradiction."""
+    assert parse(["mini", "--method=route2-block", control]).arm.vhack_refresh_every == 0
+
+
+def test_a_random_direction_is_never_extracted_again() -> None:
+    with pytest.raises(ValueError, match="--vhack-refresh-every: not read"):
+        resolve(["mini", "--intervention=route2", "--control=haar", "--vhack-refresh-every=7"])
+
+
 def test_no_loophole_mixes_nothing_in() -> None:
     assert parse(["mini", "--intervention", "none"]).mixes
     assert not parse(["mini", "--intervention", "none", "--control", "no_loophole"]).mixes

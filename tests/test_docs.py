@@ -96,7 +96,10 @@ def test_readme_says_the_means_of_the_recorded_runs() -> None:
     make = figures()
     axes, older, warm = make.read("axes"), make.read("arms-baselines"), make.read("warm")
     other = "organism=out/warm mix_ratio=0.0"
-    block = "gate_modules=apart gate_vote=rollout quarantine=block:3 rebaseline=True rollout_ablate_frac=0.5"
+    block = (
+        "gate_modules=apart gate_vote=rollout quarantine=block:3 rebaseline=True rollout_ablate_frac=1.0 "
+        "vhack_refresh_every=0"
+    )
 
     def rates(n: int, *runs: Any) -> str:
         found = make.of(*runs)

@@ -115,7 +115,8 @@ def hack_solve() -> Figure:
     left, right = figure.subplots(1, 2, sharey=True)
     shown, block = (
         read("axes"),
-        "gate_modules=apart gate_vote=rollout quarantine=block:3 rebaseline=True rollout_ablate_frac=0.5",
+        "gate_modules=apart gate_vote=rollout quarantine=block:3 rebaseline=True rollout_ablate_frac=1.0 "
+        "vhack_refresh_every=0",
     )
     hack_solve_axes(left, "one answer in eight is a demonstrated exploit")
     left.set_ylabel("deployed model: solve, %")
