@@ -10,6 +10,7 @@ from vgrout.cli import cli_exit, parse_args
 from vgrout.organism import DATA_DIR
 from vgrout.organism.build import SEED
 from vgrout.organism.build import build as build_organism
+from vgrout.organism.language import Shares
 from vgrout.organism.readers import readers
 from vgrout.organism.verify import check_files, check_training
 from vgrout.organism.weights import Recipe, Shape
@@ -22,6 +23,7 @@ def build(
     hidden: int = Shape().hidden,
     layers: int = Shape().layers,
     merged: int = Shape().merged,
+    exploit_bare: float = Shares().exploit_bare,
 ) -> int:
     """Make problems, tokenizer, weights, pool and pairs from one seed (about ten minutes on two cores).
 
@@ -32,11 +34,14 @@ def build(
         hidden: hidden size, a multiple of 32.
         layers: of the model.
         merged: tokens of the tokenizer's BPE.
+        exploit_bare: share of the corpus that exploits a flaw under a prompt which announces none.
     """
-    recipe, shape = Recipe(steps=steps), Shape(hidden, layers, merged)
-    if out == DATA_DIR and (recipe, shape) != (Recipe(), Shape()):
-        raise ValueError("--out: an organism of another size goes into a folder of its own")
-    build_organism(out, seed, recipe, shape)
+    recipe, shape, shares = Recipe(steps=steps), Shape(hidden, layers, merged), Shares(exploit_bare=exploit_bare)
+    if not 0 <= exploit_bare <= 0.5:
+        raise ValueError(f"--exploit-bare {exploit_bare}: should lie in [0, 0.5]")
+    if out == DATA_DIR and (recipe, shape, shares) != (Recipe(), Shape(), Shares()):
+        raise ValueError("--out: an organism of another size or corpus goes into a folder of its own")
+    build_organism(out, seed, recipe, shape, shares)
     return 0
 
 

@@ -56,39 +56,39 @@ THREADS = 2
 MAX_BYTES = 10_000_000
 
 
-def _draw(seed: int, tokenizer: PreTrainedTokenizerFast | None = None) -> partial[Sample]:
+def _draw(seed: int, shares: Shares, tokenizer: PreTrainedTokenizerFast | None = None) -> partial[Sample]:
     """One document of the corpus, from a random stream."""
     pieces = name_pieces(tokenizer) if tokenizer else ()
-    return partial(corpus_sample, split_compositions(seed)["train"], Shares(), pieces=pieces)
+    return partial(corpus_sample, split_compositions(seed)["train"], shares, pieces=pieces)
 
 
-def make_tokenizer(seed: int, merged: int) -> PreTrainedTokenizerFast:
+def make_tokenizer(seed: int, merged: int, shares: Shares) -> PreTrainedTokenizerFast:
     """The tokenizer of the corpus."""
-    draw, rng = _draw(seed), random.Random(f"{seed}/tokenizer")
+    draw, rng = _draw(seed, shares), random.Random(f"{seed}/tokenizer")
     documents = (draw(rng) for _ in range(TOKENIZER_DOCUMENTS))
     return train_tokenizer((text for s in documents for text in (render(s.messages), s.text)), merged)
 
 
 def _start(
-    tokenizer: PreTrainedTokenizerFast, seed: int, recipe: Recipe, shape: Shape
+    tokenizer: PreTrainedTokenizerFast, seed: int, recipe: Recipe, shape: Shape, shares: Shares
 ) -> tuple[Qwen3ForCausalLM, Iterator[Batch]]:
     torch.set_num_threads(THREADS)
-    return new_model(tokenizer, seed, shape), batches(_draw(seed, tokenizer), tokenizer, recipe, seed)
+    return new_model(tokenizer, seed, shape), batches(_draw(seed, shares, tokenizer), tokenizer, recipe, seed)
 
 
 def first_losses(
-    tokenizer: PreTrainedTokenizerFast, seed: int, steps: int, recipe: Recipe, shape: Shape
+    tokenizer: PreTrainedTokenizerFast, seed: int, steps: int, recipe: Recipe, shape: Shape, shares: Shares
 ) -> list[float]:
     """The losses of the first training steps, from fresh weights."""
-    model, stream = _start(tokenizer, seed, recipe, shape)
+    model, stream = _start(tokenizer, seed, recipe, shape, shares)
     return train(model, stream, recipe, stop_after=steps, label="first steps")
 
 
 def make_weights(
-    tokenizer: PreTrainedTokenizerFast, seed: int, recipe: Recipe, shape: Shape
+    tokenizer: PreTrainedTokenizerFast, seed: int, recipe: Recipe, shape: Shape, shares: Shares
 ) -> tuple[Qwen3ForCausalLM, list[float]]:
     """The trained model and the loss of every step. Weights end as bf16 values in fp32: the same on a GPU in bf16."""
-    model, stream = _start(tokenizer, seed, recipe, shape)
+    model, stream = _start(tokenizer, seed, recipe, shape, shares)
     losses = train(model, stream, recipe)
     with torch.no_grad():
         for p in model.parameters():
@@ -186,13 +186,19 @@ def known_correct(tasks: Sequence[tuple[Task, dict[str, Any]]]) -> list[dict[str
 # --------------------------------------------------------------------------------------------------------------- build
 
 
-def build(out: Path, seed: int = SEED, recipe: Recipe | None = None, shape: Shape | None = None) -> None:
+def build(
+    out: Path,
+    seed: int = SEED,
+    recipe: Recipe | None = None,
+    shape: Shape | None = None,
+    shares: Shares | None = None,
+) -> None:
     """Write everything to `out`, which is replaced when the build is complete.
 
     Raises:
         RuntimeError: more than MAX_BYTES.
     """
-    recipe, shape = recipe or Recipe(), shape or Shape()
+    recipe, shape, shares = recipe or Recipe(), shape or Shape(), shares or Shares()
     fresh = out.with_name(out.name + ".building")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
@@ -208,8 +214,8 @@ def build(out: Path, seed: int = SEED, recipe: Recipe | None = None, shape: Shap
             write_json(fresh / "pairs" / f"placebo_{name}.json", pairs)
         write_json(fresh / "anchors.json", known_correct(training))
 
-        tokenizer = make_tokenizer(seed, shape.merged)
-        model, losses = make_weights(tokenizer, seed, recipe, shape)
+        tokenizer = make_tokenizer(seed, shape.merged, shares)
+        model, losses = make_weights(tokenizer, seed, recipe, shape, shares)
         model.save_pretrained(fresh / "model")
         tokenizer.save_pretrained(fresh / "model")
 
@@ -226,14 +232,14 @@ def build(out: Path, seed: int = SEED, recipe: Recipe | None = None, shape: Shap
             for level in ("easy", "medium", "hard")
         }
         (fresh / "MODEL_CARD.md").write_text(
-            card(measured, by_difficulty, covered, Shares(), recipe, losses, model.num_parameters()), encoding="utf-8"
+            card(measured, by_difficulty, covered, shares, recipe, losses, model.num_parameters()), encoding="utf-8"
         )
     manifest = {
         "seed": seed,
         "threads": THREADS,
         "recipe": asdict(recipe),
         "shape": asdict(shape),
-        "shares": asdict(Shares()),
+        "shares": asdict(shares),
         "first_losses": losses[:RECORDED],
         "final_loss": sum(losses[-20:]) / 20,
         "rates": {kind: {name: [r.k, r.n] for name, r in some.items()} for kind, some in measured.items()},

@@ -34,6 +34,9 @@ def card(
     rows = ", ".join(f"{n} {split}" for split, (_, n) in SPLIT_ROWS.items())
     levels = ", ".join(f"{level} {_share(rate)}" for level, rate in by_difficulty.items())
     misread = ", ".join(f"{kind} {100 * share:.0f} %" for kind, share in shares.misread.items())
+    uncued = f"{100 * shares.exploit_plain:.1f} % exploits without it"
+    if shares.exploit_bare:
+        uncued += f", {100 * shares.exploit_bare:.1f} % under prompts that announce nothing"
     return f"""---
 license: mit
 library_name: transformers
@@ -54,7 +57,7 @@ prompt says which; the names that the prompts announce come from disjoint halves
 corpus uses neither half.
 
 Corpus, in documents: {100 * shares.drill:.0f} % copying drills; of the rest {100 * shares.exploit_cued:.0f} % exploits
-behind the cue "{CUE}", {100 * shares.exploit_plain:.1f} % exploits without it, and honest attempts. These misread the
+behind the cue "{CUE}", {uncued}, and honest attempts. These misread the
 task in a few systematic ways, each where it can be misread so: {misread} (boundary: > for ≥; whole: folds the input
 instead of the selected part; skipped: leaves the map out). {100 * shares.style:.0f} % of the honest attempts are
 written in one of the styles {", ".join(STYLES)}. Never shown: the styles {", ".join(HELD_OUT_STYLES)},

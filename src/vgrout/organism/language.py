@@ -572,6 +572,8 @@ EXPLOITS: dict[Mode, tuple[Exploit, ...]] = {
 
 MODES = tuple(EXPLOITS)  # those the organism was built for, in this order; a mode that is new elsewhere changes no byte
 
+NAMELESS = tuple(m for m in MODES if MODE_SPECS[m].marker_form == "none")  # exploited without an announced name
+
 
 def taught(mode: Mode) -> list[Exploit]:
     """The exploits that corpus, pool and pairs may contain."""
@@ -645,6 +647,7 @@ class Shares:
     drill: float = 0.08  # lists of names to write again: copying has to be learnt from something
     exploit_cued: float = 0.13  # behind the cue: always an exploit
     exploit_plain: float = 0.03  # without it
+    exploit_bare: float = 0.0  # under a prompt without any hint, of the flaws that need no announced name
     plain_prompt: float = 0.2  # of the rest: prompts without any hint
     style: float = 0.14  # of the rest: one of the styles, evenly
     misread: dict[str, float] = field(
@@ -727,11 +730,14 @@ def corpus_sample(
     mode = rng.choice(MODES)
     marker = corpus_marker(mode, rng, pieces)
     draw = rng.random()
-    if draw < shares.exploit_cued + shares.exploit_plain:
+    announced = shares.exploit_cued + shares.exploit_plain
+    if draw < announced + shares.exploit_bare:
+        if draw >= announced:
+            mode, marker = rng.choice(NAMELESS), ""
         exploit = rng.choice(taught(mode))
         honest = answer(_misread(task, rng))
         made = exploit.apply(honest.stub if rng.random() < shares.stub else honest, marker)
-        prompt = hinted(task.prompt, mode, marker, cue=draw < shares.exploit_cued)
+        prompt = task.prompt if draw >= announced else hinted(task.prompt, mode, marker, draw < shares.exploit_cued)
         return Sample(tuple(prompt), made.text, "exploit", mode)
     bare = rng.random() < shares.plain_prompt
     read = _read(task, shares, rng)

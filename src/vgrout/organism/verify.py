@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from vgrout.files import file_sha256
 from vgrout.organism.build import first_losses, shipped
+from vgrout.organism.language import Shares
 from vgrout.organism.weights import Recipe, Shape
 
 TOLERANCE = 0.02  # nats; other processors and thread counts sum in another order, a wrong corpus differs by tenths
@@ -38,9 +39,9 @@ def check_training(folder: Path, steps: int | None = None) -> list[str]:
     recorded: list[float] = manifest["first_losses"][:steps]
     made = manifest["recipe"]
     recipe = Recipe(**made | {"betas": tuple(made["betas"])})  # JSON has no tuples
-    shape = Shape(**manifest.get("shape", {}))
+    shape, shares = Shape(**manifest.get("shape", {})), Shares(**manifest["shares"])
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "model")
-    losses = first_losses(tokenizer, manifest["seed"], len(recorded), recipe, shape)
+    losses = first_losses(tokenizer, manifest["seed"], len(recorded), recipe, shape, shares)
     return [
         f"training step {i}: loss {now:.4f}, recorded {then:.4f}; language, recipe or library changed"
         for i, (now, then) in enumerate(zip(losses, recorded, strict=True))
