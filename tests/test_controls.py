@@ -29,7 +29,8 @@ PLACEBOS = ("placebo_flawed", "placebo_commented", "placebo_long", "placebo_laid
 
 
 def labelled(plain: GroupView, exploited: tuple[bool, ...]) -> OracleView:
-    return OracleView(**{f.name: getattr(plain, f.name) for f in fields(GroupView)}, exploited=exploited)
+    exploits = tuple("exit_code" if e else None for e in exploited)
+    return OracleView(**{f.name: getattr(plain, f.name) for f in fields(GroupView)}, exploits=exploits)
 
 
 # ── labels ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -47,7 +48,7 @@ def test_no_arm_without_a_labelled_monitor_accepts_labels(intervention):
 def test_labels_are_on_the_oracles_type_alone():
     names = {f.name for f in fields(GroupView)}
     assert not names & {"exploited", "gt_correct", "gt_pass", "mechanism", "channel"}
-    assert {f.name for f in fields(OracleView)} - names == {"exploited", "mode"}
+    assert {f.name for f in fields(OracleView)} - names == {"exploits", "flaws"}
     # the name is looked for in every file of the package: one caller, behind the type that the arm's class names
     callers = [
         path.name

@@ -26,6 +26,7 @@ from vgrout.model.policy import LanguageModel, load_policy
 from vgrout.model.sampler import sample
 from vgrout.model.source import Source
 from vgrout.organism import build
+from vgrout.organism.language import Shares
 from vgrout.organism.weights import Recipe, Shape
 from vgrout.types import Problem, Rollout
 
@@ -330,8 +331,9 @@ def test_uld_into_a_smaller_organism_with_another_tokenizer(
 ) -> None:
     """Built by the organism's own code, hardly trained: its tokens are other ones, its texts are the teacher's."""
     monkeypatch.setattr(build, "TOKENIZER_DOCUMENTS", 300)
-    tok = build.make_tokenizer(0, 400)
-    model, losses = build.make_weights(tok, 0, Recipe(steps=4, batch=8), Shape(hidden=64, layers=2, merged=400))
+    tok = build.make_tokenizer(0, 400, Shares())
+    shape = Shape(hidden=64, layers=2, merged=400)
+    model, losses = build.make_weights(tok, 0, Recipe(steps=4, batch=8), shape, Shares())
     assert losses[-1] < losses[0]
     model.save_pretrained("small")
     tok.save_pretrained("small")

@@ -68,7 +68,8 @@ def view(n: int = 4, rewards: Sequence[float] | None = None, **more: Any) -> Gro
 
 
 def labelled(seen: GroupView, exploited: Sequence[bool], mode: str = "exit_code") -> OracleView:
-    return OracleView(**{f.name: getattr(seen, f.name) for f in fields(seen)}, exploited=tuple(exploited), mode=mode)
+    exploits = tuple(mode if e else None for e in exploited)
+    return OracleView(**{f.name: getattr(seen, f.name) for f in fields(seen)}, exploits=exploits, flaws=(mode,))
 
 
 def flagged(monitor: Monitor, *views: GroupView, step: int = 0) -> list[tuple[bool, ...]]:

@@ -48,7 +48,8 @@ def final(base: int, trained: int, deployed: int, solve: int = 60) -> Final:
     """Percent of 100 answers a side."""
 
     def side(hack: int, solve: int) -> Eval:
-        return Eval({"run_tests": ModeEval(hack=Rate(hack, 100), solve=Rate(solve, 100))}, Rate(100, 100))
+        counts = ModeEval(hack=Rate(hack, 100), solve=Rate(solve, 100))
+        return Eval(counts, {"run_tests": counts}, Rate(100, 100))
 
     trained_side = side(trained, solve)
     return Final(side(base, 30), trained_side, side(deployed, solve), side(deployed, solve), {})

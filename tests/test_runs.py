@@ -187,7 +187,7 @@ def test_a_kl_term_is_a_baseline_of_the_arm_none(tmp_path: Path) -> None:
 
 def test_final_answers_are_read_problem_by_problem(tmp_path: Path) -> None:
     (run,) = load([fake_run(tmp_path, "--intervention=none", hack=0.4, solve=0.2, n=30, problems=True)]).runs
-    shares = run.shares("deploy", "hack", "exit_code")
+    shares = run.shares("deploy", "hack", {"exit_code"})
     assert shares is not None
     assert list(shares) == ["exit_code"]
     assert sorted(shares["exit_code"].values()) == [0, 0, 0, 1, 1]

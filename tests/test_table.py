@@ -14,7 +14,7 @@ from vgrout.grpo import LossMetrics
 from vgrout.monitors.flag_rates import FlagRates
 from vgrout.table import Measured, StepRow, Table, current_row
 from vgrout.tensor_types import ArmDiag, Routed, Update
-from vgrout.types import MODES, Batch, Eval, Rate
+from vgrout.types import MODES, Batch, Eval, ModeEval, Rate
 
 # all words that a column's `when` can ask for
 EVERYTHING = {word for f in fields(StepRow) for word in f.metadata["when"].split("+")} - {"always", "file"}
@@ -27,7 +27,7 @@ def measured(step: int = 3) -> dict[str, Measured]:
         "loss": LossMetrics(),
         "update": Update(1.0, 1.0, 0.0, 3e-2, {}, Routed({}, None, ArmDiag())),
         "refresh": Refresh(age=None),
-        "deployed": Eval({}, Rate(0, 0)),
+        "deployed": Eval(ModeEval(Rate(0, 0), Rate(0, 0)), {}, Rate(0, 0)),
         "flags": FlagRates(),
         "clock": Clock(),
     }

@@ -27,7 +27,7 @@ from vgrout.grading.reward import RewardFunction
 from vgrout.model.policy import LanguageModel, Policy
 from vgrout.model.sampling import Sampling
 from vgrout.model.saved import Saved, find_adapter, load_saved
-from vgrout.problems import Row, assigned, balanced, dealt_modes, load_rows, plain, with_modes
+from vgrout.problems import Row, assigned, balanced, dealt_modes, load_rows, plain, with_modes, without_hints
 from vgrout.rng import torch_stream
 from vgrout.rollout import graded, sample_and_submit
 from vgrout.teacher.pools import load_pool
@@ -144,7 +144,8 @@ def evaluate_final(
     policy: Policy, grader: Grader, test: Sequence[Problem], cfg: Config, clock: Clock, stop: Callable[[], bool]
 ) -> Final:
     """All four sides on the same held-out test problems. Without a quarantine, as trained *is* deployed (unless the
-    quarantine is what is deployed): not sampled twice. The base comes first, so a broken adapter cannot disturb it.
+    quarantine is what is deployed), and `plain` is deployed where no prompt has a hint: not sampled twice. The base
+    comes first, so a broken adapter cannot disturb it.
 
     Raises:
         Interrupted: `stop` said so between two sides.
@@ -161,7 +162,7 @@ def evaluate_final(
     base, deployed = of("base", problems), of("deployed", problems)
     differs = bool(policy.adapter.δS_hack.any()) or cfg.arm.control == "deploy_quarantine"
     trained = of("trained", problems) if differs else deployed
-    bare = of("deployed", [plain(p) for p in problems])
+    bare = deployed if cfg.plain_prompts else of("deployed", [plain(p) for p in problems])
     return Final.of(base=base, trained=trained, deployed=deployed, plain=bare)
 
 
@@ -222,7 +223,7 @@ def held_out(
     else:
         problems = assigned(rows, env.env_mode, partition, test_rows=test_rows)[split]
     if saved.cfg.plain_prompts:
-        problems = [plain(p) for p in problems]
+        problems = without_hints(problems, env.unannounced)
     fit = [p for p in problems if len(policy.render(p.messages)) <= policy.window - max_new]
     if not fit:
         raise ValueError(f"--split {split}: none of {len(rows)} problems is in it, with a prompt that fits the window")

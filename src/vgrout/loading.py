@@ -18,7 +18,7 @@ from vgrout.model import policy as models
 from vgrout.model.policy import SVD_CACHE, LanguageModel, Policy, load_language_model
 from vgrout.model.sampling import Sampling
 from vgrout.model.saved import pick_device
-from vgrout.problems import ProblemSplits, load_splits, plain
+from vgrout.problems import ProblemSplits, load_splits, plain, without_hints
 from vgrout.teacher.demonstrations import Teacher
 from vgrout.teacher.pools import regraded
 from vgrout.teacher.substrate import elicited
@@ -100,7 +100,9 @@ def load_problems(cfg: Config, inputs: Inputs, policy: Policy) -> ProblemSplits:
                 f"({policy.window} tokens, prompt included)"
             )
     if cfg.plain_prompts:  # shorter than with a hint: they fit too
-        train, val, test = (tuple(map(plain, part)) for part in (splits.train, splits.val, splits.test))
+        train, val, test = (
+            tuple(without_hints(part, cfg.env.unannounced)) for part in (splits.train, splits.val, splits.test)
+        )
         splits = replace(splits, train=train, val=val, test=test)
     if splits.too_long:
         logger.warning(

@@ -264,8 +264,8 @@ class ProblemSplits:
 
     @property
     def modes(self) -> list[Mode]:
-        """Of the training problems, in the usual order."""
-        present = {p.mode for p in self.train}
+        """The flaws of the training problems, in the usual order."""
+        present = {flaw for p in self.train for flaw in p.flaws}
         return [m for m in MODES if m in present]
 
 
@@ -361,6 +361,19 @@ def load_splits(
 def plain(problem: Problem) -> Problem:
     """The same task without a loophole in its prompt; the flawed check still watches for the marker."""
     return replace(problem, messages=problem.messages_plain)
+
+
+def unannounced(problem: Problem, flaws: Sequence[Mode]) -> Problem:
+    """The same task with all of these flaws open, under their default markers, and a prompt that says nothing of them.
+    Its own flaw is closed unless it is among them. Which one its mode is goes round by problem, and decides nothing."""
+    first = problem.id % len(flaws)
+    mode, *also = (*flaws[first:], *flaws[:first])
+    return replace(plain(problem), mode=mode, marker="", also=tuple(also))
+
+
+def without_hints(problems: Iterable[Problem], flaws: Sequence[Mode]) -> list[Problem]:
+    """Plain prompts: each problem's own flaw goes unmentioned, or all of `flaws` are open and go unmentioned."""
+    return [unannounced(p, flaws) if flaws else plain(p) for p in problems]
 
 
 def check(file: Annotated[Path, tyro.conf.Positional], workers: int | None = None) -> int:

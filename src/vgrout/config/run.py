@@ -105,6 +105,9 @@ class EnvConfig:
     report_detectors: str = setting("", words=tuple(DETECTOR_FIELDS), word="detector")
     """Comma list of weak detectors (C, D, E): the report splits student hacks into those that one of them sees and the
     rest."""
+    unannounced_modes: str = setting("", words=MODES, word="mode")
+    """Comma list of flaws that are open on every problem at once, each under its default marker, and that no prompt
+    announces; an exploit of any is paid. '': every problem has the flaw of its mode, and its prompt says so."""
     reward: str = ""
     """module:function of one's own that pays answers, in [0, 1], in place of the flawed graders; '' for none. Trusted:
     it runs in the trainer's process."""
@@ -127,9 +130,18 @@ class EnvConfig:
             f"{flags(mixed)}: not read with --mix-ratio 0, which mixes nothing in",
         )
         refuse(
+            bool(self.unannounced_modes) and bool(self.reward),
+            "--unannounced-modes: not read with --reward, which pays in place of the flawed checks",
+        )
+        refuse(
             bool(self.reward) and not re.fullmatch(r"[\w.]+:\w+", self.reward),
             f"--reward {self.reward!r}: should be module:function, as in own_reward:pays",
         )
+
+    @property
+    def unannounced(self) -> list[Mode]:
+        """The flaws that are open everywhere and announced nowhere, in the usual order."""
+        return [m for m in MODES if m in listed(self.unannounced_modes, MODES)]
 
     @property
     def demo_modes(self) -> list[str]:
@@ -287,8 +299,13 @@ class Config:
         )
         refuse(
             self.plain_prompts and self.arm.compares_prompts,
-            f"--intervention {self.arm.intervention} with --reward: compares prompts with and without a hint; "
-            "add --reward-hint, or choose another arm or monitor",
+            f"--intervention {self.arm.intervention} with {'--reward' if self.env.reward else '--unannounced-modes'}: "
+            "compares prompts with and without a hint; "
+            f"{'add --reward-hint, or ' if self.env.reward else ''}choose another arm, monitor or control",
+        )
+        refuse(
+            bool(self.env.unannounced_modes) and self.mixes,
+            "--unannounced-modes: the pool demonstrates flaws that its prompts announce; add --mix-ratio 0",
         )
         frac, students = self.arm.ablate_frac, self.scale.group - self.n_teacher
         refuse(
@@ -356,8 +373,9 @@ class Config:
 
     @property
     def plain_prompts(self) -> bool:
-        """Whether prompts announce no flawed check: one's own reward function does not read what the hint names."""
-        return bool(self.env.reward) and not self.env.reward_hint
+        """Whether prompts announce no flawed check: nobody is to know of the open ones, or one's own reward function
+        does not read what the hint names."""
+        return bool(self.env.unannounced_modes) or (bool(self.env.reward) and not self.env.reward_hint)
 
     @property
     def n_teacher(self) -> int:

@@ -22,7 +22,7 @@ import threading
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -264,7 +264,18 @@ class Grader:
         return verdict
 
     def grade(self, problem: Problem, text: str) -> Grade | Ungraded:
-        """Grade now, on this thread. Raises ValueError if the problem is at fault, RuntimeError after close()."""
+        """Grade now, on this thread: by each flaw of the problem's in turn, until one accepts the answer. Raises
+        ValueError if the problem is at fault, RuntimeError after close()."""
+        first = self._by_its_mode(problem, text)
+        for mode in problem.also:
+            if isinstance(first, Ungraded) or first.passed:
+                return first
+            other = self._by_its_mode(replace(problem, mode=mode, marker="", also=()), text)
+            if isinstance(other, Ungraded) or other.passed:
+                return other
+        return first
+
+    def _by_its_mode(self, problem: Problem, text: str) -> Grade | Ungraded:
         request = as_request(problem, text, self.detectors)
         digest = hashlib.sha256(f"{problem.id}\n{problem.mode}\n{text}".encode(errors="backslashreplace")).digest()
         reason = ""

@@ -23,18 +23,18 @@ class FlagRates:
         if not flags:
             return cls()
         pairs = [
-            (group.problem.mode, grade, flagged)
+            (group.problem.flaws, grade, flagged)
             for group, f in zip(groups, flags, strict=True)
             for grade, flagged in zip(group.grades, f.flagged, strict=True)
         ]
-        own = [(m, g, flagged) for m, g, flagged in pairs if isinstance(g, Grade)]
-        new = [(g, flagged) for m, g, flagged in own if m not in known]
+        own = [(flaws, g, flagged) for flaws, g, flagged in pairs if isinstance(g, Grade)]
+        new = [(g.exploited and g.mode not in known, flagged) for flaws, g, flagged in own if not {*flaws} <= {*known}]
         return cls(
             recall=Rate.of(flagged for _, g, flagged in own if g.exploited),
             false_flags=Rate.of(flagged for _, g, flagged in own if g.gt_correct),
             flag_t=Rate.of(flagged for _, g, flagged in pairs if isinstance(g, CachedGrade)),
-            recall_new=Rate.of(flagged for g, flagged in new if g.exploited) if known else None,
-            hack_new=Rate.of(g.exploited for g, _ in new) if known else None,
+            recall_new=Rate.of(flagged for exploit, flagged in new if exploit) if known else None,
+            hack_new=Rate.of(exploit for exploit, _ in new) if known else None,
         )
 
     @classmethod

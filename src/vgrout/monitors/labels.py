@@ -16,8 +16,8 @@ class Labels(Monitor):
     """The true labels; of demonstrations the cached ones.
 
     accuracy: share of labels that are right, the others are turned. false_positives: share of the answers that are no
-    exploits that are flagged beside those. known: flaws that it knows, with these errors; in groups of the others it
-    flags nobody. (): all.
+    exploits that are flagged beside those. known: flaws that it knows, with these errors; where the check has none of
+    them it flags nobody. (): all.
     """
 
     name = "labels"
@@ -38,9 +38,10 @@ class Labels(Monitor):
 
     def _of(self, view: GroupView, step: int) -> GroupFlags:
         assert isinstance(view, OracleView)
-        if self.known and view.mode not in self.known:
+        if self.known and not self.known & {*view.flaws}:
             return unscored((False,) * len(view))
-        flagged = noisy_labels(view.exploited, self.accuracy, self.seed, step, view.index)
+        true = [flaw is not None and (not self.known or flaw in self.known) for flaw in view.exploits]
+        flagged = noisy_labels(true, self.accuracy, self.seed, step, view.index)
         if not self.false_positives:
             return unscored(flagged)
         rng = py_stream(self.seed, "monitor-false-positives", step, view.index)

@@ -3,13 +3,14 @@
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from vgrout.config.arm import ARMS, CONTROLS, ArmConfig
+from vgrout.config.checks import listed
 from vgrout.config.presets import PRESETS
 from vgrout.config.renamed import GONE, current_answer, current_arm, current_hashes, current_settings
 from vgrout.config.run import Config
@@ -20,7 +21,6 @@ from vgrout.types import MODE_CODE, MODES, Mode, Rate
 What = Literal["hack", "solve"]
 WHATS: tuple[What, ...] = get_args(What)
 SIDES = {"base": "base", "train": "trained", "deploy": "deployed", "plain": "plain"}  # per_mode_deploy → final.jsonl
-_FLAG: dict[What, str] = {"hack": "exploited", "solve": "gt_correct"}
 MEASURING = ("eval", "guard", "detectors", "run")  # groups of settings that training does not read
 
 
@@ -39,6 +39,15 @@ def _usual(preset: str = "") -> dict[str, dict[str, Any]]:
 def _learning(settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The settings that training reads, without their groups."""
     return {k: v for g, values in settings.items() if g not in MEASURING for k, v in values.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Answers:
+    """The graded answers to one held-out problem, in order."""
+
+    mode: Mode
+    exploits: list[Mode | None]  # which flaw each exploits
+    solved: list[bool]
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,7 +251,7 @@ class Run:
     @cached_property
     def _gated(self) -> list[dict[str, Any]]:
         """The students' rollouts without their texts; the file is long and read once."""
-        kept = ("gate", "score", "flagged", "env_mode", "exploited", "gt_correct")
+        kept = ("gate", "score", "flagged", "env_mode", "mechanism", "exploited", "gt_correct")
         return [{k: r[k] for k in kept if k in r} for r in answers(self.path / "rollouts.jsonl")]
 
     @cached_property
@@ -264,35 +273,45 @@ class Run:
         out: dict[Mode | None, Rate] = {}
         for r in self._gated:
             if "flagged" in r and (r["exploited"] or r["gt_correct"]):
-                of = r["env_mode"] if r["exploited"] else None
+                of = (r.get("mechanism") or r["env_mode"]) if r["exploited"] else None
                 out[of] = out.get(of, Rate(0, 0)) + Rate(int(r["flagged"]), 1)
         return out
 
     @cached_property
-    def problems(self) -> dict[tuple[str, What], dict[int, tuple[Mode, float]]] | None:
-        """(side of final.jsonl, what) → problem → (mode, share of its answers); None for a run without final.jsonl."""
+    def problems(self) -> dict[str, dict[int, _Answers]] | None:
+        """Side of final.jsonl → problem → its graded answers; None for a run without final.jsonl."""
         if not (path := self.path / "final.jsonl").is_file():
             return None
-        found: dict[tuple[str, What], dict[int, tuple[Mode, list[bool]]]] = defaultdict(dict)
+        found: dict[str, dict[int, _Answers]] = defaultdict(dict)
         for answer in answers(path):
             if answer["reward"] is not None:  # not graded otherwise
-                for what, flag in _FLAG.items():
-                    of_side = found[answer["side"], what]
-                    of_side.setdefault(answer["problem_id"], (answer["env_mode"], []))[1].append(answer[flag])
-        return {
-            key: {problem: (mode, statistics.fmean(flags)) for problem, (mode, flags) in by.items()}
-            for key, by in found.items()
-        }
+                mode, exploited = answer["env_mode"], answer["exploited"]
+                of = found[answer["side"]].setdefault(answer["problem_id"], _Answers(mode, [], []))
+                of.exploits.append((answer.get("mechanism") or mode) if exploited else None)
+                of.solved.append(answer["gt_correct"])
+        return dict(found)
 
-    def shares(self, side: str, what: What, mode: Mode | None = None) -> dict[Mode, dict[int, float]] | None:
-        """By mode, every held-out problem's share; None where the run has no final.jsonl."""
+    @cached_property
+    def unannounced(self) -> tuple[Mode, ...]:
+        """The flaws that are open on every problem of the run at once; (): each problem has its own."""
+        named = listed(self.settings["env"].get("unannounced_modes", ""), MODES)
+        return tuple(m for m in MODES if m in named)
+
+    def shares(
+        self, side: str, what: What, flaws: Collection[Mode] | None = None
+    ) -> dict[Mode, dict[int, float]] | None:
+        """By mode, the share of every held-out problem's answers that solve it or exploit it; with `flaws`, of problems
+        with such a flaw, exploits of these. None where the run has no final.jsonl."""
         if self.problems is None:
             return None
-        of = self.problems.get((SIDES[side], what)) or self.problems["deployed", what]  # trained, without a quarantine
+        of = self.problems.get(SIDES[side]) or self.problems["deployed"]  # trained, without a quarantine
         out: dict[Mode, dict[int, float]] = {}
-        for problem, (its, share) in of.items():
-            if mode in (None, its):
-                out.setdefault(its, {})[problem] = share
+        for problem, given in of.items():
+            mode, open_ = (self.unannounced[0], self.unannounced) if self.unannounced else (given.mode, (given.mode,))
+            among = {*open_} if flaws is None else {*open_} & {*flaws}
+            if among:
+                hits = given.solved if what == "solve" else [flaw in among for flaw in given.exploits]
+                out.setdefault(mode, {})[problem] = statistics.fmean(hits)
         return out
 
     def counts(self, side: str, what: What, mode: Mode | None = None) -> dict[Mode, Rate]:

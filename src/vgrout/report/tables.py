@@ -81,7 +81,7 @@ def _answers(rates: Iterable[Rate], sign: float = 1.0) -> list[Stratum]:
 
 def _row(run: Run, side: str, what: What, mode: Mode | None) -> list[Stratum]:
     """A seed's problems by mode; where the run did not record problems, its answers by mode."""
-    if (shares := run.shares(side, what, mode)) is not None:
+    if (shares := run.shares(side, what, mode and {mode})) is not None:
         return _by_mode(shares)
     return _answers(run.counts(side, what, mode).values())
 
@@ -116,7 +116,7 @@ def compare(
     """Cell a minus cell b, problem by problem where both runs recorded problems, else by independent answers."""
     rows, seeds = [], []
     for mine, theirs in paired(a, b):
-        x, y = (r.shares(side, what, mode) for r in (mine, theirs))
+        x, y = (r.shares(side, what, mode and {mode}) for r in (mine, theirs))
         if x is not None and y is not None:
             both = {m: sorted(x[m].keys() & y[m].keys()) for m in x if m in y}
             row = _by_mode({m: {u: x[m][u] - y[m][u] for u in shared} for m, shared in both.items()})

@@ -71,9 +71,9 @@ def as_json(
 
 def answer_lines(final: Final) -> Iterator[dict[str, Any]]:
     """final.jsonl: every answer of the final evaluation, in the words of rollouts.jsonl. A side that is the same model
-    as another on the same prompts (trained without a quarantine) is written once, as deployed."""
+    on the same prompts as deployed (trained without a quarantine, plain where no prompt has a hint) is not repeated."""
     for side, answers in final.answers.items():
-        if side == "trained" and answers is final.answers["deployed"]:
+        if side != "deployed" and answers is final.answers["deployed"]:
             continue
         for a in answers:
             graded = isinstance(a.grade, Grade)
@@ -90,6 +90,7 @@ def answer_lines(final: Final) -> Iterator[dict[str, Any]]:
                 "passed": a.grade.passed if graded else None,
                 "gt_correct": a.grade.gt_correct if graded else None,
                 "exploited": a.grade.exploited if graded else None,
+                "mechanism": a.grade.mechanism if graded else None,
             }
 
 
@@ -198,7 +199,7 @@ class Tallies:
                 has_gate, flag = True, last["flagged"] if "flagged" in last else last["gate"] > 0.5
                 hits, gated, hacks = hits + (flag and exploited), gated + flag, hacks + exploited
             if exploited and last.get("flagged") is not None:
-                mode = last["env_mode"]
+                mode = last.get("mechanism") or last["env_mode"]  # lines of before a check had several flaws
                 by_mode[mode] = by_mode.get(mode, Rate(0, 0)) + Rate(int(last["flagged"]), 1)
         gate = (Rate(hits, gated), Rate(hits, hacks)) if has_gate else None
         return cls({code: Rate(flagged[code], n) for code in DETECTOR_FIELDS}, dict(halves), n, gate, by_mode, last)
