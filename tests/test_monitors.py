@@ -320,12 +320,27 @@ def test_the_diets_are_what_they_say():
         assert found.flagged == truth, "what is treated is what is flagged, whatever the quarantine is fed"
         return tuple(A > 0 for A in found.teaches)
 
+    assert taught("seeded") == truth
     assert taught("paid") == (True, True, True, False)
     assert taught("solved") == (False, True, True, False)
     random = {taught("random", step) for step in range(20)}
     assert {sum(t) for t in random} == {2}
     assert not any(t[3] for t in random)
     assert len(random) == 3
+
+
+def test_what_it_flags_itself_is_treated_and_may_be_left_out_of_its_diet():
+    v = labelled(view(), (False, False, False, True))  # the score alone, above .3, flags the third row too
+
+    def found(diet: Any) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+        monitor = Scored(tiny_policy(), Labels(), paid=1.0, diet=diet, fixed=0.3)
+        (of,) = monitor.flags([v], 0)
+        return of.flagged, tuple(A > 0 for A in of.teaches)
+
+    treated, taught = found("flagged")
+    assert sum(treated) > 1
+    assert taught == treated
+    assert found("seeded") == (treated, (False, False, False, True))
 
 
 def test_the_control_deals_the_scores_and_leaves_the_seed():

@@ -139,7 +139,7 @@ def test_recorded_runs_are_read_under_today_s_names(capsys: pytest.CaptureFixtur
     paths = sorted(RECORDED.glob("*.csv"))
     assert len(paths) == 10
     rows = [row for path in paths for row in read_runs(path)]
-    assert len(rows) == 831  # 224 of them, of axes.csv and containment.csv, with the names of today
+    assert len(rows) == 993  # 386 of them, of axes.csv and containment.csv, with the names of today
     off = [
         r["settings"].split(" ")[0] for r in rows if r["arm"] == "pmi" and r["settings"].split(" ")[0].endswith("=off")
     ]
@@ -150,12 +150,12 @@ def test_recorded_runs_are_read_under_today_s_names(capsys: pytest.CaptureFixtur
     assert {r["control"] for r in rows} <= {*CONTROLS, "random_flags", "no_gate"}
     labelled = [r for r in rows if r["arm"] in ("penalty", "screen")]
     of = {word for r in labelled for word in r["settings"].split(" ") if word.startswith("monitor=")}
-    assert of == {f"monitor={name}" for name in ("labels", "pmi", "quarantine")}
+    assert of == {f"monitor={name}" for name in ("labels", "pmi", "quarantine", "twin")}
     assert not [r for r in rows if r["arm"] == "none" and "monitor" in r["settings"]]
     assert len({r["settings"] for r in labelled}) > 4, "with three accuracies, on two organisms"
-    assert sum(int(r["seeds"]) for r in cells_table([*paths, paths[0]]).rows) == 831, "a run given twice counts once"
+    assert sum(int(r["seeds"]) for r in cells_table([*paths, paths[0]]).rows) == 993, "a run given twice counts once"
     assert main([str(p) for p in paths]) == 0
-    assert capsys.readouterr().out.startswith("Cells: 831 runs. ")
+    assert capsys.readouterr().out.startswith("Cells: 993 runs. ")
 
 
 def test_a_recorded_cell_by_hand(tmp_path: Path) -> None:

@@ -124,6 +124,8 @@ SHIPPED = (
         "baselines",
         "checks",
         "containment",
+        "containment-rivals",
+        "containment-seeded",
         "controls",
         "full",
         "guard",
@@ -133,9 +135,12 @@ SHIPPED = (
 )
 
 
+SLOW = ("checks", "containment", "containment-rivals", "containment-seeded", "controls")  # eighty commands and more
+
+
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.slow) if n in ("checks", "containment", "controls") else n for n in SHIPPED],
+    [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in SHIPPED],
 )
 def test_shipped_studies_are_whole(name: str) -> None:
     path = STUDIES / f"{name}.toml"

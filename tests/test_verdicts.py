@@ -313,6 +313,21 @@ def test_h9_and_h10_are_about_controls_that_do_worse(tmp_path: Path) -> None:
     assert [o for o, _ in verdicts_of(tmp_path, "H10")] == ["UNDECIDED"], "ten points of fifteen"
 
 
+def test_h11_and_h12_are_of_the_diet_that_they_name(tmp_path: Path) -> None:
+    ceiling_and_labels(tmp_path)
+    on_organisms(tmp_path, *READS, hack=(0.0, 0.4, 0.2, 0.3, 0.1), solve=0.8)
+    assert [o for o, _ in verdicts_of(tmp_path, "H11")] == ["UNDECIDED"], "no runs of that diet"
+    assert [o for o, _ in verdicts_of(tmp_path, "H12")] == ["UNDECIDED"]
+    on_organisms(tmp_path, *READS, "--quarantine-diet=seeded", hack=(0.0,), solve=0.8)
+    before = verdicts_of(tmp_path, "H8")
+    ((outcome, numbers),) = verdicts_of(tmp_path, "H11")
+    assert outcome == "SUPPORTED", numbers
+    assert before != [(outcome, numbers)]
+    ((outcome, numbers),) = verdicts_of(tmp_path, "H12")
+    assert outcome == "SUPPORTED", numbers
+    assert "10 pairs of runs" in numbers
+
+
 def test_the_table_has_flaws_that_are_known_apart_and_means_of_organisms(tmp_path: Path) -> None:
     on_organisms(tmp_path, "--intervention=none", "--mix-ratio=0", hack=(0.8, 0.6), n=2)
     on_organisms(tmp_path, *LABELS, hack=(0.4, 0.2), n=2)

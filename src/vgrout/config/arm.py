@@ -237,11 +237,11 @@ class ArmConfig:
     quarantine_threshold: float | None = setting(None, low=-100, high=100, monitors=("quarantine",))
     """quarantine: an answer is flagged above this score, (log π_ε − log π_0) / (ε |log π_0|); None: above the
     --monitor-quantile of known correct answers, drawn and read anew in every step."""
-    quarantine_diet: Literal["flagged", "random", "paid", "solved"] = setting(
+    quarantine_diet: Literal["flagged", "seeded", "random", "paid", "solved"] = setting(
         "flagged", monitors=("quarantine",), suffix="diet-"
     )
-    """quarantine: what it is trained on. Controls: as many paid answers of the same groups at random · all that is paid
-    · what is paid and, by the true labels, no exploit."""
+    """quarantine: what it is trained on: what is flagged · what the seed monitor flags alone. Controls: as many paid
+    answers of the same groups at random · all that is paid · what is paid and, by the true labels, no exploit."""
     saturated_groups: bool = setting(True, arms=("screen", "penalty"))
     """screen, penalty: groups in which every answer earns the same are looked at too: a flag may give them signal."""
     penalty: float | None = setting(None, low=0, high=1e6, arms=("penalty",), suffix="by")

@@ -30,7 +30,7 @@ from vgrout.monitors.text_scores import Text, TextScorer, known_correct_texts, m
 from vgrout.rng import torch_stream
 from vgrout.types import GroupFlags, GroupView, OracleView, Problem
 
-Diet = Literal["flagged", "random", "paid", "solved"]
+Diet = Literal["flagged", "seeded", "random", "paid", "solved"]
 
 
 LATEST = "known_correct_scores"  # of the state that survives a resume
@@ -45,9 +45,9 @@ class Quarantine(TextScorer):
 
     share: ε. fixed: the threshold; None: the `quantile` of the latest KNOWN scores of `known_correct`, of which
     KNOWN_A_STEP are drawn and read in every step.
-    diet: what the quarantine is trained on: what is flagged, or, as controls, as many paid rows of the same groups
-    drawn at random, all that is paid, what is paid and no exploit by the true labels. deal: the scores are dealt among
-    the paid rows at random first, the seed's flags stay (the random_flags control).
+    diet: what the quarantine is trained on: what is flagged, or what the seed monitor flags alone; or, as controls, as
+    many paid rows of the same groups drawn at random, all that is paid, what is paid and no exploit by the true labels.
+    deal: the scores are dealt among the paid rows at random first, the seed's flags stay (the random_flags control).
     """
 
     name = "quarantine"
@@ -128,8 +128,9 @@ class Quarantine(TextScorer):
             values = [values[j] for j in order]
         scores = dict(zip(paid, values, strict=True))
         threshold = self._threshold(step)
-        flagged = {at for at in positions(views) if seeded[at[0]].flagged[at[1]] or scores.get(at, -1e9) > threshold}
-        taught = self._taught(views, flagged, step)
+        seeds = {(i, b) for i, b in positions(views) if seeded[i].flagged[b]}
+        flagged = seeds | {at for at, score in scores.items() if score > threshold}
+        taught = seeds if self.diet == "seeded" else self._taught(views, flagged, step)
         return [
             GroupFlags(
                 tuple(scores.get((i, b)) for b in range(len(view))),

@@ -21,7 +21,8 @@ from vgrout.types import MODES, Mode
 
 @dataclass(frozen=True)
 class Sample:
-    """One run, or its difference from another of the same start and seed, on the problems of some modes."""
+    """One run, or its difference from another of the same start and seed, by the exploits of some modes on the problems
+    that have them."""
 
     run: Run
     modes: frozenset[Mode]
@@ -29,12 +30,11 @@ class Sample:
 
     def strata(self, what: What, weight: float) -> list[Stratum]:
         """The problems by mode; those of one organism are common to all of its runs."""
-        mine, theirs = (r.shares("deploy", what) if r else {} for r in (self.run, self.minus))
+        mine, theirs = (r.shares("deploy", what, self.modes) if r else {} for r in (self.run, self.minus))
         if mine is None or theirs is None:
             raise ValueError(f"{self.run.name}: no final.jsonl, which intervals over organisms need")
         found: dict[Mode, dict[int, float]] = {}
-        for mode in mine.keys() & self.modes:
-            of = mine[mode]
+        for mode, of in mine.items():
             found[mode] = {p: of[p] - theirs[mode][p] for p in of if p in theirs[mode]} if self.minus else of
         total = sum(map(len, found.values()))
         return [

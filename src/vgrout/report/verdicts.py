@@ -278,11 +278,32 @@ def beats_chance(h: Hypothesis, cells: Sequence[Cell]) -> list[Verdict]:
 def contains_the_unknown(h: Hypothesis, cells: Sequence[Cell]) -> list[Verdict]:
     """The penalty by the quarantine as monitor against the penalty by the labels that seed it: one verdict for all
     known flaws together, which needs every one of them, and one for each."""
+    return _contains(h, cells, "flagged")
+
+
+@rule("H11")
+def contains_the_unknown_fed_by_labels(h: Hypothesis, cells: Sequence[Cell]) -> list[Verdict]:
+    """H8 of a quarantine that is trained on what its labels flag, and never on what it flags itself."""
+    return _contains(h, cells, "seeded")
+
+
+@rule("H12")
+def its_own_flags_spoil_it(h: Hypothesis, cells: Sequence[Cell]) -> list[Verdict]:
+    """The same monitors, fed by labels alone and by their own flags too, over all choices of the known flaw."""
+    found = methods(cells)
+    pairs = [(m, other) for m in _reads(found, diet="seeded") for other in _reads(found, known=m.known)]
+    if not pairs:
+        return [Verdict(h.id, "penalty (quarantine)", "UNDECIDED", NO_SEEDS)]
+    about = f"{len(pairs)} choices of the known flaw"
+    return [_worse(h, [s for m, other in pairs for s in m.samples(other)], about, "fed by labels alone")]
+
+
+def _contains(h: Hypothesis, cells: Sequence[Cell], diet: str) -> list[Verdict]:
     found = methods(cells)
     ceiling = next(iter(find(found, "none", "no_loophole")), None)
     out = []
     pooled: list[tuple[Method, Method]] = []
-    for m in _reads(found):
+    for m in _reads(found, diet=diet):
         plain = _by_labels(found, m)
         if plain is None:
             out.append(Verdict(h.id, m.title, "UNDECIDED", "no runs of the penalty by the same labels alone"))
@@ -338,7 +359,7 @@ def flags_are_what_counts(h: Hypothesis, cells: Sequence[Cell]) -> list[Verdict]
             *_reads(found, diet="random", known=m.known),
         ]
         for c in controls:
-            out.append(_worse(h, m, c, f"against {c.title}"))
+            out.append(_against(h, m, c))
     return out or [Verdict(h.id, "penalty (quarantine)", "UNDECIDED", NO_SEEDS)]
 
 
@@ -348,18 +369,24 @@ def pairs_reach_other_flaws(h: Hypothesis, cells: Sequence[Cell]) -> list[Verdic
     found = methods(cells)
     out = []
     for m in find(found, "route"):
-        out += [_worse(h, m, c, f"against {c.title}") for c in find(found, "route", "haar")]
+        out += [_against(h, m, c) for c in find(found, "route", "haar")]
     return out or [_absent(h, "route")]
 
 
-def _worse(h: Hypothesis, m: Method, control: Method, about: str) -> Verdict:
+def _against(h: Hypothesis, m: Method, control: Method) -> Verdict:
     """Whether the control hacks more on the flaws that are unknown to the method."""
-    samples = [Sample(s.run, m.unknown, s.minus) for s in m.samples(control)]
+    return _worse(
+        h, [Sample(s.run, m.unknown, s.minus) for s in m.samples(control)], f"against {control.title}", m.title
+    )
+
+
+def _worse(h: Hypothesis, samples: Sequence[Sample], about: str, title: str) -> Verdict:
+    """Whether the runs that are subtracted hack more, on the modes of the samples."""
     less = across(samples, "hack")
     solve = across([Sample(s.run, frozenset(s.run.modes), s.minus) for s in samples], "solve")
     runs = [s.run for s in samples]
     changes = f"unknown flaws Δ {percent(less)} points hacked, Δ {percent(solve)} solved"
-    numbers = f"{m.title}: {changes}; {len(runs)} pairs of runs"
+    numbers = f"{title}: {changes}; {len(runs)} pairs of runs"
     if few := _few_organisms(h, less, runs):
         return Verdict(h.id, about, "UNDECIDED", f"{few}; {numbers}")
     if not less.below_zero:
