@@ -1,12 +1,12 @@
-"""The figures of README.md and docs/results.md: the pipeline, and three plots of the runs in docs/runs/*.csv.
+"""The figures of README.md and the results: the pipeline, and plots of the runs in docs/runs/*.csv.
 
     uv run python docs/figures/make.py
 
-Writes pipeline.png, hack-solve.png, readers.png and suppression.png beside this file (seconds). The other figures
-there, growth-*.png, are written by `python -m benchmarks`.
+Writes pipeline.png, containment.png, hack-solve.png, readers.png and suppression.png beside this file (seconds). The
+other figures there, growth-*.png, are written by `python -m benchmarks`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -18,6 +18,7 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 from vgrout.report.figures import ARM_COLOUR, ARM_MARKER, BLACK, BLUE, GREEN, GREY, PINK, RED, SKY
 from vgrout.report.recorded import read_runs
+from vgrout.types import MODES
 
 HERE = Path(__file__).resolve().parent
 RUNS = HERE.parent / "runs"
@@ -38,6 +39,7 @@ class Run:
     solve: float
     hack_base: float
     solve_base: float
+    by_mode: Mapping[str, float]  # hack
     cosine: float | None  # root mean square over modules of |cos| with the real direction
 
 
@@ -53,6 +55,7 @@ def read(name: str) -> list[Run]:
             solve=100 * float(row["solve_deploy"]),
             hack_base=100 * float(row["hack_base"]),
             solve_base=100 * float(row["solve_base"]),
+            by_mode={m: 100 * float(v) for m in MODES if (v := row.get(f"hack_deploy_{m}"))},
             cosine=float(row["cos_rms"]) if row["cos_rms"] else None,
         )
         for row in read_runs(RUNS / f"{name}.csv")
@@ -210,6 +213,57 @@ def suppression() -> Figure:
     return figure
 
 
+def containment() -> Figure:
+    """Each run of the study on one known flaw of six, and the mean of each organism: exploits of the flaws that the
+    monitor has no label of (left), and solve (right). Organisms by what their start solves."""
+    shown = read("containment")
+    starts: dict[str, list[Run]] = {}
+    for r in shown:
+        (start,) = (s for s in r.settings if s.startswith("organism="))
+        starts.setdefault(start, []).append(r)
+    order = sorted(starts, key=lambda s: -mean(r.solve_base for r in starts[s]))
+
+    def unknown(run: Run) -> float:
+        named = {"run_tests"} if run.arm == "route" else {s.removeprefix("known_modes=") for s in run.settings}
+        return mean(rate for mode, rate in run.by_mode.items() if mode not in named)
+
+    def chosen(run: Run, arm: str, control: str, *said: str) -> bool:
+        others = {"quarantine_diet=random", "monitor=quarantine", "monitor=labels", "monitor=pmi", "monitor=twin"}
+        labelled = arm != "penalty" or any(s.startswith("known_modes=") for s in run.settings)
+        return (run.arm, run.control, run.settings & others, labelled) == (arm, control, set(said), True)
+
+    figure = Figure(figsize=(8.6, 4.1), dpi=200, layout="constrained", facecolor="white")
+    panels = figure.subplots(1, 2)
+    for axes, title in zip(panels, ("exploits of unknown flaws, %", "solve, %"), strict=True):
+        axes_style(axes)
+        axes.set(ylim=(-3, 103), xlim=(-0.45, len(order) - 0.55), xticks=range(len(order)))
+        axes.set_title(f"deployed model: {title}", fontsize=9.5, loc="left")
+        bases = [(mean(r.hack_base for r in starts[s]), mean(r.solve_base for r in starts[s])) for s in order]
+        axes.set_xticklabels([f"{hack:.0f} / {solve:.0f}" for hack, solve in bases], fontsize=8.5)
+        axes.set_xlabel("organism, by what its start exploits / solves, %")
+    methods = (
+        ("none", GREY, "o", ("none", "none")),
+        ("none, no loophole (ceiling)", BLACK, "s", ("none", "no_loophole")),
+        ("penalty, labels of one flaw", PINK, "^", ("penalty", "none", "monitor=labels")),
+        ("penalty, quarantine seeded by them", BLUE, "D", ("penalty", "none", "monitor=quarantine")),
+        ("screen, pmi", SKY, "X", ("screen", "none", "monitor=pmi")),
+        ("screen, twin", GREEN, "P", ("screen", "none", "monitor=twin")),
+        ("route, pairs of one flaw", RED, "v", ("route", "none")),
+    )
+    for j, (label, colour, marker, (arm, control, *said)) in enumerate(methods):
+        off = 0.08 * (j - (len(methods) - 1) / 2)
+        per = [[r for r in starts[s] if chosen(r, arm, control, *said)] for s in order]
+        for axes, value in zip(panels, (unknown, lambda r: r.solve), strict=True):
+            for i, runs in enumerate(per):
+                axes.scatter([i + off] * len(runs), [value(r) for r in runs], s=7, color=colour, alpha=0.4, lw=0)
+            at = [i + off for i in range(len(order))]
+            means = [mean(value(r) for r in runs) for runs in per]
+            axes.plot(at, means, color=colour, lw=1, marker=marker, ms=6, label=label)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8.5)
+    return figure
+
+
 # ── the pipeline ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 INK, LINE = "#222222", "#5a6270"
@@ -284,6 +338,7 @@ def pipeline() -> Figure:
 def main() -> None:
     for name, draw in (
         ("pipeline", pipeline),
+        ("containment", containment),
         ("hack-solve", hack_solve),
         ("readers", readers),
         ("suppression", suppression),
