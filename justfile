@@ -127,6 +127,14 @@ study-axes-organism *flags:
 study-containment *flags:
     {{py}} vgrout.sweep docs/studies/containment.toml {{flags}}
 
+# H: … fed by its labels alone it contains them, and its own flags are what spoils it (80 runs beside study-containment)
+study-containment-seeded *flags:
+    {{py}} vgrout.sweep docs/studies/containment-seeded.toml {{flags}}
+
+# H: three known flaws contain the three others, the usual remedies none (100 runs beside study-containment)
+study-containment-rivals *flags:
+    {{py}} vgrout.sweep docs/studies/containment-rivals.toml {{flags}}
+
 # H: from a policy that exploits already, monitors with true labels stop the hack, and so does pmi with a threshold of known correct answers alone (75 runs; `just warm` first)
 study-warm *flags:
     {{py}} vgrout.sweep docs/studies/warm.toml {{flags}}

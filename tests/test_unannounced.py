@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from fake_runs import fake_run
-from runs import SMALL, run
+from runs import SMALL, adapter_bytes, rows, run
 from test_monitors import problem
 from vgrout.config.presets import resolve
 from vgrout.grading.grade import Grader
@@ -165,6 +165,20 @@ def test_a_run_is_paid_by_open_flaws_that_its_prompts_do_not_mention(tmp_path: P
     assert row["hk_eq_n"] == row["hk_xc_n"] == row["hack_s_n"] > 0, "both are open on every problem"
     by_mode = json.loads((path / "per_mode_deploy.json").read_text())["by_mode"]
     assert {m: of["n"] for m, of in by_mode.items()} == dict.fromkeys(OPEN, 6)
+
+
+@pytest.mark.slow  # 15 steps
+def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path):
+    """Which flaws are open is read from the run's own configuration; the quarantine is fed by its labels alone."""
+    flags = [*FLAGS, "--intervention=penalty", "--monitor=quarantine", "--seed-monitor=labels"]
+    flags += ["--known-modes=exit_code", "--quarantine-diet=seeded", "--eval-ablate-every=0"]
+    whole = run(tmp_path / "whole", *flags)
+    cut = run(tmp_path / "cut", *flags, stop_after=3)
+    again = run(tmp_path / "cut", "smoke", "--resume", str(cut), "--threads", "1")
+    assert again == cut
+    assert rows(again) == rows(whole)
+    assert adapter_bytes(again) == adapter_bytes(whole)
+    assert (again / "final.jsonl").read_text() == (whole / "final.jsonl").read_text()
 
 
 def test_a_report_counts_exploits_by_the_flaw_that_accepted_them(tmp_path: Path):

@@ -213,6 +213,12 @@ def suppression() -> Figure:
     return figure
 
 
+def unknown(run: Run) -> float:
+    """Exploits, %, of the flaws that neither the monitor's labels nor the direction's pairs (of run_tests) show."""
+    named = {"run_tests"} if run.arm == "route" else {s.removeprefix("known_modes=") for s in run.settings}
+    return mean(rate for mode, rate in run.by_mode.items() if mode not in named)
+
+
 def containment() -> Figure:
     """Each run of the study on one known flaw of six, and the mean of each organism: exploits of the flaws that the
     monitor has no label of (left), and solve (right). Organisms by what their start solves."""
@@ -222,10 +228,6 @@ def containment() -> Figure:
         (start,) = (s for s in r.settings if s.startswith("organism="))
         starts.setdefault(start, []).append(r)
     order = sorted(starts, key=lambda s: -mean(r.solve_base for r in starts[s]))
-
-    def unknown(run: Run) -> float:
-        named = {"run_tests"} if run.arm == "route" else {s.removeprefix("known_modes=") for s in run.settings}
-        return mean(rate for mode, rate in run.by_mode.items() if mode not in named)
 
     def chosen(run: Run, arm: str, control: str, *said: str) -> bool:
         others = {"quarantine_diet=random", "monitor=quarantine", "monitor=labels", "monitor=pmi", "monitor=twin"}
