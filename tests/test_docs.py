@@ -94,8 +94,7 @@ def figures() -> SimpleNamespace:
 
 def test_readme_says_the_means_of_the_recorded_runs() -> None:
     make = figures()
-    axes, older, warm = make.read("axes"), make.read("arms-baselines"), make.read("warm")
-    other = "organism=out/warm mix_ratio=0.0"
+    axes, older, shown = make.read("axes"), make.read("arms-baselines"), make.read("containment")
     block = (
         "gate_modules=apart gate_vote=rollout quarantine=block:3 rebaseline=True rollout_ablate_frac=1.0 "
         "vhack_refresh_every=0"
@@ -106,27 +105,36 @@ def test_readme_says_the_means_of_the_recorded_runs() -> None:
         assert len(found) == n, len(found)
         return f"{mean(r.hack for r in found):.1f} / {mean(r.solve for r in found):.1f}"
 
+    def contained(n: int, arm: str, *said: str, control: str = "none") -> str:
+        """Of the runs from policies that exploit: on the flaws that are not known."""
+        names = ("monitor=", "quarantine_diet=", "seed_monitor=")
+        found = [
+            r
+            for r in shown
+            if (r.arm, r.control) == (arm, control) and {s for s in r.settings if s.startswith(names)} == {*said}
+        ]
+        assert len(found) == n, len(found)
+        return f"{mean(map(make.unknown, found)):.1f} / {mean(r.solve for r in found):.1f}"
+
     pmi, labels = "monitor=pmi", "monitor=labels"
     expected = {
         "`none` |": [
             rates(10, axes, "none"),
             rates(10, axes, "none", "no_loophole"),
-            rates(5, warm, "none", "none", other),
-            rates(5, warm, "none", "no_loophole", other),
+            contained(10, "none"),
+            contained(10, "none", control="no_loophole"),
         ],
         "`erase` |": [rates(5, older, "erase")],
-        "`route` |": [rates(5, older, "route")],
+        "`route` |": [rates(5, older, "route"), contained(10, "route")],
         "`route2` |": [rates(5, older, "route2")],
         "`--method route2-block` |": [rates(10, axes, "route2", c, block) for c in ("none", "no_loophole")],
-        "`screen --monitor pmi` |": [rates(10, axes, "screen", c, pmi) for c in ("none", "no_loophole")],
-        "`screen`, true labels |": [
-            rates(5, older, "screen", "none", labels),
-            rates(5, warm, "screen", "none", f"{other} {labels}"),
+        "`screen --monitor pmi` |": [
+            *(rates(10, axes, "screen", c, pmi) for c in ("none", "no_loophole")),
+            contained(10, "screen", pmi),
         ],
-        "`penalty`, true labels |": [
-            rates(5, older, "penalty", "none", labels),
-            rates(5, warm, "penalty", "none", f"{other} {labels}"),
-        ],
+        "`screen --monitor twin` |": [contained(10, "screen", "monitor=twin")],
+        "`penalty`, labels |": [rates(5, older, "penalty", "none", labels), contained(60, "penalty", labels)],
+        "`penalty`, quarantine |": [contained(60, "penalty", "monitor=quarantine", "seed_monitor=labels")],
     }
     lines = text(README).splitlines()
     for row, numbers in expected.items():

@@ -123,6 +123,7 @@ SHIPPED = (
         "axes-parts",
         "baselines",
         "checks",
+        "cold",
         "containment",
         "containment-rivals",
         "containment-seeded",
