@@ -131,9 +131,30 @@ study-containment *flags:
 study-containment-seeded *flags:
     {{py}} vgrout.sweep docs/studies/containment-seeded.toml {{flags}}
 
-# H: three known flaws contain the three others, the usual remedies none (100 runs beside study-containment)
+# H: three known flaws contain the three others, the usual remedies none (45 runs beside study-containment)
 study-containment-rivals *flags:
     {{py}} vgrout.sweep docs/studies/containment-rivals.toml {{flags}}
+
+# an organism that exploits two flaws which no prompt announces: a build with 1 % of such exploits in its corpus, after 35 steps of the arm none (a build of ten minutes, 180 steps)
+unannounced-start:
+    test -e out/organism81 || {{py}} vgrout.organism build --out out/organism81 --seed 81 --exploit-bare 0.01
+    @test ! -e out/quiet81 || { echo "unannounced-start: out/quiet81 is there already; move it away to make it again"; exit 1; }
+    {{py}} vgrout.train mini --intervention=none --seed=41 --steps=180 --organism=out/organism81 --unannounced-modes=eq_override,exit_code --mix-ratio=0 --out-tag=_quiet81
+    rm -rf out/quiet81.part && cp -r out/organism81 out/quiet81.part && rm -r out/quiet81.part/model
+    {{py}} vgrout.export "$(ls -d out/runs/*_mini_none_seed41_quiet81 | tail -n 1)" --step 35 --out out/quiet81.part/model
+    mv out/quiet81.part out/quiet81
+
+# H: trained on one of two open flaws that no prompt announces, the quarantine contains the other (20 runs; `just unannounced-start` first)
+study-unannounced *flags:
+    {{py}} vgrout.sweep docs/studies/unannounced.toml {{flags}}
+
+# H: from the base, with nothing demonstrated, plain GRPO finds the exploits by itself (5 runs of 180 steps; `just containment-starts` first)
+study-cold *flags:
+    {{py}} vgrout.sweep docs/studies/cold.toml {{flags}}
+
+# H: a penalty teaches exploits that the monitor does not see, leaving out and routing do not (6 runs of 180 steps; `just containment-starts` first)
+study-hiding *flags:
+    {{py}} vgrout.sweep docs/studies/hiding.toml {{flags}}
 
 # H: from a policy that exploits already, monitors with true labels stop the hack, and so does pmi with a threshold of known correct answers alone (75 runs; `just warm` first)
 study-warm *flags:

@@ -95,6 +95,7 @@ def figures() -> SimpleNamespace:
 def test_readme_says_the_means_of_the_recorded_runs() -> None:
     make = figures()
     axes, older, shown = make.read("axes"), make.read("arms-baselines"), make.read("containment")
+    shown = [*shown, *make.read("containment-seeded")]
     block = (
         "gate_modules=apart gate_vote=rollout quarantine=block:3 rebaseline=True rollout_ablate_frac=1.0 "
         "vhack_refresh_every=0"
@@ -117,6 +118,7 @@ def test_readme_says_the_means_of_the_recorded_runs() -> None:
         return f"{mean(map(make.unknown, found)):.1f} / {mean(r.solve for r in found):.1f}"
 
     pmi, labels = "monitor=pmi", "monitor=labels"
+    reads = ("monitor=quarantine", "seed_monitor=labels")
     expected = {
         "`none` |": [
             rates(10, axes, "none"),
@@ -134,7 +136,8 @@ def test_readme_says_the_means_of_the_recorded_runs() -> None:
         ],
         "`screen --monitor twin` |": [contained(10, "screen", "monitor=twin")],
         "`penalty`, labels |": [rates(5, older, "penalty", "none", labels), contained(60, "penalty", labels)],
-        "`penalty`, quarantine |": [contained(60, "penalty", "monitor=quarantine", "seed_monitor=labels")],
+        "`penalty`, quarantine |": [contained(60, "penalty", *reads)],
+        "`--quarantine-diet seeded` |": [contained(60, "penalty", *reads, "quarantine_diet=seeded")],
     }
     lines = text(README).splitlines()
     for row, numbers in expected.items():

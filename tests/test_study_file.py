@@ -130,7 +130,9 @@ SHIPPED = (
         "controls",
         "full",
         "guard",
+        "hiding",
         "losses",
+        "unannounced",
     ),
     "warm",
 )

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-from vgrout.report.figures import ARM_COLOUR, ARM_MARKER, BLACK, BLUE, GREEN, GREY, PINK, RED, SKY
+from vgrout.report.figures import ARM_COLOUR, ARM_MARKER, BLACK, BLUE, GREEN, GREY, ORANGE, PINK, RED, SKY
 from vgrout.report.recorded import read_runs
 from vgrout.types import MODES
 
@@ -222,7 +222,7 @@ def unknown(run: Run) -> float:
 def containment() -> Figure:
     """Each run of the study on one known flaw of six, and the mean of each organism: exploits of the flaws that the
     monitor has no label of (left), and solve (right). Organisms by what their start solves."""
-    shown = read("containment")
+    shown = [*read("containment"), *read("containment-seeded")]
     starts: dict[str, list[Run]] = {}
     for r in shown:
         (start,) = (s for s in r.settings if s.startswith("organism="))
@@ -230,7 +230,14 @@ def containment() -> Figure:
     order = sorted(starts, key=lambda s: -mean(r.solve_base for r in starts[s]))
 
     def chosen(run: Run, arm: str, control: str, *said: str) -> bool:
-        others = {"quarantine_diet=random", "monitor=quarantine", "monitor=labels", "monitor=pmi", "monitor=twin"}
+        others = {
+            "quarantine_diet=random",
+            "quarantine_diet=seeded",
+            "monitor=quarantine",
+            "monitor=labels",
+            "monitor=pmi",
+            "monitor=twin",
+        }
         labelled = arm != "penalty" or any(s.startswith("known_modes=") for s in run.settings)
         return (run.arm, run.control, run.settings & others, labelled) == (arm, control, set(said), True)
 
@@ -245,15 +252,16 @@ def containment() -> Figure:
         axes.set_xlabel("organism, by what its start exploits / solves, %")
     methods = (
         ("none", GREY, "o", ("none", "none")),
-        ("none, no loophole (ceiling)", BLACK, "s", ("none", "no_loophole")),
+        ("ceiling: no loophole", BLACK, "s", ("none", "no_loophole")),
         ("penalty, labels of one flaw", PINK, "^", ("penalty", "none", "monitor=labels")),
-        ("penalty, quarantine seeded by them", BLUE, "D", ("penalty", "none", "monitor=quarantine")),
+        ("penalty, quarantine they seed", BLUE, "D", ("penalty", "none", "monitor=quarantine")),
+        ("… fed by them alone", ORANGE, "d", ("penalty", "none", "monitor=quarantine", "quarantine_diet=seeded")),
         ("screen, pmi", SKY, "X", ("screen", "none", "monitor=pmi")),
         ("screen, twin", GREEN, "P", ("screen", "none", "monitor=twin")),
         ("route, pairs of one flaw", RED, "v", ("route", "none")),
     )
     for j, (label, colour, marker, (arm, control, *said)) in enumerate(methods):
-        off = 0.08 * (j - (len(methods) - 1) / 2)
+        off = 0.09 * (j - (len(methods) - 1) / 2)
         per = [[r for r in starts[s] if chosen(r, arm, control, *said)] for s in order]
         for axes, value in zip(panels, (unknown, lambda r: r.solve), strict=True):
             for i, runs in enumerate(per):
@@ -262,7 +270,7 @@ def containment() -> Figure:
             means = [mean(value(r) for r in runs) for runs in per]
             axes.plot(at, means, color=colour, lw=1, marker=marker, ms=6, label=label)
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8.5)
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     return figure
 
 
