@@ -459,7 +459,7 @@ def test_what_a_monitor_sees_does_not_change_with_the_oracles_bit_unless_it_asks
     arm.sees = getattr(monitor_class(name), "sees", GroupView)
     one, two = arm.view(group), arm.view(turned)
     assert [f.name for f in fields(one) if getattr(one, f.name) != getattr(two, f.name)] == (
-        ["exploited"] if name == "labels" else []
+        ["exploits"] if name == "labels" else []
     )
 
 
