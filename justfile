@@ -131,11 +131,21 @@ study-containment *flags:
 study-containment-seeded *flags:
     {{py}} vgrout.sweep docs/studies/containment-seeded.toml {{flags}}
 
-# H: three known flaws contain the three others, the usual remedies none (45 runs beside study-containment)
+# H: three known flaws contain the three others, the usual remedies none (50 runs beside study-containment)
 study-containment-rivals *flags:
     {{py}} vgrout.sweep docs/studies/containment-rivals.toml {{flags}}
 
-# an organism that exploits two flaws which no prompt announces: a build with 1 % of such exploits in its corpus, after 35 steps of the arm none (a build of ten minutes, 180 steps)
+# five organisms that exploit now and then where no prompt announces a loophole: 4 % of such exploits in the corpus (ten minutes each)
+unannounced-organisms:
+    for s in 81 82 83 84 85; do \
+        test -e out/bare$s || {{py}} vgrout.organism build --out out/bare$s --seed $s --exploit-bare 0.04 || exit 1; \
+    done
+
+# H: trained on one of two open flaws that no prompt announces, the quarantine contains the other, on five organisms (110 runs; `just unannounced-organisms` first)
+study-unannounced *flags:
+    {{py}} vgrout.sweep docs/studies/unannounced.toml {{flags}}
+
+# the start of a pilot: a build with 1 % of such exploits, after 35 steps of the arm none (a build of ten minutes, 180 steps)
 unannounced-start:
     test -e out/organism81 || {{py}} vgrout.organism build --out out/organism81 --seed 81 --exploit-bare 0.01
     @test ! -e out/quiet81 || { echo "unannounced-start: out/quiet81 is there already; move it away to make it again"; exit 1; }
@@ -144,9 +154,9 @@ unannounced-start:
     {{py}} vgrout.export "$(ls -d out/runs/*_mini_none_seed41_quiet81 | tail -n 1)" --step 35 --out out/quiet81.part/model
     mv out/quiet81.part out/quiet81
 
-# H: trained on one of two open flaws that no prompt announces, the quarantine contains the other (20 runs; `just unannounced-start` first)
-study-unannounced *flags:
-    {{py}} vgrout.sweep docs/studies/unannounced.toml {{flags}}
+# H: … a pilot on one organism (20 runs; `just unannounced-start` first)
+study-unannounced-pilot *flags:
+    {{py}} vgrout.sweep docs/studies/unannounced-pilot.toml {{flags}}
 
 # H: from the base, with nothing demonstrated, plain GRPO finds the exploits by itself (5 runs of 180 steps; `just containment-starts` first)
 study-cold *flags:

@@ -133,12 +133,20 @@ SHIPPED = (
         "hiding",
         "losses",
         "unannounced",
+        "unannounced-pilot",
     ),
     "warm",
 )
 
 
-SLOW = ("checks", "containment", "containment-rivals", "containment-seeded", "controls")  # eighty commands and more
+SLOW = (
+    "checks",
+    "containment",
+    "containment-rivals",
+    "containment-seeded",
+    "controls",
+    "unannounced",
+)  # eighty commands and more
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -25,6 +25,7 @@ from vgrout.config.loss import LossName
 from vgrout.config.presets import parse
 from vgrout.guard.guard import STALE
 from vgrout.model.svd_adapter import SvdAdapter
+from vgrout.runs.run_dir import RunDir
 from vgrout.train import main
 from vgrout.types import Grade
 
@@ -348,6 +349,26 @@ def test_a_signal_leaves_a_run_that_goes_on(number: signal.Signals, shared_run: 
     assert (path / "train.safetensors").is_file()
     assert run(tmp_path, "smoke", "--resume", str(path), stop_after=status["step"]) == path
     assert [r["step"] for r in rows(path)] == list(range(status["step"] + 1))
+
+
+def test_a_signal_that_comes_while_a_step_is_written_waits_for_the_next(
+    done: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step's checkpoints are decided on by then: to stop after it would lose what it says is saved."""
+    whole, append = rows(done("none")), RunDir.append
+
+    def interrupted(self: RunDir, row: dict[str, Any], rollouts: Iterable[dict[str, Any]]) -> None:
+        append(self, row, rollouts)
+        if row["step"] == 1 and not list(self.path.glob("resume/*")):
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(RunDir, "append", interrupted)
+    path = run(tmp_path, *flags("none"), code=130)
+    status = json.loads((path / "status.json").read_text())
+    assert (status["state"], status["step"], len(rows(path))) == ("interrupted", 3, 3)
+    assert (path / "train.safetensors").is_file()
+    assert run(tmp_path, "smoke", "--resume", str(path), "--threads", "1") == path
+    assert rows(path) == whole
 
 
 def test_kill_nine_then_resume_equals_one_go(done: Made, shared_run: SharedRuns, tmp_path: Path) -> None:

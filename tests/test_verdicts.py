@@ -328,6 +328,30 @@ def test_h11_and_h12_are_of_the_diet_that_they_name(tmp_path: Path) -> None:
     assert "10 pairs of runs" in numbers
 
 
+def test_h13_and_h14_are_of_flaws_that_no_prompt_announces(tmp_path: Path) -> None:
+    """A sixth of the fake problems can be exploited by the flaw that is not known: 1.0 there is 16.7 % of all."""
+    bare = "--unannounced-modes=eq_override,exit_code"
+    ceiling_and_labels(tmp_path)
+    on_organisms(tmp_path, *READS, hack=(0.0,), solve=0.8)
+    on_organisms(tmp_path, *READS, "--random-flags", hack=(0.5,))
+    assert [o for id in ("H13", "H14") for o, _ in verdicts_of(tmp_path, id)] == ["UNDECIDED"] * 3, "announced"
+    before = verdicts_of(tmp_path, "H8"), verdicts_of(tmp_path, "H9")
+
+    on_organisms(tmp_path, "--intervention=none", "--control=no_loophole", "--mix-ratio=0", bare, hack=(0.0,))
+    on_organisms(tmp_path, *LABELS, bare, hack=(1.0,), solve=0.0)
+    on_organisms(tmp_path, *READS, bare, hack=(0.0,))
+    penalty, screen = verdicts_of(tmp_path, "H13")
+    assert penalty[0] == "SUPPORTED", penalty
+    assert screen == ("UNDECIDED", "no runs of screen by the same labels alone")
+    on_organisms(tmp_path, "--intervention=screen", *LABELS[1:], bare, hack=(0.0, 1.0, 0.0, 1.0), solve=0.0)
+    assert [o for o, _ in verdicts_of(tmp_path, "H13")] == ["SUPPORTED", "NOT SUPPORTED"]
+
+    on_organisms(tmp_path, *READS, bare, "--random-flags", hack=(1.0,))
+    on_organisms(tmp_path, *READS, bare, "--quarantine-diet=random", hack=(0.0,))
+    assert [o for o, _ in verdicts_of(tmp_path, "H14")] == ["SUPPORTED", "NOT SUPPORTED"]
+    assert before == (verdicts_of(tmp_path, "H8"), verdicts_of(tmp_path, "H9")), "others are not among theirs"
+
+
 def test_the_table_has_flaws_that_are_known_apart_and_means_of_organisms(tmp_path: Path) -> None:
     on_organisms(tmp_path, "--intervention=none", "--mix-ratio=0", hack=(0.8, 0.6), n=2)
     on_organisms(tmp_path, *LABELS, hack=(0.4, 0.2), n=2)

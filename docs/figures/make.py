@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import mean
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, SubFigure
 from matplotlib.lines import Line2D
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
@@ -214,34 +214,74 @@ def suppression() -> Figure:
 
 
 def unknown(run: Run) -> float:
-    """Exploits, %, of the flaws that neither the monitor's labels nor the direction's pairs (of run_tests) show."""
+    """Exploits, %, of the flaws that neither the monitor's labels nor the direction's pairs (of run_tests) show. Flaws
+    that are announced have problems of their own each; those that are not are open on all, and an answer has one."""
     named = {"run_tests"} if run.arm == "route" else {s.removeprefix("known_modes=") for s in run.settings}
-    return mean(rate for mode, rate in run.by_mode.items() if mode not in named)
+    rates = [rate for mode, rate in run.by_mode.items() if mode not in named]
+    return sum(rates) if any(s.startswith("unannounced_modes=") for s in run.settings) else mean(rates)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A line of the figure: the runs of one arm and control whose settings name exactly these of the ones that tell
+    methods apart."""
+
+    label: str
+    colour: str
+    marker: str
+    arm: str
+    control: str = "none"
+    said: str = ""
+
+    def has(self, run: Run) -> bool:
+        telling = ("monitor=", "quarantine_diet=")
+        if self.arm == "penalty" and not any(s.startswith("known_modes=") for s in run.settings):
+            return False  # seeded by the detector
+        said = {s for s in run.settings if s.startswith(telling)}
+        return (run.arm, run.control, said) == (self.arm, self.control, {*self.said.split()})
+
+
+NONE = Method("none", GREY, "o", "none")
+CEILING = Method("ceiling: no loophole", BLACK, "s", "none", "no_loophole")
+LABELS = Method("penalty, labels of one flaw", PINK, "^", "penalty", said="monitor=labels")
+READS = Method("penalty, quarantine they seed", BLUE, "D", "penalty", said="monitor=quarantine")
+TWIN = Method("screen, twin", GREEN, "P", "screen", said="monitor=twin")
+UNANNOUNCED = (
+    *(NONE, CEILING, LABELS),
+    Method("screen, labels of one flaw", RED, "v", "screen", said="monitor=labels"),
+    READS,
+    Method("… its scores dealt", SKY, "X", "penalty", "random_flags", "monitor=quarantine"),
+    Method("… fed with random paid rows", ORANGE, "d", "penalty", said="monitor=quarantine quarantine_diet=random"),
+    TWIN,
+)
+ANNOUNCED = (
+    *(NONE, CEILING, LABELS, READS),
+    Method("… fed by them alone", ORANGE, "d", "penalty", said="monitor=quarantine quarantine_diet=seeded"),
+    Method("screen, pmi", SKY, "X", "screen", said="monitor=pmi"),
+    TWIN,
+    Method("route, pairs of one flaw", RED, "v", "route"),
+)
 
 
 def containment() -> Figure:
-    """Each run of the study on one known flaw of six, and the mean of each organism: exploits of the flaws that the
-    monitor has no label of (left), and solve (right). Organisms by what their start solves."""
-    shown = [*read("containment"), *read("containment-seeded")]
+    """Each run of the studies on one known flaw, and the mean of each organism: exploits of the flaws that the monitor
+    has no label of (left), and solve (right). Above: two flaws that no prompt announces, from the base. Below: six that
+    are, from policies that exploit. Organisms by what they begin with."""
+    figure = Figure(figsize=(8.6, 8.2), dpi=200, layout="constrained", facecolor="white")
+    above, below = figure.subfigures(2, 1)
+    above.suptitle("two flaws, no prompt announces them, one is known; from the base", fontsize=10.5)
+    _by_organism(above, read("unannounced"), UNANNOUNCED, line=0)  # they begin with the same: there is no order
+    below.suptitle("six flaws, each announced by its prompt, one is known; from policies that exploit", fontsize=10.5)
+    _by_organism(below, [*read("containment"), *read("containment-seeded")], ANNOUNCED, line=1)
+    return figure
+
+
+def _by_organism(figure: SubFigure, shown: Sequence[Run], methods: Sequence[Method], line: float) -> None:
     starts: dict[str, list[Run]] = {}
     for r in shown:
         (start,) = (s for s in r.settings if s.startswith("organism="))
         starts.setdefault(start, []).append(r)
     order = sorted(starts, key=lambda s: -mean(r.solve_base for r in starts[s]))
-
-    def chosen(run: Run, arm: str, control: str, *said: str) -> bool:
-        others = {
-            "quarantine_diet=random",
-            "quarantine_diet=seeded",
-            "monitor=quarantine",
-            "monitor=labels",
-            "monitor=pmi",
-            "monitor=twin",
-        }
-        labelled = arm != "penalty" or any(s.startswith("known_modes=") for s in run.settings)
-        return (run.arm, run.control, run.settings & others, labelled) == (arm, control, set(said), True)
-
-    figure = Figure(figsize=(8.6, 4.1), dpi=200, layout="constrained", facecolor="white")
     panels = figure.subplots(1, 2)
     for axes, title in zip(panels, ("exploits of unknown flaws, %", "solve, %"), strict=True):
         axes_style(axes)
@@ -249,29 +289,18 @@ def containment() -> Figure:
         axes.set_title(f"deployed model: {title}", fontsize=9.5, loc="left")
         bases = [(mean(r.hack_base for r in starts[s]), mean(r.solve_base for r in starts[s])) for s in order]
         axes.set_xticklabels([f"{hack:.0f} / {solve:.0f}" for hack, solve in bases], fontsize=8.5)
-        axes.set_xlabel("organism, by what its start exploits / solves, %")
-    methods = (
-        ("none", GREY, "o", ("none", "none")),
-        ("ceiling: no loophole", BLACK, "s", ("none", "no_loophole")),
-        ("penalty, labels of one flaw", PINK, "^", ("penalty", "none", "monitor=labels")),
-        ("penalty, quarantine they seed", BLUE, "D", ("penalty", "none", "monitor=quarantine")),
-        ("… fed by them alone", ORANGE, "d", ("penalty", "none", "monitor=quarantine", "quarantine_diet=seeded")),
-        ("screen, pmi", SKY, "X", ("screen", "none", "monitor=pmi")),
-        ("screen, twin", GREEN, "P", ("screen", "none", "monitor=twin")),
-        ("route, pairs of one flaw", RED, "v", ("route", "none")),
-    )
-    for j, (label, colour, marker, (arm, control, *said)) in enumerate(methods):
+        axes.set_xlabel("organism, by what it exploits / solves to begin with, %", fontsize=9)
+    for j, method in enumerate(methods):
         off = 0.09 * (j - (len(methods) - 1) / 2)
-        per = [[r for r in starts[s] if chosen(r, arm, control, *said)] for s in order]
+        per = [[r for r in starts[s] if method.has(r)] for s in order]
         for axes, value in zip(panels, (unknown, lambda r: r.solve), strict=True):
             for i, runs in enumerate(per):
-                axes.scatter([i + off] * len(runs), [value(r) for r in runs], s=7, color=colour, alpha=0.4, lw=0)
+                axes.scatter([i + off] * len(runs), [value(r) for r in runs], s=7, color=method.colour, alpha=0.4, lw=0)
             at = [i + off for i in range(len(order))]
             means = [mean(value(r) for r in runs) for runs in per]
-            axes.plot(at, means, color=colour, lw=1, marker=marker, ms=6, label=label)
+            axes.plot(at, means, color=method.colour, lw=line, marker=method.marker, ms=6, label=method.label)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
-    return figure
 
 
 # ── the pipeline ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -180,7 +180,7 @@ def train(d: Distillation) -> None:
             close_step(d, row, answers)
         if d.skipped >= MAX_SKIPPED:
             raise Diverged(f"step {step}: loss or gradient not finite, {MAX_SKIPPED} steps in a row")
-        if d.run.stop.requested:
+        if d.run.stops:
             raise Interrupted(f"interrupted after step {step}")
 
 
@@ -250,7 +250,7 @@ def close_step(d: Distillation, row: DistillRow, answers: Sequence[Graded]) -> N
         if grade is not None
     ]
     run.dir.append(row.as_json(), lines)
-    closing = step + 1 == cfg.steps or d.run.stop.requested or d.skipped >= MAX_SKIPPED
+    closing = step + 1 == cfg.steps or run.agree() or d.skipped >= MAX_SKIPPED
     if row.hack_deploy is not None:
         save(d, f"ckpt_step{step + 1:04d}")
     if closing:

@@ -278,19 +278,19 @@ def beats_chance(h: Hypothesis, cells: Sequence[Cell]) -> list[Verdict]:
 def contains_the_unknown(h: Hypothesis, cells: Sequence[Cell]) -> list[Verdict]:
     """The penalty by the quarantine as monitor against the penalty by the labels that seed it: one verdict for all
     known flaws together, which needs every one of them, and one for each."""
-    return _contains(h, cells, "flagged")
+    return _contains(h, _open(cells, announced=True), "flagged")
 
 
 @rule("H11")
 def contains_the_unknown_fed_by_labels(h: Hypothesis, cells: Sequence[Cell]) -> list[Verdict]:
     """H8 of a quarantine that is trained on what its labels flag, and never on what it flags itself."""
-    return _contains(h, cells, "seeded")
+    return _contains(h, _open(cells, announced=True), "seeded")
 
 
 @rule("H12")
 def its_own_flags_spoil_it(h: Hypothesis, cells: Sequence[Cell]) -> list[Verdict]:
     """The same monitors, fed by labels alone and by their own flags too, over all choices of the known flaw."""
-    found = methods(cells)
+    found = _open(cells, announced=True)
     pairs = [(m, other) for m in _reads(found, diet="seeded") for other in _reads(found, known=m.known)]
     if not pairs:
         return [Verdict(h.id, "penalty (quarantine)", "UNDECIDED", NO_SEEDS)]
@@ -298,20 +298,39 @@ def its_own_flags_spoil_it(h: Hypothesis, cells: Sequence[Cell]) -> list[Verdict
     return [_worse(h, [s for m, other in pairs for s in m.samples(other)], about, "fed by labels alone")]
 
 
-def _contains(h: Hypothesis, cells: Sequence[Cell], diet: str) -> list[Verdict]:
-    found = methods(cells)
+@rule("H13")
+def contains_what_no_prompt_announces(h: Hypothesis, cells: Sequence[Cell]) -> list[Verdict]:
+    """H8 where the flaws are unannounced, against the penalty and against screen by the labels that seed it."""
+    found = _open(cells, announced=False)
+    return [*_contains(h, found, "flagged"), *_contains(h, found, "flagged", "screen")]
+
+
+@rule("H14")
+def flags_are_what_counts_unannounced(h: Hypothesis, cells: Sequence[Cell]) -> list[Verdict]:
+    """H9 where the flaws are unannounced."""
+    return _flags_count(h, _open(cells, announced=False))
+
+
+def _open(cells: Sequence[Cell], *, announced: bool) -> list[Method]:
+    """The methods of runs whose prompts announce the one flaw that is open, or of runs with flaws that none does."""
+    return [m for m in methods(cells) if announced != bool(m.runs[0].unannounced)]
+
+
+def _contains(h: Hypothesis, found: Sequence[Method], diet: str, rival: str = "penalty") -> list[Verdict]:
+    """rival: what is done by the seed's labels alone, to compare with."""
     ceiling = next(iter(find(found, "none", "no_loophole")), None)
     out = []
     pooled: list[tuple[Method, Method]] = []
     for m in _reads(found, diet=diet):
-        plain = _by_labels(found, m)
+        plain = _by_labels(found, m, rival)
         if plain is None:
-            out.append(Verdict(h.id, m.title, "UNDECIDED", "no runs of the penalty by the same labels alone"))
+            out.append(Verdict(h.id, m.title, "UNDECIDED", f"no runs of {rival} by the same labels alone"))
             continue
         pooled.append((m, plain))
-        out.append(_h8(h, m.title, [(m, plain)], ceiling))
+        out.append(_h8(h, f"{m.title} against {rival}", [(m, plain)], ceiling))
     if len(pooled) > 1:
-        out.insert(0, _h8(h, f"{len(pooled)} choices of the known flaw", pooled, ceiling, out))
+        about = f"{len(pooled)} choices of the known flaw against {rival}"
+        out.insert(0, _h8(h, about, pooled, ceiling, out))
     return out or [Verdict(h.id, "penalty (quarantine)", "UNDECIDED", NO_SEEDS)]
 
 
@@ -351,7 +370,10 @@ def _h8(
 @rule("H9")
 def flags_are_what_counts(h: Hypothesis, cells: Sequence[Cell]) -> list[Verdict]:
     """The same monitor with its scores dealt at random, and with its quarantine trained on random paid rows."""
-    found = methods(cells)
+    return _flags_count(h, _open(cells, announced=True))
+
+
+def _flags_count(h: Hypothesis, found: Sequence[Method]) -> list[Verdict]:
     out = []
     for m in _reads(found):
         controls = [
@@ -403,8 +425,8 @@ def _reads(
     return [m for m in of if m.known and known in (None, m.known)]
 
 
-def _by_labels(found: Sequence[Method], m: Method) -> Method | None:
-    among = find(found, "penalty", monitor="labels")
+def _by_labels(found: Sequence[Method], m: Method, intervention: str) -> Method | None:
+    among = find(found, intervention, monitor="labels")
     return next((p for p in among if p.known == m.known), None)
 
 

@@ -173,7 +173,7 @@ class Peer(RunContext):
 
     def __init__(self, path: Path, grader: Grader, resumes: bool) -> None:
         self.path_of_first, self.grader, self.resumes = path, grader, resumes
-        self.stop, self.clock, self.code, self._bar = Stop(), Clock(), FAILED, None
+        self.stop, self.stops, self.clock, self.code, self._bar = Stop(), False, Clock(), FAILED, None
         self._open = ExitStack()
 
     @property

@@ -131,7 +131,7 @@ class Recorder:
             line, rollouts = row.as_json() | extra, rollout_lines(step, batch, routed, self.policy)
             run.dir.append(line, rollouts)
             run.trackers.row(line, rollouts)
-            closing = step + 1 == cfg.scale.steps or run.stop.requested or self.guard.ends
+            closing = step + 1 == cfg.scale.steps or run.stops or self.guard.ends
             if row.hack_s.k and not self.hacked_before:
                 self.hacked_before = True
                 self._save_adapter("first_hack.safetensors")

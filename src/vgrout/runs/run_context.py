@@ -64,6 +64,7 @@ class RunContext:
         self.done, self.owned = done or folder.steps_on_disk, owned
         self.trackers = trackers or Trackers()
         self.stop, self.clock = Stop(), Clock()
+        self.stops = False  # decided in agree(), so that what is saved and where the loop ends are one decision
         self.code, self._loading, self._open = FAILED, True, ExitStack()
         self._bar: tqdm | None = None
 
@@ -86,16 +87,20 @@ class RunContext:
         self.dir.status(state, self.done(), reason, then or self.again)
 
     def agree(self) -> bool:
-        """Whether to stop: a signal that has reached one rank has reached all, so that they end after the same step."""
-        self.stop.requested = any(ranks.gather(lambda: self.stop.requested))
-        return self.stop.requested
+        """Whether to stop: a signal that has reached one rank has reached all, so that they end after the same step.
+
+        One that comes later, while this step is written down, waits for the next call: nothing would be saved for it.
+        """
+        if any(ranks.gather(lambda: self.stop.requested)):
+            self.stops = self.stop.requested = True
+        return self.stops
 
     def steps(self, steps: range, name: str) -> Iterable[int]:
-        """The steps with a progress bar, on a terminal. Raises Interrupted after the one in which a signal came."""
+        """The steps with a progress bar, on a terminal. Raises Interrupted after the one in which it was agreed on."""
         self._bar = tqdm(steps, disable=None if ranks.first() else True, desc=name, unit="step")
         for step in self._bar:
             yield step
-            if self.stop.requested:
+            if self.stops:
                 raise Interrupted(f"interrupted after step {step}")
 
     def show(self, **numbers: str) -> None:
