@@ -18,7 +18,7 @@ from test_grpo import MAX_NEW, groups, relative, shake
 from test_monitors import Marked, graded, labelled
 from test_monitors import view as seen
 from tiny import policy as tiny_policy
-from vgrout.arms.base import Arm, module_sizes, modules_of_block
+from vgrout.arms.base import Arm, module_sizes
 from vgrout.arms.flagged import SGTM, FlaggedArm, FlaggedRoute2
 from vgrout.arms.recontextualise import Recontextualise
 from vgrout.arms.reward_shaping import Penalty, Screen
@@ -26,7 +26,7 @@ from vgrout.config.arm import MONITORS
 from vgrout.config.loss import LossConfig
 from vgrout.config.run import OptConfig
 from vgrout.grpo import policy_gradients
-from vgrout.model.policy import Policy
+from vgrout.model.policy import Policy, modules_of_block
 from vgrout.monitors import monitor_class
 from vgrout.monitors.base import Monitor
 from vgrout.monitors.flag_rates import FlagRates

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from importlib import import_module
 
-from vgrout.arms.base import Arm, module_sizes, modules_of_block
+from vgrout.arms.base import Arm, module_sizes
 from vgrout.arms.direction_arm import DirectionArm, ShrinkageControl
 from vgrout.config.arm import ARMS, CONTROLS, ArmConfig, ArmSpec, register
 from vgrout.config.run import Config
 from vgrout.grading.grade import Grader
 from vgrout.inputs import Inputs
-from vgrout.model.policy import Policy
+from vgrout.model.policy import Policy, modules_of_block
 from vgrout.types import Problem
 
 _REGISTERED: dict[str, type[Arm]] = {}  # arms of one's own, by their names

@@ -6,7 +6,7 @@ route    the finished gradients → what δS learns (keep) and what δS_hack lea
 refresh  after the step: extract the direction again where that is due
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -179,15 +179,6 @@ def module_sizes(policy: Policy) -> dict[str, int]:
     """Adapted module → r, in the model's order."""
     adapter = policy.adapter
     return {m: part.numel() for m, part in adapter.by_module(adapter.δS.detach()).items()}
-
-
-def modules_of_block(policy: Policy, modules: Iterable[str], n: int) -> list[str]:
-    """The modules of the model's block `n`, from 1. Raises ValueError where it has none."""
-    depth = policy.model.config.num_hidden_layers
-    inside = [m for m in modules if f".layers.{n - 1}." in f".{m}"]
-    if not inside:
-        raise ValueError(f"--quarantine block:{n}: the model has {depth} blocks")
-    return inside
 
 
 def on_policy(views: Views, part: UpdatePart) -> tuple[UpdatePart, ...]:

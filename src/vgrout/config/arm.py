@@ -242,6 +242,9 @@ class ArmConfig:
     )
     """quarantine: what it is trained on: what is flagged · what the seed monitor flags alone. Controls: as many paid
     answers of the same groups at random · all that is paid · what is paid and, by the true labels, no exploit."""
+    quarantine_start: Literal["zero", "pairs", "random"] = setting("zero", monitors=("quarantine",), suffix="start-")
+    """quarantine: what it is before it has learnt anything: nothing · five steps along what tells hack from clean in
+    contrastive pairs, so that it reads from the first step on. Control: five steps along random signs."""
     saturated_groups: bool = setting(True, arms=("screen", "penalty"))
     """screen, penalty: groups in which every answer earns the same are looked at too: a flag may give them signal."""
     penalty: float | None = setting(None, low=0, high=1e6, arms=("penalty",), suffix="by")
@@ -263,9 +266,9 @@ class ArmConfig:
     vhack_refresh_every: int = setting(5, low=0, high=10_000_000, arms=("erase", "route"), monitors=("gate", "band"))
     """Re-extract on the current model every N steps; 0: frozen."""
     vhack_pairs_path: Path | None = setting(
-        None, arms=("erase", "route"), monitors=("gate", "band", "probe"), controls=("advantage_mod",)
+        None, arms=("erase", "route"), monitors=("gate", "band", "probe", "quarantine"), controls=("advantage_mod",)
     )
-    """Contrastive pairs (JSON); none: the preset's."""
+    """Contrastive pairs (JSON); none: the preset's (--quarantine-start pairs: the known flaw's)."""
     placebo_pairs_path: Path | None = None
     """Pairs (JSON) about an unrelated contrast, for --control placebo."""
     route2_random_v_seed: int | None = setting(
@@ -350,6 +353,7 @@ class ArmConfig:
             **dict.fromkeys(
                 ("monitor_quantile", "known_correct"), monitor == "quarantine" and not self.calibrates_quarantine
             ),
+            "vhack_pairs_path": monitor == "quarantine" and not self.reads_pairs,
         }
         unread = [name for name, _ in changed(self) if idle.get(name)]
         refuse(bool(unread), f"{flags(unread)}: not read with these settings; leave it out")
@@ -359,6 +363,11 @@ class ArmConfig:
             self.monitor_name == "quarantine" and self.quarantine_diet == "solved" and self.seed_monitor != "labels",
             "--quarantine-diet solved: reads the true labels; add --seed-monitor labels",
         )
+        refuse(
+            self.starts_on_pairs and len(self.modes_known) > 1 and self.vhack_pairs_path is None,
+            f"--quarantine-start pairs with --known-modes {self.known_modes}: a pair file shows one flaw; add "
+            "--vhack-pairs-path",
+        )
         form = self.quarantine_form
         given = f"--quarantine {self.quarantine}"
         refuse(form is None, f"{given}: should be one of {', '.join(FORMS)}, with a number from 1 to 1000")
@@ -367,6 +376,11 @@ class ArmConfig:
         refuse(
             form[0] == "lora" and self.by_gradient and self.gate_vote == "module",
             f"{given} with --monitor {self.monitor_name}: no direction lies in these matrices; add --gate-vote rollout",
+        )
+        refuse(
+            form[0] == "lora" and self.quarantine_start != "zero",
+            f"{given} with --quarantine-start {self.quarantine_start}: it starts in the modules' bases, which it has "
+            "no part of; leave one out",
         )
         refuse(
             form[0] == "lora" and self.control == "deploy_quarantine",
@@ -437,7 +451,12 @@ class ArmConfig:
 
     @property
     def reads_pairs(self) -> bool:
-        return self.direction is not None or self.control == "advantage_mod"
+        return self.direction is not None or self.control == "advantage_mod" or self.starts_on_pairs
+
+    @property
+    def starts_on_pairs(self) -> bool:
+        """Whether the quarantine reads from the first step on by what pairs show."""
+        return self.monitor_name == "quarantine" and self.quarantine_start == "pairs"
 
     @property
     def compares_prompts(self) -> bool:

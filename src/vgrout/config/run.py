@@ -428,7 +428,8 @@ class Config:
         if self.arm.vhack_pairs_path is not None:
             return self.arm.vhack_pairs_path
         if self.scale.model == ORGANISM:
-            return self.files.pairs / "run_tests.json"
+            known = self.arm.modes_known if self.arm.starts_on_pairs else ()
+            return self.files.pairs / f"{known[0] if known else 'run_tests'}.json"
         return Path("out/pairsets/prog_wide.json") if self.preset == "fast" else None
 
     @property

@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -327,3 +327,12 @@ def as_policy(model: PreTrainedModel, tok: PreTrainedTokenizerBase, cache_dir: P
 def adapted(lm: LanguageModel, cache_dir: Path | None) -> Policy:
     """The same model under an adapter of zeros. Raises ValueError as `SvdAdapter`."""
     return Policy(**vars(lm), adapter=SvdAdapter(lm.model, cache_dir))
+
+
+def modules_of_block(policy: Policy, modules: Iterable[str], n: int) -> list[str]:
+    """The modules of the model's block `n`, from 1. Raises ValueError where it has none."""
+    depth = policy.model.config.num_hidden_layers
+    inside = [m for m in modules if f".layers.{n - 1}." in f".{m}"]
+    if not inside:
+        raise ValueError(f"--quarantine block:{n}: the model has {depth} blocks")
+    return inside

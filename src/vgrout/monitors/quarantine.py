@@ -4,7 +4,9 @@ likelier than the deployed model does is flagged too.
     s(y) = [log π_ε(y) − log π_0(y)] / (ε · |log π_0(y)|)     flagged: seeded, or paid and s(y) > threshold
 
 under the present parameters, π_ε with the quarantine on to the share ε. Flagged rows train the quarantine
-(arms/reward_shaping.py), which is how it learns to read. Before it has learnt anything s = 0, and the seed flags alone.
+(arms/reward_shaping.py), which is how it learns to read. Before it has learnt anything s = 0, and the seed flags alone;
+started on pairs, δS_hack = −5 lr · sign(mean D) with D the difference of the pairs' gradients (direction/extract.py),
+and it reads from the first step on.
 
 Why relative: an answer of which the deployed model is sure already, log π_0 ≈ 0, cannot become likelier by a fixed
 number of nats, and those are the exploits of a policy that has begun to exploit. Why a small ε: fully on, the
@@ -22,9 +24,11 @@ from torch import Tensor
 
 from vgrout import ranks
 from vgrout.config.run import Config
+from vgrout.direction.controls import Provenance
+from vgrout.direction.files import obtain
 from vgrout.grading.grade import Grader
 from vgrout.inputs import Inputs
-from vgrout.model.policy import Policy
+from vgrout.model.policy import Policy, modules_of_block
 from vgrout.monitors.base import Monitor, paid_positions, positions
 from vgrout.monitors.text_scores import Text, TextScorer, known_correct_texts, mean_logp
 from vgrout.rng import torch_stream
@@ -35,6 +39,7 @@ Diet = Literal["flagged", "seeded", "random", "paid", "solved"]
 
 LATEST = "known_correct_scores"  # of the state that survives a resume
 TAUGHT = 0.5  # advantage of each row that trains the quarantine
+STARTS = 5.0  # full steps of AdamW, which goes by ± its learning rate under a gradient that stays
 KNOWN_A_STEP, KNOWN = 8, 24  # known correct answers read in a step, and scores that make a threshold. Two forwards of
 # 48 answers in each step cost 1.4 times the step of the penalty, of all 204 of the organism's three times
 SURE = 1e-3  # nats a token: of a log-prob nearer to 0 the rounding of two forwards (1e-6) would be the score
@@ -86,7 +91,8 @@ class Quarantine(TextScorer):
     ) -> "Quarantine":
         """seed_of: makes a monitor by its name."""
         arm = cfg.arm
-        return cls(
+        provenance = start(cfg, policy, inputs)
+        made = cls(
             policy,
             seed_of(arm.seed_monitor),
             paid=cfg.env.pass_reward,
@@ -98,6 +104,8 @@ class Quarantine(TextScorer):
             deal=arm.random_flags,
             seed=cfg.run.seed,
         )
+        made.provenance = provenance or made.provenance
+        return made
 
     def texts(self, view: GroupView) -> list[Text]:
         known = view.logp or (None,) * len(view)
@@ -185,3 +193,31 @@ def advantages(view: GroupView, taught: Sequence[bool]) -> tuple[float, ...]:
     others = [source == "student" and not on for source, on in zip(view.sources, taught, strict=True)]
     below = -TAUGHT * min(1.0, n / sum(others)) if n and any(others) else 0.0
     return tuple(TAUGHT if on else below if other else 0.0 for on, other in zip(taught, others, strict=True))
+
+
+def start(cfg: Config, policy: Policy, inputs: Inputs) -> Provenance | None:
+    """Puts `policy`'s quarantine where --quarantine-start says; a resumed run's state comes over it. Returns where the
+    pairs come from, if it is on pairs.
+
+    Raises:
+        ValueError: a pair that this model has no room for, or no finite gradient of.
+    """
+    arm, adapter = cfg.arm, policy.adapter
+    if arm.quarantine_start == "zero":
+        return None
+    provenance = None
+    if arm.starts_on_pairs:
+        axes = obtain(policy, inputs.pairs, None, arm.v_hack_extract_top_k, arm.v_hack_tau_axis).axes
+        signs = {m: -a.mean.sign() for m, a in axes.items()}
+        pairs = inputs.pairs
+        assert pairs is not None
+        provenance = Provenance(pairs.source, pairs.sha256, len(signs), len(signs), None)
+    else:
+        drawn = torch.randint(2, (len(adapter),), generator=torch_stream(cfg.run.seed, "quarantine-start"))
+        signs = adapter.by_module(2.0 * drawn - 1.0)
+    own = modules_of_block(policy, signs, arm.quarantine_block) if arm.quarantine_block else list(signs)
+    placed = {m: sign * (m in own) for m, sign in signs.items()}
+    with torch.no_grad():
+        adapter.δS_hack.copy_(STARTS * cfg.opt.lr * adapter.flat(placed))
+    adapter.merge()
+    return provenance

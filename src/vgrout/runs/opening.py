@@ -92,7 +92,9 @@ def _direction(cfg: Config, inputs: Inputs, arm: Arm) -> str:
         return "direction: none is read by this arm"
     n = f"{len(inputs.pairs)} pairs" if inputs.pairs else "pairs not here"
     every = cfg.arm.vhack_refresh_every
-    if cfg.arm.direction != "gradient":
+    if cfg.arm.starts_on_pairs:
+        again = "where the quarantine starts"
+    elif cfg.arm.direction != "gradient":
         again = "in hidden states of the frozen base"
     else:
         again = f"extracted again every {every} steps" if every and not cfg.arm.haar else "frozen"

@@ -12,7 +12,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Generator
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -22,14 +21,13 @@ from loguru import logger
 
 from vgrout import ranks
 from vgrout.config.run import ORGANISM, Config
-from vgrout.console import Clock
 from vgrout.files import read_json
 from vgrout.grading.grade import Grader, cores
 from vgrout.ranks import Place, RankLost
 from vgrout.runs.preflight import gpu_here
-from vgrout.runs.run_context import FAILED, FINISHED, RunContext
+from vgrout.runs.run_context import FINISHED, RunContext
 from vgrout.runs.run_dir import RUNS
-from vgrout.runs.signals import Stop, stop_on_signals
+from vgrout.runs.signals import stop_on_signals
 
 SAMPLED = 0.2  # seconds in which the idle cores are counted
 AFTERWARDS = 10.0  # seconds that a rank may take to end after rank 0 has
@@ -172,9 +170,8 @@ class Peer(RunContext):
     """A run as a rank beside rank 0 sees it: the same loop, and nothing is written."""
 
     def __init__(self, path: Path, grader: Grader, resumes: bool) -> None:
-        self.path_of_first, self.grader, self.resumes = path, grader, resumes
-        self.stop, self.stops, self.clock, self.code, self._bar = Stop(), False, Clock(), FAILED, None
-        self._open = ExitStack()
+        self._on_every_rank(grader, resumes)
+        self.path_of_first = path
 
     @property
     def path(self) -> Path:

@@ -59,13 +59,16 @@ class RunContext:
         """again: the command that goes on. hashes: of the input files. force: go on although files have changed.
         done: steps (or rounds) that are on disk. owned: whether the folder was made for this run, and goes where the
         run is refused."""
-        self.dir, self.grader, self.again, self.resumes = folder, grader, again, resumes
+        self._on_every_rank(grader, resumes)
+        self.dir, self.again = folder, again
         self.hashes, self.log, self.force = dict(hashes or {}), log or Path(), force
         self.done, self.owned = done or folder.steps_on_disk, owned
-        self.trackers = trackers or Trackers()
-        self.stop, self.clock = Stop(), Clock()
+        self.trackers, self._loading = trackers or Trackers(), True
+
+    def _on_every_rank(self, grader: Grader, resumes: bool) -> None:
+        self.grader, self.resumes, self.code = grader, resumes, FAILED
+        self.stop, self.clock, self._open = Stop(), Clock(), ExitStack()
         self.stops = False  # decided in agree(), so that what is saved and where the loop ends are one decision
-        self.code, self._loading, self._open = FAILED, True, ExitStack()
         self._bar: tqdm | None = None
 
     @property
