@@ -131,6 +131,14 @@ study-containment *flags:
 study-containment-seeded *flags:
     {{py}} vgrout.sweep docs/studies/containment-seeded.toml {{flags}}
 
+# H: … started on pairs of the known flaw it contains the others, and that start is what does it (200 runs; `just containment-starts` first)
+study-containment-start *flags:
+    {{py}} vgrout.sweep docs/studies/containment-start.toml {{flags}}
+
+# H: … a pilot on the shipped organism's two starts (68 runs; `just warm` and `just warm 50 out/warm50` first)
+study-starts *flags:
+    {{py}} vgrout.sweep docs/studies/starts.toml {{flags}}
+
 # H: three known flaws contain the three others, the usual remedies none (50 runs beside study-containment)
 study-containment-rivals *flags:
     {{py}} vgrout.sweep docs/studies/containment-rivals.toml {{flags}}
@@ -165,6 +173,20 @@ study-cold *flags:
 # H: a penalty teaches exploits that the monitor does not see, leaving out and routing do not (6 runs of 180 steps; `just containment-starts` first)
 study-hiding *flags:
     {{py}} vgrout.sweep docs/studies/hiding.toml {{flags}}
+
+# H: … where the monitor can be evaded (18 runs of 180 steps; `just warm` and `just warm 50 out/warm50` first)
+study-evading *flags:
+    {{py}} vgrout.sweep docs/studies/evading.toml {{flags}}
+
+# organisms of .25, .9 and 3.4 million weights (five, ten and forty minutes)
+sizes-organisms:
+    test -e out/bare81-64 || {{py}} vgrout.organism build --out out/bare81-64 --seed 81 --hidden 64 --exploit-bare 0.04
+    test -e out/bare81 || {{py}} vgrout.organism build --out out/bare81 --seed 81 --exploit-bare 0.04
+    test -e out/bare81-256 || {{py}} vgrout.organism build --out out/bare81-256 --seed 81 --hidden 256 --exploit-bare 0.04
+
+# H: what leaks past labels of one flaw does not fall with size, past the quarantine it does (60 runs; `just sizes-organisms` first)
+study-sizes *flags:
+    {{py}} vgrout.sweep docs/studies/sizes.toml {{flags}}
 
 # H: from a policy that exploits already, monitors with true labels stop the hack, and so does pmi with a threshold of known correct answers alone (75 runs; `just warm` first)
 study-warm *flags:

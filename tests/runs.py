@@ -41,7 +41,7 @@ PAIRS: dict[str, list[str]] = {
     ],
     "screen-quarantine": [
         *("screen", "--monitor", "quarantine", "--seed-monitor", "labels", "--quarantine-diet", "random"),
-        *("--quarantine-threshold", "0.2", "--quarantine-share", "1"),
+        *("--quarantine-threshold", "0.2", "--quarantine-share", "1", "--quarantine-start", "pairs"),
     ],
 }
 LABELLED = ("route2-labels-shared-moment", "penalty-quarantine", "screen-quarantine")  # … that are given true labels

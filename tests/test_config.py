@@ -134,6 +134,25 @@ BAD = [
         "--monitor-quantile",
     ),
     (["mini", "--intervention", "penalty", "--monitor", "quarantine", "--quarantine-diet", "solved"], "true labels"),
+    (["mini", "--intervention", "penalty", "--monitor", "pmi", "--quarantine-start", "pairs"], "--quarantine-start"),
+    (
+        ["mini", "--intervention", "penalty", "--monitor", "quarantine", "--vhack-pairs-path", "x.json"],
+        "--vhack-pairs-path: not read",
+    ),
+    (
+        [
+            *("mini", "--intervention", "penalty", "--monitor", "quarantine", "--seed-monitor", "labels"),
+            *("--known-modes", "exit_code,sentinel", "--quarantine-start", "pairs"),
+        ],
+        "a pair file shows one flaw; add --vhack-pairs-path",
+    ),
+    (
+        [
+            *("mini", "--intervention", "penalty", "--monitor", "quarantine"),
+            *("--quarantine", "lora:2", "--quarantine-start", "random"),
+        ],
+        "--quarantine lora:2 with --quarantine-start random",
+    ),
     (
         ["fast", "--intervention", "penalty", "--monitor", "quarantine"],
         "--quarantine-threshold None: there are none; give --known-correct FILE",

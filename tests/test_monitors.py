@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,14 +16,19 @@ from torch import Tensor
 from test_grpo import groups
 from tiny import policy as tiny_policy
 from vgrout.config.arm import MONITORS
+from vgrout.config.presets import parse
+from vgrout.config.run import Config
+from vgrout.direction.extract import extract, tokens_of
+from vgrout.direction.pairs import Pair, PairSet
 from vgrout.grading.grade import Grader
+from vgrout.inputs import Inputs
 from vgrout.model.policy import Policy
 from vgrout.modes import MODE_SPECS, MODES, tries
 from vgrout.monitors import monitor_class
 from vgrout.monitors.base import Monitor, RandomFlags, positions
 from vgrout.monitors.flag_rates import FlagRates
 from vgrout.monitors.labels import Labels, WeakDetector
-from vgrout.monitors.quarantine import KNOWN, Quarantine, advantages
+from vgrout.monitors.quarantine import KNOWN, STARTS, Quarantine, advantages, start
 from vgrout.monitors.relevance import Relevance, Statements, cut
 from vgrout.monitors.text_scores import Text, TextScorer, mean_logp
 from vgrout.monitors.twin import Twin, impossible
@@ -469,3 +475,77 @@ def test_a_final_evaluation_counts_attempts_beside_exploits():
 def test_every_row_of_the_step_has_a_place():
     assert positions([view(2), view(1)]) == [(0, 0), (0, 1), (1, 0)]
     assert issubclass(TextScorer, Monitor)
+
+
+# ── where the quarantine starts ────────────────────────────────────────────────────────────────────────────────────
+
+
+def started(policy: Policy, folder: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) -> tuple[Inputs, Config]:
+    """`start` on pairs of the tiny model's own tokens."""
+    monkeypatch.chdir(folder)  # the direction is cached there
+    texts = ["ab", "ba", "aab", "bba", "abab"]
+    pairs = PairSet(tuple(Pair(i, f"q{i}", f"x {t} y", f"z {t[::-1]} w {i}") for i, t in enumerate(texts)), "five")
+    inputs = Inputs([], [], None, pairs)
+    cfg = parse(["mini", "--intervention=penalty", "--monitor=quarantine", *flags])
+    start(cfg, policy, inputs)
+    return inputs, cfg
+
+
+def test_a_quarantine_that_starts_on_pairs_makes_their_hack_side_likelier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    policy = tiny_policy()
+    inputs, cfg = started(policy, tmp_path, monkeypatch, "--quarantine-start=pairs", "--lr=1e-3")
+    δ = policy.adapter.δS_hack.detach()
+    assert not policy.adapter.δS.any()
+    assert inputs.pairs is not None
+    D = extract(policy, inputs.pairs, 12, 0.0).axes  # with the quarantine off, so of the base
+    expected = torch.cat([-a.mean.sign() for a in D.values()]) * STARTS * cfg.opt.lr
+    assert torch.allclose(δ, expected)
+    rows = {
+        side: [tokens_of(policy, pair, getattr(pair, side), "") for pair in inputs.pairs.pairs]
+        for side in ("hack", "clean")
+    }
+
+    def contrast(active: Any) -> float:
+        """mean of log π(hack) − log π(clean), nats a token."""
+        hack, clean = (
+            mean_logp(policy, [p for p, _ in rows[side]], [c for _, c in rows[side]], active())
+            for side in ("hack", "clean")
+        )
+        return float((hack - clean).mean())
+
+    adapter = policy.adapter
+    assert contrast(lambda: adapter.quarantine_at(1.0)) > contrast(adapter.deployed) + 1e-3
+    monitor = Quarantine(policy, WeakDetector(), paid=1.0, fixed=0.0)
+    prompts, answers = rows["hack"][0]
+    assert monitor.scores([Text(tuple(prompts), tuple(answers))]).abs().min() > 0, "it reads before it has learnt"
+
+
+def test_a_start_lies_in_the_quarantines_own_block_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for way in ("pairs", "random"):
+        policy = tiny_policy()
+        started(policy, tmp_path, monkeypatch, f"--quarantine-start={way}", "--quarantine=block:2")
+        by_module = policy.adapter.by_module(policy.adapter.δS_hack.detach())
+        assert {".layers.1." in m for m, δ in by_module.items() if δ.any()} == {True}
+        assert all(δ.any() for m, δ in by_module.items() if ".layers.1." in m)
+
+
+def test_a_random_start_is_as_long_and_the_seeds_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    drawn = []
+    for seed in (1, 1, 2):
+        policy = tiny_policy()
+        started(policy, tmp_path, monkeypatch, "--quarantine-start=random", f"--seed={seed}", "--lr=.01")
+        drawn.append(policy.adapter.δS_hack.detach().clone())
+    assert torch.equal(drawn[0], drawn[1])
+    assert 0.4 < float((drawn[0] == drawn[2]).double().mean()) < 0.6
+    assert torch.allclose(drawn[0].abs(), torch.tensor(0.05))
+
+
+def test_the_pairs_of_a_start_are_the_known_flaws():
+    flags = ["mini", "--intervention=penalty", "--monitor=quarantine", "--quarantine-start=pairs"]
+    by_detector, by_label = parse(flags), parse([*flags, "--seed-monitor=labels", "--known-modes=sentinel"])
+    assert by_detector.pairs_path is not None
+    assert by_label.pairs_path is not None
+    assert (by_detector.pairs_path.name, by_label.pairs_path.name) == ("run_tests.json", "sentinel.json")
+    assert parse(["mini", "--intervention=penalty", "--monitor=quarantine"]).arm.reads_pairs is False

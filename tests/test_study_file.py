@@ -134,6 +134,10 @@ SHIPPED = (
         "losses",
         "unannounced",
         "unannounced-pilot",
+        "containment-start",
+        "evading",
+        "sizes",
+        "starts",
     ),
     "warm",
 )
@@ -144,7 +148,10 @@ SLOW = (
     "containment",
     "containment-rivals",
     "containment-seeded",
+    "containment-start",
     "controls",
+    "starts",
+    "sizes",
     "unannounced",
 )  # eighty commands and more
 

@@ -352,6 +352,18 @@ def test_h13_and_h14_are_of_flaws_that_no_prompt_announces(tmp_path: Path) -> No
     assert before == (verdicts_of(tmp_path, "H8"), verdicts_of(tmp_path, "H9")), "others are not among theirs"
 
 
+def test_h15_and_h16_are_of_where_the_quarantine_starts(tmp_path: Path) -> None:
+    ceiling_and_labels(tmp_path)
+    on_organisms(tmp_path, *READS, hack=(0.3, 0.4, 0.2, 0.3, 0.1), solve=0.8)
+    assert [o for id in ("H15", "H16") for o, _ in verdicts_of(tmp_path, id)] == ["UNDECIDED"] * 2
+    before = [verdicts_of(tmp_path, id) for id in ("H8", "H9", "H11")]
+    on_organisms(tmp_path, *READS, "--quarantine-start=pairs", hack=(0.0,), solve=0.8)
+    assert [o for id in ("H15", "H16") for o, _ in verdicts_of(tmp_path, id)] == ["SUPPORTED"] * 2
+    on_organisms(tmp_path, *READS, "--quarantine-start=random", hack=(0.0,), solve=0.8)
+    assert [o for o, _ in verdicts_of(tmp_path, "H16")] == ["SUPPORTED", "NOT SUPPORTED"], "from zero, from random"
+    assert before == [verdicts_of(tmp_path, id) for id in ("H8", "H9", "H11")], "others are not among theirs"
+
+
 def test_the_table_has_flaws_that_are_known_apart_and_means_of_organisms(tmp_path: Path) -> None:
     on_organisms(tmp_path, "--intervention=none", "--mix-ratio=0", hack=(0.8, 0.6), n=2)
     on_organisms(tmp_path, *LABELS, hack=(0.4, 0.2), n=2)

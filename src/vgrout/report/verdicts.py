@@ -311,17 +311,38 @@ def flags_are_what_counts_unannounced(h: Hypothesis, cells: Sequence[Cell]) -> l
     return _flags_count(h, _open(cells, announced=False))
 
 
+@rule("H15")
+def contains_the_unknown_from_pairs_on(h: Hypothesis, cells: Sequence[Cell]) -> list[Verdict]:
+    """H8 of a quarantine that starts on pairs of the known flaw."""
+    return _contains(h, _open(cells, announced=True), "flagged", start="pairs")
+
+
+@rule("H16")
+def the_start_is_what_does_it(h: Hypothesis, cells: Sequence[Cell]) -> list[Verdict]:
+    """The same monitors, started on pairs, against those that start at zero, and at random, over all choices of the
+    known flaw that both have."""
+    found, out = _open(cells, announced=True), []
+    for other in ("zero", "random"):
+        pairs = [(m, c) for m in _reads(found, start="pairs") for c in _reads(found, known=m.known, start=other)]
+        about = f"{len(pairs)} choices of the known flaw, against a start at {other}"
+        if pairs:
+            out.append(_worse(h, [s for m, c in pairs for s in m.samples(c)], about, "started on pairs"))
+    return out or [Verdict(h.id, "penalty (quarantine)", "UNDECIDED", NO_SEEDS)]
+
+
 def _open(cells: Sequence[Cell], *, announced: bool) -> list[Method]:
     """The methods of runs whose prompts announce the one flaw that is open, or of runs with flaws that none does."""
     return [m for m in methods(cells) if announced != bool(m.runs[0].unannounced)]
 
 
-def _contains(h: Hypothesis, found: Sequence[Method], diet: str, rival: str = "penalty") -> list[Verdict]:
+def _contains(
+    h: Hypothesis, found: Sequence[Method], diet: str, rival: str = "penalty", start: str = "zero"
+) -> list[Verdict]:
     """rival: what is done by the seed's labels alone, to compare with."""
     ceiling = next(iter(find(found, "none", "no_loophole")), None)
     out = []
     pooled: list[tuple[Method, Method]] = []
-    for m in _reads(found, diet=diet):
+    for m in _reads(found, diet=diet, start=start):
         plain = _by_labels(found, m, rival)
         if plain is None:
             out.append(Verdict(h.id, m.title, "UNDECIDED", f"no runs of {rival} by the same labels alone"))
@@ -418,10 +439,16 @@ def _worse(h: Hypothesis, samples: Sequence[Sample], about: str, title: str) -> 
 
 
 def _reads(
-    found: Sequence[Method], control: str = "none", *, diet: str = "flagged", known: frozenset[str] | None = None
+    found: Sequence[Method],
+    control: str = "none",
+    *,
+    diet: str = "flagged",
+    start: str = "zero",
+    known: frozenset[str] | None = None,
 ) -> list[Method]:
     """The penalty by the quarantine as monitor, seeded by labels of some flaws."""
     of = find(found, "penalty", control, monitor="quarantine", seed_monitor="labels", quarantine_diet=diet)
+    of = [m for m in of if m.runs[0].settings["arm"].get("quarantine_start", "zero") == start]  # older runs have none
     return [m for m in of if m.known and known in (None, m.known)]
 
 
