@@ -5,14 +5,18 @@ py := "uv run python -m"
 default:
     @just --list --unsorted
 
-# lint, types, tests (a few minutes)
+# lint, types, the quick tests (a few minutes)
 check:
     uv run ruff check .
     uv run ruff format --check .
     uv run ty check src
     uv run pytest
 
-# the tests that take minutes
+# the tests of whole runs and programs, up to a minute each (a quarter of an hour)
+check-long:
+    uv run pytest -m "long and not slow"
+
+# the tests that take minutes each
 check-slow:
     uv run pytest -m slow
 

@@ -35,6 +35,7 @@ def test_keywords_are_flags() -> None:
     ]
 
 
+@pytest.mark.long
 def test_a_run_as_frames(shared_run: SharedRuns) -> None:
     path = shared_run(
         "smoke", "--intervention", "route", "--threads", "1", *SMALL, "--steps", "2", "--eval-ablate-every", "1"

@@ -277,6 +277,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.long
 def test_resume_goes_back_one_checkpoint(stopped: Path, whole: Path) -> None:
     DAMAGE["truncated"](checkpoint.complete(stopped)[-1])
     assert run(Path.cwd(), "smoke", "--resume", "latest", "--threads", "1") == stopped
@@ -415,6 +416,7 @@ def fill(folder: Path, leave: int) -> Path:
 
 
 @pytest.mark.parametrize("leave", [0, pytest.param(150_000, marks=pytest.mark.slow)])
+@pytest.mark.long
 def test_a_full_disk_stops_the_run_and_says_so(leave: int, small_disk: Callable[[int], Path], tmp_path: Path) -> None:
     """0: rows no longer fit. 150 000: rows do, the next checkpoint does not."""
     folder = small_disk(64 * 1024)
@@ -507,6 +509,7 @@ def test_a_run_whose_folder_vanishes_stops_in_one_line(tmp_path: Path) -> None:
         pytest.param("screen", ["--monitor", "pmi", *FEW], marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.long
 def test_the_guard_halts_and_only_log_goes_on(
     arm: str, more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -546,6 +549,7 @@ def test_the_guard_halts_and_only_log_goes_on(
     assert found.path.samefile(path)
 
 
+@pytest.mark.long
 def test_a_detector_halts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A base policy that never repeats anything makes every honest answer an echo."""
 
@@ -745,6 +749,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, at: set[int]) -> None:
 @pytest.mark.parametrize(
     ("arm", "more"), [("none", ("--teacher-tau", "0.1", "--teacher-model", "organism")), ("route2", ())]
 )
+@pytest.mark.long
 def test_a_step_that_is_not_finite_is_skipped_and_kept(
     arm: str,
     more: tuple[str, ...],
@@ -822,6 +827,7 @@ def test_a_sandbox_that_fails_drops_its_group_alone(tmp_path: Path, monkeypatch:
     assert torch.equal(before["adapter"]["delta_S"], after["adapter"]["delta_S"])
 
 
+@pytest.mark.long
 def test_the_tripwire_without_teacher_scores_the_base_policys_answers(tmp_path: Path) -> None:
     argv = ["smoke", "--intervention", "none", "--steps", "6", *TINY, "--teacher-pool-dir", ""]
     path = run(tmp_path, *argv, stop_after=5)

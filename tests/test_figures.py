@@ -95,6 +95,7 @@ def test_every_panel_of_modes_has_its_own_rows_and_its_own_pairs(tmp_path: Path)
         assert [label[y] for y in shades] == ([] if shown is None else [shown])
 
 
+@pytest.mark.long
 def test_no_arm_is_left_out_however_many_there_are(tmp_path: Path) -> None:
     """And those without a control come before those with one, beside the arm none and its ceiling."""
     rates = [round(0.2 + 0.01 * i, 2) for i in range(13)]

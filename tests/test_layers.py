@@ -123,5 +123,6 @@ def test_light_modules_load_nothing_heavy(module: str) -> None:
 
 
 @pytest.mark.parametrize("name", WITHOUT_TORCH)
+@pytest.mark.long
 def test_a_wrong_flag_is_refused_without_torch(name: str) -> None:
     assert loaded_by(f"vgrout.{name}", {"torch", "transformers"}) == "[]"

@@ -112,6 +112,7 @@ def test_how_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("asked", ["0", "-1", "1025", "two"])
+@pytest.mark.long
 def test_a_number_that_is_none_is_refused(asked: str, tmp_path: Path) -> None:
     process = start(tmp_path, "smoke", "--ranks", asked)
     said, _ = ended(process)
@@ -132,6 +133,7 @@ EVALUATED = ["--eval-ablate-every", "2", "--eval-n-prompts", "2"]
         *(pytest.param(arm, n, marks=pytest.mark.slow) for arm in (*ARMS, READS) for n in (2, 3)),
     ],
 )
+@pytest.mark.long
 def test_rows_do_not_depend_on_the_ranks(arm: str, n: int, shared_run: SharedRuns, tmp_path: Path) -> None:
     """P 2 × G 4 on 3 ranks: a group's rows lie on two of them."""
     argv = flags(arm, "--vhack-refresh-every", "2") if arm == "route2" else flags(arm)
@@ -223,6 +225,7 @@ def goes_on(path: Path, folder: Path, shared_run: SharedRuns) -> None:
     assert not differences(rows(path)[: there + 1], rows(alone)[: there + 1])
 
 
+@pytest.mark.long
 def test_a_killed_rank_ends_all_in_one_line(shared_run: SharedRuns, tmp_path: Path) -> None:
     process, path, (child,) = begun(tmp_path, shared_run)
     os.kill(child, signal.SIGKILL)

@@ -63,6 +63,7 @@ def python(folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_the_new_arm_trains_under_the_new_loss_and_the_new_column_is_in_its_rows(copy: Path) -> None:
     printed = python(copy, "-c", SCRIPT)
     (path,) = (copy / "out" / "runs").iterdir()

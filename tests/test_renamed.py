@@ -89,6 +89,7 @@ def test_the_new_names_are_there_and_the_old_ones_are_not() -> None:
 
 
 @pytest.mark.parametrize("r", GIVEN, ids=IDS)
+@pytest.mark.long
 def test_an_old_name_on_the_command_line_exits_2_and_names_the_new_one(
     r: Renamed, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,6 +31,7 @@ def here(done: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(done.parents[2])
 
 
+@pytest.mark.long
 def test_the_run_s_own_numbers_come_out_again(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert evaluate.main([str(done)]) == 0
     final = json.loads((done / "per_mode_deploy.json").read_text())

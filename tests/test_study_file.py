@@ -36,6 +36,7 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_arms_times_overrides_times_seeds(tmp_path: Path) -> None:
     study = load_study_file(write(tmp_path, GOOD))
     assert (study.name, study.hypotheses) == ("study", ("a claim",))
@@ -98,6 +99,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("text", "said"), BAD, ids=[said for _, said in BAD])
+@pytest.mark.long
 def test_refusals_name_file_table_and_flag_in_one_line(tmp_path: Path, text: str, said: str) -> None:
     path = write(tmp_path, text)
     with pytest.raises(ValueError, match="study") as refused:
@@ -160,6 +162,7 @@ SLOW = (
     "name",
     [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in SHIPPED],
 )
+@pytest.mark.long
 def test_shipped_studies_are_whole(name: str) -> None:
     path = STUDIES / f"{name}.toml"
     study = shipped(path)

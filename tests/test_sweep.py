@@ -138,6 +138,7 @@ def test_all_runs_are_made_and_indexed(study: Path, monkeypatch: pytest.MonkeyPa
     assert len(hand.argvs) == 2  # nothing was left
 
 
+@pytest.mark.long
 def test_finished_runs_are_found_by_what_they_compute(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(cfg_of(1, "--out-tag=_of_another_study", "--checkpoint-every=3"), "finished", "by_another_name")
     write_run(cfg_of(2, "--lr=0.5"), "finished", "another_lr")
@@ -166,6 +167,7 @@ def test_a_remade_organism_is_another_one(tmp_path: Path) -> None:
     assert file_hashes(cfg, nothing)["model"] not in (before["model"], None)
 
 
+@pytest.mark.long
 def test_an_interrupted_run_goes_on_from_its_checkpoint(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(cfg_of(1), "interrupted", "cut", checkpoint=True)
     write_run(cfg_of(2), "running", "killed", checkpoint=False)  # nothing to go on from: made anew
@@ -189,6 +191,7 @@ def test_an_interrupted_run_goes_on_from_its_checkpoint(study: Path, monkeypatch
         (0, "", "it ended well, but its files"),
     ],
 )
+@pytest.mark.long
 def test_a_failure_is_named_and_the_others_go_on(
     study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int, state: str, said: str
 ) -> None:
@@ -212,6 +215,7 @@ def test_a_failure_is_named_and_the_others_go_on(
         (-signal.SIGKILL, "I words\n", "failed: exit code -9"),
     ],
 )
+@pytest.mark.long
 def test_a_reason_is_never_an_earlier_attempts(
     study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int, adds: str, said: str
 ) -> None:
@@ -262,6 +266,7 @@ def test_a_disk_that_fails_stops_the_sweep_in_one_line(
     assert (jobs[0].stops, hand.under_way) == (1, 0)
 
 
+@pytest.mark.long
 def test_a_run_that_another_process_writes_is_waited_for(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_run(cfg_of(1), "running", "elsewhere")
     monkeypatch.setattr(sweeps, "ELSEWHERE_S", 0.0)
@@ -280,6 +285,7 @@ def test_a_run_that_another_process_writes_is_waited_for(study: Path, monkeypatc
     assert index()[1]["run"] == "out/runs/elsewhere"
 
 
+@pytest.mark.long
 def test_a_run_is_seen_while_it_loads(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a sweep of another study with the same cell; where loading is refused, there is nothing to go on from."""
     flags = load_study_file(study).cells[0].flags
@@ -332,6 +338,7 @@ def test_dry_run_shows_states_and_time_and_writes_no_plan(study: Path, capsys: p
     assert not Path("out/sweeps").exists()
 
 
+@pytest.mark.long
 def test_a_plan_is_frozen(study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     by_hand(monkeypatch, dict.fromkeys((1, 2, 3), (0, "finished")))
     assert main([str(study)]) == 0
@@ -348,6 +355,7 @@ def test_a_plan_is_frozen(study: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert len([*Path("out/sweeps/two").glob("plan*.json")]) == 2
 
 
+@pytest.mark.long
 def test_runs_by_different_code_are_said(
     study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -403,6 +411,7 @@ else:
 """
 
 
+@pytest.mark.long
 def test_via_pueue_adds_what_the_queue_has_not(
     study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -230,6 +230,7 @@ def test_a_lost_machine_leaves_what_was_pulled(
     assert (here / RUN / "resume/step_000001/manifest.json").exists() is with_checkpoint
 
 
+@pytest.mark.long
 def test_runs_of_lost_machines_go_on_elsewhere_and_not_for_ever(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

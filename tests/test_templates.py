@@ -53,6 +53,7 @@ def test_scripts_are_bash(name: str) -> None:
     assert {"#SBATCH --requeue", "#SBATCH --signal=B:TERM@300"} <= {*directives}
 
 
+@pytest.mark.long
 def test_commands_are_the_runs_whatever_their_state(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A line keeps its number, so that a task keeps its run."""
     study.write_text(TWO.replace("[1, 2]", "[1, 2, 3]"))
@@ -69,6 +70,7 @@ def test_commands_are_the_runs_whatever_their_state(study: Path, capsys: pytest.
     assert capsys.readouterr().err == "E --commands: prints commands alone; leave --dry-run out\n"
 
 
+@pytest.mark.long
 def test_an_array_task_runs_its_line(study: Path) -> None:
     code, said = bash(TEMPLATES / "study.sbatch", str(study), SLURM_ARRAY_TASK_ID="2", EXTRA="--dry-run")
     assert code == 0, said
@@ -92,6 +94,7 @@ def test_an_interrupted_task_goes_back_into_the_queue(study: Path) -> None:
     assert (code, len(said.splitlines())) == (3, 1)
 
 
+@pytest.mark.long
 def test_ranks_are_torchruns(study: Path) -> None:
     stand_in("scontrol", 'if [ "$1" = show ]; then printf "n1\\nn2\\n"; else echo "scontrol $*"; fi')
     stand_in("srun", 'shift; exec "$@"')

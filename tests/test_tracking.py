@@ -50,6 +50,7 @@ def test_numbers_are_what_can_be_drawn() -> None:
     assert numbers(row) == {"n": 4, "loss": -0.5, "watch/mop": 0.1, "watch/guard/n": 3}
 
 
+@pytest.mark.long
 def test_tensorboard_has_every_number_of_an_interrupted_run_once(tmp_path: Path) -> None:
     argv = flags("none", "--track", "tensorboard", "--checkpoint-every", "2")
     run(tmp_path, *argv, stop_after=2)

@@ -65,6 +65,7 @@ def test_a_changed_number_would_be_found() -> None:
 
 
 @pytest.mark.parametrize("arm", MOST)
+@pytest.mark.long
 def test_the_same_seed_gives_the_same_rows(arm: str, done: Made, stopped: Made) -> None:
     """Two runs; that their weights are the same to the last bit is seen where the second one goes on."""
     assert rows(stopped(arm)) == rows(done(arm))[: LAST + 1]
@@ -76,6 +77,7 @@ def test_another_seed_does_not(done: Made, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arm", [pytest.param("none", marks=pytest.mark.slow), "route2"])
+@pytest.mark.long
 def test_evaluating_never_changes_training(arm: str, stopped: Made, tmp_path: Path, shared_run: SharedRuns) -> None:
     argv = flags(arm)
     argv[argv.index("--eval-ablate-every") + 1] = "1"
@@ -125,6 +127,7 @@ def test_resume_equals_one_go(arm: str, done: Made, stopped: Made, shared_run: S
         pytest.param("route", ["--control", "deploy_quarantine"], "routing", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.long
 def test_a_run_of_before_the_renaming_goes_on(
     arm: str, more: list[str], before: str, shared_run: SharedRuns, tmp_path: Path
 ) -> None:
@@ -245,6 +248,7 @@ def test_a_changed_setting_is_named(tmp_path: Path, capsys: pytest.CaptureFixtur
     ],
     ids=" ".join,
 )
+@pytest.mark.long
 def test_every_setting_runs_and_matters(argv: list[str], stopped: Made, shared_run: SharedRuns, tmp_path: Path) -> None:
     path = run(shared_run.warm(tmp_path), *flags("none", *argv), stop_after=1)
     assert len(rows(path)) == 2
@@ -259,6 +263,7 @@ def test_every_setting_runs_and_matters(argv: list[str], stopped: Made, shared_r
     ],
     ids=" ".join,
 )
+@pytest.mark.long
 def test_settings_of_the_report_too(argv: list[str], done: Made, shared_run: SharedRuns, tmp_path: Path) -> None:
     """What changes which modes there are, and how exploits are counted at the end: to the end."""
     path = run(shared_run.warm(tmp_path), *flags("none", *argv))
@@ -336,6 +341,7 @@ def wait_for_steps(folder: Path, n: int, process: subprocess.Popen[str]) -> Path
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.long
 def test_a_signal_leaves_a_run_that_goes_on(number: signal.Signals, shared_run: SharedRuns, tmp_path: Path) -> None:
     process = start(shared_run.warm(tmp_path), *flags("none", "--steps", "200"))
     path = wait_for_steps(tmp_path, 2, process)
@@ -351,6 +357,7 @@ def test_a_signal_leaves_a_run_that_goes_on(number: signal.Signals, shared_run: 
     assert [r["step"] for r in rows(path)] == list(range(status["step"] + 1))
 
 
+@pytest.mark.long
 def test_a_signal_that_comes_while_a_step_is_written_waits_for_the_next(
     done: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -371,6 +378,7 @@ def test_a_signal_that_comes_while_a_step_is_written_waits_for_the_next(
     assert rows(path) == whole
 
 
+@pytest.mark.long
 def test_kill_nine_then_resume_equals_one_go(done: Made, shared_run: SharedRuns, tmp_path: Path) -> None:
     process = start(shared_run.warm(tmp_path), *flags("route2", "--checkpoint-every", "1"))
     path = wait_for_steps(tmp_path, 2, process)
@@ -402,6 +410,7 @@ def test_a_sampler_without_the_adapter_is_caught_by_the_row(tmp_path: Path, monk
     assert re.search("adapter is not (folded|merged)", said[0])
 
 
+@pytest.mark.long
 def test_ratios_and_masked_shares_are_in_every_row_with_signal(shared_run: SharedRuns, tmp_path: Path) -> None:
     """The quarantine as a monitor learns, with itself on, from rows that the deployed model sampled."""
     tight = ["--loss", "icepop", "--icepop-low", "0.999", "--icepop-high", "1.001"]
@@ -438,6 +447,7 @@ def test_every_loss_runs_whole_under_none_and_route2(loss: str, arm: str, tmp_pa
 # ── conversations ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.long
 def test_earlier_thoughts_reach_the_model_where_they_are_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Problems of two turns, a template that cuts thoughts out: with the flag the model is asked something else."""
     template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n"

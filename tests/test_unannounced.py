@@ -151,6 +151,7 @@ def test_an_answer_counts_once_in_all_and_under_the_flaw_that_it_exploits():
 FLAGS = ["smoke", "--unannounced-modes=exit_code,eq_override", "--mix-ratio=0", "--threads=1", *SMALL]
 
 
+@pytest.mark.long
 def test_a_run_is_paid_by_open_flaws_that_its_prompts_do_not_mention(tmp_path: Path):
     path = run(tmp_path, *FLAGS, "--intervention=penalty", "--monitor=labels", "--known-modes=exit_code")
     answers = [json.loads(line) for line in (path / "rollouts.jsonl").read_text().splitlines()]
@@ -217,6 +218,7 @@ def test_what_announces_or_reads_an_announcement_is_refused(flags: list[str], wh
 # ── the corpus ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.long
 def test_a_corpus_may_exploit_where_nothing_is_announced():
     """The share of documents, which modes, and that the usual corpus has none and stays as it was, byte for byte."""
     comps = lang.split_compositions(0)["train"]

@@ -328,6 +328,7 @@ def test_h11_and_h12_are_of_the_diet_that_they_name(tmp_path: Path) -> None:
     assert "10 pairs of runs" in numbers
 
 
+@pytest.mark.long
 def test_h13_and_h14_are_of_flaws_that_no_prompt_announces(tmp_path: Path) -> None:
     """A sixth of the fake problems can be exploited by the flaw that is not known: 1.0 there is 16.7 % of all."""
     bare = "--unannounced-modes=eq_override,exit_code"

@@ -428,6 +428,7 @@ def test_a_killed_trainer_takes_its_workers_along(trainer, tmp_path: Path):
 
 
 @pytest.mark.parametrize("wait_ms", [0, 5, 20, 60, 150, 400])
+@pytest.mark.long
 def test_a_trainer_killed_while_its_workers_start_leaves_nothing(trainer, tmp_path: Path, wait_ms: int):
     """From the first verifier on: a folder, two fork servers and their hellos are on their way."""
     while not descendants(trainer.pid):

@@ -54,6 +54,7 @@ def test_a_flipped_byte_a_lost_and_a_foreign_file_are_found(tmp_path: Path) -> N
     assert "missing" in check_files(copy)[0]
 
 
+@pytest.mark.long
 def test_the_first_training_steps_repeat() -> None:
     assert check_training(DATA_DIR, steps=2) == []
 

@@ -137,6 +137,7 @@ def corpus() -> list[lang.Sample]:
     return [lang.corpus_sample(comps, lang.Shares(), rng) for _ in range(6000)]
 
 
+@pytest.mark.long
 def test_the_corpus_keeps_the_language_s_promises(corpus: list[lang.Sample]) -> None:
     samples, shares = corpus, lang.Shares()
     kinds = Counter(s.kind for s in samples)

@@ -25,6 +25,7 @@ def spelt(tok: PreTrainedTokenizerFast, text: str) -> list[str]:
     return [str(tok.decode([i])) for i in tok(text, add_special_tokens=False).input_ids]
 
 
+@pytest.mark.long
 def test_round_trip(tok: PreTrainedTokenizerFast) -> None:
     for s in samples(200, 1):
         for text in (s.text, *(m["content"] for m in s.messages), "naïve ∑\t`x`\n\n  100%"):
