@@ -139,7 +139,7 @@ study-containment-seeded *flags:
 study-containment-start *flags:
     {{py}} vgrout.sweep docs/studies/containment-start.toml {{flags}}
 
-# H: … a pilot on the shipped organism's two starts (68 runs; `just warm` and `just warm 50 out/warm50` first)
+# H: … a pilot on the shipped organism's harder start (12 runs; `just warm 50 out/warm50` first)
 study-starts *flags:
     {{py}} vgrout.sweep docs/studies/starts.toml {{flags}}
 

@@ -152,7 +152,6 @@ SLOW = (
     "containment-seeded",
     "containment-start",
     "controls",
-    "starts",
     "sizes",
     "unannounced",
 )  # eighty commands and more
