@@ -135,9 +135,17 @@ study-containment *flags:
 study-containment-seeded *flags:
     {{py}} vgrout.sweep docs/studies/containment-seeded.toml {{flags}}
 
-# H: … started on pairs of the known flaw it contains the others, and that start is what does it (200 runs; `just containment-starts` first)
+# H: … started on pairs of the known flaw it contains the others, and that start is what does it (210 runs; `just containment-starts` first)
 study-containment-start *flags:
     {{py}} vgrout.sweep docs/studies/containment-start.toml {{flags}}
+
+# H: … and holds under wrong labels, under none, and for 180 steps (20 runs; `just containment-starts` first)
+study-adversaries *flags:
+    {{py}} vgrout.sweep docs/studies/adversaries.toml {{flags}}
+
+# H: … a linear probe with the same labels and known correct answers does better (70 runs beside study-containment-start)
+study-containment-probe *flags:
+    {{py}} vgrout.sweep docs/studies/containment-probe.toml {{flags}}
 
 # H: … a pilot on the shipped organism's harder start (12 runs; `just warm 50 out/warm50` first)
 study-starts *flags:

@@ -119,6 +119,7 @@ shipped = cache(load_study_file)
 
 SHIPPED = (
     *(
+        "adversaries",
         "arms",
         "axes",
         "axes-organism",
@@ -127,19 +128,20 @@ SHIPPED = (
         "checks",
         "cold",
         "containment",
+        "containment-probe",
         "containment-rivals",
         "containment-seeded",
+        "containment-start",
         "controls",
+        "evading",
         "full",
         "guard",
         "hiding",
         "losses",
-        "unannounced",
-        "unannounced-pilot",
-        "containment-start",
-        "evading",
         "sizes",
         "starts",
+        "unannounced",
+        "unannounced-pilot",
     ),
     "warm",
 )

@@ -365,6 +365,22 @@ def test_h15_and_h16_are_of_where_the_quarantine_starts(tmp_path: Path) -> None:
     assert before == [verdicts_of(tmp_path, id) for id in ("H8", "H9", "H11")], "others are not among theirs"
 
 
+def test_h17_to_h19_are_of_a_linear_probe_in_the_quarantine_s_place(tmp_path: Path) -> None:
+    probe = tuple(word.replace("=quarantine", "=online_probe") for word in READS)
+    ceiling_and_labels(tmp_path)
+    on_organisms(tmp_path, *READS, hack=(0.3, 0.4, 0.2, 0.3, 0.1), solve=0.8)
+    assert [o for id in ("H17", "H18", "H19") for o, _ in verdicts_of(tmp_path, id)] == ["UNDECIDED"] * 3
+    before = [verdicts_of(tmp_path, id) for id in ("H8", "H9")]
+    on_organisms(tmp_path, *probe, hack=(0.0,), solve=0.8)
+    assert [o for id in ("H17", "H18") for o, _ in verdicts_of(tmp_path, id)] == ["SUPPORTED"] * 2
+    on_organisms(tmp_path, *READS, "--quarantine-start=pairs", hack=(0.0,), solve=0.8)
+    assert [o for o, _ in verdicts_of(tmp_path, "H18")] == ["SUPPORTED", "NOT SUPPORTED"], "from zero, from pairs"
+    on_organisms(tmp_path, *probe, "--probe-diet=random", hack=(0.0,))
+    assert [o for o, _ in verdicts_of(tmp_path, "H19")] == ["NOT SUPPORTED"]
+    assert [o for o, _ in verdicts_of(tmp_path, "H17")] == ["SUPPORTED"], "a control is not judged as the method"
+    assert before == [verdicts_of(tmp_path, id) for id in ("H8", "H9")], "others are not among theirs"
+
+
 def test_the_table_has_flaws_that_are_known_apart_and_means_of_organisms(tmp_path: Path) -> None:
     on_organisms(tmp_path, "--intervention=none", "--mix-ratio=0", hack=(0.8, 0.6), n=2)
     on_organisms(tmp_path, *LABELS, hack=(0.4, 0.2), n=2)

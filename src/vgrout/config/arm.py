@@ -26,6 +26,7 @@ class MonitorSpec:
     direction: Literal["gradient", "text"] | None = None
     scores: bool = False  # scores texts, and flags paid rollouts above a threshold
     calibrates: bool = False  # … for which the base answers some training prompts first
+    seeded: bool = False  # learns to read from what a seed monitor flags
 
 
 MONITORS: dict[str, MonitorSpec] = {
@@ -61,11 +62,19 @@ MONITORS: dict[str, MonitorSpec] = {
         "what a seed monitor flags, and paid answers that the quarantine makes likelier",
         "quarantine:Quarantine",
         scores=True,
+        seeded=True,
+    ),
+    "online_probe": MonitorSpec(
+        "what a seed monitor flags, and paid answers whose hidden states in the frozen base are more like those than "
+        "like known correct ones",
+        "online_probe:OnlineProbe",
+        scores=True,
+        seeded=True,
     ),
 }
-_BEFORE = tuple(  # decide before any gradient, for any arm
-    name for name, monitor in MONITORS.items() if name not in ("none", "quarantine") and monitor.direction != "gradient"
-)
+_SEEDS = tuple(name for name, m in MONITORS.items() if name != "none" and not m.seeded and m.direction != "gradient")
+_BEFORE = (*_SEEDS, "online_probe")  # decide before any gradient, for any arm
+SEEDED = tuple(name for name, monitor in MONITORS.items() if monitor.seeded)
 
 
 @dataclass(frozen=True)
@@ -180,7 +189,7 @@ else:
     Intervention = Literal[tuple(ARMS)]
     Control = Literal[tuple(CONTROLS)]
     MonitorName = Literal["usual", *MONITORS]
-    Seed = Literal["none", *_BEFORE]
+    Seed = Literal["none", *_SEEDS]
 _ARMS = summary({name: arm.what for name, arm in ARMS.items()})
 _MONITORS = (
     "Who is flagged; usual: the arm's own (route2: gate; screen, penalty and sgtm have none and need one). "
@@ -229,8 +238,8 @@ class ArmConfig:
     """labels: share of the answers that are no exploits that it flags all the same, drawn at random."""
     known_modes: str = setting("", words=MODES, word="mode", monitors=("labels",), suffix="knows-")
     """labels: comma list of the flaws that it knows; to the others it is blind. '': all of them."""
-    seed_monitor: Seed = setting("detector", monitors=("quarantine",))
-    """quarantine: who flags what it cannot read yet; it learns to read from what is flagged."""
+    seed_monitor: Seed = setting("detector", monitors=SEEDED)
+    """quarantine, online_probe: who flags what it cannot read yet; it learns to read from what is flagged."""
     quarantine_share: float = setting(0.1, low=0.001, high=1, monitors=("quarantine",))
     """quarantine: the share ε of it that is on while it reads; a small one reads to the first order, and in bf16
     is lost to rounding."""
@@ -295,11 +304,15 @@ class ArmConfig:
     quarantine: str = setting("shared", arms=("route2", "sgtm"), monitors=("quarantine",))
     """Where δS_hack lives. shared: in every module's basis, beside δS · block:N: in the modules of block N (from 1)
     alone, and δS in the others · lora:R: in matrices of rank R of its own beside every module, and δS in the bases."""
-    probe_layer: int | None = setting(None, low=1, high=1000, monitors=("probe",))
-    """probe: blocks of the frozen base after which its states are read; none: a quarter of its depth."""
+    probe_layer: int | None = setting(None, low=1, high=1000, monitors=("probe", "online_probe"))
+    """probe, online_probe: blocks of the frozen base after which its states are read; none: a quarter of its depth,
+    half of it for online_probe."""
+    probe_diet: Literal["seeded", "random"] = setting("seeded", monitors=("online_probe",), suffix="diet-")
+    """online_probe: what it is fitted on, beside known correct answers: what the seed monitor flags · as many paid
+    answers of the same groups at random (a control)."""
     probe_k: int = setting(1, low=1, high=1_000_000, monitors=("probe",))
     """probe: the score is the mean of this many highest tokens of an answer."""
-    monitor_quantile: float = setting(0.9, low=0.5, high=1, monitors=(*CALIBRATED, "quarantine"))
+    monitor_quantile: float = setting(0.9, low=0.5, high=1, monitors=(*CALIBRATED, *SEEDED))
     """Monitors that score texts: flagged above this quantile of the base's paid answers, and of known correct answers
     held back."""
     monitor_threshold: Literal["both", "known_correct"] = setting("both", monitors=CALIBRATED)
@@ -307,7 +320,7 @@ class ArmConfig:
     its paid answers are no measure of honesty then."""
     monitor_prompts: int = setting(200, low=4, high=1_000_000, monitors=CALIBRATED)
     """… training prompts that the base answers twice before training."""
-    known_correct: Path | None = setting(None, monitors=(*CALIBRATED, "quarantine"))
+    known_correct: Path | None = setting(None, monitors=(*CALIBRATED, *SEEDED))
     """… correct solutions in unusual styles (JSON of prompt, completion); none: the preset's."""
     rebaseline: bool = setting(False, arms=("route2", "sgtm"))
     """Advantages of kept rows are recomputed among them (gate: of rows that are no known hacks)."""
@@ -400,7 +413,7 @@ class ArmConfig:
     def watching(self) -> tuple[str, ...]:
         """The monitors whose settings this run reads: its own, and the one that seeds it."""
         name = self.monitor_name
-        return (name, self.seed_monitor) if name == "quarantine" else (name,)
+        return (name, self.seed_monitor) if name in SEEDED else (name,)
 
     @property
     def by_gradient(self) -> bool:
@@ -468,9 +481,18 @@ class ArmConfig:
         return self.monitor_name == "quarantine" and self.quarantine_threshold is None
 
     @property
+    def needs_known_correct(self) -> str:
+        """The setting for which there is no threshold without known correct answers; "": they can be done without."""
+        if self.calibrates_quarantine:
+            return "--quarantine-threshold None"
+        if self.monitor_name == "online_probe":
+            return "--monitor online_probe"
+        return "--monitor-threshold known_correct" if self.monitor_threshold == "known_correct" else ""
+
+    @property
     def reads_text(self) -> bool:
         """Whether a monitor reads texts against a threshold that known correct answers set."""
-        return self.calibrates_quarantine or any(MONITORS[name].calibrates for name in self.watching)
+        return bool(self.needs_known_correct) or any(MONITORS[name].calibrates for name in self.watching)
 
     @property
     def ablate_frac(self) -> float:
@@ -510,7 +532,7 @@ class ArmConfig:
         name = self.monitor_name
         if name == ARMS[self.intervention].monitors[0]:
             return ""
-        named = f"{name}_{self.seed_monitor}" if name == "quarantine" else name
+        named = f"{name}_{self.seed_monitor}" if name in SEEDED else name
         return self._suffixed(named, lambda rule: not rule.controls)
 
     def _suffixed(self, name: str, mine: Callable[[Rule], bool]) -> str:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, get_args
 import tyro
 
 from vgrout import organism
-from vgrout.config.arm import ARMS, ArmConfig
+from vgrout.config.arm import ARMS, SEEDED, ArmConfig
 from vgrout.config.checks import changed, check, flag, flags, listed, refuse, rule_of, setting
 from vgrout.config.guard import GuardConfig, blind
 from vgrout.config.loss import LossConfig
@@ -340,10 +340,8 @@ class Config:
             f"--organism {self.scale.organism} with --model {self.scale.model}: not read; only with --model organism",
         )
         refuse(
-            (self.arm.monitor_threshold == "known_correct" or self.arm.calibrates_quarantine)
-            and self.known_correct_path is None,
-            ("--quarantine-threshold None" if self.arm.calibrates_quarantine else "--monitor-threshold known_correct")
-            + ": there are none; give --known-correct FILE",
+            bool(self.arm.needs_known_correct) and self.known_correct_path is None,
+            f"{self.arm.needs_known_correct}: there are none; give --known-correct FILE",
         )
         refuse(
             self.arm.random_flags and self.arm.monitor_name == "none",
@@ -494,7 +492,7 @@ def from_dict(data: dict[str, Any]) -> Config:
             )
             usual = ARMS[arm].monitors[0] if arm in ARMS else "none"
             watching = (usual if monitor == "usual" else monitor, seed)
-            watching = watching if watching[0] == "quarantine" else watching[:1]
+            watching = watching if watching[0] in SEEDED else watching[:1]
             stored = {name: v for name, v in stored.items() if rule_of(known[name]).read_by(arm, control, watching)}
         given = {name: Path(value) if value is not None and name in _PATHS else value for name, value in stored.items()}
         values[group] = replace(default, **given)

@@ -10,6 +10,7 @@ from vgrout.grading.grade import Grader
 from vgrout.inputs import Inputs
 from vgrout.model.policy import Policy
 from vgrout.monitors.base import Monitor, RandomFlags
+from vgrout.monitors.online_probe import OnlineProbe
 from vgrout.monitors.quarantine import Quarantine
 from vgrout.types import Problem
 
@@ -35,5 +36,8 @@ def make_monitor(cfg: Config, policy: Policy, inputs: Inputs, grader: Grader, pr
     name = cfg.arm.monitor_name
     if name == Quarantine.name:
         return Quarantine.make(cfg, policy, inputs, grader, problems, seed_of=named)
-    monitor = named(name)
+    if name == OnlineProbe.name:
+        monitor: Monitor = OnlineProbe.make(cfg, policy, inputs, grader, problems, seed_of=named)
+    else:
+        monitor = named(name)
     return RandomFlags(monitor, cfg.env.pass_reward, cfg.run.seed) if cfg.arm.random_flags else monitor

@@ -4,7 +4,7 @@ by the cosines of the gradients.
 What a monitor may see of a group is its view's type (`sees`). Only one that says so is given true labels.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -88,6 +88,16 @@ def positions(views: Sequence[GroupView]) -> list[At]:
 def paid_positions(views: Sequence[GroupView], paid: float) -> list[At]:
     """Those that are paid: reward is visible, and only they can be exploits that are learnt."""
     return [(i, b) for i, b in positions(views) if views[i].rewards[b] >= paid]
+
+
+def at_random(paid: Sequence[At], like: Collection[At], generator: torch.Generator) -> set[At]:
+    """Of each group as many paid rollouts, drawn at random, as `like` has in it, or all of them."""
+    chosen: set[At] = set()
+    for group in dict.fromkeys(i for i, _ in paid):
+        of_group = [at for at in paid if at[0] == group]
+        n = min(sum(i == group for i, _ in like), len(of_group))
+        chosen |= {of_group[j] for j in torch.randperm(len(of_group), generator=generator).tolist()[:n]}
+    return chosen
 
 
 def _flagged(flags: Sequence[GroupFlags], at: At) -> bool:

@@ -29,7 +29,7 @@ from vgrout.direction.files import obtain
 from vgrout.grading.grade import Grader
 from vgrout.inputs import Inputs
 from vgrout.model.policy import Policy, modules_of_block
-from vgrout.monitors.base import Monitor, paid_positions, positions
+from vgrout.monitors.base import Monitor, at_random, paid_positions, positions
 from vgrout.monitors.text_scores import Text, TextScorer, known_correct_texts, mean_logp
 from vgrout.rng import torch_stream
 from vgrout.types import GroupFlags, GroupView, OracleView, Problem
@@ -176,13 +176,7 @@ class Quarantine(TextScorer):
                 return set(paid)
             case "solved":
                 return {(i, b) for i, b in paid if isinstance(v := views[i], OracleView) and not v.exploited[b]}
-        generator = torch_stream(self._seed, "quarantine-diet", step)
-        chosen: set[tuple[int, int]] = set()
-        for i in range(len(views)):
-            of_group = [at for at in paid if at[0] == i]
-            n = min(sum(at[0] == i for at in flagged), len(of_group))
-            chosen |= {of_group[j] for j in torch.randperm(len(of_group), generator=generator).tolist()[:n]}
-        return chosen
+        return at_random(paid, flagged, torch_stream(self._seed, "quarantine-diet", step))
 
 
 def advantages(view: GroupView, taught: Sequence[bool]) -> tuple[float, ...]:

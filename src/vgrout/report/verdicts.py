@@ -330,6 +330,34 @@ def the_start_is_what_does_it(h: Hypothesis, cells: Sequence[Cell]) -> list[Verd
     return out or [Verdict(h.id, "penalty (quarantine)", "UNDECIDED", NO_SEEDS)]
 
 
+@rule("H17")
+def a_probe_contains_the_unknown(h: Hypothesis, cells: Sequence[Cell]) -> list[Verdict]:
+    """H8 of a linear probe in the quarantine's place."""
+    found = _open(cells, announced=True)
+    return _contained(h, found, _probes(found))
+
+
+@rule("H18")
+def a_probe_does_better(h: Hypothesis, cells: Sequence[Cell]) -> list[Verdict]:
+    """The probe against the quarantine with the same labels, from either start, over all choices of the known flaw
+    that both have."""
+    found, out = _open(cells, announced=True), []
+    for start in ("zero", "pairs"):
+        pairs = [(m, c) for m in _probes(found) for c in _reads(found, known=m.known, start=start)]
+        about = f"{len(pairs)} choices of the known flaw, against a quarantine started at {start}"
+        if pairs:
+            out.append(_worse(h, [s for m, c in pairs for s in m.samples(c)], about, "linear probe"))
+    return out or [Verdict(h.id, "penalty (online_probe)", "UNDECIDED", NO_SEEDS)]
+
+
+@rule("H19")
+def what_the_probe_is_fitted_on(h: Hypothesis, cells: Sequence[Cell]) -> list[Verdict]:
+    """The probe against one that is fitted on random paid rows."""
+    found = _open(cells, announced=True)
+    out = [_against(h, m, c) for m in _probes(found) for c in _probes(found, diet="random", known=m.known)]
+    return out or [Verdict(h.id, "penalty (online_probe)", "UNDECIDED", NO_SEEDS)]
+
+
 def _open(cells: Sequence[Cell], *, announced: bool) -> list[Method]:
     """The methods of runs whose prompts announce the one flaw that is open, or of runs with flaws that none does."""
     return [m for m in methods(cells) if announced != bool(m.runs[0].unannounced)]
@@ -338,11 +366,17 @@ def _open(cells: Sequence[Cell], *, announced: bool) -> list[Method]:
 def _contains(
     h: Hypothesis, found: Sequence[Method], diet: str, rival: str = "penalty", start: str = "zero"
 ) -> list[Verdict]:
+    return _contained(h, found, _reads(found, diet=diet, start=start), rival)
+
+
+def _contained(
+    h: Hypothesis, found: Sequence[Method], reading: Sequence[Method], rival: str = "penalty"
+) -> list[Verdict]:
     """rival: what is done by the seed's labels alone, to compare with."""
     ceiling = next(iter(find(found, "none", "no_loophole")), None)
     out = []
     pooled: list[tuple[Method, Method]] = []
-    for m in _reads(found, diet=diet, start=start):
+    for m in reading:
         plain = _by_labels(found, m, rival)
         if plain is None:
             out.append(Verdict(h.id, m.title, "UNDECIDED", f"no runs of {rival} by the same labels alone"))
@@ -352,7 +386,7 @@ def _contains(
     if len(pooled) > 1:
         about = f"{len(pooled)} choices of the known flaw against {rival}"
         out.insert(0, _h8(h, about, pooled, ceiling, out))
-    return out or [Verdict(h.id, "penalty (quarantine)", "UNDECIDED", NO_SEEDS)]
+    return out or [Verdict(h.id, "penalty, one flaw known", "UNDECIDED", NO_SEEDS)]
 
 
 def _h8(
@@ -449,6 +483,12 @@ def _reads(
     """The penalty by the quarantine as monitor, seeded by labels of some flaws."""
     of = find(found, "penalty", control, monitor="quarantine", seed_monitor="labels", quarantine_diet=diet)
     of = [m for m in of if m.runs[0].settings["arm"].get("quarantine_start", "zero") == start]  # older runs have none
+    return [m for m in of if m.known and known in (None, m.known)]
+
+
+def _probes(found: Sequence[Method], *, diet: str = "seeded", known: frozenset[str] | None = None) -> list[Method]:
+    """The penalty by a linear probe that labels of some flaws seed."""
+    of = find(found, "penalty", monitor="online_probe", seed_monitor="labels", probe_diet=diet)
     return [m for m in of if m.known and known in (None, m.known)]
 
 

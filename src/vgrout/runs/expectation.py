@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from vgrout.config.arm import ARMS, ArmConfig
+from vgrout.config.arm import ARMS, SEEDED, ArmConfig
 from vgrout.evaluate import Final
 from vgrout.table import LEARNED
 
@@ -124,10 +124,10 @@ def _sentence(arm: ArmConfig):
         less = "" if exact else f", the less so as labels err ({arm.label_accuracy:g} are right)"
         wrong = "routing itself fails, whatever decides" if spec.routes else "what is flagged is learnt all the same"
         return f"hack stays near the base's{less}", wrong, _clean if exact else None
-    if arm.monitor_name == "quarantine":
+    if arm.monitor_name in SEEDED:
         return (
             "hack stays near the base's, on flaws that the seed monitor does not flag too (recall, hack_new)",
-            "what the quarantine learns from does not make it read the other flaws",
+            f"what the {arm.monitor_name} learns from does not make it read the other flaws",
             _clean,
         )
     if name in ("screen", "penalty"):

@@ -1,0 +1,136 @@
+"""A linear probe, fitted during training between what a seed monitor flags and answers that are known to be right.
+
+    s(y) = w · (h(y) − m),  w = (S + .1 · tr S/D · I)⁻¹ (a − m)      flagged: seeded, or paid and s(y) > threshold
+
+h(y) is an answer's mean hidden state in the frozen base, a the mean of h over all rows that the seed monitor has
+flagged so far, m and S mean and covariance over every other known correct answer: Fisher's discriminant (Fisher 1936)
+with a ridge. The threshold is a quantile of s over the other half of the known correct answers.
+
+It is given what the monitor `quarantine` is given, the seed's flags and known correct answers, and has no quarantine.
+The base does not move, so the policy can change what it writes but not how that is read.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from vgrout import ranks
+from vgrout.config.run import Config
+from vgrout.grading.grade import Grader
+from vgrout.inputs import Inputs
+from vgrout.model.hidden_states import token_states
+from vgrout.model.policy import Policy
+from vgrout.monitors.base import Monitor, at_random, paid_positions, positions
+from vgrout.monitors.text_scores import RIDGE, Text, known_correct_texts
+from vgrout.rng import torch_stream
+from vgrout.types import GroupFlags, GroupView, Problem
+
+SUM, COUNT = "probe_sum", "probe_count"  # of the state that survives a resume
+
+
+class OnlineProbe(Monitor):
+    """See above.
+
+    layer: blocks of the base after which states are read, from 1. quantile: of known correct answers, the threshold.
+    diet: the probe is fitted on what the seed flags; or, as a control, on as many paid rows of the same groups drawn at
+    random.
+    """
+
+    name = "online_probe"
+
+    def __init__(
+        self,
+        policy: Policy,
+        seed_monitor: Monitor,
+        *,
+        paid: float,
+        known_correct: Sequence[Text],
+        quantile: float,
+        layer: int,
+        diet: Literal["seeded", "random"] = "seeded",
+        seed: int = 0,
+    ) -> None:
+        """Raises ValueError for a layer that the model does not have, or for fewer than four known correct answers."""
+        depth = policy.model.config.num_hidden_layers
+        if layer > depth:
+            raise ValueError(f"--probe-layer {layer}: the model has {depth} blocks")
+        if len(known_correct) < 4:
+            raise ValueError(f"--known-correct: {len(known_correct)} answers, --monitor online_probe needs at least 4")
+        self.policy, self.seed_monitor, self.paid, self.layer = policy, seed_monitor, paid, layer
+        self.diet, self._seed, self._quantile = diet, seed, quantile
+        self.sees, self.provenance = seed_monitor.sees, seed_monitor.provenance
+        known = self._states(known_correct)
+        fit, self._judge = known[::2], known[1::2]
+        self._m = fit.mean(0)
+        D = fit.shape[1]
+        S = torch.cov(fit.T)
+        self._root = torch.linalg.cholesky(S + (RIDGE * S.trace() / D).clamp(min=1e-12) * torch.eye(D, dtype=S.dtype))
+        self._sum, self._count = torch.zeros(D, dtype=torch.float64), 0
+
+    @classmethod
+    def make(
+        cls,
+        cfg: Config,
+        policy: Policy,
+        inputs: Inputs,
+        grader: Grader,
+        problems: Sequence[Problem],
+        seed_of: Callable[[str], Monitor] = lambda name: Monitor(),
+    ) -> "OnlineProbe":
+        """seed_of: makes a monitor by its name."""
+        arm = cfg.arm
+        return cls(
+            policy,
+            seed_of(arm.seed_monitor),
+            paid=cfg.env.pass_reward,
+            known_correct=known_correct_texts(policy, inputs.known_correct, inputs.rows),
+            quantile=arm.monitor_quantile,
+            layer=arm.probe_layer or max(1, policy.model.config.num_hidden_layers // 2),
+            diet=arm.probe_diet,
+            seed=cfg.run.seed,
+        )
+
+    def flags(self, views: Sequence[GroupView], step: int) -> list[GroupFlags]:
+        """What the seed flags in this step is learnt before anything is scored."""
+        seeded = self.seed_monitor.flags(views, step)
+        seeds = {(i, b) for i, b in positions(views) if seeded[i].flagged[b]}
+        paid = paid_positions(views, self.paid)
+        stream = torch_stream(self._seed, "probe-diet", step)
+        taught = seeds if self.diet == "seeded" else at_random(paid, seeds, stream)
+        read = sorted({*paid, *taught})
+        texts = [Text(views[i].prompt_ids, views[i].completion_ids[b]) for i, b in read]
+        of = dict(zip(read, self._states(texts) if read else (), strict=True))
+        for at in sorted(taught):
+            self._sum, self._count = self._sum + of[at], self._count + 1
+        scores: dict[tuple[int, int], float] = {}
+        flagged = set(seeds)
+        if self._count:
+            w = torch.cholesky_solve((self._sum / self._count - self._m)[:, None], self._root)[:, 0]
+            threshold = float(torch.quantile((self._judge - self._m) @ w, self._quantile))
+            scores = {at: float((of[at] - self._m) @ w) for at in paid}
+            flagged |= {at for at, score in scores.items() if score > threshold}
+        return [
+            GroupFlags(
+                tuple(scores.get((i, b)) for b in range(len(view))),
+                tuple((i, b) in flagged for b in range(len(view))),
+            )
+            for i, view in enumerate(views)
+        ]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        own = {SUM: self._sum, COUNT: torch.tensor(self._count)}
+        return self.seed_monitor.state_dict() | own
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        if not {SUM, COUNT} <= state.keys():
+            raise ValueError("checkpoint has no state of a probe: it is of another monitor")
+        self._sum, self._count = state[SUM].double(), int(state[COUNT])
+        self.seed_monitor.load_state_dict({k: v for k, v in state.items() if k not in (SUM, COUNT)})
+
+    def _states(self, texts: Sequence[Text]) -> Float[Tensor, "n D"]:
+        read = token_states(self.policy, [t.prompt for t in texts], [t.completion for t in texts], self.layer)
+        means = ranks.from_first([states.mean(0).tolist() for states in read])
+        return torch.tensor(means, dtype=torch.float64)
