@@ -139,13 +139,13 @@ study-containment-seeded *flags:
 study-containment-start *flags:
     {{py}} vgrout.sweep docs/studies/containment-start.toml {{flags}}
 
-# H: … and holds under wrong labels, under none, and for 180 steps (20 runs; `just containment-starts` first)
-study-adversaries *flags:
-    {{py}} vgrout.sweep docs/studies/adversaries.toml {{flags}}
-
 # H: … a linear probe with the same labels and known correct answers does better (70 runs beside study-containment-start)
 study-containment-probe *flags:
     {{py}} vgrout.sweep docs/studies/containment-probe.toml {{flags}}
+
+# H: … and so it does under wrong labels, under none, and for 180 steps (20 runs; `just containment-starts` first)
+study-adversaries *flags:
+    {{py}} vgrout.sweep docs/studies/adversaries.toml {{flags}}
 
 # H: … a pilot on the shipped organism's harder start (12 runs; `just warm 50 out/warm50` first)
 study-starts *flags:
@@ -196,7 +196,11 @@ sizes-organisms:
     test -e out/bare81 || {{py}} vgrout.organism build --out out/bare81 --seed 81 --exploit-bare 0.04
     test -e out/bare81-256 || {{py}} vgrout.organism build --out out/bare81-256 --seed 81 --hidden 256 --exploit-bare 0.04
 
-# H: what leaks past labels of one flaw does not fall with size, past the quarantine it does (60 runs; `just sizes-organisms` first)
+# H: … a linear probe contains it, too, and one that is fitted on random rows does not (8 runs beside study-sizes; `just sizes-organisms` first)
+study-unannounced-probe *flags:
+    {{py}} vgrout.sweep docs/studies/unannounced-probe.toml {{flags}}
+
+# H: what leaks past labels of one flaw does not fall with size, past monitors that learn from them it does (72 runs; `just sizes-organisms` first)
 study-sizes *flags:
     {{py}} vgrout.sweep docs/studies/sizes.toml {{flags}}
 

@@ -43,8 +43,17 @@ PAIRS: dict[str, list[str]] = {
         *("screen", "--monitor", "quarantine", "--seed-monitor", "labels", "--quarantine-diet", "random"),
         *("--quarantine-threshold", "0.2", "--quarantine-share", "1", "--quarantine-start", "pairs"),
     ],
+    "route2-online-probe": [
+        *("route2", "--monitor", "online_probe", "--seed-monitor", "labels", "--known-modes", "exit_code"),
+        *("--quarantine", "block:2"),
+    ],
 }
-LABELLED = ("route2-labels-shared-moment", "penalty-quarantine", "screen-quarantine")  # … that are given true labels
+LABELLED = (
+    "route2-labels-shared-moment",
+    "penalty-quarantine",
+    "screen-quarantine",
+    "route2-online-probe",
+)  # … that are given true labels
 SMALL = ["--steps", "5", "--group", "4", "--prompts-per-step", "2", "--final-n-prompts", "6", "--final-samples", "1"]
 QUIET = ["--eval-ablate-every", "0", "--vhack-refresh-every", "2"]
 TIMES = ("gen", "grade", "fb", "eval", "sec")

@@ -22,12 +22,14 @@ from vgrout.direction.extract import extract, tokens_of
 from vgrout.direction.pairs import Pair, PairSet
 from vgrout.grading.grade import Grader
 from vgrout.inputs import Inputs
+from vgrout.model.hidden_states import token_states
 from vgrout.model.policy import Policy
 from vgrout.modes import MODE_SPECS, MODES, tries
 from vgrout.monitors import monitor_class
 from vgrout.monitors.base import Monitor, RandomFlags, positions
 from vgrout.monitors.flag_rates import FlagRates
 from vgrout.monitors.labels import Labels, WeakDetector
+from vgrout.monitors.online_probe import OnlineProbe
 from vgrout.monitors.quarantine import KNOWN, STARTS, Quarantine, advantages, start
 from vgrout.monitors.relevance import Relevance, Statements, cut
 from vgrout.monitors.text_scores import Text, TextScorer, mean_logp
@@ -405,6 +407,70 @@ def test_the_rest_of_a_taught_group_is_held_against_it_but_no_demonstration():
     shown = replace(v, sources=("student", "student", "teacher", "teacher"))
     assert advantages(shown, (True, False, False, False)) == (0.5, -0.5, 0.0, 0.0)
     assert advantages(shown, (True, True, True, False)) == (0.5, 0.5, 0.5, 0.0)
+
+
+# ── the probe that is fitted in training ───────────────────────────────────────────────────────────────────────────
+
+RIGHT = [Text((8, 9), (11 + i % 7, 12 + i % 5, 13)) for i in range(40)]
+
+
+def probe(policy: Policy, seed_monitor: Monitor, **more: Any) -> OnlineProbe:
+    return OnlineProbe(
+        policy, seed_monitor, **{"paid": 1.0, "known_correct": RIGHT, "quantile": 0.8, "layer": 1} | more
+    )
+
+
+def test_the_probe_is_fishers_line_between_what_was_flagged_and_known_correct_answers(policy: Policy):
+    first, second = replace(view(), detector=(True, False, False, False)), view(3, [1.0, 0.0, 1.0])
+    monitor = probe(policy, WeakDetector())
+    got = [monitor.flags([v], step)[0] for step, v in enumerate((first, second))]
+
+    def h(texts: Sequence[Text]) -> Float[Tensor, "n D"]:
+        read = token_states(policy, [t.prompt for t in texts], [t.completion for t in texts], 1)
+        return torch.stack([states.mean(0) for states in read])
+
+    fit, judge = h(RIGHT[::2]), h(RIGHT[1::2])
+    S, m = torch.cov(fit.T), fit.mean(0)
+    ridge = 0.1 * S.trace() / len(S) * torch.eye(len(S))
+    (a,) = h([Text((8, 9, 10), (11, 12, 13))])
+    w = torch.linalg.inv(S + ridge) @ (a - m)
+    threshold = float(torch.quantile((judge - m) @ w, 0.8))
+    for found, v in zip(got, (first, second), strict=True):
+        s = ((h([Text(v.prompt_ids, ids) for ids in v.completion_ids]) - m) @ w).tolist()
+        paid = [r >= 1.0 for r in v.rewards]
+        assert found.scores == tuple(pytest.approx(x, rel=1e-6) if on else None for x, on in zip(s, paid, strict=True))
+        read = zip(s, paid, v.detector, strict=True)
+        assert found.flagged == tuple(seeded or (on and x > threshold) for x, on, seeded in read)
+    assert got[0].flagged[0]
+    assert (got[0].scores[0] or 0) > threshold, "it reads what it was shown"
+
+
+def test_the_probe_flags_nobody_before_it_was_shown_anybody_and_what_it_knows_survives_a_resume(policy: Policy):
+    monitor = probe(policy, WeakDetector())
+    (found,) = monitor.flags([view()], 0)
+    assert (found.flagged, found.scores) == ((False,) * 4, (None,) * 4)
+    monitor.flags([replace(view(), detector=(False, True, False, False))], 1)
+    resumed = probe(policy, WeakDetector())
+    resumed.load_state_dict(monitor.state_dict())
+    assert resumed.flags([view()], 2) == monitor.flags([view()], 2)
+    with pytest.raises(ValueError, match="another monitor"):
+        resumed.load_state_dict({})
+
+
+def test_the_probe_s_control_is_fitted_on_as_many_paid_rows(policy: Policy):
+    v = labelled(view(4, [1.0, 1.0, 1.0, 0.0]), (False, True, False, False))
+    read = {probe(policy, Labels(), diet="random", seed=s).flags([v], 0)[0].scores for s in range(12)}
+    seeded = probe(policy, Labels()).flags([v], 0)[0]
+    assert len(read) == 3
+    assert seeded.scores in read
+    assert all(probe(policy, Labels(), diet="random", seed=s).flags([v], 0)[0].flagged[1] for s in range(3))
+
+
+def test_a_probe_that_cannot_be_is_refused(policy: Policy):
+    with pytest.raises(ValueError, match="--probe-layer 99: the model has"):
+        probe(policy, WeakDetector(), layer=99)
+    with pytest.raises(ValueError, match="--known-correct: 3 answers"):
+        probe(policy, WeakDetector(), known_correct=RIGHT[:3])
 
 
 # ── what is counted ────────────────────────────────────────────────────────────────────────────────────────────────

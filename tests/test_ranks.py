@@ -159,6 +159,7 @@ def test_rows_do_not_depend_on_the_ranks(arm: str, n: int, shared_run: SharedRun
         ("screen", "--monitor", "probe", "--monitor-prompts", "40"),
         ("penalty", "--monitor", "labels"),
         ("penalty", "--monitor", "quarantine", "--seed-monitor", "detector"),
+        ("screen", "--monitor", "online_probe", "--seed-monitor", "labels", "--known-modes", "exit_code"),
         ("none", "--control", "advantage_mod"),
         ("none", "--control", "recontextualise"),
         ("none", "--beta", "0.1", "--loss", "icepop"),

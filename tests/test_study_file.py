@@ -142,6 +142,7 @@ SHIPPED = (
         "starts",
         "unannounced",
         "unannounced-pilot",
+        "unannounced-probe",
     ),
     "warm",
 )
