@@ -147,7 +147,7 @@ study-containment-probe *flags:
 study-adversaries *flags:
     {{py}} vgrout.sweep docs/studies/adversaries.toml {{flags}}
 
-# H: … a pilot on the shipped organism's harder start (12 runs; `just warm 50 out/warm50` first)
+# H: … a pilot on the shipped organism's harder start (18 runs; `just warm 50 out/warm50` first)
 study-starts *flags:
     {{py}} vgrout.sweep docs/studies/starts.toml {{flags}}
 
