@@ -27,9 +27,10 @@ METHODS: dict[str, tuple[str, ...]] = {
     "screen (twin)": ("--intervention=screen", "--monitor=twin"),
     "penalty (labels of one flaw)": ("--intervention=penalty", *KNOWS),
     "quarantine": ("--method=quarantine",),
+    "linear probe": ("--intervention=penalty", "--monitor=online_probe", "--seed-monitor=labels", *KNOWS[1:]),
 }
 GOALS = {"route2-block": 1.2, "screen (pmi)": 1.15}  # × the step of none
-AGAINST = {"quarantine": ("penalty (labels of one flaw)", 1.25)}
+AGAINST = dict.fromkeys(("quarantine", "linear probe"), ("penalty (labels of one flaw)", 1.25))
 
 
 def run(quick: bool = False) -> Report:
