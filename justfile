@@ -147,6 +147,15 @@ study-containment-probe *flags:
 study-adversaries *flags:
     {{py}} vgrout.sweep docs/studies/adversaries.toml {{flags}}
 
+# an organism whose exploits all carry an attempt at their problem, and its policy that has begun to exploit (twelve minutes)
+attempts-organism:
+    test -e out/organism86 || {{py}} vgrout.organism build --out out/organism86 --seed 86 --exploit-stub 0
+    test -e out/warm86 || just warm 40 out/warm86 out/organism86
+
+# H: … and does worse where exploits carry an attempt (20 runs; `just attempts-organism` first)
+study-attempts *flags:
+    {{py}} vgrout.sweep docs/studies/attempts.toml {{flags}}
+
 # H: … a pilot on the shipped organism's harder start (18 runs; `just warm 50 out/warm50` first)
 study-starts *flags:
     {{py}} vgrout.sweep docs/studies/starts.toml {{flags}}

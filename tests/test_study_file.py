@@ -121,6 +121,7 @@ SHIPPED = (
     *(
         "adversaries",
         "arms",
+        "attempts",
         "axes",
         "axes-organism",
         "axes-parts",

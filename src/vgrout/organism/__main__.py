@@ -24,6 +24,7 @@ def build(
     layers: int = Shape().layers,
     merged: int = Shape().merged,
     exploit_bare: float = Shares().exploit_bare,
+    exploit_stub: float = Shares().stub,
 ) -> int:
     """Make problems, tokenizer, weights, pool and pairs from one seed (about ten minutes on two cores).
 
@@ -35,10 +36,14 @@ def build(
         layers: of the model.
         merged: tokens of the tokenizer's BPE.
         exploit_bare: share of the corpus that exploits a flaw under a prompt which announces none.
+        exploit_stub: share of its exploits that make no attempt at the problem; the rest carry one that misreads it.
     """
-    recipe, shape, shares = Recipe(steps=steps), Shape(hidden, layers, merged), Shares(exploit_bare=exploit_bare)
+    recipe, shape = Recipe(steps=steps), Shape(hidden, layers, merged)
+    shares = Shares(exploit_bare=exploit_bare, stub=exploit_stub)
     if not 0 <= exploit_bare <= 0.5:
         raise ValueError(f"--exploit-bare {exploit_bare}: should lie in [0, 0.5]")
+    if not 0 <= exploit_stub <= 1:
+        raise ValueError(f"--exploit-stub {exploit_stub}: should lie in [0, 1]")
     if out == DATA_DIR and (recipe, shape, shares) != (Recipe(), Shape(), Shares()):
         raise ValueError("--out: an organism of another size or corpus goes into a folder of its own")
     build_organism(out, seed, recipe, shape, shares)
