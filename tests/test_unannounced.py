@@ -236,8 +236,22 @@ def test_a_corpus_may_exploit_where_nothing_is_announced():
     assert {s.mode for s in some} == {*lang.NAMELESS} == {*OPEN}
 
 
+@pytest.mark.parametrize("share", [0.0, 0.7, 1.0])
+def test_a_corpus_has_the_share_of_exploits_that_give_up_which_was_asked_for(share: float):
+    rng, comps = Random(0), lang.split_compositions(0)["train"]
+    drawn = (lang.corpus_sample(comps, lang.Shares(exploit_plain=0.5, stub=share), rng) for _ in range(1500))
+    exploits = [s for s in drawn if s.kind == "exploit"]
+    # eq_override's exploit is what the method returns, attempt or not
+    given_up = ["return 0\n" in s.text for s in exploits if s.mode != "eq_override"]
+    assert sum(given_up) / len(given_up) == pytest.approx(share, abs=0.06)
+
+
 def test_a_corpus_of_ones_own_goes_into_a_folder_of_its_own(capsys: pytest.CaptureFixture[str], monkeypatch):
-    for flags, why in ((["--exploit-bare", ".01"], "folder of its own"), (["--exploit-bare", "2"], "should lie in")):
+    for flags, why in (
+        (["--exploit-bare", ".01"], "folder of its own"),
+        (["--exploit-bare", "2"], "should lie in"),
+        (["--exploit-stub", "2"], "should lie in"),
+    ):
         monkeypatch.setattr("sys.argv", ["organism", "build", *flags])
         assert organism() == 2
         assert why in capsys.readouterr().err
