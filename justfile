@@ -143,7 +143,7 @@ study-containment-start *flags:
 study-containment-probe *flags:
     {{py}} vgrout.sweep docs/studies/containment-probe.toml {{flags}}
 
-# H: … and so it does under wrong labels, under none, and for 180 steps (20 runs; `just containment-starts` first)
+# H: … and so it does under wrong labels, under none, in other arms, and for 180 steps (30 runs; `just containment-starts` first)
 study-adversaries *flags:
     {{py}} vgrout.sweep docs/studies/adversaries.toml {{flags}}
 

@@ -234,7 +234,7 @@ class Method:
     said: str = ""
 
     def has(self, run: Run) -> bool:
-        telling = ("monitor=", "quarantine_diet=", "quarantine_start=")
+        telling = ("monitor=", "quarantine_diet=", "quarantine_start=", "probe_diet=")
         if self.arm == "penalty" and not any(s.startswith("known_modes=") for s in run.settings):
             return False  # seeded by the detector
         said = {s for s in run.settings if s.startswith(telling)}
@@ -262,27 +262,26 @@ ANNOUNCED = (
     Method("route, pairs of one flaw", RED, "v", "route"),
 )
 
-STARTED = (
-    CEILING,
-    Method("quarantine started at zero", BLUE, "D", "penalty", said="monitor=quarantine"),
-    Method("… on pairs of the known flaw", GREEN, "P", "penalty", said="monitor=quarantine quarantine_start=pairs"),
-    Method("… at random (exit_code known)", ORANGE, "d", "penalty", said="monitor=quarantine quarantine_start=random"),
+READERS = (
+    *(NONE, CEILING, LABELS, READS),
+    Method("… started on pairs", ORANGE, "d", "penalty", said="monitor=quarantine quarantine_start=pairs"),
+    Method("penalty, linear probe they seed", GREEN, "P", "penalty", said="monitor=online_probe"),
 )
 
 
 def containment() -> Figure:
     """Each run of the studies on one known flaw, and the mean of each organism: exploits of the flaws that the monitor
-    has no label of (left), and solve (right). Above: two flaws that no prompt announces, from the base. Middle: six that
-    are, from policies that exploit. Below: the same, of where the quarantine starts. Organisms by what they begin with.
-    """
+    has no label of (left), and solve (right). Above: six flaws that prompts announce, from policies that exploit, what
+    learns to read from the labels. Middle: the first study of these, built on another machine, with monitors that need
+    no label. Below: two flaws that no prompt announces, from the base. Organisms by what they begin with."""
     figure = Figure(figsize=(8.6, 12.0), dpi=160, layout="constrained", facecolor="white")
-    above, below, starts = figure.subfigures(3, 1)
-    above.suptitle("two flaws, no prompt announces them, one is known; from the base", fontsize=10.5)
-    _by_organism(above, read("unannounced"), UNANNOUNCED, line=0)  # they begin with the same: there is no order
-    below.suptitle("six flaws, each announced by its prompt, one is known; from policies that exploit", fontsize=10.5)
-    _by_organism(below, [*read("containment"), *read("containment-seeded")], ANNOUNCED, line=1)
-    starts.suptitle("the same, built anew: where the quarantine starts; one run a choice", fontsize=10.5)
-    _by_organism(starts, read("containment-start"), STARTED, line=1)
+    above, middle, below = figure.subfigures(3, 1)
+    above.suptitle("six flaws, each announced by its prompt, one is known; from policies that exploit", fontsize=10.5)
+    _by_organism(above, [*read("containment-start"), *read("containment-probe")], READERS, line=1)
+    middle.suptitle("the same, an earlier build of starts, and monitors that need no label", fontsize=10.5)
+    _by_organism(middle, [*read("containment"), *read("containment-seeded")], ANNOUNCED, line=1)
+    below.suptitle("two flaws, no prompt announces them, one is known; from the base", fontsize=10.5)
+    _by_organism(below, read("unannounced"), UNANNOUNCED, line=0)  # they begin with the same: there is no order
     return figure
 
 
