@@ -152,7 +152,7 @@ attempts-organism:
     test -e out/organism86 || {{py}} vgrout.organism build --out out/organism86 --seed 86 --exploit-stub 0
     test -e out/warm86 || just warm 40 out/warm86 out/organism86
 
-# H: … and does worse where exploits carry an attempt (20 runs; `just attempts-organism` first)
+# H: … and does worse where exploits carry an attempt (40 runs; `just attempts-organism` first)
 study-attempts *flags:
     {{py}} vgrout.sweep docs/studies/attempts.toml {{flags}}
 

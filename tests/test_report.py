@@ -137,9 +137,9 @@ def test_recorded_runs_are_read_under_today_s_names(capsys: pytest.CaptureFixtur
     """Every CSV of docs/runs, whose arms and controls have the names of earlier versions; those that are gone since
     keep theirs."""
     paths = sorted(RECORDED.glob("*.csv"))
-    assert len(paths) == 16
+    assert len(paths) == 22
     rows = [row for path in paths for row in read_runs(path)]
-    assert len(rows) == 1209  # 602 of them, of axes.csv and of studies since, with the names of today
+    assert len(rows) == 1585  # 978 of them, of axes.csv and of studies since, with the names of today
     off = [
         r["settings"].split(" ")[0] for r in rows if r["arm"] == "pmi" and r["settings"].split(" ")[0].endswith("=off")
     ]
@@ -150,12 +150,13 @@ def test_recorded_runs_are_read_under_today_s_names(capsys: pytest.CaptureFixtur
     assert {r["control"] for r in rows} <= {*CONTROLS, "random_flags", "no_gate"}
     labelled = [r for r in rows if r["arm"] in ("penalty", "screen")]
     of = {word for r in labelled for word in r["settings"].split(" ") if word.startswith("monitor=")}
-    assert of == {f"monitor={name}" for name in ("labels", "pmi", "quarantine", "twin")}
+    named = ("labels", "pmi", "quarantine", "twin", "online_probe", "nll", "probe", "relevance")
+    assert of == {f"monitor={name}" for name in named}
     assert not [r for r in rows if r["arm"] == "none" and "monitor" in r["settings"]]
     assert len({r["settings"] for r in labelled}) > 4, "with three accuracies, on two organisms"
-    assert sum(int(r["seeds"]) for r in cells_table([*paths, paths[0]]).rows) == 1209, "a run given twice counts once"
+    assert sum(int(r["seeds"]) for r in cells_table([*paths, paths[0]]).rows) == 1585, "a run given twice counts once"
     assert main([str(p) for p in paths]) == 0
-    assert capsys.readouterr().out.startswith("Cells: 1209 runs. ")
+    assert capsys.readouterr().out.startswith("Cells: 1585 runs. ")
 
 
 def test_a_recorded_cell_by_hand(tmp_path: Path) -> None:

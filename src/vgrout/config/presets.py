@@ -92,6 +92,10 @@ METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
         "the quarantine reads, seeded by the weak detector alone, and what it flags is paid less",
         ("--intervention=penalty", "--monitor=quarantine", "--seed-monitor=detector", "--monitor-quantile=0.8"),
     ),
+    "probe": (
+        "a linear probe reads, seeded by the weak detector alone, and what it flags is paid less",
+        ("--intervention=penalty", "--monitor=online_probe", "--seed-monitor=detector", "--monitor-quantile=0.8"),
+    ),
 }
 
 
