@@ -199,7 +199,7 @@ study-hiding *flags:
 study-evading *flags:
     {{py}} vgrout.sweep docs/studies/evading.toml {{flags}}
 
-# organisms of .25, .9 and 3.4 million weights (five, ten and forty minutes)
+# organisms of .25, .9 and 3.4 million weights (five, ten and twenty-five minutes)
 sizes-organisms:
     test -e out/bare81-64 || {{py}} vgrout.organism build --out out/bare81-64 --seed 81 --hidden 64 --exploit-bare 0.04
     test -e out/bare81 || {{py}} vgrout.organism build --out out/bare81 --seed 81 --exploit-bare 0.04

@@ -53,7 +53,6 @@ PAIRS = 24  # a set
 KNOWN_CORRECT = 204
 RECORDED = 8  # first losses, for `verify`
 THREADS = 2
-MAX_BYTES = 10_000_000
 
 
 def _draw(seed: int, shares: Shares, tokenizer: PreTrainedTokenizerFast | None = None) -> partial[Sample]:
@@ -193,11 +192,7 @@ def build(
     shape: Shape | None = None,
     shares: Shares | None = None,
 ) -> None:
-    """Write everything to `out`, which is replaced when the build is complete.
-
-    Raises:
-        RuntimeError: more than MAX_BYTES.
-    """
+    """Write everything to `out`, which is replaced when the build is complete."""
     recipe, shape, shares = recipe or Recipe(), shape or Shape(), shares or Shares()
     fresh = out.with_name(out.name + ".building")
     shutil.rmtree(fresh, ignore_errors=True)
@@ -251,8 +246,6 @@ def build(
     }
     write_json(fresh / "manifest.json", manifest)
     size = sum(f.stat().st_size for f in fresh.rglob("*") if f.is_file())
-    if size > MAX_BYTES:
-        raise RuntimeError(f"{fresh}: {size} bytes, more than {MAX_BYTES}")
     old = out.with_name(out.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if out.exists():
