@@ -437,6 +437,37 @@ def test_a_trainer_killed_while_its_workers_start_leaves_nothing(trainer, tmp_pa
     leaves_nothing(trainer, tmp_path)
 
 
+@pytest.mark.parametrize("after", range(1, 17))
+def test_the_second_sign_of_a_dead_trainer_does_not_break_off_the_first(tmp_path: Path, after: int):
+    """SIGTERM reaches a verifier that the end of its input already unwinds, `after` calls or lines later."""
+    bootstrap = f"""
+import contextlib, os, signal, sys
+sys.path.insert(0, {str(SOURCE)!r})
+from vgrout.grading import verifier
+left = {after}
+def trace(frame, event, argument):
+    global left
+    left -= 1
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return trace
+def serve(*_):
+    frame = sys._getframe(1)
+    while frame.f_code is not verifier.main.__code__:
+        frame.f_trace, frame = trace, frame.f_back
+    frame.f_trace = trace
+    sys.settrace(trace)
+verifier._serve = serve
+trainer, ours = __import__("socket").socketpair()
+verifier.main(ours.fileno(), sys.argv[1], 2.0, 512, 1 << 20, "")
+"""
+    work = tmp_path / "vgrout-work"
+    work.mkdir()
+    done = subprocess.run([sys.executable, "-c", bootstrap, str(work)], capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
+    assert not list(tmp_path.iterdir())
+
+
 def test_two_workers_grade_in_parallel_and_in_order():
     with Grader(2) as grader:
         futures = [

@@ -839,41 +839,48 @@ def probe(fork_server: ForkServerHandle, settings: Settings) -> dict[str, bool]:
 
 def main(trainer_fd: int, *settings_values: Any) -> None:
     """Entry of the exec'd process: hello, then one reply a request, until the trainer closes its end."""
-    signal.signal(signal.SIGTERM, _leave)
-    die_with_parent(signal.SIGTERM)
-    cap_limit(resource.RLIMIT_AS, TRUSTED_MEMORY)
     trainer = socket.socket(fileno=trainer_fd)
     settings = Settings(*settings_values)
+    # From the end: both servers end, and the folder goes. The trainer removes it too, unless it was killed, which may
+    # be before its workers are up. Its end is seen twice, as end of input and as SIGTERM some microseconds later: an
+    # exception from the handler must not break off what the first has begun, so the stack unwinds with the signal off.
+    with ExitStack() as ends:
+        ends.callback(_remove, settings.workdir)
+        try:
+            signal.signal(signal.SIGTERM, _leave)
+            die_with_parent(signal.SIGTERM)
+            cap_limit(resource.RLIMIT_AS, TRUSTED_MEMORY)
+            with suppress(BrokenPipeError, ConnectionResetError):
+                _greet_and_serve(trainer, settings, ends)
+        finally:
+            signal.signal(signal.SIGTERM, _stay)
 
+
+def _greet_and_serve(trainer: socket.socket, settings: Settings, ends: ExitStack) -> None:
     def send(message: dict[str, Any]) -> None:
         data = json.dumps(message).encode()
         trainer.sendall(len(data).to_bytes(4, "little") + data)
 
-    # From the end: further signals are ignored, both servers end, and the folder goes. The trainer removes it too,
-    # unless it was killed, which may be before its workers are up.
-    with ExitStack() as ends, suppress(BrokenPipeError, ConnectionResetError):
-        ends.callback(_remove, settings.workdir)
-        canonical, fork_server = ForkServerHandle(settings, "canonical"), ForkServerHandle(settings)
-        for server in (canonical, fork_server):
-            ends.callback(server.close)
-        ends.callback(signal.signal, signal.SIGTERM, signal.SIG_IGN)
-        canonical.start()  # both at once: they warm up beside one another
-        fork_server.start().ready()
-        breaches = [name for name, succeeded in probe(fork_server, settings).items() if succeeded]
-        weak = any(name in FATAL for name in breaches)
-        have = {"landlock", "seccomp"} <= set(fork_server.active)
-        level = 0 if weak else 3 if have and "namespaces" in fork_server.active else 2 if have else 1
-        send(
-            {
-                "level": level,
-                "active": fork_server.active,
-                "missing": fork_server.missing,
-                "breaches": breaches,
-                "as_root": os.getuid() == 0 and "uid" not in fork_server.active,
-                "version": VERSION,
-            }
-        )
-        _serve(trainer, Verifier(fork_server, settings, canonical.ready()), send)
+    canonical, fork_server = ForkServerHandle(settings, "canonical"), ForkServerHandle(settings)
+    for server in (canonical, fork_server):
+        ends.callback(server.close)
+    canonical.start()  # both at once: they warm up beside one another
+    fork_server.start().ready()
+    breaches = [name for name, succeeded in probe(fork_server, settings).items() if succeeded]
+    weak = any(name in FATAL for name in breaches)
+    have = {"landlock", "seccomp"} <= set(fork_server.active)
+    level = 0 if weak else 3 if have and "namespaces" in fork_server.active else 2 if have else 1
+    send(
+        {
+            "level": level,
+            "active": fork_server.active,
+            "missing": fork_server.missing,
+            "breaches": breaches,
+            "as_root": os.getuid() == 0 and "uid" not in fork_server.active,
+            "version": VERSION,
+        }
+    )
+    _serve(trainer, Verifier(fork_server, settings, canonical.ready()), send)
 
 
 def _remove(folder: str) -> None:
@@ -883,8 +890,12 @@ def _remove(folder: str) -> None:
 
 def _leave(*_: object) -> None:
     """Leave by the way that removes the folder; each of the trainer's threads sends this signal as it dies."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _stay)
     sys.exit(0)
+
+
+def _stay(*_: object) -> None:
+    """Go on. Not SIG_IGN: for a signal that came a moment before it, Python prints a traceback."""
 
 
 def _serve(trainer: socket.socket, verifier: Verifier, send: Callable[[dict[str, Any]], None]) -> None:
