@@ -147,14 +147,20 @@ study-containment-probe *flags:
 study-adversaries *flags:
     {{py}} vgrout.sweep docs/studies/adversaries.toml {{flags}}
 
-# an organism whose exploits all carry an attempt at their problem, and its policy that has begun to exploit (twelve minutes)
-attempts-organism:
-    test -e out/organism86 || {{py}} vgrout.organism build --out out/organism86 --seed 86 --exploit-stub 0
-    test -e out/warm86 || just warm 40 out/warm86 out/organism86
+# organisms whose exploits all carry an attempt at their problem, each with a policy that has begun to exploit (twelve minutes each)
+attempts-organism *seeds="86":
+    for s in {{seeds}}; do \
+        test -e out/organism$s || {{py}} vgrout.organism build --out out/organism$s --seed $s --exploit-stub 0 || exit 1; \
+        test -e out/warm$s || just warm 40 out/warm$s out/organism$s || exit 1; \
+    done
 
 # H: … and does worse where exploits carry an attempt (40 runs; `just attempts-organism` first)
 study-attempts *flags:
     {{py}} vgrout.sweep docs/studies/attempts.toml {{flags}}
+
+# H: … on three other builds, too (60 runs; `just attempts-organism 87 88 89` first)
+study-attempts-builds *flags:
+    {{py}} vgrout.sweep docs/studies/attempts-builds.toml {{flags}}
 
 # H: … a pilot on the shipped organism's harder start (18 runs; `just warm 50 out/warm50` first)
 study-starts *flags:
