@@ -122,6 +122,7 @@ SHIPPED = (
         "adversaries",
         "arms",
         "attempts",
+        "attempts-builds",
         "axes",
         "axes-organism",
         "axes-parts",
