@@ -215,6 +215,10 @@ sizes-organisms:
 study-unannounced-probe *flags:
     {{py}} vgrout.sweep docs/studies/unannounced-probe.toml {{flags}}
 
+# H: … and so it does on five builds, whichever of the two flaws is known (10 runs; `just unannounced-organisms` first)
+study-unannounced-probe-builds *flags:
+    {{py}} vgrout.sweep docs/studies/unannounced-probe-builds.toml {{flags}}
+
 # H: what leaks past labels of one flaw does not fall with size, past monitors that learn from them it does (72 runs; `just sizes-organisms` first)
 study-sizes *flags:
     {{py}} vgrout.sweep docs/studies/sizes.toml {{flags}}

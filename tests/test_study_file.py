@@ -145,6 +145,7 @@ SHIPPED = (
         "unannounced",
         "unannounced-pilot",
         "unannounced-probe",
+        "unannounced-probe-builds",
     ),
     "warm",
 )
