@@ -215,7 +215,7 @@ sizes-organisms:
 study-unannounced-probe *flags:
     {{py}} vgrout.sweep docs/studies/unannounced-probe.toml {{flags}}
 
-# H: … and so it does on five builds, whichever of the two flaws is known (10 runs; `just unannounced-organisms` first)
+# H: … and so it does on five builds, whichever of the two flaws is known (20 runs; `just unannounced-organisms` first)
 study-unannounced-probe-builds *flags:
     {{py}} vgrout.sweep docs/studies/unannounced-probe-builds.toml {{flags}}
 
