@@ -252,6 +252,7 @@ UNANNOUNCED = (
     READS,
     Method("… its scores dealt", SKY, "X", "penalty", "random_flags", "monitor=quarantine"),
     Method("… fed with random paid rows", ORANGE, "d", "penalty", said="monitor=quarantine quarantine_diet=random"),
+    Method("penalty, linear probe they seed", "#8a6d00", "*", "penalty", said="monitor=online_probe"),
     TWIN,
 )
 ANNOUNCED = (
@@ -281,7 +282,8 @@ def containment() -> Figure:
     middle.suptitle("the same, an earlier build of starts, and monitors that need no label", fontsize=10.5)
     _by_organism(middle, [*read("containment"), *read("containment-seeded")], ANNOUNCED, line=1)
     below.suptitle("two flaws, no prompt announces them, one is known; from the base", fontsize=10.5)
-    _by_organism(below, read("unannounced"), UNANNOUNCED, line=0)  # they begin with the same: there is no order
+    shown = [*read("unannounced"), *read("unannounced-probe-builds")]
+    _by_organism(below, shown, UNANNOUNCED, line=0)  # they begin with the same: there is no order
     return figure
 
 
