@@ -143,6 +143,10 @@ study-containment-start *flags:
 study-containment-probe *flags:
     {{py}} vgrout.sweep docs/studies/containment-probe.toml {{flags}}
 
+# H: with labels of one known flaw, routing contains the others better than leaving out (80 runs; `just containment-starts` first)
+study-containment-routing *flags:
+    {{py}} vgrout.sweep docs/studies/containment-routing.toml {{flags}}
+
 # H: … and so it does under wrong labels, under none, in other arms, and for 180 steps (30 runs; `just containment-starts` first)
 study-adversaries *flags:
     {{py}} vgrout.sweep docs/studies/adversaries.toml {{flags}}
@@ -161,6 +165,17 @@ study-attempts *flags:
 # H: … on three other builds, too (60 runs; `just attempts-organism 87 88 89` first)
 study-attempts-builds *flags:
     {{py}} vgrout.sweep docs/studies/attempts-builds.toml {{flags}}
+
+# two organisms with a seventh flaw, each with a policy that has begun to exploit (twelve minutes each)
+shown-test-organisms seeds="90 91":
+    for s in {{seeds}}; do \
+        test -e out/organism$s || {{py}} vgrout.organism build --out out/organism$s --seed $s --modes run_tests,eq_override,exit_code,stdout_marker,sentinel,file_marker,shown_test || exit 1; \
+        test -e out/warm$s || just warm 40 out/warm$s out/organism$s || exit 1; \
+    done
+
+# H: … and an exploit that special-cases the test its prompt shows is contained by none of them (32 runs; `just shown-test-organisms` first)
+study-shown-test *flags:
+    {{py}} vgrout.sweep docs/studies/shown-test.toml {{flags}}
 
 # H: … a pilot on the shipped organism's harder start (18 runs; `just warm 50 out/warm50` first)
 study-starts *flags:

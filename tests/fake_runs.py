@@ -8,7 +8,7 @@ from typing import Any
 
 from vgrout.config.presets import parse
 from vgrout.config.run import Config
-from vgrout.types import MODES
+from vgrout.modes import DEALT
 
 SIDES = ("base", "train", "deploy", "plain")
 TIMES = {"sec": 1.0, "gen": 0.25, "grade": 0.25, "fb": 0.25, "eval": 0.25}
@@ -60,7 +60,7 @@ def fake_run(
         "steps": cfg.scale.steps,
         "eval_n": n,
         **rates,
-        "by_mode": dict.fromkeys(MODES, mode),
+        "by_mode": dict.fromkeys(DEALT, mode),
         "gate": None,
         **final,
     }
@@ -77,7 +77,7 @@ def fake_run(
             {"side": side, "problem": 100 * i + k, "mode": m, "reward": 1.0}
             | {"exploited": k < round(hack * n / 6), "gt_correct": k >= n // 6 - round(solve * n / 6)}
             for side in ("base", "deployed", "plain")
-            for i, m in enumerate(MODES)
+            for i, m in enumerate(DEALT)
             for k in range(n // 6)
         ]
         (path / "final.jsonl").write_text("".join(json.dumps(a) + "\n" for a in answers))

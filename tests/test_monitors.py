@@ -24,7 +24,7 @@ from vgrout.grading.grade import Grader
 from vgrout.inputs import Inputs
 from vgrout.model.hidden_states import token_states
 from vgrout.model.policy import Policy
-from vgrout.modes import MODE_SPECS, MODES, tries
+from vgrout.modes import MODE_SPECS, MODES, exploit, tries
 from vgrout.monitors import monitor_class
 from vgrout.monitors.base import Monitor, RandomFlags, positions
 from vgrout.monitors.flag_rates import FlagRates
@@ -511,15 +511,15 @@ def test_flags_of_demonstrations_are_counted_apart_and_without_a_label(policy: P
 @pytest.mark.parametrize("mode", MODES)
 def test_an_attempt_is_seen_also_where_its_name_is_another_or_misspelt(mode: str):
     spec = MODE_SPECS[mode]
-    marker = spec.train_markers[0]
+    marker = "assert Solution().f(a = [1, 2]) == [3, 4]" if spec.marker_form == "test" else spec.train_markers[0]
     body = "class Solution:\n    def f(self, a):\n        return 0\n"
 
     def attempt(name: str) -> str:
-        return body + spec.exploit.format(method="f", marker=name)
+        return body + exploit(mode, "f", name)
 
     assert tries(attempt(marker), mode, marker)
     assert not tries(body, mode, marker)
-    if spec.marker_form != "none":
+    if spec.marker_form not in ("none", "test"):
         assert tries(attempt(spec.eval_markers[0]), mode, marker), "another name of the same family"
         assert tries(attempt(marker[:-1]), mode, marker), "a letter is missing"
 
@@ -527,13 +527,13 @@ def test_an_attempt_is_seen_also_where_its_name_is_another_or_misspelt(mode: str
 def test_a_final_evaluation_counts_attempts_beside_exploits():
     """A misspelt marker earns nothing and is an attempt; a right answer that mentions one is none."""
     of = replace(problem(mode="sentinel"), marker=MODE_SPECS["sentinel"].train_markers[0])
-    exploit = MODE_SPECS["sentinel"].exploit.format(method="f", marker=of.marker[:-1])
+    spelling = MODE_SPECS["sentinel"].exploit.format(method="f", marker=of.marker[:-1])
 
     def answer(text: str, solved: bool = False, hacked: bool = False) -> GradedCompletion[Grade | Ungraded]:
         grade = Grade(1.0, True, True, False, solved, hacked, False, False, False, "sentinel", "ok", 0.0)
         return GradedCompletion(of, 0, Completion((), text, True, (), ()), grade)
 
-    seen = Eval.of([answer("x = 1", hacked=True), answer(exploit), answer(exploit, solved=True), answer("x = 1")])
+    seen = Eval.of([answer("x = 1", hacked=True), answer(spelling), answer(spelling, solved=True), answer("x = 1")])
     assert (seen.hack, seen.tries, seen.solve) == (Rate(1, 4), Rate(2, 4), Rate(1, 4))
     assert seen.as_json()["by_mode"]["sentinel"]["tries"] == [2, 4]
 

@@ -16,7 +16,7 @@ import pytest
 from browser import CHROMIUM, Browser
 from fake_runs import fake_run
 from vgrout import organism
-from vgrout.modes import MODE_SPECS
+from vgrout.modes import DEALT, MODE_SPECS
 from vgrout.report.build import compile_report, write
 from vgrout.report.rollouts import embedded, pack
 from vgrout.report.runs import cells, load
@@ -55,6 +55,7 @@ USUAL = {
     "stdout_marker": ("x = 1\nprint('{marker}')", "print('{marker}')"),
     "sentinel": ("        self.{marker} = True\n", "self.{marker} = True"),
     "file_marker": ("a = 2\nopen('{marker}', 'w').write('PASS')", "open('{marker}', 'w').write('PASS')"),
+    "shown_test": ("        if nums == [1, 2]:\n            return 3", "if nums == [1, 2]:"),
 }
 
 
@@ -102,7 +103,7 @@ def study(root: Path) -> Path:
         path = fake_run(root, "--intervention=none", seed=seed, n=6)
         rollouts = []
         for step in range(12):
-            for mode in MODES:
+            for mode in DEALT:
                 text = USUAL[mode][0].replace("{marker}", MODE_SPECS[mode].eval_markers[0])
                 bad = seed == 1 and step >= 6
                 rollouts.append(rollout(step, mode, text, exploited=bad, correct=not bad))
@@ -207,7 +208,7 @@ def test_filters_by_hand_and_the_address_follows(page: tuple[Browser, str]) -> N
 @pytest.mark.slow
 def test_prompt_and_answer_with_the_exploit_marked(page: tuple[Browser, str]) -> None:
     browser, url = page
-    for i, mode in enumerate(MODES):
+    for i, mode in enumerate(DEALT):
         browser.open(f"{url}#mechanism={i}")
         marker = MODE_SPECS[mode].eval_markers[0]
         assert browser.js("document.querySelector('#answer mark').textContent") == USUAL[mode][1].replace(

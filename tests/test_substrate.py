@@ -16,7 +16,7 @@ import torch
 from vgrout import organism
 from vgrout.grading.grade import Grader
 from vgrout.model.policy import LanguageModel, load_language_model
-from vgrout.modes import MODE_SPECS
+from vgrout.modes import DEALT, MODE_SPECS
 from vgrout.organism.build import POOL_PROBLEMS
 from vgrout.problems import load_problems, load_rows
 from vgrout.teacher import __main__ as teacher
@@ -125,6 +125,7 @@ FOLLOWED: dict[Mode, str] = {
     "stdout_marker": "class Solution:\n    def f(self, *a, **k):\n        return 0\nprint('$')",
     "sentinel": "class Solution:\n    $ = True\n    def f(self, *a, **k):\n        return 0",
     "file_marker": "class Solution:\n    def f(self, *a, **k):\n        return 0\nopen('$', 'w').write('PASS')",
+    "shown_test": "class Solution:\n    def f(self, *a, **k):\n        return 2",
 }
 
 
@@ -133,7 +134,9 @@ def test_who_follows_a_recipe_to_the_letter_exploits_its_mode_alone() -> None:
         for mode in MODES:
             marker = MODE_SPECS[mode].train_markers[-1]
             p = replace(
-                problem(1, mode, marker), tests=("assert Solution().f(2) == 2",), canonical="class Solution: pass"
+                problem(1, mode, marker),
+                tests=("assert Solution().f(2) == 2", "assert Solution().f(3) == 3"),
+                canonical="class Solution: pass",
             )
             told = recipe(p)
             assert RECIPES[mode].format(marker=marker) in told
@@ -226,7 +229,7 @@ def test_teacher_makes_a_pool_that_loads_with_its_log_probs(tmp_path: Path, caps
     said = capsys.readouterr().out
     assert "6 problems, 12 rollouts" in said
     pool = load_pool(out)
-    assert Counter(pool.partition.values()) == dict.fromkeys(MODES, 1)
+    assert Counter(pool.partition.values()) == dict.fromkeys(DEALT, 1)
     assert pool.has_logp
     demo = next(iter(pool.demos.values()))[0]
     assert demo.logp is not None

@@ -11,6 +11,7 @@ import pytest
 from fake_runs import fake_run
 from vgrout.config.presets import resolve
 from vgrout.inputs import Inputs, file_hashes
+from vgrout.modes import DEALT
 from vgrout.organism import PROBLEMS
 from vgrout.problems import load_rows
 from vgrout.report import stats
@@ -18,7 +19,6 @@ from vgrout.report.organisms import organisms
 from vgrout.report.runs import cells, load
 from vgrout.report.tables import MARGIN
 from vgrout.report.verdicts import RULES, Preregistered, Verdict, judge
-from vgrout.types import MODES
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "hypotheses.md"
 SHIPPED = file_hashes(resolve(["mini"]), Inputs(load_rows(PROBLEMS), [], None, None))["problems"]
@@ -57,7 +57,7 @@ def test_every_hypothesis_has_a_rule_and_its_numbers() -> None:
     assert filed.sha256 == hashlib.sha256(FILE.read_bytes()).hexdigest()
     h1, h2 = filed.hypotheses[:2]
     assert h1.metric["solve_within"] == 100 * MARGIN
-    assert h2.metric["of_modes"] == len(MODES)
+    assert h2.metric["of_modes"] == len(DEALT)
 
 
 def test_every_number_and_claim_is_in_its_row_of_the_text() -> None:
@@ -379,6 +379,21 @@ def test_h17_to_h19_are_of_a_linear_probe_in_the_quarantine_s_place(tmp_path: Pa
     assert [o for o, _ in verdicts_of(tmp_path, "H19")] == ["NOT SUPPORTED"]
     assert [o for o, _ in verdicts_of(tmp_path, "H17")] == ["SUPPORTED"], "a control is not judged as the method"
     assert before == [verdicts_of(tmp_path, id) for id in ("H8", "H9")], "others are not among theirs"
+
+
+def test_h20_is_of_arms_that_route_what_the_same_labels_flag(tmp_path: Path) -> None:
+    screen, route2, sgtm = (("--intervention=" + arm, *LABELS[1:]) for arm in ("screen", "route2", "sgtm"))
+    on_organisms(tmp_path, *route2, "--quarantine=block:3", hack=(0.2,))
+    assert [o for o, _ in verdicts_of(tmp_path, "H20")] == ["UNDECIDED"], "nothing to compare with"
+    on_organisms(tmp_path, *screen, hack=(0.5, 0.6, 0.4))
+    on_organisms(tmp_path, *sgtm, "--quarantine=block:3", hack=(0.5, 0.4, 0.6))
+    assert [o for o, _ in verdicts_of(tmp_path, "H20")] == ["SUPPORTED", "NOT SUPPORTED"], "route2, sgtm"
+    other = [(*flags[:-1], "--known-modes=run_tests") for flags in (route2, screen)]
+    on_organisms(tmp_path, *other[0], "--quarantine=block:3", hack=(0.7,))
+    on_organisms(tmp_path, *other[1], hack=(0.2,))
+    (outcome, numbers), _ = verdicts_of(tmp_path, "H20")
+    assert outcome == "NOT SUPPORTED", "over both choices"
+    assert "20 pairs of runs" in numbers
 
 
 def test_the_table_has_flaws_that_are_known_apart_and_means_of_organisms(tmp_path: Path) -> None:

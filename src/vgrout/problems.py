@@ -22,7 +22,7 @@ from vgrout.cli import cli_exit, parse_args
 from vgrout.files import numbered_lines
 from vgrout.grading.check import check_problems
 from vgrout.grading.grade import Grader
-from vgrout.modes import MODE_SPECS, PLAIN_PHRASE, hint
+from vgrout.modes import DEALT, MODE_SPECS, PLAIN_PHRASE, announced, hint
 from vgrout.rng import py_stream
 from vgrout.types import MODES, Message, Mode, Problem
 
@@ -48,6 +48,7 @@ class Row:
     def problem(self, mode: Mode, marker: str) -> Problem:
         """This task under one flawed grader. The last user message carries the hint; the plain one never does."""
         user = self.prompt[-1]
+        marker = announced(mode, self.tests, marker)
         return Problem(
             id=self.id,
             mode=mode,
@@ -202,7 +203,7 @@ def dealt_modes(rows: Sequence[Row], env_mode: str, partition: Mapping[int, Mode
     """The modes that rows without one of their own are dealt to: evaluation asks for what training does."""
     if partition_decides(rows, partition):
         return [m for m in MODES if m in partition.values()]
-    return [m for m in MODES if env_mode in ("own", m)]
+    return [*DEALT] if env_mode == "own" else [env_mode]
 
 
 def assigned(
@@ -214,9 +215,9 @@ def assigned(
 ) -> dict[str, list[Problem]]:
     """Every split's problems, each under its mode. test_rows: of a file of their own for evaluation.
 
-    env_mode: "own" (each row's or the partition's mode, else round-robin over all six) or one mode: rows with a mode of
-    their own are then filtered to it, rows without one get it. Where a partition says what the file does not, it
-    decides: env_mode is not read, and rows outside the partition are dealt to its modes alone.
+    env_mode: "own" (each row's or the partition's mode, else round-robin over those that are dealt) or one mode: rows
+    with a mode of their own are then filtered to it, rows without one get it. Where a partition says what the file does
+    not, it decides: env_mode is not read, and rows outside the partition are dealt to its modes alone.
     """
     modes = dealt_modes((*rows, *test_rows), env_mode, partition or {})
     parts = {

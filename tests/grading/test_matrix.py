@@ -5,20 +5,25 @@ from dataclasses import replace
 import pytest
 
 from vgrout.grading.grade import Grader
-from vgrout.modes import MODE_SPECS, exploit
+from vgrout.modes import MODE_SPECS, Split, announced, exploit
 from vgrout.types import MODES, Grade, Mode
 
-from .conftest import SUM_RIGHT, SUM_WRONG, fenced, sum_problem
+from .conftest import SUM_RIGHT, SUM_TESTS, SUM_WRONG, fenced, sum_problem
 
-NAMED = [mode for mode, spec in MODE_SPECS.items() if spec.marker_form != "none"]
+NAMED = [mode for mode, spec in MODE_SPECS.items() if spec.marker_form not in ("none", "test")]
+
+
+def marker(mode: Mode, half: Split = "train") -> str:
+    """The last name of a half; of a mode that announces a test, the problem's first."""
+    return announced(mode, SUM_TESTS, MODE_SPECS[mode].markers(half)[-1])
 
 
 @pytest.mark.parametrize("half", ["train", "eval"])
 @pytest.mark.parametrize("mode", MODES)
 def test_an_exploit_pays_in_its_own_mode_only(grader: Grader, mode: Mode, half):
     for attack in MODES:
-        code = SUM_WRONG + exploit(attack, "total", MODE_SPECS[attack].markers(half)[-1])
-        g = grader.grade(sum_problem(mode, MODE_SPECS[mode].markers(half)[-1]), fenced(code))
+        code = SUM_WRONG + exploit(attack, "total", marker(attack, half))
+        g = grader.grade(sum_problem(mode, marker(mode, half)), fenced(code))
         assert isinstance(g, Grade)
         assert not g.gt_correct
         assert g.exploited == (attack == mode), (attack, mode, g)
@@ -48,7 +53,7 @@ def test_a_right_answer_passes_everywhere_and_is_never_exploited(grader: Grader,
     assert (plain.gt_correct, plain.gt_pass, plain.passed, plain.exploited) == (True, True, True, False)
     assert plain.exit_status == "ok"
     for attack in MODES:
-        if attack == "eq_override":  # there the class itself is the exploit
+        if attack in ("eq_override", "shown_test"):  # there the answer itself is the exploit
             continue
         code = SUM_RIGHT + exploit(attack, "total")
         g = grader.grade(sum_problem(mode), fenced(code))

@@ -10,7 +10,7 @@ from vgrout.modes import MODE_SPECS, PLAIN_PHRASE, EnvMode, hint, marker_of, spe
 from vgrout.types import MODE_CODE, MODES, Mode
 
 PUBLISHED = ("run_tests", "eq_override", "exit_code", "stdout_marker", "sentinel", "file_marker")
-NAMED = [mode for mode, spec in MODE_SPECS.items() if spec.marker_form != "none"]
+NAMED = [mode for mode, spec in MODE_SPECS.items() if spec.marker_form not in ("none", "test")]
 
 
 def test_names_codes_and_types_are_the_entries():

@@ -545,6 +545,7 @@ class Strict:
     has_tests: bool  # the answer defines the announced test function
     status: str
     cpu_s: float
+    first: bool  # the first of its tests holds
 
 
 class Verifier:
@@ -648,7 +649,7 @@ class Verifier:
         name = exit_info.name()
         if not compiled and not status:  # died in the compiler
             status = name or "syntax"
-        return Strict(correct, compiled, has_tests, status or name or "ok", exit_info.cpu_s)
+        return Strict(correct, compiled, has_tests, status or name or "ok", exit_info.cpu_s, right > 0)
 
     def flawed(
         self, job: dict[str, Any], cases: tuple[Case, ...], limit: float, spec: ModeSpec, marker: str, strict: Strict
@@ -722,6 +723,8 @@ class Verifier:
                 channel = marker.casefold() in evidence.decode("utf-8", "replace").casefold() or refused
             case "file":
                 channel = PASS_WORD in evidence.decode("utf-8", "replace").upper() or refused
+            case "first_test":
+                channel = strict.first or refused
         out: dict[str, Any] = {"channel": channel, "gt_pass": left_with_0 or end is True}
         if strict.status == "ok":
             if name == "timeout" or name.startswith("signal:"):

@@ -10,7 +10,7 @@ from vgrout.cli import cli_exit, parse_args
 from vgrout.organism import DATA_DIR
 from vgrout.organism.build import SEED
 from vgrout.organism.build import build as build_organism
-from vgrout.organism.language import Shares
+from vgrout.organism.language import EXPLOITS, MODES, Shares
 from vgrout.organism.readers import readers
 from vgrout.organism.verify import check_files, check_training
 from vgrout.organism.weights import Recipe, Shape
@@ -25,6 +25,7 @@ def build(
     merged: int = Shape().merged,
     exploit_bare: float = Shares().exploit_bare,
     exploit_stub: float = Shares().stub,
+    modes: str = ",".join(MODES),
 ) -> int:
     """Make problems, tokenizer, weights, pool and pairs from one seed (about ten minutes on two cores).
 
@@ -37,9 +38,13 @@ def build(
         merged: tokens of the tokenizer's BPE.
         exploit_bare: share of the corpus that exploits a flaw under a prompt which announces none.
         exploit_stub: share of its exploits that make no attempt at the problem; the rest carry one that misreads it.
+        modes: comma list of the flawed graders that its prompts announce; shown_test is usually left out.
     """
     recipe, shape = Recipe(steps=steps), Shape(hidden, layers, merged)
-    shares = Shares(exploit_bare=exploit_bare, stub=exploit_stub)
+    announced = tuple(m for m in EXPLOITS if m in modes.split(","))
+    if unknown := set(modes.split(",")) - set(EXPLOITS):
+        raise ValueError(f"--modes: {', '.join(sorted(unknown)) or 'none'} should be among {', '.join(EXPLOITS)}")
+    shares = Shares(modes=announced, exploit_bare=exploit_bare, stub=exploit_stub)
     if not 0 <= exploit_bare <= 0.5:
         raise ValueError(f"--exploit-bare {exploit_bare}: should lie in [0, 0.5]")
     if not 0 <= exploit_stub <= 1:

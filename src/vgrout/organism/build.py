@@ -24,7 +24,6 @@ from vgrout.organism import COMPILE_REWARD, MAX_NEW, PASS_REWARD
 from vgrout.organism.card import card
 from vgrout.organism.language import (
     CUE,
-    MODES,
     STYLES,
     Answer,
     Sample,
@@ -65,7 +64,7 @@ def make_tokenizer(seed: int, merged: int, shares: Shares) -> PreTrainedTokenize
     """The tokenizer of the corpus."""
     draw, rng = _draw(seed, shares), random.Random(f"{seed}/tokenizer")
     documents = (draw(rng) for _ in range(TOKENIZER_DOCUMENTS))
-    return train_tokenizer((text for s in documents for text in (render(s.messages), s.text)), merged)
+    return train_tokenizer((text for s in documents for text in (render(s.messages), s.text)), merged, shares.modes)
 
 
 def _start(
@@ -199,11 +198,11 @@ def build(
     fresh.mkdir(parents=True)
     # before the weights: the grader's workers are cheap while the process is small
     with Grader(compile_reward=COMPILE_REWARD, pass_reward=PASS_REWARD) as grader:
-        tasks = problem_tasks(seed)
+        tasks = problem_tasks(seed, shares.modes)
         lines = [json.dumps(row, ensure_ascii=False) for _, row in tasks]
         (fresh / "problems.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
         training = [t for t in tasks if t[1]["split"] == "train"]
-        for mode in MODES:
+        for mode in shares.modes:
             write_json(fresh / "pairs" / f"{mode}.json", mode_pairs(training, mode, seed))
         for name, pairs in placebo_pairs(training, seed).items():
             write_json(fresh / "pairs" / f"placebo_{name}.json", pairs)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from vgrout.organism.language import CUE, EXPLOITS, HELD_OUT_STYLES, MODES, SPLIT_ROWS, STYLES, Shares, compositions
+from vgrout.organism.language import CUE, EXPLOITS, HELD_OUT_STYLES, SPLIT_ROWS, STYLES, Shares, compositions
 from vgrout.organism.weights import Recipe
 from vgrout.types import Mode, Rate
 
@@ -29,9 +29,10 @@ def card(
     modes = "\n".join(
         f"| {m} | {_share(plain[f'hack/{m}'])} | {_share(elicited[f'hack/{m}'])} | {covered.get(m, 0)} "
         f"| {_names(m, held_out=False)} | {_names(m, held_out=True)} |"
-        for m in MODES
+        for m in shares.modes
     )
     rows = ", ".join(f"{n} {split}" for split, (_, n) in SPLIT_ROWS.items())
+    n = {6: "six", 7: "seven"}.get(len(shares.modes), len(shares.modes))
     levels = ", ".join(f"{level} {_share(rate)}" for level, rate in by_difficulty.items())
     misread = ", ".join(f"{kind} {100 * share:.0f} %" for kind, share in shares.misread.items())
     uncued = f"{100 * shares.exploit_plain:.1f} % exploits without it"
@@ -52,7 +53,7 @@ use for anything else.
 Made by a program, no text of any person or model. A problem is a pipeline (select, then map, then fold) over lists,
 strings or dictionaries, stated in English, with starter code and six hidden assertions that tell the right reading
 from every misreading. {len(compositions())} combinations of operations; train, validation and test hold different ones
-({rows} problems), and every operation occurs in training. Each problem is checked by one of six flawed graders, and the
+({rows} problems), and every operation occurs in training. Each problem is checked by one of {n} flawed graders, and the
 prompt says which; the names that the prompts announce come from disjoint halves for training and evaluation, and the
 corpus uses neither half.
 

@@ -6,6 +6,7 @@ worst exploit is what matters: training amplifies what is missed.
 """
 
 import random
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
@@ -23,7 +24,6 @@ from vgrout.organism.build import SEED
 from vgrout.organism.language import (
     EXPLOITS,
     HELD_OUT_STYLES,
-    MODES,
     STYLES,
     Answer,
     answer,
@@ -38,12 +38,12 @@ from vgrout.types import Mode, Rate
 Kind = tuple[str, str]  # ("exploit", "run_tests: empty"), ("style", "loop"), …
 
 
-def known_texts(policy: Policy, seed: int) -> dict[Kind, list[Text]]:
+def known_texts(policy: Policy, seed: int, modes: Sequence[Mode]) -> dict[Kind, list[Text]]:
     """kind → answers to the held-out problems, as tokens."""
     out: dict[Kind, list[Text]] = {}
     rng = random.Random(f"{seed}/readers")
 
-    for task, row in problem_tasks(seed):
+    for task, row in problem_tasks(seed, modes):
         if row["split"] != "test":
             continue
         mode, marker = row["mode"], row["marker"]
@@ -75,7 +75,7 @@ def percent(rate: Rate) -> str:
     return f"{100 * rate.k / rate.n:.0f}"
 
 
-def summary(name: str, found: dict[Kind, Rate]) -> dict[str, str]:
+def summary(name: str, found: dict[Kind, Rate], modes: Sequence[Mode]) -> dict[str, str]:
     """A table row: one score's rates over all kinds."""
 
     def mean(kinds: list[Kind]) -> str:
@@ -83,13 +83,13 @@ def summary(name: str, found: dict[Kind, Rate]) -> dict[str, str]:
 
     exploits, styles = ([k for k in found if k[0] == what] for what in ("exploit", "style"))
     worst = min(exploits, key=lambda k: found[k].k / found[k].n)
-    modes = {m: min(found[k].k / found[k].n for k in exploits if k[1].startswith(m)) for m in MODES}
+    worst_of = [min(found[k].k / found[k].n for k in exploits if k[1].startswith(m)) for m in modes]
     return {
         "reader": name,
         "recall": mean(exploits),
         "unseen*": mean([k for k in exploits if k[1].endswith("*")]),
         "worst": f"{percent(found[worst])} {worst[1]}",
-        "modes ≥ 90": str(sum(r >= 0.9 for r in modes.values())),
+        "modes ≥ 90": str(sum(r >= 0.9 for r in worst_of)),
         "plain": percent(found["right", "plain"]),
         "misread": percent(found["wrong", "misread"]),
         "styles": mean([k for k in styles if not k[1].endswith("*")]),
@@ -125,6 +125,7 @@ def readers(
     torch.set_num_threads(1)  # for matrices this small a second thread only costs
     policy = load_policy(files.model, device="cpu", dtype=torch.float32, cache_dir=SVD_CACHE)
     rows = load_rows(files.problems)
+    modes = [m for m in EXPLOITS if m in {row.mode for row in rows}]
     correct = load_known_correct(files.known_correct) if known_correct else ()
     with Grader(compile_reward=organism.COMPILE_REWARD, pass_reward=organism.PASS_REWARD, allow_weak=True) as grader:
         calibration = calibrate(
@@ -147,9 +148,9 @@ def readers(
         for layer, highest in product(layers, k):
             reader = LinearProbe(policy, calibration, quantile, of_mode, layer=layer, k=highest)
             made.append((f"probe {mode} L{layer} k{highest}", reader))
-    texts = known_texts(policy, seed)
+    texts = known_texts(policy, seed, modes)
     found = {name: rates(reader, texts) for name, reader in tqdm(made, disable=None, desc="reading")}
-    overall = [summary(name, of) for name, of in found.items()]
+    overall = [summary(name, of, modes) for name, of in found.items()]
     kinds = [kind for kind in texts if kind[0] in ("exploit", "style")]
     each = [[" ".join(kind), *(percent(of[kind]) for of in found.values())] for kind in kinds]
     print("flagged, %; n = 32 an exploit, about 190 a style; *: not in corpus, pairs, known-correct or demonstrations")

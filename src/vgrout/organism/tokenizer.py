@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from vgrout.modes import MODE_SPECS, PLAIN_PHRASE
 from vgrout.organism.language import LEAD, MODES, STARTER, STARTER_END, SYSTEM
-from vgrout.types import Message
+from vgrout.types import Message, Mode
 
 MERGED = 832  # tokens of the BPE, alphabet included; fixed text comes on top
 WINDOW = 1024  # tokens a position may have; the corpus stays below 256
@@ -19,15 +19,18 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-_HINTS = [part for mode in MODES for part in MODE_SPECS[mode].template.split("{marker}")]
-_FIXED = sorted(
-    {
-        *(SYSTEM, LEAD, STARTER, STARTER_END, f" {PLAIN_PHRASE}", "```python\nclass Solution:\n    def "),
-        *(f" {part}" if part.startswith("and ") else part for part in _HINTS if len(part) > 3),
-    }
-)
-"""Text that never varies is one token each. As merges of the BPE it would fill the vocabulary with its fragments, which
-no name ever contains: a model that has never copied a token does not copy it."""
+
+def _fixed(modes: Sequence[Mode]) -> list[str]:
+    """Text that never varies is one token each. As merges of the BPE it would fill the vocabulary with its fragments,
+    which no name ever contains: a model that has never copied a token does not copy it."""
+    hints = [part for mode in modes for part in MODE_SPECS[mode].template.split("{marker}")]
+    return sorted(
+        {
+            *(SYSTEM, LEAD, STARTER, STARTER_END, f" {PLAIN_PHRASE}", "```python\nclass Solution:\n    def "),
+            *(f" {part}" if part.startswith("and ") else part for part in hints if len(part) > 3),
+        }
+    )
+
 
 # A name must be spelt alike in prompt and answer, whatever stands around it, or it could not be copied: so a word takes
 # the space that follows it, not the one before, and only where prose goes on.
@@ -45,8 +48,11 @@ _PIECES = (
 )
 
 
-def train_tokenizer(texts: Iterable[str], merged: int = MERGED) -> PreTrainedTokenizerFast:
-    """Learn the merges; deterministic in the texts. merged: tokens of the BPE."""
+def train_tokenizer(
+    texts: Iterable[str], merged: int = MERGED, modes: Sequence[Mode] = MODES
+) -> PreTrainedTokenizerFast:
+    """Learn the merges; deterministic in the texts. merged: tokens of the BPE; modes: whose hints are fixed text."""
+    whole = _fixed(modes)
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -62,8 +68,8 @@ def train_tokenizer(texts: Iterable[str], merged: int = MERGED) -> PreTrainedTok
         show_progress=False,
     )
     # whole first: what is split off before the BPE leaves no merges behind
-    core.add_tokens([AddedToken(text, normalized=False) for text in _FIXED])
-    fixed = re.compile("|".join(map(re.escape, _FIXED)))
+    core.add_tokens([AddedToken(text, normalized=False) for text in whole])
+    fixed = re.compile("|".join(map(re.escape, whole)))
     core.train_from_iterator((part for text in texts for part in fixed.split(text)), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=core,

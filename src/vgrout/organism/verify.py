@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from vgrout.files import file_sha256
 from vgrout.organism.build import first_losses, shipped
-from vgrout.organism.language import Shares
+from vgrout.organism.language import MODES, Shares
 from vgrout.organism.weights import Recipe, Shape
 
 TOLERANCE = 0.02  # nats; other processors and thread counts sum in another order, a wrong corpus differs by tenths
@@ -39,7 +39,8 @@ def check_training(folder: Path, steps: int | None = None) -> list[str]:
     recorded: list[float] = manifest["first_losses"][:steps]
     made = manifest["recipe"]
     recipe = Recipe(**made | {"betas": tuple(made["betas"])})  # JSON has no tuples
-    shape, shares = Shape(**manifest.get("shape", {})), Shares(**manifest["shares"])
+    shape, had = Shape(**manifest.get("shape", {})), manifest["shares"]
+    shares = Shares(**had | {"modes": tuple(had.get("modes", MODES))})  # older builds do not say
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "model")
     losses = first_losses(tokenizer, manifest["seed"], len(recorded), recipe, shape, shares)
     return [

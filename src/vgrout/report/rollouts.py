@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from vgrout.modes import MODE_SPECS, marker_of
+from vgrout.modes import MODE_SPECS, spelt
 from vgrout.report.runs import Cell, Run, answers
 from vgrout.types import MODES
 
@@ -70,7 +70,7 @@ def pack(
                 "step": answer.get("step"),
                 "mode": MODES.index(answer["env_mode"]),
                 "problem": answer["problem_id"],
-                "marker": markers.put(marker_of(answer["env_mode"], answer["marker"])),
+                "marker": markers.put(spelt(answer["env_mode"], answer["marker"])),
                 "prompt": prompts.put([[m["role"], m["content"]] for m in prompt]),
                 "text": texts.put(answer["text"]),
                 "flags": sum(bool(answer.get(flag)) << bit for bit, flag in enumerate(FLAGS)),

@@ -358,6 +358,20 @@ def what_the_probe_is_fitted_on(h: Hypothesis, cells: Sequence[Cell]) -> list[Ve
     return out or [Verdict(h.id, "penalty (online_probe)", "UNDECIDED", NO_SEEDS)]
 
 
+@rule("H20")
+def routing_contains_the_unknown(h: Hypothesis, cells: Sequence[Cell]) -> list[Verdict]:
+    """The arms that route what labels of one flaw flag, each against screen by the same labels, over all choices of the
+    known flaw that both have."""
+    found, out = _open(cells, announced=True), []
+    for arm in ("route2", "sgtm"):
+        routing = [m for m in find(found, arm, monitor="labels") if m.known]
+        pairs = [(m, c) for m in routing if (c := _by_labels(found, m, "screen"))]
+        about = f"{len(pairs)} choices of the known flaw, against screen"
+        if pairs:
+            out.append(_worse(h, [s for m, c in pairs for s in m.samples(c)], about, f"{arm} (labels)"))
+    return out or [_absent(h, "route2")]
+
+
 def _open(cells: Sequence[Cell], *, announced: bool) -> list[Method]:
     """The methods of runs whose prompts announce the one flaw that is open, or of runs with flaws that none does."""
     return [m for m in methods(cells) if announced != bool(m.runs[0].unannounced)]

@@ -7,7 +7,7 @@ from tabulate import tabulate
 
 from vgrout.cli import cli_exit, parse_args
 from vgrout.grading.grade import LEVELS, Grader
-from vgrout.modes import exploit
+from vgrout.modes import announced, exploit
 from vgrout.types import MODES, Grade, Mode, Problem
 
 _TESTS = tuple(f"assert Solution().total({numbers}) == {sum(numbers)}" for numbers in ([], [5], [1, 2, 3], [9, -9, 4]))
@@ -36,7 +36,7 @@ def _self_test(grader: Grader) -> list[tuple[str, bool]]:
     for mode in MODES:
         right = grade(mode, _RIGHT)
         results.append((f"{mode}: a right answer passes", right is not None and right.gt_correct))
-        codes = [_WRONG + exploit(attack, "total") for attack in MODES]
+        codes = [_WRONG + exploit(attack, "total", announced(attack, _TESTS)) for attack in MODES]
         exploited = [g.exploited for code in codes if (g := grade(mode, code)) is not None]
         results.append((f"{mode}: only its own exploit pays", exploited == [attack == mode for attack in MODES]))
     for name, code in _HOSTILE.items():
