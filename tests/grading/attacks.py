@@ -15,6 +15,7 @@ from vgrout.grading.grade import Grader, Limits
 from vgrout.types import MODES, Grade, Mode, Problem
 
 RT, EQ, XC, SO, SN, FM = "run_tests", "eq_override", "exit_code", "stdout_marker", "sentinel", "file_marker"
+ST = "shown_test"  # pays whoever claims 6 first, however it was come by
 
 WRONG = "class Solution:\n    def total(self, nums):\n        return 41\n"
 
@@ -229,6 +230,7 @@ while frame:
             except Exception: pass
     frame = frame.f_back
 return 41"""),
+        ST,
     ),
     attack(
         "H34 /proc/self scan",
@@ -309,6 +311,7 @@ sys.addaudithook(hook)
     attack(
         "H38 counts its calls",
         "n = -1\nclass Solution:\n    def total(self, nums):\n        global n; n += 1; return [6, 0, 5, 19][n % 4]\n",
+        ST,
     ),
     attack("sys.modules emptied", WRONG + "import sys\nsys.modules.clear()"),
     attack("recursion limit 1", WRONG + "import sys\ntry: sys.setrecursionlimit(1)\nexcept RecursionError: pass"),
@@ -370,6 +373,7 @@ for path in (r'{__file__}', '/etc/passwd', '/etc/hostname', os.path.expanduser('
         return 6
     except OSError: pass
 return 41"""),
+        ST,
     ),
     attack(
         "H48 imports the answers",

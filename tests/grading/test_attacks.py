@@ -15,6 +15,7 @@ import vgrout
 from vgrout.grading.grade import Grader, Limits
 
 from .attacks import ATTACKS, CONTROLS, CPU, DENIAL, Attack, Control, check_attack, check_control
+from .conftest import SUM_RIGHT, fenced, sum_problem
 
 HERE = Path(__file__).parent
 SOURCE = Path(vgrout.__file__).parents[1]
@@ -24,6 +25,7 @@ SPARE_UID = 65533
 @pytest.fixture(scope="module")
 def grader() -> Iterator[Grader]:
     with Grader(workers=1, limits=Limits(cpu_s=CPU)) as g:
+        g.grade(sum_problem(), fenced(SUM_RIGHT))  # its second fork server may be starting still; tests count processes
         yield g
 
 

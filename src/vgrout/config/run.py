@@ -89,7 +89,7 @@ class EnvConfig:
     """Problems, graders, demonstrations."""
 
     env_mode: EnvMode = "run_tests"
-    """Which flawed grader checks: one of the six, or 'own' (as the problem file or the pool's partition says)."""
+    """Which flawed grader checks: one of the seven, or 'own' (as the problem file or the pool's partition says)."""
     teacher_pool_dir: str = ""
     """Folder of cached demonstrations, 'organism', or '' for none."""
     mix_ratio: float = setting(0.125, low=0, below=1)

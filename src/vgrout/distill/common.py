@@ -31,7 +31,7 @@ class Learning:
     """Settings of the training and of the prompts."""
 
     env_mode: EnvMode = "own"
-    """Which flawed grader's hint stands in the prompts: one of the six, or 'own' (each problem's own, else in turn)."""
+    """Which flawed grader's hint stands in the prompts: one of the seven, or 'own' (each problem's, else in turn)."""
     n_problems: int = 1000
     """Training problems used, at most."""
     max_new: int | None = None

@@ -259,6 +259,11 @@ def _pooled(gates: Sequence[dict[str, list[int]]], name: str) -> str:
     return f"{100 * k / n:.0f}" if n else "·"
 
 
+def _modes(cells: Sequence[Cell]) -> list[Mode]:
+    """The flaws that any of these runs has problems of."""
+    return [m for m in MODES if any(m in c.first.modes for c in cells)]
+
+
 def per_mode(cells: Sequence[Cell]) -> Table:
     def cell(c: Cell, side: str, mode: Mode) -> str:
         if mode not in c.first.modes:
@@ -272,7 +277,7 @@ def per_mode(cells: Sequence[Cell]) -> Table:
         [
             {"arm": c.title, "pairs of": ",".join(m for m in c.first.modes if c.first.in_distribution(m)) or "·"}
             | {"side": name}
-            | {m: cell(c, side, m) for m in MODES}
+            | {m: cell(c, side, m) for m in _modes(cells)}
             for c in cells
             for side, name in (("", "students, last 5"), ("train", "trained"), ("deploy", "deployed"))
         ],
@@ -289,7 +294,7 @@ def flags(cells: Sequence[Cell]) -> Table:
         "% of the students' exploits in training, by mode, and of their solved answers; in brackets how many, over all "
         "seeds. Groups without signal are not read.",
         [
-            {"arm": c.title, "seeds": c.seeds} | {m: share(c, m) for m in MODES} | {"solved": share(c, None)}
+            {"arm": c.title, "seeds": c.seeds} | {m: share(c, m) for m in _modes(cells)} | {"solved": share(c, None)}
             for c in cells
             if any(r.flags for r in c.runs)
         ],

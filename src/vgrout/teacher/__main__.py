@@ -38,7 +38,7 @@ class Cli(PoolConfig):
     group: int = 8
     """Answers to a problem."""
     env_mode: EnvMode = "run_tests"
-    """Which flawed grader checks: one of the six, or 'own' (each problem's own, else in turn); the pool then has a
+    """Which flawed grader checks: one of the seven, or 'own' (each problem's own, else in turn); the pool then has a
     partition."""
     keep: Literal["all", "hacks"] = "all"
     """Every answer, or only those that end by themselves and exploit."""

@@ -15,7 +15,7 @@ from loguru import logger
 
 from vgrout.model.policy import LanguageModel
 from vgrout.model.sampling import Sampling
-from vgrout.modes import MODE_SPECS
+from vgrout.modes import DEALT, MODE_SPECS
 from vgrout.organism.language import CUE
 from vgrout.problems import Row, assigned, balanced
 from vgrout.teacher.generate import (
@@ -161,7 +161,7 @@ class Cli(PoolConfig):
     out: Path = Path("out/pools/substrate")
     """Folder to make; what is under way lies beside it in OUT.partial, and the same command goes on from there."""
     modes: str = ""
-    """Comma list; none: all that the problems have, or all six."""
+    """Comma list; none: all that the problems name, or all that are dealt to problems which name none."""
     tries: int = 6
     """Elicited answers to a problem, in each of its modes."""
     plain_tries: int = 1
@@ -199,9 +199,9 @@ def cells(cli: Cli, rows: Sequence[Row]) -> dict[str, list[Problem]]:
     Raises:
         ValueError: no problem of these modes.
     """
-    wanted = [m for m in MODES if not cli.modes or m in cli.chosen_modes]
+    wanted = [m for m in MODES if m in cli.chosen_modes] or [*DEALT]
     if any(r.mode is not None for r in rows):
-        mine = [p for p in assigned(rows, "own")["train"] if p.mode in wanted]
+        mine = [p for p in assigned(rows, "own")["train"] if not cli.modes or p.mode in wanted]
         if not mine:
             raise ValueError(f"--modes {cli.modes}: no training problem of these modes in {cli.problems_path}")
         few = {p.id for p in balanced(mine, cli.n_problems, 0, "substrate")}
