@@ -5,6 +5,7 @@ advantages, under which parameters, and which of the adapter's vectors learns fr
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,13 +39,11 @@ class FlaggedArm(Arm):
         sizes: Mapping[str, int],
         monitor: Monitor,
         *,
-        rebaseline: bool = False,
         device: torch.device | str = "cpu",
         control: str = "none",
     ) -> None:
         super().__init__(sizes, device, control)
         self.monitor, self.sees, self.provenance = monitor, monitor.sees, monitor.provenance
-        self._rebaseline = rebaseline
 
     @classmethod
     def make(
@@ -54,10 +53,16 @@ class FlaggedArm(Arm):
         return cls(
             module_sizes(policy),
             make_monitor(cfg, policy, inputs, grader, problems),
-            rebaseline=cfg.arm.rebaseline,
             device=policy.adapter.δS.device,
             control=cfg.arm.control_name,
+            **cls.settings(cfg),
         )
+
+    @classmethod
+    def settings(cls, cfg: Config) -> dict[str, Any]:
+        """What an arm of this kind is told besides: keyword arguments of its own."""
+        del cfg
+        return {}
 
     def route(self, views: Views, grads: Grads, plan: Plan = None, grad_rows: GradRows | None = None) -> Routed:
         self._require(views)
@@ -99,6 +104,14 @@ class FlaggedArm(Arm):
 
 class DealtRows(FlaggedArm, ABC):
     """Base of those that deal a step's rows to parts by their flags."""
+
+    def __init__(self, *args, rebaseline: bool = False, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self._rebaseline = rebaseline
+
+    @classmethod
+    def settings(cls, cfg: Config) -> dict[str, Any]:
+        return {"rebaseline": cfg.arm.rebaseline}
 
     def plan(self, views: Sequence[GroupView], step: int = 0) -> UpdatePlan:
         self._require(views)

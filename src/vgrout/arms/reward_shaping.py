@@ -10,21 +10,15 @@ advantages that the monitor names. δS then learns with the quarantine off, and 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-import torch
-
-from vgrout.arms.base import Arm, Grads, Plan, Rewards, Views, module_sizes
+from vgrout.arms.base import Arm, Grads, Plan, Rewards, Views
 from vgrout.arms.flagged import FlaggedArm, with_flags
 from vgrout.config.run import Config
-from vgrout.grading.grade import Grader
-from vgrout.inputs import Inputs
-from vgrout.model.policy import Policy
-from vgrout.monitors import make_monitor
-from vgrout.monitors.base import Monitor
 from vgrout.tensor_types import GradRows, Routed, UpdatePart, UpdatePlan
-from vgrout.types import Batch, Group, GroupFlags, GroupView, Problem
+from vgrout.types import Batch, Group, GroupFlags, GroupView
 
 
 def lowered_out(view: GroupView, rewards: Rewards) -> Rewards:
@@ -43,30 +37,13 @@ class Treatment(FlaggedArm, ABC):
 
     grad_rows: GradRows = "source"
 
-    def __init__(
-        self,
-        sizes: Mapping[str, int],
-        monitor: Monitor,
-        *,
-        saturated: bool = True,
-        device: torch.device | str = "cpu",
-        control: str = "none",
-    ) -> None:
-        super().__init__(sizes, monitor, device=device, control=control)
+    def __init__(self, *args, saturated: bool = True, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
         self._saturated = saturated
 
     @classmethod
-    def make(
-        cls, cfg: Config, policy: Policy, inputs: Inputs, grader: Grader | None, problems: Sequence[Problem]
-    ) -> "Treatment":
-        assert grader is not None
-        return cls(
-            module_sizes(policy),
-            make_monitor(cfg, policy, inputs, grader, problems),
-            saturated=cfg.arm.saturated_groups,
-            device=policy.adapter.δS.device,
-            control=cfg.arm.control_name,
-        )
+    def settings(cls, cfg: Config) -> dict[str, Any]:
+        return {"saturated": cfg.arm.saturated_groups}
 
     @abstractmethod
     def _paid(self, reward: float) -> float | None:
@@ -127,13 +104,8 @@ class Penalty(Treatment):
         self.by, self.floor = by, floor
 
     @classmethod
-    def make(
-        cls, cfg: Config, policy: Policy, inputs: Inputs, grader: Grader | None, problems: Sequence[Problem]
-    ) -> "Penalty":
-        made = super().make(cfg, policy, inputs, grader, problems)
-        assert isinstance(made, cls)
-        made.by, made.floor = cfg.arm.penalty, cfg.env.compile_reward
-        return made
+    def settings(cls, cfg: Config) -> dict[str, Any]:
+        return {**super().settings(cfg), "by": cfg.arm.penalty, "floor": cfg.env.compile_reward}
 
     def _paid(self, reward: float) -> float | None:
         return min(reward, self.floor) if self.by is None else reward - self.by
