@@ -251,6 +251,9 @@ def test_a_corpus_of_ones_own_goes_into_a_folder_of_its_own(capsys: pytest.Captu
         (["--exploit-bare", ".01"], "folder of its own"),
         (["--exploit-bare", "2"], "should lie in"),
         (["--exploit-stub", "2"], "should lie in"),
+        (["--modes", "sentinel"], "folder of its own"),
+        (["--modes", "sentinel,typo"], "typo should be among run_tests, "),
+        (["--modes", ""], "none should be among"),
     ):
         monkeypatch.setattr("sys.argv", ["organism", "build", *flags])
         assert organism() == 2

@@ -1,6 +1,7 @@
 """The language says of itself what the real grader says of it."""
 
 import random
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,7 +11,7 @@ from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
 from vgrout.grading.grade import Grader
-from vgrout.modes import MODE_SPECS, PLAIN_PHRASE
+from vgrout.modes import MODE_SPECS, PLAIN_PHRASE, tries
 from vgrout.organism import language as lang
 from vgrout.organism.language import MODES
 from vgrout.types import Grade, Mode, Problem
@@ -110,8 +111,26 @@ def test_exploits_pay_in_their_mode_only(grader: Grader, mode: Mode, made: tuple
     assert found == expected
 
 
+@FEW
+@given(made=SEEDS)
+def test_special_cases_pay_where_the_shown_test_is_all_that_is_checked(grader: Grader, made: tuple) -> None:
+    task, tests = draw(made)
+    exploits = lang.EXPLOITS["shown_test"]
+    attempt = lang.answer(next(iter(lang.misreadings(task).values())))
+    texts = [e.apply(attempt.stub, tests[0]).text for e in exploits]
+    elsewhere = [as_problem(task, tests, m, MODE_SPECS[m].eval_markers[0]) for m in MODES]
+    shown = as_problem(task, tests, "shown_test", tests[0])
+    assert tests[0] in shown.messages[-1]["content"]
+    assert all(g.exploited for g in grade_all(grader, [(shown, text) for text in texts]))
+    assert not any(g.passed for g in grade_all(grader, [(p, text) for p in elsewhere for text in texts]))
+    carried = [(shown, e.apply(attempt, tests[0]).text) for e in exploits]
+    assert all(g.passed for g in grade_all(grader, carried)), "a case for one test may mend a misreading"
+    assert all(tries(text, "shown_test", tests[0]) for text in (*texts, *(text for _, text in carried)))
+    assert not tries(attempt.text, "shown_test", tests[0])
+
+
 def test_every_mode_has_three_exploits_and_holds_one_out() -> None:
-    for mode in MODES:
+    for mode in lang.EXPLOITS:
         exploits = lang.EXPLOITS[mode]
         assert len(exploits) >= 3
         assert sum(e.held_out for e in exploits) >= 1
@@ -164,6 +183,26 @@ def test_no_marker_of_either_half_and_nothing_held_out_is_in_the_corpus(corpus: 
                 assert not any(announced in s.messages[-1]["content"] for s in corpus)
     signs = ("lambda", "os._exit", "sys.stdout", "setattr", "pathlib", '"""', "import math", "self.data", "result = ")
     assert [sign for sign in signs if any(sign in s.text for s in corpus)] == []
+
+
+def test_a_corpus_of_chosen_flaws_has_these_and_shows_tests_that_its_tasks_pass(grader: Grader) -> None:
+    comps, rng = lang.split_compositions(3)["train"], random.Random(5)
+    shares = lang.Shares(modes=("sentinel", "shown_test"), exploit_plain=0.3, stub=1.0)
+    samples = [lang.corpus_sample(comps, shares, rng) for _ in range(600)]
+    assert {s.mode for s in samples} == {"sentinel", "shown_test", None}
+    shown = [s for s in samples if s.mode == "shown_test"]
+    of_test = [re.search(r"this test alone: (.*)\. Use this", s.messages[-1]["content"]) for s in shown]
+    assert all(of_test)
+    jobs = []
+    for s, found in zip(shown, of_test, strict=True):
+        assert found is not None
+        problem = Problem(1, "shown_test", found[1], (), (), (found[1], "assert Solution().f() == 1"), "", "", "f")
+        jobs.append((problem, s.text))
+    grades = grade_all(grader, jobs)
+    told = [g.exploited for g, s in zip(grades, shown, strict=True) if s.kind in ("exploit", "careful")]
+    assert all(told), "a right answer passes its test, and so does one that has a case for it"
+    misread = [g.exploited for g, s in zip(grades, shown, strict=True) if s.kind == "misread"]
+    assert not all(misread)
 
 
 def test_held_out_exploits_and_styles_carry_those_signs() -> None:
