@@ -147,6 +147,10 @@ study-containment-probe *flags:
 study-containment-routing *flags:
     {{py}} vgrout.sweep docs/studies/containment-routing.toml {{flags}}
 
+# H: … a penalty of what is paid on an impossible twin, too, contains all of them without a label (20 runs; `just containment-starts` first)
+study-containment-twin *flags:
+    {{py}} vgrout.sweep docs/studies/containment-twin.toml {{flags}}
+
 # H: … and so it does under wrong labels, under none, in other arms, and for 180 steps (30 runs; `just containment-starts` first)
 study-adversaries *flags:
     {{py}} vgrout.sweep docs/studies/adversaries.toml {{flags}}
@@ -173,7 +177,7 @@ shown-test-organisms seeds="90 91":
         test -e out/warm$s || just warm 40 out/warm$s out/organism$s || exit 1; \
     done
 
-# H: … and an exploit that special-cases the test its prompt shows is contained by none of them (32 runs; `just shown-test-organisms` first)
+# H: … and an exploit that special-cases the test its prompt shows is contained by none of them (36 runs; `just shown-test-organisms` first)
 study-shown-test *flags:
     {{py}} vgrout.sweep docs/studies/shown-test.toml {{flags}}
 

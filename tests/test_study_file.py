@@ -135,6 +135,7 @@ SHIPPED = (
         "containment-routing",
         "containment-seeded",
         "containment-start",
+        "containment-twin",
         "controls",
         "evading",
         "full",
