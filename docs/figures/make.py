@@ -235,9 +235,9 @@ class Method:
 
     def has(self, run: Run) -> bool:
         telling = ("monitor=", "quarantine_diet=", "quarantine_start=", "probe_diet=")
-        if self.arm == "penalty" and not any(s.startswith("known_modes=") for s in run.settings):
-            return False  # seeded by the detector
         said = {s for s in run.settings if s.startswith(telling)}
+        if self.arm == "penalty" and "monitor=twin" not in said and not any("known_modes=" in s for s in run.settings):
+            return False  # seeded by the detector, or by the twin
         return (run.arm, run.control, said) == (self.arm, self.control, {*self.said.split()})
 
 
@@ -267,6 +267,8 @@ READERS = (
     *(NONE, CEILING, LABELS, READS),
     Method("… started on pairs", ORANGE, "d", "penalty", said="monitor=quarantine quarantine_start=pairs"),
     Method("penalty, linear probe they seed", GREEN, "P", "penalty", said="monitor=online_probe"),
+    Method("route2, labels of one flaw", RED, "v", "route2", said="monitor=labels"),
+    Method("penalty, twin (no label)", SKY, "X", "penalty", said="monitor=twin"),
 )
 
 
@@ -278,7 +280,8 @@ def containment() -> Figure:
     figure = Figure(figsize=(8.6, 12.0), dpi=160, layout="constrained", facecolor="white")
     above, middle, below = figure.subfigures(3, 1)
     above.suptitle("six flaws, each announced by its prompt, one is known; from policies that exploit", fontsize=10.5)
-    _by_organism(above, [*read("containment-start"), *read("containment-probe")], READERS, line=1)
+    beside = (*read("containment-probe"), *read("containment-routing"), *read("containment-twin"))
+    _by_organism(above, [*read("containment-start"), *(r for r in beside if r.arm != "none")], READERS, line=1)
     middle.suptitle("the same, an earlier build of starts, and monitors that need no label", fontsize=10.5)
     _by_organism(middle, [*read("containment"), *read("containment-seeded")], ANNOUNCED, line=1)
     below.suptitle("two flaws, no prompt announces them, one is known; from the base", fontsize=10.5)
