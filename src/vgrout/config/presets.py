@@ -96,6 +96,10 @@ METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
         "a linear probe reads, seeded by the weak detector alone, and what it flags is paid less",
         ("--intervention=penalty", "--monitor=online_probe", "--seed-monitor=detector", "--monitor-quantile=0.8"),
     ),
+    "twin": (
+        "what is paid on an impossible twin of its problem, too, is paid less",
+        ("--intervention=penalty", "--monitor=twin"),
+    ),
 }
 
 
