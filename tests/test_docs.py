@@ -96,6 +96,7 @@ def test_readme_says_the_means_of_the_recorded_runs() -> None:
     make = figures()
     axes, older, earlier = make.read("axes"), make.read("arms-baselines"), make.read("containment")
     shown = [*make.read("containment-start"), *make.read("containment-probe")]
+    routing = make.read("containment-routing")
     block = (
         "gate_modules=apart gate_vote=rollout quarantine=block:3 rebaseline=True rollout_ablate_frac=1.0 "
         "vhack_refresh_every=0"
@@ -128,13 +129,14 @@ def test_readme_says_the_means_of_the_recorded_runs() -> None:
         ],
         "`erase` |": [rates(5, older, "erase")],
         "`route` |": [rates(5, older, "route"), contained(10, "route", shown=earlier)],
-        "`route2` |": [rates(5, older, "route2")],
+        "`route2` |": [rates(5, older, "route2"), contained(20, "route2", labels, shown=routing)],
         "`--method route2-block` |": [rates(10, axes, "route2", c, block) for c in ("none", "no_loophole")],
         "`screen --monitor pmi` |": [
             *(rates(10, axes, "screen", c, pmi) for c in ("none", "no_loophole")),
             contained(10, "screen", pmi, shown=earlier),
         ],
-        "`screen --monitor twin` |": [contained(10, "screen", "monitor=twin", shown=earlier)],
+        "`screen`, labels |": [contained(20, "screen", labels, shown=routing)],
+        "`penalty --monitor twin` |": [contained(10, "penalty", "monitor=twin", shown=make.read("containment-twin"))],
         "`penalty`, labels |": [rates(5, older, "penalty", "none", labels), contained(60, "penalty", labels)],
         "`penalty`, quarantine |": [contained(60, "penalty", *reads)],
         "`--quarantine-start pairs` |": [contained(59, "penalty", *reads, "quarantine_start=pairs")],  # one collapsed
