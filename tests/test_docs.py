@@ -135,9 +135,15 @@ def test_readme_says_the_means_of_the_recorded_runs() -> None:
             *(rates(10, axes, "screen", c, pmi) for c in ("none", "no_loophole")),
             contained(10, "screen", pmi, shown=earlier),
         ],
-        "`screen`, labels |": [contained(20, "screen", labels, shown=routing)],
+        "`screen`, labels |": [
+            *(rates(10, axes, "screen", c, labels) for c in ("none", "no_loophole")),
+            contained(20, "screen", labels, shown=routing),
+        ],
         "`penalty --monitor twin` |": [contained(10, "penalty", "monitor=twin", shown=make.read("containment-twin"))],
-        "`penalty`, labels |": [rates(5, older, "penalty", "none", labels), contained(60, "penalty", labels)],
+        "`penalty`, labels |": [
+            *(rates(10, axes, "penalty", c, labels) for c in ("none", "no_loophole")),
+            contained(60, "penalty", labels),
+        ],
         "`penalty`, quarantine |": [contained(60, "penalty", *reads)],
         "`--quarantine-start pairs` |": [contained(59, "penalty", *reads, "quarantine_start=pairs")],  # one collapsed
         "`penalty`, linear probe |": [contained(60, "penalty", "monitor=online_probe", "seed_monitor=labels")],
