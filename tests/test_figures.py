@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from fake_runs import STEPS, fake_run
+from vgrout.modes import DEALT
 from vgrout.report.build import as_png
 from vgrout.report.figures import dumbbells, dynamics, gates, pictures
 from vgrout.report.runs import cells, load
-from vgrout.types import MODES
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_every_panel_of_modes_has_its_own_rows_and_its_own_pairs(tmp_path: Path)
         monitor = ["--monitor=pmi"] if arm == "screen" else []
         for seed in (1, 2):
             path = fake_run(tmp_path, f"--intervention={arm}", *monitor, seed=seed)
-            for i, mode in enumerate(MODES):
+            for i, mode in enumerate(DEALT):
                 its = {"train_hack": 0.9, "deploy_hack": 0.1 * i}
                 numbers_of(path, mode, in_dist=None if shown is None else mode == shown, **its)
     (drawn,) = (p for p in pictures(cells(load([tmp_path]).runs)) if p.name == "modes")
@@ -90,7 +90,7 @@ def test_every_panel_of_modes_has_its_own_rows_and_its_own_pairs(tmp_path: Path)
     label = dict(zip(read.get_yticks(), (t.get_text() for t in read.get_yticklabels()), strict=True))
     for axes, shown in zip(drawn.figure.axes, of_pairs.values(), strict=True):
         points = dict(c.lines[0].get_xydata()[0][::-1] for c in axes.containers if c.get_label() == "deployed")
-        assert {label[y]: x for y, x in points.items()} == pytest.approx({m: 10 * i for i, m in enumerate(MODES)})
+        assert {label[y]: x for y, x in points.items()} == pytest.approx({m: 10 * i for i, m in enumerate(DEALT)})
         shades = [patch.get_y() + patch.get_height() / 2 for patch in axes.patches]
         assert [label[y] for y in shades] == ([] if shown is None else [shown])
 
@@ -131,7 +131,7 @@ def test_every_base_model_has_its_star(tmp_path: Path) -> None:
         fake_run(tmp_path, "--intervention=none", seed=seed, weights="abcdef0123", hack_base=0.4)
     for path in tmp_path.glob("*/per_mode_deploy.json"):
         final = json.loads(path.read_text())
-        for mode in MODES:
+        for mode in DEALT:
             numbers_of(path.parent, mode, base_hack=final["hack_base"])
     (pareto,) = (p for p in pictures(cells(load([tmp_path]).runs)) if p.name == "pareto")
     points = {c.get_label(): c.lines[0].get_xydata()[0][0] for c in pareto.figure.axes[0].containers}
