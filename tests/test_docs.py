@@ -128,8 +128,14 @@ def test_readme_says_the_means_of_the_recorded_runs() -> None:
             contained(10, "none", control="no_loophole"),
         ],
         "`erase` |": [rates(5, older, "erase")],
-        "`route` |": [rates(5, older, "route"), contained(10, "route", shown=earlier)],
-        "`route2` |": [rates(5, older, "route2"), contained(20, "route2", labels, shown=routing)],
+        "`route` |": [
+            *(rates(10, axes, "route", c) for c in ("none", "no_loophole")),
+            contained(10, "route", shown=earlier),
+        ],
+        "`route2` |": [
+            *(rates(10, axes, "route2", c) for c in ("none", "no_loophole")),
+            contained(20, "route2", labels, shown=routing),
+        ],
         "`--method route2-block` |": [rates(10, axes, "route2", c, block) for c in ("none", "no_loophole")],
         "`screen --monitor pmi` |": [
             *(rates(10, axes, "screen", c, pmi) for c in ("none", "no_loophole")),
