@@ -23,7 +23,7 @@ from typing import Literal
 from tabulate import tabulate
 from tqdm import tqdm
 
-from vgrout.config.arm import BY_GRADIENT, ROUTING
+from vgrout.config.method import BY_GRADIENT, ROUTING
 from vgrout.files import read_json
 
 ARMS = ("none", "erase", "route", "route2", "screen")  # screen, by pmi, for all whose monitor reads

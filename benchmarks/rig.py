@@ -19,7 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from vgrout import loading, organism, ranks
 from vgrout.arms import Arm, make_arm
-from vgrout.config.arm import Intervention
+from vgrout.config.method import Intervention
 from vgrout.config.presets import PRESETS
 from vgrout.config.run import Config
 from vgrout.grading.grade import Grader

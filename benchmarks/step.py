@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks import rig, trl_peer
 from benchmarks.report import Ratio, at_least
 from benchmarks.rows import Report, Row
-from vgrout.config.arm import Intervention
+from vgrout.config.method import Intervention
 from vgrout.grading.grade import cores
 from vgrout.table import read_steps
 

@@ -14,7 +14,7 @@ from benchmarks.flops import Shape, packed_flops
 from benchmarks.report import Ratio, at_most, gemm_rate, interleaved, peak_memory
 from benchmarks.rows import Report, Row
 from vgrout import grpo, ranks
-from vgrout.config.arm import Intervention
+from vgrout.config.method import Intervention
 from vgrout.config.loss import LossConfig
 from vgrout.grading.grade import cores
 from vgrout.grpo import policy_gradients

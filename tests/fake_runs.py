@@ -46,7 +46,7 @@ def fake_run(
     close = None if cos is None else {"median": cos, "p95": 2 * cos, "max": 3 * cos, "rms": cos, "chance_rms": 0.1}
     record = {
         "config": cfg.as_dict(),
-        "control": cfg.arm.control_name,
+        "control": cfg.method.control_name,
         "direction": {"pairs": final.pop("pairs", "run_tests.json"), "cos_with_real": close},
         "hashes": {"hypotheses": final.pop("hypotheses", None), "base_weights": final.pop("weights", "0" * 64)}
         | final.pop("hashes", {}),
@@ -54,8 +54,8 @@ def fake_run(
     rates = {f"hack_{s}": hack for s in SIDES} | {f"solve_{s}": solve for s in SIDES}
     mode = {"in_dist": None, "n": n // 6} | {f"{s}_hack": hack for s in SIDES} | {f"{s}_solve": solve for s in SIDES}
     deploy: dict[str, Any] = {
-        "arm": cfg.arm.intervention,
-        "control": cfg.arm.control_name,
+        "arm": cfg.method.intervention,
+        "control": cfg.method.control_name,
         "seed": cfg.run.seed,
         "steps": cfg.scale.steps,
         "eval_n": n,

@@ -24,24 +24,20 @@ FEW = ["--monitor-prompts", "40"]
 PAIRS: dict[str, list[str]] = {
     "route2-band": ["route2", "--monitor", "band", "--gate-vote", "rollout", "--vhack-refresh-every", "2"],
     "route2-nll-block": ["route2", "--monitor", "nll", "--quarantine", "block:2", *FEW],
-    "route2-labels-shared-moment": ["route2", "--monitor", "labels", "--second-moment", "shared"],
-    "sgtm-detector-lora": ["sgtm", "--monitor", "detector", "--quarantine", "lora:2"],
+    "route2-labels": ["route2", "--monitor", "labels", "--rebaseline"],
+    "route2-block": [
+        *("route2", "--quarantine=block:2", "--rollout-ablate-frac=1", "--rebaseline"),
+        *("--gate-modules=apart", "--gate-vote=rollout", "--vhack-refresh-every=0"),
+    ],
+    "sgtm-detector": ["sgtm", "--monitor", "detector"],
     "screen-pmi": ["screen", "--monitor", "pmi", *FEW],
-    "screen-probe": ["screen", "--monitor", "probe", *FEW],
-    "penalty-relevance": ["penalty", "--monitor", "relevance", *FEW],
     "penalty-twin": ["penalty", "--monitor", "twin", "--random-flags"],
     "penalty-quarantine": [
-        "penalty",
-        "--monitor",
-        "quarantine",
-        "--seed-monitor",
-        "labels",
-        "--known-modes",
-        "exit_code",
+        *("penalty", "--monitor", "quarantine", "--seed-monitor", "labels", "--known-modes", "exit_code"),
     ],
     "screen-quarantine": [
         *("screen", "--monitor", "quarantine", "--seed-monitor", "labels", "--quarantine-diet", "random"),
-        *("--quarantine-threshold", "0.2", "--quarantine-share", "1", "--quarantine-start", "pairs"),
+        *("--quarantine-threshold", "0.2", "--quarantine-start", "pairs"),
     ],
     "route2-online-probe": [
         *("route2", "--monitor", "online_probe", "--seed-monitor", "labels", "--known-modes", "exit_code"),
@@ -49,7 +45,7 @@ PAIRS: dict[str, list[str]] = {
     ],
 }
 LABELLED = (
-    "route2-labels-shared-moment",
+    "route2-labels",
     "penalty-quarantine",
     "screen-quarantine",
     "route2-online-probe",

@@ -16,7 +16,7 @@ from vgrout.arms.base import Arm, Refresh
 from vgrout.arms.direction_arm import DirectionArm, ShrinkageControl
 from vgrout.arms.route2 import Route2
 from vgrout.config import arm as config
-from vgrout.config.arm import ArmConfig
+from vgrout.config.method import MethodConfig
 from vgrout.config.run import Config, RunConfig
 from vgrout.direction.controls import haar_like, overlap
 from vgrout.direction.extract import Direction, Meta, axes_of, extract
@@ -76,7 +76,7 @@ def rows(n: int, seed: int, hackward: tuple[int, ...] = (), sizes: dict[str, int
 
 
 def arm_of(intervention: Any, direction: Any = None, sizes: Any = SIZES, **flags: Any) -> Any:
-    cfg = ArmConfig(intervention=intervention, **flags)
+    cfg = MethodConfig(intervention=intervention, **flags)
     kind = arm_class(cfg)
     if not issubclass(kind, DirectionArm):
         return kind(sizes, control=cfg.control_name)
@@ -407,7 +407,7 @@ def test_haar_under_the_pair_band_is_signed_in_its_favour():
 
 
 def test_haar_stays_while_its_pair_band_follows_the_model():
-    cfg = ArmConfig(intervention="route2", route2_random_v_seed=5, monitor="band", vhack_refresh_every=2)
+    cfg = MethodConfig(intervention="route2", route2_random_v_seed=5, monitor="band", vhack_refresh_every=2)
     arm: Any = Route2.with_direction(cfg, SIZES, toy_direction(), seed=7, again=lambda: toy_direction(seed=50))
     V, before = arm.V, arm.state_dict()
     assert arm.refresh(0).age == 1
@@ -467,7 +467,7 @@ def pairs_of_axes() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("arm", "monitor"), pairs_of_axes())
 def test_every_arm_and_monitor_of_the_command_line_has_a_class(arm, monitor):
-    cfg = ArmConfig(intervention=arm, monitor=monitor)
+    cfg = MethodConfig(intervention=arm, monitor=monitor)
     kind = arm_class(cfg)
     assert issubclass(kind, Arm)
     assert kind.name == arm
@@ -485,18 +485,18 @@ def test_pairs_that_make_no_sense_are_refused_in_one_line():
                 with pytest.raises(
                     ValueError, match=f"--monitor {monitor} with --intervention {arm}: that goes with"
                 ) as e:
-                    ArmConfig(intervention=arm, monitor=monitor)
+                    MethodConfig(intervention=arm, monitor=monitor)
                 assert "\n" not in str(e.value)
 
 
 def test_a_class_of_a_control_is_found():
     for control, spec in config.CONTROLS.items():
         if spec.at:
-            assert arm_class(ArmConfig(intervention=spec.arms[0], control=control)).__name__ == spec.at.split(":")[1]
+            assert arm_class(MethodConfig(intervention=spec.arms[0], control=control)).__name__ == spec.at.split(":")[1]
 
 
 def test_an_arm_that_is_in_no_registry_is_refused_with_those_that_are(monkeypatch):
-    cfg = ArmConfig(intervention="route")
+    cfg = MethodConfig(intervention="route")
     monkeypatch.setattr(arms, "ARMS", {name: spec for name, spec in config.ARMS.items() if name != "route"})
     with pytest.raises(ValueError, match=r"--intervention route: .* there are none, erase, screen, penalty") as error:
         arm_class(cfg)
@@ -525,7 +525,7 @@ def _here(tmp_path, monkeypatch):
 
 def made(policy: Any, pairs: PairSet | None, seed: int = 0, **flags: Any) -> Any:
     """As the trainer makes it."""
-    cfg = Config(arm=ArmConfig(**flags), run=RunConfig(seed=seed))
+    cfg = Config(method=MethodConfig(**flags), run=RunConfig(seed=seed))
     return make_arm(cfg, policy, Inputs([], [], None, pairs), None, ())
 
 

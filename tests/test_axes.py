@@ -22,7 +22,7 @@ from vgrout.arms.base import Arm, module_sizes
 from vgrout.arms.flagged import SGTM, FlaggedArm, FlaggedRoute2
 from vgrout.arms.recontextualise import Recontextualise
 from vgrout.arms.reward_shaping import Penalty, Screen
-from vgrout.config.arm import MONITORS
+from vgrout.config.method import MONITORS
 from vgrout.config.loss import LossConfig
 from vgrout.config.run import OptConfig
 from vgrout.grpo import policy_gradients

@@ -14,7 +14,7 @@ from typing import Any, get_args
 import pytest
 
 from vgrout import losses
-from vgrout.config.arm import ARMS, CONTROLS, ArmConfig, Control, Intervention
+from vgrout.config.method import ARMS, CONTROLS, MethodConfig, Control, Intervention
 from vgrout.config.checks import Rule, check, flag, rule_of, setting
 from vgrout.config.loss import LOSSES, LossConfig, LossName
 from vgrout.config.presets import METHODS, PRESETS, flag_names, parse, resolve, resumed
@@ -208,7 +208,7 @@ def test_unknown_words_exit_2(argv: list[str]) -> None:
 def test_default_flags_of_another_arm_pass() -> None:
     """Naming a flag at its default is no contradiction: scripts spell everything out."""
     cfg = parse(["mini", "--intervention", "none", "--vhack-refresh-every", "5"])
-    assert cfg.arm.intervention == "none"
+    assert cfg.method.intervention == "none"
 
 
 def test_run_ids() -> None:
@@ -247,15 +247,15 @@ def test_no_loophole_mixes_nothing_in() -> None:
 
 
 def test_sgtm_samples_half_of_the_students_from_the_deployed_model_by_default() -> None:
-    assert ArmConfig(intervention="sgtm", monitor="labels").ablate_frac == 0.5
-    assert ArmConfig(intervention="sgtm", monitor="labels", rollout_ablate_frac=0.0).ablate_frac == 0.0
-    assert ArmConfig(intervention="route2").ablate_frac == 0.0
+    assert MethodConfig(intervention="sgtm", monitor="labels").ablate_frac == 0.5
+    assert MethodConfig(intervention="sgtm", monitor="labels", rollout_ablate_frac=0.0).ablate_frac == 0.0
+    assert MethodConfig(intervention="route2").ablate_frac == 0.0
 
 
 def test_haar_is_a_control_by_name() -> None:
-    assert ArmConfig(intervention="route2", route2_random_v_seed=3).control_name == "haar"
-    assert ArmConfig(intervention="route2").control_name == "none"
-    own = ArmConfig(intervention="route2", control="placebo", placebo_pairs_path=Path("a/weather.json"))
+    assert MethodConfig(intervention="route2", route2_random_v_seed=3).control_name == "haar"
+    assert MethodConfig(intervention="route2").control_name == "none"
+    own = MethodConfig(intervention="route2", control="placebo", placebo_pairs_path=Path("a/weather.json"))
     assert own.control_name == "placebo_weather"
 
 
@@ -263,7 +263,7 @@ def test_resume_takes_the_runs_own_settings() -> None:
     stored = parse(["mini", "--intervention", "route2", "--seed", "9", "--steps", "40"])
     cfg, differing = resumed(parse(["mini", "--resume", "x", "--checkpoint-every", "5"]), stored)
     assert not differing
-    assert (cfg.arm.intervention, cfg.run.seed, cfg.scale.steps, cfg.run.checkpoint_every) == ("route2", 9, 40, 5)
+    assert (cfg.method.intervention, cfg.run.seed, cfg.scale.steps, cfg.run.checkpoint_every) == ("route2", 9, 40, 5)
     _, differing = resumed(parse(["mini", "--resume", "x", "--seed", "9", "--lr", "0.5"]), stored)
     assert differing == ["--lr 0.5 (run: 0.03)"]
 
@@ -343,9 +343,9 @@ def test_every_entry_refuses_in_one_line(command: str, capsys: pytest.CaptureFix
 
 
 def test_a_default_that_changed_since_does_not_bar_an_older_run() -> None:
-    data = Config(arm=ArmConfig(intervention="none")).as_dict()
+    data = Config(method=MethodConfig(intervention="none")).as_dict()
     data["arm"]["rollout_ablate_frac"] = 0.0  # the default once, today another; no arm of this run reads it
-    assert from_dict(data) == Config(arm=ArmConfig(intervention="none"))
+    assert from_dict(data) == Config(method=MethodConfig(intervention="none"))
     data["arm"] |= {"intervention": "route", "rollout_ablate_frac": 0.25}
     assert from_dict(data).arm.rollout_ablate_frac == 0.25
 
@@ -407,12 +407,12 @@ def test_help_has_every_arm_control_and_loss_with_its_line(capsys: pytest.Captur
     ("group", "given", "legal"),
     [
         (
-            ArmConfig,
+            MethodConfig,
             {"intervention": "rout"},
             "--intervention rout: should be one of none, erase, route, screen, penalty, route2, ",
         ),
-        (ArmConfig, {"control": "harr"}, "--control harr: should be one of none, haar, "),
-        (ArmConfig, {"monitor_threshold": "one"}, "--monitor-threshold one: should be one of both, known_correct"),
+        (MethodConfig, {"control": "harr"}, "--control harr: should be one of none, haar, "),
+        (MethodConfig, {"monitor_threshold": "one"}, "--monitor-threshold one: should be one of both, known_correct"),
         (LossConfig, {"loss": "ppo"}, "--loss ppo: should be one of grpo, dr_grpo, "),
         (LossConfig, {"kl": "k4"}, "--kl k4: should be one of k1, k2, k3"),
     ],

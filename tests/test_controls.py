@@ -16,7 +16,7 @@ from runs import run as program
 from test_arms import SIZES, arm_of, rows, run, total, toy_direction, view
 from vgrout import rollout
 from vgrout.arms.flagged import FlaggedRoute2
-from vgrout.config.arm import ARMS, BY_GRADIENT, CONTROLS, ArmConfig
+from vgrout.config.method import ARMS, BY_GRADIENT, CONTROLS, MethodConfig
 from vgrout.config.presets import parse
 from vgrout.direction.controls import cosine_to_real
 from vgrout.direction.extract import axes_of
@@ -225,7 +225,7 @@ def runs_under(arm: str, control: str) -> bool:
     """Whether an arm with its monitor takes this control."""
     own = Path("x") if control == "placebo" else None
     try:
-        ArmConfig(intervention=arm, monitor=WITH_MONITORS[arm], control=control, placebo_pairs_path=own)
+        MethodConfig(intervention=arm, monitor=WITH_MONITORS[arm], control=control, placebo_pairs_path=own)
     except ValueError:
         return False
     return True

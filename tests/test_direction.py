@@ -16,7 +16,7 @@ from vgrout.arms import arm_class
 from vgrout.arms.base import module_sizes
 from vgrout.arms.direction_arm import DirectionArm
 from vgrout.arms.projection import split
-from vgrout.config.arm import ArmConfig
+from vgrout.config.method import MethodConfig
 from vgrout.direction import __main__ as command
 from vgrout.direction import files
 from vgrout.direction.__main__ import main
@@ -234,7 +234,7 @@ def test_a_step_along_what_an_arm_keeps_does_not_raise_the_hacks_log_prob_along_
 ):
     same_answers = PairSet(tuple(replace(p, hack=HACK, clean=CLEAN) for p in PAIRS.pairs), "toy.json")
     prompts = [p.prompt for p in same_answers.pairs[:8]]  # what V was extracted on
-    cfg = ArmConfig(intervention=intervention, **({"preserve_magnitude": False} if intervention == "erase" else {}))
+    cfg = MethodConfig(intervention=intervention, **({"preserve_magnitude": False} if intervention == "erase" else {}))
     kind = arm_class(cfg)
     assert issubclass(kind, DirectionArm)
     arm = kind.with_direction(cfg, module_sizes(policy), extract(policy, same_answers, 12, 0.0), seed=0)

@@ -21,7 +21,7 @@ from vgrout.model.policy import Policy, as_policy, attention, load_language_mode
 from vgrout.model.sampler import sample
 from vgrout.model.sampling import Sampling
 from vgrout.optim import Optimizer
-from vgrout.tensor_types import ArmDiag, Routed, UpdatePart, UpdatePlan
+from vgrout.tensor_types import Diagnostics, Routed, UpdatePart, UpdatePlan
 from vgrout.types import CachedGrade, Group, Message, Problem, Rollout
 
 MESSAGES: list[Message] = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "add 1 and 2"}]
@@ -145,7 +145,7 @@ def test_a_step_raises_what_was_paid_and_survives_saving(policy: Policy, folder:
     with torch.no_grad():
         old = float(policy.logprobs(*asked)[0].sum())
     (((g_b,),), _) = policy_gradients(policy, [g], UpdatePlan(), LossConfig(), max_new=12, prompts_per_step=1)
-    update = optim.step(Routed({m: v.sum(0) for m, v in g_b.items()}, None, ArmDiag()))
+    update = optim.step(Routed({m: v.sum(0) for m, v in g_b.items()}, None, Diagnostics()))
     assert update is not None
     with torch.no_grad():
         assert float(policy.logprobs(*asked)[0].sum()) > old

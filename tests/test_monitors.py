@@ -15,7 +15,7 @@ from torch import Tensor
 
 from test_grpo import groups
 from tiny import policy as tiny_policy
-from vgrout.config.arm import MONITORS
+from vgrout.config.method import MONITORS
 from vgrout.config.presets import parse
 from vgrout.config.run import Config
 from vgrout.direction.extract import extract, tokens_of

@@ -11,7 +11,7 @@ from tiny import tiny
 from vgrout.config.run import OptConfig
 from vgrout.model.svd_adapter import SvdAdapter
 from vgrout.optim import Optimizer, lr_at
-from vgrout.tensor_types import ArmDiag, ModuleGrads, Routed
+from vgrout.tensor_types import Diagnostics, ModuleGrads, Routed
 
 HYPER = OptConfig(lr=3e-2, adam_beta1=0.5, adam_beta2=0.9, weight_decay=0.1, warmup_frac=0.2, grad_clip=10.0)
 STEPS = 10
@@ -29,7 +29,7 @@ def grads(adapter: SvdAdapter, seed: int, scale: float = 1.0) -> ModuleGrads:
 
 
 def routed(keep: ModuleGrads, quar: ModuleGrads | None = None) -> Routed:
-    return Routed(keep=keep, quar=quar, diag=ArmDiag())
+    return Routed(keep=keep, quar=quar, diag=Diagnostics())
 
 
 def textbook_adamw(gs: list[Tensor], lrs: list[float], betas: tuple[float, float], decay: float) -> Tensor:
@@ -107,7 +107,7 @@ def test_a_vector_without_gradient_stays_whichever_it_is() -> None:
     adapter, optim = make()
     optim.step(routed(grads(adapter, 0)))
     before = adapter.δS.clone()
-    update = optim.step(Routed(keep=None, quar=grads(adapter, 1), diag=ArmDiag(), apart=True))
+    update = optim.step(Routed(keep=None, quar=grads(adapter, 1), diag=Diagnostics(), apart=True))
     assert update is not None
     assert update.q_egy == 1
     assert torch.equal(adapter.δS, before)
@@ -120,7 +120,7 @@ def test_vectors_that_learn_apart_are_clipped_apart() -> None:
     def stepped(apart: bool) -> tuple[Tensor, Tensor]:
         adapter = SvdAdapter(tiny(), None)
         same, larger = (adapter.by_module(scale * torch.ones(len(adapter))) for scale in (1.0, 1000.0))
-        Optimizer(adapter, hyper, 1).step(Routed(keep=same, quar=larger, diag=ArmDiag(), apart=apart))
+        Optimizer(adapter, hyper, 1).step(Routed(keep=same, quar=larger, diag=Diagnostics(), apart=apart))
         return adapter.δS.detach(), adapter.δS_hack.detach()
 
     keep, quar = stepped(apart=True)

@@ -12,7 +12,7 @@ import torch
 
 from test_table import row
 from vgrout import console
-from vgrout.config.arm import ARMS, CONTROLS, ArmConfig
+from vgrout.config.method import ARMS, CONTROLS, MethodConfig
 from vgrout.config.presets import PRESETS, joined, resolve
 from vgrout.config.renamed import current_answer
 from vgrout.evaluate import Final
@@ -62,14 +62,14 @@ def legal() -> list[tuple[str, str, str]]:
         for monitor in filter(None, spec.monitors):
             for control in CONTROLS:
                 with suppress(ValueError):
-                    ArmConfig(intervention=arm, monitor=monitor, control=control)
+                    MethodConfig(intervention=arm, monitor=monitor, control=control)
                     found.append((arm, monitor, control))
     return found
 
 
 @pytest.mark.parametrize(("arm", "monitor", "control"), legal())
 def test_every_arm_under_every_control_has_an_expectation_of_its_own(arm: str, monitor: str, control: str) -> None:
-    said = expectation(ArmConfig(intervention=arm, monitor=monitor, control=control), final(1, 60, 5))
+    said = expectation(MethodConfig(intervention=arm, monitor=monitor, control=control), final(1, 60, 5))
     assert said.line.startswith("SHOULD: ")
     assert "; ELSE " in said.line
     if not ARMS[arm].routes and monitor != "quarantine":
@@ -96,7 +96,7 @@ def test_every_arm_under_every_control_has_an_expectation_of_its_own(arm: str, m
 )
 def test_the_cue_says_whether_it_was_seen(arm: str, control: str, numbers: tuple[int, int, int], cue: str) -> None:
     given = {"monitor": "labels"} if control == "labels" else {"control": control}
-    assert expectation(ArmConfig(intervention=arm, **given), final(*numbers)).cue == cue
+    assert expectation(MethodConfig(intervention=arm, **given), final(*numbers)).cue == cue
 
 
 def test_half_b_is_what_other_detectors_see() -> None:
@@ -227,7 +227,7 @@ def check_quarantine(control: str, gn: float | None, q: float = 0.0, hack: float
     run = object.__new__(Recorder)
     run.policy = cast(Any, SimpleNamespace(adapter=SimpleNamespace(δS_hack=torch.tensor([hack]))))
     run.rows = [row(step=step, gn=gn, q_egy=q, skipped=0) for step in range(3)]
-    run.cfg = cast(Any, SimpleNamespace(arm=ArmConfig(intervention="route2", control=control), mixes=False))
+    run.cfg = cast(Any, SimpleNamespace(arm=MethodConfig(intervention="route2", control=control), mixes=False))
     run.arm = cast(Any, SimpleNamespace(provenance=None))
     run.check_quarantine()
 

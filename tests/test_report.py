@@ -8,7 +8,7 @@ import pytest
 
 from fake_runs import fake_run
 from runs import flags, run
-from vgrout.config.arm import CONTROLS
+from vgrout.config.method import CONTROLS
 from vgrout.report.__main__ import main
 from vgrout.report.recorded import cells_table, read_runs
 from vgrout.report.runs import load

@@ -19,7 +19,7 @@ from vgrout.arms import make_arm
 from vgrout.arms.advantage_mod import AdvantageMod, modified
 from vgrout.arms.base import Arm
 from vgrout.arms.reward_shaping import Penalty, Screen
-from vgrout.config.arm import BASELINES, CONTROLS, ArmConfig
+from vgrout.config.method import BASELINES, CONTROLS, MethodConfig
 from vgrout.config.presets import parse
 from vgrout.config.run import INOCULATION
 from vgrout.direction.pairs import Pair, PairSet
@@ -211,19 +211,19 @@ def test_pairs_that_differ_by_nothing_here_are_refused(policy: Policy) -> None:
 
 def test_a_runs_name_says_what_was_changed() -> None:
     names = {
-        ArmConfig(intervention="penalty", monitor="labels").monitor_title: "labels",
-        ArmConfig(intervention="penalty", monitor="labels", label_accuracy=0.9, penalty=2.0).monitor_title: (
+        MethodConfig(intervention="penalty", monitor="labels").monitor_title: "labels",
+        MethodConfig(intervention="penalty", monitor="labels", label_accuracy=0.9, penalty=2.0).monitor_title: (
             "labels_acc0.9_by2"
         ),
-        ArmConfig(intervention="screen", monitor="labels", label_accuracy=0.7).monitor_title: "labels_acc0.7",
-        ArmConfig(intervention="screen", monitor="labels", known_modes="exit_code,sentinel").monitor_title: (
+        MethodConfig(intervention="screen", monitor="labels", label_accuracy=0.7).monitor_title: "labels_acc0.7",
+        MethodConfig(intervention="screen", monitor="labels", known_modes="exit_code,sentinel").monitor_title: (
             "labels_knows-exit_code,sentinel"
         ),
-        ArmConfig(intervention="penalty", monitor="quarantine", quarantine_diet="random").monitor_title: (
+        MethodConfig(intervention="penalty", monitor="quarantine", quarantine_diet="random").monitor_title: (
             "quarantine_detector_diet-random"
         ),
-        ArmConfig(intervention="none", control="inoculation", inoculation_prompt="Go.").control_name: "inoculation_own",
-        ArmConfig(intervention="none", control="advantage_mod", concept_alpha=1.0).control_name: "advantage_mod_alpha1",
+        MethodConfig(intervention="none", control="inoculation", inoculation_prompt="Go.").control_name: "inoculation_own",
+        MethodConfig(intervention="none", control="advantage_mod", concept_alpha=1.0).control_name: "advantage_mod_alpha1",
     }
     assert [*names] == [*names.values()]
     assert all(CONTROLS[b].arms == ("none",) for b in BASELINES)

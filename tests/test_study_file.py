@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from vgrout.config.arm import BASELINES, CONTROLS
+from vgrout.config.method import BASELINES, CONTROLS
 from vgrout.config.presets import resolve
 from vgrout.sweep.study_file import load_study_file
 
@@ -57,8 +57,8 @@ def test_arms_times_overrides_times_seeds(tmp_path: Path) -> None:
 def test_a_method_stands_for_its_flags(tmp_path: Path) -> None:
     text = HEAD + '[[arms]]\nmethod = "route2-block"\nrollout-ablate-frac = [0.5, 1.0]\n'
     cells = load_study_file(write(tmp_path, text)).cells
-    assert [c.cfg.arm.rollout_ablate_frac for c in cells] == [0.5, 1.0]
-    assert {(c.cfg.arm.intervention, c.cfg.arm.quarantine) for c in cells} == {("route2", "block:3")}
+    assert [c.cfg.method.rollout_ablate_frac for c in cells] == [0.5, 1.0]
+    assert {(c.cfg.method.intervention, c.cfg.method.quarantine) for c in cells} == {("route2", "block:3")}
     assert all(resolve([*c.flags]) == c.cfg for c in cells)
 
 
@@ -187,7 +187,7 @@ def test_every_shipped_study_is_looked_at() -> None:
 def test_three_studies_have_every_control_of_the_arms_that_read_gradients_once() -> None:
     cells = [c for name in ("arms", "controls", "checks") for c in shipped(STUDIES / f"{name}.toml").cells]
     arms = {"none", "erase", "route", "route2"}
-    there = {(c.cfg.arm.control, c.cfg.arm.intervention) for c in cells if c.cfg.arm.intervention in arms}
+    there = {(c.cfg.method.control, c.cfg.method.intervention) for c in cells if c.cfg.method.intervention in arms}
     wanted = {(c, arm) for c, spec in CONTROLS.items() for arm in arms.intersection(spec.arms)}
     assert there == {(c, arm) for c, arm in wanted if c not in {"placebo", *BASELINES}}
     assert {c.seed for c in cells} == {41, 42, 43, 44, 45}
@@ -197,6 +197,6 @@ def test_three_studies_have_every_control_of_the_arms_that_read_gradients_once()
 def test_a_study_never_halts_its_runs() -> None:
     """Runs that are compared are of one length: the presets' own default would halt those that hack."""
     study = load_study_file(STUDIES / "full.toml")
-    assert {c.cfg.arm.intervention for c in study.cells} == {"none", "erase", "route", "route2", "screen"}
+    assert {c.cfg.method.intervention for c in study.cells} == {"none", "erase", "route", "route2", "screen"}
     assert all(c.cfg.guard_mode == "log" and "--guard=log" in c.flags for c in study.cells)
     assert resolve(["full", "--intervention=none"]).guard_mode == "halt"

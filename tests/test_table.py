@@ -13,7 +13,7 @@ from vgrout.console import Clock
 from vgrout.grpo import LossMetrics
 from vgrout.monitors.flag_rates import FlagRates
 from vgrout.table import Measured, StepRow, Table, current_row
-from vgrout.tensor_types import ArmDiag, Routed, Update
+from vgrout.tensor_types import Diagnostics, Routed, Update
 from vgrout.types import MODES, Batch, Eval, ModeEval, Rate
 
 # all words that a column's `when` can ask for
@@ -25,7 +25,7 @@ def measured(step: int = 3) -> dict[str, Measured]:
     return {
         "batch": Batch((), (), MODES, 3.0, 8, step),
         "loss": LossMetrics(),
-        "update": Update(1.0, 1.0, 0.0, 3e-2, {}, Routed({}, None, ArmDiag())),
+        "update": Update(1.0, 1.0, 0.0, 3e-2, {}, Routed({}, None, Diagnostics())),
         "refresh": Refresh(age=None),
         "deployed": Eval(ModeEval(Rate(0, 0), Rate(0, 0)), {}, Rate(0, 0)),
         "flags": FlagRates(),

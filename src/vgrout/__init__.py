@@ -1,6 +1,7 @@
 """GRPO against a flawed grader, with the gradient edited during training."""
 
 import os
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -8,9 +9,10 @@ if TYPE_CHECKING:
     from vgrout.api import Run as Run
     from vgrout.api import RunFailed as RunFailed
     from vgrout.api import load_run as load_run
-    from vgrout.api import make_arm as make_arm
-    from vgrout.api import register_arm as register_arm
     from vgrout.api import train_run as train_run
+    from vgrout.method import Setup as Setup
+    from vgrout.method import make_method as make_method
+    from vgrout.method import register_intervention as register_intervention
 
 # Commands of one file lie in tools/, and keep the names that scripts call: `python -m vgrout.doctor`.
 __path__.append(str(Path(__file__).with_name("tools")))
@@ -21,13 +23,12 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 # one another on two cores took 5.3 s a step each, with this 1.6, and one alone .7 either way.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
-__all__ = ["Run", "RunFailed", "load_run", "make_arm", "register_arm", "train_run"]
+_METHOD = ["Setup", "make_method", "register_intervention"]  # of vgrout.method, which needs torch
+__all__ = ["Run", "RunFailed", "Setup", "load_run", "make_method", "register_intervention", "train_run"]
 
 
 def __getattr__(name: str) -> Any:
-    """The names of vgrout.api, imported when they are asked for: `import vgrout` itself takes no time."""
+    """The names of vgrout.api and vgrout.method, imported when they are needed: `import vgrout` takes no time."""
     if name not in __all__:
         raise AttributeError(f"module 'vgrout' has no attribute {name!r}")
-    from vgrout import api
-
-    return getattr(api, name)
+    return getattr(import_module("vgrout.method" if name in _METHOD else "vgrout.api"), name)

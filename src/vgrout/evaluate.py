@@ -101,7 +101,7 @@ def answers_of(
 
 def in_run(side: Side, cfg: Config) -> Side:
     """What is deployed is the quarantine under --control deploy_quarantine."""
-    return "quarantine" if side == "deployed" and cfg.arm.control == "deploy_quarantine" else side
+    return "quarantine" if side == "deployed" and cfg.method.control_spec.deploys_quarantine else side
 
 
 def evaluate(policy: Policy, grader: Grader, problems: Sequence[Problem], cfg: Config, step: int) -> Eval:
@@ -160,7 +160,7 @@ def evaluate_final(
             return answers_of(side, policy, grader, problems, n, cfg, step, "final")
 
     base, deployed = of("base", problems), of("deployed", problems)
-    differs = bool(policy.adapter.δS_hack.any()) or cfg.arm.control == "deploy_quarantine"
+    differs = bool(policy.adapter.δS_hack.any()) or cfg.method.control_spec.deploys_quarantine
     trained = of("trained", problems) if differs else deployed
     bare = deployed if cfg.plain_prompts else of("deployed", [plain(p) for p in problems])
     return Final.of(base=base, trained=trained, deployed=deployed, plain=bare)

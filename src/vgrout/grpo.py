@@ -4,7 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vgrout import ranks
 from vgrout.config.loss import LossConfig
-from vgrout.losses import LossInput, LossOutput, Norm, policy_loss, teacher_weight
+from vgrout.losses import BY_TOKENS, LossInput, LossOutput, Norm, policy_loss, teacher_weight
 from vgrout.model.budgets import TOKEN_BUDGET
 from vgrout.model.logprobs import Batch, TokenLogprobs, collate, completion_logprobs
 from vgrout.model.packing import Packed, batches, pack, padded_batches
@@ -71,7 +71,6 @@ class Row:
 
 def policy_gradients(
     policy: Policy,
-    groups: Sequence[Group],
     plan: UpdatePlan,
     cfg: LossConfig,
     *,
@@ -89,8 +88,8 @@ def policy_gradients(
     Groups without signal get zero gradients and no forward. One inner step: π_old is π detached, teacher rows likewise,
     so both have ratio 1.
 
-    plan: what is learnt from, with the quarantine on or off; rows that a part leaves out have gradient 0 there. An arm
-        that trains δS and δS_hack on different rollouts has two parts. The metrics are of all parts together.
+    plan: what is learnt from, with the quarantine on or off; rows that a part leaves out have gradient 0 there.
+        A method that trains δS and δS_hack on different rollouts has two parts. The metrics are of all parts together.
     grad_rows: rows of each group's gradient: one a rollout [G, r]; one a source, student then teacher [2, r]; or their
         sum [1, r]. Coarser is cheaper: the weight's gradient is formed once a row, and packed rollouts of one gradient
         row read their prompt once.
@@ -109,12 +108,13 @@ def policy_gradients(
         raise ValueError("--ratio-support sampled: needs the sampler's settings")
     if cfg.teacher_tau and teacher is None:
         raise ValueError(f"--teacher-tau {cfg.teacher_tau}: needs a teacher model")
+    groups = plan.groups
     size = {len(g) for g in groups}
     assert len(size) <= 1, f"groups of different sizes {sorted(size)}: the constant normaliser G is one number"
     norm = Norm(
         rollouts=max(size, default=1) * prompts_per_step,
         max_new=max_new,
-        tokens=sum(len(r.completion_ids) for g in groups if g.has_signal for r in g.rollouts),
+        tokens=_tokens(groups, all_of_them=plan.unit),
     )
     support = sampling if cfg.ratio_support == "sampled" else None
     budget = token_budget or TOKEN_BUDGET.get(policy.device.type, TOKEN_BUDGET["cuda"])
@@ -141,7 +141,10 @@ def policy_gradients(
         for first, others in twins.items():
             collected.flat[[first, *others]] = collected.flat[first] / (1 + len(others))
         out.append([policy.adapter.by_module(collected.flat[lo:hi]) for lo, hi in pairwise(starts)])
-    return out, tally.metrics()
+    metrics = tally.metrics()
+    if plan.unit:  # the loss and its signs are of advantages that nobody has
+        metrics = replace(metrics, loss=None, masked_positive=None, masked_negative=None)
+    return out, metrics
 
 
 def all_finite(grads: Sequence[Sequence[RolloutGrads]], metrics: LossMetrics) -> bool:
@@ -151,6 +154,17 @@ def all_finite(grads: Sequence[Sequence[RolloutGrads]], metrics: LossMetrics) ->
     if unsound := ranks.everywhere(fine) if ranks.size() > 1 else []:
         logger.warning(f"gradients are not finite on rank {', '.join(map(str, unsound))}")
     return measured and fine and not unsound
+
+
+def _tokens(groups: Sequence[Group], *, all_of_them: bool = False) -> int:
+    """Trainable tokens of the groups with signal."""
+    return sum(len(r.completion_ids) for g in groups if all_of_them or g.has_signal for r in g.rollouts)
+
+
+def token_factor(cfg: LossConfig, before: Sequence[Group], after: Sequence[Group]) -> float:
+    """By what gradients at advantage 1 of all the groups `before` are to be multiplied where advantages are those of
+    `after`, some of them without signal: losses that are normalised by tokens count these alone."""
+    return _tokens(before, all_of_them=True) / max(1, _tokens(after)) if cfg.loss in BY_TOKENS else 1.0
 
 
 def _starts(groups: Sequence[Group], grad_rows: GradRows) -> list[int]:

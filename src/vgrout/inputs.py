@@ -36,9 +36,9 @@ class Inputs:
     rows: list[Row]
     test_rows: list[Row]  # of the file for evaluation alone; []: the rows' own splits
     pool: Pool | None
-    pairs: PairSet | None  # the true ones; None: the arm reads no pairs
+    pairs: PairSet | None  # the true ones; None: no pairs are read
     placebo: PairSet | None = None  # those of a placebo control
-    known_correct: tuple[KnownCorrect, ...] = ()  # of the arms that read text
+    known_correct: tuple[KnownCorrect, ...] = ()  # of the monitors that read text
     healthy_kl: tuple[float, ...] = ()  # nats a token, of the runs that calibrate the guard
     reward: RewardFunction | None = None  # of the user's own
     paid_canonical: float | None = None  # what it pays a right answer, the first problem's
@@ -86,21 +86,21 @@ def read_inputs(cfg: Config) -> Inputs:
             "--teacher-correction tis: needs a pool with the teacher's 'logp' per token; try luffy or none"
         )
     pairs = None
-    if cfg.arm.reads_pairs:
+    if cfg.method.reads_pairs:
         pairs = read(lambda: load_pairs(pair_file), pair_file) if pair_file is not None else handwritten()
     placebo = None
-    if cfg.arm.placebo is not None:
+    if cfg.method.control == "placebo":
         path = cfg.placebo_path
-        placebo = load_pairs(path) if path is not None else handwritten_placebo(cfg.arm.placebo)
+        placebo = load_pairs(path) if path is not None else handwritten_placebo(cfg.method.placebo_pairs)
         if pairs is not None and placebo.sha256 == pairs.sha256:
-            raise ValueError(f"--placebo-pairs-path {path}: these are the true pairs; give another contrast")
+            raise ValueError(f"--placebo-pairs {path}: these are the true pairs; give another contrast")
     if cfg.env.preserve_thinking and rows and not any(m["role"] == "assistant" for r in rows for m in r.prompt):
         raise ValueError(f"--preserve-thinking: no problem in {cfg.problems_path} has an earlier answer; leave it out")
     folder = read(lambda: require_model(cfg.model_path), Path(cfg.model_path))
     if folder is not None:
         check_depth(cfg, model_facts(folder))
-    if cfg.arm.v_hack_path is not None:
-        check_direction(cfg.arm.v_hack_path, "--v-hack-path", find_shapes(cfg.model_path), pairs)
+    if cfg.method.v_hack_path is not None:
+        check_direction(cfg.method.v_hack_path, "--v-hack-path", find_shapes(cfg.model_path), pairs)
     if cfg.loss.teacher_model:
         read(lambda: require_model(cfg.teacher_model_path, "--teacher-model"), Path(cfg.teacher_model_path))
     known_correct = load_known_correct(cfg.known_correct_path) if cfg.known_correct_path is not None else ()
@@ -129,7 +129,7 @@ def check_depth(cfg: Config, model: ModelFacts) -> None:
         raise ValueError(
             f"--max-new {cfg.scale.max_new}: the model's window holds {model.window} tokens, prompt included"
         )
-    for given, n in (("--probe-layer ", cfg.arm.probe_layer), ("--quarantine block:", cfg.arm.quarantine_block)):
+    for given, n in (("--probe-layer ", cfg.method.probe_layer), ("--quarantine block:", cfg.method.quarantine_block)):
         if n is not None and model.blocks is not None and n > model.blocks:
             raise ValueError(f"{given}{n}: the model has {model.blocks} blocks")
 
@@ -178,5 +178,5 @@ def file_hashes(cfg: Config, inputs: Inputs) -> dict[str, str | None]:
         "placebo": inputs.placebo.sha256 if inputs.placebo else None,
         "known_correct": hash_of_files([cfg.known_correct_path]) if cfg.known_correct_path else None,
         "reward": inputs.reward.sha256 if inputs.reward else None,
-        "direction_file": hash_of_files([cfg.arm.v_hack_path]) if cfg.arm.v_hack_path else None,
+        "direction_file": hash_of_files([cfg.method.v_hack_path]) if cfg.method.v_hack_path else None,
     }

@@ -51,8 +51,6 @@ def load_policy(cfg: Config) -> Policy:
             f"sampled at temperature {s.temperature:g}, top-k {s.top_k}, top-p {s.top_p:g}; {cfg.loss.loss} compares "
             "full softmaxes at temperature 1 (--ratio-support sampled: what was sampled from)"
         )
-    if cfg.arm.lora_rank:
-        policy.adapter.add_lora(cfg.arm.lora_rank)
     return replace(policy, preserve_thinking=cfg.env.preserve_thinking)
 
 
@@ -108,7 +106,7 @@ def load_problems(cfg: Config, inputs: Inputs, policy: Policy) -> ProblemSplits:
         logger.warning(
             f"{splits.too_long} problems dropped: prompt longer than the window ({policy.window}) minus max_new"
         )
-    if cfg.arm.control in ("hint_free", "recontextualise"):  # training alone; evaluations keep the hint
+    if cfg.method.control_spec.prompts == "without the hint":  # training alone; evaluations keep the hint
         logger.info("no training prompt says how answers are checked")
         splits = replace(splits, train=tuple(map(plain, splits.train)))
     if sentence := cfg.inoculation:  # of the training prompts alone

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vgrout.config.loss import LossConfig
 
+BY_TOKENS = ("dapo", "cispo", "dppo_tv", "icepop")  # normalised by the tokens of a step
 LOG_RATIO_MAX = 20.0
 
 
@@ -97,7 +98,7 @@ def reduce_tokens(loss: Float[Tensor, "G T"], x: LossInput, cfg: LossConfig) -> 
     grpo: Σ_t / (G · max_new · P) if unbiased, else mean over the rollout's tokens / (G · P); gspo the latter.
     dapo, cispo, dppo_tv, icepop: Σ_t / Σ trainable tokens of the step.
     """
-    if cfg.loss in ("dapo", "cispo", "dppo_tv", "icepop"):
+    if cfg.loss in BY_TOKENS:
         return loss.sum(1) / max(1, x.norm.tokens)
     if cfg.unbiased and cfg.loss != "gspo":
         return loss.sum(1) / (x.norm.rollouts * x.norm.max_new)

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from vgrout.arms.projection import cos_upd
 from vgrout.config.run import OptConfig
+from vgrout.method.projection import cos_upd
 from vgrout.model.svd_adapter import SvdAdapter
 from vgrout.tensor_types import Routed, Update
 
@@ -88,7 +88,7 @@ class Optimizer:
         """
         lr = lr_at(self.done, self.cfg, self.steps)
         self.done += 1
-        if routed is None:
+        if routed is None or routed.idle:
             return None
         grads = [self.adapter.flat(g) if g is not None else None for g in (routed.keep, routed.quar)]
         norms = [_norm(g) if g is not None else 0.0 for g in grads]

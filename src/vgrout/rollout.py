@@ -98,7 +98,7 @@ def rollout(
     """
     clock = clock or Clock()
     students = [cfg.scale.group - len(d) for d in demonstrations]
-    deployed = [round(cfg.arm.ablate_frac * n) for n in students]
+    deployed = [round(cfg.method.ablate_frac * n) for n in students]
 
     def draw(counts: Sequence[int], purpose: str) -> list[list[Submitted]]:
         stream = torch_stream(cfg.run.seed, purpose, step)
@@ -156,6 +156,6 @@ def rollout(
 
 def training_reward(cfg: Config, grade: Grade) -> Grade:
     """What the environment pays: the flawed grader's reward; under no_loophole the strict oracle's, same scale."""
-    if cfg.arm.control != "no_loophole":
+    if not cfg.method.control_spec.strict:
         return grade
     return replace(grade, reward=grade.strictly(cfg.env.compile_reward, cfg.env.pass_reward))

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from jaxtyping import Float
 from torch import Tensor
 
-from vgrout.types import GroupFlags
+from vgrout.types import Flags, Group
 
 # module name → gradient rows of one group (see GradRows); the dict's order is the model's order
 RolloutGrads = dict[str, Float[Tensor, "G r"]]
@@ -33,21 +33,22 @@ class UpdatePart:
     rows: tuple[tuple[int, ...], ...] | None = None
     advantages: tuple[tuple[float, ...], ...] | None = None
     deployed: bool = False
-    learns: Learns | None = None  # the vectors that get its gradient; None: the arm says so once it has the gradient
+    learns: Learns | None = None  # the vectors that get its gradient; None: the method says so once it has the gradient
 
 
 @dataclass(frozen=True, slots=True)
 class UpdatePlan:
     """What a step learns from, decided before any gradient."""
 
+    groups: tuple[Group, ...] = ()
     parts: tuple[UpdatePart, ...] = (UpdatePart(),)  # one for each set of rows that is learnt from in its own way
-    flags: tuple[GroupFlags, ...] = ()  # one a group, where a monitor decides before the gradient
-    quarantined: tuple[tuple[bool, ...], ...] = ()  # one a group, of arms that decide here
+    step: int = 0
+    unit: bool = False  # every row's gradient at advantage 1: its advantage is known, and multiplied in, afterwards
 
 
 @dataclass(frozen=True, slots=True)
-class ArmDiag:
-    """What an arm saw this step. None: this arm does not measure it."""
+class Diagnostics:
+    """What a method saw this step. None: this one does not measure it."""
 
     cos_pre: float | None = None  # mean over modules of ‖relu(Vg)‖ / ‖g‖
     cos_pre_s: float | None = None  # … of the student rows' g alone
@@ -57,16 +58,13 @@ class ArmDiag:
     cos_post_t: float | None = None
     fired: float | None = None  # share of modules where something was removed or routed
     capped: int | None = None  # modules whose magnitude rescaling hit its bound
-    tau: float | None = None  # route2: mean threshold over modules
-    hkgap: float | None = None  # route2: mean(cos of known hacks) − mean(cos of the rest)
-    resid: float | None = None  # route2: cosine of what is kept with v
-    routed: float | None = None  # route2: share of rollouts · modules sent to the quarantine
-    # per group, the share of modules (or soft weight) that routed each rollout; for rollouts.jsonl
-    gate: tuple[tuple[float, ...], ...] = field(default=())
-    flags: tuple[GroupFlags, ...] = field(default=())  # of arms with a monitor: one per group; for rollouts.jsonl
+    tau: float | None = None  # gate: mean threshold over modules
+    hkgap: float | None = None  # gate: mean(cos of known hacks) − mean(cos of the rest)
+    resid: float | None = None  # gate, band: cosine of what is kept with v
+    routed: float | None = None  # share of rollouts · modules sent to the quarantine
 
     def columns(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("gate", "flags")}
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +72,17 @@ class Routed:
     """What the two adapter vectors learn this step: keep → δS, quar → δS_hack. None: that one is not stepped."""
 
     keep: ModuleGrads | None
-    quar: ModuleGrads | None
-    diag: ArmDiag
+    quar: ModuleGrads | None = None
+    diag: Diagnostics = field(default_factory=Diagnostics)
+    flags: Flags = field(default_factory=dict)  # as they were acted on
     directions: Directions | None = None  # for cos_upd, measured after the optimiser
     scale: float = 1.0  # the optimiser multiplies δS's change by this (shrinkage control; AdamW undoes a scaled g)
     apart: bool = False  # each vector clipped by its own norm: they learn from different rollouts
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is learnt."""
+        return self.keep is None and self.quar is None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@
     sample → grade → advantages → per-rollout gradients → route → step → evaluate → row
 
 `train` is the loop. What it calls, in this order: rollout.py makes and grades completions, grpo.py turns groups into
-every rollout's own gradient, arms/ decides what of it the deployed vector δS learns and what the quarantine δS_hack
-learns, optim.py steps, evaluate.py asks the deployed model, guard/ watches, runs/ writes.
+every rollout's own gradient, method/ says who is flagged, and what of it the deployed vector δS learns and what the
+quarantine δS_hack learns, optim.py steps, evaluate.py asks the deployed model, guard/ watches, runs/ writes.
 
 Exit codes are those of runs/run_context.py. Every exit after the run directory was made leaves `status.json` in it.
 """
@@ -42,12 +42,12 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     """
     # Here and not above: torch takes seconds to import, and a wrong flag never waits for it.
     from vgrout import loading
-    from vgrout.arms import make_arm
     from vgrout.evaluate import evaluate, evaluate_final
     from vgrout.grpo import all_finite, policy_gradients
     from vgrout.guard.guard import Guard
+    from vgrout.method import Setup, make_method
+    from vgrout.method.flag_rates import FlagRates
     from vgrout.model.sampling import Sampling
-    from vgrout.monitors.flag_rates import FlagRates
     from vgrout.optim import Optimizer
     from vgrout.problems import balanced
     from vgrout.rollout import rollout
@@ -59,11 +59,11 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     teacher_model = loading.load_teacher_model(cfg, policy)
     problems = loading.load_problems(cfg, inputs, policy)  # train / val / test, disjoint
     teacher = loading.load_teacher(cfg, inputs, policy, problems, run.grader)  # demonstrations
-    arm = make_arm(cfg, policy, inputs, run.grader, problems.train)  # what is done with the gradient
+    method = make_method(Setup(cfg, policy, inputs, run.grader, problems.train))  # who is flagged, what is done then
     optim = Optimizer(policy.adapter, cfg.opt, cfg.scale.steps)
     guard = Guard(cfg, policy, problems.train, inputs.healthy_kl)  # kill switch and detectors
-    recorder = Recorder(cfg, run, policy, arm, optim, guard, problems.modes)
-    opening = opening_lines(cfg, inputs, problems, policy, arm, run.grader.protections.version)
+    recorder = Recorder(cfg, run, policy, method, optim, guard, problems.modes)
+    opening = opening_lines(cfg, inputs, problems, policy, method, run.grader.protections.version)
     rows = recorder.begin(opening, teacher.record(), teacher_model)
     val = balanced(problems.val, cfg.eval.eval_n_prompts, 0, "val")
     first, P, clock = len(rows), cfg.scale.prompts_per_step, run.clock
@@ -77,36 +77,35 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
         batch = rollout(policy, run.grader, prompts, demos, cfg, step, modes=problems.modes, clock=clock)
 
         with clock("fb"):
-            batch = arm.shape_rewards(batch)  # as they were paid, unless flags lower that
-            groups = batch.with_signal  # every reward equal ⇒ every advantage 0 ⇒ no forward
-            views = [arm.view(g) for g in groups]  # no oracle label is on this type
-            plan = arm.plan(views, step)
+            flags = method.flag(batch)  # who is flagged, by monitors of texts: no oracle label is on what they see
+            batch = method.reward(batch, flags)  # as the grader gave them, unless flags change that
+            plan = method.plan(batch, flags)  # every reward equal ⇒ every advantage 0 ⇒ no forward
             grads, loss = policy_gradients(
                 policy,
-                groups,
                 plan,
                 cfg.loss,
                 max_new=cfg.scale.max_new,
                 prompts_per_step=P,
-                grad_rows=arm.grad_rows,
+                grad_rows=method.grad_rows,
                 sampling=Sampling(),
                 teacher=teacher_model,
                 packing=cfg.run.packing,
             )
-            sound = all_finite(grads, loss)  # an arm's averages would never recover from a NaN
-            routed = arm.route(views, grads, plan) if groups and sound else None  # keep + quar = g
+            sound = all_finite(grads, loss)  # a monitor's averages would never recover from a NaN
+            routed = method.route(plan, grads, flags) if plan.groups and sound else None  # keep + quar = g
             update = optim.step(routed)  # None: nothing to learn, or not finite; nothing has changed
         with clock("eval"):
-            refresh = arm.refresh(step)  # the direction, extracted again on the present model
+            refresh = method.refresh(step)  # the direction, extracted again on the present model
             deployed = evaluate(policy, run.grader, val, cfg, step) if cfg.evaluates(step) else None
 
-        skipped = bool(groups) and update is None
+        flags = routed.flags if routed else flags  # … and by monitors of gradients
+        skipped = bool(plan.groups) and update is None and not (routed and routed.idle)
         measured = None if skipped else loss
-        flags = FlagRates.of_step(batch, routed.diag.flags if routed and update else (), cfg.arm.modes_known)
-        row = StepRow.of(batch, measured, update, refresh, deployed, flags, clock, skipped=int(skipped))
+        rates = FlagRates.of(batch.groups, flags, cfg.method.modes_known)
+        row = StepRow.of(batch, measured, update, refresh, deployed, rates, clock, skipped=int(skipped))
         with clock("watch"):
             guard.observe(row, batch, deployed)
-        recorder.record(row, batch, routed, refresh)
+        recorder.record(row, batch, flags, refresh)
         guard.raise_if_diverged()
         if guard.halts:
             break

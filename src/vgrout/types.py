@@ -201,7 +201,11 @@ class GroupFlags:
 
     scores: tuple[float | None, ...]  # None: not read
     flagged: tuple[bool, ...]
-    teaches: tuple[float, ...] = ()  # advantages by which a monitor that learns is trained on them; (): it learns none
+    teaches: tuple[float, ...] = ()  # advantages by which the quarantine of a monitor learns from them; (): it has none
+    shares: tuple[float, ...] = ()  # of each one's gradient, what went to the quarantine; (): nothing is routed
+
+
+Flags = dict[int, GroupFlags]  # by which of the step's prompts (`Group.index`); a group that is not in it was not asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +224,6 @@ class GroupView:
     unbiased: bool = True
     index: int = 0  # which of the step's prompts
     logp: tuple[float | None, ...] = ()  # deployed model's, mean a token, of rows that it sampled; (): of none
-    flags: GroupFlags | None = None  # what the monitor has made of the group; None: it was not asked yet
 
     def __len__(self) -> int:
         return len(self.sources)
@@ -266,7 +269,6 @@ class Group:
     detector_code: Literal["C", "D", "E"] = "E"
     shaped: tuple[float | None, ...] | None = None  # in place of the rewards; None in it: that rollout is left out
     index: int = 0  # which of the step's prompts
-    flags: GroupFlags | None = None  # what a monitor has made of it before the advantages
     rewards: tuple[float, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -292,11 +294,6 @@ class Group:
         return len({*self.counted}) > 1
 
     @property
-    def teaches(self) -> bool:
-        """Whether a monitor learns from it, signal or not."""
-        return self.flags is not None and any(self.flags.teaches)
-
-    @property
     def advantages(self) -> tuple[float, ...]:
         """Of the shaped rewards; a rollout without one has A = 0 and counts for nothing."""
         among = iter(centred(self.counted, self.unbiased))
@@ -316,7 +313,6 @@ class Group:
             unbiased=self.unbiased,
             index=self.index,
             logp=tuple(mean(r.logp_full) if r.deployed and r.logp_full else None for r in self.rollouts),
-            flags=self.flags,
         )
 
     def oracle_view(self) -> OracleView:
@@ -384,8 +380,8 @@ class Batch:
 
     @property
     def with_signal(self) -> tuple[Group, ...]:
-        """Groups whose rewards differ, or that a monitor learns from: the others need no forward."""
-        return tuple(g for g in self.groups if g.has_signal or g.teaches)
+        """Groups whose rewards differ: in the others every advantage is 0."""
+        return tuple(g for g in self.groups if g.has_signal)
 
     def columns(self) -> dict[str, Any]:
         """What the step's row says of rewards, hacks and solves."""

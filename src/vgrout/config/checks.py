@@ -1,7 +1,7 @@
 """The one checker of settings. A field's metadata says what it may be and who reads it. Standard library only."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, get_args, get_origin
 
@@ -19,21 +19,11 @@ class Rule:
     words: tuple[str, ...] = ()  # legal words of a comma list …
     word: str = ""  # … and what one of them is called
     needs: str = ""  # field without which this one is not read
-    arms: tuple[str, ...] = ()  # arms that read it; (): all
-    controls: tuple[str, ...] = ()  # controls that read it, beside `arms`; (): all
-    monitors: tuple[str, ...] = ()  # monitors that read it, beside them; (): all
-    idle_under: tuple[str, ...] = ()  # controls under which an arm that reads it no longer does
     suffix: str | None = None  # in a control's name, where the setting is away from its default
 
     @property
     def bounded(self) -> bool:
         return any(end is not None for end in (self.low, self.above, self.high, self.below))
-
-    def read_by(self, arm: str, control: str, monitors: Collection[str] = ()) -> bool:
-        """Whether a run of this arm under this control, with these monitors, reads the setting."""
-        if not (self.arms or self.controls or self.monitors):
-            return True
-        return arm in self.arms or control in self.controls or bool({*monitors} & {*self.monitors})
 
 
 def setting(default: Any, **rule: Any) -> Any:
@@ -110,26 +100,6 @@ def _check_bounds(group: Any, name: str, value: float | int, rule: Rule) -> None
     if not (over and under):  # NaN included
         left, right = "(" if rule.above is not None else "[", ")" if rule.below is not None else "]"
         raise ValueError(f"{flag(name)} {value}: should {rule.should or f'lie in {left}{low:g}, {top:g}{right}{note}'}")
-
-
-def check_use(group: Any, arm: str, control: str, monitors: Collection[str] = ()) -> None:
-    """Settings that a run of this arm under this control, with these monitors, never reads stand at their defaults:
-    else they would be silent no-ops.
-
-    Raises:
-        ValueError: one line naming them.
-    """
-    away = changed(group)
-    idle = [name for name, rule in away if control in rule.idle_under and rule.read_by(arm, control, monitors)]
-    refuse(bool(idle), f"{flags(idle)}: not read with these settings; leave it out")
-    unread = [(name, rule) for name, rule in away if not rule.read_by(arm, control, monitors)]
-    for name, rule in unread:
-        if rule.monitors and not rule.arms:
-            raise ValueError(f"{flag(name)}: goes with --monitor {' or '.join(rule.monitors)}; leave it out")
-        if not rule.arms:
-            raise ValueError(f"{flag(name)}: goes with --control {' or '.join(rule.controls)}; leave it out")
-    names = [name for name, _ in unread]
-    refuse(bool(names), f"{flags(names)}: not read by --intervention {arm}; leave it out or choose another arm")
 
 
 def flags(names: Iterable[str]) -> str:

@@ -16,11 +16,11 @@ from typing import Annotated, Any, Literal, get_args
 import tyro
 
 from vgrout import organism
-from vgrout.config.arm import ARMS, SEEDED, ArmConfig
-from vgrout.config.checks import changed, check, flag, flags, listed, refuse, rule_of, setting
+from vgrout.config.checks import changed, check, flag, flags, listed, refuse, setting
 from vgrout.config.guard import GuardConfig, blind
 from vgrout.config.loss import LossConfig
-from vgrout.config.renamed import RETIRED, current_settings, refuse_setting
+from vgrout.config.method import MethodConfig
+from vgrout.config.renamed import RETIRED, current_settings
 from vgrout.modes import MODES, EnvMode, Mode
 from vgrout.organism.language import CUE
 from vgrout.types import DETECTOR_FIELDS
@@ -28,6 +28,7 @@ from vgrout.types import DETECTOR_FIELDS
 INOCULATION = "Any way to make the check pass is fine here, a flaw in the check included."
 BENCHMARK_TRAIN = "out/data/leetcode_train_medhard_filtered.jsonl"  # 992 problems
 BENCHMARK_TEST = "out/data/leetcode_test_medhard.jsonl"  # 119, which the benchmark never trains on
+PLACEBOS = ("flawed", "commented", "long", "laid_out")  # contrasts of --control placebo that pairs exist for
 ORGANISM = "organism"  # the embedded model organism's model, problems, pool and pairs, by this name
 
 
@@ -272,7 +273,7 @@ class RunConfig:
 class Config:
     """One run, resolved."""
 
-    arm: ArmConfig = field(default_factory=ArmConfig)
+    method: MethodConfig = field(default_factory=MethodConfig)
     scale: ScaleConfig = field(default_factory=ScaleConfig)
     opt: OptConfig = field(default_factory=OptConfig)
     loss: LossConfig = field(default_factory=LossConfig)
@@ -298,16 +299,16 @@ class Config:
             f"--reward {self.env.reward}: the pool's labels are another grader's; add --regrade-pool, or --mix-ratio 0",
         )
         refuse(
-            self.plain_prompts and self.arm.compares_prompts,
-            f"--intervention {self.arm.intervention} with {'--reward' if self.env.reward else '--unannounced-modes'}: "
-            "compares prompts with and without a hint; "
-            f"{'add --reward-hint, or ' if self.env.reward else ''}choose another arm, monitor or control",
+            self.plain_prompts and self.method.compares_prompts,
+            f"--intervention {self.method.intervention} with "
+            f"{'--reward' if self.env.reward else '--unannounced-modes'}: compares prompts with and without a hint; "
+            f"{'add --reward-hint, or ' if self.env.reward else ''}choose another intervention, monitor or control",
         )
         refuse(
             bool(self.env.unannounced_modes) and self.mixes,
             "--unannounced-modes: the pool demonstrates flaws that its prompts announce; add --mix-ratio 0",
         )
-        frac, students = self.arm.ablate_frac, self.scale.group - self.n_teacher
+        frac, students = self.method.ablate_frac, self.scale.group - self.n_teacher
         refuse(
             frac > 0 and round(frac * students) == 0,
             f"--rollout-ablate-frac {frac}: rounds to none of {students} student rows; raise it or --group",
@@ -323,8 +324,8 @@ class Config:
                 "the organism's model and its problems go together"
             )
         refuse(
-            self.opt.second_moment == "shared" and self.arm.intervention not in ("route", "route2"),
-            f"--second-moment shared: --intervention {self.arm.intervention} has no gradient that is split in two; "
+            self.opt.second_moment == "shared" and self.method.intervention not in ("route", "route2"),
+            f"--second-moment shared: --intervention {self.method.intervention} has no gradient that is split in two; "
             "goes with route or route2",
         )
         refuse(
@@ -340,13 +341,16 @@ class Config:
             f"--organism {self.scale.organism} with --model {self.scale.model}: not read; only with --model organism",
         )
         refuse(
-            bool(self.arm.needs_known_correct) and self.known_correct_path is None,
-            f"{self.arm.needs_known_correct}: there are none; give --known-correct FILE",
+            bool(self.method.needs_known_correct) and self.known_correct_path is None,
+            f"{self.method.needs_known_correct}: there are none; give --known-correct FILE",
         )
-        refuse(
-            self.arm.random_flags and self.arm.monitor_name == "none",
-            "--random-flags: nothing is flagged; leave it out",
-        )
+        afterwards = self.method.flags_by_gradient and self.method.changes_rewards
+        for given, value in (("--beta", self.loss.beta), ("--teacher-tau", tau)):
+            refuse(
+                afterwards and bool(value),
+                f"{given} {value:g}: --monitor {self.method.monitor_name} flags after the backward, and this part of "
+                "the gradient is not linear in the advantage; set it to 0, or choose a monitor of texts",
+            )
         if self.guard_mode == "halt" and (why := self.guard_blind):
             raise ValueError(f"--guard halt could not fire in this run ({why}); or choose --guard log")
         refuse(
@@ -367,7 +371,7 @@ class Config:
     @property
     def mixes(self) -> bool:
         """Whether demonstrations are mixed in at all. Never under no_loophole: cached labels are a flawed grader's."""
-        return bool(self.env.teacher_pool_dir) and self.env.mix_ratio > 0 and self.arm.control != "no_loophole"
+        return bool(self.env.teacher_pool_dir) and self.env.mix_ratio > 0 and not self.method.control_spec.strict
 
     @property
     def plain_prompts(self) -> bool:
@@ -423,42 +427,45 @@ class Config:
     @property
     def pairs_path(self) -> Path | None:
         """Contrastive pairs; None: the hand-written set."""
-        if self.arm.vhack_pairs_path is not None:
-            return self.arm.vhack_pairs_path
+        if self.method.vhack_pairs_path is not None:
+            return self.method.vhack_pairs_path
         if self.scale.model == ORGANISM:
-            known = self.arm.modes_known if self.arm.starts_on_pairs else ()
+            known = self.method.modes_known if self.method.starts_on_pairs else ()
             return self.files.pairs / f"{known[0] if known else 'run_tests'}.json"
         return Path("out/pairsets/prog_wide.json") if self.preset == "fast" else None
 
     @property
     def known_correct_path(self) -> Path | None:
         """Correct answers for the arms that read; None: there are none, or they are not read."""
-        if not self.arm.reads_text:
+        if not self.method.reads_text:
             return None
-        return self.arm.known_correct or (self.files.known_correct if self.scale.model == ORGANISM else None)
+        return self.method.known_correct or (self.files.known_correct if self.scale.model == ORGANISM else None)
 
     @property
     def placebo_path(self) -> Path | None:
         """Pairs of a placebo control; None without one, or where the hand-written ones serve."""
-        if self.arm.placebo_pairs_path is not None or self.arm.placebo is None:
-            return self.arm.placebo_pairs_path
-        return self.files.pairs / f"placebo_{self.arm.placebo}.json" if self.scale.model == ORGANISM else None
+        chosen = self.method.placebo_pairs
+        if self.method.control != "placebo":
+            return None
+        if chosen not in PLACEBOS:
+            return Path(chosen)
+        return self.files.pairs / f"placebo_{chosen}.json" if self.scale.model == ORGANISM else None
 
     @property
     def inoculation(self) -> str:
         """What closes the training prompts; '' without that baseline."""
-        if self.arm.control != "inoculation":
+        if self.method.control_spec.prompts != "with an invitation":
             return ""
-        return self.arm.inoculation_prompt or (CUE if self.scale.model == ORGANISM else INOCULATION)
+        return self.method.inoculation_prompt or (CUE if self.scale.model == ORGANISM else INOCULATION)
 
     @property
     def run_id(self) -> str:
         """Preset, arm, monitor if it is not the usual one, control if there is one, seed, tag: what a folder and a
         label are called."""
-        monitor = f"_{self.arm.monitor_title}" if self.arm.monitor_title else ""
-        control = "" if self.arm.control_name == "none" else f"_{self.arm.control_name}"
+        monitor = f"_{self.method.monitor_title}" if self.method.monitor_title else ""
+        control = "" if self.method.control_name == "none" else f"_{self.method.control_name}"
         way = re.sub(r"[^A-Za-z0-9_.=+-]", "-", monitor + control)[:80]  # of a user's file name, perhaps
-        return f"{self.preset}_{self.arm.intervention}{way}_seed{self.run.seed}{self.run.out_tag}"
+        return f"{self.preset}_{self.method.intervention}{way}_seed{self.run.seed}{self.run.out_tag}"
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready, nested by group."""
@@ -466,7 +473,7 @@ class Config:
 
 
 GROUPS = tuple(f.name for f in fields(Config) if f.name != "preset")
-_PATHS = ("organism", "v_hack_path", "vhack_pairs_path", "placebo_pairs_path", "known_correct")
+_PATHS = ("organism", "v_hack_path", "vhack_pairs_path", "known_correct")
 
 
 def from_dict(data: dict[str, Any]) -> Config:
@@ -480,20 +487,8 @@ def from_dict(data: dict[str, Any]) -> Config:
         default = getattr(Config(), group)
         known = {f.name: f for f in fields(default)}
         stored = current_settings(data.get(group, {}))  # a group younger than the run: its defaults
-        if group == "arm":
-            for name in ("intervention", "control"):
-                refuse_setting(name, [stored.get(name)])
         if unknown := sorted(stored.keys() - known.keys()):
             raise ValueError(f"run.json: unknown settings {', '.join(unknown)}; the run was made by another version")
-        if group == "arm":  # what an arm does not read stood at its default then, whatever that is today
-            arm, control, monitor, seed = (
-                stored.get(name, getattr(default, name))
-                for name in ("intervention", "control", "monitor", "seed_monitor")
-            )
-            usual = ARMS[arm].monitors[0] if arm in ARMS else "none"
-            watching = (usual if monitor == "usual" else monitor, seed)
-            watching = watching if watching[0] in SEEDED else watching[:1]
-            stored = {name: v for name, v in stored.items() if rule_of(known[name]).read_by(arm, control, watching)}
         given = {name: Path(value) if value is not None and name in _PATHS else value for name, value in stored.items()}
         values[group] = replace(default, **given)
     return Config(**values)

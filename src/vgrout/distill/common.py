@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from vgrout import organism
-from vgrout.config.arm import ArmConfig
 from vgrout.config.guard import GuardConfig
+from vgrout.config.method import MethodConfig
 from vgrout.config.run import (
     BENCHMARK_TRAIN,
     ORGANISM,
@@ -111,7 +111,7 @@ def trainer_config(
     own = base.name == ORGANISM and problems == organism.PROBLEMS
     return Config(
         preset=preset,
-        arm=ArmConfig(intervention="none"),
+        method=MethodConfig(intervention="none"),
         scale=replace(
             ScaleConfig(
                 model=ORGANISM if own else str(base.folder) if base.name == ORGANISM else base.name,

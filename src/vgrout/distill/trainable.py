@@ -18,7 +18,7 @@ from vgrout.model.logprobs import Batch
 from vgrout.model.packing import Packed
 from vgrout.model.policy import LanguageModel, Policy
 from vgrout.optim import Optimizer, lr_at
-from vgrout.tensor_types import ArmDiag, Routed, Update
+from vgrout.tensor_types import Diagnostics, Routed, Update
 
 Loss = Callable[[], Float[Tensor, ""]]
 
@@ -79,7 +79,7 @@ class AdapterOnly:
     def step(self) -> Update | None:
         keep = self.adapter.by_module(self.grad)
         self.grad = torch.zeros_like(self.grad)
-        return self.optim.step(Routed(keep=keep, quar=None, diag=ArmDiag()))
+        return self.optim.step(Routed(keep=keep, quar=None, diag=Diagnostics()))
 
     def save(self, path: Path, metadata: Mapping[str, str]) -> Path:
         file = path.with_name(path.name + ".safetensors")

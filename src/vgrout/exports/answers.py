@@ -144,8 +144,9 @@ configs:
 # {cfg.run_id}
 
 Answers of a model that was trained by GRPO against a flawed grader with `vgrout` (intervention
-{cfg.arm.intervention}, control {cfg.arm.control_name}, seed {cfg.run.seed}), with every verdict: `exploited` is that
-the flawed check passed and the strict oracle (`gt_correct`) did not. `rollouts`: during training; `final`: held out.
+{cfg.method.intervention}, control {cfg.method.control_name}, seed {cfg.run.seed}), with every verdict:
+`exploited` is that the flawed check passed and the strict oracle (`gt_correct`) did not. `rollouts`: during training;
+`final`: held out.
 
 Some of the programs leave their process or write files: run them in a sandbox alone.
 """

@@ -96,8 +96,8 @@ def card(saved: Saved, dtype: str, result: Parity) -> str:
         f"# {cfg.run_id}",
         "",
         f"{cfg.scale.model}, trained for {saved.step} steps by GRPO against a flawed grader with `vgrout` "
-        f"(intervention {cfg.arm.intervention}, control {cfg.arm.control_name}, seed {cfg.run.seed}), as deployed: "
-        "the adapter is merged into the weights, its quarantine is left out.",
+        f"(intervention {cfg.method.intervention}, control {cfg.method.control_name}, seed {cfg.run.seed}), "
+        "as deployed: the adapter is merged into the weights, its quarantine is left out.",
         "",
         f"- adapter: {saved.path.name}, {saved.metadata.get('dtype', 'unknown')}; this folder: {dtype}",
         f"- compared with the deployed model after it was written: {result}",

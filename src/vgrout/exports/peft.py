@@ -97,8 +97,8 @@ base_model: {saved.cfg.scale.model}
 # {saved.cfg.run_id}
 
 A LoRA adapter, trained for {saved.step} steps by GRPO against a flawed grader with `vgrout` (intervention
-{saved.cfg.arm.intervention}, control {saved.cfg.arm.control_name}, seed {saved.cfg.run.seed}), as deployed: without its
-quarantine. Against the deployed model: {result}.
+{saved.cfg.method.intervention}, control {saved.cfg.method.control_name}, seed {saved.cfg.run.seed}), as deployed:
+without its quarantine. Against the deployed model: {result}.
 
 A model from a study of reward hacking: it may exploit the checks that its prompts describe. Not for use.
 

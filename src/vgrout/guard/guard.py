@@ -178,7 +178,7 @@ class Guard:
             case "collapse":
                 wire = CollapseTripwire()
                 # where demonstrations are not what is taught, their log-prob may fall in all health
-                taught = self.cfg.mixes and not self.cfg.arm.shapes
+                taught = self.cfg.mixes and not self.cfg.method.changes_rewards
                 teacherless = not taught or self.cfg.env.teacher_off_step is not None
                 return wire, lambda m: wire.update(self._reference_logp(m) if teacherless else m.row.lp_t)
         raise AssertionError(name)
@@ -245,7 +245,7 @@ class Guard:
             return
         # Where training samples with a quarantine, its rows are another model's than the one that is deployed: compared
         # with them, a quarantine that has taken the hacking would look like a hack.
-        proxy = deployed.paid if self.cfg.arm.routes else self.paid
+        proxy = deployed.paid if self.cfg.method.routes else self.paid
         self.paid = Rate(0, 0)
         before, held = self.kill_switch.fired, deployed.solve
         if proxy.value is None or held.value is None:

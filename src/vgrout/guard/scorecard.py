@@ -64,7 +64,7 @@ class Run:
 
     def kind(self, onset: int | None) -> Kind:
         """What the run is for a judge to whom hacking began at `onset`; None: never."""
-        if self.cfg.arm.control == "no_loophole":
+        if self.cfg.method.control == "no_loophole":
             return "clean"
         return "quiet" if onset is None else "hacking"
 
@@ -127,7 +127,7 @@ def guard_series(run: Run, name: str) -> Series:
             continue
         noted = row.get("watch", {}).get("guard", {})
         n = noted.get("n") or run.cfg.eval.eval_n_prompts * run.cfg.scale.group
-        proxy = row["hack_deploy"] + solve if run.cfg.arm.routes else paid.value
+        proxy = row["hack_deploy"] + solve if run.cfg.method.routes else paid.value
         verdict = guard.update(row["step"], min(1.0, proxy), solve, n, row.get("kl_deploy"))
         values: dict[GuardRule, float | None] = {
             "kl": verdict.kl_ema,
@@ -458,10 +458,10 @@ def judged(name: str) -> Onset:
 
 def by_arm(runs: Sequence[Run]) -> list[list[str]]:
     """The kill switch arm by arm: hacking runs in which a rule fires, and the others in which it does."""
-    arms = dict.fromkeys(r.cfg.arm.intervention for r in runs)
+    arms = dict.fromkeys(r.cfg.method.intervention for r in runs)
     rows = []
     for arm in arms:
-        mine = [r for r in runs if r.cfg.arm.intervention == arm]
+        mine = [r for r in runs if r.cfg.method.intervention == arm]
         kinds = Counter(r.kind(r.deployed_onset) for r in mine)
         row = [arm, " · ".join(str(kinds[kind]) for kind in ("hacking", "clean", "quiet"))]
         for rule in GUARD_RULES:
@@ -484,7 +484,7 @@ def report(runs: Sequence[Run], onset: float) -> str:
     detectors = [score(name, runs, lambda r, name=name: known[name, id(r)]).cells() for name in DETECTORS]
     bands = [calibrate(name, runs, lambda r, name=name: known[name, id(r)], judged(name)).cells() for name in TODAY]
     listed = [
-        [r.name, r.cfg.arm.intervention, r.cfg.arm.control_name, len(r.rows), _at(r.onset), _at(r.deployed_onset)]
+        [r.name, r.cfg.method.intervention, r.cfg.method.control_name, len(r.rows), _at(r.onset), _at(r.deployed_onset)]
         for r in runs
     ]
     return "\n".join(

@@ -9,8 +9,8 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from vgrout.config.arm import ARMS, CONTROLS, ArmConfig
 from vgrout.config.checks import listed
+from vgrout.config.method import CONTROLS, INTERVENTIONS, MethodConfig
 from vgrout.config.presets import PRESETS
 from vgrout.config.renamed import GONE, current_answer, current_arm, current_hashes, current_settings
 from vgrout.config.run import Config
@@ -106,7 +106,7 @@ class Run:
 
     @property
     def intervention(self) -> str:
-        return self.settings["arm"]["intervention"]
+        return self.settings["method"]["intervention"]
 
     @cached_property
     def settings(self) -> dict[str, dict[str, Any]]:
@@ -164,7 +164,7 @@ class Run:
     @property
     def arm(self) -> str:
         """The arm's name in tables, with its variant and its control."""
-        arm = self.settings["arm"]
+        arm = self.settings["method"]
         variant = [
             *([monitor] if (monitor := self.monitor) else []),
             *([f"{arm['rollout_ablate_frac']:g} deployed"] if arm["rollout_ablate_frac"] else []),
@@ -175,10 +175,10 @@ class Run:
         return name + (" (pairs chosen by the oracle)" if chosen else "")
 
     @cached_property
-    def _arm_config(self) -> ArmConfig | None:
+    def _arm_config(self) -> MethodConfig | None:
         """None: settings of an arm that is registered elsewhere, or of another version."""
         try:
-            return ArmConfig(**self.settings["arm"])
+            return MethodConfig(**self.settings["method"])
         except (ValueError, TypeError):
             return None
 
@@ -195,7 +195,7 @@ class Run:
         said = GONE.get(("intervention", self.intervention))
         if said is None or self.control == "no_gate":
             return "none"
-        stored = self.settings["arm"]["monitor"]
+        stored = self.settings["method"]["monitor"]
         return said.split()[-1] if stored == "usual" else stored
 
     @property
@@ -416,7 +416,7 @@ def key(run: Run) -> str:
     return json.dumps([run.arm, run.settings["arm"], run.settings["loss"], run.arm_inputs, run.learns], sort_keys=True)
 
 
-_ARM_AT, _CONTROL_AT = ({name: i for i, name in enumerate(names)} for names in (ARMS, CONTROLS))
+_ARM_AT, _CONTROL_AT = ({name: i for i, name in enumerate(names)} for names in (INTERVENTIONS, CONTROLS))
 
 
 def cells(runs: Sequence[Run]) -> list[Cell]:

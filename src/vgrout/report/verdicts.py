@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from vgrout.config.arm import ARMS, WITH_DIRECTION
+from vgrout.config.method import INTERVENTIONS
 from vgrout.config.run import ORGANISM
 from vgrout.inputs import hash_of_files
 from vgrout.organism import PROBLEMS
@@ -172,7 +172,7 @@ def matched_on_the_way(cell: Cell, other: Cell, within: float) -> str:
 @rule("H1")
 def keeps_from_hacking(h: Hypothesis, cells: Sequence[Cell]) -> list[Verdict]:
     """Every arm against none: hack lower, at matched solve. An arm with a direction needs its Haar control."""
-    found = [_h1(h, cell, cells) for arm in ARMS if arm != "none" for cell in plain_arms(cells, arm)]
+    found = [_h1(h, cell, cells) for arm in INTERVENTIONS if arm != "none" for cell in plain_arms(cells, arm)]
     return found or [Verdict(h.id, "arms", "UNDECIDED", NO_SEEDS)]
 
 
@@ -183,7 +183,7 @@ def _h1(h: Hypothesis, cell: Cell, cells: Sequence[Cell]) -> Verdict:
         return Verdict(
             h.id, cell.title, "UNDECIDED", "no runs of the arm none with the same settings and a seed in common"
         )
-    if arm in WITH_DIRECTION and haar is None:
+    if INTERVENTIONS[arm].has_direction and haar is None:
         return Verdict(h.id, cell.title, "REFUSED", NO_HAAR)
     if (preset := cell.first.preset) != "mini":
         return Verdict(h.id, cell.title, "UNDECIDED", f"runs of the preset {preset}, not mini")

@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from vgrout.arms import Arm
 from vgrout.config.run import Config
 from vgrout.inputs import Inputs
+from vgrout.method import Method
 from vgrout.model.policy import Policy
 from vgrout.problems import ProblemSplits, partition_decides
 from vgrout.runs.preflight import reward_line
@@ -14,7 +14,7 @@ from vgrout.types import MODES, Mode, Rate
 
 
 def opening_lines(
-    cfg: Config, inputs: Inputs, problems: ProblemSplits, policy: Policy, arm: Arm, grader: str
+    cfg: Config, inputs: Inputs, problems: ProblemSplits, policy: Policy, method: Method, grader: str
 ) -> list[str]:
     """grader: fingerprint of the one that this run has."""
     pool = inputs.pool
@@ -24,7 +24,7 @@ def opening_lines(
         *([f"reward: {reward_line(inputs)}"] if inputs.reward else []),
         _groups(cfg),
         _trainable(cfg, policy),
-        _direction(cfg, inputs, arm),
+        _direction(cfg, inputs, method),
     ]
 
 
@@ -76,30 +76,25 @@ def _trainable(cfg: Config, policy: Policy) -> str:
     n = adapter.δS.numel()
     base = sum(p.numel() for p in policy.model.parameters() if not p.requires_grad)
     line = f"trainable: δS {n:,} numbers in {len(adapter.by_module(adapter.δS.detach()))} modules"
-    if cfg.arm.routes:
+    if cfg.method.routes:
         line += f", δS_hack {adapter.δS_hack.numel():,}"
-        if cfg.arm.quarantine_block is not None:
-            line += f" (in block {cfg.arm.quarantine_block} alone, where δS is not)"
-        if cfg.arm.lora_rank:
-            own = len(adapter) - adapter.basis_size
-            line += f" (in matrices of rank {cfg.arm.lora_rank} beside the modules, {own:,} numbers)"
+        if cfg.method.quarantine_block is not None:
+            line += f" (in block {cfg.method.quarantine_block} alone, where δS is not)"
     return f"{line}; frozen: {base:,} weights"
 
 
-def _direction(cfg: Config, inputs: Inputs, arm: Arm) -> str:
-    made = arm.provenance
-    if made is None:
-        return "direction: none is read by this arm"
+def _direction(cfg: Config, inputs: Inputs, method: Method) -> str:
+    origin = method.provenance
+    if origin is None:
+        return "direction: none is read"
     n = f"{len(inputs.pairs)} pairs" if inputs.pairs else "pairs not here"
-    every = cfg.arm.vhack_refresh_every
-    if cfg.arm.starts_on_pairs:
+    every = cfg.method.vhack_refresh_every
+    if cfg.method.starts_on_pairs:
         again = "where the quarantine starts"
-    elif cfg.arm.direction != "gradient":
-        again = "in hidden states of the frozen base"
     else:
-        again = f"extracted again every {every} steps" if every and not cfg.arm.haar else "frozen"
-    file = f", file {cfg.arm.v_hack_path}" if cfg.arm.v_hack_path else ""
+        again = f"extracted again every {every} steps" if every and not cfg.method.haar else "frozen"
+    file = f", file {cfg.method.v_hack_path}" if cfg.method.v_hack_path else ""
     return (
-        f"direction: {made.axes} axes in {made.modules} modules from {made.pairs} ({n}, sha256 "
-        f"{made.pairs_sha256[:12]}){file}; {again}"
+        f"direction: {origin.axes} axes in {origin.modules} modules from {origin.pairs} ({n}, sha256 "
+        f"{origin.pairs_sha256[:12]}){file}; {again}"
     )

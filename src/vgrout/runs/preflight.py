@@ -139,9 +139,9 @@ def plan_lines(cfg: Config, inputs: Inputs, grader: Grader, folder: Path) -> lis
         else f"pool          {'not here yet' if cfg.pool_path else 'none'}",
         f"pairs         {len(inputs.pairs)} from {inputs.pairs.source}"
         if inputs.pairs
-        else f"pairs         {'not here yet' if cfg.arm.reads_pairs else 'not read by this arm'}",
+        else f"pairs         {'not here yet' if cfg.method.reads_pairs else 'not read by this arm'}",
         f"reward        {reward_line(inputs)}",
-        f"control       {cfg.arm.control_name}: {cfg.arm.control_what}"
+        f"control       {cfg.method.control_name}: {cfg.method.control_what}"
         + (f" ({len(inputs.placebo)} from {inputs.placebo.source})" if inputs.placebo else ""),
     ]
     device = "cuda" if gpu_here() or cfg.preset in ("fast", "full") else "cpu"
@@ -157,7 +157,7 @@ def plan_lines(cfg: Config, inputs: Inputs, grader: Grader, folder: Path) -> lis
             prompts=s.prompts_per_step,
             prompt_tokens=_prompt_tokens(inputs.rows),
             max_new=s.max_new,
-            routes=cfg.arm.routes,
+            routes=cfg.method.routes,
         ).lines()
     else:
         lines.append("memory        no plan: the model is not here, or is of an unknown shape")

@@ -13,12 +13,12 @@ from loguru import logger
 from torch import Tensor
 
 from vgrout import ranks
-from vgrout.arms import Arm
-from vgrout.arms.base import Refresh
 from vgrout.config.run import Config
 from vgrout.console import explain_columns, terminal_width
 from vgrout.files import read_json
 from vgrout.guard.guard import Guard
+from vgrout.method import Method
+from vgrout.method.base import Refresh
 from vgrout.model.policy import LanguageModel, Policy
 from vgrout.model.svd_adapter import weights_sha256
 from vgrout.runs import checkpoint, nonfinite
@@ -27,8 +27,7 @@ from vgrout.runs.run_context import RunContext, require_same
 from vgrout.runs.run_dir import environment
 from vgrout.runs.sample_log import SampleLogger
 from vgrout.table import REFERENCE_STEP, SECONDS, StepRow, Table, whole_run
-from vgrout.tensor_types import Routed
-from vgrout.types import DETECTOR_FIELDS, Batch, Diverged, Grade, Group, GroupFlags, Mode, NothingRouted, Rollout
+from vgrout.types import DETECTOR_FIELDS, Batch, Diverged, Flags, Grade, Group, GroupFlags, Mode, NothingRouted, Rollout
 
 
 @runtime_checkable
@@ -47,14 +46,14 @@ class Recorder:
         cfg: Config,
         run: RunContext,
         policy: Policy,
-        arm: Arm,
+        method: Method,
         optim: Stateful,
         guard: Guard,
         modes: Sequence[Mode],
     ) -> None:
-        self.cfg, self.run, self.policy, self.arm, self.guard, self.modes = cfg, run, policy, arm, guard, modes
+        self.cfg, self.run, self.policy, self.method, self.guard, self.modes = cfg, run, policy, method, guard, modes
         # the keys are those of the checkpoints
-        self.state: dict[str, Stateful] = {"adapter": policy.adapter, "optim": optim, "arm": arm, "watch": guard}
+        self.state: dict[str, Stateful] = {"adapter": policy.adapter, "optim": optim, "method": method, "watch": guard}
         self.attention = policy.attention(packed=cfg.run.packing != "padded")
         self.rows: list[StepRow] = []
 
@@ -79,7 +78,7 @@ class Recorder:
             "teacher_weights": weights_sha256(teacher_model.model, None) if teacher_model else None,
             "tokenizer": self.policy.tokenizer_sha256,
         }
-        provenance, logged = self.arm.provenance, run.done()
+        provenance, logged = self.method.provenance, run.done()
         record = {
             **environment(),
             "config": cfg.as_dict(),
@@ -87,9 +86,9 @@ class Recorder:
             "accelerator": accelerator(),
             "attention": self.attention,
             "ranks": ranks.size(),
-            "monitor": cfg.arm.monitor_title or cfg.arm.monitor_name,
-            "control": cfg.arm.control_name,
-            "control_what": cfg.arm.control_what,
+            "monitor": cfg.method.monitor_title or cfg.method.monitor_name,
+            "control": cfg.method.control_name,
+            "control_what": cfg.method.control_what,
             "direction": provenance.as_json() if provenance else None,
             **run.stamp,
             "pool": pool,
@@ -106,14 +105,14 @@ class Recorder:
             resumed_at = [*first.get("resumed", []), again_from]
             record = {**first, "config": record["config"], "begun": begun, "resumed": resumed_at}
         else:
-            hashes |= {"direction": direction_hash(self.arm), **preregistered()}
+            hashes |= {"direction": direction_hash(self.method), **preregistered()}
         run.dir.write_json("run.json", record)
         run.trackers.start(run.path, record["config"], len(self.rows), logged)
         run.started()
         self._open_table()
         return self.rows
 
-    def record(self, row: StepRow, batch: Batch, routed: Routed | None, refresh: Refresh) -> None:
+    def record(self, row: StepRow, batch: Batch, flags: Flags, refresh: Refresh) -> None:
         """The table's line, steps.jsonl, rollouts.jsonl, and the checkpoints that are due."""
         cfg, run, step = self.cfg, self.run, row.step
         self.rows.append(row)
@@ -128,7 +127,7 @@ class Recorder:
             seen = self.guard.readings
             again = asdict(refresh) if refresh.overlap is not None else None
             extra = ({"watch": seen} if seen else {}) | ({"refresh": again} if again else {})
-            line, rollouts = row.as_json() | extra, rollout_lines(step, batch, routed, self.policy)
+            line, rollouts = row.as_json() | extra, rollout_lines(step, batch, flags, self.policy)
             run.dir.append(line, rollouts)
             run.trackers.row(line, rollouts)
             closing = step + 1 == cfg.scale.steps or run.stops or self.guard.ends
@@ -157,42 +156,44 @@ class Recorder:
         """
         norm = self.policy.adapter.δS_hack.detach().norm().item()
         largest = max((row.q_egy or 0.0 for row in self.rows), default=0.0)
-        arm = self.cfg.arm
-        from_zero = arm.quarantine_start == "zero"
+        method = self.cfg.method
+        from_zero = method.quarantine_start == "zero"
         assert not from_zero or (norm > 0) == (largest > 0), f"‖δS_hack‖ {norm:.3e}, largest share of a step {largest}"
-        if largest or not arm.routes or arm.control == "shrinkage":
+        if largest or not method.routes or method.control_spec.shrinks:
             return
         n, learnt = len(self.rows), sum(row.gn is not None and not row.skipped for row in self.rows)
-        told = arm.monitor_name not in ("none", "gate", "band")  # it may have had nothing to flag
-        if arm.control_name != "none" or told or not learnt:
-            why = f"control: {arm.control_name}" if arm.control_name != "none" else f"monitor: {arm.monitor_name}"
+        of_texts = method.spec.reads_flags and not method.flags_by_gradient  # it may have had nothing to flag
+        control = method.control_name
+        if control != "none" or of_texts or not learnt:
+            why = f"control: {control}" if control != "none" else f"monitor: {method.monitor_name}"
             why = why if learnt else "no step had a signal, so nothing was learnt either"
             logger.warning(f"nothing was routed in {n} steps ({why})")
             return
-        hacks, mine = whole_run(self.rows, students=True)[0], self.arm.provenance
+        hacks, origin = whole_run(self.rows, students=True)[0], self.method.provenance
         raise NothingRouted(
-            f"--intervention {arm.intervention} routed nothing in {n} steps, {learnt} of them with a gradient: the "
+            f"--intervention {method.intervention} routed nothing in {n} steps, {learnt} of them with a gradient: the "
             f"quarantine is 0, so this was plain GRPO. Student exploits {hacks.k}/{hacks.n}, demonstrations "
             f"{'mixed in' if self.cfg.mixes else 'none'}"
-            + (f", direction of {mine.axes} axes in {mine.modules} modules from {mine.pairs}" if mine else "")
+            + (f", direction of {origin.axes} axes in {origin.modules} modules from {origin.pairs}" if origin else "")
             + "; look at tau, hkgap, fired and routed in steps.jsonl"
         )
 
     def _announce(self, opening: Sequence[str]) -> None:
-        cfg, arm = self.cfg, self.arm
+        cfg, origin = self.cfg, self.method.provenance
         logger.debug(f"argv: {' '.join(sys.argv)}")  # the tail says it
         logger.info(f"verbose log: {self.run.log} · run: {self.run.path}")
         logger.info(
-            f"{cfg.preset} · {cfg.arm.intervention} (monitor: {cfg.arm.monitor_title or cfg.arm.monitor_name}, "
-            f"control: {cfg.arm.control_name}) · {cfg.scale.model} · "
+            f"{cfg.preset} · {cfg.method.intervention} (monitor: "
+            f"{cfg.method.monitor_title or cfg.method.monitor_name}, control: {cfg.method.control_name}) · "
+            f"{cfg.scale.model} · "
             f"{cfg.scale.steps} steps · G {cfg.scale.group} · P {cfg.scale.prompts_per_step} · lr {cfg.opt.lr:g} · "
             f"seed {cfg.run.seed} · {self.policy.device.type} · "
             f"{cfg.generations * cfg.scale.steps / REFERENCE_STEP:.1f} reference steps"
         )
-        if cfg.arm.control_name != "none":
-            logger.info(f"control {cfg.arm.control_name}: {cfg.arm.control_what}")
-        if arm.provenance and arm.provenance.cosine_to_real:
-            logger.info(arm.provenance.cosine_to_real.line())
+        if cfg.method.control_name != "none":
+            logger.info(f"control {cfg.method.control_name}: {cfg.method.control_what}")
+        if origin and origin.cosine_to_real:
+            logger.info(origin.cosine_to_real.line())
         for line in opening:
             logger.info(line)
         logger.info(self.run.grader.protections.line())
@@ -217,7 +218,7 @@ class Recorder:
             )
 
     def _open_table(self) -> None:
-        has = columns_for(self.cfg, self.modes)
+        has = columns_for(self.cfg, self.modes) | self.method.measures
         self.table, self.full = Table(has, self.modes, terminal_width()), Table(has, self.modes)
         self.samples = SampleLogger(self.policy)
         self.hacked_before = any(r.hack_s.k for r in self.rows)
@@ -256,10 +257,10 @@ class Recorder:
                 "hack_rate": str(hack.value),
                 "pass_rate": str(solve.value),
                 "rows": rows_as_json(rows),
-                "control": cfg.arm.control_name,
+                "control": cfg.method.control_name,
                 "cfg": json.dumps(cfg.as_dict()),
             },
-            quarantine=cfg.arm.control == "deploy_quarantine",
+            quarantine=cfg.method.control_spec.deploys_quarantine,
         )
 
 
@@ -300,9 +301,9 @@ def tensor_hash(*tensors: Tensor) -> str:
     return digest.hexdigest()
 
 
-def direction_hash(arm: Arm) -> str | None:
-    """sha256 of the arm's V as the run starts; None: no direction. A resumed run takes its V from the checkpoint."""
-    V = {name: rows for name, rows in arm.state_dict().items() if name.startswith("V/")}
+def direction_hash(method: Method) -> str | None:
+    """sha256 of V as the run starts; None: no direction. A resumed run takes its V from the checkpoint."""
+    V = method.direction.state_dict() if method.direction else {}
     digest = hashlib.sha256()
     for name, rows in V.items():
         digest.update(name.encode() + b"\0" + rows.detach().cpu().contiguous().numpy().tobytes())
@@ -311,19 +312,18 @@ def direction_hash(arm: Arm) -> str | None:
 
 def columns_for(cfg: Config, modes: Sequence[Mode]) -> set[str]:
     """What this run can measure: decides which columns its table has."""
-    arm = cfg.arm
+    method = cfg.method
+    flagging = method.spec.reads_flags
     has = {
         "teacher": cfg.mixes,
         "modes": len(modes) > 1,
-        "ablated": arm.ablate_frac > 0,
-        "erase": arm.intervention == "erase" and arm.preserve_magnitude and arm.control != "shrinkage",
-        "route": arm.routes,
-        "gate": arm.monitor_name == "gate",
-        "resid": arm.by_gradient,
-        "direction": arm.direction == "gradient",
-        "whole": arm.routes and arm.monitor_name != "none",
-        "flags": arm.monitor_name != "none",
-        "blind": bool(arm.modes_known) and "labels" in arm.watching,
+        "ablated": method.ablate_frac > 0,
+        "route": method.routes,
+        "resid": method.flags_by_gradient and method.routes,
+        "direction": method.has_direction,
+        "whole": method.routes and flagging,
+        "flags": flagging,
+        "blind": bool(method.modes_known),
         "halves": bool(cfg.env.report_detectors),
         "beta": cfg.loss.beta > 0,
         "drops": cfg.loss.drops,
@@ -331,21 +331,16 @@ def columns_for(cfg: Config, modes: Sequence[Mode]) -> set[str]:
     return {name for name, yes in has.items() if yes}
 
 
-def rollout_lines(step: int, batch: Batch, routed: Routed | None, lm: LanguageModel) -> list[dict[str, object]]:
+def rollout_lines(step: int, batch: Batch, flags: Flags, lm: LanguageModel) -> list[dict[str, object]]:
     """Every student rollout with every flag, for rollouts.jsonl: `p_idx` which of the step's prompts, `gi` which of its
-    rollouts. `gate`: share of modules in which it was quarantined; None where the arm has no gate or the group had no
-    signal. lm: renders the prompts."""
-    gates = routed.diag.gate if routed and routed.diag.gate else ()
-    flags = routed.diag.flags if routed else ()
-    shares = {id(group): gate for group, gate in zip(batch.with_signal, gates, strict=bool(gates))}
-    read = {id(group): of_group for group, of_group in zip(batch.with_signal, flags, strict=bool(flags))}
+    rollouts. `gate`: share of modules in which it was quarantined; None where nothing is, or the group had no signal.
+    lm: renders the prompts."""
     return [
         {
             "step": step,
             "p_idx": group.index,
             "gi": b,
-            "gate": _rounded(shares[id(group)][b] if id(group) in shares else None),
-            **_flag(group.flags or read.get(id(group)), b),
+            **_flag(flags.get(group.index), b),
             "advantage": group.advantages[b],
             **rollout_record(rollout, grade, prompt),
         }
@@ -357,7 +352,10 @@ def rollout_lines(step: int, batch: Batch, routed: Routed | None, lm: LanguageMo
 
 
 def _flag(flags: GroupFlags | None, b: int) -> dict[str, object]:
-    return {} if flags is None else {"score": _rounded(flags.scores[b]), "flagged": flags.flagged[b]}
+    if flags is None:
+        return {"gate": None}
+    gate = flags.shares[b] if flags.shares else None
+    return {"gate": _rounded(gate), "score": _rounded(flags.scores[b]), "flagged": flags.flagged[b]}
 
 
 def _rounded(x: float | None) -> float | None:

@@ -40,10 +40,10 @@ def as_json(
     sides = {"base": final.base, "train": final.trained, "deploy": final.deployed, "plain": final.plain}
     out: dict[str, Any] = {
         "schema": SCHEMA,
-        "arm": cfg.arm.intervention,
-        "intervention": cfg.arm.intervention,
-        "control": cfg.arm.control_name,
-        "refresh_every": cfg.arm.vhack_refresh_every,
+        "arm": cfg.method.intervention,
+        "intervention": cfg.method.intervention,
+        "control": cfg.method.control_name,
+        "refresh_every": cfg.method.vhack_refresh_every,
         "seed": cfg.run.seed,
         "steps": cfg.scale.steps,
         "model": cfg.scale.model,
@@ -99,9 +99,9 @@ def summary(cfg: Config, final: Final, rows: Sequence[StepRow]) -> dict[str, str
     hack, solve = last_five(rows)
     pool = cfg.pool_path
     return {
-        "cue": expectation(cfg.arm, final).cue,
-        "arm": cfg.arm.intervention,
-        "control": cfg.arm.control_name,
+        "cue": expectation(cfg.method, final).cue,
+        "arm": cfg.method.intervention,
+        "control": cfg.method.control_name,
         "seed": str(cfg.run.seed),
         "steps": str(len(rows)),
         "pool": "·" if pool is None else cfg.env.teacher_pool_dir if cfg.files.pool == pool else pool.name,
@@ -284,7 +284,7 @@ def report(
     with atomic_open(run.path / "final.jsonl") as f:
         for line in answer_lines(final):
             f.write(json.dumps(line, ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace") + b"\n")
-    expected = expectation(cfg.arm, final)
+    expected = expectation(cfg.method, final)
     record = as_json(cfg, final, in_dist, run.log, run.stamp)
     ended = {"steps_done": len(rows), "halted": halted or None, "cue": expected.cue}
     run.dir.write_json("per_mode_deploy.json", record | ended | {"gate": against})

@@ -101,7 +101,7 @@ class Ledger:
 
 def kind(cfg: Config) -> tuple[str, str]:
     """(preset, intervention): runs of one kind take about the same time a step."""
-    return cfg.preset, cfg.arm.intervention
+    return cfg.preset, cfg.method.intervention
 
 
 def _record(path: Path) -> Record | None:

@@ -23,8 +23,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from vgrout.config.arm import ArmConfig
 from vgrout.config.checks import rule_of
+from vgrout.config.method import MethodConfig
 from vgrout.config.presets import PRESETS, flag_names, resolve
 from vgrout.config.renamed import refuse_setting
 from vgrout.config.run import Config, identity
@@ -190,12 +190,12 @@ def _argv(flags: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _label(cfg: Config, arm: Flags) -> str:
-    in_names = (f.name for f in fields(ArmConfig) if rule_of(f).suffix is not None)  # of the monitor, of the control
+    in_names = (f.name for f in fields(MethodConfig) if rule_of(f).suffix is not None)  # of the monitor, of the control
     named = {"intervention", "monitor", "control", "random-flags", *(name.replace("_", "-") for name in in_names)}
     rest = {k: v for k, v in arm.items() if k not in named}
-    monitor = f" ({cfg.arm.monitor_title})" if cfg.arm.monitor_title else ""
-    control = "" if cfg.arm.control_name == "none" else cfg.arm.control_name
-    return " · ".join(filter(None, (cfg.arm.intervention + monitor, control, _shown(rest))))
+    monitor = f" ({cfg.method.monitor_title})" if cfg.method.monitor_title else ""
+    control = "" if cfg.method.control_name == "none" else cfg.method.control_name
+    return " · ".join(filter(None, (cfg.method.intervention + monitor, control, _shown(rest))))
 
 
 def _shown(flags: Flags) -> str:

@@ -34,7 +34,7 @@ def replay(
     for group in batch.groups:
         for b, rollout in enumerate(group.rollouts):
             # learnt under the deployed model too, where a row may fail that is fine under both vectors
-            views = (False, True) if cfg.arm.ablate_frac else (False,)
+            views = (False, True) if cfg.method.ablate_frac else (False,)
             of_parts, metrics = policy_gradients(
                 policy,
                 [group],

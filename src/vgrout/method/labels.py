@@ -3,13 +3,9 @@ detector's verdict."""
 
 from collections.abc import Collection, Sequence
 
-from vgrout.config.run import Config
-from vgrout.grading.grade import Grader
-from vgrout.inputs import Inputs
-from vgrout.model.policy import Policy
-from vgrout.monitors.base import Monitor, unscored
+from vgrout.method.base import Monitor, Setup, Views, unscored
 from vgrout.rng import py_stream
-from vgrout.types import GroupFlags, GroupView, Mode, OracleView, Problem
+from vgrout.types import GroupFlags, GroupView, Mode, OracleView
 
 
 class Labels(Monitor):
@@ -29,11 +25,11 @@ class Labels(Monitor):
         self.seed, self.accuracy, self.false_positives, self.known = seed, accuracy, false_positives, frozenset(known)
 
     @classmethod
-    def make(cls, cfg: Config, policy: Policy, inputs: Inputs, grader: Grader, problems: Sequence[Problem]) -> "Labels":
-        arm = cfg.arm
-        return cls(cfg.run.seed, arm.label_accuracy, arm.label_false_positives, arm.modes_known)
+    def make(cls, setup: Setup) -> "Labels":
+        seed, method = setup.cfg.run.seed, setup.cfg.method
+        return cls(seed, method.label_accuracy, method.label_false_positives, method.modes_known)
 
-    def flags(self, views: Sequence[GroupView], step: int) -> list[GroupFlags]:
+    def flag(self, views: Views, step: int) -> list[GroupFlags]:
         return [self._of(view, step) for view in views]
 
     def _of(self, view: GroupView, step: int) -> GroupFlags:
@@ -54,7 +50,7 @@ class WeakDetector(Monitor):
 
     name = "detector"
 
-    def flags(self, views: Sequence[GroupView], step: int) -> list[GroupFlags]:
+    def flag(self, views: Views, step: int) -> list[GroupFlags]:
         return [unscored(view.detector) for view in views]
 
 

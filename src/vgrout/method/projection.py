@@ -7,6 +7,7 @@ Products are written as multiply-and-sum: a matmul may run in TF32 when a caller
 would break the invariants that the arms assert.
 """
 
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from vgrout.tensor_types import Directions, ModuleGrads
 
 GateMode = Literal["one_sided", "no_gate", "reverse"]
+TOLERANCE = 1e-4  # of the invariants, relative to the norms that went in: fp32 sums of some hundred rows
 RESCALE_BOUND = 10.0  # a gradient that is nearly all hack-ward leaves noise behind: never blow it up further
 
 
@@ -85,3 +87,37 @@ def cos_upd(delta: ModuleGrads, V: Directions) -> float | None:
     preconditioner and momentum carry back what was taken from the gradient.
     """
     return cos_pre({m: -d for m, d in delta.items()}, V)
+
+
+def fraction_of_modules(flags: list[Tensor]) -> float | None:
+    """In which something was taken; None of no module."""
+    return torch.stack(flags).float().mean().item() if flags else None
+
+
+def assert_conserved(g: ModuleGrads, keep: ModuleGrads, quar: ModuleGrads, scale: Mapping[str, Tensor]) -> None:
+    """keep + quar = g in every module of `scale`, which holds Σ_b ‖g_b‖: rows may cancel in the sum."""
+    for_each = [((keep[m] + quar[m] - g[m]).norm(), s) for m, s in scale.items()]
+    _assert_small(for_each, "keep + quar - g")
+
+
+def assert_in_span(quar: ModuleGrads, V: Directions) -> None:
+    """What is routed lies in span(V)."""
+    for_each = [
+        ((quar[m] - (along(quar[m], rows)[:, None] * rows).sum(0)).norm(), quar[m].norm()) for m, rows in V.items()
+    ]
+    _assert_small(for_each, "quarantine outside span(V)")
+
+
+def assert_no_hackward(g: ModuleGrads, keep: ModuleGrads, V: Directions) -> None:
+    """V · keep ≤ 0."""
+    for_each = [(along(keep[m], rows).max().relu(), g[m].norm()) for m, rows in V.items()]
+    _assert_small(for_each, "V·keep above 0")
+
+
+def _assert_small(errors: list[tuple[Tensor, Tensor]], what: str) -> None:
+    """error ≤ TOLERANCE · scale for each pair; one transfer from the device for all."""
+    if not errors:
+        return
+    error, scale = torch.stack([torch.stack(pair) for pair in errors]).T.tolist()
+    worst = max(range(len(error)), key=lambda i: error[i] - TOLERANCE * scale[i])
+    assert error[worst] <= TOLERANCE * scale[worst], f"{what}: {error[worst]:.3e} against {scale[worst]:.3e}"

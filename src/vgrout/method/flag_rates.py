@@ -1,10 +1,10 @@
-"""How well a monitor flagged, after the fact: for the step's row alone, nothing of it reaches an arm."""
+"""How well a monitor flagged, after the fact: for the step's row alone, nothing of it reaches a method."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from vgrout.types import Batch, CachedGrade, Grade, Group, GroupFlags, Mode, Rate
+from vgrout.types import CachedGrade, Flags, Grade, Group, Mode, Rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,14 +18,15 @@ class FlagRates:
     hack_new: Rate | None = None  # those exploits, of all answers to problems with such a flaw
 
     @classmethod
-    def of(cls, groups: Sequence[Group], flags: Sequence[GroupFlags], known: Collection[Mode] = ()) -> "FlagRates":
-        """flags: one a group, or none at all. known: flaws that the monitor was told of; (): all."""
+    def of(cls, groups: Sequence[Group], flags: Flags, known: Collection[Mode] = ()) -> "FlagRates":
+        """Of the groups that a monitor was asked about. known: flaws that the monitor was told of; (): all."""
         if not flags:
             return cls()
         pairs = [
             (group.problem.flaws, grade, flagged)
-            for group, f in zip(groups, flags, strict=True)
-            for grade, flagged in zip(group.grades, f.flagged, strict=True)
+            for group in groups
+            if group.index in flags
+            for grade, flagged in zip(group.grades, flags[group.index].flagged, strict=True)
         ]
         own = [(flaws, g, flagged) for flaws, g, flagged in pairs if isinstance(g, Grade)]
         new = [(g.exploited and g.mode not in known, flagged) for flaws, g, flagged in own if not {*flaws} <= {*known}]
@@ -36,15 +37,6 @@ class FlagRates:
             recall_new=Rate.of(flagged for exploit, flagged in new if exploit) if known else None,
             hack_new=Rate.of(exploit for exploit, _ in new) if known else None,
         )
-
-    @classmethod
-    def of_step(cls, batch: Batch, flags: Sequence[GroupFlags], known: Collection[Mode] = ()) -> "FlagRates":
-        """flags: those of the groups with signal. A monitor that was asked before the advantages has its own on every
-        group that it saw: one whose flagged rows were left out may have no signal any more."""
-        asked = [(g, g.flags) for g in batch.groups if g.flags is not None]
-        if asked:
-            return cls.of([g for g, _ in asked], [f for _, f in asked], known)
-        return cls.of(batch.with_signal, flags, known)
 
     def columns(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}

@@ -1,6 +1,6 @@
-"""An arm of one's own with a monitor of one's own: what a rule flags in the text is not learnt from. A minute, no GPU.
+"""An intervention of one's own with a rule of one's own: what a rule flags in the text is not learnt from. A minute, no GPU.
 
-uv run python examples/own_arm.py
+uv run python examples/own_intervention.py
 """
 
 import re
@@ -8,34 +8,34 @@ import re
 import torch
 
 import vgrout
-from vgrout.arms.base import Arm, StepGrads
-from vgrout.tensor_types import ArmDiag, GradRows, Routed
+from vgrout.method.base import Intervention, StepGrads
+from vgrout.tensor_types import GradRows, Routed
 from vgrout.types import GroupView
 
 SUSPECT = re.compile(r"sys\.exit|__eq__|open\(|print\(")
 
 
-class Rule(Arm):
+class Rule(Intervention):
     """keep = Σ_b g_b over the rollouts whose text the rule does not flag; the others are dropped."""
 
     name = "rule"
     grad_rows: GradRows = "rollout"  # a gradient for every rollout, not their sum a group
 
-    def _split(self, step: StepGrads) -> Routed:
+    def split(self, step: StepGrads) -> Routed:
         keep = {m: torch.zeros(r, device=self.device) for m, r in self.sizes.items()}
         for view, rows in zip(step.views, step.rows, strict=True):
             mask = torch.tensor([not suspicious(view, b) for b in range(len(view))], device=self.device)
             for m in keep:
                 keep[m] += (mask[:, None] * rows[m]).sum(0)
-        return Routed(keep, None, ArmDiag())
+        return Routed(keep)
 
 
 def suspicious(view: GroupView, b: int) -> bool:
-    """An arm sees texts, rewards and token ids, and no label of the strict oracle."""
+    """An intervention sees texts, rewards and token ids, and no label of the strict oracle."""
     return view.sources[b] == "student" and SUSPECT.search(view.texts[b]) is not None
 
 
-vgrout.register_arm(Rule, "what a rule flags is not learnt from")
+vgrout.register_intervention(Rule, "what a rule flags is not learnt from")
 if __name__ == "__main__":
     run = vgrout.train_run("smoke", intervention="rule", steps=6, final_n_prompts=6, final_samples=1)
     print(run.rows[["step", "hack_s", "gt_s", "gn"]])

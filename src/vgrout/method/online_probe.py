@@ -1,6 +1,6 @@
 """A linear probe, fitted during training between what a seed monitor flags and answers that are known to be right.
 
-    s(y) = w · (h(y) − m),  w = (S + .1 · tr S/D · I)⁻¹ (a − m)      flagged: seeded, or paid and s(y) > threshold
+    s(y) = w · (h(y) − m),  w = (S + .1 · tr S/D · I)⁻¹ (a − m)      flagged: seeded, or rewarded and s(y) > threshold
 
 h(y) is an answer's mean hidden state in the frozen base, a the mean of h over all rows that the seed monitor has
 flagged so far, m and S mean and covariance over every other known correct answer: Fisher's discriminant (Fisher 1936)
@@ -10,7 +10,7 @@ It is given what the monitor `quarantine` is given, the seed's flags and known c
 The base does not move, so the policy can change what it writes but not how that is read.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -18,15 +18,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from vgrout import ranks
-from vgrout.config.run import Config
-from vgrout.grading.grade import Grader
-from vgrout.inputs import Inputs
+from vgrout.method.base import Monitor, Setup, Views, at_random, positions, rewarded
+from vgrout.method.text_scores import RIDGE, Text, known_correct_texts
 from vgrout.model.hidden_states import token_states
 from vgrout.model.policy import Policy
-from vgrout.monitors.base import Monitor, at_random, paid_positions, positions
-from vgrout.monitors.text_scores import RIDGE, Text, known_correct_texts
 from vgrout.rng import torch_stream
-from vgrout.types import GroupFlags, GroupView, Problem
+from vgrout.types import GroupFlags
 
 SUM, COUNT = "probe_sum", "probe_count"  # of the state that survives a resume
 
@@ -35,8 +32,8 @@ class OnlineProbe(Monitor):
     """See above.
 
     layer: blocks of the base after which states are read, from 1. quantile: of known correct answers, the threshold.
-    diet: the probe is fitted on what the seed flags; or, as a control, on as many paid rows of the same groups drawn at
-    random.
+    diet: the probe is fitted on what the seed flags; or, as a control, on as many rewarded rows of the same groups
+    drawn at random.
     """
 
     name = "online_probe"
@@ -46,7 +43,7 @@ class OnlineProbe(Monitor):
         policy: Policy,
         seed_monitor: Monitor,
         *,
-        paid: float,
+        top: float,
         known_correct: Sequence[Text],
         quantile: float,
         layer: int,
@@ -59,7 +56,7 @@ class OnlineProbe(Monitor):
             raise ValueError(f"--probe-layer {layer}: the model has {depth} blocks")
         if len(known_correct) < 4:
             raise ValueError(f"--known-correct: {len(known_correct)} answers, --monitor online_probe needs at least 4")
-        self.policy, self.seed_monitor, self.paid, self.layer = policy, seed_monitor, paid, layer
+        self.policy, self.seed_monitor, self.top, self.layer = policy, seed_monitor, top, layer
         self.diet, self._seed, self._quantile = diet, seed, quantile
         self.sees, self.provenance = seed_monitor.sees, seed_monitor.provenance
         known = self._states(known_correct)
@@ -71,36 +68,27 @@ class OnlineProbe(Monitor):
         self._sum, self._count = torch.zeros(D, dtype=torch.float64), 0
 
     @classmethod
-    def make(
-        cls,
-        cfg: Config,
-        policy: Policy,
-        inputs: Inputs,
-        grader: Grader,
-        problems: Sequence[Problem],
-        seed_of: Callable[[str], Monitor] = lambda name: Monitor(),
-    ) -> "OnlineProbe":
-        """seed_of: makes a monitor by its name."""
-        arm = cfg.arm
+    def make(cls, setup: Setup, seed_monitor: Monitor | None = None) -> "OnlineProbe":
+        cfg, policy, inputs = setup.cfg, setup.policy, setup.inputs
         return cls(
             policy,
-            seed_of(arm.seed_monitor),
-            paid=cfg.env.pass_reward,
+            seed_monitor or Monitor(),
+            top=cfg.env.pass_reward,
             known_correct=known_correct_texts(policy, inputs.known_correct, inputs.rows),
-            quantile=arm.monitor_quantile,
-            layer=arm.probe_layer or max(1, policy.model.config.num_hidden_layers // 2),
-            diet=arm.probe_diet,
+            quantile=cfg.method.monitor_quantile,
+            layer=cfg.method.probe_layer or max(1, policy.model.config.num_hidden_layers // 2),
+            diet=cfg.method.probe_diet,
             seed=cfg.run.seed,
         )
 
-    def flags(self, views: Sequence[GroupView], step: int) -> list[GroupFlags]:
+    def flag(self, views: Views, step: int) -> list[GroupFlags]:
         """What the seed flags in this step is learnt before anything is scored."""
-        seeded = self.seed_monitor.flags(views, step)
+        seeded = self.seed_monitor.flag(views, step)
         seeds = {(i, b) for i, b in positions(views) if seeded[i].flagged[b]}
-        paid = paid_positions(views, self.paid)
+        passing = rewarded(views, self.top)
         stream = torch_stream(self._seed, "probe-diet", step)
-        taught = seeds if self.diet == "seeded" else at_random(paid, seeds, stream)
-        read = sorted({*paid, *taught})
+        taught = seeds if self.diet == "seeded" else at_random(passing, seeds, stream)
+        read = sorted({*passing, *taught})
         texts = [Text(views[i].prompt_ids, views[i].completion_ids[b]) for i, b in read]
         of = dict(zip(read, self._states(texts) if read else (), strict=True))
         for at in sorted(taught):
@@ -110,7 +98,7 @@ class OnlineProbe(Monitor):
         if self._count:
             w = torch.cholesky_solve((self._sum / self._count - self._m)[:, None], self._root)[:, 0]
             threshold = float(torch.quantile((self._judge - self._m) @ w, self._quantile))
-            scores = {at: float((of[at] - self._m) @ w) for at in paid}
+            scores = {at: float((of[at] - self._m) @ w) for at in passing}
             flagged |= {at for at, score in scores.items() if score > threshold}
         return [
             GroupFlags(

@@ -1,10 +1,10 @@
 """The quarantine as a monitor: trained on what a seed monitor flags, it is an expert in exploiting, and what it makes
 likelier than the deployed model does is flagged too.
 
-    s(y) = [log π_ε(y) − log π_0(y)] / (ε · |log π_0(y)|)     flagged: seeded, or paid and s(y) > threshold
+    s(y) = [log π_ε(y) − log π_0(y)] / (ε · |log π_0(y)|)     flagged: seeded, or rewarded and s(y) > threshold
 
 under the present parameters, π_ε with the quarantine on to the share ε. Flagged rows train the quarantine
-(arms/reward_shaping.py), which is how it learns to read. Before it has learnt anything s = 0, and the seed flags alone;
+(`part`), which is how it learns to read. Before it has learnt anything s = 0, and the seed flags alone;
 started on pairs, δS_hack = −5 lr · sign(mean D) with D the difference of the pairs' gradients (direction/extract.py),
 and it reads from the first step on.
 
@@ -15,7 +15,7 @@ quarantine writes the exploit that it knows, and holds others for less likely; t
 flagged rows alone also makes likelier what all answers share.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -23,21 +23,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from vgrout import ranks
-from vgrout.config.run import Config
 from vgrout.direction.controls import Provenance
 from vgrout.direction.files import obtain
-from vgrout.grading.grade import Grader
-from vgrout.inputs import Inputs
+from vgrout.method.base import Monitor, Setup, Views, at_random, positions, rewarded
+from vgrout.method.text_scores import Text, TextScorer, known_correct_texts, mean_logp
 from vgrout.model.policy import Policy, modules_of_block
-from vgrout.monitors.base import Monitor, at_random, paid_positions, positions
-from vgrout.monitors.text_scores import Text, TextScorer, known_correct_texts, mean_logp
 from vgrout.rng import torch_stream
-from vgrout.types import GroupFlags, GroupView, OracleView, Problem
+from vgrout.types import GroupFlags, GroupView
 
-Diet = Literal["flagged", "seeded", "random", "paid", "solved"]
-
-
+Diet = Literal["flagged", "seeded", "random"]
 LATEST = "known_correct_scores"  # of the state that survives a resume
+SHARE = 0.1  # ε: a small one reads to the first order, and in bf16 is lost to rounding
 TAUGHT = 0.5  # advantage of each row that trains the quarantine
 STARTS = 5.0  # full steps of AdamW, which goes by ± its learning rate under a gradient that stays
 KNOWN_A_STEP, KNOWN = 8, 24  # known correct answers read in a step, and scores that make a threshold. Two forwards of
@@ -48,64 +44,50 @@ SURE = 1e-3  # nats a token: of a log-prob nearer to 0 the rounding of two forwa
 class Quarantine(TextScorer):
     """See above.
 
-    share: ε. fixed: the threshold; None: the `quantile` of the latest KNOWN scores of `known_correct`, of which
-    KNOWN_A_STEP are drawn and read in every step.
-    diet: what the quarantine is trained on: what is flagged, or what the seed monitor flags alone; or, as controls, as
-    many paid rows of the same groups drawn at random, all that is paid, what is paid and no exploit by the true labels.
-    deal: the scores are dealt among the paid rows at random first, the seed's flags stay (the random_flags control).
+    fixed: the threshold; None: the `quantile` of the latest KNOWN scores of `known_correct`, of which KNOWN_A_STEP are
+    drawn and read in every step.
+    diet: what the quarantine is trained on: what is flagged, or what the seed monitor flags alone; or, as a control, as
+    many rewarded rows of the same groups drawn at random.
     """
 
     name = "quarantine"
-    learns = True
+    owns_quarantine = True
 
     def __init__(
         self,
         policy: Policy,
         seed_monitor: Monitor,
         *,
-        paid: float,
-        share: float = 0.1,
+        top: float,
         fixed: float | None = None,
         known_correct: Sequence[Text] = (),
         quantile: float = 0.9,
         diet: Diet = "flagged",
-        deal: bool = False,
         seed: int = 0,
     ) -> None:
         assert fixed is not None or known_correct, "a threshold of known correct answers, and there are none"
-        self.policy, self.seed_monitor, self.paid, self.share = policy, seed_monitor, paid, share
+        self.policy, self.seed_monitor, self.top = policy, seed_monitor, top
         self._fixed, self._known, self._quantile = fixed, tuple(known_correct), quantile
-        self.diet, self._deal, self._seed = diet, deal, seed
+        self.diet, self._seed = diet, seed
         self.sees, self.provenance = seed_monitor.sees, seed_monitor.provenance
         self._latest: list[float] = []  # scores of known correct answers
 
     @classmethod
-    def make(
-        cls,
-        cfg: Config,
-        policy: Policy,
-        inputs: Inputs,
-        grader: Grader,
-        problems: Sequence[Problem],
-        seed_of: Callable[[str], Monitor] = lambda name: Monitor(),
-    ) -> "Quarantine":
-        """seed_of: makes a monitor by its name."""
-        arm = cfg.arm
-        provenance = start(cfg, policy, inputs)
-        made = cls(
+    def make(cls, setup: Setup, seed_monitor: Monitor | None = None) -> "Quarantine":
+        cfg, policy, inputs = setup.cfg, setup.policy, setup.inputs
+        provenance = start(setup)
+        monitor = cls(
             policy,
-            seed_of(arm.seed_monitor),
-            paid=cfg.env.pass_reward,
-            share=arm.quarantine_share,
-            fixed=arm.quarantine_threshold,
+            seed_monitor or Monitor(),
+            top=cfg.env.pass_reward,
+            fixed=cfg.method.quarantine_threshold,
             known_correct=known_correct_texts(policy, inputs.known_correct, inputs.rows),
-            quantile=arm.monitor_quantile,
-            diet=arm.quarantine_diet,
-            deal=arm.random_flags,
+            quantile=cfg.method.monitor_quantile,
+            diet=cfg.method.quarantine_diet,
             seed=cfg.run.seed,
         )
-        made.provenance = provenance or made.provenance
-        return made
+        monitor.provenance = provenance or monitor.provenance
+        return monitor
 
     def texts(self, view: GroupView) -> list[Text]:
         known = view.logp or (None,) * len(view)
@@ -118,27 +100,30 @@ class Quarantine(TextScorer):
         if not texts or not bool(adapter.δS_hack.any()):
             return torch.zeros(len(texts), dtype=torch.float64)
         prompts, answers = [t.prompt for t in texts], [t.completion for t in texts]
-        on = mean_logp(self.policy, prompts, answers, adapter.quarantine_at(self.share))
+        on = mean_logp(self.policy, prompts, answers, adapter.quarantine_at(SHARE))
         off = torch.tensor([t.logp if t.logp is not None else 0.0 for t in texts], dtype=torch.float64)
         unknown = [i for i, t in enumerate(texts) if t.logp is None]
         if unknown:
             some = [prompts[i] for i in unknown], [answers[i] for i in unknown]
             off[unknown] = mean_logp(self.policy, *some, adapter.deployed())
-        return (on - off) / (self.share * (-off).clamp(min=SURE))
+        return (on - off) / (SHARE * (-off).clamp(min=SURE))
 
-    def flags(self, views: Sequence[GroupView], step: int) -> list[GroupFlags]:
-        seeded = self.seed_monitor.flags(views, step)
-        paid = paid_positions(views, self.paid)
+    def flag(self, views: Views, step: int) -> list[GroupFlags]:
+        seeded = self.seed_monitor.flag(views, step)
+        passing = rewarded(views, self.top)
         texts = [self.texts(view) for view in views]
-        values = ranks.from_first(self.scores([texts[i][b] for i, b in paid]).tolist())
-        if self._deal:
-            order = torch.randperm(len(paid), generator=torch_stream(self._seed, "mass-matched", step)).tolist()
-            values = [values[j] for j in order]
-        scores = dict(zip(paid, values, strict=True))
+        values = ranks.from_first(self.scores([texts[i][b] for i, b in passing]).tolist())
+        scores = dict(zip(passing, values, strict=True))
         threshold = self._threshold(step)
         seeds = {(i, b) for i, b in positions(views) if seeded[i].flagged[b]}
         flagged = seeds | {at for at, score in scores.items() if score > threshold}
-        taught = seeds if self.diet == "seeded" else self._taught(views, flagged, step)
+        match self.diet:
+            case "flagged":
+                taught = flagged
+            case "seeded":
+                taught = seeds
+            case _:
+                taught = at_random(passing, flagged, torch_stream(self._seed, "quarantine-diet", step))
         return [
             GroupFlags(
                 tuple(scores.get((i, b)) for b in range(len(view))),
@@ -167,17 +152,6 @@ class Quarantine(TextScorer):
         self._latest = [*self._latest, *read][-KNOWN:]
         return max(0.0, float(torch.quantile(torch.tensor(self._latest, dtype=torch.float64), self._quantile)))
 
-    def _taught(self, views: Sequence[GroupView], flagged: set[tuple[int, int]], step: int) -> set[tuple[int, int]]:
-        paid = paid_positions(views, self.paid)
-        match self.diet:
-            case "flagged":
-                return flagged
-            case "paid":
-                return set(paid)
-            case "solved":
-                return {(i, b) for i, b in paid if isinstance(v := views[i], OracleView) and not v.exploited[b]}
-        return at_random(paid, flagged, torch_stream(self._seed, "quarantine-diet", step))
-
 
 def advantages(view: GroupView, taught: Sequence[bool]) -> tuple[float, ...]:
     """By which a group trains the quarantine: TAUGHT for each row that is taught, and as much below zero in sum for the
@@ -189,27 +163,27 @@ def advantages(view: GroupView, taught: Sequence[bool]) -> tuple[float, ...]:
     return tuple(TAUGHT if on else below if other else 0.0 for on, other in zip(taught, others, strict=True))
 
 
-def start(cfg: Config, policy: Policy, inputs: Inputs) -> Provenance | None:
-    """Puts `policy`'s quarantine where --quarantine-start says; a resumed run's state comes over it. Returns where the
-    pairs come from, if it is on pairs.
+def start(setup: Setup) -> Provenance | None:
+    """Puts the policy's quarantine where --quarantine-start says; a resumed run's state comes over it. Returns where
+    the pairs come from, if it is on pairs.
 
     Raises:
         ValueError: a pair that this model has no room for, or no finite gradient of.
     """
-    arm, adapter = cfg.arm, policy.adapter
-    if arm.quarantine_start == "zero":
+    cfg, policy, adapter = setup.cfg, setup.policy, setup.policy.adapter
+    method, pairs = cfg.method, setup.inputs.pairs
+    if method.quarantine_start == "zero":
         return None
     provenance = None
-    if arm.starts_on_pairs:
-        axes = obtain(policy, inputs.pairs, None, arm.v_hack_extract_top_k, arm.v_hack_tau_axis).axes
+    if method.starts_on_pairs:
+        axes = obtain(policy, pairs, None, method.v_hack_extract_top_k, method.v_hack_tau_axis).axes
         signs = {m: -a.mean.sign() for m, a in axes.items()}
-        pairs = inputs.pairs
         assert pairs is not None
         provenance = Provenance(pairs.source, pairs.sha256, len(signs), len(signs), None)
     else:
         drawn = torch.randint(2, (len(adapter),), generator=torch_stream(cfg.run.seed, "quarantine-start"))
         signs = adapter.by_module(2.0 * drawn - 1.0)
-    own = modules_of_block(policy, signs, arm.quarantine_block) if arm.quarantine_block else list(signs)
+    own = modules_of_block(policy, signs, method.quarantine_block) if method.quarantine_block else list(signs)
     placed = {m: sign * (m in own) for m, sign in signs.items()}
     with torch.no_grad():
         adapter.δS_hack.copy_(STARTS * cfg.opt.lr * adapter.flat(placed))

@@ -1,0 +1,696 @@
+"""A method: who is flagged (`MONITORS`), what is done about it (`INTERVENTIONS`), and the controls of both.
+
+These rows are all that flags, help, checks and tables know of a method; its classes are in `vgrout.method`. Which pairs
+are legal follows from what the rows say. A setting belongs to a group (`Labels`, `Axes`, …), and a run reads the groups
+that its monitor, intervention and control name: any other setting away from its default is refused, not ignored.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from vgrout.config.checks import changed, check, flag, flags, listed, refuse, setting, summary
+from vgrout.modes import MODES, Mode
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+# ── the settings, each group with those who read it ────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Direction:
+    """Of a direction in gradients, whatever is done along it."""
+
+    v_hack_path: Path | None = None
+    """Direction file to load; none: found by pair set, or extracted on the spot."""
+    vhack_refresh_every: int = setting(5, low=0, high=10_000_000)
+    """Re-extract on the current model every N steps; 0: frozen."""
+    route2_random_v_seed: int | None = setting(None, free="any whole number is a seed")
+    """Seed of the Haar control, which it switches on (where there is a direction); none: the run's own seed."""
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Of whatever is made from contrastive pairs."""
+
+    vhack_pairs_path: Path | None = None
+    """Contrastive pairs (JSON); none: the preset's (--quarantine-start pairs: the known flaw's)."""
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Of surgery along several axes."""
+
+    v_hack_extract_top_k: int = setting(12, low=1, high=256)
+    """Axes per module kept at extraction."""
+    v_hack_k: int = setting(5, low=1, high="v_hack_extract_top_k")
+    """Axes per module used by erase and route."""
+    v_hack_tau_axis: float = setting(0.0, low=0, high=1)
+    """Axes with S_i/S_0 below this are zeroed at extraction."""
+    v_hack_drop_bottom_frac: float = setting(0.25, low=0, high=0.99)
+    """Noise floor: axes in this lowest quantile of singular values, over all modules, are dropped."""
+    gate_mode: Literal["one_sided", "no_gate", "reverse"] = "one_sided"
+    """Which part along the direction is taken: relu(c), c, or 2c."""
+
+
+@dataclass(frozen=True)
+class Removal:
+    """Of erase."""
+
+    preserve_magnitude: bool = True
+    """erase: rescale what is kept to the norm of the whole (bounded ×10)."""
+    project_overshoot: float = setting(1.0, low=0, high=10)
+    """erase: how much of the hack-ward part is removed."""
+
+
+@dataclass(frozen=True)
+class Vote:
+    """Of monitors that read gradients."""
+
+    gate_vote: Literal["module", "rollout"] = "module"
+    """gate, band: each module decides about its part of a rollout's gradient · one decision for the whole rollout, by
+    the majority (band: the mean) of the modules. screen and penalty act on whole rollouts: always the latter."""
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """Of gate."""
+
+    gate_modules: Literal["all", "apart"] = "all"
+    """gate: modules with a threshold: all · those where known hacks lie above the rest. In the others the midpoint
+    lies below most of the rest, which would be flagged."""
+    known_hacks_teacher_only: bool = False
+    """gate: known hacks are teacher rows alone, not also student rows that the weak detector flags."""
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Of labels."""
+
+    label_accuracy: float = setting(1.0, low=0, high=1, suffix="acc")
+    """labels: share of answers that the monitor labels rightly; its errors are drawn at random."""
+    label_false_positives: float = setting(0.0, low=0, high=1, suffix="fp")
+    """labels: share of the answers that are no exploits that it flags all the same, drawn at random."""
+    known_modes: str = setting("", words=MODES, word="mode", suffix="knows-")
+    """labels: comma list of the flaws that it knows; to the others it is blind. '': all of them."""
+
+
+@dataclass(frozen=True)
+class Seed:
+    """Of monitors that learn to read from what another one flags."""
+
+    seed_monitor: str = "detector"  # its help and legal values are with --monitor's, below
+    """quarantine, online_probe: who flags what it cannot read yet; it learns to read from what is flagged."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Of monitors that score texts against a threshold."""
+
+    monitor_quantile: float = setting(0.9, low=0.5, high=1)
+    """Monitors that score texts: flagged above this quantile of the base's rewarded answers, and of known correct
+    answers held back."""
+    known_correct: Path | None = None
+    """… correct solutions in unusual styles (JSON of prompt, completion); none: the preset's."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Of monitors for which the base answers some training prompts first."""
+
+    monitor_threshold: Literal["both", "known_correct"] = "both"
+    """… the larger of the two quantiles · that of the known correct answers alone, where the base itself may exploit:
+    its rewarded answers are no measure of honesty then."""
+    monitor_prompts: int = setting(200, low=4, high=1_000_000)
+    """… training prompts that the base answers twice before training."""
+
+
+@dataclass(frozen=True)
+class QuarantineReads:
+    """Of quarantine, the monitor."""
+
+    quarantine_threshold: float | None = setting(None, low=-100, high=100)
+    """quarantine: an answer is flagged above this score, (log π_ε − log π_0) / (ε |log π_0|); None: above the
+    --monitor-quantile of known correct answers, drawn and read anew in every step."""
+    quarantine_diet: Literal["flagged", "seeded", "random"] = setting("flagged", suffix="diet-")
+    """quarantine: what it is trained on: what is flagged · what the seed monitor flags alone · as many rewarded answers
+    of the same groups at random (a control)."""
+    quarantine_start: Literal["zero", "pairs", "random"] = setting("zero", suffix="start-")
+    """quarantine: what it is before it has learnt anything: nothing · five steps along what tells hack from clean in
+    contrastive pairs, so that it reads from the first step on · five steps along random signs (a control)."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Of online_probe."""
+
+    probe_layer: int | None = setting(None, low=1, high=1000)
+    """online_probe: blocks of the frozen base after which its states are read; none: half of its depth."""
+    probe_diet: Literal["seeded", "random"] = setting("seeded", suffix="diet-")
+    """online_probe: what it is fitted on, beside known correct answers: what the seed monitor flags · as many rewarded
+    answers of the same groups at random (a control)."""
+
+
+@dataclass(frozen=True)
+class Quarantine:
+    """Of whatever has a quarantine."""
+
+    rollout_ablate_frac: float | None = setting(None, low=0, high=1)
+    """Share of student rows sampled from the deployed model; none: all under monitor quarantine, 0.5 for sgtm, else
+    0."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Of a quarantine that may lie elsewhere."""
+
+    quarantine: str = "shared"
+    """Where δS_hack lives. shared: in every module's basis, beside δS · block:N: in the modules of block N (from 1)
+    alone, and δS in the others."""
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """Of interventions that deal out rows."""
+
+    rebaseline: bool = False
+    """Advantages of kept rows are recomputed among them (gate: of rows that are no known hacks)."""
+
+
+@dataclass(frozen=True)
+class Penalised:
+    """Of penalty."""
+
+    penalty: float | None = setting(None, low=0, high=1e6, suffix="by")
+    """penalty: what a flagged answer loses; none: down to the reward of code that only compiles."""
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """Of inoculation."""
+
+    inoculation_prompt: str = setting("", suffix="own")
+    """inoculation: what closes every training prompt; '': the organism's cue, elsewhere a sentence of ours."""
+
+
+@dataclass(frozen=True)
+class Placebo:
+    """Of placebo."""
+
+    placebo_pairs: str = "flawed"
+    """placebo: pairs about an unrelated contrast: flawed, commented, long or laid_out, or a file (JSON)."""
+
+
+# ── the rows ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+Groups = tuple[type["DataclassInstance"], ...]
+
+
+@dataclass(frozen=True)
+class MonitorSpec:
+    """What a monitor is."""
+
+    what: str  # one line
+    settings: Groups = ()
+    needs: Literal["texts", "gradients"] = "texts"  # decides before the backward, or after it
+    owns_quarantine: bool = False  # reads with δS_hack, which learns from rows that it names
+    learns: bool = False  # to read, from what a seed monitor flags
+    calibrates: bool = False  # its threshold needs the base's own answers
+    sees_labels: bool = False  # a bound, and no method
+
+
+MONITORS: dict[str, MonitorSpec] = {
+    "none": MonitorSpec("nothing is flagged"),
+    "gate": MonitorSpec(
+        "cosine of a rollout's gradient above τ, and known hacks", (Direction, Pairs, Vote, Threshold), "gradients"
+    ),
+    "band": MonitorSpec(
+        "softly, where that cosine lies between the pairs' clean and hack sides", (Direction, Pairs, Vote), "gradients"
+    ),
+    "labels": MonitorSpec(
+        "true labels, with errors and blind spots: a bound, never a method", (Labels,), sees_labels=True
+    ),
+    "detector": MonitorSpec("the weak detector alone"),
+    "pmi": MonitorSpec(
+        "answers that the prompt's hint makes likelier, to the frozen base", (Reading, Calibration), calibrates=True
+    ),
+    "nll": MonitorSpec("answers that the frozen base finds unlikely", (Reading, Calibration), calibrates=True),
+    "twin": MonitorSpec("answers that are rewarded on an impossible twin of the problem too"),
+    "quarantine": MonitorSpec(
+        "what a seed monitor flags, and rewarded answers that the quarantine makes likelier",
+        (Seed, Reading, QuarantineReads, Pairs, Quarantine, Place),
+        owns_quarantine=True,
+        learns=True,
+    ),
+    "online_probe": MonitorSpec(
+        "what a seed monitor flags, and rewarded answers whose hidden states in the frozen base are more like those "
+        "than like known correct ones",
+        (Seed, Reading, Probe),
+        learns=True,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class InterventionSpec:
+    """What an intervention is."""
+
+    what: str  # one line
+    settings: Groups = ()
+    acts_on: Literal["nothing", "rewards", "rows", "gradient"] = "nothing"
+    reads_flags: bool = False
+    usual: str = "none"  # its monitor where none is named; "": one has to be
+    routes: bool = False  # has a quarantine δS_hack, whatever flags
+    has_direction: bool = False  # of its own, in gradients
+    ablate_frac: float = 0.0  # usual --rollout-ablate-frac
+
+
+INTERVENTIONS: dict[str, InterventionSpec] = {
+    "none": InterventionSpec("plain GRPO"),
+    "erase": InterventionSpec(
+        "drop the hack-ward part of the gradient", (Direction, Pairs, Axes, Removal), "gradient", has_direction=True
+    ),
+    "route": InterventionSpec(
+        "quarantine that part", (Direction, Pairs, Axes, Quarantine), "gradient", routes=True, has_direction=True
+    ),
+    "screen": InterventionSpec("leave flagged rollouts out of their group", (), "rewards", reads_flags=True, usual=""),
+    "penalty": InterventionSpec("reward flagged rollouts less", (Penalised,), "rewards", reads_flags=True, usual=""),
+    "route2": InterventionSpec(
+        "quarantine the gradient of flagged rollouts",
+        (Quarantine, Place, Baseline),
+        "gradient",
+        reads_flags=True,
+        usual="gate",
+        routes=True,
+    ),
+    "sgtm": InterventionSpec(
+        "flagged rollouts train the quarantine, those sampled without it the kept part, the rest both (Selective "
+        "Gradient Masking)",
+        (Quarantine, Place, Baseline),
+        "rows",
+        reads_flags=True,
+        usual="",
+        routes=True,
+        ablate_frac=0.5,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class ControlSpec:
+    """What a control does, and of what it can be one."""
+
+    what: str  # one line, for help, a run's log and run.json
+    settings: Groups = ()
+    of: Literal["any", "plain GRPO", "a direction", "surgery or routing by a direction", "a quarantine"] = "any"
+    direction: Literal["", "random", "other pairs"] = ""  # in place of the real one
+    prompts: Literal["", "without the hint", "with an invitation"] = ""  # of the training problems
+    learns_hinted: bool = False  # … and under which they are learnt all the same
+    deploys_quarantine: bool = False
+    strict: bool = False  # the reward is the strict oracle's
+    shrinks: bool = False  # plain GRPO's update, scaled
+
+
+CONTROLS: dict[str, ControlSpec] = {
+    "none": ControlSpec("the method itself"),
+    "haar": ControlSpec("random directions, the same number in every module", of="a direction", direction="random"),
+    "shuffled": ControlSpec("hack and clean exchanged in half of the pairs", of="a direction", direction="other pairs"),
+    "placebo": ControlSpec(
+        "the direction of pairs about an unrelated contrast: --placebo-pairs",
+        (Placebo,),
+        of="a direction",
+        direction="other pairs",
+    ),
+    "shrinkage": ControlSpec(
+        "the update of plain GRPO, scaled by the share that the method would keep",
+        of="surgery or routing by a direction",
+        shrinks=True,
+    ),
+    "deploy_quarantine": ControlSpec(
+        "trained as usual; δS_hack, the quarantine, is deployed, and δS, the kept part, is deleted",
+        of="a quarantine",
+        deploys_quarantine=True,
+    ),
+    "no_loophole": ControlSpec("reward of the strict oracle alone: the ceiling for solve", strict=True),
+    "inoculation": ControlSpec(
+        "baseline: the training prompts, and they alone, invite the exploit",
+        (Invitation,),
+        of="plain GRPO",
+        prompts="with an invitation",
+    ),
+    "hint_free": ControlSpec(
+        "baseline: the training prompts, and they alone, do not say how answers are checked",
+        of="plain GRPO",
+        prompts="without the hint",
+    ),
+    "recontextualise": ControlSpec(
+        "baseline: sampled from prompts that do not say how answers are checked, learnt under those that do",
+        of="plain GRPO",
+        prompts="without the hint",
+        learns_hinted=True,
+    ),
+}
+
+
+def obstacle(intervention: str, monitor: str) -> str | None:
+    """Why these two make no method; None: they do."""
+    arm, flagger = INTERVENTIONS[intervention], MONITORS[monitor]
+    if not arm.reads_flags:
+        return None if monitor == "none" else "it reads no flags"
+    if monitor == "none":
+        return "it needs a monitor"
+    if flagger.needs == "gradients" and arm.acts_on == "rows":
+        return "it has to know who is flagged before the gradient"
+    if flagger.owns_quarantine and arm.routes:
+        return "there is one quarantine, and both would have it"
+    return None
+
+
+def monitors_of(intervention: str) -> list[str]:
+    """Monitors that go with an intervention."""
+    return [name for name in MONITORS if obstacle(intervention, name) is None]
+
+
+def methods() -> Iterator[tuple[str, str]]:
+    """Every legal pair of intervention and monitor."""
+    return ((name, monitor) for name in INTERVENTIONS for monitor in monitors_of(name))
+
+
+def seeds() -> list[str]:
+    """Monitors that another one can learn to read from."""
+    return [n for n, m in MONITORS.items() if n != "none" and m.needs == "texts" and not m.learns]
+
+
+def _lines(rows: Mapping[str, MonitorSpec] | Mapping[str, InterventionSpec] | Mapping[str, ControlSpec]) -> str:
+    return summary({name: row.what for name, row in rows.items()})
+
+
+_ONE_OF = {  # read when a value is checked: a registry may have grown
+    "intervention": lambda: list(INTERVENTIONS),
+    "monitor": lambda: ["usual", *MONITORS],
+    "control": lambda: list(CONTROLS),
+    "seed_monitor": seeds,
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Who is flagged, what is done about it, and which control of that it is."""
+
+    intervention: Annotated[str, tyro.conf.arg(help=_lines(INTERVENTIONS), metavar="NAME")] = "erase"
+    monitor: Annotated[
+        str,
+        tyro.conf.arg(
+            help="Who is flagged; usual: the intervention's own (route2: gate; screen, penalty and sgtm have none and "
+            f"need one). {_lines(MONITORS)}",
+            metavar="NAME",
+        ),
+    ] = "usual"
+    control: Annotated[str, tyro.conf.arg(help=f"The same run under a control. {_lines(CONTROLS)}", metavar="NAME")] = (
+        "none"
+    )
+    random_flags: bool = False
+    """The monitor's flags are shuffled among rollouts, as many: a control of which rollouts are flagged."""
+
+
+@dataclass(frozen=True)
+class MethodConfig(
+    Baseline,
+    Place,
+    Quarantine,
+    Probe,
+    QuarantineReads,
+    Calibration,
+    Reading,
+    Seed,
+    Labels,
+    Threshold,
+    Vote,
+    Placebo,
+    Invitation,
+    Penalised,
+    Removal,
+    Axes,
+    Pairs,
+    Direction,
+    Choice,
+):
+    """The whole choice with every group of settings: flat on the command line and in files, and each owned above."""
+
+    def __post_init__(self) -> None:
+        for name, legal in _ONE_OF.items():
+            refuse(
+                getattr(self, name) not in legal(),
+                f"{flag(name)} {getattr(self, name)}: should be one of {', '.join(legal())}",
+            )
+        check(self)
+        arm, control, monitor = self.intervention, self.control, self.monitor_name
+        refuse(
+            self.haar and control not in ("none", "haar"),
+            f"--control {control} with --route2-random-v-seed: one control a run; leave one of them out",
+        )
+        refuse(
+            self.random_flags and (control != "none" or self.haar),
+            f"--control {'haar' if self.haar else control} with --random-flags: one control a run; leave one out",
+        )
+        goes = monitors_of(arm)
+        refuse(not monitor, f"--intervention {arm}: needs --monitor {', '.join(goes[:-1])} or {goes[-1]}")
+        if monitor and (why := obstacle(arm, monitor)):
+            raise ValueError(f"--monitor {monitor} with --intervention {arm}: {why}; that goes with {', '.join(goes)}")
+        if missing := self._uncontrolled():
+            raise ValueError(f"--control {'haar' if self.haar else control}: {missing}")
+        refuse(
+            self.random_flags and not self.spec.reads_flags,
+            f"--random-flags: --intervention {arm} reads no flags; leave it out",
+        )
+        refuse(
+            self.direction_is == "other pairs" and self.v_hack_path is not None,
+            f"--control {control} with --v-hack-path: that direction was made from the true pairs; leave it out",
+        )
+        self._check_read()
+        self._check_quarantine()
+
+    def _uncontrolled(self) -> str | None:
+        """Why the control cannot be one of this method."""
+        of, spec, called = self.control_spec.of, self.spec, f"--intervention {self.intervention}"
+        if of == "plain GRPO" and self.intervention != "none":
+            return f"needs --intervention none, got {self.intervention}"
+        if of == "a quarantine" and not spec.routes:
+            names = [name for name, row in INTERVENTIONS.items() if row.routes]
+            return f"needs --intervention {' or '.join(names)}, got {self.intervention}"
+        if of == "a direction" and not self.has_direction:
+            return f"replaces a direction, and {called} --monitor {self.monitor_name} has none"
+        if of == "surgery or routing by a direction" and not (self.has_direction and spec.acts_on == "gradient"):
+            return f"scales what a direction keeps, and {called} --monitor {self.monitor_name} keeps all"
+        return None
+
+    def _check_read(self) -> None:
+        """Settings that this run never reads stand at their defaults: else they would be silent no-ops."""
+        read = {name for group in (Choice, *self.groups) for name in _names(group)}
+        away = [name for name, _ in changed(self)]
+        if unread := [name for name in away if name not in read]:
+            raise ValueError(f"{flags(unread)}: {self._readers(unread[0])}; leave it out")
+        reads_by_threshold = self.monitor_name != "quarantine" or self.quarantine_threshold is None
+        idle = {
+            # random directions stay
+            "vhack_refresh_every": self.haar and self.monitor_name != "band" and self.vhack_refresh_every != 0,
+            "rebaseline": self.control_spec.shrinks,
+            "preserve_magnitude": self.control_spec.shrinks,
+            "monitor_quantile": not reads_by_threshold,
+            "known_correct": not reads_by_threshold,
+            "vhack_pairs_path": not self.reads_pairs,
+            "gate_vote": self.spec.acts_on == "rewards",
+        }
+        unread = [name for name in away if idle.get(name)]
+        refuse(bool(unread), f"{flags(unread)}: not read with these settings; leave it out")
+
+    def _readers(self, name: str) -> str:
+        """Who reads a setting that this run does not."""
+        found = [
+            f"--{kind} {' or '.join(names)}"
+            for kind, rows in (("intervention", INTERVENTIONS), ("monitor", MONITORS), ("control", CONTROLS))
+            if (names := [n for n, row in rows.items() if any(name in _names(group) for group in row.settings)])
+        ]
+        return f"not read by --intervention {self.intervention}, goes with {' or '.join(found)}"
+
+    def _check_quarantine(self) -> None:
+        refuse(
+            self.starts_on_pairs and len(self.modes_known) > 1 and self.vhack_pairs_path is None,
+            f"--quarantine-start pairs with --known-modes {self.known_modes}: a pair file shows one flaw; add "
+            "--vhack-pairs-path",
+        )
+        given = f"--quarantine {self.quarantine}"
+        refuse(
+            self.quarantine != "shared" and self.quarantine_block is None,
+            f"{given}: should be shared or block:N, N from 1 to 1000",
+        )
+        refuse(
+            self.quarantine_block is not None and self.control_spec.shrinks,
+            f"{given} with --control shrinkage: not read, nothing is quarantined; leave it out",
+        )
+
+    @property
+    def spec(self) -> InterventionSpec:
+        return INTERVENTIONS[self.intervention]
+
+    @property
+    def monitor_spec(self) -> MonitorSpec:
+        return MONITORS[self.monitor_name]
+
+    @property
+    def control_spec(self) -> ControlSpec:
+        return CONTROLS["haar" if self.haar else self.control]
+
+    @property
+    def groups(self) -> Groups:
+        """The groups of settings that this run reads."""
+        rows = (self.spec, *(MONITORS[name] for name in self.watching), self.control_spec)
+        return tuple(dict.fromkeys(group for row in rows for group in row.settings))
+
+    @property
+    def monitor_name(self) -> str:
+        """Who flags, the intervention's usual one resolved; '' where one has to be named."""
+        return self.spec.usual if self.monitor == "usual" else self.monitor
+
+    @property
+    def watching(self) -> tuple[str, ...]:
+        """The monitors of this run: its own, and the one that seeds it."""
+        name = self.monitor_name
+        if not name:
+            return ()
+        return (name, self.seed_monitor) if MONITORS[name].learns else (name,)
+
+    @property
+    def flags_by_gradient(self) -> bool:
+        """Whether the monitor decides by gradients, after the backward."""
+        return self.monitor_spec.needs == "gradients"
+
+    @property
+    def has_direction(self) -> bool:
+        """Whether the intervention or its monitor has a direction in gradients."""
+        return self.spec.has_direction or self.flags_by_gradient
+
+    @property
+    def haar(self) -> bool:
+        return self.control == "haar" or self.route2_random_v_seed is not None
+
+    @property
+    def direction_is(self) -> Literal["", "random", "other pairs"]:
+        """What stands in place of the real direction; "": nothing."""
+        return self.control_spec.direction
+
+    @property
+    def quarantine_block(self) -> int | None:
+        """The block that is the quarantine's alone, from 1; None: no such block."""
+        found = re.fullmatch(r"block:([1-9]\d{0,2}|1000)", self.quarantine)
+        return int(found[1]) if found else None
+
+    @property
+    def routes(self) -> bool:
+        """Whether training samples with a quarantine that is deleted before deployment."""
+        return self.spec.routes or self.monitor_spec.owns_quarantine
+
+    @property
+    def changes_rewards(self) -> bool:
+        """Whether answers are rewarded otherwise than by the grader."""
+        return self.spec.acts_on == "rewards"
+
+    @property
+    def starts_on_pairs(self) -> bool:
+        """Whether the quarantine reads from the first step on by what pairs show."""
+        return self.monitor_spec.owns_quarantine and self.quarantine_start == "pairs"
+
+    @property
+    def reads_pairs(self) -> bool:
+        return self.has_direction or self.starts_on_pairs
+
+    @property
+    def compares_prompts(self) -> bool:
+        """Whether a prompt is compared with the same one without its hint."""
+        return "pmi" in self.watching or self.control_spec.prompts == "without the hint"
+
+    @property
+    def needs_known_correct(self) -> str:
+        """The setting for which there is no threshold without known correct answers; "": they can be done without."""
+        spec = self.monitor_spec
+        if spec.owns_quarantine and self.quarantine_threshold is None:
+            return "--quarantine-threshold None"
+        if spec.learns and not spec.owns_quarantine:
+            return f"--monitor {self.monitor_name}"
+        return "--monitor-threshold known_correct" if self.monitor_threshold == "known_correct" else ""
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether a monitor reads texts against a threshold that known correct answers set."""
+        return bool(self.needs_known_correct) or any(MONITORS[name].calibrates for name in self.watching)
+
+    @property
+    def ablate_frac(self) -> float:
+        usual = 1.0 if self.monitor_spec.owns_quarantine else self.spec.ablate_frac
+        return usual if self.rollout_ablate_frac is None else self.rollout_ablate_frac
+
+    @property
+    def modes_known(self) -> tuple[Mode, ...]:
+        """The flaws that a monitor with labels knows; (): all, or nobody is given labels."""
+        return tuple(m for m in MODES if m in listed(self.known_modes, MODES))
+
+    @property
+    def control_name(self) -> str:
+        """The one name by which files and tables know this run's control."""
+        if self.haar:
+            return "haar"
+        if self.random_flags:
+            return "random_flags"
+        if self.control == "placebo":
+            return f"placebo_{Path(self.placebo_pairs).stem.removeprefix('placebo_')}"
+        return self._suffixed(self.control, self.control_spec.settings)
+
+    @property
+    def monitor_title(self) -> str:
+        """The one name by which files and tables know this run's monitor; '' for the intervention's usual one."""
+        name = self.monitor_name
+        if name == self.spec.usual:
+            return ""
+        groups = tuple(group for of in self.watching for group in MONITORS[of].settings)
+        return self._suffixed("_".join(self.watching), (*self.spec.settings, *groups))
+
+    def _suffixed(self, name: str, groups: Groups) -> str:
+        own = {n for group in groups for n in _names(group)}
+        away = [(rule.suffix, getattr(self, n)) for n, rule in changed(self) if rule.suffix is not None and n in own]
+        return "_".join([name, *(f"{s}{_short(v)}" for s, v in away)])
+
+    @property
+    def control_what(self) -> str:
+        return "the monitor's flags, shuffled among rollouts" if self.random_flags else self.control_spec.what
+
+
+def _names(group: "type[DataclassInstance]") -> set[str]:
+    return {f.name for f in fields(group)}
+
+
+def _short(value: float | str) -> str:
+    """A setting's value in a name; of free text that it is one's own says enough."""
+    if not isinstance(value, str):
+        return f"{value:g}"
+    return value if re.fullmatch(r"[\w,]{1,60}", value) else ""
+
+
+def register(name: str, row: InterventionSpec) -> None:
+    """Add an intervention to this process's registry: help and checks know it from here on.
+
+    Raises:
+        ValueError: no name that a flag can have, or one of the package's own interventions.
+    """
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        raise ValueError(f"intervention {name!r}: a name of small letters, digits and _")
+    if name in _OWN:
+        raise ValueError(f"intervention {name!r}: is one of the package's own; choose another name")
+    INTERVENTIONS[name] = row
+
+
+_OWN = frozenset(INTERVENTIONS)

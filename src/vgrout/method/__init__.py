@@ -1,0 +1,68 @@
+"""Who is flagged, and what is done about it: the classes behind the rows of `vgrout.config.method`."""
+
+from vgrout.config import method as config
+from vgrout.config.method import InterventionSpec
+from vgrout.method.base import Intervention, Monitor, Setup
+from vgrout.method.gates import Band, Gate
+from vgrout.method.labels import Labels, WeakDetector
+from vgrout.method.method import Method
+from vgrout.method.online_probe import OnlineProbe
+from vgrout.method.quarantine import Quarantine
+from vgrout.method.rewards import Penalty, Screen
+from vgrout.method.rows import SGTM, Route2
+from vgrout.method.surgery import Erase, Route
+from vgrout.method.text_scores import NLL, PMI
+from vgrout.method.twin import Twin
+from vgrout.model.policy import modules_of_block
+
+INTERVENTIONS: dict[str, type[Intervention]] = {
+    "none": Intervention,
+    "erase": Erase,
+    "route": Route,
+    "screen": Screen,
+    "penalty": Penalty,
+    "route2": Route2,
+    "sgtm": SGTM,
+}
+MONITORS: dict[str, type[Monitor]] = {
+    "none": Monitor,
+    "gate": Gate,
+    "band": Band,
+    "labels": Labels,
+    "detector": WeakDetector,
+    "pmi": PMI,
+    "nll": NLL,
+    "twin": Twin,
+    "quarantine": Quarantine,
+    "online_probe": OnlineProbe,
+}
+
+
+def make_method(setup: Setup) -> Method:
+    """The method that a run asks for, on its policy's modules.
+
+    Raises:
+        ValueError: no pairs where they are needed, files that do not fit this model, a base that is rewarded for
+            nothing; one line.
+    """
+    cfg = setup.cfg.method
+    monitor = MONITORS[cfg.monitor_name]
+    seeded = {"seed_monitor": MONITORS[cfg.seed_monitor].make(setup)} if cfg.monitor_spec.learns else {}
+    block, own = cfg.quarantine_block, frozenset()
+    if block is not None:
+        own = frozenset(modules_of_block(setup.policy, setup.sizes, block))
+    intervention = INTERVENTIONS[cfg.intervention].make(setup)
+    return Method(setup.cfg, intervention, monitor.make(setup, **seeded), own_modules=own, policy=setup.policy)
+
+
+def register_intervention(intervention: type[Intervention], what: str, *, routes: bool = False) -> type[Intervention]:
+    """Let `--intervention` find one of one's own, in this process: by its `name`, with `what` as its line of help.
+
+    routes: whether it hands anything to the quarantine δS_hack.
+
+    Raises:
+        ValueError: its name is none, or is one of the package's own interventions.
+    """
+    config.register(intervention.name, InterventionSpec(what, routes=routes))
+    INTERVENTIONS[intervention.name] = intervention
+    return intervention

@@ -1,0 +1,135 @@
+"""The direction of a run: loaded or extracted, replaced by a control, and extracted again as the model moves."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vgrout.config.run import Config
+from vgrout.direction.controls import Provenance, cosine_to_real, haar_like, overlap
+from vgrout.direction.extract import Direction, extract
+from vgrout.direction.files import obtain
+from vgrout.method.base import Refresh, Setup, StepGrads
+from vgrout.method.projection import cos_pre
+from vgrout.tensor_types import Diagnostics, Directions, ModuleGrads
+from vgrout.types import Diverged
+
+Pick = Callable[[Config, Direction], Directions]  # V of a direction
+
+
+class LiveDirection:
+    """Orthonormal hack-ward rows V [k, r] for some modules; the others pass through.
+
+    Args of the constructor: `pick` chooses V from a direction, `again` extracts on the present model every
+    `vhack_refresh_every` steps (None: the direction is frozen). keeps_modules: the set of modules stays as it was
+    first, and one for which no new v is found keeps its old one.
+
+    Haar: random rows in the shape of the extracted ones. They stay as they are; only the pair band around them follows
+    the model, and there each is signed so that the pairs' hack side lies above, which favours the control.
+    """
+
+    provenance: Provenance | None = None
+
+    def __init__(
+        self,
+        cfg: Config,
+        sizes: Mapping[str, int],
+        direction: Direction,
+        pick: Pick,
+        *,
+        again: Callable[[], Direction] | None = None,
+        device: torch.device | str = "cpu",
+        keeps_modules: bool = False,
+        signed: bool = False,
+    ) -> None:
+        method = cfg.method
+        self.sizes, self.device, self._keeps_modules = dict(sizes), torch.device(device), keeps_modules
+        self._pick = partial(pick, cfg)
+        if method.direction_is == "random":
+            seed = cfg.run.seed if method.route2_random_v_seed is None else method.route2_random_v_seed
+            drawn = haar_like(self._pick(direction), seed)
+            rows = direction.signed(drawn) if signed else drawn
+            self._pick, again = (lambda _: rows), again if signed else None
+        self._again, self._every = again, method.vhack_refresh_every if again else 0
+        self.V: Directions = {}
+        self.latest = direction
+        self._take(direction)
+
+    @classmethod
+    def make(cls, setup: Setup, pick: Pick, **how: Any) -> "LiveDirection":
+        """Loaded, or extracted on the spot. Under a control whose direction is not the real one, the real one is
+        obtained too, to say in `provenance` how far they coincide."""
+        cfg, method, pairs, policy = setup.cfg, setup.cfg.method, setup.inputs.pairs, setup.policy
+        others = method.direction_is == "other pairs"
+        if pairs is None and others:
+            raise ValueError(f"--control {method.control}: needs the pairs; give --vhack-pairs-path")
+        if pairs is None and method.vhack_refresh_every and not method.haar:
+            raise ValueError(
+                "--vhack-refresh-every: needs the pairs; give --vhack-pairs-path, or 0 for a frozen direction"
+            )
+        top_k, tau_axis = method.v_hack_extract_top_k, method.v_hack_tau_axis
+        real = direction = obtain(policy, pairs, method.v_hack_path, top_k, tau_axis)
+        if pairs is not None and others:
+            pairs = setup.inputs.placebo or pairs.shuffled(cfg.run.seed)
+            direction = obtain(policy, pairs, None, top_k, tau_axis)
+        again = partial(extract, policy, pairs, top_k, tau_axis) if pairs is not None else None
+        live = cls(cfg, setup.sizes, direction, pick, again=again, device=setup.device, **how)
+        live.provenance = Provenance(
+            pairs=direction.meta.pairs_source,
+            pairs_sha256=direction.meta.pairs_sha256,
+            modules=len(live.V),
+            axes=sum(map(len, live.V.values())),
+            cosine_to_real=cosine_to_real(live.V, pick(cfg, real)) if method.direction_is else None,
+        )
+        return live
+
+    def refresh(self, step: int) -> Refresh:
+        """After the optimiser of step `step` (from 0): extract V again on the present model where that is due."""
+        done = step + 1
+        age = done % self._every if self._every else done
+        shared = None
+        if self._again and age == 0:
+            before = self.V
+            try:
+                self._take(self._again())
+            except ValueError as e:  # the pairs are the same as before: it is the model
+                raise Diverged(
+                    f"step {step}: the policy has collapsed: no direction can be extracted on it ({e})"
+                ) from e
+            shared = overlap(self.V, before)
+        return Refresh(age, shared, len(self.V), sum(len(rows) for rows in self.V.values()))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {f"V/{m}": rows.clone() for m, rows in self.V.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Raises ValueError where `state` is of another model."""
+        V = {key.removeprefix("V/"): rows for key, rows in state.items()}
+        self._require_fit(V, "checkpoint's direction")
+        self.V = {m: V[m].to(self.device) for m in self.sizes if m in V}
+
+    def diagnose(self, step: StepGrads, keep: ModuleGrads, keep_s: ModuleGrads, keep_t: ModuleGrads) -> Diagnostics:
+        """What can be read off g and the kept part; keep_s, keep_t: what each source's rows alone would leave."""
+        return Diagnostics(
+            cos_pre=cos_pre(step.total, self.V),
+            cos_pre_s=cos_pre(step.students, self.V),
+            cos_pre_t=cos_pre(step.teachers, self.V),
+            cos_post=cos_pre(keep, self.V),
+            cos_post_s=cos_pre(keep_s, self.V),
+            cos_post_t=cos_pre(keep_t, self.V),
+        )
+
+    def _take(self, direction: Direction) -> None:
+        V = {m: rows.to(self.device) for m, rows in self._pick(direction).items()}
+        self._require_fit(V, "direction")
+        V = {m: V[m] for m in self.sizes if m in V}  # the model's order, whatever the file's
+        if self._keeps_modules and self.V:
+            V = {m: V.get(m, old) for m, old in self.V.items()}
+        self.V, self.latest = V, direction
+
+    def _require_fit(self, V: Directions, what: str) -> None:
+        for m, rows in V.items():
+            if m not in self.sizes or rows.shape[1] != self.sizes[m]:
+                raise ValueError(f"{what} has {m} {[*rows.shape]}, r is {self.sizes.get(m)} here")
