@@ -23,7 +23,7 @@ from typing import Literal
 from tabulate import tabulate
 from tqdm import tqdm
 
-from vgrout.config.method import BY_GRADIENT, ROUTING
+from vgrout.config.method import INTERVENTIONS
 from vgrout.files import read_json
 
 ARMS = ("none", "erase", "route", "route2", "screen")  # screen, by pmi, for all whose monitor reads
@@ -149,8 +149,8 @@ def torture(arm: str, kills: int, root: Path, seed: int = 0) -> Tally:
         "--intervention",
         arm,
         *EVERYTHING,
-        *(["--vhack-refresh-every", "2"] if arm in BY_GRADIENT else []),
-        *(["--rollout-ablate-frac", "0.5"] if arm in ROUTING else []),
+        *(["--vhack-refresh-every", "2"] if INTERVENTIONS[arm].has_direction or arm == "route2" else []),
+        *(["--rollout-ablate-frac", "0.5"] if INTERVENTIONS[arm].routes else []),
         *(["--monitor", "pmi", "--monitor-prompts", "40"] if arm == "screen" else []),
     ]
     rng = random.Random(f"{arm} {seed}")

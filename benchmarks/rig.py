@@ -18,11 +18,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qw
 from transformers.utils.logging import disable_progress_bar
 
 from vgrout import loading, organism, ranks
-from vgrout.arms import Arm, make_arm
-from vgrout.config.method import Intervention
 from vgrout.config.presets import PRESETS
 from vgrout.config.run import Config
 from vgrout.grading.grade import Grader
+from vgrout.method import Method, Setup, make_method
 from vgrout.model.policy import Policy, as_policy
 from vgrout.model.sampler import sample
 from vgrout.model.sampling import Sampling
@@ -43,12 +42,12 @@ LR = 1e-6  # so small that both peers go on sampling from the same model, and an
 NOWHERE = Problem(0, "run_tests", "", (), (), (), "", "", "f")
 
 
-def config(arm: Intervention, checkpoint_every: int = 10_000_000, tag: str = "") -> Config:
+def config(arm: str, checkpoint_every: int = 10_000_000, tag: str = "") -> Config:
     """`mini` without demonstrations and evaluations: what TRL does as well."""
     mini = PRESETS["mini"][1]
     return replace(
         mini,
-        arm=replace(mini.arm, intervention=arm),
+        method=replace(mini.method, intervention=arm),
         scale=replace(mini.scale, steps=1_000, group=G, prompts_per_step=P),  # past its end the rate would be 0
         opt=replace(mini.opt, lr=LR),
         env=replace(mini.env, teacher_pool_dir=""),
@@ -79,15 +78,15 @@ class Loaded:
     cfg: Config
     policy: Policy
     problems: ProblemSplits
-    arm: Arm
+    method: Method
 
 
-def load(arm: Intervention, grader: Grader | None) -> Loaded:
+def load(arm: str, grader: Grader | None) -> Loaded:
     """A run of `config(arm)`, before its first step."""
     cfg = config(arm)
     inputs, policy = preflight(cfg), loading.load_policy(cfg)
     problems = loading.load_problems(cfg, inputs, policy)
-    return Loaded(cfg, policy, problems, make_arm(cfg, policy, inputs, grader, problems.train))
+    return Loaded(cfg, policy, problems, make_method(Setup(cfg, policy, inputs, grader, problems.train)))
 
 
 class Turns:
@@ -216,15 +215,17 @@ def draw(loaded: Loaded) -> Drawn:
     problems = loaded.problems.draw(SEED, 0, P)
     ids = [loaded.policy.render(p.messages) for p in problems]
     answers = sample(loaded.policy, ids, G, Sampling(), organism.MAX_NEW, torch_stream(SEED, "sample", 0))
-    return Drawn(problems, ids, [as_group(p, i, a) for p, i, a in zip(problems, ids, answers, strict=True)])
+    of = zip(problems, ids, answers, strict=True)
+    return Drawn(problems, ids, [as_group(*one, index) for index, one in enumerate(of)])
 
 
-def as_group(problem: Problem, prompt: tuple[int, ...], answers: Sequence[Completion]) -> Group:
+def as_group(problem: Problem, prompt: tuple[int, ...], answers: Sequence[Completion], index: int = 0) -> Group:
     """Completions of one prompt under rewards that differ; equal ones are paid alike, as a grader pays them."""
     rollouts = tuple(Rollout.of(problem, prompt, a) for a in answers)
     kinds: dict[tuple[int, ...], int] = {}
     rewards = [kinds.setdefault(a.ids, len(kinds)) % 3 for a in answers]
-    return Group(problem, rollouts, tuple(CachedGrade(float(r), False, False, True, "bench") for r in rewards))
+    grades = tuple(CachedGrade(float(r), False, False, True, "bench") for r in rewards)
+    return Group(problem, rollouts, grades, index=index)
 
 
 def noise_groups(vocabulary: int, group: int, prompts: int, prompt: int, completion: int) -> list[Group]:

@@ -14,7 +14,6 @@ from benchmarks.flops import Shape, packed_flops
 from benchmarks.report import Ratio, at_most, gemm_rate, interleaved, peak_memory
 from benchmarks.rows import Report, Row
 from vgrout import grpo, ranks
-from vgrout.config.method import Intervention
 from vgrout.config.loss import LossConfig
 from vgrout.grading.grade import cores
 from vgrout.grpo import policy_gradients
@@ -23,6 +22,7 @@ from vgrout.model.packing import Packed
 from vgrout.model.policy import Policy
 from vgrout.model.sampling import Sampling
 from vgrout.tensor_types import GradRows, Packing, RolloutGrads, UpdatePlan
+from vgrout.types import Batch as Step
 from vgrout.types import Group, Rollout
 
 QWEN_VOCABULARY = 151_936
@@ -34,8 +34,7 @@ def gradients(
     """Forward and backward of one update: each group's gradients."""
     (grads,), _ = policy_gradients(
         policy,
-        groups,
-        UpdatePlan(),
+        UpdatePlan(tuple(groups)),
         LossConfig(),
         max_new=max_new,
         prompts_per_step=len(groups),
@@ -73,21 +72,21 @@ def full_logits(policy: Policy, rollouts: list[Rollout]) -> None:
 
 def arm_update(loaded: rig.Loaded, groups: list[Group]) -> None:
     """What the trainer does between grading and the optimiser."""
-    cfg, arm = loaded.cfg, loaded.arm
-    views = [arm.view(g) for g in groups]
-    plan = arm.plan(views)
+    cfg, method = loaded.cfg, loaded.method
+    batch = Step(tuple(groups), (), (), cfg.env.pass_reward, cfg.generations, 0)
+    flags = method.flag(batch)
+    plan = method.plan(batch, flags)
     grads, _ = policy_gradients(
         loaded.policy,
-        groups,
         plan,
         cfg.loss,
         max_new=cfg.scale.max_new,
         prompts_per_step=len(groups),
-        grad_rows=arm.grad_rows,
+        grad_rows=method.grad_rows,
         sampling=Sampling(),
         packing=cfg.run.packing,
     )
-    arm.route(views, grads, plan)
+    method.route(plan, grads, flags)
 
 
 def phase(quick: bool = False) -> Report:
@@ -110,7 +109,7 @@ def phase(quick: bool = False) -> Report:
             for ratio in (Ratio.of(times[arm].wall, times["plain"].wall),)
         ]
         best, shape = gemm_rate(), Shape.of(none.policy.model)
-        arms: dict[Intervention, rig.Loaded] = {"none": none, "route2": route2}
+        arms: dict[str, rig.Loaded] = {"none": none, "route2": route2}
         for arm, loaded in arms.items():
             flops = work(loaded, drawn.groups, shape)
             used = flops / statistics.median(times[arm].cpu) / best
@@ -138,7 +137,7 @@ def work(loaded: rig.Loaded, groups: list[Group], shape: Shape) -> int:
     return flops
 
 
-def timed(arm: Intervention, rounds: int) -> tuple[list[float], float]:
+def timed(arm: str, rounds: int) -> tuple[list[float], float]:
     """Seconds of each update, dealt to the ranks there are, and the products that they get done together, FLOP/s."""
     loaded = rig.load(arm, None)
     drawn, seconds = rig.draw(loaded), []
@@ -151,7 +150,7 @@ def timed(arm: Intervention, rounds: int) -> tuple[list[float], float]:
     return seconds, sum(rates)
 
 
-def _on_all_cores(arm: Intervention, flops: int, alone: float, rounds: int) -> Row:
+def _on_all_cores(arm: str, flops: int, alone: float, rounds: int) -> Row:
     """One rank a core, against the products of all cores at once."""
     seconds, rate = rig.on_ranks(cores(), partial(timed, arm, rounds))
     wall = statistics.median(seconds)

@@ -89,7 +89,7 @@ def read_inputs(cfg: Config) -> Inputs:
     if cfg.method.reads_pairs:
         pairs = read(lambda: load_pairs(pair_file), pair_file) if pair_file is not None else handwritten()
     placebo = None
-    if cfg.method.control == "placebo":
+    if cfg.method.direction_is == "placebo pairs":
         path = cfg.placebo_path
         placebo = load_pairs(path) if path is not None else handwritten_placebo(cfg.method.placebo_pairs)
         if pairs is not None and placebo.sha256 == pairs.sha256:

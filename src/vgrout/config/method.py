@@ -220,6 +220,8 @@ class MonitorSpec:
     needs: Literal["texts", "gradients"] = "texts"  # decides before the backward, or after it
     owns_quarantine: bool = False  # reads with δS_hack, which learns from rows that it names
     learns: bool = False  # to read, from what a seed monitor flags
+    compares_prompts: bool = False  # with and without the hint
+    signs_random: bool = False  # signs random directions in their favour, anew whenever the pairs are read again
     calibrates: bool = False  # its threshold needs the base's own answers
     sees_labels: bool = False  # a bound, and no method
 
@@ -230,14 +232,20 @@ MONITORS: dict[str, MonitorSpec] = {
         "cosine of a rollout's gradient above τ, and known hacks", (Direction, Pairs, Vote, Threshold), "gradients"
     ),
     "band": MonitorSpec(
-        "softly, where that cosine lies between the pairs' clean and hack sides", (Direction, Pairs, Vote), "gradients"
+        "softly, where that cosine lies between the pairs' clean and hack sides",
+        (Direction, Pairs, Vote),
+        "gradients",
+        signs_random=True,
     ),
     "labels": MonitorSpec(
         "true labels, with errors and blind spots: a bound, never a method", (Labels,), sees_labels=True
     ),
     "detector": MonitorSpec("the weak detector alone"),
     "pmi": MonitorSpec(
-        "answers that the prompt's hint makes likelier, to the frozen base", (Reading, Calibration), calibrates=True
+        "answers that the prompt's hint makes likelier, to the frozen base",
+        (Reading, Calibration),
+        compares_prompts=True,
+        calibrates=True,
     ),
     "nll": MonitorSpec("answers that the frozen base finds unlikely", (Reading, Calibration), calibrates=True),
     "twin": MonitorSpec("answers that are rewarded on an impossible twin of the problem too"),
@@ -308,7 +316,7 @@ class ControlSpec:
     what: str  # one line, for help, a run's log and run.json
     settings: Groups = ()
     of: Literal["any", "plain GRPO", "a direction", "surgery or routing by a direction", "a quarantine"] = "any"
-    direction: Literal["", "random", "other pairs"] = ""  # in place of the real one
+    direction: Literal["", "random", "shuffled pairs", "placebo pairs"] = ""  # in place of the real one
     prompts: Literal["", "without the hint", "with an invitation"] = ""  # of the training problems
     learns_hinted: bool = False  # … and under which they are learnt all the same
     deploys_quarantine: bool = False
@@ -319,12 +327,14 @@ class ControlSpec:
 CONTROLS: dict[str, ControlSpec] = {
     "none": ControlSpec("the method itself"),
     "haar": ControlSpec("random directions, the same number in every module", of="a direction", direction="random"),
-    "shuffled": ControlSpec("hack and clean exchanged in half of the pairs", of="a direction", direction="other pairs"),
+    "shuffled": ControlSpec(
+        "hack and clean exchanged in half of the pairs", of="a direction", direction="shuffled pairs"
+    ),
     "placebo": ControlSpec(
         "the direction of pairs about an unrelated contrast: --placebo-pairs",
         (Placebo,),
         of="a direction",
-        direction="other pairs",
+        direction="placebo pairs",
     ),
     "shrinkage": ControlSpec(
         "the update of plain GRPO, scaled by the share that the method would keep",
@@ -469,7 +479,7 @@ class MethodConfig(
             f"--random-flags: --intervention {arm} reads no flags; leave it out",
         )
         refuse(
-            self.direction_is == "other pairs" and self.v_hack_path is not None,
+            self.other_pairs and self.v_hack_path is not None,
             f"--control {control} with --v-hack-path: that direction was made from the true pairs; leave it out",
         )
         self._check_read()
@@ -495,10 +505,10 @@ class MethodConfig(
         away = [name for name, _ in changed(self)]
         if unread := [name for name in away if name not in read]:
             raise ValueError(f"{flags(unread)}: {self._readers(unread[0])}; leave it out")
-        reads_by_threshold = self.monitor_name != "quarantine" or self.quarantine_threshold is None
+        reads_by_threshold = not self.monitor_spec.owns_quarantine or self.quarantine_threshold is None
         idle = {
             # random directions stay
-            "vhack_refresh_every": self.haar and self.monitor_name != "band" and self.vhack_refresh_every != 0,
+            "vhack_refresh_every": self.haar and not self.monitor_spec.signs_random and self.vhack_refresh_every != 0,
             "rebaseline": self.control_spec.shrinks,
             "preserve_magnitude": self.control_spec.shrinks,
             "monitor_quantile": not reads_by_threshold,
@@ -580,9 +590,14 @@ class MethodConfig(
         return self.control == "haar" or self.route2_random_v_seed is not None
 
     @property
-    def direction_is(self) -> Literal["", "random", "other pairs"]:
+    def direction_is(self) -> Literal["", "random", "shuffled pairs", "placebo pairs"]:
         """What stands in place of the real direction; "": nothing."""
         return self.control_spec.direction
+
+    @property
+    def other_pairs(self) -> bool:
+        """Whether the direction is made from other pairs than the true ones."""
+        return self.direction_is in ("shuffled pairs", "placebo pairs")
 
     @property
     def quarantine_block(self) -> int | None:
@@ -612,7 +627,10 @@ class MethodConfig(
     @property
     def compares_prompts(self) -> bool:
         """Whether a prompt is compared with the same one without its hint."""
-        return "pmi" in self.watching or self.control_spec.prompts == "without the hint"
+        return (
+            any(MONITORS[name].compares_prompts for name in self.watching)
+            or self.control_spec.prompts == "without the hint"
+        )
 
     @property
     def needs_known_correct(self) -> str:
@@ -646,7 +664,7 @@ class MethodConfig(
             return "haar"
         if self.random_flags:
             return "random_flags"
-        if self.control == "placebo":
+        if self.direction_is == "placebo pairs":
             return f"placebo_{Path(self.placebo_pairs).stem.removeprefix('placebo_')}"
         return self._suffixed(self.control, self.control_spec.settings)
 

@@ -445,7 +445,7 @@ class Config:
     def placebo_path(self) -> Path | None:
         """Pairs of a placebo control; None without one, or where the hand-written ones serve."""
         chosen = self.method.placebo_pairs
-        if self.method.control != "placebo":
+        if self.method.direction_is != "placebo pairs":
             return None
         if chosen not in PLACEBOS:
             return Path(chosen)

@@ -62,12 +62,10 @@ class GradientMonitor(Monitor):
 
     @classmethod
     def make(cls, setup: Setup) -> "GradientMonitor":
-        return cls(setup.cfg, LiveDirection.make(setup, mean_axis, keeps_modules=True, signed=cls.signed()))
-
-    @classmethod
-    def signed(cls) -> bool:
-        """Whether random rows in the direction's place are signed in its favour."""
-        return False
+        return cls(
+            setup.cfg,
+            LiveDirection.make(setup, mean_axis, keeps_modules=True, signed=setup.cfg.method.monitor_spec.signs_random),
+        )
 
     def flag(self, views: Views, step: int) -> list[GroupFlags]:
         return [unscored(known_hacks(view, self._teacher_only)) for view in views]
@@ -178,10 +176,6 @@ class Band(GradientMonitor):
 
     name = "band"
     rounds = False
-
-    @classmethod
-    def signed(cls) -> bool:
-        return True
 
     def follow(self) -> None:
         lo, hi = self.direction.latest.band(self.direction.V)

@@ -62,7 +62,7 @@ class LiveDirection:
         """Loaded, or extracted on the spot. Under a control whose direction is not the real one, the real one is
         obtained too, to say in `provenance` how far they coincide."""
         cfg, method, pairs, policy = setup.cfg, setup.cfg.method, setup.inputs.pairs, setup.policy
-        others = method.direction_is == "other pairs"
+        others = method.other_pairs
         if pairs is None and others:
             raise ValueError(f"--control {method.control}: needs the pairs; give --vhack-pairs-path")
         if pairs is None and method.vhack_refresh_every and not method.haar:

@@ -321,7 +321,9 @@ def suppression(cells: Sequence[Cell]) -> Picture | None:
             and (cell.first.cosine_to_real or cell.first.control == "none")
         ):
             beside[cell] = without
-    directed = [c for c in beside if c.first.intervention in INTERVENTIONS and INTERVENTIONS[c.first.intervention].has_direction]
+    directed = [
+        c for c in beside if c.first.intervention in INTERVENTIONS and INTERVENTIONS[c.first.intervention].has_direction
+    ]
     arms = list(dict.fromkeys(_variant(c) for c in directed if c.first.cosine_to_real))  # a gate of another kind apart
     if not arms:
         return None
