@@ -31,6 +31,7 @@ PAIRS: dict[str, list[str]] = {
     ],
     "sgtm-detector": ["sgtm", "--monitor", "detector"],
     "screen-pmi": ["screen", "--monitor", "pmi", *FEW],
+    "penalty-gate": ["penalty", "--monitor", "gate", "--vhack-refresh-every", "2"],
     "penalty-twin": ["penalty", "--monitor", "twin", "--random-flags"],
     "penalty-quarantine": [
         *("penalty", "--monitor", "quarantine", "--seed-monitor", "labels", "--known-modes", "exit_code"),
