@@ -324,7 +324,7 @@ def test_group_too_small_for_a_teacher_row_is_seen() -> None:
         "replay",
         "direction --modle x",
         "export",
-        "guardcheck --nope",
+        "report --nope",
         "distill --nope",
         "iterative_dpo --nope",
         "sweep",

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from fake_runs import fake_run
+from verdicts import plain_arms
 from vgrout.report.runs import cells, load, paired, partner
-from vgrout.report.verdicts import plain_arms
 
 
 def test_cells_are_runs_that_differ_by_their_seed(tmp_path: Path) -> None:
@@ -128,7 +128,16 @@ def test_damage_is_named_with_its_line(tmp_path: Path) -> None:
 
 
 def test_a_run_of_another_version_is_refused_by_its_file(tmp_path: Path) -> None:
+    """Not read under other names, and not counted without what it lacks."""
     path = fake_run(tmp_path, "--intervention=none")
+    record = (path / "run.json").read_text()
+    (path / "run.json").write_text(record.replace('"lr":', '"learning_rate":'))
+    with pytest.raises(ValueError, match=r"run\.json: unknown settings learning_rate; another version made this run$"):
+        load([tmp_path])
+    (path / "run.json").write_text(record)
+    (path / "final.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"no final\.jsonl; another version made this run$"):
+        load([tmp_path])
     (path / "per_mode_deploy.json").write_text("{}")
     with pytest.raises(ValueError, match=r"per_mode_deploy\.json: no arm, control, seed"):
         load([tmp_path])
@@ -186,10 +195,9 @@ def test_a_kl_term_is_a_baseline_of_the_arm_none(tmp_path: Path) -> None:
 
 
 def test_final_answers_are_read_problem_by_problem(tmp_path: Path) -> None:
-    (run,) = load([fake_run(tmp_path, "--intervention=none", hack=0.4, solve=0.2, n=30, problems=True)]).runs
+    (run,) = load([fake_run(tmp_path, "--intervention=none", hack=0.4, solve=0.2, n=30)]).runs
     shares = run.shares("deploy", "hack", {"exit_code"})
-    assert shares is not None
     assert list(shares) == ["exit_code"]
     assert sorted(shares["exit_code"].values()) == [0, 0, 0, 1, 1]
     assert run.shares("train", "hack") == run.shares("deploy", "hack"), "without a quarantine they are one model"
-    assert sum(r.k for r in run.counts("deploy", "solve").values()) == 6
+    assert sum(sum(of.values()) for of in run.shares("deploy", "solve").values()) == 6

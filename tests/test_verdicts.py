@@ -1,6 +1,5 @@
 """Every outcome that a hypothesis can have, on studies made for it; the file and its rules agree."""
 
-import hashlib
 import re
 import shutil
 from pathlib import Path
@@ -9,18 +8,19 @@ from typing import Any
 import pytest
 
 from fake_runs import fake_run
+from organisms import organisms
+from verdicts import RULES, TEXT, judge, read
 from vgrout.config.presets import resolve
 from vgrout.inputs import Inputs, file_hashes
 from vgrout.modes import DEALT
 from vgrout.organism import PROBLEMS
 from vgrout.problems import load_rows
 from vgrout.report import stats
-from vgrout.report.organisms import organisms
+from vgrout.report.judge import Judge, Verdict
 from vgrout.report.runs import cells, load
 from vgrout.report.tables import MARGIN
-from vgrout.report.verdicts import RULES, Preregistered, Verdict, judge
+from vgrout.runs.preflight import preregistered
 
-FILE = Path(__file__).resolve().parents[1] / "docs" / "hypotheses.md"
 SHIPPED = file_hashes(resolve(["mini"]), Inputs(load_rows(PROBLEMS), [], None, None))["problems"]
 NEAR = (0.02, -0.02, 0.01, -0.01, 0.0)  # seeds that differ a little
 
@@ -43,7 +43,7 @@ def told(
             monitor = ["--monitor=pmi"] if name == "screen" else []
             said = (f"--intervention={name}", *monitor, *extra, *flags)
             fake_run(root, *said, seed=seed, hack=clipped[0], solve=clipped[1], n=120, **(its or {}))
-    return judge(Preregistered.read(FILE), cells(load([root]).runs))
+    return judge(cells(load([root]).runs))
 
 
 def outcome(verdicts: list[Verdict], id: str) -> str:
@@ -52,17 +52,16 @@ def outcome(verdicts: list[Verdict], id: str) -> str:
 
 
 def test_every_hypothesis_has_a_rule_and_its_numbers() -> None:
-    filed = Preregistered.read(FILE)  # which refuses a number that is not in the text
-    assert {h.id for h in filed.hypotheses} == RULES.keys()
-    assert filed.sha256 == hashlib.sha256(FILE.read_bytes()).hexdigest()
-    h1, h2 = filed.hypotheses[:2]
+    filed = read()  # which refuses a number that is not in the text
+    assert {h.id for h in filed} == RULES.keys()
+    h1, h2 = filed[:2]
     assert h1.metric["solve_within"] == 100 * MARGIN
     assert h2.metric["of_modes"] == len(DEALT)
 
 
 def test_every_number_and_claim_is_in_its_row_of_the_text() -> None:
-    rows = {line.split("|")[1].strip(): line for line in FILE.read_text().splitlines() if line.startswith("| H")}
-    for h in Preregistered.read(FILE).hypotheses:
+    rows = {line.split("|")[1].strip(): line for line in TEXT.read_text().splitlines() if line.startswith("| H")}
+    for h in read():
         assert h.claim in rows[h.id]
         for number in h.numbers:
             assert re.search(rf"(?<![\w.]){number:g}\b", rows[h.id]), (h.id, number)
@@ -158,8 +157,8 @@ def test_h1_says_what_none_was_on_the_way(every: float | None, said: str, tmp_pa
 def copies(folder: Path) -> tuple[Path, Path]:
     """The text and its numbers, to be edited."""
     text, numbers = folder / "h.md", folder / "h.toml"
-    shutil.copy(FILE, text)
-    shutil.copy(FILE.with_suffix(".toml"), numbers)
+    shutil.copy(TEXT, text)
+    shutil.copy(TEXT.with_suffix(".toml"), numbers)
     return text, numbers
 
 
@@ -181,7 +180,6 @@ def copies(folder: Path) -> tuple[Path, Path]:
             "H1 says 30, 10, 5, 15, 15, and h.toml 30, 10, 5, 10,",
         ),
         (".toml", "[H3]", "[H4]", "H3, H4: not both in it and in h.toml"),
-        (".toml", "seeds = 5", "least = 5", "h.toml: .* argument"),
     ],
 )
 def test_a_number_moved_in_one_file_alone_is_refused(end: str, old: str, new: str, why: str, tmp_path: Path) -> None:
@@ -189,43 +187,28 @@ def test_a_number_moved_in_one_file_alone_is_refused(end: str, old: str, new: st
         if path.suffix == end:
             path.write_text(path.read_text().replace(old, new, 1))
     with pytest.raises(ValueError, match=why):
-        Preregistered.read(tmp_path / "h.md")
+        read(tmp_path / "h.md")
 
 
-def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
-    text, numbers = copies(tmp_path)
-    numbers.unlink()
-    with pytest.raises(ValueError, match=r"--hypotheses .*h\.md: .*h\.toml cannot be read \(No such file"):
-        Preregistered.read(text)
-
-
-def test_one_without_a_rule_is_undecided(tmp_path: Path) -> None:
-    text, numbers = copies(tmp_path)
-    text.write_text(FILE.read_text() + "| H99 | c | m | ≥ 5 | f |\n")
-    numbers.write_text(numbers.read_text() + '[H99]\nclaim = "c"\nmetric = {}\nseeds = 5\nfalsified = {}\n')
-    assert outcome(judge(Preregistered.read(text), []), "H99") == "UNDECIDED"
-
-
-def test_preregistration_is_by_hash(tmp_path: Path) -> None:
-    """Of text, numbers, rules and statistics; a run that has the text's hash alone is counted apart."""
-    filed = Preregistered.read(FILE)
-    whole = {"hypotheses": filed.sha256, "preregistered": filed.digest}
-    fake_run(tmp_path / "a", "--intervention=none", hashes=whole)
-    fake_run(tmp_path / "b", "--intervention=none", seed=2, hypotheses=filed.sha256)
-    fake_run(tmp_path / "b", "--intervention=none", seed=3, hypotheses="0" * 64)
-    assert filed.standing(cells(load([tmp_path / "a"]).runs)).startswith("preregistered: all 1 runs")
-    both = filed.standing(cells(load([tmp_path / "a", tmp_path / "b"]).runs))
-    assert both.startswith("not preregistered by hash: of 3 runs 1 carry")
-    assert f"2 this text's ({filed.sha256[:12]}), 1 that of another version of it, 0 none" in both
-
-
-def test_the_digest_is_of_the_numbers_too(tmp_path: Path) -> None:
-    text, numbers = copies(tmp_path)
-    before = Preregistered.read(text)
-    numbers.write_text(numbers.read_text() + "# another word\n")
-    after = Preregistered.read(text)
-    assert before.sha256 == after.sha256
-    assert before.digest != after.digest
+def test_preregistration_is_by_hash_of_claims_numbers_rules_and_statistics(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    studies = tmp_path / "studies"
+    shutil.copytree(TEXT.parents[1] / "studies", studies, ignore=shutil.ignore_patterns("*.toml", "__pycache__"))
+    for end in (".md", ".toml"):
+        shutil.copy(TEXT.with_suffix(end), tmp_path / "docs")
+    digest = preregistered(studies)
+    assert digest == preregistered(TEXT.parents[1] / "studies")
+    for i, its in enumerate((digest, "0" * 64, None)):
+        fake_run(tmp_path / str(i), "--intervention=none", seed=i, hashes={"preregistered": its})
+    asked = Judge.load(studies / "verdicts.py")
+    assert asked(cells(load([tmp_path / "0"]).runs)).standing.startswith("preregistered: all 1 runs carry")
+    mixed = asked(cells(load([tmp_path / str(i) for i in range(3)]).runs)).standing
+    assert mixed.startswith("not preregistered by hash: of 3 runs 1 carry")
+    assert mixed.endswith("1 that of another version, 1 none")
+    for file in ("docs/hypotheses.md", "docs/hypotheses.toml", "studies/organisms.py"):
+        (tmp_path / file).write_text((tmp_path / file).read_text() + "\n# another word\n")
+        before, digest = digest, preregistered(studies)
+        assert before != digest, file
 
 
 # ── several organisms ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -247,13 +230,12 @@ def on_organisms(
             seed=41 + i % seeds,
             hack=hack[min(o, len(hack) - 1)],
             solve=solve,
-            problems=True,
             hashes={"problems": f"{o}" * 64, "base_weights": f"{o + 1}" * 64},
         )
 
 
 def verdicts_of(root: Path, id: str) -> list[tuple[str, str]]:
-    found = judge(Preregistered.read(FILE), cells(load([root]).runs))
+    found = judge(cells(load([root]).runs))
     return [(v.outcome, v.numbers) for v in found if v.id == id]
 
 
@@ -405,7 +387,6 @@ def test_the_table_has_flaws_that_are_known_apart_and_means_of_organisms(tmp_pat
         seed=43,
         hack=0.4,
         solve=0.8,
-        problems=True,
         hashes={"problems": "0" * 64, "base_weights": "1" * 64},
     )
     rows = organisms(cells(load([tmp_path]).runs)).rows

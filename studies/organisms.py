@@ -31,8 +31,6 @@ class Sample:
     def strata(self, what: What, weight: float) -> list[Stratum]:
         """The problems by mode; those of one organism are common to all of its runs."""
         mine, theirs = (r.shares("deploy", what, self.modes) if r else {} for r in (self.run, self.minus))
-        if mine is None or theirs is None:
-            raise ValueError(f"{self.run.name}: no final.jsonl, which intervals over organisms need")
         found: dict[Mode, dict[int, float]] = {}
         for mode, of in mine.items():
             found[mode] = {p: of[p] - theirs[mode][p] for p in of if p in theirs[mode]} if self.minus else of
@@ -93,7 +91,7 @@ def known_modes(run: Run) -> frozenset[Mode]:
 def methods(cells: Iterable[Cell]) -> list[Method]:
     """The cells' runs across organisms, in the cells' order."""
     groups: dict[str, list[Run]] = defaultdict(list)
-    for run in (r for c in cells for r in c.runs if r.problems is not None):
+    for run in (r for c in cells for r in c.runs):
         groups[_settings(run)].append(run)
     alike: dict[str, list[Run]] = defaultdict(list)
     for of in groups.values():

@@ -1,4 +1,4 @@
-"""`python -m vgrout.probe_mixed [RUN]`: whether a study on a pool is worthwhile, from a short run of the arm none.
+"""`python studies/probe_mixed.py [RUN]`: whether a study on a pool is worthwhile, from a short run of the arm none.
 
 Go: student rows hack in the second half of the run, after a few steps of learning from the pool.
 Exit codes: 0 go · 1 no-go · 2 no such run.
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         print(line)
         return 0 if go else 1
 
-    return cli_exit(lambda: parse_args(command, argv, "python -m vgrout.probe_mixed"))
+    return cli_exit(lambda: parse_args(command, argv, "python studies/probe_mixed.py"))
 
 
 if __name__ == "__main__":

@@ -1,29 +1,27 @@
-"""Verdicts on the preregistered hypotheses: SUPPORTED, NOT SUPPORTED, UNDECIDED or REFUSED, with the numbers.
+"""Verdicts on docs/hypotheses.md: `python -m vgrout.report FOLDER --judge studies/verdicts.py`.
 
 docs/hypotheses.md states each hypothesis in a row of its table, docs/hypotheses.toml has the numbers of each row, and
-the rule that applies them is here. Points are hundredths of a share.
+the rule that applies them is here: SUPPORTED, NOT SUPPORTED, UNDECIDED or REFUSED. Points are hundredths of a share.
 """
 
-import hashlib
 import re
 import statistics
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
+from organisms import Method, Sample, across, find, methods, organism, organisms
 from vgrout.config.arm import ARMS, WITH_DIRECTION
 from vgrout.config.run import ORGANISM
 from vgrout.inputs import hash_of_files
 from vgrout.organism import PROBLEMS
-from vgrout.report.organisms import Method, Sample, across, find, methods, organism
+from vgrout.report.judge import Verdict
 from vgrout.report.runs import Cell, Run, paired, partner
 from vgrout.report.stats import Estimate
-from vgrout.report.tables import MARGIN, Comparison, compare, level, p_value, percent
-from vgrout.runs.preflight import preregistered
+from vgrout.report.tables import MARGIN, Comparison, Table, compare, level, p_value, percent
 
-Outcome = Literal["SUPPORTED", "NOT SUPPORTED", "UNDECIDED", "REFUSED"]
+TEXT = Path(__file__).resolve().parents[1] / "docs" / "hypotheses.md"
 
 
 @dataclass(frozen=True)
@@ -42,70 +40,24 @@ class Hypothesis:
         return [*self.metric.values(), self.seeds, *self.falsified.values()]
 
 
-@dataclass(frozen=True)
-class Verdict:
-    id: str
-    about: str  # the arm
-    outcome: Outcome
-    numbers: str
+def read(path: Path = TEXT) -> tuple[Hypothesis, ...]:
+    """The hypotheses of a text, with the numbers in the .toml beside it.
 
-
-@dataclass(frozen=True)
-class Preregistered:
-    """The files as they are now, and whether the runs were started with this text."""
-
-    path: Path
-    sha256: str  # of the text
-    digest: str  # of text, numbers, the rules below and the statistics together
-    hypotheses: tuple[Hypothesis, ...]
-
-    @classmethod
-    def read(cls, path: Path) -> "Preregistered":
-        """path: the text; the numbers are in the .toml beside it.
-
-        Raises:
-            ValueError: one line, where one of the two cannot be read, or they differ in a hypothesis or a number. Runs
-                carry the hash of the text alone, so a threshold that it does not state would not be preregistered.
-        """
-        tables = path.with_suffix(".toml")
-        try:
-            text = path.read_bytes()
-            found = tuple(Hypothesis(id, **of) for id, of in tomllib.loads(tables.read_text("utf-8")).items())
-        except OSError as e:
-            raise ValueError(f"--hypotheses {path}: {e.filename} cannot be read ({e.strerror})") from None
-        except (ValueError, TypeError) as e:
-            raise ValueError(f"--hypotheses {path}: {tables.name}: {e}") from None
-        rows = dict(re.findall(r"^\| *(H\d+) *\|(.*)$", text.decode("utf-8", "replace"), re.MULTILINE))
-        if alone := rows.keys() ^ {h.id for h in found}:
-            raise ValueError(f"{path}: {', '.join(sorted(alone))}: not both in it and in {tables.name}")
-        for h in found:
-            stated = [float(x) for x in re.findall(r"(?<![\w.])\d+(?:\.\d+)?", rows[h.id])]  # route2 is no number
-            if (stated := [x for x in stated if x]) != h.numbers:  # "the interval holds 0" is part of the rules
-                row, table = (", ".join(f"{x:g}" for x in numbers) for numbers in (stated, h.numbers))
-                raise ValueError(f"{path}: {h.id} says {row}, and {tables.name} {table}; change both")
-        return cls(path, hashlib.sha256(text).hexdigest(), preregistered(path)["preregistered"] or "", found)
-
-    def standing(self, cells: Sequence[Cell]) -> str:
-        """How many of the runs were started while text, rules and statistics had these very bytes, and how many while
-        the text had; earlier runs recorded the text's hash alone."""
-        runs = [r for c in cells for r in c.runs]
-        stored = [(r.record.get("hashes") or {}).get("hypotheses") for r in runs]
-        whole, same, absent = (
-            [r.preregistered for r in runs].count(self.digest),
-            stored.count(self.sha256),
-            stored.count(None),
-        )
-        if whole == len(runs):
-            return (
-                f"preregistered: all {whole} runs carry the hash of this text, its numbers, the rules and the "
-                f"statistics ({self.digest[:12]})"
-            )
-        other = len(runs) - same - absent
-        return (
-            f"not preregistered by hash: of {len(runs)} runs {whole} carry the hash of text, numbers, rules and "
-            f"statistics ({self.digest[:12]}), {same} this text's ({self.sha256[:12]}), {other} that of another "
-            f"version of it, {absent} none"
-        )
+    Raises:
+        ValueError: the two differ in a hypothesis or a number. A threshold that the text does not state would not have
+            been stated beforehand.
+    """
+    tables = path.with_suffix(".toml")
+    found = tuple(Hypothesis(id, **of) for id, of in tomllib.loads(tables.read_text("utf-8")).items())
+    rows = dict(re.findall(r"^\| *(H\d+) *\|(.*)$", path.read_text("utf-8"), re.MULTILINE))
+    if alone := rows.keys() ^ {h.id for h in found}:
+        raise ValueError(f"{path}: {', '.join(sorted(alone))}: not both in it and in {tables.name}")
+    for h in found:
+        stated = [float(x) for x in re.findall(r"(?<![\w.])\d+(?:\.\d+)?", rows[h.id])]  # route2 is no number
+        if (stated := [x for x in stated if x]) != h.numbers:  # "the interval holds 0" is part of the rules
+            row, table = (", ".join(f"{x:g}" for x in numbers) for numbers in (stated, h.numbers))
+            raise ValueError(f"{path}: {h.id} says {row}, and {tables.name} {table}; change both")
+    return found
 
 
 # ── rules ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -122,15 +74,14 @@ def rule(id: str) -> Callable[[Rule], Rule]:
     return add
 
 
-def judge(filed: Preregistered, cells: Sequence[Cell]) -> list[Verdict]:
-    """One verdict or more for each hypothesis, in the file's order."""
-    out = []
-    for h in filed.hypotheses:
-        if h.id in RULES:
-            out += RULES[h.id](h, cells)
-        else:
-            out.append(Verdict(h.id, "·", "UNDECIDED", "no rule judges it: add one to vgrout.report.verdicts"))
-    return out
+def judge(cells: Sequence[Cell]) -> list[Verdict]:
+    """One verdict or more for each hypothesis, in the file's order. Cells of one seed are not judged."""
+    several = [c for c in cells if len(c.runs) > 1]
+    return [v for h in read() for v in RULES[h.id](h, several)]
+
+
+def tables(cells: Sequence[Cell]) -> list[Table]:
+    return [organisms(cells)]
 
 
 NO_HAAR = "a claim about a direction, and no Haar arm with the same settings in the study"
@@ -207,7 +158,7 @@ def _h1(h: Hypothesis, cell: Cell, cells: Sequence[Cell]) -> Verdict:
     refuted = drop < h.falsified["hack_lower_under"] / 100 or lost > h.falsified["solve_lower_over"] / 100
     if refuted or not hack.difference.below_zero:
         return Verdict(h.id, cell.title, "NOT SUPPORTED", numbers)
-    outcome: Outcome = "SUPPORTED" if drop >= h.metric["hack_lower"] / 100 and matched else "UNDECIDED"
+    outcome = "SUPPORTED" if drop >= h.metric["hack_lower"] / 100 and matched else "UNDECIDED"
     return Verdict(h.id, cell.title, outcome, numbers)
 
 
@@ -264,7 +215,7 @@ def beats_chance(h: Hypothesis, cells: Sequence[Cell]) -> list[Verdict]:
             continue
         matched = abs(solve.difference.value or 0.0) <= MARGIN
         enough = -(hack.difference.value or 0.0) >= h.metric["hack_lower"] / 100
-        outcome: Outcome = "UNDECIDED" if hack.difference.below_zero else "NOT SUPPORTED"
+        outcome = "UNDECIDED" if hack.difference.below_zero else "NOT SUPPORTED"
         if outcome == "UNDECIDED" and enough and matched:
             outcome = "SUPPORTED"
         out.append(Verdict(h.id, cell.title, outcome, numbers))
