@@ -92,13 +92,11 @@ class Comparison:
 
 
 @cache
-def compare(
-    a: Cell, b: Cell, what: What, side: str = "deploy", mode: Mode | None = None, margin: float = MARGIN
-) -> Comparison:
-    """Cell a minus cell b, problem by problem."""
+def compare(a: Cell, b: Cell, what: What) -> Comparison:
+    """Cell a minus cell b, problem by problem, of the deployed models."""
     rows, seeds = [], []
     for mine, theirs in paired(a, b):
-        x, y = (r.shares(side, what, mode and {mode}) for r in (mine, theirs))
+        x, y = (r.shares("deploy", what) for r in (mine, theirs))
         both = {m: sorted(x[m].keys() & y[m].keys()) for m in x if m in y}
         row = _by_mode({m: {u: x[m][u] - y[m][u] for u in shared} for m, shared in both.items()})
         if row:
@@ -108,7 +106,7 @@ def compare(
     return Comparison(
         difference=stats.estimate(rows, low=-1.0),
         p=stats.sign_flip(means),
-        same=stats.equivalent(means, margin),
+        same=stats.equivalent(means, MARGIN),
         seeds=tuple(seeds),
     )
 
