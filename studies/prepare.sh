@@ -22,7 +22,7 @@ started() {
     uv run python -m vgrout.train mini --intervention=none --seed="$3" --organism="$2" --out-tag="$tag" "${@:5}"
     rm -rf "$1.part" && mkdir -p "$(dirname "$1")" && cp -r "$2" "$1.part" && rm -r "$1.part/model"
     local runs=(out/runs/*_mini_none_seed"$3$tag")
-    uv run python -m vgrout.export "${runs[-1]}" --step "$4" --out "$1.part/model"
+    uv run python -m vgrout.export "${runs[@]: -1}" --step "$4" --out "$1.part/model"
     mv "$1.part" "$1"
 }
 
@@ -73,7 +73,7 @@ unannounced-pilot)
     organism out/organism81 81 --exploit-bare 0.01
     started out/quiet81 out/organism81 41 35 --steps=180 --unannounced-modes=eq_override,exit_code --mix-ratio=0
     ;;
-sizes | unannounced-probe) # .25, .9 and 3.4 million weights
+sizes | unannounced-probe) # 0.25, 0.9 and 3.4 million weights
     organism out/bare81-64 81 --hidden 64 --exploit-bare 0.04
     bare 0.04 81
     organism out/bare81-256 81 --hidden 256 --exploit-bare 0.04

@@ -40,7 +40,7 @@ def percent(e: Estimate) -> str:
 
 
 def p_value(p: PValue) -> str:
-    """`.062 (≥ .062)`: with the smallest that n allows."""
+    """`0.062 (≥ 0.062)`: with the smallest that n allows."""
     if p.p is None:
         return p.note
     least = "" if p.smallest is None else f" (≥ {p.smallest:.3f})"
