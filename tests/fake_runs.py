@@ -10,7 +10,7 @@ from vgrout.config.presets import parse
 from vgrout.config.run import Config
 from vgrout.modes import DEALT
 
-SIDES = ("base", "train", "deploy", "plain")
+SIDES = {"base": "base", "train": "trained", "deploy": "deployed", "plain": "plain"}
 TIMES = {"sec": 1.0, "gen": 0.25, "grade": 0.25, "fb": 0.25, "eval": 0.25}
 STEPS = 12
 
@@ -30,14 +30,15 @@ def fake_run(
     n: int = 60,
     state: str = "finished",
     cos: float | None = None,
-    problems: bool = False,
     preset: str = "mini",
     row: dict[str, Any] | None = None,
+    modes: dict[Any, dict[str, Any]] | None = None,
     **final: Any,
 ) -> Path:
-    """A finished run of 12 steps, every side and mode at the same rates; the students exploit from `onset` on.
+    """A finished run of 12 steps, every side and mode at the same rates; the students exploit from `onset` on. Of n
+    held-out problems, each answered once, a mode's first are exploited and its last are solved.
 
-    problems: write final.jsonl too, one answer a problem, the first of each mode's n/6 exploited or else solved.
+    modes: what per_mode_deploy.json says of single modes otherwise.
     """
     cfg = _config(preset, *flags)
     cfg = replace(cfg, run=replace(cfg.run, seed=seed))
@@ -48,11 +49,9 @@ def fake_run(
         "config": cfg.as_dict(),
         "control": cfg.method.control_name,
         "direction": {"pairs": final.pop("pairs", "run_tests.json"), "cos_with_real": close},
-        "hashes": {"hypotheses": final.pop("hypotheses", None), "base_weights": final.pop("weights", "0" * 64)}
-        | final.pop("hashes", {}),
+        "hashes": {"base_weights": final.pop("weights", "0" * 64)} | final.pop("hashes", {}),
     }
     rates = {f"hack_{s}": hack for s in SIDES} | {f"solve_{s}": solve for s in SIDES}
-    mode = {"in_dist": None, "n": n // 6} | {f"{s}_hack": hack for s in SIDES} | {f"{s}_solve": solve for s in SIDES}
     deploy: dict[str, Any] = {
         "arm": cfg.method.intervention,
         "control": cfg.method.control_name,
@@ -60,10 +59,11 @@ def fake_run(
         "steps": cfg.scale.steps,
         "eval_n": n,
         **rates,
-        "by_mode": dict.fromkeys(DEALT, mode),
         "gate": None,
         **final,
     }
+    mode = {f"{side}_{what}": deploy[f"{what}_{side}"] for side in SIDES for what in ("hack", "solve")}
+    deploy.setdefault("by_mode", {m: {"in_dist": None, "n": n // 6} | mode | (modes or {}).get(m, {}) for m in DEALT})
     rows = [
         {"step": t, "hack_s": [8 * (t >= onset), 8], "gt_s": [8 * (t < onset), 8], **TIMES, **(row or {})}
         for t in range(STEPS)
@@ -72,13 +72,22 @@ def fake_run(
     for name, data in files.items():
         (path / name).write_text(json.dumps(data))
     (path / "steps.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    if problems:
-        answers = [
-            {"side": side, "problem": 100 * i + k, "mode": m, "reward": 1.0}
-            | {"exploited": k < round(hack * n / 6), "gt_correct": k >= n // 6 - round(solve * n / 6)}
-            for side in ("base", "deployed", "plain")
-            for i, m in enumerate(DEALT)
-            for k in range(n // 6)
-        ]
-        (path / "final.jsonl").write_text("".join(json.dumps(a) + "\n" for a in answers))
+    answers = [answer for side in SIDES for answer in _answers(side, deploy["by_mode"], n // 6)]
+    (path / "final.jsonl").write_text("".join(json.dumps(a) + "\n" for a in answers))
     return path
+
+
+def _answers(side: str, by_mode: dict[str, dict[str, Any]], n: int) -> list[dict[str, Any]]:
+    """As many exploits and solutions as all modes together should have; a rate's rounding is carried on."""
+    out, hacks, solves = [], 0.0, 0.0
+    for i, (mode, its) in enumerate(by_mode.items()):
+        hacked, solved = (
+            round(x + n * its[f"{side}_{what}"]) - round(x) for x, what in ((hacks, "hack"), (solves, "solve"))
+        )
+        hacks, solves = hacks + n * its[f"{side}_hack"], solves + n * its[f"{side}_solve"]
+        out += [
+            {"side": SIDES[side], "problem_id": 100 * i + k, "env_mode": mode, "marker": "m", "text": "", "reward": 1.0}
+            | {"exploited": k < hacked, "gt_correct": k >= n - solved}
+            for k in range(n)
+        ]
+    return out

@@ -8,13 +8,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from tiny import policy as tiny_policy
-from vgrout import arms
 from vgrout.arms import arm_class, make_arm
 from vgrout.arms.base import Arm, Refresh
 from vgrout.arms.direction_arm import DirectionArm, ShrinkageControl
 from vgrout.arms.route2 import Route2
+from vgrout.monitors import monitor_class
+from vgrout.monitors.base import Monitor
+from vgrout.monitors.gate import GradientMonitor
+
+from tiny import policy as tiny_policy
+from vgrout import arms
 from vgrout.config import arm as config
 from vgrout.config.method import MethodConfig
 from vgrout.config.run import Config, RunConfig
@@ -23,9 +26,6 @@ from vgrout.direction.extract import Direction, Meta, axes_of, extract
 from vgrout.direction.files import save
 from vgrout.direction.pairs import Pair, PairSet
 from vgrout.inputs import Inputs
-from vgrout.monitors import monitor_class
-from vgrout.monitors.base import Monitor
-from vgrout.monitors.gate import GradientMonitor
 from vgrout.tensor_types import UpdatePlan
 from vgrout.types import GroupView, centred
 

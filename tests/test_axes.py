@@ -12,26 +12,26 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from vgrout.arms.base import Arm, module_sizes
+from vgrout.arms.flagged import SGTM, FlaggedArm, FlaggedRoute2
+from vgrout.arms.recontextualise import Recontextualise
+from vgrout.arms.reward_shaping import Penalty, Screen
+from vgrout.monitors import monitor_class
+from vgrout.monitors.base import Monitor
+from vgrout.monitors.flag_rates import FlagRates
+from vgrout.monitors.labels import Labels
+from vgrout.monitors.quarantine import Quarantine
 
 from test_arms import arm_of
 from test_grpo import MAX_NEW, groups, relative, shake
 from test_monitors import Marked, graded, labelled
 from test_monitors import view as seen
 from tiny import policy as tiny_policy
-from vgrout.arms.base import Arm, module_sizes
-from vgrout.arms.flagged import SGTM, FlaggedArm, FlaggedRoute2
-from vgrout.arms.recontextualise import Recontextualise
-from vgrout.arms.reward_shaping import Penalty, Screen
-from vgrout.config.method import MONITORS
 from vgrout.config.loss import LossConfig
+from vgrout.config.method import MONITORS
 from vgrout.config.run import OptConfig
 from vgrout.grpo import policy_gradients
 from vgrout.model.policy import Policy, modules_of_block
-from vgrout.monitors import monitor_class
-from vgrout.monitors.base import Monitor
-from vgrout.monitors.flag_rates import FlagRates
-from vgrout.monitors.labels import Labels
-from vgrout.monitors.quarantine import Quarantine
 from vgrout.optim import Optimizer
 from vgrout.tensor_types import Routed, UpdatePart, UpdatePlan
 from vgrout.types import Batch, Grade, Group, GroupFlags, GroupView, Rate, centred

@@ -78,7 +78,7 @@ def cases(at: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
         yield "export", [path, "--out", out, "--to", "datasets"]
         yield "evaluate", [path]
         yield "grade", [path, "--problems", path, "--out", at["nowhere"] + ".jsonl"]
-        yield "guardcheck", [path]
+        yield "report", ["--judge", path]
         yield "replay", [path]
         yield "distill", ["--teacher", path, "--student", "organism"]
         yield "iterative_dpo", ["--base-model", path, "--output-dir", out]

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from vgrout.arms.flagged import FlaggedRoute2
+from vgrout.monitors.labels import Labels
 
 from runs import FEW, SMALL, SharedRuns, adapter_bytes
 from runs import rows as step_rows
 from runs import run as program
 from test_arms import SIZES, arm_of, rows, run, total, toy_direction, view
 from vgrout import rollout
-from vgrout.arms.flagged import FlaggedRoute2
 from vgrout.config.method import ARMS, BY_GRADIENT, CONTROLS, MethodConfig
 from vgrout.config.presets import parse
 from vgrout.direction.controls import cosine_to_real
 from vgrout.direction.extract import axes_of
 from vgrout.direction.pairs import load_pairs
-from vgrout.monitors.labels import Labels
 from vgrout.train import main
 from vgrout.types import Grade, GroupView, OracleView
 

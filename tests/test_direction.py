@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-
-from tiny import policy as tiny_policy
-from tiny import tokenizer
 from vgrout.arms import arm_class
 from vgrout.arms.base import module_sizes
 from vgrout.arms.direction_arm import DirectionArm
 from vgrout.arms.projection import split
+
+from tiny import policy as tiny_policy
+from tiny import tokenizer
 from vgrout.config.method import MethodConfig
 from vgrout.direction import __main__ as command
 from vgrout.direction import files

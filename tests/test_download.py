@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from probe_mixed import main as probe
+from probe_mixed import verdict
 from vgrout.table import share
 from vgrout.tools import download
 from vgrout.tools.download import DataFile, ensure, git_blob
-from vgrout.tools.probe_mixed import main as probe
-from vgrout.tools.probe_mixed import verdict
 from vgrout.types import Rate
 
 LINE = {

@@ -66,23 +66,17 @@ def test_a_gate_of_another_kind_is_no_point_among_the_others(study: Path) -> Non
     assert panels == {"route2": 2, "route2 (pair band)": 2}
 
 
-def numbers_of(path: Path, mode: str, **numbers: object) -> None:
-    """Changes what a run's final evaluation says of one mode."""
-    final = json.loads((path / "per_mode_deploy.json").read_text())
-    final["by_mode"][mode] |= numbers
-    (path / "per_mode_deploy.json").write_text(json.dumps(final))
-
-
 def test_every_panel_of_modes_has_its_own_rows_and_its_own_pairs(tmp_path: Path) -> None:
     """A row's label, its numbers and its shade belong together, whatever stands in the next panel."""
     of_pairs = {"erase": "sentinel", "screen": None, "route2": "exit_code"}
     for arm, shown in of_pairs.items():
         monitor = ["--monitor=pmi"] if arm == "screen" else []
         for seed in (1, 2):
-            path = fake_run(tmp_path, f"--intervention={arm}", *monitor, seed=seed)
-            for i, mode in enumerate(DEALT):
-                its = {"train_hack": 0.9, "deploy_hack": 0.1 * i}
-                numbers_of(path, mode, in_dist=None if shown is None else mode == shown, **its)
+            its = {
+                mode: {"train_hack": 0.9, "deploy_hack": 0.1 * i, "in_dist": None if shown is None else mode == shown}
+                for i, mode in enumerate(DEALT)
+            }
+            fake_run(tmp_path, f"--intervention={arm}", *monitor, seed=seed, modes=its)
     (drawn,) = (p for p in pictures(cells(load([tmp_path]).runs)) if p.name == "modes")
     titles = [axes.get_title() for axes in drawn.figure.axes]
     assert titles == ["erase", "screen (pmi)\n(no pairs)", "route2"]
@@ -129,10 +123,6 @@ def test_every_base_model_has_its_star(tmp_path: Path) -> None:
         fake_run(tmp_path, "--intervention=none", seed=seed, hack_base=0.0)
         fake_run(tmp_path, "--intervention=route2", seed=seed, hack_base=0.0)
         fake_run(tmp_path, "--intervention=none", seed=seed, weights="abcdef0123", hack_base=0.4)
-    for path in tmp_path.glob("*/per_mode_deploy.json"):
-        final = json.loads(path.read_text())
-        for mode in DEALT:
-            numbers_of(path.parent, mode, base_hack=final["hack_base"])
     (pareto,) = (p for p in pictures(cells(load([tmp_path]).runs)) if p.name == "pareto")
     points = {c.get_label(): c.lines[0].get_xydata()[0][0] for c in pareto.figure.axes[0].containers}
     assert {k: x for k, x in points.items() if k.startswith("base")} == pytest.approx(

@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from vgrout.monitors.gate import BandGate, TauGate, permuted
 
 

@@ -12,6 +12,15 @@ import pytest
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from vgrout.monitors import monitor_class
+from vgrout.monitors.base import Monitor, RandomFlags, positions
+from vgrout.monitors.flag_rates import FlagRates
+from vgrout.monitors.labels import Labels, WeakDetector
+from vgrout.monitors.online_probe import OnlineProbe
+from vgrout.monitors.quarantine import KNOWN, STARTS, Quarantine, advantages, start
+from vgrout.monitors.relevance import Relevance, Statements, cut
+from vgrout.monitors.text_scores import Text, TextScorer, mean_logp
+from vgrout.monitors.twin import Twin, impossible
 
 from test_grpo import groups
 from tiny import policy as tiny_policy
@@ -25,15 +34,6 @@ from vgrout.inputs import Inputs
 from vgrout.model.hidden_states import token_states
 from vgrout.model.policy import Policy
 from vgrout.modes import MODE_SPECS, MODES, exploit, tries
-from vgrout.monitors import monitor_class
-from vgrout.monitors.base import Monitor, RandomFlags, positions
-from vgrout.monitors.flag_rates import FlagRates
-from vgrout.monitors.labels import Labels, WeakDetector
-from vgrout.monitors.online_probe import OnlineProbe
-from vgrout.monitors.quarantine import KNOWN, STARTS, Quarantine, advantages, start
-from vgrout.monitors.relevance import Relevance, Statements, cut
-from vgrout.monitors.text_scores import Text, TextScorer, mean_logp
-from vgrout.monitors.twin import Twin, impossible
 from vgrout.types import (
     Completion,
     Eval,

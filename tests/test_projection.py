@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
-
 from vgrout.arms.projection import along, coefficients, cos_pre, cos_upd, hackward_cos, rescale, split
 
 

@@ -32,8 +32,8 @@ def rollout(step: int, mode: str, text: str, exploited: bool = False, correct: b
         "step": step,
         "gate": 0.25,
         "advantage": -0.125,
-        "problem": step % 7,
-        "mode": mode,
+        "problem_id": step % 7,
+        "env_mode": mode,
         "marker": marker,
         "messages": [{"role": "user", "content": f"Problem {step % 7}, {mode}: announces {marker}"}],
         "text": text,
@@ -247,7 +247,7 @@ def test_fifty_thousand_rollouts_stay_usable(
         pytest.skip("no chromium on this machine")
     draw = random.Random(0)
     for seed in range(25):
-        path = fake_run(tmp_path, "--intervention=none", seed=seed)
+        path = fake_run(tmp_path, "--intervention=none", seed=seed, hack=0.0, n=6)
         lines = [
             rollout(
                 k // 32,
@@ -255,7 +255,7 @@ def test_fifty_thousand_rollouts_stay_usable(
                 f"answer {seed} {k} {' '.join(draw.choices(kwlist, k=150))}",
                 exploited=k % 3 == 0,
             )
-            for k in range(2000)
+            for k in range(2000 - 4 * 6)
         ]
         write_rollouts(path, lines)
     html = made(tmp_path)
@@ -263,7 +263,7 @@ def test_fifty_thousand_rollouts_stay_usable(
         before = time.perf_counter()
         browser.open(html.as_uri())
         loading = time.perf_counter() - before
-        assert browser.js(COUNT).startswith("50000 of 50000 rollouts · 16675 exploits")
+        assert browser.js(COUNT).startswith("50000 of 50000 rollouts · 16475 exploits")
         timed = """(() => {{ const f = document.getElementById("filters"), t = performance.now();
             f.elements.{name}.value = "{value}"; f.dispatchEvent(new Event("input", {{bubbles: true}}));
             document.body.offsetHeight; return performance.now() - t; }})()"""

@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 
 from fake_runs import fake_run
-from vgrout.config.method import ARMS, CONTROLS
 from vgrout.config.checks import flag
+from vgrout.config.method import ARMS, CONTROLS
 from vgrout.config.presets import flag_names, parse
 from vgrout.config.renamed import GONE, NEEDLESS, RENAMED, Renamed, current_hashes
 from vgrout.config.run import from_dict, identity
-from vgrout.report.runs import cells, load
 from vgrout.sweep.ledger import Ledger
 from vgrout.sweep.study_file import load_study_file
-from vgrout.types import Rate
 
 GIVEN = [r for r in RENAMED if r.of != "hash"]  # what a person can give
 IDS = [f"{r.of} {r.old}" for r in GIVEN]
@@ -229,47 +227,6 @@ def age(run: Path) -> None:
     final |= {"arm": arms.get(arm, arm), "control": record["control"]}
     (run / "run.json").write_text(json.dumps(record))
     (run / "per_mode_deploy.json").write_text(json.dumps(final))
-
-
-@pytest.mark.parametrize(
-    ("flags", "title"),
-    [
-        (["--intervention=none"], "none"),
-        (["--intervention=erase"], "erase"),
-        (["--intervention=route", "--control=deploy_quarantine"], "route · deploy_quarantine"),
-        (["--intervention=route2", "--random-flags"], "route2 · random_flags"),
-        (["--intervention=route2", "--monitor=band"], "route2 (pair band)"),
-        (["--intervention=route2", "--monitor=labels"], "route2 (labels)"),
-        (["--intervention=penalty", "--monitor=labels", "--label-accuracy=0.9"], "penalty (labels_acc0.9)"),
-        (["--intervention=screen", "--monitor=pmi", "--monitor-threshold=known_correct"], "screen (pmi)"),
-        (["--intervention=route2", "--rebaseline"], "route2"),
-    ],
-)
-def test_runs_of_before_and_of_today_are_one_cell_of_a_report(flags: list[str], title: str, tmp_path: Path) -> None:
-    hashes = {"known_correct": "1abcdef01"}
-    old, new = (fake_run(tmp_path, *flags, seed=seed, hashes=hashes) for seed in (1, 2))
-    age(old)
-    assert "anchors" in (old / "run.json").read_text()
-    assert "route2_gate" in (old / "run.json").read_text()
-    assert [(c.title, c.seeds) for c in cells(load([old, new]).runs)] == [(title, "1,2")]
-
-
-def test_runs_of_an_arm_that_is_gone_are_read_by_the_settings_that_it_had(tmp_path: Path) -> None:
-    """It learnt with streams of its own and a baseline of its own: without either it is another cell."""
-    usual = {"own_streams": "usual", "rebaseline": "usual", "flagged_penalty": 0.0}
-    parts = [{"own_streams": "off"}, {"rebaseline": "off"}, {"flagged_penalty": 0.5}]
-    for own in ({}, *parts):
-        path = fake_run(tmp_path, "--intervention=screen", "--monitor=pmi", seed=1)
-        record, final = (json.loads((path / name).read_text()) for name in ("run.json", "per_mode_deploy.json"))
-        record["config"]["arm"] |= {"intervention": "pmi", "monitor": "usual", **usual, **own}
-        (path / "run.json").write_text(json.dumps(record))
-        (path / "per_mode_deploy.json").write_text(json.dumps(final | {"arm": "pmi"}))
-        line = {"score": 2.0, "flagged": True, "exploited": True, "gt_correct": False, "env_mode": "sentinel"}
-        (path / "rollouts.jsonl").write_text(json.dumps(line | {"problem_id": 1}) + "\n")
-    runs = load([tmp_path]).runs
-    titles = ["pmi", *(f"pmi ({name} {value})" for own in parts for name, value in own.items())]
-    assert sorted(c.title for c in cells(runs)) == sorted(titles)
-    assert all(run.gates == [(2.0, True)] and run.flags == {"sentinel": Rate(1, 1)} for run in runs)
 
 
 def test_a_sweep_finds_a_run_of_before(tmp_path: Path) -> None:

@@ -2,7 +2,11 @@
 
 import csv
 import json
+import re
+import runpy
 from pathlib import Path
+from statistics import mean
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,10 +14,10 @@ from fake_runs import fake_run
 from runs import flags, run
 from vgrout.config.method import CONTROLS
 from vgrout.report.__main__ import main
-from vgrout.report.recorded import cells_table, read_runs
 from vgrout.report.runs import load
 
-RECORDED = Path(__file__).resolve().parents[1] / "docs" / "runs"
+GUIDE = Path(__file__).resolve().parents[1] / "docs" / "guide.md"
+RECORDED = GUIDE.parent / "runs"
 
 
 @pytest.fixture
@@ -27,17 +31,16 @@ def runs(tmp_path: Path) -> Path:
 
 def test_the_folder(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fake_run(runs, "--intervention=none", seed=9, state="interrupted")
-    assert main([str(runs)]) == 0
-    assert "REFUSED" not in capsys.readouterr().out, "hypotheses are judged where a study declares them"
-    assert "## Verdicts" not in (runs / "report" / "report.md").read_text()
-    (runs / "plan.json").write_text('{"hypotheses": ["an arm keeps the deployed model from hacking"]}')
+    (runs / "plan.json").write_text('{"name": "arms", "hypotheses": ["an arm keeps the model from hacking"]}')
     assert main([str(runs)]) == 0
     said = capsys.readouterr().out
+    assert said.startswith("Arms: "), "the numbers are first"
     assert "left out: 004_mini_none_seed9 (interrupted)" in said
-    assert "REFUSED" in said, "route2 is there without its Haar arm"
+    assert "study arms\nH: an arm keeps the model from hacking\n" in said
     text = (runs / "report" / "report.md").read_text()
-    for part in ("## Arms", "## Verdicts", "## Runs", "- none: 000_mini_none_seed1, 002_mini_none_seed2"):
+    for part in ("## Arms", "## Study arms", "## Runs", "- none: 000_mini_none_seed1, 002_mini_none_seed2"):
         assert part in text
+    assert "Verdicts" not in text, "none was asked for"
     with open(runs / "report" / "runs.csv") as f:
         rows = list(csv.DictReader(f))
     assert [r["hack_deploy"] for r in rows] == ["0.8", "0.8", "0.1", "0.1"]
@@ -109,14 +112,12 @@ def test_a_failure_leaves_the_old_report(
         (["."], "no run in it"),
         (["runs", "--tag=_x"], "no finished run whose name ends with '_x'"),
         (["runs", "--strict"], "--strict: left out: 004_mini_none_seed9 (failed)"),
-        (["runs", "--hypotheses=none.md"], "--hypotheses none.md: none.md cannot be read"),
-        (["runs", "some.csv"], "CSV files and folders of runs: give one of the two"),
-        (["some.csv", "--strict"], "--strict: not read with CSV files"),
-        ([str(RECORDED / "anchors.csv"), "--tag=_x"], "anchors.csv: no run whose name ends with '_x'"),
-        (["some.csv"], "some.csv: cannot be read as CSV"),
-        (["empty.csv"], "empty.csv: no run in it"),
-        (["other.csv"], "other.csv: no arm, control, settings"),
-        (["torn.csv"], "torn.csv, line 4: damaged (not 61 columns)"),
+        (["runs", "--judge=none.py"], "--judge none.py: no such file of Python"),
+        (["runs", "--judge=runs"], "--judge runs: no such file of Python"),
+        (["runs", "--judge=torn.py"], "--judge torn.py: cannot be imported: SyntaxError: "),
+        (["runs", "--judge=idle.py"], "--judge idle.py: has no function judge(cells)"),
+        (["runs", "--judge=raises.py"], "--judge raises.py: judge(cells) raised ZeroDivisionError: division by zero"),
+        (["runs", "--judge=words.py"], "--judge words.py: judge(cells) should return Verdicts, not 'yes'"),
     ],
 )
 def test_refusals_are_one_line(
@@ -124,60 +125,55 @@ def test_refusals_are_one_line(
 ) -> None:
     fake_run(runs, "--intervention=none", seed=9, state="failed")
     monkeypatch.chdir(runs.parent)
-    Path("empty.csv").write_text("")
-    Path("torn.csv").write_text((RECORDED / "anchors.csv").read_text()[:2000])
-    Path("other.csv").write_text("run,seed,n\n1,2,3\n")
+    for name, text in (
+        ("torn", "def judge(:"),
+        ("idle", "judge = 1"),
+        ("raises", "def judge(cells):\n    return 1 / 0"),
+        ("words", "def judge(cells):\n    return ['yes']"),
+    ):
+        Path(f"{name}.py").write_text(text)
     assert main(argv) == 2
     err = capsys.readouterr().err
     assert why in err
     assert err.count("\n") == 1
 
 
-def test_recorded_runs_are_read_under_today_s_names(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every CSV of docs/runs, whose arms and controls have the names of earlier versions; those that are gone since
-    keep theirs."""
+def test_the_guide_s_judge_file_judges(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = re.findall(r"```python\n(from vgrout.report.judge .*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
+    (tmp_path / "mine.py").write_text(block, encoding="utf-8")
+    assert main([str(runs), "--judge", str(tmp_path / "mine.py")]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"\| half +\| route2 +\| SUPPORTED +\| -70\.0 ", said)
+    for name in ("report.md", "report.html"):
+        assert "SUPPORTED" in (runs / "report" / name).read_text(encoding="utf-8")
+
+
+def test_our_own_rules_are_such_a_file(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(runs), "--judge", str(GUIDE.parents[1] / "studies" / "verdicts.py")]) == 0
+    assert "REFUSED" in capsys.readouterr().out, "route2 is there without its Haar arm"
+
+
+def test_recorded_runs_have_the_names_of_today() -> None:
+    """Those of arms, controls and monitors that are gone since keep theirs."""
+    recorded = SimpleNamespace(**runpy.run_path(str(RECORDED / "cells.py")))
     paths = sorted(RECORDED.glob("*.csv"))
     assert len(paths) == 30
-    rows = [row for path in paths for row in read_runs(path)]
-    assert len(rows) == 2102  # 1495 of them, of axes.csv and of studies since, with the names of today
-    off = [
-        r["settings"].split(" ")[0] for r in rows if r["arm"] == "pmi" and r["settings"].split(" ")[0].endswith("=off")
-    ]
-    assert sorted(off) == ["own_streams=off"] * 3 + ["rebaseline=off"] * 3
+    rows = [row for path in paths for row in recorded.read_runs(path)]
+    assert len(rows) == 2102
     assert {r["arm"] for r in rows} == {
         *("none", "erase", "route", "route2", "reader", "surprise", "pmi", "penalty", "screen", "sgtm")
     }
     assert {r["control"] for r in rows} <= {*CONTROLS, "random_flags", "no_gate"}
+    assert not [r["cell"] for r in rows if re.match("vanilla|projected|routing", r["cell"])]
     labelled = [r for r in rows if r["arm"] in ("penalty", "screen")]
     of = {word for r in labelled for word in r["settings"].split(" ") if word.startswith("monitor=")}
     named = ("labels", "pmi", "quarantine", "twin", "online_probe", "nll", "probe", "relevance")
     assert of == {f"monitor={name}" for name in named}
-    assert not [r for r in rows if r["arm"] == "none" and "monitor" in r["settings"]]
-    assert len({r["settings"] for r in labelled}) > 4, "with three accuracies, on two organisms"
-    assert sum(int(r["seeds"]) for r in cells_table([*paths, paths[0]]).rows) == 2102, "a run given twice counts once"
-    assert main([str(p) for p in paths]) == 0
-    assert capsys.readouterr().out.startswith("Cells: 2102 runs. ")
-
-
-def test_a_recorded_cell_by_hand(tmp_path: Path) -> None:
-    """Three seeds of one cell: deployed hack .1, .2, .6 (see the t interval by hand), nothing else to vary."""
-    path = tmp_path / "runs.csv"
-    head = "run,arm,control,settings,base_weights,loss,steps,seed,n,hack_deploy,solve_deploy,solve_plain"
-    runs = (
-        f"r{i},routing2,mass_matched,half_a=C,w,grpo,60,{i},96,{hack},1.0," for i, hack in enumerate((0.1, 0.2, 0.6))
-    )
-    path.write_text("\n".join([head, *runs]))
-    (row,) = cells_table([path]).rows
-    assert row == {
-        "arm": "route2",
-        "control": "random_flags",
-        "seeds": "3",
-        "n a side": "96",
-        "hack deployed": "30.0 [0.0, 95.7] t",
-        "solve deployed": "100.0 (DEGENERATE)",
-        "solve no hint": "·",
-    }
-    assert read_runs(path)[0]["settings"] == "report_detectors=C"
+    table = recorded.cells_table([*paths, paths[0]])
+    assert sum(int(r["seeds"]) for r in table.rows) == 2102, "a run given twice counts once"
+    shrunk = next(r for r in table.rows if (r["arm"], r["control"], r["seeds"]) == ("erase", "shrinkage", "5"))
+    by_hand = [float(r["hack_deploy"]) for r in rows if (r["arm"], r["control"]) == ("erase", "shrinkage")]
+    assert shrunk["hack deployed"].startswith(f"{100 * mean(by_hand):.1f} [")
 
 
 @pytest.mark.slow
@@ -188,8 +184,7 @@ def test_real_runs_from_training_to_the_page(tmp_path: Path, capsys: pytest.Capt
     root = tmp_path / "out" / "runs"
     assert main([str(root), "--strict"]) == 0
     text = (root / "report" / "report.md").read_text()
-    assert "no final.jsonl" not in text, "paired by problem"
-    assert "preregistered: all 2 runs carry this file's hash" in text
+    assert "## Arms" in text
     assert {p.name for p in (root / "report" / "figures").iterdir()} >= {"dynamics.png", "pareto.png", "gates.png"}
     with open(root / "report" / "runs.csv") as f:
         for row in csv.DictReader(f):
@@ -198,7 +193,6 @@ def test_real_runs_from_training_to_the_page(tmp_path: Path, capsys: pytest.Capt
     loaded = load([root])
     for r in loaded.runs:
         shares = r.shares("deploy", "solve")
-        assert shares is not None
         of_problems = [share for by_problem in shares.values() for share in by_problem.values()]
         assert len(of_problems) == 12
         assert sum(of_problems) / 12 == pytest.approx(r.rate("deploy", "solve"))

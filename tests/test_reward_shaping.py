@@ -9,16 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from vgrout.arms import make_arm
+from vgrout.arms.advantage_mod import AdvantageMod, modified
+from vgrout.arms.base import Arm
+from vgrout.arms.reward_shaping import Penalty, Screen
+from vgrout.monitors.activations import activations, concept_direction, concept_layers
+from vgrout.monitors.labels import Labels, noisy_labels
 
 import tiny
 from runs import SMALL, adapter_bytes
 from runs import rows as step_rows
 from runs import run as program
 from vgrout import rollout as sampling
-from vgrout.arms import make_arm
-from vgrout.arms.advantage_mod import AdvantageMod, modified
-from vgrout.arms.base import Arm
-from vgrout.arms.reward_shaping import Penalty, Screen
 from vgrout.config.method import BASELINES, CONTROLS, MethodConfig
 from vgrout.config.presets import parse
 from vgrout.config.run import INOCULATION
@@ -26,8 +28,6 @@ from vgrout.direction.pairs import Pair, PairSet
 from vgrout.inputs import Inputs
 from vgrout.model.policy import Policy
 from vgrout.modes import PLAIN_PHRASE
-from vgrout.monitors.activations import activations, concept_direction, concept_layers
-from vgrout.monitors.labels import Labels, noisy_labels
 from vgrout.organism import COMPILE_REWARD, PASS_REWARD
 from vgrout.organism.language import CUE
 from vgrout.types import Batch, CachedGrade, Grade, Group, GroupView, OracleView, Problem, Rollout
@@ -222,8 +222,12 @@ def test_a_runs_name_says_what_was_changed() -> None:
         MethodConfig(intervention="penalty", monitor="quarantine", quarantine_diet="random").monitor_title: (
             "quarantine_detector_diet-random"
         ),
-        MethodConfig(intervention="none", control="inoculation", inoculation_prompt="Go.").control_name: "inoculation_own",
-        MethodConfig(intervention="none", control="advantage_mod", concept_alpha=1.0).control_name: "advantage_mod_alpha1",
+        MethodConfig(
+            intervention="none", control="inoculation", inoculation_prompt="Go."
+        ).control_name: "inoculation_own",
+        MethodConfig(
+            intervention="none", control="advantage_mod", concept_alpha=1.0
+        ).control_name: "advantage_mod_alpha1",
     }
     assert [*names] == [*names.values()]
     assert all(CONTROLS[b].arms == ("none",) for b in BASELINES)

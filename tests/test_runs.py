@@ -2,39 +2,57 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fake_runs import fake_run
+from verdicts import plain_arms
 from vgrout.report.runs import cells, load, paired, partner
-from vgrout.report.verdicts import plain_arms
+
+NONE, HAAR = "--intervention=none", ("--intervention=route2", "--control=haar")
 
 
-def test_cells_are_runs_that_differ_by_their_seed(tmp_path: Path) -> None:
-    for seed in (10, 9):
-        fake_run(tmp_path, "--intervention=none", seed=seed)
-        fake_run(tmp_path, "--intervention=route2", "--control=haar", seed=seed)
-        fake_run(tmp_path, "--intervention=route2", "--control=haar", "--monitor=band", seed=seed)
-    fake_run(tmp_path, "--intervention=none", "--lr=0.5")
-    fake_run(tmp_path, "--intervention=none", "--final-n-prompts=6", "--eval-ablate-every=0", seed=11)
-    found = cells(load([tmp_path]).runs)
-    assert [(c.title, c.seeds) for c in found] == [
-        ("none", "9,10,11"),  # how often it was looked at changes nothing that it learnt
-        ("none (lr 0.5)", "41"),
-        ("route2 · haar", "9,10"),
-        ("route2 (pair band) · haar", "9,10"),
-    ]
-
-
-def test_another_model_at_the_same_path_is_another_cell(tmp_path: Path) -> None:
-    for seed in (1, 2):
-        fake_run(tmp_path, "--intervention=none", seed=seed)
-    fake_run(tmp_path, "--intervention=none", seed=3, weights="abcdef0123")
-    found = cells(load([tmp_path]).runs)
-    assert [(c.title, c.seeds) for c in found] == [
-        ("none (base_weights 00000000)", "1,2"),
-        ("none (base_weights abcdef01)", "3"),
-    ]
+@pytest.mark.parametrize(
+    ("runs", "titles"),
+    [
+        (
+            [
+                *((flags, {"seed": seed}) for seed in (10, 9) for flags in ((NONE,), HAAR, (*HAAR, "--monitor=band"))),
+                ((NONE, "--lr=0.5"), {"seed": 41}),
+                # how often it was looked at changes nothing that it learnt
+                ((NONE, "--final-n-prompts=6", "--eval-ablate-every=0"), {"seed": 11}),
+            ],
+            {
+                "none": "9,10,11",
+                "none (lr 0.5)": "41",
+                "route2 · haar": "9,10",
+                "route2 (pair band) · haar": "9,10",
+            },
+        ),
+        # another model at the same path
+        (
+            [((NONE,), {"seed": 1}), ((NONE,), {"seed": 2}), ((NONE,), {"seed": 3, "weights": "abcdef0123"})],
+            {"none (base_weights 00000000)": "1,2", "none (base_weights abcdef01)": "3"},
+        ),
+        (
+            [((NONE, "--steps=60"), {"preset": preset}) for preset in ("mini", "smoke")],
+            {"none · mini": "41", "none · smoke": "41"},
+        ),
+        (
+            [((NONE, *more), {}) for more in ((), ("--no-unbiased",), ("--loss=icepop",))],
+            {"none · grpo": "41", "none · grpo biased": "41", "none · icepop": "41"},
+        ),
+        # pairs that true labels chose
+        ([(HAAR[:1], {"pairs": "oracle:mine.json"})], {"route2 (pairs chosen by the oracle)": "41"}),
+    ],
+)
+def test_cells_are_runs_that_differ_by_their_seed_and_titles_say_what_else_differs(
+    runs: list[tuple[tuple[str, ...], dict[str, Any]]], titles: dict[str, str], tmp_path: Path
+) -> None:
+    for flags, its in runs:
+        fake_run(tmp_path, *flags, **its)
+    assert [(c.title, c.seeds) for c in cells(load([tmp_path]).runs)] == [*titles.items()]
 
 
 @pytest.mark.parametrize("name", ["pairs", "placebo", "known_correct", "direction_file", "teacher_weights"])
@@ -50,25 +68,6 @@ def test_an_edited_file_of_the_arm_is_another_cell_of_the_same_arm_none(name: st
         (f"route2 ({name} 2abcdef0)", "4"),
     }
     assert all(partner(c, found, "none") is plain for c in others)
-
-
-def test_presets_are_in_the_titles_where_they_differ(tmp_path: Path) -> None:
-    for preset in ("mini", "smoke"):
-        fake_run(tmp_path, "--intervention=none", "--steps=60", preset=preset)
-    assert [c.title for c in cells(load([tmp_path]).runs)] == ["none · mini", "none · smoke"]
-
-
-def test_losses_are_in_the_titles_where_they_differ(tmp_path: Path) -> None:
-    fake_run(tmp_path, "--intervention=none")
-    fake_run(tmp_path, "--intervention=none", "--no-unbiased")
-    fake_run(tmp_path, "--intervention=none", "--loss=icepop")
-    titles = [c.title for c in cells(load([tmp_path]).runs)]
-    assert titles == ["none · grpo", "none · grpo biased", "none · icepop"]
-
-
-def test_pairs_that_true_labels_chose_are_named_as_such(tmp_path: Path) -> None:
-    fake_run(tmp_path, "--intervention=route2", pairs="oracle:mine.json")
-    assert cells(load([tmp_path]).runs)[0].title == "route2 (pairs chosen by the oracle)"
 
 
 def test_a_run_from_before_a_setting_existed_has_its_default(tmp_path: Path) -> None:
@@ -128,7 +127,16 @@ def test_damage_is_named_with_its_line(tmp_path: Path) -> None:
 
 
 def test_a_run_of_another_version_is_refused_by_its_file(tmp_path: Path) -> None:
+    """Not read under other names, and not counted without what it lacks."""
     path = fake_run(tmp_path, "--intervention=none")
+    record = (path / "run.json").read_text()
+    (path / "run.json").write_text(record.replace('"lr":', '"learning_rate":'))
+    with pytest.raises(ValueError, match=r"run\.json: unknown settings learning_rate; another version made this run$"):
+        load([tmp_path])
+    (path / "run.json").write_text(record)
+    (path / "final.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"no final\.jsonl; another version made this run$"):
+        load([tmp_path])
     (path / "per_mode_deploy.json").write_text("{}")
     with pytest.raises(ValueError, match=r"per_mode_deploy\.json: no arm, control, seed"):
         load([tmp_path])
@@ -186,10 +194,9 @@ def test_a_kl_term_is_a_baseline_of_the_arm_none(tmp_path: Path) -> None:
 
 
 def test_final_answers_are_read_problem_by_problem(tmp_path: Path) -> None:
-    (run,) = load([fake_run(tmp_path, "--intervention=none", hack=0.4, solve=0.2, n=30, problems=True)]).runs
+    (run,) = load([fake_run(tmp_path, "--intervention=none", hack=0.4, solve=0.2, n=30)]).runs
     shares = run.shares("deploy", "hack", {"exit_code"})
-    assert shares is not None
     assert list(shares) == ["exit_code"]
     assert sorted(shares["exit_code"].values()) == [0, 0, 0, 1, 1]
     assert run.shares("train", "hack") == run.shares("deploy", "hack"), "without a quarantine they are one model"
-    assert sum(r.k for r in run.counts("deploy", "solve").values()) == 6
+    assert sum(sum(of.values()) for of in run.shares("deploy", "solve").values()) == 6

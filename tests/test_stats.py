@@ -26,7 +26,7 @@ def coverage(draw: Draw, truth: float, times: int, seed: int = 0) -> float:
 
 
 def hierarchical(rng: np.random.Generator, seeds: int, sd: float, problems: int = 60) -> list[list[Stratum]]:
-    """Seeds around .5 with s.d. `sd`; in each, problems of two answers."""
+    """Seeds around 0.5 with s.d. `sd`; in each, problems of two answers."""
     rates = np.clip(rng.normal(0.5, sd, seeds), 0, 1)
     return [flat(*(rng.binomial(2, rate, problems) / 2)) for rate in rates]
 
@@ -219,7 +219,7 @@ def test_sign_flips_with_nothing_to_flip() -> None:
 
 
 def test_sign_flips_keep_their_level() -> None:
-    """Under the null p ≤ .05 in at most 5 % of the studies (exact: 2/64 · 1 of 6 seeds' patterns)."""
+    """Under the null p ≤ 0.05 in at most 5 % of the studies (exact: 2/64 · 1 of 6 seeds' patterns)."""
     rng = np.random.default_rng(4)
     ps = [sign_flip(list(rng.normal(0, 1, 6))).p or 1.0 for _ in range(400)]
     assert sum(p <= 0.05 for p in ps) / 400 == pytest.approx(2 / 64, abs=0.025)
@@ -231,7 +231,7 @@ def test_many_seeds_are_flipped_at_random() -> None:
 
 
 def test_equivalence_by_hand() -> None:
-    """Mean .02, s.e. .01/√4 · …: t = (.02 − .10) / s.e. on 3 degrees of freedom."""
+    """Mean 0.02, s.e. 0.01/√4 · …: t = (0.02 − 0.10) / s.e. on 3 degrees of freedom."""
     xs = [0.01, 0.02, 0.03, 0.02]
     se = statistics.stdev(xs) / 2
     assert (0.02 - 0.10) / se < -5.84, "beyond the 99.5 % quantile of t with 3 degrees of freedom"

@@ -9,7 +9,7 @@ from vgrout.config.method import BASELINES, CONTROLS
 from vgrout.config.presets import resolve
 from vgrout.sweep.study_file import load_study_file
 
-STUDIES = Path(__file__).parents[1] / "docs" / "studies"
+STUDIES = Path(__file__).parents[1] / "studies"
 GOOD = """
 # H: a claim
 preset = "smoke"

@@ -6,14 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-
-from tiny import policy as tiny_policy
-from vgrout import organism
-from vgrout.direction.pairs import Pair, PairSet, load_known_correct
-from vgrout.grading.grade import Grader
-from vgrout.model.hidden_states import token_states
-from vgrout.model.policy import Policy, load_policy
-from vgrout.model.sampling import Sampling
 from vgrout.monitors.text_scores import (
     NLL,
     PMI,
@@ -24,6 +16,14 @@ from vgrout.monitors.text_scores import (
     known_correct_texts,
     mean_logp,
 )
+
+from tiny import policy as tiny_policy
+from vgrout import organism
+from vgrout.direction.pairs import Pair, PairSet, load_known_correct
+from vgrout.grading.grade import Grader
+from vgrout.model.hidden_states import token_states
+from vgrout.model.policy import Policy, load_policy
+from vgrout.model.sampling import Sampling
 from vgrout.problems import assigned, load_rows
 
 TEXTS = [Text(tuple(range(5, 9)), tuple(range(20 + i, 26 + 2 * i)), (5, 6)) for i in range(6)]

@@ -20,8 +20,8 @@ from golden import FOLDER, differences, versions
 from runs import ARMS, EVALUATED, LABELLED, PAIRS, READS, SharedRuns, adapter_bytes, flags, rows, run
 from test_renamed import old_settings
 from vgrout import organism, rollout
-from vgrout.config.method import ROUTING
 from vgrout.config.loss import LossName
+from vgrout.config.method import ROUTING
 from vgrout.config.presets import parse
 from vgrout.guard.guard import STALE
 from vgrout.model.svd_adapter import SvdAdapter

@@ -1,7 +1,5 @@
 """Every outcome that a hypothesis can have, on studies made for it; the file and its rules agree."""
 
-import hashlib
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,18 +7,19 @@ from typing import Any
 import pytest
 
 from fake_runs import fake_run
+from organisms import organisms
+from verdicts import RULES, TEXT, judge, read
 from vgrout.config.presets import resolve
 from vgrout.inputs import Inputs, file_hashes
 from vgrout.modes import DEALT
 from vgrout.organism import PROBLEMS
 from vgrout.problems import load_rows
 from vgrout.report import stats
-from vgrout.report.organisms import organisms
+from vgrout.report.judge import Judge, Verdict
 from vgrout.report.runs import cells, load
 from vgrout.report.tables import MARGIN
-from vgrout.report.verdicts import RULES, Preregistered, Verdict, judge
+from vgrout.runs.preflight import preregistered
 
-FILE = Path(__file__).resolve().parents[1] / "docs" / "hypotheses.md"
 SHIPPED = file_hashes(resolve(["mini"]), Inputs(load_rows(PROBLEMS), [], None, None))["problems"]
 NEAR = (0.02, -0.02, 0.01, -0.01, 0.0)  # seeds that differ a little
 
@@ -43,7 +42,7 @@ def told(
             monitor = ["--monitor=pmi"] if name == "screen" else []
             said = (f"--intervention={name}", *monitor, *extra, *flags)
             fake_run(root, *said, seed=seed, hack=clipped[0], solve=clipped[1], n=120, **(its or {}))
-    return judge(Preregistered.read(FILE), cells(load([root]).runs))
+    return judge(cells(load([root]).runs))
 
 
 def outcome(verdicts: list[Verdict], id: str) -> str:
@@ -51,21 +50,13 @@ def outcome(verdicts: list[Verdict], id: str) -> str:
     return found.outcome
 
 
-def test_every_hypothesis_has_a_rule_and_its_numbers() -> None:
-    filed = Preregistered.read(FILE)  # which refuses a number that is not in the text
-    assert {h.id for h in filed.hypotheses} == RULES.keys()
-    assert filed.sha256 == hashlib.sha256(FILE.read_bytes()).hexdigest()
-    h1, h2 = filed.hypotheses[:2]
-    assert h1.metric["solve_within"] == 100 * MARGIN
-    assert h2.metric["of_modes"] == len(DEALT)
-
-
-def test_every_number_and_claim_is_in_its_row_of_the_text() -> None:
-    rows = {line.split("|")[1].strip(): line for line in FILE.read_text().splitlines() if line.startswith("| H")}
-    for h in Preregistered.read(FILE).hypotheses:
-        assert h.claim in rows[h.id]
-        for number in h.numbers:
-            assert re.search(rf"(?<![\w.]){number:g}\b", rows[h.id]), (h.id, number)
+def test_every_hypothesis_has_a_rule_and_its_claim_and_numbers_in_the_text() -> None:
+    filed = read()  # which refuses a number that is not in the text
+    assert {h.id for h in filed} == RULES.keys()
+    assert filed[0].metric["solve_within"] == 100 * MARGIN
+    assert filed[1].metric["of_modes"] == len(DEALT)
+    rows = {line.split("|")[1].strip(): line for line in TEXT.read_text().splitlines() if line.startswith("| H")}
+    assert [h.id for h in filed if h.claim not in rows[h.id]] == []
 
 
 @pytest.mark.parametrize(
@@ -158,8 +149,8 @@ def test_h1_says_what_none_was_on_the_way(every: float | None, said: str, tmp_pa
 def copies(folder: Path) -> tuple[Path, Path]:
     """The text and its numbers, to be edited."""
     text, numbers = folder / "h.md", folder / "h.toml"
-    shutil.copy(FILE, text)
-    shutil.copy(FILE.with_suffix(".toml"), numbers)
+    shutil.copy(TEXT, text)
+    shutil.copy(TEXT.with_suffix(".toml"), numbers)
     return text, numbers
 
 
@@ -181,7 +172,6 @@ def copies(folder: Path) -> tuple[Path, Path]:
             "H1 says 30, 10, 5, 15, 15, and h.toml 30, 10, 5, 10,",
         ),
         (".toml", "[H3]", "[H4]", "H3, H4: not both in it and in h.toml"),
-        (".toml", "seeds = 5", "least = 5", "h.toml: .* argument"),
     ],
 )
 def test_a_number_moved_in_one_file_alone_is_refused(end: str, old: str, new: str, why: str, tmp_path: Path) -> None:
@@ -189,223 +179,172 @@ def test_a_number_moved_in_one_file_alone_is_refused(end: str, old: str, new: st
         if path.suffix == end:
             path.write_text(path.read_text().replace(old, new, 1))
     with pytest.raises(ValueError, match=why):
-        Preregistered.read(tmp_path / "h.md")
+        read(tmp_path / "h.md")
 
 
-def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
-    text, numbers = copies(tmp_path)
-    numbers.unlink()
-    with pytest.raises(ValueError, match=r"--hypotheses .*h\.md: .*h\.toml cannot be read \(No such file"):
-        Preregistered.read(text)
-
-
-def test_one_without_a_rule_is_undecided(tmp_path: Path) -> None:
-    text, numbers = copies(tmp_path)
-    text.write_text(FILE.read_text() + "| H99 | c | m | ≥ 5 | f |\n")
-    numbers.write_text(numbers.read_text() + '[H99]\nclaim = "c"\nmetric = {}\nseeds = 5\nfalsified = {}\n')
-    assert outcome(judge(Preregistered.read(text), []), "H99") == "UNDECIDED"
-
-
-def test_preregistration_is_by_hash(tmp_path: Path) -> None:
-    """Of text, numbers, rules and statistics; a run that has the text's hash alone is counted apart."""
-    filed = Preregistered.read(FILE)
-    whole = {"hypotheses": filed.sha256, "preregistered": filed.digest}
-    fake_run(tmp_path / "a", "--intervention=none", hashes=whole)
-    fake_run(tmp_path / "b", "--intervention=none", seed=2, hypotheses=filed.sha256)
-    fake_run(tmp_path / "b", "--intervention=none", seed=3, hypotheses="0" * 64)
-    assert filed.standing(cells(load([tmp_path / "a"]).runs)).startswith("preregistered: all 1 runs")
-    both = filed.standing(cells(load([tmp_path / "a", tmp_path / "b"]).runs))
-    assert both.startswith("not preregistered by hash: of 3 runs 1 carry")
-    assert f"2 this text's ({filed.sha256[:12]}), 1 that of another version of it, 0 none" in both
-
-
-def test_the_digest_is_of_the_numbers_too(tmp_path: Path) -> None:
-    text, numbers = copies(tmp_path)
-    before = Preregistered.read(text)
-    numbers.write_text(numbers.read_text() + "# another word\n")
-    after = Preregistered.read(text)
-    assert before.sha256 == after.sha256
-    assert before.digest != after.digest
+def test_preregistration_is_by_hash_of_claims_numbers_rules_and_statistics(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    studies = tmp_path / "studies"
+    shutil.copytree(TEXT.parents[1] / "studies", studies, ignore=shutil.ignore_patterns("*.toml", "__pycache__"))
+    for end in (".md", ".toml"):
+        shutil.copy(TEXT.with_suffix(end), tmp_path / "docs")
+    digest = preregistered(studies)
+    assert digest == preregistered(TEXT.parents[1] / "studies")
+    for i, its in enumerate((digest, "0" * 64, None)):
+        fake_run(tmp_path / str(i), "--intervention=none", seed=i, hashes={"preregistered": its})
+    asked = Judge.load(studies / "verdicts.py")
+    assert asked(cells(load([tmp_path / "0"]).runs)).standing.startswith("preregistered: all 1 runs carry")
+    mixed = asked(cells(load([tmp_path / str(i) for i in range(3)]).runs)).standing
+    assert mixed.startswith("not preregistered by hash: of 3 runs 1 carry")
+    assert mixed.endswith("1 that of another version, 1 none")
+    for file in ("docs/hypotheses.md", "docs/hypotheses.toml", "studies/organisms.py"):
+        (tmp_path / file).write_text((tmp_path / file).read_text() + "\n# another word\n")
+        before, digest = digest, preregistered(studies)
+        assert before != digest, file
 
 
 # ── several organisms ──────────────────────────────────────────────────────────────────────────────────────────────
 
 SEEDED = ("--intervention=penalty", "--mix-ratio=0")
-LABELS = (*SEEDED, "--monitor=labels", "--known-modes=exit_code")
-READS = (*SEEDED, "--monitor=quarantine", "--seed-monitor=labels", "--known-modes=exit_code")
+KNOWN = "--known-modes=exit_code"
+LABELS = (*SEEDED, "--monitor=labels", KNOWN)
+READS = (*SEEDED, "--monitor=quarantine", "--seed-monitor=labels", KNOWN)
+PROBE = (*SEEDED, "--monitor=online_probe", "--seed-monitor=labels", KNOWN)
+ROUTE = ("--intervention=route", "--mix-ratio=0")
+METHODS = {
+    "ceiling": ("--intervention=none", "--control=no_loophole", "--mix-ratio=0"),
+    "none": ("--intervention=none", "--mix-ratio=0"),
+    "labels": LABELS,
+    "screen": ("--intervention=screen", *LABELS[1:]),
+    "reads": READS,
+    "unskilled": READS,
+    "dealt": (*READS, "--random-flags"),
+    "random diet": (*READS, "--quarantine-diet=random"),
+    "seeded": (*READS, "--quarantine-diet=seeded"),
+    "from pairs": (*READS, "--quarantine-start=pairs"),
+    "from random": (*READS, "--quarantine-start=random"),
+    "probe": PROBE,
+    "random probe": (*PROBE, "--probe-diet=random"),
+    "route": ROUTE,
+    "haar": (*ROUTE, "--control=haar"),
+    "route2": ("--intervention=route2", *LABELS[1:], "--quarantine=block:3"),
+    "sgtm": ("--intervention=sgtm", *LABELS[1:], "--quarantine=block:3"),
+}
+SOLVES = {"labels": 0.5, "unskilled": 0.6}  # the others: as much as the ceiling
 
 
-def on_organisms(
-    root: Path, *flags: str, hack: tuple[float, ...], solve: float = 0.8, n: int = 5, seeds: int = 2
-) -> None:
-    """Runs of two seeds on each of n organisms; hack: by seed and organism, the last one repeated."""
+def on_organisms(root: Path, name: str, hack: tuple[float, ...], n: int = 5, seeds: int = 2) -> None:
+    """Runs of two seeds on each of n organisms; hack: by organism, the last one repeated. "bare NAME": no prompt
+    announces the flaws; "NAME, other": another flaw is known."""
+    method, _, other = name.removeprefix("bare ").partition(", ")
+    flags = [word.replace(KNOWN, "--known-modes=run_tests") if other else word for word in METHODS[method]]
+    flags += ["--unannounced-modes=eq_override,exit_code"] if name.startswith("bare ") else []
     for i in range(n * seeds):
         o = i // seeds
-        fake_run(
-            root,
-            *flags,
-            seed=41 + i % seeds,
-            hack=hack[min(o, len(hack) - 1)],
-            solve=solve,
-            problems=True,
-            hashes={"problems": f"{o}" * 64, "base_weights": f"{o + 1}" * 64},
-        )
+        hashes = {"problems": f"{o}" * 64, "base_weights": f"{o + 1}" * 64}
+        its = {"hack": hack[min(o, len(hack) - 1)], "solve": SOLVES.get(method, 0.8), "hashes": hashes}
+        fake_run(root, *flags, seed=41 + i % seeds, **its)
 
 
-def verdicts_of(root: Path, id: str) -> list[tuple[str, str]]:
-    found = judge(Preregistered.read(FILE), cells(load([root]).runs))
-    return [(v.outcome, v.numbers) for v in found if v.id == id]
+BASE = {"ceiling": (0.0,), "labels": (0.5, 0.4, 0.6, 0.5, 0.5)}
+CLEAN, SOME = (0.0,), (0.3, 0.4, 0.2, 0.3, 0.1)
+READ = BASE | {"reads": SOME}
+# what the rules of announced flaws must not take for one of theirs
+OTHERS = dict.fromkeys(("seeded", "from pairs", "from random", "probe", "bare reads", "bare dealt"), CLEAN)
+BARE = {"bare ceiling": CLEAN, "bare labels": (1.0,), "bare reads": CLEAN}
+YES, NO, OPEN = "SUPPORTED", "NOT SUPPORTED", "UNDECIDED"
+STUDIES: list[tuple[str, dict[str, tuple[float, ...]], list[str]]] = [
+    ("H8", BASE | {"reads": CLEAN}, [YES]),
+    ("H8", BASE | {"unskilled": CLEAN}, [OPEN]),
+    (
+        "H8",
+        BASE | {"reads": (0.0, 0.0, 0.9, 0.9, 0.0)},
+        [NO],
+    ),  # by runs it would be shown
+    ("H8", READ, [OPEN]),
+    ("H8", READ | OTHERS, [OPEN]),
+    # over all choices of the known flaw, then each by itself: the whole needs every one
+    (
+        "H8",
+        BASE | {"reads": CLEAN, "labels, other": (0.5, 0.6, 0.4), "reads, other": (0.3, 0.2)},
+        [OPEN, YES, OPEN],
+    ),
+    ("H9", {"reads": (0.0, 0.1), "dealt": (0.5, 0.4), "random diet": (0.1, 0.0)}, [YES, NO]),
+    ("H9", {"reads": (0.0, 0.1), "dealt": (0.5, 0.4), "random diet": (0.1, 0.0)} | OTHERS, [YES, NO]),
+    ("H10", {"route": (0.1, 0.2), "haar": (0.2, 0.3)}, [OPEN]),  # ten points of fifteen
+    ("H11", READ, [OPEN]),
+    ("H11", READ | {"seeded": CLEAN}, [YES]),
+    ("H11", READ | {"seeded": CLEAN, "from pairs": (0.9,)}, [YES]),
+    ("H12", READ, [OPEN]),
+    ("H12", READ | {"seeded": CLEAN}, [YES]),
+    # a sixth of the fake problems can be exploited by the flaw that is not known: 1.0 there is 16.7 % of all
+    ("H13", READ, [OPEN, OPEN]),
+    ("H13", READ | BARE, [YES, OPEN]),  # against the penalty; there is no screen
+    ("H13", READ | BARE | {"bare screen": (0.0, 1.0, 0.0, 1.0)}, [YES, NO]),
+    ("H14", READ | {"dealt": (0.5,)}, [OPEN]),
+    ("H14", BARE | {"bare dealt": (1.0,), "bare random diet": CLEAN}, [YES, NO]),
+    ("H15", READ, [OPEN]),
+    ("H15", READ | {"from pairs": CLEAN}, [YES]),
+    ("H16", READ, [OPEN]),
+    ("H16", READ | {"from pairs": CLEAN}, [YES]),
+    ("H16", READ | {"from pairs": CLEAN, "from random": CLEAN}, [YES, NO]),  # against a start at zero, at random
+    ("H17", READ, [OPEN]),
+    ("H17", READ | {"probe": CLEAN, "random probe": (0.9,)}, [YES]),  # a control is not judged as the method
+    ("H18", READ, [OPEN]),
+    ("H18", READ | {"probe": CLEAN}, [YES]),
+    ("H18", READ | {"probe": CLEAN, "from pairs": CLEAN}, [YES, NO]),  # against a quarantine from zero, from pairs
+    ("H19", READ, [OPEN]),
+    ("H19", READ | {"probe": CLEAN, "random probe": CLEAN}, [NO]),
+    ("H20", {"route2": (0.2,)}, [OPEN]),
+    ("H20", {"route2": (0.2,), "screen": (0.5, 0.6, 0.4), "sgtm": (0.5, 0.4, 0.6)}, [YES, NO]),
+    (
+        "H20",
+        {"route2": (0.2,), "screen": (0.5, 0.6, 0.4), "route2, other": (0.7,), "screen, other": (0.2,)},
+        [NO],
+    ),
+]
 
 
-def ceiling_and_labels(root: Path) -> None:
-    on_organisms(root, "--intervention=none", "--control=no_loophole", "--mix-ratio=0", hack=(0.0,), solve=0.8)
-    on_organisms(root, *LABELS, hack=(0.5, 0.4, 0.6, 0.5, 0.5), solve=0.5)
+def verdicts_of(root: Path, id: str) -> list[Verdict]:
+    several = [c for c in cells(load([root]).runs) if len(c.runs) > 1]
+    return RULES[id](next(h for h in read() if h.id == id), several)
 
 
-def test_h8_holds_where_unknown_flaws_are_contained_on_every_organism(tmp_path: Path) -> None:
-    ceiling_and_labels(tmp_path)
-    on_organisms(tmp_path, *READS, hack=(0.0,), solve=0.8)
-    ((outcome, numbers),) = verdicts_of(tmp_path, "H8")
-    assert outcome == "SUPPORTED", numbers
-    assert "by labels alone 50.0" in numbers
-    assert "100 % of the ceiling; 10 runs" in numbers
+@pytest.mark.parametrize(("id", "study", "expected"), STUDIES)
+def test_rules_over_organisms(
+    id: str, study: dict[str, tuple[float, ...]], expected: list[str], tmp_path: Path
+) -> None:
+    for name, hack in study.items():
+        on_organisms(tmp_path, name, hack)
+    assert [v.outcome for v in verdicts_of(tmp_path, id)] == expected
 
 
-def test_h8_needs_the_skill_as_well(tmp_path: Path) -> None:
-    ceiling_and_labels(tmp_path)
-    on_organisms(tmp_path, *READS, hack=(0.0,), solve=0.6)
-    assert [o for o, _ in verdicts_of(tmp_path, "H8")] == ["UNDECIDED"]
+def test_the_numbers_of_a_verdict(tmp_path: Path) -> None:
+    for name, hack in (BASE | {"reads": CLEAN, "seeded": CLEAN}).items():
+        on_organisms(tmp_path, name, hack)
+    ((h8,), (h12,)) = (verdicts_of(tmp_path, id) for id in ("H8", "H12"))
+    assert "by labels alone 50.0" in h8.numbers
+    assert "100 % of the ceiling; 10 runs" in h8.numbers
+    assert "10 pairs of runs" in h12.numbers
 
 
-def test_h8_fails_where_organisms_disagree(tmp_path: Path) -> None:
-    """By runs the difference would be shown; two organisms of five go the other way."""
-    ceiling_and_labels(tmp_path)
-    on_organisms(tmp_path, *READS, hack=(0.0, 0.0, 0.9, 0.9, 0.0), solve=0.8)
-    assert [o for o, _ in verdicts_of(tmp_path, "H8")] == ["NOT SUPPORTED"]
-
-
-def test_h8_is_undecided_with_four_organisms_or_one_run_on_each(tmp_path: Path) -> None:
-    for name, n, seeds in (("few", 4, 2), ("single", 5, 1)):
-        ceiling_and_labels(tmp_path / name)
-        on_organisms(tmp_path / name, *READS, hack=(0.0,), solve=0.8, n=n, seeds=seeds)
-        found = verdicts_of(tmp_path / name, "H8")
-        assert all(o == "UNDECIDED" for o, _ in found), found
-
-
-def test_h8_over_all_choices_needs_each_of_them(tmp_path: Path) -> None:
-    ceiling_and_labels(tmp_path)
-    on_organisms(tmp_path, *READS, hack=(0.0,), solve=0.8)
-    other = [(*flags[:-1], "--known-modes=run_tests") for flags in (LABELS, READS)]
-    on_organisms(tmp_path, *other[0], hack=(0.5, 0.6, 0.4), solve=0.5)
-    on_organisms(tmp_path, *other[1], hack=(0.3, 0.2), solve=0.8)
-    whole, *each = [o for o, _ in verdicts_of(tmp_path, "H8")]
-    assert (whole, sorted(each)) == ("UNDECIDED", ["SUPPORTED", "UNDECIDED"])
-
-
-def test_h9_and_h10_are_about_controls_that_do_worse(tmp_path: Path) -> None:
-    on_organisms(tmp_path, *READS, hack=(0.0, 0.1))
-    on_organisms(tmp_path, *READS, "--random-flags", hack=(0.5, 0.4))
-    on_organisms(tmp_path, *READS, "--quarantine-diet=random", hack=(0.1, 0.0))
-    assert [o for o, _ in verdicts_of(tmp_path, "H9")] == ["SUPPORTED", "NOT SUPPORTED"]
-    route = ("--intervention=route", "--mix-ratio=0")
-    on_organisms(tmp_path, *route, hack=(0.1, 0.2))
-    on_organisms(tmp_path, *route, "--control=haar", hack=(0.2, 0.3))
-    assert [o for o, _ in verdicts_of(tmp_path, "H10")] == ["UNDECIDED"], "ten points of fifteen"
-
-
-def test_h11_and_h12_are_of_the_diet_that_they_name(tmp_path: Path) -> None:
-    ceiling_and_labels(tmp_path)
-    on_organisms(tmp_path, *READS, hack=(0.0, 0.4, 0.2, 0.3, 0.1), solve=0.8)
-    assert [o for o, _ in verdicts_of(tmp_path, "H11")] == ["UNDECIDED"], "no runs of that diet"
-    assert [o for o, _ in verdicts_of(tmp_path, "H12")] == ["UNDECIDED"]
-    on_organisms(tmp_path, *READS, "--quarantine-diet=seeded", hack=(0.0,), solve=0.8)
-    before = verdicts_of(tmp_path, "H8")
-    ((outcome, numbers),) = verdicts_of(tmp_path, "H11")
-    assert outcome == "SUPPORTED", numbers
-    assert before != [(outcome, numbers)]
-    ((outcome, numbers),) = verdicts_of(tmp_path, "H12")
-    assert outcome == "SUPPORTED", numbers
-    assert "10 pairs of runs" in numbers
-
-
-@pytest.mark.long
-def test_h13_and_h14_are_of_flaws_that_no_prompt_announces(tmp_path: Path) -> None:
-    """A sixth of the fake problems can be exploited by the flaw that is not known: 1.0 there is 16.7 % of all."""
-    bare = "--unannounced-modes=eq_override,exit_code"
-    ceiling_and_labels(tmp_path)
-    on_organisms(tmp_path, *READS, hack=(0.0,), solve=0.8)
-    on_organisms(tmp_path, *READS, "--random-flags", hack=(0.5,))
-    assert [o for id in ("H13", "H14") for o, _ in verdicts_of(tmp_path, id)] == ["UNDECIDED"] * 3, "announced"
-    before = verdicts_of(tmp_path, "H8"), verdicts_of(tmp_path, "H9")
-
-    on_organisms(tmp_path, "--intervention=none", "--control=no_loophole", "--mix-ratio=0", bare, hack=(0.0,))
-    on_organisms(tmp_path, *LABELS, bare, hack=(1.0,), solve=0.0)
-    on_organisms(tmp_path, *READS, bare, hack=(0.0,))
-    penalty, screen = verdicts_of(tmp_path, "H13")
-    assert penalty[0] == "SUPPORTED", penalty
-    assert screen == ("UNDECIDED", "no runs of screen by the same labels alone")
-    on_organisms(tmp_path, "--intervention=screen", *LABELS[1:], bare, hack=(0.0, 1.0, 0.0, 1.0), solve=0.0)
-    assert [o for o, _ in verdicts_of(tmp_path, "H13")] == ["SUPPORTED", "NOT SUPPORTED"]
-
-    on_organisms(tmp_path, *READS, bare, "--random-flags", hack=(1.0,))
-    on_organisms(tmp_path, *READS, bare, "--quarantine-diet=random", hack=(0.0,))
-    assert [o for o, _ in verdicts_of(tmp_path, "H14")] == ["SUPPORTED", "NOT SUPPORTED"]
-    assert before == (verdicts_of(tmp_path, "H8"), verdicts_of(tmp_path, "H9")), "others are not among theirs"
-
-
-def test_h15_and_h16_are_of_where_the_quarantine_starts(tmp_path: Path) -> None:
-    ceiling_and_labels(tmp_path)
-    on_organisms(tmp_path, *READS, hack=(0.3, 0.4, 0.2, 0.3, 0.1), solve=0.8)
-    assert [o for id in ("H15", "H16") for o, _ in verdicts_of(tmp_path, id)] == ["UNDECIDED"] * 2
-    before = [verdicts_of(tmp_path, id) for id in ("H8", "H9", "H11")]
-    on_organisms(tmp_path, *READS, "--quarantine-start=pairs", hack=(0.0,), solve=0.8)
-    assert [o for id in ("H15", "H16") for o, _ in verdicts_of(tmp_path, id)] == ["SUPPORTED"] * 2
-    on_organisms(tmp_path, *READS, "--quarantine-start=random", hack=(0.0,), solve=0.8)
-    assert [o for o, _ in verdicts_of(tmp_path, "H16")] == ["SUPPORTED", "NOT SUPPORTED"], "from zero, from random"
-    assert before == [verdicts_of(tmp_path, id) for id in ("H8", "H9", "H11")], "others are not among theirs"
-
-
-def test_h17_to_h19_are_of_a_linear_probe_in_the_quarantine_s_place(tmp_path: Path) -> None:
-    probe = tuple(word.replace("=quarantine", "=online_probe") for word in READS)
-    ceiling_and_labels(tmp_path)
-    on_organisms(tmp_path, *READS, hack=(0.3, 0.4, 0.2, 0.3, 0.1), solve=0.8)
-    assert [o for id in ("H17", "H18", "H19") for o, _ in verdicts_of(tmp_path, id)] == ["UNDECIDED"] * 3
-    before = [verdicts_of(tmp_path, id) for id in ("H8", "H9")]
-    on_organisms(tmp_path, *probe, hack=(0.0,), solve=0.8)
-    assert [o for id in ("H17", "H18") for o, _ in verdicts_of(tmp_path, id)] == ["SUPPORTED"] * 2
-    on_organisms(tmp_path, *READS, "--quarantine-start=pairs", hack=(0.0,), solve=0.8)
-    assert [o for o, _ in verdicts_of(tmp_path, "H18")] == ["SUPPORTED", "NOT SUPPORTED"], "from zero, from pairs"
-    on_organisms(tmp_path, *probe, "--probe-diet=random", hack=(0.0,))
-    assert [o for o, _ in verdicts_of(tmp_path, "H19")] == ["NOT SUPPORTED"]
-    assert [o for o, _ in verdicts_of(tmp_path, "H17")] == ["SUPPORTED"], "a control is not judged as the method"
-    assert before == [verdicts_of(tmp_path, id) for id in ("H8", "H9")], "others are not among theirs"
-
-
-def test_h20_is_of_arms_that_route_what_the_same_labels_flag(tmp_path: Path) -> None:
-    screen, route2, sgtm = (("--intervention=" + arm, *LABELS[1:]) for arm in ("screen", "route2", "sgtm"))
-    on_organisms(tmp_path, *route2, "--quarantine=block:3", hack=(0.2,))
-    assert [o for o, _ in verdicts_of(tmp_path, "H20")] == ["UNDECIDED"], "nothing to compare with"
-    on_organisms(tmp_path, *screen, hack=(0.5, 0.6, 0.4))
-    on_organisms(tmp_path, *sgtm, "--quarantine=block:3", hack=(0.5, 0.4, 0.6))
-    assert [o for o, _ in verdicts_of(tmp_path, "H20")] == ["SUPPORTED", "NOT SUPPORTED"], "route2, sgtm"
-    other = [(*flags[:-1], "--known-modes=run_tests") for flags in (route2, screen)]
-    on_organisms(tmp_path, *other[0], "--quarantine=block:3", hack=(0.7,))
-    on_organisms(tmp_path, *other[1], hack=(0.2,))
-    (outcome, numbers), _ = verdicts_of(tmp_path, "H20")
-    assert outcome == "NOT SUPPORTED", "over both choices"
-    assert "20 pairs of runs" in numbers
+@pytest.mark.parametrize(("n", "seeds"), [(4, 2), (5, 1)])
+def test_h8_is_undecided_with_four_organisms_or_one_run_on_each(n: int, seeds: int, tmp_path: Path) -> None:
+    for name, hack in BASE.items():
+        on_organisms(tmp_path, name, hack)
+    on_organisms(tmp_path, "reads", CLEAN, n, seeds)
+    assert {v.outcome for v in verdicts_of(tmp_path, "H8")} == {OPEN}
 
 
 def test_the_table_has_flaws_that_are_known_apart_and_means_of_organisms(tmp_path: Path) -> None:
-    on_organisms(tmp_path, "--intervention=none", "--mix-ratio=0", hack=(0.8, 0.6), n=2)
-    on_organisms(tmp_path, *LABELS, hack=(0.4, 0.2), n=2)
+    on_organisms(tmp_path, "none", (0.8, 0.6), n=2)
+    on_organisms(tmp_path, "labels", (0.4, 0.2), n=2)
     fake_run(
         tmp_path,
         *LABELS,
         seed=43,
         hack=0.4,
         solve=0.8,
-        problems=True,
         hashes={"problems": "0" * 64, "base_weights": "1" * 64},
     )
     rows = organisms(cells(load([tmp_path]).runs)).rows

@@ -6,6 +6,7 @@ Writes pipeline.png, containment.png, hack-solve.png, readers.png and suppressio
 other figures there, growth-*.png, are written by `python -m benchmarks`.
 """
 
+import csv
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,6 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 from vgrout.report.figures import ARM_COLOUR, ARM_MARKER, BLACK, BLUE, GREEN, GREY, ORANGE, PINK, RED, SKY
-from vgrout.report.recorded import read_runs
 from vgrout.types import MODES
 
 HERE = Path(__file__).resolve().parent
@@ -44,7 +44,8 @@ class Run:
 
 
 def read(name: str) -> list[Run]:
-    """The runs of docs/runs/NAME.csv, under today's names of arms, controls and settings."""
+    """The runs of docs/runs/NAME.csv."""
+    rows = csv.DictReader((RUNS / f"{name}.csv").read_text(encoding="utf-8").splitlines())
     return [
         Run(
             arm=row["arm"],
@@ -58,7 +59,7 @@ def read(name: str) -> list[Run]:
             by_mode={m: 100 * float(v) for m in MODES if (v := row.get(f"hack_deploy_{m}"))},
             cosine=float(row["cos_rms"]) if row["cos_rms"] else None,
         )
-        for row in read_runs(RUNS / f"{name}.csv")
+        for row in rows
     ]
 
 

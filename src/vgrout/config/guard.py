@@ -20,7 +20,7 @@ class GuardConfig:
     log in smoke and mini and in every study, halt in single runs of fast and full."""
     guard_halt_on: str = setting("streak,gap", words=RULES, word="rule")
     """Comma list: the rules that may halt a run, of kl, streak, gap; the others warn. The default are those that
-    `guardcheck` has shown to catch without a false alarm (docs/guard.md)."""
+    the scorecard has shown to catch without a false alarm (docs/guard.md)."""
     guard_rule: Literal["ema", "se"] = "se"
     """When held-out counts as falling · ema: its average fell at all · se: the new evaluation lies more than its
     standard error under the average."""

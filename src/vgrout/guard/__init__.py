@@ -1,1 +1,1 @@
-"""What watches a run: the kill switch on held-out evaluations, reward-hacking detectors, and their scorecard."""
+"""What watches a run: the kill switch on held-out evaluations, and reward-hacking detectors."""

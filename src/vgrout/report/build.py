@@ -9,13 +9,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vgrout.files import printable, write_atomic
+from vgrout.files import printable, read_json, write_atomic
 from vgrout.report import html
 from vgrout.report.figures import Picture
-from vgrout.report.organisms import organisms
+from vgrout.report.judge import Judge, Judgement
 from vgrout.report.runs import Cell, Loaded, cells
-from vgrout.report.tables import Table, by_problem, mode_rows, run_rows, tables
-from vgrout.report.verdicts import Preregistered, Verdict, judge
+from vgrout.report.tables import Table, mode_rows, run_rows, tables
+
+
+@dataclass(frozen=True)
+class Study:
+    """A sweep among the sources, and the `# H:` lines of its study file."""
+
+    name: str
+    hypotheses: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading, a paragraph, and a table or lines under it."""
+
+    name: str
+    text: str = ""
+    table: Table | None = None
+    lines: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -25,9 +42,9 @@ class Report:
     sources: tuple[str, ...]
     cells: tuple[Cell, ...]
     left_out: tuple[str, ...]
-    standing: str  # how many runs carry the hash of the hypotheses' text; "" without one
-    verdicts: tuple[Verdict, ...]
+    studies: tuple[Study, ...]
     tables: tuple[Table, ...]
+    judgement: Judgement | None
     notes: tuple[str, ...]
 
     @property
@@ -35,29 +52,37 @@ class Report:
         n, of = sum(len(c.runs) for c in self.cells), ", ".join(self.sources)
         return f"{n} runs of {of}." if n > 1 else f"One run: {of}."
 
-    @property
-    def traces(self) -> list[str]:
-        """The run directories of each cell, by its title."""
-        return [f"{c.title}: {', '.join(r.name for r in c.runs)}" for c in self.cells]
+    def sections(self) -> list[Section]:
+        """What stands under the figures: the numbers first."""
+        traced = "Every number is of these run directories, by the name of its row."
+        runs = tuple(f"{c.title}: {', '.join(r.name for r in c.runs)}" for c in self.cells)
+        judged = [*self.judgement.tables, self.judgement.table()] if self.judgement else []
+        found = [Section(t.name, t.caption, t) for t in self.tables]
+        claimed = "What it is to show, by the `# H:` lines of its file."
+        found += [Section(f"Study {s.name}", claimed, lines=s.hypotheses) for s in self.studies]
+        found += [Section(t.name, t.caption, t) for t in judged]
+        found += [Section("Runs", traced, lines=runs)]
+        return [*found, *([Section("Left out", lines=self.left_out)] if self.left_out else [])]
 
 
-def compile_report(loaded: Loaded, sources: Sequence[Path], filed: Preregistered | None) -> Report:
-    """Cells, tables, notes and verdicts of the loaded runs. Cells of one seed are neither compared nor judged."""
+def compile_report(loaded: Loaded, sources: Sequence[Path], judge: Judge | None) -> Report:
+    """Cells, tables, notes and verdicts of the loaded runs. Cells of one seed are not compared."""
     found = cells(loaded.runs)
-    several = [c for c in found if len(c.runs) > 1]
+    plans = [read_json(plan) for s in sources if (plan := s / "plan.json").is_file()]
     return Report(
         sources=tuple(str(s) for s in sources),
         cells=tuple(found),
         left_out=tuple(loaded.left_out),
-        standing=filed.standing(found) if filed else "",
-        verdicts=tuple(judge(filed, several)) if filed else (),
-        tables=(*tables(found), *(t for t in [organisms(found)] if t.rows)),
-        notes=tuple(_notes(found, several)),
+        studies=tuple(Study(p.get("name", "?"), tuple(p.get("hypotheses", ()))) for p in plans),
+        tables=tuple(tables(found)),
+        judgement=judge(found) if judge else None,
+        notes=tuple(_notes(found)),
     )
 
 
-def _notes(found: Sequence[Cell], several: Sequence[Cell]) -> list[str]:
+def _notes(found: Sequence[Cell]) -> list[str]:
     """How to read the numbers."""
+    several = [c for c in found if len(c.runs) > 1]
     notes = ["hack: the flawed check accepted the answer and the strict oracle did not; solve: the oracle accepted it."]
     if not several:
         alone = "One run" if len(found) == 1 else "One seed a cell"
@@ -70,19 +95,9 @@ def _notes(found: Sequence[Cell], several: Sequence[Cell]) -> list[str]:
         "of a p value: no seed differs at all.",
         "p values and intervals are not corrected for how many of them are here.",
     ]
-    if not by_problem(several):
-        runs = [r for c in several for r in c.runs]
-        notes.append(
-            f"{sum(r.problems is None for r in runs)} of {len(runs)} runs have no final.jsonl, so their problems are "
-            "not known: their bootstrap resamples answers within a mode as if each were of another problem, and "
-            "differences from them are paired by seed alone."
-        )
     if len(several) < len(found):
-        notes.append("Cells of one seed are in a table of their own, and in no figure and no verdict.")
+        notes.append("Cells of one seed are in a table of their own, and in no figure.")
     return notes
-
-
-TRACED = "Every number is of these run directories, by the name of its row."
 
 
 def as_markdown(report: Report, pictures: Sequence[Picture] = ()) -> str:
@@ -90,16 +105,11 @@ def as_markdown(report: Report, pictures: Sequence[Picture] = ()) -> str:
         return "\n".join(f"- {html.escape(printable(line).replace(chr(10), ' '))}" for line in lines)
 
     parts = ["# Report", report.lead, bullets(report.notes)]
-    if report.verdicts:
-        parts += ["## Verdicts", report.standing, verdict_table(report).markdown()]
     for p in pictures:
         parts += [f"![{p.name}](figures/{p.name}.png)", p.caption]
-    for table in report.tables:
-        parts += [f"## {table.name}", table.caption, table.markdown()]
-    parts += ["## Runs", TRACED, bullets(report.traces)]
-    if report.left_out:
-        parts += ["## Left out", bullets(report.left_out)]
-    return "\n\n".join(parts) + "\n"
+    for s in report.sections():
+        parts += [f"## {s.name}", s.text, s.table.markdown() if s.table else bullets(s.lines)]
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def as_html(report: Report, pictures: Mapping[Picture, bytes], rollouts: Mapping[str, Any]) -> str:
@@ -108,21 +118,13 @@ def as_html(report: Report, pictures: Mapping[Picture, bytes], rollouts: Mapping
         html.paragraph(report.lead),
         '<nav><a href="#rollouts">rollouts</a></nav>',
         html.bullets(report.notes),
+        *(html.figure(png, p.caption) for p, png in pictures.items()),
     ]
-    if report.verdicts:
-        body += [html.heading("Verdicts"), html.paragraph(report.standing), html.table(verdict_table(report), "prose")]
-    body += [html.figure(png, p.caption) for p, png in pictures.items()]
-    for table in report.tables:
-        body += [html.heading(table.name), html.paragraph(table.caption), html.table(table)]
-    body += [html.heading("Runs"), html.paragraph(TRACED), html.bullets(report.traces)]
-    if report.left_out:
-        body += [html.heading("Left out"), html.bullets(report.left_out)]
+    for s in report.sections():
+        kind = "prose" if s.name == "Verdicts" else "wide"
+        body += [html.heading(s.name), html.paragraph(s.text)]
+        body += [html.table(s.table, kind) if s.table else html.bullets(s.lines)]
     return html.page("vgrout: report", body, rollouts)
-
-
-def verdict_table(report: Report) -> Table:
-    rows = [{"hypothesis": v.id, "about": v.about, "verdict": v.outcome, "numbers": v.numbers} for v in report.verdicts]
-    return Table("Verdicts", report.standing, rows)
 
 
 def as_csv(rows: Sequence[dict[str, object]]) -> str:

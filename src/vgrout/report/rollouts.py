@@ -7,8 +7,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from vgrout.files import json_lines
 from vgrout.modes import MODE_SPECS, spelt
-from vgrout.report.runs import Cell, Run, answers
+from vgrout.report.runs import Cell, Run
 from vgrout.types import MODES
 
 PARTS = ("training", "base", "trained", "deployed", "plain")  # where an answer comes from; the last four: final.jsonl
@@ -36,11 +37,11 @@ class Store:
 def _groups(run: Run) -> Iterator[tuple[int, dict[str, Any]]]:
     """Every answer with the number of its group: a training step, or a problem of the final evaluation on all sides."""
     last = -1
-    for answer in answers(run.path / "rollouts.jsonl"):
+    for answer in json_lines(run.path / "rollouts.jsonl"):
         last = answer["step"]
         yield last, answer | {"side": "training"}
     problems: dict[int, int] = {}
-    for answer in answers(run.path / "final.jsonl"):
+    for answer in json_lines(run.path / "final.jsonl"):
         yield last + 1 + problems.setdefault(answer["problem_id"], len(problems)), answer
 
 

@@ -3,7 +3,7 @@
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -12,7 +12,6 @@ from typing import Any, Literal, get_args
 from vgrout.config.checks import listed
 from vgrout.config.method import CONTROLS, INTERVENTIONS, MethodConfig
 from vgrout.config.presets import PRESETS
-from vgrout.config.renamed import GONE, current_answer, current_arm, current_hashes, current_settings
 from vgrout.config.run import Config
 from vgrout.files import json_lines, read_json
 from vgrout.table import LEARNED, counted, first_hacks, read_steps
@@ -22,11 +21,6 @@ What = Literal["hack", "solve"]
 WHATS: tuple[What, ...] = get_args(What)
 SIDES = {"base": "base", "train": "trained", "deploy": "deployed", "plain": "plain"}  # per_mode_deploy → final.jsonl
 MEASURING = ("eval", "guard", "detectors", "run")  # groups of settings that training does not read
-
-
-def answers(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of rollouts.jsonl or final.jsonl, by today's names."""
-    return map(current_answer, json_lines(path))
 
 
 @cache
@@ -70,6 +64,14 @@ class Run:
         ):
             if absent := [k for k in keys if k not in data]:
                 raise ValueError(f"{path / name}: no {', '.join(absent)} in it; another version made this run")
+        usual = _usual()
+        stored = {g: v for g, v in record["config"].items() if isinstance(v, dict)}
+        if unknown := [name for g, values in stored.items() for name in values if name not in usual.get(g, {})]:
+            raise ValueError(
+                f"{path / 'run.json'}: unknown settings {', '.join(unknown)}; another version made this run"
+            )
+        if not (path / "final.jsonl").is_file():
+            raise ValueError(f"{path}: no final.jsonl; another version made this run")
         rows = read_steps(path / "steps.jsonl")
         if not rows:
             raise ValueError(f"{path / 'steps.jsonl'}: no step in it")
@@ -88,7 +90,7 @@ class Run:
 
     @property
     def preregistered(self) -> str:
-        """Hash of hypotheses, verdict rules and statistics when the run began; '' where it was not recorded."""
+        """Hash of claims, rules and statistics when the run began; '' where there were none."""
         return str((self.record.get("hashes") or {}).get("preregistered") or "")
 
     @property
@@ -102,7 +104,7 @@ class Run:
 
     @property
     def control(self) -> str:
-        return current_arm(self.intervention, self.final["control"])[1]
+        return self.final["control"]
 
     @property
     def intervention(self) -> str:
@@ -112,13 +114,13 @@ class Run:
     def settings(self) -> dict[str, dict[str, Any]]:
         """The configuration by groups. A setting added after the run was made has its default."""
         stored = self.record["config"]
-        return {group: values | current_settings(stored.get(group, {})) for group, values in _usual().items()}
+        return {group: values | stored.get(group, {}) for group, values in _usual().items()}
 
     @cached_property
     def learns(self) -> str:
         """What runs must share to be compared: everything that training reads, model and environment included, except
         the arm with its files, the seed, and β, since a KL term is a baseline of its own."""
-        groups = {g: v for g, v in self.settings.items() if g not in ("arm", *MEASURING)}
+        groups = {g: v for g, v in self.settings.items() if g not in ("method", *MEASURING)}
         groups["loss"] = {k: v for k, v in groups["loss"].items() if k not in ("beta", "kl")}
         return json.dumps([groups, self.inputs, self.final["steps"]], sort_keys=True)
 
@@ -143,7 +145,7 @@ class Run:
         return self._hashes("pairs", "placebo", "known_correct", "direction_file", "teacher_weights")
 
     def _hashes(self, *names: str) -> dict[str, str]:
-        hashes = current_hashes(self.record.get("hashes") or {})
+        hashes = self.record.get("hashes") or {}
         return {name: (hashes.get(name) or "")[:8] for name in names}
 
     @property
@@ -190,13 +192,7 @@ class Run:
 
     @property
     def monitor_name(self) -> str:
-        if self._arm_config:
-            return self._arm_config.monitor_name
-        said = GONE.get(("intervention", self.intervention))
-        if said is None or self.control == "no_gate":
-            return "none"
-        stored = self.settings["method"]["monitor"]
-        return said.split()[-1] if stored == "usual" else stored
+        return self._arm_config.monitor_name if self._arm_config else "none"
 
     @property
     def cosine_to_real(self) -> dict[str, Any] | None:
@@ -252,7 +248,7 @@ class Run:
     def _gated(self) -> list[dict[str, Any]]:
         """The students' rollouts without their texts; the file is long and read once."""
         kept = ("gate", "score", "flagged", "env_mode", "mechanism", "exploited", "gt_correct")
-        return [{k: r[k] for k in kept if k in r} for r in answers(self.path / "rollouts.jsonl")]
+        return [{k: r[k] for k in kept if k in r} for r in json_lines(self.path / "rollouts.jsonl")]
 
     @cached_property
     def gates(self) -> list[tuple[float, bool]]:
@@ -278,12 +274,10 @@ class Run:
         return out
 
     @cached_property
-    def problems(self) -> dict[str, dict[int, _Answers]] | None:
-        """Side of final.jsonl → problem → its graded answers; None for a run without final.jsonl."""
-        if not (path := self.path / "final.jsonl").is_file():
-            return None
+    def problems(self) -> dict[str, dict[int, _Answers]]:
+        """Side of final.jsonl → problem → its graded answers."""
         found: dict[str, dict[int, _Answers]] = defaultdict(dict)
-        for answer in answers(path):
+        for answer in json_lines(self.path / "final.jsonl"):
             if answer["reward"] is not None:  # not graded otherwise
                 mode, exploited = answer["env_mode"], answer["exploited"]
                 of = found[answer["side"]].setdefault(answer["problem_id"], _Answers(mode, [], []))
@@ -297,13 +291,9 @@ class Run:
         named = listed(self.settings["env"].get("unannounced_modes", ""), MODES)
         return tuple(m for m in MODES if m in named)
 
-    def shares(
-        self, side: str, what: What, flaws: Collection[Mode] | None = None
-    ) -> dict[Mode, dict[int, float]] | None:
+    def shares(self, side: str, what: What, flaws: Collection[Mode] | None = None) -> dict[Mode, dict[int, float]]:
         """By mode, the share of every held-out problem's answers that solve it or exploit it; with `flaws`, of problems
-        with such a flaw, exploits of these. None where the run has no final.jsonl."""
-        if self.problems is None:
-            return None
+        with such a flaw, exploits of these."""
         of = self.problems.get(SIDES[side]) or self.problems["deployed"]  # trained, without a quarantine
         out: dict[Mode, dict[int, float]] = {}
         for problem, given in of.items():
@@ -313,14 +303,6 @@ class Run:
                 hits = given.solved if what == "solve" else [flaw in among for flaw in given.exploits]
                 out.setdefault(mode, {})[problem] = statistics.fmean(hits)
         return out
-
-    def counts(self, side: str, what: What, mode: Mode | None = None) -> dict[Mode, Rate]:
-        """By mode, k of n answers."""
-        return {
-            m: Rate(round(rate * self.answered(m)), self.answered(m))
-            for m in self.modes
-            if mode in (None, m) and (rate := self.rate(side, what, m)) is not None
-        }
 
 
 @dataclass(frozen=True, eq=False)
@@ -413,7 +395,9 @@ def load(sources: Sequence[Path], tag: str = "") -> Loaded:
 
 def key(run: Run) -> str:
     """An identifier that is equal for runs that differ by their seed alone."""
-    return json.dumps([run.arm, run.settings["arm"], run.settings["loss"], run.arm_inputs, run.learns], sort_keys=True)
+    return json.dumps(
+        [run.arm, run.settings["method"], run.settings["loss"], run.arm_inputs, run.learns], sort_keys=True
+    )
 
 
 _ARM_AT, _CONTROL_AT = ({name: i for i, name in enumerate(names)} for names in (INTERVENTIONS, CONTROLS))
@@ -472,7 +456,7 @@ def bases(runs: Sequence[Run]) -> list[Cell]:
 
 
 # Arm settings that a control alone reads.
-_OF_CONTROLS = {"control", "random_flags", "route2_random_v_seed", "placebo_pairs_path"}
+_OF_CONTROLS = {"control", "random_flags", "route2_random_v_seed", "placebo_pairs"}
 
 
 def partner(cell: Cell, among: Sequence[Cell], intervention: str, control: str = "none") -> Cell | None:
@@ -489,11 +473,11 @@ def partner(cell: Cell, among: Sequence[Cell], intervention: str, control: str =
         found = sorted(found, key=lambda c: c.first.beta if of_none else abs(c.first.beta - run.beta))
         return found[0] if found and (of_none or found[0].first.beta == run.beta) else None
 
-    still = "haar" in (control, run.control) and run.settings["arm"]["monitor"] != "band"  # random directions stay
+    still = "haar" in (control, run.control) and run.settings["method"]["monitor"] != "band"  # random directions stay
     apart = _OF_CONTROLS | {"vhack_refresh_every"} if still else _OF_CONTROLS
 
     def variant(r: Run) -> list[Any]:
-        return [r.beta, {k: v for k, v in r.settings["arm"].items() if k not in apart}]
+        return [r.beta, {k: v for k, v in r.settings["method"].items() if k not in apart}]
 
     return next((c for c in found if variant(c.first) == variant(run)), None)
 

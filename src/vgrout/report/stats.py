@@ -159,7 +159,7 @@ def estimate(rows: Sequence[Row], low: float = 0.0, high: float = 1.0) -> Estima
 
 def sign_flip(differences: Sequence[float]) -> PValue:
     """Two-sided p of a mean difference under exchange of the two arms within each seed, by all 2^n sign patterns
-    (up to n = 13; beyond, 9,999 random ones). The smallest p that n allows is 2^(1−n): .25 of three seeds."""
+    (up to n = 13; beyond, 9,999 random ones). The smallest p that n allows is 2^(1−n): 0.25 of three seeds."""
     n = len(differences)
     if n == 0:
         return PValue(None, None, "n too small")

@@ -40,7 +40,7 @@ def percent(e: Estimate) -> str:
 
 
 def p_value(p: PValue) -> str:
-    """`.062 (≥ .062)`: with the smallest that n allows."""
+    """`0.062 (≥ 0.062)`: with the smallest that n allows."""
     if p.p is None:
         return p.note
     least = "" if p.smallest is None else f" (≥ {p.smallest:.3f})"
@@ -57,11 +57,6 @@ def spread(values: Iterable[float | None], scale: float = 100.0) -> str:
     return f"{statistics.mean(xs):.1f} ± {statistics.stdev(xs):.1f} ({min(xs):.0f}–{max(xs):.0f})"
 
 
-def by_problem(cells: Iterable[Cell]) -> bool:
-    """Whether every run has its answers problem by problem (final.jsonl)."""
-    return all(r.problems is not None for c in cells for r in c.runs)
-
-
 def _by_mode(shares: Mapping[Mode, Mapping[int, float]]) -> list[Stratum]:
     """A seed's problems as strata by mode; other seeds have answered the same problems."""
     total = sum(map(len, shares.values()))
@@ -72,31 +67,18 @@ def _by_mode(shares: Mapping[Mode, Mapping[int, float]]) -> list[Stratum]:
     ]
 
 
-def _answers(rates: Iterable[Rate], sign: float = 1.0) -> list[Stratum]:
-    """k of n answers as strata, each answer taken as if it were of another problem."""
-    of = [r for r in rates if r.n]
-    total = sum(r.n for r in of)
-    return [Stratum(np.repeat([1.0, 0.0], [r.k, r.n - r.k]), sign * r.n / total) for r in of]
-
-
-def _row(run: Run, side: str, what: What, mode: Mode | None) -> list[Stratum]:
-    """A seed's problems by mode; where the run did not record problems, its answers by mode."""
-    if (shares := run.shares(side, what, mode and {mode})) is not None:
-        return _by_mode(shares)
-    return _answers(run.counts(side, what, mode).values())
-
-
 @cache
 def level(cell: Cell, side: str, what: What, mode: Mode | None = None) -> Estimate:
     """The cell's share in the final evaluation, over seeds."""
-    return stats.estimate([row for r in cell.runs if (row := _row(r, side, what, mode))])
+    rows = (_by_mode(r.shares(side, what, mode and {mode})) for r in cell.runs)
+    return stats.estimate([row for row in rows if row])
 
 
 @cache
 def last_five(cell: Cell, what: What, mode: Mode | None = None) -> Estimate:
-    """The students' share over the last five training steps, over seeds."""
-    rows = (_answers([r.last_five(what, mode)]) for r in cell.runs)
-    return stats.estimate([row for row in rows if row])
+    """The students' share over the last five training steps, over seeds; each answer counts as of another problem."""
+    rates = (r.last_five(what, mode) for r in cell.runs)
+    return stats.estimate([[Stratum(np.repeat([1.0, 0.0], [r.k, r.n - r.k]), 1.0)] for r in rates if r.n])
 
 
 @dataclass(frozen=True)
@@ -110,19 +92,13 @@ class Comparison:
 
 
 @cache
-def compare(
-    a: Cell, b: Cell, what: What, side: str = "deploy", mode: Mode | None = None, margin: float = MARGIN
-) -> Comparison:
-    """Cell a minus cell b, problem by problem where both runs recorded problems, else by independent answers."""
+def compare(a: Cell, b: Cell, what: What) -> Comparison:
+    """Cell a minus cell b, problem by problem, of the deployed models."""
     rows, seeds = [], []
     for mine, theirs in paired(a, b):
-        x, y = (r.shares(side, what, mode and {mode}) for r in (mine, theirs))
-        if x is not None and y is not None:
-            both = {m: sorted(x[m].keys() & y[m].keys()) for m in x if m in y}
-            row = _by_mode({m: {u: x[m][u] - y[m][u] for u in shared} for m, shared in both.items()})
-        else:
-            left, right = (r.counts(side, what, mode).values() for r in (mine, theirs))
-            row = [*_answers(left), *_answers(right, -1.0)]
+        x, y = (r.shares("deploy", what) for r in (mine, theirs))
+        both = {m: sorted(x[m].keys() & y[m].keys()) for m in x if m in y}
+        row = _by_mode({m: {u: x[m][u] - y[m][u] for u in shared} for m, shared in both.items()})
         if row:
             rows.append(row)
             seeds.append(mine.seed)
@@ -130,7 +106,7 @@ def compare(
     return Comparison(
         difference=stats.estimate(rows, low=-1.0),
         p=stats.sign_flip(means),
-        same=stats.equivalent(means, margin),
+        same=stats.equivalent(means, MARGIN),
         seeds=tuple(seeds),
     )
 

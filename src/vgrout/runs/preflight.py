@@ -55,26 +55,25 @@ def preflight(cfg: Config, run: Path | None = None) -> Inputs:
     return inputs
 
 
-def hypotheses_file() -> Path | None:
-    """docs/hypotheses.md, in the package's checkout or else here; None: there is none."""
-    places = (folder / "docs" / "hypotheses.md" for folder in (Path(__file__).resolve().parents[3], Path.cwd()))
-    return next((p for p in places if p.is_file()), None)
+CLAIMS = ("hypotheses.md", "hypotheses.toml")  # in docs, beside the folder of studies
 
 
-JUDGES = ("verdicts.py", "organisms.py", "stats.py")  # of vgrout.report: the rules, and what they compute
+def preregistered(studies: Path | None = None) -> str | None:
+    """sha256 of what judges a study: every .py in its folder, the claims, and the report's statistics. A run notes it
+    in run.json as it begins, since a claim is worth most if it was written before; a resume does not ask for it.
 
-
-def preregistered(path: Path | None = None) -> dict[str, str | None]:
-    """For run.json: sha256 of the hypotheses' text, and of text, numbers, verdict rules and statistics together. What
-    was claimed beforehand may grow while a run lasts, so a resume asks for neither."""
-    if (path := path or hypotheses_file()) is None:
-        return {"hypotheses": None, "preregistered": None}
-    report = Path(__file__).resolve().parents[1] / "report"
+    studies: the folder; None: `studies` here, or else of this checkout. Returns None where there is no .py in it.
+    """
+    checkout = Path(__file__).resolve().parents[3]
+    places = (studies,) if studies else (Path("studies"), checkout / "studies")
+    if not (rules := next((found for place in places if (found := sorted(place.resolve().glob("*.py")))), [])):
+        return None
+    statistics = Path(__file__).resolve().parents[1] / "report" / "stats.py"
     digest = hashlib.sha256()
-    for file in (path, path.with_suffix(".toml"), *(report / name for name in JUDGES)):
+    for file in (*(rules[0].parents[1] / "docs" / name for name in CLAIMS), *rules, statistics):
         content = file.read_bytes() if file.is_file() else b""
         digest.update(f"{file.name} {len(content)}\n".encode() + content)
-    return {"hypotheses": hashlib.sha256(path.read_bytes()).hexdigest(), "preregistered": digest.hexdigest()}
+    return digest.hexdigest()
 
 
 PROMPT_TOKENS = 500  # of a LeetCode prompt: 224 to 841 on real ones

@@ -105,7 +105,7 @@ class Recorder:
             resumed_at = [*first.get("resumed", []), again_from]
             record = {**first, "config": record["config"], "begun": begun, "resumed": resumed_at}
         else:
-            hashes |= {"direction": direction_hash(self.method), **preregistered()}
+            hashes |= {"direction": direction_hash(self.method), "preregistered": preregistered()}
         run.dir.write_json("run.json", record)
         run.trackers.start(run.path, record["config"], len(self.rows), logged)
         run.started()

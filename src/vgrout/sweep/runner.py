@@ -56,7 +56,7 @@ class Cli:
     """Run a study: arms × seeds × overrides, each run a process. The same command goes on after any ending."""
 
     study: Annotated[Path, tyro.conf.Positional]
-    """Study file (TOML); docs/studies has examples."""
+    """Study file (TOML); studies/ has examples."""
     dry_run: bool = False
     """Print the runs, their states and the time they would take; start nothing."""
     commands: bool = False
