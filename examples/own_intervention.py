@@ -1,4 +1,4 @@
-"""An intervention of one's own with a rule of one's own: what a rule flags in the text is not learnt from. A minute, no GPU.
+"""An intervention of one's own: what a rule flags in the text is not learnt from. A minute, no GPU.
 
 uv run python examples/own_intervention.py
 """
