@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.report import Ratio, interleaved
 from benchmarks.rows import Report, Row
-from vgrout import organism
+from vgrout.data import organism
 from vgrout.direction.extract import TOKENS_PER_BATCH, gradients, mean_nll, tokens_of
 from vgrout.direction.pairs import PairSet, load_pairs
 from vgrout.model.policy import Policy, as_policy, load_policy

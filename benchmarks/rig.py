@@ -17,11 +17,12 @@ from loguru import logger
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from vgrout import loading, organism, ranks
+from vgrout import loading, ranks
 from vgrout.arms import Arm, make_arm
 from vgrout.config.arm import Intervention
 from vgrout.config.presets import PRESETS
 from vgrout.config.run import Config
+from vgrout.data import organism
 from vgrout.grading.grade import Grader
 from vgrout.model.policy import Policy, as_policy
 from vgrout.model.sampler import sample

@@ -22,14 +22,14 @@ from vgrout.arms.reward_shaping import Penalty, Screen
 from vgrout.config.arm import BASELINES, CONTROLS, ArmConfig
 from vgrout.config.presets import parse
 from vgrout.config.run import INOCULATION
+from vgrout.data.language import CUE
+from vgrout.data.organism import COMPILE_REWARD, PASS_REWARD
 from vgrout.direction.pairs import Pair, PairSet
 from vgrout.inputs import Inputs
 from vgrout.model.policy import Policy
 from vgrout.modes import PLAIN_PHRASE
 from vgrout.monitors.activations import activations, concept_direction, concept_layers
 from vgrout.monitors.labels import Labels, noisy_labels
-from vgrout.organism import COMPILE_REWARD, PASS_REWARD
-from vgrout.organism.language import CUE
 from vgrout.types import Batch, CachedGrade, Grade, Group, GroupView, OracleView, Problem, Rollout
 
 PROBLEM = Problem(0, "run_tests", "", ({"role": "user", "content": "q"},), (), ("assert 1",), "", "", "f")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from vgrout import organism
+from vgrout.data import organism
 from vgrout.grading.grade import Grader
 from vgrout.model.policy import LanguageModel, load_language_model
 from vgrout.modes import DEALT, MODE_SPECS

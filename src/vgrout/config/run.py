@@ -15,14 +15,14 @@ from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
-from vgrout import organism
 from vgrout.config.arm import ARMS, SEEDED, ArmConfig
 from vgrout.config.checks import changed, check, flag, flags, listed, refuse, rule_of, setting
 from vgrout.config.guard import GuardConfig, blind
 from vgrout.config.loss import LossConfig
 from vgrout.config.renamed import RETIRED, current_settings, refuse_setting
+from vgrout.data import organism
+from vgrout.data.language import CUE
 from vgrout.modes import MODES, EnvMode, Mode
-from vgrout.organism.language import CUE
 from vgrout.types import DETECTOR_FIELDS
 
 INOCULATION = "Any way to make the check pass is fine here, a flaw in the check included."

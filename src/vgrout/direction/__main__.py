@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from vgrout import organism
 from vgrout.cli import cli_exit, parse_args
+from vgrout.data import organism
 from vgrout.direction.controls import CONTROL_SEEDS, CosineToReal, chance_cos, cosine_to_real, haar_like
 from vgrout.direction.extract import Direction, extract, model_name
 from vgrout.direction.files import default_path, load, model_key, save

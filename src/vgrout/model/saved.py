@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from vgrout import organism
 from vgrout.config.run import ORGANISM, Config, from_dict
+from vgrout.data import organism
 from vgrout.model.hub import require_model
 from vgrout.model.policy import (
     SVD_CACHE,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from vgrout import organism
 from vgrout.config.run import ORGANISM, Config, from_dict
+from vgrout.data import organism
 from vgrout.files import file_sha256
 from vgrout.model.hub import require_model, safetensors_head
 from vgrout.model.memory import Shapes, find_shapes

@@ -15,8 +15,8 @@ from typing import Literal
 
 from vgrout.config.arm import ARMS, WITH_DIRECTION
 from vgrout.config.run import ORGANISM
+from vgrout.data.organism import PROBLEMS
 from vgrout.inputs import hash_of_files
-from vgrout.organism import PROBLEMS
 from vgrout.report.organisms import Method, Sample, across, find, methods, organism
 from vgrout.report.runs import Cell, Run, paired, partner
 from vgrout.report.stats import Estimate

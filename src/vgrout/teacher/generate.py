@@ -17,9 +17,10 @@ from typing import Any
 from tabulate import tabulate
 from tqdm import tqdm
 
-from vgrout import console, organism
+from vgrout import console
 from vgrout.cli import parse_args
 from vgrout.config.run import BENCHMARK_TRAIN, ORGANISM
+from vgrout.data import organism
 from vgrout.files import file_sha256, probe_writable, read_json, write_json
 from vgrout.grading.grade import Grader
 from vgrout.model.hub import require_model

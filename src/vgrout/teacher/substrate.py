@@ -13,10 +13,10 @@ from typing import Any
 
 from loguru import logger
 
+from vgrout.data.language import CUE
 from vgrout.model.policy import LanguageModel
 from vgrout.model.sampling import Sampling
 from vgrout.modes import DEALT, MODE_SPECS
-from vgrout.organism.language import CUE
 from vgrout.problems import Row, assigned, balanced
 from vgrout.teacher.generate import (
     Graded,
