@@ -24,8 +24,8 @@ FEW = ["--monitor-prompts", "40"]
 PAIRS: dict[str, list[str]] = {
     "route2-band": ["route2", "--monitor", "band", "--gate-vote", "rollout", "--vhack-refresh-every", "2"],
     "route2-nll-block": ["route2", "--monitor", "nll", "--quarantine", "block:2", *FEW],
-    "route2-labels-shared-moment": ["route2", "--monitor", "labels", "--second-moment", "shared"],
-    "sgtm-detector-lora": ["sgtm", "--monitor", "detector", "--quarantine", "lora:2"],
+    "route2-labels": ["route2", "--monitor", "labels"],
+    "sgtm-detector-block": ["sgtm", "--monitor", "detector", "--quarantine", "block:2"],
     "screen-pmi": ["screen", "--monitor", "pmi", *FEW],
     "screen-probe": ["screen", "--monitor", "probe", *FEW],
     "penalty-relevance": ["penalty", "--monitor", "relevance", *FEW],
@@ -49,7 +49,7 @@ PAIRS: dict[str, list[str]] = {
     ],
 }
 LABELLED = (
-    "route2-labels-shared-moment",
+    "route2-labels",
     "penalty-quarantine",
     "screen-quarantine",
     "route2-online-probe",

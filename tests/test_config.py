@@ -160,7 +160,6 @@ BAD = [
     (["mini", "--intervention", "sgtm", "--monitor", "labels", "--quarantine", "block"], "--quarantine block"),
     (["mini", "--intervention", "sgtm", "--monitor", "labels", "--quarantine", "block:0"], "--quarantine block:0"),
     (["mini", "--intervention", "route2", "--quarantine", "lora:4"], "--gate-vote rollout"),
-    (["mini", "--intervention", "sgtm", "--monitor", "labels", "--second-moment", "shared"], "--second-moment"),
     (["mini", "--intervention", "route2", "--monitor", "labels", "--gate-vote", "rollout"], "--gate-vote"),
     (["mini", "--intervention", "none", "--control", "haar"], "--control haar"),
     (["mini", "--intervention", "none", "--control", "placebo_long"], "--control placebo_long"),

@@ -88,7 +88,9 @@ def test_imports_point_down(module: str, path: Path) -> None:
         theirs = folder(other)
         assert theirs != "train" or mine == "api", f"{module} imports train"
         if theirs != mine and not LAYER[mine] == LAYER[theirs] == 0:
-            assert LAYER[theirs] < LAYER[mine], f"{module} (floor {LAYER[mine]}) imports {other} (floor {LAYER[theirs]})"
+            assert LAYER[theirs] < LAYER[mine], (
+                f"{module} (floor {LAYER[mine]}) imports {other} (floor {LAYER[theirs]})"
+            )
 
 
 def test_no_two_files_import_each_other() -> None:

@@ -51,8 +51,6 @@ def load_policy(cfg: Config) -> Policy:
             f"sampled at temperature {s.temperature:g}, top-k {s.top_k}, top-p {s.top_p:g}; {cfg.loss.loss} compares "
             "full softmaxes at temperature 1 (--ratio-support sampled: what was sampled from)"
         )
-    if cfg.arm.lora_rank:
-        policy.adapter.add_lora(cfg.arm.lora_rank)
     return replace(policy, preserve_thinking=cfg.env.preserve_thinking)
 
 

@@ -55,8 +55,6 @@ def make_arm(cfg: Config, policy: Policy, inputs: Inputs, grader: Grader | None,
     arm = arm_class(cfg.arm).make(cfg, policy, inputs, grader, problems)
     if cfg.arm.quarantine_block is not None:
         arm.own_modules = frozenset(modules_of_block(policy, module_sizes(policy), cfg.arm.quarantine_block))
-    elif cfg.arm.lora_rank:
-        arm.own_modules = frozenset(policy.adapter.lora_names)
     if cfg.arm.control == "shrinkage":
         assert isinstance(arm, DirectionArm), cfg.arm.intervention
         return ShrinkageControl(arm)

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from vgrout.files import write_atomic
-from vgrout.model.lora import LowRank, low_rank
 from vgrout.model.svd_cache import Decompose, SvdCache, svd
 from vgrout.tensor_types import ModuleGrads, RolloutGrads
 
@@ -89,8 +88,6 @@ class SvdAdapter:
         dtype = torch.promote_types(next(iter(self.sites.values())).W.dtype, torch.float32)
         self.δS = nn.Parameter(torch.zeros(lo, device=device, dtype=dtype))
         self.δS_hack = nn.Parameter(torch.zeros(lo, device=device, dtype=dtype))
-        self.basis_size = lo  # R: what lies behind is no singular value
-        self.lora: dict[str, LowRank] = {}  # module → the quarantine's own matrices beside it; none unless asked for
         self._active: Active = (True, True)
         self._merged = (self.δS.detach().clone(), self.δS_hack.detach().clone())  # as they are in the weights
         self._merges = 0  # how often they were merged: a graph must be walked back before the next merge
@@ -98,23 +95,6 @@ class SvdAdapter:
         self._buffers: dict[Active, list[Tensor]] = {}  # the same storage, merge after merge
         self._signs: Float[Tensor, "k R"] | None = None
         self.merge()
-
-    def add_lora(self, rank: int) -> None:
-        """Give the quarantine matrices of its own beside every module, at 0. Both vectors grow by them; δS is to stay 0
-        there, and the modules that hold them (`lora_names`) go behind the others wherever modules are listed."""
-        assert not self.lora, "matrices were added before"
-        assert not self.δS.any(), "only before anything was learnt"
-        assert not self.δS_hack.any(), "only before anything was learnt"
-        shapes = [(name, (site.W.shape[0], site.W.shape[1])) for name, site in self.sites.items()]
-        self.lora = low_rank(shapes, rank, self.basis_size, self.δS)
-        size = list(self.lora.values())[-1].span.stop
-        self.δS, self.δS_hack = (nn.Parameter(torch.zeros(size).to(v)) for v in (self.δS.data, self.δS_hack.data))
-        self.merge()
-
-    @property
-    def lora_names(self) -> tuple[str, ...]:
-        """Of the quarantine's own matrices, as modules."""
-        return tuple(part.name for part in self.lora.values())
 
     # ── the two vectors ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -129,14 +109,12 @@ class SvdAdapter:
 
     def by_module(self, flat: Float[Tensor, "*n R"]) -> dict[str, Float[Tensor, "*n r"]]:
         """`flat` cut into modules, without a copy: module → [..., r]."""
-        spans = {name: site.span for name, site in self.sites.items()}
-        return {name: flat[..., span] for name, span in (spans | {p.name: p.span for p in self.lora.values()}).items()}
+        return {name: flat[..., site.span] for name, site in self.sites.items()}
 
     def flat(self, grads: ModuleGrads) -> Float[Tensor, " R"]:
         """The inverse of `by_module`. A module that `grads` lacks is an error, never a silent zero."""
-        names = (*self.sites, *self.lora_names)
-        assert grads.keys() == {*names}, sorted(grads.keys() ^ {*names})
-        return torch.cat([grads[name] for name in names])
+        assert grads.keys() == self.sites.keys(), sorted(grads.keys() ^ self.sites.keys())
+        return torch.cat([grads[name] for name in self.sites])
 
     # ── merged weights ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -206,9 +184,6 @@ class SvdAdapter:
                 self._buffers[active] = [torch.empty_like(site.W) for site in self.sites.values()]
             pairs = zip(self.sites.values(), self._buffers[active], strict=True)
             self._fresh[active] = [site.merged(δ, out) for site, out in pairs]
-            if quar and self.lora:
-                for part, weight in zip(self.lora.values(), self._fresh[active], strict=True):
-                    weight.copy_(part.product(δS_hack).add_(weight))
         return self._fresh[active]
 
     @torch.no_grad()
@@ -257,7 +232,7 @@ class SvdAdapter:
                 for site in self.sites.values()
             ]
             self._signs = torch.cat(parts).mT.contiguous()
-        products = self._signs * δ[: self.basis_size].to(self._signs)
+        products = self._signs * δ.to(self._signs)
         return torch.stack([products[:, site.span].sum(1) for site in self.sites.values()]).cpu()
 
     def require_basis(self, δ: Float[Tensor, " R"], fingerprint: Float[Tensor, "modules k"], where: str) -> None:
@@ -370,23 +345,8 @@ class PerRolloutGrads:
     def adder(self, site: AdaptedLinear) -> Callable[[Tensor, Tensor], None]:
         """What takes (x, ∂L/∂y) of one Linear for the batch that was announced last."""
         if self._pieces is not None:
-            add: Callable[[Tensor, Tensor], None] = partial(self.add_packed, site, self._pieces, *self._members)
-        else:
-            add = partial(self.add, site, self._rows, self._picks)
-        lora = self.adapter.lora.get(site.name)
-        if lora is None or not self._active[1]:  # with the quarantine off it has no part in what was sampled
-            return add
-        of_row = self._pieces or [(row, [i]) for i, row in enumerate(self._rows.tolist())]
-        packed = self._pieces is not None
-
-        def both(x: Tensor, dy: Tensor) -> None:
-            add(x, dy)
-            for row, parts in of_row:
-                for part in parts:
-                    at = (0, part) if packed else (part,)
-                    self.flat[row, lora.span] += lora.gradient(self.adapter.δS_hack.detach(), x[at], dy[at])
-
-        return both
+            return partial(self.add_packed, site, self._pieces, *self._members)
+        return partial(self.add, site, self._rows, self._picks)
 
     def hook(self, site: AdaptedLinear) -> Any:
         """Forward hook of one Linear."""

@@ -80,9 +80,6 @@ def _trainable(cfg: Config, policy: Policy) -> str:
         line += f", δS_hack {adapter.δS_hack.numel():,}"
         if cfg.arm.quarantine_block is not None:
             line += f" (in block {cfg.arm.quarantine_block} alone, where δS is not)"
-        if cfg.arm.lora_rank:
-            own = len(adapter) - adapter.basis_size
-            line += f" (in matrices of rank {cfg.arm.lora_rank} beside the modules, {own:,} numbers)"
     return f"{line}; frozen: {base:,} weights"
 
 
