@@ -349,11 +349,14 @@ def test_teacher_weights() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"clip": 0.0}, "--clip 0.0"),
-        ({"clip": 1.5}, "below 1"),
+        ({"loss": "icepop", "clip_low": -0.1}, "--clip-low -0.1"),
+        ({"clip_low": 0.1}, "--clip-low 0.1: not read by --loss grpo with one update a batch"),
+        ({"loss": "gspo", "clip_high": 1e-9}, "--clip-high 1e-09: not read by --loss gspo with one update a batch"),
+        ({"loss": "cispo", "clip_low": 0.1}, "--loss cispo, which has no such bound"),
+        ({"loss": "dppo_tv", "clip_high": 5.0}, "--loss dppo_tv, which has no such bound"),
         ({"beta": -1.0}, "--beta"),
         ({"beta": math.nan}, "finite"),
-        ({"icepop_low": 6.0}, "--icepop-high"),
+        ({"loss": "icepop", "clip_low": 6.0}, "--clip-high 5.0: should exceed --clip-low 6.0"),
         ({"loss": "dr_grpo", "unbiased": False}, "say --loss grpo"),
         ({"loss": "dppo_tv", "beta": 0.1}, "no KL term"),
         ({"loss": "gspo", "teacher_correction": "luffy"}, "one a sequence"),
