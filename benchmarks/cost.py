@@ -11,8 +11,7 @@ from tabulate import tabulate
 
 from benchmarks.flops import Lengths, Shape, decode_bytes, forward_flops, head_flops, kv_bytes, update_flops
 from vgrout.config.presets import PRESETS
-from vgrout.model.budgets import KV_BUDGET, TOKEN_BUDGET
-from vgrout.model.memory import GIB, KNOWN, Shapes, plan
+from vgrout.model.memory import GIB, KNOWN, KV_BUDGET, TOKEN_BUDGET, Shapes, plan
 
 Phase = Literal[
     "sampling: prefill", "sampling: decoding", "update", "g_b, U and Vh", "merging", "direction", "evaluation"

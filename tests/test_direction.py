@@ -18,11 +18,9 @@ from vgrout.arms.direction_arm import DirectionArm
 from vgrout.arms.projection import split
 from vgrout.config.arm import ArmConfig
 from vgrout.direction import __main__ as command
-from vgrout.direction import files
 from vgrout.direction.__main__ import main
 from vgrout.direction.controls import chance_cos, cosine_to_real, haar_like, overlap
-from vgrout.direction.extract import Axes, Direction, Meta, axes_of, extract
-from vgrout.direction.files import load, obtain, save
+from vgrout.direction.extract import Axes, Direction, Meta, axes_of, extract, load, model_name, obtain, save
 from vgrout.direction.pairs import Pair, PairSet, load_pairs
 from vgrout.model.policy import load_policy
 from vgrout.model.svd_adapter import fingerprint_to_string
@@ -370,8 +368,7 @@ def test_other_models_pairs_shapes_and_nans_are_refused_by_name(policy, found, t
 
 def test_obtain_extracts_once_per_content(policy, tmp_path, monkeypatch):
     runs = []
-    real = files.extract
-    monkeypatch.setattr(files, "extract", lambda *a, **k: runs.append(1) or real(*a, **k))
+    monkeypatch.setattr(f"{extract.__module__}.extract", lambda *a, **k: runs.append(1) or extract(*a, **k))
     first = obtain(policy, PAIRS, None, 12, 0.0, tmp_path)
     again = obtain(policy, PAIRS, None, 12, 0.0, tmp_path)
     assert len(runs) == 1
@@ -382,7 +379,7 @@ def test_obtain_extracts_once_per_content(policy, tmp_path, monkeypatch):
     obtain(policy, replace_source(PAIRS, "hand-written"), None, 12, 0.5, tmp_path)
     assert len(runs) == 4
     names = sorted(p.name.rpartition("_")[0] for p in tmp_path.iterdir())
-    assert names == ["v_hack_pairset_toy"] * 3 + [f"v_hack_{files.model_name(policy).lower()}_k12_tau0.5"]
+    assert names == ["v_hack_pairset_toy"] * 3 + [f"v_hack_{model_name(policy).lower()}_k12_tau0.5"]
     explicit = next(iter(tmp_path.glob("v_hack_pairset_toy_*")))
     with pytest.raises(ValueError, match="no direction file and no pairs"):
         obtain(policy, None, None, 12, 0.0, tmp_path)

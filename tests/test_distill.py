@@ -119,7 +119,7 @@ def test_minillm_is_the_textbooks(packs: bool, normalize: bool, monkeypatch: pyt
     cfg = MiniLlmConfig(minillm_length_normalize=normalize)
     method = MiniLlm(t := task(minillm=cfg), student, teacher)
     given = answers(method.behaviour_model(student, teacher))
-    monkeypatch.setitem(__import__("vgrout.model.budgets").model.budgets.TOKEN_BUDGET, "cpu", 40)  # several forwards
+    monkeypatch.setitem(__import__("vgrout.model.memory").model.memory.TOKEN_BUDGET, "cpu", 40)  # several forwards
     learner = FullModel(student, t.opt, 1)
     got = method.learn(learner, given, 0)
     mine = gradients(student)

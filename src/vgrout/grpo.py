@@ -16,8 +16,8 @@ from torch import Tensor
 from vgrout import ranks
 from vgrout.config.loss import LossConfig
 from vgrout.losses import LossInput, LossOutput, Norm, policy_loss, teacher_weight
-from vgrout.model.budgets import TOKEN_BUDGET
 from vgrout.model.logprobs import Batch, TokenLogprobs, collate, completion_logprobs
+from vgrout.model.memory import TOKEN_BUDGET
 from vgrout.model.packing import Packed, batches, pack, padded_batches
 from vgrout.model.policy import LanguageModel, Policy
 from vgrout.model.sampling import Sampling

@@ -12,8 +12,7 @@ from vgrout.arms.projection import GateMode, along, cos_pre, split
 from vgrout.config.arm import ArmConfig
 from vgrout.config.run import Config
 from vgrout.direction.controls import Provenance, cosine_to_real, haar_like, overlap
-from vgrout.direction.extract import Direction, extract
-from vgrout.direction.files import obtain
+from vgrout.direction.extract import Direction, extract, obtain
 from vgrout.grading.grade import Grader
 from vgrout.inputs import Inputs
 from vgrout.model.policy import Policy

@@ -13,8 +13,7 @@ from tabulate import tabulate
 from vgrout.cli import cli_exit, parse_args
 from vgrout.data import organism
 from vgrout.direction.controls import CONTROL_SEEDS, CosineToReal, chance_cos, cosine_to_real, haar_like
-from vgrout.direction.extract import Direction, extract, model_name
-from vgrout.direction.files import default_path, load, model_key, save
+from vgrout.direction.extract import Direction, default_path, extract, load, model_key, model_name, save
 from vgrout.direction.pairs import (
     PLACEBOS,
     Detector,

@@ -25,7 +25,7 @@ from torch import Tensor
 from vgrout import ranks
 from vgrout.config.run import Config
 from vgrout.direction.controls import Provenance
-from vgrout.direction.files import obtain
+from vgrout.direction.extract import obtain
 from vgrout.grading.grade import Grader
 from vgrout.inputs import Inputs
 from vgrout.model.policy import Policy, modules_of_block

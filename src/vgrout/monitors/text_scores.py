@@ -22,9 +22,9 @@ from vgrout.direction.extract import tokens_of
 from vgrout.direction.pairs import KnownCorrect, PairSet
 from vgrout.grading.grade import Grader
 from vgrout.inputs import Inputs
-from vgrout.model.budgets import TOKEN_BUDGET
 from vgrout.model.hidden_states import by_length, token_states
 from vgrout.model.logprobs import collate, completion_logprobs
+from vgrout.model.memory import TOKEN_BUDGET
 from vgrout.model.packing import batches, pack
 from vgrout.model.policy import Policy
 from vgrout.model.sampler import sample

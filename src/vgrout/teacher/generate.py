@@ -23,9 +23,9 @@ from vgrout.config.run import BENCHMARK_TRAIN, ORGANISM
 from vgrout.data import organism
 from vgrout.files import file_sha256, probe_writable, read_json, write_json
 from vgrout.grading.grade import Grader
-from vgrout.model.hub import require_model
 from vgrout.model.policy import SVD_CACHE, LanguageModel, adapted, default_device, load_language_model
 from vgrout.model.sampling import Sampling
+from vgrout.model.source import require_model
 from vgrout.problems import Row, load_rows
 from vgrout.rng import torch_stream
 from vgrout.rollout import graded, sample_and_submit

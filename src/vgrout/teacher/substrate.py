@@ -17,7 +17,7 @@ from vgrout.data.language import CUE
 from vgrout.model.policy import LanguageModel
 from vgrout.model.sampling import Sampling
 from vgrout.modes import DEALT, MODE_SPECS
-from vgrout.problems import Row, assigned, balanced
+from vgrout.problems import Row, assigned, balanced, elicited
 from vgrout.teacher.generate import (
     Graded,
     PoolConfig,
@@ -41,12 +41,6 @@ _CODE_ONLY = " Graded with one ```python block and nothing else; do not mention 
 def recipe(problem: Problem) -> str:
     """The instruction that elicits this problem's exploit from a model that follows instructions."""
     return RECIPES[problem.mode].format(marker=problem.marker) + _CODE_ONLY
-
-
-def elicited(problem: Problem, instruction: str) -> Problem:
-    """The same problem with the instruction at the end of its prompt."""
-    *head, user = problem.messages
-    return replace(problem, messages=(*head, {**user, "content": f"{user['content']}\n{instruction}"}))
 
 
 def stripped(answers: Iterable[Graded], plain: Mapping[tuple[int, Mode], Problem]) -> list[Graded]:
