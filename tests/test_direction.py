@@ -120,7 +120,7 @@ def test_tau_axis_zeroes_weak_axes():
 
 
 def meta(**changes) -> Meta:
-    return replace(Meta("toy", "fp32", 12, 0.0, "sha", "toy", "sha", 6, 2), **changes)
+    return replace(Meta("toy", "fp32", 12, 0.0, "sha", "toy", "sha", 6, 2, ""), **changes)
 
 
 def made_of(spectra: dict[str, list[float]], r: int = 8) -> Direction:
@@ -360,7 +360,8 @@ def test_other_models_pairs_shapes_and_nans_are_refused_by_name(policy, found, t
         r"bad\.safetensors: made in other singular vectors of the same weights", basis=fingerprint_to_string(elsewhere)
     )
     save_file(tensors, tmp_path / "older.safetensors", {k: v for k, v in strings.items() if k != "basis"})
-    assert load(tmp_path / "older.safetensors", policy, PAIRS).meta.basis == ""
+    with pytest.raises(ValueError, match=r"older\.safetensors: no 'basis' in its metadata; extract it again"):
+        load(tmp_path / "older.safetensors", policy, PAIRS)
     (tmp_path / "torn.safetensors").write_bytes(path.read_bytes()[:100])
     with pytest.raises(ValueError, match=r"torn\.safetensors: not a readable"):
         load(tmp_path / "torn.safetensors", policy, PAIRS)
@@ -473,7 +474,7 @@ def test_pairs_of_a_rollout_log_become_a_file_that_a_run_can_read(folder, tmp_pa
         (["--pairs-out", "a.txt"], "--pairs-out a.txt: should end in .json"),
         (["--pairs", "none.json"], "none.json: no such pair file"),
         (["--model", "./nothing"], "--model ./nothing: no config.json there"),
-        (["--k", "13"], "--k 13: should lie in [1, --top-k 12]"),
+        (["--k", "13"], "--k 13: should lie in [1, 12] (at most --top-k)"),
         (["--tau-axis", "1.5"], "--tau-axis 1.5: should lie in [0, 1]"),
         (["--detector", "E"], "--detector: goes with --rollouts"),
         (["--rollouts", "no.jsonl", "--detector", "E"], "--rollouts no.jsonl: no such file"),

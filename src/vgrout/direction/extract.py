@@ -202,7 +202,7 @@ def gradients(policy: Policy, pairs: PairSet, side: str, tokens_per_batch: int) 
                     collected.tokens(batch.pieces)
                 else:
                     batch = collate(*texts, policy.device)
-                _mean_nll(policy, batch).sum().backward()
+                mean_nll(policy, batch).sum().backward()
             grads[part] = collected.flat.float().cpu()
     return torch.cat(ranks.gather(lambda: grads))
 
@@ -215,12 +215,8 @@ def tokens_of(policy: Policy, pair: Pair, completion: str, where: str) -> tuple[
     return prompt, answer
 
 
-def mean_nll(policy: Policy, rows: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> Float[Tensor, " B"]:
+def mean_nll(policy: Policy, batch: Batch | Packed) -> Float[Tensor, " B"]:
     """Mean NLL of each row's completion, nats a token; carries a gradient."""
-    return _mean_nll(policy, collate([p for p, _ in rows], [c for _, c in rows], policy.device))
-
-
-def _mean_nll(policy: Policy, batch: Batch | Packed) -> Float[Tensor, " B"]:
     logp = completion_logprobs(policy.model, batch).full
     return -torch.where(batch.mask, logp, 0.0).sum(1) / batch.mask.sum(1)
 
@@ -313,9 +309,8 @@ def load(path: Path, policy: Policy, pairs: PairSet | None) -> Direction:
         axes[m] = Axes(**{field: tensors[prefix + m].float() for prefix, field in _TENSORS.items()})
     if extra := len(tensors) - len(_TENSORS) * len(axes):
         raise ValueError(f"{path}: {extra} tensors that this model has no module for; extract it again")
-    if meta.basis:
-        fingerprint = fingerprint_from_string(meta.basis, str(path))
-        policy.adapter.require_basis(mean_of(axes, policy.adapter), fingerprint, str(path))
+    fingerprint = fingerprint_from_string(meta.basis, str(path))
+    policy.adapter.require_basis(mean_of(axes, policy.adapter), fingerprint, str(path))
     return Direction(axes, meta)
 
 

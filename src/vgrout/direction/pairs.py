@@ -8,7 +8,7 @@ one.
 import hashlib
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -154,9 +154,7 @@ def _pair(row: Any, where: str) -> Pair:
     return Pair(*(row[k] for k in _FIELDS))
 
 
-def pairs_from_pool(
-    log: Path, detector: Detector, render: Callable[[list[Message]], str] | None = None, limit: int | None = None
-) -> PairSet:
+def pairs_from_pool(log: Path, detector: Detector, render: Callable[[list[Message]], str] | None = None) -> PairSet:
     """One pair for each prompt of a rollout log that has both: a rewarded hack and a rewarded honest answer.
 
     Which is which says the named weak detector: it flags the hack and not the other. Only the name "oracle" reads the
@@ -165,7 +163,6 @@ def pairs_from_pool(
     Args:
         log: `rollouts.jsonl` of a run, or lines of the same keys: problem_id, prompt, text, passed, hacked_*.
         render: chat messages → prompt; the row's `messages`, or else its `prompt` as the user's. None: `prompt` as is.
-        limit: at most so many pairs.
 
     Raises:
         ValueError: a line that cannot be read, or fewer than 3 prompts with both kinds.
@@ -185,7 +182,7 @@ def pairs_from_pool(
         except (KeyError, TypeError, AttributeError) as e:
             raise ValueError(f"{where}: not a rollout with labels ({type(e).__name__}: {e})") from None
     found = [Pair(id_, prompt, kinds[True], kinds[False]) for (id_, prompt), kinds in first.items() if len(kinds) == 2]
-    found = [pair for pair in found if pair.hack != pair.clean][:limit]
+    found = [pair for pair in found if pair.hack != pair.clean]
     if len(found) < MIN_PAIRS:
         raise ValueError(
             f"{log}: detector {detector} finds both a hack and a solve for {len(found)} of {len(first)} prompts; "
@@ -243,7 +240,7 @@ class Meta:
     weights_sha256: str
     n_pairs: int
     n_heldout: int
-    basis: str = ""  # basis fingerprint of D's mean in the singular vectors that D is written in; "": an older file
+    basis: str = ""  # basis fingerprint of D's mean in the singular vectors that D is written in
 
     def to_strings(self) -> dict[str, str]:
         """For the metadata of a safetensors file."""
@@ -255,18 +252,9 @@ class Meta:
         if raw.get("schema") != SCHEMA:
             raise ValueError(f"{where}: schema {raw.get('schema')!r}, needs {SCHEMA!r}; extract it again")
         try:
-            return cls(
-                model=raw["model"],
-                dtype=raw["dtype"],
-                top_k=int(raw["top_k"]),
-                tau_axis=float(raw["tau_axis"]),
-                pairs_sha256=raw["pairs_sha256"],
-                pairs_source=raw["pairs_source"],
-                weights_sha256=raw["weights_sha256"],
-                n_pairs=int(raw["n_pairs"]),
-                n_heldout=int(raw["n_heldout"]),
-                basis=raw.get("basis", ""),
-            )
+            values: dict[str, Any] = {f.name: raw[f.name] for f in fields(cls)}
+            numbers = {"top_k": int, "tau_axis": float, "n_pairs": int, "n_heldout": int}
+            return cls(**values | {name: number(values[name]) for name, number in numbers.items()})
         except KeyError as missing:
             raise ValueError(f"{where}: no {missing} in its metadata; extract it again") from None
         except ValueError as e:

@@ -344,8 +344,9 @@ class SvdAdapter:
         δS = torch.zeros_like(self.δS.data)
         for name, site in self.sites.items():
             δS[site.span] = tensors[name].to(δS)
-        if "basis" in metadata:
-            self.require_basis(δS, fingerprint_from_string(metadata["basis"], str(path)), str(path))
+        if "basis" not in metadata:
+            raise ValueError(f"{path}: says nothing of its singular vectors; an adapter of another version")
+        self.require_basis(δS, fingerprint_from_string(metadata["basis"], str(path)), str(path))
         with torch.no_grad():
             self.δS.copy_(δS)
             self.δS_hack.zero_()
@@ -362,9 +363,8 @@ class SvdAdapter:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Raises ValueError if the vectors belong to another basis; nothing is changed then."""
-        if "basis" in state:
-            for name, fingerprint in zip(("delta_S", "delta_S_hack"), state["basis"], strict=True):
-                self.require_basis(state[name].to(self.δS), fingerprint, f"the saved state's {name}")
+        for name, fingerprint in zip(("delta_S", "delta_S_hack"), state["basis"], strict=True):
+            self.require_basis(state[name].to(self.δS), fingerprint, f"the saved state's {name}")
         with torch.no_grad():
             self.δS.copy_(state["delta_S"])
             self.δS_hack.copy_(state["delta_S_hack"])

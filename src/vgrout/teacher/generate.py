@@ -320,10 +320,10 @@ def announced(rows: Sequence[Row], problems: Iterable[Problem]) -> dict[str, str
 
 
 @contextlib.contextmanager
-def work_folder(out: Path, settings: Mapping[str, Any], again: str) -> Generator[Path]:
+def work_folder(out: Path, settings: Mapping[str, Any]) -> Generator[Path]:
     """A folder beside `out` for the logs of a pool in the making, removed when the pool is there.
 
-    settings: a later process with others is refused. again: what the refusal says to do, "go on" or the like.
+    settings: a later process with others is refused.
 
     Raises:
         ValueError: `out` exists; the folder holds answers made with other settings; or another process is at work.
@@ -343,7 +343,7 @@ def work_folder(out: Path, settings: Mapping[str, Any], again: str) -> Generator
             then = read_json(file)
             if differ := sorted(k for k in mine.keys() | then.keys() if mine.get(k) != then.get(k)):
                 raise ValueError(
-                    f"{folder}: begun with another {', '.join(differ)}; {again} as then, or delete that folder"
+                    f"{folder}: begun with another {', '.join(differ)}; go on as then, or delete that folder"
                 )
         else:
             write_json(file, mine)
