@@ -253,8 +253,8 @@ class Meta:
             raise ValueError(f"{where}: schema {raw.get('schema')!r}, needs {SCHEMA!r}; extract it again")
         try:
             values: dict[str, Any] = {f.name: raw[f.name] for f in fields(cls)}
-            numbers = {"top_k": int, "tau_axis": float, "n_pairs": int, "n_heldout": int}
-            return cls(**values | {name: number(values[name]) for name, number in numbers.items()})
+            values |= {name: int(raw[name]) for name in ("top_k", "n_pairs", "n_heldout")}
+            return cls(**values | {"tau_axis": float(raw["tau_axis"])})
         except KeyError as missing:
             raise ValueError(f"{where}: no {missing} in its metadata; extract it again") from None
         except ValueError as e:
