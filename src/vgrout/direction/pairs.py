@@ -254,7 +254,8 @@ class Meta:
         try:
             values: dict[str, Any] = {f.name: raw[f.name] for f in fields(cls)}
             values |= {name: int(raw[name]) for name in ("top_k", "n_pairs", "n_heldout")}
-            return cls(**values | {"tau_axis": float(raw["tau_axis"])})
+            values["tau_axis"] = float(raw["tau_axis"])
+            return cls(**values)
         except KeyError as missing:
             raise ValueError(f"{where}: no {missing} in its metadata; extract it again") from None
         except ValueError as e:
