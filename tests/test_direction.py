@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -197,31 +198,34 @@ def hack_rewarding(policy, prompts: list[str]) -> dict[str, torch.Tensor]:
     return {m: rows[0] for m, rows in probe.grads.items()}
 
 
-def test_a_step_against_a_hack_rewarding_gradient_makes_the_hack_likelier_and_the_kept_one_does_not():
-    policy = tiny_policy()
-    same_answers = PairSet(tuple(replace(p, hack=HACK, clean=CLEAN) for p in PAIRS.pairs), "toy.json")
-    V = extract(policy, same_answers, 12, 0.0).select(12, 0.0)
+SAME_ANSWERS = PairSet(tuple(replace(p, hack=HACK, clean=CLEAN) for p in PAIRS.pairs), "toy.json")
+EXTRACTED_ON = [p.prompt for p in SAME_ANSWERS.pairs[:8]]
 
-    def rise(prompts: list[str], grads: dict[str, torch.Tensor], length: float) -> float:
-        """What a step of 1 % of ‖g‖⁻¹ along -grads does to the margin."""
-        before = margin(policy, prompts)
-        with torch.no_grad():
-            policy.adapter.δS.copy_(-1e-2 * policy.adapter.flat(grads) / length)
-            policy.adapter.merge()
-            after = margin(policy, prompts)
-            policy.adapter.δS.zero_()
-            policy.adapter.merge()
-        return after - before
 
+def rise(policy, measured, grads: dict[str, torch.Tensor], length: float) -> float:
+    """What a step of 1 % of ‖g‖⁻¹ along -grads does to `measured()`."""
+    before = measured()
+    with torch.no_grad():
+        policy.adapter.δS.copy_(-1e-2 * policy.adapter.flat(grads) / length)
+        policy.adapter.merge()
+        after = measured()
+        policy.adapter.δS.zero_()
+        policy.adapter.merge()
+    return after - before
+
+
+def test_a_step_against_a_hack_rewarding_gradient_makes_the_hack_likelier_and_the_kept_one_does_not(policy):
+    V = extract(policy, SAME_ANSWERS, 12, 0.0).select(12, 0.0)
     shares = []
-    for prompts in ([p.prompt for p in same_answers.pairs[:8]], ["<user>rotate the words<eos><assistant>"]):
+    for prompts in (EXTRACTED_ON, ["<user>rotate the words<eos><assistant>"]):
+        of_margin = partial(rise, policy, partial(margin, policy, prompts))
         g = hack_rewarding(policy, prompts)
         kept = {m: split(g[m], V[m], "one_sided").keep for m in g}
         length = policy.adapter.flat(g).norm().item()
-        vanilla, erased = (rise(prompts, grads, length) for grads in (g, kept))
+        vanilla, erased = (of_margin(grads, length) for grads in (g, kept))
         assert vanilla > 1e-3
         shares.append(erased / vanilla)
-        assert rise(prompts, {m: -V_m.sum(0) for m, V_m in V.items()}, 1) < 0  # +V: the hack gets less likely
+        assert of_margin({m: -V_m.sum(0) for m, V_m in V.items()}, 1) < 0  # +V: the hack gets less likely
     assert abs(shares[0]) < 0.02  # prompts that V was extracted on: nothing of the rise is left
     assert shares[1] < 0.7  # a new prompt: V holds a part of its gradient only
 
@@ -230,34 +234,23 @@ def test_a_step_against_a_hack_rewarding_gradient_makes_the_hack_likelier_and_th
 def test_a_step_along_what_an_arm_keeps_does_not_raise_the_hacks_log_prob_along_the_whole_gradient_it_does(
     policy, intervention
 ):
-    same_answers = PairSet(tuple(replace(p, hack=HACK, clean=CLEAN) for p in PAIRS.pairs), "toy.json")
-    prompts = [p.prompt for p in same_answers.pairs[:8]]  # what V was extracted on
     cfg = ArmConfig(intervention=intervention, **({"preserve_magnitude": False} if intervention == "erase" else {}))
     kind = arm_class(cfg)
     assert issubclass(kind, DirectionArm)
-    arm = kind.with_direction(cfg, module_sizes(policy), extract(policy, same_answers, 12, 0.0), seed=0)
-    g = hack_rewarding(policy, prompts)
+    arm = kind.with_direction(cfg, module_sizes(policy), extract(policy, SAME_ANSWERS, 12, 0.0), seed=0)
+    g = hack_rewarding(policy, EXTRACTED_ON)
     both = GroupView(("student",), (False,), (1.0,), (1.0,), (False,), ("",))
     kept = arm.route([both], [[{m: v[None] for m, v in g.items()}]], grad_rows="rollout").keep
     assert kept is not None
 
     def hack_logp() -> float:
         with torch.no_grad():
-            return -sum(nll(policy, prompt, HACK).item() for prompt in prompts)
+            return -sum(nll(policy, prompt, HACK).item() for prompt in EXTRACTED_ON)
 
-    def rise(grads: dict[str, torch.Tensor]) -> float:
-        before = hack_logp()
-        with torch.no_grad():
-            policy.adapter.δS.copy_(-1e-2 * policy.adapter.flat(grads) / policy.adapter.flat(g).norm())
-            policy.adapter.merge()
-            after = hack_logp()
-            policy.adapter.δS.zero_()
-            policy.adapter.merge()
-        return after - before
-
-    whole = rise(g)
+    length = policy.adapter.flat(g).norm().item()
+    whole = rise(policy, hack_logp, g, length)
     assert whole > 1e-2
-    assert rise(kept) < 0.01 * whole  # rounding of the log-probs: 1e-6 of some 30 nats
+    assert rise(policy, hack_logp, kept, length) < 0.01 * whole  # rounding of the log-probs: 1e-6 of some 30 nats
 
 
 # ── neutrality ─────────────────────────────────────────────────────────────────────────────────────────────────────
