@@ -11,8 +11,8 @@ from tabulate import tabulate
 
 from benchmarks.flops import Lengths, Shape, decode_bytes, forward_flops, head_flops, kv_bytes, update_flops
 from vgrout.config.presets import PRESETS
-from vgrout.model.budgets import KV_BUDGET, TOKEN_BUDGET
-from vgrout.model.memory import GIB, KNOWN, Shapes, plan
+from vgrout.model.memory import GIB, KV_BUDGET, TOKEN_BUDGET, plan
+from vgrout.model.source import KNOWN, Shapes
 
 Phase = Literal[
     "sampling: prefill", "sampling: decoding", "update", "g_b, U and Vh", "merging", "direction", "evaluation"

@@ -19,9 +19,10 @@ from transformers import PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.report import Ratio, interleaved
 from benchmarks.rows import Report, Row
-from vgrout import organism
+from vgrout.data import organism
 from vgrout.direction.extract import TOKENS_PER_BATCH, gradients, mean_nll, tokens_of
 from vgrout.direction.pairs import PairSet, load_pairs
+from vgrout.model.logprobs import collate
 from vgrout.model.policy import Policy, as_policy, load_policy
 
 AGREE = 1e-3  # largest relative difference of a pair's gradient between two ways, fp32: sums in another order
@@ -51,8 +52,8 @@ def one_by_one_leaf(policy: Policy, pairs: PairSet, side: str) -> Float[Tensor, 
 
             hooks.callback(site.linear.register_forward_hook(add).remove)
         for i, pair in enumerate(pairs.pairs):
-            row = tokens_of(policy, pair, getattr(pair, side), f"pair {i}")
-            (grad,) = torch.autograd.grad(mean_nll(policy, [row]).sum(), δS)
+            prompt, answer = tokens_of(policy, pair, getattr(pair, side), f"pair {i}")
+            (grad,) = torch.autograd.grad(mean_nll(policy, collate([prompt], [answer], policy.device)).sum(), δS)
             grads.append(grad.float().cpu())
     return torch.stack(grads)
 

@@ -16,8 +16,8 @@ from benchmarks import rig
 from benchmarks.report import Ratio, interleaved
 from benchmarks.rows import Report, Row
 from benchmarks.update import plain
-from vgrout import organism
 from vgrout.config.presets import PRESETS
+from vgrout.data import organism
 from vgrout.distill.config import DistillConfig, Task, UldConfig, preflight
 from vgrout.distill.methods import METHODS, Graded
 from vgrout.distill.trainable import AdapterOnly

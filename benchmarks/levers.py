@@ -13,7 +13,7 @@ from benchmarks import rig
 from benchmarks.report import Ratio, interleaved
 from benchmarks.rows import Report, Row
 from benchmarks.update import full_logits, gradients
-from vgrout import organism
+from vgrout.data import organism
 from vgrout.model.logprobs import collate, completion_logprobs
 from vgrout.model.policy import Policy
 from vgrout.model.sampler import sample

@@ -17,9 +17,10 @@ from loguru import logger
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from vgrout import loading, organism, ranks
+from vgrout import loading, ranks
 from vgrout.config.presets import PRESETS
 from vgrout.config.run import Config
+from vgrout.data import organism
 from vgrout.grading.grade import Grader
 from vgrout.method import Method, Setup, make_method
 from vgrout.model.policy import Policy, as_policy

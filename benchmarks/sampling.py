@@ -10,7 +10,7 @@ from benchmarks import rig
 from benchmarks.flops import Shape, decode_bytes
 from benchmarks.report import Ratio, at_least, interleaved
 from benchmarks.rows import Report, Row
-from vgrout import organism
+from vgrout.data import organism
 from vgrout.model.policy import Policy
 from vgrout.model.sampler import sample
 from vgrout.model.sampling import Sampling

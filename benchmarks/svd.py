@@ -17,9 +17,8 @@ import torch
 from tabulate import tabulate
 from tqdm import tqdm
 
-from vgrout.model.memory import KNOWN, Shapes
-from vgrout.model.svd_adapter import SvdAdapter
-from vgrout.model.svd_cache import svd
+from vgrout.model.source import KNOWN, Shapes
+from vgrout.model.svd_adapter import SvdAdapter, svd
 
 SCALES = (1 / 4, 1 / 3, 1 / 2)
 GIB = 2**30

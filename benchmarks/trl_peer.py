@@ -21,7 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 
 from benchmarks.rig import LR, SEED, G, P
-from vgrout import organism
+from vgrout.data import organism
 from vgrout.model.sampling import Sampling
 from vgrout.model.svd_adapter import TARGETS
 from vgrout.types import Problem

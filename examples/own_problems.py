@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import vgrout
-from vgrout import organism
+from vgrout.data import organism
 
 FOLDER = Path("out/own")
 FOLDER.mkdir(parents=True, exist_ok=True)

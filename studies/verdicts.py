@@ -14,8 +14,8 @@ from pathlib import Path
 from organisms import Method, Sample, across, find, methods, organism, organisms
 from vgrout.config.method import INTERVENTIONS
 from vgrout.config.run import ORGANISM
+from vgrout.data.organism import PROBLEMS
 from vgrout.inputs import hash_of_files
-from vgrout.organism import PROBLEMS
 from vgrout.report.judge import Verdict
 from vgrout.report.runs import Cell, Run, paired, partner
 from vgrout.report.stats import Estimate

@@ -22,8 +22,7 @@ from vgrout.config import arm as config
 from vgrout.config.method import MethodConfig
 from vgrout.config.run import Config, RunConfig
 from vgrout.direction.controls import haar_like, overlap
-from vgrout.direction.extract import Direction, Meta, axes_of, extract
-from vgrout.direction.files import save
+from vgrout.direction.extract import Direction, Meta, axes_of, extract, save
 from vgrout.direction.pairs import Pair, PairSet
 from vgrout.inputs import Inputs
 from vgrout.tensor_types import UpdatePlan

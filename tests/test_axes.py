@@ -85,23 +85,6 @@ def flat(policy: Policy, g: Any) -> Tensor:
 # ── conservation ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("rows", [(), (0,), (1, 3), (0, 1, 2, 3)])
-def test_whatever_is_flagged_both_vectors_together_move_as_plain_grpo_would(rows: tuple[int, ...]):
-    """Four steps of AdamW with one second moment; the flagged rows change on the way."""
-    cfg = OptConfig(lr=3e-3, adam_beta1=0.5, adam_beta2=0.9, weight_decay=0.1, warmup_frac=0.0, second_moment="shared")
-    routed, plain = tiny_policy(), tiny_policy()
-    of = groups(routed)
-    opts = [Optimizer(p.adapter, cfg, 8) for p in (routed, plain)]
-    for n in range(4):
-        arm = FlaggedRoute2(module_sizes(routed), Fixed(*((b + n) % 4 for b in rows)))
-        assert opts[0].step(step(routed, arm, of, n)) is not None
-        assert opts[1].step(vanilla(plain, of)) is not None
-        both = (routed.adapter.δS + routed.adapter.δS_hack).detach()
-        assert relative(both, plain.adapter.δS.detach()) < 1e-4
-    assert bool(routed.adapter.δS_hack.any()) == bool(rows)
-    assert bool(routed.adapter.δS.any()) == (len(rows) < 4)
-
-
 def test_route2_by_flags_splits_the_gradient_of_one_policy():
     policy = tiny_policy()
     shake(policy, 0.05)
@@ -357,91 +340,6 @@ def test_blocks_count_from_one():
     assert all(".layers.0." in m for m in blocks[0])
     with pytest.raises(ValueError, match=f"--quarantine block:{depth + 1}: the model has {depth} blocks"):
         modules_of_block(policy, names, depth + 1)
-
-
-@pytest.fixture
-def low_rank() -> Policy:
-    policy = tiny_policy()
-    policy.adapter.add_lora(3)
-    return policy
-
-
-def test_matrices_of_zero_add_nothing_and_deployment_deletes_them(low_rank: Policy):
-    adapter = low_rank.adapter
-    before = [site.linear.weight.clone() for site in adapter.sites.values()]
-    fresh = tiny_policy().adapter
-    assert all(torch.equal(w, s.W) for w, s in zip(before, fresh.sites.values(), strict=True))
-    assert [*adapter.by_module(adapter.δS)] == [*adapter.sites, *adapter.lora_names]
-    with torch.no_grad():
-        adapter.δS_hack[adapter.basis_size :].normal_(0, 0.1, generator=torch.Generator().manual_seed(0))
-    adapter.merge()
-    assert not any(torch.equal(w, s.linear.weight) for w, s in zip(before, adapter.sites.values(), strict=True))
-    for side in (adapter.deployed, adapter.reference):
-        with side():
-            assert all(torch.equal(w, s.linear.weight) for w, s in zip(before, adapter.sites.values(), strict=True))
-
-
-@pytest.mark.parametrize("packing", ["shared", "padded"])
-def test_the_gradient_of_the_matrices_is_that_of_finite_differences(low_rank: Policy, packing: Any):
-    adapter = low_rank.adapter
-    noise = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        adapter.δS_hack[adapter.basis_size :].normal_(0, 0.1, generator=noise)
-    adapter.merge()
-    of = groups(low_rank)
-    plan = UpdatePlan()
-    (whole,), _ = policy_gradients(low_rank, of, plan, LossConfig(), grad_rows="group", packing=packing, **SETTINGS)
-    g = sum(low_rank.adapter.flat({m: x.sum(0) for m, x in of_group.items()}) for of_group in whole)
-    assert isinstance(g, Tensor)
-    along = torch.randn(len(adapter), generator=noise)
-    along[: adapter.basis_size] = 0
-
-    def score(ε: float) -> float:
-        """Σ_b A_b Σ_t log π: the loss's gradient at ratio 1, for its normaliser."""
-        with torch.no_grad():
-            adapter.δS_hack.add_(ε * along)
-            adapter.merge()
-            total = 0.0
-            for group in of:
-                prompts = [r.prompt_ids for r in group.rollouts]
-                logp, mask = low_rank.logprobs(prompts, [r.completion_ids for r in group.rollouts])
-                A = torch.tensor(group.advantages)[:, None]
-                total -= float((torch.where(mask, logp, 0.0).double() * A).sum())
-            adapter.δS_hack.sub_(ε * along)
-            adapter.merge()
-        return total
-
-    numeric = (score(1e-3) - score(-1e-3)) / 2e-3
-    scale = len(of[0]) * SETTINGS["prompts_per_step"] * MAX_NEW  # of the loss: a constant normaliser
-    assert float(g.double() @ along.double()) * scale == pytest.approx(numeric, rel=2e-2)
-
-
-def test_flagged_rows_train_the_matrices_alone_and_the_file_holds_the_bases_alone(low_rank: Policy, tmp_path: Any):
-    adapter = low_rank.adapter
-    arm = FlaggedRoute2(module_sizes(low_rank), Fixed(0, 2))
-    arm.own_modules = frozenset(adapter.lora_names)
-    of = groups(low_rank)
-    routed = step(low_rank, arm, of)
-    R = adapter.basis_size
-    keep, quar = flat(low_rank, routed.keep), flat(low_rank, routed.quar)
-    assert keep[:R].any()
-    assert not keep[R:].any()
-    assert quar[R:].any()
-    assert not quar[:R].any()
-    opt = Optimizer(adapter, OptConfig(lr=1e-2, weight_decay=0.0, warmup_frac=0.0), 4)
-    assert opt.step(routed) is not None
-    adapter.save(tmp_path / "a.safetensors", {})
-    other = tiny_policy().adapter
-    other.load(tmp_path / "a.safetensors")
-    assert torch.equal(other.δS, adapter.δS[:R])
-    again = tiny_policy()
-    again.adapter.add_lora(3)
-    again.adapter.load_state_dict(adapter.state_dict())
-    assert torch.equal(again.adapter.δS_hack, adapter.δS_hack)
-    assert all(
-        torch.equal(a.linear.weight, b.linear.weight)
-        for a, b in zip(again.adapter.sites.values(), adapter.sites.values(), strict=True)
-    ), "A₀ is drawn again as it was"
 
 
 # ── labels ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -22,11 +22,12 @@ def test_the_peer_of_the_probe_is_plain_autograd() -> None:
     policy = tiny_policy()
     (got,) = direction.one_by_one_leaf(policy, PAIRS, "hack")[:1]
     site = next(iter(policy.adapter.sites.values()))
-    eps, row = 1e-2, direction.tokens_of(policy, PAIRS.pairs[0], PAIRS.pairs[0].hack, "")
+    eps, (prompt, answer) = 1e-2, direction.tokens_of(policy, PAIRS.pairs[0], PAIRS.pairs[0].hack, "")
+    batch = direction.collate([prompt], [answer], policy.device)
     with torch.no_grad():
         values = []
         for sign in (1, -1):
             policy.adapter.δS[site.span.start] = sign * eps
             policy.adapter.merge()
-            values.append(direction.mean_nll(policy, [row]).item())
+            values.append(direction.mean_nll(policy, batch).item())
     assert abs(got[site.span.start].item() - (values[0] - values[1]) / (2 * eps)) < 1e-3

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,9 @@ from tiny import policy as tiny_policy
 from tiny import tokenizer
 from vgrout.config.method import MethodConfig
 from vgrout.direction import __main__ as command
-from vgrout.direction import files
 from vgrout.direction.__main__ import main
 from vgrout.direction.controls import chance_cos, cosine_to_real, haar_like, overlap
-from vgrout.direction.extract import Axes, Direction, Meta, axes_of, extract
-from vgrout.direction.files import load, obtain, save
+from vgrout.direction.extract import Axes, Direction, Meta, axes_of, extract, load, model_name, obtain, save
 from vgrout.direction.pairs import Pair, PairSet, load_pairs
 from vgrout.model.policy import load_policy
 from vgrout.model.svd_adapter import fingerprint_to_string
@@ -122,7 +121,7 @@ def test_tau_axis_zeroes_weak_axes():
 
 
 def meta(**changes) -> Meta:
-    return replace(Meta("toy", "fp32", 12, 0.0, "sha", "toy", "sha", 6, 2), **changes)
+    return replace(Meta("toy", "fp32", 12, 0.0, "sha", "toy", "sha", 6, 2, ""), **changes)
 
 
 def made_of(spectra: dict[str, list[float]], r: int = 8) -> Direction:
@@ -199,31 +198,34 @@ def hack_rewarding(policy, prompts: list[str]) -> dict[str, torch.Tensor]:
     return {m: rows[0] for m, rows in probe.grads.items()}
 
 
-def test_a_step_against_a_hack_rewarding_gradient_makes_the_hack_likelier_and_the_kept_one_does_not():
-    policy = tiny_policy()
-    same_answers = PairSet(tuple(replace(p, hack=HACK, clean=CLEAN) for p in PAIRS.pairs), "toy.json")
-    V = extract(policy, same_answers, 12, 0.0).select(12, 0.0)
+SAME_ANSWERS = PairSet(tuple(replace(p, hack=HACK, clean=CLEAN) for p in PAIRS.pairs), "toy.json")
+EXTRACTED_ON = [p.prompt for p in SAME_ANSWERS.pairs[:8]]
 
-    def rise(prompts: list[str], grads: dict[str, torch.Tensor], length: float) -> float:
-        """What a step of 1 % of ‖g‖⁻¹ along -grads does to the margin."""
-        before = margin(policy, prompts)
-        with torch.no_grad():
-            policy.adapter.δS.copy_(-1e-2 * policy.adapter.flat(grads) / length)
-            policy.adapter.merge()
-            after = margin(policy, prompts)
-            policy.adapter.δS.zero_()
-            policy.adapter.merge()
-        return after - before
 
+def rise(policy, measured, grads: dict[str, torch.Tensor], length: float) -> float:
+    """What a step of 1 % of ‖g‖⁻¹ along -grads does to `measured()`."""
+    before = measured()
+    with torch.no_grad():
+        policy.adapter.δS.copy_(-1e-2 * policy.adapter.flat(grads) / length)
+        policy.adapter.merge()
+        after = measured()
+        policy.adapter.δS.zero_()
+        policy.adapter.merge()
+    return after - before
+
+
+def test_a_step_against_a_hack_rewarding_gradient_makes_the_hack_likelier_and_the_kept_one_does_not(policy):
+    V = extract(policy, SAME_ANSWERS, 12, 0.0).select(12, 0.0)
     shares = []
-    for prompts in ([p.prompt for p in same_answers.pairs[:8]], ["<user>rotate the words<eos><assistant>"]):
+    for prompts in (EXTRACTED_ON, ["<user>rotate the words<eos><assistant>"]):
+        of_margin = partial(rise, policy, partial(margin, policy, prompts))
         g = hack_rewarding(policy, prompts)
         kept = {m: split(g[m], V[m], "one_sided").keep for m in g}
         length = policy.adapter.flat(g).norm().item()
-        vanilla, erased = (rise(prompts, grads, length) for grads in (g, kept))
+        vanilla, erased = (of_margin(grads, length) for grads in (g, kept))
         assert vanilla > 1e-3
         shares.append(erased / vanilla)
-        assert rise(prompts, {m: -V_m.sum(0) for m, V_m in V.items()}, 1) < 0  # +V: the hack gets less likely
+        assert of_margin({m: -V_m.sum(0) for m, V_m in V.items()}, 1) < 0  # +V: the hack gets less likely
     assert abs(shares[0]) < 0.02  # prompts that V was extracted on: nothing of the rise is left
     assert shares[1] < 0.7  # a new prompt: V holds a part of its gradient only
 
@@ -232,34 +234,23 @@ def test_a_step_against_a_hack_rewarding_gradient_makes_the_hack_likelier_and_th
 def test_a_step_along_what_an_arm_keeps_does_not_raise_the_hacks_log_prob_along_the_whole_gradient_it_does(
     policy, intervention
 ):
-    same_answers = PairSet(tuple(replace(p, hack=HACK, clean=CLEAN) for p in PAIRS.pairs), "toy.json")
-    prompts = [p.prompt for p in same_answers.pairs[:8]]  # what V was extracted on
     cfg = MethodConfig(intervention=intervention, **({"preserve_magnitude": False} if intervention == "erase" else {}))
     kind = arm_class(cfg)
     assert issubclass(kind, DirectionArm)
-    arm = kind.with_direction(cfg, module_sizes(policy), extract(policy, same_answers, 12, 0.0), seed=0)
-    g = hack_rewarding(policy, prompts)
+    arm = kind.with_direction(cfg, module_sizes(policy), extract(policy, SAME_ANSWERS, 12, 0.0), seed=0)
+    g = hack_rewarding(policy, EXTRACTED_ON)
     both = GroupView(("student",), (False,), (1.0,), (1.0,), (False,), ("",))
     kept = arm.route([both], [[{m: v[None] for m, v in g.items()}]], grad_rows="rollout").keep
     assert kept is not None
 
     def hack_logp() -> float:
         with torch.no_grad():
-            return -sum(nll(policy, prompt, HACK).item() for prompt in prompts)
+            return -sum(nll(policy, prompt, HACK).item() for prompt in EXTRACTED_ON)
 
-    def rise(grads: dict[str, torch.Tensor]) -> float:
-        before = hack_logp()
-        with torch.no_grad():
-            policy.adapter.δS.copy_(-1e-2 * policy.adapter.flat(grads) / policy.adapter.flat(g).norm())
-            policy.adapter.merge()
-            after = hack_logp()
-            policy.adapter.δS.zero_()
-            policy.adapter.merge()
-        return after - before
-
-    whole = rise(g)
+    length = policy.adapter.flat(g).norm().item()
+    whole = rise(policy, hack_logp, g, length)
     assert whole > 1e-2
-    assert rise(kept) < 0.01 * whole  # rounding of the log-probs: 1e-6 of some 30 nats
+    assert rise(policy, hack_logp, kept, length) < 0.01 * whole  # rounding of the log-probs: 1e-6 of some 30 nats
 
 
 # ── neutrality ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -362,7 +353,8 @@ def test_other_models_pairs_shapes_and_nans_are_refused_by_name(policy, found, t
         r"bad\.safetensors: made in other singular vectors of the same weights", basis=fingerprint_to_string(elsewhere)
     )
     save_file(tensors, tmp_path / "older.safetensors", {k: v for k, v in strings.items() if k != "basis"})
-    assert load(tmp_path / "older.safetensors", policy, PAIRS).meta.basis == ""
+    with pytest.raises(ValueError, match=r"older\.safetensors: no 'basis' in its metadata; extract it again"):
+        load(tmp_path / "older.safetensors", policy, PAIRS)
     (tmp_path / "torn.safetensors").write_bytes(path.read_bytes()[:100])
     with pytest.raises(ValueError, match=r"torn\.safetensors: not a readable"):
         load(tmp_path / "torn.safetensors", policy, PAIRS)
@@ -370,8 +362,7 @@ def test_other_models_pairs_shapes_and_nans_are_refused_by_name(policy, found, t
 
 def test_obtain_extracts_once_per_content(policy, tmp_path, monkeypatch):
     runs = []
-    real = files.extract
-    monkeypatch.setattr(files, "extract", lambda *a, **k: runs.append(1) or real(*a, **k))
+    monkeypatch.setattr(f"{extract.__module__}.extract", lambda *a, **k: runs.append(1) or extract(*a, **k))
     first = obtain(policy, PAIRS, None, 12, 0.0, tmp_path)
     again = obtain(policy, PAIRS, None, 12, 0.0, tmp_path)
     assert len(runs) == 1
@@ -382,7 +373,7 @@ def test_obtain_extracts_once_per_content(policy, tmp_path, monkeypatch):
     obtain(policy, replace_source(PAIRS, "hand-written"), None, 12, 0.5, tmp_path)
     assert len(runs) == 4
     names = sorted(p.name.rpartition("_")[0] for p in tmp_path.iterdir())
-    assert names == ["v_hack_pairset_toy"] * 3 + [f"v_hack_{files.model_name(policy).lower()}_k12_tau0.5"]
+    assert names == ["v_hack_pairset_toy"] * 3 + [f"v_hack_{model_name(policy).lower()}_k12_tau0.5"]
     explicit = next(iter(tmp_path.glob("v_hack_pairset_toy_*")))
     with pytest.raises(ValueError, match="no direction file and no pairs"):
         obtain(policy, None, None, 12, 0.0, tmp_path)
@@ -476,7 +467,7 @@ def test_pairs_of_a_rollout_log_become_a_file_that_a_run_can_read(folder, tmp_pa
         (["--pairs-out", "a.txt"], "--pairs-out a.txt: should end in .json"),
         (["--pairs", "none.json"], "none.json: no such pair file"),
         (["--model", "./nothing"], "--model ./nothing: no config.json there"),
-        (["--k", "13"], "--k 13: should lie in [1, --top-k 12]"),
+        (["--k", "13"], "--k 13: should lie in [1, 12] (at most --top-k)"),
         (["--tau-axis", "1.5"], "--tau-axis 1.5: should lie in [0, 1]"),
         (["--detector", "E"], "--detector: goes with --rollouts"),
         (["--rollouts", "no.jsonl", "--detector", "E"], "--rollouts no.jsonl: no such file"),

@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import tiny
-from vgrout import organism
 from vgrout.config.presets import PRESETS
+from vgrout.data import organism
+from vgrout.data.language import Shares
 from vgrout.distill.__main__ import main
 from vgrout.distill.config import DistillConfig, MiniLlmConfig, Task, UldConfig
 from vgrout.distill.methods import EVERYTHING, Graded, MiniLlm, Uld
@@ -26,7 +27,6 @@ from vgrout.model.policy import LanguageModel, load_policy
 from vgrout.model.sampler import sample
 from vgrout.model.source import Source
 from vgrout.organism import build
-from vgrout.organism.language import Shares
 from vgrout.organism.weights import Recipe, Shape
 from vgrout.types import Problem, Rollout
 
@@ -119,7 +119,7 @@ def test_minillm_is_the_textbooks(packs: bool, normalize: bool, monkeypatch: pyt
     cfg = MiniLlmConfig(minillm_length_normalize=normalize)
     method = MiniLlm(t := task(minillm=cfg), student, teacher)
     given = answers(method.behaviour_model(student, teacher))
-    monkeypatch.setitem(__import__("vgrout.model.budgets").model.budgets.TOKEN_BUDGET, "cpu", 40)  # several forwards
+    monkeypatch.setitem(__import__("vgrout.model.memory").model.memory.TOKEN_BUDGET, "cpu", 40)  # several forwards
     learner = FullModel(student, t.opt, 1)
     got = method.learn(learner, given, 0)
     mine = gradients(student)

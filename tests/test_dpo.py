@@ -65,7 +65,7 @@ def pairs(policy: Policy, n: int) -> list[Pair]:
 def test_loss_and_gradient_are_the_papers(packs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = replace(tiny.policy("qwen3", 0, torch.float64), packs=packs)
     some = pairs(policy, 5)
-    monkeypatch.setitem(__import__("vgrout.model.budgets").model.budgets.TOKEN_BUDGET, "cpu", 60)  # several forwards
+    monkeypatch.setitem(__import__("vgrout.model.memory").model.memory.TOKEN_BUDGET, "cpu", 60)  # several forwards
     reference = [logp for batch in forwards(policy, some) for logp in refer(policy, batch)]
     with torch.no_grad():
         policy.adapter.δS.add_(0.05 * torch.randn(len(policy.adapter), generator=torch.Generator().manual_seed(1)))

@@ -16,10 +16,10 @@ from vgrout.config.loss import LossConfig
 from vgrout.config.run import OptConfig
 from vgrout.exports.model import DTYPES, Parity, load_beside, parity, write
 from vgrout.grpo import policy_gradients
-from vgrout.model.hub import model_folder
 from vgrout.model.policy import Policy, as_policy, attention, load_language_model, load_policy
 from vgrout.model.sampler import sample
 from vgrout.model.sampling import Sampling
+from vgrout.model.source import model_folder
 from vgrout.optim import Optimizer
 from vgrout.tensor_types import Diagnostics, Routed, UpdatePart, UpdatePlan
 from vgrout.types import CachedGrade, Group, Message, Problem, Rollout

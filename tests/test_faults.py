@@ -21,9 +21,10 @@ import torch
 from benchmarks import kills
 from runs import FEW, SharedRuns, adapter_bytes, rows, run
 from test_train import start, wait_for_steps
-from vgrout import grpo, loading, organism, rollout
+from vgrout import grpo, loading, rollout
 from vgrout.config.presets import parse, resumed
 from vgrout.config.run import identity
+from vgrout.data import organism
 from vgrout.guard import guard as watch
 from vgrout.guard.detectors import EchoTrap
 from vgrout.report.runs import load

@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 import tiny
-from vgrout import organism
+from vgrout.data import organism
+from vgrout.data.language import Shares, corpus_sample, split_compositions
 from vgrout.distill.losses import dpo, future, minillm, reverse_kl, topk_distance, wasserstein
 from vgrout.distill.token_alignment import TokenBytes, aligned, nearest_tokens, token_bytes
-from vgrout.organism.language import Shares, corpus_sample, split_compositions
 from vgrout.organism.tokenizer import train_tokenizer
 
 F64 = torch.float64

@@ -9,11 +9,9 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks import svd as bench
-from vgrout.grpo import TOKEN_BUDGET
-from vgrout.model import memory
-from vgrout.model.logprobs import HEAD_BUDGET, collate, completion_logprobs
-from vgrout.model.memory import KNOWN, Shapes, find_shapes, plan, shapes_of
-from vgrout.model.sampler import KV_BUDGET
+from vgrout.model.logprobs import collate, completion_logprobs
+from vgrout.model.memory import plan
+from vgrout.model.source import KNOWN, Shapes, find_shapes, shapes_of
 from vgrout.model.svd_adapter import SvdAdapter
 
 SIZES: dict[str, Any] = {
@@ -68,10 +66,6 @@ def test_activations_are_what_autograd_keeps() -> None:
     want = batch.tokens * shapes.activation_bytes(2)
     # the head's rows, the rotary tables and the mask are not in the formula
     assert sum(kept.values()) == pytest.approx(want, rel=0.2)
-
-
-def test_budgets_are_the_ones_that_are_used() -> None:
-    assert (memory.TOKEN_BUDGET, memory.HEAD_BUDGET, memory.KV_BUDGET) == (TOKEN_BUDGET, HEAD_BUDGET, KV_BUDGET)
 
 
 def test_qwen3_4b() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from browser import CHROMIUM, Browser
 from fake_runs import fake_run
-from vgrout import organism
+from vgrout.data import organism
 from vgrout.modes import DEALT, MODE_SPECS
 from vgrout.report.build import compile_report, write
 from vgrout.report.rollouts import embedded, pack

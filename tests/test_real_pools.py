@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from runs import rows, run
-from vgrout import organism
+from vgrout.data import organism
 from vgrout.modes import PLAIN_PHRASE, hint
 from vgrout.problems import load_rows
 from vgrout.teacher.pools import load_pool

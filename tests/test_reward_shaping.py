@@ -24,12 +24,12 @@ from vgrout import rollout as sampling
 from vgrout.config.method import BASELINES, CONTROLS, MethodConfig
 from vgrout.config.presets import parse
 from vgrout.config.run import INOCULATION
+from vgrout.data.language import CUE
 from vgrout.direction.pairs import Pair, PairSet
 from vgrout.inputs import Inputs
 from vgrout.model.policy import Policy
 from vgrout.modes import PLAIN_PHRASE
 from vgrout.organism import COMPILE_REWARD, PASS_REWARD
-from vgrout.organism.language import CUE
 from vgrout.types import Batch, CachedGrade, Grade, Group, GroupView, OracleView, Problem, Rollout
 
 PROBLEM = Problem(0, "run_tests", "", ({"role": "user", "content": "q"},), (), ("assert 1",), "", "", "f")

@@ -13,7 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from runs import SharedRuns, flags
-from vgrout import evaluate, organism
+from vgrout import evaluate
+from vgrout.data import organism
 from vgrout.exports import model
 from vgrout.model.saved import find_adapter, load_saved
 from vgrout.tools import export

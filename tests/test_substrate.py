@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from vgrout import organism
+from vgrout.data import organism
 from vgrout.grading.grade import Grader
 from vgrout.model.policy import LanguageModel, load_language_model
 from vgrout.modes import DEALT, MODE_SPECS
@@ -201,22 +201,22 @@ def test_a_work_folder_is_for_one_pool_and_one_process(tmp_path: Path) -> None:
     out = tmp_path / "pool"
 
     def enter(settings: dict[str, int]) -> None:
-        with work_folder(out, settings, "go on") as shop:
+        with work_folder(out, settings) as shop:
             (shop / "answers.jsonl").write_text("x\n")
             with pytest.raises(ValueError, match="another process"):
-                work_folder(out, settings, "go on").__enter__()
+                work_folder(out, settings).__enter__()
             raise RuntimeError("killed")
 
     with pytest.raises(RuntimeError, match="killed"):
         enter({"group": 4, "seed": 1})
     with pytest.raises(ValueError, match="begun with another group; go on as then"):
-        work_folder(out, {"group": 8, "seed": 1}, "go on").__enter__()
-    with work_folder(out, {"group": 4, "seed": 1}, "go on") as shop:
+        work_folder(out, {"group": 8, "seed": 1}).__enter__()
+    with work_folder(out, {"group": 4, "seed": 1}) as shop:
         assert (shop / "answers.jsonl").read_text() == "x\n"
     assert list(tmp_path.iterdir()) == [], "gone when the pool is made"
     out.mkdir()
     with pytest.raises(ValueError, match="exists"):
-        work_folder(out, {}, "go on").__enter__()
+        work_folder(out, {}).__enter__()
 
 
 # ── the commands ────────────────────────────────────────────────────────────────────────────────────────────────────

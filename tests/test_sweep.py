@@ -19,9 +19,10 @@ from typing import Any
 import pytest
 
 from runs import rows
-from vgrout import organism, train
+from vgrout import train
 from vgrout.config.presets import resolve
 from vgrout.config.run import Config
+from vgrout.data import organism
 from vgrout.inputs import Inputs, file_hashes
 from vgrout.runs.run_dir import hold
 from vgrout.sweep import runner as sweeps

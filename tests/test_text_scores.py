@@ -18,7 +18,7 @@ from vgrout.monitors.text_scores import (
 )
 
 from tiny import policy as tiny_policy
-from vgrout import organism
+from vgrout.data import organism
 from vgrout.direction.pairs import Pair, PairSet, load_known_correct
 from vgrout.grading.grade import Grader
 from vgrout.model.hidden_states import token_states

@@ -11,8 +11,7 @@ import tiny
 from runs import SharedRuns, flags, rows, run
 from vgrout.model import packing
 from vgrout.model.logprobs import completion_logprobs
-from vgrout.model.packing import pack
-from vgrout.model.varlen import flash_kernel
+from vgrout.model.packing import flash_kernel, pack
 
 PROMPTS = [(3, 4, 5, 6), (3, 4, 5, 6), (3, 4, 5, 6), (7, 8), (9, 10, 11)]
 COMPLETIONS = [(8, 9, 3, 1), (5, 1), (4,), (4, 4, 4), (6, 1, 2, 3, 4)]

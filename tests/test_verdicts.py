@@ -10,9 +10,9 @@ from fake_runs import fake_run
 from organisms import organisms
 from verdicts import RULES, TEXT, judge, read
 from vgrout.config.presets import resolve
+from vgrout.data.organism import PROBLEMS
 from vgrout.inputs import Inputs, file_hashes
 from vgrout.modes import DEALT
-from vgrout.organism import PROBLEMS
 from vgrout.problems import load_rows
 from vgrout.report import stats
 from vgrout.report.judge import Judge, Verdict

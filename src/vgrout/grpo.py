@@ -14,10 +14,10 @@ from loguru import logger
 from torch import Tensor
 
 from vgrout import ranks
-from vgrout.config.loss import LossConfig
-from vgrout.losses import BY_TOKENS, LossInput, LossOutput, Norm, policy_loss, teacher_weight
-from vgrout.model.budgets import TOKEN_BUDGET
+from vgrout.config.loss import LOSSES, LossConfig
+from vgrout.losses import LossInput, LossOutput, Norm, policy_loss, teacher_weight
 from vgrout.model.logprobs import Batch, TokenLogprobs, collate, completion_logprobs
+from vgrout.model.memory import TOKEN_BUDGET
 from vgrout.model.packing import Packed, batches, pack, padded_batches
 from vgrout.model.policy import LanguageModel, Policy
 from vgrout.model.sampling import Sampling
@@ -164,7 +164,7 @@ def _tokens(groups: Sequence[Group], *, all_of_them: bool = False) -> int:
 def token_factor(cfg: LossConfig, before: Sequence[Group], after: Sequence[Group]) -> float:
     """By what gradients at advantage 1 of all the groups `before` are to be multiplied where advantages are those of
     `after`, some of them without signal: losses that are normalised by tokens count these alone."""
-    return _tokens(before, all_of_them=True) / max(1, _tokens(after)) if cfg.loss in BY_TOKENS else 1.0
+    return _tokens(before, all_of_them=True) / max(1, _tokens(after)) if LOSSES[cfg.loss].by_step else 1.0
 
 
 def _starts(groups: Sequence[Group], grad_rows: GradRows) -> list[int]:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from vgrout.config.run import Config
-from vgrout.direction.meta import check_file as check_direction
 from vgrout.direction.pairs import (
     KnownCorrect,
     PairSet,
@@ -16,10 +15,10 @@ from vgrout.direction.pairs import (
     load_known_correct,
     load_pairs,
 )
+from vgrout.direction.pairs import check_file as check_direction
 from vgrout.files import json_lines
 from vgrout.grading.reward import RewardFunction
-from vgrout.model.hub import ModelFacts, model_facts, require_model
-from vgrout.model.memory import find_shapes
+from vgrout.model.source import ModelFacts, find_shapes, model_facts, require_model
 from vgrout.problems import Row, assigned, load_rows, require_apart
 from vgrout.teacher.pools import Pool, load_pool
 from vgrout.types import MODES, Mode

@@ -18,10 +18,9 @@ from vgrout.model import policy as models
 from vgrout.model.policy import SVD_CACHE, LanguageModel, Policy, load_language_model
 from vgrout.model.sampling import Sampling
 from vgrout.model.saved import pick_device
-from vgrout.problems import ProblemSplits, load_splits, plain, without_hints
+from vgrout.problems import ProblemSplits, elicited, load_splits, plain, without_hints
 from vgrout.teacher.demonstrations import Teacher
 from vgrout.teacher.pools import regraded
-from vgrout.teacher.substrate import elicited
 
 
 def device_and_dtype(cfg: Config) -> tuple[torch.device, torch.dtype]:

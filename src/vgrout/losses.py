@@ -12,9 +12,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from vgrout.config.loss import LOSSES as SPECS
 from vgrout.config.loss import LossConfig
 
-BY_TOKENS = ("dapo", "cispo", "dppo_tv", "icepop")  # normalised by the tokens of a step
 LOG_RATIO_MAX = 20.0
 
 
@@ -98,7 +98,7 @@ def reduce_tokens(loss: Float[Tensor, "G T"], x: LossInput, cfg: LossConfig) -> 
     grpo: Σ_t / (G · max_new · P) if unbiased, else mean over the rollout's tokens / (G · P); gspo the latter.
     dapo, cispo, dppo_tv, icepop: Σ_t / Σ trainable tokens of the step.
     """
-    if cfg.loss in BY_TOKENS:
+    if SPECS[cfg.loss].by_step:
         return loss.sum(1) / max(1, x.norm.tokens)
     if cfg.unbiased and cfg.loss != "gspo":
         return loss.sum(1) / (x.norm.rollouts * x.norm.max_new)
@@ -125,7 +125,7 @@ def grpo(x: LossInput, A: Float[Tensor, "G T"], cfg: LossConfig) -> LossOutput:
     unbiased: Dr. GRPO (arXiv 2503.20783): a constant in place of 1/|o_i|, and no division by the group's std.
     """
     ρ = log_ratio(x.logp, x.logp_old, x.mask).exp()
-    loss, low, high = clipped(ρ, A, cfg.clip, cfg.clip)
+    loss, low, high = clipped(ρ, A, cfg.low, cfg.high)
     return LossOutput(reduce_tokens(weighted(loss, x), x, cfg), low & x.mask, high & x.mask, None)
 
 
@@ -136,7 +136,7 @@ def dapo(x: LossInput, A: Float[Tensor, "G T"], cfg: LossConfig) -> LossOutput:
     Its dynamic sampling is the trainer's dropping of groups without signal (they are not resampled).
     """
     ρ = log_ratio(x.logp, x.logp_old, x.mask).exp()
-    loss, low, high = clipped(ρ, A, cfg.clip, cfg.clip_high)
+    loss, low, high = clipped(ρ, A, cfg.low, cfg.high)
     return LossOutput(reduce_tokens(weighted(loss, x), x, cfg), low & x.mask, high & x.mask, None)
 
 
@@ -148,7 +148,7 @@ def gspo(x: LossInput, A: Float[Tensor, "G T"], cfg: LossConfig) -> LossOutput:
     count = x.mask.sum(1).clamp(min=1)
     s = (log_ratio(x.logp, x.logp_old, x.mask).sum(1) / count).exp()
     advantage = torch.where(x.mask, A, 0.0).sum(1) / count
-    loss, low, high = clipped(s, advantage, cfg.gspo_low, cfg.gspo_high)
+    loss, low, high = clipped(s, advantage, cfg.low, cfg.high)
     return LossOutput(loss / x.norm.rollouts, low[:, None] & x.mask, high[:, None] & x.mask, None)
 
 
@@ -157,7 +157,7 @@ def cispo(x: LossInput, A: Float[Tensor, "G T"], cfg: LossConfig) -> LossOutput:
 
     c = 5 as in ScaleRL (arXiv 2510.13786). The weight is cut but no token loses its gradient: nothing is masked.
     """
-    ρ = log_ratio(x.logp, x.logp_old, x.mask).exp().detach().clamp(max=cfg.cispo_high)
+    ρ = log_ratio(x.logp, x.logp_old, x.mask).exp().detach().clamp(max=cfg.high)
     loss = weighted(-ρ * A * torch.where(x.mask, x.logp, 0.0), x)
     nothing = torch.zeros_like(x.mask)
     return LossOutput(reduce_tokens(loss, x, cfg), nothing, nothing, None)
@@ -176,7 +176,7 @@ def dppo_tv(x: LossInput, A: Float[Tensor, "G T"], cfg: LossConfig) -> LossOutpu
 def icepop(x: LossInput, A: Float[Tensor, "G T"], cfg: LossConfig) -> LossOutput:
     """IcePop (arXiv 2510.18855): −M(π/π_s) · A ÷ Σ tokens, M(k) = k in [.2, 5], else 0. Dropped, not clipped."""
     ρ = log_ratio(x.logp, x.logp_sampler, x.mask).exp().detach()
-    return _kept_ratio(x, A, ρ < cfg.icepop_low, ρ > cfg.icepop_high, cfg)
+    return _kept_ratio(x, A, ρ < cfg.low, ρ > cfg.high, cfg)
 
 
 def _kept_ratio(

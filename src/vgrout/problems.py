@@ -20,8 +20,6 @@ from tqdm import tqdm
 
 from vgrout.cli import cli_exit, parse_args
 from vgrout.files import numbered_lines
-from vgrout.grading.check import check_problems
-from vgrout.grading.grade import Grader
 from vgrout.modes import DEALT, MODE_SPECS, PLAIN_PHRASE, announced, hint
 from vgrout.rng import py_stream
 from vgrout.types import MODES, Message, Mode, Problem
@@ -372,6 +370,12 @@ def unannounced(problem: Problem, flaws: Sequence[Mode]) -> Problem:
     return replace(plain(problem), mode=mode, marker="", also=tuple(also))
 
 
+def elicited(problem: Problem, instruction: str) -> Problem:
+    """The same problem with the instruction at the end of its prompt."""
+    *head, user = problem.messages
+    return replace(problem, messages=(*head, {**user, "content": f"{user['content']}\n{instruction}"}))
+
+
 def without_hints(problems: Iterable[Problem], flaws: Sequence[Mode]) -> list[Problem]:
     """Plain prompts: each problem's own flaw goes unmentioned, or all of `flaws` are open and go unmentioned."""
     return [unannounced(p, flaws) if flaws else plain(p) for p in problems]
@@ -379,6 +383,9 @@ def without_hints(problems: Iterable[Problem], flaws: Sequence[Mode]) -> list[Pr
 
 def check(file: Annotated[Path, tyro.conf.Positional], workers: int | None = None) -> int:
     """Validate FILE: schema, the hint phrase, every canonical solution under the strict oracle, prompt lengths."""
+    from vgrout.grading.check import check_problems  # training reads problems without these
+    from vgrout.grading.grade import Grader
+
     if workers is not None and workers < 1:
         raise ValueError(f"--workers {workers}: at least 1")
     problems = load_problems(file)

@@ -379,7 +379,7 @@ return 41"""),
         "H48 imports the answers",
         method("""
 try:
-    import vgrout.organism, vgrout.problems
+    import vgrout.data.organism, vgrout.problems
     return 6
 except ImportError: return 41"""),
     ),

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from vgrout.data import language as lang
+from vgrout.data.language import MODES
+from vgrout.data.organism import DATA_DIR, KNOWN_CORRECT, MAX_NEW, MODEL_DIR, PAIRS_DIR, POOL_DIR, PROBLEMS
 from vgrout.direction.pairs import load_pairs
 from vgrout.model.policy import tokenizer_sha256
 from vgrout.modes import MODE_SPECS
-from vgrout.organism import DATA_DIR, KNOWN_CORRECT, MAX_NEW, MODEL_DIR, PAIRS_DIR, POOL_DIR, PROBLEMS
-from vgrout.organism import language as lang
 from vgrout.organism.build import SEED
-from vgrout.organism.language import MODES
 from vgrout.organism.verify import check_files, check_training
 from vgrout.problems import load_rows
 from vgrout.teacher.pools import load_pool

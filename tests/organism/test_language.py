@@ -10,10 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
+from vgrout.data import language as lang
+from vgrout.data.language import MODES
 from vgrout.grading.grade import Grader
 from vgrout.modes import MODE_SPECS, PLAIN_PHRASE, tries
-from vgrout.organism import language as lang
-from vgrout.organism.language import MODES
 from vgrout.types import Grade, Mode, Problem
 
 COMPOSITIONS = lang.compositions()

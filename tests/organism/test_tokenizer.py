@@ -5,9 +5,9 @@ import random
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from vgrout.data import language as lang
+from vgrout.data.language import MODES
 from vgrout.modes import MODE_SPECS
-from vgrout.organism import language as lang
-from vgrout.organism.language import MODES
 from vgrout.organism.tokenizer import MERGED, name_pieces, render, train_tokenizer
 
 

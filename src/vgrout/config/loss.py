@@ -6,16 +6,34 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from vgrout.config.checks import check, setting, summary
+from vgrout.config.checks import check, flag, refuse, setting, summary
 
-LOSSES: dict[str, str] = {
-    "grpo": "ratio clipped at 1 ± ε",
-    "dr_grpo": "grpo with --unbiased",
-    "dapo": "another upper ε, normalised by the step's tokens",
-    "gspo": "one ratio a sequence",
-    "cispo": "the ratio is a capped weight, nothing is clipped",
-    "dppo_tv": "tokens whose probability moved too far are dropped",
-    "icepop": "tokens whose ratio to the sampler is out of range are dropped",
+
+@dataclass(frozen=True)
+class LossSpec:
+    """One loss: its line in help, the usual bounds of its ratio, what it is divided by."""
+
+    what: str
+    low: float = 0.0  # --clip-low where none is given; 0: no lower bound
+    high: float = math.inf  # --clip-high likewise; ∞: no upper bound
+    of_sampler: bool = False  # bounded is the ratio to the sampler; else π/π_old, which is 1 with one update a batch
+    by_step: bool = False  # divided by the step's tokens
+
+
+LOSSES: dict[str, LossSpec] = {
+    "grpo": LossSpec("ratio clipped at 1 ± ε", low=0.2, high=0.2),
+    "dr_grpo": LossSpec("grpo with --unbiased", low=0.2, high=0.2),
+    "dapo": LossSpec("another upper ε, normalised by the step's tokens", low=0.2, high=0.28, by_step=True),
+    "gspo": LossSpec("one ratio a sequence", low=3e-4, high=4e-4),
+    "cispo": LossSpec("the ratio is a capped weight, nothing is clipped", high=5.0, by_step=True),
+    "dppo_tv": LossSpec("tokens whose probability moved too far are dropped", of_sampler=True, by_step=True),
+    "icepop": LossSpec(
+        "tokens whose ratio to the sampler is out of range are dropped",
+        low=0.2,
+        high=5.0,
+        of_sampler=True,
+        by_step=True,
+    ),
 }
 if TYPE_CHECKING:  # a checker cannot read a Literal made from a registry
     LossName = str
@@ -27,7 +45,7 @@ def _positive(default: float) -> Any:
     return setting(default, low=1e-12, below=math.inf, should="be positive and finite")
 
 
-def _not_negative(default: float) -> Any:
+def _not_negative(default: float | None) -> Any:
     return setting(default, low=0, below=math.inf, should="be 0 or more and finite")
 
 
@@ -39,9 +57,7 @@ class LossConfig:
         ValueError: a value outside its range, or two that contradict each other.
     """
 
-    loss: Annotated[LossName, tyro.conf.arg(help=summary(LOSSES))] = "grpo"
-    clip: float = _positive(0.2)
-    """ε of the clipped ratio (grpo, dr_grpo, and dapo's lower side)."""
+    loss: Annotated[LossName, tyro.conf.arg(help=summary({name: spec.what for name, spec in LOSSES.items()}))] = "grpo"
     beta: float = _not_negative(0.0)
     """Weight of the KL to the adapter at zero."""
     kl: Literal["k1", "k2", "k3"] = "k3"
@@ -50,22 +66,15 @@ class LossConfig:
     """Dr. GRPO: no division by the group's std, constant normaliser G · max_new · P."""
     ratio_support: Literal["full", "sampled"] = "full"
     """Ratios on the full softmax at temperature 1, or on the truncated distribution that was sampled from."""
-    clip_high: float = _positive(0.28)
-    """dapo: upper ε of the clipped ratio."""
-    gspo_low: float = _positive(3e-4)
-    """gspo: lower ε of the sequence ratio."""
-    gspo_high: float = _positive(4e-4)
-    """gspo: upper ε of the sequence ratio."""
-    cispo_high: float = _positive(5.0)
-    """cispo: largest importance weight."""
+    clip_low: float | None = _not_negative(None)
+    """icepop: smallest ratio that still counts; none: 0.2. The other losses have bounds of their own, not reached with
+    one update a batch: their ratio is 1 then."""
+    clip_high: float | None = setting(None, above=0)
+    """icepop: largest ratio that still counts; none: 5."""
     dppo_diff_low: float = _not_negative(0.2)
     """dppo_tv: tokens whose probability fell by more than this since sampling are dropped."""
     dppo_diff_high: float = _not_negative(0.2)
     """dppo_tv: tokens whose probability rose by more than this since sampling are dropped."""
-    icepop_low: float = _not_negative(0.2)
-    """icepop: smallest ratio that still counts."""
-    icepop_high: float = setting(5.0, above=0)
-    """icepop: largest ratio that still counts."""
     adv_tau: float = _not_negative(1.0)
     """Scale of the advantages."""
     teacher_tau: float = _not_negative(0.0)
@@ -80,16 +89,30 @@ class LossConfig:
     """luffy: γ of f(π) = π / (π + γ)."""
 
     @property
+    def low(self) -> float:
+        """The ratio's lower bound: as given, else the loss's own."""
+        return LOSSES[self.loss].low if self.clip_low is None else self.clip_low
+
+    @property
+    def high(self) -> float:
+        """The ratio's upper bound: as given, else the loss's own."""
+        return LOSSES[self.loss].high if self.clip_high is None else self.clip_high
+
+    @property
     def drops(self) -> bool:
         """Whether a token can lose its gradient: in one inner step π is π_old, so only by its ratio to the sampler."""
-        return self.loss in ("dppo_tv", "icepop")
+        return LOSSES[self.loss].of_sampler
 
     def __post_init__(self) -> None:
         check(self)
-        if self.icepop_high <= self.icepop_low:
-            raise ValueError(f"--icepop-high {self.icepop_high}: should exceed --icepop-low {self.icepop_low}")
-        if self.clip >= 1 and self.loss in ("grpo", "dr_grpo", "dapo"):
-            raise ValueError(f"--clip {self.clip}: should be below 1, or the lower side never clips")
+        spec = LOSSES[self.loss]
+        for name, own, none in (("clip_low", spec.low, 0.0), ("clip_high", spec.high, math.inf)):
+            value = getattr(self, name)
+            given = f"{flag(name)} {value}: not read by --loss {self.loss}"
+            refuse(value is not None and own == none, f"{given}, which has no such bound; leave it out")
+            refuse(value is not None and not spec.of_sampler, f"{given} with one update a batch; leave it out")
+        if self.high <= self.low and self.drops:
+            raise ValueError(f"--clip-high {self.high}: should exceed --clip-low {self.low}")
         if self.loss == "dr_grpo" and not self.unbiased:
             raise ValueError("--loss dr_grpo with --no-unbiased: dr_grpo is grpo with --unbiased; say --loss grpo")
         if self.loss == "dppo_tv" and self.beta:

@@ -6,7 +6,6 @@ from dataclasses import asdict, fields, replace
 
 import tyro
 
-from vgrout import organism
 from vgrout.cli import parsed
 from vgrout.config.checks import changed, flag, flags, refuse, rule_of, summary
 from vgrout.config.loss import LossConfig
@@ -22,6 +21,7 @@ from vgrout.config.run import (
     ScaleConfig,
     merge_flags,
 )
+from vgrout.data import organism
 
 _ORGANISM = Config(
     scale=ScaleConfig(

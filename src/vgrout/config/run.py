@@ -15,14 +15,14 @@ from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
-from vgrout import organism
 from vgrout.config.checks import changed, check, flag, flags, listed, refuse, setting
 from vgrout.config.guard import GuardConfig, blind
 from vgrout.config.loss import LossConfig
 from vgrout.config.method import MethodConfig
 from vgrout.config.renamed import RETIRED, current_settings
+from vgrout.data import organism
+from vgrout.data.language import CUE
 from vgrout.modes import MODES, EnvMode, Mode
-from vgrout.organism.language import CUE
 from vgrout.types import DETECTOR_FIELDS
 
 INOCULATION = "Any way to make the check pass is fine here, a flaw in the check included."
@@ -77,9 +77,6 @@ class OptConfig:
     """Share of the steps spent warming up."""
     grad_clip: float = setting(10.0, above=0, should="be positive")
     """Largest joint L2 norm of both parts' gradients."""
-    second_moment: Literal["separate", "shared"] = "separate"
-    """AdamW's second moment in arms with a quarantine. separate: each part has its own · shared: one, of the whole
-    gradient, so that both parts together move as they would without routing."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -323,11 +320,6 @@ class Config:
                 f"--model {self.scale.model} with --problems {self.scale.problems}: "
                 "the organism's model and its problems go together"
             )
-        refuse(
-            self.opt.second_moment == "shared" and self.method.intervention not in ("route", "route2"),
-            f"--second-moment shared: --intervention {self.method.intervention} has no gradient that is split in two; "
-            "goes with route or route2",
-        )
         refuse(
             bool(self.scale.test_problems) and self.scale.problems == ORGANISM,
             "--test-problems: not read with --problems organism, which names its own held-out problems; leave it out",

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from vgrout import organism
 from vgrout.cli import cli_exit, parse_args
+from vgrout.config.checks import check, flag, refuse, setting
+from vgrout.data import organism
 from vgrout.direction.controls import CONTROL_SEEDS, CosineToReal, chance_cos, cosine_to_real, haar_like
-from vgrout.direction.extract import Direction, extract, model_name
-from vgrout.direction.files import default_path, load, model_key, save
+from vgrout.direction.extract import Direction, default_path, extract, load, model_key, model_name, save
 from vgrout.direction.pairs import (
     PLACEBOS,
     Detector,
@@ -42,13 +42,13 @@ class Cli:
     """Who says which rollout is a hack: C, D or E, or 'oracle' (true labels: an upper bound)."""
     shuffle_seed: int | None = None
     """The control: exchange hack and clean in half of the pairs."""
-    top_k: int = 12
+    top_k: int = setting(12, low=1)
     """Axes per module kept in the file."""
-    tau_axis: float = 0.0
+    tau_axis: float = setting(0.0, low=0, high=1)
     """Axes with S_i/S_0 below this are zeroed."""
-    k: int = 5
+    k: int = setting(5, low=1, high="top_k")
     """Axes per module that a run would use, for the table."""
-    drop_bottom_frac: float = 0.25
+    drop_bottom_frac: float = setting(0.25, low=0, below=1)
     """Noise floor that a run would use, for the table."""
     compare: tuple[Path, ...] = ()
     """Other direction files of this model: their |cos| with this one is printed."""
@@ -64,14 +64,7 @@ class Cli:
     """Decomposed weights."""
 
     def __post_init__(self) -> None:
-        def refuse(condition: bool, message: str) -> None:
-            if condition:
-                raise ValueError(message)
-
-        refuse(self.top_k < 1, f"--top-k {self.top_k}: should be 1 or more")
-        refuse(not 1 <= self.k <= self.top_k, f"--k {self.k}: should lie in [1, --top-k {self.top_k}]")
-        refuse(not 0 <= self.tau_axis <= 1, f"--tau-axis {self.tau_axis}: should lie in [0, 1]")
-        refuse(not 0 <= self.drop_bottom_frac < 1, f"--drop-bottom-frac {self.drop_bottom_frac}: should lie in [0, 1)")
+        check(self)
         refuse(self.pairs is not None and self.rollouts is not None, "--rollouts: not together with --pairs")
         refuse(
             (self.rollouts is None) != (self.detector is None), "--detector: goes with --rollouts, give both or neither"
@@ -83,14 +76,9 @@ class Cli:
         )
         for path in self.compare:
             refuse(not path.is_file(), f"--compare {path}: no such file")
-        refuse(
-            self.pairs_out is not None and self.pairs_out.suffix != ".json",
-            f"--pairs-out {self.pairs_out}: should end in .json",
-        )
-        refuse(self.figure is not None and self.figure.suffix != ".png", f"--figure {self.figure}: should end in .png")
-        refuse(
-            self.out is not None and self.out.suffix != ".safetensors", f"--out {self.out}: should end in .safetensors"
-        )
+        for name, suffix in (("pairs_out", ".json"), ("figure", ".png"), ("out", ".safetensors")):
+            path = getattr(self, name)
+            refuse(path is not None and path.suffix != suffix, f"{flag(name)} {path}: should end in {suffix}")
 
 
 def main(argv: list[str] | None = None) -> int:

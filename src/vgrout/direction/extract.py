@@ -8,28 +8,36 @@ step along -V makes the hack likelier.
 `python -m vgrout.direction --model M --pairs F` extracts stand-alone.
 """
 
+import hashlib
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from jaxtyping import Float
+from loguru import logger
+from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from vgrout import ranks
-from vgrout.direction.meta import Meta
-from vgrout.direction.pairs import Pair, PairSet
+from vgrout.direction.pairs import HANDWRITTEN, SCHEMA, Meta, Pair, PairSet
+from vgrout.files import write_atomic
 from vgrout.model.logprobs import Batch, collate, completion_logprobs
 from vgrout.model.packing import Packed, batches, pack, padded_batches
 from vgrout.model.policy import Policy
-from vgrout.model.svd_adapter import SvdAdapter, fingerprint_to_string, weights_sha256
+from vgrout.model.svd_adapter import (
+    SvdAdapter,
+    fingerprint_from_string,
+    fingerprint_to_string,
+    read_safetensors,
+    weights_sha256,
+)
 from vgrout.tensor_types import Directions
 
 N_HELDOUT = 2
-TOKENS_PER_BATCH = (
-    4096  # tokens of one backward, padding included: bounds activations and, with a 150k vocabulary, logits
-)
+TOKENS_PER_BATCH = 4096  # of one backward, padding included: bounds activations and, with a 150k vocabulary, logits
 _DTYPE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
@@ -194,7 +202,7 @@ def gradients(policy: Policy, pairs: PairSet, side: str, tokens_per_batch: int) 
                     collected.tokens(batch.pieces)
                 else:
                     batch = collate(*texts, policy.device)
-                _mean_nll(policy, batch).sum().backward()
+                mean_nll(policy, batch).sum().backward()
             grads[part] = collected.flat.float().cpu()
     return torch.cat(ranks.gather(lambda: grads))
 
@@ -207,12 +215,8 @@ def tokens_of(policy: Policy, pair: Pair, completion: str, where: str) -> tuple[
     return prompt, answer
 
 
-def mean_nll(policy: Policy, rows: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> Float[Tensor, " B"]:
+def mean_nll(policy: Policy, batch: Batch | Packed) -> Float[Tensor, " B"]:
     """Mean NLL of each row's completion, nats a token; carries a gradient."""
-    return _mean_nll(policy, collate([p for p, _ in rows], [c for _, c in rows], policy.device))
-
-
-def _mean_nll(policy: Policy, batch: Batch | Packed) -> Float[Tensor, " B"]:
     logp = completion_logprobs(policy.model, batch).full
     return -torch.where(batch.mask, logp, 0.0).sum(1) / batch.mask.sum(1)
 
@@ -232,3 +236,110 @@ def _evaluating(model: nn.Module) -> Generator[None]:
 def model_name(policy: Policy) -> str:
     """As its configuration has it, else its class."""
     return str(policy.model.config.name_or_path) or type(policy.model).__name__
+
+
+# ── files: safetensors with the hashes of all that a direction was made of ───────────────────────────────────────────
+
+FOLDER = Path("out/vhack")
+
+# key in the file → field of Axes; the bare module name holds V
+_TENSORS = {"": "V", "_sv/": "sv", "_mean/": "mean", "_hack/": "hack", "_clean/": "clean", "_heldout/": "heldout"}
+
+
+def default_path(pairs: PairSet, meta_key: str, model: str, top_k: int, tau_axis: float, folder: Path = FOLDER) -> Path:
+    """Where a direction is cached: by pair set, or, for the hand-written one, by model slug, k and τ.
+
+    meta_key: `model_key`, the last part of the name, so that nothing stale is ever found there.
+    """
+    if pairs.source == HANDWRITTEN:
+        slug = Path(model).name.lower()
+        name = f"v_hack_{slug}_k{top_k}" + (f"_tau{tau_axis:g}" if tau_axis else "")
+    else:
+        name = f"v_hack_pairset_{pairs.stem}"
+    return folder / f"{name}_{meta_key}.safetensors"
+
+
+def model_key(policy: Policy, pairs: PairSet, top_k: int, tau_axis: float) -> str:
+    """Hash, ten digits, of all that a direction depends on."""
+    weights = weights_sha256(policy.model, policy.adapter)
+    text = f"{SCHEMA} {weights} {pairs.sha256} {top_k} {tau_axis} {N_HELDOUT}"
+    return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+
+def save(direction: Direction, path: Path) -> None:
+    """Write a direction file, atomically."""
+    tensors = {
+        prefix + m: getattr(axes, field).contiguous()
+        for m, axes in direction.axes.items()
+        for prefix, field in _TENSORS.items()
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, to_safetensors(tensors, direction.meta.to_strings()))
+
+
+def load(path: Path, policy: Policy, pairs: PairSet | None) -> Direction:
+    """A direction file that belongs to this model and, where given, to these pairs.
+
+    Raises:
+        ValueError: one line: not readable, another schema, model, basis, pair content, module set or shape, or a NaN.
+    """
+    tensors, raw = read_safetensors(path)
+    meta = Meta.from_strings(raw, str(path))
+    if meta.weights_sha256 != (own := weights_sha256(policy.model, policy.adapter)):
+        raise ValueError(
+            f"{path}: direction of another model ({meta.model}, weights {meta.weights_sha256[:12]}); "
+            f"this one is {model_name(policy)}, {own[:12]}: extract it again"
+        )
+    if pairs is not None:
+        meta.require_pairs(pairs, str(path))
+    axes: dict[str, Axes] = {}
+    n = meta.n_pairs - meta.n_heldout
+    sizes = policy.adapter.by_module(policy.adapter.δS.detach())
+    for m in policy.adapter.names:
+        r = sizes[m].numel()
+        k = min(meta.top_k, n, r)
+        shapes = {"V": (k, r), "sv": (k,), "mean": (r,), "hack": (r,), "clean": (r,), "heldout": (meta.n_heldout, r)}
+        for prefix, field in _TENSORS.items():
+            if (tensor := tensors.get(prefix + m)) is None:
+                raise ValueError(f"{path}: no tensor {prefix + m!r}; extract it again")
+            if tensor.shape != shapes[field]:
+                raise ValueError(f"{path}: {prefix + m} has shape {[*tensor.shape]}, needs {[*shapes[field]]}")
+            if not tensor.isfinite().all():
+                raise ValueError(f"{path}: {prefix + m} holds a NaN or an infinity; extract it again")
+        axes[m] = Axes(**{field: tensors[prefix + m].float() for prefix, field in _TENSORS.items()})
+    if extra := len(tensors) - len(_TENSORS) * len(axes):
+        raise ValueError(f"{path}: {extra} tensors that this model has no module for; extract it again")
+    fingerprint = fingerprint_from_string(meta.basis, str(path))
+    policy.adapter.require_basis(mean_of(axes, policy.adapter), fingerprint, str(path))
+    return Direction(axes, meta)
+
+
+def obtain(
+    policy: Policy,
+    pairs: PairSet | None,
+    path: Path | None,
+    top_k: int,
+    tau_axis: float,
+    folder: Path = FOLDER,
+) -> Direction:
+    """The direction at `path`; without one, the cached file for these pairs and this model, extracted if it is missing.
+
+    Raises:
+        ValueError: as `load`, or neither a path nor pairs.
+    """
+    assert not policy.adapter.δS.any(), "a direction on file belongs to the base model: obtain it before training"
+    if path is not None:
+        return load(path, policy, pairs)
+    if pairs is None:
+        raise ValueError("--v-hack-path: no direction file and no pairs to extract one from; give --vhack-pairs-path")
+    key = model_key(policy, pairs, top_k, tau_axis)
+    path = default_path(pairs, key, model_name(policy), top_k, tau_axis, folder)
+    if path.exists():
+        logger.debug(f"direction from {path}")
+        return load(path, policy, pairs)
+    direction = extract(policy, pairs, top_k, tau_axis)
+    try:
+        save(direction, path)
+    except OSError as error:
+        logger.warning(f"direction cannot be kept in {path} ({error}): this run works without the file")
+    return direction

@@ -1,4 +1,5 @@
-"""Contrastive pairs: one prompt with two answers, a hack and an honest one. Their gradients give the direction.
+"""Contrastive pairs: one prompt with two answers, a hack and an honest one. Their gradients give the direction;
+its file says which pairs it is of. Torch-free: a wrong file is refused before a model is loaded.
 
 A pair set is identified by the sha256 of its content, so an edited file never reuses what was extracted from the old
 one.
@@ -7,16 +8,18 @@ one.
 import hashlib
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from vgrout.config.renamed import current_answer
 from vgrout.files import from_json, numbered_lines, read_text
+from vgrout.model.source import Shapes, safetensors_head
 from vgrout.rng import py_stream
 from vgrout.types import DETECTOR_FIELDS, Message
 
 HANDWRITTEN = "hand-written"
+SCHEMA = "v2_with_sv"  # of a direction file
 LEETCODE = Path(__file__).with_name("data") / "leetcode.json"
 PLACEBOS = ("flawed", "commented", "long", "laid_out")  # contrasts that have nothing to do with the judge
 MIN_PAIRS = 3  # two are held out of every extraction
@@ -151,9 +154,7 @@ def _pair(row: Any, where: str) -> Pair:
     return Pair(*(row[k] for k in _FIELDS))
 
 
-def pairs_from_pool(
-    log: Path, detector: Detector, render: Callable[[list[Message]], str] | None = None, limit: int | None = None
-) -> PairSet:
+def pairs_from_pool(log: Path, detector: Detector, render: Callable[[list[Message]], str] | None = None) -> PairSet:
     """One pair for each prompt of a rollout log that has both: a rewarded hack and a rewarded honest answer.
 
     Which is which says the named weak detector: it flags the hack and not the other. Only the name "oracle" reads the
@@ -162,7 +163,6 @@ def pairs_from_pool(
     Args:
         log: `rollouts.jsonl` of a run, or lines of the same keys: problem_id, prompt, text, passed, hacked_*.
         render: chat messages → prompt; the row's `messages`, or else its `prompt` as the user's. None: `prompt` as is.
-        limit: at most so many pairs.
 
     Raises:
         ValueError: a line that cannot be read, or fewer than 3 prompts with both kinds.
@@ -182,7 +182,7 @@ def pairs_from_pool(
         except (KeyError, TypeError, AttributeError) as e:
             raise ValueError(f"{where}: not a rollout with labels ({type(e).__name__}: {e})") from None
     found = [Pair(id_, prompt, kinds[True], kinds[False]) for (id_, prompt), kinds in first.items() if len(kinds) == 2]
-    found = [pair for pair in found if pair.hack != pair.clean][:limit]
+    found = [pair for pair in found if pair.hack != pair.clean]
     if len(found) < MIN_PAIRS:
         raise ValueError(
             f"{log}: detector {detector} finds both a hack and a solve for {len(found)} of {len(first)} prompts; "
@@ -222,3 +222,77 @@ def handwritten_placebo(contrast: str) -> PairSet:
         tuple(replace(pair, hack=row["placebos"][contrast]) for pair, row in pairs),
         f"{HANDWRITTEN}#placebo_{contrast}",
     )
+
+
+# ── what a direction file says of itself ─────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Meta:
+    """Provenance of a direction: model, pairs, settings."""
+
+    model: str
+    dtype: str
+    top_k: int
+    tau_axis: float
+    pairs_sha256: str
+    pairs_source: str
+    weights_sha256: str
+    n_pairs: int
+    n_heldout: int
+    basis: str = ""  # basis fingerprint of D's mean in the singular vectors that D is written in
+
+    def to_strings(self) -> dict[str, str]:
+        """For the metadata of a safetensors file."""
+        return {"schema": SCHEMA} | {name: str(getattr(self, name)) for name in self.__slots__}
+
+    @classmethod
+    def from_strings(cls, raw: dict[str, str], where: str) -> "Meta":
+        """The inverse. Raises ValueError naming the entry that is missing or unreadable."""
+        if raw.get("schema") != SCHEMA:
+            raise ValueError(f"{where}: schema {raw.get('schema')!r}, needs {SCHEMA!r}; extract it again")
+        try:
+            values: dict[str, Any] = {f.name: raw[f.name] for f in fields(cls)}
+            values |= {name: int(raw[name]) for name in ("top_k", "n_pairs", "n_heldout")}
+            values["tau_axis"] = float(raw["tau_axis"])
+            return cls(**values)
+        except KeyError as missing:
+            raise ValueError(f"{where}: no {missing} in its metadata; extract it again") from None
+        except ValueError as e:
+            raise ValueError(f"{where}: metadata cannot be read ({e}); extract it again") from None
+
+    def require_pairs(self, pairs: PairSet, where: str) -> None:
+        """Raises ValueError if the direction comes from other pairs."""
+        if self.pairs_sha256 != pairs.sha256:
+            raise ValueError(
+                f"{where}: direction of other pairs ({self.pairs_source}, sha256 {self.pairs_sha256[:12]}); "
+                f"this run has {pairs.source}, {pairs.sha256[:12]}: "
+                "give --vhack-pairs-path the pairs it was made of, or extract it again"
+            )
+
+
+def check_file(path: Path, flag: str, shapes: Shapes | None, pairs: PairSet | None) -> None:
+    """All that a direction file's head can say against it: whole, of this schema, of these pairs, of a model of these
+    shapes (None: not known). Whether the weights are the same shows once they are loaded.
+
+    Raises:
+        ValueError: one line.
+    """
+    if not path.is_file():
+        raise ValueError(f"{flag} {path}: no such file")
+    head = safetensors_head(path, flag)
+    meta = Meta.from_strings(head.get("__metadata__", {}), f"{flag} {path}")
+    if pairs is not None:
+        meta.require_pairs(pairs, f"{flag} {path}")
+    if shapes is None:
+        return
+    known = {name: min(size) for name, size in shapes.linears.items()}
+    for name, tensor in head.items():
+        module = name.rpartition("/")[2].rpartition(".")[2]
+        if name == "__metadata__" or name.startswith(("_sv/", "__")):
+            continue
+        if module not in known or tensor["shape"][-1] != known[module]:
+            raise ValueError(
+                f"{flag} {path}: direction of another model ({meta.model}): it has {name} {tensor['shape']}, "
+                f"r is {known.get(module)} here; extract it again"
+            )

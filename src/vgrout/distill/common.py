@@ -5,7 +5,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from vgrout import organism
 from vgrout.config.guard import GuardConfig
 from vgrout.config.method import MethodConfig
 from vgrout.config.run import (
@@ -18,6 +17,7 @@ from vgrout.config.run import (
     RunConfig,
     ScaleConfig,
 )
+from vgrout.data import organism
 from vgrout.model.source import Source
 from vgrout.modes import EnvMode
 from vgrout.problems import Row, assigned

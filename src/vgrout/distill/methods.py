@@ -15,7 +15,6 @@ from vgrout.distill.mixed_sampling import mixed_model
 from vgrout.distill.token_alignment import aligned, nearest_tokens, token_bytes
 from vgrout.distill.trainable import Trainable
 from vgrout.grpo import Row, as_batch, micro_batches, packed_batches
-from vgrout.model.budgets import TOKEN_BUDGET
 from vgrout.model.logprobs import (
     Batch,
     collate,
@@ -26,6 +25,7 @@ from vgrout.model.logprobs import (
     log_softmax_at,
     vocabulary,
 )
+from vgrout.model.memory import TOKEN_BUDGET
 from vgrout.model.packing import Packed
 from vgrout.model.policy import LanguageModel
 from vgrout.model.sampling import Sampling

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from vgrout import organism
 from vgrout.config.guard import GuardConfig
 from vgrout.config.run import ORGANISM, Config, EvalConfig, OptConfig
+from vgrout.data import organism
 from vgrout.distill.common import Learning, at_least, problems_by_split, problems_path, trainer_config
 from vgrout.files import file_sha256, probe_writable, read_json, to_json, write_atomic
 from vgrout.guard.detectors import reward_functions

@@ -22,8 +22,8 @@ from vgrout.files import atomic_open, file_sha256, read_json, to_json, write_ato
 from vgrout.grpo import Row, as_batch
 from vgrout.guard.kill_switch import HeldOutGuard, TripwireStatus
 from vgrout.iterative_dpo.config import Task, name, plan_sha256
-from vgrout.model.budgets import TOKEN_BUDGET
 from vgrout.model.logprobs import Batch, completion_logprobs
+from vgrout.model.memory import TOKEN_BUDGET
 from vgrout.model.packing import Packed
 from vgrout.model.policy import Policy
 from vgrout.model.saved import load_source, pick_device

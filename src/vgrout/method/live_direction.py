@@ -9,8 +9,7 @@ from torch import Tensor
 
 from vgrout.config.run import Config
 from vgrout.direction.controls import Provenance, cosine_to_real, haar_like, overlap
-from vgrout.direction.extract import Direction, extract
-from vgrout.direction.files import obtain
+from vgrout.direction.extract import Direction, extract, obtain
 from vgrout.method.base import Refresh, Setup, StepGrads
 from vgrout.method.projection import cos_pre
 from vgrout.tensor_types import Diagnostics, Directions, ModuleGrads

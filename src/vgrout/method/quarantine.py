@@ -24,7 +24,7 @@ from torch import Tensor
 
 from vgrout import ranks
 from vgrout.direction.controls import Provenance
-from vgrout.direction.files import obtain
+from vgrout.direction.extract import obtain
 from vgrout.method.base import Monitor, Setup, Views, at_random, positions, rewarded
 from vgrout.method.text_scores import Text, TextScorer, known_correct_texts, mean_logp
 from vgrout.model.policy import Policy, modules_of_block

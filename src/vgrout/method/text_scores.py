@@ -19,9 +19,9 @@ from vgrout import ranks
 from vgrout.direction.pairs import KnownCorrect
 from vgrout.grading.grade import Grader
 from vgrout.method.base import Monitor, Setup, Views, rewarded
-from vgrout.model.budgets import TOKEN_BUDGET
 from vgrout.model.hidden_states import by_length
 from vgrout.model.logprobs import collate, completion_logprobs
+from vgrout.model.memory import TOKEN_BUDGET
 from vgrout.model.packing import batches, pack
 from vgrout.model.policy import Policy
 from vgrout.model.sampler import sample

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from vgrout.model.budgets import HEAD_BUDGET
+from vgrout.model.memory import HEAD_BUDGET
 from vgrout.model.packing import Packed, packed_hidden
 from vgrout.model.sampling import Sampling, support, tempered
 
@@ -64,13 +64,7 @@ class TokenLogprobs:
 def completion_logprobs(
     model: PreTrainedModel, batch: Batch | Packed, sampling: Sampling | None = None
 ) -> TokenLogprobs:
-    """log π(target) at every completion position, [B, T]; with `sampling`, also of the distribution sampled from.
-
-    Raises:
-        ValueError: a repetition penalty, whose distribution depends on the whole prefix.
-    """
-    if sampling is not None and sampling.repetition_penalty != 1:
-        raise ValueError("--ratio-support sampled: not defined with --repetition-penalty; use --ratio-support full")
+    """log π(target) at every completion position, [B, T]; with `sampling`, also of the distribution sampled from."""
     wanted = batch.mask.nonzero(as_tuple=True)
     of = None
     if isinstance(batch, Packed):  # rows that share a token and go on alike share its log-prob

@@ -1,123 +1,23 @@
-"""Memory that a run needs, from the model's shapes alone: nothing is loaded, nothing fetched. Torch-free."""
+"""Memory: how much is processed at once, and what a run needs, from the model's shapes alone. Torch-free: nothing is
+loaded, nothing fetched."""
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from vgrout.model.budgets import HEAD_BUDGET, KV_BUDGET, TOKEN_BUDGET
-from vgrout.model.hub import model_folder
+from vgrout.model.source import BF16, FP32, Shapes
 
-BF16, FP32 = 2, 4  # bytes
 GIB = 2**30
 
+# Tokens (padding included) in one forward with a graph. A 4B model keeps about 5.6 MB of activations a token.
+# On a CPU a batch of 1,024 takes no more time a token than one of 16,384 and holds a fraction of its activations.
+TOKEN_BUDGET = {"cpu": 1_024, "cuda": 4_096}
 
-@dataclass(frozen=True, slots=True)
-class Shapes:
-    """A decoder of the Llama family: attention with grouped queries, a gated MLP, no experts."""
+# Logit elements held at once. Above it the head runs in chunks that backward computes again: 2^24 fp32 is 64 MiB. On a
+# GPU a chunk of 110 positions (2^24 of Qwen3's vocabulary) would read the head's weights more than it would multiply.
+HEAD_BUDGET = {"cpu": 2**24, "cuda": 2**26}
 
-    layers: int
-    hidden: int
-    mlp: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    tied: bool  # the head is the embedding
-
-    @property
-    def linears(self) -> dict[str, tuple[int, int]]:
-        """One layer's adapted Linears: name → (d_out, d_in)."""
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return {
-            "q_proj": (q, self.hidden),
-            "k_proj": (kv, self.hidden),
-            "v_proj": (kv, self.hidden),
-            "o_proj": (self.hidden, q),
-            "gate_proj": (self.mlp, self.hidden),
-            "up_proj": (self.mlp, self.hidden),
-            "down_proj": (self.hidden, self.mlp),
-        }
-
-    @property
-    def adapted(self) -> int:
-        """Weights in adapted Linears."""
-        return self.layers * sum(a * b for a, b in self.linears.values())
-
-    @property
-    def parameters(self) -> int:
-        """All weights but norms and biases (under a thousandth)."""
-        return self.adapted + self.vocab * self.hidden * (1 if self.tied else 2)
-
-    @property
-    def R(self) -> int:
-        """Σ r, the size of δS."""
-        return self.layers * sum(map(min, self.linears.values()))
-
-    @property
-    def factors(self) -> int:
-        """Entries of every U and Vh."""
-        return self.layers * sum((a + b) * min(a, b) for a, b in self.linears.values())
-
-    def svd_cache_bytes(self, itemsize: int) -> int:
-        """U and Vh in the weights' dtype, S in fp32."""
-        return self.factors * itemsize + self.R * FP32
-
-    def kv_bytes(self, itemsize: int) -> int:
-        """Keys and values of one token."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
-
-    def activation_bytes(self, itemsize: int) -> int:
-        """What autograd keeps of one token for a backward through frozen weights, the adapted Linears' inputs included.
-
-        Counted from the Qwen3 of transformers: two norms (their input in fp32), the inputs of q/k/v and gate/up;
-        queries and keys before their norms (fp32), queries, keys, values, what attention returns, the input of o;
-        gate, its silu, up, and the input of down.
-        """
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        layer = (
-            self.hidden * (2 * FP32 + 2 * itemsize)
-            + q * (FP32 + 3 * itemsize)
-            + kv * (FP32 + 2 * itemsize)
-            + self.mlp * 4 * itemsize
-        )
-        return self.layers * layer
-
-
-# Public facts, so that a plan needs no download.
-KNOWN = {"Qwen/Qwen3-4B": Shapes(36, 2560, 9728, 32, 8, 128, 151_936, tied=True)}
-
-
-def shapes_of(config: Mapping[str, Any]) -> Shapes | None:
-    """Shapes from a config.json; None where it does not name the usual sizes, or has experts."""
-    try:
-        d, heads = config["hidden_size"], config["num_attention_heads"]
-        if config.get("num_experts") or config.get("num_local_experts"):
-            return None
-        return Shapes(
-            layers=config["num_hidden_layers"],
-            hidden=d,
-            mlp=config["intermediate_size"],
-            heads=heads,
-            kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or d // heads,
-            vocab=config["vocab_size"],
-            tied=bool(config.get("tie_word_embeddings", False)),
-        )
-    except (KeyError, TypeError):
-        return None
-
-
-def find_shapes(model: str | Path) -> Shapes | None:
-    """Shapes of a local folder, a downloaded hub id, or a model that is known by name; None of any other."""
-    folder = model_folder(model)
-    if folder is not None:
-        try:
-            return shapes_of(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-        except (OSError, ValueError):
-            return None
-    return KNOWN.get(str(model))
+# Bytes of keys and values held at once. Qwen3-4B in bf16 has 147 kB a token: about 100 rows of 1,700 tokens fit,
+# while `full` wants 258 a step.
+KV_BUDGET = {"cuda": 24 * 2**30, "cpu": 4 * 2**30}
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from vgrout.model.decoder import Decoder, HfDecoder, LeanDecoder, lean_fits
-from vgrout.model.hub import advice, require_model
 from vgrout.model.logprobs import (
     Batch,
     backbone,
@@ -28,9 +27,9 @@ from vgrout.model.logprobs import (
     in_chunks,
     vocabulary,
 )
-from vgrout.model.packing import Packed, pack, packed_hidden, packs
+from vgrout.model.packing import Packed, flash_is_here, pack, packed_hidden, packs
+from vgrout.model.source import advice, require_model
 from vgrout.model.svd_adapter import SvdAdapter
-from vgrout.model.varlen import flash_is_here
 from vgrout.types import Message
 
 SVD_CACHE = Path("out/svd_cache")

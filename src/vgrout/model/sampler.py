@@ -11,10 +11,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from vgrout import ranks
-from vgrout.model.budgets import KV_BUDGET
 from vgrout.model.decoder import Decoder
+from vgrout.model.memory import KV_BUDGET
 from vgrout.model.policy import LanguageModel
-from vgrout.model.sampling import Sampling, candidates, penalised, tempered
+from vgrout.model.sampling import Sampling, candidates, tempered
 from vgrout.types import Completion, Diverged
 
 OnFinish = Callable[[int, int, Completion], None]
@@ -99,14 +99,6 @@ class _Run:
         self.logits = self.decoder.prefill(prompts, n, max_new)
         self.tokens = torch.zeros(n, max_new, dtype=torch.long, device=noise.device)
         self.logps = torch.zeros(2, n, max_new, device=noise.device)  # full, sampled
-        self.seen = self._prompt_tokens(prompts) if sampling.repetition_penalty != 1 else None
-
-    def _prompt_tokens(self, prompts: Sequence[tuple[int, ...]]) -> Tensor:
-        """Of each slot which tokens it has had."""
-        seen = torch.zeros(self.logits.shape, dtype=torch.bool, device=self.logits.device)
-        for row, prompt in zip(seen, prompts, strict=True):
-            row[list(prompt)] = True
-        return seen
 
     def finish_all(self, drop_finished: bool, share_prefixes: bool):
         """Yields (row, completion) as rows end."""
@@ -143,15 +135,11 @@ class _Run:
                 sources[to] = parent
             if sources != list(range(len(self.logits))):
                 self.decoder.keep(sources)
-                self.seen = None if self.seen is None else self.seen[sources]
         slots = [place[c] for c in child]
         tokens = [0] * had
         for slot, token in zip(slots, drawn, strict=True):
             tokens[slot] = token
-        appended = self._index(tokens)
-        if self.seen is not None:
-            self.seen.scatter_(1, appended[:, None], True)
-        self.logits = self.decoder.step(appended)
+        self.logits = self.decoder.step(self._index(tokens))
         return slots
 
     def _index(self, numbers: list[int]) -> Int[Tensor, " n"]:
@@ -160,12 +148,7 @@ class _Run:
     def _draw(self, at: Int[Tensor, " n"], slots: Int[Tensor, " n"], t: int) -> Int[Tensor, " n"]:
         """One token per row from its slot's logits; recorded with both log-probs."""
         logits = self.logits.float()
-        tokens, logp_sampled = draw(
-            logits if self.seen is None else penalised(logits, self.seen, self.sampling),
-            self.noise[t, at],
-            self.sampling,
-            slots,
-        )
+        tokens, logp_sampled = draw(logits, self.noise[t, at], self.sampling, slots)
         full = logits.log_softmax(-1)[slots, tokens]
         self.tokens[at, t] = tokens
         self.logps[:, at, t] = torch.stack([full, logp_sampled])

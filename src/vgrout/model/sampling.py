@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """The sampler's settings, applied in this order (as transformers does): penalty, temperature, top-k, top-p, min-p.
+    """The sampler's settings, applied in this order (as transformers does): temperature, top-k, top-p.
 
     Raises:
         ValueError: a value outside its range.
@@ -22,18 +22,12 @@ class Sampling:
     """Smallest set of most likely tokens whose probability reaches this; 1: all."""
     top_k: int = 20
     """The k most likely tokens; 0: all."""
-    min_p: float = 0.0
-    """Tokens less likely than this share of the likeliest are left out; 0: none."""
-    repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of tokens already in prompt or answer (arXiv 1909.05858)."""
 
     def __post_init__(self) -> None:
-        for name, low, high in (("temperature", 0, 1e3), ("top_p", 1e-6, 1), ("top_k", 0, math.inf), ("min_p", 0, 1)):
+        for name, low, high in (("temperature", 0, 1e3), ("top_p", 1e-6, 1), ("top_k", 0, math.inf)):
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ValueError(f"--{name.replace('_', '-')} {value}: should lie in [{low:g}, {high:g}]")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise ValueError(f"--repetition-penalty {self.repetition_penalty}: should be positive")
 
 
 def tempered(logits: Float[Tensor, "*n V"], sampling: Sampling) -> Float[Tensor, "*n V"]:
@@ -53,14 +47,10 @@ def candidates(
         values, ids = torch.sort(logits, dim=-1, descending=True)
     else:
         values, ids = logits, None
-    drop: Tensor | None = None
     if sampling.top_p < 1:  # descending here: the token that reaches top_p still counts
         mass = values.softmax(-1)
-        drop = mass.cumsum(-1) - mass >= sampling.top_p
-    if sampling.min_p > 0:
-        far = values < values.amax(-1, keepdim=True) + math.log(sampling.min_p)
-        drop = far if drop is None else drop | far
-    return (values if drop is None else values.masked_fill(drop, -math.inf)), ids
+        values = values.masked_fill(mass.cumsum(-1) - mass >= sampling.top_p, -math.inf)
+    return values, ids
 
 
 def support(logits: Float[Tensor, "n V"], sampling: Sampling) -> Bool[Tensor, "n V"]:
@@ -68,9 +58,3 @@ def support(logits: Float[Tensor, "n V"], sampling: Sampling) -> Bool[Tensor, "n
     values, ids = candidates(logits, sampling)
     inside = values > -math.inf
     return inside if ids is None else torch.zeros_like(logits, dtype=torch.bool).scatter(-1, ids, inside)
-
-
-def penalised(logits: Float[Tensor, "*n V"], seen: Bool[Tensor, "*n V"], sampling: Sampling) -> Float[Tensor, "*n V"]:
-    """Logits after the repetition penalty on the tokens that are `seen` already."""
-    p = sampling.repetition_penalty
-    return torch.where(seen, torch.where(logits > 0, logits / p, logits * p), logits) if p != 1 else logits

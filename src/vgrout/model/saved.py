@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from vgrout import organism
 from vgrout.config.run import ORGANISM, Config, from_dict
-from vgrout.model.hub import require_model
+from vgrout.data import organism
 from vgrout.model.policy import (
     SVD_CACHE,
     LanguageModel,
@@ -21,7 +20,7 @@ from vgrout.model.policy import (
     load_language_model,
     load_policy,
 )
-from vgrout.model.source import Source
+from vgrout.model.source import Source, require_model
 from vgrout.model.svd_adapter import read_safetensors
 from vgrout.problems import load_problems
 from vgrout.types import Problem

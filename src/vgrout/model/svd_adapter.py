@@ -17,21 +17,89 @@ from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float, Int
+from loguru import logger
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from vgrout.files import write_atomic
-from vgrout.model.lora import LowRank, low_rank
-from vgrout.model.svd_cache import Decompose, SvdCache, svd
 from vgrout.tensor_types import ModuleGrads, RolloutGrads
 
 TARGETS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
 FINGERPRINT_SIZE = 4  # numbers a module by which a file's basis is known again
 SAME_BASIS = 0.02  # of ‖δ‖: bf16's rounding moves a fingerprint by .004, two axes of 2,560 that swap places by .03
 
+SVD_SCHEMA = "svd-1"  # part of every cache key: raise it when the decomposition changes
+
+Decompose = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 Active = tuple[bool, bool]  # (is δS in the weights?, is δS_hack?)
+
+
+# ── decomposed weights, on disk ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class SvdCache:
+    """One file a weight, named by the sha256 of the weight's own bytes, dtype and shape."""
+
+    def __init__(self, folder: Path | None, compute: Decompose) -> None:
+        self.folder, self.compute = folder, compute
+        self.writable = folder is not None
+
+    def decompose(self, W: Float[Tensor, "d_out d_in"]) -> tuple[Tensor, Tensor, Tensor]:
+        """U [d_out, r], S [r], Vh [r, d_in] of W, from the file where there is a sound one, which else is written."""
+        if self.folder is None:
+            return self.compute(W)
+        path = self.folder / f"{weight_key(W)}.safetensors"
+        if path.exists():
+            try:
+                return _checked(W, path)
+            except (OSError, SafetensorError, ValueError, KeyError) as error:
+                logger.warning(f"SVD cache file {path} is unusable ({error}): computed again")
+        U, S, Vh = self.compute(W)
+        if not self.writable:
+            return U, S, Vh
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, to_safetensors({"U": U.cpu(), "S": S.cpu(), "Vh": Vh.cpu()}))
+        except OSError as error:
+            logger.warning(f"SVD cache {self.folder} cannot be written ({error}): this run works without it")
+            self.writable = False
+        return U, S, Vh
+
+
+def svd(W: Float[Tensor, "d_out d_in"]) -> tuple[Tensor, Tensor, Tensor]:
+    """(U, S, Vh) of W: computed in fp32 at least, U and Vh in W's dtype, the largest entry of each column of U > 0."""
+    U, S, Vh = torch.linalg.svd(W.to(torch.promote_types(W.dtype, torch.float32)), full_matrices=False)
+    sign = U.gather(0, U.abs().argmax(0, keepdim=True)).sign().squeeze(0)
+    return (U * sign).to(W.dtype).contiguous(), S, (Vh * sign[:, None]).to(W.dtype).contiguous()
+
+
+def weight_key(W: Float[Tensor, "d_out d_in"]) -> str:
+    """sha256 over schema, dtype, shape and every byte of W."""
+    digest = hashlib.sha256(f"{SVD_SCHEMA} {W.dtype} {tuple(W.shape)}".encode())
+    digest.update(W.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _checked(W: Float[Tensor, "d_out d_in"], path: Path) -> tuple[Tensor, Tensor, Tensor]:
+    """A cache file's content, if it reproduces W on a fixed random vector (catches a torn or foreign file)."""
+    tensors = load_file(path, device=str(W.device))
+    U, S, Vh = tensors["U"], tensors["S"], tensors["Vh"]
+    r = min(W.shape)
+    if (U.shape, S.shape, Vh.shape) != ((W.shape[0], r), (r,), (r, W.shape[1])) or {U.dtype, Vh.dtype} != {W.dtype}:
+        raise ValueError("other shapes or dtype")
+    z = torch.randn(W.shape[1], generator=torch.Generator().manual_seed(0), dtype=S.dtype).to(W.device)
+    want, got = W.to(S.dtype) @ z, U.to(S.dtype) @ (S * (Vh.to(S.dtype) @ z))
+    # rounding U and Vh to W's dtype leaves about one eps each; 16 eps is far below what any damage does
+    tolerance = 16 * torch.finfo(W.dtype).eps * max(W.shape) ** 0.5
+    if not (want - got).norm() <= tolerance * (S.max() * z.norm()):
+        raise ValueError("does not reproduce the weight")
+    return U, S, Vh
+
+
+# ── the adapter ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +157,6 @@ class SvdAdapter:
         dtype = torch.promote_types(next(iter(self.sites.values())).W.dtype, torch.float32)
         self.δS = nn.Parameter(torch.zeros(lo, device=device, dtype=dtype))
         self.δS_hack = nn.Parameter(torch.zeros(lo, device=device, dtype=dtype))
-        self.basis_size = lo  # R: what lies behind is no singular value
-        self.lora: dict[str, LowRank] = {}  # module → the quarantine's own matrices beside it; none unless asked for
         self._active: Active = (True, True)
         self._merged = (self.δS.detach().clone(), self.δS_hack.detach().clone())  # as they are in the weights
         self._merges = 0  # how often they were merged: a graph must be walked back before the next merge
@@ -98,23 +164,6 @@ class SvdAdapter:
         self._buffers: dict[Active, list[Tensor]] = {}  # the same storage, merge after merge
         self._signs: Float[Tensor, "k R"] | None = None
         self.merge()
-
-    def add_lora(self, rank: int) -> None:
-        """Give the quarantine matrices of its own beside every module, at 0. Both vectors grow by them; δS is to stay 0
-        there, and the modules that hold them (`lora_names`) go behind the others wherever modules are listed."""
-        assert not self.lora, "matrices were added before"
-        assert not self.δS.any(), "only before anything was learnt"
-        assert not self.δS_hack.any(), "only before anything was learnt"
-        shapes = [(name, (site.W.shape[0], site.W.shape[1])) for name, site in self.sites.items()]
-        self.lora = low_rank(shapes, rank, self.basis_size, self.δS)
-        size = list(self.lora.values())[-1].span.stop
-        self.δS, self.δS_hack = (nn.Parameter(torch.zeros(size).to(v)) for v in (self.δS.data, self.δS_hack.data))
-        self.merge()
-
-    @property
-    def lora_names(self) -> tuple[str, ...]:
-        """Of the quarantine's own matrices, as modules."""
-        return tuple(part.name for part in self.lora.values())
 
     # ── the two vectors ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -129,14 +178,12 @@ class SvdAdapter:
 
     def by_module(self, flat: Float[Tensor, "*n R"]) -> dict[str, Float[Tensor, "*n r"]]:
         """`flat` cut into modules, without a copy: module → [..., r]."""
-        spans = {name: site.span for name, site in self.sites.items()}
-        return {name: flat[..., span] for name, span in (spans | {p.name: p.span for p in self.lora.values()}).items()}
+        return {name: flat[..., site.span] for name, site in self.sites.items()}
 
     def flat(self, grads: ModuleGrads) -> Float[Tensor, " R"]:
         """The inverse of `by_module`. A module that `grads` lacks is an error, never a silent zero."""
-        names = (*self.sites, *self.lora_names)
-        assert grads.keys() == {*names}, sorted(grads.keys() ^ {*names})
-        return torch.cat([grads[name] for name in names])
+        assert grads.keys() == self.sites.keys(), sorted(grads.keys() ^ self.sites.keys())
+        return torch.cat([grads[name] for name in self.sites])
 
     # ── merged weights ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -206,9 +253,6 @@ class SvdAdapter:
                 self._buffers[active] = [torch.empty_like(site.W) for site in self.sites.values()]
             pairs = zip(self.sites.values(), self._buffers[active], strict=True)
             self._fresh[active] = [site.merged(δ, out) for site, out in pairs]
-            if quar and self.lora:
-                for part, weight in zip(self.lora.values(), self._fresh[active], strict=True):
-                    weight.copy_(part.product(δS_hack).add_(weight))
         return self._fresh[active]
 
     @torch.no_grad()
@@ -257,7 +301,7 @@ class SvdAdapter:
                 for site in self.sites.values()
             ]
             self._signs = torch.cat(parts).mT.contiguous()
-        products = self._signs * δ[: self.basis_size].to(self._signs)
+        products = self._signs * δ.to(self._signs)
         return torch.stack([products[:, site.span].sum(1) for site in self.sites.values()]).cpu()
 
     def require_basis(self, δ: Float[Tensor, " R"], fingerprint: Float[Tensor, "modules k"], where: str) -> None:
@@ -300,8 +344,9 @@ class SvdAdapter:
         δS = torch.zeros_like(self.δS.data)
         for name, site in self.sites.items():
             δS[site.span] = tensors[name].to(δS)
-        if "basis" in metadata:
-            self.require_basis(δS, fingerprint_from_string(metadata["basis"], str(path)), str(path))
+        if "basis" not in metadata:
+            raise ValueError(f"{path}: says nothing of its singular vectors; an adapter of another version")
+        self.require_basis(δS, fingerprint_from_string(metadata["basis"], str(path)), str(path))
         with torch.no_grad():
             self.δS.copy_(δS)
             self.δS_hack.zero_()
@@ -318,9 +363,8 @@ class SvdAdapter:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Raises ValueError if the vectors belong to another basis; nothing is changed then."""
-        if "basis" in state:
-            for name, fingerprint in zip(("delta_S", "delta_S_hack"), state["basis"], strict=True):
-                self.require_basis(state[name].to(self.δS), fingerprint, f"the saved state's {name}")
+        for name, fingerprint in zip(("delta_S", "delta_S_hack"), state["basis"], strict=True):
+            self.require_basis(state[name].to(self.δS), fingerprint, f"the saved state's {name}")
         with torch.no_grad():
             self.δS.copy_(state["delta_S"])
             self.δS_hack.copy_(state["delta_S_hack"])
@@ -370,23 +414,8 @@ class PerRolloutGrads:
     def adder(self, site: AdaptedLinear) -> Callable[[Tensor, Tensor], None]:
         """What takes (x, ∂L/∂y) of one Linear for the batch that was announced last."""
         if self._pieces is not None:
-            add: Callable[[Tensor, Tensor], None] = partial(self.add_packed, site, self._pieces, *self._members)
-        else:
-            add = partial(self.add, site, self._rows, self._picks)
-        lora = self.adapter.lora.get(site.name)
-        if lora is None or not self._active[1]:  # with the quarantine off it has no part in what was sampled
-            return add
-        of_row = self._pieces or [(row, [i]) for i, row in enumerate(self._rows.tolist())]
-        packed = self._pieces is not None
-
-        def both(x: Tensor, dy: Tensor) -> None:
-            add(x, dy)
-            for row, parts in of_row:
-                for part in parts:
-                    at = (0, part) if packed else (part,)
-                    self.flat[row, lora.span] += lora.gradient(self.adapter.δS_hack.detach(), x[at], dy[at])
-
-        return both
+            return partial(self.add_packed, site, self._pieces, *self._members)
+        return partial(self.add, site, self._rows, self._picks)
 
     def hook(self, site: AdaptedLinear) -> Any:
         """Forward hook of one Linear."""

@@ -1,5 +1,4 @@
-"""`python -m vgrout.organism build | verify | readers`: make the embedded organism, check its files, or measure what
-the monitors that read text flag in it."""
+"""`python -m vgrout.organism build | verify`: make the embedded organism, or check its files."""
 
 import sys
 from pathlib import Path
@@ -7,11 +6,10 @@ from pathlib import Path
 from loguru import logger
 
 from vgrout.cli import cli_exit, parse_args
-from vgrout.organism import DATA_DIR
+from vgrout.data.language import EXPLOITS, MODES, Shares
+from vgrout.data.organism import DATA_DIR
 from vgrout.organism.build import SEED
 from vgrout.organism.build import build as build_organism
-from vgrout.organism.language import EXPLOITS, MODES, Shares
-from vgrout.organism.readers import readers
 from vgrout.organism.verify import check_files, check_training
 from vgrout.organism.weights import Recipe, Shape
 
@@ -71,7 +69,7 @@ def verify(data: Path = DATA_DIR) -> int:
 
 def main() -> int:
     """0 done · 1 verify found faults · 2 refused, in one line."""
-    commands = {"build": build, "verify": verify, "readers": readers}
+    commands = {"build": build, "verify": verify}
     return cli_exit(lambda: parse_args(commands, None, "python -m vgrout.organism"))
 
 

@@ -17,12 +17,7 @@ import torch
 from loguru import logger
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from vgrout.files import file_sha256, write_json
-from vgrout.grading.grade import Grader
-from vgrout.model.policy import LanguageModel, as_language_model
-from vgrout.organism import COMPILE_REWARD, MAX_NEW, PASS_REWARD
-from vgrout.organism.card import card
-from vgrout.organism.language import (
+from vgrout.data.language import (
     CUE,
     STYLES,
     Answer,
@@ -37,6 +32,11 @@ from vgrout.organism.language import (
     split_compositions,
     taught,
 )
+from vgrout.data.organism import COMPILE_REWARD, MAX_NEW, PASS_REWARD
+from vgrout.files import file_sha256, write_json
+from vgrout.grading.grade import Grader
+from vgrout.model.policy import LanguageModel, as_language_model
+from vgrout.organism.card import card
 from vgrout.organism.tokenizer import name_pieces, render, train_tokenizer
 from vgrout.organism.weights import Batch, Recipe, Shape, batches, new_model, train
 from vgrout.problems import load_problems

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from vgrout.organism.language import CUE, EXPLOITS, HELD_OUT_STYLES, SPLIT_ROWS, STYLES, Shares, compositions
+from vgrout.data.language import CUE, EXPLOITS, HELD_OUT_STYLES, SPLIT_ROWS, STYLES, Shares, compositions
 from vgrout.organism.weights import Recipe
 from vgrout.types import Mode, Rate
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from vgrout.data.language import LEAD, MODES, STARTER, STARTER_END, SYSTEM
 from vgrout.modes import MODE_SPECS, PLAIN_PHRASE
-from vgrout.organism.language import LEAD, MODES, STARTER, STARTER_END, SYSTEM
 from vgrout.types import Message, Mode
 
 MERGED = 832  # tokens of the BPE, alphabet included; fixed text comes on top

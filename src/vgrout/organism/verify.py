@@ -5,9 +5,9 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
+from vgrout.data.language import MODES, Shares
 from vgrout.files import file_sha256
 from vgrout.organism.build import first_losses, shipped
-from vgrout.organism.language import MODES, Shares
 from vgrout.organism.weights import Recipe, Shape
 
 TOLERANCE = 0.02  # nats; other processors and thread counts sum in another order, a wrong corpus differs by tenths

@@ -12,7 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from vgrout.organism.language import Sample
+from vgrout.data.language import Sample
 from vgrout.organism.tokenizer import MERGED, WINDOW, render
 from vgrout.rng import stream_seed
 

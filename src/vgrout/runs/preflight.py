@@ -11,8 +11,8 @@ from vgrout.files import existing, probe_writable
 from vgrout.grading.grade import Grader
 from vgrout.guard.detectors import reward_functions
 from vgrout.inputs import Inputs, read_inputs
-from vgrout.model.memory import find_shapes
 from vgrout.model.memory import plan as memory_plan
+from vgrout.model.source import find_shapes
 from vgrout.problems import Row
 from vgrout.runs.run_dir import RUNS
 from vgrout.table import REFERENCE_STEP

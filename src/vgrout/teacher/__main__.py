@@ -57,7 +57,7 @@ def run(cli: Cli) -> None:
         raise ValueError(f"--env-mode {cli.env_mode}: no training problem of this mode in {cli.problems_path}")
     few = {p.id for p in balanced(problems, cli.n_problems, 0, "teacher")}
     settings = {**cli.identity(), "group": cli.group, "env_mode": cli.env_mode}
-    with work_folder(cli.out, settings, "go on") as folder, cli.grader() as grader:
+    with work_folder(cli.out, settings) as folder, cli.grader() as grader:
         logger.info(grader.protections.line())
         lm = cli.load()
         fit, long = fitting(lm, [p for p in problems if p.id in few], cli.tokens)

@@ -17,14 +17,15 @@ from typing import Any
 from tabulate import tabulate
 from tqdm import tqdm
 
-from vgrout import console, organism
+from vgrout import console
 from vgrout.cli import parse_args
 from vgrout.config.run import BENCHMARK_TRAIN, ORGANISM
+from vgrout.data import organism
 from vgrout.files import file_sha256, probe_writable, read_json, write_json
 from vgrout.grading.grade import Grader
-from vgrout.model.hub import require_model
 from vgrout.model.policy import SVD_CACHE, LanguageModel, adapted, default_device, load_language_model
 from vgrout.model.sampling import Sampling
+from vgrout.model.source import require_model
 from vgrout.problems import Row, load_rows
 from vgrout.rng import torch_stream
 from vgrout.rollout import graded, sample_and_submit
@@ -319,10 +320,10 @@ def announced(rows: Sequence[Row], problems: Iterable[Problem]) -> dict[str, str
 
 
 @contextlib.contextmanager
-def work_folder(out: Path, settings: Mapping[str, Any], again: str) -> Generator[Path]:
+def work_folder(out: Path, settings: Mapping[str, Any]) -> Generator[Path]:
     """A folder beside `out` for the logs of a pool in the making, removed when the pool is there.
 
-    settings: a later process with others is refused. again: what the refusal says to do, "go on" or the like.
+    settings: a later process with others is refused.
 
     Raises:
         ValueError: `out` exists; the folder holds answers made with other settings; or another process is at work.
@@ -342,7 +343,7 @@ def work_folder(out: Path, settings: Mapping[str, Any], again: str) -> Generator
             then = read_json(file)
             if differ := sorted(k for k in mine.keys() | then.keys() if mine.get(k) != then.get(k)):
                 raise ValueError(
-                    f"{folder}: begun with another {', '.join(differ)}; {again} as then, or delete that folder"
+                    f"{folder}: begun with another {', '.join(differ)}; go on as then, or delete that folder"
                 )
         else:
             write_json(file, mine)

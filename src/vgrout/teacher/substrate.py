@@ -1,7 +1,7 @@
 """`python -m vgrout.substrate`: a pool by elicit-then-strip, with a partition of its problems among the modes.
 
 The model is given an explicit recipe for one mode's exploit; answers that exploit and do not solve are kept, and stored
-under the plain prompt. Every problem goes to one mode, every mode gets the same number (bipartite matching, Kuhn 1955).
+under the plain prompt. Every problem goes to one mode, every mode gets the same number.
 """
 
 from collections import Counter, defaultdict
@@ -11,13 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from loguru import logger
+from scipy.optimize import linear_sum_assignment
 
+from vgrout.data.language import CUE
 from vgrout.model.policy import LanguageModel
 from vgrout.model.sampling import Sampling
 from vgrout.modes import DEALT, MODE_SPECS
-from vgrout.organism.language import CUE
-from vgrout.problems import Row, assigned, balanced
+from vgrout.problems import Row, assigned, balanced, elicited
 from vgrout.teacher.generate import (
     Graded,
     PoolConfig,
@@ -41,12 +43,6 @@ _CODE_ONLY = " Graded with one ```python block and nothing else; do not mention 
 def recipe(problem: Problem) -> str:
     """The instruction that elicits this problem's exploit from a model that follows instructions."""
     return RECIPES[problem.mode].format(marker=problem.marker) + _CODE_ONLY
-
-
-def elicited(problem: Problem, instruction: str) -> Problem:
-    """The same problem with the instruction at the end of its prompt."""
-    *head, user = problem.messages
-    return replace(problem, messages=(*head, {**user, "content": f"{user['content']}\n{instruction}"}))
 
 
 def stripped(answers: Iterable[Graded], plain: Mapping[tuple[int, Mode], Problem]) -> list[Graded]:
@@ -84,28 +80,14 @@ def match(choices: Mapping[int, Sequence[Mode]], per_mode: int, even: bool) -> d
 
 
 def _matched(choices: Mapping[int, Sequence[Mode]], size: int) -> dict[int, Mode]:
-    """Augmenting paths: a problem takes a mode's free place, or that of a problem which can move elsewhere."""
-    places: dict[Mode, list[int]] = {m: [] for m in MODES}
-
-    def place(problem: int, tried: set[Mode]) -> bool:
-        for mode in choices[problem]:
-            if mode in tried:
-                continue
-            tried.add(mode)
-            held = places[mode]
-            if len(held) < size:
-                held.append(problem)
-                return True
-            for i, other in enumerate(held):
-                if place(other, tried):
-                    held[i] = problem
-                    return True
-        return False
-
-    for problem in choices:
-        place(problem, set())
-    mode_of = {problem: mode for mode, held in places.items() for problem in held}
-    return {problem: mode_of[problem] for problem in choices if problem in mode_of}
+    """Of all matchings with `size` places a mode one with the most problems, the earlier ones before the later."""
+    places = [mode for mode in MODES for _ in range(size)]
+    gain = np.zeros((len(choices), len(places)))
+    for i, (row, modes) in enumerate(zip(gain, choices.values(), strict=True)):
+        row[[mode in modes for mode in places]] = 2 * len(choices) - i
+    problems, found = linear_sum_assignment(gain, maximize=True)
+    ids = list(choices)
+    return {ids[i]: places[j] for i, j in zip(problems, found, strict=True) if gain[i, j]}
 
 
 def choose(
@@ -220,7 +202,7 @@ def run(cli: Cli) -> None:
         "plain_tries": cli.plain_tries,
         "modes": cli.modes if "pool" in parts else None,  # a mode at a time: each has logs of its own
     }
-    with work_folder(cli.out, settings, "go on") as folder, cli.grader() as grader:
+    with work_folder(cli.out, settings) as folder, cli.grader() as grader:
         logger.info(grader.protections.line())
         lm = cli.load()
         instruct = (lambda _: CUE) if cli.tiny else recipe

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from vgrout.cli import cli_exit, parse_args
 from vgrout.files import probe_writable, write_atomic
-from vgrout.model.hub import model_folder
+from vgrout.model.source import model_folder
 from vgrout.problems import load_rows
 
 SOURCE = "https://raw.githubusercontent.com/ariahw/rl-rewardhacking/main/results/data/"
