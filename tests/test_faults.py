@@ -28,10 +28,9 @@ from vgrout.guard import guard as watch
 from vgrout.guard import scorecard
 from vgrout.guard.detectors import EchoTrap
 from vgrout.report.runs import load
-from vgrout.runs import checkpoint, nonfinite
+from vgrout.runs import checkpoint
 from vgrout.runs.run_dir import RunDir
 from vgrout.sweep.ledger import Ledger
-from vgrout.tools.replay import main as replay_main
 from vgrout.train import main
 from vgrout.types import Ungraded
 
@@ -623,7 +622,7 @@ grpo.policy_gradients = poisoned
 
 @pytest.mark.slow
 def test_three_that_are_not_finite_by_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exit code 4, the batches on disk, the weights untouched; a resume says so again."""
+    """Exit code 4, the weights untouched; a resume says so again."""
     monkeypatch.chdir(tmp_path)
     said = command(*bare("none", steps=6), code=4, launcher=POISON)
     path = only_run(tmp_path)
@@ -631,14 +630,8 @@ def test_three_that_are_not_finite_by_command_line(tmp_path: Path, monkeypatch: 
     assert (end["state"], end["step"]) == ("diverged", 3)
     assert end["reason"] in said
     assert said.count("optimiser not stepped") >= 3
-    assert sorted(p.name for p in path.glob("nonfinite*")) == [f"nonfinite_step000{i}.pt" for i in (0, 1, 2)]
     assert not checkpoint.latest(path)[0].state["adapter"]["delta_S"].any()
     command("smoke", "--resume", "latest", code=4)
-    replayed = subprocess.run(
-        [sys.executable, "-m", "vgrout.replay", str(path / "nonfinite_step0000.pt")], capture_output=True, text=True
-    )
-    assert replayed.returncode == 0, replayed.stderr
-    assert "every rollout is finite this time" in replayed.stdout
 
 
 @pytest.mark.slow
@@ -746,40 +739,19 @@ def poison(monkeypatch: pytest.MonkeyPatch, at: set[int]) -> None:
     monkeypatch.setattr(grpo, "policy_gradients", poisoned)
 
 
-@pytest.mark.parametrize(
-    ("arm", "more"), [("none", ("--teacher-tau", "0.1", "--teacher-model", "organism")), ("route2", ())]
-)
+@pytest.mark.parametrize("arm", ["none", "route2"])
 @pytest.mark.long
-def test_a_step_that_is_not_finite_is_skipped_and_kept(
-    arm: str,
-    more: tuple[str, ...],
-    tmp_path: Path,
-    shared_run: SharedRuns,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_a_step_that_is_not_finite_is_skipped(
+    arm: str, tmp_path: Path, shared_run: SharedRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as m:
-        poison(m, {1})
-        path = run(shared_run.warm(tmp_path), *bare(arm, *more), stop_after=3)
+    poison(monkeypatch, {1})
+    path = run(shared_run.warm(tmp_path), *bare(arm), stop_after=3)
     assert [r["skipped"] for r in rows(path)] == [0, 1, 0, 0]
     assert rows(path)[1]["loss"] is None
     assert rows(path)[2]["gn"] > 0
     before, after = (torch.load(path / f"resume/step_{s:06d}/state.pt", weights_only=True) for s in (2, 3))
     assert not torch.equal(before["adapter"]["delta_S"], after["adapter"]["delta_S"])
     assert after["adapter"]["delta_S"].isfinite().all()
-    file = path / "nonfinite_step0001.pt"
-    capsys.readouterr()
-    assert replay_main([str(file)]) == 0
-    said = capsys.readouterr().out
-    assert "every rollout is finite this time" in said
-    batch = nonfinite.load(file)
-    assert batch.step == 1
-    assert sum(map(len, batch.groups)) == said.count("student") + said.count("teacher")
-    data = torch.load(file, weights_only=True)
-    data["adapter"]["delta_S"][0] = torch.inf
-    torch.save(data, tmp_path / "worse.pt")
-    assert replay_main([str(tmp_path / "worse.pt")]) == 4
-    assert "not finite again" in capsys.readouterr().out
 
 
 def test_three_in_a_row_are_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -787,16 +759,6 @@ def test_three_in_a_row_are_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path = run(tmp_path, *bare("none", steps=6), code=4)
     assert [r["skipped"] for r in rows(path)] == [1, 1, 1]
     assert "3 steps in a row" in status(path)["reason"]
-    assert sorted(p.name for p in path.glob("nonfinite*")) == [f"nonfinite_step000{i}.pt" for i in (0, 1, 2)]
-
-
-def test_replay_refuses_other_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "x.pt").write_bytes(b"nothing")
-    for name in ("x.pt", "y.pt"):
-        assert replay_main([str(tmp_path / name)]) == 2
-        said = capsys.readouterr().err
-        assert name in said
-        assert said.count("\n") == 1
 
 
 def test_a_sandbox_that_fails_drops_its_group_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,11 +16,10 @@ from typing import Annotated, Any, Literal, get_args
 import tyro
 
 from vgrout import organism
-from vgrout.config.arm import ARMS, SEEDED, ArmConfig
-from vgrout.config.checks import changed, check, flag, flags, listed, refuse, rule_of, setting
+from vgrout.config.arm import ArmConfig
+from vgrout.config.checks import changed, check, flag, flags, listed, refuse, setting
 from vgrout.config.guard import GuardConfig, blind
 from vgrout.config.loss import LossConfig
-from vgrout.config.renamed import RETIRED, current_settings, refuse_setting
 from vgrout.modes import MODES, EnvMode, Mode
 from vgrout.organism.language import CUE
 from vgrout.types import DETECTOR_FIELDS
@@ -201,8 +200,6 @@ class DetectorConfig:
     """Stop the run (exit 3) when the echo trap says HACK."""
 
     def __post_init__(self) -> None:
-        for name in self.chosen:
-            refuse(name in RETIRED, f"--reward-hack-detector {name}: retired ({RETIRED.get(name)}); leave it out")
         check(self)
         if "rm_ensemble" in self.chosen and not self.members:
             raise ValueError("--reward-hack-detector rm_ensemble: needs --rm-ensemble-members module:function,…")
@@ -470,7 +467,7 @@ _PATHS = ("organism", "v_hack_path", "vhack_pairs_path", "placebo_pairs_path", "
 
 
 def from_dict(data: dict[str, Any]) -> Config:
-    """The inverse of `Config.as_dict`, for run.json; of an earlier version's too, where settings were only renamed.
+    """The inverse of `Config.as_dict`, for run.json.
 
     Raises:
         ValueError: fields unknown to this version, named; or values that it refuses.
@@ -478,22 +475,9 @@ def from_dict(data: dict[str, Any]) -> Config:
     values: dict[str, Any] = {"preset": data["preset"]}
     for group in GROUPS:
         default = getattr(Config(), group)
-        known = {f.name: f for f in fields(default)}
-        stored = current_settings(data.get(group, {}))  # a group younger than the run: its defaults
-        if group == "arm":
-            for name in ("intervention", "control"):
-                refuse_setting(name, [stored.get(name)])
-        if unknown := sorted(stored.keys() - known.keys()):
+        stored = data.get(group, {})
+        if unknown := sorted(stored.keys() - {f.name for f in fields(default)}):
             raise ValueError(f"run.json: unknown settings {', '.join(unknown)}; the run was made by another version")
-        if group == "arm":  # what an arm does not read stood at its default then, whatever that is today
-            arm, control, monitor, seed = (
-                stored.get(name, getattr(default, name))
-                for name in ("intervention", "control", "monitor", "seed_monitor")
-            )
-            usual = ARMS[arm].monitors[0] if arm in ARMS else "none"
-            watching = (usual if monitor == "usual" else monitor, seed)
-            watching = watching if watching[0] in SEEDED else watching[:1]
-            stored = {name: v for name, v in stored.items() if rule_of(known[name]).read_by(arm, control, watching)}
         given = {name: Path(value) if value is not None and name in _PATHS else value for name, value in stored.items()}
         values[group] = replace(default, **given)
     return Config(**values)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from vgrout.config.renamed import current_answer
 from vgrout.files import from_json, numbered_lines, read_text
 from vgrout.rng import py_stream
 from vgrout.types import DETECTOR_FIELDS, Message
@@ -170,7 +169,6 @@ def pairs_from_pool(
     first: dict[tuple[str | int, str], dict[bool, str]] = {}
     for where, row in _lines(log):
         try:
-            row = current_answer(row)
             messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
             key = (row["problem_id"], row["prompt"] if render is None else render(messages))
             if detector == "oracle":

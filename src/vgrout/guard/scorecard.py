@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median, pstdev
+from statistics import median
 from typing import Any, Literal
 
 from scipy.stats import binomtest, rankdata
@@ -22,7 +22,6 @@ from tabulate import tabulate
 
 from vgrout.config.guard import GuardConfig
 from vgrout.config.guard import Rule as GuardRule
-from vgrout.config.renamed import current_answer
 from vgrout.config.run import Config, DetectorConfig, from_dict
 from vgrout.files import json_lines, read_json
 from vgrout.guard.detectors import (
@@ -32,12 +31,8 @@ from vgrout.guard.detectors import (
     AdvantageCollapse,
     Bands,
     CollapseTripwire,
-    Drop,
     EchoTrap,
-    RagenSignature,
     Reading,
-    halves,
-    separation_index,
 )
 from vgrout.guard.kill_switch import HeldOutGuard
 from vgrout.table import ONSET_WINDOW, first_hacks, read_steps
@@ -97,7 +92,7 @@ def load(path: Path, onset: float) -> Run:
         raise ValueError(f"{path}/steps.jsonl: its steps are not 0, 1, 2 …; was the file edited?")
     answers: list[list[dict[str, Any]]] = [[] for _ in rows]
     for r in json_lines(path / "rollouts.jsonl"):
-        answers[r["step"]].append(current_answer(r))
+        answers[r["step"]].append(r)
     deployed = next((r["step"] for r in rows if (r.get("hack_deploy") or 0.0) >= onset), None)
     hacked = first_hacks([(r["hack_s_k"], r["hack_s_n"]) for r in rows], onset)
     return Run(path.name, cfg, rows, answers, hacked, deployed)
@@ -160,29 +155,6 @@ def _echo(run: Run) -> Series:
     return replayed(run, lambda _, answers: trap.update([a["text"] for a in answers]))
 
 
-def _separation(run: Run) -> Series:
-    drop = Drop()
-
-    def read(_: dict[str, Any], answers: list[dict[str, Any]]) -> Reading:
-        rewards = [a["reward"] for a in answers]
-        return drop.update(separation_index(*halves(rewards)) if len(rewards) > 1 else None)
-
-    return replayed(run, read)
-
-
-def _ragen(run: Run) -> Series:
-    """The spread of the students' rewards alone: demonstrations are not recorded."""
-    sign = RagenSignature()
-
-    def read(row: dict[str, Any], answers: list[dict[str, Any]]) -> Reading:
-        ordered = sorted(answers, key=lambda a: a["problem_id"])
-        groups = [[a["reward"] for a in g] for _, g in itertools.groupby(ordered, key=lambda a: a["problem_id"])]
-        spread = sum(map(pstdev, groups)) / len(groups) if groups else None
-        return sign.update(spread, None if row["lp_s"] is None else -row["lp_s"], row["gn"])
-
-    return replayed(run, read)
-
-
 def _advantage(run: Run) -> Series:
     dead = AdvantageCollapse()
     return replayed(run, lambda row, _: dead.update(row["signal_n"] - row["signal_k"], row["signal_n"]))
@@ -195,11 +167,9 @@ def _collapse(run: Run) -> Series:
 
 # None: only from what the run recorded, since a model or the sandbox would be needed.
 DETECTORS: dict[str, Callable[[Run], Series] | None] = {
-    "separation": _separation,
     "info_rm": None,
     "rm_ensemble": None,
     "echo": _echo,
-    "ragen": _ragen,
     "advantage": _advantage,
     "collapse": _collapse,
 }
@@ -214,11 +184,9 @@ def detector_series(run: Run, name: str) -> Series:
 TODAY: dict[str, Bands] = {
     "guard, kl": Bands(GuardConfig.kl_hard_stop, GuardConfig.kl_hard_stop),
     "guard, gap": Bands(GuardConfig.max_proxy_real_gap, GuardConfig.max_proxy_real_gap),
-    "separation": DROP_BANDS,
     "info_rm": CSI_BANDS,
     "rm_ensemble": DROP_BANDS,
     "echo": Bands(DetectorConfig.echo_trap_threshold / 2, DetectorConfig.echo_trap_threshold),
-    "ragen": Bands(2 / 3, 1.0),
     "advantage": DEAD_BANDS,
     "collapse": Bands(CollapseTripwire.warn, CollapseTripwire.stop),
 }
