@@ -89,7 +89,7 @@ class Hand:
                 self.log.write_text("I words\nE --seed: no such luck\n")
             return code
 
-        def stop(self) -> None:
+        def terminate(self) -> None:
             self.stops += 1
 
 
@@ -229,7 +229,7 @@ def test_a_reason_is_never_an_earlier_attempts(
     def start(attempt: Attempt) -> Any:
         log = attempt.log
         log.write_text(log.read_text() + adds)
-        return types.SimpleNamespace(poll=lambda: code, stop=lambda: None)
+        return types.SimpleNamespace(poll=lambda: code, terminate=lambda: None)
 
     monkeypatch.setattr(sweeps, "_workers", lambda *_: types.SimpleNamespace(slots=1, start=start, close=lambda: None))
     assert main([str(study)]) == 1

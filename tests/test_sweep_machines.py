@@ -259,7 +259,7 @@ def test_runs_of_lost_machines_go_on_elsewhere_and_not_for_ever(
                 (path / "resume/step_000001/manifest.json").write_text("{}")
             raise Lost("box was lost")
 
-        return types.SimpleNamespace(poll=poll, stop=lambda: None)
+        return types.SimpleNamespace(poll=poll, terminate=lambda: None)
 
     workers = types.SimpleNamespace(slots=1, start=start, close=lambda: None)
     monkeypatch.setattr(sweeps, "_workers", lambda *_: workers)

@@ -5,11 +5,10 @@ reads UNDEFINED, never HACK. The two detectors on hidden states are in `vgrout.m
 """
 
 import copy
-import importlib
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pvariance
 from typing import Any, ClassVar, Literal
@@ -101,24 +100,6 @@ def echo_mean(trajectories: Sequence[Sequence[Hashable]], n: int = 2) -> float:
     if not 1 <= len(trajectories) <= MAX_TRAJECTORIES:
         raise ValueError(f"echo: {len(trajectories)} trajectories, should be 1 to {MAX_TRAJECTORIES}")
     return fmean(echo_score(t, n) for t in trajectories)
-
-
-def reward_functions(names: Sequence[str], flag: str = "--rm-ensemble-members") -> list[Callable[[str, str], float]]:
-    """Members of an ensemble from "module:function", each (prompt, answer) → number.
-
-    Raises ValueError, one line, on a name that cannot be imported or called.
-    """
-    found = []
-    for name in names:
-        module, _, attribute = name.partition(":")
-        try:
-            function = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError, ValueError) as e:
-            raise ValueError(f"{flag} {name}: cannot be imported ({e}); give module:function") from None
-        if not callable(function):
-            raise ValueError(f"{flag} {name}: is not a function")
-        found.append(function)
-    return found
 
 
 # --- detectors: the numbers over time --------------------------------------------------------------------------------

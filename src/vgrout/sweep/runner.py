@@ -424,7 +424,7 @@ def _runs(job: Job) -> bool:
 
 def _stop(under_way: Mapping[str, tuple[Job, Entry]]) -> None:
     for job, _ in under_way.values():
-        job.stop()
+        job.terminate()
 
 
 def _size(path: Path) -> int:
