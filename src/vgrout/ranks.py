@@ -52,14 +52,7 @@ class Place:
     attempt: str = "0"  # torchrun's restarts
 
 
-@dataclass
-class _Group:
-    place: Place
-    life: "_Life"
-    sent: int = 0  # bytes that this rank has sent to others
-
-
-_group: _Group | None = None
+_group: "_Group | None" = None
 _abandoned = False
 
 
@@ -185,12 +178,8 @@ def total(x: "Tensor") -> "Tensor":
     if _group is None:
         return x
     import torch
-    from torch import distributed
 
-    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(size())]
-    _count(x.nbytes)
-    _wait(distributed.all_gather(parts, x.contiguous(), async_op=True))
-    return torch.stack(parts).double().sum(0).to(x.dtype)
+    return torch.stack(_gathered(x)).double().sum(0).to(x.dtype)
 
 
 def total_by_module(parts: Mapping[str, "Tensor"]) -> dict[str, "Tensor"]:
@@ -207,43 +196,43 @@ def total_by_module(parts: Mapping[str, "Tensor"]) -> dict[str, "Tensor"]:
 def _exchange(data: bytes) -> list[bytes]:
     """Every rank's bytes, in their order."""
     import torch
+
+    lengths = [int(n) for n in _gathered(torch.tensor([len(data)]))]
+    padded = torch.zeros(max(1, *lengths), dtype=torch.uint8)
+    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else padded[:0]
+    return [part[:n].numpy().tobytes() for part, n in zip(_gathered(padded), lengths, strict=True)]
+
+
+def _gathered(x: "Tensor") -> "list[Tensor]":
+    """Every rank's tensor of this shape, in their order."""
+    import torch
     from torch import distributed
 
-    lengths = [torch.zeros(1, dtype=torch.long) for _ in range(size())]
-    _wait(distributed.all_gather(lengths, torch.tensor([len(data)]), async_op=True))
-    longest = max(int(n) for n in lengths)
-    padded = torch.zeros(max(1, longest), dtype=torch.uint8)
-    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else padded[:0]
-    parts = [torch.empty_like(padded) for _ in range(size())]
-    _count(8 + longest)
-    _wait(distributed.all_gather(parts, padded, async_op=True))
-    return [part[: int(n)].numpy().tobytes() for part, n in zip(parts, lengths, strict=True)]
+    assert _group is not None
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(size())]
+    _group.sent += x.nbytes * (size() - 1)
+    _wait(_group, distributed.all_gather(parts, x.contiguous(), async_op=True))
+    return parts
 
 
 def _dumps(value: object) -> bytes:
     return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
 
 
-def _count(n: int) -> None:
-    assert _group is not None
-    _group.sent += n * (size() - 1)
-
-
-def _wait(work: "Work | None") -> None:
+def _wait(group: "_Group", work: "Work | None") -> None:
     """Until the collective is done, with an eye on whether the others live. Polled: a blocked process would hear
     neither a signal nor that a rank has been given up."""
     assert work is not None
-    assert _group is not None
-    life, pause = _group.life, 2e-5
+    pause = 2e-5
     while not work.is_completed():
-        if lost := life.lost():
+        if lost := group.lost():
             raise _given_up(lost)
         time.sleep(pause)
         pause = min(2 * pause, 1e-3)
     try:
         work.wait()
     except RuntimeError as e:  # gloo: a connection was closed, whose it does not say
-        raise _given_up(life.who() or f"a rank has ended ({str(e).splitlines()[0]})") from None
+        raise _given_up(group.who() or f"a rank has ended ({str(e).splitlines()[0]})") from None
 
 
 def _given_up(why: str) -> RankLost:
@@ -257,11 +246,12 @@ def _given_up(why: str) -> RankLost:
 
 
 @dataclass
-class _Life:
-    """Signs of life of every rank, in the group's store, by a thread with a connection of its own."""
+class _Group:
+    """This rank's group, and signs of life of every rank in its store, by a thread with a connection of its own."""
 
     place: Place
     gone: Callable[[], str | None]  # of ranks that this process started: which of them has ended, and how
+    sent: int = 0  # bytes that this rank has sent to others
     _lost: str | None = None
     _word: str = ""  # the last of this rank, if it ends badly
     _end: threading.Event = field(default_factory=threading.Event)
@@ -362,14 +352,13 @@ def joined(place: Place | None, gone: Callable[[], str | None] = lambda: None) -
     store = distributed.TCPStore(
         *(place.host, place.port, None, serves, timedelta(minutes=2), False), master_listen_fd=place.listening
     )
-    life = _Life(place, gone)
-    group = distributed.PrefixStore(f"group/{place.attempt}", store)
-    _group, _abandoned, word = _Group(place, life), False, "it failed"
+    _group = group = _Group(place, gone)
+    _abandoned, word = False, "it failed"
     try:
-        life.assemble(distributed.PrefixStore(f"life/{place.attempt}", store))
+        group.assemble(distributed.PrefixStore(f"life/{place.attempt}", store))
         distributed.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
-            store=group,
+            store=distributed.PrefixStore(f"group/{place.attempt}", store),
             rank=place.rank,
             world_size=place.size,
             timeout=PATIENCE,
@@ -382,7 +371,7 @@ def joined(place: Place | None, gone: Callable[[], str | None] = lambda: None) -
         raise
     finally:
         _group = None
-        life.stop(word)
+        group.stop(word)
         if distributed.is_initialized() and not _abandoned:
             with contextlib.suppress(RuntimeError):
                 distributed.destroy_process_group()
