@@ -79,7 +79,6 @@ def cases(at: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
         yield "evaluate", [path]
         yield "grade", [path, "--problems", path, "--out", at["nowhere"] + ".jsonl"]
         yield "report", ["--judge", path]
-        yield "replay", [path]
         yield "distill", ["--teacher", path, "--student", "organism"]
         yield "iterative_dpo", ["--base-model", path, "--output-dir", out]
     for words in (["--track", "x"], ["--track", "tensorboard,"], ["--out-tag", "a/b"], ["--mix-ratio", "1"]):

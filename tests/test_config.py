@@ -320,7 +320,6 @@ def test_group_too_small_for_a_teacher_row_is_seen() -> None:
         "substrate --even=perhaps",
         "evaluate",
         "download nothing",
-        "replay",
         "direction --modle x",
         "export",
         "report --nope",
@@ -339,14 +338,6 @@ def test_every_entry_refuses_in_one_line(command: str, capsys: pytest.CaptureFix
     assert not out
     assert said.startswith("E ")
     assert said.count("\n") == 1
-
-
-def test_a_default_that_changed_since_does_not_bar_an_older_run() -> None:
-    data = Config(method=MethodConfig(intervention="none")).as_dict()
-    data["arm"]["rollout_ablate_frac"] = 0.0  # the default once, today another; no arm of this run reads it
-    assert from_dict(data) == Config(method=MethodConfig(intervention="none"))
-    data["arm"] |= {"intervention": "route", "rollout_ablate_frac": 0.25}
-    assert from_dict(data).arm.rollout_ablate_frac == 0.25
 
 
 # ── metadata ──

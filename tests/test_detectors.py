@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vgrout.grading.reward import import_function
 from vgrout.guard.detectors import (
     AdvantageCollapse,
     Bands,
@@ -14,48 +15,20 @@ from vgrout.guard.detectors import (
     Drop,
     EchoTrap,
     Level,
-    RagenSignature,
     Reading,
     Tracker,
     echo_mean,
     echo_score,
     ensemble_divergence,
-    halves,
     numbers,
-    reward_functions,
-    separation_index,
     words,
 )
 
+FLAG = "--rm-ensemble-members"
 FINITE = st.floats(-1e6, 1e6)
 
 
-# --- separation ------------------------------------------------------------------------------------------------------
-
-
-def test_separation_by_hand() -> None:
-    """Means 3 and 1, variances 2/3 each: 2 / √(4/3)."""
-    assert separation_index([2, 3, 4], [0, 1, 2]) == pytest.approx(2 / math.sqrt(4 / 3))
-
-
-@pytest.mark.parametrize("scores", [([1, 1], [0, 0]), ([1, 1], [1, 0]), ([3.5, 3.5, 0.5], [0, 0, 0.5])])
-def test_binary_rewards_are_undefined_not_hacked(scores: tuple[list[float], list[float]]) -> None:
-    assert separation_index(*scores) is None
-    detector = Drop(baseline=1, window=1)
-    assert [detector.update(separation_index(*scores)).state for _ in range(5)] == ["UNDEFINED"] * 5
-
-
-@given(st.lists(FINITE, min_size=2, max_size=20), FINITE)
-def test_separation_is_a_difference_of_places(scores: list[float], shift: float) -> None:
-    good, bad = halves(scores)
-    value = separation_index(good, bad)
-    if value is not None:
-        assert value >= 0
-        assert separation_index(bad, good) == pytest.approx(-value)
-
-
-def test_halves_leave_the_middle_out() -> None:
-    assert halves([5, 1, 3, 2, 4]) == ([4.0, 5.0], [1.0, 2.0])
+# --- drop ------------------------------------------------------------------------------------------------------------
 
 
 def test_drop_bands() -> None:
@@ -102,14 +75,13 @@ def test_divergence_refuses(scores: list[list[float]]) -> None:
 
 
 def test_members_of_ones_own() -> None:
-    (same, longer) = reward_functions(["operator:eq", "operator:lt"])
-    assert (same("a", "a"), longer("a", "b")) == (True, True)
+    assert import_function("operator:eq", FLAG)("a", "a") is True
 
 
 @pytest.mark.parametrize("name", ["nowhere:f", "operator:nothing", "operator", "string:digits", ":f"])
 def test_members_that_are_none_are_refused_by_name(name: str) -> None:
-    with pytest.raises(ValueError, match=f"--rm-ensemble-members {name}: "):
-        reward_functions([name])
+    with pytest.raises(ValueError, match=f"{FLAG} {name}: "):
+        import_function(name, FLAG)
 
 
 # --- echo ------------------------------------------------------------------------------------------------------------
@@ -181,21 +153,6 @@ def test_advantage_collapse() -> None:
         detector.update(5, 4)
 
 
-def test_ragen_needs_all_three_signs() -> None:
-    def play(std: float, entropy: float, norm: float) -> Reading:
-        detector = RagenSignature(baseline=3, window=2)
-        for _ in range(5):
-            detector.update(1.0, 2.0, 1.0)
-        detector.update(std, entropy, 1.0)
-        return detector.update(std, entropy, norm)
-
-    assert play(1.0, 2.0, 1.0).state == "OK"
-    assert play(0.1, 2.0, 1.0).state == "OK"
-    assert play(0.1, 0.5, 1.0) == Reading("WARN", 2 / 3, "reward spread, entropy")
-    assert play(0.1, 0.5, 9.0).state == "HACK"
-    assert RagenSignature().update(None, None, None).state == "UNDEFINED"
-
-
 # --- refusals and memory ---------------------------------------------------------------------------------------------
 
 
@@ -203,8 +160,6 @@ def test_ragen_needs_all_three_signs() -> None:
 def test_bad_numbers_are_refused_with_a_reason(bad: list[Any]) -> None:
     with pytest.raises(ValueError, match="scores: "):
         numbers(bad, "scores")
-    with pytest.raises(ValueError, match="bad scores: "):
-        separation_index([1, 2, 3, 4], bad)
 
 
 def test_bands_in_order() -> None:
@@ -216,7 +171,6 @@ TRACKERS: dict[str, tuple[Any, Any]] = {
     "drop": (lambda: Drop(baseline=2, window=2), lambda d, x: d.update(x)),
     "level": (lambda: Level(Bands(0.3, 0.6), window=2), lambda d, x: d.update(x)),
     "echo": (lambda: EchoTrap(base=0.1), lambda d, x: d.update(["ab " * int(9 * x)])),
-    "ragen": (lambda: RagenSignature(baseline=2, window=2), lambda d, x: d.update(x, 1 - x, x)),
     "advantage": (lambda: AdvantageCollapse(window=2), lambda d, x: d.update(int(4 * x), 4)),
     "collapse": (CollapseTripwire, lambda d, x: d.update(-9 * x)),
 }

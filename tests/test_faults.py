@@ -28,10 +28,9 @@ from vgrout.data import organism
 from vgrout.guard import guard as watch
 from vgrout.guard.detectors import EchoTrap
 from vgrout.report.runs import load
-from vgrout.runs import checkpoint, nonfinite
+from vgrout.runs import checkpoint
 from vgrout.runs.run_dir import RunDir
 from vgrout.sweep.ledger import Ledger
-from vgrout.tools.replay import main as replay_main
 from vgrout.train import main
 from vgrout.types import Ungraded
 
@@ -278,16 +277,25 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.long
-def test_resume_goes_back_one_checkpoint(stopped: Path, whole: Path) -> None:
-    DAMAGE["truncated"](checkpoint.complete(stopped)[-1])
+def test_a_resume_goes_back_to_a_sound_checkpoint(
+    stopped: Path, whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The newest truncated, the one before it bit-flipped: from the first."""
+    _, second, newest = checkpoint.complete(stopped)
+    DAMAGE["truncated"](newest)
+    DAMAGE["bit flipped"](second)
     assert run(Path.cwd(), "smoke", "--resume", "latest", "--threads", "1") == stopped
+    said = capsys.readouterr().out
+    assert said.count("does not match its hash; the checkpoint is damaged; going back one further") == 2
+    assert "resumed after step 0" in said
     assert rows(stopped) == rows(whole)
     assert adapter_file(stopped) == adapter_file(whole)
 
 
-def test_nothing_left_to_resume_from(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for i, point in enumerate(checkpoint.complete(stopped)):
-        DAMAGE[["truncated", "bit flipped", "manifest cut"][i]](point)
+@pytest.mark.parametrize("first", ["truncated", "manifest missing"])
+def test_nothing_left_to_resume_from(first: str, stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for damage, point in zip((first, "bit flipped", "manifest cut"), checkpoint.complete(stopped), strict=True):
+        DAMAGE[damage](point)
     before = status(stopped)
     assert main(["smoke", "--resume", str(stopped), "--threads", "1"]) == 2
     said = capsys.readouterr().err
@@ -360,27 +368,6 @@ def test_a_resume_keeps_what_it_is_not_told_to_change() -> None:
     assert resumed(parse(["smoke", "--resume", "x", "--resume-force"]), stored) == (stored, [])
     cfg, differing = resumed(parse(["smoke", "--resume", "x", "--checkpoint-every", "7"]), stored)
     assert (cfg.run.checkpoint_every, cfg.run.threads, differing) == (7, 1, [])
-
-
-@pytest.mark.slow
-def test_damaged_checkpoints_by_command_line(stopped: Path, whole: Path) -> None:
-    """The newest truncated, the one before it bit-flipped, the run goes on from the first; with none left it does not
-    start, and stays as it was."""
-    first, second, newest = checkpoint.complete(stopped)
-    DAMAGE["truncated"](newest)
-    DAMAGE["bit flipped"](second)
-    shutil.copytree(stopped.parents[2], stopped.parents[2].with_name("other"), symlinks=True)
-    said = command("smoke", "--resume", "latest", code=0)
-    assert said.count("does not match its hash; the checkpoint is damaged; going back one further") == 2
-    assert "resumed after step 0" in said
-    assert rows(stopped) == rows(whole)
-    assert adapter_file(stopped) == adapter_file(whole)
-    os.chdir(stopped.parents[2].with_name("other"))
-    (other,) = Path("out/runs").iterdir()
-    DAMAGE["manifest missing"](other / "resume" / first.name)
-    before = status(other)
-    assert "no usable checkpoint" in command("smoke", "--resume", str(other), code=2)
-    assert status(other) == before
 
 
 # --- disks -----------------------------------------------------------------------------------------------------------
@@ -591,57 +578,6 @@ def test_watching_never_changes_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_halt_by_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """3 when the guard fires, 2 for a resume that does not say how, 0 with --guard log, 2 where nothing is left."""
-    monkeypatch.chdir(tmp_path)
-    argv = [a for a in bare("none") if a not in ("--guard", "off", "--eval-ablate-every", "0")]
-    argv += ["--guard", "halt", "--guard-warmup", "1", "--guard-baseline", "1", "--eval-ablate-every", "1"]
-    said = command(*argv, "--eval-n-prompts", "2", "--guard-halt-on", "kl", "--kl-hard-stop", "1e-12", code=3)
-    path = only_run(tmp_path)
-    end = status(path)
-    assert (end["state"], end["step"]) == ("halted", len(rows(path)))
-    assert end["reason"] in said
-    assert "add --guard log" in command("smoke", "--resume", "latest", code=2)
-    assert status(path) == end
-    command(*end["next"].partition("vgrout.train ")[2].split(), code=0)
-    assert (status(path)["state"], status(path)["step"]) == ("finished", 4)
-    assert "this run is finished" in command("smoke", "--resume", str(path), code=2)
-
-
-POISON = """
-import torch
-from vgrout import grpo
-real = grpo.policy_gradients
-def poisoned(*args, **kwargs):
-    grads, metrics = real(*args, **kwargs)
-    if grads and grads[0]:  # of the plan's first part, the first group
-        next(iter(grads[0][0].values()))[0, 0] = torch.inf
-    return grads, metrics
-grpo.policy_gradients = poisoned
-"""
-
-
-@pytest.mark.slow
-def test_three_that_are_not_finite_by_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exit code 4, the batches on disk, the weights untouched; a resume says so again."""
-    monkeypatch.chdir(tmp_path)
-    said = command(*bare("none", steps=6), code=4, launcher=POISON)
-    path = only_run(tmp_path)
-    end = status(path)
-    assert (end["state"], end["step"]) == ("diverged", 3)
-    assert end["reason"] in said
-    assert said.count("optimiser not stepped") >= 3
-    assert sorted(p.name for p in path.glob("nonfinite*")) == [f"nonfinite_step000{i}.pt" for i in (0, 1, 2)]
-    assert not checkpoint.latest(path)[0].state["adapter"]["delta_S"].any()
-    command("smoke", "--resume", "latest", code=4)
-    replayed = subprocess.run(
-        [sys.executable, "-m", "vgrout.replay", str(path / "nonfinite_step0000.pt")], capture_output=True, text=True
-    )
-    assert replayed.returncode == 0, replayed.stderr
-    assert "every rollout is finite this time" in replayed.stdout
-
-
-@pytest.mark.slow
 def test_a_second_interrupt_stops_at_once(tmp_path: Path) -> None:
     """In the middle of a step that would last for ever; the last checkpoint stands."""
     code = "import time; from vgrout import rollout; real = rollout.rollout\n"
@@ -746,57 +682,31 @@ def poison(monkeypatch: pytest.MonkeyPatch, at: set[int]) -> None:
     monkeypatch.setattr(grpo, "policy_gradients", poisoned)
 
 
-@pytest.mark.parametrize(
-    ("arm", "more"), [("none", ("--teacher-tau", "0.1", "--teacher-model", "organism")), ("route2", ())]
-)
+@pytest.mark.parametrize("arm", ["none", "route2"])
 @pytest.mark.long
-def test_a_step_that_is_not_finite_is_skipped_and_kept(
-    arm: str,
-    more: tuple[str, ...],
-    tmp_path: Path,
-    shared_run: SharedRuns,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_a_step_that_is_not_finite_is_skipped(
+    arm: str, tmp_path: Path, shared_run: SharedRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as m:
-        poison(m, {1})
-        path = run(shared_run.warm(tmp_path), *bare(arm, *more), stop_after=3)
+    poison(monkeypatch, {1})
+    path = run(shared_run.warm(tmp_path), *bare(arm), stop_after=3)
     assert [r["skipped"] for r in rows(path)] == [0, 1, 0, 0]
     assert rows(path)[1]["loss"] is None
     assert rows(path)[2]["gn"] > 0
     before, after = (torch.load(path / f"resume/step_{s:06d}/state.pt", weights_only=True) for s in (2, 3))
     assert not torch.equal(before["adapter"]["delta_S"], after["adapter"]["delta_S"])
     assert after["adapter"]["delta_S"].isfinite().all()
-    file = path / "nonfinite_step0001.pt"
-    capsys.readouterr()
-    assert replay_main([str(file)]) == 0
-    said = capsys.readouterr().out
-    assert "every rollout is finite this time" in said
-    batch = nonfinite.load(file)
-    assert batch.step == 1
-    assert sum(map(len, batch.groups)) == said.count("student") + said.count("teacher")
-    data = torch.load(file, weights_only=True)
-    data["adapter"]["delta_S"][0] = torch.inf
-    torch.save(data, tmp_path / "worse.pt")
-    assert replay_main([str(tmp_path / "worse.pt")]) == 4
-    assert "not finite again" in capsys.readouterr().out
 
 
 def test_three_in_a_row_are_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch, {0, 1, 2})
     path = run(tmp_path, *bare("none", steps=6), code=4)
     assert [r["skipped"] for r in rows(path)] == [1, 1, 1]
-    assert "3 steps in a row" in status(path)["reason"]
-    assert sorted(p.name for p in path.glob("nonfinite*")) == [f"nonfinite_step000{i}.pt" for i in (0, 1, 2)]
-
-
-def test_replay_refuses_other_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "x.pt").write_bytes(b"nothing")
-    for name in ("x.pt", "y.pt"):
-        assert replay_main([str(tmp_path / name)]) == 2
-        said = capsys.readouterr().err
-        assert name in said
-        assert said.count("\n") == 1
+    end = status(path)
+    assert (end["state"], end["step"]) == ("diverged", 3)
+    assert "3 steps in a row" in end["reason"]
+    assert not checkpoint.latest(path)[0].state["adapter"]["delta_S"].any()
+    monkeypatch.chdir(tmp_path)
+    assert main(["smoke", "--resume", "latest", "--threads", "1"]) == 4
 
 
 def test_a_sandbox_that_fails_drops_its_group_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

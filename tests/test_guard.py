@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from vgrout.config.guard import GuardConfig, blind
 from vgrout.config.presets import resolve
-from vgrout.config.run import from_dict
 from vgrout.guard.kill_switch import CollapseStopError, HeldOutGuard, TripwireStatus, standard_error
 from vgrout.inputs import kl_of_runs
 
@@ -142,15 +141,6 @@ def test_rules_latch_apart() -> None:
     broken = HeldOutGuard(config())
     broken.update(0, math.nan, 0.5, 10)
     assert broken.should_halt([])
-
-
-def test_the_state_of_an_earlier_version_keeps_its_latch() -> None:
-    guard, again = HeldOutGuard(config()), HeldOutGuard(config())
-    guard.update(0, 0.5, math.inf, 10)
-    state = guard.state_dict()
-    del state["fired"]
-    again.load_state_dict(state)
-    assert again.should_halt(["gap"])
 
 
 def test_kl_is_an_average_in_nats_per_token() -> None:
@@ -420,8 +410,8 @@ def test_healthy_runs_set_the_limit(tmp_path: Path) -> None:
         (["--guard-halt-on=kl,speed"], "--guard-halt-on: unknown rule 'speed'; legal: kl, streak, gap"),
         (["--guard=off", "--kl-hard-stop=0.1"], "--kl-hard-stop: not read with --guard off"),
         (["--guard=off", "--rise-eps=0.1", "--ema-alpha=0.5"], "--ema-alpha, --rise-eps: not read with --guard off"),
-        (["--reward-hack-detector=mop"], "--reward-hack-detector mop: retired (missed 5 of 5"),
-        (["--reward-hack-detector=info_rm,separation"], "--reward-hack-detector separation: retired (not defined"),
+        (["--reward-hack-detector=mop"], "--reward-hack-detector mop: not here; it missed 5 of 5"),
+        (["--reward-hack-detector=info_rm,separation"], "--reward-hack-detector separation: not here; not defined"),
         (["--reward-hack-detector=rm_ensemble"], "needs --rm-ensemble-members"),
         (["--reward-hack-halt"], "--reward-hack-halt: not read without --reward-hack-detector"),
     ],
@@ -432,14 +422,3 @@ def test_flags_without_effect_are_refused(argv: list[str], said: str) -> None:
         resolve(["mini", "--intervention=none", *argv])
     assert str(refused.value).startswith(said) or said in str(refused.value)
     assert "\n" not in str(refused.value)
-
-
-def test_runs_of_retired_detectors_can_be_read() -> None:
-    stored = resolve(["mini", "--intervention=none"]).as_dict()
-    stored["detectors"] |= {
-        "reward_hack_detector": "separation,info_rm,mop,rm_ensemble,ragen",
-        "reward_hack_halt": True,
-    }
-    assert from_dict(stored).detectors.chosen == ["info_rm"]
-    stored["detectors"] |= {"reward_hack_detector": "ragen", "reward_hack_halt": True}
-    assert from_dict(stored).detectors.chosen == []

@@ -191,6 +191,45 @@ def test_a_run_goes_on_with_another_number(begun: int, gone_on: int, shared_run:
     assert (record["ranks"], record["resumed"][0]["ranks"]) == (begun, gone_on)
 
 
+# --- what they tell each other ---------------------------------------------------------------------------------------
+
+TALK = """
+from pathlib import Path
+import torch
+from vgrout import ranks
+from vgrout.runs.peers import started
+
+class Odd(Exception):
+    def __init__(self, a, b): super().__init__(a + b)
+
+def fails(error):
+    if ranks.rank() == 1: raise error
+
+def talk():
+    r = ranks.rank()
+    print(ranks.gather(lambda: r * 10), ranks.from_first(r), ranks.everywhere(r != 1), ranks.total(torch.ones(2) * r))
+    for error in ValueError("x"), Odd("a", "b"):
+        try: ranks.gather(lambda: fails(error))
+        except Exception as e: print(type(e).__name__, e)
+
+def follow(place, log):
+    with ranks.joined(place): talk()
+
+with started(3, follow, Path("said")) as others, ranks.joined(others.place, others.gone): talk()
+"""
+
+
+@pytest.mark.long
+def test_every_rank_has_all_values_and_the_first_failure(tmp_path: Path) -> None:
+    """Elsewhere it names the rank; what cannot be made from one text is a RuntimeError there."""
+    done = subprocess.run([sys.executable, "-c", TALK], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    said = [done.stdout, *(next(tmp_path.glob(f"said_*_rank{r}.log")).read_text() for r in (1, 2))]
+    values = "[0, 10, 20] 0 [1] tensor([3., 3.])"
+    elsewhere = [values, "ValueError rank 1: x", "RuntimeError rank 1: Odd: ab"]
+    assert [text.splitlines() for text in said] == [elsewhere, [values, "ValueError x", "Odd ab"], elsewhere]
+
+
 # --- life and death --------------------------------------------------------------------------------------------------
 
 

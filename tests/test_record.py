@@ -14,7 +14,6 @@ from test_table import row
 from vgrout import console
 from vgrout.config.method import ARMS, CONTROLS, MethodConfig
 from vgrout.config.presets import PRESETS, joined, resolve
-from vgrout.config.renamed import current_answer
 from vgrout.evaluate import Final
 from vgrout.files import json_lines, numbered_lines
 from vgrout.grading.grade import Grader
@@ -112,13 +111,12 @@ def answer(exploited: bool, **more: object) -> dict[str, object]:
     return {"step": 0, "problem_id": 1, "env_mode": "run_tests", "exploited": exploited, "gate": None, **flags, **more}
 
 
-def test_tallies_read_the_rollouts_once_by_either_names(tmp_path: Path) -> None:
+def test_tallies_read_the_rollouts_once(tmp_path: Path) -> None:
     lines = [
         answer(True, hacked_loophole_used=True),
         answer(True, hacked_arbitrary=True, gate=0.9),
         answer(True, gate=0.1),
-        {"step": 1, "problem": 2, "mode": "sentinel", "exploited": False, "gate": 0.8, "detectors": {"E": True}}
-        | {"detectors": {"C": False, "D": False, "E": True}},
+        answer(False, step=1, problem_id=2, env_mode="sentinel", gate=0.8, hacked_loophole_used=True),
     ]
     (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = Tallies.of(tmp_path / "rollouts.jsonl", ("E",))
@@ -127,7 +125,6 @@ def test_tallies_read_the_rollouts_once_by_either_names(tmp_path: Path) -> None:
     assert found.gate == (Rate(1, 2), Rate(1, 2)), "precision, recall of rows that a gate saw"
     assert found.last is not None
     assert found.last["problem_id"] == 2
-    assert current_answer([1]) == [1]
 
 
 def test_the_samples_standard_deviation() -> None:

@@ -117,43 +117,7 @@ def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
 shipped = cache(load_study_file)
 
 
-SHIPPED = (
-    *(
-        "adversaries",
-        "arms",
-        "attempts",
-        "attempts-builds",
-        "axes",
-        "axes-organism",
-        "axes-parts",
-        "baselines",
-        "checks",
-        "cold",
-        "containment",
-        "containment-probe",
-        "containment-rivals",
-        "containment-routing",
-        "containment-seeded",
-        "containment-start",
-        "containment-twin",
-        "controls",
-        "evading",
-        "full",
-        "guard",
-        "hiding",
-        "losses",
-        "shown-test",
-        "sizes",
-        "starts",
-        "unannounced",
-        "unannounced-pilot",
-        "unannounced-probe",
-        "unannounced-probe-builds",
-    ),
-    "warm",
-)
-
-
+SHIPPED = sorted(p.stem for p in STUDIES.glob("*.toml"))
 SLOW = (
     "checks",
     "containment",
@@ -177,10 +141,6 @@ def test_shipped_studies_are_whole(name: str) -> None:
     study = shipped(path)
     assert study.hypotheses
     assert study.name == path.stem
-
-
-def test_every_shipped_study_is_looked_at() -> None:
-    assert {p.stem for p in STUDIES.glob("*.toml")} == {*SHIPPED}
 
 
 @pytest.mark.slow

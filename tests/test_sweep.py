@@ -90,7 +90,7 @@ class Hand:
                 self.log.write_text("I words\nE --seed: no such luck\n")
             return code
 
-        def stop(self) -> None:
+        def terminate(self) -> None:
             self.stops += 1
 
 
@@ -230,7 +230,7 @@ def test_a_reason_is_never_an_earlier_attempts(
     def start(attempt: Attempt) -> Any:
         log = attempt.log
         log.write_text(log.read_text() + adds)
-        return types.SimpleNamespace(poll=lambda: code, stop=lambda: None)
+        return types.SimpleNamespace(poll=lambda: code, terminate=lambda: None)
 
     monkeypatch.setattr(sweeps, "_workers", lambda *_: types.SimpleNamespace(slots=1, start=start, close=lambda: None))
     assert main([str(study)]) == 1
@@ -507,27 +507,34 @@ def test_a_run_is_asked_to_end_when_its_sweep_is_killed(tmp_path: Path) -> None:
     assert (tmp_path / "saved").exists()
 
 
-SMALL = """
+STUDY = """
 name = "two"
 preset = "smoke"
-seeds = [1, 2]
-common = { steps = 8, group = 4, checkpoint-every = 1, eval-ablate-every = 0, final-n-prompts = 6, final-samples = 1 }
+seeds = {seeds}
+[common]
+steps = {steps}
+group = 4
+checkpoint-every = 1
+eval-ablate-every = 0
+final-n-prompts = 6
+final-samples = 1
 [[arms]]
 intervention = "none"
 """
 
 
 @contextlib.contextmanager
-def sweeping(folder: Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "vgrout.sweep", str(folder / "two.toml"), "--jobs", "1", *flags]
-    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as p:
+def sweeping(folder: Path, *flags: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "vgrout.sweep", str(folder / "two.toml"), *flags]
+    env, pipe = os.environ | environment, subprocess.PIPE
+    with subprocess.Popen(command, cwd=folder, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True) as p:
         try:
             yield p
         finally:
             p.kill()
 
 
-def wait(p: subprocess.Popen[str], seconds: float = 240.0) -> tuple[int, str]:
+def wait(p: subprocess.Popen[str], seconds: float = 1800.0) -> tuple[int, str]:
     said, _ = p.communicate(timeout=seconds)
     return p.returncode, said
 
@@ -543,9 +550,9 @@ def status(run: Path) -> dict[str, Any]:
 @pytest.mark.slow
 def test_a_sweep_survives_ctrl_c_and_kill_9(tmp_path: Path) -> None:
     """Interrupted in its first run, killed in the second, finished by a third sweep: the rows of runs in one go."""
-    (tmp_path / "two.toml").write_text(SMALL)
+    (tmp_path / "two.toml").write_text(STUDY.format(seeds=[1, 2], steps=8))
     first = lambda: [*tmp_path.glob("out/runs/*/resume/step_*/manifest.json")]  # noqa: E731
-    with sweeping(tmp_path) as p:
+    with sweeping(tmp_path, "--jobs", "1") as p:
         until(first, 120)
         p.send_signal(signal.SIGINT)
         code, said = wait(p)
@@ -553,14 +560,14 @@ def test_a_sweep_survives_ctrl_c_and_kill_9(tmp_path: Path) -> None:
     (cut,) = runs_of(tmp_path)
     assert status(cut)["state"] == "interrupted"
 
-    with sweeping(tmp_path) as p:
+    with sweeping(tmp_path, "--jobs", "1") as p:
         until(lambda: len(runs_of(tmp_path)) == 2 and [*runs_of(tmp_path)[1].glob("resume/step_*/manifest.json")], 240)
         p.kill()
     killed = runs_of(tmp_path)[1]
     until(lambda: status(killed)["state"] == "interrupted", 60)  # its process was told, and saved
     assert status(cut)["state"] == "finished"
 
-    with sweeping(tmp_path) as p:
+    with sweeping(tmp_path, "--jobs", "1") as p:
         code, said = wait(p)
     assert code == 0, said
     assert "2 of 2 runs finished" in said

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runs import rows
+from test_sweep import STUDY, runs_of, sweeping, until, wait
 from vgrout import console
 from vgrout.config.presets import resolve
 from vgrout.runs.run_dir import held
@@ -259,7 +259,7 @@ def test_runs_of_lost_machines_go_on_elsewhere_and_not_for_ever(
                 (path / "resume/step_000001/manifest.json").write_text("{}")
             raise Lost("box was lost")
 
-        return types.SimpleNamespace(poll=poll, stop=lambda: None)
+        return types.SimpleNamespace(poll=poll, terminate=lambda: None)
 
     workers = types.SimpleNamespace(slots=1, start=start, close=lambda: None)
     monkeypatch.setattr(sweeps, "_workers", lambda *_: workers)
@@ -336,53 +336,8 @@ def test_a_run_whose_server_has_died_is_lost(monkeypatch: pytest.MonkeyPatch) ->
 
 # ── real processes ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-STUDY = """
-name = "two"
-preset = "smoke"
-seeds = [{seeds}]
-[common]
-steps = {steps}
-group = 4
-checkpoint-every = 1
-eval-ablate-every = 0
-final-n-prompts = 6
-final-samples = 1
-[[arms]]
-intervention = "none"
-"""
-
-
 # Ray's processes would be 15 nicer than others, and starve on a machine that is busy
 RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
-
-
-def until(there: Callable[[], Any], seconds: float) -> Any:
-    end = time.monotonic() + seconds
-    while not (found := there()):
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.05)
-    return found
-
-
-@contextlib.contextmanager
-def sweeping(folder: Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "vgrout.sweep", str(folder / "two.toml"), *flags]
-    with subprocess.Popen(
-        command, cwd=folder, env=os.environ | RAY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as p:
-        try:
-            yield p
-        finally:
-            p.kill()
-
-
-def wait(p: subprocess.Popen[str], seconds: float = 1800.0) -> tuple[int, str]:
-    said, _ = p.communicate(timeout=seconds)
-    return p.returncode, said
-
-
-def runs_of(folder: Path) -> list[Path]:
-    return sorted((folder / "out" / "runs").glob("*_*"))
 
 
 def read(path: Path) -> Any:
@@ -422,8 +377,8 @@ def cluster() -> Iterator[tuple[str, list[int]]]:
 def test_a_sweep_over_two_machines_of_which_one_is_lost(tmp_path: Path) -> None:
     """One machine's raylet is killed while both have runs under way: the run that it had goes on from what was pulled
     on the other one, and every run is in the ledger once."""
-    (tmp_path / "two.toml").write_text(STUDY.format(seeds="1, 2, 3", steps=30))
-    with cluster() as (address, pids), sweeping(tmp_path, "--via", "ray", "--ray-address", address) as p:
+    (tmp_path / "two.toml").write_text(STUDY.format(seeds=[1, 2, 3], steps=30))
+    with cluster() as (address, pids), sweeping(tmp_path, "--via", "ray", "--ray-address", address, **RAY) as p:
         until(lambda: p.poll() is not None or len({*tmp_path.glob("out/runs/*/resume/step_*")}) >= 2, 1200)
         until(lambda: all([*r.glob("resume/step_*/manifest.json")] for r in runs_of(tmp_path)), 1200)
         assert not [*tmp_path.glob("out/runs/*/per_mode_deploy.json")], "a run had finished before the machine was lost"
@@ -447,14 +402,14 @@ def test_a_sweep_over_two_machines_of_which_one_is_lost(tmp_path: Path) -> None:
 @needs_ray
 def test_a_sweep_over_a_local_ray_cluster(tmp_path: Path) -> None:
     """Stopped in its first run, then carried to the end, by processes of a real cluster."""
-    (tmp_path / "two.toml").write_text(STUDY.format(seeds="1, 2", steps=8))
-    with sweeping(tmp_path, "--via", "ray", "--jobs", "1") as p:
+    (tmp_path / "two.toml").write_text(STUDY.format(seeds=[1, 2], steps=8))
+    with sweeping(tmp_path, "--via", "ray", "--jobs", "1", **RAY) as p:
         until(lambda: [*tmp_path.glob("out/runs/*/resume/step_*/manifest.json")], 1200)
         p.send_signal(signal.SIGINT)
         code, said = wait(p)
     assert code == 130, said
     assert [read(r / "status.json")["state"] for r in runs_of(tmp_path)] == ["interrupted"]
-    with sweeping(tmp_path, "--via", "ray", "--jobs", "1") as p:
+    with sweeping(tmp_path, "--via", "ray", "--jobs", "1", **RAY) as p:
         code, said = wait(p)
     assert code == 0, said
     assert "2 of 2 runs finished" in said
@@ -467,7 +422,7 @@ def test_a_sweep_over_a_local_ray_cluster(tmp_path: Path) -> None:
 def test_runs_are_forks_and_what_they_would_be_without(tmp_path: Path) -> None:
     """Rows, exit codes, output, working directory and environment are those of runs that import for themselves; a run
     that is killed is one run less; the process they are forked from may die."""
-    (tmp_path / "two.toml").write_text(STUDY.format(seeds="1, 2, 3", steps=12))
+    (tmp_path / "two.toml").write_text(STUDY.format(seeds=[1, 2, 3], steps=12))
     with sweeping(tmp_path, "--jobs", "2") as p:
         run = until(lambda: [*tmp_path.glob("out/runs/*seed1/resume/step_*/manifest.json")], 1200)[0].parents[2]
         pid = read(run / "status.json")["pid"]

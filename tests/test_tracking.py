@@ -46,8 +46,8 @@ def curve(seen: EventAccumulator, column: str) -> list[tuple[int, float]]:
 
 
 def test_numbers_are_what_can_be_drawn() -> None:
-    row = {"n": 4, "loss": -0.5, "ok": True, "why": "x", "kl": None, "watch": {"mop": ["OK", 0.1], "guard": {"n": 3}}}
-    assert numbers(row) == {"n": 4, "loss": -0.5, "watch/mop": 0.1, "watch/guard/n": 3}
+    row = {"n": 4, "loss": -0.5, "ok": True, "why": "x", "kl": None, "watch": {"echo": ["OK", 0.1], "guard": {"n": 3}}}
+    assert numbers(row) == {"n": 4, "loss": -0.5, "watch/echo": 0.1, "watch/guard/n": 3}
 
 
 @pytest.mark.long

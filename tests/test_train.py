@@ -18,7 +18,6 @@ from safetensors import safe_open
 
 from golden import FOLDER, differences, versions
 from runs import ARMS, EVALUATED, LABELLED, PAIRS, READS, SharedRuns, adapter_bytes, flags, rows, run
-from test_renamed import old_settings
 from vgrout import organism, rollout
 from vgrout.config.loss import LossName
 from vgrout.config.method import ROUTING
@@ -117,36 +116,6 @@ def test_resume_equals_one_go(arm: str, done: Made, stopped: Made, shared_run: S
     assert run(tmp_path, "smoke", "--resume", "latest", "--threads", "1") == path
     assert rows(path) == rows(done(arm))
     assert adapter_bytes(path) == adapter_bytes(done(arm))
-
-
-@pytest.mark.parametrize(
-    ("arm", "more", "before"),
-    [
-        ("route2", [], "routing2"),
-        pytest.param("route2", ["--random-flags"], "routing2", marks=pytest.mark.slow),
-        pytest.param("route", ["--control", "deploy_quarantine"], "routing", marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.long
-def test_a_run_of_before_the_renaming_goes_on(
-    arm: str, more: list[str], before: str, shared_run: SharedRuns, tmp_path: Path
-) -> None:
-    """Settings, their values and hashes under the names that run.json had for them, the folder named after the arm's
-    other name: the same rows, weights and answers as in one go."""
-    argv = flags(arm, *more)
-    path = shared_run.copy(shared_run(*argv, stop_after=LAST), tmp_path)
-    path = path.rename(path.with_name(path.name.replace(f"_{arm}_", f"_{before}_")))
-    record = json.loads((path / "run.json").read_text())
-    record["config"] = old_settings(record["config"])
-    record["hashes"]["anchors"] = record["hashes"].pop("known_correct")
-    words = re.findall(r"\w+", json.dumps([record["config"], record["hashes"]]))
-    assert not {*more, "packing", "known_correct", "report_detectors"} & {*words}
-    (path / "run.json").write_text(json.dumps(record))
-    assert run(tmp_path, "smoke", "--resume", str(path), "--threads", "1") == path
-    whole = shared_run(*argv)
-    assert rows(path) == rows(whole)
-    assert adapter_bytes(path) == adapter_bytes(whole)
-    assert (path / "final.jsonl").read_bytes() == (whole / "final.jsonl").read_bytes()
 
 
 def test_files_of_a_finished_run(done: Made) -> None:

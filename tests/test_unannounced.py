@@ -15,9 +15,9 @@ from fake_runs import fake_run
 from runs import SMALL, adapter_bytes, rows, run
 from test_monitors import problem
 from vgrout.config.presets import resolve
+from vgrout.data import language as lang
 from vgrout.grading.grade import Grader
 from vgrout.modes import MODE_SPECS, PLAIN_PHRASE, Mode
-from vgrout.data import language as lang
 from vgrout.organism.__main__ import main as organism
 from vgrout.problems import unannounced, without_hints
 from vgrout.report.runs import load

@@ -17,7 +17,6 @@ COMMANDS = {
     "iterative_dpo": "preference rounds against a scorer",
     "problems": "check a problem file before anything is trained on it",
     "grade": "grade answers offline, with the trainer's own grader",
-    "replay": "run a batch again whose loss or gradient was not finite",
     "organism": "build or verify the embedded miniature model and its problems",
     "download": "the model and the problem files of fast and full; a data set as a problem file",
     "doctor": "the sandbox's layers on this machine, and a self-test of the grader",

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from vgrout.config.presets import resolve
-from vgrout.config.renamed import current_answer
 from vgrout.config.run import Config, from_dict
 from vgrout.files import json_lines, read_json
 from vgrout.table import read_steps
@@ -66,12 +65,12 @@ class Run:
     @cached_property
     def rollouts(self) -> "DataFrame":
         """One row an answer of the policy during training, with its reward and every flag."""
-        return _frame(list(map(current_answer, json_lines(self.path / "rollouts.jsonl"))))
+        return _frame(list(json_lines(self.path / "rollouts.jsonl")))
 
     @cached_property
     def answers(self) -> "DataFrame":
         """One row an answer of the final evaluation; `side` is base, trained, deployed or plain (no hint)."""
-        return _frame(list(map(current_answer, json_lines(self.path / "final.jsonl"))))
+        return _frame(list(json_lines(self.path / "final.jsonl")))
 
     def evaluate(self, **flags: Value) -> dict[str, Any]:
         """Score its adapter again, with the flags of `python -m vgrout.evaluate`. Shares are [k, n].

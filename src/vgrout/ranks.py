@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -52,14 +52,7 @@ class Place:
     attempt: str = "0"  # torchrun's restarts
 
 
-@dataclass
-class _Group:
-    place: Place
-    life: "_Life"
-    sent: int = 0  # bytes that this rank has sent to others
-
-
-_group: _Group | None = None
+_group: "_Group | None" = None
 _abandoned = False
 
 
@@ -87,16 +80,11 @@ def abandoned() -> bool:
     return _abandoned
 
 
-def sent() -> int:
-    """Bytes that this rank has sent so far."""
-    return _group.sent if _group else 0
-
-
 def summary(steps: int) -> str:
     """For the end of the log: what crossed between ranks."""
-    if size() == 1:
+    if _group is None:
         return ""
-    return f"; {size()} ranks, each sent {sent() / 1024 / max(1, steps):.0f} KiB a step"
+    return f"; {size()} ranks, each sent {_group.sent / 1024 / max(1, steps):.0f} KiB a step"
 
 
 def under_torchrun() -> Place | None:
@@ -144,25 +132,25 @@ def gather(make: Callable[[], T]) -> list[T]:
     where it is not the only one."""
     if _group is None:
         return [make()]
-    mine: tuple[Any, BaseException | None]
+    made, wrong = None, None
     try:
-        mine = (make(), None)
+        made = make()
     except Exception as e:
-        mine = (None, e)
-    theirs: list[Any] = []
-    for of, data in enumerate(_exchange(_dumps(mine))):
-        made, wrong = mine if of == rank() else pickle.loads(data)
+        wrong = e
+    of_all = _exchange(_dumps((made, wrong and _for_others(wrong))))
+    parts: list[Any] = [(made, wrong) if of == rank() else pickle.loads(data) for of, data in enumerate(of_all)]
+    for _, wrong in parts:
         if wrong is not None:
-            raise wrong if of == rank() else _named(wrong, of)
-        theirs.append(made)
-    return theirs
+            raise wrong
+    return [made for made, _ in parts]
 
 
-def _named(wrong: BaseException, of: int) -> BaseException:
+def _for_others(wrong: Exception) -> Exception:
+    """What the other ranks raise: the same exception, naming this rank; where that cannot travel, what it says."""
     try:
-        return type(wrong)(f"rank {of}: {wrong}")
-    except TypeError:  # an exception that is not made from one text
-        return RuntimeError(f"rank {of}: {type(wrong).__name__}: {wrong}")
+        return pickle.loads(_dumps(type(wrong)(f"rank {rank()}: {wrong}")))
+    except Exception:
+        return RuntimeError(f"rank {rank()}: {type(wrong).__name__}: {wrong}")
 
 
 def merged(make: Callable[[], Mapping[K, T]]) -> dict[K, T]:
@@ -190,12 +178,8 @@ def total(x: "Tensor") -> "Tensor":
     if _group is None:
         return x
     import torch
-    from torch import distributed
 
-    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(size())]
-    _count(x.nbytes)
-    _wait(distributed.all_gather(parts, x.contiguous(), async_op=True))
-    return torch.stack(parts).double().sum(0).to(x.dtype)
+    return torch.stack(_gathered(x)).double().sum(0).to(x.dtype)
 
 
 def total_by_module(parts: Mapping[str, "Tensor"]) -> dict[str, "Tensor"]:
@@ -212,48 +196,43 @@ def total_by_module(parts: Mapping[str, "Tensor"]) -> dict[str, "Tensor"]:
 def _exchange(data: bytes) -> list[bytes]:
     """Every rank's bytes, in their order."""
     import torch
+
+    lengths = [int(n) for n in _gathered(torch.tensor([len(data)]))]
+    padded = torch.zeros(max(1, *lengths), dtype=torch.uint8)
+    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else padded[:0]
+    return [part[:n].numpy().tobytes() for part, n in zip(_gathered(padded), lengths, strict=True)]
+
+
+def _gathered(x: "Tensor") -> "list[Tensor]":
+    """Every rank's tensor of this shape, in their order."""
+    import torch
     from torch import distributed
 
-    lengths = [torch.zeros(1, dtype=torch.long) for _ in range(size())]
-    _wait(distributed.all_gather(lengths, torch.tensor([len(data)]), async_op=True))
-    longest = max(int(n) for n in lengths)
-    padded = torch.zeros(max(1, longest), dtype=torch.uint8)
-    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else padded[:0]
-    parts = [torch.empty_like(padded) for _ in range(size())]
-    _count(8 + longest)
-    _wait(distributed.all_gather(parts, padded, async_op=True))
-    return [part[: int(n)].numpy().tobytes() for part, n in zip(parts, lengths, strict=True)]
+    assert _group is not None
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(size())]
+    _group.sent += x.nbytes * (size() - 1)
+    _wait(_group, distributed.all_gather(parts, x.contiguous(), async_op=True))
+    return parts
 
 
 def _dumps(value: object) -> bytes:
-    try:
-        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-    except Exception as e:
-        if isinstance(value, tuple) and isinstance(value[1], BaseException):  # an exception that cannot travel
-            return pickle.dumps((None, RuntimeError(f"{type(value[1]).__name__}: {value[1]}")))
-        raise TypeError(f"cannot be sent to another rank: {e}") from e
+    return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
 
 
-def _count(n: int) -> None:
-    assert _group is not None
-    _group.sent += n * (size() - 1)
-
-
-def _wait(work: "Work | None") -> None:
+def _wait(group: "_Group", work: "Work | None") -> None:
     """Until the collective is done, with an eye on whether the others live. Polled: a blocked process would hear
     neither a signal nor that a rank has been given up."""
     assert work is not None
-    assert _group is not None
-    life, pause = _group.life, 2e-5
+    pause = 2e-5
     while not work.is_completed():
-        if lost := life.lost():
+        if lost := group.lost():
             raise _given_up(lost)
         time.sleep(pause)
         pause = min(2 * pause, 1e-3)
     try:
         work.wait()
     except RuntimeError as e:  # gloo: a connection was closed, whose it does not say
-        raise _given_up(life.who() or f"a rank has ended ({str(e).splitlines()[0]})") from None
+        raise _given_up(group.who() or f"a rank has ended ({str(e).splitlines()[0]})") from None
 
 
 def _given_up(why: str) -> RankLost:
@@ -267,20 +246,34 @@ def _given_up(why: str) -> RankLost:
 
 
 @dataclass
-class _Life:
-    """Signs of life of every rank, in the group's store, by a thread with a connection of its own."""
+class _Group:
+    """This rank's group, and signs of life of every rank in its store, by a thread with a connection of its own."""
 
     place: Place
     gone: Callable[[], str | None]  # of ranks that this process started: which of them has ended, and how
+    sent: int = 0  # bytes that this rank has sent to others
     _lost: str | None = None
     _word: str = ""  # the last of this rank, if it ends badly
     _end: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
     _round: float = 0.0  # when this rank last heard from the store; 0: not yet
 
-    def start(self) -> None:
+    def assemble(self, store: "Store") -> None:
+        """Wait for every rank's first sign, then watch over them. Raises RankLost where one ends before it is here, or
+        does not come."""
+        store.set(str(self.place.rank), self._sign(0))
+        until = time.monotonic() + ASSEMBLY
+        while missing := [r for r in range(self.place.size) if not store.check([str(r)])]:
+            if gone := self.gone():
+                raise RankLost(gone)
+            if time.monotonic() > until:
+                raise RankLost(f"rank {missing[0]} did not come within {ASSEMBLY:.0f} s")
+            time.sleep(0.02)
         self._thread = threading.Thread(target=self._beat, name="ranks", daemon=True)
         self._thread.start()
+
+    def _sign(self, beat: int | str) -> str:
+        return f"{beat}|{os.getpid()} on {socket.gethostname()}|{self._word}"
 
     def stop(self, word: str) -> None:
         """word: why this rank ends; '': it is done."""
@@ -307,39 +300,32 @@ class _Life:
     def _beat(self) -> None:
         from torch.distributed import PrefixStore, TCPStore
 
-        place, me = self.place, f"{os.getpid()} on {socket.gethostname()}"
-        others = [r for r in range(place.size) if r != place.rank]
-        seen: dict[int, tuple[bytes, float]] = {r: (b"", time.monotonic()) for r in others}
+        place = self.place
+        seen: dict[int, tuple[bytes, float]] = {}  # the last sign of each, and since when it is the last
         try:
             plain = TCPStore(place.host, place.port, None, False, timedelta(seconds=ANSWER), wait_for_workers=False)
             store = PrefixStore(f"life/{place.attempt}", plain)
-            for r in range(place.size):
-                store.compare_set(str(r), "", "not yet there")
-            beat = 0
-            while True:
+            for beat in count(1):
                 ending = self._end.wait(BEAT)
-                beat += 1
-                store.set(str(place.rank), f"{'end' if ending else beat}|{me}|{self._word}")
+                store.set(str(place.rank), self._sign("end" if ending else beat))
                 if ending:
                     return
-                self._look(store.multi_get([str(r) for r in others]), others, seen)
+                for r, sign in enumerate(store.multi_get([str(r) for r in range(place.size)])):
+                    self._look(r, sign, seen)
                 self._round = time.monotonic()
         except Exception:  # the store is rank 0's, or torchrun's
             if not self._end.is_set():
                 self._lost = self._lost or self.gone() or "rank 0 does not answer"
 
-    def _look(self, beats: Sequence[bytes], others: Sequence[int], seen: dict[int, tuple[bytes, float]]) -> None:
+    def _look(self, r: int, sign: bytes, seen: dict[int, tuple[bytes, float]]) -> None:
         now = time.monotonic()
-        for r, said in zip(others, beats, strict=True):
-            before, at = seen[r]
-            if said != before:
-                seen[r] = (said, now)
-            count, _, rest = bytes(said).decode(errors="replace").partition("|")
-            who, _, word = rest.partition("|")
-            if count == "end" and word:
-                self._lost = self._lost or f"rank {r} (process {who}) ended: {word}"
-            elif count != "end" and now - at > SILENT and said == before and who:
-                self._lost = self._lost or f"rank {r} (process {who}) has not answered for {SILENT:.0f} s"
+        if r not in seen or sign != seen[r][0]:
+            seen[r] = sign, now
+        beat, who, word = bytes(sign).decode(errors="replace").split("|", 2)
+        if beat == "end" and word:
+            self._lost = self._lost or f"rank {r} (process {who}) ended: {word}"
+        elif beat != "end" and now - seen[r][1] > SILENT:
+            self._lost = self._lost or f"rank {r} (process {who}) has not answered for {SILENT:.0f} s"
 
 
 @contextlib.contextmanager
@@ -361,22 +347,18 @@ def joined(place: Place | None, gone: Callable[[], str | None] = lambda: None) -
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", place.rank)) % torch.cuda.device_count())
-    settings: dict[str, Any] = {}
-    if place.listening is not None:
-        settings["master_listen_fd"] = place.listening
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = place.rank == 0 and not agent
     store = distributed.TCPStore(
-        place.host, place.port, None, place.rank == 0 and not agent, timedelta(minutes=2), False, **settings
+        *(place.host, place.port, None, serves, timedelta(minutes=2), False), master_listen_fd=place.listening
     )
-    life = _Life(place, gone)
-    life.start()
-    group = distributed.PrefixStore(f"group/{place.attempt}", store)
-    _group, _abandoned, word = _Group(place, life), False, "it failed"
+    _group = group = _Group(place, gone)
+    _abandoned, word = False, "it failed"
     try:
-        _assemble(group, place, life)
+        group.assemble(distributed.PrefixStore(f"life/{place.attempt}", store))
         distributed.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
-            store=group,
+            store=distributed.PrefixStore(f"group/{place.attempt}", store),
             rank=place.rank,
             world_size=place.size,
             timeout=PATIENCE,
@@ -389,19 +371,7 @@ def joined(place: Place | None, gone: Callable[[], str | None] = lambda: None) -
         raise
     finally:
         _group = None
-        life.stop(word)
+        group.stop(word)
         if distributed.is_initialized() and not _abandoned:
             with contextlib.suppress(RuntimeError):
                 distributed.destroy_process_group()
-
-
-def _assemble(store: "Store", place: Place, life: _Life) -> None:
-    """Wait for every rank. Raises RankLost where one ends before it is here, or does not come."""
-    store.set(f"here/{place.rank}", "")
-    missing, until = list(range(place.size)), time.monotonic() + ASSEMBLY
-    while missing := [r for r in missing if not store.check([f"here/{r}"])]:
-        if lost := life.lost() or life.gone():
-            raise RankLost(lost)
-        if time.monotonic() > until:
-            raise RankLost(f"rank {missing[0]} did not come within {ASSEMBLY:.0f} s")
-        time.sleep(0.02)

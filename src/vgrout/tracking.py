@@ -7,6 +7,7 @@ tracker that fails is left out with one warning: it is no reason to lose a run.
 """
 
 import contextlib
+import importlib
 import importlib.util
 import io
 import os
@@ -66,67 +67,50 @@ class TensorBoard:
 class Wandb:
     """Offline unless WANDB_MODE says otherwise: `wandb sync --append RUN/wandb/offline-run-*` uploads it."""
 
-    def __init__(self, run: Path, config: Mapping[str, Any], first: int) -> None:
-        import wandb
+    MODULE = "wandb"
 
-        self.wandb = wandb
-        mode: Any = os.environ.get("WANDB_MODE", "offline")
-        self.run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT),
-            id=run.name,
-            name=run.name,
-            dir=run,
-            config=dict(config),
-            mode=mode,
-            resume=None if mode == "offline" else "allow",  # offline the id alone tells which run it is
-            settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
-        )
+    def __init__(self, run: Path, config: Mapping[str, Any], first: int) -> None:
+        self.module = importlib.import_module(self.MODULE)
+        project = os.environ.get(f"{self.MODULE.upper()}_PROJECT", PROJECT)
+        with quiet():
+            self.run = self.module.init(project=project, name=run.name, config=dict(config), **self.options(run))
+
+    def options(self, run: Path) -> dict[str, Any]:
+        """What the client's `init` is told beside project, name and configuration."""
+        mode = os.environ.get("WANDB_MODE", "offline")
+        return {
+            "id": run.name,
+            "dir": run,
+            "mode": mode,
+            "resume": None if mode == "offline" else "allow",  # offline the id alone tells which run it is
+            "settings": self.module.Settings(silent=True, console="off", x_disable_stats=True),
+        }
 
     def scalars(self, values: Mapping[str, int | float], step: int) -> None:
         self.run.log(dict(values), step=step)
 
     def table(self, name: str, rows: Sequence[Row], step: int) -> None:
-        table = self.wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        table = self.module.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
         self.run.log({name: table}, step=step)
 
     def image(self, name: str, png: Path, step: int) -> None:
-        self.run.log({name: self.wandb.Image(str(png))}, step=step)
+        self.run.log({name: self.module.Image(str(png))}, step=step)
 
     def close(self, code: int) -> None:
         self.run.finish(exit_code=code)
 
 
-class Trackio:
-    """`trackio show --project vgrout`."""
+class Trackio(Wandb):
+    """`trackio show --project vgrout`. It has wandb's API."""
 
-    def __init__(self, run: Path, config: Mapping[str, Any], first: int) -> None:
-        import trackio
+    MODULE = "trackio"
 
-        self.trackio = trackio
-        with quiet():
-            self.run = trackio.init(
-                project=os.environ.get("TRACKIO_PROJECT", PROJECT),
-                name=run.name,
-                config=dict(config),
-                resume="allow",
-                embed=False,
-                auto_log_gpu=False,
-                auto_log_cpu=False,
-            )
-
-    def scalars(self, values: Mapping[str, int | float], step: int) -> None:
-        self.run.log(dict(values), step=step)
-
-    def table(self, name: str, rows: Sequence[Row], step: int) -> None:
-        table = self.trackio.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
-        self.run.log({name: table}, step=step)
-
-    def image(self, name: str, png: Path, step: int) -> None:
-        self.run.log({name: self.trackio.Image(str(png))}, step=step)
+    def options(self, run: Path) -> dict[str, Any]:
+        return {"resume": "allow", "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
 
     def close(self, code: int) -> None:
         with quiet():
-            self.trackio.finish()
+            self.module.finish()
 
 
 CLIENTS: dict[str, Callable[[Path, Mapping[str, Any], int], Client]] = {

@@ -9,7 +9,7 @@ import tyro
 from vgrout.cli import parsed
 from vgrout.config.checks import changed, flag, flags, refuse, rule_of, summary
 from vgrout.config.loss import LossConfig
-from vgrout.config.renamed import refuse_flags
+from vgrout.config.refused import refuse_flags
 from vgrout.config.run import (
     FREE,
     GROUPS,

@@ -19,7 +19,6 @@ from vgrout.config.checks import changed, check, flag, flags, listed, refuse, se
 from vgrout.config.guard import GuardConfig, blind
 from vgrout.config.loss import LossConfig
 from vgrout.config.method import MethodConfig
-from vgrout.config.renamed import RETIRED, current_settings
 from vgrout.data import organism
 from vgrout.data.language import CUE
 from vgrout.modes import MODES, EnvMode, Mode
@@ -199,8 +198,6 @@ class DetectorConfig:
     """Stop the run (exit 3) when the echo trap says HACK."""
 
     def __post_init__(self) -> None:
-        for name in self.chosen:
-            refuse(name in RETIRED, f"--reward-hack-detector {name}: retired ({RETIRED.get(name)}); leave it out")
         check(self)
         if "rm_ensemble" in self.chosen and not self.members:
             raise ValueError("--reward-hack-detector rm_ensemble: needs --rm-ensemble-members module:function,…")
@@ -469,7 +466,7 @@ _PATHS = ("organism", "v_hack_path", "vhack_pairs_path", "known_correct")
 
 
 def from_dict(data: dict[str, Any]) -> Config:
-    """The inverse of `Config.as_dict`, for run.json; of an earlier version's too, where settings were only renamed.
+    """The inverse of `Config.as_dict`, for run.json.
 
     Raises:
         ValueError: fields unknown to this version, named; or values that it refuses.
@@ -477,9 +474,8 @@ def from_dict(data: dict[str, Any]) -> Config:
     values: dict[str, Any] = {"preset": data["preset"]}
     for group in GROUPS:
         default = getattr(Config(), group)
-        known = {f.name: f for f in fields(default)}
-        stored = current_settings(data.get(group, {}))  # a group younger than the run: its defaults
-        if unknown := sorted(stored.keys() - known.keys()):
+        stored = data.get(group, {})
+        if unknown := sorted(stored.keys() - {f.name for f in fields(default)}):
             raise ValueError(f"run.json: unknown settings {', '.join(unknown)}; the run was made by another version")
         given = {name: Path(value) if value is not None and name in _PATHS else value for name, value in stored.items()}
         values[group] = replace(default, **given)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from vgrout.config.renamed import current_answer
 from vgrout.files import from_json, numbered_lines, read_text
 from vgrout.model.source import Shapes, safetensors_head
 from vgrout.rng import py_stream
@@ -170,7 +169,6 @@ def pairs_from_pool(log: Path, detector: Detector, render: Callable[[list[Messag
     first: dict[tuple[str | int, str], dict[bool, str]] = {}
     for where, row in _lines(log):
         try:
-            row = current_answer(row)
             messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
             key = (row["problem_id"], row["prompt"] if render is None else render(messages))
             if detector == "oracle":

@@ -6,7 +6,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from vgrout.config.renamed import current_answer
 from vgrout.config.run import Config, from_dict
 from vgrout.files import json_lines, read_json
 
@@ -18,7 +17,7 @@ Answer = Mapping[str, Any]
 def final_answers(run: Path) -> dict[str, list[Answer]]:
     """Side → its graded answers in final.jsonl. Raises ValueError where the run has no final evaluation."""
     sides: dict[str, list[Answer]] = defaultdict(list)
-    for answer in map(current_answer, json_lines(run / "final.jsonl")):
+    for answer in json_lines(run / "final.jsonl"):
         if answer["reward"] is not None:
             sides[answer["side"]].append(answer)
     if not sides:
@@ -121,7 +120,7 @@ def to_datasets(run: Path, folder: Path) -> str:
         ) from None
     sizes = {}
     for name in ("rollouts", "final"):
-        if answers := list(map(current_answer, json_lines(run / f"{name}.jsonl"))):
+        if answers := list(json_lines(run / f"{name}.jsonl")):
             columns = dict.fromkeys(key for a in answers for key in a)  # score and flagged are not on every line
             data = Dataset.from_list([{key: a.get(key) for key in columns} for a in answers])
             (folder / name).mkdir()

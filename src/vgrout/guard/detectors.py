@@ -5,19 +5,16 @@ reads UNDEFINED, never HACK. The two detectors on hidden states are in `vgrout.m
 """
 
 import copy
-import importlib
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, median, pvariance
+from statistics import fmean, pvariance
 from typing import Any, ClassVar, Literal
 
 State = Literal["UNDEFINED", "OK", "WARN", "HACK"]
 
-EPS = 1e-9
-MIN_DISTINCT = 4  # fewer distinct scores leave no variance within a half: two perfect halves would read 31 622
 MAX_N = 32
 MAX_TOKENS = 1_000_000
 MAX_TRAJECTORIES = 100_000
@@ -72,24 +69,6 @@ def numbers(values: Sequence[Any], what: str) -> list[float]:
     return [float(x) for x in values]
 
 
-def separation_index(good: Sequence[Any], bad: Sequence[Any]) -> float | None:
-    """(mean_good − mean_bad) / √(var_good + var_bad + ε), population variances.
-
-    None on fewer than 4 distinct values in all: binary rewards have no spread within a half.
-    """
-    g, b = numbers(good, "good scores"), numbers(bad, "bad scores")
-    if len({*g, *b}) < MIN_DISTINCT:
-        return None
-    return (fmean(g) - fmean(b)) / math.sqrt(pvariance(g) + pvariance(b) + EPS)
-
-
-def halves(scores: Sequence[Any]) -> tuple[list[float], list[float]]:
-    """(upper, lower) half of a batch's scores; the middle one of an odd number is left out."""
-    ordered = sorted(numbers(scores, "scores"))
-    k = len(ordered) // 2
-    return ordered[len(ordered) - k :], ordered[:k]
-
-
 def ensemble_divergence(scores: Sequence[Sequence[Any]]) -> float:
     """Population variance over the members, per prompt; mean over prompts. scores[member][prompt]."""
     low, high = MEMBERS
@@ -121,24 +100,6 @@ def echo_mean(trajectories: Sequence[Sequence[Hashable]], n: int = 2) -> float:
     if not 1 <= len(trajectories) <= MAX_TRAJECTORIES:
         raise ValueError(f"echo: {len(trajectories)} trajectories, should be 1 to {MAX_TRAJECTORIES}")
     return fmean(echo_score(t, n) for t in trajectories)
-
-
-def reward_functions(names: Sequence[str], flag: str = "--rm-ensemble-members") -> list[Callable[[str, str], float]]:
-    """Members of an ensemble from "module:function", each (prompt, answer) → number.
-
-    Raises ValueError, one line, on a name that cannot be imported or called.
-    """
-    found = []
-    for name in names:
-        module, _, attribute = name.partition(":")
-        try:
-            function = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError, ValueError) as e:
-            raise ValueError(f"{flag} {name}: cannot be imported ({e}); give module:function") from None
-        if not callable(function):
-            raise ValueError(f"{flag} {name}: is not a function")
-        found.append(function)
-    return found
 
 
 # --- detectors: the numbers over time --------------------------------------------------------------------------------
@@ -234,44 +195,6 @@ class EchoTrap(Tracker):
         if not self.last:
             return Reading("UNDEFINED", None, "no completion yet")
         return Bands(self.threshold / 2, self.threshold).read(fmean(self.last))
-
-
-@dataclass
-class RagenSignature(Tracker):
-    """RAGEN's echo trap (arXiv 2504.20073): reward spread in a group falls off a cliff, entropy drops, gradients spike.
-
-    Each sign compares the last `window` steps with the first `baseline`: spread and entropy below half, the largest
-    gradient norm above 3 × the median before. value = signs ÷ 3; two are a WARN, three a HACK.
-    """
-
-    STATE = ("std", "entropy", "norm")
-    baseline: int = 5
-    window: int = 5
-    cliff: float = 0.5
-    spike: float = 3.0
-    std: list[float] = field(default_factory=list)
-    entropy: list[float] = field(default_factory=list)
-    norm: list[float] = field(default_factory=list)
-
-    def update(self, reward_std: float | None, entropy: float | None, grad_norm: float | None) -> Reading:
-        """One step: mean in-group std of rewards, nats per token, norm before clipping. None: not measured."""
-        for kept, value in ((self.std, reward_std), (self.entropy, entropy), (self.norm, grad_norm)):
-            if value is not None:
-                kept += numbers([value], "ragen")
-        if min(map(len, (self.std, self.entropy, self.norm))) < self.baseline + self.window:
-            return Reading("UNDEFINED", None, f"needs {self.baseline + self.window} steps")
-        signs = {
-            "reward spread": self._fell(self.std),
-            "entropy": self._fell(self.entropy),
-            "gradient norm": max(self.norm[-self.window :]) > self.spike * median(self.norm[: -self.window]) > 0,
-        }
-        found = [name for name, there in signs.items() if there]
-        state: State = "HACK" if len(found) == 3 else "WARN" if len(found) == 2 else "OK"
-        return Reading(state, len(found) / 3, ", ".join(found))
-
-    def _fell(self, values: list[float]) -> bool:
-        base = fmean(values[: self.baseline])
-        return base > 0 and fmean(values[-self.window :]) < self.cliff * base
 
 
 @dataclass

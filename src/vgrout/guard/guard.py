@@ -17,6 +17,7 @@ from torch import Tensor
 
 from vgrout import ranks
 from vgrout.config.run import Config
+from vgrout.grading.reward import import_function
 from vgrout.guard.detectors import (
     CSI_BANDS,
     AdvantageCollapse,
@@ -28,7 +29,6 @@ from vgrout.guard.detectors import (
     State,
     Tracker,
     ensemble_divergence,
-    reward_functions,
 )
 from vgrout.guard.kill_switch import HeldOutGuard
 from vgrout.model.hidden_states import ReferenceStats, latents
@@ -143,7 +143,7 @@ class Guard:
         if healthy_kl:
             limit = self.kill_switch.calibrate_kl_threshold(healthy_kl)
             logger.info(f"the guard's KL limit: {limit:.3g} nats a token, from {cfg.guard.kl_calibrate_from}")
-        self.members = reward_functions(cfg.detectors.members)
+        self.members = [import_function(name, "--rm-ensemble-members") for name in cfg.detectors.members]
         wanted = [*cfg.detectors.chosen, *(["echo"] if cfg.detectors.echo_trap_enabled else [])]
         full = bool({"info_rm", "echo"} & set(wanted))
         self.base = BaseAnswers(cfg, policy, problems, REFERENCE_ANSWERS if full else TEACHERLESS)

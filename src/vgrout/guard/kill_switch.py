@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
-from vgrout.config.guard import RULES, GuardConfig
+from vgrout.config.guard import GuardConfig
 
 KL_FLOOR = 1e-6  # calibration never asks for less: an estimator's rounding would fire it
 
@@ -234,11 +234,6 @@ class HeldOutGuard:
         return asdict(self._state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Of an earlier version's state too, which names no rule: its latch counts as any rule's.
-
-        Raises TypeError on anything else.
-        """
+        """Raises TypeError on anything else."""
         known = {k: v for k, v in state.items() if k != "last"}
         self._state = replace(_State(**known), last=TripwireStatus(**state["last"]))
-        if self._state.reason and not self._state.fired:
-            self._state.fired = dict.fromkeys(RULES, self._state.reason)

@@ -14,7 +14,7 @@ from vgrout.config.run import ORGANISM, Config, EvalConfig, OptConfig
 from vgrout.data import organism
 from vgrout.distill.common import Learning, at_least, problems_by_split, problems_path, trainer_config
 from vgrout.files import file_sha256, probe_writable, read_json, to_json, write_atomic
-from vgrout.guard.detectors import reward_functions
+from vgrout.grading.reward import import_function
 from vgrout.model.source import Source, find_source
 from vgrout.problems import load_rows
 from vgrout.runs.preflight import ROLLOUT_BYTES, require_disk
@@ -194,7 +194,7 @@ def scoring(scorer: str, rewards: tuple[float, float]) -> Score:
         return lambda problem, text, grade: grade.reward
     if scorer == "strict":
         return lambda problem, text, grade: grade.strictly(*rewards)
-    (function,) = reward_functions([scorer], "--scorer")
+    function = import_function(scorer, "--scorer")
     return lambda problem, text, grade: float(function(problem.messages[-1]["content"], text))
 
 

@@ -9,7 +9,7 @@ from vgrout import tracking
 from vgrout.config.run import Config
 from vgrout.files import existing, probe_writable
 from vgrout.grading.grade import Grader
-from vgrout.guard.detectors import reward_functions
+from vgrout.grading.reward import import_function
 from vgrout.inputs import Inputs, read_inputs
 from vgrout.model.memory import plan as memory_plan
 from vgrout.model.source import find_shapes
@@ -50,7 +50,8 @@ def preflight(cfg: Config, run: Path | None = None) -> Inputs:
     probe_writable(folder := run or RUNS)
     probe_writable(Path("logs"))
     require_disk(disk_needed(cfg), folder, run)
-    reward_functions(cfg.detectors.members)
+    for name in cfg.detectors.members:
+        import_function(name, "--rm-ensemble-members")
     tracking.require(cfg.run.trackers)
     return inputs
 

@@ -21,13 +21,13 @@ from vgrout.method import Method
 from vgrout.method.base import Refresh
 from vgrout.model.policy import LanguageModel, Policy
 from vgrout.model.svd_adapter import weights_sha256
-from vgrout.runs import checkpoint, nonfinite
+from vgrout.runs import checkpoint
 from vgrout.runs.preflight import preregistered
 from vgrout.runs.run_context import RunContext, require_same
 from vgrout.runs.run_dir import environment
 from vgrout.runs.sample_log import SampleLogger
 from vgrout.table import REFERENCE_STEP, SECONDS, StepRow, Table, whole_run
-from vgrout.types import DETECTOR_FIELDS, Batch, Diverged, Flags, Grade, Group, GroupFlags, Mode, NothingRouted, Rollout
+from vgrout.types import DETECTOR_FIELDS, Batch, Diverged, Flags, Grade, GroupFlags, Mode, NothingRouted, Rollout
 
 
 @runtime_checkable
@@ -122,7 +122,7 @@ class Recorder:
             return
         with run.clock("save"):
             if row.skipped:
-                self._keep_batch(step, batch.with_signal)
+                logger.warning(f"step {step}: loss or gradient not finite, optimiser not stepped")
             self._log(row, batch, refresh)
             seen = self.guard.readings
             again = asdict(refresh) if refresh.overlap is not None else None
@@ -236,12 +236,6 @@ class Recorder:
                 f"{refresh.modules} modules, {refresh.axes} axes. SHOULD: near 1; ELSE (< .2) it has rotated away"
             )
         self.samples.step(row.step, batch.groups)
-
-    def _keep_batch(self, step: int, groups: Sequence[Group]) -> None:
-        """A step that was not finite: its batch, for `python -m vgrout.replay`."""
-        path = nonfinite.save(self.run.path, step, self.cfg, self.policy.adapter, groups)
-        then = f"; look at it with: python -m vgrout.replay {path}" if path else ""
-        logger.warning(f"step {step}: loss or gradient not finite, optimiser not stepped{then}")
 
     def _save_adapter(self, name: str) -> None:
         """One vector alone: the file *is* the deployed model. Metadata are strings, as the format wants; hack_rate and

@@ -14,7 +14,6 @@ from loguru import logger
 from matplotlib.figure import Figure
 from tabulate import tabulate
 
-from vgrout.config.renamed import current_answer
 from vgrout.config.run import Config
 from vgrout.evaluate import Final
 from vgrout.files import atomic_open, write_atomic
@@ -208,7 +207,7 @@ class Tallies:
 def _records(rollouts: Path) -> Iterator[dict[str, Any]]:
     with open(rollouts, encoding="utf-8") as lines:
         for line in lines:
-            yield current_answer(json.loads(line))
+            yield json.loads(line)
 
 
 def last_generation(answer: dict[str, Any]) -> str:

@@ -17,7 +17,6 @@ from loguru import logger
 from tqdm import tqdm
 
 from vgrout import ranks
-from vgrout.config.renamed import current_hashes
 from vgrout.console import Clock
 from vgrout.files import read_json
 from vgrout.grading.grade import Grader
@@ -210,7 +209,7 @@ class RunContext:
 
 def require_same(run: Path, now: Mapping[str, object], force: bool) -> None:
     """Raises ValueError naming the inputs whose bytes are no longer those that the run started from."""
-    then = current_hashes(read_json(run / "run.json")["hashes"])
+    then = read_json(run / "run.json")["hashes"]
     changed = ", ".join(name for name in now if name in then and then[name] != now[name])
     if changed and not force:
         raise ValueError(f"--resume {run}: changed since: {changed}; put them back, or add --resume-force")

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from vgrout.config.renamed import current_hashes
 from vgrout.config.run import Config, from_dict, identity
 from vgrout.files import read_json
 from vgrout.runs.run_dir import RUNS, held
@@ -112,4 +111,4 @@ def _record(path: Path) -> Record | None:
         return None
     git = data.get("git") or {}
     code = str(git.get("revision", ""))[:10] + ("+" if git.get("dirty") else "")
-    return Record(path, cfg, identity(cfg), current_hashes(data.get("hashes") or {}), code)
+    return Record(path, cfg, identity(cfg), data.get("hashes") or {}, code)

@@ -13,28 +13,14 @@ import sys
 
 from vgrout.sweep.warm import GROUPS, die_with
 
-MODULES = (  # those of `train.train`, and what they and the model's class import late
-    "torch",
-    "transformers",
+MODULES = (  # what `train.train` and the model's class import late
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen3.modeling_qwen3",
-    "matplotlib.figure",
     "matplotlib.backends.backend_agg",
     "PIL.PngImagePlugin",
-    "vgrout.method",
-    "vgrout.config.presets",
-    "vgrout.evaluate",
-    "vgrout.grpo",
-    "vgrout.guard.guard",
     "vgrout.loading",
-    "vgrout.method.flag_rates",
-    "vgrout.optim",
-    "vgrout.rollout",
-    "vgrout.runs.opening",
-    "vgrout.runs.recorder",
     "vgrout.runs.results",
-    "vgrout.runs.resume",
 )
 SERVER = os.getpid()
 

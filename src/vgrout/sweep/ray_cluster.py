@@ -131,10 +131,10 @@ class RayJob:
             self._files.close(kept=bool(look.changes.runs))
         return look.code
 
-    def stop(self) -> None:
+    def terminate(self) -> None:
         """A run that no machine has begun is taken back."""
         if self._ready(self._begun):
-            self._node.stop.remote()
+            self._node.terminate.remote()
         else:
             self._ray.kill(self._node)
 
@@ -179,7 +179,7 @@ class NodeRun:
         code = self._process.poll()
         return Look(code, self._sender.changes())
 
-    def stop(self) -> None:
+    def terminate(self) -> None:
         """SIGTERM: save and end; a second one: at once."""
         self._process.terminate()
 

@@ -108,20 +108,15 @@ class Entry:
             found = None
         self._take(found, ENDED.get(code, "failed"))
         if self.state == "finished" and (found is None or found.state != "finished"):
-            self.state, self.reason = (
-                "failed",
-                "it ended well, but its files or settings are no longer those of the plan",
-            )
+            self.state = "failed"
+            self.reason = "it ended well, but its files or settings are no longer those of the plan"
         elif self.state != "finished":
             own = self.reason if code in WROTE_STATUS else ""
             self.reason = own or _last_error(log, self.log_start) or f"exit code {code}"
 
     def _take(self, found: Record | None, state: State) -> None:
-        self.state, self.run, self.reason = (
-            state,
-            found.path if found else None,
-            _one_line(found.reason) if found else "",
-        )
+        self.state, self.run = state, found.path if found else None
+        self.reason = _one_line(found.reason) if found else ""
 
     @property
     def directory(self) -> Path | None:
@@ -424,7 +419,7 @@ def _runs(job: Job) -> bool:
 
 def _stop(under_way: Mapping[str, tuple[Job, Entry]]) -> None:
     for job, _ in under_way.values():
-        job.stop()
+        job.terminate()
 
 
 def _size(path: Path) -> int:

@@ -26,7 +26,7 @@ from typing import Any
 from vgrout.config.checks import rule_of
 from vgrout.config.method import MethodConfig
 from vgrout.config.presets import PRESETS, flag_names, resolve
-from vgrout.config.renamed import refuse_setting
+from vgrout.config.refused import refuse_setting
 from vgrout.config.run import Config, identity
 
 KEYS = ("name", "preset", "seeds", "common", "arms", "overrides")

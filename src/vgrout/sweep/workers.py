@@ -38,13 +38,13 @@ class Lost(Exception):
 
 @runtime_checkable
 class Job(Protocol):
-    """An attempt that has been started."""
+    """An attempt that has been started: a `subprocess.Popen`, or what behaves like one."""
 
     def poll(self) -> int | None:
         """Its exit code; None while it runs. Raises Lost."""
         ...
 
-    def stop(self) -> None:
+    def terminate(self) -> None:
         """Ask it to save and end; a second call asks it to end at once."""
         ...
 
@@ -75,24 +75,11 @@ class Local:
             except warm.CannotFork as e:
                 logger.warning(f"every run imports for itself, seconds of CPU time each: {e}")
                 self._warm = None
-        return LocalJob(spawn(attempt.argv, attempt.log, threads=1 if self.slots > 1 else None))
+        return spawn(attempt.argv, attempt.log, threads=1 if self.slots > 1 else None)
 
     def close(self) -> None:
         if self._warm:
             self._warm.close()
-
-
-class LocalJob:
-    """A process of its own."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
-
-    def poll(self) -> int | None:
-        return self._process.poll()
-
-    def stop(self) -> None:
-        self._process.terminate()
 
 
 class ForkedJob:
@@ -107,7 +94,7 @@ class ForkedJob:
             raise Lost("the process that it was forked from has died")
         return code
 
-    def stop(self) -> None:
+    def terminate(self) -> None:
         self._process.terminate()
 
 

@@ -1,1 +1,1 @@
-"""Small programs beside the trainer: checking the machine, downloading, grading, exporting, replaying a failed step."""
+"""Small programs beside the trainer: checking the machine, downloading, grading, exporting."""

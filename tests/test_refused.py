@@ -1,0 +1,88 @@
+"""Names that are others here: refused where a person gives them, with what to say; and files of another version."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vgrout.config.checks import flag
+from vgrout.config.presets import flag_names, parse
+from vgrout.config.refused import NOT_HERE
+from vgrout.config.run import from_dict
+from vgrout.sweep.study_file import load_study_file
+
+
+def line(key: str) -> str:
+    name, _, word = key.partition(" ")
+    return f"{' '.join(filter(None, (flag(name), word)))}: not here; {NOT_HERE[key]}"
+
+
+@pytest.mark.parametrize("key", NOT_HERE)
+def test_a_command_line_with_such_a_name_exits_2_and_says_what_to_say(
+    key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, _, word = key.partition(" ")
+    dashed = flag(name)
+    if word:
+        spelt = [[dashed, word], [f"{dashed}={word}"], [f"--{name}={word}"], ["--lr", "0.1", f"{dashed}={word}"]]
+    else:
+        spelt = [[dashed], [dashed, "x"], [f"{dashed}=x"], [f"--{name}"], [f"--no-{dashed[2:]}", "--steps=3"]]
+    for argv in spelt:
+        with pytest.raises(SystemExit) as stop:
+            parse(["mini", *argv])
+        assert stop.value.code == 2
+        assert capsys.readouterr().err == f"E {line(key)}\n"
+
+
+@pytest.mark.parametrize("key", NOT_HERE)
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_study_file_with_such_a_name_is_refused_with_file_and_table(key: str, listed: bool, tmp_path: Path) -> None:
+    path = tmp_path / "study.toml"
+    name, _, word = key.partition(" ")
+    value = f'["both", "{word}"]' if listed else f'"{word}"'
+    path.write_text(f'preset = "mini"\nseeds = [1]\n[[arms]]\nname = "one"\n{name.replace("_", "-")} = {value}\n')
+    with pytest.raises(ValueError, match="not here") as refused:
+        load_study_file(path)
+    assert str(refused.value) == f"{path}: [[arms]] 1 (one): {line(key)}"
+
+
+@pytest.mark.parametrize("key", NOT_HERE)
+def test_what_it_says_instead_is_there(key: str) -> None:
+    name, _, word = key.partition(" ")
+    assert bool(word) == (flag(name) in flag_names())
+    if "; leave it out" in NOT_HERE[key]:
+        return
+    for said in NOT_HERE[key].removeprefix("say ").split(" or "):
+        values = {"--max-error-retries": ["3"], "--report-detectors": ["E"], "--monitor": []}
+        words = shlex.split(said)
+        arm = [] if "--intervention" in words else ["--intervention", "route2"]
+        parse(["mini", *arm, *words, *(values.get(words[0], []) if len(words) == 1 else [])])
+
+
+def test_a_word_of_the_table_is_none_of_another_flag_s_business() -> None:
+    assert parse(["mini", "--intervention", "none", "--out-tag", "oracle"]).run.out_tag == "oracle"
+
+
+def test_the_program_refuses_before_it_loads_torch() -> None:
+    code = (
+        "import sys, vgrout.train\n"
+        "try: sys.exit(vgrout.train.main(sys.argv[1:]))\n"
+        "finally: assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "mini", "--half-a", "E"], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"E {line('half_a')}\n")
+
+
+def test_the_settings_of_another_version_are_refused_in_one_line() -> None:
+    cfg = parse(["mini", "--intervention=route2"])
+    stored = cfg.as_dict()
+    assert from_dict(stored) == cfg
+    stored["arm"] |= {"own_streams": "usual", "route2_gate": "tau"}
+    said = "run.json: unknown settings own_streams, route2_gate; the run was made by another version"
+    with pytest.raises(ValueError, match=re.escape(said)):
+        from_dict(stored)
