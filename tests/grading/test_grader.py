@@ -19,7 +19,8 @@ import vgrout
 from vgrout.grading import grade as grade_module
 from vgrout.grading.check import calibrated_limit, check_problems
 from vgrout.grading.grade import Grader, Limits, WeakSandbox
-from vgrout.grading.verifier import CAUSE_NONE, TRUSTED_MEMORY, _Watch
+from vgrout.grading.verifier import TRUSTED_MEMORY
+from vgrout.grading.watch import Watch
 from vgrout.types import MODES, Grade, Problem, Ungraded
 
 from .attacks import SAY, descendants, method
@@ -528,7 +529,7 @@ def test_root_is_marked_where_answers_run_as_root():
 def test_grading_needs_the_standard_library_only():
     code = (
         "import sys\nfrom vgrout.grading import check, child, extract, fork_server, grade\n"
-        "from vgrout.grading import isolation, probe, values, verifier\n"
+        "from vgrout.grading import isolation, messages, probe, values, verdict, verifier, watch\n"
         "from pathlib import Path\n"
         "own = {Path(m.__file__).parts[-2] for m in sys.modules.values() if getattr(m, '__file__', None)"
         " and 'site-packages' in m.__file__}\n"
@@ -583,10 +584,10 @@ def test_a_child_that_has_ended_is_not_charged_for_its_verifier() -> None:
     assert used > 0.01
     ours, theirs = socket.socketpair()
     try:
-        watch = _Watch(ours, used / 2, 10.0, True)
+        watch = Watch(ours, used / 2, 10.0, True)
         watch.pid, watch.pidfd = child, pidfd
         watch.look(lambda: False)
-        assert watch.cause == CAUSE_NONE
+        assert watch.cause == ""
     finally:
         for end in (ours, theirs):
             end.close()

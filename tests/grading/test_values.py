@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vgrout.grading.values import BadClaim, Raised, claim_room, decode_line, encode, holds, matches
-from vgrout.grading.verifier import new_decoys
+from vgrout.grading.verdict import new_decoys
 
 scalars = (
     st.none()
