@@ -189,7 +189,7 @@ def test_a_folder_goes_to_the_hub(
 
 REFUSED = {
     "rank of a model": (["--rank", "4"], "--rank: not read by --to model; leave it out"),
-    "no rank": (["--to", "peft", "--rank", "0"], "--rank 0: at least 1"),
+    "no rank": (["--to", "peft", "--rank", "0"], "--rank 0: should be at least 1"),
     "step of a log": (["--to", "inspect", "--step", "1"], "--step: not read by --to inspect; leave it out"),
     "no run": (["--to", "datasets"], "no run.json in it; --to datasets takes a run's folder"),
     "no such format": (["--to", "gguf"], "invalid choice"),

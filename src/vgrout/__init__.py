@@ -26,6 +26,10 @@ __all__ = ["Run", "RunFailed", "load_run", "make_arm", "register_arm", "train_ru
 
 def __getattr__(name: str) -> Any:
     """The names of vgrout.api, imported when they are asked for: `import vgrout` itself takes no time."""
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("vgrout")
     if name not in __all__:
         raise AttributeError(f"module 'vgrout' has no attribute {name!r}")
     from vgrout import api

@@ -90,7 +90,7 @@ def test_offline_without_a_bad_line_exits_with_0(problems: Path, tmp_path: Path,
         ({"answers": "absent.jsonl"}, "absent.jsonl: no such file"),
         ({"--problems": "absent.jsonl"}, "absent.jsonl: no such file"),
         ({"--out": "absent/grades.jsonl"}, "no such folder absent"),
-        ({"--workers": "0"}, "--workers 0: at least 1"),
+        ({"--workers": "0"}, "--workers 0: should be at least 1"),
     ],
 )
 def test_offline_refuses_bad_arguments_in_one_line(problems: Path, tmp_path: Path, monkeypatch, capfd, change, said):
@@ -107,7 +107,7 @@ def test_offline_refuses_bad_arguments_in_one_line(problems: Path, tmp_path: Pat
 
 
 def test_the_doctor_reports_and_tests_itself(capsys):
-    assert doctor.main() == 0
+    assert doctor.main([]) == 0
     out = capsys.readouterr().out
     assert "| seccomp" in out
     n = 2 * len(MODES) + 4
