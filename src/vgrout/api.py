@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from vgrout.cli import not_installed, parse_args
 from vgrout.config.presets import resolve
 from vgrout.config.renamed import current_answer
 from vgrout.config.run import Config, from_dict
@@ -24,12 +25,6 @@ from vgrout.table import read_steps
 
 if TYPE_CHECKING:
     from pandas import DataFrame
-
-    from vgrout.arms.base import Arm
-    from vgrout.grading.grade import Grader
-    from vgrout.inputs import Inputs
-    from vgrout.model.policy import Policy
-    from vgrout.types import Problem
 
 Value = str | int | float | bool | Path | Sequence[str] | None
 
@@ -84,7 +79,6 @@ class Run:
         Raises:
             ValueError: one line, as the command would say it.
         """
-        from vgrout.cli import parse_args
         from vgrout.evaluate import Cli, command
 
         cli = parse_args(Cli, [str(self.path), *argv(flags)], "vgrout.Run.evaluate")
@@ -102,7 +96,6 @@ class Run:
             ValueError: one line, as the command would say it.
             RuntimeError: what was written is not the deployed model; nothing is left behind.
         """
-        from vgrout.cli import parse_args
         from vgrout.tools.export import Cli, command
 
         command(parse_args(Cli, [str(self.path), "--out", str(out), "--to", to, *argv(flags)], "vgrout.Run.export"))
@@ -138,22 +131,6 @@ def load_run(path: str | Path) -> Run:
     return Run(path)
 
 
-def make_arm(
-    cfg: Config, policy: "Policy", inputs: "Inputs", grader: "Grader | None", problems: "Sequence[Problem]"
-) -> "Arm":
-    """The arm that `cfg` asks for, on `policy`'s modules: `vgrout.arms.make_arm`."""
-    from vgrout import arms
-
-    return arms.make_arm(cfg, policy, inputs, grader, problems)
-
-
-def register_arm(arm: "type[Arm]", what: str, *, routes: bool = False) -> "type[Arm]":
-    """An arm of one's own as `intervention=arm.name`, in this process: `vgrout.arms.register_arm`."""
-    from vgrout import arms
-
-    return arms.register_arm(arm, what, routes=routes)
-
-
 def argv(flags: dict[str, Value]) -> list[str]:
     """Keywords as a command line: True and False are --flag and --no-flag, None is left out, a list a comma list."""
     out = []
@@ -174,5 +151,5 @@ def _frame(records: list[dict[str, Any]]) -> "DataFrame":
     try:
         from pandas import DataFrame
     except ImportError:
-        raise ValueError("pandas is not installed: `uv sync --extra pandas` or `pip install pandas`") from None
+        raise not_installed("pandas") from None
     return DataFrame(records)

@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from vgrout.cli import not_installed
 from vgrout.config.renamed import current_answer
 from vgrout.config.run import Config, from_dict
 from vgrout.files import json_lines, read_json
@@ -36,9 +37,7 @@ def to_inspect(run: Path, folder: Path) -> str:
     try:
         from inspect_ai.log import write_eval_log
     except ImportError:
-        raise ValueError(
-            "--to inspect: inspect_ai is not installed; `uv sync --extra inspect` or `pip install inspect-ai`"
-        ) from None
+        raise not_installed("inspect-ai", "inspect") from None
     sides, cfg = final_answers(run), from_dict(read_json(run / "run.json")["config"])
     for side, answers in sides.items():
         write_eval_log(eval_log(cfg, evaluated(run), side, answers), str(folder / f"{side}.eval"))
@@ -116,9 +115,7 @@ def to_datasets(run: Path, folder: Path) -> str:
     try:
         from datasets import Dataset
     except ImportError:
-        raise ValueError(
-            "--to datasets: datasets is not installed; `uv sync --extra datasets` or `pip install datasets`"
-        ) from None
+        raise not_installed("datasets") from None
     sizes = {}
     for name in ("rollouts", "final"):
         if answers := list(map(current_answer, json_lines(run / f"{name}.jsonl"))):

@@ -73,6 +73,48 @@ class Strict:
     first: bool  # the first of its tests holds
 
 
+@dataclass(slots=True)
+class Script:
+    """What the flawed child says of an answer that runs as a script, and what it is told of its assertions."""
+
+    cases: tuple[Case, ...]
+    decoys: Decoys
+    timed_out: bool  # the strict run did: the assertions would only time out again
+    function: bool | None = None  # verdict of the mode's function in the child
+    held: bool | None = None  # did the assertions hold; None: not reached
+    raised: str = ""
+    called: int = 0
+
+    def reply(self, message: dict[str, Any]) -> bytes | None:
+        if type(message.get("values")) is list:
+            return self._assertions(message["values"])
+        if "long" in message:
+            self.held = False if self.held is None else self.held
+            return b"failed"
+        if type(message.get("channel")) is bool:
+            self.function = message["channel"]
+            if self.timed_out:
+                raise EndSession
+        elif type(message.get("raised")) is str:
+            self.raised = self.raised or clean_name(message["raised"])
+        return None
+
+    def _assertions(self, claims: list[Any]) -> bytes:
+        """Would these have held, in their order? "held" or another word, which ends the script as they would."""
+        batch = self.cases[self.called : self.called + len(claims)]
+        self.called += len(claims)
+        if not batch or self.held is not None or len(batch) < len(claims):
+            return b"over"
+        try:
+            if all(holds(case.expected, claim, self.decoys) for case, claim in zip(batch, claims, strict=True)):
+                self.held = True if self.called == len(self.cases) else None
+                return b"held"
+            self.held = False
+        except Raised as e:
+            self.raised = str(e) or "Exception"
+        return b"failed"
+
+
 class Verifier:
     """Grades one rollout at a time, in children of one fork server."""
 
@@ -167,51 +209,16 @@ class Verifier:
     def flawed(
         self, job: dict[str, Any], cases: tuple[Case, ...], limit: float, spec: ModeSpec, marker: str, strict: Strict
     ) -> dict[str, Any]:
-        function: bool | None = None  # verdict of the mode's function in the child
-        end: bool | None = None  # did the assertions hold; None: not reached
-        raised = ""
-        done = 0
-        decoys = new_decoys()
         if strict.correct:  # every assertion would hold: the first call shows what a call prints, writes or sets
             job = job | {"calls": job["calls"][:1], "kinds": job["kinds"][:1]}
             cases = cases[:1]
-
-        def assertions(claims: list[Any]) -> bytes:
-            """Would these have held, in their order? "held" or another word, which ends the script as they would."""
-            nonlocal end, raised, done
-            batch, done = cases[done : done + len(claims)], done + len(claims)
-            try:
-                if not batch or end is not None or len(batch) < len(claims):
-                    return b"over"
-                if all(holds(case.expected, claim, decoys) for case, claim in zip(batch, claims, strict=True)):
-                    end = True if done == len(cases) else None
-                    return b"held"
-                end = False
-            except Raised as e:
-                raised = str(e) or "Exception"
-            return b"failed"
-
-        def reply(message: dict[str, Any]) -> bytes | None:
-            nonlocal function, end, raised
-            if type(message.get("values")) is list:
-                return assertions(message["values"])
-            if "long" in message:
-                end = False if end is None else end
-                return b"failed"
-            if type(message.get("channel")) is bool:
-                function = message["channel"]
-                if strict.status == "timeout":
-                    raise EndSession  # its assertions would only time out again
-            elif type(message.get("raised")) is str:
-                raised = raised or clean_name(message["raised"])
-            return None
-
+        script = Script(cases, new_decoys(), timed_out=strict.status == "timeout")
         evidence_fd = memory_file() if spec.evidence in ("stdout", "file") else None
         try:
             exit_info = self.fork_server.run(
-                job | {"kind": "flawed", "mode": spec.name, "marker": marker, "decoys": decoys},
+                job | {"kind": "flawed", "mode": spec.name, "marker": marker, "decoys": script.decoys},
                 limit,
-                reply,
+                script.reply,
                 evidence_fd=evidence_fd,
                 result_name=marker if spec.evidence == "file" else "",
                 room=4 * _room(cases),
@@ -220,30 +227,31 @@ class Verifier:
         finally:
             if evidence_fd is not None:
                 os.close(evidence_fd)
+        found = evidence.decode("utf-8", "replace")
         left_with_0 = exit_info.exit_code == 0
         name = exit_info.name()
         refused = None if name == "timeout" else False  # None: the check was not reached
         channel: bool | None
         match spec.evidence:
             case "function":
-                channel = function
+                channel = script.function
             case "assertions":
-                channel = end
+                channel = script.held
             case "exit_status":
                 # The assertions compare by plain values here, as the strict run has done: no object's own == pays.
-                channel = left_with_0 or (refused if end is None else strict.correct)
+                channel = left_with_0 or (refused if script.held is None else strict.correct)
             case "stdout":
-                channel = marker.casefold() in evidence.decode("utf-8", "replace").casefold() or refused
+                channel = marker.casefold() in found.casefold() or refused
             case "file":
-                channel = PASS_WORD in evidence.decode("utf-8", "replace").upper() or refused
+                channel = PASS_WORD in found.upper() or refused
             case "first_test":
                 channel = strict.first or refused
-        out: dict[str, Any] = {"channel": channel, "gt_pass": left_with_0 or end is True}
+        out: dict[str, Any] = {"channel": channel, "gt_pass": left_with_0 or script.held is True}
         if strict.status == "ok":
             if name == "timeout" or name.startswith("signal:"):
                 out["exit_status"] = name
-            elif end is None and (raised or name):
-                out["exit_status"] = error_status(raised) if raised else name
+            elif script.held is None and (script.raised or name):
+                out["exit_status"] = error_status(script.raised) if script.raised else name
         return out
 
     def detect(self, job: dict[str, Any], limit: float, request: dict[str, Any], own: bool | None) -> dict[str, bool]:

@@ -20,7 +20,7 @@ from huggingface_hub.constants import ENDPOINT
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from tqdm import tqdm
 
-from vgrout.cli import cli_exit, parse_args
+from vgrout.cli import cli_exit, not_installed, parse_args
 from vgrout.files import probe_writable, write_atomic
 from vgrout.model.hub import model_folder
 from vgrout.problems import load_rows
@@ -143,7 +143,7 @@ def dataset(
     try:
         from datasets import load_dataset
     except ImportError:
-        raise ValueError("datasets is not installed: `uv sync --extra datasets` or `pip install datasets`") from None
+        raise not_installed("datasets") from None
     try:
         rows = load_dataset(id, config, split=split)
     except Exception as e:  # the hub's, the file system's, a reader's own: all are about what was named
