@@ -164,17 +164,11 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
     server.server_close()
 
 
-@pytest.fixture
-def finished(tmp_path: Path, done: Path) -> Path:
-    """The run's folder, where --to datasets needs no model."""
-    return done
-
-
 @pytest.mark.filterwarnings("default")
 def test_a_folder_goes_to_the_hub(
-    finished: Path, tmp_path: Path, stand_in: type[Hub], capsys: pytest.CaptureFixture[str]
+    done: Path, tmp_path: Path, stand_in: type[Hub], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = [str(finished), "--to", "peft", "--push-to-hub", "me/run"]
+    argv = [str(done), "--to", "peft", "--push-to-hub", "me/run"]
     assert export.main([*argv, "--out", str(tmp_path / "lora")]) == 0
     (made,) = stand_in.made
     assert (made["name"], made["visibility"]) == ("run", "private")
