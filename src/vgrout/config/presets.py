@@ -204,11 +204,11 @@ def with_method(argv: Sequence[str]) -> list[str]:
         ValueError: no method of that name, or two of them.
     """
     words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--method=") else [word])]
-    if (n := words.count("--method")) == 0:
+    if "--method" not in words:
         return list(argv)
     at = words.index("--method")
     name = words[at + 1] if at + 1 < len(words) else ""
-    refuse(n > 1, "--method: given twice; one is enough")
+    refuse(words.count("--method") > 1, "--method: given twice; one is enough")
     refuse(name not in METHODS, f"--method {name}: should be one of {', '.join(METHODS)}")
     rest = [*words[:at], *words[at + 2 :]]
     given = {_bare(word) for word in rest}

@@ -137,7 +137,8 @@ class RewardFunction:
 
     def _number(self, value: Any) -> float:
         if self._batched:
-            if isinstance(value, str) or not isinstance(value, Iterable) or len(found := list(value)) != 1:
+            found = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else []
+            if len(found) != 1:
                 raise RewardFailed("returned no list with one number for one completion")
             value = found[0]
         kind = type(value).__name__

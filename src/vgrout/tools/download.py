@@ -71,17 +71,17 @@ def ensure(file: DataFile, folder: Path, source: str) -> str:
     """
     path, url = folder / file.name, source + file.name
     put = f"put {url} there yourself (git blob {file.blob}…, {file.rows} rows)"
-    fetched = False
-    if path.is_file():
-        content = path.read_bytes()
-    else:
+    fetched = not path.is_file()
+    if fetched:
         probe_writable(folder)
         try:
             content = fetch(url)
         except (OSError, urllib.error.URLError) as e:
             raise ValueError(f"{path}: cannot be fetched ({getattr(e, 'reason', e)}); {put}") from None
-        fetched = True
-    if not (blob := git_blob(content)).startswith(file.blob):
+    else:
+        content = path.read_bytes()
+    blob = git_blob(content)
+    if not blob.startswith(file.blob):
         where = "what came from the network" if fetched else "the file that is there"
         raise ValueError(f"{path}: {where} has git blob {blob[:12]}…, not {file.blob}…; {put}")
     if fetched:
