@@ -53,22 +53,13 @@ def evaluated(run: Path) -> datetime:
 
 def eval_log(cfg: Config, created: datetime, side: str, answers: Sequence[Answer]) -> Any:
     """An inspect_ai EvalLog of one side."""
-    from inspect_ai.log import (
-        EvalConfig,
-        EvalDataset,
-        EvalLog,
-        EvalMetric,
-        EvalResults,
-        EvalSample,
-        EvalScore,
-        EvalSpec,
-    )
+    from inspect_ai import log
     from inspect_ai.model import ModelOutput
     from inspect_ai.scorer import Score
 
     model = f"vgrout/{cfg.run_id}/{side}"
     samples = [
-        EvalSample(
+        log.EvalSample(
             id=a["problem_id"],
             epoch=a["sample"] + 1,
             input=a["messages"][-1]["content"],
@@ -81,24 +72,26 @@ def eval_log(cfg: Config, created: datetime, side: str, answers: Sequence[Answer
         for a in answers
     ]
     ids = list(dict.fromkeys(a["problem_id"] for a in answers))
-    results = EvalResults(
+    results = log.EvalResults(
         total_samples=len(samples),
         completed_samples=len(samples),
         scores=[
-            EvalScore(name=name, scorer=name, metrics={"mean": EvalMetric(name="mean", value=_mean(answers, name))})
+            log.EvalScore(
+                name=name, scorer=name, metrics={"mean": log.EvalMetric(name="mean", value=_mean(answers, name))}
+            )
             for name in SCORES
         ],
     )
-    spec = EvalSpec(
+    spec = log.EvalSpec(
         created=created.isoformat(timespec="seconds"),
         task=f"vgrout_final_{side}",
         task_args={"side": side},
         model=model,
-        dataset=EvalDataset(name=cfg.problems_path.name, samples=len(ids), sample_ids=ids),
-        config=EvalConfig(epochs=max(a["sample"] for a in answers) + 1),
+        dataset=log.EvalDataset(name=cfg.problems_path.name, samples=len(ids), sample_ids=ids),
+        config=log.EvalConfig(epochs=max(a["sample"] for a in answers) + 1),
         metadata={"config": cfg.as_dict()},
     )
-    return EvalLog(status="success", eval=spec, samples=samples, results=results)
+    return log.EvalLog(status="success", eval=spec, samples=samples, results=results)
 
 
 def _mean(answers: Sequence[Answer], name: str) -> float:
