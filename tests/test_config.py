@@ -90,6 +90,8 @@ def test_presets_are_the_published_ones() -> None:
 
 
 BAD = [
+    ([], "name a preset first: smoke, mini"),
+    (["--lr", "3"], "name a preset first"),
     (["maxi"], "maxi"),
     (["mini", "--no-such-flag", "1"], "--no-such-flag"),
     (["mini", "--intervention", "rout"], "--intervention"),

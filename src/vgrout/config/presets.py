@@ -151,6 +151,7 @@ def resolve(argv: list[str] | None) -> Config:
         show_help(argv[0] if argv[0] in PRESETS else "", "--help-all" in argv)
     argv = with_method(joined(argv))
     refuse_flags(argv)
+    refuse(not argv or argv[0].startswith("-"), f"name a preset first: {', '.join(PRESETS)}; then flags, or --help")
     cfg = parsed(
         lambda: tyro.extras.overridable_config_cli(
             PRESETS, args=argv, prog="python -m vgrout.train", config=(tyro.conf.OmitArgPrefixes,)
