@@ -8,9 +8,9 @@ if TYPE_CHECKING:
     from vgrout.api import Run as Run
     from vgrout.api import RunFailed as RunFailed
     from vgrout.api import load_run as load_run
+    from vgrout.api import make_arm as make_arm
+    from vgrout.api import register_arm as register_arm
     from vgrout.api import train_run as train_run
-    from vgrout.arms import make_arm as make_arm
-    from vgrout.arms import register_arm as register_arm
 
 # Commands of one file lie in tools/, and keep the names that scripts call: `python -m vgrout.doctor`.
 __path__.append(str(Path(__file__).with_name("tools")))
@@ -25,11 +25,13 @@ __all__ = ["Run", "RunFailed", "load_run", "make_arm", "register_arm", "train_ru
 
 
 def __getattr__(name: str) -> Any:
-    """The names of `__all__`, imported when they are asked for: `import vgrout` itself takes no time."""
-    import importlib.metadata
-
-    if name == "__version__":
-        return importlib.metadata.version("vgrout")
+    """The names of vgrout.api, imported when they are asked for: `import vgrout` itself takes no time."""
     if name not in __all__:
+        if name == "__version__":
+            from importlib.metadata import version
+
+            return version("vgrout")
         raise AttributeError(f"module 'vgrout' has no attribute {name!r}")
-    return getattr(importlib.import_module("vgrout.arms" if name.endswith("_arm") else "vgrout.api"), name)
+    from vgrout import api
+
+    return getattr(api, name)

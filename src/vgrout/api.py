@@ -26,6 +26,12 @@ from vgrout.table import read_steps
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+    from vgrout.arms.base import Arm
+    from vgrout.grading.grade import Grader
+    from vgrout.inputs import Inputs
+    from vgrout.model.policy import Policy
+    from vgrout.types import Problem
+
 Value = str | int | float | bool | Path | Sequence[str] | None
 
 
@@ -129,6 +135,22 @@ def load_run(path: str | Path) -> Run:
     if not (path / "run.json").is_file():
         raise ValueError(f"{path}: no run.json in it; a run's folder is one of those below out/runs")
     return Run(path)
+
+
+def make_arm(
+    cfg: Config, policy: "Policy", inputs: "Inputs", grader: "Grader | None", problems: "Sequence[Problem]"
+) -> "Arm":
+    """The arm that `cfg` asks for, on `policy`'s modules: `vgrout.arms.make_arm`."""
+    from vgrout import arms
+
+    return arms.make_arm(cfg, policy, inputs, grader, problems)
+
+
+def register_arm(arm: "type[Arm]", what: str, *, routes: bool = False) -> "type[Arm]":
+    """An arm of one's own as `intervention=arm.name`, in this process: `vgrout.arms.register_arm`."""
+    from vgrout import arms
+
+    return arms.register_arm(arm, what, routes=routes)
 
 
 def argv(flags: dict[str, Value]) -> list[str]:

@@ -4,11 +4,11 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, fields, make_dataclass, replace
+from importlib.metadata import version
 from typing import Annotated, Any
 
 import tyro
 
-import vgrout
 from vgrout import organism
 from vgrout.cli import parsed
 from vgrout.config.checks import changed, flag, flags, legal_values, refuse, rule_of, summary
@@ -145,7 +145,7 @@ def resolve(argv: list[str] | None) -> Config:
     first bad flag."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if "--version" in argv:
-        print(f"vgrout {vgrout.__version__}")
+        print(f"vgrout {version('vgrout')}")
         raise SystemExit(0)
     if {"-h", "--help", "--help-all"} & {*argv}:
         show_help(argv[0] if argv[0] in PRESETS else "", "--help-all" in argv)
