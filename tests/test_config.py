@@ -13,9 +13,8 @@ from typing import Any, get_args
 
 import pytest
 
-import vgrout
+import vgrout.__main__
 from vgrout import losses
-from vgrout.__main__ import main as vgrout_command
 from vgrout.config.arm import ARMS, CONTROLS, ArmConfig, Control, Intervention
 from vgrout.config.checks import Rule, check, flag, rule_of, setting
 from vgrout.config.loss import LOSSES, LossConfig, LossName
@@ -65,7 +64,7 @@ def test_help_is_one_screen_of_everyday_flags(
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert said(capsys, "smoke", "--version") == f"vgrout {vgrout.__version__}\n"
-    assert vgrout_command(["--version"]) == 0
+    assert vgrout.__main__.main(["--version"]) == 0
     assert capsys.readouterr().out == f"vgrout {vgrout.__version__}\n"
 
 
