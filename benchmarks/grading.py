@@ -24,7 +24,9 @@ from tqdm import tqdm
 
 from benchmarks.rows import Report, Row
 from vgrout.grading.grade import Grader, as_request
-from vgrout.grading.verifier import ForkServerHandle, Settings, Verifier
+from vgrout.grading.messages import Settings
+from vgrout.grading.verdict import Verifier
+from vgrout.grading.watch import ForkServerHandle
 from vgrout.problems import load_problems
 from vgrout.types import MODES, Problem
 

@@ -13,11 +13,12 @@ from typing import Any, get_args
 
 import pytest
 
+import vgrout.__main__
 from vgrout import losses
 from vgrout.config.checks import Rule, check, flag, rule_of, setting
 from vgrout.config.loss import LOSSES, LossConfig, LossName
-from vgrout.config.method import ARMS, CONTROLS, Control, Intervention, MethodConfig
-from vgrout.config.presets import METHODS, PRESETS, flag_names, parse, resolve, resumed
+from vgrout.config.method import CONTROLS, MethodConfig
+from vgrout.config.presets import EVERYDAY, METHODS, PRESETS, flag_names, parse, resolve, resumed
 from vgrout.config.run import GROUPS, Config, from_dict
 from vgrout.runs.preflight import preflight
 
@@ -29,12 +30,42 @@ def test_the_flag_list_is_a_decision() -> None:
     assert FLAGS.read_text().split() == flag_names()
 
 
-def test_every_flag_is_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+def said(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """What a command line that leaves at once has printed."""
     with pytest.raises(SystemExit) as stop:
-        parse(["mini", "--help"])
+        parse([*argv])
     assert stop.value.code == 0
-    shown = capsys.readouterr().out
+    return capsys.readouterr().out
+
+
+def test_help_all_has_every_flag_arm_control_and_loss_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = " ".join(said(capsys, "mini", "--help-all").replace("│", " ").split())
     assert not [flag for flag in flag_names() if flag not in shown]
+    lines = (
+        {n: s.what for n, s in (*ARMS.items(), *CONTROLS.items())} | LOSSES | {n: w for n, (w, _) in METHODS.items()}
+    )
+    assert not [name for name, what in lines.items() if f"{name}: {what}" not in shown]
+
+
+@pytest.mark.parametrize("preset", ["", *PRESETS])
+def test_help_is_one_screen_of_everyday_flags(
+    preset: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = said(capsys, *([preset] if preset else []), "--help")
+    assert max(map(len, shown.splitlines())) <= 80
+    assert shown.count("\n") <= 60
+    assert {*re.findall(r"^\W\W?(--[a-z][a-z-]+)", shown, re.M)} == set(map(flag, EVERYDAY))
+    assert {*map(flag, EVERYDAY)} <= {"--method", *flag_names()}
+    assert "--help-all shows every flag" in shown
+    assert all(f"\n  {name} " in shown for name in PRESETS)
+    assert (f"(default: {PRESETS[preset or 'mini'][1].scale.steps})" in shown) == bool(preset)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, "smoke", "--version") == f"vgrout {vgrout.__version__}\n"
+    assert vgrout.__main__.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"vgrout {vgrout.__version__}\n"
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -58,6 +89,11 @@ def test_presets_are_the_published_ones() -> None:
 
 
 BAD = [
+    ([], "name a preset first: smoke, mini"),
+    (["--lr", "3"], "name a preset first"),
+    (["maxi"], "maxi"),
+    (["mini", "--no-such-flag", "1"], "--no-such-flag"),
+    (["mini", "--intervention", "rout"], "--intervention"),
     (["mini", "--lr", "-1"], "--lr"),
     (["mini", "--lr", "nan"], "--lr"),
     (["mini", "--group", "1"], "--group"),
@@ -183,7 +219,8 @@ def test_bad_flags_exit_2_and_name_the_flag(argv: list[str], named: str, capsys:
     with pytest.raises(SystemExit) as stop:
         parse(argv)
     assert stop.value.code == 2
-    said = capsys.readouterr().err
+    out, said = capsys.readouterr()
+    assert not out
     assert named in said
     assert said.startswith("E ")
     assert said.count("\n") == 1
@@ -195,13 +232,6 @@ def test_one_line_also_where_frames_cannot_be_drawn() -> None:
         redirect_stdout(io.StringIO()),
     ):
         resolve(["mini", "--lr", "-1"])
-
-
-@pytest.mark.parametrize("argv", [["mini", "--no-such-flag", "1"], ["maxi"], ["mini", "--intervention", "rout"]])
-def test_unknown_words_exit_2(argv: list[str]) -> None:
-    done = subprocess.run([sys.executable, "-m", "vgrout.train", *argv], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    assert not done.stdout
 
 
 def test_default_flags_of_another_arm_pass() -> None:
@@ -383,14 +413,6 @@ def test_arms_controls_and_losses_are_what_their_registries_say() -> None:
     assert all(spec.what for spec in (*ARMS.values(), *CONTROLS.values()))
     assert all(spec.arms and {*spec.arms} <= {*ARMS} for spec in CONTROLS.values())
     assert {arm for spec in CONTROLS.values() for arm in spec.arms} == {*ARMS}
-
-
-def test_help_has_every_arm_control_and_loss_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse(["mini", "--help"])
-    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    named = {**{n: s.what for n, s in (*ARMS.items(), *CONTROLS.items())}, **{n: s.what for n, s in LOSSES.items()}}
-    assert not [name for name, what in named.items() if f"{name}: {what}" not in shown]
 
 
 @pytest.mark.parametrize(

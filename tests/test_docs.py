@@ -72,7 +72,7 @@ def code_spans(page: Path) -> list[str]:
 
 @pytest.mark.parametrize("page", [README, ROOT / "docs" / "guide.md", ROOT / "docs" / "method.md"], ids=name)
 def test_every_flag_exists(page: Path) -> None:
-    known = set((ROOT / "tests" / "flags.txt").read_text(encoding="utf-8").split()) | {"--help", "--method"}
+    known = {*text(ROOT / "tests" / "flags.txt").split(), "--help", "--help-all", "--method"}
     for span in code_spans(page):
         if span.startswith(("uv sync", "tensorboard ", "wandb ", "trackio ", "inspect ")):  # other programs' flags
             continue

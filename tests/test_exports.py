@@ -164,17 +164,11 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
     server.server_close()
 
 
-@pytest.fixture
-def finished(tmp_path: Path, done: Path) -> Path:
-    """The run's folder, where --to datasets needs no model."""
-    return done
-
-
 @pytest.mark.filterwarnings("default")
 def test_a_folder_goes_to_the_hub(
-    finished: Path, tmp_path: Path, stand_in: type[Hub], capsys: pytest.CaptureFixture[str]
+    done: Path, tmp_path: Path, stand_in: type[Hub], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = [str(finished), "--to", "peft", "--push-to-hub", "me/run"]
+    argv = [str(done), "--to", "peft", "--push-to-hub", "me/run"]
     assert export.main([*argv, "--out", str(tmp_path / "lora")]) == 0
     (made,) = stand_in.made
     assert (made["name"], made["visibility"]) == ("run", "private")
@@ -189,7 +183,7 @@ def test_a_folder_goes_to_the_hub(
 
 REFUSED = {
     "rank of a model": (["--rank", "4"], "--rank: not read by --to model; leave it out"),
-    "no rank": (["--to", "peft", "--rank", "0"], "--rank 0: at least 1"),
+    "no rank": (["--to", "peft", "--rank", "0"], "--rank 0: should be at least 1"),
     "step of a log": (["--to", "inspect", "--step", "1"], "--step: not read by --to inspect; leave it out"),
     "no run": (["--to", "datasets"], "no run.json in it; --to datasets takes a run's folder"),
     "no such format": (["--to", "gguf"], "invalid choice"),

@@ -272,7 +272,7 @@ BAD: dict[str, tuple[Any, list[str], str]] = {
     ),
     "out exists": (teacher, ["--model", "organism", "--out", "here"], "--out here: exists"),
     "too few kept": (substrate, ["--model", "organism", "--at-least", "4"], "--at-least 4: more than --keep 3"),
-    "no answers": (teacher, ["--model", "organism", "--group", "0"], "--group 0: at least 1"),
+    "no answers": (teacher, ["--model", "organism", "--group", "0"], "--group 0: should be at least 1"),
     "mixed up": (substrate, ["--model", "organism", "--problems", "p.jsonl"], "go together"),
 }
 

@@ -30,5 +30,9 @@ __all__ = ["Run", "RunFailed", "Setup", "load_run", "make_method", "register_int
 def __getattr__(name: str) -> Any:
     """The names of vgrout.api and vgrout.method, imported when they are needed: `import vgrout` takes no time."""
     if name not in __all__:
+        if name == "__version__":
+            from importlib.metadata import version
+
+            return version("vgrout")
         raise AttributeError(f"module 'vgrout' has no attribute {name!r}")
     return getattr(import_module("vgrout.method" if name in _METHOD else "vgrout.api"), name)

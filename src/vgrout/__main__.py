@@ -32,10 +32,12 @@ def listing() -> str:
 def main(argv: list[str] | None = None) -> int:
     """0 listed, or the command's own exit code · 2 no such command."""
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
-    if name in ("-h", "--help", "help"):
+    if name in ("-h", "--help", "help", "--version"):
+        import vgrout
         from vgrout.cli import cli_exit
 
-        return cli_exit(lambda: print(listing(), flush=True) or 0)
+        text = f"vgrout {vgrout.__version__}" if name == "--version" else listing()
+        return cli_exit(lambda: print(text, flush=True) or 0)
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, 1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"

@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from vgrout.cli import not_installed, parse_args
 from vgrout.config.presets import resolve
 from vgrout.config.run import Config, from_dict
 from vgrout.files import json_lines, read_json
@@ -78,7 +79,6 @@ class Run:
         Raises:
             ValueError: one line, as the command would say it.
         """
-        from vgrout.cli import parse_args
         from vgrout.evaluate import Cli, command
 
         cli = parse_args(Cli, [str(self.path), *argv(flags)], "vgrout.Run.evaluate")
@@ -96,7 +96,6 @@ class Run:
             ValueError: one line, as the command would say it.
             RuntimeError: what was written is not the deployed model; nothing is left behind.
         """
-        from vgrout.cli import parse_args
         from vgrout.tools.export import Cli, command
 
         command(parse_args(Cli, [str(self.path), "--out", str(out), "--to", to, *argv(flags)], "vgrout.Run.export"))
@@ -152,5 +151,5 @@ def _frame(records: list[dict[str, Any]]) -> "DataFrame":
     try:
         from pandas import DataFrame
     except ImportError:
-        raise ValueError("pandas is not installed: `uv sync --extra pandas` or `pip install pandas`") from None
+        raise not_installed("pandas") from None
     return DataFrame(records)

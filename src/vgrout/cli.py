@@ -79,6 +79,11 @@ def cli_exit(run: Callable[[], int], interrupted: str = "interrupted") -> int:
         return 1
 
 
+def not_installed(package: str, extra: str = "") -> ValueError:
+    """The refusal where an extra of the installation is needed."""
+    return ValueError(f"{package} is not installed: `uv sync --extra {extra or package}` or `pip install {package}`")
+
+
 def parsed(cli: Callable[[], T]) -> T:
     """What `cli` reads from a command line; `--help` leaves. Raises ValueError, tyro's complaint in one line."""
     said = io.StringIO()

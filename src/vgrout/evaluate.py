@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from vgrout import console, ranks
 from vgrout.cli import cli_exit, parse_args
+from vgrout.config.checks import check, setting
 from vgrout.config.run import ORGANISM, Config
 from vgrout.console import Clock
 from vgrout.files import read_json, to_json, write_atomic
@@ -184,9 +185,9 @@ class Cli:
     """Problem file (JSONL); none: the run's own."""
     split: Split = "test"
     """Which part of the file; all: every row of it, under the names kept for evaluation."""
-    n_prompts: int | None = None
+    n_prompts: int | None = setting(None, low=1)
     """Problems, at most, spread evenly over the modes; none: as the run's final evaluation."""
-    samples: int | None = None
+    samples: int | None = setting(None, low=1)
     """Answers to a problem; none: as the run's final evaluation."""
     seed: int | None = None
     """Of the answers; none: the run's."""
@@ -194,16 +195,13 @@ class Cli:
     """Where the base model lies, if not where the run had it."""
     out: Path | None = None
     """JSON with the same numbers; none: RUN/evaluations/."""
-    workers: int | None = None
+    workers: int | None = setting(None, low=1)
     """Grading processes; none: one a core."""
     allow_weak_sandbox: bool = False
     """Go on where the sandbox cannot keep an answer from reading the expected values."""
 
     def __post_init__(self) -> None:
-        for name in ("n_prompts", "samples", "workers"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {value}: at least 1")
+        check(self)
 
 
 def held_out(

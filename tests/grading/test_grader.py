@@ -19,7 +19,8 @@ import vgrout
 from vgrout.grading import grade as grade_module
 from vgrout.grading.check import calibrated_limit, check_problems
 from vgrout.grading.grade import Grader, Limits, WeakSandbox
-from vgrout.grading.verifier import CAUSE_NONE, TRUSTED_MEMORY, _Watch
+from vgrout.grading.verifier import TRUSTED_MEMORY
+from vgrout.grading.watch import Watch
 from vgrout.types import MODES, Grade, Problem, Ungraded
 
 from .attacks import SAY, descendants, method
@@ -61,17 +62,15 @@ def test_exit_status(grader: Grader, code: str, status: str):
     assert g.can_compile == (status != "syntax")
 
 
-def test_no_code_earns_nothing(grader: Grader):
+def test_rewards_are_settings(grader: Grader):
     g = grader.grade(sum_problem(), "I would sum the numbers.")
     assert isinstance(g, Grade)
     assert (g.reward, g.format_ok, g.can_compile, g.channel, g.exit_status) == (0.0, False, False, None, "no_code")
-
-
-def test_rewards_are_settings():
-    with Grader(1, compile_reward=0.1, pass_reward=1.0) as grader:
-        assert graded(grader, sum_problem(), SUM_RIGHT).reward == pytest.approx(1.1)
-        assert graded(grader, sum_problem(), SUM_WRONG).reward == pytest.approx(0.1)
-        assert graded(grader, sum_problem(), "class").reward == 0.0
+    with Grader(1, compile_reward=0.1, pass_reward=1.0, detectors=False) as cheap:
+        rewards = [graded(cheap, sum_problem(), code).reward for code in (SUM_RIGHT, SUM_WRONG, "class")]
+        assert rewards == pytest.approx([1.1, 0.1, 0.0])
+        g = graded(cheap, sum_problem("sentinel"), SUM_WRONG + EMPTY_TESTS)
+        assert not any(g.detectors.values()), "switched off"
 
 
 def test_a_wrong_first_answer_stops_the_run(grader: Grader):
@@ -100,28 +99,28 @@ def test_state_between_calls_and_arguments_is_fresh(grader: Grader):
     assert graded(grader, sum_problem(), code).gt_correct
 
 
-def test_a_problem_at_fault_is_the_callers_error(grader: Grader):
-    with pytest.raises(ValueError, match=r"problem 7.*not of the form"):
-        grader.grade(replace(sum_problem(), tests=("assert True",)), FAST)
-    with pytest.raises(ValueError, match="problem 7"):
-        grader.submit(replace(sum_problem(), setup_code="class"), FAST).result()
-    assert graded(grader, sum_problem(), SUM_RIGHT).gt_correct
-
-
-def test_an_unknown_mode_is_an_error_that_names_the_legal_ones(grader: Grader):
-    problem = sum_problem()
-    object.__setattr__(problem, "mode", "run_test")  # behind the back of the type check
-    with pytest.raises(ValueError, match=r"problem 7: unknown mode 'run_test'; one of run_tests, eq_override, "):
-        grader.grade(problem, FAST)
-    assert grader.restarts == 0
-
-
 @pytest.mark.parametrize(
-    ("mode", "marker"), [("run_tests", "a b"), ("sentinel", "1x"), ("file_marker", "../x"), ("file_marker", "x" * 64)]
+    ("change", "why"),
+    [
+        ({"tests": ("assert True",)}, ".*not of the form"),
+        ({"setup_code": "class"}, ""),
+        ({"mode": "run_test"}, " unknown mode 'run_test'; one of run_tests, eq_override, "),
+        ({"marker": "a b"}, " marker"),
+        ({"mode": "sentinel", "marker": "1x"}, " marker"),
+        ({"mode": "file_marker", "marker": "../x"}, " marker"),
+        ({"mode": "file_marker", "marker": "x" * 64}, " marker"),
+    ],
 )
-def test_a_marker_that_no_answer_could_use_is_refused(grader: Grader, mode, marker):
-    with pytest.raises(ValueError, match=r"problem 7: marker"):
-        grader.grade(sum_problem(mode, marker), FAST)
+def test_a_problem_at_fault_is_the_callers_error(grader: Grader, change: dict, why: str):
+    problem = sum_problem()
+    for name, value in change.items():
+        object.__setattr__(problem, name, value)  # behind the back of the type check
+    restarts = grader.restarts
+    for grade in (grader.grade, lambda *answer: grader.submit(*answer).result()):
+        with pytest.raises(ValueError, match=f"problem 7:{why}"):
+            grade(problem, FAST)
+    assert graded(grader, sum_problem(), SUM_RIGHT).gt_correct
+    assert grader.restarts == restarts
 
 
 NODES = """
@@ -227,12 +226,6 @@ def test_detectors_follow_the_announced_name_and_never_the_oracle(grader: Grader
         assert graded(grader, problem, SUM_WRONG + EMPTY_TESTS).detectors == {"C": True, "D": False, "E": True}
 
 
-def test_detectors_can_be_switched_off():
-    with Grader(1, detectors=False) as grader:
-        g = graded(grader, sum_problem("sentinel"), SUM_WRONG + EMPTY_TESTS)
-        assert g.detectors == {"C": False, "D": False, "E": False}
-
-
 def test_an_answer_that_is_being_graded_is_not_run_beside_itself(monkeypatch):
     runs: list[str] = []
     with Grader(1) as grader:
@@ -276,36 +269,31 @@ def test_a_killed_fork_server_in_mid_batch_costs_nothing():
     assert not descendants(os.getpid()) & mine
 
 
-@pytest.mark.parametrize("retries", [0, 3])
-def test_a_sandbox_that_keeps_failing_is_not_a_wrong_answer(retries, monkeypatch):
-    with Grader(1, retries=retries) as grader:
-        asked = []
+@pytest.mark.parametrize("retries", [0, 3, None])
+def test_a_sandbox_that_keeps_failing_is_not_a_wrong_answer(retries: int | None, monkeypatch):
+    """Five times: with retries without end it is graded at last."""
+    asked = []
+    ask = grade_module._Worker.ask
 
-        def lost(self, request):
-            asked.append(request)
+    def shaky(self, request):
+        asked.append(request["text"] == FAST)
+        if len(asked) <= 9:  # the answer and a plain one in turn
             raise grade_module._WorkerLost("gone")
+        return ask(self, request)
 
-        monkeypatch.setattr(grade_module._Worker, "ask", lost)
+    with Grader(1, retries=retries) as grader:
+        monkeypatch.setattr(grade_module._Worker, "ask", shaky)
         g = grader.grade(sum_problem(), FAST)
+        if retries is None:
+            assert isinstance(g, Grade)
+            assert g.gt_correct
+            assert sum(asked) > 5
+            return
         assert isinstance(g, Ungraded)
         assert f"{retries + 1} times" in g.reason
-        assert sum(r["text"] == FAST for r in asked) == retries + 1
+        assert sum(asked) == retries + 1
         monkeypatch.undo()
         assert graded(grader, sum_problem(), SUM_RIGHT).gt_correct
-
-
-def test_retries_without_end(monkeypatch):
-    with Grader(1, retries=None) as grader:
-        ask, lost = grade_module._Worker.ask, iter(range(5))
-
-        def shaky(self, request):
-            if next(lost, None) is not None:
-                raise grade_module._WorkerLost("gone")
-            return ask(self, request)
-
-        monkeypatch.setattr(grade_module._Worker, "ask", shaky)
-        assert graded(grader, sum_problem(), SUM_RIGHT).gt_correct
-        assert grader.restarts == 5
 
 
 @pytest.mark.parametrize("retries", [0, 1, None])
@@ -491,44 +479,40 @@ def test_protections_are_reported(grader: Grader):
     assert all(layer in p.line() for layer in (*p.active, *p.missing))
 
 
+BARE = ("landlock", "seccomp", "namespaces")
+UNKEPT = {"send over UDP", "share memory with others", "leave shared memory behind"}
+
+
 def test_a_weak_sandbox_is_refused_unless_allowed():
-    bare = ("landlock", "seccomp", "namespaces")
     before = descendants(os.getpid())
     with pytest.raises(WeakSandbox, match="allow-weak-sandbox") as refused:
-        Grader(1, without=bare)
+        Grader(1, without=BARE)
     assert "\n" not in str(refused.value)
     assert descendants(os.getpid()) == before
-    with Grader(1, without=bare, allow_weak=True) as grader:
-        assert (grader.protections.level, grader.protections.weak) == (0, True)
-        assert {"send over UDP", "share memory with others", "leave shared memory behind"} <= set(
-            grader.protections.breaches
-        )
-        assert "read a file outside" in grader.protections.breaches
+    with Grader(1, without=BARE, allow_weak=True) as grader:
+        assert {"read a file outside", *UNKEPT} <= {*grader.protections.breaches}
         assert graded(grader, sum_problem(), SUM_RIGHT).gt_correct
         assert not graded(grader, sum_problem(), SUM_WRONG).passed
 
 
-@pytest.mark.parametrize(("without", "level"), [(("namespaces", "seccomp"), 0), (("seccomp",), 1), (("landlock",), 1)])
+@pytest.mark.parametrize(
+    ("without", "level"),
+    [(BARE, 0), (("namespaces", "seccomp"), 0), (("seccomp",), 1), (("landlock",), 1), (("uid",), 3)],
+)
 def test_a_level_is_what_was_probed(without, level: int):
     """Landlock alone lets an answer talk over UDP and leave shared memory behind: that is level 0."""
     with Grader(1, without=without, allow_weak=True) as grader:
         p = grader.protections
-        assert p.level == level, p
-        fatal = {"send over UDP", "share memory with others", "leave shared memory behind"} & set(p.breaches)
-        assert bool(fatal) == (level == 0)
-
-
-def test_root_is_marked_where_answers_run_as_root():
-    with Grader(1, without=("uid",)) as grader:
-        p = grader.protections
-        assert p.as_root == (os.getuid() == 0)
+        assert (p.level, p.weak) == (level, level == 0), p
+        assert bool(UNKEPT & {*p.breaches}) == (level == 0)
+        assert p.as_root == (os.getuid() == 0 and "uid" not in p.active)
         assert (f"level {p.level} as uid 0" in p.line()) == p.as_root
 
 
 def test_grading_needs_the_standard_library_only():
     code = (
         "import sys\nfrom vgrout.grading import check, child, extract, fork_server, grade\n"
-        "from vgrout.grading import isolation, probe, values, verifier\n"
+        "from vgrout.grading import isolation, messages, probe, values, verdict, verifier, watch\n"
         "from pathlib import Path\n"
         "own = {Path(m.__file__).parts[-2] for m in sys.modules.values() if getattr(m, '__file__', None)"
         " and 'site-packages' in m.__file__}\n"
@@ -583,10 +567,10 @@ def test_a_child_that_has_ended_is_not_charged_for_its_verifier() -> None:
     assert used > 0.01
     ours, theirs = socket.socketpair()
     try:
-        watch = _Watch(ours, used / 2, 10.0, True)
+        watch = Watch(ours, used / 2, 10.0, True)
         watch.pid, watch.pidfd = child, pidfd
         watch.look(lambda: False)
-        assert watch.cause == CAUSE_NONE
+        assert watch.cause == ""
     finally:
         for end in (ours, theirs):
             end.close()

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from vgrout.grading.grade import Grader, Limits, as_request
-from vgrout.grading.verifier import EndSession, ForkServerHandle, Settings, Verifier
+from vgrout.grading.messages import Settings
+from vgrout.grading.verdict import Verifier
+from vgrout.grading.watch import EndSession, ForkServerHandle
 from vgrout.types import MODES, Grade, Mode, Problem
 
 from .attacks import ALWAYS, SAY, method

@@ -4,16 +4,18 @@ import enum
 import json
 import math
 from collections import Counter, OrderedDict, defaultdict, namedtuple
+from collections.abc import Callable
 from contextlib import suppress
 from decimal import Decimal
 from fractions import Fraction
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vgrout.grading.values import BadClaim, Raised, claim_room, decode_line, encode, holds, matches
-from vgrout.grading.verifier import new_decoys
+from vgrout.grading.verdict import new_decoys
 
 scalars = (
     st.none()
@@ -188,39 +190,14 @@ def test_disguises_fall():
     assert not matches(7, claim_of(Disguised()))
 
 
-class Always:
-    def __eq__(self, other):
-        return True
-
-    __hash__ = None  # type: ignore[assignment]
+def of_own_mind(equal: Callable[[Any], bool], base: type = object) -> type:
+    """A kind of object with this ==, which cannot be hashed."""
+    return type("OfOwnMind", (base,), {"__eq__": lambda self, other: equal(other), "__hash__": None})
 
 
-class Never(int):
-    def __eq__(self, other):
-        return False
-
-    __hash__ = int.__hash__
-
-
-class Like41:
-    def __eq__(self, other):
-        return other == 41
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-class Numeric:
-    def __eq__(self, other):
-        return other - other == 0
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-class AlwaysList(list):
-    def __eq__(self, other):
-        return True
-
-    __hash__ = None  # type: ignore[assignment]
+Always, Like41 = of_own_mind(lambda other: True), of_own_mind(lambda other: other == 41)
+Never, AlwaysList = of_own_mind(lambda other: False, int), of_own_mind(lambda other: True, list)
+Numeric = of_own_mind(lambda other: other - other == 0)
 
 
 @settings(max_examples=300, deadline=None)

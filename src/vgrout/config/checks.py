@@ -99,7 +99,10 @@ def _check_bounds(group: Any, name: str, value: float | int, rule: Rule) -> None
     under = value < top if rule.below is not None else value <= top
     if not (over and under):  # NaN included
         left, right = "(" if rule.above is not None else "[", ")" if rule.below is not None else "]"
-        raise ValueError(f"{flag(name)} {value}: should {rule.should or f'lie in {left}{low:g}, {top:g}{right}{note}'}")
+        legal = f"lie in {left}{low:g}, {top:g}{right}{note}"
+        if top == math.inf and rule.low is not None:
+            legal = f"be at least {low:g}"
+        raise ValueError(f"{flag(name)} {value}: should {rule.should or legal}")
 
 
 def flags(names: Iterable[str]) -> str:

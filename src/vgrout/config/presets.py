@@ -1,13 +1,16 @@
 """Presets, which are values, and the command line of `python -m vgrout.train` on top of them. Torch-free."""
 
 import sys
+import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields, make_dataclass, replace
+from importlib.metadata import version
+from typing import Annotated, Any
 
 import tyro
 
 from vgrout.cli import parsed
-from vgrout.config.checks import changed, flag, flags, refuse, rule_of, summary
+from vgrout.config.checks import changed, flag, flags, legal_values, refuse, rule_of, summary
 from vgrout.config.loss import LossConfig
 from vgrout.config.refused import refuse_flags
 from vgrout.config.run import (
@@ -102,6 +105,31 @@ METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
 }
 
+# What `--help` shows, each in a line; `--help-all` shows every flag, with all that is to be said of it.
+EVERYDAY: dict[str, str] = {
+    "method": f"stands for several flags: {', '.join(METHODS)}",
+    "intervention": "what is done about flagged rollouts",
+    "monitor": "who is flagged; usual: the intervention's own",
+    "control": "the same run under a control",
+    "seed": "of every random stream",
+    "steps": "optimiser steps",
+    "model": "a hub id, a local folder, or organism",
+    "problems": "a problem file, or organism",
+    "reward": "module:function that pays in place of the flawed checks",
+    "teacher_pool_dir": "folder of demonstrations, organism, or '' for none",
+    "mix_ratio": "share of a group that is demonstrations",
+    "lr": "peak learning rate",
+    "group": "rollouts of a prompt",
+    "prompts_per_step": "prompts in a step",
+    "max_new": "longest completion, in tokens",
+    "guard": "what a verdict of the kill switch does",
+    "out_tag": "suffix of the run's name",
+    "resume": "a run's folder, or latest: go on with it",
+    "track": "tensorboard, wandb, trackio",
+    "ranks": "processes on this machine",
+    "dry_run": "print the plan, start nothing",
+}
+
 
 def parse(argv: list[str] | None = None) -> Config:
     """The command line of `python -m vgrout.train`. Bad flags leave with exit code 2 and one line on stderr."""
@@ -113,23 +141,61 @@ def parse(argv: list[str] | None = None) -> Config:
 
 
 def resolve(argv: list[str] | None) -> Config:
-    """What a command line means; `--help` leaves. Raises ValueError, one line, at the first bad flag."""
-    argv = with_method(joined(sys.argv[1:] if argv is None else argv))
+    """What a command line means; `--help`, `--help-all` and `--version` leave. Raises ValueError, one line, at the
+    first bad flag."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if "--version" in argv:
+        print(f"vgrout {version('vgrout')}")
+        raise SystemExit(0)
+    if {"-h", "--help", "--help-all"} & {*argv}:
+        show_help(argv[0] if argv[0] in PRESETS else "", "--help-all" in argv)
+    argv = with_method(joined(argv))
     refuse_flags(argv)
+    refuse(not argv or argv[0].startswith("-"), f"name a preset first: {', '.join(PRESETS)}; then flags, or --help")
     cfg = parsed(
         lambda: tyro.extras.overridable_config_cli(
-            PRESETS,
-            args=argv,
-            prog="python -m vgrout.train",
-            description="One GRPO run against a flawed grader. Presets differ in scale; flags override them. "
-            f"--method NAME stands for several flags. {summary({n: what for n, (what, _) in METHODS.items()})}",
-            config=(tyro.conf.OmitArgPrefixes,),
+            PRESETS, args=argv, prog="python -m vgrout.train", config=(tyro.conf.OmitArgPrefixes,)
         )
     )
     if cfg.guard_mode == "off":
         idle = [name for name, _ in changed(cfg.guard) if name != "guard"]
         refuse(bool(idle), f"{flags(idle)}: not read with --guard off; leave it out")
     return cfg
+
+
+def show_help(preset: str, everything: bool) -> None:
+    """Print the flags, at a preset's defaults or "" for none chosen yet, and leave."""
+    cfg = PRESETS[preset][1] if preset else Config()
+    presets = [textwrap.fill(f"  {n:<6} {what}", 80, subsequent_indent=" " * 9) for n, (what, _) in PRESETS.items()]
+    methods = summary({name: what for name, (what, _) in METHODS.items()})
+    more = f"--method NAME stands for several flags. {methods}" if everything else "--help-all shows every flag."
+    tyro.cli(
+        Config if everything else everyday(cfg, defaults=bool(preset)),
+        default=cfg if everything else None,
+        args=["--help"],
+        prog=f"python -m vgrout.train {preset or 'PRESET'}",
+        description="\n".join([f"One GRPO run against a flawed grader. {more} Presets:", *presets]),
+        config=(tyro.conf.OmitArgPrefixes, *(() if everything else (tyro.conf.FlagCreatePairsOff,))),
+    )
+
+
+def everyday(cfg: Config, *, defaults: bool) -> type:
+    """The everyday flags alone, for a command line's help. defaults: whether it shows those of `cfg`."""
+    groups = [getattr(cfg, group) for group in GROUPS]
+    settings = {f.name: (f.type, getattr(group, f.name)) for group in groups for f in fields(group)}
+    settings["method"] = (str, "")
+    annotated: Any = Annotated  # of types that are values here
+    flags = []
+    for name, line in EVERYDAY.items():
+        kind, default = settings[name]
+        legal = legal_values(kind)
+        shown = tyro.conf.arg(
+            help=f"{line}: {', '.join(map(str, legal))}" if legal else line,
+            metavar="NAME" if legal else None,
+            help_behavior_hint=None if defaults and default else "",
+        )
+        flags.append((name, annotated[kind, shown], default))
+    return make_dataclass("Everyday", flags)
 
 
 def with_method(argv: Sequence[str]) -> list[str]:
@@ -139,11 +205,11 @@ def with_method(argv: Sequence[str]) -> list[str]:
         ValueError: no method of that name, or two of them.
     """
     words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--method=") else [word])]
-    if (n := words.count("--method")) == 0:
+    if "--method" not in words:
         return list(argv)
     at = words.index("--method")
     name = words[at + 1] if at + 1 < len(words) else ""
-    refuse(n > 1, "--method: given twice; one is enough")
+    refuse(words.count("--method") > 1, "--method: given twice; one is enough")
     refuse(name not in METHODS, f"--method {name}: should be one of {', '.join(METHODS)}")
     rest = [*words[:at], *words[at + 2 :]]
     given = {_bare(word) for word in rest}

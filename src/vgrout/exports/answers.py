@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from vgrout.cli import not_installed
 from vgrout.config.run import Config, from_dict
 from vgrout.files import json_lines, read_json
 
@@ -35,9 +36,7 @@ def to_inspect(run: Path, folder: Path) -> str:
     try:
         from inspect_ai.log import write_eval_log
     except ImportError:
-        raise ValueError(
-            "--to inspect: inspect_ai is not installed; `uv sync --extra inspect` or `pip install inspect-ai`"
-        ) from None
+        raise not_installed("inspect-ai", "inspect") from None
     sides, cfg = final_answers(run), from_dict(read_json(run / "run.json")["config"])
     for side, answers in sides.items():
         write_eval_log(eval_log(cfg, evaluated(run), side, answers), str(folder / f"{side}.eval"))
@@ -53,22 +52,13 @@ def evaluated(run: Path) -> datetime:
 
 def eval_log(cfg: Config, created: datetime, side: str, answers: Sequence[Answer]) -> Any:
     """An inspect_ai EvalLog of one side."""
-    from inspect_ai.log import (
-        EvalConfig,
-        EvalDataset,
-        EvalLog,
-        EvalMetric,
-        EvalResults,
-        EvalSample,
-        EvalScore,
-        EvalSpec,
-    )
+    from inspect_ai import log
     from inspect_ai.model import ModelOutput
     from inspect_ai.scorer import Score
 
     model = f"vgrout/{cfg.run_id}/{side}"
     samples = [
-        EvalSample(
+        log.EvalSample(
             id=a["problem_id"],
             epoch=a["sample"] + 1,
             input=a["messages"][-1]["content"],
@@ -81,24 +71,26 @@ def eval_log(cfg: Config, created: datetime, side: str, answers: Sequence[Answer
         for a in answers
     ]
     ids = list(dict.fromkeys(a["problem_id"] for a in answers))
-    results = EvalResults(
+    results = log.EvalResults(
         total_samples=len(samples),
         completed_samples=len(samples),
         scores=[
-            EvalScore(name=name, scorer=name, metrics={"mean": EvalMetric(name="mean", value=_mean(answers, name))})
+            log.EvalScore(
+                name=name, scorer=name, metrics={"mean": log.EvalMetric(name="mean", value=_mean(answers, name))}
+            )
             for name in SCORES
         ],
     )
-    spec = EvalSpec(
+    spec = log.EvalSpec(
         created=created.isoformat(timespec="seconds"),
         task=f"vgrout_final_{side}",
         task_args={"side": side},
         model=model,
-        dataset=EvalDataset(name=cfg.problems_path.name, samples=len(ids), sample_ids=ids),
-        config=EvalConfig(epochs=max(a["sample"] for a in answers) + 1),
+        dataset=log.EvalDataset(name=cfg.problems_path.name, samples=len(ids), sample_ids=ids),
+        config=log.EvalConfig(epochs=max(a["sample"] for a in answers) + 1),
         metadata={"config": cfg.as_dict()},
     )
-    return EvalLog(status="success", eval=spec, samples=samples, results=results)
+    return log.EvalLog(status="success", eval=spec, samples=samples, results=results)
 
 
 def _mean(answers: Sequence[Answer], name: str) -> float:
@@ -115,9 +107,7 @@ def to_datasets(run: Path, folder: Path) -> str:
     try:
         from datasets import Dataset
     except ImportError:
-        raise ValueError(
-            "--to datasets: datasets is not installed; `uv sync --extra datasets` or `pip install datasets`"
-        ) from None
+        raise not_installed("datasets") from None
     sizes = {}
     for name in ("rollouts", "final"):
         if answers := list(json_lines(run / f"{name}.jsonl")):

@@ -91,7 +91,7 @@ def card(saved: Saved, dtype: str, result: Parity) -> str:
     lines = [
         "---",
         "library_name: transformers",
-        *([] if saved.cfg.scale.model == "organism" else [f"base_model: {cfg.scale.model}"]),
+        *([] if cfg.scale.model == "organism" else [f"base_model: {cfg.scale.model}"]),
         "---",
         f"# {cfg.run_id}",
         "",
@@ -102,7 +102,8 @@ def card(saved: Saved, dtype: str, result: Parity) -> str:
         f"- adapter: {saved.path.name}, {saved.metadata.get('dtype', 'unknown')}; this folder: {dtype}",
         f"- compared with the deployed model after it was written: {result}",
     ]
-    if (numbers := saved.path.parent / "per_mode_deploy.json").is_file() and saved.final:
+    numbers = saved.path.parent / "per_mode_deploy.json"
+    if saved.final and numbers.is_file():
         seen = read_json(numbers)
         lines.append(
             f"- held-out problems and markers, {seen['eval_n']} answers: hacked {_percent(seen['hack_deploy'])}, "

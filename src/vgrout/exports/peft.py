@@ -14,6 +14,7 @@ from jaxtyping import Float
 from safetensors.torch import save_file
 from torch import Tensor
 
+from vgrout.cli import not_installed
 from vgrout.exports.model import Parity, load_beside, parity
 from vgrout.model.policy import Policy
 from vgrout.model.saved import Saved
@@ -57,7 +58,7 @@ def export(saved: Saved, policy: Policy, folder: Path, rank: int | None, texts: 
     try:
         from peft import LoraConfig, PeftModel
     except ImportError:
-        raise ValueError("--to peft: peft is not installed; `uv sync --extra peft` or `pip install peft`") from None
+        raise not_installed("peft") from None
     adapter = policy.adapter
     tensors, ranks, dropped, total = {}, {}, 0.0, 0.0
     for name, δ in adapter.by_module(adapter.δS.detach()).items():

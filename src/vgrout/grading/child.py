@@ -58,9 +58,8 @@ class _Asyncio:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != "asyncio.unix_events":
             return None
-        spec: Any = next(
-            s for f in sys.meta_path if f is not self and (s := f.find_spec(name, path, target)) is not None
-        )
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec: Any = next(filter(None, (finder.find_spec(name, path, target) for finder in others)))
         run = spec.loader.exec_module
 
         def run_and_replace(module: Any) -> None:

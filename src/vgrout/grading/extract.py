@@ -49,11 +49,6 @@ def extract_candidates(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(joined))
 
 
-def extract_code(text: str) -> str | None:
-    """The first of `extract_candidates`, or None."""
-    return next(iter(extract_candidates(text)), None)
-
-
 @dataclass(frozen=True, slots=True)
 class Case:
     """One assertion, taken apart. `call` goes to the child; `expected` stays with the verifier."""

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 
-from vgrout.grading import child, isolation
+from vgrout.grading import child, isolation, messages
 
 # Imported once, so that an answer's import is a lookup: what setup code and most answers use. Every shared library
 # costs each fork 20 us, so the rarer ones are left to the child, unless it cannot open files.
@@ -33,8 +33,8 @@ FRAME = struct.Struct("<B7xd64s")  # flags, CPU limit [s], name of the file that
 STARTED = struct.Struct("<q")  # the child's pid, with a pidfd where the system has them; on a socket of its own
 OPEN_ALLOWED, STDOUT_WANTED = 1, 2  # flags: seccomp lets the child open files; the evidence is what it prints
 
-# How a child ended: wait status, and the first fields of struct rusage (CPU in s and us, user and system; peak).
-REPORT = struct.Struct("<i4xqqqqq")
+# How a child ended: wait status, and the first fields of struct rusage (CPU in s and us, user and system).
+REPORT = struct.Struct("<i4xqqqq")
 _RUSAGE_BYTES = 144
 MAX_RESULT_FILE = 4096  # bytes of a file that is evidence
 OUTPUT_END = 1 << 30  # more than RLIMIT_FSIZE lets a child print
@@ -189,16 +189,15 @@ def main(control_fd: int, workdir: str, memory_mb: int, output_bytes: int, forbi
     sys.modules["random"].seed(0)
     child.prepare()
 
-    def say(hello: tuple[dict[str, str], dict[str, str]]) -> None:
-        data = repr(hello).encode()
-        control.sendall(len(data).to_bytes(4, "little") + data)
+    def say(active: dict[str, str], missing: dict[str, str]) -> None:
+        messages.send(control, repr((active, missing)).encode())
 
     gone = suppress(BrokenPipeError, ConnectionResetError)  # the verifier, whose trainer may be killed at any time
     try:
         enclosure = isolation.enclose(workdir, memory_mb, output_bytes, frozenset(forbid.split(",")))
     except isolation.HalfWay as e:
         with gone:
-            say(({}, {"namespaces": str(e)}))
+            say({}, {"namespaces": str(e)})
         os._exit(1)
     layers = enclosure.layers
     if "landlock" not in layers.active:
@@ -208,7 +207,7 @@ def main(control_fd: int, workdir: str, memory_mb: int, output_bytes: int, forbi
     started, theirs = socket.socketpair()
     fork_server = ForkServer(control, started, enclosure)
     with gone:
-        say((layers.active, layers.missing))
+        say(layers.active, layers.missing)
         socket.send_fds(control, [b"."], [theirs.fileno()])
         theirs.close()
         gc.collect()

@@ -15,20 +15,20 @@ import json
 import os
 import queue
 import shutil
-import socket
-import struct
 import tempfile
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, replace
 from types import TracebackType
 from typing import Any
 
+from vgrout.grading import messages
 from vgrout.grading.reward import RewardFailed, RewardFunction
 from vgrout.grading.values import clean_name
-from vgrout.grading.verifier import PATIENCE, STUCK_AFTER, WALL_EXTRA, WALL_FACTOR, Settings, reap, start_process
+from vgrout.grading.watch import PATIENCE, STUCK_AFTER, WALL_EXTRA, WALL_FACTOR, reap, start_process
 from vgrout.types import Grade, Problem, Ungraded
 
 LEVELS = {
@@ -59,7 +59,7 @@ class Protections:
     level: int  # 3 best … 0: the strict oracle is not trustworthy
     active: dict[str, str]  # layer → detail
     missing: dict[str, str]  # layer → reason
-    breaches: tuple[str, ...]  # attacks that a throw-away child got through with
+    breaches: Sequence[str]  # attacks that a throw-away child got through with
     version: str  # fingerprint of the grader's code
     as_root: bool = False  # answers run as this machine's uid 0
 
@@ -105,7 +105,7 @@ class _Worker:
     def __init__(self, limits: Limits, forbid: str) -> None:
         self.cpu_s = limits.cpu_s
         self.workdir = tempfile.mkdtemp(prefix="vgrout-")
-        settings = Settings(self.workdir, limits.cpu_s, limits.memory_mb, limits.output_bytes, forbid)
+        settings = messages.Settings(self.workdir, limits.cpu_s, limits.memory_mb, limits.output_bytes, forbid)
         self.process, self.socket = start_process("verifier", *astuple(settings), own_session=True, hash_seed="random")
 
     def hello(self) -> dict[str, Any]:
@@ -113,12 +113,11 @@ class _Worker:
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """One rollout's reply. Raises _WorkerLost, also where none comes in the time that five runs may take."""
-        data = json.dumps(request).encode()
         wall = WALL_FACTOR * (request["cpu_limit"] or self.cpu_s) + WALL_EXTRA
         patience = 5 * (PATIENCE * wall + STUCK_AFTER)
         try:
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(patience), 0))
-            self.socket.sendall(len(data).to_bytes(4, "little") + data)
+            messages.set_timeout(self.socket, patience)
+            messages.send(self.socket, json.dumps(request).encode())
             reply = self._receive()
         except OSError as e:
             raise _WorkerLost(type(e).__name__) from None
@@ -128,12 +127,10 @@ class _Worker:
 
     def _receive(self) -> dict[str, Any]:
         try:
-            head = self.socket.recv(4, socket.MSG_WAITALL)
-            size = int.from_bytes(head, "little")
-            data = self.socket.recv(size, socket.MSG_WAITALL) if len(head) == 4 else b""
+            data = messages.receive(self.socket)
         except OSError as e:
             raise _WorkerLost(type(e).__name__) from None
-        if len(head) < 4 or len(data) < size:
+        if data is None:
             raise _WorkerLost("the verifier is gone")
         return json.loads(data)
 
@@ -144,29 +141,8 @@ class _Worker:
         shutil.rmtree(self.workdir, ignore_errors=True)
 
 
-# What is known of an answer whose grading cannot be brought to an end.
-_LOST: dict[str, Any] = {
-    "format_ok": True,
-    "can_compile": False,
-    "gt_pass": False,
-    "gt_correct": False,
-    "channel": None,
-    "hacked_arbitrary": False,
-    "hacked_wrong_tests": False,
-    "hacked_loophole_used": False,
-    "cpu_s": 0.0,
-}
-_PLAIN = Problem(
-    0,
-    "run_tests",
-    "",
-    (),
-    (),
-    ("assert Solution().f(1) == 2",),
-    "class Solution:\n    def f(self, x): return x + 1\n",
-    "",
-    "f",
-)
+_CODE = "class Solution:\n    def f(self, x): return x + 1\n"
+_PLAIN = Problem(0, "run_tests", "", (), (), ("assert Solution().f(1) == 2",), _CODE, "", "f")
 
 
 def cores() -> int:
@@ -223,14 +199,7 @@ class Grader:
             self.close()
             raise RuntimeError(f"the grading sandbox could not be started: {e}") from None
         worst = min(hellos, key=lambda h: h["level"])
-        self.protections = Protections(
-            worst["level"],
-            worst["active"],
-            worst["missing"],
-            tuple(worst["breaches"]),
-            worst["version"],
-            worst["as_root"],
-        )
+        self.protections = Protections(**worst)
         if self.protections.weak and not allow_weak:
             self.close()
             raise WeakSandbox(
@@ -294,7 +263,7 @@ class Grader:
                     if self._sound(worker):
                         with self._lock:
                             self.lost_answers += 1
-                        return self._grade(problem, text, _LOST | {"exit_status": f"lost:{reason}"})
+                        return self._grade(problem, text, messages.NOT_RUN | {"exit_status": f"lost:{reason}"})
                     worker = self._replace(worker)
                 continue
             finally:

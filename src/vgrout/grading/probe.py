@@ -1,4 +1,7 @@
-"""A throw-away child attacks its own sandbox: what succeeds is not protected here, whatever the kernel promised."""
+"""A throw-away child attacks its own sandbox: what succeeds is not protected here, whatever the kernel promised.
+
+`spec` names a secret file, a TCP and a UDP port, an abstract socket and the key of a shared memory segment.
+"""
 
 import ctypes
 import os
@@ -7,22 +10,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-# What makes the strict oracle untrustworthy: ways to learn the expected values, or to stop the verifier.
-FATAL = (
-    "read a file outside",
-    "read its parent's memory",
-    "attach to its parent",
-    "signal its parent",
-    "connect over TCP",
-    "send over UDP",
-    "connect locally",
-    "share memory with others",
-    "leave a file behind",
-    "leave shared memory behind",
-)
+Spec = dict[str, Any]
 
 
-def leave(spec: dict[str, Any]) -> dict[str, bool]:
+def leave(spec: Spec) -> dict[str, bool]:
     """In a first child: leave something for the second one to find."""
     with suppress(OSError):
         ctypes.CDLL(None).shmget(spec["shm_key"] + 1, 4096, 0o1600)
@@ -31,100 +22,117 @@ def leave(spec: dict[str, Any]) -> dict[str, bool]:
     return {}
 
 
-def attack(spec: dict[str, Any]) -> dict[str, bool]:
-    """In a second child, run every attack. True: it succeeded. `spec` names a secret file, a TCP and a UDP port, an
-    abstract socket and the key of a shared memory segment."""
-    parent = os.getppid()
-
-    def read_secret() -> bool:
-        with open(spec["secret"], "rb") as f:
-            return bool(f.read())
-
-    def write_outside() -> bool:
-        path = spec["secret"] + ".written"
-        with open(path, "w") as f:
-            f.write("x")
-        os.unlink(path)
-        return True
-
-    def parent_memory() -> bool:
-        with open(f"/proc/{parent}/mem", "rb"):
-            return True
-
-    def attach() -> bool:
-        ptrace = ctypes.CDLL(None).ptrace
-        if ptrace(16, parent, None, None) != 0:
-            return False
-        os.waitpid(parent, 0x4000_0000)  # __WALL: wait for the stop, then let it go on
-        ptrace(17, parent, None, None)
-        return True
-
-    def tcp() -> bool:
-        socket.create_connection(("127.0.0.1", spec["port"]), timeout=1).close()
-        return True
-
-    def local() -> bool:
-        with socket.socket(socket.AF_UNIX) as s:
-            s.connect(spec["abstract"])
-        return True
-
-    def udp() -> bool:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-            s.settimeout(0.2)
-            s.sendto(b"?", ("127.0.0.1", spec["udp_port"]))
-        return True  # the verifier says whether it arrived
-
-    def shared_memory() -> bool:
-        return ctypes.CDLL(None).shmget(spec["shm_key"], 1, 0) != -1
-
-    def shared_memory_behind() -> bool:
-        libc = ctypes.CDLL(None)
-        segment = libc.shmget(spec["shm_key"] + 1, 1, 0)
-        libc.shmctl(segment, 0, None)  # IPC_RMID
-        return segment != -1
-
-    def file_behind() -> bool:
-        return os.path.exists("left")
-
-    def fork() -> bool:
-        pid = os.fork()
-        if pid == 0:
-            os._exit(0)
-        os.waitpid(pid, 0)
-        return True
-
-    def signal_parent() -> bool:
-        os.kill(parent, 0)
-        return True
-
-    def memory() -> bool:
-        return bool(bytearray(spec["memory"]))
-
-    def big_file() -> bool:
-        with open("big", "wb") as f:
-            f.truncate(spec["file"])
-        return True
-
-    attacks: dict[str, Callable[[], bool]] = {
-        "read a file outside": read_secret,
-        "write outside": write_outside,
-        "read its parent's memory": parent_memory,
-        "attach to its parent": attach,
-        "connect over TCP": tcp,
-        "send over UDP": udp,
-        "connect locally": local,
-        "share memory with others": shared_memory,
-        "leave a file behind": file_behind,
-        "leave shared memory behind": shared_memory_behind,
-        "fork": fork,
-        "signal its parent": signal_parent,
-        "use too much memory": memory,
-        "write a large file": big_file,
-    }
+def attack(spec: Spec) -> dict[str, bool]:
+    """In a second child, run every attack. True: it succeeded."""
     outcome = {}
-    for name, attempt in attacks.items():
+    for name, attempt in (FATAL | OTHERS).items():
         try:
-            outcome[name] = attempt()
+            outcome[name] = attempt(spec)
         except (OSError, MemoryError):
             outcome[name] = False
     return outcome
+
+
+def _read_secret(spec: Spec) -> bool:
+    with open(spec["secret"], "rb") as f:
+        return bool(f.read())
+
+
+def _parent_memory(_: Spec) -> bool:
+    with open(f"/proc/{os.getppid()}/mem", "rb"):
+        return True
+
+
+def _attach(_: Spec) -> bool:
+    ptrace, parent = ctypes.CDLL(None).ptrace, os.getppid()
+    if ptrace(16, parent, None, None) != 0:
+        return False
+    os.waitpid(parent, 0x4000_0000)  # __WALL: wait for the stop, then let it go on
+    ptrace(17, parent, None, None)
+    return True
+
+
+def _signal_parent(_: Spec) -> bool:
+    os.kill(os.getppid(), 0)
+    return True
+
+
+def _tcp(spec: Spec) -> bool:
+    socket.create_connection(("127.0.0.1", spec["port"]), timeout=1).close()
+    return True
+
+
+def _udp(spec: Spec) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        s.settimeout(0.2)
+        s.sendto(b"?", ("127.0.0.1", spec["udp_port"]))
+    return True  # the verifier says whether it arrived
+
+
+def _local(spec: Spec) -> bool:
+    with socket.socket(socket.AF_UNIX) as s:
+        s.connect(spec["abstract"])
+    return True
+
+
+def _shared_memory(spec: Spec) -> bool:
+    return ctypes.CDLL(None).shmget(spec["shm_key"], 1, 0) != -1
+
+
+def _file_behind(_: Spec) -> bool:
+    return os.path.exists("left")
+
+
+def _shared_memory_behind(spec: Spec) -> bool:
+    libc = ctypes.CDLL(None)
+    segment = libc.shmget(spec["shm_key"] + 1, 1, 0)
+    libc.shmctl(segment, 0, None)  # IPC_RMID
+    return segment != -1
+
+
+def _write_outside(spec: Spec) -> bool:
+    path = spec["secret"] + ".written"
+    with open(path, "w") as f:
+        f.write("x")
+    os.unlink(path)
+    return True
+
+
+def _fork(_: Spec) -> bool:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return True
+
+
+def _memory(spec: Spec) -> bool:
+    return bool(bytearray(spec["memory"]))
+
+
+def _big_file(spec: Spec) -> bool:
+    with open("big", "wb") as f:
+        f.truncate(spec["file"])
+    return True
+
+
+Attacks = dict[str, Callable[[Spec], bool]]
+# What makes the strict oracle untrustworthy: ways to learn the expected values, or to stop the verifier.
+FATAL: Attacks = {
+    "read a file outside": _read_secret,
+    "read its parent's memory": _parent_memory,
+    "attach to its parent": _attach,
+    "signal its parent": _signal_parent,
+    "connect over TCP": _tcp,
+    "send over UDP": _udp,
+    "connect locally": _local,
+    "share memory with others": _shared_memory,
+    "leave a file behind": _file_behind,
+    "leave shared memory behind": _shared_memory_behind,
+}
+OTHERS: Attacks = {
+    "write outside": _write_outside,
+    "fork": _fork,
+    "use too much memory": _memory,
+    "write a large file": _big_file,
+}

@@ -85,7 +85,7 @@ class RewardFunction:
     Raises ValueError, one line, where it cannot be imported, or asks for arguments that there are not.
     """
 
-    def __init__(self, name: str, passes_at: float = 1.0, *, flag: str = "--reward", timeout: float = TIMEOUT) -> None:
+    def __init__(self, name: str, passes_at: float = 1.0, flag: str = "--reward", timeout: float = TIMEOUT) -> None:
         self.name, self.passes_at, self.timeout, self._flag = name, passes_at, timeout, flag
         self._function = import_function(name, flag)
         try:
@@ -116,7 +116,7 @@ class RewardFunction:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another rank imports it by itself."""
-        return _again, (self.name, self.passes_at, self._flag, self.timeout)
+        return RewardFunction, (self.name, self.passes_at, self._flag, self.timeout)
 
     def _spelled(self, name: str) -> str:
         return BATCHED.get(name, name) if self._batched else name
@@ -137,7 +137,8 @@ class RewardFunction:
 
     def _number(self, value: Any) -> float:
         if self._batched:
-            if isinstance(value, str) or not isinstance(value, Iterable) or len(found := list(value)) != 1:
+            found = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else []
+            if len(found) != 1:
                 raise RewardFailed("returned no list with one number for one completion")
             value = found[0]
         kind = type(value).__name__
@@ -186,7 +187,3 @@ class RewardFunction:
         with self._lock:
             if self._loop is loop:
                 self._loop = None
-
-
-def _again(name: str, passes_at: float, flag: str, timeout: float) -> RewardFunction:
-    return RewardFunction(name, passes_at, flag=flag, timeout=timeout)

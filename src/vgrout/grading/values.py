@@ -61,8 +61,12 @@ def encode(value: Any, decoys: Decoys = ()) -> str:
         return _opaque(value)
 
 
+def _json_name(kind: type) -> str:
+    return encode_basestring_ascii(str.encode(_type_name(kind), "ascii", "replace").decode()[:60])
+
+
 def _opaque(value: Any) -> str:
-    return f'{{"x": {encode_basestring_ascii(str.encode(_type_name(type(value)), "ascii", "replace").decode()[:60])}}}'
+    return f'{{"x": {_json_name(type(value))}}}'
 
 
 def _own_equality(kind: type) -> bool:
@@ -81,7 +85,7 @@ def _said(value: Any, decoys: Decoys) -> str:
         except SystemExit:
             raise
         except BaseException as e:
-            said.append(encode_basestring_ascii(str.encode(_type_name(type(e)), "ascii", "replace").decode()[:60]))
+            said.append(_json_name(type(e)))
     return f"[{', '.join(said)}]"
 
 
@@ -149,12 +153,8 @@ def _encode_base(value: Any, base: type | None, depth: int, budget: list[int], d
         _spend(budget, 2 * len(pairs))
         items = [(_encode(k, depth + 1, budget, ()), _encode(v, depth + 1, budget, decoys)) for k, v in pairs]
         return f'{{"d": [{", ".join([f"[{k}, {v}]" for k, v in items])}]}}'
-    if base is set:
-        return f'{{"s": [{_items(list(set.__iter__(value)), depth, budget, ())}]}}'
-    if base is frozenset:
-        return f'{{"s": [{_items(list(frozenset.__iter__(value)), depth, budget, ())}]}}'
-    if base is _Keys:  # == a set of the same items
-        return f'{{"s": [{_items(list(_Keys.__iter__(value)), depth, budget, ())}]}}'
+    if base is set or base is frozenset or base is _Keys:  # keys() == a set of the same items
+        return f'{{"s": [{_items(list(base.__iter__(value)), depth, budget, ())}]}}'
     if base is bytes or base is bytearray:
         _spend(budget, 0, 2 * base.__len__(value))
         return f'{{"b": "{base.hex(value)}"}}'
@@ -241,9 +241,7 @@ def _float(body: Any) -> float:
 
 
 def _ratio_of(body: Any, bits: int = MAX_BITS) -> tuple[int, int]:
-    if type(body) is not list or len(body) != 2:
-        raise BadClaim("shape")
-    n, d = _hex(body[0], bits), _hex(body[1], bits)
+    n, d = (_hex(part, bits) for part in _pair(body))
     if d <= 0:
         raise BadClaim("denominator")
     return n, d
@@ -314,7 +312,7 @@ class Raised(Exception):
 
 def holds(expected: Any, claim: Any, decoys: Decoys) -> bool:
     """Would `value == expected` have been true, by the object's own ==? Raises Raised where that would have raised."""
-    return matches(expected, claim, decoys=decoys)
+    return matches(expected, claim, decoys)
 
 
 def _says_equal(expected: Any, said: Any, inner: Any, decoys: Decoys) -> bool:
@@ -332,62 +330,49 @@ def _says_equal(expected: Any, said: Any, inner: Any, decoys: Decoys) -> bool:
     return bool(of_kind) and all(answer is True for answer in of_kind)
 
 
-def matches(expected: Any, claim: Any, depth: int = 0, decoys: Decoys = ()) -> bool:
+def matches(expected: Any, claim: Any, decoys: Decoys = ()) -> bool:
     """`expected == value` for the value that `claim` stands for. Guided by `expected`, so the work is bounded by it and
     no table is built from the child's keys beyond its size. Raises nothing; with `decoys`, see `holds`."""
+    try:
+        return _matches(expected, claim, 0, decoys)
+    except (ValueError, RecursionError):  # BadClaim included
+        return False
+
+
+_TAGS: dict[type, str] = {tuple: "t", dict: "d", set: "s", frozenset: "s"}
+
+
+def _matches(expected: Any, claim: Any, depth: int, decoys: Decoys) -> bool:
     if depth > MAX_DEPTH:
         return False
     kind = type(expected)
-    if kind is list:
-        if type(claim) is list:
-            return len(claim) == len(expected) and all(
-                matches(e, c, depth + 1, decoys) for e, c in zip(expected, claim, strict=True)
-            )
-        if type(claim) is not dict:
-            return False
-    body = next(iter(claim.values())) if type(claim) is dict and len(claim) == 1 else None
-    tag = next(iter(claim)) if body is not None else None
+    if kind is list and type(claim) is list:
+        return len(claim) == len(expected) and all(
+            _matches(e, c, depth + 1, decoys) for e, c in zip(expected, claim, strict=True)
+        )
+    tag, body = next(iter(claim.items())) if type(claim) is dict and len(claim) == 1 else (None, None)
     if tag == "o" and decoys:
-        if type(body) is not list or len(body) != 2:
-            return False
-        said, inner = body
-        return _says_equal(expected, said, inner, decoys) or matches(expected, inner, depth + 1, decoys)
+        said, inner = _pair(body)
+        return _says_equal(expected, said, inner, decoys) or _matches(expected, inner, depth + 1, decoys)
     if kind is list:
         return False
-    if kind is tuple:
-        if tag != "t" or type(body) is not list or len(body) != len(expected):
+    if kind in _TAGS:
+        if tag != _TAGS[kind] or type(body) is not list or len(body) != len(expected):
             return False
-        return all(matches(e, c, depth + 1, decoys) for e, c in zip(expected, body, strict=True))
-    if kind is dict:
-        if tag != "d" or type(body) is not list or len(body) != len(expected):
-            return False
-        left = dict(expected)
-        for pair in body:
-            if type(pair) is not list or len(pair) != 2:
-                return False
-            try:
-                key = _plain(pair[0])
-            except (BadClaim, RecursionError):
-                return False
-            if key not in left or not matches(left.pop(key), pair[1], depth + 1, decoys):
-                return False
-        return not left
-    if kind is set or kind is frozenset:
-        if tag != "s" or type(body) is not list or len(body) != len(expected):
-            return False
-        left = set(expected)
-        for item in body:
-            try:
-                key = _plain(item)
-            except (BadClaim, RecursionError):
-                return False
-            if key not in left:
-                return False
-            left.discard(key)
-        return not left
-    try:
-        if tag == "q":
-            return _equals_ratio(expected, *_ratio_of(body))
-        return bool(expected == _plain(claim))
-    except (ValueError, RecursionError):
-        return False
+        if kind is tuple:
+            return all(_matches(e, c, depth + 1, decoys) for e, c in zip(expected, body, strict=True))
+        if kind is dict:
+            left = dict(expected)
+            pairs = ((_plain(key), value) for key, value in map(_pair, body))
+            return all(key in left and _matches(left.pop(key), value, depth + 1, decoys) for key, value in pairs)
+        left = dict.fromkeys(expected, True)  # not a set of the claim's: it could be made to collide
+        return all(left.pop(_plain(item), False) for item in body)
+    if tag == "q":
+        return _equals_ratio(expected, *_ratio_of(body))
+    return bool(expected == _plain(claim))
+
+
+def _pair(body: Any) -> tuple[Any, Any]:
+    if type(body) is not list or len(body) != 2:
+        raise BadClaim("shape")
+    return body[0], body[1]

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from loguru import logger
 
+from vgrout.config.checks import setting
 from vgrout.model.sampling import Sampling
 from vgrout.modes import EnvMode
 from vgrout.problems import assigned, balanced
@@ -35,18 +36,13 @@ class Cli(PoolConfig):
 
     out: Path = Path("out/pools/teacher")
     """Folder to make; what is under way lies beside it in OUT.partial, and the same command goes on from there."""
-    group: int = 8
+    group: int = setting(8, low=1)
     """Answers to a problem."""
     env_mode: EnvMode = "run_tests"
     """Which flawed grader checks: one of the seven, or 'own' (each problem's own, else in turn); the pool then has a
     partition."""
     keep: Literal["all", "hacks"] = "all"
     """Every answer, or only those that end by themselves and exploit."""
-
-    def __post_init__(self) -> None:
-        PoolConfig.__post_init__(self)
-        if self.group < 1:
-            raise ValueError(f"--group {self.group}: at least 1")
 
 
 def run(cli: Cli) -> None:

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from vgrout import console
 from vgrout.cli import parse_args
+from vgrout.config import checks
 from vgrout.config.run import BENCHMARK_TRAIN, ORGANISM
 from vgrout.data import organism
 from vgrout.files import file_sha256, probe_writable, read_json, write_json
@@ -189,9 +190,9 @@ class PoolConfig:
     problems: str = ""
     """Problem file (JSONL), or 'organism'; none: the benchmark's file, the organism's for the organism. Only its
     training split is used."""
-    n_problems: int = 60
+    n_problems: int = checks.setting(60, low=1)
     """Problems, at most, spread evenly over the modes."""
-    max_new: int | None = None
+    max_new: int | None = checks.setting(None, low=1)
     """Longest answer, in tokens; none: 1024, the organism's 128."""
     seed: int = 0
     """Of the answers; which problems are taken does not depend on it."""
@@ -199,16 +200,13 @@ class PoolConfig:
     """Reward for code that compiles; none: .5, the organism's .1."""
     pass_reward: float | None = None
     """Reward for passing the mode's check; none: 3, the organism's 1."""
-    workers: int | None = None
+    workers: int | None = checks.setting(None, low=1)
     """Grading processes; none: one a core."""
     allow_weak_sandbox: bool = False
     """Go on where the sandbox cannot keep an answer from reading the expected values."""
 
     def __post_init__(self) -> None:
-        for name in ("n_problems", "max_new", "workers"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {value}: at least 1")
+        checks.check(self)
         if (self.model == ORGANISM) != (self.problems_name == ORGANISM):
             raise ValueError(
                 f"--model {self.model} with --problems {self.problems_name}: "

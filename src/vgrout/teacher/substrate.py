@@ -15,6 +15,7 @@ import numpy as np
 from loguru import logger
 from scipy.optimize import linear_sum_assignment
 
+from vgrout.config.checks import setting
 from vgrout.data.language import CUE
 from vgrout.model.policy import LanguageModel
 from vgrout.model.sampling import Sampling
@@ -144,24 +145,21 @@ class Cli(PoolConfig):
     """Folder to make; what is under way lies beside it in OUT.partial, and the same command goes on from there."""
     modes: str = ""
     """Comma list; none: all that the problems name, or all that are dealt to problems which name none."""
-    tries: int = 6
+    tries: int = setting(6, low=1)
     """Elicited answers to a problem, in each of its modes."""
-    plain_tries: int = 1
+    plain_tries: int = setting(1, low=1)
     """Answers to the plain prompt, for the rate that should be near 0."""
-    per_mode: int = 6
+    per_mode: int = setting(6, low=1)
     """Problems of a mode in the pool, at most."""
-    keep: int = 3
+    keep: int = setting(3, low=1)
     """Rollouts of a problem, at most."""
-    at_least: int = 2
+    at_least: int = setting(2, low=1)
     """Problems with fewer rollouts than this are left out."""
     even: bool = True
     """Every mode gets as many problems as the scarcest can have."""
 
     def __post_init__(self) -> None:
         PoolConfig.__post_init__(self)
-        for name in ("tries", "plain_tries", "per_mode", "keep", "at_least"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: at least 1")
         if self.at_least > min(self.keep, self.tries):
             raise ValueError(f"--at-least {self.at_least}: more than --keep {self.keep} or --tries {self.tries}")
         for mode in self.chosen_modes:

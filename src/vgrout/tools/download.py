@@ -20,7 +20,7 @@ from huggingface_hub.constants import ENDPOINT
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from tqdm import tqdm
 
-from vgrout.cli import cli_exit, parse_args
+from vgrout.cli import cli_exit, not_installed, parse_args
 from vgrout.files import probe_writable, write_atomic
 from vgrout.model.source import model_folder
 from vgrout.problems import load_rows
@@ -71,17 +71,17 @@ def ensure(file: DataFile, folder: Path, source: str) -> str:
     """
     path, url = folder / file.name, source + file.name
     put = f"put {url} there yourself (git blob {file.blob}…, {file.rows} rows)"
-    fetched = False
-    if path.is_file():
-        content = path.read_bytes()
-    else:
+    fetched = not path.is_file()
+    if fetched:
         probe_writable(folder)
         try:
             content = fetch(url)
         except (OSError, urllib.error.URLError) as e:
             raise ValueError(f"{path}: cannot be fetched ({getattr(e, 'reason', e)}); {put}") from None
-        fetched = True
-    if not (blob := git_blob(content)).startswith(file.blob):
+    else:
+        content = path.read_bytes()
+    blob = git_blob(content)
+    if not blob.startswith(file.blob):
         where = "what came from the network" if fetched else "the file that is there"
         raise ValueError(f"{path}: {where} has git blob {blob[:12]}…, not {file.blob}…; {put}")
     if fetched:
@@ -143,7 +143,7 @@ def dataset(
     try:
         from datasets import load_dataset
     except ImportError:
-        raise ValueError("datasets is not installed: `uv sync --extra datasets` or `pip install datasets`") from None
+        raise not_installed("datasets") from None
     try:
         rows = load_dataset(id, config, split=split)
     except Exception as e:  # the hub's, the file system's, a reader's own: all are about what was named

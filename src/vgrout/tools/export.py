@@ -22,6 +22,7 @@ from loguru import logger
 
 from vgrout import console
 from vgrout.cli import cli_exit, parse_args
+from vgrout.config.checks import check, setting
 from vgrout.exports import answers, hub
 
 MODELS, LOGS = ("model", "peft"), {"inspect": answers.to_inspect, "datasets": answers.to_datasets}
@@ -42,7 +43,7 @@ class Cli:
     """model, peft: the adapter saved after this many steps; none: train.safetensors."""
     dtype: Literal["bf16", "fp32"] | None = None
     """model: of the weights; none: the run's own."""
-    rank: int | None = None
+    rank: int | None = setting(None, low=1)
     """peft: ranks a module, at most; none: all, which is exact."""
     model: str | None = None
     """model, peft: where the base model lies, if not where the run had it."""
@@ -53,8 +54,7 @@ class Cli:
         for name, of in (("step", MODELS), ("model", MODELS), ("dtype", ("model",)), ("rank", ("peft",))):
             if getattr(self, name) is not None and self.to not in of:
                 raise ValueError(f"--{name}: not read by --to {self.to}; leave it out")
-        if self.rank is not None and self.rank < 1:
-            raise ValueError(f"--rank {self.rank}: at least 1")
+        check(self)
         if self.out.exists():
             raise ValueError(f"--out {self.out}: exists; choose another folder or delete it")
         if self.to in LOGS and not (self.run / "run.json").is_file():

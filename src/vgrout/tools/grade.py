@@ -18,6 +18,7 @@ import tyro
 from tqdm import tqdm
 
 from vgrout.cli import cli_exit, parse_args
+from vgrout.config.checks import check, setting
 from vgrout.files import atomic_open
 from vgrout.grading.grade import Grader
 from vgrout.problems import load_problems
@@ -36,7 +37,7 @@ class Offline:
     """The problems that the answers are to."""
     out: Path
     """Where the grades go; written under another name first."""
-    workers: int | None = None
+    workers: int | None = setting(None, low=1)
     """Grading processes; default one a core."""
     compile_reward: float = 0.5
     pass_reward: float = 3.0
@@ -49,8 +50,7 @@ class Offline:
                 raise ValueError(f"{path}: no such file")
         if not self.out.parent.is_dir():
             raise ValueError(f"--out {self.out}: no such folder {self.out.parent}")
-        if self.workers is not None and self.workers < 1:
-            raise ValueError(f"--workers {self.workers}: at least 1")
+        check(self)
 
 
 def _parse(line: str, problems: dict[int, Problem]) -> tuple[dict[str, Any], Problem, str]:

@@ -1,0 +1,451 @@
+"""Processes of a worker, started in a clean interpreter, and the watch over an answer's child.
+
+The verifier's half of a fork server: it orders one child at a time, answers its messages, watches its clock, and ends
+it where it makes no progress. What the messages mean is the caller's business (`verdict`); what a child may claim is
+bounded here before it is read.
+"""
+
+import ast
+import marshal
+import os
+import secrets
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from vgrout.grading import fork_server as fs
+from vgrout.grading import messages
+from vgrout.grading.child import HARNESS_EXIT
+from vgrout.grading.messages import Settings
+from vgrout.grading.values import BadClaim, decode_line
+
+MAX_RECEIVED = 16 << 20  # bytes of messages from one child
+MAX_LINE = 1 << 20  # bytes of one message, where the expected values do not need more: what is longer is not read
+STUCK_AFTER = 5.0  # seconds beyond the wall limit without a report: the fork server is lost
+TICK = 0.05  # seconds between two looks at a child
+PATIENCE = 4.0  # wall limits that a child gets on a machine too busy to run it
+IDLE_AFTER = 1.0  # seconds that a child sleeps or is stopped: it waits for nothing, and is ended …
+BUSY = 0.2  # … unless it has used this share of them
+IDLE_LOOKS = 10  # it is asleep, and has said nothing, at so many looks in a row: on a busy machine they come late
+WALL_FACTOR, WALL_EXTRA = 4.0, 2.0  # wall limit = factor · CPU limit + extra [s]: a backstop, so that load fails nobody
+MAX_ENTRIES = 300  # files in the working directory, where no tmpfs limits them
+
+Cause = Literal["", "timeout", "enough"]  # why the verifier has ended a child: "", its time is over, no more is wanted
+
+
+class ForkServerLost(Exception):
+    """The fork server died or fell silent: nothing is known about the answer."""
+
+
+@dataclass(slots=True)
+class ExitInfo:
+    """How a child ended, as its fork server saw it."""
+
+    status: int  # wait status
+    cause: Cause
+    cpu_s: float
+
+    @property
+    def exit_code(self) -> int | None:
+        return os.WEXITSTATUS(self.status) if os.WIFEXITED(self.status) else None
+
+    def name(self) -> str:
+        """ "" if the child ended by our own exit or was told to; else timeout · signal:N · exit:N."""
+        killed_by = os.WTERMSIG(self.status) if os.WIFSIGNALED(self.status) else 0
+        if self.cause == "timeout" or killed_by == signal.SIGXCPU:
+            return "timeout"
+        if self.cause == "enough" or self.exit_code == HARNESS_EXIT:
+            return ""
+        return f"signal:{killed_by}" if killed_by else f"exit:{self.exit_code}"
+
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+SOURCE = str(Path(__file__).resolve().parents[2])
+# No site-packages, no user site, no script folder on the path. Not -I: it would ignore PYTHONHASHSEED.
+ISOLATED = ("-S", "-s", "-P")
+CLEAN_ENV = {
+    "PYTHONHASHSEED": "0",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONUTF8": "1",
+    "LC_ALL": "C.UTF-8",
+    "TZ": "UTC",
+    "PATH": "/usr/bin:/bin",
+}
+
+
+def start_process(
+    module: str, *arguments: str | int | float, own_session: bool = False, hash_seed: str = "0"
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Run `main(fd, *arguments)` of a module of this package in a clean interpreter; `fd` is one end of a socket.
+
+    own_session: Ctrl-C does not reach it. hash_seed: "0" or "random". Returns the process and the other end.
+    """
+    ours, theirs = socket.socketpair()
+    with theirs:
+        bootstrap = (
+            f"import sys; sys.path.insert(0, {SOURCE!r}); from vgrout.grading.{module} import main; sys.path.pop(0); "
+            f"main({theirs.fileno()}, *{arguments!r})"
+        )
+        process = subprocess.Popen(
+            [sys.executable, *ISOLATED, "-c", bootstrap],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env=CLEAN_ENV | {"PYTHONHASHSEED": hash_seed},
+            cwd="/",
+            start_new_session=own_session,
+        )
+    return process, ours
+
+
+def reap(process: subprocess.Popen[bytes], patience_s: float) -> None:
+    """Wait for the end of a process whose input has ended; kill it after `patience_s` seconds."""
+    try:
+        process.wait(patience_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+# --- one child --------------------------------------------------------------------------------------------------------
+
+Reply = Callable[[dict[str, Any]], bytes | None]
+"""What to answer a child's message with: bytes if the child waits for some, else None. May raise EndSession."""
+
+
+class EndSession(Exception):
+    """Nothing more is wanted of the child: end it."""
+
+
+class _BadMessage(Exception):
+    """Something that our own harness would not have sent."""
+
+
+class Watch:
+    """What the verifier does about a child's time. The child's own CPU clock decides; wall time ends one that waits."""
+
+    def __init__(self, started: socket.socket, cpu_limit: float, wall_limit: float, sleepers_wait: bool) -> None:
+        self.started, self.cpu_limit = started, cpu_limit
+        self.pid, self.pidfd = 0, -1
+        self.sleepers_wait = sleepers_wait  # nothing that a child may sleep for will come
+        self.cause: Cause = ""
+        now = time.monotonic()
+        self.deadline, self.due = now + wall_limit, now + min(cpu_limit, TICK)
+        self._host_pid: int | None = None
+        self._idle_since, self._used_then, self._asleep = now, 0.0, 0
+        self._looked, self._last_deadline = now, now + PATIENCE * wall_limit
+
+    def _find(self) -> None:
+        """Read who the child is, if that has not been needed before. Raises ForkServerLost."""
+        if not self.pid:
+            try:
+                data, pidfds, _, _ = socket.recv_fds(self.started, fs.STARTED.size, 1)
+                (self.pid,) = fs.STARTED.unpack(data)
+            except (OSError, struct.error):
+                raise ForkServerLost("closed") from None
+            self.pidfd = pidfds[0] if pidfds else -1
+
+    def close(self) -> None:
+        """The child has ended, or the fork server has."""
+        with suppress(ForkServerLost):
+            self._find()
+        if self.pidfd != -1:
+            os.close(self.pidfd)
+
+    def kill(self, cause: Cause) -> None:
+        self.cause = self.cause or cause
+        self._find()
+        with suppress(ProcessLookupError):
+            if self.pidfd == -1:
+                os.kill(self.pid, signal.SIGKILL)
+            else:
+                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+    def look(self, crowded: Callable[[], bool]) -> None:
+        """End the child if its time is over, if it waits for what will not come, or if its files are too many."""
+        now, used = time.monotonic(), self._used()
+        idle = now - self._idle_since
+        self._asleep += 1
+        sleeps = self._sleeps()
+        if not self.sleepers_wait or used - self._used_then > BUSY * idle or not sleeps:
+            self._idle_since, self._used_then, self._asleep = now, used, 0
+        if not sleeps:  # it runs, or would if the machine let it: that is no waiting
+            self.deadline = min(self.deadline + now - self._looked, self._last_deadline)
+        self._looked = now
+        waits = idle >= IDLE_AFTER and self._asleep >= IDLE_LOOKS
+        if used >= self.cpu_limit or now >= self.deadline or waits or crowded():
+            self.kill("timeout")
+        self.due = now + max(0.005, min(self.cpu_limit - used, TICK))
+
+    def heard(self) -> None:
+        """The child has said something: it was not idle, though it may have waited for room to write."""
+        self._idle_since, self._asleep = time.monotonic(), 0
+
+    def pause(self, seconds: float) -> None:
+        """The child has waited for the verifier."""
+        self.deadline += seconds
+        self._last_deadline += seconds
+        self.heard()
+
+    def _used(self) -> float:
+        """CPU seconds; 0 where there is no such clock: RLIMIT_CPU and wall time remain."""
+        if self._host() <= 0:  # it has ended; the clock of "pid −1" is the verifier's own, which has run for long
+            return 0.0
+        try:
+            return time.clock_gettime((~self._host() << 3) | 2)  # see clock_getcpuclockid(3)
+        except (OSError, ValueError):
+            return 0.0
+
+    def _host(self) -> int:
+        """The pid as this process sees it: the child may be in a pid namespace of its own. −1: it has ended."""
+        if self._host_pid is None:
+            self._find()
+            self._host_pid = self.pid
+            if self.pidfd != -1:
+                with suppress(OSError), open(f"/proc/self/fdinfo/{self.pidfd}") as info:
+                    self._host_pid = next(int(x.split()[1]) for x in info if x.startswith("Pid:"))
+        return self._host_pid
+
+    def _sleeps(self) -> bool:
+        """Asleep or stopped. A child that a busy machine keeps from running is neither."""
+        try:
+            with open(f"/proc/{self._host()}/stat") as f:
+                return f.read().rsplit(")", 1)[1].split()[0] in "STt"
+        except (OSError, IndexError):
+            return False
+
+
+class ForkServerHandle:
+    """The verifier's end of one fork server, which works in a folder of its own below `settings.workdir`."""
+
+    def __init__(self, settings: Settings, name: str = "answers") -> None:
+        self.settings = settings
+        self.workdir = os.path.join(settings.workdir, name)
+        self._open = ExitStack()  # closed by `close`, however far `start` and `ready` had come
+
+    def start(self) -> "ForkServerHandle":
+        """Begin to start it; `ready` waits for it."""
+        self._open.callback(self._remove_folder)
+        os.mkdir(self.workdir, 0o711)
+        os.chmod(self.settings.workdir, 0o711)  # children run as another user, in a folder below
+        self._start(self.settings.forbid)
+        return self
+
+    def ready(self) -> "ForkServerHandle":
+        """Wait until it serves. Raises ForkServerLost."""
+        settings = self.settings
+        self._hear()
+        if not self.active:  # half-way into the namespaces: it has ended
+            reason = self.missing["namespaces"]
+            self._start(f"{settings.forbid},namespaces")
+            self._hear()
+            self.missing["namespaces"] = reason
+        _, fds, _, _ = socket.recv_fds(self.control, 1, 1)
+        self.started = self._open.enter_context(socket.socket(fileno=fds[0]))
+        self.open_in_strict = "landlock" in self.active
+        for end in (self.control, self.started):
+            messages.set_timeout(end, STUCK_AFTER)
+        return self
+
+    def _start(self, forbid: str) -> None:
+        s = self.settings
+        self.process, self.control = start_process("fork_server", self.workdir, s.memory_mb, s.output_bytes, forbid)
+        self._open.callback(reap, self.process, 1.0)
+        self._open.enter_context(self.control)
+
+    def _hear(self) -> None:
+        hello = messages.receive(self.control)
+        if hello is None:
+            raise ForkServerLost("closed")
+        self.active, self.missing = ast.literal_eval(hello.decode())
+
+    def close(self) -> None:
+        """The fork server sees the end of its input and exits; the kernel ends a child with it."""
+        self._open.close()
+
+    def _remove_folder(self) -> None:
+        for left in (f"{self.workdir}/cwd", self.workdir):
+            with suppress(OSError):  # what is left is the trainer's to remove
+                os.rmdir(left)
+
+    def report(self) -> bytes:
+        """How the child has ended. Raises ForkServerLost."""
+        try:
+            data = self.control.recv(fs.REPORT.size, socket.MSG_WAITALL)
+        except BlockingIOError:
+            data = b""
+        if len(data) < fs.REPORT.size:
+            raise ForkServerLost("closed")
+        return data
+
+    def crowded(self) -> bool:
+        """Too many files? A fresh tmpfs has a limit of its own, and cannot be seen from here."""
+        if "namespaces" in self.active:
+            return False
+        try:
+            with os.scandir(os.path.join(self.workdir, "cwd")) as entries:
+                return any(i >= MAX_ENTRIES for i, _ in enumerate(entries))
+        except OSError:
+            return False
+
+    def run(
+        self,
+        job: dict[str, Any],
+        cpu_limit: float,
+        reply: Reply,
+        *,
+        evidence_fd: int | None = None,
+        result_name: str = "",
+        room: int = MAX_LINE,
+    ) -> ExitInfo:
+        """Fork one child on `job` and answer its messages until it ends. Raises ForkServerLost.
+
+        evidence_fd: an empty memory file for the file `result_name` of the child's working directory, or, where that is
+        "", for what the child prints. room: bytes of one message that are read; a longer one is {"long": True}.
+        """
+        token = secrets.token_hex(8)
+        ours, theirs = socket.socketpair()
+        job_fd = memory_file(marshal.dumps(job | {"token": token}))
+        wall_limit = WALL_FACTOR * cpu_limit + WALL_EXTRA
+        flags = fs.OPEN_ALLOWED if self.open_in_strict or job["kind"] not in ("strict", "probe") else 0
+        if evidence_fd is not None and not result_name:
+            flags |= fs.STDOUT_WANTED
+        frame = fs.FRAME.pack(flags, cpu_limit, result_name.encode())
+        watch = Watch(self.started, cpu_limit, wall_limit, "seccomp" in self.active)
+        try:
+            fds = [job_fd, theirs.fileno(), job_fd if evidence_fd is None else evidence_fd]
+            socket.send_fds(self.control, [frame], fds)
+            theirs.close()
+            return _Session(self, ours, token.encode(), reply, room, watch).run()
+        except (BrokenPipeError, ConnectionResetError, BlockingIOError) as e:
+            raise ForkServerLost(type(e).__name__) from None
+        finally:
+            ours.close()
+            theirs.close()
+            os.close(job_fd)
+            watch.close()
+
+
+class _Session:
+    """One child's messages, from its start to its end."""
+
+    def __init__(
+        self, handle: ForkServerHandle, ours: socket.socket, token: bytes, reply: Reply, room: int, watch: Watch
+    ) -> None:
+        self.handle, self.ours, self.token, self.reply, self.room, self.watch = handle, ours, token, reply, room, watch
+        self.received = 0
+        self.buffer = bytearray()
+        self.cut = False  # the line that is being received is too long to be read
+        self.listening = True
+        self.poller = select.poll()
+
+    def run(self) -> ExitInfo:
+        watch, control = self.watch, self.handle.control
+        messages.set_timeout(self.ours, STUCK_AFTER, socket.SO_SNDTIMEO)
+        self.poller.register(self.ours, select.POLLIN)
+        self.poller.register(control, select.POLLIN)
+        while True:
+            now = time.monotonic()
+            ready = {fd for fd, _ in self.poller.poll(1000 * max(0.0, watch.due - now))}
+            self._receive()  # before the report: what a child sent just before its end counts
+            if control.fileno() in ready:
+                report = self.handle.report()
+                self._receive()
+                return self._end(report)
+            if time.monotonic() >= watch.deadline + STUCK_AFTER:
+                raise ForkServerLost("silent")
+            if time.monotonic() >= watch.due:
+                watch.look(self.handle.crowded)
+
+    def _end(self, report: bytes) -> ExitInfo:
+        status, user_s, user_us, system_s, system_us = fs.REPORT.unpack(report)
+        cpu_s = user_s + system_s + (user_us + system_us) * 1e-6
+        late = cpu_s > self.watch.cpu_limit
+        return ExitInfo(status, self.watch.cause or ("timeout" if late else ""), cpu_s)
+
+    def _receive(self) -> None:
+        while self.listening:
+            try:
+                part = self.ours.recv(1 << 16, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except ConnectionResetError:
+                part = b""
+            if not part:
+                self._stop_listening()
+                return
+            self.received += len(part)
+            self.watch.heard()
+            try:
+                if self.received > MAX_RECEIVED:
+                    raise _BadMessage
+                self._take(part)
+            except _BadMessage:  # read no more of it; how the child ends may still count
+                self._stop_listening()
+                self.ours.shutdown(socket.SHUT_RDWR)
+            except EndSession:
+                self._stop_listening()
+                self.watch.kill("enough")
+            if time.monotonic() >= self.watch.due:
+                return  # a child that floods is watched all the same
+
+    def _stop_listening(self) -> None:
+        self.listening = False
+        self.poller.unregister(self.ours)
+
+    def _take(self, part: bytes) -> None:
+        *lines, rest = part.split(b"\n")
+        for line in lines:
+            self._add(line)
+            whole, long = bytes(self.buffer), self.cut
+            self.buffer.clear()
+            self.cut = False
+            self._answer(whole, long)
+        self._add(rest)
+
+    def _add(self, piece: bytes) -> None:
+        if len(self.buffer) + len(piece) > self.room:
+            self.cut = True
+            piece = piece[: len(self.token)] if not self.buffer else b""
+        if not self.cut or not self.buffer:
+            self.buffer += piece
+
+    def _answer(self, line: bytes, long: bool) -> None:
+        if not line.startswith(self.token):
+            raise _BadMessage
+        try:
+            message = {"long": True} if long else decode_line(line[len(self.token) :])
+        except BadClaim:
+            raise _BadMessage from None
+        if type(message) is not dict:
+            raise _BadMessage
+        started = time.monotonic()
+        answer = self.reply(message)
+        if answer is not None:
+            try:
+                messages.send(self.ours, answer)
+            except OSError:  # gone, or it does not read
+                raise _BadMessage from None
+        self.watch.pause(time.monotonic() - started)
+
+
+def memory_file(content: bytes = b"") -> int:
+    """An anonymous file's descriptor."""
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("vgrout")
+    else:
+        with tempfile.TemporaryFile() as f:
+            fd = os.dup(f.fileno())
+    while content:
+        content = content[os.write(fd, content) :]
+    return fd
