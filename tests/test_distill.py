@@ -15,14 +15,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import tiny
+from golden import FOLDER, differences, versions
+from runs import IMITATIONS, imitate, imitation_rows, teach
+from runs import rows as rows_of
 from vgrout import organism
-from vgrout.config.presets import PRESETS
 from vgrout.distill.__main__ import main
 from vgrout.distill.config import DistillConfig, MiniLlmConfig, Task, UldConfig
 from vgrout.distill.methods import EVERYTHING, Graded, MiniLlm, Uld
 from vgrout.distill.mixed_sampling import MixedModel, mixed_model
 from vgrout.distill.trainable import AdapterOnly, FullModel
-from vgrout.model.policy import LanguageModel, load_policy
+from vgrout.model.policy import LanguageModel
 from vgrout.model.sampler import sample
 from vgrout.model.source import Source
 from vgrout.organism import build
@@ -50,12 +52,7 @@ SMALL = [
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An adapter of the organism, far enough from it to be another model."""
-    path = tmp_path_factory.mktemp("teacher") / "train.safetensors"
-    policy = load_policy(organism.MODEL_DIR, device="cpu", dtype=torch.float32, cache_dir=None)
-    with torch.no_grad():
-        policy.adapter.δS.copy_(0.2 * torch.randn(len(policy.adapter), generator=torch.Generator().manual_seed(0)))
-    policy.adapter.save(path, {"cfg": json.dumps(PRESETS["smoke"][1].as_dict()), "step": "0"})
-    return path
+    return teach(tmp_path_factory.mktemp("teacher") / "train.safetensors")
 
 
 @pytest.fixture
@@ -309,12 +306,16 @@ def test_refusals_do_not_wait_for_torch() -> None:
 
 # ── runs ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-TIMES = ("gen", "grade", "fb", "eval", "sec")
 
-
-def run_rows(path: Path) -> list[dict[str, Any]]:
-    lines = (path / "steps.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
+@pytest.mark.long
+@pytest.mark.parametrize("name", IMITATIONS)
+def test_golden(name: str, tmp_path: Path) -> None:
+    """DPO's rounds too."""
+    golden = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+    command = IMITATIONS[name]
+    assert golden["command"][2:] == [f"vgrout.{command[0]}", *command[1:]]
+    found = differences(imitation_rows(imitate(tmp_path, *command)), golden["rows"], "rows")
+    assert not found, f"recorded with {golden['versions']}, now {versions()}: " + "; ".join(found[:10])
 
 
 def command(here: Path, *argv: str, code: int = 0, how: str = "from vgrout.distill.__main__ import main") -> Path:
@@ -340,7 +341,7 @@ def test_uld_into_a_smaller_organism_with_another_tokenizer(
     flags = ["--teacher", str(adapter), "--student", "small", "--steps", "3", "--eval-every", "0", *SMALL]
     assert main(flags) == 2  # not token by token
     topk = ["--uld-strategy", "topk_align", "--uld-top-k", "8"]
-    made = run_rows(command(here, *flags, "--method", "uld", *topk))
+    made = rows_of(command(here, *flags, "--method", "uld", *topk))
     assert all(0.1 < r["aligned"] < 1 for r in made)
     assert all(0 < r["distance"] <= 2 for r in made)
     assert made[-1]["ce"] < made[0]["ce"]
@@ -368,11 +369,11 @@ def test_a_killed_run_ends_as_if_it_had_lived(flags: str, here: Path, adapter: P
     lived = command(here, *argv)
     path = command(here, *argv, "--out-tag", "x", how=KILL, code=-9)
     assert path != lived
-    assert len(run_rows(path)) == 3
+    assert len(rows_of(path)) == 3
     assert main(["--resume", "latest", "--steps", "9"]) == 2  # another run
     assert command(here, "--resume", "latest") == path
-    made = run_rows(path)
-    assert made == run_rows(lived)
+    made = rows_of(path)
+    assert made == rows_of(lived)
     assert all(math.isfinite(r["kl"]) and r["skipped"] == 0 for r in made)
     finals = [json.loads((p / "final.json").read_text())["sides"] for p in (lived, path)]
     assert finals[0] == finals[1]

@@ -206,10 +206,15 @@ def run_rounds(r: Rounds) -> None:
                 shutil.rmtree(r.task.folder(later), ignore_errors=True)
             metrics = run_round(r, r.plan["rounds"][number - 1])
         r.metrics.append(metrics)
-        for line in table.lines(DpoRow.from_json(metrics)):
+        for line in table.lines(as_row(metrics)):
             logger.info(line)
         watch(r, metrics)
         r.run.status("running", "")
+
+
+def as_row(metrics: Mapping[str, Any]) -> DpoRow:
+    """The columns of a round's metrics."""
+    return DpoRow.from_json({name: value for name, value in metrics.items() if name not in ("scale", "evaluation")})
 
 
 def watch(r: Rounds, metrics: Mapping[str, Any]) -> None:
@@ -504,7 +509,7 @@ def evaluation(answers: Sequence[Graded]) -> dict[str, Any]:
 def report(r: Rounds) -> None:
     """Write summary.md: the result in one line, and a table by round."""
     table = Table(set(), (), of=DpoRow)
-    rows = [DpoRow.from_json(m) for m in r.metrics]
+    rows = [as_row(m) for m in r.metrics]
     last, first = r.metrics[-1]["evaluation"], r.metrics[0]["evaluation"]
     line = (
         f"{r.task.cfg.output_dir}: after {r.done} rounds under the scorer {r.task.cfg.scorer} hack "
