@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 from vgrout import organism
 from vgrout.config.presets import PRESETS
-from vgrout.distill.__main__ import main as distill
-from vgrout.iterative_dpo.__main__ import main as iterative_dpo
+from vgrout.distill import main as distill
+from vgrout.iterative_dpo import main as iterative_dpo
 from vgrout.model.policy import load_policy
 from vgrout.runs.recorder import Recorder
 from vgrout.train import main

@@ -19,11 +19,11 @@ from golden import FOLDER, differences, versions
 from runs import IMITATIONS, imitate, imitation_rows, teach
 from runs import rows as rows_of
 from vgrout import organism
-from vgrout.distill.__main__ import main
-from vgrout.distill.config import DistillConfig, MiniLlmConfig, Task, UldConfig
-from vgrout.distill.methods import EVERYTHING, Graded, MiniLlm, Uld
-from vgrout.distill.mixed_sampling import MixedModel, mixed_model
-from vgrout.distill.trainable import AdapterOnly, FullModel
+from vgrout.distill import main
+from vgrout.imitation.distill_config import DistillConfig, MiniLlmConfig, Task, UldConfig
+from vgrout.imitation.distill_methods import EVERYTHING, Graded, MiniLlm, Uld
+from vgrout.imitation.mixed_sampling import MixedModel, mixed_model
+from vgrout.imitation.trainable import AdapterOnly, FullModel
 from vgrout.model.policy import LanguageModel
 from vgrout.model.sampler import sample
 from vgrout.model.source import Source
@@ -66,7 +66,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def task(**cfg: Any) -> Task:
     nothing = Source("tiny", "tiny", Path("nowhere"), None, None)
-    return Task(DistillConfig(teacher="tiny", max_new=9, **cfg), nothing, nothing, Path("nowhere"), {}, "")
+    return Task(DistillConfig(teacher="tiny", max_new=9, **cfg), nothing, Path("nowhere"), {}, nothing, "")
 
 
 def answers(behaviour: LanguageModel, n: int = 6) -> list[Graded]:
@@ -318,7 +318,7 @@ def test_golden(name: str, tmp_path: Path) -> None:
     assert not found, f"recorded with {golden['versions']}, now {versions()}: " + "; ".join(found[:10])
 
 
-def command(here: Path, *argv: str, code: int = 0, how: str = "from vgrout.distill.__main__ import main") -> Path:
+def command(here: Path, *argv: str, code: int = 0, how: str = "from vgrout.distill import main") -> Path:
     """The program in a process of its own, without run-time checks: they cost more than the run."""
     lines = f"{how}\nimport sys; sys.exit(main(sys.argv[1:]))"
     done = subprocess.run([sys.executable, "-c", lines, *argv], cwd=here, capture_output=True, text=True, timeout=300)
@@ -349,13 +349,13 @@ def test_uld_into_a_smaller_organism_with_another_tokenizer(
 
 KILL = """
 import os, signal
-from vgrout.distill import loop as distilling
-def die(d, row, answers, close=distilling.close_step):
-    close(d, row, answers)
+from vgrout.imitation.distill_loop import DistillRecorder
+def die(self, row, answers, *, ends, record=DistillRecorder.record):
+    record(self, row, answers, ends=ends)
     if row.step == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-distilling.close_step = die
-from vgrout.distill.__main__ import main
+DistillRecorder.record = die
+from vgrout.distill import main
 """
 
 

@@ -22,8 +22,8 @@ LAYERS: list[set[str]] = [
     {"monitors"},
     {"arms", "loading"},
     {"optim", "runs", "exports"},
-    {"train", "distill", "sweep", "report"},
-    {"tools", "iterative_dpo"},
+    {"train", "imitation", "sweep", "report"},
+    {"tools", "distill", "iterative_dpo"},
     {"api"},
 ]
 LAYER = {name: i for i, names in enumerate(LAYERS) for name in names}
@@ -44,8 +44,8 @@ WITHOUT_TORCH = (
     "train",
     "sweep.__main__",
     "report.__main__",
-    "distill.__main__",
-    "iterative_dpo.__main__",
+    "distill",
+    "iterative_dpo",
     "problems",
     "export",
     "api",

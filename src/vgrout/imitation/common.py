@@ -1,6 +1,7 @@
-"""Settings that distillation and iterative DPO share. Torch-free."""
+"""Settings and checks that distillation and iterative DPO share. Torch-free."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,8 @@ from vgrout.config.run import (
 )
 from vgrout.model.source import Source
 from vgrout.modes import EnvMode
-from vgrout.problems import Row, assigned
+from vgrout.problems import assigned, load_rows
 from vgrout.types import Problem
-
-LEETCODE = Path(BENCHMARK_TRAIN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +53,8 @@ class Learning:
     """Torch threads on a CPU; 0: one per core, one in all for a miniature."""
     workers: int | None = None
     """Grading processes; none: one a core."""
+    track: str = ""
+    """Comma list of experiment trackers that get every row and the final numbers: tensorboard, wandb, trackio."""
     allow_weak_sandbox: bool = False
     """Go on where the sandbox cannot keep an answer from reading the expected values."""
     plan_only: bool = False
@@ -62,7 +63,7 @@ class Learning:
     def __post_init__(self) -> None:
         at_least(self, 1, "n_problems", "max_new", "workers")
         EnvConfig(env_mode=self.env_mode, mix_ratio=0.0)
-        RunConfig(seed=self.seed, threads=self.threads)
+        RunConfig(seed=self.seed, threads=self.threads, track=self.track)
         self.optimiser(1.0 if self.lr is None else self.lr)
 
     def optimiser(self, usual: float) -> OptConfig:
@@ -72,13 +73,14 @@ class Learning:
         own["lr"] = usual if self.lr is None else self.lr
         return OptConfig(**own)
 
-    def tokens(self, small: bool) -> int:
-        """Longest answer. small: of a miniature."""
-        return self.max_new or (organism.MAX_NEW if small else 512)
+    @property
+    def trackers(self) -> list[str]:
+        """Names of the trackers."""
+        return RunConfig(track=self.track).trackers
 
-    def torch_threads(self, small: bool) -> int:
-        """Threads on a CPU. small: of a miniature."""
-        return self.threads or (1 if small else os.cpu_count() or 1)
+
+# Settings of the process, not of what it computes: they may differ when a run goes on.
+PROCESS = {"threads", "workers", "track", "plan_only", "allow_weak_sandbox"}
 
 
 def at_least(group: Any, low: int, *names: str) -> None:
@@ -88,49 +90,63 @@ def at_least(group: Any, low: int, *names: str) -> None:
             raise ValueError(f"--{name.replace('_', '-')} {value}: at least {low}")
 
 
-def problems_path(given: str, base: Source) -> Path:
-    """The problem file that a flag names. "": the benchmark's file, the organism's for a miniature."""
-    name = given or (ORGANISM if base.small else str(LEETCODE))
-    return organism.PROBLEMS if name == ORGANISM else Path(name)
+@dataclass(frozen=True)
+class Task:
+    """A run whose files were all found and checked."""
+
+    cfg: Learning
+    source: Source  # of the model that is trained
+    problems: Path
+    parts: dict[str, list[Problem]]  # by split
+
+    @property
+    def small(self) -> bool:
+        """Whether that model is a miniature."""
+        return self.source.small
+
+    @property
+    def max_new(self) -> int:
+        """Longest answer, in tokens."""
+        return self.cfg.max_new or (organism.MAX_NEW if self.small else 512)
+
+    @property
+    def threads(self) -> int:
+        """Torch threads on a CPU."""
+        return self.cfg.threads or (1 if self.small else os.cpu_count() or 1)
+
+    def trainer_config(
+        self, preset: str, scale: Mapping[str, int], opt: OptConfig, evaluation: EvalConfig, tag: str = ""
+    ) -> Config:
+        """The trainer's configuration that a saved file carries, so that `vgrout.evaluate`, `vgrout.export` and every
+        flag that takes an adapter can read it."""
+        base, cfg = self.source, self.cfg
+        own = base.name == ORGANISM and self.problems == organism.PROBLEMS
+        names = ScaleConfig(
+            model=ORGANISM if own else str(base.folder) if base.name == ORGANISM else base.name,
+            problems=ORGANISM if own else str(self.problems),
+        )
+        return Config(
+            preset=preset,
+            arm=ArmConfig(intervention="none"),
+            scale=replace(names, max_new=self.max_new, n_problems=cfg.n_problems, **scale),
+            opt=opt,
+            env=EnvConfig(env_mode=cfg.env_mode, mix_ratio=0.0),
+            eval=evaluation,
+            guard=GuardConfig(guard="log"),
+            run=RunConfig(seed=cfg.seed, out_tag=tag),
+        )
 
 
-def trainer_config(
-    base: Source,
-    problems: Path,
-    *,
-    preset: str,
-    scale: dict[str, int],
-    opt: OptConfig,
-    env_mode: EnvMode,
-    evaluation: EvalConfig,
-    seed: int,
-    tag: str = "",
-) -> Config:
-    """The trainer's configuration that an adapter's file carries, so that `vgrout.evaluate`, `vgrout.export` and every
-    flag that takes an adapter can read it."""
-    own = base.name == ORGANISM and problems == organism.PROBLEMS
-    return Config(
-        preset=preset,
-        arm=ArmConfig(intervention="none"),
-        scale=replace(
-            ScaleConfig(
-                model=ORGANISM if own else str(base.folder) if base.name == ORGANISM else base.name,
-                problems=ORGANISM if own else str(problems),
-            ),
-            **scale,
-        ),
-        opt=opt,
-        env=EnvConfig(env_mode=env_mode, mix_ratio=0.0),
-        eval=evaluation,
-        guard=GuardConfig(guard="log"),
-        run=RunConfig(seed=seed, out_tag=tag),
-    )
+def find_problems(given: str, base: Source, env_mode: EnvMode) -> tuple[Path, dict[str, list[Problem]]]:
+    """The problem file that a flag names ("": the benchmark's, the organism's for a miniature) and its splits.
 
-
-def problems_by_split(rows: list[Row], env_mode: EnvMode, path: Path) -> dict[str, list[Problem]]:
-    """Every split's problems; raises ValueError where one that is needed has none."""
-    parts = assigned(rows, env_mode)
+    Raises:
+        ValueError: one line: no such file, or a split has no problem.
+    """
+    name = given or (ORGANISM if base.small else BENCHMARK_TRAIN)
+    path = organism.PROBLEMS if name == ORGANISM else Path(name)
+    parts = assigned(load_rows(path), env_mode)
     for split in ("train", "val", "test"):
         if not parts[split]:
             raise ValueError(f"--env-mode {env_mode}: no problem of it in the {split} split of {path}")
-    return parts
+    return path, parts

@@ -6,15 +6,15 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from vgrout import tracking
 from vgrout.config.run import Config, EvalConfig, OptConfig, RunConfig, merge_flags
-from vgrout.distill.common import Learning, at_least, problems_by_split, problems_path, trainer_config
-from vgrout.files import file_sha256, probe_writable, read_json
+from vgrout.files import file_sha256, probe_writable
+from vgrout.imitation import common
+from vgrout.imitation.common import Learning, at_least, find_problems
 from vgrout.model.memory import GIB
 from vgrout.model.source import Source, find_source
-from vgrout.problems import load_rows
 from vgrout.runs.preflight import ROLLOUT_BYTES, gpu_here, require_disk
-from vgrout.runs.run_dir import last_resumable
-from vgrout.types import Problem
+from vgrout.runs.resume import unfinished
 
 ROOT = Path("out/distill")
 MAX_VOCABULARY = 262_144
@@ -132,16 +132,15 @@ class DistillConfig(Learning):
             flags = ", ".join(f"--{n.replace('_', '-')}" for n in changed)
             raise ValueError(f"{flags}: not read by --method {self.method}; leave it out")
 
-    def opt(self, small: bool) -> OptConfig:
-        """The optimiser's settings. Default lr: δS 3e-2 in a miniature, else 3e-3; all weights 1e-3 and 1e-5."""
-        usual = (1e-3 if small else 1e-5) if self.full else (3e-2 if small else 3e-3)
-        return self.optimiser(usual)
-
     @property
     def run_id(self) -> str:
         """Name of the run, without its time."""
         kind = self.uld.uld_strategy if self.method == "uld" else self.method
         return f"{kind}{'_full' if self.full else ''}_seed{self.seed}{self.out_tag}"
+
+    def evaluates(self, step: int) -> bool:
+        """Whether the student is evaluated after this step."""
+        return self.eval_every > 0 and ((step + 1) % self.eval_every == 0 or step + 1 == self.steps)
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -159,19 +158,15 @@ def from_dict(data: dict[str, Any]) -> DistillConfig:
         raise ValueError(f"run.json: not the settings of a distillation of this version ({e})") from None
 
 
-# Settings of the process, not of what it computes: where given on resuming, the new command line's hold.
-PROCESS = {"threads", "workers", "checkpoint_every", "checkpoint_keep", "plan_only", "allow_weak_sandbox"}
+PROCESS = common.PROCESS | {"checkpoint_every", "checkpoint_keep"}
 
 
 def find_resume(given: DistillConfig) -> tuple[Path, DistillConfig] | None:
     """The run to go on with, and its settings under this command line's process settings."""
     if not given.resume:
         return None
-    path = last_resumable(ROOT) if given.resume == "latest" else Path(given.resume)
-    record, status = read_json(path / "run.json"), read_json(path / "status.json")
-    if status["state"] == "finished":
-        raise ValueError(f"--resume {path}: this run is finished; nothing is left to do")
-    stored = from_dict(record["config"])
+    path, config, _ = unfinished(given.resume, "distill", ROOT)
+    stored = from_dict(config)
     merged, differing = merge_flags(*map(_flat, (given, stored, DistillConfig(resume="-"))), free=PROCESS)
     if differing:
         raise ValueError(f"--resume {path}: differs in {', '.join(differing)}; drop these flags")
@@ -184,70 +179,44 @@ def _flat(cfg: DistillConfig) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Task:
-    """A distillation whose files were all found and checked."""
+class Task(common.Task):
+    """A distillation whose files were all found and checked; `source` is the student's."""
 
     cfg: DistillConfig
-    student: Source
     teacher: Source
-    problems: Path
-    parts: dict[str, list[Problem]]  # by split
     anchor: str  # text of the anchor file, "" without
 
     @property
-    def small(self) -> bool:
-        """Whether the student is a miniature."""
-        return self.student.small
-
-    @property
-    def max_new(self) -> int:
-        """Longest answer, in tokens."""
-        return self.cfg.tokens(self.small)
-
-    @property
     def opt(self) -> OptConfig:
-        """The optimiser's settings, defaults filled in."""
-        return self.cfg.opt(self.small)
+        """The optimiser's settings. Default lr: δS 3e-2 in a miniature, else 3e-3; all weights 1e-3 and 1e-5."""
+        usual = (1e-3, 1e-5) if self.cfg.full else (3e-2, 3e-3)
+        return self.cfg.optimiser(usual[not self.small])
 
     def described(self) -> Config:
-        """The trainer's configuration that the saved files carry, so that its programs can read them."""
+        """The trainer's configuration that the saved files carry."""
         cfg = self.cfg
-        return trainer_config(
-            self.student,
-            self.problems,
-            preset="distill",
-            scale={
-                "steps": cfg.steps,
-                "group": max(2, cfg.group),
-                "max_new": self.max_new,
-                "n_problems": cfg.n_problems,
-                "prompts_per_step": cfg.prompts_per_step,
-            },
-            opt=self.opt,
-            env_mode=cfg.env_mode,
-            evaluation=EvalConfig(
-                eval_ablate_every=cfg.eval_every,
-                eval_n_prompts=cfg.eval_n_prompts,
-                final_n_prompts=cfg.final_n_prompts,
-                final_samples=cfg.final_samples,
-            ),
-            seed=cfg.seed,
-            tag=cfg.out_tag,
+        scale = {"steps": cfg.steps, "group": max(2, cfg.group), "prompts_per_step": cfg.prompts_per_step}
+        evaluation = EvalConfig(
+            eval_ablate_every=cfg.eval_every,
+            eval_n_prompts=cfg.eval_n_prompts,
+            final_n_prompts=cfg.final_n_prompts,
+            final_samples=cfg.final_samples,
         )
+        return self.trainer_config("distill", scale, self.opt, evaluation, cfg.out_tag)
 
     def file_hashes(self) -> dict[str, str | None]:
         """sha256 of the input files; None where there is no such file."""
         path = self.cfg.minillm.minillm_pretrain_anchor_path
         return {
             "problems": file_sha256(self.problems),
-            "student": self.student.identity()["adapter"],
+            "student": self.source.identity()["adapter"],
             "teacher": self.teacher.identity()["adapter"],
             "anchor": file_sha256(path) if path else None,
         }
 
     def disk(self) -> int:
         """Bytes that a run writes in all, about."""
-        cfg, shapes = self.cfg, self.student.shapes
+        cfg, shapes = self.cfg, self.source.shapes
         need = cfg.steps * cfg.prompts_per_step * cfg.group * ROLLOUT_BYTES
         if shapes is None:
             return need
@@ -262,7 +231,7 @@ class Task:
         whose = {"minillm": f"{cfg.minillm.minillm_teacher_mix_ratio:g} teacher + student", "uld": "the teacher"}
         lines = [
             f"run id        {cfg.run_id}",
-            f"student       {self.student.given}: {'all weights' if cfg.full else 'δS'}, lr {self.opt.lr:g}",
+            f"student       {self.source.given}: {'all weights' if cfg.full else 'δS'}, lr {self.opt.lr:g}",
             f"teacher       {self.teacher.given}",
             f"answers       {per_step} a step (P {cfg.prompts_per_step} × G {cfg.group}) from {whose[cfg.method]}, at "
             f"most {self.max_new} tokens; {per_step * cfg.steps} in all",
@@ -270,7 +239,7 @@ class Task:
             f"{4 * cfg.final_n_prompts * cfg.final_samples} at most before and after",
             f"problems      {', '.join(f'{len(v)} {k}' for k, v in self.parts.items())} in {self.problems.name}",
         ]
-        for who, source in (("student", self.student), ("teacher", self.teacher)):
+        for who, source in (("student", self.source), ("teacher", self.teacher)):
             if shapes := source.shapes:
                 wide = gpu_here() and not (cfg.full and who == "student")
                 bytes_ = shapes.parameters * (2 if wide else 4) * (4 if cfg.full and who == "student" else 1)
@@ -280,17 +249,9 @@ class Task:
         return lines
 
 
-def require_one_vocabulary(teacher: Source, student: Source) -> None:
-    """Raises ValueError where the files already say that MiniLLM cannot compare the two token by token."""
-    mine, theirs = student.vocabulary(), teacher.vocabulary()
-    if mine is not None and theirs is not None and mine != theirs:
-        raise ValueError(
-            f"--teacher {teacher.given}: has another tokenizer than --student {student.given}; MiniLLM compares them "
-            "token by token: choose --method uld"
-        )
-    a, b = student.shapes, teacher.shapes
-    if a and b and a.vocab != b.vocab:
-        raise ValueError(f"--teacher {teacher.given}: {b.vocab} logits, the student has {a.vocab}; choose --method uld")
+def not_token_by_token(teacher: str, why: str) -> ValueError:
+    """The refusal of a teacher that MiniLLM cannot compare with the student."""
+    return ValueError(f"--teacher {teacher}: has {why}; MiniLLM compares them token by token: choose --method uld")
 
 
 def preflight(cfg: DistillConfig, run: Path | None = None) -> Task:
@@ -310,12 +271,14 @@ def preflight(cfg: DistillConfig, run: Path | None = None) -> Task:
     for flag, source in (("--teacher", teacher), ("--student", student)):
         if source.shapes and source.shapes.vocab > MAX_VOCABULARY:
             raise ValueError(f"{flag} {source.given}: {source.shapes.vocab} tokens, more than {MAX_VOCABULARY}")
-    if cfg.method == "minillm" and teacher.folder != student.folder:
-        require_one_vocabulary(teacher, student)
+    if cfg.method == "minillm" and teacher.folder != student.folder:  # as far as the files say it
+        if (mine := student.vocabulary()) and (theirs := teacher.vocabulary()) and mine != theirs:
+            raise not_token_by_token(cfg.teacher, f"another tokenizer than --student {cfg.student}")
+        if (a := student.shapes) and (b := teacher.shapes) and a.vocab != b.vocab:
+            raise not_token_by_token(cfg.teacher, f"{b.vocab} logits against the student's {a.vocab}")
     if (k := cfg.uld.uld_top_k) is not None and teacher.shapes and k > teacher.shapes.vocab:
         raise ValueError(f"--uld-top-k {k}: the teacher has {teacher.shapes.vocab} tokens")
-    problems = problems_path(cfg.problems, student)
-    parts = problems_by_split(load_rows(problems), cfg.env_mode, problems)
+    problems, parts = find_problems(cfg.problems, student, cfg.env_mode)
     anchor = ""
     if (path := cfg.minillm.minillm_pretrain_anchor_path) is not None:
         if not path.is_file():
@@ -326,6 +289,7 @@ def preflight(cfg: DistillConfig, run: Path | None = None) -> Task:
             raise ValueError(f"--minillm-pretrain-anchor-path {path}: not UTF-8 text ({e.reason})") from None
         if not anchor.strip():
             raise ValueError(f"--minillm-pretrain-anchor-path {path}: no text in it")
-    task = Task(replace(cfg, plan_only=False), student, teacher, problems, parts, anchor)
+    tracking.require(cfg.trackers)
+    task = Task(replace(cfg, plan_only=False), student, problems, parts, teacher, anchor)
     require_disk(task.disk(), run or ROOT, run)
     return task
