@@ -1,5 +1,6 @@
 """`python -m vgrout.distill`: what it learns from, what it refuses, and that a death on the way changes nothing."""
 
+import errno
 import json
 import math
 import shutil
@@ -18,8 +19,10 @@ import tiny
 from golden import FOLDER, differences, versions
 from runs import IMITATIONS, imitate, imitation_rows, teach
 from runs import rows as rows_of
+from test_tracking import curve, events
 from vgrout import organism
 from vgrout.distill import main
+from vgrout.imitation import dpo_rounds
 from vgrout.imitation.distill_config import DistillConfig, MiniLlmConfig, Task, UldConfig
 from vgrout.imitation.distill_methods import EVERYTHING, Graded, MiniLlm, Uld
 from vgrout.imitation.mixed_sampling import MixedModel, mixed_model
@@ -30,6 +33,7 @@ from vgrout.model.source import Source
 from vgrout.organism import build
 from vgrout.organism.language import Shares
 from vgrout.organism.weights import Recipe, Shape
+from vgrout.runs import checkpoint
 from vgrout.types import Problem, Rollout
 
 F64 = torch.float64
@@ -324,6 +328,50 @@ def command(here: Path, *argv: str, code: int = 0, how: str = "from vgrout.disti
     done = subprocess.run([sys.executable, "-c", lines, *argv], cwd=here, capture_output=True, text=True, timeout=300)
     assert done.returncode == code, done.stdout[-2000:] + done.stderr[-2000:]
     return max((here / "out" / "distill").iterdir())
+
+
+FULL = {  # which file's second writing finds the disk full, and what is left then
+    "distill-minillm": (checkpoint, "save", "step_000002"),
+    "dpo": (dpo_rounds, "write_manifest", "round-01"),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FULL)
+def test_a_full_disk_is_said_and_a_resume_ends_as_golden(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line names the last good checkpoint; what is played again replaces itself in rows and trackers."""
+    (module, function, left), calls = FULL[name], 0
+    write = getattr(module, function)
+
+    def full(*args: Any) -> Any:
+        nonlocal calls
+        if (calls := calls + 1) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(*args)
+
+    command = [*IMITATIONS[name], "--track", "tensorboard"]
+    if name != "dpo":
+        command += ["--checkpoint-every", "2"]
+    with monkeypatch.context() as m:
+        m.setattr(module, function, full)
+        path = imitate(tmp_path, *command, code=1)
+    status = json.loads((path / "status.json").read_text())
+    assert status["state"] == "failed"
+    assert status["reason"].startswith("disk full")
+    assert f"the last good checkpoint is {left}" in status["reason"]
+    assert "Traceback" not in capsys.readouterr().out
+    again = command if name == "dpo" else ["distill", "--resume", "latest", "--track", "tensorboard"]
+    assert imitate(tmp_path, *again) == path
+    golden = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+    assert not differences(imitation_rows(path), golden["rows"])
+    steps = [row["step"] for row in rows_of(path)]
+    assert steps == list(range(len(steps)))
+    assert [step for step, _ in curve(events(path), "skipped")] == steps
+    (resumed,) = json.loads((path / "run.json").read_text())["resumed"]
+    assert resumed["step"] == 2
+    assert json.loads((path / "status.json").read_text())["state"] == "finished"
 
 
 @pytest.mark.slow
