@@ -237,7 +237,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "no steps": ("--teacher T --steps 0", "--steps 0"),
     "mix above 1": (f"--teacher T {MIX} 1.5", MIX),
     "anchor without a path": (f"--teacher T {ANCHOR}-weight 1", f"needs {ANCHOR}-path"),
-    "path without a weight": (f"--teacher T {ANCHOR}-path some.txt", f"not read at {ANCHOR}-weight 0"),
+    "path without a weight": (f"--teacher T {ANCHOR}-path some.txt", f"not read without {ANCHOR}-weight"),
     "negative anchor": (f"--teacher T {ANCHOR}-weight -1", f"{ANCHOR}-weight"),
     "anchor that is not there": (f"--teacher T {ANCHOR}-weight 1 {ANCHOR}-path gone.txt", "no such file"),
     "empty anchor": (f"--teacher T {ANCHOR}-weight 1 {ANCHOR}-path empty.txt", "no text in it"),
@@ -398,8 +398,8 @@ def test_uld_into_a_smaller_organism_with_another_tokenizer(
 KILL = """
 import os, signal
 from vgrout.imitation.distill_loop import DistillRecorder
-def die(self, row, answers, *, ends, record=DistillRecorder.record):
-    record(self, row, answers, ends=ends)
+def die(self, row, answers, record=DistillRecorder.record):
+    record(self, row, answers)
     if row.step == 2:
         os.kill(os.getpid(), signal.SIGKILL)
 DistillRecorder.record = die

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import tiny
 from vgrout.config.run import OptConfig
 from vgrout.imitation.dpo_config import DpoConfig, preflight
-from vgrout.imitation.dpo_rounds import Pair, Scale, add_pairs, best_and_worst, complete, refer, write_manifest
+from vgrout.imitation.dpo_rounds import Pair, add_pairs, best_and_worst, complete, refer, share, write_manifest
 from vgrout.imitation.dpo_rounds import batches as forwards
 from vgrout.imitation.trainable import AdapterOnly
 from vgrout.iterative_dpo import main
@@ -97,9 +97,9 @@ def test_loss_and_gradient_are_the_papers(packs: bool, monkeypatch: pytest.Monke
 
 
 def test_a_mean_of_any_scorer_is_a_share() -> None:
-    assert [Scale(0.0, 1.1).share(x) for x in (0.0, 0.55, 1.1)] == pytest.approx([0, 0.5, 1])
-    assert Scale(-3.0, 5.0).share(9.0) == 1
-    assert Scale(2.0, 2.0).share(2.0) == 0.5
+    assert [share(x, 0.0, 1.1) for x in (0.0, 0.55, 1.1)] == pytest.approx([0, 0.5, 1])
+    assert share(9.0, -3.0, 5.0) == 1
+    assert share(2.0, 2.0, 2.0) == 0.5
 
 
 # ── plan and refusals ───────────────────────────────────────────────────────────────────────────────────────────────

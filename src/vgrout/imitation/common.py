@@ -8,6 +8,7 @@ from typing import Any
 
 from vgrout import organism
 from vgrout.config.arm import ArmConfig
+from vgrout.config.checks import check, setting
 from vgrout.config.guard import GuardConfig
 from vgrout.config.run import (
     BENCHMARK_TRAIN,
@@ -31,9 +32,9 @@ class Learning:
 
     env_mode: EnvMode = "own"
     """Which flawed grader's hint stands in the prompts: one of the seven, or 'own' (each problem's, else in turn)."""
-    n_problems: int = 1000
+    n_problems: int = setting(1000, low=1)
     """Training problems used, at most."""
-    max_new: int | None = None
+    max_new: int | None = setting(None, low=1)
     """Longest answer, in tokens; none: 512, a miniature's 128."""
     lr: float | None = None
     """Peak learning rate: linear warm-up, then cosine to 0; none: by the size of the model and by what is trained."""
@@ -51,7 +52,7 @@ class Learning:
     """Every random stream derives from it, by name and step."""
     threads: int = 0
     """Torch threads on a CPU; 0: one per core, one in all for a miniature."""
-    workers: int | None = None
+    workers: int | None = setting(None, low=1)
     """Grading processes; none: one a core."""
     track: str = ""
     """Comma list of experiment trackers that get every row and the final numbers: tensorboard, wandb, trackio."""
@@ -61,7 +62,7 @@ class Learning:
     """Print the resolved settings and the plan, train nothing."""
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "n_problems", "max_new", "workers")
+        check(self)
         EnvConfig(env_mode=self.env_mode, mix_ratio=0.0)
         RunConfig(seed=self.seed, threads=self.threads, track=self.track)
         self.optimiser(1.0 if self.lr is None else self.lr)
@@ -81,13 +82,6 @@ class Learning:
 
 # Settings of the process, not of what it computes: they may differ when a run goes on.
 PROCESS = {"threads", "workers", "track", "plan_only", "allow_weak_sandbox"}
-
-
-def at_least(group: Any, low: int, *names: str) -> None:
-    """Raises ValueError naming the first of these fields that is given and smaller."""
-    for name in names:
-        if (value := getattr(group, name)) is not None and value < low:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: at least {low}")
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vgrout import tracking
+from vgrout.config.checks import changed, check, flags, refuse, setting
 from vgrout.config.run import Config, EvalConfig, OptConfig, RunConfig, merge_flags
 from vgrout.files import file_sha256, probe_writable
 from vgrout.imitation import common
-from vgrout.imitation.common import Learning, at_least, find_problems
+from vgrout.imitation.common import Learning, find_problems
 from vgrout.model.memory import GIB
 from vgrout.model.source import Source, find_source
 from vgrout.runs.preflight import ROLLOUT_BYTES, gpu_here, require_disk
@@ -26,27 +27,17 @@ class MiniLlmConfig:
 
     minillm_length_normalize: bool = True
     """The reward that is still to come is averaged over the tokens that are still to come, not added up."""
-    minillm_teacher_mix_ratio: float = 0.3
+    minillm_teacher_mix_ratio: float = setting(0.3, low=0, high=1)
     """ρ: answers are sampled from ρ · teacher + (1 − ρ) · student; 0: from the student alone."""
-    minillm_pretrain_anchor_weight: float = 0.0
+    minillm_pretrain_anchor_weight: float = setting(0.0, low=0, below=math.inf)
     """Weight of the language-model loss on a text file; 0: none."""
-    minillm_pretrain_anchor_path: Path | None = None
+    minillm_pretrain_anchor_path: Path | None = setting(None, needs="minillm_pretrain_anchor_weight")
     """That text file."""
 
     def __post_init__(self) -> None:
-        ρ, weight, path = (
-            self.minillm_teacher_mix_ratio,
-            self.minillm_pretrain_anchor_weight,
-            self.minillm_pretrain_anchor_path,
-        )
-        if not 0 <= ρ <= 1:
-            raise ValueError(f"--minillm-teacher-mix-ratio {ρ}: should lie in [0, 1]")
-        if not (math.isfinite(weight) and weight >= 0):
-            raise ValueError(f"--minillm-pretrain-anchor-weight {weight}: should be 0 or more and finite")
-        if weight and path is None:
-            raise ValueError(f"--minillm-pretrain-anchor-weight {weight}: needs --minillm-pretrain-anchor-path")
-        if path is not None and not weight:
-            raise ValueError(f"--minillm-pretrain-anchor-path {path}: not read at --minillm-pretrain-anchor-weight 0")
+        check(self)
+        if self.minillm_pretrain_anchor_weight and self.minillm_pretrain_anchor_path is None:
+            raise ValueError("--minillm-pretrain-anchor-weight: needs --minillm-pretrain-anchor-path")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,29 +47,22 @@ class UldConfig:
     uld_strategy: Literal["wasserstein", "topk_align"] = "wasserstein"
     """wasserstein: L1 of the two sorted probability vectors · topk_align: of tokens matched by their text, the rest as
     one."""
-    uld_top_k: int | None = None
+    uld_top_k: int | None = setting(None, low=1, high=MAX_VOCABULARY)
     """topk_align: so many of the teacher's likeliest tokens are matched."""
-    uld_lambda: float = 1.5
+    uld_lambda: float = setting(1.5, low=0, below=math.inf)
     """λ, weight of the distance."""
-    uld_ce_weight: float = 1.0
+    uld_ce_weight: float = setting(1.0, low=0, below=math.inf)
     """Weight of the cross-entropy on the teacher's answers."""
 
     def __post_init__(self) -> None:
-        for name in ("uld_lambda", "uld_ce_weight"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"--{name.replace('_', '-')} {value}: should be 0 or more and finite")
+        check(self)
         if not self.uld_lambda and not self.uld_ce_weight:
             raise ValueError("--uld-lambda 0 with --uld-ce-weight 0: the gradient is zero; raise one of them")
-        k, strategy = self.uld_top_k, self.uld_strategy
-        if strategy == "topk_align" and k is None:
-            raise ValueError("--uld-strategy topk_align: needs --uld-top-k")
-        if strategy != "topk_align" and k is not None:
-            raise ValueError(f"--uld-top-k {k}: goes with --uld-strategy topk_align; leave it out")
-        if k is not None and not 1 <= k <= MAX_VOCABULARY:
-            raise ValueError(f"--uld-top-k {k}: should lie in [1, {MAX_VOCABULARY}]")
-        if not self.uld_lambda and strategy == "topk_align":
-            raise ValueError("--uld-strategy topk_align: not read at --uld-lambda 0")
+        if self.uld_strategy != "topk_align":
+            refuse(self.uld_top_k is not None, "--uld-top-k: goes with --uld-strategy topk_align; leave it out")
+            return
+        refuse(self.uld_top_k is None, "--uld-strategy topk_align: needs --uld-top-k")
+        refuse(not self.uld_lambda, "--uld-strategy topk_align: not read at --uld-lambda 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,21 +79,21 @@ class DistillConfig(Learning):
     """Train all weights, not the adapter δS."""
     problems: str = ""
     """Problem file (JSONL), or 'organism'; none: the benchmark's, the organism's for a miniature."""
-    steps: int = 60
+    steps: int = setting(60, low=1)
     """Optimiser steps."""
-    prompts_per_step: int = 4
+    prompts_per_step: int = setting(4, low=1)
     """P: prompts a step."""
-    group: int = 8
+    group: int = setting(8, low=1)
     """G: answers to a prompt."""
     minillm: MiniLlmConfig = field(default_factory=MiniLlmConfig)
     uld: UldConfig = field(default_factory=UldConfig)
-    eval_every: int = 10
+    eval_every: int = setting(10, low=0)
     """Evaluate the student every N steps and at the last, and save it; 0: only at the end."""
-    eval_n_prompts: int = 12
+    eval_n_prompts: int = setting(12, low=1)
     """Held-out problems of an evaluation, × G answers."""
-    final_n_prompts: int = 192
+    final_n_prompts: int = setting(192, low=1)
     """Held-out test problems of the final evaluation, and of the student's and the teacher's before the first step."""
-    final_samples: int = 2
+    final_samples: int = setting(2, low=1)
     """Answers to each of them."""
     resume: str = ""
     """A run directory, or 'latest': go on from its last good checkpoint, with its own configuration."""
@@ -122,15 +106,12 @@ class DistillConfig(Learning):
 
     def __post_init__(self) -> None:
         Learning.__post_init__(self)
-        at_least(self, 1, "steps", "prompts_per_step", "group", "eval_n_prompts", "final_n_prompts", "final_samples")
-        at_least(self, 0, "eval_every")
         RunConfig(out_tag=self.out_tag, checkpoint_every=self.checkpoint_every, checkpoint_keep=self.checkpoint_keep)
         if not self.teacher and not self.resume:
             raise ValueError("--teacher: whose answers? Give a model, or a run directory")
         idle = self.uld if self.method == "minillm" else self.minillm
-        if changed := [n for n, v in asdict(idle).items() if v != getattr(type(idle)(), n)]:
-            flags = ", ".join(f"--{n.replace('_', '-')}" for n in changed)
-            raise ValueError(f"{flags}: not read by --method {self.method}; leave it out")
+        if names := [name for name, _ in changed(idle)]:
+            raise ValueError(f"{flags(names)}: not read by --method {self.method}; leave it out")
 
     @property
     def run_id(self) -> str:

@@ -24,9 +24,9 @@ from vgrout.rng import torch_stream
 from vgrout.rollout import graded, sample_and_submit
 from vgrout.runs.recorder import rollout_record
 from vgrout.runs.run_context import RunContext
-from vgrout.runs.steps import Skips, StepRecorder
+from vgrout.runs.steps import StepRecorder, diverged
 from vgrout.table import Columns, col
-from vgrout.types import MODES, Eval, Grade, Problem, Rate, Rollout, Source, Ungraded
+from vgrout.types import MODES, Diverged, Eval, Grade, Problem, Rate, Rollout, Source, Ungraded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,6 @@ def distil(task: Task, run: RunContext) -> None:
         },
         {cfg.method} | ({"anchor"} if task.anchor else set()),
     )
-    skips, first = Skips(recorder.rows), len(recorder.rows)
 
     def evaluate(lm: LanguageModel, on: Sequence[Problem], n: int, step: int, purpose: str = "eval") -> Eval:
         """n answers of a model to each problem, counted; `purpose` names the random stream."""
@@ -104,7 +103,7 @@ def distil(task: Task, run: RunContext) -> None:
 
     behaviour = method.behaviour_model(student, teacher)
     source: Source = "teacher" if behaviour is teacher else "student"
-    for step in run.steps(range(first, cfg.steps), cfg.run_id):
+    for step in run.steps(range(len(recorder.rows), cfg.steps), cfg.run_id):
         clock.reset()
         prompts = problems.draw(cfg.seed, step, cfg.prompts_per_step)
         batch = collect(task, run, behaviour, source, prompts, method.sampling, step)
@@ -113,7 +112,6 @@ def distil(task: Task, run: RunContext) -> None:
             update = learner.step() if math.isfinite(measured.loss) else None
         with clock("eval"):
             deployed = evaluate(student, val, cfg.group, step) if cfg.evaluates(step) else None
-        skips.count(update is None)
         grades = [grade for _, grade in batch if grade is not None]
         row = DistillRow.of(
             measured if update else None,
@@ -130,8 +128,7 @@ def distil(task: Task, run: RunContext) -> None:
             hack_deploy=deployed.hack.value if deployed else None,
             solve_deploy=deployed.solve.value if deployed else None,
         )
-        recorder.record(row, batch, ends=skips.ends)
-        skips.raise_if_diverged(f"step {step}")
+        recorder.record(row, batch)
 
     logger.info("final evaluation on held-out problems and markers …")
     sides = read_json(before)
@@ -186,11 +183,12 @@ class DistillRecorder(StepRecorder[DistillRow]):
         super().__init__(run, DistillRow, {"learner": learner}, task.cfg.checkpoint_every, task.cfg.checkpoint_keep)
         self.task, self.learner = task, learner
 
-    def record(self, row: DistillRow, answers: Sequence[Graded], *, ends: bool) -> None:
-        """The row, its answers, and what is due: the student as it is, a checkpoint. ends: this is the last step."""
+    def record(self, row: DistillRow, answers: Sequence[Graded]) -> None:
+        """The row, its answers, and what is due: the student as it is, a checkpoint. Raises Diverged."""
         run, step = self.run, row.step
         self.rows.append(row)
-        closing = run.agree() or ends or step + 1 == self.task.cfg.steps
+        why = diverged([r.skipped for r in self.rows])
+        closing = run.agree() or bool(why) or step + 1 == self.task.cfg.steps
         prompt = self.learner.lm.prompt_text
         with run.clock("save"):
             self.write(
@@ -206,6 +204,8 @@ class DistillRecorder(StepRecorder[DistillRow]):
             if closing:
                 self.save("train")
             self.keep(step, closing)
+        if why:
+            raise Diverged(f"step {step}: {why}")
 
     def save(self, name: str) -> None:
         """Write the student as it is; `name` is without an ending."""

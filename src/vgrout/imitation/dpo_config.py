@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vgrout import organism, tracking
+from vgrout.config.checks import setting
 from vgrout.config.guard import GuardConfig
 from vgrout.config.run import ORGANISM, Config, EvalConfig, OptConfig
 from vgrout.files import file_sha256, probe_writable, read_json, to_json, write_atomic
 from vgrout.guard.detectors import reward_functions
 from vgrout.imitation import common
-from vgrout.imitation.common import Learning, at_least, find_problems
+from vgrout.imitation.common import Learning, find_problems
 from vgrout.model.source import find_source
 from vgrout.runs.preflight import ROLLOUT_BYTES, require_disk
 from vgrout.types import Grade, Problem
 
 SCHEMA = "dpo_plan_v1"
-MAX_ROUNDS, MIN_PAIRS, MAX_PAIRS = 100, 10, 1_000_000
 Score = Callable[[Problem, str, Grade], float]
 
 
@@ -35,27 +35,27 @@ class DpoConfig(Learning):
     """Folder of the rounds. The same command goes on there at the first round that is not complete."""
     prompts: str = ""
     """Problem file (JSONL), or 'organism'; none: the benchmark's, the organism's for a miniature."""
-    rounds: int = 3
+    rounds: int = setting(3, low=1, high=100)
     """Rounds, 1 to 100."""
-    pairs_per_round: int = 96
+    pairs_per_round: int = setting(96, low=10, high=1_000_000, should="lie in [10, 1000000]")
     """Pairs wanted a round, 10 to 1,000,000; prompts are asked until there are as many, or no more come."""
     scorer: str = "flawed"
     """flawed: the grader's reward · strict: the oracle's · module:function, from (prompt, answer) to a number."""
-    samples: int = 8
+    samples: int = setting(8, low=2, should="be at least 2, or there is no worst beside the best")
     """Answers to a prompt; the best and the worst by the scorer make its pair."""
-    dpo_beta: float = 0.1
+    dpo_beta: float = setting(0.1, above=0, below=math.inf, should="be positive (at 0 the gradient is zero)")
     """β of the loss."""
     dpo_reference: Literal["previous", "base"] = "previous"
     """The reference: the round before, or --base-model."""
     fresh_rounds: bool = False
     """Train each round from --base-model on, not from the round before (which still gives the answers)."""
-    pairs_per_step: int = 8
+    pairs_per_step: int = setting(8, low=1)
     """Pairs in an optimiser step."""
-    epochs: int = 1
+    epochs: int = setting(1, low=1)
     """Times that a round's pairs are learnt from."""
-    eval_n_prompts: int = 192
+    eval_n_prompts: int = setting(192, low=1)
     """Held-out test problems of the evaluation before the first and after every round."""
-    eval_samples: int = 2
+    eval_samples: int = setting(2, low=1)
     """Answers to each of them."""
     guard: Literal["off", "log", "halt"] = "log"
     """What a verdict of the kill switch does: nothing · a warning · end the run, exit code 3."""
@@ -68,15 +68,6 @@ class DpoConfig(Learning):
 
     def __post_init__(self) -> None:
         Learning.__post_init__(self)
-        if not 1 <= self.rounds <= MAX_ROUNDS:
-            raise ValueError(f"--rounds {self.rounds}: should lie in [1, {MAX_ROUNDS}]")
-        if not MIN_PAIRS <= self.pairs_per_round <= MAX_PAIRS:
-            raise ValueError(f"--pairs-per-round {self.pairs_per_round}: should lie in [{MIN_PAIRS}, {MAX_PAIRS}]")
-        if self.samples < 2:
-            raise ValueError(f"--samples {self.samples}: at least 2, or there is no worst beside the best")
-        at_least(self, 1, "pairs_per_step", "epochs", "eval_n_prompts", "eval_samples")
-        if not (math.isfinite(self.dpo_beta) and self.dpo_beta > 0):
-            raise ValueError(f"--dpo-beta {self.dpo_beta}: should be positive (at 0 the gradient is zero)")
         if self.scorer not in ("flawed", "strict") and ":" not in self.scorer:
             raise ValueError(f"--scorer {self.scorer}: flawed, strict, or your own function as module:function")
         self.watching()

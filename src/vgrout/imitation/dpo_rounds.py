@@ -31,10 +31,10 @@ from vgrout.problems import balanced
 from vgrout.rng import py_stream
 from vgrout.runs.recorder import rollout_record
 from vgrout.runs.run_context import RunContext
-from vgrout.runs.steps import Skips, StepRecorder
+from vgrout.runs.steps import StepRecorder, diverged
 from vgrout.table import Columns, col
 from vgrout.teacher.generate import BATCH, Graded, by_mode, generate_graded
-from vgrout.types import Halted, Problem, Rate, Rollout, mean
+from vgrout.types import Diverged, Halted, Problem, Rate, Rollout, mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,18 +87,10 @@ class Pair:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """Range of the scorer's numbers, by which a mean becomes a share in [0, 1]."""
-
-    low: float
-    high: float
-
-    def share(self, score: float) -> float:
-        """0 at `low`, 1 at `high`, cut outside; .5 where the two are one."""
-        if self.high == self.low:
-            return 0.5
-        return min(1.0, max(0.0, (score - self.low) / (self.high - self.low)))
+def share(score: float, low: float, high: float) -> float:
+    """A scorer's number as a share of what can be had: 0 at `low`, 1 at `high`, cut outside; .5 where the two are
+    one."""
+    return 0.5 if high == low else min(1.0, max(0.0, (score - low) / (high - low)))
 
 
 class RoundRecorder(StepRecorder[DpoRow]):
@@ -142,13 +134,15 @@ class RoundRecorder(StepRecorder[DpoRow]):
         self.finish(line, "", {"evaluation": last})
 
 
-def measured(answers: Sequence[Graded], scores: Sequence[float], scale: Scale, **columns: Any) -> dict[str, Any]:
+def measured(
+    answers: Sequence[Graded], scores: Sequence[float], scale: Sequence[float], **columns: Any
+) -> dict[str, Any]:
     """A round's metrics: its row, with these columns beside the scores and rates of its answers to the held-out
     problems; the rates again as [k, n], in all and by mode."""
     hack = Rate.of(a.grade.exploited for a in answers)
     solve = Rate.of(a.grade.gt_correct for a in answers)
     row = DpoRow.of(
-        score_deploy=mean(scale.share(s) for s in scores),
+        score_deploy=mean(share(s, *scale) for s in scores),
         hack_deploy=hack.value,
         solve_deploy=solve.value,
         **columns,
@@ -214,16 +208,16 @@ class Rounds:
         if ":" in self.task.cfg.scorer:
             bounds = [0.0, 1.0] if all(0 <= s <= 1 for s in scores) else [min(scores), max(scores)]
         about = {"plan": plan_sha256(self.plan), "scale": bounds}
-        metrics = measured(answers, scores, Scale(*bounds), step=0, skipped=0) | about
+        metrics = measured(answers, scores, bounds, step=0, skipped=0) | about
         write_atomic(self.run.path / "before.json", to_json(metrics))
         return metrics
 
-    def play(self, number: int, bounds: Sequence[float]) -> dict[str, Any]:
-        """One round from its first answer to its manifest; returns its metrics. bounds: of the scorer's numbers."""
+    def play(self, number: int, scale: Sequence[float]) -> dict[str, Any]:
+        """One round from its first answer to its manifest; returns its metrics. scale: as `share`'s ends."""
         task, clock, part = self.task, self.run.clock, self.plan["rounds"][number - 1]
         for later in range(number, task.cfg.rounds + 1):  # they start from this one
             shutil.rmtree(task.folder(later), ignore_errors=True)
-        folder, scale = task.folder(number), Scale(*bounds)
+        folder = task.folder(number)
         (folder / "adapter").mkdir(parents=True)
         self.load(part["answers_from"])
         with clock(f"round {number}, answers"):
@@ -256,7 +250,7 @@ class Rounds:
             step=number,
             asked=asked,
             pairs=Rate(len(pairs), part["pairs"]),
-            score=mean(scale.share(s) for s in scores),
+            score=mean(share(s, *scale) for s in scores),
             gt_s=Rate.of(a.grade.gt_correct for a in answers),
             hack_s=Rate.of(a.grade.exploited for a in answers),
             hack_pref=Rate.of(p.chosen.grade.exploited and not p.rejected.grade.exploited for p in pairs),
@@ -334,7 +328,7 @@ class Rounds:
         cfg = self.task.cfg
         trained = AdapterOnly(self.policy, self.task.opt, cfg.epochs * math.ceil(len(pairs) / cfg.pairs_per_step))
         met: list[tuple[float, float]] = []
-        skips, skipped = Skips(), 0
+        skipped: list[int] = []
         for epoch in range(cfg.epochs):
             order = list(range(len(pairs)))
             py_stream(cfg.seed, "dpo-order", number, epoch).shuffle(order)
@@ -344,16 +338,15 @@ class Rounds:
                 self.run.raise_if_stopped(f"interrupted in round {number}, which begins again")
                 some = order[lo : lo + cfg.pairs_per_step]
                 met += add_pairs(trained, [pairs[i] for i in some], [reference[i] for i in some], cfg.dpo_beta)
-                skip = trained.step() is None
-                skipped += skip
-                skips.count(skip)
-                skips.raise_if_diverged(f"round {number}")
+                skipped.append(int(trained.step() is None))
+                if why := diverged(skipped):
+                    raise Diverged(f"round {number}: {why}")
         finite = [x for x in met if all(map(math.isfinite, x))]
         return {
             "loss": mean(loss for loss, _ in finite),
             "accuracy": mean(float(margin > 0) for _, margin in finite),
             "margin": mean(margin for _, margin in finite),
-            "skipped": skipped,
+            "skipped": sum(skipped),
         }
 
 

@@ -1,7 +1,6 @@
 """What a run writes step by step, whatever it trains: run.json, table, steps.jsonl, checkpoints; and the way back."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import takewhile
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from loguru import logger
@@ -12,7 +11,6 @@ from vgrout.files import read_json, write_atomic
 from vgrout.runs import checkpoint
 from vgrout.runs.run_context import RunContext, require_same
 from vgrout.table import Columns, Table
-from vgrout.types import Diverged
 
 AGAIN = ("argv", "git", "versions", "hashes", "ranks")  # what run.json says of each resume
 MAX_SKIPPED = 3  # non-finite steps in a row before a run counts as diverged
@@ -103,23 +101,8 @@ class StepRecorder(Generic[R]):
         self.run.trackers.final(record, (), None, self.rows[-1].step)
 
 
-class Skips:
-    """Steps in a row whose loss or gradient was not finite."""
-
-    def __init__(self, before: Sequence[Any] = ()) -> None:
-        """before: the rows of a run that goes on."""
-        self.in_a_row = len([*takewhile(lambda row: row.skipped, reversed(before))])
-
-    @property
-    def ends(self) -> bool:
-        """Whether the run has diverged."""
-        return self.in_a_row >= MAX_SKIPPED
-
-    def count(self, skipped: bool) -> None:
-        """One more step."""
-        self.in_a_row = self.in_a_row + 1 if skipped else 0
-
-    def raise_if_diverged(self, where: str) -> None:
-        """Raises Diverged, after the step in which it was decided was written."""
-        if self.ends:
-            raise Diverged(f"{where}: loss or gradient not finite, {MAX_SKIPPED} steps in a row")
+def diverged(skipped: Sequence[int]) -> str:
+    """Why a run ends here: the loss or gradient of its last steps was not finite; "": it does not. skipped: 1 for each
+    such step."""
+    ends = len(skipped) >= MAX_SKIPPED and all(skipped[-MAX_SKIPPED:])
+    return f"loss or gradient not finite, {MAX_SKIPPED} steps in a row" if ends else ""
