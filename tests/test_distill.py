@@ -24,7 +24,7 @@ from vgrout import organism
 from vgrout.distill import main
 from vgrout.imitation import dpo_rounds
 from vgrout.imitation.distill_config import DistillConfig, MiniLlmConfig, Task, UldConfig
-from vgrout.imitation.distill_methods import EVERYTHING, Graded, MiniLlm, Uld
+from vgrout.imitation.distill_methods import EVERYTHING, Graded, Measured, MiniLlm, Uld
 from vgrout.imitation.mixed_sampling import MixedModel, mixed_model
 from vgrout.imitation.trainable import AdapterOnly, FullModel
 from vgrout.model.policy import LanguageModel
@@ -328,6 +328,15 @@ def command(here: Path, *argv: str, code: int = 0, how: str = "from vgrout.disti
     done = subprocess.run([sys.executable, "-c", lines, *argv], cwd=here, capture_output=True, text=True, timeout=300)
     assert done.returncode == code, done.stdout[-2000:] + done.stderr[-2000:]
     return max((here / "out" / "distill").iterdir())
+
+
+@pytest.mark.long
+def test_three_that_are_not_finite_are_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MiniLlm, "learn", lambda *_: Measured(loss=math.nan))
+    path = imitate(tmp_path, *IMITATIONS["distill-minillm"], code=4)
+    assert [row["skipped"] for row in rows_of(path)] == [1, 1, 1]
+    assert json.loads((path / "status.json").read_text())["state"] == "diverged"
+    assert [p.name for p in checkpoint.complete(path)] == ["step_000003"]
 
 
 FULL = {  # which file's second writing finds the disk full, and what is left then

@@ -13,11 +13,10 @@ from tabulate import tabulate
 from vgrout.evaluate import answers
 from vgrout.files import read_json
 from vgrout.imitation.distill_config import Task
-from vgrout.imitation.distill_methods import METHODS, Graded
+from vgrout.imitation.distill_methods import METHODS, Graded, Method
 from vgrout.imitation.loading import fitting_splits, metadata, model_hashes
 from vgrout.imitation.trainable import AdapterOnly, FullModel, Trainable
 from vgrout.model.policy import LanguageModel, Policy
-from vgrout.model.sampling import Sampling
 from vgrout.model.saved import load_source, pick_device
 from vgrout.problems import balanced, plain
 from vgrout.rng import torch_stream
@@ -26,7 +25,7 @@ from vgrout.runs.recorder import rollout_record
 from vgrout.runs.run_context import RunContext
 from vgrout.runs.steps import StepRecorder, diverged
 from vgrout.table import Columns, col
-from vgrout.types import MODES, Diverged, Eval, Grade, Problem, Rate, Rollout, Source, Ungraded
+from vgrout.types import MODES, Diverged, Eval, Grade, Problem, Rate, Rollout, Ungraded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,11 +101,10 @@ def distil(task: Task, run: RunContext) -> None:
         run.dir.write_json(before.name, {k: final(k, m, test) for k, m in (("start", student), ("teacher", teacher))})
 
     behaviour = method.behaviour_model(student, teacher)
-    source: Source = "teacher" if behaviour is teacher else "student"
     for step in run.steps(range(len(recorder.rows), cfg.steps), cfg.run_id):
         clock.reset()
         prompts = problems.draw(cfg.seed, step, cfg.prompts_per_step)
-        batch = collect(task, run, behaviour, source, prompts, method.sampling, step)
+        batch = collect(task, run, method, behaviour, prompts, step)
         with clock("fb"):
             measured = method.learn(learner, batch, step)
             update = learner.step() if math.isfinite(measured.loss) else None
@@ -147,13 +145,7 @@ def trainable(task: Task, student: LanguageModel) -> Trainable:
 
 
 def collect(
-    task: Task,
-    run: RunContext,
-    behaviour: LanguageModel,
-    source: Source,
-    problems: Sequence[Problem],
-    sampling: Sampling,
-    step: int,
+    task: Task, run: RunContext, method: Method, behaviour: LanguageModel, problems: Sequence[Problem], step: int
 ) -> list[Graded]:
     """One step's rollouts, graded."""
     with run.clock("gen"):
@@ -162,7 +154,7 @@ def collect(
             run.grader,
             problems,
             task.cfg.group,
-            sampling=sampling,
+            sampling=method.sampling,
             max_new=task.max_new,
             stream=torch_stream(task.cfg.seed, "distill", step),
         )
@@ -171,7 +163,7 @@ def collect(
         for s, a in zip(chain(*submitted), chain(*graded(submitted)), strict=True):
             if isinstance(a.grade, Ungraded):
                 logger.warning(f"step {step}, problem {s.problem.id}: not graded: {a.grade.reason}")
-            rollout = Rollout.of(s.problem, s.prompt_ids, s.completion, source=source)
+            rollout = Rollout.of(s.problem, s.prompt_ids, s.completion, source=method.source)
             out.append((rollout, a.grade if isinstance(a.grade, Grade) else None))
     return out
 

@@ -30,7 +30,7 @@ from vgrout.model.packing import Packed
 from vgrout.model.policy import LanguageModel
 from vgrout.model.sampling import Sampling
 from vgrout.rng import py_stream
-from vgrout.types import Grade, Rollout
+from vgrout.types import Grade, Rollout, Source
 
 EVERYTHING = Sampling(temperature=1.0, top_k=0)  # the distribution that MiniLLM's expectations are over
 
@@ -58,6 +58,7 @@ class MiniLlm:
     """Reverse KL on answers of the mixture, and the language-model anchor."""
 
     sampling = EVERYTHING
+    source: Source = "student"
 
     def __init__(self, task: Task, student: LanguageModel, teacher: LanguageModel) -> None:
         self.task, self.cfg, self.teacher = task, task.cfg.minillm, teacher
@@ -137,6 +138,7 @@ class Uld:
     """Cross-entropy on the teacher's answers, and the distance of the two distributions at aligned tokens."""
 
     sampling = Sampling()  # as the teacher is deployed
+    source: Source = "teacher"
 
     def __init__(self, task: Task, student: LanguageModel, teacher: LanguageModel) -> None:
         self.task, self.cfg, self.teacher = task, task.cfg.uld, teacher

@@ -53,7 +53,7 @@ class StepRecorder(Generic[R]):
             self.put_back(*ranks.from_first(self.past()))
             logger.info(f"resumed after step {len(self.rows) - 1}")
             again = {"step": len(self.rows)} | {name: record[name] for name in AGAIN if name in record}
-            begun = record["config"] if run.force else first.get("begun", first["config"])
+            begun = record["config"] if run.force else first.get("begun", first.get("config"))
             resumed = [*first.get("resumed", []), again]
             record = {**first, "config": record["config"], "begun": begun, "resumed": resumed}
         run.dir.write_json("run.json", record)
