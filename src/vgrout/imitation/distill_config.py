@@ -146,7 +146,7 @@ def find_resume(given: DistillConfig) -> tuple[Path, DistillConfig] | None:
     """The run to go on with, and its settings under this command line's process settings."""
     if not given.resume:
         return None
-    path, config, _ = unfinished(given.resume, "distill", ROOT)
+    path, config, _ = unfinished(given.resume, "distill", "minillm", ROOT)
     stored = from_dict(config)
     merged, differing = merge_flags(*map(_flat, (given, stored, DistillConfig(resume="-"))), free=PROCESS)
     if differing:

@@ -19,7 +19,7 @@ def find_resume(asked: Config) -> tuple[Path, Config] | None:
     """
     if not asked.run.resume:
         return None
-    path, config, status = unfinished(asked.run.resume, "train", RUNS)
+    path, config, status = unfinished(asked.run.resume, "train", "preset", RUNS)
     cfg, differing = resumed(asked, from_dict(config))
     if status["state"] == "halted":
         if asked.guard.guard != "log":
@@ -32,15 +32,16 @@ def find_resume(asked: Config) -> tuple[Path, Config] | None:
     return path, cfg
 
 
-def unfinished(asked: str, program: str, root: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
-    """The folder that --resume names, with the configuration and the status of its run.
+def unfinished(asked: str, program: str, own: str, root: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
+    """The folder that --resume names, with the configuration and the status of its run. own: a setting that runs of
+    this program alone have.
 
     Raises:
         ValueError: no such run, another program's, or nothing is left to do; one line.
     """
     path = last_resumable(root) if asked == "latest" else Path(asked)
     record, status = read_json(path / "run.json"), read_json(path / "status.json")
-    if record.get("kind", "train") != program or "config" not in record:
+    if own not in record.get("config", {}):
         raise ValueError(f"--resume {path}: not a run of vgrout.{program}; give one of those below {root}")
     if status["state"] == "finished":
         raise ValueError(f"--resume {path}: this run is finished; nothing is left to do")
