@@ -18,9 +18,9 @@ from benchmarks.rows import Report, Row
 from benchmarks.update import plain
 from vgrout.config.presets import PRESETS
 from vgrout.data import organism
-from vgrout.distill.config import DistillConfig, Task, UldConfig, preflight
-from vgrout.distill.methods import METHODS, Graded
-from vgrout.distill.trainable import AdapterOnly
+from vgrout.imitation.distill_config import DistillConfig, Task, UldConfig, preflight
+from vgrout.imitation.distill_methods import METHODS, Graded
+from vgrout.imitation.trainable import AdapterOnly
 from vgrout.model.logprobs import collate
 from vgrout.model.policy import LanguageModel, Policy, load_policy
 from vgrout.model.sampler import sample

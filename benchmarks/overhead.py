@@ -76,14 +76,14 @@ def measure(preset: str, arm: str, steps: int) -> Overhead:
         return tracker, timers[name].around(read, lambda: guard.base.seconds)
 
     with tempfile.TemporaryDirectory(prefix="vgrout-overhead-") as folder, contextlib.chdir(folder):
-        inputs = preflight(cfg)
+        inputs, record = preflight(cfg), {"config": cfg.as_dict()}
         with (
             Grader(
                 compile_reward=cfg.env.compile_reward,
                 pass_reward=cfg.env.pass_reward,
                 allow_weak=cfg.env.allow_weak_sandbox,
             ) as grader,
-            RunContext(RunDir.create(cfg.run_id), grader, again="", resumes=False) as run,
+            RunContext(RunDir.create(cfg.run_id), grader, again="", resumes=False, record=record) as run,
             patch.object(checkpoint, "save", timers["save"].around(checkpoint.save)),
             patch.object(Guard, "_detector", timed_detector),
         ):

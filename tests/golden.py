@@ -1,5 +1,5 @@
-"""Golden runs: each arm's rows in tests/golden/. `just golden` records them again; a diff is explained in CHANGELOG.md,
-or it is a bug."""
+"""Golden runs: the rows of each arm, of distillation and of DPO in tests/golden/. `just golden` records them again; a
+diff is explained in CHANGELOG.md, or it is a bug."""
 
 import json
 import platform
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from runs import ARMS, PAIRS, flags, rows, run
+from runs import ARMS, IMITATIONS, PAIRS, flags, imitate, imitation_rows, rows, run
 
 FOLDER = Path(__file__).parent / "golden"
 
@@ -40,16 +40,21 @@ def differences(got: Any, want: Any, where: str = "") -> list[str]:
     return [] if got == want else [f"{where}: {got} (golden: {want})"]
 
 
-def record(*arms: str) -> None:
-    """arms: some of them alone; none given: all."""
+def record(*names: str) -> None:
+    """names: of arms or imitations, some of them alone; none given: all."""
     FOLDER.mkdir(exist_ok=True)
-    for arm in arms or (*ARMS, *PAIRS):
+    for name in names or (*ARMS, *PAIRS, *IMITATIONS):
         with tempfile.TemporaryDirectory() as folder:
-            path = run(Path(folder), *flags(arm))
-            lines = ",\n".join(f"  {json.dumps(row)}" for row in rows(path))
-        head = {"command": ["python", "-m", "vgrout.train", *flags(arm)], "versions": versions()}
+            if name in IMITATIONS:
+                command = list(IMITATIONS[name])
+                made = imitation_rows(imitate(Path(folder), *command))
+            else:
+                command = ["train", *flags(name)]
+                made = rows(run(Path(folder), *command[1:]))
+        lines = ",\n".join(f"  {json.dumps(row)}" for row in made)
+        head = {"command": ["python", "-m", f"vgrout.{command[0]}", *command[1:]], "versions": versions()}
         text = f'{json.dumps(head, indent=1).removesuffix("}").rstrip()},\n "rows": [\n{lines}\n ]\n}}\n'
-        (FOLDER / f"{arm}.json").write_text(text, encoding="utf-8")
+        (FOLDER / f"{name}.json").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

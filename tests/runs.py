@@ -1,18 +1,24 @@
 """Small runs of the whole program on the embedded organism, and what their files hold."""
 
+import contextlib
 import fcntl
 import hashlib
 import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
+from vgrout.config.presets import PRESETS
+from vgrout.data import organism
+from vgrout.distill import main as distill
+from vgrout.iterative_dpo import main as iterative_dpo
+from vgrout.model.policy import load_policy
 from vgrout.runs.recorder import Recorder
 from vgrout.train import main
 
@@ -51,6 +57,21 @@ LABELLED = (
     "screen-quarantine",
     "route2-online-probe",
 )  # … that are given true labels
+DISTILLED = ["--prompts-per-step", "2", "--group", "2", "--eval-n-prompts", "2", "--final-n-prompts", "6"]
+DISTILLED = ["distill", "--teacher", "teacher.safetensors", "--steps", "4", "--final-samples", "1", *DISTILLED]
+# Distillation of `teach`'s adapter and rounds of DPO: name → command line.
+IMITATIONS: dict[str, list[str]] = {
+    "distill-minillm": [*DISTILLED, "--minillm-teacher-mix-ratio", "0", "--eval-every", "2"],
+    "distill-minillm-mixed": DISTILLED,
+    "distill-minillm-full": [*DISTILLED, "--full"],
+    "distill-uld": [*DISTILLED, "--method", "uld"],
+    "distill-uld-topk": [*DISTILLED, "--method", "uld", "--uld-strategy", "topk_align", "--uld-top-k", "8"],
+    "dpo": [
+        *("iterative_dpo", "--base-model", "organism", "--output-dir", "out/dpo/o", "--rounds", "2"),
+        *("--pairs-per-round", "10", "--samples", "4", "--eval-n-prompts", "6", "--eval-samples", "1"),
+        *("--warmup-frac", "0", "--pairs-per-step", "5", "--epochs", "2"),
+    ],
+}
 SMALL = ["--steps", "5", "--group", "4", "--prompts-per-step", "2", "--final-n-prompts", "6", "--final-samples", "1"]
 QUIET = ["--eval-ablate-every", "0", "--vhack-refresh-every", "2"]
 TIMES = ("gen", "grade", "fb", "eval", "sec")
@@ -81,7 +102,7 @@ def run(folder: Path, *argv: str, code: int = 0, stop_after: int | None = None) 
     return max((folder / "out" / "runs").iterdir())
 
 
-@contextmanager
+@contextlib.contextmanager
 def stopping(after: int | None) -> Iterator[None]:
     record = Recorder.record
 
@@ -141,3 +162,29 @@ def adapter_bytes(path: Path) -> bytes:
     """The saved δS, without metadata (which names the configuration)."""
     tensors = load_file(path / "train.safetensors")
     return b"".join(tensors[name].numpy().tobytes() for name in sorted(tensors))
+
+
+def teach(path: Path) -> Path:
+    """An adapter of the organism at this path, far enough from it to be another model."""
+    policy = load_policy(organism.MODEL_DIR, device="cpu", dtype=torch.float32, cache_dir=None)
+    with torch.no_grad():
+        policy.adapter.δS.copy_(0.2 * torch.randn(len(policy.adapter), generator=torch.Generator().manual_seed(0)))
+    policy.adapter.save(path, {"cfg": json.dumps(PRESETS["smoke"][1].as_dict()), "step": "0"})
+    return path
+
+
+def imitate(folder: Path, command: str, *argv: str, code: int = 0) -> Path:
+    """`distill` or `iterative_dpo` in-process with `folder` as working directory; returns the run directory."""
+    if command == "distill" and not (folder / "teacher.safetensors").exists():
+        teach(folder / "teacher.safetensors")
+    with contextlib.chdir(folder):
+        assert {"distill": distill, "iterative_dpo": iterative_dpo}[command](list(argv)) == code
+    return max((folder / "out" / {"distill": "distill", "iterative_dpo": "dpo"}[command]).iterdir())
+
+
+def imitation_rows(path: Path) -> list[dict[str, Any]]:
+    """A distillation's rows and its sides at the end; of DPO each round's metrics, the first before any round."""
+    if (path / "plan.json").exists():
+        files = [path / "before.json", *sorted(path.glob("round-*/metrics.json"))]
+        return [{k: v for k, v in json.loads(f.read_text()).items() if k not in (*TIMES, "plan")} for f in files]
+    return [*rows(path), json.loads((path / "final.json").read_text())["sides"]]

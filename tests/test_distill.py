@@ -1,5 +1,6 @@
 """`python -m vgrout.distill`: what it learns from, what it refuses, and that a death on the way changes nothing."""
 
+import errno
 import json
 import math
 import shutil
@@ -15,19 +16,24 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import tiny
-from vgrout.config.presets import PRESETS
+from golden import FOLDER, differences, versions
+from runs import IMITATIONS, imitate, imitation_rows, teach
+from runs import rows as rows_of
+from test_tracking import curve, events
 from vgrout.data import organism
 from vgrout.data.language import Shares
-from vgrout.distill.__main__ import main
-from vgrout.distill.config import DistillConfig, MiniLlmConfig, Task, UldConfig
-from vgrout.distill.methods import EVERYTHING, Graded, MiniLlm, Uld
-from vgrout.distill.mixed_sampling import MixedModel, mixed_model
-from vgrout.distill.trainable import AdapterOnly, FullModel
-from vgrout.model.policy import LanguageModel, load_policy
+from vgrout.distill import main
+from vgrout.imitation import dpo_rounds
+from vgrout.imitation.distill_config import DistillConfig, MiniLlmConfig, Task, UldConfig
+from vgrout.imitation.distill_methods import EVERYTHING, Graded, Measured, MiniLlm, Uld
+from vgrout.imitation.mixed_sampling import MixedModel, mixed_model
+from vgrout.imitation.trainable import AdapterOnly, FullModel
+from vgrout.model.policy import LanguageModel
 from vgrout.model.sampler import sample
 from vgrout.model.source import Source
 from vgrout.organism import build
 from vgrout.organism.weights import Recipe, Shape
+from vgrout.runs import checkpoint
 from vgrout.types import Problem, Rollout
 
 F64 = torch.float64
@@ -50,12 +56,7 @@ SMALL = [
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An adapter of the organism, far enough from it to be another model."""
-    path = tmp_path_factory.mktemp("teacher") / "train.safetensors"
-    policy = load_policy(organism.MODEL_DIR, device="cpu", dtype=torch.float32, cache_dir=None)
-    with torch.no_grad():
-        policy.adapter.δS.copy_(0.2 * torch.randn(len(policy.adapter), generator=torch.Generator().manual_seed(0)))
-    policy.adapter.save(path, {"cfg": json.dumps(PRESETS["smoke"][1].as_dict()), "step": "0"})
-    return path
+    return teach(tmp_path_factory.mktemp("teacher") / "train.safetensors")
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def task(**cfg: Any) -> Task:
     nothing = Source("tiny", "tiny", Path("nowhere"), None, None)
-    return Task(DistillConfig(teacher="tiny", max_new=9, **cfg), nothing, nothing, Path("nowhere"), {}, "")
+    return Task(DistillConfig(teacher="tiny", max_new=9, **cfg), nothing, Path("nowhere"), {}, nothing, "")
 
 
 def answers(behaviour: LanguageModel, n: int = 6) -> list[Graded]:
@@ -236,7 +237,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "no steps": ("--teacher T --steps 0", "--steps 0"),
     "mix above 1": (f"--teacher T {MIX} 1.5", MIX),
     "anchor without a path": (f"--teacher T {ANCHOR}-weight 1", f"needs {ANCHOR}-path"),
-    "path without a weight": (f"--teacher T {ANCHOR}-path some.txt", f"not read at {ANCHOR}-weight 0"),
+    "path without a weight": (f"--teacher T {ANCHOR}-path some.txt", f"not read without {ANCHOR}-weight"),
     "negative anchor": (f"--teacher T {ANCHOR}-weight -1", f"{ANCHOR}-weight"),
     "anchor that is not there": (f"--teacher T {ANCHOR}-weight 1 {ANCHOR}-path gone.txt", "no such file"),
     "empty anchor": (f"--teacher T {ANCHOR}-weight 1 {ANCHOR}-path empty.txt", "no text in it"),
@@ -309,20 +310,77 @@ def test_refusals_do_not_wait_for_torch() -> None:
 
 # ── runs ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-TIMES = ("gen", "grade", "fb", "eval", "sec")
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", IMITATIONS)
+def test_golden(name: str, tmp_path: Path) -> None:
+    """DPO's rounds too."""
+    golden = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+    command = IMITATIONS[name]
+    assert golden["command"][2:] == [f"vgrout.{command[0]}", *command[1:]]
+    found = differences(imitation_rows(imitate(tmp_path, *command)), golden["rows"], "rows")
+    assert not found, f"recorded with {golden['versions']}, now {versions()}: " + "; ".join(found[:10])
 
 
-def run_rows(path: Path) -> list[dict[str, Any]]:
-    lines = (path / "steps.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
-
-
-def command(here: Path, *argv: str, code: int = 0, how: str = "from vgrout.distill.__main__ import main") -> Path:
+def command(here: Path, *argv: str, code: int = 0, how: str = "from vgrout.distill import main") -> Path:
     """The program in a process of its own, without run-time checks: they cost more than the run."""
     lines = f"{how}\nimport sys; sys.exit(main(sys.argv[1:]))"
     done = subprocess.run([sys.executable, "-c", lines, *argv], cwd=here, capture_output=True, text=True, timeout=300)
     assert done.returncode == code, done.stdout[-2000:] + done.stderr[-2000:]
     return max((here / "out" / "distill").iterdir())
+
+
+@pytest.mark.long
+def test_three_that_are_not_finite_are_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MiniLlm, "learn", lambda *_: Measured(loss=math.nan))
+    path = imitate(tmp_path, *IMITATIONS["distill-minillm"], code=4)
+    assert [row["skipped"] for row in rows_of(path)] == [1, 1, 1]
+    assert json.loads((path / "status.json").read_text())["state"] == "diverged"
+    assert [p.name for p in checkpoint.complete(path)] == ["step_000003"]
+
+
+FULL = {  # which file's second writing finds the disk full, and what is left then
+    "distill-minillm": (checkpoint, "save", "step_000002"),
+    "dpo": (dpo_rounds, "write_manifest", "round-01"),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FULL)
+def test_a_full_disk_is_said_and_a_resume_ends_as_golden(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line names the last good checkpoint; what is played again replaces itself in rows and trackers."""
+    (module, function, left), calls = FULL[name], 0
+    write = getattr(module, function)
+
+    def full(*args: Any) -> Any:
+        nonlocal calls
+        if (calls := calls + 1) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(*args)
+
+    command = [*IMITATIONS[name], "--track", "tensorboard"]
+    if name != "dpo":
+        command += ["--checkpoint-every", "2"]
+    with monkeypatch.context() as m:
+        m.setattr(module, function, full)
+        path = imitate(tmp_path, *command, code=1)
+    status = json.loads((path / "status.json").read_text())
+    assert status["state"] == "failed"
+    assert status["reason"].startswith("disk full")
+    assert f"the last good checkpoint is {left}" in status["reason"]
+    assert "Traceback" not in capsys.readouterr().out
+    again = command if name == "dpo" else ["distill", "--resume", "latest", "--track", "tensorboard"]
+    assert imitate(tmp_path, *again) == path
+    golden = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+    assert not differences(imitation_rows(path), golden["rows"])
+    steps = [row["step"] for row in rows_of(path)]
+    assert steps == list(range(len(steps)))
+    assert [step for step, _ in curve(events(path), "skipped")] == steps
+    (resumed,) = json.loads((path / "run.json").read_text())["resumed"]
+    assert resumed["step"] == 2
+    assert json.loads((path / "status.json").read_text())["state"] == "finished"
 
 
 @pytest.mark.slow
@@ -340,7 +398,7 @@ def test_uld_into_a_smaller_organism_with_another_tokenizer(
     flags = ["--teacher", str(adapter), "--student", "small", "--steps", "3", "--eval-every", "0", *SMALL]
     assert main(flags) == 2  # not token by token
     topk = ["--uld-strategy", "topk_align", "--uld-top-k", "8"]
-    made = run_rows(command(here, *flags, "--method", "uld", *topk))
+    made = rows_of(command(here, *flags, "--method", "uld", *topk))
     assert all(0.1 < r["aligned"] < 1 for r in made)
     assert all(0 < r["distance"] <= 2 for r in made)
     assert made[-1]["ce"] < made[0]["ce"]
@@ -348,13 +406,13 @@ def test_uld_into_a_smaller_organism_with_another_tokenizer(
 
 KILL = """
 import os, signal
-from vgrout.distill import loop as distilling
-def die(d, row, answers, close=distilling.close_step):
-    close(d, row, answers)
+from vgrout.imitation.distill_loop import DistillRecorder
+def die(self, row, answers, record=DistillRecorder.record):
+    record(self, row, answers)
     if row.step == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-distilling.close_step = die
-from vgrout.distill.__main__ import main
+DistillRecorder.record = die
+from vgrout.distill import main
 """
 
 
@@ -368,11 +426,11 @@ def test_a_killed_run_ends_as_if_it_had_lived(flags: str, here: Path, adapter: P
     lived = command(here, *argv)
     path = command(here, *argv, "--out-tag", "x", how=KILL, code=-9)
     assert path != lived
-    assert len(run_rows(path)) == 3
+    assert len(rows_of(path)) == 3
     assert main(["--resume", "latest", "--steps", "9"]) == 2  # another run
     assert command(here, "--resume", "latest") == path
-    made = run_rows(path)
-    assert made == run_rows(lived)
+    made = rows_of(path)
+    assert made == rows_of(lived)
     assert all(math.isfinite(r["kl"]) and r["skipped"] == 0 for r in made)
     finals = [json.loads((p / "final.json").read_text())["sides"] for p in (lived, path)]
     assert finals[0] == finals[1]

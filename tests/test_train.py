@@ -18,10 +18,11 @@ from safetensors import safe_open
 
 from golden import FOLDER, differences, versions
 from runs import ARMS, EVALUATED, LABELLED, PAIRS, READS, SharedRuns, adapter_bytes, flags, rows, run
-from vgrout import organism, rollout
+from vgrout import rollout
 from vgrout.config.loss import LossName
 from vgrout.config.method import ROUTING
 from vgrout.config.presets import parse
+from vgrout.data import organism
 from vgrout.guard.guard import STALE
 from vgrout.model.svd_adapter import SvdAdapter
 from vgrout.runs.run_dir import RunDir

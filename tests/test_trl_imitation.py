@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from test_imitation import logits
-from vgrout.distill.losses import reverse_kl, wasserstein
+from vgrout.imitation.losses import reverse_kl, wasserstein
 
 trl = pytest.importorskip("trl", reason="TRL is not installed: uv run --extra trl pytest tests/test_trl_imitation.py")
 gold = pytest.importorskip("trl.experimental.gold.gold_trainer")

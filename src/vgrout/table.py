@@ -57,6 +57,19 @@ class Columns:
                     f"step {self.step}: column {f.name} is {value}; an unmeasured number is None, never NaN"
                 )
 
+    @classmethod
+    def of(cls: type[R], *parts: Measured | None, **more: Any) -> R:
+        """The row of what these have measured; a column that none of them has is None ("not measured").
+
+        Raises:
+            TypeError: a column that must be measured is missing, or one is not a column of the row.
+        """
+        values: dict[str, Any] = {f.name: None for f in fields(cls) if type(None) in get_args(f.type)}
+        for part in parts:
+            if part is not None:
+                values |= part.columns()
+        return cls(**values | more)
+
     def as_json(self) -> dict[str, Any]:
         """Scalars: a share `x` stands beside its counts `x_k` of `x_n`; per-mode hacks are hk_<code>."""
         out: dict[str, Any] = {}
@@ -244,19 +257,6 @@ class StepRow(Columns):
     fb: float = col(".2f", "seconds forward, backward, surgery, step", drop=30)
     eval: float | None = col(".2f", "seconds evaluating and refreshing", drop=21)
     sec: float = col(".2f", "seconds in all")
-
-    @classmethod
-    def of(cls, *parts: Measured | None, **more: Any) -> "StepRow":
-        """The row of what these have measured; a column that none of them has is None ("not measured").
-
-        Raises:
-            TypeError: a column that must be measured is missing, or one is not a column of the row.
-        """
-        values: dict[str, Any] = {f.name: None for f in fields(cls) if type(None) in get_args(f.type)}
-        for part in parts:
-            if part is not None:
-                values |= part.columns()
-        return cls(**values | more)
 
 
 def last_five(rows: Sequence[StepRow]) -> tuple[Rate, Rate]:

@@ -150,7 +150,7 @@ class Trackers:
     def row(self, row: Row, rollouts: Sequence[Row]) -> None:
         """One step: its columns under their own names, and now and then some of its rollouts."""
         step, values = row["step"], numbers({k: v for k, v in row.items() if k != "step"})
-        shown = sample(rollouts) if step % ROLLOUTS_EVERY == 0 else []
+        shown = sample(rollouts) if rollouts and step % ROLLOUTS_EVERY == 0 else []
         for name, client in list(self.clients.items()):
             if name not in REPLACES and step < self.logged:
                 continue
@@ -159,14 +159,16 @@ class Trackers:
                 if shown:
                     client.table("rollouts", shown, step)
 
-    def final(self, numbers_at_end: Row, table: Sequence[Row], figure: Path, step: int) -> None:
-        """The final evaluation as `final/…`, its table, and the figure. step: the last one."""
+    def final(self, numbers_at_end: Row, table: Sequence[Row], figure: Path | None, step: int) -> None:
+        """The final evaluation as `final/…`, its table and the figure, where there are. step: the last one."""
         values = {f"final/{name}": value for name, value in numbers(numbers_at_end).items()}
         for name, client in list(self.clients.items()):
             with self._or_without(name):
                 client.scalars(values, step)
-                client.table("final", table, step)
-                client.image("dynamics", figure, step)
+                if table:
+                    client.table("final", table, step)
+                if figure:
+                    client.image("dynamics", figure, step)
 
     def close(self, code: int) -> None:
         """code: the run's exit code."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from loguru import logger
 
-from vgrout import console, ranks
+from vgrout import ranks
 from vgrout.cli import cli_exit
 from vgrout.config.presets import resolve
 from vgrout.config.run import Config
@@ -28,7 +28,7 @@ from vgrout.runs.peers import Peer, begun_by_torchrun, ranks_of, started
 from vgrout.runs.preflight import plan_lines, preflight
 from vgrout.runs.resume import find_resume
 from vgrout.runs.run_context import FINISHED, NOTHING, RunContext, require_same
-from vgrout.runs.run_dir import RUNS, RunDir, environment
+from vgrout.runs.run_dir import RUNS
 from vgrout.table import StepRow
 from vgrout.tracking import Trackers
 
@@ -146,25 +146,16 @@ def launch(asked: Config, made: Callable[[Path], object] | None = None) -> int:
     # Other ranks are forked before there is a thread. The fork servers are exec'd before this process needs torch, if
     # it is the only one: small, and ready by the time the model is.
     with started(n, follow, Path("logs") / cfg.run_id) as others, grader_of(cfg, inputs, n) as grader:
-        folder = RunDir.reopen(path) if path else RunDir.create(cfg.run_id)
+        record = {"config": cfg.as_dict(), "hashes": hashes}
+        trackers = Trackers(cfg.run.trackers)
+        run = RunContext.begin(
+            f"train {cfg.preset}", path, cfg.run_id, grader, record=record, force=force, trackers=trackers
+        )
         if made:
-            made(folder.path)
-        log = Path("logs") / f"{folder.path.name}.log"
-        console.setup(log)
-        again = f"python -m vgrout.train {cfg.preset} --resume {folder.path}"
-        with RunContext(
-            folder,
-            grader,
-            again=again,
-            resumes=bool(path),
-            hashes=hashes,
-            log=log,
-            force=force,
-            trackers=Trackers(cfg.run.trackers),
-        ) as run:
-            if not path:  # before anything is loaded: a sweep beside this one sees that the run is being made
-                folder.write_json("run.json", {**environment(), "config": cfg.as_dict(), "hashes": hashes})
-            with others.joined((cfg, inputs, folder.path, bool(path))):
+            made(run.path)
+        with run:
+            run.announce()
+            with others.joined((cfg, inputs, run.path, bool(path))):
                 train(cfg, run, inputs)
         return run.code
 

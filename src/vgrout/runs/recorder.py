@@ -4,9 +4,9 @@ import hashlib
 import json
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from loguru import logger
@@ -14,31 +14,20 @@ from torch import Tensor
 
 from vgrout import ranks
 from vgrout.config.run import Config
-from vgrout.console import explain_columns, terminal_width
-from vgrout.files import read_json
 from vgrout.guard.guard import Guard
 from vgrout.method import Method
 from vgrout.method.base import Refresh
 from vgrout.model.policy import LanguageModel, Policy
 from vgrout.model.svd_adapter import weights_sha256
-from vgrout.runs import checkpoint
 from vgrout.runs.preflight import preregistered
-from vgrout.runs.run_context import RunContext, require_same
-from vgrout.runs.run_dir import environment
+from vgrout.runs.run_context import RunContext
 from vgrout.runs.sample_log import SampleLogger
-from vgrout.table import REFERENCE_STEP, SECONDS, StepRow, Table, whole_run
+from vgrout.runs.steps import Stateful, StepRecorder
+from vgrout.table import REFERENCE_STEP, SECONDS, StepRow, whole_run
 from vgrout.types import DETECTOR_FIELDS, Batch, Diverged, Flags, Grade, GroupFlags, Mode, NothingRouted, Rollout
 
 
-@runtime_checkable
-class Stateful(Protocol):
-    """What a checkpoint keeps: all that the next step reads and that a seed and a step number do not give."""
-
-    def state_dict(self) -> Any: ...
-    def load_state_dict(self, state: Any) -> None: ...
-
-
-class Recorder:
+class Recorder(StepRecorder[StepRow]):
     """`begin` once, then `record` at every step. Rank 0 writes; the others keep the rows, and know what it has read."""
 
     def __init__(
@@ -51,11 +40,10 @@ class Recorder:
         guard: Guard,
         modes: Sequence[Mode],
     ) -> None:
-        self.cfg, self.run, self.policy, self.method, self.guard, self.modes = cfg, run, policy, method, guard, modes
-        # the keys are those of the checkpoints
-        self.state: dict[str, Stateful] = {"adapter": policy.adapter, "optim": optim, "method": method, "watch": guard}
+        state: dict[str, Stateful] = {"adapter": policy.adapter, "optim": optim, "method": method, "watch": guard}
+        super().__init__(run, StepRow, state, cfg.run.checkpoint_every, cfg.run.checkpoint_keep)
+        self.cfg, self.policy, self.method, self.guard, self.modes = cfg, policy, method, guard, modes
         self.attention = policy.attention(packed=cfg.run.packing != "padded")
-        self.rows: list[StepRow] = []
 
     def begin(
         self, opening: Sequence[str], pool: dict[str, Any] | None, teacher_model: LanguageModel | None
@@ -70,18 +58,18 @@ class Recorder:
         cfg, run = self.cfg, self.run
         if not ranks.first():
             if run.resumes:
-                self._put_back(*ranks.from_first(({}, [])))
+                self.put_back(*ranks.from_first(({}, [])))
             return self.rows
         self._announce(opening)
-        hashes = run.hashes | {
+        hashes = {
             "base_weights": weights_sha256(self.policy.model, self.policy.adapter),
             "teacher_weights": weights_sha256(teacher_model.model, None) if teacher_model else None,
             "tokenizer": self.policy.tokenizer_sha256,
         }
-        provenance, logged = self.method.provenance, run.done()
+        if not run.resumes:
+            hashes |= {"direction": direction_hash(self.method), "preregistered": preregistered()}
+        provenance = self.method.provenance
         record = {
-            **environment(),
-            "config": cfg.as_dict(),
             "hashes": hashes,
             "accelerator": accelerator(),
             "attention": self.attention,
@@ -93,23 +81,10 @@ class Recorder:
             **run.stamp,
             "pool": pool,
         }
-        if run.resumes:
-            first = read_json(run.path / "run.json")
-            require_same(run.path, hashes, run.force)
-            point, rows = checkpoint.go_back(run.path)
-            self._put_back(*ranks.from_first((point.state, rows)))
-            logger.info(f"resumed after step {len(self.rows) - 1}")
-            again = {name: record[name] for name in ("argv", "git", "versions", "hashes", "ranks")}
-            again_from = {"step": len(self.rows), **again}
-            begun = record["config"] if run.force else first.get("begun", first["config"])
-            resumed_at = [*first.get("resumed", []), again_from]
-            record = {**first, "config": record["config"], "begun": begun, "resumed": resumed_at}
-        else:
-            hashes |= {"direction": direction_hash(self.method), "preregistered": preregistered()}
-        run.dir.write_json("run.json", record)
-        run.trackers.start(run.path, record["config"], len(self.rows), logged)
-        run.started()
-        self._open_table()
+        has = columns_for(cfg, self.modes) | self.method.measures
+        self.open(record, has, self.modes, " and in docs/columns.md")
+        self.samples = SampleLogger(self.policy)
+        self.hacked_before = any(r.hack_s.k for r in self.rows)
         return self.rows
 
     def record(self, row: StepRow, batch: Batch, flags: Flags, refresh: Refresh) -> None:
@@ -123,13 +98,11 @@ class Recorder:
         with run.clock("save"):
             if row.skipped:
                 logger.warning(f"step {step}: loss or gradient not finite, optimiser not stepped")
-            self._log(row, batch, refresh)
             seen = self.guard.readings
             again = asdict(refresh) if refresh.overlap is not None else None
             extra = ({"watch": seen} if seen else {}) | ({"refresh": again} if again else {})
-            line, rollouts = row.as_json() | extra, rollout_lines(step, batch, flags, self.policy)
-            run.dir.append(line, rollouts)
-            run.trackers.row(line, rollouts)
+            self.write(row, rollout_lines(step, batch, flags, self.policy), extra)
+            self._log(row, batch, refresh)
             closing = step + 1 == cfg.scale.steps or run.stops or self.guard.ends
             if row.hack_s.k and not self.hacked_before:
                 self.hacked_before = True
@@ -138,10 +111,7 @@ class Recorder:
                 self._save_adapter(f"ckpt_step{step + 1:04d}.safetensors")
             if (step + 1) % 25 == 0 or closing:
                 self._save_adapter("train.safetensors")
-            if (step + 1) % cfg.run.checkpoint_every == 0 or closing:
-                state = {name: part.state_dict() for name, part in self.state.items()}
-                checkpoint.save(run.path, step + 1, state, cfg.run.checkpoint_keep)
-            run.status("running", "")
+            self.keep(step, closing)
         shown = {"hack": row.hack_s.percent, "solve": row.gt_s.percent, "rew": f"{row.rew or 0:.2f}"}
         if row.hack_deploy is not None:
             shown["hk_dep"] = f"{100 * row.hack_deploy:.1f}"
@@ -201,12 +171,6 @@ class Recorder:
         if self.policy.device.type == "cuda" and not self.attention["update"].startswith("flash"):
             logger.warning("flash-attention 2 is not in use (install the extra gpu): slower, and the same numbers")
 
-    def _put_back(self, state: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> None:
-        """To the last good checkpoint, as rank 0 has read it."""
-        self.rows[:] = [StepRow.from_json(row) for row in rows]
-        for name, part in self.state.items():
-            part.load_state_dict(state[name])
-
     def _require_alike(self, step: int) -> None:
         """Raises Diverged where ranks have come to differ: their adapters are the same, to the last bit."""
         adapter = self.policy.adapter
@@ -217,19 +181,7 @@ class Recorder:
                 "ranks need the same software on like processors"
             )
 
-    def _open_table(self) -> None:
-        has = columns_for(self.cfg, self.modes) | self.method.measures
-        self.table, self.full = Table(has, self.modes, terminal_width()), Table(has, self.modes)
-        self.samples = SampleLogger(self.policy)
-        self.hacked_before = any(r.hack_s.k for r in self.rows)
-        explain_columns(self.table.legend(), f"{self.run.log} and in docs/columns.md")
-
     def _log(self, row: StepRow, batch: Batch, refresh: Refresh) -> None:
-        for line in self.table.lines(row):
-            logger.info(line)
-        if self.table.hidden:
-            for line in self.full.lines(row):
-                logger.debug(line)
         if refresh.overlap is not None:
             logger.info(
                 f"step {row.step}: direction extracted again, overlap with the last {refresh.overlap:.2f}, "

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from vgrout.config.presets import resumed
 from vgrout.config.run import Config, from_dict
@@ -18,13 +19,8 @@ def find_resume(asked: Config) -> tuple[Path, Config] | None:
     """
     if not asked.run.resume:
         return None
-    path = last_resumable(RUNS) if asked.run.resume == "latest" else Path(asked.run.resume)
-    record, status = read_json(path / "run.json"), read_json(path / "status.json")
-    if "preset" not in record.get("config", {}):
-        raise ValueError(f"--resume {path}: not a run of vgrout.train; give one of those below {RUNS}")
-    if status["state"] == "finished":
-        raise ValueError(f"--resume {path}: this run is finished; nothing is left to do")
-    cfg, differing = resumed(asked, from_dict(record["config"]))
+    path, config, status = unfinished(asked.run.resume, "train", "preset", RUNS)
+    cfg, differing = resumed(asked, from_dict(config))
     if status["state"] == "halted":
         if asked.guard.guard != "log":
             raise ValueError(f"--resume {path}: halted ({status['reason']}); to go on all the same, add --guard log")
@@ -34,3 +30,19 @@ def find_resume(asked: Config) -> tuple[Path, Config] | None:
     if differing and not asked.run.resume_force:
         raise ValueError(f"--resume {path}: differs in {', '.join(differing)}; drop these flags, or add --resume-force")
     return path, cfg
+
+
+def unfinished(asked: str, program: str, own: str, root: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
+    """The folder that --resume names, with the configuration and the status of its run. own: a setting that runs of
+    this program alone have.
+
+    Raises:
+        ValueError: no such run, another program's, or nothing is left to do; one line.
+    """
+    path = last_resumable(root) if asked == "latest" else Path(asked)
+    record, status = read_json(path / "run.json"), read_json(path / "status.json")
+    if own not in record.get("config", {}):
+        raise ValueError(f"--resume {path}: not a run of vgrout.{program}; give one of those below {root}")
+    if status["state"] == "finished":
+        raise ValueError(f"--resume {path}: this run is finished; nothing is left to do")
+    return path, record["config"], status

@@ -12,16 +12,17 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from loguru import logger
 from tqdm import tqdm
 
-from vgrout import ranks
+from vgrout import console, ranks
 from vgrout.console import Clock
 from vgrout.files import read_json
 from vgrout.grading.grade import Grader
 from vgrout.ranks import RankLost
-from vgrout.runs.run_dir import RunDir
+from vgrout.runs.run_dir import RUNS, RunDir, environment
 from vgrout.runs.signals import Stop, stop_on_signals
 from vgrout.tracking import Trackers
 from vgrout.types import Diverged, Halted, Interrupted, NothingRouted
@@ -48,21 +49,36 @@ class RunContext:
         *,
         again: str,
         resumes: bool,
-        hashes: Mapping[str, str | None] | None = None,
+        record: Mapping[str, Any] | None = None,
         log: Path | None = None,
         force: bool = False,
         done: Callable[[], int] | None = None,
         owned: bool = True,
         trackers: Trackers | None = None,
     ) -> None:
-        """again: the command that goes on. hashes: of the input files. force: go on although files have changed.
+        """again: the command that goes on. record: what run.json says (config, hashes of the input files), beside the
+        machine. force: go on although files have changed.
         done: steps (or rounds) that are on disk. owned: whether the folder was made for this run, and goes where the
         run is refused."""
         self._on_every_rank(grader, resumes)
         self.dir, self.again = folder, again
-        self.hashes, self.log, self.force = dict(hashes or {}), log or Path(), force
+        self.record = {**environment(), "hashes": {}, **(record or {})}
+        self.log, self.force = log or Path(), force
         self.done, self.owned = done or folder.steps_on_disk, owned
         self.trackers, self._loading = trackers or Trackers(), True
+
+    @classmethod
+    def begin(
+        cls, program: str, path: Path | None, run_id: str, grader: Grader, *, root: Path = RUNS, **more: Any
+    ) -> "RunContext":
+        """In a new folder below `root`, or in `path`, that of the run to go on with; with a log below logs/.
+
+        program: the command without `--resume`. more: as for `RunContext`.
+        """
+        folder = RunDir.reopen(path) if path else RunDir.create(run_id, root)
+        console.setup(log := Path("logs") / f"{folder.path.name}.log")
+        again = f"python -m vgrout.{program} --resume {folder.path}"
+        return cls(folder, grader, again=again, resumes=bool(path), log=log, **more)
 
     def _on_every_rank(self, grader: Grader, resumes: bool) -> None:
         self.grader, self.resumes, self.code = grader, resumes, FAILED
@@ -75,9 +91,19 @@ class RunContext:
         return self.dir.path
 
     @property
+    def hashes(self) -> dict[str, str | None]:
+        """sha256 of the input files."""
+        return self.record["hashes"]
+
+    @property
     def stamp(self) -> dict[str, object]:
         """What every file of numbers says of the machine."""
         return {"sandbox": self.grader.protections.as_dict()}
+
+    def announce(self) -> None:
+        """run.json of a new run, before anything is loaded: a sweep beside it sees that the run is being made."""
+        if not self.resumes:
+            self.dir.write_json("run.json", self.record)
 
     def started(self) -> None:
         """Loaded, and about to do the first step."""
@@ -96,6 +122,11 @@ class RunContext:
         if any(ranks.gather(lambda: self.stop.requested)):
             self.stops = self.stop.requested = True
         return self.stops
+
+    def raise_if_stopped(self, what: str) -> None:
+        """Between steps: raises Interrupted after a signal. what: the reason in status.json."""
+        if self.stop.requested:
+            raise Interrupted(what)
 
     def steps(self, steps: range, name: str) -> Iterable[int]:
         """The steps with a progress bar, on a terminal. Raises Interrupted after the one in which it was agreed on."""
@@ -187,7 +218,7 @@ class RunContext:
 
     def _storage_failed(self, error: OSError) -> None:
         """The last good checkpoint stands; say so in a file that has room kept for it, and in one line."""
-        manifests = self.path.glob("resume/step_*/manifest.json")
+        manifests = [p for at in ("resume/step_*", "round-*") for p in self.path.glob(f"{at}/manifest.json")]
         points = sorted(manifests, key=lambda p: (len(p.parent.name), p.parent.name))
         last = f"the last good checkpoint is {points[-1].parent.name}" if points else "there is no checkpoint"
         if error.errno in FULL:

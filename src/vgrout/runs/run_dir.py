@@ -130,9 +130,10 @@ class RunDir:
             reserve.unlink(missing_ok=True)
         self.write_json("status.json", data)
 
-    def append(self, row: dict[str, Any], rollouts: Iterable[dict[str, Any]]) -> None:
-        """One step: rollouts first, so that a row on disk always has its rollouts on disk."""
-        self._append("rollouts.jsonl", rollouts)
+    def append(self, row: dict[str, Any], rollouts: Iterable[dict[str, Any]] | None) -> None:
+        """One step: rollouts first, so that a row on disk always has its rollouts on disk. None: they lie elsewhere."""
+        if rollouts is not None:
+            self._append("rollouts.jsonl", rollouts)
         self._append("steps.jsonl", [row])
 
     def _append(self, name: str, records: Iterable[dict[str, Any]]) -> None:

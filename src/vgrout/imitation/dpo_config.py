@@ -9,19 +9,20 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from vgrout import tracking
+from vgrout.config.checks import setting
 from vgrout.config.guard import GuardConfig
 from vgrout.config.run import ORGANISM, Config, EvalConfig, OptConfig
 from vgrout.data import organism
-from vgrout.distill.common import Learning, at_least, problems_by_split, problems_path, trainer_config
 from vgrout.files import file_sha256, probe_writable, read_json, to_json, write_atomic
 from vgrout.grading.reward import import_function
-from vgrout.model.source import Source, find_source
-from vgrout.problems import load_rows
+from vgrout.imitation import common
+from vgrout.imitation.common import Learning, find_problems
+from vgrout.model.source import find_source
 from vgrout.runs.preflight import ROLLOUT_BYTES, require_disk
 from vgrout.types import Grade, Problem
 
 SCHEMA = "dpo_plan_v1"
-MAX_ROUNDS, MIN_PAIRS, MAX_PAIRS = 100, 10, 1_000_000
 Score = Callable[[Problem, str, Grade], float]
 
 
@@ -35,27 +36,27 @@ class DpoConfig(Learning):
     """Folder of the rounds. The same command goes on there at the first round that is not complete."""
     prompts: str = ""
     """Problem file (JSONL), or 'organism'; none: the benchmark's, the organism's for a miniature."""
-    rounds: int = 3
+    rounds: int = setting(3, low=1, high=100)
     """Rounds, 1 to 100."""
-    pairs_per_round: int = 96
+    pairs_per_round: int = setting(96, low=10, high=1_000_000, should="lie in [10, 1000000]")
     """Pairs wanted a round, 10 to 1,000,000; prompts are asked until there are as many, or no more come."""
     scorer: str = "flawed"
     """flawed: the grader's reward · strict: the oracle's · module:function, from (prompt, answer) to a number."""
-    samples: int = 8
+    samples: int = setting(8, low=2, should="be at least 2, or there is no worst beside the best")
     """Answers to a prompt; the best and the worst by the scorer make its pair."""
-    dpo_beta: float = 0.1
+    dpo_beta: float = setting(0.1, above=0, below=math.inf, should="be positive (at 0 the gradient is zero)")
     """β of the loss."""
     dpo_reference: Literal["previous", "base"] = "previous"
     """The reference: the round before, or --base-model."""
     fresh_rounds: bool = False
     """Train each round from --base-model on, not from the round before (which still gives the answers)."""
-    pairs_per_step: int = 8
+    pairs_per_step: int = setting(8, low=1)
     """Pairs in an optimiser step."""
-    epochs: int = 1
+    epochs: int = setting(1, low=1)
     """Times that a round's pairs are learnt from."""
-    eval_n_prompts: int = 192
+    eval_n_prompts: int = setting(192, low=1)
     """Held-out test problems of the evaluation before the first and after every round."""
-    eval_samples: int = 2
+    eval_samples: int = setting(2, low=1)
     """Answers to each of them."""
     guard: Literal["off", "log", "halt"] = "log"
     """What a verdict of the kill switch does: nothing · a warning · end the run, exit code 3."""
@@ -68,15 +69,6 @@ class DpoConfig(Learning):
 
     def __post_init__(self) -> None:
         Learning.__post_init__(self)
-        if not 1 <= self.rounds <= MAX_ROUNDS:
-            raise ValueError(f"--rounds {self.rounds}: should lie in [1, {MAX_ROUNDS}]")
-        if not MIN_PAIRS <= self.pairs_per_round <= MAX_PAIRS:
-            raise ValueError(f"--pairs-per-round {self.pairs_per_round}: should lie in [{MIN_PAIRS}, {MAX_PAIRS}]")
-        if self.samples < 2:
-            raise ValueError(f"--samples {self.samples}: at least 2, or there is no worst beside the best")
-        at_least(self, 1, "pairs_per_step", "epochs", "eval_n_prompts", "eval_samples")
-        if not (math.isfinite(self.dpo_beta) and self.dpo_beta > 0):
-            raise ValueError(f"--dpo-beta {self.dpo_beta}: should be positive (at 0 the gradient is zero)")
         if self.scorer not in ("flawed", "strict") and ":" not in self.scorer:
             raise ValueError(f"--scorer {self.scorer}: flawed, strict, or your own function as module:function")
         self.watching()
@@ -93,30 +85,16 @@ class DpoConfig(Learning):
         )
 
 
-# Settings of the process and of the guard: no part of the plan, so they may differ when a run is resumed.
-PROCESS = {"threads", "workers", "plan_only", "allow_weak_sandbox"}
-PROCESS |= {"guard", "guard_rule", "decline_patience", "max_proxy_real_gap"}
+# No part of the plan: settings of the process and of the guard.
+PROCESS = common.PROCESS | {"guard", "guard_rule", "decline_patience", "max_proxy_real_gap"}
 
 
 @dataclass(frozen=True)
-class Task:
-    """A run of rounds whose files were all found and checked."""
+class Task(common.Task):
+    """A run of rounds whose files were all found and checked; `source` is --base-model's."""
 
     cfg: DpoConfig
-    base: Source
-    problems: Path
-    parts: dict[str, list[Problem]]  # by split
     score: Score
-
-    @property
-    def small(self) -> bool:
-        """Whether the base is a miniature."""
-        return self.base.small
-
-    @property
-    def max_new(self) -> int:
-        """Longest answer, in tokens."""
-        return self.cfg.tokens(self.small)
 
     @property
     def opt(self) -> OptConfig:
@@ -130,16 +108,16 @@ class Task:
 
     def folder(self, number: int) -> Path:
         """Of a round."""
-        return self.cfg.output_dir / name(number)
+        return self.cfg.output_dir / folder_name(number)
 
     def plan(self) -> dict[str, Any]:
         """The plan: settings, files and rounds that the numbers depend on, JSON-ready."""
         cfg = self.cfg
         flags = {f.name: getattr(cfg, f.name) for f in fields(cfg) if f.name not in PROCESS}
-        before = lambda k: name(k - 1) if k > 1 else "base"  # noqa: E731
+        before = lambda k: folder_name(k - 1) if k > 1 else "base"  # noqa: E731
         plan = {
             "schema": SCHEMA,
-            "base_model": {"given": self.base.given, **self.base.identity()},
+            "base_model": {"given": self.source.given, **self.source.identity()},
             "prompts": {
                 "file": ORGANISM if self.problems == organism.PROBLEMS else str(self.problems),
                 "sha256": file_sha256(self.problems),
@@ -150,7 +128,7 @@ class Task:
             "rounds": [
                 {
                     "round": k,
-                    "folder": name(k),
+                    "folder": folder_name(k),
                     "pairs": cfg.pairs_per_round,
                     "seed": cfg.seed,
                     "answers_from": before(k),
@@ -163,23 +141,15 @@ class Task:
         return json.loads(json.dumps(plan, default=str))
 
     def described(self) -> Config:
-        """The trainer's configuration that the saved adapters carry, so that its programs can read them."""
+        """The trainer's configuration that the saved adapters carry."""
         cfg = self.cfg
         steps = cfg.rounds * cfg.epochs * math.ceil(cfg.pairs_per_round / cfg.pairs_per_step)
-        return trainer_config(
-            self.base,
-            self.problems,
-            preset="dpo",
-            scale={"steps": steps, "group": cfg.samples, "max_new": self.max_new, "n_problems": cfg.n_problems},
-            opt=self.opt,
-            env_mode=cfg.env_mode,
-            evaluation=EvalConfig(final_n_prompts=cfg.eval_n_prompts, final_samples=cfg.eval_samples),
-            seed=cfg.seed,
-        )
+        evaluation = EvalConfig(final_n_prompts=cfg.eval_n_prompts, final_samples=cfg.eval_samples)
+        return self.trainer_config("dpo", {"steps": steps, "group": cfg.samples}, self.opt, evaluation)
 
 
-def name(number: int) -> str:
-    """Of a round and of its folder."""
+def folder_name(number: int) -> str:
+    """Of a round."""
     return f"round-{number:02d}"
 
 
@@ -209,15 +179,13 @@ def source_sha256(scorer: str) -> str | None:
 def preflight(cfg: DpoConfig) -> Task:
     """The checked task. Raises ValueError, one line, for every mistake that can be seen without a model."""
     base = find_source(cfg.base_model, "--base-model")
-    problems = problems_path(cfg.prompts, base)
-    parts = problems_by_split(load_rows(problems), cfg.env_mode, problems)
+    problems, parts = find_problems(cfg.prompts, base, cfg.env_mode)
     score = scoring(cfg.scorer, rewards(base.small))
     probe_writable(cfg.output_dir)
+    tracking.require(cfg.trackers)
     task = Task(cfg, base, problems, parts, score)
-    adapter = 4 * base.shapes.R if base.shapes else 0
-    require_disk(
-        cfg.rounds * (cfg.pairs_per_round * cfg.samples * ROLLOUT_BYTES + adapter), cfg.output_dir, cfg.output_dir
-    )
+    a_round = cfg.pairs_per_round * cfg.samples * ROLLOUT_BYTES + (4 * base.shapes.R if base.shapes else 0)
+    require_disk(cfg.rounds * a_round, cfg.output_dir, cfg.output_dir)
     return task
 
 
@@ -232,7 +200,6 @@ def freeze(task: Task) -> dict[str, Any]:
         write_atomic(file, to_json(plan))
         return plan
     then = read_json(file)
-    check_rounds(then, file)
     if differ := sorted(difference(plan, then)):
         raise ValueError(
             f"--output-dir {task.cfg.output_dir}: its plan.json was frozen with another {', '.join(differ)}; give the "
@@ -251,18 +218,6 @@ def difference(now: dict[str, Any], then: dict[str, Any], head: str = "") -> lis
         elif a != b:
             out.append(f"{head}{key}")
     return out
-
-
-def check_rounds(plan: dict[str, Any], file: Path) -> None:
-    """Raises ValueError: rounds not numbered from 1 without gaps, too many, or pairs out of range."""
-    try:
-        numbers, pairs = [r["round"] for r in plan["rounds"]], [r["pairs"] for r in plan["rounds"]]
-    except (KeyError, TypeError):
-        raise ValueError(f"{file}: damaged (no rounds in it)") from None
-    if not numbers or numbers != list(range(1, len(numbers) + 1)) or len(numbers) > MAX_ROUNDS:
-        raise ValueError(f"{file}: rounds should be numbered 1 to at most {MAX_ROUNDS} without gaps, got {numbers}")
-    if not all(isinstance(n, int) and MIN_PAIRS <= n <= MAX_PAIRS for n in pairs):
-        raise ValueError(f"{file}: a round has {MIN_PAIRS} to {MAX_PAIRS} pairs, got {pairs}")
 
 
 def plan_sha256(plan: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Trainables of distillation and DPO: δS under a frozen model, or all weights. Losses add up until `step`."""
+"""What distillation and DPO train: δS under a frozen model, or all weights. Losses add up until `step`."""
 
 import json
 import math
@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -23,36 +23,6 @@ from vgrout.tensor_types import Diagnostics, Routed, Update
 Loss = Callable[[], Float[Tensor, ""]]
 
 
-@runtime_checkable
-class Trainable(Protocol):
-    """A model with what of it is trained, its gradient and its optimiser."""
-
-    @property
-    def lm(self) -> LanguageModel:
-        """The model as it is now."""
-        ...
-
-    def add(self, batch: Batch | Packed, loss: Loss) -> float:
-        """Run `loss`, whose forward of this model is on `batch`, and its backward; returns the loss."""
-        ...
-
-    def step(self) -> Update | None:
-        """One step along what was added since the last. None: not finite, nothing has changed."""
-        ...
-
-    def save(self, path: Path, metadata: Mapping[str, str]) -> Path:
-        """Write what was learnt; `path` is without an ending. Returns the file or folder."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs, between steps."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse."""
-        ...
-
-
 class AdapterOnly:
     """Trains δS. The file is an adapter, as the trainer's."""
 
@@ -63,9 +33,11 @@ class AdapterOnly:
 
     @property
     def lm(self) -> LanguageModel:
+        """The model as it is now."""
         return self.policy
 
     def add(self, batch: Batch | Packed, loss: Loss) -> float:
+        """Run `loss`, whose forward of this model is on `batch`, and its backward; returns the loss."""
         with self.adapter.per_rollout_grads(1) as collected:
             if isinstance(batch, Packed):
                 collected.tokens(batch.pieces)
@@ -77,14 +49,14 @@ class AdapterOnly:
         return float(value.detach())
 
     def step(self) -> Update | None:
+        """One step along what was added since the last. None: not finite, nothing has changed."""
         keep = self.adapter.by_module(self.grad)
         self.grad = torch.zeros_like(self.grad)
         return self.optim.step(Routed(keep=keep, quar=None, diag=Diagnostics()))
 
-    def save(self, path: Path, metadata: Mapping[str, str]) -> Path:
-        file = path.with_name(path.name + ".safetensors")
-        self.adapter.save(file, metadata)
-        return file
+    def save(self, path: Path, metadata: Mapping[str, str]) -> None:
+        """Write what was learnt; `path` is without an ending."""
+        self.adapter.save(path.with_name(path.name + ".safetensors"), metadata)
 
     def state_dict(self) -> dict[str, Any]:
         return {"adapter": self.adapter.state_dict(), "optim": self.optim.state_dict()}
@@ -121,7 +93,7 @@ class FullModel:
         self.adamw.zero_grad(set_to_none=True)
         return Update(gn=norm, gn_keep=norm, gn_quar=0.0, lr=lr, delta={}) if math.isfinite(norm) else None
 
-    def save(self, path: Path, metadata: Mapping[str, str]) -> Path:
+    def save(self, path: Path, metadata: Mapping[str, str]) -> None:
         fresh, old = (path.with_name(f".{path.name}.{os.getpid()}.{x}") for x in ("tmp", "old"))
         shutil.rmtree(fresh, ignore_errors=True)
         self.lm.model.save_pretrained(fresh)
@@ -131,7 +103,6 @@ class FullModel:
             os.replace(path, old)
         os.replace(fresh, path)
         shutil.rmtree(old, ignore_errors=True)
-        return path
 
     def state_dict(self) -> dict[str, Any]:
         return {"done": self.done, "adamw": self.adamw.state_dict(), "model": self.lm.model.state_dict()}
@@ -140,3 +111,6 @@ class FullModel:
         self.done = state["done"]
         self.adamw.load_state_dict(state["adamw"])
         self.lm.model.load_state_dict(state["model"])
+
+
+Trainable = AdapterOnly | FullModel

@@ -6,15 +6,16 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from vgrout import tracking
+from vgrout.config.checks import changed, check, flags, refuse, setting
 from vgrout.config.run import Config, EvalConfig, OptConfig, RunConfig, merge_flags
-from vgrout.distill.common import Learning, at_least, problems_by_split, problems_path, trainer_config
-from vgrout.files import file_sha256, probe_writable, read_json
+from vgrout.files import file_sha256, probe_writable
+from vgrout.imitation import common
+from vgrout.imitation.common import Learning, find_problems
 from vgrout.model.memory import GIB
 from vgrout.model.source import Source, find_source
-from vgrout.problems import load_rows
 from vgrout.runs.preflight import ROLLOUT_BYTES, gpu_here, require_disk
-from vgrout.runs.run_dir import last_resumable
-from vgrout.types import Problem
+from vgrout.runs.resume import unfinished
 
 ROOT = Path("out/distill")
 MAX_VOCABULARY = 262_144
@@ -26,27 +27,17 @@ class MiniLlmConfig:
 
     minillm_length_normalize: bool = True
     """The reward that is still to come is averaged over the tokens that are still to come, not added up."""
-    minillm_teacher_mix_ratio: float = 0.3
+    minillm_teacher_mix_ratio: float = setting(0.3, low=0, high=1)
     """ρ: answers are sampled from ρ · teacher + (1 − ρ) · student; 0: from the student alone."""
-    minillm_pretrain_anchor_weight: float = 0.0
+    minillm_pretrain_anchor_weight: float = setting(0.0, low=0, below=math.inf)
     """Weight of the language-model loss on a text file; 0: none."""
-    minillm_pretrain_anchor_path: Path | None = None
+    minillm_pretrain_anchor_path: Path | None = setting(None, needs="minillm_pretrain_anchor_weight")
     """That text file."""
 
     def __post_init__(self) -> None:
-        ρ, weight, path = (
-            self.minillm_teacher_mix_ratio,
-            self.minillm_pretrain_anchor_weight,
-            self.minillm_pretrain_anchor_path,
-        )
-        if not 0 <= ρ <= 1:
-            raise ValueError(f"--minillm-teacher-mix-ratio {ρ}: should lie in [0, 1]")
-        if not (math.isfinite(weight) and weight >= 0):
-            raise ValueError(f"--minillm-pretrain-anchor-weight {weight}: should be 0 or more and finite")
-        if weight and path is None:
-            raise ValueError(f"--minillm-pretrain-anchor-weight {weight}: needs --minillm-pretrain-anchor-path")
-        if path is not None and not weight:
-            raise ValueError(f"--minillm-pretrain-anchor-path {path}: not read at --minillm-pretrain-anchor-weight 0")
+        check(self)
+        if self.minillm_pretrain_anchor_weight and self.minillm_pretrain_anchor_path is None:
+            raise ValueError("--minillm-pretrain-anchor-weight: needs --minillm-pretrain-anchor-path")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,29 +47,22 @@ class UldConfig:
     uld_strategy: Literal["wasserstein", "topk_align"] = "wasserstein"
     """wasserstein: L1 of the two sorted probability vectors · topk_align: of tokens matched by their text, the rest as
     one."""
-    uld_top_k: int | None = None
+    uld_top_k: int | None = setting(None, low=1, high=MAX_VOCABULARY)
     """topk_align: so many of the teacher's likeliest tokens are matched."""
-    uld_lambda: float = 1.5
+    uld_lambda: float = setting(1.5, low=0, below=math.inf)
     """λ, weight of the distance."""
-    uld_ce_weight: float = 1.0
+    uld_ce_weight: float = setting(1.0, low=0, below=math.inf)
     """Weight of the cross-entropy on the teacher's answers."""
 
     def __post_init__(self) -> None:
-        for name in ("uld_lambda", "uld_ce_weight"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"--{name.replace('_', '-')} {value}: should be 0 or more and finite")
+        check(self)
         if not self.uld_lambda and not self.uld_ce_weight:
             raise ValueError("--uld-lambda 0 with --uld-ce-weight 0: the gradient is zero; raise one of them")
-        k, strategy = self.uld_top_k, self.uld_strategy
-        if strategy == "topk_align" and k is None:
-            raise ValueError("--uld-strategy topk_align: needs --uld-top-k")
-        if strategy != "topk_align" and k is not None:
-            raise ValueError(f"--uld-top-k {k}: goes with --uld-strategy topk_align; leave it out")
-        if k is not None and not 1 <= k <= MAX_VOCABULARY:
-            raise ValueError(f"--uld-top-k {k}: should lie in [1, {MAX_VOCABULARY}]")
-        if not self.uld_lambda and strategy == "topk_align":
-            raise ValueError("--uld-strategy topk_align: not read at --uld-lambda 0")
+        if self.uld_strategy != "topk_align":
+            refuse(self.uld_top_k is not None, "--uld-top-k: goes with --uld-strategy topk_align; leave it out")
+            return
+        refuse(self.uld_top_k is None, "--uld-strategy topk_align: needs --uld-top-k")
+        refuse(not self.uld_lambda, "--uld-strategy topk_align: not read at --uld-lambda 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,21 +79,21 @@ class DistillConfig(Learning):
     """Train all weights, not the adapter δS."""
     problems: str = ""
     """Problem file (JSONL), or 'organism'; none: the benchmark's, the organism's for a miniature."""
-    steps: int = 60
+    steps: int = setting(60, low=1)
     """Optimiser steps."""
-    prompts_per_step: int = 4
+    prompts_per_step: int = setting(4, low=1)
     """P: prompts a step."""
-    group: int = 8
+    group: int = setting(8, low=1)
     """G: answers to a prompt."""
     minillm: MiniLlmConfig = field(default_factory=MiniLlmConfig)
     uld: UldConfig = field(default_factory=UldConfig)
-    eval_every: int = 10
+    eval_every: int = setting(10, low=0)
     """Evaluate the student every N steps and at the last, and save it; 0: only at the end."""
-    eval_n_prompts: int = 12
+    eval_n_prompts: int = setting(12, low=1)
     """Held-out problems of an evaluation, × G answers."""
-    final_n_prompts: int = 192
+    final_n_prompts: int = setting(192, low=1)
     """Held-out test problems of the final evaluation, and of the student's and the teacher's before the first step."""
-    final_samples: int = 2
+    final_samples: int = setting(2, low=1)
     """Answers to each of them."""
     resume: str = ""
     """A run directory, or 'latest': go on from its last good checkpoint, with its own configuration."""
@@ -122,26 +106,22 @@ class DistillConfig(Learning):
 
     def __post_init__(self) -> None:
         Learning.__post_init__(self)
-        at_least(self, 1, "steps", "prompts_per_step", "group", "eval_n_prompts", "final_n_prompts", "final_samples")
-        at_least(self, 0, "eval_every")
         RunConfig(out_tag=self.out_tag, checkpoint_every=self.checkpoint_every, checkpoint_keep=self.checkpoint_keep)
         if not self.teacher and not self.resume:
             raise ValueError("--teacher: whose answers? Give a model, or a run directory")
         idle = self.uld if self.method == "minillm" else self.minillm
-        if changed := [n for n, v in asdict(idle).items() if v != getattr(type(idle)(), n)]:
-            flags = ", ".join(f"--{n.replace('_', '-')}" for n in changed)
-            raise ValueError(f"{flags}: not read by --method {self.method}; leave it out")
-
-    def opt(self, small: bool) -> OptConfig:
-        """The optimiser's settings. Default lr: δS 3e-2 in a miniature, else 3e-3; all weights 1e-3 and 1e-5."""
-        usual = (1e-3 if small else 1e-5) if self.full else (3e-2 if small else 3e-3)
-        return self.optimiser(usual)
+        if names := [name for name, _ in changed(idle)]:
+            raise ValueError(f"{flags(names)}: not read by --method {self.method}; leave it out")
 
     @property
     def run_id(self) -> str:
         """Name of the run, without its time."""
         kind = self.uld.uld_strategy if self.method == "uld" else self.method
         return f"{kind}{'_full' if self.full else ''}_seed{self.seed}{self.out_tag}"
+
+    def evaluates(self, step: int) -> bool:
+        """Whether the student is evaluated after this step."""
+        return self.eval_every > 0 and ((step + 1) % self.eval_every == 0 or step + 1 == self.steps)
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -159,19 +139,15 @@ def from_dict(data: dict[str, Any]) -> DistillConfig:
         raise ValueError(f"run.json: not the settings of a distillation of this version ({e})") from None
 
 
-# Settings of the process, not of what it computes: where given on resuming, the new command line's hold.
-PROCESS = {"threads", "workers", "checkpoint_every", "checkpoint_keep", "plan_only", "allow_weak_sandbox"}
+PROCESS = common.PROCESS | {"checkpoint_every", "checkpoint_keep"}
 
 
 def find_resume(given: DistillConfig) -> tuple[Path, DistillConfig] | None:
     """The run to go on with, and its settings under this command line's process settings."""
     if not given.resume:
         return None
-    path = last_resumable(ROOT) if given.resume == "latest" else Path(given.resume)
-    record, status = read_json(path / "run.json"), read_json(path / "status.json")
-    if status["state"] == "finished":
-        raise ValueError(f"--resume {path}: this run is finished; nothing is left to do")
-    stored = from_dict(record["config"])
+    path, config, _ = unfinished(given.resume, "distill", "minillm", ROOT)
+    stored = from_dict(config)
     merged, differing = merge_flags(*map(_flat, (given, stored, DistillConfig(resume="-"))), free=PROCESS)
     if differing:
         raise ValueError(f"--resume {path}: differs in {', '.join(differing)}; drop these flags")
@@ -184,70 +160,44 @@ def _flat(cfg: DistillConfig) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Task:
-    """A distillation whose files were all found and checked."""
+class Task(common.Task):
+    """A distillation whose files were all found and checked; `source` is the student's."""
 
     cfg: DistillConfig
-    student: Source
     teacher: Source
-    problems: Path
-    parts: dict[str, list[Problem]]  # by split
     anchor: str  # text of the anchor file, "" without
 
     @property
-    def small(self) -> bool:
-        """Whether the student is a miniature."""
-        return self.student.small
-
-    @property
-    def max_new(self) -> int:
-        """Longest answer, in tokens."""
-        return self.cfg.tokens(self.small)
-
-    @property
     def opt(self) -> OptConfig:
-        """The optimiser's settings, defaults filled in."""
-        return self.cfg.opt(self.small)
+        """The optimiser's settings. Default lr: δS 3e-2 in a miniature, else 3e-3; all weights 1e-3 and 1e-5."""
+        usual = (1e-3, 1e-5) if self.cfg.full else (3e-2, 3e-3)
+        return self.cfg.optimiser(usual[not self.small])
 
     def described(self) -> Config:
-        """The trainer's configuration that the saved files carry, so that its programs can read them."""
+        """The trainer's configuration that the saved files carry."""
         cfg = self.cfg
-        return trainer_config(
-            self.student,
-            self.problems,
-            preset="distill",
-            scale={
-                "steps": cfg.steps,
-                "group": max(2, cfg.group),
-                "max_new": self.max_new,
-                "n_problems": cfg.n_problems,
-                "prompts_per_step": cfg.prompts_per_step,
-            },
-            opt=self.opt,
-            env_mode=cfg.env_mode,
-            evaluation=EvalConfig(
-                eval_ablate_every=cfg.eval_every,
-                eval_n_prompts=cfg.eval_n_prompts,
-                final_n_prompts=cfg.final_n_prompts,
-                final_samples=cfg.final_samples,
-            ),
-            seed=cfg.seed,
-            tag=cfg.out_tag,
+        scale = {"steps": cfg.steps, "group": max(2, cfg.group), "prompts_per_step": cfg.prompts_per_step}
+        evaluation = EvalConfig(
+            eval_ablate_every=cfg.eval_every,
+            eval_n_prompts=cfg.eval_n_prompts,
+            final_n_prompts=cfg.final_n_prompts,
+            final_samples=cfg.final_samples,
         )
+        return self.trainer_config("distill", scale, self.opt, evaluation, cfg.out_tag)
 
     def file_hashes(self) -> dict[str, str | None]:
         """sha256 of the input files; None where there is no such file."""
         path = self.cfg.minillm.minillm_pretrain_anchor_path
         return {
             "problems": file_sha256(self.problems),
-            "student": self.student.identity()["adapter"],
+            "student": self.source.identity()["adapter"],
             "teacher": self.teacher.identity()["adapter"],
             "anchor": file_sha256(path) if path else None,
         }
 
     def disk(self) -> int:
         """Bytes that a run writes in all, about."""
-        cfg, shapes = self.cfg, self.student.shapes
+        cfg, shapes = self.cfg, self.source.shapes
         need = cfg.steps * cfg.prompts_per_step * cfg.group * ROLLOUT_BYTES
         if shapes is None:
             return need
@@ -262,7 +212,7 @@ class Task:
         whose = {"minillm": f"{cfg.minillm.minillm_teacher_mix_ratio:g} teacher + student", "uld": "the teacher"}
         lines = [
             f"run id        {cfg.run_id}",
-            f"student       {self.student.given}: {'all weights' if cfg.full else 'δS'}, lr {self.opt.lr:g}",
+            f"student       {self.source.given}: {'all weights' if cfg.full else 'δS'}, lr {self.opt.lr:g}",
             f"teacher       {self.teacher.given}",
             f"answers       {per_step} a step (P {cfg.prompts_per_step} × G {cfg.group}) from {whose[cfg.method]}, at "
             f"most {self.max_new} tokens; {per_step * cfg.steps} in all",
@@ -270,7 +220,7 @@ class Task:
             f"{4 * cfg.final_n_prompts * cfg.final_samples} at most before and after",
             f"problems      {', '.join(f'{len(v)} {k}' for k, v in self.parts.items())} in {self.problems.name}",
         ]
-        for who, source in (("student", self.student), ("teacher", self.teacher)):
+        for who, source in (("student", self.source), ("teacher", self.teacher)):
             if shapes := source.shapes:
                 wide = gpu_here() and not (cfg.full and who == "student")
                 bytes_ = shapes.parameters * (2 if wide else 4) * (4 if cfg.full and who == "student" else 1)
@@ -280,17 +230,9 @@ class Task:
         return lines
 
 
-def require_one_vocabulary(teacher: Source, student: Source) -> None:
-    """Raises ValueError where the files already say that MiniLLM cannot compare the two token by token."""
-    mine, theirs = student.vocabulary(), teacher.vocabulary()
-    if mine is not None and theirs is not None and mine != theirs:
-        raise ValueError(
-            f"--teacher {teacher.given}: has another tokenizer than --student {student.given}; MiniLLM compares them "
-            "token by token: choose --method uld"
-        )
-    a, b = student.shapes, teacher.shapes
-    if a and b and a.vocab != b.vocab:
-        raise ValueError(f"--teacher {teacher.given}: {b.vocab} logits, the student has {a.vocab}; choose --method uld")
+def not_token_by_token(teacher: str, why: str) -> ValueError:
+    """The refusal of a teacher that MiniLLM cannot compare with the student."""
+    return ValueError(f"--teacher {teacher}: has {why}; MiniLLM compares them token by token: choose --method uld")
 
 
 def preflight(cfg: DistillConfig, run: Path | None = None) -> Task:
@@ -310,12 +252,14 @@ def preflight(cfg: DistillConfig, run: Path | None = None) -> Task:
     for flag, source in (("--teacher", teacher), ("--student", student)):
         if source.shapes and source.shapes.vocab > MAX_VOCABULARY:
             raise ValueError(f"{flag} {source.given}: {source.shapes.vocab} tokens, more than {MAX_VOCABULARY}")
-    if cfg.method == "minillm" and teacher.folder != student.folder:
-        require_one_vocabulary(teacher, student)
+    if cfg.method == "minillm" and teacher.folder != student.folder:  # as far as the files say it
+        if (mine := student.vocabulary()) and (theirs := teacher.vocabulary()) and mine != theirs:
+            raise not_token_by_token(cfg.teacher, f"another tokenizer than --student {cfg.student}")
+        if (a := student.shapes) and (b := teacher.shapes) and a.vocab != b.vocab:
+            raise not_token_by_token(cfg.teacher, f"{b.vocab} logits against the student's {a.vocab}")
     if (k := cfg.uld.uld_top_k) is not None and teacher.shapes and k > teacher.shapes.vocab:
         raise ValueError(f"--uld-top-k {k}: the teacher has {teacher.shapes.vocab} tokens")
-    problems = problems_path(cfg.problems, student)
-    parts = problems_by_split(load_rows(problems), cfg.env_mode, problems)
+    problems, parts = find_problems(cfg.problems, student, cfg.env_mode)
     anchor = ""
     if (path := cfg.minillm.minillm_pretrain_anchor_path) is not None:
         if not path.is_file():
@@ -326,6 +270,7 @@ def preflight(cfg: DistillConfig, run: Path | None = None) -> Task:
             raise ValueError(f"--minillm-pretrain-anchor-path {path}: not UTF-8 text ({e.reason})") from None
         if not anchor.strip():
             raise ValueError(f"--minillm-pretrain-anchor-path {path}: no text in it")
-    task = Task(replace(cfg, plan_only=False), student, teacher, problems, parts, anchor)
+    tracking.require(cfg.trackers)
+    task = Task(replace(cfg, plan_only=False), student, problems, parts, teacher, anchor)
     require_disk(task.disk(), run or ROOT, run)
     return task

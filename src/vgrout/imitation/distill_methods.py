@@ -2,19 +2,19 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from vgrout.distill.config import Task
-from vgrout.distill.losses import minillm, reverse_kl, topk_distance, wasserstein
-from vgrout.distill.mixed_sampling import mixed_model
-from vgrout.distill.token_alignment import aligned, nearest_tokens, token_bytes
-from vgrout.distill.trainable import Trainable
 from vgrout.grpo import Row, as_batch, micro_batches, packed_batches
+from vgrout.imitation.distill_config import Task, not_token_by_token
+from vgrout.imitation.losses import minillm, reverse_kl, topk_distance, wasserstein
+from vgrout.imitation.mixed_sampling import mixed_model
+from vgrout.imitation.token_alignment import aligned, nearest_tokens, token_bytes
+from vgrout.imitation.trainable import Trainable
 from vgrout.model.logprobs import (
     Batch,
     collate,
@@ -30,7 +30,7 @@ from vgrout.model.packing import Packed
 from vgrout.model.policy import LanguageModel
 from vgrout.model.sampling import Sampling
 from vgrout.rng import py_stream
-from vgrout.types import Grade, Rollout
+from vgrout.types import Grade, Rollout, Source
 
 EVERYTHING = Sampling(temperature=1.0, top_k=0)  # the distribution that MiniLLM's expectations are over
 
@@ -49,27 +49,27 @@ class Measured:
     aligned: float | None = None
     anchor: float | None = None
 
+    def columns(self) -> dict[str, Any]:
+        """For the step's row."""
+        return asdict(self)
+
 
 class MiniLlm:
     """Reverse KL on answers of the mixture, and the language-model anchor."""
 
     sampling = EVERYTHING
+    source: Source = "student"
 
     def __init__(self, task: Task, student: LanguageModel, teacher: LanguageModel) -> None:
         self.task, self.cfg, self.teacher = task, task.cfg.minillm, teacher
         if student.tokenizer_sha256 != teacher.tokenizer_sha256:
-            raise ValueError(
-                f"--teacher {task.teacher.given}: has another tokenizer than --student {task.student.given}; "
-                "MiniLLM compares them token by token: choose --method uld"
-            )
+            raise not_token_by_token(task.cfg.teacher, f"another tokenizer than --student {task.cfg.student}")
         mine, theirs = vocabulary(student.model), vocabulary(teacher.model)
         if mine != theirs:
-            raise ValueError(
-                f"--teacher {task.teacher.given}: {theirs} logits against the student's {mine}; choose --method uld"
-            )
+            raise not_token_by_token(task.cfg.teacher, f"{theirs} logits against the student's {mine}")
         if not self.cfg.minillm_pretrain_anchor_weight and same_weights(student, teacher):
             raise ValueError(
-                f"--teacher {task.teacher.given}: has the student's own weights, so the gradient is zero; "
+                f"--teacher {task.cfg.teacher}: has the student's own weights, so the gradient is zero; "
                 "give another teacher or student"
             )
         self.text: Int[Tensor, " N"] | None = None
@@ -138,14 +138,13 @@ class Uld:
     """Cross-entropy on the teacher's answers, and the distance of the two distributions at aligned tokens."""
 
     sampling = Sampling()  # as the teacher is deployed
+    source: Source = "teacher"
 
     def __init__(self, task: Task, student: LanguageModel, teacher: LanguageModel) -> None:
         self.task, self.cfg, self.teacher = task, task.cfg.uld, teacher
         self.same_tokenizer = student.tokenizer_sha256 == teacher.tokenizer_sha256
         width = vocabulary(teacher.model)
         self.student_of: Int[Tensor, " V"] | None = None  # teacher's token → student's
-        if (k := self.cfg.uld_top_k) is not None and k > width:
-            raise ValueError(f"--uld-top-k {k}: the teacher has {width} tokens")
         if not self.same_tokenizer:
             self.student_bytes = token_bytes(student.tok, student.end_id)
             self.teacher_bytes = token_bytes(teacher.tok, teacher.end_id)

@@ -1,1 +1,0 @@
-"""Distillation of a teacher model into a student: MiniLLM and ULD, graded and evaluated as the trainer does."""

@@ -1,0 +1,1 @@
+"""Imitation and preference beside the trainer: distillation (MiniLLM, ULD) and iterative DPO."""

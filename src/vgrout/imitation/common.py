@@ -1,0 +1,146 @@
+"""Settings and checks that distillation and iterative DPO share. Torch-free."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from vgrout.config.checks import check, setting
+from vgrout.config.guard import GuardConfig
+from vgrout.config.method import MethodConfig
+from vgrout.config.run import (
+    BENCHMARK_TRAIN,
+    ORGANISM,
+    Config,
+    EnvConfig,
+    EvalConfig,
+    OptConfig,
+    RunConfig,
+    ScaleConfig,
+)
+from vgrout.data import organism
+from vgrout.model.source import Source
+from vgrout.modes import EnvMode
+from vgrout.problems import assigned, load_rows
+from vgrout.types import Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learning:
+    """Settings of the training and of the prompts."""
+
+    env_mode: EnvMode = "own"
+    """Which flawed grader's hint stands in the prompts: one of the seven, or 'own' (each problem's, else in turn)."""
+    n_problems: int = setting(1000, low=1)
+    """Training problems used, at most."""
+    max_new: int | None = setting(None, low=1)
+    """Longest answer, in tokens; none: 512, a miniature's 128."""
+    lr: float | None = None
+    """Peak learning rate: linear warm-up, then cosine to 0; none: by the size of the model and by what is trained."""
+    adam_beta1: float = 0.5
+    """First-moment decay."""
+    adam_beta2: float = 0.9
+    """Second-moment decay."""
+    weight_decay: float = 0.0
+    """Decoupled decay."""
+    warmup_frac: float = 0.1
+    """Share of the steps spent warming up."""
+    grad_clip: float = 10.0
+    """Largest L2 norm of the gradient."""
+    seed: int = 41
+    """Every random stream derives from it, by name and step."""
+    threads: int = 0
+    """Torch threads on a CPU; 0: one per core, one in all for a miniature."""
+    workers: int | None = setting(None, low=1)
+    """Grading processes; none: one a core."""
+    track: str = ""
+    """Comma list of experiment trackers that get every row and the final numbers: tensorboard, wandb, trackio."""
+    allow_weak_sandbox: bool = False
+    """Go on where the sandbox cannot keep an answer from reading the expected values."""
+    plan_only: bool = False
+    """Print the resolved settings and the plan, train nothing."""
+
+    def __post_init__(self) -> None:
+        check(self)
+        EnvConfig(env_mode=self.env_mode, mix_ratio=0.0)
+        RunConfig(seed=self.seed, threads=self.threads, track=self.track)
+        self.optimiser(1.0 if self.lr is None else self.lr)
+
+    def optimiser(self, usual: float) -> OptConfig:
+        """The optimiser's settings; `usual`: the peak learning rate where none is given."""
+        # what only a quarantine has (second_moment) is no setting here
+        own: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(OptConfig) if hasattr(self, f.name)}
+        own["lr"] = usual if self.lr is None else self.lr
+        return OptConfig(**own)
+
+    @property
+    def trackers(self) -> list[str]:
+        """Names of the trackers."""
+        return RunConfig(track=self.track).trackers
+
+
+# Settings of the process, not of what it computes: they may differ when a run goes on.
+PROCESS = {"threads", "workers", "track", "plan_only", "allow_weak_sandbox"}
+
+
+@dataclass(frozen=True)
+class Task:
+    """A run whose files were all found and checked."""
+
+    cfg: Learning
+    source: Source  # of the model that is trained
+    problems: Path
+    parts: dict[str, list[Problem]]  # by split
+
+    @property
+    def small(self) -> bool:
+        """Whether that model is a miniature."""
+        return self.source.small
+
+    @property
+    def max_new(self) -> int:
+        """Longest answer, in tokens."""
+        return self.cfg.max_new or (organism.MAX_NEW if self.small else 512)
+
+    @property
+    def threads(self) -> int:
+        """Torch threads on a CPU."""
+        return self.cfg.threads or (1 if self.small else os.cpu_count() or 1)
+
+    def trainer_config(
+        self, preset: str, scale: Mapping[str, int], opt: OptConfig, evaluation: EvalConfig, tag: str = ""
+    ) -> Config:
+        """The trainer's configuration that a saved file carries, so that `vgrout.evaluate`, `vgrout.export` and every
+        flag that takes an adapter can read it."""
+        base, cfg = self.source, self.cfg
+        own = base.name == ORGANISM and self.problems == organism.PROBLEMS
+        names = ScaleConfig(
+            model=ORGANISM if own else str(base.folder) if base.name == ORGANISM else base.name,
+            problems=ORGANISM if own else str(self.problems),
+        )
+        return Config(
+            preset=preset,
+            method=MethodConfig(intervention="none"),
+            scale=replace(names, max_new=self.max_new, n_problems=cfg.n_problems, **scale),
+            opt=opt,
+            env=EnvConfig(env_mode=cfg.env_mode, mix_ratio=0.0),
+            eval=evaluation,
+            guard=GuardConfig(guard="log"),
+            run=RunConfig(seed=cfg.seed, out_tag=tag),
+        )
+
+
+def find_problems(given: str, base: Source, env_mode: EnvMode) -> tuple[Path, dict[str, list[Problem]]]:
+    """The problem file that a flag names ("": the benchmark's, the organism's for a miniature) and its splits.
+
+    Raises:
+        ValueError: one line: no such file, or a split has no problem.
+    """
+    name = given or (ORGANISM if base.small else BENCHMARK_TRAIN)
+    path = organism.PROBLEMS if name == ORGANISM else Path(name)
+    parts = assigned(load_rows(path), env_mode)
+    for split in ("train", "val", "test"):
+        if not parts[split]:
+            raise ValueError(f"--env-mode {env_mode}: no problem of it in the {split} split of {path}")
+    return path, parts
