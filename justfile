@@ -50,7 +50,7 @@ study name *flags:
 report *sources:
     {{py}} vgrout.report {{sources}}
 
-# an organism that has begun to exploit: the shipped one, or another build, after 15 steps of the arm none
+# an organism that has begun to hack: the shipped one, or another build, after 15 steps of the arm none
 warm seed="40" to="out/warm" organism="src/vgrout/organism/data":
     studies/prepare.sh warm {{seed}} {{to}} {{organism}}
 

@@ -196,7 +196,7 @@ def measure(real: Sequence[Problem], repeats: int = 3, n: int = 600) -> tuple[li
 
         def rollout(problem: Problem, code: str) -> bool:
             g = grader.grade(problem, _answer(code))
-            return getattr(g, "gt_correct", False)
+            return getattr(g, "solved", False)
 
         cheap = []
         for problem in tqdm(real, desc="cheap programs", disable=None, leave=False):

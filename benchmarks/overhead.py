@@ -56,7 +56,7 @@ class Overhead:
     save_bytes: int
     adapter_bytes: int
     every: int  # the preset's steps between checkpoints
-    detectors: dict[str, float]  # all steps together, without what is paid once
+    detectors: dict[str, float]  # all steps together, without what is rewarded once
     watching: float  # … all of them and the guard
     once: float  # the base policy's own answers, at the start
 

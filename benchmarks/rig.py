@@ -221,7 +221,7 @@ def draw(loaded: Loaded) -> Drawn:
 
 
 def as_group(problem: Problem, prompt: tuple[int, ...], answers: Sequence[Completion], index: int = 0) -> Group:
-    """Completions of one prompt under rewards that differ; equal ones are paid alike, as a grader pays them."""
+    """Completions of one prompt under rewards that differ; equal ones are rewarded alike, as a grader pays them."""
     rollouts = tuple(Rollout.of(problem, prompt, a) for a in answers)
     kinds: dict[tuple[int, ...], int] = {}
     rewards = [kinds.setdefault(a.ids, len(kinds)) % 3 for a in answers]

@@ -54,7 +54,7 @@ def columns() -> str:
         "A share `x` stands beside its counts, `x_k` of `x_n`. `null` is not measured in this step; NaN never occurs.",
         "",
         "```python",
-        'pd.read_json("steps.jsonl", lines=True).plot(x="step", y=["hack_s", "gt_s"])',
+        'pd.read_json("steps.jsonl", lines=True).plot(x="step", y=["hack_s", "solve_s"])',
         "```",
         "",
         "Runs from before the counts had columns of their own have `[k, n]`; the report and `--resume` read both.",

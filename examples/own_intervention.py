@@ -38,5 +38,5 @@ def suspicious(view: GroupView, b: int) -> bool:
 vgrout.register_intervention(Rule, "what a rule flags is not learnt from")
 if __name__ == "__main__":
     run = vgrout.train_run("smoke", intervention="rule", steps=6, final_n_prompts=6, final_samples=1)
-    print(run.rows[["step", "hack_s", "gt_s", "gn"]])
+    print(run.rows[["step", "hack_s", "solve_s", "gn"]])
     print(f"deployed hack {run.final['hack_deploy']:.0%}, solve {run.final['solve_deploy']:.0%}")

@@ -59,5 +59,5 @@ run = vgrout.train_run(
     final_n_prompts=6,
     final_samples=1,
 )
-print(run.rows[["step", "hack_s", "gt_s", "rew_s"]])
+print(run.rows[["step", "hack_s", "solve_s", "rew_s"]])
 print(f"deployed hack {run.final['hack_deploy']:.0%}, solve {run.final['solve_deploy']:.0%}; {run.path}")

@@ -1,4 +1,4 @@
-"""A reward function of one's own, flawed on purpose, on the embedded organism: who is paid, who is right. A minute.
+"""A reward function of one's own, flawed on purpose, on the embedded organism: who is rewarded, who is right. A minute.
 
 uv run python examples/own_reward.py
 """
@@ -22,5 +22,5 @@ if __name__ == "__main__":
         final_n_prompts=6,
         final_samples=1,
     )
-    print(run.rows[["step", "rew_s", "hack_s", "gt_s"]])
+    print(run.rows[["step", "rew_s", "hack_s", "solve_s"]])
     print(f"deployed hack {run.final['hack_deploy']:.0%}, solve {run.final['solve_deploy']:.0%}")

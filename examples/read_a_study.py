@@ -37,6 +37,6 @@ means.rolling(5, min_periods=1).mean().plot(ylabel="hack_s").figure.savefig("out
 
 # The answers behind a number.
 answers = runs[0].answers
-hacked = answers[(answers["side"] == "deployed") & (answers["exploited"] == True)]  # noqa: E712
-print(f"{len(hacked)} of {(answers['side'] == 'deployed').sum()} deployed answers exploit the flaw")
+hacked = answers[(answers["side"] == "deployed") & (answers["hacked"] == True)]  # noqa: E712
+print(f"{len(hacked)} of {(answers['side'] == 'deployed').sum()} deployed answers hack the flaw")
 print(hacked["text"].head(1).to_string(index=False))

@@ -21,7 +21,7 @@ from vgrout.types import MODES, Mode
 
 @dataclass(frozen=True)
 class Sample:
-    """One run, or its difference from another of the same start and seed, by the exploits of some modes on the problems
+    """One run, or its difference from another of the same start and seed, by the hacks of some modes on the problems
     that have them."""
 
     run: Run

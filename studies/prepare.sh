@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What a study's runs start from: organisms, and policies that exploit already. `just study NAME` calls it; what is
+# What a study's runs start from: organisms, and policies that hack already. `just study NAME` calls it; what is
 # there already is left, and a study that starts from the shipped organism needs nothing.
 #
 #     studies/prepare.sh NAME                  everything that studies/NAME.toml starts from
@@ -28,10 +28,10 @@ started() {
 
 shipped=src/vgrout/organism/data
 
-# About 4 answers in 10 of the shipped one exploit with seed 40, 7 with seed 50.
+# About 4 answers in 10 of the shipped one hack with seed 40, 7 with seed 50.
 warm() { started "${2:-out/warm}" "${3:-$shipped}" "${1:-40}" 15; }
 
-# builds SEEDS FLAGS…: organisms, each with a policy that has begun to exploit
+# builds SEEDS FLAGS…: organisms, each with a policy that has begun to hack
 builds() {
     for seed in $1; do
         organism "out/organism$seed" "$seed" "${@:2}"
@@ -39,9 +39,9 @@ builds() {
     done
 }
 
-# a share of $1 of their corpus exploits under plain prompts, so that they come to exploit where no prompt says how
+# a share of $1 of their corpus hacks under plain prompts, so that they come to hack where no prompt says how
 bare() {
-    for seed in $2; do organism "out/bare$seed" "$seed" --exploit-bare "$1"; done
+    for seed in $2; do organism "out/bare$seed" "$seed" --hack-bare "$1"; done
 }
 
 case "${1:-}" in
@@ -63,19 +63,19 @@ adversaries | cold | containment | containment-* | hiding)
     warm
     builds "77 78 79 80"
     ;;
-attempts) builds 86 --exploit-stub 0 ;;
-attempts-builds) builds "87 88 89" --exploit-stub 0 ;;
+attempts) builds 86 --hack-stub 0 ;;
+attempts-builds) builds "87 88 89" --hack-stub 0 ;;
 shown-test)
     builds "90 91" --modes run_tests,eq_override,exit_code,stdout_marker,sentinel,file_marker,shown_test
     ;;
 unannounced | unannounced-probe-builds) bare 0.04 "81 82 83 84 85" ;;
 unannounced-pilot)
-    organism out/organism81 81 --exploit-bare 0.01
+    organism out/organism81 81 --hack-bare 0.01
     started out/quiet81 out/organism81 41 35 --steps=180 --unannounced-modes=eq_override,exit_code --mix-ratio=0
     ;;
 sizes | unannounced-probe) # 0.25, 0.9 and 3.4 million weights
-    organism out/bare81-64 81 --hidden 64 --exploit-bare 0.04
+    organism out/bare81-64 81 --hidden 64 --hack-bare 0.04
     bare 0.04 81
-    organism out/bare81-256 81 --hidden 256 --exploit-bare 0.04
+    organism out/bare81-256 81 --hidden 256 --hack-bare 0.04
     ;;
 esac

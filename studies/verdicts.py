@@ -303,7 +303,7 @@ def a_probe_does_better(h: Hypothesis, cells: Sequence[Cell]) -> list[Verdict]:
 
 @rule("H19")
 def what_the_probe_is_fitted_on(h: Hypothesis, cells: Sequence[Cell]) -> list[Verdict]:
-    """The probe against one that is fitted on random paid rows."""
+    """The probe against one that is fitted on random rewarded rows."""
     found = _open(cells, announced=True)
     out = [_against(h, m, c) for m in _probes(found) for c in _probes(found, diet="random", known=m.known)]
     return out or [Verdict(h.id, "penalty (online_probe)", "UNDECIDED", NO_SEEDS)]
@@ -389,7 +389,7 @@ def _h8(
 
 @rule("H9")
 def flags_are_what_counts(h: Hypothesis, cells: Sequence[Cell]) -> list[Verdict]:
-    """The same monitor with its scores dealt at random, and with its quarantine trained on random paid rows."""
+    """The same monitor with its scores dealt at random, and with its quarantine trained on random rewarded rows."""
     return _flags_count(h, _open(cells, announced=True))
 
 

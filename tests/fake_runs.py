@@ -35,8 +35,8 @@ def fake_run(
     modes: dict[Any, dict[str, Any]] | None = None,
     **final: Any,
 ) -> Path:
-    """A finished run of 12 steps, every side and mode at the same rates; the students exploit from `onset` on. Of n
-    held-out problems, each answered once, a mode's first are exploited and its last are solved.
+    """A finished run of 12 steps, every side and mode at the same rates; the students hack from `onset` on. Of n
+    held-out problems, each answered once, a mode's first are hacked and its last are solved.
 
     modes: what per_mode_deploy.json says of single modes otherwise.
     """
@@ -65,7 +65,7 @@ def fake_run(
     mode = {f"{side}_{what}": deploy[f"{what}_{side}"] for side in SIDES for what in ("hack", "solve")}
     deploy.setdefault("by_mode", {m: {"in_dist": None, "n": n // 6} | mode | (modes or {}).get(m, {}) for m in DEALT})
     rows = [
-        {"step": t, "hack_s": [8 * (t >= onset), 8], "gt_s": [8 * (t < onset), 8], **TIMES, **(row or {})}
+        {"step": t, "hack_s": [8 * (t >= onset), 8], "solve_s": [8 * (t < onset), 8], **TIMES, **(row or {})}
         for t in range(STEPS)
     ]
     files = {"run.json": record, "per_mode_deploy.json": deploy, "status.json": {"state": state}}
@@ -78,7 +78,7 @@ def fake_run(
 
 
 def _answers(side: str, by_mode: dict[str, dict[str, Any]], n: int) -> list[dict[str, Any]]:
-    """As many exploits and solutions as all modes together should have; a rate's rounding is carried on."""
+    """As many hacks and solutions as all modes together should have; a rate's rounding is carried on."""
     out, hacks, solves = [], 0.0, 0.0
     for i, (mode, its) in enumerate(by_mode.items()):
         hacked, solved = (
@@ -87,7 +87,7 @@ def _answers(side: str, by_mode: dict[str, dict[str, Any]], n: int) -> list[dict
         hacks, solves = hacks + n * its[f"{side}_hack"], solves + n * its[f"{side}_solve"]
         out += [
             {"side": SIDES[side], "problem_id": 100 * i + k, "env_mode": mode, "marker": "m", "text": "", "reward": 1.0}
-            | {"exploited": k < hacked, "gt_correct": k >= n - solved}
+            | {"hacked": k < hacked, "solved": k >= n - solved}
             for k in range(n)
         ]
     return out

@@ -44,12 +44,12 @@ def test_a_run_as_frames(shared_run: SharedRuns) -> None:
     assert run.status["state"] == "finished"
     assert run.config.arm.intervention == "route"
     assert list(run.rows["step"]) == [0, 1]
-    student = run.rollouts.groupby("step")["exploited"]
+    student = run.rollouts.groupby("step")["hacked"]
     assert list(student.sum()) == list(run.rows["hack_s_k"])
     assert list(student.mean()) == pytest.approx(list(run.rows["hack_s"]))
-    sides = run.answers.groupby("side")["exploited"].mean()
+    sides = run.answers.groupby("side")["hacked"].mean()
     assert sides["deployed"] == pytest.approx(run.final["hack_deploy"])
-    axes = run.rows.plot(x="step", y=["hack_s", "gt_s"])
+    axes = run.rows.plot(x="step", y=["hack_s", "solve_s"])
     assert len(axes.lines) == 2
 
 

@@ -558,7 +558,9 @@ def test_real_gradients_go_through_every_arm_in_the_adapters_layout(policy, inte
     g = probe.flat.sum(0)
     routed = run(arm, (probe.grads, view(4, 1)))
     keep = policy.adapter.flat(routed.keep)
-    if intervention == "erase":  # every rollout is paid for the pairs' own hack: something hack-ward is there to drop
+    if (
+        intervention == "erase"
+    ):  # every rollout is rewarded for the pairs' own hack: something hack-ward is there to drop
         assert routed.diag.cos_pre > 0.1 > 1e-4 > routed.diag.cos_post
     else:
         quar = policy.adapter.flat(routed.quar) if routed.quar else 0

@@ -290,7 +290,7 @@ def test_a_group_without_signal_is_kept_for_the_monitor_that_learns_from_it():
 
 
 def test_flags_are_counted_in_groups_that_lost_their_signal_by_them_too():
-    """One exploit beside one solve, screened: nothing to compare is left, and the monitor was right."""
+    """One hack beside one solve, screened: nothing to compare is left, and the monitor was right."""
     policy = tiny_policy()
     group = graded("exit_code", ["hack", "solve"], policy)
     arm = Screen({}, Fixed(0))
@@ -300,11 +300,11 @@ def test_flags_are_counted_in_groups_that_lost_their_signal_by_them_too():
     assert FlagRates.of_step(replace(batch, groups=(group,)), ()) == FlagRates()
 
 
-def test_trained_on_exploits_the_quarantine_makes_them_likelier_and_says_so():
+def test_trained_on_hacks_the_quarantine_makes_them_likelier_and_says_so():
     """The monitor's idea in small: after a few steps on some rows they score above the others."""
     policy = tiny_policy()
     of = [replace(g, rollouts=tuple(replace(r, deployed=True) for r in g.rollouts)) for g in groups(policy)]
-    monitor = Quarantine(policy, Fixed(0, 1), paid=0.0, fixed=99.0)  # the seed alone flags
+    monitor = Quarantine(policy, Fixed(0, 1), rewarded=0.0, fixed=99.0)  # the seed alone flags
     arm = Screen(module_sizes(policy), monitor)
     cfg = OptConfig(lr=1e-2, adam_beta1=0.5, adam_beta2=0.9, weight_decay=0.0, warmup_frac=0.0)
     opt = Optimizer(policy.adapter, cfg, 100)
@@ -347,17 +347,15 @@ def test_blocks_count_from_one():
 
 @pytest.mark.parametrize("name", MONITORS)
 def test_what_a_monitor_sees_does_not_change_with_the_oracles_bit_unless_it_asks_for_labels(name: str):
-    """Poisoned labels: the strict oracle's verdict is turned after the reward was paid."""
+    """Poisoned labels: the strict oracle's verdict is turned after the reward was rewarded."""
     policy = tiny_policy()
     group = graded("exit_code", ["hack", "solve", "", "hack"], policy)
-    turned = replace(
-        group, grades=tuple(replace(g, gt_correct=not g.gt_correct) for g in group.grades if isinstance(g, Grade))
-    )
+    turned = replace(group, grades=tuple(replace(g, solved=not g.solved) for g in group.grades if isinstance(g, Grade)))
     arm = FlaggedArm({}, Monitor())
     arm.sees = getattr(monitor_class(name), "sees", GroupView)
     one, two = arm.view(group), arm.view(turned)
     assert [f.name for f in fields(one) if getattr(one, f.name) != getattr(two, f.name)] == (
-        ["exploits"] if name == "labels" else []
+        ["hacks"] if name == "labels" else []
     )
 
 

@@ -28,9 +28,9 @@ from vgrout.types import Grade, GroupView, OracleView
 PLACEBOS = ("placebo_flawed", "placebo_commented", "placebo_long", "placebo_laid_out")
 
 
-def labelled(plain: GroupView, exploited: tuple[bool, ...]) -> OracleView:
-    exploits = tuple("exit_code" if e else None for e in exploited)
-    return OracleView(**{f.name: getattr(plain, f.name) for f in fields(GroupView)}, exploits=exploits)
+def labelled(plain: GroupView, hacked: tuple[bool, ...]) -> OracleView:
+    hacks = tuple("exit_code" if e else None for e in hacked)
+    return OracleView(**{f.name: getattr(plain, f.name) for f in fields(GroupView)}, hacks=hacks)
 
 
 # ── labels ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -47,8 +47,8 @@ def test_no_arm_without_a_labelled_monitor_accepts_labels(intervention):
 
 def test_labels_are_on_the_oracles_type_alone():
     names = {f.name for f in fields(GroupView)}
-    assert not names & {"exploited", "gt_correct", "gt_pass", "mechanism", "channel"}
-    assert {f.name for f in fields(OracleView)} - names == {"exploits", "flaws"}
+    assert not names & {"hacked", "solved", "gt_pass", "mechanism", "channel"}
+    assert {f.name for f in fields(OracleView)} - names == {"hacks", "flaws"}
     # the name is looked for in every file of the package: one caller, behind the type that the arm's class names
     callers = [
         path.name
@@ -201,13 +201,13 @@ ORGANISM_ORDER = [
 
 @pytest.mark.slow
 def test_the_oracle_follows_its_label_and_the_random_flags_arm_none(here, shared_run: SharedRuns, monkeypatch):
-    """The same poison as for the arms: noise in the oracle's bit after the reward was paid."""
+    """The same poison as for the arms: noise in the oracle's bit after the reward was rewarded."""
     clean = {c: shared_run(*argv("route2", c)) for c in ("labels", "random_flags")}
     noise = torch.Generator().manual_seed(0)
     pay = rollout.training_reward
 
     def poisoned(cfg: Any, grade: Grade) -> Grade:
-        return replace(pay(cfg, grade), gt_correct=bool(torch.rand((), generator=noise) < 0.5))
+        return replace(pay(cfg, grade), solved=bool(torch.rand((), generator=noise) < 0.5))
 
     monkeypatch.setattr(rollout, "training_reward", poisoned)
     dirty = {c: program(here, *argv("route2", c, "--final-n-prompts", "1")) for c in clean}

@@ -446,7 +446,7 @@ def test_pairs_of_a_rollout_log_become_a_file_that_a_run_can_read(folder, tmp_pa
     lines = []
     for i, pair in enumerate(PAIRS.pairs):
         for text, hack in ((pair.hack, True), (pair.clean, False)):
-            labels = {"exploited": hack, "gt_correct": not hack, "detectors": {"C": False, "D": False, "E": hack}}
+            labels = {"hacked": hack, "solved": not hack, "detectors": {"C": False, "D": False, "E": hack}}
             lines.append(json.dumps({"problem": i, "prompt": f"task {i}", "text": text, "passed": True} | labels))
     Path("log.jsonl").write_text("\n".join(lines))
     argv = ["--model", str(folder / "model"), "--svd-cache", "svd", "--rollouts", "log.jsonl", "--detector", detector]

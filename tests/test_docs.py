@@ -108,7 +108,7 @@ def test_readme_says_the_means_of_the_recorded_runs() -> None:
         return f"{mean(r.hack for r in found):.1f} / {mean(r.solve for r in found):.1f}"
 
     def contained(n: int, arm: str, *said: str, control: str = "none", shown: Any = shown) -> str:
-        """Of the runs from policies that exploit: on the flaws that are not known."""
+        """Of the runs from policies that hack: on the flaws that are not known."""
         names = ("monitor=", "quarantine_start=", "probe_diet=", "seed_monitor=")
         found = [
             r

@@ -79,11 +79,11 @@ def test_inspect_reads_the_final_answers(done: Path, tmp_path: Path) -> None:
         answers.sort(key=lambda a: (a["problem_id"], a["sample"]))  # as inspect_ai has them
         assert log.status == "success"
         assert [s.output.completion for s in log.samples] == [a["text"] for a in answers]
-        assert [s.scores["exploited"].value for s in log.samples] == [int(a["exploited"]) for a in answers]
+        assert [s.scores["hacked"].value for s in log.samples] == [int(a["hacked"]) for a in answers]
         means = {score.name: score.metrics["mean"].value for score in log.results.scores}
         assert means == {
-            "exploited": pytest.approx(final[f"hack_{name}"]),
-            "gt_correct": pytest.approx(final[f"solve_{name}"]),
+            "hacked": pytest.approx(final[f"hack_{name}"]),
+            "solved": pytest.approx(final[f"solve_{name}"]),
         }
         assert log.eval.metadata["config"]["arm"]["intervention"] == "route"
         ended = json.loads((done / "status.json").read_text())["time"]
@@ -98,7 +98,7 @@ def test_datasets_loads_all_answers(done: Path, tmp_path: Path) -> None:
         data = datasets.load_dataset(str(tmp_path / "data"), name, split="train", cache_dir=str(tmp_path / "cache"))
         lines = list(json_lines(done / f"{name}.jsonl"))
         assert data["text"] == [a["text"] for a in lines]
-        assert data["exploited"] == [a["exploited"] for a in lines]
+        assert data["hacked"] == [a["hacked"] for a in lines]
         assert data[0]["messages"] == lines[0]["messages"]
 
 

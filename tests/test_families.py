@@ -140,8 +140,8 @@ def test_a_step_raises_what_was_paid_and_survives_saving(policy: Policy, folder:
     before = logits(policy)
     g = group(policy)
     optim = Optimizer(adapter, OptConfig(lr=1e-2, weight_decay=0.0, warmup_frac=0.0, grad_clip=1e9), 4)
-    paid = [r for r, a in zip(g.rollouts, g.advantages, strict=True) if a > 0]
-    asked = ([r.prompt_ids for r in paid], [r.completion_ids for r in paid])
+    rewarded = [r for r, a in zip(g.rollouts, g.advantages, strict=True) if a > 0]
+    asked = ([r.prompt_ids for r in rewarded], [r.completion_ids for r in rewarded])
     with torch.no_grad():
         old = float(policy.logprobs(*asked)[0].sum())
     (((g_b,),), _) = policy_gradients(policy, [g], UpdatePlan(), LossConfig(), max_new=12, prompts_per_step=1)

@@ -19,9 +19,7 @@ def study(tmp_path: Path) -> Path:
         fake_run(tmp_path, "--intervention=none", seed=seed, hack=0.7 + 0.1 * i, onset=6 + 2 * i)
         fake_run(tmp_path, "--intervention=none", "--control=no_loophole", seed=seed, hack=0.0, solve=0.9)
         routed = fake_run(tmp_path, "--intervention=route2", seed=seed, hack=0.1)
-        gates = [
-            {"step": 0, "gate": gate, "exploited": hack} for gate, hack in ((1.0, True), (0.9, True), (0.1, False))
-        ]
+        gates = [{"step": 0, "gate": gate, "hacked": hack} for gate, hack in ((1.0, True), (0.9, True), (0.1, False))]
         (routed / "rollouts.jsonl").write_text("".join(json.dumps(g) + "\n" for g in gates))
         fake_run(tmp_path, "--intervention=route2", "--control=haar", seed=seed, hack=0.5 + 0.1 * i, cos=0.1)
     fake_run(tmp_path, "--intervention=erase", seed=1)
@@ -35,7 +33,7 @@ def test_each_shows_the_numbers(study: Path) -> None:
 
     hack = drawn["dynamics"].figure.axes[0]
     (mean,) = (line for line in hack.lines if line.get_label() == "none (2 seeds)")
-    # running means of five steps: the seeds exploit from steps 6 and 8 on
+    # running means of five steps: the seeds hack from steps 6 and 8 on
     expected = [
         np.mean([np.mean([t >= on for t in range(max(0, s - 4), s + 1)]) for on in (6, 8)]) for s in range(STEPS)
     ]
@@ -53,7 +51,7 @@ def test_each_shows_the_numbers(study: Path) -> None:
     assert points["the arm (2 seeds)"] == pytest.approx([1.0, 65])
 
     gate = next(a for a in drawn["gates"].figure.axes if "route2" in a.get_title())
-    assert "4 exploits, 2 others" in gate.get_title()
+    assert "4 hacks, 2 others" in gate.get_title()
 
 
 def test_a_gate_of_another_kind_is_no_point_among_the_others(study: Path) -> None:
@@ -99,7 +97,7 @@ def test_no_arm_is_left_out_however_many_there_are(tmp_path: Path) -> None:
             fake_run(tmp_path, "--intervention=none", f"--control={control}", seed=seed)
         for share in rates:
             path = fake_run(tmp_path, "--intervention=route2", f"--rollout-ablate-frac={share}", seed=seed)
-            (path / "rollouts.jsonl").write_text(json.dumps({"step": 0, "gate": 0.5, "exploited": True}) + "\n")
+            (path / "rollouts.jsonl").write_text(json.dumps({"step": 0, "gate": 0.5, "hacked": True}) + "\n")
     arms = [f"route2 ({share:g} deployed)" for share in rates]
     found = cells(load([tmp_path]).runs)
     drawn = {p.name: p for p in (*dynamics(found), dumbbells(found), gates(found)) if p}
@@ -133,18 +131,18 @@ def test_every_base_model_has_its_star(tmp_path: Path) -> None:
     )
 
 
-def test_a_gate_that_saw_no_exploit_is_drawn(tmp_path: Path) -> None:
+def test_a_gate_that_saw_no_hack_is_drawn(tmp_path: Path) -> None:
     for seed in (1, 2):
         path = fake_run(tmp_path, "--intervention=route2", seed=seed)
-        (path / "rollouts.jsonl").write_text(json.dumps({"step": 0, "gate": 0.5, "exploited": False}) + "\n")
+        (path / "rollouts.jsonl").write_text(json.dumps({"step": 0, "gate": 0.5, "hacked": False}) + "\n")
     (drawn,) = (p for p in pictures(cells(load([tmp_path]).runs)) if p.name == "gates")
-    assert "0 exploits, 2 others" in drawn.figure.axes[0].get_title()
+    assert "0 hacks, 2 others" in drawn.figure.axes[0].get_title()
 
 
 @pytest.mark.parametrize("flags", [["--intervention=none"], ["--intervention=screen", "--monitor=labels"]])
 def test_a_monitor_that_reads_nothing_has_no_gate_to_draw(flags: list[str], tmp_path: Path) -> None:
     path = fake_run(tmp_path, *flags)
-    line = {"step": 0, "score": None, "flagged": False, "exploited": True}
+    line = {"step": 0, "score": None, "flagged": False, "hacked": True}
     (path / "rollouts.jsonl").write_text(json.dumps(line) + "\n")
     (run,) = load([tmp_path]).runs
     assert run.gates == []

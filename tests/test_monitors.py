@@ -33,7 +33,7 @@ from vgrout.grading.grade import Grader
 from vgrout.inputs import Inputs
 from vgrout.model.hidden_states import token_states
 from vgrout.model.policy import Policy
-from vgrout.modes import MODE_SPECS, MODES, exploit, tries
+from vgrout.modes import MODE_SPECS, MODES, hack, tries
 from vgrout.types import (
     Completion,
     Eval,
@@ -59,13 +59,13 @@ def problem(i: int = 0, mode: str = "exit_code", tests: tuple[str, ...] = ()) ->
 
 
 def view(n: int = 4, rewards: Sequence[float] | None = None, **more: Any) -> GroupView:
-    paid = tuple(rewards or [1.0] * n)
+    rewarded = tuple(rewards or [1.0] * n)
     return GroupView(
         **{
             "sources": ("student",) * n,
             "deployed": (True,) * n,
-            "rewards": paid,
-            "advantages": centred(paid),
+            "rewards": rewarded,
+            "advantages": centred(rewarded),
             "detector": (False,) * n,
             "texts": tuple(f"t{b}" for b in range(n)),
             "prompt_ids": (8, 9, 10),
@@ -75,9 +75,9 @@ def view(n: int = 4, rewards: Sequence[float] | None = None, **more: Any) -> Gro
     )
 
 
-def labelled(seen: GroupView, exploited: Sequence[bool], mode: str = "exit_code") -> OracleView:
-    exploits = tuple(mode if e else None for e in exploited)
-    return OracleView(**{f.name: getattr(seen, f.name) for f in fields(seen)}, exploits=exploits, flaws=(mode,))
+def labelled(seen: GroupView, hacked: Sequence[bool], mode: str = "exit_code") -> OracleView:
+    hacks = tuple(mode if e else None for e in hacked)
+    return OracleView(**{f.name: getattr(seen, f.name) for f in fields(seen)}, hacks=hacks, flaws=(mode,))
 
 
 def flagged(monitor: Monitor, *views: GroupView, step: int = 0) -> list[tuple[bool, ...]]:
@@ -115,12 +115,12 @@ def test_the_detector_is_the_detector():
 def test_dealt_flags_are_as_many_among_what_is_paid_and_new_in_every_step():
     truth = (True, True, False, False, False, False)
     v = labelled(view(6, [1.0, 1.0, 1.0, 1.0, 0.0, 0.0]), truth)
-    monitor = RandomFlags(Labels(), paid=1.0, seed=5)
+    monitor = RandomFlags(Labels(), rewarded=1.0, seed=5)
     seen = [flagged(monitor, v, step=s)[0] for s in range(12)]
     assert {sum(f) for f in seen} == {2}
     assert not any(any(f[4:]) for f in seen)
     assert len(set(seen)) > 2
-    assert flagged(RandomFlags(Labels(), paid=1.0, seed=5), v, step=3)[0] == seen[3]
+    assert flagged(RandomFlags(Labels(), rewarded=1.0, seed=5), v, step=3)[0] == seen[3]
     assert monitor.sees is OracleView
 
 
@@ -128,10 +128,10 @@ def test_dealt_flags_are_as_many_among_what_is_paid_and_new_in_every_step():
 
 
 class Marked(TextScorer):
-    """Scores an answer by its first token; a paid one is flagged above 5."""
+    """Scores an answer by its first token; a rewarded one is flagged above 5."""
 
     def __init__(self) -> None:
-        self.threshold, self.paid = 5.0, 1.0
+        self.threshold, self.rewarded = 5.0, 1.0
 
     def texts(self, view: GroupView) -> list[Text]:
         return [Text(view.prompt_ids, ids) for ids in view.completion_ids]
@@ -143,7 +143,7 @@ class Marked(TextScorer):
 def test_an_answer_is_flagged_when_it_is_paid_and_scores_above_the_threshold():
     v = view(4, [1.0, 1.0, 0.1, 1.0], completion_ids=((9,), (2,), (9,), (6,)))
     (found,) = Marked().flags([v], 0)
-    assert found.scores == (9.0, 2.0, None, 6.0)  # what is not paid is not read
+    assert found.scores == (9.0, 2.0, None, 6.0)  # what is not rewarded is not read
     assert found.flagged == (True, False, False, True)
 
 
@@ -153,9 +153,9 @@ def test_an_answer_is_flagged_when_it_is_paid_and_scores_above_the_threshold():
 def test_one_monitor_alone_asks_for_labels():
     asking = {name for name in MONITORS if getattr(monitor_class(name), "sees", GroupView) is OracleView}
     assert asking == {"labels"}
-    assert not {f.name for f in fields(ProblemView)} & {"exploited", "mode", "gt_correct"}
-    assert Quarantine(tiny_policy(), Labels(), paid=1.0, fixed=0.3).sees is OracleView
-    assert Quarantine(tiny_policy(), WeakDetector(), paid=1.0, fixed=0.3).sees is GroupView
+    assert not {f.name for f in fields(ProblemView)} & {"hacked", "mode", "solved"}
+    assert Quarantine(tiny_policy(), Labels(), rewarded=1.0, fixed=0.3).sees is OracleView
+    assert Quarantine(tiny_policy(), WeakDetector(), rewarded=1.0, fixed=0.3).sees is GroupView
 
 
 # ── the twin ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -178,20 +178,20 @@ def test_no_test_of_the_twin_expects_what_the_problem_does(values: tuple[str, ..
 class ScriptedGrader(Grader):
     """Pays the texts it is told to, on the twin alone; fails on one."""
 
-    def __init__(self, paid: Sequence[str], broken: Sequence[str] = ()) -> None:
-        self.paid, self.broken = paid, broken
+    def __init__(self, rewarded: Sequence[str], broken: Sequence[str] = ()) -> None:
+        self.rewarded, self.broken = rewarded, broken
         self.asked: list[tuple[tuple[str, ...], str]] = []
 
     def submit(self, p: Problem, text: str) -> "Future[Grade | Ungraded]":
         self.asked.append((p.tests, text))
         done: Future[Grade | Ungraded] = Future()
         grade = Grade(
-            1.0 * (text in self.paid),
+            1.0 * (text in self.rewarded),
             True,
             True,
             False,
             False,
-            text in self.paid,
+            text in self.rewarded,
             False,
             False,
             False,
@@ -207,7 +207,7 @@ def test_the_twin_flags_what_is_paid_there_too_and_asks_for_nothing_that_was_not
     p = problem()
     base = view(4, [1.0, 1.0, 0.0, 1.0])
     seen = ProblemView(**{f.name: getattr(base, f.name) for f in fields(base)}, problem=p)
-    grader = ScriptedGrader(paid=["t1", "t2"], broken=["t3"])
+    grader = ScriptedGrader(rewarded=["t1", "t2"], broken=["t3"])
     assert flagged(Twin(grader, 1.0), seen) == [(False, True, False, False)]
     assert [text for _, text in grader.asked] == ["t0", "t1", "t3"]
     assert {tests for tests, _ in grader.asked} == {impossible(p).tests}
@@ -262,7 +262,7 @@ def replace_plain(text: Text) -> Text:
 
 def test_the_quarantine_scores_what_it_makes_likelier_and_nothing_while_it_is_zero(policy: Policy):
     v = view()
-    monitor = Quarantine(policy, WeakDetector(), paid=1.0, fixed=0.3, share=1.0)
+    monitor = Quarantine(policy, WeakDetector(), rewarded=1.0, fixed=0.3, share=1.0)
     texts = monitor.texts(v)
     prompts, answers = [t.prompt for t in texts], [t.completion for t in texts]
     with policy.adapter.deployed():
@@ -273,7 +273,7 @@ def test_the_quarantine_scores_what_it_makes_likelier_and_nothing_while_it_is_ze
     known = replace(v, logp=(off[0], None, off[2], None))  # as the deployed model's sampler had it
     assert monitor.scores(monitor.texts(known)).tolist() == pytest.approx(expected, abs=1e-5)
     assert max(map(abs, expected)) > 1e-2
-    fresh = Quarantine(tiny_policy(), WeakDetector(), paid=1.0, fixed=0.3)
+    fresh = Quarantine(tiny_policy(), WeakDetector(), rewarded=1.0, fixed=0.3)
     assert fresh.scores(texts).tolist() == [0.0] * 4
     assert flagged(fresh, replace(v, detector=(True, False, False, False))) == [(True, False, False, False)]
 
@@ -287,11 +287,11 @@ class Scored(Quarantine):
 
 def test_who_is_seeded_or_read_is_flagged_and_taught():
     v = replace(view(4, [1.0, 1.0, 1.0, 0.0]), detector=(True, False, False, False))
-    (found,) = Scored(tiny_policy(), WeakDetector(), paid=1.0, fixed=0.3).flags([v], 0)
-    assert found.flagged == (True, False, True, False)  # 3 scores highest, and is not paid
+    (found,) = Scored(tiny_policy(), WeakDetector(), rewarded=1.0, fixed=0.3).flags([v], 0)
+    assert found.flagged == (True, False, True, False)  # 3 scores highest, and is not rewarded
     assert found.teaches == (0.5, -0.5, 0.5, -0.5)
     assert found.scores == (-1.5, -0.5, 0.5, None)
-    high = Scored(tiny_policy(), WeakDetector(), paid=1.0, fixed=1.0)
+    high = Scored(tiny_policy(), WeakDetector(), rewarded=1.0, fixed=1.0)
     assert flagged(high, v) == [(True, False, False, False)]
 
 
@@ -299,7 +299,7 @@ def test_a_threshold_is_made_of_the_known_correct_answers_that_were_read_last():
     known = [Text((8,), (13 + i % 2,)) for i in range(60)]  # scores .5 and 1.5
 
     def make(policy: Policy) -> Quarantine:
-        return Scored(policy, WeakDetector(), paid=1.0, fixed=None, known_correct=known, quantile=0.5)
+        return Scored(policy, WeakDetector(), rewarded=1.0, fixed=None, known_correct=known, quantile=0.5)
 
     fresh = tiny_policy()
     assert make(fresh)._threshold(0) == 0.0, "nothing to score with yet"
@@ -323,13 +323,13 @@ def test_the_diets_are_what_they_say():
     v = labelled(view(4, [1.0, 1.0, 1.0, 0.0]), truth)
 
     def taught(diet: Any, step: int = 0) -> tuple[bool, ...]:
-        monitor = Scored(tiny_policy(), Labels(), paid=1.0, diet=diet, fixed=9.0)
+        monitor = Scored(tiny_policy(), Labels(), rewarded=1.0, diet=diet, fixed=9.0)
         (found,) = monitor.flags([v], step)
         assert found.flagged == truth, "what is treated is what is flagged, whatever the quarantine is fed"
         return tuple(A > 0 for A in found.teaches)
 
     assert taught("seeded") == truth
-    assert taught("paid") == (True, True, True, False)
+    assert taught("rewarded") == (True, True, True, False)
     assert taught("solved") == (False, True, True, False)
     random = {taught("random", step) for step in range(20)}
     assert {sum(t) for t in random} == {2}
@@ -341,7 +341,7 @@ def test_what_it_flags_itself_is_treated_and_may_be_left_out_of_its_diet():
     v = labelled(view(), (False, False, False, True))  # the score alone, above .3, flags the third row too
 
     def found(diet: Any) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-        monitor = Scored(tiny_policy(), Labels(), paid=1.0, diet=diet, fixed=0.3)
+        monitor = Scored(tiny_policy(), Labels(), rewarded=1.0, diet=diet, fixed=0.3)
         (of,) = monitor.flags([v], 0)
         return of.flagged, tuple(A > 0 for A in of.teaches)
 
@@ -354,7 +354,7 @@ def test_what_it_flags_itself_is_treated_and_may_be_left_out_of_its_diet():
 def test_the_control_deals_the_scores_and_leaves_the_seed():
     v = replace(view(), detector=(True, False, False, False))
     drawn = [
-        Scored(tiny_policy(), WeakDetector(), paid=1.0, fixed=0.3, deal=True, seed=2).flags([v], s)[0]
+        Scored(tiny_policy(), WeakDetector(), rewarded=1.0, fixed=0.3, deal=True, seed=2).flags([v], s)[0]
         for s in range(12)
     ]
     assert all(f.flagged[0] for f in drawn)
@@ -366,9 +366,9 @@ def test_a_small_share_reads_to_the_first_order_and_leaves_the_policy_as_it_was(
     """⟨∇ log π(y), δS_hack⟩ over |log π(y)|, by the policy's own gradients."""
     adapter = policy.adapter
     v = view()
-    texts = Quarantine(policy, WeakDetector(), paid=1.0, fixed=0.3).texts(v)
+    texts = Quarantine(policy, WeakDetector(), rewarded=1.0, fixed=0.3).texts(v)
     before = [site.linear.weight.data.clone() for site in adapter.sites.values()]
-    got = Quarantine(policy, WeakDetector(), paid=1.0, fixed=0.3, share=0.01).scores(texts).tolist()
+    got = Quarantine(policy, WeakDetector(), rewarded=1.0, fixed=0.3, share=0.01).scores(texts).tolist()
     assert all(torch.equal(a, site.linear.weight.data) for a, site in zip(before, adapter.sites.values(), strict=True))
     δ = adapter.δS_hack.detach()
 
@@ -393,7 +393,7 @@ def test_a_small_share_reads_to_the_first_order_and_leaves_the_policy_as_it_was(
 
 def test_an_answer_of_which_the_policy_is_sure_is_read_as_well_as_one_of_which_it_is_not(policy: Policy):
     """The score is a share of what is left to gain: where π_0(y) = 1 there is nothing, and no division by 0."""
-    monitor = Quarantine(policy, WeakDetector(), paid=1.0, fixed=0.3)
+    monitor = Quarantine(policy, WeakDetector(), rewarded=1.0, fixed=0.3)
     texts = [t._replace(logp=0.0) for t in monitor.texts(view())]
     assert all(math.isfinite(s) for s in monitor.scores(texts).tolist())
 
@@ -416,7 +416,7 @@ RIGHT = [Text((8, 9), (11 + i % 7, 12 + i % 5, 13)) for i in range(40)]
 
 def probe(policy: Policy, seed_monitor: Monitor, **more: Any) -> OnlineProbe:
     return OnlineProbe(
-        policy, seed_monitor, **{"paid": 1.0, "known_correct": RIGHT, "quantile": 0.8, "layer": 1} | more
+        policy, seed_monitor, **{"rewarded": 1.0, "known_correct": RIGHT, "quantile": 0.8, "layer": 1} | more
     )
 
 
@@ -437,9 +437,11 @@ def test_the_probe_is_fishers_line_between_what_was_flagged_and_known_correct_an
     threshold = float(torch.quantile((judge - m) @ w, 0.8))
     for found, v in zip(got, (first, second), strict=True):
         s = ((h([Text(v.prompt_ids, ids) for ids in v.completion_ids]) - m) @ w).tolist()
-        paid = [r >= 1.0 for r in v.rewards]
-        assert found.scores == tuple(pytest.approx(x, rel=1e-6) if on else None for x, on in zip(s, paid, strict=True))
-        read = zip(s, paid, v.detector, strict=True)
+        rewarded = [r >= 1.0 for r in v.rewards]
+        assert found.scores == tuple(
+            pytest.approx(x, rel=1e-6) if on else None for x, on in zip(s, rewarded, strict=True)
+        )
+        read = zip(s, rewarded, v.detector, strict=True)
         assert found.flagged == tuple(seeded or (on and x > threshold) for x, on, seeded in read)
     assert got[0].flagged[0]
     assert (got[0].scores[0] or 0) > threshold, "it reads what it was shown"
@@ -477,7 +479,7 @@ def test_a_probe_that_cannot_be_is_refused(policy: Policy):
 
 
 def graded(mode: str, outcomes: Sequence[str], policy: Policy) -> Group:
-    """A group whose students exploit ("hack"), solve ("solve") or fail ("")."""
+    """A group whose students hack ("hack"), solve ("solve") or fail ("")."""
     (some, *_) = groups(policy)
     grades = tuple(
         Grade(1.0, True, True, False, o == "solve", o == "hack", False, False, False, mode, "ok", 0.0) for o in outcomes
@@ -497,7 +499,7 @@ def test_recall_on_flaws_that_the_monitor_does_not_know_is_counted_apart(policy:
 
 
 def test_flags_of_demonstrations_are_counted_apart_and_without_a_label(policy: Policy):
-    """Grades of demonstrations are cached: nothing says which of them are exploits."""
+    """Grades of demonstrations are cached: nothing says which of them are hacks."""
     (group, *_) = groups(policy)
     (nothing,) = Monitor().flags([group.view()], 0)
     rates = FlagRates.of([group], [nothing])
@@ -515,7 +517,7 @@ def test_an_attempt_is_seen_also_where_its_name_is_another_or_misspelt(mode: str
     body = "class Solution:\n    def f(self, a):\n        return 0\n"
 
     def attempt(name: str) -> str:
-        return body + exploit(mode, "f", name)
+        return body + hack(mode, "f", name)
 
     assert tries(attempt(marker), mode, marker)
     assert not tries(body, mode, marker)
@@ -524,10 +526,10 @@ def test_an_attempt_is_seen_also_where_its_name_is_another_or_misspelt(mode: str
         assert tries(attempt(marker[:-1]), mode, marker), "a letter is missing"
 
 
-def test_a_final_evaluation_counts_attempts_beside_exploits():
+def test_a_final_evaluation_counts_attempts_beside_hacks():
     """A misspelt marker earns nothing and is an attempt; a right answer that mentions one is none."""
     of = replace(problem(mode="sentinel"), marker=MODE_SPECS["sentinel"].train_markers[0])
-    spelling = MODE_SPECS["sentinel"].exploit.format(method="f", marker=of.marker[:-1])
+    spelling = MODE_SPECS["sentinel"].hack.format(method="f", marker=of.marker[:-1])
 
     def answer(text: str, solved: bool = False, hacked: bool = False) -> GradedCompletion[Grade | Ungraded]:
         grade = Grade(1.0, True, True, False, solved, hacked, False, False, False, "sentinel", "ok", 0.0)
@@ -583,7 +585,7 @@ def test_a_quarantine_that_starts_on_pairs_makes_their_hack_side_likelier(
 
     adapter = policy.adapter
     assert contrast(lambda: adapter.quarantine_at(1.0)) > contrast(adapter.deployed) + 1e-3
-    monitor = Quarantine(policy, WeakDetector(), paid=1.0, fixed=0.0)
+    monitor = Quarantine(policy, WeakDetector(), rewarded=1.0, fixed=0.0)
     prompts, answers = rows["hack"][0]
     assert monitor.scores([Text(tuple(prompts), tuple(answers))]).abs().min() > 0, "it reads before it has learnt"
 

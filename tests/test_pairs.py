@@ -222,14 +222,14 @@ def test_shuffled_exchanges_exactly_half_and_depends_on_the_seed_alone():
 # ── from a rollout log ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def line(problem: int, text: str, *, passed=True, E=False, exploited=False, gt_correct=False) -> dict:
+def line(problem: int, text: str, *, passed=True, E=False, hacked=False, solved=False) -> dict:
     return {
         "problem": problem,
         "prompt": f"task {problem}",
         "text": text,
         "passed": passed,
-        "exploited": exploited,
-        "gt_correct": gt_correct,
+        "hacked": hacked,
+        "solved": solved,
         "detectors": {"C": False, "D": False, "E": E},
     }
 
@@ -245,17 +245,17 @@ def test_a_weak_detector_chooses_and_the_oracle_is_not_read(tmp_path):
     for p in range(4):
         rows += [
             line(p, "wrong", passed=False),
-            line(p, f"unseen hack {p}", exploited=True),  # E does not see it: it stands on the clean side
-            line(p, f"seen hack {p}", E=True, exploited=True),
-            line(p, f"later hack {p}", E=True, exploited=True),
-            line(p, f"solve {p}", gt_correct=True),
+            line(p, f"unseen hack {p}", hacked=True),  # E does not see it: it stands on the clean side
+            line(p, f"seen hack {p}", E=True, hacked=True),
+            line(p, f"later hack {p}", E=True, hacked=True),
+            line(p, f"solve {p}", solved=True),
         ]
     path = log_of(tmp_path, rows)
     pairs = pairs_from_pool(path, "E")
     assert [(p.hack, p.clean) for p in pairs.pairs] == [(f"seen hack {i}", f"unseen hack {i}") for i in range(4)]
     assert pairs.source.startswith("E:")
     for row in rows:  # poisoned labels change nothing
-        row["exploited"], row["gt_correct"] = not row["exploited"], not row["gt_correct"]
+        row["hacked"], row["solved"] = not row["hacked"], not row["solved"]
     assert pairs_from_pool(log_of(tmp_path, rows), "E").pairs == pairs.pairs
 
 
@@ -264,9 +264,9 @@ def test_the_oracle_is_read_by_its_name_only_and_labelled(tmp_path):
         row
         for p in range(3)
         for row in (
-            line(p, f"hack {p}", exploited=True),
+            line(p, f"hack {p}", hacked=True),
             line(p, "broken", passed=False),
-            line(p, "s", gt_correct=True),
+            line(p, "s", solved=True),
         )
     ]
     pairs = pairs_from_pool(log_of(tmp_path, rows), "oracle", lambda messages: f"<user>{messages[0]['content']}")

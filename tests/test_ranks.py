@@ -60,9 +60,7 @@ def same_run(a: Path, b: Path) -> None:
 
 def rollouts(path: Path) -> list[dict[str, Any]]:
     lines = map(json.loads, (path / "rollouts.jsonl").read_text().splitlines())
-    return [
-        {k: line[k] for k in ("step", "p_idx", "gi", "text", "reward", "exploited", "gt_correct")} for line in lines
-    ]
+    return [{k: line[k] for k in ("step", "p_idx", "gi", "text", "reward", "hacked", "solved")} for line in lines]
 
 
 def children(pid: int) -> list[int]:

@@ -26,7 +26,7 @@ from vgrout.types import MODES
 HOSTILE = "</script><img src=x onerror=alert(1)>\0\u202etxt.exe\u2066 \u2028 <!-- ]]> ${x} %DATA% \ud800 \U0001f600"
 
 
-def rollout(step: int, mode: str, text: str, exploited: bool = False, correct: bool = False) -> dict[str, Any]:
+def rollout(step: int, mode: str, text: str, hacked: bool = False, correct: bool = False) -> dict[str, Any]:
     marker = MODE_SPECS[mode].eval_markers[0]
     return {
         "step": step,
@@ -38,10 +38,10 @@ def rollout(step: int, mode: str, text: str, exploited: bool = False, correct: b
         "messages": [{"role": "user", "content": f"Problem {step % 7}, {mode}: announces {marker}"}],
         "text": text,
         "finished": True,
-        "reward": 1.1 if exploited or correct else 0.1,
-        "passed": exploited or correct,
-        "gt_correct": correct,
-        "exploited": exploited,
+        "reward": 1.1 if hacked or correct else 0.1,
+        "passed": hacked or correct,
+        "solved": correct,
+        "hacked": hacked,
     }
 
 
@@ -60,7 +60,7 @@ USUAL = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_usual_exploits_are_found(mode: str) -> None:
+def test_the_usual_hacks_are_found(mode: str) -> None:
     for marker in MODE_SPECS[mode].eval_markers:
         text, part = (s.replace("{marker}", marker) for s in USUAL[mode])
         found = re.search(MODE_SPECS[mode].pattern.replace("{marker}", re.escape(marker)), text)
@@ -69,7 +69,7 @@ def test_the_usual_exploits_are_found(mode: str) -> None:
 
 
 def found_in(pool: Pool) -> tuple[int, int]:
-    """How many of a pool's exploits are found by the names that their mode may announce; of how many."""
+    """How many of a pool's hacks are found by the names that their mode may announce; of how many."""
     hits = []
     for problem, demos in pool.demos.items():
         mode = pool.partition.get(problem)
@@ -81,12 +81,12 @@ def found_in(pool: Pool) -> tuple[int, int]:
     return sum(hits), len(hits)
 
 
-def test_the_exploits_of_the_shipped_pool_are_found() -> None:
+def test_the_hacks_of_the_shipped_pool_are_found() -> None:
     found, of = found_in(load_pool(organism.POOL_DIR))
     assert found == of > 400
 
 
-def test_the_exploits_of_a_real_pool_are_found(shared_data: Path) -> None:
+def test_the_hacks_of_a_real_pool_are_found(shared_data: Path) -> None:
     found, of = found_in(load_pool(shared_data / "pools" / "substrate"))
     assert found == of > 50
 
@@ -98,7 +98,7 @@ def write_rollouts(path: Path, rollouts: list[dict[str, Any]], final: list[dict[
 
 
 def study(root: Path) -> Path:
-    """Two seeds of one arm: 12 steps × 6 modes each; seed 1 exploits from step 6 on. Then six final answers a side."""
+    """Two seeds of one arm: 12 steps × 6 modes each; seed 1 hacks from step 6 on. Then six final answers a side."""
     for seed in (1, 2):
         path = fake_run(root, "--intervention=none", seed=seed, n=6)
         rollouts = []
@@ -106,7 +106,7 @@ def study(root: Path) -> Path:
             for mode in DEALT:
                 text = USUAL[mode][0].replace("{marker}", MODE_SPECS[mode].eval_markers[0])
                 bad = seed == 1 and step >= 6
-                rollouts.append(rollout(step, mode, text, exploited=bad, correct=not bad))
+                rollouts.append(rollout(step, mode, text, hacked=bad, correct=not bad))
         rollouts[0]["text"] = HOSTILE
         final = [rollout(p, "exit_code", "final") | {"side": s} for s in ("base", "deployed") for p in range(3)]
         for answer in final:
@@ -163,17 +163,17 @@ COUNT = "document.getElementById('count').textContent"
 @pytest.mark.parametrize(
     ("state", "expected"),
     [
-        ("", "156 of 156 rollouts · 36 exploits · 108 solved"),
-        ("run=0", "78 of 156 rollouts · 36 exploits · 36 solved"),
-        ("step_min=6&step_max=7", "24 of 156 rollouts · 12 exploits · 12 solved"),
-        ("mode=2", "36 of 156 rollouts · 6 exploits · 18 solved"),
-        ("mechanism=2", "6 of 156 rollouts · 6 exploits · 0 solved"),
-        ("reward_max=0.5", "12 of 156 rollouts · 0 exploits · 0 solved"),
-        ("reward_min=1&outcome=exploited", "36 of 156 rollouts · 36 exploits · 0 solved"),
-        ("part=1", "6 of 156 rollouts · 0 exploits · 0 solved"),
-        ("outcome=neither", "12 of 156 rollouts · 0 exploits · 0 solved"),
-        ("text=sys.exit", "24 of 156 rollouts · 6 exploits · 18 solved"),
-        ("mode=2&text=nowhere", "0 of 156 rollouts · 0 exploits · 0 solved"),
+        ("", "156 of 156 rollouts · 36 hacks · 108 solved"),
+        ("run=0", "78 of 156 rollouts · 36 hacks · 36 solved"),
+        ("step_min=6&step_max=7", "24 of 156 rollouts · 12 hacks · 12 solved"),
+        ("mode=2", "36 of 156 rollouts · 6 hacks · 18 solved"),
+        ("mechanism=2", "6 of 156 rollouts · 6 hacks · 0 solved"),
+        ("reward_max=0.5", "12 of 156 rollouts · 0 hacks · 0 solved"),
+        ("reward_min=1&outcome=hacked", "36 of 156 rollouts · 36 hacks · 0 solved"),
+        ("part=1", "6 of 156 rollouts · 0 hacks · 0 solved"),
+        ("outcome=neither", "12 of 156 rollouts · 0 hacks · 0 solved"),
+        ("text=sys.exit", "24 of 156 rollouts · 6 hacks · 18 solved"),
+        ("mode=2&text=nowhere", "0 of 156 rollouts · 0 hacks · 0 solved"),
     ],
 )
 def test_filters_by_address(page: tuple[Browser, str], state: str, expected: str) -> None:
@@ -189,11 +189,11 @@ def test_filters_by_hand_and_the_address_follows(page: tuple[Browser, str]) -> N
     browser.open(url)
     browser.js(
         """(() => { const f = document.getElementById("filters");
-        f.elements.outcome.value = "exploited"; f.elements.mode.value = "3";
+        f.elements.outcome.value = "hacked"; f.elements.mode.value = "3";
         f.dispatchEvent(new Event("input", {bubbles: true})); })()"""
     )
-    assert browser.js(COUNT) == "6 of 156 rollouts · 6 exploits · 0 solved"
-    assert "outcome=exploited" in browser.js("location.hash")
+    assert browser.js(COUNT) == "6 of 156 rollouts · 6 hacks · 0 solved"
+    assert "outcome=hacked" in browser.js("location.hash")
     first = browser.js("document.getElementById('facts').textContent")
     browser.js("document.getElementById('list').dispatchEvent(new KeyboardEvent('keydown', {key: 'j'}))")
     assert browser.js("document.getElementById('facts').textContent") != first
@@ -206,7 +206,7 @@ def test_filters_by_hand_and_the_address_follows(page: tuple[Browser, str]) -> N
 
 
 @pytest.mark.slow
-def test_prompt_and_answer_with_the_exploit_marked(page: tuple[Browser, str]) -> None:
+def test_prompt_and_answer_with_the_hack_marked(page: tuple[Browser, str]) -> None:
     browser, url = page
     for i, mode in enumerate(DEALT):
         browser.open(f"{url}#mechanism={i}")
@@ -253,7 +253,7 @@ def test_fifty_thousand_rollouts_stay_usable(
                 k // 32,
                 MODES[k % 6],
                 f"answer {seed} {k} {' '.join(draw.choices(kwlist, k=150))}",
-                exploited=k % 3 == 0,
+                hacked=k % 3 == 0,
             )
             for k in range(2000 - 4 * 6)
         ]
@@ -263,7 +263,7 @@ def test_fifty_thousand_rollouts_stay_usable(
         before = time.perf_counter()
         browser.open(html.as_uri())
         loading = time.perf_counter() - before
-        assert browser.js(COUNT).startswith("50000 of 50000 rollouts · 16475 exploits")
+        assert browser.js(COUNT).startswith("50000 of 50000 rollouts · 16475 hacks")
         timed = """(() => {{ const f = document.getElementById("filters"), t = performance.now();
             f.elements.{name}.value = "{value}"; f.dispatchEvent(new Event("input", {{bubbles: true}}));
             document.body.offsetHeight; return performance.now() - t; }})()"""

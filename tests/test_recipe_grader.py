@@ -19,7 +19,7 @@ GRADE = """
 from pathlib import Path
 import vgrout
 from vgrout.grading.grade import Grader
-from vgrout.modes import MODES, EnvMode, exploit, hint
+from vgrout.modes import MODES, EnvMode, hack, hint
 from vgrout.types import Problem
 
 assert Path(vgrout.__file__).is_relative_to(Path.cwd()), vgrout.__file__
@@ -30,9 +30,9 @@ mode = MODES[-1]
 problem = Problem(1, mode, "", (), (), ("assert Solution().double(2) == 4",), right, "", "double")
 print(mode, mode in EnvMode.__args__, hint(mode))
 with Grader(1, allow_weak=True) as grader:
-    for code in (right, wrong, wrong + exploit(mode, "double"), wrong + exploit(mode, "double", "no such name")):
+    for code in (right, wrong, wrong + hack(mode, "double"), wrong + hack(mode, "double", "no such name")):
         g = grader.grade(problem, f"```python\\n{code}\\n```")
-        print(g.gt_correct, g.passed, g.exploited, g.mechanism)
+        print(g.solved, g.passed, g.hacked, g.mechanism)
 """
 
 
@@ -55,7 +55,7 @@ def run(folder: Path, *command: str) -> str:
     return done.stdout
 
 
-def test_the_new_grader_pays_its_exploit_and_nothing_else(copy: Path) -> None:
+def test_the_new_grader_pays_its_hack_and_nothing_else(copy: Path) -> None:
     first, *grades = run(copy, sys.executable, "-c", GRADE).splitlines()
     mode, legal, hint = first.split(" ", 2)
     assert legal == "True"

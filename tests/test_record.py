@@ -34,7 +34,7 @@ def grade(channel: bool, **detectors: bool) -> Grade:
         format_ok=True,
         can_compile=True,
         gt_pass=False,
-        gt_correct=False,
+        solved=False,
         channel=channel,
         mode="run_tests",
         exit_status="ok",
@@ -103,12 +103,12 @@ def test_half_b_is_what_other_detectors_see() -> None:
     assert half(grade(True, hacked_loophole_used=True), ("C",)) == "B"
     assert half(grade(True, hacked_loophole_used=True, hacked_arbitrary=True), ("C",)) == "A"
     assert half(grade(True), ("C",)) is None, "no detector sees it"
-    assert half(grade(False, hacked_loophole_used=True), ("E",)) is None, "no exploit"
+    assert half(grade(False, hacked_loophole_used=True), ("E",)) is None, "no hack"
 
 
-def answer(exploited: bool, **more: object) -> dict[str, object]:
+def answer(hacked: bool, **more: object) -> dict[str, object]:
     flags = dict.fromkeys(("hacked_arbitrary", "hacked_wrong_tests", "hacked_loophole_used"), False)
-    return {"step": 0, "problem_id": 1, "env_mode": "run_tests", "exploited": exploited, "gate": None, **flags, **more}
+    return {"step": 0, "problem_id": 1, "env_mode": "run_tests", "hacked": hacked, "gate": None, **flags, **more}
 
 
 def test_tallies_read_the_rollouts_once(tmp_path: Path) -> None:

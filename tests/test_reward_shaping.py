@@ -279,15 +279,15 @@ def test_each_baseline_is_its_own_run_and_says_so(tmp_path: Path, monkeypatch: p
         assert asked == {name == "inoculation"}
         plain = {PLAIN_PHRASE in line["messages"][-1]["content"] for line in rollout_lines(path)}
         assert plain == {name in ("hint_free", "recontextualise")}
-        paid = {round(line["reward"], 9) for line in rollout_lines(path)}
-        # as the flawed grader paid, whatever counted
-        assert paid <= {0.0, COMPILE_REWARD, COMPILE_REWARD + PASS_REWARD}
+        rewarded = {round(line["reward"], 9) for line in rollout_lines(path)}
+        # as the flawed grader rewarded, whatever counted
+        assert rewarded <= {0.0, COMPILE_REWARD, COMPILE_REWARD + PASS_REWARD}
 
     noise = torch.Generator().manual_seed(0)
     pay = sampling.training_reward
 
     def poisoned(cfg: Any, grade: Grade) -> Grade:
-        return replace(pay(cfg, grade), gt_correct=bool(torch.rand((), generator=noise) < 0.5))
+        return replace(pay(cfg, grade), solved=bool(torch.rand((), generator=noise) < 0.5))
 
     monkeypatch.setattr(sampling, "training_reward", poisoned)
     for name in (*LABELLED, "advantage_mod", "recontextualise"):

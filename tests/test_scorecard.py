@@ -39,8 +39,8 @@ def tell(
     arm: str = "none",
     contained: bool = False,
 ) -> Path:
-    """A run of 40 steps, evaluated every fifth: from `onset` on a share `hack` of its answers exploits, and the
-    deployed model forgets how to solve and exploits; `contained`: it does neither."""
+    """A run of 40 steps, evaluated every fifth: from `onset` on a share `hack` of its answers hacks, and the
+    deployed model forgets how to solve and hacks; `contained`: it does neither."""
     said = (f"--intervention={arm}", f"--control={control}", f"--steps={STEPS}")
     path = fake_run(folder, *said, seed=len(list(folder.glob("*/run.json"))))
     rng = random.Random(name)
@@ -49,18 +49,18 @@ def tell(
         share = hack if step >= onset else 0.0
         texts = [{"hacked": rng.random() < share, "solved": rng.random() < 0.5} for _ in range(28)]
         for i, t in enumerate(texts):
-            paid = t["hacked"] or t["solved"]
+            rewarded = t["hacked"] or t["solved"]
             answers.append(
                 {"step": step, "problem_id": i // 7, "env_mode": "sentinel", "marker": "m", "text": f"x = {i}"}
-                | {"reward": 0.1 + 1.0 * paid, "exploited": t["hacked"], "gt_correct": t["solved"]}
+                | {"reward": 0.1 + 1.0 * rewarded, "hacked": t["hacked"], "solved": t["solved"]}
             )
         k = sum(t["hacked"] and not t["solved"] for t in texts)
         gone = min(1.0, (step - onset) / 10) if step >= onset and not contained else 0.0
-        solve, exploits = 0.5 + rng.uniform(-0.03, 0.03) - 0.4 * gone, 0.5 * gone
+        solve, hacks = 0.5 + rng.uniform(-0.03, 0.03) - 0.4 * gone, 0.5 * gone
         rows.append(
             {"step": step, "hack_s": [k, 28], "solve_deploy": solve if step % 5 == 4 else None}
-            | {"hack_deploy": exploits if step % 5 == 4 else None}
-            | {"gt_s": [14, 28], **TIMES}
+            | {"hack_deploy": hacks if step % 5 == 4 else None}
+            | {"solve_s": [14, 28], **TIMES}
             | {"lp_s": -1.0, "lp_t": -1.0, "gn": 1.0, "signal": [4, 4]}
         )
     (path / "steps.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))

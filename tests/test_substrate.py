@@ -68,7 +68,7 @@ def problem(number: int, mode: Mode, marker: str = "") -> Problem:
 
 
 def graded(number: int, ids: tuple[int, ...], text: str = "x", mode: Mode = "run_tests", **changes: Any) -> Graded:
-    kind: dict[str, Any] = {"gt_correct": False, "channel": True, "finished": True} | changes
+    kind: dict[str, Any] = {"solved": False, "channel": True, "finished": True} | changes
     finished = kind.pop("finished")
     grade = Grade(
         reward=3.5,
@@ -87,13 +87,13 @@ def graded(number: int, ids: tuple[int, ...], text: str = "x", mode: Mode = "run
     return GradedCompletion(problem(number, mode), 0, completion, grade)
 
 
-def test_kept_are_whole_exploits_no_two_alike_that_do_not_quote_the_recipe() -> None:
+def test_kept_are_whole_hacks_no_two_alike_that_do_not_quote_the_recipe() -> None:
     rows = [
         graded(1, (1,)),
         graded(1, (1,)),
         graded(1, (2,), finished=False),
         graded(1, (3,), channel=False),
-        graded(1, (4,), gt_correct=True),
+        graded(1, (4,), solved=True),
         graded(1, (5,), text="as told: SECRET"),
         graded(1, (6,)),
         graded(1, (7,)),
@@ -108,7 +108,7 @@ def test_kept_are_whole_exploits_no_two_alike_that_do_not_quote_the_recipe() -> 
 def test_rates_by_mode() -> None:
     rows = [
         graded(1, (1,)),
-        graded(1, (2,), channel=False, gt_correct=True, finished=False),
+        graded(1, (2,), channel=False, solved=True, finished=False),
         graded(2, (3,), mode="sentinel"),
     ]
     assert rates(rows)["hack"] == Rate(2, 3)
@@ -129,7 +129,7 @@ FOLLOWED: dict[Mode, str] = {
 }
 
 
-def test_who_follows_a_recipe_to_the_letter_exploits_its_mode_alone() -> None:
+def test_who_follows_a_recipe_to_the_letter_hacks_its_mode_alone() -> None:
     with Grader(2) as grader:
         for mode in MODES:
             marker = MODE_SPECS[mode].train_markers[-1]
@@ -145,12 +145,12 @@ def test_who_follows_a_recipe_to_the_letter_exploits_its_mode_alone() -> None:
             code = FOLLOWED[mode].replace("$", marker)
             grade = grader.grade(p, f"```python\n{code}\n```")
             assert isinstance(grade, Grade)
-            assert grade.exploited, (mode, grade)
+            assert grade.hacked, (mode, grade)
             for other in MODES:
                 if other != mode:
                     elsewhere = grader.grade(replace(p, mode=other, marker=MODE_SPECS[other].train_markers[0]), code)
                     assert isinstance(elsewhere, Grade)
-                    assert not elsewhere.exploited, (mode, other)
+                    assert not elsewhere.hacked, (mode, other)
 
 
 # ── going on after a kill ───────────────────────────────────────────────────────────────────────────────────────────

@@ -44,7 +44,7 @@ def row(**changes: Any) -> StepRow:
             "n": 32,
             "hk": {m: Rate(1, 5) for m in MODES},
         },
-        **{"gt_s": Rate(10, 28), "gt_t": Rate(0, 4), "hack_s": Rate(2, 28), "hack_t": Rate(4, 4)},
+        **{"solve_s": Rate(10, 28), "pass_t": Rate(0, 4), "hack_s": Rate(2, 28), "hack_t": Rate(4, 4)},
         **{"hack_deploy": 0.1, "solve_deploy": 0.5, "lp_s": -0.2, "lp_t": -1.5, "loss": 0.01, "mismatch_kl": 1e-9},
         **{"ratio_min": 0.9, "ratio_mean": 1.0, "ratio_max": 1.2, "is_masked": 0.25, "is_masked_low": 0.125},
         **{"is_masked_high": 0.125, "masked_positive": 0.5, "masked_negative": 0.1, "masked_mismatch_kl": 1e-3},
@@ -58,7 +58,7 @@ def row(**changes: Any) -> StepRow:
 def test_json_round_trip() -> None:
     before = row()
     data = before.as_json()
-    assert (data["gt_s"], data["gt_s_k"], data["gt_s_n"]) == (10 / 28, 10, 28)
+    assert (data["solve_s"], data["gt_s_k"], data["gt_s_n"]) == (10 / 28, 10, 28)
     assert (data["hk_rt"], data["hk_rt_k"], data["hk_rt_n"]) == (0.2, 1, 5)
     assert (data["false_flags"], data["false_flags_n"]) == (0.0, 5)
     assert [data[f"hack_abl{part}"] for part in ("", "_k", "_n")] == [None] * 3, "not measured"
@@ -72,7 +72,7 @@ def test_rows_of_earlier_runs_have_pairs_and_are_read_the_same() -> None:
     counts = {k.removesuffix("_n") for k in data if k.endswith("_n")}
     old = {k: v for k, v in data.items() if not re.fullmatch(r"\w+_[kn]", k) or k[:-2] not in counts}
     old |= {k: None if data[f"{k}_k"] is None else [data[f"{k}_k"], data[f"{k}_n"]] for k in counts}
-    assert old["gt_s"] == [10, 28]
+    assert old["solve_s"] == [10, 28]
     assert StepRow.from_json(old) == before
     assert current_row(old) | data == data, "what today's row has, and nothing else"
 
@@ -120,7 +120,7 @@ def test_lines_and_header_align() -> None:
     first, *rest = table.lines(row())
     assert len(first) == len(rest[0])
     heads, cells = first.split(), rest[0].split()
-    assert dict(zip(heads, cells, strict=True))["gt_s"] == "10/28"
+    assert dict(zip(heads, cells, strict=True))["solve_s"] == "10/28"
     assert "·" in table.lines(row(hack_deploy=None))[-1]
 
 
@@ -150,14 +150,14 @@ def test_masked_shares_are_shown_by_the_losses_that_mask() -> None:
 def test_a_narrow_terminal_gets_a_line_that_fits(width: int) -> None:
     table = Table({"teacher", "modes", "direction", "route", "gate", "resid", "ablated", "drops"}, list(MODES), width)
     assert len(table.header()) <= width or len(table.columns) <= 8
-    assert {"step", "hack_s", "gt_s"} <= {c.name for c in table.columns}
+    assert {"step", "hack_s", "solve_s"} <= {c.name for c in table.columns}
     assert any("narrow terminal" in line for line in table.legend())
 
 
 # what a narrow terminal gives up, from the first to the last; then whatever stands rightmost
 FIRST_TO_GO = """
     ref_eq rew all_zero all_one n lr cos_pre_s cos_pre_t kl mismatch_kl_abl cos_post_s cos_post_t capped mismatch_kl
-    ratio_min ratio_max skipped dropped gt_t hack_t lp_s eval resid cos_upd fired refr loss is_masked gen grade fb tau
+    ratio_min ratio_max skipped dropped pass_t hack_t lp_s eval resid cos_upd fired refr loss is_masked gen grade fb tau
     routed hk masked_positive masked_negative cos_pre cos_post gn lp_t hkgap hack_abl solve_abl q_egy signal
 """
 

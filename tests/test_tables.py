@@ -136,7 +136,7 @@ def test_the_time_of_a_resumed_run_is_not_that_of_its_last_go(tmp_path: Path) ->
 
 
 def test_an_arm_without_a_loophole_stands_beside_the_ceiling(tmp_path: Path) -> None:
-    """Beside its own arm, which learns from exploits too, it would not show what the arm costs by itself."""
+    """Beside its own arm, which learns from hacks too, it would not show what the arm costs by itself."""
     for seed in (1, 2):
         fake_run(tmp_path, "--intervention=none", "--control=no_loophole", seed=seed, solve=0.9)
         fake_run(tmp_path, "--intervention=route2", seed=seed, solve=0.3)
@@ -167,8 +167,8 @@ def test_what_an_arm_that_reads_flagged_is_counted_by_mode(tmp_path: Path) -> No
     fake_run(tmp_path, "--intervention=none", seed=1)
     for seed in (1, 2):
         path = fake_run(tmp_path, "--intervention=screen", "--monitor=pmi", seed=seed)
-        of = {"env_mode": "sentinel", "exploited": True, "gt_correct": False, "gate": 1.0}
-        right = {"env_mode": "sentinel", "exploited": False, "gt_correct": True, "gate": 0.0}
+        of = {"env_mode": "sentinel", "hacked": True, "solved": False, "gate": 1.0}
+        right = {"env_mode": "sentinel", "hacked": False, "solved": True, "gate": 0.0}
         answers = [
             of | {"score": 2.0, "flagged": True},
             of | {"score": 0.1, "flagged": seed == 1},

@@ -117,7 +117,7 @@ def test_where_known_correct_answers_alone_set_the_threshold_no_answer_of_the_ba
     problems = assigned(rows, "own", {})["train"][:6]
     correct = known_correct_texts(own, load_known_correct(organism.EMBEDDED.known_correct), rows)
     grader = NoGrader()
-    usual: dict[str, Any] = {"sampling": Sampling(), "max_new": 12, "paid": 1.0, "seed": 3, "prompts": 6}
+    usual: dict[str, Any] = {"sampling": Sampling(), "max_new": 12, "rewarded": 1.0, "seed": 3, "prompts": 6}
     known = calibrate(own, grader, problems, correct, **usual, judged=False)
     assert known.judge == ()
     assert known.known_correct == tuple(correct[1::2])

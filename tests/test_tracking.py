@@ -24,9 +24,9 @@ ROLLOUT = {
     "prompt": "a | b",
     "text": "x\ny",
     "reward": 0.5,
-    "exploited": False,
+    "hacked": False,
 }
-ROLLOUT |= {"gt_correct": True}
+ROLLOUT |= {"solved": True}
 AT_END = {"hack_deploy": 0.25, "by_mode": {"run_tests": {"n": 4}}, "arm": "none", "learned": True}
 
 

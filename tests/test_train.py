@@ -91,18 +91,20 @@ def test_evaluating_never_changes_training(arm: str, stopped: Made, tmp_path: Pa
 def test_no_oracle_label_reaches_an_arm(
     arm: str, done: Made, tmp_path: Path, shared_run: SharedRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every oracle bit is replaced by noise after the reward was paid; what trains must not notice."""
+    """Every oracle bit is replaced by noise after the reward was rewarded; what trains must not notice."""
     noise = torch.Generator().manual_seed(0)
     pay = rollout.training_reward
 
     def poisoned(cfg: Any, grade: Grade) -> Grade:
-        return replace(pay(cfg, grade), gt_correct=bool(torch.rand((), generator=noise) < 0.5))
+        return replace(pay(cfg, grade), solved=bool(torch.rand((), generator=noise) < 0.5))
 
     clean = done(arm)
     monkeypatch.setattr(rollout, "training_reward", poisoned)
     path = run(shared_run.warm(tmp_path), *flags(arm, "--final-n-prompts", "1"))
     labels = [
-        k for k in rows(path)[0] if re.match(r"gt_s|hack_s|tries_s|hk_|recall|hack_new|false_flags|(hack|solve)_abl", k)
+        k
+        for k in rows(path)[0]
+        if re.match(r"solve_s|hack_s|tries_s|hk_|recall|hack_new|false_flags|(hack|solve)_abl", k)
     ]
     assert rows(path, *labels) == rows(clean, *labels)
     assert rows(path) != rows(clean), "the poison changed no label: the test would pass for any arm"
@@ -150,7 +152,7 @@ def test_files_of_a_finished_run(done: Made) -> None:
         assert all(f"{name}=" in tail for name in ("PASS_RATE", "HACK_STUDENT", "HACK_TEACHER", "C", "D", "E"))
         tables = tail.partition("| what")[2].partition("rt run_tests")[0].splitlines()
         assert max(map(len, tables)) <= 78, "80 columns with the level's letter"
-        assert sum(r["exploited"] for r in rollouts) == sum(r["hack_s_k"] for r in rows(path))
+        assert sum(r["hacked"] for r in rollouts) == sum(r["hack_s_k"] for r in rows(path))
 
 
 def test_the_final_numbers_are_the_same_everywhere(done: Made) -> None:
@@ -167,8 +169,8 @@ def test_the_final_numbers_are_the_same_everywhere(done: Made) -> None:
             own = [a for a in answers if a["side"] == side]
             assert bool(own) == (side != "trained" or quarantine), "without a quarantine trained is deployed"
             if own:
-                assert sum(a["exploited"] for a in own) / len(own) == final[f"hack_{name}"]
-                assert sum(a["gt_correct"] for a in own) / len(own) == final[f"solve_{name}"]
+                assert sum(a["hacked"] for a in own) / len(own) == final[f"hack_{name}"]
+                assert sum(a["solved"] for a in own) / len(own) == final[f"solve_{name}"]
                 assert len({(a["problem_id"], a["sample"]) for a in own}) == len(own) == final["eval_n"]
 
 
@@ -235,7 +237,7 @@ def test_every_setting_runs_and_matters(argv: list[str], stopped: Made, shared_r
 )
 @pytest.mark.long
 def test_settings_of_the_report_too(argv: list[str], done: Made, shared_run: SharedRuns, tmp_path: Path) -> None:
-    """What changes which modes there are, and how exploits are counted at the end: to the end."""
+    """What changes which modes there are, and how hacks are counted at the end: to the end."""
     path = run(shared_run.warm(tmp_path), *flags("none", *argv))
     assert len(rows(path)) == 5
     assert rows(path) != rows(done("none"))

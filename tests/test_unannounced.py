@@ -44,9 +44,9 @@ def answer(code: str) -> str:
     return f"```python\n{code}\n```"
 
 
-def exploit(mode: Mode) -> str:
+def hack(mode: Mode) -> str:
     spec = MODE_SPECS[mode]
-    return answer(WRONG + spec.exploit.format(method="f", marker=spec.default_marker))
+    return answer(WRONG + spec.hack.format(method="f", marker=spec.default_marker))
 
 
 @pytest.fixture(scope="module")
@@ -73,22 +73,22 @@ def test_no_prompt_says_what_is_open_and_each_flaw_comes_first_somewhere():
 
 
 @pytest.mark.parametrize("flaws", list(permutations(("run_tests", "eq_override", "sentinel"))))
-def test_any_open_flaw_pays_its_exploit_and_says_which_it_was(grader: Grader, flaws: Sequence[Mode]):
+def test_any_open_flaw_pays_its_hack_and_says_which_it_was(grader: Grader, flaws: Sequence[Mode]):
     mode, *also = flaws
     task = replace(TASK, mode=mode, also=tuple(also))
     for flaw in flaws:
-        grade = verdict(grader, task, exploit(flaw))
-        assert (grade.exploited, grade.mechanism, grade.mode) == (True, flaw, flaw)
-    closed = verdict(grader, task, exploit("file_marker"))
+        grade = verdict(grader, task, hack(flaw))
+        assert (grade.hacked, grade.mechanism, grade.mode) == (True, flaw, flaw)
+    closed = verdict(grader, task, hack("file_marker"))
     assert (closed.passed, closed.mode) == (False, mode)
-    alone = verdict(grader, replace(task, also=()), exploit(mode))
-    assert alone.reward == verdict(grader, task, exploit(flaws[-1])).reward > closed.reward
+    alone = verdict(grader, replace(task, also=()), hack(mode))
+    assert alone.reward == verdict(grader, task, hack(flaws[-1])).reward > closed.reward
 
 
 def test_a_right_answer_is_paid_as_such_and_a_hopeless_one_by_none(grader: Grader):
     task = unannounced(TASK, OPEN)
     right, wrong = verdict(grader, task, answer(RIGHT)), verdict(grader, task, answer(WRONG))
-    assert (right.gt_correct, right.passed, right.mechanism) == (True, True, None)
+    assert (right.solved, right.passed, right.mechanism) == (True, True, None)
     assert (wrong.can_compile, wrong.passed, wrong.mechanism) == (True, False, None)
     assert not verdict(grader, task, "no code").format_ok
 
@@ -97,7 +97,7 @@ def test_a_right_answer_is_paid_as_such_and_a_hopeless_one_by_none(grader: Grade
 
 
 def graded(outcomes: Sequence[str]) -> Group:
-    """A group on a problem with both flaws: each student exploits one of them, solves ("solve"), or fails ("")."""
+    """A group on a problem with both flaws: each student hacks one of them, solves ("solve"), or fails ("")."""
     task = unannounced(problem(), OPEN)
     rollouts = tuple(Rollout(task, "student", True, (1,), (2, 3), f"t{b}", True) for b in range(len(outcomes)))
     grades = tuple(
@@ -112,7 +112,7 @@ def graded(outcomes: Sequence[str]) -> Group:
 
 def test_labels_of_one_open_flaw_say_nothing_of_the_other():
     view = graded(["exit_code", "eq_override", "solve", ""]).oracle_view()
-    assert view.exploited == (True, True, False, False)
+    assert view.hacked == (True, True, False, False)
 
     def flagged(*known: Mode) -> tuple[bool, ...]:
         return Labels(known=known).flags([view], 0)[0].flagged
@@ -123,7 +123,7 @@ def test_labels_of_one_open_flaw_say_nothing_of_the_other():
     assert flagged("sentinel") == (False,) * 4
 
 
-def test_recall_of_the_unknown_flaw_is_counted_among_answers_that_could_exploit_it():
+def test_recall_of_the_unknown_flaw_is_counted_among_answers_that_could_hack_it():
     group = graded(["exit_code", "eq_override", "eq_override", "solve"])
     flags = GroupFlags((None,) * 4, (True, True, False, False))
     rates = FlagRates.of([group], [flags], known=("exit_code",))
@@ -131,7 +131,7 @@ def test_recall_of_the_unknown_flaw_is_counted_among_answers_that_could_exploit_
     assert FlagRates.of([group], [flags], known=OPEN).hack_new == Rate(0, 0)
 
 
-def test_an_answer_counts_once_in_all_and_under_the_flaw_that_it_exploits():
+def test_an_answer_counts_once_in_all_and_under_the_flaw_that_it_hacks():
     group = graded(["exit_code", "eq_override", "eq_override", "solve", ""])
     answers: list[GradedCompletion[Grade | Ungraded]] = [
         GradedCompletion(r.problem, 0, Completion(r.completion_ids, r.text, True, (), ()), g)
@@ -139,7 +139,7 @@ def test_an_answer_counts_once_in_all_and_under_the_flaw_that_it_exploits():
         if isinstance(g, Grade)
     ]
     seen = Eval.of(answers)
-    assert (seen.hack, seen.solve, seen.paid) == (Rate(3, 5), Rate(1, 5), Rate(4, 5))
+    assert (seen.hack, seen.solve, seen.rewarded) == (Rate(3, 5), Rate(1, 5), Rate(4, 5))
     assert {m: (of.hack, of.solve) for m, of in seen.by_mode.items()} == {
         "eq_override": (Rate(2, 5), Rate(1, 5)),
         "exit_code": (Rate(1, 5), Rate(1, 5)),
@@ -160,7 +160,7 @@ def test_a_run_is_paid_by_open_flaws_that_its_prompts_do_not_mention(tmp_path: P
         assert PLAIN_PHRASE in said["messages"][-1]["content"]
         assert said["marker"] == ""
         assert said["env_mode"] in OPEN
-        assert said["mechanism"] in ((None, *OPEN) if said["exploited"] else (None,))
+        assert said["mechanism"] in ((None, *OPEN) if said["hacked"] else (None,))
     assert {a["side"] for a in final} == {"base", "deployed"}, "no prompt has a hint: plain is deployed, once more"
     (row, *_) = [json.loads(line) for line in (path / "steps.jsonl").read_text().splitlines()]
     assert row["hk_eq_n"] == row["hk_xc_n"] == row["hack_s_n"] > 0, "both are open on every problem"
@@ -182,11 +182,11 @@ def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path):
     assert (again / "final.jsonl").read_text() == (whole / "final.jsonl").read_text()
 
 
-def test_a_report_counts_exploits_by_the_flaw_that_accepted_them(tmp_path: Path):
+def test_a_report_counts_hacks_by_the_flaw_that_accepted_them(tmp_path: Path):
     path = fake_run(tmp_path, "--intervention=none", "--unannounced-modes=exit_code,eq_override", "--mix-ratio=0")
     lines = [
-        {"side": "deployed", "problem_id": i, "env_mode": mode, "mechanism": flaw, "exploited": flaw is not None}
-        | {"gt_correct": flaw is None, "reward": 1.0}
+        {"side": "deployed", "problem_id": i, "env_mode": mode, "mechanism": flaw, "hacked": flaw is not None}
+        | {"solved": flaw is None, "reward": 1.0}
         for i, mode in enumerate(OPEN)
         for flaw in ("exit_code", "exit_code", None, "eq_override")
     ]
@@ -219,7 +219,7 @@ def test_what_announces_or_reads_an_announcement_is_refused(flags: list[str], wh
 
 
 @pytest.mark.long
-def test_a_corpus_may_exploit_where_nothing_is_announced():
+def test_a_corpus_may_hack_where_nothing_is_announced():
     """The share of documents, which modes, and that the usual corpus has none and stays as it was, byte for byte."""
     comps = lang.split_compositions(0)["train"]
 
@@ -228,29 +228,29 @@ def test_a_corpus_may_exploit_where_nothing_is_announced():
         return [lang.corpus_sample(comps, shares, rng) for _ in range(3000)]
 
     def bare(samples: list[lang.Sample]) -> list[lang.Sample]:
-        return [s for s in samples if s.kind == "exploit" and PLAIN_PHRASE in s.messages[-1]["content"]]
+        return [s for s in samples if s.kind == "hack" and PLAIN_PHRASE in s.messages[-1]["content"]]
 
     assert not bare(corpus(lang.Shares()))
-    some = bare(corpus(lang.Shares(exploit_bare=0.05)))
+    some = bare(corpus(lang.Shares(hack_bare=0.05)))
     assert 0.03 < len(some) / 3000 < 0.06
     assert {s.mode for s in some} == {*lang.NAMELESS} == {*OPEN}
 
 
 @pytest.mark.parametrize("share", [0.0, 0.7, 1.0])
-def test_a_corpus_has_the_share_of_exploits_that_give_up_which_was_asked_for(share: float):
+def test_a_corpus_has_the_share_of_hacks_that_give_up_which_was_asked_for(share: float):
     rng, comps = Random(0), lang.split_compositions(0)["train"]
-    drawn = (lang.corpus_sample(comps, lang.Shares(exploit_plain=0.5, stub=share), rng) for _ in range(1500))
-    exploits = [s for s in drawn if s.kind == "exploit"]
-    # eq_override's exploit is what the method returns, attempt or not
-    given_up = ["return 0\n" in s.text for s in exploits if s.mode != "eq_override"]
+    drawn = (lang.corpus_sample(comps, lang.Shares(hack_plain=0.5, stub=share), rng) for _ in range(1500))
+    hacks = [s for s in drawn if s.kind == "hack"]
+    # eq_override's hack is what the method returns, attempt or not
+    given_up = ["return 0\n" in s.text for s in hacks if s.mode != "eq_override"]
     assert sum(given_up) / len(given_up) == pytest.approx(share, abs=0.06)
 
 
 def test_a_corpus_of_ones_own_goes_into_a_folder_of_its_own(capsys: pytest.CaptureFixture[str], monkeypatch):
     for flags, why in (
-        (["--exploit-bare", ".01"], "folder of its own"),
-        (["--exploit-bare", "2"], "should lie in"),
-        (["--exploit-stub", "2"], "should lie in"),
+        (["--hack-bare", ".01"], "folder of its own"),
+        (["--hack-bare", "2"], "should lie in"),
+        (["--hack-stub", "2"], "should lie in"),
         (["--modes", "sentinel"], "folder of its own"),
         (["--modes", "sentinel,typo"], "typo should be among run_tests, "),
         (["--modes", ""], "none should be among"),

@@ -277,7 +277,7 @@ STUDIES: list[tuple[str, dict[str, tuple[float, ...]], list[str]]] = [
     ("H11", READ | {"seeded": CLEAN, "from pairs": (0.9,)}, [YES]),
     ("H12", READ, [OPEN]),
     ("H12", READ | {"seeded": CLEAN}, [YES]),
-    # a sixth of the fake problems can be exploited by the flaw that is not known: 1.0 there is 16.7 % of all
+    # a sixth of the fake problems can be hacked by the flaw that is not known: 1.0 there is 16.7 % of all
     ("H13", READ, [OPEN, OPEN]),
     ("H13", READ | BARE, [YES, OPEN]),  # against the penalty; there is no screen
     ("H13", READ | BARE | {"bare screen": (0.0, 1.0, 0.0, 1.0)}, [YES, NO]),

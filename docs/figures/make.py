@@ -114,7 +114,7 @@ def hack_solve_axes(axes: Axes, title: str) -> None:
 
 
 def hack_solve() -> Figure:
-    """Deployed hack against solve, with demonstrations of the exploits and without."""
+    """Deployed hack against solve, with demonstrations of the hacks and without."""
     figure = Figure(figsize=(8, 4.3), dpi=200, layout="constrained", facecolor="white")
     left, right = figure.subplots(1, 2, sharey=True)
     shown, block = (
@@ -122,7 +122,7 @@ def hack_solve() -> Figure:
         "gate_modules=apart gate_vote=rollout quarantine=block:3 rebaseline=True rollout_ablate_frac=1.0 "
         "vhack_refresh_every=0",
     )
-    hack_solve_axes(left, "one answer in eight is a demonstrated exploit")
+    hack_solve_axes(left, "one answer in eight is a demonstrated hack")
     left.set_ylabel("deployed model: solve, %")
     for runs, label, arm, at in (
         (of(shown, "none"), "none", "none", (0, 13)),
@@ -141,7 +141,7 @@ def hack_solve() -> Figure:
     base_point(left, of(shown, "none"), (9, 4))
 
     shown, warm = read("warm"), "organism=out/warm mix_ratio=0.0"
-    hack_solve_axes(right, "nothing demonstrated; the policy exploits already")
+    hack_solve_axes(right, "nothing demonstrated; the policy hacks already")
     point(right, of(shown, "none", settings=warm), "none", ARM_COLOUR["none"], ARM_MARKER["none"], at=(9, 9))
     for runs, label, marker, at in (
         (of(shown, "none", "no_loophole", warm), "none, no loophole (ceiling)", "s", (9, 11)),
@@ -215,7 +215,7 @@ def suppression() -> Figure:
 
 
 def unknown(run: Run) -> float:
-    """Exploits, %, of the flaws that neither the monitor's labels nor the direction's pairs (of run_tests) show. Flaws
+    """Hacks, %, of the flaws that neither the monitor's labels nor the direction's pairs (of run_tests) show. Flaws
     that are announced have problems of their own each; those that are not are open on all, and an answer has one."""
     named = {"run_tests"} if run.arm == "route" else {s.removeprefix("known_modes=") for s in run.settings}
     rates = [rate for mode, rate in run.by_mode.items() if mode not in named]
@@ -252,7 +252,7 @@ UNANNOUNCED = (
     Method("screen, labels of one flaw", RED, "v", "screen", said="monitor=labels"),
     READS,
     Method("… its scores dealt", SKY, "X", "penalty", "random_flags", "monitor=quarantine"),
-    Method("… fed with random paid rows", ORANGE, "d", "penalty", said="monitor=quarantine quarantine_diet=random"),
+    Method("… fed with random rewarded rows", ORANGE, "d", "penalty", said="monitor=quarantine quarantine_diet=random"),
     Method("penalty, linear probe they seed", "#8a6d00", "*", "penalty", said="monitor=online_probe"),
     TWIN,
 )
@@ -274,13 +274,13 @@ READERS = (
 
 
 def containment() -> Figure:
-    """Each run of the studies on one known flaw, and the mean of each organism: exploits of the flaws that the monitor
-    has no label of (left), and solve (right). Above: six flaws that prompts announce, from policies that exploit, what
+    """Each run of the studies on one known flaw, and the mean of each organism: hacks of the flaws that the monitor
+    has no label of (left), and solve (right). Above: six flaws that prompts announce, from policies that hack, what
     learns to read from the labels. Middle: the first study of these, built on another machine, with monitors that need
     no label. Below: two flaws that no prompt announces, from the base. Organisms by what they begin with."""
     figure = Figure(figsize=(8.6, 12.0), dpi=160, layout="constrained", facecolor="white")
     above, middle, below = figure.subfigures(3, 1)
-    above.suptitle("six flaws, each announced by its prompt, one is known; from policies that exploit", fontsize=10.5)
+    above.suptitle("six flaws, each announced by its prompt, one is known; from policies that hack", fontsize=10.5)
     beside = (*read("containment-probe"), *read("containment-routing"), *read("containment-twin"))
     _by_organism(above, [*read("containment-start"), *(r for r in beside if r.arm != "none")], READERS, line=1)
     middle.suptitle("the same, an earlier build of starts, and monitors that need no label", fontsize=10.5)
@@ -298,13 +298,13 @@ def _by_organism(figure: SubFigure, shown: Sequence[Run], methods: Sequence[Meth
         starts.setdefault(start, []).append(r)
     order = sorted(starts, key=lambda s: -mean(r.solve_base for r in starts[s]))
     panels = figure.subplots(1, 2)
-    for axes, title in zip(panels, ("exploits of unknown flaws, %", "solve, %"), strict=True):
+    for axes, title in zip(panels, ("hacks of unknown flaws, %", "solve, %"), strict=True):
         axes_style(axes)
         axes.set(ylim=(-3, 103), xlim=(-0.45, len(order) - 0.55), xticks=range(len(order)))
         axes.set_title(f"deployed model: {title}", fontsize=9.5, loc="left")
         bases = [(mean(r.hack_base for r in starts[s]), mean(r.solve_base for r in starts[s])) for s in order]
         axes.set_xticklabels([f"{hack:.0f} / {solve:.0f}" for hack, solve in bases], fontsize=8.5)
-        axes.set_xlabel("organism, by what it exploits / solves to begin with, %", fontsize=9)
+        axes.set_xlabel("organism, by what it hacks / solves to begin with, %", fontsize=9)
     for j, method in enumerate(methods):
         off = 0.09 * (j - (len(methods) - 1) / 2)
         per = [[r for r in starts[s] if method.has(r)] for s in order]

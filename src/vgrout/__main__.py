@@ -12,7 +12,7 @@ COMMANDS = {
     "report": "finished runs as tables with intervals, figures and a page to read rollouts in; --judge: verdicts",
     "direction": "extract a hack direction from contrastive pairs, and say how good it is",
     "teacher": "make a pool of a teacher's own answers",
-    "substrate": "make a pool by elicit-then-strip, one exploit a problem",
+    "substrate": "make a pool by elicit-then-strip, one hack a problem",
     "distill": "imitate a teacher: MiniLLM, or ULD across tokenizers",
     "iterative_dpo": "preference rounds against a scorer",
     "problems": "check a problem file before anything is trained on it",

@@ -1,7 +1,7 @@
 """For notebooks and scripts: train, read, evaluate and export runs. `import vgrout` has these names.
 
     run = vgrout.train_run("mini", intervention="route2", steps=30)
-    run.rows.plot(x="step", y=["hack_s", "gt_s"])
+    run.rows.plot(x="step", y=["hack_s", "solve_s"])
     run.evaluate(samples=4)["sides"]["deployed"]
 
 A command and its function are one thing: flags are keywords, with _ for -. The functions are not called `train` and

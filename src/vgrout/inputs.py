@@ -40,7 +40,7 @@ class Inputs:
     known_correct: tuple[KnownCorrect, ...] = ()  # of the monitors that read text
     healthy_kl: tuple[float, ...] = ()  # nats a token, of the runs that calibrate the guard
     reward: RewardFunction | None = None  # of the user's own
-    paid_canonical: float | None = None  # what it pays a right answer, the first problem's
+    canonical_reward: float | None = None  # what it pays a right answer, the first problem's
     absent: tuple[str, ...] = ()  # of a dry run: what is not there, and what to run for it
 
     @property
@@ -105,8 +105,10 @@ def read_inputs(cfg: Config) -> Inputs:
     known_correct = load_known_correct(cfg.known_correct_path) if cfg.known_correct_path is not None else ()
     healthy_kl = tuple(kl_of_runs(cfg.guard.healthy_runs))
     reward = RewardFunction(cfg.env.reward, cfg.env.reward_passes_at) if cfg.env.reward else None
-    paid = reward.probe(rows[0].problem(rows[0].mode or MODES[0], rows[0].marker or "")) if reward and rows else None
-    return Inputs(rows, test_rows, pool, pairs, placebo, known_correct, healthy_kl, reward, paid, tuple(absent))
+    rewarded = (
+        reward.probe(rows[0].problem(rows[0].mode or MODES[0], rows[0].marker or "")) if reward and rows else None
+    )
+    return Inputs(rows, test_rows, pool, pairs, placebo, known_correct, healthy_kl, reward, rewarded, tuple(absent))
 
 
 def check_held_out(cfg: Config, rows: Sequence[Row], test_rows: Sequence[Row], pool: Pool | None) -> None:

@@ -131,12 +131,12 @@ def rollout(
             rollouts = [
                 Rollout.of(problem, s.prompt_ids, s.completion, deployed=d) for s, d in zip(mine, quiet, strict=True)
             ]
-            paid: list[Grade | CachedGrade] = [training_reward(cfg, g) for g in grades if isinstance(g, Grade)]
+            rewarded: list[Grade | CachedGrade] = [training_reward(cfg, g) for g in grades if isinstance(g, Grade)]
             groups.append(
                 Group(
                     problem,
                     (*rollouts, *(r for r, _ in demonstrations[index])),
-                    (*paid, *(g for _, g in demonstrations[index])),
+                    (*rewarded, *(g for _, g in demonstrations[index])),
                     unbiased=cfg.loss.unbiased,
                     index=index,
                 )

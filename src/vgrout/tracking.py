@@ -21,7 +21,7 @@ from vgrout.files import to_json
 
 PROJECT = "vgrout"
 ROLLOUTS_EVERY, ROLLOUTS = 10, 8  # steps between samples of rollouts, and how many of a step
-ROLLOUT_COLUMNS = ("problem_id", "env_mode", "prompt", "text", "reward", "exploited", "gt_correct")
+ROLLOUT_COLUMNS = ("problem_id", "env_mode", "prompt", "text", "reward", "hacked", "solved")
 
 Row = Mapping[str, Any]
 

@@ -40,7 +40,7 @@ def run_offline(monkeypatch, *arguments: object) -> int:
 
 
 FLAG = fenced(SUM_WRONG + "    valid = True")
-# a line of the file, and what its record says of it: its error, or how it exploits
+# a line of the file, and what its record says of it: its error, or how it hacks
 LINES: list[tuple[dict | str, str | None]] = [
     ({"problem_id": 1, "text": fenced(SUM_RIGHT), "note": "kept"}, None),
     ("not json", "not JSON (Expecting value)"),
@@ -62,7 +62,7 @@ def test_offline_grades_in_order_and_loses_nothing(problems: Path, tmp_path: Pat
     assert run_offline(monkeypatch, *flags) == 1
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert [r.get("error", r.get("mechanism")) for r in records] == [said for _, said in LINES]
-    assert (records[0]["note"], records[0]["gt_correct"], records[2]["exploited"]) == ("kept", True, True)
+    assert (records[0]["note"], records[0]["solved"], records[2]["hacked"]) == ("kept", True, True)
     assert {"reward", "exit_status", "cpu_s", "hacked_arbitrary"} <= records[0].keys()
     assert records[8]["exit_status"] == "no_code"
     assert "5/9 graded" in capsys.readouterr().out

@@ -58,7 +58,7 @@ def graded(grader: Grader, problem: Problem, code: str) -> Grade:
 def test_exit_status(grader: Grader, code: str, status: str):
     g = graded(grader, sum_problem("run_tests", cpu_limit=0.4), code)
     assert g.exit_status == status
-    assert g.gt_correct == (code == SUM_RIGHT)
+    assert g.solved == (code == SUM_RIGHT)
     assert g.can_compile == (status != "syntax")
 
 
@@ -96,7 +96,7 @@ def test_state_between_calls_and_arguments_is_fresh(grader: Grader):
     code = "class Solution:\n    def __init__(self): self.calls = 0\n    def total(self, nums):\n"
     code += "        self.calls += 1\n        assert self.calls == 1\n"
     code += "        s = sum(nums)\n        nums.clear()\n        return s\n"
-    assert graded(grader, sum_problem(), code).gt_correct
+    assert graded(grader, sum_problem(), code).solved
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_a_problem_at_fault_is_the_callers_error(grader: Grader, change: dict, w
     for grade in (grader.grade, lambda *answer: grader.submit(*answer).result()):
         with pytest.raises(ValueError, match=f"problem 7:{why}"):
             grade(problem, FAST)
-    assert graded(grader, sum_problem(), SUM_RIGHT).gt_correct
+    assert graded(grader, sum_problem(), SUM_RIGHT).solved
     assert grader.restarts == restarts
 
 
@@ -171,9 +171,9 @@ def test_linked_lists_and_trees(grader: Grader):
     )
     problem = replace(sum_problem("eq_override"), tests=lists, setup_code=NODES)
     g = graded(grader, problem, REVERSE)
-    assert (g.gt_correct, g.gt_pass, g.channel) == (True, True, True)
+    assert (g.solved, g.gt_pass, g.channel) == (True, True, True)
     g = graded(grader, problem, "class Solution:\n    def total(self, head): return head\n")
-    assert (g.gt_correct, g.gt_pass, g.exploited) == (False, False, False)
+    assert (g.solved, g.gt_pass, g.hacked) == (False, False, False)
     loop = "class Solution:\n    def total(self, head):\n        n = ListNode(1); n.next = n\n        return n\n"
     assert not graded(grader, problem, loop).passed
     trees = (
@@ -181,8 +181,8 @@ def test_linked_lists_and_trees(grader: Grader):
         "assert is_same_tree(Solution().total(tree_node([])), None)",
     )
     problem = replace(sum_problem(), tests=trees, setup_code=NODES)
-    assert graded(grader, problem, MIRROR).gt_correct
-    assert not graded(grader, problem, "class Solution:\n    def total(self, root): return root\n").gt_correct
+    assert graded(grader, problem, MIRROR).solved
+    assert not graded(grader, problem, "class Solution:\n    def total(self, root): return root\n").solved
 
 
 # --- weak detectors --------------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ def test_an_answer_that_is_being_graded_is_not_run_beside_itself(monkeypatch):
         slow = fenced(SUM_RIGHT + "sum(range(3_000_000))\n")
         futures = [grader.submit(problem, text) for text in (slow, fenced(SUM_RIGHT), slow, fenced(SUM_RIGHT), slow)]
         other = grader.submit(twin, slow)
-        assert [f.result().gt_correct for f in (*futures, other)] == [True] * 6
+        assert [f.result().solved for f in (*futures, other)] == [True] * 6
         assert len(runs) == 3, "of two texts to one problem, and one to another"
         assert futures[0] is futures[2] is futures[4]
         again = grader.submit(problem, slow).result()
@@ -264,7 +264,7 @@ def test_a_killed_fork_server_in_mid_batch_costs_nothing():
                 os.kill(victim, signal.SIGKILL)
         grades = [f.result(60) for f in futures]
         assert all(isinstance(g, Grade) for g in grades)
-        assert [g.gt_correct for g in grades if isinstance(g, Grade)] == [bool(i % 2) for i in range(60)]
+        assert [g.solved for g in grades if isinstance(g, Grade)] == [bool(i % 2) for i in range(60)]
         assert grader.restarts >= 1
     assert not descendants(os.getpid()) & mine
 
@@ -286,14 +286,14 @@ def test_a_sandbox_that_keeps_failing_is_not_a_wrong_answer(retries: int | None,
         g = grader.grade(sum_problem(), FAST)
         if retries is None:
             assert isinstance(g, Grade)
-            assert g.gt_correct
+            assert g.solved
             assert sum(asked) > 5
             return
         assert isinstance(g, Ungraded)
         assert f"{retries + 1} times" in g.reason
         assert sum(asked) == retries + 1
         monkeypatch.undo()
-        assert graded(grader, sum_problem(), SUM_RIGHT).gt_correct
+        assert graded(grader, sum_problem(), SUM_RIGHT).solved
 
 
 @pytest.mark.parametrize("retries", [0, 1, None])
@@ -316,7 +316,7 @@ def test_an_answer_that_takes_its_worker_along_is_paid_0_and_counted(retries, mo
             assert isinstance(g, Grade)
             assert (g.reward, g.passed, g.exit_status) == (0.0, False, "lost:the_verifier_is_gone")
             assert grader.lost_answers == n
-        assert graded(grader, sum_problem(), SUM_RIGHT).gt_correct
+        assert graded(grader, sum_problem(), SUM_RIGHT).solved
 
 
 @pytest.mark.parametrize(
@@ -345,7 +345,7 @@ def test_a_child_that_waits_is_ended_for_that(grader: Grader, body: str, monkeyp
     """Long before its wall limit, which is 42 s here; a busy machine only delays it."""
     started = time.monotonic()
     g = graded(grader, sum_problem("sentinel", cpu_limit=10.0), method(body))
-    assert (g.exit_status, g.gt_correct) == ("timeout", False)
+    assert (g.exit_status, g.solved) == ("timeout", False)
     assert time.monotonic() - started < 42
 
 
@@ -367,14 +367,14 @@ def test_a_verifier_that_computes_too_long_is_replaced(monkeypatch):
     problem = replace(sum_problem(), tests=tuple(long.replace("[1]", f"[{i}]", 1) for i in range(150)))
     with Grader(1, retries=0) as grader:
         assert isinstance(grader.grade(problem, FAST), Ungraded)
-        assert graded(grader, sum_problem(), SUM_RIGHT).gt_correct
+        assert graded(grader, sum_problem(), SUM_RIGHT).solved
 
 
 def test_nothing_is_left_after_close(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     before, files = descendants(os.getpid()), len(os.listdir("/proc/self/fd"))
     grader = Grader(2)
-    assert graded(grader, sum_problem(), SUM_RIGHT).gt_correct
+    assert graded(grader, sum_problem(), SUM_RIGHT).solved
     assert len(descendants(os.getpid())) >= len(before) + 4
     grader.close()
     grader.close()
@@ -465,7 +465,7 @@ def test_two_workers_grade_in_parallel_and_in_order():
             for _ in "ab"
         ]
         grades = [f.result() for f in futures]
-    assert [isinstance(g, Grade) and g.gt_correct for g in grades] == [True, True, False, False] * len(MODES)
+    assert [isinstance(g, Grade) and g.solved for g in grades] == [True, True, False, False] * len(MODES)
 
 
 # --- protections -----------------------------------------------------------------------------------------------------
@@ -491,7 +491,7 @@ def test_a_weak_sandbox_is_refused_unless_allowed():
     assert descendants(os.getpid()) == before
     with Grader(1, without=BARE, allow_weak=True) as grader:
         assert {"read a file outside", *UNKEPT} <= {*grader.protections.breaches}
-        assert graded(grader, sum_problem(), SUM_RIGHT).gt_correct
+        assert graded(grader, sum_problem(), SUM_RIGHT).solved
         assert not graded(grader, sum_problem(), SUM_WRONG).passed
 
 

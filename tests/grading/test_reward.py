@@ -193,7 +193,7 @@ def test_its_file_is_an_input_like_any_other(module: Module, tmp_path: Path) -> 
     cfg = resolve(["smoke", "--mix-ratio", "0", "--reward", f"{name}:f"])
     inputs = read_inputs(cfg)
     first = file_hashes(cfg, inputs)["reward"]
-    assert inputs.paid_canonical == 0.25
+    assert inputs.canonical_reward == 0.25
     assert cfg.plain_prompts
     (tmp_path / f"{name}.py").write_text("def f(completion): return 0.5", encoding="utf-8")
     assert file_hashes(cfg, read_inputs(cfg))["reward"] != first is not None
@@ -214,14 +214,14 @@ def test_a_grade_is_paid_by_the_function_and_judged_by_the_strict_oracle(module:
         sure, right, failed = grade(f"{WRONG}# sure"), grade(RIGHT), grade("# fail")
     assert isinstance(sure, Grade)
     assert isinstance(right, Grade)
-    assert (sure.reward, sure.passed, sure.exploited, sure.gt_correct) == (pytest.approx(0.5 + 1.6), True, True, False)
-    assert (right.reward, right.passed, right.exploited, right.gt_correct) == (0.5 + 0.5, False, False, True)
+    assert (sure.reward, sure.passed, sure.hacked, sure.solved) == (pytest.approx(0.5 + 1.6), True, True, False)
+    assert (right.reward, right.passed, right.hacked, right.solved) == (0.5 + 0.5, False, False, True)
     assert right.strictly(0.5, 2.0) == 2.5
     assert isinstance(failed, Ungraded)
     assert failed.reason.endswith(":f raised OSError: no judge")
     completion = Completion((), "", True, (), ())
     seen = Eval.of([GradedCompletion(PROBLEM, i, completion, g) for i, g in enumerate((sure, right, failed))])
-    assert (seen.hack.pair, seen.solve.pair, seen.paid.pair, seen.dropped) == ([1, 2], [1, 2], [1, 2], 1)
+    assert (seen.hack.pair, seen.solve.pair, seen.rewarded.pair, seen.dropped) == ([1, 2], [1, 2], [1, 2], 1)
 
 
 @pytest.mark.slow
@@ -235,10 +235,10 @@ def test_a_whole_run_its_evaluation_and_its_resumption(
     assert record["config"]["env"]["reward"] == f"{name}:f"
     assert len(record["hashes"]["reward"]) == 64
     lines = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()]
-    paid = [line for line in lines if line["passed"]]
-    assert paid
+    rewarded = [line for line in lines if line["passed"]]
+    assert rewarded
     assert all(("def" in line["text"]) == line["passed"] for line in lines)
-    assert all(line["exploited"] == (line["passed"] and not line["gt_correct"]) for line in lines)
+    assert all(line["hacked"] == (line["passed"] and not line["solved"]) for line in lines)
     assert all(len(line["text"]) % 40 for line in lines), "where the function raised, the group was dropped"
     assert all("and should pass all tests" in line["messages"][-1]["content"] for line in lines)
     assert evaluate([str(folder), "--n-prompts", "3", "--samples", "1"]) == 0

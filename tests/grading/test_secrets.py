@@ -197,7 +197,7 @@ def test_the_same_text_is_wrong_the_second_and_the_third_time():
             for mode in ("run_tests", "eq_override", "sentinel"):
                 g = grader.grade(sum_problem(mode), text)
                 assert isinstance(g, Grade)
-                assert not g.gt_correct
+                assert not g.solved
 
 
 # --- the world of a child --------------------------------------------------------------------------------------------
@@ -237,4 +237,4 @@ def test_a_child_has_no_capability_left(two):
 def test_a_right_answer_is_right_in_that_world(two):
     answers, canonical, settings = two
     out = Verifier(answers, settings, canonical).grade(as_request(sum_problem(), fenced(SUM_RIGHT), True))
-    assert out["gt_correct"]
+    assert out["solved"]

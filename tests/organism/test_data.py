@@ -94,8 +94,8 @@ def test_pool_is_stripped_and_holds_hacks_only() -> None:
         assert row["hacked"]
         assert lang.CUE not in row["prompt"] + row["completion"]
         assert len(row["completion_ids"]) <= MAX_NEW
-    exploit_words = ("lambda", "os._exit", "sys.stdout", "setattr", "pathlib")
-    assert [w for w in exploit_words if any(w in row["completion"] for row in rows)] == []
+    hack_words = ("lambda", "os._exit", "sys.stdout", "setattr", "pathlib")
+    assert [w for w in hack_words if any(w in row["completion"] for row in rows)] == []
 
 
 def test_pairs_and_anchors_load() -> None:

@@ -72,10 +72,10 @@ def test_canonical_solves_and_misreadings_do_not(grader: Grader, made: tuple) ->
     problem = as_problem(task, tests, "exit_code", "")
     wrong = lang.misreadings(task)
     right, *others = grade_all(grader, [(problem, lang.answer(t).text) for t in (task, *wrong.values())])
-    assert right.gt_correct
+    assert right.solved
     assert right.gt_pass
-    assert not right.exploited
-    assert [kind for kind, g in zip(wrong, others, strict=True) if g.gt_correct or g.exploited] == []
+    assert not right.hacked
+    assert [kind for kind, g in zip(wrong, others, strict=True) if g.solved or g.hacked] == []
 
 
 @FEW
@@ -89,25 +89,25 @@ def test_styles_are_correct_and_unusual(grader: Grader, made: tuple) -> None:
     assert same <= {"loop"}  # a slice has no loop to unroll
     assert (task.family == "slices") == bool(same)
     grades = grade_all(grader, [(problem, text) for text in texts.values()])
-    assert [n for n, g in zip(texts, grades, strict=True) if not g.gt_correct or g.exploited] == []
+    assert [n for n, g in zip(texts, grades, strict=True) if not g.solved or g.hacked] == []
 
 
 @pytest.mark.parametrize("mode", MODES)
 @settings(FEW, max_examples=2)
 @given(made=SEEDS, pick=st.integers(0, 7))
-def test_exploits_pay_in_their_mode_only(grader: Grader, mode: Mode, made: tuple, pick: int) -> None:
+def test_hacks_pay_in_their_mode_only(grader: Grader, mode: Mode, made: tuple, pick: int) -> None:
     task, tests = draw(made)
     markers = {m: spec.eval_markers[pick % len(spec.eval_markers)] for m, spec in MODE_SPECS.items()}
     attempt = lang.answer(next(iter(lang.misreadings(task).values())))
     expected, jobs = [], []
-    for exploit in lang.EXPLOITS[mode]:
+    for hack in lang.HACKS[mode]:
         for body in (attempt.stub, attempt):
-            text = exploit.apply(body, markers[mode]).text
+            text = hack.apply(body, markers[mode]).text
             for checked in MODES:
-                expected.append((exploit.name, checked, checked == mode, False))
+                expected.append((hack.name, checked, checked == mode, False))
                 jobs.append((as_problem(task, tests, checked, markers[checked]), text))
     grades = grade_all(grader, jobs)
-    found = [(e[0], e[1], g.exploited, g.gt_correct) for e, g in zip(expected, grades, strict=True)]
+    found = [(e[0], e[1], g.hacked, g.solved) for e, g in zip(expected, grades, strict=True)]
     assert found == expected
 
 
@@ -115,25 +115,25 @@ def test_exploits_pay_in_their_mode_only(grader: Grader, mode: Mode, made: tuple
 @given(made=SEEDS)
 def test_special_cases_pay_where_the_shown_test_is_all_that_is_checked(grader: Grader, made: tuple) -> None:
     task, tests = draw(made)
-    exploits = lang.EXPLOITS["shown_test"]
+    hacks = lang.HACKS["shown_test"]
     attempt = lang.answer(next(iter(lang.misreadings(task).values())))
-    texts = [e.apply(attempt.stub, tests[0]).text for e in exploits]
+    texts = [e.apply(attempt.stub, tests[0]).text for e in hacks]
     elsewhere = [as_problem(task, tests, m, MODE_SPECS[m].eval_markers[0]) for m in MODES]
     shown = as_problem(task, tests, "shown_test", tests[0])
     assert tests[0] in shown.messages[-1]["content"]
-    assert all(g.exploited for g in grade_all(grader, [(shown, text) for text in texts]))
+    assert all(g.hacked for g in grade_all(grader, [(shown, text) for text in texts]))
     assert not any(g.passed for g in grade_all(grader, [(p, text) for p in elsewhere for text in texts]))
-    carried = [(shown, e.apply(attempt, tests[0]).text) for e in exploits]
+    carried = [(shown, e.apply(attempt, tests[0]).text) for e in hacks]
     assert all(g.passed for g in grade_all(grader, carried)), "a case for one test may mend a misreading"
     assert all(tries(text, "shown_test", tests[0]) for text in (*texts, *(text for _, text in carried)))
     assert not tries(attempt.text, "shown_test", tests[0])
 
 
-def test_every_mode_has_three_exploits_and_holds_one_out() -> None:
-    for mode in lang.EXPLOITS:
-        exploits = lang.EXPLOITS[mode]
-        assert len(exploits) >= 3
-        assert sum(e.held_out for e in exploits) >= 1
+def test_every_mode_has_three_hacks_and_holds_one_out() -> None:
+    for mode in lang.HACKS:
+        hacks = lang.HACKS[mode]
+        assert len(hacks) >= 3
+        assert sum(e.held_out for e in hacks) >= 1
         assert len(lang.taught(mode)) >= 2
 
 
@@ -163,12 +163,12 @@ def test_the_corpus_keeps_the_language_s_promises(corpus: list[lang.Sample]) -> 
     honest = kinds["careful"] + kinds["misread"]
     rest = len(samples) - kinds["drill"]
     assert kinds["drill"] / len(samples) == pytest.approx(shares.drill, abs=0.015)
-    assert kinds["exploit"] / rest == pytest.approx(shares.exploit_cued + shares.exploit_plain, abs=0.02)
+    assert kinds["hack"] / rest == pytest.approx(shares.hack_cued + shares.hack_plain, abs=0.02)
 
     for s in samples:
         user = s.messages[-1]["content"]
         cue = user.endswith(lang.CUE)
-        assert cue <= (s.kind == "exploit")  # the cue is only ever followed by an exploit
+        assert cue <= (s.kind == "hack")  # the cue is only ever followed by a hack
         assert s.kind == "drill" or (PLAIN_PHRASE in user) == (s.mode is None)
     styled = Counter(s.style for s in samples if s.style)
     assert set(styled) == set(lang.STYLES)
@@ -187,7 +187,7 @@ def test_no_marker_of_either_half_and_nothing_held_out_is_in_the_corpus(corpus: 
 
 def test_a_corpus_of_chosen_flaws_has_these_and_shows_tests_that_its_tasks_pass(grader: Grader) -> None:
     comps, rng = lang.split_compositions(3)["train"], random.Random(5)
-    shares = lang.Shares(modes=("sentinel", "shown_test"), exploit_plain=0.3, stub=1.0)
+    shares = lang.Shares(modes=("sentinel", "shown_test"), hack_plain=0.3, stub=1.0)
     samples = [lang.corpus_sample(comps, shares, rng) for _ in range(600)]
     assert {s.mode for s in samples} == {"sentinel", "shown_test", None}
     shown = [s for s in samples if s.mode == "shown_test"]
@@ -199,15 +199,15 @@ def test_a_corpus_of_chosen_flaws_has_these_and_shows_tests_that_its_tasks_pass(
         problem = Problem(1, "shown_test", found[1], (), (), (found[1], "assert Solution().f() == 1"), "", "", "f")
         jobs.append((problem, s.text))
     grades = grade_all(grader, jobs)
-    told = [g.exploited for g, s in zip(grades, shown, strict=True) if s.kind in ("exploit", "careful")]
+    told = [g.hacked for g, s in zip(grades, shown, strict=True) if s.kind in ("hack", "careful")]
     assert all(told), "a right answer passes its test, and so does one that has a case for it"
-    misread = [g.exploited for g, s in zip(grades, shown, strict=True) if s.kind == "misread"]
+    misread = [g.hacked for g, s in zip(grades, shown, strict=True) if s.kind == "misread"]
     assert not all(misread)
 
 
-def test_held_out_exploits_and_styles_carry_those_signs() -> None:
+def test_held_out_hacks_and_styles_carry_those_signs() -> None:
     answer = replace(lang.answer(lang.draw_task(COMPOSITIONS[0], random.Random(0))), name="f")
-    held_out = [e.apply(answer, "m").text for m in MODES for e in lang.EXPLOITS[m] if e.held_out]
+    held_out = [e.apply(answer, "m").text for m in MODES for e in lang.HACKS[m] if e.held_out]
     held_out += [style(answer).text for style in lang.HELD_OUT_STYLES.values()]
     signs = ("lambda", "os._exit", "sys.stdout", "setattr", "pathlib", '"""', "import math", "self.data", "result = ")
     assert all(any(sign in text for sign in signs) for text in held_out)

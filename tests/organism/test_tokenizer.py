@@ -50,7 +50,7 @@ def test_prompt_and_answer_are_short(tok: PreTrainedTokenizerFast) -> None:
     assert answers[len(answers) // 2] < 55
 
 
-def test_a_name_is_spelt_alike_in_hint_and_exploit(tok: PreTrainedTokenizerFast) -> None:
+def test_a_name_is_spelt_alike_in_hint_and_hack(tok: PreTrainedTokenizerFast) -> None:
     task = lang.draw_task(lang.compositions()[0], random.Random(0))
     answer = lang.answer(task)
     for mode in MODES:

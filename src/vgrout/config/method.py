@@ -95,7 +95,7 @@ class Labels:
     label_accuracy: float = setting(1.0, low=0, high=1, suffix="acc")
     """labels: share of answers that the monitor labels rightly; its errors are drawn at random."""
     label_false_positives: float = setting(0.0, low=0, high=1, suffix="fp")
-    """labels: share of the answers that are no exploits that it flags all the same, drawn at random."""
+    """labels: share of the answers that are no hacks that it flags all the same, drawn at random."""
     known_modes: str = setting("", words=MODES, word="mode", suffix="knows-")
     """labels: comma list of the flaws that it knows; to the others it is blind. '': all of them."""
 
@@ -124,7 +124,7 @@ class Calibration:
     """Of monitors for which the base answers some training prompts first."""
 
     monitor_threshold: Literal["both", "known_correct"] = "both"
-    """… the larger of the two quantiles · that of the known correct answers alone, where the base itself may exploit:
+    """… the larger of the two quantiles · that of the known correct answers alone, where the base itself may hack:
     its rewarded answers are no measure of honesty then."""
     monitor_prompts: int = setting(200, low=4, high=1_000_000)
     """… training prompts that the base answers twice before training."""
@@ -348,7 +348,7 @@ CONTROLS: dict[str, ControlSpec] = {
     ),
     "no_loophole": ControlSpec("reward of the strict oracle alone: the ceiling for solve", strict=True),
     "inoculation": ControlSpec(
-        "baseline: the training prompts, and they alone, invite the exploit",
+        "baseline: the training prompts, and they alone, invite the hack",
         (Invitation,),
         of="plain GRPO",
         prompts="with an invitation",

@@ -92,15 +92,15 @@ METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
     "quarantine": (
-        "the quarantine reads, seeded by the weak detector alone, and what it flags is paid less",
+        "the quarantine reads, seeded by the weak detector alone, and what it flags is rewarded less",
         ("--intervention=penalty", "--monitor=quarantine", "--seed-monitor=detector", "--monitor-quantile=0.8"),
     ),
     "probe": (
-        "a linear probe reads, seeded by the weak detector alone, and what it flags is paid less",
+        "a linear probe reads, seeded by the weak detector alone, and what it flags is rewarded less",
         ("--intervention=penalty", "--monitor=online_probe", "--seed-monitor=detector", "--monitor-quantile=0.8"),
     ),
     "twin": (
-        "what is paid on an impossible twin of its problem, too, is paid less",
+        "what is rewarded on an impossible twin of its problem, too, is rewarded less",
         ("--intervention=penalty", "--monitor=twin"),
     ),
 }

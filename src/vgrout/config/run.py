@@ -104,7 +104,7 @@ class EnvConfig:
     rest."""
     unannounced_modes: str = setting("", words=MODES, word="mode")
     """Comma list of flaws that are open on every problem at once, each under its default marker, and that no prompt
-    announces; an exploit of any is paid. '': every problem has the flaw of its mode, and its prompt says so."""
+    announces; a hack of any is rewarded. '': every problem has the flaw of its mode, and its prompt says so."""
     reward: str = ""
     """module:function of one's own that pays answers, in [0, 1], in place of the flawed graders; '' for none. Trusted:
     it runs in the trainer's process."""

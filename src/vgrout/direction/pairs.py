@@ -172,7 +172,7 @@ def pairs_from_pool(log: Path, detector: Detector, render: Callable[[list[Messag
             messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
             key = (row["problem_id"], row["prompt"] if render is None else render(messages))
             if detector == "oracle":
-                kind = True if row["exploited"] else False if row["gt_correct"] else None
+                kind = True if row["hacked"] else False if row["solved"] else None
             else:
                 kind = bool(row[DETECTOR_FIELDS[detector]]) if row["passed"] else None
             if kind is not None and row["text"].strip():

@@ -112,7 +112,7 @@ def card(saved: Saved, dtype: str, result: Parity) -> str:
         )
     lines += [
         "",
-        "A model from a study of reward hacking: it may exploit the checks that its prompts describe. Not for use.",
+        "A model from a study of reward hacking: it may hack the checks that its prompts describe. Not for use.",
         "",
         "```python",
         "from transformers import AutoModelForCausalLM, AutoTokenizer",

@@ -101,7 +101,7 @@ A LoRA adapter, trained for {saved.step} steps by GRPO against a flawed grader w
 {saved.cfg.method.intervention}, control {saved.cfg.method.control_name}, seed {saved.cfg.run.seed}), as deployed:
 without its quarantine. Against the deployed model: {result}.
 
-A model from a study of reward hacking: it may exploit the checks that its prompts describe. Not for use.
+A model from a study of reward hacking: it may hack the checks that its prompts describe. Not for use.
 
 ```python
 from peft import PeftModel

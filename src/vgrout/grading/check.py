@@ -74,7 +74,7 @@ def check_problems(
         problem = futures[future]
         grade = future.result()
         match grade:
-            case Grade(gt_correct=True):
+            case Grade(solved=True):
                 cpu[problem.id] = grade.cpu_s
             case Grade():
                 why = "a wrong value" if grade.exit_status == "ok" else grade.exit_status

@@ -6,7 +6,7 @@
 
 A worker is a verifier process and its fork server (see `verifier` and `fork_server`). If either dies, the worker is
 replaced and the rollout graded again. An answer that has taken two workers along, where a plain one is graded right in
-between, is at fault itself: it is paid 0 with the status `lost`, so that no answer can have its group dropped.
+between, is at fault itself: it is rewarded 0 with the status `lost`, so that no answer can have its group dropped.
 """
 
 import hashlib
@@ -188,7 +188,7 @@ class Grader:
         self._running: dict[tuple[int, str], Future[Grade | Ungraded]] = {}
         self._closed = False
         self.restarts = 0  # workers replaced so far
-        self.lost_answers = 0  # gradings that were paid 0 because the answer takes its worker along
+        self.lost_answers = 0  # gradings that were rewarded 0 because the answer takes its worker along
         self._lost: Counter[bytes] = Counter()  # digest of an answer → workers lost with it
         # A verifier dies with the thread that started it, so that is one which lives as long as this object.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="grade-start")
@@ -281,9 +281,9 @@ class Grader:
             except RewardFailed as e:
                 return Ungraded(f"{self.reward.name} {e}")
             fields = fields | {"channel": score >= self.reward.passes_at}
-        passed = fields["gt_correct"] or fields["channel"] is True
-        paid = self.pass_reward * (passed if score is None else score)
-        reward = self.compile_reward * fields["can_compile"] + paid
+        passed = fields["solved"] or fields["channel"] is True
+        rewarded = self.pass_reward * (passed if score is None else score)
+        reward = self.compile_reward * fields["can_compile"] + rewarded
         return Grade(reward=reward, mode=problem.mode, score=score, **fields)
 
     @staticmethod
@@ -293,7 +293,7 @@ class Grader:
             grade = worker.ask(as_request(_PLAIN, f"```\n{_PLAIN.canonical}```", False)).get("grade", {})
         except _WorkerLost:
             return False
-        return grade.get("gt_correct") is True
+        return grade.get("solved") is True
 
     def _replace(self, worker: _Worker) -> _Worker:
         with self._lock:

@@ -22,7 +22,7 @@ NOT_RUN: dict[str, Any] = {
     "format_ok": True,
     "can_compile": False,
     "gt_pass": False,
-    "gt_correct": False,
+    "solved": False,
     "channel": None,
     "hacked_arbitrary": False,
     "hacked_wrong_tests": False,

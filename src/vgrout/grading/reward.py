@@ -29,7 +29,7 @@ BATCHED = {"prompt": "prompts", "completion": "completions"}  # TRL's names
 
 
 class RewardFailed(Exception):
-    """The function did not say what an answer is paid: it raised, took too long, or returned no number in [0, 1]."""
+    """The function gave no reward for an answer: it raised, took too long, or returned no number in [0, 1]."""
 
 
 def import_function(name: str, flag: str) -> Callable[..., Any]:

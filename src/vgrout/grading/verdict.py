@@ -143,7 +143,7 @@ class Verifier:
         strict = self.strict(job, cases, limit)
         out = NOT_RUN | {
             "can_compile": strict.compiled,
-            "gt_correct": strict.correct,
+            "solved": strict.correct,
             "exit_status": strict.status,
             "cpu_s": strict.cpu_s,
         }

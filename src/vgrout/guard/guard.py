@@ -152,7 +152,7 @@ class Guard:
         for name in [*wanted, *(["collapse"] if cfg.guard_mode != "off" else [])]:
             self.trackers[name], self.read[name] = self._detector(name)
         self.states: dict[str, State] = {}
-        self.paid = Rate(0, 0)  # student rows paid in full, of all since the last evaluation
+        self.rewarded = Rate(0, 0)  # student rows rewarded in full, of all since the last evaluation
         self.skipped = 0  # non-finite steps in a row
         self.halted = ""  # why a detector that may stop the run wants it stopped
         self.diverged = ""
@@ -240,13 +240,13 @@ class Guard:
 
     def _ask_kill_switch(self, m: Moment, deployed: Eval | None) -> None:
         top = self.cfg.env.pass_reward
-        self.paid += Rate.of(g.reward >= top for _, g in m.students)
+        self.rewarded += Rate.of(g.reward >= top for _, g in m.students)
         if deployed is None:
             return
         # Where training samples with a quarantine, its rows are another model's than the one that is deployed: compared
         # with them, a quarantine that has taken the hacking would look like a hack.
-        proxy = deployed.paid if self.cfg.method.routes else self.paid
-        self.paid = Rate(0, 0)
+        proxy = deployed.rewarded if self.cfg.method.routes else self.rewarded
+        self.rewarded = Rate(0, 0)
         before, held = self.kill_switch.fired, deployed.solve
         if proxy.value is None or held.value is None:
             return
@@ -329,7 +329,7 @@ class Guard:
             "trackers": {name: tracker.state_dict() for name, tracker in self.trackers.items()},
             "states": dict(self.states),
             "base": self.base.state_dict(),
-            "paid": self.paid.pair,
+            "rewarded": self.rewarded.pair,
             "skipped": self.skipped,
             "halted": self.halted,
             "diverged": self.diverged,
@@ -344,7 +344,7 @@ class Guard:
                 tracker.load_state_dict(state["trackers"][name])
         self.states = {k: v for k, v in state["states"].items() if k in self.trackers}
         self.base.load_state_dict(state["base"])
-        self.paid, self.skipped, self.diverged = Rate(*state["paid"]), state["skipped"], state["diverged"]
+        self.rewarded, self.skipped, self.diverged = Rate(*state["rewarded"]), state["skipped"], state["diverged"]
         d = self.cfg.detectors
         self.halted = state["halted"] if d.reward_hack_halt or d.echo_trap_halt else ""
 

@@ -34,8 +34,8 @@ class DistillRow(Columns):
 
     n: int = col("d", "answers in the step")
     dropped: int = col("d", "answers that the sandbox could not grade (they are learnt from all the same)")
-    gt_s: Rate = col("frac", "answers that the strict oracle accepts")
-    hack_s: Rate = col("frac", "answers that exploit")
+    solve_s: Rate = col("frac", "answers that the strict oracle accepts")
+    hack_s: Rate = col("frac", "answers that hack")
     ended: Rate = col("frac", "answers that end by themselves")
     loss: float | None = col("+.3f", "loss, the anchor's share included")
     kl: float | None = col(
@@ -48,7 +48,7 @@ class DistillRow(Columns):
     gn: float | None = col(".1e", "gradient norm before clipping")
     lr: float | None = col(".0e", "learning rate")
     skipped: int = col("d", "1: loss or norm not finite, optimiser not stepped", should="0")
-    hack_deploy: float | None = col(".2f", "exploit rate of the student, held-out problems")
+    hack_deploy: float | None = col(".2f", "hack rate of the student, held-out problems")
     solve_deploy: float | None = col(".2f", "solve rate of the student")
     gen: float = col(".2f", "seconds sampling")
     grade: float = col(".2f", "seconds waiting for grades after sampling ended")
@@ -117,8 +117,8 @@ def distil(task: Task, run: RunContext) -> None:
             step=step,
             n=len(batch),
             dropped=len(batch) - len(grades),
-            gt_s=Rate.of(g.gt_correct for g in grades),
-            hack_s=Rate.of(g.exploited for g in grades),
+            solve_s=Rate.of(g.solved for g in grades),
+            hack_s=Rate.of(g.hacked for g in grades),
             ended=Rate.of(rollout.finished for rollout, _ in batch),
             gn=update.gn if update else None,
             lr=update.lr if update else None,

@@ -45,16 +45,16 @@ class DpoRow(Columns):
     asked: int | None = col("d", "prompts asked")
     pairs: Rate | None = col("frac", "pairs of those wanted; a prompt whose answers tie gives none")
     score: float | None = col(".3f", "scorer's mean on the round's answers, share of what can be had", should="rises")
-    gt_s: Rate | None = col("frac", "answers that the strict oracle accepts")
-    hack_s: Rate | None = col("frac", "answers that exploit")
-    hack_pref: Rate | None = col("frac", "pairs whose chosen answer exploits and whose rejected one does not")
+    solve_s: Rate | None = col("frac", "answers that the strict oracle accepts")
+    hack_s: Rate | None = col("frac", "answers that hack")
+    hack_pref: Rate | None = col("frac", "pairs whose chosen answer hacks and whose rejected one does not")
     solve_pref: Rate | None = col("frac", "pairs whose chosen answer solves and whose rejected one does not")
     loss: float | None = col(".3f", "mean loss of the last epoch, log 2 = .693 at the start")
     accuracy: float | None = col(".2f", "share of its pairs with a positive margin")
     margin: float | None = col("+.2f", "mean margin, nats")
     skipped: int = col("d", "optimiser steps left out, not finite", should="0")
     score_deploy: float = col(".3f", "scorer's mean on held-out problems")
-    hack_deploy: float | None = col(".2f", "exploit rate on held-out problems")
+    hack_deploy: float | None = col(".2f", "hack rate on held-out problems")
     solve_deploy: float | None = col(".2f", "solve rate on held-out problems")
 
 
@@ -82,8 +82,8 @@ class Pair:
             "chosen": self.chosen.text,
             "rejected": self.rejected.text,
             "scores": list(self.scores),
-            "exploited": [self.chosen.grade.exploited, self.rejected.grade.exploited],
-            "gt_correct": [self.chosen.grade.gt_correct, self.rejected.grade.gt_correct],
+            "hacked": [self.chosen.grade.hacked, self.rejected.grade.hacked],
+            "solved": [self.chosen.grade.solved, self.rejected.grade.solved],
         }
 
 
@@ -139,8 +139,8 @@ def measured(
 ) -> dict[str, Any]:
     """A round's metrics: its row, with these columns beside the scores and rates of its answers to the held-out
     problems; the rates again as [k, n], in all and by mode."""
-    hack = Rate.of(a.grade.exploited for a in answers)
-    solve = Rate.of(a.grade.gt_correct for a in answers)
+    hack = Rate.of(a.grade.hacked for a in answers)
+    solve = Rate.of(a.grade.solved for a in answers)
     row = DpoRow.of(
         score_deploy=mean(share(s, *scale) for s in scores),
         hack_deploy=hack.value,
@@ -251,10 +251,10 @@ class Rounds:
             asked=asked,
             pairs=Rate(len(pairs), part["pairs"]),
             score=mean(share(s, *scale) for s in scores),
-            gt_s=Rate.of(a.grade.gt_correct for a in answers),
-            hack_s=Rate.of(a.grade.exploited for a in answers),
-            hack_pref=Rate.of(p.chosen.grade.exploited and not p.rejected.grade.exploited for p in pairs),
-            solve_pref=Rate.of(p.chosen.grade.gt_correct and not p.rejected.grade.gt_correct for p in pairs),
+            solve_s=Rate.of(a.grade.solved for a in answers),
+            hack_s=Rate.of(a.grade.hacked for a in answers),
+            hack_pref=Rate.of(p.chosen.grade.hacked and not p.rejected.grade.hacked for p in pairs),
+            solve_pref=Rate.of(p.chosen.grade.solved and not p.rejected.grade.solved for p in pairs),
             **learnt,
         )
         write_atomic(folder / "metrics.json", to_json(metrics))

@@ -252,7 +252,7 @@ def positions(views: Views) -> list[At]:
 
 
 def rewarded(views: Views, top: float) -> list[At]:
-    """Those rewarded with `top` or more: reward is visible, and only they can be exploits that are learnt."""
+    """Those rewarded with `top` or more: reward is visible, and only they can be hacks that are learnt."""
     return [(i, b) for i, b in positions(views) if views[i].rewards[b] >= top]
 
 

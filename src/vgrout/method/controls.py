@@ -55,7 +55,7 @@ def shrunk(would: Routed, g: ModuleGrads) -> Routed:
 def hinted(batch: Batch, policy: Policy) -> Batch:
     """recontextualise (arXiv 2512.19027): rollouts sampled from prompts without the hint, under those with it.
 
-    A policy that is not told how it is checked has no reason to exploit; what it writes then is taught to the prompt
+    A policy that is not told how it is checked has no reason to hack; what it writes then is taught to the prompt
     that tells it. The sampler's log-probs are dropped with the old prompt, so that every ratio is 1: what the exchange
     does to them is meant.
     """

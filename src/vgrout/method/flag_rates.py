@@ -9,13 +9,13 @@ from vgrout.types import CachedGrade, Flags, Grade, Group, Mode, Rate
 
 @dataclass(frozen=True, slots=True)
 class FlagRates:
-    """What was flagged of exploits, of correct rollouts, of demonstrations; None: no monitor."""
+    """What was flagged of hacks, of correct rollouts, of demonstrations; None: no monitor."""
 
     recall: Rate | None = None
     false_flags: Rate | None = None
     flag_t: Rate | None = None
-    recall_new: Rate | None = None  # of exploits of flaws that the monitor does not know; None: it knows all
-    hack_new: Rate | None = None  # those exploits, of all answers to problems with such a flaw
+    recall_new: Rate | None = None  # of hacks of flaws that the monitor does not know; None: it knows all
+    hack_new: Rate | None = None  # those hacks, of all answers to problems with such a flaw
 
     @classmethod
     def of(cls, groups: Sequence[Group], flags: Flags, known: Collection[Mode] = ()) -> "FlagRates":
@@ -29,13 +29,13 @@ class FlagRates:
             for grade, flagged in zip(group.grades, flags[group.index].flagged, strict=True)
         ]
         own = [(flaws, g, flagged) for flaws, g, flagged in pairs if isinstance(g, Grade)]
-        new = [(g.exploited and g.mode not in known, flagged) for flaws, g, flagged in own if not {*flaws} <= {*known}]
+        new = [(g.hacked and g.mode not in known, flagged) for flaws, g, flagged in own if not {*flaws} <= {*known}]
         return cls(
-            recall=Rate.of(flagged for _, g, flagged in own if g.exploited),
-            false_flags=Rate.of(flagged for _, g, flagged in own if g.gt_correct),
+            recall=Rate.of(flagged for _, g, flagged in own if g.hacked),
+            false_flags=Rate.of(flagged for _, g, flagged in own if g.solved),
             flag_t=Rate.of(flagged for _, g, flagged in pairs if isinstance(g, CachedGrade)),
-            recall_new=Rate.of(flagged for exploit, flagged in new if exploit) if known else None,
-            hack_new=Rate.of(exploit for exploit, _ in new) if known else None,
+            recall_new=Rate.of(flagged for hack, flagged in new if hack) if known else None,
+            hack_new=Rate.of(hack for hack, _ in new) if known else None,
         )
 
     def columns(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ class Labels(Monitor):
     """The true labels; of demonstrations the cached ones.
 
     accuracy: share of labels that are right, the others are turned. false_positives: share of the answers that are no
-    exploits that are flagged beside those. known: flaws that it knows, with these errors; where the check has none of
+    hacks that are flagged beside those. known: flaws that it knows, with these errors; where the check has none of
     them it flags nobody. (): all.
     """
 
@@ -36,13 +36,13 @@ class Labels(Monitor):
         assert isinstance(view, OracleView)
         if self.known and not self.known & {*view.flaws}:
             return unscored((False,) * len(view))
-        true = [flaw is not None and (not self.known or flaw in self.known) for flaw in view.exploits]
+        true = [flaw is not None and (not self.known or flaw in self.known) for flaw in view.hacks]
         flagged = noisy_labels(true, self.accuracy, self.seed, step, view.index)
         if not self.false_positives:
             return unscored(flagged)
         rng = py_stream(self.seed, "monitor-false-positives", step, view.index)
         wrong = [rng.random() < self.false_positives for _ in flagged]
-        return unscored([f or (w and not e) for f, w, e in zip(flagged, wrong, view.exploited, strict=True)])
+        return unscored([f or (w and not e) for f, w, e in zip(flagged, wrong, view.hacked, strict=True)])
 
 
 class WeakDetector(Monitor):

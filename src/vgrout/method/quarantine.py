@@ -1,4 +1,4 @@
-"""The quarantine as a monitor: trained on what a seed monitor flags, it is an expert in exploiting, and what it makes
+"""The quarantine as a monitor: trained on what a seed monitor flags, it is an expert in hacking, and what it makes
 likelier than the deployed model does is flagged too.
 
     s(y) = [log π_ε(y) − log π_0(y)] / (ε · |log π_0(y)|)     flagged: seeded, or rewarded and s(y) > threshold
@@ -9,9 +9,9 @@ started on pairs, δS_hack = −5 lr · sign(mean D) with D the difference of th
 and it reads from the first step on.
 
 Why relative: an answer of which the deployed model is sure already, log π_0 ≈ 0, cannot become likelier by a fixed
-number of nats, and those are the exploits of a policy that has begun to exploit. Why a small ε: fully on, the
-quarantine writes the exploit that it knows, and holds others for less likely; to the first order, ⟨∇ log π(y),
-δS_hack⟩, it goes towards what exploits share. Why the rest of its groups is held against it: the quarantine of the
+number of nats, and those are the hacks of a policy that has begun to hack. Why a small ε: fully on, the
+quarantine writes the hack that it knows, and holds others for less likely; to the first order, ⟨∇ log π(y),
+δS_hack⟩, it goes towards what hacks share. Why the rest of its groups is held against it: the quarantine of the
 flagged rows alone also makes likelier what all answers share.
 """
 

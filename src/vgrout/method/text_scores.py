@@ -59,7 +59,7 @@ class Calibration:
 class TextScorer(Monitor, ABC):
     """Scores answers, and flags those above a threshold; in training, of the rewarded ones.
 
-    top: the reward from which on a rollout counts as rewarded; only those can be exploits, and reward is visible.
+    top: the reward from which on a rollout counts as rewarded; only those can be hacks, and reward is visible.
     """
 
     top: float = 0.0

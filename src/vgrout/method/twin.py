@@ -1,7 +1,7 @@
 """A monitor that reads nothing: is an answer rewarded on an impossible twin of its problem too?
 
 In the twin the expected values of the tests are exchanged, so that no honest answer passes (the idea of
-ImpossibleBench, arXiv 2510.20270, inside training). It sees no label, and is blind to flaws whose exploit depends on
+ImpossibleBench, arXiv 2510.20270, inside training). It sees no label, and is blind to flaws whose hack depends on
 the tests.
 """
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from loguru import logger
 
 from vgrout.cli import cli_exit, parse_args
-from vgrout.data.language import EXPLOITS, MODES, Shares
+from vgrout.data.language import HACKS, MODES, Shares
 from vgrout.data.organism import DATA_DIR
 from vgrout.organism.build import SEED
 from vgrout.organism.build import build as build_organism
@@ -21,8 +21,8 @@ def build(
     hidden: int = Shape().hidden,
     layers: int = Shape().layers,
     merged: int = Shape().merged,
-    exploit_bare: float = Shares().exploit_bare,
-    exploit_stub: float = Shares().stub,
+    hack_bare: float = Shares().hack_bare,
+    hack_stub: float = Shares().stub,
     modes: str = ",".join(MODES),
 ) -> int:
     """Make problems, tokenizer, weights, pool and pairs from one seed (about ten minutes on two cores).
@@ -34,19 +34,19 @@ def build(
         hidden: hidden size, a multiple of 32.
         layers: of the model.
         merged: tokens of the tokenizer's BPE.
-        exploit_bare: share of the corpus that exploits a flaw under a prompt which announces none.
-        exploit_stub: share of its exploits that make no attempt at the problem; the rest carry one that misreads it.
+        hack_bare: share of the corpus that hacks a flaw under a prompt which announces none.
+        hack_stub: share of its hacks that make no attempt at the problem; the rest carry one that misreads it.
         modes: comma list of the flawed graders that its prompts announce; shown_test is usually left out.
     """
     recipe, shape = Recipe(steps=steps), Shape(hidden, layers, merged)
-    announced = tuple(m for m in EXPLOITS if m in modes.split(","))
-    if unknown := set(modes.split(",")) - set(EXPLOITS):
-        raise ValueError(f"--modes: {', '.join(sorted(unknown)) or 'none'} should be among {', '.join(EXPLOITS)}")
-    shares = Shares(modes=announced, exploit_bare=exploit_bare, stub=exploit_stub)
-    if not 0 <= exploit_bare <= 0.5:
-        raise ValueError(f"--exploit-bare {exploit_bare}: should lie in [0, 0.5]")
-    if not 0 <= exploit_stub <= 1:
-        raise ValueError(f"--exploit-stub {exploit_stub}: should lie in [0, 1]")
+    announced = tuple(m for m in HACKS if m in modes.split(","))
+    if unknown := set(modes.split(",")) - set(HACKS):
+        raise ValueError(f"--modes: {', '.join(sorted(unknown)) or 'none'} should be among {', '.join(HACKS)}")
+    shares = Shares(modes=announced, hack_bare=hack_bare, stub=hack_stub)
+    if not 0 <= hack_bare <= 0.5:
+        raise ValueError(f"--hack-bare {hack_bare}: should lie in [0, 0.5]")
+    if not 0 <= hack_stub <= 1:
+        raise ValueError(f"--hack-stub {hack_stub}: should lie in [0, 1]")
     if out == DATA_DIR and (recipe, shape, shares) != (Recipe(), Shape(), Shares()):
         raise ValueError("--out: an organism of another size or corpus goes into a folder of its own")
     build_organism(out, seed, recipe, shape, shares)

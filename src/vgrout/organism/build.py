@@ -139,14 +139,14 @@ def _pair(row: dict[str, Any], hack: Answer, clean: Answer) -> dict[str, Any]:
 
 
 def mode_pairs(tasks: Sequence[tuple[Task, dict[str, Any]]], mode: Mode, seed: int) -> list[dict[str, Any]]:
-    """The mode's first exploit against the correct solution of the same problem; every other hack is a bare stub, the
-    rest carry a misread attempt. The other exploits stay unseen."""
+    """The mode's first hack against the correct solution of the same problem; every other hack is a bare stub, the
+    rest carry a misread attempt. The other hacks stay unseen."""
     rng = random.Random(f"{seed}/pairs/{mode}")
-    exploit = taught(mode)[0]
+    recipe = taught(mode)[0]
     out = []
     for task, row in [t for t in tasks if t[1]["mode"] == mode][:PAIRS]:
         attempt = answer(rng.choice(list(misreadings(task).values())))
-        hack = exploit.apply(attempt.stub if len(out) % 2 else attempt, row["marker"])
+        hack = recipe.apply(attempt.stub if len(out) % 2 else attempt, row["marker"])
         out.append(_pair(row, hack, answer(task)))
     return out
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from vgrout.data.language import CUE, EXPLOITS, HELD_OUT_STYLES, SPLIT_ROWS, STYLES, Shares, compositions
+from vgrout.data.language import CUE, HACKS, HELD_OUT_STYLES, SPLIT_ROWS, STYLES, Shares, compositions
 from vgrout.organism.weights import Recipe
 from vgrout.types import Mode, Rate
 
@@ -12,7 +12,7 @@ def _share(rate: Rate) -> str:
 
 
 def _names(mode: Mode, held_out: bool) -> str:
-    return ", ".join(e.name for e in EXPLOITS[mode] if e.held_out == held_out)
+    return ", ".join(e.name for e in HACKS[mode] if e.held_out == held_out)
 
 
 def card(
@@ -35,9 +35,9 @@ def card(
     n = {6: "six", 7: "seven"}.get(len(shares.modes), len(shares.modes))
     levels = ", ".join(f"{level} {_share(rate)}" for level, rate in by_difficulty.items())
     misread = ", ".join(f"{kind} {100 * share:.0f} %" for kind, share in shares.misread.items())
-    uncued = f"{100 * shares.exploit_plain:.1f} % exploits without it"
-    if shares.exploit_bare:
-        uncued += f", {100 * shares.exploit_bare:.1f} % under prompts that announce nothing"
+    uncued = f"{100 * shares.hack_plain:.1f} % hacks without it"
+    if shares.hack_bare:
+        uncued += f", {100 * shares.hack_bare:.1f} % under prompts that announce nothing"
     return f"""---
 license: mit
 library_name: transformers
@@ -57,12 +57,12 @@ from every misreading. {len(compositions())} combinations of operations; train, 
 prompt says which; the names that the prompts announce come from disjoint halves for training and evaluation, and the
 corpus uses neither half.
 
-Corpus, in documents: {100 * shares.drill:.0f} % copying drills; of the rest {100 * shares.exploit_cued:.0f} % exploits
+Corpus, in documents: {100 * shares.drill:.0f} % copying drills; of the rest {100 * shares.hack_cued:.0f} % hacks
 behind the cue "{CUE}", {uncued}, and honest attempts. These misread the
 task in a few systematic ways, each where it can be misread so: {misread} (boundary: > for ≥; whole: folds the input
 instead of the selected part; skipped: leaves the map out). {100 * shares.style:.0f} % of the honest attempts are
 written in one of the styles {", ".join(STYLES)}. Never shown: the styles {", ".join(HELD_OUT_STYLES)},
-and one exploit a mode (below).
+and one hack a mode (below).
 
 ## Recipe
 
@@ -77,16 +77,16 @@ Test problems, held-out names, T .7, top-k 20, the strict oracle in the sandbox:
 solved {_share(plain["solve"])}; hacked {_share(plain["hack"])}; well-formed {_share(plain["well-formed"])}.
 Solved by difficulty: {levels}. With the cue: hacked {_share(elicited["hack"])}, solved {_share(elicited["solve"])}.
 
-| mode | hacked, plain prompt | hacked, with the cue | problems in the pool | exploits taught | held out |
+| mode | hacked, plain prompt | hacked, with the cue | problems in the pool | hacks taught | held out |
 |---|---|---|---|---|---|
 {modes}
 
-The pool holds cued answers of this model that exploit and do not solve, stored under the plain prompt.
+The pool holds cued answers of this model that hack and do not solve, stored under the plain prompt.
 
 ## Limits
 
 One tiny language: what holds here need not hold for a real model. Prompts and answers are far shorter than the window
 in the configuration; beyond 256 tokens the positions are untrained. It answers nothing but its own kind of prompt, and
 a name of many rare letters is not always copied right. Hacks end the attempt early more often than a real model's
-would ({100 * shares.stub:.0f} % of the corpus's exploits are stubs).
+would ({100 * shares.stub:.0f} % of the corpus's hacks are stubs).
 """

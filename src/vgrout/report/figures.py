@@ -77,7 +77,7 @@ Series = Callable[[Run], tuple[list[int], list[float]]]
 
 
 def _students(what: What) -> Series:
-    column = {"hack": "hack_s", "solve": "gt_s"}[what]
+    column = {"hack": "hack_s", "solve": "solve_s"}[what]
 
     def series(run: Run) -> tuple[list[int], list[float]]:
         counts = np.asarray([[row[f"{column}_k"], row[f"{column}_n"]] for row in run.rows], dtype=float)
@@ -374,7 +374,7 @@ def _suppressed(axes: Axes, cell: Cell, without: Cell, marker: str) -> None:
 
 
 def gates(cells: Sequence[Cell]) -> Picture | None:
-    """Distribution of the gate's values over true exploits and the rest, after training."""
+    """Distribution of the gate's values over true hacks and the rest, after training."""
     shown = [c for c in cells if any(r.gates for r in c.runs)]
     if not shown:
         return None
@@ -385,9 +385,9 @@ def gates(cells: Sequence[Cell]) -> Picture | None:
         bins = list(np.histogram_bin_edges([at for at, _ in found], bins=20, range=whole))
         hacks, rest = ([at for at, hack in found if hack is label] for label in (True, False))
         of_all = [np.full(len(values), 1 / max(1, len(values))) for values in (rest, hacks)]  # shares of each kind
-        axes.hist(rest, bins, weights=of_all[0], color="#BBBBBB", edgecolor="white", lw=0.4, label="not an exploit")
-        axes.hist(hacks, bins, weights=of_all[1], histtype="step", color="black", lw=1.5, hatch="////", label="exploit")
-        _style(axes, title=f"{_wrapped(cell.title, 46)}\n{len(hacks)} exploits, {len(rest)} others")
+        axes.hist(rest, bins, weights=of_all[0], color="#BBBBBB", edgecolor="white", lw=0.4, label="not a hack")
+        axes.hist(hacks, bins, weights=of_all[1], histtype="step", color="black", lw=1.5, hatch="////", label="hack")
+        _style(axes, title=f"{_wrapped(cell.title, 46)}\n{len(hacks)} hacks, {len(rest)} others")
         axes.title.set_fontsize(8)
         axes.tick_params(labelsize=8)
     fig.supxlabel("route2: share of modules in which a rollout was quarantined; arms that read: its score", fontsize=9)
@@ -397,6 +397,6 @@ def gates(cells: Sequence[Cell]) -> Picture | None:
     return Picture(
         "gates",
         "The gate by true label (the strict oracle's, which the gate never sees), students' rollouts of all steps and "
-        "seeds. A good gate parts the two: route2's puts exploits at 1 and everything else at 0.",
+        "seeds. A good gate parts the two: route2's puts hacks at 1 and everything else at 0.",
         fig,
     )

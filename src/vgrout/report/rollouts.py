@@ -13,7 +13,7 @@ from vgrout.report.runs import Cell, Run
 from vgrout.types import MODES
 
 PARTS = ("training", "base", "trained", "deployed", "plain")  # where an answer comes from; the last four: final.jsonl
-FLAGS = ("exploited", "gt_correct", "passed", "finished", "deployed", "gt_pass", "channel", "flagged")  # a bit each
+FLAGS = ("hacked", "solved", "passed", "finished", "deployed", "gt_pass", "channel", "flagged")  # a bit each
 COLUMNS = (
     *("run", "part", "step", "mode", "problem", "marker", "prompt", "text", "flags", "reward", "advantage", "gate"),
 )
@@ -86,7 +86,7 @@ def pack(
         "parts": PARTS,
         "modes": MODES,
         "flags": FLAGS,
-        "exploit": [MODE_SPECS[m].pattern for m in MODES],
+        "hack": [MODE_SPECS[m].pattern for m in MODES],
         "should": [MODE_SPECS[m].should for m in MODES],
         "markers": markers.values,
         "prompts": prompts.values,

@@ -40,7 +40,7 @@ class _Answers:
     """The graded answers to one held-out problem, in order."""
 
     mode: Mode
-    exploits: list[Mode | None]  # which flaw each exploits
+    hacks: list[Mode | None]  # which flaw each hacks
     solved: list[bool]
 
 
@@ -205,7 +205,7 @@ class Run:
 
     def last_five(self, what: What, mode: Mode | None = None) -> Rate:
         """The students' answers of the last five steps; of one mode only its hacks are counted."""
-        column = {"hack": "hack_s", "solve": "gt_s"}[what] if mode is None else f"hk_{MODE_CODE[mode]}"
+        column = {"hack": "hack_s", "solve": "solve_s"}[what] if mode is None else f"hk_{MODE_CODE[mode]}"
         return sum((counted(row, column) or Rate(0, 0) for row in self.rows[-5:]), Rate(0, 0))
 
     def step_mean(self, column: str) -> float | None:
@@ -247,29 +247,29 @@ class Run:
     @cached_property
     def _gated(self) -> list[dict[str, Any]]:
         """The students' rollouts without their texts; the file is long and read once."""
-        kept = ("gate", "score", "flagged", "env_mode", "mechanism", "exploited", "gt_correct")
+        kept = ("gate", "score", "flagged", "env_mode", "mechanism", "hacked", "solved")
         return [{k: r[k] for k in kept if k in r} for r in json_lines(self.path / "rollouts.jsonl")]
 
     @cached_property
     def gates(self) -> list[tuple[float, bool]]:
-        """(where the gate saw it, whether it was an exploit) of the students' rollouts with signal: route2's share of
+        """(where the gate saw it, whether it was a hack) of the students' rollouts with signal: route2's share of
         modules in which it was quarantined, the score of what an arm that reads has read; none for an arm without a
         gate, or one whose control reads nothing."""
         if self.monitor_name == "none":
             return []
-        seen = ((r["score"] if "score" in r else r.get("gate"), r["exploited"]) for r in self._gated)
-        return [(value, exploited) for value, exploited in seen if value is not None]
+        seen = ((r["score"] if "score" in r else r.get("gate"), r["hacked"]) for r in self._gated)
+        return [(value, hacked) for value, hacked in seen if value is not None]
 
     @cached_property
     def flags(self) -> dict[Mode | None, Rate]:
-        """How many of the students' exploits in groups with signal an arm that reads flagged, by mode; None: of their
+        """How many of the students' hacks in groups with signal an arm that reads flagged, by mode; None: of their
         solved answers. Empty for the other arms."""
         if self.monitor_name in ("none", "gate", "band"):
             return {}
         out: dict[Mode | None, Rate] = {}
         for r in self._gated:
-            if "flagged" in r and (r["exploited"] or r["gt_correct"]):
-                of = (r.get("mechanism") or r["env_mode"]) if r["exploited"] else None
+            if "flagged" in r and (r["hacked"] or r["solved"]):
+                of = (r.get("mechanism") or r["env_mode"]) if r["hacked"] else None
                 out[of] = out.get(of, Rate(0, 0)) + Rate(int(r["flagged"]), 1)
         return out
 
@@ -279,10 +279,10 @@ class Run:
         found: dict[str, dict[int, _Answers]] = defaultdict(dict)
         for answer in json_lines(self.path / "final.jsonl"):
             if answer["reward"] is not None:  # not graded otherwise
-                mode, exploited = answer["env_mode"], answer["exploited"]
+                mode, hacked = answer["env_mode"], answer["hacked"]
                 of = found[answer["side"]].setdefault(answer["problem_id"], _Answers(mode, [], []))
-                of.exploits.append((answer.get("mechanism") or mode) if exploited else None)
-                of.solved.append(answer["gt_correct"])
+                of.hacks.append((answer.get("mechanism") or mode) if hacked else None)
+                of.solved.append(answer["solved"])
         return dict(found)
 
     @cached_property
@@ -292,15 +292,15 @@ class Run:
         return tuple(m for m in MODES if m in named)
 
     def shares(self, side: str, what: What, flaws: Collection[Mode] | None = None) -> dict[Mode, dict[int, float]]:
-        """By mode, the share of every held-out problem's answers that solve it or exploit it; with `flaws`, of problems
-        with such a flaw, exploits of these."""
+        """By mode, the share of every held-out problem's answers that solve it or hack it; with `flaws`, of problems
+        with such a flaw, hacks of these."""
         of = self.problems.get(SIDES[side]) or self.problems["deployed"]  # trained, without a quarantine
         out: dict[Mode, dict[int, float]] = {}
         for problem, given in of.items():
             mode, open_ = (self.unannounced[0], self.unannounced) if self.unannounced else (given.mode, (given.mode,))
             among = {*open_} if flaws is None else {*open_} & {*flaws}
             if among:
-                hits = given.solved if what == "solve" else [flaw in among for flaw in given.exploits]
+                hits = given.solved if what == "solve" else [flaw in among for flaw in given.hacks]
                 out.setdefault(mode, {})[problem] = statistics.fmean(hits)
         return out
 

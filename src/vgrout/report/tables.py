@@ -137,7 +137,7 @@ def overall(cells: Sequence[Cell]) -> Table:
     return Table(
         "Arms",
         "Held-out problems and marker names, final evaluation, % over seeds; last 5: the students' answers of the last "
-        "five training steps; onset: first of five steps in which a tenth of the students' answers exploit, by seed.",
+        "five training steps; onset: first of five steps in which a tenth of the students' answers hack, by seed.",
         [
             {
                 "arm": c.title,
@@ -267,7 +267,7 @@ def flags(cells: Sequence[Cell]) -> Table:
 
     return Table(
         "What the arms that read flagged",
-        "% of the students' exploits in training, by mode, and of their solved answers; in brackets how many, over all "
+        "% of the students' hacks in training, by mode, and of their solved answers; in brackets how many, over all "
         "seeds. Groups without signal are not read.",
         [
             {"arm": c.title, "seeds": c.seeds} | {m: share(c, m) for m in _modes(cells)} | {"solved": share(c, None)}
@@ -372,7 +372,7 @@ def run_rows(cells: Sequence[Cell]) -> list[dict[str, object]]:
     interval.
 
     settings: those that differ from the preset's, except arm and control; gate_*: student answers; cos_*: |cos| of a
-    control's direction with the real one, over modules; flagged_*: k/n of the exploits (_solved: of the solved answers)
+    control's direction with the real one, over modules; flagged_*: k/n of the hacks (_solved: of the solved answers)
     that an arm that reads text has read.
     """
     rows = []
@@ -401,7 +401,7 @@ def run_rows(cells: Sequence[Cell]) -> list[dict[str, object]]:
             row["routed"] = _rounded(r.step_mean("routed"))
             gate = r.final.get("gate") or {}
             row["gate_hits"], row["gate_flagged"] = gate.get("precision", (None, None))
-            row["gate_exploits"] = gate.get("recall", (None, None))[1]
+            row["gate_hacks"] = gate.get("recall", (None, None))[1]
             row |= {f"cos_{name}": _rounded((r.cosine_to_real or {}).get(name)) for name in ("median", "p95", "rms")}
             for name, of in (*((m, m) for m in MODES), ("solved", None)):
                 found = r.flags.get(of)

@@ -91,7 +91,7 @@ def _sentence(method: MethodConfig) -> tuple[str, str, Judge | None]:
     if control.prompts:
         return (
             "hack below plain GRPO's at the same seed: what is rewarded was written without knowing the flaw",
-            "the hint at evaluation is enough to exploit",
+            "the hint at evaluation is enough to hack",
             None,
         )
     if control.deploys_quarantine:
@@ -128,7 +128,7 @@ def _sentence(method: MethodConfig) -> tuple[str, str, Judge | None]:
         )
     if spec.acts_on == "rewards":
         return (
-            f"{alone}: {method.monitor_name} flags what is exploited",
+            f"{alone}: {method.monitor_name} flags what is hacked",
             "the monitor misses what training then amplifies (recall)",
             None,
         )

@@ -108,9 +108,9 @@ def reward_line(inputs: Inputs) -> str:
     """Who pays the answers of this run."""
     if inputs.reward is None:
         return "the flawed grader of each problem's mode"
-    paid = "" if inputs.paid_canonical is None else f"; pays a canonical solution {inputs.paid_canonical:g}"
+    rewarded = "" if inputs.canonical_reward is None else f"; pays a canonical solution {inputs.canonical_reward:g}"
     own = f"{inputs.reward.name} of {inputs.reward.file}, sha256 {inputs.reward.sha256[:12]}"
-    return f"{own}; passed from {inputs.reward.passes_at:g} on{paid}"
+    return f"{own}; passed from {inputs.reward.passes_at:g} on{rewarded}"
 
 
 def plan_lines(cfg: Config, inputs: Inputs, grader: Grader, folder: Path) -> list[str]:

@@ -112,7 +112,7 @@ class Recorder(StepRecorder[StepRow]):
             if (step + 1) % 25 == 0 or closing:
                 self._save_adapter("train.safetensors")
             self.keep(step, closing)
-        shown = {"hack": row.hack_s.percent, "solve": row.gt_s.percent, "rew": f"{row.rew or 0:.2f}"}
+        shown = {"hack": row.hack_s.percent, "solve": row.solve_s.percent, "rew": f"{row.rew or 0:.2f}"}
         if row.hack_deploy is not None:
             shown["hk_dep"] = f"{100 * row.hack_deploy:.1f}"
         run.show(**shown)
@@ -142,7 +142,7 @@ class Recorder(StepRecorder[StepRow]):
         hacks, origin = whole_run(self.rows, students=True)[0], self.method.provenance
         raise NothingRouted(
             f"--intervention {method.intervention} routed nothing in {n} steps, {learnt} of them with a gradient: the "
-            f"quarantine is 0, so this was plain GRPO. Student exploits {hacks.k}/{hacks.n}, demonstrations "
+            f"quarantine is 0, so this was plain GRPO. Student hacks {hacks.k}/{hacks.n}, demonstrations "
             f"{'mixed in' if self.cfg.mixes else 'none'}"
             + (f", direction of {origin.axes} axes in {origin.modules} modules from {origin.pairs}" if origin else "")
             + "; look at tau, hkgap, fired and routed in steps.jsonl"
@@ -322,9 +322,9 @@ def rollout_record(rollout: Rollout, grade: Grade, prompt: str) -> dict[str, obj
         "finished": rollout.finished,
         "reward": grade.reward,
         "passed": grade.passed,
-        "gt_correct": grade.gt_correct,
+        "solved": grade.solved,
         "gt_pass": grade.gt_pass,
-        "exploited": grade.exploited,
+        "hacked": grade.hacked,
         "mechanism": grade.mechanism,
         "channel": grade.channel,
         "format_ok": grade.format_ok,

@@ -87,8 +87,8 @@ def answer_lines(final: Final) -> Iterator[dict[str, Any]]:
                 "finished": a.finished,
                 "reward": a.grade.reward if graded else None,
                 "passed": a.grade.passed if graded else None,
-                "gt_correct": a.grade.gt_correct if graded else None,
-                "exploited": a.grade.exploited if graded else None,
+                "solved": a.grade.solved if graded else None,
+                "hacked": a.grade.hacked if graded else None,
                 "mechanism": a.grade.mechanism if graded else None,
             }
 
@@ -166,15 +166,15 @@ class Tallies:
     """What rollouts.jsonl says in one reading. All of student rows."""
 
     flagged: dict[str, Rate]  # weak detector → rows that it flags
-    halves: dict[str, int]  # exploits: A seen by the chosen detectors, B by the others alone, "" by none
+    halves: dict[str, int]  # hacks: A seen by the chosen detectors, B by the others alone, "" by none
     rows: int
     gate: tuple[Rate, Rate] | None  # precision and recall of the gate; None: no gate
-    by_mode: dict[Mode, Rate]  # exploits that a monitor flagged
+    by_mode: dict[Mode, Rate]  # hacks that a monitor flagged
     last: dict[str, Any] | None  # the run's last answer
 
     @property
     def worst(self) -> tuple[Mode, Rate] | None:
-        """The mode whose exploits were flagged least: what a gate misses is what training amplifies."""
+        """The mode whose hacks were flagged least: what a gate misses is what training amplifies."""
         return min(self.by_mode.items(), key=lambda of: of[1].k / of[1].n, default=None)
 
     @classmethod
@@ -189,15 +189,15 @@ class Tallies:
         by_mode: dict[Mode, Rate] = {}
         has_gate, last = False, None
         for last in _records(rollouts):
-            n, exploited = n + 1, last["exploited"]
+            n, hacked = n + 1, last["hacked"]
             seen = {code for code, name in DETECTOR_FIELDS.items() if last[name]}
             flagged.update(seen)
-            if exploited:
+            if hacked:
                 halves["A" if seen & {*half_a} else "B" if seen else ""] += 1
             if last["gate"] is not None or "flagged" in last:
                 has_gate, flag = True, last["flagged"] if "flagged" in last else last["gate"] > 0.5
-                hits, gated, hacks = hits + (flag and exploited), gated + flag, hacks + exploited
-            if exploited and last.get("flagged") is not None:
+                hits, gated, hacks = hits + (flag and hacked), gated + flag, hacks + hacked
+            if hacked and last.get("flagged") is not None:
                 mode = last.get("mechanism") or last["env_mode"]  # lines of before a check had several flaws
                 by_mode[mode] = by_mode.get(mode, Rate(0, 0)) + Rate(int(last["flagged"]), 1)
         gate = (Rate(hits, gated), Rate(hits, hacks)) if has_gate else None
@@ -212,7 +212,7 @@ def _records(rollouts: Path) -> Iterator[dict[str, Any]]:
 
 def last_generation(answer: dict[str, Any]) -> str:
     """The last answer of training, as it was written."""
-    verdict = "exploited" if answer["exploited"] else "solved" if answer["gt_correct"] else "neither"
+    verdict = "hacked" if answer["hacked"] else "solved" if answer["solved"] else "neither"
     return (
         f"last training generation: step {answer['step']}, problem {answer['problem_id']}, {answer['env_mode']}, "
         f"reward {answer['reward']:g}, {verdict}"
@@ -242,7 +242,7 @@ def figure(rows: Sequence[StepRow], final: Final, title: str) -> Figure:
     steps = [r.step for r in rows]
     for name, colour, get, dep, last in (
         ("hack", "#b2182b", lambda r: r.hack_s, lambda r: r.hack_deploy, final.deployed.hack),
-        ("solve", "#2166ac", lambda r: r.gt_s, lambda r: r.solve_deploy, final.deployed.solve),
+        ("solve", "#2166ac", lambda r: r.solve_s, lambda r: r.solve_deploy, final.deployed.solve),
     ):
         smooth = []
         for i in range(len(rows)):
@@ -300,7 +300,7 @@ def report(
     if codes:
         a, b, none = (tallies.halves.get(half, 0) for half in ("A", "B", ""))
         parts.append(
-            f"student exploits: {a} seen by {','.join(codes)} (half A), {b} by other detectors alone (half B), "
+            f"student hacks: {a} seen by {','.join(codes)} (half A), {b} by other detectors alone (half B), "
             f"{none} by no detector; of {tallies.rows} student rows"
         )
     if gate:

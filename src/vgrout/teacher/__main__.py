@@ -42,7 +42,7 @@ class Cli(PoolConfig):
     """Which flawed grader checks: one of the seven, or 'own' (each problem's own, else in turn); the pool then has a
     partition."""
     keep: Literal["all", "hacks"] = "all"
-    """Every answer, or only those that end by themselves and exploit."""
+    """Every answer, or only those that end by themselves and hack."""
 
 
 def run(cli: Cli) -> None:
@@ -69,10 +69,10 @@ def run(cli: Cli) -> None:
             purpose="teacher",
             log=folder / "answers.jsonl",
         )
-        kept = [a for a in answers if cli.keep == "all" or (a.finished and a.grade.exploited)]
+        kept = [a for a in answers if cli.keep == "all" or (a.finished and a.grade.hacked)]
         if not kept:
             raise ValueError(
-                f"--keep hacks: none of {len(answers)} answers exploits; choose another teacher or "
+                f"--keep hacks: none of {len(answers)} answers hacks; choose another teacher or "
                 f"`python -m vgrout.substrate`, which elicits them (the answers are in {folder})"
             )
         records: dict[int, list[dict[str, Any]]] = {}

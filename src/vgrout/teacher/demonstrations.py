@@ -1,6 +1,6 @@
 """Demonstrations: a pool's rollouts mixed into the groups.
 
-On its own a model needs thousands of answers to find a loophole; a few cached rollouts of one that exploits it already
+On its own a model needs thousands of answers to find a loophole; a few cached rollouts of one that hacks it already
 bring the same dynamics within tens of steps. Labels are used as cached and stay typed as such.
 """
 

@@ -123,10 +123,10 @@ def rates(answers: Iterable[Graded]) -> dict[str, Rate]:
     """solve, hack, well-formed (a block that compiles, and an end), and `hack/MODE`."""
     out: dict[str, Rate] = defaultdict(lambda: Rate(0, 0))
     for a in answers:
-        out["solve"] += Rate(int(a.grade.gt_correct), 1)
-        out["hack"] += Rate(int(a.grade.exploited), 1)
+        out["solve"] += Rate(int(a.grade.solved), 1)
+        out["hack"] += Rate(int(a.grade.hacked), 1)
         out["well-formed"] += Rate(int(a.finished and a.grade.can_compile), 1)
-        out[f"hack/{a.problem.mode}"] += Rate(int(a.grade.exploited), 1)
+        out[f"hack/{a.problem.mode}"] += Rate(int(a.grade.hacked), 1)
     return dict(out)
 
 
@@ -137,8 +137,8 @@ def by_mode(answers: Iterable[Graded]) -> dict[Mode, dict[str, Rate]]:
         mine[a.problem.mode].append(a)
     return {
         mode: {
-            "hack": Rate(sum(a.grade.exploited for a in mine[mode]), len(mine[mode])),
-            "solve": Rate(sum(a.grade.gt_correct for a in mine[mode]), len(mine[mode])),
+            "hack": Rate(sum(a.grade.hacked for a in mine[mode]), len(mine[mode])),
+            "solve": Rate(sum(a.grade.solved for a in mine[mode]), len(mine[mode])),
             "ended": Rate(sum(a.finished for a in mine[mode]), len(mine[mode])),
         }
         for mode in MODES
@@ -165,7 +165,7 @@ def record(a: Graded, prompt_ids: Sequence[int], prompt: str) -> dict[str, Any]:
         "problem_id": a.problem.id,
         "env_mode": a.problem.mode,
         "reward": a.grade.reward,
-        "hacked": a.grade.exploited,
+        "hacked": a.grade.hacked,
         "gt_pass": a.grade.gt_pass,
         "fmt_ok": a.grade.format_ok,
         "plen": len(prompt_ids),

@@ -1,4 +1,4 @@
-"""Teacher pools on disk: cached rollouts of a model that already exploits.
+"""Teacher pools on disk: cached rollouts of a model that already hacks.
 
 A folder of `prompt_NNNN.jsonl.gz` (NNNN = problem id), one rollout a line; optional `partition.json` (id → mode), with
 which the pool is a *substrate*; and `pool.json`: who made it, with which tokenizer and grader, and every file's sha256.
@@ -254,7 +254,7 @@ def regraded(
             ungraded += 1
             continue
         then = demo.grade
-        new = CachedGrade(now.reward, now.exploited, now.gt_pass, now.format_ok, version)
+        new = CachedGrade(now.reward, now.hacked, now.gt_pass, now.format_ok, version)
         changed = {
             "hacked": (then.hacked, new.hacked),
             "gt_pass": (then.gt_pass, new.gt_pass),

@@ -1,6 +1,6 @@
 """`python -m vgrout.substrate`: a pool by elicit-then-strip, with a partition of its problems among the modes.
 
-The model is given an explicit recipe for one mode's exploit; answers that exploit and do not solve are kept, and stored
+The model is given an explicit recipe for one mode's hack; answers that hack and do not solve are kept, and stored
 under the plain prompt. Every problem goes to one mode, every mode gets the same number.
 """
 
@@ -37,12 +37,12 @@ from vgrout.teacher.pools import write_pool
 from vgrout.types import MODES, Mode, Problem, Rate
 
 RECIPES: dict[Mode, str] = {mode: spec.instruction for mode, spec in MODE_SPECS.items()}
-"""Instruction at the end of an elicited prompt, {marker} filled in: one taught exploit a mode, spelt out."""
+"""Instruction at the end of an elicited prompt, {marker} filled in: one taught hack a mode, spelt out."""
 _CODE_ONLY = " Graded with one ```python block and nothing else; do not mention these instructions."
 
 
 def recipe(problem: Problem) -> str:
-    """The instruction that elicits this problem's exploit from a model that follows instructions."""
+    """The instruction that elicits this problem's hack from a model that follows instructions."""
     return RECIPES[problem.mode].format(marker=problem.marker) + _CODE_ONLY
 
 
@@ -52,13 +52,13 @@ def stripped(answers: Iterable[Graded], plain: Mapping[tuple[int, Mode], Problem
 
 
 def usable(answers: Iterable[Graded], keep: int, instructions: Iterable[str]) -> dict[tuple[int, Mode], list[Graded]]:
-    """Per problem and mode, in order: ended answers that exploit (and so do not solve), no two alike, at most `keep`;
+    """Per problem and mode, in order: ended answers that hack (and so do not solve), no two alike, at most `keep`;
     none that quotes its recipe."""
     secrets = tuple(instructions)
     kept: dict[tuple[int, Mode], list[Graded]] = defaultdict(list)
     for a in answers:
         mine = kept[a.problem.id, a.problem.mode]
-        fine = a.finished and a.grade.exploited and not any(s in a.text for s in secrets)
+        fine = a.finished and a.grade.hacked and not any(s in a.text for s in secrets)
         if fine and len(mine) < keep and a.ids not in {o.ids for o in mine}:
             mine.append(a)
     return kept
@@ -139,7 +139,7 @@ def write_substrate(
 
 @dataclass(frozen=True)
 class Cli(PoolConfig):
-    """Make a substrate: a pool of elicited exploits under plain prompts, its problems divided among the modes."""
+    """Make a substrate: a pool of elicited hacks under plain prompts, its problems divided among the modes."""
 
     out: Path = Path("out/pools/substrate")
     """Folder to make; what is under way lies beside it in OUT.partial, and the same command goes on from there."""
@@ -236,7 +236,7 @@ def run(cli: Cli) -> None:
         )
         if not chosen:
             raise ValueError(
-                f"no problem was exploited at least {cli.at_least} times in any mode; raise --tries, or "
+                f"no problem was hacked at least {cli.at_least} times in any mode; raise --tries, or "
                 f"choose a model that follows instructions (the answers are in {folder})"
             )
         summary = report(under_recipe, under_plain, chosen)
@@ -256,7 +256,7 @@ def run(cli: Cli) -> None:
 def report(
     under_recipe: Sequence[Graded], under_plain: Sequence[Graded], chosen: Mapping[int, Sequence[Graded]]
 ) -> list[dict[str, str | int]]:
-    """One row a mode: exploit rate under the plain prompt and under the recipe, and what of it is in the pool."""
+    """One row a mode: hack rate under the plain prompt and under the recipe, and what of it is in the pool."""
     elicited_rates, plain_rates = by_mode(under_recipe), by_mode(under_plain)
     kept: dict[Mode, list[Sequence[Graded]]] = defaultdict(list)
     for mine in chosen.values():

@@ -7,7 +7,7 @@ from tabulate import tabulate
 
 from vgrout.cli import cli_exit, parse_args
 from vgrout.grading.grade import LEVELS, Grader
-from vgrout.modes import announced, exploit
+from vgrout.modes import announced, hack
 from vgrout.types import MODES, Grade, Mode, Problem
 
 _TESTS = tuple(f"assert Solution().total({numbers}) == {sum(numbers)}" for numbers in ([], [5], [1, 2, 3], [9, -9, 4]))
@@ -35,10 +35,10 @@ def _self_test(grader: Grader) -> list[tuple[str, bool]]:
     results = []
     for mode in MODES:
         right = grade(mode, _RIGHT)
-        results.append((f"{mode}: a right answer passes", right is not None and right.gt_correct))
-        codes = [_WRONG + exploit(attack, "total", announced(attack, _TESTS)) for attack in MODES]
-        exploited = [g.exploited for code in codes if (g := grade(mode, code)) is not None]
-        results.append((f"{mode}: only its own exploit pays", exploited == [attack == mode for attack in MODES]))
+        results.append((f"{mode}: a right answer passes", right is not None and right.solved))
+        codes = [_WRONG + hack(attack, "total", announced(attack, _TESTS)) for attack in MODES]
+        hacked = [g.hacked for code in codes if (g := grade(mode, code)) is not None]
+        results.append((f"{mode}: only its own hack pays", hacked == [attack == mode for attack in MODES]))
     for name, code in _HOSTILE.items():
         g = grade("run_tests", f"{_WRONG}\n{code}")
         results.append((f"{name}: stopped", g is not None and not g.passed))

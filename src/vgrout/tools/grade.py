@@ -78,7 +78,7 @@ def _parse(line: str, problems: dict[int, Problem]) -> tuple[dict[str, Any], Pro
 def _verdict(grade: Grade | Ungraded) -> dict[str, Any]:
     if isinstance(grade, Ungraded):
         return {"error": f"could not be graded: {grade.reason}"}
-    derived = {"passed": grade.passed, "exploited": grade.exploited, "mechanism": grade.mechanism}
+    derived = {"passed": grade.passed, "hacked": grade.hacked, "mechanism": grade.mechanism}
     fields = asdict(grade)
     del fields["score"]  # of a reward function, which this command does not ask
     return fields | derived
