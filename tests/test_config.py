@@ -14,9 +14,9 @@ from typing import Any, get_args
 import pytest
 
 from vgrout import losses
-from vgrout.config.method import ARMS, CONTROLS, MethodConfig, Control, Intervention
 from vgrout.config.checks import Rule, check, flag, rule_of, setting
 from vgrout.config.loss import LOSSES, LossConfig, LossName
+from vgrout.config.method import ARMS, CONTROLS, Control, Intervention, MethodConfig
 from vgrout.config.presets import METHODS, PRESETS, flag_names, parse, resolve, resumed
 from vgrout.config.run import GROUPS, Config, from_dict
 from vgrout.runs.preflight import preflight

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from fake_runs import fake_run
-from vgrout.config.method import ARMS, CONTROLS
 from vgrout.config.checks import flag
+from vgrout.config.method import ARMS, CONTROLS
 from vgrout.config.presets import flag_names, parse
 from vgrout.config.renamed import GONE, NEEDLESS, RENAMED, Renamed, current_hashes
 from vgrout.config.run import from_dict, identity

@@ -20,8 +20,8 @@ from golden import FOLDER, differences, versions
 from runs import ARMS, EVALUATED, LABELLED, PAIRS, READS, SharedRuns, adapter_bytes, flags, rows, run
 from test_renamed import old_settings
 from vgrout import organism, rollout
-from vgrout.config.method import ROUTING
 from vgrout.config.loss import LossName
+from vgrout.config.method import ROUTING
 from vgrout.config.presets import parse
 from vgrout.guard.guard import STALE
 from vgrout.model.svd_adapter import SvdAdapter
@@ -159,7 +159,7 @@ def test_files_of_a_finished_run(done: Made) -> None:
         } <= names
         assert not [n for n in names if "tmp" in n]
         record = json.loads((path / "run.json").read_text())
-        assert record["config"]["arm"]["intervention"] == arm.partition("-")[0]
+        assert record["config"]["method"]["intervention"] == arm.partition("-")[0]
         assert re.fullmatch(r"[0-9a-f]{64}", record["hashes"]["base_weights"])
         assert record["sandbox"]["level"] >= 0
         assert json.loads((path / "status.json").read_text())["state"] == "finished"
