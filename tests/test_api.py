@@ -42,7 +42,7 @@ def test_a_run_as_frames(shared_run: SharedRuns) -> None:
     )
     run = vgrout.load_run(path)
     assert run.status["state"] == "finished"
-    assert run.config.arm.intervention == "route"
+    assert run.config.method.intervention == "route"
     assert list(run.rows["step"]) == [0, 1]
     student = run.rollouts.groupby("step")["hacked"]
     assert list(student.sum()) == list(run.rows["hack_s_k"])
@@ -78,12 +78,12 @@ def test_no_run_is_refused(tmp_path: Path) -> None:
         vgrout.load_run(tmp_path)
 
 
-def test_the_packages_own_arms_are_not_replaced() -> None:
-    from vgrout.arms.base import Arm
+def test_the_packages_own_interventions_are_not_replaced() -> None:
+    from vgrout.method.base import Intervention
 
     for name, why in (("route2", "one of the package's own"), ("My Arm", "small letters")):
         with pytest.raises(ValueError, match=why):
-            vgrout.register_arm(type("Mine", (Arm,), {"name": name}), "mine")
+            vgrout.register_intervention(type("Mine", (Intervention,), {"name": name}), "mine")
 
 
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda p: p.stem)

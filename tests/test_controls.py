@@ -1,105 +1,204 @@
-"""The controls are what their names say: on plain tensors, then as options of the whole program."""
+"""The controls are what their names say: on plain tensors, with a tiny model, then as options of the whole program."""
 
 import json
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
-from vgrout.arms.flagged import FlaggedRoute2
-from vgrout.monitors.labels import Labels
 
-from runs import FEW, SMALL, SharedRuns, adapter_bytes
+from methods import (
+    TOY_PAIRS,
+    TWO_GROUPS,
+    batch,
+    config,
+    draw,
+    group,
+    labelled,
+    make,
+    rest,
+    routed,
+    rows,
+    setup,
+    step,
+    total,
+    toy,
+    toy_direction,
+    view,
+)
+from runs import SMALL, SharedRuns, adapter_bytes
 from runs import rows as step_rows
 from runs import run as program
-from test_arms import SIZES, arm_of, rows, run, total, toy_direction, view
+from tiny import policy as tiny_policy
 from vgrout import rollout
-from vgrout.config.method import ARMS, BY_GRADIENT, CONTROLS, MethodConfig
+from vgrout.config.method import CONTROLS, INTERVENTIONS, MethodConfig
 from vgrout.config.presets import parse
-from vgrout.direction.controls import cosine_to_real
-from vgrout.direction.extract import axes_of
+from vgrout.data.language import CUE
+from vgrout.direction.controls import cosine_to_real, haar_like, overlap
+from vgrout.direction.extract import axes_of, extract, save
 from vgrout.direction.pairs import load_pairs
+from vgrout.method import make_method
+from vgrout.method.base import Refresh
+from vgrout.method.controls import permuted, shuffled
+from vgrout.method.labels import Labels
+from vgrout.model.policy import Policy
+from vgrout.modes import PLAIN_PHRASE
+from vgrout.organism import COMPILE_REWARD, PASS_REWARD
+from vgrout.tensor_types import Routed
 from vgrout.train import main
-from vgrout.types import Grade, GroupView, OracleView
+from vgrout.types import Grade
 
-PLACEBOS = ("placebo_flawed", "placebo_commented", "placebo_long", "placebo_laid_out")
-
-
-def labelled(plain: GroupView, hacked: tuple[bool, ...]) -> OracleView:
-    hacks = tuple("exit_code" if e else None for e in hacked)
-    return OracleView(**{f.name: getattr(plain, f.name) for f in fields(GroupView)}, hacks=hacks)
+PLACEBOS = ("flawed", "commented", "long", "laid_out")
+ALONG = ("erase", "route", "route2")
 
 
-# ── labels ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+def scores(of: Routed) -> list[float]:
+    return [x for flags in of.flags.values() for x in flags.scores if x is not None]
 
 
-@pytest.mark.parametrize("intervention", ["none", "erase", "route", "route2"])
-def test_no_arm_without_a_labelled_monitor_accepts_labels(intervention):
-    g_b, plain = rows(6, 1), view(6, 1)
-    with pytest.raises(AssertionError, match="sees a GroupView, got OracleView"):
-        run(arm_of(intervention), (g_b, labelled(plain, (False,) * 6)))
-    with pytest.raises(AssertionError, match="sees a OracleView, got GroupView"):
-        FlaggedRoute2(SIZES, Labels()).plan([plain])
+# ── flags, shuffled ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_labels_are_on_the_oracles_type_alone():
-    names = {f.name for f in fields(GroupView)}
-    assert not names & {"hacked", "solved", "gt_pass", "mechanism", "channel"}
-    assert {f.name for f in fields(OracleView)} - names == {"hacks", "flaws"}
-    # the name is looked for in every file of the package: one caller, behind the type that the arm's class names
-    callers = [
-        path.name
-        for path in Path(rollout.__file__).parent.rglob("*.py")
-        if "oracle_view" in path.read_text(encoding="utf-8") and path.name != "types.py"
-    ]
-    assert callers == ["base.py"]
+@given(st.integers(0, 10_000))
+@settings(deadline=None, max_examples=30)
+def test_permuted_deals_the_same_shares_to_live_rollouts(seed):
+    draw = torch.Generator().manual_seed(seed)
+    live = torch.rand(12, generator=draw) > 0.3
+    share = torch.where(live, torch.rand(3, 12, generator=draw), 0.0)
+    dealt = permuted(share, live, torch.Generator().manual_seed(seed))
+    assert not dealt[:, ~live].any()
+    for before, after in zip(share, dealt, strict=True):
+        assert before.sort().values.tolist() == after.sort().values.tolist()
+    columns = {tuple(c) for c in share.T.tolist()}
+    assert {tuple(c) for c in dealt.T.tolist()} <= columns  # whole rollouts move, not single modules
+    assert torch.equal(dealt, permuted(share, live, torch.Generator().manual_seed(seed)))
 
 
-# ── Haar, random flags, shuffled ────────────────────────────────────────────────────────────────────────────────────
+def test_shuffled_flags_are_as_many_among_what_is_rewarded_and_new_in_every_step():
+    truth = (True, True, False, False, False, False)
+    (flags,) = Labels().flag([labelled(view(6), truth)], 0)
+    could = [(True,) * 4 + (False,) * 2]
+    seen = [shuffled([flags], could, draw(s))[0] for s in range(12)]
+    assert {sum(f.flagged) for f in seen} == {2}
+    assert not any(any(f.flagged[4:]) for f in seen)
+    assert len({f.flagged for f in seen}) > 2
+    assert shuffled([flags], could, draw(3))[0] == seen[3]
 
 
-def test_haar_takes_the_runs_seed_unless_it_is_given_one():
-    by_run, by_flag = arm_of("route2", control="haar"), arm_of("route2", route2_random_v_seed=7)  # arm_of: run seed 7
-    other = arm_of("route2", control="haar", route2_random_v_seed=8)
-    assert by_run.control == by_flag.control == other.control == "haar"
-    for m, V in by_run.V.items():
-        assert torch.equal(V, by_flag.V[m])
-        assert not torch.allclose(V, other.V[m])
+@pytest.mark.parametrize("intervention", ["screen", "sgtm"])
+def test_random_flags_are_drawn_by_seed_and_step_and_their_scores_stay(policy: Policy, intervention: str):
+    def flags(seed: int, number: int, *, shuffle: bool = True) -> list[Any]:
+        method = make(policy, intervention, "nll", seed=seed, random_flags=shuffle)
+        method.monitor.threshold = 0.0  # of what is rewarded it flags all; so a third answer may be flagged, or not
+        return [*method.flag(batch(step=number)).values()]
+
+    real, drawn = flags(0, 0, shuffle=False), [flags(s, n) for s in (0, 1) for n in range(3)]
+    assert all([f.scores for f in of] == [f.scores for f in real] for of in drawn)
+    assert {sum(sum(f.flagged) for f in of) for of in drawn} == {sum(sum(f.flagged) for f in real)}
+    assert flags(0, 1) == drawn[1]
 
 
-@pytest.mark.parametrize("intervention", ["erase", "route", "route2"])
-def test_haar_reads_chance_in_every_arm(intervention):
-    """Over many modules the root mean square cosine with the real rows is √(k/r)."""
+@pytest.mark.parametrize("monitor", ["gate", "band"])
+def test_random_flags_route_the_same_share_in_every_step_to_others(monitor):
+    real, dealt, again = (toy("route2", monitor=monitor, random_flags=on) for on in (False, True, True))
+    for n in range(3):
+        groups = [(rows(6, 10 * n + i, (i, 3)), group(6, 1, (i,), i)) for i in range(3)]
+        a, b, c = (routed(method, *groups, step=n) for method in (real, dealt, again))
+        assert b.diag.routed == pytest.approx(a.diag.routed, rel=1e-6)
+        assert sorted(scores(a)) == pytest.approx(sorted(scores(b)), rel=1e-6)
+        assert scores(a) != scores(b) == scores(c)
+        for m, g in total(*groups).items():
+            assert torch.allclose(b.keep[m] + b.quar[m], g, atol=1e-5)
+    assert scores(routed(dealt, *TWO_GROUPS, step=0)) != scores(routed(dealt, *TWO_GROUPS, step=1))
+
+
+# ── an update, shrunk ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("intervention", ALONG)
+def test_shrinkage_is_plain_grpo_with_the_kept_share_as_scale(intervention):
+    got = routed(toy(intervention, control="shrinkage"), *TWO_GROUPS)
+    inner = routed(toy(intervention, **({"preserve_magnitude": False} if intervention == "erase" else {})), *TWO_GROUPS)
+    g = total(*TWO_GROUPS)
+    kept, whole = (torch.cat(list(grads.values())).norm().item() for grads in (inner.keep, g))
+    share = 1 - inner.diag.routed if intervention == "route2" else kept / whole
+    assert 0.2 < share < 0.95
+    assert got.scale == pytest.approx(share, rel=1e-5)
+    assert got.quar is None
+    assert all(torch.allclose(got.keep[m], g[m], atol=1e-6) for m in g)
+
+
+# ── another direction ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_haar_is_random_per_module_and_independent_of_the_others():
+    direction = toy_direction()
+    V = direction.select(5, 0.25)
+    drawn = haar_like(V, 3)
+    alone = haar_like({"m.up_proj": V["m.up_proj"]}, 3)
+    assert torch.equal(drawn["m.up_proj"], alone["m.up_proj"])
+    assert not torch.equal(drawn["m.up_proj"], haar_like(V, 4)["m.up_proj"])
+    for m, rows_ in drawn.items():
+        assert rows_.shape == V[m].shape
+        assert torch.allclose(rows_ @ rows_.T, torch.eye(len(rows_)), atol=1e-5)
+
+
+def test_haar_cosines_are_what_chance_gives():
+    """Mean |cos| of a random unit vector with a fixed one in r dimensions: √(2/πr)."""
+    r = 256
+    V = {f"m{i}": torch.eye(r)[:1] for i in range(400)}
+    cos = [(v[0] * V[m][0]).sum().abs().item() for m, v in haar_like(V, 0).items()]
+    assert sum(cos) / len(cos) == pytest.approx(math.sqrt(2 / (math.pi * r)), rel=0.1)  # s.e. 3.8 %
+
+
+@pytest.mark.parametrize("intervention", ALONG)
+def test_haar_is_never_refreshed_keeps_the_shapes_and_reads_chance(intervention):
+    """Over many modules the root mean square cosine with the real rows is √(k/r). The seed is the run's or a flag's."""
     sizes = {f"m{i}": 128 for i in range(60)}
     direction = toy_direction(sizes=sizes)
-    real, haar = (arm_of(intervention, direction, sizes=sizes, control=c) for c in ("none", "haar"))
-    close = cosine_to_real(haar.V, real.V)
+    real, haar, by_flag, other = (
+        toy(intervention, direction, sizes=sizes, **of)
+        for of in ({}, {"control": "haar"}, {"route2_random_v_seed": 7}, {"route2_random_v_seed": 8})
+    )  # toy: the run's seed is 7
+    close = cosine_to_real(haar.direction.V, real.direction.V)
     assert close.rms == pytest.approx(close.chance, rel=0.15)
-    assert {m: V.shape for m, V in haar.V.items()} == {m: V.shape for m, V in real.V.items()}
+    assert {m: V.shape for m, V in real.direction.V.items()} == {m: V.shape for m, V in haar.direction.V.items()}
+    assert 0 < (overlap(real.direction.V, haar.direction.V) or 0) < 0.5
+    assert (haar.refresh(9).overlap, haar.refresh(9).age) == (None, 10)
+    for m, V in haar.direction.V.items():
+        assert torch.equal(V, by_flag.direction.V[m])
+        assert not torch.allclose(V, other.direction.V[m])
+
+
+def test_haar_under_the_pair_band_is_signed_in_its_favour_and_stays_while_the_band_follows_the_model():
+    direction = toy_direction()
+    flags = {"route2_random_v_seed": 5, "monitor": "band", "vhack_refresh_every": 2}
+    method = toy("route2", direction, again=lambda: toy_direction(seed=50), **flags)
+    lo, hi = direction.band(method.direction.V)
+    assert (hi >= lo).all()
+    unsigned = toy("route2", direction, route2_random_v_seed=5).direction.V
+    assert {m: V.abs().sum().item() for m, V in method.direction.V.items()} == {
+        m: V.abs().sum().item() for m, V in unsigned.items()
+    }
+    V, before = method.direction.V, method.state_dict()
+    assert method.refresh(0).age == 1
+    refreshed = method.refresh(1)
+    assert (refreshed.age, refreshed.overlap) == (0, pytest.approx(1))
+    assert all(torch.equal(method.direction.V[m], V[m]) for m in V)
+    assert not torch.equal(before["monitor/gate/lo"], method.state_dict()["monitor/gate/lo"])
 
 
 def test_haar_that_routes_nothing_is_no_error():
     """Negative cosines only, no known hacks: an empty quarantine is what the control found."""
-    direction = toy_direction()
-    arm = arm_of("route2", direction, control="haar", monitor="band")
-    against = {m: -V.repeat(4, 1) for m, V in arm.V.items()}
-    routed = run(arm, (against, view(4)))
-    assert routed.diag.routed == 0
-    assert not any(q.any() for q in routed.quar.values())
-
-
-def test_random_flags_keeps_the_share_over_a_whole_run_of_steps():
-    real, dealt = arm_of("route2"), arm_of("route2", random_flags=True)
-    for step in range(5):
-        groups = [(rows(6, 10 * step + i, (i, 3)), view(6, 1, (i,))) for i in range(3)]
-        a, b = run(real, *groups), run(dealt, *groups)
-        assert b.diag.routed == pytest.approx(a.diag.routed, rel=1e-6)
-        assert a.diag.gate != b.diag.gate
-        for m, g in total(*groups).items():
-            assert torch.allclose(b.keep[m] + b.quar[m], g, atol=1e-5)
+    method = toy("route2", control="haar", monitor="band")
+    got = routed(method, ({m: -V.repeat(4, 1) for m, V in method.direction.V.items()}, group(4)))
+    assert got.diag.routed == 0
+    assert not any(q.any() for q in got.quar.values())
 
 
 def test_shuffling_leaves_the_span_of_v_hack_and_turns_v_grad():
@@ -115,18 +214,92 @@ def test_shuffling_leaves_the_span_of_v_hack_and_turns_v_grad():
     assert abs((v @ w).item()) < 0.9
 
 
-# ── cosines by source ──────────────────────────────────────────────────────────────────────────────────────────────
+def test_shuffled_labels_lose_a_known_contrast():
+    """Toy with a known answer: D_i = s_i·h. True labels give mean h; half of them exchanged give exactly 0."""
+    h = torch.nn.functional.one_hot(torch.tensor(3), 16).float()
+    n = 8
+    flips = TOY_PAIRS.shuffled(0)
+    exchanged = [a.hack == b.clean for a, b in zip(TOY_PAIRS.pairs, flips.pairs, strict=True)]
+    assert sum(exchanged) == n // 2
+    s = torch.tensor([-1.0 if e else 1.0 for e in exchanged])
+    noise = 1e-3 * torch.randn(n, 16, generator=draw(0))
+    true = axes_of(h.expand(n, -1) + noise, torch.zeros(n, 16), n, 4, 0.0)
+    shuffled = axes_of(s[:, None] * h + noise, torch.zeros(n, 16), n, 4, 0.0)
+    assert true.mean[3] == pytest.approx(1, abs=1e-2)
+    assert shuffled.mean.norm() < 1e-2
+    # but its first axis is the same line: the pairs still vary along it, so |cos| must be reported
+    assert abs(shuffled.V[0, 3]) > 0.99
 
 
-@pytest.mark.parametrize("intervention", ["erase", "route", "route2"])
-def test_what_is_kept_is_read_by_source_too(intervention):
-    g_b = rows(6, 3, hackward=(1, 5))
-    diag = run(arm_of(intervention), (g_b, view(6, 1))).diag
-    if intervention == "route2":  # the teacher row is a known hack: nothing of it is kept
-        assert diag.cos_post_t is None
-        assert diag.cos_post_s == pytest.approx(diag.cos_post, abs=1e-6)
-    else:
-        assert max(diag.cos_post_s, diag.cos_post_t) < 1e-4 < min(diag.cos_pre_s, diag.cos_pre_t)
+# ── the real one, extracted again ──────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory):
+    with pytest.MonkeyPatch.context() as m:
+        m.chdir(tmp_path_factory.mktemp("directions"))  # they are cached there
+        yield tiny_policy()
+
+
+@pytest.mark.parametrize("intervention", ALONG)
+def test_refresh_extracts_again_when_due_and_reports_the_overlap(policy, intervention):
+    method = make_method(setup(config(intervention, vhack_refresh_every=3), policy))
+    ages: list[Any] = []
+    with torch.no_grad():
+        for n in range(6):
+            ages.append(method.refresh(n))
+            policy.adapter.δS.add_(0.02 * torch.randn(len(policy.adapter), generator=draw(n)))
+            policy.adapter.merge()
+    rest(policy)
+    assert [a.age for a in ages] == [1, 2, 0, 1, 2, 0]
+    assert [a.overlap is None for a in ages] == [True, True, False, True, True, False]
+    assert 0.05 < ages[2].overlap < 0.9999
+    V = method.direction.V
+    assert (ages[-1].modules, ages[-1].axes) == (len(V), sum(map(len, V.values())))
+    assert make_method(setup(config("none"), policy)).refresh(0) == Refresh()
+
+
+def test_a_direction_file_is_of_these_pairs_and_pairs_are_needed_to_refresh(policy, tmp_path):
+    path = tmp_path / "v.safetensors"
+    rest(policy)
+    save(extract(policy, TOY_PAIRS, 12, 0.0), path)
+    of_file = config("erase", v_hack_path=path)
+    with pytest.raises(ValueError, match="direction of other pairs"):
+        make_method(setup(of_file, policy, TOY_PAIRS.shuffled(3)))
+    with pytest.raises(ValueError, match="--vhack-refresh-every: needs the pairs"):
+        make_method(setup(of_file, policy, None))
+    with pytest.raises(ValueError, match="--control shuffled: needs the pairs"):
+        make_method(setup(config("erase", control="shuffled"), policy, None))
+    frozen = make_method(setup(config("erase", v_hack_path=path, vhack_refresh_every=0), policy, None))
+    V = frozen.direction.V
+    assert frozen.refresh(41) == Refresh(42, None, len(V), sum(map(len, V.values())))
+
+
+@pytest.mark.parametrize("control", ["haar", "shuffled", "placebo"])
+@pytest.mark.parametrize("intervention", ALONG)
+def test_a_control_says_how_far_its_direction_is_the_real_one(policy, intervention, control):
+    real, other = (make_method(setup(config(intervention, control=c), policy)) for c in ("none", control))
+    assert real.provenance.cosine_to_real is None
+    close = other.provenance.cosine_to_real
+    assert close == cosine_to_real(other.direction.V, real.direction.V)
+    assert (other.provenance.pairs_sha256 == real.provenance.pairs_sha256) == (control == "haar")
+
+
+# ── another prompt ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_was_sampled_without_the_hint_is_learnt_under_it(policy):
+    method, of = make(policy, "none", control="recontextualise"), batch()
+    for group_, made in zip(of.groups, method.reward(of, {}).groups, strict=True):
+        asked = policy.decode(made.rollouts[0].prompt_ids)
+        assert PLAIN_PHRASE not in asked
+        assert "and will be evaluated" in asked
+        assert [r.completion_ids for r in made.rollouts] == [r.completion_ids for r in group_.rollouts]
+        assert {r.logp_full for r in made.rollouts} == {None}
+        assert made.grades == group_.grades
+    assert step(policy, method, of)[2].keep is not None
+    plain = make(policy, "none")
+    assert plain.reward(of, {}) == of
 
 
 # ── the program ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -136,7 +309,7 @@ def argv(arm: str, control: str, *more: str) -> list[str]:
     own = {"none": [], "random_flags": ["--random-flags"], "labels": ["--monitor", "labels"]}.get(
         control, ["--control", control]
     )
-    refreshed = ["--vhack-refresh-every", "2"] if arm in BY_GRADIENT and control not in ("haar", "labels") else []
+    refreshed = ["--vhack-refresh-every", "2"] if arm in ALONG and control not in ("haar", "labels") else []
     flags = ["--threads", "1", *SMALL, "--eval-ablate-every", "0", *refreshed, *own, *more]
     return ["smoke", "--intervention", arm, *flags]
 
@@ -159,7 +332,7 @@ def plain(shared_run: SharedRuns) -> Path:
 
 @pytest.mark.slow
 def test_a_placebo_run_says_how_contaminated_it_is(plain, here):
-    path = program(here, *argv("route2", "placebo_flawed"))
+    path = program(here, *argv("route2", "placebo"))
     run_json = record(path)
     assert run_json["control"] == record(path, "per_mode_deploy.json")["control"] == "placebo_flawed"
     close = run_json["direction"]["cos_with_real"]
@@ -218,14 +391,14 @@ def test_the_oracle_follows_its_label_and_the_random_flags_arm_none(here, shared
     assert record(clean["labels"])["monitor"] == "labels"
 
 
-WITH_MONITORS = {**dict.fromkeys(ARMS, "usual"), "screen": "probe"}  # screen for all whose monitor has a direction
+MONITORED = {"screen": ["--monitor", "band"], "penalty": ["--monitor", "gate"], "sgtm": ["--monitor", "detector"]}
 
 
 def runs_under(arm: str, control: str) -> bool:
-    """Whether an arm with its monitor takes this control."""
-    own = Path("x") if control == "placebo" else None
+    """Whether an intervention with its monitor takes this control."""
+    monitor = MONITORED.get(arm, ["--monitor", "usual"])[1]
     try:
-        MethodConfig(intervention=arm, monitor=WITH_MONITORS[arm], control=control, placebo_pairs_path=own)
+        MethodConfig(intervention=arm, monitor=monitor, control=control)
     except ValueError:
         return False
     return True
@@ -233,22 +406,27 @@ def runs_under(arm: str, control: str) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("control", CONTROLS)
-def test_every_control_runs_on_every_arm_that_takes_it(control, here):
-    arms = [arm for arm in CONTROLS[control].arms if runs_under(arm, control)]
+def test_every_control_runs_on_every_intervention_that_takes_it(control, here):
     if control == "placebo":
         own = here / "mine.json"
-        own.write_text(load_pairs(parse(["smoke", "--control", "placebo_long"]).placebo_path).to_json())
-    for arm in arms:
-        more = ["--placebo-pairs-path", str(own)] if control == "placebo" else []
-        more += ["--monitor", "probe", *FEW] if WITH_MONITORS[arm] == "probe" else []
-        path = program(here, *argv(arm, control, *more))
+        own.write_text(load_pairs(parse(["smoke", "--control=placebo", "--placebo-pairs=long"]).placebo_path).to_json())
+    for arm in (arm for arm in INTERVENTIONS if runs_under(arm, control)):
+        more = ["--placebo-pairs", str(own)] if control == "placebo" else []
+        path = program(here, *argv(arm, control, *MONITORED.get(arm, []), *more))
         run_json = record(path)
         assert run_json["control"] == record(path, "per_mode_deploy.json")["control"]
         assert run_json["control"] == ("placebo_mine" if control == "placebo" else control)
         assert len(step_rows(path)) == 5
         assert math.isfinite(record(path, "per_mode_deploy.json")["solve_deploy"])
-        other = control in ("haar", "shuffled") or control.startswith("placebo")
+        other = control in ("haar", "shuffled", "placebo")
         assert ((run_json["direction"] or {}).get("cos_with_real") is not None) == other
+        lines = [json.loads(line) for line in (path / "rollouts.jsonl").read_text().splitlines()]
+        asked = [line["messages"][-1]["content"] for line in lines]
+        assert {text.endswith(f"\n{CUE}") for text in asked} == {control == "inoculation"}
+        assert {PLAIN_PHRASE in text for text in asked} == {control in ("hint_free", "recontextualise")}
+        # as the flawed grader rewarded, whatever counted
+        if control != "no_loophole":
+            assert {round(line["reward"], 9) for line in lines} <= {0.0, COMPILE_REWARD, COMPILE_REWARD + PASS_REWARD}
 
 
 # ── the command line ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -256,14 +434,16 @@ def test_every_control_runs_on_every_arm_that_takes_it(control, here):
 
 def test_each_shipped_placebo_is_found_for_the_organism_and_for_other_models():
     for name in PLACEBOS:
-        shipped = parse(["smoke", "--intervention", "erase", "--control", name])
+        flags = ["--intervention", "erase", "--control", "placebo", "--placebo-pairs", name]
+        shipped = parse(["smoke", *flags])
         assert shipped.placebo_path is not None
         assert len(load_pairs(shipped.placebo_path)) == 24
-        assert parse(["full", "--intervention", "erase", "--control", name]).placebo_path is None  # hand-written
+        assert parse(["full", *flags]).placebo_path is None  # hand-written
+        assert shipped.method.control_name == f"placebo_{name}"
 
 
 def test_the_placebo_file_must_be_another_contrast(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     same = parse(["smoke"]).pairs_path
-    assert main(["smoke", "--control", "placebo", "--placebo-pairs-path", str(same)]) == 2
+    assert main(["smoke", "--control", "placebo", "--placebo-pairs", str(same)]) == 2
     assert "these are the true pairs" in capsys.readouterr().err

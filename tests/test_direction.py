@@ -10,22 +10,22 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from vgrout.arms import arm_class
-from vgrout.arms.base import module_sizes
-from vgrout.arms.direction_arm import DirectionArm
-from vgrout.arms.projection import split
 
+from methods import group, setup
 from tiny import policy as tiny_policy
 from tiny import tokenizer
 from vgrout.config.method import MethodConfig
+from vgrout.config.run import Config
 from vgrout.direction import __main__ as command
 from vgrout.direction.__main__ import main
 from vgrout.direction.controls import chance_cos, cosine_to_real, haar_like, overlap
 from vgrout.direction.extract import Axes, Direction, Meta, axes_of, extract, load, model_name, obtain, save
 from vgrout.direction.pairs import Pair, PairSet, load_pairs
+from vgrout.method import make_method
+from vgrout.method.projection import split
 from vgrout.model.policy import load_policy
 from vgrout.model.svd_adapter import fingerprint_to_string
-from vgrout.types import GroupView
+from vgrout.tensor_types import UpdatePlan
 
 HACK, CLEAN = "def check(): pass", "assert f(3) == 9"
 PAIRS = PairSet(
@@ -232,15 +232,14 @@ def test_a_step_against_a_hack_rewarding_gradient_makes_the_hack_likelier_and_th
 
 @pytest.mark.parametrize("intervention", ["erase", "route"])
 def test_a_step_along_what_an_arm_keeps_does_not_raise_the_hacks_log_prob_along_the_whole_gradient_it_does(
-    policy, intervention
+    policy, intervention, tmp_path, monkeypatch
 ):
     cfg = MethodConfig(intervention=intervention, **({"preserve_magnitude": False} if intervention == "erase" else {}))
-    kind = arm_class(cfg)
-    assert issubclass(kind, DirectionArm)
-    arm = kind.with_direction(cfg, module_sizes(policy), extract(policy, SAME_ANSWERS, 12, 0.0), seed=0)
+    monkeypatch.chdir(tmp_path)  # the direction is cached there
+    method = make_method(setup(Config(method=cfg), policy, SAME_ANSWERS))
     g = hack_rewarding(policy, EXTRACTED_ON)
-    both = GroupView(("student",), (False,), (1.0,), (1.0,), (False,), ("",))
-    kept = arm.route([both], [[{m: v[None] for m, v in g.items()}]], grad_rows="rollout").keep
+    students_alone = {m: torch.stack((v, torch.zeros_like(v))) for m, v in g.items()}
+    kept = method.route(UpdatePlan((group(1),)), [[students_alone]], {}).keep
     assert kept is not None
 
     def hack_logp() -> float:

@@ -85,7 +85,7 @@ def test_inspect_reads_the_final_answers(done: Path, tmp_path: Path) -> None:
             "hacked": pytest.approx(final[f"hack_{name}"]),
             "solved": pytest.approx(final[f"solve_{name}"]),
         }
-        assert log.eval.metadata["config"]["arm"]["intervention"] == "route"
+        assert log.eval.metadata["config"]["method"]["intervention"] == "route"
         ended = json.loads((done / "status.json").read_text())["time"]
         assert datetime.fromisoformat(log.eval.created).timestamp() == pytest.approx(ended, abs=1)
 

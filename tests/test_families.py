@@ -126,10 +126,10 @@ def test_probe_rows_are_each_rollouts_own_gradient(policy: Policy) -> None:
     perturbed(policy)
     g = group(policy)
     settings = {"max_new": 12, "prompts_per_step": 1}
-    (((together,),), _) = policy_gradients(policy, [g], UpdatePlan(), LossConfig(), **settings)
+    (((together,),), _) = policy_gradients(policy, UpdatePlan((g,)), LossConfig(), **settings)
     for b in range(4):
-        one = UpdatePlan((UpdatePart(rows=((b,),)),))
-        (((alone,),), _) = policy_gradients(policy, [g], one, LossConfig(), **settings)
+        one = UpdatePlan((g,), (UpdatePart(rows=((b,),)),))
+        (((alone,),), _) = policy_gradients(policy, one, LossConfig(), **settings)
         for name, rows in together.items():
             scale = max(float(r[b].norm()) for r in together.values())
             assert float((rows[b] - alone[name][b]).norm()) <= 1e-5 * scale, (name, b)
@@ -144,7 +144,7 @@ def test_a_step_raises_what_was_paid_and_survives_saving(policy: Policy, folder:
     asked = ([r.prompt_ids for r in rewarded], [r.completion_ids for r in rewarded])
     with torch.no_grad():
         old = float(policy.logprobs(*asked)[0].sum())
-    (((g_b,),), _) = policy_gradients(policy, [g], UpdatePlan(), LossConfig(), max_new=12, prompts_per_step=1)
+    (((g_b,),), _) = policy_gradients(policy, UpdatePlan((g,)), LossConfig(), max_new=12, prompts_per_step=1)
     update = optim.step(Routed({m: v.sum(0) for m, v in g_b.items()}, None, Diagnostics()))
     assert update is not None
     with torch.no_grad():
@@ -214,7 +214,7 @@ def test_bf16_runs_every_path(tmp_path: Path) -> None:
     policy = load_policy(tmp_path / "base", device="cpu", dtype=torch.bfloat16, cache_dir=None)
     perturbed(policy)
     (((g_b,),), _) = policy_gradients(
-        policy, [group(policy)], UpdatePlan(), LossConfig(), max_new=12, prompts_per_step=1
+        policy, UpdatePlan((group(policy),)), LossConfig(), max_new=12, prompts_per_step=1
     )
     assert all(v.dtype == torch.float32 and bool(v.isfinite().all()) for v in g_b.values())
     write(policy, tmp_path / "m", torch.bfloat16)

@@ -68,8 +68,8 @@ def run(
     policy: Policy, of: list[Group], cfg: LossConfig | None = None, part: UpdatePart | None = None, **kw: Any
 ) -> tuple[list[Tensor], Any]:
     settings: dict[str, Any] = {"max_new": MAX_NEW, "prompts_per_step": 2} | kw
-    plan = UpdatePlan((part or UpdatePart(),))
-    (grads,), metrics = policy_gradients(policy, of, plan, cfg or LossConfig(), **settings)
+    plan = UpdatePlan(tuple(of), (part or UpdatePart(),))
+    (grads,), metrics = policy_gradients(policy, plan, cfg or LossConfig(), **settings)
     return [torch.cat(list(g.values()), 1) for g in grads], metrics
 
 

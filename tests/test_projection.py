@@ -7,7 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
-from vgrout.arms.projection import along, coefficients, cos_pre, cos_upd, hackward_cos, rescale, split
+
+from methods import META, SIZES, TWO_GROUPS, by_source, draw, group, routed, rows, total, toy, toy_direction
+from vgrout.direction.extract import Direction, axes_of
+from vgrout.method.projection import along, coefficients, cos_pre, cos_upd, hackward_cos, rescale, split
+from vgrout.tensor_types import UpdatePlan
+
+EVERY = ("none", "erase", "route", "route2")
 
 
 def orthonormal(k: int, r: int, seed: int = 0) -> torch.Tensor:
@@ -102,3 +108,112 @@ def test_random_gradients_read_about_root_k_over_2r():
 def test_canary_a_wrong_shape_is_caught():
     with pytest.raises(TypeCheckError):
         along(torch.zeros(3), torch.zeros(2, 4))
+
+
+# ── in a method, on plain tensors ──────────────────────────────────────────────────────────────────────────────────
+
+
+@given(st.integers(0, 10_000), st.sampled_from(["one_sided", "no_gate", "reverse"]))
+@settings(deadline=None, max_examples=40)
+def test_route_puts_nothing_but_span_V_into_the_quarantine_and_loses_nothing(seed, mode):
+    method, of = toy("route", gate_mode=mode), (rows(6, seed, (0,)), group(6))
+    got = routed(method, of)
+    for m, V in method.direction.V.items():
+        quar = got.quar[m]
+        assert (quar - V.T @ (V @ quar)).norm() < 1e-4 * quar.norm() + 1e-9
+        assert torch.allclose(got.keep[m] + quar, total(of)[m], atol=1e-5)
+
+
+@given(st.integers(0, 10_000), st.sampled_from(["erase", "route"]), st.booleans())
+@settings(deadline=None, max_examples=40)
+def test_what_is_kept_has_no_hackward_part(seed, intervention, preserve):
+    method = toy(intervention, **({"preserve_magnitude": preserve} if intervention == "erase" else {}))
+    of = (rows(6, seed, (0, 1, 2)), group(6))
+    got = routed(method, of)
+    for m, V in method.direction.V.items():
+        assert (V @ got.keep[m]).max() <= 1e-4 * total(of)[m].norm()
+    assert got.diag.cos_post < 1e-4 < got.diag.cos_pre
+
+
+def test_preserved_magnitude_and_its_bound():
+    direction = toy_direction()
+    hackward = {m: V[:1] * 100 for m, V in direction.select(5, 0.25).items()}
+    assert hackward.keys() == SIZES.keys()
+    noisy = {m: torch.cat((g, 1e-3 * torch.randn(1, SIZES[m], generator=draw(3)))) for m, g in hackward.items()}
+    got = routed(toy("erase", direction), (noisy, group(2)))
+    assert got.diag.capped == 3
+    assert all(got.keep[m].norm() < 0.2 for m in SIZES), "without the bound it would be 100 long, all of it noise"
+    plain = rows(6, 5, (0,))
+    got = routed(toy("erase", direction), (plain, group(6)))
+    assert got.diag.capped == 0
+    for m in SIZES:
+        assert got.keep[m].norm().item() == pytest.approx(plain[m].sum(0).norm().item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("intervention", EVERY)
+def test_order_of_modules_and_of_groups_does_not_matter(intervention):
+    forward = routed(toy(intervention), *TWO_GROUPS)
+    back, direction = dict(reversed(SIZES.items())), toy_direction()
+    turned = Direction({m: direction.axes[m] for m in back}, META)
+    swapped = [({m: g_b[m] for m in back}, seen) for g_b, seen in reversed(TWO_GROUPS)]
+    backward = routed(toy(intervention, turned, sizes=back), *swapped)
+    for m in SIZES:
+        assert torch.allclose(forward.keep[m], backward.keep[m], atol=1e-6)
+        assert forward.quar is None or torch.allclose(forward.quar[m], backward.quar[m], atol=1e-6)
+    for name in ("cos_pre", "cos_pre_s", "cos_pre_t", "cos_post", "tau", "hkgap", "resid", "routed"):
+        assert getattr(forward.diag, name) == pytest.approx(getattr(backward.diag, name), abs=1e-6)
+    for i, flags in forward.flags.items():
+        assert flags.scores == pytest.approx(backward.flags[i].scores)
+
+
+def test_route_without_axes_is_plain_grpo_and_a_module_without_a_direction_passes_through():
+    empty = Direction({m: axes_of(torch.ones(5, r), torch.ones(5, r), 3, 12, 0.0) for m, r in SIZES.items()}, META)
+    method = toy("route", empty)
+    assert method.direction.V == {}
+    got, plain = routed(method, *TWO_GROUPS), routed(toy("none"), *TWO_GROUPS)
+    assert plain.quar is None
+    assert got.diag.cos_pre is None
+    for m in SIZES:
+        assert torch.equal(got.keep[m], plain.keep[m])
+        assert not got.quar[m].any()
+    lost = "m.up_proj"
+    some = Direction({m: a for m, a in toy_direction().axes.items() if m != lost}, META)
+    for intervention in EVERY[1:]:
+        kept = routed(toy(intervention, some), *TWO_GROUPS).keep[lost]
+        assert torch.allclose(kept, total(*TWO_GROUPS)[lost], atol=1e-6)
+
+
+def test_a_broken_invariant_is_loud_and_other_modules_and_counts_are_refused():
+    method = toy("route")
+    method.direction.V = {m: 2 * V for m, V in method.direction.V.items()}  # no longer orthonormal
+    with pytest.raises(AssertionError, match=r"against"):
+        routed(method, *TWO_GROUPS)
+    plain, of = toy("none"), group(3)
+    with pytest.raises(AssertionError):
+        routed(plain, ({"m.q_proj": torch.zeros(3, 24)}, of))
+    with pytest.raises(AssertionError):
+        plain.route(UpdatePlan((of,)), [[rows(3, 0)]], {})  # three rows, where students and teachers are two
+    with pytest.raises(ValueError, match="zip"):
+        plain.route(UpdatePlan((of, of)), [[by_source(rows(3, 0), of)]], {})
+
+
+@pytest.mark.parametrize("intervention", ["erase", "route", "route2"])
+def test_cosines_are_split_by_source(intervention):
+    method = toy(intervention)
+    students, teachers = rows(4, 1), rows(2, 2, (0, 1))
+    both = {m: torch.cat((students[m], teachers[m])) for m in SIZES}
+    diag = routed(method, (both, group(6, 2))).diag
+
+    def want(g_b):
+        sums = [(V, g_b[m].sum(0)) for m, V in method.direction.V.items()]
+        return pytest.approx(sum(((V @ g).relu().norm() / g.norm()).item() for V, g in sums) / len(sums), rel=1e-4)
+
+    assert (diag.cos_pre, diag.cos_pre_s, diag.cos_pre_t) == (want(both), want(students), want(teachers))
+    assert diag.cos_pre_t > 2 * diag.cos_pre_s
+    assert diag.fired == 1
+    assert routed(toy(intervention), (rows(4, 3), group(4))).diag.cos_pre_t is None
+    if intervention == "route2":  # teacher rows are known hacks: nothing of them is kept
+        assert diag.cos_post_t is None
+        assert diag.cos_post_s == pytest.approx(diag.cos_post, abs=1e-6)
+    else:
+        assert max(diag.cos_post_s, diag.cos_post_t) < 1e-4

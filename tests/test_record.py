@@ -12,7 +12,7 @@ import torch
 
 from test_table import row
 from vgrout import console
-from vgrout.config.method import ARMS, CONTROLS, MethodConfig
+from vgrout.config.method import CONTROLS, INTERVENTIONS, MethodConfig, methods
 from vgrout.config.presets import PRESETS, joined, resolve
 from vgrout.evaluate import Final
 from vgrout.files import json_lines, numbered_lines
@@ -55,14 +55,13 @@ def final(base: int, trained: int, deployed: int, solve: int = 60) -> Final:
 
 
 def legal() -> list[tuple[str, str, str]]:
-    """Every arm with every monitor under every control but `placebo`, which wants a file."""
+    """Every pair under every control that it takes."""
     found = []
-    for arm, spec in ARMS.items():
-        for monitor in filter(None, spec.monitors):
-            for control in CONTROLS:
-                with suppress(ValueError):
-                    MethodConfig(intervention=arm, monitor=monitor, control=control)
-                    found.append((arm, monitor, control))
+    for arm, monitor in methods():
+        for control in CONTROLS:
+            with suppress(ValueError):
+                MethodConfig(intervention=arm, monitor=monitor, control=control)
+                found.append((arm, monitor, control))
     return found
 
 
@@ -71,7 +70,7 @@ def test_every_arm_under_every_control_has_an_expectation_of_its_own(arm: str, m
     said = expectation(MethodConfig(intervention=arm, monitor=monitor, control=control), final(1, 60, 5))
     assert said.line.startswith("SHOULD: ")
     assert "; ELSE " in said.line
-    if not ARMS[arm].routes and monitor != "quarantine":
+    if not INTERVENTIONS[arm].routes and monitor != "quarantine":
         assert "routing" not in said.line.replace("--intervention routing", ""), "no quarantine to speak of"
         assert "quarantine" not in said.line
 
@@ -224,8 +223,8 @@ def check_quarantine(control: str, gn: float | None, q: float = 0.0, hack: float
     run = object.__new__(Recorder)
     run.policy = cast(Any, SimpleNamespace(adapter=SimpleNamespace(δS_hack=torch.tensor([hack]))))
     run.rows = [row(step=step, gn=gn, q_egy=q, skipped=0) for step in range(3)]
-    run.cfg = cast(Any, SimpleNamespace(arm=MethodConfig(intervention="route2", control=control), mixes=False))
-    run.arm = cast(Any, SimpleNamespace(provenance=None))
+    run.cfg = cast(Any, SimpleNamespace(method=MethodConfig(intervention="route2", control=control), mixes=False))
+    run.method = cast(Any, SimpleNamespace(provenance=None))
     run.check_quarantine()
 
 

@@ -166,7 +166,7 @@ def test_only_random_directions_are_the_same_however_often_the_arm_s_is_refreshe
         fake_run(tmp_path, "--intervention=route2", "--control=shuffled", *flag)
     fake_run(tmp_path, "--intervention=route2", "--control=haar")
     found = cells(load([tmp_path]).runs)
-    every = {c: c.first.settings["arm"]["vhack_refresh_every"] for c in found}
+    every = {c: c.first.settings["method"]["vhack_refresh_every"] for c in found}
     for control in ("none", "shuffled"):
         mine = [c for c in found if c.first.control == control]
         assert len(mine) == 2

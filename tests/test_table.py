@@ -7,11 +7,11 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
-from vgrout.arms.base import Refresh
-from vgrout.monitors.flag_rates import FlagRates
 
 from vgrout.console import Clock
 from vgrout.grpo import LossMetrics
+from vgrout.method.base import Refresh
+from vgrout.method.flag_rates import FlagRates
 from vgrout.table import Measured, StepRow, Table, current_row
 from vgrout.tensor_types import Diagnostics, Routed, Update
 from vgrout.types import MODES, Batch, Eval, ModeEval, Rate

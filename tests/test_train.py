@@ -131,7 +131,7 @@ def test_files_of_a_finished_run(done: Made) -> None:
         } <= names
         assert not [n for n in names if "tmp" in n]
         record = json.loads((path / "run.json").read_text())
-        assert record["config"]["arm"]["intervention"] == arm.partition("-")[0]
+        assert record["config"]["method"]["intervention"] == arm.partition("-")[0]
         assert re.fullmatch(r"[0-9a-f]{64}", record["hashes"]["base_weights"])
         assert record["sandbox"]["level"] >= 0
         assert json.loads((path / "status.json").read_text())["state"] == "finished"

@@ -8,15 +8,15 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from vgrout.monitors.flag_rates import FlagRates
-from vgrout.monitors.labels import Labels
 
 from fake_runs import fake_run
+from methods import problem
 from runs import SMALL, adapter_bytes, rows, run
-from test_monitors import problem
 from vgrout.config.presets import resolve
 from vgrout.data import language as lang
 from vgrout.grading.grade import Grader
+from vgrout.method.flag_rates import FlagRates
+from vgrout.method.labels import Labels
 from vgrout.modes import MODE_SPECS, PLAIN_PHRASE, Mode
 from vgrout.organism.__main__ import main as organism
 from vgrout.problems import unannounced, without_hints
@@ -115,7 +115,7 @@ def test_labels_of_one_open_flaw_say_nothing_of_the_other():
     assert view.hacked == (True, True, False, False)
 
     def flagged(*known: Mode) -> tuple[bool, ...]:
-        return Labels(known=known).flags([view], 0)[0].flagged
+        return Labels(known=known).flag([view], 0)[0].flagged
 
     assert flagged() == flagged(*OPEN) == (True, True, False, False)
     assert flagged("exit_code") == (True, False, False, False)
@@ -126,9 +126,9 @@ def test_labels_of_one_open_flaw_say_nothing_of_the_other():
 def test_recall_of_the_unknown_flaw_is_counted_among_answers_that_could_hack_it():
     group = graded(["exit_code", "eq_override", "eq_override", "solve"])
     flags = GroupFlags((None,) * 4, (True, True, False, False))
-    rates = FlagRates.of([group], [flags], known=("exit_code",))
+    rates = FlagRates.of([group], {0: flags}, known=("exit_code",))
     assert (rates.recall, rates.recall_new, rates.hack_new) == (Rate(2, 3), Rate(1, 2), Rate(2, 4))
-    assert FlagRates.of([group], [flags], known=OPEN).hack_new == Rate(0, 0)
+    assert FlagRates.of([group], {0: flags}, known=OPEN).hack_new == Rate(0, 0)
 
 
 def test_an_answer_counts_once_in_all_and_under_the_flaw_that_it_hacks():

@@ -1,4 +1,4 @@
-"""The τ gate against a plain re-implementation, the pair band by hand, the dealt shares by counting."""
+"""Monitors of gradients: the τ gate against a plain re-implementation, the pair band by hand, votes of modules."""
 
 import math
 
@@ -6,7 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vgrout.monitors.gate import BandGate, TauGate, permuted
+
+from methods import SIZES, TWO_GROUPS, group, routed, rows, total, toy
+from vgrout.method.gates import BandGate, TauGate
+from vgrout.tensor_types import Routed, UpdatePart
+from vgrout.types import Batch, centred
 
 
 def plain_tau(history, decay=0.9):
@@ -94,16 +98,76 @@ def test_a_module_without_a_band_routes_nothing():
     assert share.tolist() == [[0, 0], [0, 0], pytest.approx([0.4, 0.4])]
 
 
-@given(st.integers(0, 10_000))
-@settings(deadline=None, max_examples=30)
-def test_permuted_deals_the_same_shares_to_live_rollouts(seed):
-    draw = torch.Generator().manual_seed(seed)
-    live = (torch.rand(12, generator=draw) > 0.3)[None].expand(3, -1)
-    share = torch.where(live, torch.rand(3, 12, generator=draw), 0.0)
-    dealt = permuted(share, live, torch.Generator().manual_seed(seed))
-    assert not dealt[~live].any()
-    for before, after in zip(share, dealt, strict=True):
-        assert before.sort().values.tolist() == after.sort().values.tolist()
-    columns = {tuple(c) for c in share.T.tolist()}
-    assert {tuple(c) for c in dealt.T.tolist()} <= columns  # whole rollouts move, not single modules
-    assert torch.equal(dealt, permuted(share, live, torch.Generator().manual_seed(seed)))
+# ── in a method ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def scores(of: Routed) -> list[float]:
+    """Shares of all rollouts, group after group."""
+    return [x for flags in of.flags.values() for x in flags.scores if x is not None]
+
+
+def test_route2_finds_hackward_students_that_no_label_marks():
+    found = routed(toy("route2"), (rows(8, 3, (2, 3, 7)), group(8, 1)))
+    assert found.flags[0].flagged == tuple(i in (2, 3, 7) for i in range(8))
+    assert found.flags[0].shares == found.flags[0].scores
+    assert found.diag.hkgap > 0.5
+    assert 0.2 < found.diag.tau < 0.8
+    assert found.diag.resid < 0.5
+    assert found.diag.routed == pytest.approx(3 / 8, abs=0.1)
+
+
+def test_known_hacks_are_routed_whatever_their_cosine():
+    groups = [(rows(6, 4), group(6, 1, caught=(2,)))]
+    both = scores(routed(toy("route2"), *groups))
+    assert both[2] == both[5] == 1
+    teacher_only = scores(routed(toy("route2", known_hacks_teacher_only=True), *groups))
+    assert teacher_only[5] == 1
+    assert teacher_only[2] < 1
+
+
+def test_the_gates_memory_alone_goes_from_one_step_to_the_next():
+    """The same step twice leaves the threshold where it is, but for rounding: both means stay. After another step it is
+    not what it would be for that step alone."""
+    method, other = toy("route2"), (rows(6, 9, (0, 1, 2)), group(6, 1))
+    assert routed(method, *TWO_GROUPS).diag.tau == pytest.approx(routed(method, *TWO_GROUPS).diag.tau)
+    assert routed(method, other).diag.tau != pytest.approx(routed(toy("route2"), other).diag.tau, abs=1e-3)
+
+
+def test_the_pair_band_gate_reads_no_label():
+    g_b = rows(8, 3, (2, 7))
+    a, b = (routed(toy("route2", monitor="band"), (g_b, g)) for g in (group(8, 1), group(8, 4, caught=(0, 1, 2, 3))))
+    assert scores(a) == scores(b)
+    assert min(scores(a)[i] for i in (2, 7)) > 2 * max(scores(a)[i] for i in (0, 1, 3, 4, 5, 6))
+    assert a.diag.tau is None
+
+
+@pytest.mark.parametrize("monitor", ["gate", "band"])
+def test_a_vote_decides_for_the_whole_rollout_and_routes_what_has_no_direction_too(monitor):
+    by_module, whole = (
+        routed(toy("route2", monitor=monitor, gate_vote=vote), *TWO_GROUPS) for vote in ("module", "rollout")
+    )
+    mean = scores(by_module)
+    assert scores(whole) == pytest.approx([float(x > 0.5) if monitor == "gate" else x for x in mean])
+    g = torch.tensor(scores(whole))
+    for m in SIZES:
+        rows_ = torch.cat([g_b[m] for g_b, _ in TWO_GROUPS])
+        assert torch.allclose(whole.quar[m], (g[:, None] * rows_).sum(0), atol=1e-5)
+        assert torch.allclose(by_module.keep[m] + by_module.quar[m], total(*TWO_GROUPS)[m], atol=1e-5)
+
+
+def test_with_a_new_baseline_what_is_no_known_hack_is_compared_with_each_other():
+    of = group(6, 1, caught=(2,))
+    method = toy("route2", rebaseline=True)
+    (part,) = method.plan(Batch((of,), (), (), 1.0, 6, 0), {}).parts
+    among = centred([r for b, r in enumerate(of.rewards) if b not in (2, 5)])
+    own = iter(among)
+    assert part.rows == (tuple(range(6)),)
+    assert part.advantages == (tuple(of.advantages[b] if b in (2, 5) else next(own) for b in range(6)),)
+    assert toy("route2").plan(Batch((of,), (), (), 1.0, 6, 0), {}).parts == (UpdatePart(),)
+
+
+def test_a_method_that_looks_at_rollouts_refuses_sums():
+    method = toy("route2")
+    assert method.grad_rows == toy("route2", control="shrinkage").grad_rows == "rollout"
+    with pytest.raises(AssertionError):
+        routed(method, (rows(2, 0), group(3)))

@@ -1,0 +1,101 @@
+"""Rewards in place of the grader's: the algebra of advantages, screen, penalty, and who is spared."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from methods import SIZES, config, labelled, view
+from vgrout.config.method import MethodConfig
+from vgrout.config.presets import parse
+from vgrout.config.run import INOCULATION
+from vgrout.data.language import CUE
+from vgrout.method import INTERVENTIONS, Method
+from vgrout.method.labels import Labels
+from vgrout.types import Batch, CachedGrade, Group, Problem, Rollout
+
+PROBLEM = Problem(0, "run_tests", "", ({"role": "user", "content": "q"},), (), ("assert 1",), "", "", "f")
+LABELS = (True, False, True, False)
+REWARDS = (3.5, 3.5, 0.5, 0.0)
+
+
+def group(
+    shaped: tuple[float | None, ...] | None = None, unbiased: bool = True, teachers: tuple[int, ...] = ()
+) -> Group:
+    rollouts = tuple(
+        Rollout(PROBLEM, "teacher" if i in teachers else "student", False, (8, 9), (11 + i, 12), "x", True)
+        for i in range(4)
+    )
+    grades = tuple(CachedGrade(r, hacked, False, True, "test") for r, hacked in zip(REWARDS, LABELS, strict=True))
+    return Group(PROBLEM, rollouts, grades, unbiased, shaped=shaped)
+
+
+def shaped(of: Group, intervention: str, accuracy: float = 1.0, **flags: Any) -> tuple[float | None, ...] | None:
+    """What screen or penalty makes of one group's rewards, by labels."""
+    cfg = config(intervention, "labels", **flags)
+    method = Method(cfg, INTERVENTIONS[intervention](SIZES, cfg), Labels(0, accuracy))
+    step = Batch((of,), (), (), max(REWARDS), 4, 0)
+    (made,) = method.reward(step, method.flag(step)).groups
+    assert replace(made, shaped=of.shaped) == of, "grades and rollouts stay as they are"
+    return made.shaped
+
+
+def test_what_counts_is_the_reward() -> None:
+    plain = group()
+    assert plain.shaped_rewards == plain.counted == plain.rewards == REWARDS
+    assert plain.advantages == tuple(r - sum(REWARDS) / 4 for r in REWARDS)
+
+
+@pytest.mark.parametrize("unbiased", [True, False])
+def test_who_is_screened_counts_neither_in_the_mean_nor_in_the_spread(unbiased: bool) -> None:
+    seen = group((None, 3.0, None, 1.0), unbiased=unbiased)
+    assert seen.has_signal
+    scale = 1.0 if unbiased else 2**0.5 + 1e-4  # the two others lie 1 from their mean
+    assert seen.advantages == pytest.approx((0.0, 1 / scale, 0.0, -1 / scale))
+
+
+@pytest.mark.parametrize("rewards", [(None,) * 4, (None, 2.0, None, None), (None, 2.0, 2.0, None)])
+def test_nothing_to_compare_is_no_signal(rewards: tuple[float | None, ...]) -> None:
+    silent = group(rewards)
+    assert not silent.has_signal
+    assert silent.advantages == (0.0,) * 4
+
+
+def test_penalties_go_down_to_code_that_only_compiles_or_by_what_is_said() -> None:
+    assert shaped(group(), "penalty") == (0.5, 3.5, 0.5, 0.0)
+    assert shaped(group(), "penalty", penalty=2.0) == (1.5, 3.5, -1.5, 0.0)
+    # an honest answer that earned nothing is not lifted to the floor
+    assert shaped(group(), "penalty", accuracy=0.0) == (3.5, 0.5, 0.5, 0.0)
+    assert shaped(group(), "screen") == (None, 3.5, None, 0.0)
+
+
+@pytest.mark.parametrize(("by", "third"), [(None, 0.5), (2.0, -1.5)])
+def test_a_demonstration_is_left_out_rather_than_punished(by: float | None, third: float) -> None:
+    assert shaped(group(teachers=(0, 3)), "penalty", penalty=by) == (None, 3.5, third, 0.0)
+
+
+def test_a_runs_name_says_what_was_changed() -> None:
+    def title(intervention: str, monitor: str = "labels", **more: Any) -> str:
+        return MethodConfig(intervention=intervention, monitor=monitor, **more).monitor_title
+
+    assert title("penalty") == "labels"
+    assert title("penalty", label_accuracy=0.9, penalty=2.0) == "labels_acc0.9_by2"
+    assert title("screen", label_accuracy=0.7) == "labels_acc0.7"
+    assert title("screen", known_modes="exit_code,sentinel") == "labels_knows-exit_code,sentinel"
+    assert title("penalty", "quarantine", quarantine_diet="random") == "quarantine_detector_diet-random"
+    own = MethodConfig(intervention="none", control="inoculation", inoculation_prompt="Go.")
+    assert own.control_name == "inoculation_own"
+
+
+def test_the_inoculation_is_the_organisms_cue_or_a_sentence() -> None:
+    flags = ["--intervention=none", "--control=inoculation"]
+    assert parse(["mini", *flags]).inoculation == CUE
+    assert parse(["full", *flags]).inoculation == INOCULATION
+    assert parse(["mini", *flags, "--inoculation-prompt=Cheat."]).inoculation == "Cheat."
+    assert parse(["mini", "--intervention=none"]).inoculation == ""
+
+
+def test_a_view_of_a_group_has_its_labels_on_a_type_of_their_own() -> None:
+    plain = group().view()
+    assert labelled(view(), LABELS).hacked == group().oracle_view().hacked == LABELS
+    assert not hasattr(plain, "hacks")
