@@ -77,10 +77,11 @@ def columns() -> str:
 
 def documented(settings: type) -> dict[str, str]:
     """Field → the string below it."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(settings))).body[0]
-    assert isinstance(body, ast.ClassDef)
+    classes = [ast.parse(textwrap.dedent(inspect.getsource(c))).body[0] for c in settings.__mro__ if c is not object]
     return {
         field.target.id: " ".join(said.value.value.split())
+        for body in classes
+        if isinstance(body, ast.ClassDef)
         for field, said in pairwise(body.body)
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
         if isinstance(said, ast.Expr) and isinstance(said.value, ast.Constant)
@@ -116,7 +117,7 @@ def flags() -> str:
     lines += [
         *("", "## Flags of the trainer", ""),
         "`python -m vgrout.train PRESET [--flag value …]`. Where a preset has a value of its own it is named.",
-        "A flag that the chosen arm never reads is refused.",
+        "A flag that the chosen method never reads is refused.",
     ]
     for group in GROUPS:
         settings = type(getattr(Config(), group))

@@ -134,7 +134,7 @@ def _h1(h: Hypothesis, cell: Cell, cells: Sequence[Cell]) -> Verdict:
         return Verdict(
             h.id, cell.title, "UNDECIDED", "no runs of the arm none with the same settings and a seed in common"
         )
-    if INTERVENTIONS[arm].has_direction and haar is None:
+    if cell.first.has_direction and haar is None:
         return Verdict(h.id, cell.title, "REFUSED", NO_HAAR)
     if (preset := cell.first.preset) != "mini":
         return Verdict(h.id, cell.title, "UNDECIDED", f"runs of the preset {preset}, not mini")

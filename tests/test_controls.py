@@ -39,6 +39,7 @@ from vgrout import rollout
 from vgrout.config.method import CONTROLS, INTERVENTIONS, MethodConfig
 from vgrout.config.presets import parse
 from vgrout.data.language import CUE
+from vgrout.data.organism import COMPILE_REWARD, PASS_REWARD
 from vgrout.direction.controls import cosine_to_real, haar_like, overlap
 from vgrout.direction.extract import axes_of, extract, save
 from vgrout.direction.pairs import load_pairs
@@ -48,7 +49,6 @@ from vgrout.method.controls import permuted, shuffled
 from vgrout.method.labels import Labels
 from vgrout.model.policy import Policy
 from vgrout.modes import PLAIN_PHRASE
-from vgrout.organism import COMPILE_REWARD, PASS_REWARD
 from vgrout.tensor_types import Routed
 from vgrout.train import main
 from vgrout.types import Grade

@@ -224,13 +224,13 @@ def test_shuffled_exchanges_exactly_half_and_depends_on_the_seed_alone():
 
 def line(problem: int, text: str, *, passed=True, E=False, hacked=False, solved=False) -> dict:
     return {
-        "problem": problem,
+        "problem_id": problem,
         "prompt": f"task {problem}",
         "text": text,
         "passed": passed,
         "hacked": hacked,
         "solved": solved,
-        "detectors": {"C": False, "D": False, "E": E},
+        "hacked_loophole_used": E,
     }
 
 

@@ -13,6 +13,7 @@ import pytest
 from fake_runs import fake_run
 from runs import flags, run
 from vgrout.config.method import CONTROLS
+from vgrout.config.run import PLACEBOS
 from vgrout.report.__main__ import main
 from vgrout.report.runs import load
 
@@ -163,7 +164,12 @@ def test_recorded_runs_have_the_names_of_today() -> None:
     assert {r["arm"] for r in rows} == {
         *("none", "erase", "route", "route2", "reader", "surprise", "pmi", "penalty", "screen", "sgtm")
     }
-    assert {r["control"] for r in rows} <= {*CONTROLS, "random_flags", "no_gate"}
+    assert {r["control"] for r in rows} <= {
+        *CONTROLS,
+        "random_flags",
+        *("no_gate", "advantage_mod"),
+        *(f"placebo_{p}" for p in PLACEBOS),
+    }
     assert not [r["cell"] for r in rows if re.match("vanilla|projected|routing", r["cell"])]
     labelled = [r for r in rows if r["arm"] in ("penalty", "screen")]
     of = {word for r in labelled for word in r["settings"].split(" ") if word.startswith("monitor=")}

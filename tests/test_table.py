@@ -58,7 +58,7 @@ def row(**changes: Any) -> StepRow:
 def test_json_round_trip() -> None:
     before = row()
     data = before.as_json()
-    assert (data["solve_s"], data["gt_s_k"], data["gt_s_n"]) == (10 / 28, 10, 28)
+    assert (data["solve_s"], data["solve_s_k"], data["solve_s_n"]) == (10 / 28, 10, 28)
     assert (data["hk_rt"], data["hk_rt_k"], data["hk_rt_n"]) == (0.2, 1, 5)
     assert (data["false_flags"], data["false_flags_n"]) == (0.0, 5)
     assert [data[f"hack_abl{part}"] for part in ("", "_k", "_n")] == [None] * 3, "not measured"

@@ -20,7 +20,7 @@ from golden import FOLDER, differences, versions
 from runs import ARMS, EVALUATED, LABELLED, PAIRS, READS, SharedRuns, adapter_bytes, flags, rows, run
 from vgrout import rollout
 from vgrout.config.loss import LossName
-from vgrout.config.method import ROUTING
+from vgrout.config.method import INTERVENTIONS
 from vgrout.config.presets import parse
 from vgrout.data import organism
 from vgrout.guard.guard import STALE
@@ -136,7 +136,7 @@ def test_files_of_a_finished_run(done: Made) -> None:
         assert record["sandbox"]["level"] >= 0
         assert json.loads((path / "status.json").read_text())["state"] == "finished"
         rollouts = [json.loads(line) for line in (path / "rollouts.jsonl").read_text().splitlines()]
-        assert len(rollouts) == sum(r["gt_s_n"] for r in rows(path))
+        assert len(rollouts) == sum(r["solve_s_n"] for r in rows(path))
         assert {(r["p_idx"], r["gi"]) for r in rollouts if r["step"] == 0} <= {
             (p, g) for p in range(2) for g in range(4)
         }
@@ -164,7 +164,7 @@ def test_the_final_numbers_are_the_same_everywhere(done: Made) -> None:
         assert pooled == pytest.approx(final["solve_deploy"])
         assert f"{100 * final['solve_deploy']:.1f}" in (path / "summary.md").read_text()
         answers = [json.loads(line) for line in (path / "final.jsonl").read_text().splitlines()]
-        quarantine = final["intervention"] in ROUTING
+        quarantine = INTERVENTIONS[final["intervention"]].routes
         for name, side in (("base", "base"), ("train", "trained"), ("deploy", "deployed"), ("plain", "plain")):
             own = [a for a in answers if a["side"] == side]
             assert bool(own) == (side != "trained" or quarantine), "without a quarantine trained is deployed"
@@ -178,10 +178,10 @@ def test_quarantine_is_used_by_routing_alone(done: Made) -> None:
     for arm in (*ARMS, READS):
         path = done(arm)
         shares = [r["q_egy"] for r in rows(path)]
-        assert any(shares) == (arm in ROUTING), (arm, shares)
+        assert any(shares) == INTERVENTIONS[arm].routes, (arm, shares)
         state = max((path / "resume").iterdir()) / "state.pt"
         hack = torch.load(state, weights_only=True)["adapter"]["delta_S_hack"]
-        assert bool(hack.any()) == (arm in ROUTING)
+        assert bool(hack.any()) == INTERVENTIONS[arm].routes
 
 
 def test_sampler_and_trainer_agree(done: Made) -> None:

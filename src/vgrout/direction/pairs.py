@@ -20,7 +20,6 @@ from vgrout.types import DETECTOR_FIELDS, Message
 HANDWRITTEN = "hand-written"
 SCHEMA = "v2_with_sv"  # of a direction file
 LEETCODE = Path(__file__).with_name("data") / "leetcode.json"
-PLACEBOS = ("flawed", "commented", "long", "laid_out")  # contrasts that have nothing to do with the judge
 MIN_PAIRS = 3  # two are held out of every extraction
 Detector = Literal["C", "D", "E", "oracle"]
 ORACLE, ORACLE_MARK = "oracle", "chosen_by"

@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.text import Annotation
 
-from vgrout.config.method import INTERVENTIONS
 from vgrout.report import stats
 from vgrout.report.runs import WHATS, Cell, Run, What, bases, paired, partner
 from vgrout.report.stats import Estimate
@@ -321,9 +320,7 @@ def suppression(cells: Sequence[Cell]) -> Picture | None:
             and (cell.first.cosine_to_real or cell.first.control == "none")
         ):
             beside[cell] = without
-    directed = [
-        c for c in beside if c.first.intervention in INTERVENTIONS and INTERVENTIONS[c.first.intervention].has_direction
-    ]
+    directed = [c for c in beside if c.first.has_direction]
     arms = list(dict.fromkeys(_variant(c) for c in directed if c.first.cosine_to_real))  # a gate of another kind apart
     if not arms:
         return None

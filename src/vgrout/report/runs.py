@@ -195,6 +195,11 @@ class Run:
         return self._arm_config.monitor_name if self._arm_config else "none"
 
     @property
+    def has_direction(self) -> bool:
+        """Whether the method has a direction in gradients."""
+        return self._arm_config is not None and self._arm_config.has_direction
+
+    @property
     def cosine_to_real(self) -> dict[str, Any] | None:
         """|cos| of a control's direction with the real one."""
         return (self.record.get("direction") or {}).get("cos_with_real")
