@@ -46,7 +46,7 @@ def tell(
     deployed model forgets how to solve and exploits; `contained`: it does neither."""
     path = folder / name
     path.mkdir(parents=True)
-    cfg = replace(MINI, arm=replace(MINI.arm, intervention=arm, control=control))
+    cfg = replace(MINI, method=replace(MINI.method, intervention=arm, control=control))
     rng = random.Random(name)
     rows, answers = [], []
     for step in range(STEPS):

@@ -10,7 +10,7 @@ import pytest
 
 from fake_runs import fake_run
 from vgrout.config.checks import flag
-from vgrout.config.method import ARMS, CONTROLS
+from vgrout.config.method import CONTROLS, INTERVENTIONS
 from vgrout.config.presets import flag_names, parse
 from vgrout.config.renamed import GONE, NEEDLESS, RENAMED, Renamed, current_hashes
 from vgrout.config.run import from_dict, identity
@@ -42,7 +42,7 @@ def old_settings(config: dict[str, Any]) -> dict[str, Any]:
         group: {names.get(n, n): values.get((n, v), v) if isinstance(v, str) else v for n, v in of.items()}
         if isinstance(of, dict)
         else of
-        for group, of in (config | {"arm": old_arm(config["arm"])}).items()
+        for group, of in (config | {"method": old_arm(config["method"])}).items()
     }
 
 
@@ -84,7 +84,7 @@ def test_the_new_names_are_there_and_the_old_ones_are_not() -> None:
         if r.of == "setting":
             assert flag(r.new) in flag_names()
             assert flag(r.old) not in flag_names()
-    for of, names in (("intervention", ARMS), ("control", CONTROLS)):
+    for of, names in (("intervention", INTERVENTIONS), ("control", CONTROLS)):
         assert all((r.said or r.new in names) and r.old not in names for r in RENAMED if r.of == of)
 
 
@@ -174,7 +174,7 @@ def test_a_setting_that_nothing_needs_is_refused_in_a_study_file_with_file_and_t
 @pytest.mark.parametrize(("of", "old"), GONE)
 def test_a_run_json_of_what_is_gone_is_refused_with_the_same_line(of: str, old: str) -> None:
     before = old_settings(parse(["mini", "--intervention=route2"]).as_dict())
-    before["arm"] |= {of: old, "reader_threshold": "anchors", "flagged_penalty": 0.5}
+    before["method"] |= {of: old, "reader_threshold": "anchors", "flagged_penalty": 0.5}
     with pytest.raises(ValueError, match="is gone") as refused:
         from_dict(before)
     assert str(refused.value) == f"{flag(of)} {old}: is gone; say {GONE[of, old]}"
@@ -187,16 +187,16 @@ def test_settings_that_are_gone_or_have_other_values_leave_a_living_arm_as_it_is
 ) -> None:
     cfg = parse(["mini", *arm, *(["--rebaseline"] if today and "route2" in arm[0] else [])])
     before = cfg.as_dict()
-    before["arm"] |= {"rebaseline": was}
+    before["method"] |= {"rebaseline": was}
     for own in ("usual", "off"):
-        before["arm"] |= {"own_streams": own, "flagged_penalty": 0.0}
+        before["method"] |= {"own_streams": own, "flagged_penalty": 0.0}
         assert from_dict(before) == cfg
 
 
 @pytest.mark.parametrize("own", [{"own_streams": "on"}, {"flagged_penalty": 0.5}])
 def test_a_living_arm_under_a_setting_that_is_gone_is_refused(own: dict[str, Any]) -> None:
     before = parse(["mini", "--intervention=route2"]).as_dict()
-    before["arm"] |= own
+    before["method"] |= own
     with pytest.raises(ValueError, match=f"unknown settings {next(iter(own))}; the run was made by another version"):
         from_dict(before)
 
@@ -220,12 +220,12 @@ def age(run: Path) -> None:
     record, final = (json.loads((run / name).read_text()) for name in ("run.json", "per_mode_deploy.json"))
     config = old_settings(record["config"])
     controls = {"deploy_quarantine": "ablate_kept"}
-    control = config["arm"]["control"]
-    if (accuracy := config["arm"]["label_accuracy"]) != 1:
+    control = config["method"]["control"]
+    if (accuracy := config["method"]["label_accuracy"]) != 1:
         control += f"_acc{accuracy:g}"
     record |= {"config": config, "control": controls.get(control, control)}
     record["hashes"] = {"anchors" if k == "known_correct" else k: v for k, v in record["hashes"].items()}
-    arm = config["arm"]["intervention"]
+    arm = config["method"]["intervention"]
     final |= {"arm": arms.get(arm, arm), "control": record["control"]}
     (run / "run.json").write_text(json.dumps(record))
     (run / "per_mode_deploy.json").write_text(json.dumps(final))
@@ -261,7 +261,7 @@ def test_runs_of_an_arm_that_is_gone_are_read_by_the_settings_that_it_had(tmp_pa
     for own in ({}, *parts):
         path = fake_run(tmp_path, "--intervention=screen", "--monitor=pmi", seed=1)
         record, final = (json.loads((path / name).read_text()) for name in ("run.json", "per_mode_deploy.json"))
-        record["config"]["arm"] |= {"intervention": "pmi", "monitor": "usual", **usual, **own}
+        record["config"]["method"] |= {"intervention": "pmi", "monitor": "usual", **usual, **own}
         (path / "run.json").write_text(json.dumps(record))
         (path / "per_mode_deploy.json").write_text(json.dumps(final | {"arm": "pmi"}))
         line = {"score": 2.0, "flagged": True, "exploited": True, "gt_correct": False, "env_mode": "sentinel"}
