@@ -1,4 +1,4 @@
-"""The recipes "An intervention", "A monitor", "A loss" and "A column", followed word for word in a copy of the project."""
+"""The recipes "An intervention", "A monitor", "A loss", "A column", followed word for word in a copy."""
 
 import json
 import os
