@@ -94,4 +94,4 @@ def test_examples_run(script: Path, tmp_path: Path) -> None:
 
 
 def test_there_are_four_examples() -> None:
-    assert [p.stem for p in EXAMPLES] == ["own_arm", "own_problems", "own_reward", "read_a_study"]
+    assert [p.stem for p in EXAMPLES] == ["own_intervention", "own_problems", "own_reward", "read_a_study"]

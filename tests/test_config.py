@@ -15,9 +15,9 @@ import pytest
 
 import vgrout.__main__
 from vgrout import losses
-from vgrout.config.checks import Rule, check, flag, rule_of, setting
+from vgrout.config.checks import check, flag, rule_of, setting
 from vgrout.config.loss import LOSSES, LossConfig, LossName
-from vgrout.config.method import CONTROLS, MethodConfig
+from vgrout.config.method import CONTROLS, INTERVENTIONS, MONITORS, MethodConfig
 from vgrout.config.presets import EVERYDAY, METHODS, PRESETS, flag_names, parse, resolve, resumed
 from vgrout.config.run import GROUPS, Config, from_dict
 from vgrout.runs.preflight import preflight
@@ -133,28 +133,23 @@ BAD = [
     # contradictions
     (["mini", "--intervention", "erase", "--control", "shuffled", "--v-hack-path", "x"], "--v-hack-path"),
     (["mini", "--intervention", "none", "--control", "shuffled"], "--control shuffled"),
-    (["mini", "--intervention", "erase", "--random-flags"], "--random-flags: not read by --intervention erase"),
+    (["mini", "--intervention", "erase", "--random-flags"], "--random-flags: --intervention erase reads no flags"),
     (["mini", "--intervention", "route2", "--control", "shuffled", "--route2-random-v-seed", "1"], "one control"),
     (["mini", "--intervention", "route2", "--rollout-ablate-frac", ".01"], "rounds to none"),
     (["mini", "--intervention", "erase", "--control", "deploy_quarantine"], "route or route2"),
     (["mini", "--intervention", "route2", "--random-flags", "--control", "haar"], "one control a run"),
     (["mini", "--intervention", "route", "--monitor", "labels"], "--monitor labels with --intervention route"),
     (["mini", "--intervention", "route2", "--monitor", "labels", "--control", "haar"], "has none"),
-    (["mini", "--intervention", "screen"], "needs --monitor labels, detector"),
-    (
-        ["mini", "--intervention", "screen", "--monitor", "nll", "--probe-k", "4"],
-        "--probe-k: goes with --monitor probe",
-    ),
+    (["mini", "--intervention", "screen"], "needs --monitor gate, band, labels, detector"),
     (["mini", "--intervention", "screen", "--monitor", "pmi", "--control", "haar"], "has none"),
-    (["mini", "--intervention", "screen", "--monitor", "probe", "--control", "shrinkage"], "needs --intervention"),
-    (["mini", "--intervention", "screen", "--monitor", "probe", "--monitor-quantile", ".2"], "--monitor-quantile 0.2"),
-    (["mini", "--intervention", "screen", "--monitor", "probe", "--v-hack-k", "3"], "--v-hack-k"),
+    (["mini", "--intervention", "screen", "--monitor", "pmi", "--monitor-quantile", ".2"], "--monitor-quantile 0.2"),
+    (["mini", "--intervention", "screen", "--monitor", "band", "--v-hack-k", "3"], "--v-hack-k"),
     (["mini", "--intervention", "screen", "--monitor", "pmi", "--rebaseline"], "--rebaseline: not read by"),
     (["mini", "--intervention", "screen", "--monitor", "pmi", "--quarantine", "block:1"], "--quarantine"),
     (["mini", "--intervention", "route2", "--control", "shrinkage", "--rebaseline"], "--rebaseline: not read"),
-    (["mini", "--intervention", "route2", "--monitor-threshold", "known_correct"], "--monitor-threshold: goes with"),
+    (["mini", "--intervention", "route2", "--monitor-threshold", "known_correct"], "goes with --monitor pmi or nll"),
     (["mini", "--intervention", "route", "--quarantine", "block:1"], "--quarantine: not read by --intervention route"),
-    (["mini", "--intervention", "screen", "--monitor", "gate"], "--monitor gate with --intervention screen"),
+    (["mini", "--intervention", "sgtm", "--monitor", "gate"], "has to know who is flagged before the gradient"),
     (
         ["mini", "--intervention", "route2", "--monitor", "quarantine"],
         "--monitor quarantine with --intervention route2",
@@ -169,7 +164,10 @@ BAD = [
         ],
         "--monitor-quantile",
     ),
-    (["mini", "--intervention", "penalty", "--monitor", "quarantine", "--quarantine-diet", "solved"], "true labels"),
+    (
+        ["mini", "--intervention", "penalty", "--monitor", "quarantine", "--quarantine-diet", "solved"],
+        "invalid choice",
+    ),
     (["mini", "--intervention", "penalty", "--monitor", "pmi", "--quarantine-start", "pairs"], "--quarantine-start"),
     (
         ["mini", "--intervention", "penalty", "--monitor", "quarantine", "--vhack-pairs-path", "x.json"],
@@ -183,34 +181,28 @@ BAD = [
         "a pair file shows one flaw; add --vhack-pairs-path",
     ),
     (
-        [
-            *("mini", "--intervention", "penalty", "--monitor", "quarantine"),
-            *("--quarantine", "lora:2", "--quarantine-start", "random"),
-        ],
-        "--quarantine lora:2 with --quarantine-start random",
-    ),
-    (
         ["fast", "--intervention", "penalty", "--monitor", "quarantine"],
         "--quarantine-threshold None: there are none; give --known-correct FILE",
     ),
     (["mini", "--intervention", "sgtm", "--monitor", "labels", "--quarantine", "block"], "--quarantine block"),
     (["mini", "--intervention", "sgtm", "--monitor", "labels", "--quarantine", "block:0"], "--quarantine block:0"),
-    (["mini", "--intervention", "route2", "--quarantine", "lora:4"], "--gate-vote rollout"),
+    (["mini", "--intervention", "route2", "--quarantine", "lora:4"], "should be shared or block:N"),
+    (["mini", "--intervention", "sgtm", "--monitor", "labels", "--second-moment", "shared"], "--second-moment"),
     (["mini", "--intervention", "route2", "--monitor", "labels", "--gate-vote", "rollout"], "--gate-vote"),
     (["mini", "--intervention", "none", "--control", "haar"], "--control haar"),
-    (["mini", "--intervention", "none", "--control", "placebo_long"], "--control placebo_long"),
-    (["mini", "--intervention", "route", "--control", "placebo"], "--placebo-pairs-path"),
-    (["mini", "--intervention", "route", "--placebo-pairs-path", "x.json"], "--control placebo"),
-    (["mini", "--intervention", "route", "--control", "placebo_long", "--v-hack-path", "x"], "--v-hack-path"),
+    (["mini", "--intervention", "none", "--control", "placebo"], "--control placebo: replaces a direction"),
+    (["mini", "--intervention", "route", "--placebo-pairs", "x.json"], "--control placebo"),
+    (["mini", "--intervention", "route", "--control", "placebo", "--v-hack-path", "x"], "--v-hack-path"),
     # baselines
     (["mini", "--intervention", "route2", "--control", "inoculation"], "--intervention none"),
-    (["mini", "--intervention", "none", "--label-accuracy", ".9"], "--label-accuracy: goes with --monitor labels"),
+    (
+        ["mini", "--intervention", "none", "--label-accuracy", ".9"],
+        "goes with --monitor labels",
+    ),
     (["mini", "--intervention", "screen", "--monitor", "labels", "--penalty", "1"], "--penalty"),
     (["mini", "--intervention", "penalty", "--monitor", "labels", "--label-accuracy", "1.1"], "--label-accuracy"),
     (["mini", "--intervention", "none", "--inoculation-prompt", "x"], "--control inoculation"),
-    (["mini", "--intervention", "none", "--control", "inoculation", "--concept-alpha", "1"], "--control advantage_mod"),
     (["mini", "--intervention", "penalty", "--monitor", "labels", "--vhack-pairs-path", "x"], "--vhack-pairs-path"),
-    (["mini", "--intervention", "none", "--control", "advantage_mod", "--v-hack-k", "2"], "--v-hack-k"),
 ]
 
 
@@ -241,8 +233,8 @@ def test_default_flags_of_another_arm_pass() -> None:
 
 
 def test_run_ids() -> None:
-    for arm, spec in ARMS.items():
-        named = [] if spec.monitors[0] else ["--monitor", "labels"]
+    for arm, spec in INTERVENTIONS.items():
+        named = [] if spec.usual else ["--monitor", "labels"]
         cfg = parse(["mini", "--intervention", arm, *named, "--seed", "7", "--out-tag", "_x"])
         assert cfg.run_id == f"mini_{arm}{'_labels' if named else ''}_seed7_x"
 
@@ -253,16 +245,16 @@ def test_a_method_stands_for_its_flags_and_what_is_given_beside_it_holds(method:
     assert parse(["mini", "--method", method]) == parse(["mini", f"--method={method}"]) == spelt
     assert spelt != parse(["mini"])
     other = parse(["mini", "--lr", "0.5", "--method", method, "--seed", "3"])
-    assert (other.opt.lr, other.run.seed, other.arm) == (0.5, 3, spelt.arm)
+    assert (other.opt.lr, other.run.seed, other.method) == (0.5, 3, spelt.method)
     seeded = parse(["mini", "--method", "quarantine", "--seed-monitor", "labels"])
-    assert (seeded.arm.monitor, seeded.arm.seed_monitor) == ("quarantine", "labels")
-    assert not parse(["mini", "--no-rebaseline", "--method", "route2-block"]).arm.rebaseline
+    assert (seeded.method.monitor, seeded.method.seed_monitor) == ("quarantine", "labels")
+    assert not parse(["mini", "--no-rebaseline", "--method", "route2-block"]).method.rebaseline
 
 
 @pytest.mark.parametrize("control", ["--control=haar", "--random-flags", "--control=no_loophole"])
 def test_the_recommended_route2_has_its_controls(control: str) -> None:
     """A direction that is not extracted again is what a random one is, too, so saying so is no contradiction."""
-    assert parse(["mini", "--method=route2-block", control]).arm.vhack_refresh_every == 0
+    assert parse(["mini", "--method=route2-block", control]).method.vhack_refresh_every == 0
 
 
 def test_a_random_direction_is_never_extracted_again() -> None:
@@ -284,7 +276,7 @@ def test_sgtm_samples_half_of_the_students_from_the_deployed_model_by_default() 
 def test_haar_is_a_control_by_name() -> None:
     assert MethodConfig(intervention="route2", route2_random_v_seed=3).control_name == "haar"
     assert MethodConfig(intervention="route2").control_name == "none"
-    own = MethodConfig(intervention="route2", control="placebo", placebo_pairs_path=Path("a/weather.json"))
+    own = MethodConfig(intervention="route2", control="placebo", placebo_pairs="a/weather.json")
     assert own.control_name == "placebo_weather"
 
 
@@ -298,9 +290,11 @@ def test_resume_takes_the_runs_own_settings() -> None:
 
 
 def test_another_build_of_the_organism_is_used_whole(tmp_path: Path) -> None:
-    arm = ["--intervention", "screen", "--monitor", "probe", "--control", "placebo_flawed"]
+    arm = ["--intervention", "route2", "--control", "placebo"]
     cfg = parse(["mini", "--organism", str(tmp_path), *arm])
-    files = [cfg.model_path, cfg.problems_path, cfg.pool_path, cfg.pairs_path, cfg.known_correct_path, cfg.placebo_path]
+    reads = parse(["mini", "--organism", str(tmp_path), "--intervention", "screen", "--monitor", "pmi"])
+    own = cfg.model_path, cfg.problems_path, cfg.pool_path, cfg.pairs_path
+    files = [*own, reads.known_correct_path, cfg.placebo_path]
     names = ["model", "problems.jsonl", "pool", "pairs/run_tests.json", "anchors.json", "pairs/placebo_flawed.json"]
     assert [Path(str(f)) for f in files] == [tmp_path / name for name in names]
     assert from_dict(cfg.as_dict()) == cfg
@@ -385,9 +379,6 @@ def test_every_number_has_bounds_or_a_reason_and_its_default_keeps_them(name: st
         assert f.default is None or rule.low is None or f.default >= rule.low
         assert f.default is None or high is None or f.default <= high
     assert rule.needs in ("", *SETTINGS)
-    assert {*rule.arms} <= {*ARMS}
-    assert {*rule.controls, *rule.idle_under} <= {*CONTROLS}
-    assert not (rule.arms or rule.controls) or group == "arm"
 
 
 def check_with(group: Any, /, **values: Any) -> None:
@@ -405,14 +396,10 @@ def test_what_lies_below_its_bound_is_refused(name: str) -> None:
         check_with(getattr(Config(), group), **{name: below})
 
 
-def test_arms_controls_and_losses_are_what_their_registries_say() -> None:
-    assert get_args(Intervention) == tuple(ARMS)
-    assert get_args(Control) == tuple(CONTROLS)
+def test_losses_are_what_their_registries_say() -> None:
     assert get_args(LossName) == tuple(LOSSES)
     assert set(LOSSES) == set(losses.LOSSES)
-    assert all(spec.what for spec in (*ARMS.values(), *CONTROLS.values()))
-    assert all(spec.arms and {*spec.arms} <= {*ARMS} for spec in CONTROLS.values())
-    assert {arm for spec in CONTROLS.values() for arm in spec.arms} == {*ARMS}
+    assert all(row.what for of in (INTERVENTIONS, MONITORS, CONTROLS) for row in of.values())
 
 
 @pytest.mark.parametrize(
@@ -461,17 +448,3 @@ def test_the_checker(given: dict[str, Any], said: str | None) -> None:
         return
     with pytest.raises(ValueError, match=re.escape(said)):
         check(Sized(**given))
-
-
-@pytest.mark.parametrize(
-    ("rule", "reads"),
-    [
-        (Rule(), {("none", "none"), ("erase", "none"), ("none", "inoculation")}),
-        (Rule(arms=("erase",)), {("erase", "none")}),
-        (Rule(controls=("inoculation",)), {("none", "inoculation")}),
-        (Rule(arms=("erase",), controls=("inoculation",)), {("erase", "none"), ("none", "inoculation")}),
-    ],
-)
-def test_who_reads_a_setting(rule: Rule, reads: set[tuple[str, str]]) -> None:
-    runs = {("none", "none"), ("erase", "none"), ("none", "inoculation")}
-    assert {run for run in runs if rule.read_by(*run)} == reads

@@ -17,6 +17,7 @@ from vgrout.config.method import INTERVENTIONS, MONITORS, Choice, MethodConfig, 
 from vgrout.method import INTERVENTIONS as ARMS
 from vgrout.method import MONITORS as FLAGGERS
 from vgrout.method import Method
+from vgrout.method.gates import Band, BandGate
 from vgrout.model.policy import Policy
 from vgrout.tensor_types import Routed, UpdatePart
 from vgrout.types import Batch, Group, GroupView, OracleView, ProblemView
@@ -112,13 +113,16 @@ def test_rewards_shaped_after_the_backward_are_learnt_as_if_known_before(
     """From gradients at advantage 1, without a second backward: as `policy_gradients` on the shaped groups. In the
     third group all earn the same, and a fine gives it a signal; dapo divides by the tokens of groups with one."""
     method = make(policy, intervention, monitor, loss=LossConfig(loss=loss))
+    if isinstance(method.monitor, Band):  # flagged where the mean cosine is above 0: about every second one
+        end = torch.full((len(method.monitor.direction.V),), 0.3)
+        method.monitor.band = BandGate(-end, end)
     of = batch(same=True)
     _, plan, routed = step(policy, method, of)
     assert plan.unit
     assert not of.groups[2].has_signal
     groups = [shaped(method, g, routed) for g in of.groups]
     assert caught(routed)
-    assert [g.has_signal for g in groups] != [g.has_signal for g in of.groups]
+    assert groups[2].has_signal == (intervention == "penalty")
     want = gradient(policy, groups, loss=method.cfg.loss)
     assert relative(flat(policy, routed.keep), want) < 1e-5
     assert routed.quar is None

@@ -1,4 +1,4 @@
-"""The recipes "An arm", "A monitor", "A loss" and "A column", followed word for word in one copy of the repository."""
+"""The recipes "An intervention", "A monitor", "A loss", "A column", followed word for word in a copy."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import pytest
 from recipes import ROOT, Step, section, steps
 from runs import SMALL
 
-TITLES = ("An arm", "A monitor", "A loss", "A column")
+TITLES = ("An intervention", "A monitor", "A loss", "A column")
 RUN = ["smoke", "--intervention", "cap", "--loss", "dual_clip", "--dual-clip-c", "2.5", "--threads", "1", *SMALL]
 RUN += ["--steps", "2", "--eval-ablate-every", "0"]
 # the run, then what the new arm makes of three gradients of lengths 5, 1 and 2, the last one in two modules
@@ -20,7 +20,9 @@ SCRIPT = f"""
 import torch, vgrout
 from dataclasses import replace
 from pathlib import Path
-from vgrout.arms.cap import Cap
+from vgrout.config.presets import parse
+from vgrout.method import INTERVENTIONS, MONITORS
+from vgrout.method.cap import Cap
 from vgrout.train import main
 from vgrout.types import GroupView
 
@@ -28,17 +30,16 @@ assert Path(vgrout.__file__).is_relative_to(Path.cwd()), vgrout.__file__
 assert main({RUN!r}) == 0
 view = GroupView(("student",) * 3, (False,) * 3, (1.0,) * 3, (1.0,) * 3, (False,) * 3, ("",) * 3)
 rows = {{"a": torch.tensor([[3.0, 4.0], [1.0, 0.0], [0.0, 0.0]]), "b": torch.tensor([[0.0], [0.0], [2.0]])}}
-keep = Cap({{"a": 2, "b": 1}}).route([view], [[rows]]).keep
+cfg = parse(["smoke", "--intervention", "cap"])
+keep = Cap({{"a": 2, "b": 1}}, cfg).route([view], [[rows]], (), ()).keep
 assert torch.allclose(keep["a"], torch.tensor([1.2 + 1, 1.6])), keep
 assert torch.equal(keep["b"], torch.tensor([2.0])), keep
 
-from vgrout.arms import arm_class
-from vgrout.config.presets import parse
-from vgrout.monitors import monitor_class
+assert INTERVENTIONS["cap"] is Cap
 for arm in ("screen", "penalty", "route2", "sgtm"):
-    assert arm_class(parse(["smoke", "--intervention", arm, "--monitor", "short"]).arm).name == arm
+    assert parse(["smoke", "--intervention", arm, "--monitor", "short"]).method.monitor_name == "short"
 answers = replace(view, completion_ids=((1,) * 9, (1,) * 8, (1,)))
-assert [f.flagged for f in monitor_class("short")(1.0).flags([answers], 0)] == [(False, False, True)]
+assert [f.flagged for f in MONITORS["short"](1.0).flag([answers], 0)] == [(False, False, True)]
 """
 
 
@@ -68,7 +69,7 @@ def test_the_new_arm_trains_under_the_new_loss_and_the_new_column_is_in_its_rows
     printed = python(copy, "-c", SCRIPT)
     (path,) = (copy / "out" / "runs").iterdir()
     config = json.loads((path / "run.json").read_text(encoding="utf-8"))["config"]
-    assert (config["arm"]["intervention"], config["loss"]["loss"]) == ("cap", "dual_clip")
+    assert (config["method"]["intervention"], config["loss"]["loss"]) == ("cap", "dual_clip")
     assert config["loss"]["dual_clip_c"] == 2.5
     rows = [json.loads(line) for line in (path / "steps.jsonl").read_text(encoding="utf-8").splitlines()]
     rollouts = [json.loads(line) for line in (path / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -89,9 +90,9 @@ def test_the_new_arm_trains_under_the_new_loss_and_the_new_column_is_in_its_rows
 @pytest.mark.slow
 def test_what_the_recipes_add_to_tests_and_documents_is_what_these_ask_for(copy: Path) -> None:
     python(copy, "docs/reference.py")
-    files = [f"tests/test_{name}.py" for name in ("arms", "config", "docs", "losses", "table")]
+    files = [f"tests/test_{name}.py" for name in ("method", "config", "docs", "losses", "table")]
     chosen = (
-        "every_arm_and_monitor_of_the_command_line or flag_list or bounds_or_a_reason or registries_say or help_has "
+        "every_row_has_its_class or flag_list or bounds_or_a_reason or registries_say or help_has "
         "or generated_pages or measured_once or recorded_order or dual_clip"
     )
     printed = python(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", chosen)

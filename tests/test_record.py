@@ -147,7 +147,7 @@ def test_run_ids_say_the_control() -> None:
     labelled = ["mini", "--intervention", "penalty", "--monitor", "labels", "--label-accuracy", ".9"]
     assert resolve(labelled).run_id == "mini_penalty_labels_acc0.9_seed41"
     assert resolve([*labelled, "--random-flags"]).run_id == "mini_penalty_labels_acc0.9_random_flags_seed41"
-    odd = ["mini", "--intervention", "erase", "--control", "placebo", "--placebo-pairs-path", "a b/ü \n.json"]
+    odd = ["mini", "--intervention", "erase", "--control", "placebo", "--placebo-pairs", "a b/ü \n.json"]
     assert resolve(odd).run_id == "mini_erase_placebo_---_seed41"
 
 
