@@ -38,12 +38,11 @@ def said(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return capsys.readouterr().out
 
 
-def test_help_all_has_every_flag_arm_control_and_loss_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_all_has_every_flag_and_every_name_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     shown = " ".join(said(capsys, "mini", "--help-all").replace("│", " ").split())
     assert not [flag for flag in flag_names() if flag not in shown]
-    lines = (
-        {n: s.what for n, s in (*ARMS.items(), *CONTROLS.items())} | LOSSES | {n: w for n, (w, _) in METHODS.items()}
-    )
+    rows = (*INTERVENTIONS.items(), *MONITORS.items(), *CONTROLS.items(), *LOSSES.items())
+    lines = {name: row.what for name, row in rows} | {name: what for name, (what, _) in METHODS.items()}
     assert not [name for name, what in lines.items() if f"{name}: {what}" not in shown]
 
 
