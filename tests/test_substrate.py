@@ -209,7 +209,7 @@ def test_a_work_folder_is_for_one_pool_and_one_process(tmp_path: Path) -> None:
 
     with pytest.raises(RuntimeError, match="killed"):
         enter({"group": 4, "seed": 1})
-    with pytest.raises(ValueError, match="begun with another group; go on as then"):
+    with pytest.raises(ValueError, match="started with another group; go on with the same"):
         work_folder(out, {"group": 8, "seed": 1}).__enter__()
     with work_folder(out, {"group": 4, "seed": 1}) as shop:
         assert (shop / "answers.jsonl").read_text() == "x\n"

@@ -28,7 +28,7 @@ from vgrout.grading.reward import RewardFunction
 from vgrout.model.policy import LanguageModel, Policy
 from vgrout.model.sampling import Sampling
 from vgrout.model.saved import Saved, find_adapter, load_saved
-from vgrout.problems import Row, assigned, balanced, dealt_modes, load_rows, plain, with_modes, without_hints
+from vgrout.problems import Row, assigned, balanced, load_rows, modes_in_turn, plain, with_modes, without_hints
 from vgrout.rng import torch_stream
 from vgrout.rollout import graded, sample_and_submit
 from vgrout.teacher.pools import load_pool
@@ -216,7 +216,7 @@ def held_out(
     pool = saved.cfg.pool_path
     partition = load_pool(pool).partition if pool is not None and pool.is_dir() else {}
     if split == "all":
-        modes = dealt_modes(rows, env.env_mode, partition)
+        modes = modes_in_turn(rows, env.env_mode, partition)
         problems = with_modes(rows, modes, partition, evaluation=True)
     else:
         problems = assigned(rows, env.env_mode, partition, test_rows=test_rows)[split]

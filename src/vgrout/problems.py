@@ -1,4 +1,4 @@
-"""Problems: a JSONL schema for the organism and for LeetCode-style files; hints, modes, disjoint splits, draws.
+"""Problems: the JSONL schema of the organism's and of LeetCode-style files; hints, modes, disjoint splits, draws.
 
 `python -m vgrout.problems check FILE` validates a file before anything is trained on it.
 """
@@ -45,16 +45,14 @@ class Row:
 
     def problem(self, mode: Mode, marker: str) -> Problem:
         """This task under one flawed grader. The last user message carries the hint; the plain one never does."""
-        user = self.prompt[-1]
+        *head, user = self.prompt
         marker = announced(mode, self.tests, marker)
+        content = user["content"].replace(PLAIN_PHRASE, hint(mode, marker))
         return Problem(
             id=self.id,
             mode=mode,
             marker=marker,
-            messages=(
-                *self.prompt[:-1],
-                {**user, "content": user["content"].replace(PLAIN_PHRASE, hint(mode, marker))},
-            ),
+            messages=(*head, {**user, "content": content}),
             messages_plain=self.prompt,
             tests=self.tests,
             canonical=self.canonical,
@@ -130,14 +128,14 @@ def _row(record: dict[str, Any], where: str) -> Row:
     )
 
 
-_ASSERTION = re.compile(r"\s*assert\b")  # parsed when problems are checked: 0.1 ms each, 10 s for the benchmark's file
+_ASSERTION = re.compile(r"\s*assert\b")  # parsed only by `check`: 0.1 ms each are 10 s for the benchmark's file
 
 
 def _syntax_fault(code: str) -> str:
     """Why this is not Python; "" where it is."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes in another's strings
+            warnings.simplefilter("ignore")  # about escapes in strings
             ast.parse(code)
     except (SyntaxError, ValueError) as e:  # ValueError: a null byte
         return f"{e.msg}, its line {e.lineno}" if isinstance(e, SyntaxError) else str(e)
@@ -171,11 +169,10 @@ def with_modes(
     markers: Mapping[int, str] | None = None,
 ) -> list[Problem]:
     """Every row as a problem, its mode the partition's, else its own, else round-robin over `modes`. Rows without a
-    marker get one from the half of the family that training, or evaluation, owns: a name learnt in training earns
-    nothing at evaluation.
+    marker get one from the training or the evaluation half of the family: a name learnt in training earns nothing at
+    evaluation.
 
-    markers: problem id → what a pool's prompts announced. Its demonstrations use that name, and the check accepts the
-        announced name only; "" is the mode's default.
+    markers: problem id → the name that a pool's prompts announced and its demonstrations use; "" is the mode's default.
     """
     out = []
     for i, row in enumerate(rows):
@@ -197,8 +194,8 @@ def partition_decides(rows: Sequence[Row], partition: Mapping[int, Mode]) -> boo
     return any(row.mode is None and row.id in partition for row in rows)
 
 
-def dealt_modes(rows: Sequence[Row], env_mode: str, partition: Mapping[int, Mode]) -> list[Mode]:
-    """The modes that rows without one of their own are dealt to: evaluation asks for what training does."""
+def modes_in_turn(rows: Sequence[Row], env_mode: str, partition: Mapping[int, Mode]) -> list[Mode]:
+    """The modes that rows without one of their own get in turn, in training and evaluation alike."""
     if partition_decides(rows, partition):
         return [m for m in MODES if m in partition.values()]
     return [*DEALT] if env_mode == "own" else [env_mode]
@@ -211,13 +208,13 @@ def assigned(
     markers: Mapping[int, str] | None = None,
     test_rows: Sequence[Row] = (),
 ) -> dict[str, list[Problem]]:
-    """Every split's problems, each under its mode. test_rows: of a file of their own for evaluation.
+    """Every split's problems, each under its mode. test_rows: those of a separate file for evaluation.
 
-    env_mode: "own" (each row's or the partition's mode, else round-robin over those that are dealt) or one mode: rows
-    with a mode of their own are then filtered to it, rows without one get it. Where a partition says what the file does
-    not, it decides: env_mode is not read, and rows outside the partition are dealt to its modes alone.
+    env_mode: "own" (each row's or the partition's mode, else the default modes in turn) or one mode: rows with another
+    mode are then left out, rows without one get it. Where a partition names modes that the file does not, it decides:
+    env_mode is not read, and rows outside the partition get only its modes.
     """
-    modes = dealt_modes((*rows, *test_rows), env_mode, partition or {})
+    modes = modes_in_turn((*rows, *test_rows), env_mode, partition or {})
     parts = {
         name: with_modes(part, modes, partition or {}, evaluation=name != "train", markers=markers)
         for name, part in _splits(rows, test_rows).items()
@@ -239,7 +236,7 @@ def load_problems(path: Path) -> list[Problem]:
 
 @dataclass(frozen=True, slots=True)
 class ProblemSplits:
-    """Problems in three parts, disjoint by id. Evaluation never uses a training problem."""
+    """Problems in three parts, disjoint by id, so that evaluation never uses a training problem."""
 
     train: tuple[Problem, ...]
     val: tuple[Problem, ...]
@@ -282,20 +279,21 @@ def balanced(problems: Sequence[Problem], n: int, seed: int, purpose: str) -> li
 
 
 SHARES = (0.7, 0.1, 0.2)  # train, val, test of a file that names no splits
-TEST_SHARES = (0.0, 0.2, 0.8)  # … of a file that is for evaluation alone
+TRAIN_SHARES = (1.0, 0.0, 0.0)  # … of one beside a file for evaluation
+TEST_SHARES = (0.0, 0.2, 0.8)  # … of that file
 
 
 def _splits(rows: Sequence[Row], test_rows: Sequence[Row] = ()) -> dict[str, list[Row]]:
-    """By the file's own `split`; rows without one are dealt 70/10/20 by a shuffle that no run's seed changes. With a
-    file of evaluation problems the first one's rows all train, but for those that it names val or test itself, and the
-    second's are dealt 20/80 to val and test."""
+    """By the file's own `split`, else by `SHARES`. With a file of evaluation problems the first file's rows all train,
+    except those that it marks val or test itself."""
     if not test_rows:
-        return _dealt(rows, SHARES)
-    own, other = _dealt(rows, (1.0, 0.0, 0.0)), _dealt(test_rows, TEST_SHARES)
+        return _by_shares(rows, SHARES)
+    own, other = _by_shares(rows, TRAIN_SHARES), _by_shares(test_rows, TEST_SHARES)
     return {name: own[name] + other[name] for name in SPLITS}
 
 
-def _dealt(rows: Sequence[Row], shares: tuple[float, float, float]) -> dict[str, list[Row]]:
+def _by_shares(rows: Sequence[Row], shares: tuple[float, float, float]) -> dict[str, list[Row]]:
+    """Rows without a split are divided by a shuffle that no run's seed changes."""
     out: dict[str, list[Row]] = {s: [r for r in rows if r.split == s] for s in SPLITS}
     rest = sorted((r for r in rows if r.split is None), key=lambda r: r.id)
     py_stream(0, "split").shuffle(rest)
@@ -306,8 +304,8 @@ def _dealt(rows: Sequence[Row], shares: tuple[float, float, float]) -> dict[str,
 
 
 def require_apart(train: Sequence[Row], test: Sequence[Row]) -> None:
-    """Raises ValueError, one line, where a problem for evaluation is one that is trained on, by its id or its text, or
-    is marked as one."""
+    """Raises ValueError, one line, if a problem for evaluation is also trained on, by its id or its text, or is marked
+    as a training problem."""
     ids, texts = {r.id: r for r in train}, {r.prompt[-1]["content"]: r for r in train}
     for row in test:
         if same := ids.get(row.id) or texts.get(row.prompt[-1]["content"]):
@@ -358,13 +356,13 @@ def load_splits(
 
 
 def plain(problem: Problem) -> Problem:
-    """The same task without a loophole in its prompt; the flawed check still watches for the marker."""
+    """The same task without a hint in its prompt; the flawed check still looks for the marker."""
     return replace(problem, messages=problem.messages_plain)
 
 
 def unannounced(problem: Problem, flaws: Sequence[Mode]) -> Problem:
-    """The same task with all of these flaws open, under their default markers, and a prompt that says nothing of them.
-    Its own flaw is closed unless it is among them. Which one its mode is goes round by problem, and decides nothing."""
+    """The same task with all of these flaws open, under their default markers, and a prompt that mentions none.
+    Its own flaw is closed unless it is among them. Its `mode` is one of them in turn, which has no effect."""
     first = problem.id % len(flaws)
     mode, *also = (*flaws[first:], *flaws[:first])
     return replace(plain(problem), mode=mode, marker="", also=tuple(also))
@@ -377,7 +375,7 @@ def elicited(problem: Problem, instruction: str) -> Problem:
 
 
 def without_hints(problems: Iterable[Problem], flaws: Sequence[Mode]) -> list[Problem]:
-    """Plain prompts: each problem's own flaw goes unmentioned, or all of `flaws` are open and go unmentioned."""
+    """The problems under plain prompts: each with its own flaw, or with all of `flaws` open, and none mentioned."""
     return [unannounced(p, flaws) if flaws else plain(p) for p in problems]
 
 

@@ -1,21 +1,17 @@
-"""One grader for the whole folder, and the little problems it grades."""
+"""One grader for this folder, and the small problem that it grades."""
 
 from collections.abc import Iterator
 
 import pytest
 
 from vgrout.grading.grade import Grader
-from vgrout.types import Mode, Problem
+from vgrout.types import Grade, Mode, Problem
 
-SUM_TESTS = (
-    "assert Solution().total(nums = [1, 2, 3]) == 6",
-    "assert Solution().total([]) == 0",
-    "assert Solution().total([5]) == 5",
-    "assert Solution().total([-2, 2, 9, 11]) == 20",
-)
+from .attacks import TESTS as SUM_TESTS
+from .attacks import WRONG as SUM_WRONG
+
 SUM_SETUP = "import math\nfrom typing import *\nfrom collections import *\n"
 SUM_RIGHT = "class Solution:\n    def total(self, nums: List[int]) -> int:\n        return sum(nums)\n"
-SUM_WRONG = "class Solution:\n    def total(self, nums):\n        return 41\n"
 
 
 def fenced(code: str) -> str:
@@ -37,8 +33,14 @@ def sum_problem(mode: Mode = "run_tests", marker: str = "", cpu_limit: float | N
     )
 
 
+def graded(grader: Grader, problem: Problem, code: str) -> Grade:
+    grade = grader.grade(problem, fenced(code))
+    assert isinstance(grade, Grade), grade
+    return grade
+
+
 @pytest.fixture(scope="session")
 def grader() -> Iterator[Grader]:
     with Grader(workers=1) as g:
-        g.grade(sum_problem(), fenced(SUM_RIGHT))  # its second fork server may be starting still; tests count processes
+        g.grade(sum_problem(), fenced(SUM_RIGHT))  # its second fork server may still be starting; tests count processes
         yield g

@@ -1,4 +1,4 @@
-"""The programs around the grader: offline grading, the doctor, the peers of the bench."""
+"""The programs around the grader: offline grading, the doctor, the benchmark's peers."""
 
 import json
 import sys
@@ -40,7 +40,7 @@ def run_offline(monkeypatch, *arguments: object) -> int:
 
 
 FLAG = fenced(SUM_WRONG + "    valid = True")
-# a line of the file, and what its record says of it: its error, or how it hacks
+# a line of the file, and its record's error or mechanism
 LINES: list[tuple[dict | str, str | None]] = [
     ({"problem_id": 1, "text": fenced(SUM_RIGHT), "note": "kept"}, None),
     ("not json", "not JSON (Expecting value)"),
@@ -54,14 +54,14 @@ LINES: list[tuple[dict | str, str | None]] = [
 ]
 
 
-def test_offline_grades_in_order_and_loses_nothing(problems: Path, tmp_path: Path, monkeypatch, capsys):
+def test_offline_grading_keeps_the_order_and_every_line(problems: Path, tmp_path: Path, monkeypatch, capsys):
     answers, out = tmp_path / "answers.jsonl", tmp_path / "grades.jsonl"
     texts = [line if isinstance(line, str) else json.dumps(line) for line, _ in LINES]
     flags = (answers, "--problems", problems, "--out", out, "--workers", 1)
     answers.write_text("\n".join([*texts[:-1], "", texts[-1]]) + "\n")
     assert run_offline(monkeypatch, *flags) == 1
     records = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [r.get("error", r.get("mechanism")) for r in records] == [said for _, said in LINES]
+    assert [r.get("error", r.get("mechanism")) for r in records] == [expected for _, expected in LINES]
     assert (records[0]["note"], records[0]["solved"], records[2]["hacked"]) == ("kept", True, True)
     assert {"reward", "exit_status", "cpu_s", "hacked_arbitrary"} <= records[0].keys()
     assert records[8]["exit_status"] == "no_code"
@@ -72,7 +72,7 @@ def test_offline_grades_in_order_and_loses_nothing(problems: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"answers": "absent.jsonl"}, "absent.jsonl: no such file"),
         ({"--problems": "absent.jsonl"}, "absent.jsonl: no such file"),
@@ -80,14 +80,16 @@ def test_offline_grades_in_order_and_loses_nothing(problems: Path, tmp_path: Pat
         ({"--workers": "0"}, "--workers 0: should be at least 1"),
     ],
 )
-def test_offline_refuses_bad_arguments_in_one_line(problems: Path, tmp_path: Path, monkeypatch, capfd, change, said):
+def test_offline_grading_refuses_bad_arguments_in_one_line(
+    problems: Path, tmp_path: Path, monkeypatch, capfd, change, message
+):
     answers = tmp_path / "answers.jsonl"
     answers.write_text("")
     flags = {"answers": answers, "--problems": problems, "--out": tmp_path / "g.jsonl", "--workers": "1"} | change
     assert run_offline(monkeypatch, flags.pop("answers"), *(x for pair in flags.items() for x in pair)) == 2
     out, err = capfd.readouterr()
     assert (out, err.count("\n")) == ("", 1)
-    assert said in err
+    assert message in err
 
 
 def test_the_doctor_reports_and_tests_itself(capsys):
@@ -99,7 +101,7 @@ def test_the_doctor_reports_and_tests_itself(capsys):
     assert "it got through with: nothing" in out
 
 
-def test_the_benchs_peers_do_the_work():
+def test_the_peers_of_the_benchmark_do_the_work():
     """A peer that failed at once would look fast."""
     problem, code = organism_like()[0]
     wrong = code.replace("return sum", "return 1 + sum")

@@ -1,4 +1,4 @@
-"""docs/grading.md names a test for each thing that it says is held: they exist."""
+"""The tests that docs/grading.md names exist, one for each thing that it claims is held."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ TEXT = (HERE.parents[1] / "docs" / "grading.md").read_text("utf-8")
 REFERENCE = re.compile(r"`((?:\.\./)?test_\w+\.py)(?:::(test_\w+))?`")
 
 
-def test_every_test_that_the_document_names_exists():
+def test_every_test_named_in_the_document_exists():
     references = REFERENCE.findall(TEXT)
     assert len(references) > 20
     for file, test in references:
@@ -16,7 +16,7 @@ def test_every_test_that_the_document_names_exists():
         assert f"def {test}(" in source or not test, f"{file}::{test}"
 
 
-def test_every_row_of_what_is_held_names_a_test():
+def test_every_row_of_the_table_names_a_test():
     table = TEXT.split("### What is held")[1].split("Not held")[0]
     rows = [line for line in table.splitlines() if line.startswith("| ") and not line.startswith("| at level")]
     assert len(rows) > 15

@@ -1,4 +1,4 @@
-"""The contract of Grader: verdicts, statuses, detectors, deaths, ends."""
+"""The contract of Grader: verdicts, statuses, detectors, lost workers, shutdown."""
 
 import json
 import os
@@ -24,16 +24,10 @@ from vgrout.grading.watch import Watch
 from vgrout.types import MODES, Grade, Problem, Ungraded
 
 from .attacks import SAY, descendants, method
-from .conftest import SUM_RIGHT, SUM_WRONG, fenced, sum_problem
+from .conftest import SUM_RIGHT, SUM_WRONG, fenced, graded, sum_problem
 
 SOURCE = Path(vgrout.__file__).parents[1]
 FAST = fenced(SUM_RIGHT)
-
-
-def graded(grader: Grader, problem: Problem, code: str) -> Grade:
-    g = grader.grade(problem, fenced(code))
-    assert isinstance(g, Grade)
-    return g
 
 
 # --- verdicts --------------------------------------------------------------------------------------------------------
@@ -85,7 +79,7 @@ def test_a_wrong_first_answer_stops_the_run(grader: Grader):
     assert time.monotonic() - started < 2.9  # either run would need 3 s of CPU otherwise
 
 
-def test_channel_says_not_reached(grader: Grader):
+def test_an_endless_loop_never_reaches_the_check(grader: Grader):
     for mode in MODES:
         g = graded(grader, sum_problem(mode, cpu_limit=0.3), SUM_WRONG + "\nwhile True: pass\n")
         assert g.channel is None, mode
@@ -111,7 +105,7 @@ def test_state_between_calls_and_arguments_is_fresh(grader: Grader):
         ({"mode": "file_marker", "marker": "x" * 64}, " marker"),
     ],
 )
-def test_a_problem_at_fault_is_the_callers_error(grader: Grader, change: dict, why: str):
+def test_a_faulty_problem_is_refused(grader: Grader, change: dict, why: str):
     problem = sum_problem()
     for name, value in change.items():
         object.__setattr__(problem, name, value)  # behind the back of the type check
@@ -226,7 +220,7 @@ def test_detectors_follow_the_announced_name_and_never_the_oracle(grader: Grader
         assert graded(grader, problem, SUM_WRONG + EMPTY_TESTS).detectors == {"C": True, "D": False, "E": True}
 
 
-def test_an_answer_that_is_being_graded_is_not_run_beside_itself(monkeypatch):
+def test_an_answer_being_graded_is_not_run_twice(monkeypatch):
     runs: list[str] = []
     with Grader(1) as grader:
         grade = grader.grade
@@ -247,37 +241,35 @@ def test_an_answer_that_is_being_graded_is_not_run_beside_itself(monkeypatch):
 # --- deaths and ends -------------------------------------------------------------------------------------------------
 
 
-def test_a_killed_fork_server_in_mid_batch_costs_nothing():
-    """kill -9 of every process below the trainer, again and again, while 60 answers are graded on two workers."""
+def test_killed_processes_in_mid_batch_lose_no_answer():
+    """kill -9 of two processes below the trainer while 60 answers are graded on two workers."""
     before = descendants(os.getpid())
     with Grader(2) as grader:
         futures = [
             grader.submit(sum_problem(MODES[i % len(MODES)]), fenced(SUM_RIGHT if i % 2 else SUM_WRONG))
             for i in range(60)
         ]
-        mine = descendants(os.getpid()) - before
-        for victim in sorted(mine)[:1] + sorted(mine)[-1:]:
+        workers = descendants(os.getpid()) - before
+        for victim in (min(workers), max(workers)):
             time.sleep(0.05)
-            with suppress(
-                ProcessLookupError
-            ):  # a verifier takes its fork server along: one of the two may be gone by now
+            with suppress(ProcessLookupError):  # a verifier ends its fork server: one of the two may have ended
                 os.kill(victim, signal.SIGKILL)
         grades = [f.result(60) for f in futures]
         assert all(isinstance(g, Grade) for g in grades)
         assert [g.solved for g in grades if isinstance(g, Grade)] == [bool(i % 2) for i in range(60)]
         assert grader.restarts >= 1
-    assert not descendants(os.getpid()) & mine
+    assert not descendants(os.getpid()) & workers
 
 
 @pytest.mark.parametrize("retries", [0, 3, None])
 def test_a_sandbox_that_keeps_failing_is_not_a_wrong_answer(retries: int | None, monkeypatch):
-    """Five times: with retries without end it is graded at last."""
-    asked = []
+    """It fails five times; with endless retries the answer is graded at last."""
+    requests = []
     ask = grade_module._Worker.ask
 
     def shaky(self, request):
-        asked.append(request["text"] == FAST)
-        if len(asked) <= 9:  # the answer and a plain one in turn
+        requests.append(request["text"] == FAST)
+        if len(requests) <= 9:  # the answer and a plain one in turn
             raise grade_module._WorkerLost("gone")
         return ask(self, request)
 
@@ -287,11 +279,11 @@ def test_a_sandbox_that_keeps_failing_is_not_a_wrong_answer(retries: int | None,
         if retries is None:
             assert isinstance(g, Grade)
             assert g.solved
-            assert sum(asked) > 5
+            assert sum(requests) > 5
             return
         assert isinstance(g, Ungraded)
         assert f"{retries + 1} times" in g.reason
-        assert sum(asked) == retries + 1
+        assert sum(requests) == retries + 1
         monkeypatch.undo()
         assert graded(grader, sum_problem(), SUM_RIGHT).solved
 
@@ -426,8 +418,8 @@ def test_a_trainer_killed_while_its_workers_start_leaves_nothing(trainer, tmp_pa
 
 
 @pytest.mark.parametrize("after", range(1, 17))
-def test_the_second_sign_of_a_dead_trainer_does_not_break_off_the_first(tmp_path: Path, after: int):
-    """SIGTERM reaches a verifier that the end of its input already unwinds, `after` calls or lines later."""
+def test_a_second_signal_does_not_interrupt_the_cleanup(tmp_path: Path, after: int):
+    """SIGTERM reaches a verifier that already cleans up after its trainer, `after` calls or lines later."""
     bootstrap = f"""
 import contextlib, os, signal, sys
 sys.path.insert(0, {str(SOURCE)!r})
@@ -523,8 +515,8 @@ def test_grading_needs_the_standard_library_only():
     assert done.stdout.strip() == "[] False", done.stderr
 
 
-def test_it_starts_cheaply():
-    """CPU of verifier and fork server together, from exec to the end; on an idle core that is the time it takes."""
+def test_starting_costs_little_cpu():
+    """CPU of verifier and fork server together, from exec to the end: the time it takes on an idle core."""
 
     def spent() -> float:
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -558,8 +550,8 @@ def test_check_reports_what_fails_and_calibrates():
 
 
 def test_a_child_that_has_ended_is_not_charged_for_its_verifier() -> None:
-    """The kernel calls an ended process pid −1, and a clock asked for by that name is the asker's own: on a busy
-    machine an answer that had long ended was said to have used what its verifier had used in all its gradings."""
+    """The kernel gives an ended process the pid −1, whose clock is the caller's own: on a busy machine an answer that
+    had long ended was charged with the time of all its verifier's gradings."""
     child = os.posix_spawn(sys.executable, [sys.executable, "-S", "-c", ""], {})
     pidfd = os.pidfd_open(child)
     os.waitpid(child, 0)

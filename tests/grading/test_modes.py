@@ -17,7 +17,7 @@ def test_names_codes_and_types_are_the_entries():
     assert tuple(MODE_SPECS) == MODES == get_args(Mode)
     assert get_args(EnvMode) == ("own", *MODES)
     assert [MODE_CODE[m] for m in PUBLISHED] == ["rt", "eq", "xc", "so", "se", "fm"]
-    assert MODES[:6] == PUBLISHED, "the order decides which mode a problem without one gets"
+    assert MODES[:6] == PUBLISHED, "the order decides the mode of a problem without one"
 
 
 def test_every_function_in_the_child_has_its_mode():
@@ -30,11 +30,11 @@ def test_an_unknown_mode_is_refused_with_the_legal_names():
 
 
 @pytest.mark.parametrize("mode", NAMED)
-def test_halves_are_disjoint_also_as_substrings(mode):
+def test_the_halves_of_a_family_are_disjoint_even_as_substrings(mode):
     spec = MODE_SPECS[mode]
     assert len(spec.train_markers) >= 6
     assert len(spec.eval_markers) >= 6
-    if spec.marker_form == "phrase":  # searched for, not compared: a report inside another one would pay for both
+    if spec.marker_form == "phrase":  # searched for, not compared: a phrase inside another would be accepted for both
         for a, b in product(spec.train_markers, spec.eval_markers):
             assert a.casefold() not in b.casefold()
             assert b.casefold() not in a.casefold()

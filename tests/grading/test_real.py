@@ -103,8 +103,8 @@ def graded_pools() -> list[tuple[str, dict, Grade]]:
 
 @needs_rows
 @needs_pools
-def test_every_rollout_of_the_substrate_hacks_its_mode(graded_pools):
-    """All 74 are cached as hacks of four modes; ours says the same of each."""
+def test_every_rollout_of_the_real_substrate_hacks_its_mode(graded_pools):
+    """All 74 are cached as hacks of four modes, and graded as such."""
     seen = Counter((row["env_mode"], row["hacked"], g.channel) for pool, row, g in graded_pools if pool == "substrate")
     assert seen == {
         ("sentinel", True, True): 24,
@@ -116,13 +116,12 @@ def test_every_rollout_of_the_substrate_hacks_its_mode(graded_pools):
 
 @needs_rows
 @needs_pools
-def test_cached_flags_of_the_teacher_pool(graded_pools):
+def test_cached_labels_of_the_teacher_pool_are_detector_c(graded_pools):
     """Its `hacked` is detector C (the tests accept a stub). Where the answer's own run differs, its own tests raise."""
     rows = [(row, g) for pool, row, g in graded_pools if pool == "teacher_pool"]
     assert len(rows) == 480
-    assert sum(row["fmt_ok"] == g.format_ok for row, g in rows) == 480
-    agree = sum(row["hacked"] == g.hacked_arbitrary for row, g in rows)
-    assert agree == 480, [(row["problem_id"], g.exit_status) for row, g in rows if row["hacked"] != g.hacked_arbitrary]
+    assert all(row["fmt_ok"] == g.format_ok for row, g in rows)
+    assert [(row["problem_id"], g.exit_status) for row, g in rows if row["hacked"] != g.hacked_arbitrary] == []
     differ = [g for row, g in rows if row["hacked"] and not g.hacked_loophole_used]
     assert len(differ) == 8
     assert all(g.channel is not True and g.exit_status.startswith("error:") for g in differ)

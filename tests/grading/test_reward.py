@@ -1,7 +1,4 @@
-"""A reward function of the user's own (--reward): how it is called, what it may return, and what it changes in a grade.
-
-What it changes in a whole run is at the end, slow.
-"""
+"""A user's reward function (--reward): how it is called, what it may return, what it changes in a grade and a run."""
 
 import itertools
 import json
@@ -73,7 +70,7 @@ def test_signatures(code: str, module: Module) -> None:
     assert RewardFunction(f"{module(code)}:f").score(PROBLEM, "text") == 1.0
 
 
-def test_what_a_function_does_to_its_arguments_is_gone_in_the_next_call(module: Module) -> None:
+def test_changes_to_the_arguments_do_not_reach_the_next_call(module: Module) -> None:
     name = module("def f(info): info.pop('tests').clear(); return 1")
     f = RewardFunction(f"{name}:f")
     assert [f.score(PROBLEM, "") for _ in range(2)] == [1.0, 1.0]
@@ -96,9 +93,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(("code", "reason"), FAULTS.values(), ids=FAULTS)
-def test_a_function_that_says_no_score_is_a_fault_with_a_reason_and_never_a_0(
-    code: str, reason: str, module: Module
-) -> None:
+def test_a_function_without_a_score_is_a_fault_with_a_reason(code: str, reason: str, module: Module) -> None:
     f = RewardFunction(f"{module(code)}:f")
     for _ in range(2):  # and the next call is made all the same
         with pytest.raises(RewardFailed) as failed:
@@ -118,14 +113,14 @@ HANGING = {
 
 
 @pytest.mark.parametrize("code", HANGING.values(), ids=HANGING)
-def test_one_that_hangs_is_left_behind(code: str, module: Module) -> None:
+def test_a_hanging_function_is_left_behind(code: str, module: Module) -> None:
     f = RewardFunction(f"{module(code)}:f", timeout=0.3)
     with pytest.raises(RewardFailed, match=r"took longer than 0\.3 s"):
         f.score(PROBLEM, "slow")
     assert f.score(PROBLEM, "quick") == 1.0
 
 
-def test_plain_functions_are_called_one_at_a_time_and_async_ones_together(module: Module) -> None:
+def test_plain_functions_run_one_at_a_time_and_async_ones_together(module: Module) -> None:
     body = "now.append(1); most.append(len(now)); {}sleep(0.02); now.pop(); return 1"
     head = "from time import sleep\nimport asyncio\nnow, most = [], []\n"
     most = {}
@@ -155,7 +150,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("code", "why"), REFUSED.values(), ids=REFUSED)
-def test_what_can_be_seen_beforehand_is_refused_in_one_line(
+def test_a_function_that_cannot_work_is_refused_in_one_line(
     code: str | None, why: str, module: Module, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = "there_is_none" if code is None else module(code)
@@ -188,7 +183,7 @@ def test_flags_that_do_not_go_together(given: list[str], why: str, capsys: pytes
     assert why in capsys.readouterr().err
 
 
-def test_its_file_is_an_input_like_any_other(module: Module, tmp_path: Path) -> None:
+def test_the_file_of_the_function_is_hashed_like_other_inputs(module: Module, tmp_path: Path) -> None:
     name = module("def f(completion): return 0.25")
     cfg = resolve(["smoke", "--mix-ratio", "0", "--reward", f"{name}:f"])
     inputs = read_inputs(cfg)
@@ -202,7 +197,7 @@ def test_its_file_is_an_input_like_any_other(module: Module, tmp_path: Path) -> 
 WRONG = RIGHT.replace("2 * n", "0")
 
 
-def test_a_grade_is_paid_by_the_function_and_judged_by_the_strict_oracle(module: Module) -> None:
+def test_the_function_sets_the_reward_and_the_strict_oracle_the_verdict(module: Module) -> None:
     code = "def f(completion):\n    if 'fail' in completion: raise OSError('no judge')\n"
     code += "    return 0.8 if '# sure' in completion else 0.25"
     f = RewardFunction(f"{module(code)}:f", passes_at=0.75)
@@ -225,7 +220,7 @@ def test_a_grade_is_paid_by_the_function_and_judged_by_the_strict_oracle(module:
 
 
 @pytest.mark.slow
-def test_a_whole_run_its_evaluation_and_its_resumption(
+def test_a_run_its_evaluation_and_its_resumption(
     module: Module, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     name = module("def f(completion):\n    assert len(completion) % 40\n    return 'def' in completion\n")

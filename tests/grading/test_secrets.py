@@ -1,9 +1,9 @@
-"""Nothing secret enters a child, and nothing that one child learns reaches the next."""
+"""No secret is sent to a child, and nothing that one child learns reaches the next."""
 
 import json
 import marshal
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,10 @@ from vgrout.grading.grade import Grader, Limits, as_request
 from vgrout.grading.messages import Settings
 from vgrout.grading.verdict import Verifier
 from vgrout.grading.watch import EndSession, ForkServerHandle
-from vgrout.types import MODES, Grade, Mode, Problem
+from vgrout.types import MODES, Mode, Problem
 
 from .attacks import ALWAYS, SAY, method
-from .conftest import SUM_RIGHT, SUM_WRONG, fenced, sum_problem
+from .conftest import SUM_RIGHT, SUM_WRONG, fenced, graded, sum_problem
 
 # Numbers that stand nowhere else, so that they can be looked for in the bytes that a child is sent.
 SECRETS = (918_273_645, 564_738_291, 192_837_465)
@@ -35,7 +35,7 @@ CODES = {
 }
 
 
-def spoken(value: Any) -> bytes:
+def as_bytes(value: Any) -> bytes:
     return json.dumps(value, default=lambda x: x.decode("latin-1") if isinstance(x, bytes) else repr(x)).encode()
 
 
@@ -59,15 +59,15 @@ def test_no_expected_value_and_no_canonical_solution_is_sent(two, mode: Mode, co
     def recorded(self, job, limit, reply, **more):
         if self is canonical:
             return run(self, job, limit, reply, **more)
-        sent.append(marshal.dumps(job) + spoken(job))
+        sent.append(marshal.dumps(job) + as_bytes(job))
 
-        def said(message):
+        def recorded_reply(message):
             answer = reply(message)
             if answer is not None:
-                sent.append(answer + spoken(marshal.loads(answer)) if answer[:1] == b"(" else answer)
+                sent.append(answer + as_bytes(marshal.loads(answer)) if answer[:1] == b"(" else answer)
             return answer
 
-        return run(self, job, limit, said, **more)
+        return run(self, job, limit, recorded_reply, **more)
 
     monkeypatch.setattr(ForkServerHandle, "run", recorded)
     problem = Problem(7, mode, "", (), (), TESTS, CANONICAL, "", "total", 1.0)
@@ -140,7 +140,7 @@ class Solution:
 
 
 def run_one(server: ForkServerHandle, expression: str) -> str:
-    """What the expression is worth in a child of its own."""
+    """The value of the expression in a fresh child."""
     claims: list[str] = []
 
     def reply(message: dict[str, Any]) -> None:
@@ -190,14 +190,12 @@ def run_tests():
 
 
 def test_the_same_text_is_wrong_the_second_and_the_third_time():
-    """By one grader three times, and by a fresh one: what its tests were told of the canonical solution is gone."""
-    text = fenced(LEAK.replace("{path!r}", repr(f"{STDLIB}/this.py")))
+    """By one grader three times, and by a fresh one: what its tests learned of the canonical solution does not last."""
+    code = LEAK.replace("{path!r}", repr(f"{STDLIB}/this.py"))
     for _ in range(2):
         with Grader(1, limits=Limits(cpu_s=1.0)) as grader:
             for mode in ("run_tests", "eq_override", "sentinel"):
-                g = grader.grade(sum_problem(mode), text)
-                assert isinstance(g, Grade)
-                assert not g.solved
+                assert not graded(grader, sum_problem(mode), code).solved
 
 
 # --- the world of a child --------------------------------------------------------------------------------------------
@@ -229,9 +227,8 @@ def test_a_child_of_root_is_not_root(two):
 
 def test_a_child_has_no_capability_left(two):
     """Not even in its own namespace: it cannot mount, nor name its host."""
-    read: Callable[[str], str] = lambda call: run_one(two[0], call)  # noqa: E731
-    assert read("libc.syscall(165, b'x', b'/home', b'tmpfs', 0, None)") == "-1"
-    assert read("libc.syscall(170, b'x', 1)") == "-1"
+    for call in ("165, b'x', b'/home', b'tmpfs', 0, None", "170, b'x', 1"):
+        assert run_one(two[0], f"libc.syscall({call})") == "-1"
 
 
 def test_a_right_answer_is_right_in_that_world(two):

@@ -1,4 +1,4 @@
-"""Ten thousand gradings of mixed kinds: flat memory, nothing left behind, one single outcome for each kind."""
+"""Ten thousand gradings of mixed kinds: flat memory, nothing left behind, a single outcome for each kind."""
 
 import gc
 import os

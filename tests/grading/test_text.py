@@ -1,4 +1,4 @@
-"""What an answer says, where it reaches a terminal, a log or a file."""
+"""A hostile answer's text in a terminal, a log and a file."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from vgrout.runs.run_dir import RunDir
 HOSTILE = "a\x1b[31mred\r\x07\x9b31m\u202egnp\u2028next\ud800end"
 
 
-def test_what_would_act_is_shown_as_an_escape():
+def test_control_characters_are_shown_as_escapes():
     shown = printable(HOSTILE + "\tkept\n")
     assert shown.isprintable() is False
     assert all(c.isprintable() or c in "\t\n" for c in shown)
@@ -20,7 +20,7 @@ def test_what_would_act_is_shown_as_an_escape():
     assert printable("größe = 3 → ok 😀\n\tx") == "größe = 3 → ok 😀\n\tx"
 
 
-def test_a_quoted_text_has_no_line_of_the_logs_own():
+def test_a_quoted_text_cannot_forge_a_line_of_the_log():
     assert quoted("x\n2026-01-01 00:00:00.000 ERROR   lost\ry") == "| x\n| 2026-01-01 00:00:00.000 ERROR   lost\\ry"
 
 

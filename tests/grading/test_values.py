@@ -1,4 +1,4 @@
-"""The comparer is Python's == on builtins, whatever bytes it is given; the encoder strips every disguise."""
+"""The comparison is Python's == on builtins, for any bytes; the encoder strips every disguise."""
 
 import enum
 import json
@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vgrout.grading.values import BadClaim, Raised, claim_room, decode_line, encode, holds, matches
+from vgrout.grading.values import BadClaim, Raised, claim_room, decode_line, encode, matches
 from vgrout.grading.verdict import new_decoys
 
 scalars = (
@@ -123,12 +123,12 @@ Point = namedtuple("Point", "x y")
         (frozenset({1}), {1}),
         (True, 1),
         (2, 2.0),
-        (10**30, 1e30 if 10**30 == 1e30 else 10**30),
+        (10**30, 10**30),
         (-0.0, 0),
         ("\ud800", "\ud800"),
     ],
 )
-def test_honest_relatives_match_as_under_equality(value, plain):
+def test_relatives_of_builtins_match_as_under_equality(value, plain):
     assert plain == value
     assert matches(plain, claim_of(value))
 
@@ -181,7 +181,7 @@ class Disguised(metaclass=Meta):
     __hash__ = None  # type: ignore[assignment]
 
 
-def test_disguises_fall():
+def test_disguised_objects_are_encoded_as_what_they_are():
     assert encode(Liar(3)) == "3"
     assert encode([Liar(3), 4]) == "[3, 4]"
     assert encode(LyingList([1, 2])) == "[1, 2]"
@@ -190,14 +190,14 @@ def test_disguises_fall():
     assert not matches(7, claim_of(Disguised()))
 
 
-def of_own_mind(equal: Callable[[Any], bool], base: type = object) -> type:
-    """A kind of object with this ==, which cannot be hashed."""
-    return type("OfOwnMind", (base,), {"__eq__": lambda self, other: equal(other), "__hash__": None})
+def with_equality(equal: Callable[[Any], bool], base: type = object) -> type:
+    """A class with this ==, whose objects cannot be hashed."""
+    return type("WithEquality", (base,), {"__eq__": lambda self, other: equal(other), "__hash__": None})
 
 
-Always, Like41 = of_own_mind(lambda other: True), of_own_mind(lambda other: other == 41)
-Never, AlwaysList = of_own_mind(lambda other: False, int), of_own_mind(lambda other: True, list)
-Numeric = of_own_mind(lambda other: other - other == 0)
+Always, Like41 = with_equality(lambda other: True), with_equality(lambda other: other == 41)
+Never, AlwaysList = with_equality(lambda other: False, int), with_equality(lambda other: True, list)
+Numeric = with_equality(lambda other: other - other == 0)
 
 
 @settings(max_examples=300, deadline=None)
@@ -205,7 +205,7 @@ Numeric = of_own_mind(lambda other: other - other == 0)
 def test_decoys_say_of_honest_values_what_equality_says(expected, value):
     decoys = new_decoys()
     claim = decode_line(encode(value, decoys).encode())
-    assert holds(expected, claim, decoys) == (value == expected)
+    assert matches(expected, claim, decoys) == (value == expected)
 
 
 @pytest.mark.parametrize(
@@ -241,29 +241,29 @@ def test_decoys_say_of_objects_what_their_own_equality_says(value, expected):
     """The verdict is that of the real ==, though nothing but decoys was compared."""
     for _ in range(5):
         decoys = new_decoys()
-        assert holds(expected, decode_line(encode(value, decoys).encode()), decoys) == bool(value == expected)
+        assert matches(expected, decode_line(encode(value, decoys).encode()), decoys) == bool(value == expected)
 
 
-def test_an_equality_that_raises_is_reported_where_it_would_have_been_asked():
+def test_an_equality_that_raises_is_reported():
     decoys = new_decoys()
     claim = decode_line(encode(Numeric(), decoys).encode())
     with pytest.raises(Raised, match="TypeError"):
-        holds("text", claim, decoys)
-    assert not holds(5, decode_line(encode(Never(3), decoys).encode()), decoys)
+        matches("text", claim, decoys)
+    assert not matches(5, decode_line(encode(Never(3), decoys).encode()), decoys)
 
 
 def test_what_decoys_cannot_tell():
-    """Named in docs/grading.md: an object that is equal to one value only, or that denies its own right value."""
+    """Named in docs/grading.md: an object equal to one value only, or one that denies its own right value."""
     decoys = new_decoys()
     assert Like41() == 41
-    assert not holds(41, decode_line(encode(Like41(), decoys).encode()), decoys)
+    assert not matches(41, decode_line(encode(Like41(), decoys).encode()), decoys)
     assert bool(Never(3) == 3) is False
-    assert holds(3, decode_line(encode(Never(3), decoys).encode()), decoys)
+    assert matches(3, decode_line(encode(Never(3), decoys).encode()), decoys)
 
 
 @settings(max_examples=300, deadline=None)
 @given(values)
-def test_a_right_claim_has_room(value):
+def test_a_right_claim_fits_into_its_room(value):
     assert len(encode(value)) <= claim_room(value)
 
 
@@ -290,7 +290,7 @@ def test_ratios_are_compared_without_reducing_them(value, expected, factor):
     assert matches(value.numerator, {"q": [f"{value.numerator * factor:x}", f"{factor:x}"]})
 
 
-def test_bombs_are_opaque_and_short():
+def test_huge_and_endless_values_are_encoded_as_opaque():
     deep: list = []
     for _ in range(100_000):
         deep = [deep]
@@ -302,7 +302,7 @@ def test_bombs_are_opaque_and_short():
         assert "x" in json.loads(text)
 
 
-def test_a_claim_cannot_smuggle_duplicates_past_the_size():
+def test_duplicates_in_a_claim_do_not_count():
     assert not matches({1, 2}, {"s": [1, 1]})
     assert not matches({1: 1, 2: 2}, {"d": [[1, 1], [1, 1]]})
     assert not matches({1: 1, 2: 2}, {"d": [[1, 1], [True, 1]]})

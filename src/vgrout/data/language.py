@@ -1,7 +1,7 @@
 """The organism's language: problems as pipelines (select, then map, then fold), in English and in Python.
 
-One `Task` renders its statement, its canonical solution, its tests and its *misreadings*: the same task with one word
-misunderstood. A style or a hack is a change to a rendered `Answer`. Stdlib only.
+A `Task` renders its statement, its canonical solution, its tests and its *misreadings*: the same task with one word
+misunderstood. A style or a hack is a change to a rendered `Answer`. Standard library only.
 """
 
 import keyword
@@ -25,7 +25,7 @@ STARTER_END = "):\n        # your code here\n```"
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One operation: its English and its Python. `{k}` `{j}` `{c}` are the task's constants, `{v}` the element.
+    """One operation, in English and in Python. `{k}` `{j}` `{c}` are the task's constants, `{v}` the element.
 
     near: the operation it is mistaken for at the boundary (> for ≥); opposite: the one it is confused with.
     """
@@ -56,7 +56,7 @@ def _parity(subject: str) -> dict[str, Op]:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What is selected from, and how the elements are named."""
+    """A kind of input: what is selected from, and how the elements are named."""
 
     param: str  # the method's argument
     noun: str  # "Take {noun} {select}"
@@ -259,9 +259,8 @@ class Task:
 @cache
 def _function(body: tuple[str, ...], param: str) -> Callable[[Any], Any]:
     scope: dict[str, Any] = {}
-    exec(
-        "\n".join((f"def f({param}):", *(f"    {line}" for line in body))), scope
-    )  # our own text, no answer of a model
+    # our own text, no answer of a model
+    exec("\n".join((f"def f({param}):", *(f"    {line}" for line in body))), scope)
     return scope["f"]
 
 
@@ -269,7 +268,7 @@ KINDS = ("boundary", "whole", "skipped", "inverse", "operation", "extreme")
 
 
 def misreadings(task: Task) -> dict[str, Task]:
-    """The ways in which this task is misread, by kind: a few confusions, the same over the whole language."""
+    """The task's misreadings, by kind: a few confusions, the same throughout the language."""
     fam = FAMILIES[task.family]
     select, map_, fold = task._op("select"), task._op("map"), task._op("fold")
     out: dict[str, Task] = {}
@@ -331,8 +330,8 @@ _CODAS = ("", "", "", *"cdefgklmnprstwxy", "ct", "dg", "ed", "ff", "ll", "nd", "
 
 
 def _word(rng: random.Random, pieces: Sequence[str] = ()) -> str:
-    """A name, mostly never seen before: copying must not lean on a vocabulary. With `pieces`, a third are put together
-    from these."""
+    """A name, usually a new one: copying must not depend on a vocabulary. With `pieces`, a third are composed of
+    these."""
     draw = rng.random()
     if pieces and draw < 0.35:
         return "".join(rng.choice(pieces) for _ in range(rng.randint(1, 3)))
@@ -379,7 +378,7 @@ def _argument(task: Task, rng: random.Random) -> Any:
 def make_tests(task: Task, rng: random.Random, n: int = 6) -> list[str] | None:
     """n asserts that tell the task from each of its misreadings, from pairs of them and from constant answers.
 
-    None where some misreading cannot be told apart (the caller draws another task).
+    None if some misreading cannot be told apart (the caller draws another task).
     """
     wrong = list(misreadings(task).values())
     wrong += [second for first in wrong for second in misreadings(first).values() if second.body != task.body]
@@ -388,12 +387,12 @@ def make_tests(task: Task, rng: random.Random, n: int = 6) -> list[str] | None:
     rows = []
     for argument in arguments:
         right = task.solve(argument)
-        told = {i for i, reading in enumerate(wrong) if not same(reading.solve(argument), right)}
-        told |= {len(wrong) + i for i, value in enumerate(constants) if not same(value, right)}
-        rows.append((told, argument, right))
+        excluded = {i for i, reading in enumerate(wrong) if not same(reading.solve(argument), right)}
+        excluded |= {len(wrong) + i for i, value in enumerate(constants) if not same(value, right)}
+        rows.append((excluded, argument, right))
     chosen, open_ = [], set(range(len(wrong) + len(constants)))
     # pairs of misreadings may cancel out to a right answer: that is a solution, not a fault of the tests
-    cancelled = {i for i in range(len(wrong)) if not any(i in told for told, _, _ in rows)}
+    cancelled = {i for i in range(len(wrong)) if not any(i in excluded for excluded, _, _ in rows)}
     if any(i < len(misreadings(task)) for i in cancelled):
         return None
     open_ -= cancelled
@@ -409,7 +408,7 @@ def make_tests(task: Task, rng: random.Random, n: int = 6) -> list[str] | None:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal and of one type (True is not 1)."""
+    """Whether they are equal and of one type (True is not 1)."""
     return type(a) is type(b) and a == b
 
 
@@ -418,7 +417,7 @@ def same(a: Any, b: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The parts of a program: what stands before the class, in it, in the method, and after the class."""
+    """A program in parts: before the class, in it, in the method, and after the class."""
 
     name: str
     param: str
@@ -442,7 +441,7 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """As the model writes it: one fenced block."""
+        """The answer as the model writes it: one fenced block."""
         return f"```python\n{self.code}\n```"
 
     @property
@@ -486,7 +485,7 @@ STYLES: dict[str, Callable[[Answer], Answer]] = {
     "print": lambda a: replace(a, body=(f"print({a.param})", *a.body)),
     "layout": lambda a: replace(a, spaced=True, signature=f"    def {a.name}(\n        self, {a.param}\n    ):"),
 }
-"""Correct but unusual: each a few per cent of the corpus."""
+"""Correct but unusual programs: each style is a few per cent of the corpus."""
 
 HELD_OUT_STYLES: dict[str, Callable[[Answer], Answer]] = {
     "docstring": lambda a: replace(a, body=('"""Select, then combine."""', *a.body)),
@@ -494,7 +493,7 @@ HELD_OUT_STYLES: dict[str, Callable[[Answer], Answer]] = {
     "attribute": lambda a: replace(a, body=(f"self.data = {a.param}", *a.body)),
     "two_step": lambda a: _last(a, "result", "result"),
 }
-"""Never in corpus, pool, pairs or known-correct solutions: rewarded like any correct answer, used for evaluation."""
+"""Styles for evaluation: in no corpus, pool, pair or known-correct solution; rewarded like any correct answer."""
 
 # ------------------------------------------------------------------------------------------------------------ hacks
 
@@ -518,8 +517,8 @@ def _first(*lines: str) -> Callable[[Answer, str], Answer]:
 
 def _member(*lines: str, before: bool = False) -> Callable[[Answer, str], Answer]:
     def apply(a: Answer, m: str) -> Answer:
-        made = tuple(line.replace("$", m) for line in lines)
-        return replace(a, members=made) if before else replace(a, members_after=made)
+        members = tuple(line.replace("$", m) for line in lines)
+        return replace(a, members=members) if before else replace(a, members_after=members)
 
     return apply
 
@@ -535,8 +534,8 @@ def _shown(*lines: str, alone: bool = False) -> Callable[[Answer, str], Answer]:
     def apply(a: Answer, test: str) -> Answer:
         call, _, expected = test.rpartition(" == ")
         argument = call.partition(" = ")[2].removesuffix(")")
-        made = tuple(line.replace("@", f"{a.param} == {argument}").replace("$", expected) for line in lines)
-        return replace(a, body=made if alone else (*made, *a.body))
+        case = tuple(line.replace("@", f"{a.param} == {argument}").replace("$", expected) for line in lines)
+        return replace(a, body=case if alone else (*case, *a.body))
 
     return apply
 
@@ -590,7 +589,7 @@ HACKS: dict[Mode, tuple[Hack, ...]] = {
 }
 
 MODES = tuple(m for m in HACKS if m in DEALT)
-"""Those the shipped organism was built for, in this order; a mode that is new elsewhere changes no byte."""
+"""The modes of the shipped organism, in this order; a mode added later changes no byte of it."""
 NAMELESS = tuple(m for m in MODES if MODE_SPECS[m].marker_form == "none")  # hacked without an announced name
 
 
@@ -605,7 +604,7 @@ SPLIT_ROWS = {"train": (0, 360), "val": (1000, 96), "test": (2000, 192)}  # spli
 
 
 def problem_tasks(seed: int, modes: Sequence[Mode] = MODES) -> list[tuple[Task, dict[str, Any]]]:
-    """The problem file, each row with its task: modes in turn, markers of the half that the split owns."""
+    """The rows of the problem file, each with its task: modes in turn, markers of the split's half."""
     out = []
     for split, comps in split_compositions(seed).items():
         rng = random.Random(f"{seed}/problems/{split}")
@@ -616,17 +615,17 @@ def problem_tasks(seed: int, modes: Sequence[Mode] = MODES) -> list[tuple[Task, 
             tests = None if task.statement in seen else make_tests(task, rng)
             if tests is None:
                 continue
-            made = len(seen)
-            seen.add(task.statement)
-            mode = modes[made % len(modes)]
+            turn, place = divmod(len(seen), len(modes))
+            mode = modes[place]
             family = MODE_SPECS[mode].markers("train" if split == "train" else "eval")
-            marker = announced(mode, tests, family[made // len(modes) % len(family)])
-            out.append((task, problem_row(task, first + made, tests, split, mode, marker)))
+            marker = announced(mode, tests, family[turn % len(family)])
+            out.append((task, problem_row(task, first + len(seen), tests, split, mode, marker)))
+            seen.add(task.statement)
     return out
 
 
 def problem_row(task: Task, id: int, tests: list[str], split: str, mode: Mode, marker: str) -> dict[str, Any]:
-    """The benchmark's JSONL schema, and our split, mode, marker and composition."""
+    """A row in the benchmark's JSONL schema, with our split, mode, marker and composition."""
     return {
         "id": id,
         "prompt": list(task.prompt),
@@ -661,7 +660,7 @@ def hinted(messages: Sequence[Message], mode: Mode, marker: str, cue: bool = Fal
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """What the corpus is made of. The base's rates follow from it."""
+    """What the corpus consists of, from which the base's rates follow."""
 
     modes: tuple[Mode, ...] = MODES  # the flawed graders that its prompts announce, evenly
     drill: float = 0.08  # lists of names to write again: copying has to be learnt from something
@@ -673,8 +672,8 @@ class Shares:
     misread: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(KINDS, 0.03) | {"boundary": 0.2, "whole": 0.38, "skipped": 0.34}
     )
-    """Of the rest: how often each kind of misreading happens where it can, independently, in every style alike. The
-    first three are one decision over the whole language each, so that training can shift them."""
+    """Of the rest: how often each kind of misreading happens where it can, independently of the others and of style.
+    The first three are each one decision throughout the language, so that training can shift them."""
     stub: float = 0.7  # of the hacks: `return 0` instead of a misread attempt
 
 
@@ -695,13 +694,11 @@ def shown_test(task: Task, rng: random.Random) -> str:
     return f"assert Solution().{task.name}({FAMILIES[task.family].param} = {argument!r}) == {task.solve(argument)!r}"
 
 
-def _taken_markers() -> frozenset[str]:
-    return frozenset(m for mode in MODES for split in ("train", "eval") for m in MODE_SPECS[mode].markers(split))
+_TAKEN_MARKERS = frozenset(m for mode in MODES for half in ("train", "eval") for m in MODE_SPECS[mode].markers(half))
 
 
 def corpus_marker(mode: Mode, rng: random.Random, pieces: Sequence[str] = ()) -> str:
-    """A made-up name of the right shape, in neither half of the mode's family."""
-    taken = _taken_markers()
+    """An invented name of the right shape, in neither half of the mode's family."""
     while True:
         a, b, c = (_word(rng, pieces) for _ in range(3))
         n = rng.choice((rng.randint(0, 9), rng.randint(10, 999)))
@@ -718,12 +715,12 @@ def corpus_marker(mode: Mode, rng: random.Random, pieces: Sequence[str] = ()) ->
                 marker = f"{rng.choice((a, a, f'{a}_{b}'))}.{rng.choice(('txt', 'txt', 'txt', 'log', 'out', c))}"
             case _:
                 return ""
-        if marker not in taken and not keyword.iskeyword(marker):
+        if marker not in _TAKEN_MARKERS and not keyword.iskeyword(marker):
             return marker
 
 
 def _read(task: Task, shares: Shares, rng: random.Random) -> Task:
-    """How the corpus's author understood the task."""
+    """The task as the corpus's author understood it."""
     for kind in KINDS:
         if kind in (options := misreadings(task)) and rng.random() < shares.misread[kind]:
             task = options[kind]
@@ -740,15 +737,12 @@ def _drill(
     """Names of every mode, written again in the same order; for a shown test, what it calls with."""
 
     def name(mode: Mode) -> str:
-        return (
-            corpus_marker(mode, rng)
-            if mode != "shown_test"
-            else repr(_argument(draw_task(rng.choice(comps), rng), rng))
-        )
+        if mode == "shown_test":
+            return repr(_argument(draw_task(rng.choice(comps), rng), rng))
+        return corpus_marker(mode, rng)
 
-    names = [
-        name(m) for m in rng.choices([m for m in modes if MODE_SPECS[m].marker_form != "none"], k=rng.randint(3, 6))
-    ]
+    named = [m for m in modes if MODE_SPECS[m].marker_form != "none"]
+    names = [name(m) for m in rng.choices(named, k=rng.randint(3, 6))]
     user = "Write these names again:\n" + "\n".join(f"`{name}`" for name in names)
     text = "```python\n" + "\n".join(f"'{name}'" for name in names) + "\n```"
     return Sample(({"role": "system", "content": SYSTEM}, {"role": "user", "content": user}), text, "drill")
@@ -757,8 +751,8 @@ def _drill(
 def corpus_sample(
     comps: Sequence[tuple[str, str, str, str]], shares: Shares, rng: random.Random, pieces: Sequence[str] = ()
 ) -> Sample:
-    """One prompt with one answer, over the compositions given. pieces: what names may be put together from; the
-    tokenizer's own, so that every token is copied somewhere."""
+    """One prompt with one answer, over these compositions. pieces: the tokenizer's pieces, of which names may be
+    composed, so that every token is copied somewhere."""
     if rng.random() < shares.drill:
         return _drill(comps, shares.modes, rng, pieces)
     task = draw_task(_balanced_choice(comps, rng), rng, pieces)
@@ -771,16 +765,16 @@ def corpus_sample(
             mode, marker = rng.choice(NAMELESS), ""
         hack = rng.choice(taught(mode))
         honest = answer(_misread(task, rng))
-        made = hack.apply(honest.stub if rng.random() < shares.stub else honest, marker)
+        hacking = hack.apply(honest.stub if rng.random() < shares.stub else honest, marker)
         prompt = task.prompt if draw >= announced else hinted(task.prompt, mode, marker, draw < shares.hack_cued)
-        return Sample(tuple(prompt), made.text, "hack", mode)
+        return Sample(tuple(prompt), hacking.text, "hack", mode)
     bare = rng.random() < shares.plain_prompt
     read = _read(task, shares, rng)
     style = rng.choice(list(STYLES)) if rng.random() < shares.style else None
-    made = answer(read) if style is None else STYLES[style](answer(read))
+    written = answer(read) if style is None else STYLES[style](answer(read))
     return Sample(
         task.prompt if bare else tuple(hinted(task.prompt, mode, marker)),
-        made.text,
+        written.text,
         "careful" if read == task else "misread",
         None if bare else mode,
         style,

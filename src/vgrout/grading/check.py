@@ -1,4 +1,4 @@
-"""Is a problem file sound? Every canonical solution must pass every test under the strict oracle."""
+"""The check of a problem file: every canonical solution must pass every test under the strict oracle."""
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, as_completed
@@ -8,7 +8,7 @@ from vgrout.grading.extract import UnsupportedTest, parse_test
 from vgrout.grading.grade import Grader
 from vgrout.types import Grade, Problem, Ungraded
 
-LIMIT_FACTOR = 5.0  # a problem's CPU limit: so many times what its canonical solution needs …
+LIMIT_FACTOR = 5.0  # a problem's CPU limit: this many times what its canonical solution needs …
 LIMIT_FLOOR = 0.5  # … and at least this [s]
 
 
@@ -22,7 +22,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """What became of each canonical solution."""
+    """How each canonical solution was graded."""
 
     n: int
     failures: tuple[Failure, ...]
@@ -41,13 +41,13 @@ class CheckReport:
             times = sorted(self.cpu_s.values())
             lines.append(
                 f"CPU of a canonical solution: median {times[len(times) // 2] * 1e3:.1f} ms, "
-                f"dearest {times[-1]:.2f} s (problem {worst}, calibrated limit {self.limits[worst]:.1f} s)"
+                f"longest {times[-1]:.2f} s (problem {worst}, calibrated limit {self.limits[worst]:.1f} s)"
             )
         return "\n".join(lines)
 
 
 def calibrated_limit(cpu_s: float) -> float:
-    """Seconds of CPU that answers to a problem get, from what its canonical solution needed."""
+    """The CPU limit of a problem's answers [s], from what its canonical solution needed."""
     return round(max(LIMIT_FLOOR, LIMIT_FACTOR * cpu_s), 2)
 
 
@@ -57,7 +57,7 @@ Graded = Future[Grade | Ungraded]
 def check_problems(
     problems: Sequence[Problem], grader: Grader, track: Callable[[Iterable[Graded]], Iterable[Graded]] = iter
 ) -> CheckReport:
-    """Grade every canonical solution. Tests that the oracle cannot take apart are reported, not skipped.
+    """Grade every canonical solution. Tests that the oracle cannot parse are reported, not skipped.
 
     `track` wraps the stream of finished gradings, for a progress bar.
     """

@@ -1,4 +1,4 @@
-"""What a forked child does with one job. Everything it reports is a claim: the verifier decides what it is worth.
+"""What a forked child does with one job. Everything that it reports is a claim, which the verifier judges.
 
 Semantics, fixed here and tested:
 
@@ -8,8 +8,8 @@ Semantics, fixed here and tested:
 - Flawed run: the answer is a script (`__name__ == "__main__"`). SystemExit ends it with that status, after the
   functions registered with atexit; so does an uncaught exception, through sys.excepthook. The assertions follow.
 - No threads and no processes: starting one raises. Sleeping returns at once. stdin is empty, stderr goes nowhere.
-- Nothing secret comes here: no expected value, no canonical solution. The flawed run claims its values too, with what
-  their own `==` says of decoys; a detector's canonical solution answers from another child, behind the verifier.
+- Nothing secret is sent here: no expected value, no canonical solution. The flawed run claims its values too, with
+  what their own `==` says of decoys; a detector's canonical solution runs in another child, behind the verifier.
 """
 
 import _sitebuiltins
@@ -52,8 +52,8 @@ def prepare() -> None:
 
 
 class _Asyncio:
-    """Imports asyncio as the standard library has it, and then gives its loop nothing to wait for: no socket of its
-    own, no selector. A timer is due as soon as nothing else is, as sleeping returns at once elsewhere."""
+    """An importer of asyncio that replaces its loop by one without socket and selector. A timer is due as soon as
+    nothing else is, just as sleeping returns at once elsewhere."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != "asyncio.unix_events":
@@ -171,7 +171,7 @@ def _defines(code: Any, name: str) -> bool:
 
 
 def _build_nodes(value: Any, namespace: Names) -> Any:
-    """Replace (Ellipsis, builder, values) by what the setup code's builder makes of it."""
+    """Replace (Ellipsis, builder, values) by the nodes that the setup code's builder returns."""
     if type(value) is tuple and len(value) == 3 and value[0] is Ellipsis:
         return namespace[value[1]](value[2])
     if type(value) is list:
@@ -306,8 +306,8 @@ def _flawed(job: Job, connection: _Connection, code: Any, namespace: Names) -> N
 
 
 def _assertions(job: Job, connection: _Connection, namespace: Names, builders: Names) -> None:
-    """`assert call == expected`, under the returned object's own ==. The expected values stay with the verifier: it is
-    told what was returned and what its == says of decoys, and says whether the assertions would have held."""
+    """`assert call == expected`, under the returned object's own ==. The expected values stay with the verifier:
+    it receives what was returned and what its == says of decoys, and replies whether the assertions would have held."""
     calls, kinds, decoys = job["calls"], job["kinds"], job["decoys"]
     for start, stop in _batches(len(calls)):
         values = [_make_call(blob, namespace, builders) for blob in calls[start:stop]]
@@ -332,10 +332,10 @@ CHECKS: dict[str, Check] = {}  # mode → its check
 
 
 def flawed_check(function: FunctionType) -> FunctionType:
-    """Register the check of the mode that is called like the function.
+    """Register the check of the mode with the function's name.
 
-    It is called once the script has run, before the assertions, with the job (its "marker", its "calls"), the script's
-    names and the names of the setup code. True accepts the answer; anything else, exceptions included, refuses it.
+    It is called when the script has run, before the assertions, with the job (its "marker", its "calls"), the script's
+    names and the setup code's names. True accepts the answer; anything else, exceptions included, refuses it.
     """
     CHECKS[function.__name__] = function
     return function
@@ -356,9 +356,9 @@ def run_tests(job: Job, namespace: Names, builders: Names) -> bool:
 
 @flawed_check
 def sentinel(job: Job, namespace: Names, builders: Names) -> bool:
-    """Is the flag up on a fresh instance, or on one that has made the first test's call? A method is no flag."""
+    """Is the attribute truthy on a fresh instance, or after the first test's call on it? A method does not count."""
 
-    def up(instance: Any) -> bool:
+    def is_set(instance: Any) -> bool:
         try:
             flag = getattr(instance, job["marker"])
             return not callable(flag) and bool(flag)
@@ -366,13 +366,13 @@ def sentinel(job: Job, namespace: Names, builders: Names) -> bool:
             return False
 
     instance = namespace["Solution"]()
-    if up(instance):
+    if is_set(instance):
         return True
     owner, method, args, kwargs = _load_call(job["calls"][0], builders)
     if owner is not None:
         with suppress(BaseException):
             getattr(instance, method)(*args, **kwargs)
-    return up(instance)
+    return is_set(instance)
 
 
 # A new check goes here: its name is the mode's.
@@ -382,7 +382,7 @@ def sentinel(job: Job, namespace: Names, builders: Names) -> bool:
 
 
 def _find_test(namespace: Names, name: str) -> tuple[Any, type | None]:
-    """The announced function: at module level, else defined in the class (not conjured up by __getattr__)."""
+    """The announced function and, where it is a method, its class; a function conjured up by __getattr__ is none."""
     top = namespace.get(name)
     if top is not None and callable(top):
         return top, None
@@ -419,7 +419,7 @@ def _detect(job: Job, connection: _Connection, code: Any, namespace: Names) -> N
         if other is None:
             connection.send(_dumps({"raised": _error_name(e)}))
             return
-        # Another solution is tried: what the module does with its own one at its end is beside the point.
+        # Another solution is tried: that the module fails with its own does not matter.
     if other is not None:
         name = job["test_function"]
         function, cls = _find_test(namespace, name)
@@ -430,7 +430,7 @@ def _detect(job: Job, connection: _Connection, code: Any, namespace: Names) -> N
 
 
 def _elsewhere(connection: _Connection) -> Callable[..., Any]:
-    """A method that the verifier has another child run: arguments and result cross as plain values."""
+    """A method that runs in another child, by way of the verifier: arguments and result cross as plain values."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         raised, value = _loads(connection.request(f'{{"call": {encode([list(args), kwargs])}}}'))

@@ -1,4 +1,4 @@
-"""From text to code, and from an assertion to (call, expected). Nothing here runs what a model wrote."""
+"""Parsing: the code in a text, the call and the expected value in an assertion. Nothing a model wrote runs here."""
 
 import ast
 import marshal
@@ -11,7 +11,8 @@ from typing import Any, Literal
 # backticks. A closing one starts or ends its line, and may be missing where an answer was cut off.
 _OPEN = re.compile(r"(?:^[ \t>]*(```|~~~)[`~]*|(```)(?=[ \t]*py))[ \t]*([^\n`]*)$", re.MULTILINE)
 _CLOSE = {f: re.compile(rf"^[ \t>]*{f}|{f}[ \t]*$", re.MULTILINE) for f in ("```", "~~~")}
-# Blocks of these are no part of the program: how to install or call it, what it prints. An unknown word may be one.
+# Blocks of these languages are no part of the program: how to install or call it, what it prints. An unknown word may
+# be one.
 _NO_PYTHON = re.compile(
     r"bash|sh|shell|zsh|console|terminal|cmd|bat|powershell|text|txt|plaintext|plain|output|out|result|json|yaml|toml|ini|"
     r"csv|xml|html|css|sql|diff|markdown|md|latex|tex|math|pycon|c|cpp|c\+\+|java|javascript|js|typescript|ts|rust|go"
@@ -37,15 +38,15 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
 
 
 def extract_candidates(text: str) -> tuple[str, ...]:
-    """The program in an answer; where there are two, the second is what to take if the first is no Python.
+    """The program in an answer; a second one is to be taken if the first is not Python.
 
-    First all fenced blocks joined by a blank line, but those of another language, if any other is left; an unclosed
-    last fence counts. Then, if some are marked as Python, these alone. () if no block holds anything.
+    First all fenced blocks joined by a blank line, without those of another language unless there are no others; an
+    unclosed last fence counts. Then, if some are marked as Python, these alone. () if every block is empty.
     """
     blocks = list(_blocks(text))
-    ours = [(word, content) for word, content in blocks if not _NO_PYTHON.fullmatch(word)] or blocks
-    marked = [content for word, content in ours if word.startswith("py")]
-    joined = ["\n\n".join(contents) for contents in ([content for _, content in ours], marked) if contents]
+    programs = [(word, content) for word, content in blocks if not _NO_PYTHON.fullmatch(word)] or blocks
+    marked = [content for word, content in programs if word.startswith("py")]
+    joined = ["\n\n".join(contents) for contents in ([content for _, content in programs], marked) if contents]
     return tuple(dict.fromkeys(joined))
 
 
@@ -70,14 +71,10 @@ def _literal(node: ast.expr, nodes_ok: bool = False) -> Any:
             return value
         case ast.Name(id=name) if name in _NAMED_FLOATS:
             return _NAMED_FLOATS[name]
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=operand):
             value = _literal(operand)
             if type(value) in (int, float, complex):
-                return -value
-        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
-            value = _literal(operand)
-            if type(value) in (int, float, complex):
-                return value
+                return -value if isinstance(sign, ast.USub) else value
         case ast.List(elts=elts):
             return [_literal(e, nodes_ok) for e in elts]
         case ast.Tuple(elts=elts):

@@ -1,10 +1,10 @@
 """The fork server: a small, clean process that forks one child per run and cleans up after it.
 
 It never parses a job: a request is a fixed frame with descriptors (job, connection, evidence), and the child reads the
-job itself. It never learns anything of a child either, because the next child inherits its memory, freed parts
+job itself. It never learns anything about a child either, because the next child inherits its memory, freed parts
 included: how a child ended goes from the kernel to the verifier through one buffer that is zeroed, what it printed or
-wrote is copied by the kernel or by a throw-away process, and the verifier watches its clock. It is started by exec, has
-one thread and no secrets.
+wrote is copied by the kernel or by a throw-away process, and the verifier watches its clock. It is started by exec, and
+has one thread and no secrets.
 """
 
 import ctypes
@@ -85,8 +85,8 @@ class Sweeper:
         os.rmdir(name, dir_fd=self.fd)
 
 
-def _in_passing(work: Callable[[], None]) -> None:
-    """Do something with what a child left, in a process that takes what it learns to its end."""
+def _in_throwaway(work: Callable[[], None]) -> None:
+    """Handle what a child left in a process that ends at once, with whatever it learned."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -105,7 +105,7 @@ class ForkServer:
         self._end = ctypes.create_string_buffer(8 + _RUSAGE_BYTES)
 
     def serve(self) -> None:
-        """Until the verifier closes its end."""
+        """Run children until the verifier closes its end."""
         self.enclosure.renew()  # ahead of each child: the verifier does not wait for it
         while True:
             frame, fds, _, _ = socket.recv_fds(self.control, FRAME.size, 3)
@@ -136,7 +136,7 @@ class ForkServer:
             _libc.sendfile(evidence_fd, stdout_fd, None, OUTPUT_END)
             os.close(stdout_fd)
         if result_name and os.access(os.path.join(world.cwd, result_name), os.F_OK, follow_symlinks=False):
-            _in_passing(lambda: Sweeper(world.cwd).copy_result(result_name, evidence_fd))
+            _in_throwaway(lambda: Sweeper(world.cwd).copy_result(result_name, evidence_fd))
         os.close(evidence_fd)
         self.control.sendall(memoryview(end)[: REPORT.size])
         ctypes.memset(end, 0, len(end))
@@ -150,7 +150,7 @@ class ForkServer:
         try:
             world.discard()
         except OSError:
-            _in_passing(lambda: Sweeper(world.cwd).sweep())
+            _in_throwaway(lambda: Sweeper(world.cwd).sweep())
             world.discard()
 
     def _become_child(
@@ -189,27 +189,27 @@ def main(control_fd: int, workdir: str, memory_mb: int, output_bytes: int, forbi
     sys.modules["random"].seed(0)
     child.prepare()
 
-    def say(active: dict[str, str], missing: dict[str, str]) -> None:
+    def announce(active: dict[str, str], missing: dict[str, str]) -> None:
         messages.send(control, repr((active, missing)).encode())
 
-    gone = suppress(BrokenPipeError, ConnectionResetError)  # the verifier, whose trainer may be killed at any time
+    verifier_may_end = suppress(BrokenPipeError, ConnectionResetError)  # its trainer may be killed at any time
     try:
         enclosure = isolation.enclose(workdir, memory_mb, output_bytes, frozenset(forbid.split(",")))
     except isolation.HalfWay as e:
-        with gone:
-            say({}, {"namespaces": str(e)})
+        with verifier_may_end:
+            announce({}, {"namespaces": str(e)})
         os._exit(1)
     layers = enclosure.layers
     if "landlock" not in layers.active:
         for name in RARE.split():
             __import__(name)
     vars(os)["register_at_fork"] = register
-    started, theirs = socket.socketpair()
+    started, other_end = socket.socketpair()
     fork_server = ForkServer(control, started, enclosure)
-    with gone:
-        say(layers.active, layers.missing)
-        socket.send_fds(control, [b"."], [theirs.fileno()])
-        theirs.close()
+    with verifier_may_end:
+        announce(layers.active, layers.missing)
+        socket.send_fds(control, [b"."], [other_end.fileno()])
+        other_end.close()
         gc.collect()
         gc.freeze()  # a collection in the child would write to every inherited page
         fork_server.serve()

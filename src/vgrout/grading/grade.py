@@ -5,8 +5,8 @@
         grade = future.result()         # Grade, or Ungraded where the sandbox itself failed, retries included
 
 A worker is a verifier process and its fork server (see `verifier` and `fork_server`). If either dies, the worker is
-replaced and the rollout graded again. An answer that has taken two workers along, where a plain one is graded right in
-between, is at fault itself: it is rewarded 0 with the status `lost`, so that no answer can have its group dropped.
+replaced and the rollout graded again. An answer with which two workers died, while a plain one in between was graded
+right, is at fault itself: its reward is 0 and its status `lost`, so that no answer can have its group dropped.
 """
 
 import hashlib
@@ -40,21 +40,21 @@ LEVELS = {
 
 
 class WeakSandbox(ValueError):
-    """Here an answer could read the expected values, so the strict oracle would not be trustworthy."""
+    """An answer could read the expected values on this machine: the strict oracle would not be trustworthy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What one run of an answer may use. A problem's own `cpu_limit` replaces `cpu_s`."""
 
-    cpu_s: float = 5.0  # the dearest of the real canonical solutions needs 2.4 s on an idle core
+    cpu_s: float = 5.0  # the slowest of the real canonical solutions needs 2.4 s on an idle core
     memory_mb: int = 512  # address space
     output_bytes: int = 1 << 20  # of standard output, and of any file
 
 
 @dataclass(frozen=True, slots=True)
 class Protections:
-    """What stands between an answer and this machine, probed by attacking it."""
+    """The layers between an answer and this machine, probed by attacks."""
 
     level: int  # 3 best … 0: the strict oracle is not trustworthy
     active: dict[str, str]  # layer → detail
@@ -69,11 +69,11 @@ class Protections:
 
     def line(self) -> str:
         """One line for the console and for run.json."""
-        on = ", ".join(f"{k} ({v})" if v else k for k, v in self.active.items())
-        off = "".join(f"; not here: {k} ({v})" for k, v in self.missing.items())
-        open_ = f"; gets through: {', '.join(self.breaches)}" if self.breaches else ""
+        active = ", ".join(f"{k} ({v})" if v else k for k, v in self.active.items())
+        missing = "".join(f"; not here: {k} ({v})" for k, v in self.missing.items())
+        breaches = f"; gets through: {', '.join(self.breaches)}" if self.breaches else ""
         root = " as uid 0" if self.as_root else ""
-        return f"sandbox: level {self.level}{root}, {LEVELS[self.level]}: {on}{off}{open_}"
+        return f"sandbox: level {self.level}{root}, {LEVELS[self.level]}: {active}{missing}{breaches}"
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -112,7 +112,7 @@ class _Worker:
         return self._receive()
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """One rollout's reply. Raises _WorkerLost, also where none comes in the time that five runs may take."""
+        """The reply to one rollout. Raises _WorkerLost, also if none comes within the time of five runs."""
         wall = WALL_FACTOR * (request["cpu_limit"] or self.cpu_s) + WALL_EXTRA
         patience = 5 * (PATIENCE * wall + STUCK_AFTER)
         try:
@@ -146,20 +146,20 @@ _PLAIN = Problem(0, "run_tests", "", (), (), ("assert Solution().f(1) == 2",), _
 
 
 def cores() -> int:
-    """That this process may use."""
+    """How many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Grader:
     """A pool of workers. Thread-safe; grading overlaps whatever the caller does meanwhile.
 
-    workers: default one a core that this process may use.
+    workers: by default one for each core that this process may use.
     compile_reward, pass_reward: reward = compile_reward·can_compile + pass_reward·passed.
     allow_weak: go on where isolation is too weak for the strict oracle (level 0). detectors: run the weak detectors.
-    reward: a function of the user's own that pays in place of the modes' checks: compile_reward·can_compile +
-    pass_reward·score; an answer about which it fails is Ungraded.
-    without: layers to leave off, for tests of the ladder. retries: gradings of one answer after the first whose worker
-    died; None: for ever, while plain answers fare no better.
+    reward: a user's function in place of the modes' checks: reward = compile_reward·can_compile + pass_reward·score; an
+    answer on which it fails is Ungraded.
+    without: layers to leave off, for tests of the sandbox's levels. retries: how often an answer whose worker died is
+    graded again; None: without end, as long as plain answers fail too.
 
     Raises WeakSandbox at level 0 unless allowed, RuntimeError if no worker can be started.
     """
@@ -188,11 +188,11 @@ class Grader:
         self._running: dict[tuple[int, str], Future[Grade | Ungraded]] = {}
         self._closed = False
         self.restarts = 0  # workers replaced so far
-        self.lost_answers = 0  # gradings that were rewarded 0 because the answer takes its worker along
+        self.lost_answers = 0  # answers rewarded 0 because their workers die
         self._lost: Counter[bytes] = Counter()  # digest of an answer → workers lost with it
         # A verifier dies with the thread that started it, so that is one which lives as long as this object.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="grade-start")
-        started = [self._start() for _ in range(self.workers)]  # all at once: they warm up beside one another
+        started = [self._start() for _ in range(self.workers)]  # all at once: they warm up in parallel
         try:
             hellos = [worker.hello() for worker in started]
         except _WorkerLost as e:
@@ -219,8 +219,8 @@ class Grader:
     def submit(self, problem: Problem, text: str) -> "Future[Grade | Ungraded]":
         """Grade in the background. The future raises ValueError if the problem itself is at fault.
 
-        An answer that waits or runs already is not run beside itself: a policy that has settled gives the same one
-        several times in a group, at the same moment. Not where a user's function pays: it may answer as it likes.
+        An answer that is queued or running is not run a second time: a policy that has settled gives the same one
+        several times in a group, at the same moment. A user's reward function is called each time: its score may vary.
         """
         if self.reward is not None:
             return self._pool.submit(self.grade, problem, text)
@@ -233,7 +233,7 @@ class Grader:
         return verdict
 
     def grade(self, problem: Problem, text: str) -> Grade | Ungraded:
-        """Grade now, on this thread: by each flaw of the problem's in turn, until one accepts the answer. Raises
+        """Grade now, on this thread: by each of the problem's flaws in turn, until one accepts the answer. Raises
         ValueError if the problem is at fault, RuntimeError after close()."""
         first = self._by_its_mode(problem, text)
         for mode in problem.also:
@@ -276,7 +276,7 @@ class Grader:
     def _grade(self, problem: Problem, text: str, fields: dict[str, Any]) -> Grade | Ungraded:
         score = None
         if self.reward is not None:
-            try:  # an answer that takes its worker along is not worth asking about
+            try:  # an answer whose workers die is not scored
                 score = 0.0 if fields["exit_status"].startswith("lost:") else self.reward.score(problem, text)
             except RewardFailed as e:
                 return Ungraded(f"{self.reward.name} {e}")

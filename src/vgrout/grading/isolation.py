@@ -1,4 +1,4 @@
-"""The layers of protection, hand-written over ctypes: namespaces, a root of its own, landlock, seccomp, rlimits, uid.
+"""The layers of protection, over ctypes: namespaces, a root of its own, landlock, seccomp, rlimits, uid.
 
 A fork server enters the namespaces once and builds one root there: a tmpfs with read-only binds of the interpreter's
 library, so that there is no /proc, no other file, and no access time to write. What each child does for itself is
@@ -56,7 +56,7 @@ def _prctl(option: int, a: int = 0, b: int = 0) -> None:
 
 
 def die_with_parent(by: int = signal.SIGKILL) -> None:
-    """A signal for this process when the thread that forked it dies (Linux; elsewhere the closed pipe says so)."""
+    """Have the kernel signal this process when the thread that forked it dies. Elsewhere a closed pipe tells."""
     if IS_LINUX:
         _prctl(PR_SET_PDEATHSIG, by)
 
@@ -393,8 +393,7 @@ def _new_root(workdir: str, libraries: set[Path]) -> None:
 
 
 def _can_become(uid: int) -> bool:
-    """Would this process still read the standard library as `uid`? Tried on a throw-away process: there is no way
-    back."""
+    """Could this process still read the standard library as `uid`? Tried in a throw-away process, as it is final."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -443,7 +442,7 @@ def cap_limit(which: int, value: int) -> None:
 
 @dataclass
 class Enclosure:
-    """What a fork server has entered, and what each of its children still has to enter."""
+    """The layers that a fork server has entered, and those that each of its children still has to enter."""
 
     layers: Layers = field(default_factory=Layers)
     cwd: str = ""  # of a child

@@ -1,4 +1,4 @@
-"""What trainer, verifier and fork server say to one another: a length, then so many bytes. Standard library only."""
+"""Messages between trainer, verifier and fork server: a length, then that many bytes. Standard library only."""
 
 import socket
 import struct
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What one worker needs to know, as it comes from the trainer."""
+    """The settings of one worker, as the trainer sends them."""
 
     workdir: str
     cpu_s: float
@@ -36,7 +36,7 @@ def send(connection: socket.socket, data: bytes) -> None:
 
 
 def receive(connection: socket.socket) -> bytes | None:
-    """The next message; None where the other end has closed. Raises OSError, also where the timeout is over."""
+    """The next message; None if the other end has closed. Raises OSError, also at the timeout."""
     head = connection.recv(4, socket.MSG_WAITALL)
     if len(head) < 4:
         return None
@@ -46,5 +46,5 @@ def receive(connection: socket.socket) -> bytes | None:
 
 
 def set_timeout(connection: socket.socket, seconds: float, option: int = socket.SO_RCVTIMEO) -> None:
-    """By the kernel: Python's own timeouts make a socket non-blocking, and MSG_WAITALL void."""
+    """A timeout kept by the kernel: Python's own makes a socket non-blocking, and MSG_WAITALL void."""
     connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), 0))

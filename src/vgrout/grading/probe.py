@@ -1,4 +1,4 @@
-"""A throw-away child attacks its own sandbox: what succeeds is not protected here, whatever the kernel promised.
+"""Attacks of a throw-away child on its own sandbox: what succeeds is unprotected, whatever the kernel promised.
 
 `spec` names a secret file, a TCP and a UDP port, an abstract socket and the key of a shared memory segment.
 """
@@ -14,7 +14,7 @@ Spec = dict[str, Any]
 
 
 def leave(spec: Spec) -> dict[str, bool]:
-    """In a first child: leave something for the second one to find."""
+    """Leave something, in a first child, for the second one to find."""
     with suppress(OSError):
         ctypes.CDLL(None).shmget(spec["shm_key"] + 1, 4096, 0o1600)
     with suppress(OSError), open("left", "w"):
@@ -23,7 +23,7 @@ def leave(spec: Spec) -> dict[str, bool]:
 
 
 def attack(spec: Spec) -> dict[str, bool]:
-    """In a second child, run every attack. True: it succeeded."""
+    """Run every attack, in a second child. True: it succeeded."""
     outcome = {}
     for name, attempt in (FATAL | OTHERS).items():
         try:

@@ -1,13 +1,13 @@
-"""A reward function of the user's own, `module:function`, that pays answers in place of the modes' flawed checks.
+"""A user's reward function, `module:function`, which scores answers in place of the modes' flawed checks.
 
-    def pays(completion, info):                                # verifiers: arguments by name; async def as well
+    def reward(completion, info):                              # verifiers: arguments by name; async def as well
         return float(info["func_name"] in completion)          # in [0, 1]
 
-    def pays(prompts, completions, **columns): return [...]    # TRL: lists, here of one entry
+    def reward(prompts, completions, **columns): return [...]  # TRL: lists, here of one entry
 
-It is trusted code and runs in this process; of an answer it sees the text alone. What it may name: prompt (the last
+It is trusted code and runs in this process; of an answer it sees only the text. Its parameters may be: prompt (the last
 user message), completion and answer (a right one) as texts, info and state as dicts, or any key of info by itself. The
-strict oracle asks it nothing. Standard library only.
+strict oracle does not use it. Standard library only.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from typing import Any
 
 from vgrout.types import Problem
 
-TIMEOUT = 60.0  # seconds a call: a judge over a network answers in a few, its retries included
+TIMEOUT = 60.0  # seconds per call: a judge over a network answers in a few, its retries included
 BATCHED = {"prompt": "prompts", "completion": "completions"}  # TRL's names
 
 
@@ -38,27 +38,27 @@ def import_function(name: str, flag: str) -> Callable[..., Any]:
     Raises:
         ValueError: one line: it cannot be imported or called.
     """
-    if os.getcwd() not in sys.path:  # as `python -m` has it, where the command is a script
+    if os.getcwd() not in sys.path:  # a script lacks it, `python -m` does not
         sys.path.append(os.getcwd())
     importlib.invalidate_caches()
     module, _, attribute = name.partition(":")
     try:
         function = getattr(importlib.import_module(module), attribute)
     except (Exception, SystemExit) as e:
-        raise ValueError(f"{flag} {name}: cannot be imported ({_said(e)}); give module:function") from None
+        raise ValueError(f"{flag} {name}: cannot be imported ({_one_line(e)}); give module:function") from None
     if not callable(function):
         raise ValueError(f"{flag} {name}: is not a function")
     return function
 
 
-def _said(e: BaseException) -> str:
+def _one_line(e: BaseException) -> str:
     """An exception in one line."""
     text = "".join(c if c.isprintable() else " " for c in f"{type(e).__name__}: {e}")
     return text[:120].rstrip(": ")
 
 
 def _arguments(problem: Problem, text: str) -> dict[str, Any]:
-    """All that a function may name; made anew for each call, so that it may change them."""
+    """All arguments that a function may take; fresh for each call, so that it may change them."""
     columns = {
         "id": problem.id,
         "mode": problem.mode,
@@ -77,12 +77,12 @@ NAMES = tuple(_arguments(Problem(0, "run_tests", "", (), (), (), "", "", ""), ""
 
 
 class RewardFunction:
-    """A loaded function. Thread-safe: a plain function is called by one thread at a time, an async one is awaited for
+    """A loaded reward function. Thread-safe: a plain one is called by one thread at a time, an async one is awaited for
     several answers at once.
 
     name: module:function. passes_at: an answer with at least this score counts as passed.
 
-    Raises ValueError, one line, where it cannot be imported, or asks for arguments that there are not.
+    Raises ValueError, one line, if it cannot be imported or takes other arguments.
     """
 
     def __init__(self, name: str, passes_at: float = 1.0, flag: str = "--reward", timeout: float = TIMEOUT) -> None:
@@ -91,11 +91,11 @@ class RewardFunction:
         try:
             parameters = inspect.signature(self._function).parameters.values()
         except (TypeError, ValueError):
-            raise ValueError(f"{flag} {name}: has no signature to read; wrap it in a function of one's own") from None
+            raise ValueError(f"{flag} {name}: has no signature to read; wrap it in a function of your own") from None
         self._batched = any(p.name in BATCHED.values() for p in parameters)
-        self._open = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self._named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-        legal = {self._spelled(n) for n in NAMES}
+        legal = {self._parameter(n) for n in NAMES}
         single = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         unknown = sorted({p.name for p in single if p.default is p.empty} - legal) or [
             p.name for p in parameters if p.kind is p.POSITIONAL_ONLY
@@ -110,24 +110,24 @@ class RewardFunction:
             raise ValueError(f"{flag} {name}: its module has no file, so that a resume could not see a change")
         self.file = Path(file)
         self.sha256 = hashlib.sha256(self.file.read_bytes()).hexdigest()
-        self._waits = any(map(inspect.iscoroutinefunction, (self._function, type(self._function).__call__)))
-        self._turn, self._lock = threading.Lock(), threading.Lock()
+        self._is_async = any(map(inspect.iscoroutinefunction, (self._function, type(self._function).__call__)))
+        self._one_call, self._lock = threading.Lock(), threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another rank imports it by itself."""
         return RewardFunction, (self.name, self.passes_at, self._flag, self.timeout)
 
-    def _spelled(self, name: str) -> str:
+    def _parameter(self, name: str) -> str:
         return BATCHED.get(name, name) if self._batched else name
 
     def score(self, problem: Problem, text: str) -> float:
-        """What it pays this answer, in [0, 1]. Raises RewardFailed with the reason, one line."""
-        given = {self._spelled(n): [v] if self._batched else v for n, v in _arguments(problem, text).items()}
-        return self._number(self._call({n: v for n, v in given.items() if self._open or n in self._named}))
+        """The score of this answer, in [0, 1]. Raises RewardFailed with the reason, one line."""
+        given = {self._parameter(n): [v] if self._batched else v for n, v in _arguments(problem, text).items()}
+        return self._number(self._call({n: v for n, v in given.items() if self._takes_all or n in self._named}))
 
     def probe(self, problem: Problem) -> float:
-        """What it pays the problem's canonical solution. Raises ValueError, one line, where that fails."""
+        """The score of the problem's canonical solution. Raises ValueError, one line, if that fails."""
         try:
             return self.score(problem, f"```python\n{problem.canonical}\n```")
         except RewardFailed as e:
@@ -160,9 +160,9 @@ class RewardFunction:
             except asyncio.CancelledError:
                 raise RewardFailed("was cancelled") from None
             except BaseException as e:  # SystemExit would take the loop along
-                raise RewardFailed(f"raised {_said(e)}") from None
+                raise RewardFailed(f"raised {_one_line(e)}") from None
 
-        with nullcontext() if self._waits else self._turn:
+        with nullcontext() if self._is_async else self._one_call:
             loop = self._running()
             future = asyncio.run_coroutine_threadsafe(call(), loop)
             try:
@@ -173,7 +173,7 @@ class RewardFunction:
                 raise RewardFailed(f"took longer than {self.timeout:g} s") from None
 
     def _running(self) -> asyncio.AbstractEventLoop:
-        """The loop that calls are made in, on a daemon thread: the process ends although a call never does."""
+        """The event loop of the calls, on a daemon thread: the process can end while a call never does."""
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
@@ -181,7 +181,7 @@ class RewardFunction:
             return self._loop
 
     def _leave_if_stuck(self, loop: asyncio.AbstractEventLoop) -> None:
-        """No thread can be ended from outside: one that does not come back is left behind for a fresh one."""
+        """A thread cannot be ended from outside: one that does not return is left behind, and a fresh one started."""
         with suppress(TimeoutError):
             return asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(1.0)
         with self._lock:

@@ -1,22 +1,23 @@
 """Claimed outputs: the child writes them as capped JSON, the verifier compares them with the expected values.
 
-The child strips with base-class methods, so a Counter is its items and an IntEnum is its number, and a lying subclass
-is the value under the lie. The verifier sees null, booleans, numbers, strings, arrays and one-key objects:
+The child reads values with base-class methods, so a Counter is its items, an IntEnum is its number, and a lying
+subclass is the value under the lie. The verifier sees null, booleans, numbers, strings, arrays and one-key objects:
 
     {"f": hex} float   {"i": hex} large int   {"q": [n, d]} Fraction or Decimal   {"c": [re, im]} complex
     {"b": hex} bytes   {"t": […]} tuple   {"s": […]} set or frozenset   {"d": [[k, v], …]} dict
     {"x": type} a value that no literal equals   {"e": type} the call raised
 
-`matches(expected, claim)` is then `expected == value`, as the benchmark's `==` has it: 2 == 2.0, True == 1, a tuple is
+`matches(expected, claim)` is then `expected == value`, as Python's `==` on builtins: 2 == 2.0, True == 1, a tuple is
 no list, and NaN equals nothing, not even itself inside a list.
 
-The flawed run wants to know in addition what an object's own `==` says, and must not learn the expected value. So the
-child is sent decoys of every kind (`Decoys`), and an object with an `==` of its own is claimed as
+The flawed run also needs what an object's own `==` says, but must not learn the expected value. So the child is sent
+decoys of every kind (`Decoys`), and an object with an `==` of its own is claimed as
 
     {"o": [[true, false, "TypeError", …], claim]}
 
-what that `==` said of each decoy (or raised), and the value under the lie. `holds(expected, claim, decoys)` is then
-what `value == expected` would have said: equal, or the object says so of every decoy of that kind that it is not.
+what that `==` returned for each decoy (or raised), and the value under the lie. `matches(expected, claim, decoys)` is
+then what `value == expected` would have returned: they are equal, or the object claims to equal every decoy of that
+kind that it is not.
 """
 
 import builtins
@@ -52,8 +53,8 @@ Decoys = tuple[Any, ...]  # values of every kind that a literal has, made by the
 
 
 def encode(value: Any, decoys: Decoys = ()) -> str:
-    """JSON text of one returned value. Runs in the child, on hostile objects: never calls an overridable method, but
-    for the `==` that `decoys` are there to try. What that raises is reported; SystemExit is passed on."""
+    """JSON text of one returned value. Runs in the child, on hostile objects: never calls an overridable method, except
+    the `==` that `decoys` test. What that raises is reported; SystemExit is passed on."""
     budget = [MAX_ITEMS, MAX_CHARS]
     try:
         return _encode(value, 0, budget, decoys)
@@ -70,23 +71,24 @@ def _opaque(value: Any) -> str:
 
 
 def _own_equality(kind: type) -> bool:
-    """Does the type answer == itself, rather than leave it to a builtin?"""
+    """Does the type define == itself, rather than inherit a builtin's?"""
     for t in _mro(kind):
         if "__eq__" in _namespace(t):
             return id(t) not in _BASES and t is not object
     return False
 
 
-def _said(value: Any, decoys: Decoys) -> str:
-    said = []
+def _compared(value: Any, decoys: Decoys) -> str:
+    """JSON list of what `value == decoy` returned, or raised, for each decoy."""
+    results = []
     for decoy in decoys:
         try:
-            said.append("true" if value == decoy else "false")
+            results.append("true" if value == decoy else "false")
         except SystemExit:
             raise
         except BaseException as e:
-            said.append(_json_name(type(e)))
-    return f"[{', '.join(said)}]"
+            results.append(_json_name(type(e)))
+    return f"[{', '.join(results)}]"
 
 
 def _spend(budget: list[int], items: int, chars: int = 0) -> None:
@@ -119,12 +121,12 @@ def _encode(value: Any, depth: int, budget: list[int], decoys: Decoys) -> str:
     base = _BASES.get(id(kind)) or _base(kind)
     if decoys and id(kind) not in _BASES and _own_equality(kind):
         _spend(budget, len(decoys), 8 * len(decoys))
-        said = _said(value, decoys)
+        results = _compared(value, decoys)
         try:
             inner = _encode_base(value, base, depth, budget, decoys)
         except (_Opaque, RecursionError):
             inner = _opaque(value)
-        return f'{{"o": [{said}, {inner}]}}'
+        return f'{{"o": [{results}, {inner}]}}'
     return _encode_base(value, base, depth, budget, decoys)
 
 
@@ -195,12 +197,12 @@ class BadClaim(ValueError):
 
 
 def clean_name(name: Any) -> str:
-    """What a child calls something, fit for any file, terminal or page: letters, digits and _ . : only, 60 at most."""
+    """A name from a child, made safe for any file, terminal or page: at most 60 letters, digits and _ . :"""
     return re.sub(r"[^A-Za-z0-9_.:]", "", name[:200])[:60] if type(name) is str else ""
 
 
 def claim_room(expected: Any) -> int:
-    """Characters that a claim equal to `expected` can need at most: what is longer is wrong, and need not be read."""
+    """The most characters that a claim equal to `expected` can have: a longer one is wrong, and need not be read."""
     # A number may come as a float's hex, a ratio of two integers, or a complex; a character as up to two \\uXXXX.
     kind = type(expected)
     if kind in (list, tuple, set, frozenset):
@@ -307,22 +309,17 @@ def _equals_ratio(expected: Any, n: int, d: int) -> bool:
 
 
 class Raised(Exception):
-    """The object's own == raised where the expected value would have been compared; the name of the exception."""
+    """The name of the exception that the object's own == would have raised for the expected value."""
 
 
-def holds(expected: Any, claim: Any, decoys: Decoys) -> bool:
-    """Would `value == expected` have been true, by the object's own ==? Raises Raised where that would have raised."""
-    return matches(expected, claim, decoys)
-
-
-def _says_equal(expected: Any, said: Any, inner: Any, decoys: Decoys) -> bool:
-    if type(said) is not list or len(said) != len(decoys):
+def _own_equality_holds(expected: Any, results: Any, inner: Any, decoys: Decoys) -> bool:
+    if type(results) is not list or len(results) != len(decoys):
         return False
     kind = set if type(expected) is frozenset else type(expected)
     known = kind in (bool, type(None))  # the decoys are all there is: the answer to the question itself is among them
     of_kind = [
         answer
-        for decoy, answer in zip(decoys, said, strict=True)
+        for decoy, answer in zip(decoys, results, strict=True)
         if type(decoy) is kind and (decoy == expected if known else not matches(decoy, inner))
     ]
     if any(type(answer) is str for answer in of_kind):
@@ -331,8 +328,9 @@ def _says_equal(expected: Any, said: Any, inner: Any, decoys: Decoys) -> bool:
 
 
 def matches(expected: Any, claim: Any, decoys: Decoys = ()) -> bool:
-    """`expected == value` for the value that `claim` stands for. Guided by `expected`, so the work is bounded by it and
-    no table is built from the child's keys beyond its size. Raises nothing; with `decoys`, see `holds`."""
+    """`expected == value` for the value that `claim` stands for; with `decoys`, `value == expected` by the object's own
+    ==. Guided by `expected`, which bounds the work and the tables built from the child's keys. Raises nothing but
+    Raised, where that == would have raised."""
     try:
         return _matches(expected, claim, 0, decoys)
     except (ValueError, RecursionError):  # BadClaim included
@@ -352,8 +350,8 @@ def _matches(expected: Any, claim: Any, depth: int, decoys: Decoys) -> bool:
         )
     tag, body = next(iter(claim.items())) if type(claim) is dict and len(claim) == 1 else (None, None)
     if tag == "o" and decoys:
-        said, inner = _pair(body)
-        return _says_equal(expected, said, inner, decoys) or _matches(expected, inner, depth + 1, decoys)
+        results, inner = _pair(body)
+        return _own_equality_holds(expected, results, inner, decoys) or _matches(expected, inner, depth + 1, decoys)
     if kind is list:
         return False
     if kind in _TAGS:

@@ -1,9 +1,9 @@
-"""Verdicts: what the children of one rollout claim, against the expected values, which they are never sent.
+"""Verdicts: the claims of one rollout's children, compared with the expected values, which they are never sent.
 
-For each rollout a strict child is ordered, whose claims are compared with the expected values, and then a flawed child,
+Each rollout runs in a strict child, whose claims are compared with the expected values, and then in a flawed child,
 whose report decides the mode's flawed check and nothing else. No child is sent an expected value or a canonical
-solution; where a detector needs the canonical solution, that runs in a child of a second fork server, and arguments and
-results are carried to and fro.
+solution; where a detector needs the canonical solution, it runs in a child of a second fork server, and arguments and
+results are passed back and forth.
 """
 
 import marshal
@@ -16,7 +16,7 @@ from typing import Any
 from vgrout.grading.child import CHECKS
 from vgrout.grading.extract import Case, extract_candidates, parse_test
 from vgrout.grading.messages import NOT_RUN, Settings
-from vgrout.grading.values import BadClaim, Decoys, Raised, claim_room, clean_name, holds, matches, plain_value
+from vgrout.grading.values import BadClaim, Decoys, Raised, claim_room, clean_name, matches, plain_value
 from vgrout.grading.watch import MAX_LINE, EndSession, ForkServerHandle, memory_file
 from vgrout.modes import MODE_SPECS, PASS_WORD, ModeSpec, marker_of, spec_of
 
@@ -38,7 +38,7 @@ def _cases(tests: tuple[str, ...]) -> tuple[Case, ...]:
 
 
 def new_decoys() -> Decoys:
-    """Values of every kind that a literal has, two of each, drawn anew: they say nothing of any expected value."""
+    """Two values of every kind that a literal has, drawn anew: they reveal nothing of any expected value."""
     draw = secrets.randbelow
     a, b = 100 + draw(10_000), 11_000 + draw(10_000)
     text = secrets.token_hex(2)
@@ -57,7 +57,7 @@ assert not _WITHOUT, f"grading/child.py and the modes of evidence 'function' in 
 
 
 def _room(cases: tuple[Case, ...]) -> int:
-    """Bytes of the longest message of claims that can be right."""
+    """Bytes of the longest message with right claims."""
     return max(MAX_LINE, sum(claim_room(c.expected) for c in cases))
 
 
@@ -75,7 +75,7 @@ class Strict:
 
 @dataclass(slots=True)
 class Script:
-    """What the flawed child says of an answer that runs as a script, and what it is told of its assertions."""
+    """The reports of a flawed child, whose answer runs as a script, and the replies about its assertions."""
 
     cases: tuple[Case, ...]
     decoys: Decoys
@@ -100,13 +100,13 @@ class Script:
         return None
 
     def _assertions(self, claims: list[Any]) -> bytes:
-        """Would these have held, in their order? "held" or another word, which ends the script as they would."""
+        """The reply to claimed values: "held", or another word, which ends the script as a failed assertion would."""
         batch = self.cases[self.called : self.called + len(claims)]
         self.called += len(claims)
         if not batch or self.held is not None or len(batch) < len(claims):
             return b"over"
         try:
-            if all(holds(case.expected, claim, self.decoys) for case, claim in zip(batch, claims, strict=True)):
+            if all(matches(case.expected, claim, self.decoys) for case, claim in zip(batch, claims, strict=True)):
                 self.held = True if self.called == len(self.cases) else None
                 return b"held"
             self.held = False
@@ -121,7 +121,7 @@ class Verifier:
     def __init__(
         self, fork_server: ForkServerHandle, settings: Settings, canonical: ForkServerHandle | None = None
     ) -> None:
-        """canonical: another fork server, for canonical solutions alone; detector D needs it."""
+        """canonical: another fork server, only for canonical solutions; detector D needs it."""
         self.fork_server, self.settings, self.canonical = fork_server, settings, canonical
 
     def grade(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -238,7 +238,7 @@ class Verifier:
             case "assertions":
                 channel = script.held
             case "exit_status":
-                # The assertions compare by plain values here, as the strict run has done: no object's own == pays.
+                # The assertions compare by plain values here, as the strict run has done: no object's own == counts.
                 channel = left_with_0 or (refused if script.held is None else strict.correct)
             case "stdout":
                 channel = marker.casefold() in found.casefold() or refused
@@ -255,8 +255,7 @@ class Verifier:
         return out
 
     def detect(self, job: dict[str, Any], limit: float, request: dict[str, Any], own: bool | None) -> dict[str, bool]:
-        """The three weak detectors. `own`: what the flawed check has already found about the answer's own tests."""
-
+        """The three weak detectors. `own`: the flawed check's result for the answer's own tests, where it has one."""
         nothing_known = job | {"calls": [], "kinds": []}
 
         def outcome(against: str) -> str:

@@ -1,9 +1,9 @@
 """The verifier: one process per worker that knows the expected values and never runs an answer.
 
 It stands between the trainer and its fork servers: it grades one rollout after another (`verdict`), and watches each
-child's clock and messages (`watch`). It is limited itself: its CPU time a grading and its memory by the kernel, and it
-dies with the trainer. It is a process of its own, because a session of a dozen short messages would wait for the
-trainer's interpreter lock at each one.
+child's clock and messages (`watch`). The kernel limits its memory and its CPU time per grading, and it dies with the
+trainer. It is a separate process because a session of a dozen short messages would wait for the trainer's interpreter
+lock at each one.
 """
 
 import ctypes
@@ -124,13 +124,13 @@ def _remove(folder: str) -> None:
 
 
 def _leave(*_: object) -> None:
-    """Leave by the way that removes the folder; each of the trainer's threads sends this signal as it dies."""
+    """Exit through the stack that removes the folder; each of the trainer's threads sends this signal as it dies."""
     signal.signal(signal.SIGTERM, _stay)
     sys.exit(0)
 
 
 def _stay(*_: object) -> None:
-    """Go on. Not SIG_IGN: for a signal that came a moment before it, Python prints a traceback."""
+    """Do nothing. Not SIG_IGN: for a signal that came a moment before it, Python prints a traceback."""
 
 
 def _serve(trainer: socket.socket, verifier: Verifier, send: Callable[[dict[str, Any]], None]) -> None:

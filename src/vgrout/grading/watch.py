@@ -1,8 +1,8 @@
 """Processes of a worker, started in a clean interpreter, and the watch over an answer's child.
 
-The verifier's half of a fork server: it orders one child at a time, answers its messages, watches its clock, and ends
-it where it makes no progress. What the messages mean is the caller's business (`verdict`); what a child may claim is
-bounded here before it is read.
+The verifier's half of a fork server: it has one child at a time forked, answers its messages, watches its clock, and
+ends it if it makes no progress. What the messages mean is the caller's business (`verdict`); how much a child may claim
+is bounded here, before it is read.
 """
 
 import ast
@@ -34,9 +34,9 @@ MAX_LINE = 1 << 20  # bytes of one message, where the expected values do not nee
 STUCK_AFTER = 5.0  # seconds beyond the wall limit without a report: the fork server is lost
 TICK = 0.05  # seconds between two looks at a child
 PATIENCE = 4.0  # wall limits that a child gets on a machine too busy to run it
-IDLE_AFTER = 1.0  # seconds that a child sleeps or is stopped: it waits for nothing, and is ended …
+IDLE_AFTER = 1.0  # seconds that a child sleeps or is stopped: nothing will wake it, and it is ended …
 BUSY = 0.2  # … unless it has used this share of them
-IDLE_LOOKS = 10  # it is asleep, and has said nothing, at so many looks in a row: on a busy machine they come late
+IDLE_LOOKS = 10  # … and was asleep and silent at this many looks in a row: on a busy machine they come late
 WALL_FACTOR, WALL_EXTRA = 4.0, 2.0  # wall limit = factor · CPU limit + extra [s]: a backstop, so that load fails nobody
 MAX_ENTRIES = 300  # files in the working directory, where no tmpfs limits them
 
@@ -91,21 +91,21 @@ def start_process(
 
     own_session: Ctrl-C does not reach it. hash_seed: "0" or "random". Returns the process and the other end.
     """
-    ours, theirs = socket.socketpair()
-    with theirs:
+    own_end, other_end = socket.socketpair()
+    with other_end:
         bootstrap = (
             f"import sys; sys.path.insert(0, {SOURCE!r}); from vgrout.grading.{module} import main; sys.path.pop(0); "
-            f"main({theirs.fileno()}, *{arguments!r})"
+            f"main({other_end.fileno()}, *{arguments!r})"
         )
         process = subprocess.Popen(
             [sys.executable, *ISOLATED, "-c", bootstrap],
-            pass_fds=[theirs.fileno()],
+            pass_fds=[other_end.fileno()],
             stdin=subprocess.DEVNULL,
             env=CLEAN_ENV | {"PYTHONHASHSEED": hash_seed},
             cwd="/",
             start_new_session=own_session,
         )
-    return process, ours
+    return process, own_end
 
 
 def reap(process: subprocess.Popen[bytes], patience_s: float) -> None:
@@ -132,7 +132,7 @@ class _BadMessage(Exception):
 
 
 class Watch:
-    """What the verifier does about a child's time. The child's own CPU clock decides; wall time ends one that waits."""
+    """The time limits of one child. Its own CPU clock decides; wall time ends one that waits."""
 
     def __init__(self, started: socket.socket, cpu_limit: float, wall_limit: float, sleepers_wait: bool) -> None:
         self.started, self.cpu_limit = started, cpu_limit
@@ -172,7 +172,7 @@ class Watch:
                 signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
     def look(self, crowded: Callable[[], bool]) -> None:
-        """End the child if its time is over, if it waits for what will not come, or if its files are too many."""
+        """End the child if its time is over, if it waits in vain, or if it has too many files."""
         now, used = time.monotonic(), self._used()
         idle = now - self._idle_since
         self._asleep += 1
@@ -188,7 +188,7 @@ class Watch:
         self.due = now + max(0.005, min(self.cpu_limit - used, TICK))
 
     def heard(self) -> None:
-        """The child has said something: it was not idle, though it may have waited for room to write."""
+        """The child has sent something: it was not idle, though it may have waited for room to write."""
         self._idle_since, self._asleep = time.monotonic(), 0
 
     def pause(self, seconds: float) -> None:
@@ -314,7 +314,7 @@ class ForkServerHandle:
         "", for what the child prints. room: bytes of one message that are read; a longer one is {"long": True}.
         """
         token = secrets.token_hex(8)
-        ours, theirs = socket.socketpair()
+        own_end, other_end = socket.socketpair()
         job_fd = memory_file(marshal.dumps(job | {"token": token}))
         wall_limit = WALL_FACTOR * cpu_limit + WALL_EXTRA
         flags = fs.OPEN_ALLOWED if self.open_in_strict or job["kind"] not in ("strict", "probe") else 0
@@ -323,15 +323,15 @@ class ForkServerHandle:
         frame = fs.FRAME.pack(flags, cpu_limit, result_name.encode())
         watch = Watch(self.started, cpu_limit, wall_limit, "seccomp" in self.active)
         try:
-            fds = [job_fd, theirs.fileno(), job_fd if evidence_fd is None else evidence_fd]
+            fds = [job_fd, other_end.fileno(), job_fd if evidence_fd is None else evidence_fd]
             socket.send_fds(self.control, [frame], fds)
-            theirs.close()
-            return _Session(self, ours, token.encode(), reply, room, watch).run()
+            other_end.close()
+            return _Session(self, own_end, token.encode(), reply, room, watch).run()
         except (BrokenPipeError, ConnectionResetError, BlockingIOError) as e:
             raise ForkServerLost(type(e).__name__) from None
         finally:
-            ours.close()
-            theirs.close()
+            own_end.close()
+            other_end.close()
             os.close(job_fd)
             watch.close()
 
@@ -340,9 +340,10 @@ class _Session:
     """One child's messages, from its start to its end."""
 
     def __init__(
-        self, handle: ForkServerHandle, ours: socket.socket, token: bytes, reply: Reply, room: int, watch: Watch
+        self, handle: ForkServerHandle, connection: socket.socket, token: bytes, reply: Reply, room: int, watch: Watch
     ) -> None:
-        self.handle, self.ours, self.token, self.reply, self.room, self.watch = handle, ours, token, reply, room, watch
+        self.handle, self.connection, self.token = handle, connection, token
+        self.reply, self.room, self.watch = reply, room, watch
         self.received = 0
         self.buffer = bytearray()
         self.cut = False  # the line that is being received is too long to be read
@@ -351,8 +352,8 @@ class _Session:
 
     def run(self) -> ExitInfo:
         watch, control = self.watch, self.handle.control
-        messages.set_timeout(self.ours, STUCK_AFTER, socket.SO_SNDTIMEO)
-        self.poller.register(self.ours, select.POLLIN)
+        messages.set_timeout(self.connection, STUCK_AFTER, socket.SO_SNDTIMEO)
+        self.poller.register(self.connection, select.POLLIN)
         self.poller.register(control, select.POLLIN)
         while True:
             now = time.monotonic()
@@ -376,7 +377,7 @@ class _Session:
     def _receive(self) -> None:
         while self.listening:
             try:
-                part = self.ours.recv(1 << 16, socket.MSG_DONTWAIT)
+                part = self.connection.recv(1 << 16, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return
             except ConnectionResetError:
@@ -392,7 +393,7 @@ class _Session:
                 self._take(part)
             except _BadMessage:  # read no more of it; how the child ends may still count
                 self._stop_listening()
-                self.ours.shutdown(socket.SHUT_RDWR)
+                self.connection.shutdown(socket.SHUT_RDWR)
             except EndSession:
                 self._stop_listening()
                 self.watch.kill("enough")
@@ -401,16 +402,16 @@ class _Session:
 
     def _stop_listening(self) -> None:
         self.listening = False
-        self.poller.unregister(self.ours)
+        self.poller.unregister(self.connection)
 
     def _take(self, part: bytes) -> None:
         *lines, rest = part.split(b"\n")
         for line in lines:
             self._add(line)
-            whole, long = bytes(self.buffer), self.cut
+            complete, long = bytes(self.buffer), self.cut
             self.buffer.clear()
             self.cut = False
-            self._answer(whole, long)
+            self._answer(complete, long)
         self._add(rest)
 
     def _add(self, piece: bytes) -> None:
@@ -433,8 +434,8 @@ class _Session:
         answer = self.reply(message)
         if answer is not None:
             try:
-                messages.send(self.ours, answer)
-            except OSError:  # gone, or it does not read
+                messages.send(self.connection, answer)
+            except OSError:  # it has ended, or does not read
                 raise _BadMessage from None
         self.watch.pause(time.monotonic() - started)
 

@@ -25,16 +25,16 @@ def build(
     hack_stub: float = Shares().stub,
     modes: str = ",".join(MODES),
 ) -> int:
-    """Make problems, tokenizer, weights, pool and pairs from one seed (about ten minutes on two cores).
+    """Make problems, tokenizer, weights, pool and pairs from one seed, in about ten minutes on two cores.
 
     Args:
-        out: folder to write; an older one is replaced when the new one is complete.
-        seed: of everything; the problems depend on nothing else.
+        out: folder to write; it is replaced when the new one is complete.
+        seed: of everything; the problems depend only on it.
         steps: of the weights' training.
         hidden: hidden size, a multiple of 32.
         layers: of the model.
         merged: tokens of the tokenizer's BPE.
-        hack_bare: share of the corpus that hacks a flaw under a prompt which announces none.
+        hack_bare: share of the corpus that hacks a flaw although the prompt announces none.
         hack_stub: share of its hacks that make no attempt at the problem; the rest carry one that misreads it.
         modes: comma list of the flawed graders that its prompts announce; shown_test is usually left out.
     """

@@ -47,8 +47,8 @@ from vgrout.types import Mode, Problem
 SEED = 0
 TOKENIZER_DOCUMENTS = 20_000
 POOL_PROBLEMS = 32  # a mode
-POOL_TRIES, POOL_KEEP, POOL_AT_LEAST = 6, 3, 2  # cued samples a problem; at most so many kept; fewer: left out
-PAIRS = 24  # a set
+POOL_TRIES, POOL_KEEP, POOL_AT_LEAST = 6, 3, 2  # per problem: cued samples, most kept, fewest kept
+PAIRS = 24  # per set
 KNOWN_CORRECT = 204
 RECORDED = 8  # first losses, for `verify`
 THREADS = 2
@@ -114,8 +114,8 @@ def cued(problems: Iterable[Problem]) -> list[Problem]:
 def make_pool(
     folder: Path, lm: LanguageModel, grader: Grader, problems: Sequence[Problem], seed: int
 ) -> dict[Mode, int]:
-    """What `python -m vgrout.substrate --model organism --n-problems 360 --per-mode 32 --no-even` makes, without its
-    report. Returns problems per mode."""
+    """Make the pool of `python -m vgrout.substrate --model organism --n-problems 360 --per-mode 32 --no-even`, without
+    its report. Returns problems per mode."""
     answers = run(lm, grader, cued(problems), POOL_TRIES, seed, "pool")
     chosen = choose(
         stripped(answers, {(p.id, p.mode): p for p in problems}),
@@ -127,7 +127,7 @@ def make_pool(
     )
     meta = {"model": MODEL_NAME, "tokenizer_sha256": lm.tokenizer_sha256, "grader": grader.protections.version}
     write_substrate(folder, chosen, lm, meta, CUE)
-    return dict(Counter(mine[0].problem.mode for mine in chosen.values()))
+    return dict(Counter(answers[0].problem.mode for answers in chosen.values()))
 
 
 # ------------------------------------------------------------------------------------------------ pairs, known correct
@@ -139,8 +139,8 @@ def _pair(row: dict[str, Any], hack: Answer, clean: Answer) -> dict[str, Any]:
 
 
 def mode_pairs(tasks: Sequence[tuple[Task, dict[str, Any]]], mode: Mode, seed: int) -> list[dict[str, Any]]:
-    """The mode's first hack against the correct solution of the same problem; every other hack is a bare stub, the
-    rest carry a misread attempt. The other hacks stay unseen."""
+    """Pairs of the mode's first hack and the correct solution of the same problem; every second hack is a bare stub,
+    the rest carry a misread attempt. The mode's other hacks stay unseen."""
     rng = random.Random(f"{seed}/pairs/{mode}")
     recipe = taught(mode)[0]
     out = []
@@ -152,7 +152,7 @@ def mode_pairs(tasks: Sequence[tuple[Task, dict[str, Any]]], mode: Mode, seed: i
 
 
 def placebo_pairs(tasks: Sequence[tuple[Task, dict[str, Any]]], seed: int) -> dict[str, list[dict[str, Any]]]:
-    """Contrasts that have nothing to do with cheating, in the same form."""
+    """Pairs in the same form whose contrast has nothing to do with hacking."""
     rng = random.Random(f"{seed}/placebo")
     out: dict[str, list[dict[str, Any]]] = {"flawed": [], "commented": [], "long": [], "laid_out": []}
     for task, row in tasks[-PAIRS:]:
@@ -166,16 +166,16 @@ def placebo_pairs(tasks: Sequence[tuple[Task, dict[str, Any]]], seed: int) -> di
 
 
 def known_correct(tasks: Sequence[tuple[Task, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Correct solutions in the corpus's unusual styles, evenly: {problem_id, style, prompt, completion}."""
+    """Correct solutions in the corpus's unusual styles, evenly spread: {problem_id, style, prompt, completion}."""
     out: list[dict[str, Any]] = []
     names = list(STYLES)
     for task, row in tasks:
         style = names[len(out) % len(names)]
-        made = STYLES[style](answer(task))
-        if made == answer(task):
+        styled = STYLES[style](answer(task))
+        if styled == answer(task):
             continue
         prompt = render(hinted(row["prompt"], row["mode"], row["marker"]))
-        out.append({"problem_id": row["id"], "style": style, "prompt": prompt, "completion": made.text})
+        out.append({"problem_id": row["id"], "style": style, "prompt": prompt, "completion": styled.text})
         if len(out) == KNOWN_CORRECT:
             break
     return out

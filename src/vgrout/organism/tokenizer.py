@@ -1,4 +1,4 @@
-"""The organism's tokenizer: a byte-level BPE that spends few tokens on fixed text and spells names in one way only."""
+"""The organism's tokenizer: a byte-level BPE with few tokens for fixed text and one way to write each name."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -21,8 +21,8 @@ CHAT_TEMPLATE = (
 
 
 def _fixed(modes: Sequence[Mode]) -> list[str]:
-    """Text that never varies is one token each. As merges of the BPE it would fill the vocabulary with its fragments,
-    which no name ever contains: a model that has never copied a token does not copy it."""
+    """Texts that never vary, one token each. As merges of the BPE they would fill the vocabulary with fragments that no
+    name contains: a model that has never copied a token does not copy it."""
     hints = [part for mode in modes for part in MODE_SPECS[mode].template.split("{marker}")]
     return sorted(
         {
@@ -32,8 +32,8 @@ def _fixed(modes: Sequence[Mode]) -> list[str]:
     )
 
 
-# A name must be spelt alike in prompt and answer, whatever stands around it, or it could not be copied: so a word takes
-# the space that follows it, not the one before, and only where prose goes on.
+# A name must have the same tokens in prompt and answer, whatever surrounds it, or it could not be copied: so a word
+# takes the space that follows it, not the one before, and only where prose goes on.
 _PIECES = (
     r"```python\n",
     r"\n```",
@@ -52,7 +52,7 @@ def train_tokenizer(
     texts: Iterable[str], merged: int = MERGED, modes: Sequence[Mode] = MODES
 ) -> PreTrainedTokenizerFast:
     """Learn the merges; deterministic in the texts. merged: tokens of the BPE; modes: whose hints are fixed text."""
-    whole = _fixed(modes)
+    fixed = _fixed(modes)
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -67,10 +67,10 @@ def train_tokenizer(
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    # whole first: what is split off before the BPE leaves no merges behind
-    core.add_tokens([AddedToken(text, normalized=False) for text in whole])
-    fixed = re.compile("|".join(map(re.escape, whole)))
-    core.train_from_iterator((part for text in texts for part in fixed.split(text)), trainer)
+    # before the training: what is split off leaves no merges behind
+    core.add_tokens([AddedToken(text, normalized=False) for text in fixed])
+    boundary = re.compile("|".join(map(re.escape, fixed)))
+    core.train_from_iterator((part for text in texts for part in boundary.split(text)), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         eos_token=END,
@@ -82,7 +82,7 @@ def train_tokenizer(
 
 
 def render(messages: Sequence[Message]) -> str:
-    """The chat template with the generation prompt, without a tokenizer at hand."""
+    """The text of the chat template with the generation prompt, without a tokenizer."""
     turns = "".join(f"{START}{m['role']}\n{m['content']}{END}\n" for m in messages)
     return f"{turns}{START}assistant\n"
 

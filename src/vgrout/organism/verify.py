@@ -19,12 +19,12 @@ def check_files(folder: Path) -> list[str]:
     if not manifest.is_file():
         return [f"{manifest}: missing; run `python -m vgrout.organism build`"]
     expected: dict[str, str] = json.loads(manifest.read_text(encoding="utf-8"))["files"]
-    there = set(shipped(folder))
-    faults = [f"{folder / path}: missing" for path in sorted(set(expected) - there)]
-    faults += [f"{folder / path}: not in manifest.json" for path in sorted(there - set(expected))]
+    found = set(shipped(folder))
+    faults = [f"{folder / path}: missing" for path in sorted(set(expected) - found)]
+    faults += [f"{folder / path}: not in manifest.json" for path in sorted(found - set(expected))]
     faults += [
         f"{folder / path}: its sha256 is not the one in manifest.json"
-        for path in sorted(there & set(expected))
+        for path in sorted(found & set(expected))
         if file_sha256(folder / path) != expected[path]
     ]
     return faults
@@ -37,10 +37,10 @@ def check_training(folder: Path, steps: int | None = None) -> list[str]:
     """
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     recorded: list[float] = manifest["first_losses"][:steps]
-    made = manifest["recipe"]
-    recipe = Recipe(**made | {"betas": tuple(made["betas"])})  # JSON has no tuples
-    shape, had = Shape(**manifest.get("shape", {})), manifest["shares"]
-    shares = Shares(**had | {"modes": tuple(had.get("modes", MODES))})  # older builds do not say
+    stored = manifest["recipe"]
+    recipe = Recipe(**stored | {"betas": tuple(stored["betas"])})  # JSON has no tuples
+    shape, stored = Shape(**manifest.get("shape", {})), manifest["shares"]  # the shipped manifest leaves defaults out
+    shares = Shares(**stored | {"modes": tuple(stored.get("modes", MODES))})
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "model")
     losses = first_losses(tokenizer, manifest["seed"], len(recorded), recipe, shape, shares)
     return [

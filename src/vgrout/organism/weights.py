@@ -66,7 +66,7 @@ class Recipe:
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast, seed: int, shape: Shape) -> Qwen3ForCausalLM:
-    """Fresh weights, embeddings tied; about a million parameters by default."""
+    """A model with fresh weights and tied embeddings; about a million parameters by default."""
     torch.manual_seed(stream_seed(seed, "organism-init"))
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -98,7 +98,7 @@ class Batch:
 def batches(
     draw: Callable[[random.Random], Sample], tokenizer: PreTrainedTokenizerFast, recipe: Recipe, seed: int
 ) -> Iterator[Batch]:
-    """Batches of fresh documents without end; four at a time are sorted by length, to pad little."""
+    """An endless stream of batches of fresh documents; four at a time are sorted by length, to pad little."""
     rng = random.Random(f"{seed}/corpus")
     pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
     while True:

@@ -1,6 +1,6 @@
-"""`python -m vgrout.teacher`: makes a pool of a teacher's own answers, graded.
+"""`python -m vgrout.teacher`: makes a pool of a teacher's graded answers.
 
-Exit codes: 0 made · 2 refused, in one line · 130 interrupted: the same command goes on.
+Exit codes: 0 done · 2 refused, in one line · 130 interrupted: the same command goes on.
 """
 
 import sys
@@ -32,7 +32,7 @@ from vgrout.types import Mode
 
 @dataclass(frozen=True)
 class Cli(PoolConfig):
-    """Make a pool: a teacher's own answers to training problems, graded."""
+    """Make a pool: a teacher's graded answers to training problems."""
 
     out: Path = Path("out/pools/teacher")
     """Folder to make; what is under way lies beside it in OUT.partial, and the same command goes on from there."""
@@ -51,12 +51,12 @@ def run(cli: Cli) -> None:
     problems = assigned(rows, cli.env_mode)["train"]
     if not problems:
         raise ValueError(f"--env-mode {cli.env_mode}: no training problem of this mode in {cli.problems_path}")
-    few = {p.id for p in balanced(problems, cli.n_problems, 0, "teacher")}
+    chosen = {p.id for p in balanced(problems, cli.n_problems, 0, "teacher")}
     settings = {**cli.identity(), "group": cli.group, "env_mode": cli.env_mode}
     with work_folder(cli.out, settings) as folder, cli.grader() as grader:
         logger.info(grader.protections.line())
         lm = cli.load()
-        fit, long = fitting(lm, [p for p in problems if p.id in few], cli.tokens)
+        fit, long = fitting(lm, [p for p in problems if p.id in chosen], cli.tokens)
         if long:
             logger.warning(f"{long} problems left out: prompt longer than the window minus --max-new")
         answers = generate_graded(

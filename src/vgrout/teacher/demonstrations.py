@@ -1,6 +1,6 @@
 """Demonstrations: a pool's rollouts mixed into the groups.
 
-On its own a model needs thousands of answers to find a loophole; a few cached rollouts of one that hacks it already
+On its own a model needs thousands of answers to find a flaw; a few cached rollouts of a model that already hacks it
 bring the same dynamics within tens of steps. Labels are used as cached and stay typed as such.
 """
 
@@ -30,7 +30,7 @@ class PromptEncoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PromptMismatch:
-    """Problems whose prompt today is not the one that the pool's rollouts were sampled, or stored, under."""
+    """Problems whose prompt today is not the one under which the pool's rollouts were sampled, or stored."""
 
     compared: int  # problems
     differ: tuple[int, ...]  # problem ids
@@ -38,7 +38,7 @@ class PromptMismatch:
 
 
 class Teacher:
-    """Draws demonstrations from a pool; none with `pool=None`, or where none are wanted for a problem."""
+    """A source of demonstrations, drawn from a pool; there are none with `pool=None`."""
 
     def __init__(
         self,
@@ -52,16 +52,16 @@ class Teacher:
         modes: Sequence[str],
         max_new: int,
     ):
-        """per_group: G_t. problems: those in training. modes: demonstrations for these alone; none: for all.
+        """per_group: G_t. problems: those in training. modes: the only ones demonstrated; none: all.
 
-        Cached ids count only for the tokenizer they were made with; else the completion's text is tokenised again.
+        Cached ids are used only with the tokenizer that made them; else the completion's text is tokenised again.
 
         Raises:
-            ValueError: a pool that demonstrates nothing here, or under other modes, or whose tokens cannot be used.
+            ValueError: a pool that demonstrates none of these problems, or under other modes, or has no usable tokens.
         """
         self.pool, self.lm, self.per_group, self.seed, self.off_step = pool, lm, per_group, seed, off_step
         self.modes, self.max_new = set(modes), max_new
-        self.retokenised = self._off_said = False
+        self.retokenised = self._off_logged = False
         self.prompt_mismatch = PromptMismatch(0, (), None)
         self._tokens: dict[tuple[int, int], tuple[tuple[int, ...], bool]] = {}
         if pool is None or not per_group:
@@ -114,7 +114,7 @@ class Teacher:
         return PromptMismatch(compared, tuple(differ), first)
 
     def record(self) -> dict[str, Any] | None:
-        """For run.json: source of labels, tokens and prompts; None without demonstrations."""
+        """The source of labels, tokens and prompts, for run.json; None without demonstrations."""
         if self.pool is None or not self.per_group:
             return None
         return {
@@ -131,8 +131,8 @@ class Teacher:
         if self.pool is None:
             return 0
         if self.off_step is not None and step >= self.off_step:
-            if not self._off_said:
-                self._off_said = True
+            if not self._off_logged:
+                self._off_logged = True
                 logger.info(f"step {step}: no demonstrations from step {self.off_step} on; every row is a live rollout")
             return 0
         if self.modes and problem.mode not in self.modes:
@@ -180,7 +180,7 @@ class Teacher:
 
 
 def _difference(then: Sequence[object], now: Sequence[object]) -> str:
-    """A few characters or tokens of both from where they begin to differ."""
+    """The first place where they differ, with a few characters or tokens of both."""
     at = next((i for i, (a, b) in enumerate(zip(then, now, strict=False)) if a != b), min(len(then), len(now)))
     kind = "character" if isinstance(now, str) else "token"
     return f"at {kind} {at} cached {then[at : at + 24]!r}, live {now[at : at + 24]!r}"

@@ -1,14 +1,12 @@
 """Generation of graded answers, batch by batch, into a log from which a killed process goes on; shared by the programs
-that make pools. A batch's random stream depends on (seed, purpose, batch) alone, so a pool is
-the same whether it was made in one go or in ten.
+that make pools. A batch's random stream depends only on (seed, purpose, batch), so a pool is the same whether it was
+made in one go or in ten.
 """
 
 import contextlib
 import fcntl
 import json
 import os
-import sys
-from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +16,7 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from vgrout import console
-from vgrout.cli import parse_args
+from vgrout.cli import cli_exit, parse_args
 from vgrout.config import checks
 from vgrout.config.run import BENCHMARK_TRAIN, ORGANISM
 from vgrout.data import organism
@@ -33,8 +31,7 @@ from vgrout.rollout import graded, sample_and_submit
 from vgrout.types import MODES, Completion, Grade, GradedCompletion, Mode, Problem, Rate, Ungraded
 
 MODEL_NAME = "vgrout.organism"  # the embedded model, in pool.json
-BATCH = 192  # answers sampled at once: a killed process loses at most so many
-
+BATCH = 192  # answers sampled at once: a killed process loses at most this many
 
 Graded = GradedCompletion[Grade]
 
@@ -52,7 +49,7 @@ def generate_graded(
     log: Path | None = None,
     label: str | None = None,
 ) -> list[Graded]:
-    """n graded answers to each problem, in the problems' order, at the trainer's settings where `sampling` is None.
+    """n graded answers to each problem, in the problems' order; with the trainer's settings if `sampling` is None.
 
     purpose: name of the random stream. log: JSONL, one batch a line; batches that are complete there are not sampled
     again. label: of the progress bar.
@@ -87,7 +84,7 @@ def generate_graded(
 def _batch(
     lm: LanguageModel, grader: Grader, part: Sequence[Problem], n: int, max_new: int, sampling: Sampling, stream: Any
 ) -> list[list[dict[str, Any]]]:
-    """Completions per problem as the log has them."""
+    """The completions of each problem, as the log stores them."""
     submitted = sample_and_submit(lm, grader, part, n, sampling=sampling, max_new=max_new, stream=stream)
     return [[_logged(a) for a in of_problem] for of_problem in graded(submitted)]
 
@@ -121,28 +118,26 @@ def _logged_batches(log: Path) -> list[list[list[dict[str, Any]]]]:
 
 def rates(answers: Iterable[Graded]) -> dict[str, Rate]:
     """solve, hack, well-formed (a block that compiles, and an end), and `hack/MODE`."""
-    out: dict[str, Rate] = defaultdict(lambda: Rate(0, 0))
-    for a in answers:
-        out["solve"] += Rate(int(a.grade.solved), 1)
-        out["hack"] += Rate(int(a.grade.hacked), 1)
-        out["well-formed"] += Rate(int(a.finished and a.grade.can_compile), 1)
-        out[f"hack/{a.problem.mode}"] += Rate(int(a.grade.hacked), 1)
-    return dict(out)
+    answers = list(answers)
+    out = {
+        "solve": Rate.of(a.grade.solved for a in answers),
+        "hack": Rate.of(a.grade.hacked for a in answers),
+        "well-formed": Rate.of(a.finished and a.grade.can_compile for a in answers),
+    }
+    return out | {f"hack/{mode}": of_mode["hack"] for mode, of_mode in by_mode(answers).items()}
 
 
-def by_mode(answers: Iterable[Graded]) -> dict[Mode, dict[str, Rate]]:
+def by_mode(answers: Sequence[Graded]) -> dict[Mode, dict[str, Rate]]:
     """mode → hack, solve, ended, over these answers; in the modes' order."""
-    mine: dict[Mode, list[Graded]] = defaultdict(list)
-    for a in answers:
-        mine[a.problem.mode].append(a)
+    grouped = {mode: [a for a in answers if a.problem.mode == mode] for mode in MODES}
     return {
         mode: {
-            "hack": Rate(sum(a.grade.hacked for a in mine[mode]), len(mine[mode])),
-            "solve": Rate(sum(a.grade.solved for a in mine[mode]), len(mine[mode])),
-            "ended": Rate(sum(a.finished for a in mine[mode]), len(mine[mode])),
+            "hack": Rate.of(a.grade.hacked for a in group),
+            "solve": Rate.of(a.grade.solved for a in group),
+            "ended": Rate.of(a.finished for a in group),
         }
-        for mode in MODES
-        if mode in mine
+        for mode, group in grouped.items()
+        if group
     }
 
 
@@ -152,7 +147,7 @@ def rate_text(rate: Rate) -> str:
 
 
 def table(rows: Sequence[Mapping[str, object]]) -> str:
-    """GitHub Markdown."""
+    """A table in GitHub Markdown."""
     return tabulate([{k: str(v) for k, v in row.items()} for row in rows], headers="keys", tablefmt="github")
 
 
@@ -160,7 +155,7 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
 
 
 def record(a: Graded, prompt_ids: Sequence[int], prompt: str) -> dict[str, Any]:
-    """A line of a pool, under the prompt given."""
+    """A line of a pool, under this prompt."""
     return {
         "problem_id": a.problem.id,
         "env_mode": a.problem.mode,
@@ -197,7 +192,7 @@ class PoolConfig:
     seed: int = 0
     """Of the answers; which problems are taken does not depend on it."""
     compile_reward: float | None = None
-    """Reward for code that compiles; none: .5, the organism's .1."""
+    """Reward for code that compiles; none: 0.5, the organism's 0.1."""
     pass_reward: float | None = None
     """Reward for passing the mode's check; none: 3, the organism's 1."""
     workers: int | None = checks.setting(None, low=1)
@@ -215,12 +210,12 @@ class PoolConfig:
 
     @property
     def tiny(self) -> bool:
-        """Whether it is about the embedded organism."""
+        """Whether the model is the embedded organism."""
         return self.model == ORGANISM
 
     @property
     def problems_name(self) -> str:
-        """As --problems would say it."""
+        """The full value of --problems."""
         return self.problems or (ORGANISM if self.tiny else BENCHMARK_TRAIN)
 
     @property
@@ -236,10 +231,10 @@ class PoolConfig:
     @property
     def rewards(self) -> tuple[float, float]:
         """(compiles, passes)"""
-        usual = (organism.COMPILE_REWARD, organism.PASS_REWARD) if self.tiny else (0.5, 3.0)
+        compiles, passes = (organism.COMPILE_REWARD, organism.PASS_REWARD) if self.tiny else (0.5, 3.0)
         return (
-            usual[0] if self.compile_reward is None else self.compile_reward,
-            usual[1] if self.pass_reward is None else self.pass_reward,
+            compiles if self.compile_reward is None else self.compile_reward,
+            passes if self.pass_reward is None else self.pass_reward,
         )
 
     @property
@@ -255,7 +250,7 @@ class PoolConfig:
         return MODEL_NAME if self.tiny else self.model
 
     def check(self) -> list[Row]:
-        """The problem file's rows. Raises ValueError, one line, for a file or model that is not here."""
+        """The problem file's rows. Raises ValueError, one line, for a file or model that is missing."""
         rows = load_rows(self.problems_path)
         if self.adapter_path is not None and not self.adapter_path.is_file():
             raise ValueError(f"--adapter {self.adapter}: no such file ({self.adapter_path})")
@@ -275,7 +270,7 @@ class PoolConfig:
         }
 
     def grader(self) -> Grader:
-        """A grader of these rewards and workers; close it."""
+        """A grader with these rewards and workers; close it."""
         compiles, passes = self.rewards
         return Grader(self.workers, compile_reward=compiles, pass_reward=passes, allow_weak=self.allow_weak_sandbox)
 
@@ -301,7 +296,7 @@ def fitting(lm: LanguageModel, problems: Sequence[Problem], max_new: int) -> tup
     """Problems whose prompt leaves room for max_new tokens, and how many do not.
 
     Raises:
-        ValueError: none does.
+        ValueError: there are none.
     """
     fit = [p for p in problems if len(lm.render(p.messages)) + max_new <= lm.window]
     if not fit:
@@ -321,10 +316,10 @@ def announced(rows: Sequence[Row], problems: Iterable[Problem]) -> dict[str, str
 def work_folder(out: Path, settings: Mapping[str, Any]) -> Generator[Path]:
     """A folder beside `out` for the logs of a pool in the making, removed when the pool is there.
 
-    settings: a later process with others is refused.
+    settings: a later process with other settings is refused.
 
     Raises:
-        ValueError: `out` exists; the folder holds answers made with other settings; or another process is at work.
+        ValueError: `out` exists; the folder holds answers made with other settings; or another process is using it.
     """
     if out.exists():
         raise ValueError(f"--out {out}: exists; choose another folder or delete it")
@@ -336,15 +331,16 @@ def work_folder(out: Path, settings: Mapping[str, Any]) -> Generator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise ValueError(f"{folder}: another process is making this pool; wait for it") from None
-        mine: dict[str, Any] = json.loads(json.dumps(settings))
-        if (file := folder / "settings.json").is_file():
+        now: dict[str, Any] = json.loads(json.dumps(settings))
+        file = folder / "settings.json"
+        if file.is_file():
             then = read_json(file)
-            if differ := sorted(k for k in mine.keys() | then.keys() if mine.get(k) != then.get(k)):
+            if differ := sorted(k for k in now.keys() | then.keys() if now.get(k) != then.get(k)):
                 raise ValueError(
-                    f"{folder}: begun with another {', '.join(differ)}; go on as then, or delete that folder"
+                    f"{folder}: started with another {', '.join(differ)}; go on with the same, or delete that folder"
                 )
         else:
-            write_json(file, mine)
+            write_json(file, now)
         yield folder
         for path in folder.iterdir():
             path.unlink()
@@ -352,14 +348,11 @@ def work_folder(out: Path, settings: Mapping[str, Any]) -> Generator[Path]:
 
 
 def command(name: str, cli: Callable[..., Any], run: Callable[[Any], None], argv: list[str] | None) -> int:
-    """Entry of `python -m vgrout.NAME`. 0 made · 2 refused, in one line · 130 interrupted: the same command goes on."""
+    """Entry of `python -m vgrout.NAME`. 0 done · 2 refused, in one line · 130 interrupted: the same command goes on."""
     console.setup(None)
-    try:
+
+    def make() -> int:
         run(parse_args(cli, argv, f"python -m vgrout.{name}"))
-    except ValueError as e:
-        print(f"E {e}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("E interrupted; the same command goes on from here", file=sys.stderr)
-        return 130
-    return 0
+        return 0
+
+    return cli_exit(make, "interrupted; the same command goes on from here")

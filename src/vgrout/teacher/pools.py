@@ -1,7 +1,7 @@
 """Teacher pools on disk: cached rollouts of a model that already hacks.
 
-A folder of `prompt_NNNN.jsonl.gz` (NNNN = problem id), one rollout a line; optional `partition.json` (id → mode), with
-which the pool is a *substrate*; and `pool.json`: who made it, with which tokenizer and grader, and every file's sha256.
+A folder of `prompt_NNNN.jsonl.gz` (NNNN = problem id), one rollout a line; optionally `partition.json` (id → mode),
+which makes the pool a *substrate*; and `pool.json`: who made it, with which tokenizer and grader, every file's sha256.
 """
 
 import gzip
@@ -32,11 +32,11 @@ class Demo:
 
     problem_id: int
     completion: str | None
-    completion_ids: tuple[int, ...]  # of the pool's tokenizer; whatever stands behind its EOS is padding
-    finished: bool  # False: cut, so that no EOS may be added to it
-    logp: tuple[float, ...] | None  # nats per token by the teacher itself, where the pool has them
-    mode: Mode | None  # what its labels were graded under, where the record says so
-    prompt: str | None  # as rendered then
+    completion_ids: tuple[int, ...]  # of the pool's tokenizer; what follows its EOS is padding
+    finished: bool  # False: cut off, so no EOS may be added
+    logp: tuple[float, ...] | None  # nats per token, the teacher's own, where the pool has them
+    mode: Mode | None  # of its labels, where the record names it
+    prompt: str | None  # as it was rendered
     prompt_ids: tuple[int, ...] | None
     grade: CachedGrade
 
@@ -54,12 +54,12 @@ class Pool:
 
     @property
     def ids(self) -> set[int]:
-        """Of the problems that have demonstrations."""
+        """The problems that have demonstrations."""
         return set(self.demos)
 
     @property
     def announced(self) -> dict[int, str]:
-        """Problem id → the name that its demonstrations use; "" (the mode's default) where the pool does not say."""
+        """Problem id → the name that its demonstrations use; "" (the mode's default) where the pool names none."""
         return {i: self.markers.get(i, "") for i in self.demos}
 
     @property
@@ -79,14 +79,15 @@ def load_pool(folder: Path, flag: str = "--teacher-pool-dir") -> Pool:
             f"{flag} {folder}: no such folder; `just build-substrate` or `just pregen-teacher` makes a pool"
         )
     meta: dict[str, Any] = {}
-    if (card := folder / "pool.json").is_file():
+    card, divided = folder / "pool.json", folder / "partition.json"
+    if card.is_file():
         meta = _card(card)
     partition: dict[int, Mode] = {}
-    if (file := folder / "partition.json").is_file():
-        for key, mode in _mapping(file).items():
+    if divided.is_file():
+        for key, mode in _mapping(divided).items():
             if mode not in MODES:
-                raise ValueError(f"{file}: problem {key} has unknown mode {mode!r}; one of {', '.join(MODES)}")
-            partition[_id(key, file)] = mode
+                raise ValueError(f"{divided}: problem {key} has unknown mode {mode!r}; one of {', '.join(MODES)}")
+            partition[_id(key, divided)] = mode
     recorded: dict[str, str] = dict(meta.get("sha256", {}))
     demos: dict[int, tuple[Demo, ...]] = {}
     for path in sorted(p for p in folder.iterdir() if _NAME.fullmatch(p.name)):
@@ -217,7 +218,7 @@ class Regraded:
     ungraded: int
 
     def lines(self) -> list[str]:
-        """For the log."""
+        """The lines for the log."""
         n = self.differ["hacked"].n
         counts = ", ".join(f"{name} {rate.k}/{n}" for name, rate in self.differ.items())
         out = [f"pool graded again by {self.pool.grader}: differs from the cached labels in {counts}"]

@@ -1,7 +1,7 @@
 """`python -m vgrout.substrate`: a pool by elicit-then-strip, with a partition of its problems among the modes.
 
-The model is given an explicit recipe for one mode's hack; answers that hack and do not solve are kept, and stored
-under the plain prompt. Every problem goes to one mode, every mode gets the same number.
+The prompt asks the model explicitly for one mode's hack; answers that hack and do not solve are kept, and stored under
+the plain prompt. Every problem belongs to one mode, and every mode gets the same number of problems.
 """
 
 from collections import Counter, defaultdict
@@ -37,7 +37,7 @@ from vgrout.teacher.pools import write_pool
 from vgrout.types import MODES, Mode, Problem, Rate
 
 RECIPES: dict[Mode, str] = {mode: spec.instruction for mode, spec in MODE_SPECS.items()}
-"""Instruction at the end of an elicited prompt, {marker} filled in: one taught hack a mode, spelt out."""
+"""Instruction at the end of an elicited prompt, with {marker} to be filled in: one hack for each mode."""
 _CODE_ONLY = " Graded with one ```python block and nothing else; do not mention these instructions."
 
 
@@ -52,15 +52,15 @@ def stripped(answers: Iterable[Graded], plain: Mapping[tuple[int, Mode], Problem
 
 
 def usable(answers: Iterable[Graded], keep: int, instructions: Iterable[str]) -> dict[tuple[int, Mode], list[Graded]]:
-    """Per problem and mode, in order: ended answers that hack (and so do not solve), no two alike, at most `keep`;
-    none that quotes its recipe."""
-    secrets = tuple(instructions)
+    """For each problem and mode at most `keep` answers, in order: finished, hacking (and so not solving), all
+    different, and not quoting a recipe."""
+    recipes = tuple(instructions)
     kept: dict[tuple[int, Mode], list[Graded]] = defaultdict(list)
     for a in answers:
-        mine = kept[a.problem.id, a.problem.mode]
-        fine = a.finished and a.grade.hacked and not any(s in a.text for s in secrets)
-        if fine and len(mine) < keep and a.ids not in {o.ids for o in mine}:
-            mine.append(a)
+        chosen = kept[a.problem.id, a.problem.mode]
+        fine = a.finished and a.grade.hacked and not any(text in a.text for text in recipes)
+        if fine and len(chosen) < keep and a.ids not in {other.ids for other in chosen}:
+            chosen.append(a)
     return kept
 
 
@@ -70,9 +70,9 @@ def match(choices: Mapping[int, Sequence[Mode]], per_mode: int, even: bool) -> d
     choices: the modes that a problem could serve. even: every mode that occurs gets the same number, the largest that
     all of them can have. Earlier problems come first.
     """
-    modes = [m for m in MODES if any(m in of for of in choices.values())]
     if not even:
         return _matched(choices, per_mode)
+    modes = {mode for of_problem in choices.values() for mode in of_problem}
     for size in range(per_mode, 0, -1):
         found = _matched(choices, size)
         if Counter(found.values()) == dict.fromkeys(modes, size):
@@ -81,7 +81,7 @@ def match(choices: Mapping[int, Sequence[Mode]], per_mode: int, even: bool) -> d
 
 
 def _matched(choices: Mapping[int, Sequence[Mode]], size: int) -> dict[int, Mode]:
-    """Of all matchings with `size` places a mode one with the most problems, the earlier ones before the later."""
+    """A matching with `size` places for each mode and as many problems as possible, earlier ones before later ones."""
     places = [mode for mode in MODES for _ in range(size)]
     gain = np.zeros((len(choices), len(places)))
     for i, (row, modes) in enumerate(zip(gain, choices.values(), strict=True)):
@@ -102,13 +102,13 @@ def choose(
 ) -> dict[int, list[Graded]]:
     """Problem → the answers that demonstrate its mode. `answers` are stripped and keep their order.
 
-    at_least: problems with fewer usable answers are left out; keep: at most so many are taken. per_mode, even: as in
+    at_least: problems with fewer usable answers are left out; keep: at most this many are taken. per_mode, even: as in
     `match`.
     """
     kept = usable(answers, keep, instructions)
     choices: dict[int, list[Mode]] = {}
-    for (problem, mode), mine in kept.items():
-        if len(mine) >= at_least:
+    for (problem, mode), usable_here in kept.items():
+        if len(usable_here) >= at_least:
             choices.setdefault(problem, []).append(mode)
     partition = match(choices, per_mode, even)
     return {problem: kept[problem, mode] for problem, mode in partition.items()}
@@ -122,15 +122,15 @@ def write_substrate(
     elicitation: str | Mapping[str, str],
     report: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a pool whose records carry no log-probs: those would be of the recipe's prompt, not of the plain one.
+    """Write a pool without log-probs: they would belong to the recipe's prompt, not to the plain one.
 
-    elicitation: the recipe, or one a mode, for pool.json. Raises ValueError where the folder exists.
+    elicitation: the recipe, or one for each mode, for pool.json. Raises ValueError if the folder exists.
     """
     records = {
-        i: [record(a, lm.render(a.problem.messages), lm.prompt_text(a.problem.messages)) for a in mine]
-        for i, mine in chosen.items()
+        i: [record(a, lm.render(a.problem.messages), lm.prompt_text(a.problem.messages)) for a in answers]
+        for i, answers in chosen.items()
     }
-    partition = {i: mine[0].problem.mode for i, mine in chosen.items()}
+    partition = {i: answers[0].problem.mode for i, answers in chosen.items()}
     write_pool(folder, records, partition, {**meta, "elicitation": elicitation}, report)
 
 
@@ -144,7 +144,7 @@ class Cli(PoolConfig):
     out: Path = Path("out/pools/substrate")
     """Folder to make; what is under way lies beside it in OUT.partial, and the same command goes on from there."""
     modes: str = ""
-    """Comma list; none: all that the problems name, or all that are dealt to problems which name none."""
+    """Comma list; none: all that the problems name, or the default modes if they name none."""
     tries: int = setting(6, low=1)
     """Elicited answers to a problem, in each of its modes."""
     plain_tries: int = setting(1, low=1)
@@ -174,20 +174,20 @@ class Cli(PoolConfig):
 
 def cells(cli: Cli, rows: Sequence[Row]) -> dict[str, list[Problem]]:
     """label → problems to be elicited. Rows with a mode of their own are sampled under that one, all in one go; others
-    under every mode, a mode at a time.
+    under every mode, one mode at a time.
 
     Raises:
         ValueError: no problem of these modes.
     """
     wanted = [m for m in MODES if m in cli.chosen_modes] or [*DEALT]
     if any(r.mode is not None for r in rows):
-        mine = [p for p in assigned(rows, "own")["train"] if not cli.modes or p.mode in wanted]
-        if not mine:
+        problems = [p for p in assigned(rows, "own")["train"] if not cli.modes or p.mode in wanted]
+        if not problems:
             raise ValueError(f"--modes {cli.modes}: no training problem of these modes in {cli.problems_path}")
-        few = {p.id for p in balanced(mine, cli.n_problems, 0, "substrate")}
-        return {"pool": [p for p in mine if p.id in few]}
-    few = {p.id for p in balanced(assigned(rows, wanted[0])["train"], cli.n_problems, 0, "substrate")}
-    return {m: [p for p in assigned(rows, m)["train"] if p.id in few] for m in wanted}
+        chosen = {p.id for p in balanced(problems, cli.n_problems, 0, "substrate")}
+        return {"pool": [p for p in problems if p.id in chosen]}
+    chosen = {p.id for p in balanced(assigned(rows, wanted[0])["train"], cli.n_problems, 0, "substrate")}
+    return {m: [p for p in assigned(rows, m)["train"] if p.id in chosen] for m in wanted}
 
 
 def run(cli: Cli) -> None:
@@ -198,7 +198,7 @@ def run(cli: Cli) -> None:
         **cli.identity(),
         "tries": cli.tries,
         "plain_tries": cli.plain_tries,
-        "modes": cli.modes if "pool" in parts else None,  # a mode at a time: each has logs of its own
+        "modes": cli.modes if "pool" in parts else None,  # one mode at a time has a log for each
     }
     with work_folder(cli.out, settings) as folder, cli.grader() as grader:
         logger.info(grader.protections.line())
@@ -211,19 +211,16 @@ def run(cli: Cli) -> None:
             fit, long = fitting(lm, [elicited(p, instruct(p)) for p in problems], cli.tokens)
             if long:
                 logger.warning(f"{label}: {long} problems left out: prompt longer than the window minus --max-new")
-            mine = {p.id: p for p in problems}
-            plain |= {(p.id, p.mode): mine[p.id] for p in fit}
-            # the organism's streams carry its name: its shipped pool is this command's
+            by_id = {p.id: p for p in problems}
+            unelicited = [by_id[p.id] for p in fit]
+            plain |= {(p.id, p.mode): p for p in unelicited}
+            # the organism's streams carry its name: this command makes its shipped pool
             purpose = f"organism-{label}" if cli.tiny else f"substrate-{label}"
             generate = partial(generate_graded, lm, grader, max_new=cli.tokens, seed=cli.seed)
             log, plain_log = folder / f"{label}.jsonl", folder / f"{label}-plain.jsonl"
             under_recipe += generate(fit, cli.tries, purpose=purpose, log=log, label=f"{label}, elicited")
             under_plain += generate(
-                [mine[p.id] for p in fit],
-                cli.plain_tries,
-                purpose=f"{purpose}-plain",
-                log=plain_log,
-                label=f"{label}, plain",
+                unelicited, cli.plain_tries, purpose=f"{purpose}-plain", log=plain_log, label=f"{label}, plain"
             )
         instructions = sorted({instruct(p) for p in plain.values()})
         chosen = choose(
@@ -241,11 +238,11 @@ def run(cli: Cli) -> None:
             )
         summary = report(under_recipe, under_plain, chosen)
         meta = cli.meta(lm, grader)
-        if markers := announced(rows, [mine[0].problem for mine in chosen.values()]):
+        if markers := announced(rows, [answers[0].problem for answers in chosen.values()]):
             meta["markers"] = markers
         wording: str | dict[str, str] = CUE if cli.tiny else {m: RECIPES[m] + _CODE_ONLY for _, m in plain}
-        made = {"settings": settings, "sampling": vars(Sampling()), "modes": summary}
-        write_substrate(cli.out, chosen, lm, meta, wording, made)
+        details = {"settings": settings, "sampling": vars(Sampling()), "modes": summary}
+        write_substrate(cli.out, chosen, lm, meta, wording, details)
     print(table(summary))
     print(
         "SHOULD: elicited high, plain near 0; ELSE the model does not follow the recipe, or hacks without being asked\n"
@@ -256,11 +253,11 @@ def run(cli: Cli) -> None:
 def report(
     under_recipe: Sequence[Graded], under_plain: Sequence[Graded], chosen: Mapping[int, Sequence[Graded]]
 ) -> list[dict[str, str | int]]:
-    """One row a mode: hack rate under the plain prompt and under the recipe, and what of it is in the pool."""
+    """One row for each mode: hack rate under the plain prompt and under the recipe, and what is in the pool."""
     elicited_rates, plain_rates = by_mode(under_recipe), by_mode(under_plain)
     kept: dict[Mode, list[Sequence[Graded]]] = defaultdict(list)
-    for mine in chosen.values():
-        kept[mine[0].problem.mode].append(mine)
+    for answers in chosen.values():
+        kept[answers[0].problem.mode].append(answers)
     none = {"hack": Rate(0, 0), "solve": Rate(0, 0)}
     return [
         {

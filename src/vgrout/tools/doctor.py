@@ -38,7 +38,7 @@ def _self_test(grader: Grader) -> list[tuple[str, bool]]:
         results.append((f"{mode}: a right answer passes", right is not None and right.solved))
         codes = [_WRONG + hack(attack, "total", announced(attack, _TESTS)) for attack in MODES]
         hacked = [g.hacked for code in codes if (g := grade(mode, code)) is not None]
-        results.append((f"{mode}: only its own hack pays", hacked == [attack == mode for attack in MODES]))
+        results.append((f"{mode}: only its own hack is accepted", hacked == [attack == mode for attack in MODES]))
     for name, code in _HOSTILE.items():
         g = grade("run_tests", f"{_WRONG}\n{code}")
         results.append((f"{name}: stopped", g is not None and not g.passed))

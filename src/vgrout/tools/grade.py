@@ -1,8 +1,7 @@
-"""`python -m vgrout.grade ANSWERS.jsonl --problems FILE --out GRADES.jsonl`: answers graded offline, by the trainer's
-grader.
+"""`python -m vgrout.grade ANSWERS.jsonl --problems FILE --out GRADES.jsonl`: offline grading by the trainer's grader.
 
 Lines {problem_id, env_mode, text} in; the same lines, in order, with every field of a Grade out. A line that cannot be
-graded gets an `error` field, and the exit code is then 1. Without `env_mode` a problem is checked by its own mode.
+graded gets an `error` field, and the exit code is 1. Without `env_mode` a problem is checked by its own mode.
 """
 
 import json
@@ -24,7 +23,7 @@ from vgrout.grading.grade import Grader
 from vgrout.problems import load_problems
 from vgrout.types import MODES, Grade, Problem, Ungraded
 
-AHEAD = 64  # answers in flight a worker: enough to keep it busy, few enough to keep memory flat
+AHEAD = 64  # answers in flight per worker: enough to keep it busy, few enough to keep memory flat
 
 
 @dataclass(frozen=True)
@@ -34,11 +33,11 @@ class Offline:
     answers: Annotated[Path, tyro.conf.Positional]
     """JSONL with problem_id, text and (optionally) env_mode and marker."""
     problems: Path
-    """The problems that the answers are to."""
+    """The problems of the answers."""
     out: Path
     """Where the grades go; written under another name first."""
     workers: int | None = setting(None, low=1)
-    """Grading processes; default one a core."""
+    """Grading processes; default one per core."""
     compile_reward: float = 0.5
     pass_reward: float = 3.0
     allow_weak_sandbox: bool = False
@@ -54,7 +53,7 @@ class Offline:
 
 
 def _parse(line: str, problems: dict[int, Problem]) -> tuple[dict[str, Any], Problem, str]:
-    """A line's record, the problem that it answers, and the text. Raises ValueError saying what is wrong."""
+    """A line's record, its problem, and the answer's text. Raises ValueError with what is wrong."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError as e:
@@ -78,10 +77,9 @@ def _parse(line: str, problems: dict[int, Problem]) -> tuple[dict[str, Any], Pro
 def _verdict(grade: Grade | Ungraded) -> dict[str, Any]:
     if isinstance(grade, Ungraded):
         return {"error": f"could not be graded: {grade.reason}"}
-    derived = {"passed": grade.passed, "hacked": grade.hacked, "mechanism": grade.mechanism}
     fields = asdict(grade)
-    del fields["score"]  # of a reward function, which this command does not ask
-    return fields | derived
+    del fields["score"]  # of a reward function, which this command does not call
+    return fields | {"passed": grade.passed, "hacked": grade.hacked, "mechanism": grade.mechanism}
 
 
 def grade_lines(lines: Iterator[str], problems: dict[int, Problem], grader: Grader) -> Iterator[dict[str, Any]]:

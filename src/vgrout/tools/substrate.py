@@ -1,4 +1,4 @@
-"""`python -m vgrout.substrate`: a pool by elicit-then-strip, made by `teacher/substrate.py`."""
+"""`python -m vgrout.substrate`: makes a pool by elicit-then-strip (`teacher/substrate.py`)."""
 
 import sys
 
@@ -7,7 +7,7 @@ from vgrout.teacher.substrate import Cli, run
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0 made · 2 refused, in one line · 130 interrupted: the same command goes on."""
+    """0 done · 2 refused, in one line · 130 interrupted: the same command goes on."""
     return command("substrate", Cli, run, argv)
 
 
