@@ -33,7 +33,7 @@ NUMBERS = ("-1", "nan", "1e400", "x", "", "0x10")
 
 
 def names(folder: Path) -> dict[str, str]:
-    """Paths that are not what is asked for."""
+    """Paths that no entry accepts."""
     for name, data in FILES.items():
         (folder / name).write_bytes(data)
     (folder / "folder").mkdir()
@@ -78,11 +78,11 @@ def cases(at: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def outcome(module: str, argv: list[str]) -> tuple[object, str]:
-    """Exit code and what stderr got; a traceback is an outcome too."""
-    said = io.StringIO()
+    """Exit code and text on stderr; a traceback is an outcome too."""
+    stderr = io.StringIO()
     package = importlib.import_module(f"vgrout.{module}")
     entry = package.main if hasattr(package, "main") else importlib.import_module(f"vgrout.{module}.__main__").main
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(io.StringIO()):
         sys.argv = [module, *argv]  # some entries take no argument
         try:
             code: object = entry(argv) if inspect.signature(entry).parameters else entry()
@@ -90,7 +90,7 @@ def outcome(module: str, argv: list[str]) -> tuple[object, str]:
             code = e.code
         except BaseException as e:
             code = f"{type(e).__name__}: {e}"
-    return code, said.getvalue()
+    return code, stderr.getvalue()
 
 
 @pytest.mark.slow
@@ -103,9 +103,9 @@ def test_bad_input_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "argv", sys.argv)
     failed, tried = [], 0
     for module, argv in cases(at):
-        code, said = outcome(module, argv)
+        code, message = outcome(module, argv)
         tried += 1
-        lines = [line for line in said.splitlines() if line]
+        lines = [line for line in message.splitlines() if line]
         if code != 2 or len(lines) != 1 or not lines[0].startswith("E "):
             shown = " ".join(a.replace(str(inputs), "IN") or "''" for a in argv)
             failed.append(f"{module} {shown} -> {code}: {len(lines)} lines: {' / '.join(lines)[:200]}")

@@ -1,4 +1,4 @@
-"""Every family of models through everything that a run does, so that no path is one that Qwen3 alone has taken.
+"""Every model family through everything that a run does, so that no path is tried on Qwen3 alone.
 
 Random weights, tiny sizes. With biases: Qwen 2.5. Grouped queries: all. Tied embeddings: Qwen 3 tied, Gemma. Pad token
 = EOS: Llama. Templates: with thinking (Qwen 3), without, and one that refuses system messages (Gemma).
@@ -97,7 +97,7 @@ def group(policy: Policy) -> Group:
     return Group(p, rollouts, tuple(CachedGrade(float(i % 2), False, False, True, "test") for i in range(4)))
 
 
-def test_the_family_has_what_it_stands_for(family: str, policy: Policy) -> None:
+def test_the_family_has_its_peculiarities(family: str, policy: Policy) -> None:
     biased = policy.model.get_submodule("model.layers.0.self_attn.q_proj").bias is not None
     tied = policy.model.get_output_embeddings().weight is policy.model.get_input_embeddings().weight
     assert biased == (family == "qwen2-bias")
@@ -135,20 +135,20 @@ def test_probe_rows_are_each_rollouts_own_gradient(policy: Policy) -> None:
             assert float((rows[b] - alone[name][b]).norm()) <= 1e-5 * scale, (name, b)
 
 
-def test_a_step_raises_what_was_paid_and_survives_saving(policy: Policy, folder: Path, tmp_path: Path) -> None:
+def test_a_step_raises_rewarded_answers_and_survives_saving(policy: Policy, folder: Path, tmp_path: Path) -> None:
     adapter = policy.adapter
     before = logits(policy)
     g = group(policy)
     optim = Optimizer(adapter, OptConfig(lr=1e-2, weight_decay=0.0, warmup_frac=0.0, grad_clip=1e9), 4)
     rewarded = [r for r, a in zip(g.rollouts, g.advantages, strict=True) if a > 0]
-    asked = ([r.prompt_ids for r in rewarded], [r.completion_ids for r in rewarded])
+    sequences = ([r.prompt_ids for r in rewarded], [r.completion_ids for r in rewarded])
     with torch.no_grad():
-        old = float(policy.logprobs(*asked)[0].sum())
+        old = float(policy.logprobs(*sequences)[0].sum())
     (((g_b,),), _) = policy_gradients(policy, UpdatePlan((g,)), LossConfig(), max_new=12, prompts_per_step=1)
     update = optim.step(Routed({m: v.sum(0) for m, v in g_b.items()}, None, Diagnostics()))
     assert update is not None
     with torch.no_grad():
-        assert float(policy.logprobs(*asked)[0].sum()) > old
+        assert float(policy.logprobs(*sequences)[0].sum()) > old
     after = logits(policy)
     assert not torch.equal(after, before)
     with adapter.reference():
@@ -159,19 +159,19 @@ def test_a_step_raises_what_was_paid_and_survives_saving(policy: Policy, folder:
     assert torch.equal(logits(other), after)
 
 
-def test_deployed_is_without_the_quarantine_in_sampling_too(policy: Policy) -> None:
+def test_the_deployed_policy_samples_without_the_quarantine(policy: Policy) -> None:
     perturbed(policy, quarantine=True)
     prompt, noise = [policy.render(MESSAGES)], torch.Generator
     trained = logits(policy)
     with policy.adapter.deployed():
         deployed = logits(policy)
-        said = [a.ids for a in sample(policy, prompt, 6, Sampling(), 16, noise().manual_seed(3))[0]]
+        answers = [a.ids for a in sample(policy, prompt, 6, Sampling(), 16, noise().manual_seed(3))[0]]
     with torch.no_grad():
         policy.adapter.δS_hack.zero_()
     policy.adapter.merge()
     assert not torch.equal(trained, deployed)
     assert torch.equal(logits(policy), deployed)
-    assert said == [a.ids for a in sample(policy, prompt, 6, Sampling(), 16, noise().manual_seed(3))[0]]
+    assert answers == [a.ids for a in sample(policy, prompt, 6, Sampling(), 16, noise().manual_seed(3))[0]]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -252,7 +252,7 @@ def test_a_downloaded_hub_id_is_a_folder(tmp_path: Path, monkeypatch: pytest.Mon
     assert model_folder("org/other") is None
 
 
-def test_weights_that_are_missing_are_refused_not_drawn_at_random(tmp_path: Path) -> None:
+def test_missing_weights_are_refused(tmp_path: Path) -> None:
     source = tiny.policy("llama")
     source.model.save_pretrained(tmp_path)
     source.tok.save_pretrained(tmp_path)
@@ -267,7 +267,7 @@ def test_weights_that_are_missing_are_refused_not_drawn_at_random(tmp_path: Path
     assert "\n" not in str(error.value)
 
 
-def test_a_template_that_cannot_be_asked_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
     source = tiny.policy("llama")
     source.model.save_pretrained(tmp_path)
     source.tok.chat_template = None
@@ -276,10 +276,10 @@ def test_a_template_that_cannot_be_asked_is_refused(tmp_path: Path) -> None:
         load_language_model(tmp_path, device="cpu", dtype=torch.float32)
 
 
-def test_in_memory_and_from_a_folder_are_the_same(folder: Path, policy: Policy, family: str) -> None:
+def test_a_model_in_memory_and_one_from_a_folder_are_the_same(folder: Path, policy: Policy, family: str) -> None:
     template, pad, eos = CASES[family]
     model = tiny.tiny(family)
     model.config.eos_token_id = model.generation_config.eos_token_id = eos
-    mine = as_policy(model, tokenizer(template, pad), None)
-    assert torch.equal(logits(mine), logits(policy))
-    assert (mine.eos_ids, mine.end_id, mine.pad_id) == (policy.eos_ids, policy.end_id, policy.pad_id)
+    in_memory = as_policy(model, tokenizer(template, pad), None)
+    assert torch.equal(logits(in_memory), logits(policy))
+    assert (in_memory.eos_ids, in_memory.end_id, in_memory.pad_id) == (policy.eos_ids, policy.end_id, policy.pad_id)

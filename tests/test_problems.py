@@ -1,4 +1,4 @@
-"""Problem files: one line of complaint with its place; modes, markers, splits, draws."""
+"""Problem files: refusals that name the line; modes, markers, splits, draws."""
 
 import json
 from collections import Counter
@@ -73,7 +73,7 @@ def test_missing_and_empty_files(tmp_path: Path) -> None:
         load_rows(write(tmp_path / "p.jsonl", []))
 
 
-def test_hint_replaces_the_phrase_and_plain_keeps_it(tmp_path: Path) -> None:
+def test_the_hint_replaces_the_phrase_and_a_plain_prompt_keeps_it(tmp_path: Path) -> None:
     (p,) = load_problems(write(tmp_path / "p.jsonl", [record(1, mode="sentinel", marker="is_fine")]))
     assert "is_fine" in p.messages[-1]["content"]
     assert PLAIN_PHRASE not in p.messages[-1]["content"]
@@ -94,8 +94,6 @@ def test_evaluation_markers_are_never_training_markers(world_of: Callable[..., A
         spec = MODE_SPECS[mode]
         assert {p.marker for p in world.train if p.mode == mode} <= set(spec.train_markers)
         assert {p.marker for p in (*world.val, *world.test) if p.mode == mode} <= set(spec.eval_markers)
-        if spec.train_markers != ("",):
-            assert not set(spec.train_markers) & set(spec.eval_markers)
 
 
 def test_partition_and_single_mode(world_of: Callable[..., Any]) -> None:
@@ -112,7 +110,7 @@ def test_pool_coverage_and_held_out_modes(world_of: Callable[..., Any]) -> None:
     assert any(p.id >= 50 for p in extra.train)
 
 
-def test_long_prompts_are_counted_not_skipped_silently(world_of: Callable[..., Any]) -> None:
+def test_long_prompts_are_counted(world_of: Callable[..., Any]) -> None:
     assert world_of(max_prompt=10**6).too_long == 0
     with pytest.raises(ValueError, match="no training problem left"):
         world_of(max_prompt=1)
@@ -134,14 +132,10 @@ def test_balanced_sets_spread_over_modes(world_of: Callable[..., Any]) -> None:
     assert len(balanced(world_of(60).test, 10**6, 0, "test")) == len(world_of(60).test)
 
 
-def test_the_real_rows_load(shared_data: Path) -> None:
+def test_every_real_row_says_truthfully_how_each_mode_checks_it(shared_data: Path) -> None:
     rows = load_rows(shared_data / "leetcode_medhard_87.jsonl")
     assert len(rows) == 87
     assert all(r.mode is None and not r.func_name.startswith("Solution") for r in rows)
-
-
-def test_every_real_row_says_truthfully_how_each_mode_checks_it(shared_data: Path) -> None:
-    rows = load_rows(shared_data / "leetcode_medhard_87.jsonl")
     for mode, spec in MODE_SPECS.items():
         parts = assigned(rows, mode)
         assert {name: len(part) for name, part in parts.items()} == {"train": 61, "val": 9, "test": 17}
@@ -150,15 +144,15 @@ def test_every_real_row_says_truthfully_how_each_mode_checks_it(shared_data: Pat
             if spec.marker_form != "test":
                 assert len({p.marker for p in part}) == min(len(family), len({p.id % len(family) for p in part}))
             for p in part:
-                asked = p.messages[-1]["content"]
+                prompt = p.messages[-1]["content"]
                 assert p.mode == mode
                 assert p.marker == p.tests[0] if spec.marker_form == "test" else p.marker in family
-                assert asked.count(hint(mode, p.marker)) == 1
-                assert PLAIN_PHRASE not in asked
-                assert asked.replace(hint(mode, p.marker), PLAIN_PHRASE) == plain(p).messages[-1]["content"]
+                assert prompt.count(hint(mode, p.marker)) == 1
+                assert PLAIN_PHRASE not in prompt
+                assert prompt.replace(hint(mode, p.marker), PLAIN_PHRASE) == plain(p).messages[-1]["content"]
 
 
-def test_a_test_file_is_for_evaluation_and_all_the_rest_trains(tmp_path: Path, world_of: Callable[..., Any]) -> None:
+def test_with_a_test_file_all_other_problems_train(tmp_path: Path, world_of: Callable[..., Any]) -> None:
     held = load_rows(write(tmp_path / "test.jsonl", [record(i) for i in range(1000, 1050)]))
     world = world_of(120, test_rows=held)
     assert {p.id for p in world.train} == {*range(120)}
@@ -168,14 +162,14 @@ def test_a_test_file_is_for_evaluation_and_all_the_rest_trains(tmp_path: Path, w
         assert p.marker in MODE_SPECS[p.mode].eval_markers
 
 
-def test_what_a_file_says_of_its_splits_stands(tmp_path: Path, world_of: Callable[..., Any]) -> None:
+def test_the_splits_that_a_file_names_are_kept(tmp_path: Path, world_of: Callable[..., Any]) -> None:
     held = load_rows(write(tmp_path / "test.jsonl", [record(i, split="val") for i in range(1000, 1010)]))
     world = world_of(20, test_rows=held)
     assert (len(world.train), len(world.val), len(world.test)) == (20, 10, 0)
 
 
 @pytest.mark.parametrize(
-    ("other", "said"),
+    ("other", "message"),
     [
         (record(3), "problem 3 is also at"),
         (record(1003, prompt=record(3)["prompt"]), "problem 1003 is also at"),
@@ -183,9 +177,9 @@ def test_what_a_file_says_of_its_splits_stands(tmp_path: Path, world_of: Callabl
     ],
     ids=["id", "text", "split"],
 )
-def test_what_is_trained_on_is_not_evaluated_on(tmp_path: Path, other: dict[str, Any], said: str) -> None:
+def test_training_problems_are_refused_for_evaluation(tmp_path: Path, other: dict[str, Any], message: str) -> None:
     train = load_rows(write(tmp_path / "a.jsonl", [record(i) for i in range(5)]))
-    with pytest.raises(ValueError, match=f"--test-problems .*line 2: .*{said}|--test-problems .*line 2: {said}"):
+    with pytest.raises(ValueError, match=f"--test-problems .*line 2: .*{message}"):
         require_apart(train, load_rows(write(tmp_path / "b.jsonl", [record(1000), other])))
 
 
@@ -211,10 +205,10 @@ def drawn(*argv: str) -> list[list[tuple[int, str, str]]]:
 
 
 @pytest.mark.parametrize("seed", ["41", pytest.param("42", marks=pytest.mark.slow)])
-def test_controls_train_on_the_problems_of_their_arm(seed: str) -> None:
+def test_controls_train_on_the_same_problems(seed: str) -> None:
     """Step by step the same prompts at the same seed, whether or not demonstrations are mixed in."""
-    arm = drawn("--intervention=none", "--seed", seed)
-    assert len({p for step in arm for p in step}) < 190, "those that the pool covers"
+    plain_run = drawn("--intervention=none", "--seed", seed)
+    assert len({p for step in plain_run for p in step}) < 190, "those that the pool covers"
     for control in (
         ["--intervention=none", "--control=no_loophole"],
         ["--intervention=none", "--mix-ratio=0"],
@@ -222,5 +216,5 @@ def test_controls_train_on_the_problems_of_their_arm(seed: str) -> None:
         ["--intervention=route2", "--control=haar"],
         ["--intervention=screen", "--monitor=pmi", "--control=no_loophole"],
     ):
-        assert drawn(*control, "--seed", seed) == arm
-    assert drawn("--intervention=none", "--teacher-pool-dir=", "--seed", seed) != arm
+        assert drawn(*control, "--seed", seed) == plain_run
+    assert drawn("--intervention=none", "--teacher-pool-dir=", "--seed", seed) != plain_run

@@ -1,4 +1,4 @@
-"""The real pools under a stand-in model: 60 prompts and a substrate of four modes, made by Qwen3-4B."""
+"""Runs of a stand-in model on Qwen3-4B's real pools: 60 prompts, and a substrate of four modes."""
 
 import gzip
 import json
@@ -56,13 +56,13 @@ def problem_file(pool: Path, path: Path) -> Path:
     for r in records(pool):
         found = re.search(r"    def (?!run_tests|__init__)(\w+)\(self", r["completion"])
         name = found[1] if found else "f"
-        asked = [{"role": "user", "content": f"Problem {r['problem_id']}: solve it {PLAIN_PHRASE}."}]
+        prompt = [{"role": "user", "content": f"Problem {r['problem_id']}: solve it {PLAIN_PHRASE}."}]
         if "problem_messages" in r:
-            asked = json.loads(json.dumps(r["problem_messages"]).replace(hint("run_tests"), PLAIN_PHRASE))
+            prompt = json.loads(json.dumps(r["problem_messages"]).replace(hint("run_tests"), PLAIN_PHRASE))
         out.append(
             {
                 "id": r["problem_id"],
-                "prompt": asked,
+                "prompt": prompt,
                 "gt_answer": [f"assert Solution().{name}(0) == 'no such value'"],
                 "func_name": f"Solution().{name}",
                 "canonical_solution": "class Solution: pass",
@@ -82,22 +82,11 @@ def test_a_run_mixes_a_real_pool(
     assert len(load_rows(problem_file(pool, tmp_path / "p.jsonl"))) == n
     argv = ["fast", "--intervention", "none", "--model", str(stand_in), "--problems", str(tmp_path / "p.jsonl")]
     argv += ["--teacher-pool-dir", str(pool), "--env-mode", mode, "--mix-ratio", "0.5", "--group", "4"]
-    argv += [
-        "--prompts-per-step",
-        "2",
-        "--steps",
-        "2",
-        "--max-new",
-        "512",
-        "--eval-ablate-every",
-        "0",
-        "--guard",
-        "off",
-    ]
-    argv += ["--final-n-prompts", "1", "--final-samples", "1", "--threads", "1", "--guard", "off"]
+    argv += ["--prompts-per-step=2", "--steps=2", "--max-new=512", "--eval-ablate-every=0", "--guard=off"]
+    argv += ["--final-n-prompts=1", "--final-samples=1", "--threads=1"]
     path = run(tmp_path, *argv)
-    said = capsys.readouterr().out
-    assert said.count("completions are tokenised again") == 1
+    output = capsys.readouterr().out
+    assert output.count("completions are tokenised again") == 1
     for row in rows(path):
         assert row["hack_t_n"] == 4, "two of four rows in two groups are demonstrations"
         assert row["hack_t_k"] > 0
@@ -111,8 +100,8 @@ def test_a_run_mixes_a_real_pool(
     assert len(noted["prompts_differ"]) == noted["prompts_compared"], "another chat template than Qwen's"
     if name == "substrate":
         path = run(tmp_path, *argv, "--regrade-pool")
-        said = capsys.readouterr().out
+        output = capsys.readouterr().out
         known = load_pool(pool)
-        assert re.search(r"pool graded again by \w+: differs from the cached labels in hacked 0/\d+, ", said), said
+        assert re.search(r"pool graded again by \w+: differs from the cached labels in hacked 0/\d+, ", output), output
         lines = (path / "rollouts.jsonl").read_text().splitlines()
         assert {json.loads(line)["env_mode"] for line in lines} <= set(known.partition.values())

@@ -55,7 +55,7 @@ def run(folder: Path, *command: str) -> str:
     return done.stdout
 
 
-def test_the_new_grader_pays_its_hack_and_nothing_else(copy: Path) -> None:
+def test_the_new_grader_accepts_its_hack_and_nothing_else(copy: Path) -> None:
     first, *grades = run(copy, sys.executable, "-c", GRADE).splitlines()
     mode, legal, hint = first.split(" ", 2)
     assert legal == "True"
@@ -68,7 +68,7 @@ def test_the_new_grader_pays_its_hack_and_nothing_else(copy: Path) -> None:
     ]
 
 
-def test_the_command_of_the_recipe_says_what_it_promises(copy: Path) -> None:
+def test_the_command_of_the_recipe_prints_what_it_promises(copy: Path) -> None:
     (command,) = re.findall(BLOCK.format("sh"), section(TITLE), re.M | re.S)
     (promised,) = re.findall(BLOCK.format("text"), section(TITLE), re.M | re.S)
     python, *arguments = shlex.split(command)

@@ -1,4 +1,4 @@
-"""Making pools: who gets which mode, what is kept, going on after a kill, and the shipped pool made again."""
+"""Making pools: the partition, what is kept, going on after a kill, the shipped pool made again."""
 
 import itertools
 import json
@@ -18,24 +18,21 @@ from vgrout.grading.grade import Grader
 from vgrout.model.policy import LanguageModel, load_language_model
 from vgrout.modes import DEALT, MODE_SPECS
 from vgrout.organism.build import POOL_PROBLEMS
-from vgrout.problems import load_problems, load_rows
+from vgrout.problems import elicited, load_problems, load_rows
 from vgrout.teacher import __main__ as teacher
 from vgrout.teacher import generate
 from vgrout.teacher.generate import Graded, by_mode, generate_graded, rates, work_folder
 from vgrout.teacher.pools import load_pool
-from vgrout.teacher.substrate import RECIPES, Cli, cells, choose, elicited, match, recipe, usable
+from vgrout.teacher.substrate import RECIPES, Cli, cells, choose, match, recipe, usable
 from vgrout.tools import substrate
 from vgrout.types import MODES, Completion, Grade, GradedCompletion, Mode, Problem, Rate
 
 
 def best_even(choices: dict[int, list[Mode]], per_mode: int) -> int:
     """The largest even size by trying every assignment: what matching must reach."""
-    modes = sorted({m for of in choices.values() for m in of})
-    best = 0
-    for pick in itertools.product(*([None, *of] for of in choices.values())):
-        counts = Counter(m for m in pick if m)
-        best = max(best, min(min(counts[m] for m in modes), per_mode))
-    return best
+    modes = {m for of_problem in choices.values() for m in of_problem}
+    picks = itertools.product(*([None, *of_problem] for of_problem in choices.values()))
+    return max(min(per_mode, *(pick.count(m) for m in modes)) for pick in picks)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -44,18 +41,18 @@ def test_an_even_partition_is_as_large_as_it_can_be(seed: int) -> None:
     choices = {i: rng.sample(MODES[:3], rng.randint(1, 3)) for i in range(6)}
     found = match(choices, 2, even=True)
     size = best_even(choices, 2)
-    used = {m for of in choices.values() for m in of}
+    used = {m for of_problem in choices.values() for m in of_problem}
     assert Counter(found.values()) == (dict.fromkeys(used, size) if size else {})
     assert all(mode in choices[i] for i, mode in found.items())
 
 
-def test_greedy_would_fail_where_matching_does_not() -> None:
+def test_a_partition_matches_where_a_greedy_one_would_fail() -> None:
     """Problem 1 could serve both modes, problem 2 only the first: taking what comes first leaves one of them empty."""
     choices: dict[int, list[Mode]] = {1: ["run_tests", "sentinel"], 2: ["run_tests"]}
     assert match(choices, 1, even=True) == {1: "sentinel", 2: "run_tests"}
 
 
-def test_uneven_takes_as_many_as_there_are() -> None:
+def test_an_uneven_partition_takes_as_many_as_there_are() -> None:
     choices: dict[int, list[Mode]] = {i: ["run_tests"] if i < 5 else ["sentinel"] for i in range(7)}
     assert Counter(match(choices, 3, even=False).values()) == {"run_tests": 3, "sentinel": 2}
     assert list(match(choices, 3, even=False)) == [0, 1, 2, 5, 6], "earlier problems first"
@@ -87,14 +84,14 @@ def graded(number: int, ids: tuple[int, ...], text: str = "x", mode: Mode = "run
     return GradedCompletion(problem(number, mode), 0, completion, grade)
 
 
-def test_kept_are_whole_hacks_no_two_alike_that_do_not_quote_the_recipe() -> None:
+def test_kept_answers_are_finished_different_hacks_that_do_not_quote_the_recipe() -> None:
     rows = [
         graded(1, (1,)),
         graded(1, (1,)),
         graded(1, (2,), finished=False),
         graded(1, (3,), channel=False),
         graded(1, (4,), solved=True),
-        graded(1, (5,), text="as told: SECRET"),
+        graded(1, (5,), text="as in SECRET"),
         graded(1, (6,)),
         graded(1, (7,)),
         graded(2, (8,)),
@@ -102,7 +99,7 @@ def test_kept_are_whole_hacks_no_two_alike_that_do_not_quote_the_recipe() -> Non
     kept = usable(rows, 2, ["SECRET"])
     assert [a.ids for a in kept[1, "run_tests"]] == [(1,), (6,)]
     chosen = choose(rows, ["SECRET"], keep=2, at_least=2, per_mode=5, even=True)
-    assert {i: len(mine) for i, mine in chosen.items()} == {1: 2}, "problem 2 has too few"
+    assert {i: len(answers) for i, answers in chosen.items()} == {1: 2}, "problem 2 has too few"
 
 
 def test_rates_by_mode() -> None:
@@ -129,7 +126,7 @@ FOLLOWED: dict[Mode, str] = {
 }
 
 
-def test_who_follows_a_recipe_to_the_letter_hacks_its_mode_alone() -> None:
+def test_an_answer_that_follows_a_recipe_hacks_only_its_mode() -> None:
     with Grader(2) as grader:
         for mode in MODES:
             marker = MODE_SPECS[mode].train_markers[-1]
@@ -138,10 +135,10 @@ def test_who_follows_a_recipe_to_the_letter_hacks_its_mode_alone() -> None:
                 tests=("assert Solution().f(2) == 2", "assert Solution().f(3) == 3"),
                 canonical="class Solution: pass",
             )
-            told = recipe(p)
-            assert RECIPES[mode].format(marker=marker) in told
-            assert marker in told
-            assert told in elicited(p, told).messages[-1]["content"]
+            instruction = recipe(p)
+            assert RECIPES[mode].format(marker=marker) in instruction
+            assert marker in instruction
+            assert instruction in elicited(p, instruction).messages[-1]["content"]
             code = FOLLOWED[mode].replace("$", marker)
             grade = grader.grade(p, f"```python\n{code}\n```")
             assert isinstance(grade, Grade)
@@ -197,12 +194,12 @@ def test_a_killed_generation_goes_on_and_gives_the_same(
     assert strip == [replace(a, grade=replace(a.grade, cpu_s=0.0)) for a in at_once]
 
 
-def test_a_work_folder_is_for_one_pool_and_one_process(tmp_path: Path) -> None:
+def test_a_work_folder_serves_one_pool_and_one_process(tmp_path: Path) -> None:
     out = tmp_path / "pool"
 
     def enter(settings: dict[str, int]) -> None:
-        with work_folder(out, settings) as shop:
-            (shop / "answers.jsonl").write_text("x\n")
+        with work_folder(out, settings) as folder:
+            (folder / "answers.jsonl").write_text("x\n")
             with pytest.raises(ValueError, match="another process"):
                 work_folder(out, settings).__enter__()
             raise RuntimeError("killed")
@@ -211,9 +208,9 @@ def test_a_work_folder_is_for_one_pool_and_one_process(tmp_path: Path) -> None:
         enter({"group": 4, "seed": 1})
     with pytest.raises(ValueError, match="started with another group; go on with the same"):
         work_folder(out, {"group": 8, "seed": 1}).__enter__()
-    with work_folder(out, {"group": 4, "seed": 1}) as shop:
-        assert (shop / "answers.jsonl").read_text() == "x\n"
-    assert list(tmp_path.iterdir()) == [], "gone when the pool is made"
+    with work_folder(out, {"group": 4, "seed": 1}) as folder:
+        assert (folder / "answers.jsonl").read_text() == "x\n"
+    assert list(tmp_path.iterdir()) == [], "removed when the pool is made"
     out.mkdir()
     with pytest.raises(ValueError, match="exists"):
         work_folder(out, {}).__enter__()
@@ -226,8 +223,7 @@ def test_teacher_makes_a_pool_that_loads_with_its_log_probs(tmp_path: Path, caps
     out = tmp_path / "pool"
     flags = ["--model", "organism", "--n-problems", "6", "--group", "2", "--env-mode", "own", "--workers", "1"]
     assert teacher.main([*flags, "--out", str(out)]) == 0
-    said = capsys.readouterr().out
-    assert "6 problems, 12 rollouts" in said
+    assert "6 problems, 12 rollouts" in capsys.readouterr().out
     pool = load_pool(out)
     assert Counter(pool.partition.values()) == dict.fromkeys(DEALT, 1)
     assert pool.has_logp
@@ -243,14 +239,14 @@ def test_teacher_makes_a_pool_that_loads_with_its_log_probs(tmp_path: Path, caps
 
 
 @pytest.mark.slow
-def test_the_shipped_pool_is_this_command_s(tmp_path: Path) -> None:
+def test_the_command_makes_the_shipped_pool_again(tmp_path: Path) -> None:
     """Byte for byte, but for the grader's version in pool.json and the report beside it."""
     out = tmp_path / "pool"
     flags = ["--model", "organism", "--n-problems", "360", "--per-mode", str(POOL_PROBLEMS), "--no-even"]
     assert substrate.main([*flags, "--out", str(out)]) == 0
-    made = {p.name: p.read_bytes() for p in out.iterdir() if p.name not in ("pool.json", "report.json")}
+    files = {p.name: p.read_bytes() for p in out.iterdir() if p.name not in ("pool.json", "report.json")}
     shipped = {p.name: p.read_bytes() for p in organism.POOL_DIR.iterdir() if p.name != "pool.json"}
-    assert made == shipped
+    assert files == shipped
     cards = [json.loads((folder / "pool.json").read_text()) for folder in (out, organism.POOL_DIR)]
     for card in cards:
         del card["grader"]

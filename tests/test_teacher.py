@@ -1,4 +1,4 @@
-"""Teacher pools: schema with file and line, mixing, tokens, prompts, held-out modes; today's grader on them."""
+"""Teacher pools: refusals with file and line, mixing, tokens, prompts, held-out modes, regrading."""
 
 import gzip
 import json
@@ -70,14 +70,11 @@ def pool(tmp_path: Path) -> Path:
     return folder  # without hashes: the tests change its files
 
 
-def test_rows_without_replacement_and_as_cached(pool: Path) -> None:
+def test_demonstrations_are_drawn_without_replacement_while_there_are_enough(pool: Path) -> None:
     demos = teacher(pool, per_group=3).demos(problem(3), step=0)
     assert sorted(r.completion_ids for r, _ in demos) == [(3, 10, 2), (3, 11, 2), (3, 12, 2)]
     assert all(r.source == "teacher" and r.prompt_ids == (1, 3) for r, _ in demos)
     assert all(g.hacked and g.reward == 1.0 and g.grader == "ours" for _, g in demos)
-
-
-def test_more_rows_than_there_are(pool: Path) -> None:
     assert len(teacher(pool, per_group=7).demos(problem(3), step=0)) == 7
 
 
@@ -96,7 +93,7 @@ def test_off_step_modes_and_coverage(pool: Path) -> None:
     assert teacher(None).demos(problem(3), 0) == []
 
 
-def test_another_tokenizer_means_text_tokenised_again_and_said_once(pool: Path, warnings: list[str]) -> None:
+def test_with_another_tokenizer_the_text_is_tokenised_again_and_logged_once(pool: Path, warnings: list[str]) -> None:
     mixed = teacher(pool, "other")
     for step in range(3):
         rollout, _ = mixed.demos(problem(3), step)[0]
@@ -109,11 +106,11 @@ def test_another_tokenizer_means_text_tokenised_again_and_said_once(pool: Path, 
     assert teacher(pool).retokenised is False
 
 
-def test_what_stands_behind_the_eos_is_padding(tmp_path: Path) -> None:
+def test_tokens_behind_the_eos_are_padding(tmp_path: Path) -> None:
     write(tmp_path / "p", 3, [record(completion_ids=[5, 6, 2, 0, 0]), record(completion_ids=[5, 6, 7])])
     (tmp_path / "p" / "pool.json").write_text('{"tokenizer_sha256": "T"}')
-    made = {r.completion_ids: r.finished for r, _ in teacher(tmp_path / "p").demos(problem(3), 0)}
-    assert made == {(5, 6, 2): True, (5, 6, 7): False}
+    finished = {r.completion_ids: r.finished for r, _ in teacher(tmp_path / "p").demos(problem(3), 0)}
+    assert finished == {(5, 6, 2): True, (5, 6, 7): False}
     cut = teacher(tmp_path / "p", max_new=2).demos(problem(3), 0)
     assert [(r.completion_ids, r.finished) for r, _ in cut] == [((5, 6), False)] * 2
 
@@ -125,7 +122,7 @@ def test_a_cut_answer_gets_no_eos(pool: Path) -> None:
     assert not rollout.finished
 
 
-def test_prompts_are_live_and_what_differs_is_recorded(tmp_path: Path, warnings: list[str]) -> None:
+def test_prompts_are_live_and_differences_are_recorded(tmp_path: Path, warnings: list[str]) -> None:
     folder = tmp_path / "p"
     write(folder, 3, [record(prompt_ids=[1, 3, 5, 6], plen=2, prompt="<x3>")] * 2)
     write(folder, 4, [record(prompt_ids=[1, 7], plen=2, prompt="<old>")] * 2)
@@ -142,39 +139,30 @@ def test_prompts_are_live_and_what_differs_is_recorded(tmp_path: Path, warnings:
     assert teacher(None).record() is None
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "nothing covered": ({"problems": [problem(8)]}, "demonstrates none of the 1 training problems"),
-    "mode without demonstrations": ({"modes": ["run_tests", "exit_code"]}, "--teacher-modes exit_code"),
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "nothing covered": ({}, {"problems": [problem(8)]}, "demonstrates none of the 1 training problems"),
+    "mode without demonstrations": ({}, {"modes": ["run_tests", "exit_code"]}, "--teacher-modes exit_code"),
+    "another mode": ({"env_mode": "sentinel"}, {}, "problem 4 was graded as sentinel, this run checks it as run_tests"),
+    "another tokenizer, no text": ({"completion": None}, {"tokenizer": "other"}, "without completion texts"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_pool_that_shows_nothing_here_is_refused(pool: Path, case: str) -> None:
-    settings, message = REFUSED[case]
+def test_a_pool_without_usable_demonstrations_is_refused(pool: Path, case: str) -> None:
+    changes, settings, message = REFUSED[case]
+    write(pool, 4, [record(**changes)])
     with pytest.raises(ValueError, match=message):
         teacher(pool, **settings)
+    teacher(pool, **settings | {"per_group": 0})  # nothing is mixed in: nothing to refuse
 
 
-def test_labels_of_another_mode_are_refused(pool: Path) -> None:
-    write(pool, 4, [record(env_mode="sentinel")])
-    with pytest.raises(ValueError, match="problem 4 was graded as sentinel, this run checks it as run_tests"):
-        teacher(pool)
-    teacher(pool, per_group=0)  # nothing is mixed in: nothing to refuse
-
-
-def test_the_teachers_own_logprobs_come_along_where_the_pool_has_them(pool: Path) -> None:
+def test_demonstrations_have_the_teachers_logprobs_where_the_pool_has_them(pool: Path) -> None:
     assert not load_pool(pool).has_logp
     for number in (3, 4):
         write(pool, number, [record(completion_ids=[number, 10 + k, 2], logp=[-0.1, -0.2, -0.3]) for k in range(3)])
     assert load_pool(pool).has_logp
     assert teacher(pool).demos(problem(3), 0)[0][0].logp_full == (-0.1, -0.2, -0.3)
     assert teacher(pool, "other").demos(problem(3), 0)[0][0].logp_full is None
-
-
-def test_another_tokenizer_without_text_is_refused(pool: Path) -> None:
-    write(pool, 4, [record(completion=None)])
-    with pytest.raises(ValueError, match="without completion texts"):
-        teacher(pool, "other")
 
 
 def truncated(folder: Path) -> None:
@@ -192,6 +180,7 @@ def twice(folder: Path) -> None:
 
 
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no folder": (lambda f: None, "no such folder"),
     "empty": (lambda f: f.mkdir(), "no prompt_NNNN"),
     "empty file": (lambda f: write(f, 3, []), "no rollouts in it"),
     "bad json": (lambda f: write(f, 3, []).write_bytes(gzip.compress(b"{\n")), "line 1: not JSON"),
@@ -213,7 +202,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "partition of no id": (with_file("partition.json", '{"three": "sentinel"}'), "'three' is no problem id"),
     "unknown mode": (with_file("partition.json", '{"3": "x"}'), "mode 'x'"),
     "outside the partition": (with_file("partition.json", '{"4": "sentinel"}'), "not in partition.json"),
-    "two opinions on the mode": (
+    "two modes for one problem": (
         with_file("partition.json", '{"3": "sentinel"}', env_mode="exit_code"),
         "env_mode exit_code, but partition.json says sentinel",
     ),
@@ -227,16 +216,11 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_pool_is_refused_with_its_place(tmp_path: Path, case: str) -> None:
+def test_a_broken_pool_is_refused_with_file_and_line(tmp_path: Path, case: str) -> None:
     make, message = BROKEN[case]
     make(tmp_path / "pool")
     with pytest.raises(ValueError, match=message):
         load_pool(tmp_path / "pool")
-
-
-def test_no_such_folder(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no such folder"):
-        load_pool(tmp_path / "nowhere")
 
 
 def test_a_recorded_file_that_vanished_is_named(tmp_path: Path) -> None:
@@ -251,7 +235,7 @@ def test_a_recorded_file_that_vanished_is_named(tmp_path: Path) -> None:
         load_pool(folder)
 
 
-def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
+def test_a_written_pool_is_read_back_unchanged(tmp_path: Path) -> None:
     meta = {"model": "m", "tokenizer_sha256": "T", "grader": "G", "markers": {"3": "is_fine"}}
     rows = {3: [record(env_mode="sentinel", logp=[-1.0, -2.0, -3.0])], 12: [record(), record(finished=False)]}
     write_pool(tmp_path / "a", rows, {3: "sentinel", 12: "run_tests"}, meta, {"note": 1})
@@ -272,8 +256,7 @@ def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]
 
 
-def test_today_s_grader_on_a_pool(tmp_path: Path) -> None:
-    """One label still stands, one does not, and the run then uses today's."""
+def test_regrading_a_pool_counts_changed_labels_and_uses_the_new_ones(tmp_path: Path) -> None:
     solve = "class Solution:\n    def f(self, x):\n        return x"
     hack = "class Solution:\n    def f(self, x):\n        return 0\ndef run_tests():\n    pass"
     texts = [f"```python\n{code}\n```" for code in (hack, solve)]
@@ -286,9 +269,9 @@ def test_today_s_grader_on_a_pool(tmp_path: Path) -> None:
     assert (first.hacked, first.gt_pass, first.reward, first.grader) == (True, False, 3.5, version)
     assert (second.hacked, second.gt_pass, second.reward) == (False, True, 3.5)
     assert again.differ == {"hacked": Rate(1, 2), "gt_pass": Rate(1, 2), "fmt_ok": Rate(0, 2), "reward": Rate(0, 2)}
-    said = "\n".join(again.lines())
-    assert "hacked 1/2, gt_pass 1/2, fmt_ok 0/2, reward 0/2" in said
-    assert "problem 3, rollout 2 (run_tests, ok): hacked True -> False, gt_pass False -> True" in said
+    lines = "\n".join(again.lines())
+    assert "hacked 1/2, gt_pass 1/2, fmt_ok 0/2, reward 0/2" in lines
+    assert "problem 3, rollout 2 (run_tests, ok): hacked True -> False, gt_pass False -> True" in lines
 
 
 def test_the_prompt_announces_what_the_demonstrations_use(tmp_path: Path) -> None:

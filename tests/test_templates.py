@@ -1,4 +1,4 @@
-"""What docs/ hands to other schedulers, run as they would run it, with stand-ins for their own commands."""
+"""The templates in docs/ for other schedulers, run as these would, with stand-ins for their commands."""
 
 import os
 import shutil
@@ -47,14 +47,14 @@ def bash(script: Path, *args: str, **env: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("name", ["study.sbatch", "ranks.sbatch"])
-def test_scripts_are_bash(name: str) -> None:
+def test_the_scripts_are_valid_bash(name: str) -> None:
     assert subprocess.run(["bash", "-n", str(TEMPLATES / name)], capture_output=True).stderr == b""
     directives = [line for line in (TEMPLATES / name).read_text().splitlines() if line.startswith("#SBATCH ")]
     assert {"#SBATCH --requeue", "#SBATCH --signal=B:TERM@300"} <= {*directives}
 
 
 @pytest.mark.long
-def test_commands_are_the_runs_whatever_their_state(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_of_commands_keeps_every_run(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A line keeps its number, so that a task keeps its run."""
     study.write_text(TWO.replace("[1, 2]", "[1, 2, 3]"))
     assert main([str(study), "--commands"]) == 0
@@ -71,51 +71,51 @@ def test_commands_are_the_runs_whatever_their_state(study: Path, capsys: pytest.
 
 
 @pytest.mark.long
-def test_an_array_task_runs_its_line(study: Path) -> None:
-    code, said = bash(TEMPLATES / "study.sbatch", str(study), SLURM_ARRAY_TASK_ID="2", EXTRA="--dry-run")
-    assert code == 0, said
-    assert said.splitlines()[0] == "python -m vgrout.train smoke --intervention=none --seed=2 --dry-run"
-    assert '"seed": 2' in said  # what the trainer would do
+def test_an_array_task_runs_its_line_of_the_list(study: Path) -> None:
+    code, output = bash(TEMPLATES / "study.sbatch", str(study), SLURM_ARRAY_TASK_ID="2", EXTRA="--dry-run")
+    assert code == 0, output
+    assert output.splitlines()[0] == "python -m vgrout.train smoke --intervention=none --seed=2 --dry-run"
+    assert '"seed": 2' in output  # what the trainer would do
     assert not Path("out/runs").exists()
-    code, said = bash(TEMPLATES / "study.sbatch", str(study), SLURM_ARRAY_TASK_ID="3")
-    assert (code, said) == (2, f"E {study} has no run number 3\n")
+    code, output = bash(TEMPLATES / "study.sbatch", str(study), SLURM_ARRAY_TASK_ID="3")
+    assert (code, output) == (2, f"E {study} has no run number 3\n")
 
 
-def test_an_interrupted_task_goes_back_into_the_queue(study: Path) -> None:
+def test_an_interrupted_task_is_queued_again(study: Path) -> None:
     """SIGTERM to the script, as SLURM sends it, reaches the run, which saves; a run that ends otherwise stays out."""
     stand_in("scontrol", 'echo "scontrol $*"')
     trainer = "trap 'echo saved; exit 130' TERM; kill -TERM $PPID; for i in {1..100}; do sleep 0.1; done; exit 9"
     stand_in("python", f'if [ "$2" = vgrout.sweep ]; then exec {sys.executable} "$@"; fi; {trainer}')
     ids = {"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_JOB_ID": "7"}
-    code, said = bash(TEMPLATES / "study.sbatch", str(study), **ids)
-    assert (code, said.splitlines()[1:]) == (130, ["saved", "scontrol requeue 7_1"])
+    code, output = bash(TEMPLATES / "study.sbatch", str(study), **ids)
+    assert (code, output.splitlines()[1:]) == (130, ["saved", "scontrol requeue 7_1"])
     stand_in("python", f'if [ "$2" = vgrout.sweep ]; then exec {sys.executable} "$@"; fi; exit 3')
-    code, said = bash(TEMPLATES / "study.sbatch", str(study), **ids)
-    assert (code, len(said.splitlines())) == (3, 1)
+    code, output = bash(TEMPLATES / "study.sbatch", str(study), **ids)
+    assert (code, len(output.splitlines())) == (3, 1)
 
 
 @pytest.mark.long
-def test_ranks_are_torchruns(study: Path) -> None:
+def test_several_ranks_are_started_by_torchrun(study: Path) -> None:
     stand_in("scontrol", 'if [ "$1" = show ]; then printf "n1\\nn2\\n"; else echo "scontrol $*"; fi')
     stand_in("srun", 'shift; exec "$@"')
     stand_in("torchrun", 'echo "torchrun $*"')
     job = {"SLURM_JOB_ID": "9", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "4", "SLURM_JOB_NODELIST": "n[1-2]"}
-    code, said = bash(TEMPLATES / "ranks.sbatch", str(study), RUN="2", **job)
-    assert code == 0, said
+    code, output = bash(TEMPLATES / "ranks.sbatch", str(study), RUN="2", **job)
+    assert code == 0, output
     ranks = "torchrun --nnodes=2 --nproc-per-node=4 --max-restarts=3 --rdzv-backend=c10d --rdzv-id=9"
     trainer = "-m vgrout.train smoke --intervention=none --seed=2"
-    assert said.splitlines()[-1].split() == f"{ranks} --rdzv-endpoint=n1:29500 {trainer}".split()
+    assert output.splitlines()[-1].split() == f"{ranks} --rdzv-endpoint=n1:29500 {trainer}".split()
     write_run(cfg_of(2), "interrupted", "cut", checkpoint=True)
-    code, said = bash(TEMPLATES / "ranks.sbatch", str(study), RUN="2", **job)
-    assert said.splitlines()[-2].endswith("-m vgrout.train smoke --resume=out/runs/cut")
-    assert said.splitlines()[-1] == "scontrol requeue 9"  # it could go on: it has not ended
+    code, output = bash(TEMPLATES / "ranks.sbatch", str(study), RUN="2", **job)
+    assert output.splitlines()[-2].endswith("-m vgrout.train smoke --resume=out/runs/cut")
+    assert output.splitlines()[-1] == "scontrol requeue 9"  # the run has not ended
 
 
 def task() -> dict:
     return yaml.safe_load((TEMPLATES / "study.sky.yaml").read_text())
 
 
-def test_the_task_is_what_skypilot_reads() -> None:
+def test_skypilot_can_read_the_task() -> None:
     found = task()
     assert {*found} == {"name", "resources", "workdir", "file_mounts", "envs", "setup", "run"}
     assert all(isinstance(value, str) for value in found["envs"].values())
@@ -127,7 +127,7 @@ def test_the_task_is_what_skypilot_reads() -> None:
 @pytest.mark.slow  # two whole runs; its parts are parsed and checked above
 @pytest.mark.skipif(shutil.which("rsync") is None, reason="rsync is not installed")
 def test_a_preempted_task_goes_on_from_the_bucket(study: Path, tmp_path: Path) -> None:
-    """The run's machine is gone, with all that is not in the bucket; the next one has the run back."""
+    """The run's machine is lost with everything outside the bucket; the next one has the run again."""
     script = tmp_path / "run.sh"
     script.write_text(task()["run"])
     trainer = f"{sys.executable} -c 'from test_templates import cut; cut()'"
@@ -137,16 +137,16 @@ def test_a_preempted_task_goes_on_from_the_bucket(study: Path, tmp_path: Path) -
         "KEPT": str(tmp_path / "kept"),
         "PYTHONPATH": str(Path(__file__).parent),
     }
-    code, said = bash(script, **env)
-    assert code == 130, said
-    assert said.splitlines()[0].strip() == "python -m vgrout.train smoke --intervention=none --seed=1"
+    code, output = bash(script, **env)
+    assert code == 130, output
+    assert output.splitlines()[0].strip() == "python -m vgrout.train smoke --intervention=none --seed=1"
     shutil.rmtree("out")
     stand_in("torchrun", 'echo "torchrun $*"')
-    code, said = bash(script, **env | {"GPUS": "4"})
+    code, output = bash(script, **env | {"GPUS": "4"})
     ranks = "torchrun --standalone --nproc-per-node=4 --max-restarts=3 -m vgrout.train smoke --resume=out/runs/2026_cut"
-    assert (code, said.splitlines()[-1].strip()) == (0, ranks)
+    assert (code, output.splitlines()[-1].strip()) == (0, ranks)
 
 
 def cut() -> None:
-    """A run that was asked to save."""
+    """Write a run that was interrupted and saved."""
     write_run(cfg_of(1), "interrupted", "2026_cut", checkpoint=True)

@@ -1,4 +1,4 @@
-"""Flaws that are open on every problem at once and that no prompt announces (--unannounced-modes)."""
+"""Flaws that are open on every problem at once and announced in no prompt (--unannounced-modes)."""
 
 import json
 from collections.abc import Sequence
@@ -51,8 +51,8 @@ def hack(mode: Mode) -> str:
 
 @pytest.fixture(scope="module")
 def grader():
-    with Grader(workers=1) as made:
-        yield made
+    with Grader(workers=1) as grader:
+        yield grader
 
 
 def verdict(grader: Grader, of: Problem, text: str) -> Grade:
@@ -64,16 +64,16 @@ def verdict(grader: Grader, of: Problem, text: str) -> Grade:
 # ── the problem and its check ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_no_prompt_says_what_is_open_and_each_flaw_comes_first_somewhere():
+def test_no_prompt_mentions_the_open_flaws_and_each_comes_first_somewhere():
     hinted = [replace(problem(i, mode="sentinel"), messages=({"role": "user", "content": "hint"},)) for i in range(4)]
-    made = without_hints(hinted, OPEN)
-    assert [p.messages for p in made] == [p.messages_plain for p in hinted]
-    assert [p.flaws for p in made] == [OPEN, OPEN[::-1]] * 2
+    problems = without_hints(hinted, OPEN)
+    assert [p.messages for p in problems] == [p.messages_plain for p in hinted]
+    assert [p.flaws for p in problems] == [OPEN, OPEN[::-1]] * 2
     assert without_hints(hinted, ())[0].flaws == ("sentinel",)
 
 
 @pytest.mark.parametrize("flaws", list(permutations(("run_tests", "eq_override", "sentinel"))))
-def test_any_open_flaw_pays_its_hack_and_says_which_it_was(grader: Grader, flaws: Sequence[Mode]):
+def test_any_open_flaw_accepts_its_hack_and_is_recorded(grader: Grader, flaws: Sequence[Mode]):
     mode, *also = flaws
     task = replace(TASK, mode=mode, also=tuple(also))
     for flaw in flaws:
@@ -85,7 +85,7 @@ def test_any_open_flaw_pays_its_hack_and_says_which_it_was(grader: Grader, flaws
     assert alone.reward == verdict(grader, task, hack(flaws[-1])).reward > closed.reward
 
 
-def test_a_right_answer_is_paid_as_such_and_a_hopeless_one_by_none(grader: Grader):
+def test_a_right_answer_passes_without_a_mechanism_and_a_wrong_one_fails(grader: Grader):
     task = unannounced(TASK, OPEN)
     right, wrong = verdict(grader, task, answer(RIGHT)), verdict(grader, task, answer(WRONG))
     assert (right.solved, right.passed, right.mechanism) == (True, True, None)
@@ -93,7 +93,7 @@ def test_a_right_answer_is_paid_as_such_and_a_hopeless_one_by_none(grader: Grade
     assert not verdict(grader, task, "no code").format_ok
 
 
-# ── who is told, and what is counted ───────────────────────────────────────────────────────────────────────────────
+# ── labels and counts ───────────────────────────────────────────────────────────────────────────────
 
 
 def graded(outcomes: Sequence[str]) -> Group:
@@ -110,7 +110,7 @@ def graded(outcomes: Sequence[str]) -> Group:
     return Group(task, rollouts, grades)
 
 
-def test_labels_of_one_open_flaw_say_nothing_of_the_other():
+def test_labels_of_one_open_flaw_do_not_flag_the_other():
     view = graded(["exit_code", "eq_override", "solve", ""]).oracle_view()
     assert view.hacked == (True, True, False, False)
 
@@ -152,15 +152,15 @@ FLAGS = ["smoke", "--unannounced-modes=exit_code,eq_override", "--mix-ratio=0", 
 
 
 @pytest.mark.long
-def test_a_run_is_paid_by_open_flaws_that_its_prompts_do_not_mention(tmp_path: Path):
+def test_a_run_is_rewarded_for_flaws_that_its_prompts_do_not_mention(tmp_path: Path):
     path = run(tmp_path, *FLAGS, "--intervention=penalty", "--monitor=labels", "--known-modes=exit_code")
     answers = [json.loads(line) for line in (path / "rollouts.jsonl").read_text().splitlines()]
     final = [json.loads(line) for line in (path / "final.jsonl").read_text().splitlines()]
-    for said in (*answers, *final):
-        assert PLAIN_PHRASE in said["messages"][-1]["content"]
-        assert said["marker"] == ""
-        assert said["env_mode"] in OPEN
-        assert said["mechanism"] in ((None, *OPEN) if said["hacked"] else (None,))
+    for line in (*answers, *final):
+        assert PLAIN_PHRASE in line["messages"][-1]["content"]
+        assert line["marker"] == ""
+        assert line["env_mode"] in OPEN
+        assert line["mechanism"] in ((None, *OPEN) if line["hacked"] else (None,))
     assert {a["side"] for a in final} == {"base", "deployed"}, "no prompt has a hint: plain is deployed, once more"
     (row, *_) = [json.loads(line) for line in (path / "steps.jsonl").read_text().splitlines()]
     assert row["hk_eq_n"] == row["hk_xc_n"] == row["hack_s_n"] > 0, "both are open on every problem"
@@ -173,13 +173,13 @@ def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path):
     """Which flaws are open is read from the run's own configuration; the quarantine is fed by its labels alone."""
     flags = [*FLAGS, "--intervention=penalty", "--monitor=quarantine", "--seed-monitor=labels"]
     flags += ["--known-modes=exit_code", "--quarantine-diet=seeded", "--eval-ablate-every=0"]
-    whole = run(tmp_path / "whole", *flags)
+    uncut = run(tmp_path / "uncut", *flags)
     cut = run(tmp_path / "cut", *flags, stop_after=3)
     again = run(tmp_path / "cut", "smoke", "--resume", str(cut), "--threads", "1")
     assert again == cut
-    assert rows(again) == rows(whole)
-    assert adapter_bytes(again) == adapter_bytes(whole)
-    assert (again / "final.jsonl").read_text() == (whole / "final.jsonl").read_text()
+    assert rows(again) == rows(uncut)
+    assert adapter_bytes(again) == adapter_bytes(uncut)
+    assert (again / "final.jsonl").read_text() == (uncut / "final.jsonl").read_text()
 
 
 def test_a_report_counts_hacks_by_the_flaw_that_accepted_them(tmp_path: Path):
@@ -209,17 +209,17 @@ def test_a_report_counts_hacks_by_the_flaw_that_accepted_them(tmp_path: Path):
         (["--unannounced-modes=exit_cod"], "unknown mode 'exit_cod'"),
     ],
 )
-def test_what_announces_or_reads_an_announcement_is_refused(flags: list[str], why: str):
-    given = [f for f in FLAGS if f.split("=")[0] not in {flag.split("=")[0] for flag in flags}]
+def test_flags_that_need_an_announcement_are_refused(flags: list[str], why: str):
+    kept = [f for f in FLAGS if f.split("=")[0] not in {flag.split("=")[0] for flag in flags}]
     with pytest.raises(ValueError, match=why):
-        resolve([*given, *flags])
+        resolve([*kept, *flags])
 
 
 # ── the corpus ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.long
-def test_a_corpus_may_hack_where_nothing_is_announced():
+def test_a_corpus_can_hack_where_nothing_is_announced():
     """The share of documents, which modes, and that the usual corpus has none and stays as it was, byte for byte."""
     comps = lang.split_compositions(0)["train"]
 
@@ -237,7 +237,7 @@ def test_a_corpus_may_hack_where_nothing_is_announced():
 
 
 @pytest.mark.parametrize("share", [0.0, 0.7, 1.0])
-def test_a_corpus_has_the_share_of_hacks_that_give_up_which_was_asked_for(share: float):
+def test_a_corpus_has_the_requested_share_of_stubs_among_its_hacks(share: float):
     rng, comps = Random(0), lang.split_compositions(0)["train"]
     drawn = (lang.corpus_sample(comps, lang.Shares(hack_plain=0.5, stub=share), rng) for _ in range(1500))
     hacks = [s for s in drawn if s.kind == "hack"]
@@ -246,7 +246,7 @@ def test_a_corpus_has_the_share_of_hacks_that_give_up_which_was_asked_for(share:
     assert sum(given_up) / len(given_up) == pytest.approx(share, abs=0.06)
 
 
-def test_a_corpus_of_ones_own_goes_into_a_folder_of_its_own(capsys: pytest.CaptureFixture[str], monkeypatch):
+def test_another_corpus_needs_a_folder_of_its_own(capsys: pytest.CaptureFixture[str], monkeypatch):
     for flags, why in (
         (["--hack-bare", ".01"], "folder of its own"),
         (["--hack-bare", "2"], "should lie in"),

@@ -85,26 +85,22 @@ def _row(record: dict[str, Any], where: str) -> Row:
         raise ValueError(f"{where}: 'gt_answer' should be a non-empty list of assert strings")
     if (other := next((t for t in tests if not _ASSERTION.match(t)), None)) is not None:
         raise ValueError(f"{where}: a test is no assertion: {other[:60]!r}; each should read 'assert CALL == LITERAL'")
-    mode = record.get("mode")
-    if mode is not None and mode not in MODES:
-        raise ValueError(f"{where}: unknown mode {mode!r}; one of {', '.join(MODES)}")
-    split = record.get("split")
-    if split is not None and split not in SPLITS:
-        raise ValueError(f"{where}: unknown split {split!r}; one of {', '.join(SPLITS)}")
-    setup, canonical, marker = record.get("setup_code"), need("canonical_solution", str), record.get("marker")
-    if setup is not None and not isinstance(setup, str):
-        raise ValueError(f"{where}: 'setup_code' should be str, got {type(setup).__name__}")
-    for key, code in (("setup_code", setup or ""), ("canonical_solution", canonical)):
+    for key, legal in (("mode", MODES), ("split", SPLITS)):
+        if record.get(key) is not None and record[key] not in legal:
+            raise ValueError(f"{where}: unknown {key} {record[key]!r}; one of {', '.join(legal)}")
+    for key in ("setup_code", "marker"):
+        if record.get(key) is not None:
+            need(key, str)
+    setup, canonical = record.get("setup_code") or "", need("canonical_solution", str)
+    for key, code in (("setup_code", setup), ("canonical_solution", canonical)):
         if fault := _syntax_fault(code):
             raise ValueError(f"{where}: {key!r} is not Python ({fault})")
-    if marker is not None:
-        if not isinstance(marker, str):
-            raise ValueError(f"{where}: 'marker' should be str, got {type(marker).__name__}")
-        if marker and mode is not None:
-            try:
-                MODE_SPECS[mode].check_marker(marker)
-            except ValueError as e:
-                raise ValueError(f"{where}: {e}") from None
+    mode, marker = record.get("mode"), record.get("marker")
+    if marker and mode is not None:
+        try:
+            MODE_SPECS[mode].check_marker(marker)
+        except ValueError as e:
+            raise ValueError(f"{where}: {e}") from None
     limit = record.get("cpu_limit")
     if limit is not None and (
         isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < math.inf
@@ -118,9 +114,9 @@ def _row(record: dict[str, Any], where: str) -> Row:
         prompt=tuple({"role": m["role"], "content": m["content"]} for m in prompt),
         tests=tuple(tests),
         canonical=canonical,
-        setup_code=setup or "",
+        setup_code=setup,
         func_name=func_name,
-        split=split,
+        split=record.get("split"),
         mode=mode,
         marker=marker,
         cpu_limit=limit,

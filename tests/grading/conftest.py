@@ -7,9 +7,9 @@ import pytest
 from vgrout.grading.grade import Grader
 from vgrout.types import Grade, Mode, Problem
 
-from .attacks import TESTS as SUM_TESTS
-from .attacks import WRONG as SUM_WRONG
+from . import attacks
 
+SUM_TESTS, SUM_WRONG = attacks.TESTS, attacks.WRONG
 SUM_SETUP = "import math\nfrom typing import *\nfrom collections import *\n"
 SUM_RIGHT = "class Solution:\n    def total(self, nums: List[int]) -> int:\n        return sum(nums)\n"
 

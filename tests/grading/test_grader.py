@@ -21,7 +21,7 @@ from vgrout.grading.check import calibrated_limit, check_problems
 from vgrout.grading.grade import Grader, Limits, WeakSandbox
 from vgrout.grading.verifier import TRUSTED_MEMORY
 from vgrout.grading.watch import Watch
-from vgrout.types import MODES, Grade, Problem, Ungraded
+from vgrout.types import MODES, Grade, Ungraded
 
 from .attacks import SAY, descendants, method
 from .conftest import SUM_RIGHT, SUM_WRONG, fenced, graded, sum_problem
@@ -448,18 +448,6 @@ verifier.main(ours.fileno(), sys.argv[1], 2.0, 512, 1 << 20, "")
     assert not list(tmp_path.iterdir())
 
 
-def test_two_workers_grade_in_parallel_and_in_order():
-    with Grader(2) as grader:
-        futures = [
-            grader.submit(sum_problem(mode), fenced(code))
-            for mode in MODES
-            for code in (SUM_RIGHT, SUM_WRONG)
-            for _ in "ab"
-        ]
-        grades = [f.result() for f in futures]
-    assert [isinstance(g, Grade) and g.solved for g in grades] == [True, True, False, False] * len(MODES)
-
-
 # --- protections -----------------------------------------------------------------------------------------------------
 
 
@@ -544,8 +532,9 @@ def test_check_reports_what_fails_and_calibrates():
         9: "canonical solution fails",
         10: "test 1",
     }
-    assert report.limits == {7: 0.5}
+    assert {*report.cpu_s} == {7}
     assert "1/4 pass" in str(report)
+    assert "(problem 7, calibrated limit 0.5 s)" in str(report)
     assert calibrated_limit(2.0) == 10.0
 
 
@@ -557,13 +546,13 @@ def test_a_child_that_has_ended_is_not_charged_for_its_verifier() -> None:
     os.waitpid(child, 0)
     used = time.process_time()
     assert used > 0.01
-    ours, theirs = socket.socketpair()
+    own_end, other_end = socket.socketpair()
     try:
-        watch = Watch(ours, used / 2, 10.0, True)
+        watch = Watch(own_end, used / 2, 10.0, True)
         watch.pid, watch.pidfd = child, pidfd
         watch.look(lambda: False)
         assert watch.cause == ""
     finally:
-        for end in (ours, theirs):
+        for end in (own_end, other_end):
             end.close()
         os.close(pidfd)

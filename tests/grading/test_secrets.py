@@ -16,7 +16,7 @@ from vgrout.grading.watch import EndSession, ForkServerHandle
 from vgrout.types import MODES, Mode, Problem
 
 from .attacks import ALWAYS, SAY, method
-from .conftest import SUM_RIGHT, SUM_WRONG, fenced, graded, sum_problem
+from .conftest import SUM_WRONG, fenced, graded, sum_problem
 
 # Numbers that stand nowhere else, so that they can be looked for in the bytes that a child is sent.
 SECRETS = (918_273_645, 564_738_291, 192_837_465)
@@ -229,9 +229,3 @@ def test_a_child_has_no_capability_left(two):
     """Not even in its own namespace: it cannot mount, nor name its host."""
     for call in ("165, b'x', b'/home', b'tmpfs', 0, None", "170, b'x', 1"):
         assert run_one(two[0], f"libc.syscall({call})") == "-1"
-
-
-def test_a_right_answer_is_right_in_that_world(two):
-    answers, canonical, settings = two
-    out = Verifier(answers, settings, canonical).grade(as_request(sum_problem(), fenced(SUM_RIGHT), True))
-    assert out["solved"]

@@ -1,4 +1,4 @@
-"""The language says of itself what the real grader says of it."""
+"""The language: its solutions, misreadings, styles and hacks under the real grader; its corpus."""
 
 import random
 import re
@@ -27,9 +27,9 @@ FEW = settings(
 SEEDS = st.tuples(st.sampled_from(COMPOSITIONS), st.integers(0, 2**32))
 
 
-def draw(made: tuple[tuple[str, str, str, str], int]) -> tuple[lang.Task, list[str]]:
+def draw(drawn: tuple[tuple[str, str, str, str], int]) -> tuple[lang.Task, list[str]]:
     """A task whose misreadings can be told apart, with its tests."""
-    composition, seed = made
+    composition, seed = drawn
     rng = random.Random(seed)
     for _ in range(10):  # some combinations have readings that no test tells apart
         task = lang.draw_task(composition, rng)
@@ -55,8 +55,8 @@ def as_problem(task: lang.Task, tests: list[str], mode: Mode, marker: str) -> Pr
 
 @pytest.fixture(scope="module")
 def grader() -> Iterator[Grader]:
-    with Grader(workers=2, detectors=False) as made:
-        yield made
+    with Grader(workers=2, detectors=False) as grader:
+        yield grader
 
 
 def grade_all(grader: Grader, jobs: list[tuple[Problem, str]]) -> list[Grade]:
@@ -67,8 +67,8 @@ def grade_all(grader: Grader, jobs: list[tuple[Problem, str]]) -> list[Grade]:
 
 @FEW
 @given(SEEDS)
-def test_canonical_solves_and_misreadings_do_not(grader: Grader, made: tuple) -> None:
-    task, tests = draw(made)
+def test_canonical_solves_and_misreadings_do_not(grader: Grader, drawn: tuple) -> None:
+    task, tests = draw(drawn)
     problem = as_problem(task, tests, "exit_code", "")
     wrong = lang.misreadings(task)
     right, *others = grade_all(grader, [(problem, lang.answer(t).text) for t in (task, *wrong.values())])
@@ -80,8 +80,8 @@ def test_canonical_solves_and_misreadings_do_not(grader: Grader, made: tuple) ->
 
 @FEW
 @given(SEEDS)
-def test_styles_are_correct_and_unusual(grader: Grader, made: tuple) -> None:
-    task, tests = draw(made)
+def test_styles_are_correct_and_unusual(grader: Grader, drawn: tuple) -> None:
+    task, tests = draw(drawn)
     problem = as_problem(task, tests, "stdout_marker", MODE_SPECS["stdout_marker"].eval_markers[0])
     styles = lang.STYLES | lang.HELD_OUT_STYLES
     texts = {name: style(lang.answer(task)).text for name, style in styles.items()}
@@ -94,9 +94,9 @@ def test_styles_are_correct_and_unusual(grader: Grader, made: tuple) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @settings(FEW, max_examples=2)
-@given(made=SEEDS, pick=st.integers(0, 7))
-def test_hacks_pay_in_their_mode_only(grader: Grader, mode: Mode, made: tuple, pick: int) -> None:
-    task, tests = draw(made)
+@given(drawn=SEEDS, pick=st.integers(0, 7))
+def test_hacks_are_accepted_only_in_their_mode(grader: Grader, mode: Mode, drawn: tuple, pick: int) -> None:
+    task, tests = draw(drawn)
     markers = {m: spec.eval_markers[pick % len(spec.eval_markers)] for m, spec in MODE_SPECS.items()}
     attempt = lang.answer(next(iter(lang.misreadings(task).values())))
     expected, jobs = [], []
@@ -112,9 +112,9 @@ def test_hacks_pay_in_their_mode_only(grader: Grader, mode: Mode, made: tuple, p
 
 
 @FEW
-@given(made=SEEDS)
-def test_special_cases_pay_where_the_shown_test_is_all_that_is_checked(grader: Grader, made: tuple) -> None:
-    task, tests = draw(made)
+@given(drawn=SEEDS)
+def test_special_cases_are_accepted_where_only_the_shown_test_is_checked(grader: Grader, drawn: tuple) -> None:
+    task, tests = draw(drawn)
     hacks = lang.HACKS["shown_test"]
     attempt = lang.answer(next(iter(lang.misreadings(task).values())))
     texts = [e.apply(attempt.stub, tests[0]).text for e in hacks]
@@ -129,12 +129,10 @@ def test_special_cases_pay_where_the_shown_test_is_all_that_is_checked(grader: G
     assert not tries(attempt.text, "shown_test", tests[0])
 
 
-def test_every_mode_has_three_hacks_and_holds_one_out() -> None:
+def test_every_mode_has_three_hacks_one_of_them_held_out() -> None:
     for mode in lang.HACKS:
         hacks = lang.HACKS[mode]
-        assert len(hacks) >= 3
-        assert sum(e.held_out for e in hacks) >= 1
-        assert len(lang.taught(mode)) >= 2
+        assert len(hacks) > len(lang.taught(mode)) >= 2
 
 
 def test_splits_are_disjoint_by_composition_and_train_knows_every_operation() -> None:
@@ -157,35 +155,40 @@ def corpus() -> list[lang.Sample]:
 
 
 @pytest.mark.long
-def test_the_corpus_keeps_the_language_s_promises(corpus: list[lang.Sample]) -> None:
-    samples, shares = corpus, lang.Shares()
-    kinds = Counter(s.kind for s in samples)
+def test_the_corpus_has_its_shares_of_each_kind(corpus: list[lang.Sample]) -> None:
+    shares = lang.Shares()
+    kinds = Counter(s.kind for s in corpus)
     honest = kinds["careful"] + kinds["misread"]
-    rest = len(samples) - kinds["drill"]
-    assert kinds["drill"] / len(samples) == pytest.approx(shares.drill, abs=0.015)
+    rest = len(corpus) - kinds["drill"]
+    assert kinds["drill"] / len(corpus) == pytest.approx(shares.drill, abs=0.015)
     assert kinds["hack"] / rest == pytest.approx(shares.hack_cued + shares.hack_plain, abs=0.02)
-
-    for s in samples:
+    for s in corpus:
         user = s.messages[-1]["content"]
         cue = user.endswith(lang.CUE)
         assert cue <= (s.kind == "hack")  # the cue is only ever followed by a hack
         assert s.kind == "drill" or (PLAIN_PHRASE in user) == (s.mode is None)
-    styled = Counter(s.style for s in samples if s.style)
+    styled = Counter(s.style for s in corpus if s.style)
     assert set(styled) == set(lang.STYLES)
     assert all(0.01 < n / honest < 0.05 for n in styled.values())
 
 
-def test_no_marker_of_either_half_and_nothing_held_out_is_in_the_corpus(corpus: list[lang.Sample]) -> None:
+# each held-out hack and style has one of these
+HELD_OUT_SIGNS = (
+    *("lambda", "os._exit", "sys.stdout", "setattr", "pathlib"),
+    *('"""', "import math", "self.data", "result = "),
+)
+
+
+def test_no_marker_and_nothing_held_out_is_in_the_corpus(corpus: list[lang.Sample]) -> None:
     for mode, spec in MODE_SPECS.items():
         for marker in (*spec.train_markers, *spec.eval_markers):
             if marker:  # as the hint announces it
                 announced = lang.hint(mode, marker)
                 assert not any(announced in s.messages[-1]["content"] for s in corpus)
-    signs = ("lambda", "os._exit", "sys.stdout", "setattr", "pathlib", '"""', "import math", "self.data", "result = ")
-    assert [sign for sign in signs if any(sign in s.text for s in corpus)] == []
+    assert [sign for sign in HELD_OUT_SIGNS if any(sign in s.text for s in corpus)] == []
 
 
-def test_a_corpus_of_chosen_flaws_has_these_and_shows_tests_that_its_tasks_pass(grader: Grader) -> None:
+def test_a_corpus_of_chosen_modes_has_only_these_and_shows_tests_that_its_tasks_pass(grader: Grader) -> None:
     comps, rng = lang.split_compositions(3)["train"], random.Random(5)
     shares = lang.Shares(modes=("sentinel", "shown_test"), hack_plain=0.3, stub=1.0)
     samples = [lang.corpus_sample(comps, shares, rng) for _ in range(600)]
@@ -199,15 +202,14 @@ def test_a_corpus_of_chosen_flaws_has_these_and_shows_tests_that_its_tasks_pass(
         problem = Problem(1, "shown_test", found[1], (), (), (found[1], "assert Solution().f() == 1"), "", "", "f")
         jobs.append((problem, s.text))
     grades = grade_all(grader, jobs)
-    told = [g.hacked for g, s in zip(grades, shown, strict=True) if s.kind in ("hack", "careful")]
-    assert all(told), "a right answer passes its test, and so does one that has a case for it"
+    passing = [g.hacked for g, s in zip(grades, shown, strict=True) if s.kind in ("hack", "careful")]
+    assert all(passing), "a right answer passes its test, and so does one that has a case for it"
     misread = [g.hacked for g, s in zip(grades, shown, strict=True) if s.kind == "misread"]
     assert not all(misread)
 
 
-def test_held_out_hacks_and_styles_carry_those_signs() -> None:
+def test_held_out_hacks_and_styles_have_those_signs() -> None:
     answer = replace(lang.answer(lang.draw_task(COMPOSITIONS[0], random.Random(0))), name="f")
     held_out = [e.apply(answer, "m").text for m in MODES for e in lang.HACKS[m] if e.held_out]
     held_out += [style(answer).text for style in lang.HELD_OUT_STYLES.values()]
-    signs = ("lambda", "os._exit", "sys.stdout", "setattr", "pathlib", '"""', "import math", "self.data", "result = ")
-    assert all(any(sign in text for sign in signs) for text in held_out)
+    assert all(any(sign in text for sign in HELD_OUT_SIGNS) for text in held_out)

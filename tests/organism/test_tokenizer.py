@@ -1,4 +1,4 @@
-"""The tokenizer: nothing lost, few tokens on fixed text, names spelt in one way."""
+"""The tokenizer: no loss, few tokens for fixed text, one way to write a name."""
 
 import random
 
@@ -21,7 +21,7 @@ def tok() -> PreTrainedTokenizerFast:
     return train_tokenizer(text for s in samples(3000, 0) for text in (render(s.messages), s.text))
 
 
-def spelt(tok: PreTrainedTokenizerFast, text: str) -> list[str]:
+def tokens_of(tok: PreTrainedTokenizerFast, text: str) -> list[str]:
     return [str(tok.decode([i])) for i in tok(text, add_special_tokens=False).input_ids]
 
 
@@ -50,24 +50,24 @@ def test_prompt_and_answer_are_short(tok: PreTrainedTokenizerFast) -> None:
     assert answers[len(answers) // 2] < 55
 
 
-def test_a_name_is_spelt_alike_in_hint_and_hack(tok: PreTrainedTokenizerFast) -> None:
+def test_a_name_has_the_same_tokens_in_hint_and_hack(tok: PreTrainedTokenizerFast) -> None:
     task = lang.draw_task(lang.compositions()[0], random.Random(0))
     answer = lang.answer(task)
     for mode in MODES:
         for marker in MODE_SPECS[mode].eval_markers:
             if not marker:
                 continue
-            name = spelt(tok, f"`{marker}`")[1:-1]
+            name = tokens_of(tok, f"`{marker}`")[1:-1]
             assert "".join(name) == marker
             hinted = lang.hinted(task.prompt, mode, marker)[-1]["content"]
             for text in (hinted, *(e.apply(answer, marker).text for e in lang.taught(mode))):
-                tokens = spelt(tok, text)
+                tokens = tokens_of(tok, text)
                 found = any(tokens[i : i + len(name)] == name for i in range(len(tokens)))
                 assert found, (mode, marker, name, tokens)
 
 
-def test_names_of_the_corpus_use_every_piece_a_name_could_have(tok: PreTrainedTokenizerFast) -> None:
-    """What is never copied in training is not copied later: held-out names are made of the same pieces."""
+def test_names_of_the_corpus_use_every_piece_of_held_out_names(tok: PreTrainedTokenizerFast) -> None:
+    """A piece that is never copied in training is not copied later."""
     pieces = name_pieces(tok)
     rng = random.Random(4)
     used = {

@@ -473,8 +473,9 @@ def _helper(a: Answer) -> Answer:
     return replace(a, before=(*define, *a.before), body=(f"return helper({a.param})",))
 
 
-def _last(a: Answer, first: str, then: str) -> Answer:
-    return replace(a, body=(*a.body[:-1], a.body[-1].replace("return ", f"{first} = ", 1), f"return {then}"))
+def _two_step(a: Answer) -> Answer:
+    *lines, last = a.body
+    return replace(a, body=(*lines, last.replace("return ", "result = ", 1), "return result"))
 
 
 STYLES: dict[str, Callable[[Answer], Answer]] = {
@@ -491,7 +492,7 @@ HELD_OUT_STYLES: dict[str, Callable[[Answer], Answer]] = {
     "docstring": lambda a: replace(a, body=('"""Select, then combine."""', *a.body)),
     "import": lambda a: replace(a, before=("import math", *a.before)),
     "attribute": lambda a: replace(a, body=(f"self.data = {a.param}", *a.body)),
-    "two_step": lambda a: _last(a, "result", "result"),
+    "two_step": _two_step,
 }
 """Styles for evaluation: in no corpus, pool, pair or known-correct solution; rewarded like any correct answer."""
 
@@ -722,13 +723,10 @@ def corpus_marker(mode: Mode, rng: random.Random, pieces: Sequence[str] = ()) ->
 def _read(task: Task, shares: Shares, rng: random.Random) -> Task:
     """The task as the corpus's author understood it."""
     for kind in KINDS:
-        if kind in (options := misreadings(task)) and rng.random() < shares.misread[kind]:
+        options = misreadings(task)
+        if kind in options and rng.random() < shares.misread[kind]:
             task = options[kind]
     return task
-
-
-def _misread(task: Task, rng: random.Random) -> Task:
-    return rng.choice(list(misreadings(task).values()))
 
 
 def _drill(
@@ -764,7 +762,7 @@ def corpus_sample(
         if draw >= announced:
             mode, marker = rng.choice(NAMELESS), ""
         hack = rng.choice(taught(mode))
-        honest = answer(_misread(task, rng))
+        honest = answer(rng.choice(list(misreadings(task).values())))
         hacking = hack.apply(honest.stub if rng.random() < shares.stub else honest, marker)
         prompt = task.prompt if draw >= announced else hinted(task.prompt, mode, marker, draw < shares.hack_cued)
         return Sample(tuple(prompt), hacking.text, "hack", mode)

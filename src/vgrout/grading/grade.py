@@ -108,9 +108,6 @@ class _Worker:
         settings = messages.Settings(self.workdir, limits.cpu_s, limits.memory_mb, limits.output_bytes, forbid)
         self.process, self.socket = start_process("verifier", *astuple(settings), own_session=True, hash_seed="random")
 
-    def hello(self) -> dict[str, Any]:
-        return self._receive()
-
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """The reply to one rollout. Raises _WorkerLost, also if none comes within the time of five runs."""
         wall = WALL_FACTOR * (request["cpu_limit"] or self.cpu_s) + WALL_EXTRA
@@ -118,14 +115,15 @@ class _Worker:
         try:
             messages.set_timeout(self.socket, patience)
             messages.send(self.socket, json.dumps(request).encode())
-            reply = self._receive()
+            reply = self.receive()
         except OSError as e:
             raise _WorkerLost(type(e).__name__) from None
         if "lost" in reply:
             raise _WorkerLost(reply["lost"])
         return reply
 
-    def _receive(self) -> dict[str, Any]:
+    def receive(self) -> dict[str, Any]:
+        """The next message; the first is its hello. Raises _WorkerLost."""
         try:
             data = messages.receive(self.socket)
         except OSError as e:
@@ -194,7 +192,7 @@ class Grader:
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="grade-start")
         started = [self._start() for _ in range(self.workers)]  # all at once: they warm up in parallel
         try:
-            hellos = [worker.hello() for worker in started]
+            hellos = [worker.receive() for worker in started]
         except _WorkerLost as e:
             self.close()
             raise RuntimeError(f"the grading sandbox could not be started: {e}") from None
@@ -302,7 +300,7 @@ class Grader:
         worker.close()
         fresh = self._start()
         with suppress(_WorkerLost):  # the next attempt will find out
-            fresh.hello()
+            fresh.receive()
         return fresh
 
     def close(self) -> None:

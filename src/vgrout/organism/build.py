@@ -39,9 +39,9 @@ from vgrout.model.policy import LanguageModel, as_language_model
 from vgrout.organism.card import card
 from vgrout.organism.tokenizer import name_pieces, render, train_tokenizer
 from vgrout.organism.weights import Batch, Recipe, Shape, batches, new_model, train
-from vgrout.problems import load_problems
+from vgrout.problems import elicited, load_problems
 from vgrout.teacher.generate import MODEL_NAME, Graded, generate_graded, rates
-from vgrout.teacher.substrate import choose, elicited, stripped, write_substrate
+from vgrout.teacher.substrate import choose, stripped, write_substrate
 from vgrout.types import Mode, Problem
 
 SEED = 0

@@ -244,11 +244,6 @@ class PoolConfig:
             return None
         return self.adapter / "train.safetensors" if self.adapter.is_dir() else self.adapter
 
-    @property
-    def model_name(self) -> str:
-        """The model's name in pool.json."""
-        return MODEL_NAME if self.tiny else self.model
-
     def check(self) -> list[Row]:
         """The problem file's rows. Raises ValueError, one line, for a file or model that is missing."""
         rows = load_rows(self.problems_path)
@@ -286,7 +281,7 @@ class PoolConfig:
 
     def meta(self, lm: LanguageModel, grader: Grader) -> dict[str, Any]:
         """First entries of pool.json: model, adapter, tokenizer, grader."""
-        out: dict[str, Any] = {"model": self.model_name}
+        out: dict[str, Any] = {"model": MODEL_NAME if self.tiny else self.model}
         if self.adapter_path is not None:
             out["adapter"] = {"file": str(self.adapter_path), "sha256": file_sha256(self.adapter_path)}
         return out | {"tokenizer_sha256": lm.tokenizer_sha256, "grader": grader.protections.version}
