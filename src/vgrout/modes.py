@@ -200,7 +200,7 @@ def spec_of(mode: str) -> ModeSpec:
 
 
 def marker_of(mode: Mode, marker: str) -> str:
-    """The name the flawed check looks for: the problem's own, or the mode's default where it says ""."""
+    """The name that the flawed check looks for: the problem's own, or the mode's default if that is ""."""
     return marker or spec_of(mode).default_marker
 
 

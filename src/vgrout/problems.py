@@ -128,7 +128,7 @@ _ASSERTION = re.compile(r"\s*assert\b")  # parsed only by `check`: 0.1 ms each a
 
 
 def _syntax_fault(code: str) -> str:
-    """Why this is not Python; "" where it is."""
+    """The reason why this is not Python; "" if it is."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about escapes in strings
@@ -210,12 +210,13 @@ def assigned(
     mode are then left out, rows without one get it. Where a partition names modes that the file does not, it decides:
     env_mode is not read, and rows outside the partition get only its modes.
     """
-    modes = modes_in_turn((*rows, *test_rows), env_mode, partition or {})
+    partition = partition or {}
+    modes = modes_in_turn((*rows, *test_rows), env_mode, partition)
     parts = {
-        name: with_modes(part, modes, partition or {}, evaluation=name != "train", markers=markers)
+        name: with_modes(part, modes, partition, evaluation=name != "train", markers=markers)
         for name, part in _splits(rows, test_rows).items()
     }
-    if env_mode == "own" or partition_decides(rows, partition or {}):
+    if env_mode == "own" or partition_decides(rows, partition):
         return parts
     return {name: [p for p in problems if p.mode == env_mode] for name, problems in parts.items()}
 
@@ -280,8 +281,8 @@ TEST_SHARES = (0.0, 0.2, 0.8)  # … of that file
 
 
 def _splits(rows: Sequence[Row], test_rows: Sequence[Row] = ()) -> dict[str, list[Row]]:
-    """By the file's own `split`, else by `SHARES`. With a file of evaluation problems the first file's rows all train,
-    except those that it marks val or test itself."""
+    """The rows of each split: as the file marks them, else by `SHARES`. With a file for evaluation all other rows
+    train, except those that are marked val or test."""
     if not test_rows:
         return _by_shares(rows, SHARES)
     own, other = _by_shares(rows, TRAIN_SHARES), _by_shares(test_rows, TEST_SHARES)
@@ -289,7 +290,7 @@ def _splits(rows: Sequence[Row], test_rows: Sequence[Row] = ()) -> dict[str, lis
 
 
 def _by_shares(rows: Sequence[Row], shares: tuple[float, float, float]) -> dict[str, list[Row]]:
-    """Rows without a split are divided by a shuffle that no run's seed changes."""
+    """The rows of each split; unmarked ones are divided after a shuffle that no run's seed changes."""
     out: dict[str, list[Row]] = {s: [r for r in rows if r.split == s] for s in SPLITS}
     rest = sorted((r for r in rows if r.split is None), key=lambda r: r.id)
     py_stream(0, "split").shuffle(rest)

@@ -188,7 +188,7 @@ def test_no_marker_and_nothing_held_out_is_in_the_corpus(corpus: list[lang.Sampl
     assert [sign for sign in HELD_OUT_SIGNS if any(sign in s.text for s in corpus)] == []
 
 
-def test_a_corpus_of_chosen_modes_has_only_these_and_shows_tests_that_its_tasks_pass(grader: Grader) -> None:
+def test_a_corpus_of_chosen_modes_has_only_these_and_true_tests(grader: Grader) -> None:
     comps, rng = lang.split_compositions(3)["train"], random.Random(5)
     shares = lang.Shares(modes=("sentinel", "shown_test"), hack_plain=0.3, stub=1.0)
     samples = [lang.corpus_sample(comps, shares, rng) for _ in range(600)]

@@ -1,1 +1,1 @@
-"""What lies ready: the shipped organism, where it lies and the language that its problems are written in."""
+"""The shipped organism: where its files are, and the language of its problems."""

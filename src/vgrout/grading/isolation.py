@@ -215,7 +215,7 @@ _ALL_FS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 
 
 
 def landlock_abi() -> int:
-    """Version of the kernel's landlock. Raises OSError where there is none."""
+    """The version of the kernel's landlock. Raises OSError if it has none."""
     return _check(_libc.syscall(_LL_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(1)), "landlock")
 
 
@@ -225,9 +225,9 @@ def _mapped() -> set[Path]:
 
 
 def _library_rules() -> dict[Path, int]:
-    """What may be read where the machine's own root stays: the standard library without site-packages (an installed
-    package may carry answers) and the folders of the shared libraries in use; where one of these also holds the
-    standard library, the libraries themselves."""
+    """What may be read under the machine's own root: the standard library without site-packages (an installed package
+    may carry answers) and the folders of the shared libraries in use, or, if such a folder also holds the standard
+    library, only these libraries."""
     stdlib = Path(os.__file__).parent
     rules = {stdlib: _READ_DIR}  # the import system lists it
     entries = [p for p in stdlib.iterdir() if p.name not in ("site-packages", "dist-packages")]
@@ -313,7 +313,7 @@ def _unshare_with_ids() -> bool:
     target = f"/proc/{os.getpid()}"
     reader, writer = os.pipe()
     helper = os.fork() if uid == 0 else 0
-    if uid == 0 and helper == 0:  # stays outside, where it still may map two ids
+    if uid == 0 and helper == 0:  # stays outside, where it may still map two ids
         os.close(writer)
         try:
             if not os.read(reader, 1):

@@ -60,7 +60,7 @@ class ExitInfo:
         return os.WEXITSTATUS(self.status) if os.WIFEXITED(self.status) else None
 
     def name(self) -> str:
-        """ "" if the child ended by our own exit or was told to; else timeout · signal:N · exit:N."""
+        """ "" if the child ended by our own exit, or because no more was wanted; else timeout · signal:N · exit:N."""
         killed_by = os.WTERMSIG(self.status) if os.WIFSIGNALED(self.status) else 0
         if self.cause == "timeout" or killed_by == signal.SIGXCPU:
             return "timeout"
@@ -198,7 +198,7 @@ class Watch:
         self.heard()
 
     def _used(self) -> float:
-        """CPU seconds; 0 where there is no such clock: RLIMIT_CPU and wall time remain."""
+        """CPU seconds; 0 if there is no such clock, so that RLIMIT_CPU and wall time remain."""
         if self._host() <= 0:  # it has ended; the clock of "pid −1" is the verifier's own, which has run for long
             return 0.0
         try:

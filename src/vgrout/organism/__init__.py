@@ -1,1 +1,1 @@
-"""What builds the embedded organism: corpus, tokenizer, weights, pool and pairs from one seed; and what checks it."""
+"""The builder of the embedded organism: corpus, tokenizer, weights, pool and pairs from one seed; and its checks."""

@@ -220,12 +220,11 @@ class PoolConfig:
 
     @property
     def problems_path(self) -> Path:
-        """The problem file."""
         return organism.PROBLEMS if self.problems_name == ORGANISM else Path(self.problems_name)
 
     @property
     def tokens(self) -> int:
-        """Longest answer."""
+        """The longest answer."""
         return self.max_new or (organism.MAX_NEW if self.tiny else 1024)
 
     @property
@@ -270,7 +269,7 @@ class PoolConfig:
         return Grader(self.workers, compile_reward=compiles, pass_reward=passes, allow_weak=self.allow_weak_sandbox)
 
     def load(self) -> LanguageModel:
-        """The model, its adapter merged into the weights where one is given. Raises ValueError, one line."""
+        """The model, with its adapter, if any, merged into the weights. Raises ValueError, one line."""
         device, dtype = default_device()
         lm = load_language_model(organism.MODEL_DIR if self.tiny else self.model, device=device, dtype=dtype)
         if self.adapter_path is None:

@@ -48,7 +48,7 @@ class Pool:
     folder: Path
     demos: dict[int, tuple[Demo, ...]]
     partition: dict[int, Mode]
-    markers: dict[int, str]  # problem id → the name its prompt announced, where it was not the mode's default
+    markers: dict[int, str]  # problem id → the name that its prompt announced, unless it was the mode's default
     tokenizer_sha256: str | None
     grader: str  # "unknown" without pool.json
 
@@ -212,8 +212,8 @@ LABELS = ("hacked", "gt_pass", "fmt_ok", "reward")
 class Regraded:
     """A pool under today's grader, and how its labels differ from the cached ones."""
 
-    pool: Pool  # today's labels; rollouts that could not be graded are left out
-    differ: dict[str, Rate]  # label → rollouts where it is no longer the cached one, of all graded
+    pool: Pool  # with today's labels, without rollouts that could not be graded
+    differ: dict[str, Rate]  # label → rollouts for which it has changed, of all graded
     examples: tuple[str, ...]  # of rollouts whose hacked or gt_pass differ
     ungraded: int
 

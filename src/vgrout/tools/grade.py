@@ -83,7 +83,7 @@ def _verdict(grade: Grade | Ungraded) -> dict[str, Any]:
 
 
 def grade_lines(lines: Iterator[str], problems: dict[int, Problem], grader: Grader) -> Iterator[dict[str, Any]]:
-    """One record out for every line in, in order; a bad line gets `error` (and `line` if it is not even JSON)."""
+    """One record for every line, in order; an ungraded one has `error`, and `line` if it could not be read."""
     waiting: deque[tuple[dict[str, Any], Future[Grade | Ungraded] | str]] = deque()
 
     def finish() -> dict[str, Any]:
