@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from vgrout.config.run import PLACEBOS
 from vgrout.direction.pairs import (
     HANDWRITTEN,
-    PLACEBOS,
     Pair,
     PairSet,
     handwritten,
