@@ -17,7 +17,7 @@ def blob(n: int, at: float, seed: int, d: int = 6, scale: float = 1.0) -> Tensor
 
 
 def textbook_dbscan(x: Tensor, eps: float, min_samples: int) -> list[int]:
-    """Seed by seed, with a queue, as the paper tells it."""
+    """Seed by seed, with a queue, as in the paper."""
     n = len(x)
     near = [[j for j in range(n) if float((x[i] - x[j]).norm()) <= eps] for i in range(n)]
     label, k = [-1] * n, 0

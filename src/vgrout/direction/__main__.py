@@ -12,11 +12,11 @@ from tabulate import tabulate
 
 from vgrout.cli import cli_exit, parse_args
 from vgrout.config.checks import check, flag, refuse, setting
+from vgrout.config.run import PLACEBOS
 from vgrout.data import organism
 from vgrout.direction.controls import CONTROL_SEEDS, CosineToReal, chance_cos, cosine_to_real, haar_like
 from vgrout.direction.extract import Direction, default_path, extract, load, model_key, model_name, save
 from vgrout.direction.pairs import (
-    PLACEBOS,
     Detector,
     PairSet,
     handwritten,
@@ -39,7 +39,7 @@ class Cli:
     rollouts: Path | None = None
     """Take the pairs from this rollouts.jsonl instead; needs --detector."""
     detector: Detector | None = None
-    """Who says which rollout is a hack: C, D or E, or 'oracle' (true labels: an upper bound)."""
+    """The detector that says which rollout is a hack: C, D or E, or 'oracle' (true labels: an upper bound)."""
     shuffle_seed: int | None = None
     """The control: exchange hack and clean in half of the pairs."""
     top_k: int = setting(12, low=1)

@@ -2,7 +2,7 @@
 
 For a pair and a side, g = ∂(mean NLL of the completion)/∂δS. With D = G_hack - G_clean [n, r] over the pairs that are
 not held out: V = right singular vectors of D, oriented hack-ward by majority vote (erase, route); v_grad = unit mean of
-D (route2). The difference of NLL gradients is the GRPO gradient of a batch that pays the hack (advantages ±1), so a
+D (route2). The difference of NLL gradients is the GRPO gradient of a batch that rewards the hack (advantages ±1), so a
 step along -V makes the hack likelier.
 
 `python -m vgrout.direction --model M --pairs F` extracts stand-alone.
@@ -67,7 +67,7 @@ class Axes:
 
 @dataclass(frozen=True, slots=True)
 class Direction:
-    """Result of one extraction, for every adapted module in the model's order: enough for every arm. On the CPU."""
+    """Result of one extraction, for every adapted module in the model's order: enough for every method. On the CPU."""
 
     axes: dict[str, Axes]
     meta: Meta
@@ -185,8 +185,8 @@ def gradients(policy: Policy, pairs: PairSet, side: str, tokens_per_batch: int) 
     rows = [
         tokens_of(policy, pair, getattr(pair, side), f"{pairs.source}: pair {i}") for i, pair in enumerate(pairs.pairs)
     ]
-    mine = ranks.own([len(p) + len(c) for p, c in rows])
-    rows = rows[mine.start : mine.stop]
+    own = ranks.own([len(p) + len(c) for p, c in rows])
+    rows = rows[own.start : own.stop]
     grads = torch.zeros(len(rows), len(policy.adapter))
     if policy.packs:
         parts = batches(range(len(rows)), [p for p, _ in rows], [c for _, c in rows], tokens_per_batch)
@@ -238,7 +238,7 @@ def model_name(policy: Policy) -> str:
     return str(policy.model.config.name_or_path) or type(policy.model).__name__
 
 
-# ── files: safetensors with the hashes of all that a direction was made of ───────────────────────────────────────────
+# ── files: safetensors with the hashes of all that a direction depends on ───────────────────────────────────────────
 
 FOLDER = Path("out/vhack")
 

@@ -26,7 +26,7 @@ from vgrout.types import GroupFlags, GroupView
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """What a monitor made of a step's gradients, over all its N rollouts, group after group."""
+    """What a monitor flags of a step's gradients, over all its N rollouts, group after group."""
 
     rows: RolloutGrads  # g_b of this rank's rollouts, in every module of `of`
     length: dict[str, Float[Tensor, " N"]]  # ‖g_b‖
@@ -47,7 +47,7 @@ class Shares:
 class GradientMonitor(Monitor):
     """Decides after the backward, by each rollout's gradient and a direction v of one row a module.
 
-    `flag` says what is known before: demonstrations, and what the weak detector flags.
+    `flag` gives what is known before: demonstrations, and what the weak detector flags.
     """
 
     rounds = True  # a vote of the modules is a majority; else their mean
@@ -115,8 +115,7 @@ class GradientMonitor(Monitor):
     def shares(
         self, cos: Float[Tensor, "M N"], nonzero: Bool[Tensor, "M N"], known: Bool[Tensor, " N"]
     ) -> Float[Tensor, "M N"]:
-        """Of every row with a gradient the share in [0, 1] that is flagged; `cos` holds its cosine with v, `known`
-        marks known hacks."""
+        """The flagged share, in [0, 1], of every row with a gradient. cos: with v. known: known hacks."""
 
     def readings(self) -> dict[str, Float[Tensor, " M"]]:
         """What it measured, for the columns of these names."""
@@ -147,7 +146,7 @@ def mean_axis(cfg: Config, direction: Direction) -> Directions:
 
 
 class Gate(GradientMonitor):
-    """τ gate: known hacks are flagged whatever their gradient, the others above a threshold (`TauGate`)."""
+    """τ gate: flags known hacks whatever their gradient, the others above a threshold (`TauGate`)."""
 
     name = "gate"
     measures = frozenset({"gate"})
@@ -172,7 +171,7 @@ class Gate(GradientMonitor):
 
 
 class Band(GradientMonitor):
-    """Pair band: softly, by where the cosine lies between the pairs' sides (`BandGate`). No label of any rollout."""
+    """Pair band: flags softly, by where the cosine lies between the pairs' sides (`BandGate`). Reads no label."""
 
     name = "band"
     rounds = False

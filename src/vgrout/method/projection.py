@@ -4,7 +4,7 @@ Signs: g is a gradient of the *loss*, V points where the loss of a hack-rewardin
 coefficient c = V g means that a step along -g makes the hack likelier.
 
 Products are written as multiply-and-sum: a matmul may run in TF32 when a caller allows it, and its error of 1e-3
-would break the invariants that the arms assert.
+would break the invariants that interventions assert.
 """
 
 from collections.abc import Mapping
