@@ -215,7 +215,7 @@ def levers_table() -> str:
             row = [title + name]
             for preset in ("fast", "full"):
                 before = study_hours(preset, DEVICES[0], Assumed())
-                after = study_hours(preset, DEVICES[0], replace(Assumed(), **fields))  # ty: ignore[invalid-argument-type]
+                after = study_hours(preset, DEVICES[0], replace(Assumed(), **fields))
                 row.append(f"{after:.0f} ({100 * (after / before - 1):+.0f} %)")
             rows.append(row)
     return _table(rows, ["the study", "fast [GPU h]", "full [GPU h]"])
