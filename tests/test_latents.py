@@ -43,11 +43,6 @@ def test_dbscan_is_the_textbooks(places: list[int], min_samples: int, eps: int) 
     assert dbscan(x, float(eps), min_samples).tolist() == textbook_dbscan(x, float(eps), min_samples)
 
 
-def test_two_blobs_and_a_stray() -> None:
-    x = torch.cat([blob(20, 0.0, 0, scale=0.1), blob(20, 9.0, 1, scale=0.1), torch.full((1, 6), 100.0)])
-    assert dbscan(x, 1.0).tolist() == [0] * 20 + [1] * 20 + [-1]
-
-
 def test_csi_by_hand() -> None:
     """One tight cluster of five at distance 3 from the nearest reference, and a stray at 5: 5·3 + 1·5."""
     cloud = ReferenceStats(torch.randn(32, 2, generator=torch.Generator().manual_seed(0)))

@@ -115,7 +115,7 @@ def test_rewards_shaped_after_the_backward_are_learnt_as_if_known_before(
     method = make(policy, intervention, monitor, loss=LossConfig(loss=loss))
     if isinstance(method.monitor, Band):  # flagged where the mean cosine is above 0: about every second one
         end = torch.full((len(method.monitor.direction.V),), 0.3)
-        method.monitor.band = BandGate(-end, end)
+        method.monitor.gate = BandGate(-end, end)
     of = batch(same=True)
     _, plan, routed = step(policy, method, of)
     assert plan.unit
@@ -162,8 +162,8 @@ def test_a_view_of_another_type_is_refused(policy: Policy, intervention: str, mo
     for other in (group.view(), group.oracle_view(), group.problem_view()):
         if type(other) is not type(own):
             method.view = lambda _, other=other: other
-            said = f"sees a {type(own).__name__}, got {type(other).__name__}"
-            with pytest.raises(AssertionError, match=said):
+            message = f"sees a {type(own).__name__}, got {type(other).__name__}"
+            with pytest.raises(AssertionError, match=message):
                 step(policy, method, batch())
 
 
@@ -275,10 +275,10 @@ def test_a_method_reads_its_own_settings_and_refuses_all_others_by_name(interven
         if name in reads:
             MethodConfig(intervention=intervention, monitor=monitor, **{name: value})
             continue
-        said = rf"\A--{name.replace('_', '-')}: .*leave it out\Z"
+        message = rf"\A--{name.replace('_', '-')}: .*leave it out\Z"
         if name == "route2_random_v_seed":
-            said = r"\A--route2-random-v-seed 4: replaces a direction, and .* has none\Z"
-        with pytest.raises(ValueError, match=said):
+            message = r"\A--route2-random-v-seed 4: replaces a direction, and .* has none\Z"
+        with pytest.raises(ValueError, match=message):
             MethodConfig(intervention=intervention, monitor=monitor, **{name: value})
 
 
@@ -288,8 +288,8 @@ def test_pairs_that_make_no_sense_are_refused_in_one_line(intervention: str, mon
     if (intervention, monitor) in PAIRS:
         return
     goes = ", ".join(m for i, m in PAIRS if i == intervention)
-    said = f"--monitor {monitor} with --intervention {intervention}: .*; that goes with {goes}"
-    with pytest.raises(ValueError, match=rf"\A{said}\Z"):
+    message = f"--monitor {monitor} with --intervention {intervention}: .*; that goes with {goes}"
+    with pytest.raises(ValueError, match=rf"\A{message}\Z"):
         MethodConfig(intervention=intervention, monitor=monitor)
 
 

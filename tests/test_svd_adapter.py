@@ -110,19 +110,6 @@ def test_both_orders_of_the_product_agree() -> None:
     assert relative(tokens_first.flat.sum(0), weight_first.flat.sum(0)) <= 1e-5
 
 
-def test_micro_batches_add_up_to_one_batch() -> None:
-    adapter = adapted("qwen3", 0.05)
-    with adapter.per_rollout_grads(3) as whole:
-        row_losses(adapter.model, IDS).sum().backward()
-    with adapter.per_rollout_grads(3) as parts:
-        for rows in ([2], [0, 1]):
-            parts.rows(rows)
-            (row_losses(adapter.model, IDS[rows]) / torch.arange(1.0, len(rows) + 1)).mul(
-                torch.tensor(rows) + 1.0
-            ).sum().backward()
-    assert relative(parts.flat, whole.flat) <= 1e-5
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_gives_the_same_rows(reentrant: bool) -> None:
     adapter = adapted("qwen3", 0.05)

@@ -142,7 +142,7 @@ def as_plain(text: Text) -> Text:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (None, "no such file"),
         ("{", "line 1: not JSON"),
@@ -153,11 +153,11 @@ def as_plain(text: Text) -> Text:
         ),
     ],
 )
-def test_files_of_known_correct_answers_are_refused_in_one_line(tmp_path, content: str | None, said: str):
+def test_files_of_known_correct_answers_are_refused_in_one_line(tmp_path, content: str | None, message: str):
     path = tmp_path / "correct.json"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(ValueError, match=said) as e:
+    with pytest.raises(ValueError, match=message) as e:
         load_known_correct(path)
     assert "\n" not in str(e.value)
     assert str(path) in str(e.value)

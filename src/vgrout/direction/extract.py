@@ -106,15 +106,9 @@ class Direction:
 
 
 def extract(
-    policy: Policy,
-    pairs: PairSet,
-    top_k: int,
-    tau_axis: float,
-    *,
-    n_heldout: int = N_HELDOUT,
-    tokens_per_batch: int = TOKENS_PER_BATCH,
+    policy: Policy, pairs: PairSet, top_k: int, tau_axis: float, *, tokens_per_batch: int = TOKENS_PER_BATCH
 ) -> Direction:
-    """A direction of the present model with the quarantine off; leaves all other state as it was.
+    """A direction of the present model with the quarantine off; all other state stays as it was.
 
     top_k: axes kept a module. tau_axis: axes with S_i/S_0 below this are zero. tokens_per_batch: of one backward,
     padding included.
@@ -126,7 +120,7 @@ def extract(
     bad = [i for i in range(len(pairs)) if not (G["hack"][i].isfinite().all() and G["clean"][i].isfinite().all())]
     if bad:
         raise ValueError(f"{pairs.source}: pair {bad[0]}: its gradient is not finite on this model")
-    used = len(pairs) - n_heldout
+    used = len(pairs) - N_HELDOUT
     hack, clean = (policy.adapter.by_module(G[side]) for side in ("hack", "clean"))
     axes = {m: axes_of(hack[m], clean[m], used, top_k, tau_axis) for m in policy.adapter.names}
     meta = Meta(
@@ -138,7 +132,7 @@ def extract(
         pairs_source=pairs.source,
         weights_sha256=weights_sha256(policy.model, policy.adapter),
         n_pairs=len(pairs),
-        n_heldout=n_heldout,
+        n_heldout=N_HELDOUT,
         basis=fingerprint_to_string(policy.adapter.basis_fingerprint(mean_of(axes, policy.adapter))),
     )
     return Direction(axes, meta)
