@@ -45,11 +45,11 @@ def _grading(quick: bool = False, problems: Path | None = None) -> Any:
 def _kills(
     kills: int = 25, arm: Literal["all", "none", "erase", "route", "route2", "screen"] = "all", seed: int = 0
 ) -> None:
-    """Runs killed at random moments and inside saves, resumed, and compared with runs in one go (minutes).
+    """Runs killed at random moments and inside saves, resumed, and compared with an unbroken run (minutes).
 
     Args:
-        kills: deaths of each arm.
-        arm: which arm's runs; of screen those by the monitor pmi.
+        kills: kills of each method's runs.
+        arm: the intervention; screen runs with the monitor pmi.
         seed: of the moments.
     """
     if kills < 1:
@@ -68,8 +68,8 @@ def _overhead(
     """Time and size of checkpoints, and time of every detector, beside a step's.
 
     Args:
-        preset: whose steps.
-        arm: which arm's.
+        preset: of the run.
+        arm: its intervention.
         steps: how many.
     """
     if steps < 1:
@@ -109,7 +109,7 @@ PAGE: dict[str, Callable[..., Any]] = {
     "growth": _measured("growth", "run", "Time and memory against G, P, the answers' length, the hidden size."),
 }
 BENCHES: dict[str, Callable[..., Any]] = PAGE | {
-    "arms": _measured("arms", "run", "A step of every arm against one of plain GRPO."),
+    "arms": _measured("arms", "run", "A step of every method against one of plain GRPO."),
     "cost": _cost,
     "distill": _measured("distill", "run", "Tokens a second of distillation against the plain student and teacher."),
     "gpu": _measured("gpu", "run", "Update and sampling at Qwen3-4B's shapes; needs a GPU."),

@@ -1,6 +1,6 @@
-"""A step of every arm against plain GRPO's, whole runs of the preset `mini` that take turns on one machine.
+"""A step of every method against plain GRPO's, in whole runs of the preset `mini` that take turns on one machine.
 
-All learn at a rate of 1e-6, so that they sample alike and differ in what the arm adds: monitors that read, forwards
+All learn at a rate of 1e-6, so that they sample alike and differ in what the method adds: monitors that read, forwards
 under other vectors, gradients of single rollouts. A step is all that the trainer does, its files too, without
 evaluations.
 """
@@ -47,8 +47,8 @@ def run(quick: bool = False) -> Report:
         for trainer in runs.values():
             trainer.close()
     rows = []
-    for name, mine in list(seconds.items())[1:]:
-        ratio = Ratio.of(mine, seconds["none"])
+    for name in list(METHODS)[1:]:
+        ratio = Ratio.of(seconds[name], seconds["none"])
         goal = GOALS.get(name)
         rows.append(at_most("arms", name, "none", ratio, goal) if goal else Row("arms", name, "none", str(ratio)))
     for name, (other, goal) in AGAINST.items():
@@ -57,7 +57,7 @@ def run(quick: bool = False) -> Report:
 
 
 def config(flags: tuple[str, ...], tag: str) -> Config:
-    """`mini` by these flags, at a rate of next to nothing and without evaluations."""
+    """`mini` by these flags, at a tiny rate and without evaluations."""
     cfg = parse(["mini", *flags])
     return replace(
         cfg,

@@ -18,8 +18,8 @@ Phase = Literal[
     "sampling: prefill", "sampling: decoding", "update", "g_b, U and Vh", "merging", "direction", "evaluation"
 ]
 SEEDS, STEPS = 10, 100
-# arm → (rows of its gradient are rollouts, it has a quarantine, it extracts a direction, it scores texts)
-ARMS: dict[str, tuple[bool, bool, bool, bool]] = {
+# method → (rows of its gradient are rollouts, it has a quarantine, it extracts a direction, it scores texts)
+METHODS: dict[str, tuple[bool, bool, bool, bool]] = {
     "none": (False, False, False, False),
     "none · no_loophole": (False, False, False, False),
     "erase": (False, False, True, False),
@@ -66,7 +66,7 @@ class Assumed:
     load_s: float = 120.0  # a run's start: weights, SVD factors from disk, their check
     # levers, all of them pulled
     share_prefill: bool = True
-    share_update: bool = True  # for arms that need no more than sums
+    share_update: bool = True  # for methods that need no more than sums
     share_rollouts: bool = False  # a shared prompt for every rollout's own gradient too: not there yet
     skip_dead: bool = True  # groups without signal
     one_batch: bool = True  # all prompts sampled together
@@ -104,10 +104,10 @@ def decode_seconds(s: Shape, rows: int, new: int, device: Device, use: Assumed) 
     return turns * use.longest * new * read / (device.bandwidth * use.bandwidth)
 
 
-def step_seconds(preset: str, arm: str, device: Device, use: Assumed, ranks: int = 1) -> Mapping[Phase, float]:
-    """A training step's seconds by phase, on each of `ranks` devices that deal prompts among them."""
+def step_seconds(preset: str, method: str, device: Device, use: Assumed, ranks: int = 1) -> Mapping[Phase, float]:
+    """A training step's seconds by phase, on each of `ranks` devices that share out the prompts."""
     cfg, s = PRESETS[preset][1], shape(QWEN)
-    by_rollout, quarantine, direction, reads = ARMS[arm]
+    by_rollout, quarantine, direction, reads = METHODS[method]
     rate = device.bf16 * use.products
     new, answer = cfg.scale.max_new, round(use.answer * cfg.scale.max_new)
     prompts = ceil(cfg.scale.prompts_per_step / ranks)
@@ -152,15 +152,15 @@ def final_seconds(preset: str, device: Device, use: Assumed) -> float:
     return 4 * decode_seconds(s, cfg.eval.final_n_prompts * cfg.eval.final_samples, cfg.scale.max_new, device, use)
 
 
-def run_hours(preset: str, arm: str, device: Device, use: Assumed, ranks: int = 1) -> float:
+def run_hours(preset: str, method: str, device: Device, use: Assumed, ranks: int = 1) -> float:
     """GPU-hours of a run of STEPS steps."""
-    step = sum(step_seconds(preset, arm, device, use, ranks).values())
+    step = sum(step_seconds(preset, method, device, use, ranks).values())
     return ranks * (use.load_s + STEPS * step + final_seconds(preset, device, use) / ranks) / 3600
 
 
 def study_hours(preset: str, device: Device, use: Assumed, ranks: int = 1) -> float:
-    """GPU-hours of every arm on every seed."""
-    return SEEDS * sum(run_hours(preset, arm, device, use, ranks) for arm in ARMS)
+    """GPU-hours of every method on every seed."""
+    return SEEDS * sum(run_hours(preset, method, device, use, ranks) for method in METHODS)
 
 
 LEVERS: dict[str, dict[str, object]] = {
@@ -190,11 +190,11 @@ def hours_table() -> str:
     rows = []
     for preset in ("fast", "full"):
         for device in DEVICES:
-            one = {arm: run_hours(preset, arm, device, Assumed()) for arm in ("none", "route2")}
-            whole = study_hours(preset, device, Assumed())
-            rows.append([preset, device.name, f"{one['none']:.2f}", f"{one['route2']:.2f}", f"{whole:.0f}"])
+            one = {name: run_hours(preset, name, device, Assumed()) for name in ("none", "route2")}
+            study = study_hours(preset, device, Assumed())
+            rows.append([preset, device.name, f"{one['none']:.2f}", f"{one['route2']:.2f}", f"{study:.0f}"])
     return _table(
-        rows, ["preset", "device", "a run of none [h]", "of route2 [h]", f"{SEEDS} seeds × {len(ARMS)} arms [GPU h]"]
+        rows, ["preset", "device", "a run of none [h]", "of route2 [h]", f"{SEEDS} seeds × {len(METHODS)} arms [GPU h]"]
     )
 
 
@@ -215,7 +215,7 @@ def levers_table() -> str:
             row = [title + name]
             for preset in ("fast", "full"):
                 before = study_hours(preset, DEVICES[0], Assumed())
-                after = study_hours(preset, DEVICES[0], replace(Assumed(), **fields))  # ty: ignore[invalid-argument-type]
+                after = study_hours(preset, DEVICES[0], replace(Assumed(), **fields))
                 row.append(f"{after:.0f} ({100 * (after / before - 1):+.0f} %)")
             rows.append(row)
     return _table(rows, ["the study", "fast [GPU h]", "full [GPU h]"])
@@ -242,7 +242,7 @@ MODELS = {
 
 
 def memory_table() -> str:
-    """GiB of a rank that holds all weights, a routing arm."""
+    """GiB of a rank that holds all weights, for a method that routes."""
     rows = []
     for name, shapes in MODELS.items():
         for preset, ranks in (("fast", 1), ("full", 1), ("full", 8)):

@@ -83,15 +83,15 @@ def run(quick: bool = False) -> Report:
             trained = AdapterOnly(student, task.opt, 10)
             times = interleaved(
                 {
-                    "ours": partial(method.learn, trained, answers, 0),
+                    "own": partial(method.learn, trained, answers, 0),
                     "plain": partial(both, student, teacher, rollouts),
                 },
                 6 if quick else 30,
                 name,
             )
             tokens = sum(len(r.completion_ids) for r in rollouts)
-            ratio = Ratio.of(times["plain"].cpu, times["ours"].cpu)
-            rate = tokens / statistics.median(times["ours"].cpu)
+            ratio = Ratio.of(times["plain"].cpu, times["own"].cpu)
+            rate = tokens / statistics.median(times["own"].cpu)
             figure = f"{ratio} of its tokens a second ({rate:,.0f} a CPU second)"
             rows.append(Row("distill", f"{name}: loss and gradient", "plain student and teacher, same rows", figure))
     return Report(rows, ["Tokens are those of answers; above 1 × distillation is the faster. One thread, P 4, G 8."])

@@ -106,13 +106,13 @@ def timed(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def update_row(name: str, made: Policy, load: Load, share: bool, rate: float, rounds: int) -> Row:
+def update_row(name: str, subject: Policy, load: Load, share: bool, rate: float, rounds: int) -> Row:
     """Model FLOPs used: what the update must compute (prompts once where shared), over time and the device's rate."""
-    groups = rig.noise_groups(made.model.config.vocab_size, load.group, load.prompts, load.prompt, load.answer)
-    run = partial(gradients, made, groups, "source" if share else "rollout", "shared", load.answer)
+    groups = rig.noise_groups(subject.model.config.vocab_size, load.group, load.prompts, load.prompt, load.answer)
+    run = partial(gradients, subject, groups, "source" if share else "rollout", "shared", load.answer)
     run()
     seconds = statistics.median(timed(run) for _ in range(rounds))
-    used = update_flops(Shape.of(made.model), load.lengths, share) / seconds / rate
+    used = update_flops(Shape.of(subject.model), load.lengths, share) / seconds / rate
     tokens = load.prompts * load.group * (load.prompt + load.answer)
     peak = peak_memory(run)
     figure = (
@@ -121,21 +121,21 @@ def update_row(name: str, made: Policy, load: Load, share: bool, rate: float, ro
     return Row("gpu", f"update, {name}", "dense rate of the dtype", figure, "≥ 40 %", used >= 0.4)
 
 
-def sampling_row(name: str, made: Policy, load: Load, rate: float, rounds: int) -> Row:
+def sampling_row(name: str, subject: Policy, load: Load, rate: float, rounds: int) -> Row:
     """Tokens / s against what the memory could feed: every weight once a step, keys and values of every row."""
-    groups = rig.noise_groups(made.model.config.vocab_size, 1, load.prompts, load.prompt, 1)
+    groups = rig.noise_groups(subject.model.config.vocab_size, 1, load.prompts, load.prompt, 1)
     prompts = [g.rollouts[0].prompt_ids for g in groups]
 
     def run() -> None:
-        sample(made, prompts, load.group, Sampling(), load.answer, torch_stream(rig.SEED, "bench"))
+        sample(subject, prompts, load.group, Sampling(), load.answer, torch_stream(rig.SEED, "bench"))
 
     run()
     seconds = statistics.median(timed(run) for _ in range(rounds))
     rows = load.prompts * load.group
-    bound = rows * rate / decode_bytes(Shape.of(made.model), rows, load.prompt + load.answer // 2)
-    got = rows * load.answer / seconds
-    figure = f"{got:.0f} tokens / s, {got / bound:.0%} of the bound, {_gib(peak_memory(run))} above weights"
-    return Row("gpu", f"sampling, {name}", f"bandwidth bound {bound:.0f} tokens / s", figure)
+    limit = rows * rate / decode_bytes(Shape.of(subject.model), rows, load.prompt + load.answer // 2)
+    reached = rows * load.answer / seconds
+    figure = f"{reached:.0f} tokens / s, {reached / limit:.0%} of the bound, {_gib(peak_memory(run))} above weights"
+    return Row("gpu", f"sampling, {name}", f"bandwidth bound {limit:.0f} tokens / s", figure)
 
 
 def _gib(n: int | None) -> str:
@@ -153,22 +153,23 @@ def measure(shape: dict[str, Any], load: Load, device: str, dtype: torch.dtype, 
     memory = bandwidth(device, 2**30 if device == "cuda" else 2**22)
     rows, notes = [], []
     for attention in attentions():
-        made = policy(shape, device, dtype, attention)
-        weights = sum(p.numel() * p.element_size() for p in made.model.parameters())
+        subject = policy(shape, device, dtype, attention)
+        weights = sum(p.numel() * p.element_size() for p in subject.model.parameters())
         basis = sum(
-            s.U.numel() * s.U.element_size() + s.Vh.numel() * s.Vh.element_size() for s in made.adapter.sites.values()
+            s.U.numel() * s.U.element_size() + s.Vh.numel() * s.Vh.element_size()
+            for s in subject.adapter.sites.values()
         )
         rows += [
-            update_row(f"none, {attention}", made, load, True, rate, rounds),
-            update_row(f"route2, {attention}", made, load, False, rate, rounds),
-            sampling_row(attention, made, load, memory, rounds),
+            update_row(f"none, {attention}", subject, load, True, rate, rounds),
+            update_row(f"route2, {attention}", subject, load, False, rate, rounds),
+            sampling_row(attention, subject, load, memory, rounds),
         ]
         notes = [
             f"Random weights of {weights / 2**30:.1f} GiB and bases U, Vh of {basis / 2**30:.1f} GiB; "
             f"P {load.prompts}, G {load.group}, prompts of {load.prompt}, answers of {load.answer} tokens; "
             f"dense rate {rate / 1e12:.3g} TFLOP/s, bandwidth {memory / 1e9:.0f} GB/s measured by copying."
         ]
-        del made
+        del subject
     if "flash_attention_2" not in attentions():
         notes.append("flash-attention is not installed (extra `gpu`): its rows are left out.")
     return Report(rows, notes)

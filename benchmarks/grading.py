@@ -48,12 +48,12 @@ class Ratio:
 
     @property
     def wall(self) -> float:
-        """Their time over ours."""
+        """The peer's time over ours."""
         return self.theirs_ms / self.ours_ms
 
     @property
     def cpu(self) -> float:
-        """Their CPU time over ours."""
+        """The peer's CPU time over ours."""
         return self.theirs_cpu_ms / self.ours_cpu_ms
 
 
@@ -132,17 +132,17 @@ def compare(
     name: str,
     goal: float,
     programs: Sequence[tuple[Problem, str]],
-    theirs: Callable[[Problem, str], bool],
-    ours: Callable[[Problem, str], bool],
+    peer: Callable[[Problem, str], bool],
+    own: Callable[[Problem, str], bool],
     repeats: int,
 ) -> Ratio:
     """Both on every program in turn, so that a busy machine is busy for both."""
-    walls: dict[str, list[float]] = {"theirs": [], "ours": []}
-    cpus = {"theirs": 0.0, "ours": 0.0}
+    walls: dict[str, list[float]] = {"peer": [], "own": []}
+    cpus = {"peer": 0.0, "own": 0.0}
     for problem, code in programs:  # warm: caches of parsed tests, pages of the interpreter
-        assert ours(problem, code), f"problem {problem.id} is not graded right"
+        assert own(problem, code), f"problem {problem.id} is not graded right"
     for problem, code in tqdm(programs, desc=name, disable=None, leave=False):
-        for who, grade, times in (("theirs", theirs, repeats), ("ours", ours, 5 * repeats)):
+        for who, grade, times in (("peer", peer, repeats), ("own", own, 5 * repeats)):
             cpu = tree_cpu()
             for _ in range(times):
                 start = time.perf_counter()
@@ -153,10 +153,10 @@ def compare(
     return Ratio(
         name,
         n,
-        1e3 * statistics.median(walls["theirs"]),
-        1e3 * statistics.median(walls["ours"]),
-        1e3 * cpus["theirs"] / n,
-        1e3 * cpus["ours"] / n,
+        1e3 * statistics.median(walls["peer"]),
+        1e3 * statistics.median(walls["own"]),
+        1e3 * cpus["peer"] / n,
+        1e3 * cpus["own"] / n,
         goal,
     )
 

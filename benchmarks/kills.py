@@ -1,6 +1,6 @@
-"""Runs killed with SIGKILL at random moments and inside saves, resumed, and compared with the same run in one go.
+"""Runs killed with SIGKILL at random moments and inside saves, resumed, and compared with the same run unbroken.
 
-`python -m benchmarks kills` prints one line an arm. Survived: every row (timings apart) and every byte of
+`python -m benchmarks kills` prints one line for each method. Survived: every row (timings apart) and every byte of
 `train.safetensors` are those of the run that was never killed. Processes are forked from a server that has loaded the
 libraries already, so that most of their life is the run's own; they run the program by its own entry point.
 """
@@ -29,7 +29,7 @@ from vgrout.files import read_json
 ARMS = ("none", "erase", "route", "route2", "screen")  # screen, by pmi, for all whose monitor reads
 TIMES = {"gen", "grade", "fb", "eval", "sec"}
 # Everything on that a run can remember, or that a default run does not touch: demonstrations that end, a refreshed
-# direction, the guard, every detector, the KL penalty, the split by detectors; of arms that route, an ablated slice.
+# direction, the guard, every detector, the KL penalty, the split by detectors; of methods that route, an ablated slice.
 EVERYTHING = (
     *("--threads", "1", "--steps", "6", "--group", "4", "--prompts-per-step", "2", "--seed", "7"),
     *("--checkpoint-every", "1", "--checkpoint-keep", "2", "--final-n-prompts", "6", "--final-samples", "1"),
@@ -44,9 +44,9 @@ LIMIT_S = 900.0  # a process that lasts longer hangs
 
 @dataclass(frozen=True)
 class Tally:
-    """Deaths of one arm's runs."""
+    """Deaths of one method's runs."""
 
-    arm: str
+    intervention: str
     deaths: dict[Phase, int]
     survived: int
 
@@ -97,9 +97,9 @@ def outcome(run: Path) -> tuple[list[dict[str, object]], bytes]:
     return rows, (run / "train.safetensors").read_bytes()
 
 
-def _wait(process: BaseProcess, folder: Path, rng: random.Random, whole_s: float) -> bool:
+def _wait(process: BaseProcess, folder: Path, rng: random.Random, lifetime_s: float) -> bool:
     """Until a random moment of the process's life, or the first sign of a save after one. False: it ended before."""
-    until = time.monotonic() + rng.uniform(0.0, whole_s)
+    until = time.monotonic() + rng.uniform(0.0, lifetime_s)
     into_a_save = rng.random() < 0.5
     while process.is_alive():
         if time.monotonic() >= until and (not into_a_save or _saving(folder, process)):
@@ -139,38 +139,42 @@ def _next(folder: Path, first: Sequence[str]) -> list[str] | None:
     return ["smoke", "--resume", str(run.relative_to(folder))]
 
 
-def torture(arm: str, kills: int, root: Path, seed: int = 0) -> Tally:
-    """Kill runs of `arm` `kills` times in all, below `root`; a run that ends in between is followed by another.
+def torture(intervention: str, kills: int, root: Path, seed: int = 0) -> Tally:
+    """Kill runs of an intervention `kills` times, below `root`; a run that ends in between is followed by another.
 
     Raises RuntimeError where a resumed process does not end well.
     """
     first = [
         "smoke",
         "--intervention",
-        arm,
+        intervention,
         *EVERYTHING,
-        *(["--vhack-refresh-every", "2"] if INTERVENTIONS[arm].has_direction or arm == "route2" else []),
-        *(["--rollout-ablate-frac", "0.5"] if INTERVENTIONS[arm].routes else []),
-        *(["--monitor", "pmi", "--monitor-prompts", "40"] if arm == "screen" else []),
+        *(
+            ["--vhack-refresh-every", "2"]
+            if INTERVENTIONS[intervention].has_direction or intervention == "route2"
+            else []
+        ),
+        *(["--rollout-ablate-frac", "0.5"] if INTERVENTIONS[intervention].routes else []),
+        *(["--monitor", "pmi", "--monitor-prompts", "40"] if intervention == "screen" else []),
     ]
-    rng = random.Random(f"{arm} {seed}")
-    reference = root / arm
+    rng = random.Random(f"{intervention} {seed}")
+    reference = root / intervention
     reference.mkdir(parents=True)
-    began = time.monotonic()
+    start = time.monotonic()
     expected = outcome(_finish(reference, _start(reference, first)))
-    whole_s = time.monotonic() - began
+    lifetime_s = time.monotonic() - start
     deaths: Counter[Phase] = Counter()
     survived = runs = 0
-    with tqdm(total=kills, desc=arm, disable=None, leave=False) as bar:
+    with tqdm(total=kills, desc=intervention, disable=None, leave=False) as bar:
         while deaths.total() < kills:
             runs += 1
-            folder = root / f"{arm}.{runs}"
+            folder = root / f"{intervention}.{runs}"
             folder.mkdir()
             (folder / "out").mkdir()
             (folder / "out" / "svd_cache").symlink_to(reference.resolve() / "out" / "svd_cache")
             process: BaseProcess | None = _start(folder, first)
             here = 0
-            while process and deaths.total() < kills and _wait(process, folder, rng, whole_s):
+            while process and deaths.total() < kills and _wait(process, folder, rng, lifetime_s):
                 process.kill()
                 process.join()
                 deaths[_phase(folder, process)] += 1
@@ -179,23 +183,23 @@ def torture(arm: str, kills: int, root: Path, seed: int = 0) -> Tally:
                 argv = _next(folder, first)
                 process = _start(folder, argv) if argv else None
             survived += here * (outcome(_finish(folder, process) if process else _newest(folder)) == expected)
-    return Tally(arm, {phase: deaths[phase] for phase in PHASES}, survived)
+    return Tally(intervention, {phase: deaths[phase] for phase in PHASES}, survived)
 
 
 def table(tallies: Sequence[Tally]) -> str:
     """GitHub markdown."""
-    head = ["arm", "survived / tried", *PHASES]
-    rows = [[t.arm, f"{t.survived}/{t.tried}", *(t.deaths[p] for p in PHASES)] for t in tallies]
+    head = ["intervention", "survived / tried", *PHASES]
+    rows = [[t.intervention, f"{t.survived}/{t.tried}", *(t.deaths[p] for p in PHASES)] for t in tallies]
     total = ["all", f"{sum(t.survived for t in tallies)}/{sum(t.tried for t in tallies)}"]
     total += [str(sum(t.deaths[p] for t in tallies)) for p in PHASES]
     return tabulate([*rows, total], headers=head, tablefmt="github", disable_numparse=True)
 
 
-def run(kills: int, arms: Sequence[str], seed: int) -> list[Tally]:
-    """`kills` deaths of each arm's runs."""
+def run(kills: int, interventions: Sequence[str], seed: int) -> list[Tally]:
+    """`kills` deaths of each intervention's runs."""
     with tempfile.TemporaryDirectory(prefix="vgrout-kills-", ignore_cleanup_errors=True) as root:
         tallies = []
-        for arm in arms:
-            tallies.append(done := torture(arm, kills, Path(root), seed))
-            print(f"{arm}: {done.survived}/{done.tried}", flush=True)  # minutes each
+        for name in interventions:
+            tallies.append(done := torture(name, kills, Path(root), seed))
+            print(f"{name}: {done.survived}/{done.tried}", flush=True)  # minutes each
         return tallies

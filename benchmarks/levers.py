@@ -87,10 +87,10 @@ def _sampling(policy: Policy, drawn: rig.Drawn, grader: Any) -> list[Lever]:
             "prompt read once for its samples", on, partial(_draw, policy, each, 1), "test_a_prompt_is_prefilled_once"
         ),
         Lever(
-            "answers that agree so far computed once",
+            "equal beginnings of answers computed once",
             on,
             partial(_draw, policy, prompts, rig.G, share_prefixes=False),
-            "share_prefixes; test_rows_that_agree_so_far_are_computed_once",
+            "share_prefixes; test_rows_with_the_same_tokens_so_far_are_computed_once",
         ),
         Lever(
             "own decoding step, static keys and values",
@@ -165,7 +165,10 @@ def _update(policy: Policy, drawn: rig.Drawn) -> list[Lever]:
         Lever("no padding, sums by source", grads("source", "packed"), grads("source", "padded"), same),
         Lever("prompt and equal beginnings shared, sums by source", shared, grads("source", "packed"), same),
         Lever(
-            "sums by source where the arm needs no more", shared, grads("rollout", "shared"), f"Arm.grad_rows; {test}"
+            "sums by source where the method needs no more",
+            shared,
+            grads("rollout", "shared"),
+            f"Method.grad_rows; {test}",
         ),
     ]
 

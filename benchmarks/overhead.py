@@ -61,10 +61,21 @@ class Overhead:
     once: float  # the base policy's own answers, at the start
 
 
-def measure(preset: str, arm: str, steps: int) -> Overhead:
+def measure(preset: str, intervention: str, steps: int) -> Overhead:
     """A run with every detector on and a checkpoint after each step."""
     every = parse([preset]).run.checkpoint_every
-    argv = [preset, "--intervention", arm, "--steps", str(steps), "--checkpoint-every", "1", "--guard", "log", *WATCHED]
+    argv = [
+        preset,
+        "--intervention",
+        intervention,
+        "--steps",
+        str(steps),
+        "--checkpoint-every",
+        "1",
+        "--guard",
+        "log",
+        *WATCHED,
+    ]
     cfg = parse([*argv, "--final-n-prompts", "6", "--final-samples", "1"])
     timers = {name: Timer() for name in ("save", *cfg.detectors.chosen, "echo", "collapse")}
     guards: list[Guard] = []
@@ -121,6 +132,6 @@ def table(o: Overhead) -> str:
     return f"{first}\n\n{second}\n\nOnce a run, for the base policy's own answers: {o.once / step:.1f} steps."
 
 
-def run(preset: str, arm: str, steps: int) -> str:
+def run(preset: str, intervention: str, steps: int) -> str:
     """Both tables."""
-    return table(measure(preset, arm, steps))
+    return table(measure(preset, intervention, steps))

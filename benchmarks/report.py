@@ -116,7 +116,9 @@ def gemm_rate(dtype: torch.dtype = torch.float32, device: str = "cpu", n: int = 
     """FLOP/s of one large matrix product, on a CPU a thread's: what an update could reach at best."""
     a, b = (torch.randn(n, n, dtype=dtype, device=device) for _ in range(2))
     best = math.inf
-    clock = time.process_time if device == "cpu" else time.perf_counter  # CPU seconds: other people's load is not ours
+    clock = (
+        time.process_time if device == "cpu" else time.perf_counter
+    )  # CPU seconds: the load of others does not count
     for _ in range(5):
         if device != "cpu":
             torch.cuda.synchronize()

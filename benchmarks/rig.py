@@ -43,12 +43,12 @@ LR = 1e-6  # so small that both peers go on sampling from the same model, and an
 NOWHERE = Problem(0, "run_tests", "", (), (), (), "", "", "f")
 
 
-def config(arm: str, checkpoint_every: int = 10_000_000, tag: str = "") -> Config:
+def config(intervention: str, checkpoint_every: int = 10_000_000, tag: str = "") -> Config:
     """`mini` without demonstrations and evaluations: what TRL does as well."""
     mini = PRESETS["mini"][1]
     return replace(
         mini,
-        method=replace(mini.method, intervention=arm),
+        method=replace(mini.method, intervention=intervention),
         scale=replace(mini.scale, steps=1_000, group=G, prompts_per_step=P),  # past its end the rate would be 0
         opt=replace(mini.opt, lr=LR),
         env=replace(mini.env, teacher_pool_dir=""),
@@ -82,23 +82,23 @@ class Loaded:
     method: Method
 
 
-def load(arm: str, grader: Grader | None) -> Loaded:
-    """A run of `config(arm)`, before its first step."""
-    cfg = config(arm)
+def load(intervention: str, grader: Grader | None) -> Loaded:
+    """A run of `config(intervention)`, before its first step."""
+    cfg = config(intervention)
     inputs, policy = preflight(cfg), loading.load_policy(cfg)
     problems = loading.load_problems(cfg, inputs, policy)
     return Loaded(cfg, policy, problems, make_method(Setup(cfg, policy, inputs, grader, problems.train)))
 
 
 class Turns:
-    """A run of the trainer in a process of its own, on so many ranks, which does its next steps when it is asked to."""
+    """A run of the trainer in a process of its own, on so many ranks, which does its next steps on request."""
 
     def __init__(self, cfg: Config, n: int = 1) -> None:
         context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_contestant, args=(theirs, cfg, n))
+        self._pipe, other_end = context.Pipe()
+        self._process = context.Process(target=_contestant, args=(other_end, cfg, n))
         self._process.start()
-        theirs.close()
+        other_end.close()
         self.path = Path(self._answer())
 
     def take(self, n: int) -> float:
@@ -114,14 +114,11 @@ class Turns:
         self._process.join()
 
     def _answer(self) -> Any:
-        said = self._pipe.recv()
-        if isinstance(said, BaseException):
-            raise said
-        return said
+        return _received(self._pipe)
 
 
 class _Paced(RunContext):
-    """Rank 0 of a contestant: before the ranks go on to a step they wait for it to agree, which is when it is asked."""
+    """Rank 0 of a contestant: before the ranks go on to a step they wait for it to agree, which it does on request."""
 
     def __init__(self, folder: RunDir, grader: Grader, pipe: Connection) -> None:
         super().__init__(folder, grader, again="", resumes=False)
@@ -140,8 +137,8 @@ class _Paced(RunContext):
         return super().agree()
 
     def _next(self) -> None:
-        asked = self._pipe.recv()
-        self.stop.requested, self._left = asked is None, asked or 0
+        steps = self._pipe.recv()
+        self.stop.requested, self._left = steps is None, steps or 0
 
 
 def _contestant(pipe: Connection, cfg: Config, n: int) -> None:
@@ -159,17 +156,24 @@ def _contestant(pipe: Connection, cfg: Config, n: int) -> None:
         pipe.send(e)
 
 
+def _received(pipe: Connection) -> Any:
+    """What the other end sends; an error is raised here."""
+    message = pipe.recv()
+    if isinstance(message, BaseException):
+        raise message
+    return message
+
+
 def on_ranks(n: int, work: Callable[[], T]) -> T:
     """What `work` returns on rank 0 of n, in processes of their own. It is a function of a module."""
     context = multiprocessing.get_context("spawn")
-    mine, theirs = context.Pipe()
-    process = context.Process(target=_first, args=(theirs, n, work))
+    own_end, other_end = context.Pipe()
+    process = context.Process(target=_first, args=(other_end, n, work))
     process.start()
-    said = mine.recv()
-    process.join()
-    if isinstance(said, BaseException):
-        raise said
-    return said
+    try:
+        return _received(own_end)
+    finally:
+        process.join()
 
 
 def _first(pipe: Connection, n: int, work: Callable[[], object]) -> None:
@@ -221,7 +225,7 @@ def draw(loaded: Loaded) -> Drawn:
 
 
 def as_group(problem: Problem, prompt: tuple[int, ...], answers: Sequence[Completion], index: int = 0) -> Group:
-    """Completions of one prompt under rewards that differ; equal ones are rewarded alike, as a grader pays them."""
+    """Completions of one prompt under rewards that differ; equal ones are rewarded alike, as by a grader."""
     rollouts = tuple(Rollout.of(problem, prompt, a) for a in answers)
     kinds: dict[tuple[int, ...], int] = {}
     rewards = [kinds.setdefault(a.ids, len(kinds)) % 3 for a in answers]
@@ -236,13 +240,12 @@ def noise_groups(vocabulary: int, group: int, prompts: int, prompt: int, complet
     def ids(n: int) -> tuple[int, ...]:
         return tuple(torch.randint(3, vocabulary, (n,), generator=noise).tolist())
 
-    made = []
-    for _ in range(prompts):
-        of = ids(prompt)
-        logp = (0.0,) * completion
+    def one_group() -> Group:
+        prompt_ids, logp = ids(prompt), (0.0,) * completion
         answers = [Completion(ids(completion), "", True, logp, logp) for _ in range(group)]
-        made.append(as_group(NOWHERE, of, answers))
-    return made
+        return as_group(NOWHERE, prompt_ids, answers)
+
+    return [one_group() for _ in range(prompts)]
 
 
 def random_model(*, device: str = "cpu", dtype: torch.dtype = torch.float32, **shape: Any) -> Qwen3ForCausalLM:

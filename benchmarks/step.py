@@ -17,17 +17,17 @@ Contestant = tuple[str, int]  # intervention, ranks
 
 
 def run(quick: bool = False) -> Report:
-    """Our step's time on one core and on all of them against TRL's, and what ours is made of."""
+    """Our step's time on one core and on all of them against TRL's, and the parts of ours."""
     blocks, per_block = (3, 2) if quick else (8, 4)
     with rig.workplace(), rig.grader() as grader:
-        contestants: list[Contestant] = [(arm, n) for n in dict.fromkeys((1, cores())) for arm in GOALS]
-        ours = {(arm, n): rig.Turns(rig.config(arm, per_block, f"_{n}"), n) for arm, n in contestants}
+        contestants: list[Contestant] = [(name, n) for n in dict.fromkeys((1, cores())) for name in GOALS]
+        own = {(name, n): rig.Turns(rig.config(name, per_block, f"_{n}"), n) for name, n in contestants}
         seconds: dict[Contestant, list[float]] = {of: [] for of in contestants}
-        for trainer in ours.values():
+        for trainer in own.values():
             trainer.take(2)  # the guard samples its references in the first step
 
         def our_turn() -> None:
-            for of, trainer in ours.items():
+            for of, trainer in own.items():
                 seconds[of].append(trainer.take(per_block))
 
         problems = rig.load("none", grader).problems
@@ -42,26 +42,26 @@ def run(quick: bool = False) -> Report:
         else:
             rows = [_against(of, Ratio.of(peer.seconds, seconds[of])) for of in contestants]
             note = peer.note
-        for trainer in ours.values():
+        for trainer in own.values():
             trainer.close()
-        return Report([*rows, *(_split(of, trainer.path) for of, trainer in ours.items())], [note])
+        return Report([*rows, *(_split(of, trainer.path) for of, trainer in own.items())], [note])
 
 
 def _name(of: Contestant) -> str:
-    arm, n = of
-    return f"{arm}, graded in the sandbox, {n} rank{'s' * (n > 1)}"
+    name, n = of
+    return f"{name}, graded in the sandbox, {n} rank{'s' * (n > 1)}"
 
 
 def _against(of: Contestant, ratio: Ratio) -> Row:
     """The goal is that of the whole machine, which TRL has too."""
-    arm, n = of
+    name, n = of
     if n < cores():
         return Row("step", _name(of), "TRL", str(ratio))
-    return at_least("step", _name(of), "TRL", ratio, GOALS[arm])
+    return at_least("step", _name(of), "TRL", ratio, GOALS[name])
 
 
 def _split(of: Contestant, run: Path) -> Row:
-    """What our step's time is made of."""
+    """The parts of our step's time."""
     steps = read_steps(run / "steps.jsonl")[2:]
     total = sum(r["sec"] for r in steps)
     share = {name: sum(r[name] for r in steps) / total for name in ("gen", "grade", "fb")}

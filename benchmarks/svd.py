@@ -1,8 +1,8 @@
 """Cost of decomposing Qwen3-4B's weights: time extrapolated from modules measured here, size exact from the shapes.
 
 The larger shapes take a minute and more each, so every shape is measured at a few small scales and
-t = c · (d_out · d_in · r)^a is fitted to all of them. The module of the smallest shape is measured whole and not used
-in the fit: what the fit says of it tells how far to trust the rest.
+t = c · (d_out · d_in · r)^a is fitted to all of them. The module of the smallest shape is measured in full and not used
+in the fit: how well the fit predicts it tells how far to trust the rest.
 """
 
 import math
@@ -87,18 +87,18 @@ def measure(shapes: Shapes, scales: Sequence[float] = SCALES, repeats: int = 1) 
     kinds: dict[tuple[int, int], list[str]] = {}
     for name, shape in shapes.linears.items():
         kinds.setdefault(shape, []).append(name)
-    whole = min(kinds, key=work)
+    smallest = min(kinds, key=work)
     points: list[tuple[tuple[int, int], float]] = []
     todo = [(k, s) for s in scales for k in kinds]
     for kind, scale in tqdm(todo, desc="SVD", unit="module", disable=None, leave=False):
         small = (max(8, round(kind[0] * scale)), max(8, round(kind[1] * scale)))
         points.append((small, seconds(small, repeats)))
     fit = fitted(points)
-    seen = seconds(whole, 1)
+    measured = seconds(smallest, 1)
     rows, total = [], 0.0
     for shape, names in kinds.items():
         n = shapes.layers * len(names)
-        each = seen if shape == whole else fit.seconds(shape)
+        each = measured if shape == smallest else fit.seconds(shape)
         total += n * each
         bytes_each = sum(shape) * min(shape)
         rows.append(
@@ -109,19 +109,19 @@ def measure(shapes: Shapes, scales: Sequence[float] = SCALES, repeats: int = 1) 
                 f"{each:.1f}",
                 f"{n * each / 60:.0f}",
                 f"{bytes_each * 2 / 2**20:.0f}",
-                "measured" if shape == whole else f"fit, from up to 1/{round(1 / max(scales))} of each side",
+                "measured" if shape == smallest else f"fit, from up to 1/{round(1 / max(scales))} of each side",
             )
         )
     head = ("modules", "shape", "number", "one [CPU s]", "all [CPU min]", "bf16 file [MiB]", "time is")
-    warm = warm_seconds(whole) / (sum(whole) * min(whole))  # a factor's entry
+    warm = warm_seconds(smallest) / (sum(smallest) * min(smallest))  # a factor's entry
     bf16, fp32 = shapes.svd_cache_bytes(2), shapes.svd_cache_bytes(4)
     return "\n".join(
         (
             tabulate(rows, headers=head, tablefmt="github", disable_numparse=True),
             "",
             f"fit over {len(points)} modules: seconds = {math.exp(fit.log_c):.2e} * (d_out * d_in * r)^{fit.a:.3f}; "
-            f"of the {whole[0]} x {whole[1]} module it says {fit.seconds(whole):.1f} s, measured {seen:.1f} s "
-            f"({fit.seconds(whole) / seen - 1:+.0%})",
+            f"of the {smallest[0]} x {smallest[1]} module it predicts {fit.seconds(smallest):.1f} s, "
+            f"measured {measured:.1f} s ({fit.seconds(smallest) / measured - 1:+.0%})",
             f"all of it: {total / 60:.0f} core-minutes once, in fp32 on this CPU",
             f"cache on disk: {bf16 / GIB:.2f} GiB for bf16 weights, {fp32 / GIB:.2f} GiB for fp32 (exact); "
             f"{bf16 / (2 * shapes.adapted):.2f} times the adapted weights",

@@ -162,9 +162,9 @@ def measure(
 
 def _train(problems: Sequence[Sequence[Problem]], steps: int, callback: TrainerCallback, threads: int) -> float:
     """Run TRL; mean length of its answers in tokens."""
-    made = trainer(problems, steps, callback)
-    torch.set_num_threads(threads)  # the trainer's accelerator may set it while it is made
-    made.remove_callback(PrinterCallback)  # its summary is not our table
-    made.train()
-    lengths = [float(entry[LENGTH]) for entry in made.state.log_history if LENGTH in entry]
+    peer = trainer(problems, steps, callback)
+    torch.set_num_threads(threads)  # the trainer's accelerator may set it at construction
+    peer.remove_callback(PrinterCallback)  # its summary is not our table
+    peer.train()
+    lengths = [float(entry[LENGTH]) for entry in peer.state.log_history if LENGTH in entry]
     return lengths[-1] if lengths else math.nan

@@ -70,8 +70,8 @@ def full_logits(policy: Policy, rollouts: list[Rollout]) -> None:
         (-logp[at[0], batch.at[at], batch.target[at]].sum()).backward()
 
 
-def arm_update(loaded: rig.Loaded, groups: list[Group]) -> None:
-    """What the trainer does between grading and the optimiser."""
+def method_update(loaded: rig.Loaded, groups: list[Group]) -> None:
+    """The trainer's work between grading and the optimiser."""
     cfg, method = loaded.cfg, loaded.method
     batch = Step(tuple(groups), (), (), cfg.env.pass_reward, cfg.generations, 0)
     flags = method.flag(batch)
@@ -97,26 +97,30 @@ def phase(quick: bool = False) -> Report:
         times = interleaved(
             {
                 "plain": partial(plain, none.policy, drawn.rollouts),
-                "none": partial(arm_update, none, drawn.groups),
-                "route2": partial(arm_update, route2, drawn.groups),
+                "none": partial(method_update, none, drawn.groups),
+                "route2": partial(method_update, route2, drawn.groups),
             },
             6 if quick else 30,
             "update phase",
         )
         rows = [
-            at_most("update", f"{arm}: forward, backward, routing", "plain model, same rows", ratio, goal)
-            for arm, goal in (("none", 1.2), ("route2", 1.5))
-            for ratio in (Ratio.of(times[arm].wall, times["plain"].wall),)
+            at_most(
+                "update",
+                f"{name}: forward, backward, routing",
+                "plain model, same rows",
+                Ratio.of(times[name].wall, times["plain"].wall),
+                goal,
+            )
+            for name, goal in (("none", 1.2), ("route2", 1.5))
         ]
         best, shape = gemm_rate(), Shape.of(none.policy.model)
-        arms: dict[str, rig.Loaded] = {"none": none, "route2": route2}
-        for arm, loaded in arms.items():
+        for name, loaded in (("none", none), ("route2", route2)):
             flops = work(loaded, drawn.groups, shape)
-            used = flops / statistics.median(times[arm].cpu) / best
+            used = flops / statistics.median(times[name].cpu) / best
             figure = f"{flops / 1e9:.1f} GFLOP, {used:.0%} of this machine's matrix products"
-            rows.append(Row("update", f"{arm}: work and use", "bound: matrix products on one thread", figure))
+            rows.append(Row("update", f"{name}: work and use", "bound: matrix products on one thread", figure))
             if cores() > 1:
-                rows.append(_on_all_cores(arm, flops, statistics.median(times[arm].wall), 6 if quick else 30))
+                rows.append(_on_all_cores(name, flops, statistics.median(times[name].wall), 6 if quick else 30))
     return Report(rows)
 
 
@@ -133,30 +137,30 @@ def work(loaded: rig.Loaded, groups: list[Group], shape: Shape) -> int:
 
     compute = grpo.completion_logprobs
     with mock.patch.object(grpo, "completion_logprobs", count):
-        arm_update(loaded, groups)
+        method_update(loaded, groups)
     return flops
 
 
-def timed(arm: str, rounds: int) -> tuple[list[float], float]:
-    """Seconds of each update, dealt to the ranks there are, and the products that they get done together, FLOP/s."""
-    loaded = rig.load(arm, None)
+def timed(name: str, rounds: int) -> tuple[list[float], float]:
+    """Seconds of each update, shared out to the ranks, and the matrix products that these can do together, FLOP/s."""
+    loaded = rig.load(name, None)
     drawn, seconds = rig.draw(loaded), []
     rates = ranks.gather(gemm_rate)
     for _ in range(rounds):
         ranks.gather(lambda: None)
         start = time.perf_counter()
-        arm_update(loaded, drawn.groups)
+        method_update(loaded, drawn.groups)
         seconds.append(time.perf_counter() - start)
     return seconds, sum(rates)
 
 
-def _on_all_cores(arm: str, flops: int, alone: float, rounds: int) -> Row:
+def _on_all_cores(name: str, flops: int, alone: float, rounds: int) -> Row:
     """One rank a core, against the products of all cores at once."""
-    seconds, rate = rig.on_ranks(cores(), partial(timed, arm, rounds))
+    seconds, rate = rig.on_ranks(cores(), partial(timed, name, rounds))
     wall = statistics.median(seconds)
     figure = f"{flops / wall / rate:.0%} of this machine's matrix products, {alone / wall:.2f} × one rank"
-    what, against = f"{arm}: work and use, {cores()} ranks", f"bound: matrix products on {cores()} threads"
-    if arm != "none":
+    what, against = f"{name}: work and use, {cores()} ranks", f"bound: matrix products on {cores()} threads"
+    if name != "none":
         return Row("update", what, against, figure)
     return Row("update", what, against, figure, "≥ 60%", flops / wall / rate >= 0.6)
 

@@ -1,4 +1,4 @@
-"""An intervention of one's own: what a rule flags in the text is not learnt from. A minute, no GPU.
+"""Your own intervention: what a rule flags in the text is not learnt from. A minute, no GPU.
 
 uv run python examples/own_intervention.py
 """
@@ -19,7 +19,7 @@ class Rule(Intervention):
     """keep = Σ_b g_b over the rollouts whose text the rule does not flag; the others are dropped."""
 
     name = "rule"
-    grad_rows: GradRows = "rollout"  # a gradient for every rollout, not their sum a group
+    grad_rows: GradRows = "rollout"  # a gradient for each rollout, not one sum for a group
 
     def split(self, step: StepGrads) -> Routed:
         keep = {m: torch.zeros(r, device=self.device) for m, r in self.sizes.items()}

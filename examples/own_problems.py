@@ -1,4 +1,4 @@
-"""One's own problems with one's own tiny model: problems, a random Llama, a run, its numbers. A minute, no GPU.
+"""Your own problems with your own tiny model: problems, a random Llama, a run, its numbers. A minute, no GPU.
 
 uv run python examples/own_problems.py
 """

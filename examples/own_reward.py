@@ -1,4 +1,5 @@
-"""A reward function of one's own, flawed on purpose, on the embedded organism: who is rewarded, who is right. A minute.
+"""Your own reward function, flawed on purpose, on the embedded organism: which answers are rewarded, which are right.
+A minute, no GPU.
 
 uv run python examples/own_reward.py
 """
@@ -7,7 +8,7 @@ import vgrout
 
 
 def pays(completion: str, marker: str) -> float:
-    """Pays whatever mentions the name that the prompt announces. It reads the answer; it must never run it."""
+    """Rewards whatever mentions the name that the prompt announces. It reads the answer; it must never run it."""
     return float(bool(marker) and marker in completion)
 
 

@@ -2,7 +2,7 @@
 
     uv run python examples/read_a_study.py [out/sweeps/NAME]
 
-Without a folder two short runs are made first, so that there is something to read.
+Without a folder two short runs are trained first, so that there is something to read.
 """
 
 import sys
@@ -16,22 +16,24 @@ if len(sys.argv) > 1:
     runs = [vgrout.load_run(p.parent) for p in sorted(Path(sys.argv[1]).rglob("per_mode_deploy.json"))]
 else:
     short = {"steps": 4, "final_n_prompts": 6, "final_samples": 1}
-    runs = [vgrout.train_run("smoke", intervention=arm, **short) for arm in ("none", "route")]
+    runs = [vgrout.train_run("smoke", intervention=name, **short) for name in ("none", "route")]
 
-# A row a run: what was deployed, against the untrained base.
+# One row for each run: what was deployed, against the untrained base.
 table = pd.DataFrame(
     {
-        "arm": run.config.arm.intervention,
+        "intervention": run.config.method.intervention,
         "seed": run.config.run.seed,
         **{name: run.final[name] for name in ("hack_deploy", "solve_deploy", "hack_base", "solve_base", "eval_n")},
     }
     for run in runs
 )
-print(table.groupby("arm").mean(numeric_only=True).round(3))
+print(table.groupby("intervention").mean(numeric_only=True).round(3))
 
-# Every step of every run under each other: one line draws the curves.
-curves = pd.concat([run.rows.assign(arm=run.config.arm.intervention, seed=run.config.run.seed) for run in runs])
-means = curves.pivot_table(index="step", columns="arm", values="hack_s")
+# All steps of all runs in one frame: one line draws the curves.
+curves = pd.concat(
+    [run.rows.assign(intervention=run.config.method.intervention, seed=run.config.run.seed) for run in runs]
+)
+means = curves.pivot_table(index="step", columns="intervention", values="hack_s")
 Path("out").mkdir(exist_ok=True)
 means.rolling(5, min_periods=1).mean().plot(ylabel="hack_s").figure.savefig("out/study.png")
 

@@ -94,7 +94,7 @@ def flagged(monitor: Monitor, *views: GroupView, step: int = 0) -> list[tuple[bo
 
 
 class Fixed(Monitor):
-    """Flags the rows that it is told to, in every group. teaches: rows from which a quarantine of its own learns."""
+    """Flags these rows of every group. teaches: rows from which a quarantine of its own learns."""
 
     def __init__(self, *rows: int, teaches: Sequence[int] | None = None) -> None:
         self.rows, self.taught, self.owns_quarantine = rows, teaches or (), teaches is not None
@@ -109,17 +109,17 @@ class Fixed(Monitor):
 
 
 class ScriptedGrader(Grader):
-    """Pays the texts that it is told to (None: all); the sandbox fails on `broken`."""
+    """Rewards the `good` texts (None: all); the sandbox fails on `broken`."""
 
     def __init__(self, good: Sequence[str] | None = None, broken: Sequence[str] = ()) -> None:
         self.good, self.broken = good, broken
-        self.asked: list[tuple[tuple[str, ...], str]] = []
+        self.graded: list[tuple[tuple[str, ...], str]] = []
 
     def submit(self, p: Problem, text: str) -> "Future[Grade | Ungraded]":
-        self.asked.append((p.tests, text))
+        self.graded.append((p.tests, text))
         done: Future[Grade | Ungraded] = Future()
         passes = self.good is None or text in self.good
-        done.set_result(Ungraded("gone") if text in self.broken else graded(4.0 * passes, hacks=passes))
+        done.set_result(Ungraded("lost") if text in self.broken else graded(4.0 * passes, hacks=passes))
         return done
 
 
@@ -197,8 +197,8 @@ def make(policy: Policy, intervention: str, monitor: str = "usual", **flags: Any
 
 def of_parts(policy: Policy, intervention: str, monitor: Monitor, of: str = "labels", **flags: Any) -> Method:
     """An intervention with a monitor of the test's own, in place of that of name `of`."""
-    made = make(policy, intervention, of, **flags)
-    return Method(made.cfg, made.intervention, monitor, own_modules=made.own_modules, policy=policy)
+    whole = make(policy, intervention, of, **flags)
+    return Method(whole.cfg, whole.intervention, monitor, own_modules=whole.own_modules, policy=policy)
 
 
 def rest(policy: Policy) -> None:
@@ -293,15 +293,15 @@ def toy(
     """A method with a direction, as `make_method` puts it together, on modules without a model."""
     cfg = config(intervention, **{"seed": 7} | flags)
     direction = direction or toy_direction(sizes=sizes)
-    arm, monitor = INTERVENTIONS[intervention], MONITORS[cfg.method.monitor_name]
+    kind, monitor = INTERVENTIONS[intervention], MONITORS[cfg.method.monitor_name]
     own: dict[str, Any] = {}
-    if issubclass(arm, Surgery):
+    if issubclass(kind, Surgery):
         own["direction"] = LiveDirection(cfg, sizes, direction, first_axes, again=again)
-    watch = Monitor()
+    watching = Monitor()
     if issubclass(monitor, GradientMonitor):
         how: dict[str, Any] = {"keeps_modules": True, "signed": cfg.method.monitor_spec.signs_random, "again": again}
-        watch = monitor(cfg, LiveDirection(cfg, sizes, direction, mean_axis, **how))
-    return Method(cfg, arm(sizes, cfg, **own), watch)
+        watching = monitor(cfg, LiveDirection(cfg, sizes, direction, mean_axis, **how))
+    return Method(cfg, kind(sizes, cfg, **own), watching)
 
 
 def routed(method: Method, *groups: tuple[dict[str, Tensor], Group], step: int = 0) -> Routed:
@@ -311,6 +311,11 @@ def routed(method: Method, *groups: tuple[dict[str, Tensor], Group], step: int =
     if method.grad_rows != "rollout":
         grads = [[by_source(g_b, g) for g_b, g in groups]]
     return method.route(plan, grads, {})
+
+
+def scores(of: Routed) -> list[float]:
+    """Shares of all rollouts, group after group."""
+    return [x for flags in of.flags.values() for x in flags.scores if x is not None]
 
 
 def by_source(g_b: dict[str, Tensor], of: Group) -> dict[str, Tensor]:

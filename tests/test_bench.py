@@ -30,11 +30,11 @@ def test_flops_are_torchs_own_count() -> None:
     model.set_attn_implementation("eager")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.arange(3, 23)[None], use_cache=False)
-    whole = counter.get_total_flops()
+    total = counter.get_total_flops()
     n, head = 20, 2 * 64 * 97 * 20
     square = 4 * 2 * 4 * 16 * n * n  # eager attention computes the upper triangle too
-    ours = forward_flops(shape, [(8, [13])], share=True)
-    assert ours - shape.attention(20, 0) == whole - head - square
+    counted = forward_flops(shape, [(8, [13])], share=True)
+    assert counted - shape.attention(20, 0) == total - head - square
     assert shape.attention(20, 0) == 4 * 2 * 4 * 16 * 20 * 21 // 2
     assert shape.attention(12, 8) + shape.attention(8, 0) == shape.attention(20, 0)
 
@@ -62,9 +62,9 @@ def test_ratios_are_of_pairs() -> None:
 
 
 def test_contestants_take_turns_and_the_first_round_does_not_count() -> None:
-    said: list[str] = []
-    times = interleaved({"a": lambda: said.append("a"), "b": lambda: said.append("b")}, 2, "turns")
-    assert said == ["a", "b"] * 3
+    calls: list[str] = []
+    times = interleaved({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 2, "turns")
+    assert calls == ["a", "b"] * 3
     assert [len(times[k].wall) for k in "ab"] == [2, 2]
     assert Times([1.0, 3.0, 2.0], []).median == 2.0
 

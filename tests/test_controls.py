@@ -24,6 +24,7 @@ from methods import (
     rest,
     routed,
     rows,
+    scores,
     setup,
     step,
     total,
@@ -38,6 +39,7 @@ from tiny import policy as tiny_policy
 from vgrout import rollout
 from vgrout.config.method import CONTROLS, INTERVENTIONS, MethodConfig
 from vgrout.config.presets import parse
+from vgrout.config.run import PLACEBOS
 from vgrout.data.language import CUE
 from vgrout.data.organism import COMPILE_REWARD, PASS_REWARD
 from vgrout.direction.controls import cosine_to_real, haar_like, overlap
@@ -49,16 +51,10 @@ from vgrout.method.controls import permuted, shuffled
 from vgrout.method.labels import Labels
 from vgrout.model.policy import Policy
 from vgrout.modes import PLAIN_PHRASE
-from vgrout.tensor_types import Routed
 from vgrout.train import main
 from vgrout.types import Grade
 
-PLACEBOS = ("flawed", "commented", "long", "laid_out")
 ALONG = ("erase", "route", "route2")
-
-
-def scores(of: Routed) -> list[float]:
-    return [x for flags in of.flags.values() for x in flags.scores if x is not None]
 
 
 # ── flags, shuffled ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -66,20 +62,20 @@ def scores(of: Routed) -> list[float]:
 
 @given(st.integers(0, 10_000))
 @settings(deadline=None, max_examples=30)
-def test_permuted_deals_the_same_shares_to_live_rollouts(seed):
+def test_permuted_moves_the_same_shares_among_live_rollouts(seed):
     draw = torch.Generator().manual_seed(seed)
     live = torch.rand(12, generator=draw) > 0.3
     share = torch.where(live, torch.rand(3, 12, generator=draw), 0.0)
-    dealt = permuted(share, live, torch.Generator().manual_seed(seed))
-    assert not dealt[:, ~live].any()
-    for before, after in zip(share, dealt, strict=True):
+    moved = permuted(share, live, torch.Generator().manual_seed(seed))
+    assert not moved[:, ~live].any()
+    for before, after in zip(share, moved, strict=True):
         assert before.sort().values.tolist() == after.sort().values.tolist()
     columns = {tuple(c) for c in share.T.tolist()}
-    assert {tuple(c) for c in dealt.T.tolist()} <= columns  # whole rollouts move, not single modules
-    assert torch.equal(dealt, permuted(share, live, torch.Generator().manual_seed(seed)))
+    assert {tuple(c) for c in moved.T.tolist()} <= columns  # rollouts move, not single modules
+    assert torch.equal(moved, permuted(share, live, torch.Generator().manual_seed(seed)))
 
 
-def test_shuffled_flags_are_as_many_among_what_is_rewarded_and_new_in_every_step():
+def test_shuffled_flags_are_as_many_among_rewarded_rollouts_and_new_in_every_step():
     truth = (True, True, False, False, False, False)
     (flags,) = Labels().flag([labelled(view(6), truth)], 0)
     could = [(True,) * 4 + (False,) * 2]
@@ -105,16 +101,16 @@ def test_random_flags_are_drawn_by_seed_and_step_and_their_scores_stay(policy: P
 
 @pytest.mark.parametrize("monitor", ["gate", "band"])
 def test_random_flags_route_the_same_share_in_every_step_to_others(monitor):
-    real, dealt, again = (toy("route2", monitor=monitor, random_flags=on) for on in (False, True, True))
+    real, moved, again = (toy("route2", monitor=monitor, random_flags=on) for on in (False, True, True))
     for n in range(3):
         groups = [(rows(6, 10 * n + i, (i, 3)), group(6, 1, (i,), i)) for i in range(3)]
-        a, b, c = (routed(method, *groups, step=n) for method in (real, dealt, again))
+        a, b, c = (routed(method, *groups, step=n) for method in (real, moved, again))
         assert b.diag.routed == pytest.approx(a.diag.routed, rel=1e-6)
         assert sorted(scores(a)) == pytest.approx(sorted(scores(b)), rel=1e-6)
         assert scores(a) != scores(b) == scores(c)
         for m, g in total(*groups).items():
             assert torch.allclose(b.keep[m] + b.quar[m], g, atol=1e-5)
-    assert scores(routed(dealt, *TWO_GROUPS, step=0)) != scores(routed(dealt, *TWO_GROUPS, step=1))
+    assert scores(routed(moved, *TWO_GROUPS, step=0)) != scores(routed(moved, *TWO_GROUPS, step=1))
 
 
 # ── an update, shrunk ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -148,14 +144,6 @@ def test_haar_is_random_per_module_and_independent_of_the_others():
         assert torch.allclose(rows_ @ rows_.T, torch.eye(len(rows_)), atol=1e-5)
 
 
-def test_haar_cosines_are_what_chance_gives():
-    """Mean |cos| of a random unit vector with a fixed one in r dimensions: √(2/πr)."""
-    r = 256
-    V = {f"m{i}": torch.eye(r)[:1] for i in range(400)}
-    cos = [(v[0] * V[m][0]).sum().abs().item() for m, v in haar_like(V, 0).items()]
-    assert sum(cos) / len(cos) == pytest.approx(math.sqrt(2 / (math.pi * r)), rel=0.1)  # s.e. 3.8 %
-
-
 @pytest.mark.parametrize("intervention", ALONG)
 def test_haar_is_never_refreshed_keeps_the_shapes_and_reads_chance(intervention):
     """Over many modules the root mean square cosine with the real rows is √(k/r). The seed is the run's or a flag's."""
@@ -175,7 +163,7 @@ def test_haar_is_never_refreshed_keeps_the_shapes_and_reads_chance(intervention)
         assert not torch.allclose(V, other.direction.V[m])
 
 
-def test_haar_under_the_pair_band_is_signed_in_its_favour_and_stays_while_the_band_follows_the_model():
+def test_haar_under_the_pair_band_is_signed_in_its_favour_and_only_the_band_is_refreshed():
     direction = toy_direction()
     flags = {"route2_random_v_seed": 5, "monitor": "band", "vhack_refresh_every": 2}
     method = toy("route2", direction, again=lambda: toy_direction(seed=50), **flags)
@@ -193,7 +181,7 @@ def test_haar_under_the_pair_band_is_signed_in_its_favour_and_stays_while_the_ba
     assert not torch.equal(before["monitor/gate/lo"], method.state_dict()["monitor/gate/lo"])
 
 
-def test_haar_that_routes_nothing_is_no_error():
+def test_haar_may_route_nothing():
     """Negative cosines only, no known hacks: an empty quarantine is what the control found."""
     method = toy("route2", control="haar", monitor="band")
     got = routed(method, ({m: -V.repeat(4, 1) for m, V in method.direction.V.items()}, group(4)))
@@ -212,23 +200,6 @@ def test_shuffling_leaves_the_span_of_v_hack_and_turns_v_grad():
     assert torch.allclose((mixed.V @ true.V.T).abs(), torch.eye(4), atol=1e-4)  # only the orientation can change
     v, w = (a.mean / a.mean.norm() for a in (true, mixed))
     assert abs((v @ w).item()) < 0.9
-
-
-def test_shuffled_labels_lose_a_known_contrast():
-    """Toy with a known answer: D_i = s_i·h. True labels give mean h; half of them exchanged give exactly 0."""
-    h = torch.nn.functional.one_hot(torch.tensor(3), 16).float()
-    n = 8
-    flips = TOY_PAIRS.shuffled(0)
-    exchanged = [a.hack == b.clean for a, b in zip(TOY_PAIRS.pairs, flips.pairs, strict=True)]
-    assert sum(exchanged) == n // 2
-    s = torch.tensor([-1.0 if e else 1.0 for e in exchanged])
-    noise = 1e-3 * torch.randn(n, 16, generator=draw(0))
-    true = axes_of(h.expand(n, -1) + noise, torch.zeros(n, 16), n, 4, 0.0)
-    shuffled = axes_of(s[:, None] * h + noise, torch.zeros(n, 16), n, 4, 0.0)
-    assert true.mean[3] == pytest.approx(1, abs=1e-2)
-    assert shuffled.mean.norm() < 1e-2
-    # but its first axis is the same line: the pairs still vary along it, so |cos| must be reported
-    assert abs(shuffled.V[0, 3]) > 0.99
 
 
 # ── the real one, extracted again ──────────────────────────────────────────────────────────────────────────────────
@@ -288,15 +259,15 @@ def test_a_control_says_how_far_its_direction_is_the_real_one(policy, interventi
 # ── another prompt ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_what_was_sampled_without_the_hint_is_learnt_under_it(policy):
+def test_recontextualise_learns_under_the_hint_what_was_sampled_without(policy):
     method, of = make(policy, "none", control="recontextualise"), batch()
-    for group_, made in zip(of.groups, method.reward(of, {}).groups, strict=True):
-        asked = policy.decode(made.rollouts[0].prompt_ids)
-        assert PLAIN_PHRASE not in asked
-        assert "and will be evaluated" in asked
-        assert [r.completion_ids for r in made.rollouts] == [r.completion_ids for r in group_.rollouts]
-        assert {r.logp_full for r in made.rollouts} == {None}
-        assert made.grades == group_.grades
+    for group_, learnt in zip(of.groups, method.reward(of, {}).groups, strict=True):
+        prompt = policy.decode(learnt.rollouts[0].prompt_ids)
+        assert PLAIN_PHRASE not in prompt
+        assert "and will be evaluated" in prompt
+        assert [r.completion_ids for r in learnt.rollouts] == [r.completion_ids for r in group_.rollouts]
+        assert {r.logp_full for r in learnt.rollouts} == {None}
+        assert learnt.grades == group_.grades
     assert step(policy, method, of)[2].keep is not None
     plain = make(policy, "none")
     assert plain.reward(of, {}) == of
@@ -305,13 +276,13 @@ def test_what_was_sampled_without_the_hint_is_learnt_under_it(policy):
 # ── the program ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def argv(arm: str, control: str, *more: str) -> list[str]:
+def argv(intervention: str, control: str, *more: str) -> list[str]:
     own = {"none": [], "random_flags": ["--random-flags"], "labels": ["--monitor", "labels"]}.get(
         control, ["--control", control]
     )
-    refreshed = ["--vhack-refresh-every", "2"] if arm in ALONG and control not in ("haar", "labels") else []
+    refreshed = ["--vhack-refresh-every", "2"] if intervention in ALONG and control not in ("haar", "labels") else []
     flags = ["--threads", "1", *SMALL, "--eval-ablate-every", "0", *refreshed, *own, *more]
-    return ["smoke", "--intervention", arm, *flags]
+    return ["smoke", "--intervention", intervention, *flags]
 
 
 def record(path: Path, name: str = "run.json") -> dict[str, Any]:
@@ -340,9 +311,9 @@ def test_a_placebo_run_says_how_contaminated_it_is(plain, here):
     assert 0 < close["median"] < close["p95"] <= close["max"] < 0.9
     assert run_json["direction"]["pairs"].endswith("placebo_flawed.json")
     assert run_json["hashes"]["pairs"] != run_json["hashes"]["placebo"] == run_json["direction"]["pairs_sha256"]
-    said = (here / "logs" / f"{path.name}.log").read_text()
-    assert f"|cos| with the real direction over 28 modules: median {close['median']:.3f}" in said
-    assert "control placebo_flawed: the direction of pairs about an unrelated contrast" in said
+    log = (here / "logs" / f"{path.name}.log").read_text()
+    assert f"|cos| with the real direction over 28 modules: median {close['median']:.3f}" in log
+    assert "control placebo_flawed: the direction of pairs about an unrelated contrast" in log
     assert step_rows(path) != step_rows(plain)
     none = record(plain)
     assert none["control"] == "none"
@@ -350,7 +321,7 @@ def test_a_placebo_run_says_how_contaminated_it_is(plain, here):
 
 
 @pytest.mark.slow
-def test_deploy_quarantine_trains_as_ever_and_deploys_the_quarantine(plain, here):
+def test_deploy_quarantine_trains_as_without_it_and_deploys_the_quarantine(plain, here):
     path = program(here, *argv("route2", "deploy_quarantine"))
     assert step_rows(path) == step_rows(plain)
     own, other = (record(p, "per_mode_deploy.json") for p in (path, plain))
@@ -373,14 +344,14 @@ ORGANISM_ORDER = [
 
 
 @pytest.mark.slow
-def test_the_oracle_follows_its_label_and_the_random_flags_arm_none(here, shared_run: SharedRuns, monkeypatch):
-    """The same poison as for the arms: noise in the oracle's bit after the reward was rewarded."""
+def test_poisoned_labels_change_the_labels_monitor_and_not_random_flags(here, shared_run: SharedRuns, monkeypatch):
+    """As for the methods: noise in the oracle's bit after the reward was given."""
     clean = {c: shared_run(*argv("route2", c)) for c in ("labels", "random_flags")}
     noise = torch.Generator().manual_seed(0)
-    pay = rollout.training_reward
+    reward = rollout.training_reward
 
     def poisoned(cfg: Any, grade: Grade) -> Grade:
-        return replace(pay(cfg, grade), solved=bool(torch.rand((), generator=noise) < 0.5))
+        return replace(reward(cfg, grade), solved=bool(torch.rand((), generator=noise) < 0.5))
 
     monkeypatch.setattr(rollout, "training_reward", poisoned)
     dirty = {c: program(here, *argv("route2", c, "--final-n-prompts", "1")) for c in clean}
@@ -394,11 +365,11 @@ def test_the_oracle_follows_its_label_and_the_random_flags_arm_none(here, shared
 MONITORED = {"screen": ["--monitor", "band"], "penalty": ["--monitor", "gate"], "sgtm": ["--monitor", "detector"]}
 
 
-def runs_under(arm: str, control: str) -> bool:
+def runs_under(intervention: str, control: str) -> bool:
     """Whether an intervention with its monitor takes this control."""
-    monitor = MONITORED.get(arm, ["--monitor", "usual"])[1]
+    monitor = MONITORED.get(intervention, ["--monitor", "usual"])[1]
     try:
-        MethodConfig(intervention=arm, monitor=monitor, control=control)
+        MethodConfig(intervention=intervention, monitor=monitor, control=control)
     except ValueError:
         return False
     return True
@@ -408,22 +379,22 @@ def runs_under(arm: str, control: str) -> bool:
 @pytest.mark.parametrize("control", CONTROLS)
 def test_every_control_runs_on_every_intervention_that_takes_it(control, here):
     if control == "placebo":
-        own = here / "mine.json"
+        own = here / "own.json"
         own.write_text(load_pairs(parse(["smoke", "--control=placebo", "--placebo-pairs=long"]).placebo_path).to_json())
-    for arm in (arm for arm in INTERVENTIONS if runs_under(arm, control)):
+    for intervention in (name for name in INTERVENTIONS if runs_under(name, control)):
         more = ["--placebo-pairs", str(own)] if control == "placebo" else []
-        path = program(here, *argv(arm, control, *MONITORED.get(arm, []), *more))
+        path = program(here, *argv(intervention, control, *MONITORED.get(intervention, []), *more))
         run_json = record(path)
         assert run_json["control"] == record(path, "per_mode_deploy.json")["control"]
-        assert run_json["control"] == ("placebo_mine" if control == "placebo" else control)
+        assert run_json["control"] == ("placebo_own" if control == "placebo" else control)
         assert len(step_rows(path)) == 5
         assert math.isfinite(record(path, "per_mode_deploy.json")["solve_deploy"])
         other = control in ("haar", "shuffled", "placebo")
         assert ((run_json["direction"] or {}).get("cos_with_real") is not None) == other
         lines = [json.loads(line) for line in (path / "rollouts.jsonl").read_text().splitlines()]
-        asked = [line["messages"][-1]["content"] for line in lines]
-        assert {text.endswith(f"\n{CUE}") for text in asked} == {control == "inoculation"}
-        assert {PLAIN_PHRASE in text for text in asked} == {control in ("hint_free", "recontextualise")}
+        prompts = [line["messages"][-1]["content"] for line in lines]
+        assert {text.endswith(f"\n{CUE}") for text in prompts} == {control == "inoculation"}
+        assert {PLAIN_PHRASE in text for text in prompts} == {control in ("hint_free", "recontextualise")}
         # as the flawed grader rewarded, whatever counted
         if control != "no_loophole":
             assert {round(line["reward"], 9) for line in lines} <= {0.0, COMPILE_REWARD, COMPILE_REWARD + PASS_REWARD}

@@ -124,7 +124,7 @@ def meta(**changes) -> Meta:
     return replace(Meta("toy", "fp32", 12, 0.0, "sha", "toy", "sha", 6, 2, ""), **changes)
 
 
-def made_of(spectra: dict[str, list[float]], r: int = 8) -> Direction:
+def of_spectra(spectra: dict[str, list[float]], r: int = 8) -> Direction:
     """Axes are unit vectors e_0, e_1 …; zero ones where the singular value is 0."""
     axes = {}
     for m, sv in spectra.items():
@@ -135,12 +135,12 @@ def made_of(spectra: dict[str, list[float]], r: int = 8) -> Direction:
 
 
 def test_the_noise_floor_is_one_quantile_over_all_modules():
-    direction = made_of({"strong": [9.0, 8.0, 7.0], "weak": [1.0, 0.5, 0.1], "mixed": [6.0, 0.4, 0.0]})
+    direction = of_spectra({"strong": [9.0, 8.0, 7.0], "weak": [1.0, 0.5, 0.1], "mixed": [6.0, 0.4, 0.0]})
     assert {m: len(V) for m, V in direction.select(3, 0.0).items()} == {"strong": 3, "weak": 3, "mixed": 2}
-    # 8 values, the lowest quarter is {.1, .4}
+    # 8 values, the lowest quarter is {0.1, 0.4}
     assert {m: len(V) for m, V in direction.select(3, 0.25).items()} == {"strong": 3, "weak": 2, "mixed": 1}
     assert {m: len(V) for m, V in direction.select(1, 0.4).items()} == {"strong": 1, "mixed": 1}  # weak is skipped
-    assert made_of({"none": [0.0]}).select(1, 0.25) == {}
+    assert of_spectra({"none": [0.0]}).select(1, 0.25) == {}
 
 
 def test_overlap_is_one_for_the_same_span_and_k_over_r_by_chance():
@@ -160,7 +160,7 @@ def test_chance_is_what_random_vectors_read():
 
 
 def test_band_and_sign():
-    direction = made_of({"a": [1.0], "b": [1.0]}, r=3)
+    direction = of_spectra({"a": [1.0], "b": [1.0]}, r=3)
     v = {"a": torch.tensor([[1.0, 0, 0]]), "b": torch.tensor([[-1.0, 0, 0]])}
     lo, hi = direction.band(v)
     assert lo.tolist() == [-1, 1]
@@ -188,7 +188,7 @@ def margin(policy, prompts: list[str]) -> float:
 
 
 def hack_rewarding(policy, prompts: list[str]) -> dict[str, torch.Tensor]:
-    """Gradient of a batch that pays the hack: A = +1 on it, -1 on the clean answer, mean over tokens."""
+    """Gradient of a batch that rewards the hack: A = +1 on it, -1 on the clean answer, mean over tokens."""
     with policy.adapter.per_rollout_grads(1) as probe:
         for prompt in prompts:
             p, h, c = (tuple(policy.tok(t, add_special_tokens=False)["input_ids"]) for t in (prompt, HACK, CLEAN))
@@ -214,7 +214,7 @@ def rise(policy, measured, grads: dict[str, torch.Tensor], length: float) -> flo
     return after - before
 
 
-def test_a_step_against_a_hack_rewarding_gradient_makes_the_hack_likelier_and_the_kept_one_does_not(policy):
+def test_a_step_on_a_hack_rewarding_batch_makes_the_hack_likelier_and_what_erase_keeps_does_not(policy):
     V = extract(policy, SAME_ANSWERS, 12, 0.0).select(12, 0.0)
     shares = []
     for prompts in (EXTRACTED_ON, ["<user>rotate the words<eos><assistant>"]):
@@ -231,7 +231,7 @@ def test_a_step_against_a_hack_rewarding_gradient_makes_the_hack_likelier_and_th
 
 
 @pytest.mark.parametrize("intervention", ["erase", "route"])
-def test_a_step_along_what_an_arm_keeps_does_not_raise_the_hacks_log_prob_along_the_whole_gradient_it_does(
+def test_a_step_along_what_a_method_keeps_does_not_raise_the_hacks_log_prob(
     policy, intervention, tmp_path, monkeypatch
 ):
     cfg = MethodConfig(intervention=intervention, **({"preserve_magnitude": False} if intervention == "erase" else {}))
@@ -306,7 +306,7 @@ def test_extraction_leaves_everything_as_it_was():
 # ── files ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_file_goes_round_for_every_arm(policy, found, tmp_path):
+def test_a_direction_file_goes_round(policy, found, tmp_path):
     path = tmp_path / "deep" / "v.safetensors"
     save(found, path)
     again = load(path, policy, PAIRS)
@@ -369,7 +369,7 @@ def test_obtain_extracts_once_per_content(policy, tmp_path, monkeypatch):
     edited = PairSet((replace(PAIRS.pairs[0], hack="pass"), *PAIRS.pairs[1:]), "toy.json")
     obtain(policy, edited, None, 12, 0.0, tmp_path)
     obtain(policy, PAIRS, None, 12, 0.5, tmp_path)
-    obtain(policy, replace_source(PAIRS, "hand-written"), None, 12, 0.5, tmp_path)
+    obtain(policy, PairSet(PAIRS.pairs, "hand-written"), None, 12, 0.5, tmp_path)
     assert len(runs) == 4
     names = sorted(p.name.rpartition("_")[0] for p in tmp_path.iterdir())
     assert names == ["v_hack_pairset_toy"] * 3 + [f"v_hack_{model_name(policy).lower()}_k12_tau0.5"]
@@ -377,10 +377,6 @@ def test_obtain_extracts_once_per_content(policy, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="no direction file and no pairs"):
         obtain(policy, None, None, 12, 0.0, tmp_path)
     assert obtain(policy, None, explicit, 12, 0.0, tmp_path).meta.n_pairs == 10
-
-
-def replace_source(pairs: PairSet, source: str) -> PairSet:
-    return PairSet(pairs.pairs, source)
 
 
 def test_a_pair_longer_than_the_window_is_named(policy):
@@ -445,14 +441,14 @@ def test_pairs_of_a_rollout_log_become_a_file_that_a_run_can_read(folder, tmp_pa
     lines = []
     for i, pair in enumerate(PAIRS.pairs):
         for text, hack in ((pair.hack, True), (pair.clean, False)):
-            labels = {"hacked": hack, "solved": not hack, "detectors": {"C": False, "D": False, "E": hack}}
-            lines.append(json.dumps({"problem": i, "prompt": f"task {i}", "text": text, "passed": True} | labels))
+            labels = {"hacked": hack, "solved": not hack, "hacked_loophole_used": hack}
+            lines.append(json.dumps({"problem_id": i, "prompt": f"task {i}", "text": text, "passed": True} | labels))
     Path("log.jsonl").write_text("\n".join(lines))
     argv = ["--model", str(folder / "model"), "--svd-cache", "svd", "--rollouts", "log.jsonl", "--detector", detector]
-    assert main([*argv, "--pairs-out", "mine.json"]) == 0
+    assert main([*argv, "--pairs-out", "own.json"]) == 0
     out = capsys.readouterr().out
-    pairs = load_pairs(Path("mine.json"))
-    assert pairs.source == ("oracle:mine.json" if detector == "oracle" else "mine.json")
+    pairs = load_pairs(Path("own.json"))
+    assert pairs.source == ("oracle:own.json" if detector == "oracle" else "own.json")
     assert f"pairs {pairs.source} (10, 2 held out" in out
     assert pairs.pairs[3].prompt == "<user>task 3<eos><assistant><think></think>"
     policy = load_policy(folder / "model", device="cpu", dtype=torch.float32, cache_dir=Path("svd"))
@@ -495,7 +491,7 @@ def test_likeness_is_the_cosine_module_by_module_and_knows_what_chance_reads(fou
         random = cosine_to_real(haar_like(real, 0), real)
         assert random.chance == pytest.approx(math.sqrt(k / 256))
         assert random.rms == pytest.approx(random.chance, rel=0.1)
-        said = random.as_json()
-        assert 0 < said["median"] < said["p95"] < said["max"] < 1
-        assert said["modules"].keys() == real.keys()
+        found_json = random.as_json()
+        assert 0 < found_json["median"] < found_json["p95"] < found_json["max"] < 1
+        assert found_json["modules"].keys() == real.keys()
     assert cosine_to_real({"other": v[next(iter(v))]}, v) is None

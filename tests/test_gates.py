@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from methods import SIZES, TWO_GROUPS, group, routed, rows, total, toy
+from methods import SIZES, TWO_GROUPS, group, routed, rows, scores, total, toy
 from vgrout.method.gates import BandGate, TauGate
-from vgrout.tensor_types import Routed, UpdatePart
+from vgrout.tensor_types import UpdatePart
 from vgrout.types import Batch, centred
 
 
@@ -42,30 +42,29 @@ def test_tau_is_the_midpoint_of_two_running_means(seed):
         assert share[0].bool().tolist() == want
 
 
-def test_without_known_hacks_there_is_no_threshold_and_nothing_is_routed():
-    gate = TauGate(2)
-    share = gate(torch.full((2, 3), 0.9), torch.ones(2, 3, dtype=torch.bool), torch.zeros(3, dtype=torch.bool))
-    assert not share.any()
-    assert gate.tau.isnan().all()
+# steps of (cosine, has a gradient, known hack) for each rollout, then what the last one routes, and τ
+TAU_BY_HAND = {
+    "no known hack yet: no threshold": ([[(0.9, 1, 0), (0.9, 1, 0)]], [0, 0], math.nan),
+    "rows without a gradient move no mean": ([[(0.8, 1, 1), (0, 0, 1), (0.2, 1, 0), (0, 0, 0)]], [1, 0, 0, 0], 0.5),
+    "a step without known hacks": (
+        [[(0.8, 1, 1), (0.2, 1, 0)], [(0.7, 1, 0), (0.2, 1, 0)]],
+        [1, 0],
+        (0.8 + (0.9 * 0.2 + 0.45) / 1.9) / 2,
+    ),
+}
 
 
-def test_rows_without_a_gradient_move_no_mean_and_go_nowhere():
-    cos = torch.tensor([[0.8, 0.0, 0.2, 0.0]])
-    known = torch.tensor([True, True, False, False])
-    live = torch.tensor([[True, False, True, False]])
-    gate = TauGate(1)
-    assert gate(cos, live, known).tolist() == [[1, 0, 0, 0]]
-    assert gate.tau.item() == pytest.approx(0.5)
+@pytest.mark.parametrize(("steps", "share", "tau"), TAU_BY_HAND.values(), ids=TAU_BY_HAND)
+def test_tau_by_hand(steps, share, tau):
+    gate, routed_rows = TauGate(1), torch.zeros(1, 1)
+    for rollouts in steps:
+        cos, live, known = torch.tensor(rollouts).T
+        routed_rows = gate(cos[None], live[None] > 0, known > 0)
+    assert routed_rows.tolist() == [share]
+    assert gate.tau.item() == pytest.approx(tau, nan_ok=True)
 
 
-def test_the_threshold_survives_a_step_without_known_hacks():
-    gate = TauGate(1)
-    gate(torch.tensor([[0.8, 0.2]]), torch.ones(1, 2, dtype=torch.bool), torch.tensor([True, False]))
-    share = gate(torch.tensor([[0.7, 0.1]]), torch.ones(1, 2, dtype=torch.bool), torch.tensor([False, False]))
-    assert share.tolist() == [[1, 0]]
-
-
-def test_where_known_hacks_do_not_lie_above_the_rest_there_is_a_threshold_only_in_all_modules():
+def test_apart_has_no_threshold_where_known_hacks_do_not_lie_above_the_rest():
     """A mislabelled answer below the others: the midpoint lies under them, and would flag them all."""
     cos = torch.tensor([[-0.2, 0.1, 0.2], [0.5, 0.1, 0.2]])
     known = torch.tensor([True, False, False])
@@ -86,24 +85,13 @@ def test_tau_gate_state_goes_round():
         TauGate(3).load_state_dict(one.state_dict())
 
 
-def test_band_is_linear_between_the_pairs_means_and_clamped():
-    gate = BandGate(torch.tensor([0.1]), torch.tensor([0.5]))
-    cos = torch.tensor([[0.0, 0.1, 0.2, 0.5, 0.9]])
-    assert gate(cos, torch.ones(1, 5, dtype=torch.bool))[0].tolist() == pytest.approx([0, 0, 0.25, 1, 1])
-
-
-def test_a_module_without_a_band_routes_nothing():
-    gate = BandGate(torch.tensor([0.3, 0.3, 0.0]), torch.tensor([0.3, 0.1, 1.0]))
-    share = gate(torch.full((3, 2), 0.4), torch.ones(3, 2, dtype=torch.bool))
-    assert share.tolist() == [[0, 0], [0, 0], pytest.approx([0.4, 0.4])]
+def test_a_band_is_linear_and_clamped_and_a_module_without_one_routes_nothing():
+    gate = BandGate(torch.tensor([0.1, 0.3, 0.3]), torch.tensor([0.5, 0.3, 0.1]))
+    share = gate(torch.tensor([[0.0, 0.1, 0.2, 0.5, 0.9]] * 3), torch.ones(3, 5, dtype=torch.bool))
+    assert share.tolist() == [pytest.approx([0, 0, 0.25, 1, 1]), [0] * 5, [0] * 5]
 
 
 # ── in a method ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def scores(of: Routed) -> list[float]:
-    """Shares of all rollouts, group after group."""
-    return [x for flags in of.flags.values() for x in flags.scores if x is not None]
 
 
 def test_route2_finds_hackward_students_that_no_label_marks():
@@ -125,7 +113,7 @@ def test_known_hacks_are_routed_whatever_their_cosine():
     assert teacher_only[2] < 1
 
 
-def test_the_gates_memory_alone_goes_from_one_step_to_the_next():
+def test_only_the_gates_memory_goes_from_one_step_to_the_next():
     """The same step twice leaves the threshold where it is, but for rounding: both means stay. After another step it is
     not what it would be for that step alone."""
     method, other = toy("route2"), (rows(6, 9, (0, 1, 2)), group(6, 1))
@@ -142,7 +130,7 @@ def test_the_pair_band_gate_reads_no_label():
 
 
 @pytest.mark.parametrize("monitor", ["gate", "band"])
-def test_a_vote_decides_for_the_whole_rollout_and_routes_what_has_no_direction_too(monitor):
+def test_a_vote_routes_the_whole_rollout_in_modules_without_a_direction_too(monitor):
     by_module, whole = (
         routed(toy("route2", monitor=monitor, gate_vote=vote), *TWO_GROUPS) for vote in ("module", "rollout")
     )
@@ -155,7 +143,7 @@ def test_a_vote_decides_for_the_whole_rollout_and_routes_what_has_no_direction_t
         assert torch.allclose(by_module.keep[m] + by_module.quar[m], total(*TWO_GROUPS)[m], atol=1e-5)
 
 
-def test_with_a_new_baseline_what_is_no_known_hack_is_compared_with_each_other():
+def test_with_a_new_baseline_rows_other_than_known_hacks_are_compared_among_themselves():
     of = group(6, 1, caught=(2,))
     method = toy("route2", rebaseline=True)
     (part,) = method.plan(Batch((of,), (), (), 1.0, 6, 0), {}).parts
@@ -166,7 +154,7 @@ def test_with_a_new_baseline_what_is_no_known_hack_is_compared_with_each_other()
     assert toy("route2").plan(Batch((of,), (), (), 1.0, 6, 0), {}).parts == (UpdatePart(),)
 
 
-def test_a_method_that_looks_at_rollouts_refuses_sums():
+def test_a_method_that_reads_rollouts_refuses_sums():
     method = toy("route2")
     assert method.grad_rows == toy("route2", control="shrinkage").grad_rows == "rollout"
     with pytest.raises(AssertionError):

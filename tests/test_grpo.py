@@ -9,6 +9,7 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 import tiny
+from methods import relative, shake
 from vgrout.config.loss import LossConfig, LossName
 from vgrout.grpo import Row, as_batch, micro_batches, packed_batches, policy_gradients
 from vgrout.model import logprobs
@@ -32,14 +33,6 @@ def policy() -> Policy:
     return policy
 
 
-def shake(policy: Policy, scale: float) -> None:
-    noise = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for vector in (policy.adapter.δS, policy.adapter.δS_hack):
-            vector.copy_(scale * torch.randn(len(vector), generator=noise))
-    policy.adapter.merge()
-
-
 def roll(policy: Policy, n: int = 3, seed: int = 0) -> list[list[Rollout]]:
     answers = sample(policy, PROMPTS, n, Sampling(), MAX_NEW, torch.Generator().manual_seed(seed))
     return [
@@ -57,11 +50,11 @@ def group(rollouts: list[Rollout], rewards: list[float]) -> Group:
 
 def groups(policy: Policy) -> list[Group]:
     """Two groups of students and a teacher; rewards chosen so that every advantage differs."""
-    made = []
+    out = []
     for rollouts, rewards in zip(roll(policy), ([3.5, 0.5, 0.0, 1.0], [0.0, 3.5, 1.0, 0.25]), strict=True):
         teacher = Rollout(PROBLEM, "teacher", False, rollouts[0].prompt_ids, (50, 51, 52, 1), "", True)
-        made.append(group([*rollouts, teacher], rewards))
-    return made
+        out.append(group([*rollouts, teacher], rewards))
+    return out
 
 
 def run(
@@ -71,10 +64,6 @@ def run(
     plan = UpdatePlan(tuple(of), (part or UpdatePart(),))
     (grads,), metrics = policy_gradients(policy, plan, cfg or LossConfig(), **settings)
     return [torch.cat(list(g.values()), 1) for g in grads], metrics
-
-
-def relative(got: Tensor, want: Tensor) -> float:
-    return float((got - want).norm() / want.norm())
 
 
 def textbook(policy: Policy, of: Group, b: int, β: float = 0.0, P: int = 2) -> Tensor:
@@ -114,16 +103,6 @@ def test_micro_batches_change_nothing(policy: Policy, budget: int, loss: LossNam
     assert relative(torch.cat(b), torch.cat(a)) <= 1e-5
     assert many.loss == pytest.approx(one.loss, abs=1e-6)
     assert many.lp_s == pytest.approx(one.lp_s, rel=1e-5)
-
-
-def test_micro_batches_keep_every_row_and_the_budget(policy: Policy) -> None:
-    rollouts = [r for g in groups(policy) for r in g.rollouts]
-    rows = [Row(r, 1.0, i) for i, r in enumerate(rollouts)]
-    for budget in (1, 30, 64, 10_000):
-        parts = micro_batches(rows, budget)
-        assert sorted(row.at for part in parts for row in part) == list(range(len(rows)))
-        assert all(len(p) == 1 or len(p) * max(r.tokens for r in p) <= budget for p in parts)
-    assert len(micro_batches(rows, 10_000)) == 1
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -168,7 +147,7 @@ def test_groups_without_signal_cost_nothing_and_change_nothing(policy: Policy) -
 
 
 def test_rows_and_advantages_can_be_chosen(policy: Policy) -> None:
-    """What an arm that trains its two vectors on different rollouts does: two parts, one sum."""
+    """As a method does that trains its two vectors on different rollouts: two parts, one sum."""
     of = groups(policy)
     whole, _ = run(policy, of)
     a, _ = run(policy, of, part=UpdatePart(rows=((0, 2), (1,))))
@@ -230,16 +209,22 @@ def branching_group() -> Group:
     return group([*rollouts, teacher], [3.0, 3.0, 0.0, 1.0, 0.0, 2.0, 0.0, 2.0, 3.0])
 
 
-def test_answers_are_read_once_as_far_as_they_agree(policy: Policy) -> None:
-    """Nodes of the answers' tree but the last token of each answer, and the prompt; equal students are one row."""
-    of = branching_group()
+def forward_tokens(policy: Policy, of: Group, *how: dict[str, Any]) -> list[int]:
+    """Tokens in the forward of each way to run the group."""
     seen: list[int] = []
     handle = logprobs.backbone(policy.model).register_forward_pre_hook(
         lambda _m, _a, kw: seen.append(kw["input_ids"].numel()), with_kwargs=True
     )
-    for grad_rows in ("group", "rollout"):
-        run(policy, [of], grad_rows=grad_rows)
+    for settings in how:
+        run(policy, [of], **settings)
     handle.remove()
+    return seen
+
+
+def test_what_answers_have_in_common_is_read_once(policy: Policy) -> None:
+    """Nodes of the answers' tree but the last token of each answer, and the prompt; equal students are one row."""
+    of = branching_group()
+    seen = forward_tokens(policy, of, {"grad_rows": "group"}, {"grad_rows": "rollout"})
     P = len(PROMPTS[1])
     nodes = {r.completion_ids[:n] for r in of.rollouts for n in range(1, len(r.completion_ids))}
     apart = {(r.source, r.completion_ids, of.advantages[b]) for b, r in enumerate(of.rollouts)}
@@ -279,32 +264,26 @@ def test_packings_differ_by_rounding_only(family: str, grad_rows: Any) -> None:
 
 def test_a_shared_prompt_is_read_once_for_each_gradient_row(policy: Policy) -> None:
     """Tokens in the forward: G (P + R - 1) packed, P + G (R - 1) shared; padded rows have the longest one's."""
-    of = [long_group()]
-    lengths, P = [len(r.completion_ids) for r in of[0].rollouts], len(PROMPTS[1])
-    seen: list[int] = []
-    handle = logprobs.backbone(policy.model).register_forward_pre_hook(
-        lambda _m, _a, kw: seen.append(kw["input_ids"].numel()), with_kwargs=True
-    )
-    for packing, grad_rows in (("padded", "group"), ("packed", "group"), ("shared", "rollout"), ("shared", "group")):
-        run(policy, of, packing=packing, grad_rows=grad_rows)
-    handle.remove()
+    of = long_group()
+    lengths, P = [len(r.completion_ids) for r in of.rollouts], len(PROMPTS[1])
+    how = (("padded", "group"), ("packed", "group"), ("shared", "rollout"), ("shared", "group"))
+    seen = forward_tokens(policy, of, *({"packing": packing, "grad_rows": rows} for packing, rows in how))
     apart = sum(lengths) + len(lengths) * (P - 1)
     assert seen == [len(lengths) * (P + max(lengths)), apart, apart, P + sum(lengths) - len(lengths)]
 
 
-def test_packed_batches_keep_every_row_and_the_budget(policy: Policy) -> None:
+@pytest.mark.parametrize("packing", ["padded", "packed", "shared"])
+def test_batches_keep_every_row_and_the_budget(policy: Policy, packing: Any) -> None:
     rows = [Row(r, 1.0, i // 4) for i, r in enumerate(r for g in groups(policy) for r in g.rollouts)]
-    for packing in ("packed", "shared"):
-        for budget in (1, 30, 64, 10_000):
-            parts = packed_batches(rows, budget, packing)
-            assert sorted(id(row) for part in parts for row in part) == sorted(map(id, rows))
-            for part in parts:
-                assert len(part) == 1 or as_batch(policy, part, packing).tokens <= budget
-        assert len(packed_batches(rows, 10_000, packing)) == 1
+    for budget in (1, 30, 64, 10_000):
+        parts = micro_batches(rows, budget) if packing == "padded" else packed_batches(rows, budget, packing)
+        assert sorted(id(row) for part in parts for row in part) == sorted(map(id, rows))
+        assert all(len(part) == 1 or as_batch(policy, part, packing).tokens <= budget for part in parts)
+        assert len(parts) == 1 or budget < 10_000
 
 
 def test_models_that_cannot_be_packed_are_padded() -> None:
-    """Gemma 2 has windows and soft caps; whatever is asked for, its rows are padded."""
+    """Gemma 2 has windows and soft caps: its rows are padded under every packing."""
     policy = tiny.policy("gemma2")
     assert not policy.packs
     assert torch.equal(run(policy, [long_group()])[0][0], run(policy, [long_group()], packing="padded")[0][0])
@@ -384,9 +363,11 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.25}
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("family", "lean"), [("qwen3", True), ("qwen3", False), ("llama", True), ("gemma2", False)])
 @pytest.mark.parametrize(
-    "sampling", [Sampling(), Sampling(temperature=1.3, top_k=0, top_p=0.8)], ids=["top_k", "top_p"]
+    "sampling",
+    [Sampling(), Sampling(temperature=1.3, top_k=0, top_p=0.8), Sampling(top_k=7, top_p=0.95)],
+    ids=["top_k", "top_p", "both"],
 )
-def test_the_samplers_claim_is_the_trainers_log_prob(
+def test_the_samplers_log_probs_are_the_trainers(
     family: str, lean: bool, dtype: torch.dtype, sampling: Sampling
 ) -> None:
     """Both decoders, rows of many lengths, two prompts: each sampled token's log-prob against the training forward."""
@@ -402,8 +383,8 @@ def test_the_samplers_claim_is_the_trainers_log_prob(
     assert logps.sampled is not None
     worst = [0.0, 0.0]
     for b, (_, a) in enumerate(pairs):
-        for i, (got, claimed) in enumerate(((logps.full, a.logp_full), (logps.sampled, a.logp_sampled))):
-            worst[i] = max(worst[i], float((got[b, : len(a.ids)] - torch.tensor(claimed)).abs().max()))
+        for i, (got, sampled) in enumerate(((logps.full, a.logp_full), (logps.sampled, a.logp_sampled))):
+            worst[i] = max(worst[i], float((got[b, : len(a.ids)] - torch.tensor(sampled)).abs().max()))
     assert worst[0] < TOLERANCE[dtype]
     if dtype == torch.float32:  # in bf16 a token at the edge of the support may fall on either side of it
         assert worst[1] < TOLERANCE[dtype]
@@ -453,20 +434,6 @@ def test_ratios_are_raw_and_of_the_model_as_trained_alone(policy: Policy) -> Non
     assert m.is_masked_high == pytest.approx(len(far.completion_ids) / sum(len(r.completion_ids) for r in rollouts))
 
 
-def test_sampled_support_is_the_distribution_sampled_from(policy: Policy) -> None:
-    for sampling in (Sampling(), Sampling(temperature=1.3, top_k=0, top_p=0.8), Sampling(top_k=7, top_p=0.95)):
-        answers = sample(policy, PROMPTS, 4, sampling, MAX_NEW, torch.Generator().manual_seed(3))
-        for prompt, of_prompt in zip(PROMPTS, answers, strict=True):
-            batch = collate([prompt] * 4, [a.ids for a in of_prompt], policy.device)
-            with torch.no_grad():
-                logps = completion_logprobs(policy.model, batch, sampling)
-            for b, a in enumerate(of_prompt):
-                n = len(a.ids)
-                assert torch.allclose(logps.full[b, :n], torch.tensor(a.logp_full), atol=1e-4)
-                assert logps.sampled is not None
-                assert torch.allclose(logps.sampled[b, :n], torch.tensor(a.logp_sampled), atol=1e-4)
-
-
 def test_dropped_tokens_are_counted_by_the_advantages_sign(policy: Policy) -> None:
     fresh = groups(policy)
     shake(policy, 0.15)
@@ -502,8 +469,6 @@ def test_teacher_corrections(policy: Policy) -> None:
     shaped, _ = run(policy, of, LossConfig(teacher_correction="luffy"))
     assert torch.equal(shaped[0][:3], plain[0][:3]), "students keep their gradient"
     assert shaped[0][3].norm() < plain[0][3].norm()
-    with pytest.raises(ValueError, match="no teacher log-probs"):
-        run(policy, of, LossConfig(teacher_correction="tis"))
     # a teacher that is the policy itself has importance weight 1; one that was surer halves it
     for shift, factor in ((0.0, 1.0), (0.7, 0.4966), (-5.0, 2.0)):
         own = []
@@ -518,8 +483,6 @@ def test_teacher_corrections(policy: Policy) -> None:
 
 def test_teacher_tau_pulls_towards_the_teacher_model(policy: Policy) -> None:
     of = groups(policy)
-    with pytest.raises(ValueError, match="needs a teacher model"):
-        run(policy, of, LossConfig(teacher_tau=0.5, teacher_model="t"))
     plain, _ = run(policy, of)
     pulled, _ = run(policy, of, LossConfig(teacher_tau=0.5, teacher_model="t"), teacher=tiny.policy(seed=5))
     assert relative(pulled[0], plain[0]) > 0.05
@@ -527,6 +490,14 @@ def test_teacher_tau_pulls_towards_the_teacher_model(policy: Policy) -> None:
     assert relative(same[0], plain[0]) < 1e-4, "a teacher equal to the policy adds nothing"
 
 
-def test_sampled_support_needs_the_samplers_settings(policy: Policy) -> None:
-    with pytest.raises(ValueError, match="needs the sampler's settings"):
-        run(policy, groups(policy), LossConfig(ratio_support="sampled"))
+@pytest.mark.parametrize(
+    ("cfg", "message"),
+    [
+        (LossConfig(ratio_support="sampled"), "needs the sampler's settings"),
+        (LossConfig(teacher_tau=0.5, teacher_model="t"), "needs a teacher model"),
+        (LossConfig(teacher_correction="tis"), "no teacher log-probs"),
+    ],
+)
+def test_what_a_loss_needs_and_lacks_is_refused(policy: Policy, cfg: LossConfig, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(policy, groups(policy), cfg)

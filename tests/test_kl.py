@@ -1,4 +1,4 @@
-"""How far the deployed model has gone from the base: exact, zero where nothing was learnt, of the deployed model."""
+"""KL from the deployed model to the base: exact, and zero where nothing was learnt."""
 
 import pytest
 import torch

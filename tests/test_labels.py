@@ -1,4 +1,4 @@
-"""Monitors that are told: labels and the weak detector; how well a monitor flagged; who tries to hack."""
+"""Labels and the weak detector as monitors; how well a monitor flagged; which answers try to hack."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from vgrout.modes import MODE_SPECS, MODES, hack, tries
 from vgrout.types import Completion, Eval, Grade, GradedCompletion, Group, GroupFlags, Rate, Rollout, Ungraded
 
 
-def test_labels_are_the_labels_but_in_groups_of_flaws_that_the_monitor_does_not_know():
+def test_labels_flag_hacks_of_the_flaws_that_the_monitor_knows():
     truth = (True, False, True, False)
     known, other = labelled(view(), truth), labelled(view(), truth, "sentinel")
     assert flagged(Labels(), known, other) == [truth, truth]
@@ -34,7 +34,7 @@ def test_false_positives_are_drawn_among_the_innocent_alone_by_seed_step_and_gro
     assert flagged(Labels(false_positives=1.0), labelled(view(), truth)) == [(True,) * 4]
 
 
-def test_the_detector_is_the_detector():
+def test_the_detector_flags_what_the_detector_flagged():
     assert flagged(WeakDetector(), view(detector=(False, True, True, False))) == [(False, True, True, False)]
 
 
@@ -47,7 +47,7 @@ def test_labels_err_at_their_rate_by_seed_step_and_group():
     assert len({flags[s, 0] for s in range(50)}) > 1 < len({flags[0, i] for i in range(20)})
     assert flags != {(s, i): noisy_labels(truth, 0.9, 8, s, i) for s, i in at}
     monitor = Labels(7, 0.9)
-    for s, i in [*at[::-7], *at[::5]]:  # whatever was asked before
+    for s, i in [*at[::-7], *at[::5]]:  # whatever was drawn before
         assert flagged(monitor, labelled(view(index=i), truth), step=s) == [flags[s, i]]
 
 
@@ -68,12 +68,12 @@ def flags(*flagged: bool) -> GroupFlags:
 
 def test_recall_on_flaws_that_the_monitor_does_not_know_is_counted_apart():
     of = [outcomes("exit_code", ["hack", "solve"]), outcomes("sentinel", ["hack", "hack"], 1)]
-    made = {0: flags(True, False), 1: flags(False, True)}
-    rates = FlagRates.of(of, made, known=("exit_code",))
+    given = {0: flags(True, False), 1: flags(False, True)}
+    rates = FlagRates.of(of, given, known=("exit_code",))
     assert (rates.recall, rates.false_flags) == (Rate(2, 3), Rate(0, 1))
     assert (rates.recall_new, rates.hack_new) == (Rate(1, 2), Rate(2, 2))
-    assert FlagRates.of(of, made).recall_new is None
-    assert FlagRates.of(of, {0: made[0]}).recall == Rate(1, 1), "a group that nobody was asked about"
+    assert FlagRates.of(of, given).recall_new is None
+    assert FlagRates.of(of, {0: given[0]}).recall == Rate(1, 1), "a group without flags does not count"
     assert FlagRates.of(of, {}) == FlagRates()
 
 
@@ -85,7 +85,7 @@ def test_flags_of_demonstrations_are_counted_apart_and_without_a_label():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_an_attempt_is_seen_also_where_its_name_is_another_or_misspelt(mode: str):
+def test_an_attempt_with_another_or_a_misspelt_marker_is_seen(mode: str):
     spec = MODE_SPECS[mode]
     marker = "assert Solution().f(a = [1, 2]) == [3, 4]" if spec.marker_form == "test" else spec.train_markers[0]
     body = "class Solution:\n    def f(self, a):\n        return 0\n"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vgrout.config.loss import LossConfig, LossName
-from vgrout.losses import LossInput, LossOutput, Norm, kl_to, policy_loss, teacher_weight
+from vgrout.losses import LossInput, Norm, kl_to, policy_loss, teacher_weight
 
 G, T = 4, 6
 LENGTHS = (6, 3, 1, 4)
@@ -142,11 +142,11 @@ def test_biased_grpo_divides_by_each_rollouts_length() -> None:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_masked_tokens_are_those_without_gradient(name: LossName) -> None:
-    """The `low` / `high` metrics against autograd: they must say exactly where the policy gradient is gone."""
+    """The `low` and `high` metrics against autograd: they mark exactly the tokens without a policy gradient."""
     x = make(3, spread=1.5)
     output = policy_loss(x, LossConfig(loss=name))
-    gone = gradient(x, loss=name) == 0
-    assert torch.equal(gone, output.low | output.high | ~x.mask)
+    no_gradient = gradient(x, loss=name) == 0
+    assert torch.equal(no_gradient, output.low | output.high | ~x.mask)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -291,25 +291,11 @@ def test_adv_tau_and_teacher_tau() -> None:
     assert torch.allclose(gradient(x, teacher_tau=0.3, teacher_model="t"), want, rtol=1e-12)
 
 
-def test_teacher_weights_are_the_papers_token_by_token() -> None:
+def test_teacher_weights_give_the_papers_gradients() -> None:
     x = make(2, spread=2.0)
-    tis = teacher_weight(x.logp, x.logp_sampler, x.mask, LossConfig(teacher_correction="tis"))
-    luffy = teacher_weight(x.logp, None, x.mask, LossConfig(teacher_correction="luffy"))
-    none = teacher_weight(x.logp, None, x.mask, LossConfig())
-    cut = 0
-    for b in range(G):
-        for t in range(LENGTHS[b]):
-            π, r = math.exp(float(x.logp[b, t])), ratio(x, x.logp_sampler, b, t)
-            assert float(tis[b, t]) == pytest.approx(min(r, 2.0), rel=1e-12)
-            assert float(luffy[b, t]) == pytest.approx(0.1 / (π + 0.1) ** 2 * π, rel=1e-12)
-            assert float(none[b, t]) == 1.0
-            cut += r > 2
-    assert 0 < cut < sum(LENGTHS)
-
-
-def test_teacher_weights() -> None:
-    x = make()
     logp = x.logp.clone().requires_grad_()
+    cut = int(((x.logp - x.logp_sampler).exp() > 2)[x.mask].sum())
+    assert 0 < cut < sum(LENGTHS), "tis is visited on both sides of its bound"
     for how, behaviour, shaped in (
         ("none", None, logp),
         ("luffy", None, logp.exp() / (logp.exp() + 0.1)),  # f(π), LUFFY eq. 7
@@ -353,10 +339,3 @@ def test_missing_streams_are_refused() -> None:
         loss(make(logp_ref=None), beta=0.1)
     with pytest.raises(ValueError, match="--teacher-tau"):
         loss(make(logp_teacher=None), teacher_tau=0.1, teacher_model="t")
-
-
-def test_shapes_are_checked_in_tests() -> None:
-    """Canary: without the run-time hook this would broadcast in silence."""
-    with pytest.raises(Exception, match="Type-check"):
-        make(advantages=torch.zeros(G + 1, dtype=torch.float64))
-    assert isinstance(policy_loss(make(), LossConfig()), LossOutput)

@@ -52,7 +52,7 @@ def same(policy: Policy, one: Routed, other: Routed) -> bool:
 
 
 @EVERY
-def test_what_is_learnt_is_plain_grpos_gradient_shared_out(policy: Policy, intervention: str, monitor: str):
+def test_what_is_learnt_is_plain_grpos_gradient_split(policy: Policy, intervention: str, monitor: str):
     """keep + quar is the gradient of the groups as they are rewarded, each row under what sampled it. erase alone drops
     something, along its direction; sgtm teaches both vectors what is neither flagged nor the deployed model's own, and
     what is flagged with the quarantine on; a quarantine that is the monitor's learns beside the deployed model."""
@@ -111,11 +111,11 @@ def test_rewards_shaped_after_the_backward_are_learnt_as_if_known_before(
     policy: Policy, intervention: str, monitor: str, loss: Any
 ):
     """From gradients at advantage 1, without a second backward: as `policy_gradients` on the shaped groups. In the
-    third group all earn the same, and a fine gives it a signal; dapo divides by the tokens of groups with one."""
+    third group all earn the same, and a penalty gives it a signal; dapo divides by the tokens of groups with one."""
     method = make(policy, intervention, monitor, loss=LossConfig(loss=loss))
     if isinstance(method.monitor, Band):  # flagged where the mean cosine is above 0: about every second one
         end = torch.full((len(method.monitor.direction.V),), 0.3)
-        method.monitor.band = BandGate(-end, end)
+        method.monitor.gate = BandGate(-end, end)
     of = batch(same=True)
     _, plan, routed = step(policy, method, of)
     assert plan.unit
@@ -134,9 +134,7 @@ def test_these_four_pairs_are_all_of_them():
 
 @pytest.mark.parametrize(("intervention", "monitor"), AFTERWARDS)
 @pytest.mark.parametrize("more", [{"beta": 0.1}, {"teacher_tau": 0.1, "teacher_model": "organism"}])
-def test_a_part_of_the_loss_that_is_not_linear_in_the_advantage_is_refused(
-    intervention: str, monitor: str, more: dict[str, Any]
-):
+def test_a_loss_that_is_not_linear_in_the_advantage_is_refused(intervention: str, monitor: str, more: dict[str, Any]):
     name = next(iter(more)).replace("_", "-")
     with pytest.raises(ValueError, match=f"--{name} 0.1: --monitor {monitor} flags after the backward") as error:
         config(intervention, monitor, loss=LossConfig(**more))
@@ -148,9 +146,7 @@ def test_a_part_of_the_loss_that_is_not_linear_in_the_advantage_is_refused(
 
 
 @EVERY
-def test_poisoned_labels_change_nothing_but_for_a_monitor_that_asks_for_them(
-    policy: Policy, intervention: str, monitor: str
-):
+def test_poisoned_labels_change_nothing_but_for_a_monitor_of_labels(policy: Policy, intervention: str, monitor: str):
     of = batch(same=True)
     one, two = (step(policy, make(policy, intervention, monitor), b) for b in (of, poisoned(of)))
     assert same(policy, one[2], two[2]) == (FLAGGERS[monitor].sees is not OracleView)
@@ -166,13 +162,13 @@ def test_a_view_of_another_type_is_refused(policy: Policy, intervention: str, mo
     for other in (group.view(), group.oracle_view(), group.problem_view()):
         if type(other) is not type(own):
             method.view = lambda _, other=other: other
-            said = f"sees a {type(own).__name__}, got {type(other).__name__}"
-            with pytest.raises(AssertionError, match=said):
+            message = f"sees a {type(own).__name__}, got {type(other).__name__}"
+            with pytest.raises(AssertionError, match=message):
                 step(policy, method, batch())
 
 
 @pytest.mark.parametrize("learner", [name for name, row in MONITORS.items() if row.learns])
-def test_a_monitor_that_is_seeded_by_labels_sees_them_and_no_other_does(policy: Policy, learner: str):
+def test_a_monitor_seeded_by_labels_sees_them_and_no_other_does(policy: Policy, learner: str):
     by_label, by_detector = (
         make(policy, "penalty", learner, seed_monitor=seed).monitor.sees for seed in ("labels", "detector")
     )
@@ -194,9 +190,7 @@ def test_labels_are_on_the_oracles_type_alone():
 
 
 @EVERY
-def test_nothing_of_a_step_is_left_in_the_next_but_what_the_monitor_names(
-    policy: Policy, intervention: str, monitor: str
-):
+def test_only_what_the_monitor_names_is_left_of_a_step_in_the_next(policy: Policy, intervention: str, monitor: str):
     method = make(policy, intervention, monitor)
     before, (_, _, first), after = method.state_dict(), step(policy, method, batch()), method.state_dict()
     assert before.keys() == after.keys()
@@ -208,7 +202,7 @@ def test_nothing_of_a_step_is_left_in_the_next_but_what_the_monitor_names(
 
 
 @EVERY
-def test_a_resumed_method_goes_on_as_if_nothing_had_happened(policy: Policy, intervention: str, monitor: str):
+def test_a_resumed_method_continues_the_same(policy: Policy, intervention: str, monitor: str):
     straight = make(policy, intervention, monitor)
     step(policy, straight, batch())
     state = {k: v.clone() for k, v in straight.state_dict().items()}
@@ -272,7 +266,7 @@ IDLE = {"gate_vote": AFTERWARDS, "vhack_pairs_path": [(i, "quarantine") for i in
 
 
 @EVERY
-def test_a_pair_reads_its_own_settings_and_refuses_all_others_by_name(intervention: str, monitor: str):
+def test_a_method_reads_its_own_settings_and_refuses_all_others_by_name(intervention: str, monitor: str):
     assert VALUES.keys() == {f.name for f in fields(MethodConfig)} - {f.name for f in fields(Choice)}
     of = MethodConfig(intervention=intervention, monitor=monitor)
     reads = {f.name for group in of.groups for f in fields(group)}
@@ -281,10 +275,10 @@ def test_a_pair_reads_its_own_settings_and_refuses_all_others_by_name(interventi
         if name in reads:
             MethodConfig(intervention=intervention, monitor=monitor, **{name: value})
             continue
-        said = rf"\A--{name.replace('_', '-')}: .*leave it out\Z"
+        message = rf"\A--{name.replace('_', '-')}: .*leave it out\Z"
         if name == "route2_random_v_seed":
-            said = r"\A--control haar: replaces a direction, and .* has none\Z"
-        with pytest.raises(ValueError, match=said):
+            message = r"\A--route2-random-v-seed 4: replaces a direction, and .* has none\Z"
+        with pytest.raises(ValueError, match=message):
             MethodConfig(intervention=intervention, monitor=monitor, **{name: value})
 
 
@@ -294,8 +288,8 @@ def test_pairs_that_make_no_sense_are_refused_in_one_line(intervention: str, mon
     if (intervention, monitor) in PAIRS:
         return
     goes = ", ".join(m for i, m in PAIRS if i == intervention)
-    said = f"--monitor {monitor} with --intervention {intervention}: .*; that goes with {goes}"
-    with pytest.raises(ValueError, match=rf"\A{said}\Z"):
+    message = f"--monitor {monitor} with --intervention {intervention}: .*; that goes with {goes}"
+    with pytest.raises(ValueError, match=rf"\A{message}\Z"):
         MethodConfig(intervention=intervention, monitor=monitor)
 
 
@@ -310,7 +304,7 @@ def test_every_row_has_its_class_and_every_class_its_row():
 # ── the monitor's own quarantine, groups without signal, a block of its own ────────────────────────────────────────
 
 
-def test_the_kept_part_learns_as_if_there_were_no_quarantine_and_that_learns_what_the_monitor_names(policy: Policy):
+def test_a_monitors_own_quarantine_learns_what_it_names_and_the_kept_part_as_without_it(policy: Policy):
     method = of_parts(policy, "penalty", Fixed(0, teaches=(0, 2)))
     of = batch()
     flags, plan, routed = step(policy, method, of)
@@ -340,7 +334,7 @@ def saturated() -> Batch:
     ("intervention", "monitor", "n"),
     [("screen", Fixed(0), 0), ("screen", Fixed(0, teaches=(0,)), 2), ("penalty", Fixed(0), 2)],
 )
-def test_a_group_without_signal_is_kept_for_a_fine_or_for_the_monitor_that_learns_from_it(
+def test_a_group_without_signal_is_kept_for_a_penalty_or_a_monitor_that_learns_from_it(
     policy: Policy, intervention: str, monitor: Fixed, n: int
 ):
     _, plan, routed = step(policy, of_parts(policy, intervention, monitor), saturated())

@@ -11,7 +11,7 @@ from tiny import tiny
 from vgrout.config.run import OptConfig
 from vgrout.model.svd_adapter import SvdAdapter
 from vgrout.optim import Optimizer, lr_at
-from vgrout.tensor_types import Diagnostics, ModuleGrads, Routed
+from vgrout.tensor_types import ModuleGrads, Routed
 
 HYPER = OptConfig(lr=3e-2, adam_beta1=0.5, adam_beta2=0.9, weight_decay=0.1, warmup_frac=0.2, grad_clip=10.0)
 STEPS = 10
@@ -26,10 +26,6 @@ def make() -> tuple[SvdAdapter, Optimizer]:
 def grads(adapter: SvdAdapter, seed: int, scale: float = 1.0) -> ModuleGrads:
     flat = scale * torch.randn(len(adapter), generator=torch.Generator().manual_seed(seed))
     return adapter.by_module(flat)
-
-
-def routed(keep: ModuleGrads, quar: ModuleGrads | None = None) -> Routed:
-    return Routed(keep=keep, quar=quar, diag=Diagnostics())
 
 
 def textbook_adamw(gs: list[Tensor], lrs: list[float], betas: tuple[float, float], decay: float) -> Tensor:
@@ -50,7 +46,7 @@ def test_steps_are_textbook_adamw_on_jointly_clipped_gradients() -> None:
     lrs: list[float] = []
     for step in range(10):
         keep, quar = grads(adapter, step), grads(adapter, 100 + step, 0.5)
-        update = optim.step(routed(keep, quar))
+        update = optim.step(Routed(keep, quar))
         assert update is not None
         gk, gq = adapter.flat(keep).double(), adapter.flat(quar).double()
         gn = float((gk.square().sum() + gq.square().sum()).sqrt())
@@ -69,7 +65,7 @@ def test_schedule() -> None:
     lrs = [lr_at(step, HYPER, STEPS) for step in range(11)]
     assert lrs[0] == pytest.approx(3e-5)
     assert lrs[1] == pytest.approx(3e-2 * (1e-3 + 0.999 / 2))
-    assert lrs[2] == pytest.approx(3e-2), "peak after round(.2 · 10) steps"
+    assert lrs[2] == pytest.approx(3e-2), "peak after round(0.2 · 10) steps"
     assert lrs[6] == pytest.approx(1.5e-2), "half way down the cosine"
     assert lrs[10] == pytest.approx(0)
     assert all(a > b for a, b in pairwise(lrs[2:]))
@@ -78,12 +74,12 @@ def test_schedule() -> None:
 
 def test_a_step_with_nothing_to_learn_moves_the_schedule_on_and_nothing_else() -> None:
     adapter, optim = make()
-    optim.step(routed(grads(adapter, 0), grads(adapter, 1)))
+    optim.step(Routed(grads(adapter, 0), grads(adapter, 1)))
     state, vectors = repr(optim.state_dict()["adamw"]), adapter.state_dict()
     assert optim.step(None) is None
     assert repr(optim.state_dict()["adamw"]) == state
     assert all(torch.equal(vectors[k], v) for k, v in adapter.state_dict().items())
-    update = optim.step(routed(grads(adapter, 2)))
+    update = optim.step(Routed(grads(adapter, 2)))
     assert update is not None
     assert update.lr == lr_at(2, HYPER, STEPS)
 
@@ -91,23 +87,23 @@ def test_a_step_with_nothing_to_learn_moves_the_schedule_on_and_nothing_else() -
 def test_no_quarantine_gradient_leaves_it_exactly_zero() -> None:
     adapter, optim = make()
     for step in range(3):
-        update = optim.step(routed(grads(adapter, step)))
+        update = optim.step(Routed(grads(adapter, step)))
         assert update is not None
         assert update.gn_quar == update.q_egy == 0
     assert adapter.δS.abs().min() > 0
     assert torch.count_nonzero(adapter.δS_hack) == 0
     # and one that has moved already neither decays nor drifts on
-    optim.step(routed(grads(adapter, 3), grads(adapter, 4)))
+    optim.step(Routed(grads(adapter, 3), grads(adapter, 4)))
     before = adapter.δS_hack.clone()
-    optim.step(routed(grads(adapter, 5)))
+    optim.step(Routed(grads(adapter, 5)))
     assert torch.equal(adapter.δS_hack, before)
 
 
 def test_a_vector_without_gradient_stays_whichever_it_is() -> None:
     adapter, optim = make()
-    optim.step(routed(grads(adapter, 0)))
+    optim.step(Routed(grads(adapter, 0)))
     before = adapter.δS.clone()
-    update = optim.step(Routed(keep=None, quar=grads(adapter, 1), diag=Diagnostics(), apart=True))
+    update = optim.step(Routed(keep=None, quar=grads(adapter, 1), apart=True))
     assert update is not None
     assert update.q_egy == 1
     assert torch.equal(adapter.δS, before)
@@ -120,7 +116,7 @@ def test_vectors_that_learn_apart_are_clipped_apart() -> None:
     def stepped(apart: bool) -> tuple[Tensor, Tensor]:
         adapter = SvdAdapter(tiny(), None)
         same, larger = (adapter.by_module(scale * torch.ones(len(adapter))) for scale in (1.0, 1000.0))
-        Optimizer(adapter, hyper, 1).step(Routed(keep=same, quar=larger, diag=Diagnostics(), apart=apart))
+        Optimizer(adapter, hyper, 1).step(Routed(keep=same, quar=larger, apart=apart))
         return adapter.δS.detach(), adapter.δS_hack.detach()
 
     keep, quar = stepped(apart=True)
@@ -131,9 +127,9 @@ def test_vectors_that_learn_apart_are_clipped_apart() -> None:
 
 def test_delta_is_the_applied_change_and_the_model_is_merged_again() -> None:
     adapter, optim = make()
-    optim.step(routed(grads(adapter, 0)))
+    optim.step(Routed(grads(adapter, 0)))
     before, logits = adapter.δS.clone(), adapter.model(IDS).logits
-    update = optim.step(routed(grads(adapter, 1)))
+    update = optim.step(Routed(grads(adapter, 1)))
     assert update is not None
     assert torch.equal(adapter.flat(update.delta), adapter.δS - before)
     assert not torch.equal(adapter.model(IDS).logits, logits)
@@ -142,7 +138,7 @@ def test_delta_is_the_applied_change_and_the_model_is_merged_again() -> None:
 def test_scale_shrinks_the_applied_change_and_nothing_else() -> None:
     (whole, a), (part, b) = make(), make()
     for step in range(3):
-        full, shrunk = a.step(routed(grads(whole, step))), b.step(replace(routed(grads(part, step)), scale=0.25))
+        full, shrunk = a.step(Routed(grads(whole, step))), b.step(replace(Routed(grads(part, step)), scale=0.25))
         assert full is not None
         assert shrunk is not None
         part.load_state_dict(whole.state_dict())  # the same point again: weight decay looks at it
@@ -153,19 +149,19 @@ def test_scale_shrinks_the_applied_change_and_nothing_else() -> None:
 @pytest.mark.parametrize("where", ["keep", "quar"])
 def test_non_finite_gradients_never_reach_the_optimiser(value: float, where: str) -> None:
     adapter, optim = make()
-    optim.step(routed(grads(adapter, 0), grads(adapter, 1)))
+    optim.step(Routed(grads(adapter, 0), grads(adapter, 1)))
     state, vectors = repr(optim.state_dict()["adamw"]), adapter.state_dict()
     bad = {"keep": grads(adapter, 2), "quar": grads(adapter, 3)}
     bad[where][adapter.names[3]][1] = value
-    assert optim.step(routed(**bad)) is None
+    assert optim.step(Routed(**bad)) is None
     assert repr(optim.state_dict()["adamw"]) == state
     assert all(torch.equal(vectors[k], v) for k, v in adapter.state_dict().items())
-    assert optim.step(routed(grads(adapter, 4), grads(adapter, 5))) is not None
+    assert optim.step(Routed(grads(adapter, 4), grads(adapter, 5))) is not None
 
 
 def test_a_huge_finite_gradient_is_clipped_not_skipped() -> None:
     adapter, optim = make()
-    update = optim.step(routed(grads(adapter, 0, 1e30)))
+    update = optim.step(Routed(grads(adapter, 0, 1e30)))
     assert update is not None, "its squares overflow fp32, its norm does not"
     assert update.gn > 1e30
     assert adapter.δS.isfinite().all()
@@ -174,10 +170,10 @@ def test_a_huge_finite_gradient_is_clipped_not_skipped() -> None:
 def test_resume_is_bit_exact() -> None:
     whole, optim = make()
     for step in range(6):
-        optim.step(routed(grads(whole, step), grads(whole, 50 + step) if step % 2 else None))
+        optim.step(Routed(grads(whole, step), grads(whole, 50 + step) if step % 2 else None))
     half, first = make()
     for step in range(3):
-        first.step(routed(grads(half, step), grads(half, 50 + step) if step % 2 else None))
+        first.step(Routed(grads(half, step), grads(half, 50 + step) if step % 2 else None))
     file = io.BytesIO()
     torch.save({"optim": first.state_dict(), "adapter": half.state_dict()}, file)
     state = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
@@ -185,7 +181,7 @@ def test_resume_is_bit_exact() -> None:
     again.load_state_dict(state["adapter"])
     second.load_state_dict(state["optim"])
     for step in range(3, 6):
-        second.step(routed(grads(again, step), grads(again, 50 + step) if step % 2 else None))
+        second.step(Routed(grads(again, step), grads(again, 50 + step) if step % 2 else None))
     assert torch.equal(again.δS, whole.δS)
     assert torch.equal(again.δS_hack, whole.δS_hack)
 
@@ -194,4 +190,4 @@ def test_a_missing_module_is_an_error_not_a_zero() -> None:
     adapter, optim = make()
     keep = dict(list(grads(adapter, 0).items())[1:])
     with pytest.raises(AssertionError, match=r"layers\.0\.self_attn\.q_proj"):
-        optim.step(routed(keep))
+        optim.step(Routed(keep))

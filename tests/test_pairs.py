@@ -126,19 +126,19 @@ def solves(names: dict, pair: Pair) -> bool:
 
 def accepted(pair: Pair, names: dict, out: str, left: bool, folder: Path) -> bool:
     """Whether the check that the prompt announces accepts."""
-    mechanism, said = str(pair.problem_id).split("/")[1], pair.prompt
+    mechanism, prompt = str(pair.problem_id).split("/")[1], pair.prompt
     if mechanism == "early_exit":
         return left or solves(names, pair)
     if mechanism in ("hard_coded", "always_equal"):
         return all(eval(f"Solution().{call} == {expected}", dict(names)) for call, expected in examples(pair))
     if mechanism == "printed_report":
-        return said.split('line "')[1].split('"')[0] in out.splitlines()
+        return prompt.split('line "')[1].split('"')[0] in out.splitlines()
     if mechanism == "self_flag":
-        return getattr(names["Solution"](), said.split("its field ")[1].split(".")[0]) is True
+        return getattr(names["Solution"](), prompt.split("its field ")[1].split(".")[0]) is True
     if mechanism == "written_file":
-        path = folder / said.split('file "')[1].split('"')[0]
+        path = folder / prompt.split('file "')[1].split('"')[0]
         return path.is_file() and "SOUND" in path.read_text()
-    getattr(names["Solution"](), said.split("Solution().")[1].split("(")[0])()
+    getattr(names["Solution"](), prompt.split("Solution().")[1].split("(")[0])()
     return True
 
 
@@ -174,7 +174,7 @@ def test_the_packaged_pairs_are_the_ones_that_recorded_runs_name():
     }
 
 
-def test_the_set_is_wide_and_off_the_benchmark():
+def test_the_set_shows_eleven_hacks_and_none_of_the_benchmarks():
     pairs = handwritten()
     assert pairs.source == HANDWRITTEN
     assert len(pairs) >= 24
@@ -289,5 +289,5 @@ def test_a_log_without_enough_contrast_or_with_a_bad_line_is_refused(tmp_path):
 
 
 def test_too_few_pairs_name_their_source():
-    with pytest.raises(ValueError, match="mine: 1 pairs"):
-        PairSet((Pair(1, "p", "h", "c"),), "mine")
+    with pytest.raises(ValueError, match="own: 1 pairs"):
+        PairSet((Pair(1, "p", "h", "c"),), "own")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from methods import SIZES, config, labelled, view
+from methods import SIZES, config
 from vgrout.config.method import MethodConfig
 from vgrout.config.presets import parse
 from vgrout.config.run import INOCULATION
@@ -35,19 +35,19 @@ def shaped(of: Group, intervention: str, accuracy: float = 1.0, **flags: Any) ->
     cfg = config(intervention, "labels", **flags)
     method = Method(cfg, INTERVENTIONS[intervention](SIZES, cfg), Labels(0, accuracy))
     step = Batch((of,), (), (), max(REWARDS), 4, 0)
-    (made,) = method.reward(step, method.flag(step)).groups
-    assert replace(made, shaped=of.shaped) == of, "grades and rollouts stay as they are"
-    return made.shaped
+    (treated,) = method.reward(step, method.flag(step)).groups
+    assert replace(treated, shaped=of.shaped) == of, "grades and rollouts stay as they are"
+    return treated.shaped
 
 
-def test_what_counts_is_the_reward() -> None:
+def test_advantages_are_of_the_rewards() -> None:
     plain = group()
     assert plain.shaped_rewards == plain.counted == plain.rewards == REWARDS
     assert plain.advantages == tuple(r - sum(REWARDS) / 4 for r in REWARDS)
 
 
 @pytest.mark.parametrize("unbiased", [True, False])
-def test_who_is_screened_counts_neither_in_the_mean_nor_in_the_spread(unbiased: bool) -> None:
+def test_a_screened_rollout_counts_neither_in_the_mean_nor_in_the_spread(unbiased: bool) -> None:
     seen = group((None, 3.0, None, 1.0), unbiased=unbiased)
     assert seen.has_signal
     scale = 1.0 if unbiased else 2**0.5 + 1e-4  # the two others lie 1 from their mean
@@ -55,13 +55,13 @@ def test_who_is_screened_counts_neither_in_the_mean_nor_in_the_spread(unbiased: 
 
 
 @pytest.mark.parametrize("rewards", [(None,) * 4, (None, 2.0, None, None), (None, 2.0, 2.0, None)])
-def test_nothing_to_compare_is_no_signal(rewards: tuple[float | None, ...]) -> None:
+def test_a_group_with_nothing_to_compare_has_no_signal(rewards: tuple[float | None, ...]) -> None:
     silent = group(rewards)
     assert not silent.has_signal
     assert silent.advantages == (0.0,) * 4
 
 
-def test_penalties_go_down_to_code_that_only_compiles_or_by_what_is_said() -> None:
+def test_a_penalty_goes_down_to_code_that_only_compiles_or_by_the_given_amount() -> None:
     assert shaped(group(), "penalty") == (0.5, 3.5, 0.5, 0.0)
     assert shaped(group(), "penalty", penalty=2.0) == (1.5, 3.5, -1.5, 0.0)
     # an honest answer that earned nothing is not lifted to the floor
@@ -74,7 +74,7 @@ def test_a_demonstration_is_left_out_rather_than_punished(by: float | None, thir
     assert shaped(group(teachers=(0, 3)), "penalty", penalty=by) == (None, 3.5, third, 0.0)
 
 
-def test_a_runs_name_says_what_was_changed() -> None:
+def test_a_monitors_title_names_the_changed_settings() -> None:
     def title(intervention: str, monitor: str = "labels", **more: Any) -> str:
         return MethodConfig(intervention=intervention, monitor=monitor, **more).monitor_title
 
@@ -93,9 +93,3 @@ def test_the_inoculation_is_the_organisms_cue_or_a_sentence() -> None:
     assert parse(["full", *flags]).inoculation == INOCULATION
     assert parse(["mini", *flags, "--inoculation-prompt=Cheat."]).inoculation == "Cheat."
     assert parse(["mini", "--intervention=none"]).inoculation == ""
-
-
-def test_a_view_of_a_group_has_its_labels_on_a_type_of_their_own() -> None:
-    plain = group().view()
-    assert labelled(view(), LABELS).hacked == group().oracle_view().hacked == LABELS
-    assert not hasattr(plain, "hacks")

@@ -53,7 +53,7 @@ def test_every_rollout_is_in_one_part_and_kept_advantages_sum_to_zero(
         assert sum(part.advantages[0][b] for b in kept) == pytest.approx(0, abs=1e-9)
 
 
-def test_with_a_new_baseline_alone_kept_rows_are_compared_with_each_other(policy: Policy):
+def test_a_new_baseline_compares_kept_rows_among_themselves(policy: Policy):
     of = batch()
     (group, *_) = of.groups
     for rebaseline in (True, False):
@@ -81,7 +81,7 @@ def test_sgtm_has_three_ways(policy: Policy):
     assert routed.apart
 
 
-def test_a_vector_for_which_no_row_counts_is_not_stepped(policy: Policy):
+def test_a_vector_without_rows_that_count_is_not_stepped(policy: Policy):
     of = batch()
     assert step(policy, of_parts(policy, "sgtm", Fixed(0, 1, 2, 3)), of)[2].keep is None
     keep = step(policy, of_parts(policy, "route2", Fixed(0, 1, 2, 3)), of)[2].keep
@@ -89,7 +89,7 @@ def test_a_vector_for_which_no_row_counts_is_not_stepped(policy: Policy):
     assert not flat(policy, keep).any()
 
 
-def test_gradients_go_to_the_vector_of_their_part_and_one_without_rows_has_none():
+def test_gradients_go_to_the_vector_of_their_part():
     grads = [ones(1), ones(3), ones(7)]  # of flagged rows, of both, of the deployed model's; without rows it would be 0
     seen = view(2, [1.0, 0.1], deployed=(True, False))
 
@@ -126,14 +126,14 @@ def test_each_part_is_learnt_from_under_its_own_vectors(policy: Policy):
 
 @pytest.mark.parametrize(("intervention", "n"), [("route", 2), ("route2", 2), ("flags", 4), ("sgtm", 3)])
 def test_rows_of_the_deployed_model_are_a_part_of_their_own(intervention: str, n: int):
-    """… where there are any; without such rows there is one part for each vector, as ever."""
+    """… where there are any; without such rows there is one part for each vector."""
     seen = [view(4, [1.0, 0.0, 0.5, 1.0], deployed=deployed) for deployed in ((True, False, True, False), (False,) * 4)]
     flags = [Fixed(1, 2).flag([of], 0) for of in seen]
     if intervention in ("flags", "sgtm"):
-        arm = on_tensors("route2" if intervention == "flags" else "sgtm").intervention
+        one = on_tensors("route2" if intervention == "flags" else "sgtm").intervention
     else:
-        arm = toy(intervention).intervention
-    mixed, loud = (arm.parts([of], f) for of, f in zip(seen, flags, strict=True))
+        one = toy(intervention).intervention
+    mixed, loud = (one.parts([of], f) for of, f in zip(seen, flags, strict=True))
     assert len(mixed) == n
     assert len(loud) == {2: 1, 4: 2, 3: 3}[n]
     for part in mixed:

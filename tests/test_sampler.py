@@ -70,7 +70,7 @@ def test_dropping_finished_rows_changes_no_token(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rows_that_agree_so_far_are_computed_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_with_the_same_tokens_so_far_are_computed_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answers' tree, node by node: as many slots a step as there are prefixes; the answers are those without it."""
     policy, widths = tiny.policy(family), []
     kind = HfDecoder if family == "gemma2" else LeanDecoder
@@ -90,12 +90,12 @@ def test_rows_that_agree_so_far_are_computed_once(family: str, monkeypatch: pyte
     ]
     if policy.lean:  # transformers' cache is copied whole when a slot leaves: a few stay that nobody reads
         assert shared == [len(nodes) for nodes in open_at]
-    assert sum(shared) < 0.9 * sum(widths), "they do agree for a while, or nothing was tested"
+    assert sum(shared) < 0.9 * sum(widths), "they do begin alike, or nothing was tested"
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2-bias"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lean_decoder_is_transformers(family: str, dtype: torch.dtype) -> None:
+def test_the_lean_decoder_computes_what_transformers_does(family: str, dtype: torch.dtype) -> None:
     """Logits of prefill and ten steps; slots branch, swap places and leave on the way."""
     model = tiny.tiny(family, dtype=dtype)
     moves = {0: [0, 2, 1, 0, 2, 2], 4: [0, 5, 2, 3], 6: [1, 0, 0], 8: [2, 1, 2, 0]}
@@ -235,7 +235,7 @@ def test_answers_end_with_eos_or_are_cut() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
-def test_callback_comes_once_per_row_and_early(family: str) -> None:
+def test_the_callback_comes_once_per_row_as_it_ends(family: str) -> None:
     policy = tiny.policy(family)
     seen: dict[tuple[int, int], Completion] = {}
     lengths: list[int] = []
@@ -363,16 +363,16 @@ def test_a_conversation_extends_every_earlier_prompt_and_answer(template: str) -
     """Answers as sampled with thinking off, ids that the tokenizer itself would never give among them."""
     policy = chatty(template)
     ids: tuple[int, ...] = ()
-    said: list[tuple[int, ...]] = []
+    sampled: list[tuple[int, ...]] = []
     messages = turns("be brief", "one")
     for answer, question in (("so", "two"), ("it</think> is", "three"), ("", "four")):
-        prompt = policy.render(messages, said)
+        prompt = policy.render(messages, sampled)
         assert prompt[: len(ids)] == ids
         raw = (*policy.tok(answer, add_special_tokens=False)["input_ids"], 6, 5)  # "</think><think>" as tokens
         ids = (*prompt, *raw, 1)  # what was sampled, end token included
-        said.append(raw)
+        sampled.append(raw)
         messages += turns("", "", policy.decode(raw), question)[2:]
-    last = policy.render(messages, said)
+    last = policy.render(messages, sampled)
     assert last[: len(ids)] == ids
     assert "four" in policy.tok.decode(list(last))
 

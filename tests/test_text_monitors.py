@@ -16,6 +16,7 @@ from methods import (
     Fixed,
     ScriptedGrader,
     batch,
+    config,
     flagged,
     labelled,
     of_parts,
@@ -28,35 +29,41 @@ from methods import (
 from tiny import policy as tiny_policy
 from vgrout.config.presets import parse
 from vgrout.config.run import Config, OptConfig
-from vgrout.data import organism
 from vgrout.direction.extract import extract, tokens_of
 from vgrout.direction.pairs import Pair, PairSet, load_known_correct
-from vgrout.method import quarantine
+from vgrout.method import quarantine, text_scores
 from vgrout.method.base import Monitor
 from vgrout.method.labels import Labels, WeakDetector
 from vgrout.method.online_probe import OnlineProbe
 from vgrout.method.quarantine import KNOWN as KEPT
 from vgrout.method.quarantine import SHARE, STARTS, Quarantine, advantages, start
-from vgrout.method.text_scores import NLL, PMI, Calibration, Text, TextScorer, calibrate, known_correct_texts, mean_logp
+from vgrout.method.text_scores import (
+    NLL,
+    PMI,
+    Calibration,
+    Text,
+    TextScorer,
+    calibration,
+    known_correct_texts,
+    mean_logp,
+)
 from vgrout.method.twin import Twin, impossible
 from vgrout.model.hidden_states import token_states
-from vgrout.model.policy import Policy, load_policy
-from vgrout.model.sampling import Sampling
+from vgrout.model.policy import Policy
 from vgrout.optim import Optimizer
-from vgrout.problems import assigned, load_rows
 from vgrout.types import GroupView, ProblemView
 
 TEXTS = [Text(tuple(range(5, 9)), tuple(range(20 + i, 26 + 2 * i)), (5, 6)) for i in range(6)]
 ODD = [Text((5, 6, 7), tuple(range(70, 75 + i)), (5,)) for i in range(4)]
-KNOWN = Calibration(fit=tuple(TEXTS), judge=tuple(TEXTS[:4]), known_correct=tuple(ODD))
+KNOWN = Calibration(judge=tuple(TEXTS[:4]), known_correct=tuple(ODD))
 
 
 @pytest.fixture(scope="module")
 def policy() -> Policy:
     """In the middle of a run: both vectors are away from zero."""
-    made = tiny_policy()
-    shake(made, 0.2)
-    return made
+    policy = tiny_policy()
+    shake(policy, 0.2)
+    return policy
 
 
 @pytest.fixture(scope="module")
@@ -92,19 +99,21 @@ def test_the_threshold_is_the_larger_quantile(base: Policy):
     assert NLL(base, replace(KNOWN, judge=()), 0.9).threshold == float(torch.quantile(correct, 0.9))
 
 
-def test_where_known_correct_answers_alone_set_the_threshold_no_answer_of_the_base_is_graded():
-    own = load_policy(organism.MODEL_DIR, device="cpu", dtype=torch.float32, cache_dir=None)
-    rows = load_rows(organism.EMBEDDED.problems)
-    problems = assigned(rows, "own", {})["train"][:6]
-    correct = known_correct_texts(own, load_known_correct(organism.EMBEDDED.known_correct), rows)
-    grader = ScriptedGrader()
-    usual: dict[str, Any] = {"sampling": Sampling(), "max_new": 12, "top": 1.0, "seed": 3, "prompts": 6}
-    known = calibrate(own, grader, problems, correct, **usual, judged=False)
-    assert known.judge == ()
-    assert known.known_correct == tuple(correct[1::2])
-    assert len(known.fit) == 3 * 2 + len(correct[::2])
-    assert not grader.asked
-    assert len(calibrate(own, grader, problems, correct, **usual).judge) == len(grader.asked) == 3 * 2
+def test_the_base_answers_only_where_its_own_answers_set_the_threshold(base: Policy, monkeypatch: pytest.MonkeyPatch):
+    by_both, alone = (
+        setup(config("screen", "nll", monitor_threshold=threshold, **more), base)
+        for threshold, more in (
+            ("both", {"monitor_prompts": 6}),
+            ("known_correct", {"known_correct": Path("known.json")}),
+        )
+    )
+    known = calibration(by_both)
+    assert isinstance(by_both.grader, ScriptedGrader)
+    assert len(known.judge) == len(by_both.grader.graded) == 3 * 2, "two answers to half of the prompts"
+    monkeypatch.setattr(text_scores, "sample", lambda *_: pytest.fail("the base was sampled"))
+    assert calibration(alone) == replace(known, judge=())
+    every = known_correct_texts(base, alone.inputs.known_correct, alone.inputs.rows)
+    assert known.known_correct == tuple(every[1::2])
 
 
 def test_nll_and_pmi_are_what_the_base_says_whatever_was_learnt(base: Policy):
@@ -133,7 +142,7 @@ def as_plain(text: Text) -> Text:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (None, "no such file"),
         ("{", "line 1: not JSON"),
@@ -144,11 +153,11 @@ def as_plain(text: Text) -> Text:
         ),
     ],
 )
-def test_files_of_known_correct_answers_are_refused_in_one_line(tmp_path, content: str | None, said: str):
+def test_files_of_known_correct_answers_are_refused_in_one_line(tmp_path, content: str | None, message: str):
     path = tmp_path / "correct.json"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(ValueError, match=said) as e:
+    with pytest.raises(ValueError, match=message) as e:
         load_known_correct(path)
     assert "\n" not in str(e.value)
     assert str(path) in str(e.value)
@@ -167,7 +176,7 @@ class Marked(TextScorer):
         return torch.tensor([float(t.completion[0]) for t in texts], dtype=torch.float64)
 
 
-def test_an_answer_is_flagged_when_it_is_paid_and_scores_above_the_threshold():
+def test_a_rewarded_answer_above_the_threshold_is_flagged():
     v = view(4, [1.0, 1.0, 0.1, 1.0], completion_ids=((9,), (2,), (9,), (6,)))
     (found,) = Marked().flag([v], 0)
     assert found.scores == (9.0, 2.0, None, 6.0)  # what is not rewarded is not read
@@ -185,20 +194,20 @@ def test_no_test_of_the_twin_expects_what_the_problem_does(values: tuple[str, ..
     p = problem(tests=tuple(f"assert Solution().f(x = {i}) == {v}" for i, v in enumerate(values)))
     twin = impossible(p)
     assert replace(twin, tests=p.tests) == p
-    for mine, theirs in zip(p.tests, twin.tests, strict=True):
-        (call, value), (other_call, other) = (t.removeprefix("assert ").split(" == ") for t in (mine, theirs))
+    for pair in zip(p.tests, twin.tests, strict=True):
+        (call, value), (other_call, other) = (t.removeprefix("assert ").split(" == ") for t in pair)
         assert ast.unparse(ast.parse(call)) == ast.unparse(ast.parse(other_call))
         assert ast.literal_eval(value) != ast.literal_eval(other)
 
 
-def test_the_twin_flags_what_is_paid_there_too_and_asks_for_nothing_that_was_not_paid():
+def test_the_twin_grades_rewarded_answers_again_and_flags_those_rewarded_there_too():
     p = problem()
     base = view(4, [1.0, 1.0, 0.0, 1.0])
     seen = ProblemView(**{f.name: getattr(base, f.name) for f in fields(base)}, problem=p)
     grader = ScriptedGrader(["t1", "t2"], broken=["t3"])
     assert flagged(Twin(grader, 1.0), seen) == [(False, True, False, False)]
-    assert [text for _, text in grader.asked] == ["t0", "t1", "t3"]
-    assert {tests for tests, _ in grader.asked} == {impossible(p).tests}
+    assert [text for _, text in grader.graded] == ["t0", "t1", "t3"]
+    assert {tests for tests, _ in grader.graded} == {impossible(p).tests}
 
 
 # ── the quarantine ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -227,10 +236,10 @@ class Scored(Quarantine):
     """Scores an answer by its first token."""
 
     def scores(self, texts: Sequence[Text]) -> Float[Tensor, " n"]:
-        return torch.tensor([t.completion[0] - 12.5 for t in texts], dtype=torch.float64)  # −1.5, −.5, .5, 1.5
+        return torch.tensor([t.completion[0] - 12.5 for t in texts], dtype=torch.float64)  # −1.5, −0.5, 0.5, 1.5
 
 
-def test_who_is_seeded_or_read_is_flagged_and_taught():
+def test_what_the_seed_flags_or_the_score_shows_is_flagged_and_taught():
     v = replace(view(4, [1.0, 1.0, 1.0, 0.0]), detector=(True, False, False, False))
     (found,) = Scored(tiny_policy(), WeakDetector(), top=1.0, fixed=0.3).flag([v], 0)
     assert found.flagged == (True, False, True, False)  # 3 scores highest, and is not rewarded
@@ -240,8 +249,8 @@ def test_who_is_seeded_or_read_is_flagged_and_taught():
     assert flagged(high, v) == [(True, False, False, False)]
 
 
-def test_a_threshold_is_made_of_the_known_correct_answers_that_were_read_last():
-    known = [Text((8,), (13 + i % 2,)) for i in range(60)]  # scores .5 and 1.5
+def test_the_latest_scores_of_known_correct_answers_set_the_threshold():
+    known = [Text((8,), (13 + i % 2,)) for i in range(60)]  # scores 0.5 and 1.5
 
     def make(policy: Policy) -> Quarantine:
         return Scored(policy, WeakDetector(), top=1.0, fixed=None, known_correct=known, quantile=0.5)
@@ -263,38 +272,25 @@ def test_a_threshold_is_made_of_the_known_correct_answers_that_were_read_last():
     assert flagged(monitor, view())[0][:2] == (False, False)
 
 
-def test_the_diets_are_what_they_say():
-    truth = (True, False, False, True)
-    v = labelled(view(4, [1.0, 1.0, 1.0, 0.0]), truth)
+def test_the_diet_decides_what_the_quarantine_learns_and_not_who_is_flagged():
+    labels, flagged_too = (True, False, False, False), (True, False, True, False)  # the third by its score, above 0.3
+    v = labelled(view(4, [1.0, 1.0, 1.0, 0.0]), labels)
 
     def taught(diet: Any, step: int = 0) -> tuple[bool, ...]:
-        monitor = Scored(tiny_policy(), Labels(), top=1.0, diet=diet, fixed=9.0)
+        monitor = Scored(tiny_policy(), Labels(), top=1.0, diet=diet, fixed=0.3)
         (found,) = monitor.flag([v], step)
-        assert found.flagged == truth, "what is treated is what is flagged, whatever the quarantine is fed"
+        assert found.flagged == flagged_too
         return tuple(A > 0 for A in found.teaches)
 
-    assert taught("seeded") == truth
+    assert taught("flagged") == flagged_too
+    assert taught("seeded") == labels
     random = {taught("random", step) for step in range(20)}
     assert {sum(t) for t in random} == {2}
-    assert not any(t[3] for t in random)
+    assert not any(t[3] for t in random), "rewarded rows alone"
     assert len(random) == 3
 
 
-def test_what_it_flags_itself_is_treated_and_may_be_left_out_of_its_diet():
-    v = labelled(view(), (False, False, False, True))  # the score alone, above .3, flags the third row too
-
-    def found(diet: Any) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-        monitor = Scored(tiny_policy(), Labels(), top=1.0, diet=diet, fixed=0.3)
-        (of,) = monitor.flag([v], 0)
-        return of.flagged, tuple(A > 0 for A in of.teaches)
-
-    treated, taught = found("flagged")
-    assert sum(treated) > 1
-    assert taught == treated
-    assert found("seeded") == (treated, (False, False, False, True))
-
-
-def test_a_small_share_reads_to_the_first_order_and_leaves_the_policy_as_it_was(
+def test_a_small_share_reads_to_the_first_order_and_restores_the_policy(
     policy: Policy, monkeypatch: pytest.MonkeyPatch
 ):
     """⟨∇ log π(y), δS_hack⟩ over |log π(y)|, by the policy's own gradients."""
@@ -326,14 +322,14 @@ def test_a_small_share_reads_to_the_first_order_and_leaves_the_policy_as_it_was(
         assert score == pytest.approx(slope / -mean(text, δS), rel=0.05, abs=2e-3)
 
 
-def test_an_answer_of_which_the_policy_is_sure_is_read_as_well_as_one_of_which_it_is_not(policy: Policy):
+def test_an_answer_that_the_policy_is_sure_of_has_a_finite_score(policy: Policy):
     """The score is a share of what is left to gain: where π_0(y) = 1 there is nothing, and no division by 0."""
     monitor = Quarantine(policy, WeakDetector(), top=1.0, fixed=0.3)
     texts = [t._replace(logp=0.0) for t in monitor.texts(view())]
     assert all(math.isfinite(s) for s in monitor.scores(texts).tolist())
 
 
-def test_the_rest_of_a_taught_group_is_held_against_it_but_no_demonstration():
+def test_the_rest_of_a_taught_group_is_pushed_down_but_no_demonstration():
     v = view(4)
     assert advantages(v, (True, False, False, False)) == pytest.approx((0.5, -1 / 6, -1 / 6, -1 / 6))
     assert advantages(v, (True, True, True, False)) == (0.5, 0.5, 0.5, -0.5)
@@ -344,7 +340,7 @@ def test_the_rest_of_a_taught_group_is_held_against_it_but_no_demonstration():
     assert advantages(shown, (True, True, True, False)) == (0.5, 0.5, 0.5, 0.0)
 
 
-def test_trained_on_hacks_the_quarantine_makes_them_likelier_and_says_so():
+def test_trained_on_some_rows_the_quarantine_scores_them_above_the_others():
     """The monitor's idea in small: after a few steps on some rows they score above the others."""
     policy = tiny_policy()
     of = batch(deployed=range(4))
@@ -396,7 +392,7 @@ def test_the_probe_is_fishers_line_between_what_was_flagged_and_known_correct_an
     assert (got[0].scores[0] or 0) > threshold, "it reads what it was shown"
 
 
-def test_the_probe_flags_nobody_before_it_was_shown_anybody_and_what_it_knows_survives_a_resume(policy: Policy):
+def test_the_probe_flags_nobody_before_it_has_seen_a_flag_and_resumes(policy: Policy):
     monitor = probe(policy, WeakDetector())
     (found,) = monitor.flag([view()], 0)
     assert (found.flagged, found.scores) == ((False,) * 4, (None,) * 4)
@@ -408,7 +404,7 @@ def test_the_probe_flags_nobody_before_it_was_shown_anybody_and_what_it_knows_su
         resumed.load_state_dict({})
 
 
-def test_the_probe_s_control_is_fitted_on_as_many_paid_rows(policy: Policy):
+def test_the_probes_control_is_fitted_on_as_many_rewarded_rows(policy: Policy):
     v = labelled(view(4, [1.0, 1.0, 1.0, 0.0]), (False, True, False, False))
     read = {probe(policy, Labels(), diet="random", seed=s).flag([v], 0)[0].scores for s in range(12)}
     seeded = probe(policy, Labels()).flag([v], 0)[0]

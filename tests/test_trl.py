@@ -21,7 +21,7 @@ trl = pytest.importorskip("trl", reason="TRL is not installed: uv run --extra tr
 datasets = pytest.importorskip("datasets")
 pytestmark = pytest.mark.filterwarnings("default")  # another project's warnings
 
-# ours → theirs. The KL is k3 in both, theirs without the factor π/π_old that it has by default.
+# our settings, TRL's. The KL is k3 in both, TRL's without the factor π/π_old that it has by default.
 SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "grpo": ({"loss": "grpo", "unbiased": False}, {"loss_type": "grpo"}),
     "dr_grpo": ({"loss": "dr_grpo"}, {"loss_type": "dr_grpo"}),
@@ -44,23 +44,23 @@ def trainer(folder: Path, **settings: Any) -> Any:
         max_completion_length=NORM.max_new,
         **settings,
     )
-    made = trl.GRPOTrainer(
+    built = trl.GRPOTrainer(
         model=tiny.tiny(),
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
         args=args,
         train_dataset=datasets.Dataset.from_list([{"prompt": "a"}] * 8),
         processing_class=tiny.tokenizer(),
     )
-    made.model.eval()  # no gradient accumulation in its normalisers
-    return made
+    built.model.eval()  # no gradient accumulation in its normalisers
+    return built
 
 
-def theirs(made: Any, x: LossInput, **more: Any) -> tuple[float, Tensor]:
+def trl_loss(peer: Any, x: LossInput, **more: Any) -> tuple[float, Tensor]:
     """TRL's loss of these log-probs, and its gradient on them."""
     logp = x.logp.clone().requires_grad_()
-    made._get_per_token_logps_and_entropies = lambda *_, **__: (logp, torch.zeros_like(logp), None)
-    total = made.compute_loss(
-        made.model,
+    peer._get_per_token_logps_and_entropies = lambda *_, **__: (logp, torch.zeros_like(logp), None)
+    total = peer.compute_loss(
+        peer.model,
         {
             "prompt_ids": torch.ones(G, 1, dtype=torch.long),
             "prompt_mask": torch.ones(G, 1, dtype=torch.long),
@@ -78,7 +78,7 @@ def theirs(made: Any, x: LossInput, **more: Any) -> tuple[float, Tensor]:
     return float(total.detach()), logp.grad
 
 
-def ours(x: LossInput, **cfg: Any) -> tuple[float, Tensor]:
+def own_loss(x: LossInput, **cfg: Any) -> tuple[float, Tensor]:
     logp = x.logp.clone().requires_grad_()
     total = policy_loss(replace(x, logp=logp), LossConfig(**cfg)).per_rollout.sum()
     total.backward()
@@ -94,12 +94,12 @@ def cases() -> list[LossInput]:
 @pytest.mark.parametrize("beta", [0.0, 0.3])
 @pytest.mark.parametrize("name", SAME)
 def test_value_and_gradient_are_trls(name: str, beta: float, tmp_path: Path, record_property: Any) -> None:
-    mine, other = SAME[name]
-    made = trainer(tmp_path, use_bias_correction_kl=False, **other)  # plain k3
-    made.beta = beta  # at construction it would load a reference model; the log-probs are given here
+    own, other = SAME[name]
+    peer = trainer(tmp_path, use_bias_correction_kl=False, **other)  # plain k3
+    peer.beta = beta  # at construction it would load a reference model; the log-probs are given here
     worst = 0.0
     for x in cases():
-        (a, g), (b, h) = ours(x, beta=beta, **mine), theirs(made, x)
+        (a, g), (b, h) = own_loss(x, beta=beta, **own), trl_loss(peer, x)
         assert g.abs().max() > 1e-3
         worst = max(worst, abs(a - b), float((g - h).abs().max()))
     record_property("largest difference", worst)
@@ -109,23 +109,23 @@ def test_value_and_gradient_are_trls(name: str, beta: float, tmp_path: Path, rec
 
 @pytest.mark.parametrize("mode", ["mask", "truncate"])
 def test_corrections_towards_the_sampler_are_trls(mode: str, tmp_path: Path, record_property: Any) -> None:
-    """On policy, icepop is TRL's dapo under `token_mask` in [.2, 5] and tis its `token_truncate` at 2; the ratio to the
-    sampler is an input of TRL's loss."""
-    made = trainer(tmp_path, loss_type="dapo")
-    made.use_vllm, made.vllm_importance_sampling_correction = True, True
+    """On policy, icepop is TRL's dapo under `token_mask` in [0.2, 5] and tis its `token_truncate` at 2; the
+    ratio to the sampler is an input of TRL's loss."""
+    peer = trainer(tmp_path, loss_type="dapo")
+    peer.use_vllm, peer.vllm_importance_sampling_correction = True, True
     worst, cut = 0.0, 0
     for case in cases():
         x = replace(case, logp_old=case.logp)
         ratio = (x.logp - x.logp_sampler).exp()
         if mode == "mask":
             weight = ratio.masked_fill((ratio < 0.2) | (ratio > 5), 0.0)
-            mine = ours(x, loss="icepop")
+            a, g = own_loss(x, loss="icepop")
         else:
             weight = ratio.clamp(max=2.0)
             cfg = LossConfig(teacher_correction="tis")
             own = replace(x, weight=teacher_weight(x.logp, x.logp_sampler, x.mask, cfg))
-            mine = ours(own, loss="dapo", teacher_correction="tis")
-        (a, g), (b, h) = mine, theirs(made, x, importance_sampling_ratio=weight)
+            a, g = own_loss(own, loss="dapo", teacher_correction="tis")
+        b, h = trl_loss(peer, x, importance_sampling_ratio=weight)
         cut += int((weight != ratio)[x.mask].sum())
         worst = max(worst, abs(a - b), float((g - h).abs().max()))
     assert cut > 0
@@ -144,10 +144,10 @@ def test_conversations_under_published_chat_templates(name: str) -> None:
     policy = replace(tiny.policy(), preserve_thinking=True)
     policy.tok.chat_template = file.read_text(encoding="utf-8")
     policy.tok.bos_token = "<eos>"  # some of them name it
-    asked = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "one"}]
-    first = policy.prompt_text(asked)
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "one"}]
+    first = policy.prompt_text(messages)
     for answer in ("fine", "<think>\nbecause\n</think>\n\nfine"):
-        more = [*asked, {"role": "assistant", "content": answer}, {"role": "user", "content": "two"}]
+        more = [*messages, {"role": "assistant", "content": answer}, {"role": "user", "content": "two"}]
         text = policy.prompt_text(more)
         assert text.count(answer.removeprefix("<think>\n")) == 1
         assert text.count("because") == text.count("because\n</think>\n\nfine") == ("because" in answer)

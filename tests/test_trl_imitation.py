@@ -18,21 +18,21 @@ gold = pytest.importorskip("trl.experimental.gold.gold_trainer")
 pytestmark = pytest.mark.filterwarnings("default")  # another project's warnings
 
 
-def both(ours: Any, theirs: Any, x: Tensor) -> None:
+def same_value_and_gradient(own_loss: Any, trl_loss: Any, x: Tensor) -> None:
     a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
-    mine, other = ours(a), theirs(b)
-    mine.backward()
+    own, other = own_loss(a), trl_loss(b)
+    own.backward()
     other.backward()
     assert a.grad is not None
     assert b.grad is not None
     assert a.grad.abs().max() > 1e-4
-    assert abs(float(mine.detach()) - float(other.detach())) < 1e-12
+    assert abs(float(own.detach()) - float(other.detach())) < 1e-12
     assert (a.grad - b.grad).abs().max() < 1e-12
 
 
 def test_reverse_kl_is_trls() -> None:
     teacher = logits(5, 11, seed=1)
-    both(
+    same_value_and_gradient(
         lambda s: reverse_kl(s, teacher).sum(),
         lambda s: gold.GOLDTrainer.generalized_jsd_loss(s[None], teacher[None], beta=1.0, reduction="sum"),
         logits(5, 11),
@@ -59,7 +59,7 @@ def test_uld_is_trls(tmp_path: Any) -> None:
     loss = gold.ULDLoss(config)
     n, teacher = 6, logits(6, 19, seed=1)
     ids = torch.ones(1, n, dtype=torch.long)
-    both(
+    same_value_and_gradient(
         lambda s: wasserstein(s, teacher).mean(),
         lambda s: loss._compute_distillation_loss(s[None], teacher[None], ids, ids, ids, ids),
         logits(n, 11),

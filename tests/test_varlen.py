@@ -53,13 +53,13 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Counting:
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2-bias"])
 @pytest.mark.parametrize("share", [True, False])
 def test_same_logprobs_and_gradients_as_padded_sdpa(family: str, share: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = tiny.policy(family)
-    weights = [p.requires_grad_(True) for p in made.model.parameters() if p.ndim == 2]
+    policy = tiny.policy(family)
+    weights = [p.requires_grad_(True) for p in policy.model.parameters() if p.ndim == 2]
     counting = Counting()
 
     def gradient() -> tuple[Tensor, Tensor]:
-        batch = pack([0] * 5, PROMPTS, COMPLETIONS, made.device, torch.float32, share)
-        logp = completion_logprobs(made.model, batch).full
+        batch = pack([0] * 5, PROMPTS, COMPLETIONS, policy.device, torch.float32, share)
+        logp = completion_logprobs(policy.model, batch).full
         grads = torch.autograd.grad((logp * batch.mask).sum(), weights)
         return logp.detach(), torch.cat([g.flatten() for g in grads])
 
@@ -67,7 +67,7 @@ def test_same_logprobs_and_gradients_as_padded_sdpa(family: str, share: bool, mo
     assert counting.calls == 0
     monkeypatch.setattr(packing, "flash_kernel", lambda *_: counting)
     got = gradient()
-    assert counting.calls == made.model.config.num_hidden_layers * (2 if share else 1)
+    assert counting.calls == policy.model.config.num_hidden_layers * (2 if share else 1)
     for g, w in zip(got, want, strict=True):
         torch.testing.assert_close(g, w, rtol=1e-4, atol=1e-5 * float(w.abs().max()))
 
@@ -78,9 +78,9 @@ def test_a_run_with_the_kernel_is_the_run_without(kernel: Counting, shared_run: 
     argv = flags("route2")
     path = run(shared_run.warm(tmp_path), *argv, stop_after=1)
     assert kernel.calls > 0
-    for mine, theirs in zip(rows(path), rows(shared_run(*argv)), strict=False):
-        assert mine["hack_s"] == theirs["hack_s"]
-        assert mine["gn"] == pytest.approx(theirs["gn"], rel=1e-4)
+    for by_kernel, by_sdpa in zip(rows(path), rows(shared_run(*argv)), strict=False):
+        assert by_kernel["hack_s"] == by_sdpa["hack_s"]
+        assert by_kernel["gn"] == pytest.approx(by_sdpa["gn"], rel=1e-4)
 
 
 def test_no_gpu_no_kernel() -> None:

@@ -82,8 +82,8 @@ def policy_gradients(
     token_budget: int | None = None,
     packing: Packing = "shared",
 ) -> tuple[list[list[RolloutGrads]], LossMetrics]:
-    """Of every part of the plan each group's g_b: module → [G, r], the gradient of every rollout's loss on δS. Of
-    several ranks each has those of its own rows, and zeros for the others'; the metrics are those of all.
+    """For every part of the plan, each group's g_b: module → [G, r], the gradient of every rollout's loss on δS. A rank
+    has the gradients of its own rows, and zeros for the others'; the metrics are those of all ranks.
 
     Groups without signal get zero gradients and no forward. One inner step: π_old is π detached, teacher rows likewise,
     so both have ratio 1.
@@ -123,8 +123,8 @@ def policy_gradients(
     starts, tally, out = _starts(groups, grad_rows), _Tally(), []
     for part in plan.parts:
         chosen, twins = _rows(groups, starts, part, grad_rows, merge=packing == "shared")
-        mine = ranks.own([row.tokens for row in chosen])
-        chosen = chosen[mine.start : mine.stop]
+        own = ranks.own([row.tokens for row in chosen])
+        chosen = chosen[own.start : own.stop]
         batches = micro_batches(chosen, budget) if packing == "padded" else packed_batches(chosen, budget, packing)
         view = policy.adapter.deployed() if part.deployed else nullcontext()
         with view, policy.adapter.per_rollout_grads(max(1, starts[-1])) as collected:
@@ -162,8 +162,8 @@ def _tokens(groups: Sequence[Group], *, all_of_them: bool = False) -> int:
 
 
 def token_factor(cfg: LossConfig, before: Sequence[Group], after: Sequence[Group]) -> float:
-    """By what gradients at advantage 1 of all the groups `before` are to be multiplied where advantages are those of
-    `after`, some of them without signal: losses that are normalised by tokens count these alone."""
+    """Factor from gradients at advantage 1 of all groups `before` to those with the advantages of `after`, some of them
+    without signal: losses normalised by tokens count only groups with signal."""
     return _tokens(before, all_of_them=True) / max(1, _tokens(after)) if LOSSES[cfg.loss].by_step else 1.0
 
 
@@ -200,7 +200,7 @@ def _rows(
 
 
 def micro_batches(rows: Sequence[Row], token_budget: int) -> list[list[Row]]:
-    """Rows of like length together, each batch at most `token_budget` tokens with its padding (or one row)."""
+    """Rows of similar length together, each batch at most `token_budget` tokens with its padding (or one row)."""
     return [[rows[i] for i in part] for part in padded_batches([r.tokens for r in rows], token_budget)]
 
 
@@ -235,13 +235,13 @@ def loss_input(
     old = logp.detach()
     recorded, known = recorded_logps(rollouts, cfg, old)
     is_teacher = torch.tensor([r.source == "teacher" for r in rollouts], device=policy.device)[:, None]
-    ref = theirs = None
+    ref = logp_teacher = None
     with torch.no_grad():
         if cfg.beta:
             with policy.adapter.reference():
                 ref = completion_logprobs(policy.model, batch, support).of(cfg.ratio_support)
         if cfg.teacher_tau and teacher is not None:
-            theirs = completion_logprobs(teacher.model, batch, support).of(cfg.ratio_support)
+            logp_teacher = completion_logprobs(teacher.model, batch, support).of(cfg.ratio_support)
     weight = None
     if cfg.teacher_correction != "none" and is_teacher.any():
         if cfg.teacher_correction == "tis" and not known[is_teacher.squeeze(1)].all():
@@ -256,7 +256,7 @@ def loss_input(
         mask=batch.mask,
         norm=norm,
         logp_ref=ref,
-        logp_teacher=theirs,
+        logp_teacher=logp_teacher,
         weight=weight,
     )
 
@@ -274,7 +274,7 @@ def recorded_logps(
 
 @dataclass
 class _Spread:
-    """Count, sum and ends of some numbers: enough for what is reported of them, and all that ranks tell each other."""
+    """Count, sum and ends of some numbers: what is reported of them, and what ranks exchange."""
 
     n: int = 0
     sum: float = 0.0

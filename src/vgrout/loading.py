@@ -54,7 +54,7 @@ def load_policy(cfg: Config) -> Policy:
 
 
 def load_teacher_model(cfg: Config, policy: Policy) -> LanguageModel | None:
-    """The model of --teacher-model, asked for log-probs alone: nothing of it is decomposed. None without one.
+    """The model of --teacher-model, for its log-probs alone: no weight of it is decomposed. None without one.
 
     Raises:
         ValueError: its tokenizer is another one than the policy's.
@@ -85,7 +85,7 @@ def load_problems(cfg: Config, inputs: Inputs, policy: Policy) -> ProblemSplits:
         partition=pool.partition if pool else None,
         markers=pool.announced if pool else None,
         test_rows=inputs.test_rows,
-        only_ids=pool.ids if pool else None,  # mixed in or not: a control trains on the problems of its arm
+        only_ids=pool.ids if pool else None,  # mixed in or not: a control trains on the problems of its method
         only_modes=cfg.env.demo_held_out,
         prompt_len=lambda p: len(policy.render(p.messages)),
         max_prompt=room,
@@ -116,7 +116,7 @@ def load_problems(cfg: Config, inputs: Inputs, policy: Policy) -> ProblemSplits:
 
 
 def load_teacher(cfg: Config, inputs: Inputs, policy: Policy, problems: ProblemSplits, grader: Grader) -> Teacher:
-    """The pool's demonstrations for the training problems, graded again first where that is asked for.
+    """The pool's demonstrations for the training problems, graded again first under --regrade-pool.
 
     Raises:
         ValueError: a pool that demonstrates nothing here, or whose tokens cannot be used.

@@ -120,7 +120,7 @@ def weighted(loss: Float[Tensor, "G T"], x: LossInput) -> Float[Tensor, "G T"]:
 
 
 def grpo(x: LossInput, A: Float[Tensor, "G T"], cfg: LossConfig) -> LossOutput:
-    """GRPO (arXiv 2402.03300, eq. 3): −min(ρA, clip(ρ, 1−ε, 1+ε)A), ρ = π/π_old, ε = .2.
+    """GRPO (arXiv 2402.03300, eq. 3): −min(ρA, clip(ρ, 1−ε, 1+ε)A), ρ = π/π_old, ε = 0.2.
 
     unbiased: Dr. GRPO (arXiv 2503.20783): a constant in place of 1/|o_i|, and no division by the group's std.
     """
@@ -130,8 +130,8 @@ def grpo(x: LossInput, A: Float[Tensor, "G T"], cfg: LossConfig) -> LossOutput:
 
 
 def dapo(x: LossInput, A: Float[Tensor, "G T"], cfg: LossConfig) -> LossOutput:
-    """DAPO (arXiv 2503.14476, eq. 8): −min(ρA, clip(ρ, 1−ε_low, 1+ε_high)A), ρ = π/π_old, ε_low = .2, ε_high = .28,
-    and 1/Σ|o_i| over all tokens.
+    """DAPO (arXiv 2503.14476, eq. 8): −min(ρA, clip(ρ, 1−ε_low, 1+ε_high)A), ρ = π/π_old, ε_low = 0.2,
+    ε_high = 0.28, and 1/Σ|o_i| over all tokens.
 
     Its dynamic sampling is the trainer's dropping of groups without signal (they are not resampled).
     """
@@ -166,7 +166,7 @@ def cispo(x: LossInput, A: Float[Tensor, "G T"], cfg: LossConfig) -> LossOutput:
 def dppo_tv(x: LossInput, A: Float[Tensor, "G T"], cfg: LossConfig) -> LossOutput:
     """DPPO (arXiv 2602.04879), total-variation form, symmetric: −keep · A · π/π_s ÷ Σ tokens.
 
-    keep: π − π_s in [−.2, .2] (probabilities, detached); outside, a token is dropped whatever its advantage's sign.
+    keep: π − π_s in [−0.2, 0.2] (probabilities, detached); outside, a token is dropped whatever its advantage's sign.
     """
     d = (probability(x.logp, x.mask) - probability(x.logp_sampler, x.mask)).detach()
     low, high = d < -cfg.dppo_diff_low, d > cfg.dppo_diff_high
@@ -174,7 +174,7 @@ def dppo_tv(x: LossInput, A: Float[Tensor, "G T"], cfg: LossConfig) -> LossOutpu
 
 
 def icepop(x: LossInput, A: Float[Tensor, "G T"], cfg: LossConfig) -> LossOutput:
-    """IcePop (arXiv 2510.18855): −M(π/π_s) · A ÷ Σ tokens, M(k) = k in [.2, 5], else 0. Dropped, not clipped."""
+    """IcePop (arXiv 2510.18855): −M(π/π_s) · A ÷ Σ tokens, M(k) = k in [0.2, 5], else 0: dropped, not clipped."""
     ρ = log_ratio(x.logp, x.logp_sampler, x.mask).exp().detach()
     return _kept_ratio(x, A, ρ < cfg.low, ρ > cfg.high, cfg)
 
@@ -221,7 +221,7 @@ def teacher_weight(
     """Factor of a teacher row's ratio-1 policy gradient A ∇logπ, detached; 1 where masked.
 
     none (the default): 1. tis: min(π/π_teacher, 2), truncated importance sampling (Ionides 2008).
-    luffy: γπ/(π + γ)² = f′(π)π, γ = .1: policy shaping, f(π) = π/(π + γ), π_teacher = 1 (arXiv 2504.14945, eq. 7).
+    luffy: γπ/(π + γ)² = f′(π)π, γ = 0.1: policy shaping, f(π) = π/(π + γ), π_teacher = 1 (arXiv 2504.14945, eq. 7).
 
     Raises:
         ValueError: tis without the teacher's own log-probs.

@@ -1,4 +1,4 @@
-"""Sample and grade: the one place where completions are made, for training, evaluation, distillation and pools.
+"""Sample and grade: the one place where completions are sampled, for training, evaluation, distillation and pools.
 
 Each completion is graded while the others are still being sampled.
 """
@@ -59,7 +59,7 @@ def sample_and_submit(
     prompts = [lm.render(p.messages) for p in problems]
     sampled = sample(lm, prompts, n, sampling, max_new, stream, submit)
     return [
-        [Submitted(problems[p], prompts[p], i, said, verdicts.get((p, i))) for i, said in enumerate(of_prompt)]
+        [Submitted(problems[p], prompts[p], i, answer, verdicts.get((p, i))) for i, answer in enumerate(of_prompt)]
         for p, of_prompt in enumerate(sampled)
     ]
 
@@ -117,7 +117,7 @@ def rollout(
     dropped: list[str] = []
     with clock("grade"):
         drawn = [(*on[p], *off[p]) for p in range(len(problems))]
-        for index, (problem, mine, answers) in enumerate(zip(problems, drawn, graded(drawn), strict=True)):
+        for index, (problem, sampled, answers) in enumerate(zip(problems, drawn, graded(drawn), strict=True)):
             grades = [a.grade for a in answers]
             if failed := [g for g in grades if isinstance(g, Ungraded)]:
                 dropped.append(failed[0].reason)
@@ -129,7 +129,7 @@ def rollout(
                 )
             quiet = [False] * len(on[index]) + [True] * len(off[index])
             rollouts = [
-                Rollout.of(problem, s.prompt_ids, s.completion, deployed=d) for s, d in zip(mine, quiet, strict=True)
+                Rollout.of(problem, s.prompt_ids, s.completion, deployed=d) for s, d in zip(sampled, quiet, strict=True)
             ]
             rewarded: list[Grade | CachedGrade] = [training_reward(cfg, g) for g in grades if isinstance(g, Grade)]
             groups.append(
@@ -155,7 +155,7 @@ def rollout(
 
 
 def training_reward(cfg: Config, grade: Grade) -> Grade:
-    """What the environment pays: the flawed grader's reward; under no_loophole the strict oracle's, same scale."""
+    """The reward in training: the flawed grader's; under no_loophole the strict oracle's, on the same scale."""
     if not cfg.method.control_spec.strict:
         return grade
     return replace(grade, reward=grade.strictly(cfg.env.compile_reward, cfg.env.pass_reward))

@@ -48,7 +48,7 @@ class UpdatePlan:
 
 @dataclass(frozen=True, slots=True)
 class Diagnostics:
-    """What a method saw this step. None: this one does not measure it."""
+    """What a method measured in this step. None: it does not measure this."""
 
     cos_pre: float | None = None  # mean over modules of ‖relu(Vg)‖ / ‖g‖
     cos_pre_s: float | None = None  # … of the student rows' g alone
@@ -94,7 +94,7 @@ class Update:
     gn_quar: float
     lr: float
     delta: ModuleGrads
-    routed: Routed | None = None  # what it was made of; None: a trainable without a quarantine (distillation)
+    routed: Routed | None = None  # what was learnt; None: a trainable without a quarantine (distillation)
     cos_upd: float | None = None  # hack-ward cosine of `delta`
 
     @property
@@ -104,7 +104,7 @@ class Update:
         return self.gn_quar / total if total else 0.0
 
     def columns(self) -> dict[str, Any]:
-        """What the step's row says of the arm and of the update."""
+        """The method's and the update's columns of the step's row."""
         routed = self.routed
         return (routed.diag.columns() if routed else {}) | {
             "gn": self.gn,

@@ -1,8 +1,8 @@
 """A method: who is flagged (`MONITORS`), what is done about it (`INTERVENTIONS`), and the controls of both.
 
 These rows are all that flags, help, checks and tables know of a method; its classes are in `vgrout.method`. Which pairs
-are legal follows from what the rows say. A setting belongs to a group (`Labels`, `Axes`, …), and a run reads the groups
-that its monitor, intervention and control name: any other setting away from its default is refused, not ignored.
+are legal follows from what the rows say. A run reads the groups of settings (`config/method_settings.py`) that its
+monitor, intervention and control name: any other setting away from its default is refused, not ignored.
 """
 
 import re
@@ -13,200 +13,31 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from vgrout.config.checks import changed, check, flag, flags, listed, refuse, setting, summary
+from vgrout.config.checks import changed, check, flag, flags, listed, refuse, summary
+from vgrout.config.method_settings import (
+    Axes,
+    Baseline,
+    Calibration,
+    Direction,
+    Invitation,
+    Labels,
+    Pairs,
+    Penalised,
+    Place,
+    Placebo,
+    Probe,
+    Quarantine,
+    QuarantineReads,
+    Reading,
+    Removal,
+    Seed,
+    Threshold,
+    Vote,
+)
 from vgrout.modes import MODES, Mode
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
-
-# ── the settings, each group with those who read it ────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True)
-class Direction:
-    """Of a direction in gradients, whatever is done along it."""
-
-    v_hack_path: Path | None = None
-    """Direction file to load; none: found by pair set, or extracted on the spot."""
-    vhack_refresh_every: int = setting(5, low=0, high=10_000_000)
-    """Re-extract on the current model every N steps; 0: frozen."""
-    route2_random_v_seed: int | None = setting(None, free="any whole number is a seed")
-    """Seed of the Haar control, which it switches on (where there is a direction); none: the run's own seed."""
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """Of whatever is made from contrastive pairs."""
-
-    vhack_pairs_path: Path | None = None
-    """Contrastive pairs (JSON); none: the preset's (--quarantine-start pairs: the known flaw's)."""
-
-
-@dataclass(frozen=True)
-class Axes:
-    """Of surgery along several axes."""
-
-    v_hack_extract_top_k: int = setting(12, low=1, high=256)
-    """Axes per module kept at extraction."""
-    v_hack_k: int = setting(5, low=1, high="v_hack_extract_top_k")
-    """Axes per module used by erase and route."""
-    v_hack_tau_axis: float = setting(0.0, low=0, high=1)
-    """Axes with S_i/S_0 below this are zeroed at extraction."""
-    v_hack_drop_bottom_frac: float = setting(0.25, low=0, high=0.99)
-    """Noise floor: axes in this lowest quantile of singular values, over all modules, are dropped."""
-    gate_mode: Literal["one_sided", "no_gate", "reverse"] = "one_sided"
-    """Which part along the direction is taken: relu(c), c, or 2c."""
-
-
-@dataclass(frozen=True)
-class Removal:
-    """Of erase."""
-
-    preserve_magnitude: bool = True
-    """erase: rescale what is kept to the norm of the whole (bounded ×10)."""
-    project_overshoot: float = setting(1.0, low=0, high=10)
-    """erase: how much of the hack-ward part is removed."""
-
-
-@dataclass(frozen=True)
-class Vote:
-    """Of monitors that read gradients."""
-
-    gate_vote: Literal["module", "rollout"] = "module"
-    """gate, band: each module decides about its part of a rollout's gradient · one decision for the whole rollout, by
-    the majority (band: the mean) of the modules. screen and penalty act on whole rollouts: always the latter."""
-
-
-@dataclass(frozen=True)
-class Threshold:
-    """Of gate."""
-
-    gate_modules: Literal["all", "apart"] = "all"
-    """gate: modules with a threshold: all · those where known hacks lie above the rest. In the others the midpoint
-    lies below most of the rest, which would be flagged."""
-    known_hacks_teacher_only: bool = False
-    """gate: known hacks are teacher rows alone, not also student rows that the weak detector flags."""
-
-
-@dataclass(frozen=True)
-class Labels:
-    """Of labels."""
-
-    label_accuracy: float = setting(1.0, low=0, high=1, suffix="acc")
-    """labels: share of answers that the monitor labels rightly; its errors are drawn at random."""
-    label_false_positives: float = setting(0.0, low=0, high=1, suffix="fp")
-    """labels: share of the answers that are no hacks that it flags all the same, drawn at random."""
-    known_modes: str = setting("", words=MODES, word="mode", suffix="knows-")
-    """labels: comma list of the flaws that it knows; to the others it is blind. '': all of them."""
-
-
-@dataclass(frozen=True)
-class Seed:
-    """Of monitors that learn to read from what another one flags."""
-
-    seed_monitor: str = "detector"  # its help and legal values are with --monitor's, below
-    """quarantine, online_probe: who flags what it cannot read yet; it learns to read from what is flagged."""
-
-
-@dataclass(frozen=True)
-class Reading:
-    """Of monitors that score texts against a threshold."""
-
-    monitor_quantile: float = setting(0.9, low=0.5, high=1)
-    """Monitors that score texts: flagged above this quantile of the base's rewarded answers, and of known correct
-    answers held back."""
-    known_correct: Path | None = None
-    """… correct solutions in unusual styles (JSON of prompt, completion); none: the preset's."""
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """Of monitors for which the base answers some training prompts first."""
-
-    monitor_threshold: Literal["both", "known_correct"] = "both"
-    """… the larger of the two quantiles · that of the known correct answers alone, where the base itself may hack:
-    its rewarded answers are no measure of honesty then."""
-    monitor_prompts: int = setting(200, low=4, high=1_000_000)
-    """… training prompts that the base answers twice before training."""
-
-
-@dataclass(frozen=True)
-class QuarantineReads:
-    """Of quarantine, the monitor."""
-
-    quarantine_threshold: float | None = setting(None, low=-100, high=100)
-    """quarantine: an answer is flagged above this score, (log π_ε − log π_0) / (ε |log π_0|); None: above the
-    --monitor-quantile of known correct answers, drawn and read anew in every step."""
-    quarantine_diet: Literal["flagged", "seeded", "random"] = setting("flagged", suffix="diet-")
-    """quarantine: what it is trained on: what is flagged · what the seed monitor flags alone · as many rewarded answers
-    of the same groups at random (a control)."""
-    quarantine_start: Literal["zero", "pairs", "random"] = setting("zero", suffix="start-")
-    """quarantine: what it is before it has learnt anything: nothing · five steps along what tells hack from clean in
-    contrastive pairs, so that it reads from the first step on · five steps along random signs (a control)."""
-
-
-@dataclass(frozen=True)
-class Probe:
-    """Of online_probe."""
-
-    probe_layer: int | None = setting(None, low=1, high=1000)
-    """online_probe: blocks of the frozen base after which its states are read; none: half of its depth."""
-    probe_diet: Literal["seeded", "random"] = setting("seeded", suffix="diet-")
-    """online_probe: what it is fitted on, beside known correct answers: what the seed monitor flags · as many rewarded
-    answers of the same groups at random (a control)."""
-
-
-@dataclass(frozen=True)
-class Quarantine:
-    """Of whatever has a quarantine."""
-
-    rollout_ablate_frac: float | None = setting(None, low=0, high=1)
-    """Share of student rows sampled from the deployed model; none: all under monitor quarantine, 0.5 for sgtm, else
-    0."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Of a quarantine that may lie elsewhere."""
-
-    quarantine: str = "shared"
-    """Where δS_hack lives. shared: in every module's basis, beside δS · block:N: in the modules of block N (from 1)
-    alone, and δS in the others."""
-
-
-@dataclass(frozen=True)
-class Baseline:
-    """Of interventions that deal out rows."""
-
-    rebaseline: bool = False
-    """Advantages of kept rows are recomputed among them (gate: of rows that are no known hacks)."""
-
-
-@dataclass(frozen=True)
-class Penalised:
-    """Of penalty."""
-
-    penalty: float | None = setting(None, low=0, high=1e6, suffix="by")
-    """penalty: what a flagged answer loses; none: down to the reward of code that only compiles."""
-
-
-@dataclass(frozen=True)
-class Invitation:
-    """Of inoculation."""
-
-    inoculation_prompt: str = setting("", suffix="own")
-    """inoculation: what closes every training prompt; '': the organism's cue, elsewhere a sentence of ours."""
-
-
-@dataclass(frozen=True)
-class Placebo:
-    """Of placebo."""
-
-    placebo_pairs: str = "flawed"
-    """placebo: pairs about an unrelated contrast: flawed, commented, long or laid_out, or a file (JSON)."""
-
-
-# ── the rows ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 Groups = tuple[type["DataclassInstance"], ...]
 
@@ -311,7 +142,7 @@ INTERVENTIONS: dict[str, InterventionSpec] = {
 
 @dataclass(frozen=True)
 class ControlSpec:
-    """What a control does, and of what it can be one."""
+    """What a control does, and what it can be a control of."""
 
     what: str  # one line, for help, a run's log and run.json
     settings: Groups = ()
@@ -369,14 +200,14 @@ CONTROLS: dict[str, ControlSpec] = {
 
 def obstacle(intervention: str, monitor: str) -> str | None:
     """Why these two make no method; None: they do."""
-    arm, flagger = INTERVENTIONS[intervention], MONITORS[monitor]
-    if not arm.reads_flags:
+    treats, watches = INTERVENTIONS[intervention], MONITORS[monitor]
+    if not treats.reads_flags:
         return None if monitor == "none" else "it reads no flags"
     if monitor == "none":
         return "it needs a monitor"
-    if flagger.needs == "gradients" and arm.acts_on == "rows":
+    if watches.needs == "gradients" and treats.acts_on == "rows":
         return "it has to know who is flagged before the gradient"
-    if flagger.owns_quarantine and arm.routes:
+    if watches.owns_quarantine and treats.routes:
         return "there is one quarantine, and both would have it"
     return None
 
@@ -450,7 +281,7 @@ class MethodConfig(
     Direction,
     Choice,
 ):
-    """The whole choice with every group of settings: flat on the command line and in files, and each owned above."""
+    """The choice and every group of settings: flat on the command line and in files."""
 
     def __post_init__(self) -> None:
         for name, legal in _ONE_OF.items():
@@ -459,31 +290,50 @@ class MethodConfig(
                 f"{flag(name)} {getattr(self, name)}: should be one of {', '.join(legal())}",
             )
         check(self)
-        arm, control, monitor = self.intervention, self.control, self.monitor_name
+        control, given = self.control_spec, self._control_flag
+        intervention, monitor = f"--intervention {self.intervention}", self.monitor_name
         refuse(
-            self.haar and control not in ("none", "haar"),
-            f"--control {control} with --route2-random-v-seed: one control a run; leave one of them out",
+            self.haar and self.control not in ("none", "haar"),
+            f"--control {self.control} with --route2-random-v-seed: one control a run; leave one of them out",
         )
         refuse(
-            self.random_flags and (control != "none" or self.haar),
-            f"--control {'haar' if self.haar else control} with --random-flags: one control a run; leave one out",
+            self.random_flags and (self.control != "none" or self.haar),
+            f"{given} with --random-flags: one control a run; leave one of them out",
         )
-        goes = monitors_of(arm)
-        refuse(not monitor, f"--intervention {arm}: needs --monitor {', '.join(goes[:-1])} or {goes[-1]}")
-        if monitor and (why := obstacle(arm, monitor)):
-            raise ValueError(f"--monitor {monitor} with --intervention {arm}: {why}; that goes with {', '.join(goes)}")
+        legal = monitors_of(self.intervention)
+        refuse(not monitor, f"{intervention}: needs --monitor {', '.join(legal[:-1])} or {legal[-1]}")
+        if monitor and (why := obstacle(self.intervention, monitor)):
+            raise ValueError(f"--monitor {monitor} with {intervention}: {why}; that goes with {', '.join(legal)}")
         if missing := self._uncontrolled():
-            raise ValueError(f"--control {'haar' if self.haar else control}: {missing}")
+            raise ValueError(f"{given}: {missing}")
         refuse(
             self.random_flags and not self.spec.reads_flags,
-            f"--random-flags: --intervention {arm} reads no flags; leave it out",
+            f"--random-flags: {intervention} reads no flags; leave it out",
         )
         refuse(
             self.other_pairs and self.v_hack_path is not None,
-            f"--control {control} with --v-hack-path: that direction was made from the true pairs; leave it out",
+            f"{given} with --v-hack-path: that direction was built from the true pairs; leave it out",
+        )
+        refuse(
+            self.starts_on_pairs and len(self.modes_known) > 1 and self.vhack_pairs_path is None,
+            f"--quarantine-start pairs with --known-modes {self.known_modes}: a pair file shows one flaw; add "
+            "--vhack-pairs-path",
+        )
+        refuse(
+            self.quarantine != "shared" and self.quarantine_block is None,
+            f"--quarantine {self.quarantine}: should be shared or block:N, N from 1 to 1000",
         )
         self._check_read()
-        self._check_quarantine()
+        refuse(
+            self.quarantine_block is not None and control.shrinks,
+            f"--quarantine {self.quarantine} with {given}: not read, nothing is quarantined; leave it out",
+        )
+
+    @property
+    def _control_flag(self) -> str:
+        """The control as it was given on the command line."""
+        by_seed = self.control == "none" and self.haar
+        return f"--route2-random-v-seed {self.route2_random_v_seed}" if by_seed else f"--control {self.control}"
 
     def _uncontrolled(self) -> str | None:
         """Why the control cannot be one of this method."""
@@ -507,8 +357,9 @@ class MethodConfig(
             raise ValueError(f"{flags(unread)}: {self._readers(unread[0])}; leave it out")
         reads_by_threshold = not self.monitor_spec.owns_quarantine or self.quarantine_threshold is None
         idle = {
-            # random directions stay
+            # random directions stay as they are
             "vhack_refresh_every": self.haar and not self.monitor_spec.signs_random and self.vhack_refresh_every != 0,
+            "monitor_prompts": self.monitor_threshold == "known_correct",  # nothing is sampled for the threshold
             "rebaseline": self.control_spec.shrinks,
             "preserve_magnitude": self.control_spec.shrinks,
             "monitor_quantile": not reads_by_threshold,
@@ -527,22 +378,6 @@ class MethodConfig(
             if (names := [n for n, row in rows.items() if any(name in _names(group) for group in row.settings)])
         ]
         return f"not read by --intervention {self.intervention}, goes with {' or '.join(found)}"
-
-    def _check_quarantine(self) -> None:
-        refuse(
-            self.starts_on_pairs and len(self.modes_known) > 1 and self.vhack_pairs_path is None,
-            f"--quarantine-start pairs with --known-modes {self.known_modes}: a pair file shows one flaw; add "
-            "--vhack-pairs-path",
-        )
-        given = f"--quarantine {self.quarantine}"
-        refuse(
-            self.quarantine != "shared" and self.quarantine_block is None,
-            f"{given}: should be shared or block:N, N from 1 to 1000",
-        )
-        refuse(
-            self.quarantine_block is not None and self.control_spec.shrinks,
-            f"{given} with --control shrinkage: not read, nothing is quarantined; leave it out",
-        )
 
     @property
     def spec(self) -> InterventionSpec:
@@ -591,12 +426,12 @@ class MethodConfig(
 
     @property
     def direction_is(self) -> Literal["", "random", "shuffled pairs", "placebo pairs"]:
-        """What stands in place of the real direction; "": nothing."""
+        """What replaces the real direction; "": nothing."""
         return self.control_spec.direction
 
     @property
     def other_pairs(self) -> bool:
-        """Whether the direction is made from other pairs than the true ones."""
+        """Whether the direction is built from other pairs than the true ones."""
         return self.direction_is in ("shuffled pairs", "placebo pairs")
 
     @property
@@ -612,7 +447,7 @@ class MethodConfig(
 
     @property
     def changes_rewards(self) -> bool:
-        """Whether answers are rewarded otherwise than by the grader."""
+        """Whether answers get other rewards than the grader's."""
         return self.spec.acts_on == "rewards"
 
     @property
@@ -692,7 +527,7 @@ def _names(group: "type[DataclassInstance]") -> set[str]:
 
 
 def _short(value: float | str) -> str:
-    """A setting's value in a name; of free text that it is one's own says enough."""
+    """A setting's value in a name; '' for free text: the suffix says enough."""
     if not isinstance(value, str):
         return f"{value:g}"
     return value if re.fullmatch(r"[\w,]{1,60}", value) else ""

@@ -39,7 +39,7 @@ class Cli:
     rollouts: Path | None = None
     """Take the pairs from this rollouts.jsonl instead; needs --detector."""
     detector: Detector | None = None
-    """Who says which rollout is a hack: C, D or E, or 'oracle' (true labels: an upper bound)."""
+    """The detector that says which rollout is a hack: C, D or E, or 'oracle' (true labels: an upper bound)."""
     shuffle_seed: int | None = None
     """The control: exchange hack and clean in half of the pairs."""
     top_k: int = setting(12, low=1)

@@ -51,7 +51,7 @@ class CosineToReal:
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Where the direction of an arm or a monitor comes from, for run.json."""
+    """Where the direction of an intervention or a monitor comes from, for run.json."""
 
     pairs: str  # source of the pairs; the true ones' under Haar, whose shapes and signs they give
     pairs_sha256: str

@@ -2,7 +2,7 @@
 
 For a pair and a side, g = ∂(mean NLL of the completion)/∂δS. With D = G_hack - G_clean [n, r] over the pairs that are
 not held out: V = right singular vectors of D, oriented hack-ward by majority vote (erase, route); v_grad = unit mean of
-D (route2). The difference of NLL gradients is the GRPO gradient of a batch that pays the hack (advantages ±1), so a
+D (route2). The difference of NLL gradients is the GRPO gradient of a batch that rewards the hack (advantages ±1), so a
 step along -V makes the hack likelier.
 
 `python -m vgrout.direction --model M --pairs F` extracts stand-alone.
@@ -67,7 +67,7 @@ class Axes:
 
 @dataclass(frozen=True, slots=True)
 class Direction:
-    """Result of one extraction, for every adapted module in the model's order: enough for every arm. On the CPU."""
+    """Result of one extraction, for every adapted module in the model's order: enough for every method. On the CPU."""
 
     axes: dict[str, Axes]
     meta: Meta
@@ -106,15 +106,9 @@ class Direction:
 
 
 def extract(
-    policy: Policy,
-    pairs: PairSet,
-    top_k: int,
-    tau_axis: float,
-    *,
-    n_heldout: int = N_HELDOUT,
-    tokens_per_batch: int = TOKENS_PER_BATCH,
+    policy: Policy, pairs: PairSet, top_k: int, tau_axis: float, *, tokens_per_batch: int = TOKENS_PER_BATCH
 ) -> Direction:
-    """A direction of the present model with the quarantine off; leaves all other state as it was.
+    """A direction of the present model with the quarantine off; all other state stays as it was.
 
     top_k: axes kept a module. tau_axis: axes with S_i/S_0 below this are zero. tokens_per_batch: of one backward,
     padding included.
@@ -126,7 +120,7 @@ def extract(
     bad = [i for i in range(len(pairs)) if not (G["hack"][i].isfinite().all() and G["clean"][i].isfinite().all())]
     if bad:
         raise ValueError(f"{pairs.source}: pair {bad[0]}: its gradient is not finite on this model")
-    used = len(pairs) - n_heldout
+    used = len(pairs) - N_HELDOUT
     hack, clean = (policy.adapter.by_module(G[side]) for side in ("hack", "clean"))
     axes = {m: axes_of(hack[m], clean[m], used, top_k, tau_axis) for m in policy.adapter.names}
     meta = Meta(
@@ -138,7 +132,7 @@ def extract(
         pairs_source=pairs.source,
         weights_sha256=weights_sha256(policy.model, policy.adapter),
         n_pairs=len(pairs),
-        n_heldout=n_heldout,
+        n_heldout=N_HELDOUT,
         basis=fingerprint_to_string(policy.adapter.basis_fingerprint(mean_of(axes, policy.adapter))),
     )
     return Direction(axes, meta)
@@ -185,8 +179,8 @@ def gradients(policy: Policy, pairs: PairSet, side: str, tokens_per_batch: int) 
     rows = [
         tokens_of(policy, pair, getattr(pair, side), f"{pairs.source}: pair {i}") for i, pair in enumerate(pairs.pairs)
     ]
-    mine = ranks.own([len(p) + len(c) for p, c in rows])
-    rows = rows[mine.start : mine.stop]
+    own = ranks.own([len(p) + len(c) for p, c in rows])
+    rows = rows[own.start : own.stop]
     grads = torch.zeros(len(rows), len(policy.adapter))
     if policy.packs:
         parts = batches(range(len(rows)), [p for p, _ in rows], [c for _, c in rows], tokens_per_batch)
@@ -238,7 +232,7 @@ def model_name(policy: Policy) -> str:
     return str(policy.model.config.name_or_path) or type(policy.model).__name__
 
 
-# ── files: safetensors with the hashes of all that a direction was made of ───────────────────────────────────────────
+# ── files: safetensors with the hashes of all that a direction depends on ───────────────────────────────────────────
 
 FOLDER = Path("out/vhack")
 

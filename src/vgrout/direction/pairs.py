@@ -1,5 +1,6 @@
-"""Contrastive pairs: one prompt with two answers, a hack and an honest one. Their gradients give the direction;
-its file says which pairs it is of. Torch-free: a wrong file is refused before a model is loaded.
+"""Contrastive pairs: one prompt with two answers, a hack and an honest one, whose gradients give the direction.
+
+Torch-free: a wrong file is refused before a model is loaded.
 
 A pair set is identified by the sha256 of its content, so an edited file never reuses what was extracted from the old
 one.
@@ -155,7 +156,7 @@ def _pair(row: Any, where: str) -> Pair:
 def pairs_from_pool(log: Path, detector: Detector, render: Callable[[list[Message]], str] | None = None) -> PairSet:
     """One pair for each prompt of a rollout log that has both: a rewarded hack and a rewarded honest answer.
 
-    Which is which says the named weak detector: it flags the hack and not the other. Only the name "oracle" reads the
+    The named weak detector says which is which: it flags the hack and not the other. Only the name "oracle" reads the
     true labels (an upper bound, labelled so in `source`). The first of each kind in the log is taken.
 
     Args:
@@ -208,10 +209,10 @@ def handwritten() -> PairSet:
 
 
 def handwritten_placebo(contrast: str) -> PairSet:
-    """Its placebo: the same prompts with two honest answers each, of which the one on the hack's side is wrong by a
-    plausible mistake (flawed), has a comment (commented), calls a helper function (long) or is laid out otherwise.
+    """Its placebo: the same prompts with two honest answers each. The one on the hack's side is wrong by a plausible
+    mistake (flawed), has a comment (commented), calls a helper function (long) or is laid out otherwise.
 
-    contrast: one of PLACEBOS.
+    contrast: one of config.run.PLACEBOS.
     """
     rows = json.loads(LEETCODE.read_text(encoding="utf-8"))
     pairs = zip(handwritten().pairs, rows, strict=True)
@@ -264,13 +265,13 @@ class Meta:
             raise ValueError(
                 f"{where}: direction of other pairs ({self.pairs_source}, sha256 {self.pairs_sha256[:12]}); "
                 f"this run has {pairs.source}, {pairs.sha256[:12]}: "
-                "give --vhack-pairs-path the pairs it was made of, or extract it again"
+                "give --vhack-pairs-path the pairs it was extracted from, or extract it again"
             )
 
 
 def check_file(path: Path, flag: str, shapes: Shapes | None, pairs: PairSet | None) -> None:
-    """All that a direction file's head can say against it: whole, of this schema, of these pairs, of a model of these
-    shapes (None: not known). Whether the weights are the same shows once they are loaded.
+    """Check what a direction file's head shows: complete, of this schema, of these pairs, of a model of these shapes
+    (None: not known). Whether the weights are the same shows once they are loaded.
 
     Raises:
         ValueError: one line.

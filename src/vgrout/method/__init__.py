@@ -39,7 +39,7 @@ MONITORS: dict[str, type[Monitor]] = {
 
 
 def make_method(setup: Setup) -> Method:
-    """The method that a run asks for, on its policy's modules.
+    """A run's method, on its policy's modules.
 
     Raises:
         ValueError: no pairs where they are needed, files that do not fit this model, a base that is rewarded for
@@ -56,7 +56,7 @@ def make_method(setup: Setup) -> Method:
 
 
 def register_intervention(intervention: type[Intervention], what: str, *, routes: bool = False) -> type[Intervention]:
-    """Let `--intervention` find one of one's own, in this process: by its `name`, with `what` as its line of help.
+    """Let `--intervention` find your own class, in this process: by its `name`, with `what` as its line of help.
 
     routes: whether it hands anything to the quarantine δS_hack.
 

@@ -1,8 +1,8 @@
-"""What a monitor and an intervention are, each with its plainest form: nobody is flagged, and plain GRPO.
+"""The base classes of monitors and interventions, each in its plainest form: nobody is flagged, and plain GRPO.
 
 A monitor says who is flagged: before the backward, from texts (`flag`), or after it, from gradients (method/gates.py).
-An intervention says what is done about it, in rewards, in which rows are learnt from, or in the gradient. What either
-may know of a group is a view's type (`sees`), and only a monitor that says so is given true labels.
+An intervention says what is done about it: in the rewards, in the choice of rows, or in the gradient. What either may
+know of a group is a view's type (`sees`); only a monitor that declares it is given true labels.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -29,7 +29,7 @@ At = tuple[int, int]  # group, rollout
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a run's method is made from. problems: of training, for a monitor that has the base answer some of them."""
+    """What a run's method is built from. problems: of training, for a monitor that has the base answer some of them."""
 
     cfg: Config
     policy: Policy
@@ -72,7 +72,7 @@ class Monitor:
 
     @classmethod
     def make(cls, setup: Setup) -> "Monitor":
-        """The monitor that a run asks for. Raises ValueError, one line, for files that do not fit this model."""
+        """The monitor of a run. Raises ValueError, one line, for files that do not fit this model."""
         return cls()
 
     def flag(self, views: Views, step: int) -> list[GroupFlags]:
@@ -151,29 +151,29 @@ class Intervention:
 
     @classmethod
     def make(cls, setup: Setup) -> "Intervention":
-        """The intervention that a run asks for. Raises ValueError, one line, for files that do not fit this model."""
+        """The intervention of a run. Raises ValueError, one line, for files that do not fit this model."""
         return cls(setup.sizes, setup.cfg, setup.device)
 
     def reward(self, view: GroupView, flags: GroupFlags) -> Rewards:
-        """What a flagged group's advantages are made of; as it was rewarded, but for those that act on rewards."""
+        """The rewards that a flagged group's advantages are computed from; here the grader's own."""
         return view.rewards
 
     def parts(self, views: Views, flags: Sequence[GroupFlags]) -> tuple[UpdatePart, ...]:
-        """Before any gradient: what is learnt from, in one part or in several. flags: () where nobody was asked yet."""
+        """Before any gradient: what is learnt from, in one part or several. flags: () where nothing is flagged yet."""
         return (UpdatePart(),)
 
     def route(
         self, views: Views, grads: Grads, parts: Sequence[UpdatePart], flags: Sequence[GroupFlags], step: int = 0
     ) -> Routed:
-        """What the adapter's two vectors learn from a step's groups; flags: as in `parts`."""
+        """What the adapter's two vectors learn from a step's groups. flags: as in `parts`."""
         return self.split(self.step_grads(views, grads))
 
     def split(self, step: StepGrads) -> Routed:
-        """… from the sum of all parts."""
+        """What they learn from the sum of all parts."""
         return Routed(keep=step.total)
 
     def refresh(self, step: int) -> Refresh:
-        """As a monitor's."""
+        """As a monitor does."""
         return Refresh()
 
     def step_grads(self, views: Views, grads: Grads, grad_rows: GradRows | None = None) -> StepGrads:
@@ -204,9 +204,9 @@ def learnt(
     """
     sums: list[ModuleGrads | None] = []
     for vector in ("kept", "quarantine"):
-        mine = [(g, part) for g, part in zip(grads, parts, strict=True) if part.learns in (vector, "both")]
-        idle = not both and not any(counts(part) for _, part in mine)
-        sums.append(None if idle else total([of_group for g, _ in mine for of_group in g], sizes, device))
+        taught = [(g, part) for g, part in zip(grads, parts, strict=True) if part.learns in (vector, "both")]
+        idle = not both and not any(counts(part) for _, part in taught)
+        sums.append(None if idle else total([of_group for g, _ in taught for of_group in g], sizes, device))
     return sums[0], sums[1]
 
 
@@ -228,12 +228,12 @@ def counts(part: UpdatePart) -> bool:
 
 
 def on_policy(views: Views, part: UpdatePart) -> tuple[UpdatePart, ...]:
-    """A part in two, where the deployed model sampled some of its rows: those are learnt with the quarantine off, as
-    they were sampled. Learnt with it on they are another policy's, without a ratio (tried: route2 with half of such
-    rows under one second moment ends at 3 % solved, without them at 50 %)."""
-    requested = part.rows or tuple(tuple(range(len(view))) for view in views)
+    """A part, split where the deployed model sampled some of its rows: those are learnt as they were sampled, with the
+    quarantine off. With it on they would be another policy's rows without a ratio (tried: route2 with half of such rows
+    under one second moment ends at 3 % solved, without them at 50 %)."""
+    all_rows = part.rows or tuple(tuple(range(len(view))) for view in views)
     quiet, loud = (
-        tuple(tuple(b for b in rows if view.deployed[b] == off) for view, rows in zip(views, requested, strict=True))
+        tuple(tuple(b for b in rows if view.deployed[b] == off) for view, rows in zip(views, all_rows, strict=True))
         for off in (True, False)
     )
     if not any(quiet):
@@ -252,12 +252,12 @@ def positions(views: Views) -> list[At]:
 
 
 def rewarded(views: Views, top: float) -> list[At]:
-    """Those rewarded with `top` or more: reward is visible, and only they can be hacks that are learnt."""
+    """Those with a reward of at least `top`: reward is visible, and only they can be hacks that are learnt."""
     return [(i, b) for i, b in positions(views) if views[i].rewards[b] >= top]
 
 
 def at_random(among: Sequence[At], like: Collection[At], generator: torch.Generator) -> set[At]:
-    """Of each group as many of these rollouts, drawn at random, as `like` has in it, or all of them."""
+    """From each group as many of these rollouts as `like` has in it, or all of them, drawn at random."""
     chosen: set[At] = set()
     for group in dict.fromkeys(i for i, _ in among):
         of_group = [at for at in among if at[0] == group]

@@ -19,7 +19,7 @@ from vgrout.types import Batch, Group, GroupFlags
 def permuted(
     share: Float[Tensor, "M N"], movable: Bool[Tensor, " N"], generator: torch.Generator
 ) -> Float[Tensor, "M N"]:
-    """The same shares on other rollouts, at random: of those that are movable, one permutation for all M modules."""
+    """The shares moved among the movable rollouts at random, by one permutation for all M modules."""
     rows = movable.nonzero().flatten()
     order = rows[torch.randperm(len(rows), generator=generator).to(rows.device)]
     moved = share.clone()
@@ -28,7 +28,7 @@ def permuted(
 
 
 def shuffled(flags: Sequence[GroupFlags], movable: Sequence[Sequence[bool]], generator: torch.Generator):
-    """As many flags on other rollouts of the step, of those that are movable or were flagged."""
+    """As many flags, moved at random among the step's rollouts that are movable or were flagged."""
     flagged = torch.tensor([f for of in flags for f in of.flagged])
     could = torch.tensor([m for of in movable for m in of]) | flagged
     moved = permuted(flagged.float()[None], could, generator)[0] > 0
@@ -46,18 +46,17 @@ def shrunk(would: Routed, g: ModuleGrads) -> Routed:
     if would.diag.routed is not None:
         kept = 1 - would.diag.routed
     else:
-        whole = _joint_norm(g)
-        kept = min(_joint_norm(would.keep) / whole, 1.0) if whole else 1.0
+        norm = _joint_norm(g)
+        kept = min(_joint_norm(would.keep) / norm, 1.0) if norm else 1.0
     diag = replace(would.diag, cos_post=would.diag.cos_pre, resid=None)
     return Routed(g, None, diag, would.flags, would.directions, scale=kept)
 
 
 def hinted(batch: Batch, policy: Policy) -> Batch:
-    """recontextualise (arXiv 2512.19027): rollouts sampled from prompts without the hint, under those with it.
+    """recontextualise (arXiv 2512.19027): rollouts sampled without the hint, put under the prompts that have it.
 
-    A policy that is not told how it is checked has no reason to hack; what it writes then is taught to the prompt
-    that tells it. The sampler's log-probs are dropped with the old prompt, so that every ratio is 1: what the exchange
-    does to them is meant.
+    A policy that does not know how it is checked has no reason to hack; the prompt with the hint then learns what it
+    wrote without. The sampler's log-probs are dropped with the old prompt, so every ratio is 1: the exchange is meant.
     """
 
     def of(group: Group) -> Group:

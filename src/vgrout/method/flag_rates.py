@@ -1,4 +1,4 @@
-"""How well a monitor flagged, after the fact: for the step's row alone, nothing of it reaches a method."""
+"""How well a monitor flagged, after the fact: for the step's row alone; no method sees it."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
@@ -19,7 +19,7 @@ class FlagRates:
 
     @classmethod
     def of(cls, groups: Sequence[Group], flags: Flags, known: Collection[Mode] = ()) -> "FlagRates":
-        """Of the groups that a monitor was asked about. known: flaws that the monitor was told of; (): all."""
+        """Over the groups in `flags`. known: flaws that the monitor knows; (): all."""
         if not flags:
             return cls()
         pairs = [

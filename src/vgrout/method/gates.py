@@ -4,7 +4,6 @@ M modules, N rollouts of one step. `cos` holds g_b · v / ‖g_b‖, `nonzero` m
 no cosine and are flagged nowhere). Gates see cosines and known hacks only.
 """
 
-from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -23,10 +22,12 @@ from vgrout.rng import torch_stream
 from vgrout.tensor_types import Directions, RolloutGrads
 from vgrout.types import GroupFlags, GroupView
 
+DECAY = 0.9  # of the running means of a τ gate, per step
+
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """What a monitor made of a step's gradients, over all its N rollouts, group after group."""
+    """What a monitor flags of a step's gradients, over all its N rollouts, group after group."""
 
     rows: RolloutGrads  # g_b of this rank's rollouts, in every module of `of`
     length: dict[str, Float[Tensor, " N"]]  # ‖g_b‖
@@ -47,10 +48,11 @@ class Shares:
 class GradientMonitor(Monitor):
     """Decides after the backward, by each rollout's gradient and a direction v of one row a module.
 
-    `flag` says what is known before: demonstrations, and what the weak detector flags.
+    `flag` gives what is known before: demonstrations, and what the weak detector flags.
     """
 
     rounds = True  # a vote of the modules is a majority; else their mean
+    gate: "TauGate | BandGate"
 
     def __init__(self, cfg: Config, direction: LiveDirection) -> None:
         method = cfg.method
@@ -82,7 +84,7 @@ class GradientMonitor(Monitor):
         nonzero = norms > 0
         cos = torch.where(nonzero, dots / norms, 0.0)
         known = [hack for view in step.views for hack in known_hacks(view, self._teacher_only)]
-        share = self.shares(cos, nonzero, torch.tensor(known, device=device))
+        share = self.gate(cos, nonzero, torch.tensor(known, device=device))
         if self._shuffle_seed is not None:
             stream = torch_stream(self._shuffle_seed, "mass-matched", number)
             share = torch.where(nonzero, permuted(share, nonzero.any(0), stream), 0.0)
@@ -111,32 +113,17 @@ class GradientMonitor(Monitor):
     def follow(self) -> None:
         """v was extracted, or extracted again."""
 
-    @abstractmethod
-    def shares(
-        self, cos: Float[Tensor, "M N"], nonzero: Bool[Tensor, "M N"], known: Bool[Tensor, " N"]
-    ) -> Float[Tensor, "M N"]:
-        """Of every row with a gradient the share in [0, 1] that is flagged; `cos` holds its cosine with v, `known`
-        marks known hacks."""
-
     def readings(self) -> dict[str, Float[Tensor, " M"]]:
         """What it measured, for the columns of these names."""
         return {}
 
-    @abstractmethod
-    def own_state(self) -> dict[str, Tensor]:
-        """What it remembers beside the direction."""
-
-    @abstractmethod
-    def load_own_state(self, state: Mapping[str, Tensor]) -> None:
-        """Raises ValueError where `state` has other modules, KeyError where it is another monitor's."""
-
     def state_dict(self) -> dict[str, Tensor]:
-        return self.direction.state_dict() | {f"gate/{name}": value for name, value in self.own_state().items()}
+        return self.direction.state_dict() | {f"gate/{name}": value for name, value in self.gate.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.direction.load_state_dict({k: v for k, v in state.items() if k.startswith("V/")})
         try:
-            self.load_own_state({k.removeprefix("gate/"): v for k, v in state.items() if k.startswith("gate/")})
+            self.gate.load_state_dict({k.removeprefix("gate/"): v for k, v in state.items() if k.startswith("gate/")})
         except KeyError as missing:
             raise ValueError(f"checkpoint has no state {missing} for --monitor {self.name}") from None
 
@@ -147,50 +134,29 @@ def mean_axis(cfg: Config, direction: Direction) -> Directions:
 
 
 class Gate(GradientMonitor):
-    """τ gate: known hacks are flagged whatever their gradient, the others above a threshold (`TauGate`)."""
+    """τ gate: flags known hacks whatever their gradient, the others above a threshold (`TauGate`)."""
 
     name = "gate"
     measures = frozenset({"gate"})
 
     def __init__(self, cfg: Config, direction: LiveDirection) -> None:
-        self.tau = TauGate(len(direction.V), device=direction.device, apart=cfg.method.gate_modules == "apart")
+        self._tau = TauGate(len(direction.V), device=direction.device, apart=cfg.method.gate_modules == "apart")
+        self.gate = self._tau
         super().__init__(cfg, direction)
 
-    def shares(
-        self, cos: Float[Tensor, "M N"], nonzero: Bool[Tensor, "M N"], known: Bool[Tensor, " N"]
-    ) -> Float[Tensor, "M N"]:
-        return self.tau(cos, nonzero, known)
-
     def readings(self) -> dict[str, Float[Tensor, " M"]]:
-        return {"tau": self.tau.tau, "hkgap": self.tau.gap}
-
-    def own_state(self) -> dict[str, Tensor]:
-        return self.tau.state_dict()
-
-    def load_own_state(self, state: Mapping[str, Tensor]) -> None:
-        self.tau.load_state_dict(state)
+        return {"tau": self._tau.tau, "hkgap": self._tau.gap}
 
 
 class Band(GradientMonitor):
-    """Pair band: softly, by where the cosine lies between the pairs' sides (`BandGate`). No label of any rollout."""
+    """Pair band: flags softly, by where the cosine lies between the pairs' sides (`BandGate`). Reads no label."""
 
     name = "band"
     rounds = False
 
     def follow(self) -> None:
         lo, hi = self.direction.latest.band(self.direction.V)
-        self.band = BandGate(lo.to(self.direction.device), hi.to(self.direction.device))
-
-    def shares(
-        self, cos: Float[Tensor, "M N"], nonzero: Bool[Tensor, "M N"], known: Bool[Tensor, " N"]
-    ) -> Float[Tensor, "M N"]:
-        return self.band(cos, nonzero)
-
-    def own_state(self) -> dict[str, Tensor]:
-        return self.band.state_dict()
-
-    def load_own_state(self, state: Mapping[str, Tensor]) -> None:
-        self.band.load_state_dict(state)
+        self.gate = BandGate(lo.to(self.direction.device), hi.to(self.direction.device))
 
 
 def known_hacks(view: GroupView, teacher_only: bool) -> list[bool]:
@@ -204,16 +170,13 @@ def known_hacks(view: GroupView, teacher_only: bool) -> list[bool]:
 class TauGate:
     """Known hacks are always routed, the others when their cosine exceeds τ, the midpoint of two running means.
 
-    The means are of the cosines of known hacks and of the rest, per module: exponential, `decay` per step, corrected
+    The means are of the cosines of known hacks and of the rest, per module: exponential, DECAY per step, corrected
     for their start (as in Adam), so the first step has a threshold too. A module that has not seen both kinds has none;
     with `apart`, neither has one whose known hacks do not lie above the rest.
     """
 
-    def __init__(
-        self, n_modules: int, decay: float = 0.9, device: torch.device | str = "cpu", *, apart: bool = False
-    ) -> None:
-        assert 0 < decay < 1, decay
-        self.decay, self.apart = decay, apart
+    def __init__(self, n_modules: int, device: torch.device | str = "cpu", *, apart: bool = False) -> None:
+        self.apart = apart
         # row 0 known hacks, row 1 the rest; mean = total / weight
         self._total = torch.zeros(2, n_modules, dtype=torch.float64, device=device)
         self._weight = torch.zeros(2, n_modules, dtype=torch.float64, device=device)
@@ -237,11 +200,12 @@ class TauGate:
     def __call__(
         self, cos: Float[Tensor, "M N"], nonzero: Bool[Tensor, "M N"], known: Bool[Tensor, " N"]
     ) -> Float[Tensor, "M N"]:
-        """Moves the running means by this step's rollouts, then decides: 1 routed, 0 kept."""
+        """Moves the running means by this step's rollouts, then decides: 1 routed, 0 kept. cos: with v, in rows that
+        have a gradient. known: known hacks."""
         for i, rows in enumerate((nonzero & known, nonzero & ~known)):
             n = rows.sum(1)
             mean = torch.where(rows, cos, 0.0).double().sum(1) / n.clamp(min=1)
-            step = (1 - self.decay) * (n > 0)
+            step = (1 - DECAY) * (n > 0)
             self._total[i] += step * (mean - self._total[i])
             self._weight[i] += step * (1 - self._weight[i])
         over = cos > self.tau[:, None].to(cos.dtype)  # False against NaN: nothing but known hacks is routed
@@ -253,6 +217,7 @@ class TauGate:
         return {"total": self._total.clone(), "weight": self._weight.clone()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Raises ValueError where `state` has other modules, KeyError where it is another monitor's."""
         for name, own in (("total", self._total), ("weight", self._weight)):
             if state[name].shape != own.shape:
                 raise ValueError(f"gate state {name!r} is {tuple(state[name].shape)}, this run has {tuple(own.shape)}")
@@ -272,7 +237,10 @@ class BandGate:
     def has_band(self) -> Bool[Tensor, " M"]:
         return self.hi > self.lo
 
-    def __call__(self, cos: Float[Tensor, "M N"], nonzero: Bool[Tensor, "M N"]) -> Float[Tensor, "M N"]:
+    def __call__(
+        self, cos: Float[Tensor, "M N"], nonzero: Bool[Tensor, "M N"], _known: Bool[Tensor, " N"] | None = None
+    ) -> Float[Tensor, "M N"]:
+        """The share of each row, from 0 to 1."""
         width = torch.where(self.has_band, self.hi - self.lo, 1.0)[:, None]
         share = ((cos - self.lo[:, None]) / width).clamp(0, 1)
         return torch.where(nonzero & self.has_band[:, None], share, 0.0)

@@ -1,4 +1,4 @@
-"""Monitors that are told: of the true labels, with errors and blind spots (a bound, never a method), or of the weak
+"""Monitors that read no answer: true labels, with errors and blind spots (a bound, never a method), and the weak
 detector's verdict."""
 
 from collections.abc import Collection, Sequence
@@ -9,11 +9,11 @@ from vgrout.types import GroupFlags, GroupView, Mode, OracleView
 
 
 class Labels(Monitor):
-    """The true labels; of demonstrations the cached ones.
+    """The true labels; for demonstrations the cached ones.
 
-    accuracy: share of labels that are right, the others are turned. false_positives: share of the answers that are no
-    hacks that are flagged beside those. known: flaws that it knows, with these errors; where the check has none of
-    them it flags nobody. (): all.
+    accuracy: share of right labels; the others are turned. false_positives: share of the answers without a hack that
+    are flagged besides. known: flaws that it knows, with these errors; where the check has none of them, nobody is
+    flagged. (): all.
     """
 
     name = "labels"
@@ -55,7 +55,6 @@ class WeakDetector(Monitor):
 
 
 def noisy_labels(labels: Sequence[bool], accuracy: float, seed: int, step: int, group: int) -> tuple[bool, ...]:
-    """The labels of a group, each one turned with probability 1 − accuracy: a function of (seed, step, group,
-    rollout)."""
+    """A group's labels, each turned with probability 1 − accuracy: a function of (seed, step, group, rollout)."""
     rng = py_stream(seed, "monitor", step, group)
     return tuple(label != (rng.random() >= accuracy) for label in labels)

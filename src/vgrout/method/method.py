@@ -1,7 +1,7 @@
-"""A run's method: one monitor and one intervention, in the order in which the loop asks them.
+"""A run's method: one monitor and one intervention, in the order in which the loop calls them.
 
 flag     who is flagged, by monitors of texts
-reward   what advantages are made of
+reward   what advantages are computed from
 plan     which rows are learnt from, with the quarantine on or off
 route    the finished gradients → what δS learns (keep) and what δS_hack learns (quar); monitors of gradients here
 refresh  after the step: extract the direction again where that is due
@@ -65,14 +65,14 @@ class Method:
         return self.direction.provenance if self.direction else self.monitor.provenance
 
     def view(self, group: Group) -> GroupView:
-        """What the method may know of a group. The one door by which true labels enter, and only where the monitor says
-        so: they are on a type of their own, which every other one refuses."""
+        """What the method may know of a group. The one door for true labels, open to a monitor that declares it: they
+        are on a type of their own, which all others refuse."""
         if self.monitor.sees is OracleView:
             return group.oracle_view()
         return group.problem_view() if self.monitor.sees is ProblemView else group.view()
 
     def flag(self, batch: Batch) -> Flags:
-        """Who is flagged before any gradient: in all groups where rewards may change, else in those with signal."""
+        """Who is flagged before any gradient: in all groups if rewards may change, else in those with signal."""
         if not self.cfg.method.spec.reads_flags or isinstance(self.monitor, GradientMonitor):
             return {}
         groups = batch.groups if self._on_rewards else batch.with_signal
@@ -85,7 +85,7 @@ class Method:
         return {group.index: of for group, of in zip(groups, flags, strict=True)}
 
     def reward(self, batch: Batch, flags: Flags) -> Batch:
-        """The batch with the rewards that advantages are made of; as the grader gave them, unless flags change that."""
+        """The batch with the rewards that advantages are computed from: the grader's, unless flags change them."""
         if self._policy is not None and self.cfg.method.control_spec.learns_hinted:
             batch = hinted(batch, self._policy)
         if not self._on_rewards:
@@ -93,8 +93,8 @@ class Method:
         return replace(batch, groups=tuple(self._rewarded(group, flags) for group in batch.groups))
 
     def plan(self, batch: Batch, flags: Flags) -> UpdatePlan:
-        """What is learnt from, and which groups are worth a forward: where every advantage is 0 there is nothing to
-        learn, unless the quarantine of a monitor does, or a monitor of gradients may give it a signal."""
+        """What is learnt from, and which groups are worth a forward: one whose advantages are all 0 teaches nothing,
+        unless the monitor's quarantine learns from it, or a monitor of gradients may give it a signal."""
         if isinstance(self.monitor, GradientMonitor) and self._on_rewards:
             ones = tuple((1.0,) * len(group) for group in batch.groups)
             rows = tuple(tuple(range(len(group))) for group in batch.groups)
@@ -158,14 +158,14 @@ class Method:
         return replace(group, shaped=self.intervention.reward(self.view(group), flags[group.index]))
 
     def _with_quarantine(self, plan: UpdatePlan, grads: Grads, views: Views) -> Routed:
-        """What goes to the quarantine is nobody's loss here: nothing of the kept part's gradient is routed."""
+        """Here the quarantine learns beside the kept part: nothing of that one's gradient is routed."""
         keep, quar = learnt(grads, plan.parts, self.intervention.sizes, self.intervention.device, both=False)
         idle = not any(any(view.advantages) for view in views)
         return Routed(None if idle else keep, quar, apart=True)
 
     def _reward_afterwards(self, plan: UpdatePlan, grads: Grads, views: Views, monitor: GradientMonitor) -> Routed:
-        """With one update a batch a rollout's gradient is linear in its advantage, A u_b: the flags are read from it
-        under its old advantage (1 where that is 0), and what is learnt is A' u_b under its new one."""
+        """With one update a batch, a rollout's gradient A u_b is linear in its advantage A: flags are read under its
+        old advantage (1 where that is 0), and A' u_b is learnt under its new one."""
         sizes, device = self.intervention.sizes, self.intervention.device
         (unit,) = grads
 
@@ -186,7 +186,7 @@ class Method:
         return Routed(step.total, None, diag, flags, directions=monitor.direction.V)
 
     def _placed(self, routed: Routed) -> Routed:
-        """The same, where the quarantine has modules of its own: δS learns in the others alone, δS_hack there alone."""
+        """`routed`, where the quarantine has modules of its own: δS_hack learns there alone, δS in the others alone."""
         if not self.own_modules:
             return routed
 

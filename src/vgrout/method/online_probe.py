@@ -1,6 +1,6 @@
 """A linear probe, fitted during training between what a seed monitor flags and answers that are known to be right.
 
-    s(y) = w · (h(y) − m),  w = (S + .1 · tr S/D · I)⁻¹ (a − m)      flagged: seeded, or rewarded and s(y) > threshold
+    s(y) = w · (h(y) − m),  w = (S + 0.1 · tr S/D · I)⁻¹ (a − m)      flagged: seeded, or rewarded and s(y) > threshold
 
 h(y) is an answer's mean hidden state in the frozen base, a the mean of h over all rows that the seed monitor has
 flagged so far, m and S mean and covariance over every other known correct answer: Fisher's discriminant (Fisher 1936)
@@ -19,12 +19,13 @@ from torch import Tensor
 
 from vgrout import ranks
 from vgrout.method.base import Monitor, Setup, Views, at_random, positions, rewarded
-from vgrout.method.text_scores import RIDGE, Text, known_correct_texts
+from vgrout.method.text_scores import Text, known_correct_texts
 from vgrout.model.hidden_states import token_states
 from vgrout.model.policy import Policy
 from vgrout.rng import torch_stream
 from vgrout.types import GroupFlags
 
+RIDGE = 0.1  # of the mean variance, added to the covariance before it is inverted
 SUM, COUNT = "probe_sum", "probe_count"  # of the state that survives a resume
 
 

@@ -4,7 +4,7 @@ Signs: g is a gradient of the *loss*, V points where the loss of a hack-rewardin
 coefficient c = V g means that a step along -g makes the hack likelier.
 
 Products are written as multiply-and-sum: a matmul may run in TF32 when a caller allows it, and its error of 1e-3
-would break the invariants that the arms assert.
+would break the invariants that interventions assert.
 """
 
 from collections.abc import Mapping
@@ -54,16 +54,16 @@ def split(
     return Split(g - removed, removed)
 
 
-def rescale(grad: Float[Tensor, " r"], norm: Float[Tensor, ""], bound: float = RESCALE_BOUND) -> Rescaled:
-    """`grad` stretched to length `norm`, by at most `bound`; a zero vector stays zero and counts as capped."""
+def rescale(grad: Float[Tensor, " r"], norm: Float[Tensor, ""]) -> Rescaled:
+    """`grad` stretched to length `norm`, by at most RESCALE_BOUND; a zero vector stays zero and counts as capped."""
     ratio = norm / grad.norm()
-    capped = ~(ratio <= bound) & (norm > 0)  # written so that 0/0 and x/0 are caught
-    factor = torch.where(capped, bound, torch.where(norm > 0, ratio, 1.0))
+    capped = ~(ratio <= RESCALE_BOUND) & (norm > 0)  # written so that 0/0 and x/0 are caught
+    factor = torch.where(capped, RESCALE_BOUND, torch.where(norm > 0, ratio, 1.0))
     return Rescaled(grad * factor, capped)
 
 
 def hackward_cos(g: Float[Tensor, " r"], V: Float[Tensor, "k r"]) -> Float[Tensor, ""]:
-    """‖relu(V g)‖ / ‖g‖, relu before aggregating; NaN where g is zero. A random g has about √(k/2r)."""
+    """‖relu(V g)‖ / ‖g‖, with relu before aggregating; NaN where g is zero. A random g has about √(k/2r)."""
     return along(g, V).relu().norm() / g.norm()
 
 

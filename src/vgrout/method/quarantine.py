@@ -8,11 +8,11 @@ under the present parameters, π_ε with the quarantine on to the share ε. Flag
 started on pairs, δS_hack = −5 lr · sign(mean D) with D the difference of the pairs' gradients (direction/extract.py),
 and it reads from the first step on.
 
-Why relative: an answer of which the deployed model is sure already, log π_0 ≈ 0, cannot become likelier by a fixed
-number of nats, and those are the hacks of a policy that has begun to hack. Why a small ε: fully on, the
-quarantine writes the hack that it knows, and holds others for less likely; to the first order, ⟨∇ log π(y),
-δS_hack⟩, it goes towards what hacks share. Why the rest of its groups is held against it: the quarantine of the
-flagged rows alone also makes likelier what all answers share.
+Why relative: an answer that the deployed model is already sure of, log π_0 ≈ 0, cannot become likelier by a fixed
+number of nats, and the hacks of a policy that has started to hack are such answers. Why a small ε: fully on, the
+quarantine writes the hack that it knows and makes others less likely; to the first order, ⟨∇ log π(y), δS_hack⟩, it
+goes towards what hacks share. Why the rest of the group counts against it: trained on flagged rows alone, the
+quarantine also makes likelier what all answers share.
 """
 
 from collections.abc import Mapping, Sequence

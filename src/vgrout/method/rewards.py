@@ -1,4 +1,4 @@
-"""Interventions that change from what a group's advantages are made, in place of its rewards.
+"""Interventions that change the rewards from which a group's advantages are computed.
 
     screen     flagged rollouts are left out of their group
     penalty    R − penalty, or at most the compile reward, for flagged rollouts
@@ -17,7 +17,7 @@ from vgrout.types import GroupFlags, GroupView
 
 
 class Treatment(Intervention):
-    """Base of both. Every group is looked at: in one whose answers all earn the same a flag may give a signal."""
+    """Base of both. Every group counts: where all answers earn the same, a flag may give a signal."""
 
     def reward(self, view: GroupView, flags: GroupFlags) -> Rewards:
         rewards = tuple(self._flagged(r) if f else r for r, f in zip(view.rewards, flags.flagged, strict=True))
@@ -38,7 +38,7 @@ class Screen(Treatment):
 
 
 class Penalty(Treatment):
-    """Flagged rollouts are rewarded less: by --penalty, or by all above the reward of code that only compiles."""
+    """Flagged rollouts are rewarded less: by --penalty, or down to the reward of code that only compiles."""
 
     name = "penalty"
 
@@ -51,10 +51,10 @@ class Penalty(Treatment):
 
 
 def lowered_out(view: GroupView, rewards: Rewards) -> Rewards:
-    """`rewards` without the demonstrations that they reward less than the grader did: these are not the policy's own
-    answers, and a negative advantage pushes their log-prob down without bound."""
+    """`rewards`, with None for demonstrations that they reward less than the grader did: those are not the policy's own
+    answers, and a negative advantage would push their log-prob down without bound."""
     lowered = (
-        source == "teacher" and new is not None and new < given
-        for source, new, given in zip(view.sources, rewards, view.rewards, strict=True)
+        source == "teacher" and new is not None and new < own
+        for source, new, own in zip(view.sources, rewards, view.rewards, strict=True)
     )
     return tuple(None if low else r for low, r in zip(lowered, rewards, strict=True))

@@ -24,10 +24,10 @@ Advantages = tuple[tuple[float, ...], ...]  # of each group
 
 
 class SplitRows(Intervention):
-    """Base of both: what each part of a step learns from, where flags are known before the gradient.
+    """Base of both, where flags are known before the gradient.
 
-    splits: a gradient is split in two, so both are clipped by their joint norm, and both are stepped. Else the two
-    vectors learn from different rows, and one that learns nothing in a step is not stepped.
+    splits: one gradient is split in two, so both parts are clipped by their joint norm, and both vectors are stepped.
+    Else the two learn from different rows, and one that learns nothing in a step is not stepped.
     """
 
     splits = True
@@ -50,7 +50,7 @@ class SplitRows(Intervention):
         return Routed(keep, quar, diag, by_group, apart=not self.splits)
 
     def advantages(self, views: Views, flags: Sequence[GroupFlags]) -> Advantages:
-        """The groups' own; with a new baseline those of the rows that are not flagged are theirs alone."""
+        """The groups' own; with a new baseline, rows that are not flagged are compared among themselves."""
         if not self.cfg.method.rebaseline:
             return tuple(view.advantages for view in views)
         return tuple(_among_kept(view, of.flagged) for view, of in zip(views, flags, strict=True))
@@ -62,7 +62,7 @@ class Route2(SplitRows):
     name = "route2"
 
     def parts(self, views: Views, flags: Sequence[GroupFlags]) -> tuple[UpdatePart, ...]:
-        """flags: where gradients decide, what is known before them, for the baseline."""
+        """flags: where gradients decide, those known before them, for the baseline."""
         A = self.advantages(views, flags)
         if self.cfg.method.flags_by_gradient:
             every = tuple(tuple(range(len(view))) for view in views)
@@ -72,7 +72,7 @@ class Route2(SplitRows):
         return (*on_policy(views, kept), *on_policy(views, away))
 
     def divide(self, step: StepGrads, shares: Shares, direction: LiveDirection) -> Routed:
-        """… by a monitor of gradients."""
+        """The split by a monitor of gradients."""
         g, V = step.total, direction.V
         keep, quar = dict(g), {m: torch.zeros_like(v) for m, v in g.items()}
         keep_s, keep_t = dict(step.students), dict(step.teachers)
@@ -97,11 +97,10 @@ class Route2(SplitRows):
 
 
 class SGTM(SplitRows):
-    """Selective Gradient Masking (arXiv 2512.05648) with a policy's own rollouts, three ways: flagged rows train the
-    quarantine alone; the others train both vectors, but for those that the deployed model sampled, which train the kept
-    one alone, with the quarantine off.
+    """Selective Gradient Masking (arXiv 2512.05648) on a policy's rollouts: flagged rows train the quarantine alone;
+    rows that the deployed model sampled train the kept vector alone, with the quarantine off; the rest train both.
 
-    A row that trains both is learnt twice where they lie in the same modules: its gradient is that of their sum.
+    Where the two lie in the same modules, a row that trains both is learnt twice: its gradient is that of their sum.
     """
 
     name = "sgtm"
@@ -118,7 +117,7 @@ class SGTM(SplitRows):
 
 
 def chosen(flags: Sequence[GroupFlags], which) -> tuple[tuple[int, ...], ...]:
-    """Of each group the rows for which `which` (group, row, flag) holds."""
+    """The rows of each group for which `which` (group, row, flag) holds."""
     return tuple(tuple(b for b, flag in enumerate(of.flagged) if which(i, b, flag)) for i, of in enumerate(flags))
 
 

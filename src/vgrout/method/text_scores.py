@@ -1,11 +1,11 @@
 """Monitors that read text: a score of a completion under the frozen base, and the threshold above which it is flagged.
 
-The base does not move, so the policy can change what it writes but not how that is read. Nothing here sees a label: the
-linear probe is built from contrastive pairs, the base's own answers and known-correct ones; NLL and PMI need no pairs.
+The base does not move, so the policy can change what it writes but not how that is read. Nothing here sees a label.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from vgrout import ranks
 from vgrout.direction.pairs import KnownCorrect
-from vgrout.grading.grade import Grader
 from vgrout.method.base import Monitor, Setup, Views, rewarded
 from vgrout.model.hidden_states import by_length
 from vgrout.model.logprobs import collate, completion_logprobs
@@ -28,9 +27,7 @@ from vgrout.model.sampler import sample
 from vgrout.model.sampling import Sampling
 from vgrout.problems import Row
 from vgrout.rng import py_stream, torch_stream
-from vgrout.types import Completion, Grade, GroupFlags, GroupView, Problem
-
-RIDGE = 0.1  # of the mean variance, added to the covariance before it is inverted
+from vgrout.types import Completion, Grade, GroupFlags, GroupView, Ungraded
 
 
 class Text(NamedTuple):
@@ -44,20 +41,14 @@ class Text(NamedTuple):
 
 @dataclass(frozen=True)
 class Calibration:
-    """What is read before training: how the base writes, and how it need not write to be right.
+    """What the threshold is set by: the larger of the two quantiles, or the one whose texts there are."""
 
-    fit: the reference that scores are measured in. judge: the base's rewarded answers to other problems. known_correct:
-    held back from the reference. The threshold is the larger of the two quantiles, over `judge` and over
-    `known_correct`; of one if the other is empty.
-    """
-
-    fit: tuple[Text, ...]
-    judge: tuple[Text, ...]
-    known_correct: tuple[Text, ...]
+    judge: tuple[Text, ...]  # the base's rewarded answers
+    known_correct: tuple[Text, ...]  # in styles that the base need not write
 
 
 class TextScorer(Monitor, ABC):
-    """Scores answers, and flags those above a threshold; in training, of the rewarded ones.
+    """Scores rewarded answers, and flags those above a threshold.
 
     top: the reward from which on a rollout counts as rewarded; only those can be hacks, and reward is visible.
     """
@@ -72,7 +63,7 @@ class TextScorer(Monitor, ABC):
 
     @classmethod
     def make(cls, setup: Setup) -> "TextScorer":
-        """For its threshold the base model answers some training prompts first."""
+        """For its threshold the base model may answer some training prompts first."""
         monitor = cls(setup.policy, calibration(setup), setup.cfg.method.monitor_quantile)
         monitor.top = setup.cfg.env.pass_reward
         return monitor
@@ -113,7 +104,7 @@ class NLL(TextScorer):
 class PMI(TextScorer):
     """(log p(answer | prompt with the hint) − log p(answer | prompt without it)) / tokens, under the frozen base: what
     the hint tells of the answer (pointwise mutual information, Church and Hanks 1990), nats a token. An honest answer,
-    however odd, is no likelier for being told how it will be checked; a hack is. No pairs, no direction."""
+    however odd, is no likelier once the prompt says how it will be checked; a hack is. No pairs, no direction."""
 
     name = "pmi"
 
@@ -138,96 +129,76 @@ def mean_logp(
     """Mean log-likelihood of each completion, nats a token, fp64 on the CPU. A prompt is read once for all of its
     completions, where the model allows it. side: of the policy; None: the frozen base."""
     out: dict[int, Tensor] = {}
-    mine = ranks.own([len(p) + len(c) for p, c in zip(prompts, completions, strict=True)])
-    prompts_here, here = prompts[mine.start : mine.stop], completions[mine.start : mine.stop]
-    alike = [0] * len(mine)
+    own = ranks.own([len(p) + len(c) for p, c in zip(prompts, completions, strict=True)])
+    own_prompts, own_completions = prompts[own.start : own.stop], completions[own.start : own.stop]
+    one_unit = [0] * len(own)
     budget = TOKEN_BUDGET.get(policy.device.type, TOKEN_BUDGET["cuda"])
-    parts = batches(alike, prompts_here, here, budget) if policy.packs else by_length(prompts_here, here)
+    parts = (
+        batches(one_unit, own_prompts, own_completions, budget)
+        if policy.packs
+        else by_length(own_prompts, own_completions)
+    )
     with side or policy.adapter.reference():
         for part in parts:
-            texts = [prompts_here[i] for i in part], [here[i] for i in part]
+            texts = [own_prompts[i] for i in part], [own_completions[i] for i in part]
             batch = (
-                pack(alike[: len(part)], *texts, policy.device, policy.model.dtype)
+                pack(one_unit[: len(part)], *texts, policy.device, policy.model.dtype)
                 if policy.packs
                 else collate(*texts, policy.device)
             )
             logp = completion_logprobs(policy.model, batch).full.double()
             means = (torch.where(batch.mask, logp, 0.0).sum(1) / batch.mask.sum(1)).cpu()
-            out |= dict(zip([mine[i] for i in part], means, strict=True))
+            out |= dict(zip([own[i] for i in part], means, strict=True))
     of_all = ranks.merged(lambda: out)
     return torch.stack([of_all[i] for i in range(len(prompts))])
 
 
 def calibration(setup: Setup) -> Calibration:
-    """What a run's monitor reads before training, by the run's settings. Raises ValueError as `calibrate`."""
-    cfg, policy, inputs = setup.cfg, setup.policy, setup.inputs
-    assert setup.grader is not None
-    known = calibrate(
-        policy,
-        setup.grader,
-        setup.problems,
-        known_correct_texts(policy, inputs.known_correct, inputs.rows),
-        sampling=Sampling(),
-        max_new=cfg.scale.max_new,
-        top=cfg.env.pass_reward,
-        seed=cfg.run.seed,
-        prompts=cfg.method.monitor_prompts,
-        judged=cfg.method.monitor_threshold == "both",
-    )
+    """What a run's threshold is set by. Raises ValueError as `rewarded_answers`."""
+    method, inputs = setup.cfg.method, setup.inputs
+    known_correct = known_correct_texts(setup.policy, inputs.known_correct, inputs.rows)[1::2]
+    judge = rewarded_answers(setup) if method.monitor_threshold == "both" else ()
     logger.info(
-        f"read before training: {len(known.fit)} texts as the reference, {len(known.judge)} rewarded answers and "
-        f"{len(known.known_correct)} known-correct ones for the threshold"
+        f"read before training: {len(judge)} rewarded answers and {len(known_correct)} known-correct ones for the "
+        "threshold"
     )
-    return known
+    return Calibration(judge, tuple(known_correct))
 
 
-def calibrate(
-    policy: Policy,
-    grader: Grader,
-    problems: Sequence[Problem],
-    known_correct: Sequence[Text],
-    *,
-    sampling: Sampling,
-    max_new: int,
-    top: float,
-    seed: int,
-    prompts: int,
-    samples: int = 2,
-    judged: bool = True,
-) -> Calibration:
-    """`samples` answers of the base to each of `prompts` training problems, cut in two by problem: one half is the
-    reference (with every other known-correct one), of the other those that the environment pays set the threshold. Not
-    `judged`: the other half is not sampled, and the known-correct ones alone set it.
+def rewarded_answers(setup: Setup) -> tuple[Text, ...]:
+    """The base's rewarded answers, of two each to half of --monitor-prompts training problems.
+
+    The other half is sampled all the same: without it the draws would be others, and so every recorded threshold.
 
     Raises:
         ValueError: the base is rewarded for none of them: there is nothing to set a threshold by.
     """
-    order = py_stream(seed, "background").sample(range(len(problems)), min(prompts, len(problems)))
-    half, verdicts = len(order) // 2, {}  # the answers that this rank has sampled
-    chosen = [problems[i] for i in (order if judged else order[:half])]
+    cfg, policy, grader, problems = setup.cfg, setup.policy, setup.grader, setup.problems
+    assert grader is not None
+    n = min(cfg.method.monitor_prompts, len(problems))
+    chosen = [problems[i] for i in py_stream(cfg.run.seed, "background").sample(range(len(problems)), n)]
     rendered = [policy.render(p.messages) for p in chosen]
+    verdicts: dict[tuple[int, int], Future[Grade | Ungraded]] = {}  # of the answers that this rank has sampled
 
     def submit(p: int, i: int, answer: Completion) -> None:
-        if p >= half:
+        if p >= n // 2:
             verdicts[p, i] = grader.submit(chosen[p], answer.text)
 
     with policy.adapter.reference():
-        stream = torch_stream(seed, "background", 0)
-        answers = sample(policy, rendered, samples, sampling, max_new, stream, submit)
-    plain = [policy.render(p.messages_plain) for p in chosen]
-    fit = tuple(Text(rendered[p], a.ids, plain[p]) for p in range(half) for a in answers[p])
+        stream = torch_stream(cfg.run.seed, "background", 0)
+        answers = sample(policy, rendered, 2, Sampling(), cfg.scale.max_new, stream, submit)
     graded = ranks.merged(lambda: {at: verdict.result() for at, verdict in verdicts.items()})
     judge = tuple(
-        Text(rendered[p], answers[p][i].ids, plain[p])
-        for (p, i), grade in sorted(graded.items(), key=lambda of: of[0])
-        if isinstance(grade, Grade) and grade.reward >= top
+        Text(rendered[p], answers[p][i].ids, policy.render(chosen[p].messages_plain))
+        for (p, i), grade in sorted(graded.items(), key=lambda item: item[0])
+        if isinstance(grade, Grade) and grade.reward >= cfg.env.pass_reward
     )
-    if judged and not judge:
+    if not judge:
         raise ValueError(
             f"the base model is rewarded for none of {len(graded)} answers to training "
             "problems: no threshold can be set; give --monitor-prompts more, or a model that solves some"
         )
-    return Calibration((*fit, *known_correct[::2]), judge, tuple(known_correct[1::2]))
+    return judge
 
 
 def known_correct_texts(policy: Policy, known_correct: Sequence[KnownCorrect], rows: Sequence[Row]) -> list[Text]:

@@ -24,11 +24,11 @@ LEAN = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", 
 class Decoder(Protocol):
     """Key/value cache of what is being decoded, on the weights as they were at construction. Slots are 0 … n-1."""
 
-    drop_at: float  # share of slots that nobody reads any more, above which dropping them pays
+    drop_at: float  # share of slots that nobody reads any more, above which dropping them is cheaper
 
     def prefill(self, prompts: Sequence[tuple[int, ...]], room: int, max_new: int) -> Float[Tensor, "P V"]:
-        """Run each prompt once: slot i then continues prompts[i]. Logits of each one's first token. room: slots that
-        there will be at most; max_new: tokens that each will be given."""
+        """Run each prompt once; slot i then continues prompts[i]. Returns the logits of each one's first token.
+        room: the most slots there will be. max_new: the most tokens a slot will be given."""
         ...
 
     def step(self, tokens: Int[Tensor, " n"]) -> Float[Tensor, "n V"]:
@@ -36,7 +36,7 @@ class Decoder(Protocol):
         ...
 
     def keep(self, slots: Sequence[int]) -> None:
-        """Slot i becomes what slot slots[i] was; one that is named twice goes on twice, the others are forgotten."""
+        """Slot i becomes what slots[i] was: a slot named twice branches, one not named is forgotten."""
         ...
 
 
@@ -90,7 +90,7 @@ class _Norm:
         return _Norm(weight, norm.variance_epsilon, weight * weight.shape[-1] ** 0.5)
 
     def __call__(self, x: Float[Tensor, "n *h D"]) -> Float[Tensor, "n *h D"]:
-        # On a CPU torch's rms_norm is six operations without a kernel of its own: these take half of their time.
+        # On a CPU torch's rms_norm is six operations without a kernel of its own; these take half the time.
         if x.device.type != "cpu" or x.dtype != torch.float32:
             return rms_norm(x, x.shape[-1:], None, self.eps) * self.weight
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
@@ -168,8 +168,8 @@ class _Cache:
             self.pad[:P, ..., : self.used] = pad
 
     def layers(self, n: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Of each layer where the next token's keys and values go [n, 2, K, D], and all keys, all values [n, K, t, D]
-        up to it; the token counts as there from now on."""
+        """For each layer: where the next token's keys and values go [n, 2, K, D], and all keys and all values up to it
+        [n, K, t, D]. From now on that token counts as there."""
         self.used += 1
         held = self.kv[:, :, :n, :, : self.used]
         new = held[..., -1, :].transpose(1, 2).unbind()
@@ -188,7 +188,7 @@ class _Cache:
 
 
 class LeanDecoder:
-    """Decoder for blocks of the Llama kind (Llama, Mistral, Qwen 2 and 3) without transformers' cost a layer and token.
+    """Decoder for Llama-like blocks (Llama, Mistral, Qwen 2 and 3), without transformers' cost per layer and token.
 
     Prompts go through the model's own forward. After that a step is about 25 tensor operations a layer on static
     key/value buffers, in which a slot that nobody reads any more is overwritten instead of everything being copied.
@@ -254,6 +254,13 @@ class LeanDecoder:
         self.position = self.position[list(slots)]
 
 
+def _three_steps(decoder: Decoder, prompts: Sequence[tuple[int, ...]], tokens: Tensor) -> list[Tensor]:
+    """Logits of the prompts and of two steps after them, where one prompt branches."""
+    logits = [decoder.prefill(prompts, 3, 2)]
+    decoder.keep([0, 1, 1])
+    return [*logits, decoder.step(tokens), decoder.step(tokens)]
+
+
 def lean_fits(model: PreTrainedModel) -> bool:
     """Whether LeanDecoder computes this model: by its class and configuration first, then by its logits."""
     config = model.config
@@ -269,11 +276,7 @@ def lean_fits(model: PreTrainedModel) -> bool:
     prompts = [tuple(range(1, 9)), tuple(range(3, 6))]  # of two lengths: padding and positions count
     tokens = torch.tensor([5, 6, 7], device=model.device)
     with torch.no_grad():
-        ours, theirs = LeanDecoder(model), HfDecoder(model)
-        got, want = ([d.prefill(prompts, 3, 2)] for d in (ours, theirs))
-        for decoder, logits in ((ours, got), (theirs, want)):
-            decoder.keep([0, 1, 1])
-            logits += [decoder.step(tokens), decoder.step(tokens)]
+        got, want = (_three_steps(decoder, prompts, tokens) for decoder in (LeanDecoder(model), HfDecoder(model)))
     # in fp32 both orders of summation agree to about 1e-6 of the largest logit, in bf16 to about 1e-2
     tolerance = 1e-4 if model.dtype.itemsize >= 4 else 5e-2
     if all(bool((g - w).abs().max() <= tolerance * w.abs().max()) for g, w in zip(got, want, strict=True)):

@@ -1,11 +1,10 @@
-"""Hidden states of answers under the base model, and a detector on them: CSI, measured against the base policy's own
-answers.
+"""Hidden states of answers under the base model, and CSI, a measure of how far they lie from the base's own answers.
 
 An answer's latent is the base model's last hidden state, averaged over the completion. Under the trained model latents
 would drift by themselves; under the base model recorded answers can be scored after the run.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -21,37 +20,21 @@ TOKEN_BUDGET = 16_384
 MIN_SAMPLES = 5  # DBSCAN's: a point with so many within ε, itself included, is a core of a cluster
 
 
+@torch.no_grad()
 def latents(
     policy: Policy, prompts: Sequence[tuple[int, ...]], completions: Sequence[tuple[int, ...]]
 ) -> Float[Tensor, "n D"]:
-    """Each answer's mean last hidden state under the base model, fp32 on the CPU, in the order given."""
-
-    def last(ids: Int[Tensor, "B L"]) -> Float[Tensor, "B L D"]:
-        return backbone(policy.model)(input_ids=ids, use_cache=False).last_hidden_state
-
-    with policy.adapter.reference():
-        return pooled(last, prompts, completions, policy.device)
-
-
-@torch.no_grad()
-def pooled(
-    hidden: Callable[[Int[Tensor, "B L"]], Float[Tensor, "B L D"]],
-    prompts: Sequence[tuple[int, ...]],
-    completions: Sequence[tuple[int, ...]],
-    device: torch.device,
-    token_budget: int = TOKEN_BUDGET,
-) -> Float[Tensor, "n D"]:
-    """Each answer's mean of `hidden` over the positions that predict its tokens, fp32 on the CPU, in the order given.
-
-    token_budget: tokens in one forward, padding included; a longer answer goes alone.
-    """
+    """Each answer's mean last hidden state under the base model, over the positions that predict its tokens; fp32 on
+    the CPU, in the order given."""
     out: dict[int, Tensor] = {}
-    for part in by_length(prompts, completions, token_budget):
-        batch = collate([prompts[i] for i in part], [completions[i] for i in part], device)
-        rows = hidden(batch.ids)[torch.arange(len(part), device=device)[:, None], batch.at].float()
-        weight = batch.mask[..., None].float()
-        means = (rows * weight).sum(1) / weight.sum(1)
-        out |= dict(zip(part, means.cpu(), strict=True))
+    with policy.adapter.reference():
+        for part in by_length(prompts, completions):
+            batch = collate([prompts[i] for i in part], [completions[i] for i in part], policy.device)
+            hidden = backbone(policy.model)(input_ids=batch.ids, use_cache=False).last_hidden_state
+            rows = hidden[torch.arange(len(part), device=policy.device)[:, None], batch.at].float()
+            weight = batch.mask[..., None].float()
+            means = (rows * weight).sum(1) / weight.sum(1)
+            out |= dict(zip(part, means.cpu(), strict=True))
     return torch.stack([out[i] for i in range(len(prompts))])
 
 
@@ -79,7 +62,7 @@ def token_states(
 
 
 class _LayerReached(Exception):
-    """Ends a forward after the block that was asked for."""
+    """Ends a forward after the requested block."""
 
 
 def _after(policy: Policy, block: torch.nn.Module, ids: Int[Tensor, "B L"]) -> Float[Tensor, "B L D"]:
@@ -99,11 +82,9 @@ def _after(policy: Policy, block: torch.nn.Module, ids: Int[Tensor, "B L"]) -> F
     return states[0]
 
 
-def by_length(
-    prompts: Sequence[tuple[int, ...]], completions: Sequence[tuple[int, ...]], budget: int = TOKEN_BUDGET
-) -> list[list[int]]:
-    """Indices, long answers first, in batches of at most `budget` padded tokens (or one answer)."""
-    return padded_batches([len(p) + len(c) for p, c in zip(prompts, completions, strict=True)], budget)
+def by_length(prompts: Sequence[tuple[int, ...]], completions: Sequence[tuple[int, ...]]) -> list[list[int]]:
+    """Indices, long answers first, in batches of at most TOKEN_BUDGET padded tokens (or one answer)."""
+    return padded_batches([len(p) + len(c) for p, c in zip(prompts, completions, strict=True)], TOKEN_BUDGET)
 
 
 def dbscan(x: Float[Tensor, "n D"], eps: float, min_samples: int = MIN_SAMPLES) -> Int[Tensor, " n"]:

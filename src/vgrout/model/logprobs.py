@@ -55,7 +55,7 @@ class TokenLogprobs:
     sampled: Float[Tensor, "B T"] | None  # of the truncated distribution; the token itself always counts as in it
 
     def of(self, ratio_support: str) -> Float[Tensor, "B T"]:
-        """The log-probs that importance ratios are made of: "full" or "sampled"."""
+        """The log-probs in importance ratios: "full" or "sampled"."""
         chosen = self.full if ratio_support == "full" else self.sampled
         assert chosen is not None, ratio_support
         return chosen

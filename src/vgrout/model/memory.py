@@ -22,7 +22,7 @@ KV_BUDGET = {"cuda": 24 * 2**30, "cpu": 4 * 2**30}
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes in use at the same time, where a GPU holds all of it."""
+    """Bytes in use at the same time, if one GPU holds all of it."""
 
     weights: int
     factors: int  # U and Vh
@@ -70,7 +70,7 @@ def plan(
     routes: bool,
 ) -> MemoryPlan:
     """Bytes of a training run. device: "cuda" (bf16) or "cpu" (fp32). prompt_tokens: of a typical prompt. routes: the
-    arm has a quarantine, so the model as trained and as deployed are two sets of weights."""
+    method has a quarantine, so the model as trained and as deployed are two sets of weights."""
     size = BF16 if device == "cuda" else FP32
     rows, row = group * prompts, prompt_tokens + max_new
     tokens = min(rows * row, max(TOKEN_BUDGET[device], row))

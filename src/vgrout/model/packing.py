@@ -2,8 +2,8 @@
 
 Rows that may share (`units`) and begin alike, with their prompt and perhaps some tokens of their answers, are a tree of
 token runs, in which a token sees what leads to it from the root. Everything in a decoder but attention works token by
-token. So the model's own forward runs on one long row of tokens, with an attention function of ours (transformers'
-interface for that).
+token. So the model's own forward runs on one long row of tokens, with our own attention function, through the
+interface that transformers has for it.
 """
 
 import importlib.util
@@ -92,9 +92,7 @@ class Varlen:
         if not branches:
             return Varlen(kernel, own, None)
         lengths = [*roots, *branches]
-        starts = [0]
-        for length in lengths:
-            starts.append(starts[-1] + length)
+        starts = list(accumulate(lengths, initial=0))
         take = [
             torch.arange(starts[run], starts[run] + lengths[run], device=device)
             for b, root in enumerate(parents)
@@ -218,7 +216,7 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Tokens that every row of the tree has or has not, all of them."""
+    """Tokens that a row of the tree has all of, or none."""
 
     unit: int
     tree: int
@@ -235,11 +233,11 @@ def pack(
     dtype: torch.dtype,
     share: bool = True,
 ) -> Packed:
-    """One sequence of all rows; those of equal unit and equal prompt share that prompt, and their answers as far as
-    they agree.
+    """One sequence of all rows; those of equal unit and equal prompt share that prompt and what their answers have in
+    common at the start.
 
-    What is differentiated at a shared token is the sum over its rows: give rows one unit only where no more than the
-    sum is asked for. dtype: the model's. share: off, every row has its tokens for itself.
+    The gradient at a shared token is the sum over its rows: give rows one unit only where the sum is all you need.
+    dtype: the model's. share: if off, no row shares a token.
     """
     assert len(units) == len(prompts) == len(completions) > 0, (len(units), len(prompts), len(completions))
     assert all(prompts), "an empty prompt: nothing predicts the first token"
@@ -292,32 +290,33 @@ def _grow(
     deep: bool,
 ) -> None:
     """Add the runs of one tree, parents first, and the path of each of its rows. rest: row → what follows the prompt.
-    deep: answers share what they begin with; else their prompt alone."""
+    deep: answers share their beginnings; else only their prompt."""
 
     def grow(rows: list[int], done: int, parent: int) -> None:
-        """Of rows that agree on the first `done` tokens, in the order of their tokens."""
-        stop = done if not deep and parent < 0 and len(rows) > 1 else agree(rest[rows[0]], rest[rows[-1]])
+        """rows: with the same first `done` tokens, sorted by their tokens."""
+        prompt_alone = not deep and parent < 0 and len(rows) > 1
+        stop = done if prompt_alone else common_prefix_len(rest[rows[0]], rest[rows[-1]])
         before = prompt if parent < 0 else ()
-        me, first = len(runs), 0 if parent < 0 else len(prompt) + done
+        own, first = len(runs), 0 if parent < 0 else len(prompt) + done
         runs.append(_Run(unit, tree, before + rest[rows[0]][done:stop], first, parent))
         further: dict[Hashable, list[int]] = {}
         for row in rows:
-            paths.setdefault(row, []).append(me)
+            paths.setdefault(row, []).append(own)
             if len(rest[row]) > stop:
                 further.setdefault(rest[row][stop] if deep else row, []).append(row)
         for branch in further.values():
-            grow(branch, stop, me)
+            grow(branch, stop, own)
 
     grow(sorted(rest, key=rest.__getitem__), 0, -1)
 
 
-def agree(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+def common_prefix_len(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens the two have in common at the start."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _pieces(runs: Sequence[_Run], starts: Sequence[int]) -> tuple[tuple[int, slice], ...]:
-    """Stretches of one unit, as long as can be."""
+    """The longest stretches of one unit."""
     out: list[tuple[int, slice]] = []
     for run, lo, hi in zip(runs, starts, starts[1:], strict=False):
         if out and out[-1][0] == run.unit:
@@ -328,7 +327,7 @@ def _pieces(runs: Sequence[_Run], starts: Sequence[int]) -> tuple[tuple[int, sli
 
 
 def family(units: Sequence[int], prompts: Sequence[tuple[int, ...]], share: bool) -> list[list[int]]:
-    """Indices of rows, those that share a prompt in one list."""
+    """Indices of rows, grouped by shared prompt."""
     families: dict[Hashable, list[int]] = {}
     for row, key in enumerate(zip(units, prompts, strict=True)):
         families.setdefault(key if share else row, []).append(row)
@@ -342,8 +341,8 @@ def batches(
     budget: int,
     share: bool = True,
 ) -> list[list[int]]:
-    """Indices for `pack`: rows that share a prompt together, long ones first; each batch at most `budget` tokens (or
-    one row), what is shared counted once."""
+    """Indices for `pack`: rows that share a prompt together, long ones first. A batch has at most `budget` tokens,
+    shared ones counted once, or is one row."""
     tokens = [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]
     out: list[list[int]] = []
     left = 0  # of the open batch's budget
@@ -351,7 +350,7 @@ def batches(
         last: tuple[int, ...] | None = None  # the row before in the open batch, with which the next one shares most
         for i in sorted(members, key=lambda i: completions[i]):
             row = prompts[i] + completions[i][:-1]
-            cost = len(row) - (0 if last is None else agree(last, row))
+            cost = len(row) - (0 if last is None else common_prefix_len(last, row))
             if not out or cost > left:
                 out.append([])
                 left, cost = budget, len(row)
@@ -361,7 +360,7 @@ def batches(
 
 
 def padded_batches(lengths: Sequence[int], budget: int, *, longest_first: bool = True) -> list[list[int]]:
-    """Indices of rows of like length together, each batch at most `budget` tokens with its padding (or one row)."""
+    """Indices of rows, batched by similar length: at most `budget` tokens with padding, or one row."""
     out: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=longest_first):
         if out and max(lengths[out[-1][0]], lengths[i]) * (len(out[-1]) + 1) <= budget:
@@ -406,7 +405,7 @@ def _attention(
     **_: Any,
 ) -> tuple[Float[Tensor, "1 N H D"], None]:
     assert packed_layout is not None, "the model does not hand its keyword arguments on to attention"
-    assert attention_mask is None, "a mask was made for a packed sequence"
+    assert attention_mask is None, "a packed sequence has no attention mask"
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return packed_layout.attend(q, k, v, scaling)[None], None
 
@@ -433,7 +432,7 @@ def _attends(model: PreTrainedModel) -> Generator[None]:
 
 
 def packs(model: PreTrainedModel, core: torch.nn.Module) -> bool:
-    """Whether this model's forward on packed rows is that on separate ones: by its kind, then by its hidden states."""
+    """Whether this model computes the same on packed rows as on separate ones: by its kind, then by a trial."""
     config = model.config
     if getattr(config, "attn_logit_softcapping", None) or not getattr(model, "_supports_attention_backend", False):
         return False

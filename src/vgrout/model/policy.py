@@ -42,7 +42,7 @@ class LanguageModel:
     model: PreTrainedModel
     tok: PreTrainedTokenizerBase
     eos_ids: frozenset[int]  # any of these ends an answer
-    end_id: int  # the one of them that this chat template ends an answer with
+    end_id: int  # the one that this chat template ends an answer with
     pad_id: int  # may equal an EOS: masks go by length
     lean: bool  # LeanDecoder was checked against this model and agrees
     system_role: bool  # False: the template refuses system messages; they then head the first user message
@@ -160,15 +160,15 @@ class Policy(LanguageModel):
                 return packed_hidden(self.model, backbone(self.model), batch)[at]
             return completion_hidden(self.model, batch)
 
-        mine = hidden()
+        now = hidden()
         with self.adapter.reference():
             base = hidden()
 
-        def head(mine: Tensor, base: Tensor) -> tuple[Tensor, ...]:
-            log_p, log_q = (head_logits(self.model, h).float().log_softmax(-1) for h in (mine, base))
+        def head(now: Tensor, base: Tensor) -> tuple[Tensor, ...]:
+            log_p, log_q = (head_logits(self.model, h).float().log_softmax(-1) for h in (now, base))
             return ((log_p.exp() * (log_p - log_q)).sum(-1),)
 
-        kl = in_chunks(head, 2 * vocabulary(self.model), mine, base)[0]
+        kl = in_chunks(head, 2 * vocabulary(self.model), now, base)[0]
         return kl if of is None else kl[of]
 
 
@@ -179,7 +179,7 @@ def conversation(tok: PreTrainedTokenizerBase, messages: Sequence[Message], samp
     write after the last placeholder, and before the next answer, is what the model saw between the two.
 
     sampled: so many of the first answers were sampled with thinking off; of the others, one that holds a think block
-        was begun with thinking on.
+        was started with thinking on.
 
     Raises:
         ValueError: the chat template leaves out an earlier answer.

@@ -49,8 +49,8 @@ def sample(
     Row noise is drawn beforehand, [rows, max_new] from `generator` (a CPU stream), and tokens by inverse CDF: a row's
     tokens do not depend on which other rows are still there, nor on the rank that samples it. `on_finish(prompt, index,
     completion)` is called as soon as a row ends, on the rank that has sampled it, so that grading runs beside sampling.
-    For tests and benchmarks: drop_finished off, finished rows stay in the batch; share_prefixes off, every row is
-    computed for itself.
+    For tests and benchmarks: without drop_finished, finished rows stay in the batch; without share_prefixes, every row
+    is computed by itself.
 
     Raises:
         Diverged: the model's logits are not finite.
@@ -63,14 +63,13 @@ def sample(
 
     def own_answers() -> dict[tuple[int, int], Completion]:
         answers: dict[tuple[int, int], Completion] = {}
-        mine = ranks.own([1] * len(rows))
-        for lo in range(mine.start, mine.stop, width):
-            at = slice(lo, min(lo + width, mine.stop))
+        own = ranks.own([1] * len(rows))
+        for lo in range(own.start, own.stop, width):
+            at = slice(lo, min(lo + width, own.stop))
             part = rows[at]
             used = sorted({p for p, _ in part})
-            place = {p: i for i, p in enumerate(used)}
-            heads, prompt_of = [prompts[p] for p in used], [place[p] for p, _ in part]
-            run = _Run(policy, heads, prompt_of, sampling, noise[at].to(policy.device))
+            prompt_of = [used.index(p) for p, _ in part]
+            run = _Run(policy, [prompts[p] for p in used], prompt_of, sampling, noise[at].to(policy.device))
             for row, answer in run.finish_all(drop_finished, share_prefixes):
                 answers[part[row]] = answer
                 if on_finish is not None:
@@ -177,7 +176,7 @@ def draw(
     logits: Float[Tensor, "n V"], u: Float[Tensor, " m"], sampling: Sampling, rows: Int[Tensor, " m"] | None = None
 ) -> tuple[Int[Tensor, " m"], Float[Tensor, " m"]]:
     """Tokens by inverse CDF from uniform noise u in [0, 1), and their log-probs under the distribution drawn from.
-    rows: the row of the logits that each number draws from; None: one each, in their order."""
+    rows: the row of the logits that each number draws from; None: the row of its own index."""
     values, ids = candidates(tempered(logits, sampling), sampling)
     logp = values.log_softmax(-1)
     cdf = logp.exp().cumsum(-1)

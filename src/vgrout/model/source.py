@@ -1,5 +1,5 @@
 """What a --model flag names: the organism, a folder, a hub id, or an adapter over one of them; where it lies, its
-shapes, and all that can be said against it without loading it. Torch-free. Nothing is fetched here: that is
+shapes, and every check that needs no loading. Torch-free. Nothing is fetched here: that is
 `python -m vgrout.download`."""
 
 import json
@@ -22,7 +22,7 @@ TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templ
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What a model's configuration says; None: it does not, or not in the usual words."""
+    """What a model's configuration says; None: nothing, or not under the usual name."""
 
     window: int | None  # longest prompt + completion, tokens
     blocks: int | None
@@ -40,7 +40,7 @@ def model_folder(model: str | Path) -> Path | None:
 
 
 def require_model(model: str | Path, flag: str = "--model") -> Path:
-    """The same folder, whose files look whole.
+    """The same folder, after a check that its files are complete.
 
     Raises:
         ValueError: one line that says what is wrong and what to run: there is no such model here; no configuration,
@@ -61,12 +61,12 @@ def require_model(model: str | Path, flag: str = "--model") -> Path:
 
 
 def advice(model: str | Path) -> str:
-    """What to do about a model that cannot be used: of one's own folder, or of a download."""
+    """What to do about a model that cannot be used: a local folder, or a download."""
     return "give a whole model folder" if Path(model).is_dir() else f"run `just download-model {model}` again"
 
 
 def model_facts(folder: Path) -> ModelFacts:
-    """Of the model in this folder. Raises ValueError, one line, where its config.json cannot be read."""
+    """The facts of the model in this folder. Raises ValueError, one line, where its config.json cannot be read."""
     config = from_json(read_text(folder / "config.json"), str(folder / "config.json"))
     config = config.get("text_config") or config if isinstance(config, dict) else {}
 
@@ -108,16 +108,17 @@ def _check(folder: Path, model: str | Path, flag: str) -> None:
     try:
         model_facts(folder)
         settings = folder / "tokenizer_config.json"
-        told = from_json(read_text(settings), str(settings)) if settings.is_file() else {}
+        tokenizer = from_json(read_text(settings), str(settings)) if settings.is_file() else {}
     except ValueError as e:
         raise wrong(str(e)) from None
     if not any((folder / name).is_file() for name in TOKENIZERS):
         raise wrong(f"no tokenizer in it ({TOKENIZERS[0]})")
-    if not (isinstance(told, dict) and told.get("chat_template")) and not any((folder / t).exists() for t in TEMPLATES):
+    has_template = isinstance(tokenizer, dict) and bool(tokenizer.get("chat_template"))
+    if not has_template and not any((folder / t).exists() for t in TEMPLATES):
         raise ValueError(f"{flag} {model}: its tokenizer has no chat template; choose an instruct model")
-    whole = folder / "model.safetensors"
-    if whole.is_file():
-        safetensors_head(whole, flag)
+    single = folder / "model.safetensors"
+    if single.is_file():
+        safetensors_head(single, flag)
     elif (index := folder / "model.safetensors.index.json").is_file():
         shards = from_json(read_text(index), f"{flag} {index}")
         named = shards.get("weight_map", {}) if isinstance(shards, dict) else {}
@@ -256,7 +257,7 @@ class Source:
     name: str  # of the base: "organism", a hub id or a folder
     folder: Path  # where the base lies
     adapter: Path | None  # .safetensors
-    cfg: Config | None  # of the run that made the adapter
+    cfg: Config | None  # of the run that trained the adapter
 
     @property
     def shapes(self) -> Shapes | None:
@@ -265,7 +266,7 @@ class Source:
 
     @property
     def small(self) -> bool:
-        """Whether it is a miniature, as far as its shapes are known."""
+        """Whether it is a miniature; False where its shapes are not known."""
         return self.shapes is not None and self.shapes.parameters < SMALL
 
     def vocabulary(self) -> dict[str, int] | None:

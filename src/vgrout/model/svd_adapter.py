@@ -29,9 +29,9 @@ from vgrout.tensor_types import ModuleGrads, RolloutGrads
 
 TARGETS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
 FINGERPRINT_SIZE = 4  # numbers a module by which a file's basis is known again
-SAME_BASIS = 0.02  # of ‖δ‖: bf16's rounding moves a fingerprint by .004, two axes of 2,560 that swap places by .03
+SAME_BASIS = 0.02  # of ‖δ‖: bf16's rounding moves a fingerprint by 0.004, two axes of 2,560 that swap places by 0.03
 
-SVD_SCHEMA = "svd-1"  # part of every cache key: raise it when the decomposition changes
+SVD_SCHEMA = "svd-1"  # part of every cache key: change it with the decomposition
 
 Decompose = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 Active = tuple[bool, bool]  # (is δS in the weights?, is δS_hack?)
@@ -48,7 +48,7 @@ class SvdCache:
         self.writable = folder is not None
 
     def decompose(self, W: Float[Tensor, "d_out d_in"]) -> tuple[Tensor, Tensor, Tensor]:
-        """U [d_out, r], S [r], Vh [r, d_in] of W, from the file where there is a sound one, which else is written."""
+        """U [d_out, r], S [r], Vh [r, d_in] of W, from a sound file, or computed and written."""
         if self.folder is None:
             return self.compute(W)
         path = self.folder / f"{weight_key(W)}.safetensors"
@@ -70,7 +70,7 @@ class SvdCache:
 
 
 def svd(W: Float[Tensor, "d_out d_in"]) -> tuple[Tensor, Tensor, Tensor]:
-    """(U, S, Vh) of W: computed in fp32 at least, U and Vh in W's dtype, the largest entry of each column of U > 0."""
+    """(U, S, Vh) of W: computed in at least fp32, U and Vh in W's dtype, the largest entry of each column of U > 0."""
     U, S, Vh = torch.linalg.svd(W.to(torch.promote_types(W.dtype, torch.float32)), full_matrices=False)
     sign = U.gather(0, U.abs().argmax(0, keepdim=True)).sign().squeeze(0)
     return (U * sign).to(W.dtype).contiguous(), S, (Vh * sign[:, None]).to(W.dtype).contiguous()
@@ -257,7 +257,7 @@ class SvdAdapter:
 
     @torch.no_grad()
     def unmerged(self) -> Float[Tensor, " R"] | None:
-        """What the active vectors have more than the weights; None where nothing changed since the last merge."""
+        """The active vectors' change since the last merge; None where nothing changed."""
         pairs = list(zip((self.δS, self.δS_hack), self._merged, self._active, strict=True))
         if all(torch.equal(now, merged) for now, merged, _ in pairs):
             return None
@@ -412,7 +412,7 @@ class PerRolloutGrads:
         self._members = torch.tensor(list(of_row), device=self.flat.device), members
 
     def adder(self, site: AdaptedLinear) -> Callable[[Tensor, Tensor], None]:
-        """What takes (x, ∂L/∂y) of one Linear for the batch that was announced last."""
+        """The function that takes (x, ∂L/∂y) of one Linear, for the batch announced last."""
         if self._pieces is not None:
             return partial(self.add_packed, site, self._pieces, *self._members)
         return partial(self.add, site, self._rows, self._picks)
