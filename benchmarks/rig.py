@@ -132,12 +132,12 @@ class _Paced(RunContext):
         self._pipe.send(self.path)
         self._next()
 
-    def agree(self) -> bool:
+    def vote_stop(self) -> bool:
         self._left -= 1
         if self._left == 0:
             self._pipe.send(None)
             self._next()
-        return super().agree()
+        return super().vote_stop()
 
     def _next(self) -> None:
         asked = self._pipe.recv()

@@ -213,7 +213,7 @@ def talk():
 def follow(place, log):
     with ranks.joined(place): talk()
 
-with started(3, follow, Path("said")) as others, ranks.joined(others.place, others.gone): talk()
+with started(3, follow, Path("said")) as others, ranks.joined(others.place, others.failed_peer): talk()
 """
 
 

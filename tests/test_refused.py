@@ -82,7 +82,7 @@ def test_the_settings_of_another_version_are_refused_in_one_line() -> None:
     cfg = parse(["mini", "--intervention=route2"])
     stored = cfg.as_dict()
     assert from_dict(stored) == cfg
-    stored["arm"] |= {"own_streams": "usual", "route2_gate": "tau"}
-    said = "run.json: unknown settings own_streams, route2_gate; the run was made by another version"
-    with pytest.raises(ValueError, match=re.escape(said)):
-        from_dict(stored)
+    stored["method"] |= {"own_streams": "usual", "route2_gate": "tau"}
+    message = "run.json: unknown settings arm, own_streams, route2_gate; the run was made by another version"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        from_dict(stored | {"arm": {}})

@@ -12,6 +12,7 @@ from tabulate import tabulate
 
 from vgrout.evaluate import answers
 from vgrout.files import read_json
+from vgrout.guard.detectors import diverged
 from vgrout.imitation.distill_config import Task
 from vgrout.imitation.distill_methods import METHODS, Graded, Method
 from vgrout.imitation.loading import fitting_splits, metadata, model_hashes
@@ -23,7 +24,7 @@ from vgrout.rng import torch_stream
 from vgrout.rollout import graded, sample_and_submit
 from vgrout.runs.recorder import rollout_record
 from vgrout.runs.run_context import RunContext
-from vgrout.runs.steps import StepRecorder, diverged
+from vgrout.runs.steps import StepRecorder
 from vgrout.table import Columns, col
 from vgrout.types import MODES, Diverged, Eval, Grade, Problem, Rate, Rollout, Ungraded
 
@@ -180,7 +181,7 @@ class DistillRecorder(StepRecorder[DistillRow]):
         run, step = self.run, row.step
         self.rows.append(row)
         why = diverged([r.skipped for r in self.rows])
-        closing = run.agree() or bool(why) or step + 1 == self.task.cfg.steps
+        closing = run.vote_stop() or bool(why) or step + 1 == self.task.cfg.steps
         prompt = self.learner.lm.prompt_text
         with run.clock("save"):
             self.write(

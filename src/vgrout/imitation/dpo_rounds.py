@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from vgrout.files import atomic_open, file_sha256, read_json, to_json, write_atomic
 from vgrout.grpo import Row, as_batch
+from vgrout.guard.detectors import diverged
 from vgrout.guard.kill_switch import HeldOutGuard
 from vgrout.imitation.dpo_config import Task, plan_sha256
 from vgrout.imitation.loading import fitting_splits, metadata, model_hashes
@@ -31,7 +32,7 @@ from vgrout.problems import balanced
 from vgrout.rng import py_stream
 from vgrout.runs.recorder import rollout_record
 from vgrout.runs.run_context import RunContext
-from vgrout.runs.steps import StepRecorder, diverged
+from vgrout.runs.steps import StepRecorder
 from vgrout.table import Columns, col
 from vgrout.teacher.generate import BATCH, Graded, by_mode, generate_graded
 from vgrout.types import Diverged, Halted, Problem, Rate, Rollout, mean
@@ -101,7 +102,7 @@ class RoundRecorder(StepRecorder[DpoRow]):
         self.task, self.plan = task, plan
         self.metrics: list[dict[str, Any]] = []  # of every complete round, the evaluation before the first included
 
-    def past(self) -> tuple[Mapping[str, Any], Sequence[dict[str, Any]]]:
+    def read_checkpoint(self) -> tuple[Mapping[str, Any], Sequence[dict[str, Any]]]:
         """The rows of the rounds that are complete, as steps.jsonl then has them; nothing else is kept."""
         first = self.run.path / "before.json"
         if first.is_file() and (then := read_json(first)).get("plan") == plan_sha256(self.plan):
