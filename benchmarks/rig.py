@@ -124,7 +124,7 @@ class _Paced(RunContext):
     """Rank 0 of a contestant: before the ranks go on to a step they wait for it to agree, which is when it is asked."""
 
     def __init__(self, folder: RunDir, grader: Grader, pipe: Connection) -> None:
-        super().__init__(folder, grader, again="", resumes=False)
+        super().__init__(folder, grader, resume_command="", resumes=False)
         self._pipe, self._left = pipe, 0
 
     def started(self) -> None:

@@ -254,13 +254,13 @@ def test_a_refused_run_leaves_nothing(
     folder = RunDir.create("x")
     console.setup(log := Path("logs") / "x.log")
     grader = object.__new__(Grader)
-    with RunContext(folder, grader, again="…", resumes=False, log=log) as refused:
+    with RunContext(folder, grader, resume_command="…", resumes=False, log=log) as refused:
         folder.write_json("run.json", {})
         raise ValueError("--flag 7: does not fit this model")
     assert refused.code == 2
     assert capsys.readouterr().err == "E --flag 7: does not fit this model\n"
     assert list(tmp_path.iterdir()) == []
     path = (folder := RunDir.create("y")).path
-    with RunContext(folder, grader, again="…", resumes=True) as refused:
+    with RunContext(folder, grader, resume_command="…", resumes=True) as refused:
         raise ValueError("changed")
     assert (refused.code, path.is_dir()) == (2, True), "a run that should have gone on stays as it is"

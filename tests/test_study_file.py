@@ -44,7 +44,7 @@ def test_arms_times_overrides_times_seeds(tmp_path: Path) -> None:
     assert (study.name, study.hypotheses) == ("study", ("a claim",))
     arms = ("none", "route2", "mine · control=none", "mine · control=haar")
     names = [f"{arm} · {how}" for arm in arms for how in ("lr=0.01", "lr=0.02", "biased")]
-    assert [c.arm for c in study.cells] == names * 2
+    assert [c.method for c in study.cells] == names * 2
     assert [c.seed for c in study.cells] == [1] * 12 + [2] * 12
     last = study.cells[-1]
     assert last.name == "mine · control=haar · biased seed 2"
@@ -93,7 +93,7 @@ BAD = [
     (HEAD + NONE + NONE, "[[arms]] 2: the same runs as [[arms]] 1"),
     (HEAD + NONE + "threads = [1, 2]\n", "[[arms]] 1: two values of a list make the same runs"),
     (HEAD + NONE + "[[overrides]]\nlr = [1, 1.0]\n", "[[arms]] 1 × [[overrides]] 1: two values of a list"),
-    (HEAD + NONE + 'name = "x"\n' + NONE + 'name = "x"\nlr = 1\n', "[[arms]] 2 (x): a second arm called 'x'"),
+    (HEAD + NONE + 'name = "x"\n' + NONE + 'name = "x"\nlr = 1\n', "[[arms]] 2 (x): a second method called 'x'"),
     (HEAD + NONE + "lr = 1\n[[overrides]]\nlr = 2\n", "[[arms]] 1 × [[overrides]] 1: 'lr' is set by both"),
     (HEAD + NONE + "[[overrides]]\nv-hack-k = 2\n", "[[arms]] 1 × [[overrides]] 1: --v-hack-k: not read"),
     (HEAD + NONE + "out-tag = 1979-05-27\n", "'out-tag' is a date"),

@@ -325,7 +325,7 @@ def test_one_run_a_core_and_one_in_all_on_a_gpu(monkeypatch: pytest.MonkeyPatch,
 
 def test_dry_run_shows_states_and_time_and_writes_no_plan(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(study), "--dry-run", "--jobs", "1"]) == 0
-    assert "no finished run of the same preset and arm to go by for 2 of 2" in capsys.readouterr().out
+    assert "no finished run of the same preset and intervention for 2 of 2" in capsys.readouterr().out
     path = write_run(cfg_of(1), "finished")
     os.utime(path / "run.json", (1000, 1000))
     os.utime(path / "per_mode_deploy.json", (1090, 1090))
@@ -364,7 +364,7 @@ def test_runs_by_different_code_are_said(
     study.write_text(TWO.replace("[1, 2]", "[1, 2, 3]"))
     for seed, state in (1, "finished"), (2, "finished"), (3, "failed"):
         write_run(cfg_of(seed), state, str(seed), git={"revision": f"{seed}" * 40, "dirty": seed == 2})
-    said = f"runs begun by different code: 1 by {'1' * 10}, 1 by {'2' * 10}+"
+    said = f"runs started by different code: 1 by {'1' * 10}, 1 by {'2' * 10}+"
     assert Sweep.of(load_study_file(study)).warnings() == [said]
     by_hand(monkeypatch, {3: (0, "finished")})
     assert main([str(study)]) == 0
