@@ -102,8 +102,8 @@ def _stat(path: Path) -> Stat:
 
 
 class Receiver:
-    """Writes one attempt's changes here: to `run`, the directory of a run to resume, or to a new one; output goes to the
-    end of `printed`. The run directory is locked as if a process here were writing it."""
+    """Writes one attempt's changes here: to `run`, the directory of a run to resume, or to a new one; output goes
+    to the end of `printed`. The run directory is locked as if a process here were writing it."""
 
     def __init__(self, run: Path | None, printed: Path) -> None:
         """Raises ValueError, one line, while another process writes the run."""
