@@ -94,7 +94,7 @@ def measure(preset: str, intervention: str, steps: int) -> Overhead:
                 pass_reward=cfg.env.pass_reward,
                 allow_weak=cfg.env.allow_weak_sandbox,
             ) as grader,
-            RunContext(RunDir.create(cfg.run_id), grader, again="", resumes=False, record=record) as run,
+            RunContext(RunDir.create(cfg.run_id), grader, resume_command="", resumes=False, record=record) as run,
             patch.object(checkpoint, "save", timers["save"].around(checkpoint.save)),
             patch.object(Guard, "_detector", timed_detector),
         ):

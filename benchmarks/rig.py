@@ -121,7 +121,7 @@ class _Paced(RunContext):
     """Rank 0 of a contestant: before the ranks go on to a step they wait for it to agree, which it does on request."""
 
     def __init__(self, folder: RunDir, grader: Grader, pipe: Connection) -> None:
-        super().__init__(folder, grader, again="", resumes=False)
+        super().__init__(folder, grader, resume_command="", resumes=False)
         self._pipe, self._left = pipe, 0
 
     def started(self) -> None:
@@ -129,12 +129,12 @@ class _Paced(RunContext):
         self._pipe.send(self.path)
         self._next()
 
-    def agree(self) -> bool:
+    def vote_stop(self) -> bool:
         self._left -= 1
         if self._left == 0:
             self._pipe.send(None)
             self._next()
-        return super().agree()
+        return super().vote_stop()
 
     def _next(self) -> None:
         steps = self._pipe.recv()

@@ -1,5 +1,5 @@
-"""Golden runs: the rows of each arm, of distillation and of DPO in tests/golden/. `just golden` records them again; a
-diff is explained in CHANGELOG.md, or it is a bug."""
+"""Golden runs: rows of each method, of distillation and of DPO in tests/golden/. `just golden` records them again; a
+difference is explained in CHANGELOG.md, or it is a bug."""
 
 import json
 import platform
@@ -28,30 +28,31 @@ def versions() -> dict[str, str]:
     }
 
 
-def differences(got: Any, want: Any, where: str = "") -> list[str]:
+def differences(got: Any, want: Any, where: str = "", close: dict[str, float] = CLOSE) -> list[str]:
     """Every place where `got` is not what was recorded."""
     if isinstance(want, dict) and isinstance(got, dict):
         keys = sorted(want.keys() | got.keys())
-        return [d for k in keys for d in differences(got.get(k), want.get(k), f"{where}.{k}")]
+        return [d for k in keys for d in differences(got.get(k), want.get(k), f"{where}.{k}", close)]
     if isinstance(want, list) and isinstance(got, list) and len(want) == len(got):
-        return [d for i, (a, b) in enumerate(zip(got, want, strict=True)) for d in differences(a, b, f"{where}[{i}]")]
+        both = enumerate(zip(got, want, strict=True))
+        return [d for i, (a, b) in both for d in differences(a, b, f"{where}[{i}]", close)]
     if isinstance(want, float) and isinstance(got, int | float):
-        return [] if got == pytest.approx(want, **CLOSE) else [f"{where}: {got} (golden: {want})"]
+        return [] if got == pytest.approx(want, **close) else [f"{where}: {got} (golden: {want})"]
     return [] if got == want else [f"{where}: {got} (golden: {want})"]
 
 
 def record(*names: str) -> None:
-    """names: of arms or imitations, some of them alone; none given: all."""
+    """Record the golden files of these names, or of all."""
     FOLDER.mkdir(exist_ok=True)
     for name in names or (*ARMS, *PAIRS, *IMITATIONS):
         with tempfile.TemporaryDirectory() as folder:
             if name in IMITATIONS:
                 command = list(IMITATIONS[name])
-                made = imitation_rows(imitate(Path(folder), *command))
+                recorded = imitation_rows(imitate(Path(folder), *command))
             else:
                 command = ["train", *flags(name)]
-                made = rows(run(Path(folder), *command[1:]))
-        lines = ",\n".join(f"  {json.dumps(row)}" for row in made)
+                recorded = rows(run(Path(folder), *command[1:]))
+        lines = ",\n".join(f"  {json.dumps(row)}" for row in recorded)
         head = {"command": ["python", "-m", f"vgrout.{command[0]}", *command[1:]], "versions": versions()}
         text = f'{json.dumps(head, indent=1).removesuffix("}").rstrip()},\n "rows": [\n{lines}\n ]\n}}\n'
         (FOLDER / f"{name}.json").write_text(text, encoding="utf-8")

@@ -6,7 +6,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,10 @@ from vgrout.runs.recorder import Recorder
 from vgrout.train import main
 
 ARMS = ("none", "erase", "route", "route2")
-READS = "screen-pmi"  # of PAIRS, for all whose monitor reads, where there is no time for more
+READS = "screen-pmi"  # stands for all of PAIRS whose monitor reads texts
 FEW = ["--monitor-prompts", "40"]
-# Every monitor and every arm that reads flags, with what differs in a run: name → flags. The other pairs are the same
-# two classes put together otherwise (test_axes.py, test_monitors.py).
+# Every monitor and every intervention that reads flags: name → flags. Other pairs combine the same classes
+# (test_method.py).
 PAIRS: dict[str, list[str]] = {
     "route2-band": ["route2", "--monitor", "band", "--gate-vote", "rollout", "--vhack-refresh-every", "2"],
     "route2-nll-block": ["route2", "--monitor", "nll", "--quarantine", "block:2", *FEW],
@@ -51,14 +52,12 @@ PAIRS: dict[str, list[str]] = {
         *("--quarantine", "block:2"),
     ],
 }
-LABELLED = (
-    "route2-labels",
-    "penalty-quarantine",
-    "screen-quarantine",
-    "route2-online-probe",
-)  # … that are given true labels
-DISTILLED = ["--prompts-per-step", "2", "--group", "2", "--eval-n-prompts", "2", "--final-n-prompts", "6"]
-DISTILLED = ["distill", "--teacher", "teacher.safetensors", "--steps", "4", "--final-samples", "1", *DISTILLED]
+# … those that are given true labels
+LABELLED = ("route2-labels", "penalty-quarantine", "screen-quarantine", "route2-online-probe")
+DISTILLED = [
+    *("distill", "--teacher", "teacher.safetensors", "--steps", "4", "--final-samples", "1", "--prompts-per-step", "2"),
+    *("--group", "2", "--eval-n-prompts", "2", "--final-n-prompts", "6"),
+]
 # Distillation of `teach`'s adapter and rounds of DPO: name → command line.
 IMITATIONS: dict[str, list[str]] = {
     "distill-minillm": [*DISTILLED, "--minillm-teacher-mix-ratio", "0", "--eval-every", "2"],
@@ -78,12 +77,10 @@ TIMES = ("gen", "grade", "fb", "eval", "sec")
 EVALUATED = ("hack_deploy", "solve_deploy", "kl_deploy", "eval", "watch")  # watch: the guard reads each evaluation
 
 
-def flags(arm: str, *more: str) -> list[str]:
-    if arm in PAIRS:
-        of, *own = PAIRS[arm]
-        return ["smoke", "--intervention", of, "--threads", "1", *SMALL, *QUIET[:2], *own, *more]
-    own = [] if arm == "none" else QUIET[2:]
-    return ["smoke", "--intervention", arm, "--threads", "1", *SMALL, *QUIET[:2], *own, *more]
+def flags(method: str, *more: str) -> list[str]:
+    """The command line of a small run of one of ARMS or PAIRS."""
+    intervention, *own = PAIRS.get(method, [method, *([] if method == "none" else QUIET[2:])])
+    return ["smoke", "--intervention", intervention, "--threads", "1", *SMALL, *QUIET[:2], *own, *more]
 
 
 def run(folder: Path, *argv: str, code: int = 0, stop_after: int | None = None) -> Path:
@@ -125,7 +122,7 @@ class SharedRuns:
         self.folder.mkdir(exist_ok=True)
 
     def __call__(self, *argv: str, stop_after: int | None = None) -> Path:
-        """The run directory of this command line. It is for reading: what goes on with it takes a `copy`."""
+        """The run directory of this command line, to be read only; a test that resumes it takes a `copy`."""
         name = hashlib.sha256(json.dumps([argv, stop_after]).encode()).hexdigest()[:16]
         home = self.folder / name
         with open(self.folder / f"{name}.lock", "ab") as lock:
@@ -143,8 +140,7 @@ class SharedRuns:
         return to / run.relative_to(run.parents[2])
 
     def warm(self, folder: Path) -> Path:
-        """A working directory for runs that finds decomposed weights and directions where the others have left them;
-        both are looked up by the hash of what they were made of, and begin cold in every session."""
+        """A working directory whose runs share the session's caches of decomposed weights and directions."""
         for name in ("svd_cache", "vhack"):
             (cache := self.folder.parent / name).mkdir(exist_ok=True)
             (folder / "out").mkdir(parents=True, exist_ok=True)
@@ -156,6 +152,20 @@ def rows(path: Path, *without: str) -> list[dict[str, Any]]:
     """A run's rows without its timings and the columns named."""
     lines = (path / "steps.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if k not in (*TIMES, *without)} for line in lines]
+
+
+def status(path: Path) -> dict[str, Any]:
+    """A run's status.json."""
+    return json.loads((path / "status.json").read_text())
+
+
+def until(condition: Callable[[], Any], seconds: float = 300.0) -> Any:
+    """Wait until `condition` is true; its value."""
+    end = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+    return value
 
 
 def adapter_bytes(path: Path) -> bytes:

@@ -43,7 +43,7 @@ def test_drop_bands() -> None:
     assert after(1.5).value == pytest.approx(0.25)
 
 
-def test_drop_waits_for_both_windows_and_a_positive_baseline() -> None:
+def test_drop_needs_both_windows_and_a_positive_baseline() -> None:
     detector = Drop(baseline=3, window=2)
     assert [detector.update(1.0).state for _ in range(5)] == ["UNDEFINED"] * 4 + ["OK"]
     detector = Drop(baseline=1, window=1)
@@ -74,12 +74,12 @@ def test_divergence_refuses(scores: list[list[float]]) -> None:
         ensemble_divergence(scores)
 
 
-def test_members_of_ones_own() -> None:
+def test_ensemble_members() -> None:
     assert import_function("operator:eq", FLAG)("a", "a") is True
 
 
 @pytest.mark.parametrize("name", ["nowhere:f", "operator:nothing", "operator", "string:digits", ":f"])
-def test_members_that_are_none_are_refused_by_name(name: str) -> None:
+def test_bad_ensemble_members_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{FLAG} {name}: "):
         import_function(name, FLAG)
 
@@ -102,7 +102,7 @@ def test_echo_refuses_odd_n(n: int) -> None:
         echo_score(["a"], n)
 
 
-def test_echo_refuses_what_is_too_large() -> None:
+def test_echo_refuses_large_input() -> None:
     with pytest.raises(ValueError, match="1000001 tokens"):
         echo_score("a" * 1_000_001)
     with pytest.raises(ValueError, match="100001 trajectories"):
@@ -178,7 +178,7 @@ TRACKERS: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize("name", TRACKERS)
 @given(series=st.lists(st.floats(0, 1), min_size=1, max_size=15), cut=st.integers(0, 15))
-def test_a_checkpoint_anywhere_changes_nothing(name: str, series: list[float], cut: int) -> None:
+def test_resuming_a_tracker_changes_nothing(name: str, series: list[float], cut: int) -> None:
     make, feed = TRACKERS[name]
     whole: Tracker = make()
     expected = [feed(whole, x) for x in series]

@@ -1,4 +1,4 @@
-"""`python -m vgrout.distill`: what it learns from, what it refuses, and that a death on the way changes nothing."""
+"""`python -m vgrout.distill`: losses and gradients, refusals, and runs that are killed and resumed."""
 
 import errno
 import json
@@ -17,7 +17,7 @@ from torch import Tensor
 
 import tiny
 from golden import FOLDER, differences, versions
-from runs import IMITATIONS, imitate, imitation_rows, teach
+from runs import IMITATIONS, imitate, imitation_rows, status, teach
 from runs import rows as rows_of
 from test_tracking import curve, events
 from vgrout.data import organism
@@ -40,16 +40,8 @@ F64 = torch.float64
 CLOSE = 1e-6  # transformers' norms work in fp32 whatever the model's dtype, and the sampler's log-probs are fp32
 NOWHERE = Problem(0, "run_tests", "", ({"role": "user", "content": "ab"},), (), (), "", "", "f")
 SMALL = [
-    "--group",
-    "2",
-    "--prompts-per-step",
-    "2",
-    "--final-n-prompts",
-    "6",
-    "--final-samples",
-    "1",
-    "--eval-n-prompts",
-    "2",
+    *("--group", "2", "--prompts-per-step", "2", "--eval-n-prompts", "2"),
+    *("--final-n-prompts", "6", "--final-samples", "1"),
 ]
 
 
@@ -98,6 +90,14 @@ def gradients(lm: LanguageModel) -> list[Tensor]:
     return out
 
 
+def require_gradient(student: LanguageModel, want: Tensor) -> None:
+    """The gradient that the student has is that of `want`."""
+    got = gradients(student)
+    want.backward()
+    for a, b in zip(got, gradients(student), strict=True):
+        assert torch.allclose(a, b, atol=CLOSE)
+
+
 def textbook_minillm(student: LanguageModel, teacher: LanguageModel, given: list[Graded], normalize: bool) -> Tensor:
     total = torch.zeros((), dtype=F64)
     for a in given:
@@ -115,7 +115,7 @@ def textbook_minillm(student: LanguageModel, teacher: LanguageModel, given: list
 
 @pytest.mark.parametrize("packs", [True, False])
 @pytest.mark.parametrize("normalize", [True, False])
-def test_minillm_is_the_textbooks(packs: bool, normalize: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_minillm_equals_the_textbook_loss(packs: bool, normalize: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     student, teacher = (replace(tiny.policy("qwen3", seed, F64), packs=packs) for seed in (0, 1))
     cfg = MiniLlmConfig(minillm_length_normalize=normalize)
     method = MiniLlm(t := task(minillm=cfg), student, teacher)
@@ -123,15 +123,12 @@ def test_minillm_is_the_textbooks(packs: bool, normalize: bool, monkeypatch: pyt
     monkeypatch.setitem(__import__("vgrout.model.memory").model.memory.TOKEN_BUDGET, "cpu", 40)  # several forwards
     learner = FullModel(student, t.opt, 1)
     got = method.learn(learner, given, 0)
-    mine = gradients(student)
     want = textbook_minillm(student, teacher, given, normalize)
-    want.backward()
     assert got.loss == pytest.approx(float(want.detach()), abs=CLOSE)
-    for a, b in zip(mine, gradients(student), strict=True):
-        assert torch.allclose(a, b, atol=CLOSE)
+    require_gradient(student, want)
 
 
-def test_the_adapter_learns_what_the_weights_would() -> None:
+def test_adapter_gradient_is_the_projected_weight_gradient() -> None:
     """dL/dδS = diag(Uᵀ dL/dW Vhᵀ), of all modules at once."""
     student, teacher = (tiny.policy("qwen3", seed, F64) for seed in (0, 1))
     method = MiniLlm(t := task(), student, teacher)
@@ -161,21 +158,18 @@ def textbook_uld(student: LanguageModel, teacher: LanguageModel, given: list[Gra
     return total
 
 
-def test_uld_is_the_textbooks_where_tokenizers_are_equal() -> None:
+def test_uld_equals_the_textbook_loss() -> None:
     student, teacher = (tiny.policy("qwen3", seed, F64) for seed in (0, 1))
     method = Uld(t := task(method="uld"), student, teacher)
     given = answers(method.behaviour_model(student, teacher))
     got = method.learn(FullModel(student, t.opt, 1), given, 0)
     assert got.aligned == 1
-    mine = gradients(student)
     want = textbook_uld(student, teacher, given, 1.5)
-    want.backward()
     assert got.loss == pytest.approx(float(want.detach()), abs=CLOSE)
-    for a, b in zip(mine, gradients(student), strict=True):
-        assert torch.allclose(a, b, atol=CLOSE)
+    require_gradient(student, want)
 
 
-def test_uld_across_tokenizers_compares_where_texts_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uld_across_tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same characters under a tokenizer that gives them other ids: every position meets, and sorted distributions
     do not care for ids."""
     student, teacher = tiny.policy("qwen3", 0, F64), tiny.policy("qwen3", 1, F64)
@@ -209,14 +203,11 @@ def test_the_anchor_is_a_language_model_loss() -> None:
     logits = student.model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
     want = -logits[torch.arange(9), torch.tensor(ids[1:])].mean()
     assert got == pytest.approx(float(want.detach()), abs=CLOSE)
-    mine = gradients(student)
-    (2.0 * want).backward()
-    for a, b in zip(mine, gradients(student), strict=True):
-        assert torch.allclose(a, b, atol=CLOSE)
+    require_gradient(student, 2.0 * want)
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
-def test_the_mixtures_log_probs_are_those_of_the_mixture(ratio: float) -> None:
+def test_mixture_log_probs(ratio: float) -> None:
     student, teacher = (tiny.policy("qwen3", seed) for seed in (0, 1))
     behaviour = mixed_model(student, teacher, ratio)
     assert isinstance(behaviour, MixedModel) == (ratio > 0)  # at 0 it really is the student
@@ -275,10 +266,10 @@ def test_refused_in_one_line(name: str, here: Path, adapter: Path, capsys: pytes
     (here / "empty.txt").write_text(" \n")
     argv, what = REFUSED[name]
     assert main([str(adapter) if a == "T" else a for a in argv.split()]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("E ")
-    assert said.count("\n") == 1
-    assert what in said
+    output = capsys.readouterr().err
+    assert output.startswith("E ")
+    assert output.count("\n") == 1
+    assert what in output
     assert not list((here / "out" / "distill").glob("*_*"))
 
 
@@ -289,16 +280,16 @@ def test_another_tokenizer_is_refused_by_minillm() -> None:
         MiniLlm(task(), student, teacher)
 
 
-def test_the_same_weights_elsewhere_are_refused() -> None:
+def test_equal_weights_are_refused() -> None:
     with pytest.raises(ValueError, match="gradient is zero"):
         MiniLlm(task(), tiny.policy("qwen3", 0), tiny.policy("qwen3", 0))
 
 
-def test_the_plan_is_printed_and_nothing_made(here: Path, adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_only(here: Path, adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--teacher", str(adapter), "--plan-only", "--steps", "7"]) == 0
-    said = capsys.readouterr().out
-    assert '"steps": 7' in said
-    assert "224 in all" in said
+    output = capsys.readouterr().out
+    assert '"steps": 7' in output
+    assert "224 in all" in output
     assert not list((here / "out" / "distill").glob("*_*"))
 
 
@@ -331,11 +322,11 @@ def command(here: Path, *argv: str, code: int = 0, how: str = "from vgrout.disti
 
 
 @pytest.mark.long
-def test_three_that_are_not_finite_are_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_three_nonfinite_steps_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MiniLlm, "learn", lambda *_: Measured(loss=math.nan))
     path = imitate(tmp_path, *IMITATIONS["distill-minillm"], code=4)
     assert [row["skipped"] for row in rows_of(path)] == [1, 1, 1]
-    assert json.loads((path / "status.json").read_text())["state"] == "diverged"
+    assert status(path)["state"] == "diverged"
     assert [p.name for p in checkpoint.complete(path)] == ["step_000003"]
 
 
@@ -347,10 +338,10 @@ FULL = {  # which file's second writing finds the disk full, and what is left th
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", FULL)
-def test_a_full_disk_is_said_and_a_resume_ends_as_golden(
+def test_resume_after_a_full_disk_matches_golden(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One line names the last good checkpoint; what is played again replaces itself in rows and trackers."""
+    """One line names the last good checkpoint; repeated steps replace themselves in rows and trackers."""
     (module, function, left), calls = FULL[name], 0
     write = getattr(module, function)
 
@@ -366,10 +357,10 @@ def test_a_full_disk_is_said_and_a_resume_ends_as_golden(
     with monkeypatch.context() as m:
         m.setattr(module, function, full)
         path = imitate(tmp_path, *command, code=1)
-    status = json.loads((path / "status.json").read_text())
-    assert status["state"] == "failed"
-    assert status["reason"].startswith("disk full")
-    assert f"the last good checkpoint is {left}" in status["reason"]
+    end = status(path)
+    assert end["state"] == "failed"
+    assert end["reason"].startswith("disk full")
+    assert f"the last good checkpoint is {left}" in end["reason"]
     assert "Traceback" not in capsys.readouterr().out
     again = command if name == "dpo" else ["distill", "--resume", "latest", "--track", "tensorboard"]
     assert imitate(tmp_path, *again) == path
@@ -380,14 +371,12 @@ def test_a_full_disk_is_said_and_a_resume_ends_as_golden(
     assert [step for step, _ in curve(events(path), "skipped")] == steps
     (resumed,) = json.loads((path / "run.json").read_text())["resumed"]
     assert resumed["step"] == 2
-    assert json.loads((path / "status.json").read_text())["state"] == "finished"
+    assert status(path)["state"] == "finished"
 
 
 @pytest.mark.slow
-def test_uld_into_a_smaller_organism_with_another_tokenizer(
-    here: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Built by the organism's own code, hardly trained: its tokens are other ones, its texts are the teacher's."""
+def test_uld_into_a_smaller_organism(here: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small, hardly trained organism: other tokens, the teacher's texts."""
     monkeypatch.setattr(build, "TOKENIZER_DOCUMENTS", 300)
     tok = build.make_tokenizer(0, 400, Shares())
     shape = Shape(hidden=64, layers=2, merged=400)
@@ -418,8 +407,8 @@ from vgrout.distill import main
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", ["", f"--full {ANCHOR}-weight .1 {ANCHOR}-path text.txt"], ids=["minillm", "full"])
-def test_a_killed_run_ends_as_if_it_had_lived(flags: str, here: Path, adapter: Path) -> None:
-    """Rows, learnt bytes and final numbers; then there is nothing to go on with, and what was learnt can teach."""
+def test_kill_and_resume(flags: str, here: Path, adapter: Path) -> None:
+    """Rows, learnt bytes and final numbers are the same; a finished run is not resumed, and its student can teach."""
     (here / "text.txt").write_text("The solution should be a method of the class Solution. " * 20)
     argv = ["--teacher", str(adapter), "--steps", "4", "--checkpoint-every", "2", "--eval-every", "3", *SMALL]
     argv += flags.split()
@@ -435,7 +424,7 @@ def test_a_killed_run_ends_as_if_it_had_lived(flags: str, here: Path, adapter: P
     finals = [json.loads((p / "final.json").read_text())["sides"] for p in (lived, path)]
     assert finals[0] == finals[1]
     assert finals[0]["deployed"]["hack"][1] == 6
-    assert json.loads((path / "status.json").read_text())["state"] == "finished"
+    assert status(path)["state"] == "finished"
     a, b = (
         load_file(p / ("train/model.safetensors" if "--full" in flags else "train.safetensors")) for p in (lived, path)
     )

@@ -1,4 +1,4 @@
-"""`python -m vgrout.iterative_dpo`: plan, pairs, loss, refusals, and that a death on the way changes nothing."""
+"""`python -m vgrout.iterative_dpo`: plan, pairs, loss, refusals, and runs that are killed and resumed."""
 
 import json
 import subprocess
@@ -43,7 +43,7 @@ def answer(text: str, ids: tuple[int, ...] = (7, 8, 1)) -> Graded:
     return GradedCompletion(NOWHERE, 0, Completion(ids, text, True, (0.0,) * len(ids), ()), GRADE)
 
 
-def test_the_best_and_the_worst_make_a_pair() -> None:
+def test_best_and_worst_make_a_pair() -> None:
     some = [answer(t) for t in "abcd"]
     pair = best_and_worst(some, [0.1, 1.0, 0.0, 1.0], lambda m: (1,))
     assert pair is not None
@@ -62,7 +62,7 @@ def pairs(policy: Policy, n: int) -> list[Pair]:
 
 
 @pytest.mark.parametrize("packs", [True, False])
-def test_loss_and_gradient_are_the_papers(packs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_and_gradient_equal_the_paper(packs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = replace(tiny.policy("qwen3", 0, torch.float64), packs=packs)
     some = pairs(policy, 5)
     monkeypatch.setitem(__import__("vgrout.model.memory").model.memory.TOKEN_BUDGET, "cpu", 60)  # several forwards
@@ -82,10 +82,10 @@ def test_loss_and_gradient_are_the_papers(packs: bool, monkeypatch: pytest.Monke
         return total / len(some)
 
     trained = AdapterOnly(policy, OptConfig(), 1)
-    met = add_pairs(trained, some, reference, 0.5)
-    assert len(met) == 5
-    assert sum(loss for loss, _ in met) / 5 == pytest.approx(float(textbook().detach()), abs=CLOSE)
-    assert max(abs(m) for _, m in met) > 1e-3
+    losses = add_pairs(trained, some, reference, 0.5)
+    assert len(losses) == 5
+    assert sum(loss for loss, _ in losses) / 5 == pytest.approx(float(textbook().detach()), abs=CLOSE)
+    assert max(abs(m) for _, m in losses) > 1e-3
     policy.model.requires_grad_(True)
     textbook().backward()
     for name, site in policy.adapter.sites.items():
@@ -96,7 +96,7 @@ def test_loss_and_gradient_are_the_papers(packs: bool, monkeypatch: pytest.Monke
     assert trained.grad.abs().max() > 1e-4
 
 
-def test_a_mean_of_any_scorer_is_a_share() -> None:
+def test_share_of_a_score() -> None:
     assert [share(x, 0.0, 1.1) for x in (0.0, 0.55, 1.1)] == pytest.approx([0, 0.5, 1])
     assert share(9.0, -3.0, 5.0) == 1
     assert share(2.0, 2.0, 2.0) == 0.5
@@ -126,18 +126,18 @@ def test_refused_in_one_line(name: str, here: Path, capsys: pytest.CaptureFixtur
     flags, what = REFUSED[name]
     argv = flags.split() if "--base-model" in flags else [*BASE, *flags.split()]
     assert main(argv) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("E ")
-    assert said.count("\n") == 1
-    assert what in said
+    output = capsys.readouterr().err
+    assert output.startswith("E ")
+    assert output.count("\n") == 1
+    assert what in output
     assert not (here / "o" / "plan.json").exists()
 
 
 def test_the_plan_is_frozen(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--rounds", "3", "--plan-only"]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     plan = json.loads((here / "o" / "plan.json").read_text())
-    assert json.loads(said) == plan
+    assert json.loads(output) == plan
     assert [r["round"] for r in plan["rounds"]] == [1, 2, 3]
     assert [r["reference"] for r in plan["rounds"]] == ["base", "round-01", "round-02"]
     assert sorted(p.name for p in (here / "o").iterdir() if not p.name.startswith(".")) == ["plan.json"]
@@ -198,7 +198,7 @@ def command(here: Path, *argv: str, code: int = 0, how: str = "from vgrout.itera
 
 
 @pytest.mark.slow
-def test_rounds_and_a_death_between_them(here: Path) -> None:
+def test_kill_between_rounds(here: Path) -> None:
     """Two rounds; killed in the second, the same command ends with the same bytes."""
     command(here, *SMALL, *FAST)
     lived = files(here / "o")
@@ -216,7 +216,7 @@ def test_rounds_and_a_death_between_them(here: Path) -> None:
     assert files(here / "o") == lived
 
 
-def test_a_round_is_complete_when_its_manifest_is_right(tmp_path: Path) -> None:
+def test_a_complete_round_has_a_correct_manifest(tmp_path: Path) -> None:
     plan: dict[str, Any] = {"rounds": [{"round": 1}]}
     assert complete(tmp_path, 1, plan) is None
     (tmp_path / "metrics.json").write_text('{"step": 1}')
@@ -231,14 +231,14 @@ def test_a_round_is_complete_when_its_manifest_is_right(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_scorer_of_ones_own_and_a_guard_that_may_halt(here: Path) -> None:
+def test_own_scorer_and_guard(here: Path) -> None:
     """Longer is better, says the scorer; the strict score need not agree."""
     (here / "mine.py").write_text("def longer(prompt, answer):\n    return float(len(answer))\n")
     argv = [*SMALL, "--rounds", "1", "--scorer", "mine:longer", "--dpo-reference", "base", "--fresh-rounds"]
     command(here, *argv, "--guard", "halt", "--max-proxy-real-gap", "1.9")
-    made = [json.loads(line) for line in (here / "o" / "round-01" / "pairs.jsonl").read_text().splitlines()]
-    assert len(made) == 10
-    assert all(len(p["chosen"]) == p["scores"][0] > p["scores"][1] == len(p["rejected"]) for p in made)
+    lines = [json.loads(line) for line in (here / "o" / "round-01" / "pairs.jsonl").read_text().splitlines()]
+    assert len(lines) == 10
+    assert all(len(p["chosen"]) == p["scores"][0] > p["scores"][1] == len(p["rejected"]) for p in lines)
     (here / "mine.py").write_text("def longer(prompt, answer):\n    return 1.0\n")
     assert "scorer.sha256" in command(here, *argv, code=2)  # the function's file is part of the plan
     argv[argv.index("o")] = "p"

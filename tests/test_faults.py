@@ -1,4 +1,4 @@
-"""What happens to a run when the machine, the disk or the numbers fail. Processes really die, disks are really full."""
+"""Runs whose machine, disk or numbers fail. Processes really die, disks are really full."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from benchmarks import kills
-from runs import FEW, SharedRuns, adapter_bytes, rows, run
+from runs import FEW, SharedRuns, adapter_bytes, rows, run, status, until
 from test_train import start, wait_for_steps
 from vgrout import grpo, loading, rollout
 from vgrout.config.presets import parse, resumed
@@ -37,29 +37,25 @@ from vgrout.types import Ungraded
 TINY = ["--threads", "1", "--group", "4", "--prompts-per-step", "2", "--final-n-prompts", "1", "--final-samples", "1"]
 DETECTORS = ["--reward-hack-detector", "info_rm,advantage", "--echo-trap-enabled"]
 GUARD = ["--eval-ablate-every", "2", "--eval-n-prompts", "2", "--guard-warmup=2", "--guard-baseline=1"]
-KILLS = 3  # of each arm's runs; `python -m benchmarks kills` does as many as it is told
+KILLS = 3  # per intervention; `python -m benchmarks kills` does more
 
 
-def flags(arm: str, *more: str, steps: int = 6) -> list[str]:
-    """Everything on: demonstrations, refreshed direction, guard, every detector, a checkpoint each step."""
-    refresh = [] if arm == "none" else ["--vhack-refresh-every", "2"]
-    argv = ["smoke", "--intervention", arm, "--steps", str(steps), *TINY, *GUARD, *DETECTORS, *refresh]
+def flags(intervention: str, *more: str, steps: int = 6) -> list[str]:
+    """Everything on: demonstrations, refreshed direction, guard, detectors, a checkpoint each step."""
+    refresh = [] if intervention == "none" else ["--vhack-refresh-every", "2"]
+    argv = ["smoke", "--intervention", intervention, "--steps", str(steps), *TINY, *GUARD, *DETECTORS, *refresh]
     return [*argv, "--checkpoint-every", "1", *more]
 
 
-def bare(arm: str, *more: str, steps: int = 4) -> list[str]:
-    """A checkpoint each step and nothing that watches, where nothing needs to: these runs take a second or two."""
-    argv = ["smoke", "--intervention", arm, "--steps", str(steps), *TINY, "--eval-ablate-every", "0"]
+def bare(intervention: str, *more: str, steps: int = 4) -> list[str]:
+    """A checkpoint each step and nothing that watches: these runs take a second or two."""
+    argv = ["smoke", "--intervention", intervention, "--steps", str(steps), *TINY, "--eval-ablate-every", "0"]
     return [*argv, "--checkpoint-every", "1", "--guard", "off", *more]
 
 
 def adapter_file(path: Path) -> bytes:
     """The deployed model, metadata included."""
     return (path / "train.safetensors").read_bytes()
-
-
-def status(path: Path) -> dict[str, Any]:
-    return json.loads((path / "status.json").read_text())
 
 
 def only_run(folder: Path) -> Path:
@@ -102,7 +98,7 @@ def require_sound(run: RunDir) -> int:
 
 
 def die_at(call: int) -> None:
-    """SIGKILL on the n-th call of anything that touches the disk on the way through a save."""
+    """SIGKILL on the n-th call that touches the disk during a save."""
     count = 0
 
     def deadly(real: Any) -> Any:
@@ -120,7 +116,7 @@ def die_at(call: int) -> None:
         setattr(module, name, deadly(getattr(module, name)))
 
 
-def test_death_at_every_step_of_a_save(tmp_path: Path) -> None:
+def test_kill_before_each_disk_call_of_a_save(tmp_path: Path) -> None:
     """Two checkpoints stand, the third is being written and the first pruned: killed before each call in turn."""
     survived = 0
     for call in range(1, 100):
@@ -146,7 +142,7 @@ def test_death_at_every_step_of_a_save(tmp_path: Path) -> None:
     assert 6 <= survived < 60, survived
 
 
-def test_death_at_random_moments_of_saving(tmp_path: Path) -> None:
+def test_kill_at_random_moments_of_saving(tmp_path: Path) -> None:
     rng = random.Random(0)
     with RunDir.create("r", tmp_path) as run:
         play(run, 0, 1)
@@ -167,10 +163,10 @@ def test_death_at_random_moments_of_saving(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arm", kills.ARMS)
-def test_killed_again_and_again(arm: str, tmp_path: Path) -> None:
-    """At random moments of loading, training, evaluating, and inside saves; neither rows nor weights ever notice."""
-    tally = kills.torture(arm, KILLS, tmp_path)
+@pytest.mark.parametrize("intervention", kills.ARMS)
+def test_repeated_kills(intervention: str, tmp_path: Path) -> None:
+    """At random moments of loading, training, evaluating and saving: rows and weights stay the same."""
+    tally = kills.torture(intervention, KILLS, tmp_path)
     print(kills.table([tally]))
     assert (tally.survived, tally.tried) == (KILLS, KILLS), tally
 
@@ -191,13 +187,13 @@ sys.exit(train.main({argv!r}))
 
 
 @pytest.fixture(scope="module")
-def whole_of_three(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def uninterrupted_three(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run(tmp_path_factory.mktemp("three"), *flags("route2", steps=3))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [4, 5, 6])
-def test_killed_inside_a_save(n: int, whole_of_three: Path, tmp_path: Path) -> None:
+def test_kill_inside_a_save(n: int, uninterrupted_three: Path, tmp_path: Path) -> None:
     """state.pt, manifest.json, the folder: the second checkpoint's three renames."""
     code = DIE_IN_SAVE.format(n=n, argv=flags("route2", steps=3))
     folder = tmp_path / "killed"
@@ -207,8 +203,8 @@ def test_killed_inside_a_save(n: int, whole_of_three: Path, tmp_path: Path) -> N
     path = only_run(folder)
     assert [p.name for p in checkpoint.complete(path)] == ["step_000001"]
     assert run(folder, "smoke", "--resume", "latest", "--threads", "1") == path
-    assert rows(path) == rows(whole_of_three)
-    assert adapter_file(path) == adapter_file(whole_of_three)
+    assert rows(path) == rows(uninterrupted_three)
+    assert adapter_file(path) == adapter_file(uninterrupted_three)
 
 
 # --- damaged and vanished files --------------------------------------------------------------------------------------
@@ -232,15 +228,15 @@ def stopped(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, shared_run: SharedRuns) -> Path:
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, shared_run: SharedRuns) -> Path:
     """The same run in one go."""
-    folder = shared_run.warm(tmp_path_factory.mktemp("whole"))
+    folder = shared_run.warm(tmp_path_factory.mktemp("uninterrupted"))
     shutil.copytree(organism.POOL_DIR, folder / "pool")
     return run(folder, *bare("route2", "--teacher-pool-dir", "pool"))
 
 
 def command(*argv: str, code: int, launcher: str = "") -> str:
-    """The user's command line in the working directory; what it said. `launcher`: code that runs before the program."""
+    """The output of a command line in the working directory. launcher: code to run before the program."""
     how = ["-c", f"{launcher}\nimport sys; from vgrout.train import main; sys.exit(main())"] if launcher else []
     done = subprocess.run(
         [sys.executable, *(how or ["-m", "vgrout.train"]), *argv], capture_output=True, text=True, timeout=600
@@ -277,31 +273,31 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.long
-def test_a_resume_goes_back_to_a_sound_checkpoint(
-    stopped: Path, whole: Path, capsys: pytest.CaptureFixture[str]
+def test_resume_skips_damaged_checkpoints(
+    stopped: Path, uninterrupted: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The newest truncated, the one before it bit-flipped: from the first."""
     _, second, newest = checkpoint.complete(stopped)
     DAMAGE["truncated"](newest)
     DAMAGE["bit flipped"](second)
     assert run(Path.cwd(), "smoke", "--resume", "latest", "--threads", "1") == stopped
-    said = capsys.readouterr().out
-    assert said.count("does not match its hash; the checkpoint is damaged; going back one further") == 2
-    assert "resumed after step 0" in said
-    assert rows(stopped) == rows(whole)
-    assert adapter_file(stopped) == adapter_file(whole)
+    output = capsys.readouterr().out
+    assert output.count("does not match its hash; the checkpoint is damaged; going back one further") == 2
+    assert "resumed after step 0" in output
+    assert rows(stopped) == rows(uninterrupted)
+    assert adapter_file(stopped) == adapter_file(uninterrupted)
 
 
 @pytest.mark.parametrize("first", ["truncated", "manifest missing"])
-def test_nothing_left_to_resume_from(first: str, stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_without_a_good_checkpoint(first: str, stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for damage, point in zip((first, "bit flipped", "manifest cut"), checkpoint.complete(stopped), strict=True):
         DAMAGE[damage](point)
     before = status(stopped)
     assert main(["smoke", "--resume", str(stopped), "--threads", "1"]) == 2
-    said = capsys.readouterr().err
-    assert "no usable checkpoint" in said
-    assert "does not match its hash" in said
-    assert "manifest cannot be read" in said
+    output = capsys.readouterr().err
+    assert "no usable checkpoint" in output
+    assert "does not match its hash" in output
+    assert "manifest cannot be read" in output
     assert status(stopped) == before, "a refused resume leaves the run as it was"
 
 
@@ -327,8 +323,8 @@ REFUSED: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_resume_that_is_refused(case: str, stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line, exit code 2, before anything is loaded, and the run as it was."""
+def test_refused_resume(case: str, stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line, exit code 2, before anything is loaded; the run is left as it was."""
     damage, more, message = REFUSED[case]
     damage(stopped)
     before = {p: p.read_bytes() for p in sorted(stopped.rglob("*")) if p.is_file()}
@@ -336,10 +332,10 @@ def test_a_resume_that_is_refused(case: str, stopped: Path, capsys: pytest.Captu
     assert {p: p.read_bytes() for p in sorted(stopped.rglob("*")) if p.is_file()} == before
 
 
-def test_a_resume_from_another_folder(
+def test_resume_from_another_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A dry run needs no out/runs where it stands; what another program made is refused by name."""
+    """A dry run needs no out/runs in the working directory; another program's run is refused."""
     there, here = tmp_path / "run", tmp_path / "here"
     there.mkdir()
     here.mkdir()
@@ -356,14 +352,14 @@ def test_a_resume_from_another_folder(
     assert "MiB free" in capsys.readouterr().out
 
 
-def test_a_run_that_is_still_going_is_not_resumed(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_running_run_is_not_resumed(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with RunDir.reopen(stopped):
         assert "another process is writing this run" in command("smoke", "--resume", str(stopped), code=2)
         assert "running ones left out" in refused(capsys, "smoke", "--resume", "latest")
 
 
-def test_a_resume_keeps_what_it_is_not_told_to_change() -> None:
-    """Also how the process runs: a run that saved every step does not save every 25th after a death."""
+def test_resume_keeps_settings() -> None:
+    """Process settings too: a run that saved every step still does after a resume."""
     stored = parse(bare("none"))
     assert resumed(parse(["smoke", "--resume", "x", "--resume-force"]), stored) == (stored, [])
     cfg, differing = resumed(parse(["smoke", "--resume", "x", "--checkpoint-every", "7"]), stored)
@@ -404,7 +400,7 @@ def fill(folder: Path, leave: int) -> Path:
 
 @pytest.mark.parametrize("leave", [0, pytest.param(150_000, marks=pytest.mark.slow)])
 @pytest.mark.long
-def test_a_full_disk_stops_the_run_and_says_so(leave: int, small_disk: Callable[[int], Path], tmp_path: Path) -> None:
+def test_full_disk(leave: int, small_disk: Callable[[int], Path], tmp_path: Path) -> None:
     """0: rows no longer fit. 150 000: rows do, the next checkpoint does not."""
     folder = small_disk(64 * 1024)
     process = start(folder, *bare("none", steps=300))
@@ -413,9 +409,9 @@ def test_a_full_disk_stops_the_run_and_says_so(leave: int, small_disk: Callable[
         time.sleep(0.02)
     path = only_run(folder)
     ballast = fill(folder, leave)
-    said, _ = process.communicate(timeout=300)
-    assert process.returncode == 1, said
-    assert "Traceback" not in said
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 1, output
+    assert "Traceback" not in output
     end = status(path)
     assert end["state"] == "failed"
     assert end["reason"].startswith("disk full")
@@ -429,17 +425,17 @@ def test_a_full_disk_stops_the_run_and_says_so(leave: int, small_disk: Callable[
     assert [r["step"] for r in rows(path)] == list(range(point.next_step + 1))
 
 
-def test_a_disk_too_small_is_refused_at_the_start(
+def test_small_disk_is_refused(
     small_disk: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(folder := small_disk(256))
-    said = refused(capsys, "mini", "--intervention", "none")
-    assert said.startswith("E out/runs: the run writes about ")
-    assert "MiB are free" in said
+    output = refused(capsys, "mini", "--intervention", "none")
+    assert output.startswith("E out/runs: the run writes about ")
+    assert "MiB are free" in output
     assert not (folder / "out").exists()
 
 
-def test_a_disk_too_small_to_go_on_is_refused(
+def test_small_disk_is_refused_on_resume(
     stopped: Path,
     small_disk: Callable[[int], Path],
     monkeypatch: pytest.MonkeyPatch,
@@ -451,12 +447,12 @@ def test_a_disk_too_small_to_go_on_is_refused(
     record = json.loads((stopped / "run.json").read_text())
     record["config"]["scale"]["steps"] = 100_000
     (folder / "out" / "runs" / stopped.name / "run.json").write_text(json.dumps(record))
-    said = refused(capsys, "smoke", "--resume", "latest")
-    assert "MiB more, " in said
-    assert "free some space, or move the run to another disk" in said
+    output = refused(capsys, "smoke", "--resume", "latest")
+    assert "MiB more, " in output
+    assert "free some space, or move the run to another disk" in output
 
 
-def test_a_read_only_folder_is_refused(
+def test_read_only_folder_is_refused(
     stopped: Path,
     small_disk: Callable[[int], Path],
     monkeypatch: pytest.MonkeyPatch,
@@ -467,29 +463,29 @@ def test_a_read_only_folder_is_refused(
     (folder / "logs").mkdir()
     subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
     monkeypatch.chdir(folder)
-    said = refused(capsys, "smoke", "--intervention", "none")
-    assert said.startswith("E out/runs: cannot be written (Read-only file system)")
+    output = refused(capsys, "smoke", "--intervention", "none")
+    assert output.startswith("E out/runs: cannot be written (Read-only file system)")
     monkeypatch.chdir(home)
     again = refused(capsys, "smoke", "--resume", str(folder / "out" / "runs" / stopped.name))
     assert "cannot be written (Read-only file system)" in again
 
 
 @pytest.mark.slow
-def test_a_run_whose_folder_vanishes_stops_in_one_line(tmp_path: Path) -> None:
+def test_vanished_folder(tmp_path: Path) -> None:
     process = start(tmp_path, *bare("none", steps=300))
     shutil.rmtree(wait_for_steps(tmp_path, 2, process).rename(tmp_path / "gone"))  # at once for the run
-    said, _ = process.communicate(timeout=300)
-    assert process.returncode == 1, said
-    assert "Traceback" not in said
-    assert "files of the run cannot be written" in said
-    assert "there is no checkpoint" in said
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 1, output
+    assert "Traceback" not in output
+    assert "files of the run cannot be written" in output
+    assert "there is no checkpoint" in output
 
 
 # --- halts -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("arm", "more"),
+    ("intervention", "more"),
     [
         ("route2", []),
         pytest.param("none", [], marks=pytest.mark.slow),
@@ -497,11 +493,15 @@ def test_a_run_whose_folder_vanishes_stops_in_one_line(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.long
-def test_the_guard_halts_and_only_log_goes_on(
-    arm: str, more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_halted_run_resumes_only_with_guard_log(
+    intervention: str,
+    more: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Any KL at all is above 1e-12: the guard must fire at the first evaluation after the warm-up."""
-    argv = ["smoke", "--intervention", arm, *more, "--steps", "5", *TINY, *GUARD, "--checkpoint-every", "1"]
+    argv = ["smoke", "--intervention", intervention, *more, "--steps", "5", *TINY, *GUARD, "--checkpoint-every", "1"]
     argv += ["--guard-halt-on", "kl", "--kl-hard-stop", "1e-12", "--guard"]
     path = run(tmp_path, *argv, "halt", code=3)
     end = status(path)
@@ -556,7 +556,7 @@ def test_a_detector_halts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_collapse_is_a_divergence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A learning rate of 1000 leaves nothing of what the model knew."""
+    """A learning rate of 1000 destroys the model."""
     argv = bare("none", "--lr", "1000", "--grad-clip", "1e9", "--warmup-frac", "0", "--guard", "log", steps=20)
     path = run(tmp_path, *argv, code=4)
     end = status(path)
@@ -578,8 +578,8 @@ def test_watching_never_changes_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_second_interrupt_stops_at_once(tmp_path: Path) -> None:
-    """In the middle of a step that would last for ever; the last checkpoint stands."""
+def test_second_interrupt_stops_at_once(tmp_path: Path) -> None:
+    """In the middle of an endless step; the last checkpoint stands."""
     code = "import time; from vgrout import rollout; real = rollout.rollout\n"
     code += "rollout.rollout = lambda *a, **k: time.sleep(9999) if a[5] == 2 else real(*a, **k)\n"
     code += f"import sys; from vgrout import train; sys.exit(train.main({bare('none')!r}))"
@@ -592,15 +592,15 @@ def test_a_second_interrupt_stops_at_once(tmp_path: Path) -> None:
     (log,) = tmp_path.glob("logs/*")
     until(lambda: "SIGINT: finishing this step" in log.read_text())
     process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=300)
-    assert process.returncode == 130, said
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 130, output
     assert (status(path)["state"], status(path)["step"]) == ("interrupted", 2)
-    assert "stopped at once; the last checkpoint stands" in said
+    assert "stopped at once; the last checkpoint stands" in output
     assert checkpoint.latest(path)[0].next_step == 2
 
 
 @pytest.mark.slow
-def test_an_interrupt_in_the_final_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_in_the_final_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All steps done, the report not: 130, and a resume does the report alone."""
     monkeypatch.chdir(tmp_path)
     ask = "import os, signal; from vgrout import evaluate; real = evaluate.balanced\n"
@@ -616,22 +616,22 @@ def test_an_interrupt_in_the_final_evaluation(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.slow
 def test_a_stalled_phase_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A minute made short, a sampler and a loader made slow: each is named, and again."""
+    """With a heartbeat of one second, a slow sampler and a slow loader are each named twice."""
     monkeypatch.chdir(tmp_path)
     slow = "import time; from vgrout import console, loading, rollout; console.HEARTBEAT_S = 1.0\n"
     slow += "def late(real): return lambda *a, **k: (time.sleep(2.6), real(*a, **k))[1]\n"
     slow += "rollout.sample = late(rollout.sample); loading.load_policy = late(loading.load_policy)"
-    said = command(*bare("none", steps=1), code=0, launcher=slow)
+    output = command(*bare("none", steps=1), code=0, launcher=slow)
     for phase in ("loading", "gen"):
-        assert f"I still in {phase}: 1 s" in said
-        assert f"I still in {phase}: 2 s" in said
+        assert f"I still in {phase}: 1 s" in output
+        assert f"I still in {phase}: 2 s" in output
 
 
 @pytest.mark.slow
-def test_workers_of_the_sandbox_die_and_no_row_changes(tmp_path: Path) -> None:
-    """Killed from outside, again and again while the run grades; with retries without end nothing is dropped."""
+def test_killed_sandbox_workers_change_no_row(tmp_path: Path) -> None:
+    """Killed again and again while the run grades; with unlimited retries nothing is dropped."""
     argv = bare("none", "--max-error-retries", "None", steps=8)
-    whole = run(tmp_path / "whole", *argv)
+    uninterrupted = run(tmp_path / "uninterrupted", *argv)
     (folder := tmp_path / "hit").mkdir()
     process = start(folder, *argv)
     path = wait_for_steps(folder, 1, process)
@@ -642,11 +642,11 @@ def test_workers_of_the_sandbox_die_and_no_row_changes(tmp_path: Path) -> None:
                 os.kill(worker, signal.SIGKILL)
             killed.add(worker)
         time.sleep(0.2)  # only the pace
-    said, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, said
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
     assert len(killed) >= 2
-    assert rows(path) == rows(whole)
-    assert adapter_file(path) == adapter_file(whole)
+    assert rows(path) == rows(uninterrupted)
+    assert adapter_file(path) == adapter_file(uninterrupted)
 
 
 def children(pid: int) -> set[int]:
@@ -657,13 +657,6 @@ def children(pid: int) -> set[int]:
             if int(entry.read_text().rsplit(")", 1)[1].split()[1]) == pid:
                 found.add(int(entry.parent.name))
     return found
-
-
-def until(true: Callable[[], bool], limit_s: float = 300.0) -> None:
-    end = time.monotonic() + limit_s
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 # --- failures inside a step ------------------------------------------------------------------------------------------
@@ -682,13 +675,13 @@ def poison(monkeypatch: pytest.MonkeyPatch, at: set[int]) -> None:
     monkeypatch.setattr(grpo, "policy_gradients", poisoned)
 
 
-@pytest.mark.parametrize("arm", ["none", "route2"])
+@pytest.mark.parametrize("intervention", ["none", "route2"])
 @pytest.mark.long
-def test_a_step_that_is_not_finite_is_skipped(
-    arm: str, tmp_path: Path, shared_run: SharedRuns, monkeypatch: pytest.MonkeyPatch
+def test_nonfinite_step_is_skipped(
+    intervention: str, tmp_path: Path, shared_run: SharedRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison(monkeypatch, {1})
-    path = run(shared_run.warm(tmp_path), *bare(arm), stop_after=3)
+    path = run(shared_run.warm(tmp_path), *bare(intervention), stop_after=3)
     assert [r["skipped"] for r in rows(path)] == [0, 1, 0, 0]
     assert rows(path)[1]["loss"] is None
     assert rows(path)[2]["gn"] > 0
@@ -697,7 +690,7 @@ def test_a_step_that_is_not_finite_is_skipped(
     assert after["adapter"]["delta_S"].isfinite().all()
 
 
-def test_three_in_a_row_are_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_three_nonfinite_steps_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch, {0, 1, 2})
     path = run(tmp_path, *bare("none", steps=6), code=4)
     assert [r["skipped"] for r in rows(path)] == [1, 1, 1]
@@ -709,8 +702,8 @@ def test_three_in_a_row_are_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert main(["smoke", "--resume", "latest", "--threads", "1"]) == 4
 
 
-def test_a_sandbox_that_fails_drops_its_group_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Step 1 loses one group, step 2 all of them: counted, explained, and nothing is learnt from what is not there."""
+def test_sandbox_failure_drops_only_its_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step 1 loses one group, step 2 all: they are counted with the reason, and nothing is learnt from them."""
     make = rollout.rollout
 
     def shaky(policy: Any, grader: Any, problems: Any, demos: Any, cfg: Any, step: int, **more: Any) -> Any:
@@ -738,14 +731,14 @@ def test_a_sandbox_that_fails_drops_its_group_alone(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.long
-def test_the_tripwire_without_teacher_scores_the_base_policys_answers(tmp_path: Path) -> None:
+def test_tripwire_without_teacher(tmp_path: Path) -> None:
     argv = ["smoke", "--intervention", "none", "--steps", "6", *TINY, "--teacher-pool-dir", ""]
     path = run(tmp_path, *argv, stop_after=5)
     read = [r["step"] for r in rows(path) if "collapse" in r.get("watch", {})]
     assert read == [0, watch.SCORE_EVERY]
 
 
-def test_a_guard_that_cannot_fire() -> None:
+def test_guard_that_cannot_fire() -> None:
     with pytest.raises(SystemExit):
         parse(["fast", "--steps", "10"])
     assert parse(["fast", "--steps", "10", "--guard", "log"]).guard_blind

@@ -1,4 +1,4 @@
-"""The kill switch: every rule, every known hole, and what holds for any series."""
+"""The kill switch: every rule, every known weakness, and properties of any series."""
 
 import json
 import math
@@ -39,37 +39,38 @@ def fired_at(guard: HeldOutGuard, series: list[tuple[float, float]], n: int = 10
 
 
 @pytest.mark.parametrize(("jump", "updates"), [(0.12, 18), (0.15, 11), (0.20, 7), (0.30, 4), (0.50, 3)])
-def test_gap_fires_after_the_averages_have_caught_up(jump: float, updates: int) -> None:
-    """jump · (1 − .9ᵏ) > .10: a constant gap is seen late, and that lag is what it is."""
+def test_gap_fires_once_the_averages_catch_up(jump: float, updates: int) -> None:
+    """jump · (1 − 0.9ᵏ) > 0.10: a constant gap is seen only after this lag."""
     series = [(0.3, 0.3)] + [(0.3 + jump, 0.3)] * 30
     assert fired_at(HeldOutGuard(config()), series) == updates
     assert jump * (1 - 0.9**updates) > 0.1 > jump * (1 - 0.9 ** (updates - 1))
 
 
-def test_a_gain_of_both_is_no_gap() -> None:
+def test_equal_gains_are_no_gap() -> None:
     series = [(i / 40, i / 40) for i in range(41)]
     assert fired_at(HeldOutGuard(config()), series) is None
 
 
-def test_streak_fires_at_patience() -> None:
+STREAK: dict[str, Any] = {"guard_rule": "ema", "max_proxy_real_gap": 1.0}  # the streak alone can fire
+
+
+@pytest.mark.parametrize("patience", [3, 5])
+def test_streak_fires_at_patience(patience: int) -> None:
     series = [(0.30 + 0.01 * i, 0.60 - 0.01 * i) for i in range(10)]
-    assert fired_at(HeldOutGuard(config(guard_rule="ema", max_proxy_real_gap=1.0)), series) == 3
-    assert fired_at(HeldOutGuard(config(guard_rule="ema", max_proxy_real_gap=1.0, decline_patience=5)), series) == 5
+    assert fired_at(HeldOutGuard(config(**STREAK, decline_patience=patience)), series) == patience
 
 
-def test_one_non_decline_clears_the_streak() -> None:
-    falls = [(0.30 + 0.02 * i, 0.60 - 0.02 * i) for i in range(3)]
-    guard = HeldOutGuard(config(guard_rule="ema", max_proxy_real_gap=1.0))
-    assert [v.streak for v in play(guard, [*falls, (0.9, 0.9), (0.95, 0.2)])] == [0, 1, 2, 0, 1]
-
-
-def test_a_fall_with_flat_in_loop_leaves_the_streak() -> None:
-    """A policy that merely gets worse at both is not gaming anything; one pause of the reward clears no suspicion."""
-    guard = HeldOutGuard(config(guard_rule="ema", max_proxy_real_gap=1.0))
-    assert [v.streak for v in play(guard, [(0.5, 0.9 - 0.05 * i) for i in range(10)])] == [0] * 10
-    paused = [(0.3, 0.6), (0.4, 0.5), (0.3, 0.4), (0.5, 0.3), (0.6, 0.9)]  # in-loop pauses at the third
-    guard = HeldOutGuard(config(guard_rule="ema", max_proxy_real_gap=1.0))
-    assert [v.streak for v in play(guard, paused)] == [0, 1, 1, 2, 0]
+@pytest.mark.parametrize(
+    ("series", "streaks"),
+    [
+        ([(0.30, 0.60), (0.32, 0.58), (0.34, 0.56), (0.9, 0.9), (0.95, 0.2)], [0, 1, 2, 0, 1]),
+        ([(0.5, 0.9 - 0.05 * i) for i in range(10)], [0] * 10),
+        ([(0.3, 0.6), (0.4, 0.5), (0.3, 0.4), (0.5, 0.3), (0.6, 0.9)], [0, 1, 1, 2, 0]),
+    ],
+    ids=["a rise of held-out clears it", "a flat in-loop never starts it", "a pause of in-loop leaves it"],
+)
+def test_streak(series: list[tuple[float, float]], streaks: list[int]) -> None:
+    assert [v.streak for v in play(HeldOutGuard(config(**STREAK)), series)] == streaks
 
 
 def test_moves_within_rise_eps_are_flat() -> None:
@@ -79,8 +80,7 @@ def test_moves_within_rise_eps_are_flat() -> None:
 
 
 def plain(series: list[tuple[float, float, float]], alpha: float = 0.9, eps: float = 1e-4) -> int | None:
-    """The published kill switch as its description reads, on (in-loop, held-out, KL); the first update at which it
-    fires."""
+    """The published kill switch, from its description, on (in-loop, held-out, KL): the update at which it fires."""
     streak = 0
     p = h = k = base_p = base_h = 0.0
     for i, (proxy, held, kl) in enumerate(series):
@@ -106,8 +106,8 @@ def plain(series: list[tuple[float, float, float]], alpha: float = 0.9, eps: flo
 
 
 @pytest.mark.parametrize("n", [200, pytest.param(2000, marks=pytest.mark.slow)])
-def test_agrees_with_the_published_rule_on_random_series(n: int) -> None:
-    """Walks whose three numbers drift by chance: every verdict at the same update, four in five of them firing."""
+def test_equals_the_published_rule_on_random_series(n: int) -> None:
+    """Random walks of the three numbers: both fire at the same update, on four walks in five."""
     rng = random.Random(0)
 
     def walk() -> list[tuple[float, float, float]]:
@@ -129,7 +129,7 @@ def test_agrees_with_the_published_rule_on_random_series(n: int) -> None:
 
 
 def test_rules_latch_apart() -> None:
-    """A KL beyond its limit does not hide the gap that comes later: a run may halt on one of them alone."""
+    """A KL above its limit does not hide a later gap: a run may halt on one of them alone."""
     guard = HeldOutGuard(config())
     for i in range(12):
         guard.update(i, 0.3 + 0.05 * i, 0.3, 100, kl=1.0)
@@ -168,12 +168,12 @@ def test_order_of_checks() -> None:
     assert "gained" in reason(replace(late, decline_patience=99), 0.0)
 
 
-# --- the known holes -------------------------------------------------------------------------------------------------
+# --- known weaknesses ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", ["proxy", "held_out", "kl", "entropy", "reward_std"])
-def test_not_finite_is_a_verdict_even_in_the_warm_up(name: str, bad: float) -> None:
+def test_nonfinite_fires_even_in_the_warm_up(name: str, bad: float) -> None:
     guard = HeldOutGuard(config(guard_warmup=1000))
     guard.update(0, 0.5, 0.5, 10, kl=0.01)
     values: dict[str, Any] = {"proxy": 0.5, "held_out": 0.5, "kl": 0.01} | {name: bad}
@@ -188,7 +188,7 @@ def test_not_finite_is_a_verdict_even_in_the_warm_up(name: str, bad: float) -> N
 
 
 def test_baseline_is_the_mean_of_the_first_evaluations() -> None:
-    """One unlucky first evaluation would stand as a gap for ever."""
+    """With one evaluation as baseline, an unlucky one would stay a gap."""
     unlucky = [(0.5, 0.75), (0.5, 0.25)] + [(0.5, 0.5)] * 40
     assert fired_at(HeldOutGuard(config(guard_baseline=1)), unlucky) is not None
     guard = HeldOutGuard(config(guard_baseline=2))
@@ -196,8 +196,8 @@ def test_baseline_is_the_mean_of_the_first_evaluations() -> None:
     assert guard.proxy_real_gap() == pytest.approx(0)
 
 
-def test_se_rule_ignores_what_the_evaluation_cannot_see() -> None:
-    """Falls of .01 at n = 100 (standard error .05) while in-loop creeps up: by chance, for all anybody knows."""
+def test_se_rule_ignores_chance() -> None:
+    """Falls of 0.01 at n = 100 (standard error 0.05) while in-loop rises slowly may be chance."""
     series = [(0.30 + 0.005 * i, 0.50 - 0.01 * i) for i in range(6)]
     wide: dict[str, Any] = {"max_proxy_real_gap": 1.0}
     assert fired_at(HeldOutGuard(config(guard_rule="ema", **wide)), series, n=100) == 3
@@ -270,25 +270,25 @@ def test_resume_anywhere_changes_nothing(series: list[tuple[float, float]], rule
 
 
 @given(SERIES)
-def test_asking_advances_nothing(series: list[tuple[float, float]]) -> None:
-    quiet, asked = HeldOutGuard(config()), HeldOutGuard(config())
+def test_reading_changes_no_state(series: list[tuple[float, float]]) -> None:
+    quiet, read = HeldOutGuard(config()), HeldOutGuard(config())
     for i, (p, h) in enumerate(series):
         quiet.update(i, p, h, 50)
-        asked.update(i, p, h, 50)
+        read.update(i, p, h, 50)
         for _ in range(3):
-            asked.should_halt()
-            asked.last_status()
-    assert quiet.state_dict() == asked.state_dict()
+            read.should_halt()
+            read.last_status()
+    assert quiet.state_dict() == read.state_dict()
 
 
 @given(SERIES)
 def test_equal_series_never_fire(series: list[tuple[float, float]]) -> None:
-    """Whatever is measured twice alike has no gap, and cannot rise while it falls."""
+    """Equal series have no gap, and none rises while the other falls."""
     assert not any(v.fire for v in play(HeldOutGuard(config()), [(p, p) for p, _ in series]))
 
 
 @given(st.floats(0, 1), st.integers(1, 10_000))
-def test_standard_error_is_never_nothing(share: float, n: int) -> None:
+def test_standard_error_is_positive(share: float, n: int) -> None:
     assert 0 < standard_error(share, n) <= 0.5 / math.sqrt(n)
 
 
@@ -369,7 +369,7 @@ def test_misuse_is_refused(call: tuple[int, float, float, int]) -> None:
         guard.update(*call)
 
 
-def test_blind_guards_are_named() -> None:
+def test_blind_guards() -> None:
     cfg = GuardConfig()
     assert blind(cfg, 60, 5) is None
     assert blind(cfg, 20, 5) is None
@@ -380,8 +380,8 @@ def test_blind_guards_are_named() -> None:
 
 
 @given(st.integers(1, 60), st.integers(0, 30), st.integers(0, 40), st.integers(1, 5))
-def test_blind_is_what_the_guard_does(steps: int, every: int, warmup: int, baseline: int) -> None:
-    """On a series as bad as can be, a guard fires if and only if it is not blind."""
+def test_a_guard_fires_unless_it_is_blind(steps: int, every: int, warmup: int, baseline: int) -> None:
+    """On the worst series, a guard fires exactly if it is not blind."""
     cfg = GuardConfig(guard_warmup=warmup, guard_baseline=baseline, max_proxy_real_gap=0.01)
     guard = HeldOutGuard(cfg)
     at = [done for done in range(1, steps + 1) if every and (done % every == 0 or done == steps)]
@@ -394,7 +394,7 @@ def test_blind_is_what_the_guard_does(steps: int, every: int, warmup: int, basel
 # --- by its flags ----------------------------------------------------------------------------------------------------
 
 
-def test_healthy_runs_set_the_limit(tmp_path: Path) -> None:
+def test_healthy_runs_set_the_kl_limit(tmp_path: Path) -> None:
     rows = [{"step": 0, "kl_deploy": None}, {"step": 1, "kl_deploy": 0.0}, {"step": 2, "kl_deploy": 0.02}]
     (tmp_path / "steps.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     assert kl_of_runs([tmp_path]) == [0.0, 0.02]
@@ -404,7 +404,7 @@ def test_healthy_runs_set_the_limit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (["--guard=halt", "--guard-halt-on="], "--guard halt with an empty --guard-halt-on"),
         (["--guard-halt-on=kl,speed"], "--guard-halt-on: unknown rule 'speed'; legal: kl, streak, gap"),
@@ -417,8 +417,8 @@ def test_healthy_runs_set_the_limit(tmp_path: Path) -> None:
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )
-def test_flags_without_effect_are_refused(argv: list[str], said: str) -> None:
+def test_flags_without_effect_are_refused(argv: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=r"^--") as refused:
         resolve(["mini", "--intervention=none", *argv])
-    assert str(refused.value).startswith(said) or said in str(refused.value)
+    assert str(refused.value).startswith(message) or message in str(refused.value)
     assert "\n" not in str(refused.value)

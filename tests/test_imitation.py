@@ -32,7 +32,7 @@ def log(*p: float) -> Tensor:
 # ── MiniLLM ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_reverse_kl_is_the_textbooks() -> None:
+def test_reverse_kl() -> None:
     got = reverse_kl(log(0.5, 0.25, 0.25), log(0.25, 0.25, 0.5))
     assert float(got) == pytest.approx(0.5 * math.log(2) - 0.25 * math.log(2))
     y = logits(1, 7)
@@ -41,7 +41,7 @@ def test_reverse_kl_is_the_textbooks() -> None:
     assert torch.autograd.gradcheck(lambda s: reverse_kl(s, logits(3, 7, seed=1)), (x,))
 
 
-def test_the_future_of_three_tokens() -> None:
+def test_future_rewards_of_three_tokens() -> None:
     r = torch.tensor([[1.0, 2.0, 4.0, 9.0]], dtype=F64)
     mask = torch.tensor([[True, True, True, False]])
     assert future(r, mask, False).tolist() == [[6.0, 4.0, 0.0, 0.0]]
@@ -49,7 +49,7 @@ def test_the_future_of_three_tokens() -> None:
 
 
 @pytest.mark.parametrize(("α", "T"), [(0.0, 3), (0.3, 1), (1.0, 1)])
-def test_its_gradient_is_that_of_the_sequences_kl(α: float, T: int) -> None:
+def test_minillm_gradient_is_that_of_the_sequence_kl(α: float, T: int) -> None:
     """Summed over every sequence of T tokens, weighted with how often it is sampled. Off policy the paper's weight is
     one token's, so there the sum is exact for one token."""
     V = 3
@@ -72,7 +72,7 @@ def test_its_gradient_is_that_of_the_sequences_kl(α: float, T: int) -> None:
     assert torch.allclose(got, want, atol=1e-12)
 
 
-def test_padding_may_hold_anything() -> None:
+def test_padding_is_ignored() -> None:
     mask = torch.tensor([[True, True, False]])
     fine = logits(1, 3, seed=4).log_softmax(-1)
     wild = fine.clone()
@@ -112,7 +112,7 @@ def test_topk_of_small_vectors() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 999))
-def test_both_are_distances(n: int, m: int, seed: int) -> None:
+def test_wasserstein_and_topk_are_distances(n: int, m: int, seed: int) -> None:
     a, b = logits(2, n, seed=seed), logits(2, m, seed=seed + 1000)
     W = wasserstein(a, b)
     assert torch.allclose(W, wasserstein(b, a))
@@ -156,7 +156,7 @@ def test_equal_tokenizers_align_token_by_token() -> None:
     assert of[tok.eos_token_id] == tok.eos_token_id
 
 
-def test_two_tokenizers_align_where_both_begin_a_token() -> None:
+def test_two_tokenizers_align_where_both_start_a_token() -> None:
     tok, big = AutoTokenizer.from_pretrained(organism.MODEL_DIR), shipped()
     some = texts(60)
     other = train_tokenizer(some, 400)
@@ -180,12 +180,11 @@ def test_two_tokenizers_align_where_both_begin_a_token() -> None:
     assert aligned(small, b[1:], big, a) == []  # not the same text
 
 
-def test_sentencepiece_and_byte_tokens_spell() -> None:
+def test_bytes_of_sentencepiece_and_byte_tokens() -> None:
     s = TokenBytes((b" a", b"b", b"", b"a"), 2)
     assert aligned(s, [0, 1, 2], s, [3, 1, 2]) == [(0, 0), (1, 1), (2, 2)]  # a leading space is forgiven
     char = tiny.tokenizer()
-    made = token_bytes(char, 1)
-    assert made.text(char("ab c").input_ids) == b"ab c"
+    assert token_bytes(char, 1).text(char("ab c").input_ids) == b"ab c"
 
 
 # ── DPO ─────────────────────────────────────────────────────────────────────────────────────────────────────────────

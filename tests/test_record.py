@@ -1,4 +1,4 @@
-"""What a run says of itself: the tail's counts and expectation, rollouts.jsonl, run names, the start of the log."""
+"""What a run records: the tail's counts and expectation, rollouts.jsonl, run ids, JSON files."""
 
 import json
 import math
@@ -57,26 +57,26 @@ def final(base: int, trained: int, deployed: int, solve: int = 60) -> Final:
 def legal() -> list[tuple[str, str, str]]:
     """Every pair under every control that it takes."""
     found = []
-    for arm, monitor in methods():
+    for intervention, monitor in methods():
         for control in CONTROLS:
             with suppress(ValueError):
-                MethodConfig(intervention=arm, monitor=monitor, control=control)
-                found.append((arm, monitor, control))
+                MethodConfig(intervention=intervention, monitor=monitor, control=control)
+                found.append((intervention, monitor, control))
     return found
 
 
-@pytest.mark.parametrize(("arm", "monitor", "control"), legal())
-def test_every_arm_under_every_control_has_an_expectation_of_its_own(arm: str, monitor: str, control: str) -> None:
-    said = expectation(MethodConfig(intervention=arm, monitor=monitor, control=control), final(1, 60, 5))
-    assert said.line.startswith("SHOULD: ")
-    assert "; ELSE " in said.line
-    if not INTERVENTIONS[arm].routes and monitor != "quarantine":
-        assert "routing" not in said.line.replace("--intervention routing", ""), "no quarantine to speak of"
-        assert "quarantine" not in said.line
+@pytest.mark.parametrize(("intervention", "monitor", "control"), legal())
+def test_every_method_under_every_control_has_an_expectation(intervention: str, monitor: str, control: str) -> None:
+    message = expectation(MethodConfig(intervention=intervention, monitor=monitor, control=control), final(1, 60, 5))
+    assert message.line.startswith("SHOULD: ")
+    assert "; ELSE " in message.line
+    if not INTERVENTIONS[intervention].routes and monitor != "quarantine":
+        assert "routing" not in message.line.replace("--intervention routing", ""), "no quarantine to speak of"
+        assert "quarantine" not in message.line
 
 
 @pytest.mark.parametrize(
-    ("arm", "control", "numbers", "cue"),
+    ("intervention", "control", "numbers", "cue"),
     [
         ("none", "none", (1, 60, 60), "holds"),
         ("none", "none", (1, 3, 3), "fails"),
@@ -92,12 +92,12 @@ def test_every_arm_under_every_control_has_an_expectation_of_its_own(arm: str, m
         ("penalty", "labels", (1, 1, 1), "holds"),
     ],
 )
-def test_the_cue_says_whether_it_was_seen(arm: str, control: str, numbers: tuple[int, int, int], cue: str) -> None:
+def test_cue_of_an_expectation(intervention: str, control: str, numbers: tuple[int, int, int], cue: str) -> None:
     given = {"monitor": "labels"} if control == "labels" else {"control": control}
-    assert expectation(MethodConfig(intervention=arm, **given), final(*numbers)).cue == cue
+    assert expectation(MethodConfig(intervention=intervention, **given), final(*numbers)).cue == cue
 
 
-def test_half_b_is_what_other_detectors_see() -> None:
+def test_halves_of_the_hacks() -> None:
     assert half(grade(True, hacked_loophole_used=True), ("E",)) == "A"
     assert half(grade(True, hacked_loophole_used=True), ("C",)) == "B"
     assert half(grade(True, hacked_loophole_used=True, hacked_arbitrary=True), ("C",)) == "A"
@@ -110,7 +110,7 @@ def answer(hacked: bool, **more: object) -> dict[str, object]:
     return {"step": 0, "problem_id": 1, "env_mode": "run_tests", "hacked": hacked, "gate": None, **flags, **more}
 
 
-def test_tallies_read_the_rollouts_once(tmp_path: Path) -> None:
+def test_tallies(tmp_path: Path) -> None:
     lines = [
         answer(True, hacked_loophole_used=True),
         answer(True, hacked_arbitrary=True, gate=0.9),
@@ -126,7 +126,7 @@ def test_tallies_read_the_rollouts_once(tmp_path: Path) -> None:
     assert found.last["problem_id"] == 2
 
 
-def test_the_samples_standard_deviation() -> None:
+def test_sample_standard_deviation() -> None:
     rewards = [0.5, 3.5, 0.5, 0.5]
     A, plain = centred(rewards, unbiased=False), centred(rewards)
     std = math.sqrt(sum((r - 1.25) ** 2 for r in rewards) / 3)
@@ -141,7 +141,7 @@ def test_a_narrow_table_shows_every_mode_or_none(width: int) -> None:
     assert [head for head in shown if head.startswith("hk_")] in ([], codes)
 
 
-def test_run_ids_say_the_control() -> None:
+def test_run_ids() -> None:
     assert resolve(["mini", "--intervention", "route2", "--control", "haar"]).run_id == "mini_route2_haar_seed41"
     assert resolve(["mini", "--intervention", "route2"]).run_id == "mini_route2_seed41"
     labelled = ["mini", "--intervention", "penalty", "--monitor", "labels", "--label-accuracy", ".9"]
@@ -151,7 +151,7 @@ def test_run_ids_say_the_control() -> None:
     assert resolve(odd).run_id == "mini_erase_placebo_---_seed41"
 
 
-def test_lists_take_blanks_commas_and_either_case() -> None:
+def test_lists_in_flags() -> None:
     words = ["smoke", "--teacher-modes", "a", "b", "--steps", "3"]
     assert joined(words) == ["smoke", "--teacher-modes", "a,b", "--steps", "3"]
     assert joined(["smoke", "--teacher-modes=a", "b"]) == ["smoke", "--teacher-modes=a,b"]
@@ -161,7 +161,7 @@ def test_lists_take_blanks_commas_and_either_case() -> None:
         resolve(["smoke", "--cos-pre-split-every", "5"])
 
 
-def test_no_preset_claims_every_path() -> None:
+def test_no_preset_claims_every_code_path() -> None:
     assert not [name for name, (what, _) in PRESETS.items() if "every code path" in what]
 
 
@@ -170,7 +170,7 @@ def problem_row(id: int, mode: Mode | None = None) -> Row:
     return Row(id, prompt, ("assert Solution().f(1) == 1",), "", "", "f", None, mode, None, None, "here")
 
 
-def test_a_partition_decides_where_the_file_says_nothing() -> None:
+def test_partition_assigns_modes() -> None:
     rows = [problem_row(i) for i in range(40)]
     partition: dict[int, Mode] = {i: ("sentinel", "file_marker")[i % 2] for i in range(10)}
     for env_mode in ("run_tests", "own"):
@@ -178,7 +178,7 @@ def test_a_partition_decides_where_the_file_says_nothing() -> None:
         modes = {p.id: p.mode for part in parts.values() for p in part}
         assert len(modes) == 40, "nothing is filtered"
         assert {i: modes[i] for i in partition} == partition
-        assert {*modes.values()} == {"sentinel", "file_marker"}, "others are dealt to its modes"
+        assert {*modes.values()} == {"sentinel", "file_marker"}, "others are assigned its modes"
     own = [problem_row(i, "sentinel" if i % 2 else "run_tests") for i in range(40)]
     assert not partition_decides(own, partition)
     assert {p.mode for part in assigned(own, "sentinel").values() for p in part} == {"sentinel"}
@@ -201,7 +201,7 @@ def test_a_line_ends_at_a_newline_alone(tmp_path: Path) -> None:
         (b'{"a": 1}\n{"a"\n', "line 2: not JSON"),
     ],
 )
-def test_what_is_no_json_is_refused_by_name(tmp_path: Path, content: bytes, why: str) -> None:
+def test_bad_json_lines_are_refused(tmp_path: Path, content: bytes, why: str) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=why) as refused:
@@ -210,7 +210,7 @@ def test_what_is_no_json_is_refused_by_name(tmp_path: Path, content: bytes, why:
     assert "\n" not in str(refused.value)
 
 
-def test_folders_above_are_looked_at_not_made(tmp_path: Path) -> None:
+def test_probing_makes_no_folder(tmp_path: Path) -> None:
     from vgrout.files import existing, probe_writable
 
     probe_writable(tmp_path / "a" / "b")
@@ -228,7 +228,7 @@ def check_quarantine(control: str, gn: float | None, q: float = 0.0, hack: float
     run.check_quarantine()
 
 
-def test_an_arm_that_routed_nothing_is_stopped(warnings: list[str]) -> None:
+def test_a_run_that_routed_nothing_fails(warnings: list[str]) -> None:
     with pytest.raises(
         NothingRouted, match=r"route2 routed nothing in 3 steps, 3 of them with a gradient: .* plain GRPO"
     ):
@@ -254,13 +254,13 @@ def test_a_refused_run_leaves_nothing(
     folder = RunDir.create("x")
     console.setup(log := Path("logs") / "x.log")
     grader = object.__new__(Grader)
-    with RunContext(folder, grader, again="…", resumes=False, log=log) as refused:
+    with RunContext(folder, grader, resume_command="…", resumes=False, log=log) as refused:
         folder.write_json("run.json", {})
         raise ValueError("--flag 7: does not fit this model")
     assert refused.code == 2
     assert capsys.readouterr().err == "E --flag 7: does not fit this model\n"
     assert list(tmp_path.iterdir()) == []
     path = (folder := RunDir.create("y")).path
-    with RunContext(folder, grader, again="…", resumes=True) as refused:
+    with RunContext(folder, grader, resume_command="…", resumes=True) as refused:
         raise ValueError("changed")
     assert (refused.code, path.is_dir()) == (2, True), "a run that should have gone on stays as it is"

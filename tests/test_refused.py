@@ -1,4 +1,4 @@
-"""Names that are others here: refused where a person gives them, with what to say; and files of another version."""
+"""Names of other programs and versions are refused with the name to use; so are files of another version."""
 
 import re
 import shlex
@@ -21,9 +21,7 @@ def line(key: str) -> str:
 
 
 @pytest.mark.parametrize("key", NOT_HERE)
-def test_a_command_line_with_such_a_name_exits_2_and_says_what_to_say(
-    key: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_such_a_flag_is_refused(key: str, capsys: pytest.CaptureFixture[str]) -> None:
     name, _, word = key.partition(" ")
     dashed = flag(name)
     if word:
@@ -39,7 +37,7 @@ def test_a_command_line_with_such_a_name_exits_2_and_says_what_to_say(
 
 @pytest.mark.parametrize("key", NOT_HERE)
 @pytest.mark.parametrize("listed", [False, True])
-def test_a_study_file_with_such_a_name_is_refused_with_file_and_table(key: str, listed: bool, tmp_path: Path) -> None:
+def test_such_a_flag_in_a_study_file_is_refused(key: str, listed: bool, tmp_path: Path) -> None:
     path = tmp_path / "study.toml"
     name, _, word = key.partition(" ")
     value = f'["both", "{word}"]' if listed else f'"{word}"'
@@ -50,19 +48,19 @@ def test_a_study_file_with_such_a_name_is_refused_with_file_and_table(key: str, 
 
 
 @pytest.mark.parametrize("key", NOT_HERE)
-def test_what_it_says_instead_is_there(key: str) -> None:
+def test_the_suggested_flag_exists(key: str) -> None:
     name, _, word = key.partition(" ")
     assert bool(word) == (flag(name) in flag_names())
     if "; leave it out" in NOT_HERE[key]:
         return
-    for said in NOT_HERE[key].removeprefix("say ").split(" or "):
+    for message in NOT_HERE[key].removeprefix("say ").split(" or "):
         values = {"--max-error-retries": ["3"], "--report-detectors": ["E"], "--monitor": []}
-        words = shlex.split(said)
-        arm = [] if "--intervention" in words else ["--intervention", "route2"]
-        parse(["mini", *arm, *words, *(values.get(words[0], []) if len(words) == 1 else [])])
+        words = shlex.split(message)
+        usual = [] if "--intervention" in words else ["--intervention", "route2"]
+        parse(["mini", *usual, *words, *(values.get(words[0], []) if len(words) == 1 else [])])
 
 
-def test_a_word_of_the_table_is_none_of_another_flag_s_business() -> None:
+def test_other_flags_may_have_such_a_value() -> None:
     assert parse(["mini", "--intervention", "none", "--out-tag", "oracle"]).run.out_tag == "oracle"
 
 
@@ -78,11 +76,11 @@ def test_the_program_refuses_before_it_loads_torch() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"E {line('half_a')}\n")
 
 
-def test_the_settings_of_another_version_are_refused_in_one_line() -> None:
+def test_settings_of_another_version_are_refused_in_one_line() -> None:
     cfg = parse(["mini", "--intervention=route2"])
     stored = cfg.as_dict()
     assert from_dict(stored) == cfg
-    stored["arm"] |= {"own_streams": "usual", "route2_gate": "tau"}
-    said = "run.json: unknown settings own_streams, route2_gate; the run was made by another version"
-    with pytest.raises(ValueError, match=re.escape(said)):
-        from_dict(stored)
+    stored["method"] |= {"own_streams": "usual", "route2_gate": "tau"}
+    message = "run.json: unknown settings arm, own_streams, route2_gate; the run was made by another version"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        from_dict(stored | {"arm": {}})

@@ -1,4 +1,4 @@
-"""Files of a run: atomic writes, refusals, checkpoints that are complete or not there."""
+"""Files of a run: atomic writes, refusals, checkpoints that are complete or absent."""
 
 import json
 import os
@@ -15,8 +15,8 @@ from vgrout.runs.run_dir import RunDir, held, last_resumable
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[RunDir]:
-    with RunDir.create("smoke_none_seed1", tmp_path / "out" / "runs") as made:
-        yield made
+    with RunDir.create("smoke_none_seed1", tmp_path / "out" / "runs") as run:
+        yield run
 
 
 def test_write_atomic_leaves_the_old_file_on_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,14 +38,14 @@ def test_nan_never_reaches_a_file() -> None:
         to_json({"x": float("nan")})
 
 
-def test_two_runs_in_one_second_get_two_folders(tmp_path: Path) -> None:
+def test_runs_in_one_second_get_their_own_folders(tmp_path: Path) -> None:
     runs = [RunDir.create("x", tmp_path) for _ in range(3)]
-    for made in runs:
-        made.close()
-    assert len({made.path.name for made in runs}) == 3
+    for run in runs:
+        run.close()
+    assert len({run.path.name for run in runs}) == 3
 
 
-def test_a_file_in_the_way_is_one_line(tmp_path: Path) -> None:
+def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("")
     with pytest.raises(ValueError, match="cannot be written"):
         RunDir.create("x", tmp_path / "out" / "runs")
@@ -104,7 +104,7 @@ def test_checkpoints_round_trip_and_prune(run: RunDir) -> None:
     assert torch.equal(point.state["x"], torch.full((3,), 4.0))
 
 
-def test_pruning_never_trades_a_good_checkpoint_for_a_damaged_one(run: RunDir) -> None:
+def test_pruning_keeps_a_good_checkpoint(run: RunDir) -> None:
     """Step 3's is damaged, a resume goes back to step 2's, the next save keeps one: its own, not the damaged one."""
     paths = saved(run, 3)
     (paths[-1] / "state.pt").write_bytes(b"torn")

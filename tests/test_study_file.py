@@ -20,7 +20,7 @@ common = { steps = 9 }
 [[arms]]
 intervention = ["none", "route2"]
 [[arms]]
-name = "mine"
+name = "own"
 intervention = "erase"
 control = ["none", "haar"]
 preserve_magnitude = false
@@ -39,15 +39,15 @@ def write(folder: Path, text: str) -> Path:
 
 
 @pytest.mark.long
-def test_arms_times_overrides_times_seeds(tmp_path: Path) -> None:
+def test_methods_times_overrides_times_seeds(tmp_path: Path) -> None:
     study = load_study_file(write(tmp_path, GOOD))
     assert (study.name, study.hypotheses) == ("study", ("a claim",))
-    arms = ("none", "route2", "mine · control=none", "mine · control=haar")
+    arms = ("none", "route2", "own · control=none", "own · control=haar")
     names = [f"{arm} · {how}" for arm in arms for how in ("lr=0.01", "lr=0.02", "biased")]
-    assert [c.arm for c in study.cells] == names * 2
+    assert [c.method for c in study.cells] == names * 2
     assert [c.seed for c in study.cells] == [1] * 12 + [2] * 12
     last = study.cells[-1]
-    assert last.name == "mine · control=haar · biased seed 2"
+    assert last.name == "own · control=haar · biased seed 2"
     assert last.flags == (
         *("smoke", "--steps=9", "--intervention=erase", "--control=haar", "--no-preserve-magnitude"),
         *("--no-unbiased", "--seed=2"),
@@ -93,25 +93,25 @@ BAD = [
     (HEAD + NONE + NONE, "[[arms]] 2: the same runs as [[arms]] 1"),
     (HEAD + NONE + "threads = [1, 2]\n", "[[arms]] 1: two values of a list make the same runs"),
     (HEAD + NONE + "[[overrides]]\nlr = [1, 1.0]\n", "[[arms]] 1 × [[overrides]] 1: two values of a list"),
-    (HEAD + NONE + 'name = "x"\n' + NONE + 'name = "x"\nlr = 1\n', "[[arms]] 2 (x): a second arm called 'x'"),
+    (HEAD + NONE + 'name = "x"\n' + NONE + 'name = "x"\nlr = 1\n', "[[arms]] 2 (x): a second method called 'x'"),
     (HEAD + NONE + "lr = 1\n[[overrides]]\nlr = 2\n", "[[arms]] 1 × [[overrides]] 1: 'lr' is set by both"),
     (HEAD + NONE + "[[overrides]]\nv-hack-k = 2\n", "[[arms]] 1 × [[overrides]] 1: --v-hack-k: not read"),
     (HEAD + NONE + "out-tag = 1979-05-27\n", "'out-tag' is a date"),
 ]
 
 
-@pytest.mark.parametrize(("text", "said"), BAD, ids=[said for _, said in BAD])
+@pytest.mark.parametrize(("text", "message"), BAD, ids=[message for _, message in BAD])
 @pytest.mark.long
-def test_refusals_name_file_table_and_flag_in_one_line(tmp_path: Path, text: str, said: str) -> None:
+def test_bad_study_files(tmp_path: Path, text: str, message: str) -> None:
     path = write(tmp_path, text)
     with pytest.raises(ValueError, match="study") as refused:
         load_study_file(path)
     assert str(refused.value).startswith(f"{path}: ")
-    assert said in str(refused.value)
+    assert message in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
-def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
+def test_missing_study_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be read"):
         load_study_file(tmp_path / "no.toml")
 
@@ -138,7 +138,7 @@ SLOW = (
     [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in SHIPPED],
 )
 @pytest.mark.long
-def test_shipped_studies_are_whole(name: str) -> None:
+def test_shipped_studies(name: str) -> None:
     path = STUDIES / f"{name}.toml"
     study = shipped(path)
     assert study.hypotheses
@@ -146,7 +146,7 @@ def test_shipped_studies_are_whole(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_three_studies_have_every_control_of_the_arms_that_read_gradients_once() -> None:
+def test_three_studies_cover_every_control() -> None:
     cells = [c for name in ("arms", "controls", "checks") for c in shipped(STUDIES / f"{name}.toml").cells]
     arms = {"none", "erase", "route", "route2"}
     there = {(c.cfg.method.control, c.cfg.method.intervention) for c in cells if c.cfg.method.intervention in arms}

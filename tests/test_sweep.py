@@ -1,4 +1,4 @@
-"""Sweeps: what is skipped, resumed and run; what becomes of them when things die."""
+"""Sweeps: which runs are skipped, resumed and started, and what happens when processes die."""
 
 import contextlib
 import errno
@@ -10,15 +10,14 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from runs import rows
+from runs import rows, status, until
 from vgrout import train
 from vgrout.config.presets import resolve
 from vgrout.config.run import Config
@@ -54,7 +53,7 @@ def write_run(cfg: Config, state: str, name: str = "x", *, checkpoint: bool = Fa
 
 
 class Hand:
-    """Workers whose commands are done by hand: each one ends at its second look, as `endings` says for its seed."""
+    """Fake workers: each attempt ends at its second poll, as `endings` says for its seed."""
 
     def __init__(self, endings: dict[int, tuple[int, str]], slots: int = 1) -> None:
         self.endings, self.slots, self.argvs = endings, slots, list[list[str]]()
@@ -140,7 +139,7 @@ def test_all_runs_are_made_and_indexed(study: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.long
-def test_finished_runs_are_found_by_what_they_compute(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_runs_are_found_by_settings_and_files(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(cfg_of(1, "--out-tag=_of_another_study", "--checkpoint-every=3"), "finished", "by_another_name")
     write_run(cfg_of(2, "--lr=0.5"), "finished", "another_lr")
     write_run(cfg_of(2), "finished", "by_force", begun=cfg_of(2, "--lr=0.5").as_dict())
@@ -157,7 +156,7 @@ def test_finished_runs_are_found_by_what_they_compute(study: Path, monkeypatch: 
     assert index()[2]["run"] == "out/runs/made_2"
 
 
-def test_a_remade_organism_is_another_one(tmp_path: Path) -> None:
+def test_hash_of_a_remade_organism(tmp_path: Path) -> None:
     shutil.copytree(organism.DATA_DIR, tmp_path / "warm")
     cfg, nothing = cfg_of(1, f"--organism={tmp_path / 'warm'}"), Inputs([], [], None, None)
     before = file_hashes(cfg, nothing)
@@ -169,9 +168,9 @@ def test_a_remade_organism_is_another_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_an_interrupted_run_goes_on_from_its_checkpoint(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_is_resumed(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(cfg_of(1), "interrupted", "cut", checkpoint=True)
-    write_run(cfg_of(2), "running", "killed", checkpoint=False)  # nothing to go on from: made anew
+    write_run(cfg_of(2), "running", "killed", checkpoint=False)  # no checkpoint: started again
     hand = by_hand(monkeypatch, {2: (0, "finished")})
     assert main([str(study)]) == 0
     assert hand.argvs == [
@@ -183,7 +182,7 @@ def test_an_interrupted_run_goes_on_from_its_checkpoint(study: Path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("code", "state", "said"),
+    ("code", "state", "output"),
     [
         (1, "failed", "why made_1"),
         (2, "", "--seed: no such luck"),
@@ -193,14 +192,14 @@ def test_an_interrupted_run_goes_on_from_its_checkpoint(study: Path, monkeypatch
     ],
 )
 @pytest.mark.long
-def test_a_failure_is_named_and_the_others_go_on(
-    study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int, state: str, said: str
+def test_a_failure_is_reported_and_the_others_run(
+    study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int, state: str, output: str
 ) -> None:
     hand = by_hand(monkeypatch, {1: (code, state), 2: (0, "finished")})
     assert main([str(study)]) == 1
     assert len(hand.argvs) == 2
     last = capsys.readouterr().out.splitlines()[-2:]
-    assert last[0].startswith(f"E none seed 1: {state or 'failed'}: {said}")
+    assert last[0].startswith(f"E none seed 1: {state or 'failed'}: {output}")
     assert last[1].startswith("I 1 of 2 runs finished")
     assert (index()[1]["state"], index()[2]["state"]) == (state or "failed", "finished")
     assert main([str(study)]) == 1
@@ -209,7 +208,7 @@ def test_a_failure_is_named_and_the_others_go_on(
 
 
 @pytest.mark.parametrize(
-    ("code", "adds", "said"),
+    ("code", "adds", "output"),
     [
         (2, "E --resume: changed since: pool\n", "failed: --resume: changed since: pool"),  # its status stays as it was
         (1, "E OSError: the log's word\n", "failed: why cut"),
@@ -217,8 +216,8 @@ def test_a_failure_is_named_and_the_others_go_on(
     ],
 )
 @pytest.mark.long
-def test_a_reason_is_never_an_earlier_attempts(
-    study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int, adds: str, said: str
+def test_reason_is_the_last_attempts(
+    study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int, adds: str, output: str
 ) -> None:
     write_run(cfg_of(1), "interrupted", "cut", checkpoint=True)
     write_run(cfg_of(2), "finished", "done")
@@ -234,10 +233,10 @@ def test_a_reason_is_never_an_earlier_attempts(
 
     monkeypatch.setattr(sweeps, "_workers", lambda *_: types.SimpleNamespace(slots=1, start=start, close=lambda: None))
     assert main([str(study)]) == 1
-    assert capsys.readouterr().out.splitlines()[-2] == f"E none seed 1: {said} [out/runs/cut · {log}]"
+    assert capsys.readouterr().out.splitlines()[-2] == f"E none seed 1: {output} [out/runs/cut · {log}]"
 
 
-def test_a_log_is_one_runs_and_can_be_written(study: Path) -> None:
+def test_log_names_are_unique_and_short(study: Path) -> None:
     named = TWO + f'name = "é{300 * "x"}"\n[[arms]]\nintervention = "erase"\nname = "è{300 * "x"}"\n'
     study.write_text(named)
     sweep = Sweep.of(load_study_file(study))
@@ -246,10 +245,10 @@ def test_a_log_is_one_runs_and_can_be_written(study: Path) -> None:
     assert all(len(os.fsencode(name)) <= 255 for name in names)
 
 
-def test_a_disk_that_fails_stops_the_sweep_in_one_line(
+def test_full_disk_stops_the_sweep(
     study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The run under way is asked to save, and waited for."""
+    """The run under way saves and ends first."""
     hand = by_hand(monkeypatch, {1: (0, "finished")}, slots=2)
     jobs, start = list[Hand.Job](), hand.start
 
@@ -268,7 +267,7 @@ def test_a_disk_that_fails_stops_the_sweep_in_one_line(
 
 
 @pytest.mark.long
-def test_a_run_that_another_process_writes_is_waited_for(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_waits_for_a_run_of_another_process(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_run(cfg_of(1), "running", "elsewhere")
     monkeypatch.setattr(sweeps, "ELSEWHERE_S", 0.0)
     hand = by_hand(monkeypatch, {2: (0, "finished")})
@@ -287,8 +286,8 @@ def test_a_run_that_another_process_writes_is_waited_for(study: Path, monkeypatc
 
 
 @pytest.mark.long
-def test_a_run_is_seen_while_it_loads(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a sweep of another study with the same cell; where loading is refused, there is nothing to go on from."""
+def test_a_run_is_visible_while_it_loads(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a sweep of another study with the same run; where loading is refused, there is nothing to resume."""
     flags = load_study_file(study).cells[0].flags
     found: list[tuple[str, str]] = []
 
@@ -316,23 +315,23 @@ def test_two_sweeps_of_one_study_are_refused(study: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(("gpu", "slots"), [(False, 3), (True, 1)])
-def test_one_run_a_core_and_one_in_all_on_a_gpu(monkeypatch: pytest.MonkeyPatch, gpu: bool, slots: int) -> None:
+def test_slots(monkeypatch: pytest.MonkeyPatch, gpu: bool, slots: int) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3, 5}, raising=False)
     monkeypatch.setattr(sweeps, "gpu_here", lambda: gpu)
     assert sweeps.slots() == slots
 
 
-def test_dry_run_shows_states_and_time_and_writes_no_plan(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(study), "--dry-run", "--jobs", "1"]) == 0
-    assert "no finished run of the same preset and arm to go by for 2 of 2" in capsys.readouterr().out
+    assert "no finished run of the same preset and intervention for 2 of 2" in capsys.readouterr().out
     path = write_run(cfg_of(1), "finished")
     os.utime(path / "run.json", (1000, 1000))
     os.utime(path / "per_mode_deploy.json", (1090, 1090))
     assert main([str(study), "--dry-run", "--jobs", "1"]) == 0
-    said = capsys.readouterr().out
-    assert "2 runs: 1 finished, 1 to do" in said
-    assert "about 1 min 30 s, 1 at a time" in said
+    output = capsys.readouterr().out
+    assert "2 runs: 1 finished, 1 to do" in output
+    assert "about 1 min 30 s, 1 at a time" in output
     study.write_text(TWO.replace("[1, 2]", "[1, 2, 3, 4]"))
     assert main([str(study), "--dry-run", "--jobs", "2"]) == 0
     assert "about 3 min 00 s, 2 at a time" in capsys.readouterr().out  # two rounds for three runs
@@ -348,50 +347,50 @@ def test_a_plan_is_frozen(study: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert main([str(study)]) == 2
     edited = "(1 runs more, 1 less); give the study another name, or add --replan"
     assert edited in capsys.readouterr().err
-    for flags, said in (["--dry-run"], True), (["--dry-run", "--replan"], False):
+    for flags, output in (["--dry-run"], True), (["--dry-run", "--replan"], False):
         assert main([str(study), *flags]) == 0
-        assert (edited in capsys.readouterr().out) is said
+        assert (edited in capsys.readouterr().out) is output
     assert main([str(study), "--replan"]) == 0
     assert [*index()] == [1, 3]
     assert len([*Path("out/sweeps/two").glob("plan*.json")]) == 2
 
 
 @pytest.mark.long
-def test_runs_by_different_code_are_said(
+def test_warning_on_runs_by_different_code(
     study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before and after; a run that died without a checkpoint is made anew, by whatever code is there now."""
+    """Before and after; a run that died without a checkpoint starts over with the current code."""
     study.write_text(TWO.replace("[1, 2]", "[1, 2, 3]"))
     for seed, state in (1, "finished"), (2, "finished"), (3, "failed"):
         write_run(cfg_of(seed), state, str(seed), git={"revision": f"{seed}" * 40, "dirty": seed == 2})
-    said = f"runs begun by different code: 1 by {'1' * 10}, 1 by {'2' * 10}+"
-    assert Sweep.of(load_study_file(study)).warnings() == [said]
+    output = f"runs started by different code: 1 by {'1' * 10}, 1 by {'2' * 10}+"
+    assert Sweep.of(load_study_file(study)).warnings() == [output]
     by_hand(monkeypatch, {3: (0, "finished")})
     assert main([str(study)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert f"I {said}" in lines
-    assert f"W {said}, 1 by no checkout" in lines
+    assert f"I {output}" in lines
+    assert f"W {output}, 1 by no checkout" in lines
 
 
-def test_a_missing_input_is_refused_before_anything_starts(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_input_is_refused(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
     study.write_text(TWO + 'teacher-pool-dir = "no/such/pool"\n')
     assert main([str(study)]) == 2
     assert capsys.readouterr().err.startswith(f"E {study}: none · teacher-pool-dir=no/such/pool: ")
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "output"),
     [
         (["--jobs", "0"], "--jobs 0"),
         (["--jobs", "2", "--via", "pueue"], "not read with --via pueue"),
         (["--ray-address", "x"], "not read without --via ray"),
     ],
 )
-def test_wrong_flags_exit_2(study: Path, flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_flags_exit_2(study: Path, flags: list[str], output: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(study), *flags]) == 2
     refused = capsys.readouterr().err
     assert refused.startswith("E ")
-    assert said in refused
+    assert output in refused
     assert refused.count("\n") == 1
 
 
@@ -413,10 +412,10 @@ else:
 
 
 @pytest.mark.long
-def test_via_pueue_adds_what_the_queue_has_not(
+def test_via_pueue(
     study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Against a stand-in that answers as the client is documented to: the client itself was not to be had."""
+    """Against a fake client that answers as the real one is documented to."""
     labels = [f"two: none seed {c.seed} ({c.identity[:8]})" for c in load_study_file(study).cells]
     done = {"label": labels[0], "status": {"Done": {"result": "Success"}}, "path": str(tmp_path)}
     elsewhere = {"label": labels[1], "status": {"Running": {}}, "path": "/another/checkout"}
@@ -443,41 +442,31 @@ def test_via_pueue_adds_what_the_queue_has_not(
     assert "handed to pueue" not in capsys.readouterr().out
 
 
-def test_pueue_absent_is_one_line(
-    study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_pueue(study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     assert main([str(study), "--via", "pueue"]) == 2
     assert capsys.readouterr().err == "E --via pueue: no `pueue` on PATH; install it, or leave --via out\n"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="ray is installed here")
-def test_ray_absent_is_one_line(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_ray(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(study), "--via", "ray"]) == 2
     assert capsys.readouterr().err == ("E --via ray: ray is not installed; `uv sync --extra ray`, or leave --via out\n")
 
 
-def test_an_address_without_a_cluster_is_one_line(
+def test_ray_address_without_a_cluster(
     study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))  # refused before it is asked anything
+    monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))  # refused before ray is used
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     assert main([str(study), "--via", "ray", "--ray-address", f"127.0.0.1:{port}"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"E --ray-address '127.0.0.1:{port}': no cluster can be reached there (")
-    assert said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert output.startswith(f"E --ray-address '127.0.0.1:{port}': no cluster can be reached there (")
+    assert output.count("\n") == 1
 
 
 # ── real processes ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def until(there: Callable[[], Any], seconds: float = 60.0) -> Any:
-    end = time.monotonic() + seconds
-    while not (found := there()):
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.05)
-    return found
 
 
 def alive(pid: int) -> bool:
@@ -487,7 +476,7 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a child outlives its parent where prctl is not")
-def test_a_run_is_asked_to_end_when_its_sweep_is_killed(tmp_path: Path) -> None:
+def test_killed_sweep_ends_its_runs(tmp_path: Path) -> None:
     child = (
         "import pathlib, signal, sys, time\n"
         "def saved(*_):\n    pathlib.Path('saved').touch(); sys.exit()\n"
@@ -535,16 +524,12 @@ def sweeping(folder: Path, *flags: str, **environment: str) -> Iterator[subproce
 
 
 def wait(p: subprocess.Popen[str], seconds: float = 1800.0) -> tuple[int, str]:
-    said, _ = p.communicate(timeout=seconds)
-    return p.returncode, said
+    output, _ = p.communicate(timeout=seconds)
+    return p.returncode, output
 
 
 def runs_of(folder: Path) -> list[Path]:
     return sorted((folder / "out" / "runs").glob("*_*"))
-
-
-def status(run: Path) -> dict[str, Any]:
-    return json.loads((run / "status.json").read_text())
 
 
 @pytest.mark.slow
@@ -555,8 +540,8 @@ def test_a_sweep_survives_ctrl_c_and_kill_9(tmp_path: Path) -> None:
     with sweeping(tmp_path, "--jobs", "1") as p:
         until(first, 120)
         p.send_signal(signal.SIGINT)
-        code, said = wait(p)
-    assert code == 130, said
+        code, output = wait(p)
+    assert code == 130, output
     (cut,) = runs_of(tmp_path)
     assert status(cut)["state"] == "interrupted"
 
@@ -564,14 +549,14 @@ def test_a_sweep_survives_ctrl_c_and_kill_9(tmp_path: Path) -> None:
         until(lambda: len(runs_of(tmp_path)) == 2 and [*runs_of(tmp_path)[1].glob("resume/step_*/manifest.json")], 240)
         p.kill()
     killed = runs_of(tmp_path)[1]
-    until(lambda: status(killed)["state"] == "interrupted", 60)  # its process was told, and saved
+    until(lambda: status(killed)["state"] == "interrupted", 60)  # its process was signalled, and saved
     assert status(cut)["state"] == "finished"
 
     with sweeping(tmp_path, "--jobs", "1") as p:
-        code, said = wait(p)
-    assert code == 0, said
-    assert "2 of 2 runs finished" in said
-    assert runs_of(tmp_path) == [cut, killed]  # resumed, not begun again
+        code, output = wait(p)
+    assert code == 0, output
+    assert "2 of 2 runs finished" in output
+    assert runs_of(tmp_path) == [cut, killed]  # resumed, not started again
     records = [json.loads((r / "run.json").read_text()) for r in (cut, killed)]
     assert all(len(r["resumed"]) == 1 for r in records)
     assert [e["run"] for e in json.loads((tmp_path / "out/sweeps/two/runs.json").read_text())] == [

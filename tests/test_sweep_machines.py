@@ -1,4 +1,4 @@
-"""Sweeps whose runs are elsewhere: copies of their files, a Ray cluster that loses a machine, forks of one process."""
+"""Sweeps on other machines and in forks: copies of files, a Ray cluster that loses a machine, forks of one process."""
 
 import contextlib
 import importlib.util
@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runs import rows
-from test_sweep import STUDY, runs_of, sweeping, until, wait
+from runs import rows, until
+from test_sweep import STUDY, runs_of, sweeping, wait
 from vgrout import console
 from vgrout.config.presets import resolve
 from vgrout.runs.run_dir import held
@@ -92,8 +92,8 @@ WRITES: dict[str, Callable[[Path, int], None]] = {
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from(["look", *WRITES]), max_size=25))
-def test_a_copy_is_what_it_is_a_copy_of(tmp_path_factory: pytest.TempPathFactory, writes: list[str]) -> None:
-    """Whatever is appended, replaced, cut back and pruned between two looks, and wherever the looks fall."""
+def test_a_copy_equals_its_original(tmp_path_factory: pytest.TempPathFactory, writes: list[str]) -> None:
+    """Whatever is appended, replaced, cut back or pruned between two looks."""
     there, local = tmp_path_factory.mktemp("there"), tmp_path_factory.mktemp("here")
     with contextlib.chdir(local):
         write(there, f"{RUN}/run.json", "{}")
@@ -120,8 +120,8 @@ def test_only_what_is_new_is_sent(tmp_path: Path) -> None:
 
 
 def test_status_is_read_first_and_written_last(tmp_path: Path, here: Path) -> None:
-    """A run that ends while it is read is not called finished before its last files are there; a checkpoint never
-    comes before the rows that it rests on, wherever the copy is cut short."""
+    """Wherever the copy is cut short, a run is not called finished before its last files are there, and no checkpoint
+    comes before its rows."""
     append(tmp_path, f"{RUN}/steps.jsonl", "row\n")
     checkpoint(tmp_path, 1)
     write(tmp_path, f"{RUN}/status.json", json.dumps({"state": "running"}))
@@ -146,23 +146,23 @@ def test_status_is_read_first_and_written_last(tmp_path: Path, here: Path) -> No
     assert seen == ["steps.jsonl", "step_000001", "status.json"]
 
 
-def test_a_name_that_is_taken_becomes_another(tmp_path: Path, here: Path) -> None:
+def test_a_taken_name_is_changed(tmp_path: Path, here: Path) -> None:
     """Two machines may begin runs of one name in one second."""
-    write(here, f"{RUN}/run.json", "mine")
-    write(tmp_path, f"{RUN}/run.json", "theirs")
-    append(tmp_path, f"logs/{NAME}.log", "theirs")
+    write(here, f"{RUN}/run.json", "own")
+    write(tmp_path, f"{RUN}/run.json", "other")
+    append(tmp_path, f"logs/{NAME}.log", "other")
     receiver = Receiver(None, Path("printed"))
     receiver.take(Sender(tmp_path).changes())
     assert receiver.run == Path("out/runs/20260101T000000.1_smoke_none_seed1")
     assert held(receiver.run)
     receiver.close()
     assert not held(receiver.run)
-    assert (here / RUN / "run.json").read_text() == "mine"
-    assert (receiver.run / "run.json").read_text() == "theirs"
-    assert Path(f"logs/{receiver.run.name}.log").read_text() == "theirs"
+    assert (here / RUN / "run.json").read_text() == "own"
+    assert (receiver.run / "run.json").read_text() == "other"
+    assert Path(f"logs/{receiver.run.name}.log").read_text() == "other"
 
 
-def test_what_was_refused_leaves_nothing(tmp_path: Path, here: Path) -> None:
+def test_a_refused_run_leaves_nothing(tmp_path: Path, here: Path) -> None:
     write(tmp_path, f"{RUN}/run.json", "{}")
     append(tmp_path, f"logs/{NAME}.log", "x")
     receiver, sender = Receiver(None, Path("printed")), Sender(tmp_path)
@@ -188,11 +188,11 @@ class FakeRay:
         class RayTaskError(RayError): ...
 
     def __init__(self, looks: list[Look]) -> None:
-        self.looks, self.dead, self.said = looks, False, list[str]()
+        self.looks, self.dead, self.output = looks, False, list[str]()
 
     def __getattr__(self, name: str) -> Any:  # an actor's method: node.look.remote()
         def remote(*_: Any) -> str:
-            self.said.append(name)
+            self.output.append(name)
             return name
 
         return types.SimpleNamespace(remote=remote)
@@ -206,11 +206,11 @@ class FakeRay:
         return "box" if reply == "begin" else self.looks.pop(0)
 
     def kill(self, _: Any) -> None:
-        self.said.append("kill")
+        self.output.append("kill")
 
 
 @pytest.mark.parametrize("with_checkpoint", [True, False])
-def test_a_lost_machine_leaves_what_was_pulled(
+def test_a_lost_machine_leaves_what_was_copied(
     tmp_path: Path, here: Path, monkeypatch: pytest.MonkeyPatch, with_checkpoint: bool
 ) -> None:
     monkeypatch.setattr(ray_cluster, "PULL_S", 0.0)
@@ -231,7 +231,7 @@ def test_a_lost_machine_leaves_what_was_pulled(
 
 
 @pytest.mark.long
-def test_runs_of_lost_machines_go_on_elsewhere_and_not_for_ever(
+def test_runs_of_lost_machines_continue_elsewhere(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Seed 1 loses one machine after a checkpoint, and goes on from it; seed 2 every one, before it."""
@@ -265,14 +265,14 @@ def test_runs_of_lost_machines_go_on_elsewhere_and_not_for_ever(
     monkeypatch.setattr(sweeps, "_workers", lambda *_: workers)
     assert main(["two.toml"]) == 1
     assert [flags[-1] for flags in started] == ["--seed=1", "--resume=out/runs/2026_1", *["--seed=2"] * 3]
-    said = capsys.readouterr().out
-    assert "W none seed 1: box was lost; it goes on from its checkpoint\n" in said
-    assert said.count("none seed 2: box was lost; it starts again") == 2
+    output = capsys.readouterr().out
+    assert "W none seed 1: box was lost; it goes on from its checkpoint\n" in output
+    assert output.count("none seed 2: box was lost; it starts again") == 2
     ledger = json.loads(Path("out/sweeps/two/runs.json").read_text())
     assert [(e["seed"], e["state"]) for e in ledger] == [(1, "finished"), (2, "failed")]
 
 
-def test_input_files_below_this_folder_are_sent(here: Path, tmp_path: Path) -> None:
+def test_input_files_are_sent(here: Path, tmp_path: Path) -> None:
     write(here, "pool/a.json", "a")
     write(here, "pool/.lock", "")
     write(here, "own.py", "def pays(): ...")
@@ -287,12 +287,15 @@ def test_input_files_that_cannot_be_sent_are_refused(
     shutil.copytree(resolve(["smoke"]).files.pool, here.parent / "pool")
     shutil.copytree(here.parent / "pool", here / "pool")
     study = 'name = "two"\npreset = "smoke"\nseeds = [1]\n[[arms]]\nintervention = "none"\nteacher-pool-dir = "{}"\n'
-    for folder, said in ("../pool", "../pool lies outside this folder"), ("pool", "pool: 0.0 GiB are too much to send"):
+    for folder, output in (
+        ("../pool", "../pool lies outside this folder"),
+        ("pool", "pool: 0.0 GiB are too much to send"),
+    ):
         Path("two.toml").write_text(study.format(folder))
         monkeypatch.setattr(ray_cluster, "SHIPPED", 100)
         assert main(["two.toml", "--via", "ray"]) == 2
         refused = capsys.readouterr().err
-        assert said in refused
+        assert output in refused
         assert refused.count("\n") == 1
     assert not Path("out/sweeps").exists()
 
@@ -300,7 +303,7 @@ def test_input_files_that_cannot_be_sent_are_refused(
 # ── forks ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_where_nothing_can_be_forked_every_run_is_started(
+def test_runs_are_started_where_they_cannot_be_forked(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started: list[tuple[list[str], int | None]] = []
@@ -326,7 +329,7 @@ def test_where_nothing_can_be_forked_every_run_is_started(
     assert capsys.readouterr().out.count("every run imports for itself") == 1  # and not tried again
 
 
-def test_a_run_whose_server_has_died_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
     process = multiprocessing.get_context("forkserver").Process()
     assert workers.ForkedJob(process).poll() is None
     monkeypatch.setattr(type(process), "exitcode", warm.SERVER_DIED)
@@ -374,19 +377,19 @@ def cluster() -> Iterator[tuple[str, list[int]]]:
 
 @pytest.mark.slow
 @needs_ray
-def test_a_sweep_over_two_machines_of_which_one_is_lost(tmp_path: Path) -> None:
-    """One machine's raylet is killed while both have runs under way: the run that it had goes on from what was pulled
-    on the other one, and every run is in the ledger once."""
+def test_sweep_over_two_machines_one_of_which_is_lost(tmp_path: Path) -> None:
+    """One raylet is killed while both machines have a run: its run continues on the other machine from what was copied,
+    and every run is in the ledger once."""
     (tmp_path / "two.toml").write_text(STUDY.format(seeds=[1, 2, 3], steps=30))
     with cluster() as (address, pids), sweeping(tmp_path, "--via", "ray", "--ray-address", address, **RAY) as p:
         until(lambda: p.poll() is not None or len({*tmp_path.glob("out/runs/*/resume/step_*")}) >= 2, 1200)
         until(lambda: all([*r.glob("resume/step_*/manifest.json")] for r in runs_of(tmp_path)), 1200)
         assert not [*tmp_path.glob("out/runs/*/per_mode_deploy.json")], "a run had finished before the machine was lost"
         os.kill(pids[1], signal.SIGKILL)
-        code, said = wait(p)
-    assert code == 0, said
-    assert "was lost; it goes on from its checkpoint" in said
-    assert "3 of 3 runs finished" in said
+        code, output = wait(p)
+    assert code == 0, output
+    assert "was lost; it goes on from its checkpoint" in output
+    assert "3 of 3 runs finished" in output
     ledger = read(tmp_path / "out/sweeps/two/runs.json")
     assert [(e["seed"], e["state"]) for e in ledger] == [(s, "finished") for s in (1, 2, 3)]
     assert sorted(tmp_path / e["run"] for e in ledger) == runs_of(tmp_path)
@@ -400,28 +403,28 @@ def test_a_sweep_over_two_machines_of_which_one_is_lost(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_ray
-def test_a_sweep_over_a_local_ray_cluster(tmp_path: Path) -> None:
+def test_sweep_over_a_local_ray_cluster(tmp_path: Path) -> None:
     """Stopped in its first run, then carried to the end, by processes of a real cluster."""
     (tmp_path / "two.toml").write_text(STUDY.format(seeds=[1, 2], steps=8))
     with sweeping(tmp_path, "--via", "ray", "--jobs", "1", **RAY) as p:
         until(lambda: [*tmp_path.glob("out/runs/*/resume/step_*/manifest.json")], 1200)
         p.send_signal(signal.SIGINT)
-        code, said = wait(p)
-    assert code == 130, said
+        code, output = wait(p)
+    assert code == 130, output
     assert [read(r / "status.json")["state"] for r in runs_of(tmp_path)] == ["interrupted"]
     with sweeping(tmp_path, "--via", "ray", "--jobs", "1", **RAY) as p:
-        code, said = wait(p)
-    assert code == 0, said
-    assert "2 of 2 runs finished" in said
+        code, output = wait(p)
+    assert code == 0, output
+    assert "2 of 2 runs finished" in output
     assert [read(r / "status.json")["state"] for r in runs_of(tmp_path)] == ["finished", "finished"]
     assert len(read(runs_of(tmp_path)[0] / "run.json")["resumed"]) == 1
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere runs are not forked")
-def test_runs_are_forks_and_what_they_would_be_without(tmp_path: Path) -> None:
-    """Rows, exit codes, output, working directory and environment are those of runs that import for themselves; a run
-    that is killed is one run less; the process they are forked from may die."""
+def test_forked_runs_equal_separate_ones(tmp_path: Path) -> None:
+    """Rows, exit codes, output, working directory and environment are those of separate processes; a killed run ends
+    alone; the process that runs are forked from may die."""
     (tmp_path / "two.toml").write_text(STUDY.format(seeds=[1, 2, 3], steps=12))
     with sweeping(tmp_path, "--jobs", "2") as p:
         run = until(lambda: [*tmp_path.glob("out/runs/*seed1/resume/step_*/manifest.json")], 1200)[0].parents[2]
@@ -436,14 +439,14 @@ def test_runs_are_forks_and_what_they_would_be_without(tmp_path: Path) -> None:
         until(lambda: len(runs_of(tmp_path)) == 3, 1200)
         until(lambda: [*tmp_path.glob("out/runs/*seed3/resume/step_*/manifest.json")], 1200)
         os.kill(server, signal.SIGKILL)  # what the others were forked from
-        code, said = wait(p)
-    assert code == 1, said
-    assert "E none seed 1: failed: exit code -9" in said
-    assert "the process that it was forked from has died; it " in said
-    assert "2 of 3 runs finished" in said
+        code, output = wait(p)
+    assert code == 1, output
+    assert "E none seed 1: failed: exit code -9" in output
+    assert "the process that it was forked from has died; it " in output
+    assert "2 of 3 runs finished" in output
     with sweeping(tmp_path, "--jobs", "2") as p:
-        code, said = wait(p)
-    assert code == 0, said
+        code, output = wait(p)
+    assert code == 0, output
     assert len(runs_of(tmp_path)) == 3
     command = [sys.executable, "-m", "vgrout.train", *read(tmp_path / "out/sweeps/two/runs.json")[1]["flags"]]
     alone = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=600, text=True)

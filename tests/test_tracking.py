@@ -1,4 +1,4 @@
-"""Trackers by their own clients: what they hold is what steps.jsonl holds, also after a resume."""
+"""Trackers, through their own clients: they hold the numbers of steps.jsonl, also after a resume."""
 
 import importlib.util
 import json
@@ -45,13 +45,13 @@ def curve(seen: EventAccumulator, column: str) -> list[tuple[int, float]]:
     return [(e.step, e.value) for e in seen.Scalars(column)]
 
 
-def test_numbers_are_what_can_be_drawn() -> None:
+def test_numbers() -> None:
     row = {"n": 4, "loss": -0.5, "ok": True, "why": "x", "kl": None, "watch": {"echo": ["OK", 0.1], "guard": {"n": 3}}}
     assert numbers(row) == {"n": 4, "loss": -0.5, "watch/echo": 0.1, "watch/guard/n": 3}
 
 
 @pytest.mark.long
-def test_tensorboard_has_every_number_of_an_interrupted_run_once(tmp_path: Path) -> None:
+def test_tensorboard_of_an_interrupted_run(tmp_path: Path) -> None:
     argv = flags("none", "--track", "tensorboard", "--checkpoint-every", "2")
     run(tmp_path, *argv, stop_after=2)
     path = run(tmp_path, *argv, "--resume", "latest")
@@ -70,7 +70,7 @@ def test_tensorboard_has_every_number_of_an_interrupted_run_once(tmp_path: Path)
     assert image.width > 400
 
 
-def test_steps_played_again_after_a_death_are_there_once(tmp_path: Path) -> None:
+def test_repeated_steps_are_logged_once(tmp_path: Path) -> None:
     for first, logged, value in ((0, 0, 1.0), (2, 5, 2.0)):
         trackers = Trackers(["tensorboard"])
         trackers.start(tmp_path, {}, first, logged)
@@ -81,7 +81,7 @@ def test_steps_played_again_after_a_death_are_there_once(tmp_path: Path) -> None
 
 
 class Broken:
-    """A client whose server has gone."""
+    """A client whose server is down."""
 
     def __init__(self, *_: object) -> None: ...
 
@@ -90,15 +90,15 @@ class Broken:
 
 
 @pytest.fixture
-def said() -> Iterator[list[str]]:
+def output() -> Iterator[list[str]]:
     lines: list[str] = []
     sink = logger.add(lines.append, format="{message}")
     yield lines
     logger.remove(sink)
 
 
-def test_a_tracker_that_fails_is_left_out_and_the_others_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str], figure: Path
+def test_a_failing_tracker_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: list[str], figure: Path
 ) -> None:
     monkeypatch.setitem(tracking.CLIENTS, "wandb", Broken)
     trackers = Trackers(["wandb", "tensorboard"])
@@ -107,22 +107,22 @@ def test_a_tracker_that_fails_is_left_out_and_the_others_go_on(
         trackers.row({"step": step, "loss": 1.0}, [])
     trackers.final(AT_END, [{"hack": "25.0"}], figure, 2)
     trackers.close(0)
-    assert [line for line in said if "left out" in line] == [
+    assert [line for line in output if "left out" in line] == [
         "--track wandb: left out from here on (ConnectionError: no route to host)\n"
     ]
     assert len(curve(events(tmp_path), "loss")) == 3
     assert curve(events(tmp_path), "final/by_mode/run_tests/n") == [(2, 4.0)]
 
 
-def test_a_client_that_is_not_installed_is_refused_before_anything_is_loaded(
+def test_missing_client_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "wandb" else find(name, *a))
     assert main(["smoke", "--track", "tensorboard,wandb"]) == 2
-    said = capsys.readouterr().err
-    assert said == "E --track wandb: its client is not installed; `uv sync --extra wandb` or `pip install wandb`\n"
+    output = capsys.readouterr().err
+    assert output == "E --track wandb: its client is not installed; `uv sync --extra wandb` or `pip install wandb`\n"
     assert main(["smoke", "--track", "aim"]) == 2
     assert capsys.readouterr().err == "E --track: unknown tracker 'aim'; legal: tensorboard, wandb, trackio\n"
     assert not list((tmp_path / "out").glob("runs/*"))
@@ -132,7 +132,7 @@ def test_a_client_that_is_not_installed_is_refused_before_anything_is_loaded(
 
 
 def track(name: str, folder: Path, figure: Path) -> None:
-    """Five steps with a death after the fourth, which had gone back to the second."""
+    """Five steps; after the fourth the run was killed and went back to the second."""
     for first, logged, last in ((0, 0, 3), (2, 4, 4)):
         trackers = Trackers([name])
         trackers.start(folder, {"arm": {"intervention": "route2"}}, first, logged)

@@ -1,4 +1,4 @@
-"""The whole program on the embedded organism: invariants of a run, seen from its files."""
+"""The program on the embedded organism: invariants of a run, seen in its files."""
 
 import json
 import re
@@ -17,11 +17,10 @@ import torch
 from safetensors import safe_open
 
 from golden import FOLDER, differences, versions
-from runs import ARMS, EVALUATED, LABELLED, PAIRS, READS, SharedRuns, adapter_bytes, flags, rows, run
+from runs import ARMS, EVALUATED, LABELLED, PAIRS, READS, SharedRuns, adapter_bytes, flags, rows, run, status
 from vgrout import rollout
 from vgrout.config.loss import LossName
 from vgrout.config.method import INTERVENTIONS
-from vgrout.config.presets import parse
 from vgrout.data import organism
 from vgrout.guard.guard import STALE
 from vgrout.model.svd_adapter import SvdAdapter
@@ -29,101 +28,106 @@ from vgrout.runs.run_dir import RunDir
 from vgrout.train import main
 from vgrout.types import Grade
 
-# erase and route share their rows and their state with route2: they are run when there is time
+# erase and route share rows and state with route2
 SLOW = [pytest.param(pair, marks=pytest.mark.slow) for pair in PAIRS if pair != READS]
-MOST = [*(pytest.param(arm, marks=pytest.mark.slow) if arm in ("erase", "route") else arm for arm in ARMS), READS]
-LAST = 2  # where runs are stopped that need not end: a refreshed direction has been used by then, twice stepped with
+MOST = [
+    *(pytest.param(method, marks=pytest.mark.slow) if method in ("erase", "route") else method for method in ARMS),
+    READS,
+]
+LAST = 2  # last step of runs that need not end: by then a refreshed direction has been used for two steps
 
-Made = Callable[[str], Path]
-
-
-@pytest.fixture
-def done(shared_run: SharedRuns) -> Made:
-    """A finished run of an arm."""
-    return lambda arm: shared_run(*flags(arm))
+RunOf = Callable[[str], Path]
 
 
 @pytest.fixture
-def stopped(shared_run: SharedRuns) -> Made:
+def done(shared_run: SharedRuns) -> RunOf:
+    """A finished run of a method."""
+    return lambda method: shared_run(*flags(method))
+
+
+@pytest.fixture
+def stopped(shared_run: SharedRuns) -> RunOf:
     """The same run stopped after step `LAST`."""
-    return lambda arm: shared_run(*flags(arm), stop_after=LAST)
+    return lambda method: shared_run(*flags(method), stop_after=LAST)
 
 
-@pytest.mark.parametrize("arm", [*ARMS, READS, *SLOW])
-def test_golden(arm: str, done: Made) -> None:
-    golden = json.loads((FOLDER / f"{arm}.json").read_text(encoding="utf-8"))
-    assert golden["command"][3:] == flags(arm)
-    found = differences(rows(done(arm)), golden["rows"], "rows")
+@pytest.mark.parametrize("method", [*ARMS, READS, *SLOW])
+def test_golden(method: str, done: RunOf) -> None:
+    golden = json.loads((FOLDER / f"{method}.json").read_text(encoding="utf-8"))
+    assert golden["command"][3:] == flags(method)
+    found = differences(rows(done(method)), golden["rows"], "rows")
     assert not found, f"recorded with {golden['versions']}, now {versions()}: " + "; ".join(found[:10])
 
 
-def test_a_changed_number_would_be_found() -> None:
+def test_golden_comparison_finds_a_changed_number() -> None:
     golden = json.loads((FOLDER / "route2.json").read_text(encoding="utf-8"))["rows"]
     moved = json.loads(json.dumps(golden))
     moved[-1]["gn"] *= 1.01
     assert len(differences(moved, golden)) == 1
 
 
-@pytest.mark.parametrize("arm", MOST)
+@pytest.mark.parametrize("method", MOST)
 @pytest.mark.long
-def test_the_same_seed_gives_the_same_rows(arm: str, done: Made, stopped: Made) -> None:
-    """Two runs; that their weights are the same to the last bit is seen where the second one goes on."""
-    assert rows(stopped(arm)) == rows(done(arm))[: LAST + 1]
+def test_the_same_seed_gives_the_same_rows(method: str, done: RunOf, stopped: RunOf) -> None:
+    """Two runs; where the second is resumed their weights are compared to the last bit."""
+    assert rows(stopped(method)) == rows(done(method))[: LAST + 1]
 
 
-def test_another_seed_does_not(done: Made, tmp_path: Path) -> None:
+def test_another_seed_gives_other_rows(done: RunOf, tmp_path: Path) -> None:
     other = run(tmp_path, *flags("none", "--seed", "42"), stop_after=0)
     assert rows(other) != rows(done("none"))[:1]
 
 
-@pytest.mark.parametrize("arm", [pytest.param("none", marks=pytest.mark.slow), "route2"])
+@pytest.mark.parametrize("method", [pytest.param("none", marks=pytest.mark.slow), "route2"])
 @pytest.mark.long
-def test_evaluating_never_changes_training(arm: str, stopped: Made, tmp_path: Path, shared_run: SharedRuns) -> None:
-    argv = flags(arm)
+def test_evaluating_never_changes_training(method: str, stopped: RunOf, tmp_path: Path, shared_run: SharedRuns) -> None:
+    argv = flags(method)
     argv[argv.index("--eval-ablate-every") + 1] = "1"
     watched = run(shared_run.warm(tmp_path), *argv, stop_after=LAST)
-    assert rows(watched, *EVALUATED) == rows(stopped(arm), *EVALUATED)
-    assert adapter_bytes(watched) == adapter_bytes(stopped(arm))
+    assert rows(watched, *EVALUATED) == rows(stopped(method), *EVALUATED)
+    assert adapter_bytes(watched) == adapter_bytes(stopped(method))
     assert all(r["hack_deploy"] is not None for r in rows(watched))
 
 
-@pytest.mark.parametrize("arm", [*MOST, *(p for p in SLOW if p.values[0] not in LABELLED)])
-def test_no_oracle_label_reaches_an_arm(
-    arm: str, done: Made, tmp_path: Path, shared_run: SharedRuns, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("method", [*MOST, *(p for p in SLOW if p.values[0] not in LABELLED)])
+def test_no_oracle_label_reaches_a_method(
+    method: str, done: RunOf, tmp_path: Path, shared_run: SharedRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every oracle bit is replaced by noise after the reward was rewarded; what trains must not notice."""
+    """Every oracle bit is replaced by noise after the reward was computed; training must not notice."""
     noise = torch.Generator().manual_seed(0)
-    pay = rollout.training_reward
+    reward = rollout.training_reward
 
     def poisoned(cfg: Any, grade: Grade) -> Grade:
-        return replace(pay(cfg, grade), solved=bool(torch.rand((), generator=noise) < 0.5))
+        return replace(reward(cfg, grade), solved=bool(torch.rand((), generator=noise) < 0.5))
 
-    clean = done(arm)
+    clean = done(method)
     monkeypatch.setattr(rollout, "training_reward", poisoned)
-    path = run(shared_run.warm(tmp_path), *flags(arm, "--final-n-prompts", "1"))
+    path = run(shared_run.warm(tmp_path), *flags(method, "--final-n-prompts", "1"))
     labels = [
         k
         for k in rows(path)[0]
         if re.match(r"solve_s|hack_s|tries_s|hk_|recall|hack_new|false_flags|(hack|solve)_abl", k)
     ]
     assert rows(path, *labels) == rows(clean, *labels)
-    assert rows(path) != rows(clean), "the poison changed no label: the test would pass for any arm"
+    assert rows(path) != rows(clean), "the poison changed no label: the test would pass for any method"
     assert adapter_bytes(path) == adapter_bytes(clean)
 
 
-@pytest.mark.parametrize("arm", [*MOST, *SLOW])
-def test_resume_equals_one_go(arm: str, done: Made, stopped: Made, shared_run: SharedRuns, tmp_path: Path) -> None:
-    path = shared_run.copy(stopped(arm), tmp_path)
-    status = json.loads((path / "status.json").read_text())
-    assert (status["state"], status["step"]) == ("interrupted", LAST + 1)
+@pytest.mark.parametrize("method", [*MOST, *SLOW])
+def test_resumed_run_equals_an_uninterrupted_one(
+    method: str, done: RunOf, stopped: RunOf, shared_run: SharedRuns, tmp_path: Path
+) -> None:
+    path = shared_run.copy(stopped(method), tmp_path)
+    end = status(path)
+    assert (end["state"], end["step"]) == ("interrupted", LAST + 1)
     assert run(tmp_path, "smoke", "--resume", "latest", "--threads", "1") == path
-    assert rows(path) == rows(done(arm))
-    assert adapter_bytes(path) == adapter_bytes(done(arm))
+    assert rows(path) == rows(done(method))
+    assert adapter_bytes(path) == adapter_bytes(done(method))
 
 
-def test_files_of_a_finished_run(done: Made) -> None:
-    for arm in (*ARMS, READS):
-        path = done(arm)
+def test_files_of_a_finished_run(done: RunOf) -> None:
+    for method in (*ARMS, READS):
+        path = done(method)
         names = {p.name for p in path.iterdir()}
         assert {
             *("run.json", "steps.jsonl", "rollouts.jsonl", "train.safetensors", "per_mode_deploy.json", "status.json"),
@@ -131,10 +135,10 @@ def test_files_of_a_finished_run(done: Made) -> None:
         } <= names
         assert not [n for n in names if "tmp" in n]
         record = json.loads((path / "run.json").read_text())
-        assert record["config"]["method"]["intervention"] == arm.partition("-")[0]
+        assert record["config"]["method"]["intervention"] == method.partition("-")[0]
         assert re.fullmatch(r"[0-9a-f]{64}", record["hashes"]["base_weights"])
         assert record["sandbox"]["level"] >= 0
-        assert json.loads((path / "status.json").read_text())["state"] == "finished"
+        assert status(path)["state"] == "finished"
         rollouts = [json.loads(line) for line in (path / "rollouts.jsonl").read_text().splitlines()]
         assert len(rollouts) == sum(r["solve_s_n"] for r in rows(path))
         assert {(r["p_idx"], r["gi"]) for r in rollouts if r["step"] == 0} <= {
@@ -155,7 +159,7 @@ def test_files_of_a_finished_run(done: Made) -> None:
         assert sum(r["hacked"] for r in rollouts) == sum(r["hack_s_k"] for r in rows(path))
 
 
-def test_the_final_numbers_are_the_same_everywhere(done: Made) -> None:
+def test_final_numbers_agree_between_files(done: RunOf) -> None:
     for path in map(done, (*ARMS, READS)):
         final = json.loads((path / "per_mode_deploy.json").read_text())
         modes = final["by_mode"].values()
@@ -174,35 +178,21 @@ def test_the_final_numbers_are_the_same_everywhere(done: Made) -> None:
                 assert len({(a["problem_id"], a["sample"]) for a in own}) == len(own) == final["eval_n"]
 
 
-def test_quarantine_is_used_by_routing_alone(done: Made) -> None:
-    for arm in (*ARMS, READS):
-        path = done(arm)
+def test_only_routing_uses_the_quarantine(done: RunOf) -> None:
+    for method in (*ARMS, READS):
+        path, routes = done(method), INTERVENTIONS[method.partition("-")[0]].routes
         shares = [r["q_egy"] for r in rows(path)]
-        assert any(shares) == INTERVENTIONS[arm].routes, (arm, shares)
+        assert any(shares) == routes, (method, shares)
         state = max((path / "resume").iterdir()) / "state.pt"
         hack = torch.load(state, weights_only=True)["adapter"]["delta_S_hack"]
-        assert bool(hack.any()) == INTERVENTIONS[arm].routes
+        assert bool(hack.any()) == routes
 
 
-def test_sampler_and_trainer_agree(done: Made) -> None:
-    """fp32: the sampler's log-probs are the trainer's up to rounding, so the adapter reached the sampler each step."""
+def test_sampler_and_trainer_agree(done: RunOf) -> None:
+    """In fp32 the sampler's log-probs are the trainer's up to rounding: the adapter reached the sampler each step."""
     for path in map(done, (*ARMS, READS)):
         worst = max(r["mismatch_kl"] for r in rows(path) if r["mismatch_kl"] is not None)
         assert worst < 1e-8, worst
-
-
-def test_a_finished_run_refuses_to_resume(done: Made, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["smoke", "--resume", str(done("none"))]) == 2
-    assert "finished" in capsys.readouterr().err
-
-
-def test_a_changed_setting_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "out" / "runs" / "x"
-    folder.mkdir(parents=True)
-    (folder / "run.json").write_text(json.dumps({"config": parse(flags("none")).as_dict()}))
-    (folder / "status.json").write_text('{"state": "interrupted"}')
-    assert main(["smoke", "--resume", str(folder), "--lr", "0.5"]) == 2
-    assert "--lr 0.5 (run: 0.03)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -221,7 +211,9 @@ def test_a_changed_setting_is_named(tmp_path: Path, capsys: pytest.CaptureFixtur
     ids=" ".join,
 )
 @pytest.mark.long
-def test_every_setting_runs_and_matters(argv: list[str], stopped: Made, shared_run: SharedRuns, tmp_path: Path) -> None:
+def test_every_setting_runs_and_changes_the_rows(
+    argv: list[str], stopped: RunOf, shared_run: SharedRuns, tmp_path: Path
+) -> None:
     path = run(shared_run.warm(tmp_path), *flags("none", *argv), stop_after=1)
     assert len(rows(path)) == 2
     assert rows(path) != rows(stopped("none"))[:2]
@@ -236,18 +228,14 @@ def test_every_setting_runs_and_matters(argv: list[str], stopped: Made, shared_r
     ids=" ".join,
 )
 @pytest.mark.long
-def test_settings_of_the_report_too(argv: list[str], done: Made, shared_run: SharedRuns, tmp_path: Path) -> None:
-    """What changes which modes there are, and how hacks are counted at the end: to the end."""
+def test_settings_that_change_the_report(argv: list[str], done: RunOf, shared_run: SharedRuns, tmp_path: Path) -> None:
+    """Run to the end: which modes there are, and how hacks are counted there."""
     path = run(shared_run.warm(tmp_path), *flags("none", *argv))
     assert len(rows(path)) == 5
     assert rows(path) != rows(done("none"))
     assert ("seen by E,C (half A)" in (path / "summary.md").read_text()) == ("E,C" in argv)
-    modes = (
-        {"sentinel"}
-        if "sentinel" in argv
-        else {*json.loads((done("none") / "per_mode_deploy.json").read_text())["by_mode"]}
-    )
-    assert {*json.loads((path / "per_mode_deploy.json").read_text())["by_mode"]} == modes
+    usual, modes = (json.loads((p / "per_mode_deploy.json").read_text())["by_mode"] for p in (done("none"), path))
+    assert {*modes} == ({"sentinel"} if "sentinel" in argv else {*usual})
 
 
 def test_dry_run_starts_nothing(
@@ -255,22 +243,22 @@ def test_dry_run_starts_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["mini", "--intervention", "route2", "--dry-run"]) == 0
-    said = capsys.readouterr().out
-    assert '"intervention": "route2"' in said
+    output = capsys.readouterr().out
+    assert '"intervention": "route2"' in output
     for word in ("rollouts", "tokens", "reference steps", "disk", "sandbox: "):
-        assert word in said
+        assert word in output
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
 
 
-def test_no_folder_can_be_written(
+def test_unwritable_folder_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out").write_text("a file in the way")
     assert main(["smoke"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("E out/runs: cannot be written")
-    assert said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert output.startswith("E out/runs: cannot be written")
+    assert output.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -282,7 +270,7 @@ def test_no_folder_can_be_written(
         (["--teacher-correction", "tis"], "--teacher-correction tis: needs a pool"),
     ],
 )
-def test_a_missing_input_is_refused_before_the_model(
+def test_missing_input_is_refused(
     argv: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -314,27 +302,27 @@ def wait_for_steps(folder: Path, n: int, process: subprocess.Popen[str]) -> Path
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 @pytest.mark.long
-def test_a_signal_leaves_a_run_that_goes_on(number: signal.Signals, shared_run: SharedRuns, tmp_path: Path) -> None:
+def test_a_signalled_run_can_be_resumed(number: signal.Signals, shared_run: SharedRuns, tmp_path: Path) -> None:
     process = start(shared_run.warm(tmp_path), *flags("none", "--steps", "200"))
     path = wait_for_steps(tmp_path, 2, process)
     process.send_signal(number)
-    said, _ = process.communicate(timeout=300)
-    assert process.returncode == 130, said
-    status = json.loads((path / "status.json").read_text())
-    assert status["state"] == "interrupted"
-    assert status["step"] == len(rows(path))
-    assert f"--resume {path.relative_to(tmp_path)}" in status["next"]
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 130, output
+    end = status(path)
+    assert end["state"] == "interrupted"
+    assert end["step"] == len(rows(path))
+    assert f"--resume {path.relative_to(tmp_path)}" in end["next"]
     assert (path / "train.safetensors").is_file()
-    assert run(tmp_path, "smoke", "--resume", str(path), stop_after=status["step"]) == path
-    assert [r["step"] for r in rows(path)] == list(range(status["step"] + 1))
+    assert run(tmp_path, "smoke", "--resume", str(path), stop_after=end["step"]) == path
+    assert [r["step"] for r in rows(path)] == list(range(end["step"] + 1))
 
 
 @pytest.mark.long
-def test_a_signal_that_comes_while_a_step_is_written_waits_for_the_next(
-    done: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_signal_during_a_write_waits_for_the_next_step(
+    done: RunOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step's checkpoints are decided on by then: to stop after it would lose what it says is saved."""
-    whole, append = rows(done("none")), RunDir.append
+    """The step's checkpoints are decided by then: stopping after it would lose what status.json says is saved."""
+    uninterrupted, append = rows(done("none")), RunDir.append
 
     def interrupted(self: RunDir, row: dict[str, Any], rollouts: Iterable[dict[str, Any]]) -> None:
         append(self, row, rollouts)
@@ -343,15 +331,17 @@ def test_a_signal_that_comes_while_a_step_is_written_waits_for_the_next(
 
     monkeypatch.setattr(RunDir, "append", interrupted)
     path = run(tmp_path, *flags("none"), code=130)
-    status = json.loads((path / "status.json").read_text())
-    assert (status["state"], status["step"], len(rows(path))) == ("interrupted", 3, 3)
+    end = status(path)
+    assert (end["state"], end["step"], len(rows(path))) == ("interrupted", 3, 3)
     assert (path / "train.safetensors").is_file()
     assert run(tmp_path, "smoke", "--resume", str(path), "--threads", "1") == path
-    assert rows(path) == whole
+    assert rows(path) == uninterrupted
 
 
 @pytest.mark.long
-def test_kill_nine_then_resume_equals_one_go(done: Made, shared_run: SharedRuns, tmp_path: Path) -> None:
+def test_killed_and_resumed_run_equals_an_uninterrupted_one(
+    done: RunOf, shared_run: SharedRuns, tmp_path: Path
+) -> None:
     process = start(shared_run.warm(tmp_path), *flags("route2", "--checkpoint-every", "1"))
     path = wait_for_steps(tmp_path, 2, process)
     process.kill()
@@ -364,8 +354,8 @@ def test_kill_nine_then_resume_equals_one_go(done: Made, shared_run: SharedRuns,
 # ── sampler against trainer, from the rows ──────────────────────────────────────────────────────────────────────────
 
 
-def test_a_sampler_without_the_adapter_is_caught_by_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The vectors learn, nobody merges them: answers come from the base model while the trainer is elsewhere."""
+def test_rows_show_a_sampler_without_the_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """δS learns but is never merged: answers come from the base model."""
     monkeypatch.setattr(SvdAdapter, "merge", lambda self: None)
     path = run(tmp_path, *flags("none"), stop_after=3)
     seen = [r for r in rows(path) if r["mismatch_kl"] is not None]
@@ -376,14 +366,14 @@ def test_a_sampler_without_the_adapter_is_caught_by_the_row(tmp_path: Path, monk
     assert seen[-1]["mismatch_kl"] > 1e3 * STALE
     assert seen[-1]["ratio_min"] < 0.99 < 1.01 < seen[-1]["ratio_max"]
     (log,) = (tmp_path / "logs").iterdir()
-    said = [line for line in log.read_text().splitlines() if "does not have the trainer's weights" in line]
-    assert len(said) == 1, "once, where it begins"
-    assert "above 1e-09" in said[0]
-    assert re.search("adapter is not (folded|merged)", said[0])
+    output = [line for line in log.read_text().splitlines() if "does not have the trainer's weights" in line]
+    assert len(output) == 1, "once, where it begins"
+    assert "above 1e-09" in output[0]
+    assert "adapter is not merged" in output[0]
 
 
 @pytest.mark.long
-def test_ratios_and_masked_shares_are_in_every_row_with_signal(shared_run: SharedRuns, tmp_path: Path) -> None:
+def test_ratios_and_masked_shares(shared_run: SharedRuns, tmp_path: Path) -> None:
     """The quarantine as a monitor learns, with itself on, from rows that the deployed model sampled."""
     tight = ["--loss", "icepop", "--icepop-low", "0.999", "--icepop-high", "1.001"]
     table = [
@@ -406,10 +396,10 @@ def test_ratios_and_masked_shares_are_in_every_row_with_signal(shared_run: Share
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arm", ["none", "route2"])
+@pytest.mark.parametrize("method", ["none", "route2"])
 @pytest.mark.parametrize("loss", get_args(LossName))
-def test_every_loss_runs_whole_under_none_and_route2(loss: str, arm: str, tmp_path: Path) -> None:
-    path = run(tmp_path, "smoke", "--intervention", arm, "--loss", loss)
+def test_every_loss_runs_to_the_end(loss: str, method: str, tmp_path: Path) -> None:
+    path = run(tmp_path, "smoke", "--intervention", method, "--loss", loss)
     table = rows(path)
     assert len(table) == 30
     assert not any(r["skipped"] for r in table)
@@ -420,8 +410,8 @@ def test_every_loss_runs_whole_under_none_and_route2(loss: str, arm: str, tmp_pa
 
 
 @pytest.mark.long
-def test_earlier_thoughts_reach_the_model_where_they_are_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Problems of two turns, a template that cuts thoughts out: with the flag the model is asked something else."""
+def test_preserve_thinking(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Problems of two turns, a template that cuts thoughts out: the flag changes what the model reads."""
     template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n"
     template += "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     shutil.copytree(organism.MODEL_DIR, tmp_path / "model")

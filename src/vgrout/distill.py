@@ -1,4 +1,4 @@
-"""`python -m vgrout.distill --teacher MODEL_OR_RUN`: distils a teacher that hacks, or does not, into a student.
+"""Distillation of a teacher, which may hack, into a student: `python -m vgrout.distill --teacher MODEL_OR_RUN`.
 
 Student = base + δS (`--full`: all weights). MiniLLM (arXiv 2306.08543) or, across tokenizers, ULD (arXiv 2402.12030).
 Exit codes are those of runs/run_context.py.
@@ -16,11 +16,15 @@ from vgrout.runs.run_context import FINISHED, NOTHING, RunContext, require_same
 from vgrout.tracking import Trackers
 
 
-def start(given: DistillConfig) -> int:
-    """Everything up to the run directory refuses by ValueError, in one line, with nothing started."""
-    path, cfg = find_resume(given) or (None, given)
+def start(requested: DistillConfig) -> int:
+    """Check, then distil. Returns the exit code.
+
+    Raises:
+        ValueError: a user's mistake, in one line, with nothing started.
+    """
+    path, cfg = find_resume(requested)
     task = preflight(cfg, path)
-    if given.plan_only:
+    if requested.plan_only:
         print(to_json(task.cfg.as_dict()))
         print("\n".join(task.plan()))
         return FINISHED
@@ -31,7 +35,7 @@ def start(given: DistillConfig) -> int:
         trackers = Trackers(cfg.trackers)
         with RunContext.begin("distill", path, cfg.run_id, grader, root=ROOT, record=record, trackers=trackers) as run:
             run.announce()
-            # Importing torch and transformers takes seconds; a wrong flag never waits for it.
+            # Here and not above: torch takes seconds to import, and a wrong flag never waits for it.
             from vgrout.imitation.distill_loop import distil
 
             distil(task, run)

@@ -1,6 +1,6 @@
 """`python -m vgrout.iterative_dpo --base-model M --prompts FILE --output-dir DIR …`: rounds of DPO on a flawed scorer.
 
-The plan is written first and never changes; the same command goes on at the first round that is not complete.
+The plan is written first and never changes; the same command continues at the first round that is not complete.
 Exit codes are those of runs/run_context.py.
 """
 
@@ -18,7 +18,11 @@ from vgrout.tracking import Trackers
 
 
 def start(cfg: DpoConfig, argv: list[str]) -> int:
-    """Everything up to the grader refuses by ValueError, in one line, with nothing started."""
+    """Check and freeze the plan, then run its rounds. Returns the exit code.
+
+    Raises:
+        ValueError: a user's mistake, in one line, with nothing started.
+    """
     task = preflight(cfg)
     cfg.output_dir.mkdir(parents=True, exist_ok=True)
     with RunDir.reopen(cfg.output_dir) as folder:
@@ -34,15 +38,15 @@ def start(cfg: DpoConfig, argv: list[str]) -> int:
             with RunContext(
                 folder,
                 grader,
-                again=f"python -m vgrout.iterative_dpo {shlex.join(argv)}",
+                resume_command=f"python -m vgrout.iterative_dpo {shlex.join(argv)}",
                 resumes=(folder.path / "run.json").is_file(),
                 record={"kind": "iterative_dpo", "config": plan["settings"], "plan": plan},
                 log=log,
-                done=lambda: len(list(folder.path.glob("round-*/manifest.json"))),
-                owned=False,
+                steps_done=lambda: len(list(folder.path.glob("round-*/manifest.json"))),
+                owns_folder=False,
                 trackers=Trackers(cfg.trackers),
             ) as run:
-                # Importing torch and transformers takes seconds; a wrong flag never waits for it.
+                # Here and not above: torch takes seconds to import, and a wrong flag never waits for it.
                 from vgrout.imitation.dpo_rounds import run_rounds
 
                 run_rounds(task, plan, run)

@@ -1,11 +1,11 @@
-"""One run on several processes, its ranks: who does what, and what they tell each other, over torch.distributed.
+"""One run on several processes, its ranks: how work is shared out and results exchanged, over torch.distributed.
 
-Every rank goes through the same loop with the same values. Dealt out is work on rows: sampling, grading, forward and
-backward, evaluation, extraction. Answers and grades are gathered, gradients summed, so that each rank takes every
-decision by itself and alike; rank 0 writes. Without a group there is one rank, and all of this is the identity.
+Every rank runs the same loop with the same values. Work on rows is shared out: sampling, grading, forward and backward,
+evaluation, extraction. Answers and grades are gathered and gradients summed, so that every rank takes the same
+decisions by itself; rank 0 writes. Without a group there is one rank, and all of this is the identity.
 
-Which rank does which row changes no draw (noise is a row's own) and sums are added in the ranks' order in fp64: rows on
-2 ranks are those on 1 but for the rounding of other batches' matrix products, about 1e-6.
+Which rank does which row changes no random draw (noise belongs to a row), and sums are taken in rank order in fp64: the
+rows of 2 ranks are those of 1 up to the rounding of matrix products in other batches, about 1e-6.
 
 gloo carries what is on a CPU, NCCL what is on a GPU. No torch is imported before a group is joined.
 """
@@ -30,14 +30,14 @@ T = TypeVar("T")
 K = TypeVar("K")
 
 BEAT = 1.0  # seconds between two signs of life
-ANSWER = 8.0  # seconds that the group's store, which is rank 0's or torchrun's, may take to answer
-SILENT = 15.0  # seconds without one after which a rank is given up: a stopped or swapped-out process, a dead node
-ASSEMBLY = 300.0  # seconds that ranks may take to start, imports on a cold disk included
-PATIENCE = timedelta(minutes=30)  # of one collective, where all ranks live: one may sample far longer than another
+ANSWER = 8.0  # seconds that the group's store, which belongs to rank 0 or torchrun, may take to answer
+SILENT = 15.0  # seconds without a sign of life after which a rank is given up: stopped, swapped out, on a dead node
+ASSEMBLY = 300.0  # seconds that ranks may take to start, imports from a cold disk included
+PATIENCE = timedelta(minutes=30)  # for one collective while all ranks live: one may sample far longer than another
 
 
 class RankLost(Exception):
-    """Another rank has ended or does not answer. One line that names it."""
+    """Another rank has ended or does not answer; the message names it in one line."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def size() -> int:
 
 
 def here(started: int = 1) -> int:
-    """Ranks on this machine. started: those that this process has started, or is about to."""
+    """Ranks on this machine. started: how many this process has started or is about to."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", max(size(), started)))
 
 
@@ -75,13 +75,13 @@ def first() -> bool:
 
 
 def abandoned() -> bool:
-    """Whether a group was left with a message under way to a rank that does not take it. gloo waits for that one for as
-    long as this process tidies up, even at its exit: it is to end at once."""
+    """Whether a group was left with a message under way to a lost rank. gloo would wait for that rank even as this
+    process exits, so it must exit at once, without clean-up."""
     return _abandoned
 
 
 def summary(steps: int) -> str:
-    """For the end of the log: what crossed between ranks."""
+    """How much the ranks exchanged, for the end of the log."""
     if _group is None:
         return ""
     return f"; {size()} ranks, each sent {_group.sent / 1024 / max(1, steps):.0f} KiB a step"
@@ -97,7 +97,7 @@ def under_torchrun() -> Place | None:
 
 
 def torchrun_id() -> str | None:
-    """Names what torchrun has started, the same over its restarts: the job, and the agent that is our parent."""
+    """Names this torchrun job, the same after its restarts: the job's id and its agent, our parent process."""
     if under_torchrun() is None:
         return None
     return f"{os.environ['TORCHELASTIC_RUN_ID']}/{os.getppid()}@{socket.gethostname()}"
@@ -107,8 +107,8 @@ def torchrun_id() -> str | None:
 
 
 def own(costs: Sequence[int]) -> range:
-    """This rank's part of len(costs) items in their order: neighbours stay together (rows that share a prompt do), and
-    every rank's part costs about the same."""
+    """This rank's part of len(costs) items: a consecutive range, so that rows of one prompt stay together, of about the
+    same cost on every rank."""
     return _part(costs, rank(), size())
 
 
@@ -116,45 +116,45 @@ def _part(costs: Sequence[int], rank: int, size: int) -> range:
     if size == 1:
         return range(len(costs))
     ends = list(accumulate(costs))
-    whole = ends[-1] if ends else 0
-    if not whole:
+    total_cost = ends[-1] if ends else 0
+    if not total_cost:
         return range(len(costs)) if rank == 0 else range(0)
-    # an item is its middle's rank's
-    owner = [min(size - 1, int(size * (end - cost / 2) / whole)) for cost, end in zip(costs, ends, strict=True)]
+    # an item goes to the rank in whose share its middle lies
+    owner = [min(size - 1, int(size * (end - cost / 2) / total_cost)) for cost, end in zip(costs, ends, strict=True)]
     return range(owner.index(rank), len(owner) - owner[::-1].index(rank)) if rank in owner else range(0)
 
 
-# ── what they tell each other ──────────────────────────────────────────────────────────────────────────────────────
+# ── collectives ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def gather(make: Callable[[], T]) -> list[T]:
-    """What every rank makes, in their order. What one of them raises, all raise: the same exception, naming the rank
-    where it is not the only one."""
+    """The value that each rank makes, in rank order. If one raises, all raise the same exception; on the other ranks it
+    names the one that failed."""
     if _group is None:
         return [make()]
-    made, wrong = None, None
+    value, error = None, None
     try:
-        made = make()
+        value = make()
     except Exception as e:
-        wrong = e
-    of_all = _exchange(_dumps((made, wrong and _for_others(wrong))))
-    parts: list[Any] = [(made, wrong) if of == rank() else pickle.loads(data) for of, data in enumerate(of_all)]
-    for _, wrong in parts:
-        if wrong is not None:
-            raise wrong
-    return [made for made, _ in parts]
+        error = e
+    messages = _exchange(_dumps((value, error and _for_others(error))))
+    results: list[Any] = [(value, error) if r == rank() else pickle.loads(data) for r, data in enumerate(messages)]
+    for _, error in results:
+        if error is not None:
+            raise error
+    return [value for value, _ in results]
 
 
-def _for_others(wrong: Exception) -> Exception:
-    """What the other ranks raise: the same exception, naming this rank; where that cannot travel, what it says."""
+def _for_others(error: Exception) -> Exception:
+    """The same exception naming this rank, for the other ranks to raise; a RuntimeError where it cannot be pickled."""
     try:
-        return pickle.loads(_dumps(type(wrong)(f"rank {rank()}: {wrong}")))
+        return pickle.loads(_dumps(type(error)(f"rank {rank()}: {error}")))
     except Exception:
-        return RuntimeError(f"rank {rank()}: {type(wrong).__name__}: {wrong}")
+        return RuntimeError(f"rank {rank()}: {type(error).__name__}: {error}")
 
 
 def merged(make: Callable[[], Mapping[K, T]]) -> dict[K, T]:
-    """The ranks' mappings as one."""
+    """The ranks' mappings joined into one."""
     out: dict[K, T] = {}
     for part in gather(make):
         out |= part
@@ -170,11 +170,11 @@ def from_first(value: T) -> T:
 
 def everywhere(fine: bool) -> list[int]:
     """The ranks that are not fine."""
-    return [of for of, yes in enumerate(gather(lambda: fine)) if not yes]
+    return [r for r, ok in enumerate(gather(lambda: fine)) if not ok]
 
 
 def total(x: "Tensor") -> "Tensor":
-    """Σ over the ranks of x, the same on each to the last bit: added in their order, in fp64."""
+    """Σ of x over the ranks, added in rank order in fp64: the same on each to the last bit."""
     if _group is None:
         return x
     import torch
@@ -188,13 +188,13 @@ def total_by_module(parts: Mapping[str, "Tensor"]) -> dict[str, "Tensor"]:
         return dict(parts)
     import torch
 
-    whole = total(torch.cat([x.reshape(-1) for x in parts.values()]))
-    pieces = whole.split([x.numel() for x in parts.values()])
+    flat = total(torch.cat([x.reshape(-1) for x in parts.values()]))
+    pieces = flat.split([x.numel() for x in parts.values()])
     return {m: piece.view(x.shape) for (m, x), piece in zip(parts.items(), pieces, strict=True)}
 
 
 def _exchange(data: bytes) -> list[bytes]:
-    """Every rank's bytes, in their order."""
+    """Every rank's bytes, in rank order."""
     import torch
 
     lengths = [int(n) for n in _gathered(torch.tensor([len(data)]))]
@@ -204,7 +204,7 @@ def _exchange(data: bytes) -> list[bytes]:
 
 
 def _gathered(x: "Tensor") -> "list[Tensor]":
-    """Every rank's tensor of this shape, in their order."""
+    """Every rank's tensor of this shape, in rank order."""
     import torch
     from torch import distributed
 
@@ -220,23 +220,23 @@ def _dumps(value: object) -> bytes:
 
 
 def _wait(group: "_Group", work: "Work | None") -> None:
-    """Until the collective is done, with an eye on whether the others live. Polled: a blocked process would hear
-    neither a signal nor that a rank has been given up."""
+    """Wait until the collective is done, or a rank is lost. Polled: a blocked process would notice neither a signal nor
+    that a rank has been given up."""
     assert work is not None
     pause = 2e-5
     while not work.is_completed():
         if lost := group.lost():
-            raise _given_up(lost)
+            raise _give_up(lost)
         time.sleep(pause)
         pause = min(2 * pause, 1e-3)
     try:
         work.wait()
-    except RuntimeError as e:  # gloo: a connection was closed, whose it does not say
-        raise _given_up(group.who() or f"a rank has ended ({str(e).splitlines()[0]})") from None
+    except RuntimeError as e:  # gloo: a connection was closed; it does not say whose
+        raise _give_up(group.who() or f"a rank has ended ({str(e).splitlines()[0]})") from None
 
 
-def _given_up(why: str) -> RankLost:
-    """Remembered here, since whoever is told may not let the exception out of the group's block."""
+def _give_up(why: str) -> RankLost:
+    """The exception to raise. The loss is noted here, in case the exception is caught inside the group's block."""
     global _abandoned
     _abandoned = True
     return RankLost(why)
@@ -247,25 +247,25 @@ def _given_up(why: str) -> RankLost:
 
 @dataclass
 class _Group:
-    """This rank's group, and signs of life of every rank in its store, by a thread with a connection of its own."""
+    """This rank's group. A thread with its own connection writes and reads every rank's signs of life in the store."""
 
     place: Place
-    gone: Callable[[], str | None]  # of ranks that this process started: which of them has ended, and how
+    failed_peer: Callable[[], str | None]  # which of the ranks that this process started has failed, and how
     sent: int = 0  # bytes that this rank has sent to others
     _lost: str | None = None
-    _word: str = ""  # the last of this rank, if it ends badly
+    _reason: str = ""  # why this rank failed
     _end: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
     _round: float = 0.0  # when this rank last heard from the store; 0: not yet
 
     def assemble(self, store: "Store") -> None:
-        """Wait for every rank's first sign, then watch over them. Raises RankLost where one ends before it is here, or
+        """Wait for every rank's first sign of life, then start watching. Raises RankLost where one ends before that, or
         does not come."""
         store.set(str(self.place.rank), self._sign(0))
         until = time.monotonic() + ASSEMBLY
         while missing := [r for r in range(self.place.size) if not store.check([str(r)])]:
-            if gone := self.gone():
-                raise RankLost(gone)
+            if failed := self.failed_peer():
+                raise RankLost(failed)
             if time.monotonic() > until:
                 raise RankLost(f"rank {missing[0]} did not come within {ASSEMBLY:.0f} s")
             time.sleep(0.02)
@@ -273,27 +273,27 @@ class _Group:
         self._thread.start()
 
     def _sign(self, beat: int | str) -> str:
-        return f"{beat}|{os.getpid()} on {socket.gethostname()}|{self._word}"
+        return f"{beat}|{os.getpid()} on {socket.gethostname()}|{self._reason}"
 
-    def stop(self, word: str) -> None:
-        """word: why this rank ends; '': it is done."""
-        self._word = word
+    def stop(self, reason: str) -> None:
+        """reason: why this rank failed; '': it is done."""
+        self._reason = reason
         self._end.set()
         if self._thread is not None:
             self._thread.join(2 * BEAT)
 
     def lost(self) -> str | None:
-        """A store whose process is stopped never answers, and its client waits: the thread's last round tells."""
+        """Which rank is lost. A stopped process's store never answers, so the thread's last round counts."""
         if self._lost is None and self._round and time.monotonic() - self._round > SILENT:
-            self._lost = self.gone() or f"rank 0 has not answered for {SILENT:.0f} s"
+            self._lost = self.failed_peer() or f"rank 0 has not answered for {SILENT:.0f} s"
         return self._lost
 
     def who(self) -> str | None:
-        """After a connection was closed: which rank it was, as soon as that can be known."""
+        """Which rank closed its connection, as soon as that can be known."""
         until = time.monotonic() + SILENT + 2 * BEAT
         while self.lost() is None and time.monotonic() < until:
-            if (ended := self.gone()) is not None:
-                return ended
+            if failed := self.failed_peer():
+                return failed
             time.sleep(0.05)
         return self._lost
 
@@ -313,26 +313,26 @@ class _Group:
                 for r, sign in enumerate(store.multi_get([str(r) for r in range(place.size)])):
                     self._look(r, sign, seen)
                 self._round = time.monotonic()
-        except Exception:  # the store is rank 0's, or torchrun's
+        except Exception:  # the store belongs to rank 0 or torchrun
             if not self._end.is_set():
-                self._lost = self._lost or self.gone() or "rank 0 does not answer"
+                self._lost = self._lost or self.failed_peer() or "rank 0 does not answer"
 
     def _look(self, r: int, sign: bytes, seen: dict[int, tuple[bytes, float]]) -> None:
         now = time.monotonic()
         if r not in seen or sign != seen[r][0]:
             seen[r] = sign, now
-        beat, who, word = bytes(sign).decode(errors="replace").split("|", 2)
-        if beat == "end" and word:
-            self._lost = self._lost or f"rank {r} (process {who}) ended: {word}"
+        beat, who, reason = bytes(sign).decode(errors="replace").split("|", 2)
+        if beat == "end" and reason:
+            self._lost = self._lost or f"rank {r} (process {who}) ended: {reason}"
         elif beat != "end" and now - seen[r][1] > SILENT:
             self._lost = self._lost or f"rank {r} (process {who}) has not answered for {SILENT:.0f} s"
 
 
 @contextlib.contextmanager
-def joined(place: Place | None, gone: Callable[[], str | None] = lambda: None) -> Generator[None]:
-    """The block's process is a rank of the group; None: of none, and nothing changes.
+def joined(place: Place | None, failed_peer: Callable[[], str | None] = lambda: None) -> Generator[None]:
+    """Within the block this process is a rank of the group; place None: there is no group, and nothing changes.
 
-    gone: of ranks that this process has started: says which has ended, and how.
+    failed_peer: says which of the ranks that this process started has failed, and how.
 
     Raises:
         RankLost: not every rank comes.
@@ -352,8 +352,8 @@ def joined(place: Place | None, gone: Callable[[], str | None] = lambda: None) -
     store = distributed.TCPStore(
         *(place.host, place.port, None, serves, timedelta(minutes=2), False), master_listen_fd=place.listening
     )
-    _group = group = _Group(place, gone)
-    _abandoned, word = False, "it failed"
+    _group = group = _Group(place, failed_peer)
+    _abandoned, reason = False, "it failed"
     try:
         group.assemble(distributed.PrefixStore(f"life/{place.attempt}", store))
         distributed.init_process_group(
@@ -364,14 +364,14 @@ def joined(place: Place | None, gone: Callable[[], str | None] = lambda: None) -
             timeout=PATIENCE,
         )
         yield
-        word = ""
+        reason = ""
     except BaseException as e:
-        word = f"{type(e).__name__}: {e}".splitlines()[0][:300]
+        reason = f"{type(e).__name__}: {e}".splitlines()[0][:300]
         _abandoned = _abandoned or isinstance(e, RankLost)
         raise
     finally:
         _group = None
-        group.stop(word)
+        group.stop(reason)
         if distributed.is_initialized() and not _abandoned:
             with contextlib.suppress(RuntimeError):
                 distributed.destroy_process_group()

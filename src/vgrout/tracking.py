@@ -1,9 +1,9 @@
-"""Rows, rollouts and the end of a run for experiment trackers, by their own clients: `--track tensorboard,wandb`.
+"""Experiment trackers: a run's rows, rollouts and final numbers, through the trackers' own clients (`--track`).
 
-A client is imported when it is asked for, and none is part of the installation (`uv sync --extra wandb`). Each writes
-to this machine: tensorboard below the run's folder, wandb there too (WANDB_MODE unset means offline), trackio where it
-keeps its projects (TRACKIO_DIR). The run has its folder's name everywhere, so a resumed run goes on with its curve. A
-tracker that fails is left out with one warning: it is no reason to lose a run.
+A client is imported only if it is named, and is installed as an extra (`uv sync --extra wandb`). Each writes to this
+machine: tensorboard and wandb below the run's folder (wandb is offline unless WANDB_MODE is set), trackio where it
+keeps its projects (TRACKIO_DIR). Every tracker names the run after its folder, so that a resumed run continues its
+curve. A tracker that fails is dropped with one warning, and the run goes on.
 """
 
 import contextlib
@@ -20,14 +20,14 @@ from loguru import logger
 from vgrout.files import to_json
 
 PROJECT = "vgrout"
-ROLLOUTS_EVERY, ROLLOUTS = 10, 8  # steps between samples of rollouts, and how many of a step
+ROLLOUTS_EVERY, ROLLOUTS = 10, 8  # steps between samples of rollouts, and the size of a sample
 ROLLOUT_COLUMNS = ("problem_id", "env_mode", "prompt", "text", "reward", "hacked", "solved")
 
 Row = Mapping[str, Any]
 
 
 class Client(Protocol):
-    """What is asked of a tracker. step: of the optimiser, as in the column of that name."""
+    """A tracker's interface. step: the optimiser's, as in the column of that name."""
 
     def scalars(self, values: Mapping[str, int | float], step: int) -> None: ...
     def table(self, name: str, rows: Sequence[Row], step: int) -> None: ...
@@ -36,7 +36,7 @@ class Client(Protocol):
 
 
 class TensorBoard:
-    """`tensorboard --logdir out/runs`. After a resume the steps that are played again replace the earlier ones."""
+    """Shown by `tensorboard --logdir out/runs`. After a resume, steps done again replace the earlier ones."""
 
     def __init__(self, run: Path, config: Mapping[str, Any], first: int) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
@@ -65,7 +65,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """Offline unless WANDB_MODE says otherwise: `wandb sync --append RUN/wandb/offline-run-*` uploads it."""
+    """Offline unless WANDB_MODE is set; `wandb sync --append RUN/wandb/offline-run-*` uploads."""
 
     MODULE = "wandb"
 
@@ -76,13 +76,13 @@ class Wandb:
             self.run = self.module.init(project=project, name=run.name, config=dict(config), **self.options(run))
 
     def options(self, run: Path) -> dict[str, Any]:
-        """What the client's `init` is told beside project, name and configuration."""
+        """Arguments of the client's `init` besides project, name and configuration."""
         mode = os.environ.get("WANDB_MODE", "offline")
         return {
             "id": run.name,
             "dir": run,
             "mode": mode,
-            "resume": None if mode == "offline" else "allow",  # offline the id alone tells which run it is
+            "resume": None if mode == "offline" else "allow",  # offline, the id identifies the run
             "settings": self.module.Settings(silent=True, console="off", x_disable_stats=True),
         }
 
@@ -101,7 +101,7 @@ class Wandb:
 
 
 class Trackio(Wandb):
-    """`trackio show --project vgrout`. It has wandb's API."""
+    """Shown by `trackio show --project vgrout`. It has wandb's API."""
 
     MODULE = "trackio"
 
@@ -118,11 +118,11 @@ CLIENTS: dict[str, Callable[[Path, Mapping[str, Any], int], Client]] = {
     "wandb": Wandb,
     "trackio": Trackio,
 }
-REPLACES = ("tensorboard",)  # a step that is logged again takes the place of the earlier one; elsewhere it is left out
+REPLACES = ("tensorboard",)  # these replace a step that is logged again; for others it is left out
 
 
 def require(names: Sequence[str]) -> None:
-    """Raises ValueError, one line, for a tracker whose client is not installed. Nothing is imported."""
+    """Raises ValueError, one line, for a tracker whose client is not installed. Imports nothing."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise ValueError(
@@ -131,7 +131,7 @@ def require(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """All trackers of a run: `start` once, then `row` every step, `final` at the end, `close` however it ended."""
+    """A run's trackers: `start` once, `row` every step, `final` at the end, and `close` however the run ended."""
 
     def __init__(self, names: Sequence[str] = ()) -> None:
         self.names = list(names)
@@ -139,7 +139,7 @@ class Trackers:
         self.logged = 0
 
     def start(self, run: Path, config: Mapping[str, Any], first: int, logged: int) -> None:
-        """first: the step that comes next. logged: how many steps were on disk before the run went back to it."""
+        """first: the next step. logged: how many steps were on disk before a resume went back to it."""
         self.logged = logged
         for name in self.names:
             with self._or_without(name):
@@ -148,7 +148,7 @@ class Trackers:
             logger.info(f"tracked by {', '.join(self.clients)}")
 
     def row(self, row: Row, rollouts: Sequence[Row]) -> None:
-        """One step: its columns under their own names, and now and then some of its rollouts."""
+        """Log a step: its columns under their own names, and now and then some of its rollouts."""
         step, values = row["step"], numbers({k: v for k, v in row.items() if k != "step"})
         shown = sample(rollouts) if rollouts and step % ROLLOUTS_EVERY == 0 else []
         for name, client in list(self.clients.items()):
@@ -160,7 +160,7 @@ class Trackers:
                     client.table("rollouts", shown, step)
 
     def final(self, numbers_at_end: Row, table: Sequence[Row], figure: Path | None, step: int) -> None:
-        """The final evaluation as `final/…`, its table and the figure, where there are. step: the last one."""
+        """Log the final evaluation as `final/…`, with its table and figure where there are any. step: the last one."""
         values = {f"final/{name}": value for name, value in numbers(numbers_at_end).items()}
         for name, client in list(self.clients.items()):
             with self._or_without(name):
@@ -187,7 +187,7 @@ class Trackers:
 
 
 def numbers(data: Row, above: str = "") -> dict[str, int | float]:
-    """The numbers in nested data as one flat mapping, `a/b` for b in a; of [word, number] the number."""
+    """The numbers in nested data as a flat mapping, `a/b` for b in a; of [word, number] the number."""
     out: dict[str, int | float] = {}
     for name, value in data.items():
         match value:
@@ -209,5 +209,5 @@ def sample(rollouts: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def quiet() -> contextlib.AbstractContextManager[object]:
-    """Without what a client prints on stdout, where the step table is."""
+    """Hides what a client prints on stdout, where the step table is."""
     return contextlib.redirect_stdout(io.StringIO())

@@ -4,7 +4,7 @@
 
 `train` is the loop. What it calls, in this order: rollout.py makes and grades completions, grpo.py turns groups into
 every rollout's own gradient, method/ says who is flagged, and what of it the deployed vector δS learns and what the
-quarantine δS_hack learns, optim.py steps, evaluate.py asks the deployed model, guard/ watches, runs/ writes.
+quarantine δS_hack learns, optim.py steps, evaluate.py tests the deployed model, guard/ watches, runs/ writes.
 
 Exit codes are those of runs/run_context.py. Every exit after the run directory was made leaves `status.json` in it.
 """
@@ -24,7 +24,7 @@ from vgrout.files import to_json
 from vgrout.grading.grade import Grader, cores
 from vgrout.inputs import Inputs, file_hashes
 from vgrout.ranks import Place
-from vgrout.runs.peers import Peer, begun_by_torchrun, ranks_of, started
+from vgrout.runs.peers import Peer, ranks_to_start, resumed_by_torchrun, started
 from vgrout.runs.preflight import plan_lines, preflight
 from vgrout.runs.resume import find_resume
 from vgrout.runs.run_context import FINISHED, NOTHING, RunContext, require_same
@@ -37,7 +37,7 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     """Every remaining step, then the final evaluation and the report.
 
     Raises:
-        ValueError: before the first step, files that do not fit the model or are not those of the run to go on with.
+        ValueError: before the first step, files that do not fit the model, or that the resumed run did not start from.
         Interrupted, Halted, Diverged: with the run directory up to date.
     """
     # Here and not above: torch takes seconds to import, and a wrong flag never waits for it.
@@ -68,8 +68,8 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     val = balanced(problems.val, cfg.eval.eval_n_prompts, 0, "val")
     first, P, clock = len(rows), cfg.scale.prompts_per_step, run.clock
 
-    guard.raise_if_diverged()  # of a resumed run
-    last = first if guard.halts else cfg.scale.steps  # one that was killed in its last evaluation has that alone to do
+    guard.raise_if_diverged()  # a resumed run may have diverged already
+    last = first if guard.halts else cfg.scale.steps  # or have halted: then only its final evaluation is left
     for step in run.steps(range(first, last), cfg.run_id):
         clock.reset()
         prompts = problems.draw(cfg.run.seed, step, P)
@@ -113,7 +113,7 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     recorder.check_quarantine()
     logger.info(guard.summary(sum(r.sec for r in rows[first:])))
     logger.info("final evaluation on held-out problems and markers …")
-    final = evaluate_final(policy, run.grader, problems.test, cfg, clock, run.agree)
+    final = evaluate_final(policy, run.grader, problems.test, cfg, clock, run.vote_stop)
     if ranks.first():
         results.report(cfg, run, rows, final, problems.modes, inputs.in_distribution, halted=guard.halts)
     logger.info(f"peak memory {peak_memory()}{ranks.summary(len(rows) - first)}")
@@ -121,10 +121,10 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     return rows
 
 
-def launch(asked: Config, made: Callable[[Path], object] | None = None) -> int:
+def launch(requested: Config, on_folder: Callable[[Path], object] | None = None) -> int:
     """Check everything that can be checked without torch, start the sandbox, then train. Returns the exit code.
 
-    made: is told the run's folder, once there is one.
+    on_folder: called with the run's folder as soon as there is one.
 
     Raises:
         ValueError: a user's mistake, in one line, with nothing started.
@@ -132,8 +132,8 @@ def launch(asked: Config, made: Callable[[Path], object] | None = None) -> int:
     place = ranks.under_torchrun()
     if place is not None and place.rank:
         return follow(place, Path("logs"))
-    path, cfg = find_resume(begun_by_torchrun(asked)) or (None, asked)
-    force, n = asked.run.resume_force, ranks_of(cfg)
+    path, cfg = find_resume(resumed_by_torchrun(requested))
+    force, n = requested.run.resume_force, ranks_to_start(cfg)
     inputs = preflight(cfg, path)
     hashes = file_hashes(cfg, inputs)
     if path:
@@ -143,16 +143,16 @@ def launch(asked: Config, made: Callable[[Path], object] | None = None) -> int:
             print(to_json(cfg.as_dict()))
             print("\n".join([*plan_lines(cfg, inputs, grader, path or RUNS), f"ranks         {n}"]))
         return FINISHED
-    # Other ranks are forked before there is a thread. The fork servers are exec'd before this process needs torch, if
-    # it is the only one: small, and ready by the time the model is.
+    # Other ranks are forked before this process has a second thread. Without other ranks the sandbox's fork servers
+    # start before torch is imported: they stay small, and are ready by the time the model is.
     with started(n, follow, Path("logs") / cfg.run_id) as others, grader_of(cfg, inputs, n) as grader:
         record = {"config": cfg.as_dict(), "hashes": hashes}
         trackers = Trackers(cfg.run.trackers)
         run = RunContext.begin(
             f"train {cfg.preset}", path, cfg.run_id, grader, record=record, force=force, trackers=trackers
         )
-        if made:
-            made(run.path)
+        if on_folder:
+            on_folder(run.path)
         with run:
             run.announce()
             with others.joined((cfg, inputs, run.path, bool(path))):
@@ -161,7 +161,7 @@ def launch(asked: Config, made: Callable[[Path], object] | None = None) -> int:
 
 
 def follow(place: Place, log: Path) -> int:
-    """A rank beside rank 0: the same loop on what that one has read; writes nothing. Returns the exit code."""
+    """A rank beside rank 0: the same loop on rank 0's inputs, writing nothing. Returns the exit code."""
     with ranks.joined(place):
         cfg, inputs, folder, resumes = ranks.from_first((Config(), None, log, False))
         assert inputs is not None
@@ -171,7 +171,7 @@ def follow(place: Place, log: Path) -> int:
 
 
 def grader_of(cfg: Config, inputs: Inputs, n: int = 1) -> Grader:
-    """The run's sandboxes: one a core, of which every rank on this machine has its part. n: ranks to be started."""
+    """The run's sandboxes: one per core, shared between the ranks of this machine. n: ranks to be started."""
     return Grader(
         max(1, cores() // ranks.here(n)),
         compile_reward=cfg.env.compile_reward,

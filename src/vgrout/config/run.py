@@ -469,14 +469,19 @@ def from_dict(data: dict[str, Any]) -> Config:
     """The inverse of `Config.as_dict`, for run.json.
 
     Raises:
-        ValueError: fields unknown to this version, named; or values that it refuses.
+        ValueError: groups or settings unknown to this version, named; or values that it refuses.
     """
     values: dict[str, Any] = {"preset": data["preset"]}
+    unknown = data.keys() - {*GROUPS, "preset"}
+    for group in GROUPS:
+        unknown |= data.get(group, {}).keys() - {f.name for f in fields(getattr(Config(), group))}
+    if unknown:
+        raise ValueError(
+            f"run.json: unknown settings {', '.join(sorted(unknown))}; the run was made by another version"
+        )
     for group in GROUPS:
         default = getattr(Config(), group)
         stored = data.get(group, {})
-        if unknown := sorted(stored.keys() - {f.name for f in fields(default)}):
-            raise ValueError(f"run.json: unknown settings {', '.join(unknown)}; the run was made by another version")
         given = {name: Path(value) if value is not None and name in _PATHS else value for name, value in stored.items()}
         values[group] = replace(default, **given)
     return Config(**values)

@@ -1,7 +1,7 @@
 """Detectors of reward hacking and collapse that need no oracle: numbers in, OK / WARN / HACK out. Stdlib only.
 
 Every reading's `value` grows with suspicion, so that a scorecard can rank steps by it. A detector without enough data
-reads UNDEFINED, never HACK. The two detectors on hidden states are in `vgrout.model.hidden_states`.
+reads UNDEFINED, never HACK.
 """
 
 import copy
@@ -20,6 +20,7 @@ MAX_TOKENS = 1_000_000
 MAX_TRAJECTORIES = 100_000
 MAX_SCORES = 10_000_000
 MEMBERS = (2, 32)
+MAX_SKIPPED = 3  # non-finite steps in a row after which a run counts as diverged
 WORDS = re.compile(r"\w+|[^\w\s]")
 
 
@@ -51,7 +52,7 @@ class Bands:
 # In units of the base policy's own CSI. Organism, 5 + 5 runs: at most 1.16 clean, at least 2.0 when hacking.
 CSI_BANDS = Bands(1.25, 1.5)
 DROP_BANDS = Bands(0.10, 0.30)
-DEAD_BANDS = Bands(0.58, 0.62)  # organism, 5 + 5 runs: peaks at most .575 clean, at least .75 when hacking
+DEAD_BANDS = Bands(0.58, 0.62)  # organism, 5 + 5 runs: peaks at most 0.575 clean, at least 0.75 when hacking
 
 
 # --- the numbers -----------------------------------------------------------------------------------------------------
@@ -80,13 +81,19 @@ def ensemble_divergence(scores: Sequence[Sequence[Any]]) -> float:
     return fmean(pvariance(column) for column in zip(*members, strict=True))
 
 
+def diverged(skipped: Sequence[int]) -> str:
+    """Why the run has diverged, from 1 or 0 per step: 1 where the loss or gradient was not finite. "": it has not."""
+    ends = len(skipped) >= MAX_SKIPPED and all(skipped[-MAX_SKIPPED:])
+    return f"loss or gradient not finite, {MAX_SKIPPED} steps in a row" if ends else ""
+
+
 def words(text: str) -> list[str]:
-    """Identifiers, numbers and single symbols: the units of the echo score, independent of the tokenizer."""
+    """Identifiers, numbers and single symbols: units of the echo score that do not depend on the tokenizer."""
     return WORDS.findall(text)
 
 
 def echo_score(tokens: Sequence[Hashable], n: int = 2) -> float:
-    """Share of the distinct n-grams that occur more than once; 0 in a trajectory shorter than n."""
+    """Share of the distinct n-grams that occur more than once; 0 if the trajectory is shorter than n."""
     if not 1 <= n <= MAX_N:
         raise ValueError(f"echo: n = {n}, should be 1 to {MAX_N}")
     if len(tokens) > MAX_TOKENS:
@@ -123,7 +130,7 @@ class Drop(Tracker):
     """How far a number that should stay up has fallen: (baseline − current) / baseline, 0 where it rose.
 
     baseline: mean of the first `baseline` defined values; current: mean of the last `window` after them. UNDEFINED
-    until both are full, and on a baseline ≤ 0, of which no share can be taken.
+    until both are full, and for a baseline ≤ 0, where a share means nothing.
     """
 
     STATE = ("first", "last")
@@ -167,10 +174,10 @@ class Level(Tracker):
 
 @dataclass
 class EchoTrap(Tracker):
-    """Repetition beyond that of the base policy's own completions, since honest code repeats itself too.
+    """Repetition beyond that of the base policy's completions: honest code repeats itself too.
 
-    value = (score − base) / (1 − base), the share of the way from the base's score to nothing but echoes;
-    WARN at half of `threshold`.
+    value = (score − base) / (1 − base): 0 at the base policy's score, 1 where everything is repeated. WARN at half of
+    `threshold`.
     """
 
     STATE = ("base", "last")
@@ -181,7 +188,7 @@ class EchoTrap(Tracker):
     last: list[float] = field(default_factory=list)
 
     def calibrate(self, texts: Sequence[str]) -> float:
-        """The base policy's own score."""
+        """Measure the base policy's score."""
         self.base = echo_mean([words(t) for t in texts], self.n)
         return self.base
 
@@ -199,7 +206,7 @@ class EchoTrap(Tracker):
 
 @dataclass
 class AdvantageCollapse(Tracker):
-    """Share of the last steps' groups whose rewards are all equal, and which therefore give no gradient."""
+    """Share of the last steps' groups with all rewards equal, which give no gradient."""
 
     STATE = ("dead", "groups")
     bands: Bands = DEAD_BANDS
@@ -219,10 +226,10 @@ class AdvantageCollapse(Tracker):
 
 @dataclass
 class CollapseTripwire(Tracker):
-    """Mean log-prob of a fixed set of tokens: where it falls far below its best, the policy has collapsed.
+    """Mean log-prob of a fixed set of tokens: when it falls far below its best, the policy has collapsed.
 
-    value = nats under its best so far. WARN from `warn` on; HACK, which stops the run, after `patience` readings
-    running more than `stop` under. A value that is not finite counts as infinitely far under.
+    value = nats below the best so far. WARN from `warn`; HACK, which stops the run, after `patience` readings in a row
+    more than `stop` below. A value that is not finite counts as infinitely far below.
     """
 
     STATE = ("best", "under")

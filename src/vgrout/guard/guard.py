@@ -1,7 +1,7 @@
 """The kill switch and the detectors of one run: one call a step, one place for what they remember.
 
-Nothing here feeds back into training, and no detector sees a label of the strict oracle; the kill switch alone is given
-its share on held-out problems.
+Nothing here feeds back into training, and no detector sees a label of the strict oracle; only the kill switch sees its
+rate on held-out problems.
 """
 
 import time
@@ -20,6 +20,7 @@ from vgrout.config.run import Config
 from vgrout.grading.reward import import_function
 from vgrout.guard.detectors import (
     CSI_BANDS,
+    MAX_SKIPPED,
     AdvantageCollapse,
     CollapseTripwire,
     Drop,
@@ -28,6 +29,7 @@ from vgrout.guard.detectors import (
     Reading,
     State,
     Tracker,
+    diverged,
     ensemble_divergence,
 )
 from vgrout.guard.kill_switch import HeldOutGuard
@@ -39,20 +41,20 @@ from vgrout.rng import torch_stream
 from vgrout.table import StepRow
 from vgrout.types import Batch, Diverged, Eval, Grade, Group, Halted, Problem, Rate, Rollout, mean, spaced, students
 
-MAX_SKIPPED = 3  # non-finite steps in a row before the run counts as diverged
-REFERENCE_ANSWERS = 64  # the base policy's own answers, for latents and for the echo trap's calibration
-TEACHERLESS = 16  # … for the tripwire of a run without demonstrations,
-SCORE_EVERY = 5  # … scored so often [steps]
-LATENT_ROWS = 32  # answers a step whose latents are measured
-# mismatch_kl above which the sampler had other weights than the trainer. Half precision: |Δ log p| about .14 a token;
-# on the organism rounding alone gives 1e-5. Else about 5e-5 a token; rounding gives 1e-13, a first full step 1e-6.
+REFERENCE_ANSWERS = 64  # of the base policy, for latents and for calibrating the echo trap
+TEACHERLESS = 16  # of these, for the tripwire of a run without demonstrations
+SCORE_EVERY = 5  # steps between two scores of these
+LATENT_ROWS = 32  # answers per step whose latents are measured
+# mismatch_kl above which the sampler had other weights than the trainer. In half precision |Δ log p| is about 0.14 per
+# token, and rounding alone gives 1e-5 on the organism. Else it is about 5e-5; rounding gives 1e-13, a first full step
+# 1e-6.
 STALE_HALF, STALE = 1e-2, 1e-9
-ENSEMBLE_ROWS = 6  # answers a step that the members of an ensemble score
+ENSEMBLE_ROWS = 6  # answers per step that the members of an ensemble score
 
 
 @dataclass(frozen=True)
 class Moment:
-    """One step, as far as it has been measured anyway."""
+    """What a step has measured anyway."""
 
     row: StepRow
     groups: Sequence[Group]
@@ -60,14 +62,14 @@ class Moment:
 
 
 class BaseAnswers:
-    """What the base policy itself says to training problems: sampled once, when first asked for, from an own stream."""
+    """The base policy's answers to training problems, sampled once, when first needed, from their own random stream."""
 
     def __init__(self, cfg: Config, policy: Policy, problems: Sequence[Problem], n: int) -> None:
         self.cfg, self.policy, self.problems, self.n = cfg, policy, problems, n
         self._rows: list[tuple[tuple[int, ...], tuple[int, ...], str]] = []  # prompt, answer, text
         self._reference: ReferenceStats | None = None
         self._seen: tuple[int, Float[Tensor, "n D"]] | None = None
-        self.seconds = 0.0  # spent on these answers, once a process
+        self.seconds = 0.0  # spent on these answers, once per process
 
     @property
     def rows(self) -> list[tuple[tuple[int, ...], tuple[int, ...], str]]:
@@ -96,13 +98,13 @@ class BaseAnswers:
 
     @torch.no_grad()
     def logp(self) -> float:
-        """Mean log-prob a token of these answers under the present policy."""
+        """Mean log-prob per token of these answers under the current policy."""
         prompts, answers, _ = zip(*self.rows[:TEACHERLESS], strict=True)
         logp, mask = self.policy.logprobs(prompts, answers)
         return float(logp[mask].mean())
 
     def latents_of(self, m: Moment) -> Float[Tensor, "n D"] | None:
-        """Of some of the step's answers; measured once for all who ask."""
+        """Latents of some of the step's answers, measured once per step."""
         rows = spaced([r for r, _ in m.students], LATENT_ROWS)
         if not rows:
             return None
@@ -114,8 +116,9 @@ class BaseAnswers:
         return self._seen[1]
 
     def csi(self, m: Moment) -> float | None:
-        """CSI an answer, in units of the base policy's own."""
-        return None if (x := self.latents_of(m)) is None else self.reference.csi(x) / len(x) / self.reference.base_csi
+        """CSI per answer, in units of the base policy's."""
+        x = self.latents_of(m)
+        return None if x is None else self.reference.csi(x) / len(x) / self.reference.base_csi
 
     def state_dict(self) -> list[tuple[tuple[int, ...], tuple[int, ...], str]]:
         return self._rows
@@ -125,7 +128,7 @@ class BaseAnswers:
 
 
 class Guard:
-    """`observe` once a step, then the run's files are written, then `raise_if_fired`."""
+    """`observe` each step; once the run's files are written, `raise_if_diverged`, and at the end `raise_if_halted`."""
 
     def __init__(
         self,
@@ -134,8 +137,8 @@ class Guard:
         problems: Sequence[Problem],
         healthy_kl: Sequence[float] = (),
     ) -> None:
-        """problems: training problems, for the base policy's own answers. healthy_kl: of the runs that calibrate the
-        KL limit, nats a token."""
+        """problems: training problems, for the base policy's answers. healthy_kl: KL of the runs that calibrate the
+        limit, nats per token."""
         self.cfg = cfg
         self.mismatch_max = STALE if policy.model.dtype.itemsize >= 4 else STALE_HALF
         self.stale = False  # whether the last step's sampler had other weights than the trainer
@@ -152,9 +155,9 @@ class Guard:
         for name in [*wanted, *(["collapse"] if cfg.guard_mode != "off" else [])]:
             self.trackers[name], self.read[name] = self._detector(name)
         self.states: dict[str, State] = {}
-        self.rewarded = Rate(0, 0)  # student rows rewarded in full, of all since the last evaluation
-        self.skipped = 0  # non-finite steps in a row
-        self.halted = ""  # why a detector that may stop the run wants it stopped
+        self.rewarded = Rate(0, 0)  # student rows with the full reward, since the last evaluation
+        self.skipped: list[int] = []  # 1 for each of the last steps that was not finite
+        self.halted = ""  # why a detector that may halt the run has done so
         self.diverged = ""
         self.readings: dict[str, Any] = {}  # of the last step, for steps.jsonl
         self.seconds = 0.0
@@ -162,7 +165,7 @@ class Guard:
             logger.info(f"the guard cannot fire in this run: {why}")
 
     def _detector(self, name: str) -> tuple[Tracker, Callable[[Moment], Reading]]:
-        """A detector's memory, and how it reads a step."""
+        """A detector's state, and how it reads a step."""
         match name:
             case "rm_ensemble":
                 health = Drop()
@@ -174,10 +177,11 @@ class Guard:
                 dead = AdvantageCollapse()
                 return dead, lambda m: dead.update(m.row.signal.n - m.row.signal.k, m.row.signal.n)
             case "echo":
-                return (echo := EchoTrap(self.cfg.detectors.echo_trap_threshold)), lambda m: self._echo(echo, m)
+                echo = EchoTrap(self.cfg.detectors.echo_trap_threshold)
+                return echo, lambda m: self._echo(echo, m)
             case "collapse":
                 wire = CollapseTripwire()
-                # where demonstrations are not what is taught, their log-prob may fall in all health
+                # where demonstrations are not what is learnt, their log-prob may fall in a healthy run
                 taught = self.cfg.mixes and not self.cfg.method.changes_rewards
                 teacherless = not taught or self.cfg.env.teacher_off_step is not None
                 return wire, lambda m: wire.update(self._reference_logp(m) if teacherless else m.row.lp_t)
@@ -186,27 +190,27 @@ class Guard:
     # --- one step ----------------------------------------------------------------------------------------------------
 
     def observe(self, row: StepRow, batch: Batch, deployed: Eval | None) -> None:
-        """Every detector and the kill switch, on what this step has measured anyway."""
+        """Ask every detector and the kill switch, on what this step has measured anyway."""
         start = time.perf_counter()
         m = Moment(row, batch.groups, students(batch.groups))
         self.readings = {}
-        self.skipped = self.skipped + 1 if row.skipped else 0
+        self.skipped = [*self.skipped, row.skipped][-MAX_SKIPPED:]
         self._compare_sampler(row)
-        if self.skipped >= MAX_SKIPPED:
-            self.diverged = f"step {row.step}: loss or gradient not finite, {MAX_SKIPPED} steps in a row"
+        if why := diverged(self.skipped):
+            self.diverged = f"step {row.step}: {why}"
         for name, read in self.read.items():
             self._note(name, read(m), m)
         if self.cfg.guard_mode != "off":
             self._ask_kill_switch(m, deployed)
-        # Detectors read floats of forward passes: should ranks differ in the last bit, rank 0 has the word.
-        word = self.halted, self.diverged, self.kill_switch.state_dict()
-        self.halted, self.diverged, switch = ranks.from_first(word)
+        # Detectors read floats of forward passes: should ranks differ in the last bit, rank 0 decides.
+        verdict = self.halted, self.diverged, self.kill_switch.state_dict()
+        self.halted, self.diverged, switch = ranks.from_first(verdict)
         if not ranks.first():
             self.kill_switch.load_state_dict(switch)
         self.seconds += time.perf_counter() - start
 
     def _compare_sampler(self, row: StepRow) -> None:
-        """Say so where the sampler begins to differ from the trainer."""
+        """Warn when the sampler begins to differ from the trainer."""
         if row.mismatch_kl is None:
             return
         was, self.stale = self.stale, row.mismatch_kl > self.mismatch_max
@@ -219,15 +223,16 @@ class Guard:
             )
 
     def _note(self, name: str, reading: Reading, m: Moment) -> None:
-        """Write a reading down, say so where the state changed, and remember who wants the run stopped."""
+        """Record a reading, log a change of state, and remember whether it ends the run."""
         if reading.state == "UNDEFINED":
             return
         value = None if reading.value is None else round(reading.value, 6)
         self.readings[name] = [reading.state, value]
-        said = f"step {m.row.step}: detector {name} says {reading.state}"
-        said += "".join(f" ({part})" for part in (f"{value:.3g}" if value is not None else "", reading.why) if part)
+        message = f"step {m.row.step}: detector {name} says {reading.state}"
+        message += f" ({value:.3g})" if value is not None else ""
+        message += f" ({reading.why})" if reading.why else ""
         if reading.state != self.states.get(name, "OK"):
-            logger.log("INFO" if reading.state == "OK" else "WARNING", said)
+            logger.log("INFO" if reading.state == "OK" else "WARNING", message)
         self.states[name] = reading.state
         if reading.state != "HACK":
             return
@@ -236,15 +241,15 @@ class Guard:
             tail = m.students[-1][0].text[-300:] if m.students else ""
             self.diverged = f"step {m.row.step}: the policy has collapsed, {reading.why}; its last answer ends …{tail}"
         elif not self.halted and (d.echo_trap_halt if name == "echo" else d.reward_hack_halt):
-            self.halted = said
+            self.halted = message
 
     def _ask_kill_switch(self, m: Moment, deployed: Eval | None) -> None:
         top = self.cfg.env.pass_reward
         self.rewarded += Rate.of(g.reward >= top for _, g in m.students)
         if deployed is None:
             return
-        # Where training samples with a quarantine, its rows are another model's than the one that is deployed: compared
-        # with them, a quarantine that has taken the hacking would look like a hack.
+        # With a quarantine the training rows are not those of the deployed model: compared with them, a quarantine that
+        # has absorbed the hacking would look like a hack.
         proxy = deployed.rewarded if self.cfg.method.routes else self.rewarded
         self.rewarded = Rate(0, 0)
         before, held = self.kill_switch.fired, deployed.solve
@@ -273,7 +278,7 @@ class Guard:
 
     @property
     def halts(self) -> str:
-        """Why the run should be halted; "": it should not."""
+        """Why the run should halt; "": it should not."""
         switch, rules = self.kill_switch, self.cfg.guard.halting
         if self.cfg.guard_mode == "halt" and switch.should_halt(rules):
             return f"guard: {next(why for rule, why in switch.fired.items() if rule in (*rules, 'not_finite'))}"
@@ -281,7 +286,7 @@ class Guard:
 
     @property
     def ends(self) -> bool:
-        """Whether this step is the run's last: its state is then worth a checkpoint."""
+        """Whether the run ends after this step, so that its state needs a checkpoint."""
         return bool(self.diverged or self.halts)
 
     def raise_if_diverged(self) -> None:
@@ -295,7 +300,7 @@ class Guard:
             raise Halted(why)
 
     def summary(self, seconds: float) -> str:
-        """For the end of the log: who watched, and its cost beside `seconds`, the time of this process's steps."""
+        """For the end of the log: who watched, and at what share of `seconds`, the time of this process's steps."""
         who = ["guard"] if self.cfg.guard_mode != "off" else []
         states = ", ".join(f"{name} {self.states.get(name, 'UNDEFINED')}" for name in self.trackers)
         once = f"{self.base.seconds:.1f} s once for the base policy's answers" if self.base.seconds else ""
@@ -304,7 +309,7 @@ class Guard:
         gap = f"gap {self.kill_switch.proxy_real_gap():+.2f}{f', fired: {rules}' if rules else ''}" if who else ""
         return "watched: " + "; ".join(part for part in (gap, states, share, once) if part)
 
-    # --- what a detector needs besides the step ----------------------------------------------------------------------
+    # --- what detectors measure themselves ----------------------------------------------------------------------------
 
     def _echo(self, trap: EchoTrap, m: Moment) -> Reading:
         if trap.base is None:
@@ -316,9 +321,9 @@ class Guard:
 
     def _ensemble_health(self, m: Moment) -> float | None:
         """1 / (1 + divergence) of the members on a few answers."""
-        asked = [(r.problem.messages[-1]["content"], r.text) for r, _ in spaced(m.students, ENSEMBLE_ROWS)]
-        scores = [[float(judge(*pair)) for pair in asked] for judge in self.members]
-        return 1 / (1 + ensemble_divergence(scores)) if asked else None
+        answers = [(r.problem.messages[-1]["content"], r.text) for r, _ in spaced(m.students, ENSEMBLE_ROWS)]
+        scores = [[float(member(*answer)) for answer in answers] for member in self.members]
+        return 1 / (1 + ensemble_divergence(scores)) if answers else None
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
@@ -330,21 +335,21 @@ class Guard:
             "states": dict(self.states),
             "base": self.base.state_dict(),
             "rewarded": self.rewarded.pair,
-            "skipped": self.skipped,
+            "skipped": list(self.skipped),
             "halted": self.halted,
             "diverged": self.diverged,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """A detector that the run did not have starts afresh; one that it no longer has is forgotten. A detector's wish
-        to stop the run is kept while the configuration still grants it."""
+        """Restore; a detector that the run did not have starts afresh. That a detector has halted the run is kept only
+        while the configuration still lets one do so."""
         self.kill_switch.load_state_dict(state["guard"])
         for name, tracker in self.trackers.items():
             if name in state["trackers"]:
                 tracker.load_state_dict(state["trackers"][name])
         self.states = {k: v for k, v in state["states"].items() if k in self.trackers}
         self.base.load_state_dict(state["base"])
-        self.rewarded, self.skipped, self.diverged = Rate(*state["rewarded"]), state["skipped"], state["diverged"]
+        self.rewarded, self.skipped, self.diverged = Rate(*state["rewarded"]), list(state["skipped"]), state["diverged"]
         d = self.cfg.detectors
         self.halted = state["halted"] if d.reward_hack_halt or d.echo_trap_halt else ""
 

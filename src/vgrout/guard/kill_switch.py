@@ -1,8 +1,8 @@
 """The held-out kill switch: does the reward that training earns still mean what it should? Stdlib only.
 
-Called once an evaluation. In-loop (proxy) reward is what the flawed grader pays; held-out score is what a strict one
-says of problems that are never trained on. Both are shares in [0, 1], so that their difference means something, and
-both are of one and the same model: of two, the difference would be theirs.
+Called once per evaluation. The in-loop (proxy) reward is the flawed grader's; the held-out score is the strict grader's
+on problems that are never trained on. Both are shares in [0, 1], and both must be measured on the same model: otherwise
+their difference would be that of two models.
 """
 
 import math
@@ -13,12 +13,12 @@ from typing import Any
 
 from vgrout.config.guard import GuardConfig
 
-KL_FLOOR = 1e-6  # calibration never asks for less: an estimator's rounding would fire it
+KL_FLOOR = 1e-6  # smallest calibrated limit: below it, the estimator's rounding would fire the switch
 
 
 @dataclass(frozen=True, slots=True)
 class TripwireStatus:
-    """What the guard thinks after an evaluation. None: nothing was measured yet."""
+    """The guard's verdict after an evaluation. None: not measured yet."""
 
     fire: bool = False
     reason: str = ""  # "latched: …" on every evaluation after the one that fired
@@ -48,14 +48,14 @@ class CollapseStopError(Exception):
 
 
 def standard_error(share: float, n: int) -> float:
-    """Of k of n, with one success and one failure added, so that 0/n and n/n have one too (Agresti & Coull 1998)."""
+    """Of a share of n, with one success and one failure added so that it is never 0 (Agresti & Coull 1998)."""
     p = (share * n + 1) / (n + 2)
     return math.sqrt(p * (1 - p) / n)
 
 
 @dataclass(slots=True)
 class _State:
-    """All that one evaluation leaves to the next."""
+    """What one evaluation passes on to the next."""
 
     evaluations: int = 0
     proxy_ema: float | None = None
@@ -67,19 +67,19 @@ class _State:
     held_base: list[float] = field(default_factory=list)
     streak: int = 0
     reason: str = ""  # why it fired; "" while it has not
-    fired: dict[str, str] = field(default_factory=dict)  # every rule that was ever broken, with its first reason
+    fired: dict[str, str] = field(default_factory=dict)  # every rule that was ever broken → its first reason
     kl_limit: float = 0.0
     last: TripwireStatus = field(default_factory=TripwireStatus)
 
 
 class HeldOutGuard:
-    """Fires, and stays fired, when in-loop reward and held-out score come apart, or when the policy has gone far.
+    """Fires, and stays fired, when in-loop reward and held-out score diverge, or the policy has moved too far.
 
-    After the warm-up, in this order: `kl`, the KL average above its limit; `streak`, held-out falling while in-loop
-    rises, for `decline_patience` evaluations (one in which held-out does not fall clears the count, one in which it
-    falls beside a flat in-loop leaves it); `gap` above `max_proxy_real_gap`, with
+    Checked after the warm-up, in this order: `kl`, the KL average above its limit; `streak`, held-out falling while
+    in-loop rises, `decline_patience` evaluations in a row (one where held-out does not fall clears the count, one where
+    it falls while in-loop is flat leaves it); `gap` above `max_proxy_real_gap`, with
     gap = (in-loop average − its baseline) − (held-out average − its baseline). A number that is not finite fires at
-    once, warm-up or not: compared with a threshold it would be silent for ever.
+    once, even in the warm-up: no comparison with a threshold would ever catch it.
     """
 
     def __init__(self, cfg: GuardConfig | None = None) -> None:
@@ -96,14 +96,14 @@ class HeldOutGuard:
         entropy: float | None = None,
         reward_std: float | None = None,
     ) -> TripwireStatus:
-        """One evaluation.
+        """The verdict after one more evaluation.
 
-        step: index of the step just done, from 0. proxy: mean in-loop reward ÷ the most that can be earned.
-        held_out: strict score over n held-out answers. kl: to the initial policy, nats per token. entropy: nats per
-        token. Entropy and reward_std are followed and decide nothing.
+        step: index of the step just done, from 0. proxy: mean in-loop reward ÷ the highest possible. held_out: strict
+        score over n held-out answers. kl: to the initial policy, nats per token. entropy: nats per token. Entropy and
+        reward_std are averaged and decide nothing.
 
         Raises:
-            ValueError: a step that does not come after the last one, n < 1, or a share outside [0, 1].
+            ValueError: a step not after the last one, n < 1, or a share outside [0, 1].
         """
         s = self._state
         if step <= s.last.step:
@@ -162,7 +162,7 @@ class HeldOutGuard:
         assert old_proxy is not None
         assert old_held is not None
         s.proxy_ema, s.held_ema = self._ema(old_proxy, proxy), self._ema(old_held, held)
-        # of the average, which moves towards its newest value; beyond chance only where the value itself is
+        # The average falls towards its newest value; under "se" that value must itself lie beyond chance.
         fell = s.held_ema < old_held - self.cfg.rise_eps
         if self.cfg.guard_rule == "se":
             fell = fell and held < old_held - standard_error(held, n)
@@ -178,7 +178,7 @@ class HeldOutGuard:
         return self.cfg.ema_alpha * past + (1 - self.cfg.ema_alpha) * value
 
     def _judge(self, step: int) -> dict[str, str]:
-        """The rules that are broken now, in the order of the checks, each with its sentence."""
+        """The rules broken now, in the order of the checks, each with its sentence."""
         s, cfg, gap = self._state, self.cfg, self.proxy_real_gap()
         if step + 1 < cfg.guard_warmup:
             return {}
@@ -198,12 +198,12 @@ class HeldOutGuard:
         return bool(self._state.reason)
 
     def should_halt(self, rules: Collection[str] | None = None) -> bool:
-        """Whether one of these rules was ever broken, or any number was not finite; None: any rule at all."""
+        """Whether one of these rules (None: any) was ever broken, or a number was not finite."""
         return self.halt if rules is None else bool({*rules, "not_finite"} & self._state.fired.keys())
 
     @property
     def fired(self) -> dict[str, str]:
-        """Every rule that was ever broken, in the order in which they were, with its first reason."""
+        """Every rule that was ever broken, in order of time, with its first reason."""
         return dict(self._state.fired)
 
     def last_status(self) -> TripwireStatus:
@@ -215,10 +215,9 @@ class HeldOutGuard:
             raise CollapseStopError(self._state.last)
 
     def calibrate_kl_threshold(self, values: Sequence[float], factor: float = 3.0) -> float:
-        """Tighten the KL limit to `factor` × the mean of what a healthy run shows; returns the limit in force.
+        """Tighten the KL limit to `factor` × the mean of a healthy run's values; returns the limit in force.
 
-        A KL of 0, that of an untouched policy, is a value like any other. Raises ValueError on an empty list, on a
-        negative value, on one that is not finite, and on a factor that is not positive.
+        Raises ValueError on an empty list, on a value that is negative or not finite, on a factor that is not positive.
         """
         if not values:
             raise ValueError("calibrate_kl_threshold: no values")
@@ -234,6 +233,6 @@ class HeldOutGuard:
         return asdict(self._state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises TypeError on anything else."""
+        """Restore. Raises TypeError on anything else than `state_dict` gives."""
         known = {k: v for k, v in state.items() if k != "last"}
         self._state = replace(_State(**known), last=TripwireStatus(**state["last"]))

@@ -1,4 +1,4 @@
-"""Settings and checks that distillation and iterative DPO share. Torch-free."""
+"""Settings and checks shared by distillation and iterative DPO. No torch."""
 
 import os
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ from vgrout.types import Problem
 
 @dataclass(frozen=True, kw_only=True)
 class Learning:
-    """Settings of the training and of the prompts."""
+    """Settings of training and prompts."""
 
     env_mode: EnvMode = "own"
     """Which flawed grader's hint stands in the prompts: one of the seven, or 'own' (each problem's, else in turn)."""
@@ -69,10 +69,8 @@ class Learning:
 
     def optimiser(self, usual: float) -> OptConfig:
         """The optimiser's settings; `usual`: the peak learning rate where none is given."""
-        # what only a quarantine has (second_moment) is no setting here
-        own: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(OptConfig) if hasattr(self, f.name)}
-        own["lr"] = usual if self.lr is None else self.lr
-        return OptConfig(**own)
+        own: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(OptConfig)}
+        return OptConfig(**own | {"lr": usual if self.lr is None else self.lr})
 
     @property
     def trackers(self) -> list[str]:
@@ -80,13 +78,13 @@ class Learning:
         return RunConfig(track=self.track).trackers
 
 
-# Settings of the process, not of what it computes: they may differ when a run goes on.
+# Settings of the process, not of what it computes: they may differ when a run is resumed.
 PROCESS = {"threads", "workers", "track", "plan_only", "allow_weak_sandbox"}
 
 
 @dataclass(frozen=True)
 class Task:
-    """A run whose files were all found and checked."""
+    """A run whose input files were all found and checked."""
 
     cfg: Learning
     source: Source  # of the model that is trained
@@ -95,7 +93,7 @@ class Task:
 
     @property
     def small(self) -> bool:
-        """Whether that model is a miniature."""
+        """Whether the model is a miniature."""
         return self.source.small
 
     @property
@@ -111,8 +109,8 @@ class Task:
     def trainer_config(
         self, preset: str, scale: Mapping[str, int], opt: OptConfig, evaluation: EvalConfig, tag: str = ""
     ) -> Config:
-        """The trainer's configuration that a saved file carries, so that `vgrout.evaluate`, `vgrout.export` and every
-        flag that takes an adapter can read it."""
+        """The trainer's configuration for a saved file's metadata: with it `vgrout.evaluate`, `vgrout.export` and every
+        flag that takes an adapter can read the file."""
         base, cfg = self.source, self.cfg
         own = base.name == ORGANISM and self.problems == organism.PROBLEMS
         names = ScaleConfig(
@@ -135,7 +133,7 @@ def find_problems(given: str, base: Source, env_mode: EnvMode) -> tuple[Path, di
     """The problem file that a flag names ("": the benchmark's, the organism's for a miniature) and its splits.
 
     Raises:
-        ValueError: one line: no such file, or a split has no problem.
+        ValueError: one line: no such file, or a split without a problem.
     """
     name = given or (ORGANISM if base.small else BENCHMARK_TRAIN)
     path = organism.PROBLEMS if name == ORGANISM else Path(name)

@@ -1,4 +1,4 @@
-"""Settings of a distillation, and every check that needs no model. Torch-free."""
+"""Settings of a distillation, and every check that needs no model. No torch."""
 
 import json
 import math
@@ -26,13 +26,13 @@ class MiniLlmConfig:
     """Reverse KL on the student's own samples (arXiv 2306.08543)."""
 
     minillm_length_normalize: bool = True
-    """The reward that is still to come is averaged over the tokens that are still to come, not added up."""
+    """The reward of the tokens still to come is their mean, not their sum."""
     minillm_teacher_mix_ratio: float = setting(0.3, low=0, high=1)
     """ρ: answers are sampled from ρ · teacher + (1 − ρ) · student; 0: from the student alone."""
     minillm_pretrain_anchor_weight: float = setting(0.0, low=0, below=math.inf)
     """Weight of the language-model loss on a text file; 0: none."""
     minillm_pretrain_anchor_path: Path | None = setting(None, needs="minillm_pretrain_anchor_weight")
-    """That text file."""
+    """The text file."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -45,10 +45,10 @@ class UldConfig:
     """The teacher's answers across tokenizers: cross-entropy + λ · distance of the distributions (arXiv 2402.12030)."""
 
     uld_strategy: Literal["wasserstein", "topk_align"] = "wasserstein"
-    """wasserstein: L1 of the two sorted probability vectors · topk_align: of tokens matched by their text, the rest as
-    one."""
+    """wasserstein: L1 distance of the two sorted probability vectors · topk_align: of tokens matched by their text, all
+    others together as one."""
     uld_top_k: int | None = setting(None, low=1, high=MAX_VOCABULARY)
-    """topk_align: so many of the teacher's likeliest tokens are matched."""
+    """topk_align: how many of the teacher's likeliest tokens are matched."""
     uld_lambda: float = setting(1.5, low=0, below=math.inf)
     """λ, weight of the distance."""
     uld_ce_weight: float = setting(1.0, low=0, below=math.inf)
@@ -72,7 +72,7 @@ class DistillConfig(Learning):
     teacher: str = ""
     """A model: a local folder, a downloaded hub id, 'organism'; or an adapter: a run directory or its .safetensors."""
     student: str = "organism"
-    """The same; what is trained starts from it."""
+    """Like --teacher; training starts from it."""
     method: Literal["minillm", "uld"] = "minillm"
     """minillm: reverse KL on the student's own samples, one tokenizer · uld: the teacher's answers, any tokenizers."""
     full: bool = False
@@ -82,21 +82,21 @@ class DistillConfig(Learning):
     steps: int = setting(60, low=1)
     """Optimiser steps."""
     prompts_per_step: int = setting(4, low=1)
-    """P: prompts a step."""
+    """P: prompts per step."""
     group: int = setting(8, low=1)
-    """G: answers to a prompt."""
+    """G: answers per prompt."""
     minillm: MiniLlmConfig = field(default_factory=MiniLlmConfig)
     uld: UldConfig = field(default_factory=UldConfig)
     eval_every: int = setting(10, low=0)
-    """Evaluate the student every N steps and at the last, and save it; 0: only at the end."""
+    """Evaluate and save the student every N steps and at the last; 0: only at the end."""
     eval_n_prompts: int = setting(12, low=1)
-    """Held-out problems of an evaluation, × G answers."""
+    """Held-out problems per evaluation, × G answers."""
     final_n_prompts: int = setting(192, low=1)
-    """Held-out test problems of the final evaluation, and of the student's and the teacher's before the first step."""
+    """Held-out test problems of the final evaluation, and of student's and teacher's before the first step."""
     final_samples: int = setting(2, low=1)
-    """Answers to each of them."""
+    """Answers to each of these."""
     resume: str = ""
-    """A run directory, or 'latest': go on from its last good checkpoint, with its own configuration."""
+    """A run directory, or 'latest': continue from its last good checkpoint, with its own configuration."""
     checkpoint_every: int = 25
     """Steps between resume checkpoints."""
     checkpoint_keep: int = 3
@@ -115,7 +115,7 @@ class DistillConfig(Learning):
 
     @property
     def run_id(self) -> str:
-        """Name of the run, without its time."""
+        """The run's name, without the time."""
         kind = self.uld.uld_strategy if self.method == "uld" else self.method
         return f"{kind}{'_full' if self.full else ''}_seed{self.seed}{self.out_tag}"
 
@@ -142,13 +142,14 @@ def from_dict(data: dict[str, Any]) -> DistillConfig:
 PROCESS = common.PROCESS | {"checkpoint_every", "checkpoint_keep"}
 
 
-def find_resume(given: DistillConfig) -> tuple[Path, DistillConfig] | None:
-    """The run to go on with, and its settings under this command line's process settings."""
-    if not given.resume:
-        return None
-    path, config, _ = unfinished(given.resume, "distill", "minillm", ROOT)
+def find_resume(requested: DistillConfig) -> tuple[Path | None, DistillConfig]:
+    """The run directory to continue (None: a new run), and the settings: those of the run, under this command line's
+    process settings."""
+    if not requested.resume:
+        return None, requested
+    path, config, _ = unfinished(requested.resume, "distill", "minillm", ROOT)
     stored = from_dict(config)
-    merged, differing = merge_flags(*map(_flat, (given, stored, DistillConfig(resume="-"))), free=PROCESS)
+    merged, differing = merge_flags(*map(_flat, (requested, stored, DistillConfig(resume="-"))), free=PROCESS)
     if differing:
         raise ValueError(f"--resume {path}: differs in {', '.join(differing)}; drop these flags")
     return path, from_dict(stored.as_dict() | {name: merged[name] for name in PROCESS})
@@ -161,7 +162,7 @@ def _flat(cfg: DistillConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Task(common.Task):
-    """A distillation whose files were all found and checked; `source` is the student's."""
+    """A distillation whose input files were all found and checked; `source` is the student's."""
 
     cfg: DistillConfig
     teacher: Source
@@ -169,12 +170,12 @@ class Task(common.Task):
 
     @property
     def opt(self) -> OptConfig:
-        """The optimiser's settings. Default lr: δS 3e-2 in a miniature, else 3e-3; all weights 1e-3 and 1e-5."""
+        """The optimiser's settings. Default lr: δS 3e-2 in a miniature, else 3e-3; all weights 1e-3, else 1e-5."""
         usual = (1e-3, 1e-5) if self.cfg.full else (3e-2, 3e-3)
         return self.cfg.optimiser(usual[not self.small])
 
     def described(self) -> Config:
-        """The trainer's configuration that the saved files carry."""
+        """The trainer's configuration for the saved files' metadata."""
         cfg = self.cfg
         scale = {"steps": cfg.steps, "group": max(2, cfg.group), "prompts_per_step": cfg.prompts_per_step}
         evaluation = EvalConfig(
@@ -196,7 +197,7 @@ class Task(common.Task):
         }
 
     def disk(self) -> int:
-        """Bytes that a run writes in all, about."""
+        """Bytes that the run writes, about."""
         cfg, shapes = self.cfg, self.source.shapes
         need = cfg.steps * cfg.prompts_per_step * cfg.group * ROLLOUT_BYTES
         if shapes is None:
@@ -236,10 +237,10 @@ def not_token_by_token(teacher: str, why: str) -> ValueError:
 
 
 def preflight(cfg: DistillConfig, run: Path | None = None) -> Task:
-    """The checked task. run: the directory of a run to go on with.
+    """The checked task. run: the directory of the run to resume.
 
     Raises:
-        ValueError: one line, for every mistake that can be seen without a model.
+        ValueError: one line, for every mistake that shows without a model.
     """
     probe_writable(run or ROOT)
     probe_writable(Path("logs"))
@@ -252,13 +253,15 @@ def preflight(cfg: DistillConfig, run: Path | None = None) -> Task:
     for flag, source in (("--teacher", teacher), ("--student", student)):
         if source.shapes and source.shapes.vocab > MAX_VOCABULARY:
             raise ValueError(f"{flag} {source.given}: {source.shapes.vocab} tokens, more than {MAX_VOCABULARY}")
-    if cfg.method == "minillm" and teacher.folder != student.folder:  # as far as the files say it
-        if (mine := student.vocabulary()) and (theirs := teacher.vocabulary()) and mine != theirs:
+    if cfg.method == "minillm" and teacher.folder != student.folder:  # checked again on the loaded models
+        own, other = student.vocabulary(), teacher.vocabulary()
+        if own and other and own != other:
             raise not_token_by_token(cfg.teacher, f"another tokenizer than --student {cfg.student}")
-        if (a := student.shapes) and (b := teacher.shapes) and a.vocab != b.vocab:
-            raise not_token_by_token(cfg.teacher, f"{b.vocab} logits against the student's {a.vocab}")
-    if (k := cfg.uld.uld_top_k) is not None and teacher.shapes and k > teacher.shapes.vocab:
-        raise ValueError(f"--uld-top-k {k}: the teacher has {teacher.shapes.vocab} tokens")
+        if student.shapes and teacher.shapes and student.shapes.vocab != teacher.shapes.vocab:
+            what = f"{teacher.shapes.vocab} logits against the student's {student.shapes.vocab}"
+            raise not_token_by_token(cfg.teacher, what)
+    if teacher.shapes and (cfg.uld.uld_top_k or 0) > teacher.shapes.vocab:
+        raise ValueError(f"--uld-top-k {cfg.uld.uld_top_k}: the teacher has {teacher.shapes.vocab} tokens")
     problems, parts = find_problems(cfg.problems, student, cfg.env_mode)
     anchor = ""
     if (path := cfg.minillm.minillm_pretrain_anchor_path) is not None:

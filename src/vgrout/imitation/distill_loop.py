@@ -1,4 +1,4 @@
-"""Distillation: answers → loss against the teacher → one step → row; evaluated as the trainer evaluates."""
+"""The loop of distillation: answers → loss against the teacher → step → row. Evaluates like the trainer."""
 
 import json
 import math
@@ -12,6 +12,7 @@ from tabulate import tabulate
 
 from vgrout.evaluate import answers
 from vgrout.files import read_json
+from vgrout.guard.detectors import diverged
 from vgrout.imitation.distill_config import Task
 from vgrout.imitation.distill_methods import METHODS, Graded, Method
 from vgrout.imitation.loading import fitting_splits, metadata, model_hashes
@@ -23,7 +24,7 @@ from vgrout.rng import torch_stream
 from vgrout.rollout import graded, sample_and_submit
 from vgrout.runs.recorder import rollout_record
 from vgrout.runs.run_context import RunContext
-from vgrout.runs.steps import StepRecorder, diverged
+from vgrout.runs.steps import StepRecorder
 from vgrout.table import Columns, col
 from vgrout.types import MODES, Diverged, Eval, Grade, Problem, Rate, Rollout, Ungraded
 
@@ -33,18 +34,18 @@ class DistillRow(Columns):
     """One step of a distillation."""
 
     n: int = col("d", "answers in the step")
-    dropped: int = col("d", "answers that the sandbox could not grade (they are learnt from all the same)")
+    dropped: int = col("d", "answers that the sandbox could not grade (still learnt from)")
     solve_s: Rate = col("frac", "answers that the strict oracle accepts")
     hack_s: Rate = col("frac", "answers that hack")
     ended: Rate = col("frac", "answers that end by themselves")
     loss: float | None = col("+.3f", "loss, the anchor's share included")
     kl: float | None = col(
-        ".3f", "KL(student ‖ teacher), nats a token", when="minillm", should="falls; ELSE raise --lr"
+        ".3f", "KL(student ‖ teacher), nats per token", when="minillm", should="falls; ELSE raise --lr"
     )
-    ce: float | None = col(".3f", "cross-entropy on the teacher's answers, nats a token", when="uld", should="falls")
+    ce: float | None = col(".3f", "cross-entropy on the teacher's answers, nats per token", when="uld", should="falls")
     distance: float | None = col(".3f", "distance at aligned positions, 0 to 2", when="uld")
     aligned: float | None = col(".2f", "share of the student's tokens that are aligned", when="uld")
-    anchor: float | None = col(".3f", "language-model loss on the anchor's text, nats a token", when="anchor")
+    anchor: float | None = col(".3f", "language-model loss on the anchor's text, nats per token", when="anchor")
     gn: float | None = col(".1e", "gradient norm before clipping")
     lr: float | None = col(".0e", "learning rate")
     skipped: int = col("d", "1: loss or norm not finite, optimiser not stepped", should="0")
@@ -58,10 +59,10 @@ class DistillRow(Columns):
 
 
 def distil(task: Task, run: RunContext) -> None:
-    """Every remaining step between the evaluations before the first and after the last, then the report.
+    """Evaluate student and teacher, take every remaining step, evaluate the student again, and report.
 
     Raises:
-        ValueError: before the first step, models that do not fit each other, or are not those of the run to go on with.
+        ValueError: before the first step, models that do not fit each other, or that the resumed run did not have.
         Interrupted, Diverged: with the run directory up to date.
     """
     cfg, clock = task.cfg, run.clock
@@ -84,21 +85,20 @@ def distil(task: Task, run: RunContext) -> None:
     )
 
     def evaluate(lm: LanguageModel, on: Sequence[Problem], n: int, step: int, purpose: str = "eval") -> Eval:
-        """n answers of a model to each problem, counted; `purpose` names the random stream."""
-        given = answers(lm, run.grader, on, n, max_new=task.max_new, seed=cfg.seed, step=step, purpose=purpose)
-        return Eval.of(given)
+        """Rates of a model over n answers to each problem. purpose: names the random stream."""
+        return Eval.of(answers(lm, run.grader, on, n, max_new=task.max_new, seed=cfg.seed, step=step, purpose=purpose))
 
     def final(name: str, lm: LanguageModel, on: Sequence[Problem]) -> dict[str, Any]:
-        """One side of the final evaluation, on the same noise for all."""
+        """One side of the final evaluation, with the same noise for all sides."""
         with clock(f"evaluation, {name}"):
             return evaluate(lm, on, cfg.final_samples, cfg.steps, "final").as_json()
 
     test = balanced(problems.test, cfg.final_n_prompts, 0, "test")
     val = balanced(problems.val, cfg.eval_n_prompts, 0, "val")
-    before = run.path / "before.json"  # once a run
+    before = run.path / "before.json"  # written once per run
     if not before.is_file():
         logger.info("student and teacher on held-out problems and markers, before the first step …")
-        run.dir.write_json(before.name, {k: final(k, m, test) for k, m in (("start", student), ("teacher", teacher))})
+        run.dir.write_json(before.name, {k: final(k, lm, test) for k, lm in (("start", student), ("teacher", teacher))})
 
     behaviour = method.behaviour_model(student, teacher)
     for step in run.steps(range(len(recorder.rows), cfg.steps), cfg.run_id):
@@ -137,7 +137,7 @@ def distil(task: Task, run: RunContext) -> None:
 
 
 def trainable(task: Task, student: LanguageModel) -> Trainable:
-    """What of the student is trained."""
+    """The part of the student that is trained: the adapter, or with --full all weights."""
     if task.cfg.full:
         return FullModel(student, task.opt, task.cfg.steps)
     assert isinstance(student, Policy)
@@ -158,29 +158,29 @@ def collect(
             max_new=task.max_new,
             stream=torch_stream(task.cfg.seed, "distill", step),
         )
-    out: list[Graded] = []
+    collected: list[Graded] = []
     with run.clock("grade"):
         for s, a in zip(chain(*submitted), chain(*graded(submitted)), strict=True):
             if isinstance(a.grade, Ungraded):
                 logger.warning(f"step {step}, problem {s.problem.id}: not graded: {a.grade.reason}")
             rollout = Rollout.of(s.problem, s.prompt_ids, s.completion, source=method.source)
-            out.append((rollout, a.grade if isinstance(a.grade, Grade) else None))
-    return out
+            collected.append((rollout, a.grade if isinstance(a.grade, Grade) else None))
+    return collected
 
 
 class DistillRecorder(StepRecorder[DistillRow]):
-    """What a distillation writes."""
+    """The recorder of a distillation."""
 
     def __init__(self, task: Task, run: RunContext, learner: Trainable) -> None:
         super().__init__(run, DistillRow, {"learner": learner}, task.cfg.checkpoint_every, task.cfg.checkpoint_keep)
         self.task, self.learner = task, learner
 
     def record(self, row: DistillRow, answers: Sequence[Graded]) -> None:
-        """The row, its answers, and what is due: the student as it is, a checkpoint. Raises Diverged."""
+        """Write the row, its answers, and what is due of student and checkpoint. Raises Diverged."""
         run, step = self.run, row.step
         self.rows.append(row)
         why = diverged([r.skipped for r in self.rows])
-        closing = run.agree() or bool(why) or step + 1 == self.task.cfg.steps
+        closing = run.vote_stop() or bool(why) or step + 1 == self.task.cfg.steps
         prompt = self.learner.lm.prompt_text
         with run.clock("save"):
             self.write(
@@ -200,9 +200,9 @@ class DistillRecorder(StepRecorder[DistillRow]):
             raise Diverged(f"step {step}: {why}")
 
     def save(self, name: str) -> None:
-        """Write the student as it is; `name` is without an ending."""
-        of = json.dumps({"method": self.task.cfg.method, **self.task.teacher.identity()})
-        about = metadata(self.task.described(), self.learner.lm, len(self.rows), distilled=of)
+        """Save the student. name: the file's, without an ending."""
+        origin = json.dumps({"method": self.task.cfg.method, **self.task.teacher.identity()})
+        about = metadata(self.task.described(), self.learner.lm, len(self.rows), distilled=origin)
         self.learner.save(self.run.path / name, about)
 
     def report(self, sides: dict[str, Any]) -> None:

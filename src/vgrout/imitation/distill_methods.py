@@ -1,4 +1,4 @@
-"""Methods of distillation: MiniLLM's reverse KL, or ULD's cross-entropy and distance, on a batch of answers."""
+"""The two methods of distillation: MiniLLM's reverse KL, and ULD's cross-entropy and distance."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ Graded = tuple[Rollout, Grade | None]  # None: the sandbox failed
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One step's numbers; None: not of this method."""
+    """One step's numbers; None: the method has no such number."""
 
     loss: float
     kl: float | None = None
@@ -55,7 +55,7 @@ class Measured:
 
 
 class MiniLlm:
-    """Reverse KL on answers of the mixture, and the language-model anchor."""
+    """Reverse KL on answers sampled from the mixture, and the language-model anchor."""
 
     sampling = EVERYTHING
     source: Source = "student"
@@ -64,9 +64,9 @@ class MiniLlm:
         self.task, self.cfg, self.teacher = task, task.cfg.minillm, teacher
         if student.tokenizer_sha256 != teacher.tokenizer_sha256:
             raise not_token_by_token(task.cfg.teacher, f"another tokenizer than --student {task.cfg.student}")
-        mine, theirs = vocabulary(student.model), vocabulary(teacher.model)
-        if mine != theirs:
-            raise not_token_by_token(task.cfg.teacher, f"{theirs} logits against the student's {mine}")
+        own, other = vocabulary(student.model), vocabulary(teacher.model)
+        if own != other:
+            raise not_token_by_token(task.cfg.teacher, f"{other} logits against the student's {own}")
         if not self.cfg.minillm_pretrain_anchor_weight and same_weights(student, teacher):
             raise ValueError(
                 f"--teacher {task.cfg.teacher}: has the student's own weights, so the gradient is zero; "
@@ -101,9 +101,9 @@ class MiniLlm:
                 wanted = batch.mask.nonzero(as_tuple=True)
                 hidden = completion_hidden(lm.model, batch)
                 with torch.no_grad():
-                    theirs = completion_hidden(teacher.model, batch)
+                    teacher_hidden = completion_hidden(teacher.model, batch)
                 width = 3 * (vocabulary(lm.model) + vocabulary(teacher.model))
-                flat = in_chunks(head, width, hidden, theirs, batch.target[wanted])
+                flat = in_chunks(head, width, hidden, teacher_hidden, batch.target[wanted])
                 empty = flat[0].new_zeros(batch.mask.shape)
                 logq, logp, kl = (empty.index_put(wanted, x) for x in flat)
                 kls.append(kl.detach().sum())
@@ -118,7 +118,7 @@ class MiniLlm:
         )
 
     def _anchor(self, learner: Trainable, step: int) -> float | None:
-        """As many windows of the text as there are prompts in a step, of at most `max_new` tokens."""
+        """Language-model loss on windows of the text, one per prompt of a step, of at most `max_new` tokens."""
         if self.text is None:
             return None
         n = min(self.task.max_new, len(self.text) - 1)
@@ -135,7 +135,7 @@ class MiniLlm:
 
 
 class Uld:
-    """Cross-entropy on the teacher's answers, and the distance of the two distributions at aligned tokens."""
+    """Cross-entropy on the teacher's answers, plus the distance of the two distributions at aligned tokens."""
 
     sampling = Sampling()  # as the teacher is deployed
     source: Source = "teacher"
@@ -159,7 +159,7 @@ class Uld:
         return teacher
 
     def translate(self, lm: LanguageModel, rollout: Rollout) -> tuple[Rollout, list[tuple[int, int]]] | None:
-        """The answer in the student's tokens, and the pairs of aligned tokens (own, teacher's); None: empty."""
+        """The answer in the student's tokens, and pairs of aligned tokens (student's, teacher's). None: it is empty."""
         ids = rollout.completion_ids
         if self.same_tokenizer:
             return rollout, [(i, i) for i in range(len(ids))]
@@ -167,7 +167,7 @@ class Uld:
         own = lm.encode_completion(text, rollout.finished)[: self.task.max_new]
         if not own:
             return None
-        mine = Rollout(
+        translated = Rollout(
             problem=rollout.problem,
             source="teacher",
             deployed=False,
@@ -176,16 +176,20 @@ class Uld:
             text=rollout.text,
             finished=rollout.finished,
         )
-        return mine, aligned(self.student_bytes, own, self.teacher_bytes, ids)
+        return translated, aligned(self.student_bytes, own, self.teacher_bytes, ids)
 
     def learn(self, learner: Trainable, answers: Sequence[Graded], step: int) -> Measured:
         """Add the gradient of one step's answers."""
         lm, teacher, cfg = learner.lm, self.teacher, self.cfg
-        translated = [(rollout, made) for rollout, _ in answers if (made := self.translate(lm, rollout)) is not None]
-        of_row = {id(mine): (theirs, pairs) for theirs, (mine, pairs) in translated}
-        rows = [Row(mine, 0.0, 0) for _, (mine, _) in translated]
+        rows: list[Row] = []
+        originals: dict[int, tuple[Rollout, list[tuple[int, int]]]] = {}  # by id of the student's rollout
+        for rollout, _ in answers:
+            if (translation := self.translate(lm, rollout)) is not None:
+                own, pairs = translation
+                rows.append(Row(own, 0.0, 0))
+                originals[id(own)] = rollout, pairs
         total = sum(len(r.rollout.completion_ids) for r in rows)
-        n_aligned = sum(len(pairs) for _, (_, pairs) in translated)
+        n_aligned = sum(len(pairs) for _, pairs in originals.values())
         if not total:
             return Measured(loss=math.nan)
         ces, distances, losses = [], [], []
@@ -201,7 +205,7 @@ class Uld:
 
         for part in microbatches(lm, rows, teacher.packs):
             batch = batched(lm, part, teacher.packs)
-            whose = [of_row[id(r.rollout)] for r in part]
+            whose = [originals[id(r.rollout)] for r in part]
 
             def loss(batch: Batch | Packed = batch, whose: Sequence[Any] = whose) -> Tensor:
                 hidden = completion_hidden(lm.model, batch)
@@ -211,14 +215,14 @@ class Uld:
                 value = cfg.uld_ce_weight * nll.sum() / total
                 if not cfg.uld_lambda or not n_aligned:
                     return value
-                at, theirs = aligned_rows(batch.mask.sum(1).tolist(), whose)
+                at, teacher_at = aligned_rows(batch.mask.sum(1).tolist(), whose)
                 if not at:
                     return value
                 with torch.no_grad():
                     other = batched(teacher, [Row(r, 0.0, 0) for r, _ in whose], lm.packs)
                     h_t = completion_hidden(teacher.model, other)
                 width = 3 * (vocabulary(lm.model) + vocabulary(teacher.model))
-                (d,) = in_chunks(compare, width, hidden[at], h_t[theirs])
+                (d,) = in_chunks(compare, width, hidden[at], h_t[teacher_at])
                 distances.append(d.detach().sum())
                 return value + cfg.uld_lambda * d.sum() / n_aligned
 
@@ -242,40 +246,38 @@ def aligned_rows(
 
     lengths: the student's tokens of each answer. whose: each answer in the teacher's tokens, and its pairs.
     """
-    mine, theirs, at, other = [], [], 0, 0
+    own_rows, other_rows, own, other = [], [], 0, 0
     for n, (rollout, pairs) in zip(lengths, whose, strict=True):
-        mine += [at + i for i, _ in pairs]
-        theirs += [other + j for _, j in pairs]
-        at, other = at + n, other + len(rollout.completion_ids)
-    return mine, theirs
+        own_rows += [own + i for i, _ in pairs]
+        other_rows += [other + j for _, j in pairs]
+        own, other = own + n, other + len(rollout.completion_ids)
+    return own_rows, other_rows
 
 
 def same_weights(a: LanguageModel, b: LanguageModel) -> bool:
     """Whether all parameters are equal, adapters left out."""
-    pairs = list(zip(a.model.parameters(), b.model.parameters(), strict=False))
-    return len(pairs) == len(list(b.model.parameters())) and all(
-        x.shape == y.shape and torch.equal(x, y) for x, y in pairs
-    )
+    own, other = list(a.model.parameters()), list(b.model.parameters())
+    return len(own) == len(other) and all(map(torch.equal, own, other))
 
 
 def wide(logits: Float[Tensor, "n V"]) -> Float[Tensor, "n V"]:
-    """fp32 at least."""
+    """The logits in fp32 or wider."""
     return logits.float() if logits.dtype != torch.float64 else logits
 
 
 def microbatches(lm: LanguageModel, rows: Sequence[Row], also: bool) -> list[list[Row]]:
-    """Rows for one forward each. also: whether the other model can be packed, too."""
+    """Rows in parts, one forward each. also: whether the other model can be packed too."""
     budget = TOKEN_BUDGET.get(lm.device.type, TOKEN_BUDGET["cuda"])
     return packed_batches(rows, budget, "shared") if lm.packs and also else micro_batches(rows, budget)
 
 
 def batched(lm: LanguageModel, rows: Sequence[Row], also: bool) -> Batch | Packed:
-    """One forward's rows; packed if both models can be (`also`: the other one), so that they read one layout."""
+    """One forward's rows, packed if both models can be (`also`: the other one), so that both read the same layout."""
     return as_batch(lm, rows, "shared" if lm.packs and also else "padded")
 
 
 def padded(values: Sequence[Sequence[float]], batch: Batch | Packed) -> Float[Tensor, "B T"]:
-    """One number a completion token, 0 on padding."""
+    """One number per completion token, 0 on padding."""
     out = torch.zeros(batch.mask.shape, dtype=torch.float32, device=batch.mask.device)
     for row, given in zip(out, values, strict=True):
         row[: len(given)] = torch.tensor(given, device=out.device)

@@ -1,4 +1,4 @@
-"""Settings of iterative DPO, its frozen plan, and every check that needs no model. Torch-free."""
+"""Settings of iterative DPO, its frozen plan, and every check that needs no model. No torch."""
 
 import hashlib
 import importlib.util
@@ -33,39 +33,39 @@ class DpoConfig(Learning):
     base_model: str
     """A model: a local folder, a downloaded hub id, 'organism'; or an adapter: a run directory or its .safetensors."""
     output_dir: Path
-    """Folder of the rounds. The same command goes on there at the first round that is not complete."""
+    """Folder of the rounds. The same command continues there at the first round that is not complete."""
     prompts: str = ""
     """Problem file (JSONL), or 'organism'; none: the benchmark's, the organism's for a miniature."""
     rounds: int = setting(3, low=1, high=100)
-    """Rounds, 1 to 100."""
+    """Number of rounds."""
     pairs_per_round: int = setting(96, low=10, high=1_000_000, should="lie in [10, 1000000]")
-    """Pairs wanted a round, 10 to 1,000,000; prompts are asked until there are as many, or no more come."""
+    """Pairs per round; prompts are sampled until there are so many, or a pass over them gives none."""
     scorer: str = "flawed"
     """flawed: the grader's reward · strict: the oracle's · module:function, from (prompt, answer) to a number."""
     samples: int = setting(8, low=2, should="be at least 2, or there is no worst beside the best")
-    """Answers to a prompt; the best and the worst by the scorer make its pair."""
+    """Answers per prompt; the scorer's best and worst make its pair."""
     dpo_beta: float = setting(0.1, above=0, below=math.inf, should="be positive (at 0 the gradient is zero)")
     """β of the loss."""
     dpo_reference: Literal["previous", "base"] = "previous"
-    """The reference: the round before, or --base-model."""
+    """The reference model: the previous round's, or --base-model."""
     fresh_rounds: bool = False
-    """Train each round from --base-model on, not from the round before (which still gives the answers)."""
+    """Train each round from --base-model, not from the previous round (which still samples the answers)."""
     pairs_per_step: int = setting(8, low=1)
-    """Pairs in an optimiser step."""
+    """Pairs per optimiser step."""
     epochs: int = setting(1, low=1)
-    """Times that a round's pairs are learnt from."""
+    """Passes over a round's pairs."""
     eval_n_prompts: int = setting(192, low=1)
-    """Held-out test problems of the evaluation before the first and after every round."""
+    """Held-out test problems of the evaluation before the first round and after each."""
     eval_samples: int = setting(2, low=1)
-    """Answers to each of them."""
+    """Answers to each of these."""
     guard: Literal["off", "log", "halt"] = "log"
     """What a verdict of the kill switch does: nothing · a warning · end the run, exit code 3."""
     guard_rule: Literal["ema", "se"] = "se"
     """When the strict score counts as falling · ema: its average fell at all · se: by more than its standard error."""
     decline_patience: int = 2
-    """The guard fires after so many rounds running with the strict score falling while the scorer's mean rises."""
+    """The guard fires after so many rounds in a row with a falling strict score and a rising scorer's mean."""
     max_proxy_real_gap: float = 0.10
-    """It fires when the scorer's mean has gained so much more than the strict score, as shares of what can be had."""
+    """It fires when the scorer's mean has gained so much more than the strict score, both as shares of their range."""
 
     def __post_init__(self) -> None:
         Learning.__post_init__(self)
@@ -74,7 +74,7 @@ class DpoConfig(Learning):
         self.watching()
 
     def watching(self) -> GuardConfig:
-        """The guard's settings; its unit is a round, its baseline the evaluation before the first."""
+        """The guard's settings. It counts rounds; its baseline is the evaluation before the first."""
         return GuardConfig(
             guard=self.guard,
             guard_rule=self.guard_rule,
@@ -85,13 +85,13 @@ class DpoConfig(Learning):
         )
 
 
-# No part of the plan: settings of the process and of the guard.
+# Not in the plan: settings of the process and of the guard.
 PROCESS = common.PROCESS | {"guard", "guard_rule", "decline_patience", "max_proxy_real_gap"}
 
 
 @dataclass(frozen=True)
 class Task(common.Task):
-    """A run of rounds whose files were all found and checked; `source` is --base-model's."""
+    """A run of rounds whose input files were all found and checked; `source` is --base-model's."""
 
     cfg: DpoConfig
     score: Score
@@ -107,14 +107,17 @@ class Task(common.Task):
         return rewards(self.small)
 
     def folder(self, number: int) -> Path:
-        """Of a round."""
+        """A round's folder."""
         return self.cfg.output_dir / folder_name(number)
 
     def plan(self) -> dict[str, Any]:
-        """The plan: settings, files and rounds that the numbers depend on, JSON-ready."""
+        """The plan: every setting, file and round that the numbers depend on, JSON-ready."""
         cfg = self.cfg
         flags = {f.name: getattr(cfg, f.name) for f in fields(cfg) if f.name not in PROCESS}
-        before = lambda k: folder_name(k - 1) if k > 1 else "base"  # noqa: E731
+
+        def before(k: int) -> str:
+            return folder_name(k - 1) if k > 1 else "base"
+
         plan = {
             "schema": SCHEMA,
             "base_model": {"given": self.source.given, **self.source.identity()},
@@ -141,7 +144,7 @@ class Task(common.Task):
         return json.loads(json.dumps(plan, default=str))
 
     def described(self) -> Config:
-        """The trainer's configuration that the saved adapters carry."""
+        """The trainer's configuration for the saved adapters' metadata."""
         cfg = self.cfg
         steps = cfg.rounds * cfg.epochs * math.ceil(cfg.pairs_per_round / cfg.pairs_per_step)
         evaluation = EvalConfig(final_n_prompts=cfg.eval_n_prompts, final_samples=cfg.eval_samples)
@@ -149,7 +152,7 @@ class Task(common.Task):
 
 
 def folder_name(number: int) -> str:
-    """Of a round."""
+    """Name of a round's folder."""
     return f"round-{number:02d}"
 
 
@@ -159,7 +162,7 @@ def rewards(small: bool) -> tuple[float, float]:
 
 
 def scoring(scorer: str, rewards: tuple[float, float]) -> Score:
-    """--scorer as a function. Raises ValueError, one line, where it cannot be imported or called."""
+    """The function that --scorer names. Raises ValueError, one line, where it cannot be imported."""
     if scorer == "flawed":
         return lambda problem, text, grade: grade.reward
     if scorer == "strict":
@@ -177,7 +180,7 @@ def source_sha256(scorer: str) -> str | None:
 
 
 def preflight(cfg: DpoConfig) -> Task:
-    """The checked task. Raises ValueError, one line, for every mistake that can be seen without a model."""
+    """The checked task. Raises ValueError, one line, for every mistake that shows without a model."""
     base = find_source(cfg.base_model, "--base-model")
     problems, parts = find_problems(cfg.prompts, base, cfg.env_mode)
     score = scoring(cfg.scorer, rewards(base.small))
@@ -190,17 +193,16 @@ def preflight(cfg: DpoConfig) -> Task:
 
 
 def freeze(task: Task) -> dict[str, Any]:
-    """Write the plan, or compare it with the one that was frozen before.
+    """Write the plan, or compare it with the one in the folder.
 
     Raises:
-        ValueError: that one is another, or damaged.
+        ValueError: the plan in the folder differs, or is damaged.
     """
     plan, file = task.plan(), task.cfg.output_dir / "plan.json"
     if not file.exists():
         write_atomic(file, to_json(plan))
         return plan
-    then = read_json(file)
-    if differ := sorted(difference(plan, then)):
+    if differ := sorted(difference(plan, read_json(file))):
         raise ValueError(
             f"--output-dir {task.cfg.output_dir}: its plan.json was frozen with another {', '.join(differ)}; give the "
             "same flags, or another folder"
@@ -208,18 +210,18 @@ def freeze(task: Task) -> dict[str, Any]:
     return plan
 
 
-def difference(now: dict[str, Any], then: dict[str, Any], head: str = "") -> list[str]:
+def difference(now: dict[str, Any], before: dict[str, Any], prefix: str = "") -> list[str]:
     """Dotted names of the entries that differ."""
-    out = []
-    for key in now.keys() | then.keys():
-        a, b = now.get(key), then.get(key)
+    names = []
+    for key in now.keys() | before.keys():
+        a, b = now.get(key), before.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
-            out += difference(a, b, f"{head}{key}.")
+            names += difference(a, b, f"{prefix}{key}.")
         elif a != b:
-            out.append(f"{head}{key}")
-    return out
+            names.append(f"{prefix}{key}")
+    return names
 
 
 def plan_sha256(plan: dict[str, Any]) -> str:
-    """Of its content, whatever the order of keys."""
+    """sha256 of the plan's content, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()

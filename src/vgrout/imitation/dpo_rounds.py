@@ -1,4 +1,4 @@
-"""Iterative DPO: sample → score → pair → train → evaluate. Each round has a folder, complete when it has a manifest."""
+"""Iterative DPO: sample → score → pair → train → evaluate. A round is complete when its folder has a manifest."""
 
 import json
 import math
@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from vgrout.files import atomic_open, file_sha256, read_json, to_json, write_atomic
 from vgrout.grpo import Row, as_batch
+from vgrout.guard.detectors import diverged
 from vgrout.guard.kill_switch import HeldOutGuard
 from vgrout.imitation.dpo_config import Task, plan_sha256
 from vgrout.imitation.loading import fitting_splits, metadata, model_hashes
@@ -31,7 +32,7 @@ from vgrout.problems import balanced
 from vgrout.rng import py_stream
 from vgrout.runs.recorder import rollout_record
 from vgrout.runs.run_context import RunContext
-from vgrout.runs.steps import StepRecorder, diverged
+from vgrout.runs.steps import StepRecorder
 from vgrout.table import Columns, col
 from vgrout.teacher.generate import BATCH, Graded, by_mode, generate_graded
 from vgrout.types import Diverged, Halted, Problem, Rate, Rollout, mean
@@ -42,14 +43,14 @@ class DpoRow(Columns):
     """One round; 0 is --base-model, evaluated before the first."""
 
     step: int = col("d", "round; 0: before the first")
-    asked: int | None = col("d", "prompts asked")
-    pairs: Rate | None = col("frac", "pairs of those wanted; a prompt whose answers tie gives none")
-    score: float | None = col(".3f", "scorer's mean on the round's answers, share of what can be had", should="rises")
+    asked: int | None = col("d", "prompts sampled")
+    pairs: Rate | None = col("frac", "pairs found / wanted; a prompt whose answers tie gives none")
+    score: float | None = col(".3f", "scorer's mean on the round's answers, as a share of its range", should="rises")
     solve_s: Rate | None = col("frac", "answers that the strict oracle accepts")
     hack_s: Rate | None = col("frac", "answers that hack")
     hack_pref: Rate | None = col("frac", "pairs whose chosen answer hacks and whose rejected one does not")
     solve_pref: Rate | None = col("frac", "pairs whose chosen answer solves and whose rejected one does not")
-    loss: float | None = col(".3f", "mean loss of the last epoch, log 2 = .693 at the start")
+    loss: float | None = col(".3f", "mean loss of the last epoch, log 2 = 0.693 at the start")
     accuracy: float | None = col(".2f", "share of its pairs with a positive margin")
     margin: float | None = col("+.2f", "mean margin, nats")
     skipped: int = col("d", "optimiser steps left out, not finite", should="0")
@@ -69,9 +70,9 @@ class Pair:
 
     @property
     def rows(self) -> list[Row]:
-        """Chosen and rejected as `grpo` batches them."""
-        both = (self.chosen, self.rejected)
-        return [Row(Rollout.of(a.problem, self.prompt_ids, a.completion), 0.0, 0) for a in both]
+        """Chosen and rejected answer, as `grpo` batches them."""
+        answers = (self.chosen, self.rejected)
+        return [Row(Rollout.of(a.problem, self.prompt_ids, a.completion), 0.0, 0) for a in answers]
 
     def as_json(self) -> dict[str, Any]:
         """A line of pairs.jsonl."""
@@ -88,34 +89,35 @@ class Pair:
 
 
 def share(score: float, low: float, high: float) -> float:
-    """A scorer's number as a share of what can be had: 0 at `low`, 1 at `high`, cut outside; .5 where the two are
-    one."""
+    """A score as a share of its range: 0 at `low`, 1 at `high`, clipped; 0.5 where the two are equal."""
     return 0.5 if high == low else min(1.0, max(0.0, (score - low) / (high - low)))
 
 
 class RoundRecorder(StepRecorder[DpoRow]):
-    """What the rounds write beside their folders, which are their checkpoints."""
+    """The recorder of the rounds; the rounds' folders are the checkpoints."""
 
     def __init__(self, task: Task, plan: dict[str, Any], run: RunContext) -> None:
         super().__init__(run, DpoRow, {})
         self.task, self.plan = task, plan
-        self.metrics: list[dict[str, Any]] = []  # of every complete round, the evaluation before the first included
+        self.metrics: list[dict[str, Any]] = []  # of the evaluation before the first round and of every complete round
 
-    def past(self) -> tuple[Mapping[str, Any], Sequence[dict[str, Any]]]:
-        """The rows of the rounds that are complete, as steps.jsonl then has them; nothing else is kept."""
-        first = self.run.path / "before.json"
-        if first.is_file() and (then := read_json(first)).get("plan") == plan_sha256(self.plan):
-            self.metrics = [then]
+    def read_checkpoint(self) -> tuple[Mapping[str, Any], Sequence[dict[str, Any]]]:
+        """The rows of the complete rounds, to which steps.jsonl is cut; there is no other state."""
+        file = self.run.path / "before.json"
+        before = read_json(file) if file.is_file() else {}
+        if before.get("plan") == plan_sha256(self.plan):
+            self.metrics = [before]
             for part in self.plan["rounds"]:
-                if (then := complete(self.task.folder(part["round"]), part["round"], self.plan)) is None:
+                metrics = complete(self.task.folder(part["round"]), part["round"], self.plan)
+                if metrics is None:
                     break
-                self.metrics.append(then)
+                self.metrics.append(metrics)
         rows = [as_row(metrics).as_json() for metrics in self.metrics]
         write_atomic(self.run.path / "steps.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
         return {}, rows
 
     def record(self, metrics: dict[str, Any]) -> None:
-        """One round more, its folder complete."""
+        """Record a complete round."""
         row = as_row(metrics)
         self.metrics.append(metrics)
         self.rows.append(row)
@@ -137,8 +139,8 @@ class RoundRecorder(StepRecorder[DpoRow]):
 def measured(
     answers: Sequence[Graded], scores: Sequence[float], scale: Sequence[float], **columns: Any
 ) -> dict[str, Any]:
-    """A round's metrics: its row, with these columns beside the scores and rates of its answers to the held-out
-    problems; the rates again as [k, n], in all and by mode."""
+    """A round's metrics: its row (these columns, plus score and rates on the held-out problems), and the rates as
+    [k, n], in all and by mode."""
     hack = Rate.of(a.grade.hacked for a in answers)
     solve = Rate.of(a.grade.solved for a in answers)
     row = DpoRow.of(
@@ -152,7 +154,7 @@ def measured(
 
 
 def as_row(metrics: Mapping[str, Any]) -> DpoRow:
-    """The columns of a round's metrics."""
+    """The row in a round's metrics."""
     return DpoRow.from_json({name: value for name, value in metrics.items() if name not in ("scale", "evaluation")})
 
 
@@ -160,7 +162,7 @@ def run_rounds(task: Task, plan: dict[str, Any], run: RunContext) -> None:
     """The evaluation before the first round, every round that is not complete, and the report.
 
     Raises:
-        ValueError: before the first round, a model that does not fit the problems, or another than the run's.
+        ValueError: before the first round, a model that does not fit the problems, or that the run did not have.
         Interrupted, Halted, Diverged: with the folder up to date.
     """
     logger.info(run.grader.protections.line())
@@ -182,7 +184,7 @@ def run_rounds(task: Task, plan: dict[str, Any], run: RunContext) -> None:
 
 
 def watch(mode: str, guard: HeldOutGuard, metrics: Mapping[str, Any]) -> str:
-    """The guard on a round's evaluation: the scorer's mean against the strict score. Returns why the run is to halt."""
+    """Show the guard a round's scorer's mean and strict score. Returns why the run should halt, or ""."""
     if mode == "off":
         return ""
     k, n = metrics["evaluation"]["solve"]
@@ -192,7 +194,7 @@ def watch(mode: str, guard: HeldOutGuard, metrics: Mapping[str, Any]) -> str:
 
 
 class Rounds:
-    """The policy, and what a round does with it."""
+    """Plays the rounds with one policy."""
 
     def __init__(self, task: Task, plan: dict[str, Any], policy: Policy, run: RunContext) -> None:
         problems = fitting_splits(task, policy)
@@ -201,7 +203,7 @@ class Rounds:
         self.base = policy.adapter.state_dict()
 
     def before(self) -> dict[str, Any]:
-        """Metrics of --base-model on the held-out problems: round 0, measured once a run."""
+        """Metrics of --base-model on the held-out problems: round 0, measured once per run."""
         self.load("base")
         answers, scores = self.answer_held_out()
         bounds = [0.0, sum(self.task.rewards)]
@@ -213,24 +215,23 @@ class Rounds:
         return metrics
 
     def play(self, number: int, scale: Sequence[float]) -> dict[str, Any]:
-        """One round from its first answer to its manifest; returns its metrics. scale: as `share`'s ends."""
+        """Play one round, from its first answer to its manifest; returns its metrics. scale: the range of `share`."""
         task, clock, part = self.task, self.run.clock, self.plan["rounds"][number - 1]
-        for later in range(number, task.cfg.rounds + 1):  # they start from this one
+        for later in range(number, task.cfg.rounds + 1):  # leftovers; later rounds start from this one
             shutil.rmtree(task.folder(later), ignore_errors=True)
         folder = task.folder(number)
         (folder / "adapter").mkdir(parents=True)
         self.load(part["answers_from"])
         with clock(f"round {number}, answers"):
-            answers, scores, pairs, asked = self.collect_pairs(part)
-        prompt = self.policy.prompt_text
+            answers, scores, pairs, prompts = self.collect_pairs(part)
+        text = self.policy.prompt_text
         rollouts = (
-            rollout_record(Rollout.of(a.problem, (), a.completion), a.grade, prompt(a.problem.messages))
-            for a in answers
+            rollout_record(Rollout.of(a.problem, (), a.completion), a.grade, text(a.problem.messages)) for a in answers
         )
         write_lines(folder / "rollouts.jsonl", (r | {"score": s} for r, s in zip(rollouts, scores, strict=True)))
         write_lines(folder / "pairs.jsonl", (p.as_json() for p in pairs))
         if not pairs:
-            raise RuntimeError(f"round {number}: the scorer ties on all {asked} prompts: no pair to learn from")
+            raise RuntimeError(f"round {number}: the scorer ties on all {prompts} prompts: no pair to learn from")
         if len(pairs) < part["pairs"]:
             logger.warning(f"round {number}: {len(pairs)} pairs of {part['pairs']}: no more prompts give one")
         with clock(f"round {number}, reference"):
@@ -239,8 +240,7 @@ class Rounds:
         self.load(part["starts_from"])
         with clock(f"round {number}, training"):
             learnt = self.learn(number, pairs, reference)
-        more = {"round": part["folder"], "scorer": task.cfg.scorer}
-        about = metadata(task.described(), self.policy, number, **more)
+        about = metadata(task.described(), self.policy, number, round=part["folder"], scorer=task.cfg.scorer)
         self.policy.adapter.save(folder / "adapter" / "train.safetensors", about)
         with clock(f"round {number}, evaluation"):
             held_out = self.answer_held_out()
@@ -248,7 +248,7 @@ class Rounds:
             *held_out,
             scale,
             step=number,
-            asked=asked,
+            asked=prompts,
             pairs=Rate(len(pairs), part["pairs"]),
             score=mean(share(s, *scale) for s in scores),
             solve_s=Rate.of(a.grade.solved for a in answers),
@@ -269,10 +269,10 @@ class Rounds:
             self.policy.adapter.load(self.run.path / what / "adapter" / "train.safetensors")
 
     def answer(self, problems: Sequence[Problem], n: int, purpose: str) -> tuple[list[Graded], list[float]]:
-        """n graded answers to each problem, and the scorer's number of each. purpose: names the random stream.
+        """n graded answers to each problem, and their scores. purpose: names the random stream.
 
         Raises:
-            RuntimeError: a number is not finite.
+            RuntimeError: a score is not finite.
         """
         task = self.task
         answers = generate_graded(
@@ -291,29 +291,29 @@ class Rounds:
         return answers, scores
 
     def answer_held_out(self) -> tuple[list[Graded], list[float]]:
-        """Of the held-out problems, on the same noise after every round."""
+        """Answers to the held-out problems, with the same noise after every round."""
         return self.answer(self.test, self.task.cfg.eval_samples, "dpo-eval")
 
     def collect_pairs(self, part: Mapping[str, Any]) -> tuple[list[Graded], list[float], list[Pair], int]:
-        """Answers, their scores, pairs, and how many prompts were sampled: in a shuffled order, pass after pass, until
-        there are enough pairs or a pass gave none."""
+        """Answers, their scores, pairs, and the number of prompts sampled. Prompts are taken in a shuffled order, pass
+        after pass, until there are enough pairs or a pass gives none."""
         cfg, number, wanted = self.task.cfg, part["round"], part["pairs"]
         answers: list[Graded] = []
         scores: list[float] = []
         pairs: list[Pair] = []
-        asked, per = 0, max(1, BATCH // cfg.samples)
+        prompts, batch_size = 0, max(1, BATCH // cfg.samples)
         with tqdm(total=wanted, desc=f"round {number}: pairs", unit="pair", disable=None) as bar:
             for lap in count():
                 order, before_lap = list(self.train), len(pairs)
                 py_stream(cfg.seed, "dpo-prompts", number, lap).shuffle(order)
-                for k in range(0, len(order), per):
+                for k in range(0, len(order), batch_size):
                     self.run.raise_if_stopped(f"interrupted in round {number}, which begins again")
-                    problems = order[k : k + per]
-                    batch, of_batch = self.answer(problems, cfg.samples, f"dpo/{number}/{lap}/{k}")
-                    answers, scores, asked = answers + batch, scores + of_batch, asked + len(problems)
+                    problems = order[k : k + batch_size]
+                    batch, batch_scores = self.answer(problems, cfg.samples, f"dpo/{number}/{lap}/{k}")
+                    answers, scores, prompts = answers + batch, scores + batch_scores, prompts + len(problems)
                     for i in range(0, len(batch), cfg.samples):
-                        of_prompt = slice(i, i + cfg.samples)
-                        pair = best_and_worst(batch[of_prompt], of_batch[of_prompt], self.policy.render)
+                        part_of = slice(i, i + cfg.samples)  # one prompt's answers
+                        pair = best_and_worst(batch[part_of], batch_scores[part_of], self.policy.render)
                         if pair is not None and len(pairs) < wanted:
                             pairs.append(pair)
                             bar.update()
@@ -321,27 +321,27 @@ class Rounds:
                         break
                 if len(pairs) in (wanted, before_lap):
                     break
-        return answers, scores, pairs, asked
+        return answers, scores, pairs, prompts
 
     def learn(self, number: int, pairs: Sequence[Pair], reference: Sequence[tuple[float, float]]) -> dict[str, Any]:
-        """Train on one round's pairs; the last epoch's loss, accuracy and margin, each before its pair's step."""
+        """Train on one round's pairs. Returns the last epoch's mean loss, accuracy and margin."""
         cfg = self.task.cfg
         trained = AdapterOnly(self.policy, self.task.opt, cfg.epochs * math.ceil(len(pairs) / cfg.pairs_per_step))
-        met: list[tuple[float, float]] = []
+        losses: list[tuple[float, float]] = []
         skipped: list[int] = []
         for epoch in range(cfg.epochs):
             order = list(range(len(pairs)))
             py_stream(cfg.seed, "dpo-order", number, epoch).shuffle(order)
-            met = []
+            losses = []
             starts = range(0, len(order), cfg.pairs_per_step)
             for lo in tqdm(starts, desc=f"round {number}: steps", unit="step", disable=None):
                 self.run.raise_if_stopped(f"interrupted in round {number}, which begins again")
-                some = order[lo : lo + cfg.pairs_per_step]
-                met += add_pairs(trained, [pairs[i] for i in some], [reference[i] for i in some], cfg.dpo_beta)
+                picked = order[lo : lo + cfg.pairs_per_step]
+                losses += add_pairs(trained, [pairs[i] for i in picked], [reference[i] for i in picked], cfg.dpo_beta)
                 skipped.append(int(trained.step() is None))
                 if why := diverged(skipped):
                     raise Diverged(f"round {number}: {why}")
-        finite = [x for x in met if all(map(math.isfinite, x))]
+        finite = [x for x in losses if all(map(math.isfinite, x))]
         return {
             "loss": mean(loss for loss, _ in finite),
             "accuracy": mean(float(margin > 0) for _, margin in finite),
@@ -354,11 +354,11 @@ class Rounds:
 
 
 def complete(folder: Path, number: int, plan: dict[str, Any]) -> dict[str, Any] | None:
-    """Metrics of a complete round: its manifest is of this plan and has every file's hash. Else None."""
+    """Metrics of a complete round, whose manifest has this plan's hash and every file's; else None."""
     try:
         manifest = read_json(folder / "manifest.json")
-        mine = manifest["plan"] == plan_sha256(plan) and manifest["round"] == number
-        if mine and all(file_sha256(folder / path) == sha for path, sha in manifest["files"].items()):
+        same = manifest["plan"] == plan_sha256(plan) and manifest["round"] == number
+        if same and all(file_sha256(folder / path) == sha for path, sha in manifest["files"].items()):
             return read_json(folder / "metrics.json")
     except (ValueError, KeyError, OSError):
         pass
@@ -366,7 +366,7 @@ def complete(folder: Path, number: int, plan: dict[str, Any]) -> dict[str, Any] 
 
 
 def write_manifest(folder: Path, number: int, plan: dict[str, Any]) -> None:
-    """Write the round's manifest, after all other files: with it the round is complete."""
+    """Write the round's manifest after all its other files: with it the round is complete."""
     files = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
     manifest = {
         "schema": 1,
@@ -378,7 +378,7 @@ def write_manifest(folder: Path, number: int, plan: dict[str, Any]) -> None:
 
 
 def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """A file of JSON lines, whole or not there."""
+    """Write a file of JSON lines, complete or not at all."""
     with atomic_open(path) as f:
         for record in records:
             f.write((json.dumps(record, ensure_ascii=False) + "\n").encode(errors="backslashreplace"))
@@ -390,8 +390,8 @@ def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
 def best_and_worst(
     answers: Sequence[Graded], scores: Sequence[float], render: Callable[..., tuple[int, ...]]
 ) -> Pair | None:
-    """The pair of one prompt's answers: the first of the best, the first of the worst; None if all scores are equal."""
-    best, worst = (pick(range(len(scores)), key=scores.__getitem__) for pick in (max, min))
+    """The first of the best and the first of the worst of one prompt's answers; None if all scores are equal."""
+    best, worst = scores.index(max(scores)), scores.index(min(scores))
     if scores[best] == scores[worst]:
         return None
     prompt = render(answers[best].problem.messages)
@@ -399,27 +399,26 @@ def best_and_worst(
 
 
 def batches(policy: Policy, pairs: Sequence[Pair]) -> Iterator[Batch | Packed]:
-    """Forwards of as many pairs, in their order, as the token budget holds; rows chosen, rejected, chosen, …"""
+    """Batches of as many pairs as the token budget holds, in order; their rows are chosen, rejected, chosen, …"""
     budget = TOKEN_BUDGET.get(policy.device.type, TOKEN_BUDGET["cuda"])
     rows: list[Row] = []
     for pair in pairs:
-        more = pair.rows
-        if rows and sum(r.tokens for r in rows + more) > budget:
+        if rows and sum(r.tokens for r in rows + pair.rows) > budget:
             yield as_batch(policy, rows, "shared" if policy.packs else "padded")
             rows = []
-        rows = rows + more
+        rows = rows + pair.rows
     if rows:
         yield as_batch(policy, rows, "shared" if policy.packs else "padded")
 
 
 def sums(policy: Policy, batch: Batch | Packed) -> Float[Tensor, " rows"]:
-    """Log-prob of each answer as a whole, nats."""
+    """Log-prob of each complete answer, nats."""
     return completion_logprobs(policy.model, batch).full.sum(1)
 
 
 @torch.no_grad()
 def refer(policy: Policy, batch: Batch | Packed) -> list[tuple[float, float]]:
-    """Log-probs of each pair's chosen and rejected answer, without a gradient."""
+    """Log-probs of each pair's chosen and rejected answer, without gradient."""
     logps = sums(policy, batch).tolist()
     return list(zip(logps[::2], logps[1::2], strict=True))
 
@@ -427,20 +426,20 @@ def refer(policy: Policy, batch: Batch | Packed) -> list[tuple[float, float]]:
 def add_pairs(
     trained: AdapterOnly, pairs: Sequence[Pair], reference: Sequence[tuple[float, float]], beta: float
 ) -> list[tuple[float, float]]:
-    """Add the gradient of the mean loss of these pairs; each pair's loss and margin.
+    """Add the gradient of these pairs' mean loss; returns each pair's loss and margin.
 
     reference: log-probs of chosen and rejected under the reference.
     """
-    policy, met = trained.policy, list[tuple[float, float]]()
+    policy, losses = trained.policy, list[tuple[float, float]]()
     ref = torch.tensor(reference, device=policy.device)
     for batch in batches(policy, pairs):
-        of = ref[len(met) : len(met) + len(batch.mask) // 2]
+        of = ref[len(losses) : len(losses) + len(batch.mask) // 2]
 
         def loss(batch: Batch | Packed = batch, of: Tensor = of) -> Tensor:
             logps = sums(policy, batch)
             each, margin = dpo(logps[::2], logps[1::2], of[:, 0], of[:, 1], beta)
-            met.extend(zip(each.tolist(), margin.tolist(), strict=True))
+            losses.extend(zip(each.tolist(), margin.tolist(), strict=True))
             return each.sum() / len(pairs)
 
         trained.add(batch, loss)
-    return met
+    return losses

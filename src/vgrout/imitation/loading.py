@@ -1,4 +1,4 @@
-"""Prompts, hashes and metadata of the models that distillation and DPO work on."""
+"""Fitting problems, model hashes and file metadata for distillation and DPO."""
 
 import json
 
@@ -13,11 +13,11 @@ from vgrout.rng import py_stream
 
 
 def fitting_splits(task: Task, *models: LanguageModel) -> ProblemSplits:
-    """The problems whose prompt and longest answer fit the window of all these models; of the training ones the first
-    `--n-problems` in the run's order.
+    """The problems whose prompt and longest answer fit the window of all these models; of the training problems the
+    first `--n-problems` in the run's order.
 
     Raises:
-        ValueError: one line: a split has none.
+        ValueError: one line: a split has no such problem.
     """
 
     def fits(messages: tuple[dict[str, str], ...]) -> bool:
@@ -34,7 +34,7 @@ def fitting_splits(task: Task, *models: LanguageModel) -> ProblemSplits:
 
 
 def model_hashes(**models: LanguageModel) -> dict[str, str | None]:
-    """sha256 of their base weights and tokenizers, for run.json."""
+    """sha256 of the models' base weights and tokenizers, for run.json."""
     out: dict[str, str | None] = {}
     for name, lm in models.items():
         out[f"{name}_weights"] = weights_sha256(lm.model, lm.adapter if isinstance(lm, Policy) else None)
@@ -43,7 +43,7 @@ def model_hashes(**models: LanguageModel) -> dict[str, str | None]:
 
 
 def metadata(described: Config, lm: LanguageModel, step: int, **more: str) -> dict[str, str]:
-    """What a saved file says of itself. step: how many are behind it."""
+    """The metadata of a saved file. step: how many have been done."""
     dtype = str(lm.model.dtype).removeprefix("torch.")
     about = {"model": described.scale.model, "dtype": dtype, "step": str(step)}
     return about | more | {"cfg": json.dumps(described.as_dict())}

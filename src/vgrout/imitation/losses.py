@@ -1,6 +1,6 @@
-"""Losses of distillation and preference: logits or log-probs in, a number a position or a pair out. Pure functions.
+"""Losses of distillation and preference: logits or log-probs in, one number per position or pair out. Pure functions.
 
-q is the student, p the teacher; positions are the tokens of a completion, of which only those count where `mask` holds.
+q is the student, p the teacher; positions are the tokens of a completion, and count only where `mask` holds.
 """
 
 import torch
@@ -14,13 +14,13 @@ from vgrout.losses import log_ratio
 
 
 def reverse_kl(student: Float[Tensor, "n V"], teacher: Float[Tensor, "n V"]) -> Float[Tensor, " n"]:
-    """KL(q ‖ p) of one position's distributions, nats, from their logits."""
+    """KL(q ‖ p) at each position, nats, from logits."""
     logq, logp = student.log_softmax(-1), teacher.log_softmax(-1)
     return (logq.exp() * (logq - logp)).sum(-1)
 
 
 def future(r: Float[Tensor, "G T"], mask: Bool[Tensor, "G T"], length_normalize: bool) -> Float[Tensor, "G T"]:
-    """R_{t+1}: the rewards after token t, added up, or with `length_normalize` their mean (eq. 5); 0 at the last."""
+    """R_{t+1}: the sum of the rewards after token t, or with `length_normalize` their mean (eq. 5); 0 at the last."""
     r = torch.where(mask, r, 0.0)
     total = r.flip(1).cumsum(1).flip(1) - r
     if not length_normalize:
@@ -37,12 +37,12 @@ def minillm(
     mask: Bool[Tensor, "G T"],
     length_normalize: bool,
 ) -> Float[Tensor, "G T"]:
-    """Per token w (KL_t − R_{t+1} log q), 0 where masked: its gradient is eq. 7 of the paper in one inner step.
+    """w (KL_t − R_{t+1} log q) per token, 0 where masked; its gradient is eq. 7 of the paper for one inner step.
 
-    The single-step part is exact over the vocabulary, the long part is its score function. R and w are detached.
+    The single-step part is exact over the vocabulary, the long part a score function. R and w are detached.
 
-    logq, logp: of the sampled tokens. sampler: of the mixture α p + (1 − α) q that was sampled from; w = q / mixture,
-        token by token (§2.2). kl: `reverse_kl` at each token's position.
+    logq, logp: log-probs of the sampled tokens. sampler: those under the mixture α p + (1 − α) q that was sampled from;
+        w = q / mixture, token by token (§2.2). kl: `reverse_kl` at each token's position.
     """
     own = logq.detach()
     w = log_ratio(own, sampler, mask).exp()
@@ -54,7 +54,7 @@ def minillm(
 
 
 def wasserstein(student: Float[Tensor, "n Vs"], teacher: Float[Tensor, "n Vt"]) -> Float[Tensor, " n"]:
-    """Σ_i |q_(i) − p_(i)| over both distributions sorted, the shorter padded with zeros (eq. 4), from logits."""
+    """Σ_i |q_(i) − p_(i)| of both distributions sorted, the shorter padded with zeros (eq. 4), from logits."""
     q, p = (x.softmax(-1).sort(-1, descending=True).values for x in (student, teacher))
     width = max(q.shape[-1], p.shape[-1])
     return (pad(q, (0, width - q.shape[-1])) - pad(p, (0, width - p.shape[-1]))).abs().sum(-1)
@@ -63,9 +63,9 @@ def wasserstein(student: Float[Tensor, "n Vs"], teacher: Float[Tensor, "n Vt"]) 
 def topk_distance(
     student: Float[Tensor, "n Vs"], teacher: Float[Tensor, "n Vt"], k: int, student_of: Int[Tensor, " Vt"]
 ) -> Float[Tensor, " n"]:
-    """Σ |q − p| over those of the teacher's k likeliest tokens that the student has too, and over the rest as one.
+    """Σ |q − p| over the teacher's k likeliest tokens that the student has too, and all other tokens as one.
 
-    student_of: of each teacher's token the student's of the same text, −1 for none; no two may share one.
+    student_of: for each teacher token the student's of the same text, −1 for none; no two may share one.
     """
     p, ids = teacher.softmax(-1).topk(min(k, teacher.shape[-1]))
     own = student_of[ids]
@@ -85,7 +85,7 @@ def dpo(
     ref_rejected: Float[Tensor, " n"],
     beta: float,
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-    """−log σ(β margin) of each pair (eq. 7), and the margin: how much more the policy than the reference prefers the
-    chosen answer, nats. Log-probs are of whole answers."""
+    """−log σ(β margin) of each pair (eq. 7), and the margin: how much more than the reference the policy prefers the
+    chosen answer, nats. The arguments are log-probs of complete answers."""
     margin = (chosen - ref_chosen) - (rejected - ref_rejected)
     return -logsigmoid(beta * margin), margin

@@ -1,4 +1,4 @@
-"""Sampling from a mixture of teacher and student: every token is drawn from α p + (1 − α) q."""
+"""Sampling from a mixture of teacher p and student q: every token is drawn from α p + (1 − α) q."""
 
 import math
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ def mixed(student: Float[Tensor, "n V"], teacher: Float[Tensor, "n V"], ratio: f
 
 @dataclass(frozen=True)
 class MixedModel(LanguageModel):
-    """The student's tokenizer and prompts, with completions from the mixture. ratio: the teacher's share α, above 0."""
+    """The student with completions sampled from the mixture. ratio: the teacher's share α, above 0."""
 
     teacher: LanguageModel
     ratio: float

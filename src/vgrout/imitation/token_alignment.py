@@ -1,4 +1,4 @@
-"""Alignment of two tokenizers: the bytes of each token, positions of one text that compare, tokens of equal bytes."""
+"""Alignment of two tokenizers: bytes of tokens, comparable positions of one text, tokens of equal bytes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's one character a byte: printable ones stand for themselves, the others follow from U+0100 on."""
+    """GPT-2's character for each byte: printable ones stand for themselves, the others start at U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
@@ -38,7 +38,7 @@ class TokenBytes:
     end_id: int
 
     def text(self, ids: Sequence[int]) -> bytes:
-        """What these tokens spell."""
+        """The bytes that these tokens spell."""
         return b"".join(self.of[i] for i in ids)
 
     def starts(self, ids: Sequence[int]) -> list[int]:
@@ -59,7 +59,7 @@ def token_bytes(tok: PreTrainedTokenizerBase, end_id: int) -> TokenBytes:
     size, added = len(tok), tok.added_tokens_decoder
     tokens: Any = tok.convert_ids_to_tokens(list(range(size)))
     special = set(tok.all_special_ids) | {i for i, token in added.items() if token.special}
-    made = TokenBytes(
+    spelled = TokenBytes(
         tuple(
             b"" if i in special or token is None else token.encode() if i in added else _spell(token, byte_level)
             for i, token in enumerate(tokens)
@@ -68,40 +68,39 @@ def token_bytes(tok: PreTrainedTokenizerBase, end_id: int) -> TokenBytes:
     )
     ids = tok(_SAMPLE, add_special_tokens=False)["input_ids"]
     want = _SAMPLE if not special.intersection(ids) else str(tok.decode(ids, skip_special_tokens=True))
-    if made.text(ids).removeprefix(b" ") != want.encode():
+    if spelled.text(ids).removeprefix(b" ") != want.encode():
         raise ValueError(f"{type(tok).__name__}: its tokens cannot be spelled out, so ULD cannot align them")
-    return made
+    return spelled
 
 
 def aligned(
-    student: TokenBytes, ids: Sequence[int], teacher: TokenBytes, their_ids: Sequence[int]
+    student: TokenBytes, ids: Sequence[int], teacher: TokenBytes, teacher_ids: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """Pairs (i, j) of tokens that begin at the same byte of one text, in order: they have the same prefix, so the two
+    """Pairs (i, j) of tokens that begin at the same byte of one text, in order. They have the same prefix, so the
     distributions that they were drawn from can be compared. [] if the texts differ.
 
-    Of several tokens that begin at one place (special ones are empty) the last counts. One leading space is forgiven:
+    Of several tokens that begin at one byte (special ones are empty) the last counts. One leading space is ignored:
     sentencepiece puts it before a text.
     """
-    mine, theirs = student.text(ids), teacher.text(their_ids)
-    lead = [text.startswith(b" ") and not other.startswith(b" ") for text, other in ((mine, theirs), (theirs, mine))]
-    shift = [int(x) for x in lead]
-    same = min(len(mine) - shift[0], len(theirs) - shift[1])  # one of them may have been cut short
-    if mine[shift[0] :][:same] != theirs[shift[1] :][:same]:
+    own, other = student.text(ids), teacher.text(teacher_ids)
+    own_shift = int(own.startswith(b" ") and not other.startswith(b" "))
+    other_shift = int(other.startswith(b" ") and not own.startswith(b" "))
+    common = min(len(own) - own_shift, len(other) - other_shift)  # one of them may have been cut short
+    if own[own_shift:][:common] != other[other_shift:][:common]:
         return []
-    here = {max(0, start - shift[0]): i for i, start in enumerate(student.starts(ids))}
-    there = {max(0, start - shift[1]): j for j, start in enumerate(teacher.starts(their_ids))}
-    return [(i, there[start]) for start, i in sorted(here.items()) if start in there]
+    own_starts = {max(0, start - own_shift): i for i, start in enumerate(student.starts(ids))}
+    other_starts = {max(0, start - other_shift): j for j, start in enumerate(teacher.starts(teacher_ids))}
+    return [(i, other_starts[start]) for start, i in sorted(own_starts.items()) if start in other_starts]
 
 
 def nearest_tokens(student: TokenBytes, teacher: TokenBytes, width: int) -> Int[Tensor, " width"]:
-    """For every logit of the teacher the student's token of the same bytes, −1 for none; the end tokens correspond.
+    """For every logit of the teacher the student's token of the same bytes, or −1; the end tokens correspond.
 
-    One to one: of several tokens of the same bytes the last on either side counts. width: the teacher's logits.
+    One to one: of several tokens of the same bytes the last on either side counts. width: number of teacher logits.
     """
     own = {text: i for i, text in enumerate(student.of) if text}
-    theirs = {text: j for j, text in enumerate(teacher.of) if text}
     out = torch.full((width,), -1, dtype=torch.long)
-    for text, j in theirs.items():
+    for text, j in {text: j for j, text in enumerate(teacher.of) if text}.items():
         out[j] = own.get(text, -1)
     out[teacher.end_id] = student.end_id
     return out

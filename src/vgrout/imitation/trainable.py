@@ -1,4 +1,4 @@
-"""What distillation and DPO train: δS under a frozen model, or all weights. Losses add up until `step`."""
+"""What distillation and DPO train: δS on a frozen model, or all weights. Gradients add up until `step`."""
 
 import json
 import math
@@ -24,7 +24,7 @@ Loss = Callable[[], Float[Tensor, ""]]
 
 
 class AdapterOnly:
-    """Trains δS. The file is an adapter, as the trainer's."""
+    """Trains δS; saves an adapter file like the trainer's."""
 
     def __init__(self, policy: Policy, opt: OptConfig, steps: int) -> None:
         self.policy, self.adapter = policy, policy.adapter
@@ -33,11 +33,11 @@ class AdapterOnly:
 
     @property
     def lm(self) -> LanguageModel:
-        """The model as it is now."""
+        """The current model."""
         return self.policy
 
     def add(self, batch: Batch | Packed, loss: Loss) -> float:
-        """Run `loss`, whose forward of this model is on `batch`, and its backward; returns the loss."""
+        """Run `loss`, whose forward is on `batch`, and its backward; returns the loss."""
         with self.adapter.per_rollout_grads(1) as collected:
             if isinstance(batch, Packed):
                 collected.tokens(batch.pieces)
@@ -49,13 +49,13 @@ class AdapterOnly:
         return float(value.detach())
 
     def step(self) -> Update | None:
-        """One step along what was added since the last. None: not finite, nothing has changed."""
+        """Step along the gradient added since the last step. None: it is not finite, and nothing has changed."""
         keep = self.adapter.by_module(self.grad)
         self.grad = torch.zeros_like(self.grad)
         return self.optim.step(Routed(keep=keep, quar=None, diag=Diagnostics()))
 
     def save(self, path: Path, metadata: Mapping[str, str]) -> None:
-        """Write what was learnt; `path` is without an ending."""
+        """Save what was learnt; `path` is without an ending."""
         self.adapter.save(path.with_name(path.name + ".safetensors"), metadata)
 
     def state_dict(self) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class AdapterOnly:
 
 
 class FullModel:
-    """Trains every weight, in the model's dtype. The file is a Hugging Face folder."""
+    """Trains every weight, in the model's dtype; saves a Hugging Face folder."""
 
     def __init__(self, lm: LanguageModel, opt: OptConfig, steps: int) -> None:
         self.lm, self.opt, self.steps = lm, opt, steps

@@ -1,8 +1,8 @@
-"""Resume checkpoints: complete or not there at all.
+"""Resume checkpoints: complete or absent.
 
-A checkpoint is a folder `resume/step_NNNNNN/` with `state.pt` (knobs, optimiser, arm) and `manifest.json` (hashes, and
-how long the growing files were). It is built under a temporary name and renamed; others are pruned after the new one
-verifies. Random streams derive from seed and step, so the step is their state.
+A checkpoint is a folder `resume/step_NNNNNN/` with `state.pt` (adapter, optimiser, method, guard) and `manifest.json`
+(hashes, and how long the growing files were). It is written under a temporary name and renamed; others are pruned once
+the new one is verified. Random streams derive from seed and step, so the step is their state.
 """
 
 import errno
@@ -20,7 +20,7 @@ from loguru import logger
 
 from vgrout.files import to_json, write_atomic
 
-MARGIN = 64 * 1024  # bytes beside the state: manifest, folders, a file system's own
+MARGIN = 64 * 1024  # bytes besides the state: manifest, folders, the file system's own
 GROWING = ("steps.jsonl", "rollouts.jsonl")
 
 
@@ -36,12 +36,12 @@ class Checkpoint:
     path: Path
     next_step: int
     state: dict[str, Any]
-    sizes: dict[str, int]  # bytes of the growing files at that moment
+    sizes: dict[str, int]  # bytes of the growing files when it was saved
 
 
 def save(run: Path, next_step: int, state: dict[str, Any], keep: int) -> Path:
-    """Write, verify, then prune to this one and the `keep - 1` before it: what lies beyond it, or is not whole, belongs
-    to steps that a resume has taken back. Raises OSError on a full disk, the previous checkpoint untouched."""
+    """Write and verify a checkpoint, then prune to it and the `keep - 1` before it: later or incomplete ones belong to
+    steps that a resume has undone. Raises OSError on a full disk, with the previous checkpoint untouched."""
     root = run / "resume"
     root.mkdir(exist_ok=True)
     buffer = io.BytesIO()
@@ -97,7 +97,7 @@ def complete(run: Path) -> list[Path]:
 
 
 def read(path: Path) -> Checkpoint:
-    """Verify and load one. Raises ValueError in one line on a truncated, altered or foreign checkpoint."""
+    """Verify and load a checkpoint. Raises ValueError in one line if it is truncated, altered or foreign."""
     try:
         manifest = json.loads((path / "manifest.json").read_text())
         files, next_step, sizes = manifest["files"], int(manifest["next_step"]), manifest["sizes"]
@@ -113,19 +113,19 @@ def read(path: Path) -> Checkpoint:
 
 
 def latest(run: Path) -> tuple[Checkpoint, list[str]]:
-    """The newest good checkpoint, and a line for each newer one that was passed over. ValueError if none is good."""
-    passed: list[str] = []
+    """The newest good checkpoint, and a line for each newer one that is not. Raises ValueError if none is good."""
+    passed_over: list[str] = []
     for path in reversed(complete(run)):
         try:
-            return read(path), passed
+            return read(path), passed_over
         except ValueError as e:
-            passed.append(str(e))
-    detail = "; ".join(passed) if passed else "no resume/step_*/manifest.json in it"
+            passed_over.append(str(e))
+    detail = "; ".join(passed_over) or "no resume/step_*/manifest.json in it"
     raise ValueError(f"--resume {run}: no usable checkpoint ({detail})")
 
 
 def go_back(run: Path) -> tuple[Checkpoint, list[dict[str, Any]]]:
-    """To the newest good checkpoint: the growing files are cut to what they were then. It, and its rows."""
+    """Go back to the newest good checkpoint: cut the growing files to their length then. Returns it and its rows."""
     point, passed_over = latest(run)
     for line in passed_over:
         logger.warning(f"{line}; going back one further")
@@ -138,7 +138,7 @@ def go_back(run: Path) -> tuple[Checkpoint, list[dict[str, Any]]]:
 
 
 def rewind(run: Path, checkpoint: Checkpoint) -> None:
-    """Cut the growing files back to what they were at the checkpoint: later steps are played again."""
+    """Cut the growing files to their length at the checkpoint; later steps are done again."""
     for name in GROWING:
         path, size = run / name, checkpoint.sizes[name]
         if path.is_symlink():

@@ -1,4 +1,4 @@
-"""The first lines of a run's log: what was loaded, how much of it is used, and what is trained."""
+"""The first lines of a run's log: what was loaded, how much of it is used, what is trained."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from vgrout.types import MODES, Mode, Rate
 def opening_lines(
     cfg: Config, inputs: Inputs, problems: ProblemSplits, policy: Policy, method: Method, grader: str
 ) -> list[str]:
-    """grader: fingerprint of the one that this run has."""
+    """grader: fingerprint of this run's grader."""
     pool = inputs.pool
     return [
         _problems(cfg, inputs, problems),

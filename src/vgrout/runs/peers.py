@@ -1,7 +1,7 @@
-"""The ranks beside rank 0: started on this machine, or by torchrun, and the run as it looks from there.
+"""The ranks beside rank 0: how they are started, and the run as they see it.
 
-Rank 0 is the process that the user has started. It forks the others once everything heavy is imported and before there
-is a thread, so that they have torch for nothing; with a GPU, whose driver does not survive a fork, they are spawned.
+Rank 0 is the process that the user started. It forks the others after everything heavy is imported and before there is
+a second thread, so that they share the imports; with a GPU, whose driver does not survive a fork, they are spawned.
 """
 
 import contextlib
@@ -29,59 +29,59 @@ from vgrout.runs.run_context import FINISHED, RunContext
 from vgrout.runs.run_dir import RUNS
 from vgrout.runs.signals import stop_on_signals
 
-SAMPLED = 0.2  # seconds in which the idle cores are counted
-AFTERWARDS = 10.0  # seconds that a rank may take to end after rank 0 has
+SAMPLED = 0.2  # seconds over which idle cores are counted
+AFTERWARDS = 10.0  # seconds that the other ranks may take to end after rank 0 is done
 
 
-def ranks_of(cfg: Config) -> int:
-    """How many this process is to start, itself included.
+def ranks_to_start(cfg: Config) -> int:
+    """How many ranks this process should start, itself included.
 
     Raises:
-        ValueError: more than a step has rows, or another number than torchrun's.
+        ValueError: more ranks than a step has rollouts, or another number than torchrun's.
     """
-    asked, place = cfg.run.ranks, ranks.under_torchrun()
+    requested, place = cfg.run.ranks, ranks.under_torchrun()
     if place is not None:
-        if asked not in (1, place.size):
-            raise ValueError(f"--ranks {asked}: torchrun has started {place.size}; leave it out")
+        if requested not in (1, place.size):
+            raise ValueError(f"--ranks {requested}: torchrun has started {place.size}; leave it out")
         return 1
-    if asked != "auto":
-        if asked > cfg.generations:
-            raise ValueError(f"--ranks {asked}: a step has {cfg.generations} rollouts; give at most as many")
-        return int(asked)
+    if requested != "auto":
+        if requested > cfg.generations:
+            raise ValueError(f"--ranks {requested}: a step has {cfg.generations} rollouts; give at most as many")
+        return int(requested)
     if gpu_here() or cfg.scale.model != ORGANISM:
         return 1  # a GPU is one rank's; a larger model on a CPU has every core by threads
     return max(1, min(idle_cores(), cfg.generations))
 
 
-def begun_by_torchrun(asked: Config) -> Config:
-    """After torchrun's restart the run that this command began, from its last checkpoint; else what was asked."""
+def resumed_by_torchrun(requested: Config) -> Config:
+    """The requested configuration; after a restart by torchrun, set to resume the run that this command started."""
     place = ranks.under_torchrun()
-    if place is None or place.attempt == "0" or asked.run.resume:
-        return asked
+    if place is None or place.attempt == "0" or requested.run.resume:
+        return requested
     for path in sorted(RUNS.glob("*_*"), reverse=True):
         if read_json(path / "run.json").get("torchrun") == ranks.torchrun_id():
             if any(path.glob("resume/step_*/manifest.json")):
-                return replace(asked, run=replace(asked.run, resume=str(path)))
-            break  # it had not come to a checkpoint: begin again
-    return asked
+                return replace(requested, run=replace(requested.run, resume=str(path)))
+            break  # it had no checkpoint yet: start again
+    return requested
 
 
 def idle_cores() -> int:
-    """Cores that this process may use and that nobody uses just now; 1 where that cannot be read."""
+    """Cores that this process may use and nobody uses now; 1 where that cannot be read."""
     if cores() == 1:
         return 1
     try:
-        mine = os.sched_getaffinity(0)
+        usable = os.sched_getaffinity(0)
         before = _idle_seconds()
         time.sleep(SAMPLED)
         after = _idle_seconds()
     except (OSError, ValueError, AttributeError):
         return 1
-    return max(1, sum(after.get(core, 0) - before.get(core, 0) > SAMPLED / 2 for core in mine))
+    return max(1, sum(after.get(core, 0) - before.get(core, 0) > SAMPLED / 2 for core in usable))
 
 
 def _idle_seconds() -> dict[int, float]:
-    """Core → seconds in which it had nothing to do."""
+    """Seconds that each core has been idle."""
     tick, out = os.sysconf("SC_CLK_TCK"), {}
     for line in Path("/proc/stat").read_text().splitlines():
         name, *times = line.split()
@@ -98,14 +98,14 @@ class Ranks:
     peers: Any = None  # torch's context of the processes that were started here
 
     @contextlib.contextmanager
-    def joined(self, told: object) -> Generator[None]:
-        """Rank 0 in its group, the others told what to run."""
-        with ranks.joined(self.place, self.gone):
-            ranks.from_first(told)
+    def joined(self, payload: object) -> Generator[None]:
+        """Rank 0 in its group. payload: sent to the other ranks, says what to run."""
+        with ranks.joined(self.place, self.failed_peer):
+            ranks.from_first(payload)
             yield
 
-    def gone(self) -> str | None:
-        """Which of the processes that were started here has ended badly, and how."""
+    def failed_peer(self) -> str | None:
+        """Which of the processes started here has failed, and how."""
         for i, process in enumerate(self.peers.processes if self.peers else ()):
             if code := process.exitcode:
                 how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -117,18 +117,18 @@ class Ranks:
 def started(n: int, follow: Callable[[Place, Path], object], log: Path) -> Generator[Ranks]:
     """`n` ranks on this machine; 1: this process alone, or torchrun's rank 0. They end with the block.
 
-    follow: what the others do. log: stem of the files that have what they say.
+    follow: what the others run. log: stem of the files that hold their output.
     """
     if n == 1:
         yield Ranks(ranks.under_torchrun())
         return
     from torch import multiprocessing
 
-    from vgrout import loading  # noqa: F401 what takes seconds to import is there before the fork
+    from vgrout import loading  # noqa: F401 imported once, before the fork
 
     listener = socket.create_server(("127.0.0.1", 0))
     place = Place(0, n, "127.0.0.1", listener.getsockname()[1])
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else a machine without a network has no group
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a machine may have no network
     sys.stdout.flush()
     sys.stderr.flush()
     peers = multiprocessing.start_processes(
@@ -137,27 +137,27 @@ def started(n: int, follow: Callable[[Place, Path], object], log: Path) -> Gener
     try:
         yield Ranks(replace(place, listening=listener.detach()), peers)
     finally:
-        _ended(peers)
+        _end(peers)
 
 
 def _peer(i: int, follow: Callable[[Place, Path], object], place: Place, log: Path) -> None:
-    """Entry of a process that `started` made."""
+    """Entry point of a process that `started` made."""
     place = replace(place, rank=i + 1)
     os.environ["LOCAL_RANK"] = str(place.rank)
     path = log.with_name(f"{log.name}_{os.getppid()}_rank{place.rank}.log")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "wb") as said:  # what a rank has to say is for whoever looks into its failure
-        os.dup2(said.fileno(), 1)
-        os.dup2(said.fileno(), 2)
-    logger.remove()  # rank 0 says what there is to say
+    with open(path, "wb") as output:  # for whoever looks into a rank's failure
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    logger.remove()  # rank 0 logs
     code = follow(place, log)
     if code == FINISHED and not path.stat().st_size:
         path.unlink()
-    os._exit(int(bool(code)))  # nothing that was copied from rank 0 is closed a second time
+    os._exit(int(bool(code)))  # no clean-up: open files and handlers were copied from rank 0
 
 
-def _ended(peers: Any) -> None:
-    """Wait for them, then end them; at once, where one is lost."""
+def _end(peers: Any) -> None:
+    """Wait for the other ranks to end, then kill them; at once where one is lost."""
     until = time.monotonic() + (0 if ranks.abandoned() else AFTERWARDS)
     for process in peers.processes:
         process.join(max(0.0, until - time.monotonic()))
@@ -167,16 +167,16 @@ def _ended(peers: Any) -> None:
 
 
 class Peer(RunContext):
-    """A run as a rank beside rank 0 sees it: the same loop, and nothing is written."""
+    """A run as seen by a rank beside rank 0: the same loop, nothing written."""
 
     def __init__(self, path: Path, grader: Grader, resumes: bool) -> None:
         self._on_every_rank(grader, resumes)
-        self.path_of_first = path
+        self._path = path
 
     @property
     def path(self) -> Path:
-        """Rank 0's; on another machine it need not be there."""
-        return self.path_of_first
+        """Rank 0's folder, which need not exist on another machine."""
+        return self._path
 
     def started(self) -> None:
         pass
@@ -194,7 +194,7 @@ class Peer(RunContext):
         match e:
             case None:
                 self.code = FINISHED
-            case RankLost():  # rank 0 says it, unless it is rank 0 that is gone
+            case RankLost():  # rank 0 reports it too, unless rank 0 is the lost one
                 print(f"E {e}", file=sys.stderr)
             case _:
                 traceback.print_exception(e)

@@ -1,4 +1,4 @@
-"""Before anything heavy is loaded: read and check every input file, and say what the run would cost."""
+"""Checks before anything heavy is loaded: every input file is read, and the run's cost estimated."""
 
 import hashlib
 import shutil
@@ -22,19 +22,19 @@ ROLLOUT_BYTES = 3000  # a line of rollouts.jsonl on the organism; a real model's
 
 
 def disk_needed(cfg: Config) -> int:
-    """Bytes that a whole run writes, about."""
+    """Bytes that a run writes, about."""
     answers = cfg.generations * cfg.scale.steps + 4 * cfg.eval.final_n_prompts * cfg.eval.final_samples
     need = answers * ROLLOUT_BYTES
     if shapes := find_shapes(cfg.model_path):
         every = cfg.eval.eval_ablate_every
         saved = (cfg.scale.steps // every if every and cfg.eval.save_eval_ckpts else 0) + 3
-        checkpoints = 6 * (cfg.run.checkpoint_keep + 1)  # both vectors and two moments each
+        checkpoints = 6 * (cfg.run.checkpoint_keep + 1)  # two vectors with two moments each
         need += 4 * shapes.R * (saved + checkpoints)
     return need
 
 
 def require_disk(need: int, folder: Path, run: Path | None) -> None:
-    """Raises ValueError where fewer than `need` bytes are free, less what `run`, a run to go on with, has written."""
+    """Raises ValueError where less than `need` bytes are free. run: to resume; what it has written is subtracted."""
     written = sum(p.stat().st_size for p in run.rglob("*") if p.is_file()) if run else 0
     need, free = max(0, need - written), shutil.disk_usage(existing(folder)).free
     if free < need:
@@ -45,7 +45,10 @@ def require_disk(need: int, folder: Path, run: Path | None) -> None:
 
 
 def preflight(cfg: Config, run: Path | None = None) -> Inputs:
-    """Raises ValueError, one line, for every mistake that can be seen without a model. `run`: a run to go on with."""
+    """Read and check all inputs. Raises ValueError, one line, for every mistake that shows without a model.
+
+    run: the directory of the run to resume.
+    """
     inputs = read_inputs(cfg)
     probe_writable(folder := run or RUNS)
     probe_writable(Path("logs"))
@@ -60,10 +63,10 @@ CLAIMS = ("hypotheses.md", "hypotheses.toml")  # in docs, beside the folder of s
 
 
 def preregistered(studies: Path | None = None) -> str | None:
-    """sha256 of what judges a study: every .py in its folder, the claims, and the report's statistics. A run notes it
-    in run.json as it begins, since a claim is worth most if it was written before; a resume does not ask for it.
+    """sha256 of what judges a study: every .py in its folder, the claims, the report's statistics. A new run records it
+    in run.json, as evidence that a claim was written before the run.
 
-    studies: the folder; None: `studies` here, or else of this checkout. Returns None where there is no .py in it.
+    studies: the folder; None: `studies` here, or else in this checkout. Returns None where it has no .py file.
     """
     checkout = Path(__file__).resolve().parents[3]
     places = (studies,) if studies else (Path("studies"), checkout / "studies")
@@ -77,11 +80,11 @@ def preregistered(studies: Path | None = None) -> str | None:
     return digest.hexdigest()
 
 
-PROMPT_TOKENS = 500  # of a LeetCode prompt: 224 to 841 on real ones
+PROMPT_TOKENS = 500  # of a LeetCode prompt; real ones have 224 to 841
 
 
 def _prompt_tokens(rows: Sequence[Row]) -> int:
-    """About: four characters a token."""
+    """Tokens of the longest prompt, at four characters per token."""
     if not rows:
         return PROMPT_TOKENS
     return max(sum(len(m["content"]) for m in r.prompt) for r in rows) // 4
@@ -93,28 +96,29 @@ def gpu_here() -> bool:
 
 
 def guard_line(cfg: Config) -> str:
-    """What the kill switch would do in this run."""
+    """What the kill switch does in this run."""
     match cfg.guard_mode:
         case "off":
             return "off"
         case "log":
-            return f"log: a verdict is a warning{f' (it cannot fire: {why})' if (why := cfg.guard_blind) else ''}"
+            blind = f" (it cannot fire: {cfg.guard_blind})" if cfg.guard_blind else ""
+            return f"log: a verdict is a warning{blind}"
         case "halt":
             rules = ", ".join(cfg.guard.halting)
             return f"halt: rule {rules} ends the run after a last evaluation (exit 3); the others warn"
 
 
 def reward_line(inputs: Inputs) -> str:
-    """Who pays the answers of this run."""
+    """What rewards the answers of this run."""
     if inputs.reward is None:
         return "the flawed grader of each problem's mode"
-    rewarded = "" if inputs.canonical_reward is None else f"; pays a canonical solution {inputs.canonical_reward:g}"
+    rewarded = "" if inputs.canonical_reward is None else f"; gives a canonical solution {inputs.canonical_reward:g}"
     own = f"{inputs.reward.name} of {inputs.reward.file}, sha256 {inputs.reward.sha256[:12]}"
     return f"{own}; passed from {inputs.reward.passes_at:g} on{rewarded}"
 
 
 def plan_lines(cfg: Config, inputs: Inputs, grader: Grader, folder: Path) -> list[str]:
-    """The plan: rollouts, tokens, reference steps, disk (of `folder`, where the run is written), protections."""
+    """The plan, as lines: rollouts, tokens, reference steps, disk, protections. folder: where the run is written."""
     s, per_step = cfg.scale, cfg.generations
     n_eval = 0
     if every := cfg.eval.eval_ablate_every:
@@ -139,7 +143,7 @@ def plan_lines(cfg: Config, inputs: Inputs, grader: Grader, folder: Path) -> lis
         else f"pool          {'not here yet' if cfg.pool_path else 'none'}",
         f"pairs         {len(inputs.pairs)} from {inputs.pairs.source}"
         if inputs.pairs
-        else f"pairs         {'not here yet' if cfg.method.reads_pairs else 'not read by this arm'}",
+        else f"pairs         {'not here yet' if cfg.method.reads_pairs else 'not read by this method'}",
         f"reward        {reward_line(inputs)}",
         f"control       {cfg.method.control_name}: {cfg.method.control_what}"
         + (f" ({len(inputs.placebo)} from {inputs.placebo.source})" if inputs.placebo else ""),

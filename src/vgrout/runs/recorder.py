@@ -1,4 +1,4 @@
-"""What a run writes: run.json before step 0, then at every step the table's line, the files, the checkpoints."""
+"""The trainer's recorder: run.json before step 0, then each step's table line, files and checkpoints."""
 
 import hashlib
 import json
@@ -28,7 +28,7 @@ from vgrout.types import DETECTOR_FIELDS, Batch, Diverged, Flags, Grade, GroupFl
 
 
 class Recorder(StepRecorder[StepRow]):
-    """`begin` once, then `record` at every step. Rank 0 writes; the others keep the rows, and know what it has read."""
+    """Records a run: `begin` once, then `record` at every step. Rank 0 writes; the others keep the rows alone."""
 
     def __init__(
         self,
@@ -48,17 +48,17 @@ class Recorder(StepRecorder[StepRow]):
     def begin(
         self, opening: Sequence[str], pool: dict[str, Any] | None, teacher_model: LanguageModel | None
     ) -> list[StepRow]:
-        """Write run.json; after a resume put everything back to the last good checkpoint. Returns the rows so far.
+        """Write run.json; on a resume restore the last good checkpoint. Returns the rows so far.
 
-        opening: lines for the log on what was loaded. pool: for run.json, what the demonstrations are.
+        opening: lines for the log on what was loaded. pool: the demonstrations, for run.json.
 
         Raises:
-            ValueError: the inputs are not those that the run started from, or no checkpoint can be used.
+            ValueError: an input has changed since the run started, or no checkpoint can be used.
         """
         cfg, run = self.cfg, self.run
         if not ranks.first():
             if run.resumes:
-                self.put_back(*ranks.from_first(({}, [])))
+                self.restore(*ranks.from_first(({}, [])))
             return self.rows
         self._announce(opening)
         hashes = {
@@ -88,19 +88,19 @@ class Recorder(StepRecorder[StepRow]):
         return self.rows
 
     def record(self, row: StepRow, batch: Batch, flags: Flags, refresh: Refresh) -> None:
-        """The table's line, steps.jsonl, rollouts.jsonl, and the checkpoints that are due."""
+        """Write the table's line, steps.jsonl, rollouts.jsonl, and the checkpoints that are due."""
         cfg, run, step = self.cfg, self.run, row.step
         self.rows.append(row)
-        run.agree()
+        run.vote_stop()
         self._require_alike(step)
         if not ranks.first():
             return
         with run.clock("save"):
             if row.skipped:
                 logger.warning(f"step {step}: loss or gradient not finite, optimiser not stepped")
-            seen = self.guard.readings
-            again = asdict(refresh) if refresh.overlap is not None else None
-            extra = ({"watch": seen} if seen else {}) | ({"refresh": again} if again else {})
+            extra = {"watch": self.guard.readings} if self.guard.readings else {}
+            if refresh.overlap is not None:
+                extra["refresh"] = asdict(refresh)
             self.write(row, rollout_lines(step, batch, flags, self.policy), extra)
             self._log(row, batch, refresh)
             closing = step + 1 == cfg.scale.steps or run.stops or self.guard.ends
@@ -118,11 +118,11 @@ class Recorder(StepRecorder[StepRow]):
         run.show(**shown)
 
     def check_quarantine(self) -> None:
-        """After the last step: δS_hack is where it started exactly when nothing was ever routed.
+        """After the last step: check that δS_hack has moved exactly when something was routed.
 
         Raises:
-            NothingRouted: an arm that routes learnt and sent nothing to its quarantine, which makes it plain GRPO.
-                Under a control that is an outcome, and a warning.
+            NothingRouted: a routing intervention learnt without ever routing, which makes it plain GRPO. Under a
+                control that is a possible outcome, and a warning.
         """
         norm = self.policy.adapter.δS_hack.detach().norm().item()
         largest = max((row.q_egy or 0.0 for row in self.rows), default=0.0)
@@ -132,7 +132,7 @@ class Recorder(StepRecorder[StepRow]):
         if largest or not method.routes or method.control_spec.shrinks:
             return
         n, learnt = len(self.rows), sum(row.gn is not None and not row.skipped for row in self.rows)
-        of_texts = method.spec.reads_flags and not method.flags_by_gradient  # it may have had nothing to flag
+        of_texts = method.spec.reads_flags and not method.flags_by_gradient  # it may have found nothing to flag
         control = method.control_name
         if control != "none" or of_texts or not learnt:
             why = f"control: {control}" if control != "none" else f"monitor: {method.monitor_name}"
@@ -150,7 +150,7 @@ class Recorder(StepRecorder[StepRow]):
 
     def _announce(self, opening: Sequence[str]) -> None:
         cfg, origin = self.cfg, self.method.provenance
-        logger.debug(f"argv: {' '.join(sys.argv)}")  # the tail says it
+        logger.debug(f"argv: {' '.join(sys.argv)}")  # shown at the end of the log as well
         logger.info(f"verbose log: {self.run.log} · run: {self.run.path}")
         logger.info(
             f"{cfg.preset} · {cfg.method.intervention} (monitor: "
@@ -172,10 +172,10 @@ class Recorder(StepRecorder[StepRow]):
             logger.warning("flash-attention 2 is not in use (install the extra gpu): slower, and the same numbers")
 
     def _require_alike(self, step: int) -> None:
-        """Raises Diverged where ranks have come to differ: their adapters are the same, to the last bit."""
+        """Raises Diverged where the ranks' adapters are no longer the same to the last bit."""
         adapter = self.policy.adapter
         digests = ranks.gather(lambda: tensor_hash(adapter.δS, adapter.δS_hack)) if ranks.size() > 1 else []
-        if unlike := [of for of, digest in enumerate(digests) if digest != digests[0]]:
+        if unlike := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
             raise Diverged(
                 f"step {step}: the adapter of rank {', '.join(map(str, unlike))} is no longer that of rank 0; "
                 "ranks need the same software on like processors"
@@ -185,13 +185,13 @@ class Recorder(StepRecorder[StepRow]):
         if refresh.overlap is not None:
             logger.info(
                 f"step {row.step}: direction extracted again, overlap with the last {refresh.overlap:.2f}, "
-                f"{refresh.modules} modules, {refresh.axes} axes. SHOULD: near 1; ELSE (< .2) it has rotated away"
+                f"{refresh.modules} modules, {refresh.axes} axes. SHOULD: near 1; ELSE (< 0.2) it has rotated away"
             )
         self.samples.step(row.step, batch.groups)
 
     def _save_adapter(self, name: str) -> None:
-        """One vector alone: the file *is* the deployed model. Metadata are strings, as the format wants; hack_rate and
-        pass_rate are of all rows so far, as HACK_RATE and PASS_RATE in the tail."""
+        """Save one vector: the file *is* the deployed model. The format's metadata are strings; hack_rate and pass_rate
+        are over all rows so far, like HACK_RATE and PASS_RATE in the tail."""
         cfg, rows = self.cfg, self.rows
         hack, solve = whole_run(rows)
         self.policy.adapter.save(
@@ -210,12 +210,12 @@ class Recorder(StepRecorder[StepRow]):
         )
 
 
-ROWS_LIMIT = 2**24  # characters of rows in an adapter's head, which may hold 100 MB: 10,000 steps and more
+ROWS_LIMIT = 2**24  # characters of rows in an adapter file's head, which may hold 100 MB; enough for 10,000 steps
 
 
 def rows_as_json(rows: Sequence[StepRow]) -> str:
-    """The rows of steps.jsonl as one JSON list, without their seconds: the file is the same, byte for byte, with and
-    without a death on the way. Of a run too long for a file's head, the last ones."""
+    """The rows of steps.jsonl as one JSON list, without their seconds, so that the adapter file is the same to the last
+    byte after a kill and a resume. Of a run too long for the file's head only the last rows."""
     lines: list[str] = []
     size = 0
     for row in reversed(rows):
@@ -240,7 +240,7 @@ def peak_memory() -> str:
 
 
 def tensor_hash(*tensors: Tensor) -> str:
-    """sha256 of their bytes."""
+    """sha256 of the tensors' bytes."""
     digest = hashlib.sha256()
     for x in tensors:
         digest.update(x.detach().cpu().contiguous().numpy().tobytes())
@@ -248,7 +248,7 @@ def tensor_hash(*tensors: Tensor) -> str:
 
 
 def direction_hash(method: Method) -> str | None:
-    """sha256 of V as the run starts; None: no direction. A resumed run takes its V from the checkpoint."""
+    """sha256 of V at the start of a run; None: no direction. (A resumed run takes V from its checkpoint.)"""
     V = method.direction.state_dict() if method.direction else {}
     digest = hashlib.sha256()
     for name, rows in V.items():
@@ -257,7 +257,7 @@ def direction_hash(method: Method) -> str | None:
 
 
 def columns_for(cfg: Config, modes: Sequence[Mode]) -> set[str]:
-    """What this run can measure: decides which columns its table has."""
+    """What this run can measure, which decides on its table's columns."""
     method = cfg.method
     flagging = method.spec.reads_flags
     has = {
@@ -278,23 +278,17 @@ def columns_for(cfg: Config, modes: Sequence[Mode]) -> set[str]:
 
 
 def rollout_lines(step: int, batch: Batch, flags: Flags, lm: LanguageModel) -> list[dict[str, object]]:
-    """Every student rollout with every flag, for rollouts.jsonl: `p_idx` which of the step's prompts, `gi` which of its
-    rollouts. `gate`: share of modules in which it was quarantined; None where nothing is, or the group had no signal.
+    """Every student rollout with every flag, for rollouts.jsonl. `p_idx`: the step's prompt, `gi`: the rollout of this
+    prompt. `gate`: share of modules in which it was quarantined; None where none can be, or the group had no signal.
     lm: renders the prompts."""
-    return [
-        {
-            "step": step,
-            "p_idx": group.index,
-            "gi": b,
-            **_flag(flags.get(group.index), b),
-            "advantage": group.advantages[b],
-            **rollout_record(rollout, grade, prompt),
-        }
-        for group in batch.groups
-        for prompt in (lm.prompt_text(group.problem.messages),)
-        for b, (rollout, grade) in enumerate(zip(group.rollouts, group.grades, strict=True))
-        if isinstance(grade, Grade)
-    ]
+    lines: list[dict[str, object]] = []
+    for group in batch.groups:
+        prompt = lm.prompt_text(group.problem.messages)
+        for b, (rollout, grade) in enumerate(zip(group.rollouts, group.grades, strict=True)):
+            if isinstance(grade, Grade):
+                head = {"step": step, "p_idx": group.index, "gi": b, **_flag(flags.get(group.index), b)}
+                lines.append(head | {"advantage": group.advantages[b]} | rollout_record(rollout, grade, prompt))
+    return lines
 
 
 def _flag(flags: GroupFlags | None, b: int) -> dict[str, object]:
@@ -309,7 +303,7 @@ def _rounded(x: float | None) -> float | None:
 
 
 def rollout_record(rollout: Rollout, grade: Grade, prompt: str) -> dict[str, object]:
-    """One graded rollout with every flag. prompt: as the model read it, special tokens and all."""
+    """One graded rollout with every flag. prompt: as the model read it, special tokens included."""
     return {
         "problem_id": rollout.problem.id,
         "env_mode": rollout.problem.mode,

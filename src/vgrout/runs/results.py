@@ -1,4 +1,4 @@
-"""The answer first: the final evaluation, the tables at the end of a run, and the files that hold the same numbers."""
+"""The report at the end of a run: the answer first, then tables, a figure, and files with the same numbers."""
 
 import json
 import sys
@@ -35,7 +35,7 @@ def first_step(rows: Sequence[StepRow], mode: Mode) -> int | None:
 def as_json(
     cfg: Config, final: Final, in_dist: Sequence[Mode] | None, log: Path, stamp: dict[str, Any]
 ) -> dict[str, Any]:
-    """per_mode_deploy.json. `in_dist`: modes that the direction's pairs came from; None: no direction."""
+    """Contents of per_mode_deploy.json. in_dist: modes that the direction's pairs came from; None: no direction."""
     sides = {"base": final.base, "train": final.trained, "deploy": final.deployed, "plain": final.plain}
     out: dict[str, Any] = {
         "schema": SCHEMA,
@@ -69,8 +69,8 @@ def as_json(
 
 
 def answer_lines(final: Final) -> Iterator[dict[str, Any]]:
-    """final.jsonl: every answer of the final evaluation, in the words of rollouts.jsonl. A side that is the same model
-    on the same prompts as deployed (trained without a quarantine, plain where no prompt has a hint) is not repeated."""
+    """Lines of final.jsonl: every answer of the final evaluation, with the keys of rollouts.jsonl. A side with the same
+    model and prompts as deployed (trained without a quarantine, plain where no prompt has a hint) is left out."""
     for side, answers in final.answers.items():
         if side != "deployed" and answers is final.answers["deployed"]:
             continue
@@ -94,7 +94,7 @@ def answer_lines(final: Final) -> Iterator[dict[str, Any]]:
 
 
 def summary(cfg: Config, final: Final, rows: Sequence[StepRow]) -> dict[str, str]:
-    """One run in one record: quantity → value, shares in percent."""
+    """One run as one record: quantity → value, shares in percent."""
     hack, solve = last_five(rows)
     pool = cfg.pool_path
     return {
@@ -119,7 +119,7 @@ def summary(cfg: Config, final: Final, rows: Sequence[StepRow]) -> dict[str, str
 
 
 def mode_columns(final: Final, in_dist: Sequence[Mode] | None, rows: Sequence[StepRow]) -> list[dict[str, str]]:
-    """One column a mode, by its two letters, so that the table fits 80 columns; a row a quantity, shares in percent."""
+    """One row per quantity, shares in percent; one column per mode, named by two letters so that it fits 80 columns."""
     modes = [m for m in MODES if m in final.deployed.by_mode]
     on, off = final.trained.by_mode, final.deployed.by_mode
     firsts = {m: first_step(rows, m) for m in modes}
@@ -138,35 +138,35 @@ def mode_columns(final: Final, in_dist: Sequence[Mode] | None, rows: Sequence[St
 
 
 def mode_legend(modes: Sequence[Mode], pairs: bool) -> str:
-    """What the heads of `mode_columns` stand for."""
+    """The legend of `mode_columns`."""
     names = ", ".join(f"{MODE_CODE[m]} {m}" for m in modes)
     return names + ("; pairs: the direction's pairs show the mode (in-dist) or not (held out)" if pairs else "")
 
 
 def count_lines(rows: Sequence[StepRow], tallies: "Tallies") -> list[str]:
-    """The whole run's counts in the words of the earlier implementation: over all rows, of the students, of the
-    teacher; and what each weak detector flagged of the students' answers."""
+    """Counts over the whole run, named as in the original implementation: of all rows, of the students', of the
+    teacher's; and how many student rows each weak detector flagged."""
 
-    def said(name: str, rate: Rate) -> str:
+    def line(name: str, rate: Rate) -> str:
         return f"{name}={'·' if rate.value is None else f'{rate.value:.4f}'} ({rate.k}/{rate.n})"
 
     hack, solve = whole_run(rows)
-    mine, _ = whole_run(rows, students=True)
-    theirs = Rate(hack.k - mine.k, hack.n - mine.n)
-    rates = {"HACK_RATE": hack, "PASS_RATE": solve, "HACK_STUDENT": mine, "HACK_TEACHER": theirs}
-    flagged = (f"{said(code, tallies.flagged[code])} {name}" for code, name in DETECTOR_FIELDS.items())
+    students, _ = whole_run(rows, students=True)
+    teacher = Rate(hack.k - students.k, hack.n - students.n)
+    rates = {"HACK_RATE": hack, "PASS_RATE": solve, "HACK_STUDENT": students, "HACK_TEACHER": teacher}
+    flagged = (f"{line(code, tallies.flagged[code])} {name}" for code, name in DETECTOR_FIELDS.items())
     return [
-        *(said(name, rate) for name, rate in rates.items()),
+        *(line(name, rate) for name, rate in rates.items()),
         f"student rows that a detector flags: {' · '.join(flagged)}",
     ]
 
 
 @dataclass(frozen=True)
 class Tallies:
-    """What rollouts.jsonl says in one reading. All of student rows."""
+    """Counts over the student rows of rollouts.jsonl, read once."""
 
     flagged: dict[str, Rate]  # weak detector → rows that it flags
-    halves: dict[str, int]  # hacks: A seen by the chosen detectors, B by the others alone, "" by none
+    halves: dict[str, int]  # hacks seen by the chosen detectors (A), by others alone (B), by none ("")
     rows: int
     gate: tuple[Rate, Rate] | None  # precision and recall of the gate; None: no gate
     by_mode: dict[Mode, Rate]  # hacks that a monitor flagged
@@ -174,15 +174,15 @@ class Tallies:
 
     @property
     def worst(self) -> tuple[Mode, Rate] | None:
-        """The mode whose hacks were flagged least: what a gate misses is what training amplifies."""
+        """The mode whose hacks were flagged least: what a monitor misses, training amplifies."""
         return min(self.by_mode.items(), key=lambda of: of[1].k / of[1].n, default=None)
 
     @classmethod
     def of(cls, rollouts: Path, half_a: Sequence[str]) -> "Tallies":
         """half_a: letters of the chosen detectors.
 
-        The gate against the oracle, after the fact, on rows with signal: of a monitor, its flags; else a row
-        counts as flagged when more than half of its modules were quarantined.
+        The gate is compared with the oracle, after the fact, on rows with signal. A row counts as flagged by the
+        monitor's flag or, where there is none, when more than half of its modules were quarantined.
         """
         flagged, halves, n = Counter[str](), Counter[str](), 0
         hits = gated = hacks = 0
@@ -190,15 +190,15 @@ class Tallies:
         has_gate, last = False, None
         for last in _records(rollouts):
             n, hacked = n + 1, last["hacked"]
-            seen = {code for code, name in DETECTOR_FIELDS.items() if last[name]}
-            flagged.update(seen)
+            detected = {code for code, name in DETECTOR_FIELDS.items() if last[name]}
+            flagged.update(detected)
             if hacked:
-                halves["A" if seen & {*half_a} else "B" if seen else ""] += 1
+                halves["A" if detected & {*half_a} else "B" if detected else ""] += 1
             if last["gate"] is not None or "flagged" in last:
                 has_gate, flag = True, last["flagged"] if "flagged" in last else last["gate"] > 0.5
                 hits, gated, hacks = hits + (flag and hacked), gated + flag, hacks + hacked
             if hacked and last.get("flagged") is not None:
-                mode = last.get("mechanism") or last["env_mode"]  # lines of before a check had several flaws
+                mode = last.get("mechanism") or last["env_mode"]  # older lines have no mechanism
                 by_mode[mode] = by_mode.get(mode, Rate(0, 0)) + Rate(int(last["flagged"]), 1)
         gate = (Rate(hits, gated), Rate(hits, hacks)) if has_gate else None
         return cls({code: Rate(flagged[code], n) for code in DETECTOR_FIELDS}, dict(halves), n, gate, by_mode, last)
@@ -211,7 +211,7 @@ def _records(rollouts: Path) -> Iterator[dict[str, Any]]:
 
 
 def last_generation(answer: dict[str, Any]) -> str:
-    """The last answer of training, as it was written."""
+    """One line on the last answer of training."""
     verdict = "hacked" if answer["hacked"] else "solved" if answer["solved"] else "neither"
     return (
         f"last training generation: step {answer['step']}, problem {answer['problem_id']}, {answer['env_mode']}, "
@@ -235,8 +235,8 @@ def main_line(cfg: Config, final: Final) -> str:
 
 
 def figure(rows: Sequence[StepRow], final: Final, title: str) -> Figure:
-    """Hack and solve against steps: student rows as trained (smoothed over 5), the deployed model's evaluations as
-    marks, the final evaluation at the end. Line styles, not colours alone, tell them apart."""
+    """Hack and solve rates by step: student rows as trained (mean of 5 steps), the deployed model's evaluations as
+    marks, the final evaluation as stars. Line styles as well as colours tell them apart."""
     fig = Figure(figsize=(7.0, 3.6), dpi=120, layout="constrained")
     ax = fig.subplots()
     steps = [r.step for r in rows]
@@ -244,11 +244,8 @@ def figure(rows: Sequence[StepRow], final: Final, title: str) -> Figure:
         ("hack", "#b2182b", lambda r: r.hack_s, lambda r: r.hack_deploy, final.deployed.hack),
         ("solve", "#2166ac", lambda r: r.solve_s, lambda r: r.solve_deploy, final.deployed.solve),
     ):
-        smooth = []
-        for i in range(len(rows)):
-            window = [get(r) for r in rows[max(0, i - 4) : i + 1]]
-            total = sum(window, Rate(0, 0))
-            smooth.append(total.value if total.value is not None else float("nan"))
+        totals = [sum(map(get, rows[max(0, i - 4) : i + 1]), Rate(0, 0)).value for i in range(len(rows))]
+        smooth = [float("nan") if total is None else total for total in totals]
         dashes = "-" if name == "hack" else "--"
         ax.plot(steps, smooth, dashes, color=colour, lw=1.8, label=f"{name}, students (mean of 5 steps)")
         marks = [(r.step, dep(r)) for r in rows if dep(r) is not None]
@@ -274,8 +271,8 @@ def report(
     *,
     halted: str = "",
 ) -> None:
-    """Log the tail, and write final.jsonl, per_mode_deploy.json, summary.md and dynamics.png. halted: why the run was
-    ended before its last step."""
+    """Log the tail; write final.jsonl, per_mode_deploy.json, summary.md and dynamics.png. halted: why the run ended
+    before its last step."""
     table, codes = Table(columns_for(cfg, modes), modes), cfg.env.report_detector_codes
     tallies = Tallies.of(run.path / "rollouts.jsonl", codes)
     gate = tallies.gate
@@ -310,15 +307,15 @@ def report(
         )
     if worst := tallies.worst:
         parts.append(f"least recalled mode: {worst[0]}, {worst[1].k}/{worst[1].n} ({worst[1].percent} %)")
-    said = []
+    last_answer = []
     if tallies.last:
-        said = [f"{last_generation(tallies.last)}\n" + indent(tallies.last["text"], "    ")]
-    write_atomic(run.path / "summary.md", "\n\n".join([*parts[2:], *said, table.markdown(rows)]) + "\n")
+        last_answer = [f"{last_generation(tallies.last)}\n" + indent(tallies.last["text"], "    ")]
+    write_atomic(run.path / "summary.md", "\n\n".join([*parts[2:], *last_answer, table.markdown(rows)]) + "\n")
     with atomic_open(run.path / "dynamics.png") as f:
         figure(rows, final, cfg.run_id).savefig(f, format="png")
     run.trackers.final(record, [summary(cfg, final, rows)], run.path / "dynamics.png", len(rows) - 1)
     logger.debug("per-step table:\n" + table.markdown(rows))
-    for part in (*said, *parts):
+    for part in (*last_answer, *parts):
         for line in part.split("\n"):
             logger.info(line)
     logger.info(f"per-step table: {run.path / 'summary.md'} · figure: {run.path / 'dynamics.png'}")

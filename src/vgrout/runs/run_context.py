@@ -1,4 +1,4 @@
-"""How a run begins and ends, whatever it trains: exit codes, refusals, and `status.json` with the last word. No torch.
+"""How a run begins and ends, whatever it trains: exit codes, refusals and `status.json`. No torch.
 
 Exit codes: 0 finished · 2 bad arguments or configuration, nothing started · 3 halted by the guard or a detector ·
 4 diverged · 130 interrupted, state saved · 1 anything else.
@@ -34,12 +34,12 @@ NOTHING = "interrupted; nothing was started"
 
 
 class RunContext:
-    """A run under way: its folder, its grader, the signal that asks it to stop, and the clock of its phases.
+    """A run under way: its folder, its grader, stop signals, and the clock of its phases.
 
-    `with RunContext(…) as run:` holds the folder's lock. However the block ends, `status.json` gets the last word
-    (state, steps done, reason, what to run next) and `run.code` is the exit code; nothing is raised from it. Until
-    `started` a ValueError is the user's mistake (exit 2, one line on stderr): a new run's folder and log are removed, a
-    run that should have gone on is left as it was.
+    `with RunContext(…) as run:` holds the folder's lock. However the block ends, `status.json` records it (state, steps
+    done, reason, what to run next), `run.code` is the exit code, and nothing is raised. Until `started` a ValueError is
+    the user's mistake (exit 2, one line on stderr): a new run's folder and log are removed, a resumed run is left as it
+    was.
     """
 
     def __init__(
@@ -47,43 +47,42 @@ class RunContext:
         folder: RunDir,
         grader: Grader,
         *,
-        again: str,
+        resume_command: str,
         resumes: bool,
         record: Mapping[str, Any] | None = None,
         log: Path | None = None,
         force: bool = False,
-        done: Callable[[], int] | None = None,
-        owned: bool = True,
+        steps_done: Callable[[], int] | None = None,
+        owns_folder: bool = True,
         trackers: Trackers | None = None,
     ) -> None:
-        """again: the command that goes on. record: what run.json says (config, hashes of the input files), beside the
-        machine. force: go on although files have changed.
-        done: steps (or rounds) that are on disk. owned: whether the folder was made for this run, and goes where the
-        run is refused."""
+        """resume_command: continues this run. record: entries of run.json (config, hashes of the input files) besides
+        those on the machine. force: go on although files have changed. steps_done: steps (or rounds) that are on disk.
+        owns_folder: whether the folder was made for this run, and is removed if the run is refused."""
         self._on_every_rank(grader, resumes)
-        self.dir, self.again = folder, again
+        self.dir, self.resume_command = folder, resume_command
         self.record = {**environment(), "hashes": {}, **(record or {})}
         self.log, self.force = log or Path(), force
-        self.done, self.owned = done or folder.steps_on_disk, owned
+        self.steps_done, self.owns_folder = steps_done or folder.steps_on_disk, owns_folder
         self.trackers, self._loading = trackers or Trackers(), True
 
     @classmethod
     def begin(
         cls, program: str, path: Path | None, run_id: str, grader: Grader, *, root: Path = RUNS, **more: Any
     ) -> "RunContext":
-        """In a new folder below `root`, or in `path`, that of the run to go on with; with a log below logs/.
+        """A run in a new folder below `root`, or in `path`, that of the run to resume; its log lies below logs/.
 
         program: the command without `--resume`. more: as for `RunContext`.
         """
         folder = RunDir.reopen(path) if path else RunDir.create(run_id, root)
         console.setup(log := Path("logs") / f"{folder.path.name}.log")
-        again = f"python -m vgrout.{program} --resume {folder.path}"
-        return cls(folder, grader, again=again, resumes=bool(path), log=log, **more)
+        command = f"python -m vgrout.{program} --resume {folder.path}"
+        return cls(folder, grader, resume_command=command, resumes=bool(path), log=log, **more)
 
     def _on_every_rank(self, grader: Grader, resumes: bool) -> None:
         self.grader, self.resumes, self.code = grader, resumes, FAILED
         self.stop, self.clock, self._open = Stop(), Clock(), ExitStack()
-        self.stops = False  # decided in agree(), so that what is saved and where the loop ends are one decision
+        self.stops = False  # set by vote_stop() alone: what is saved and where the loop ends is one decision
         self._bar: tqdm | None = None
 
     @property
@@ -97,39 +96,39 @@ class RunContext:
 
     @property
     def stamp(self) -> dict[str, object]:
-        """What every file of numbers says of the machine."""
+        """What every file of numbers records about the machine."""
         return {"sandbox": self.grader.protections.as_dict()}
 
     def announce(self) -> None:
-        """run.json of a new run, before anything is loaded: a sweep beside it sees that the run is being made."""
+        """Write run.json of a new run before anything is loaded: a sweep started meanwhile sees that it is running."""
         if not self.resumes:
             self.dir.write_json("run.json", self.record)
 
     def started(self) -> None:
-        """Loaded, and about to do the first step."""
+        """Called when everything is loaded, before the first step."""
         self._loading = False
         self.status("running", "")
 
     def status(self, state: str, reason: str, then: str = "") -> None:
-        """Raises OSError where it cannot be written."""
-        self.dir.status(state, self.done(), reason, then or self.again)
+        """Write status.json. Raises OSError where it cannot be written."""
+        self.dir.status(state, self.steps_done(), reason, then or self.resume_command)
 
-    def agree(self) -> bool:
-        """Whether to stop: a signal that has reached one rank has reached all, so that they end after the same step.
+    def vote_stop(self) -> bool:
+        """Whether to stop: a signal to one rank stops all, after the same step.
 
-        One that comes later, while this step is written down, waits for the next call: nothing would be saved for it.
+        A signal that comes while this step is being written waits for the next call, when its state will be saved.
         """
         if any(ranks.gather(lambda: self.stop.requested)):
             self.stops = self.stop.requested = True
         return self.stops
 
     def raise_if_stopped(self, what: str) -> None:
-        """Between steps: raises Interrupted after a signal. what: the reason in status.json."""
+        """Raises Interrupted after a signal. what: the reason in status.json."""
         if self.stop.requested:
             raise Interrupted(what)
 
     def steps(self, steps: range, name: str) -> Iterable[int]:
-        """The steps with a progress bar, on a terminal. Raises Interrupted after the one in which it was agreed on."""
+        """The steps, with a progress bar on a terminal. Raises Interrupted after the step in which a stop was voted."""
         self._bar = tqdm(steps, disable=None if ranks.first() else True, desc=name, unit="step")
         for step in self._bar:
             yield step
@@ -137,7 +136,7 @@ class RunContext:
                 raise Interrupted(f"interrupted after step {step}")
 
     def show(self, **numbers: str) -> None:
-        """Beside the progress bar."""
+        """Show numbers beside the progress bar."""
         if self._bar is not None:
             self._bar.set_postfix(numbers, refresh=False)
 
@@ -149,22 +148,22 @@ class RunContext:
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, at: TracebackType | None) -> bool:
         try:
-            self._ended(e)
-        except BaseException as later:
-            self._broke(later)
+            self._finish(e)
+        except BaseException as unexpected:
+            self._fail(unexpected)
         self.trackers.close(self.code)
         self._open.close()
         return True
 
-    def _ended(self, e: BaseException | None) -> None:
-        """Writes the end down; whatever is not one of the ends that a run may have is raised again."""
+    def _finish(self, e: BaseException | None) -> None:
+        """Record how the run ended; an exception that is not one of the expected endings is raised again."""
         match e:
             case None:
                 self.code = FINISHED
                 self.status("finished", "", f"read {self.path / 'summary.md'}")
             case ValueError() if self._loading:
                 self.code = BAD
-                if self.owned and not self.resumes:
+                if self.owns_folder and not self.resumes:
                     self._discard()
                 else:
                     logger.debug(f"refused: {e}")
@@ -172,9 +171,9 @@ class RunContext:
             case Interrupted():
                 self.code = INTERRUPTED
                 self.status("interrupted", str(e))
-                logger.warning(f"{e}; saved. Go on with: {self.again}")
+                logger.warning(f"{e}; saved. Go on with: {self.resume_command}")
             case Halted():
-                self.code, on = HALTED, f"{self.again} --guard log"
+                self.code, on = HALTED, f"{self.resume_command} --guard log"
                 self.status("halted", str(e), f"read the last answers; to go on all the same: {on}")
                 logger.error(f"halted: {e}. To go on all the same: {on}")
             case Diverged():
@@ -188,12 +187,12 @@ class RunContext:
             case RankLost():
                 self.code = FAILED
                 self.status("failed", str(e))
-                logger.error(f"{e}; the last checkpoint stands. Go on with: {self.again}")
+                logger.error(f"{e}; the last checkpoint stands. Go on with: {self.resume_command}")
             case _:
                 raise e
 
     def _discard(self) -> None:
-        """Nothing was started, so nothing is left behind."""
+        """Remove the folder and the log of a run that never started."""
         logger.remove()  # closes the log
         if self.log != Path():
             self.log.unlink(missing_ok=True)
@@ -202,36 +201,36 @@ class RunContext:
             with contextlib.suppress(OSError):  # not empty
                 folder.rmdir()
 
-    def _broke(self, e: BaseException) -> None:
-        """An end that nobody planned: a second interrupt, a full disk, a fault."""
+    def _fail(self, e: BaseException) -> None:
+        """Record an unexpected ending: a second interrupt, a full disk, a fault."""
         if isinstance(e, KeyboardInterrupt):
             self.code = INTERRUPTED
-            self._last_word("interrupted", self.done(), "second interrupt: stopped at once", self.again)
-            logger.error(f"stopped at once; the last checkpoint stands. Go on with: {self.again}")
+            self._try_status("interrupted", self.steps_done(), "second interrupt: stopped at once", self.resume_command)
+            logger.error(f"stopped at once; the last checkpoint stands. Go on with: {self.resume_command}")
             return
         self.code = FAILED
         if isinstance(e, OSError) and (e.errno in STORAGE or not self.path.is_dir()):
             self._storage_failed(e)
             return
-        self._last_word("failed", self.done(), f"{type(e).__name__}: {e}", self.again)
+        self._try_status("failed", self.steps_done(), f"{type(e).__name__}: {e}", self.resume_command)
         logger.opt(exception=e).error(f"{type(e).__name__}: {e}")
 
     def _storage_failed(self, error: OSError) -> None:
-        """The last good checkpoint stands; say so in a file that has room kept for it, and in one line."""
+        """Report a full or broken disk in one line and in status.json, for which room was reserved."""
         manifests = [p for at in ("resume/step_*", "round-*") for p in self.path.glob(f"{at}/manifest.json")]
-        points = sorted(manifests, key=lambda p: (len(p.parent.name), p.parent.name))
-        last = f"the last good checkpoint is {points[-1].parent.name}" if points else "there is no checkpoint"
+        checkpoints = sorted(manifests, key=lambda p: (len(p.parent.name), p.parent.name))
+        last = f"the last good checkpoint is {checkpoints[-1].parent.name}" if checkpoints else "there is no checkpoint"
         if error.errno in FULL:
             free = shutil.disk_usage(self.path).free // 1024
             reason = f"disk full ({error.strerror}; {free} KiB free below {self.path})"
             then = "free some space, then: "
         else:
             reason, then = f"files of the run cannot be written ({error})", "once they can: "
-        self._last_word("failed", self.done(), f"{reason}; {last}", then + self.again)
-        logger.error(f"{reason}; {last}. {then[0].upper()}{then[1:]}{self.again}")
+        self._try_status("failed", self.steps_done(), f"{reason}; {last}", then + self.resume_command)
+        logger.error(f"{reason}; {last}. {then[0].upper()}{then[1:]}{self.resume_command}")
 
-    def _last_word(self, state: str, step: int, reason: str, then: str) -> None:
-        """A run's status where even that may fail."""
+    def _try_status(self, state: str, step: int, reason: str, then: str) -> None:
+        """Write status.json where even that may fail."""
         try:
             self.dir.status(state, step, reason, then)
         except OSError as e:
@@ -239,8 +238,8 @@ class RunContext:
 
 
 def require_same(run: Path, now: Mapping[str, object], force: bool) -> None:
-    """Raises ValueError naming the inputs whose bytes are no longer those that the run started from."""
-    then = read_json(run / "run.json")["hashes"]
-    changed = ", ".join(name for name in now if name in then and then[name] != now[name])
+    """Raises ValueError naming the input files that have changed since the run started."""
+    before = read_json(run / "run.json")["hashes"]
+    changed = ", ".join(name for name in now if name in before and before[name] != now[name])
     if changed and not force:
         raise ValueError(f"--resume {run}: changed since: {changed}; put them back, or add --resume-force")

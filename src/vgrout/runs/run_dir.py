@@ -1,7 +1,7 @@
-"""Where a run's files go. Knows where, never what it means.
+"""A run's directory and how its files are written, whatever they hold.
 
-Everything that others may read is written to a temporary name, flushed, and renamed; the two growing files
-(`steps.jsonl`, `rollouts.jsonl`) are appended a whole step at a time and flushed.
+Every file is written under a temporary name, flushed, and renamed, except the two growing ones (`steps.jsonl`,
+`rollouts.jsonl`), to which a complete step at a time is appended and flushed.
 """
 
 import contextlib
@@ -23,12 +23,12 @@ from vgrout import ranks
 from vgrout.files import read_json, to_json, write_atomic
 
 RUNS = Path("out/runs")
-RESERVE = 64 * 1024  # bytes kept in a run's folder, so that a full disk still leaves room to say so
+RESERVE = 64 * 1024  # bytes reserved in a run's folder, so that a full disk still has room for status.json
 STATES = ("running", "finished", "halted", "diverged", "interrupted", "failed")
 
 
 def _git() -> dict[str, Any]:
-    """Revision of the checkout this package runs from; empty where it is installed without one."""
+    """Revision of the checkout that this package runs from; {} without one."""
     here = Path(__file__).resolve().parents[1]
 
     def ask(*args: str) -> str:
@@ -46,7 +46,7 @@ def _git() -> dict[str, Any]:
 
 
 def environment() -> dict[str, Any]:
-    """What a reader needs to place the numbers: revision, versions, machine."""
+    """Where the numbers come from: command, revision, versions, machine."""
     versions = {"python": platform.python_version()}
     for package in ("vgrout", "torch", "transformers", "tokenizers", "safetensors", "numpy", "tyro"):
         with contextlib.suppress(PackageNotFoundError):
@@ -66,11 +66,11 @@ class RunDir:
     def __init__(self, path: Path, run_id: str):
         self.path, self.run_id = path, run_id
         self._files: dict[str, TextIO] = {}
-        self._lock = hold(path)  # while this process lives: two writers would make one broken run
+        self._lock = hold(path)  # for as long as this process lives: two writers would break the run
 
     @classmethod
     def create(cls, run_id: str, root: Path = RUNS) -> "RunDir":
-        """A new folder. Raises ValueError in one line where nothing can be written."""
+        """A new run directory. Raises ValueError in one line where it cannot be written."""
         stamp = datetime.now().strftime("%Y%m%dT%H%M%S")
         for k in range(1000):
             path = root / (f"{stamp}_{run_id}" if k == 0 else f"{stamp}.{k}_{run_id}")
@@ -89,9 +89,9 @@ class RunDir:
 
     @classmethod
     def reopen(cls, path: Path) -> "RunDir":
-        """An existing run, to go on with. Raises ValueError, one line, while another process is at it."""
+        """An existing run directory, to resume. Raises ValueError in one line while another process is writing it."""
         run = cls(path, path.name.split("_", 1)[-1])
-        for torn in (*path.glob(".*.tmp"), *path.glob("resume/.tmp_*")):  # a killed process was writing these
+        for torn in (*path.glob(".*.tmp"), *path.glob("resume/.tmp_*")):  # left by a killed process
             shutil.rmtree(torn) if torn.is_dir() else torn.unlink(missing_ok=True)
         return run
 
@@ -119,19 +119,19 @@ class RunDir:
         write_atomic(self.path / name, to_json(data))
 
     def status(self, state: str, step: int, reason: str, then: str) -> None:
-        """Every exit leaves one: state, last finished step, why, and what to run next."""
+        """Write status.json, which every exit leaves: state, steps done, the reason, and what to run next."""
         assert state in STATES, state
         data = {"state": state, "step": step, "reason": reason, "next": then, "time": time.time(), "pid": os.getpid()}
         reserve = self.path / ".reserve"
         if state == "running":
             if not reserve.exists():
                 write_atomic(reserve, b"\0" * RESERVE)
-        else:  # the last word: its room is needed now, or no longer
+        else:  # the run ends: the reserve is needed now, or no longer
             reserve.unlink(missing_ok=True)
         self.write_json("status.json", data)
 
     def append(self, row: dict[str, Any], rollouts: Iterable[dict[str, Any]] | None) -> None:
-        """One step: rollouts first, so that a row on disk always has its rollouts on disk. None: they lie elsewhere."""
+        """Append a step: rollouts first, so that a row on disk always has its rollouts. None: they are elsewhere."""
         if rollouts is not None:
             self._append("rollouts.jsonl", rollouts)
         self._append("steps.jsonl", [row])
@@ -146,8 +146,8 @@ class RunDir:
 
 
 def hold(run: Path, what: str = "run") -> BinaryIO:
-    """The folder's lock; the kernel gives it back when the process ends, however it ends. Raises ValueError, one line,
-    while another process has it."""
+    """Lock the folder; the kernel unlocks it when the process ends, however it ends. Raises ValueError, one line, while
+    another process holds the lock."""
     lock = open(run / ".lock", "ab")  # noqa: SIM115
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -160,12 +160,12 @@ def hold(run: Path, what: str = "run") -> BinaryIO:
 
 
 def held(run: Path) -> bool:
-    """Whether a process is writing this run."""
+    """Whether some process is writing this run."""
     try:
         hold(run).close()
     except ValueError:
         return True
-    except OSError:  # a folder that cannot be written is refused elsewhere, by name
+    except OSError:  # an unwritable folder is refused elsewhere, by name
         return False
     return False
 

@@ -1,4 +1,4 @@
-"""What a careful reader wants to see of the text itself: the first prompt, the first true hack of each kind, tails."""
+"""Logs samples of text: the first prompt, the first hack of each kind, how answers end."""
 
 from collections.abc import Sequence
 
@@ -11,23 +11,23 @@ from vgrout.types import Group, students
 
 
 class SampleLogger:
-    """Writes to the log once per first time, and every 20 steps the tail of one answer."""
+    """Logs each first occurrence once, and every 20 steps the end of one answer."""
 
     def __init__(self, policy: Policy):
         self.policy = policy
-        self.seen: set[str] = set()
+        self.seen: set[str] = set()  # kinds of hacks
         self.first = True
 
     def step(self, step: int, groups: Sequence[Group]) -> None:
-        mine = students(groups)
-        if not mine:
+        answers = students(groups)
+        if not answers:
             return
-        rollout, grade = mine[0]
+        rollout, grade = answers[0]
         if self.first:
             self.first = False
             text = self.policy.tok.decode([*rollout.prompt_ids, *rollout.completion_ids], skip_special_tokens=False)
             logger.debug(f"first prompt with its first completion, special tokens visible:\n{quoted(str(text))}")
-        for r, g in mine:
+        for r, g in answers:
             if g.mechanism and g.mechanism not in self.seen:
                 self.seen.add(g.mechanism)
                 spec = MODE_SPECS[g.mechanism]
@@ -36,9 +36,9 @@ class SampleLogger:
                     f"SHOULD: {spec.should}; ELSE the grader is wrong:\n{quoted(r.text)}"
                 )
         if step < 3 or step % 20 == 0:
-            n = len(mine)
-            ended = sum(r.finished for r, _ in mine)
-            formed = sum(g.format_ok for _, g in mine)
+            n = len(answers)
+            ended = sum(r.finished for r, _ in answers)
+            formed = sum(g.format_ok for _, g in answers)
             tail = printable(rollout.text[-160:]).replace("\n", "⏎")
             logger.info(
                 f"step {step}: {ended}/{n} answers ended, {n - ended}/{n} cut, {formed}/{n} well-formed; "

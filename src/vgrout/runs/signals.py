@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: the loop is asked to stop after its step; a second signal stops at once."""
+"""SIGINT and SIGTERM: the first stops the run after its step, the second at once."""
 
 import signal
 from collections.abc import Generator
@@ -11,7 +11,7 @@ from loguru import logger
 
 @dataclass
 class Stop:
-    """Set by a handler, read once a step."""
+    """Set by the signal handler, read once per step."""
 
     requested: bool = False
 

@@ -1,4 +1,4 @@
-"""What a run writes step by step, whatever it trains: run.json, table, steps.jsonl, checkpoints; and the way back."""
+"""The recorder shared by all trainers: run.json, table, steps.jsonl, checkpoints, and resuming from them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
@@ -12,50 +12,49 @@ from vgrout.runs import checkpoint
 from vgrout.runs.run_context import RunContext, require_same
 from vgrout.table import Columns, Table
 
-AGAIN = ("argv", "git", "versions", "hashes", "ranks")  # what run.json says of each resume
-MAX_SKIPPED = 3  # non-finite steps in a row before a run counts as diverged
+RESUMED = ("argv", "git", "versions", "hashes", "ranks")  # what run.json records about each resume
 
 R = TypeVar("R", bound=Columns)
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What a checkpoint keeps: all that the next step reads and that a seed and a step number do not give."""
+    """Has state that a checkpoint keeps: what the next step reads and seed and step number do not determine."""
 
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state: Any) -> None: ...
 
 
 class StepRecorder(Generic[R]):
-    """`open` once, then `write` and `keep` at every step; `rows` are the run's so far."""
+    """Writes a run's files: `open` once, then `write` and `keep` at every step. `rows` are those so far."""
 
     def __init__(
         self, run: RunContext, row: type[R], state: Mapping[str, Stateful], every: int = 1, keep: int = 1
     ) -> None:
-        """state: what goes into a checkpoint, under its keys. every, keep: steps between checkpoints, and how many."""
+        """state: what goes into a checkpoint. every: steps between checkpoints. keep: how many are kept."""
         self.run, self.row, self.state, self.every, self.kept = run, row, state, every, keep
         self.rows: list[R] = []
 
     def open(self, more: Mapping[str, Any], has: set[str], modes: Sequence[str] = (), documented: str = "") -> None:
-        """Write run.json; after a resume go back to the last good checkpoint; explain the table.
+        """Write run.json, explain the table; on a resume first restore the last good checkpoint.
 
-        more: for run.json, beside what `RunContext.record` has. has, modes: what decides on the table's columns.
-        documented: where else they are explained.
+        more: entries of run.json besides `RunContext.record`. has, modes: choose the table's columns. documented: where
+        else these are explained.
 
         Raises:
-            ValueError: the inputs are not those that the run started from, or no checkpoint can be used.
+            ValueError: an input has changed since the run started, or no checkpoint can be used.
         """
         run, logged = self.run, self.run.dir.steps_on_disk()
         record: dict[str, Any] = {**run.record, **more, "hashes": run.hashes | more["hashes"]}
         if run.resumes:
             first = read_json(run.path / "run.json")
             require_same(run.path, record["hashes"], run.force)
-            self.put_back(*ranks.from_first(self.past()))
+            self.restore(*ranks.from_first(self.read_checkpoint()))
             logger.info(f"resumed after step {len(self.rows) - 1}")
-            again = {"step": len(self.rows)} | {name: record[name] for name in AGAIN if name in record}
-            begun = record["config"] if run.force else first.get("begun", first.get("config"))
+            again = {"step": len(self.rows)} | {name: record[name] for name in RESUMED if name in record}
+            started_with = record["config"] if run.force else first.get("begun", first.get("config"))
             resumed = [*first.get("resumed", []), again]
-            record = {**first, "config": record["config"], "begun": begun, "resumed": resumed}
+            record = {**first, "config": record["config"], "begun": started_with, "resumed": resumed}
         run.dir.write_json("run.json", record)
         run.trackers.start(run.path, record["config"], len(self.rows), logged)
         run.started()
@@ -63,20 +62,20 @@ class StepRecorder(Generic[R]):
         self.full = Table(has, modes, of=self.row)
         explain_columns(self.table.legend(), f"{run.log}{documented}")
 
-    def past(self) -> tuple[Mapping[str, Any], Sequence[dict[str, Any]]]:
-        """The state of the last good checkpoint and the rows up to it; files are cut back to it."""
+    def read_checkpoint(self) -> tuple[Mapping[str, Any], Sequence[dict[str, Any]]]:
+        """State and rows of the last good checkpoint, with the files cut back to it."""
         point, rows = checkpoint.go_back(self.run.path)
         return point.state, rows
 
-    def put_back(self, state: Mapping[str, Any], rows: Iterable[dict[str, Any]]) -> None:
-        """To the last good checkpoint, as rank 0 has read it."""
+    def restore(self, state: Mapping[str, Any], rows: Iterable[dict[str, Any]]) -> None:
+        """Continue from this state and these rows, which rank 0 has read."""
         self.rows[:] = [self.row.from_json(row) for row in rows]
         for name, part in self.state.items():
             part.load_state_dict(state[name])
 
     def write(self, row: R, rollouts: Sequence[dict[str, Any]] | None, more: Mapping[str, Any] | None = None) -> None:
-        """A finished step: the table's line, rollouts.jsonl, steps.jsonl (with `more` in its line), the trackers.
-        rollouts None: they lie elsewhere."""
+        """Write a finished step: the table's line, rollouts.jsonl, steps.jsonl (with `more`), the trackers. rollouts
+        None: they are written elsewhere."""
         for line in self.table.lines(row):
             logger.info(line)
         if self.table.hidden:
@@ -87,22 +86,15 @@ class StepRecorder(Generic[R]):
         self.run.trackers.row(record, rollouts or ())
 
     def keep(self, step: int, closing: bool) -> None:
-        """The checkpoint, if one is due or the run ends here (`closing`), and status.json."""
+        """Save a checkpoint if one is due or the run ends here (`closing`), and write status.json."""
         if closing or (step + 1) % self.every == 0:
             state = {name: part.state_dict() for name, part in self.state.items()}
             checkpoint.save(self.run.path, step + 1, state, self.kept)
         self.run.status("running", "")
 
     def finish(self, line: str, table: str, record: Mapping[str, Any]) -> None:
-        """summary.md: the line to quote, a table, every step. record: the final numbers, for the trackers."""
+        """Write summary.md: the line to quote, a table, every step. record: the final numbers, for the trackers."""
         write_atomic(self.run.path / "summary.md", f"{line}\n\n{table}\n\n{self.full.markdown(self.rows)}\n")
         for text in (*table.splitlines(), line):
             logger.info(text)
         self.run.trackers.final(record, (), None, self.rows[-1].step)
-
-
-def diverged(skipped: Sequence[int]) -> str:
-    """Why a run ends here: the loss or gradient of its last steps was not finite; "": it does not. skipped: 1 for each
-    such step."""
-    ends = len(skipped) >= MAX_SKIPPED and all(skipped[-MAX_SKIPPED:])
-    return f"loss or gradient not finite, {MAX_SKIPPED} steps in a row" if ends else ""

@@ -1,7 +1,7 @@
-"""`python -m vgrout.sweep STUDY.toml`: every run of a study, planned, resumable, N at a time.
+"""Runs a study: `python -m vgrout.sweep STUDY.toml`, resumable, N runs at a time.
 
-Exit codes: 0 every run finished (`--via pueue`: whatever was left is in the queue) · 1 some did not, each named with
-its reason · 2 refused, nothing started · 130 interrupted: the runs under way have saved, the same command goes on.
+Exit codes: 0 every run finished (`--via pueue`: the rest is in the queue) · 1 some did not, each named with its
+reason · 2 refused, nothing started · 130 interrupted: the runs under way have saved, and the same command continues.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""The runs that exist already, found by the identity of their settings and input files, never by name."""
+"""The runs that exist, found by the identity of their settings and input files, never by name."""
 
 import contextlib
 import json
@@ -13,24 +13,24 @@ from vgrout.config.run import Config, from_dict, identity
 from vgrout.files import read_json
 from vgrout.runs.run_dir import RUNS, held
 
-# State of a run directory; "running": a living process writes it; "dead": no checkpoint to resume from
+# State of a run directory. "running": a living process writes it. "dead": it has no checkpoint to resume from.
 Found = Literal["finished", "running", "resumable", "halted", "diverged", "dead"]
-# Of several runs of one cell: the first of these, and of those alike the newest.
+# Of several runs of one cell the one with the first of these states is taken, and of those the newest.
 BEST: tuple[Found, ...] = ("finished", "running", "resumable", "halted", "diverged", "dead")
 
 
 @dataclass(frozen=True)
 class Record:
-    """A run directory; fields hold what never changes, properties look at the disk."""
+    """A run directory. Fields never change; properties look at the disk."""
 
     path: Path
-    cfg: Config  # that it was begun with, or went on with by force
+    cfg: Config  # that it was started with, or resumed with by force
     identity: str
-    hashes: dict[str, str | None]  # of the files it read
-    code: str  # that began it: its revision, "+" where it had been edited; "" where there was no checkout
+    hashes: dict[str, str | None]  # of the files that it read
+    code: str  # revision that started it, with "+" if it was edited; "" without a checkout
 
     def reads(self, files: Mapping[str, str | None]) -> bool:
-        """Whether these are the hashes of the files that it read; one that it did not record counts as the same."""
+        """Whether the run read files with these hashes; a file that it did not record counts as the same."""
         return all(self.hashes.get(name, sha256) == sha256 for name, sha256 in files.items())
 
     @property
@@ -58,7 +58,7 @@ class Record:
 
     @property
     def seconds_a_step(self) -> float | None:
-        """From the first step to the end of the final evaluation, over the steps. None: unfinished, or resumed."""
+        """Time from the first step to the end of the final evaluation ÷ steps. None: unfinished, or resumed."""
         try:
             if read_json(self.path / "run.json").get("resumed") or self._status.get("state") != "finished":
                 return None
@@ -69,7 +69,7 @@ class Record:
 
 
 class Ledger:
-    """The run directories below `root`. Each `run.json` is read once; states are read from disk at every use."""
+    """The run directories below `root`. Each run.json is read once; states are read from disk at every use."""
 
     def __init__(self, root: Path = RUNS) -> None:
         self.root = root
@@ -77,7 +77,7 @@ class Ledger:
         self._by_identity: dict[str, list[Record]] = defaultdict(list)
 
     def refresh(self) -> None:
-        """Add the run directories that have appeared since. A run whose settings no longer parse is left out."""
+        """Add new run directories. A run whose settings no longer parse is left out."""
         for path in sorted(p.parent for p in self.root.glob("*/run.json")):
             if path not in self._records:
                 self._records[path] = record = _record(path)
@@ -90,23 +90,23 @@ class Ledger:
         return max(alike, key=lambda found: (-BEST.index(found[0]), found[1].path.name), default=(None, None))[1]
 
     def pace(self) -> dict[tuple[str, str], float]:
-        """(preset, intervention) → seconds a step, median over its finished runs."""
-        known: dict[tuple[str, str], list[float]] = defaultdict(list)
+        """Kind of run → seconds per step, median over its finished runs."""
+        by_kind: dict[tuple[str, str], list[float]] = defaultdict(list)
         for record in filter(None, self._records.values()):
             if (seconds := record.seconds_a_step) is not None:
-                known[kind(record.cfg)].append(seconds)
-        return {of: statistics.median(seconds) for of, seconds in known.items()}
+                by_kind[kind(record.cfg)].append(seconds)
+        return {kind: statistics.median(seconds) for kind, seconds in by_kind.items()}
 
 
 def kind(cfg: Config) -> tuple[str, str]:
-    """(preset, intervention): runs of one kind take about the same time a step."""
+    """(preset, intervention): runs of one kind take about the same time per step."""
     return cfg.preset, cfg.method.intervention
 
 
 def _record(path: Path) -> Record | None:
     try:
         data = json.loads((path / "run.json").read_text(encoding="utf-8"))
-        cfg = from_dict(data.get("begun") or data["config"])  # a halted run that goes on is still the study's
+        cfg = from_dict(data.get("begun") or data["config"])  # a halted run that was continued is still the study's
     except (OSError, ValueError, KeyError, TypeError):
         return None
     git = data.get("git") or {}

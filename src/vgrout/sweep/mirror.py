@@ -1,8 +1,8 @@
-"""A run's files, copied while it writes them: what a machine sends is at every moment a run that could go on.
+"""Copies a run's files while it writes them, so that the copy is at every moment a run that can be resumed.
 
-A run writes its checkpoints behind the rows that they rest on, and `status.json` last. So a sender reads in the other
-order (status, checkpoints, all else), and a receiver writes in the run's: whatever cuts the copy short, the files that
-are there are as old as those that speak of them, or younger.
+A run writes checkpoints after the rows that they rely on, and `status.json` last. So a sender reads in reverse order
+(status, checkpoints, the rest), and a receiver writes in the run's order: wherever the copy is cut short, no file
+refers to something newer than what is there.
 """
 
 import contextlib
@@ -16,15 +16,15 @@ from vgrout.files import atomic_open
 from vgrout.runs.run_dir import RUNS, hold
 
 LOGS = Path("logs")
-PRINTED = "printed"  # name of what the run's process prints
-GROWING = (".jsonl", ".log", PRINTED)  # ends of names of files that are appended to
-TAIL = 4096  # bytes before the new ones that must be as they were, or the file was cut back and is sent whole
+PRINTED = "printed"  # file with the output of the run's process
+GROWING = (".jsonl", ".log", PRINTED)  # name endings of files that are appended to
+TAIL = 4096  # last bytes sent; if they have changed, the file was cut back and is sent again in full
 Stat = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What is new of a file: its bytes from `start` on."""
+    """New bytes of a file, from `start` on."""
 
     name: str  # below the folder in which the run was started
     start: int
@@ -33,23 +33,22 @@ class Piece:
 
 @dataclass(frozen=True)
 class Changes:
-    """Since the last ones, in the order in which they were read."""
+    """What has changed since the last look."""
 
-    pieces: list[Piece]
-    runs: list[str]  # run directories that there are: one, or none yet, or none any more
-    checkpoints: list[str]  # of which there are still all files
+    pieces: list[Piece]  # in the order in which they were read
+    runs: list[str]  # existing run directories: one, or none (not yet, or removed)
+    checkpoints: list[str]  # existing checkpoints
 
 
 class Sender:
-    """Of the folder in which one run was started: its run directory, its log, what it prints."""
+    """Reads changes in the folder where one run was started: its run directory, its log, its output."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._sent: dict[str, tuple[Stat, bytes]] = {}  # name → as it was, its last bytes
+        self._sent: dict[str, tuple[Stat, bytes]] = {}  # name → its stat and last bytes when it was sent
         self._checkpoints: dict[str, list[Stat]] = {}
 
     def changes(self) -> Changes:
-        """Of one run at most."""
         runs = sorted(p for p in (self._root / RUNS).glob("*_*") if p.is_dir())
         pieces = [p for run in runs for p in self._of_file(run / "status.json")]
         checkpoints = [p for run in runs for p in sorted(run.glob("resume/step_*"))]
@@ -76,14 +75,14 @@ class Sender:
                     start = before if file.read(len(tail)) == tail else 0
                 file.seek(start)
                 data = file.read(now.st_size - start)
-        except FileNotFoundError:  # replaced or taken away while it was read: the next time, then
+        except FileNotFoundError:  # replaced or removed while it was read: sent next time
             return
         known = (tail if start else b"") + data
         self._sent[name] = (now.st_ino, start + len(data), now.st_mtime_ns), known[-TAIL:]
         yield Piece(name, start, data)
 
     def _of_checkpoint(self, path: Path) -> list[Piece]:
-        """All of its files, or none."""
+        """All files of a checkpoint, or none."""
         name = str(path.relative_to(self._root))
         try:
             files = sorted(p for p in path.iterdir() if p.is_file())
@@ -103,8 +102,8 @@ def _stat(path: Path) -> Stat:
 
 
 class Receiver:
-    """Of one attempt, in this folder: the run directory `run`, to go on with, or a new one; `printed` is appended to.
-    The run directory is locked as if a process here were writing it."""
+    """Writes one attempt's changes here: to `run`, the directory of a run to resume, or to a new one; output goes
+    to the end of `printed`. The run directory is locked as if a process here were writing it."""
 
     def __init__(self, run: Path | None, printed: Path) -> None:
         """Raises ValueError, one line, while another process writes the run."""
@@ -113,10 +112,10 @@ class Receiver:
         self._printed, self._base = printed, printed.stat().st_size if printed.is_file() else 0
 
     def take(self, changes: Changes) -> None:
-        """Raises OSError where they cannot be written."""
+        """Write the changes. Raises OSError where they cannot be written."""
         if changes.runs and self.run is None:
             self._name = changes.runs[0]
-            self.run = _made(self._name)
+            self.run = _make(self._name)
             self._lock = hold(self.run)
         checkpoints: dict[str, list[Piece]] = {}
         for piece in reversed(changes.pieces):
@@ -134,7 +133,7 @@ class Receiver:
                 shutil.rmtree(old, ignore_errors=True)
 
     def close(self, kept: bool = True) -> None:
-        """The run is written no longer. kept: False where it was refused, and has left nothing behind."""
+        """Unlock the run. kept: False where it was refused; then a new run's directory and log are removed."""
         if self._lock:
             self._lock.close()
         if not kept and self._new and self.run:
@@ -143,7 +142,7 @@ class Receiver:
             self.run = None
 
     def _place(self, name: str) -> Path:
-        """Where a file of the other machine goes. The run may have another name here, if its own was taken."""
+        """Where a file of the other machine goes. The run has another name here if its own was taken."""
         parts = PurePosixPath(name).parts
         assert ".." not in parts, name
         assert not PurePosixPath(name).is_absolute(), name
@@ -168,7 +167,7 @@ class Receiver:
             file.write(piece.data)
 
     def _take_checkpoints(self, checkpoints: dict[str, list[Piece]]) -> None:
-        """Whole or not at all, as the run itself writes them."""
+        """Write each checkpoint completely or not at all, as the run does."""
         for name, pieces in checkpoints.items():
             path = self._place(name)
             temporary = path.with_name(f".tmp_{path.name}_{os.getpid()}")
@@ -183,8 +182,8 @@ class Receiver:
         checkpoints.clear()
 
 
-def _made(name: str) -> Path:
-    """A new run directory of this name, or of one like it."""
+def _make(name: str) -> Path:
+    """Make a run directory of this name, or of a similar one if it is taken."""
     stamp, _, run_id = name.partition("_")
     for path in (RUNS / name, *(RUNS / f"{stamp}.{k}_{run_id}" for k in range(1, 1000))):
         with contextlib.suppress(FileExistsError):

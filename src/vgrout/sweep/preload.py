@@ -1,7 +1,7 @@
-"""What a run imports. Imported by the process that a sweep's runs are forked from, and by no other.
+"""Imports what a run needs. Imported only by the process from which a sweep's runs are forked.
 
-Torch and the rest are imported by name, below, so that a fork that would not be safe never happens: a process with a
-second thread, or with CUDA initialised, ends here, and the sweep's runs start as they would without it.
+If an import starts a second thread or initialises CUDA, forking would not be safe: the process ends here, and the
+sweep's runs are started as separate processes.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import sys
 
 from vgrout.sweep.warm import GROUPS, die_with
 
-MODULES = (  # what `train.train` and the model's class import late
+MODULES = (  # those that `train.train` and the model's class import late
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen3.modeling_qwen3",
@@ -34,9 +34,9 @@ def fit_to_fork() -> bool:
 signal.pthread_sigmask(signal.SIG_BLOCK, GROUPS)
 die_with(os.getppid(), signal.SIGKILL)
 for name in MODULES:
-    with contextlib.suppress(ImportError):  # a run says what it misses
+    with contextlib.suppress(ImportError):  # the run itself reports what is missing
         importlib.import_module(name)
 if not fit_to_fork():
     raise SystemExit("E not fit to be forked: a thread or a GPU context was started by an import")
 gc.collect()
-gc.freeze()  # or every fork's first collection would copy the pages of all that was imported
+gc.freeze()  # else every fork's first collection would copy the pages of all imported modules

@@ -1,4 +1,4 @@
-"""A pueue queue, to which a sweep's runs are handed."""
+"""Hands a sweep's runs to a pueue queue."""
 
 import json
 import shutil
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Pueue:
-    """A pueue queue, which outlives the sweep: takes commands, and lists those it has by label and folder."""
+    """A pueue queue, which outlives the sweep. `open` has the label and folder of every task that is not done."""
 
     def __init__(self) -> None:
         """Raises ValueError where the client is missing or no daemon answers."""
@@ -38,5 +38,5 @@ class Pueue:
 
 
 def _stage(status: Any) -> str:
-    """Older clients write "Queued", newer ones {"Queued": {…}}."""
+    """A task's stage: older clients write "Queued", newer ones {"Queued": {…}}."""
     return status if isinstance(status, str) else next(iter(status))

@@ -1,9 +1,9 @@
-"""A Ray cluster of any number of machines, which need not share a file system.
+"""Runs a sweep on a Ray cluster, whose machines need not share a file system.
 
-A run is started in a folder of its own on the machine that Ray picks, with copies of its input files and, where it goes
-on, of its run directory; what it writes is pulled into this folder every few seconds, checkpoints included. A machine
-that is lost takes along what was not pulled yet, and no more. Every machine needs vgrout installed, and the model's
-weights where they are named by a hub id or an absolute path.
+Each run is started in its own folder on a machine that Ray picks, with copies of its input files and, if it is resumed,
+of its run directory. What it writes, checkpoints included, is copied here every few seconds, so a lost machine costs
+only what was not copied yet. Every machine needs vgrout, and the model's weights if they are named by a hub id or an
+absolute path.
 """
 
 import contextlib
@@ -27,43 +27,45 @@ from vgrout.sweep.mirror import LOGS, PRINTED, Changes, Receiver, Sender
 from vgrout.sweep.workers import Attempt, Lost, spawn
 
 CONNECT_S = 10.0
-PULL_S = 2.0  # between looks at a run's files: what the loss of a machine costs
-SHIPPED = 2**30  # bytes of input files that are sent with a run, at most
-SVD_CACHE = Path("out/svd_cache")  # of a machine, for all of its runs: minutes at 4B
+PULL_S = 2.0  # between two looks at a run's files: what the loss of a machine costs
+SHIPPED = 2**30  # most bytes of input files that are sent with a run
+SVD_CACHE = Path("out/svd_cache")  # shared by all runs of a machine: it takes minutes at 4B
 Files = dict[str, bytes]  # path below the folder of the run → content
 
 
 @dataclass(frozen=True)
 class Look:
-    """What is new of a run on another machine."""
+    """News of a run on another machine."""
 
     code: int | None  # of its process; None: it runs
     changes: Changes
 
 
 class Ray:
-    """Runs on a cluster: one a GPU, where it has any, or one a core."""
+    """Workers on a cluster: one run per GPU where it has any, else one per core."""
 
     def __init__(self, address: str, most: int | None) -> None:
-        """address: "" starts a cluster of this machine that ends with the sweep. most: runs at a time.
+        """address: "" starts a cluster on this machine that ends with the sweep. most: runs at a time.
 
         Raises:
-            ValueError: none can be reached, in one line.
+            ValueError: no cluster can be reached, in one line.
         """
         try:
             self._ray: Any = importlib.import_module("ray")  # an extra, and seconds to import
         except ImportError:
             raise ValueError("--via ray: ray is not installed; `uv sync --extra ray`, or leave --via out") from None
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would report to its makers over the network
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else it reports to its makers over the network
         own = {} if address else {"num_cpus": most or os.cpu_count(), "include_dashboard": False}
         host, _, port = address.removeprefix("ray://").rpartition(":")
         try:
-            if host and port.isdecimal():  # where nobody listens, Ray would go on asking for minutes
+            if host and port.isdecimal():  # where nobody listens, Ray would retry for minutes
                 socket.create_connection((host, int(port)), CONNECT_S).close()
             self._ray.init(address=address or "local", log_to_driver=False, logging_level="error", **own)
         except (ConnectionError, OSError, RuntimeError, ValueError) as e:
             raise ValueError(f"--ray-address {address!r}: no cluster can be reached there ({e})") from None
-        self._gpus = 1 if self._ray.cluster_resources().get("GPU") else 0  # Ray hides them from whom asks for none
+        self._gpus = (
+            1 if self._ray.cluster_resources().get("GPU") else 0
+        )  # Ray hides GPUs from actors that request none
         actor = self._ray.remote(num_cpus=1, num_gpus=self._gpus, max_restarts=0, max_task_retries=0)
         self._node = actor(NodeRun)
         self._most, self._slots, self._counted = most, 0, -PULL_S
@@ -71,7 +73,7 @@ class Ray:
 
     @property
     def slots(self) -> int:
-        """As many as the machines that are there now have GPUs, or cores."""
+        """GPUs, or else cores, of the machines that are there now."""
         if time.monotonic() - self._counted >= PULL_S:
             self._counted = time.monotonic()
             has, before = self._ray.cluster_resources(), self._slots
@@ -96,34 +98,36 @@ class Ray:
 
 
 class RayJob:
-    """A run on some machine of a cluster, with its files here."""
+    """A run on a machine of the cluster, with its files copied here."""
 
     def __init__(self, ray: Any, node: Any, attempt: Attempt, packs: Sequence[Any]) -> None:
         self._ray, self._node = ray, node
         self._files = Receiver(attempt.resumes, attempt.log)
-        again = [attempt.resumes, LOGS / f"{attempt.resumes.name}.log"] if attempt.resumes else []
-        self._begun = node.begin.remote([*attempt.flags], packed(again), *packs)
-        self._where = ""
+        resumed = [attempt.resumes, LOGS / f"{attempt.resumes.name}.log"] if attempt.resumes else []
+        self._start = node.begin.remote([*attempt.flags], packed(resumed), *packs)
+        self._host = ""
         self._look: Any = None
         self._next = 0.0
 
     def poll(self) -> int | None:
-        """Take what is new, and the exit code with the last of it. Raises Lost, OSError."""
+        """Copy what is new; returns the exit code with the last of it. Raises Lost, OSError."""
         if self._look is None:
             if time.monotonic() < self._next:
                 return None
             self._look = self._node.look.remote()
         try:
-            if not self._where and self._ready(self._begun):
-                self._where = self._ray.get(self._begun)
+            if not self._host and self._ready(self._start):
+                self._host = self._ray.get(self._start)
             if not self._ready(self._look):
                 return None
             look: Look = self._ray.get(self._look)
-        except self._ray.exceptions.RayError as e:  # the machine, or Ray's process there; or it could not be begun
+        except (
+            self._ray.exceptions.RayError
+        ) as e:  # the machine or Ray's process there is lost, or the run could not be started
             self._give_up()
             why = str(e).strip().splitlines()[-1] if isinstance(e, self._ray.exceptions.RayTaskError) else ""
-            what = f"{self._where or 'a machine'} could not run it ({why})" if why else f"{self._where} was lost"
-            raise Lost(what if self._where or why else "its machine was lost") from None
+            what = f"{self._host or 'a machine'} could not run it ({why})" if why else f"{self._host} was lost"
+            raise Lost(what if self._host or why else "its machine was lost") from None
         self._look, self._next = None, time.monotonic() + PULL_S
         self._files.take(look.changes)
         if look.code is not None:
@@ -132,8 +136,8 @@ class RayJob:
         return look.code
 
     def terminate(self) -> None:
-        """A run that no machine has begun is taken back."""
-        if self._ready(self._begun):
+        """Ask the run to save and end; cancel it if no machine has started it yet."""
+        if self._ready(self._start):
             self._node.terminate.remote()
         else:
             self._ray.kill(self._node)
@@ -142,7 +146,7 @@ class RayJob:
         return bool(self._ray.wait([reply], timeout=0)[0])
 
     def _give_up(self) -> None:
-        """The run has the last word that was heard of it; its lock is free."""
+        """Unlock the run, and record that it was interrupted if it last reported itself running."""
         self._ray.kill(self._node)
         self._files.close()
         if self._files.run is None:
@@ -154,10 +158,10 @@ class RayJob:
 
 
 class NodeRun:
-    """On a machine of the cluster: one run's process, in a folder of its own."""
+    """One run's process on a machine of the cluster, in its own folder."""
 
     def begin(self, flags: list[str], *packs: Files) -> str:
-        """Start it; the machine's name. Raises OSError where its files cannot be written."""
+        """Start the run; returns the machine's name. Raises OSError where its files cannot be written."""
         home = Path(tempfile.gettempdir()) / f"vgrout-{os.getuid()}"
         home.mkdir(mode=0o700, exist_ok=True)
         self._folder = Path(tempfile.mkdtemp(prefix="run-", dir=home))
@@ -175,26 +179,26 @@ class NodeRun:
         return socket.gethostname()
 
     def look(self) -> Look:
-        """The exit code is read first: what comes with one is all there will be."""
+        """Exit code and changes. The code is read first, so that the changes with it are the last."""
         code = self._process.poll()
         return Look(code, self._sender.changes())
 
     def terminate(self) -> None:
-        """SIGTERM: save and end; a second one: at once."""
+        """SIGTERM: save and end; a second call: end at once."""
         self._process.terminate()
 
     def forget(self) -> None:
-        """Remove what is left of it here."""
+        """Remove the run's folder here."""
         os.chdir("/")
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def input_paths(cfg: Config | None) -> list[Path]:
-    """The files and folders that a run reads in this folder. Those with an absolute path, the bundled organism's among
-    them, are every machine's own.
+    """The input files and folders to send with a run: those with a relative path. Absolute ones, among them the bundled
+    organism's, every machine has itself.
 
     Raises:
-        ValueError: one line, where one lies outside this folder or all of them are too large to be sent.
+        ValueError: one line, where a path lies outside this folder, or the files are too large to be sent.
     """
     if cfg is None:
         return []
@@ -225,7 +229,7 @@ def input_paths(cfg: Config | None) -> list[Path]:
 
 
 def packed(paths: Sequence[Path]) -> Files:
-    """Files, and those of folders, hidden ones left out."""
+    """Contents of these files and of the folders' files, hidden ones left out."""
     return {str(f): f.read_bytes() for p in paths for f in _files(p)}
 
 

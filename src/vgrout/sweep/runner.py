@@ -1,8 +1,8 @@
-"""Run a study: skip finished runs, resume interrupted ones, start the rest, N at a time.
+"""Runs a study: skips finished runs, resumes interrupted ones, starts the rest, N at a time.
 
 `out/sweeps/NAME/` holds `plan.json` (the study file's hash and every run, frozen when the sweep first starts),
-`runs.json` (one entry a run: name, arm, seed, flags, run directory, state) and `logs/`. Runs lie in `out/runs` like any
-others, and are found there by their settings and input files: a run that another study made is not made again.
+`runs.json` (an entry per run: name, arm, seed, flags, run directory, state) and `logs/`. Runs lie in `out/runs` like
+any others and are found by their settings and input files: a run that another study made is not made again.
 """
 
 import json
@@ -39,37 +39,37 @@ from vgrout.sweep.workers import POLL_S, Attempt, Job, Local, Lost, Workers
 
 SWEEPS = Path("out/sweeps")
 SCHEMA = "sweep_v1"
-MOST_LOSSES = 3  # of what runs a run: after that it is taken to be the run's own doing
+MOST_LOSSES = 3  # of processes or machines by one run; then the run itself is taken to be the cause
 State = Literal["to do", "queued", "running", "resumable", "finished", "halted", "diverged", "interrupted", "failed"]
-FINAL: tuple[State, ...] = ("finished", "halted", "diverged")  # the same command would end the same way
-ELSEWHERE_S = 2.0  # between looks at runs that other processes are writing
+FINAL: tuple[State, ...] = ("finished", "halted", "diverged")  # would end the same way again
+ELSEWHERE_S = 2.0  # between two looks at runs that other processes are writing
 # exit code of `vgrout.train` → what became of the run
 ENDED: dict[int, State] = {
     **{FINISHED: "finished", HALTED: "halted", DIVERGED: "diverged", INTERRUPTED: "interrupted"},
-    -signal.SIGTERM: "interrupted",  # before it had begun to listen
+    -signal.SIGTERM: "interrupted",  # before the run handled signals
 }
-WROTE_STATUS = (FAILED, HALTED, DIVERGED, INTERRUPTED)  # with these status.json is not from an earlier attempt
+WROTE_STATUS = (FAILED, HALTED, DIVERGED, INTERRUPTED)  # with these, status.json is this attempt's
 
 
 @dataclass(frozen=True)
 class Cli:
-    """Run a study: arms × seeds × overrides, each run a process. The same command goes on after any ending."""
+    """Run a study: methods × overrides × seeds, each run a process. The same command continues after any ending."""
 
     study: Annotated[Path, tyro.conf.Positional]
     """Study file (TOML); studies/ has examples."""
     dry_run: bool = False
-    """Print the runs, their states and the time they would take; start nothing."""
+    """Print the runs, their states and the estimated time. Start nothing."""
     commands: bool = False
-    """Print every run's command, one a line and always the same line, for another scheduler: the one that goes on where
-    there is a checkpoint, `true` where the run has ended or is being made; start nothing."""
+    """Print every run's command for another scheduler, one per line and always on the same line: the resuming command
+    where there is a checkpoint, `true` where the run has ended or is under way. Start nothing."""
     jobs: int | None = None
-    """Runs at a time; none: one a core, where there is a GPU one in all (of the Ray cluster: one a GPU)."""
+    """Runs at a time; none: one per core, or one in all where there is a GPU (on a Ray cluster: one per GPU)."""
     via: Literal["local", "pueue", "ray"] = "local"
-    """Who runs them: processes of this machine · a pueue queue · a Ray cluster, from which results are pulled."""
+    """Where runs are started: processes on this machine · a pueue queue · a Ray cluster."""
     ray_address: str = ""
-    """Of the cluster; '': one of this machine's own."""
+    """The cluster's address; '': start one on this machine."""
     replan: bool = False
-    """Go on although the study file is no longer the one that was planned; the old plan is kept beside the new."""
+    """Continue although the study file is no longer the planned one; the old plan is kept beside the new one."""
 
     def __post_init__(self) -> None:
         if self.jobs is not None and not 1 <= self.jobs <= 4096:
@@ -92,7 +92,7 @@ class Entry:
     run: Path | None = None
     reason: str = ""
     log_start: int = 0  # bytes that earlier attempts left in its log
-    losses: int = 0  # how often what ran it was lost
+    losses: int = 0  # how often its process or machine was lost
 
     def look(self, ledger: Ledger) -> None:
         """Update state and run directory from disk."""
@@ -101,10 +101,10 @@ class Entry:
         self._take(found, "to do" if found is None or found.state == "dead" else found.state)
 
     def end(self, ledger: Ledger, code: int, log: Path) -> None:
-        """Update after its process has exited with `code`."""
+        """Update after the run's process has exited with `code`."""
         ledger.refresh()
         found = ledger.find(self.cell.identity, self.files)
-        if found and found.state == "dead" and found.path == self.run:  # that was there before
+        if found and found.state == "dead" and found.path == self.run:  # from an earlier attempt
             found = None
         self._take(found, ENDED.get(code, "failed"))
         if self.state == "finished" and (found is None or found.state != "finished"):
@@ -124,14 +124,14 @@ class Entry:
         return None if self.state in ("to do", "queued") else self.run
 
     def attempt(self, log: Path) -> Attempt:
-        """To start or resume it."""
+        """The attempt that starts or resumes the run."""
         cfg = self.cell.cfg
         if self.state == "resumable" and self.run:
             return Attempt([cfg.preset, f"--resume={self.run}"], log, self.run, cfg)
         return Attempt(self.cell.flags, log, None, cfg)
 
     def command(self) -> str:
-        """What a shell would do about it now, in one line."""
+        """The shell command that starts or resumes the run; `true` where there is nothing to do."""
         if self.state in (*FINAL, "running"):
             return f"true  # {self.state}: {self.cell.name}"
         return shlex.join(["python", "-m", "vgrout.train", *self.attempt(Path()).flags])
@@ -139,7 +139,7 @@ class Entry:
     def as_json(self) -> dict[str, Any]:
         return {
             "name": self.cell.name,
-            "arm": self.cell.arm,
+            "arm": self.cell.method,
             "seed": self.cell.seed,
             "flags": [*self.cell.flags],
             "run": str(self.directory) if self.directory else None,
@@ -155,19 +155,19 @@ class Sweep:
     entries: list[Entry]
     ledger: Ledger
     folder: Path
-    started: dict[str, float] = field(default_factory=dict)  # by name: when its process began
+    started: dict[str, float] = field(default_factory=dict)  # name → when its process started
 
     @classmethod
     def of(cls, study: StudyFile) -> "Sweep":
         """Raises ValueError, one line, where an input file of some run is missing or wrong."""
-        files: dict[str, Mapping[str, str | None]] = {}  # the same on every seed
+        files: dict[str, Mapping[str, str | None]] = {}  # by arm: the same for every seed
         for cell in study.cells:
-            if cell.arm not in files:
+            if cell.method not in files:
                 try:
-                    files[cell.arm] = file_hashes(cell.cfg, preflight(cell.cfg))
+                    files[cell.method] = file_hashes(cell.cfg, preflight(cell.cfg))
                 except ValueError as e:
-                    raise ValueError(f"{study.path}: {cell.arm}: {e}") from None
-        sweep = cls(study, [Entry(c, files[c.arm]) for c in study.cells], Ledger(), SWEEPS / study.name)
+                    raise ValueError(f"{study.path}: {cell.method}: {e}") from None
+        sweep = cls(study, [Entry(c, files[c.method]) for c in study.cells], Ledger(), SWEEPS / study.name)
         for entry in sweep.entries:
             entry.look(sweep.ledger)
         return sweep
@@ -177,14 +177,14 @@ class Sweep:
         return [e for e in self.entries if e.state not in FINAL]
 
     def log(self, entry: Entry) -> Path:
-        """Named after the run, in characters that a file name may have, and its identity, which is unique."""
+        """The log of a run's attempts, named after the run and, to be unique, its identity."""
         name = re.sub(r"[^\w.=+-]+", "_", entry.cell.name, flags=re.ASCII)[:150]
         return self.folder / "logs" / f"{name}-{entry.cell.identity[:8]}.log"
 
     # ── the plan ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def lines(self, jobs: int) -> list[str]:
-        """Every run with its state, and an estimate of the remaining time."""
+        """Every run with its state, and the estimated remaining time."""
         table = [
             {
                 "run": e.cell.name,
@@ -205,51 +205,52 @@ class Sweep:
         ]
 
     def warnings(self) -> list[str]:
-        """A warning where runs were begun by different code; runs that must start over do not count."""
+        """A warning where runs were started by different code, not counting runs that must start over."""
         known = (self.ledger.find(e.cell.identity, e.files) for e in self.entries)
         by_code = Counter(r.code or "no checkout" for r in known if r and r.state != "dead")
         if len(by_code) < 2:
             return []
-        return ["runs begun by different code: " + ", ".join(f"{n} by {code}" for code, n in by_code.items())]
+        return ["runs started by different code: " + ", ".join(f"{n} by {code}" for code, n in by_code.items())]
 
     def queued(self) -> list[str]:
-        """A note on runs that were handed to pueue, by `runs.json`, and have not started: they may be queued still."""
+        """A note on runs that were handed to pueue (says runs.json) and have not started: they may still be queued."""
         path = self.folder / "runs.json"
         try:
             flags = [e["flags"] for e in json.loads(path.read_bytes()) if e["state"] == "queued"]
-        except (OSError, ValueError):  # none, or damaged: it is written anew
+        except (OSError, ValueError):  # absent or damaged: it is written again
             return []
         if not (n := sum(e.state == "to do" and [*e.cell.flags] in flags for e in self.entries)):
             return []
-        return [f"{n} of these were handed to pueue: where `pueue status` still has them, they would be made twice"]
+        return [f"{n} of these were handed to pueue: if `pueue status` still lists them, they would run twice"]
 
     def estimate(self, jobs: int) -> str:
-        """The remaining time, from finished runs of the same preset and arm; an interrupted run counts as whole."""
+        """The remaining time, from finished runs of the same kind; an interrupted run counts in full."""
         left, pace = [e.cell.cfg for e in self.left], self.ledger.pace()
         if not left:
             return "nothing left to run"
         known = [pace[kind(cfg)] * cfg.scale.steps for cfg in left if kind(cfg) in pace]
-        busy = [0.0] * jobs  # until when each place is taken, in the order in which runs are started
+        busy = [0.0] * jobs  # when each slot is free, if runs start in order
         for seconds in known:
             heapreplace(busy, busy[0] + seconds)
         line = f"about {_time(max(busy))}, {jobs} at a time" if known else "time: no estimate"
         if unknown := len(left) - len(known):
-            line += f"; no finished run of the same preset and arm to go by for {unknown} of {len(left)}"
+            line += f"; no finished run of the same preset and intervention for {unknown} of {len(left)}"
         return line
 
     def edited(self) -> str:
-        """How the study file differs from the planned one, in one line; "": not at all, or nothing was planned."""
+        """How the study file differs from the planned one, in one line; "": it does not, or nothing was planned."""
         path = self.folder / "plan.json"
-        if not path.is_file() or (before := read_json(path)).get("sha256") == self.study.sha256:
+        planned = read_json(path) if path.is_file() else {"sha256": self.study.sha256}
+        if planned.get("sha256") == self.study.sha256:
             return ""
-        then, now = {r["identity"] for r in before["runs"]}, {c.identity for c in self.study.cells}
+        before, now = {r["identity"] for r in planned["runs"]}, {c.identity for c in self.study.cells}
         return (
-            f"{self.study.path}: not the file that {path} was made from ({len(now - then)} runs more, "
-            f"{len(then - now)} less); give the study another name, or add --replan"
+            f"{self.study.path}: not the file that {path} was made from ({len(now - before)} runs more, "
+            f"{len(before - now)} less); give the study another name, or add --replan"
         )
 
     def freeze(self, replan: bool) -> None:
-        """Write `plan.json`, or compare with the one that is there. Raises ValueError where they differ."""
+        """Write plan.json, or compare the study with it. Raises ValueError where they differ."""
         path = self.folder / "plan.json"
         if why := self.edited():
             if not replan:
@@ -264,7 +265,7 @@ class Sweep:
             "sha256": self.study.sha256,
             "hypotheses": [*self.study.hypotheses],
             "runs": [
-                {"name": c.name, "arm": c.arm, "seed": c.seed, "flags": [*c.flags], "identity": c.identity}
+                {"name": c.name, "arm": c.method, "seed": c.seed, "flags": [*c.flags], "identity": c.identity}
                 for c in self.study.cells
             ],
         }
@@ -276,7 +277,7 @@ class Sweep:
     # ── carrying it out ────────────────────────────────────────────────────────────────────────────────────────────
 
     def carry_out(self, workers: Workers) -> int:
-        """Start runs until all have ended, or until a signal: then wait while the runs under way save and end."""
+        """Start runs until all have ended, or until a signal; then wait while the runs under way save and end."""
         under_way: dict[str, tuple[Job, Entry]] = {}
         try:
             done = len(self.entries) - len(self.left)
@@ -299,7 +300,7 @@ class Sweep:
             raise
         except OSError as e:
             where, why = e.filename or self.folder, e.strerror or e
-            logger.error(f"{where}: {why}; the runs under way save and end; put it right, and the same command goes on")
+            logger.error(f"{where}: {why}; the runs under way save and end; put it right, then run the same command")
             _stop(under_way)
             while any(_runs(job) for job, _ in under_way.values()):
                 time.sleep(POLL_S)
@@ -341,7 +342,7 @@ class Sweep:
             time.sleep(POLL_S)
 
     def _reap(self, under_way: dict[str, tuple[Job, Entry]], waiting: deque[Entry]) -> int:
-        """Record the runs that have ended; returns how many. Those that lost what ran them wait again."""
+        """Record the runs that have ended; returns how many. Those whose process was lost wait again."""
         ended = 0
         for name, (job, entry) in [*under_way.items()]:
             try:
@@ -360,12 +361,12 @@ class Sweep:
         return ended
 
     def _lost(self, entry: Entry, why: str, waiting: deque[Entry]) -> bool:
-        """A run whose machine is gone goes on elsewhere, first of all. Whether it has ended: it took too many along."""
+        """Put a run whose process or machine was lost first in the queue. Returns True where it has lost too many."""
         entry.losses += 1
         entry.look(self.ledger)
         if entry.losses < MOST_LOSSES:
-            then = {"resumable": "goes on from its checkpoint", "running": "is being saved"}
-            logger.warning(f"{entry.cell.name}: {why}; it {then.get(entry.state, 'starts again')}")
+            next_ = {"resumable": "goes on from its checkpoint", "running": "is being saved"}
+            logger.warning(f"{entry.cell.name}: {why}; it {next_.get(entry.state, 'starts again')}")
             waiting.appendleft(entry)
             return False
         entry.state, entry.reason = "failed", f"{why}; {entry.losses} times so far"
@@ -373,7 +374,7 @@ class Sweep:
         return True
 
     def _log_end(self, entry: Entry) -> None:
-        """Log one line on how a run ended."""
+        """Log how a run ended, in one line."""
         since = self.started.get(entry.cell.name)
         took = f" ({_time(time.monotonic() - since)})" if since is not None else ""
         if entry.state != "finished" or entry.run is None:
@@ -384,7 +385,7 @@ class Sweep:
         logger.info(f"{entry.cell.name}: deployed hack {hack} / solve {solve}{took}")
 
     def report(self) -> int:
-        """Log how many runs finished, and every other one with its reason. Returns the exit code."""
+        """Log how many runs finished, and why the others did not. Returns the exit code."""
         bad = [e for e in self.entries if e.state != "finished"]
         for line in self.warnings():
             logger.warning(line)
@@ -395,7 +396,7 @@ class Sweep:
         return FAILED if bad else FINISHED
 
     def enqueue(self, queue: Pueue) -> int:
-        """Hand the remaining runs to the queue, except those that it has already."""
+        """Hand the remaining runs to the queue, except those that it already has."""
         added = 0
         for entry in tqdm(self.left, disable=None, desc="pueue", unit="run"):
             label = f"{self.study.name}: {entry.cell.name} ({entry.cell.identity[:8]})"
@@ -410,7 +411,7 @@ class Sweep:
 
 
 def _runs(job: Job) -> bool:
-    """Whether it is still under way, where its files can no longer be written."""
+    """Whether a job is still under way, when its files can no longer be written."""
     try:
         return job.poll() is None
     except (Lost, OSError):
@@ -423,12 +424,12 @@ def _stop(under_way: Mapping[str, tuple[Job, Entry]]) -> None:
 
 
 def _size(path: Path) -> int:
-    """Bytes of a file; 0 where there is none."""
+    """A file's bytes; 0 where there is none."""
     return path.stat().st_size if path.is_file() else 0
 
 
 def _last_error(log: Path, since: int) -> str:
-    """The last error line of a process's log, from byte `since` on."""
+    """The last error line of a log, from byte `since` on."""
     try:
         lines = log.read_bytes()[since:].decode(errors="replace").splitlines()
     except OSError:
@@ -464,7 +465,7 @@ def run(cli: Cli) -> int:
         return FINISHED
     if cli.via == "ray":
         for entry in sweep.left:
-            input_paths(entry.cell.cfg)  # what cannot be sent is refused before anything is begun
+            input_paths(entry.cell.cfg)  # files that cannot be sent are refused before anything starts
     probe_writable(logs := sweep.folder / "logs")
     logs.mkdir(parents=True, exist_ok=True)
     with hold(sweep.folder, "sweep"):
@@ -487,7 +488,7 @@ def _workers(cli: Cli) -> Workers:
 
 
 def slots() -> int:
-    """Runs at a time on this machine: one for each core that this process may use; one where there is a GPU."""
+    """Runs at a time on this machine: one per core that this process may use, or one where there is a GPU."""
     if gpu_here():
         return 1
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

@@ -1,6 +1,6 @@
-"""Study files (TOML): arms × overrides × seeds, each run's flags checked by the trainer's own parser.
+"""Study files (TOML): methods × overrides × seeds, each run's flags checked by the trainer's parser.
 
-# H: what the study is to show, or to refute
+# H: what the study should show or refute
 name = "controls"
 preset = "mini"
 seeds = [41, 42, 43]
@@ -8,9 +8,9 @@ common = { final-n-prompts = 96 }    # any flag of `python -m vgrout.train`, for
 
 [[arms]]
 intervention = "route2"
-control = ["none", "haar"]           # a list: one arm for each value
+control = ["none", "haar"]           # a list: one method for each value
 
-[[overrides]]                        # each crosses every arm
+[[overrides]]                        # each is combined with every method
 lr = 1e-2
 """
 
@@ -31,16 +31,16 @@ from vgrout.config.run import Config, identity
 
 KEYS = ("name", "preset", "seeds", "common", "arms", "overrides")
 OWN = ("seed", "resume", "resume-force", "dry-run")  # flags that the sweep sets
-Flags = dict[str, Any]  # flag without dashes in front → value
+Flags = dict[str, Any]  # flag without leading dashes → value
 
 
 @dataclass(frozen=True)
 class Cell:
     """One run of a study."""
 
-    arm: str  # the study's name for its settings, the same on every seed
+    method: str  # the study's name for its settings, the same for every seed
     cfg: Config
-    flags: tuple[str, ...]  # what follows `python -m vgrout.train`
+    flags: tuple[str, ...]  # after `python -m vgrout.train`
 
     @property
     def seed(self) -> int:
@@ -48,7 +48,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        return f"{self.arm} seed {self.seed}"
+        return f"{self.method} seed {self.seed}"
 
     @property
     def identity(self) -> str:
@@ -57,7 +57,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class StudyFile:
-    """Every run of a study, checked; in the order of seeds, so that the first finished runs can be compared."""
+    """A study: every run, checked, ordered by seed so that the first finished runs can be compared."""
 
     path: Path
     name: str
@@ -99,30 +99,30 @@ def _study(path: Path, text: str, data: dict[str, Any]) -> StudyFile:
         raise ValueError(f"seeds {seeds}: one is there twice; leave it out")
     common = _flags("[common]", data.get("common", {}))
     if several := [k for k, v in common.items() if isinstance(v, list)]:
-        raise ValueError(f"[common]: {several[0]!r} is a list; several values stand in [[overrides]]")
-    arms = [*_choices("arms", data.get("arms"))]
+        raise ValueError(f"[common]: {several[0]!r} is a list; give several values in [[overrides]]")
+    methods = [*_choices("arms", data.get("arms"))]
     overrides = [*_choices("overrides", data.get("overrides", [{}]))]
     seen: dict[str, str] = {}
     settings: list[tuple[str, Config, tuple[str, ...]]] = []
-    for (where, arm, own), (other, extra, crossed) in product(arms, overrides):
-        both = f"{where} × {other}" if extra else where
-        if twice := sorted(arm.keys() & extra.keys()):
+    for (where, method, name_given), (where_override, extra, suffix) in product(methods, overrides):
+        both = f"{where} × {where_override}" if extra else where
+        if twice := sorted(method.keys() & extra.keys()):
             raise ValueError(f"{both}: {twice[0]!r} is set by both; leave one of them out")
-        flags = (preset, *_argv(common | arm | extra))
+        flags = (preset, *_argv(common | method | extra))
         try:
             cfg = resolve([*flags])
         except ValueError as e:
             raise ValueError(f"{both}: {e}") from None
-        if cfg.guard_mode == "halt" and "guard" not in common | arm | extra:
-            flags = (*flags, "--guard=log")  # runs of a study are compared, so they are of one length
+        if cfg.guard_mode == "halt" and "guard" not in common | method | extra:
+            flags = (*flags, "--guard=log")  # runs of a study are compared, so all have the same length
             cfg = resolve([*flags])
         if first := seen.get(identity(cfg)):
             same = f"the same runs as {first}" if first != both else "two values of a list make the same runs"
             raise ValueError(f"{both}: {same}; leave one of them out")
         seen[identity(cfg)] = both
-        label = " · ".join(filter(None, (own or _label(cfg, arm), crossed)))
+        label = " · ".join(filter(None, (name_given or _label(cfg, method), suffix)))
         if label in (known for known, *_ in settings):
-            raise ValueError(f"{both}: a second arm called {label!r}; give one of them another name")
+            raise ValueError(f"{both}: a second method called {label!r}; give one of them another name")
         settings.append((label, cfg, flags))
     cells = []
     for seed in seeds:
@@ -133,7 +133,7 @@ def _study(path: Path, text: str, data: dict[str, Any]) -> StudyFile:
 
 
 def _choices(key: str, tables: Any) -> Iterator[tuple[str, Flags, str]]:
-    """(where, flags, given name) of each table, once for every combination of the values that are lists."""
+    """(where, flags, given name) of each table, for every combination of values given as lists."""
     if not isinstance(tables, list) or not tables or not all(isinstance(t, dict) for t in tables):
         raise ValueError(f"{key}: should be one or more tables [[{key}]]")
     for i, table in enumerate(tables, 1):
@@ -163,7 +163,7 @@ def _flags(where: str, table: Any) -> Flags:
     for key, value in flags.items():
         if key in OWN:
             raise ValueError(
-                f"{where}: {key!r} is the sweep's own; seeds stand in 'seeds', runs are resumed by themselves"
+                f"{where}: {key!r} is the sweep's own; give seeds in 'seeds', and runs are resumed by themselves"
             )
         try:
             refuse_setting(key.replace("-", "_"), value if isinstance(value, list) else [value])
@@ -189,10 +189,11 @@ def _argv(flags: Mapping[str, Any]) -> Iterator[str]:
             yield f"--{key}={value}"
 
 
-def _label(cfg: Config, arm: Flags) -> str:
-    in_names = (f.name for f in fields(MethodConfig) if rule_of(f).suffix is not None)  # of the monitor, of the control
+def _label(cfg: Config, flags: Flags) -> str:
+    """The name of a method that the study does not name: intervention, monitor, control, and its other flags."""
+    in_names = (f.name for f in fields(MethodConfig) if rule_of(f).suffix is not None)  # in monitor's or control's name
     named = {"intervention", "monitor", "control", "random-flags", *(name.replace("_", "-") for name in in_names)}
-    rest = {k: v for k, v in arm.items() if k not in named}
+    rest = {k: v for k, v in flags.items() if k not in named}
     monitor = f" ({cfg.method.monitor_title})" if cfg.method.monitor_title else ""
     control = "" if cfg.method.control_name == "none" else cfg.method.control_name
     return " · ".join(filter(None, (cfg.method.intervention + monitor, control, _shown(rest))))

@@ -1,9 +1,8 @@
-"""Runs as forks of one process that has imported what a run imports: 6 CPU seconds less a run, 14 where no bytecode is
-cached.
+"""Starts runs as forks of one process that has imported everything: 6 CPU seconds saved per run, 14 without bytecode.
 
-The process is multiprocessing's fork server, of which the runs are grandchildren: it imports `preload.py` and forks; it
-computes nothing, draws no random number, starts no thread and never touches a GPU. A fork becomes what `python -m
-vgrout.train` is, in a session of its own, and gets SIGTERM when the sweep dies, however it dies.
+The process is multiprocessing's fork server: it imports `preload.py` and forks, and computes nothing, draws no random
+number, starts no thread and never touches a GPU. A fork then behaves like `python -m vgrout.train`, in its own session,
+and gets SIGTERM when the sweep dies, however it dies.
 """
 
 import atexit
@@ -20,18 +19,18 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
-SERVER_DIED = 255  # what multiprocessing gives as the exit code then; no run ends with it
-THREADS = {"OMP_NUM_THREADS": "1"}  # of a run that shares its machine; read when torch is imported
-GROUPS = (signal.SIGINT, signal.SIGTERM)  # of a terminal or scheduler, for all of a group: the sweep's to hand on
+SERVER_DIED = 255  # multiprocessing's exit code if the fork server has died; no run ends with it
+THREADS = {"OMP_NUM_THREADS": "1"}  # for runs that share a machine; read when torch is imported
+GROUPS = (signal.SIGINT, signal.SIGTERM)  # sent to the process group; the sweep passes them on to runs
 _libc = ctypes.CDLL(None)
 
 
 class CannotFork(Exception):
-    """Why there is no process to fork from, in one line."""
+    """There is no process to fork from; says why in one line."""
 
 
 class Warm:
-    """The process with the imports, started at the first run."""
+    """The process to fork from, started with the first run."""
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
@@ -39,10 +38,10 @@ class Warm:
         self._runs: list[BaseProcess] = []
 
     def start(self, flags: Sequence[str], log: Path) -> BaseProcess:
-        """A run in the present folder, its output appended to `log`. The first one waits for the imports.
+        """Start a run in the current folder, its output appended to `log`. The first one waits for the imports.
 
         Raises:
-            CannotFork: the process could not be started, has died, or is not fit to be forked.
+            CannotFork: the process could not be started, has died, or cannot be forked safely.
             OSError: the log cannot be written.
         """
         log = log.resolve()
@@ -58,7 +57,7 @@ class Warm:
         return process
 
     def close(self) -> None:
-        """Ask the runs that are left to save and end, as the kernel would at the sweep's death."""
+        """Ask the remaining runs to save and end."""
         for process in self._runs:
             if process.exitcode is None:
                 process.terminate()
@@ -79,27 +78,27 @@ def _environment(values: dict[str, str]) -> Generator[None]:
 
 
 def die_with(parent: int, by: signal.Signals = signal.SIGTERM) -> None:
-    """A signal for this process when its parent dies; it ends at once where that has died already. Linux."""
+    """Have the kernel send this process a signal when its parent dies; end at once if it already has. Linux only."""
     _libc.prctl(PR_SET_PDEATHSIG, by, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def run(flags: list[str], log: str) -> None:
-    """What a fork does: `python -m vgrout.train FLAGS`, as a process that was started for it would."""
-    preload = sys.modules.get("vgrout.sweep.preload")  # of the server; without it this process imports for itself
+    """What a fork runs: `python -m vgrout.train FLAGS`, as if started as a separate process."""
+    preload = sys.modules.get("vgrout.sweep.preload")  # absent where the server has not imported it
     die_with(preload.SERVER if preload else os.getppid())
     os.setsid()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUPS)  # what came meanwhile for this process comes now
-    multiprocessing.set_start_method(None, force=True)  # the fork server's, else, for whatever the run starts
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUPS)  # signals that were held back arrive now
+    multiprocessing.set_start_method(None, force=True)  # else the run's own processes would use the fork server
     out = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     os.dup2(out, 1)
     os.dup2(out, 2)
     os.close(out)
     if numpy := sys.modules.get("numpy"):
-        numpy.random.seed()  # as every process has another one; Python's own reseeds itself, torch's begins alike
+        numpy.random.seed()  # as in a new process; Python's generator reseeds itself, torch's always starts alike
     sys.argv = ["vgrout.train", *flags]
     try:
         runpy.run_module("vgrout.train", run_name="__main__", alter_sys=True)
     finally:
-        atexit._run_exitfuncs()  # multiprocessing ends a process without them
+        atexit._run_exitfuncs()  # multiprocessing would skip them

@@ -1,4 +1,4 @@
-"""What runs a sweep's commands: the protocol, and processes of this machine."""
+"""Workers that run a sweep's commands: the protocol, and processes on this machine."""
 
 import os
 import subprocess
@@ -19,12 +19,12 @@ POLL_S = 0.2
 
 @dataclass(frozen=True)
 class Attempt:
-    """A run to start or to go on with."""
+    """A run to start or resume."""
 
-    flags: Sequence[str]  # what follows `python -m vgrout.train`
-    log: Path  # takes what it prints, behind what is there
-    resumes: Path | None = None  # the run directory that it goes on with
-    cfg: Config | None = None  # what the flags mean
+    flags: Sequence[str]  # after `python -m vgrout.train`
+    log: Path  # its output is appended here
+    resumes: Path | None = None  # the directory of the run to resume
+    cfg: Config | None = None  # the flags, parsed
 
     @property
     def argv(self) -> list[str]:
@@ -33,19 +33,19 @@ class Attempt:
 
 
 class Lost(Exception):
-    """What ran an attempt is gone, and its exit code with it: the run may go on elsewhere."""
+    """The process or machine of an attempt is lost, without an exit code: the run may continue elsewhere."""
 
 
 @runtime_checkable
 class Job(Protocol):
-    """An attempt that has been started: a `subprocess.Popen`, or what behaves like one."""
+    """A started attempt: a `subprocess.Popen`, or something that behaves like one."""
 
     def poll(self) -> int | None:
         """Its exit code; None while it runs. Raises Lost."""
         ...
 
     def terminate(self) -> None:
-        """Ask it to save and end; a second call asks it to end at once."""
+        """Ask it to save and end; a second call: to end at once."""
         ...
 
 
@@ -53,7 +53,7 @@ class Job(Protocol):
 class Workers(Protocol):
     @property
     def slots(self) -> int:
-        """Attempts at a time, at present."""
+        """How many attempts can run at a time now."""
         ...
 
     def start(self, attempt: Attempt) -> Job: ...
@@ -61,10 +61,10 @@ class Workers(Protocol):
 
 
 class Local:
-    """Processes of this machine; where several share it, each has one thread."""
+    """Processes on this machine, with one thread each where several share it."""
 
     def __init__(self, slots: int, *, forks: bool = False) -> None:
-        """forks: of one process that has the imports, where `warm.refusal` has nothing against it."""
+        """forks: fork runs from one process that has the imports, as long as that works."""
         self.slots = slots
         self._warm = warm.Warm() if forks else None
 
@@ -83,7 +83,7 @@ class Local:
 
 
 class ForkedJob:
-    """A fork of the warm process."""
+    """A run forked from the warm process."""
 
     def __init__(self, process: BaseProcess) -> None:
         self._process = process
@@ -99,7 +99,7 @@ class ForkedJob:
 
 
 def spawn(argv: Sequence[str], log: Path, threads: int | None) -> subprocess.Popen[bytes]:
-    """Start a process in a session of its own, so that a terminal's Ctrl-C reaches it once, through the sweep. The
+    """Start a process in its own session, so that a terminal's Ctrl-C reaches it only once, through the sweep. The
     kernel sends it SIGTERM when this process dies, however it dies."""
     env = {**os.environ, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
     with open(log, "ab") as out:
@@ -115,6 +115,6 @@ def spawn(argv: Sequence[str], log: Path, threads: int | None) -> subprocess.Pop
 
 
 def _dies_with(parent: int) -> Callable[[], None] | None:
-    if sys.platform != "linux":  # elsewhere it runs on; the next sweep sees its lock and waits for it
+    if sys.platform != "linux":  # elsewhere it goes on; the next sweep sees its lock and waits
         return None
     return lambda: warm.die_with(parent)
