@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from runs import SMALL, SharedRuns
+from vgrout.export import __main__ as export
 from vgrout.files import json_lines
 from vgrout.model.policy import Policy
 from vgrout.model.saved import find_adapter, load_saved
-from vgrout.tools import export
 
 RUN = ["smoke", "--intervention", "route", "--threads", "1", *SMALL, "--steps", "2", "--eval-ablate-every", "1"]
 
@@ -37,8 +37,8 @@ def test_a_peft_adapter_is_the_deployed_model_at_full_rank_and_nearer_the_higher
 ) -> None:
     from peft import PeftModel
 
-    from vgrout.exports.model import load_beside
-    from vgrout.exports.peft import factors
+    from vgrout.export.model import load_beside
+    from vgrout.export.peft import factors
 
     saved = find_adapter(done)
     policy = load_saved(saved)

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 from runs import SharedRuns, flags
 from vgrout import evaluate
 from vgrout.data import organism
-from vgrout.exports import model
+from vgrout.export import __main__ as export
+from vgrout.export import model
 from vgrout.model.saved import find_adapter, load_saved
-from vgrout.tools import export
 
 
 @pytest.fixture(scope="module")

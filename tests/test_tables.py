@@ -29,7 +29,15 @@ def study(tmp_path: Path) -> Path:
         fake_run(tmp_path, "--intervention=none", seed=seed, hack=0.6 + 0.1 * i, solve=0.0)
         fake_run(tmp_path, arm, seed=seed, hack=0.1 * i, row={"routed": 0.25}, gate=gate)
         fake_run(tmp_path, arm, "--control=haar", seed=seed, hack=0.3 + 0.1 * i, cos=0.07)
-        fake_run(tmp_path, arm, "--control=placebo_long", seed=seed, hack=0.4 + 0.2 * i, cos=0.14 + 0.01 * i)
+        fake_run(
+            tmp_path,
+            arm,
+            "--control=placebo",
+            "--placebo-pairs=long",
+            seed=seed,
+            hack=0.4 + 0.2 * i,
+            cos=0.14 + 0.01 * i,
+        )
         fake_run(tmp_path, arm, "--control=haar", "--monitor=band", seed=seed, cos=0.07)
     fake_run(tmp_path, "--intervention=none", "--control=no_loophole", hack=0.0, solve=0.9)
     return tmp_path

@@ -96,7 +96,7 @@ class Run:
             ValueError: one line, as the command would say it.
             RuntimeError: what was written is not the deployed model; nothing is left behind.
         """
-        from vgrout.tools.export import Cli, command
+        from vgrout.export.__main__ import Cli, command
 
         command(parse_args(Cli, [str(self.path), "--out", str(out), "--to", to, *argv(flags)], "vgrout.Run.export"))
         return Path(out)

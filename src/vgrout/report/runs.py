@@ -131,7 +131,8 @@ class Run:
         return {
             k: v
             for k, v in _learning(self.settings).items()
-            if k not in ("intervention", "control", "random_flags") and (k not in usual or usual[k] != v)
+            if k not in ("intervention", "control", "random_flags", "placebo_pairs")
+            and (k not in usual or usual[k] != v)
         }
 
     @property

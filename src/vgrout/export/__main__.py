@@ -23,7 +23,7 @@ from loguru import logger
 from vgrout import console
 from vgrout.cli import cli_exit, parse_args
 from vgrout.config.checks import check, setting
-from vgrout.exports import answers, hub
+from vgrout.export import answers, hub
 
 MODELS, LOGS = ("model", "peft"), {"inspect": answers.to_inspect, "datasets": answers.to_datasets}
 
@@ -91,7 +91,7 @@ def command(cli: Cli) -> str:
 
 
 def _write_model(cli: Cli, folder: Path) -> str:
-    from vgrout.exports import model, peft
+    from vgrout.export import model, peft
     from vgrout.model.saved import find_adapter, load_saved
 
     saved = find_adapter(cli.run, cli.step, cli.model)

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vgrout.cli import not_installed
-from vgrout.exports.model import Parity, load_beside, parity
+from vgrout.export.model import Parity, load_beside, parity
 from vgrout.model.policy import Policy
 from vgrout.model.saved import Saved
 from vgrout.model.svd_adapter import AdaptedLinear
