@@ -30,7 +30,7 @@ def fewer_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stats, "RESAMPLES", 500)
 
 
-def told(
+def verdicts_on(
     root: Path, seeds: int = 5, *flags: str, its: dict[str, Any] | None = None, **arms: tuple[float, float]
 ) -> list[Verdict]:
     """A study of arms (`route2_haar`: route2 under haar) with their deployed hack and solve; flags, its: of each."""
@@ -40,8 +40,8 @@ def told(
             extra = ["--random-flags"] if control == "random_flags" else [f"--control={control}"] if control else []
             clipped = min(max(hack + off, 0.0), 1.0), min(max(solve - off, 0.0), 1.0)
             monitor = ["--monitor=pmi"] if name == "screen" else []
-            said = (f"--intervention={name}", *monitor, *extra, *flags)
-            fake_run(root, *said, seed=seed, hack=clipped[0], solve=clipped[1], n=120, **(its or {}))
+            words = (f"--intervention={name}", *monitor, *extra, *flags)
+            fake_run(root, *words, seed=seed, hack=clipped[0], solve=clipped[1], n=120, **(its or {}))
     return judge(cells(load([root]).runs))
 
 
@@ -70,17 +70,17 @@ def test_every_hypothesis_has_a_rule_and_its_claim_and_numbers_in_the_text() -> 
     ],
 )
 def test_h1(tmp_path: Path, expected: str, arm: tuple[float, float]) -> None:
-    assert outcome(told(tmp_path, none=(0.8, 0.5), erase=arm, erase_haar=(0.8, 0.5)), "H1") == expected
+    assert outcome(verdicts_on(tmp_path, none=(0.8, 0.5), erase=arm, erase_haar=(0.8, 0.5)), "H1") == expected
 
 
-def test_h1_needs_its_seeds_and_a_haar_arm(tmp_path: Path) -> None:
-    few = told(tmp_path / "few", 4, none=(0.8, 0.5), erase=(0.1, 0.5), erase_haar=(0.8, 0.5))
+def test_h1_needs_its_seeds_and_a_haar_control(tmp_path: Path) -> None:
+    few = verdicts_on(tmp_path / "few", 4, none=(0.8, 0.5), erase=(0.1, 0.5), erase_haar=(0.8, 0.5))
     assert outcome(few, "H1") == "UNDECIDED"
     assert "n too small: 4 paired seeds" in next(v for v in few if v.id == "H1").numbers
-    bare = told(tmp_path / "bare", none=(0.8, 0.5), erase=(0.1, 0.5))
+    bare = verdicts_on(tmp_path / "bare", none=(0.8, 0.5), erase=(0.1, 0.5))
     assert outcome(bare, "H1") == "REFUSED"
-    assert "no Haar arm" in next(v for v in bare if v.id == "H1").numbers
-    alone = told(tmp_path / "alone", erase=(0.1, 0.5), erase_haar=(0.1, 0.5))
+    assert "no Haar control" in next(v for v in bare if v.id == "H1").numbers
+    alone = verdicts_on(tmp_path / "alone", erase=(0.1, 0.5), erase_haar=(0.1, 0.5))
     assert outcome(alone, "H1") == "UNDECIDED"
 
 
@@ -94,7 +94,7 @@ def test_h1_needs_its_seeds_and_a_haar_arm(tmp_path: Path) -> None:
     ],
 )
 def test_h2(tmp_path: Path, expected: str, plain: tuple[float, float], ceiling: tuple[float, float]) -> None:
-    assert outcome(told(tmp_path, none=plain, none_no_loophole=ceiling), "H2") == expected
+    assert outcome(verdicts_on(tmp_path, none=plain, none_no_loophole=ceiling), "H2") == expected
 
 
 @pytest.mark.parametrize(
@@ -109,11 +109,14 @@ def test_h2(tmp_path: Path, expected: str, plain: tuple[float, float], ceiling: 
 def test_h2_is_about_an_organism_as_it_was_built(
     expected: str, flags: tuple[str, ...], its: dict[str, Any], tmp_path: Path
 ) -> None:
-    assert outcome(told(tmp_path, 5, *flags, its=its, none=(0.7, 0.1), none_no_loophole=(0.0, 0.9)), "H2") == expected
+    assert (
+        outcome(verdicts_on(tmp_path, 5, *flags, its=its, none=(0.7, 0.1), none_no_loophole=(0.0, 0.9)), "H2")
+        == expected
+    )
 
 
 def test_h2_without_a_ceiling_is_undecided(tmp_path: Path) -> None:
-    assert outcome(told(tmp_path, none=(0.7, 0.1)), "H2") == "UNDECIDED"
+    assert outcome(verdicts_on(tmp_path, none=(0.7, 0.1)), "H2") == "UNDECIDED"
 
 
 @pytest.mark.parametrize(
@@ -127,22 +130,22 @@ def test_h2_without_a_ceiling_is_undecided(tmp_path: Path) -> None:
     ],
 )
 def test_h3(tmp_path: Path, expected: str, arm: tuple[float, float]) -> None:
-    assert outcome(told(tmp_path, route2=arm, route2_haar=(0.7, 0.5)), "H3") == expected
+    assert outcome(verdicts_on(tmp_path, route2=arm, route2_haar=(0.7, 0.5)), "H3") == expected
 
 
-def test_h3_without_chance_is_refused(tmp_path: Path) -> None:
-    assert outcome(told(tmp_path, route2=(0.1, 0.5)), "H3") == "REFUSED"
+def test_h3_without_a_haar_control_is_refused(tmp_path: Path) -> None:
+    assert outcome(verdicts_on(tmp_path, route2=(0.1, 0.5)), "H3") == "REFUSED"
 
 
-def test_an_arm_without_a_direction_needs_no_haar(tmp_path: Path) -> None:
-    assert outcome(told(tmp_path, none=(0.8, 0.5), screen=(0.1, 0.5)), "H1") == "SUPPORTED"
+def test_a_method_without_a_direction_needs_no_haar_control(tmp_path: Path) -> None:
+    assert outcome(verdicts_on(tmp_path, none=(0.8, 0.5), screen=(0.1, 0.5)), "H1") == "SUPPORTED"
 
 
 @pytest.mark.parametrize(("every", "said"), [(None, "none was not evaluated on the way"), (0.9, "did none solve")])
 def test_h1_says_what_none_was_on_the_way(every: float | None, said: str, tmp_path: Path) -> None:
     on_the_way = {"row": {"hack_deploy": every, "solve_deploy": every}}
-    told(tmp_path, its=on_the_way, none=(0.8, 0.5))
-    (h1,) = [v for v in told(tmp_path, screen=(0.1, 0.5)) if v.id == "H1"]
+    verdicts_on(tmp_path, its=on_the_way, none=(0.8, 0.5))
+    (h1,) = [v for v in verdicts_on(tmp_path, screen=(0.1, 0.5)) if v.id == "H1"]
     assert said in h1.numbers
 
 
@@ -218,7 +221,7 @@ METHODS = {
     "screen": ("--intervention=screen", *LABELS[1:]),
     "reads": READS,
     "unskilled": READS,
-    "dealt": (*READS, "--random-flags"),
+    "shuffled": (*READS, "--random-flags"),
     "random diet": (*READS, "--quarantine-diet=random"),
     "seeded": (*READS, "--quarantine-diet=seeded"),
     "from pairs": (*READS, "--quarantine-start=pairs"),
@@ -250,7 +253,7 @@ BASE = {"ceiling": (0.0,), "labels": (0.5, 0.4, 0.6, 0.5, 0.5)}
 CLEAN, SOME = (0.0,), (0.3, 0.4, 0.2, 0.3, 0.1)
 READ = BASE | {"reads": SOME}
 # what the rules of announced flaws must not take for one of theirs
-OTHERS = dict.fromkeys(("seeded", "from pairs", "from random", "probe", "bare reads", "bare dealt"), CLEAN)
+OTHERS = dict.fromkeys(("seeded", "from pairs", "from random", "probe", "bare reads", "bare shuffled"), CLEAN)
 BARE = {"bare ceiling": CLEAN, "bare labels": (1.0,), "bare reads": CLEAN}
 YES, NO, OPEN = "SUPPORTED", "NOT SUPPORTED", "UNDECIDED"
 STUDIES: list[tuple[str, dict[str, tuple[float, ...]], list[str]]] = [
@@ -269,8 +272,8 @@ STUDIES: list[tuple[str, dict[str, tuple[float, ...]], list[str]]] = [
         BASE | {"reads": CLEAN, "labels, other": (0.5, 0.6, 0.4), "reads, other": (0.3, 0.2)},
         [OPEN, YES, OPEN],
     ),
-    ("H9", {"reads": (0.0, 0.1), "dealt": (0.5, 0.4), "random diet": (0.1, 0.0)}, [YES, NO]),
-    ("H9", {"reads": (0.0, 0.1), "dealt": (0.5, 0.4), "random diet": (0.1, 0.0)} | OTHERS, [YES, NO]),
+    ("H9", {"reads": (0.0, 0.1), "shuffled": (0.5, 0.4), "random diet": (0.1, 0.0)}, [YES, NO]),
+    ("H9", {"reads": (0.0, 0.1), "shuffled": (0.5, 0.4), "random diet": (0.1, 0.0)} | OTHERS, [YES, NO]),
     ("H10", {"route": (0.1, 0.2), "haar": (0.2, 0.3)}, [OPEN]),  # ten points of fifteen
     ("H11", READ, [OPEN]),
     ("H11", READ | {"seeded": CLEAN}, [YES]),
@@ -281,8 +284,8 @@ STUDIES: list[tuple[str, dict[str, tuple[float, ...]], list[str]]] = [
     ("H13", READ, [OPEN, OPEN]),
     ("H13", READ | BARE, [YES, OPEN]),  # against the penalty; there is no screen
     ("H13", READ | BARE | {"bare screen": (0.0, 1.0, 0.0, 1.0)}, [YES, NO]),
-    ("H14", READ | {"dealt": (0.5,)}, [OPEN]),
-    ("H14", BARE | {"bare dealt": (1.0,), "bare random diet": CLEAN}, [YES, NO]),
+    ("H14", READ | {"shuffled": (0.5,)}, [OPEN]),
+    ("H14", BARE | {"bare shuffled": (1.0,), "bare random diet": CLEAN}, [YES, NO]),
     ("H15", READ, [OPEN]),
     ("H15", READ | {"from pairs": CLEAN}, [YES]),
     ("H16", READ, [OPEN]),
