@@ -34,14 +34,14 @@ def test_the_folder(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fake_run(runs, "--intervention=none", seed=9, state="interrupted")
     (runs / "plan.json").write_text('{"name": "arms", "hypotheses": ["an arm keeps the model from hacking"]}')
     assert main([str(runs)]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("Methods: "), "the numbers are first"
-    assert "left out: 004_mini_none_seed9 (interrupted)" in said
-    assert "study arms\nH: an arm keeps the model from hacking\n" in said
+    output = capsys.readouterr().out
+    assert output.startswith("Methods: "), "the numbers are first"
+    assert "left out: 004_mini_none_seed9 (interrupted)" in output
+    assert "study arms\nH: an arm keeps the model from hacking\n" in output
     text = (runs / "report" / "report.md").read_text()
     for part in ("## Methods", "## Study arms", "## Runs", "- none: 000_mini_none_seed1, 002_mini_none_seed2"):
         assert part in text
-    assert "Verdicts" not in text, "none was asked for"
+    assert "Verdicts" not in text, "no judge was given"
     with open(runs / "report" / "runs.csv") as f:
         rows = list(csv.DictReader(f))
     assert [r["hack_deploy"] for r in rows] == ["0.8", "0.8", "0.1", "0.1"]
@@ -139,10 +139,10 @@ def test_refusals_are_one_line(
 
 def test_the_judge_file_of_the_guide_judges(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (block,) = re.findall(r"```python\n(from vgrout.report.judge .*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
-    (tmp_path / "mine.py").write_text(block, encoding="utf-8")
-    assert main([str(runs), "--judge", str(tmp_path / "mine.py")]) == 0
-    said = capsys.readouterr().out
-    assert re.search(r"\| half +\| route2 +\| SUPPORTED +\| -70\.0 ", said)
+    (tmp_path / "judge.py").write_text(block, encoding="utf-8")
+    assert main([str(runs), "--judge", str(tmp_path / "judge.py")]) == 0
+    output = capsys.readouterr().out
+    assert re.search(r"\| half +\| route2 +\| SUPPORTED +\| -70\.0 ", output)
     for name in ("report.md", "report.html"):
         assert "SUPPORTED" in (runs / "report" / name).read_text(encoding="utf-8")
 

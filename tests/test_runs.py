@@ -44,7 +44,7 @@ NONE, HAAR = "--intervention=none", ("--intervention=route2", "--control=haar")
             {"none · grpo": "41", "none · grpo biased": "41", "none · icepop": "41"},
         ),
         # pairs that true labels chose
-        ([(HAAR[:1], {"pairs": "oracle:mine.json"})], {"route2 (pairs chosen by the oracle)": "41"}),
+        ([(HAAR[:1], {"pairs": "oracle:pairs.json"})], {"route2 (pairs chosen by the oracle)": "41"}),
     ],
 )
 def test_cells_differ_by_more_than_the_seed_and_their_titles_say_by_what(

@@ -82,8 +82,8 @@ def test_the_guard_on_five_and_five(
 ) -> None:
     monkeypatch.setattr("vgrout.report.__main__.pictures", lambda _: [])
     assert main([str(paths[0].parent), "--judge", str(SCORECARD)]) == 0
-    said = capsys.readouterr().out
-    cards, verdicts = (said[said.index(at) :] for at in ("Scorecard: ", "Verdicts: "))
+    output = capsys.readouterr().out
+    cards, verdicts = (output[output.index(at) :] for at in ("Scorecard: ", "Verdicts: "))
     cards = cards.split("The kill switch by intervention")[0]
     rows, judged = ({r[0]: r for r in map(cells_of, part.splitlines()) if len(r) > 2} for part in (cards, verdicts))
     for rule in ("streak (ema)", "gap"):
@@ -98,7 +98,7 @@ def test_the_guard_on_five_and_five(
     assert judged["info_rm"][2] == judged["guard, kl"][2] == "not defined on these runs"
     assert "5 hacking, 5 clean, 0 quiet" in cards
     assert {*TODAY} < {*GUARD_RULES, *DETECTORS}
-    assert all(said.count(f"| {name} ") == 2 + (name in TODAY) for name in DETECTORS), "card, verdict, bands"
+    assert all(output.count(f"| {name} ") == 2 + (name in TODAY) for name in DETECTORS), "card, verdict, bands"
 
 
 def cells_of(line: str) -> list[str]:

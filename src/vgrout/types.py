@@ -229,11 +229,6 @@ class GroupView:
     def __len__(self) -> int:
         return len(self.sources)
 
-    @property
-    def quarantine_on(self) -> tuple[bool, ...]:
-        """Student rows sampled with the quarantine on, by a policy that is not the deployed one."""
-        return tuple(s == "student" and not d for s, d in zip(self.sources, self.deployed, strict=True))
-
     def advantages_among(self, rows: Sequence[int]) -> tuple[float, ...]:
         """Advantages with these rows alone as the group; 0 for the others."""
         among = dict(zip(rows, centred([self.rewards[b] for b in rows], self.unbiased), strict=True))
