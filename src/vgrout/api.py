@@ -113,7 +113,7 @@ def train_run(preset: str, **flags: Value) -> Run:
         raise ValueError("dry_run: prints a plan and makes no run; `python -m vgrout.train PRESET --dry-run` does that")
     folders: list[Path] = []
     code = train.launch(resolve([preset, *argv(flags)]), folders.append)
-    if not (folders and folders[0].is_dir()):  # what loading refuses leaves no folder; it has said why
+    if not (folders and folders[0].is_dir()):  # refused while loading, which has logged the reason
         raise ValueError(f"{preset}: refused while it was loaded; the line above says why")
     run = Run(folders[0])
     if code:

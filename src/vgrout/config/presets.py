@@ -115,7 +115,7 @@ EVERYDAY: dict[str, str] = {
     "steps": "optimiser steps",
     "model": "a hub id, a local folder, or organism",
     "problems": "a problem file, or organism",
-    "reward": "module:function that pays in place of the flawed checks",
+    "reward": "module:function that rewards in place of the flawed checks",
     "teacher_pool_dir": "folder of demonstrations, organism, or '' for none",
     "mix_ratio": "share of a group that is demonstrations",
     "lr": "peak learning rate",

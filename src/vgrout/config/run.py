@@ -106,7 +106,7 @@ class EnvConfig:
     """Comma list of flaws that are open on every problem at once, each under its default marker, and that no prompt
     announces; a hack of any is rewarded. '': every problem has the flaw of its mode, and its prompt says so."""
     reward: str = ""
-    """module:function of one's own that pays answers, in [0, 1], in place of the flawed graders; '' for none. Trusted:
+    """module:function of your own that rewards answers, in [0, 1], in place of the flawed graders; '': none. Trusted:
     it runs in the trainer's process."""
     reward_passes_at: float = setting(1.0, above=0, high=1, needs="reward")
     """Score of --reward from which on an answer counts as passed: a hack, where the strict oracle says it is wrong."""
@@ -128,7 +128,7 @@ class EnvConfig:
         )
         refuse(
             bool(self.unannounced_modes) and bool(self.reward),
-            "--unannounced-modes: not read with --reward, which pays in place of the flawed checks",
+            "--unannounced-modes: not read with --reward, which replaces the flawed checks",
         )
         refuse(
             bool(self.reward) and not re.fullmatch(r"[\w.]+:\w+", self.reward),
@@ -244,7 +244,7 @@ class RunConfig:
     threads: int = setting(0, low=0, high=4096)
     """Torch threads on a CPU; 0: one per core, one in all for the organism."""
     ranks: int | Literal["auto"] = setting(1, low=1, high=1024, should="lie in [1, 1024], or be auto")
-    """Processes that the run is dealt out to, on this machine; auto: one for every idle core (organism), else one.
+    """Processes that share the run, on this machine; auto: one for every idle core (organism), else one.
     torchrun starts its own. The same rows but for rounding, which is why 1 is usual: bit for bit the same."""
     packing: Literal["shared", "packed", "padded"] = "shared"
     """Rollouts in the update's forward. shared: prompts and beginnings of answers are read once where the arm needs

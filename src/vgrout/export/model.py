@@ -32,7 +32,7 @@ class Parity:
     difference: float  # largest |Δ logit|
     kl: float  # mean KL(deployed ‖ exported), nats a token
     top1: float  # share of positions with the same likeliest token
-    exact: bool  # same dtype: equality is asked for
+    exact: bool  # same dtype: the logits must be equal
 
     @property
     def holds(self) -> bool:
