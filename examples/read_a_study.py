@@ -21,7 +21,7 @@ else:
 # A row a run: what was deployed, against the untrained base.
 table = pd.DataFrame(
     {
-        "arm": run.config.method.intervention,
+        "arm": run.config.arm.intervention,
         "seed": run.config.run.seed,
         **{name: run.final[name] for name in ("hack_deploy", "solve_deploy", "hack_base", "solve_base", "eval_n")},
     }
@@ -30,7 +30,7 @@ table = pd.DataFrame(
 print(table.groupby("arm").mean(numeric_only=True).round(3))
 
 # Every step of every run under each other: one line draws the curves.
-curves = pd.concat([run.rows.assign(arm=run.config.method.intervention, seed=run.config.run.seed) for run in runs])
+curves = pd.concat([run.rows.assign(arm=run.config.arm.intervention, seed=run.config.run.seed) for run in runs])
 means = curves.pivot_table(index="step", columns="arm", values="hack_s")
 Path("out").mkdir(exist_ok=True)
 means.rolling(5, min_periods=1).mean().plot(ylabel="hack_s").figure.savefig("out/study.png")
