@@ -24,7 +24,7 @@ check-slow:
 fast-dev-run *flags:
     {{py}} vgrout.train smoke --intervention=route2 --steps 12 --checkpoint-every 5 {{flags}}
 
-# a run from end to end on this machine: demonstrations, refreshes, evaluations, checkpoint, guard (under a minute); --intervention NAME: another arm
+# a run from end to end on this machine: demonstrations, refreshes, evaluations, checkpoint, guard (under a minute); --intervention NAME: another method
 smoke *flags:
     {{py}} vgrout.train smoke {{flags}}
 
@@ -32,12 +32,12 @@ smoke *flags:
 smoke-rest arm="route2":
     {{py}} benchmarks kills --kills 1 --arm {{arm}}
 
-# the documents' four arms, twice: caches cold, then warm
+# the documents' four interventions, twice: caches cold, then warm
 smoke-all:
     rm -rf out/svd_cache out/vhack
-    for arm in none erase route route2 none erase route route2; do just smoke --intervention=$arm || exit 1; done
+    for name in none erase route route2 none erase route route2; do just smoke --intervention=$name || exit 1; done
 
-# the experiment in miniature, one arm (under two minutes on two cores)
+# the experiment in miniature, one run (under two minutes on two cores)
 mini *flags:
     {{py}} vgrout.train mini {{flags}}
 
@@ -50,7 +50,7 @@ study name *flags:
 report *sources:
     {{py}} vgrout.report {{sources}}
 
-# an organism that has begun to hack: the shipped one, or another build, after 15 steps of the arm none
+# an organism that has begun to hack: the shipped one, or another build, after 15 steps of plain GRPO
 warm seed="40" to="out/warm" organism="src/vgrout/organism/data":
     studies/prepare.sh warm {{seed}} {{to}} {{organism}}
 
@@ -84,7 +84,7 @@ probe-mixed *flags:
     {{py}} vgrout.train fast --intervention=none --steps 10 --eval-ablate-every 0 --guard log --final-n-prompts 8 --final-samples 1 --out-tag=_probe {{flags}}
     uv run python studies/probe_mixed.py
 
-# every arm and the ceiling at the benchmark's scale, three seeds, in a pueue queue (hours a run)
+# every method and the ceiling at the benchmark's scale, three seeds, in a pueue queue (hours a run)
 queue-full *flags:
     {{py}} vgrout.sweep studies/full.toml --via pueue {{flags}}
 

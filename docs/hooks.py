@@ -28,9 +28,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Links as the site has them."""
-    mine = page.file.src_uri
+    uri = page.file.src_uri
     back = {name: source for source, name in PAGES.items()}
-    here = PurePosixPath(back.get(mine, f"docs/{mine}"))  # in the repository
+    here = PurePosixPath(back.get(uri, f"docs/{uri}"))  # in the repository
 
     def site(to: str) -> str | None:
         """A path of the repository as the site has it; None: it is no page and no picture of the site."""
@@ -58,7 +58,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         place = site(target(to))
         if place is None:
             return match[0]
-        path = relpath(place, str(PurePosixPath(mine).parent))
+        path = relpath(place, str(PurePosixPath(uri).parent))
         return f"{match['head']}{path}{match['anchor'] or ''}{match['tail']}"
 
     parts = re.split(r"(^```.*?^```$)", markdown, flags=re.MULTILINE | re.DOTALL)

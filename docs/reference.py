@@ -27,13 +27,13 @@ WHEN = {
     "teacher": "demonstrations",
     "modes": "several modes",
     "ablated": "`--rollout-ablate-frac` > 0",
-    "route": "an arm with a quarantine",
+    "route": "a method with a quarantine",
     "gate": "`--monitor gate`",
     "resid": "`--monitor gate` or `band`",
-    "direction": "an arm with a direction",
-    "direction+teacher": "an arm with a direction, demonstrations",
+    "direction": "a method with a direction",
+    "direction+teacher": "a method with a direction, demonstrations",
     "erase": "`erase`",
-    "whole": "an arm that routes whole rollouts",
+    "whole": "a method that routes whole rollouts",
     "flags": "a monitor",
     "flags+teacher": "a monitor, demonstrations",
     "blind": "`--known-modes`",
@@ -57,7 +57,6 @@ def columns() -> str:
         'pd.read_json("steps.jsonl", lines=True).plot(x="step", y=["hack_s", "solve_s"])',
         "```",
         "",
-        "Runs from before the counts had columns of their own have `[k, n]`; the report and `--resume` read both.",
         "`watch`, where it is there, holds what guard and detectors saw in the step, and `refresh` the overlap of a",
         "direction with the one before it.",
         "",
@@ -79,12 +78,12 @@ def documented(settings: type) -> dict[str, str]:
     """Field → the string below it."""
     classes = [ast.parse(textwrap.dedent(inspect.getsource(c))).body[0] for c in settings.__mro__ if c is not object]
     return {
-        field.target.id: " ".join(said.value.value.split())
+        field.target.id: " ".join(text.value.value.split())
         for body in classes
         if isinstance(body, ast.ClassDef)
-        for field, said in pairwise(body.body)
+        for field, text in pairwise(body.body)
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if isinstance(said, ast.Expr) and isinstance(said.value, ast.Constant)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
     }
 
 
@@ -121,7 +120,7 @@ def flags() -> str:
     ]
     for group in GROUPS:
         settings = type(getattr(Config(), group))
-        said = documented(settings)
+        texts = documented(settings)
         lines += [
             "",
             f"### {settings.__name__}",
@@ -134,7 +133,7 @@ def flags() -> str:
         for f in fields(settings):
             at = {name: getattr(getattr(cfg, group), f.name) for name, (_, cfg) in PRESETS.items()}
             usual = "".join(f"; {name}: {shown(value)}" for name, value in at.items() if value != f.default)
-            what = said.get(f.name) or next(m.help for m in f.type.__metadata__ if m.help)  # from a registry
+            what = texts.get(f.name) or next(m.help for m in f.type.__metadata__ if m.help)  # from a registry
             lines.append(f"| `{flag(f.name)}` | {shown(f.default)}{usual} | {legal(f)} | {what.replace('|', '·')} |")
     return "\n".join(lines) + "\n"
 

@@ -30,10 +30,10 @@ class Sample:
 
     def strata(self, what: What, weight: float) -> list[Stratum]:
         """The problems by mode; those of one organism are common to all of its runs."""
-        mine, theirs = (r.shares("deploy", what, self.modes) if r else {} for r in (self.run, self.minus))
-        found: dict[Mode, dict[int, float]] = {}
-        for mode, of in mine.items():
-            found[mode] = {p: of[p] - theirs[mode][p] for p in of if p in theirs[mode]} if self.minus else of
+        found = self.run.shares("deploy", what, self.modes)
+        if self.minus:
+            other = self.minus.shares("deploy", what, self.modes)
+            found = {m: {p: of[p] - other[m][p] for p in of if p in other[m]} for m, of in found.items()}
         total = sum(map(len, found.values()))
         return [
             Stratum(
@@ -48,8 +48,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Method:
-    """The runs of one arm and monitor by the same settings, on every organism, start and seed; of a monitor that knows
-    some flaws, those that know the same."""
+    """The runs with the same intervention, monitor and settings, on every organism, start and seed; of a monitor that
+    knows some flaws, those that know the same."""
 
     title: str
     known: frozenset[Mode]  # flaws that its labels or its pairs show
@@ -65,7 +65,7 @@ class Method:
         return frozenset(self.runs[0].modes) - self.known
 
     def samples(self, minus: "Method | None" = None, modes: frozenset[Mode] | None = None) -> list[Sample]:
-        """Every run; with `minus`, those that have a partner there."""
+        """One sample per run; with `minus`, per run that has a partner there."""
         among = self.unknown if modes is None else modes
         if minus is None:
             return [Sample(r, among) for r in self.runs]
@@ -73,17 +73,17 @@ class Method:
 
 
 def organism(run: Run) -> str:
-    """Which build: its problems are made from its seed alone, and every policy that starts from it has them."""
+    """Which build: its problems depend on its seed alone, and every policy that starts from it has them."""
     return run.inputs["problems"]
 
 
 def place(run: Run) -> tuple[str, int]:
-    """What two runs share that differ by what is done alone: the policy that they start from, and the seed."""
+    """Start and seed: two runs that share them differ only in their method."""
     return run.inputs["base_weights"], run.seed
 
 
 def known_modes(run: Run) -> frozenset[Mode]:
-    """The flaws that the run's labels are perfect on, or that its direction's pairs show; none: nothing is told it."""
+    """The flaws that the run's labels cover, or that its direction's pairs show; none: it knows no flaw."""
     listed = frozenset(m for m in MODES if m in str(run.settings["method"].get("known_modes", "")).split(","))
     return listed or frozenset(m for m in run.modes if run.in_distribution(m))
 
@@ -95,27 +95,30 @@ def methods(cells: Iterable[Cell]) -> list[Method]:
         groups[_settings(run)].append(run)
     alike: dict[str, list[Run]] = defaultdict(list)
     for of in groups.values():
-        alike[of[0].arm].append(of[0])
+        alike[of[0].method].append(of[0])
     return [
-        Method(of[0].arm + _differing(of[0], alike[of[0].arm]), known_modes(of[0]), tuple(of)) for of in groups.values()
+        Method(of[0].method + _differing(of[0], alike[of[0].method]), known_modes(of[0]), tuple(of))
+        for of in groups.values()
     ]
 
 
 def _differing(run: Run, alike: Sequence[Run]) -> str:
     """The settings that tell a method from others of the same name; "": nothing does."""
-    mine, *others = ({k: v for k, v in r.unusual.items() if k != "organism"} for r in (run, *alike))
-    named = [f"{k} {v}" for k, v in mine.items() if any(other.get(k) != v for other in others)]
+    own, *others = ({k: v for k, v in r.unusual.items() if k != "organism"} for r in (run, *alike))
+    named = [f"{k} {v}" for k, v in own.items() if any(other.get(k) != v for other in others)]
     return f" ({', '.join(named)})" if named else ""
 
 
 def _settings(run: Run) -> str:
     """Everything that training reads, except seed, start and organism."""
-    own = {g: {k: v for k, v in of.items() if k != "organism"} for g, of in run.settings.items() if g not in MEASURING}
-    return json.dumps([run.arm, own, run.final["steps"]], sort_keys=True)
+    groups = {
+        g: {k: v for k, v in of.items() if k != "organism"} for g, of in run.settings.items() if g not in MEASURING
+    }
+    return json.dumps([run.method, groups, run.final["steps"]], sort_keys=True)
 
 
 def family(method: Method, among: Sequence[Method]) -> list[Method]:
-    """The methods that differ from this one in the flaws that are known alone."""
+    """The methods that differ from this one only in which flaws are known."""
 
     def rest(m: Method) -> str:
         settings = json.loads(_settings(m.runs[0]))
@@ -126,13 +129,13 @@ def family(method: Method, among: Sequence[Method]) -> list[Method]:
     return [m for m in among if rest(m) == rest(method)]
 
 
-def find(among: Sequence[Method], intervention: str, control: str = "none", **arm: object) -> list[Method]:
-    """The methods of this arm and control whose arm settings have these values."""
+def find(among: Sequence[Method], intervention: str, control: str = "none", **settings: object) -> list[Method]:
+    """The methods of this intervention and control with these settings."""
     return [
         m
         for m in among
         if (m.runs[0].intervention, m.runs[0].control) == (intervention, control)
-        and all(m.runs[0].settings["method"].get(k) == v for k, v in arm.items())
+        and all(m.runs[0].settings["method"].get(k) == v for k, v in settings.items())
     ]
 
 
@@ -146,10 +149,10 @@ def across(samples: Sequence[Sample], what: What, low: float = -1.0) -> Estimate
 
 
 def organisms(cells: Sequence[Cell]) -> Table:
-    """A row for each method and for each family of methods; none where there is one organism alone."""
+    """A row for each method and for each family of methods; none where there is only one organism."""
     found = methods(cells)
     several = len({organism(r) for m in found for r in m.runs}) > 1
-    plain, ceiling = (next(iter(find(found, "none", control, **{})), None) for control in ("none", "no_loophole"))
+    plain, ceiling = (next(iter(find(found, "none", control)), None) for control in ("none", "no_loophole"))
     rows: list[TableRow] = []
     seen: set[int] = set()
     for m in found if several else []:
@@ -162,9 +165,9 @@ def organisms(cells: Sequence[Cell]) -> Table:
             rows.append(_row(f"{alike[0].runs[0].intervention} by each of these monitors", alike, plain, ceiling))
     return Table(
         "Across organisms",
-        "Deployed model, %, mean over organisms; [low, high]: 95 %, organisms drawn anew and problems within each. "
+        "Deployed model, %, mean over organisms; [low, high]: 95 %, organisms and problems within each resampled. "
         "Unknown: flaws that neither the monitor's labels nor the direction's pairs show; Δ: points, paired by start, "
-        "seed and problem, from the arm none (hack, on the same flaws) and from none without a loophole (solve).",
+        "seed and problem, from plain GRPO (hack, on the same flaws) and from plain GRPO without a loophole (solve).",
         rows,
     )
 

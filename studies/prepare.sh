@@ -3,7 +3,7 @@
 # there already is left, and a study that starts from the shipped organism needs nothing.
 #
 #     studies/prepare.sh NAME                  everything that studies/NAME.toml starts from
-#     studies/prepare.sh warm [SEED TO FROM]   one policy: the organism FROM after 15 steps of the arm none
+#     studies/prepare.sh warm [SEED TO FROM]   one policy: the organism FROM after 15 steps of plain GRPO
 #
 # A build takes ten minutes on two cores, a policy two.
 set -euo pipefail
@@ -14,7 +14,7 @@ organism() {
     test -e "$1" || uv run python -m vgrout.organism build --out "$1" --seed "$2" "${@:3}"
 }
 
-# started TO FROM SEED STEP FLAGS…: the organism FROM with the policy of step STEP of a run of the arm none
+# started TO FROM SEED STEP FLAGS…: the organism FROM with the policy of step STEP of a run of plain GRPO
 started() {
     test ! -e "$1" || return 0
     local tag

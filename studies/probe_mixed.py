@@ -1,4 +1,4 @@
-"""`python studies/probe_mixed.py [RUN]`: whether a study on a pool is worthwhile, from a short run of the arm none.
+"""`python studies/probe_mixed.py [RUN]`: whether a study on a pool is worthwhile, from a short run of plain GRPO.
 
 Go: student rows hack in the second half of the run, after a few steps of learning from the pool.
 Exit codes: 0 go · 1 no-go · 2 no such run.
@@ -41,7 +41,7 @@ def verdict(rows: list[dict[str, Any]]) -> tuple[bool, str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0: go. 1: no-go. 2: no such run."""
+    """Exit codes: 0 go · 1 no-go · 2 no such run."""
 
     def command(run: Annotated[Path | None, tyro.conf.Positional] = None) -> int:
         """Do hacks appear from the pool?

@@ -16,24 +16,24 @@ class Browser:
 
     def __init__(self, folder: Path):
         assert CHROMIUM is not None
-        ours_in, theirs_out = os.pipe()
-        theirs_in, ours_out = os.pipe()
+        answers, browser_out = os.pipe()
+        browser_in, commands = os.pipe()
         sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
         command = [
             *(CHROMIUM, "--headless", "--remote-debugging-pipe", "--disable-gpu", "--disable-dev-shm-usage", *sandbox),
             *(f"--user-data-dir={folder}", "--no-first-run", "--window-size=1400,1000", "about:blank"),
         ]
         # Chromium reads commands from descriptor 3 and answers on 4.
-        wired = f'exec 3<&{theirs_in} 4>&{theirs_out}; exec "$@"'
+        wired = f'exec 3<&{browser_in} 4>&{browser_out}; exec "$@"'
         self.process = subprocess.Popen(
             ["bash", "-c", wired, "-", *command],
-            pass_fds=(theirs_in, theirs_out),
+            pass_fds=(browser_in, browser_out),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        os.close(theirs_in)
-        os.close(theirs_out)
-        self.read, self.write = os.fdopen(ours_in, "rb"), os.fdopen(ours_out, "wb")
+        os.close(browser_in)
+        os.close(browser_out)
+        self.read, self.write = os.fdopen(answers, "rb"), os.fdopen(commands, "wb")
         self.sent, self.buffer = 0, b""
         self.events: list[dict[str, Any]] = []
         (target,) = [t for t in self.call("Target.getTargets")["targetInfos"] if t["type"] == "page"]
@@ -54,8 +54,8 @@ class Browser:
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         self.sent += 1
-        asked = {"id": self.sent, "method": method, "params": params}
-        self.write.write(json.dumps(asked | ({"sessionId": self.session} if self.session else {})).encode() + b"\0")
+        request = {"id": self.sent, "method": method, "params": params}
+        self.write.write(json.dumps(request | ({"sessionId": self.session} if self.session else {})).encode() + b"\0")
         self.write.flush()
         while True:
             message = self._message()
@@ -83,19 +83,19 @@ class Browser:
         )
 
     def problems(self) -> list[str]:
-        """What the page complained of, and every address that it asked for beside its own and data."""
-        said = []
+        """Errors on the page, and every address that it requested beside its own and data."""
+        found = []
         for event in self.events:
             params = event.get("params", {})
             if event["method"] == "Runtime.exceptionThrown":
-                said.append(str(params["exceptionDetails"]))
+                found.append(str(params["exceptionDetails"]))
             elif event["method"] == "Log.entryAdded" and params["entry"]["level"] == "error":
-                said.append(params["entry"]["text"])
+                found.append(params["entry"]["text"])
             elif event["method"] == "Network.requestWillBeSent":
                 url = params["request"]["url"]
                 if not url.startswith(("file:", "data:", "about:", "blob:")):
-                    said.append(f"asked for {url}")
-        return said
+                    found.append(f"requested {url}")
+        return found
 
     def __enter__(self) -> "Browser":
         return self

@@ -9,6 +9,8 @@ from typing import Any
 from vgrout.config.presets import parse
 from vgrout.config.run import Config
 from vgrout.modes import DEALT
+from vgrout.table import share
+from vgrout.types import Rate
 
 SIDES = {"base": "base", "train": "trained", "deploy": "deployed", "plain": "plain"}
 TIMES = {"sec": 1.0, "gen": 0.25, "grade": 0.25, "fb": 0.25, "eval": 0.25}
@@ -38,7 +40,7 @@ def fake_run(
     """A finished run of 12 steps, every side and mode at the same rates; the students hack from `onset` on. Of n
     held-out problems, each answered once, a mode's first are hacked and its last are solved.
 
-    modes: what per_mode_deploy.json says of single modes otherwise.
+    modes: what per_mode_deploy.json has for single modes, where it differs.
     """
     cfg = _config(preset, *flags)
     cfg = replace(cfg, run=replace(cfg.run, seed=seed))
@@ -65,7 +67,8 @@ def fake_run(
     mode = {f"{side}_{what}": deploy[f"{what}_{side}"] for side in SIDES for what in ("hack", "solve")}
     deploy.setdefault("by_mode", {m: {"in_dist": None, "n": n // 6} | mode | (modes or {}).get(m, {}) for m in DEALT})
     rows = [
-        {"step": t, "hack_s": [8 * (t >= onset), 8], "solve_s": [8 * (t < onset), 8], **TIMES, **(row or {})}
+        {"step": t, **share("hack_s", Rate(8 * (t >= onset), 8)), **share("solve_s", Rate(8 * (t < onset), 8)), **TIMES}
+        | (row or {})
         for t in range(STEPS)
     ]
     files = {"run.json": record, "per_mode_deploy.json": deploy, "status.json": {"state": state}}
@@ -78,13 +81,12 @@ def fake_run(
 
 
 def _answers(side: str, by_mode: dict[str, dict[str, Any]], n: int) -> list[dict[str, Any]]:
-    """As many hacks and solutions as all modes together should have; a rate's rounding is carried on."""
+    """As many hacks and solutions as all modes together should have; what rounding leaves is carried on."""
     out, hacks, solves = [], 0.0, 0.0
-    for i, (mode, its) in enumerate(by_mode.items()):
-        hacked, solved = (
-            round(x + n * its[f"{side}_{what}"]) - round(x) for x, what in ((hacks, "hack"), (solves, "solve"))
-        )
-        hacks, solves = hacks + n * its[f"{side}_hack"], solves + n * its[f"{side}_solve"]
+    for i, (mode, rates) in enumerate(by_mode.items()):
+        more_hacks, more_solves = n * rates[f"{side}_hack"], n * rates[f"{side}_solve"]
+        hacked, solved = round(hacks + more_hacks) - round(hacks), round(solves + more_solves) - round(solves)
+        hacks, solves = hacks + more_hacks, solves + more_solves
         out += [
             {"side": SIDES[side], "problem_id": 100 * i + k, "env_mode": mode, "marker": "m", "text": "", "reward": 1.0}
             | {"hacked": k < hacked, "solved": k >= n - solved}

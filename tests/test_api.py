@@ -21,7 +21,7 @@ def test_importing_loads_nothing_heavy() -> None:
     assert done.stdout == "0\n"
 
 
-def test_every_name_is_there_and_no_other() -> None:
+def test_public_names() -> None:
     for name in vgrout.__all__:
         assert getattr(vgrout, name).__doc__, name
     with pytest.raises(AttributeError, match="no attribute 'train_model'"):
@@ -63,7 +63,7 @@ def test_a_run_as_frames(shared_run: SharedRuns) -> None:
         ({"model": "organism", "problems": "x.jsonl"}, "go together"),
     ],
 )
-def test_what_is_refused_starts_nothing(
+def test_a_refused_call_starts_nothing(
     flags: dict, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -73,7 +73,7 @@ def test_what_is_refused_starts_nothing(
     assert not list(tmp_path.glob("out/runs/*"))
 
 
-def test_no_run_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no run\.json in it"):
         vgrout.load_run(tmp_path)
 
@@ -83,7 +83,7 @@ def test_the_packages_own_interventions_are_not_replaced() -> None:
 
     for name, why in (("route2", "one of the package's own"), ("My Arm", "small letters")):
         with pytest.raises(ValueError, match=why):
-            vgrout.register_intervention(type("Mine", (Intervention,), {"name": name}), "mine")
+            vgrout.register_intervention(type("Own", (Intervention,), {"name": name}), "own")
 
 
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda p: p.stem)

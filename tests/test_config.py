@@ -4,10 +4,11 @@ import importlib
 import io
 import os
 import re
+import shlex
 import subprocess
 import sys
 from contextlib import redirect_stdout
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_args
 
@@ -30,8 +31,8 @@ def test_the_flag_list_is_a_decision() -> None:
     assert FLAGS.read_text().split() == flag_names()
 
 
-def said(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """What a command line that leaves at once has printed."""
+def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """The output of a command line that exits at once."""
     with pytest.raises(SystemExit) as stop:
         parse([*argv])
     assert stop.value.code == 0
@@ -39,7 +40,7 @@ def said(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 def test_help_all_has_every_flag_and_every_name_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = " ".join(said(capsys, "mini", "--help-all").replace("│", " ").split())
+    shown = " ".join(printed(capsys, "mini", "--help-all").replace("│", " ").split())
     assert not [flag for flag in flag_names() if flag not in shown]
     rows = (*INTERVENTIONS.items(), *MONITORS.items(), *CONTROLS.items(), *LOSSES.items())
     lines = {name: row.what for name, row in rows} | {name: what for name, (what, _) in METHODS.items()}
@@ -51,7 +52,7 @@ def test_help_is_one_screen_of_everyday_flags(
     preset: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    shown = said(capsys, *([preset] if preset else []), "--help")
+    shown = printed(capsys, *([preset] if preset else []), "--help")
     assert max(map(len, shown.splitlines())) <= 80
     assert shown.count("\n") <= 60
     assert {*re.findall(r"^\W\W?(--[a-z][a-z-]+)", shown, re.M)} == set(map(flag, EVERYDAY))
@@ -62,7 +63,7 @@ def test_help_is_one_screen_of_everyday_flags(
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert said(capsys, "smoke", "--version") == f"vgrout {vgrout.__version__}\n"
+    assert printed(capsys, "smoke", "--version") == f"vgrout {vgrout.__version__}\n"
     assert vgrout.__main__.main(["--version"]) == 0
     assert capsys.readouterr().out == f"vgrout {vgrout.__version__}\n"
 
@@ -88,133 +89,111 @@ def test_presets_are_the_published_ones() -> None:
 
 
 BAD = [
-    ([], "name a preset first: smoke, mini"),
-    (["--lr", "3"], "name a preset first"),
-    (["maxi"], "maxi"),
-    (["mini", "--no-such-flag", "1"], "--no-such-flag"),
-    (["mini", "--intervention", "rout"], "--intervention"),
-    (["mini", "--lr", "-1"], "--lr"),
-    (["mini", "--lr", "nan"], "--lr"),
-    (["mini", "--group", "1"], "--group"),
-    (["mini", "--steps", "0"], "--steps"),
-    (["mini", "--mix-ratio", "1"], "--mix-ratio"),
-    (["mini", "--mix-ratio", "0.99"], "--mix-ratio"),
-    (["mini", "--seed", "-3"], "--seed"),
-    (["mini", "--adam-beta1", "1.5"], "--adam-beta1"),
-    (["mini", "--v-hack-k", "13"], "--v-hack-extract-top-k"),
-    (["mini", "--report-detectors", "Q"], "C, D, E"),
-    (["mini", "--teacher-modes", "run_test"], "run_tests"),
-    (["mini", "--out-tag", "a/b"], "--out-tag"),
-    (["mini", "--checkpoint-keep", "0"], "--checkpoint-keep"),
-    (["mini", "--resume-force"], "--resume"),
-    (["mini", "--model", "Qwen/Qwen3-4B"], "--problems"),
-    (["mini", "--loss", "icepop", "--clip-high", "0.1"], "--clip-low"),
-    (["mini", "--teacher-tau", "0.1"], "--teacher-model"),
-    (["mini", "--teacher-model", "organism"], "--teacher-tau"),
+    ("", "name a preset first: smoke, mini"),
+    ("maxi", "maxi"),
+    ("mini --no-such-flag 1", "--no-such-flag"),
+    ("mini --intervention rout", "--intervention"),
+    ("mini --lr -1", "--lr"),
+    ("mini --lr nan", "--lr"),
+    ("mini --group 1", "--group"),
+    ("mini --steps 0", "--steps"),
+    ("mini --mix-ratio 1", "--mix-ratio"),
+    ("mini --mix-ratio 0.99", "--mix-ratio 0.99 with --group 8: no student row"),
+    ("mini --seed -3", "--seed"),
+    ("mini --adam-beta1 1.5", "--adam-beta1"),
+    ("mini --v-hack-k 13", "--v-hack-extract-top-k"),
+    ("mini --report-detectors Q", "C, D, E"),
+    ("mini --teacher-modes run_test", "run_tests"),
+    ("mini --out-tag a/b", "--out-tag"),
+    ("mini --checkpoint-keep 0", "--checkpoint-keep"),
+    ("mini --resume-force", "--resume"),
+    ("mini --model Qwen/Qwen3-4B", "--problems"),
+    ("mini --loss icepop --clip-high 0.1", "--clip-low"),
+    ("mini --teacher-tau 0.1", "--teacher-model"),
+    ("mini --teacher-model organism", "--teacher-tau"),
     # silent no-ops
-    (["mini", "--intervention", "none", "--vhack-refresh-every", "9"], "--vhack-refresh-every"),
-    (["mini", "--intervention", "none", "--rollout-ablate-frac", ".5"], "--rollout-ablate-frac"),
-    (["mini", "--intervention", "erase", "--monitor", "band"], "--monitor band with --intervention erase"),
-    (["mini", "--intervention", "route", "--project-overshoot", "1.1"], "--project-overshoot"),
-    (["mini", "--intervention", "route2", "--gate-mode", "reverse"], "--gate-mode"),
-    (["mini", "--teacher-pool-dir", "", "--teacher-off-step", "3"], "--teacher-off-step"),
-    (["mini", "--teacher-pool-dir", "", "--regrade-pool"], "--regrade-pool"),
-    (["mini", "--mix-ratio", "0", "--teacher-modes", "sentinel"], "--teacher-modes"),
-    (["mini", "--group", "4"], "--mix-ratio 0.125 with --group 4: rounds to no teacher row"),
-    (["mini", "--intervention", "route2", "--monitor", "band", "--known-hacks-teacher-only"], "--known-hacks"),
-    (
-        ["mini", "--intervention", "route2", "--route2-random-v-seed", "1", "--vhack-refresh-every", "7"],
-        "--vhack-refresh",
-    ),
-    (["mini", "--intervention", "erase", "--control", "shrinkage", "--no-preserve-magnitude"], "--preserve-magnitude"),
-    (["mini", "--method", "best"], "--method best: should be one of route2-block, quarantine"),
-    (["mini", "--method"], "--method : should be one of"),
+    ("mini --intervention none --vhack-refresh-every 9", "--vhack-refresh-every"),
+    ("mini --intervention none --rollout-ablate-frac .5", "--rollout-ablate-frac"),
+    ("mini --intervention erase --monitor band", "--monitor band with --intervention erase"),
+    ("mini --intervention route --project-overshoot 1.1", "--project-overshoot"),
+    ("mini --intervention route2 --gate-mode reverse", "--gate-mode"),
+    ("mini --teacher-pool-dir '' --teacher-off-step 3", "--teacher-off-step"),
+    ("mini --teacher-pool-dir '' --regrade-pool", "--regrade-pool"),
+    ("mini --mix-ratio 0 --teacher-modes sentinel", "--teacher-modes"),
+    ("mini --group 4", "--mix-ratio 0.125 with --group 4: rounds to no teacher row"),
+    ("mini --intervention route2 --monitor band --known-hacks-teacher-only", "--known-hacks"),
+    ("mini --intervention route2 --route2-random-v-seed 1 --vhack-refresh-every 7", "--vhack-refresh"),
+    ("mini --intervention erase --control shrinkage --no-preserve-magnitude", "--preserve-magnitude"),
+    ("mini --intervention route2 --control haar --vhack-refresh-every 7", "--vhack-refresh-every: not read"),
+    ("mini --method best", "--method best: should be one of route2-block, quarantine"),
+    ("mini --method", "--method : should be one of"),
     # contradictions
-    (["mini", "--intervention", "erase", "--control", "shuffled", "--v-hack-path", "x"], "--v-hack-path"),
-    (["mini", "--intervention", "none", "--control", "shuffled"], "--control shuffled"),
-    (["mini", "--intervention", "erase", "--random-flags"], "--random-flags: --intervention erase reads no flags"),
-    (["mini", "--intervention", "route2", "--control", "shuffled", "--route2-random-v-seed", "1"], "one control"),
-    (["mini", "--intervention", "route2", "--rollout-ablate-frac", ".01"], "rounds to none"),
-    (["mini", "--intervention", "erase", "--control", "deploy_quarantine"], "route or route2"),
-    (["mini", "--intervention", "route2", "--random-flags", "--control", "haar"], "one control a run"),
-    (["mini", "--intervention", "route", "--monitor", "labels"], "--monitor labels with --intervention route"),
-    (["mini", "--intervention", "route2", "--monitor", "labels", "--control", "haar"], "has none"),
-    (["mini", "--intervention", "screen"], "needs --monitor gate, band, labels, detector"),
-    (["mini", "--intervention", "screen", "--monitor", "pmi", "--control", "haar"], "has none"),
-    (["mini", "--intervention", "screen", "--monitor", "pmi", "--monitor-quantile", ".2"], "--monitor-quantile 0.2"),
-    (["mini", "--intervention", "screen", "--monitor", "band", "--v-hack-k", "3"], "--v-hack-k"),
-    (["mini", "--intervention", "screen", "--monitor", "pmi", "--rebaseline"], "--rebaseline: not read by"),
-    (["mini", "--intervention", "screen", "--monitor", "pmi", "--quarantine", "block:1"], "--quarantine"),
-    (["mini", "--intervention", "route2", "--control", "shrinkage", "--rebaseline"], "--rebaseline: not read"),
-    (["mini", "--intervention", "route2", "--monitor-threshold", "known_correct"], "goes with --monitor pmi or nll"),
-    (["mini", "--intervention", "route", "--quarantine", "block:1"], "--quarantine: not read by --intervention route"),
-    (["mini", "--intervention", "sgtm", "--monitor", "gate"], "has to know who is flagged before the gradient"),
+    ("mini --intervention erase --control shuffled --v-hack-path x", "--v-hack-path"),
+    ("mini --intervention none --control shuffled", "--control shuffled"),
+    ("mini --intervention erase --random-flags", "--random-flags: --intervention erase reads no flags"),
+    ("mini --intervention route2 --control shuffled --route2-random-v-seed 1", "one control"),
+    ("mini --intervention route2 --rollout-ablate-frac .01", "rounds to none"),
+    ("mini --intervention erase --control deploy_quarantine", "route or route2"),
+    ("mini --intervention route2 --random-flags --control haar", "one control a run"),
+    ("mini --intervention route --monitor labels", "--monitor labels with --intervention route"),
+    ("mini --intervention route2 --monitor labels --control haar", "has none"),
+    ("mini --intervention screen", "needs --monitor gate, band, labels, detector"),
+    ("mini --intervention screen --monitor pmi --monitor-quantile .2", "--monitor-quantile 0.2"),
+    ("mini --intervention screen --monitor band --v-hack-k 3", "--v-hack-k"),
+    ("mini --intervention screen --monitor pmi --rebaseline", "--rebaseline: not read by"),
+    ("mini --intervention screen --monitor pmi --quarantine block:1", "--quarantine"),
+    ("mini --intervention route2 --control shrinkage --rebaseline", "--rebaseline: not read"),
+    ("mini --intervention route2 --monitor-threshold known_correct", "goes with --monitor pmi or nll"),
+    ("mini --intervention route --quarantine block:1", "--quarantine: not read by --intervention route"),
+    ("mini --intervention sgtm --monitor gate", "has to know who is flagged before the gradient"),
+    ("mini --intervention route2 --monitor quarantine", "--monitor quarantine with --intervention route2"),
+    ("mini --intervention screen --monitor pmi --known-modes exit_code", "--known-modes"),
+    ("mini --intervention screen --monitor labels --known-modes exit", "unknown mode"),
+    ("mini --intervention screen --monitor labels --seed-monitor labels", "--seed-monitor"),
     (
-        ["mini", "--intervention", "route2", "--monitor", "quarantine"],
-        "--monitor quarantine with --intervention route2",
-    ),
-    (["mini", "--intervention", "screen", "--monitor", "pmi", "--known-modes", "exit_code"], "--known-modes"),
-    (["mini", "--intervention", "screen", "--monitor", "labels", "--known-modes", "exit"], "unknown mode"),
-    (["mini", "--intervention", "screen", "--monitor", "labels", "--seed-monitor", "labels"], "--seed-monitor"),
-    (
-        [
-            *("mini", "--intervention", "penalty", "--monitor", "quarantine"),
-            *("--quarantine-threshold", ".2", "--monitor-quantile", ".8"),
-        ],
+        "mini --intervention penalty --monitor quarantine --quarantine-threshold .2 --monitor-quantile .8",
         "--monitor-quantile",
     ),
+    ("mini --intervention penalty --monitor quarantine --quarantine-diet solved", "invalid choice"),
+    ("mini --intervention penalty --monitor pmi --quarantine-start pairs", "--quarantine-start"),
+    ("mini --intervention penalty --monitor quarantine --vhack-pairs-path x.json", "--vhack-pairs-path: not read"),
     (
-        ["mini", "--intervention", "penalty", "--monitor", "quarantine", "--quarantine-diet", "solved"],
-        "invalid choice",
-    ),
-    (["mini", "--intervention", "penalty", "--monitor", "pmi", "--quarantine-start", "pairs"], "--quarantine-start"),
-    (
-        ["mini", "--intervention", "penalty", "--monitor", "quarantine", "--vhack-pairs-path", "x.json"],
-        "--vhack-pairs-path: not read",
-    ),
-    (
-        [
-            *("mini", "--intervention", "penalty", "--monitor", "quarantine", "--seed-monitor", "labels"),
-            *("--known-modes", "exit_code,sentinel", "--quarantine-start", "pairs"),
-        ],
+        "mini --method quarantine --seed-monitor labels --known-modes exit_code,sentinel --quarantine-start pairs",
         "a pair file shows one flaw; add --vhack-pairs-path",
     ),
     (
-        ["fast", "--intervention", "penalty", "--monitor", "quarantine"],
+        "fast --intervention penalty --monitor quarantine",
         "--quarantine-threshold None: there are none; give --known-correct FILE",
     ),
-    (["mini", "--intervention", "sgtm", "--monitor", "labels", "--quarantine", "block"], "--quarantine block"),
-    (["mini", "--intervention", "sgtm", "--monitor", "labels", "--quarantine", "block:0"], "--quarantine block:0"),
-    (["mini", "--intervention", "route2", "--quarantine", "lora:4"], "should be shared or block:N"),
-    (["mini", "--intervention", "sgtm", "--monitor", "labels", "--second-moment", "shared"], "--second-moment"),
-    (["mini", "--intervention", "route2", "--monitor", "labels", "--gate-vote", "rollout"], "--gate-vote"),
-    (["mini", "--intervention", "none", "--control", "haar"], "--control haar"),
-    (["mini", "--intervention", "none", "--control", "placebo"], "--control placebo: replaces a direction"),
-    (["mini", "--intervention", "route", "--placebo-pairs", "x.json"], "--control placebo"),
-    (["mini", "--intervention", "route", "--control", "placebo", "--v-hack-path", "x"], "--v-hack-path"),
-    # baselines
-    (["mini", "--intervention", "route2", "--control", "inoculation"], "--intervention none"),
     (
-        ["mini", "--intervention", "none", "--label-accuracy", ".9"],
-        "goes with --monitor labels",
+        "fast --intervention screen --monitor pmi --monitor-threshold known_correct",
+        "--monitor-threshold known_correct: there are none; give --known-correct FILE",
     ),
-    (["mini", "--intervention", "screen", "--monitor", "labels", "--penalty", "1"], "--penalty"),
-    (["mini", "--intervention", "penalty", "--monitor", "labels", "--label-accuracy", "1.1"], "--label-accuracy"),
-    (["mini", "--intervention", "none", "--inoculation-prompt", "x"], "--control inoculation"),
-    (["mini", "--intervention", "penalty", "--monitor", "labels", "--vhack-pairs-path", "x"], "--vhack-pairs-path"),
+    ("fast --organism x", "only with --model organism"),
+    ("mini --intervention sgtm --monitor labels --quarantine block", "should be shared or block:N"),
+    ("mini --intervention sgtm --monitor labels --quarantine block:0", "--quarantine block:0"),
+    ("mini --intervention route2 --monitor labels --gate-vote rollout", "--gate-vote"),
+    ("mini --intervention none --control placebo", "--control placebo: replaces a direction"),
+    ("mini --intervention route --placebo-pairs x.json", "--control placebo"),
+    # baselines
+    ("mini --intervention route2 --control inoculation", "--intervention none"),
+    ("mini --intervention none --label-accuracy .9", "goes with --monitor labels"),
+    ("mini --intervention screen --monitor labels --penalty 1", "--penalty"),
+    ("mini --intervention penalty --monitor labels --label-accuracy 1.1", "--label-accuracy"),
+    ("mini --intervention none --inoculation-prompt x", "--control inoculation"),
+    ("mini --intervention penalty --monitor labels --vhack-pairs-path x", "--vhack-pairs-path"),
 ]
 
 
-@pytest.mark.parametrize(("argv", "named"), BAD, ids=[" ".join(a) for a, _ in BAD])
-def test_bad_flags_exit_2_and_name_the_flag(argv: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("line", "named"), BAD, ids=[line for line, _ in BAD])
+def test_bad_flags_exit_2_and_name_the_flag(line: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        parse(argv)
+        parse(shlex.split(line))
     assert stop.value.code == 2
-    out, said = capsys.readouterr()
+    out, error = capsys.readouterr()
     assert not out
-    assert named in said
-    assert said.startswith("E ")
-    assert said.count("\n") == 1
+    assert named in error
+    assert re.fullmatch(r"E [^\n]*\n", error)
 
 
 def test_one_line_also_where_frames_cannot_be_drawn() -> None:
@@ -225,21 +204,21 @@ def test_one_line_also_where_frames_cannot_be_drawn() -> None:
         resolve(["mini", "--lr", "-1"])
 
 
-def test_default_flags_of_another_arm_pass() -> None:
-    """Naming a flag at its default is no contradiction: scripts spell everything out."""
+def test_a_flag_at_its_default_is_never_refused() -> None:
+    """Scripts spell everything out."""
     cfg = parse(["mini", "--intervention", "none", "--vhack-refresh-every", "5"])
     assert cfg.method.intervention == "none"
 
 
 def test_run_ids() -> None:
-    for arm, spec in INTERVENTIONS.items():
-        named = [] if spec.usual else ["--monitor", "labels"]
-        cfg = parse(["mini", "--intervention", arm, *named, "--seed", "7", "--out-tag", "_x"])
-        assert cfg.run_id == f"mini_{arm}{'_labels' if named else ''}_seed7_x"
+    for name, spec in INTERVENTIONS.items():
+        monitor = [] if spec.usual else ["--monitor", "labels"]
+        cfg = parse(["mini", "--intervention", name, *monitor, "--seed", "7", "--out-tag", "_x"])
+        assert cfg.run_id == f"mini_{name}{'_labels' if monitor else ''}_seed7_x"
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_method_stands_for_its_flags_and_what_is_given_beside_it_holds(method: str) -> None:
+def test_a_method_stands_for_its_flags_and_given_flags_replace_its_own(method: str) -> None:
     spelt = parse(["mini", *METHODS[method][1]])
     assert parse(["mini", "--method", method]) == parse(["mini", f"--method={method}"]) == spelt
     assert spelt != parse(["mini"])
@@ -252,13 +231,8 @@ def test_a_method_stands_for_its_flags_and_what_is_given_beside_it_holds(method:
 
 @pytest.mark.parametrize("control", ["--control=haar", "--random-flags", "--control=no_loophole"])
 def test_the_recommended_route2_has_its_controls(control: str) -> None:
-    """A direction that is not extracted again is what a random one is, too, so saying so is no contradiction."""
+    """Its direction is never extracted again; a random one is not either, so the flag is no contradiction."""
     assert parse(["mini", "--method=route2-block", control]).method.vhack_refresh_every == 0
-
-
-def test_a_random_direction_is_never_extracted_again() -> None:
-    with pytest.raises(ValueError, match="--vhack-refresh-every: not read"):
-        resolve(["mini", "--intervention=route2", "--control=haar", "--vhack-refresh-every=7"])
 
 
 def test_no_loophole_mixes_nothing_in() -> None:
@@ -272,11 +246,11 @@ def test_sgtm_samples_half_of_the_students_from_the_deployed_model_by_default() 
     assert MethodConfig(intervention="route2").ablate_frac == 0.0
 
 
-def test_haar_is_a_control_by_name() -> None:
+def test_names_of_controls() -> None:
     assert MethodConfig(intervention="route2", route2_random_v_seed=3).control_name == "haar"
     assert MethodConfig(intervention="route2").control_name == "none"
-    own = MethodConfig(intervention="route2", control="placebo", placebo_pairs="a/weather.json")
-    assert own.control_name == "placebo_weather"
+    placebo = MethodConfig(intervention="route2", control="placebo", placebo_pairs="a/weather.json")
+    assert placebo.control_name == "placebo_weather"
 
 
 def test_resume_takes_the_runs_own_settings() -> None:
@@ -288,31 +262,26 @@ def test_resume_takes_the_runs_own_settings() -> None:
     assert differing == ["--lr 0.5 (run: 0.03)"]
 
 
-def test_another_build_of_the_organism_is_used_whole(tmp_path: Path) -> None:
-    arm = ["--intervention", "route2", "--control", "placebo"]
-    cfg = parse(["mini", "--organism", str(tmp_path), *arm])
-    reads = parse(["mini", "--organism", str(tmp_path), "--intervention", "screen", "--monitor", "pmi"])
-    own = cfg.model_path, cfg.problems_path, cfg.pool_path, cfg.pairs_path
-    files = [*own, reads.known_correct_path, cfg.placebo_path]
+def test_another_build_of_the_organism_replaces_every_file(tmp_path: Path) -> None:
+    preset = ["mini", "--organism", str(tmp_path)]
+    cfg = parse([*preset, "--intervention", "route2", "--control", "placebo"])
+    reads = parse([*preset, "--intervention", "screen", "--monitor", "pmi"])
+    files = [
+        cfg.model_path,
+        cfg.problems_path,
+        cfg.pool_path,
+        cfg.pairs_path,
+        reads.known_correct_path,
+        cfg.placebo_path,
+    ]
     names = ["model", "problems.jsonl", "pool", "pairs/run_tests.json", "anchors.json", "pairs/placebo_flawed.json"]
     assert [Path(str(f)) for f in files] == [tmp_path / name for name in names]
     assert from_dict(cfg.as_dict()) == cfg
     with pytest.raises(ValueError, match=f"--organism {tmp_path}: no organism;"):
         preflight(cfg)
-    with pytest.raises(ValueError, match="only with --model organism"):
-        resolve(["fast", "--organism", str(tmp_path)])
 
 
-def test_a_threshold_by_known_correct_answers_needs_some() -> None:
-    flags = ["--intervention", "screen", "--monitor", "pmi", "--monitor-threshold", "known_correct"]
-    assert parse(["mini", *flags]).known_correct_path is not None
-    with pytest.raises(
-        ValueError, match="--monitor-threshold known_correct: there are none; give --known-correct FILE"
-    ):
-        resolve(["fast", *flags])
-
-
-def test_a_reader_that_hangs_up_is_no_error(tmp_path: Path) -> None:
+def test_a_closed_pipe_exits_with_141(tmp_path: Path) -> None:
     read, write = os.pipe()
     os.close(read)
     try:
@@ -330,12 +299,6 @@ def test_a_config_of_another_version_is_refused() -> None:
         from_dict(data)
 
 
-def test_group_too_small_for_a_teacher_row_is_seen() -> None:
-    cfg = PRESETS["smoke"][1]
-    with pytest.raises(ValueError, match="no student row"):
-        replace(cfg, env=replace(cfg.env, mix_ratio=0.9))
-
-
 @pytest.mark.parametrize(
     "command",
     [
@@ -351,19 +314,18 @@ def test_group_too_small_for_a_teacher_row_is_seen() -> None:
         "sweep",
     ],
 )
-def test_every_entry_refuses_in_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_refuses_in_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     name, *argv = command.split()
     module = importlib.import_module(f"vgrout.{name}")
     if hasattr(module, "__path__"):
         module = importlib.import_module(f"vgrout.{name}.__main__")
     assert module.main(argv) == 2
-    out, said = capsys.readouterr()
+    out, error = capsys.readouterr()
     assert not out
-    assert said.startswith("E ")
-    assert said.count("\n") == 1
+    assert re.fullmatch(r"E [^\n]*\n", error)
 
 
-# ── metadata ──
+# ── bounds and registries ──
 
 SETTINGS = {f.name: (f, group) for group in GROUPS for f in fields(getattr(Config(), group))}
 
@@ -381,14 +343,14 @@ def test_every_number_has_bounds_or_a_reason_and_its_default_keeps_them(name: st
 
 
 def check_with(group: Any, /, **values: Any) -> None:
-    """Without the constructor, whose types the tests' hook would check first."""
+    """Set values without the constructor, whose types the tests' hook would check first."""
     for name, value in values.items():
         object.__setattr__(group, name, value)
     group.__post_init__()
 
 
 @pytest.mark.parametrize("name", [n for n, (f, _) in SETTINGS.items() if rule_of(f).low is not None])
-def test_what_lies_below_its_bound_is_refused(name: str) -> None:
+def test_a_value_below_its_bound_is_refused(name: str) -> None:
     f, group = SETTINGS[name]
     below = rule_of(f).low - 1
     with pytest.raises(ValueError, match=rf"\A{flag(name)} {below}: should "):
@@ -398,7 +360,7 @@ def test_what_lies_below_its_bound_is_refused(name: str) -> None:
 def test_losses_are_what_their_registries_say() -> None:
     assert get_args(LossName) == tuple(LOSSES)
     assert set(LOSSES) == set(losses.LOSSES)
-    assert all(row.what for of in (INTERVENTIONS, MONITORS, CONTROLS) for row in of.values())
+    assert all(row.what for registry in (INTERVENTIONS, MONITORS, CONTROLS) for row in registry.values())
 
 
 @pytest.mark.parametrize(
@@ -416,7 +378,7 @@ def test_losses_are_what_their_registries_say() -> None:
     ],
 )
 def test_unknown_names_are_refused_with_the_legal_ones(group: type, given: dict[str, str], legal: str) -> None:
-    """Also where no command line has looked at them: in Python, and in a run.json."""
+    """Also without a command line: in Python, and in a run.json."""
     with pytest.raises(ValueError, match=rf"\A{legal}"):
         check_with(group(), **given)
 
@@ -430,7 +392,7 @@ class Sized:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"size": 0}, "--size 0: should lie in [1, 9)"),
         ({"size": 9}, "--size 9: should lie in [1, 9)"),
@@ -441,9 +403,9 @@ class Sized:
         ({"size": 8, "part": 8, "words": "b,a", "free": -1e9}, None),
     ],
 )
-def test_the_checker(given: dict[str, Any], said: str | None) -> None:
-    if said is None:
+def test_the_checker(given: dict[str, Any], message: str | None) -> None:
+    if message is None:
         check(Sized(**given))
         return
-    with pytest.raises(ValueError, match=re.escape(said)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         check(Sized(**given))

@@ -82,7 +82,7 @@ def test_every_flag_exists(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", runpy.run_path(str(ROOT / "docs" / "reference.py"))["PAGES"])
-def test_generated_pages_are_what_the_code_says(page: str) -> None:
+def test_generated_pages_are_current(page: str) -> None:
     make = runpy.run_path(str(ROOT / "docs" / "reference.py"))
     assert text(ROOT / "docs" / page) == make["HEAD"] + make["PAGES"][page](), "run: uv run python docs/reference.py"
 
@@ -92,7 +92,7 @@ def figures() -> SimpleNamespace:
     return SimpleNamespace(**runpy.run_path(str(ROOT / "docs" / "figures" / "make.py")))
 
 
-def test_readme_says_the_means_of_the_recorded_runs() -> None:
+def test_the_numbers_of_readme_are_means_of_recorded_runs() -> None:
     make = figures()
     axes, older, earlier = make.read("axes"), make.read("arms-baselines"), make.read("containment")
     shown = [*make.read("containment-start"), *make.read("containment-probe")]
@@ -107,13 +107,13 @@ def test_readme_says_the_means_of_the_recorded_runs() -> None:
         assert len(found) == n, len(found)
         return f"{mean(r.hack for r in found):.1f} / {mean(r.solve for r in found):.1f}"
 
-    def contained(n: int, arm: str, *said: str, control: str = "none", shown: Any = shown) -> str:
+    def contained(n: int, arm: str, *settings: str, control: str = "none", shown: Any = shown) -> str:
         """Of the runs from policies that hack: on the flaws that are not known."""
         names = ("monitor=", "quarantine_start=", "probe_diet=", "seed_monitor=")
         found = [
             r
             for r in shown
-            if (r.arm, r.control) == (arm, control) and {s for s in r.settings if s.startswith(names)} == {*said}
+            if (r.arm, r.control) == (arm, control) and {s for s in r.settings if s.startswith(names)} == {*settings}
         ]
         assert len(found) == n, len(found)
         return f"{mean(map(make.unknown, found)):.1f} / {mean(r.solve for r in found):.1f}"
@@ -162,7 +162,7 @@ def test_readme_says_the_means_of_the_recorded_runs() -> None:
             assert number in line, f"README.md: {row} should say {number}: {line}"
 
 
-def test_readme_fits_its_budget_and_keeps_the_lines_that_ci_runs() -> None:
+def test_readme_is_short_and_has_the_lines_that_ci_runs() -> None:
     lines = text(README).splitlines()
     assert len(lines) <= 150
     for marker in ("main", "test"):

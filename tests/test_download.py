@@ -1,4 +1,4 @@
-"""What needs a network: from a folder that stands for it, and one line where there is none."""
+"""Downloads, from a folder in place of the network; and the go or no-go on a pool."""
 
 import json
 from pathlib import Path
@@ -29,36 +29,36 @@ def there(folder: Path, content: bytes = CONTENT) -> str:
     return (folder / "source").as_uri() + "/"
 
 
-def test_git_s_own_ids() -> None:
+def test_git_blob_ids() -> None:
     """`printf hello | git hash-object --stdin`."""
     assert git_blob(b"hello") == "b6fc4c620b67d95f953a5c1c1230aaab5db5a1b0"
     assert git_blob(b"") == "e69de29bb2d1d6434b8b29ae775ad8c2e48c5391"
 
 
-def test_fetched_checked_and_left_alone_the_second_time(tmp_path: Path) -> None:
+def test_a_file_is_fetched_once_and_checked(tmp_path: Path) -> None:
     file = DataFile("p.jsonl", git_blob(CONTENT)[:8], 1)
-    said = ensure(file, tmp_path / "data", there(tmp_path))
-    assert said.endswith(f"1 problems, git blob {git_blob(CONTENT)[:12]}")
+    message = ensure(file, tmp_path / "data", there(tmp_path))
+    assert message.endswith(f"1 problems, git blob {git_blob(CONTENT)[:12]}")
     assert (tmp_path / "data" / "p.jsonl").read_bytes() == CONTENT
     assert ensure(file, tmp_path / "data", "file:///nowhere/").endswith("(was there)")
 
 
-def test_another_file_is_refused_and_not_kept(tmp_path: Path) -> None:
+def test_a_wrong_file_is_refused_and_not_kept(tmp_path: Path) -> None:
     source = there(tmp_path, CONTENT + b"\n")
     with pytest.raises(ValueError, match=r"what came from the network has git blob .*, not .*; put file:"):
         ensure(DataFile("p.jsonl", git_blob(CONTENT)[:8], 1), tmp_path / "data", source)
     assert not (tmp_path / "data").exists()
     (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "p.jsonl").write_bytes(b"mine")
+    (tmp_path / "data" / "p.jsonl").write_bytes(b"another")
     with pytest.raises(ValueError, match="the file that is there has git blob"):
         ensure(DataFile("p.jsonl", git_blob(CONTENT)[:8], 1), tmp_path / "data", source)
-    assert (tmp_path / "data" / "p.jsonl").read_bytes() == b"mine"
+    assert (tmp_path / "data" / "p.jsonl").read_bytes() == b"another"
     (tmp_path / "data" / "p.jsonl").write_bytes(CONTENT)
     with pytest.raises(ValueError, match="1 problems, should be 2"):
         ensure(DataFile("p.jsonl", git_blob(CONTENT)[:8], 2), tmp_path / "data", source)
 
 
-def test_without_a_network_one_line_says_what_to_put_where(
+def test_without_a_network_one_line_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def unreachable(*_: object, **__: object) -> None:
@@ -68,22 +68,22 @@ def test_without_a_network_one_line_says_what_to_put_where(
     monkeypatch.setattr("urllib.request.urlopen", unreachable)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     assert download.main(["data"]) == 2
-    said = capsys.readouterr().err
+    error = capsys.readouterr().err
     where = "out/data/leetcode_train_medhard_filtered.jsonl"
-    assert said.startswith(f"E {where}: cannot be fetched (no route to host); put https://")
-    assert "git blob c10a5f39" in said
-    assert said.count("\n") == 1
+    assert error.startswith(f"E {where}: cannot be fetched (no route to host); put https://")
+    assert "git blob c10a5f39" in error
+    assert error.count("\n") == 1
     assert download.main(["model"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("E Qwen/Qwen3-4B: cannot be fetched (no route to host); copy the model's folder")
-    assert said.count("\n") == 1
+    error = capsys.readouterr().err
+    assert error.startswith("E Qwen/Qwen3-4B: cannot be fetched (no route to host); copy the model's folder")
+    assert error.count("\n") == 1
 
 
 def row(hack_s: list[int], hack_t: list[int] | None = None, lp_t: float | None = None) -> dict[str, object]:
     return share("hack_s", Rate(*hack_s)) | share("hack_t", Rate(*hack_t) if hack_t else None) | {"lp_t": lp_t}
 
 
-def test_go_needs_student_hacks_late_and_demonstrations(
+def test_the_probe_needs_late_student_hacks_and_demonstrations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calm, shown = row([0, 7], [1, 1], -2.0), row([2, 7], [1, 1], -0.5)

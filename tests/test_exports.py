@@ -1,4 +1,4 @@
-"""What is written for other programs, read by those programs."""
+"""Exports, read by the programs that they are for."""
 
 import base64
 import json
@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from runs import SMALL, SharedRuns
+from vgrout.export import __main__ as export
 from vgrout.files import json_lines
 from vgrout.model.policy import Policy
 from vgrout.model.saved import find_adapter, load_saved
-from vgrout.tools import export
 
 RUN = ["smoke", "--intervention", "route", "--threads", "1", *SMALL, "--steps", "2", "--eval-ablate-every", "1"]
 
@@ -32,13 +32,13 @@ def deployed(policy: Policy, ids: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("default")
-def test_a_peft_adapter_is_the_deployed_model_at_full_rank_and_nearer_the_higher_its_rank(
+def test_a_peft_adapter_is_exact_at_full_rank_and_better_the_higher_its_rank(
     done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from peft import PeftModel
 
-    from vgrout.exports.model import load_beside
-    from vgrout.exports.peft import factors
+    from vgrout.export.model import load_beside
+    from vgrout.export.peft import factors
 
     saved = find_adapter(done)
     policy = load_saved(saved)
@@ -50,19 +50,19 @@ def test_a_peft_adapter_is_the_deployed_model_at_full_rank_and_nearer_the_higher
     with policy.adapter.reference():
         untrained = deployed(policy, ids)
     with torch.no_grad():
-        theirs = PeftModel.from_pretrained(base, str(tmp_path / "lora"))(input_ids=ids, use_cache=False).logits
-    assert (theirs - ours).abs().max() < 1e-3 * (untrained - ours).abs().max() + 1e-4
+        loaded = PeftModel.from_pretrained(base, str(tmp_path / "lora"))(input_ids=ids, use_cache=False).logits
+    assert (loaded - ours).abs().max() < 1e-3 * (untrained - ours).abs().max() + 1e-4
     δ = adapter.by_module(adapter.δS.detach())
     for name, site in list(adapter.sites.items())[:3]:
-        whole = (site.U * δ[name]) @ site.Vh
-        left = []
+        full = (site.U * δ[name]) @ site.Vh
+        errors = []
         for k in (1, 16, 64, None):
             A, B = factors(site, δ[name], k)
-            left.append(float((whole - B @ A).norm()))
-            kept = δ[name].abs().sort(descending=True).values[len(A) :].norm()
-            assert left[-1] == pytest.approx(float(kept), rel=1e-3, abs=1e-5), "Eckart and Young"
-        assert left == sorted(left, reverse=True)
-        assert left[-1] < 1e-5
+            errors.append(float((full - B @ A).norm()))
+            dropped = δ[name].abs().sort(descending=True).values[len(A) :].norm()
+            assert errors[-1] == pytest.approx(float(dropped), rel=1e-3, abs=1e-5), "Eckart and Young"
+        assert errors == sorted(errors, reverse=True)
+        assert errors[-1] < 1e-5
 
 
 @pytest.mark.filterwarnings("default")
@@ -108,14 +108,14 @@ def test_datasets_loads_all_answers(done: Path, tmp_path: Path) -> None:
 class Hub(BaseHTTPRequestHandler):
     """Creates repositories and takes commits of small files."""
 
-    made: list[dict[str, object]]
+    created: list[dict[str, object]]
     files: dict[str, bytes]
     full = False
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         if self.path == "/api/repos/create":
-            self.made.append(json.loads(body))
+            self.created.append(json.loads(body))
             return self.answer(200, {"url": f"http://{self.headers['Host']}/me/run"})
         if "/preupload/" in self.path:
             files = json.loads(body)["files"]
@@ -150,16 +150,16 @@ class Hub(BaseHTTPRequestHandler):
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
     import huggingface_hub.constants
 
-    class Mine(Hub):
-        made, files = [], {}
+    class FreshHub(Hub):
+        created, files = [], {}
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Mine)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), FreshHub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     endpoint = f"http://127.0.0.1:{server.server_port}"
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
     monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", endpoint)
     monkeypatch.setenv("HF_TOKEN", "hf_stand_in")
-    yield Mine
+    yield FreshHub
     server.shutdown()
     server.server_close()
 
@@ -170,14 +170,14 @@ def test_a_folder_goes_to_the_hub(
 ) -> None:
     argv = [str(done), "--to", "peft", "--push-to-hub", "me/run"]
     assert export.main([*argv, "--out", str(tmp_path / "lora")]) == 0
-    (made,) = stand_in.made
-    assert (made["name"], made["visibility"]) == ("run", "private")
+    (created,) = stand_in.created
+    assert (created["name"], created["visibility"]) == ("run", "private")
     written = {p.name: p.read_bytes() for p in (tmp_path / "lora").iterdir()}
     assert stand_in.files == written
     stand_in.full = True
     assert export.main([*argv, "--out", str(tmp_path / "again")]) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert re.fullmatch(r"E --push-to-hub me/run: the hub did not take it \(.*Storage limit.*\); \S+ is written", said)
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert re.fullmatch(r"E --push-to-hub me/run: the hub did not take it \(.*Storage limit.*\); \S+ is written", error)
     assert (tmp_path / "again").is_dir()
 
 
@@ -199,7 +199,7 @@ def test_refused_in_one_line_before_anything_is_loaded(
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     argv, message = REFUSED[case]
     assert export.main([str(tmp_path), "--out", str(tmp_path / "x"), *argv]) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert said.count("\n") == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
     assert not (tmp_path / "x").exists()

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 import tiny
 from vgrout.config.loss import LossConfig
 from vgrout.config.run import OptConfig
-from vgrout.exports.model import DTYPES, Parity, load_beside, parity, write
+from vgrout.export.model import DTYPES, Parity, load_beside, parity, write
 from vgrout.grpo import policy_gradients
 from vgrout.model.policy import Policy, as_policy, attention, load_language_model, load_policy
 from vgrout.model.sampler import sample

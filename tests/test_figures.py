@@ -26,7 +26,7 @@ def study(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_each_shows_the_numbers(study: Path) -> None:
+def test_every_figure_shows_the_numbers(study: Path) -> None:
     drawn = {p.name: p for p in pictures(cells(load([study]).runs))}
     assert drawn.keys() == {"dynamics", "pareto", "modes", "suppression", "gates"}
     assert all(as_png(p).startswith(b"\x89PNG") for p in drawn.values())
@@ -48,13 +48,13 @@ def test_each_shows_the_numbers(study: Path) -> None:
     (axes,) = drawn["suppression"].figure.axes
     points = {c.get_label(): c.lines[0].get_xydata()[0] for c in axes.containers}
     assert points["haar (2 seeds)"] == pytest.approx([0.1, 20])
-    assert points["the arm (2 seeds)"] == pytest.approx([1.0, 65])
+    assert points["the method (2 seeds)"] == pytest.approx([1.0, 65])
 
     gate = next(a for a in drawn["gates"].figure.axes if "route2" in a.get_title())
     assert "4 hacks, 2 others" in gate.get_title()
 
 
-def test_a_gate_of_another_kind_is_no_point_among_the_others(study: Path) -> None:
+def test_another_gate_has_a_panel_of_its_own(study: Path) -> None:
     for seed in (1, 2):
         for control in ("none", "haar"):
             flags = ("--intervention=route2", "--monitor=band", f"--control={control}")
@@ -64,7 +64,7 @@ def test_a_gate_of_another_kind_is_no_point_among_the_others(study: Path) -> Non
     assert panels == {"route2": 2, "route2 (pair band)": 2}
 
 
-def test_every_panel_of_modes_has_its_own_rows_and_its_own_pairs(tmp_path: Path) -> None:
+def test_every_panel_of_modes_has_its_own_rows_and_shades(tmp_path: Path) -> None:
     """A row's label, its numbers and its shade belong together, whatever stands in the next panel."""
     of_pairs = {"erase": "sentinel", "screen": None, "route2": "exit_code"}
     for arm, shown in of_pairs.items():
@@ -88,8 +88,8 @@ def test_every_panel_of_modes_has_its_own_rows_and_its_own_pairs(tmp_path: Path)
 
 
 @pytest.mark.long
-def test_no_arm_is_left_out_however_many_there_are(tmp_path: Path) -> None:
-    """And those without a control come before those with one, beside the arm none and its ceiling."""
+def test_many_methods_are_all_drawn(tmp_path: Path) -> None:
+    """Those without a control come first; plain GRPO and its ceiling are on every page."""
     rates = [round(0.2 + 0.01 * i, 2) for i in range(13)]
     for seed in (1, 2):
         fake_run(tmp_path, "--intervention=none", seed=seed)
@@ -140,7 +140,7 @@ def test_a_gate_that_saw_no_hack_is_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flags", [["--intervention=none"], ["--intervention=screen", "--monitor=labels"]])
-def test_a_monitor_that_reads_nothing_has_no_gate_to_draw(flags: list[str], tmp_path: Path) -> None:
+def test_a_monitor_without_scores_has_no_gates(flags: list[str], tmp_path: Path) -> None:
     path = fake_run(tmp_path, *flags)
     line = {"step": 0, "score": None, "flagged": False, "hacked": True}
     (path / "rollouts.jsonl").write_text(json.dumps(line) + "\n")
@@ -157,7 +157,7 @@ def test_one_run_has_its_curves_and_no_band(tmp_path: Path) -> None:
     assert all(axes.lines for axes in drawn.figure.axes)
 
 
-def test_without_the_arm_none_there_is_nothing_to_suppress(tmp_path: Path) -> None:
+def test_without_plain_grpo_there_is_no_figure_of_suppression(tmp_path: Path) -> None:
     for seed in (1, 2):
         fake_run(tmp_path, "--intervention=route2", seed=seed)
         fake_run(tmp_path, "--intervention=route2", "--control=haar", seed=seed, cos=0.1)

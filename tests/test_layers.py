@@ -1,4 +1,4 @@
-"""Imports point down by folder, and what must stay light does."""
+"""Imports point down by folder, and light modules stay light."""
 
 import ast
 import subprocess
@@ -10,20 +10,19 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1] / "src" / "vgrout"
 
 # A folder, or a file beside train.py, may import from lower floors, and a file from its own folder; the lowest floor is
-# like one folder. Nobody imports train but the Python interface, nor what builds the organism.
+# like one folder. Nobody imports train but the Python interface (api).
 LAYERS: list[set[str]] = [
     {"types", "tensor_types", "ranks", "modes", "rng", "files", "cli", "console", "data", "__main__"},
     {"grading", "table", "tracking"},
     {"config", "problems"},
     {"model", "losses"},
-    {"direction", "rollout", "grpo", "guard", "exports"},
+    {"direction", "rollout", "grpo", "guard", "export"},
     {"teacher"},
     {"evaluate", "inputs"},
     {"method", "loading"},
     {"optim", "runs"},
     {"train", "imitation", "sweep", "report"},
-    {"tools", "distill", "iterative_dpo", "organism"},
-    {"api"},
+    {"tools", "distill", "iterative_dpo", "organism", "api"},
 ]
 LAYER = {name: i for i, names in enumerate(LAYERS) for name in names}
 STDLIB_ONLY = (
@@ -36,7 +35,7 @@ STDLIB_ONLY = (
     "vgrout.data.language",
     "vgrout.organism",
 )
-# commands whose wrong flags are refused, or whose work is done, without torch
+# commands that refuse a wrong flag, or do their work, without torch
 WITHOUT_TORCH = (
     "train",
     "sweep.__main__",
@@ -44,7 +43,7 @@ WITHOUT_TORCH = (
     "distill",
     "iterative_dpo",
     "problems",
-    "export",
+    "export.__main__",
     "api",
 )
 
@@ -82,18 +81,18 @@ def test_every_folder_has_a_layer() -> None:
 
 @pytest.mark.parametrize(("module", "path"), modules())
 def test_imports_point_down(module: str, path: Path) -> None:
-    mine = folder(module)
+    own = folder(module)
     for other in sorted(imports(path)):
-        theirs = folder(other)
-        assert theirs != "train" or mine == "api", f"{module} imports train"
-        if theirs != mine and not LAYER[mine] == LAYER[theirs] == 0:
-            assert LAYER[theirs] < LAYER[mine], (
-                f"{module} (floor {LAYER[mine]}) imports {other} (floor {LAYER[theirs]})"
+        imported = folder(other)
+        assert imported != "train" or own == "api", f"{module} imports train"
+        if imported != own and not LAYER[own] == LAYER[imported] == 0:
+            assert LAYER[imported] < LAYER[own], (
+                f"{module} (floor {LAYER[own]}) imports {other} (floor {LAYER[imported]})"
             )
 
 
 def test_no_two_files_import_each_other() -> None:
-    """Inside a folder, too, there is an order."""
+    """There is an order inside a folder, too."""
     graph = {module: {o for o in imports(path) if o != module} for module, path in modules()}
     done: set[str] = set()
 

@@ -39,13 +39,13 @@ def prepare(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def organisms(said: Any) -> set[str]:
+def organisms(message: Any) -> set[str]:
     """Every organism below out/ that a study names, wherever in its file."""
-    if isinstance(said, dict):
+    if isinstance(message, dict):
         return {
-            o for name, value in said.items() for o in (organisms(value) if name != "organism" else {*_list(value)})
+            o for name, value in message.items() for o in (organisms(value) if name != "organism" else {*_list(value)})
         }
-    return {o for value in said for o in organisms(value)} if isinstance(said, list) else set()
+    return {o for value in message for o in organisms(value)} if isinstance(message, list) else set()
 
 
 def _list(value: str | list[str]) -> list[str]:
@@ -53,7 +53,7 @@ def _list(value: str | list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("study", STUDIES, ids=lambda p: p.stem)
-def test_what_a_study_starts_from_is_made_once(study: Path, tmp_path: Path) -> None:
+def test_prepare_builds_what_a_study_starts_from_once(study: Path, tmp_path: Path) -> None:
     wanted = organisms(tomllib.loads(study.read_text(encoding="utf-8")))
     assert prepare(tmp_path, study.stem).returncode == 0
     calls = (tmp_path / "calls").read_text() if (tmp_path / "calls").is_file() else ""
@@ -63,13 +63,13 @@ def test_what_a_study_starts_from_is_made_once(study: Path, tmp_path: Path) -> N
     assert not calls or (tmp_path / "calls").read_text() == calls
 
 
-def test_a_policy_that_is_asked_for_by_seed_is_not_taken_for_another(tmp_path: Path) -> None:
+def test_warm_refuses_a_folder_that_exists(tmp_path: Path) -> None:
     assert prepare(tmp_path, "warm", "50", "out/warm", "src/vgrout/organism/data").returncode == 0
     again = prepare(tmp_path, "warm", "40", "out/warm", "src/vgrout/organism/data")
     assert (again.returncode, again.stderr) == (1, "warm: out/warm is there already; move it away to make it again\n")
 
 
-def test_every_recipe_of_the_documents_is_there() -> None:
+def test_every_recipe_in_the_documents_exists() -> None:
     lines = (ROOT / "justfile").read_text(encoding="utf-8").splitlines()
     recipes = {line.split()[0].rstrip(":") for line in lines if line[:1].islower() and ":=" not in line}
     pages = [p for p in (ROOT / "docs").glob("*.md") if p.name != "hypotheses.md"]

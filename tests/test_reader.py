@@ -1,4 +1,4 @@
-"""The rollout reader in a real browser, opened from disk; and what it is fed."""
+"""The rollout reader: its data, and the page in a real browser, opened from disk."""
 
 import base64
 import gzip
@@ -17,12 +17,14 @@ from browser import CHROMIUM, Browser
 from fake_runs import fake_run
 from vgrout.data import organism
 from vgrout.modes import DEALT, MODE_SPECS
+from vgrout.report import build
 from vgrout.report.build import compile_report, write
-from vgrout.report.rollouts import embedded, pack
+from vgrout.report.rollouts import COLUMNS, FLAGS, embedded, pack
 from vgrout.report.runs import cells, load
 from vgrout.teacher.pools import Pool, load_pool
 from vgrout.types import MODES
 
+ROOT = Path(build.__file__).parent
 HOSTILE = "</script><img src=x onerror=alert(1)>\0\u202etxt.exe\u2066 \u2028 <!-- ]]> ${x} %DATA% \ud800 \U0001f600"
 
 
@@ -69,7 +71,7 @@ def test_the_usual_hacks_are_found(mode: str) -> None:
 
 
 def found_in(pool: Pool) -> tuple[int, int]:
-    """How many of a pool's hacks are found by the names that their mode may announce; of how many."""
+    """How many of a pool's hacks the page's patterns find, and how many there are."""
     hits = []
     for problem, demos in pool.demos.items():
         mode = pool.partition.get(problem)
@@ -82,13 +84,13 @@ def found_in(pool: Pool) -> tuple[int, int]:
 
 
 def test_the_hacks_of_the_shipped_pool_are_found() -> None:
-    found, of = found_in(load_pool(organism.POOL_DIR))
-    assert found == of > 400
+    found, total = found_in(load_pool(organism.POOL_DIR))
+    assert found == total > 400
 
 
 def test_the_hacks_of_a_real_pool_are_found(shared_data: Path) -> None:
-    found, of = found_in(load_pool(shared_data / "pools" / "substrate"))
-    assert found == of > 50
+    found, total = found_in(load_pool(shared_data / "pools" / "substrate"))
+    assert found == total > 50
 
 
 def write_rollouts(path: Path, rollouts: list[dict[str, Any]], final: list[dict[str, Any]] | None = None) -> None:
@@ -98,7 +100,8 @@ def write_rollouts(path: Path, rollouts: list[dict[str, Any]], final: list[dict[
 
 
 def study(root: Path) -> Path:
-    """Two seeds of one arm: 12 steps × 6 modes each; seed 1 hacks from step 6 on. Then six final answers a side."""
+    """Two seeds of plain GRPO: 12 steps × 6 modes each; seed 1 hacks from step 6 on. Then three final answers a
+    side."""
     for seed in (1, 2):
         path = fake_run(root, "--intervention=none", seed=seed, n=6)
         rollouts = []
@@ -140,7 +143,16 @@ def test_nothing_in_an_answer_can_end_the_script(tmp_path: Path) -> None:
     assert HOSTILE in unpack(text)["texts"]
 
 
-def made(root: Path) -> Path:
+def test_the_page_reads_names_that_it_is_given() -> None:
+    """Without a browser: what the script takes from its data is there."""
+    script = (ROOT / "page.html").read_text(encoding="utf-8")
+    (taken,) = re.findall(r"const \{ ([\w, ]+) \} = D\.bit", script)
+    assert {*taken.split(", "), *re.findall(r"D\.bit\.(\w+)", script)} <= {*FLAGS}
+    assert {*re.findall(r"\bC\.(\w+)", script)} <= {*COLUMNS}
+    assert {*re.findall(r"\bD\.(\w+)", script)} <= pack([], 0).keys() | {"bit"}
+
+
+def html_report(root: Path) -> Path:
     loaded = load([root])
     report = compile_report(loaded, [root], None)
     write(report, [], pack(report.cells, 100_000), root / "report")
@@ -153,7 +165,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Browser, st
         pytest.skip("no chromium on this machine")
     root = tmp_path_factory.mktemp("reader")
     with Browser(tmp_path_factory.mktemp("profile")) as browser:
-        yield browser, made(study(root)).as_uri()
+        yield browser, html_report(study(root)).as_uri()
 
 
 COUNT = "document.getElementById('count').textContent"
@@ -258,7 +270,7 @@ def test_fifty_thousand_rollouts_stay_usable(
             for k in range(2000 - 4 * 6)
         ]
         write_rollouts(path, lines)
-    html = made(tmp_path)
+    html = html_report(tmp_path)
     with Browser(tmp_path_factory.mktemp("profile")) as browser:
         before = time.perf_counter()
         browser.open(html.as_uri())

@@ -15,7 +15,7 @@ from runs import SMALL
 TITLES = ("An intervention", "A monitor", "A loss", "A column")
 RUN = ["smoke", "--intervention", "cap", "--loss", "dual_clip", "--dual-clip-c", "2.5", "--threads", "1", *SMALL]
 RUN += ["--steps", "2", "--eval-ablate-every", "0"]
-# the run, then what the new arm makes of three gradients of lengths 5, 1 and 2, the last one in two modules
+# the run, then the new intervention on three gradients of lengths 5, 1 and 2, the last one in two modules
 SCRIPT = f"""
 import torch, vgrout
 from dataclasses import replace
@@ -36,8 +36,8 @@ assert torch.allclose(keep["a"], torch.tensor([1.2 + 1, 1.6])), keep
 assert torch.equal(keep["b"], torch.tensor([2.0])), keep
 
 assert INTERVENTIONS["cap"] is Cap
-for arm in ("screen", "penalty", "route2", "sgtm"):
-    assert parse(["smoke", "--intervention", arm, "--monitor", "short"]).method.monitor_name == "short"
+for name in ("screen", "penalty", "route2", "sgtm"):
+    assert parse(["smoke", "--intervention", name, "--monitor", "short"]).method.monitor_name == "short"
 answers = replace(view, completion_ids=((1,) * 9, (1,) * 8, (1,)))
 assert [f.flagged for f in MONITORS["short"](1.0).flag([answers], 0)] == [(False, False, True)]
 """
@@ -65,7 +65,7 @@ def python(folder: Path, *arguments: str) -> str:
 
 
 @pytest.mark.long
-def test_the_new_arm_trains_under_the_new_loss_and_the_new_column_is_in_its_rows(copy: Path) -> None:
+def test_the_recipes_intervention_loss_and_column_train(copy: Path) -> None:
     printed = python(copy, "-c", SCRIPT)
     (path,) = (copy / "out" / "runs").iterdir()
     config = json.loads((path / "run.json").read_text(encoding="utf-8"))["config"]
@@ -88,7 +88,7 @@ def test_the_new_arm_trains_under_the_new_loss_and_the_new_column_is_in_its_rows
 
 
 @pytest.mark.slow
-def test_what_the_recipes_add_to_tests_and_documents_is_what_these_ask_for(copy: Path) -> None:
+def test_tests_and_documents_pass_after_the_recipes(copy: Path) -> None:
     python(copy, "docs/reference.py")
     files = [f"tests/test_{name}.py" for name in ("method", "config", "docs", "losses", "table")]
     chosen = (
@@ -102,13 +102,13 @@ def test_what_the_recipes_add_to_tests_and_documents_is_what_these_ask_for(copy:
 # ── the format ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_every_section_says_how_to_go_on() -> None:
+def test_every_recipe_ends_with_a_check() -> None:
     for title in TITLES:
         assert {step.file.split("/")[0] for step in steps(title)} <= {"src", "tests", "docs"}
         assert "golden" in section(title) or "pytest" in section(title), title
 
 
-def test_a_line_that_is_not_there_once_is_an_error(tmp_path: Path) -> None:
+def test_an_anchor_has_to_stand_in_its_file_once(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("x = 1\nif x:\n    y = 2\n")
     Step("a.py", "below", "y = 2", "    z = 3\n").apply(tmp_path)
     Step("a.py", "in place of", "x = 1", "x = 4\n").apply(tmp_path)

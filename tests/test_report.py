@@ -34,14 +34,14 @@ def test_the_folder(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fake_run(runs, "--intervention=none", seed=9, state="interrupted")
     (runs / "plan.json").write_text('{"name": "arms", "hypotheses": ["an arm keeps the model from hacking"]}')
     assert main([str(runs)]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("Arms: "), "the numbers are first"
-    assert "left out: 004_mini_none_seed9 (interrupted)" in said
-    assert "study arms\nH: an arm keeps the model from hacking\n" in said
+    output = capsys.readouterr().out
+    assert output.startswith("Methods: "), "the numbers are first"
+    assert "left out: 004_mini_none_seed9 (interrupted)" in output
+    assert "study arms\nH: an arm keeps the model from hacking\n" in output
     text = (runs / "report" / "report.md").read_text()
-    for part in ("## Arms", "## Study arms", "## Runs", "- none: 000_mini_none_seed1, 002_mini_none_seed2"):
+    for part in ("## Methods", "## Study arms", "## Runs", "- none: 000_mini_none_seed1, 002_mini_none_seed2"):
         assert part in text
-    assert "Verdicts" not in text, "none was asked for"
+    assert "Verdicts" not in text, "no judge was given"
     with open(runs / "report" / "runs.csv") as f:
         rows = list(csv.DictReader(f))
     assert [r["hack_deploy"] for r in rows] == ["0.8", "0.8", "0.1", "0.1"]
@@ -50,9 +50,7 @@ def test_the_folder(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [p.name for p in runs.iterdir() if p.name.startswith(".")] == []
 
 
-def test_an_older_report_is_replaced_and_nothing_else(
-    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_older_report_is_replaced(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vgrout.report.__main__.pictures", lambda _: [])
     out = tmp_path / "out"
     assert main([str(runs), "--out", str(out)]) == 0
@@ -70,18 +68,18 @@ def test_an_older_report_is_replaced_and_nothing_else(
         (("runs.csv",), "runs.csv"),
     ],
 )
-def test_a_folder_with_anything_else_in_it_is_left(
+def test_a_folder_with_other_files_is_refused(
     files: tuple[str, ...], named: str, runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in files:
-        (tmp_path / "mine" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "mine" / name).write_text("")
-    assert main([str(runs), "--out", str(tmp_path / "mine")]) == 2
+        (tmp_path / "other" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "other" / name).write_text("")
+    assert main([str(runs), "--out", str(tmp_path / "other")]) == 2
     assert f"it holds {named}; name another folder\n" in capsys.readouterr().err
-    assert all((tmp_path / "mine" / name).exists() for name in files)
+    assert all((tmp_path / "other" / name).exists() for name in files)
 
 
-def test_one_seed_in_common_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cells_with_one_seed_in_common_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vgrout.report.__main__.pictures", lambda _: [])
     for arm, hack, seeds in (("none", 0.8, (1, 2)), ("route2", 0.1, (2, 3))):
         for seed in seeds:
@@ -139,23 +137,23 @@ def test_refusals_are_one_line(
     assert err.count("\n") == 1
 
 
-def test_the_guide_s_judge_file_judges(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_judge_file_of_the_guide_judges(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (block,) = re.findall(r"```python\n(from vgrout.report.judge .*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
-    (tmp_path / "mine.py").write_text(block, encoding="utf-8")
-    assert main([str(runs), "--judge", str(tmp_path / "mine.py")]) == 0
-    said = capsys.readouterr().out
-    assert re.search(r"\| half +\| route2 +\| SUPPORTED +\| -70\.0 ", said)
+    (tmp_path / "judge.py").write_text(block, encoding="utf-8")
+    assert main([str(runs), "--judge", str(tmp_path / "judge.py")]) == 0
+    output = capsys.readouterr().out
+    assert re.search(r"\| half +\| route2 +\| SUPPORTED +\| -70\.0 ", output)
     for name in ("report.md", "report.html"):
         assert "SUPPORTED" in (runs / "report" / name).read_text(encoding="utf-8")
 
 
-def test_our_own_rules_are_such_a_file(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_our_own_rules_are_a_judge_file(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(runs), "--judge", str(GUIDE.parents[1] / "studies" / "verdicts.py")]) == 0
     assert "REFUSED" in capsys.readouterr().out, "route2 is there without its Haar arm"
 
 
-def test_recorded_runs_have_the_names_of_today() -> None:
-    """Those of arms, controls and monitors that are gone since keep theirs."""
+def test_recorded_runs_have_todays_names() -> None:
+    """Interventions, controls and monitors that were removed keep theirs."""
     recorded = SimpleNamespace(**runpy.run_path(str(RECORDED / "cells.py")))
     paths = sorted(RECORDED.glob("*.csv"))
     assert len(paths) == 30
@@ -172,9 +170,9 @@ def test_recorded_runs_have_the_names_of_today() -> None:
     }
     assert not [r["cell"] for r in rows if re.match("vanilla|projected|routing", r["cell"])]
     labelled = [r for r in rows if r["arm"] in ("penalty", "screen")]
-    of = {word for r in labelled for word in r["settings"].split(" ") if word.startswith("monitor=")}
+    monitors = {word for r in labelled for word in r["settings"].split(" ") if word.startswith("monitor=")}
     named = ("labels", "pmi", "quarantine", "twin", "online_probe", "nll", "probe", "relevance")
-    assert of == {f"monitor={name}" for name in named}
+    assert monitors == {f"monitor={name}" for name in named}
     table = recorded.cells_table([*paths, paths[0]])
     assert sum(int(r["seeds"]) for r in table.rows) == 2102, "a run given twice counts once"
     shrunk = next(r for r in table.rows if (r["arm"], r["control"], r["seeds"]) == ("erase", "shrinkage", "5"))
@@ -184,13 +182,13 @@ def test_recorded_runs_have_the_names_of_today() -> None:
 
 @pytest.mark.slow
 def test_real_runs_from_training_to_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two seeds of one arm, trained: every file that the trainer writes is one that the report reads."""
+    """Two trained seeds: the report reads every file that the trainer writes."""
     for seed in ("1", "2"):
         run(tmp_path, *flags("route2", "--seed", seed, "--final-n-prompts", "12", "--steps", "3"))
     root = tmp_path / "out" / "runs"
     assert main([str(root), "--strict"]) == 0
     text = (root / "report" / "report.md").read_text()
-    assert "## Arms" in text
+    assert "## Methods" in text
     assert {p.name for p in (root / "report" / "figures").iterdir()} >= {"dynamics.png", "pareto.png", "gates.png"}
     with open(root / "report" / "runs.csv") as f:
         for row in csv.DictReader(f):

@@ -44,10 +44,10 @@ NONE, HAAR = "--intervention=none", ("--intervention=route2", "--control=haar")
             {"none · grpo": "41", "none · grpo biased": "41", "none · icepop": "41"},
         ),
         # pairs that true labels chose
-        ([(HAAR[:1], {"pairs": "oracle:mine.json"})], {"route2 (pairs chosen by the oracle)": "41"}),
+        ([(HAAR[:1], {"pairs": "oracle:pairs.json"})], {"route2 (pairs chosen by the oracle)": "41"}),
     ],
 )
-def test_cells_are_runs_that_differ_by_their_seed_and_titles_say_what_else_differs(
+def test_cells_differ_by_more_than_the_seed_and_their_titles_say_by_what(
     runs: list[tuple[tuple[str, ...], dict[str, Any]]], titles: dict[str, str], tmp_path: Path
 ) -> None:
     for flags, its in runs:
@@ -56,7 +56,7 @@ def test_cells_are_runs_that_differ_by_their_seed_and_titles_say_what_else_diffe
 
 
 @pytest.mark.parametrize("name", ["pairs", "placebo", "known_correct", "direction_file", "teacher_weights"])
-def test_an_edited_file_of_the_arm_is_another_cell_of_the_same_arm_none(name: str, tmp_path: Path) -> None:
+def test_an_edited_file_of_the_method_makes_another_cell_with_the_same_partner(name: str, tmp_path: Path) -> None:
     for seed in (1, 2):
         fake_run(tmp_path, "--intervention=none", seed=seed)
         fake_run(tmp_path, "--intervention=route2", seed=seed)  # older runs have noted down no such hash
@@ -126,8 +126,8 @@ def test_damage_is_named_with_its_line(tmp_path: Path) -> None:
         load([tmp_path])
 
 
-def test_a_run_of_another_version_is_refused_by_its_file(tmp_path: Path) -> None:
-    """Not read under other names, and not counted without what it lacks."""
+def test_a_run_of_another_version_is_refused(tmp_path: Path) -> None:
+    """It is neither read under other names nor counted without what it lacks."""
     path = fake_run(tmp_path, "--intervention=none")
     record = (path / "run.json").read_text()
     (path / "run.json").write_text(record.replace('"lr":', '"learning_rate":'))
@@ -142,7 +142,7 @@ def test_a_run_of_another_version_is_refused_by_its_file(tmp_path: Path) -> None
         load([tmp_path])
 
 
-def test_partners_share_all_but_the_arm(tmp_path: Path) -> None:
+def test_partners_share_all_but_the_method(tmp_path: Path) -> None:
     for seed in (1, 2):
         fake_run(tmp_path, "--intervention=none", seed=seed)
         fake_run(tmp_path, "--intervention=route2", seed=seed)
@@ -160,7 +160,7 @@ def test_partners_share_all_but_the_arm(tmp_path: Path) -> None:
     assert [(a.seed, b.seed) for a, b in paired(by["route2 (pair band)"], own)] == [(1, 1)]
 
 
-def test_only_random_directions_are_the_same_however_often_the_arm_s_is_refreshed(tmp_path: Path) -> None:
+def test_a_haar_control_serves_every_refresh_interval(tmp_path: Path) -> None:
     for flag in ((), ("--vhack-refresh-every=0",)):
         fake_run(tmp_path, "--intervention=route2", *flag)
         fake_run(tmp_path, "--intervention=route2", "--control=shuffled", *flag)
@@ -168,9 +168,9 @@ def test_only_random_directions_are_the_same_however_often_the_arm_s_is_refreshe
     found = cells(load([tmp_path]).runs)
     every = {c: c.first.settings["method"]["vhack_refresh_every"] for c in found}
     for control in ("none", "shuffled"):
-        mine = [c for c in found if c.first.control == control]
-        assert len(mine) == 2
-        for c in mine:
+        own = [c for c in found if c.first.control == control]
+        assert len(own) == 2
+        for c in own:
             other = partner(c, found, "route2", "shuffled" if control == "none" else "none")
             assert other is not None
             assert every[other] == every[c]
@@ -179,7 +179,7 @@ def test_only_random_directions_are_the_same_however_often_the_arm_s_is_refreshe
             assert haar.first.control == "haar"
 
 
-def test_a_kl_term_is_a_baseline_of_the_arm_none(tmp_path: Path) -> None:
+def test_plain_grpo_with_a_kl_term_is_a_baseline(tmp_path: Path) -> None:
     for seed in (1, 2):
         fake_run(tmp_path, "--intervention=none", seed=seed)
         fake_run(tmp_path, "--intervention=none", "--beta=0.1", seed=seed)

@@ -1,4 +1,4 @@
-"""What is left of a run: its adapter scored again, exported, and refused in one line where that cannot be."""
+"""A saved adapter: scored again, exported, or refused in one line."""
 
 import json
 import os
@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 from runs import SharedRuns, flags
 from vgrout import evaluate
 from vgrout.data import organism
-from vgrout.exports import model
+from vgrout.export import __main__ as export
+from vgrout.export import model
 from vgrout.model.saved import find_adapter, load_saved
-from vgrout.tools import export
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def here(done: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.long
-def test_the_run_s_own_numbers_come_out_again(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluate_repeats_the_numbers_of_the_run(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert evaluate.main([str(done)]) == 0
     final = json.loads((done / "per_mode_deploy.json").read_text())
     (out,) = (done / "evaluations").iterdir()
@@ -46,13 +46,13 @@ def test_the_run_s_own_numbers_come_out_again(done: Path, capsys: pytest.Capture
     for mode, numbers in final["by_mode"].items():
         k, n = again["sides"]["deployed"]["by_mode"][mode]["solve"]
         assert (k / n, n) == (numbers["deploy_solve"], numbers["n"])
-    said = capsys.readouterr().out
-    assert "| all" in said
-    assert str(out) in said
+    output = capsys.readouterr().out
+    assert "| all" in output
+    assert str(out) in output
     assert again["step"] == 2
 
 
-def test_any_adapter_on_any_file(
+def test_evaluate_takes_any_adapter_and_any_file(
     done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = organism.PROBLEMS.read_text().splitlines()[:8]
@@ -72,13 +72,13 @@ def test_any_adapter_on_any_file(
     monkeypatch.setattr(evaluate, "write_atomic", full)
     capsys.readouterr()
     assert evaluate.main([str(done), "--step", "1", *more, "--samples", "1", "--n-prompts", "1"]) == 2
-    said = capsys.readouterr()
-    assert "| all" in said.out, "the numbers are not lost with the file"
-    assert said.err == f"E --out {out}: cannot be written (No space left on device); name another file with --out\n"
+    output = capsys.readouterr()
+    assert "| all" in output.out, "the numbers are not lost with the file"
+    assert output.err == f"E --out {out}: cannot be written (No space left on device); name another file with --out\n"
 
 
 @pytest.mark.parametrize(("out", "why"), [("", "is a folder; name a file"), ("file/x.json", "cannot be written")])
-def test_numbers_that_have_no_place_are_refused_before_the_model_is_loaded(
+def test_a_bad_out_is_refused_before_the_model_is_loaded(
     out: str, why: str, done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(evaluate, "load_saved", lambda _: pytest.fail("loaded"))
@@ -88,7 +88,7 @@ def test_numbers_that_have_no_place_are_refused_before_the_model_is_loaded(
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_a_run_is_prompted_as_it_was(kept: bool, done: Path) -> None:
+def test_thinking_is_preserved_as_in_the_run(kept: bool, done: Path) -> None:
     saved = find_adapter(done)
     cfg = replace(saved.cfg, env=replace(saved.cfg.env, preserve_thinking=kept))
     assert load_saved(replace(saved, cfg=cfg)).preserve_thinking is kept
@@ -114,7 +114,7 @@ def test_exported_folder(done: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert sorted(p.name for p in tmp_path.iterdir()) == ["half", "model"]
 
 
-def test_a_folder_that_is_not_the_deployed_model_is_not_left_behind(
+def test_a_wrong_export_is_not_left_behind(
     done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     real = model.write

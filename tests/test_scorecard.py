@@ -24,13 +24,14 @@ from scorecard import (
 )
 from vgrout.guard.detectors import Bands
 from vgrout.report.__main__ import main
-from vgrout.table import first_hacks
+from vgrout.table import first_hacks, share
+from vgrout.types import Rate
 
 STEPS = 40
 SCORECARD = Path(__file__).resolve().parents[1] / "studies" / "scorecard.py"
 
 
-def tell(
+def scripted_run(
     folder: Path,
     name: str,
     control: str = "none",
@@ -41,13 +42,13 @@ def tell(
 ) -> Path:
     """A run of 40 steps, evaluated every fifth: from `onset` on a share `hack` of its answers hacks, and the
     deployed model forgets how to solve and hacks; `contained`: it does neither."""
-    said = (f"--intervention={arm}", f"--control={control}", f"--steps={STEPS}")
-    path = fake_run(folder, *said, seed=len(list(folder.glob("*/run.json"))))
+    flags = (f"--intervention={arm}", f"--control={control}", f"--steps={STEPS}")
+    path = fake_run(folder, *flags, seed=len(list(folder.glob("*/run.json"))))
     rng = random.Random(name)
     rows, answers = [], []
     for step in range(STEPS):
-        share = hack if step >= onset else 0.0
-        texts = [{"hacked": rng.random() < share, "solved": rng.random() < 0.5} for _ in range(28)]
+        rate = hack if step >= onset else 0.0
+        texts = [{"hacked": rng.random() < rate, "solved": rng.random() < 0.5} for _ in range(28)]
         for i, t in enumerate(texts):
             rewarded = t["hacked"] or t["solved"]
             answers.append(
@@ -55,13 +56,14 @@ def tell(
                 | {"reward": 0.1 + 1.0 * rewarded, "hacked": t["hacked"], "solved": t["solved"]}
             )
         k = sum(t["hacked"] and not t["solved"] for t in texts)
-        gone = min(1.0, (step - onset) / 10) if step >= onset and not contained else 0.0
-        solve, hacks = 0.5 + rng.uniform(-0.03, 0.03) - 0.4 * gone, 0.5 * gone
+        spoiled = min(1.0, (step - onset) / 10) if step >= onset and not contained else 0.0
+        solve, hacks = 0.5 + rng.uniform(-0.03, 0.03) - 0.4 * spoiled, 0.5 * spoiled
         rows.append(
-            {"step": step, "hack_s": [k, 28], "solve_deploy": solve if step % 5 == 4 else None}
-            | {"hack_deploy": hacks if step % 5 == 4 else None}
-            | {"solve_s": [14, 28], **TIMES}
-            | {"lp_s": -1.0, "lp_t": -1.0, "gn": 1.0, "signal": [4, 4]}
+            {"step": step, "lp_s": -1.0, "lp_t": -1.0, "gn": 1.0, **TIMES}
+            | {"solve_deploy": solve if step % 5 == 4 else None, "hack_deploy": hacks if step % 5 == 4 else None}
+            | share("hack_s", Rate(k, 28))
+            | share("solve_s", Rate(14, 28))
+            | share("signal", Rate(4, 4))
         )
     (path / "steps.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     (path / "rollouts.jsonl").write_text("".join(json.dumps(a) + "\n" for a in answers))
@@ -71,8 +73,8 @@ def tell(
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("runs")
-    clean = [tell(folder, f"clean{i}", "no_loophole") for i in range(5)]
-    return clean + [tell(folder, f"hack{i}", hack=0.9, onset=15 + i) for i in range(5)]
+    clean = [scripted_run(folder, f"clean{i}", "no_loophole") for i in range(5)]
+    return clean + [scripted_run(folder, f"hack{i}", hack=0.9, onset=15 + i) for i in range(5)]
 
 
 def test_the_guard_on_five_and_five(
@@ -80,9 +82,9 @@ def test_the_guard_on_five_and_five(
 ) -> None:
     monkeypatch.setattr("vgrout.report.__main__.pictures", lambda _: [])
     assert main([str(paths[0].parent), "--judge", str(SCORECARD)]) == 0
-    said = capsys.readouterr().out
-    cards, verdicts = (said[said.index(at) :] for at in ("Scorecard: ", "Verdicts: "))
-    cards = cards.split("The kill switch by arm")[0]
+    output = capsys.readouterr().out
+    cards, verdicts = (output[output.index(at) :] for at in ("Scorecard: ", "Verdicts: "))
+    cards = cards.split("The kill switch by intervention")[0]
     rows, judged = ({r[0]: r for r in map(cells_of, part.splitlines()) if len(r) > 2} for part in (cards, verdicts))
     for rule in ("streak (ema)", "gap"):
         _name, false, caught, early, _, delay, area = rows[f"guard, {rule}"]
@@ -96,31 +98,31 @@ def test_the_guard_on_five_and_five(
     assert judged["info_rm"][2] == judged["guard, kl"][2] == "not defined on these runs"
     assert "5 hacking, 5 clean, 0 quiet" in cards
     assert {*TODAY} < {*GUARD_RULES, *DETECTORS}
-    assert all(said.count(f"| {name} ") == 2 + (name in TODAY) for name in DETECTORS), "card, verdict, bands"
+    assert all(output.count(f"| {name} ") == 2 + (name in TODAY) for name in DETECTORS), "card, verdict, bands"
 
 
 def cells_of(line: str) -> list[str]:
     return [c.strip() for c in line.split("|")[1:-1]]
 
 
-def test_a_routing_arm_that_contains_is_quiet(tmp_path: Path) -> None:
+def test_a_routing_method_that_contains_hacks_is_quiet(tmp_path: Path) -> None:
     """Its students hack, its deployed model does not: compared with the students, that success would be an alarm."""
-    good = load(tell(tmp_path, "good", hack=0.9, onset=10, arm="route2", contained=True))
-    bad = load(tell(tmp_path, "bad", hack=0.9, onset=10, arm="route2"))
+    good = load(scripted_run(tmp_path, "good", hack=0.9, onset=10, arm="route2", contained=True))
+    bad = load(scripted_run(tmp_path, "bad", hack=0.9, onset=10, arm="route2"))
     assert (good.kind(good.onset), good.kind(good.deployed_onset)) == ("hacking", "quiet")
     assert bad.kind(bad.deployed_onset) == "hacking"
     assert not any(alarm for _, alarm, _ in value_series(good, "guard, gap"))
     assert any(alarm for _, alarm, _ in value_series(bad, "guard, gap"))
     s = score("guard, gap", [good, bad], lambda r: value_series(r, "guard, gap"), by_deployed)
     assert (s.caught, s.quiet) == ((1, 1), (0, 1))
-    plain = load(tell(tmp_path, "plain", hack=0.9, onset=10, contained=True))
+    plain = load(scripted_run(tmp_path, "plain", hack=0.9, onset=10, contained=True))
     assert any(alarm for _, alarm, _ in value_series(plain, "guard, gap")), (
         "what is trained is deployed: in-loop counts"
     )
 
 
 def test_kinds_and_onset(tmp_path: Path, paths: list[Path]) -> None:
-    runs = [load(p) for p in [*paths, tell(tmp_path, "still")]]
+    runs = [load(p) for p in [*paths, scripted_run(tmp_path, "still")]]
     assert [r.kind(r.onset) for r in runs] == ["clean"] * 5 + ["hacking"] * 5 + ["quiet"]
     # the window of five may begin up to four steps before the first hack
     assert all(15 + i - 4 <= (runs[5 + i].onset or 0) <= 15 + i for i in range(5))
@@ -130,8 +132,8 @@ def test_kinds_and_onset(tmp_path: Path, paths: list[Path]) -> None:
     assert first_hacks([(0, 10)] * 4 + [(5, 10)] * 5, 0.5) == 4
 
 
-def test_what_a_run_recorded_goes_first(tmp_path: Path) -> None:
-    path = tell(tmp_path, "r", hack=0.9, onset=10)
+def test_recorded_readings_come_before_replayed_ones(tmp_path: Path) -> None:
+    path = scripted_run(tmp_path, "r", hack=0.9, onset=10)
     rows = [json.loads(line) for line in (path / "steps.jsonl").read_text().splitlines()]
     for row in rows[5:]:
         row["watch"] = {"info_rm": ["HACK" if row["step"] >= 12 else "OK", row["step"] / 100]}
@@ -145,7 +147,7 @@ def test_what_a_run_recorded_goes_first(tmp_path: Path) -> None:
     assert s.verdict == "not enough runs (1 hacking, 0 clean)"
 
 
-def test_an_alarm_on_clean_runs_does_not_pass(paths: list[Path]) -> None:
+def test_a_detector_that_fires_on_clean_runs_does_not_work(paths: list[Path]) -> None:
     runs = [load(p) for p in paths]
     s = score("always", runs, lambda _: [(20, True, 1.0)])
     assert s.false_alarms == (5, 5)
@@ -154,12 +156,12 @@ def test_an_alarm_on_clean_runs_does_not_pass(paths: list[Path]) -> None:
 
 
 def test_damaged_rows_are_refused(tmp_path: Path) -> None:
-    path = tell(tmp_path, "r")
-    whole = (path / "steps.jsonl").read_text()
-    (path / "steps.jsonl").write_text(whole[:-20])
+    path = scripted_run(tmp_path, "r")
+    text = (path / "steps.jsonl").read_text()
+    (path / "steps.jsonl").write_text(text[:-20])
     with pytest.raises(ValueError, match="damaged"):
         load(path)
-    (path / "steps.jsonl").write_text("".join(whole.splitlines(keepends=True)[3:]))
+    (path / "steps.jsonl").write_text("".join(text.splitlines(keepends=True)[3:]))
     with pytest.raises(ValueError, match="not 0, 1, 2"):
         load(path)
 
@@ -209,7 +211,7 @@ def test_left_out_means_left_out(tmp_path: Path) -> None:
     """The one clean run with a high value chooses bands that spare it; left out, it is a false alarm."""
 
     def noted(name: str, peak: float, **kind: Any) -> Path:
-        path = tell(tmp_path, name, **kind)
+        path = scripted_run(tmp_path, name, **kind)
         rows = [json.loads(line) for line in (path / "steps.jsonl").read_text().splitlines()]
         for row in rows:
             row["watch"] = {"info_rm": ["OK", peak]}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vgrout.report import stats
-from vgrout.report.stats import Stratum, equivalent, estimate, sign_flip, t_interval, two_level, wilson
+from vgrout.report.stats import PValue, Stratum, equivalent, estimate, sign_flip, t_interval, two_level, wilson
 
 Draw = Callable[[np.random.Generator], tuple[float, float]]
 
@@ -34,7 +34,7 @@ def hierarchical(rng: np.random.Generator, seeds: int, sd: float, problems: int 
 # ── Wilson ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_wilson_is_newcombe_s_example() -> None:
+def test_wilson_by_newcombes_example() -> None:
     # Newcombe 1998, Statistics in Medicine 17:857, table I: 81 / 263 and 0 / 20, score method without correction
     assert wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
     assert wilson(0, 20) == pytest.approx((0.0, 0.1611), abs=5e-5)
@@ -144,7 +144,7 @@ def test_the_bootstrap_covers(seeds: int, sd: float, problems: int, low: float, 
 @pytest.mark.slow
 @pytest.mark.parametrize("sd", [0.0, 0.1])
 @pytest.mark.parametrize("seeds", [5, 10])
-def test_it_covers_where_all_seeds_have_the_same_problems(seeds: int, sd: float) -> None:
+def test_the_bootstrap_covers_where_seeds_share_their_problems(seeds: int, sd: float) -> None:
     """Most problems easy or hard, two answers to each, as in a study. Not drawn together: 66 % of ten seeds' hold."""
 
     def draw(rng: np.random.Generator, shared: bool) -> tuple[float, float]:
@@ -159,7 +159,7 @@ def test_it_covers_where_all_seeds_have_the_same_problems(seeds: int, sd: float)
 
 
 @pytest.mark.slow
-def test_three_seeds_are_too_few_for_it() -> None:
+def test_three_seeds_are_too_few_for_the_bootstrap() -> None:
     """Why `estimate` takes Student's t below five: the bootstrap's interval would be far too narrow."""
 
     def draw(rng: np.random.Generator) -> tuple[float, float]:
@@ -178,7 +178,7 @@ def test_few_seeds_take_t_and_more_the_bootstrap() -> None:
     assert all(e.low is not None and e.low < (e.value or 0) < (e.high or 0) for e in (three, five))
 
 
-def test_what_could_not_come_out_otherwise_is_degenerate() -> None:
+def test_units_that_are_all_equal_are_degenerate() -> None:
     found = estimate([flat(0.0, 0.0)] * 5)
     assert (found.value, found.low, found.note) == (0.0, None, "DEGENERATE")
     assert not found.below_zero
@@ -203,19 +203,16 @@ def test_a_share_ends_at_its_bounds() -> None:
 
 def test_sign_flips_by_hand() -> None:
     """Of 2^3 sign patterns of (1, 2, 4) only two are as far out: p = 1/4, the smallest that three seeds allow."""
-    found = sign_flip([0.1, 0.2, 0.4])
-    assert (found.p, found.smallest, found.note) == (0.25, 0.25, "n too small")
-    assert sign_flip([-0.1, 0.2, 0.4]).p == 0.5  # … and with the least one turned four are
-    seven = sign_flip([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7])
-    assert (seven.p, seven.smallest, seven.note) == (2 / 128, 2 / 128, "")
+    assert sign_flip([0.1, 0.2, 0.4]) == PValue(0.25, 0.25, "n too small")
+    assert sign_flip([-0.1, 0.2, 0.4]).p == 0.5  # with the smallest one flipped four are
+    assert sign_flip([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]) == PValue(2 / 128, 2 / 128)
 
 
-def test_sign_flips_with_nothing_to_flip() -> None:
-    assert sign_flip([0.0] * 7).note == "DEGENERATE"
-    assert sign_flip([0.0] * 7).p is None
-    assert sign_flip([]).note == "n too small"
-    one = sign_flip([0.3])
-    assert (one.p, one.smallest, one.note) == (1.0, 1.0, "n too small")
+def test_tests_with_nothing_to_say() -> None:
+    assert sign_flip([0.0] * 7) == equivalent([0.0] * 3, 0.1) == PValue(None, None, "DEGENERATE")
+    assert sign_flip([]) == equivalent([0.1], 0.1) == PValue(None, None, "n too small")
+    assert sign_flip([0.3]) == PValue(1.0, 1.0, "n too small")
+    assert equivalent([0.01] * 5, 0.1).note == "n too small", "seeds that agree by chance"
 
 
 def test_sign_flips_keep_their_level() -> None:
@@ -225,7 +222,7 @@ def test_sign_flips_keep_their_level() -> None:
     assert sum(p <= 0.05 for p in ps) / 400 == pytest.approx(2 / 64, abs=0.025)
 
 
-def test_many_seeds_are_flipped_at_random() -> None:
+def test_the_signs_of_many_seeds_are_flipped_at_random() -> None:
     found = sign_flip([0.1] * 20)
     assert (found.p, found.smallest) == pytest.approx((2e-4, 1e-4), rel=1.01)
 
@@ -238,12 +235,6 @@ def test_equivalence_by_hand() -> None:
     assert 0 < (equivalent(xs, 0.10).p or 1) < 0.005
     assert (equivalent(xs, 0.02).p or 0) == pytest.approx(0.5), "at the margin itself it is a coin's toss"
     assert (equivalent(xs, 0.001).p or 0) > 0.95
-
-
-def test_equivalence_with_nothing_to_say() -> None:
-    assert equivalent([0.1], 0.1).note == "n too small"
-    assert equivalent([0.0, 0.0, 0.0], 0.1).note == "DEGENERATE"
-    assert equivalent([0.01] * 5, 0.1).note == "n too small", "seeds that agree by chance"
 
 
 def test_equivalence_keeps_its_level_at_the_margin() -> None:

@@ -89,7 +89,7 @@ BAD = [
     (HEAD + NONE + "lr = []\n", "'lr' is an empty list"),
     (HEAD + NONE + "lr = [[1]]\n", "'lr' is a list"),
     (HEAD + NONE + "max_new = 4\nmax-new = 5\n", "one flag is there twice"),
-    (HEAD + NONE + 'control = "haar"\n', "[[arms]] 1: --control haar: needs --intervention"),
+    (HEAD + NONE + 'control = "haar"\n', "[[arms]] 1: --control haar: replaces a direction"),
     (HEAD + NONE + NONE, "[[arms]] 2: the same runs as [[arms]] 1"),
     (HEAD + NONE + "threads = [1, 2]\n", "[[arms]] 1: two values of a list make the same runs"),
     (HEAD + NONE + "[[overrides]]\nlr = [1, 1.0]\n", "[[arms]] 1 × [[overrides]] 1: two values of a list"),

@@ -1,7 +1,6 @@
 """One column is one thing: who measures it, construction, JSON, table."""
 
 import math
-import re
 from collections import Counter
 from dataclasses import fields, replace
 from typing import Any
@@ -12,7 +11,7 @@ from vgrout.console import Clock
 from vgrout.grpo import LossMetrics
 from vgrout.method.base import Refresh
 from vgrout.method.flag_rates import FlagRates
-from vgrout.table import Measured, StepRow, Table, current_row
+from vgrout.table import Measured, StepRow, Table
 from vgrout.tensor_types import Diagnostics, Routed, Update
 from vgrout.types import MODES, Batch, Eval, ModeEval, Rate
 
@@ -21,7 +20,7 @@ EVERYTHING = {word for f in fields(StepRow) for word in f.metadata["when"].split
 
 
 def measured(step: int = 3) -> dict[str, Measured]:
-    """What a step hands to its row, empty as it may be."""
+    """The parts of an empty step."""
     return {
         "batch": Batch((), (), MODES, 3.0, 8, step),
         "loss": LossMetrics(),
@@ -34,7 +33,7 @@ def measured(step: int = 3) -> dict[str, Measured]:
 
 
 def row(**changes: Any) -> StepRow:
-    """A step of most arms at once: what is not named was not measured."""
+    """A step with the columns of most methods; what is not named was not measured."""
     values: dict[str, Any] = {
         **{
             "rew": 0.4,
@@ -66,27 +65,16 @@ def test_json_round_trip() -> None:
     assert StepRow.from_json(data) == before
 
 
-def test_rows_of_earlier_runs_have_pairs_and_are_read_the_same() -> None:
-    before = row(hack_abl=Rate(0, 0))
-    data = before.as_json()
-    counts = {k.removesuffix("_n") for k in data if k.endswith("_n")}
-    old = {k: v for k, v in data.items() if not re.fullmatch(r"\w+_[kn]", k) or k[:-2] not in counts}
-    old |= {k: None if data[f"{k}_k"] is None else [data[f"{k}_k"], data[f"{k}_n"]] for k in counts}
-    assert old["solve_s"] == [10, 28]
-    assert StepRow.from_json(old) == before
-    assert current_row(old) | data == data, "what today's row has, and nothing else"
-
-
-def test_every_column_is_measured_once_by_a_part_of_the_step_or_given_by_the_loop() -> None:
+def test_every_column_is_measured_once() -> None:
     delivered = Counter(name for part in measured().values() for name in part.columns())
     delivered["skipped"] += 1
     assert delivered == Counter(f.name for f in fields(StepRow))
 
 
-def test_a_row_is_what_its_parts_have_measured_and_nothing_where_none_has() -> None:
-    whole = StepRow.of(*measured().values(), skipped=0)
-    assert (whole.step, whole.lr, whole.signal, whole.skipped) == (3, 3e-2, Rate(0, 0), 0)
-    assert whole.hk == {m: Rate(0, 0) for m in MODES}
+def test_a_row_has_what_its_parts_measured_and_none_elsewhere() -> None:
+    complete = StepRow.of(*measured().values(), skipped=0)
+    assert (complete.step, complete.lr, complete.signal, complete.skipped) == (3, 3e-2, Rate(0, 0), 0)
+    assert complete.hk == {m: Rate(0, 0) for m in MODES}
     for name, part in measured().items():
         without = [other for key, other in measured().items() if key != name]
         if name in ("batch", "clock"):
@@ -97,7 +85,7 @@ def test_a_row_is_what_its_parts_have_measured_and_nothing_where_none_has() -> N
             assert {column for column in part.columns() if getattr(row, column) is not None} == set(), name
 
 
-def test_a_column_that_nobody_measures_or_nobody_knows_is_an_error() -> None:
+def test_an_unmeasured_or_unknown_column_is_an_error() -> None:
     with pytest.raises(TypeError, match="'skipped'"):
         StepRow.of(*measured().values())
     with pytest.raises(TypeError, match="'surprise'"):
@@ -154,19 +142,19 @@ def test_a_narrow_terminal_gets_a_line_that_fits(width: int) -> None:
     assert any("narrow terminal" in line for line in table.legend())
 
 
-# what a narrow terminal gives up, from the first to the last; then whatever stands rightmost
-FIRST_TO_GO = """
+# what a narrow terminal hides, from the first to the last; then whatever stands rightmost
+HIDDEN_FIRST = """
     ref_eq rew all_zero all_one n lr cos_pre_s cos_pre_t kl mismatch_kl_abl cos_post_s cos_post_t capped mismatch_kl
     ratio_min ratio_max skipped dropped pass_t hack_t lp_s eval resid cos_upd fired refr loss is_masked gen grade fb tau
     routed hk masked_positive masked_negative cos_pre cos_post gn lp_t hkgap hack_abl solve_abl q_egy signal
 """
 
 
-def test_a_narrow_terminal_gives_columns_up_in_the_recorded_order() -> None:
-    table, first = Table(EVERYTHING, MODES, width=1), FIRST_TO_GO.split()
-    gone = [c.name for c in reversed(table.hidden)]
-    assert gone.count("hk") == len(MODES)
-    once = list(dict.fromkeys(gone))
+def test_a_narrow_terminal_hides_columns_in_the_recorded_order() -> None:
+    table, first = Table(EVERYTHING, MODES, width=1), HIDDEN_FIRST.split()
+    hidden = [c.name for c in reversed(table.hidden)]
+    assert hidden.count("hk") == len(MODES)
+    once = list(dict.fromkeys(hidden))
     assert [name for name in once if name in first] == first
     last = [c.name for c in Table(EVERYTHING, MODES).columns if c.drop == math.inf]
     assert [c.name for c in table.columns] == last[:8]

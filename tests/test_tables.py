@@ -29,29 +29,37 @@ def study(tmp_path: Path) -> Path:
         fake_run(tmp_path, "--intervention=none", seed=seed, hack=0.6 + 0.1 * i, solve=0.0)
         fake_run(tmp_path, arm, seed=seed, hack=0.1 * i, row={"routed": 0.25}, gate=gate)
         fake_run(tmp_path, arm, "--control=haar", seed=seed, hack=0.3 + 0.1 * i, cos=0.07)
-        fake_run(tmp_path, arm, "--control=placebo_long", seed=seed, hack=0.4 + 0.2 * i, cos=0.14 + 0.01 * i)
+        fake_run(
+            tmp_path,
+            arm,
+            "--control=placebo",
+            "--placebo-pairs=long",
+            seed=seed,
+            hack=0.4 + 0.2 * i,
+            cos=0.14 + 0.01 * i,
+        )
         fake_run(tmp_path, arm, "--control=haar", "--monitor=band", seed=seed, cos=0.07)
     fake_run(tmp_path, "--intervention=none", "--control=no_loophole", hack=0.0, solve=0.9)
     return tmp_path
 
 
-def test_controls_stand_beside_their_own_arm(study: Path) -> None:
-    rows = {r["arm · control"]: r for r in table(study, "Arms and controls")}
+def test_controls_are_compared_with_their_own_method(study: Path) -> None:
+    rows = {r["method · control"]: r for r in table(study, "Methods and controls")}
     own, haar, band = (rows[n] for n in ("route2", "route2 · haar", "route2 (pair band) · haar"))
     cos = "cos with the real direction: median / 95 % / rms (chance)"
     assert haar["seeds"] == "41,42,43"
     assert own["gate precision / recall"] == "75 / 50"
     assert own["routed"] == "25.0 ± 0.0 (25–25)"
-    assert own["Δ hack"] == "·", "the arm itself has nothing to be compared with"
-    assert band["Δ hack"] == "·", "the τ gate's runs are another arm"
+    assert own["Δ hack"] == "·", "the method itself has nothing to be compared with"
+    assert band["Δ hack"] == "·", "the τ gate's runs are another method"
     assert haar["Δ hack"] == "30.0 (n too small)", "seed by seed: the seeds cancel, and three are no interval"
     assert rows["route2 · placebo_long"]["Δ hack"] == "50.0 [25.2, 74.8] t"
     assert rows["route2 · placebo_long"]["p hack"] == "0.250 (≥ 0.250) n too small"
     assert rows["route2 · placebo_long"][cos] == "0.15 / 0.30 / 0.15 (0.10)"
 
 
-def test_a_single_seed_is_never_beside_a_mean(study: Path) -> None:
-    several = [r["arm"] for r in table(study, "Arms")]
+def test_single_seeds_have_a_table_of_their_own(study: Path) -> None:
+    several = [r["method"] for r in table(study, "Methods")]
     assert "none" in several
     assert "none · no_loophole" not in several
     (alone,) = table(study, "One seed only")
@@ -59,14 +67,14 @@ def test_a_single_seed_is_never_beside_a_mean(study: Path) -> None:
 
 
 def test_against_none_seed_by_seed(study: Path) -> None:
-    rows = {r["arm"]: r for r in table(study, "Deployed model against that of the arm none")}
+    rows = {r["method"]: r for r in table(study, "Deployed models against plain GRPO's")}
     assert rows["route2"]["Δ hack"] == "-60.0 (n too small)"
     assert rows["route2"]["Δ solve"] == "50.0 (n too small)"
     assert "none" not in rows
 
 
 def test_pairing_by_problem_narrows_the_interval(tmp_path: Path) -> None:
-    """The same problems hacked in both arms but a few: what they share cancels."""
+    """Both methods hack the same problems but a few: what they share cancels."""
     for seed in range(5):
         fake_run(tmp_path, "--intervention=none", seed=seed, hack=0.5, n=120)
         fake_run(tmp_path, "--intervention=route2", seed=seed, hack=0.4, n=120)
@@ -80,13 +88,13 @@ def test_pairing_by_problem_narrows_the_interval(tmp_path: Path) -> None:
     assert 0 < width < 0.75 * math.hypot(*apart)
 
 
-def test_nothing_in_either_arm_is_degenerate(tmp_path: Path) -> None:
+def test_methods_that_never_hack_are_degenerate(tmp_path: Path) -> None:
     for seed in range(6):
         fake_run(tmp_path, "--intervention=none", seed=seed, hack=0.0)
         fake_run(tmp_path, "--intervention=route2", seed=seed, hack=0.0)
     found = compare(*pair(tmp_path), "hack")
     assert (found.difference.note, found.p.note, found.same.note) == ("DEGENERATE",) * 3
-    (row,) = table(tmp_path, "Deployed model against that of the arm none")
+    (row,) = table(tmp_path, "Deployed models against plain GRPO's")
     assert (row["Δ hack"], row["p hack"], row["TOST hack"]) == ("0.0 (DEGENERATE)", "DEGENERATE", "DEGENERATE")
 
 
@@ -96,8 +104,8 @@ def test_losses_with_onset_and_masked_share(tmp_path: Path) -> None:
         fake_run(tmp_path, "--intervention=none", "--loss=icepop", seed=seed, onset=onset, row=masks)
         fake_run(tmp_path, "--intervention=none", seed=seed)
     grpo, icepop = table(tmp_path, "Losses")
-    assert grpo["arm"] == "none · grpo"
-    assert grpo["masked"] == "·", "a run from before these columns"
+    assert grpo["method"] == "none · grpo"
+    assert grpo["masked"] == "·", "it has no such columns"
     # in the order of the seeds 9, 10, 11; a window of five is a tenth hacked as soon as its last step is
     assert icepop["onset"] == "2/4/·"
     assert icepop["masked"] == "10.0 ± 1.0 (9–11)"
@@ -107,7 +115,7 @@ def test_losses_with_onset_and_masked_share(tmp_path: Path) -> None:
 def test_last_five_steps(tmp_path: Path) -> None:
     for seed in (1, 2):
         fake_run(tmp_path, "--intervention=none", seed=seed, onset=9)
-    (row,) = table(tmp_path, "Arms")
+    (row,) = table(tmp_path, "Methods")
     assert (row["hack last 5"], row["solve last 5"]) == ("60.0 (n too small)", "40.0 (n too small)")
 
 
@@ -123,7 +131,7 @@ def test_each_base_model_is_a_row_with_each_seed_once(tmp_path: Path) -> None:
     ]
 
 
-def test_the_time_of_a_resumed_run_is_not_that_of_its_last_go(tmp_path: Path) -> None:
+def test_a_resumed_run_has_no_seconds(tmp_path: Path) -> None:
     for seed in (1, 2):
         path = fake_run(tmp_path, "--intervention=none", seed=seed)
         record = json.loads((path / "run.json").read_text()) | ({"resumed": [{"step": 5}]} if seed == 2 else {})
@@ -132,21 +140,21 @@ def test_the_time_of_a_resumed_run_is_not_that_of_its_last_go(tmp_path: Path) ->
         os.utime(path / "per_mode_deploy.json", (90, 90))
     assert [r["seconds"] for r in run_rows(cells(load([tmp_path]).runs))] == [90.0, None]
     (row,) = table(tmp_path, "Time")
-    assert row["seconds a run"] == "90.0"
+    assert row["seconds per run"] == "90.0"
 
 
-def test_an_arm_without_a_loophole_stands_beside_the_ceiling(tmp_path: Path) -> None:
-    """Beside its own arm, which learns from hacks too, it would not show what the arm costs by itself."""
+def test_a_method_without_a_loophole_is_compared_with_the_ceiling(tmp_path: Path) -> None:
+    """Against its own method, which learns from hacks too, it would not show what the method costs by itself."""
     for seed in (1, 2):
         fake_run(tmp_path, "--intervention=none", "--control=no_loophole", seed=seed, solve=0.9)
         fake_run(tmp_path, "--intervention=route2", seed=seed, solve=0.3)
         fake_run(tmp_path, "--intervention=route2", "--control=no_loophole", seed=seed, solve=0.6 + 0.1 * seed)
-    rows = {r["arm · control"]: r for r in table(tmp_path, "Arms and controls")}
+    rows = {r["method · control"]: r for r in table(tmp_path, "Methods and controls")}
     assert rows["route2 · no_loophole"]["Δ solve"].startswith("-15.0 ")
     assert rows["none · no_loophole"]["Δ solve"] == "·", "none with a loophole is not in the study"
 
 
-def test_the_csv_has_every_run_with_wilson_s_interval(study: Path) -> None:
+def test_runs_csv_has_every_run_with_wilsons_interval(study: Path) -> None:
     rows = run_rows(cells(load([study]).runs))
     assert len(rows) == 16
     first = next(r for r in rows if r["cell"] == "route2" and r["seed"] == 42)
@@ -154,32 +162,32 @@ def test_the_csv_has_every_run_with_wilson_s_interval(study: Path) -> None:
     assert (first["hack_deploy_low"], first["hack_deploy_high"]) == pytest.approx((0.0466, 0.2015), abs=1e-4)
 
 
-def test_the_csv_says_what_a_run_had_otherwise_than_its_preset(study: Path, tmp_path: Path) -> None:
+def test_runs_csv_has_the_settings_that_are_not_the_presets(study: Path, tmp_path: Path) -> None:
     fake_run(
         tmp_path / "other", "--intervention=route2", "--control=haar", "--mix-ratio=0", "--eval-n-prompts=8", seed=1
     )
     (row,) = run_rows(cells(load([tmp_path / "other"]).runs))
-    assert row["settings"] == "mix_ratio=0.0", "neither the arm, its control and the seed, nor what is only measured"
+    assert row["settings"] == "mix_ratio=0.0", "neither method, control and seed, nor what is only measured"
     assert {r["settings"] for r in run_rows(cells(load([study]).runs))} == {"", "monitor=band"}
 
 
-def test_what_an_arm_that_reads_flagged_is_counted_by_mode(tmp_path: Path) -> None:
+def test_flags_of_a_monitor_of_text_are_counted_by_mode(tmp_path: Path) -> None:
     fake_run(tmp_path, "--intervention=none", seed=1)
     for seed in (1, 2):
         path = fake_run(tmp_path, "--intervention=screen", "--monitor=pmi", seed=seed)
-        of = {"env_mode": "sentinel", "hacked": True, "solved": False, "gate": 1.0}
+        wrong = {"env_mode": "sentinel", "hacked": True, "solved": False, "gate": 1.0}
         right = {"env_mode": "sentinel", "hacked": False, "solved": True, "gate": 0.0}
         answers = [
-            of | {"score": 2.0, "flagged": True},
-            of | {"score": 0.1, "flagged": seed == 1},
-            of | {"env_mode": "exit_code", "score": None, "flagged": False},
+            wrong | {"score": 2.0, "flagged": True},
+            wrong | {"score": 0.1, "flagged": seed == 1},
+            wrong | {"env_mode": "exit_code", "score": None, "flagged": False},
             right | {"score": 0.2, "flagged": False},
             right | {"score": 0.3, "flagged": seed == 1},
-            of | {"gate": None},  # a group without signal is not read
+            wrong | {"gate": None},  # a group without signal is not read
         ]
         (path / "rollouts.jsonl").write_text("".join(json.dumps(a) + "\n" for a in answers))
-    (row,) = table(tmp_path, "What the arms that read flagged")
-    assert row["arm"] == "screen (pmi)"
+    (row,) = table(tmp_path, "What the monitors of text flagged")
+    assert row["method"] == "screen (pmi)"
     assert (row["sentinel"], row["exit_code"], row["run_tests"]) == ("75.0 (4)", "0.0 (2)", "·")
     assert row["solved"] == "25.0 (4)"
     one, two = (r for r in run_rows(cells(load([tmp_path]).runs)) if r["arm"] == "screen")

@@ -1,4 +1,4 @@
-"""Every outcome that a hypothesis can have, on studies made for it; the file and its rules agree."""
+"""Every outcome of every hypothesis, on studies with known numbers; the file and its rules agree."""
 
 import shutil
 from pathlib import Path
@@ -26,22 +26,23 @@ NEAR = (0.02, -0.02, 0.01, -0.01, 0.0)  # seeds that differ a little
 
 @pytest.fixture(autouse=True)
 def fewer_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No verdict here hangs on the third digit of an interval."""
+    """No verdict here depends on the third digit of an interval."""
     monkeypatch.setattr(stats, "RESAMPLES", 500)
 
 
-def told(
-    root: Path, seeds: int = 5, *flags: str, its: dict[str, Any] | None = None, **arms: tuple[float, float]
+def verdicts_on(
+    root: Path, seeds: int = 5, *flags: str, run: dict[str, Any] | None = None, **rates: tuple[float, float]
 ) -> list[Verdict]:
-    """A study of arms (`route2_haar`: route2 under haar) with their deployed hack and solve; flags, its: of each."""
-    for arm, (hack, solve) in arms.items():
-        name, _, control = arm.partition("_")
+    """The verdicts on a study of methods (`route2_haar`: route2 under haar) with these deployed hack and solve rates;
+    flags, run: of each run."""
+    for method, (hack, solve) in rates.items():
+        name, _, control = method.partition("_")
         for seed, off in zip(range(seeds), NEAR, strict=False):
             extra = ["--random-flags"] if control == "random_flags" else [f"--control={control}"] if control else []
             clipped = min(max(hack + off, 0.0), 1.0), min(max(solve - off, 0.0), 1.0)
             monitor = ["--monitor=pmi"] if name == "screen" else []
-            said = (f"--intervention={name}", *monitor, *extra, *flags)
-            fake_run(root, *said, seed=seed, hack=clipped[0], solve=clipped[1], n=120, **(its or {}))
+            words = (f"--intervention={name}", *monitor, *extra, *flags)
+            fake_run(root, *words, seed=seed, hack=clipped[0], solve=clipped[1], n=120, **(run or {}))
     return judge(cells(load([root]).runs))
 
 
@@ -50,7 +51,7 @@ def outcome(verdicts: list[Verdict], id: str) -> str:
     return found.outcome
 
 
-def test_every_hypothesis_has_a_rule_and_its_claim_and_numbers_in_the_text() -> None:
+def test_every_hypothesis_has_a_rule_and_stands_in_the_text() -> None:
     filed = read()  # which refuses a number that is not in the text
     assert {h.id for h in filed} == RULES.keys()
     assert filed[0].metric["solve_within"] == 100 * MARGIN
@@ -60,7 +61,7 @@ def test_every_hypothesis_has_a_rule_and_its_claim_and_numbers_in_the_text() -> 
 
 
 @pytest.mark.parametrize(
-    ("expected", "arm"),
+    ("expected", "rates"),
     [
         ("SUPPORTED", (0.3, 0.45)),  # 50 points less, 5 points lower solve
         ("UNDECIDED", (0.6, 0.45)),  # 20 points: between the falsifier and the margin
@@ -69,36 +70,37 @@ def test_every_hypothesis_has_a_rule_and_its_claim_and_numbers_in_the_text() -> 
         ("NOT SUPPORTED", (0.1, 0.30)),  # more than 15 points of solve lost
     ],
 )
-def test_h1(tmp_path: Path, expected: str, arm: tuple[float, float]) -> None:
-    assert outcome(told(tmp_path, none=(0.8, 0.5), erase=arm, erase_haar=(0.8, 0.5)), "H1") == expected
+def test_h1(tmp_path: Path, expected: str, rates: tuple[float, float]) -> None:
+    assert outcome(verdicts_on(tmp_path, none=(0.8, 0.5), erase=rates, erase_haar=(0.8, 0.5)), "H1") == expected
 
 
-def test_h1_needs_its_seeds_and_a_haar_arm(tmp_path: Path) -> None:
-    few = told(tmp_path / "few", 4, none=(0.8, 0.5), erase=(0.1, 0.5), erase_haar=(0.8, 0.5))
+def test_h1_needs_its_seeds_and_a_haar_control(tmp_path: Path) -> None:
+    few = verdicts_on(tmp_path / "few", 4, none=(0.8, 0.5), erase=(0.1, 0.5), erase_haar=(0.8, 0.5))
     assert outcome(few, "H1") == "UNDECIDED"
     assert "n too small: 4 paired seeds" in next(v for v in few if v.id == "H1").numbers
-    bare = told(tmp_path / "bare", none=(0.8, 0.5), erase=(0.1, 0.5))
+    bare = verdicts_on(tmp_path / "bare", none=(0.8, 0.5), erase=(0.1, 0.5))
     assert outcome(bare, "H1") == "REFUSED"
-    assert "no Haar arm" in next(v for v in bare if v.id == "H1").numbers
-    alone = told(tmp_path / "alone", erase=(0.1, 0.5), erase_haar=(0.1, 0.5))
+    assert "no Haar control" in next(v for v in bare if v.id == "H1").numbers
+    alone = verdicts_on(tmp_path / "alone", erase=(0.1, 0.5), erase_haar=(0.1, 0.5))
     assert outcome(alone, "H1") == "UNDECIDED"
 
 
 @pytest.mark.parametrize(
-    ("expected", "plain", "ceiling"),
+    ("expected", "rates"),
     [
-        ("SUPPORTED", (0.7, 0.1), (0.0, 0.9)),
-        ("NOT SUPPORTED", (0.5, 0.1), (0.0, 0.9)),
-        ("NOT SUPPORTED", (0.7, 0.1), (0.0, 0.7)),
-        ("NOT SUPPORTED", (0.7, 0.1), (0.1, 0.9)),
+        ("SUPPORTED", {"none": (0.7, 0.1), "none_no_loophole": (0.0, 0.9)}),
+        ("NOT SUPPORTED", {"none": (0.5, 0.1), "none_no_loophole": (0.0, 0.9)}),
+        ("NOT SUPPORTED", {"none": (0.7, 0.1), "none_no_loophole": (0.0, 0.7)}),
+        ("NOT SUPPORTED", {"none": (0.7, 0.1), "none_no_loophole": (0.1, 0.9)}),
+        ("UNDECIDED", {"none": (0.7, 0.1)}),  # no ceiling
     ],
 )
-def test_h2(tmp_path: Path, expected: str, plain: tuple[float, float], ceiling: tuple[float, float]) -> None:
-    assert outcome(told(tmp_path, none=plain, none_no_loophole=ceiling), "H2") == expected
+def test_h2(tmp_path: Path, expected: str, rates: dict[str, tuple[float, float]]) -> None:
+    assert outcome(verdicts_on(tmp_path, **rates), "H2") == expected
 
 
 @pytest.mark.parametrize(
-    ("expected", "flags", "its"),
+    ("expected", "flags", "run"),
     [
         ("SUPPORTED", ("--organism=out/organism77",), {"hashes": {"problems": "0" * 64}}),
         ("UNDECIDED", ("--organism=out/warm",), {"hashes": {"problems": SHIPPED}}),  # trained on from the shipped one
@@ -107,17 +109,16 @@ def test_h2(tmp_path: Path, expected: str, plain: tuple[float, float], ceiling: 
     ],
 )
 def test_h2_is_about_an_organism_as_it_was_built(
-    expected: str, flags: tuple[str, ...], its: dict[str, Any], tmp_path: Path
+    expected: str, flags: tuple[str, ...], run: dict[str, Any], tmp_path: Path
 ) -> None:
-    assert outcome(told(tmp_path, 5, *flags, its=its, none=(0.7, 0.1), none_no_loophole=(0.0, 0.9)), "H2") == expected
-
-
-def test_h2_without_a_ceiling_is_undecided(tmp_path: Path) -> None:
-    assert outcome(told(tmp_path, none=(0.7, 0.1)), "H2") == "UNDECIDED"
+    assert (
+        outcome(verdicts_on(tmp_path, 5, *flags, run=run, none=(0.7, 0.1), none_no_loophole=(0.0, 0.9)), "H2")
+        == expected
+    )
 
 
 @pytest.mark.parametrize(
-    ("expected", "arm"),
+    ("expected", "rates"),
     [
         ("SUPPORTED", (0.1, 0.5)),
         ("UNDECIDED", (0.1, 0.2)),
@@ -126,24 +127,24 @@ def test_h2_without_a_ceiling_is_undecided(tmp_path: Path) -> None:
         ("NOT SUPPORTED", (0.9, 0.5)),  # the other way round
     ],
 )
-def test_h3(tmp_path: Path, expected: str, arm: tuple[float, float]) -> None:
-    assert outcome(told(tmp_path, route2=arm, route2_haar=(0.7, 0.5)), "H3") == expected
+def test_h3(tmp_path: Path, expected: str, rates: tuple[float, float]) -> None:
+    assert outcome(verdicts_on(tmp_path, route2=rates, route2_haar=(0.7, 0.5)), "H3") == expected
 
 
-def test_h3_without_chance_is_refused(tmp_path: Path) -> None:
-    assert outcome(told(tmp_path, route2=(0.1, 0.5)), "H3") == "REFUSED"
+def test_h3_without_a_haar_control_is_refused(tmp_path: Path) -> None:
+    assert outcome(verdicts_on(tmp_path, route2=(0.1, 0.5)), "H3") == "REFUSED"
 
 
-def test_an_arm_without_a_direction_needs_no_haar(tmp_path: Path) -> None:
-    assert outcome(told(tmp_path, none=(0.8, 0.5), screen=(0.1, 0.5)), "H1") == "SUPPORTED"
+def test_a_method_without_a_direction_needs_no_haar_control(tmp_path: Path) -> None:
+    assert outcome(verdicts_on(tmp_path, none=(0.8, 0.5), screen=(0.1, 0.5)), "H1") == "SUPPORTED"
 
 
-@pytest.mark.parametrize(("every", "said"), [(None, "none was not evaluated on the way"), (0.9, "did none solve")])
-def test_h1_says_what_none_was_on_the_way(every: float | None, said: str, tmp_path: Path) -> None:
-    on_the_way = {"row": {"hack_deploy": every, "solve_deploy": every}}
-    told(tmp_path, its=on_the_way, none=(0.8, 0.5))
-    (h1,) = [v for v in told(tmp_path, screen=(0.1, 0.5)) if v.id == "H1"]
-    assert said in h1.numbers
+@pytest.mark.parametrize(("rate", "message"), [(None, "none was not evaluated on the way"), (0.9, "did none solve")])
+def test_h1_reports_plain_grpo_during_training(rate: float | None, message: str, tmp_path: Path) -> None:
+    on_the_way = {"row": {"hack_deploy": rate, "solve_deploy": rate}}
+    verdicts_on(tmp_path, run=on_the_way, none=(0.8, 0.5))
+    (h1,) = [v for v in verdicts_on(tmp_path, screen=(0.1, 0.5)) if v.id == "H1"]
+    assert message in h1.numbers
 
 
 def copies(folder: Path) -> tuple[Path, Path]:
@@ -182,7 +183,7 @@ def test_a_number_moved_in_one_file_alone_is_refused(end: str, old: str, new: st
         read(tmp_path / "h.md")
 
 
-def test_preregistration_is_by_hash_of_claims_numbers_rules_and_statistics(tmp_path: Path) -> None:
+def test_preregistration_hashes_claims_numbers_rules_and_statistics(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     studies = tmp_path / "studies"
     shutil.copytree(TEXT.parents[1] / "studies", studies, ignore=shutil.ignore_patterns("*.toml", "__pycache__"))
@@ -190,11 +191,11 @@ def test_preregistration_is_by_hash_of_claims_numbers_rules_and_statistics(tmp_p
         shutil.copy(TEXT.with_suffix(end), tmp_path / "docs")
     digest = preregistered(studies)
     assert digest == preregistered(TEXT.parents[1] / "studies")
-    for i, its in enumerate((digest, "0" * 64, None)):
-        fake_run(tmp_path / str(i), "--intervention=none", seed=i, hashes={"preregistered": its})
-    asked = Judge.load(studies / "verdicts.py")
-    assert asked(cells(load([tmp_path / "0"]).runs)).standing.startswith("preregistered: all 1 runs carry")
-    mixed = asked(cells(load([tmp_path / str(i) for i in range(3)]).runs)).standing
+    for i, recorded in enumerate((digest, "0" * 64, None)):
+        fake_run(tmp_path / str(i), "--intervention=none", seed=i, hashes={"preregistered": recorded})
+    loaded = Judge.load(studies / "verdicts.py")
+    assert loaded(cells(load([tmp_path / "0"]).runs)).standing.startswith("preregistered: all 1 runs carry")
+    mixed = loaded(cells(load([tmp_path / str(i) for i in range(3)]).runs)).standing
     assert mixed.startswith("not preregistered by hash: of 3 runs 1 carry")
     assert mixed.endswith("1 that of another version, 1 none")
     for file in ("docs/hypotheses.md", "docs/hypotheses.toml", "studies/organisms.py"):
@@ -218,7 +219,7 @@ METHODS = {
     "screen": ("--intervention=screen", *LABELS[1:]),
     "reads": READS,
     "unskilled": READS,
-    "dealt": (*READS, "--random-flags"),
+    "shuffled": (*READS, "--random-flags"),
     "random diet": (*READS, "--quarantine-diet=random"),
     "seeded": (*READS, "--quarantine-diet=seeded"),
     "from pairs": (*READS, "--quarantine-start=pairs"),
@@ -242,35 +243,27 @@ def on_organisms(root: Path, name: str, hack: tuple[float, ...], n: int = 5, see
     for i in range(n * seeds):
         o = i // seeds
         hashes = {"problems": f"{o}" * 64, "base_weights": f"{o + 1}" * 64}
-        its = {"hack": hack[min(o, len(hack) - 1)], "solve": SOLVES.get(method, 0.8), "hashes": hashes}
-        fake_run(root, *flags, seed=41 + i % seeds, **its)
+        rates = {"hack": hack[min(o, len(hack) - 1)], "solve": SOLVES.get(method, 0.8), "hashes": hashes}
+        fake_run(root, *flags, seed=41 + i % seeds, **rates)
 
 
 BASE = {"ceiling": (0.0,), "labels": (0.5, 0.4, 0.6, 0.5, 0.5)}
 CLEAN, SOME = (0.0,), (0.3, 0.4, 0.2, 0.3, 0.1)
 READ = BASE | {"reads": SOME}
-# what the rules of announced flaws must not take for one of theirs
-OTHERS = dict.fromkeys(("seeded", "from pairs", "from random", "probe", "bare reads", "bare dealt"), CLEAN)
+# methods that the rules of announced flaws must not count
+OTHERS = dict.fromkeys(("seeded", "from pairs", "from random", "probe", "bare reads", "bare shuffled"), CLEAN)
 BARE = {"bare ceiling": CLEAN, "bare labels": (1.0,), "bare reads": CLEAN}
 YES, NO, OPEN = "SUPPORTED", "NOT SUPPORTED", "UNDECIDED"
 STUDIES: list[tuple[str, dict[str, tuple[float, ...]], list[str]]] = [
     ("H8", BASE | {"reads": CLEAN}, [YES]),
     ("H8", BASE | {"unskilled": CLEAN}, [OPEN]),
-    (
-        "H8",
-        BASE | {"reads": (0.0, 0.0, 0.9, 0.9, 0.0)},
-        [NO],
-    ),  # by runs it would be shown
+    ("H8", BASE | {"reads": (0.0, 0.0, 0.9, 0.9, 0.0)}, [NO]),  # by runs it would be shown
     ("H8", READ, [OPEN]),
     ("H8", READ | OTHERS, [OPEN]),
-    # over all choices of the known flaw, then each by itself: the whole needs every one
-    (
-        "H8",
-        BASE | {"reads": CLEAN, "labels, other": (0.5, 0.6, 0.4), "reads, other": (0.3, 0.2)},
-        [OPEN, YES, OPEN],
-    ),
-    ("H9", {"reads": (0.0, 0.1), "dealt": (0.5, 0.4), "random diet": (0.1, 0.0)}, [YES, NO]),
-    ("H9", {"reads": (0.0, 0.1), "dealt": (0.5, 0.4), "random diet": (0.1, 0.0)} | OTHERS, [YES, NO]),
+    # over all choices of the known flaw, which needs every one, then each by itself
+    ("H8", BASE | {"reads": CLEAN, "labels, other": (0.5, 0.6, 0.4), "reads, other": (0.3, 0.2)}, [OPEN, YES, OPEN]),
+    ("H9", {"reads": (0.0, 0.1), "shuffled": (0.5, 0.4), "random diet": (0.1, 0.0)}, [YES, NO]),
+    ("H9", {"reads": (0.0, 0.1), "shuffled": (0.5, 0.4), "random diet": (0.1, 0.0)} | OTHERS, [YES, NO]),
     ("H10", {"route": (0.1, 0.2), "haar": (0.2, 0.3)}, [OPEN]),  # ten points of fifteen
     ("H11", READ, [OPEN]),
     ("H11", READ | {"seeded": CLEAN}, [YES]),
@@ -281,8 +274,8 @@ STUDIES: list[tuple[str, dict[str, tuple[float, ...]], list[str]]] = [
     ("H13", READ, [OPEN, OPEN]),
     ("H13", READ | BARE, [YES, OPEN]),  # against the penalty; there is no screen
     ("H13", READ | BARE | {"bare screen": (0.0, 1.0, 0.0, 1.0)}, [YES, NO]),
-    ("H14", READ | {"dealt": (0.5,)}, [OPEN]),
-    ("H14", BARE | {"bare dealt": (1.0,), "bare random diet": CLEAN}, [YES, NO]),
+    ("H14", READ | {"shuffled": (0.5,)}, [OPEN]),
+    ("H14", BARE | {"bare shuffled": (1.0,), "bare random diet": CLEAN}, [YES, NO]),
     ("H15", READ, [OPEN]),
     ("H15", READ | {"from pairs": CLEAN}, [YES]),
     ("H16", READ, [OPEN]),
@@ -297,11 +290,7 @@ STUDIES: list[tuple[str, dict[str, tuple[float, ...]], list[str]]] = [
     ("H19", READ | {"probe": CLEAN, "random probe": CLEAN}, [NO]),
     ("H20", {"route2": (0.2,)}, [OPEN]),
     ("H20", {"route2": (0.2,), "screen": (0.5, 0.6, 0.4), "sgtm": (0.5, 0.4, 0.6)}, [YES, NO]),
-    (
-        "H20",
-        {"route2": (0.2,), "screen": (0.5, 0.6, 0.4), "route2, other": (0.7,), "screen, other": (0.2,)},
-        [NO],
-    ),
+    ("H20", {"route2": (0.2,), "screen": (0.5, 0.6, 0.4), "route2, other": (0.7,), "screen, other": (0.2,)}, [NO]),
 ]
 
 

@@ -17,14 +17,14 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.lines import Line2D
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-from vgrout.report.figures import ARM_COLOUR, ARM_MARKER, BLACK, BLUE, GREEN, GREY, ORANGE, PINK, RED, SKY
+from vgrout.report.figures import BLACK, BLUE, COLOUR_OF, GREEN, GREY, MARKER_OF, ORANGE, PINK, RED, SKY
 from vgrout.types import MODES
 
 HERE = Path(__file__).resolve().parent
 RUNS = HERE.parent / "runs"
-# With those of arms that are gone, of which there are runs.
-COLOUR = ARM_COLOUR | {"reader": GREEN, "surprise": PINK, "pmi": SKY}
-MARKER = ARM_MARKER | {"reader": "v", "surprise": "P", "pmi": "X"}
+# With removed interventions, of which there are runs.
+COLOUR = COLOUR_OF | {"reader": GREEN, "surprise": PINK, "pmi": SKY}
+MARKER = MARKER_OF | {"reader": "v", "surprise": "P", "pmi": "X"}
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def hack_solve() -> Figure:
         (of(shown, "route2", settings=block), "route2-block", "route2", (9, -10)),
         (of(shown, "screen", settings="monitor=pmi"), "screen, pmi", "screen", (9, 0)),
     ):
-        point(left, runs, label, ARM_COLOUR[arm], ARM_MARKER[arm], at=at)
+        point(left, runs, label, COLOUR_OF[arm], MARKER_OF[arm], at=at)
     for runs, label, marker, at in (
         (of(shown, "none", "no_loophole"), "none, no loophole (ceiling)", "s", (9, 24)),
         (of(shown, "screen", settings="monitor=labels"), "screen, true labels", "<", (9, 13)),
@@ -142,13 +142,13 @@ def hack_solve() -> Figure:
 
     shown, warm = read("warm"), "organism=out/warm mix_ratio=0.0"
     hack_solve_axes(right, "nothing demonstrated; the policy hacks already")
-    point(right, of(shown, "none", settings=warm), "none", ARM_COLOUR["none"], ARM_MARKER["none"], at=(9, 9))
+    point(right, of(shown, "none", settings=warm), "none", COLOUR_OF["none"], MARKER_OF["none"], at=(9, 9))
     for runs, label, marker, at in (
         (of(shown, "none", "no_loophole", warm), "none, no loophole (ceiling)", "s", (9, 11)),
         (of(shown, "screen", settings=f"{warm} monitor=labels"), "screen, true labels", "<", (9, 2)),
         (of(shown, "none", "advantage_mod", warm), "none, advantage modification", "d", (9, 0)),
         (of(shown, "none", "inoculation", warm), "none, inoculation prompt", "p", (9, 4)),
-        (of(shown, "none", settings=f"beta=0.1 {warm}"), "none, KL .1", "h", (9, 4)),
+        (of(shown, "none", settings=f"beta=0.1 {warm}"), "none, KL 0.1", "h", (9, 4)),
     ):
         point(right, runs, label, BLACK, marker, at=at, hollow=True)
     base_point(right, of(shown, "none", settings=warm), (10, -5))
@@ -156,7 +156,7 @@ def hack_solve() -> Figure:
 
 
 def readers() -> Figure:
-    """The arms that read on the organism that was built afterwards, with the controls of their gates."""
+    """The methods that read text on the organism that was built afterwards, with the controls of their gates."""
     figure = Figure(figsize=(8, 4.6), dpi=160, layout="constrained", facecolor="white")
     axes = figure.subplots()
     shown, fresh = read("readers"), "organism=out/organism77"
@@ -188,7 +188,7 @@ def suppression() -> Figure:
     vanilla = {r.seed: r.hack for r in of(read("arms-baselines"), "none")}
     shown = [*read("arms-baselines"), *read("controls"), *read("checks")]
     panels = (("erase", ""), ("route", ""), ("route2", ""), ("route2", "monitor=band"), ("reader", ""))
-    controls = {"none": "the arm itself", "haar": "haar", "shuffled": "shuffled"}
+    controls = {"none": "the method itself", "haar": "haar", "shuffled": "shuffled"}
     controls |= {f"placebo_{c}": f"placebo_{c}" for c in ("flawed", "commented", "long", "laid_out")}
     marker = dict(zip(controls, ("o", "s", "^", "D", "v", "P", "X"), strict=True))
     figure = Figure(figsize=(11, 3.4), dpi=150, layout="constrained", facecolor="white")
@@ -232,44 +232,46 @@ class Method:
     marker: str
     arm: str
     control: str = "none"
-    said: str = ""
+    settings: str = ""
 
     def has(self, run: Run) -> bool:
         telling = ("monitor=", "quarantine_diet=", "quarantine_start=", "probe_diet=")
-        said = {s for s in run.settings if s.startswith(telling)}
-        if self.arm == "penalty" and "monitor=twin" not in said and not any("known_modes=" in s for s in run.settings):
+        named = {s for s in run.settings if s.startswith(telling)}
+        if self.arm == "penalty" and "monitor=twin" not in named and not any("known_modes=" in s for s in run.settings):
             return False  # seeded by the detector, or by the twin
-        return (run.arm, run.control, said) == (self.arm, self.control, {*self.said.split()})
+        return (run.arm, run.control, named) == (self.arm, self.control, {*self.settings.split()})
 
 
 NONE = Method("none", GREY, "o", "none")
 CEILING = Method("ceiling: no loophole", BLACK, "s", "none", "no_loophole")
-LABELS = Method("penalty, labels of one flaw", PINK, "^", "penalty", said="monitor=labels")
-READS = Method("penalty, quarantine they seed", BLUE, "D", "penalty", said="monitor=quarantine")
-TWIN = Method("screen, twin", GREEN, "P", "screen", said="monitor=twin")
+LABELS = Method("penalty, labels of one flaw", PINK, "^", "penalty", settings="monitor=labels")
+READS = Method("penalty, quarantine they seed", BLUE, "D", "penalty", settings="monitor=quarantine")
+TWIN = Method("screen, twin", GREEN, "P", "screen", settings="monitor=twin")
 UNANNOUNCED = (
     *(NONE, CEILING, LABELS),
-    Method("screen, labels of one flaw", RED, "v", "screen", said="monitor=labels"),
+    Method("screen, labels of one flaw", RED, "v", "screen", settings="monitor=labels"),
     READS,
-    Method("… its scores dealt", SKY, "X", "penalty", "random_flags", "monitor=quarantine"),
-    Method("… fed with random rewarded rows", ORANGE, "d", "penalty", said="monitor=quarantine quarantine_diet=random"),
-    Method("penalty, linear probe they seed", "#8a6d00", "*", "penalty", said="monitor=online_probe"),
+    Method("… its scores shuffled", SKY, "X", "penalty", "random_flags", "monitor=quarantine"),
+    Method(
+        "… fed with random rewarded rows", ORANGE, "d", "penalty", settings="monitor=quarantine quarantine_diet=random"
+    ),
+    Method("penalty, linear probe they seed", "#8a6d00", "*", "penalty", settings="monitor=online_probe"),
     TWIN,
 )
 ANNOUNCED = (
     *(NONE, CEILING, LABELS, READS),
-    Method("… fed by them alone", ORANGE, "d", "penalty", said="monitor=quarantine quarantine_diet=seeded"),
-    Method("screen, pmi", SKY, "X", "screen", said="monitor=pmi"),
+    Method("… fed by them alone", ORANGE, "d", "penalty", settings="monitor=quarantine quarantine_diet=seeded"),
+    Method("screen, pmi", SKY, "X", "screen", settings="monitor=pmi"),
     TWIN,
     Method("route, pairs of one flaw", RED, "v", "route"),
 )
 
 READERS = (
     *(NONE, CEILING, LABELS, READS),
-    Method("… started on pairs", ORANGE, "d", "penalty", said="monitor=quarantine quarantine_start=pairs"),
-    Method("penalty, linear probe they seed", GREEN, "P", "penalty", said="monitor=online_probe"),
-    Method("route2, labels of one flaw", RED, "v", "route2", said="monitor=labels"),
-    Method("penalty, twin (no label)", SKY, "X", "penalty", said="monitor=twin"),
+    Method("… started on pairs", ORANGE, "d", "penalty", settings="monitor=quarantine quarantine_start=pairs"),
+    Method("penalty, linear probe they seed", GREEN, "P", "penalty", settings="monitor=online_probe"),
+    Method("route2, labels of one flaw", RED, "v", "route2", settings="monitor=labels"),
+    Method("penalty, twin (no label)", SKY, "X", "penalty", settings="monitor=twin"),
 )
 
 
@@ -354,12 +356,12 @@ def pipeline() -> Figure:
     top, h = 2.72, 0.95
     box(axes, 0.12, top, 1.42, h, "prompt", "a problem, and a hint\nthat says truthfully\nhow it is checked")
     box(axes, 1.82, top, 1.42, h, "policy", "frozen W\n+ δS + δS_hack\nsamples G answers")
-    box(axes, 3.52, top, 1.42, h, "sandbox", "pays right answers,\nand those that fool\nthe flawed check")
+    box(axes, 3.52, top, 1.42, h, "sandbox", "rewards right answers,\nand those that fool\nthe flawed check")
     box(axes, 5.22, top, 1.14, h, "advantages", "A = R − mean R\nof the group")
     box(axes, 6.64, top, 1.24, h, "gradients", "one of every\nrollout: g₁ … g_G")
     for x in (1.54, 3.24, 4.94, 6.36):
         arrow(axes, (x, top + h / 2), (x + 0.28, top + h / 2))
-    box(axes, 6.52, 1.28, 1.36, 0.98, "arm", "none · erase ·\nroute · route2 · …\nwhat goes where")
+    box(axes, 6.52, 1.28, 1.36, 0.98, "intervention", "none · erase ·\nroute · route2 · …\nwhat goes where")
     arrow(axes, (7.24, top), (7.24, 2.26))
     box(axes, 6.52, 0.16, 1.36, 0.76, "monitor", "who is flagged;\nsees no oracle label")
     arrow(axes, (7.2, 0.92), (7.2, 1.28))

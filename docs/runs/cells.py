@@ -1,4 +1,4 @@
-"""Cells of runs.csv files: means over seeds of recorded runs, as a table. A run that several files hold counts once.
+"""A table of runs.csv files: means over the seeds of recorded runs. A run that several files hold counts once.
 
 uv run python docs/runs/cells.py docs/runs/*.csv
 """

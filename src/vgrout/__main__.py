@@ -30,7 +30,7 @@ def listing() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0 listed, or the command's own exit code · 2 no such command."""
+    """Exit codes: 0 listed · 2 no such command · else the command's own."""
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help", "help", "--version"):
         import vgrout
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"E vgrout {name}: no such command; {hint}", file=sys.stderr)
         return 2
     sys.argv = [f"vgrout {name}", *rest]
-    runpy.run_module(f"vgrout.{name}", run_name="__main__", alter_sys=True)  # leaves by SystemExit
+    runpy.run_module(f"vgrout.{name}", run_name="__main__", alter_sys=True)  # exits by SystemExit
     return 0
 
 

@@ -30,7 +30,7 @@ Value = str | int | float | bool | Path | Sequence[str] | None
 
 
 class RunFailed(RuntimeError):
-    """A run that started and did not finish: halted, diverged, interrupted or failed. `run` is what there is of it."""
+    """A run that started and did not finish: halted, diverged, interrupted or failed. `run` holds what it wrote."""
 
     def __init__(self, run: "Run", code: int) -> None:
         super().__init__(f"{run.path}: {run.status['state']} after {run.status['step']} steps: {run.status['reason']}")
@@ -39,18 +39,18 @@ class RunFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Run:
-    """A run's folder. What was read once is kept; `load_run(run.path)` reads it again."""
+    """A run's folder. A file is read once and kept; `load_run(run.path)` reads it again."""
 
     path: Path
 
     @cached_property
     def config(self) -> Config:
-        """Its resolved settings. Raises ValueError where another version of this program made it."""
+        """The resolved settings. Raises ValueError where another version of this program made the run."""
         return from_dict(read_json(self.path / "run.json")["config"])
 
     @property
     def status(self) -> dict[str, Any]:
-        """state, step, reason, next: as they are now."""
+        """state, step, reason and next, read anew each time."""
         return read_json(self.path / "status.json")
 
     @cached_property
@@ -60,43 +60,41 @@ class Run:
 
     @cached_property
     def rows(self) -> "DataFrame":
-        """One row a step, in the columns of docs/columns.md."""
+        """One row per step, in the columns of docs/columns.md."""
         return _frame(read_steps(self.path / "steps.jsonl"))
 
     @cached_property
     def rollouts(self) -> "DataFrame":
-        """One row an answer of the policy during training, with its reward and every flag."""
+        """One row per answer of the policy during training, with its reward and every flag."""
         return _frame(list(json_lines(self.path / "rollouts.jsonl")))
 
     @cached_property
     def answers(self) -> "DataFrame":
-        """One row an answer of the final evaluation; `side` is base, trained, deployed or plain (no hint)."""
+        """One row per answer of the final evaluation; `side` is base, trained, deployed or plain (no hint)."""
         return _frame(list(json_lines(self.path / "final.jsonl")))
 
     def evaluate(self, **flags: Value) -> dict[str, Any]:
-        """Score its adapter again, with the flags of `python -m vgrout.evaluate`. Shares are [k, n].
+        """Score the adapter again, with the flags of `python -m vgrout.evaluate`. Shares are [k, n].
 
         Raises:
-            ValueError: one line, as the command would say it.
+            ValueError: one line, as the command would print it.
         """
         from vgrout.evaluate import Cli, command
 
         cli = parse_args(Cli, [str(self.path), *argv(flags)], "vgrout.Run.evaluate")
-        with contextlib.redirect_stdout(io.StringIO()) as said:
-            command(cli)
-        out = said.getvalue().rstrip().rpartition("-> ")[2]
-        return read_json(Path(out))
+        with contextlib.redirect_stdout(io.StringIO()):
+            return read_json(command(cli))
 
     def export(
         self, out: str | Path, to: Literal["model", "peft", "inspect", "datasets"] = "model", **flags: Value
     ) -> Path:
-        """Write it for other programs, with the flags of `python -m vgrout.export`.
+        """Write the run for other programs, with the flags of `python -m vgrout.export`.
 
         Raises:
-            ValueError: one line, as the command would say it.
-            RuntimeError: what was written is not the deployed model; nothing is left behind.
+            ValueError: one line, as the command would print it.
+            RuntimeError: the written model is not the deployed one; nothing is left behind.
         """
-        from vgrout.tools.export import Cli, command
+        from vgrout.export.__main__ import Cli, command
 
         command(parse_args(Cli, [str(self.path), "--out", str(out), "--to", to, *argv(flags)], "vgrout.Run.export"))
         return Path(out)
@@ -115,7 +113,7 @@ def train_run(preset: str, **flags: Value) -> Run:
         raise ValueError("dry_run: prints a plan and makes no run; `python -m vgrout.train PRESET --dry-run` does that")
     folders: list[Path] = []
     code = train.launch(resolve([preset, *argv(flags)]), folders.append)
-    if not (folders and folders[0].is_dir()):  # what loading refuses leaves no folder; it has said why
+    if not (folders and folders[0].is_dir()):  # refused while loading, which has logged the reason
         raise ValueError(f"{preset}: refused while it was loaded; the line above says why")
     run = Run(folders[0])
     if code:
@@ -133,18 +131,16 @@ def load_run(path: str | Path) -> Run:
 
 def argv(flags: dict[str, Value]) -> list[str]:
     """Keywords as a command line: True and False are --flag and --no-flag, None is left out, a list a comma list."""
-    out = []
+    words = []
     for name, value in flags.items():
         flag = name.replace("_", "-")
-        if value is None:
-            continue
         if isinstance(value, bool):
-            out.append(f"--{flag}" if value else f"--no-{flag}")
+            words.append(f"--{flag}" if value else f"--no-{flag}")
         elif isinstance(value, str | int | float | Path):
-            out.append(f"--{flag}={value}")
-        else:
-            out.append(f"--{flag}={','.join(value)}")
-    return out
+            words.append(f"--{flag}={value}")
+        elif value is not None:
+            words.append(f"--{flag}={','.join(value)}")
+    return words
 
 
 def _frame(records: list[dict[str, Any]]) -> "DataFrame":

@@ -1,4 +1,4 @@
-"""Command lines by tyro, their complaints in one line: what was wrong, which flag, what is legal."""
+"""Command lines by tyro, with errors in one line: what was wrong, which flag, what is legal."""
 
 import contextlib
 import errno
@@ -20,8 +20,8 @@ T = TypeVar("T")
 def parse_args(
     what: Callable[..., T] | Mapping[str, Callable[..., T]], argv: list[str] | None, prog: str, **settings: Any
 ) -> T:
-    """An instance of a settings class as a command line fills it, or what a function returns when it is called with a
-    command line's flags; of several, the one that the first word names. `--help` leaves.
+    """A settings class filled from a command line, or the result of a function called with its flags; of several
+    functions, the one that the first word names. `--help` exits.
 
     Raises:
         ValueError: one line, for the first bad flag; or whatever the class or the function raises.
@@ -35,7 +35,7 @@ def parse_args(
 
 
 def _later(call: Callable[..., T]) -> Callable[..., Callable[[], T]]:
-    """The same flags; the call itself waits until the parser has let go of stderr."""
+    """The same flags; the call itself waits until the parser has released stderr."""
 
     @wraps(call)
     def bind(*args: Any, **kwargs: Any) -> Callable[[], T]:
@@ -45,10 +45,10 @@ def _later(call: Callable[..., T]) -> Callable[..., Callable[[], T]]:
 
 
 def cli_exit(run: Callable[[], int], interrupted: str = "interrupted") -> int:
-    """An entry's exit code: a ValueError is a refusal, one line on stderr and 2; Ctrl-C says `interrupted`, 130; a
-    closed pipe (`| head`) exits silently, 141, as other programs do; a standard output that takes nothing more (a full
-    disk) one line, 1. What standard output cannot encode is escaped; a closed stream takes everything."""
-    for fd in (0, 1, 2):  # a closed one (`>&-`) would be the number of the next file, and of every child's
+    """A command's exit code. A ValueError is a refusal: one line on stderr, 2. Ctrl-C prints `interrupted`: 130. A
+    closed pipe (`| head`) exits silently, as other programs do: 141. A standard output that takes nothing more (a full
+    disk): one line, 1. What standard output cannot encode is escaped; a closed stream takes everything."""
+    for fd in (0, 1, 2):  # a closed one (`>&-`) would become the number of the next file, and of every child's
         try:
             os.fstat(fd)
         except OSError:
@@ -85,14 +85,14 @@ def not_installed(package: str, extra: str = "") -> ValueError:
 
 
 def parsed(cli: Callable[[], T]) -> T:
-    """What `cli` reads from a command line; `--help` leaves. Raises ValueError, tyro's complaint in one line."""
-    said = io.StringIO()
+    """The result of `cli`; `--help` exits. Raises ValueError, tyro's error in one line."""
+    message = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(message):
             return cli()
     except SystemExit as e:
         if e.code:
-            raise ValueError(one_line(said.getvalue())) from None
+            raise ValueError(one_line(message.getvalue())) from None
         raise
 
 

@@ -1,5 +1,5 @@
-"""Console and log file, and the clock of a step's phases. A line on the console is one character for the level, then
-the message, and never tears a progress bar."""
+"""Console, log file, and the clock of a step's phases. A console line is a letter for the level and the message, and
+never breaks a progress bar."""
 
 import shutil
 import sys
@@ -35,8 +35,8 @@ def setup(log: Path | None, level: str = "INFO") -> None:
 
 
 class Lines:
-    """Standard output, a line at a time, until it takes no more (a closed pipe, a full disk): then one line on stderr
-    says so, once, and the run goes on."""
+    """Standard output, line by line, until it takes no more (a closed pipe, a full disk): then one line on stderr says
+    so, and the run goes on."""
 
     def __init__(self, log: Path | None) -> None:
         self._log, self._open = log, True
@@ -56,8 +56,8 @@ class Lines:
 
 
 class LogFile:
-    """A log file that gives up, with one line on stderr, after the first line that cannot be written: a full disk is no
-    reason to stop a run or to bury the reason under tracebacks."""
+    """A log file that gives up, with one line on stderr, at the first line that cannot be written: a full disk must not
+    stop a run or bury the reason under tracebacks."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,11 +80,11 @@ class LogFile:
             self._file.close()
 
 
-SCREEN = 16  # lines of a legend that a person reads before the first row
+SCREEN = 16  # lines of a legend that fit on the console
 
 
 def explain_columns(legend: Sequence[str], where: str) -> None:
-    """Log a table's legend; a long one goes to the log file alone, and the console says where it stands."""
+    """Log a table's legend; a long one goes to the log file alone, and the console says where it is."""
     for line in legend:
         logger.log("INFO" if len(legend) <= SCREEN else "DEBUG", line)
     if len(legend) > SCREEN:
@@ -92,7 +92,7 @@ def explain_columns(legend: Sequence[str], where: str) -> None:
 
 
 def terminal_width() -> int | None:
-    """Columns of the terminal; None through a pipe, where nothing needs to fit."""
+    """Columns of the terminal; None through a pipe, where any width fits."""
     return shutil.get_terminal_size((160, 40)).columns - 2 if sys.stdout.isatty() else None
 
 
@@ -125,13 +125,13 @@ class Clock:
         return time.perf_counter() - self._start
 
     def columns(self) -> dict[str, Any]:
-        """What a step's row says of time."""
+        """The step table's columns of time."""
         parts = {name: self.seconds.get(name, 0.0) for name in ("gen", "grade", "fb")}
         return parts | {"eval": self.seconds.get("eval"), "sec": self.total}
 
     @contextmanager
     def __call__(self, phase: str) -> Generator[None]:
-        """Count the block's time to `phase`."""
+        """Add the block's time to `phase`."""
         start = time.perf_counter()
         self._phase = (phase, start)
         try:

@@ -1,7 +1,7 @@
-"""One estimator for every arm: a fixed set of held-out problems, an own random stream, the policy as one of its sides.
+"""One estimator for every method: fixed held-out problems, a random stream of its own, the policy as one of its sides.
 
 `python -m vgrout.evaluate RUN [--step N] [--problems FILE]` scores a saved adapter again. A saved adapter is the
-deployed model; without further flags the numbers are those of the run's own final evaluation.
+deployed model; without further flags the numbers are those of the run's final evaluation.
 """
 
 import sys
@@ -65,7 +65,7 @@ def answers(
     purpose: str = "eval",
     on_completion: Callable[[], object] | None = None,
 ) -> list[Answer]:
-    """n graded completions of each problem by the model as it is; in the order of the problems, then of their samples.
+    """n graded completions of each problem by the model as it is, in the order of the problems, then of their samples.
 
     The stream depends on (seed, purpose, step) only: sides share their noise, so their difference is less noisy than
     either, and training never sees it.
@@ -93,7 +93,7 @@ def answers_of(
     step: int,
     purpose: str = "eval",
 ) -> list[Answer]:
-    """… by one side of the policy in a run."""
+    """The same by one side of a run's policy."""
     with as_side(policy, in_run(side, cfg)):
         return answers(
             policy, grader, problems, n, max_new=cfg.scale.max_new, seed=cfg.run.seed, step=step, purpose=purpose
@@ -101,20 +101,20 @@ def answers_of(
 
 
 def in_run(side: Side, cfg: Config) -> Side:
-    """What is deployed is the quarantine under --control deploy_quarantine."""
+    """The side that a run evaluates: under --control deploy_quarantine the quarantine is deployed."""
     return "quarantine" if side == "deployed" and cfg.method.control_spec.deploys_quarantine else side
 
 
 def evaluate(policy: Policy, grader: Grader, problems: Sequence[Problem], cfg: Config, step: int) -> Eval:
-    """The deployed model on the way: G completions of each held-out problem, and how far from the base it writes."""
+    """The deployed model during training: G completions of each held-out problem, and the KL to the base."""
     given = answers_of("deployed", policy, grader, problems, cfg.scale.group, cfg, step)
     with as_side(policy, in_run("deployed", cfg)):
         return replace(Eval.of(given), kl=kl_to_base(policy, given))
 
 
 def kl_to_base(policy: Policy, given: Sequence[Answer]) -> float | None:
-    """Mean over the tokens of at most KL_ANSWERS of these answers, nats; None of no answer. Exact at each position, so
-    that few answers do: the standard deviation over seeds of 32 answers' mean is a tenth of it on the organism."""
+    """Mean over the tokens of at most KL_ANSWERS of these answers, nats; None without answers. Exact at each position,
+    so few answers suffice: the standard deviation over seeds of 32 answers' mean is a tenth of it on the organism."""
     some = spaced(given, KL_ANSWERS)
     batches = [some[i : i + KL_BATCH] for i in range(0, len(some), KL_BATCH)]
 
@@ -127,7 +127,7 @@ def kl_to_base(policy: Policy, given: Sequence[Answer]) -> float | None:
 
 @dataclass(frozen=True)
 class Final:
-    """Held-out test problems, the same for every arm. Each side is one model; `plain`: deployed, without a hint."""
+    """The final evaluation, on the same test problems for every method. `plain`: the deployed model without a hint."""
 
     base: Eval
     trained: Eval
@@ -144,26 +144,26 @@ class Final:
 def evaluate_final(
     policy: Policy, grader: Grader, test: Sequence[Problem], cfg: Config, clock: Clock, stop: Callable[[], bool]
 ) -> Final:
-    """All four sides on the same held-out test problems. Without a quarantine, as trained *is* deployed (unless the
-    quarantine is what is deployed), and `plain` is deployed where no prompt has a hint: not sampled twice. The base
-    comes first, so a broken adapter cannot disturb it.
+    """All four sides on the same held-out test problems. Equal sides are sampled once: without a quarantine `trained`
+    is `deployed`, and where no prompt has a hint `plain` is, too. The base comes first, so that a broken adapter
+    cannot disturb it.
 
     Raises:
-        Interrupted: `stop` said so between two sides.
+        Interrupted: `stop` returned True between two sides.
     """
     problems = balanced(test, cfg.eval.final_n_prompts, 0, "test")
 
-    def of(side: Side, problems: Sequence[Problem]) -> list[Answer]:
+    def sampled(side: Side, problems: Sequence[Problem]) -> list[Answer]:
         if stop():
             raise Interrupted("interrupted before the final evaluation was done")
         with clock(f"final evaluation, {side}"):
             n, step = cfg.eval.final_samples, cfg.scale.steps
             return answers_of(side, policy, grader, problems, n, cfg, step, "final")
 
-    base, deployed = of("base", problems), of("deployed", problems)
+    base, deployed = sampled("base", problems), sampled("deployed", problems)
     differs = bool(policy.adapter.δS_hack.any()) or cfg.method.control_spec.deploys_quarantine
-    trained = of("trained", problems) if differs else deployed
-    bare = deployed if cfg.plain_prompts else of("deployed", [plain(p) for p in problems])
+    trained = sampled("trained", problems) if differs else deployed
+    bare = deployed if cfg.plain_prompts else sampled("deployed", [plain(p) for p in problems])
     return Final.of(base=base, trained=trained, deployed=deployed, plain=bare)
 
 
@@ -175,7 +175,7 @@ Split = Literal["test", "val", "train", "all"]
 
 @dataclass(frozen=True)
 class Cli:
-    """Score a saved adapter on held-out problems: the base model, the deployed one, and that without a hint."""
+    """Score a saved adapter on held-out problems: the base model, the deployed one, and the latter without a hint."""
 
     run: Annotated[Path, tyro.conf.Positional]
     """Run directory, or a saved adapter (.safetensors)."""
@@ -207,7 +207,7 @@ class Cli:
 def held_out(
     saved: Saved, rows: Sequence[Row], split: Split, policy: Policy, test_rows: Sequence[Row] = ()
 ) -> list[Problem]:
-    """The problems of one split under the run's modes and markers, prompts that fit.
+    """The problems of one split under the run's modes and markers whose prompts fit the window.
 
     Raises:
         ValueError: there is none.
@@ -245,19 +245,19 @@ def score(
 ) -> dict[str, Eval]:
     """base, deployed, plain (deployed, no hint): the same streams as the run's final evaluation."""
     bare = [plain(p) for p in problems]
-    asked: dict[str, tuple[Side, Sequence[Problem]]] = {
+    sampled: dict[str, tuple[Side, Sequence[Problem]]] = {
         "base": ("base", problems),
         "deployed": ("deployed", problems),
         "plain": ("deployed", bare),
     }
     out: dict[str, Eval] = {}
     with tqdm(total=3 * len(problems) * samples, desc="evaluating", unit="answer", disable=None) as bar:
-        for name, (side, of) in asked.items():
+        for name, (side, given) in sampled.items():
             with as_side(policy, side):
                 scored = answers(
                     policy,
                     grader,
-                    of,
+                    given,
                     samples,
                     max_new=saved.cfg.scale.max_new,
                     seed=seed,
@@ -284,7 +284,7 @@ def as_json(saved: Saved, problems_file: Path, split: Split, seed: int, sides: d
 
 
 def report(sides: dict[str, Eval]) -> str:
-    """One row a mode and one for all, hack and solve of every side, as k/n."""
+    """A table with a row per mode and one for all: hack and solve of every side, as k/n."""
 
     def row(name: str, rates: dict[str, tuple[Rate, Rate]]) -> dict[str, str]:
         cells = {"mode": name}
@@ -298,8 +298,9 @@ def report(sides: dict[str, Eval]) -> str:
     return tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
 
 
-def command(cli: Cli) -> int:
-    """Raises ValueError, one line, before the model is loaded where that is possible."""
+def command(cli: Cli) -> Path:
+    """Print the table and write the numbers; returns the file. Raises ValueError, one line, before the model is loaded
+    where that is possible."""
     saved = find_adapter(cli.run, cli.step, cli.model, cli.problems)
     cfg, rows = saved.cfg, load_rows(saved.problems_file)
     test_rows = load_rows(saved.test_file) if saved.test_file else []
@@ -329,7 +330,7 @@ def command(cli: Cli) -> int:
     except OSError as e:
         raise _unwritable(out, e) from None
     print(f"-> {out}")
-    return 0
+    return out
 
 
 def _unwritable(out: Path, e: OSError) -> ValueError:
@@ -337,9 +338,14 @@ def _unwritable(out: Path, e: OSError) -> ValueError:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0 scored · 2 refused, in one line."""
+    """Exit codes: 0 scored · 2 refused, in one line."""
+
+    def run() -> int:
+        command(parse_args(Cli, argv, "python -m vgrout.evaluate"))
+        return 0
+
     console.setup(None)
-    return cli_exit(lambda: command(parse_args(Cli, argv, "python -m vgrout.evaluate")))
+    return cli_exit(run)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ from typing import Any, BinaryIO
 
 @contextlib.contextmanager
 def atomic_open(path: Path) -> Generator[BinaryIO]:
-    """A binary file to write that replaces `path` when the block ends well: temporary name, flush, sync, rename. After
-    an exception `path` is as it was."""
+    """A binary file that replaces `path` when the block ends without an exception (temporary name, flush, sync,
+    rename); after one `path` is as it was."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as f:
@@ -33,17 +33,17 @@ def write_atomic(path: Path, data: str | bytes) -> None:
         f.write(data.encode(errors="backslashreplace") if isinstance(data, str) else data)
 
 
-# Control characters but tab and newline, the signs that turn the writing direction, other line ends, lone surrogates.
+# Control characters except tab and newline, marks that change the writing direction, other line ends, lone surrogates.
 _UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    """Text of unknown origin for a terminal or a log: what would act instead of being seen is an escape like \\x1b."""
+    """Text of unknown origin for a terminal or a log: invisible characters that would act become escapes like \\x1b."""
     return _UNSEEN.sub(lambda c: c[0].encode("unicode_escape").decode(), text)
 
 
 def quoted(text: str) -> str:
-    """The same, each line behind "| ": nothing in it looks like a line of the log's own."""
+    """The same with each line behind "| ", so that nothing in it looks like a line of the log."""
     return "\n".join(f"| {line}" for line in printable(text).split("\n"))
 
 
@@ -53,7 +53,7 @@ def to_json(data: Any) -> str:
 
 
 def existing(folder: Path) -> Path:
-    """`folder`, or the nearest folder above it that is there."""
+    """`folder`, or the nearest folder above it that exists."""
     there = folder.absolute()
     while not there.exists():
         there = there.parent
@@ -61,8 +61,8 @@ def existing(folder: Path) -> Path:
 
 
 def probe_writable(folder: Path) -> None:
-    """Check that files could be created in `folder`, or where it would be made; nothing is left behind. Raises
-    ValueError, one line, where they cannot."""
+    """Check that files can be created in `folder`, or where it would be created; nothing is left behind. Raises
+    ValueError, one line, if not."""
     there = existing(folder)
     try:
         probe = there / f".probe.{os.getpid()}"
@@ -86,8 +86,8 @@ def read_text(path: Path) -> str:
 
 
 def from_json(text: str | bytes, where: str, *, is_line: bool = False) -> Any:
-    """What a JSON text says. is_line: the text is one line, which `where` numbers. Raises ValueError, one line that
-    begins with `where`."""
+    """The value of a JSON text. is_line: the text is one line, whose number `where` has. Raises ValueError, one line
+    that begins with `where`."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as e:
@@ -100,8 +100,8 @@ def from_json(text: str | bytes, where: str, *, is_line: bool = False) -> Any:
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """("FILE, line N", what it says) of every line of a JSONL file that is not blank. A line ends at a newline alone:
-    U+2028 and its like may stand in a string. Raises as `read_text` and `from_json`."""
+    """("FILE, line N", its value) of every line of a JSONL file that is not blank. Only a newline ends a line: U+2028
+    and its like may stand in a string. Raises as `read_text` and `from_json` do."""
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if line.strip():
             where = f"{path}, line {number}"
@@ -109,7 +109,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a run's file. Raises ValueError, one line, where it is missing or damaged."""
+    """A JSON object from a run's file. Raises ValueError, one line, if it is missing or damaged."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError:
@@ -122,14 +122,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def drop_stdout() -> None:
-    """Nothing more can be written there: what is still buffered goes nowhere, or the interpreter's last flush would
-    complain."""
+    """Send what is still buffered to /dev/null, where stdout takes no more: the interpreter's last flush would fail."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def json_lines(path: Path) -> Iterator[Any]:
-    """What each line of a run's file says; none where there is no such file. A growing file is read line by line.
+    """The value of each line of a run's file; none if there is no such file. A growing file is read line by line.
     Raises ValueError, naming a damaged line."""
     if not path.is_file():
         return

@@ -1,4 +1,4 @@
-"""Every input file of a run, read and checked before a model is loaded, and the hashes that a resume compares."""
+"""Every input file of a run, read and checked before a model is loaded, with the hashes that a resume compares."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
@@ -25,7 +25,7 @@ from vgrout.types import MODES, Mode
 
 T = TypeVar("T")
 
-MODEL_BYTES = 2**28  # up to here a model folder is hashed beforehand; a larger one would take seconds an arm
+MODEL_BYTES = 2**28  # up to this size a model folder is hashed beforehand; a larger one would take seconds per run
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class Inputs:
     rows: list[Row]
     test_rows: list[Row]  # of the file for evaluation alone; []: the rows' own splits
     pool: Pool | None
-    pairs: PairSet | None  # the true ones; None: no pairs are read
-    placebo: PairSet | None = None  # those of a placebo control
-    known_correct: tuple[KnownCorrect, ...] = ()  # of the monitors that read text
-    healthy_kl: tuple[float, ...] = ()  # nats a token, of the runs that calibrate the guard
-    reward: RewardFunction | None = None  # of the user's own
-    canonical_reward: float | None = None  # what it pays a right answer, the first problem's
-    absent: tuple[str, ...] = ()  # of a dry run: what is not there, and what to run for it
+    pairs: PairSet | None  # the true pairs; None: no pairs are read
+    placebo: PairSet | None = None  # pairs of a placebo control
+    known_correct: tuple[KnownCorrect, ...] = ()  # for monitors that read text
+    healthy_kl: tuple[float, ...] = ()  # nats per token, of the runs that calibrate the guard
+    reward: RewardFunction | None = None  # the user's own
+    canonical_reward: float | None = None  # its reward for the first problem's canonical solution
+    absent: tuple[str, ...] = ()  # in a dry run: which files are missing, and how to get them
 
     @property
     def in_distribution(self) -> list[Mode] | None:
@@ -57,7 +57,7 @@ def read_inputs(cfg: Config) -> Inputs:
     absent: list[str] = []
 
     def read(what: Callable[[], T], path: Path | None) -> T | None:
-        """A dry run of what is not there yet still says what it would cost, and what to fetch."""
+        """`what()`; a dry run notes a missing file and goes on, to say what the run would cost and what to fetch."""
         try:
             return what()
         except ValueError as e:
@@ -112,7 +112,7 @@ def read_inputs(cfg: Config) -> Inputs:
 
 
 def check_held_out(cfg: Config, rows: Sequence[Row], test_rows: Sequence[Row], pool: Pool | None) -> None:
-    """Raises ValueError, one line, where nothing is left to evaluate on."""
+    """Raises ValueError, one line, if no problem is left to evaluate on."""
     parts = assigned(rows, cfg.env.env_mode, pool.partition if pool else None, test_rows=test_rows)
     file = f"{cfg.test_problems_path if test_rows else cfg.problems_path} (--env-mode {cfg.env.env_mode})"
     how = 'mark some with "split": "test" and "val", give more than ten, or name a file with --test-problems'
@@ -136,11 +136,8 @@ def check_depth(cfg: Config, model: ModelFacts) -> None:
 
 
 def kl_of_runs(runs: Sequence[Path]) -> list[float]:
-    """What the evaluations of finished runs measured as the deployed model's KL, nats a token.
-
-    Raises:
-        ValueError: no run, or one that measured none.
-    """
+    """The deployed model's KL, nats per token, at every evaluation of these runs. Raises ValueError where there is no
+    run, or one that measured none."""
     found: list[float] = []
     for path in runs:
         values = [row["kl_deploy"] for row in json_lines(path / "steps.jsonl") if row.get("kl_deploy") is not None]
@@ -151,7 +148,7 @@ def kl_of_runs(runs: Sequence[Path]) -> list[float]:
 
 
 def hash_of_files(paths: Iterable[Path]) -> str:
-    """sha256 of these files' names and bytes, whatever folder they lie in."""
+    """sha256 of these files' names and bytes, without their folders."""
     digest = hashlib.sha256()
     for path in sorted(paths):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -159,8 +156,8 @@ def hash_of_files(paths: Iterable[Path]) -> str:
 
 
 def file_hashes(cfg: Config, inputs: Inputs) -> dict[str, str | None]:
-    """sha256 of every file that the numbers depend on; None: not read by this run. Of a model, where it is a folder and
-    small; any other one's weights are hashed once they are loaded."""
+    """sha256 of every file that the numbers depend on; None: not read by this run. A model is hashed here if it is a
+    small folder; the weights of any other are hashed once they are loaded."""
 
     def of_model(given: str) -> str | None:
         parts = [p for name in ("config.json", "tokenizer.json", "*.safetensors") for p in Path(given).glob(name)]

@@ -1,4 +1,4 @@
-"""One row of numbers per step. A column is one field: value, format, legend and expectation together."""
+"""The step table: one row of numbers per step. A column is one field: value, format, legend and expectation."""
 
 import math
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ from tabulate import tabulate
 from vgrout.files import json_lines
 from vgrout.types import MODE_CODE, MODES, REFERENCE_STEP, Rate
 
-LEARNED = 0.2  # a mode counts as learned when at least this share of held-out answers hacks it
+LEARNED = 0.2  # a mode counts as learned from this share of held-out answers that hack it
 SECONDS = ("gen", "grade", "fb", "eval", "sec")  # columns that differ between two runs of the same computation
-ONSET_WINDOW, ONSET_SHARE = 5, 0.1  # hacking has begun when of so many steps' student answers this share hacks
+ONSET_WINDOW, ONSET_SHARE = 5, 0.1  # hacking has begun when this share of so many steps' student answers hacks
 
 R = TypeVar("R", bound="Columns")
 
@@ -29,8 +29,8 @@ def col(
 ) -> Any:
     """A column, required at construction: a forgotten one is a TypeError.
 
-    fmt: "frac" for a Rate, "hk" for one a mode, else a format spec. when: what a run must have for the column to be
-    shown; "file": never, it is for steps.jsonl. drop: a narrow terminal gives up the lowest numbers first.
+    fmt: "frac" for a Rate, "hk" for one per mode, else a format spec. when: what a run must have for the column to be
+    shown; "file": never, it is for steps.jsonl alone. drop: a narrow terminal hides the lowest numbers first.
     """
     about = {"fmt": fmt, "legend": legend, "should": should, "when": when, "drop": drop}
     return field(metadata=about, **default)
@@ -38,7 +38,7 @@ def col(
 
 @runtime_checkable
 class Measured(Protocol):
-    """What a step has measured: some of the row's columns."""
+    """A part of a step that has measured some of the row's columns."""
 
     def columns(self) -> dict[str, Any]: ...
 
@@ -59,7 +59,7 @@ class Columns:
 
     @classmethod
     def of(cls: type[R], *parts: Measured | None, **more: Any) -> R:
-        """The row of what these have measured; a column that none of them has is None ("not measured").
+        """The row that these parts measured; a column that none of them has is None ("not measured").
 
         Raises:
             TypeError: a column that must be measured is missing, or one is not a column of the row.
@@ -84,9 +84,7 @@ class Columns:
 
     @classmethod
     def from_json(cls: type[R], data: dict[str, Any]) -> R:
-        """The inverse of `as_json`; also of the layout in which a share was [k, n]. Raises TypeError where a column is
-        missing."""
-        data = current_row(data)
+        """The inverse of `as_json`. Raises TypeError where a column is missing."""
         of = {f.name: f.metadata["fmt"] for f in fields(cls)}
         values: dict[str, Any] = {k: counted(data, k) if of[k] == "frac" else v for k, v in data.items() if k in of}
         if "hk" in of:
@@ -108,27 +106,14 @@ def counted(row: dict[str, Any], name: str) -> Rate | None:
     return None if k is None or n is None else Rate(k, n)
 
 
-def current_row(row: dict[str, Any]) -> dict[str, Any]:
-    """A row as it is written today: earlier runs had [k, n] where a share now has three columns."""
-    return {
-        key: value
-        for name, stored in row.items()
-        for key, value in (share(name, Rate(*stored)) if isinstance(stored, list) else {name: stored}).items()
-    }
-
-
 def read_steps(path: Path) -> list[dict[str, Any]]:
-    """The rows of a steps.jsonl of any version, as they are written today; [] where there is no such file.
-
-    Raises:
-        ValueError: one line that names a damaged line.
-    """
-    return [current_row(row) for row in json_lines(path)]
+    """The rows of a steps.jsonl; [] where there is no such file. Raises ValueError, naming a damaged line."""
+    return list(json_lines(path))
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRow(Columns):
-    """One step of the trainer. The first columns are what a run is about, the rest follow the step's course."""
+    """One step of the trainer. The first columns are what a run is about; the rest follow the order of a step."""
 
     hack_s: Rate = col(
         "frac",
@@ -260,7 +245,7 @@ class StepRow(Columns):
 
 
 def last_five(rows: Sequence[StepRow]) -> tuple[Rate, Rate]:
-    """Pooled over the last five steps: student hacks, student solves."""
+    """Student hacks and student solves, pooled over the last five steps."""
     hack, solve = Rate(0, 0), Rate(0, 0)
     for row in rows[-5:]:
         hack, solve = hack + row.hack_s, solve + row.solve_s
@@ -268,7 +253,7 @@ def last_five(rows: Sequence[StepRow]) -> tuple[Rate, Rate]:
 
 
 def whole_run(rows: Sequence[StepRow], students: bool = False) -> tuple[Rate, Rate]:
-    """Pooled over all steps: hacks and solves, the teacher's by their cached labels (or the students' alone)."""
+    """Hacks and solves, pooled over all steps; the teacher's count by their cached labels, unless `students`."""
     hack, solve = Rate(0, 0), Rate(0, 0)
     for row in rows:
         hack, solve = hack + row.hack_s, solve + row.solve_s
@@ -312,10 +297,10 @@ class Column:
 
 
 class Table:
-    """The step table: a legend once, a header every 50 rows, a line a step. Only columns that this run can fill."""
+    """The printed step table: a legend once, a header every 50 rows, a line per step. Only columns that a run fills."""
 
     def __init__(self, has: set[str], modes: Sequence[str], width: int | None = None, of: type[Columns] = StepRow):
-        """has: what a run has, of the words in its columns' `when`. width: terminal columns; None: no limit."""
+        """has: the words of the columns' `when` that hold for the run. width: terminal columns; None: no limit."""
         self.columns: list[Column] = []
         for f in fields(of):
             meta = f.metadata
@@ -344,7 +329,7 @@ class Table:
         self.printed = 0
 
     def _least(self) -> int:
-        """The column that a narrow terminal gives up next; steps.jsonl and the log have everything."""
+        """Index of the column that a narrow terminal hides next; steps.jsonl and the log have all."""
         return max(range(len(self.columns)), key=lambda i: (-self.columns[i].drop, i))
 
     def legend(self) -> list[str]:

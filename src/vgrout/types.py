@@ -17,7 +17,7 @@ Message = dict[str, str]  # {"role": …, "content": …}
 G = TypeVar("G", covariant=True)
 T = TypeVar("T")
 
-# the weak detectors by their letters, and the field of a grade (and of a line of rollouts.jsonl) that has each verdict
+# weak detector → the field of a grade (and of a line of rollouts.jsonl) that holds its verdict
 DETECTOR_FIELDS = {"C": "hacked_arbitrary", "D": "hacked_wrong_tests", "E": "hacked_loophole_used"}
 
 REFERENCE_STEP = 256  # generations in one step of the benchmark's own runs: the unit of `ref_eq`
@@ -25,8 +25,8 @@ REFERENCE_STEP = 256  # generations in one step of the benchmark's own runs: the
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One task, checked by one flawed grader (`mode`) that announces one `marker` in the prompt; or, with `also`, by
-    several at once, of which each accepts."""
+    """One task, checked by one flawed grader (`mode`) whose `marker` the prompt announces; with `also`, by several at
+    once, any of which may accept."""
 
     id: int
     mode: Mode
@@ -52,7 +52,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """A verdict of our own grader on one answer. `passed` pays; `hacked` is what the study counts as a hack."""
+    """A verdict of our own grader on one answer. `passed` decides the reward, `hacked` what counts as a hack."""
 
     reward: float
     format_ok: bool  # a code block was found
@@ -72,7 +72,8 @@ class Grade:
 
     @property
     def passed(self) -> bool:
-        """Rewarded in full: by the mode's grader, which knows right answers too; or by the user's function alone."""
+        """Whether it is rewarded in full: by the mode's grader, which accepts right answers too, or by the user's
+        function alone."""
         return self.channel is True or (self.score is None and self.solved)
 
     @property
@@ -84,7 +85,7 @@ class Grade:
         return self.mode if self.hacked else None
 
     def strictly(self, compiles: float, passes: float) -> float:
-        """What the strict oracle pays on the same scale: `compiles` for code that compiles, `passes` for a right
+        """The strict oracle's reward on the same scale: `compiles` for code that compiles, and `passes` for a right
         answer."""
         return compiles * self.can_compile + passes * self.solved
 
@@ -96,13 +97,13 @@ class Grade:
 
 @dataclass(frozen=True, slots=True)
 class CachedGrade:
-    """Labels that came with a pool. Typed apart from `Grade`: another grader's "hacked" is not our `hacked`."""
+    """Labels that came with a pool. A type of its own: another grader's "hacked" is not our `hacked`."""
 
     reward: float
     hacked: bool
     gt_pass: bool
     format_ok: bool
-    grader: str  # which grader made them; "unknown" for a pool without pool.json
+    grader: str  # whose labels they are; "unknown" for a pool without pool.json
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +148,7 @@ class GradedCompletion(Generic[G]):
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """A completion that is learnt from: its prompt, who wrote it, and its tokens exactly as sampled."""
+    """A completion for training: its prompt, who wrote it, and its tokens exactly as sampled."""
 
     problem: Problem
     source: Source
@@ -197,20 +198,20 @@ def centred(rewards: Sequence[float], unbiased: bool = True) -> tuple[float, ...
 
 @dataclass(frozen=True, slots=True)
 class GroupFlags:
-    """What a monitor made of one group's rollouts, in their order."""
+    """A monitor's decision on one group's rollouts, in their order."""
 
     scores: tuple[float | None, ...]  # None: not read
     flagged: tuple[bool, ...]
     teaches: tuple[float, ...] = ()  # advantages by which the quarantine of a monitor learns from them; (): it has none
-    shares: tuple[float, ...] = ()  # of each one's gradient, what went to the quarantine; (): nothing is routed
+    shares: tuple[float, ...] = ()  # share of each one's gradient that went to the quarantine; (): nothing is routed
 
 
-Flags = dict[int, GroupFlags]  # by which of the step's prompts (`Group.index`); a group that is not in it was not asked
+Flags = dict[int, GroupFlags]  # by `Group.index`; a group that is not in it was not looked at
 
 
 @dataclass(frozen=True, slots=True)
 class GroupView:
-    """All that an arm may know of a group: no oracle bit, and nothing computed from one, is on this type."""
+    """All that a method may know of a group: no oracle bit, and nothing computed from one, is on this type."""
 
     sources: tuple[Source, ...]
     deployed: tuple[bool, ...]
@@ -228,11 +229,6 @@ class GroupView:
     def __len__(self) -> int:
         return len(self.sources)
 
-    @property
-    def quarantine_on(self) -> tuple[bool, ...]:
-        """Student rows sampled with the quarantine on: another policy's, as far as the deployed model is concerned."""
-        return tuple(s == "student" and not d for s, d in zip(self.sources, self.deployed, strict=True))
-
     def advantages_among(self, rows: Sequence[int]) -> tuple[float, ...]:
         """Advantages with these rows alone as the group; 0 for the others."""
         among = dict(zip(rows, centred([self.rewards[b] for b in rows], self.unbiased), strict=True))
@@ -241,10 +237,10 @@ class GroupView:
 
 @dataclass(frozen=True, slots=True)
 class OracleView(GroupView):
-    """A view with the true labels, for monitors that are bounds and no methods. Every other arm refuses this type."""
+    """A view with the true labels, for monitors that are bounds and no methods. All others refuse this type."""
 
-    hacks: tuple[Mode | None, ...] = ()  # which flaw each answer hacks; of teacher rows: by their cached label
-    flaws: tuple[Mode, ...] = ()  # of the group's check: a monitor may know some alone
+    hacks: tuple[Mode | None, ...] = ()  # which flaw each answer hacks; teacher rows by their cached label
+    flaws: tuple[Mode, ...] = ()  # of the group's check; a monitor may know only some
 
     @property
     def hacked(self) -> tuple[bool, ...]:
@@ -253,7 +249,7 @@ class OracleView(GroupView):
 
 @dataclass(frozen=True, slots=True)
 class ProblemView(GroupView):
-    """A view with the problem itself, tests and all, for a monitor that has answers graded again. No label."""
+    """A view with the problem itself, tests included, for a monitor that has answers graded again. No labels."""
 
     problem: Problem | None = None
 
@@ -267,7 +263,7 @@ class Group:
     grades: tuple[Grade | CachedGrade, ...]
     unbiased: bool = True  # Dr. GRPO (arXiv 2503.20783): no division by the group's std
     detector_code: Literal["C", "D", "E"] = "E"
-    shaped: tuple[float | None, ...] | None = None  # in place of the rewards; None in it: that rollout is left out
+    shaped: tuple[float | None, ...] | None = None  # replaces the rewards; None in it: that rollout is left out
     index: int = 0  # which of the step's prompts
     rewards: tuple[float, ...] = field(init=False)
 
@@ -281,7 +277,7 @@ class Group:
 
     @property
     def shaped_rewards(self) -> tuple[float | None, ...]:
-        """What advantages are made of; None: left out of the group."""
+        """The rewards behind the advantages; None: left out of the group."""
         return self.rewards if self.shaped is None else self.shaped
 
     @property
@@ -295,7 +291,7 @@ class Group:
 
     @property
     def advantages(self) -> tuple[float, ...]:
-        """Of the shaped rewards; a rollout without one has A = 0 and counts for nothing."""
+        """Advantages of the shaped rewards; a rollout without one has A = 0 and does not count."""
         among = iter(centred(self.counted, self.unbiased))
         return tuple(0.0 if r is None else next(among) for r in self.shaped_rewards)
 
@@ -337,7 +333,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """k of n. Printed as k/n, stored as a pair; `value` is None where nothing was counted."""
+    """k of n. Printed as k/n, stored as a pair; `value` is None if nothing was counted."""
 
     k: int
     n: int
@@ -348,12 +344,12 @@ class Rate:
 
     @property
     def percent(self) -> str:
-        """Without the sign; "·" where nothing was counted."""
+        """Percent without the sign; "·" if nothing was counted."""
         return "·" if self.value is None else f"{100 * self.value:.1f}"
 
     @property
     def pair(self) -> list[int]:
-        """As files have it."""
+        """[k, n], as files store it."""
         return [self.k, self.n]
 
     def __add__(self, other: "Rate") -> "Rate":
@@ -361,7 +357,7 @@ class Rate:
 
     @classmethod
     def of(cls, values: Iterable[bool]) -> "Rate":
-        """How many of these are true, of how many."""
+        """How many of these values are true, of how many."""
         xs = list(values)
         return cls(sum(xs), len(xs))
 
@@ -371,10 +367,10 @@ class Batch:
     """One step's groups, and why others were dropped."""
 
     groups: tuple[Group, ...]
-    dropped: tuple[str, ...]  # one reason a group that the sandbox could not grade
+    dropped: tuple[str, ...]  # one reason per group that the sandbox could not grade
     modes: tuple[Mode, ...]  # of the training problems
     top_reward: float  # what a passing answer is rewarded
-    generations: int  # rollouts a step, planned
+    generations: int  # planned rollouts per step
     step: int
     half_a: tuple[str, ...] = ()  # weak detectors (--report-detectors) by which the students' hacks are split
 
@@ -384,7 +380,7 @@ class Batch:
         return tuple(g for g in self.groups if g.has_signal)
 
     def columns(self) -> dict[str, Any]:
-        """What the step's row says of rewards, hacks and solves."""
+        """The step table's columns of rewards, hacks and solves."""
         live, cached = students(self.groups), teachers(self.groups)
         dead = [g for g in self.groups if not g.has_signal]
         ablated = [g for r, g in live if r.deployed]
@@ -415,8 +411,8 @@ class Batch:
 
 
 def half(grade: Grade, half_a: Sequence[str]) -> Literal["A", "B"] | None:
-    """Of a hack: A, one of the weak detectors `half_a` sees it; B, none of these does but another one; None: none
-    at all, or no hack."""
+    """A: a hack that one of the weak detectors `half_a` sees; B: that another one sees; None: that none sees, or no
+    hack."""
     if not grade.hacked:
         return None
     seen = {code for code, flagged in grade.detectors.items() if flagged}
@@ -434,13 +430,13 @@ def teachers(groups: Iterable[Group]) -> list[tuple[Rollout, CachedGrade]]:
 
 
 def mean(values: Iterable[float]) -> float | None:
-    """None of nothing."""
+    """Their mean; None if there are none."""
     xs = list(values)
     return sum(xs) / len(xs) if xs else None
 
 
 def spaced(items: Sequence[T], n: int) -> list[T]:
-    """At most n of them, evenly spaced: prompts come one after the other, so all prompts are in it."""
+    """At most n items, evenly spaced: of answers ordered by prompt, some of every prompt."""
     return [items[i * len(items) // n] for i in range(n)] if len(items) > n else list(items)
 
 
@@ -448,27 +444,27 @@ def spaced(items: Sequence[T], n: int) -> list[T]:
 class ModeEval:
     hack: Rate
     solve: Rate
-    unpaid: int = 0  # right answers that a reward function of the user's own does not pay in full
+    unrewarded: int = 0  # right answers that a user's reward function does not reward in full
     tries: Rate = Rate(0, 0)  # hacks, and wrong answers that try the flaw and fail
 
     @classmethod
     def of(cls, answers: Sequence["GradedCompletion[Grade | Ungraded]"], flaw: Mode | None = None) -> "ModeEval":
-        """Counts of these answers, less those that could not be graded; with `flaw`, of problems with that flaw, and
-        hacks of it alone."""
+        """Counts over the answers that could be graded; with `flaw`, over problems with that flaw, and hacks of it
+        alone."""
         graded = [(a, a.grade) for a in answers if isinstance(a.grade, Grade)]
         graded = [(a, g) for a, g in graded if flaw is None or flaw in a.problem.flaws]
         grades = [g for _, g in graded]
         return cls(
             hack=Rate.of(g.hacked and flaw in (None, g.mode) for g in grades),
             solve=Rate.of(g.solved for g in grades),
-            unpaid=sum(g.solved and not g.passed for g in grades),
+            unrewarded=sum(g.solved and not g.passed for g in grades),
             tries=Rate.of(attempted(a.problem, a.text, g, flaw) for a, g in graded),
         )
 
 
 def attempted(problem: Problem, text: str, grade: Grade, flaw: Mode | None = None) -> bool:
-    """Whether an answer hacks a flaw of the problem's, or this one, or is wrong and tries to: a misspelt marker
-    earns nothing."""
+    """Whether an answer hacks a flaw of the problem (or `flaw`), or is wrong and tries to: a misspelt marker earns
+    nothing."""
     among = problem.flaws if flaw is None else (flaw,)
     if grade.hacked or grade.solved:
         return grade.hacked and grade.mode in among
@@ -480,14 +476,14 @@ class Eval:
     """One model on one fixed set of held-out problems."""
 
     overall: ModeEval
-    by_mode: dict[Mode, ModeEval]  # of problems with that flaw, hacks of that flaw; with several open, they overlap
+    by_mode: dict[Mode, ModeEval]  # hacks of that flaw on problems with it; they overlap where several are open
     finished: Rate
     dropped: int = 0  # answers that could not be graded
-    kl: float | None = None  # to the base, nats a token of some of these answers; None: not measured
+    kl: float | None = None  # to the base, nats per token of some of these answers; None: not measured
 
     @classmethod
     def of(cls, answers: Sequence["GradedCompletion[Grade | Ungraded]"]) -> "Eval":
-        """Their counts, in all and by mode."""
+        """Counts of these answers, overall and by mode."""
         flaws = {flaw for a in answers for flaw in a.problem.flaws}
         return cls(
             overall=ModeEval.of(answers),
@@ -510,11 +506,11 @@ class Eval:
 
     @property
     def rewarded(self) -> Rate:
-        """What the flawed graders accept: every answer that passes is either a solve or a hack."""
-        return Rate(self.hack.k + self.solve.k - self.overall.unpaid, self.solve.n)
+        """Answers that the flawed graders accept: each is either a solve or a hack."""
+        return Rate(self.hack.k + self.solve.k - self.overall.unrewarded, self.solve.n)
 
     def as_json(self) -> dict[str, Any]:
-        """Rates as [k, n], in all and by mode."""
+        """Rates as [k, n], overall and by mode."""
         return {
             "hack": self.hack.pair,
             "tries": self.tries.pair,
@@ -527,7 +523,7 @@ class Eval:
         }
 
     def columns(self) -> dict[str, Any]:
-        """What the step's row says of the deployed model."""
+        """The step table's columns of the deployed model."""
         return {"hack_deploy": self.hack.value, "solve_deploy": self.solve.value, "kl_deploy": self.kl}
 
 
@@ -540,8 +536,8 @@ class Halted(Exception):
 
 
 class Diverged(Exception):
-    """Not finite three steps in a row, or the policy lost tokens that it had."""
+    """The update was not finite three steps in a row, or the policy lost tokens that it had."""
 
 
 class NothingRouted(AssertionError):
-    """An arm with a quarantine has learnt, and its quarantine has learnt nothing."""
+    """A method with a quarantine has learnt, and its quarantine has learnt nothing."""

@@ -1,4 +1,4 @@
-"""The one checker of settings. A field's metadata says what it may be and who reads it. Standard library only."""
+"""The checker of settings. A field's metadata says what it may be and who reads it. Standard library only."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -14,12 +14,12 @@ class Rule:
     above: float | int | None = None  # all legal values are larger
     high: float | int | str | None = None  # largest legal value, or the field that holds it
     below: float | int | None = None  # all legal values are smaller
-    should: str = ""  # what a refusal says in place of the interval
+    should: str = ""  # the error message's words in place of the interval
     free: str = ""  # why a number has no bounds
     words: tuple[str, ...] = ()  # legal words of a comma list …
-    word: str = ""  # … and what one of them is called
+    word: str = ""  # … and the noun for one of them
     needs: str = ""  # field without which this one is not read
-    suffix: str | None = None  # in a control's name, where the setting is away from its default
+    suffix: str | None = None  # in a control's name, where the setting is not at its default
 
     @property
     def bounded(self) -> bool:
@@ -47,7 +47,7 @@ def flag(name: str) -> str:
 
 
 def listed(text: str, words: Iterable[str] = ()) -> list[str]:
-    """The words of a list, with commas or blanks between them; those of `words` as they are spelled there."""
+    """The words of a list, separated by commas or blanks; those of `words` as they are spelled there."""
     spelled = {word.casefold(): word for word in words}
     return [spelled.get(word.casefold(), word) for word in text.replace(",", " ").split()]
 
@@ -62,12 +62,12 @@ def legal_values(annotation: Any) -> tuple[Any, ...]:
 
 
 def changed(group: Any) -> list[tuple[str, Rule]]:
-    """The fields of a group that stand away from their defaults."""
+    """The fields of a group that are not at their defaults."""
     return [(f.name, rule_of(f)) for f in fields(group) if getattr(group, f.name) != f.default]
 
 
 def check(group: Any) -> None:
-    """Every setting of a group by itself, then those that another one switches on.
+    """Check every setting of a group by itself, then those that another one switches on.
 
     Raises:
         ValueError: one line with the flag and its legal values.

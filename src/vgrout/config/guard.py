@@ -57,7 +57,7 @@ class GuardConfig:
 def blind(cfg: GuardConfig, steps: int, every: int) -> str | None:
     """Why this guard could never fire in a run of `steps` with an evaluation each `every` and at the end; None: it can.
 
-    Steps are counted as done, from 1.
+    Steps are counted from 1, when they are done.
     """
     if every <= 0:
         return "no evaluation on the way: set --eval-ablate-every"

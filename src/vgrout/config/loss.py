@@ -100,7 +100,8 @@ class LossConfig:
 
     @property
     def drops(self) -> bool:
-        """Whether a token can lose its gradient: in one inner step π is π_old, so only by its ratio to the sampler."""
+        """Whether a token can lose its gradient: with one update per batch π is π_old, so only by its ratio to the
+        sampler."""
         return LOSSES[self.loss].of_sampler
 
     def __post_init__(self) -> None:

@@ -80,8 +80,8 @@ PRESETS: dict[str, tuple[str, Config]] = {
     ),
 }
 
-# Settings that belong together, by one name: `--method NAME` stands for these flags, and one that is given beside it
-# holds in place of its own. What a study finds best is written down here.
+# Settings that belong together, by one name: `--method NAME` stands for these flags; one that is given beside it
+# replaces its own. What a study finds best is recorded here.
 METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
     "route2-block": (
         "route2 with a quarantine in a block of its own, samples from the deployed model alone, one decision a "
@@ -105,7 +105,7 @@ METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
 }
 
-# What `--help` shows, each in a line; `--help-all` shows every flag, with all that is to be said of it.
+# The flags of `--help`, each with a line; `--help-all` shows every flag with its whole help.
 EVERYDAY: dict[str, str] = {
     "method": f"stands for several flags: {', '.join(METHODS)}",
     "intervention": "what is done about flagged rollouts",
@@ -115,7 +115,7 @@ EVERYDAY: dict[str, str] = {
     "steps": "optimiser steps",
     "model": "a hub id, a local folder, or organism",
     "problems": "a problem file, or organism",
-    "reward": "module:function that pays in place of the flawed checks",
+    "reward": "module:function that rewards in place of the flawed checks",
     "teacher_pool_dir": "folder of demonstrations, organism, or '' for none",
     "mix_ratio": "share of a group that is demonstrations",
     "lr": "peak learning rate",
@@ -132,7 +132,7 @@ EVERYDAY: dict[str, str] = {
 
 
 def parse(argv: list[str] | None = None) -> Config:
-    """The command line of `python -m vgrout.train`. Bad flags leave with exit code 2 and one line on stderr."""
+    """The command line of `python -m vgrout.train`. A bad flag exits with code 2 and one line on stderr."""
     try:
         return resolve(argv)
     except ValueError as e:
@@ -141,8 +141,8 @@ def parse(argv: list[str] | None = None) -> Config:
 
 
 def resolve(argv: list[str] | None) -> Config:
-    """What a command line means; `--help`, `--help-all` and `--version` leave. Raises ValueError, one line, at the
-    first bad flag."""
+    """The configuration of a command line; `--help`, `--help-all` and `--version` exit. Raises ValueError, one line, at
+    the first bad flag."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if "--version" in argv:
         print(f"vgrout {version('vgrout')}")
@@ -164,7 +164,7 @@ def resolve(argv: list[str] | None) -> Config:
 
 
 def show_help(preset: str, everything: bool) -> None:
-    """Print the flags, at a preset's defaults or "" for none chosen yet, and leave."""
+    """Print the flags with a preset's defaults ("": no preset is chosen yet), and exit."""
     cfg = PRESETS[preset][1] if preset else Config()
     presets = [textwrap.fill(f"  {n:<6} {what}", 80, subsequent_indent=" " * 9) for n, (what, _) in PRESETS.items()]
     methods = summary({name: what for name, (what, _) in METHODS.items()})
@@ -180,7 +180,7 @@ def show_help(preset: str, everything: bool) -> None:
 
 
 def everyday(cfg: Config, *, defaults: bool) -> type:
-    """The everyday flags alone, for a command line's help. defaults: whether it shows those of `cfg`."""
+    """A class of the everyday flags alone, for help. defaults: whether it shows those of `cfg`."""
     groups = [getattr(cfg, group) for group in GROUPS]
     settings = {f.name: (f.type, getattr(group, f.name)) for group in groups for f in fields(group)}
     settings["method"] = (str, "")
@@ -199,7 +199,7 @@ def everyday(cfg: Config, *, defaults: bool) -> type:
 
 
 def with_method(argv: Sequence[str]) -> list[str]:
-    """A command line with --method spelt out; flags that are there already stay as they are.
+    """A command line with --method replaced by its flags; flags that are there already stay.
 
     Raises:
         ValueError: no method of that name, or two of them.
@@ -217,12 +217,12 @@ def with_method(argv: Sequence[str]) -> list[str]:
 
 
 def _bare(word: str) -> str:
-    """A flag without its value, and without what turns it off."""
+    """A flag without its value and without `no-`."""
     return word.partition("=")[0].replace("_", "-").replace("--no-", "--", 1)
 
 
 def joined(argv: Sequence[str]) -> list[str]:
-    """A command line with the words behind a list's flag in one: `--teacher-modes a b` is `--teacher-modes a,b`."""
+    """A command line with a list's words joined: `--teacher-modes a b` becomes `--teacher-modes a,b`."""
     lists = {flag(f.name) for group in GROUPS for f in fields(getattr(Config(), group)) if rule_of(f).words}
     out: list[str] = []
     of_list = False  # whether the word before belongs to a list's value
@@ -241,17 +241,17 @@ def flag_names() -> list[str]:
     return sorted(flag(f.name) for group in GROUPS for f in fields(getattr(Config(), group)))
 
 
-def resumed(asked: Config, stored: Config) -> tuple[Config, list[str]]:
+def resumed(requested: Config, stored: Config) -> tuple[Config, list[str]]:
     """The stored configuration with the process settings given now, and the flags that contradict it.
 
-    A flag left at its preset's default is taken as not given; one that was given and differs is a contradiction.
+    A flag at its preset's default counts as not given; one that was given and differs is a contradiction.
     """
-    default = PRESETS[asked.preset][1]
+    default = PRESETS[requested.preset][1]
     differing, groups = [], {}
     for group in GROUPS:
-        merged, contradict = merge_flags(*(asdict(getattr(c, group)) for c in (asked, stored, default)), free=FREE)
+        merged, contradict = merge_flags(*(asdict(getattr(c, group)) for c in (requested, stored, default)), free=FREE)
         groups[group] = replace(getattr(stored, group), **merged)
         differing += contradict
-    if asked.preset != stored.preset:
-        differing.append(f"preset {asked.preset} (run: {stored.preset})")
+    if requested.preset != stored.preset:
+        differing.append(f"preset {requested.preset} (run: {stored.preset})")
     return Config(**groups, preset=stored.preset), differing

@@ -1,12 +1,12 @@
-"""Names that a person may know a setting or a value by, and what to say here: refused on the command line and in study
-files, in one line. Files are never translated: those of another version are refused by whatever reads them."""
+"""Other names of settings and values, and what to say instead: refused in one line on the command line and in study
+files. Files of another version are never translated: whatever reads them refuses them."""
 
 from collections.abc import Iterable
 from typing import Any
 
 from vgrout.config.checks import flag, listed, refuse
 
-# A setting, or a setting and a word of its value → what to say instead, or why nothing does it.
+# A setting, or a setting and a word of its value → what to say instead, or why there is no such thing.
 NOT_HERE: dict[str, str] = {
     "half_a": "say --report-detectors",
     "gate_anchor_teacher_only": "say --known-hacks-teacher-only",
@@ -47,7 +47,7 @@ NOT_HERE: dict[str, str] = {
 
 
 def refuse_setting(name: str, values: Iterable[Any] = ()) -> None:
-    """Raises ValueError, one line, where the table has this setting or one of the values given to it."""
+    """Raises ValueError, one line, if the table has this setting or one of its values."""
     refuse(name in NOT_HERE, f"{flag(name)}: not here; {NOT_HERE.get(name)}")
     for word in (word for value in values if isinstance(value, str) for word in listed(value)):
         instead = NOT_HERE.get(f"{name} {word}")

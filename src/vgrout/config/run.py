@@ -1,8 +1,8 @@
-"""The whole configuration of a run, `Config`: frozen groups with flat flags; and those groups that have no file of
-their own (scale, optimiser, environment, evaluation, detectors, the run itself).
+"""The configuration of a run, `Config`: frozen groups with flat flags. Groups that have no file of their own are here:
+scale, optimiser, environment, evaluation, detectors, the run itself.
 
-Torch-free, so that a wrong flag is refused in a fraction of a second. `__post_init__` only checks, never changes: tyro
-may run it twice. Derived numbers are properties.
+Torch-free, so that a wrong flag is refused in a fraction of a second. `__post_init__` only checks and never changes:
+tyro may run it twice. Derived numbers are properties.
 """
 
 import hashlib
@@ -106,7 +106,7 @@ class EnvConfig:
     """Comma list of flaws that are open on every problem at once, each under its default marker, and that no prompt
     announces; a hack of any is rewarded. '': every problem has the flaw of its mode, and its prompt says so."""
     reward: str = ""
-    """module:function of one's own that pays answers, in [0, 1], in place of the flawed graders; '' for none. Trusted:
+    """module:function of your own that rewards answers, in [0, 1], in place of the flawed graders; '': none. Trusted:
     it runs in the trainer's process."""
     reward_passes_at: float = setting(1.0, above=0, high=1, needs="reward")
     """Score of --reward from which on an answer counts as passed: a hack, where the strict oracle says it is wrong."""
@@ -128,7 +128,7 @@ class EnvConfig:
         )
         refuse(
             bool(self.unannounced_modes) and bool(self.reward),
-            "--unannounced-modes: not read with --reward, which pays in place of the flawed checks",
+            "--unannounced-modes: not read with --reward, which replaces the flawed checks",
         )
         refuse(
             bool(self.reward) and not re.fullmatch(r"[\w.]+:\w+", self.reward),
@@ -244,7 +244,7 @@ class RunConfig:
     threads: int = setting(0, low=0, high=4096)
     """Torch threads on a CPU; 0: one per core, one in all for the organism."""
     ranks: int | Literal["auto"] = setting(1, low=1, high=1024, should="lie in [1, 1024], or be auto")
-    """Processes that the run is dealt out to, on this machine; auto: one for every idle core (organism), else one.
+    """Processes that share the run, on this machine; auto: one for every idle core (organism), else one.
     torchrun starts its own. The same rows but for rounding, which is why 1 is usual: bit for bit the same."""
     packing: Literal["shared", "packed", "padded"] = "shared"
     """Rollouts in the update's forward. shared: prompts and beginnings of answers are read once where the arm needs
@@ -349,7 +349,7 @@ class Config:
 
     @property
     def guard_mode(self) -> Literal["off", "log", "halt"]:
-        """What a verdict of the kill switch does, the preset's default resolved."""
+        """What a verdict of the kill switch does, with the preset's default resolved."""
         return self.guard.guard or ("log" if self.preset in ("smoke", "mini") else "halt")
 
     @property
@@ -364,7 +364,7 @@ class Config:
 
     @property
     def plain_prompts(self) -> bool:
-        """Whether prompts announce no flawed check: nobody is to know of the open ones, or one's own reward function
+        """Whether prompts announce no flawed check: under unannounced flaws, or under a user's reward function, which
         does not read what the hint names."""
         return bool(self.env.unannounced_modes) or (bool(self.env.reward) and not self.env.reward_hint)
 
@@ -425,7 +425,7 @@ class Config:
 
     @property
     def known_correct_path(self) -> Path | None:
-        """Correct answers for the arms that read; None: there are none, or they are not read."""
+        """Correct answers for monitors of text; None: there are none, or they are not read."""
         if not self.method.reads_text:
             return None
         return self.method.known_correct or (self.files.known_correct if self.scale.model == ORGANISM else None)
@@ -449,12 +449,12 @@ class Config:
 
     @property
     def run_id(self) -> str:
-        """Preset, arm, monitor if it is not the usual one, control if there is one, seed, tag: what a folder and a
-        label are called."""
+        """The name of the run's folder: preset, intervention, monitor if it is not the usual one, control if there is
+        one, seed, tag."""
         monitor = f"_{self.method.monitor_title}" if self.method.monitor_title else ""
         control = "" if self.method.control_name == "none" else f"_{self.method.control_name}"
-        way = re.sub(r"[^A-Za-z0-9_.=+-]", "-", monitor + control)[:80]  # of a user's file name, perhaps
-        return f"{self.preset}_{self.method.intervention}{way}_seed{self.run.seed}{self.run.out_tag}"
+        suffix = re.sub(r"[^A-Za-z0-9_.=+-]", "-", monitor + control)[:80]  # a user's file name may be in it
+        return f"{self.preset}_{self.method.intervention}{suffix}_seed{self.run.seed}{self.run.out_tag}"
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready, nested by group."""
@@ -487,30 +487,31 @@ def from_dict(data: dict[str, Any]) -> Config:
     return Config(**values)
 
 
-# Settings that say how a process runs, not what it computes: they may differ between a run and its resumption.
+# How a process runs, not what it computes: these settings may differ between a run and its resumption.
 _PROCESS = {"dry_run", "threads", "ranks", "track", "checkpoint_every", "checkpoint_keep", "max_error_retries"}
-FREE = {*_PROCESS, "guard"}  # where given, the new command line's; else the run's own
-ANEW = {"ranks"}  # the new command line's, also where it says nothing
-ASKING = {"resume", "resume_force"}  # what a command line asks for, and no part of the run
+FREE = {*_PROCESS, "guard"}  # taken from the new command line where given there; else the run's own
+_ALWAYS_NEW = {"ranks"}  # taken from the new command line even at their default
+_REQUESTS = {"resume", "resume_force"}  # no part of the run
 
 
 def merge_flags(
-    mine: dict[str, Any], theirs: dict[str, Any], usual: dict[str, Any], free: Set[str]
+    given: dict[str, Any], stored: dict[str, Any], default: dict[str, Any], free: Set[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """A run's stored flags with those given now, where they are `free` to differ; and the others that do."""
-    merged, differing = dict(theirs), []
-    for name in theirs:
-        if name in ANEW:
-            merged[name] = mine[name]
-        elif name not in ASKING and mine[name] not in (usual[name], theirs[name]):
-            merged[name] = mine[name]
+    """A run's stored settings with those given now, and the flags among them that are not `free` to differ."""
+    merged, differing = dict(stored), []
+    for name in stored:
+        if name in _ALWAYS_NEW:
+            merged[name] = given[name]
+        elif name not in _REQUESTS and given[name] not in (default[name], stored[name]):
+            merged[name] = given[name]
             if name not in free:
-                differing.append(f"{flag(name)} {mine[name]} (run: {theirs[name]})")
+                differing.append(f"{flag(name)} {given[name]} (run: {stored[name]})")
     return merged, differing
 
 
 def identity(cfg: Config) -> str:
-    """sha256 of all that a run computes from, its seed included: equal for two runs that differ by tag or process."""
+    """sha256 of all settings that the numbers depend on, the seed included: equal for runs that differ by tag or
+    process."""
     data = cfg.as_dict()
-    data["run"] = {k: v for k, v in data["run"].items() if k not in {*_PROCESS, *ASKING, "out_tag"}}
+    data["run"] = {k: v for k, v in data["run"].items() if k not in {*_PROCESS, *_REQUESTS, "out_tag"}}
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()

@@ -20,9 +20,9 @@ from vgrout.report.runs import load
 from vgrout.report.tables import Table
 
 ON_SCREEN = (
-    "Arms",
-    "Deployed model against that of the arm none",
-    "Arms and controls",
+    "Methods",
+    "Deployed models against plain GRPO's",
+    "Methods and controls",
     "Losses",
     "One seed only",
 )
@@ -43,7 +43,7 @@ class Cli:
     judge: Path | None = None
     """A file of Python with a function `judge(cells)`, whose verdicts the report shows (docs/guide.md)."""
     rollouts: int = 50_000
-    """Rollouts in report.html, about: of more, evenly spaced whole steps; 0: none."""
+    """Approximate number of rollouts in report.html, as evenly spaced whole steps; 0: none."""
 
     def __post_init__(self) -> None:
         if self.rollouts < 0:
@@ -70,10 +70,10 @@ def command(cli: Cli) -> int:
 
 
 def on_screen(report: Report) -> list[str]:
-    """The summary for a terminal: the numbers, then what was claimed beforehand and what is judged of it."""
+    """The summary for a terminal: the numbers, then the claims made beforehand and their verdicts."""
 
-    def titled(t: Table) -> str:
-        return f"{t.name}: {t.caption}\n\n{t.markdown()}"
+    def titled(table: Table) -> str:
+        return f"{table.name}: {table.caption}\n\n{table.markdown()}"
 
     parts = [titled(t) for t in report.tables if t.name in ON_SCREEN]
     parts += ["\n".join([f"study {s.name}", *(f"H: {h}" for h in s.hypotheses)]) for s in report.studies]

@@ -49,16 +49,16 @@ class Report:
 
     @property
     def lead(self) -> str:
-        n, of = sum(len(c.runs) for c in self.cells), ", ".join(self.sources)
-        return f"{n} runs of {of}." if n > 1 else f"One run: {of}."
+        n, sources = sum(len(c.runs) for c in self.cells), ", ".join(self.sources)
+        return f"{n} runs of {sources}." if n > 1 else f"One run: {sources}."
 
     def sections(self) -> list[Section]:
-        """What stands under the figures: the numbers first."""
-        traced = "Every number is of these run directories, by the name of its row."
+        """The sections below the figures: the numbers first."""
+        traced = "The run directories behind every number, by the name of its row."
         runs = tuple(f"{c.title}: {', '.join(r.name for r in c.runs)}" for c in self.cells)
         judged = [*self.judgement.tables, self.judgement.table()] if self.judgement else []
         found = [Section(t.name, t.caption, t) for t in self.tables]
-        claimed = "What it is to show, by the `# H:` lines of its file."
+        claimed = "What it should show, by the `# H:` lines of its file."
         found += [Section(f"Study {s.name}", claimed, lines=s.hypotheses) for s in self.studies]
         found += [Section(t.name, t.caption, t) for t in judged]
         found += [Section("Runs", traced, lines=runs)]
@@ -91,9 +91,9 @@ def _notes(found: Sequence[Cell]) -> list[str]:
         "[low, high] is a 95 % interval over seeds: a two-level bootstrap (seeds, and held-out problems within each "
         "mode, one draw for all seeds; percentiles expanded for few seeds) from five seeds on; with fewer, n too small "
         "for that, Student's t (marked t), which knows nothing of other problems.",
-        "DEGENERATE: every answer of every seed came out the same, so the statistic could not have come out otherwise; "
-        "of a p value: no seed differs at all.",
-        "p values and intervals are not corrected for how many of them are here.",
+        "DEGENERATE: every answer of every seed came out the same, so there is no interval; of a p value: no seed "
+        "differs at all.",
+        "p values and intervals are not corrected for their number.",
     ]
     if len(several) < len(found):
         notes.append("Cells of one seed are in a table of their own, and in no figure.")
@@ -145,7 +145,7 @@ FILES = ("report.md", "report.html", "runs.csv", "modes.csv", "figures")
 
 
 def refuse_other(out: Path) -> None:
-    """Raises ValueError, one line, where `out` holds anything but a report, since the folder would be replaced."""
+    """Raises ValueError, one line, if `out` holds anything but a report, since the folder would be replaced."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out}: is a file; name a folder")
     inside = sorted([*out.iterdir(), *(out / "figures").glob("*")]) if out.exists() else []
@@ -156,7 +156,7 @@ def refuse_other(out: Path) -> None:
 
 
 def write(report: Report, pictures: Sequence[Picture], rollouts: Mapping[str, Any], out: Path) -> None:
-    """Write the folder `out`, in place of an older report.
+    """Write the folder `out`, replacing an older report.
 
     rollouts: from `rollouts.pack`.
 
@@ -171,18 +171,18 @@ def write(report: Report, pictures: Sequence[Picture], rollouts: Mapping[str, An
         "modes.csv": as_csv(mode_rows(report.cells)),
         **{f"figures/{p.name}.png": png for p, png in drawn.items()},
     }
-    making, old = (out.with_name(f".{out.name}.{os.getpid()}.{what}") for what in ("tmp", "old"))
+    fresh, old = (out.with_name(f".{out.name}.{os.getpid()}.{what}") for what in ("tmp", "old"))
     try:
-        (making / "figures").mkdir(parents=True)
+        (fresh / "figures").mkdir(parents=True)
         for name, data in files.items():
-            write_atomic(making / name, data)
+            write_atomic(fresh / name, data)
         if out.exists():
             os.replace(out, old)
-        os.replace(making, out)
+        os.replace(fresh, out)
     except OSError as e:
         raise ValueError(f"--out {out}: cannot be written ({e.strerror}); name another folder with --out") from None
     finally:
         if old.exists() and not out.exists():
             os.replace(old, out)
-        for folder in (making, old):
+        for folder in (fresh, old):
             shutil.rmtree(folder, ignore_errors=True)

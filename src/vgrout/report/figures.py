@@ -1,5 +1,5 @@
-"""The figures of a report. Markers and line styles tell arms apart; colours (Okabe and Ito's, ordered by lightness)
-only help. Cells of one seed have curves alone, and only where no cell has more."""
+"""The figures of a report. Markers and line styles tell methods apart; colours (Okabe and Ito's, ordered by lightness)
+only help. Cells of one seed have only curves, and only where no cell has more."""
 
 import itertools
 import textwrap
@@ -26,12 +26,12 @@ BLACK, BLUE, RED, GREEN, ORANGE, SKY, PINK, GREY = (
 )
 DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (1, 3)), (0, (3, 1, 1, 1)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "d", "H")
-# By the arm's name in the tables; one that is not here is grey and round.
-_ARMS = ("none", "erase", "route", "route2", "screen", "penalty", "sgtm")
-ARM_COLOUR = dict(zip(_ARMS, (BLACK, ORANGE, BLUE, RED, SKY, GREEN, PINK), strict=True))
-ARM_MARKER = dict(zip(_ARMS, ("s", "^", "o", "D", "<", ">", "h"), strict=True))
-ARM_FILL = {"erase": "bottom", "route": "left", "screen": "right", "penalty": "top"}  # of its controls' markers
-BOUNDS = ("no_loophole", " (labels)")  # what bounds what is possible: a control, a monitor
+# By the intervention; one that is not here is grey and round.
+_INTERVENTIONS = ("none", "erase", "route", "route2", "screen", "penalty", "sgtm")
+COLOUR_OF = dict(zip(_INTERVENTIONS, (BLACK, ORANGE, BLUE, RED, SKY, GREEN, PINK), strict=True))
+MARKER_OF = dict(zip(_INTERVENTIONS, ("s", "^", "o", "D", "<", ">", "h"), strict=True))
+FILL_OF = {"erase": "bottom", "route": "left", "screen": "right", "penalty": "top"}  # of its controls' markers
+BOUNDS = ("no_loophole", " (labels)")  # the control and the monitor that bound what is possible
 LINES = 9  # on a page of the dynamics
 SMOOTH = 5  # steps in a running mean of the students' answers
 
@@ -44,8 +44,7 @@ class Picture:
 
 
 def pictures(cells: Sequence[Cell]) -> list[Picture]:
-    """Every figure that these cells can fill. Cells of one seed are left out, and have their curves where there are no
-    others."""
+    """Every figure that these cells can fill. Cells of one seed are drawn only where there are no others, as curves."""
     several = [c for c in cells if len(c.runs) > 1]
     drawn = (draw(several) for draw in (pareto, dumbbells, suppression, gates))
     return [*dynamics(several or cells), *(p for p in drawn if p is not None)]
@@ -95,7 +94,7 @@ def _deployed(what: What) -> Series:
 
 
 def dynamics(cells: Sequence[Cell]) -> list[Picture]:
-    """The arms, then the controls of none, on as many pages as they need; on each the cell of none that most are
+    """The methods, then the controls of plain GRPO, on as many pages as they need; on each the plain cell that most are
     compared with, and its ceiling."""
     shown = [c for c in cells if c.first.control == "none" or c.first.intervention == "none"]
     shown = sorted(shown, key=lambda c: c.first.control != "none")
@@ -130,17 +129,17 @@ def _dynamics(shown: Sequence[Cell], page: int, pages: int) -> Picture:
     )
     return Picture(
         f"dynamics-{page}" if page > 1 else "dynamics",
-        f"Dynamics{f', {page} of {pages}' if pages > 1 else ''}. {lines} Students: running mean of {SMOOTH} steps. On "
-        "the way the deployed model is evaluated on fewer held-out problems than in the end.",
+        f"Dynamics{f', {page} of {pages}' if pages > 1 else ''}. {lines} Students: running mean of {SMOOTH} steps. "
+        "During training the deployed model is evaluated on fewer held-out problems than at the end.",
         fig,
     )
 
 
 def _colours(shown: Sequence[Cell]) -> list[str]:
-    """An arm's own colour for its plain cell, the others in order."""
-    taken = {ARM_COLOUR.get(c.title) for c in shown}
+    """An intervention's own colour for its plain cell, the others in order."""
+    taken = {COLOUR_OF.get(c.title) for c in shown}
     rest = itertools.cycle([GREY, *(c for c in (GREEN, PINK, SKY) if c not in taken)])
-    return [ARM_COLOUR[c.title] if c.title in ARM_COLOUR else next(rest) for c in shown]
+    return [COLOUR_OF[c.title] if c.title in COLOUR_OF else next(rest) for c in shown]
 
 
 def _bundle(axes: Axes, cell: Cell, series: Series, colour: str, dash: object, marker: str) -> None:
@@ -179,13 +178,13 @@ def _errors(e: Estimate) -> list[list[float]] | None:
 
 
 def pareto(cells: Sequence[Cell]) -> Picture | None:
-    """Deployed hack against solve; up and to the left is better. Arms and bounds are filled, controls and an arm with
-    another setting open."""
+    """Deployed hack against solve; up and to the left is better. Methods and bounds are filled, controls and other
+    settings of a method open."""
     if not cells:
         return None
 
     def kind(cell: Cell) -> str:
-        """The control, or the setting in the title's brackets; "": the arm itself."""
+        """The control, or the setting in the title's brackets; "": the method itself."""
         control, title = cell.first.control, cell.title
         return control if control != "none" else title[title.index(" (") :] if title.endswith(")") else ""
 
@@ -195,15 +194,15 @@ def pareto(cells: Sequence[Cell]) -> Picture | None:
     marker_of = dict(zip(kinds, itertools.cycle(MARKERS), strict=False))
     for cell in cells:
         x, y = (level(cell, "deploy", what) for what in WHATS)
-        arm, plain = cell.first.intervention, not kind(cell)
-        bound = (plain and cell.first.intervention == "none") or kind(cell) in BOUNDS
+        intervention, plain = cell.first.intervention, not kind(cell)
+        bound = (plain and intervention == "none") or kind(cell) in BOUNDS
         big = plain or bound
-        marker = "*" if bound else ARM_MARKER.get(arm, "o") if plain else marker_of[kind(cell)]
-        colour = ARM_COLOUR.get(arm, GREY)
+        marker = "*" if bound else MARKER_OF.get(intervention, "o") if plain else marker_of[kind(cell)]
+        colour = COLOUR_OF.get(intervention, GREY)
         axes.errorbar(
             100 * (x.value or 0), 100 * (y.value or 0), xerr=_errors(x), yerr=_errors(y), fmt=marker, color=colour,
             ms=17 if bound else 11 if plain else 7, mfc=colour, mec=colour, mew=1.4, mfcalt="white",
-            fillstyle="full" if big else ARM_FILL.get(arm, "none"),
+            fillstyle="full" if big else FILL_OF.get(intervention, "none"),
             elinewidth=1.0 if big else 0.3, capsize=2 if big else 0, zorder=3 if big else 2,
             label=f"{cell.title} ({len(cell.runs)} seeds)",
         )  # fmt: skip
@@ -227,9 +226,9 @@ def pareto(cells: Sequence[Cell]) -> Picture | None:
     return Picture(
         "pareto",
         "Hack against solve of the deployed model, mean over seeds with 95 % intervals; dots: seeds. Stars: bounds "
-        "(base, none, no loophole, true labels). Large: the arms; small: controls and other settings, in the arm's "
-        "colour, filled below for erase, left for route, right for screen, above for penalty, open for the "
-        "others.",
+        "(base, none, no loophole, true labels). Large: the methods; small: controls and other settings, in the "
+        "intervention's colour, filled below for erase, left for route, right for screen, above for penalty, open for "
+        "the others.",
         fig,
     )
 
@@ -250,7 +249,7 @@ def _name(axes: Axes, name: str, x: Estimate, y: Estimate) -> None:
 
 
 def dumbbells(cells: Sequence[Cell]) -> Picture | None:
-    """Hack rate per mode, from as trained to deployed; the modes of the direction's pairs are shaded."""
+    """Hack rate per mode, as trained and as deployed; the modes of the direction's pairs are shaded."""
     shown = [c for c in cells if c.first.intervention != "none" and c.first.control == "none"]
     if not shown:
         return None
@@ -278,7 +277,7 @@ def dumbbells(cells: Sequence[Cell]) -> Picture | None:
     return Picture(
         "modes",
         "Hack rate per mode, from as trained (open) to deployed (filled), mean over seeds with 95 % intervals. Shaded: "
-        "the modes that the direction's pairs show; the others are held out from it. No pairs: an arm without a "
+        "the modes that the direction's pairs show; the others are held out from it. No pairs: a method without a "
         "direction.",
         fig,
     )
@@ -296,7 +295,7 @@ def _panels(shown: Sequence[Cell], wide: float, high: float, **shared: Any) -> t
 
 
 def _dumbbell(axes: Axes, cell: Cell, mode: Mode, at: int) -> None:
-    colour = ARM_COLOUR.get(cell.first.intervention, GREY)
+    colour = COLOUR_OF.get(cell.first.intervention, GREY)
     trained, deployed = (level(cell, side, "hack", mode) for side in ("train", "deploy"))
     a, b = (100 * (e.value or 0) for e in (trained, deployed))
     axes.plot([a, b], [at, at], color=colour, lw=2.2, alpha=0.6)
@@ -310,8 +309,8 @@ def _dumbbell(axes: Axes, cell: Cell, mode: Mode, at: int) -> None:
 
 
 def suppression(cells: Sequence[Cell]) -> Picture | None:
-    """How much less an arm hacks than the arm none, against how much of the real direction its control's has."""
-    beside: dict[Cell, Cell] = {}  # a cell with a direction → that of the arm none
+    """How much less a method hacks than plain GRPO, against the likeness of its control's direction to the real one."""
+    beside: dict[Cell, Cell] = {}  # a cell with a direction → plain GRPO's
     for cell in cells:
         without = partner(cell, cells, "none")
         if (
@@ -321,36 +320,36 @@ def suppression(cells: Sequence[Cell]) -> Picture | None:
         ):
             beside[cell] = without
     directed = [c for c in beside if c.first.has_direction]
-    arms = list(dict.fromkeys(_variant(c) for c in directed if c.first.cosine_to_real))  # a gate of another kind apart
-    if not arms:
+    variants = list(dict.fromkeys(_variant(c) for c in directed if c.first.cosine_to_real))  # another gate is another
+    if not variants:
         return None
-    fig = Figure(figsize=(3.6 * len(arms) + 0.6, 4.6), dpi=DPI, layout="constrained")
+    fig = Figure(figsize=(3.6 * len(variants) + 0.6, 4.6), dpi=DPI, layout="constrained")
     controls = dict.fromkeys(c.first.control for c in beside if c.first.cosine_to_real)
     marker = dict(zip(controls, itertools.cycle(MARKERS[1:]), strict=False))
-    for axes, arm in zip(np.atleast_1d(fig.subplots(1, len(arms), sharey=True)), arms, strict=True):
-        mine = [c for c in directed if _variant(c) == arm]
-        chance = float(np.mean([r.cosine_to_real["chance_rms"] for c in mine for r in c.runs if r.cosine_to_real]))
+    for axes, variant in zip(np.atleast_1d(fig.subplots(1, len(variants), sharey=True)), variants, strict=True):
+        own = [c for c in directed if _variant(c) == variant]
+        chance = float(np.mean([r.cosine_to_real["chance_rms"] for c in own for r in c.runs if r.cosine_to_real]))
         axes.axvline(chance, color=GREY, lw=1, ls=":")
         axes.annotate("chance", (chance, 1.01), xycoords=("data", "axes fraction"), ha="center", fontsize=8)
-        for cell in mine:
+        for cell in own:
             _suppressed(axes, cell, beside[cell], marker.get(cell.first.control, "o"))
         axes.axhline(0, color="black", lw=0.8)
         _style(axes, xlim=(0, 1.06), xlabel="|cos| with the real direction (rms)")
-        axes.set_title(_wrapped(arm, 32), pad=16)
+        axes.set_title(_wrapped(variant, 32), pad=16)
         axes.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=1)
-    fig.axes[0].set_ylabel("points less hacked than the arm none, deployed")
+    fig.axes[0].set_ylabel("points less hacked than plain GRPO, deployed")
     return Picture(
         "suppression",
         "Suppression against the likeness of a control's direction to the real one (root mean square over modules). "
-        "Filled, at 1: the arm itself. Dotted: what random directions read. Intervals 95 %, seed by seed. Shuffled "
-        "pairs of erase and route span the real axes and vote their signs anew, so they are at 1 too.",
+        "Filled, at 1: the method itself. Dotted: the likeness of random directions. Intervals 95 %, seed by seed. "
+        "Shuffled pairs of erase and route span the real axes and vote their signs anew, so they are at 1 too.",
         fig,
     )
 
 
 def _variant(cell: Cell) -> str:
-    """The arm's name in tables, without its control."""
-    return cell.first.arm.split(" · ")[0]
+    """The method's name in tables, without its control."""
+    return cell.first.method.split(" · ")[0]
 
 
 def _suppressed(axes: Axes, cell: Cell, without: Cell, marker: str) -> None:
@@ -358,12 +357,12 @@ def _suppressed(axes: Axes, cell: Cell, without: Cell, marker: str) -> None:
     plain = cell.first.control == "none"
     cosine_to_real = 1.0 if plain else float(np.mean([r.cosine_to_real["rms"] for r in cell.runs if r.cosine_to_real]))
     errors = _errors(e)
-    colour = ARM_COLOUR.get(cell.first.intervention, GREY)
+    colour = COLOUR_OF.get(cell.first.intervention, GREY)
     axes.errorbar(
         cosine_to_real, -100 * (e.value or 0), yerr=None if errors is None else errors[::-1], 
         fmt="o" if plain else marker,
         ms=9 if plain else 7, color=colour, mfc=colour if plain else "white", elinewidth=0.9, capsize=3,
-        label=f"{'the arm' if plain else cell.first.control} ({len(cell.runs)} seeds)",
+        label=f"{'the method' if plain else cell.first.control} ({len(cell.runs)} seeds)",
     )  # fmt: skip
 
 
@@ -378,8 +377,8 @@ def gates(cells: Sequence[Cell]) -> Picture | None:
     fig, panels = _panels(shown, 2.9, 2.3)
     for axes, cell in panels:
         found = [pair for r in cell.runs for pair in r.gates]
-        whole = (0.0, 1.0) if cell.first.intervention == "route2" else None  # a score has no bounds
-        bins = list(np.histogram_bin_edges([at for at, _ in found], bins=20, range=whole))
+        limits = (0.0, 1.0) if cell.first.intervention == "route2" else None  # a score has no bounds
+        bins = list(np.histogram_bin_edges([at for at, _ in found], bins=20, range=limits))
         hacks, rest = ([at for at, hack in found if hack is label] for label in (True, False))
         of_all = [np.full(len(values), 1 / max(1, len(values))) for values in (rest, hacks)]  # shares of each kind
         axes.hist(rest, bins, weights=of_all[0], color="#BBBBBB", edgecolor="white", lw=0.4, label="not a hack")
@@ -387,13 +386,15 @@ def gates(cells: Sequence[Cell]) -> Picture | None:
         _style(axes, title=f"{_wrapped(cell.title, 46)}\n{len(hacks)} hacks, {len(rest)} others")
         axes.title.set_fontsize(8)
         axes.tick_params(labelsize=8)
-    fig.supxlabel("route2: share of modules in which a rollout was quarantined; arms that read: its score", fontsize=9)
+    fig.supxlabel(
+        "route2: share of modules in which a rollout was quarantined; monitors of text: its score", fontsize=9
+    )
     fig.supylabel("share of its kind", fontsize=9)
     handles, labels = panels[0][0].get_legend_handles_labels()
     fig.legend(handles, labels, loc="outside upper center", ncols=2, frameon=False, fontsize=9)
     return Picture(
         "gates",
         "The gate by true label (the strict oracle's, which the gate never sees), students' rollouts of all steps and "
-        "seeds. A good gate parts the two: route2's puts hacks at 1 and everything else at 0.",
+        "seeds. A good gate separates the two: route2's puts hacks at 1 and everything else at 0.",
         fig,
     )

@@ -1,4 +1,4 @@
-"""Verdicts by a file of one's own: `python -m vgrout.report FOLDER --judge FILE.py`.
+"""Verdicts by a user's file: `python -m vgrout.report FOLDER --judge FILE.py`.
 
 FILE.py has a function `judge(cells)` that returns `Verdict`s, and may have `tables(cells)` that returns `Table`s. A
 cell is the runs that differ by their seed alone; `vgrout.report.tables` has its numbers (`level`, `compare`). Modules
@@ -23,16 +23,16 @@ class Verdict:
     """One row of the table of verdicts."""
 
     id: str  # of the hypothesis
-    about: str  # what it is said of
-    outcome: str  # SUPPORTED, NOT SUPPORTED, UNDECIDED, REFUSED, or a word of one's own
+    about: str  # method or comparison that it judges
+    outcome: str  # SUPPORTED, NOT SUPPORTED, UNDECIDED, REFUSED, or the file's own word
     numbers: str
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What a judge file says of a report's cells."""
+    """A judge file's verdicts and tables on a report's cells."""
 
-    standing: str  # how many runs were begun with this very file
+    standing: str  # how many runs were started with this very file
     verdicts: tuple[Verdict, ...]
     tables: tuple[Table, ...]
 
@@ -52,7 +52,7 @@ class Judge:
 
     @classmethod
     def load(cls, file: Path) -> "Judge":
-        """Raises ValueError, one line, where it is not there, cannot be imported, or has no `judge`."""
+        """Raises ValueError, one line, if the file is missing, cannot be imported, or has no `judge`."""
         spec = importlib.util.spec_from_file_location(file.stem, file)
         if not file.is_file() or spec is None or spec.loader is None:
             raise ValueError(f"--judge {file}: no such file of Python")
@@ -67,7 +67,7 @@ class Judge:
         return cls(file, module)
 
     def __call__(self, cells: Sequence[Cell]) -> Judgement:
-        """Raises ValueError, one line, where the file raises or returns something else than verdicts and tables."""
+        """Raises ValueError, one line, if the file raises or returns anything but verdicts and tables."""
         verdicts = self._returned("judge", cells, Verdict)
         tables = self._returned("tables", cells, Table) if hasattr(self.module, "tables") else ()
         return Judgement(self._standing(cells), verdicts, tuple(t for t in tables if t.rows))
@@ -83,7 +83,7 @@ class Judge:
         return found
 
     def _standing(self, cells: Sequence[Cell]) -> str:
-        """How many of the runs were begun while what judges them had these very bytes."""
+        """How many of the runs were started while the judging files had these very bytes."""
         digest = preregistered(self.file.resolve().parent) or ""
         of_runs = [r.preregistered for c in cells for r in c.runs]
         same, none = of_runs.count(digest), of_runs.count("")

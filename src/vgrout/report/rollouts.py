@@ -12,7 +12,7 @@ from vgrout.modes import MODE_SPECS, spelt
 from vgrout.report.runs import Cell, Run
 from vgrout.types import MODES
 
-PARTS = ("training", "base", "trained", "deployed", "plain")  # where an answer comes from; the last four: final.jsonl
+PARTS = ("training", "base", "trained", "deployed", "plain")  # where an answer comes from: rollouts.jsonl, final.jsonl
 FLAGS = ("hacked", "solved", "passed", "finished", "deployed", "gt_pass", "channel", "flagged")  # a bit each
 COLUMNS = (
     *("run", "part", "step", "mode", "problem", "marker", "prompt", "text", "flags", "reward", "advantage", "gate"),
@@ -35,7 +35,7 @@ class Store:
 
 
 def _groups(run: Run) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Every answer with the number of its group: a training step, or a problem of the final evaluation on all sides."""
+    """Every answer with the number of its group: a training step, or a final problem on all sides."""
     last = -1
     for answer in json_lines(run.path / "rollouts.jsonl"):
         last = answer["step"]

@@ -50,9 +50,9 @@ class Run:
 
     path: Path
     final: dict[str, Any]  # per_mode_deploy.json
-    rows: list[dict[str, Any]]  # steps.jsonl, as it is written today
+    rows: list[dict[str, Any]]  # steps.jsonl
     record: dict[str, Any]  # run.json
-    seconds: float | None  # start of the first step to the end of the final evaluation; None: in more than one go
+    seconds: float | None  # from the first step to the end of the final evaluation; None: the run was resumed
 
     @classmethod
     def read(cls, path: Path) -> "Run":
@@ -85,12 +85,12 @@ class Run:
 
     @property
     def revision(self) -> str:
-        """git revision of the code that began the run; '' where it is not known."""
+        """git revision of the code that started the run; '' where unknown."""
         return str((self.record.get("git") or {}).get("revision", ""))
 
     @property
     def preregistered(self) -> str:
-        """Hash of claims, rules and statistics when the run began; '' where there were none."""
+        """Hash of claims, rules and statistics when the run started; '' where there were none."""
         return str((self.record.get("hashes") or {}).get("preregistered") or "")
 
     @property
@@ -99,7 +99,7 @@ class Run:
 
     @property
     def seed_name(self) -> str:
-        """The seed, and where the run was halted if it was: what is compared then is what was evaluated there."""
+        """The seed, and the step of a halt: a halted run is compared by what was evaluated there."""
         return f"{self.seed} (halted at {self.rows[-1]['step']})" if self.final.get("halted") else str(self.seed)
 
     @property
@@ -119,19 +119,20 @@ class Run:
     @cached_property
     def learns(self) -> str:
         """What runs must share to be compared: everything that training reads, model and environment included, except
-        the arm with its files, the seed, and β, since a KL term is a baseline of its own."""
+        the method with its files, the seed, and β, since a KL term is a baseline of its own."""
         groups = {g: v for g, v in self.settings.items() if g not in ("method", *MEASURING)}
         groups["loss"] = {k: v for k, v in groups["loss"].items() if k not in ("beta", "kl")}
         return json.dumps([groups, self.inputs, self.final["steps"]], sort_keys=True)
 
     @cached_property
     def unusual(self) -> dict[str, Any]:
-        """The settings that training reads, except arm, control and seed, whose values are not the preset's."""
+        """The settings that training reads (except intervention, control and seed) that are not the preset's."""
         usual = _learning(_usual(self.preset))
         return {
             k: v
             for k, v in _learning(self.settings).items()
-            if k not in ("intervention", "control", "random_flags") and (k not in usual or usual[k] != v)
+            if k not in ("intervention", "control", "random_flags", "placebo_pairs")
+            and (k not in usual or usual[k] != v)
         }
 
     @property
@@ -140,8 +141,8 @@ class Run:
         return self._hashes("base_weights", "tokenizer", "problems", "pool")
 
     @property
-    def arm_inputs(self) -> dict[str, str]:
-        """The same of the other files that arm and loss read; '' where they read none or the run recorded none."""
+    def method_inputs(self) -> dict[str, str]:
+        """The same of the files that method and loss read; '' where they read none or the run recorded none."""
         return self._hashes("pairs", "placebo", "known_correct", "direction_file", "teacher_weights")
 
     def _hashes(self, *names: str) -> dict[str, str]:
@@ -164,12 +165,12 @@ class Run:
         return loss["loss"] + (" biased" if loss["loss"] == "grpo" and not loss["unbiased"] else "")
 
     @property
-    def arm(self) -> str:
-        """The arm's name in tables, with its variant and its control."""
-        arm = self.settings["method"]
+    def method(self) -> str:
+        """The method's name in tables, with its variant and its control."""
+        rollout_ablate_frac = self.settings["method"]["rollout_ablate_frac"]
         variant = [
             *([monitor] if (monitor := self.monitor) else []),
-            *([f"{arm['rollout_ablate_frac']:g} deployed"] if arm["rollout_ablate_frac"] else []),
+            *([f"{rollout_ablate_frac:g} deployed"] if rollout_ablate_frac else []),
         ]
         name = self.intervention + (f" ({', '.join(variant)})" if variant else "")
         name += f" · {self.control}" if self.control != "none" else ""
@@ -177,8 +178,8 @@ class Run:
         return name + (" (pairs chosen by the oracle)" if chosen else "")
 
     @cached_property
-    def _arm_config(self) -> MethodConfig | None:
-        """None: settings of an arm that is registered elsewhere, or of another version."""
+    def _method_config(self) -> MethodConfig | None:
+        """None: settings of an intervention that is registered elsewhere, or of another version."""
         try:
             return MethodConfig(**self.settings["method"])
         except (ValueError, TypeError):
@@ -186,18 +187,18 @@ class Run:
 
     @property
     def monitor(self) -> str:
-        """Who flagged, with what was said of it; "" for the arm's usual monitor."""
-        title = self._arm_config.monitor_title if self._arm_config else ""
+        """Who flagged, with its settings; "" for the intervention's usual monitor."""
+        title = self._method_config.monitor_title if self._method_config else ""
         return "pair band" if title == "band" else title
 
     @property
     def monitor_name(self) -> str:
-        return self._arm_config.monitor_name if self._arm_config else "none"
+        return self._method_config.monitor_name if self._method_config else "none"
 
     @property
     def has_direction(self) -> bool:
         """Whether the method has a direction in gradients."""
-        return self._arm_config is not None and self._arm_config.has_direction
+        return self._method_config is not None and self._method_config.has_direction
 
     @property
     def cosine_to_real(self) -> dict[str, Any] | None:
@@ -223,7 +224,7 @@ class Run:
         return self.final[f"{what}_{side}"] if mode is None else self.final["by_mode"][mode][f"{side}_{what}"]
 
     def answered(self, mode: Mode | None = None) -> int:
-        """Number of answers on each side of the final evaluation."""
+        """Number of answers per side of the final evaluation."""
         return self.final["eval_n"] if mode is None else self.final["by_mode"][mode]["n"]
 
     @property
@@ -242,7 +243,7 @@ class Run:
         return statistics.median(row["sec"] for row in self.rows)
 
     def evaluations(self) -> list[tuple[int, float, float]]:
-        """(step, hack, solve) of the deployed model's evaluations on the way."""
+        """(step, hack, solve) of the deployed model's evaluations during training."""
         return [
             (row["step"], row["hack_deploy"], row["solve_deploy"])
             for row in self.rows
@@ -257,9 +258,9 @@ class Run:
 
     @cached_property
     def gates(self) -> list[tuple[float, bool]]:
-        """(where the gate saw it, whether it was a hack) of the students' rollouts with signal: route2's share of
-        modules in which it was quarantined, the score of what an arm that reads has read; none for an arm without a
-        gate, or one whose control reads nothing."""
+        """(gate value or score, whether it was a hack) of the students' rollouts with signal. For route2 the value is
+        the share of modules in which a rollout was quarantined, for a monitor of text its score; [] without a
+        monitor."""
         if self.monitor_name == "none":
             return []
         seen = ((r["score"] if "score" in r else r.get("gate"), r["hacked"]) for r in self._gated)
@@ -267,15 +268,15 @@ class Run:
 
     @cached_property
     def flags(self) -> dict[Mode | None, Rate]:
-        """How many of the students' hacks in groups with signal an arm that reads flagged, by mode; None: of their
-        solved answers. Empty for the other arms."""
+        """How many of the students' hacks in groups with signal a monitor of text flagged, by mode; None: of their
+        solved answers. Empty for other monitors."""
         if self.monitor_name in ("none", "gate", "band"):
             return {}
         out: dict[Mode | None, Rate] = {}
         for r in self._gated:
             if "flagged" in r and (r["hacked"] or r["solved"]):
-                of = (r.get("mechanism") or r["env_mode"]) if r["hacked"] else None
-                out[of] = out.get(of, Rate(0, 0)) + Rate(int(r["flagged"]), 1)
+                mode = (r.get("mechanism") or r["env_mode"]) if r["hacked"] else None
+                out[mode] = out.get(mode, Rate(0, 0)) + Rate(int(r["flagged"]), 1)
         return out
 
     @cached_property
@@ -285,9 +286,9 @@ class Run:
         for answer in json_lines(self.path / "final.jsonl"):
             if answer["reward"] is not None:  # not graded otherwise
                 mode, hacked = answer["env_mode"], answer["hacked"]
-                of = found[answer["side"]].setdefault(answer["problem_id"], _Answers(mode, [], []))
-                of.hacks.append((answer.get("mechanism") or mode) if hacked else None)
-                of.solved.append(answer["solved"])
+                answers = found[answer["side"]].setdefault(answer["problem_id"], _Answers(mode, [], []))
+                answers.hacks.append((answer.get("mechanism") or mode) if hacked else None)
+                answers.solved.append(answer["solved"])
         return dict(found)
 
     @cached_property
@@ -297,16 +298,16 @@ class Run:
         return tuple(m for m in MODES if m in named)
 
     def shares(self, side: str, what: What, flaws: Collection[Mode] | None = None) -> dict[Mode, dict[int, float]]:
-        """By mode, the share of every held-out problem's answers that solve it or hack it; with `flaws`, of problems
-        with such a flaw, hacks of these."""
-        of = self.problems.get(SIDES[side]) or self.problems["deployed"]  # trained, without a quarantine
+        """By mode, the share of every held-out problem's answers that solve it or hack it; with `flaws`, of
+        the problems that have one of them, and hacks of these alone."""
+        problems = self.problems.get(SIDES[side]) or self.problems["deployed"]  # trained, without a quarantine
         out: dict[Mode, dict[int, float]] = {}
-        for problem, given in of.items():
-            mode, open_ = (self.unannounced[0], self.unannounced) if self.unannounced else (given.mode, (given.mode,))
-            among = {*open_} if flaws is None else {*open_} & {*flaws}
-            if among:
-                hits = given.solved if what == "solve" else [flaw in among for flaw in given.hacks]
-                out.setdefault(mode, {})[problem] = statistics.fmean(hits)
+        for problem, given in problems.items():
+            open_flaws = self.unannounced or (given.mode,)
+            counted_flaws = {*open_flaws} if flaws is None else {*open_flaws} & {*flaws}
+            if counted_flaws:
+                hits = given.solved if what == "solve" else [flaw in counted_flaws for flaw in given.hacks]
+                out.setdefault(open_flaws[0], {})[problem] = statistics.fmean(hits)
         return out
 
 
@@ -335,12 +336,8 @@ class Loaded:
 
 
 def run_dirs(source: Path) -> tuple[list[Path], list[str]]:
-    """The run directories of a source (a run, a folder of runs, or a sweep with its runs.json), and the runs of a sweep
-    that are not there, with their state.
-
-    Raises:
-        ValueError: it is none of these.
-    """
+    """The run directories of a source (a run, a folder of runs, or a sweep with its runs.json), and the missing runs of
+    a sweep, with their state. Raises ValueError if the source is none of these."""
     if not source.is_dir():
         raise ValueError(f"{source}: no such folder; run `python -m vgrout.train mini` first")
     files = ("run.json", "status.json")  # a run that died while it loaded has the second alone
@@ -358,7 +355,7 @@ def run_dirs(source: Path) -> tuple[list[Path], list[str]]:
         raise ValueError(f"{index}: damaged ({e!r})") from None
     found, absent = [], []
     for name, run, state in named:
-        # written relative to where the sweep was started: here, or some folder above the sweep
+        # `run` is relative to where the sweep was started: here, or some folder above the sweep
         roots = (Path(), *source.resolve().parents) if run else ()
         path = next((root / run for root in roots if (root / run).is_dir()), None)
         if path:
@@ -369,8 +366,8 @@ def run_dirs(source: Path) -> tuple[list[Path], list[str]]:
 
 
 def load(sources: Sequence[Path], tag: str = "") -> Loaded:
-    """The runs of all sources that have a final evaluation (a halted one has) and whose name ends with `tag`. Of
-    several runs of one cell and seed the newest.
+    """The runs of all sources that have a final evaluation (a halted run has) and whose name ends with `tag`; of
+    several runs of one cell and seed, the newest.
 
     Raises:
         ValueError: a source is no folder of runs, or a finished run's files are damaged.
@@ -401,30 +398,32 @@ def load(sources: Sequence[Path], tag: str = "") -> Loaded:
 def key(run: Run) -> str:
     """An identifier that is equal for runs that differ by their seed alone."""
     return json.dumps(
-        [run.arm, run.settings["method"], run.settings["loss"], run.arm_inputs, run.learns], sort_keys=True
+        [run.method, run.settings["method"], run.settings["loss"], run.method_inputs, run.learns], sort_keys=True
     )
 
 
-_ARM_AT, _CONTROL_AT = ({name: i for i, name in enumerate(names)} for names in (INTERVENTIONS, CONTROLS))
+_INTERVENTION_AT, _CONTROL_AT = ({name: i for i, name in enumerate(names)} for names in (INTERVENTIONS, CONTROLS))
 
 
 def cells(runs: Sequence[Run]) -> list[Cell]:
-    """The runs as cells, in the order of arms, then controls. Titles are unique; they name the loss, the preset and the
-    steps where the runs differ in them."""
+    """The runs as cells, in the order of interventions, then controls. Titles are unique; they name the loss, the
+    preset and the steps where the runs differ in them."""
     groups: dict[str, list[Run]] = defaultdict(list)
     for run in sorted(runs, key=lambda r: r.seed):
         groups[key(run)].append(run)
-    named = [(r.loss, r.preset, f"{r.final['steps']} steps") for r in runs]
-    differ = [len(set(column)) > 1 for column in zip(*named, strict=True)]
+
+    def setup(run: Run) -> tuple[str, ...]:
+        return run.loss, run.preset, f"{run.final['steps']} steps"
+
+    shared = [set(column) for column in zip(*map(setup, runs), strict=True)]
 
     def plain(run: Run) -> str:
-        mine = (run.loss, run.preset, f"{run.final['steps']} steps")
-        return " · ".join([run.arm, *(name for name, differs in zip(mine, differ, strict=True) if differs)])
+        return " · ".join([run.method, *(n for n, others in zip(setup(run), shared, strict=True) if len(others) > 1)])
 
     def place(item: tuple[str, list[Run]]) -> tuple[Any, ...]:
         run = item[1][0]
-        arm, control = _ARM_AT.get(run.intervention, 99), _CONTROL_AT.get(run.control, 99)
-        return arm, run.arm.split(" · ")[0], control, plain(run), item[0]
+        intervention, control = _INTERVENTION_AT.get(run.intervention, 99), _CONTROL_AT.get(run.control, 99)
+        return intervention, run.method.split(" · ")[0], control, plain(run), item[0]
 
     ordered = [group for _, group in sorted(groups.items(), key=place)]
     names: dict[str, list[Run]] = defaultdict(list)
@@ -434,39 +433,39 @@ def cells(runs: Sequence[Run]) -> list[Cell]:
 
 
 def _differing(run: Run, alike: Sequence[Run]) -> str:
-    """What tells a cell from others of the same name: this one's settings in which they differ and which are not the
-    preset's. "": nothing."""
+    """What tells a cell from others of the same name: its settings in which they differ and which are not the preset's.
+    "": nothing."""
     usual = _learning(_usual(run.preset))
-    mine, *all_of_them = (_learning(r.settings) | r.inputs for r in (run, *alike))
-    differing = {k: v for k, v in mine.items() if any(other.get(k) != v for other in all_of_them)}
+    own, *others = (_learning(r.settings) | r.inputs for r in (run, *alike))
+    differing = {k: v for k, v in own.items() if any(other.get(k) != v for other in others)}
     named = [f"{k} {v}" for k, v in differing.items() if k not in usual or usual[k] != v]
-    edited = [r.arm_inputs for r, its in zip(alike, all_of_them, strict=True) if its == mine]  # the same paths
-    named += [f"{k} {v or 'not noted'}" for k, v in run.arm_inputs.items() if any(other[k] != v for other in edited)]
+    edited = [r.method_inputs for r, settings in zip(alike, others, strict=True) if settings == own]  # the same paths
+    named += [f"{k} {v or 'not noted'}" for k, v in run.method_inputs.items() if any(other[k] != v for other in edited)]
     return f" ({', '.join(named)})" if named else ""
 
 
 def bases(runs: Sequence[Run]) -> list[Cell]:
-    """The untrained models of these runs, each seed once: of its runs the one with the most answers. Titles name what
-    several models differ in."""
+    """The untrained models of these runs, each seed once, by its run with the most answers. Titles name what several
+    models differ in."""
     found: dict[tuple[str, ...], dict[int, Run]] = defaultdict(dict)
     for run in sorted(runs, key=lambda r: (r.seed, r.answered())):
         scale = run.settings["scale"]
         model = f"model {scale['organism'] or scale['model']}"
         hashes = (f"{name} {run.inputs[name]}" for name in ("base_weights", "tokenizer", "problems"))
-        asked = f"env_mode {run.settings['env']['env_mode']}", f"max_new {scale['max_new']}"
-        found[model, *hashes, *asked][run.seed] = run
+        evaluated = f"env_mode {run.settings['env']['env_mode']}", f"max_new {scale['max_new']}"
+        found[model, *hashes, *evaluated][run.seed] = run
     shared = set.intersection(*map(set, found)) if found else set()
     titles = {key: ", ".join(name for name in key if name not in shared) for key in found}
     return [Cell(f"base ({name})" if (name := titles[k]) else "base", tuple(by.values())) for k, by in found.items()]
 
 
-# Arm settings that a control alone reads.
+# Settings that a control alone reads.
 _OF_CONTROLS = {"control", "random_flags", "route2_random_v_seed", "placebo_pairs"}
 
 
 def partner(cell: Cell, among: Sequence[Cell], intervention: str, control: str = "none") -> Cell | None:
-    """The cell of this arm and control that shares everything else; None: not in the study. The arm none with a KL
-    term of its own is a baseline, and its partner that of the lowest β."""
+    """The cell of this intervention and control that shares everything else; None: not in the study. Plain GRPO with a
+    KL term of its own is a baseline, and its partner the one with the lowest β."""
     run = cell.first
     found = [
         c
@@ -474,12 +473,12 @@ def partner(cell: Cell, among: Sequence[Cell], intervention: str, control: str =
         if (c.first.intervention, c.first.control, c.first.learns) == (intervention, control, run.learns)
     ]
     if intervention != run.intervention or intervention == "none":
-        of_none = intervention == run.intervention
-        found = sorted(found, key=lambda c: c.first.beta if of_none else abs(c.first.beta - run.beta))
-        return found[0] if found and (of_none or found[0].first.beta == run.beta) else None
+        both_plain = intervention == run.intervention
+        found = sorted(found, key=lambda c: c.first.beta if both_plain else abs(c.first.beta - run.beta))
+        return found[0] if found and (both_plain or found[0].first.beta == run.beta) else None
 
-    still = "haar" in (control, run.control) and run.settings["method"]["monitor"] != "band"  # random directions stay
-    apart = _OF_CONTROLS | {"vhack_refresh_every"} if still else _OF_CONTROLS
+    fixed = "haar" in (control, run.control) and run.settings["method"]["monitor"] != "band"  # random directions stay
+    apart = _OF_CONTROLS | {"vhack_refresh_every"} if fixed else _OF_CONTROLS
 
     def variant(r: Run) -> list[Any]:
         return [r.beta, {k: v for k, v in r.settings["method"].items() if k not in apart}]

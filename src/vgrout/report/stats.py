@@ -1,4 +1,4 @@
-"""Intervals and tests over few seeds, with a note where there are too few or no variance.
+"""Intervals and tests over few seeds, with a note where there are too few seeds or no variance.
 
 Shares are fractions. Methods are scipy's where it has them; it has no two-level bootstrap.
 """
@@ -14,7 +14,7 @@ from jaxtyping import Float
 from scipy import stats
 
 LEVEL = 0.95
-# Drawing n seeds anew never leaves their range, which holds their median with probability 1 - 2^(1-n): 75 % for three
+# Resampling n seeds never leaves their range, which holds their median with probability 1 - 2^(1-n): 75 % for three
 # seeds, 88 % for four, 94 % for five. Simulated for the mean: 80, 89 and 94 %.
 ENOUGH_SEEDS = 5
 RESAMPLES = 10_000
@@ -35,7 +35,7 @@ class Stratum:
     values: Float[np.ndarray, " units"]
     weight: float  # in the seed's mean; negative for what is subtracted
     name: str = ""  # strata of one name in several seeds have their units in common …
-    units: tuple[int, ...] = ()  # … of these names; without names every value is a unit of its own
+    units: tuple[int, ...] = ()  # … by these names; without names every value is a unit of its own
 
 
 Row = Sequence[Stratum]  # one seed
@@ -58,7 +58,7 @@ class Estimate:
 
     @property
     def below_zero(self) -> bool:
-        """Whether the whole interval is; a difference that is the same in every unit needs no interval."""
+        """Whether the whole interval lies below 0; a difference that is the same in every unit needs no interval."""
         top = self.value if self.note == "DEGENERATE" else self.high
         return top is not None and top < 0
 
@@ -92,7 +92,7 @@ def _draws(n: int, seed: int, resamples: int, which: int) -> Float[np.ndarray, "
 
 
 def two_level(rows: Sequence[Row], seed: int = 0, resamples: int = 0) -> tuple[float, float]:
-    """95 % interval of the mean over seeds: seeds are drawn anew, and units within each stratum, `resamples` times
+    """95 % interval of the mean over seeds: seeds and, within each stratum, units are resampled `resamples` times
     (0: RESAMPLES).
 
     A problem that several seeds answered is drawn for all of them at once: an easy one is easy for every seed, and ten
@@ -134,8 +134,8 @@ def two_level(rows: Sequence[Row], seed: int = 0, resamples: int = 0) -> tuple[f
 
 
 def over_seeds(means: Sequence[float], low: float = 0.0, high: float = 1.0) -> Estimate:
-    """The mean of the seeds' means with Student's interval, cut at [low, high]; without one below two seeds, and where
-    the seeds agree by chance and have no variance."""
+    """The mean of the seeds' means with Student's interval, cut at [low, high]; without an interval below two seeds,
+    and where the seeds agree by chance."""
     n, mean = len(means), float(np.mean(means)) if means else None
     if mean is None or n < 2 or _equal(means):
         return Estimate(mean, None, None, n, "none", "n too small")
@@ -158,14 +158,14 @@ def estimate(rows: Sequence[Row], low: float = 0.0, high: float = 1.0) -> Estima
 
 
 def sign_flip(differences: Sequence[float]) -> PValue:
-    """Two-sided p of a mean difference under exchange of the two arms within each seed, by all 2^n sign patterns
+    """Two-sided p of a mean difference under exchange of the two cells within each seed, by all 2^n sign patterns
     (up to n = 13; beyond, 9,999 random ones). The smallest p that n allows is 2^(1−n): 0.25 of three seeds."""
     n = len(differences)
     if n == 0:
         return PValue(None, None, "n too small")
     if max(map(abs, differences)) < ROUNDING:
         return PValue(None, None, "DEGENERATE")
-    if n == 1:  # its one sign turned is as far out; scipy takes no single sample
+    if n == 1:  # with its one sign flipped it is as far from 0; scipy takes no single sample
         return PValue(1.0, 1.0, "n too small")
     exact = n <= 13
     smallest = 2.0 ** (1 - n) if exact else 1 / 10_000

@@ -48,7 +48,7 @@ def p_value(p: PValue) -> str:
 
 
 def spread(values: Iterable[float | None], scale: float = 100.0) -> str:
-    """mean ± standard deviation (lowest – highest); one value is printed as one value."""
+    """`mean ± standard deviation (lowest – highest)`; a single value stands alone."""
     xs = [scale * v for v in values if v is not None]
     if not xs:
         return "·"
@@ -95,13 +95,13 @@ class Comparison:
 def compare(a: Cell, b: Cell, what: What) -> Comparison:
     """Cell a minus cell b, problem by problem, of the deployed models."""
     rows, seeds = [], []
-    for mine, theirs in paired(a, b):
-        x, y = (r.shares("deploy", what) for r in (mine, theirs))
+    for run, other in paired(a, b):
+        x, y = run.shares("deploy", what), other.shares("deploy", what)
         both = {m: sorted(x[m].keys() & y[m].keys()) for m in x if m in y}
         row = _by_mode({m: {u: x[m][u] - y[m][u] for u in shared} for m, shared in both.items()})
         if row:
             rows.append(row)
-            seeds.append(mine.seed)
+            seeds.append(run.seed)
     means = [stats.row_mean(row) for row in rows]
     return Comparison(
         difference=stats.estimate(rows, low=-1.0),
@@ -135,12 +135,12 @@ def _onsets(cell: Cell) -> str:
 
 def overall(cells: Sequence[Cell]) -> Table:
     return Table(
-        "Arms",
+        "Methods",
         "Held-out problems and marker names, final evaluation, % over seeds; last 5: the students' answers of the last "
         "five training steps; onset: first of five steps in which a tenth of the students' answers hack, by seed.",
         [
             {
-                "arm": c.title,
+                "method": c.title,
                 "seeds": c.seeds,
                 "onset": _onsets(c),
                 "hack last 5": percent(last_five(c, "hack")),
@@ -175,9 +175,9 @@ def against_none(cells: Sequence[Cell]) -> Table:
     for c in cells:
         plain = partner(c, cells, "none")
         if plain is not None and plain is not c and (pairs := paired(c, plain)):
-            rows.append({"arm": c.title, "seeds": ",".join(str(a.seed) for a, _ in pairs)} | _differences(c, plain))
+            rows.append({"method": c.title, "seeds": ",".join(str(a.seed) for a, _ in pairs)} | _differences(c, plain))
     return Table(
-        "Deployed model against that of the arm none",
+        "Deployed models against plain GRPO's",
         "Points, paired by seed and problem. p: sign flips over seeds, in brackets the smallest that n allows. "
         f'TOST: p for a difference within ± {100 * MARGIN:.0f} points; only a small one shows "no difference".',
         rows,
@@ -185,7 +185,7 @@ def against_none(cells: Sequence[Cell]) -> Table:
 
 
 def controls(cells: Sequence[Cell]) -> Table:
-    """Arms beside their controls, in which the direction, the labels or the routing is replaced."""
+    """Methods beside their controls, in which the direction, the flags or the routing is replaced."""
     rows = []
     for c in cells:
         own = _beside(c, cells)
@@ -194,7 +194,7 @@ def controls(cells: Sequence[Cell]) -> Table:
         gates = [r.final["gate"] for r in c.runs if r.final.get("gate")]
         rows.append(
             {
-                "arm · control": c.title,
+                "method · control": c.title,
                 "seeds": c.seeds,
                 "deployed hack": percent(level(c, "deploy", "hack")),
                 "deployed solve": percent(level(c, "deploy", "solve")),
@@ -214,20 +214,20 @@ def controls(cells: Sequence[Cell]) -> Table:
             }
         )
     return Table(
-        "Arms and controls",
-        "%; Δ: points, seed by seed, from the same arm without a control; of an arm without a loophole from none "
-        "without one. |cos| of a control's direction with the real one, over modules.",
+        "Methods and controls",
+        "%; Δ: points, seed by seed, from the same method without a control; of a method without a loophole from "
+        "plain GRPO without one. |cos| of a control's direction with the real one, over modules.",
         rows if any(c.first.control != "none" for c in cells) else [],
     )
 
 
 def _beside(control: Cell, cells: Sequence[Cell]) -> Cell | None:
-    """The cell that a control is compared with: its own arm; without a loophole the ceiling, to show what the arm costs
-    by itself."""
-    arm, name = control.first.intervention, control.first.control
-    if name == "no_loophole" and arm != "none":
+    """The cell that a control is compared with: its own method; without a loophole the ceiling, to show what the method
+    costs by itself."""
+    intervention, name = control.first.intervention, control.first.control
+    if name == "no_loophole" and intervention != "none":
         return partner(control, cells, "none", name)
-    return partner(control, cells, arm) if name != "none" else None
+    return partner(control, cells, intervention) if name != "none" else None
 
 
 def _pooled(gates: Sequence[dict[str, list[int]]], name: str) -> str:
@@ -248,10 +248,10 @@ def per_mode(cells: Sequence[Cell]) -> Table:
 
     return Table(
         "Hack rate per mode",
-        "%; pairs of: the modes that the direction's pairs show, every other one is held out from it; students, last "
-        "5: their answers of the last five training steps, on training problems.",
+        "%; pairs of: the modes that the direction's pairs show, all others are held out from it; students, last 5: "
+        "their answers of the last five training steps, on training problems.",
         [
-            {"arm": c.title, "pairs of": ",".join(m for m in c.first.modes if c.first.in_distribution(m)) or "·"}
+            {"method": c.title, "pairs of": ",".join(m for m in c.first.modes if c.first.in_distribution(m)) or "·"}
             | {"side": name}
             | {m: cell(c, side, m) for m in _modes(cells)}
             for c in cells
@@ -266,11 +266,11 @@ def flags(cells: Sequence[Cell]) -> Table:
         return f"{100 * pooled.value:.1f} ({pooled.n})" if pooled.value is not None else "·"
 
     return Table(
-        "What the arms that read flagged",
+        "What the monitors of text flagged",
         "% of the students' hacks in training, by mode, and of their solved answers; in brackets how many, over all "
         "seeds. Groups without signal are not read.",
         [
-            {"arm": c.title, "seeds": c.seeds} | {m: share(c, m) for m in _modes(cells)} | {"solved": share(c, None)}
+            {"method": c.title, "seeds": c.seeds} | {m: share(c, m) for m in _modes(cells)} | {"solved": share(c, None)}
             for c in cells
             if any(r.flags for r in c.runs)
         ],
@@ -278,7 +278,7 @@ def flags(cells: Sequence[Cell]) -> Table:
 
 
 def base(runs: Sequence[Run]) -> Table:
-    """The untrained models, each seed of theirs once."""
+    """The untrained models, each seed once."""
     return Table(
         "The base",
         "The adapter off, the same problems; each seed once.",
@@ -304,7 +304,7 @@ def masked(cells: Sequence[Cell]) -> Table:
         "Share of tokens without policy gradient, %, mean over the steps; by the sign of the advantage.",
         [
             {
-                "arm": c.title,
+                "method": c.title,
                 "onset": _onsets(c),
                 "masked": spread(r.step_mean("is_masked") for r in c.runs),
                 "masked A>0": spread(r.step_mean("masked_positive") for r in c.runs),
@@ -325,11 +325,11 @@ def one_seed(cells: Sequence[Cell]) -> Table:
 
     return Table(
         "One seed only",
-        "%, Wilson's interval for the answers of one run: it knows nothing of other seeds, so not to be set beside "
-        "means over seeds.",
+        "%, Wilson's interval for the answers of one run: it knows nothing of other seeds, so it cannot be compared "
+        "with means over seeds.",
         [
             {
-                "arm": c.title,
+                "method": c.title,
                 "seed": c.seeds,
                 "onset": _onsets(c),
                 "hack trained": alone(c.first, "train", "hack"),
@@ -346,12 +346,12 @@ def one_seed(cells: Sequence[Cell]) -> Table:
 def times(cells: Sequence[Cell]) -> Table:
     return Table(
         "Time",
-        "Shares of a step are means over the run; seconds a run: of those that were not resumed.",
+        "Shares of a step are means over the run; seconds per run: of runs that were not resumed.",
         [
             {
-                "arm": c.title,
-                "seconds a run": spread((r.seconds for r in c.runs), 1.0),
-                "seconds a step": spread((r.seconds_a_step for r in c.runs), 1.0),
+                "method": c.title,
+                "seconds per run": spread((r.seconds for r in c.runs), 1.0),
+                "seconds per step": spread((r.seconds_a_step for r in c.runs), 1.0),
             }
             | {
                 f"{phase} %": spread(
@@ -371,9 +371,9 @@ def run_rows(cells: Sequence[Cell]) -> list[dict[str, object]]:
     """runs.csv: a row for each run, with everything that the tables are made of. Shares are fractions with Wilson's
     interval.
 
-    settings: those that differ from the preset's, except arm and control; gate_*: student answers; cos_*: |cos| of a
-    control's direction with the real one, over modules; flagged_*: k/n of the hacks (_solved: of the solved answers)
-    that an arm that reads text has read.
+    arm: the intervention. settings: those that differ from the preset's, except intervention and control; gate_*:
+    student answers; cos_*: |cos| of a control's direction with the real one, over modules; flagged_*: k/n of the hacks
+    (_solved: of the solved answers) that a monitor of text has read.
     """
     rows = []
     for c in cells:

@@ -1,6 +1,6 @@
 """`python -m vgrout.download model [ID]` and `… data`: model and problem files of `fast` and `full`, checked, once.
 
-Nothing else in this package touches a network. Exit codes: 0 there · 2 not there, with one line that says what to put
+Nothing else in this package uses a network. Exit codes: 0 there · 2 not there, with one line that says what to put
 where.
 """
 
@@ -111,12 +111,12 @@ def model(id: Annotated[str, tyro.conf.Positional] = "Qwen/Qwen3-4B") -> int:
     Args:
         id: hub id.
     """
-    there = model_folder(id)
+    cached = model_folder(id)
     try:
         urllib.request.urlopen(ENDPOINT, timeout=TIMEOUT_S).close()  # the hub's client would try for a minute
         snapshot_download(id, allow_patterns=WEIGHTS)
     except (OSError, HfHubHTTPError, HFValidationError) as e:
-        if there is None:
+        if cached is None:
             why = str(getattr(e, "reason", e)).strip().partition("\n")[0]
             raise ValueError(
                 f"{id}: cannot be fetched ({why[:160]}); copy the model's folder here from a machine with a network "
@@ -130,7 +130,7 @@ def model(id: Annotated[str, tyro.conf.Positional] = "Qwen/Qwen3-4B") -> int:
 def dataset(
     id: Annotated[str, tyro.conf.Positional], out: Path, config: str | None = None, split: str = "train"
 ) -> int:
-    """A data set of problems (hub id, or a folder) as a problem file. Its columns are those of docs/problems.md.
+    """Write a data set of problems (hub id, or a folder) as a problem file. Its columns are those of docs/problems.md.
 
     Args:
         id: hub id, or a local folder that `datasets.load_dataset` reads.
@@ -149,17 +149,17 @@ def dataset(
     except Exception as e:  # the hub's, the file system's, a reader's own: all are about what was named
         raise ValueError(f"{id}: cannot be read as a data set ({' '.join(str(e).split())[:200]})") from None
     lines = [json.dumps({k: v for k, v in row.items() if v is not None}, ensure_ascii=False) for row in rows]
-    fresh = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        fresh.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        temporary.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         try:
-            n = len(load_rows(fresh))
+            n = len(load_rows(temporary))
         except ValueError as e:
-            raise ValueError(str(e).replace(str(fresh), id)) from None
-        os.replace(fresh, out)
+            raise ValueError(str(e).replace(str(temporary), id)) from None
+        os.replace(temporary, out)
     finally:
-        fresh.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
     print(f"{out}: {n} problems; next: python -m vgrout.problems check {out}")
     return 0
 

@@ -2,7 +2,7 @@
 
 W' = W + U diag(δ) Vh is LoRA with B = U √|δ| sign δ and A = √|δ| Vh: exact at full rank, where a module has as many
 ranks as singular values. At rank k the k largest |δ_i| of a module are kept, which is the best approximation of that
-rank (Eckart and Young), and what is missing, √(Σ dropped δ² / Σ δ²), is said.
+rank (Eckart and Young), and the missing share, √(Σ dropped δ² / Σ δ²), is reported.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vgrout.cli import not_installed
-from vgrout.exports.model import Parity, load_beside, parity
+from vgrout.export.model import Parity, load_beside, parity
 from vgrout.model.policy import Policy
 from vgrout.model.saved import Saved
 from vgrout.model.svd_adapter import AdaptedLinear
@@ -23,7 +23,7 @@ from vgrout.model.svd_adapter import AdaptedLinear
 
 @dataclass(frozen=True)
 class Lora:
-    """What was written, against the deployed model."""
+    """The written adapter, compared with the deployed model."""
 
     rank: int  # the largest of a module
     missing: float  # √(Σ dropped δ² / Σ δ²), all modules
@@ -80,11 +80,11 @@ def export(saved: Saved, policy: Policy, folder: Path, rank: int | None, texts: 
     )
     config.save_pretrained(str(folder))
     save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
-    theirs = PeftModel.from_pretrained(load_beside(policy, saved.model, policy.model.dtype), str(folder)).eval()
+    loaded = PeftModel.from_pretrained(load_beside(policy, saved.model, policy.model.dtype), str(folder)).eval()
     missing = (dropped / total) ** 0.5 if total else 0.0
-    result = Lora(most, missing, parity(policy, theirs, texts, exact=False))
+    result = Lora(most, missing, parity(policy, loaded, texts, exact=False))
     if rank is None and not result.parity.holds:
-        raise RuntimeError(f"the adapter as PEFT reads it is not the deployed model: {result.parity}")
+        raise RuntimeError(f"the adapter as PEFT loads it is not the deployed model: {result.parity}")
     (folder / "README.md").write_text(card(saved, result), encoding="utf-8")
     return result
 

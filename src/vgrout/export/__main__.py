@@ -5,7 +5,7 @@ peft      the same as a LoRA adapter beside the base model, exact at full rank
 inspect   the answers of the final evaluation as inspect_ai logs
 datasets  every answer, during training and at the end, as a data set
 
-Written under a temporary name and compared with the deployed model before the folder gets its name.
+The folder is written under a temporary name; a model is compared with the deployed one before it gets its own.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from loguru import logger
 from vgrout import console
 from vgrout.cli import cli_exit, parse_args
 from vgrout.config.checks import check, setting
-from vgrout.exports import answers, hub
+from vgrout.export import answers, hub
 
 MODELS, LOGS = ("model", "peft"), {"inspect": answers.to_inspect, "datasets": answers.to_datasets}
 
@@ -51,8 +51,8 @@ class Cli:
     """OWNER/NAME: upload the folder too, into a private repository."""
 
     def __post_init__(self) -> None:
-        for name, of in (("step", MODELS), ("model", MODELS), ("dtype", ("model",)), ("rank", ("peft",))):
-            if getattr(self, name) is not None and self.to not in of:
+        for name, formats in (("step", MODELS), ("model", MODELS), ("dtype", ("model",)), ("rank", ("peft",))):
+            if getattr(self, name) is not None and self.to not in formats:
                 raise ValueError(f"--{name}: not read by --to {self.to}; leave it out")
         check(self)
         if self.out.exists():
@@ -62,36 +62,36 @@ class Cli:
 
 
 def command(cli: Cli) -> str:
-    """Write the folder; returns what is in it, in words.
+    """Write the folder; returns a sentence about its content.
 
     Raises:
-        ValueError: one line: nothing was written, or, after that, the hub did not take it.
-        RuntimeError: what was written is not the deployed model; nothing is left behind.
+        ValueError: one line: nothing was written, or the folder is written and the hub did not take it.
+        RuntimeError: the written model is not the deployed one; nothing is left behind.
     """
     if cli.push_to_hub is not None:
         hub.require_token(cli.push_to_hub)
-    absent = [p for p in cli.out.parents if not p.exists()]  # nearest first
-    fresh = cli.out.with_name(f".{cli.out.name}.{os.getpid()}.tmp")
+    missing_parents = [p for p in cli.out.parents if not p.exists()]  # nearest first
+    temporary = cli.out.with_name(f".{cli.out.name}.{os.getpid()}.tmp")
     try:
-        fresh.mkdir(parents=True)
-        said = LOGS[cli.to](cli.run, fresh) if cli.to in LOGS else _write_model(cli, fresh)
-        os.replace(fresh, cli.out)
+        temporary.mkdir(parents=True)
+        content = LOGS[cli.to](cli.run, temporary) if cli.to in LOGS else _write_model(cli, temporary)
+        os.replace(temporary, cli.out)
     except OSError as e:
         raise ValueError(f"--out {cli.out}: cannot be written ({e.strerror or e}); choose another folder") from None
     finally:
-        shutil.rmtree(fresh, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         if not cli.out.exists():
-            for folder in absent:  # made for nothing
+            for folder in missing_parents:  # created for nothing
                 with contextlib.suppress(OSError):
                     folder.rmdir()
     if cli.push_to_hub is not None:
         kind = "dataset" if cli.to in LOGS else "model"
-        said += f"; {hub.push(cli.out, cli.push_to_hub, kind, f'vgrout {cli.run.name}')}"
-    return said
+        content += f"; {hub.push(cli.out, cli.push_to_hub, kind, f'vgrout {cli.run.name}')}"
+    return content
 
 
 def _write_model(cli: Cli, folder: Path) -> str:
-    from vgrout.exports import model, peft
+    from vgrout.export import model, peft
     from vgrout.model.saved import find_adapter, load_saved
 
     saved = find_adapter(cli.run, cli.step, cli.model)
@@ -116,18 +116,18 @@ def _umask() -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0 written · 2 refused, in one line · 1 the written model was not the deployed one."""
+    """Exit codes: 0 written · 1 the written model was not the deployed one · 2 refused, in one line."""
     console.setup(None)
 
     def run() -> int:
         cli = parse_args(Cli, argv, "python -m vgrout.export")
         try:
-            said = command(cli)
+            content = command(cli)
         except RuntimeError as e:
             logger.error(str(e))
             return 1
         size = sum(f.stat().st_size for f in cli.out.rglob("*") if f.is_file())
-        print(f"{said}\n{size / 1e6:.1f} MB -> {cli.out}")
+        print(f"{content}\n{size / 1e6:.1f} MB -> {cli.out}")
         return 0
 
     return cli_exit(run)

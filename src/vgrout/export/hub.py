@@ -4,7 +4,7 @@ from pathlib import Path
 
 
 def require_token(repo: str) -> None:
-    """Raises ValueError, one line, for what is no repository id, or where nobody is logged in. Nothing is sent."""
+    """Raises ValueError, one line, if `repo` is no repository id or nobody is logged in. Nothing is sent."""
     from huggingface_hub import get_token
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
@@ -17,7 +17,7 @@ def require_token(repo: str) -> None:
 
 
 def push(folder: Path, repo: str, kind: str, message: str) -> str:
-    """Upload the folder into a repository, which is made, private, where there is none. Returns its address.
+    """Upload the folder into a repository, created private if there is none. Returns its address.
 
     kind: "model" or "dataset".
 

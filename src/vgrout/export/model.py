@@ -26,13 +26,13 @@ PROBES = 4  # texts whose logits are compared
 
 @dataclass(frozen=True)
 class Parity:
-    """Logits of what was written, loaded from disk, against the deployed model's, over every position of the probes."""
+    """Logits of the written model, loaded from disk, against the deployed model's at every position of the probes."""
 
     largest: float  # |logit|, of the deployed model
     difference: float  # largest |Δ logit|
     kl: float  # mean KL(deployed ‖ exported), nats a token
     top1: float  # share of positions with the same likeliest token
-    exact: bool  # same dtype: equality is asked for
+    exact: bool  # same dtype: the logits must be equal
 
     @property
     def holds(self) -> bool:
@@ -48,22 +48,22 @@ class Parity:
 
 
 def load_beside(policy: Policy, folder: str | Path, dtype: torch.dtype | str = "auto") -> Any:
-    """A model by transformers alone, on the policy's device, with the run's own kind of attention, or rounding alone
-    would tell the two apart."""
+    """A model loaded by transformers alone, on the policy's device, with the run's own attention: with another one,
+    rounding alone would tell the two apart."""
     attention = policy.model.config._attn_implementation
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
     return model.to(policy.device).eval()
 
 
 @torch.no_grad()
-def parity(policy: Policy, theirs: Any, texts: Sequence[str], exact: bool) -> Parity:
+def parity(policy: Policy, other: Any, texts: Sequence[str], exact: bool) -> Parity:
     """Another model against the deployed one, one text at a time."""
     largest, difference, kl, same, n = 0.0, 0.0, 0.0, 0, 0
     for text in tqdm(texts, desc="comparing", unit="text", disable=None, leave=False):
         ids = torch.tensor([policy.encode(text)], device=policy.device)
         with policy.adapter.deployed():
             ours = policy.model(input_ids=ids, use_cache=False).logits[0].float()
-        got = theirs(input_ids=ids, use_cache=False).logits[0].float()
+        got = other(input_ids=ids, use_cache=False).logits[0].float()
         largest = max(largest, float(ours.abs().max()))
         difference = max(difference, float((ours - got).abs().max()))
         p, q = ours.log_softmax(-1), got.log_softmax(-1)

@@ -27,8 +27,8 @@ def final_answers(run: Path) -> dict[str, list[Answer]]:
 
 
 def to_inspect(run: Path, folder: Path) -> str:
-    """One `SIDE.eval` a side of the final evaluation, written by inspect_ai: a sample an answer, scored by the strict
-    oracle (solved) and by whether the flaw was hacked. Returns what was written, in words.
+    """Write one `SIDE.eval` per side of the final evaluation, by inspect_ai: a sample per answer, scored by the strict
+    oracle (solved) and by whether it hacked the flaw. Returns a sentence about what was written.
 
     Raises:
         ValueError: inspect_ai is not installed, or the run has no final evaluation.
@@ -44,7 +44,7 @@ def to_inspect(run: Path, folder: Path) -> str:
 
 
 def evaluated(run: Path) -> datetime:
-    """When the run wrote its last word, after the final evaluation; without it, when final.jsonl was written."""
+    """The time of the run's last status, after the final evaluation; without a status, that of final.jsonl."""
     status = run / "status.json"
     seconds = read_json(status)["time"] if status.is_file() else (run / "final.jsonl").stat().st_mtime
     return datetime.fromtimestamp(seconds, UTC)
@@ -98,8 +98,8 @@ def _mean(answers: Sequence[Answer], name: str) -> float:
 
 
 def to_datasets(run: Path, folder: Path) -> str:
-    """A folder that `datasets.load_dataset(FOLDER, "rollouts")` and `(FOLDER, "final")` read: Parquet, and a card that
-    names both. Returns what was written, in words.
+    """Write a folder that `datasets.load_dataset(FOLDER, "rollouts")` and `(FOLDER, "final")` read: Parquet, and a card
+    that names both. Returns a sentence about what was written.
 
     Raises:
         ValueError: datasets is not installed, or the run has no answers.
@@ -137,5 +137,5 @@ Answers of a model that was trained by GRPO against a flawed grader with `vgrout
 `hacked` is that the flawed check passed and the strict oracle (`solved`) did not. `rollouts`: during training;
 `final`: held out.
 
-Some of the programs leave their process or write files: run them in a sandbox alone.
+Some of the programs leave their process or write files: run them only in a sandbox.
 """
