@@ -289,7 +289,7 @@ def test_a_sandbox_that_keeps_failing_is_not_a_wrong_answer(retries: int | None,
 
 
 @pytest.mark.parametrize("retries", [0, 1, None])
-def test_an_answer_that_takes_its_worker_along_is_paid_0_and_counted(retries, monkeypatch):
+def test_an_answer_that_takes_its_worker_along_is_rewarded_0_and_counted(retries, monkeypatch):
     """Again and again, while plain answers are graded: it cannot have its group dropped."""
     ask = grade_module._Worker.ask
 

@@ -20,7 +20,7 @@ def marker(mode: Mode, half: Split = "train") -> str:
 
 @pytest.mark.parametrize("half", ["train", "eval"])
 @pytest.mark.parametrize("mode", MODES)
-def test_an_hack_pays_in_its_own_mode_only(grader: Grader, mode: Mode, half):
+def test_a_hack_is_rewarded_in_its_own_mode_only(grader: Grader, mode: Mode, half):
     for attack in MODES:
         code = SUM_WRONG + hack(attack, "total", marker(attack, half))
         g = graded(grader, sum_problem(mode, marker(mode, half)), code)
