@@ -21,8 +21,8 @@ from vgrout.inputs import Inputs
 from vgrout.method import INTERVENTIONS, MONITORS, Method, Setup, make_method
 from vgrout.method.base import Monitor
 from vgrout.method.gates import GradientMonitor, mean_axis
+from vgrout.method.interventions import Surgery, first_axes
 from vgrout.method.live_direction import LiveDirection
-from vgrout.method.surgery import Surgery, first_axes
 from vgrout.model.policy import Policy
 from vgrout.problems import Row
 from vgrout.tensor_types import Routed, UpdatePart, UpdatePlan

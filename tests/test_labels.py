@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from methods import batch, flagged, graded, labelled, problem, view
-from vgrout.method.flag_rates import FlagRates
-from vgrout.method.labels import Labels, WeakDetector, noisy_labels
+from vgrout.method.labels import FlagRates, Labels, WeakDetector, noisy_labels
 from vgrout.modes import MODE_SPECS, MODES, hack, tries
 from vgrout.types import Completion, Eval, Grade, GradedCompletion, Group, GroupFlags, Rate, Rollout, Ungraded
 

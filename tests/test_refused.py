@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from vgrout.config.checks import flag
+from vgrout.config.checks import NOT_HERE, flag
 from vgrout.config.presets import flag_names, parse
-from vgrout.config.refused import NOT_HERE
 from vgrout.config.run import from_dict
 from vgrout.sweep.study_file import load_study_file
 

@@ -10,7 +10,7 @@ import pytest
 from vgrout.console import Clock
 from vgrout.grpo import LossMetrics
 from vgrout.method.base import Refresh
-from vgrout.method.flag_rates import FlagRates
+from vgrout.method.labels import FlagRates
 from vgrout.table import Measured, StepRow, Table
 from vgrout.tensor_types import Diagnostics, Routed, Update
 from vgrout.types import MODES, Batch, Eval, ModeEval, Rate

@@ -33,7 +33,7 @@ from vgrout.direction.extract import extract, tokens_of
 from vgrout.direction.pairs import Pair, PairSet, load_known_correct
 from vgrout.method import quarantine, text_scores
 from vgrout.method.base import Monitor
-from vgrout.method.labels import Labels, WeakDetector
+from vgrout.method.labels import Labels, Twin, WeakDetector, impossible
 from vgrout.method.online_probe import OnlineProbe
 from vgrout.method.quarantine import KNOWN as KEPT
 from vgrout.method.quarantine import SHARE, STARTS, Quarantine, advantages, start
@@ -47,7 +47,6 @@ from vgrout.method.text_scores import (
     known_correct_texts,
     mean_logp,
 )
-from vgrout.method.twin import Twin, impossible
 from vgrout.model.hidden_states import token_states
 from vgrout.model.policy import Policy
 from vgrout.optim import Optimizer

@@ -15,8 +15,7 @@ from runs import SMALL, adapter_bytes, rows, run
 from vgrout.config.presets import resolve
 from vgrout.data import language as lang
 from vgrout.grading.grade import Grader
-from vgrout.method.flag_rates import FlagRates
-from vgrout.method.labels import Labels
+from vgrout.method.labels import FlagRates, Labels
 from vgrout.modes import MODE_SPECS, PLAIN_PHRASE, Mode
 from vgrout.organism.__main__ import main as organism
 from vgrout.problems import unannounced, without_hints

@@ -25,8 +25,7 @@ from vgrout.grading.grade import Grader, cores
 from vgrout.inputs import Inputs, file_hashes
 from vgrout.ranks import Place
 from vgrout.runs.peers import Peer, ranks_to_start, resumed_by_torchrun, started
-from vgrout.runs.preflight import plan_lines, preflight
-from vgrout.runs.resume import find_resume
+from vgrout.runs.preflight import find_resume, plan_lines, preflight
 from vgrout.runs.run_context import FINISHED, NOTHING, RunContext, require_same
 from vgrout.runs.run_dir import RUNS
 from vgrout.table import StepRow
@@ -46,7 +45,7 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     from vgrout.grpo import all_finite, policy_gradients
     from vgrout.guard.guard import Guard
     from vgrout.method import Setup, make_method
-    from vgrout.method.flag_rates import FlagRates
+    from vgrout.method.labels import FlagRates
     from vgrout.model.sampling import Sampling
     from vgrout.optim import Optimizer
     from vgrout.problems import balanced

@@ -10,9 +10,8 @@ from typing import Annotated, Any
 import tyro
 
 from vgrout.cli import parsed
-from vgrout.config.checks import changed, flag, flags, legal_values, refuse, rule_of, summary
+from vgrout.config.checks import changed, flag, flags, legal_values, refuse, refuse_flags, rule_of, summary
 from vgrout.config.loss import LossConfig
-from vgrout.config.refused import refuse_flags
 from vgrout.config.run import (
     FREE,
     GROUPS,

@@ -14,8 +14,7 @@ from vgrout.imitation import common
 from vgrout.imitation.common import Learning, find_problems
 from vgrout.model.memory import GIB
 from vgrout.model.source import Source, find_source
-from vgrout.runs.preflight import ROLLOUT_BYTES, gpu_here, require_disk
-from vgrout.runs.resume import unfinished
+from vgrout.runs.preflight import ROLLOUT_BYTES, gpu_here, require_disk, unfinished
 
 ROOT = Path("out/distill")
 MAX_VOCABULARY = 262_144

@@ -4,15 +4,12 @@ from vgrout.config import method as config
 from vgrout.config.method import InterventionSpec
 from vgrout.method.base import Intervention, Monitor, Setup
 from vgrout.method.gates import Band, Gate
-from vgrout.method.labels import Labels, WeakDetector
+from vgrout.method.interventions import SGTM, Erase, Penalty, Route, Route2, Screen
+from vgrout.method.labels import Labels, Twin, WeakDetector
 from vgrout.method.method import Method
 from vgrout.method.online_probe import OnlineProbe
 from vgrout.method.quarantine import Quarantine
-from vgrout.method.rewards import Penalty, Screen
-from vgrout.method.rows import SGTM, Route2
-from vgrout.method.surgery import Erase, Route
 from vgrout.method.text_scores import NLL, PMI
-from vgrout.method.twin import Twin
 from vgrout.model.policy import modules_of_block
 
 INTERVENTIONS: dict[str, type[Intervention]] = {

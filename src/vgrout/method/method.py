@@ -20,8 +20,8 @@ from vgrout.grpo import token_factor
 from vgrout.method.base import Grads, Intervention, Monitor, Refresh, StepGrads, Views, learnt, require
 from vgrout.method.controls import hinted, shrunk, shuffled
 from vgrout.method.gates import GradientMonitor
+from vgrout.method.interventions import Route2
 from vgrout.method.live_direction import LiveDirection
-from vgrout.method.rows import Route2
 from vgrout.model.policy import Policy
 from vgrout.rng import torch_stream
 from vgrout.tensor_types import GradRows, ModuleGrads, Routed, UpdatePart, UpdatePlan

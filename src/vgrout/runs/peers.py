@@ -25,9 +25,8 @@ from vgrout.files import read_json
 from vgrout.grading.grade import Grader, cores
 from vgrout.ranks import Place, RankLost
 from vgrout.runs.preflight import gpu_here
-from vgrout.runs.run_context import FINISHED, RunContext
+from vgrout.runs.run_context import FINISHED, RunContext, stop_on_signals
 from vgrout.runs.run_dir import RUNS
-from vgrout.runs.signals import stop_on_signals
 
 SAMPLED = 0.2  # seconds over which idle cores are counted
 AFTERWARDS = 10.0  # seconds that the other ranks may take to end after rank 0 is done

@@ -7,11 +7,13 @@ Exit codes: 0 finished · 2 bad arguments or configuration, nothing started · 3
 import contextlib
 import errno
 import shutil
+import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 from loguru import logger
@@ -23,7 +25,6 @@ from vgrout.files import read_json
 from vgrout.grading.grade import Grader
 from vgrout.ranks import RankLost
 from vgrout.runs.run_dir import RUNS, RunDir, environment
-from vgrout.runs.signals import Stop, stop_on_signals
 from vgrout.tracking import Trackers
 from vgrout.types import Diverged, Halted, Interrupted, NothingRouted
 
@@ -243,3 +244,28 @@ def require_same(run: Path, now: Mapping[str, object], force: bool) -> None:
     changed = ", ".join(name for name in now if name in before and before[name] != now[name])
     if changed and not force:
         raise ValueError(f"--resume {run}: changed since: {changed}; put them back, or add --resume-force")
+
+
+@dataclass
+class Stop:
+    """Set by the signal handler, read once per step."""
+
+    requested: bool = False
+
+
+@contextmanager
+def stop_on_signals() -> Generator[Stop]:
+    stop = Stop()
+
+    def handler(number: int, _frame: FrameType | None) -> None:
+        if stop.requested:
+            raise KeyboardInterrupt
+        stop.requested = True
+        logger.warning(f"{signal.Signals(number).name}: finishing this step, then saving; once more to stop at once")
+
+    before = {s: signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for s, old in before.items():
+            signal.signal(s, old)

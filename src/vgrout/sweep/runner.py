@@ -28,9 +28,8 @@ from tqdm import tqdm
 from vgrout.files import probe_writable, read_json, to_json, write_atomic
 from vgrout.inputs import file_hashes
 from vgrout.runs.preflight import gpu_here, preflight
-from vgrout.runs.run_context import DIVERGED, FAILED, FINISHED, HALTED, INTERRUPTED
+from vgrout.runs.run_context import DIVERGED, FAILED, FINISHED, HALTED, INTERRUPTED, Stop, stop_on_signals
 from vgrout.runs.run_dir import held, hold
-from vgrout.runs.signals import Stop, stop_on_signals
 from vgrout.sweep.ledger import Ledger, Record, kind
 from vgrout.sweep.pueue import Pueue
 from vgrout.sweep.ray_cluster import Ray, input_paths

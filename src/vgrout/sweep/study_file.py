@@ -23,10 +23,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from vgrout.config.checks import rule_of
+from vgrout.config.checks import refuse_setting, rule_of
 from vgrout.config.method import MethodConfig
 from vgrout.config.presets import PRESETS, flag_names, resolve
-from vgrout.config.refused import refuse_setting
 from vgrout.config.run import Config, identity
 
 KEYS = ("name", "preset", "seeds", "common", "arms", "overrides")
