@@ -79,8 +79,10 @@ def noisy_labels(labels: Sequence[bool], accuracy: float, seed: int, step: int, 
 
 class Twin(Monitor):
     """Grades rewarded answers again on the twin and flags those rewarded there too (the idea of ImpossibleBench, arXiv
-    2510.20270, inside training). It sees no label, and is blind to flaws whose hack depends on the tests. An answer that
-    the sandbox fails to grade is not flagged."""
+    2510.20270, inside training). It sees no label, and is blind to flaws whose hack depends on the tests.
+
+    An answer that the sandbox fails to grade is not flagged.
+    """
 
     name = "twin"
     sees = ProblemView
