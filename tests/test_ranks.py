@@ -211,7 +211,7 @@ def test_collectives(tmp_path: Path) -> None:
     """All ranks raise the first failure; elsewhere it names the rank, or is a RuntimeError if it cannot be rebuilt."""
     done = subprocess.run([sys.executable, "-c", TALK], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    output = [done.stdout, *(next(tmp_path.glob(f"said_*_rank{r}.log")).read_text() for r in (1, 2))]
+    output = [done.stdout, *(next(tmp_path.glob(f"output_*_rank{r}.log")).read_text() for r in (1, 2))]
     values = "[0, 10, 20] 0 [1] tensor([3., 3.])"
     elsewhere = [values, "ValueError rank 1: x", "RuntimeError rank 1: Odd: ab"]
     assert [text.splitlines() for text in output] == [elsewhere, [values, "ValueError x", "Odd ab"], elsewhere]

@@ -375,7 +375,7 @@ def test_rows_show_a_sampler_without_the_adapter(tmp_path: Path, monkeypatch: py
 @pytest.mark.long
 def test_ratios_and_masked_shares(shared_run: SharedRuns, tmp_path: Path) -> None:
     """The quarantine as a monitor learns, with itself on, from rows that the deployed model sampled."""
-    tight = ["--loss", "icepop", "--icepop-low", "0.999", "--icepop-high", "1.001"]
+    tight = ["--loss", "icepop", "--clip-low", "0.999", "--clip-high", "1.001"]
     table = [
         r
         for r in rows(run(shared_run.warm(tmp_path), *flags("screen-quarantine", *tight), stop_after=4))
