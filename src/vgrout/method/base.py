@@ -162,9 +162,7 @@ class Intervention:
         """Before any gradient: what is learnt from, in one part or several. flags: () where nothing is flagged yet."""
         return (UpdatePart(),)
 
-    def route(
-        self, views: Views, grads: Grads, parts: Sequence[UpdatePart], flags: Sequence[GroupFlags], step: int = 0
-    ) -> Routed:
+    def route(self, views: Views, grads: Grads, parts: Sequence[UpdatePart], flags: Sequence[GroupFlags]) -> Routed:
         """What the adapter's two vectors learn from a step's groups. flags: as in `parts`."""
         return self.split(self.step_grads(views, grads))
 

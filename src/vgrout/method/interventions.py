@@ -148,9 +148,7 @@ class SplitRows(Intervention):
     @abstractmethod
     def parts(self, views: Views, flags: Sequence[GroupFlags]) -> tuple[UpdatePart, ...]: ...
 
-    def route(
-        self, views: Views, grads: Grads, parts: Sequence[UpdatePart], flags: Sequence[GroupFlags], step: int = 0
-    ) -> Routed:
+    def route(self, views: Views, grads: Grads, parts: Sequence[UpdatePart], flags: Sequence[GroupFlags]) -> Routed:
         keep, quar = learnt(grads, parts, self.sizes, self.device, both=self.splits)
         acted = [replace(of, shares=tuple(map(float, of.flagged))) for of in flags]
         away = [share for of in acted for share in of.shares]

@@ -120,7 +120,7 @@ class Method:
         if self.monitor.owns_quarantine:
             routed = self._with_quarantine(plan, grads, views)
         elif not isinstance(self.monitor, GradientMonitor):
-            routed = self.intervention.route(views, grads, plan.parts, of, plan.step)
+            routed = self.intervention.route(views, grads, plan.parts, of)
         elif plan.unit:
             routed = self._reward_afterwards(plan, grads, views, self.monitor)
         else:
