@@ -20,7 +20,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "erase": ("--intervention=erase",),
     "route": ("--intervention=route",),
     "route2": ("--intervention=route2",),
-    "route2-block": ("--method=route2-block",),
+    "route2-per-module": ("--method=route2-per-module",),
     "sgtm (labels), quarantine block:3": ("--intervention=sgtm", "--monitor=labels", "--quarantine=block:3"),
     "screen (labels)": ("--intervention=screen", "--monitor=labels"),
     "screen (pmi)": (*READS, "--monitor=pmi"),
@@ -29,7 +29,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "quarantine": ("--method=quarantine",),
     "linear probe": ("--intervention=penalty", "--monitor=online_probe", "--seed-monitor=labels", *KNOWS[1:]),
 }
-GOALS = {"route2-block": 1.2, "screen (pmi)": 1.15}  # × the step of none
+GOALS = {"route2": 1.2, "screen (pmi)": 1.15}  # × the step of none
 AGAINST = dict.fromkeys(("quarantine", "linear probe"), ("penalty (labels of one flaw)", 1.25))
 
 

@@ -26,16 +26,14 @@ from vgrout.train import main
 ARMS = ("none", "erase", "route", "route2")
 READS = "screen-pmi"  # stands for all of PAIRS whose monitor reads texts
 FEW = ["--monitor-prompts", "40"]
+PER_MODULE = ["route2", "--method=route2-per-module"]
 # Every monitor and every intervention that reads flags: name → flags. Other pairs combine the same classes
 # (test_method.py).
 PAIRS: dict[str, list[str]] = {
-    "route2-band": ["route2", "--monitor", "band", "--gate-vote", "rollout", "--vhack-refresh-every", "2"],
-    "route2-nll-block": ["route2", "--monitor", "nll", "--quarantine", "block:2", *FEW],
-    "route2-labels": ["route2", "--monitor", "labels", "--rebaseline"],
-    "route2-block": [
-        *("route2", "--quarantine=block:2", "--rollout-ablate-frac=1", "--rebaseline"),
-        *("--gate-modules=apart", "--gate-vote=rollout", "--vhack-refresh-every=0"),
-    ],
+    "route2-per-module": [*PER_MODULE, "--vhack-refresh-every", "2"],
+    "route2-band": [*PER_MODULE, "--monitor", "band", "--gate-vote", "rollout", "--vhack-refresh-every", "2"],
+    "route2-nll-block": [*PER_MODULE, "--monitor", "nll", "--quarantine", "block:2", *FEW],
+    "route2-labels": [*PER_MODULE, "--monitor", "labels", "--rebaseline"],
     "sgtm-detector": ["sgtm", "--monitor", "detector"],
     "screen-pmi": ["screen", "--monitor", "pmi", *FEW],
     "penalty-gate": ["penalty", "--monitor", "gate", "--vhack-refresh-every", "2"],
@@ -48,7 +46,7 @@ PAIRS: dict[str, list[str]] = {
         *("--quarantine-threshold", "0.2", "--quarantine-start", "pairs"),
     ],
     "route2-online-probe": [
-        *("route2", "--monitor", "online_probe", "--seed-monitor", "labels", "--known-modes", "exit_code"),
+        *(*PER_MODULE, "--monitor", "online_probe", "--seed-monitor", "labels", "--known-modes", "exit_code"),
         *("--quarantine", "block:2"),
     ],
 }
@@ -79,7 +77,8 @@ EVALUATED = ("hack_deploy", "solve_deploy", "kl_deploy", "eval", "watch")  # wat
 
 def flags(method: str, *more: str) -> list[str]:
     """The command line of a small run of one of ARMS or PAIRS."""
-    intervention, *own = PAIRS.get(method, [method, *([] if method == "none" else QUIET[2:])])
+    own = {"none": [], "route2": ["--quarantine=block:-3"]}.get(method, QUIET[2:])
+    intervention, *own = PAIRS.get(method, [method, *own])
     return ["smoke", "--intervention", intervention, "--threads", "1", *SMALL, *QUIET[:2], *own, *more]
 
 

@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 from contextlib import redirect_stdout
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -125,7 +125,10 @@ BAD = [
     ("mini --intervention route2 --route2-random-v-seed 1 --vhack-refresh-every 7", "--vhack-refresh"),
     ("mini --intervention erase --control shrinkage --no-preserve-magnitude", "--preserve-magnitude"),
     ("mini --intervention route2 --control haar --vhack-refresh-every 7", "--vhack-refresh-every: not read"),
-    ("mini --method best", "--method best: should be one of route2-block, quarantine"),
+    ("mini --method best", "--method best: should be one of route2, route2-per-module, quarantine"),
+    ("mini --method route2-block", "--method route2-block: not here; say --intervention route2"),
+    ("mini --method twin --intervention none", "--method twin is --intervention penalty, and --intervention none is"),
+    ("mini --intervention route2 --quarantine block:0", "--quarantine block:0: should be shared, block:last, block:N"),
     ("mini --method", "--method : should be one of"),
     # contradictions
     ("mini --intervention erase --control shuffled --v-hack-path x", "--v-hack-path"),
@@ -219,20 +222,35 @@ def test_run_ids() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_stands_for_its_flags_and_given_flags_replace_its_own(method: str) -> None:
-    spelt = parse(["mini", *METHODS[method][1]])
+    spelt = replace(parse(["mini"]), method=MethodConfig(**METHODS[method][1]))
     assert parse(["mini", "--method", method]) == parse(["mini", f"--method={method}"]) == spelt
-    assert spelt != parse(["mini"])
     other = parse(["mini", "--lr", "0.5", "--method", method, "--seed", "3"])
     assert (other.opt.lr, other.run.seed, other.method) == (0.5, 3, spelt.method)
     seeded = parse(["mini", "--method", "quarantine", "--seed-monitor", "labels"])
     assert (seeded.method.monitor, seeded.method.seed_monitor) == ("quarantine", "labels")
-    assert not parse(["mini", "--no-rebaseline", "--method", "route2-block"]).method.rebaseline
+    assert not parse(["mini", "--no-rebaseline", "--method", "route2"]).method.rebaseline
+
+
+def test_route2_brings_its_settings_and_what_the_run_does_not_read_is_left_out() -> None:
+    own = MethodConfig(**METHODS["route2"][1])
+    assert parse(["fast", "--intervention=route2"]).method == own
+    assert parse(["fast", "--intervention", "route2", "--method=route2"]).method == own
+    shared = parse(["mini", "--intervention=route2", "--quarantine=shared"]).method
+    assert shared == replace(own, quarantine="shared")
+    labels = parse(["mini", "--intervention=route2", "--monitor=labels"]).method
+    assert labels == MethodConfig(
+        intervention="route2", monitor="labels", quarantine="block:-2", rollout_ablate_frac=1.0, rebaseline=True
+    )
+    shrunk = parse(["mini", "--intervention=route2", "--control=shrinkage"]).method
+    assert (shrunk.quarantine, shrunk.rebaseline, shrunk.gate_vote) == ("shared", False, "rollout")
+    per_module = MethodConfig(intervention="route2", monitor="band")
+    assert parse(["mini", "--method=route2-per-module", "--monitor=band"]).method == per_module
 
 
 @pytest.mark.parametrize("control", ["--control=haar", "--random-flags", "--control=no_loophole"])
 def test_the_recommended_route2_has_its_controls(control: str) -> None:
     """Its direction is never extracted again; a random one is not either, so the flag is no contradiction."""
-    assert parse(["mini", "--method=route2-block", control]).method.vhack_refresh_every == 0
+    assert parse(["mini", "--intervention=route2", control]).method.vhack_refresh_every == 0
 
 
 def test_no_loophole_mixes_nothing_in() -> None:

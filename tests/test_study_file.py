@@ -57,10 +57,10 @@ def test_methods_times_overrides_times_seeds(tmp_path: Path) -> None:
 
 
 def test_a_method_stands_for_its_flags(tmp_path: Path) -> None:
-    text = HEAD + '[[arms]]\nmethod = "route2-block"\nrollout-ablate-frac = [0.5, 1.0]\n'
+    text = HEAD + '[[arms]]\nintervention = "route2"\nrollout-ablate-frac = [0.5, 1.0]\n'
     cells = load_study_file(write(tmp_path, text)).cells
     assert [c.cfg.method.rollout_ablate_frac for c in cells] == [0.5, 1.0]
-    assert {(c.cfg.method.intervention, c.cfg.method.quarantine) for c in cells} == {("route2", "block:3")}
+    assert {(c.cfg.method.intervention, c.cfg.method.quarantine) for c in cells} == {("route2", "block:-2")}
     assert all(resolve([*c.flags]) == c.cfg for c in cells)
 
 

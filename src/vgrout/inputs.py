@@ -131,7 +131,7 @@ def check_depth(cfg: Config, model: ModelFacts) -> None:
             f"--max-new {cfg.scale.max_new}: the model's window holds {model.window} tokens, prompt included"
         )
     for given, n in (("--probe-layer ", cfg.method.probe_layer), ("--quarantine block:", cfg.method.quarantine_block)):
-        if n is not None and model.blocks is not None and n > model.blocks:
+        if n is not None and model.blocks is not None and abs(n) > model.blocks:
             raise ValueError(f"{given}{n}: the model has {model.blocks} blocks")
 
 

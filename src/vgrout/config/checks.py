@@ -132,6 +132,7 @@ NOT_HERE: dict[str, str] = {
     "quarantine_share": "it is 0.1; leave it out",
     "cos_pre_split_every": "cos_pre_s and cos_pre_t are measured in every step; leave it out",
     "max_error_reschedule_attempts": "say --max-error-retries",
+    "method route2-block": "say --intervention route2",
     "intervention vanilla": "say --intervention none",
     "intervention projected": "say --intervention erase",
     "intervention routing": "say --intervention route",

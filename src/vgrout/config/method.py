@@ -290,7 +290,7 @@ class MethodConfig(
                 f"{flag(name)} {getattr(self, name)}: should be one of {', '.join(legal())}",
             )
         check(self)
-        control, given = self.control_spec, self._control_flag
+        given = self._control_flag
         intervention, monitor = f"--intervention {self.intervention}", self.monitor_name
         refuse(
             self.haar and self.control not in ("none", "haar"),
@@ -321,13 +321,9 @@ class MethodConfig(
         )
         refuse(
             self.quarantine != "shared" and self.quarantine_block is None,
-            f"--quarantine {self.quarantine}: should be shared or block:N, N from 1 to 1000",
+            f"--quarantine {self.quarantine}: should be shared, block:last, block:N or block:-N, N from 1 to 1000",
         )
         self._check_read()
-        refuse(
-            self.quarantine_block is not None and control.shrinks,
-            f"--quarantine {self.quarantine} with {given}: not read, nothing is quarantined; leave it out",
-        )
 
     @property
     def _control_flag(self) -> str:
@@ -351,14 +347,24 @@ class MethodConfig(
 
     def _check_read(self) -> None:
         """Settings that this run never reads stand at their defaults: else they would be silent no-ops."""
-        read = {name for group in (Choice, *self.groups) for name in _names(group)}
         away = [name for name, _ in changed(self)]
-        if unread := [name for name in away if name not in read]:
-            raise ValueError(f"{flags(unread)}: {self._readers(unread[0])}; leave it out")
+        if foreign := [name for name in away if name not in self._named]:
+            raise ValueError(f"{flags(foreign)}: {self._readers(foreign[0])}; leave it out")
+        unread = [name for name in away if not self.reads(name)]
+        refuse(bool(unread), f"{flags(unread)}: not read with these settings; leave it out")
+
+    @property
+    def _named(self) -> set[str]:
+        """The settings of the groups that this run reads."""
+        return {name for group in (Choice, *self.groups) for name in _names(group)}
+
+    def reads(self, name: str) -> bool:
+        """Whether a setting, at any value, changes what this run does."""
         reads_by_threshold = not self.monitor_spec.owns_quarantine or self.quarantine_threshold is None
         idle = {
             # random directions stay as they are
             "vhack_refresh_every": self.haar and not self.monitor_spec.signs_random and self.vhack_refresh_every != 0,
+            "quarantine": self.control_spec.shrinks,  # nothing is quarantined
             "monitor_prompts": self.monitor_threshold == "known_correct",  # nothing is sampled for the threshold
             "rebaseline": self.control_spec.shrinks,
             "preserve_magnitude": self.control_spec.shrinks,
@@ -367,8 +373,7 @@ class MethodConfig(
             "vhack_pairs_path": not self.reads_pairs,
             "gate_vote": self.spec.acts_on == "rewards",
         }
-        unread = [name for name in away if idle.get(name)]
-        refuse(bool(unread), f"{flags(unread)}: not read with these settings; leave it out")
+        return name in self._named and not idle.get(name)
 
     def _readers(self, name: str) -> str:
         """Who reads a setting that this run does not."""
@@ -436,9 +441,10 @@ class MethodConfig(
 
     @property
     def quarantine_block(self) -> int | None:
-        """The block that is the quarantine's alone, from 1; None: no such block."""
-        found = re.fullmatch(r"block:([1-9]\d{0,2}|1000)", self.quarantine)
-        return int(found[1]) if found else None
+        """The block that is the quarantine's alone: from 1, or from −1, the last one, downwards. None: no such
+        block."""
+        found = re.fullmatch(r"block:(last|-?(?:[1-9]\d{0,2}|1000))", self.quarantine)
+        return None if found is None else -1 if found[1] == "last" else int(found[1])
 
     @property
     def routes(self) -> bool:

@@ -156,8 +156,8 @@ class Place:
     """Of a quarantine that may lie elsewhere."""
 
     quarantine: str = "shared"
-    """Where δS_hack lives. shared: in every module's basis, beside δS · block:N: in the modules of block N (from 1)
-    alone, and δS in the others."""
+    """Where δS_hack lives. shared: in every module's basis, beside δS · block:N: in the modules of block N alone, and
+    δS in the others; N from 1, or counted back from block:last, which is block:-1."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Presets, which are values, and the command line of `python -m vgrout.train` on top of them. Torch-free."""
 
+import contextlib
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, make_dataclass, replace
 from importlib.metadata import version
 from typing import Annotated, Any
@@ -12,6 +13,7 @@ import tyro
 from vgrout.cli import parsed
 from vgrout.config.checks import changed, flag, flags, legal_values, refuse, refuse_flags, rule_of, summary
 from vgrout.config.loss import LossConfig
+from vgrout.config.method import MethodConfig
 from vgrout.config.run import (
     FREE,
     GROUPS,
@@ -79,34 +81,54 @@ PRESETS: dict[str, tuple[str, Config]] = {
     ),
 }
 
-# Settings that belong together, by one name: `--method NAME` stands for these flags; one that is given beside it
-# replaces its own. What a study finds best is recorded here.
-METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "route2-block": (
-        "route2 with a quarantine in a block of its own, samples from the deployed model alone, one decision a "
+# Settings that belong together, by one name. An intervention of that name brings them where no --method is given;
+# a flag that is given replaces its own, and what the chosen monitor or control does not read is left out. What a study
+# finds best is recorded here.
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "route2": (
+        "route2 with a quarantine in a block of its own, samples from the deployed model alone, one decision per "
         "rollout, by modules where known hacks lie above the rest, and a direction that stays as it was extracted",
-        (
-            *("--intervention=route2", "--quarantine=block:3", "--rollout-ablate-frac=1", "--rebaseline"),
-            *("--gate-modules=apart", "--gate-vote=rollout", "--vhack-refresh-every=0"),
-        ),
+        {
+            "intervention": "route2",
+            "quarantine": "block:-2",
+            "rollout_ablate_frac": 1.0,
+            "rebaseline": True,
+            "gate_modules": "apart",
+            "gate_vote": "rollout",
+            "vhack_refresh_every": 0,
+        },
+    ),
+    "route2-per-module": (
+        "route2 with a quarantine in every module, each of which decides by itself; it costs most of the skill",
+        {"intervention": "route2"},
     ),
     "quarantine": (
         "the quarantine reads, seeded by the weak detector alone, and what it flags is rewarded less",
-        ("--intervention=penalty", "--monitor=quarantine", "--seed-monitor=detector", "--monitor-quantile=0.8"),
+        {
+            "intervention": "penalty",
+            "monitor": "quarantine",
+            "seed_monitor": "detector",
+            "monitor_quantile": 0.8,
+        },
     ),
     "probe": (
         "a linear probe reads, seeded by the weak detector alone, and what it flags is rewarded less",
-        ("--intervention=penalty", "--monitor=online_probe", "--seed-monitor=detector", "--monitor-quantile=0.8"),
+        {
+            "intervention": "penalty",
+            "monitor": "online_probe",
+            "seed_monitor": "detector",
+            "monitor_quantile": 0.8,
+        },
     ),
     "twin": (
         "what is rewarded on an impossible twin of its problem, too, is rewarded less",
-        ("--intervention=penalty", "--monitor=twin"),
+        {"intervention": "penalty", "monitor": "twin"},
     ),
 }
 
 # The flags of `--help`, each with a line; `--help-all` shows every flag with its whole help.
 EVERYDAY: dict[str, str] = {
-    "method": f"stands for several flags: {', '.join(METHODS)}",
+    "method": f"stands for an intervention and its flags: {', '.join(METHODS)}",
     "intervention": "what is done about flagged rollouts",
     "monitor": "who is flagged; usual: the intervention's own",
     "control": "the same run under a control",
@@ -148,8 +170,8 @@ def resolve(argv: list[str] | None) -> Config:
         raise SystemExit(0)
     if {"-h", "--help", "--help-all"} & {*argv}:
         show_help(argv[0] if argv[0] in PRESETS else "", "--help-all" in argv)
-    argv = with_method(joined(argv))
-    refuse_flags(argv)
+    refuse_flags(argv := joined(argv))
+    argv = with_method(argv)
     refuse(not argv or argv[0].startswith("-"), f"name a preset first: {', '.join(PRESETS)}; then flags, or --help")
     cfg = parsed(
         lambda: tyro.extras.overridable_config_cli(
@@ -198,26 +220,59 @@ def everyday(cfg: Config, *, defaults: bool) -> type:
 
 
 def with_method(argv: Sequence[str]) -> list[str]:
-    """A command line with --method replaced by its flags; flags that are there already stay.
+    """A command line with --method replaced by its flags, or with those that its --intervention brings; flags that are
+    there already stay.
 
     Raises:
-        ValueError: no method of that name, or two of them.
+        ValueError: no method of that name, two of them, or one of another intervention than the one that is given.
     """
     words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--method=") else [word])]
-    if "--method" not in words:
-        return list(argv)
-    at = words.index("--method")
-    name = words[at + 1] if at + 1 < len(words) else ""
-    refuse(words.count("--method") > 1, "--method: given twice; one is enough")
-    refuse(name not in METHODS, f"--method {name}: should be one of {', '.join(METHODS)}")
-    rest = [*words[:at], *words[at + 2 :]]
-    given = {_bare(word) for word in rest}
-    return [*rest, *(word for word in METHODS[name][1] if _bare(word) not in given)]
+    given = _given(words)
+    intervention = given.get("intervention")
+    name = intervention if intervention in METHODS else None
+    if "--method" in words:
+        at = words.index("--method")
+        name = words[at + 1] if at + 1 < len(words) else ""
+        refuse(words.count("--method") > 1, "--method: given twice; one is enough")
+        refuse(name not in METHODS, f"--method {name}: should be one of {', '.join(METHODS)}")
+        own = METHODS[name][1]["intervention"]
+        refuse(
+            intervention not in (None, own),
+            f"--method {name} is --intervention {own}, and --intervention {intervention} is given too; leave one out",
+        )
+        words = [*words[:at], *words[at + 2 :]]
+    if name is None:
+        return words
+    brought = METHODS[name][1]
+    choice = {k: given.get(k, brought.get(k)) for k in ("intervention", "monitor", "control", "seed_monitor")}
+    read = of_choice({k: v for k, v in choice.items() if v}, brought)
+    return [*words, *(f"--{_flag(k, v)}" for k, v in read.items() if k not in given)]
 
 
-def _bare(word: str) -> str:
-    """A flag without its value and without `no-`."""
-    return word.partition("=")[0].replace("_", "-").replace("--no-", "--", 1)
+def of_choice(choice: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `settings` that a method of this intervention, monitor and control reads."""
+    read = {}
+    for name, value in settings.items():
+        with contextlib.suppress(ValueError):  # a setting that is not read is refused, and so is an illegal choice
+            MethodConfig(**{**choice, name: choice.get(name, value)})
+            read[name] = value
+    return read
+
+
+def _given(words: Sequence[str]) -> dict[str, str]:
+    """The flags of a command line, by their fields, with the word that follows."""
+    found = {}
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word.startswith("--"):
+            name, equals, value = word.removeprefix("--").partition("=")
+            found[name.removeprefix("no-").replace("-", "_")] = value if equals else following
+    return found
+
+
+def _flag(name: str, value: Any) -> str:
+    """A setting on the command line, without its dashes."""
+    name = name.replace("_", "-")
+    return name if value is True else f"no-{name}" if value is False else f"{name}={value}"
 
 
 def joined(argv: Sequence[str]) -> list[str]:

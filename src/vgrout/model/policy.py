@@ -329,9 +329,9 @@ def adapted(lm: LanguageModel, cache_dir: Path | None) -> Policy:
 
 
 def modules_of_block(policy: Policy, modules: Iterable[str], n: int) -> list[str]:
-    """The modules of the model's block `n`, from 1. Raises ValueError where it has none."""
+    """The modules of the model's block `n`, from 1, or from −1, the last one. Raises ValueError where it has none."""
     depth = policy.model.config.num_hidden_layers
-    inside = [m for m in modules if f".layers.{n - 1}." in f".{m}"]
+    inside = [m for m in modules if f".layers.{n - 1 if n > 0 else depth + n}." in f".{m}"]
     if not inside:
         raise ValueError(f"--quarantine block:{n}: the model has {depth} blocks")
     return inside

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from vgrout.config.checks import listed
 from vgrout.config.method import CONTROLS, INTERVENTIONS, MethodConfig
-from vgrout.config.presets import PRESETS
+from vgrout.config.presets import METHODS, PRESETS, of_choice
 from vgrout.config.run import Config
 from vgrout.files import json_lines, read_json
 from vgrout.table import LEARNED, counted, first_hacks, read_steps
@@ -126,14 +126,22 @@ class Run:
 
     @cached_property
     def unusual(self) -> dict[str, Any]:
-        """The settings that training reads (except intervention, control and seed) that are not the preset's."""
-        usual = _learning(_usual(self.preset))
+        """The settings that training reads (except intervention, control and seed) that neither the preset nor the
+        intervention brings."""
+        usual = _learning(_usual(self.preset)) | self.brought
         return {
             k: v
             for k, v in _learning(self.settings).items()
             if k not in ("intervention", "control", "random_flags", "placebo_pairs")
             and (k not in usual or usual[k] != v)
         }
+
+    @cached_property
+    def brought(self) -> dict[str, Any]:
+        """The settings that the intervention brings by itself, of those that this run reads."""
+        method = self.settings["method"]
+        choice = {name: method[name] for name in ("intervention", "monitor", "control", "seed_monitor")}
+        return of_choice(choice, METHODS[self.intervention][1]) if self.intervention in METHODS else {}
 
     @property
     def inputs(self) -> dict[str, str]:
@@ -167,10 +175,10 @@ class Run:
     @property
     def method(self) -> str:
         """The method's name in tables, with its variant and its control."""
-        rollout_ablate_frac = self.settings["method"]["rollout_ablate_frac"]
+        frac, own = self.settings["method"]["rollout_ablate_frac"], self.brought.get("rollout_ablate_frac")
         variant = [
             *([monitor] if (monitor := self.monitor) else []),
-            *([f"{rollout_ablate_frac:g} deployed"] if rollout_ablate_frac else []),
+            *([f"{frac or 0:g} deployed"] if (frac or 0) != (own or 0) else []),
         ]
         name = self.intervention + (f" ({', '.join(variant)})" if variant else "")
         name += f" · {self.control}" if self.control != "none" else ""
@@ -435,7 +443,7 @@ def cells(runs: Sequence[Run]) -> list[Cell]:
 def _differing(run: Run, alike: Sequence[Run]) -> str:
     """What tells a cell from others of the same name: its settings in which they differ and which are not the preset's.
     "": nothing."""
-    usual = _learning(_usual(run.preset))
+    usual = _learning(_usual(run.preset)) | run.brought
     own, *others = (_learning(r.settings) | r.inputs for r in (run, *alike))
     differing = {k: v for k, v in own.items() if any(other.get(k) != v for other in others)}
     named = [f"{k} {v}" for k, v in differing.items() if k not in usual or usual[k] != v]

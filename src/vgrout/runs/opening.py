@@ -79,7 +79,7 @@ def _trainable(cfg: Config, policy: Policy) -> str:
     if cfg.method.routes:
         line += f", δS_hack {adapter.δS_hack.numel():,}"
         if cfg.method.quarantine_block is not None:
-            line += f" (in block {cfg.method.quarantine_block} alone, where δS is not)"
+            line += f" (in {cfg.method.quarantine} alone, where δS is not)"
     return f"{line}; frozen: {base:,} weights"
 
 
