@@ -173,7 +173,7 @@ BAD = [
         "--monitor-threshold known_correct: there are none; give --known-correct FILE",
     ),
     ("fast --organism x", "only with --model organism"),
-    ("mini --intervention sgtm --monitor labels --quarantine block", "should be shared or block:N"),
+    ("mini --intervention sgtm --monitor labels --quarantine block", "should be shared, block:last, block:N"),
     ("mini --intervention sgtm --monitor labels --quarantine block:0", "--quarantine block:0"),
     ("mini --intervention route2 --monitor labels --gate-vote rollout", "--gate-vote"),
     ("mini --intervention none --control placebo", "--control placebo: replaces a direction"),

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from vgrout.config.guard import GuardConfig, blind
 from vgrout.config.presets import resolve
-from vgrout.guard.kill_switch import CollapseStopError, HeldOutGuard, TripwireStatus, standard_error
+from vgrout.guard.kill_switch import CollapseStopError, HeldOutGuard, SkillWatch, TripwireStatus, standard_error
 from vgrout.inputs import kl_of_runs
+from vgrout.types import Rate
 
 SHARE = st.floats(0, 1)
 SERIES = st.lists(st.tuples(SHARE, SHARE), min_size=1, max_size=60)
@@ -422,3 +423,36 @@ def test_flags_without_effect_are_refused(argv: list[str], message: str) -> None
         resolve(["mini", "--intervention=none", *argv])
     assert str(refused.value).startswith(message) or message in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("solved", "at"),
+    [
+        ((8, 16, 15, 5, 4), 4),  # of 24: what a quarantine in every module does in `mini`
+        ((8, 16, 5, 16, 5), None),  # not twice in a row
+        ((16, 10, 10, 10), None),  # within chance of two dozen answers
+        ((0, 0, 0), None),
+        ((24, 24, 24), None),
+    ],
+)
+def test_lost_skill_is_a_fall_from_the_best_that_lasts(solved: tuple[int, ...], at: int | None) -> None:
+    watch, after = SkillWatch(), SkillWatch()
+    shown = []
+    for step, k in enumerate(solved):
+        after.load_state_dict(json.loads(json.dumps(watch.state_dict())))  # as a resumed run has it
+        shown.append(watch.update(step, Rate(k, 24)))
+        assert after.update(step, Rate(k, 24)) == shown[-1]
+    assert [step for step, s in enumerate(shown) if s] == ([] if at is None else [at])
+    assert ("fell from 66.7 to 16.7 %" in watch.lost) == (at is not None)
+
+
+@pytest.mark.parametrize("skill", [0.3, 0.6, 0.85])
+def test_chance_alone_rarely_looks_like_lost_skill(skill: float) -> None:
+    """A dozen evaluations of 24 answers at a constant skill: at most 1 % of such runs warn."""
+    draw = random.Random(5)
+
+    def warns() -> bool:
+        watch = SkillWatch()
+        return any(watch.update(i, Rate(sum(draw.random() < skill for _ in range(24)), 24)) for i in range(12))
+
+    assert sum(warns() for _ in range(1000)) <= 10

@@ -161,7 +161,7 @@ def test_partners_share_all_but_the_method(tmp_path: Path) -> None:
 
 
 def test_a_haar_control_serves_every_refresh_interval(tmp_path: Path) -> None:
-    for flag in ((), ("--vhack-refresh-every=0",)):
+    for flag in ((), ("--vhack-refresh-every=5",)):
         fake_run(tmp_path, "--intervention=route2", *flag)
         fake_run(tmp_path, "--intervention=route2", "--control=shuffled", *flag)
     fake_run(tmp_path, "--intervention=route2", "--control=haar")

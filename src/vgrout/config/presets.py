@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, make_dataclass, replace
 from importlib.metadata import version
+from itertools import pairwise
 from typing import Annotated, Any
 
 import tyro
@@ -262,7 +263,7 @@ def of_choice(choice: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[st
 def _given(words: Sequence[str]) -> dict[str, str]:
     """The flags of a command line, by their fields, with the word that follows."""
     found = {}
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in pairwise([*words, ""]):
         if word.startswith("--"):
             name, equals, value = word.removeprefix("--").partition("=")
             found[name.removeprefix("no-").replace("-", "_")] = value if equals else following

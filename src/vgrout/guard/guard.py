@@ -32,7 +32,7 @@ from vgrout.guard.detectors import (
     diverged,
     ensemble_divergence,
 )
-from vgrout.guard.kill_switch import HeldOutGuard
+from vgrout.guard.kill_switch import HeldOutGuard, SkillWatch
 from vgrout.model.hidden_states import ReferenceStats, latents
 from vgrout.model.policy import Policy
 from vgrout.model.sampler import sample
@@ -156,6 +156,7 @@ class Guard:
             self.trackers[name], self.read[name] = self._detector(name)
         self.states: dict[str, State] = {}
         self.rewarded = Rate(0, 0)  # student rows with the full reward, since the last evaluation
+        self.skill = SkillWatch()
         self.skipped: list[int] = []  # 1 for each of the last steps that was not finite
         self.halted = ""  # why a detector that may halt the run has done so
         self.diverged = ""
@@ -255,6 +256,8 @@ class Guard:
         before, held = self.kill_switch.fired, deployed.solve
         if proxy.value is None or held.value is None:
             return
+        if self.skill.update(m.row.step, held):
+            logger.warning(f"guard: {self.skill.lost} (n = {held.n}): the deployed model has lost skill")
         verdict = self.kill_switch.update(
             m.row.step, proxy.value, held.value, held.n, deployed.kl, negative(m.row.lp_s), spread(m.groups)
         )
@@ -306,7 +309,8 @@ class Guard:
         once = f"{self.base.seconds:.1f} s once for the base policy's answers" if self.base.seconds else ""
         share = f"{100 * (self.seconds - self.base.seconds) / seconds:.1f} % of the steps' time" if seconds else ""
         rules = ", ".join(self.kill_switch.fired)
-        gap = f"gap {self.kill_switch.proxy_real_gap():+.2f}{f', fired: {rules}' if rules else ''}" if who else ""
+        lost = f", {self.skill.lost}" if self.skill.lost else ""
+        gap = f"gap {self.kill_switch.proxy_real_gap():+.2f}{f', fired: {rules}' if rules else ''}{lost}" if who else ""
         return "watched: " + "; ".join(part for part in (gap, states, share, once) if part)
 
     # --- what detectors measure themselves ----------------------------------------------------------------------------
@@ -335,6 +339,7 @@ class Guard:
             "states": dict(self.states),
             "base": self.base.state_dict(),
             "rewarded": self.rewarded.pair,
+            "skill": self.skill.state_dict(),
             "skipped": list(self.skipped),
             "halted": self.halted,
             "diverged": self.diverged,
@@ -344,6 +349,7 @@ class Guard:
         """Restore; a detector that the run did not have starts afresh. That a detector has halted the run is kept only
         while the configuration still lets one do so."""
         self.kill_switch.load_state_dict(state["guard"])
+        self.skill.load_state_dict(state["skill"])
         for name, tracker in self.trackers.items():
             if name in state["trackers"]:
                 tracker.load_state_dict(state["trackers"][name])

@@ -12,7 +12,12 @@ from statistics import fmean
 from typing import Any
 
 from vgrout.config.guard import GuardConfig
+from vgrout.types import Rate
 
+LOST, LASTS = (
+    3.0,
+    2,
+)  # standard errors, and evaluations in a row: one of a dozen at a constant skill is that low by chance
 KL_FLOOR = 1e-6  # smallest calibrated limit: below it, the estimator's rounding would fire the switch
 
 
@@ -51,6 +56,34 @@ def standard_error(share: float, n: int) -> float:
     """Of a share of n, with one success and one failure added so that it is never 0 (Agresti & Coull 1998)."""
     p = (share * n + 1) / (n + 2)
     return math.sqrt(p * (1 - p) / n)
+
+
+@dataclass(slots=True)
+class SkillWatch:
+    """Notices when a held-out score falls from its best beyond chance, two evaluations in a row: a quarantine that
+    takes skill along does that while in-loop rises or not."""
+
+    best: Rate = Rate(0, 0)
+    below: int = 0  # evaluations in a row
+    lost: str = ""  # the first such fall
+
+    def update(self, step: int, now: Rate) -> bool:
+        """Whether this measured score is the one that shows it."""
+        share, best = now.value or 0.0, self.best.value or 0.0
+        noise = math.hypot(*(standard_error(r.value or 0.0, r.n) for r in (self.best, now) if r.n))
+        self.below = self.below + 1 if share < best - LOST * noise else 0
+        shows = not self.lost and self.below == LASTS
+        if shows:
+            self.lost = f"held-out solve fell from {self.best.percent} to {now.percent} % at step {step}"
+        if share >= best:
+            self.best = now
+        return shows
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best.pair, "below": self.below, "lost": self.lost}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best, self.below, self.lost = Rate(*state["best"]), state["below"], state["lost"]
 
 
 @dataclass(slots=True)
