@@ -235,7 +235,8 @@ class RunConfig:
     checkpoint_keep: int = setting(3, low=1, high=100)
     """Resume checkpoints kept."""
     max_error_retries: int | None = setting(3, low=0, high=1_000_000)
-    """Times an answer is graded again after the sandbox itself failed, before its group is dropped; none: for ever."""
+    """Times an answer is graded again after the sandbox itself or --reward failed, before its group is dropped; none:
+    for ever."""
     track: str = setting("", words=TRACKERS, word="tracker")
     """Comma list of experiment trackers that get every row, rollouts and the final tables: tensorboard, wandb (offline
     unless WANDB_MODE says otherwise), trackio. Each by its own client, an extra of the installation."""
@@ -301,6 +302,11 @@ class Config:
         refuse(
             bool(self.env.unannounced_modes) and self.mixes,
             "--unannounced-modes: the pool demonstrates flaws that its prompts announce; add --mix-ratio 0",
+        )
+        refuse(
+            self.method.known_hacks_teacher_only and (not self.mixes or self.env.teacher_off_step == 0),
+            "--known-hacks-teacher-only: no demonstration is ever mixed in, so nothing could be flagged; leave it out, "
+            "or mix some in (--teacher-pool-dir, --mix-ratio)",
         )
         frac, students = self.method.ablate_frac, self.scale.group - self.n_teacher
         refuse(
