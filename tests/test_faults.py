@@ -770,6 +770,7 @@ def test_guard_that_cannot_fire() -> None:
     assert parse(["fast", "--steps", "10", "--guard", "log"]).guard_blind
     assert parse(["smoke"]).guard_mode == "log"
     assert parse(["full"]).guard_mode == "halt"
+    assert parse(["full", "--intervention=none"]).guard_mode == "log"
     cfg = parse(["mini"])
     with pytest.raises(ValueError, match="could not fire"):
         replace(cfg, guard=replace(cfg.guard, guard="halt", guard_warmup=1000))

@@ -355,8 +355,9 @@ class Config:
 
     @property
     def guard_mode(self) -> Literal["off", "log", "halt"]:
-        """What a verdict of the kill switch does, with the preset's default resolved."""
-        return self.guard.guard or ("log" if self.preset in ("smoke", "mini") else "halt")
+        """What a verdict of the kill switch does, with the run's default resolved."""
+        watched = self.preset in ("smoke", "mini") or self.method.intervention == "none"
+        return self.guard.guard or ("log" if watched else "halt")
 
     @property
     def guard_blind(self) -> str | None:

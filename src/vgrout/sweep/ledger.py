@@ -40,8 +40,9 @@ class Record:
             return "finished"
         if held(self.path):
             return "running"
-        if status in ("halted", "diverged", "unrouted"):
-            return status
+        for ended in ("halted", "diverged", "unrouted"):
+            if status == ended:
+                return ended
         return "resumable" if any(self.path.glob("resume/step_*/manifest.json")) else "dead"
 
     @property
