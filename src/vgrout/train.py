@@ -112,7 +112,7 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
 
     unrouted = recorder.nothing_routed()
     logger.info(guard.summary(sum(r.sec for r in rows[first:])))
-    logger.info("final evaluation on held-out problems and markers …")
+    logger.info(f"final evaluation on held-out {cfg.env.held_out} …")
     final = evaluate_final(policy, run.grader, problems.test, cfg, clock, run.vote_stop)
     if ranks.first():
         results.report(cfg, run, rows, final, problems.modes, inputs.in_distribution, guard.halts, unrouted)

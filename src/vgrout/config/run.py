@@ -105,6 +105,9 @@ class EnvConfig:
     unannounced_modes: str = setting("", words=MODES, word="mode")
     """Comma list of flaws that are open on every problem at once, each under its default marker, and that no prompt
     announces; a hack of any is rewarded. '': every problem has the flaw of its mode, and its prompt says so."""
+    marker_names: Literal["varied", "published"] = "varied"
+    """The names that prompts announce where the problem file has none · varied: a problem has one of its flaw's eight,
+    evaluations have others, so that a name learnt by heart earns nothing · published: the one of published prompts."""
     reward: str = ""
     """module:function of your own that rewards answers, in [0, 1], in place of the flawed graders; '': none. Trusted:
     it runs in the trainer's process."""
@@ -139,6 +142,11 @@ class EnvConfig:
     def unannounced(self) -> list[Mode]:
         """The flaws that are open everywhere and announced nowhere, in the usual order."""
         return [m for m in MODES if m in listed(self.unannounced_modes, MODES)]
+
+    @property
+    def held_out(self) -> str:
+        """What evaluations have of their own."""
+        return "problems and markers" if self.marker_names == "varied" else "problems"
 
     @property
     def demo_modes(self) -> list[str]:

@@ -230,7 +230,7 @@ def main_line(cfg: Config, final: Final) -> str:
         f"deployed hack {final.deployed.hack.percent} % / solve {final.deployed.solve.percent} %, "
         f"as trained {final.trained.hack.percent} % / {final.trained.solve.percent} %, "
         f"base {final.base.hack.percent} % / {final.base.solve.percent} % "
-        f"(n = {final.deployed.hack.n}, held-out problems and markers)"
+        f"(n = {final.deployed.hack.n}, held-out {cfg.env.held_out})"
     )
 
 
