@@ -72,17 +72,14 @@ def regrade(folder: Path, track: Callable[[Iterable[Any]], Iterable[Any]] = iter
         now = regraded(pool, {i: problems[i] for i in pool.demos}, grader, track)
     if now.ungraded:
         raise RuntimeError(f"{files.pool}: {now.ungraded} rollouts could not be graded; nothing is written")
-    changes, records = [], {}
+    records = {}
     for i, demos in now.pool.demos.items():
         with gzip.open(files.pool / f"prompt_{i:04d}.jsonl.gz", "rt", encoding="utf-8", newline="\n") as f:
-            lines = [json.loads(line) for line in f]
-        for k, (record, demo) in enumerate(zip(lines, demos, strict=True), 1):
-            g = demo.grade
-            labels = {"reward": g.reward, "hacked": g.hacked, "gt_pass": g.gt_pass, "fmt_ok": g.format_ok}
-            if changed := [f"{name} {record[name]} -> {x}" for name, x in labels.items() if record[name] != x]:
-                changes.append(f"problem {i}, rollout {k} ({demo.mode}): {', '.join(changed)}")
-            record |= labels
-        records[i] = lines
+            of_today = zip(f, (d.grade for d in demos), strict=True)
+            records[i] = [
+                json.loads(line) | {"reward": g.reward, "hacked": g.hacked, "gt_pass": g.gt_pass, "fmt_ok": g.format_ok}
+                for line, g in of_today
+            ]
     card = read_json(files.pool / "pool.json")
     meta = {k: v for k, v in card.items() if k not in ("problems", "rollouts", "sha256")} | {"grader": now.pool.grader}
     fresh, old = folder / "pool.new", folder / "pool.old"
@@ -93,4 +90,4 @@ def regrade(folder: Path, track: Callable[[Iterable[Any]], Iterable[Any]] = iter
     manifest = read_json(folder / "manifest.json")
     manifest["files"] = {path: file_sha256(folder / path) for path in shipped(folder)}
     write_json(folder / "manifest.json", manifest)
-    return changes
+    return list(now.changes)
