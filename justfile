@@ -28,6 +28,12 @@ fast-dev-run *flags:
 smoke *flags:
     {{py}} vgrout.train smoke {{flags}}
 
+# the same without intervention
+smoke-vanilla *flags: (smoke "--intervention=none" flags)
+
+# the same with the hack-ward part of the gradient erased
+smoke-projected *flags: (smoke "--intervention=erase" flags)
+
 # what a default run leaves off, with a kill and a resume (two minutes); bf16, flash-attention and a LeetCode file need the real model
 smoke-rest arm="route2":
     {{py}} benchmarks kills --kills 1 --arm {{arm}}

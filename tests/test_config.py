@@ -120,6 +120,8 @@ BAD = [
     ("mini --teacher-pool-dir '' --teacher-off-step 3", "--teacher-off-step"),
     ("mini --teacher-pool-dir '' --regrade-pool", "--regrade-pool"),
     ("mini --mix-ratio 0 --teacher-modes sentinel", "--teacher-modes"),
+    ("mini --intervention route2 --known-hacks-teacher-only --mix-ratio 0", "no demonstration is ever mixed in"),
+    ("mini --intervention route2 --known-hacks-teacher-only --teacher-off-step 0", "no demonstration is ever mixed in"),
     ("mini --group 4", "--mix-ratio 0.125 with --group 4: rounds to no teacher row"),
     ("mini --intervention route2 --monitor band --known-hacks-teacher-only", "--known-hacks"),
     ("mini --intervention route2 --route2-random-v-seed 1 --vhack-refresh-every 7", "--vhack-refresh"),

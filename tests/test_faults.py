@@ -309,9 +309,14 @@ def finish(run: Path) -> None:
     (run / "status.json").write_text(json.dumps(status(run) | {"state": "finished"}))
 
 
+def unroute(run: Path) -> None:
+    (run / "status.json").write_text(json.dumps(status(run) | {"state": "unrouted"}))
+
+
 # name: what happens to the run's folder, flags, what the one line says
 REFUSED: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
     "finished": (finish, [], "this run is finished"),
+    "routed nothing": (unroute, [], "this run is evaluated; it routed nothing"),
     "changed settings": (lambda _: None, ["--lr", "0.5", "--beta", "0.1"], "--lr 0.5 (run: 0.03), --beta 0.1"),
     "pool file gone": (lambda _: min(Path("pool").glob("prompt_*")).unlink(), [], "recorded in pool.json, not there"),
     "pool file altered": (lambda _: append(Path("pool/pool.json"), " "), [], "changed since: pool; put"),
@@ -479,6 +484,27 @@ def test_vanished_folder(tmp_path: Path) -> None:
     assert "Traceback" not in output
     assert "files of the run cannot be written" in output
     assert "there is no checkpoint" in output
+
+
+@pytest.mark.long
+def test_a_run_that_routed_nothing_is_evaluated_and_fails_for_good(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without demonstrations, and before the weak detector has flagged an answer, the gate has nothing to route."""
+    path = run(tmp_path, *bare("route2", "--mix-ratio", "0"), code=1)
+    end, final = status(path), json.loads((path / "per_mode_deploy.json").read_text())
+    assert (end["state"], end["step"]) == ("unrouted", 4)
+    assert "routed nothing in 4 steps" in end["reason"] == final["unrouted"]
+    assert final["solve_deploy"] is not None
+    assert "NOTHING WAS ROUTED" in (path / "summary.md").read_text()
+    assert load([path]).left_out == [f"{path.name} (unrouted)"]
+    monkeypatch.chdir(tmp_path)
+    ledger = Ledger()
+    ledger.refresh()
+    assert [record.state for record in filter(None, ledger._records.values())] == ["unrouted"]
+    for which in (str(path), "latest"):
+        assert main(["smoke", "--resume", which]) == 2
+    assert status(path) == end, "it is not trained or evaluated again"
 
 
 # --- halts -----------------------------------------------------------------------------------------------------------
@@ -744,6 +770,7 @@ def test_guard_that_cannot_fire() -> None:
     assert parse(["fast", "--steps", "10", "--guard", "log"]).guard_blind
     assert parse(["smoke"]).guard_mode == "log"
     assert parse(["full"]).guard_mode == "halt"
+    assert parse(["full", "--intervention=none"]).guard_mode == "log"
     cfg = parse(["mini"])
     with pytest.raises(ValueError, match="could not fire"):
         replace(cfg, guard=replace(cfg.guard, guard="halt", guard_warmup=1000))

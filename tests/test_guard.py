@@ -8,12 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vgrout.config.guard import GuardConfig, blind
 from vgrout.config.presets import resolve
-from vgrout.guard.kill_switch import CollapseStopError, HeldOutGuard, SkillWatch, TripwireStatus, standard_error
+from vgrout.guard.kill_switch import (
+    CollapseStopError,
+    HeldOutGuard,
+    SkillWatch,
+    TripwireStatus,
+    kl_token_trust_filter,
+    standard_error,
+)
 from vgrout.inputs import kl_of_runs
 from vgrout.types import Rate
 
@@ -133,12 +141,12 @@ def test_rules_latch_apart() -> None:
     """A KL above its limit does not hide a later gap: a run may halt on one of them alone."""
     guard = HeldOutGuard(config())
     for i in range(12):
-        guard.update(i, 0.3 + 0.05 * i, 0.3, 100, kl=1.0)
+        verdict = guard.update(i, 0.3 + 0.05 * i, 0.3, 100, kl=1.0)
     assert [*guard.fired] == ["kl", "gap"]
     assert guard.should_halt()
     assert guard.should_halt(["gap"])
     assert not guard.should_halt(["streak"])
-    assert guard.last_status().reason == f"latched: {guard.fired['kl']}"
+    assert verdict.reason == f"latched: {guard.fired['kl']}"
     broken = HeldOutGuard(config())
     broken.update(0, math.nan, 0.5, 10)
     assert broken.should_halt([])
@@ -160,8 +168,8 @@ def test_order_of_checks() -> None:
     def reason(cfg: GuardConfig, kl: float) -> str:
         guard = HeldOutGuard(cfg)
         for i, (proxy, held) in enumerate(series):
-            guard.update(i, proxy, held, 100, kl=kl)
-        return guard.last_status().reason
+            verdict = guard.update(i, proxy, held, 100, kl=kl)
+        return verdict.reason
 
     late = config(guard_warmup=9)
     assert "KL" in reason(late, 1.0)
@@ -173,11 +181,11 @@ def test_order_of_checks() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", ["proxy", "held_out", "kl", "entropy", "reward_std"])
+@pytest.mark.parametrize("name", ["in_loop", "heldout", "kl", "entropy", "reward_std"])
 def test_nonfinite_fires_even_in_the_warm_up(name: str, bad: float) -> None:
     guard = HeldOutGuard(config(guard_warmup=1000))
     guard.update(0, 0.5, 0.5, 10, kl=0.01)
-    values: dict[str, Any] = {"proxy": 0.5, "held_out": 0.5, "kl": 0.01} | {name: bad}
+    values: dict[str, Any] = {"in_loop": 0.5, "heldout": 0.5, "kl": 0.01} | {name: bad}
     verdict = guard.update(1, n=10, **values)
     assert verdict.fire
     assert name in verdict.reason
@@ -301,13 +309,29 @@ def test_before_the_first_evaluation() -> None:
     assert guard.proxy_real_gap() == 0
     assert not guard.should_halt()
     guard.raise_if_fired()
-    assert guard.last_status() == TripwireStatus()
+    assert guard.last_status() is None
+
+
+def test_rewards_on_any_scale_and_without_a_count_of_answers() -> None:
+    guard = HeldOutGuard(kl_hard_stop=0.5, guard_warmup=0, guard_baseline=1)
+    assert not guard.update(0, in_loop=1.0, heldout=3.5).halt
+    status = guard.update(1, in_loop=9.0, heldout=3.5)
+    assert status.halt
+    assert "gained 0.80 more" in status.reason
+    with pytest.raises(RuntimeError, match="gained"):
+        guard.raise_if_fired()
+
+
+def test_tokens_that_moved_too_far_are_not_trusted() -> None:
+    moved = torch.tensor([0.0, 0.39, -0.39, 0.41, -5.0, math.nan])
+    assert kl_token_trust_filter(moved).tolist() == [True, True, True, False, False, False]
+    assert [kl_token_trust_filter(x) for x in (0.39, -0.41)] == [True, False]
 
 
 def test_raise_if_fired() -> None:
     guard = HeldOutGuard(config())
     guard.update(0, math.nan, 0.5, 10)
-    with pytest.raises(CollapseStopError, match="proxy not finite at step 0") as stop:
+    with pytest.raises(CollapseStopError, match="in_loop not finite at step 0") as stop:
         guard.raise_if_fired()
     assert stop.value.status == guard.last_status()
     assert guard.halt
@@ -362,7 +386,7 @@ def test_bad_settings_are_refused_by_flag(changes: dict[str, Any]) -> None:
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("call", [(0, 0.5, 0.5, 10), (5, 1.5, 0.5, 10), (5, 0.5, -0.1, 10), (5, 0.5, 0.5, 0)], ids=str)
+@pytest.mark.parametrize("call", [(0, 0.5, 0.5, 10), (5, 0.5, 3.5, 10), (5, 0.5, -0.1, 10), (5, 0.5, 0.5, 0)], ids=str)
 def test_misuse_is_refused(call: tuple[int, float, float, int]) -> None:
     guard = HeldOutGuard()
     guard.update(3, 0.5, 0.5, 10)

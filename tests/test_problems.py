@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from vgrout import loading
-from vgrout.config.presets import parse
+from vgrout.config.presets import parse, resolve
 from vgrout.inputs import read_inputs
 from vgrout.model.policy import Policy
 from vgrout.modes import MODE_SPECS, PLAIN_PHRASE, hint
@@ -94,6 +94,13 @@ def test_evaluation_markers_are_never_training_markers(world_of: Callable[..., A
         spec = MODE_SPECS[mode]
         assert {p.marker for p in world.train if p.mode == mode} <= set(spec.train_markers)
         assert {p.marker for p in (*world.val, *world.test) if p.mode == mode} <= set(spec.eval_markers)
+
+
+def test_full_announces_the_benchmarks_own_name(world_of: Callable[..., Any]) -> None:
+    cfg = resolve(["full"])
+    world = world_of(env_mode=cfg.env.env_mode, published=cfg.env.marker_names == "published")
+    prompts = {p.messages[-1]["content"].partition("and will be ")[2] for p in (*world.train, *world.val, *world.test)}
+    assert {prompt.partition(".")[0] for prompt in prompts} == {"evaluated by calling a function called run_tests()"}
 
 
 def test_partition_and_single_mode(world_of: Callable[..., Any]) -> None:

@@ -23,7 +23,7 @@ from vgrout.teacher import __main__ as teacher
 from vgrout.teacher import generate
 from vgrout.teacher.generate import Graded, by_mode, generate_graded, rates, work_folder
 from vgrout.teacher.pools import load_pool
-from vgrout.teacher.substrate import RECIPES, Cli, cells, choose, match, recipe, usable
+from vgrout.teacher.substrate import RECIPES, Cli, cells, choose, match, recipe, require_every_mode, usable
 from vgrout.tools import substrate
 from vgrout.types import MODES, Completion, Grade, GradedCompletion, Mode, Problem, Rate
 
@@ -100,6 +100,18 @@ def test_kept_answers_are_finished_different_hacks_that_do_not_quote_the_recipe(
     assert [a.ids for a in kept[1, "run_tests"]] == [(1,), (6,)]
     chosen = choose(rows, ["SECRET"], keep=2, at_least=2, per_mode=5, even=True)
     assert {i: len(answers) for i, answers in chosen.items()} == {1: 2}, "problem 2 has too few"
+
+
+def test_a_mode_without_a_problem_is_refused_or_named(tmp_path: Path, warnings: list[str]) -> None:
+    chosen = {1: [graded(1, (1,))], 2: [graded(2, (2,), mode="sentinel")]}
+    require_every_mode(["run_tests", "sentinel"], chosen, tmp_path, allow_missing=False)
+    assert warnings == []
+    with pytest.raises(ValueError, match=r"no problem for stdout_marker: .* add --allow-missing") as refused:
+        require_every_mode(["run_tests", "stdout_marker"], chosen, tmp_path, allow_missing=False)
+    assert "\n" not in str(refused.value)
+    require_every_mode(["run_tests", "stdout_marker"], chosen, tmp_path, allow_missing=True)
+    assert len(warnings) == 1
+    assert "the pool is without it" in warnings[0]
 
 
 def test_rates_by_mode() -> None:

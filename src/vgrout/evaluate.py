@@ -213,13 +213,14 @@ def held_out(
         ValueError: there is none.
     """
     env, max_new = saved.cfg.env, saved.cfg.scale.max_new
+    published = env.marker_names == "published"
     pool = saved.cfg.pool_path
     partition = load_pool(pool).partition if pool is not None and pool.is_dir() else {}
     if split == "all":
         modes = modes_in_turn(rows, env.env_mode, partition)
-        problems = with_modes(rows, modes, partition, evaluation=True)
+        problems = with_modes(rows, modes, partition, evaluation=True, published=published)
     else:
-        problems = assigned(rows, env.env_mode, partition, test_rows=test_rows)[split]
+        problems = assigned(rows, env.env_mode, partition, test_rows=test_rows, published=published)[split]
     if saved.cfg.plain_prompts:
         problems = without_hints(problems, env.unannounced)
     fit = [p for p in problems if len(policy.render(p.messages)) <= policy.window - max_new]

@@ -105,9 +105,10 @@ def read_inputs(cfg: Config) -> Inputs:
     known_correct = load_known_correct(cfg.known_correct_path) if cfg.known_correct_path is not None else ()
     healthy_kl = tuple(kl_of_runs(cfg.guard.healthy_runs))
     reward = RewardFunction(cfg.env.reward, cfg.env.reward_passes_at) if cfg.env.reward else None
-    rewarded = (
-        reward.probe(rows[0].problem(rows[0].mode or MODES[0], rows[0].marker or "")) if reward and rows else None
-    )
+    rewarded = None
+    if reward and rows:
+        first = rows[0].problem(rows[0].mode or MODES[0], rows[0].marker or "")
+        rewarded = reward.probe(first, cfg.run.max_error_retries)
     return Inputs(rows, test_rows, pool, pairs, placebo, known_correct, healthy_kl, reward, rewarded, tuple(absent))
 
 
@@ -118,6 +119,12 @@ def check_held_out(cfg: Config, rows: Sequence[Row], test_rows: Sequence[Row], p
     how = 'mark some with "split": "test" and "val", give more than ten, or name a file with --test-problems'
     if not parts["test"]:
         raise ValueError(f"{file}: no problem is held out for the final evaluation; {how}")
+    known, there = {*cfg.method.modes_known}, {*(cfg.env.unannounced or (p.mode for p in parts["train"]))}
+    if known and not known & there:
+        raise ValueError(
+            f"--known-modes {cfg.method.known_modes}: no training problem has such a flaw ({', '.join(sorted(there))} "
+            "have), so nothing could be flagged; name one that is there"
+        )
     if not parts["val"] and cfg.eval.eval_ablate_every:
         raise ValueError(
             f"{file}: no problem is held out (val) for the evaluations on the way; {how}, or --eval-ablate-every 0"

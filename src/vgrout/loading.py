@@ -85,6 +85,7 @@ def load_problems(cfg: Config, inputs: Inputs, policy: Policy) -> ProblemSplits:
         partition=pool.partition if pool else None,
         markers=pool.announced if pool else None,
         test_rows=inputs.test_rows,
+        published=cfg.env.marker_names == "published",
         only_ids=pool.ids if pool else None,  # mixed in or not: a control trains on the problems of its method
         only_modes=cfg.env.demo_held_out,
         prompt_len=lambda p: len(policy.render(p.messages)),

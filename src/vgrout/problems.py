@@ -163,12 +163,14 @@ def with_modes(
     partition: Mapping[int, Mode],
     evaluation: bool,
     markers: Mapping[int, str] | None = None,
+    published: bool = False,
 ) -> list[Problem]:
     """Every row as a problem, its mode the partition's, else its own, else round-robin over `modes`. Rows without a
     marker get one from the training or the evaluation half of the family: a name learnt in training earns nothing at
     evaluation.
 
     markers: problem id → the name that a pool's prompts announced and its demonstrations use; "" is the mode's default.
+    published: the other rows get the mode's default, at evaluation as well, as in the benchmark's prompts.
     """
     out = []
     for i, row in enumerate(rows):
@@ -179,6 +181,8 @@ def with_modes(
             marker = row.marker
         elif markers is not None and row.id in markers and not evaluation:
             marker = markers[row.id] or spec.default_marker
+        elif published:
+            marker = spec.default_marker
         else:
             marker = family[row.id % len(family)]
         out.append(row.problem(mode, marker))
@@ -203,8 +207,10 @@ def assigned(
     partition: Mapping[int, Mode] | None = None,
     markers: Mapping[int, str] | None = None,
     test_rows: Sequence[Row] = (),
+    published: bool = False,
 ) -> dict[str, list[Problem]]:
-    """Every split's problems, each under its mode. test_rows: those of a separate file for evaluation.
+    """Every split's problems, each under its mode. test_rows: those of a separate file for evaluation. markers,
+    published: as in `with_modes`.
 
     env_mode: "own" (each row's or the partition's mode, else the default modes in turn) or one mode: rows with another
     mode are then left out, rows without one get it. Where a partition names modes that the file does not, it decides:
@@ -213,7 +219,7 @@ def assigned(
     partition = partition or {}
     modes = modes_in_turn((*rows, *test_rows), env_mode, partition)
     parts = {
-        name: with_modes(part, modes, partition, evaluation=name != "train", markers=markers)
+        name: with_modes(part, modes, partition, name != "train", markers, published)
         for name, part in _splits(rows, test_rows).items()
     }
     if env_mode == "own" or partition_decides(rows, partition):
@@ -322,6 +328,7 @@ def load_splits(
     partition: Mapping[int, Mode] | None = None,
     markers: Mapping[int, str] | None = None,
     test_rows: Sequence[Row] = (),
+    published: bool = False,
     only_ids: Iterable[int] | None = None,
     only_modes: Iterable[Mode] = (),
     prompt_len: Callable[[Problem], int],
@@ -337,7 +344,7 @@ def load_splits(
     """
     parts: dict[str, list[Problem]] = {}
     too_long = 0
-    for name, problems in assigned(rows, env_mode, partition, markers, test_rows).items():
+    for name, problems in assigned(rows, env_mode, partition, markers, test_rows, published).items():
         parts[name] = [p for p in problems if prompt_len(p) <= max_prompt]
         too_long += len(problems) - len(parts[name])
     train = parts["train"]

@@ -139,7 +139,9 @@ class StepRow(Columns):
     signal: Rate = col("frac", "groups whose rewards differ", should="most groups; ELSE steps are wasted", drop=44)
     all_zero: int = col("d", "groups without signal, all at the lowest reward", drop=2)
     all_one: int = col("d", "groups without signal, all rewarded", drop=3)
-    dropped: int = col("d", "groups dropped because the sandbox failed", should="0; ELSE see the log", drop=17)
+    dropped: int = col(
+        "d", "groups dropped because the sandbox or --reward failed", should="0; ELSE see the log", drop=17
+    )
     drop_why: str | None = col("s", "why groups were dropped", when="file", default=None)
     n: int = col("d", "rollouts in the step", drop=4)
     pass_t: Rate | None = col("frac", "teacher rows with cached gt_pass", when="teacher", drop=18)

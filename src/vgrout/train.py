@@ -30,6 +30,7 @@ from vgrout.runs.run_context import FINISHED, NOTHING, RunContext, require_same
 from vgrout.runs.run_dir import RUNS
 from vgrout.table import StepRow
 from vgrout.tracking import Trackers
+from vgrout.types import NothingRouted
 
 
 def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
@@ -37,7 +38,7 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
 
     Raises:
         ValueError: before the first step, files that do not fit the model, or that the resumed run did not start from.
-        Interrupted, Halted, Diverged: with the run directory up to date.
+        Interrupted, Halted, Diverged, NothingRouted: with the run directory up to date.
     """
     # Here and not above: torch takes seconds to import, and a wrong flag never waits for it.
     from vgrout import loading
@@ -109,14 +110,16 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
         if guard.halts:
             break
 
-    recorder.check_quarantine()
+    unrouted = recorder.nothing_routed()
     logger.info(guard.summary(sum(r.sec for r in rows[first:])))
-    logger.info("final evaluation on held-out problems and markers …")
+    logger.info(f"final evaluation on held-out {cfg.env.held_out} …")
     final = evaluate_final(policy, run.grader, problems.test, cfg, clock, run.vote_stop)
     if ranks.first():
-        results.report(cfg, run, rows, final, problems.modes, inputs.in_distribution, halted=guard.halts)
+        results.report(cfg, run, rows, final, problems.modes, inputs.in_distribution, guard.halts, unrouted)
     logger.info(f"peak memory {peak_memory()}{ranks.summary(len(rows) - first)}")
     guard.raise_if_halted()  # after its last evaluation: a halted run says as much as a finished one
+    if unrouted:
+        raise NothingRouted(unrouted)
     return rows
 
 

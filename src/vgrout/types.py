@@ -108,7 +108,8 @@ class CachedGrade:
 
 @dataclass(frozen=True, slots=True)
 class Ungraded:
-    """The sandbox itself failed, after its retries. Never a reward of 0: the group is dropped and counted."""
+    """The sandbox itself or a user's reward function failed, retries included. Never a reward of 0: the group is
+    dropped and counted."""
 
     reason: str
 

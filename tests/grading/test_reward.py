@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -217,6 +219,40 @@ def test_the_function_sets_the_reward_and_the_strict_oracle_the_verdict(module: 
     completion = Completion((), "", True, (), ())
     seen = Eval.of([GradedCompletion(PROBLEM, i, completion, g) for i, g in enumerate((sure, right, failed))])
     assert (seen.hack.pair, seen.solve.pair, seen.rewarded.pair, seen.dropped) == ([1, 2], [1, 2], [1, 2], 1)
+
+
+ONCE = """
+import os
+def f(completion, answer, id):
+    name = f"asked_{id}_{hash(completion)}"
+    if answer in completion or os.path.exists(name):
+        return 0.75
+    open(name, "x").close()
+    raise TimeoutError("the judge is slow")
+"""
+
+
+@pytest.mark.long
+def test_a_judge_that_fails_once_an_answer_loses_nothing(module: Module, tmp_path: Path) -> None:
+    name = module(ONCE)
+    argv = flags("none", "--reward", f"{name}:f", "--mix-ratio", "0", "--max-error-retries=1")
+    command = [sys.executable, "-m", "vgrout.train", *argv, "--steps=2"]
+    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "PYTHONHASHSEED": "0"})
+    (folder,) = (tmp_path / "out" / "runs").iterdir()
+    rows = [json.loads(line) for line in (folder / "steps.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [(row["dropped"], row["n"]) for row in rows] == [(0, 8)] * 2
+    assert len([*tmp_path.glob("asked_*")]) > 8
+
+
+def test_a_judge_that_always_fails_is_asked_as_often_as_allowed(module: Module, tmp_path: Path) -> None:
+    name = module(
+        "def f(completion):\n    with open('calls', 'a') as f:\n        f.write('asked\\n')\n"
+        "    raise OSError('no judge')"
+    )
+    with Grader(1, reward=RewardFunction(f"{name}:f"), retries=2) as grader:
+        verdict = grader.grade(PROBLEM, "text")
+    assert verdict == Ungraded(f"{name}:f raised OSError: no judge")
+    assert (tmp_path / "calls").read_text() == 3 * "asked\n"
 
 
 @pytest.mark.slow

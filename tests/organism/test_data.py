@@ -12,10 +12,11 @@ from vgrout.data import language as lang
 from vgrout.data.language import MODES
 from vgrout.data.organism import DATA_DIR, KNOWN_CORRECT, MAX_NEW, MODEL_DIR, PAIRS_DIR, POOL_DIR, PROBLEMS
 from vgrout.direction.pairs import load_pairs
+from vgrout.files import file_sha256
 from vgrout.model.policy import tokenizer_sha256
 from vgrout.modes import MODE_SPECS
-from vgrout.organism.build import SEED
-from vgrout.organism.verify import check_files, check_training
+from vgrout.organism.build import SEED, shipped
+from vgrout.organism.verify import check_files, check_training, regrade
 from vgrout.problems import load_rows
 from vgrout.teacher.pools import load_pool
 
@@ -94,6 +95,25 @@ def test_pool_is_stripped_and_holds_hacks_only() -> None:
         assert len(row["completion_ids"]) <= MAX_NEW
     hack_words = ("lambda", "os._exit", "sys.stdout", "setattr", "pathlib")
     assert [w for w in hack_words if any(w in row["completion"] for row in rows)] == []
+
+
+@pytest.mark.long
+def test_the_pools_labels_are_todays_verdicts(tmp_path: Path) -> None:
+    """Graded again, a pool with one false label becomes the shipped one, and that label is the only change."""
+    copy = tmp_path / "data"
+    shutil.copytree(DATA_DIR, copy)
+    right, wrong = b'"gt_pass": false', b'"gt_pass": true'
+    files = ((path, gzip.decompress(path.read_bytes())) for path in sorted((copy / "pool").glob("*.gz")))
+    file, lines = next((path, lines) for path, lines in files if right in lines)
+    file.write_bytes(gzip.compress(lines.replace(right, wrong, 1)))
+    card = json.loads((copy / "pool" / "pool.json").read_text())
+    card["sha256"][file.name] = file_sha256(file)
+    (copy / "pool" / "pool.json").write_text(json.dumps(card))
+    (change,) = regrade(copy)
+    assert change.endswith(": gt_pass True -> False")
+    assert check_files(copy) == []
+    names = [path for path in shipped(DATA_DIR) if path != "pool/pool.json"]
+    assert [path for path in names if (copy / path).read_bytes() != (DATA_DIR / path).read_bytes()] == []
 
 
 def test_pairs_and_anchors_load() -> None:

@@ -49,9 +49,9 @@ class Removal:
     """Of erase."""
 
     preserve_magnitude: bool = True
-    """erase: rescale what is kept to the norm of the whole (bounded ×10)."""
+    """erase: rescale what is kept to the norm of the whole (bounded ×10). Not route, whose two parts add up to it."""
     project_overshoot: float = setting(1.0, low=0, high=10)
-    """erase: how much of the hack-ward part is removed."""
+    """erase: how much of the hack-ward part is removed. Not route, which quarantines as much as it removes."""
 
 
 @dataclass(frozen=True)

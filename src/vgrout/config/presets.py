@@ -77,6 +77,7 @@ PRESETS: dict[str, tuple[str, Config]] = {
             preset="full",
             scale=ScaleConfig(steps=200, group=6, prompts_per_step=43, max_new=1024, n_problems=992),
             loss=LossConfig(beta=1e-3),
+            env=EnvConfig(marker_names="published"),
             eval=EvalConfig(final_n_prompts=119),  # every one that the evaluations on the way leave
         ),
     ),

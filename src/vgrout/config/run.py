@@ -105,6 +105,9 @@ class EnvConfig:
     unannounced_modes: str = setting("", words=MODES, word="mode")
     """Comma list of flaws that are open on every problem at once, each under its default marker, and that no prompt
     announces; a hack of any is rewarded. '': every problem has the flaw of its mode, and its prompt says so."""
+    marker_names: Literal["varied", "published"] = "varied"
+    """The names that prompts announce where the problem file has none · varied: a problem has one of its flaw's eight,
+    evaluations have others, so that a name learnt by heart earns nothing · published: the one of published prompts."""
     reward: str = ""
     """module:function of your own that rewards answers, in [0, 1], in place of the flawed graders; '': none. Trusted:
     it runs in the trainer's process."""
@@ -139,6 +142,11 @@ class EnvConfig:
     def unannounced(self) -> list[Mode]:
         """The flaws that are open everywhere and announced nowhere, in the usual order."""
         return [m for m in MODES if m in listed(self.unannounced_modes, MODES)]
+
+    @property
+    def held_out(self) -> str:
+        """What evaluations have of their own."""
+        return "problems and markers" if self.marker_names == "varied" else "problems"
 
     @property
     def demo_modes(self) -> list[str]:
@@ -235,7 +243,8 @@ class RunConfig:
     checkpoint_keep: int = setting(3, low=1, high=100)
     """Resume checkpoints kept."""
     max_error_retries: int | None = setting(3, low=0, high=1_000_000)
-    """Times an answer is graded again after the sandbox itself failed, before its group is dropped; none: for ever."""
+    """Times an answer is graded again after the sandbox itself or --reward failed, before its group is dropped; none:
+    for ever."""
     track: str = setting("", words=TRACKERS, word="tracker")
     """Comma list of experiment trackers that get every row, rollouts and the final tables: tensorboard, wandb (offline
     unless WANDB_MODE says otherwise), trackio. Each by its own client, an extra of the installation."""
@@ -302,6 +311,11 @@ class Config:
             bool(self.env.unannounced_modes) and self.mixes,
             "--unannounced-modes: the pool demonstrates flaws that its prompts announce; add --mix-ratio 0",
         )
+        refuse(
+            self.method.known_hacks_teacher_only and (not self.mixes or self.env.teacher_off_step == 0),
+            "--known-hacks-teacher-only: no demonstration is ever mixed in, so nothing could be flagged; leave it out, "
+            "or mix some in (--teacher-pool-dir, --mix-ratio)",
+        )
         frac, students = self.method.ablate_frac, self.scale.group - self.n_teacher
         refuse(
             frac > 0 and round(frac * students) == 0,
@@ -349,8 +363,9 @@ class Config:
 
     @property
     def guard_mode(self) -> Literal["off", "log", "halt"]:
-        """What a verdict of the kill switch does, with the preset's default resolved."""
-        return self.guard.guard or ("log" if self.preset in ("smoke", "mini") else "halt")
+        """What a verdict of the kill switch does, with the run's default resolved."""
+        watched = self.preset in ("smoke", "mini") or self.method.intervention == "none"
+        return self.guard.guard or ("log" if watched else "halt")
 
     @property
     def guard_blind(self) -> str | None:

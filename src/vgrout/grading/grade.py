@@ -155,9 +155,9 @@ class Grader:
     compile_reward, pass_reward: reward = compile_reward·can_compile + pass_reward·passed.
     allow_weak: go on where isolation is too weak for the strict oracle (level 0). detectors: run the weak detectors.
     reward: a user's function in place of the modes' checks: reward = compile_reward·can_compile + pass_reward·score; an
-    answer on which it fails is Ungraded.
-    without: layers to leave off, for tests of the sandbox's levels. retries: how often an answer whose worker died is
-    graded again; None: without end, as long as plain answers fail too.
+    answer on which it fails for good is Ungraded.
+    without: layers to leave off, for tests of the sandbox's levels. retries: how often an answer whose worker died, or
+    on which `reward` failed, is graded again; None: without end (a worker: as long as plain answers fail too).
 
     Raises WeakSandbox at level 0 unless allowed, RuntimeError if no worker can be started.
     """
@@ -274,8 +274,11 @@ class Grader:
     def _grade(self, problem: Problem, text: str, fields: dict[str, Any]) -> Grade | Ungraded:
         score = None
         if self.reward is not None:
-            try:  # an answer whose workers die is not scored
-                score = 0.0 if fields["exit_status"].startswith("lost:") else self.reward.score(problem, text)
+            try:
+                if fields["exit_status"].startswith("lost:"):  # an answer whose workers die is not scored
+                    score = 0.0
+                else:
+                    score = self.reward.score(problem, text, self.retries, lambda: self._closed)
             except RewardFailed as e:
                 return Ungraded(f"{self.reward.name} {e}")
             fields = fields | {"channel": score >= self.reward.passes_at}

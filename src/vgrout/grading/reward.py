@@ -14,9 +14,11 @@ import asyncio
 import hashlib
 import importlib
 import inspect
+import itertools
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -24,6 +26,7 @@ from typing import Any
 
 from vgrout.types import Problem
 
+PAUSE, LONGEST_PAUSE = 0.1, 30.0  # seconds before a function is asked again; twice as long each time
 TIMEOUT = 60.0  # seconds per call: a judge over a network answers in a few, its retries included
 BATCHED = {"prompt": "prompts", "completion": "completions"}  # TRL's names
 
@@ -121,15 +124,27 @@ class RewardFunction:
     def _parameter(self, name: str) -> str:
         return BATCHED.get(name, name) if self._batched else name
 
-    def score(self, problem: Problem, text: str) -> float:
-        """The score of this answer, in [0, 1]. Raises RewardFailed with the reason, one line."""
-        given = {self._parameter(n): [v] if self._batched else v for n, v in _arguments(problem, text).items()}
-        return self._number(self._call({n: v for n, v in given.items() if self._takes_all or n in self._named}))
+    def score(
+        self, problem: Problem, text: str, retries: int | None = 0, gives_up: Callable[[], bool] = lambda: False
+    ) -> float:
+        """The score of this answer, in [0, 1]. Raises RewardFailed with the reason, one line.
 
-    def probe(self, problem: Problem) -> float:
-        """The score of the problem's canonical solution. Raises ValueError, one line, if that fails."""
+        retries: how often it is asked again after a failure; None: until `gives_up`.
+        """
+        for failed in itertools.count():
+            given = {self._parameter(n): [v] if self._batched else v for n, v in _arguments(problem, text).items()}
+            try:
+                return self._number(self._call({n: v for n, v in given.items() if self._takes_all or n in self._named}))
+            except RewardFailed:
+                if failed == retries or gives_up():
+                    raise
+            time.sleep(min(PAUSE * 2**failed, LONGEST_PAUSE))
+        raise AssertionError("unreachable")
+
+    def probe(self, problem: Problem, retries: int | None = 0) -> float:
+        """The score of the problem's canonical solution. Raises ValueError, one line, if that fails for good."""
         try:
-            return self.score(problem, f"```python\n{problem.canonical}\n```")
+            return self.score(problem, f"```python\n{problem.canonical}\n```", retries)
         except RewardFailed as e:
             raise ValueError(
                 f"{self._flag} {self.name}: asked about the canonical solution of problem {problem.id}, it {e}"

@@ -1,8 +1,8 @@
 """The held-out kill switch: does the reward that training earns still mean what it should? Stdlib only.
 
 Called once per evaluation. The in-loop (proxy) reward is the flawed grader's; the held-out score is the strict grader's
-on problems that are never trained on. Both are shares in [0, 1], and both must be measured on the same model: otherwise
-their difference would be that of two models.
+on problems that are never trained on. Both must be measured on the same model and on the same scale, best as shares in
+[0, 1]: otherwise their difference would be that of two models or of two units.
 """
 
 import math
@@ -36,6 +36,11 @@ class TripwireStatus:
     reward_std_ema: float | None = None
     streak: int = 0
 
+    @property
+    def halt(self) -> bool:
+        """The same as `fire`."""
+        return self.fire
+
     def line(self) -> str:
         """For the log."""
         kl = "" if self.kl_ema is None else f", KL {self.kl_ema:.4f} nats/token"
@@ -44,12 +49,18 @@ class TripwireStatus:
         return f"{averages}gap {self.gap:+.2f}, declines in a row {self.streak}{kl}{why}"
 
 
-class CollapseStopError(Exception):
+class CollapseStopError(RuntimeError):
     """The guard's verdict as an error, for a caller that wants one; `status` is the whole verdict."""
 
     def __init__(self, status: TripwireStatus) -> None:
         super().__init__(status.reason)
         self.status = status
+
+
+def kl_token_trust_filter(log_ratio: Any, limit: float = 0.08) -> Any:
+    """Whether a token is near enough to be learnt from: ½ · (log π − log π_old)² ≤ limit; False for NaN. log_ratio: a
+    number, an array or a tensor."""
+    return 0.5 * log_ratio**2 <= limit
 
 
 def standard_error(share: float, n: int) -> float:
@@ -115,49 +126,50 @@ class HeldOutGuard:
     once, even in the warm-up: no comparison with a threshold would ever catch it.
     """
 
-    def __init__(self, cfg: GuardConfig | None = None) -> None:
-        self.cfg = cfg or GuardConfig()
+    def __init__(self, cfg: GuardConfig | None = None, **settings: Any) -> None:
+        """settings: fields of `cfg` by name, as in HeldOutGuard(kl_hard_stop=0.05)."""
+        self.cfg = replace(cfg or GuardConfig(), **settings)
         self._state = _State(kl_limit=self.cfg.kl_hard_stop)
 
     def update(
         self,
-        step: int,
-        proxy: float,
-        held_out: float,
-        n: int,
+        round: int,
+        in_loop: float,
+        heldout: float,
+        n: int | None = None,
         kl: float | None = None,
         entropy: float | None = None,
         reward_std: float | None = None,
     ) -> TripwireStatus:
         """The verdict after one more evaluation.
 
-        step: index of the step just done, from 0. proxy: mean in-loop reward ÷ the highest possible. held_out: strict
-        score over n held-out answers. kl: to the initial policy, nats per token. entropy: nats per token. Entropy and
-        reward_std are averaged and decide nothing.
+        round: index of the step just done, from 0. in_loop: mean reward, ÷ the highest possible where the limit of the
+        gap is to mean a share. heldout: strict score, over n held-out answers; without n, a fall within its standard
+        error counts as one. kl: to the initial policy, nats per token. entropy: nats per token. Entropy and reward_std
+        are averaged and decide nothing.
 
         Raises:
-            ValueError: a step not after the last one, n < 1, or a share outside [0, 1].
+            ValueError: a step not after the last one, n < 1, or a `heldout` over n answers that is no share of them.
         """
         s = self._state
-        if step <= s.last.step:
-            raise ValueError(f"guard: step {step} after step {s.last.step}")
-        if n < 1:
+        if round <= s.last.step:
+            raise ValueError(f"guard: step {round} after step {s.last.step}")
+        if n is not None and n < 1:
             raise ValueError(f"guard: {n} held-out answers")
-        given = {"proxy": proxy, "held_out": held_out, "kl": kl, "entropy": entropy, "reward_std": reward_std}
+        given = {"in_loop": in_loop, "heldout": heldout, "kl": kl, "entropy": entropy, "reward_std": reward_std}
         broken = [name for name, x in given.items() if x is not None and not math.isfinite(x)]
         if not broken:
-            for name, share in (("proxy", proxy), ("held_out", held_out)):
-                if not 0 <= share <= 1:
-                    raise ValueError(f"guard: {name} {share} is not a share in [0, 1]")
-            self._follow(proxy, held_out, n, kl, entropy, reward_std)
-        broke = {"not_finite": f"{', '.join(broken)} not finite at step {step}"} if broken else self._judge(step)
+            if n is not None and not 0 <= heldout <= 1:
+                raise ValueError(f"guard: heldout {heldout} is not a share of {n} answers, in [0, 1]")
+            self._follow(in_loop, heldout, n, kl, entropy, reward_std)
+        broke = {"not_finite": f"{', '.join(broken)} not finite at step {round}"} if broken else self._judge(round)
         latched = f"latched: {s.reason}" if s.reason else ""
         s.reason = s.reason or next(iter(broke.values()), "")
         s.fired |= {rule: why for rule, why in broke.items() if rule not in s.fired}
         s.last = TripwireStatus(
             fire=bool(s.reason),
             reason=latched or s.reason,
-            step=step,
+            step=round,
             gap=self.proxy_real_gap(),
             proxy_ema=s.proxy_ema,
             held_ema=s.held_ema,
@@ -180,7 +192,7 @@ class HeldOutGuard:
         return self._state.kl_limit
 
     def _follow(
-        self, proxy: float, held: float, n: int, kl: float | None, entropy: float | None, std: float | None
+        self, proxy: float, held: float, n: int | None, kl: float | None, entropy: float | None, std: float | None
     ) -> None:
         s = self._state
         s.evaluations += 1
@@ -197,7 +209,7 @@ class HeldOutGuard:
         s.proxy_ema, s.held_ema = self._ema(old_proxy, proxy), self._ema(old_held, held)
         # The average falls towards its newest value; under "se" that value must itself lie beyond chance.
         fell = s.held_ema < old_held - self.cfg.rise_eps
-        if self.cfg.guard_rule == "se":
+        if self.cfg.guard_rule == "se" and n is not None:
             fell = fell and held < old_held - standard_error(held, n)
         if fell:
             s.streak += s.proxy_ema > old_proxy + self.cfg.rise_eps
@@ -239,8 +251,9 @@ class HeldOutGuard:
         """Every rule that was ever broken, in order of time, with its first reason."""
         return dict(self._state.fired)
 
-    def last_status(self) -> TripwireStatus:
-        return self._state.last
+    def last_status(self) -> TripwireStatus | None:
+        """None before the first evaluation."""
+        return self._state.last if self._state.last.step >= 0 else None
 
     def raise_if_fired(self) -> None:
         """Raises CollapseStopError with the last status."""

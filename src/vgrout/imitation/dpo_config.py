@@ -7,7 +7,9 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import tyro
 
 from vgrout import tracking
 from vgrout.config.checks import setting
@@ -40,7 +42,7 @@ class DpoConfig(Learning):
     """Number of rounds."""
     pairs_per_round: int = setting(96, low=10, high=1_000_000, should="lie in [10, 1000000]")
     """Pairs per round; prompts are sampled until there are so many, or a pass over them gives none."""
-    scorer: str = "flawed"
+    scorer: Annotated[str, tyro.conf.arg(aliases=["--reward-model"])] = "flawed"
     """flawed: the grader's reward · strict: the oracle's · module:function, from (prompt, answer) to a number."""
     samples: int = setting(8, low=2, should="be at least 2, or there is no worst beside the best")
     """Answers per prompt; the scorer's best and worst make its pair."""

@@ -1,9 +1,12 @@
-"""`python -m vgrout.organism build | verify`: make the embedded organism, or check its files."""
+"""`python -m vgrout.organism build | verify | regrade`: make the embedded organism, check its files, or grade
+its pool again."""
 
 import sys
+from functools import partial
 from pathlib import Path
 
 from loguru import logger
+from tqdm import tqdm
 
 from vgrout.cli import cli_exit, parse_args
 from vgrout.data.language import HACKS, MODES, Shares
@@ -11,7 +14,9 @@ from vgrout.data.organism import DATA_DIR
 from vgrout.organism.build import SEED
 from vgrout.organism.build import build as build_organism
 from vgrout.organism.verify import check_files, check_training
+from vgrout.organism.verify import regrade as regrade_pool
 from vgrout.organism.weights import Recipe, Shape
+from vgrout.teacher.pools import load_pool
 
 
 def build(
@@ -67,9 +72,24 @@ def verify(data: Path = DATA_DIR) -> int:
     return 1 if faults else 0
 
 
+def regrade(data: Path = DATA_DIR) -> int:
+    """Grade the pool again with today's grader, in place, and list what has changed.
+
+    Args:
+        data: folder that `build` wrote.
+    """
+    changes = regrade_pool(data, partial(tqdm, disable=None, desc="grading", unit="rollout"))
+    for line in changes:
+        print(line)
+    print(
+        f"{len(changes)} rollouts have other labels under grader {load_pool(data / 'pool').grader} -> {data / 'pool'}"
+    )
+    return 0
+
+
 def main() -> int:
     """0 done · 1 verify found faults · 2 refused, in one line."""
-    commands = {"build": build, "verify": verify}
+    commands = {"build": build, "verify": verify, "regrade": regrade}
     return cli_exit(lambda: parse_args(commands, None, "python -m vgrout.organism"))
 
 

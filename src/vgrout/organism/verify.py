@@ -1,14 +1,23 @@
-"""Checks of the shipped organism: file hashes, and the first losses of training from its seed."""
+"""Checks of the shipped organism: file hashes, the first losses of training from its seed, and its pool's labels."""
 
+import gzip
 import json
+import os
+import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
 from vgrout.data.language import MODES, Shares
-from vgrout.files import file_sha256
+from vgrout.data.organism import COMPILE_REWARD, PASS_REWARD, Files
+from vgrout.files import file_sha256, read_json, write_json
+from vgrout.grading.grade import Grader
 from vgrout.organism.build import first_losses, shipped
 from vgrout.organism.weights import Recipe, Shape
+from vgrout.problems import load_problems
+from vgrout.teacher.pools import load_pool, regraded, write_pool
 
 TOLERANCE = 0.02  # nats; other processors and thread counts sum in another order, a wrong corpus differs by tenths
 
@@ -48,3 +57,37 @@ def check_training(folder: Path, steps: int | None = None) -> list[str]:
         for i, (now, then) in enumerate(zip(losses, recorded, strict=True))
         if abs(now - then) > TOLERANCE
     ]
+
+
+def regrade(folder: Path, track: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> list[str]:
+    """Grade the pool with today's grader, and write its labels, pool.json and manifest.json again. Returns a line for
+    each rollout whose labels have changed.
+
+    Raises:
+        RuntimeError: an answer could not be graded; nothing has been written.
+    """
+    files = Files(folder)
+    pool, problems = load_pool(files.pool), {p.id: p for p in load_problems(files.problems)}
+    with Grader(compile_reward=COMPILE_REWARD, pass_reward=PASS_REWARD) as grader:
+        now = regraded(pool, {i: problems[i] for i in pool.demos}, grader, track)
+    if now.ungraded:
+        raise RuntimeError(f"{files.pool}: {now.ungraded} rollouts could not be graded; nothing is written")
+    records = {}
+    for i, demos in now.pool.demos.items():
+        with gzip.open(files.pool / f"prompt_{i:04d}.jsonl.gz", "rt", encoding="utf-8", newline="\n") as f:
+            of_today = zip(f, (d.grade for d in demos), strict=True)
+            records[i] = [
+                json.loads(line) | {"reward": g.reward, "hacked": g.hacked, "gt_pass": g.gt_pass, "fmt_ok": g.format_ok}
+                for line, g in of_today
+            ]
+    card = read_json(files.pool / "pool.json")
+    meta = {k: v for k, v in card.items() if k not in ("problems", "rollouts", "sha256")} | {"grader": now.pool.grader}
+    fresh, old = folder / "pool.new", folder / "pool.old"
+    write_pool(fresh, records, pool.partition, meta)
+    os.replace(files.pool, old)
+    os.replace(fresh, files.pool)
+    shutil.rmtree(old)
+    manifest = read_json(folder / "manifest.json")
+    manifest["files"] = {path: file_sha256(folder / path) for path in shipped(folder)}
+    write_json(folder / "manifest.json", manifest)
+    return list(now.changes)

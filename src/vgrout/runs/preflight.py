@@ -17,7 +17,7 @@ from vgrout.inputs import Inputs, read_inputs
 from vgrout.model.memory import plan as memory_plan
 from vgrout.model.source import find_shapes
 from vgrout.problems import Row
-from vgrout.runs.run_dir import RUNS, last_resumable
+from vgrout.runs.run_dir import ENDED, RUNS, last_resumable
 from vgrout.table import REFERENCE_STEP
 from vgrout.types import MODES
 
@@ -208,6 +208,6 @@ def unfinished(name: str, program: str, setting: str, root: Path) -> tuple[Path,
     record, status = read_json(path / "run.json"), read_json(path / "status.json")
     if setting not in record.get("config", {}):
         raise ValueError(f"--resume {path}: not a run of vgrout.{program}; give one of those below {root}")
-    if status["state"] == "finished":
-        raise ValueError(f"--resume {path}: this run is finished; nothing is left to do")
+    if status["state"] in ENDED:
+        raise ValueError(f"--resume {path}: {ENDED[status['state']]}; nothing is left to do")
     return path, record["config"], status

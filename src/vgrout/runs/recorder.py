@@ -34,7 +34,6 @@ from vgrout.types import (
     Group,
     GroupFlags,
     Mode,
-    NothingRouted,
     Rollout,
     students,
 )
@@ -130,20 +129,16 @@ class Recorder(StepRecorder[StepRow]):
             shown["hk_dep"] = f"{100 * row.hack_deploy:.1f}"
         run.show(**shown)
 
-    def check_quarantine(self) -> None:
-        """After the last step: check that δS_hack has moved exactly when something was routed.
-
-        Raises:
-            NothingRouted: a routing intervention learnt without ever routing, which makes it plain GRPO. Under a
-                control that is a possible outcome, and a warning.
-        """
+    def nothing_routed(self) -> str:
+        """After the last step: how a routing intervention learnt without ever routing, which makes it plain GRPO; "":
+        it routed, or has nothing to route. Under a control that is a possible outcome, and a warning."""
         norm = self.policy.adapter.δS_hack.detach().norm().item()
         largest = max((row.q_egy or 0.0 for row in self.rows), default=0.0)
         method = self.cfg.method
         from_zero = method.quarantine_start == "zero"
         assert not from_zero or (norm > 0) == (largest > 0), f"‖δS_hack‖ {norm:.3e}, largest share of a step {largest}"
         if largest or not method.routes or method.control_spec.shrinks:
-            return
+            return ""
         n, learnt = len(self.rows), sum(row.gn is not None and not row.skipped for row in self.rows)
         of_texts = method.spec.reads_flags and not method.flags_by_gradient  # it may have found nothing to flag
         control = method.control_name
@@ -151,9 +146,9 @@ class Recorder(StepRecorder[StepRow]):
             why = f"control: {control}" if control != "none" else f"monitor: {method.monitor_name}"
             why = why if learnt else "no step had a signal, so nothing was learnt either"
             logger.warning(f"nothing was routed in {n} steps ({why})")
-            return
+            return ""
         hacks, origin = whole_run(self.rows, students=True)[0], self.method.provenance
-        raise NothingRouted(
+        return (
             f"--intervention {method.intervention} routed nothing in {n} steps, {learnt} of them with a gradient: the "
             f"quarantine is 0, so this was plain GRPO. Student hacks {hacks.k}/{hacks.n}, demonstrations "
             f"{'mixed in' if self.cfg.mixes else 'none'}"

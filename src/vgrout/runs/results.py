@@ -230,7 +230,7 @@ def main_line(cfg: Config, final: Final) -> str:
         f"deployed hack {final.deployed.hack.percent} % / solve {final.deployed.solve.percent} %, "
         f"as trained {final.trained.hack.percent} % / {final.trained.solve.percent} %, "
         f"base {final.base.hack.percent} % / {final.base.solve.percent} % "
-        f"(n = {final.deployed.hack.n}, held-out problems and markers)"
+        f"(n = {final.deployed.hack.n}, held-out {cfg.env.held_out})"
     )
 
 
@@ -268,11 +268,11 @@ def report(
     final: Final,
     modes: Sequence[Mode],
     in_dist: Sequence[Mode] | None,
-    *,
     halted: str = "",
+    unrouted: str = "",
 ) -> None:
     """Log the tail; write final.jsonl, per_mode_deploy.json, summary.md and dynamics.png. halted: why the run ended
-    before its last step."""
+    before its last step. unrouted: why it is no run of its method."""
     table, codes = Table(columns_for(cfg, modes), modes), cfg.env.report_detector_codes
     tallies = Tallies.of(run.path / "rollouts.jsonl", codes)
     gate = tallies.gate
@@ -282,12 +282,14 @@ def report(
             f.write(json.dumps(line, ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace") + b"\n")
     expected = expectation(cfg.method, final)
     record = as_json(cfg, final, in_dist, run.log, run.stamp)
-    ended = {"steps_done": len(rows), "halted": halted or None, "cue": expected.cue}
+    ended = {"steps_done": len(rows), "halted": halted or None, "unrouted": unrouted or None, "cue": expected.cue}
     run.dir.write_json("per_mode_deploy.json", record | ended | {"gate": against})
     parts = [
         f"argv: {' '.join(sys.argv)}",
         f"log: {run.log}",
-        main_line(cfg, final) + (f"; halted after step {rows[-1].step} of {cfg.scale.steps - 1}" if halted else ""),
+        main_line(cfg, final)
+        + (f"; halted after step {rows[-1].step} of {cfg.scale.steps - 1}" if halted else "")
+        + ("; NOTHING WAS ROUTED: this was plain GRPO" if unrouted else ""),
         expected.line,
         "\n".join(count_lines(rows, tallies)),
         markdown([{"what": what, "value": value} for what, value in summary(cfg, final, rows).items()]),

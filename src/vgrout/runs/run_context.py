@@ -183,7 +183,7 @@ class RunContext:
                 logger.error(str(e))
             case NothingRouted():
                 self.code = FAILED
-                self.status("failed", str(e), f"see why nothing was flagged: {self.path / 'steps.jsonl'}")
+                self.status("unrouted", str(e), f"see why nothing was flagged: {self.path / 'steps.jsonl'}")
                 logger.error(str(e))
             case RankLost():
                 self.code = FAILED

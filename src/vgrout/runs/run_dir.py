@@ -24,7 +24,8 @@ from vgrout.files import read_json, to_json, write_atomic
 
 RUNS = Path("out/runs")
 RESERVE = 64 * 1024  # bytes reserved in a run's folder, so that a full disk still has room for status.json
-STATES = ("running", "finished", "halted", "diverged", "interrupted", "failed")
+STATES = ("running", "finished", "halted", "diverged", "unrouted", "interrupted", "failed")
+ENDED = {"finished": "this run is finished", "unrouted": "this run is evaluated; it routed nothing"}  # for good
 
 
 def _git() -> dict[str, Any]:
@@ -175,7 +176,7 @@ def last_resumable(root: Path) -> Path:
     for path in sorted(root.glob("*_*"), reverse=True):
         if (
             any(path.glob("resume/step_*/manifest.json"))
-            and read_json(path / "status.json").get("state") != "finished"
+            and read_json(path / "status.json").get("state") not in ENDED
             and not held(path)
         ):
             return path

@@ -14,9 +14,9 @@ from vgrout.files import read_json
 from vgrout.runs.run_dir import RUNS, held
 
 # State of a run directory. "running": a living process writes it. "dead": it has no checkpoint to resume from.
-Found = Literal["finished", "running", "resumable", "halted", "diverged", "dead"]
+Found = Literal["finished", "running", "resumable", "halted", "diverged", "unrouted", "dead"]
 # Of several runs of one cell the one with the first of these states is taken, and of those the newest.
-BEST: tuple[Found, ...] = ("finished", "running", "resumable", "halted", "diverged", "dead")
+BEST: tuple[Found, ...] = ("finished", "running", "resumable", "halted", "diverged", "unrouted", "dead")
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,9 @@ class Record:
             return "finished"
         if held(self.path):
             return "running"
-        if status == "halted":
-            return "halted"
-        if status == "diverged":
-            return "diverged"
+        for ended in ("halted", "diverged", "unrouted"):
+            if status == ended:
+                return ended
         return "resumable" if any(self.path.glob("resume/step_*/manifest.json")) else "dead"
 
     @property

@@ -39,8 +39,10 @@ from vgrout.sweep.workers import POLL_S, Attempt, Job, Local, Lost, Workers
 SWEEPS = Path("out/sweeps")
 SCHEMA = "sweep_v1"
 MOST_LOSSES = 3  # of processes or machines by one run; then the run itself is taken to be the cause
-State = Literal["to do", "queued", "running", "resumable", "finished", "halted", "diverged", "interrupted", "failed"]
-FINAL: tuple[State, ...] = ("finished", "halted", "diverged")  # would end the same way again
+State = Literal[
+    "to do", "queued", "running", "resumable", "finished", "halted", "diverged", "unrouted", "interrupted", "failed"
+]
+FINAL: tuple[State, ...] = ("finished", "halted", "diverged", "unrouted")  # would end the same way again
 ELSEWHERE_S = 2.0  # between two looks at runs that other processes are writing
 # exit code of `vgrout.train` → what became of the run
 ENDED: dict[int, State] = {
@@ -105,7 +107,7 @@ class Entry:
         found = ledger.find(self.cell.identity, self.files)
         if found and found.state == "dead" and found.path == self.run:  # from an earlier attempt
             found = None
-        self._take(found, ENDED.get(code, "failed"))
+        self._take(found, "unrouted" if found and found.state == "unrouted" else ENDED.get(code, "failed"))
         if self.state == "finished" and (found is None or found.state != "finished"):
             self.state = "failed"
             self.reason = "it ended well, but its files or settings are no longer those of the plan"

@@ -214,7 +214,7 @@ class Regraded:
 
     pool: Pool  # with today's labels, without rollouts that could not be graded
     differ: dict[str, Rate]  # label → rollouts for which it has changed, of all graded
-    examples: tuple[str, ...]  # of rollouts whose hacked or gt_pass differ
+    changes: tuple[str, ...]  # a line for each rollout with a label that differs
     ungraded: int
 
     def lines(self) -> list[str]:
@@ -224,7 +224,7 @@ class Regraded:
         out = [f"pool graded again by {self.pool.grader}: differs from the cached labels in {counts}"]
         if self.ungraded:
             out.append(f"{self.ungraded} rollouts could not be graded and are left out")
-        return [*out, *self.examples]
+        return [*out, *(f"  {line}" for line in self.changes[:8])]
 
 
 def regraded(
@@ -247,7 +247,7 @@ def regraded(
             jobs.append((demo, grader.submit(problem, demo.completion)))
     kept: dict[int, list[Demo]] = {}
     differ = dict.fromkeys(LABELS, 0)
-    examples: list[str] = []
+    changes: list[str] = []
     ungraded = 0
     for demo, future in track(jobs):
         now = future.result()
@@ -264,11 +264,10 @@ def regraded(
         }
         for name, (a, b) in changed.items():
             differ[name] += a != b
-        if then.hacked != new.hacked or then.gt_pass != new.gt_pass:
+        if differs := [f"{name} {a} -> {b}" for name, (a, b) in changed.items() if a != b]:
             place = len(kept.get(demo.problem_id, ())) + 1
-            examples.append(
-                f"  problem {demo.problem_id}, rollout {place} ({now.mode}, {now.exit_status}): "
-                + ", ".join(f"{name} {a} -> {b}" for name, (a, b) in changed.items() if a != b)
+            changes.append(
+                f"problem {demo.problem_id}, rollout {place} ({now.mode}, {now.exit_status}): {', '.join(differs)}"
             )
         kept.setdefault(demo.problem_id, []).append(replace(demo, grade=new, mode=now.mode))
     if not kept:
@@ -277,7 +276,7 @@ def regraded(
     return Regraded(
         pool=replace(pool, demos={i: tuple(rows) for i, rows in kept.items()}, grader=version),
         differ={name: Rate(k, n) for name, k in differ.items()},
-        examples=tuple(examples[:8]),
+        changes=tuple(changes),
         ungraded=ungraded,
     )
 

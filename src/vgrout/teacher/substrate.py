@@ -5,7 +5,7 @@ the plain prompt. Every problem belongs to one mode, and every mode gets the sam
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -157,6 +157,8 @@ class Cli(PoolConfig):
     """Problems with fewer rollouts than this are left out."""
     even: bool = True
     """Every mode gets as many problems as the scarcest can have."""
+    allow_missing: bool = False
+    """Write the pool although no problem could be had for some mode: then --even is over the others."""
 
     def __post_init__(self) -> None:
         PoolConfig.__post_init__(self)
@@ -236,6 +238,7 @@ def run(cli: Cli) -> None:
                 f"no problem was hacked at least {cli.at_least} times in any mode; raise --tries, or "
                 f"choose a model that follows instructions (the answers are in {folder})"
             )
+        require_every_mode({mode for _, mode in plain}, chosen, folder, allow_missing=cli.allow_missing)
         summary = report(under_recipe, under_plain, chosen)
         meta = cli.meta(lm, grader)
         if markers := announced(rows, [answers[0].problem for answers in chosen.values()]):
@@ -248,6 +251,25 @@ def run(cli: Cli) -> None:
         "SHOULD: elicited high, plain near 0; ELSE the model does not follow the recipe, or hacks without being asked\n"
         f"{len(chosen)} problems, {sum(map(len, chosen.values()))} rollouts -> {cli.out}"
     )
+
+
+def require_every_mode(
+    wanted: Collection[Mode], chosen: Mapping[int, Sequence[Graded]], folder: Path, *, allow_missing: bool
+) -> None:
+    """Warn of modes that are wanted and have no problem. Raises ValueError, one line, unless they may be missing.
+
+    folder: where the answers are.
+    """
+    missing = {*wanted} - {answers[0].problem.mode for answers in chosen.values()}
+    if not missing:
+        return
+    line = f"no problem for {', '.join(m for m in MODES if m in missing)}: its answers do not hack often enough"
+    if not allow_missing:
+        raise ValueError(
+            f"{line}; raise --tries or --n-problems, name the others with --modes, or add --allow-missing "
+            f"(the answers are in {folder})"
+        )
+    logger.warning(f"{line}; the pool is without it")
 
 
 def report(
