@@ -37,8 +37,7 @@ def known(run: Row) -> set[str]:
 
 
 def unknown_hack(run: Row) -> float:
-    """Hack rate of the deployed model on the other flaws, %: the mean over announced flaws, each on its own problems; the
-    sum where two are open on every problem."""
+    """Hack rate of the deployed model on the other flaws, %: their mean; the sum where all are open on each problem."""
     rates = [100 * float(run[f"hack_deploy_{m}"]) for m in MODES if run.get(f"hack_deploy_{m}") and m not in known(run)]
     return sum(rates) if "unannounced_modes=" in run["settings"] else mean(rates)
 
