@@ -62,8 +62,8 @@ def columns() -> str:
         "# Columns",
         "",
         "`steps.jsonl` has one JSON object a step, of scalars; the printed table and the trackers use the same names.",
-        "A share `x` stands beside its counts, `x_k` of `x_n`. `null` means not measured in this step; NaN never",
-        "occurs.",
+        "A share `x` stands beside its counts, `x_k` of `x_n`; a column without a type is a number. `null` means not",
+        "measured in this step; NaN never occurs.",
         "",
         "```python",
         'pd.read_json("steps.jsonl", lines=True).plot(x="step", y=["hack_s", "solve_s"])',
@@ -83,7 +83,7 @@ def columns() -> str:
             legend = whole + (": " if legend.startswith("… their") else " ") + legend.removeprefix("… ")
         else:
             whole = legend
-        kind = {"frac": "share", "hk": "share", "d": "integer", "s": "string"}.get(about["fmt"], "number")
+        kind = {"frac": "share", "hk": "share", "d": "integer", "s": "string"}.get(about["fmt"], "")
         named = [(f.name, legend)]
         if f.name == "hk":
             named = [(f"hk_{MODE_CODE[m]}", f"student hacks of one flaw: `{m}`") for m in MODES]
@@ -127,12 +127,12 @@ def legal(field: Field[Any]) -> str:
         return ", ".join(f"`{value}`" for value in values)
     if rule.words:
         return "a list of " + ", ".join(f"`{word}`" for word in rule.words)
-    low = f"≥ {rule.low:g}" if rule.low is not None else f"> {rule.above:g}" if rule.above is not None else ""
     top = rule.high if rule.high is not None else rule.below
+    low = f"[{rule.low:g}" if rule.low is not None else f"({rule.above:g}" if rule.above is not None else "(−∞"
     if top is None or top == math.inf:
-        return low
+        return "" if low == "(−∞" else f"{low}, ∞)"
     high = f"`{flag(top)}`" if isinstance(top, str) else f"{top:g}"
-    return f"{low}, {'≤' if rule.high is not None else '<'} {high}".removeprefix(", ")
+    return f"{low}, {high}{']' if rule.high is not None else ')'}"
 
 
 def named(title: str, rows: Mapping[str, str], *text: str) -> list[str]:
