@@ -8,7 +8,7 @@ import ast
 import inspect
 import math
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, fields
 from itertools import pairwise
 from pathlib import Path
@@ -142,6 +142,13 @@ def named(title: str, rows: Mapping[str, str], *text: str) -> list[str]:
     ]
 
 
+def spelt(words: Mapping[str, Any] | Sequence[str]) -> str:
+    """A method's settings as a command line has them."""
+    if not isinstance(words, Mapping):
+        return " ".join(words)
+    return " ".join(flag(name) if value is True else f"{flag(name)}={value}" for name, value in words.items())
+
+
 def flag_row(group: str, f: Field[Any], texts: Mapping[str, str]) -> str:
     at = {name: getattr(getattr(cfg, group), f.name) for name, (_, cfg) in PRESETS.items()}
     usual = "".join(f"; {name}: {shown(value)}" for name, value in at.items() if value != f.default)
@@ -170,7 +177,7 @@ def flags() -> str:
         *("", "## Methods", ""),
         "`--method NAME` stands for several flags; a flag given beside it replaces its own.",
         *("", "| name | what | flags |", "|---|---|---|"),
-        *(row(f"`{name}`", what, f"`{' '.join(words)}`") for name, (what, words) in METHODS.items()),
+        *(row(f"`{name}`", what, f"`{spelt(words)}`") for name, (what, words) in METHODS.items()),
         *named("Interventions", {name: spec.what for name, spec in INTERVENTIONS.items()}),
         *named("Monitors", {name: spec.what for name, spec in MONITORS.items()}),
         *named("Controls", {name: spec.what for name, spec in CONTROLS.items()}),
