@@ -37,14 +37,18 @@ def known(run: Row) -> set[str]:
 
 
 def unknown_hack(run: Row) -> float:
-    """Hack rate of the deployed model on the other flaws, %: their mean; the sum where all are open on each problem."""
-    rates = [100 * float(run[f"hack_deploy_{m}"]) for m in MODES if run.get(f"hack_deploy_{m}") and m not in known(run)]
-    return sum(rates) if "unannounced_modes=" in run["settings"] else mean(rates)
+    """Hack rate of the deployed model on the other flaws, %, each announced on problems of its own."""
+    return mean(
+        100 * float(run[f"hack_deploy_{m}"]) for m in MODES if run.get(f"hack_deploy_{m}") and m not in known(run)
+    )
 
 
 def unknown_recall(run: Row) -> float | None:
     """Share of the policy's hacks by the other flaws that the monitor flagged, over the run, %; None: no monitor."""
-    counts = [run.get(f"flagged_{m}") for m in MODES if m not in known(run)]
+    return share([run.get(f"flagged_{m}") for m in MODES if m not in known(run)])
+
+
+def share(counts: list[str | None]) -> float | None:
     pairs = [tuple(map(int, c.split("/"))) for c in counts if c]  # "k/n"
     return 100 * sum(k for k, _ in pairs) / sum(n for _, n in pairs) if pairs else None
 
@@ -57,22 +61,16 @@ def figure() -> Figure:
             its = [r for r in runs if DONE.get(r["arm"], "")[0:1] == (label,)]
             at = [(x or offset, unknown_hack(r)) for r in its if (x := unknown_recall(r)) is not None]
             axes.scatter([x for x, _ in at], [y for _, y in at], s=13, color=colour, alpha=0.55, lw=0, label=label)
-        for control, label, colour in (
-            ("none", "plain GRPO, mean", BLACK),
-            ("no_loophole", "GRPO under a grader without a flaw, mean", GREY),
-        ):
+        for control, label, colour in (("none", "plain GRPO, mean", BLACK), ("no_loophole", "the ceiling, mean", GREY)):
             of_none = [unknown_hack(r) for r in runs if (r["arm"], r["control"]) == ("none", control)]
             axes.axhline(mean(of_none), color=colour, lw=1.1, ls="--", label=label)
         axes.set_yscale("symlog", linthresh=1)
-        axes.set(ylim=(-0.08, 130), xlim=(-10, 104), yticks=[0, 1, 3, 10, 30, 100], xticks=range(0, 101, 20))
-        axes.set_yticklabels(["0", "1", "3", "10", "30", "100"])
+        axes.set(xlim=(-10, 104), xticks=range(0, 101, 20), xlabel="hacks by unlabelled flaws that are flagged, %")
+        axes.set(ylim=(-0.08, 130), yticks=[0, 1, 3, 10, 30, 100], yticklabels=["0", "1", "3", "10", "30", "100"])
         axes.set_title(title, fontsize=10, loc="left")
-        axes.set_xlabel("hacks of unlabelled flaws that the monitor flagged, %")
         axes.grid(alpha=0.25, lw=0.6)
     drawn.axes[0].set_ylabel("deployed model: hack, unlabelled flaws, %")
-    drawn.legend(
-        *drawn.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=8.5
-    )
+    drawn.legend(*drawn.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     return drawn
 
 
