@@ -27,6 +27,7 @@ from vgrout.types import MODE_CODE, MODES
 DOCS = Path(__file__).parent
 HEAD = "<!-- Generated from code by docs/reference.py; edit there. -->\n\n"
 LONGEST = 300  # characters of a cell
+TITLE = {"opt": "Optimiser", "env": "Environment", "eval": "Evaluation"}
 REGISTRY = {  # flags whose values have a table of their own
     "intervention": "What is done about flagged rollouts: see Interventions.",
     "monitor": "Who is flagged: see Monitors. `usual` is the intervention's own (route2: `gate`); `screen`, `penalty` "
@@ -195,7 +196,7 @@ def flags() -> str:
     for group, kind in groups.items():
         rest = [f for f in fields(kind) if f.name not in EVERYDAY]
         about = (inspect.getdoc(kind) or "").splitlines()[0]
-        lines += ["", f"### {kind.__name__.removesuffix('Config')}", "", about, "", *head]
+        lines += ["", f"### {TITLE.get(group, group.capitalize())}", "", about, "", *head]
         lines += [flag_row(group, f, texts[group]) for f in rest]
     return "\n".join(lines) + "\n"
 
