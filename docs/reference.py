@@ -28,6 +28,7 @@ DOCS = Path(__file__).parent
 HEAD = "<!-- Generated from code by docs/reference.py; edit there. -->\n\n"
 LONGEST = 300  # characters of a cell
 TITLE = {"opt": "Optimiser", "env": "Environment", "eval": "Evaluation"}
+ABOUT = {"method": "Settings of monitors, interventions and controls; each says who reads it."}
 REGISTRY = {  # flags whose values have a table of their own
     "intervention": "What is done about flagged rollouts: see Interventions.",
     "monitor": "Who is flagged: see Monitors. `usual` is the intervention's own (route2: `gate`); `screen`, `penalty` "
@@ -102,7 +103,7 @@ def row(*cells: str) -> str:
     for cell in cells:
         if len(cell) > LONGEST:
             raise ValueError(f"{len(cell)} characters, more than {LONGEST}: {cell}")
-    return "| " + " | ".join(cell.replace("|", "·") for cell in cells) + " |"
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def documented(settings: type) -> dict[str, str]:
@@ -195,7 +196,7 @@ def flags() -> str:
     ]
     for group, kind in groups.items():
         rest = [f for f in fields(kind) if f.name not in EVERYDAY]
-        about = (inspect.getdoc(kind) or "").splitlines()[0]
+        about = ABOUT.get(group) or (inspect.getdoc(kind) or "").splitlines()[0]
         lines += ["", f"### {TITLE.get(group, group.capitalize())}", "", about, "", *head]
         lines += [flag_row(group, f, texts[group]) for f in rest]
     return "\n".join(lines) + "\n"
