@@ -205,18 +205,18 @@ def words(path: Path) -> int:
 
 MOST = {  # words of a page
     "README.md": 700,
-    "architecture.md": 1200,
+    "architecture.md": 1300,
     "columns.md": 1200,
-    "flags.md": 3500,
+    "flags.md": 3800,
     "grading.md": 2200,
     "guard.md": 800,
-    "guide.md": 1500,
+    "guide.md": 1900,
     "hypotheses.md": 2000,
-    "method.md": 2000,
-    "problems.md": 1000,
+    "method.md": 2500,
+    "problems.md": 1200,
     "results.md": 1500,
     "results-full.md": 2000,
-    "scaling.md": 1000,
+    "scaling.md": 1200,
 }
 
 
@@ -226,7 +226,7 @@ def test_a_page_is_short(page: Path) -> None:
 
 
 def test_the_documents_are_short() -> None:
-    assert sum(map(words, PAGES)) <= 20_500
+    assert sum(map(words, PAGES)) <= 22_000
 
 
 @pytest.mark.parametrize("page", ["flags.md", "columns.md"])
