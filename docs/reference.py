@@ -63,7 +63,9 @@ def columns() -> str:
     lines = [
         "# Columns",
         "",
-        "`steps.jsonl` has one JSON object a step, of scalars; the printed table and the trackers use the same names.",
+        "`steps.jsonl` has one JSON object a step, of scalars. The log's table and the trackers say the same names; the",
+        "console's seven columns are `step`, `hack_s`, `solve_s`, `hack_deploy`, `solve_deploy`, `rew_s` and `sec`, the",
+        "shares in percent.",
         "A share `x` stands beside its counts, `x_k` of `x_n`; a column without a type is a number. `null` means not",
         "measured in this step; NaN never occurs.",
         "",
@@ -147,8 +149,9 @@ def named(title: str, rows: Mapping[str, str], *text: str) -> list[str]:
 def spelt(words: Mapping[str, Any] | Sequence[str]) -> str:
     """A method's settings as a command line has them."""
     if not isinstance(words, Mapping):
-        return " ".join(words)
-    return " ".join(flag(name) if value is True else f"{flag(name)}={value}" for name, value in words.items())
+        return f"`{' '.join(words)}`"
+    given = " ".join(flag(name) if value is True else f"{flag(name)}={value}" for name, value in words.items())
+    return f"`{given}`" + (", every other flag at the default below" if len(words) == 1 else "")
 
 
 def flag_row(group: str, f: Field[Any], texts: Mapping[str, str]) -> str:
@@ -179,7 +182,7 @@ def flags() -> str:
         *("", "## Methods", ""),
         "`--method NAME` stands for several flags; a flag given beside it replaces its own.",
         *("", "| name | what | flags |", "|---|---|---|"),
-        *(row(f"`{name}`", what, f"`{spelt(words)}`") for name, (what, words) in METHODS.items()),
+        *(row(f"`{name}`", what, spelt(words)) for name, (what, words) in METHODS.items()),
         *named("Interventions", {name: spec.what for name, spec in INTERVENTIONS.items()}),
         *named("Monitors", {name: spec.what for name, spec in MONITORS.items()}),
         *named("Controls", {name: spec.what for name, spec in CONTROLS.items()}),
