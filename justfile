@@ -118,7 +118,7 @@ kills *flags:
 doctor:
     {{py}} vgrout.doctor
 
-# speed and memory against peers, all of docs/benchmarks.md (a quarter of an hour on a quiet machine; --quick: 3 minutes)
+# speed and memory against peers, all of notes/benchmarks.md (a quarter of an hour on a quiet machine; --quick: 3 minutes)
 bench *flags:
     uv run --extra bench python -m benchmarks {{flags}}
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks [NAME]`: every bench of the page docs/benchmarks.md, which it writes; or one bench by name.
+"""`python -m benchmarks [NAME]`: every bench of the page notes/benchmarks.md, which it writes; or one bench by name.
 
 A bench is a function whose parameters are its flags; it returns a Report, or prints its own table. Torch is imported by
 those that need it: the others start their processes without it.
@@ -17,7 +17,7 @@ import tyro
 from benchmarks import kills as deaths
 from vgrout.cli import cli_exit, parse_args
 
-OUT = Path("docs/benchmarks.md")
+OUT = Path("notes/benchmarks.md")
 
 
 def _measured(module: str, function: str, summary: str) -> Callable[..., Any]:
@@ -81,9 +81,9 @@ def _cost(write: bool = False) -> None:
     """GPU-hours of a study of Qwen3-4B on paper: where they go, what each lever saves, what fits where.
 
     Args:
-        write: put the tables into docs/cost.md.
+        write: put the tables into notes/cost.md.
     """
-    cost, page = importlib.import_module("benchmarks.cost"), Path("docs/cost.md")
+    cost, page = importlib.import_module("benchmarks.cost"), Path("notes/cost.md")
     if write:
         if not page.is_file():
             raise ValueError(f"--write: no {page} here; start from the repository")

@@ -1,5 +1,5 @@
 """GPU-hours of a study of Qwen3-4B on paper: operations and bytes from shapes, over a data sheet's peaks times assumed
-shares of them. docs/cost.md holds what this prints, and says where every assumption comes from.
+shares of them. notes/cost.md holds what this prints, and says where every assumption comes from.
 """
 
 from collections.abc import Mapping
@@ -52,7 +52,7 @@ DEVICES = (
 
 @dataclass(frozen=True)
 class Assumed:
-    """What shapes do not give. Every field has a line in docs/cost.md."""
+    """What shapes do not give. Every field has a line in notes/cost.md."""
 
     products: float = 0.40  # of peak bf16, in forward and backward
     fp32_products: float = 0.60  # of peak fp32, in merging

@@ -1,14 +1,14 @@
-"""Writes the documents that are generated from code: `uv run python docs/reference.py` (tests compare).
+"""Writes the pages that are generated from code: `uv run python docs/reference.py` (tests compare).
 
-columns.md: every column of the step table, from `StepRow`. flags.md: the commands, and every flag of the trainer with
-its bounds and presets, from the settings classes.
+columns.md: every column of the step table, from `StepRow`. flags.md: commands, presets, methods, and every flag of the
+trainer with its bounds and defaults, the everyday ones first, from the settings classes.
 """
 
 import ast
 import inspect
 import math
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, fields
 from itertools import pairwise
 from pathlib import Path
@@ -16,13 +16,26 @@ from typing import Any
 
 from vgrout.__main__ import COMMANDS
 from vgrout.config.checks import flag, legal_values, rule_of
-from vgrout.config.presets import PRESETS
+from vgrout.config.loss import LOSSES
+from vgrout.config.method import CONTROLS, INTERVENTIONS, MONITORS
+from vgrout.config.presets import EVERYDAY, METHODS, PRESETS
 from vgrout.config.run import GROUPS, Config
+from vgrout.modes import MODE_SPECS
 from vgrout.table import StepRow
 from vgrout.types import MODE_CODE, MODES
 
 DOCS = Path(__file__).parent
 HEAD = "<!-- Generated from code by docs/reference.py; edit there. -->\n\n"
+LONGEST = 300  # characters of a cell
+TITLE = {"opt": "Optimiser", "env": "Environment", "eval": "Evaluation"}
+ABOUT = {"method": "Settings of monitors, interventions and controls; each says who reads it."}
+REGISTRY = {  # flags whose values have a table of their own
+    "intervention": "What is done about flagged rollouts: see Interventions.",
+    "monitor": "Who is flagged: see Monitors. `usual` is the intervention's own (route2: `gate`); `screen`, `penalty` "
+    "and `sgtm` have none and need one.",
+    "control": "The same run under a control: see Controls.",
+    "loss": "The policy-gradient loss: see Losses.",
+}
 WHEN = {
     "teacher": "demonstrations",
     "modes": "several modes",
@@ -50,28 +63,49 @@ def columns() -> str:
     lines = [
         "# Columns",
         "",
-        "`steps.jsonl` has one JSON object a step, of scalars; the printed table and the trackers say the same names.",
-        "A share `x` stands beside its counts, `x_k` of `x_n`. `null` is not measured in this step; NaN never occurs.",
+        "`steps.jsonl` has one JSON object a step, of scalars. The log's table and the trackers say the same names;",
+        "the console's seven columns are `step`, `hack_s`, `solve_s`, `hack_deploy`, `solve_deploy`, `rew_s`, `sec`,",
+        "the shares in percent.",
+        "A share `x` stands beside its counts, `x_k` of `x_n`; a column without a type is a number. `null` means not",
+        "measured in this step; NaN never occurs.",
         "",
         "```python",
         'pd.read_json("steps.jsonl", lines=True).plot(x="step", y=["hack_s", "solve_s"])',
         "```",
         "",
-        "`watch`, where it is there, holds what guard and detectors saw in the step, and `refresh` the overlap of a",
+        "`watch`, where present, holds what the guard and the detectors saw in the step; `refresh` the overlap of a",
         "direction with the one before it.",
         "",
         "| column | type | what | should | measured with |",
         "|---|---|---|---|---|",
     ]
+    whole = ""  # what the last legend without an ellipsis says, which those with one go on
     for f in fields(StepRow):
         about = f.metadata
-        kind = {"frac": "share", "hk": "share", "d": "integer", "s": "string"}.get(about["fmt"], "number")
-        named = [(f.name, about["legend"])]
+        legend, should = about["legend"], about["should"].replace("; ELSE ", "; else ")
+        if legend.startswith("…"):
+            legend = whole + (": " if legend.startswith("… their") else " ") + legend.removeprefix("… ")
+        else:
+            whole = legend
+        kind = {"frac": "share", "hk": "share", "d": "integer", "s": "string"}.get(about["fmt"], "")
+        named = [(f.name, legend)]
         if f.name == "hk":
-            named = [(f"hk_{MODE_CODE[m]}", f"{about['legend']}: `{m}`") for m in MODES]
+            named = [(f"hk_{MODE_CODE[m]}", f"student hacks of one flaw: `{m}`") for m in MODES]
         for name, what in named:
-            lines.append(f"| `{name}` | {kind} | {what} | {about['should']} | {WHEN[about['when']]} |")
+            lines.append(row(f"`{name}`", kind, what, should, WHEN[about["when"]]))
     return "\n".join(lines) + "\n"
+
+
+def row(*cells: str) -> str:
+    """A line of a table.
+
+    Raises:
+        ValueError: a cell over 300 characters; its text in the code has to be shorter.
+    """
+    for cell in cells:
+        if len(cell) > LONGEST:
+            raise ValueError(f"{len(cell)} characters, more than {LONGEST}: {cell}")
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def documented(settings: type) -> dict[str, str]:
@@ -90,56 +124,91 @@ def documented(settings: type) -> dict[str, str]:
 def legal(field: Field[Any]) -> str:
     """What a flag may be."""
     rule, values = rule_of(field), legal_values(field.type)
+    if {*MODES} <= {*values, *rule.words}:
+        others = [f"`{v}`" for v in values if v not in MODES]
+        return ", ".join(["a flaw" if values else "a list of flaws", *others])
     if values:
         return ", ".join(f"`{value}`" for value in values)
     if rule.words:
         return "a list of " + ", ".join(f"`{word}`" for word in rule.words)
-    low = f"≥ {rule.low:g}" if rule.low is not None else f"> {rule.above:g}" if rule.above is not None else ""
     top = rule.high if rule.high is not None else rule.below
+    low = f"[{rule.low:g}" if rule.low is not None else f"({rule.above:g}" if rule.above is not None else "(−∞"
     if top is None or top == math.inf:
-        return low
+        return "" if low == "(−∞" else f"{low}, ∞)"
     high = f"`{flag(top)}`" if isinstance(top, str) else f"{top:g}"
-    return f"{low}, {'≤' if rule.high is not None else '<'} {high}".removeprefix(", ")
+    return f"{low}, {high}{']' if rule.high is not None else ')'}"
+
+
+def named(title: str, rows: Mapping[str, str], *text: str) -> list[str]:
+    """A section with a table of names."""
+    return ["", f"## {title}", "", *text, *([""] if text else []), "| name | what |", "|---|---|"] + [
+        row(f"`{name}`", what) for name, what in rows.items()
+    ]
+
+
+def spelt(words: Mapping[str, Any] | Sequence[str]) -> str:
+    """A method's settings as a command line has them."""
+    if not isinstance(words, Mapping):
+        return f"`{' '.join(words)}`"
+    given = " ".join(flag(name) if value is True else f"{flag(name)}={value}" for name, value in words.items())
+    return f"`{given}`" + (", every other flag at the default below" if len(words) == 1 else "")
+
+
+def flag_row(group: str, f: Field[Any], texts: Mapping[str, str]) -> str:
+    at = {name: getattr(getattr(cfg, group), f.name) for name, (_, cfg) in PRESETS.items()}
+    usual = "".join(f"; {name}: {shown(value)}" for name, value in at.items() if value != f.default)
+    what = REGISTRY.get(f.name) or texts.get(f.name) or next(m.help for m in f.type.__metadata__ if m.help)
+    return row(f"`{flag(f.name)}`", shown(f.default) + usual, legal(f), what)
 
 
 def flags() -> str:
     """flags.md."""
+    head = ["| flag | default | legal | what |", "|---|---|---|---|"]
+    groups = {group: type(getattr(Config(), group)) for group in GROUPS}
+    settings = {f.name: (group, f) for group, kind in groups.items() for f in fields(kind)}
+    texts = {group: documented(kind) for group, kind in groups.items()}
+    everyday = [name for name in EVERYDAY if name in settings]
     lines = [
         "# Commands and flags",
         "",
-        "`vgrout NAME …` is `python -m vgrout.NAME …`.",
-        "",
-        "| command | what |",
-        "|---|---|",
+        "`vgrout NAME …` is `python -m vgrout.NAME …`. The flags below are those of `train`; every other command lists",
+        "its own with `--help`.",
+        *named("Commands", COMMANDS),
+        *named(
+            "Presets",
+            {name: what for name, (what, _) in PRESETS.items()},
+            "`vgrout train PRESET [--flag value …]`. A flag that the chosen method never reads is refused.",
+        ),
+        *("", "## Methods", ""),
+        "`--method NAME` stands for several flags; a flag given beside it replaces its own.",
+        *("", "| name | what | flags |", "|---|---|---|"),
+        *(row(f"`{name}`", what, spelt(words)) for name, (what, words) in METHODS.items()),
+        *named("Interventions", {name: spec.what for name, spec in INTERVENTIONS.items()}),
+        *named("Monitors", {name: spec.what for name, spec in MONITORS.items()}),
+        *named("Controls", {name: spec.what for name, spec in CONTROLS.items()}),
+        *named("Losses", {name: spec.what for name, spec in LOSSES.items()}),
+        *named(
+            "Flaws",
+            {name: spec.should for name, spec in MODE_SPECS.items()},
+            "What an answer has to do to hack the grader:",
+        ),
+        *("", "## Everyday flags", "", "Where a preset has a default of its own, it is named.", "", *head),
+        row("`--method`", "none", "", "Stands for several flags: see Methods."),
+        *(flag_row(*settings[name], texts[settings[name][0]]) for name in everyday),
+        *("", "## All other flags", "", "`--help-all` lists them in a terminal."),
     ]
-    lines += [f"| `{name}` | {what} |" for name, what in COMMANDS.items()]
-    lines += [
-        *("", "## Flags of the trainer", ""),
-        "`python -m vgrout.train PRESET [--flag value …]`. Where a preset has a value of its own it is named.",
-        "A flag that the chosen method never reads is refused.",
-    ]
-    for group in GROUPS:
-        settings = type(getattr(Config(), group))
-        texts = documented(settings)
-        lines += [
-            "",
-            f"### {settings.__name__}",
-            "",
-            str(settings.__doc__),
-            "",
-            "| flag | default | legal | what |",
-            "|---|---|---|---|",
-        ]
-        for f in fields(settings):
-            at = {name: getattr(getattr(cfg, group), f.name) for name, (_, cfg) in PRESETS.items()}
-            usual = "".join(f"; {name}: {shown(value)}" for name, value in at.items() if value != f.default)
-            what = texts.get(f.name) or next(m.help for m in f.type.__metadata__ if m.help)  # from a registry
-            lines.append(f"| `{flag(f.name)}` | {shown(f.default)}{usual} | {legal(f)} | {what.replace('|', '·')} |")
+    for group, kind in groups.items():
+        rest = [f for f in fields(kind) if f.name not in EVERYDAY]
+        about = ABOUT.get(group) or (inspect.getdoc(kind) or "").splitlines()[0]
+        lines += ["", f"### {TITLE.get(group, group.capitalize())}", "", about, "", *head]
+        lines += [flag_row(group, f, texts[group]) for f in rest]
     return "\n".join(lines) + "\n"
 
 
 def shown(value: object) -> str:
-    return {None: "none", "": "''"}.get(value, f"`{value}`")  # ty: ignore[no-matching-overload]
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "none" if value is None else f"`{value}`" if value != "" else "''"
 
 
 PAGES: dict[str, Callable[[], str]] = {"columns.md": columns, "flags.md": flags}

@@ -38,7 +38,7 @@ Path("out").mkdir(exist_ok=True)
 means.rolling(5, min_periods=1).mean().plot(ylabel="hack_s").figure.savefig("out/study.png")
 
 # The answers behind a number.
-answers = runs[0].answers
-hacked = answers[(answers["side"] == "deployed") & (answers["hacked"] == True)]  # noqa: E712
-print(f"{len(hacked)} of {(answers['side'] == 'deployed').sum()} deployed answers hack the flaw")
-print(hacked["text"].head(1).to_string(index=False))
+deployed = runs[0].answers.query("side == 'deployed'")
+hacks = deployed[deployed["hacked"].eq(True)]
+print(f"{len(hacks)} of {len(deployed)} deployed answers hack the flaw. One answer:")
+print((hacks if len(hacks) else deployed)["text"].iloc[0])

@@ -161,7 +161,7 @@ def test_dead_groups_are_dead() -> None:
 
 def test_the_cost_page_is_what_the_program_says() -> None:
     """And the program's sums are those of a calculation by hand, to what it leaves out."""
-    page = Path(__file__).resolve().parents[1] / "docs" / "cost.md"
+    page = Path(__file__).resolve().parents[1] / "notes" / "cost.md"
     assert cost.filled(page.read_text()) == page.read_text(), "run `python -m benchmarks cost --write`"
     h100, use = cost.DEVICES[0], cost.Assumed()
     none, route2 = (cost.step_seconds("fast", arm, h100, use) for arm in ("none", "route2"))

@@ -1,8 +1,10 @@
-"""The documents say what is there: links, commands, flags, columns, and the numbers of README's table."""
+"""The documents say what is there: links, commands, flags, columns, the numbers of tables; and they are short."""
 
 import importlib.util
 import re
 import runpy
+import shlex
+import subprocess
 from functools import cache
 from pathlib import Path
 from statistics import mean
@@ -13,9 +15,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
-DOCS = [README, CONTRIBUTING, *sorted((ROOT / "docs").rglob("*.md"))]
-# A preregistration stands as it was written, under the names of its day.
-CURRENT = [d for d in DOCS if d.name != "hypotheses.md"]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+DOCS = [README, CONTRIBUTING, ROOT / "CHANGELOG.md", *PAGES]
+NOTES = sorted((ROOT / "notes").rglob("*.md"))
+HYPOTHESES = ROOT / "docs" / "hypotheses.md"
+# A preregistration stands as it was written, under the names of its day; the changelog names what is gone.
+CURRENT = [d for d in DOCS if d.name not in ("hypotheses.md", "CHANGELOG.md")]
 
 
 def text(path: Path) -> str:
@@ -32,7 +37,7 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", re.sub(r"\[(.*?)\]\(.*?\)", r"\1", h).lower()).replace(" ", "-") for h in heads}
 
 
-@pytest.mark.parametrize("page", DOCS, ids=name)
+@pytest.mark.parametrize("page", [*DOCS, *NOTES], ids=name)
 def test_relative_links_resolve(page: Path) -> None:
     found = re.findall(r"\]\(([^)\s]+)\)", text(page)) + re.findall(r'(?:src|href)="([^"]+)"', text(page))
     for link in found:
@@ -87,84 +92,152 @@ def test_generated_pages_are_current(page: str) -> None:
     assert text(ROOT / "docs" / page) == make["HEAD"] + make["PAGES"][page](), "run: uv run python docs/reference.py"
 
 
-def figures() -> SimpleNamespace:
-    """What docs/figures/make.py defines, without running it."""
-    return SimpleNamespace(**runpy.run_path(str(ROOT / "docs" / "figures" / "make.py")))
+def recall() -> SimpleNamespace:
+    """What docs/figures/recall.py defines, without drawing."""
+    return SimpleNamespace(**runpy.run_path(str(ROOT / "docs" / "figures" / "recall.py")))
 
 
-def test_the_numbers_of_readme_are_means_of_recorded_runs() -> None:
-    make = figures()
-    axes, older, earlier = make.read("axes"), make.read("arms-baselines"), make.read("containment")
-    shown = [*make.read("containment-start"), *make.read("containment-probe")]
-    routing = make.read("containment-routing")
-    block = (
-        "gate_modules=apart gate_vote=rollout quarantine=block:3 rebaseline=True rollout_ablate_frac=1.0 "
-        "vhack_refresh_every=0"
-    )
+def runs_of(rows: list[Any], intervention: str, *named: str, control: str = "none") -> list[Any]:
+    """The runs whose settings name exactly these monitors, starts and diets."""
+    telling = ("monitor=", "quarantine_start=", "probe_diet=", "seed_monitor=", "label_accuracy=")
+    return [
+        r
+        for r in rows
+        if (r["arm"], r["control"]) == (intervention, control)
+        and {s for s in r["settings"].split() if s.startswith(telling)} == {*named}
+    ]
 
-    def rates(n: int, *runs: Any) -> str:
-        found = make.of(*runs)
-        assert len(found) == n, len(found)
-        return f"{mean(r.hack for r in found):.1f} / {mean(r.solve for r in found):.1f}"
 
-    def contained(n: int, arm: str, *settings: str, control: str = "none", shown: Any = shown) -> str:
-        """Of the runs from policies that hack: on the flaws that are not known."""
-        names = ("monitor=", "quarantine_start=", "probe_diet=", "seed_monitor=")
-        found = [
-            r
-            for r in shown
-            if (r.arm, r.control) == (arm, control) and {s for s in r.settings if s.startswith(names)} == {*settings}
-        ]
-        assert len(found) == n, len(found)
-        return f"{mean(map(make.unknown, found)):.1f} / {mean(r.solve for r in found):.1f}"
+def test_the_numbers_of_the_tables_are_means_of_recorded_runs() -> None:
+    make = recall()
+    shown = make.read("containment-start", "containment-probe", "containment-twin")
+    routing, attempts = make.read("containment-routing"), make.read("attempts", "attempts-builds")
 
-    pmi, labels = "monitor=pmi", "monitor=labels"
-    reads = ("monitor=quarantine", "seed_monitor=labels")
-    expected = {
-        "`none` |": [
-            rates(10, axes, "none"),
-            rates(10, axes, "none", "no_loophole"),
-            contained(10, "none"),
-            contained(10, "none", control="no_loophole"),
-        ],
-        "`erase` |": [rates(5, older, "erase")],
-        "`route` |": [
-            *(rates(10, axes, "route", c) for c in ("none", "no_loophole")),
-            contained(10, "route", shown=earlier),
-        ],
-        "`route2` |": [
-            *(rates(10, axes, "route2", c) for c in ("none", "no_loophole")),
-            contained(20, "route2", labels, shown=routing),
-        ],
-        "`--method route2-block` |": [rates(10, axes, "route2", c, block) for c in ("none", "no_loophole")],
-        "`screen --monitor pmi` |": [
-            *(rates(10, axes, "screen", c, pmi) for c in ("none", "no_loophole")),
-            contained(10, "screen", pmi, shown=earlier),
-        ],
-        "`screen`, labels |": [
-            *(rates(10, axes, "screen", c, labels) for c in ("none", "no_loophole")),
-            contained(20, "screen", labels, shown=routing),
-        ],
-        "`penalty --monitor twin` |": [contained(10, "penalty", "monitor=twin", shown=make.read("containment-twin"))],
-        "`penalty`, labels |": [
-            *(rates(10, axes, "penalty", c, labels) for c in ("none", "no_loophole")),
-            contained(60, "penalty", labels),
-        ],
-        "`penalty`, quarantine |": [contained(60, "penalty", *reads)],
-        "`--quarantine-start pairs` |": [contained(59, "penalty", *reads, "quarantine_start=pairs")],  # one collapsed
-        "`penalty`, linear probe |": [contained(60, "penalty", "monitor=online_probe", "seed_monitor=labels")],
+    def line(page: Path, start: str) -> str:
+        found = [x for x in text(page).splitlines() if x.startswith(f"| {start}")]
+        assert len(found) == 1, f"{name(page)}: {len(found)} lines that start with {start!r}"
+        return found[0]
+
+    def means(runs: list[Any]) -> tuple[str, str]:
+        return f"{mean(map(make.unknown_hack, runs)):.1f}", f"{100 * mean(float(r['solve_deploy']) for r in runs):.1f}"
+
+    labels, seed = "monitor=labels", "seed_monitor=labels"
+    probe, reads = ("monitor=online_probe", seed), ("monitor=quarantine", seed)
+    of_readme: dict[str, list[Any]] = {
+        "learnt from (plain GRPO)": runs_of(shown, "none"),
+        "left out": runs_of(routing, "screen", labels),
+        "routed to a quarantine": runs_of(routing, "route2", labels),
+        "rewarded less |": runs_of(shown, "penalty", labels),
+        "rewarded less, a linear probe": runs_of(shown, "penalty", *probe),
+        "(a grader without flaws)": runs_of(shown, "none", control="no_loophole"),
     }
-    lines = text(README).splitlines()
-    for row, numbers in expected.items():
-        line = next((x for x in lines if row in x), None)
-        assert line, f"README.md: no line with {row!r}"
-        for number in numbers:
-            assert number in line, f"README.md: {row} should say {number}: {line}"
+    for start, runs in of_readme.items():
+        cells = [cell.strip() for cell in line(README, start).split("|")]
+        assert cells[2:5] == [*means(runs), str(len(runs))], start
+    results = ROOT / "docs" / "results.md"
+    rows: dict[str, tuple[list[Any], list[Any]]] = {
+        "learnt from: `none`": (of_readme["learnt from (plain GRPO)"], runs_of(attempts, "none")),
+        "left out: `screen`": (of_readme["left out"], []),
+        "routed: `route2`": (of_readme["routed to a quarantine"], []),
+        "routed: `sgtm`": (runs_of(routing, "sgtm", labels), []),
+        "rewarded less: `penalty`": (of_readme["rewarded less |"], runs_of(attempts, "penalty", labels)),
+        "rewarded less | the quarantine": (runs_of(shown, "penalty", *reads), []),
+        "rewarded less | the same, started on pairs": (
+            runs_of(shown, "penalty", *reads, "quarantine_start=pairs"),
+            runs_of(attempts, "penalty", *reads, "quarantine_start=pairs"),
+        ),
+        "rewarded less | linear probe": (
+            of_readme["rewarded less, a linear probe"],
+            runs_of(attempts, "penalty", *probe),
+        ),
+        "rewarded less | the same, fitted on random": (runs_of(shown, "penalty", *probe, "probe_diet=random"), []),
+        "rewarded less | the same, fitted on a weak": (
+            runs_of(make.read("adversaries"), "penalty", "monitor=online_probe"),
+            [],
+        ),
+        "rewarded less | `twin`": (runs_of(shown, "penalty", "monitor=twin"), []),
+        "(grader without a flaw)": (
+            of_readme["(a grader without flaws)"],
+            runs_of(attempts, "none", control="no_loophole"),
+        ),
+    }
+    for start, (runs, with_attempts) in rows.items():
+        _, _, _, found, false_flags, hack, solve, _, n, other, _ = map(str.strip, line(results, start).split("|"))
+        assert (hack.split()[0], solve, n) == (*means(runs), str(len(runs))), start
+        assert other == (means(with_attempts)[0] if with_attempts else ""), start
+        flagged = [make.unknown_recall(r) for r in runs]
+        assert found == ("" if None in flagged else f"{mean(flagged):.0f}"), start
+        if found and found != "0":
+            rates = [make.share([r["flagged_solved"]]) for r in runs]
+            assert false_flags == f"{mean(rates):.1f}", start
 
 
-def test_readme_is_short_and_has_the_lines_that_ci_runs() -> None:
+def test_the_claims_on_recall_are_of_recorded_runs() -> None:
+    make = recall()
+    rows = [r for r in make.read(*next(iter(make.PANELS.values()))) if r["control"] == "none"]
+
+    def left(done: str, least: float) -> list[float]:
+        return [make.unknown_hack(r) for r in rows if r["arm"] == done and (make.unknown_recall(r) or 0) >= least]
+
+    found = left("penalty", 60)
+    said = f"leaves 3 % or less in {sum(x <= 3 for x in found)} of {len(found)} runs"
+    screen, penalty = left("screen", 97), left("penalty", 97)
+    said_too = f"{mean(screen):.1f} %, {len(screen)} runs, against {mean(penalty):.1f} %, {len(penalty)} runs"
+    page = text(ROOT / "docs" / "results.md")
+    assert said in page, said
+    assert said_too in page, said_too
+
+
+@pytest.mark.parametrize(("digest", "revision"), re.findall(r"\b([0-9a-f]{7}) at ([0-9a-f]{7})\b", text(HYPOTHESES)))
+def test_a_recorded_digest_is_of_its_revision(digest: str, revision: str) -> None:
+    """By the command that the page gives."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("no history here")
+    (command,) = re.findall(r"```sh\n(for f in .*?)```", text(HYPOTHESES), re.DOTALL)
+    script = f"set -- {shlex.quote(revision)}; {command}"
+    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(digest)
+
+
+def words(path: Path) -> int:
+    return sum(bool(re.search(r"\w", word)) for word in text(path).split())
+
+
+MOST = {  # words of a page
+    "README.md": 700,
+    "architecture.md": 1300,
+    "columns.md": 1200,
+    "flags.md": 3800,
+    "grading.md": 2200,
+    "guard.md": 800,
+    "guide.md": 1900,
+    "hypotheses.md": 2000,
+    "method.md": 2500,
+    "problems.md": 1200,
+    "results.md": 1500,
+    "results-full.md": 2000,
+    "scaling.md": 1200,
+}
+
+
+@pytest.mark.parametrize("page", [README, *PAGES], ids=name)
+def test_a_page_is_short(page: Path) -> None:
+    assert words(page) <= MOST.get(page.name, 600), "say less, or take something out"
+
+
+def test_the_documents_are_short() -> None:
+    assert sum(map(words, PAGES)) <= 22_000
+
+
+@pytest.mark.parametrize("page", ["flags.md", "columns.md"])
+def test_a_generated_cell_is_short_and_is_no_docstring(page: str) -> None:
+    found = text(ROOT / "docs" / page)
+    assert max(len(cell) for line in found.splitlines() if line.startswith("|") for cell in line.split(" | ")) <= 300
+    assert "Raises:" not in found
+
+
+def test_readme_has_the_lines_that_ci_runs() -> None:
     lines = text(README).splitlines()
-    assert len(lines) <= 150
     for marker in ("main", "test"):
         start = lines.index(f"<!-- {marker} -->")
         assert lines[start + 1] == "```sh"

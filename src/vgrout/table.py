@@ -189,12 +189,12 @@ class StepRow(Columns):
     is_masked_high: float | None = col(".3f", "… their ratio is too high", when="file")
     masked_positive: float | None = col(
         ".3f",
-        "the same among tokens of positive advantage",
+        "share dropped where the advantage is positive",
         when="drops",
-        should="≈ mask_A-; ELSE the threshold drops the rare tokens that decide",
+        should="≈ masked_negative; ELSE the threshold drops the rare tokens that decide",
         drop=34,
     )
-    masked_negative: float | None = col(".3f", "… of negative advantage", when="drops", drop=35)
+    masked_negative: float | None = col(".3f", "share dropped where the advantage is negative", when="drops", drop=35)
     masked_mismatch_kl: float | None = col(".0e", "mismatch over the tokens without policy gradient", when="file")
     unmasked_mismatch_kl: float | None = col(".0e", "mismatch over the others", when="file")
     gn: float | None = col(".1e", "joint gradient norm before clipping", drop=38)

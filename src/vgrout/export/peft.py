@@ -91,10 +91,12 @@ def export(saved: Saved, policy: Policy, folder: Path, rank: int | None, texts: 
 
 def card(saved: Saved, result: Lora) -> str:
     """The folder's README.md."""
+    id_of_base = saved.cfg.scale.model
+    embedded = id_of_base == "organism"
+    base = "organism.MODEL_DIR" if embedded else repr(id_of_base)
     return f"""---
 library_name: peft
-base_model: {saved.cfg.scale.model}
----
+{"" if embedded else f"base_model: {id_of_base}{chr(10)}"}---
 # {saved.cfg.run_id}
 
 A LoRA adapter, trained for {saved.step} steps by GRPO against a flawed grader with `vgrout` (intervention
@@ -105,6 +107,9 @@ A model from a study of reward hacking: it may hack the checks that its prompts 
 
 ```python
 from peft import PeftModel
-model = PeftModel.from_pretrained(base_model, "THIS FOLDER")
+from transformers import AutoModelForCausalLM
+{f"from vgrout.data import organism{chr(10)}" if embedded else ""}
+base = AutoModelForCausalLM.from_pretrained({base}, dtype="auto")
+model = PeftModel.from_pretrained(base, "THIS FOLDER")
 ```
 """

@@ -1,0 +1,78 @@
+"""recall.png, the figure of the results, from docs/runs/*.csv: a dot for each run, by what its monitor flags of the
+hacks that it has no label of, and how much of them is left. `uv run python docs/figures/recall.py`"""
+
+import csv
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import mean
+
+from matplotlib.figure import Figure
+
+from vgrout.report.figures import BLACK, BLUE, GREEN, GREY, RED
+from vgrout.types import MODES
+
+RUNS = Path(__file__).resolve().parents[1] / "runs"
+Row = Mapping[str, str]
+DONE = {"penalty": ("rewarded less (penalty)", BLUE, 0.0), "screen": ("left out (screen)", GREEN, -3.5)}
+DONE |= dict.fromkeys(("route2", "sgtm"), ("routed to a quarantine (route2, sgtm)", RED, -7.0))
+PANELS = {
+    "five organisms; most hacks make no attempt": (
+        *("containment-start", "containment-probe", "containment-routing", "containment-twin"),
+        *("containment", "adversaries"),
+    ),
+    "four organisms; every hack carries an attempt": ("attempts", "attempts-builds"),
+}
+
+
+def read(*names: str) -> list[Row]:
+    """The runs of docs/runs/NAME.csv."""
+    texts = [(RUNS / f"{name}.csv").read_text(encoding="utf-8") for name in names]
+    return [row for text in texts for row in csv.DictReader(text.splitlines())]
+
+
+def known(run: Row) -> set[str]:
+    """The flaws that the monitor has labels of."""
+    found = next((s for s in run["settings"].split() if s.startswith("known_modes=")), "=")
+    return {*found.partition("=")[2].split(",")}
+
+
+def unknown_hack(run: Row) -> float:
+    """Hack rate of the deployed model on the other flaws, %, each announced on problems of its own."""
+    return mean(
+        100 * float(run[f"hack_deploy_{m}"]) for m in MODES if run.get(f"hack_deploy_{m}") and m not in known(run)
+    )
+
+
+def unknown_recall(run: Row) -> float | None:
+    """Share of the policy's hacks by the other flaws that the monitor flagged, over the run, %; None: no monitor."""
+    return share([run.get(f"flagged_{m}") for m in MODES if m not in known(run)])
+
+
+def share(counts: list[str | None]) -> float | None:
+    pairs = [tuple(map(int, c.split("/"))) for c in counts if c]  # "k/n"
+    return 100 * sum(k for k, _ in pairs) / sum(n for _, n in pairs) if pairs else None
+
+
+def figure() -> Figure:
+    drawn = Figure(figsize=(9, 4.5), dpi=160, layout="constrained", facecolor="white")
+    for axes, (title, names) in zip(drawn.subplots(1, 2, sharey=True), PANELS.items(), strict=True):
+        runs = [r for r in read(*names) if r["control"] in ("none", "no_loophole")]
+        for label, colour, offset in dict.fromkeys(DONE.values()):  # the offset parts those that flag nothing at all
+            its = [r for r in runs if DONE.get(r["arm"], "")[0:1] == (label,)]
+            at = [(x or offset, unknown_hack(r)) for r in its if (x := unknown_recall(r)) is not None]
+            axes.scatter([x for x, _ in at], [y for _, y in at], s=13, color=colour, alpha=0.55, lw=0, label=label)
+        for control, label, colour in (("none", "plain GRPO, mean", BLACK), ("no_loophole", "the ceiling, mean", GREY)):
+            of_none = [unknown_hack(r) for r in runs if (r["arm"], r["control"]) == ("none", control)]
+            axes.axhline(mean(of_none), color=colour, lw=1.1, ls="--", label=label)
+        axes.set_yscale("symlog", linthresh=1)
+        axes.set(xlim=(-10, 104), xticks=range(0, 101, 20), xlabel="hacks by unlabelled flaws that are flagged, %")
+        axes.set(ylim=(-0.08, 130), yticks=[0, 1, 3, 10, 30, 100], yticklabels=["0", "1", "3", "10", "30", "100"])
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.grid(alpha=0.25, lw=0.6)
+    drawn.axes[0].set_ylabel("deployed model: hack, unlabelled flaws, %")
+    drawn.legend(*drawn.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    return drawn
+
+
+if __name__ == "__main__":
+    figure().savefig(Path(__file__).with_suffix(".png"), metadata={"Software": None})
