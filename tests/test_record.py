@@ -23,8 +23,7 @@ from vgrout.runs.recorder import Recorder
 from vgrout.runs.results import Tallies
 from vgrout.runs.run_context import RunContext
 from vgrout.runs.run_dir import RunDir
-from vgrout.table import Table
-from vgrout.types import MODE_CODE, MODES, Eval, Grade, Mode, ModeEval, NothingRouted, Rate, centred, half
+from vgrout.types import Eval, Grade, Mode, ModeEval, NothingRouted, Rate, centred, half
 
 
 def grade(channel: bool, **detectors: bool) -> Grade:
@@ -132,13 +131,6 @@ def test_sample_standard_deviation() -> None:
     std = math.sqrt(sum((r - 1.25) ** 2 for r in rewards) / 3)
     assert pytest.approx([a / (std + 1e-4) for a in plain]) == A
     assert centred([2.0], unbiased=False) == (0.0,)
-
-
-@pytest.mark.parametrize("width", range(60, 300, 5))
-def test_a_narrow_table_shows_every_mode_or_none(width: int) -> None:
-    shown = [c.head for c in Table({"modes", "teacher", "route", "direction"}, MODES, width).columns]
-    codes = [f"hk_{MODE_CODE[m]}" for m in MODES]
-    assert [head for head in shown if head.startswith("hk_")] in ([], codes)
 
 
 def test_run_ids() -> None:

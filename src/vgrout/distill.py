@@ -34,7 +34,8 @@ def start(requested: DistillConfig) -> int:
     with Grader(cfg.workers, allow_weak=cfg.allow_weak_sandbox) as grader:
         trackers = Trackers(cfg.trackers)
         with RunContext.begin("distill", path, cfg.run_id, grader, root=ROOT, record=record, trackers=trackers) as run:
-            run.announce()
+            given = f"--teacher {cfg.teacher} · --student {cfg.student} · seed {cfg.seed} · {cfg.steps} steps"
+            run.announce(f"distillation ({cfg.method}): {given}")
             # Here and not above: torch takes seconds to import, and a wrong flag never waits for it.
             from vgrout.imitation.distill_loop import distil
 

@@ -239,6 +239,8 @@ class RunConfig:
     track: str = setting("", words=TRACKERS, word="tracker")
     """Comma list of experiment trackers that get every row, rollouts and the final tables: tensorboard, wandb (offline
     unless WANDB_MODE says otherwise), trackio. Each by its own client, an extra of the installation."""
+    columns: Literal["main", "all"] = "main"
+    """Columns on the console: the seven main ones, or all; steps.jsonl and the log have all."""
     dry_run: bool = False
     """Print the resolved configuration and the plan, start nothing."""
     threads: int = setting(0, low=0, high=4096)
@@ -489,6 +491,7 @@ def from_dict(data: dict[str, Any]) -> Config:
 
 # How a process runs, not what it computes: these settings may differ between a run and its resumption.
 _PROCESS = {"dry_run", "threads", "ranks", "track", "checkpoint_every", "checkpoint_keep", "max_error_retries"}
+_PROCESS.add("columns")
 FREE = {*_PROCESS, "guard"}  # taken from the new command line where given there; else the run's own
 _ALWAYS_NEW = {"ranks"}  # taken from the new command line even at their default
 _REQUESTS = {"resume", "resume_force"}  # no part of the run

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vgrout import tracking
+from vgrout.config.method import MethodConfig
 from vgrout.config.presets import resumed
 from vgrout.config.run import Config, from_dict
 from vgrout.files import existing, probe_writable, read_json
@@ -81,6 +82,20 @@ def preregistered(studies: Path | None = None) -> str | None:
         content = file.read_bytes() if file.is_file() else b""
         digest.update(f"{file.name} {len(content)}\n".encode() + content)
     return digest.hexdigest()
+
+
+def first_lines(cfg: Config) -> list[str]:
+    """What runs, for the head of its output."""
+    s, method, shapes = cfg.scale, cfg.method, find_shapes(cfg.model_path)
+    step = f"{s.prompts_per_step} problems × {s.group} answers"
+    size = f" of {shapes.parameters / 1e6:,.1f} M weights" if shapes else ""
+    monitor = f" · monitor {method.monitor_name}" if method.monitor_name not in ("", "none") else ""
+    control = f" · control {method.control_name}: {method.control_what}" if method.control_name != "none" else ""
+    default = ", the default of --intervention" if method.intervention == MethodConfig().intervention else ""
+    return [
+        f"training: {s.model}{size} · seed {cfg.run.seed} · {s.steps} steps of {step}",
+        f"method: {method.intervention}{default} · {method.spec.what}{monitor}{control}",
+    ]
 
 
 PROMPT_TOKENS = 500  # of a LeetCode prompt; real ones have 224 to 841
