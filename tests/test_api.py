@@ -1,5 +1,6 @@
 """`import vgrout` in a notebook: light, typed, and the scripts of examples/ as they stand."""
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -84,6 +85,19 @@ def test_the_packages_own_interventions_are_not_replaced() -> None:
     for name, why in (("route2", "one of the package's own"), ("My Arm", "small letters")):
         with pytest.raises(ValueError, match=why):
             vgrout.register_intervention(type("Own", (Intervention,), {"name": name}), "own")
+
+
+@pytest.mark.long
+def test_a_quiet_run_prints_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], shared_run: SharedRuns
+) -> None:
+    monkeypatch.chdir(shared_run.warm(tmp_path))
+    small = {name.removeprefix("--").replace("-", "_"): int(n) for name, n in itertools.batched(SMALL, 2)}
+    run = vgrout.train_run("smoke", quiet=True, intervention="none", threads=1, **(small | {"steps": 1}))
+    assert capfd.readouterr() == ("", "")
+    (log,) = Path("logs").iterdir()
+    assert "verdict: " in log.read_text(encoding="utf-8")
+    assert run.status["state"] == "finished"
 
 
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda p: p.stem)

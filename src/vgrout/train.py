@@ -20,7 +20,6 @@ from vgrout import ranks
 from vgrout.cli import cli_exit
 from vgrout.config.presets import resolve
 from vgrout.config.run import Config
-from vgrout.files import to_json
 from vgrout.grading.grade import Grader, cores
 from vgrout.inputs import Inputs, file_hashes
 from vgrout.ranks import Place
@@ -139,8 +138,7 @@ def launch(requested: Config, on_folder: Callable[[Path], object] | None = None)
         require_same(path, hashes, force)
     if cfg.run.dry_run:
         with grader_of(cfg, inputs) as grader:
-            print(to_json(cfg.as_dict()))
-            print("\n".join([*plan_lines(cfg, inputs, grader, path or RUNS), f"ranks         {n}"]))
+            print("\n".join(plan_lines(cfg, inputs, grader, path or RUNS)))
         return FINISHED
     # Other ranks are forked before this process has a second thread. Without other ranks the sandbox's fork servers
     # start before torch is imported: they stay small, and are ready by the time the model is.

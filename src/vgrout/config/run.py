@@ -242,7 +242,7 @@ class RunConfig:
     columns: Literal["main", "all"] = "main"
     """Columns on the console: the seven main ones, or all; steps.jsonl and the log have all."""
     dry_run: bool = False
-    """Print the resolved configuration and the plan, start nothing."""
+    """Print the plan and all that is missing, start nothing; --dry-run=config prints every setting."""
     threads: int = setting(0, low=0, high=4096)
     """Torch threads on a CPU; 0: one per core, one in all for the organism."""
     ranks: int | Literal["auto"] = setting(1, low=1, high=1024, should="lie in [1, 1024], or be auto")
