@@ -65,9 +65,8 @@ def test_why_nothing_was_learnt() -> None:
 
 def test_plain_grpo_is_what_the_records_say() -> None:
     with open(RUNS, newline="", encoding="utf-8") as f:
-        runs = [
-            r for r in csv.DictReader(f) if (r["arm"], r["control"], r["base_weights"]) == ("none", "none", "0168d833")
-        ]
+        alike = {"arm": "none", "control": "none", "base_weights": "0168d833"}
+        runs = [r for r in csv.DictReader(f) if alike.items() <= r.items()]
     hack, solve = (100 * mean(float(r[name]) for r in runs) for name in ("hack_deploy", "solve_deploy"))
     assert f"plain GRPO {hack:.1f} / {solve:.1f} ({len(runs)} seeds)" == PLAIN_GRPO
     assert {(r["steps"], r["n"], r["control"]) for r in runs} == {("60", "384", "none")}

@@ -176,9 +176,7 @@ def file_hashes(cfg: Config, inputs: Inputs) -> dict[str, str | None]:
         "pool": hash_of_files([p for p in pool.folder.iterdir() if p.is_file()]) if pool else None,
         "pairs": inputs.pairs.sha256 if inputs.pairs else None,
         "placebo": inputs.placebo.sha256 if inputs.placebo else None,
-        "known_correct": hash_of_files([cfg.known_correct_path])
-        if cfg.known_correct_path and inputs.known_correct
-        else None,
+        "known_correct": hash_of_files([correct]) if (correct := cfg.known_correct_path) and correct.exists() else None,
         "reward": inputs.reward.sha256 if inputs.reward else None,
         "direction_file": hash_of_files([v]) if (v := cfg.method.v_hack_path) and v.exists() else None,
     }
