@@ -98,15 +98,15 @@ def preregistered(studies: Path | None = None) -> str | None:
 def first_lines(cfg: Config) -> list[str]:
     """What runs, for the head of its output."""
     s, method, shapes = cfg.scale, cfg.method, find_shapes(cfg.model_path)
-    step = f"{s.prompts_per_step} problems × {s.group} answers"
-    size = f" of {shapes.parameters / 1e6:,.1f} M weights" if shapes else ""
+    n = shapes.parameters if shapes else 0
+    size = f" ({f'{n / 1e9:.1f} B' if n >= 1e9 else f'{n / 1e6:.1f} M'} weights)" if shapes else ""
     monitor = f" · monitor {method.monitor_name}" if method.monitor_name not in ("", "none") else ""
-    control = f" · control {method.control_name}: {method.control_what}" if method.control_name != "none" else ""
-    default = ", the default of --intervention" if method.intervention == MethodConfig().intervention else ""
-    return [
-        f"training: {s.model}{size} · seed {cfg.run.seed} · {s.steps} steps of {step}",
-        f"method: {method.intervention}{default} · {method.spec.what}{monitor}{control}",
+    default = " (default --intervention)" if method.intervention == MethodConfig().intervention else ""
+    lines = [
+        f"{s.model}{size} · seed {cfg.run.seed} · {s.steps} steps of {s.prompts_per_step} problems × {s.group} answers",
+        f"method: {method.intervention}{default}: {method.spec.what}{monitor}",
     ]
+    return lines + [f"control: {method.control_name}: {method.control_what}"] * (method.control_name != "none")
 
 
 PROMPT_TOKENS = 500  # of a LeetCode prompt; real ones have 224 to 841
