@@ -102,8 +102,9 @@ def first_lines(cfg: Config) -> list[str]:
     size = f" ({f'{n / 1e9:.1f} B' if n >= 1e9 else f'{n / 1e6:.1f} M'} weights)" if shapes else ""
     monitor = f" · monitor {method.monitor_name}" if method.monitor_name not in ("", "none") else ""
     default = " (default --intervention)" if method.intervention == MethodConfig().intervention else ""
+    problems = "1 problem" if s.prompts_per_step == 1 else f"{s.prompts_per_step} problems"
     lines = [
-        f"{s.model}{size} · seed {cfg.run.seed} · {s.steps} steps of {s.prompts_per_step} problems × {s.group} answers",
+        f"{s.model}{size} · seed {cfg.run.seed} · {s.steps} steps of {problems} × {s.group} answers",
         f"method: {method.intervention}{default}: {method.spec.what}{monitor}",
     ]
     return lines + [f"control: {method.control_name}: {method.control_what}"] * (method.control_name != "none")
