@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+import time
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -236,6 +238,20 @@ def test_a_run_that_routed_nothing_fails(warnings: list[str]) -> None:
     ]
     with pytest.raises(AssertionError, match="largest share of a step"):
         check_quarantine("none", 0.5, q=0.1)
+
+
+def test_a_silent_phase_is_named_again_and_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(console, "HEARTBEAT_S", 0.12)
+    console.setup(None)
+    with console.Clock() as clock:
+        time.sleep(0.5)
+        with clock("gen"):
+            time.sleep(0.5)
+    lines = capsys.readouterr().out.splitlines()
+    assert all(re.fullmatch(r"still in (loading|gen): \d+ s", line) for line in lines)
+    assert all(1 < sum(phase in line for line in lines) < 5 for phase in ("loading", "gen")), lines
 
 
 def test_a_refused_run_leaves_nothing(
