@@ -1,6 +1,5 @@
 """`import vgrout` in a notebook: light, typed, and the scripts of examples/ as they stand."""
 
-import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -92,7 +91,7 @@ def test_a_quiet_run_prints_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], shared_run: SharedRuns
 ) -> None:
     monkeypatch.chdir(shared_run.warm(tmp_path))
-    small = {name.removeprefix("--").replace("-", "_"): int(n) for name, n in itertools.batched(SMALL, 2)}
+    small = {name.removeprefix("--").replace("-", "_"): int(n) for name, n in zip(SMALL[::2], SMALL[1::2], strict=True)}
     run = vgrout.train_run("smoke", quiet=True, intervention="none", threads=1, **(small | {"steps": 1}))
     assert capfd.readouterr() == ("", "")
     (log,) = Path("logs").iterdir()
