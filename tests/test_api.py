@@ -86,6 +86,19 @@ def test_the_packages_own_interventions_are_not_replaced() -> None:
             vgrout.register_intervention(type("Own", (Intervention,), {"name": name}), "own")
 
 
+@pytest.mark.long
+def test_a_quiet_run_prints_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], shared_run: SharedRuns
+) -> None:
+    monkeypatch.chdir(shared_run.warm(tmp_path))
+    small = {name.removeprefix("--").replace("-", "_"): int(n) for name, n in zip(SMALL[::2], SMALL[1::2], strict=True)}
+    run = vgrout.train_run("smoke", quiet=True, intervention="none", threads=1, **(small | {"steps": 1}))
+    assert capfd.readouterr() == ("", "")
+    (log,) = Path("logs").iterdir()
+    assert "verdict: " in log.read_text(encoding="utf-8")
+    assert run.status["state"] == "finished"
+
+
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda p: p.stem)
 @pytest.mark.slow
 def test_examples_run(script: Path, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from vgrout.config.loss import LOSSES, LossConfig, LossName
 from vgrout.config.method import CONTROLS, INTERVENTIONS, MONITORS, MethodConfig
 from vgrout.config.presets import EVERYDAY, METHODS, PRESETS, flag_names, parse, resolve, resumed
 from vgrout.config.run import GROUPS, Config, from_dict
-from vgrout.runs.preflight import preflight
+from vgrout.runs.preflight import first_lines, preflight
 
 FLAGS = Path(__file__).with_name("flags.txt")
 
@@ -55,11 +55,24 @@ def test_help_is_one_screen_of_everyday_flags(
     shown = printed(capsys, *([preset] if preset else []), "--help")
     assert max(map(len, shown.splitlines())) <= 80
     assert shown.count("\n") <= 60
+    monkeypatch.setenv("COLUMNS", "100")
+    assert printed(capsys, *([preset] if preset else []), "--help").count("\n") <= 45
     assert {*re.findall(r"^\W\W?(--[a-z][a-z-]+)", shown, re.M)} == set(map(flag, EVERYDAY))
     assert {*map(flag, EVERYDAY)} <= {"--method", *flag_names()}
     assert "--help-all shows every flag" in shown
     assert all(f"\n  {name} " in shown for name in PRESETS)
     assert (f"(default: {PRESETS[preset or 'mini'][1].scale.steps})" in shown) == bool(preset)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_first_lines_fit_eighty_columns_and_name_a_default(preset: str) -> None:
+    lines = {name: first_lines(resolve([preset, "--intervention", name])) for name in ("none", "route", "route2")}
+    lines["usual"] = first_lines(resolve([preset]))
+    assert max(len(line) for of in lines.values() for line in of) <= 80
+    assert lines["none"][1] == "method: none: plain GRPO"
+    assert [name for name, of in lines.items() if "(default --intervention)" in of[1]] == ["usual"]
+    controlled = first_lines(resolve([preset, "--control", "haar"]))
+    assert (len(controlled), controlled[2].split()[:2]) == (3, ["control:", "haar:"])
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -288,7 +288,6 @@ def test_equal_weights_are_refused() -> None:
 def test_plan_only(here: Path, adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--teacher", str(adapter), "--plan-only", "--steps", "7"]) == 0
     output = capsys.readouterr().out
-    assert '"steps": 7' in output
     assert "224 in all" in output
     assert not list((here / "out" / "distill").glob("*_*"))
 

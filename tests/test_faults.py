@@ -649,8 +649,8 @@ def test_a_stalled_phase_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     slow += "rollout.sample = late(rollout.sample); loading.load_policy = late(loading.load_policy)"
     output = command(*bare("none", steps=1), code=0, launcher=slow)
     for phase in ("loading", "gen"):
-        assert f"I still in {phase}: 1 s" in output
-        assert f"I still in {phase}: 2 s" in output
+        assert f"still in {phase}: 1 s" in output
+        assert f"still in {phase}: 2 s" in output
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from runs import SMALL
 
 TITLES = ("An intervention", "A monitor", "A loss", "A column")
 RUN = ["smoke", "--intervention", "cap", "--loss", "dual_clip", "--dual-clip-c", "2.5", "--threads", "1", *SMALL]
-RUN += ["--steps", "2", "--eval-ablate-every", "0"]
+RUN += ["--steps", "2", "--eval-ablate-every", "0", "--columns", "all"]
 # the run, then the new intervention on three gradients of lengths 5, 1 and 2, the last one in two modules
 SCRIPT = f"""
 import torch, vgrout
@@ -79,7 +79,7 @@ def test_the_recipes_intervention_loss_and_column_train(copy: Path) -> None:
         assert (row["ended_k"], row["ended_n"]) == (sum(ended), len(ended))
         assert row["gn"] > 0
         assert row["skipped"] == 0
-    heads = next(line.split() for line in printed.splitlines() if line.startswith("I step "))
+    heads = next(line.split() for line in printed.splitlines() if line.startswith("step "))
     assert heads[heads.index("n") + 1] == "ended"
     (log,) = (copy / "logs").iterdir()
     assert "student answers that ended. SHOULD: near all; ELSE --max-new cuts them off" in log.read_text(

@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+import time
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,8 +25,7 @@ from vgrout.runs.recorder import Recorder
 from vgrout.runs.results import Tallies
 from vgrout.runs.run_context import RunContext
 from vgrout.runs.run_dir import RunDir
-from vgrout.table import Table
-from vgrout.types import MODE_CODE, MODES, Eval, Grade, Mode, ModeEval, Rate, centred, half
+from vgrout.types import Eval, Grade, Mode, ModeEval, Rate, centred, half
 
 
 def grade(channel: bool, **detectors: bool) -> Grade:
@@ -134,13 +135,6 @@ def test_sample_standard_deviation() -> None:
     assert centred([2.0], unbiased=False) == (0.0,)
 
 
-@pytest.mark.parametrize("width", range(60, 300, 5))
-def test_a_narrow_table_shows_every_mode_or_none(width: int) -> None:
-    shown = [c.head for c in Table({"modes", "teacher", "route", "direction"}, MODES, width).columns]
-    codes = [f"hk_{MODE_CODE[m]}" for m in MODES]
-    assert [head for head in shown if head.startswith("hk_")] in ([], codes)
-
-
 def test_run_ids() -> None:
     assert resolve(["mini", "--intervention", "route2", "--control", "haar"]).run_id == "mini_route2_haar_seed41"
     assert resolve(["mini", "--intervention", "route2"]).run_id == "mini_route2_seed41"
@@ -241,6 +235,20 @@ def test_what_a_run_that_routed_nothing_is_told(warnings: list[str]) -> None:
     ]
     with pytest.raises(AssertionError, match="largest share of a step"):
         nothing_routed("none", 0.5, q=0.1)
+
+
+def test_a_silent_phase_is_named_again_and_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(console, "HEARTBEAT_S", 0.12)
+    console.setup(None)
+    with console.Clock() as clock:
+        time.sleep(0.5)
+        with clock("gen"):
+            time.sleep(0.5)
+    lines = capsys.readouterr().out.splitlines()
+    assert all(re.fullmatch(r"still in (loading|gen): \d+ s", line) for line in lines)
+    assert all(1 < sum(phase in line for line in lines) < 5 for phase in ("loading", "gen")), lines
 
 
 def test_a_refused_run_leaves_nothing(

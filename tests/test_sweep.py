@@ -201,7 +201,7 @@ def test_a_failure_is_reported_and_the_others_run(
     assert len(hand.argvs) == 2
     last = capsys.readouterr().out.splitlines()[-2:]
     assert last[0].startswith(f"E none seed 1: {state or 'failed'}: {output}")
-    assert last[1].startswith("I 1 of 2 runs finished")
+    assert last[1].startswith("1 of 2 runs finished")
     assert (index()[1]["state"], index()[2]["state"]) == (state or "failed", "finished")
     assert main([str(study)]) == 1
     # the same command would halt, diverge or route nothing again; whatever failed may not
@@ -369,7 +369,7 @@ def test_warning_on_runs_by_different_code(
     by_hand(monkeypatch, {3: (0, "finished")})
     assert main([str(study)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert f"I {output}" in lines
+    assert output in lines
     assert f"W {output}, 1 by no checkout" in lines
 
 

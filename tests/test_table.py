@@ -1,6 +1,5 @@
 """One column is one thing: who measures it, construction, JSON, table."""
 
-import math
 from collections import Counter
 from dataclasses import fields, replace
 from typing import Any
@@ -134,28 +133,12 @@ def test_masked_shares_are_shown_by_the_losses_that_mask() -> None:
     assert (data["masked_positive"], data["ratio_mean"]) == (0.5, 1.0), "whatever the table shows"
 
 
-@pytest.mark.parametrize("width", [60, 80, 120, 160])
-def test_a_narrow_terminal_gets_a_line_that_fits(width: int) -> None:
-    table = Table({"teacher", "modes", "direction", "route", "gate", "resid", "ablated", "drops"}, list(MODES), width)
-    assert len(table.header()) <= width or len(table.columns) <= 8
-    assert {"step", "hack_s", "solve_s"} <= {c.name for c in table.columns}
-    assert any("narrow terminal" in line for line in table.legend())
-
-
-# what a narrow terminal hides, from the first to the last; then whatever stands rightmost
-HIDDEN_FIRST = """
-    ref_eq rew all_zero all_one n lr cos_pre_s cos_pre_t kl mismatch_kl_abl cos_post_s cos_post_t capped mismatch_kl
-    ratio_min ratio_max skipped dropped pass_t hack_t lp_s eval resid cos_upd fired refr loss is_masked gen grade fb tau
-    routed hk masked_positive masked_negative cos_pre cos_post gn lp_t hkgap hack_abl solve_abl q_egy signal
-"""
-
-
-def test_a_narrow_terminal_hides_columns_in_the_recorded_order() -> None:
-    table, first = Table(EVERYTHING, MODES, width=1), HIDDEN_FIRST.split()
-    hidden = [c.name for c in reversed(table.hidden)]
-    assert hidden.count("hk") == len(MODES)
-    once = list(dict.fromkeys(hidden))
-    assert [name for name in once if name in first] == first
-    last = [c.name for c in Table(EVERYTHING, MODES).columns if c.drop == math.inf]
-    assert [c.name for c in table.columns] == last[:8]
-    assert once[-len(last[8:]) :] == last[:7:-1]
+def test_the_console_has_seven_columns_in_eighty_characters() -> None:
+    table = Table(EVERYTHING, MODES, short=True)
+    header, line = table.lines(row(hack_deploy=0.04))
+    assert [c.name for c in table.columns] == [
+        *("step", "hack_s", "solve_s", "hack_deploy", "solve_deploy", "rew_s", "sec")
+    ]
+    assert len(header) == len(line) <= 80
+    assert line.split() == ["3", "7.1", "35.7", "4.0", "50.0", "0.30", "0.90"]
+    assert table.lines(row(hack_s=Rate(0, 0), hack_deploy=None))[-1].split()[1:4] == ["·", "35.7", "·"]

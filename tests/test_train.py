@@ -21,9 +21,12 @@ from runs import ARMS, EVALUATED, LABELLED, PAIRS, READS, SharedRuns, adapter_by
 from vgrout import rollout
 from vgrout.config.loss import LossName
 from vgrout.config.method import INTERVENTIONS
+from vgrout.config.presets import resolve
 from vgrout.data import organism
 from vgrout.guard.guard import STALE
+from vgrout.model.source import find_shapes
 from vgrout.model.svd_adapter import SvdAdapter
+from vgrout.runs import duration
 from vgrout.runs.run_dir import RunDir
 from vgrout.train import main
 from vgrout.types import Grade
@@ -243,11 +246,50 @@ def test_dry_run_starts_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["mini", "--intervention", "route2", "--dry-run"]) == 0
-    output = capsys.readouterr().out
-    assert '"intervention": "route2"' in output
-    for word in ("rollouts", "tokens", "reference steps", "disk", "sandbox: "):
-        assert word in output
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("run           mini_route2_seed41: 60 steps of 4 problems × 8 answers")
+    assert len(lines) <= 16
+    heads = {line.split()[0] for line in lines}
+    assert {"answers", "time", "memory", "disk", "problems", "pool", "pairs", "guard", "sandbox"} <= heads
+    assert not heads & {"missing", "device"}
+    with pytest.raises(SystemExit) as stop:
+        main(["mini", "--intervention", "route2", "--dry-run=config"])
+    assert (stop.value.code, json.loads(capsys.readouterr().out)["method"]["intervention"]) == (0, "route2")
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+
+
+def test_a_dry_run_names_all_that_is_missing_and_a_run_the_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("vgrout.runs.preflight.gpu_here", lambda: False)
+    argv = ["fast", "--method", "route2-block", "--v-hack-path", "v.safetensors"]
+    assert main([*argv, "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    missing = [line for line in lines if line.startswith("missing")]
+    named = ("train_medhard", "test_medhard", "substrate", "prog_wide", "Qwen3-4B", "v.safetensors")
+    assert [name in line for name, line in zip(named, missing, strict=True)] == [True] * 6
+    assert "device        no GPU here; fast is made for one of 80 GB or more" in lines
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("E out/data/leetcode_train_medhard_filtered.jsonl: no such problem file")
+    assert error.endswith("(5 more missing: --dry-run lists all)\n")
+
+
+def test_the_estimate_of_time_grows_with_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = find_shapes(organism.MODEL_DIR)
+    assert shapes
+
+    def of(flops: float = 1e11, **scale: int) -> float:
+        monkeypatch.setattr(duration, "speed", lambda gpu: (flops, 1e10))
+        cfg = resolve(["mini", "--eval-ablate-every", "0", *(f"--{name}={n}" for name, n in scale.items())])
+        return duration.seconds(cfg, shapes, 200, (96, 0), gpu=False)
+
+    assert of(steps=120) == pytest.approx(2 * of(steps=60))
+    assert of(group=16) > 1.9 * of(group=8)
+    assert of(flops=2e11) < of() / 1.9
+    said = {9.4: "9.4 s", 100.0: "1.7 min", 5000.0: "83 min", 9000.0: "2.5 hours", 1e6: "12 days"}
+    assert {s: duration.in_words(s) for s in said} == said
 
 
 def test_unwritable_folder_is_refused(

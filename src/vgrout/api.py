@@ -100,8 +100,9 @@ class Run:
         return Path(out)
 
 
-def train_run(preset: str, **flags: Value) -> Run:
-    """One run of a preset (smoke, mini, fast, full) to its end; flags are those of `python -m vgrout.train`.
+def train_run(preset: str, *, quiet: bool = False, **flags: Value) -> Run:
+    """One run of a preset (smoke, mini, fast, full) to its end; flags are those of `python -m vgrout.train`. quiet:
+    nothing is printed; the log lies below logs/ as always.
 
     Raises:
         ValueError: a wrong flag or file, one line; nothing was started.
@@ -112,9 +113,15 @@ def train_run(preset: str, **flags: Value) -> Run:
     if flags.get("dry_run"):
         raise ValueError("dry_run: prints a plan and makes no run; `python -m vgrout.train PRESET --dry-run` does that")
     folders: list[Path] = []
-    code = train.launch(resolve([preset, *argv(flags)]), folders.append)
-    if not (folders and folders[0].is_dir()):  # refused while loading, which has logged the reason
-        raise ValueError(f"{preset}: refused while it was loaded; the line above says why")
+    printed = io.StringIO()
+    with contextlib.ExitStack() as hidden:
+        if quiet:
+            hidden.enter_context(contextlib.redirect_stdout(printed))
+            hidden.enter_context(contextlib.redirect_stderr(printed))
+        code = train.launch(resolve([preset, *argv(flags)]), folders.append)
+    if not (folders and folders[0].is_dir()):  # refused while loading, which has printed the reason
+        why = [line for line in printed.getvalue().splitlines() if line.startswith("E ")]
+        raise ValueError(f"{preset}: refused while it was loaded: {why[-1][2:] if why else 'the line above says why'}")
     run = Run(folders[0])
     if code:
         raise RunFailed(run, code)

@@ -1,21 +1,20 @@
-"""Console, log file, and the clock of a step's phases. A console line is a letter for the level and the message, and
-never breaks a progress bar."""
+"""Console, log file, and the clock of a step's phases. A console line is the message, after W or E for a warning or an
+error, and never breaks a progress bar."""
 
-import shutil
 import sys
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, ClassVar, TextIO
 
 from loguru import logger
 from tqdm import tqdm
 
 from vgrout.files import drop_stdout, printable
 
-_LETTER = {"TRACE": "T", "DEBUG": "D", "INFO": "I", "SUCCESS": "I", "WARNING": "W", "ERROR": "E", "CRITICAL": "E"}
+_LETTER = {"WARNING": "W ", "ERROR": "E ", "CRITICAL": "E "}
 HEARTBEAT_S = 60.0
 
 
@@ -25,7 +24,7 @@ def setup(log: Path | None, level: str = "INFO") -> None:
     logger.add(
         Lines(log),
         level=level,
-        format=lambda record: _LETTER.get(record["level"].name, "I") + " {message}\n",
+        format=lambda record: _LETTER.get(record["level"].name, "") + "{message}\n",
         colorize=False,
     )
     if log is not None:
@@ -38,11 +37,14 @@ class Lines:
     """Standard output, line by line, until it takes no more (a closed pipe, a full disk): then one line on stderr says
     so, and the run goes on."""
 
+    last: ClassVar[float] = 0.0  # when the last line was written, by time.perf_counter
+
     def __init__(self, log: Path | None) -> None:
         self._log, self._open = log, True
 
     def write(self, message: str) -> None:
         """Print above a progress bar."""
+        Lines.last = time.perf_counter()
         if not self._open:
             return
         try:
@@ -80,24 +82,9 @@ class LogFile:
             self._file.close()
 
 
-SCREEN = 16  # lines of a legend that fit on the console
-
-
-def explain_columns(legend: Sequence[str], where: str) -> None:
-    """Log a table's legend; a long one goes to the log file alone, and the console says where it is."""
-    for line in legend:
-        logger.log("INFO" if len(legend) <= SCREEN else "DEBUG", line)
-    if len(legend) > SCREEN:
-        logger.info(f"{len(legend)} columns: what each is stands in {where}")
-
-
-def terminal_width() -> int | None:
-    """Columns of the terminal; None through a pipe, where any width fits."""
-    return shutil.get_terminal_size((160, 40)).columns - 2 if sys.stdout.isatty() else None
-
-
 class Clock:
-    """Seconds by phase within a step. Inside `with`, a thread logs a phase that lasts over a minute, each minute."""
+    """Seconds by phase within a step. Inside `with`, where loading is the first phase, a thread logs a minute in which
+    nothing else was said."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -107,6 +94,7 @@ class Clock:
         self._thread = threading.Thread(target=self._watch, daemon=True, name="heartbeat")
 
     def __enter__(self) -> "Clock":
+        self._phase = ("loading", time.perf_counter())
         self._thread.start()
         return self
 
@@ -141,10 +129,7 @@ class Clock:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def _watch(self) -> None:
-        logged = 0
         while not self._stop.wait(HEARTBEAT_S / 12):
-            current = self._phase
-            beats = int((time.perf_counter() - current[1]) / HEARTBEAT_S) if current else 0
-            if current and beats > logged:
-                logger.info(f"still in {current[0]}: {beats * HEARTBEAT_S:.0f} s")
-            logged = beats
+            current, now = self._phase, time.perf_counter()
+            if current and now - max(current[1], Lines.last) >= HEARTBEAT_S:
+                logger.info(f"still in {current[0]}: {now - current[1]:.0f} s")

@@ -9,7 +9,6 @@ import sys
 import tyro
 
 from vgrout.cli import cli_exit, parse_args
-from vgrout.files import to_json
 from vgrout.grading.grade import Grader
 from vgrout.imitation.distill_config import ROOT, DistillConfig, find_resume, preflight
 from vgrout.runs.run_context import FINISHED, NOTHING, RunContext, require_same
@@ -25,7 +24,6 @@ def start(requested: DistillConfig) -> int:
     path, cfg = find_resume(requested)
     task = preflight(cfg, path)
     if requested.plan_only:
-        print(to_json(task.cfg.as_dict()))
         print("\n".join(task.plan()))
         return FINISHED
     record = {"kind": "distill", "config": task.cfg.as_dict(), "hashes": task.file_hashes()}
@@ -34,7 +32,8 @@ def start(requested: DistillConfig) -> int:
     with Grader(cfg.workers, allow_weak=cfg.allow_weak_sandbox) as grader:
         trackers = Trackers(cfg.trackers)
         with RunContext.begin("distill", path, cfg.run_id, grader, root=ROOT, record=record, trackers=trackers) as run:
-            run.announce()
+            given = f"--teacher {cfg.teacher} · --student {cfg.student} · seed {cfg.seed} · {cfg.steps} steps"
+            run.announce(f"distillation ({cfg.method}): {given}")
             # Here and not above: torch takes seconds to import, and a wrong flag never waits for it.
             from vgrout.imitation.distill_loop import distil
 

@@ -41,7 +41,7 @@ class Inputs:
     healthy_kl: tuple[float, ...] = ()  # nats per token, of the runs that calibrate the guard
     reward: RewardFunction | None = None  # the user's own
     canonical_reward: float | None = None  # its reward for the first problem's canonical solution
-    absent: tuple[str, ...] = ()  # in a dry run: which files are missing, and how to get them
+    absent: tuple[str, ...] = ()  # which files are missing, and how to get them
 
     @property
     def in_distribution(self) -> list[Mode] | None:
@@ -57,11 +57,11 @@ def read_inputs(cfg: Config) -> Inputs:
     absent: list[str] = []
 
     def read(what: Callable[[], T], path: Path | None) -> T | None:
-        """`what()`; a dry run notes a missing file and goes on, to say what the run would cost and what to fetch."""
+        """`what()`; a missing file is noted, so that all of them are known at the end."""
         try:
             return what()
         except ValueError as e:
-            if not cfg.run.dry_run or path is None or path.exists():
+            if path is None or path.exists():
                 raise
             absent.append(str(e))
             return None
@@ -80,7 +80,7 @@ def read_inputs(cfg: Config) -> Inputs:
         check_held_out(cfg, rows, test_rows, pool)
     if pool is not None and rows and cfg.mixes and not pool.ids & {r.id for r in rows}:
         raise ValueError(f"--teacher-pool-dir {pool.folder}: covers no problem of {cfg.problems_path}")
-    if cfg.loss.teacher_correction == "tis" and not (pool and cfg.mixes and pool.has_logp):
+    if cfg.loss.teacher_correction == "tis" and (pool or demos is None) and not (pool and cfg.mixes and pool.has_logp):
         raise ValueError(
             "--teacher-correction tis: needs a pool with the teacher's 'logp' per token; try luffy or none"
         )
@@ -90,19 +90,21 @@ def read_inputs(cfg: Config) -> Inputs:
     placebo = None
     if cfg.method.direction_is == "placebo pairs":
         path = cfg.placebo_path
-        placebo = load_pairs(path) if path is not None else handwritten_placebo(cfg.method.placebo_pairs)
-        if pairs is not None and placebo.sha256 == pairs.sha256:
+        hand = handwritten_placebo
+        placebo = read(lambda: load_pairs(path), path) if path is not None else hand(cfg.method.placebo_pairs)
+        if pairs is not None and placebo is not None and placebo.sha256 == pairs.sha256:
             raise ValueError(f"--placebo-pairs {path}: these are the true pairs; give another contrast")
     if cfg.env.preserve_thinking and rows and not any(m["role"] == "assistant" for r in rows for m in r.prompt):
         raise ValueError(f"--preserve-thinking: no problem in {cfg.problems_path} has an earlier answer; leave it out")
     folder = read(lambda: require_model(cfg.model_path), Path(cfg.model_path))
     if folder is not None:
         check_depth(cfg, model_facts(folder))
-    if cfg.method.v_hack_path is not None:
-        check_direction(cfg.method.v_hack_path, "--v-hack-path", find_shapes(cfg.model_path), pairs)
+    if (v := cfg.method.v_hack_path) is not None:
+        read(lambda: check_direction(v, "--v-hack-path", find_shapes(cfg.model_path), pairs), v)
     if cfg.loss.teacher_model:
         read(lambda: require_model(cfg.teacher_model_path, "--teacher-model"), Path(cfg.teacher_model_path))
-    known_correct = load_known_correct(cfg.known_correct_path) if cfg.known_correct_path is not None else ()
+    correct = cfg.known_correct_path
+    known_correct = (read(lambda: load_known_correct(correct), correct) or ()) if correct is not None else ()
     healthy_kl = tuple(kl_of_runs(cfg.guard.healthy_runs))
     reward = RewardFunction(cfg.env.reward, cfg.env.reward_passes_at) if cfg.env.reward else None
     rewarded = None
@@ -181,7 +183,7 @@ def file_hashes(cfg: Config, inputs: Inputs) -> dict[str, str | None]:
         "pool": hash_of_files([p for p in pool.folder.iterdir() if p.is_file()]) if pool else None,
         "pairs": inputs.pairs.sha256 if inputs.pairs else None,
         "placebo": inputs.placebo.sha256 if inputs.placebo else None,
-        "known_correct": hash_of_files([cfg.known_correct_path]) if cfg.known_correct_path else None,
+        "known_correct": hash_of_files([correct]) if (correct := cfg.known_correct_path) and correct.exists() else None,
         "reward": inputs.reward.sha256 if inputs.reward else None,
-        "direction_file": hash_of_files([cfg.method.v_hack_path]) if cfg.method.v_hack_path else None,
+        "direction_file": hash_of_files([v]) if (v := cfg.method.v_hack_path) and v.exists() else None,
     }

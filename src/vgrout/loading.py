@@ -37,7 +37,7 @@ def load_policy(cfg: Config) -> Policy:
         ValueError: a model that this trainer cannot use, or whose window is no longer than --max-new; one line.
     """
     device, dtype = device_and_dtype(cfg)
-    if not sys.stderr.isatty():
+    if not sys.stderr.isatty() or cfg.scale.model == ORGANISM:  # which is there at once
         disable_progress_bar()
     policy = models.load_policy(cfg.model_path, device=device, dtype=dtype, cache_dir=SVD_CACHE)
     if policy.window <= cfg.scale.max_new:

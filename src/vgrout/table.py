@@ -24,15 +24,16 @@ def col(
     *,
     should: str = "",
     when: str = "always",
-    drop: float | int = math.inf,
+    head: str = "",
     **default: Any,
 ) -> Any:
     """A column, required at construction: a forgotten one is a TypeError.
 
     fmt: "frac" for a Rate, "hk" for one per mode, else a format spec. when: what a run must have for the column to be
-    shown; "file": never, it is for steps.jsonl alone. drop: a narrow terminal hides the lowest numbers first.
+    shown; "file": never, it is for steps.jsonl alone. head: its heading on the console, in percent if that ends in %;
+    "": it is not shown there but by `--columns all`.
     """
-    about = {"fmt": fmt, "legend": legend, "should": should, "when": when, "drop": drop}
+    about = {"fmt": fmt, "legend": legend, "should": should, "when": when, "head": head}
     return field(metadata=about, **default)
 
 
@@ -47,7 +48,7 @@ class Measured(Protocol):
 class Columns:
     """A row of a table. None is "not measured this step" and prints as ·; NaN is a fault and is refused."""
 
-    step: int = col("d", "optimiser step")
+    step: int = col("d", "optimiser step", head="step")
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -117,10 +118,11 @@ class StepRow(Columns):
 
     hack_s: Rate = col(
         "frac",
-        "student hacks: flawed check passed, oracle did not",
+        "student hacks: the flawed check passes, the reference tests fail",
         should="rises under none; ELSE no pressure to route",
+        head="hack %",
     )
-    solve_s: Rate = col("frac", "student rows that the strict oracle accepts")
+    solve_s: Rate = col("frac", "student rows that pass the reference tests", head="solve %")
     tries_s: Rate | None = col(
         "frac", "student hacks, and wrong answers that try the flaw and fail", when="file", default=None
     )
@@ -128,63 +130,66 @@ class StepRow(Columns):
         ".2f",
         "hack rate of the deployed model, held-out problems",
         should="< hack_s under routing; ELSE routing misses",
+        head="deployed hack %",
     )
-    solve_deploy: float | None = col(".2f", "solve rate of the deployed model")
+    solve_deploy: float | None = col(".2f", "solve rate of the deployed model", head="deployed solve %")
     kl_deploy: float | None = col(
-        ".2f", "KL of the deployed model to the base, nats a token of its held-out answers", drop=47
+        ".2f",
+        "KL of the deployed model to the base, nats a token of its held-out answers",
     )
-    ref_eq: float = col(".2f", f"cumulative generations ÷ {REFERENCE_STEP}", drop=0)
-    rew: float | None = col(".2f", "mean reward, all rows", drop=1)
-    rew_s: float | None = col(".2f", "mean reward, student rows", should="rises; ELSE nothing is learnt")
-    signal: Rate = col("frac", "groups whose rewards differ", should="most groups; ELSE steps are wasted", drop=44)
-    all_zero: int = col("d", "groups without signal, all at the lowest reward", drop=2)
-    all_one: int = col("d", "groups without signal, all rewarded", drop=3)
-    dropped: int = col(
-        "d", "groups dropped because the sandbox or --reward failed", should="0; ELSE see the log", drop=17
-    )
+    ref_eq: float = col(".2f", f"cumulative generations ÷ {REFERENCE_STEP}")
+    rew: float | None = col(".2f", "mean reward, all rows")
+    rew_s: float | None = col(".2f", "mean reward, student rows", should="rises; ELSE nothing is learnt", head="reward")
+    signal: Rate = col("frac", "groups whose rewards differ", should="most groups; ELSE steps are wasted")
+    all_zero: int = col("d", "groups without signal, all at the lowest reward")
+    all_one: int = col("d", "groups without signal, all rewarded")
+    dropped: int = col("d", "groups dropped because the sandbox or --reward failed", should="0; ELSE see the log")
     drop_why: str | None = col("s", "why groups were dropped", when="file", default=None)
-    n: int = col("d", "rollouts in the step", drop=4)
-    pass_t: Rate | None = col("frac", "teacher rows with cached gt_pass", when="teacher", drop=18)
+    n: int = col("d", "rollouts in the step")
+    pass_t: Rate | None = col("frac", "teacher rows with cached gt_pass", when="teacher")
     hack_s_E: Rate = col("frac", "student rows that detector E flags (hacked_loophole_used)", when="file")
     hack_s_D: Rate = col("frac", "student rows that detector D flags (hacked_wrong_tests)", when="file")
     hack_s_A: Rate | None = col(
-        "frac", "student hacks that a detector of --report-detectors sees", when="halves", drop=45
+        "frac",
+        "student hacks that a detector of --report-detectors sees",
+        when="halves",
     )
     hack_s_B: Rate | None = col(
-        "frac", "student hacks that none of these sees, but another one does", when="halves", drop=46
+        "frac",
+        "student hacks that none of these sees, but another one does",
+        when="halves",
     )
-    hack_t: Rate | None = col("frac", "teacher rows labelled hacked", when="teacher", drop=19)
-    hk: dict[str, Rate] = col("hk", "student hacks of one mode", when="modes", drop=33, default_factory=dict)
+    hack_t: Rate | None = col("frac", "teacher rows labelled hacked", when="teacher")
+    hk: dict[str, Rate] = col("hk", "student hacks of one mode", when="modes", default_factory=dict)
     hack_abl: Rate | None = col(
-        "frac", "hacks in the student rows sampled from the deployed model", when="ablated", drop=41
+        "frac",
+        "hacks in the student rows sampled from the deployed model",
+        when="ablated",
     )
-    solve_abl: Rate | None = col("frac", "solves in them", when="ablated", drop=42)
-    lp_s: float | None = col(".2f", "mean log-prob a token, student rows", drop=20)
+    solve_abl: Rate | None = col("frac", "solves in them", when="ablated")
+    lp_s: float | None = col(".2f", "mean log-prob a token, student rows")
     lp_t: float | None = col(
         ".2f",
         "mean log-prob a token, teacher rows",
         when="teacher",
         should="stays near its best; ELSE the policy is collapsing",
-        drop=39,
     )
-    loss: float | None = col("+.3f", "loss", drop=26)
-    kl: float | None = col(".0e", "mean KL a token to the adapter at zero", when="beta", drop=8)
+    loss: float | None = col("+.3f", "loss")
+    kl: float | None = col(".0e", "mean KL a token to the adapter at zero", when="beta")
     mismatch_kl: float | None = col(
         ".0e",
         "mean ratio − log ratio − 1 between trainer and sampler",
         should="≈ rounding (1e-13 in fp32); ELSE the adapter did not reach the sampler",
-        drop=13,
     )
     mismatch_kl_abl: float | None = col(
         ".0e",
         "… of rows sampled with the quarantine otherwise set than they are learnt",
         when="ablated",
-        drop=9,
     )
-    ratio_min: float | None = col(".3g", "lowest ratio trainer / sampler of a token", when="drops", drop=14)
+    ratio_min: float | None = col(".3g", "lowest ratio trainer / sampler of a token", when="drops")
     ratio_mean: float | None = col(".4f", "mean ratio", when="file")
-    ratio_max: float | None = col(".3g", "highest ratio", when="drops", drop=15)
-    is_masked: float | None = col(".3f", "share of tokens without policy gradient", when="drops", drop=27)
+    ratio_max: float | None = col(".3g", "highest ratio", when="drops")
+    is_masked: float | None = col(".3f", "share of tokens without policy gradient", when="drops")
     is_masked_low: float | None = col(".3f", "… their ratio is too low", when="file")
     is_masked_high: float | None = col(".3f", "… their ratio is too high", when="file")
     masked_positive: float | None = col(
@@ -192,37 +197,42 @@ class StepRow(Columns):
         "share dropped where the advantage is positive",
         when="drops",
         should="≈ masked_negative; ELSE the threshold drops the rare tokens that decide",
-        drop=34,
     )
-    masked_negative: float | None = col(".3f", "share dropped where the advantage is negative", when="drops", drop=35)
+    masked_negative: float | None = col(".3f", "share dropped where the advantage is negative", when="drops")
     masked_mismatch_kl: float | None = col(".0e", "mismatch over the tokens without policy gradient", when="file")
     unmasked_mismatch_kl: float | None = col(".0e", "mismatch over the others", when="file")
-    gn: float | None = col(".1e", "joint gradient norm before clipping", drop=38)
-    q_egy: float | None = col(".2f", "share of gradient norm in the quarantine", when="route", drop=43)
-    tau: float | None = col("+.2f", "gate: threshold on the cosine", when="gate", drop=31)
+    gn: float | None = col(".1e", "joint gradient norm before clipping")
+    q_egy: float | None = col(".2f", "share of gradient norm in the quarantine", when="route")
+    tau: float | None = col("+.2f", "gate: threshold on the cosine", when="gate")
     hkgap: float | None = col(
         "+.2f",
         "gate: cosine of known hacks minus the rest",
         when="gate",
         should="> 0; ELSE the direction does not separate",
-        drop=40,
     )
-    resid: float | None = col("+.2f", "gate, band: cosine of what is kept with v", when="resid", drop=22)
-    cos_pre: float | None = col(".2f", "hack-ward share of the gradient", when="direction", drop=36)
-    cos_pre_s: float | None = col(".2f", "… of student rows", when="direction", drop=6)
-    cos_pre_t: float | None = col(".2f", "… of teacher rows", when="direction+teacher", drop=7)
+    resid: float | None = col("+.2f", "gate, band: cosine of what is kept with v", when="resid")
+    cos_pre: float | None = col(".2f", "hack-ward share of the gradient", when="direction")
+    cos_pre_s: float | None = col(".2f", "… of student rows", when="direction")
+    cos_pre_t: float | None = col(".2f", "… of teacher rows", when="direction+teacher")
     cos_post: float | None = col(
-        ".2f", "… of what δS learns", when="direction", should="≈ 0 under erase and route", drop=37
+        ".2f",
+        "… of what δS learns",
+        when="direction",
+        should="≈ 0 under erase and route",
     )
-    cos_post_s: float | None = col(".2f", "… that student rows alone would leave there", when="direction", drop=10)
+    cos_post_s: float | None = col(".2f", "… that student rows alone would leave there", when="direction")
     cos_post_t: float | None = col(
-        ".2f", "… that teacher rows alone would leave there", when="direction+teacher", drop=11
+        ".2f",
+        "… that teacher rows alone would leave there",
+        when="direction+teacher",
     )
-    cos_upd: float | None = col("+.2f", "hack-ward cosine of the change AdamW applied", when="direction", drop=23)
-    fired: float | None = col(".2f", "share of modules where something was taken", when="direction", drop=24)
-    capped: int | None = col("d", "modules whose rescaling hit its bound of ×10", when="erase", should="0", drop=12)
+    cos_upd: float | None = col("+.2f", "hack-ward cosine of the change AdamW applied", when="direction")
+    fired: float | None = col(".2f", "share of modules where something was taken", when="direction")
+    capped: int | None = col("d", "modules whose rescaling hit its bound of ×10", when="erase", should="0")
     routed: float | None = col(
-        ".2f", "share of rollouts (route2: · modules) sent to the quarantine", when="whole", drop=32
+        ".2f",
+        "share of rollouts (route2: · modules) sent to the quarantine",
+        when="whole",
     )
     recall: Rate | None = col(
         "frac", "student hacks that the monitor flagged", when="flags", should="near all; ELSE what it misses grows"
@@ -236,14 +246,14 @@ class StepRow(Columns):
     )
     false_flags: Rate | None = col("frac", "correct student answers that it flagged", when="flags")
     flag_t: Rate | None = col("frac", "teacher rows that it flagged", when="flags+teacher")
-    refr: int | None = col("d", "steps since the direction was extracted", when="direction", drop=25)
-    skipped: int = col("d", "1: loss or norm not finite, optimiser not stepped", should="0", drop=16)
-    lr: float | None = col(".0e", "learning rate", drop=5)
-    gen: float = col(".2f", "seconds sampling", drop=28)
-    grade: float = col(".2f", "seconds waiting for grades after sampling ended", drop=29)
-    fb: float = col(".2f", "seconds forward, backward, surgery, step", drop=30)
-    eval: float | None = col(".2f", "seconds evaluating and refreshing", drop=21)
-    sec: float = col(".2f", "seconds in all")
+    refr: int | None = col("d", "steps since the direction was extracted", when="direction")
+    skipped: int = col("d", "1: loss or norm not finite, optimiser not stepped", should="0")
+    lr: float | None = col(".0e", "learning rate")
+    gen: float = col(".2f", "seconds sampling")
+    grade: float = col(".2f", "seconds waiting for grades after sampling ended")
+    fb: float = col(".2f", "seconds forward, backward, surgery, step")
+    eval: float | None = col(".2f", "seconds evaluating and refreshing")
+    sec: float = col(".2f", "seconds in all", head="seconds")
 
 
 def last_five(rows: Sequence[StepRow]) -> tuple[Rate, Rate]:
@@ -278,19 +288,21 @@ def first_hacks(rates: Sequence[tuple[int, int]], threshold: float = ONSET_SHARE
 
 @dataclass(frozen=True)
 class Column:
-    head: str  # its name in steps.jsonl
+    head: str  # its name in steps.jsonl, or its heading on the console
     width: int
     fmt: str
     legend: str
     should: str
     name: str
-    drop: float | int
     mode: str | None = None
 
     def cell(self, row: Columns) -> str:
         value = getattr(row, self.name)
         if self.mode:
             value = value.get(self.mode)
+        if self.head.endswith("%"):
+            value = value.value if isinstance(value, Rate) else value
+            return "·" if value is None else f"{100 * value:.1f}"
         if value is None:
             return "·"
         if isinstance(value, Rate):
@@ -301,48 +313,30 @@ class Column:
 class Table:
     """The printed step table: a legend once, a header every 50 rows, a line per step. Only columns that a run fills."""
 
-    def __init__(self, has: set[str], modes: Sequence[str], width: int | None = None, of: type[Columns] = StepRow):
-        """has: the words of the columns' `when` that hold for the run. width: terminal columns; None: no limit."""
+    def __init__(self, has: set[str], modes: Sequence[str], of: type[Columns] = StepRow, short: bool = False):
+        """has: the words of the columns' `when` that hold for the run. short: the columns of the console alone."""
         self.columns: list[Column] = []
         for f in fields(of):
             meta = f.metadata
-            if not all(w == "always" or w in has for w in meta["when"].split("+")):
+            if not all(w == "always" or w in has for w in meta["when"].split("+")) or (short and not meta["head"]):
                 continue
+            named = [(meta["head"] if short else f.name, meta["legend"], None)]
             if f.name == "hk":
-                self.columns += [
-                    Column(f"hk_{MODE_CODE[m]}", 5, "frac", f"{meta['legend']}: {m}", "", "hk", meta["drop"], m)
-                    for m in modes
-                ]
-                continue
-            size = {"frac": 5, ".2f": 5, ".3f": 5, ".3g": 5, "+.2f": 5, "+.3f": 6, ".0e": 5, ".1e": 7, "d": 3}[
-                meta["fmt"]
+                named = [(f"hk_{MODE_CODE[m]}", f"{meta['legend']}: {m}", m) for m in modes]
+            size = {"+.3f": 6, "d": 3, ".1e": 7}.get(meta["fmt"], 5)
+            self.columns += [
+                Column(head, max(len(head), size), meta["fmt"], legend, meta["should"], f.name, mode)
+                for head, legend, mode in named
             ]
-            self.columns.append(
-                Column(
-                    f.name, max(len(f.name), size), meta["fmt"], meta["legend"], meta["should"], f.name, meta["drop"]
-                )
-            )
-        self.hidden: list[Column] = []
-        while width is not None and len(self.columns) > 8 and len(self.header()) > width:
-            least = self.columns[self._least()]
-            # a field's columns go together: modes of which some are missing no longer sum to hack_s
-            self.hidden[:0] = [c for c in self.columns if c.name == least.name]
-            self.columns = [c for c in self.columns if c.name != least.name]
+        self.gap = "  " if short else " "
         self.printed = 0
-
-    def _least(self) -> int:
-        """Index of the column that a narrow terminal hides next; steps.jsonl and the log have all."""
-        return max(range(len(self.columns)), key=lambda i: (-self.columns[i].drop, i))
 
     def legend(self) -> list[str]:
         width = max(len(c.head) for c in self.columns)
-        lines = [f"{c.head:>{width}}  {c.legend}" + (f". SHOULD: {c.should}" if c.should else "") for c in self.columns]
-        if self.hidden:
-            lines.append(f"narrow terminal: {len(self.hidden)} more columns are in steps.jsonl and the log")
-        return lines
+        return [f"{c.head:>{width}}  {c.legend}" + (f". SHOULD: {c.should}" if c.should else "") for c in self.columns]
 
     def header(self) -> str:
-        return " ".join(f"{c.head:>{c.width}}" for c in self.columns)
+        return self.gap.join(f"{c.head:>{c.width}}" for c in self.columns)
 
     def markdown(self, rows: Sequence[Columns]) -> str:
         """All of these rows."""
@@ -350,6 +344,6 @@ class Table:
         return tabulate(cells, headers=[c.head for c in self.columns], tablefmt="github", disable_numparse=True)
 
     def lines(self, row: Columns) -> list[str]:
-        line = " ".join(f"{c.cell(row):>{c.width}}" for c in self.columns)
+        line = self.gap.join(f"{c.cell(row):>{c.width}}" for c in self.columns)
         self.printed += 1
         return [self.header(), line] if self.printed % 50 == 1 else [line]

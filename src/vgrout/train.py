@@ -20,12 +20,11 @@ from vgrout import ranks
 from vgrout.cli import cli_exit
 from vgrout.config.presets import resolve
 from vgrout.config.run import Config
-from vgrout.files import to_json
 from vgrout.grading.grade import Grader, cores
 from vgrout.inputs import Inputs, file_hashes
 from vgrout.ranks import Place
 from vgrout.runs.peers import Peer, ranks_to_start, resumed_by_torchrun, started
-from vgrout.runs.preflight import find_resume, plan_lines, preflight
+from vgrout.runs.preflight import find_resume, first_lines, plan_lines, preflight
 from vgrout.runs.run_context import FINISHED, NOTHING, RunContext, require_same
 from vgrout.runs.run_dir import RUNS
 from vgrout.table import StepRow
@@ -70,7 +69,7 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
 
     guard.raise_if_diverged()  # a resumed run may have diverged already
     last = first if guard.halts else cfg.scale.steps  # or have halted: then only its final evaluation is left
-    for step in run.steps(range(first, last), cfg.run_id):
+    for step in run.steps(range(first, last)):
         clock.reset()
         prompts = problems.draw(cfg.run.seed, step, P)
         demos = [teacher.demos(p, step) for p in prompts]
@@ -111,12 +110,12 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
             break
 
     unrouted = recorder.nothing_routed()
-    logger.info(guard.summary(sum(r.sec for r in rows[first:])))
+    logger.debug(guard.summary(sum(r.sec for r in rows[first:])))
     logger.info(f"final evaluation on held-out {cfg.env.held_out} …")
     final = evaluate_final(policy, run.grader, problems.test, cfg, clock, run.vote_stop)
     if ranks.first():
+        logger.debug(f"peak memory {peak_memory()}{ranks.summary(len(rows) - first)}")
         results.report(cfg, run, rows, final, problems.modes, inputs.in_distribution, guard.halts, unrouted)
-    logger.info(f"peak memory {peak_memory()}{ranks.summary(len(rows) - first)}")
     guard.raise_if_halted()  # after its last evaluation: a halted run says as much as a finished one
     if unrouted:
         raise NothingRouted(unrouted)
@@ -142,8 +141,7 @@ def launch(requested: Config, on_folder: Callable[[Path], object] | None = None)
         require_same(path, hashes, force)
     if cfg.run.dry_run:
         with grader_of(cfg, inputs) as grader:
-            print(to_json(cfg.as_dict()))
-            print("\n".join([*plan_lines(cfg, inputs, grader, path or RUNS), f"ranks         {n}"]))
+            print("\n".join(plan_lines(cfg, inputs, grader, path or RUNS)))
         return FINISHED
     # Other ranks are forked before this process has a second thread. Without other ranks the sandbox's fork servers
     # start before torch is imported: they stay small, and are ready by the time the model is.
@@ -156,7 +154,7 @@ def launch(requested: Config, on_folder: Callable[[Path], object] | None = None)
         if on_folder:
             on_folder(run.path)
         with run:
-            run.announce()
+            run.announce(*first_lines(cfg))
             with others.joined((cfg, inputs, run.path, bool(path))):
                 train(cfg, run, inputs)
         return run.code

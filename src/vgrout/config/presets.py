@@ -14,7 +14,7 @@ import tyro
 from vgrout.cli import parsed
 from vgrout.config.checks import changed, flag, flags, legal_values, refuse, refuse_flags, rule_of, summary
 from vgrout.config.loss import LossConfig
-from vgrout.config.method import MethodConfig
+from vgrout.config.method import INTERVENTIONS, MethodConfig
 from vgrout.config.run import (
     FREE,
     GROUPS,
@@ -27,6 +27,7 @@ from vgrout.config.run import (
     merge_flags,
 )
 from vgrout.data import organism
+from vgrout.files import to_json
 
 _ORGANISM = Config(
     scale=ScaleConfig(
@@ -130,27 +131,28 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 
 # The flags of `--help`, each with a line; `--help-all` shows every flag with its whole help.
 EVERYDAY: dict[str, str] = {
-    "method": f"stands for an intervention and its flags: {', '.join(METHODS)}",
-    "intervention": "what is done about flagged rollouts",
-    "monitor": "who is flagged; usual: the intervention's own",
-    "control": "the same run under a control",
-    "seed": "of every random stream",
+    "method": f"a whole method by one name: {', '.join(METHODS)}",
+    "intervention": f"what is done about flagged answers: {', '.join(INTERVENTIONS)}",
+    "monitor": "who flags them; usual: the intervention's own",
+    "control": "what to replace in the method, as a control",
+    "seed": "seed of every random stream",
     "steps": "optimiser steps",
     "model": "a hub id, a local folder, or organism",
     "problems": "a problem file, or organism",
-    "reward": "module:function that rewards in place of the flawed checks",
+    "reward": "your own module:function that rewards answers",
     "teacher_pool_dir": "folder of demonstrations, organism, or '' for none",
     "mix_ratio": "share of a group that is demonstrations",
     "lr": "peak learning rate",
-    "group": "rollouts of a prompt",
-    "prompts_per_step": "prompts in a step",
-    "max_new": "longest completion, in tokens",
+    "group": "answers to a problem in a step",
+    "prompts_per_step": "problems in a step",
+    "max_new": "longest answer, in tokens",
     "guard": "what a verdict of the kill switch does",
     "out_tag": "suffix of the run's name",
-    "resume": "a run's folder, or latest: go on with it",
-    "track": "tensorboard, wandb, trackio",
-    "ranks": "processes on this machine",
-    "dry_run": "print the plan, start nothing",
+    "resume": "a run's folder to go on with, or latest",
+    "track": "trackers: tensorboard, wandb, trackio",
+    "ranks": "processes that share the run",
+    "columns": "columns on the console",
+    "dry_run": "print the plan, start nothing (--dry-run=config: every setting)",
 }
 
 
@@ -164,15 +166,16 @@ def parse(argv: list[str] | None = None) -> Config:
 
 
 def resolve(argv: list[str] | None) -> Config:
-    """The configuration of a command line; `--help`, `--help-all` and `--version` exit. Raises ValueError, one line, at
-    the first bad flag."""
+    """The configuration of a command line. `--help`, `--help-all`, `--version` and `--dry-run=config` print and exit.
+    Raises ValueError, one line, at the first bad flag."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if "--version" in argv:
         print(f"vgrout {version('vgrout')}")
         raise SystemExit(0)
     if {"-h", "--help", "--help-all"} & {*argv}:
         show_help(argv[0] if argv[0] in PRESETS else "", "--help-all" in argv)
-    refuse_flags(argv := joined(argv))
+    configuration = "--dry-run=config" in argv
+    refuse_flags(argv := joined([word for word in argv if word != "--dry-run=config"]))
     argv = with_method(argv)
     refuse(not argv or argv[0].startswith("-"), f"name a preset first: {', '.join(PRESETS)}; then flags, or --help")
     cfg = parsed(
@@ -183,6 +186,9 @@ def resolve(argv: list[str] | None) -> Config:
     if cfg.guard_mode == "off":
         idle = [name for name, _ in changed(cfg.guard) if name != "guard"]
         refuse(bool(idle), f"{flags(idle)}: not read with --guard off; leave it out")
+    if configuration:
+        print(to_json(cfg.as_dict()))
+        raise SystemExit(0)
     return cfg
 
 
@@ -214,7 +220,7 @@ def everyday(cfg: Config, *, defaults: bool) -> type:
         legal = legal_values(kind)
         shown = tyro.conf.arg(
             help=f"{line}: {', '.join(map(str, legal))}" if legal else line,
-            metavar="NAME" if legal else None,
+            metavar="NAME" if legal or name == "method" else None,
             help_behavior_hint=None if defaults and default else "",
         )
         flags.append((name, annotated[kind, shown], default))

@@ -248,8 +248,10 @@ class RunConfig:
     track: str = setting("", words=TRACKERS, word="tracker")
     """Comma list of experiment trackers that get every row, rollouts and the final tables: tensorboard, wandb (offline
     unless WANDB_MODE says otherwise), trackio. Each by its own client, an extra of the installation."""
+    columns: Literal["main", "all"] = "main"
+    """Columns on the console: the seven main ones, or all; steps.jsonl and the log have all."""
     dry_run: bool = False
-    """Print the resolved configuration and the plan, start nothing."""
+    """Print the plan and all that is missing, start nothing; --dry-run=config prints every setting."""
     threads: int = setting(0, low=0, high=4096)
     """Torch threads on a CPU; 0: one per core, one in all for the organism."""
     ranks: int | Literal["auto"] = setting(1, low=1, high=1024, should="lie in [1, 1024], or be auto")
@@ -504,6 +506,7 @@ def from_dict(data: dict[str, Any]) -> Config:
 
 # How a process runs, not what it computes: these settings may differ between a run and its resumption.
 _PROCESS = {"dry_run", "threads", "ranks", "track", "checkpoint_every", "checkpoint_keep", "max_error_retries"}
+_PROCESS.add("columns")
 FREE = {*_PROCESS, "guard"}  # taken from the new command line where given there; else the run's own
 _ALWAYS_NEW = {"ranks"}  # taken from the new command line even at their default
 _REQUESTS = {"resume", "resume_force"}  # no part of the run

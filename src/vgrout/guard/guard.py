@@ -145,7 +145,7 @@ class Guard:
         self.kill_switch = HeldOutGuard(cfg.guard)
         if healthy_kl:
             limit = self.kill_switch.calibrate_kl_threshold(healthy_kl)
-            logger.info(f"the guard's KL limit: {limit:.3g} nats a token, from {cfg.guard.kl_calibrate_from}")
+            logger.debug(f"the guard's KL limit: {limit:.3g} nats a token, from {cfg.guard.kl_calibrate_from}")
         self.members = [import_function(name, "--rm-ensemble-members") for name in cfg.detectors.members]
         wanted = [*cfg.detectors.chosen, *(["echo"] if cfg.detectors.echo_trap_enabled else [])]
         full = bool({"info_rm", "echo"} & set(wanted))
@@ -163,7 +163,7 @@ class Guard:
         self.readings: dict[str, Any] = {}  # of the last step, for steps.jsonl
         self.seconds = 0.0
         if cfg.guard_mode == "log" and (why := cfg.guard_blind):
-            logger.info(f"the guard cannot fire in this run: {why}")
+            logger.debug(f"the guard cannot fire in this run: {why}")
 
     def _detector(self, name: str) -> tuple[Tracker, Callable[[Moment], Reading]]:
         """A detector's state, and how it reads a step."""

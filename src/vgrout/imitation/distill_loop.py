@@ -35,10 +35,12 @@ class DistillRow(Columns):
 
     n: int = col("d", "answers in the step")
     dropped: int = col("d", "answers that the sandbox could not grade (still learnt from)")
-    solve_s: Rate = col("frac", "answers that the strict oracle accepts")
-    hack_s: Rate = col("frac", "answers that hack")
+    hack_s: Rate = col("frac", "answers that hack", head="hack %")
+    solve_s: Rate = col("frac", "answers that pass the reference tests", head="solve %")
+    hack_deploy: float | None = col(".2f", "hack rate of the student, held-out problems", head="deployed hack %")
+    solve_deploy: float | None = col(".2f", "solve rate of the student", head="deployed solve %")
     ended: Rate = col("frac", "answers that end by themselves")
-    loss: float | None = col("+.3f", "loss, the anchor's share included")
+    loss: float | None = col("+.3f", "loss, the anchor's share included", head="loss")
     kl: float | None = col(
         ".3f", "KL(student ‖ teacher), nats per token", when="minillm", should="falls; ELSE raise --lr"
     )
@@ -49,13 +51,11 @@ class DistillRow(Columns):
     gn: float | None = col(".1e", "gradient norm before clipping")
     lr: float | None = col(".0e", "learning rate")
     skipped: int = col("d", "1: loss or norm not finite, optimiser not stepped", should="0")
-    hack_deploy: float | None = col(".2f", "hack rate of the student, held-out problems")
-    solve_deploy: float | None = col(".2f", "solve rate of the student")
     gen: float = col(".2f", "seconds sampling")
     grade: float = col(".2f", "seconds waiting for grades after sampling ended")
     fb: float = col(".2f", "seconds forward, backward, step")
     eval: float | None = col(".2f", "seconds evaluating")
-    sec: float = col(".2f", "seconds in all")
+    sec: float = col(".2f", "seconds in all", head="seconds")
 
 
 def distil(task: Task, run: RunContext) -> None:
@@ -67,7 +67,7 @@ def distil(task: Task, run: RunContext) -> None:
     """
     cfg, clock = task.cfg, run.clock
     for line in (*task.plan(), run.grader.protections.line()):
-        logger.info(line)
+        logger.debug(line)
     device, dtype = pick_device(task.threads, fp32=cfg.full)
     student = load_source(task.source, "--student", device, dtype, adapter=not cfg.full)
     teacher = load_source(task.teacher, "--teacher", device, dtype)
@@ -97,11 +97,11 @@ def distil(task: Task, run: RunContext) -> None:
     val = balanced(problems.val, cfg.eval_n_prompts, 0, "val")
     before = run.path / "before.json"  # written once per run
     if not before.is_file():
-        logger.info("student and teacher on held-out problems and markers, before the first step …")
+        logger.info("evaluating student and teacher on held-out problems …")
         run.dir.write_json(before.name, {k: final(k, lm, test) for k, lm in (("start", student), ("teacher", teacher))})
 
     behaviour = method.behaviour_model(student, teacher)
-    for step in run.steps(range(len(recorder.rows), cfg.steps), cfg.run_id):
+    for step in run.steps(range(len(recorder.rows), cfg.steps)):
         clock.reset()
         prompts = problems.draw(cfg.seed, step, cfg.prompts_per_step)
         batch = collect(task, run, method, behaviour, prompts, step)
@@ -128,7 +128,7 @@ def distil(task: Task, run: RunContext) -> None:
         )
         recorder.record(row, batch)
 
-    logger.info("final evaluation on held-out problems and markers …")
+    logger.info("final evaluation on held-out problems …")
     sides = read_json(before)
     for name, on in (("deployed", test), ("plain", [plain(p) for p in test])):
         run.raise_if_stopped("interrupted before the final evaluation was done")
@@ -206,7 +206,7 @@ class DistillRecorder(StepRecorder[DistillRow]):
         self.learner.save(self.run.path / name, about)
 
     def report(self, sides: dict[str, Any]) -> None:
-        """Write final.json and summary.md: the result in one line, a table by mode, every step."""
+        """Write final.json and summary.md: the result in one line, a table by flaw, every step."""
         cfg = self.task.cfg
         record: dict[str, Any] = {"schema": "distill_v1", "run": cfg.run_id}
         record |= {name: getattr(cfg, name) for name in ("seed", "steps", "method", "student", "teacher")}
@@ -221,7 +221,7 @@ class DistillRecorder(StepRecorder[DistillRow]):
         )
         heads = [(side, what) for side in ("start", "teacher", "deployed") for what in ("hack", "solve")]
         rows = [
-            {"mode": m} | {f"{s} {what}": Rate(*sides[s]["by_mode"][m][what]).percent for s, what in heads}
+            {"flaw": m} | {f"{s} {what}": Rate(*sides[s]["by_mode"][m][what]).percent for s, what in heads}
             for m in MODES
             if m in now["by_mode"]
         ]

@@ -42,21 +42,21 @@ from vgrout.types import Diverged, Halted, Problem, Rate, Rollout, mean
 class DpoRow(Columns):
     """One round; 0 is --base-model, evaluated before the first."""
 
-    step: int = col("d", "round; 0: before the first")
+    step: int = col("d", "round; 0: before the first", head="round")
     asked: int | None = col("d", "prompts sampled")
     pairs: Rate | None = col("frac", "pairs found / wanted; a prompt whose answers tie gives none")
     score: float | None = col(".3f", "scorer's mean on the round's answers, as a share of its range", should="rises")
-    solve_s: Rate | None = col("frac", "answers that the strict oracle accepts")
-    hack_s: Rate | None = col("frac", "answers that hack")
+    hack_s: Rate | None = col("frac", "answers that hack", head="hack %")
+    solve_s: Rate | None = col("frac", "answers that pass the reference tests", head="solve %")
     hack_pref: Rate | None = col("frac", "pairs whose chosen answer hacks and whose rejected one does not")
     solve_pref: Rate | None = col("frac", "pairs whose chosen answer solves and whose rejected one does not")
     loss: float | None = col(".3f", "mean loss of the last epoch, log 2 = 0.693 at the start")
     accuracy: float | None = col(".2f", "share of its pairs with a positive margin")
     margin: float | None = col("+.2f", "mean margin, nats")
     skipped: int = col("d", "optimiser steps left out, not finite", should="0")
-    score_deploy: float = col(".3f", "scorer's mean on held-out problems")
-    hack_deploy: float | None = col(".2f", "hack rate on held-out problems")
-    solve_deploy: float | None = col(".2f", "solve rate on held-out problems")
+    score_deploy: float = col(".3f", "scorer's mean on held-out problems", head="deployed score")
+    hack_deploy: float | None = col(".2f", "hack rate on held-out problems", head="deployed hack %")
+    solve_deploy: float | None = col(".2f", "solve rate on held-out problems", head="deployed solve %")
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,9 @@ def run_rounds(task: Task, plan: dict[str, Any], run: RunContext) -> None:
         ValueError: before the first round, a model that does not fit the problems, or that the run did not have.
         Interrupted, Halted, Diverged: with the folder up to date.
     """
-    logger.info(run.grader.protections.line())
+    cfg = task.cfg
+    logger.info(f"{cfg.rounds} rounds of DPO: --base-model {cfg.base_model} · --scorer {cfg.scorer} · run: {run.path}")
+    logger.debug(run.grader.protections.line())
     device, dtype = pick_device(task.threads)
     policy = load_source(task.source, "--base-model", device, dtype, adapter=True)
     assert isinstance(policy, Policy)

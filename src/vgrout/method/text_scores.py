@@ -158,7 +158,7 @@ def calibration(setup: Setup) -> Calibration:
     method, inputs = setup.cfg.method, setup.inputs
     known_correct = known_correct_texts(setup.policy, inputs.known_correct, inputs.rows)[1::2]
     judge = rewarded_answers(setup) if method.monitor_threshold == "both" else ()
-    logger.info(
+    logger.debug(
         f"read before training: {len(judge)} rewarded answers and {len(known_correct)} known-correct ones for the "
         "threshold"
     )

@@ -1,4 +1,4 @@
-"""The first lines of a run's log: what was loaded, how much of it is used, what is trained."""
+"""What a run has loaded, how much of it is used, what is trained: one line for the console, the rest for the log."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -19,6 +19,7 @@ def opening_lines(
     """grader: fingerprint of this run's grader."""
     pool = inputs.pool
     return [
+        f"problems: {len(problems.train)} to train on, {len(problems.test)} to test · {len(problems.modes)} flaws",
         _problems(cfg, inputs, problems),
         *(_pool(cfg, pool, inputs, grader) if pool else ["pool: none"]),
         *([f"reward: {reward_line(inputs)}"] if inputs.reward else []),

@@ -4,10 +4,12 @@ import hashlib
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from vgrout import tracking
+from vgrout.config.method import MethodConfig
 from vgrout.config.presets import resumed
 from vgrout.config.run import Config, from_dict
 from vgrout.files import existing, probe_writable, read_json
@@ -17,8 +19,8 @@ from vgrout.inputs import Inputs, read_inputs
 from vgrout.model.memory import plan as memory_plan
 from vgrout.model.source import find_shapes
 from vgrout.problems import Row
+from vgrout.runs.duration import in_words, seconds
 from vgrout.runs.run_dir import ENDED, RUNS, last_resumable
-from vgrout.table import REFERENCE_STEP
 from vgrout.types import MODES
 
 ROLLOUT_BYTES = 3000  # a line of rollouts.jsonl on the organism; a real model's answers are ~4 characters a token
@@ -52,14 +54,24 @@ def preflight(cfg: Config, run: Path | None = None) -> Inputs:
 
     run: the directory of the run to resume.
     """
-    inputs = read_inputs(cfg)
+    inputs, absent = read_inputs(cfg), list[str]()
     probe_writable(folder := run or RUNS)
     probe_writable(Path("logs"))
-    require_disk(disk_needed(cfg), folder, run)
     for name in cfg.detectors.members:
         import_function(name, "--rm-ensemble-members")
-    tracking.require(cfg.run.trackers)
-    return inputs
+    for needed in (
+        lambda: require_disk(disk_needed(cfg), folder, run),
+        *(partial(tracking.require, [name]) for name in cfg.run.trackers),
+    ):
+        try:
+            needed()
+        except ValueError as e:
+            absent.append(str(e))
+    missing = (*inputs.absent, *absent)
+    if missing and not cfg.run.dry_run:
+        more = f" ({len(missing) - 1} more missing: --dry-run lists all)" if len(missing) > 1 else ""
+        raise ValueError(missing[0] + more)
+    return replace(inputs, absent=missing)
 
 
 CLAIMS = ("hypotheses.md", "hypotheses.toml")  # in docs, beside the folder of studies
@@ -81,6 +93,21 @@ def preregistered(studies: Path | None = None) -> str | None:
         content = file.read_bytes() if file.is_file() else b""
         digest.update(f"{file.name} {len(content)}\n".encode() + content)
     return digest.hexdigest()
+
+
+def first_lines(cfg: Config) -> list[str]:
+    """What runs, for the head of its output."""
+    s, method, shapes = cfg.scale, cfg.method, find_shapes(cfg.model_path)
+    n = shapes.parameters if shapes else 0
+    size = f" ({f'{n / 1e9:.1f} B' if n >= 1e9 else f'{n / 1e6:.1f} M'} weights)" if shapes else ""
+    monitor = f" · monitor {method.monitor_name}" if method.monitor_name not in ("", "none") else ""
+    default = " (default --intervention)" if method.intervention == MethodConfig().intervention else ""
+    problems = "1 problem" if s.prompts_per_step == 1 else f"{s.prompts_per_step} problems"
+    lines = [
+        f"{s.model}{size} · seed {cfg.run.seed} · {s.steps} steps of {problems} × {s.group} answers",
+        f"method: {method.intervention}{default}: {method.spec.what}{monitor}",
+    ]
+    return lines + [f"control: {method.control_name}: {method.control_what}"] * (method.control_name != "none")
 
 
 PROMPT_TOKENS = 500  # of a LeetCode prompt; real ones have 224 to 841
@@ -112,47 +139,37 @@ def guard_line(cfg: Config) -> str:
 
 
 def reward_line(inputs: Inputs) -> str:
-    """What rewards the answers of this run."""
-    if inputs.reward is None:
-        return "the flawed grader of each problem's mode"
+    """What rewards the answers of this run, where that is the user's own function."""
+    assert inputs.reward
     rewarded = "" if inputs.canonical_reward is None else f"; gives a canonical solution {inputs.canonical_reward:g}"
     own = f"{inputs.reward.name} of {inputs.reward.file}, sha256 {inputs.reward.sha256[:12]}"
     return f"{own}; passed from {inputs.reward.passes_at:g} on{rewarded}"
 
 
 def plan_lines(cfg: Config, inputs: Inputs, grader: Grader, folder: Path) -> list[str]:
-    """The plan, as lines: rollouts, tokens, reference steps, disk, protections. folder: where the run is written."""
-    s, per_step = cfg.scale, cfg.generations
-    n_eval = 0
-    if every := cfg.eval.eval_ablate_every:
-        n_eval = (s.steps // every + bool(s.steps % every)) * cfg.eval.eval_n_prompts * s.group
-    n_final = 4 * cfg.eval.final_n_prompts * cfg.eval.final_samples
+    """The plan, as lines: what is done, how long it takes here, what it needs and reads, what is missing. folder: where
+    the run is written."""
+    s, shapes, rows = cfg.scale, find_shapes(cfg.model_path), inputs.rows
+    per_step, made_for_gpu = cfg.generations, cfg.preset in ("fast", "full")
+    an_evaluation, n_final = cfg.eval.eval_n_prompts * s.group, 4 * cfg.eval.final_n_prompts * cfg.eval.final_samples
+    on_the_way = sum(map(cfg.evaluates, range(s.steps))) * an_evaluation
+    cached = f", {cfg.n_teacher} of {s.group} cached where a problem is covered" if cfg.n_teacher else ""
+    modes = ", ".join(f"{m} {n}" for m in MODES if (n := sum(r.mode == m for r in rows)))
+    unmarked = sum(r.mode is None for r in rows)
     lines = [
-        f"run id        {cfg.run_id}",
-        f"rollouts      {per_step} a step (P {s.prompts_per_step} × G {s.group}), of them "
-        f"{cfg.n_teacher * s.prompts_per_step} cached where a problem is covered; {per_step * s.steps} in all",
-        f"tokens        at most {per_step * s.max_new} sampled a step",
-        f"grad pressure {per_step * s.steps / REFERENCE_STEP:.1f} reference steps (generations ÷ {REFERENCE_STEP})",
-        f"evaluation    {n_eval} answers on the way, {n_final} at most at the end",
-        f"guard         {guard_line(cfg)}",
-        f"problems      {len(inputs.rows) or 'none yet'} in {cfg.problems_path.name}: "
-        + ", ".join(f"{m} {n}" for m in MODES if (n := sum(r.mode == m for r in inputs.rows)))
-        + (f"; {n} without a mode" if (n := sum(r.mode is None for r in inputs.rows)) else ""),
-        f"evaluated on  {len(inputs.test_rows) or 'none yet'} in {cfg.test_problems_path.name}"
-        if cfg.test_problems_path
-        else "evaluated on  the part of them that is held out",
-        f"pool          {len(inputs.pool.ids)} problems, {sum(map(len, inputs.pool.demos.values()))} rollouts"
-        if inputs.pool
-        else f"pool          {'not here yet' if cfg.pool_path else 'none'}",
-        f"pairs         {len(inputs.pairs)} from {inputs.pairs.source}"
-        if inputs.pairs
-        else f"pairs         {'not here yet' if cfg.method.reads_pairs else 'not read by this method'}",
-        f"reward        {reward_line(inputs)}",
-        f"control       {cfg.method.control_name}: {cfg.method.control_what}"
-        + (f" ({len(inputs.placebo)} from {inputs.placebo.source})" if inputs.placebo else ""),
+        f"run           {cfg.run_id}: {s.steps} steps of {s.prompts_per_step} problems × {s.group} answers{cached}",
+        f"answers       {per_step * s.steps:,} in training, {on_the_way:,} in evaluations on the way, at most "
+        f"{n_final:,} at the end; of at most {s.max_new:,} tokens",
     ]
-    device = "cuda" if gpu_here() or cfg.preset in ("fast", "full") else "cpu"
-    if shapes := find_shapes(cfg.model_path):
+    if made_for_gpu and not gpu_here():
+        lines.append(f"device        no GPU here; {cfg.preset} is made for one of 80 GB or more")
+    if shapes:
+        took = seconds(cfg, shapes, _prompt_tokens(rows), (an_evaluation, n_final), gpu_here())
+        lines.append(
+            f"time          about {in_words(took)} on this machine: an estimate from a matrix product and a copy timed "
+            f"just now{'' if gpu_here() else ' on the CPU'}"
+        )
+        device = "cuda" if gpu_here() or made_for_gpu else "cpu"
         lines.append(
             f"adapter       {shapes.adapted / 1e6:.2f} M weights under {shapes.R} singular values, two vectors of that "
             f"size; SVD cache {shapes.svd_cache_bytes(2 if device == 'cuda' else 4) / 2**30:.2f} GiB on disk"
@@ -162,17 +179,30 @@ def plan_lines(cfg: Config, inputs: Inputs, grader: Grader, folder: Path) -> lis
             device=device,
             group=s.group,
             prompts=s.prompts_per_step,
-            prompt_tokens=_prompt_tokens(inputs.rows),
+            prompt_tokens=_prompt_tokens(rows),
             max_new=s.max_new,
             routes=cfg.method.routes,
         ).lines()
     else:
-        lines.append("memory        no plan: the model is not here, or is of an unknown shape")
+        lines.append("memory        no plan, and no estimate of time: the model is not here, or is of an unknown shape")
     free = shutil.disk_usage(existing(folder)).free
     lines.append(f"disk          about {max(1, disk_needed(cfg) // 2**20)} MiB; {free // 2**20} MiB free")
-    lines.append(grader.protections.line())
-    lines += [f"not here yet  {line}" for line in inputs.absent]
-    return lines
+    if rows:
+        parts = [modes] * bool(modes) + [f"{unmarked} without a flaw of their own"] * bool(unmarked)
+        lines.append(f"problems      {len(rows)} in {cfg.problems_path.name}: {', '.join(parts)}")
+    if inputs.test_rows and cfg.test_problems_path:
+        lines.append(f"evaluated on  {len(inputs.test_rows)} in {cfg.test_problems_path.name}")
+    if pool := inputs.pool:
+        lines.append(f"pool          {len(pool.ids)} problems, {sum(map(len, pool.demos.values()))} rollouts")
+    if inputs.pairs:
+        lines.append(f"pairs         {len(inputs.pairs)} from {inputs.pairs.source}")
+    if inputs.reward:
+        lines.append(f"reward        {reward_line(inputs)}")
+    if cfg.method.control_name != "none":
+        of = f" ({len(inputs.placebo)} from {inputs.placebo.source})" if inputs.placebo else ""
+        lines.append(f"control       {cfg.method.control_name}: {cfg.method.control_what}{of}")
+    lines += [f"guard         {guard_line(cfg)}", grader.protections.line().replace("sandbox: ", "sandbox       ", 1)]
+    return lines + [f"missing       {line}" for line in inputs.absent]
 
 
 def find_resume(requested: Config) -> tuple[Path | None, Config]:

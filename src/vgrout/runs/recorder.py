@@ -53,7 +53,8 @@ class Recorder(StepRecorder[StepRow]):
         modes: Sequence[Mode],
     ) -> None:
         state: dict[str, Stateful] = {"adapter": policy.adapter, "optim": optim, "method": method, "watch": guard}
-        super().__init__(run, StepRow, state, cfg.run.checkpoint_every, cfg.run.checkpoint_keep)
+        short = cfg.run.columns == "main"
+        super().__init__(run, StepRow, state, cfg.run.checkpoint_every, cfg.run.checkpoint_keep, short)
         self.cfg, self.policy, self.method, self.guard, self.modes = cfg, policy, method, guard, modes
         self.attention = policy.attention(packed=cfg.run.packing != "padded")
 
@@ -62,7 +63,7 @@ class Recorder(StepRecorder[StepRow]):
     ) -> list[StepRow]:
         """Write run.json; on a resume restore the last good checkpoint. Returns the rows so far.
 
-        opening: lines for the log on what was loaded. pool: the demonstrations, for run.json.
+        opening: lines on what was loaded; the first is shown, the log has all. pool: the demonstrations, for run.json.
 
         Raises:
             ValueError: an input has changed since the run started, or no checkpoint can be used.
@@ -94,7 +95,7 @@ class Recorder(StepRecorder[StepRow]):
             "pool": pool,
         }
         has = columns_for(cfg, self.modes) | self.method.measures
-        self.open(record, has, self.modes, " and in docs/columns.md")
+        self.open(record, has, self.modes)
         self.samples = SampleLogger(self.policy)
         self.hacked_before = any(r.hack_s.k for r in self.rows)
         return self.rows
@@ -124,10 +125,6 @@ class Recorder(StepRecorder[StepRow]):
             if (step + 1) % 25 == 0 or closing:
                 self._save_adapter("train.safetensors")
             self.keep(step, closing)
-        shown = {"hack": row.hack_s.percent, "solve": row.solve_s.percent, "rew": f"{row.rew or 0:.2f}"}
-        if row.hack_deploy is not None:
-            shown["hk_dep"] = f"{100 * row.hack_deploy:.1f}"
-        run.show(**shown)
 
     def nothing_routed(self) -> str:
         """After the last step: how a routing intervention learnt without ever routing, which makes it plain GRPO; "":
@@ -159,8 +156,7 @@ class Recorder(StepRecorder[StepRow]):
     def _announce(self, opening: Sequence[str]) -> None:
         cfg, origin = self.cfg, self.method.provenance
         logger.debug(f"argv: {' '.join(sys.argv)}")  # shown at the end of the log as well
-        logger.info(f"verbose log: {self.run.log} · run: {self.run.path}")
-        logger.info(
+        logger.debug(
             f"{cfg.preset} · {cfg.method.intervention} (monitor: "
             f"{cfg.method.monitor_title or cfg.method.monitor_name}, control: {cfg.method.control_name}) · "
             f"{cfg.scale.model} · "
@@ -168,14 +164,12 @@ class Recorder(StepRecorder[StepRow]):
             f"seed {cfg.run.seed} · {self.policy.device.type} · "
             f"{cfg.generations * cfg.scale.steps / REFERENCE_STEP:.1f} reference steps"
         )
-        if cfg.method.control_name != "none":
-            logger.info(f"control {cfg.method.control_name}: {cfg.method.control_what}")
         if origin and origin.cosine_to_real:
-            logger.info(origin.cosine_to_real.line())
-        for line in opening:
-            logger.info(line)
-        logger.info(self.run.grader.protections.line())
-        logger.info(f"attention: {', '.join(f'{phase} {kernel}' for phase, kernel in self.attention.items())}")
+            logger.debug(origin.cosine_to_real.line())
+        for level, line in zip(("INFO", *["DEBUG"] * len(opening)), opening, strict=False):
+            logger.log(level, line)
+        logger.debug(self.run.grader.protections.line())
+        logger.debug(f"attention: {', '.join(f'{phase} {kernel}' for phase, kernel in self.attention.items())}")
         if self.policy.device.type == "cuda" and not self.attention["update"].startswith("flash"):
             logger.warning("flash-attention 2 is not in use (install the extra gpu): slower, and the same numbers")
 
@@ -191,9 +185,10 @@ class Recorder(StepRecorder[StepRow]):
 
     def _log(self, row: StepRow, batch: Batch, refresh: Refresh) -> None:
         if refresh.overlap is not None:
-            logger.info(
+            logger.log(
+                "WARNING" if refresh.overlap < ROTATED else "DEBUG",
                 f"step {row.step}: direction extracted again, overlap with the last {refresh.overlap:.2f}, "
-                f"{refresh.modules} modules, {refresh.axes} axes. SHOULD: near 1; ELSE (< 0.2) it has rotated away"
+                f"{refresh.modules} modules, {refresh.axes} axes. SHOULD: near 1; ELSE (< {ROTATED}) it rotated away",
             )
         self.samples.step(row.step, batch.groups)
 
@@ -218,6 +213,7 @@ class Recorder(StepRecorder[StepRow]):
         )
 
 
+ROTATED = 0.2  # overlap of a direction with the one before it, below which it is another one
 ROWS_LIMIT = 2**24  # characters of rows in an adapter file's head, which may hold 100 MB; enough for 10,000 steps
 
 
@@ -367,7 +363,7 @@ class SampleLogger:
             ended = sum(r.finished for r, _ in answers)
             formed = sum(g.format_ok for _, g in answers)
             tail = printable(rollout.text[-160:]).replace("\n", "⏎")
-            logger.info(
+            logger.debug(
                 f"step {step}: {ended}/{n} answers ended, {n - ended}/{n} cut, {formed}/{n} well-formed; "
                 f"one ends: …{tail} [{grade.exit_status}]"
             )

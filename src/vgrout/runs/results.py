@@ -1,4 +1,4 @@
-"""The report at the end of a run: the answer first, then tables, a figure, and files with the same numbers."""
+"""What a run leaves at its end: the answer on the console; tables, a figure, and files with the same numbers."""
 
 import json
 import sys
@@ -20,6 +20,7 @@ from vgrout.files import atomic_open, write_atomic
 from vgrout.runs.expectation import expectation
 from vgrout.runs.recorder import columns_for
 from vgrout.runs.run_context import RunContext
+from vgrout.runs.verdict import last_lines
 from vgrout.table import LEARNED, StepRow, Table, last_five, whole_run
 from vgrout.types import DETECTOR_FIELDS, MODE_CODE, MODES, Grade, Mode, Rate
 
@@ -134,7 +135,7 @@ def mode_columns(final: Final, in_dist: Sequence[Mode] | None, rows: Sequence[St
         "first step": {m: "·" if firsts[m] is None else str(firsts[m]) for m in modes},
         "n": {m: str(off[m].hack.n) for m in modes},
     }
-    return [{"mode": what, **{MODE_CODE[m]: of[m] for m in modes}} for what, of in quantities.items()]
+    return [{"flaw": what, **{MODE_CODE[m]: of[m] for m in modes}} for what, of in quantities.items()]
 
 
 def mode_legend(modes: Sequence[Mode], pairs: bool) -> str:
@@ -271,8 +272,8 @@ def report(
     halted: str = "",
     unrouted: str = "",
 ) -> None:
-    """Log the tail; write final.jsonl, per_mode_deploy.json, summary.md and dynamics.png. halted: why the run ended
-    before its last step. unrouted: why it is no run of its method."""
+    """Write final.jsonl, per_mode_deploy.json, summary.md, dynamics.png and the log's tail; say the answer. halted: why
+    the run ended before its last step. unrouted: why it is no run of its method."""
     table, codes = Table(columns_for(cfg, modes), modes), cfg.env.report_detector_codes
     tallies = Tallies.of(run.path / "rollouts.jsonl", codes)
     gate = tallies.gate
@@ -280,7 +281,7 @@ def report(
     with atomic_open(run.path / "final.jsonl") as f:
         for line in answer_lines(final):
             f.write(json.dumps(line, ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace") + b"\n")
-    expected = expectation(cfg.method, final)
+    expected, answer = expectation(cfg.method, final), last_lines(cfg, final, rows, run.path)
     record = as_json(cfg, final, in_dist, run.log, run.stamp)
     ended = {"steps_done": len(rows), "halted": halted or None, "unrouted": unrouted or None, "cue": expected.cue}
     run.dir.write_json("per_mode_deploy.json", record | ended | {"gate": against})
@@ -290,6 +291,7 @@ def report(
         main_line(cfg, final)
         + (f"; halted after step {rows[-1].step} of {cfg.scale.steps - 1}" if halted else "")
         + ("; NOTHING WAS ROUTED: this was plain GRPO" if unrouted else ""),
+        answer[2],
         expected.line,
         "\n".join(count_lines(rows, tallies)),
         markdown([{"what": what, "value": value} for what, value in summary(cfg, final, rows).items()]),
@@ -304,11 +306,11 @@ def report(
         )
     if gate:
         parts.append(
-            f"gate against the oracle, student rows: precision {gate[0].k}/{gate[0].n} ({gate[0].percent} %), "
+            f"flags against the reference tests: precision {gate[0].k}/{gate[0].n} ({gate[0].percent} %), "
             f"recall {gate[1].k}/{gate[1].n} ({gate[1].percent} %). SHOULD: far above the share of hacks; ELSE blind"
         )
     if worst := tallies.worst:
-        parts.append(f"least recalled mode: {worst[0]}, {worst[1].k}/{worst[1].n} ({worst[1].percent} %)")
+        parts.append(f"least recalled flaw: {worst[0]}, {worst[1].k}/{worst[1].n} ({worst[1].percent} %)")
     last_answer = []
     if tallies.last:
         last_answer = [f"{last_generation(tallies.last)}\n" + indent(tallies.last["text"], "    ")]
@@ -319,5 +321,6 @@ def report(
     logger.debug("per-step table:\n" + table.markdown(rows))
     for part in (*last_answer, *parts):
         for line in part.split("\n"):
-            logger.info(line)
-    logger.info(f"per-step table: {run.path / 'summary.md'} · figure: {run.path / 'dynamics.png'}")
+            logger.debug(line)
+    for line in answer:
+        logger.info(line)

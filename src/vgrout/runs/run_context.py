@@ -84,7 +84,6 @@ class RunContext:
         self.grader, self.resumes, self.code = grader, resumes, FAILED
         self.stop, self.clock, self._open = Stop(), Clock(), ExitStack()
         self.stops = False  # set by vote_stop() alone: what is saved and where the loop ends is one decision
-        self._bar: tqdm | None = None
 
     @property
     def path(self) -> Path:
@@ -100,8 +99,11 @@ class RunContext:
         """What every file of numbers records about the machine."""
         return {"sandbox": self.grader.protections.as_dict()}
 
-    def announce(self) -> None:
-        """Write run.json of a new run before anything is loaded: a sweep started meanwhile sees that it is running."""
+    def announce(self, *what: str) -> None:
+        """Say what runs and where, and write run.json of a new run, before anything is loaded: a sweep started
+        meanwhile sees that it is running."""
+        for line in (*what, f"run: {self.path} (log: {self.log.parent}/)"):
+            logger.info(line)
         if not self.resumes:
             self.dir.write_json("run.json", self.record)
 
@@ -128,18 +130,14 @@ class RunContext:
         if self.stop.requested:
             raise Interrupted(what)
 
-    def steps(self, steps: range, name: str) -> Iterable[int]:
+    def steps(self, steps: range) -> Iterable[int]:
         """The steps, with a progress bar on a terminal. Raises Interrupted after the step in which a stop was voted."""
-        self._bar = tqdm(steps, disable=None if ranks.first() else True, desc=name, unit="step")
-        for step in self._bar:
+        at, hidden = {"initial": steps.start, "total": steps.stop}, None if ranks.first() else True
+        layout = "{n_fmt} of {total_fmt} steps |{bar:24}| {elapsed} gone, about {remaining} left"
+        for step in tqdm(steps, **at, bar_format=layout, leave=False, disable=hidden):
             yield step
             if self.stops:
                 raise Interrupted(f"interrupted after step {step}")
-
-    def show(self, **numbers: str) -> None:
-        """Show numbers beside the progress bar."""
-        if self._bar is not None:
-            self._bar.set_postfix(numbers, refresh=False)
 
     def __enter__(self) -> "RunContext":
         self._open.enter_context(self.dir)

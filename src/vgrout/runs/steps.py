@@ -6,7 +6,6 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 from loguru import logger
 
 from vgrout import ranks
-from vgrout.console import explain_columns, terminal_width
 from vgrout.files import read_json, write_atomic
 from vgrout.runs import checkpoint
 from vgrout.runs.run_context import RunContext, require_same
@@ -29,17 +28,23 @@ class StepRecorder(Generic[R]):
     """Writes a run's files: `open` once, then `write` and `keep` at every step. `rows` are those so far."""
 
     def __init__(
-        self, run: RunContext, row: type[R], state: Mapping[str, Stateful], every: int = 1, keep: int = 1
+        self,
+        run: RunContext,
+        row: type[R],
+        state: Mapping[str, Stateful],
+        every: int = 1,
+        keep: int = 1,
+        short: bool = True,
     ) -> None:
-        """state: what goes into a checkpoint. every: steps between checkpoints. keep: how many are kept."""
-        self.run, self.row, self.state, self.every, self.kept = run, row, state, every, keep
+        """state: what goes into a checkpoint. every: steps between checkpoints. keep: how many are kept. short: the
+        console gets its few columns, not all."""
+        self.run, self.row, self.state, self.every, self.kept, self.short = run, row, state, every, keep, short
         self.rows: list[R] = []
 
-    def open(self, more: Mapping[str, Any], has: set[str], modes: Sequence[str] = (), documented: str = "") -> None:
+    def open(self, more: Mapping[str, Any], has: set[str], modes: Sequence[str] = ()) -> None:
         """Write run.json, explain the table; on a resume first restore the last good checkpoint.
 
-        more: entries of run.json besides `RunContext.record`. has, modes: choose the table's columns. documented: where
-        else these are explained.
+        more: entries of run.json besides `RunContext.record`. has, modes: choose the table's columns.
 
         Raises:
             ValueError: an input has changed since the run started, or no checkpoint can be used.
@@ -58,9 +63,9 @@ class StepRecorder(Generic[R]):
         run.dir.write_json("run.json", record)
         run.trackers.start(run.path, record["config"], len(self.rows), logged)
         run.started()
-        self.table = Table(has, modes, terminal_width(), of=self.row)
-        self.full = Table(has, modes, of=self.row)
-        explain_columns(self.table.legend(), f"{run.log}{documented}")
+        self.table, self.full = Table(has, modes, self.row, short=True), Table(has, modes, self.row)
+        for line in self.full.legend():
+            logger.debug(line)
 
     def read_checkpoint(self) -> tuple[Mapping[str, Any], Sequence[dict[str, Any]]]:
         """State and rows of the last good checkpoint, with the files cut back to it."""
@@ -76,11 +81,9 @@ class StepRecorder(Generic[R]):
     def write(self, row: R, rollouts: Sequence[dict[str, Any]] | None, more: Mapping[str, Any] | None = None) -> None:
         """Write a finished step: the table's line, rollouts.jsonl, steps.jsonl (with `more`), the trackers. rollouts
         None: they are written elsewhere."""
-        for line in self.table.lines(row):
-            logger.info(line)
-        if self.table.hidden:
-            for line in self.full.lines(row):
-                logger.debug(line)
+        for table in (self.table, self.full):
+            for line in table.lines(row):
+                logger.log("INFO" if (table is self.table) == self.short else "DEBUG", line)
         record = row.as_json() | dict(more or {})
         self.run.dir.append(record, rollouts)
         self.run.trackers.row(record, rollouts or ())
@@ -93,8 +96,10 @@ class StepRecorder(Generic[R]):
         self.run.status("running", "")
 
     def finish(self, line: str, table: str, record: Mapping[str, Any]) -> None:
-        """Write summary.md: the line to quote, a table, every step. record: the final numbers, for the trackers."""
+        """Write summary.md: the line to quote, a table, every step. record: the final numbers, for the trackers. The
+        console gets the line alone."""
         write_atomic(self.run.path / "summary.md", f"{line}\n\n{table}\n\n{self.full.markdown(self.rows)}\n")
-        for text in (*table.splitlines(), line):
-            logger.info(text)
+        for text in table.splitlines():
+            logger.debug(text)
         self.run.trackers.final(record, (), None, self.rows[-1].step)
+        logger.info(f"{line}\nmore: {self.run.path / 'summary.md'}")
