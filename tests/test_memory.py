@@ -1,14 +1,17 @@
 """The plan from shapes: counted against what a small model of the same family really keeps."""
 
 import math
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks import svd as bench
+from vgrout.model.decoder import LeanDecoder
 from vgrout.model.logprobs import collate, completion_logprobs
 from vgrout.model.memory import plan
 from vgrout.model.source import KNOWN, Shapes, find_shapes, shapes_of
@@ -68,6 +71,50 @@ def test_activations_are_what_autograd_keeps() -> None:
     assert sum(kept.values()) == pytest.approx(want, rel=0.2)
 
 
+class Live(TorchDispatchMode):
+    """The most bytes at a time of tensors that were made inside, or seen there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.peak, self._seen = 0, 0, set[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(t, torch.Tensor) and (key := id(storage := t.untyped_storage())) not in self._seen:
+                self._seen.add(key)
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._gone, key, storage.nbytes())
+        return out
+
+    def _gone(self, key: int, n: int) -> None:
+        self._seen.discard(key)
+        self.now -= n
+
+
+def test_keys_and_values_are_what_sampling_holds() -> None:
+    """Four prompts of 200 tokens, eight answers each: the buffer, the prompts' own, one layer's copy at the fork."""
+    model, shapes = small(), shapes_of(SIZES)
+    assert shapes is not None
+    prompts, group, length, max_new = 4, 8, 200, 100
+    planned = plan(
+        shapes, device="cuda", group=group, prompts=prompts, prompt_tokens=length, max_new=max_new, routes=False
+    )
+    decoder = LeanDecoder(model)
+    with torch.no_grad():
+        decoder.prefill([tuple(range(1, 41)) * 5] * prompts, prompts * group, max_new)
+    token, rows = shapes.kv_bytes(2), prompts * group
+    assert decoder.cache.kv.nbytes == rows * (length + max_new) * token
+    with Live() as live:
+        decoder.keep([row // group for row in range(rows)])
+    copied = sum(row != row // group for row in range(rows))
+    copy, layer = live.peak - decoder.cache.kv.nbytes, copied * length * token // 3
+    assert layer <= copy < 1.05 * layer, "of one of three layers"
+    own = prompts * length * token
+    assert planned.kv == decoder.cache.kv.nbytes + own + rows * length * token // 3
+
+
 def test_qwen3_4b() -> None:
     """Public facts of the model, and what follows from them."""
     s = KNOWN["Qwen/Qwen3-4B"]
@@ -81,6 +128,8 @@ def test_qwen3_4b() -> None:
     assert full.merged == 2 * fast.merged
     assert 40 < fast.peak / 2**30 < 60
     assert fast.peak < full.peak < 80 * 2**30, "fits the card that the preset is for"
+    # 114 rows at a time in 24 GiB, of 19 prompts; and what is there twice
+    assert full.kv / 2**30 == pytest.approx(24 + (19 + 114 / 36) * 500 * 147_456 / 2**30, abs=0.2)
     assert full.peak == full.standing + max(full.activations + full.logits, full.kv)
 
 
