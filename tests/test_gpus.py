@@ -15,6 +15,7 @@ import pytest
 
 from runs import until
 from vgrout.config.presets import resolve
+from vgrout.model.packing import how_to_install_flash
 from vgrout.sweep import runner
 from vgrout.sweep.__main__ import main
 from vgrout.sweep.gpus import Share, visible
@@ -143,6 +144,15 @@ def test_visible_gpus(
     if allowed is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", allowed)
     assert visible() == tuple(names.split())
+
+
+def test_install_line_names_a_missing_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    assert "`uv sync --extra gpu` compiles it with nvcc, which is not here" in how_to_install_flash()
+    (tmp_path / "cuda" / "bin").mkdir(parents=True)
+    (tmp_path / "cuda" / "bin" / "nvcc").touch()
+    assert "an hour or more" in how_to_install_flash()
 
 
 def test_jobs_are_gpus_or_else_cores(cards: Callable[[str], None]) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import weakref
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks import svd as bench
+from vgrout.config.run import Config, ScaleConfig
+from vgrout.model import svd_adapter
 from vgrout.model.decoder import LeanDecoder
 from vgrout.model.logprobs import collate, completion_logprobs
 from vgrout.model.memory import plan
 from vgrout.model.source import KNOWN, Shapes, find_shapes, shapes_of
 from vgrout.model.svd_adapter import SvdAdapter
+from vgrout.runs import preflight
 
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 3,
@@ -45,6 +49,28 @@ def test_weights_adapter_and_cache_are_counted_right(tmp_path: Path) -> None:
     content = sum(f.stat().st_size for f in tmp_path.iterdir())
     header = 400 * len(adapter.sites)
     assert shapes.svd_cache_bytes(2) <= content <= shapes.svd_cache_bytes(2) + header
+
+
+def test_a_long_decomposition_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After 5 s, and each minute then: here a weight takes 20 s."""
+    clock, lines = count(0, 20), list[str]()
+    monkeypatch.setattr(svd_adapter.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(svd_adapter.logger, "info", lines.append)
+    SvdAdapter(small(), None)
+    assert lines[:3] == [f"SVD: {i} of 21 weights after {20 * (i + 1)} s" for i in (0, 4, 8)]
+
+
+def test_the_disk_line_has_the_decomposed_weights_until_they_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    small().save_pretrained(tmp_path / "m")
+    cfg, shapes = Config(scale=ScaleConfig(model=str(tmp_path / "m"), problems="x.jsonl")), shapes_of(SIZES)
+    assert shapes is not None
+    monkeypatch.setattr(preflight, "gpu_here", lambda: True)
+    before = preflight.disk_needed(cfg)
+    SvdAdapter(small(), preflight.SVD_CACHE)
+    assert before - preflight.disk_needed(cfg) == shapes.svd_cache_bytes(2)
 
 
 def test_activations_are_what_autograd_keeps() -> None:
