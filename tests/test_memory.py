@@ -1,18 +1,25 @@
 """The plan from shapes: counted against what a small model of the same family really keeps."""
 
 import math
+import weakref
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks import svd as bench
+from vgrout.config.run import Config, ScaleConfig
+from vgrout.model import svd_adapter
+from vgrout.model.decoder import LeanDecoder
 from vgrout.model.logprobs import collate, completion_logprobs
 from vgrout.model.memory import plan
 from vgrout.model.source import KNOWN, Shapes, find_shapes, shapes_of
 from vgrout.model.svd_adapter import SvdAdapter
+from vgrout.runs import preflight
 
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 3,
@@ -44,6 +51,28 @@ def test_weights_adapter_and_cache_are_counted_right(tmp_path: Path) -> None:
     assert shapes.svd_cache_bytes(2) <= content <= shapes.svd_cache_bytes(2) + header
 
 
+def test_a_long_decomposition_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After 5 s, and each minute then: here a weight takes 20 s."""
+    clock, lines = count(0, 20), list[str]()
+    monkeypatch.setattr(svd_adapter.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(svd_adapter.logger, "info", lines.append)
+    SvdAdapter(small(), None)
+    assert lines[:3] == [f"SVD: {i} of 21 weights after {20 * (i + 1)} s" for i in (0, 4, 8)]
+
+
+def test_the_disk_line_has_the_decomposed_weights_until_they_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    small().save_pretrained(tmp_path / "m")
+    cfg, shapes = Config(scale=ScaleConfig(model=str(tmp_path / "m"), problems="x.jsonl")), shapes_of(SIZES)
+    assert shapes is not None
+    monkeypatch.setattr(preflight, "gpu_here", lambda: True)
+    before = preflight.disk_needed(cfg)
+    SvdAdapter(small(), preflight.SVD_CACHE)
+    assert before - preflight.disk_needed(cfg) == shapes.svd_cache_bytes(2)
+
+
 def test_activations_are_what_autograd_keeps() -> None:
     """Bytes of distinct storages saved for backward, weights apart, of a forward under the probe."""
     model, shapes = small(), shapes_of(SIZES)
@@ -68,6 +97,50 @@ def test_activations_are_what_autograd_keeps() -> None:
     assert sum(kept.values()) == pytest.approx(want, rel=0.2)
 
 
+class Live(TorchDispatchMode):
+    """The most bytes at a time of tensors that were made inside, or seen there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.peak, self._seen = 0, 0, set[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(t, torch.Tensor) and (key := id(storage := t.untyped_storage())) not in self._seen:
+                self._seen.add(key)
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._gone, key, storage.nbytes())
+        return out
+
+    def _gone(self, key: int, n: int) -> None:
+        self._seen.discard(key)
+        self.now -= n
+
+
+def test_keys_and_values_are_what_sampling_holds() -> None:
+    """Four prompts of 200 tokens, eight answers each: the buffer, the prompts' own, one layer's copy at the fork."""
+    model, shapes = small(), shapes_of(SIZES)
+    assert shapes is not None
+    prompts, group, length, max_new = 4, 8, 200, 100
+    planned = plan(
+        shapes, device="cuda", group=group, prompts=prompts, prompt_tokens=length, max_new=max_new, routes=False
+    )
+    decoder = LeanDecoder(model)
+    with torch.no_grad():
+        decoder.prefill([tuple(range(1, 41)) * 5] * prompts, prompts * group, max_new)
+    token, rows = shapes.kv_bytes(2), prompts * group
+    assert decoder.cache.kv.nbytes == rows * (length + max_new) * token
+    with Live() as live:
+        decoder.keep([row // group for row in range(rows)])
+    copied = sum(row != row // group for row in range(rows))
+    copy, layer = live.peak - decoder.cache.kv.nbytes, copied * length * token // 3
+    assert layer <= copy < 1.05 * layer, "of one of three layers"
+    own = prompts * length * token
+    assert planned.kv == decoder.cache.kv.nbytes + own + rows * length * token // 3
+
+
 def test_qwen3_4b() -> None:
     """Public facts of the model, and what follows from them."""
     s = KNOWN["Qwen/Qwen3-4B"]
@@ -81,6 +154,8 @@ def test_qwen3_4b() -> None:
     assert full.merged == 2 * fast.merged
     assert 40 < fast.peak / 2**30 < 60
     assert fast.peak < full.peak < 80 * 2**30, "fits the card that the preset is for"
+    # 114 rows at a time in 24 GiB, of 19 prompts; and what is there twice
+    assert full.kv / 2**30 == pytest.approx(24 + (19 + 114 / 36) * 500 * 147_456 / 2**30, abs=0.2)
     assert full.peak == full.standing + max(full.activations + full.logits, full.kv)
 
 

@@ -315,14 +315,6 @@ def test_two_sweeps_of_one_study_are_refused(study: Path, capsys: pytest.Capture
 # ── the plan ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(("gpu", "slots"), [(False, 3), (True, 1)])
-def test_slots(monkeypatch: pytest.MonkeyPatch, gpu: bool, slots: int) -> None:
-    monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3, 5}, raising=False)
-    monkeypatch.setattr(sweeps, "gpu_here", lambda: gpu)
-    assert sweeps.slots() == slots
-
-
 def test_dry_run(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(study), "--dry-run", "--jobs", "1"]) == 0
     assert "no finished run of the same preset and intervention for 2 of 2" in capsys.readouterr().out

@@ -26,6 +26,7 @@ from vgrout.runs.run_dir import held
 from vgrout.sweep import ray_cluster, warm, workers
 from vgrout.sweep import runner as sweeps
 from vgrout.sweep.__main__ import main
+from vgrout.sweep.gpus import Share
 from vgrout.sweep.mirror import Receiver, Sender
 from vgrout.sweep.ray_cluster import Look, RayJob, input_paths, packed
 from vgrout.sweep.workers import Attempt, Lost
@@ -320,7 +321,7 @@ def test_runs_are_started_where_they_cannot_be_forked(
         return process
 
     monkeypatch.setattr(workers, "spawn", spawn)
-    local = workers.Local(2, forks=True)
+    local = workers.Local(Share(2))
     console.setup(None)
     for flags in ["smoke", "--seed=1"], ["smoke", "--seed=2"]:
         local.start(Attempt(flags, here / "log"))

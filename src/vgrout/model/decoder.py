@@ -182,7 +182,8 @@ class _Cache:
     def keep(self, to: list[int], source: list[int]) -> None:
         """Slots `to` become what slots `source` were."""
         if to:
-            self.kv[:, :, to, :, : self.used] = self.kv[:, :, source, :, : self.used]
+            for kv in self.kv[..., : self.used, :]:  # by layer: what is copied is there twice
+                kv[:, to] = kv[:, source]
             if self.pad is not None:
                 self.pad[to] = self.pad[source]
 

@@ -30,7 +30,7 @@ class MemoryPlan:
     adapter: int  # δS, δS_hack, their moments, every rollout's gradient
     activations: int  # one micro-batch
     logits: int  # one chunk of the head, with its gradient
-    kv: int  # while sampling
+    kv: int  # while sampling: of the rows that go at once, and again of their prompts, which are read apart
     weight_sets: int
 
     @property
@@ -76,6 +76,10 @@ def plan(
     tokens = min(rows * row, max(TOKEN_BUDGET[device], row))
     positions = min(rows * max_new, max(1, HEAD_BUDGET[device] // shapes.vocab))
     weight_sets = 2 if routes else 1
+    token_kv = shapes.kv_bytes(size)
+    at_once = min(rows, max(1, KV_BUDGET[device] // (row * token_kv)))
+    # twice: the prompts of these rows, a group's once, and of one layer every row's copy of its prompt
+    twice = prompt_tokens * (token_kv * -(-at_once // group) + token_kv // shapes.layers * at_once)
     return MemoryPlan(
         weights=shapes.parameters * size,
         factors=shapes.svd_cache_bytes(size),
@@ -85,6 +89,6 @@ def plan(
         activations=tokens * shapes.activation_bytes(size),
         # logits in the weights' dtype and in fp32, and the gradient of both
         logits=positions * shapes.vocab * 2 * (size + FP32),
-        kv=min(KV_BUDGET[device], rows * row * shapes.kv_bytes(size)),
+        kv=at_once * row * token_kv + twice,
         weight_sets=weight_sets,
     )

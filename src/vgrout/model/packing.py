@@ -7,10 +7,13 @@ interface that transformers has for it.
 """
 
 import importlib.util
+import os
+import shutil
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -32,6 +35,14 @@ def flash_is_here(device: torch.device, dtype: torch.dtype) -> bool:
     """flash-attention 2 is for CUDA in half precision, where it is installed (extra `gpu`)."""
     half = dtype in (torch.bfloat16, torch.float16)
     return device.type == "cuda" and half and importlib.util.find_spec("flash_attn") is not None
+
+
+def how_to_install_flash() -> str:
+    """One line, which says so where the compiler is missing: without it the install ends in another's traceback."""
+    how = "`uv sync --extra gpu`"
+    if shutil.which("nvcc") or (Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "nvcc").is_file():
+        return f"{how} compiles it, an hour or more (MAX_JOBS: how many files at a time, 9 GB of memory each)"
+    return f"{how} compiles it with nvcc, which is not here: install CUDA's toolkit first, or give it a built wheel"
 
 
 def flash_kernel(device: torch.device, dtype: torch.dtype) -> Kernel | None:

@@ -7,6 +7,7 @@ U and Vh. Index letters: R = Σ r over the adapted modules, k numbers of a basis
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from vgrout.console import HEARTBEAT_S
 from vgrout.files import write_atomic
 from vgrout.tensor_types import ModuleGrads, RolloutGrads
 
@@ -147,8 +149,11 @@ class SvdAdapter:
         self.model = model
         self.sites: dict[str, AdaptedLinear] = {}
         cache = SvdCache(cache_dir, decompose or svd)
-        lo = 0
+        lo, started, say_at = 0, time.monotonic(), 5.0
         for name, linear in tqdm(linears.items(), desc="SVD", unit="module", disable=None, leave=False):
+            if (seconds := time.monotonic() - started) > say_at:  # minutes at 4B, where the bar may be off
+                logger.info(f"SVD: {len(self.sites)} of {len(linears)} weights after {seconds:.0f} s")
+                say_at = seconds + HEARTBEAT_S
             W = linear.weight.data
             U, S, Vh = cache.decompose(W)
             self.sites[name] = AdaptedLinear(name, linear, W, U, S, Vh, slice(lo, lo + len(S)))

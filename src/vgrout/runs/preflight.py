@@ -17,24 +17,36 @@ from vgrout.grading.grade import Grader
 from vgrout.grading.reward import import_function
 from vgrout.inputs import Inputs, read_inputs
 from vgrout.model.memory import plan as memory_plan
-from vgrout.model.source import find_shapes
+from vgrout.model.source import BF16, FP32, Shapes, find_shapes
 from vgrout.problems import Row
 from vgrout.runs.duration import in_words, seconds
 from vgrout.runs.run_dir import ENDED, RUNS, last_resumable
 from vgrout.types import MODES
 
+SVD_CACHE = Path("out/svd_cache")
 ROLLOUT_BYTES = 3000  # a line of rollouts.jsonl on the organism; a real model's answers are ~4 characters a token
 
 
+def device_of(cfg: Config) -> str:
+    """Where the run will be, as far as can be said without torch."""
+    return "cuda" if gpu_here() or cfg.preset in ("fast", "full") else "cpu"
+
+
+def svd_cache(cfg: Config, shapes: Shapes) -> int:
+    """Bytes of the model's decomposed weights on disk."""
+    return shapes.svd_cache_bytes(BF16 if device_of(cfg) == "cuda" else FP32)
+
+
 def disk_needed(cfg: Config) -> int:
-    """Bytes that a run writes, about."""
+    """Bytes that a run writes, about. Weights that seem to be decomposed already are not: the cache holds as much."""
     answers = cfg.generations * cfg.scale.steps + 4 * cfg.eval.final_n_prompts * cfg.eval.final_samples
     need = answers * ROLLOUT_BYTES
     if shapes := find_shapes(cfg.model_path):
         every = cfg.eval.eval_ablate_every
         saved = (cfg.scale.steps // every if every and cfg.eval.save_eval_ckpts else 0) + 3
         checkpoints = 6 * (cfg.run.checkpoint_keep + 1)  # two vectors with two moments each
-        need += 4 * shapes.R * (saved + checkpoints)
+        cached = sum(p.stat().st_size for p in SVD_CACHE.glob("*.safetensors"))
+        need += 4 * shapes.R * (saved + checkpoints) + max(0, svd_cache(cfg, shapes) - cached)
     return need
 
 
@@ -169,14 +181,13 @@ def plan_lines(cfg: Config, inputs: Inputs, grader: Grader, folder: Path) -> lis
             f"time          about {in_words(took)} on this machine: an estimate from a matrix product and a copy timed "
             f"just now{'' if gpu_here() else ' on the CPU'}"
         )
-        device = "cuda" if gpu_here() or made_for_gpu else "cpu"
         lines.append(
             f"adapter       {shapes.adapted / 1e6:.2f} M weights under {shapes.R} singular values, two vectors of that "
-            f"size; SVD cache {shapes.svd_cache_bytes(2 if device == 'cuda' else 4) / 2**30:.2f} GiB on disk"
+            f"size; SVD cache {svd_cache(cfg, shapes) / 2**30:.2f} GiB on disk"
         )
         lines += memory_plan(
             shapes,
-            device=device,
+            device=device_of(cfg),
             group=s.group,
             prompts=s.prompts_per_step,
             prompt_tokens=_prompt_tokens(rows),

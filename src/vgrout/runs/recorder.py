@@ -18,6 +18,7 @@ from vgrout.files import printable, quoted
 from vgrout.guard.guard import Guard
 from vgrout.method import Method
 from vgrout.method.base import Refresh
+from vgrout.model.packing import how_to_install_flash
 from vgrout.model.policy import LanguageModel, Policy
 from vgrout.model.svd_adapter import weights_sha256
 from vgrout.modes import MODE_SPECS
@@ -171,7 +172,7 @@ class Recorder(StepRecorder[StepRow]):
         logger.debug(self.run.grader.protections.line())
         logger.debug(f"attention: {', '.join(f'{phase} {kernel}' for phase, kernel in self.attention.items())}")
         if self.policy.device.type == "cuda" and not self.attention["update"].startswith("flash"):
-            logger.warning("flash-attention 2 is not in use (install the extra gpu): slower, and the same numbers")
+            logger.warning(f"flash-attention 2 is not in use: slower, and the same numbers; {how_to_install_flash()}")
 
     def _require_alike(self, step: int) -> None:
         """Raises Diverged where the ranks' adapters are no longer the same to the last bit."""

@@ -10,7 +10,6 @@ import os
 import re
 import shlex
 import signal
-import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
@@ -26,15 +25,17 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from vgrout.files import probe_writable, read_json, to_json, write_atomic
+from vgrout.grading.grade import cores
 from vgrout.inputs import file_hashes
-from vgrout.runs.preflight import gpu_here, preflight
+from vgrout.runs.preflight import preflight
 from vgrout.runs.run_context import DIVERGED, FAILED, FINISHED, HALTED, INTERRUPTED, Stop, stop_on_signals
 from vgrout.runs.run_dir import held, hold
+from vgrout.sweep.gpus import POLL_S, Share
 from vgrout.sweep.ledger import Ledger, Record, kind
 from vgrout.sweep.pueue import Pueue
 from vgrout.sweep.ray_cluster import Ray, input_paths
 from vgrout.sweep.study_file import Cell, StudyFile, load_study_file
-from vgrout.sweep.workers import POLL_S, Attempt, Job, Local, Lost, Workers
+from vgrout.sweep.workers import Attempt, Job, Local, Lost, Workers
 
 SWEEPS = Path("out/sweeps")
 SCHEMA = "sweep_v1"
@@ -64,7 +65,9 @@ class Cli:
     """Print every run's command for another scheduler, one per line and always on the same line: the resuming command
     where there is a checkpoint, `true` where the run has ended or is under way. Start nothing."""
     jobs: int | None = None
-    """Runs at a time; none: one per core, or one in all where there is a GPU (on a Ray cluster: one per GPU)."""
+    """Runs at a time, each on a GPU of its own where there are any; none: as many as there are GPUs, or else cores."""
+    gpus_per_run: int = 1
+    """GPUs of each run, with a rank on each."""
     via: Literal["local", "pueue", "ray"] = "local"
     """Where runs are started: processes on this machine · a pueue queue · a Ray cluster."""
     ray_address: str = ""
@@ -77,6 +80,11 @@ class Cli:
             raise ValueError(f"--jobs {self.jobs}: should lie in [1, 4096]")
         if self.jobs is not None and self.via == "pueue":
             raise ValueError("--jobs: not read with --via pueue; say `pueue parallel N`")
+        if not 1 <= self.gpus_per_run <= 1024:
+            raise ValueError(f"--gpus-per-run {self.gpus_per_run}: should lie in [1, 1024]")
+        if self.gpus_per_run > 1 and (self.commands or self.via == "ray"):
+            why = "--commands: torchrun starts the ranks" if self.commands else "--via ray: a run has one GPU"
+            raise ValueError(f"--gpus-per-run: not read with {why}")
         if self.commands and self.dry_run:
             raise ValueError("--commands: prints commands alone; leave --dry-run out")
         if self.ray_address and self.via != "ray":
@@ -184,7 +192,7 @@ class Sweep:
 
     # ── the plan ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def lines(self, jobs: int) -> list[str]:
+    def lines(self, share: Share) -> list[str]:
         """Every run with its state, and the estimated remaining time."""
         table = [
             {
@@ -202,7 +210,8 @@ class Sweep:
             f"{len(self.entries)} runs: " + ", ".join(f"{n} {state}" for state, n in counts.items()),
             *self.warnings(),
             *self.queued(),
-            self.estimate(jobs),
+            self.estimate(share.jobs),
+            *share.lines(),
         ]
 
     def warnings(self) -> list[str]:
@@ -233,7 +242,9 @@ class Sweep:
         busy = [0.0] * jobs  # when each slot is free, if runs start in order
         for seconds in known:
             heapreplace(busy, busy[0] + seconds)
-        line = f"about {_time(max(busy))}, {jobs} at a time" if known else "time: no estimate"
+        waves = -(-len(left) // max(1, jobs))
+        line = f"about {_time(max(busy))}" if known else "time: no estimate"
+        line += f", {jobs} at a time, {waves} wave{'s' * (waves > 1)}"
         if unknown := len(left) - len(known):
             line += f"; no finished run of the same preset and intervention for {unknown} of {len(left)}"
         return line
@@ -396,17 +407,30 @@ class Sweep:
         logger.info(f"{len(self.entries) - len(bad)} of {len(self.entries)} runs finished: {self.folder / 'runs.json'}")
         return FAILED if bad else FINISHED
 
-    def enqueue(self, queue: Pueue) -> int:
+    def require_ranks(self, share: Share) -> None:
+        """Raises ValueError, one line, where a run cannot have a rank on each of its GPUs."""
+        for cell in (e.cell for e in self.left if share.gpus):
+            where, ranks = f"{self.study.path}: {cell.method}", cell.cfg.run.ranks
+            if ranks not in (1, "auto", share.each):
+                raise ValueError(f"{where}: --ranks {ranks}, and each rank needs a GPU; add --gpus-per-run {ranks}")
+            if share.each > (most := cell.cfg.generations):
+                raise ValueError(
+                    f"--gpus-per-run {share.each}: {where}: a step has {most} rollouts; give at most {most}"
+                )
+
+    def enqueue(self, queue: Pueue, share: Share) -> int:
         """Hand the remaining runs to the queue, except those that it already has."""
         added = 0
         for entry in tqdm(self.left, disable=None, desc="pueue", unit="run"):
             label = f"{self.study.name}: {entry.cell.name} ({entry.cell.identity[:8]})"
             if entry.state != "running":
                 if (label, str(Path.cwd())) not in queue.open:
-                    queue.add(entry.attempt(self.log(entry)).argv, label)
+                    queue.add(share.command(entry.attempt(self.log(entry)).argv), label)
                     added += 1
                 entry.state = "queued"
                 self.write()
+        if share.gpus:
+            logger.info(f"a run waits until its GPU is free: `pueue parallel {share.jobs}` has as many under way")
         logger.info(f"{added} runs added to the queue; afterwards, for their results, the same command without --via")
         return FINISHED
 
@@ -459,8 +483,10 @@ def run(cli: Cli) -> int:
     if cli.commands:
         print("\n".join(entry.command() for entry in sweep.entries))
         return FINISHED
+    share = Share.of(cli.jobs, cli.gpus_per_run, cores()) if cli.via != "ray" else Share(cli.jobs or cores())
+    sweep.require_ranks(share)
     if cli.dry_run:
-        print("\n".join(sweep.lines(cli.jobs or slots())))
+        print("\n".join(sweep.lines(share)))
         if (why := sweep.edited()) and not cli.replan:
             print(why)
         return FINISHED
@@ -474,22 +500,12 @@ def run(cli: Cli) -> int:
         queued = sweep.queued()
         sweep.write()
         if cli.via == "pueue":
-            return sweep.enqueue(Pueue())
-        with closing(_workers(cli)) as workers:
-            for line in (*sweep.warnings(), *queued, sweep.estimate(workers.slots)):
+            return sweep.enqueue(Pueue(), share)
+        with closing(_workers(cli, share)) as workers:
+            for line in (*sweep.warnings(), *queued, sweep.estimate(workers.slots), *share.lines()):
                 logger.info(line)
             return sweep.carry_out(workers)
 
 
-def _workers(cli: Cli) -> Workers:
-    if cli.via == "ray":
-        return Ray(cli.ray_address, cli.jobs)
-    n = cli.jobs or slots()
-    return Local(n, forks=n > 1 and sys.platform == "linux" and not gpu_here())
-
-
-def slots() -> int:
-    """Runs at a time on this machine: one per core that this process may use, or one where there is a GPU."""
-    if gpu_here():
-        return 1
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+def _workers(cli: Cli, share: Share) -> Workers:
+    return Ray(cli.ray_address, cli.jobs) if cli.via == "ray" else Local(share)

@@ -13,8 +13,7 @@ from loguru import logger
 
 from vgrout.config.run import Config
 from vgrout.sweep import warm
-
-POLL_S = 0.2
+from vgrout.sweep.gpus import Share
 
 
 @dataclass(frozen=True)
@@ -61,12 +60,13 @@ class Workers(Protocol):
 
 
 class Local:
-    """Processes on this machine, with one thread each where several share it."""
+    """Processes on this machine. Several on the CPU have one thread each, and are forked from one process that has the
+    imports, as long as that works."""
 
-    def __init__(self, slots: int, *, forks: bool = False) -> None:
-        """forks: fork runs from one process that has the imports, as long as that works."""
-        self.slots = slots
-        self._warm = warm.Warm() if forks else None
+    def __init__(self, share: Share) -> None:
+        self._share, self.slots = share, share.jobs
+        self._several = share.jobs > 1 and not share.gpus
+        self._warm = warm.Warm() if self._several and sys.platform == "linux" else None
 
     def start(self, attempt: Attempt) -> Job:
         if self._warm:
@@ -75,7 +75,7 @@ class Local:
             except warm.CannotFork as e:
                 logger.warning(f"every run imports for itself, seconds of CPU time each: {e}")
                 self._warm = None
-        return spawn(attempt.argv, attempt.log, threads=1 if self.slots > 1 else None)
+        return spawn(self._share.command(attempt.argv), attempt.log, threads=1 if self._several else None)
 
     def close(self) -> None:
         if self._warm:
