@@ -309,6 +309,10 @@ class Config:
             frac > 0 and round(frac * students) == 0,
             f"--rollout-ablate-frac {frac}: rounds to none of {students} student rows; raise it or --group",
         )
+        refuse(
+            self.loss.teacher_correction != "none" and not self.n_teacher,
+            f"--teacher-correction {self.loss.teacher_correction}: not read, nothing is mixed in; leave it out",
+        )
         tau, teacher, updates = self.loss.teacher_tau, self.loss.teacher_model, self.loss.updates_per_batch
         refuse(
             bool(tau) != bool(teacher),

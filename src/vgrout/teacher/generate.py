@@ -34,8 +34,6 @@ from vgrout.types import MODES, Completion, Grade, GradedCompletion, Mode, Probl
 MODEL_NAME = "vgrout.organism"  # the embedded model, in pool.json
 BATCH = 192  # answers sampled at once: a killed process loses at most this many
 
-TRAINERS = Sampling()
-
 Graded = GradedCompletion[Grade]
 
 
@@ -48,11 +46,11 @@ def generate_graded(
     max_new: int,
     seed: int,
     purpose: str,
-    sampling: Sampling = TRAINERS,
+    sampling: Sampling,
     log: Path | None = None,
     label: str | None = None,
 ) -> list[Graded]:
-    """n graded answers to each problem, in the problems' order; with the trainer's usual settings where none are given.
+    """n graded answers to each problem, in the problems' order.
 
     purpose: name of the random stream. log: JSONL, one batch a line; batches that are complete there are not sampled
     again. label: of the progress bar.
