@@ -85,7 +85,8 @@ def both(base: list[str], name: str, a: object, b: object) -> Run:
     return Run(base, f"{name}={a}", f"{name}={b}")
 
 
-GUARD = [*NONE, "--guard=log", "--eval-ablate-every=1", "--steps=40"]
+LATE = [*NONE, "--guard=log", "--eval-ablate-every=1", "--steps=40"]
+GUARD = [*LATE, "--guard-warmup=0"]
 FLAGS: dict[str, Run | Held] = {
     "--adam-beta1": Run(NONE, "0.5", "0.1"),
     "--adam-beta2": Run(NONE, "0.9", "0.5"),
@@ -118,9 +119,9 @@ FLAGS: dict[str, Run | Held] = {
     "--group": Run(NONE, "4", "6"),
     "--guard": Plan(NONE, "off", "log"),
     "--guard-baseline": Watch(GUARD, "1", "4"),
-    "--guard-halt-on": Plan([*GUARD, "--guard=halt"], "gap", "streak,gap"),
+    "--guard-halt-on": Plan([*NONE, "--guard=halt", "--eval-ablate-every=1", "--steps=40"], "gap", "streak,gap"),
     "--guard-rule": Watch(GUARD, "ema", "se"),
-    "--guard-warmup": Watch(GUARD, "0", "30"),
+    "--guard-warmup": Watch(LATE, "0", "30"),
     "--inoculation-prompt": Run([*NONE, "--control=inoculation"], "", "Cheat."),
     "--intervention": Run(["--vhack-refresh-every=0"], "erase", "route"),
     "--kl": Run([*NONE, "--beta=0.1"], "k3", "k1"),
@@ -304,7 +305,7 @@ def verdicts(argv: list[str]) -> list[Any]:
     out: list[Any] = []
     for i in range(40):
         now = guard.update(i, min(1.0, 0.3 + 0.01 * i), max(0.0, 0.6 - 0.012 * i), 400, kl=0.002 * i)
-        out.append((now.fire, now.reason, now.gap, now.streak, guard.should_halt(cfg.guard.halting)))
+        out.append((now.reason, now.gap, now.streak, guard.fired))
     return out
 
 

@@ -7,11 +7,7 @@ from vgrout.config.checks import changed, check, flags, refuse, setting
 
 @dataclass(frozen=True)
 class Sampling:
-    """The sampler's settings, applied in this order (as transformers does): temperature, top-k, top-p.
-
-    Raises:
-        ValueError: a value outside its range, or one that is not read.
-    """
+    """How answers are sampled. Applied in this order, as transformers does: temperature, top-k, top-p."""
 
     temperature: float = setting(0.7, low=0, high=1e3)
     """Divides the logits, wherever answers are sampled; 0: greedy."""
