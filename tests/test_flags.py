@@ -224,10 +224,11 @@ def test_every_flag_has_an_entry() -> None:
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def files(tmp_path_factory: pytest.TempPathFactory, shared_run: SharedRuns) -> dict[str, str]:
     """What entries name in braces."""
     home = tmp_path_factory.mktemp("files")
-    tiny.tiny().save_pretrained(home / "other_model")
+    for part in (tiny.tiny(), tiny.tokenizer()):
+        part.save_pretrained(home / "other_model")
     lines = organism.PROBLEMS.read_text(encoding="utf-8").splitlines(keepends=True)
     (home / "half.jsonl").write_text("".join(lines[::2]), encoding="utf-8")
     shutil.copytree(organism.DATA_DIR, home / "other_organism")
@@ -235,7 +236,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     shutil.copytree(organism.POOL_DIR, home / "pool")
     for file in (home / "pool").glob("*.jsonl.gz"):
         with_logps(file)
-    policy = load_policy(organism.MODEL_DIR, device="cpu", dtype=torch.float32, cache_dir=None)
+    decomposed = shared_run.folder.parent / "svd_cache"
+    policy = load_policy(organism.MODEL_DIR, device="cpu", dtype=torch.float32, cache_dir=decomposed)
     few_axes = extract(policy, load_pairs(organism.PAIRS_DIR / "run_tests.json"), 6, 0.0)
     save(few_axes, home / "direction.safetensors")
     known = json.loads(organism.KNOWN_CORRECT.read_text(encoding="utf-8"))
