@@ -25,7 +25,7 @@ from vgrout.data.language import Shares
 from vgrout.distill import main
 from vgrout.imitation import dpo_rounds
 from vgrout.imitation.distill_config import DistillConfig, MiniLlmConfig, Task, UldConfig
-from vgrout.imitation.distill_methods import EVERYTHING, Graded, Measured, MiniLlm, Uld
+from vgrout.imitation.distill_methods import Graded, Measured, MiniLlm, Uld
 from vgrout.imitation.mixed_sampling import MixedModel, mixed_model
 from vgrout.imitation.trainable import AdapterOnly, FullModel
 from vgrout.model.policy import LanguageModel
@@ -68,7 +68,7 @@ def task(**cfg: Any) -> Task:
 def answers(behaviour: LanguageModel, n: int = 6) -> list[Graded]:
     problems = [NOWHERE, replace(NOWHERE, messages=({"role": "user", "content": "xyz"},))]
     prompts = [behaviour.render(p.messages) for p in problems]
-    sampled = sample(behaviour, prompts, n // 2, EVERYTHING, 9, torch.Generator().manual_seed(3))
+    sampled = sample(behaviour, prompts, n // 2, MiniLlm.sampling, 9, torch.Generator().manual_seed(3))
     return [
         (Rollout.of(p, ids, a), None)
         for p, ids, of_prompt in zip(problems, prompts, sampled, strict=True)

@@ -193,7 +193,7 @@ def test_kl_estimators() -> None:
     assert x.logp_ref is not None
     d = x.logp_ref - x.logp
     for name, want in (("k1", -d), ("k2", d**2 / 2), ("k3", d.exp() - d - 1)):
-        got = kl_to(x.logp, x.logp_ref, x.mask, LossConfig(kl=name))
+        got = kl_to(x.logp, x.logp_ref, x.mask, LossConfig(kl=name, beta=1.0))
         assert torch.allclose(got, torch.where(x.mask, want, 0.0), rtol=1e-12)
 
 
@@ -205,7 +205,7 @@ def test_kl_estimators_agree_in_expectation() -> None:
     kl = float((p.exp() * (p - q)).sum())
     every = torch.ones(1, 50, dtype=torch.bool)
     for name, tolerance in (("k1", 1e-12), ("k3", 1e-12), ("k2", 0.1 * kl)):
-        got = float((p.exp() * kl_to(p, q, every, LossConfig(kl=name))).sum())
+        got = float((p.exp() * kl_to(p, q, every, LossConfig(kl=name, beta=1.0))).sum())
         assert got == pytest.approx(kl, abs=tolerance)
 
 
@@ -272,7 +272,7 @@ def test_extreme_log_ratios_stay_finite(
     assert weight.isfinite().all()
     x = make(logp=a, logp_old=b, logp_sampler=c, logp_ref=b, logp_teacher=c, weight=weight)
     x = replace(x, advantages=sign * torch.ones(G, dtype=dtype))
-    cfg: dict[str, Any] = {"loss": name, "kl": kl, "beta": 0.0 if name == "dppo_tv" else 0.1, "teacher_tau": 0.1}
+    cfg: dict[str, Any] = {"loss": name, "teacher_tau": 0.1} | ({} if name == "dppo_tv" else {"kl": kl, "beta": 0.1})
     assert loss(x, **cfg).isfinite().all()
     assert gradient(x, **cfg).isfinite().all()
 
@@ -319,6 +319,10 @@ def test_teacher_weights_give_the_papers_gradients() -> None:
         ({"loss": "icepop", "clip_low": -0.1}, "--clip-low -0.1"),
         ({"clip_low": 0.1}, "--clip-low 0.1: not read by --loss grpo with one update a batch"),
         ({"loss": "gspo", "clip_high": 1e-9}, "--clip-high 1e-09: not read by --loss gspo with one update a batch"),
+        ({"clip_low": 1.0, "updates_per_batch": 2}, "--clip-low 1.0: no ratio lies below 1 − 1.0"),
+        ({"teacher_correction": "luffy", "updates_per_batch": 2}, "luffy with --updates-per-batch 2"),
+        ({"kl": "k1"}, "--kl: not read"),
+        ({"dppo_diff_low": 0.1, "tis_cap": 3.0}, "--dppo-diff-low, --tis-cap: not read"),
         ({"loss": "cispo", "clip_low": 0.1}, "--loss cispo, which has no such bound"),
         ({"loss": "dppo_tv", "clip_high": 5.0}, "--loss dppo_tv, which has no such bound"),
         ({"beta": -1.0}, "--beta"),

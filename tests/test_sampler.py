@@ -17,11 +17,16 @@ from transformers.generation.logits_process import (
 )
 
 import tiny
-from vgrout.model import sampler
+from vgrout.config.sampling import Sampling
+from vgrout.iterative_dpo import main as iterative_dpo
+from vgrout.model import sampler, sampling
 from vgrout.model.decoder import HfDecoder, LeanDecoder, lean_fits
 from vgrout.model.policy import Policy, load_policy
 from vgrout.model.sampler import draw, placed, sample
-from vgrout.model.sampling import Sampling, candidates, support, tempered
+from vgrout.model.sampling import candidates, support, tempered
+from vgrout.teacher.__main__ import main as teacher
+from vgrout.tools.substrate import main as substrate
+from vgrout.train import main as train
 from vgrout.types import Completion
 
 PROMPTS = ((2, 79, 76, 83, 1, 4), (9,), (2, 40, 41, 42, 43, 44, 45, 46, 1, 4))
@@ -288,10 +293,41 @@ def test_children_stay_where_their_parent_was() -> None:
         assert stayed == {parent for parent in parents if parent < n}
 
 
-@pytest.mark.parametrize("bad", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_k": -1}])
-def test_settings_out_of_range_are_refused(bad: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "bad", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_k": -1}, {"top_p": 0.5, "temperature": 0.0}]
+)
+def test_settings_out_of_range_or_not_read_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad)).replace("_", "-")):
         Sampling(**bad)
+
+
+@pytest.mark.parametrize("greedy", [["--temperature", "0"], ["--top-k", "1"]])
+@pytest.mark.parametrize(
+    ("main", "argv"),
+    [
+        (train, ["smoke"]),
+        (teacher, ["--model", "organism"]),
+        (substrate, ["--model", "organism"]),
+        (iterative_dpo, ["--base-model", "organism", "--output-dir", "out"]),
+    ],
+)
+def test_equal_answers_are_refused(
+    main: Any, argv: list[str], greedy: list[str], tmp_path: Any, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*argv, *greedy]) == 2
+    error = capsys.readouterr().err
+    assert " ".join(greedy) in error
+    assert "all answers to a prompt would be the same" in error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nobody_samples_by_settings_of_his_own() -> None:
+    """Whoever samples is given the run's settings. MiniLLM's expectations are over the whole distribution; the
+    organism's shipped files have the usual settings."""
+    source = Path(sampling.__file__).parents[1]
+    made = {str(f.relative_to(source)) for f in source.rglob("*.py") if "Sampling(" in f.read_text(encoding="utf-8")}
+    assert made == {"imitation/distill_methods.py", "imitation/distill_config.py", "organism/build.py"}
 
 
 # ── policy ──────────────────────────────────────────────────────────────────────────────────────────────────────────

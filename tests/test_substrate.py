@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from vgrout.config.sampling import Sampling
 from vgrout.data import organism
 from vgrout.grading.grade import Grader
 from vgrout.model.policy import LanguageModel, load_language_model
@@ -182,7 +183,7 @@ def test_a_killed_generation_goes_on_and_gives_the_same(
 ) -> None:
     monkeypatch.setattr(generate, "BATCH", 4)
     problems = load_problems(organism.PROBLEMS)[:6]
-    settings: dict[str, Any] = {"max_new": 40, "seed": 3, "purpose": "test"}
+    settings: dict[str, Any] = {"sampling": Sampling(), "max_new": 40, "seed": 3, "purpose": "test"}
     at_once = generate_graded(lm, grader, problems, 2, **settings)
     log = tmp_path / "log.jsonl"
     sampled: list[int] = []

@@ -207,9 +207,6 @@ def test_sampler_and_trainer_agree(done: RunOf) -> None:
         ["--loss", "dppo_tv"],
         ["--loss", "icepop", "--ratio-support", "sampled"],
         ["--beta", "0.01", "--kl", "k2", "--no-unbiased"],
-        ["--teacher-correction", "luffy"],
-        ["--teacher-tau", "0.1", "--teacher-model", "organism"],
-        ["--mix-ratio", "0"],
     ],
     ids=" ".join,
 )

@@ -10,12 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
 
 import tiny
+from methods import config, problem
+from methods import make as make_method
 from test_losses import LENGTHS, NORM, G, T, make
 from vgrout.config.loss import LossConfig
+from vgrout.config.run import OptConfig
 from vgrout.losses import LossInput, policy_loss, teacher_weight
+from vgrout.optim import Optimizer, learn
+from vgrout.types import Batch, CachedGrade, Group, Rollout
 
 trl = pytest.importorskip("trl", reason="TRL is not installed: uv run --extra trl pytest tests/test_trl.py")
 datasets = pytest.importorskip("datasets")
@@ -132,6 +138,96 @@ def test_corrections_towards_the_sampler_are_trls(mode: str, tmp_path: Path, rec
     record_property("largest difference", worst)
     print(f"{mode}: largest difference {worst:.1e} (trl {trl.__version__})")
     assert worst < 1e-12
+
+
+class Turned(nn.Module):
+    """W + U diag(δ) Vh."""
+
+    def __init__(self, site: Any) -> None:
+        super().__init__()
+        self.U, self.Vh = site.U.detach().clone(), site.Vh.detach().clone()
+        self.δ = nn.Parameter(torch.zeros(len(self.Vh)))
+
+    def forward(self, W: Tensor) -> Tensor:
+        return W + (self.U * self.δ) @ self.Vh
+
+
+@pytest.mark.parametrize("loss", ["dr_grpo", "dapo", "gspo", "cispo"])
+@pytest.mark.parametrize("updates", [1, 2, 3])
+def test_several_updates_a_batch_are_trls_num_iterations(loss: Any, updates: int, tmp_path: Path) -> None:
+    """TRL samples a batch and trains on it with `num_iterations`; `learn` gets the same batch."""
+    lr, n, most = 0.02, 4, 12
+    policy, peers = tiny.policy(), tiny.tiny().requires_grad_(False)
+    turned = {name: Turned(site) for name, site in policy.adapter.sites.items()}
+    for name, part in turned.items():
+        register_parametrization(peers.get_submodule(name), "weight", part)
+    args = trl.GRPOConfig(
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        disable_tqdm=True,
+        logging_strategy="no",
+        save_strategy="no",
+        gradient_checkpointing=False,
+        max_completion_length=most,
+        per_device_train_batch_size=2 * n,
+        num_generations=n,
+        num_iterations=updates,
+        max_steps=updates,
+        temperature=1.0,
+        top_k=0,
+        beta=0.0,
+        scale_rewards="none",
+        learning_rate=lr,
+        lr_scheduler_type="constant",
+        optim="adamw_torch",
+        max_grad_norm=1e9,
+        **SAME[loss][1],
+    )
+    peer = trl.GRPOTrainer(
+        model=peers,
+        reward_funcs=lambda completion_ids, **_: [float(sum(ids) % 5) for ids in completion_ids],
+        args=args,
+        train_dataset=datasets.Dataset.from_list([{"prompt": "a"}, {"prompt": "bc"}]),
+        processing_class=tiny.tokenizer(),
+    )
+    batches: list[dict[str, Tensor]] = []
+    generate = peer._generate_and_score_completions
+
+    def kept(inputs: Any) -> Any:
+        batches.append(generate(inputs))
+        return batches[-1]
+
+    peer._generate_and_score_completions = kept
+    peer.train()
+    (b,) = batches
+    rollouts = [
+        Rollout(problem(), "student", False, tuple(b["prompt_ids"][i][b["prompt_mask"][i] > 0].tolist()), ids, "", True)
+        for i in range(2 * n)
+        for ids in [tuple(b["completion_ids"][i][b["completion_mask"][i] > 0].tolist())]
+    ]
+    grades = [CachedGrade(float(sum(r.completion_ids) % 5), False, False, True, "trl") for r in rollouts]
+    groups = [
+        Group(problem(i), tuple(rollouts[n * i : n * i + n]), tuple(grades[n * i : n * i + n]), index=i)
+        for i in range(2)
+    ]
+    assert [A for g in groups for A in g.advantages] == pytest.approx(b["advantages"].tolist())
+    method = make_method(policy, "none")
+    policy.adapter.load_state_dict({name: torch.zeros_like(v) for name, v in policy.adapter.state_dict().items()})
+    cfg = config("none", loss=LossConfig(loss=loss, updates_per_batch=updates))
+    cfg = replace(cfg, scale=replace(cfg.scale, prompts_per_step=2))
+    opt = OptConfig(lr=1000 * lr, adam_beta1=0.9, adam_beta2=0.999, weight_decay=0.0, grad_clip=1e9)  # lr in step 0
+    batch = Batch(tuple(groups), (), (), 3.0, 2 * n, 0)
+    got = learn(policy, method, Optimizer(policy.adapter, opt, 1000), method.plan(batch, {}), {}, cfg)
+    assert got.loss is not None
+    if updates > 1 and loss != "cispo":
+        assert got.loss.is_masked, "or the clip is not tested"
+    own = policy.adapter.δS.detach()
+    other = policy.adapter.flat({name: part.δ.detach() for name, part in turned.items()})
+    far = float((own - other).norm() / other.norm())
+    print(f"{loss}, {updates} updates: δS {far:.1e} apart (trl {trl.__version__})")
+    assert far < 1e-4  # fp32
 
 
 TEMPLATES = ["qwen3", "qwen3_instruct_2507", "qwen2_5", "qwen3_6", "deepseek_r1_distill", "glm4moe", "llama3", "phi3"]

@@ -21,12 +21,12 @@ from vgrout import console, ranks
 from vgrout.cli import cli_exit, parse_args
 from vgrout.config.checks import check, setting
 from vgrout.config.run import ORGANISM, Config
+from vgrout.config.sampling import Sampling
 from vgrout.console import Clock
 from vgrout.files import read_json, to_json, write_atomic
 from vgrout.grading.grade import Grader
 from vgrout.grading.reward import RewardFunction
 from vgrout.model.policy import LanguageModel, Policy
-from vgrout.model.sampling import Sampling
 from vgrout.model.saved import Saved, find_adapter, load_saved
 from vgrout.problems import Row, assigned, balanced, load_rows, modes_in_turn, plain, with_modes, without_hints
 from vgrout.rng import torch_stream
@@ -59,6 +59,7 @@ def answers(
     problems: Sequence[Problem],
     n: int,
     *,
+    sampling: Sampling,
     max_new: int,
     seed: int,
     step: int,
@@ -75,7 +76,7 @@ def answers(
         grader,
         problems,
         n,
-        sampling=Sampling(),
+        sampling=sampling,
         max_new=max_new,
         stream=torch_stream(seed, purpose, step),
         on_completion=on_completion,
@@ -96,7 +97,15 @@ def answers_of(
     """The same by one side of a run's policy."""
     with as_side(policy, in_run(side, cfg)):
         return answers(
-            policy, grader, problems, n, max_new=cfg.scale.max_new, seed=cfg.run.seed, step=step, purpose=purpose
+            policy,
+            grader,
+            problems,
+            n,
+            sampling=cfg.sampling,
+            max_new=cfg.scale.max_new,
+            seed=cfg.run.seed,
+            step=step,
+            purpose=purpose,
         )
 
 
@@ -260,6 +269,7 @@ def score(
                     grader,
                     given,
                     samples,
+                    sampling=saved.cfg.sampling,
                     max_new=saved.cfg.scale.max_new,
                     seed=seed,
                     step=saved.cfg.scale.steps,

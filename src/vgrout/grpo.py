@@ -1,4 +1,14 @@
-"""Groups → every rollout's own policy gradient, in one forward and backward a micro-batch."""
+"""Groups → every rollout's own policy gradient, in one forward and backward a micro-batch.
+
+A batch is learnt from in N updates (--updates-per-batch), all of them on all of its rollouts. In update n = 1 … N a
+rollout b, learnt in that view v of the adapter (the quarantine on, or off) that the plan says, has the gradient
+
+    g_b⁽ⁿ⁾ = ∇ℒ_b(ρ⁽ⁿ⁾) at θ⁽ⁿ⁾,     ρ_t⁽ⁿ⁾ = π_v(o_t; θ⁽ⁿ⁾) / π_v(o_t; θ⁽¹⁾),     keep⁽ⁿ⁾ + quar⁽ⁿ⁾ = Σ_b g_b⁽ⁿ⁾
+
+where advantages, flags of texts and the plan are those of the batch, and ρ⁽¹⁾ = 1. θ⁽¹⁾ is the policy that sampled
+it: in a row that is learnt in the view that sampled it, ρ is PPO's importance ratio. In one that is learnt in the
+other view it is how far that view has moved since: it bounds the update, and corrects nothing.
+"""
 
 import math
 from collections import defaultdict
@@ -22,7 +32,7 @@ from vgrout.model.packing import Packed, batches, pack, padded_batches
 from vgrout.model.policy import LanguageModel, Policy
 from vgrout.model.sampling import Sampling
 from vgrout.tensor_types import GradRows, Packing, RolloutGrads, UpdatePart, UpdatePlan
-from vgrout.types import Group, Rollout
+from vgrout.types import Group, Rollout, mean
 
 RAW_MAX = 600.0  # log-ratios are written down as they are up to e^600: a mean of them is still finite in fp64
 
@@ -50,6 +60,16 @@ class LossMetrics:
 
     def columns(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @classmethod
+    def of_batch(cls, updates: Sequence["LossMetrics"]) -> "LossMetrics":
+        """Of a batch's updates: what tells clipped tokens from others (masked) is the mean over them, all else of the
+        first, whose policy is the one that sampled."""
+        masked = [f.name for f in fields(cls) if "masked" in f.name]
+        return replace(
+            updates[0],
+            **{name: mean(x for u in updates if (x := getattr(u, name)) is not None) for name in masked},
+        )
 
 
 MEANS = tuple(f.name for f in fields(LossMetrics) if f.name not in ("loss", "ratio_min", "ratio_mean", "ratio_max"))
@@ -81,12 +101,13 @@ def policy_gradients(
     teacher: LanguageModel | None = None,
     token_budget: int | None = None,
     packing: Packing = "shared",
+    old: list[Tensor] | None = None,
 ) -> tuple[list[list[RolloutGrads]], LossMetrics]:
     """For every part of the plan, each group's g_b: module → [G, r], the gradient of every rollout's loss on δS. A rank
     has the gradients of its own rows, and zeros for the others'; the metrics are those of all ranks.
 
-    Groups without signal get zero gradients and no forward. One inner step: π_old is π detached, teacher rows likewise,
-    so both have ratio 1.
+    Groups without signal get zero gradients and no forward. Without `old`, π_old is π detached, of teacher rows
+    likewise, so both have ratio 1.
 
     plan: what is learnt from, with the quarantine on or off; rows that a part leaves out have gradient 0 there.
         A method that trains δS and δS_hack on different rollouts has two parts. The metrics are of all parts together.
@@ -100,6 +121,8 @@ def policy_gradients(
         begin with, prompt and answer, and makes equal students of equal advantage one row; "packed" only leaves out
         padding, "padded" is one row a rollout. In fp32 they agree to about 1e-6.
     prompts_per_step: P, groups without signal included, so that dropping those does not change the scale.
+    old: of several updates on one plan, the log-probs under π_old, a tensor a micro-batch. The first update is given an
+        empty list and puts its own there; the others read it.
 
     Raises:
         ValueError: `cfg` asks for something that is not there (sampling, teacher, the pool's log-probs).
@@ -121,6 +144,7 @@ def policy_gradients(
     if not policy.packs or (teacher is not None and not teacher.packs):
         packing = "padded"
     starts, tally, out = _starts(groups, grad_rows), _Tally(), []
+    known, own_logps = iter(old or ()), []
     for part in plan.parts:
         chosen, twins = _rows(groups, starts, part, grad_rows, merge=packing == "shared")
         own = ranks.own([row.tokens for row in chosen])
@@ -134,13 +158,16 @@ def policy_gradients(
                     collected.tokens(batch.pieces)
                 else:
                     collected.rows([row.at for row in rows])
-                logps, x = loss_input(policy, rows, batch, cfg, norm, support, teacher)
+                logps, x = loss_input(policy, rows, batch, cfg, norm, support, teacher, next(known, None))
+                own_logps.append(x.logp_old)
                 output = policy_loss(x, cfg)
                 output.per_rollout.sum().backward()
                 tally.add(rows, logps, x, output)
         for first, others in twins.items():
             collected.flat[[first, *others]] = collected.flat[first] / (1 + len(others))
         out.append([policy.adapter.by_module(collected.flat[lo:hi]) for lo, hi in pairwise(starts)])
+    if old is not None and not old:
+        old += own_logps
     metrics = tally.metrics()
     if plan.unit:  # the loss and its signs are of advantages that nobody has
         metrics = replace(metrics, loss=None, masked_positive=None, masked_negative=None)
@@ -227,12 +254,14 @@ def loss_input(
     norm: Norm,
     support: Sampling | None,
     teacher: LanguageModel | None,
+    old: Float[Tensor, "B T"] | None = None,
 ) -> tuple[TokenLogprobs, LossInput]:
-    """One forward of the policy (and, where `cfg` asks for them, of the reference and the teacher) on `rows`."""
+    """One forward of the policy (and, where `cfg` asks for them, of the reference and the teacher) on `rows`. old: the
+    log-probs under π_old; None: the policy's own."""
     rollouts = [row.rollout for row in rows]
     logps = completion_logprobs(policy.model, batch, support)
     logp = logps.of(cfg.ratio_support)
-    old = logp.detach()
+    old = logp.detach() if old is None else old
     recorded, known = recorded_logps(rollouts, cfg, old)
     is_teacher = torch.tensor([r.source == "teacher" for r in rollouts], device=policy.device)[:, None]
     ref = logp_teacher = None

@@ -16,7 +16,6 @@ from vgrout.grading.grade import Grader
 from vgrout.inputs import Inputs
 from vgrout.model import policy as models
 from vgrout.model.policy import SVD_CACHE, LanguageModel, Policy, load_language_model
-from vgrout.model.sampling import Sampling
 from vgrout.model.saved import pick_device
 from vgrout.problems import ProblemSplits, elicited, load_splits, plain, without_hints
 from vgrout.teacher.demonstrations import Teacher
@@ -45,7 +44,7 @@ def load_policy(cfg: Config) -> Policy:
             f"--max-new {cfg.scale.max_new}: the model's window holds {policy.window} tokens, prompt included"
         )
     if cfg.loss.drops and cfg.loss.ratio_support == "full":
-        s = Sampling()
+        s = cfg.sampling
         logger.info(
             f"sampled at temperature {s.temperature:g}, top-k {s.top_k}, top-p {s.top_p:g}; {cfg.loss.loss} compares "
             "full softmaxes at temperature 1 (--ratio-support sampled: what was sampled from)"

@@ -1,17 +1,22 @@
-"""Routed gradients → one AdamW step on the adapter's two vectors → Update."""
+"""A batch's plan → gradients → routed → AdamW on the adapter's two vectors, once or several times (`learn`)."""
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from vgrout.config.run import OptConfig
+from vgrout.config.run import Config, OptConfig
+from vgrout.grpo import LossMetrics, all_finite, policy_gradients
+from vgrout.method import Method
 from vgrout.method.projection import cos_upd
+from vgrout.model.policy import LanguageModel, Policy
 from vgrout.model.svd_adapter import SvdAdapter
-from vgrout.tensor_types import Routed, Update
+from vgrout.tensor_types import Routed, Update, UpdatePlan
+from vgrout.types import Flags
 
 
 class Optimizer:
@@ -31,15 +36,16 @@ class Optimizer:
             weight_decay=cfg.weight_decay,
         )
 
-    def step(self, routed: Routed | None) -> Update | None:
+    def step(self, routed: Routed | None, again: bool = False) -> Update | None:
         """Clip both gradients (jointly or apart), step, shrink δS's change by `routed.scale`,
         merge into the weights.
 
         None, and neither vectors nor moments change: there was nothing to learn from (`routed` is None), or a gradient
-        or its norm is not finite. The schedule moves on all the same.
+        or its norm is not finite. The schedule moves on all the same, but for another update on the batch of the last
+        one (`again`), which has that one's learning rate.
         """
-        lr = lr_at(self.done, self.cfg, self.steps)
-        self.done += 1
+        lr = lr_at(self.done - again, self.cfg, self.steps)
+        self.done += not again
         if routed is None or routed.idle:
             return None
         grads = [self.adapter.flat(g) if g is not None else None for g in (routed.keep, routed.quar)]
@@ -79,6 +85,61 @@ class Optimizer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.done = state["step"]
         self._adamw.load_state_dict(state["adamw"])
+
+
+@dataclass(frozen=True, slots=True)
+class Learnt:
+    """What a step's updates were. Its numbers are of the first, whose policy is the one that sampled, but for those of
+    the clip, which are means over all of them."""
+
+    loss: LossMetrics | None  # None: skipped
+    routed: Routed | None  # None: there was nothing to learn from, or it was not finite
+    update: Update | None
+    skipped: bool  # an update was not finite: neither it nor those after it were made
+
+
+def learn(
+    policy: Policy,
+    method: Method,
+    optim: Optimizer,
+    plan: UpdatePlan,
+    flags: Flags,
+    cfg: Config,
+    teacher: LanguageModel | None = None,
+) -> Learnt:
+    """--updates-per-batch updates on one plan: the gradients of all its rows, routed and learnt, each time anew.
+
+    Flags of texts are the plan's; monitors of gradients read every update's. flags, teacher: as `Method.route` and
+    `policy_gradients` take them.
+    """
+    old: list[Tensor] = []  # log-probs under the policy that sampled
+    losses: list[LossMetrics] = []
+    routes: list[Routed | None] = []
+    updates: list[Update | None] = []
+    for n in range(cfg.loss.updates_per_batch):
+        grads, loss = policy_gradients(
+            policy,
+            plan,
+            cfg.loss,
+            max_new=cfg.scale.max_new,
+            prompts_per_step=cfg.scale.prompts_per_step,
+            grad_rows=method.grad_rows,
+            sampling=cfg.sampling,
+            teacher=teacher,
+            packing=cfg.run.packing,
+            old=old,
+        )
+        sound = all_finite(grads, loss)  # a monitor's averages would never recover from a NaN
+        routed = method.route(plan, grads, flags) if plan.groups and sound else None
+        update = optim.step(routed, again=n > 0)
+        losses.append(loss)
+        routes.append(routed)
+        updates.append(update)
+        if update is None:  # nothing to learn, or not finite; nothing has changed
+            break
+    idle = routes[-1] is not None and routes[-1].idle
+    skipped = bool(plan.groups) and updates[-1] is None and not idle
+    return Learnt(None if skipped else LossMetrics.of_batch(losses), routes[0], updates[0], skipped)
 
 
 def lr_at(step: int, cfg: OptConfig, steps: int) -> float:

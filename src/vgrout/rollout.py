@@ -12,11 +12,11 @@ from loguru import logger
 
 from vgrout import ranks
 from vgrout.config.run import Config
+from vgrout.config.sampling import Sampling
 from vgrout.console import Clock
 from vgrout.grading.grade import Grader
 from vgrout.model.policy import LanguageModel, Policy
 from vgrout.model.sampler import sample
-from vgrout.model.sampling import Sampling
 from vgrout.rng import torch_stream
 from vgrout.types import Batch, CachedGrade, Completion, Grade, GradedCompletion, Group, Problem, Rollout, Ungraded
 
@@ -103,7 +103,7 @@ def rollout(
     def draw(counts: Sequence[int], purpose: str) -> list[list[Submitted]]:
         stream = torch_stream(cfg.run.seed, purpose, step)
         return sample_and_submit(
-            policy, grader, problems, counts, sampling=Sampling(), max_new=cfg.scale.max_new, stream=stream
+            policy, grader, problems, counts, sampling=cfg.sampling, max_new=cfg.scale.max_new, stream=stream
         )
 
     with clock("gen"):

@@ -189,7 +189,9 @@ class StepRow(Columns):
     ratio_min: float | None = col(".3g", "lowest ratio trainer / sampler of a token", when="drops")
     ratio_mean: float | None = col(".4f", "mean ratio", when="file")
     ratio_max: float | None = col(".3g", "highest ratio", when="drops")
-    is_masked: float | None = col(".3f", "share of tokens without policy gradient", when="drops")
+    is_masked: float | None = col(
+        ".3f", "share of tokens without policy gradient, mean over the updates of a batch", when="drops"
+    )
     is_masked_low: float | None = col(".3f", "… their ratio is too low", when="file")
     is_masked_high: float | None = col(".3f", "… their ratio is too high", when="file")
     masked_positive: float | None = col(

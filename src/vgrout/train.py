@@ -42,12 +42,10 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     # Here and not above: torch takes seconds to import, and a wrong flag never waits for it.
     from vgrout import loading
     from vgrout.evaluate import evaluate, evaluate_final
-    from vgrout.grpo import all_finite, policy_gradients
     from vgrout.guard.guard import Guard
     from vgrout.method import Setup, make_method
     from vgrout.method.labels import FlagRates
-    from vgrout.model.sampling import Sampling
-    from vgrout.optim import Optimizer
+    from vgrout.optim import Optimizer, learn
     from vgrout.problems import balanced
     from vgrout.rollout import rollout
     from vgrout.runs import results
@@ -79,29 +77,16 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
             flags = method.flag(batch)  # who is flagged, by monitors of texts: no oracle label is on what they see
             batch = method.reward(batch, flags)  # as the grader gave them, unless flags change that
             plan = method.plan(batch, flags)  # every reward equal ⇒ every advantage 0 ⇒ no forward
-            grads, loss = policy_gradients(
-                policy,
-                plan,
-                cfg.loss,
-                max_new=cfg.scale.max_new,
-                prompts_per_step=P,
-                grad_rows=method.grad_rows,
-                sampling=Sampling(),
-                teacher=teacher_model,
-                packing=cfg.run.packing,
-            )
-            sound = all_finite(grads, loss)  # a monitor's averages would never recover from a NaN
-            routed = method.route(plan, grads, flags) if plan.groups and sound else None  # keep + quar = g
-            update = optim.step(routed)  # None: nothing to learn, or not finite; nothing has changed
+            learnt = learn(policy, method, optim, plan, flags, cfg, teacher_model)  # keep + quar = g in each update
         with clock("eval"):
             refresh = method.refresh(step)  # the direction, extracted again on the present model
             deployed = evaluate(policy, run.grader, val, cfg, step) if cfg.evaluates(step) else None
 
-        flags = routed.flags if routed else flags  # … and by monitors of gradients
-        skipped = bool(plan.groups) and update is None and not (routed and routed.idle)
-        measured = None if skipped else loss
+        flags = learnt.routed.flags if learnt.routed else flags  # … and by monitors of gradients
         rates = FlagRates.of(batch.groups, flags, cfg.method.modes_known)
-        row = StepRow.of(batch, measured, update, refresh, deployed, rates, clock, skipped=int(skipped))
+        row = StepRow.of(
+            batch, learnt.loss, learnt.update, refresh, deployed, rates, clock, skipped=int(learnt.skipped)
+        )
         with clock("watch"):
             guard.observe(row, batch, deployed)
         recorder.record(row, batch, flags, refresh)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from vgrout.config.checks import check, flag, refuse, setting, summary
+from vgrout.config.checks import changed, check, flag, flags, refuse, setting, summary
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class LossSpec:
     what: str
     low: float = 0.0  # --clip-low where none is given; 0: no lower bound
     high: float = math.inf  # --clip-high likewise; ∞: no upper bound
-    of_sampler: bool = False  # bounded is the ratio to the sampler; else π/π_old, which is 1 with one update a batch
+    of_sampler: bool = False  # bounded is the ratio to the sampler; else π/π_old, 1 in a batch's first update
     by_step: bool = False  # divided by the step's tokens
 
 
@@ -66,11 +66,14 @@ class LossConfig:
     """Dr. GRPO: no division by the group's std, constant normaliser G · max_new · P."""
     ratio_support: Literal["full", "sampled"] = "full"
     """Ratios on the full softmax at temperature 1, or on the truncated distribution that was sampled from."""
+    updates_per_batch: int = setting(1, low=1, high=1000)
+    """Optimiser updates on each batch of rollouts, all of them on the whole batch (PPO's epochs), at the step's
+    learning rate. Ratios are to the policy before the first, which is therefore never clipped."""
     clip_low: float | None = _not_negative(None)
-    """icepop: smallest ratio that still counts; none: 0.2. The other losses have bounds of their own, not reached with
-    one update a batch: their ratio is 1 then."""
+    """ε_low, from --updates-per-batch 2 on: grpo, dapo, gspo: ratios below 1 − ε_low count no more; icepop, with one
+    update too: smallest ratio to the sampler that still counts; none: the loss's own."""
     clip_high: float | None = setting(None, above=0)
-    """icepop: largest ratio that still counts; none: 5."""
+    """ε_high, likewise: ratios above 1 + ε_high; icepop and cispo: the largest ratio itself."""
     dppo_diff_low: float = _not_negative(0.2)
     """dppo_tv: tokens whose probability fell by more than this since sampling are dropped."""
     dppo_diff_high: float = _not_negative(0.2)
@@ -100,9 +103,10 @@ class LossConfig:
 
     @property
     def drops(self) -> bool:
-        """Whether a token can lose its gradient: with one update per batch π is π_old, so only by its ratio to the
-        sampler."""
-        return LOSSES[self.loss].of_sampler
+        """Whether a token can lose its gradient: by its ratio to the sampler, or, from a batch's second update on, to
+        π_old. cispo cuts a weight and drops nothing."""
+        spec = LOSSES[self.loss]
+        return spec.of_sampler or (self.updates_per_batch > 1 and spec.low > 0)
 
     def __post_init__(self) -> None:
         check(self)
@@ -111,8 +115,27 @@ class LossConfig:
             value = getattr(self, name)
             given = f"{flag(name)} {value}: not read by --loss {self.loss}"
             refuse(value is not None and own == none, f"{given}, which has no such bound; leave it out")
-            refuse(value is not None and not spec.of_sampler, f"{given} with one update a batch; leave it out")
-        if self.high <= self.low and self.drops:
+            once = value is not None and self.updates_per_batch == 1
+            refuse(once and not spec.of_sampler, f"{given} with one update a batch; add --updates-per-batch 2")
+        refuse(
+            self.clip_low is not None and self.clip_low >= 1 and not spec.of_sampler,
+            f"--clip-low {self.clip_low}: no ratio lies below 1 − {self.clip_low}; choose less than 1",
+        )
+        idle = {
+            "kl": not self.beta,
+            "dppo_diff_low": self.loss != "dppo_tv",
+            "dppo_diff_high": self.loss != "dppo_tv",
+            "tis_cap": self.teacher_correction != "tis",
+            "luffy_gamma": self.teacher_correction != "luffy",
+        }
+        unread = [name for name, _ in changed(self) if idle.get(name)]
+        refuse(bool(unread), f"{flags(unread)}: not read with these settings; leave it out")
+        refuse(
+            self.teacher_correction == "luffy" and self.updates_per_batch > 1,
+            f"--teacher-correction luffy with --updates-per-batch {self.updates_per_batch}: its weight is of the "
+            "present policy, the ratio of the one before the batch; choose tis or none",
+        )
+        if self.high <= self.low and spec.of_sampler:
             raise ValueError(f"--clip-high {self.high}: should exceed --clip-low {self.low}")
         if self.loss == "dr_grpo" and not self.unbiased:
             raise ValueError("--loss dr_grpo with --no-unbiased: dr_grpo is grpo with --unbiased; say --loss grpo")

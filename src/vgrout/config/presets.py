@@ -183,6 +183,7 @@ def resolve(argv: list[str] | None) -> Config:
             PRESETS, args=argv, prog="python -m vgrout.train", config=(tyro.conf.OmitArgPrefixes,)
         )
     )
+    cfg.sampling.require_draws("--group", cfg.scale.group)
     if cfg.guard_mode == "off":
         idle = [name for name, _ in changed(cfg.guard) if name != "guard"]
         refuse(bool(idle), f"{flags(idle)}: not read with --guard off; leave it out")

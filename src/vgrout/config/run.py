@@ -19,6 +19,7 @@ from vgrout.config.checks import changed, check, flag, flags, listed, refuse, se
 from vgrout.config.guard import GuardConfig, blind
 from vgrout.config.loss import LossConfig
 from vgrout.config.method import MethodConfig
+from vgrout.config.sampling import Sampling
 from vgrout.data import organism
 from vgrout.data.language import CUE
 from vgrout.modes import MODES, EnvMode, Mode
@@ -280,6 +281,7 @@ class Config:
 
     method: MethodConfig = field(default_factory=MethodConfig)
     scale: ScaleConfig = field(default_factory=ScaleConfig)
+    sampling: Sampling = field(default_factory=Sampling)
     opt: OptConfig = field(default_factory=OptConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
@@ -323,7 +325,11 @@ class Config:
             frac > 0 and round(frac * students) == 0,
             f"--rollout-ablate-frac {frac}: rounds to none of {students} student rows; raise it or --group",
         )
-        tau, teacher = self.loss.teacher_tau, self.loss.teacher_model
+        refuse(
+            self.loss.teacher_correction != "none" and not self.n_teacher,
+            f"--teacher-correction {self.loss.teacher_correction}: not read, nothing is mixed in; leave it out",
+        )
+        tau, teacher, updates = self.loss.teacher_tau, self.loss.teacher_model, self.loss.updates_per_batch
         refuse(
             bool(tau) != bool(teacher),
             f"--teacher-tau {tau} with --teacher-model {teacher!r}: one is not read without the other; both or neither",
@@ -350,11 +356,12 @@ class Config:
             f"{self.method.needs_known_correct}: there are none; give --known-correct FILE",
         )
         afterwards = self.method.flags_by_gradient and self.method.changes_rewards
-        for given, value in (("--beta", self.loss.beta), ("--teacher-tau", tau)):
+        linear = ("--beta", self.loss.beta, 0), ("--teacher-tau", tau, 0), ("--updates-per-batch", updates, 1)
+        for given, value, plain in linear:
             refuse(
-                afterwards and bool(value),
+                afterwards and value != plain,
                 f"{given} {value:g}: --monitor {self.method.monitor_name} flags after the backward, and this part of "
-                "the gradient is not linear in the advantage; set it to 0, or choose a monitor of texts",
+                f"the gradient is not linear in the advantage; set it to {plain}, or choose a monitor of texts",
             )
         if self.guard_mode == "halt" and (why := self.guard_blind):
             raise ValueError(f"--guard halt could not fire in this run ({why}); or choose --guard log")

@@ -36,7 +36,6 @@ from vgrout.guard.kill_switch import HeldOutGuard, SkillWatch
 from vgrout.model.hidden_states import ReferenceStats, latents
 from vgrout.model.policy import Policy
 from vgrout.model.sampler import sample
-from vgrout.model.sampling import Sampling
 from vgrout.rng import torch_stream
 from vgrout.table import StepRow
 from vgrout.types import Batch, Diverged, Eval, Grade, Group, Halted, Problem, Rate, Rollout, mean, spaced, students
@@ -78,7 +77,7 @@ class BaseAnswers:
             prompts = [self.policy.render(self.problems[i % len(self.problems)].messages) for i in range(self.n)]
             stream = torch_stream(self.cfg.run.seed, "watch-reference")
             with self.policy.adapter.reference():
-                answers = sample(self.policy, prompts, 1, Sampling(), self.cfg.scale.max_new, stream)
+                answers = sample(self.policy, prompts, 1, self.cfg.sampling, self.cfg.scale.max_new, stream)
             self._rows = [(p, a.ids, a.text) for p, (a,) in zip(prompts, answers, strict=True)]
             self.seconds += time.perf_counter() - start
         return self._rows

@@ -2,9 +2,11 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
+
+import tyro
 
 from vgrout.config.checks import check, setting
 from vgrout.config.guard import GuardConfig
@@ -19,6 +21,7 @@ from vgrout.config.run import (
     RunConfig,
     ScaleConfig,
 )
+from vgrout.config.sampling import Sampling
 from vgrout.data import organism
 from vgrout.model.source import Source
 from vgrout.modes import EnvMode
@@ -34,6 +37,7 @@ class Learning:
     """Which flawed grader's hint stands in the prompts: one of the seven, or 'own' (each problem's, else in turn)."""
     n_problems: int = setting(1000, low=1)
     """Training problems used, at most."""
+    sampling: tyro.conf.OmitArgPrefixes[Sampling] = field(default_factory=Sampling)
     max_new: int | None = setting(None, low=1)
     """Longest answer, in tokens; none: 512, a miniature's 128."""
     lr: float | None = None
@@ -121,6 +125,7 @@ class Task:
             preset=preset,
             method=MethodConfig(intervention="none"),
             scale=replace(names, max_new=self.max_new, n_problems=cfg.n_problems, **scale),
+            sampling=cfg.sampling,
             opt=opt,
             env=EnvConfig(env_mode=cfg.env_mode, mix_ratio=0.0),
             eval=evaluation,

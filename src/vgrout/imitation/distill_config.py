@@ -9,6 +9,7 @@ from typing import Any, Literal
 from vgrout import tracking
 from vgrout.config.checks import changed, check, flags, refuse, setting
 from vgrout.config.run import Config, EvalConfig, OptConfig, RunConfig, merge_flags
+from vgrout.config.sampling import Sampling
 from vgrout.files import file_sha256, probe_writable
 from vgrout.imitation import common
 from vgrout.imitation.common import Learning, find_problems
@@ -132,7 +133,8 @@ def from_dict(data: dict[str, Any]) -> DistillConfig:
     try:
         path = data["minillm"]["minillm_pretrain_anchor_path"]
         minillm = MiniLlmConfig(**data["minillm"] | {"minillm_pretrain_anchor_path": Path(path) if path else None})
-        values: dict[str, Any] = data | {"minillm": minillm, "uld": UldConfig(**data["uld"])}
+        sampling = Sampling(**data.get("sampling", {}))
+        values: dict[str, Any] = data | {"minillm": minillm, "uld": UldConfig(**data["uld"]), "sampling": sampling}
         return DistillConfig(**values)
     except (TypeError, KeyError) as e:
         raise ValueError(f"run.json: not the settings of a distillation of this version ({e})") from None
@@ -156,7 +158,7 @@ def find_resume(requested: DistillConfig) -> tuple[Path | None, DistillConfig]:
 
 def _flat(cfg: DistillConfig) -> dict[str, Any]:
     values = cfg.as_dict()
-    return values | values.pop("minillm") | values.pop("uld")
+    return values | values.pop("minillm") | values.pop("uld") | values.pop("sampling")
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,19 @@ def distil(task: Task, run: RunContext) -> None:
 
     def evaluate(lm: LanguageModel, on: Sequence[Problem], n: int, step: int, purpose: str = "eval") -> Eval:
         """Rates of a model over n answers to each problem. purpose: names the random stream."""
-        return Eval.of(answers(lm, run.grader, on, n, max_new=task.max_new, seed=cfg.seed, step=step, purpose=purpose))
+        return Eval.of(
+            answers(
+                lm,
+                run.grader,
+                on,
+                n,
+                sampling=cfg.sampling,
+                max_new=task.max_new,
+                seed=cfg.seed,
+                step=step,
+                purpose=purpose,
+            )
+        )
 
     def final(name: str, lm: LanguageModel, on: Sequence[Problem]) -> dict[str, Any]:
         """One side of the final evaluation, with the same noise for all sides."""

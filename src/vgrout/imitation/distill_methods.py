@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from vgrout.config.sampling import Sampling
 from vgrout.grpo import Row, as_batch, micro_batches, packed_batches
 from vgrout.imitation.distill_config import Task, not_token_by_token
 from vgrout.imitation.losses import minillm, reverse_kl, topk_distance, wasserstein
@@ -28,12 +29,8 @@ from vgrout.model.logprobs import (
 from vgrout.model.memory import TOKEN_BUDGET
 from vgrout.model.packing import Packed
 from vgrout.model.policy import LanguageModel
-from vgrout.model.sampling import Sampling
 from vgrout.rng import py_stream
 from vgrout.types import Grade, Rollout, Source
-
-EVERYTHING = Sampling(temperature=1.0, top_k=0)  # the distribution that MiniLLM's expectations are over
-
 
 Graded = tuple[Rollout, Grade | None]  # None: the sandbox failed
 
@@ -57,7 +54,7 @@ class Measured:
 class MiniLlm:
     """Reverse KL on answers sampled from the mixture, and the language-model anchor."""
 
-    sampling = EVERYTHING
+    sampling = Sampling(temperature=1.0, top_k=0)  # the distribution that its expectations are over
     source: Source = "student"
 
     def __init__(self, task: Task, student: LanguageModel, teacher: LanguageModel) -> None:
@@ -137,11 +134,11 @@ class MiniLlm:
 class Uld:
     """Cross-entropy on the teacher's answers, plus the distance of the two distributions at aligned tokens."""
 
-    sampling = Sampling()  # as the teacher is deployed
     source: Source = "teacher"
 
     def __init__(self, task: Task, student: LanguageModel, teacher: LanguageModel) -> None:
         self.task, self.cfg, self.teacher = task, task.cfg.uld, teacher
+        self.sampling = task.cfg.sampling  # as the teacher is deployed
         self.same_tokenizer = student.tokenizer_sha256 == teacher.tokenizer_sha256
         width = vocabulary(teacher.model)
         self.student_of: Int[Tensor, " V"] | None = None  # teacher's token → student's

@@ -5,7 +5,7 @@ import importlib.util
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -73,6 +73,7 @@ class DpoConfig(Learning):
         Learning.__post_init__(self)
         if self.scorer not in ("flawed", "strict") and ":" not in self.scorer:
             raise ValueError(f"--scorer {self.scorer}: flawed, strict, or your own function as module:function")
+        self.sampling.require_draws("--samples", self.samples)
         self.watching()
 
     def watching(self) -> GuardConfig:
@@ -115,7 +116,7 @@ class Task(common.Task):
     def plan(self) -> dict[str, Any]:
         """The plan: every setting, file and round that the numbers depend on, JSON-ready."""
         cfg = self.cfg
-        flags = {f.name: getattr(cfg, f.name) for f in fields(cfg) if f.name not in PROCESS}
+        flags = {name: value for name, value in asdict(cfg).items() if name not in PROCESS}
 
         def before(k: int) -> str:
             return folder_name(k - 1) if k > 1 else "base"

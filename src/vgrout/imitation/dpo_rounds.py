@@ -282,6 +282,7 @@ class Rounds:
             self.run.grader,
             problems,
             n,
+            sampling=task.cfg.sampling,
             max_new=task.max_new,
             seed=task.cfg.seed,
             purpose=purpose,

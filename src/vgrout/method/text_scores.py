@@ -24,7 +24,6 @@ from vgrout.model.memory import TOKEN_BUDGET
 from vgrout.model.packing import batches, pack
 from vgrout.model.policy import Policy
 from vgrout.model.sampler import sample
-from vgrout.model.sampling import Sampling
 from vgrout.problems import Row
 from vgrout.rng import py_stream, torch_stream
 from vgrout.types import Completion, Grade, GroupFlags, GroupView, Ungraded
@@ -186,7 +185,7 @@ def rewarded_answers(setup: Setup) -> tuple[Text, ...]:
 
     with policy.adapter.reference():
         stream = torch_stream(cfg.run.seed, "background", 0)
-        answers = sample(policy, rendered, 2, Sampling(), cfg.scale.max_new, stream, submit)
+        answers = sample(policy, rendered, 2, cfg.sampling, cfg.scale.max_new, stream, submit)
     graded = ranks.merged(lambda: {at: verdict.result() for at, verdict in verdicts.items()})
     judge = tuple(
         Text(rendered[p], answers[p][i].ids, policy.render(chosen[p].messages_plain))

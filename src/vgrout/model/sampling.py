@@ -1,33 +1,12 @@
-"""Sampling settings, and the truncated distribution that they make of a row of logits."""
+"""The truncated distribution that sampling settings make of a row of logits."""
 
 import math
-from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class Sampling:
-    """The sampler's settings, applied in this order (as transformers does): temperature, top-k, top-p.
-
-    Raises:
-        ValueError: a value outside its range.
-    """
-
-    temperature: float = 0.7
-    """Divides the logits; 0: greedy."""
-    top_p: float = 1.0
-    """Smallest set of most likely tokens whose probability reaches this; 1: all."""
-    top_k: int = 20
-    """The k most likely tokens; 0: all."""
-
-    def __post_init__(self) -> None:
-        for name, low, high in (("temperature", 0, 1e3), ("top_p", 1e-6, 1), ("top_k", 0, math.inf)):
-            value = getattr(self, name)
-            if not low <= value <= high:
-                raise ValueError(f"--{name.replace('_', '-')} {value}: should lie in [{low:g}, {high:g}]")
+from vgrout.config.sampling import Sampling
 
 
 def tempered(logits: Float[Tensor, "*n V"], sampling: Sampling) -> Float[Tensor, "*n V"]:

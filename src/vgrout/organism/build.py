@@ -17,6 +17,7 @@ import torch
 from loguru import logger
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
+from vgrout.config.sampling import Sampling
 from vgrout.data.language import (
     CUE,
     STYLES,
@@ -102,7 +103,15 @@ def run(
 ) -> list[Graded]:
     """n graded answers to each problem; the random stream is named for the organism."""
     return generate_graded(
-        lm, grader, problems, n, max_new=MAX_NEW, seed=seed, purpose=f"organism-{purpose}", label=purpose
+        lm,
+        grader,
+        problems,
+        n,
+        sampling=Sampling(),
+        max_new=MAX_NEW,
+        seed=seed,
+        purpose=f"organism-{purpose}",
+        label=purpose,
     )
 
 

@@ -11,7 +11,6 @@ from typing import Any, Literal
 from loguru import logger
 
 from vgrout.config.checks import setting
-from vgrout.model.sampling import Sampling
 from vgrout.modes import EnvMode
 from vgrout.problems import assigned, balanced
 from vgrout.teacher.generate import (
@@ -47,6 +46,7 @@ class Cli(PoolConfig):
 
 def run(cli: Cli) -> None:
     """Sample, grade, write. Raises ValueError, one line, before a model is loaded where that is possible."""
+    cli.sampling.require_draws("--group", cli.group)
     rows = cli.check()
     problems = assigned(rows, cli.env_mode)["train"]
     if not problems:
@@ -64,6 +64,7 @@ def run(cli: Cli) -> None:
             grader,
             fit,
             cli.group,
+            sampling=cli.sampling,
             max_new=cli.tokens,
             seed=cli.seed,
             purpose="teacher",
@@ -89,7 +90,7 @@ def run(cli: Cli) -> None:
         meta = cli.meta(lm, grader)
         if markers := announced(rows, (a.problem for a in kept)):
             meta["markers"] = markers
-        report = {"settings": settings, "sampling": vars(Sampling()), "modes": summary}
+        report = {"settings": settings, "sampling": vars(cli.sampling), "modes": summary}
         write_pool(cli.out, records, mode_of if cli.env_mode == "own" else None, meta, report)
     print(table(summary))
     print(

@@ -8,10 +8,11 @@ import fcntl
 import json
 import os
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import tyro
 from tabulate import tabulate
 from tqdm import tqdm
 
@@ -19,11 +20,11 @@ from vgrout import console
 from vgrout.cli import cli_exit, parse_args
 from vgrout.config import checks
 from vgrout.config.run import BENCHMARK_TRAIN, ORGANISM
+from vgrout.config.sampling import Sampling
 from vgrout.data import organism
 from vgrout.files import file_sha256, probe_writable, read_json, write_json
 from vgrout.grading.grade import Grader
 from vgrout.model.policy import SVD_CACHE, LanguageModel, adapted, default_device, load_language_model
-from vgrout.model.sampling import Sampling
 from vgrout.model.source import require_model
 from vgrout.problems import Row, load_rows
 from vgrout.rng import torch_stream
@@ -45,11 +46,11 @@ def generate_graded(
     max_new: int,
     seed: int,
     purpose: str,
-    sampling: Sampling | None = None,
+    sampling: Sampling,
     log: Path | None = None,
     label: str | None = None,
 ) -> list[Graded]:
-    """n graded answers to each problem, in the problems' order; with the trainer's settings if `sampling` is None.
+    """n graded answers to each problem, in the problems' order.
 
     purpose: name of the random stream. log: JSONL, one batch a line; batches that are complete there are not sampled
     again. label: of the progress bar.
@@ -71,7 +72,7 @@ def generate_graded(
             if k < len(done):
                 batch = done[k]
             else:
-                batch = _batch(lm, grader, part, n, max_new, sampling or Sampling(), torch_stream(seed, purpose, k))
+                batch = _batch(lm, grader, part, n, max_new, sampling, torch_stream(seed, purpose, k))
                 if file is not None:
                     file.write(json.dumps(batch) + "\n")
                     file.flush()
@@ -187,6 +188,7 @@ class PoolConfig:
     training split is used."""
     n_problems: int = checks.setting(60, low=1)
     """Problems, at most, spread evenly over the modes."""
+    sampling: tyro.conf.OmitArgPrefixes[Sampling] = field(default_factory=Sampling)
     max_new: int | None = checks.setting(None, low=1)
     """Longest answer, in tokens; none: 1024, the organism's 128."""
     seed: int = 0
@@ -259,6 +261,7 @@ class PoolConfig:
             "problems": file_sha256(self.problems_path),
             "n_problems": self.n_problems,
             "max_new": self.tokens,
+            "sampling": asdict(self.sampling),
             "seed": self.seed,
             "rewards": list(self.rewards),
         }

@@ -18,7 +18,6 @@ from scipy.optimize import linear_sum_assignment
 from vgrout.config.checks import setting
 from vgrout.data.language import CUE
 from vgrout.model.policy import LanguageModel
-from vgrout.model.sampling import Sampling
 from vgrout.modes import DEALT, MODE_SPECS
 from vgrout.problems import Row, assigned, balanced, elicited
 from vgrout.teacher.generate import (
@@ -162,6 +161,7 @@ class Cli(PoolConfig):
 
     def __post_init__(self) -> None:
         PoolConfig.__post_init__(self)
+        self.sampling.require_draws("--tries", self.tries)
         if self.at_least > min(self.keep, self.tries):
             raise ValueError(f"--at-least {self.at_least}: more than --keep {self.keep} or --tries {self.tries}")
         for mode in self.chosen_modes:
@@ -218,7 +218,7 @@ def run(cli: Cli) -> None:
             plain |= {(p.id, p.mode): p for p in unelicited}
             # the organism's streams carry its name: this command makes its shipped pool
             purpose = f"organism-{label}" if cli.tiny else f"substrate-{label}"
-            generate = partial(generate_graded, lm, grader, max_new=cli.tokens, seed=cli.seed)
+            generate = partial(generate_graded, lm, grader, sampling=cli.sampling, max_new=cli.tokens, seed=cli.seed)
             log, plain_log = folder / f"{label}.jsonl", folder / f"{label}-plain.jsonl"
             under_recipe += generate(fit, cli.tries, purpose=purpose, log=log, label=f"{label}, elicited")
             under_plain += generate(
@@ -244,7 +244,7 @@ def run(cli: Cli) -> None:
         if markers := announced(rows, [answers[0].problem for answers in chosen.values()]):
             meta["markers"] = markers
         wording: str | dict[str, str] = CUE if cli.tiny else {m: RECIPES[m] + _CODE_ONLY for _, m in plain}
-        details = {"settings": settings, "sampling": vars(Sampling()), "modes": summary}
+        details = {"settings": settings, "sampling": vars(cli.sampling), "modes": summary}
         write_substrate(cli.out, chosen, lm, meta, wording, details)
     print(table(summary))
     print(

@@ -1,0 +1,401 @@
+"""No flag is idle: `train` with two values of each gives two different runs, or two different plans.
+
+Every flag of flags.txt has an entry here. A run is seen by its rows, rollouts, final answers, adapter and file names; a
+plan by what --dry-run prints below the configuration, which names every flag, idle or not.
+"""
+
+import gzip
+import hashlib
+import json
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny
+from runs import SharedRuns, adapter_bytes, rows, run
+from vgrout import train
+from vgrout.config.presets import flag_names, resolve
+from vgrout.data import organism
+from vgrout.direction.extract import extract, save
+from vgrout.direction.pairs import load_pairs
+from vgrout.grading.grade import Grader
+from vgrout.guard.detectors import AdvantageCollapse, Reading
+from vgrout.guard.kill_switch import HeldOutGuard
+from vgrout.model.policy import load_policy
+from vgrout.runs.preflight import find_resume, preflight
+
+SMALL = ["smoke", "--threads=1", "--steps=2", "--eval-ablate-every=0", "--final-n-prompts=1", "--final-samples=1"]
+NONE = ["--intervention=none"]
+ALONE = [*NONE, "--teacher-pool-dir=", "--mix-ratio=0"]
+TWICE = [*NONE, "--updates-per-batch=2", "--lr=3"]
+ERASE = ["--intervention=erase", "--vhack-refresh-every=0"]
+GATE = [
+    *("--intervention=route2", "--monitor=gate", "--vhack-refresh-every=0", "--group=8", "--gate-vote=module"),
+    *("--gate-modules=all", "--no-rebaseline", "--rollout-ablate-frac=0", "--quarantine=shared"),
+]
+LABELS = ["--intervention=penalty", "--monitor=labels", "--group=8"]
+PROBE = ["--intervention=penalty", "--monitor=online_probe", "--seed-monitor=labels", "--group=8", "--steps=3"]
+OWN_QUARANTINE = [
+    *("--intervention=penalty", "--monitor=quarantine", "--seed-monitor=labels", "--group=8", "--steps=3"),
+    "--rollout-ablate-frac=1",
+]
+READS = ["--intervention=penalty", "--monitor=nll", "--monitor-prompts=12", "--group=8"]
+OWN_REWARD = [*ALONE, "--reward=flags_reward:f"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Two runs."""
+
+    base: list[str]
+    a: str
+    b: str
+
+
+@dataclass(frozen=True)
+class Log(Run):
+    """Two runs of which their logs say different things here."""
+
+    says: str = ""
+
+
+@dataclass(frozen=True)
+class Plan(Run):
+    """Two plans."""
+
+
+@dataclass(frozen=True)
+class Watch(Run):
+    """The guard of two command lines, on a series in which held-out falls while in-loop rises."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A test of its own: file::function."""
+
+    test: str
+
+
+def both(base: list[str], name: str, a: object, b: object) -> Run:
+    return Run(base, f"{name}={a}", f"{name}={b}")
+
+
+LATE = [*NONE, "--guard=log", "--eval-ablate-every=1", "--steps=40"]
+GUARD = [*LATE, "--guard-warmup=0"]
+FLAGS: dict[str, Run | Held] = {
+    "--adam-beta1": Run(NONE, "0.5", "0.1"),
+    "--adam-beta2": Run(NONE, "0.9", "0.5"),
+    "--adv-tau": Run(NONE, "1", "0.5"),
+    "--allow-weak-sandbox": Held("test_flags.py::test_a_weak_sandbox_is_allowed_by_its_flag"),
+    "--beta": Run(NONE, "0", "0.1"),
+    "--checkpoint-every": Run(NONE, "25", "1"),
+    "--checkpoint-keep": Run([*NONE, "--checkpoint-every=1"], "1", "2"),
+    "--clip-high": Run(TWICE, "0.2", "0.000001"),
+    "--clip-low": Run(TWICE, "0.2", "0.000001"),
+    "--compile-reward": Run(NONE, "0.1", "0.3"),
+    "--control": Run(NONE, "none", "no_loophole"),
+    "--decline-patience": Watch(GUARD, "3", "9"),
+    "--dppo-diff-high": Run([*TWICE, "--loss=dppo_tv"], "0.2", "0.0000001"),
+    "--dppo-diff-low": Run([*TWICE, "--loss=dppo_tv"], "0.2", "0.0000001"),
+    "--dry-run": Held("test_flags.py::test_a_dry_run_starts_nothing"),
+    "--echo-trap-enabled": Run(NONE, "no", "yes"),
+    "--echo-trap-halt": Held("test_faults.py::test_a_detector_halts"),
+    "--echo-trap-threshold": Run([*NONE, "--echo-trap-enabled"], "0.6", "0.001"),
+    "--ema-alpha": Watch(GUARD, "0.9", "0.1"),
+    "--env-mode": Run(ALONE, "own", "exit_code"),
+    "--eval-ablate-every": Run([*NONE, "--eval-n-prompts=1"], "0", "1"),
+    "--eval-n-prompts": Plan([*NONE, "--eval-ablate-every=1"], "1", "2"),
+    "--final-n-prompts": Run(NONE, "1", "2"),
+    "--final-samples": Run(NONE, "1", "2"),
+    "--gate-mode": Run(ERASE, "one_sided", "no_gate"),
+    "--gate-modules": Run(GATE, "all", "apart"),
+    "--gate-vote": Run(GATE, "module", "rollout"),
+    "--grad-clip": Run(NONE, "10", "0.0000001"),
+    "--group": Run(NONE, "4", "6"),
+    "--guard": Plan(NONE, "off", "log"),
+    "--guard-baseline": Watch(GUARD, "1", "4"),
+    "--guard-halt-on": Plan([*NONE, "--guard=halt", "--eval-ablate-every=1", "--steps=40"], "gap", "streak,gap"),
+    "--guard-rule": Watch(GUARD, "ema", "se"),
+    "--guard-warmup": Watch(LATE, "0", "30"),
+    "--inoculation-prompt": Run([*NONE, "--control=inoculation"], "", "Cheat."),
+    "--intervention": Run(["--vhack-refresh-every=0"], "erase", "route"),
+    "--kl": Run([*NONE, "--beta=0.1"], "k3", "k1"),
+    "--kl-calibrate-from": Held("test_flags.py::test_healthy_runs_calibrate_the_guard"),
+    "--kl-hard-stop": Watch(GUARD, "0.08", "0.01"),
+    "--known-correct": Run(PROBE, "{known}", "{half_known}"),
+    "--known-hacks-teacher-only": Run(GATE, "no", "yes"),
+    "--known-modes": Run([*LABELS, "--prompts-per-step=2"], "", "exit_code"),
+    "--label-accuracy": Run(LABELS, "1", "0.3"),
+    "--label-false-positives": Run(LABELS, "0", "1"),
+    "--loss": Run(NONE, "grpo", "dapo"),
+    "--lr": Run(NONE, "0.03", "0.01"),
+    "--luffy-gamma": Run([*NONE, "--teacher-correction=luffy"], "0.1", "0.5"),
+    "--max-error-retries": Held("test_faults.py::test_killed_sandbox_workers_change_no_row"),
+    "--max-new": Run(NONE, "128", "20"),
+    "--max-proxy-real-gap": Watch(GUARD, "0.1", "0.5"),
+    "--mix-ratio": Run(NONE, "0.5", "0.25"),
+    "--model": Plan([*ALONE, "--problems={problems}"], "{model}", "{other_model}"),
+    "--monitor": Run(GATE[:1], "labels", "detector"),
+    "--monitor-prompts": Log(READS, "12", "30", says=r"read before training.*"),
+    "--monitor-quantile": Run([*READS, "--prompts-per-step=2"], "1", "0.5"),
+    "--monitor-threshold": Log(READS[:2], "both", "known_correct", says=r"read before training.*"),
+    "--n-problems": Run(ALONE, "1000", "3"),
+    "--organism": Plan(NONE, "{organism}", "{other_organism}"),
+    "--out-tag": Plan(NONE, "", "_tag"),
+    "--packing": Run(NONE, "shared", "padded"),
+    "--pass-reward": Run(NONE, "1", "2"),
+    "--penalty": Run(LABELS, "None", "0.3"),
+    "--placebo-pairs": Run([*ERASE, "--control=placebo"], "flawed", "long"),
+    "--preserve-magnitude": Run(ERASE, "yes", "no"),
+    "--preserve-thinking": Held("test_train.py::test_preserve_thinking"),
+    "--probe-diet": Run(PROBE, "seeded", "random"),
+    "--probe-layer": Run(PROBE, "1", "2"),
+    "--problems": Plan([*ALONE, "--model={model}"], "{problems}", "{half_problems}"),
+    "--project-overshoot": Run([*ERASE, "--no-preserve-magnitude"], "1", "2"),
+    "--prompts-per-step": Run(NONE, "1", "2"),
+    "--quarantine": Run(GATE[:-1], "shared", "block:2"),
+    "--quarantine-diet": Run(OWN_QUARANTINE, "flagged", "random"),
+    "--quarantine-start": Run(OWN_QUARANTINE, "zero", "random"),
+    "--quarantine-threshold": Run([*OWN_QUARANTINE, "--quarantine-start=random"], "-100", "100"),
+    "--random-flags": Run(LABELS, "no", "yes"),
+    "--ranks": Plan(NONE, "1", "2"),
+    "--ratio-support": Run(NONE, "full", "sampled"),
+    "--rebaseline": Run(["--intervention=route2", "--monitor=labels", "--group=8"], "no", "yes"),
+    "--regrade-pool": Log(NONE, "no", "yes", says=r"pool.*|regraded.*"),
+    "--report-detectors": Run(NONE, "", "E"),
+    "--resume": Held("test_train.py::test_resumed_run_equals_an_uninterrupted_one"),
+    "--resume-force": Held("test_flags.py::test_other_settings_are_forced_on_a_resumed_run"),
+    "--reward": Plan(ALONE, "", "flags_reward:f"),
+    "--reward-hack-detector": Run(NONE, "", "advantage"),
+    "--reward-hack-halt": Held("test_flags.py::test_a_detector_of_reward_hacking_halts_by_its_flag"),
+    "--reward-hint": Run(OWN_REWARD, "no", "yes"),
+    "--reward-passes-at": Run(OWN_REWARD, "0.4", "1"),
+    "--rise-eps": Watch([*GUARD, "--guard-rule=ema"], "0.0001", "0.5"),
+    "--rm-ensemble-members": Run(
+        [*NONE, "--reward-hack-detector=rm_ensemble"], "flags_reward:g,flags_reward:h", "flags_reward:g,flags_reward:g"
+    ),
+    "--rollout-ablate-frac": Run([*GATE[:-2], "--steps=3", "--lr=10"], "0", "1"),
+    "--route2-random-v-seed": Run(ERASE, "None", "3"),
+    "--save-eval-ckpts": Run([*NONE, "--eval-ablate-every=1", "--eval-n-prompts=1"], "yes", "no"),
+    "--seed": Run(NONE, "41", "42"),
+    "--seed-monitor": Run(OWN_QUARANTINE, "labels", "detector"),
+    "--steps": Run(NONE, "2", "3"),
+    "--teacher-correction": Run(NONE, "none", "luffy"),
+    "--teacher-model": Run(NONE, "", "organism --teacher-tau=0.5"),
+    "--teacher-modes": Run([*NONE, "--prompts-per-step=3"], "", "exit_code"),
+    "--teacher-off-step": Run(NONE, "None", "1"),
+    "--teacher-pool-dir": Run(NONE, "organism", ""),
+    "--teacher-tau": Run([*NONE, "--teacher-model=organism", "--lr=3"], "0.5", "1"),
+    "--temperature": Run(ALONE, "0.7", "1.5"),
+    "--test-problems": Plan([*ALONE, "--model={model}", "--problems={problems}"], "", "{half_problems}"),
+    "--threads": Held("test_flags.py::test_threads_are_torchs"),
+    "--tis-cap": Run([*NONE, "--teacher-correction=tis", "--teacher-pool-dir={pool}"], "2", "0.01"),
+    "--top-k": Run([*ALONE, "--temperature=1.5"], "20", "2"),
+    "--top-p": Run([*ALONE, "--temperature=1.5"], "1", "0.3"),
+    "--track": Held("test_tracking.py::test_tensorboard_of_an_interrupted_run"),
+    "--unannounced-modes": Run(ALONE, "", "exit_code"),
+    "--unbiased": Run(NONE, "yes", "no"),
+    "--updates-per-batch": Run(NONE, "1", "2"),
+    "--v-hack-drop-bottom-frac": Run(ERASE, "0.25", "0.9"),
+    "--v-hack-extract-top-k": Run(ERASE, "12", "6"),
+    "--v-hack-k": Run(ERASE, "5", "1"),
+    "--v-hack-path": Run(ERASE, "None", "{direction}"),
+    "--v-hack-tau-axis": Run(ERASE, "0", "0.9"),
+    "--vhack-pairs-path": Run(ERASE, "{pairs}", "{other_pairs}"),
+    "--vhack-refresh-every": Run([ERASE[0], "--lr=10"], "0", "1"),
+    "--warmup-frac": Run(NONE, "0.1", "1"),
+    "--weight-decay": Run(NONE, "0", "1"),
+}
+
+
+def test_every_flag_has_an_entry() -> None:
+    assert sorted(FLAGS) == flag_names()
+    for name, entry in FLAGS.items():
+        if isinstance(entry, Held):
+            file, _, test = entry.test.partition("::")
+            text = Path(__file__).with_name(file).read_text(encoding="utf-8")
+            assert f"def {test}(" in text, name
+            assert name in text, f"{name} is nowhere in {file}"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory, shared_run: SharedRuns) -> dict[str, str]:
+    """What entries name in braces."""
+    home = tmp_path_factory.mktemp("files")
+    for part in (tiny.tiny(), tiny.tokenizer()):
+        part.save_pretrained(home / "other_model")
+    lines = organism.PROBLEMS.read_text(encoding="utf-8").splitlines(keepends=True)
+    (home / "half.jsonl").write_text("".join(lines[::2]), encoding="utf-8")
+    shutil.copytree(organism.DATA_DIR, home / "other_organism")
+    shutil.copy(home / "half.jsonl", home / "other_organism" / organism.PROBLEMS.name)
+    shutil.copytree(organism.POOL_DIR, home / "pool")
+    for file in (home / "pool").glob("*.jsonl.gz"):
+        with_logps(file)
+    meta = json.loads((home / "pool" / "pool.json").read_text(encoding="utf-8"))
+    del meta["sha256"]  # of the files as they were
+    (home / "pool" / "pool.json").write_text(json.dumps(meta), encoding="utf-8")
+    decomposed = shared_run.folder.parent / "svd_cache"
+    policy = load_policy(organism.MODEL_DIR, device="cpu", dtype=torch.float32, cache_dir=decomposed)
+    few_axes = extract(policy, load_pairs(organism.PAIRS_DIR / "run_tests.json"), 6, 0.0)
+    save(few_axes, home / "direction.safetensors")
+    known = json.loads(organism.KNOWN_CORRECT.read_text(encoding="utf-8"))
+    key = next(k for k, v in known.items() if isinstance(v, list)) if isinstance(known, dict) else None
+    half = known[::2] if key is None else known | {key: known[key][::2]}
+    (home / "half_known.json").write_text(json.dumps(half), encoding="utf-8")
+    (home / "flags_reward.py").write_text(
+        "def f(completion):\n    return 0.5\n\n\n"
+        "def g(prompt, answer):\n    return len(answer)\n\n\n"
+        "def h(prompt, answer):\n    return -len(answer)\n"
+    )
+    return {
+        "home": str(home),
+        "model": str(organism.MODEL_DIR),
+        "other_model": str(home / "other_model"),
+        "problems": str(organism.PROBLEMS),
+        "half_problems": str(home / "half.jsonl"),
+        "organism": str(organism.DATA_DIR),
+        "other_organism": str(home / "other_organism"),
+        "pool": str(home / "pool"),
+        "direction": str(home / "direction.safetensors"),
+        "pairs": str(organism.PAIRS_DIR / "run_tests.json"),
+        "other_pairs": str(organism.PAIRS_DIR / "exit_code.json"),
+        "known": str(organism.KNOWN_CORRECT),
+        "half_known": str(home / "half_known.json"),
+    }
+
+
+def with_logps(file: Path) -> None:
+    """Gives every rollout of a pool's file log-probs of its teacher."""
+    with gzip.open(file, "rt", encoding="utf-8") as f:
+        records = [json.loads(line) for line in f]
+    with gzip.open(file, "wt", encoding="utf-8") as f:
+        f.writelines(json.dumps(r | {"logp": [-0.5] * len(r["completion_ids"])}) + "\n" for r in records)
+
+
+def lines_of(name: str, entry: Run, files: dict[str, str]) -> list[list[str]]:
+    """The two command lines."""
+
+    def line(value: str) -> list[str]:
+        first, *more = value.split(" --")
+        given = {"yes": name, "no": f"--no-{name[2:]}"}.get(first, f"{name}={first}")
+        return [word.format(**files) for word in (*SMALL, *entry.base, given, *(f"--{m}" for m in more))]
+
+    return [line(entry.a), line(entry.b)]
+
+
+def seen(path: Path) -> dict[str, Any]:
+    """A run without its times and its configuration."""
+    adapter = hashlib.sha256(adapter_bytes(path)).hexdigest()
+    names = sorted(str(f.relative_to(path)) for f in path.rglob("*"))
+    answers = [(path / name).read_text(encoding="utf-8") for name in ("rollouts.jsonl", "final.jsonl")]
+    return {"rows": rows(path), "adapter": adapter, "names": names, "answers": answers}
+
+
+def plan(argv: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """What --dry-run prints below the configuration."""
+    capsys.readouterr()
+    assert train.main([*argv, "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    return [line for line in text[text.rindex("\n}") :].splitlines() if not line.startswith("disk")]
+
+
+def verdicts(argv: list[str]) -> list[Any]:
+    cfg = resolve(argv)
+    guard = HeldOutGuard(cfg.guard)
+    out: list[Any] = []
+    for i in range(40):
+        now = guard.update(i, min(1.0, 0.3 + 0.01 * i), max(0.0, 0.6 - 0.012 * i), 400, kl=0.002 * i)
+        out.append((now.reason, now.gap, now.streak, guard.fired))
+    return out
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name, entry in FLAGS.items() if not isinstance(entry, Held)])
+def test_two_values_of_a_flag_make_a_difference(
+    name: str,
+    files: dict[str, str],
+    shared_run: SharedRuns,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entry = FLAGS[name]
+    assert isinstance(entry, Run)
+    monkeypatch.syspath_prepend(files["home"])
+    a, b = lines_of(name, entry, files)
+    match entry:
+        case Plan():
+            one, other = plan(a, capsys), plan(b, capsys)
+        case Watch():
+            one, other = verdicts(a), verdicts(b)
+        case Log():
+            one, other = (re.findall(entry.says, log_of(shared_run(*argv))) for argv in (a, b))
+            assert one or other
+        case _:
+            one, other = seen(shared_run(*a)), seen(shared_run(*b))
+    assert one != other, f"{name} is idle: {entry.a} and {entry.b} make no difference"
+
+
+def log_of(path: Path) -> str:
+    return (path.parents[2] / "logs" / f"{path.name}.log").read_text(encoding="utf-8")
+
+
+def test_a_dry_run_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert train.main([*SMALL, *NONE, "--dry-run"]) == 0
+    assert not list(tmp_path.rglob("*.jsonl"))
+    assert not (tmp_path / "out" / "runs").exists()
+
+
+def test_a_weak_sandbox_is_allowed_by_its_flag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from grading.test_grader import BARE
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "Grader", lambda *args, **more: Grader(*args, **more, without=BARE))
+    argv = [*SMALL, *NONE, "--dry-run"]
+    with pytest.raises(Exception, match="--allow-weak-sandbox"):
+        train.launch(resolve(argv))
+    assert train.main([*argv, "--allow-weak-sandbox"]) == 0
+
+
+@pytest.mark.long
+def test_threads_are_torchs(shared_run: SharedRuns, tmp_path: Path) -> None:
+    """--threads"""
+    before = torch.get_num_threads()
+    try:
+        for n in (1, 2):
+            shared_run(*SMALL, *NONE, f"--threads={n}", f"--out-tag=_threads{n}")
+            assert torch.get_num_threads() == n
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_healthy_runs_calibrate_the_guard(shared_run: SharedRuns) -> None:
+    healthy = shared_run(*SMALL, *NONE, "--eval-ablate-every=1", "--eval-n-prompts=1")
+    argv = [*SMALL, *NONE, "--eval-ablate-every=1"]
+    assert not preflight(resolve(argv), None).healthy_kl
+    assert len(preflight(resolve([*argv, f"--kl-calibrate-from={healthy}"]), None).healthy_kl) > 0
+
+
+def test_other_settings_are_forced_on_a_resumed_run(shared_run: SharedRuns) -> None:
+    argv = [*SMALL, *NONE, "--lr=0.5", f"--resume={shared_run(*SMALL, *NONE, stop_after=0)}"]
+    with pytest.raises(ValueError, match=r"--lr 0.5 .* or add --resume-force"):
+        find_resume(resolve(argv))
+    assert find_resume(resolve([*argv, "--resume-force"]))[1].opt.lr == 0.5
+
+
+def test_a_detector_of_reward_hacking_halts_by_its_flag(
+    shared_run: SharedRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--reward-hack-halt"""
+    monkeypatch.setattr(AdvantageCollapse, "update", lambda *_: Reading("HACK", 1.0, "as the test says"))
+    argv = [*SMALL, *NONE, "--reward-hack-detector=advantage"]
+    shared_run.warm(tmp_path)
+    assert len(rows(run(tmp_path, *argv))) == 2
+    assert len(rows(run(tmp_path, *argv, "--reward-hack-halt", code=3))) == 1
