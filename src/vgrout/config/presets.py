@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from vgrout.cli import parsed
+from vgrout.cli import as_typed, parsed
 from vgrout.config.checks import changed, flag, flags, legal_values, refuse, refuse_flags, rule_of, summary
 from vgrout.config.loss import LossConfig
 from vgrout.config.run import (
@@ -148,14 +148,21 @@ def resolve(argv: list[str] | None) -> Config:
         raise SystemExit(0)
     if {"-h", "--help", "--help-all"} & {*argv}:
         show_help(argv[0] if argv[0] in PRESETS else "", "--help-all" in argv)
-    argv = with_method(joined(argv))
+    typed = joined(as_typed(argv))
+    argv = with_method(typed)
     refuse_flags(argv)
-    refuse(not argv or argv[0].startswith("-"), f"name a preset first: {', '.join(PRESETS)}; then flags, or --help")
-    cfg = parsed(
-        lambda: tyro.extras.overridable_config_cli(
-            PRESETS, args=argv, prog="python -m vgrout.train", config=(tyro.conf.OmitArgPrefixes,)
-        )
+    refuse(
+        not argv or argv[0] not in PRESETS,
+        f"{' '.join(argv[:1])}: name a preset first: {', '.join(PRESETS)}; then flags, or --help".removeprefix(": "),
     )
+    try:
+        cfg = parsed(
+            lambda: tyro.extras.overridable_config_cli(
+                PRESETS, args=argv, prog="python -m vgrout.train", config=(tyro.conf.OmitArgPrefixes,)
+            )
+        )
+    except ValueError as e:
+        raise ValueError(contradicted(typed, argv, str(e))) from None
     if cfg.guard_mode == "off":
         idle = [name for name, _ in changed(cfg.guard) if name != "guard"]
         refuse(bool(idle), f"{flags(idle)}: not read with --guard off; leave it out")
@@ -201,18 +208,29 @@ def with_method(argv: Sequence[str]) -> list[str]:
     """A command line with --method replaced by its flags; flags that are there already stay.
 
     Raises:
-        ValueError: no method of that name, or two of them.
+        ValueError: no method of that name.
     """
     words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--method=") else [word])]
     if "--method" not in words:
         return list(argv)
     at = words.index("--method")
     name = words[at + 1] if at + 1 < len(words) else ""
-    refuse(words.count("--method") > 1, "--method: given twice; one is enough")
     refuse(name not in METHODS, f"--method {name}: should be one of {', '.join(METHODS)}")
     rest = [*words[:at], *words[at + 2 :]]
     given = {_bare(word) for word in rest}
     return [*rest, *(word for word in METHODS[name][1] if _bare(word) not in given)]
+
+
+def contradicted(typed: Sequence[str], argv: Sequence[str], message: str) -> str:
+    """A refusal in words that were typed: where it begins with a flag that only --method brought, it is what stands
+    beside --method that contradicts it."""
+    given, brought = ({_bare(word) for word in words} for words in (typed, argv))
+    if not {_bare(word.rstrip(",")) for word in message.partition(":")[0].split()} & (brought - given):
+        return message
+    at = next(i for i, word in enumerate(typed) if _bare(word) == "--method")
+    name = typed[at].partition("=")[2] or typed[at + 1]
+    own = [word for word in METHODS[name][1] if _bare(word) in given]
+    return f"--method {name}: stands for {', '.join(own)}, and another was given; leave one of them out"
 
 
 def _bare(word: str) -> str:

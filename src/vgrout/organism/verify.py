@@ -1,4 +1,4 @@
-"""Checks of the shipped organism: file hashes, and the first losses of training from its seed."""
+"""Check of an organism: the first losses of training from its seed."""
 
 import json
 from pathlib import Path
@@ -6,28 +6,10 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerFast
 
 from vgrout.data.language import MODES, Shares
-from vgrout.files import file_sha256
-from vgrout.organism.build import first_losses, shipped
-from vgrout.organism.weights import Recipe, Shape
+from vgrout.organism.build import first_losses
+from vgrout.organism.recipe import Recipe, Shape
 
 TOLERANCE = 0.02  # nats; other processors and thread counts sum in another order, a wrong corpus differs by tenths
-
-
-def check_files(folder: Path) -> list[str]:
-    """Faults of the files against manifest.json, one line each."""
-    manifest = folder / "manifest.json"
-    if not manifest.is_file():
-        return [f"{manifest}: missing; run `python -m vgrout.organism build`"]
-    expected: dict[str, str] = json.loads(manifest.read_text(encoding="utf-8"))["files"]
-    found = set(shipped(folder))
-    faults = [f"{folder / path}: missing" for path in sorted(set(expected) - found)]
-    faults += [f"{folder / path}: not in manifest.json" for path in sorted(found - set(expected))]
-    faults += [
-        f"{folder / path}: its sha256 is not the one in manifest.json"
-        for path in sorted(found & set(expected))
-        if file_sha256(folder / path) != expected[path]
-    ]
-    return faults
 
 
 def check_training(folder: Path, steps: int | None = None) -> list[str]:
