@@ -154,7 +154,7 @@ BAD = [
         "mini --intervention penalty --monitor quarantine --quarantine-threshold .2 --monitor-quantile .8",
         "--monitor-quantile",
     ),
-    ("mini --intervention penalty --monitor quarantine --quarantine-diet solved", "invalid choice"),
+    ("mini --intervention penalty --monitor quarantine --quarantine-diet solved", "should be one of"),
     ("mini --intervention penalty --monitor pmi --quarantine-start pairs", "--quarantine-start"),
     ("mini --intervention penalty --monitor quarantine --vhack-pairs-path x.json", "--vhack-pairs-path: not read"),
     (

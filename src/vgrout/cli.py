@@ -125,7 +125,9 @@ def one_line(box: str) -> str:
         return f"{bad[2]} {bad[1]}: should be one of {', '.join(legal)}"
     text = re.sub(r"^Error parsing \S+: ", "", text)
     text = re.sub(r"^Missing value for argument '(\S+)'.*", r"\1: needs a value", text)
-    text = re.sub(r"^Missing from .*?: (.*)", r"missing: \1; --help says more", text).replace(" (required)", "")
+    if text.startswith("Missing from "):
+        named = re.findall(r"(?:^|\(required\)) ((?:--[\w-]+ )?[\w|{}.]+)", text.partition(":")[2])
+        return f"missing: {', '.join(named)}; --help says more"
     text = re.sub(
         r"^Unrecognized options: (.*?)( Perhaps.*? meant.*?(--[\w-]+).*| Available subcommands: (.*))?$", _unknown, text
     )

@@ -21,7 +21,6 @@ from loguru import logger
 from tqdm import tqdm
 
 from vgrout.cli import cli_exit, parse_args
-from vgrout.config.checks import refuse
 from vgrout.files import numbered_lines
 from vgrout.grading.extract import UnsupportedTest, parse_test
 from vgrout.modes import DEALT, MODE_SPECS, PLAIN_PHRASE, announced, hint
@@ -135,14 +134,13 @@ def _row(record: dict[str, Any], where: str) -> Row:
 
 KEYS = ("id", "prompt", "gt_answer", "canonical_solution", "func_name")
 OPTIONAL = ("setup_code", "split", "mode", "marker", "cpu_limit")
-OTHERS = (  # of the benchmark's file and the organism's; not read
-    *("answer", "completion_gt_pass", "dataset", "difficulty", "evaluator", "hint", "prompt_metadata", "question"),
-)
+ORGANISMS = ("composition", "difficulty")  # not read, nor are …
+BENCHMARKS = ("answer", "completion_gt_pass", "dataset", "evaluator", "hint", "prompt_metadata", "question")
 
 
 def _refuse_unknown(record: Mapping[str, Any], where: str) -> None:
     """A misspelt key would be a setting that nobody reads."""
-    for key in record.keys() - {*KEYS, *OPTIONAL, *OTHERS}:
+    for key in record.keys() - {*KEYS, *OPTIONAL, *ORGANISMS, *BENCHMARKS}:
         near = difflib.get_close_matches(key, (*KEYS, *OPTIONAL), 1)
         how = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join((*KEYS, *OPTIONAL))}"
         raise ValueError(f"{where}: unknown key {key!r}; {how}")
@@ -174,6 +172,8 @@ def _syntax_fault(code: str) -> str:
 
 def load_rows(path: Path) -> list[Row]:
     """The lines of a JSONL file. Raises ValueError with file and line at the first fault; ids must be unique."""
+    if path.is_dir():
+        raise ValueError(f"{path}: is a folder; name a problem file")
     if not path.is_file():
         raise ValueError(f"{path}: no such problem file; `vgrout download data` fetches the benchmark's")
     rows: dict[int, Row] = {}
@@ -459,7 +459,8 @@ def check(file: Annotated[Path, tyro.conf.Positional], workers: int | None = Non
     from vgrout.grading.check import check_problems
     from vgrout.grading.grade import Grader
 
-    refuse(workers is not None and not 1 <= workers <= 1024, f"--workers {workers}: should lie in [1, 1024]")
+    if workers is not None and not 1 <= workers <= 1024:
+        raise ValueError(f"--workers {workers}: should lie in [1, 1024]")
     problems = load_problems(file)
     with Grader(workers=workers) as grader:
         report = check_problems(

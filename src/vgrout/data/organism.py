@@ -46,7 +46,7 @@ class Files:
     def require_sound(self, flag: str = "--organism") -> None:
         """Before anything is trained on it. Raises ValueError, one line, for the first fault."""
         if faults := self.faults():
-            raise ValueError(f"{flag} {faults[0]}; build it again, or take another")
+            raise ValueError(f"{flag} {faults[0]}{'' if ';' in faults[0] else '; build it again, or take another'}")
 
 
 def shipped(folder: Path) -> list[str]:

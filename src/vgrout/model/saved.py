@@ -73,7 +73,9 @@ def find_adapter(run: Path, step: int | None = None, model: str | None = None, p
         if step is not None:
             raise ValueError(f"--step {step}: goes with a run directory, {run} is a file")
         path = run
-    metadata = read_metadata(path, "")
+    if not path.exists():
+        raise ValueError(f"{run}: no such run or adapter; give a run's folder, or a file that it saved")
+    metadata = read_metadata(path, "adapter")
     if "cfg" not in metadata:
         raise ValueError(f"{path}: not an adapter saved by a run (no configuration in its metadata)")
     cfg = from_dict(json.loads(metadata["cfg"]))
