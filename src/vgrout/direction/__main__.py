@@ -1,5 +1,6 @@
 """`python -m vgrout.direction --model M --pairs F`: extract a hack direction stand-alone, and say how good it is."""
 
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,10 +133,12 @@ def _pairs_of(cli: Cli) -> PairSet | None:
     """None: they come from a rollout log and need the tokenizer's chat template."""
     if cli.rollouts is not None:
         if not cli.rollouts.is_file():
-            raise ValueError(f"--rollouts {cli.rollouts}: no such file")
+            raise ValueError(f"--rollouts {cli.rollouts}: no such file; give a run's rollouts.jsonl")
+        assert cli.detector is not None
+        pairs_from_pool(cli.rollouts, cli.detector, json.dumps)  # its lines are checked without the template
         return None
     if cli.pairs is not None:
-        return load_pairs(cli.pairs)
+        return load_pairs(cli.pairs, "--pairs")
     return load_pairs(organism.PAIRS_DIR / "run_tests.json") if cli.model == "organism" else handwritten()
 
 
