@@ -352,8 +352,11 @@ def command(cli: Cli) -> Path:
         f"{cfg.run_id}, {saved.path.name} after {saved.step} steps, {len(problems)} problems of {saved.problems_file}"
     )
     print(report(sides))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(out, to_json(as_json(saved, saved.problems_file, cli.split, seed, sides)))
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(out, to_json(as_json(saved, saved.problems_file, cli.split, seed, sides)))
+    except OSError as e:  # a disk that was filled meanwhile
+        raise ValueError(f"--out {out}: cannot be written ({e.strerror}); name another file with --out") from None
     print(f"-> {out}")
     return out
 

@@ -76,12 +76,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _command(cli: Cli) -> int:
+    pairs = _pairs_of(cli)
     if cli.model == "organism":
         organism.EMBEDDED.require_sound("--model organism:")
     folder = require_model(organism.MODEL_DIR if cli.model == "organism" else cli.model)
     for path in cli.compare:
         check_file(path, "--compare", find_shapes(folder), None)
-    pairs = _pairs_of(cli)
     # Here and not above: torch takes seconds to import, and a wrong flag never waits for it.
     from vgrout.direction.controls import cosine_to_real
     from vgrout.direction.examine import compare_controls, control_table, draw, report

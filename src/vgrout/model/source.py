@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
 from tokenizers import Tokenizer
 
 from vgrout.config.run import ORGANISM, Config, from_dict
@@ -33,6 +31,9 @@ def model_folder(model: str | Path) -> Path | None:
     """The folder of a local model, or the cached snapshot of a hub id; None: not on this machine. No network."""
     if Path(model).is_dir():
         return Path(model) if (Path(model) / "config.json").is_file() else None
+    from huggingface_hub import try_to_load_from_cache  # 0.3 s of CPU, for nothing but a hub id
+    from huggingface_hub.errors import HFValidationError
+
     try:
         config = try_to_load_from_cache(str(model), "config.json")
     except HFValidationError:  # neither a folder nor a possible id

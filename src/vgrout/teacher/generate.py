@@ -256,6 +256,7 @@ class PoolConfig:
 
     def check(self) -> list[Row]:
         """The problem file's rows. Raises ValueError, one line, for a file or model that is missing."""
+        rows = load_rows(self.problems_path)
         if self.tiny:
             organism.EMBEDDED.require_sound("--model organism:")
         if self.adapter_path is not None:
@@ -263,7 +264,6 @@ class PoolConfig:
                 raise ValueError(f"--adapter {self.adapter}: no such file ({self.adapter_path})")
             safetensors_head(self.adapter_path, "--adapter")
         folder = require_model(organism.MODEL_DIR if self.tiny else self.model)
-        rows = load_rows(self.problems_path)
         window = model_facts(folder).window
         if window is not None and window <= self.tokens:
             raise ValueError(f"--max-new {self.tokens}: the model's window holds {window} tokens, prompt included")
