@@ -77,6 +77,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _command(cli: Cli) -> int:
     pairs = _pairs_of(cli)
+    for path in cli.compare:
+        refuse(not path.is_file(), f"--compare {path}: no such file; give a direction that this command wrote")
     if cli.model == "organism":
         organism.EMBEDDED.require_sound("--model organism:")
     folder = require_model(organism.MODEL_DIR if cli.model == "organism" else cli.model)

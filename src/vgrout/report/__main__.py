@@ -48,7 +48,8 @@ class Cli:
 
     def __post_init__(self) -> None:
         refuse(self.rollouts < 0, f"--rollouts {self.rollouts}: should be 0 or more")
-        refuse(self.judge is not None and not self.judge.is_file(), f"--judge {self.judge}: no such file")
+        wrong = self.judge is not None and not (self.judge.is_file() and self.judge.suffix == ".py")
+        refuse(wrong, f"--judge {self.judge}: no such file of Python; give one with a function judge(cells)")
 
 
 def command(cli: Cli) -> int:
