@@ -203,7 +203,7 @@ class Cli:
 
     run: Annotated[Path, tyro.conf.Positional]
     """Run directory, or a saved adapter (.safetensors)."""
-    step: int | None = None
+    step: int | None = setting(None, low=0)
     """The adapter saved after this many steps; none: train.safetensors."""
     problems: Path | None = None
     """Problem file (JSONL); none: the run's own."""

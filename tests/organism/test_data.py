@@ -10,12 +10,22 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from vgrout.data import language as lang
 from vgrout.data.language import MODES
-from vgrout.data.organism import DATA_DIR, KNOWN_CORRECT, MAX_NEW, MODEL_DIR, PAIRS_DIR, POOL_DIR, PROBLEMS
+from vgrout.data.organism import (
+    DATA_DIR,
+    EMBEDDED,
+    KNOWN_CORRECT,
+    MAX_NEW,
+    MODEL_DIR,
+    PAIRS_DIR,
+    POOL_DIR,
+    PROBLEMS,
+    SEED,
+    Files,
+)
 from vgrout.direction.pairs import load_pairs
 from vgrout.model.policy import tokenizer_sha256
 from vgrout.modes import MODE_SPECS
-from vgrout.organism.build import SEED
-from vgrout.organism.verify import check_files, check_training
+from vgrout.organism.verify import check_training
 from vgrout.problems import load_rows
 from vgrout.teacher.pools import load_pool
 
@@ -33,7 +43,7 @@ def demos() -> list[dict]:
 
 
 def test_files_are_as_built_and_small() -> None:
-    assert check_files(DATA_DIR) == []
+    assert EMBEDDED.faults() == []
     size = sum(f.stat().st_size for f in DATA_DIR.rglob("*") if f.is_file())
     assert size <= 10_000_000  # the wheel carries it
 
@@ -47,12 +57,16 @@ def test_changed_lost_and_foreign_files_are_found(tmp_path: Path) -> None:
     weights.write_bytes(raw)
     (copy / "anchors.json").unlink()
     (copy / "pairs" / "extra.json").write_text("[]")
-    faults = check_files(copy)
+    faults = Files(copy).faults()
     assert len(faults) == 3
     for name in ("model.safetensors: its sha256", "anchors.json: missing", "extra.json: not in manifest"):
         assert any(name in fault for fault in faults), (name, faults)
+    Files(copy).seal()
+    assert Files(copy).faults() == []
+    (copy / "manifest.json").write_text((copy / "manifest.json").read_text()[:400])
+    assert "manifest.json: damaged" in Files(copy).faults()[0]
     (copy / "manifest.json").unlink()
-    assert "missing" in check_files(copy)[0]
+    assert "manifest.json: not there" in Files(copy).faults()[0]
 
 
 @pytest.mark.long

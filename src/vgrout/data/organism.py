@@ -6,7 +6,7 @@ pool of demonstrations and contrastive pairs. `python -m vgrout.organism build` 
 
 from pathlib import Path
 
-from vgrout.files import file_sha256, read_json
+from vgrout.files import file_sha256, read_json, to_json, write_atomic
 
 MAX_NEW = 128  # tokens: the longest answer of the corpus, with room to spare
 COMPILE_REWARD = 0.1
@@ -42,6 +42,12 @@ class Files:
             for path in sorted(found & expected.keys())
             if file_sha256(self.root / path) != expected[path]
         ]
+
+    def seal(self) -> None:
+        """Record today's files in manifest.json: an organism one of whose parts was exchanged on purpose is another."""
+        manifest = read_json(self.root / "manifest.json")
+        manifest["files"] = {path: file_sha256(self.root / path) for path in shipped(self.root)}
+        write_atomic(self.root / "manifest.json", to_json(manifest) + "\n")
 
     def require_sound(self, flag: str = "--organism") -> None:
         """Before anything is trained on it. Raises ValueError, one line, for the first fault."""
