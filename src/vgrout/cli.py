@@ -129,14 +129,16 @@ def one_line(box: str) -> str:
         named = re.findall(r"(?:^|\(required\)) ((?:--[\w-]+ )?[\w|{}.]+)", text.partition(":")[2])
         return f"missing: {', '.join(named)}; --help says more"
     text = re.sub(
-        r"^Unrecognized options: (.*?)( Perhaps.*? meant.*?(--[\w-]+).*| Available subcommands: (.*))?$", _unknown, text
+        r"^Unrecognized options: ?(.*?)( Perhaps.*? meant.*?(--[\w-]+).*| Available subcommands: (.*))?$",
+        _unknown,
+        text,
     )
     return re.sub(r"^Expected one of {(.*)}\.?", r"name one of \1", text)
 
 
 def _unknown(found: re.Match[str]) -> str:
     given, more, _, commands = found.groups()
-    given = given.partition(",")[0]
+    given = given.partition(",")[0] or "''"
     if commands:
         return f"{given}: should be one of {commands}"
     near = difflib.get_close_matches(given.partition("=")[0], re.findall(r"--[\w-]+", more or ""), 1)

@@ -18,7 +18,7 @@ from vgrout.direction.pairs import (
 from vgrout.direction.pairs import check_file as check_direction
 from vgrout.files import json_lines
 from vgrout.grading.reward import RewardFunction
-from vgrout.model.source import ModelFacts, find_shapes, model_facts, require_model
+from vgrout.model.source import ModelFacts, find_shapes, looks_like_path, model_facts, require_model
 from vgrout.problems import Row, assigned, load_rows, require_apart, require_fitting
 from vgrout.teacher.pools import Pool, load_pool
 from vgrout.types import MODES, Mode
@@ -68,6 +68,8 @@ def read_inputs(cfg: Config) -> Inputs:
 
     if ORGANISM in (cfg.scale.model, cfg.loss.teacher_model):
         cfg.files.require_sound("--organism" if cfg.scale.organism else "--model organism:")
+    if looks_like_path(cfg.model_path) and not cfg.run.dry_run:  # nothing to fetch: its problems are not to blame
+        require_model(cfg.model_path)
     problems, demos, pair_file = cfg.problems_path, cfg.pool_path, cfg.pairs_path
     rows = read(lambda: load_rows(problems), problems) or []
     test_file = cfg.test_problems_path
