@@ -85,8 +85,10 @@ def require_new(path: Path | None, flag: str = "--out") -> None:
 
 def require_own(folder: Path, flag: str, mark: str, what: str) -> None:
     """The same for a folder that a program goes on with: new, empty, or one that holds the file `mark`."""
-    if folder.exists() and not (folder / mark).is_file() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ValueError(f"{flag} {folder}: exists and is no {what} (no {mark} in it); choose another folder")
+    inside = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else [""] if folder.exists() else []
+    if inside and mark not in inside:
+        holds = f", it holds {inside[0]}" if inside[0] else " (a file)"
+        raise ValueError(f"{flag} {folder}: is no {what}{holds}; name another folder")
     probe_writable(folder, flag)
 
 
