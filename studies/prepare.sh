@@ -23,6 +23,7 @@ started() {
     rm -rf "$1.part" && mkdir -p "$(dirname "$1")" && cp -r "$2" "$1.part" && rm -r "$1.part/model"
     local runs=(out/runs/*_mini_none_seed"$3$tag")
     uv run python -m vgrout.export "${runs[@]: -1}" --step "$4" --out "$1.part/model"
+    uv run python -c "import sys, pathlib, vgrout.data.organism as o; o.Files(pathlib.Path(sys.argv[1])).seal()" "$1.part"
     mv "$1.part" "$1"
 }
 

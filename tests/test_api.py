@@ -57,7 +57,7 @@ def test_a_run_as_frames(shared_run: SharedRuns) -> None:
     ("flags", "message"),
     [
         ({"lr": -1}, "--lr -1"),
-        ({"lernrate": 1}, "Unrecognized"),
+        ({"lernrate": 1}, "--lernrate=1: no such flag"),
         ({"dry_run": True}, "makes no run"),
         ({"intervention": "cap"}, "cap"),
         ({"model": "organism", "problems": "x.jsonl"}, "go together"),

@@ -172,7 +172,7 @@ BAD = [
         "mini --intervention penalty --monitor quarantine --quarantine-threshold .2 --monitor-quantile .8",
         "--monitor-quantile",
     ),
-    ("mini --intervention penalty --monitor quarantine --quarantine-diet solved", "invalid choice"),
+    ("mini --intervention penalty --monitor quarantine --quarantine-diet solved", "should be one of"),
     ("mini --intervention penalty --monitor pmi --quarantine-start pairs", "--quarantine-start"),
     ("mini --intervention penalty --monitor quarantine --vhack-pairs-path x.json", "--vhack-pairs-path: not read"),
     (
@@ -310,7 +310,7 @@ def test_another_build_of_the_organism_replaces_every_file(tmp_path: Path) -> No
     names = ["model", "problems.jsonl", "pool", "pairs/run_tests.json", "anchors.json", "pairs/placebo_flawed.json"]
     assert [Path(str(f)) for f in files] == [tmp_path / name for name in names]
     assert from_dict(cfg.as_dict()) == cfg
-    with pytest.raises(ValueError, match=f"--organism {tmp_path}: no organism;"):
+    with pytest.raises(ValueError, match=f"--organism {tmp_path}/manifest.json: not there;"):
         preflight(cfg)
 
 

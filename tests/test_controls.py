@@ -32,7 +32,7 @@ from methods import (
     toy_direction,
     view,
 )
-from runs import SMALL, SharedRuns, adapter_bytes
+from runs import SMALL, SharedRuns, adapter_bytes, once
 from runs import rows as step_rows
 from runs import run as program
 from tiny import policy as tiny_policy
@@ -282,7 +282,7 @@ def argv(intervention: str, control: str, *more: str) -> list[str]:
     )
     refreshed = ["--vhack-refresh-every", "2"] if intervention in ALONG and control not in ("haar", "labels") else []
     flags = ["--threads", "1", *SMALL, "--eval-ablate-every", "0", *refreshed, *own, *more]
-    return ["smoke", "--intervention", intervention, *flags]
+    return once(["smoke", "--intervention", intervention, *flags])
 
 
 def record(path: Path, name: str = "run.json") -> dict[str, Any]:

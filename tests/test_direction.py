@@ -420,7 +420,7 @@ def test_the_command_writes_file_and_figure_and_prints_the_checks(folder, tmp_pa
 
 def test_the_command_compares_every_control(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command, "CONTROL_SEEDS", (41,))
+    monkeypatch.setattr("vgrout.direction.examine.CONTROL_SEEDS", (41,))
     small = {c: PairSet(PAIRS.pairs[i:] + PAIRS.pairs[:i], c) for i, c in ((2, "flawed"), (3, "long"))}
     monkeypatch.setattr(command, "_placebos", lambda cli: small)  # the shipped ones are longer than this window
     common = ["--model", str(folder / "model"), "--pairs", str(folder / "toy.json"), "--svd-cache", "svd"]
@@ -452,7 +452,7 @@ def test_pairs_of_a_rollout_log_become_a_file_that_a_run_can_read(folder, tmp_pa
     assert f"pairs {pairs.source} (10, 2 held out" in out
     assert pairs.pairs[3].prompt == "<user>task 3<eos><assistant><think></think>"
     policy = load_policy(folder / "model", device="cpu", dtype=torch.float32, cache_dir=Path("svd"))
-    monkeypatch.setattr(command, "extract", lambda *a, **k: pytest.fail("extracted again"))
+    monkeypatch.setattr("vgrout.direction.extract.extract", lambda *a, **k: pytest.fail("extracted again"))
     assert obtain(policy, pairs, None, 12, 0.0).meta.pairs_source == pairs.source
 
 
@@ -461,7 +461,7 @@ def test_pairs_of_a_rollout_log_become_a_file_that_a_run_can_read(folder, tmp_pa
     [
         (["--pairs-out", "a.txt"], "--pairs-out a.txt: should end in .json"),
         (["--pairs", "none.json"], "none.json: no such pair file"),
-        (["--model", "./nothing"], "--model ./nothing: no config.json there"),
+        (["--model", "./nothing"], "--model ./nothing: no such folder"),
         (["--k", "13"], "--k 13: should lie in [1, 12] (at most --top-k)"),
         (["--tau-axis", "1.5"], "--tau-axis 1.5: should lie in [0, 1]"),
         (["--detector", "E"], "--detector: goes with --rollouts"),
@@ -471,7 +471,7 @@ def test_pairs_of_a_rollout_log_become_a_file_that_a_run_can_read(folder, tmp_pa
     ],
 )
 def test_the_command_refuses_before_the_model_is_loaded(flags, complaint, capsys, monkeypatch):
-    monkeypatch.setattr(command, "load_policy", lambda *a, **k: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("vgrout.model.policy.load_policy", lambda *a, **k: pytest.fail("the model was loaded"))
     model = [] if "--model" in flags else ["--model", "some/model"]
     try:
         code = main([*model, *flags])

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from benchmarks import kills
-from runs import FEW, SharedRuns, adapter_bytes, rows, run, status, until
+from runs import FEW, SharedRuns, adapter_bytes, once, rows, run, status, until
 from test_train import start, wait_for_steps
 from vgrout import grpo, loading, rollout
 from vgrout.config.presets import parse, resumed
@@ -44,13 +44,13 @@ def flags(intervention: str, *more: str, steps: int = 6) -> list[str]:
     """Everything on: demonstrations, refreshed direction, guard, detectors, a checkpoint each step."""
     refresh = [] if intervention == "none" else ["--vhack-refresh-every", "2"]
     argv = ["smoke", "--intervention", intervention, "--steps", str(steps), *TINY, *GUARD, *DETECTORS, *refresh]
-    return [*argv, "--checkpoint-every", "1", *more]
+    return once([*argv, "--checkpoint-every", "1", *more])
 
 
 def bare(intervention: str, *more: str, steps: int = 4) -> list[str]:
     """A checkpoint each step and nothing that watches: these runs take a second or two."""
     argv = ["smoke", "--intervention", intervention, "--steps", str(steps), *TINY, "--eval-ablate-every", "0"]
-    return [*argv, "--checkpoint-every", "1", "--guard", "off", *more]
+    return once([*argv, "--checkpoint-every", "1", "--guard", "off", *more])
 
 
 def adapter_file(path: Path) -> bytes:

@@ -45,6 +45,14 @@ WITHOUT_TORCH = (
     "problems",
     "export.__main__",
     "api",
+    "evaluate",
+    "direction.__main__",
+    "teacher.__main__",
+    "organism.__main__",
+    "tools.substrate",
+    "tools.grade",
+    "tools.download",
+    "tools.doctor",
 )
 
 

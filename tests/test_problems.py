@@ -53,6 +53,11 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "phrase missing": (record(2, prompt=[{"role": "user", "content": "x"}]), "exactly once, found 0"),
     "phrase twice": (record(2, prompt=[{"role": "user", "content": PLAIN_PHRASE * 2}]), "exactly once, found 2"),
     "no tests": (record(2, gt_answer=[]), "line 2: 'gt_answer'"),
+    "test is not Python": (record(2, gt_answer=["assert Solution().f(1 == 1"]), "line 2: test 1: not Python"),
+    "test without a literal": (record(2, gt_answer=["assert Solution().f(1) == abs(1)"]), "'abs.1.' is not a literal"),
+    "name that no test calls": (record(2, func_name="g"), "line 2: no test calls 'g'"),
+    "misspelt key": (record(2, canonical_solutoin="x"), "'canonical_solutoin'; did you mean 'canonical_solution'"),
+    "no solution": (record(2, canonical_solution=" "), "'canonical_solution' is empty"),
     "bad mode": (record(2, mode="sentinal"), "unknown mode 'sentinal'"),
     "bad split": (record(2, split="dev"), "unknown split 'dev'"),
     "boolean id": (record(True), "'id' should be int"),
@@ -119,7 +124,7 @@ def test_pool_coverage_and_held_out_modes(world_of: Callable[..., Any]) -> None:
 
 def test_long_prompts_are_counted(world_of: Callable[..., Any]) -> None:
     assert world_of(max_prompt=10**6).too_long == 0
-    with pytest.raises(ValueError, match="no training problem left"):
+    with pytest.raises(ValueError, match=r"p\.jsonl: none of its prompts fits the 1 tokens"):
         world_of(max_prompt=1)
 
 

@@ -13,7 +13,7 @@ from recipes import ROOT, Step, section, steps
 from runs import SMALL
 
 TITLES = ("An intervention", "A monitor", "A loss", "A column")
-RUN = ["smoke", "--intervention", "cap", "--loss", "dual_clip", "--dual-clip-c", "2.5", "--threads", "1", *SMALL]
+RUN = ["smoke", "--intervention", "cap", "--loss", "dual_clip", "--dual-clip-c", "2.5", "--threads", "1", *SMALL[2:]]
 RUN += ["--steps", "2", "--eval-ablate-every", "0", "--columns", "all"]
 # the run, then the new intervention on three gradients of lengths 5, 1 and 2, the last one in two modules
 SCRIPT = f"""

@@ -1,16 +1,22 @@
 """Names of other programs and versions are refused with the name to use; so are files of another version."""
 
+import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from vgrout.config.checks import NOT_HERE, flag
 from vgrout.config.presets import flag_names, parse
 from vgrout.config.run import from_dict
+from vgrout.data.organism import DATA_DIR
+from vgrout.modes import PLAIN_PHRASE
 from vgrout.sweep.study_file import load_study_file
 
 
@@ -63,16 +69,128 @@ def test_other_flags_may_have_such_a_value() -> None:
     assert parse(["mini", "--intervention", "none", "--out-tag", "oracle"]).run.out_tag == "oracle"
 
 
-def test_the_program_refuses_before_it_loads_torch() -> None:
-    code = (
-        "import sys, vgrout.train\n"
-        "try: sys.exit(vgrout.train.main(sys.argv[1:]))\n"
-        "finally: assert 'torch' not in sys.modules"
-    )
+def problem(i: int, **changes: Any) -> dict[str, Any]:
+    return {
+        "id": i,
+        "prompt": [{"role": "user", "content": f"Write f{i} {PLAIN_PHRASE}."}],
+        "gt_answer": [f"assert Solution().f{i}(2) == 3"],
+        "func_name": f"f{i}",
+        "canonical_solution": f"class Solution:\n    def f{i}(self, x):\n        return x + 1",
+        **changes,
+    }
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What a user has: problems, answers, a thesis, an organism with a flipped bit and one with a file of theirs."""
+
+    def write(name: str, rows: Iterable[Any]) -> None:
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    write("good.jsonl", map(problem, range(20)))
+    write("wrong.jsonl", [*map(problem, range(19)), problem(19, canonical_solution="class Solution: pass")])
+    write("key.jsonl", [problem(0, canonical_solutoin="")])
+    phrase = f"{'a word or 7 ' * 1000}{PLAIN_PHRASE}"
+    write("long.jsonl", (problem(i, prompt=[{"role": "user", "content": phrase}]) for i in range(20)))
+    write("answers.jsonl", [{"problem_id": 0, "text": "x"}])
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "dir").mkdir()
+    (tmp_path / "dir" / "thesis.tex").write_text("precious")
+    (tmp_path / "tool.py").write_text("def nan(prompt, answer):\n    return float('nan')\n")
+    for name in ("flipped", "mine"):
+        shutil.copytree(DATA_DIR, tmp_path / name)
+    weights = tmp_path / "flipped" / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")
+    (tmp_path / "mine" / "thesis.tex").write_text("precious")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["vgrout"])
+    return tmp_path
+
+
+DPO = "iterative_dpo --base-model organism --output-dir"
+GRADE = "grade answers.jsonl --problems good.jsonl --out"
+OWN = (
+    "train full --model mine/model --env-mode own --intervention none --guard log --mix-ratio 0 --max-new 40 --problems"
+)
+REFUSED = {
+    # nothing of a user's is overwritten
+    "organism build --out dir": "--out dir: exists and is no organism; choose another folder",
+    "organism build --out mine": "--out mine/thesis.tex: not in manifest.json: it would be deleted; move it, or ch",
+    "organism build --seed 77": "--out: an organism of another seed, size or corpus goes into a folder of its own; na",
+    "evaluate dir --out good.jsonl": "--out good.jsonl: exists; choose another name or delete it",
+    f"{GRADE} good.jsonl": "--out good.jsonl: exists; choose another name or delete it",
+    f"{GRADE} answers.jsonl": "--out answers.jsonl: exists; choose another name or delete it",
+    f"{DPO} dir": "--output-dir dir: is no folder of rounds, it holds thesis.tex; name another folder",
+    "direction --model organism --out dir.safetensors --figure good.png --pairs-out good.jsonl": "--pairs-out",
+    "direction --model organism --svd-cache good.jsonl": "--svd-cache good.jsonl: cannot be written (Not a directory)",
+    "teacher --model organism --out dir": "--out dir: exists; choose another name or delete it",
+    "substrate --model organism --out good.jsonl/x": "--out good.jsonl: cannot be written (Not a directory); choose",
+    "export dir --out dir": "--out dir: exists; choose another name or delete it",
+    "report dir --out dir": "--out dir: is no report, it holds thesis.tex; name another folder",
+    "download dataset x --out good.jsonl": "--out good.jsonl: exists; choose another name or delete it",
+    # nothing broken is trained on
+    f"{OWN} wrong.jsonl": "wrong.jsonl, line 20: no answer can solve problem 19: canonical solution fails: error:Attr",
+    f"{OWN} key.jsonl": "key.jsonl, line 1: unknown key 'canonical_solutoin'; did you mean 'canonical_solution'?",
+    f"{OWN} long.jsonl": "long.jsonl: none of its prompts fits the 984 tokens that the model's window l",
+    "train smoke --organism flipped": "--organism flipped/model/model.safetensors: its sha256 is not the one in man",
+    f"{DPO} d --scorer tool:nan": "--scorer tool:nan: asked about problem 0, it returned nan; it should return a numb",
+    f"{GRADE} g.jsonl --pass-reward nan": "--pass-reward nan: should lie in (0, 1e+06]",
+    "grade empty.jsonl --problems good.jsonl --out g.jsonl": "empty.jsonl: no answers in it",
+    "teacher --model organism --out t --pass-reward inf": "--pass-reward inf: should lie in (0, 1e+06]",
+    "substrate --model organism --modes sentinel,sentinel": "--modes sentinel,sentinel: sentinel is there twice; on",
+    "evaluate dir --seed -1": "--seed -1: should be at least 0",
+    # in words that were typed
+    "train smoke --steps 3 --steps=4": "--steps: given twice; once is enough",
+    "train smoke --save-eval-ckpts --no-save-eval-ckpts": "--save-eval-ckpts: given twice; once is enough",
+    "train smoke --track wandb,wandb": "--track wandb,wandb: wandb is there twice; once is enough",
+    "train smoke --max-error-retries x": "--max-error-retries x: should be a whole number or None",
+    "train smoke --ranks x": "--ranks x: should be a whole number or auto",
+    "train smoke --step 3": "--step: no such flag; did you mean --steps?",
+    "train smok": "smok: name a preset first: smoke, mini, fast, full; then flags, or --help",
+    "train smoke --method route2-block --intervention none": "--method route2-block: stands for --intervention=route2",
+    "organism bild": "bild: should be one of build, verify",
+    "grade": "missing: PATH, --problems PATH, --out PATH; --help says more",
+    # paths
+    "train full --model=~/nowhere --problems good.jsonl": f"--model {Path.home()}/nowhere: no such folder; give a Hugg",
+    "direction --model ./nowhere": "--model ./nowhere: no such folder; give a Hugging Face model folder, or a hub id",
+    "train full --problems good.jsonl --model No/Such": "--model No/Such: not on this machine; run `vgrout download mo",
+    "download model ~/nowhere": f"{Path.home()}/nowhere: looks like a path; give a hub id, OWNER/NAME",
+}
+IN_ONE_PROCESS = """
+import contextlib, importlib, io, json, sys
+for line, argv in json.load(sys.stdin):
+    name, *sys.argv[1:] = argv
+    name = {n: f"tools.{n}" for n in ("grade", "substrate", "download", "doctor")}.get(name, name)
+    module = importlib.import_module(f"vgrout.{name}")
+    main = getattr(module, "main", None) or importlib.import_module(f"vgrout.{name}.__main__").main
+    error, out = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stderr(error), contextlib.redirect_stdout(out):
+        code = main()
+    loaded = [m for m in ("torch", "transformers", "scipy", "matplotlib") if m in sys.modules]
+    print(json.dumps([line, code, error.getvalue(), out.getvalue(), loaded]))
+"""
+
+
+def test_a_user_is_refused_in_one_line_before_anything_heavy_is_imported(folder: Path) -> None:
+    """In seconds of a clock such a test would fail on a busy machine: what takes them is the import of torch."""
+
+    def files() -> dict[Path, bytes]:
+        return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.suffix != ".pyc"}
+
+    before = files()
+    told = json.dumps([(line, [re.sub(r"^~", str(Path.home()), w) for w in line.split()]) for line in REFUSED])
     done = subprocess.run(
-        [sys.executable, "-c", code, "mini", "--half-a", "E"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", IN_ONE_PROCESS], input=told, capture_output=True, text=True, timeout=300
     )
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"E {line('half_a')}\n")
+    assert done.returncode == 0, done.stderr
+    wrong = []
+    for row in done.stdout.splitlines():
+        line, code, error, out, loaded = json.loads(row)
+        if code != 2 or not error.startswith(f"E {REFUSED[line]}") or error.count("\n") != 1 or out or loaded:
+            wrong.append(f"{line}\n   {code} {error}{out}{loaded}")
+    assert not wrong, "\n".join(wrong)
+    assert files() == before
 
 
 def test_settings_of_another_version_are_refused_in_one_line() -> None:

@@ -51,7 +51,7 @@ def test_the_folder(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_an_older_report_is_replaced(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vgrout.report.__main__.pictures", lambda _: [])
+    monkeypatch.setattr("vgrout.report.figures.pictures", lambda _: [])
     out = tmp_path / "out"
     assert main([str(runs), "--out", str(out)]) == 0
     (out / "figures" / "stale.png").write_text("")
@@ -80,7 +80,7 @@ def test_a_folder_with_other_files_is_refused(
 
 
 def test_cells_with_one_seed_in_common_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vgrout.report.__main__.pictures", lambda _: [])
+    monkeypatch.setattr("vgrout.report.figures.pictures", lambda _: [])
     for arm, hack, seeds in (("none", 0.8, (1, 2)), ("route2", 0.1, (2, 3))):
         for seed in seeds:
             fake_run(tmp_path, f"--intervention={arm}", seed=seed, hack=hack)
@@ -90,7 +90,7 @@ def test_cells_with_one_seed_in_common_are_reported(tmp_path: Path, monkeypatch:
 def test_a_failure_leaves_the_old_report(
     runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("vgrout.report.__main__.pictures", lambda _: [])
+    monkeypatch.setattr("vgrout.report.figures.pictures", lambda _: [])
     assert main([str(runs)]) == 0
     before = (runs / "report" / "report.md").read_bytes()
 

@@ -359,7 +359,7 @@ def test_load_from_a_folder_is_the_same_policy(tmp_path: Path) -> None:
 def test_missing_model_is_one_line(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="download-model") as error:
+    with pytest.raises(ValueError, match="give a Hugging Face model folder") as error:
         load_policy(tmp_path / name, device="cpu", dtype=torch.float32, cache_dir=None)
     assert "\n" not in str(error.value)
 

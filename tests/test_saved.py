@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from runs import SharedRuns, flags
+from runs import SharedRuns, flags, once
 from vgrout import evaluate
 from vgrout.data import organism
 from vgrout.export import __main__ as export
@@ -71,13 +71,14 @@ def test_evaluate_takes_any_adapter_and_any_file(
 
     monkeypatch.setattr(evaluate, "write_atomic", full)
     capsys.readouterr()
-    assert evaluate.main([str(done), "--step", "1", *more, "--samples", "1", "--n-prompts", "1"]) == 2
+    other = out.with_name("other.json")
+    assert evaluate.main(once([str(done), "--step", "1", *more, "--n-prompts", "1", "--out", str(other)])) == 2
     output = capsys.readouterr()
     assert "| all" in output.out, "the numbers are not lost with the file"
-    assert output.err == f"E --out {out}: cannot be written (No space left on device); name another file with --out\n"
+    assert output.err == f"E --out {other}: cannot be written (No space left on device); name another file with --out\n"
 
 
-@pytest.mark.parametrize(("out", "why"), [("", "is a folder; name a file"), ("file/x.json", "cannot be written")])
+@pytest.mark.parametrize(("out", "why"), [("", "exists; choose"), ("file/x.json", "cannot be written")])
 def test_a_bad_out_is_refused_before_the_model_is_loaded(
     out: str, why: str, done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,7 +80,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def test_the_guard_on_five_and_five(
     paths: list[Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vgrout.report.__main__.pictures", lambda _: [])
+    monkeypatch.setattr("vgrout.report.figures.pictures", lambda _: [])
     assert main([str(paths[0].parent), "--judge", str(SCORECARD)]) == 0
     output = capsys.readouterr().out
     cards, verdicts = (output[output.index(at) :] for at in ("Scorecard: ", "Verdicts: "))

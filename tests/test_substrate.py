@@ -268,7 +268,7 @@ def test_the_command_makes_the_shipped_pool_again(tmp_path: Path) -> None:
 
 BAD: dict[str, tuple[Any, list[str], str]] = {
     "no problems": (substrate, [], "no such problem file"),
-    "no model": (teacher, ["--problems", "p.jsonl"], "Qwen/Qwen3-4B: not on this machine; run `just download-model"),
+    "no model": (teacher, ["--problems", "p.jsonl"], "Qwen/Qwen3-4B: not on this machine; run `vgrout download model"),
     "no adapter": (
         teacher,
         ["--model", "organism", "--adapter", "a.safetensors"],
@@ -293,7 +293,7 @@ def test_refused_before_anything_is_loaded(
     program, argv, message = BAD[case]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(generate, "load_language_model", lambda *a, **k: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("vgrout.model.policy.load_language_model", lambda *a, **k: pytest.fail("the model was loaded"))
     (tmp_path / "here").mkdir()
     shutil.copy(organism.PROBLEMS, tmp_path / "p.jsonl")
     try:

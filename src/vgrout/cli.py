@@ -1,12 +1,13 @@
 """Command lines by tyro, with errors in one line: what was wrong, which flag, what is legal."""
 
 import contextlib
+import difflib
 import errno
 import io
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ def parse_args(
     Raises:
         ValueError: one line, for the first bad flag; or whatever the class or the function raises.
     """
+    argv = as_typed(sys.argv[1:] if argv is None else argv)
     if isinstance(what, Mapping):
         named = {name: _later(f) for name, f in what.items()}
         return parsed(lambda: tyro.extras.subcommand_cli_from_dict(named, args=argv, prog=prog, **settings))()
@@ -96,9 +98,49 @@ def parsed(cli: Callable[[], T]) -> T:
         raise
 
 
+def as_typed(argv: Sequence[str]) -> list[str]:
+    """A command line with ~ replaced by the home folder: a shell does so at the beginning of a word alone, not in
+    --out=~/x. Raises ValueError for a flag that is given twice, of which the parser would take the last."""
+    given: set[str] = set()
+    for word in argv:
+        name = re.sub(r"^--no-", "--", word.partition("=")[0].replace("_", "-"))
+        if re.match("--[a-z]", name) and name in given:
+            raise ValueError(f"{name}: given twice; once is enough")
+        given.add(name)
+    return [re.sub(r"^(--[\w-]+=)?(~(?=/|$))", lambda m: (m[1] or "") + os.path.expanduser("~"), word) for word in argv]
+
+
 def one_line(box: str) -> str:
-    """tyro's framed message as one line, without its frame, its inner names and its closing hint."""
+    """tyro's framed message as one line in plain words, without its frame, its inner names and its closing hint."""
     text = box.split("For full helptext")[0]
     text = re.sub(r"╭─[^\n]*─╮|\A[^\n]*\n\s*-{20,}\s*\n", "", text)  # the second where stdout cannot draw frames
     text = " ".join(re.sub(r"[╭╮╰╯│─]+|-{20,}", " ", text).split())
-    return re.sub(r"^Error parsing \S+: ", "", text)
+    if bad := re.match(r"Error parsing \S+: (.*?) Argument helptext: (--[\w-]+) (\S+)", text):
+        value, kind = re.search(r"(?:from \['|: ')(.*?)'\]?", bad[1]), bad[3]
+        number = "a whole number" if "INT" in kind else "a number" if "FLOAT" in kind else kind
+        words = [word for word in re.findall(r"[\w-]+", kind) if word not in ("INT", "FLOAT")]
+        return f"{bad[2]} {(value and value[1]) or repr('')}: should be {' or '.join([number, *words])}"
+    if bad := re.match(r"invalid choice '(.*)' for argument '(--[\w-]+)'. Expected one of \((.*)\)", text):
+        legal = sorted(set(re.findall(r"'([^']*)'", bad[3])) - {"None"})
+        return f"{bad[2]} {bad[1]}: should be one of {', '.join(legal)}"
+    text = re.sub(r"^Error parsing \S+: ", "", text)
+    text = re.sub(r"^Missing value for argument '(\S+)'.*", r"\1: needs a value", text)
+    if text.startswith("Missing from "):
+        named = re.findall(r"(?:^|\(required\)) ((?:--[\w-]+ )?[\w|{}.]+)", text.partition(":")[2])
+        return f"missing: {', '.join(named)}; --help says more"
+    text = re.sub(
+        r"^Unrecognized options: ?(.*?)( Perhaps.*? meant.*?(--[\w-]+).*| Available subcommands: (.*))?$",
+        _unknown,
+        text,
+    )
+    return re.sub(r"^Expected one of {(.*)}\.?", r"name one of \1", text)
+
+
+def _unknown(found: re.Match[str]) -> str:
+    given, more, _, commands = found.groups()
+    given = given.partition(",")[0] or "''"
+    if commands:
+        return f"{given}: should be one of {commands}"
+    near = difflib.get_close_matches(given.partition("=")[0], re.findall(r"--[\w-]+", more or ""), 1)
+    what = "no such flag" if given.startswith("-") else "nothing here takes it"
+    return f"{given}: {what}; {f'did you mean {near[0]}?' if near else '--help lists the flags'}"

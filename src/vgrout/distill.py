@@ -30,6 +30,8 @@ def start(requested: DistillConfig) -> int:
     if path:
         require_same(path, record["hashes"], force=False)
     with Grader(cfg.workers, allow_weak=cfg.allow_weak_sandbox) as grader:
+        if not path:
+            task.require_solvable(grader)
         trackers = Trackers(cfg.trackers)
         with RunContext.begin("distill", path, cfg.run_id, grader, root=ROOT, record=record, trackers=trackers) as run:
             given = f"--teacher {cfg.teacher} · --student {cfg.student} · seed {cfg.seed} · {cfg.steps} steps"

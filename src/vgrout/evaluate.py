@@ -9,12 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
 import tyro
 from tabulate import tabulate
-from torch import Tensor
 from tqdm import tqdm
 
 from vgrout import console, ranks
@@ -23,16 +21,31 @@ from vgrout.config.checks import check, setting
 from vgrout.config.run import ORGANISM, Config
 from vgrout.config.sampling import Sampling
 from vgrout.console import Clock
-from vgrout.files import read_json, to_json, write_atomic
+from vgrout.files import probe_writable, read_json, require_new, to_json, write_atomic
 from vgrout.grading.grade import Grader
 from vgrout.grading.reward import RewardFunction
-from vgrout.model.policy import LanguageModel, Policy
 from vgrout.model.saved import Saved, find_adapter, load_saved
-from vgrout.problems import Row, assigned, balanced, load_rows, modes_in_turn, plain, with_modes, without_hints
+from vgrout.model.source import model_facts, require_model
+from vgrout.problems import (
+    Row,
+    assigned,
+    balanced,
+    load_rows,
+    modes_in_turn,
+    plain,
+    require_fitting,
+    too_long_prompts,
+    with_modes,
+    without_hints,
+)
 from vgrout.rng import torch_stream
-from vgrout.rollout import graded, sample_and_submit
 from vgrout.teacher.pools import load_pool
 from vgrout.types import Eval, Grade, GradedCompletion, Interrupted, Problem, Rate, Ungraded, spaced
+
+if TYPE_CHECKING:  # torch takes seconds to import, and a wrong flag never waits for it
+    import torch
+
+    import vgrout.model.policy
 
 KL_ANSWERS, KL_BATCH = 32, 8  # answers of an evaluation whose KL is measured, and how many in one forward
 
@@ -40,7 +53,7 @@ Side = Literal["base", "trained", "deployed", "quarantine"]
 Answer = GradedCompletion[Grade | Ungraded]
 
 
-def as_side(policy: Policy, side: Side) -> AbstractContextManager[None]:
+def as_side(policy: "vgrout.model.policy.Policy", side: Side) -> AbstractContextManager[None]:
     """The policy as one of its sides: base = adapter off, trained = δS and δS_hack on, deployed = quarantine off,
     quarantine = δS off."""
     adapter = policy.adapter
@@ -54,7 +67,7 @@ def as_side(policy: Policy, side: Side) -> AbstractContextManager[None]:
 
 
 def answers(
-    lm: LanguageModel,
+    lm: "vgrout.model.policy.LanguageModel",
     grader: Grader,
     problems: Sequence[Problem],
     n: int,
@@ -71,6 +84,8 @@ def answers(
     The stream depends on (seed, purpose, step) only: sides share their noise, so their difference is less noisy than
     either, and training never sees it.
     """
+    from vgrout.rollout import graded, sample_and_submit
+
     submitted = sample_and_submit(
         lm,
         grader,
@@ -86,7 +101,7 @@ def answers(
 
 def answers_of(
     side: Side,
-    policy: Policy,
+    policy: "vgrout.model.policy.Policy",
     grader: Grader,
     problems: Sequence[Problem],
     n: int,
@@ -114,20 +129,24 @@ def in_run(side: Side, cfg: Config) -> Side:
     return "quarantine" if side == "deployed" and cfg.method.control_spec.deploys_quarantine else side
 
 
-def evaluate(policy: Policy, grader: Grader, problems: Sequence[Problem], cfg: Config, step: int) -> Eval:
+def evaluate(
+    policy: "vgrout.model.policy.Policy", grader: Grader, problems: Sequence[Problem], cfg: Config, step: int
+) -> Eval:
     """The deployed model during training: G completions of each held-out problem, and the KL to the base."""
     given = answers_of("deployed", policy, grader, problems, cfg.scale.group, cfg, step)
     with as_side(policy, in_run("deployed", cfg)):
         return replace(Eval.of(given), kl=kl_to_base(policy, given))
 
 
-def kl_to_base(policy: Policy, given: Sequence[Answer]) -> float | None:
+def kl_to_base(policy: "vgrout.model.policy.Policy", given: Sequence[Answer]) -> float | None:
     """Mean over the tokens of at most KL_ANSWERS of these answers, nats; None without answers. Exact at each position,
     so few answers suffice: the standard deviation over seeds of 32 answers' mean is a tenth of it on the organism."""
+    import torch
+
     some = spaced(given, KL_ANSWERS)
     batches = [some[i : i + KL_BATCH] for i in range(0, len(some), KL_BATCH)]
 
-    def kl(part: Sequence[Answer]) -> Tensor:
+    def kl(part: Sequence[Answer]) -> "torch.Tensor":
         return policy.kl_to_base([policy.render(a.problem.messages) for a in part], [a.ids for a in part]).cpu()
 
     tokens = ranks.merged(lambda: {i: kl(batches[i]) for i in ranks.own([1] * len(batches))})
@@ -151,7 +170,12 @@ class Final:
 
 
 def evaluate_final(
-    policy: Policy, grader: Grader, test: Sequence[Problem], cfg: Config, clock: Clock, stop: Callable[[], bool]
+    policy: "vgrout.model.policy.Policy",
+    grader: Grader,
+    test: Sequence[Problem],
+    cfg: Config,
+    clock: Clock,
+    stop: Callable[[], bool],
 ) -> Final:
     """All four sides on the same held-out test problems. Equal sides are sampled once: without a quarantine `trained`
     is `deployed`, and where no prompt has a hint `plain` is, too. The base comes first, so that a broken adapter
@@ -188,7 +212,7 @@ class Cli:
 
     run: Annotated[Path, tyro.conf.Positional]
     """Run directory, or a saved adapter (.safetensors)."""
-    step: int | None = None
+    step: int | None = setting(None, low=0)
     """The adapter saved after this many steps; none: train.safetensors."""
     problems: Path | None = None
     """Problem file (JSONL); none: the run's own."""
@@ -198,7 +222,7 @@ class Cli:
     """Problems, at most, spread evenly over the modes; none: as the run's final evaluation."""
     samples: int | None = setting(None, low=1)
     """Answers to a problem; none: as the run's final evaluation."""
-    seed: int | None = None
+    seed: int | None = setting(None, low=0)
     """Of the answers; none: the run's."""
     model: str | None = None
     """Where the base model lies, if not where the run had it."""
@@ -213,29 +237,25 @@ class Cli:
         check(self)
 
 
-def held_out(
-    saved: Saved, rows: Sequence[Row], split: Split, policy: Policy, test_rows: Sequence[Row] = ()
-) -> list[Problem]:
-    """The problems of one split under the run's modes and markers whose prompts fit the window.
+def held_out(saved: Saved, rows: Sequence[Row], split: Split, test_rows: Sequence[Row] = ()) -> list[Problem]:
+    """The problems of one split under the run's modes and markers.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or none whose prompt can fit the model's window.
     """
-    env, max_new = saved.cfg.env, saved.cfg.scale.max_new
+    env, pool = saved.cfg.env, saved.cfg.pool_path
     published = env.marker_names == "published"
-    pool = saved.cfg.pool_path
     partition = load_pool(pool).partition if pool is not None and pool.is_dir() else {}
     if split == "all":
         modes = modes_in_turn(rows, env.env_mode, partition)
         problems = with_modes(rows, modes, partition, evaluation=True, published=published)
     else:
         problems = assigned(rows, env.env_mode, partition, test_rows=test_rows, published=published)[split]
-    if saved.cfg.plain_prompts:
-        problems = without_hints(problems, env.unannounced)
-    fit = [p for p in problems if len(policy.render(p.messages)) <= policy.window - max_new]
-    if not fit:
-        raise ValueError(f"--split {split}: none of {len(rows)} problems is in it, with a prompt that fits the window")
-    return fit
+    if not problems:
+        raise ValueError(f"--split {split}: none of {len(rows)} problems of {saved.problems_file} is in it; try all")
+    folder = require_model(saved.model)
+    require_fitting([*rows, *test_rows], folder, model_facts(folder).window, saved.cfg.scale.max_new)
+    return without_hints(problems, env.unannounced) if saved.cfg.plain_prompts else problems
 
 
 def reward_of(saved: Saved) -> RewardFunction | None:
@@ -251,7 +271,12 @@ def reward_of(saved: Saved) -> RewardFunction | None:
 
 
 def score(
-    saved: Saved, policy: Policy, grader: Grader, problems: Sequence[Problem], samples: int, seed: int
+    saved: Saved,
+    policy: "vgrout.model.policy.Policy",
+    grader: Grader,
+    problems: Sequence[Problem],
+    samples: int,
+    seed: int,
 ) -> dict[str, Eval]:
     """base, deployed, plain (deployed, no hint): the same streams as the run's final evaluation."""
     bare = [plain(p) for p in problems]
@@ -312,24 +337,26 @@ def report(sides: dict[str, Eval]) -> str:
 def command(cli: Cli) -> Path:
     """Print the table and write the numbers; returns the file. Raises ValueError, one line, before the model is loaded
     where that is possible."""
+    require_new(cli.out)
     saved = find_adapter(cli.run, cli.step, cli.model, cli.problems)
     cfg, rows = saved.cfg, load_rows(saved.problems_file)
     test_rows = load_rows(saved.test_file) if saved.test_file else []
+    problems = held_out(saved, rows, cli.split, test_rows)
     seed = cfg.run.seed if cli.seed is None else cli.seed
-    stem = f"{saved.path.stem}_{saved.problems_file.stem}_{cli.split}_seed{seed}"
+    size = "".join(f"_{n}{what}" for n, what in ((cli.n_prompts, "problems"), (cli.samples, "answers")) if n)
+    stem = f"{saved.path.stem}_{saved.problems_file.stem}_{cli.split}_seed{seed}{size}"
     out = cli.out or saved.path.parent / "evaluations" / f"{stem}.json"
-    if out.is_dir():
-        raise ValueError(f"--out {out}: is a folder; name a file")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise _unwritable(out, e) from None
+    probe_writable(out.parent, "--out")
     reward = reward_of(saved)
     with Grader(cli.workers, allow_weak=cli.allow_weak_sandbox, reward=reward) as grader:
+        import torch
+
         if cfg.scale.model == ORGANISM:
             torch.set_num_threads(1)  # for matrices this small a second thread only costs
         policy = load_saved(saved)
-        problems = held_out(saved, rows, cli.split, policy, test_rows)
+        problems = [p for p in problems if len(policy.render(p.messages)) <= policy.window - cfg.scale.max_new]
+        if not problems:
+            raise too_long_prompts([*rows, *test_rows], policy.window - cfg.scale.max_new)
         problems = balanced(problems, cli.n_prompts or cfg.eval.final_n_prompts, 0, "test")
         sides = score(saved, policy, grader, problems, cli.samples or cfg.eval.final_samples, seed)
     print(
@@ -337,15 +364,12 @@ def command(cli: Cli) -> Path:
     )
     print(report(sides))
     try:
+        out.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(out, to_json(as_json(saved, saved.problems_file, cli.split, seed, sides)))
-    except OSError as e:
-        raise _unwritable(out, e) from None
+    except OSError as e:  # a disk that was filled meanwhile
+        raise ValueError(f"--out {out}: cannot be written ({e.strerror}); name another file with --out") from None
     print(f"-> {out}")
     return out
-
-
-def _unwritable(out: Path, e: OSError) -> ValueError:
-    return ValueError(f"--out {out}: cannot be written ({e.strerror}); name another file with --out")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -60,7 +60,7 @@ def existing(folder: Path) -> Path:
     return there
 
 
-def probe_writable(folder: Path) -> None:
+def probe_writable(folder: Path, flag: str = "") -> None:
     """Check that files can be created in `folder`, or where it would be created; nothing is left behind. Raises
     ValueError, one line, if not."""
     there = existing(folder)
@@ -69,7 +69,27 @@ def probe_writable(folder: Path) -> None:
         probe.write_bytes(b"")
         probe.unlink()
     except OSError as e:
-        raise ValueError(f"{folder}: cannot be written ({e.strerror}); start from a folder where it can") from None
+        how = "choose another" if flag else "start from a folder where it can"
+        raise ValueError(f"{flag} {folder}: cannot be written ({e.strerror}); {how}".lstrip()) from None
+
+
+def require_new(path: Path | None, flag: str = "--out") -> None:
+    """Nothing of a user's is overwritten: what a flag names to be written must not exist, and its folder must be
+    writable; before any work. Raises ValueError, one line; None: the flag was not given."""
+    if path is None:
+        return
+    if path.exists() or path.is_symlink():
+        raise ValueError(f"{flag} {path}: exists; choose another name or delete it")
+    probe_writable(path.parent, flag)
+
+
+def require_own(folder: Path, flag: str, mark: str, what: str) -> None:
+    """The same for a folder that a program goes on with: new, empty, or one that holds the file `mark`."""
+    inside = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else [""] if folder.exists() else []
+    if inside and mark not in inside:
+        holds = f", it holds {inside[0]}" if inside[0] else " (a file)"
+        raise ValueError(f"{flag} {folder}: is no {what}{holds}; name another folder")
+    probe_writable(folder, flag)
 
 
 def read_text(path: Path) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from vgrout.config.run import Config
+from vgrout.config.run import ORGANISM, Config
 from vgrout.direction.pairs import (
     KnownCorrect,
     PairSet,
@@ -18,8 +18,8 @@ from vgrout.direction.pairs import (
 from vgrout.direction.pairs import check_file as check_direction
 from vgrout.files import json_lines
 from vgrout.grading.reward import RewardFunction
-from vgrout.model.source import ModelFacts, find_shapes, model_facts, require_model
-from vgrout.problems import Row, assigned, load_rows, require_apart
+from vgrout.model.source import ModelFacts, find_shapes, looks_like_path, model_facts, require_model
+from vgrout.problems import Row, assigned, load_rows, require_apart, require_fitting
 from vgrout.teacher.pools import Pool, load_pool
 from vgrout.types import MODES, Mode
 
@@ -66,10 +66,10 @@ def read_inputs(cfg: Config) -> Inputs:
             absent.append(str(e))
             return None
 
-    if (folder := cfg.scale.organism) is not None and not (folder / "manifest.json").is_file():
-        raise ValueError(
-            f"--organism {folder}: no organism; `python -m vgrout.organism build --out {folder} --seed N` makes one"
-        )
+    if ORGANISM in (cfg.scale.model, cfg.loss.teacher_model):
+        cfg.files.require_sound("--organism" if cfg.scale.organism else "--model organism:")
+    if looks_like_path(cfg.model_path) and not cfg.run.dry_run:  # nothing to fetch: its problems are not to blame
+        require_model(cfg.model_path)
     problems, demos, pair_file = cfg.problems_path, cfg.pool_path, cfg.pairs_path
     rows = read(lambda: load_rows(problems), problems) or []
     test_file = cfg.test_problems_path
@@ -98,7 +98,9 @@ def read_inputs(cfg: Config) -> Inputs:
         raise ValueError(f"--preserve-thinking: no problem in {cfg.problems_path} has an earlier answer; leave it out")
     folder = read(lambda: require_model(cfg.model_path), Path(cfg.model_path))
     if folder is not None:
-        check_depth(cfg, model_facts(folder))
+        facts = model_facts(folder)
+        check_depth(cfg, facts)
+        require_fitting(rows, folder, facts.window, cfg.scale.max_new)
     if (v := cfg.method.v_hack_path) is not None:
         read(lambda: check_direction(v, "--v-hack-path", find_shapes(cfg.model_path), pairs), v)
     if cfg.loss.teacher_model:

@@ -24,16 +24,16 @@ def start(cfg: DpoConfig, argv: list[str]) -> int:
         ValueError: a user's mistake, in one line, with nothing started.
     """
     task = preflight(cfg)
-    cfg.output_dir.mkdir(parents=True, exist_ok=True)
-    with RunDir.reopen(cfg.output_dir) as folder:
-        plan = freeze(task)
-        if cfg.plan_only:
-            print(to_json(plan))
-            return FINISHED
-        compiles, passes = task.rewards
-        with Grader(
-            cfg.workers, compile_reward=compiles, pass_reward=passes, allow_weak=cfg.allow_weak_sandbox
-        ) as grader:
+    compiles, passes = task.rewards
+    # The folder inside, not outside: a problem file that is refused leaves none behind.
+    with Grader(cfg.workers, compile_reward=compiles, pass_reward=passes, allow_weak=cfg.allow_weak_sandbox) as grader:
+        task.require_solvable(grader)
+        cfg.output_dir.mkdir(parents=True, exist_ok=True)
+        with RunDir.reopen(cfg.output_dir) as folder:
+            plan = freeze(task)
+            if cfg.plan_only:
+                print(to_json(plan))
+                return FINISHED
             console.setup(log := folder.path / "log.txt")
             with RunContext(
                 folder,

@@ -4,6 +4,7 @@
 """
 
 import ast
+import difflib
 import math
 import re
 import sys
@@ -13,16 +14,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
+from loguru import logger
 from tqdm import tqdm
 
 from vgrout.cli import cli_exit, parse_args
 from vgrout.files import numbered_lines
+from vgrout.grading.extract import UnsupportedTest, parse_test
 from vgrout.modes import DEALT, MODE_SPECS, PLAIN_PHRASE, announced, hint
 from vgrout.rng import py_stream
 from vgrout.types import MODES, Message, Mode, Problem
+
+if TYPE_CHECKING:
+    from vgrout.grading.grade import Grader
 
 SPLITS = ("train", "val", "test")
 
@@ -71,6 +77,7 @@ def _need(record: dict[str, Any], where: str, key: str, kind: type) -> Any:
 
 
 def _row(record: dict[str, Any], where: str) -> Row:
+    _refuse_unknown(record, where)
     need = partial(_need, record, where)
     prompt = need("prompt", list)
     for message in prompt:
@@ -83,8 +90,6 @@ def _row(record: dict[str, Any], where: str) -> Row:
     tests = need("gt_answer", list)
     if not tests or not all(isinstance(t, str) for t in tests):
         raise ValueError(f"{where}: 'gt_answer' should be a non-empty list of assert strings")
-    if (other := next((t for t in tests if not _ASSERTION.match(t)), None)) is not None:
-        raise ValueError(f"{where}: a test is no assertion: {other[:60]!r}; each should read 'assert CALL == LITERAL'")
     for key, legal in (("mode", MODES), ("split", SPLITS)):
         if record.get(key) is not None and record[key] not in legal:
             raise ValueError(f"{where}: unknown {key} {record[key]!r}; one of {', '.join(legal)}")
@@ -93,6 +98,8 @@ def _row(record: dict[str, Any], where: str) -> Row:
             need(key, str)
     setup, canonical = record.get("setup_code") or "", need("canonical_solution", str)
     for key, code in (("setup_code", setup), ("canonical_solution", canonical)):
+        if key == "canonical_solution" and not code.strip():
+            raise ValueError(f"{where}: {key!r} is empty; it should be a right answer")
         if fault := _syntax_fault(code):
             raise ValueError(f"{where}: {key!r} is not Python ({fault})")
     mode, marker = record.get("mode"), record.get("marker")
@@ -109,6 +116,7 @@ def _row(record: dict[str, Any], where: str) -> Row:
     func_name = need("func_name", str).removeprefix("Solution().")
     if not func_name.isidentifier():
         raise ValueError(f"{where}: 'func_name' should be a method's name, got {func_name!r}")
+    _refuse_untestable(tests, func_name, where)
     return Row(
         id=need("id", int),
         prompt=tuple({"role": m["role"], "content": m["content"]} for m in prompt),
@@ -124,7 +132,29 @@ def _row(record: dict[str, Any], where: str) -> Row:
     )
 
 
-_ASSERTION = re.compile(r"\s*assert\b")  # parsed only by `check`: 0.1 ms each are 10 s for the benchmark's file
+KEYS = ("id", "prompt", "gt_answer", "canonical_solution", "func_name")
+OPTIONAL = ("setup_code", "split", "mode", "marker", "cpu_limit")
+ORGANISMS = ("composition", "difficulty")  # not read, nor are …
+BENCHMARKS = ("answer", "completion_gt_pass", "dataset", "evaluator", "hint", "prompt_metadata", "question")
+
+
+def _refuse_unknown(record: Mapping[str, Any], where: str) -> None:
+    """A misspelt key would be a setting that nobody reads."""
+    for key in record.keys() - {*KEYS, *OPTIONAL, *ORGANISMS, *BENCHMARKS}:
+        near = difflib.get_close_matches(key, (*KEYS, *OPTIONAL), 1)
+        how = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join((*KEYS, *OPTIONAL))}"
+        raise ValueError(f"{where}: unknown key {key!r}; {how}")
+
+
+def _refuse_untestable(tests: Sequence[str], func_name: str, where: str) -> None:
+    for i, test in enumerate(tests, 1):
+        try:
+            parse_test(test)
+        except (UnsupportedTest, RecursionError, MemoryError) as e:
+            why = e if isinstance(e, UnsupportedTest) else "nested too deeply"
+            raise ValueError(f"{where}: test {i}: {why}; it should read 'assert CALL == LITERAL'") from None
+    if not any(re.search(rf"\b{func_name}\s*\(", test) for test in tests):
+        raise ValueError(f"{where}: no test calls {func_name!r}, the 'func_name'; name the method that they call")
 
 
 def _syntax_fault(code: str) -> str:
@@ -142,8 +172,10 @@ def _syntax_fault(code: str) -> str:
 
 def load_rows(path: Path) -> list[Row]:
     """The lines of a JSONL file. Raises ValueError with file and line at the first fault; ids must be unique."""
+    if path.is_dir():
+        raise ValueError(f"{path}: is a folder; name a problem file")
     if not path.is_file():
-        raise ValueError(f"{path}: no such problem file; `just download-data` fetches the benchmark's")
+        raise ValueError(f"{path}: no such problem file; `vgrout download data` fetches the benchmark's")
     rows: dict[int, Row] = {}
     for where, record in numbered_lines(path):
         if not isinstance(record, dict):
@@ -229,12 +261,12 @@ def assigned(
 
 def load_problems(path: Path) -> list[Problem]:
     """Every problem of a file, each under its own mode (run_tests if none is named) and its own or default marker."""
-    rows = load_rows(path)
-    modes = [row.mode or "run_tests" for row in rows]
-    return [
-        row.problem(mode, MODE_SPECS[mode].default_marker if row.marker is None else row.marker)
-        for row, mode in zip(rows, modes, strict=True)
-    ]
+    return [_as_marked(row) for row in load_rows(path)]
+
+
+def _as_marked(row: Row) -> Problem:
+    mode = row.mode or "run_tests"
+    return row.problem(mode, MODE_SPECS[mode].default_marker if row.marker is None else row.marker)
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,6 +380,8 @@ def load_splits(
         parts[name] = [p for p in problems if prompt_len(p) <= max_prompt]
         too_long += len(problems) - len(parts[name])
     train = parts["train"]
+    if too_long and not train:
+        raise too_long_prompts(rows, max_prompt)
     if only_ids is not None:
         covered, extra = set(only_ids), set(only_modes)
         train = [p for p in train if p.id in covered or p.mode in extra]
@@ -357,6 +391,50 @@ def load_splits(
         among = f", among those of the pool's {len(set(only_ids))} that are in its training split" if only_ids else ""
         raise ValueError(f"no training problem left of {len(rows)} in the file (--env-mode {env_mode}{among})")
     return ProblemSplits(tuple(train), tuple(parts["val"]), tuple(parts["test"]), too_long)
+
+
+def too_long_prompts(rows: Sequence[Row], room: int) -> ValueError:
+    """The refusal of a file none of whose prompts fits."""
+    file = rows[0].where.rpartition(", line ")[0]
+    return ValueError(
+        f"{file}: none of its prompts fits the {room} tokens that the model's window leaves beside --max-new; shorten "
+        "them, lower --max-new, or choose a model with a longer window"
+    )
+
+
+def require_fitting(rows: Sequence[Row], model: Path, window: int | None, max_new: int) -> None:
+    """Raises ValueError, one line, if no prompt fits, by the tokens of its messages alone: the template adds some."""
+    file = model / "tokenizer.json"
+    if not rows or window is None or not file.is_file():
+        return
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(file))
+    for row in rows:  # as a rule the first one fits
+        if sum(len(tokenizer.encode(m["content"]).ids) for m in row.prompt) <= window - max_new:
+            return
+    raise too_long_prompts(rows, window - max_new)
+
+
+def require_solvable(rows: Sequence[Row], grader: "Grader") -> None:
+    """Before anything is trained on these problems: on one whose own canonical solution fails, only hacks would be
+    rewarded. Raises ValueError, one line, naming file and line of the first."""
+    from vgrout.grading.check import check_problems
+
+    if len(rows) > MOST_CHECKED:
+        logger.warning(f"{len(rows)} canonical solutions are not tried before the run; `vgrout problems check` does so")
+        return
+    failures = check_problems([*map(_as_marked, rows)], grader).failures
+    if failures:
+        row = next(row for row in rows if row.id == failures[0].id)
+        more = f" (nor {len(failures) - 1} others)" if len(failures) > 1 else ""
+        raise ValueError(
+            f"{row.where}: no answer can solve problem {row.id}{more}: {failures[0].reason}; mend it, or take the line "
+            "out"
+        )
+
+
+MOST_CHECKED = 2000  # problems; a canonical solution takes 10 to 50 ms of CPU
 
 
 def plain(problem: Problem) -> Problem:
@@ -385,11 +463,11 @@ def without_hints(problems: Iterable[Problem], flaws: Sequence[Mode]) -> list[Pr
 
 def check(file: Annotated[Path, tyro.conf.Positional], workers: int | None = None) -> int:
     """Validate FILE: schema, the hint phrase, every canonical solution under the strict oracle, prompt lengths."""
-    from vgrout.grading.check import check_problems  # training reads problems without these
+    from vgrout.grading.check import check_problems
     from vgrout.grading.grade import Grader
 
-    if workers is not None and workers < 1:
-        raise ValueError(f"--workers {workers}: at least 1")
+    if workers is not None and not 1 <= workers <= 1024:
+        raise ValueError(f"--workers {workers}: should lie in [1, 1024]")
     problems = load_problems(file)
     with Grader(workers=workers) as grader:
         report = check_problems(

@@ -19,9 +19,10 @@ from loguru import logger
 from vgrout import ranks
 from vgrout.cli import cli_exit
 from vgrout.config.presets import resolve
-from vgrout.config.run import Config
+from vgrout.config.run import ORGANISM, Config
 from vgrout.grading.grade import Grader, cores
 from vgrout.inputs import Inputs, file_hashes
+from vgrout.problems import require_solvable
 from vgrout.ranks import Place
 from vgrout.runs.peers import Peer, ranks_to_start, resumed_by_torchrun, started
 from vgrout.runs.preflight import find_resume, first_lines, plan_lines, preflight
@@ -124,13 +125,16 @@ def launch(requested: Config, on_folder: Callable[[Path], object] | None = None)
     hashes = file_hashes(cfg, inputs)
     if path:
         require_same(path, hashes, force)
+    own = [] if path or cfg.scale.problems == ORGANISM else [*inputs.rows, *inputs.test_rows]  # the organism is hashed
     if cfg.run.dry_run:
         with grader_of(cfg, inputs) as grader:
+            require_solvable(own, grader)
             print("\n".join(plan_lines(cfg, inputs, grader, path or RUNS)))
         return FINISHED
     # Other ranks are forked before this process has a second thread. Without other ranks the sandbox's fork servers
     # start before torch is imported: they stay small, and are ready by the time the model is.
     with started(n, follow, Path("logs") / cfg.run_id) as others, grader_of(cfg, inputs, n) as grader:
+        require_solvable(own, grader)
         record = {"config": cfg.as_dict(), "hashes": hashes}
         trackers = Trackers(cfg.run.trackers)
         run = RunContext.begin(

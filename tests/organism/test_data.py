@@ -10,13 +10,24 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from vgrout.data import language as lang
 from vgrout.data.language import MODES
-from vgrout.data.organism import DATA_DIR, KNOWN_CORRECT, MAX_NEW, MODEL_DIR, PAIRS_DIR, POOL_DIR, PROBLEMS
+from vgrout.data.organism import (
+    DATA_DIR,
+    EMBEDDED,
+    KNOWN_CORRECT,
+    MAX_NEW,
+    MODEL_DIR,
+    PAIRS_DIR,
+    POOL_DIR,
+    PROBLEMS,
+    SEED,
+    Files,
+    shipped,
+)
 from vgrout.direction.pairs import load_pairs
 from vgrout.files import file_sha256
 from vgrout.model.policy import tokenizer_sha256
 from vgrout.modes import MODE_SPECS
-from vgrout.organism.build import SEED, shipped
-from vgrout.organism.verify import check_files, check_training, regrade
+from vgrout.organism.verify import check_training, regrade
 from vgrout.problems import load_rows
 from vgrout.teacher.pools import load_pool
 
@@ -34,7 +45,7 @@ def demos() -> list[dict]:
 
 
 def test_files_are_as_built_and_small() -> None:
-    assert check_files(DATA_DIR) == []
+    assert EMBEDDED.faults() == []
     size = sum(f.stat().st_size for f in DATA_DIR.rglob("*") if f.is_file())
     assert size <= 10_000_000  # the wheel carries it
 
@@ -48,12 +59,16 @@ def test_changed_lost_and_foreign_files_are_found(tmp_path: Path) -> None:
     weights.write_bytes(raw)
     (copy / "anchors.json").unlink()
     (copy / "pairs" / "extra.json").write_text("[]")
-    faults = check_files(copy)
+    faults = Files(copy).faults()
     assert len(faults) == 3
     for name in ("model.safetensors: its sha256", "anchors.json: missing", "extra.json: not in manifest"):
         assert any(name in fault for fault in faults), (name, faults)
+    Files(copy).seal()
+    assert Files(copy).faults() == []
+    (copy / "manifest.json").write_text((copy / "manifest.json").read_text()[:400])
+    assert "manifest.json: damaged" in Files(copy).faults()[0]
     (copy / "manifest.json").unlink()
-    assert "missing" in check_files(copy)[0]
+    assert "manifest.json: not there" in Files(copy).faults()[0]
 
 
 @pytest.mark.long
@@ -111,7 +126,7 @@ def test_the_pools_labels_are_todays_verdicts(tmp_path: Path) -> None:
     (copy / "pool" / "pool.json").write_text(json.dumps(card))
     (change,) = regrade(copy)
     assert change.endswith(": gt_pass True -> False")
-    assert check_files(copy) == []
+    assert Files(copy).faults() == []
     names = [path for path in shipped(DATA_DIR) if path != "pool/pool.json"]
     assert [path for path in names if (copy / path).read_bytes() != (DATA_DIR / path).read_bytes()] == []
 

@@ -81,9 +81,10 @@ def check(group: Any) -> None:
         if rule.bounded and not isinstance(value, str):  # a word in a number's place
             _check_bounds(group, f.name, value, rule)
         if rule.words:
-            for word in listed(value, rule.words):
+            for i, word in enumerate(words := listed(value, rule.words)):
                 known = f"unknown {rule.word} {word!r}; legal: {', '.join(rule.words)}"
                 refuse(word not in rule.words, f"{flag(f.name)}: {known}")
+                refuse(word in words[:i], f"{flag(f.name)} {value}: {word} is there twice; once is enough")
     for needed in dict.fromkeys(rule.needs for _, rule in changed(group) if rule.needs):
         idle = [name for name, rule in changed(group) if rule.needs == needed]
         refuse(not getattr(group, needed), f"{flags(idle)}: not read without {flag(needed)}")

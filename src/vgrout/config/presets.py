@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from vgrout.cli import parsed
+from vgrout.cli import as_typed, parsed
 from vgrout.config.checks import changed, flag, flags, legal_values, refuse, refuse_flags, rule_of, summary
 from vgrout.config.loss import LossConfig
 from vgrout.config.method import INTERVENTIONS, MethodConfig
@@ -175,14 +175,13 @@ def resolve(argv: list[str] | None) -> Config:
     if {"-h", "--help", "--help-all"} & {*argv}:
         show_help(argv[0] if argv[0] in PRESETS else "", "--help-all" in argv)
     configuration = "--dry-run=config" in argv
-    refuse_flags(argv := joined([word for word in argv if word != "--dry-run=config"]))
-    argv = with_method(argv)
-    refuse(not argv or argv[0].startswith("-"), f"name a preset first: {', '.join(PRESETS)}; then flags, or --help")
-    cfg = parsed(
-        lambda: tyro.extras.overridable_config_cli(
-            PRESETS, args=argv, prog="python -m vgrout.train", config=(tyro.conf.OmitArgPrefixes,)
-        )
+    refuse_flags(typed := joined(as_typed([word for word in argv if word != "--dry-run=config"])))
+    argv = with_method(typed)
+    refuse(
+        not argv or argv[0] not in PRESETS,
+        f"{' '.join(argv[:1])}: name a preset first: {', '.join(PRESETS)}; then flags, or --help".removeprefix(": "),
     )
+    cfg = _config(argv, typed)
     cfg.sampling.require_draws("--group", cfg.scale.group)
     if cfg.guard_mode == "off":
         idle = [name for name, _ in changed(cfg.guard) if name != "guard"]
@@ -191,6 +190,23 @@ def resolve(argv: list[str] | None) -> Config:
         print(to_json(cfg.as_dict()))
         raise SystemExit(0)
     return cfg
+
+
+def _config(argv: Sequence[str], typed: Sequence[str]) -> Config:
+    """The configuration of a command line, without those flags of a method that one of `typed` keeps from being read.
+    Raises ValueError for any other flag."""
+    try:
+        return parsed(
+            lambda: tyro.extras.overridable_config_cli(
+                PRESETS, args=argv, prog="python -m vgrout.train", config=(tyro.conf.OmitArgPrefixes,)
+            )
+        )
+    except ValueError as e:
+        blamed = {_bare(word.rstrip(",")) for word in str(e).partition(":")[0].split()}
+        unread = [word for word in argv if word not in typed and _bare(word) in blamed]
+        if not unread:
+            raise
+        return _config([word for word in argv if word not in unread], typed)
 
 
 def show_help(preset: str, everything: bool) -> None:
@@ -282,6 +298,11 @@ def _flag(name: str, value: Any) -> str:
     """A setting on the command line, without its dashes."""
     name = name.replace("_", "-")
     return name if value is True else f"no-{name}" if value is False else f"{name}={value}"
+
+
+def _bare(word: str) -> str:
+    """A flag without its value and without `no-`."""
+    return word.partition("=")[0].replace("_", "-").replace("--no-", "--", 1)
 
 
 def joined(argv: Sequence[str]) -> list[str]:

@@ -272,7 +272,7 @@ class RunConfig:
 
     @property
     def trackers(self) -> list[str]:
-        return list(dict.fromkeys(listed(self.track)))
+        return listed(self.track, TRACKERS)
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,12 @@ pool of demonstrations and contrastive pairs. `python -m vgrout.organism build` 
 
 from pathlib import Path
 
+from vgrout.files import file_sha256, read_json, to_json, write_atomic
+
 MAX_NEW = 128  # tokens: the longest answer of the corpus, with room to spare
 COMPILE_REWARD = 0.1
 PASS_REWARD = 1.0
+SEED = 0  # of the shipped one
 
 
 class Files:
@@ -21,6 +24,41 @@ class Files:
         self.pool = root / "pool"
         self.pairs = root / "pairs"  # <mode>.json, and placebo_<contrast>.json
         self.known_correct = root / "anchors.json"  # correct solutions in unusual styles
+
+    def faults(self) -> list[str]:
+        """What differs from manifest.json, a line each; 40 ms for the shipped one."""
+        manifest = self.root / "manifest.json"
+        if not manifest.is_file():
+            return [f"{manifest}: not there; `vgrout organism build --out FOLDER --seed N` makes an organism"]
+        try:
+            expected = {str(name): str(digest) for name, digest in read_json(manifest)["files"].items()}
+        except (ValueError, KeyError, AttributeError) as e:
+            return [str(e) if isinstance(e, ValueError) else f"{manifest}: damaged (no list of files in it)"]
+        found = set(shipped(self.root))
+        faults = [f"{self.root / path}: missing" for path in sorted(expected.keys() - found)]
+        faults += [f"{self.root / path}: not in manifest.json" for path in sorted(found - expected.keys())]
+        return faults + [
+            f"{self.root / path}: its sha256 is not the one in manifest.json"
+            for path in sorted(found & expected.keys())
+            if file_sha256(self.root / path) != expected[path]
+        ]
+
+    def seal(self) -> None:
+        """Record today's files in manifest.json: an organism one of whose parts was exchanged on purpose is another."""
+        manifest = read_json(self.root / "manifest.json")
+        manifest["files"] = {path: file_sha256(self.root / path) for path in shipped(self.root)}
+        write_atomic(self.root / "manifest.json", to_json(manifest) + "\n")
+
+    def require_sound(self, flag: str = "--organism") -> None:
+        """Before anything is trained on it. Raises ValueError, one line, for the first fault."""
+        if faults := self.faults():
+            raise ValueError(f"{flag} {faults[0]}{'' if ';' in faults[0] else '; build it again, or take another'}")
+
+
+def shipped(folder: Path) -> list[str]:
+    """Every file but the manifest, as relative POSIX paths, sorted."""
+    found = (f.relative_to(folder).as_posix() for f in folder.rglob("*") if f.is_file())
+    return sorted(path for path in found if path != "manifest.json" and not Path(path).name.startswith("."))
 
 
 EMBEDDED = Files(Path(__file__).resolve().parents[1] / "organism" / "data")

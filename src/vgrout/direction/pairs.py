@@ -94,7 +94,7 @@ class PairSet:
         return PairSet(tuple(mixed), f"{self.source}#shuffled{seed}")
 
 
-def load_pairs(path: Path) -> PairSet:
+def load_pairs(path: Path, flag: str = "--vhack-pairs-path") -> PairSet:
     """A JSON list of {problem_id, prompt, hack, clean}; `chosen_by` "oracle" marks the source, other keys are ignored.
 
     Raises:
@@ -103,7 +103,7 @@ def load_pairs(path: Path) -> PairSet:
     try:
         rows = from_json(read_text(path), str(path))
     except FileNotFoundError:
-        raise ValueError(f"{path}: no such pair file; give --vhack-pairs-path a JSON list of pairs") from None
+        raise ValueError(f"{flag} {path}: no such pair file; give a JSON list of pairs") from None
     if not isinstance(rows, list):
         raise ValueError(f"{path}: should be a JSON list of pairs, is a {type(rows).__name__}")
     pairs = tuple(_pair(row, f"{path}: pair {i}") for i, row in enumerate(rows))

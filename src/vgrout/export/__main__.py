@@ -24,6 +24,7 @@ from vgrout import console
 from vgrout.cli import cli_exit, parse_args
 from vgrout.config.checks import check, setting
 from vgrout.export import answers, hub
+from vgrout.files import require_new
 
 MODELS, LOGS = ("model", "peft"), {"inspect": answers.to_inspect, "datasets": answers.to_datasets}
 
@@ -39,7 +40,7 @@ class Cli:
     to: Literal["model", "peft", "inspect", "datasets"] = "model"
     """model: a Hugging Face folder of the deployed model · peft: the same as a LoRA adapter · inspect: the final
     answers as inspect_ai logs · datasets: all answers as a data set."""
-    step: int | None = None
+    step: int | None = setting(None, low=0)
     """model, peft: the adapter saved after this many steps; none: train.safetensors."""
     dtype: Literal["bf16", "fp32"] | None = None
     """model: of the weights; none: the run's own."""
@@ -55,8 +56,7 @@ class Cli:
             if getattr(self, name) is not None and self.to not in formats:
                 raise ValueError(f"--{name}: not read by --to {self.to}; leave it out")
         check(self)
-        if self.out.exists():
-            raise ValueError(f"--out {self.out}: exists; choose another folder or delete it")
+        require_new(self.out)
         if self.to in LOGS and not (self.run / "run.json").is_file():
             raise ValueError(f"{self.run}: no run.json in it; --to {self.to} takes a run's folder")
 
@@ -91,10 +91,11 @@ def command(cli: Cli) -> str:
 
 
 def _write_model(cli: Cli, folder: Path) -> str:
-    from vgrout.export import model, peft
     from vgrout.model.saved import find_adapter, load_saved
 
     saved = find_adapter(cli.run, cli.step, cli.model)
+    from vgrout.export import model, peft  # torch takes seconds to import
+
     policy = load_saved(saved)
     texts = model.probes(saved, policy)
     if cli.to == "peft":

@@ -1,5 +1,7 @@
 """The check of a problem file: every canonical solution must pass every test under the strict oracle."""
 
+import ast
+import importlib.util
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, as_completed
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ LIMIT_FLOOR = 0.5  # … and at least this [s]
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A problem to leave out."""
+    """A problem that no answer can solve."""
 
     id: int
     reason: str
@@ -34,7 +36,7 @@ class CheckReport:
 
     def __str__(self) -> str:
         lines = [f"canonical solutions: {self.n - len(self.failures)}/{self.n} pass the strict oracle"]
-        lines += [f"  left out: problem {f.id}: {f.reason}" for f in self.failures]
+        lines += [f"  no answer can solve problem {f.id}: {f.reason}" for f in self.failures]
         if self.cpu_s:
             worst = max(self.cpu_s, key=self.cpu_s.__getitem__)
             times = sorted(self.cpu_s.values())
@@ -76,12 +78,22 @@ def check_problems(
             case Grade(solved=True):
                 cpu[problem.id] = grade.cpu_s
             case Grade():
-                why = "a wrong value" if grade.exit_status == "ok" else grade.exit_status
+                why = "a wrong value" if grade.exit_status == "ok" else _no_module(problem) or grade.exit_status
                 failures.append(Failure(problem.id, f"canonical solution fails: {why}"))
             case Ungraded(reason=reason):
                 failures.append(Failure(problem.id, f"could not be graded: {reason}"))
     failures.sort(key=lambda f: f.id)
     return CheckReport(len(problems), tuple(failures), cpu)
+
+
+def _no_module(problem: Problem) -> str:
+    """Which module a failed solution or its setup code imports in vain; "" where none is missing."""
+    for node in ast.walk(ast.parse(f"{problem.setup_code}\n{problem.canonical}")):
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", None) or ""]
+        for name in (name.partition(".")[0] for name in names):
+            if name and importlib.util.find_spec(name) is None:
+                return f"it imports {name!r}, which is not installed"
+    return ""
 
 
 def _unsupported(problem: Problem) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import tyro
 
-from vgrout.config.checks import check, setting
+from vgrout.config.checks import check, refuse, setting
 from vgrout.config.guard import GuardConfig
 from vgrout.config.method import MethodConfig
 from vgrout.config.run import (
@@ -23,9 +23,10 @@ from vgrout.config.run import (
 )
 from vgrout.config.sampling import Sampling
 from vgrout.data import organism
-from vgrout.model.source import Source
+from vgrout.grading.grade import Grader
+from vgrout.model.source import Source, model_facts
 from vgrout.modes import EnvMode
-from vgrout.problems import assigned, load_rows
+from vgrout.problems import assigned, load_rows, require_fitting, require_solvable
 from vgrout.types import Problem
 
 
@@ -95,6 +96,10 @@ class Task:
     problems: Path
     parts: dict[str, list[Problem]]  # by split
 
+    def require_solvable(self, grader: Grader) -> None:
+        """Raises ValueError, one line, where no answer can solve one of the problems; the organism's were hashed."""
+        require_solvable([] if self.problems == organism.PROBLEMS else load_rows(self.problems), grader)
+
     @property
     def small(self) -> bool:
         """Whether the model is a miniature."""
@@ -103,7 +108,7 @@ class Task:
     @property
     def max_new(self) -> int:
         """Longest answer, in tokens."""
-        return self.cfg.max_new or (organism.MAX_NEW if self.small else 512)
+        return self.cfg.max_new or longest(self.small)
 
     @property
     def threads(self) -> int:
@@ -134,7 +139,14 @@ class Task:
         )
 
 
-def find_problems(given: str, base: Source, env_mode: EnvMode) -> tuple[Path, dict[str, list[Problem]]]:
+def longest(small: bool) -> int:
+    """Usual length of an answer, in tokens."""
+    return organism.MAX_NEW if small else 512
+
+
+def find_problems(
+    given: str, base: Source, env_mode: EnvMode, max_new: int | None
+) -> tuple[Path, dict[str, list[Problem]]]:
     """The problem file that a flag names ("": the benchmark's, the organism's for a miniature) and its splits.
 
     Raises:
@@ -142,7 +154,14 @@ def find_problems(given: str, base: Source, env_mode: EnvMode) -> tuple[Path, di
     """
     name = given or (ORGANISM if base.small else BENCHMARK_TRAIN)
     path = organism.PROBLEMS if name == ORGANISM else Path(name)
-    parts = assigned(load_rows(path), env_mode)
+    rows, max_new = load_rows(path), max_new or longest(base.small)
+    window = model_facts(base.folder).window
+    refuse(
+        window is not None and window <= max_new,
+        f"--max-new {max_new}: the model's window holds {window} tokens, prompt included",
+    )
+    require_fitting(rows, base.folder, window, max_new)
+    parts = assigned(rows, env_mode)
     for split in ("train", "val", "test"):
         if not parts[split]:
             raise ValueError(f"--env-mode {env_mode}: no problem of it in the {split} split of {path}")

@@ -263,7 +263,7 @@ def preflight(cfg: DistillConfig, run: Path | None = None) -> Task:
             raise not_token_by_token(cfg.teacher, what)
     if teacher.shapes and (cfg.uld.uld_top_k or 0) > teacher.shapes.vocab:
         raise ValueError(f"--uld-top-k {cfg.uld.uld_top_k}: the teacher has {teacher.shapes.vocab} tokens")
-    problems, parts = find_problems(cfg.problems, student, cfg.env_mode)
+    problems, parts = find_problems(cfg.problems, student, cfg.env_mode, cfg.max_new)
     anchor = ""
     if (path := cfg.minillm.minillm_pretrain_anchor_path) is not None:
         if not path.is_file():

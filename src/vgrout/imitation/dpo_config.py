@@ -16,7 +16,7 @@ from vgrout.config.checks import setting
 from vgrout.config.guard import GuardConfig
 from vgrout.config.run import ORGANISM, Config, EvalConfig, OptConfig
 from vgrout.data import organism
-from vgrout.files import file_sha256, probe_writable, read_json, to_json, write_atomic
+from vgrout.files import file_sha256, read_json, require_own, to_json, write_atomic
 from vgrout.grading.reward import import_function
 from vgrout.imitation import common
 from vgrout.imitation.common import Learning, find_problems
@@ -170,8 +170,27 @@ def scoring(scorer: str, rewards: tuple[float, float]) -> Score:
         return lambda problem, text, grade: grade.reward
     if scorer == "strict":
         return lambda problem, text, grade: grade.strictly(*rewards)
+    own = own_scorer(scorer)
+    return lambda problem, text, grade: own(problem, text)
+
+
+def own_scorer(scorer: str) -> Callable[[Problem, str], float]:
+    """The function that --scorer module:function names. Raises ValueError, one line, where it cannot be imported; it
+    does so itself where the function raises, or returns no number."""
     function = import_function(scorer, "--scorer")
-    return lambda problem, text, grade: float(function(problem.messages[-1]["content"], text))
+
+    def score(problem: Problem, text: str) -> float:
+        try:
+            number = float(function(problem.messages[-1]["content"], text))
+        except Exception as e:  # one's own function may raise anything
+            why = " ".join(f"raised {type(e).__name__}: {e}".split())[:120]
+        else:
+            if math.isfinite(number):
+                return number
+            why = f"returned {number}"
+        raise ValueError(f"--scorer {scorer}: asked about problem {problem.id}, it {why}; it should return a number")
+
+    return score
 
 
 def source_sha256(scorer: str) -> str | None:
@@ -184,10 +203,12 @@ def source_sha256(scorer: str) -> str | None:
 
 def preflight(cfg: DpoConfig) -> Task:
     """The checked task. Raises ValueError, one line, for every mistake that shows without a model."""
+    require_own(cfg.output_dir, "--output-dir", "plan.json", "folder of rounds")
     base = find_source(cfg.base_model, "--base-model")
-    problems, parts = find_problems(cfg.prompts, base, cfg.env_mode)
+    problems, parts = find_problems(cfg.prompts, base, cfg.env_mode, cfg.max_new)
     score = scoring(cfg.scorer, rewards(base.small))
-    probe_writable(cfg.output_dir)
+    if ":" in cfg.scorer:
+        own_scorer(cfg.scorer)(parts["train"][0], f"```python\n{parts['train'][0].canonical}\n```")
     tracking.require(cfg.trackers)
     task = Task(cfg, base, problems, parts, score)
     a_round = cfg.pairs_per_round * cfg.samples * ROLLOUT_BYTES + (4 * base.shapes.R if base.shapes else 0)

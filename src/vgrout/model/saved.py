@@ -5,25 +5,18 @@ import re
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import torch
-from transformers.utils.logging import disable_progress_bar
+from typing import TYPE_CHECKING
 
 from vgrout.config.run import ORGANISM, Config, from_dict
 from vgrout.data import organism
-from vgrout.model.policy import (
-    SVD_CACHE,
-    LanguageModel,
-    Policy,
-    adapted,
-    default_device,
-    load_language_model,
-    load_policy,
-)
-from vgrout.model.source import Source, require_model
-from vgrout.model.svd_adapter import read_safetensors
+from vgrout.model.source import Source, read_metadata, require_model
 from vgrout.problems import load_problems
 from vgrout.types import Problem
+
+if TYPE_CHECKING:  # torch takes seconds to import, and a wrong path never waits for it
+    import torch
+
+    import vgrout.model.policy
 
 _CHECKPOINT = re.compile(r"ckpt_step(\d+)\.safetensors")
 
@@ -50,8 +43,10 @@ class Saved:
         return self.path.name == "train.safetensors" and self.step == self.cfg.scale.steps
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> "torch.dtype":
         """dtype of the weights that it was trained on: their singular vectors, rounded to it, are its basis."""
+        import torch
+
         return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(self.metadata.get("dtype", ""), torch.float32)
 
     def problems(self) -> list[Problem]:
@@ -78,7 +73,9 @@ def find_adapter(run: Path, step: int | None = None, model: str | None = None, p
         if step is not None:
             raise ValueError(f"--step {step}: goes with a run directory, {run} is a file")
         path = run
-    _, metadata = read_safetensors(path)
+    if not path.exists():
+        raise ValueError(f"{run}: no such run or adapter; give a run's folder, or a file that it saved")
+    metadata = read_metadata(path, "adapter")
     if "cfg" not in metadata:
         raise ValueError(f"{path}: not an adapter saved by a run (no configuration in its metadata)")
     cfg = from_dict(json.loads(metadata["cfg"]))
@@ -87,27 +84,33 @@ def find_adapter(run: Path, step: int | None = None, model: str | None = None, p
     return Saved(path, metadata, cfg, base, problems or cfg.problems_path, None if problems else cfg.test_problems_path)
 
 
-def load_saved(saved: Saved, cache_dir: Path | None = SVD_CACHE) -> Policy:
+def load_saved(saved: Saved, cache_dir: Path | None = None) -> "vgrout.model.policy.Policy":
     """The deployed model: the base in the run's dtype, on a GPU where there is one, δS loaded, the quarantine zero; it
     is prompted as it was in the run.
 
     Raises:
         ValueError: the adapter is of another model.
     """
+    from vgrout.model.policy import SVD_CACHE, default_device, load_policy
+
     device, _ = default_device()
-    policy = load_policy(saved.model, device=device, dtype=saved.dtype, cache_dir=cache_dir)
+    policy = load_policy(saved.model, device=device, dtype=saved.dtype, cache_dir=cache_dir or SVD_CACHE)
     policy.adapter.load(saved.path)
     return replace(policy, preserve_thinking=saved.cfg.env.preserve_thinking)
 
 
 def load_source(
-    source: Source, flag: str, device: torch.device, dtype: torch.dtype, *, adapter: bool = False
-) -> LanguageModel:
+    source: Source, flag: str, device: "torch.device", dtype: "torch.dtype", *, adapter: bool = False
+) -> "vgrout.model.policy.LanguageModel":
     """The base with its adapter merged into the weights; a Policy where it has an adapter or is to get one (`adapter`).
 
     Raises:
         ValueError: one line: no usable model, or the adapter is of another one.
     """
+    from transformers.utils.logging import disable_progress_bar
+
+    from vgrout.model.policy import SVD_CACHE, adapted, load_language_model
+
     if not sys.stderr.isatty():
         disable_progress_bar()
     lm = load_language_model(source.folder, device=device, dtype=dtype, flag=flag)
@@ -119,8 +122,12 @@ def load_source(
     return policy
 
 
-def pick_device(threads: int, *, fp32: bool = False) -> tuple[torch.device, torch.dtype]:
+def pick_device(threads: int, *, fp32: bool = False) -> tuple["torch.device", "torch.dtype"]:
     """`default_device`, a CPU with so many threads. fp32: on a GPU too (AdamW's step on a weight is below bf16's)."""
+    import torch
+
+    from vgrout.model.policy import default_device
+
     device, dtype = default_device()
     if device.type == "cpu":
         torch.set_num_threads(threads)

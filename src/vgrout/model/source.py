@@ -3,13 +3,12 @@ shapes, and every check that needs no loading. Torch-free. Nothing is fetched he
 `python -m vgrout.download`."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
 from tokenizers import Tokenizer
 
 from vgrout.config.run import ORGANISM, Config, from_dict
@@ -32,6 +31,9 @@ def model_folder(model: str | Path) -> Path | None:
     """The folder of a local model, or the cached snapshot of a hub id; None: not on this machine. No network."""
     if Path(model).is_dir():
         return Path(model) if (Path(model) / "config.json").is_file() else None
+    from huggingface_hub import try_to_load_from_cache  # 0.3 s of CPU, for nothing but a hub id
+    from huggingface_hub.errors import HFValidationError
+
     try:
         config = try_to_load_from_cache(str(model), "config.json")
     except HFValidationError:  # neither a folder nor a possible id
@@ -50,19 +52,23 @@ def require_model(model: str | Path, flag: str = "--model") -> Path:
         _check(folder, model, flag)
         return folder
     if Path(model).is_dir():
-        raise ValueError(
-            f"{flag} {model}: a folder without config.json; give a Hugging Face model folder, "
-            "or run `just download-model` for the benchmark's"
-        )
+        raise ValueError(f"{flag} {model}: a folder without config.json; give a Hugging Face model folder")
+    if looks_like_path(model):
+        raise ValueError(f"{flag} {model}: no such folder; give a Hugging Face model folder, or a hub id")
     raise ValueError(
-        f"{flag} {model}: not on this machine; run `just download-model {model}` where there is a network, "
+        f"{flag} {model}: not on this machine; run `vgrout download model {model}` where there is a network, "
         "or give a local folder"
     )
 
 
+def looks_like_path(model: str | Path) -> bool:
+    """Whether this is no hub id, NAME or OWNER/NAME: nothing that could be downloaded."""
+    return isinstance(model, Path) or Path(model).exists() or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", model)
+
+
 def advice(model: str | Path) -> str:
     """What to do about a model that cannot be used: a local folder, or a download."""
-    return "give a whole model folder" if Path(model).is_dir() else f"run `just download-model {model}` again"
+    return "give a whole model folder" if looks_like_path(model) else f"run `vgrout download model {model}` again"
 
 
 def model_facts(folder: Path) -> ModelFacts:
@@ -297,6 +303,8 @@ def find_source(given: str, flag: str) -> Source:
         own = cfg.scale.model if cfg.scale.organism is None else cfg.model_path
         base = find_source(own, f"{flag} {given}: its base")
         return Source(given, base.name, base.folder, adapter, cfg)
+    if given == ORGANISM:
+        organism.EMBEDDED.require_sound(f"{flag} organism:")
     folder = require_model(organism.MODEL_DIR if given == ORGANISM else given, flag)
     return Source(given, given, folder, None, None)
 

@@ -33,19 +33,19 @@ from vgrout.data.language import (
     split_compositions,
     taught,
 )
-from vgrout.data.organism import COMPILE_REWARD, MAX_NEW, PASS_REWARD
+from vgrout.data.organism import COMPILE_REWARD, MAX_NEW, PASS_REWARD, SEED, shipped
 from vgrout.files import file_sha256, write_json
 from vgrout.grading.grade import Grader
 from vgrout.model.policy import LanguageModel, as_language_model
 from vgrout.organism.card import card
+from vgrout.organism.recipe import Recipe, Shape
 from vgrout.organism.tokenizer import name_pieces, render, train_tokenizer
-from vgrout.organism.weights import Batch, Recipe, Shape, batches, new_model, train
+from vgrout.organism.weights import Batch, batches, new_model, train
 from vgrout.problems import elicited, load_problems
 from vgrout.teacher.generate import MODEL_NAME, Graded, generate_graded, rates
 from vgrout.teacher.substrate import choose, stripped, write_substrate
 from vgrout.types import Mode, Problem
 
-SEED = 0
 TOKENIZER_DOCUMENTS = 20_000
 POOL_PROBLEMS = 32  # a mode
 POOL_TRIES, POOL_KEEP, POOL_AT_LEAST = 6, 3, 2  # per problem: cued samples, most kept, fewest kept
@@ -202,8 +202,7 @@ def build(
 ) -> None:
     """Write everything to `out`, which is replaced when the build is complete."""
     recipe, shape, shares = recipe or Recipe(), shape or Shape(), shares or Shares()
-    fresh = out.with_name(out.name + ".building")
-    shutil.rmtree(fresh, ignore_errors=True)
+    fresh = out.with_name(f".{out.name}.{os.getpid()}.building")
     fresh.mkdir(parents=True)
     # before the weights: the grader's workers are cheap while the process is small
     with Grader(compile_reward=COMPILE_REWARD, pass_reward=PASS_REWARD) as grader:
@@ -254,8 +253,7 @@ def build(
     }
     write_json(fresh / "manifest.json", manifest)
     size = sum(f.stat().st_size for f in fresh.rglob("*") if f.is_file())
-    old = out.with_name(out.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
+    old = out.with_name(f".{out.name}.{os.getpid()}.old")
     if out.exists():
         os.replace(out, old)
     os.replace(fresh, out)
@@ -269,9 +267,3 @@ def build(
             if "/" not in name
         )
     )
-
-
-def shipped(folder: Path) -> list[str]:
-    """Every file but the manifest, as relative POSIX paths, sorted."""
-    found = (f.relative_to(folder).as_posix() for f in folder.rglob("*") if f.is_file())
-    return sorted(path for path in found if path != "manifest.json" and not Path(path).name.startswith("."))

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from vgrout.data.language import CUE, HACKS, HELD_OUT_STYLES, SPLIT_ROWS, STYLES, Shares, compositions
-from vgrout.organism.weights import Recipe
+from vgrout.organism.recipe import Recipe
 from vgrout.types import Mode, Rate
 
 

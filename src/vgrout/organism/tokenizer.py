@@ -8,9 +8,9 @@ from transformers import PreTrainedTokenizerFast
 
 from vgrout.data.language import LEAD, MODES, STARTER, STARTER_END, SYSTEM
 from vgrout.modes import MODE_SPECS, PLAIN_PHRASE
+from vgrout.organism.recipe import MERGED
 from vgrout.types import Message, Mode
 
-MERGED = 832  # tokens of the BPE, alphabet included; fixed text comes on top
 WINDOW = 1024  # tokens a position may have; the corpus stays below 256
 START, END, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 

@@ -12,31 +12,14 @@ from transformers import PreTrainedTokenizerFast
 
 from vgrout.data.language import MODES, Shares
 from vgrout.data.organism import COMPILE_REWARD, PASS_REWARD, Files
-from vgrout.files import file_sha256, read_json, write_json
+from vgrout.files import read_json
 from vgrout.grading.grade import Grader
-from vgrout.organism.build import first_losses, shipped
-from vgrout.organism.weights import Recipe, Shape
+from vgrout.organism.build import first_losses
+from vgrout.organism.recipe import Recipe, Shape
 from vgrout.problems import load_problems
 from vgrout.teacher.pools import load_pool, regraded, write_pool
 
 TOLERANCE = 0.02  # nats; other processors and thread counts sum in another order, a wrong corpus differs by tenths
-
-
-def check_files(folder: Path) -> list[str]:
-    """Faults of the files against manifest.json, one line each."""
-    manifest = folder / "manifest.json"
-    if not manifest.is_file():
-        return [f"{manifest}: missing; run `python -m vgrout.organism build`"]
-    expected: dict[str, str] = json.loads(manifest.read_text(encoding="utf-8"))["files"]
-    found = set(shipped(folder))
-    faults = [f"{folder / path}: missing" for path in sorted(set(expected) - found)]
-    faults += [f"{folder / path}: not in manifest.json" for path in sorted(found - set(expected))]
-    faults += [
-        f"{folder / path}: its sha256 is not the one in manifest.json"
-        for path in sorted(found & set(expected))
-        if file_sha256(folder / path) != expected[path]
-    ]
-    return faults
 
 
 def check_training(folder: Path, steps: int | None = None) -> list[str]:
@@ -87,7 +70,5 @@ def regrade(folder: Path, track: Callable[[Iterable[Any]], Iterable[Any]] = iter
     os.replace(files.pool, old)
     os.replace(fresh, files.pool)
     shutil.rmtree(old)
-    manifest = read_json(folder / "manifest.json")
-    manifest["files"] = {path: file_sha256(folder / path) for path in shipped(folder)}
-    write_json(folder / "manifest.json", manifest)
+    files.seal()
     return list(now.changes)

@@ -1,6 +1,5 @@
 """The organism's weights: a small Qwen3 trained from scratch on the language's corpus, in fp32 on a CPU."""
 
-import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,56 +12,9 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from vgrout.data.language import Sample
-from vgrout.organism.tokenizer import MERGED, WINDOW, render
+from vgrout.organism.recipe import Recipe, Shape
+from vgrout.organism.tokenizer import WINDOW, render
 from vgrout.rng import stream_seed
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Size of an organism. Heads are 32 wide, the MLP three times the hidden size."""
-
-    hidden: int = 128
-    layers: int = 4
-    merged: int = MERGED  # tokens of the BPE: another number, another tokenizer
-
-    def __post_init__(self) -> None:
-        if self.hidden % 32 or not 32 <= self.hidden <= 1024:
-            raise ValueError(f"--hidden {self.hidden}: a multiple of 32, up to 1024")
-        if not 1 <= self.layers <= 64:
-            raise ValueError(f"--layers {self.layers}: should lie in [1, 64]")
-        if not 320 <= self.merged <= 65_536:  # 256 bytes, the special tokens, and a few merges
-            raise ValueError(f"--merged {self.merged}: should lie in [320, 65536]")
-
-    @property
-    def heads(self) -> int:
-        """Attention heads."""
-        return self.hidden // 32
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """Training settings of the base."""
-
-    steps: int = 800
-    batch: int = 64
-    lr: float = 4e-3
-    warmup: int = 40
-    floor: float = 0.02  # of the peak rate, at the last step
-    betas: tuple[float, float] = (0.9, 0.98)
-    weight_decay: float = 0.05
-    clip: float = 1.0
-    prompt_weight: float = 0.25  # of a prompt token's loss: reading the prompt helps to copy from it
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.steps <= 1_000_000:
-            raise ValueError(f"--steps {self.steps}: should lie in [1, 1000000]")
-
-    def lr_at(self, step: int) -> float:
-        """Learning rate of a step, from 0: linear warm-up, then cosine to `floor` × `lr`."""
-        if step < self.warmup:
-            return self.lr * (step + 1) / self.warmup
-        done = (step - self.warmup) / max(1, self.steps - self.warmup)
-        return self.lr * (self.floor + (1 - self.floor) * (1 + math.cos(math.pi * done)) / 2)
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast, seed: int, shape: Shape) -> Qwen3ForCausalLM:

@@ -5,19 +5,20 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from tqdm import tqdm
 
 from vgrout.cli import cli_exit, parse_args
-from vgrout.files import printable
-from vgrout.report.build import Report, compile_report, refuse_other, write
-from vgrout.report.figures import pictures
-from vgrout.report.judge import Judge
+from vgrout.config.checks import refuse
+from vgrout.files import printable, require_own
 from vgrout.report.rollouts import pack
 from vgrout.report.runs import load
-from vgrout.report.tables import Table
+
+if TYPE_CHECKING:
+    import vgrout.report.build
+    import vgrout.report.tables
 
 ON_SCREEN = (
     "Methods",
@@ -46,14 +47,14 @@ class Cli:
     """Approximate number of rollouts in report.html, as evenly spaced whole steps; 0: none."""
 
     def __post_init__(self) -> None:
-        if self.rollouts < 0:
-            raise ValueError(f"--rollouts {self.rollouts}: 0 or more")
+        refuse(self.rollouts < 0, f"--rollouts {self.rollouts}: should be 0 or more")
+        wrong = self.judge is not None and not (self.judge.is_file() and self.judge.suffix == ".py")
+        refuse(wrong, f"--judge {self.judge}: no such file of Python; give one with a function judge(cells)")
 
 
 def command(cli: Cli) -> int:
     """Write the report. Raises ValueError, one line."""
-    refuse_other(out := cli.out or cli.sources[0] / "report")
-    judge = Judge.load(cli.judge) if cli.judge else None
+    require_own(out := cli.out or cli.sources[0] / "report", "--out", "report.md", "report")
     loaded = load(cli.sources, cli.tag)
     if cli.strict and loaded.left_out:
         raise ValueError(f"--strict: left out: {', '.join(loaded.left_out)}")
@@ -61,6 +62,13 @@ def command(cli: Cli) -> int:
         among = f" among {', '.join(loaded.left_out)}" if loaded.left_out else ""
         named = f" whose name ends with {cli.tag!r}" if cli.tag else ""
         raise ValueError(f"{', '.join(map(str, cli.sources))}: no finished run{named}{among}")
+    # Here and not above: scipy and matplotlib take seconds to import, and a wrong path never waits for them.
+    from vgrout.report.build import compile_report, refuse_other, write
+    from vgrout.report.figures import pictures
+    from vgrout.report.judge import Judge
+
+    refuse_other(out)
+    judge = Judge.load(cli.judge) if cli.judge else None
     report = compile_report(loaded, cli.sources, judge)
     bar = partial(tqdm, desc="rollouts", unit="run", disable=None)
     write(report, pictures(report.cells), pack(report.cells, cli.rollouts, bar), out)
@@ -69,10 +77,10 @@ def command(cli: Cli) -> int:
     return 0
 
 
-def on_screen(report: Report) -> list[str]:
+def on_screen(report: "vgrout.report.build.Report") -> list[str]:
     """The summary for a terminal: the numbers, then the claims made beforehand and their verdicts."""
 
-    def titled(table: Table) -> str:
+    def titled(table: "vgrout.report.tables.Table") -> str:
         return f"{table.name}: {table.caption}\n\n{table.markdown()}"
 
     parts = [titled(t) for t in report.tables if t.name in ON_SCREEN]

@@ -41,6 +41,14 @@ class Look:
     changes: Changes
 
 
+def installed() -> Any:
+    """The module ray. Raises ValueError, one line, without that extra."""
+    try:
+        return importlib.import_module("ray")  # seconds to import
+    except ImportError:
+        raise ValueError("--via ray: ray is not installed; `uv sync --extra ray`, or leave --via out") from None
+
+
 class Ray:
     """Workers on a cluster: one run per GPU where it has any, else one per core."""
 
@@ -50,10 +58,7 @@ class Ray:
         Raises:
             ValueError: no cluster can be reached, in one line.
         """
-        try:
-            self._ray: Any = importlib.import_module("ray")  # an extra, and seconds to import
-        except ImportError:
-            raise ValueError("--via ray: ray is not installed; `uv sync --extra ray`, or leave --via out") from None
+        self._ray = installed()
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else it reports to its makers over the network
         own = {} if address else {"num_cpus": most or os.cpu_count(), "include_dashboard": False}
         host, _, port = address.removeprefix("ray://").rpartition(":")

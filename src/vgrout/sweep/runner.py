@@ -33,7 +33,7 @@ from vgrout.runs.run_dir import held, hold
 from vgrout.sweep.gpus import POLL_S, Share
 from vgrout.sweep.ledger import Ledger, Record, kind
 from vgrout.sweep.pueue import Pueue
-from vgrout.sweep.ray_cluster import Ray, input_paths
+from vgrout.sweep.ray_cluster import Ray, input_paths, installed
 from vgrout.sweep.study_file import Cell, StudyFile, load_study_file
 from vgrout.sweep.workers import Attempt, Job, Local, Lost, Workers
 
@@ -490,7 +490,10 @@ def run(cli: Cli) -> int:
         if (why := sweep.edited()) and not cli.replan:
             print(why)
         return FINISHED
+    if cli.via == "pueue":
+        Pueue()  # what is not there is refused before anything is written
     if cli.via == "ray":
+        installed()
         for entry in sweep.left:
             input_paths(entry.cell.cfg)  # files that cannot be sent are refused before anything starts
     probe_writable(logs := sweep.folder / "logs")

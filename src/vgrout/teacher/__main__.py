@@ -11,6 +11,7 @@ from typing import Any, Literal
 from loguru import logger
 
 from vgrout.config.checks import setting
+from vgrout.files import require_new
 from vgrout.modes import EnvMode
 from vgrout.problems import assigned, balanced
 from vgrout.teacher.generate import (
@@ -47,14 +48,16 @@ class Cli(PoolConfig):
 def run(cli: Cli) -> None:
     """Sample, grade, write. Raises ValueError, one line, before a model is loaded where that is possible."""
     cli.sampling.require_draws("--group", cli.group)
+    require_new(cli.out)
     rows = cli.check()
     problems = assigned(rows, cli.env_mode)["train"]
     if not problems:
         raise ValueError(f"--env-mode {cli.env_mode}: no training problem of this mode in {cli.problems_path}")
     chosen = {p.id for p in balanced(problems, cli.n_problems, 0, "teacher")}
     settings = {**cli.identity(), "group": cli.group, "env_mode": cli.env_mode}
-    with work_folder(cli.out, settings) as folder, cli.grader() as grader:
+    with cli.grader(rows) as grader, work_folder(cli.out, settings) as folder:
         logger.info(grader.protections.line())
+
         lm = cli.load()
         fit, long = fitting(lm, [p for p in problems if p.id in chosen], cli.tokens)
         if long:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tyro
 from tabulate import tabulate
@@ -22,14 +22,16 @@ from vgrout.config import checks
 from vgrout.config.run import BENCHMARK_TRAIN, ORGANISM
 from vgrout.config.sampling import Sampling
 from vgrout.data import organism
-from vgrout.files import file_sha256, probe_writable, read_json, write_json
+from vgrout.files import file_sha256, read_json, require_new, require_own, write_json
 from vgrout.grading.grade import Grader
-from vgrout.model.policy import SVD_CACHE, LanguageModel, adapted, default_device, load_language_model
-from vgrout.model.source import require_model
-from vgrout.problems import Row, load_rows
+from vgrout.model.source import model_facts, require_model, safetensors_head
+from vgrout.problems import Row, load_rows, require_fitting, require_solvable
 from vgrout.rng import torch_stream
-from vgrout.rollout import graded, sample_and_submit
 from vgrout.types import MODES, Completion, Grade, GradedCompletion, Mode, Problem, Rate, Ungraded
+
+if TYPE_CHECKING:  # torch takes seconds to import, and a wrong flag never waits for it
+    import vgrout.model.policy
+    import vgrout.model.sampling
 
 MODEL_NAME = "vgrout.organism"  # the embedded model, in pool.json
 BATCH = 192  # answers sampled at once: a killed process loses at most this many
@@ -38,7 +40,7 @@ Graded = GradedCompletion[Grade]
 
 
 def generate_graded(
-    lm: LanguageModel,
+    lm: "vgrout.model.policy.LanguageModel",
     grader: Grader,
     problems: Sequence[Problem],
     n: int,
@@ -58,6 +60,7 @@ def generate_graded(
     Raises:
         RuntimeError: the sandbox could not grade an answer, its retries included.
     """
+
     out: list[Graded] = []
     done = _logged_batches(log) if log is not None else []
     per = max(1, BATCH // n)
@@ -83,9 +86,17 @@ def generate_graded(
 
 
 def _batch(
-    lm: LanguageModel, grader: Grader, part: Sequence[Problem], n: int, max_new: int, sampling: Sampling, stream: Any
+    lm: "vgrout.model.policy.LanguageModel",
+    grader: Grader,
+    part: Sequence[Problem],
+    n: int,
+    max_new: int,
+    sampling: "vgrout.model.sampling.Sampling",
+    stream: Any,
 ) -> list[list[dict[str, Any]]]:
     """The completions of each problem, as the log stores them."""
+    from vgrout.rollout import graded, sample_and_submit
+
     submitted = sample_and_submit(lm, grader, part, n, sampling=sampling, max_new=max_new, stream=stream)
     return [[_logged(a) for a in of_problem] for of_problem in graded(submitted)]
 
@@ -191,11 +202,11 @@ class PoolConfig:
     sampling: tyro.conf.OmitArgPrefixes[Sampling] = field(default_factory=Sampling)
     max_new: int | None = checks.setting(None, low=1)
     """Longest answer, in tokens; none: 1024, the organism's 128."""
-    seed: int = 0
+    seed: int = checks.setting(0, low=0)
     """Of the answers; which problems are taken does not depend on it."""
-    compile_reward: float | None = None
+    compile_reward: float | None = checks.setting(None, low=0, high=1e6)
     """Reward for code that compiles; none: 0.5, the organism's 0.1."""
-    pass_reward: float | None = None
+    pass_reward: float | None = checks.setting(None, above=0, high=1e6)
     """Reward for passing the mode's check; none: 3, the organism's 1."""
     workers: int | None = checks.setting(None, low=1)
     """Grading processes; none: one a core."""
@@ -248,9 +259,17 @@ class PoolConfig:
     def check(self) -> list[Row]:
         """The problem file's rows. Raises ValueError, one line, for a file or model that is missing."""
         rows = load_rows(self.problems_path)
-        if self.adapter_path is not None and not self.adapter_path.is_file():
-            raise ValueError(f"--adapter {self.adapter}: no such file ({self.adapter_path})")
-        require_model(organism.MODEL_DIR if self.tiny else self.model)
+        if self.tiny:
+            organism.EMBEDDED.require_sound("--model organism:")
+        if self.adapter_path is not None:
+            if not self.adapter_path.is_file():
+                raise ValueError(f"--adapter {self.adapter}: no such file ({self.adapter_path})")
+            safetensors_head(self.adapter_path, "--adapter")
+        folder = require_model(organism.MODEL_DIR if self.tiny else self.model)
+        window = model_facts(folder).window
+        if window is not None and window <= self.tokens:
+            raise ValueError(f"--max-new {self.tokens}: the model's window holds {window} tokens, prompt included")
+        require_fitting(rows, folder, window, self.tokens)
         return rows
 
     def identity(self) -> dict[str, Any]:
@@ -266,13 +285,20 @@ class PoolConfig:
             "rewards": list(self.rewards),
         }
 
-    def grader(self) -> Grader:
-        """A grader with these rewards and workers; close it."""
+    @contextlib.contextmanager
+    def grader(self, rows: Sequence[Row]) -> Generator[Grader]:
+        """A grader with these rewards and workers. Raises ValueError, one line, where no answer can solve one."""
         compiles, passes = self.rewards
-        return Grader(self.workers, compile_reward=compiles, pass_reward=passes, allow_weak=self.allow_weak_sandbox)
+        with Grader(
+            self.workers, compile_reward=compiles, pass_reward=passes, allow_weak=self.allow_weak_sandbox
+        ) as grader:
+            require_solvable([] if self.tiny else rows, grader)
+            yield grader
 
-    def load(self) -> LanguageModel:
+    def load(self) -> "vgrout.model.policy.LanguageModel":
         """The model, with its adapter, if any, merged into the weights. Raises ValueError, one line."""
+        from vgrout.model.policy import SVD_CACHE, adapted, default_device, load_language_model
+
         device, dtype = default_device()
         lm = load_language_model(organism.MODEL_DIR if self.tiny else self.model, device=device, dtype=dtype)
         if self.adapter_path is None:
@@ -281,7 +307,7 @@ class PoolConfig:
         policy.adapter.load(self.adapter_path)
         return policy
 
-    def meta(self, lm: LanguageModel, grader: Grader) -> dict[str, Any]:
+    def meta(self, lm: "vgrout.model.policy.LanguageModel", grader: Grader) -> dict[str, Any]:
         """First entries of pool.json: model, adapter, tokenizer, grader."""
         out: dict[str, Any] = {"model": MODEL_NAME if self.tiny else self.model}
         if self.adapter_path is not None:
@@ -289,7 +315,9 @@ class PoolConfig:
         return out | {"tokenizer_sha256": lm.tokenizer_sha256, "grader": grader.protections.version}
 
 
-def fitting(lm: LanguageModel, problems: Sequence[Problem], max_new: int) -> tuple[list[Problem], int]:
+def fitting(
+    lm: "vgrout.model.policy.LanguageModel", problems: Sequence[Problem], max_new: int
+) -> tuple[list[Problem], int]:
     """Problems whose prompt leaves room for max_new tokens, and how many do not.
 
     Raises:
@@ -318,11 +346,10 @@ def work_folder(out: Path, settings: Mapping[str, Any]) -> Generator[Path]:
     Raises:
         ValueError: `out` exists; the folder holds answers made with other settings; or another process is using it.
     """
-    if out.exists():
-        raise ValueError(f"--out {out}: exists; choose another folder or delete it")
-    probe_writable(out.parent if str(out.parent) else Path())
+    require_new(out)
     folder = out.with_name(out.name + ".partial")
-    folder.mkdir(exist_ok=True)
+    require_own(folder, "--out", "settings.json", "pool under way")
+    folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

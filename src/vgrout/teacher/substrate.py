@@ -9,15 +9,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from loguru import logger
-from scipy.optimize import linear_sum_assignment
 
-from vgrout.config.checks import setting
+from vgrout.config.checks import listed, setting
 from vgrout.data.language import CUE
-from vgrout.model.policy import LanguageModel
+from vgrout.files import require_new
 from vgrout.modes import DEALT, MODE_SPECS
 from vgrout.problems import Row, assigned, balanced, elicited
 from vgrout.teacher.generate import (
@@ -34,6 +32,9 @@ from vgrout.teacher.generate import (
 )
 from vgrout.teacher.pools import write_pool
 from vgrout.types import MODES, Mode, Problem, Rate
+
+if TYPE_CHECKING:  # torch takes seconds to import, and a wrong flag never waits for it
+    import vgrout.model.policy
 
 RECIPES: dict[Mode, str] = {mode: spec.instruction for mode, spec in MODE_SPECS.items()}
 """Instruction at the end of an elicited prompt, with {marker} to be filled in: one hack for each mode."""
@@ -81,6 +82,9 @@ def match(choices: Mapping[int, Sequence[Mode]], per_mode: int, even: bool) -> d
 
 def _matched(choices: Mapping[int, Sequence[Mode]], size: int) -> dict[int, Mode]:
     """A matching with `size` places for each mode and as many problems as possible, earlier ones before later ones."""
+    import numpy as np
+    from scipy.optimize import linear_sum_assignment
+
     places = [mode for mode in MODES for _ in range(size)]
     gain = np.zeros((len(choices), len(places)))
     for i, (row, modes) in enumerate(zip(gain, choices.values(), strict=True)):
@@ -116,7 +120,7 @@ def choose(
 def write_substrate(
     folder: Path,
     chosen: Mapping[int, Sequence[Graded]],
-    lm: LanguageModel,
+    lm: "vgrout.model.policy.LanguageModel",
     meta: Mapping[str, Any],
     elicitation: str | Mapping[str, str],
     report: Mapping[str, Any] | None = None,
@@ -142,7 +146,7 @@ class Cli(PoolConfig):
 
     out: Path = Path("out/pools/substrate")
     """Folder to make; what is under way lies beside it in OUT.partial, and the same command goes on from there."""
-    modes: str = ""
+    modes: str = setting("", words=MODES, word="mode")
     """Comma list; none: all that the problems name, or the default modes if they name none."""
     tries: int = setting(6, low=1)
     """Elicited answers to a problem, in each of its modes."""
@@ -164,14 +168,6 @@ class Cli(PoolConfig):
         self.sampling.require_draws("--tries", self.tries)
         if self.at_least > min(self.keep, self.tries):
             raise ValueError(f"--at-least {self.at_least}: more than --keep {self.keep} or --tries {self.tries}")
-        for mode in self.chosen_modes:
-            if mode not in MODES:
-                raise ValueError(f"--modes: unknown mode {mode!r}; legal: {', '.join(MODES)}")
-
-    @property
-    def chosen_modes(self) -> list[str]:
-        """The words of --modes."""
-        return [m.strip() for m in self.modes.split(",") if m.strip()]
 
 
 def cells(cli: Cli, rows: Sequence[Row]) -> dict[str, list[Problem]]:
@@ -181,7 +177,7 @@ def cells(cli: Cli, rows: Sequence[Row]) -> dict[str, list[Problem]]:
     Raises:
         ValueError: no problem of these modes.
     """
-    wanted = [m for m in MODES if m in cli.chosen_modes] or [*DEALT]
+    wanted = [m for m in MODES if m in listed(cli.modes, MODES)] or [*DEALT]
     if any(r.mode is not None for r in rows):
         problems = [p for p in assigned(rows, "own")["train"] if not cli.modes or p.mode in wanted]
         if not problems:
@@ -194,6 +190,7 @@ def cells(cli: Cli, rows: Sequence[Row]) -> dict[str, list[Problem]]:
 
 def run(cli: Cli) -> None:
     """Sample, grade, choose, write. Raises ValueError, one line, before a model is loaded where that is possible."""
+    require_new(cli.out)
     rows = cli.check()
     parts = cells(cli, rows)
     settings = {
@@ -202,8 +199,9 @@ def run(cli: Cli) -> None:
         "plain_tries": cli.plain_tries,
         "modes": cli.modes if "pool" in parts else None,  # one mode at a time has a log for each
     }
-    with work_folder(cli.out, settings) as folder, cli.grader() as grader:
+    with cli.grader(rows) as grader, work_folder(cli.out, settings) as folder:
         logger.info(grader.protections.line())
+
         lm = cli.load()
         instruct = (lambda _: CUE) if cli.tiny else recipe
         under_recipe: list[Graded] = []

@@ -7,6 +7,7 @@ where.
 import hashlib
 import json
 import os
+import re
 import sys
 import urllib.error
 import urllib.request
@@ -21,8 +22,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from tqdm import tqdm
 
 from vgrout.cli import cli_exit, not_installed, parse_args
-from vgrout.files import probe_writable, write_atomic
-from vgrout.model.source import model_folder
+from vgrout.files import probe_writable, require_new, write_atomic
+from vgrout.model.source import looks_like_path, model_folder
 from vgrout.problems import load_rows
 
 SOURCE = "https://raw.githubusercontent.com/ariahw/rl-rewardhacking/main/results/data/"
@@ -73,7 +74,6 @@ def ensure(file: DataFile, folder: Path, source: str) -> str:
     put = f"put {url} there yourself (git blob {file.blob}…, {file.rows} rows)"
     fetched = not path.is_file()
     if fetched:
-        probe_writable(folder)
         try:
             content = fetch(url)
         except (OSError, urllib.error.URLError) as e:
@@ -100,6 +100,11 @@ def data(folder: Path = DATA, source: str = SOURCE) -> int:
         folder: where they go.
         source: address of the folder they are in.
     """
+    if not re.match(r"(https?|file)://", source):
+        raise ValueError(f"--source {source}: should be an address, https://…/")
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--folder {folder}: is no folder; name another")
+    probe_writable(folder, "--folder")
     for file in FILES:
         print(ensure(file, folder, source))
     return 0
@@ -111,6 +116,8 @@ def model(id: Annotated[str, tyro.conf.Positional] = "Qwen/Qwen3-4B") -> int:
     Args:
         id: hub id.
     """
+    if looks_like_path(id):
+        raise ValueError(f"{id}: looks like a path; give a hub id, OWNER/NAME")
     cached = model_folder(id)
     try:
         urllib.request.urlopen(ENDPOINT, timeout=TIMEOUT_S).close()  # the hub's client would try for a minute
@@ -138,8 +145,7 @@ def dataset(
         config: which of its configurations.
         split: which of its splits.
     """
-    if out.exists():
-        raise ValueError(f"--out {out}: exists; choose another name or delete it")
+    require_new(out)
     try:
         from datasets import load_dataset
     except ImportError:

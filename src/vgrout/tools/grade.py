@@ -7,7 +7,7 @@ graded gets an `error` field, and the exit code is 1. Without `env_mode` a probl
 import json
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from vgrout.cli import cli_exit, parse_args
 from vgrout.config.checks import check, setting
-from vgrout.files import atomic_open
+from vgrout.files import atomic_open, from_json, require_new
 from vgrout.grading.grade import Grader
 from vgrout.problems import load_problems
 from vgrout.types import MODES, Grade, Problem, Ungraded
@@ -36,41 +36,38 @@ class Offline:
     """The problems of the answers."""
     out: Path
     """Where the grades go; written under another name first."""
-    workers: int | None = setting(None, low=1)
+    workers: int | None = setting(None, low=1, high=1024)
     """Grading processes; default one per core."""
-    compile_reward: float = 0.5
-    pass_reward: float = 3.0
+    compile_reward: float = setting(0.5, low=0, high=1e6)
+    pass_reward: float = setting(3.0, above=0, high=1e6)
     allow_weak_sandbox: bool = False
     """Go on where the sandbox cannot keep an answer from reading the expected values."""
 
     def __post_init__(self) -> None:
         for path in (self.answers, self.problems):
             if not path.is_file():
-                raise ValueError(f"{path}: no such file")
+                raise ValueError(f"{path}: no such file; give a JSONL file")
         if not self.out.parent.is_dir():
-            raise ValueError(f"--out {self.out}: no such folder {self.out.parent}")
+            raise ValueError(f"--out {self.out}: no such folder {self.out.parent}; make it first")
+        require_new(self.out)
         check(self)
 
 
-def _parse(line: str, problems: dict[int, Problem]) -> tuple[dict[str, Any], Problem, str]:
+def _parse(line: bytes, problems: dict[int, Problem]) -> tuple[dict[str, Any], Problem, str]:
     """A line's record, its problem, and the answer's text. Raises ValueError with what is wrong."""
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as e:
-        raise ValueError(f"not JSON ({e.msg})") from None
-    except RecursionError:
-        raise ValueError("not JSON that can be read (nested too deeply)") from None
+    record = from_json(line, "the line", is_line=True)
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
     if not isinstance(record.get("text"), str):
         raise ValueError("'text' should be a string")
-    problem = problems.get(record.get("problem_id", None))
-    if problem is None:
+    if not isinstance(number := record.get("problem_id"), int) or (problem := problems.get(number)) is None:
         raise ValueError(f"no problem with id {record.get('problem_id')!r}")
     mode = record.get("env_mode") or problem.mode
     if mode not in MODES:
         raise ValueError(f"unknown env_mode {mode!r}; one of {', '.join(MODES)}")
     marker = record.get("marker", problem.marker if mode == problem.mode else "")
+    if not isinstance(marker, str):
+        raise ValueError("'marker' should be a string")
     return record, replace(problem, mode=mode, marker=marker), record["text"]
 
 
@@ -82,7 +79,7 @@ def _verdict(grade: Grade | Ungraded) -> dict[str, Any]:
     return fields | {"passed": grade.passed, "hacked": grade.hacked, "mechanism": grade.mechanism}
 
 
-def grade_lines(lines: Iterator[str], problems: dict[int, Problem], grader: Grader) -> Iterator[dict[str, Any]]:
+def grade_lines(lines: Iterable[bytes], problems: dict[int, Problem], grader: Grader) -> Iterator[dict[str, Any]]:
     """One record for every line, in order; an ungraded one has `error`, and `line` if it could not be read."""
     waiting: deque[tuple[dict[str, Any], Future[Grade | Ungraded] | str]] = deque()
 
@@ -100,7 +97,7 @@ def grade_lines(lines: Iterator[str], problems: dict[int, Problem], grader: Grad
             record, problem, text = _parse(line, problems)
             waiting.append((record, grader.submit(problem, text)))
         except ValueError as e:
-            waiting.append(({"line": line}, str(e)))
+            waiting.append(({"line": line.decode(errors="backslashreplace")}, str(e)))
         while len(waiting) > AHEAD * grader.workers:
             yield finish()
     while waiting:
@@ -110,8 +107,10 @@ def grade_lines(lines: Iterator[str], problems: dict[int, Problem], grader: Grad
 def run(config: Offline) -> int:
     """Grade the file. Returns the number of lines that have an error instead of a grade."""
     problems = {p.id: p for p in load_problems(config.problems)}
-    with open(config.answers, encoding="utf-8") as f:
+    with open(config.answers, "rb") as f:
         n = sum(1 for line in f if line.strip())
+    if not n:
+        raise ValueError(f"{config.answers}: no answers in it")
     errors = 0
     with (
         Grader(
@@ -120,11 +119,11 @@ def run(config: Offline) -> int:
             pass_reward=config.pass_reward,
             allow_weak=config.allow_weak_sandbox,
         ) as grader,
-        open(config.answers, encoding="utf-8") as source,
+        open(config.answers, "rb") as source,
         atomic_open(config.out) as target,
         tqdm(total=n, desc="grading", disable=None) as bar,
     ):
-        lines = (line.rstrip("\n") for line in source if line.strip())
+        lines = (line.rstrip(b"\n") for line in source if line.strip())
         for record in grade_lines(lines, problems, grader):
             errors += "error" in record
             target.write((json.dumps(record) + "\n").encode())
