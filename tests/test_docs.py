@@ -128,8 +128,8 @@ def test_the_numbers_of_the_tables_are_means_of_recorded_runs() -> None:
         "left out": runs_of(routing, "screen", labels),
         "routed to a quarantine": runs_of(routing, "route2", labels),
         "rewarded less |": runs_of(shown, "penalty", labels),
-        "rewarded less, a linear probe": runs_of(shown, "penalty", *probe),
-        "(a grader without flaws)": runs_of(shown, "none", control="no_loophole"),
+        "rewarded less, and a linear probe": runs_of(shown, "penalty", *probe),
+        "(reference tests as reward)": runs_of(shown, "none", control="no_loophole"),
     }
     for start, runs in of_readme.items():
         cells = [cell.strip() for cell in line(README, start).split("|")]
@@ -147,7 +147,7 @@ def test_the_numbers_of_the_tables_are_means_of_recorded_runs() -> None:
             runs_of(attempts, "penalty", *reads, "quarantine_start=pairs"),
         ),
         "rewarded less | linear probe": (
-            of_readme["rewarded less, a linear probe"],
+            of_readme["rewarded less, and a linear probe"],
             runs_of(attempts, "penalty", *probe),
         ),
         "rewarded less | the same, fitted on random": (runs_of(shown, "penalty", *probe, "probe_diet=random"), []),
@@ -157,7 +157,7 @@ def test_the_numbers_of_the_tables_are_means_of_recorded_runs() -> None:
         ),
         "rewarded less | `twin`": (runs_of(shown, "penalty", "monitor=twin"), []),
         "(grader without a flaw)": (
-            of_readme["(a grader without flaws)"],
+            of_readme["(reference tests as reward)"],
             runs_of(attempts, "none", control="no_loophole"),
         ),
     }
