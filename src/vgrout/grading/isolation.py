@@ -173,10 +173,10 @@ class SeccompFilter:
         done: list[_Insn] = [(_RET, 0, 0, _deny(0))]
         unknown: list[_Insn] = [(_RET, 0, 0, _deny(errno.ENOSYS))]
         clock = [*_below(0, 16), *allow]  # the clocks of the system (0 … 11); a larger number is that of some process
-        itself = [*_below(1, 32), *_one_of(0, (pid,))]  # a real-time signal would be queued
+        itself = _one_of(0, (pid,))
         special: dict[str, list[_Insn]] = {
-            "kill": itself,
-            "tgkill": itself,
+            "kill": [*_below(1, 32), *itself],  # a real-time signal would be queued
+            "tgkill": [*_below(2, 32), *itself],
             # F_DUPFD, GETFD, SETFD, GETFL, SETFL, DUPFD_CLOEXEC; no F_SETOWN, which sends signals to others
             "fcntl": [*_NOT_CONNECTION, *_one_of(1, (0, 1, 2, 3, 4, 1030))],
             "clock_gettime": clock,

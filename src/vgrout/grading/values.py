@@ -385,15 +385,15 @@ def _matches(expected: Any, claim: Any, depth: int, decoys: Decoys) -> bool:
         if kind is tuple:
             return all(_matches(e, c, depth + 1, decoys) for e, c in zip(expected, body, strict=True))
         if kind is dict:
-            left, room = dict(expected), max(map(_widest, expected), default=0)
+            left, room = dict(expected), float(max(map(_widest, expected), default=0))
             pairs = ((_plain(key, room), value) for key, value in map(_pair, body))
             return all(key in left and _matches(left.pop(key), value, depth + 1, decoys) for key, value in pairs)
         left = dict.fromkeys(expected, True)  # not a set of the claim's: it could be made to collide
-        room = max(map(_widest, expected), default=0)
+        room = float(max(map(_widest, expected), default=0))
         return all(left.pop(_plain(item, room), False) for item in body)
     if tag == "q":
         return _equals_ratio(expected, *_ratio_of(body))
-    return bool(expected == _plain(claim, -1))  # a scalar equals no container
+    return bool(expected == _plain(claim, -1.0))  # a scalar equals no container
 
 
 def _pair(body: Any) -> tuple[Any, Any]:
