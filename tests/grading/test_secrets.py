@@ -4,7 +4,7 @@ import json
 import marshal
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +127,15 @@ def test_detector_d_comes_behind_the_verdicts_and_beside_none(monkeypatch):
         verdicts = [grader.submit(sum_problem("sentinel"), text) for text in tested]
         assert all(v.result().detectors["D"] is False for v in verdicts)
         assert order == [False] * 12 + [True] * 12
+
+
+def test_close_ends_what_waits_for_its_turn():
+    tested = [fenced(SUM_WRONG + f"def run_tests(): assert Solution().total([{i}]) == {i}\n") for i in range(40)]
+    grader = Grader(1)
+    verdicts = [grader.submit(sum_problem("sentinel"), text) for text in tested]
+    grader.close()
+    assert all(v.done() for v in verdicts)
+    assert isinstance(verdicts[-1].exception(), CancelledError)
 
 
 # --- channels --------------------------------------------------------------------------------------------------------

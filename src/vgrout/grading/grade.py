@@ -149,12 +149,14 @@ class _Turns:
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self._pool, self._lock = pool, threading.Lock()
-        self._told, self._running = False, 0
+        self._told, self._running, self._closed = False, 0, False
         self._waiting: list[tuple[Future[Any], Callable[[], None]]] = []  # of the other kind
 
     def submit(self, told: bool, verdict: Future[Any], job: Callable[[], None]) -> None:
         """Run the job in its turn; what it raises goes to the verdict. Raises RuntimeError after close()."""
         with self._lock:
+            if self._closed:
+                raise RuntimeError("the grader is closed")
             if self._running and told is not self._told:
                 self._waiting.append((verdict, job))
                 return
@@ -178,10 +180,15 @@ class _Turns:
             self._told = not self._told
             waiting, self._waiting = self._waiting, []
             for other, theirs in waiting:
-                try:
-                    self._start(other, theirs)
-                except RuntimeError as e:  # the grader is closed
-                    other.set_exception(e)
+                self._start(other, theirs)
+
+    def close(self) -> None:
+        """Start no more jobs."""
+        with self._lock:
+            self._closed = True
+            waiting, self._waiting = self._waiting, []
+        for verdict, _ in waiting:
+            verdict.set_exception(CancelledError())
 
 
 _CODE = "class Solution:\n    def f(self, x): return x + 1\n"
@@ -392,6 +399,7 @@ class Grader:
                 return
             self._closed = True
         if hasattr(self, "_pool"):
+            self._turns.close()
             self._pool.shutdown(cancel_futures=True)
         with self._lock:
             alive, self._alive = self._alive, set()
