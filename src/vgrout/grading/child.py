@@ -136,6 +136,7 @@ def _error_name(error: BaseException) -> str:
 
 
 SEALED = ("canonical", "told")  # kinds of jobs whose children are
+_IMPORTED = re.compile(r"(?:import|from)[ \t]+([\w., \t]+)")  # once: compiling it takes as long as a fork
 
 
 def main(data: bytes, connection_fd: int, shut: Callable[[], None]) -> NoReturn:
@@ -172,9 +173,9 @@ def main(data: bytes, connection_fd: int, shut: Callable[[], None]) -> NoReturn:
 
 def _prepare_for_seal(code: str) -> None:
     """Import what the code names, as long as files can be opened; then every clock is a counter, and no file opens."""
-    for names in re.findall(r"(?:import|from)[ \t]+([\w., \t]+)", code):
-        for name in re.split(r"[ \t,]+", names):
-            if name.partition(".")[0] in sys.stdlib_module_names - {"antigravity"}:
+    for names in _IMPORTED.findall(code):
+        for name in names.replace(",", " ").split():
+            if name.partition(".")[0] in sys.stdlib_module_names and name != "antigravity":  # it opens a browser
                 with suppress(Exception):
                     __import__(name)
     looks = count(1)

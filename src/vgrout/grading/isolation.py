@@ -9,7 +9,6 @@ and the next one is tried. References: landlock(7), seccomp(2), user_namespaces(
 
 import ctypes
 import errno
-import mmap
 import os
 import platform
 import resource
@@ -31,7 +30,7 @@ CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x0002_0000, 0x0400_0000, 0x0800_0000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x1000_0000, 0x2000_0000, 0x4000_0000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND = 1, 2, 4, 8, 0x20, 0x1000
 MS_REC, MS_PRIVATE, MNT_DETACH = 0x4000, 0x4_0000, 2
-_MAP_OVER = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # MAP_FIXED
+PROT_READ, MAP_OVER = 1, 0x32  # private, anonymous, fixed
 
 CONNECTION_FD = 120  # the child's end of its connection; high, so that no low descriptor is in its way
 
@@ -255,13 +254,19 @@ def _clock_pages() -> list[tuple[int, int]]:
 
 
 def _read_ahead(tops: Iterable[Path]) -> None:
-    """Read every file that a child can: one that is in memory already shows nobody whether a child has read it."""
-    for top in tops:
-        walk = os.walk(top) if top.is_dir() else [(top.parent, [], [top.name])]
-        for file in (os.path.join(folder, name) for folder, _, names in walk for name in names):
-            with suppress(OSError):
-                if os.path.isfile(file):
-                    Path(file).read_bytes()
+    """Read every file that a child can: one that is in memory already shows nobody whether a child has read it. In a
+    throw-away process: what it takes to list them would burden every fork."""
+    pid = os.fork()
+    if pid == 0:
+        with suppress(BaseException):
+            for top in tops:
+                walk = os.walk(top) if top.is_dir() else [(top.parent, [], [top.name])]
+                for file in (os.path.join(folder, name) for folder, _, names in walk for name in names):
+                    with suppress(OSError):
+                        if os.path.isfile(file):
+                            Path(file).read_bytes()
+        os._exit(0)
+    os.waitpid(pid, 0)
 
 
 def _hidden(folder: Path) -> list[Path]:
@@ -551,7 +556,7 @@ class Enclosure:
         no clock either: neither the pages that the kernel keeps it in, nor the processor's."""
         if access == "sealed":
             for address, length in self.clock_pages:  # zeros: a clock that stands still, and a call for the others
-                _libc.mmap(*map(ctypes.c_size_t, (address, length, mmap.PROT_READ, _MAP_OVER, -1, 0)))
+                _libc.mmap(*map(ctypes.c_size_t, (address, length, PROT_READ, MAP_OVER, -1, 0)))
             with suppress(OSError):
                 _prctl(PR_SET_TSC, 2)  # PR_TSC_SIGSEGV; x86 alone
         if self.filters:
