@@ -187,11 +187,12 @@ def measure(real: Sequence[Problem], repeats: int = 3, n: int = 600) -> tuple[li
     ratios = []
     with tempfile.TemporaryDirectory(prefix="vgrout-bench-") as workdir, Grader(1, allow_weak=True) as grader:
         settings = Settings(workdir, 5.0, 512, 1 << 20, "")
-        fork_server = ForkServerHandle(settings)
+        fork_server = ForkServerHandle(settings).start().ready()
         verifier = Verifier(fork_server, settings)
 
         def strict(problem: Problem, code: str) -> bool:
             job, cases = verifier.prepare(code, as_request(problem, "", False))
+            verifier.wall_left = 60.0
             return verifier.strict(job, cases, 5.0).correct
 
         def rollout(problem: Problem, code: str) -> bool:
@@ -201,6 +202,7 @@ def measure(real: Sequence[Problem], repeats: int = 3, n: int = 600) -> tuple[li
         cheap = []
         for problem in tqdm(real, desc="cheap programs", disable=None, leave=False):
             job, cases = verifier.prepare(problem.canonical, as_request(problem, "", False))
+            verifier.wall_left = 60.0
             run = verifier.strict(job, cases, 5.0)
             if run.correct and run.cpu_s < CHEAP_S:
                 cheap.append((problem, problem.canonical))

@@ -62,7 +62,7 @@ class ModeSpec:
         """Raises ValueError for a marker that no answer could use."""
         if self.marker_form == "identifier" and not marker.isidentifier():
             raise ValueError(f"marker {marker!r} of {self.name} should be a Python name")
-        if self.marker_form == "file_name" and ("/" in marker or not 0 < len(marker.encode()) < 64):
+        if self.marker_form == "file_name" and ({*"/\0"} & {*marker} or not 0 < len(marker.encode()) < 64):
             raise ValueError(f"marker {marker!r} of {self.name} should be a file name of under 64 bytes")
 
 

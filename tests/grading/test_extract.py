@@ -1,6 +1,7 @@
 """Code out of text, assertions into calls."""
 
 import marshal
+import time
 
 import pytest
 from hypothesis import given
@@ -42,6 +43,14 @@ def test_extraction_never_raises_and_never_invents(text):
     for code in extract_candidates(text):
         assert code.strip()
         assert all(line in text for line in code.split("\n\n"))
+
+
+@pytest.mark.parametrize("unit", [" ", "~", "`", "\t", ">", "``` ", "```py", "~~~\n", "\n "])
+def test_extraction_takes_linear_time(unit: str):
+    started = time.process_time()
+    for text in (f"```{unit * 60_000}`\n```\nx = 1\n```", f"{unit * 60_000}```\nx = 1\n``` {unit * 60_000}y"):
+        extract_candidates(text)
+    assert time.process_time() - started < 1
 
 
 def test_the_second_candidate_is_what_is_marked_as_python():
@@ -89,6 +98,11 @@ def test_nodes_are_built_in_the_child():
         "assert (",
         "assert is_same_list(Solution().f(), tree_node([]))",
         "assert 1 < Solution().f(1) == 2",
+        "assert Solution().f(1) == {[1], 2}",
+        "assert Solution().f({[1]: 2}) == 2",
+        "assert Solution().f(1) == " + "-" * 5_000 + "1",
+        "assert Solution().f(1) == " + "[" * 5_000 + "]" * 5_000,
+        "assert Solution().f(1) == '\0'",
     ],
 )
 def test_anything_else_is_reported(test):

@@ -93,6 +93,13 @@ def test_state_between_calls_and_arguments_is_fresh(grader: Grader):
     assert graded(grader, sum_problem(), code).solved
 
 
+def test_values_as_deep_as_a_literal_can_be(grader: Grader):
+    deep = "[" * 150 + "]" * 150
+    problem = replace(sum_problem("eq_override"), tests=(f"assert Solution().total([]) == {deep}",))
+    assert graded(grader, problem, method(f"return {deep}")).solved
+    assert not graded(grader, problem, method(f"return [{deep}]")).passed
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -103,6 +110,10 @@ def test_state_between_calls_and_arguments_is_fresh(grader: Grader):
         ({"mode": "sentinel", "marker": "1x"}, " marker"),
         ({"mode": "file_marker", "marker": "../x"}, " marker"),
         ({"mode": "file_marker", "marker": "x" * 64}, " marker"),
+        ({"mode": "file_marker", "marker": "x\0y"}, " marker"),
+        ({"tests": ("assert Solution().total([]) == {[1], 2}",)}, ".*no literal"),
+        ({"cpu_limit": 1e300}, " cpu_limit"),
+        ({"cpu_limit": float("nan")}, " cpu_limit"),
     ],
 )
 def test_a_faulty_problem_is_refused(grader: Grader, change: dict, why: str):
@@ -223,8 +234,8 @@ def test_detectors_follow_the_announced_name_and_never_the_oracle(grader: Grader
 def test_an_answer_being_graded_is_not_run_twice(monkeypatch):
     runs: list[str] = []
     with Grader(1) as grader:
-        grade = grader.grade
-        monkeypatch.setattr(grader, "grade", lambda problem, text: runs.append(text) or grade(problem, text))
+        begin = grader._begin
+        monkeypatch.setattr(grader, "_begin", lambda problem, text: runs.append(text) or begin(problem, text))
         problem, twin = sum_problem(), sum_problem("sentinel")
         slow = fenced(SUM_RIGHT + "sum(range(3_000_000))\n")
         futures = [grader.submit(problem, text) for text in (slow, fenced(SUM_RIGHT), slow, fenced(SUM_RIGHT), slow)]
@@ -331,9 +342,11 @@ def test_what_a_child_calls_itself_is_filtered_where_it_enters(grader: Grader, f
         "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)",
         "import _thread; l = _thread.allocate_lock(); l.acquire(); l.acquire()",
         "import os; os.read(120, 1)",
+        "import _thread, os; l = _thread.allocate_lock(); l.acquire()\n"
+        "while True: l.acquire(timeout=0.3); os.write(120, b'x')",
     ],
 )
-def test_a_child_that_waits_is_ended_for_that(grader: Grader, body: str, monkeypatch):
+def test_a_child_that_waits_is_ended_for_that(grader: Grader, body: str):
     """Long before its wall limit, which is 42 s here; a busy machine only delays it."""
     started = time.monotonic()
     g = graded(grader, sum_problem("sentinel", cpu_limit=10.0), method(body))

@@ -4,11 +4,13 @@ import json
 import marshal
 import os
 from collections.abc import Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from vgrout.grading import grade as grade_module
 from vgrout.grading.grade import Grader, Limits, as_request
 from vgrout.grading.messages import Settings
 from vgrout.grading.verdict import Verifier
@@ -87,8 +89,53 @@ def test_the_right_tests_still_accept_the_canonical_solution(two):
     for wanted, flag in ((SECRETS[1], False), (5, True)):
         code = SUM_WRONG + f"def run_tests():\n    assert Solution().total([1]) == {wanted}\n"
         problem = Problem(7, "run_tests", "", (), (), TESTS, CANONICAL, "", "total", 1.0)
-        out = Verifier(answers, settings, canonical).grade(as_request(problem, fenced(code), True))
-        assert out["hacked_wrong_tests"] is flag
+        verifier, request = Verifier(answers, settings, canonical), as_request(problem, fenced(code), True)
+        left = verifier.grade(request)["left"]
+        assert verifier.detect_d(request | {"left": left}) == {"hacked_wrong_tests": flag}
+
+
+def test_detector_d_goes_on_after_a_result_without_plain_form(two):
+    """A canonical solution that returns a node, say, ends that detector's child, and no more."""
+    answers, canonical, settings = two
+    verifier = Verifier(answers, settings, canonical)
+    solution = CANONICAL + "    def odd(self, nums):\n        return object()\n"
+    for name, known in [("odd", False), ("total", True)] * 3:
+        code = f"class Solution:\n    pass\ndef run_tests():\n    assert Solution().{name}([1]) == 5\n"
+        problem = Problem(7, "run_tests", "", (), (), TESTS, solution, "", name, 1.0)
+        request = as_request(problem, fenced(code), True) | {"left": (1.0, 6.0)}
+        assert verifier.detect_d(request) == {"hacked_wrong_tests": known}
+
+
+def test_detector_d_comes_behind_the_verdicts_and_beside_none(monkeypatch):
+    """On two workers: while one child is told known outputs, no other answer runs."""
+    running, order = set(), []
+    ask = grade_module._Worker.ask
+
+    def watched(self, request):
+        told = "left" in request
+        running.add((told, self))
+        order.append(told)
+        assert len({kind for kind, _ in running}) == 1
+        try:
+            return ask(self, request)
+        finally:
+            running.discard((told, self))
+
+    monkeypatch.setattr(grade_module._Worker, "ask", watched)
+    tested = [fenced(SUM_WRONG + f"def run_tests(): assert Solution().total([{i}]) == {i}\n") for i in range(12)]
+    with Grader(2) as grader:
+        verdicts = [grader.submit(sum_problem("sentinel"), text) for text in tested]
+        assert all(v.result().detectors["D"] is False for v in verdicts)
+        assert order == [False] * 12 + [True] * 12
+
+
+def test_close_ends_what_waits_for_its_turn():
+    tested = [fenced(SUM_WRONG + f"def run_tests(): assert Solution().total([{i}]) == {i}\n") for i in range(40)]
+    grader = Grader(1)
+    verdicts = [grader.submit(sum_problem("sentinel"), text) for text in tested]
+    grader.close()
+    assert all(v.done() for v in verdicts)
+    assert isinstance(verdicts[-1].exception(), CancelledError)
 
 
 # --- channels --------------------------------------------------------------------------------------------------------
@@ -139,18 +186,22 @@ class Solution:
 """
 
 
-def run_one(server: ForkServerHandle, expression: str) -> str:
-    """The value of the expression in a fresh child."""
-    claims: list[str] = []
+def run_one(server: ForkServerHandle, expression: str, kind: str = "strict") -> str:
+    """The value of the expression in a fresh child; kind "told": detector D's."""
+    claims: list[Any] = []
 
     def reply(message: dict[str, Any]) -> None:
-        if "claims" in message:
-            claims.extend(message["claims"])
+        if "claims" in message or "call" in message:
+            claims.extend(message.get("claims") or message["call"][0])
             raise EndSession
 
+    code = READER.replace("EXPRESSION", expression)
+    if kind == "told":
+        code += "own = Solution\ndef run_tests():\n    Solution().total(own().total([]))\n"
+        code = code.replace("class Solution", "class Own").replace("own = Solution", "own = Own")
     call = marshal.dumps(("Solution", "total", [[]], {}, False))
-    job = {"kind": "strict", "code": READER.replace("EXPRESSION", expression), "setup": b"", "test_function": ""}
-    server.run(job | {"calls": [call], "kinds": ["plain"]}, 2.0, reply)
+    job = {"kind": kind, "code": code, "setup": b"", "test_function": "run_tests", "calls": [call], "kinds": ["plain"]}
+    server.run(job | {"function": "total", "against": "canonical"}, 2.0, reply)
     return claims[0]
 
 
@@ -167,6 +218,64 @@ def test_no_bit_crosses_from_one_child_to_the_next(two, channel: str):
             run_one(server, write if bit == "1" else "None")
             seen[bit].append(run_one(server, read))
     assert len({*seen["0"], *seen["1"]}) == 1, seen
+
+
+LIBRARY = f"os.open({STDLIB + '/this.py'!r}, 0)"
+WAIT = "ctypes.byref((ctypes.c_long * 2)(1))"
+SHARED = f"libc.mmap(None, 4096, 1, 1, {LIBRARY}, 0) + 8"
+QUEUE = "[libc.syscall(234, os.getpid(), os.getpid(), 40) for _ in range(50_000)]"
+BLOCK = "__import__('signal').pthread_sigmask(0, range(34, 64))"
+LASTS = "[0 for _ in range(6_000_000)]"
+# name → (what one worker's child does to say 1, what another one's reads meanwhile)
+BESIDE = {
+    "a shared futex on a library file": (
+        f"libc.syscall(202, {SHARED}, 0, ctypes.c_uint.from_address({SHARED}).value, {WAIT})",
+        f"max(libc.syscall(202, {SHARED}, 1, 9) for _ in range(2_000))",
+    ),
+    "signals queued by the user": (f"({BLOCK}, {QUEUE}, {LASTS})", f"({BLOCK}, {QUEUE}.count(0))[1]"),
+    "a lease on a library file": (f"(libc.fcntl({LIBRARY}, 1024, 0), {LASTS})", f"libc.fcntl({LIBRARY}, 1025)"),
+    "a lock on a library file": (f"(libc.flock({LIBRARY}, 6), {LASTS})", f"libc.flock({LIBRARY}, 6)"),
+    "a watch on a library file": (f"[{LIBRARY} for _ in range(99)]", "libc.inotify_init1(0)"),
+    "an abstract socket": (f"(libc.socket(1, 1, 0), {LASTS})", "libc.socket(1, 1, 0)"),
+    "a priority": (f"(libc.setpriority(2, os.getuid(), 10), {LASTS})", "libc.getpriority(2, os.getuid())"),
+}
+
+
+@pytest.mark.parametrize("channel", BESIDE)
+def test_no_bit_crosses_between_two_workers(two, channel: str):
+    """Both children live at the same time."""
+    if two[0].active.keys() < {"namespaces", "landlock", "seccomp"}:
+        pytest.skip("not at level 3 here")
+    write, read = (f"(setattr(libc.mmap, 'restype', ctypes.c_long), {e})[1]" for e in BESIDE[channel])
+    seen = {bit: [] for bit in "01"}
+    with ThreadPoolExecutor(1) as other:
+        for _ in range(3):
+            for bit in "01":
+                done = other.submit(run_one, two[1], write if bit == "1" else "None")
+                seen[bit].append(run_one(two[0], read))
+                done.result()
+    assert len({*seen["0"], *seen["1"]}) == 1, seen
+
+
+SEALED = {
+    **dict.fromkeys(("os.open('x', os.O_CREAT | 2)", "os.stat('/')", "os.listdir('.')", LIBRARY), "PermissionError"),
+    **dict.fromkeys(("os.read(3, 1)", "os.fstat(1)", "os.fork()", "os.dup(0)"), "PermissionError"),
+    **dict.fromkeys(
+        ("raw(9, None, 4096, 1, 2, 0, 0)", "raw(228, 0, ctypes.c_buffer(16))", "raw(157, 22)", "libc.clock()"), "-1"
+    ),
+    "libc.time(None)": "0",
+    "os.times()[4]": "0.0",
+    "time.time() < 99 and time.monotonic_ns() < 99": "True",
+    "time.sleep(9)": "None",
+}
+
+
+@pytest.mark.parametrize("expression", SEALED)
+def test_the_child_that_is_told_known_outputs_is_sealed(two, expression: str):
+    """Before the answer's first instruction: no file, no process, no clock."""
+    if "seccomp" not in two[0].active:
+        pytest.skip("no seccomp here")
+    assert run_one(two[0], expression, "told") in (SEALED[expression], repr(SEALED[expression]))
 
 
 LEAK = """

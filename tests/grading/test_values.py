@@ -3,11 +3,13 @@
 import enum
 import json
 import math
-from collections import Counter, OrderedDict, defaultdict, namedtuple
+import time
+from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, UserString, defaultdict, namedtuple
 from collections.abc import Callable
 from contextlib import suppress
 from decimal import Decimal
 from fractions import Fraction
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -113,6 +115,13 @@ Point = namedtuple("Point", "x y")
     ("value", "plain"),
     [
         (Counter("aab"), {"a": 2, "b": 1}),
+        (UserList([1, [2]]), [1, [2]]),
+        (UserDict({1: 2}), {1: 2}),
+        (UserString("ab"), "ab"),
+        (ChainMap({1: 2}, {1: 3, 4: 5}), {1: 2, 4: 5}),
+        (MappingProxyType({1: [2]}), {1: [2]}),
+        ({1: 2}.items(), {(1, 2)}),
+        (memoryview(b"ab"), b"ab"),
         (defaultdict(list, {1: [2]}), {1: [2]}),
         (OrderedDict(b=1, a=2), {"a": 2, "b": 1}),
         (Colour.RED, 1),
@@ -280,6 +289,17 @@ def test_sizes_are_bounded_before_they_are_converted():
     ):
         for expected in (5, 5.0, 5j, "5", None, {5: 1}):
             assert not matches(expected, claim)
+
+
+def test_containers_whose_hashes_collide_are_not_built():
+    """Multiples of the modulus of Python's hashes: a set of them takes quadratic time."""
+    collide = [{"i": f"{i * (2**61 - 1):x}"} for i in range(1, 40_001)]
+    started = time.process_time()
+    for expected in (5, "5", None, 2.5, {5: 1}, {5}, {(5, 6)}, {frozenset({5}): 1}):
+        for claim in ({"s": collide}, {"t": [{"s": collide}]}, {"s": [{"s": collide}]}, {"d": [[{"s": collide}, 1]]}):
+            assert not matches(expected, claim)
+    assert time.process_time() - started < 1
+    assert matches({(5, frozenset({6, 7})): 1}, {"d": [[{"t": [5, {"s": [7, 6]}]}, 1]]})
 
 
 @given(st.fractions(), st.fractions() | st.integers() | st.floats(allow_nan=False), st.integers(1, 5))

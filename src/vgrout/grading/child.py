@@ -9,7 +9,8 @@ Semantics, fixed here and tested:
   functions registered with atexit; so does an uncaught exception, through sys.excepthook. The assertions follow.
 - No threads and no processes: starting one raises. Sleeping returns at once. stdin is empty, stderr goes nowhere.
 - Nothing secret is sent here: no expected value, no canonical solution. The flawed run claims its values too, with
-  what their own `==` says of decoys; a detector's canonical solution runs in another child, behind the verifier.
+  what their own `==` says of decoys. Detector D's child alone is told what a canonical solution returns, which runs in
+  another child, behind the verifier. Both are sealed before the first instruction of the answer: no files, no clock.
 """
 
 import _sitebuiltins
@@ -19,15 +20,17 @@ import io
 import json
 import marshal
 import os
+import re
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import pairwise
+from itertools import count, pairwise
 from types import FunctionType
 from typing import Any, NoReturn
 
 from vgrout.grading import probe
-from vgrout.grading.values import Decoys, encode
+from vgrout.grading.values import Decoys, decode_line, encode, plain_value
 
 # Functions below see this copy: an answer that replaces builtins.zip changes nothing here.
 __builtins__ = dict(vars(builtins))
@@ -132,17 +135,25 @@ def _error_name(error: BaseException) -> str:
     return str.encode(_type_name(type(error)), "ascii", "replace").decode()
 
 
-def main(data: bytes, connection_fd: int) -> NoReturn:
-    """Run one job to its end; never returns."""
+SEALED = ("canonical", "told")  # kinds of jobs whose children are
+_IMPORTED = re.compile(r"(?:import|from)[ \t]+([\w., \t]+)")  # once: compiling it takes as long as a fork
+
+
+def main(data: bytes, connection_fd: int, shut: Callable[[], None]) -> NoReturn:
+    """Run one job to its end; never returns. `shut` brings down the last layer of the sandbox."""
     job: Job = _loads(data)
     connection = _Connection(connection_fd, job["token"])
     if job["kind"] == "probe":
+        shut()
         connection.send(_dumps((probe.leave if job["first"] else probe.attack)(job)))
         _exit(HARNESS_EXIT)
-    namespace: Names = {"__name__": "answer" if job["kind"] == "strict" else "__main__"}
+    namespace: Names = {"__name__": "answer" if job["kind"] in ("strict", "canonical") else "__main__"}
     namespace["__builtins__"] = builtins
     if job["setup"]:
         exec(_loads(job["setup"]), namespace)
+    if job["kind"] in SEALED:
+        _prepare_for_seal(job["code"])
+    shut()
     try:
         try:
             code = compile(job["code"], "<answer>", "exec", dont_inherit=True)
@@ -155,8 +166,30 @@ def main(data: bytes, connection_fd: int) -> NoReturn:
         _exit(HARNESS_EXIT)
     # Sent before the answer's first instruction, so it cannot be forged.
     connection.send(f'{{"compiled": true, "tests": {"true" if _defines(code, job["test_function"]) else "false"}}}')
-    {"strict": _strict, "flawed": _flawed, "detect": _detect}[job["kind"]](job, connection, code, namespace)
+    kinds = {"strict": _strict, "flawed": _flawed, "detect": _detect, "told": _detect, "canonical": _canonical}
+    kinds[job["kind"]](job, connection, code, namespace)
     _exit(HARNESS_EXIT)
+
+
+def _prepare_for_seal(code: str) -> None:
+    """Import what the code names, as long as files can be opened; then every clock is a counter, and no file opens."""
+    for names in _IMPORTED.findall(code):
+        for name in names.replace(",", " ").split():
+            if name.partition(".")[0] in sys.stdlib_module_names and name != "antigravity":  # it opens a browser
+                with suppress(Exception):
+                    __import__(name)
+    looks = count(1)
+    for name in ("time", "monotonic", "perf_counter", "process_time", "thread_time", "clock_gettime"):
+        vars(time)[name] = vars(time)[f"{name}_ns"] = lambda *_: next(looks)
+    vars(time)["sleep"] = lambda _: None
+    vars(builtins)["open"] = vars(io)["open"] = _open_nothing
+
+
+def _open_nothing(file: Any, mode: str = "r", *_: Any, **__: Any) -> Any:
+    """open() for a sealed child, so that tests that write a file go on: what they write is nowhere."""
+    if not {*mode} & {*"wax"}:
+        raise FileNotFoundError(file)
+    return io.BytesIO() if "b" in mode else io.StringIO()
 
 
 def _defines(code: Any, name: str) -> bool:
@@ -258,6 +291,17 @@ def _strict(job: Job, connection: _Connection, code: Any, namespace: Names) -> N
             connection.send(text)
             return
         connection.request(text)
+
+
+def _canonical(job: Job, connection: _Connection, code: Any, namespace: Names) -> None:
+    """One call of the canonical solution, with arguments that an answer's tests have claimed."""
+    exec(code, namespace)
+    args, kwargs = plain_value(job["arguments"])
+    try:
+        claim = encode(getattr(namespace["Solution"](), job["function"])(*args, **kwargs))
+    except Exception as e:
+        claim = _dumps({"e": _error_name(e)})
+    connection.send(f'{{"claims": [{claim}]}}')
 
 
 # --- flawed ----------------------------------------------------------------------------------------------------------
@@ -407,7 +451,7 @@ def _call_tests(namespace: Names, name: str) -> str:
 
 
 def _detect(job: Job, connection: _Connection, code: Any, namespace: Names) -> None:
-    """The answer's own test function against another solution: its own, a stub that returns 0, or the canonical one."""
+    """The answer's own test function against its own solution, a stub that returns 0, or, sealed, the canonical one."""
     other: type | None = None
     if job["against"] == "canonical":
         other = type("Solution", (), {job["function"]: _elsewhere(connection)})
@@ -433,10 +477,13 @@ def _elsewhere(connection: _Connection) -> Callable[..., Any]:
     """A method that runs in another child, by way of the verifier: arguments and result cross as plain values."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        raised, value = _loads(connection.request(f'{{"call": {encode([list(args), kwargs])}}}'))
-        if raised:
-            error = getattr(builtins, raised, None)
-            raise error if isinstance(error, type) and issubclass(error, Exception) else Exception(raised)
-        return value
+        claim = decode_line(connection.request(f'{{"call": {encode([list(args), kwargs])}}}'))
+        if type(claim) is dict and "e" in claim:
+            error = getattr(builtins, claim["e"], None)
+            raise error if isinstance(error, type) and issubclass(error, Exception) else Exception(claim["e"])
+        try:
+            return plain_value(claim)
+        except ValueError:  # a result without a plain form: nothing is known
+            _exit(HARNESS_EXIT)
 
     return method

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 # An opening fence ends its line and stands at the start of one, or says "python" further on: prose may hold three
 # backticks. A closing one starts or ends its line, and may be missing where an answer was cut off.
-_OPEN = re.compile(r"(?:^[ \t>]*(```|~~~)[`~]*|(```)(?=[ \t]*py))[ \t]*([^\n`]*)$", re.MULTILINE)
-_CLOSE = {f: re.compile(rf"^[ \t>]*{f}|{f}[ \t]*$", re.MULTILINE) for f in ("```", "~~~")}
+_OPEN = re.compile(r"(?:^[ \t>]*+(```|~~~)[`~]*+|(```)(?=[ \t]*+py))[ \t]*+([^\n`]*+)$", re.MULTILINE)
+_CLOSE = {f: re.compile(rf"^[ \t>]*+{f}|{f}[ \t]*+$", re.MULTILINE) for f in ("```", "~~~")}
 # Blocks of these languages are no part of the program: how to install or call it, what it prints. An unknown word may
 # be one.
 _NO_PYTHON = re.compile(
@@ -122,9 +122,17 @@ def parse_test(test: str) -> Case:
     Raises UnsupportedTest, with what was found instead, for anything else.
     """
     try:
-        body = ast.parse(test.strip()).body
+        return _parse(test)
     except (SyntaxError, ValueError) as e:
-        raise UnsupportedTest(f"not Python: {e}") from None
+        raise e if isinstance(e, UnsupportedTest) else UnsupportedTest(f"not Python: {e}") from None
+    except (RecursionError, MemoryError):
+        raise UnsupportedTest("nested too deeply") from None
+    except TypeError as e:  # as in {[1], 2}
+        raise UnsupportedTest(f"no literal: {e}") from None
+
+
+def _parse(test: str) -> Case:
+    body = ast.parse(test.strip()).body
     if len(body) != 1 or not isinstance(body[0], ast.Assert):
         raise UnsupportedTest("not a single assert statement")
     match body[0].test:

@@ -31,7 +31,8 @@ RARE = "base64 binascii calendar cmath hashlib logging pprint queue statistics t
 
 FRAME = struct.Struct("<B7xd64s")  # flags, CPU limit [s], name of the file that is evidence
 STARTED = struct.Struct("<q")  # the child's pid, with a pidfd where the system has them; on a socket of its own
-OPEN_ALLOWED, STDOUT_WANTED = 1, 2  # flags: seccomp lets the child open files; the evidence is what it prints
+# Flags: seccomp lets the child open files; it is sealed; the evidence is what it prints.
+OPEN_ALLOWED, SEALED, STDOUT_WANTED = 1, 2, 4
 
 # How a child ended: wait status, and the first fields of struct rusage (CPU in s and us, user and system).
 REPORT = struct.Struct("<i4xqqqq")
@@ -122,7 +123,7 @@ class ForkServer:
             stdout_fd = os.open(world.cwd, os.O_TMPFILE | os.O_RDWR, 0o600) if world.fresh else evidence_fd
         pid = os.fork()
         if pid == 0:
-            self._become_child(job_fd, connection_fd, stdout_fd, bool(flags & OPEN_ALLOWED), cpu_limit)
+            self._become_child(job_fd, connection_fd, stdout_fd, flags, cpu_limit)
         pidfd = [os.pidfd_open(pid)] if hasattr(os, "pidfd_open") else []
         socket.send_fds(self.started, [STARTED.pack(pid)], pidfd)
         for fd in (job_fd, connection_fd, *pidfd):
@@ -154,7 +155,7 @@ class ForkServer:
             world.discard()
 
     def _become_child(
-        self, job_fd: int, connection_fd: int, stdout_fd: int | None, allow_open: bool, cpu_limit: float
+        self, job_fd: int, connection_fd: int, stdout_fd: int | None, flags: int, cpu_limit: float
     ) -> None:
         """Never returns."""
         try:
@@ -164,8 +165,9 @@ class ForkServer:
             for fd, mode in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
                 os.dup2(stdout_fd if fd == 1 and stdout_fd is not None else os.open(os.devnull, mode), fd)
             os.dup2(connection_fd, isolation.CONNECTION_FD)
-            self.enclosure.enter(cpu_limit, allow_open)
-            child.main(job, isolation.CONNECTION_FD)
+            self.enclosure.enter(cpu_limit)
+            access = "sealed" if flags & SEALED else "files" if flags & OPEN_ALLOWED else "no files"
+            child.main(job, isolation.CONNECTION_FD, lambda: self.enclosure.shut(access))
         finally:
             os._exit(child.HARNESS_EXIT)
 

@@ -18,8 +18,8 @@ import shutil
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, replace
 from types import TracebackType
@@ -30,6 +30,8 @@ from vgrout.grading.reward import RewardFailed, RewardFunction
 from vgrout.grading.values import clean_name
 from vgrout.grading.watch import PATIENCE, STUCK_AFTER, WALL_EXTRA, WALL_FACTOR, reap, start_process
 from vgrout.types import Grade, Problem, Ungraded
+
+MAX_CPU_S = 3600  # the largest CPU limit of a problem
 
 LEVELS = {
     3: "namespaces with a root of their own + landlock + seccomp",
@@ -84,7 +86,9 @@ class _WorkerLost(Exception):
 
 
 def as_request(problem: Problem, text: str, detectors: bool) -> dict[str, Any]:
-    """One rollout as the verifier reads it."""
+    """One rollout as the verifier reads it. Raises ValueError for a CPU limit that is none."""
+    if problem.cpu_limit is not None and not 0 < problem.cpu_limit <= MAX_CPU_S:
+        raise ValueError(f"problem {problem.id}: cpu_limit {problem.cpu_limit:g} should be in (0, {MAX_CPU_S}] seconds")
     return {
         "id": problem.id,
         "mode": problem.mode,
@@ -137,6 +141,54 @@ class _Worker:
         self.socket.close()  # both see the end of their input and exit
         reap(self.process, 2.0)
         shutil.rmtree(self.workdir, ignore_errors=True)
+
+
+class _Turns:
+    """Answers and detector D's children, which are told known outputs: never both at a time. Each kind waits for the
+    end of all jobs of the other, so D comes behind the verdicts of a batch."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self._pool, self._lock = pool, threading.Lock()
+        self._told, self._running, self._closed = False, 0, False
+        self._waiting: list[tuple[Future[Any], Callable[[], None]]] = []  # of the other kind
+
+    def submit(self, told: bool, verdict: Future[Any], job: Callable[[], None]) -> None:
+        """Run the job in its turn; what it raises goes to the verdict. Raises RuntimeError after close()."""
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the grader is closed")
+            if self._running and told is not self._told:
+                self._waiting.append((verdict, job))
+                return
+            self._told = told
+            self._start(verdict, job)
+
+    def _start(self, verdict: Future[Any], job: Callable[[], None]) -> None:
+        ran = self._pool.submit(self._run, verdict, job)
+        self._running += 1
+        ran.add_done_callback(lambda done: verdict.set_exception(CancelledError()) if done.cancelled() else None)
+
+    def _run(self, verdict: Future[Any], job: Callable[[], None]) -> None:
+        try:
+            job()
+        except BaseException as e:
+            verdict.set_exception(e)
+        with self._lock:
+            self._running -= 1
+            if self._running or not self._waiting:
+                return
+            self._told = not self._told
+            waiting, self._waiting = self._waiting, []
+            for other, theirs in waiting:
+                self._start(other, theirs)
+
+    def close(self) -> None:
+        """Start no more jobs."""
+        with self._lock:
+            self._closed = True
+            waiting, self._waiting = self._waiting, []
+        for verdict, _ in waiting:
+            verdict.set_exception(CancelledError())
 
 
 _CODE = "class Solution:\n    def f(self, x): return x + 1\n"
@@ -207,6 +259,7 @@ class Grader:
         for worker in started:
             self._idle.put(worker)
         self._pool = ThreadPoolExecutor(self.workers, thread_name_prefix="grade")
+        self._turns = _Turns(self._pool)
 
     def _start(self) -> _Worker:
         worker = self._starter.submit(_Worker, self.limits, self._without).result()
@@ -221,30 +274,66 @@ class Grader:
         several times in a group, at the same moment. A user's reward function is called each time: its score may vary.
         """
         if self.reward is not None:
-            return self._pool.submit(self.grade, problem, text)
+            return self._begin(problem, text)
         key = id(problem), text  # the job holds the problem, so its id is not given away meanwhile
         with self._lock:
             if key in self._running:
                 return self._running[key]
-            verdict = self._running[key] = self._pool.submit(self.grade, problem, text)
+            verdict = self._running[key] = self._begin(problem, text)
         verdict.add_done_callback(lambda _: self._running.pop(key, None))
         return verdict
 
     def grade(self, problem: Problem, text: str) -> Grade | Ungraded:
-        """Grade now, on this thread: by each of the problem's flaws in turn, until one accepts the answer. Raises
-        ValueError if the problem is at fault, RuntimeError after close()."""
+        """Grade now: by each of the problem's flaws in turn, until one accepts the answer. Raises ValueError if the
+        problem is at fault, RuntimeError after close()."""
+        return self._begin(problem, text).result()
+
+    def _begin(self, problem: Problem, text: str) -> "Future[Grade | Ungraded]":
+        verdict: Future[Grade | Ungraded] = Future()
+        verdict.set_running_or_notify_cancel()
+
+        def answer() -> None:
+            grade, request = self._by_its_flaws(problem, text)
+            if request is None:
+                verdict.set_result(grade)
+            else:
+                self._turns.submit(True, verdict, lambda: detect_d(grade, request))
+
+        def detect_d(grade: Grade | Ungraded, request: dict[str, Any]) -> None:
+            reply = self._ask(request)
+            if isinstance(reply, Ungraded) or isinstance(grade, Ungraded):
+                verdict.set_result(reply if isinstance(reply, Ungraded) else grade)
+            elif "exit_status" in reply:  # its worker dies
+                verdict.set_result(self._grade(problem, text, reply))
+            else:
+                verdict.set_result(replace(grade, **reply))
+
+        self._turns.submit(False, verdict, answer)
+        return verdict
+
+    def _by_its_flaws(self, problem: Problem, text: str) -> tuple[Grade | Ungraded, dict[str, Any] | None]:
+        """The grade but for detector D, and the request for that, if it is needed."""
         first = self._by_its_mode(problem, text)
         for mode in problem.also:
-            if isinstance(first, Ungraded) or first.passed:
+            if isinstance(first[0], Ungraded) or first[0].passed:
                 return first
             other = self._by_its_mode(replace(problem, mode=mode, marker="", also=()), text)
-            if isinstance(other, Ungraded) or other.passed:
+            if isinstance(other[0], Ungraded) or other[0].passed:
                 return other
         return first
 
-    def _by_its_mode(self, problem: Problem, text: str) -> Grade | Ungraded:
+    def _by_its_mode(self, problem: Problem, text: str) -> tuple[Grade | Ungraded, dict[str, Any] | None]:
         request = as_request(problem, text, self.detectors)
-        digest = hashlib.sha256(f"{problem.id}\n{problem.mode}\n{text}".encode(errors="backslashreplace")).digest()
+        reply = self._ask(request)
+        if isinstance(reply, Ungraded):
+            return reply, None
+        left = reply.pop("left", None)
+        return self._grade(problem, text, reply), None if left is None else request | {"left": left}
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any] | Ungraded:
+        """What a worker says of a request. Raises ValueError if the problem is at fault."""
+        seen = f"{request['id']}\n{request['mode']}\n{request['text']}"
+        digest = hashlib.sha256(seen.encode(errors="backslashreplace")).digest()
         reason = ""
         for _ in itertools.count() if self.retries is None else range(1 + self.retries):
             worker = self._idle.get()
@@ -261,14 +350,14 @@ class Grader:
                     if self._sound(worker):
                         with self._lock:
                             self.lost_answers += 1
-                        return self._grade(problem, text, messages.NOT_RUN | {"exit_status": f"lost:{reason}"})
+                        return messages.NOT_RUN | {"exit_status": f"lost:{reason}"}
                     worker = self._replace(worker)
                 continue
             finally:
                 self._idle.put(worker)
             if "fault" in reply:
                 raise ValueError(reply["fault"])
-            return self._grade(problem, text, reply["grade"])
+            return reply["grade"]
         return Ungraded(f"worker lost {1 + (self.retries or 0)} times: {reason}")
 
     def _grade(self, problem: Problem, text: str, fields: dict[str, Any]) -> Grade | Ungraded:
@@ -313,6 +402,7 @@ class Grader:
                 return
             self._closed = True
         if hasattr(self, "_pool"):
+            self._turns.close()
             self._pool.shutdown(cancel_futures=True)
         with self._lock:
             alive, self._alive = self._alive, set()

@@ -15,19 +15,22 @@ import resource
 import signal
 import struct
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal, get_args
 
 _libc = ctypes.CDLL(None, use_errno=True)
 IS_LINUX = sys.platform == "linux"
 SPARE_UID = 65534  # nobody, where the trainer is root
 
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_TSC, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 26, 38
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x0002_0000, 0x0400_0000, 0x0800_0000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x1000_0000, 0x2000_0000, 0x4000_0000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND = 1, 2, 4, 8, 0x20, 0x1000
 MS_REC, MS_PRIVATE, MNT_DETACH = 0x4000, 0x4_0000, 2
+PROT_READ, MAP_OVER = 1, 0x32  # private, anonymous, fixed
 
 CONNECTION_FD = 120  # the child's end of its connection; high, so that no low descriptor is in its way
 
@@ -70,15 +73,17 @@ def _numbers(table: str) -> dict[str, int]:
 
 # What CPython needs to compute, print and use files of its own directory. Everything else is EPERM, so that a refused
 # call is an ordinary exception. No sleep: it returns at once, and a program that waits spends CPU time instead. Nothing
-# that shows a counter of the whole machine, which one child could move and the next one read: no pipe (inode numbers),
-# no statx (mount numbers), no sysinfo, no CPU clock of another process.
+# that one child could move and another one see: no pipe (inode numbers), no statx (mount numbers), no sysinfo, no CPU
+# clock of another process, no getrusage (was a file in memory?), no lock or lease on a file, no futex but a private one
+# (a shared one is found by its file's inode), no advice that throws a file out of memory, no queued signals (counted by
+# user).
 _X86_64 = _numbers(
     "read=0 write=1 open=2 close=3 stat=4 fstat=5 lstat=6 lseek=8 mmap=9 mprotect=10 munmap=11 brk=12 "
     "rt_sigaction=13 rt_sigprocmask=14 rt_sigreturn=15 ioctl=16 pread64=17 pwrite64=18 readv=19 writev=20 "
     "access=21 sched_yield=24 mremap=25 madvise=28 dup=32 dup2=33 nanosleep=35 getitimer=36 alarm=37 "
     "setitimer=38 getpid=39 exit=60 kill=62 uname=63 fcntl=72 fsync=74 fdatasync=75 truncate=76 ftruncate=77 "
     "getdents=78 getcwd=79 rename=82 creat=85 unlink=87 readlink=89 umask=95 gettimeofday=96 getrlimit=97 "
-    "getrusage=98 times=100 getuid=102 getgid=104 geteuid=107 getegid=108 getppid=110 getpgrp=111 "
+    "times=100 getuid=102 getgid=104 geteuid=107 getegid=108 getppid=110 getpgrp=111 "
     "rt_sigpending=127 sigaltstack=131 gettid=186 time=201 futex=202 sched_getaffinity=204 getdents64=217 "
     "restart_syscall=219 clock_gettime=228 clock_getres=229 clock_nanosleep=230 exit_group=231 "
     "tgkill=234 openat=257 newfstatat=262 unlinkat=263 renameat=264 readlinkat=267 faccessat=269 "
@@ -92,15 +97,22 @@ _AARCH64 = _numbers(
     "set_robust_list=99 nanosleep=101 getitimer=102 setitimer=103 clock_gettime=113 clock_getres=114 "
     "clock_nanosleep=115 sched_getaffinity=123 sched_yield=124 restart_syscall=128 kill=129 tgkill=131 "
     "sigaltstack=132 rt_sigaction=134 rt_sigprocmask=135 rt_sigpending=136 rt_sigreturn=139 times=153 uname=160 "
-    "getrlimit=163 getrusage=165 umask=166 gettimeofday=169 getpid=172 getppid=173 getuid=174 geteuid=175 "
+    "getrlimit=163 umask=166 gettimeofday=169 getpid=172 getppid=173 getuid=174 geteuid=175 "
     "getgid=176 getegid=177 gettid=178 brk=214 munmap=215 mremap=216 mmap=222 "
     "mprotect=226 madvise=233 prlimit64=261 renameat2=276 getrandom=278 statx=291 rseq=293 clone3=435 openat2=437 "
     "faccessat2=439"
 )
 _ARCH = {"x86_64": (0xC000_003E, _X86_64), "aarch64": (0xC000_00B7, _AARCH64)}
 _OPENERS = ("open", "openat", "openat2", "creat", "truncate")
+# What a sealed child may do: compute, take memory, signal itself, end. Reads and writes go to its connection and to the
+# standard streams alone. It sees no file, no clock and no other process, and leaves nothing.
+_SEALED = (
+    "read write close mmap mprotect munmap brk mremap madvise rt_sigaction rt_sigprocmask rt_sigreturn sigaltstack "
+    "sched_yield nanosleep clock_nanosleep getpid gettid exit exit_group kill tgkill futex restart_syscall getitimer "
+    "setitimer alarm set_robust_list rseq getrandom clone3"
+)
 
-_LD, _JEQ, _JGE, _JGT, _JA, _RET = 0x20, 0x15, 0x35, 0x25, 0x05, 0x06
+_LD, _JEQ, _JGE, _JSET, _JA, _RET = 0x20, 0x15, 0x35, 0x45, 0x05, 0x06
 _ALLOW = 0x7FFF_0000
 
 
@@ -123,7 +135,7 @@ def _one_of(index: int, values: tuple[int, ...]) -> list[_Insn]:
 
 
 def _below(index: int, bound: int) -> list[_Insn]:
-    return [_arg(index), (_JGE, 0, 1, bound), (_RET, 0, 0, _deny(errno.EPERM)), (_RET, 0, 0, _ALLOW)]
+    return [_arg(index), (_JGE, 0, 1, bound), (_RET, 0, 0, _deny(errno.EPERM))]
 
 
 # The connection is a socket, and its inode number is one of the machine's counters: no look at it, and no copy of it.
@@ -146,41 +158,45 @@ def _tree(leaves: list[tuple[int, list[_Insn]]]) -> list[_Insn]:
     return [(_JGE, 0, 1, pivot), (_JA, 0, 0, len(left)), *left, *right]
 
 
+Access = Literal["files", "no files", "sealed"]  # what a child's filter leaves it
+
+
 class SeccompFilter:
     """The classic BPF program of one kind of child. Built once; only the child's own pid is patched in later."""
 
-    def __init__(self, allow_open: bool) -> None:
+    def __init__(self, access: Access) -> None:
         audit, numbers = _ARCH[platform.machine()]  # KeyError: no table for this machine
         pid = -1
+        allow: list[_Insn] = [(_RET, 0, 0, _ALLOW)]
         eperm: list[_Insn] = [(_RET, 0, 0, _deny(errno.EPERM))]
+        done: list[_Insn] = [(_RET, 0, 0, _deny(0))]
+        unknown: list[_Insn] = [(_RET, 0, 0, _deny(errno.ENOSYS))]
+        clock = [*_below(0, 16), *allow]  # the clocks of the system (0 … 11); a larger number is that of some process
+        itself = _one_of(0, (pid,))
         special: dict[str, list[_Insn]] = {
-            "kill": _one_of(0, (pid,)),
-            "tgkill": _one_of(0, (pid,)),
+            "kill": [*_below(1, 32), *itself],  # a real-time signal would be queued
+            "tgkill": [*_below(2, 32), *itself],
             # F_DUPFD, GETFD, SETFD, GETFL, SETFL, DUPFD_CLOEXEC; no F_SETOWN, which sends signals to others
             "fcntl": [*_NOT_CONNECTION, *_one_of(1, (0, 1, 2, 3, 4, 1030))],
-            # The clocks of the system (0 … 11); a larger number is the CPU clock of some process.
-            "clock_gettime": _below(0, 16),
-            "clock_getres": _below(0, 16),
+            "clock_gettime": clock,
+            "clock_getres": clock,
+            "futex": [_arg(1), (_JSET, 1, 0, 128), *eperm, *allow],  # FUTEX_PRIVATE_FLAG
+            "madvise": _one_of(2, (4, 8)),  # MADV_DONTNEED, MADV_FREE: malloc's
             "ioctl": _one_of(1, (0x5401, 0x5450, 0x5451)),  # TCGETS, FIONCLEX, FIOCLEX
-            "prlimit64": [
-                _arg(2),
-                (_JEQ, 0, 3, 0),
-                _arg(2, high=True),
-                (_JEQ, 0, 1, 0),
-                (_RET, 0, 0, _ALLOW),
-                *eperm,
-            ],
-            "nanosleep": [(_RET, 0, 0, _deny(0))],
-            "clock_nanosleep": [(_RET, 0, 0, _deny(0))],
-            "clone3": [(_RET, 0, 0, _deny(errno.ENOSYS))],
-            "openat2": [(_RET, 0, 0, _deny(errno.ENOSYS))],
-            "statx": [(_RET, 0, 0, _deny(errno.ENOSYS))],
+            "prlimit64": [_arg(2), (_JEQ, 0, 3, 0), _arg(2, high=True), (_JEQ, 0, 1, 0), *allow, *eperm],
+            **dict.fromkeys(("nanosleep", "clock_nanosleep", "fsync", "fdatasync"), done),
+            **dict.fromkeys(("clone3", "openat2", "statx"), unknown),
         }
         look = ("fstat", "newfstatat", "dup", "dup2", "dup3")
-        special |= {name: [*_NOT_CONNECTION, (_RET, 0, 0, _ALLOW)] for name in look}
-        if not allow_open:
+        special |= {name: [*_NOT_CONNECTION, *allow] for name in look}
+        if access == "no files":
             special |= dict.fromkeys(_OPENERS, eperm)
-        bodies = {nr: special.get(name, [(_RET, 0, 0, _ALLOW)]) for name, nr in numbers.items()}
+        if access == "sealed":
+            special |= dict.fromkeys(numbers.keys() - {*_SEALED.split()}, eperm)
+            special["read"] = _one_of(0, (0, CONNECTION_FD))
+            special["write"] = _one_of(0, (1, 2, CONNECTION_FD))
+            special["mmap"] = _one_of(4, (0xFFFF_FFFF,))  # no file
+        bodies = {nr: special.get(name, allow) for name, nr in numbers.items()}
         leaves: list[tuple[int, list[_Insn]]] = []
         for nr in range(max(bodies) + 2):
             body = bodies.get(nr, eperm)
@@ -224,13 +240,46 @@ def _mapped() -> set[Path]:
         return {Path(line.split(maxsplit=5)[5].strip()) for line in maps if ".so" in line}
 
 
+# What no answer needs of the standard library. A folder that nobody has read yet could be read as a sign.
+HIDDEN = (
+    "site-packages dist-packages test idlelib lib2to3 ensurepip turtledemo tkinter distutils pydoc_data venv "
+    "config-3* *.egg-info"
+)
+
+
+def _clock_pages() -> list[tuple[int, int]]:
+    with open("/proc/self/maps") as maps:
+        spans = [line.split()[0].split("-") for line in maps if "[vvar" in line]
+    return [(int(start, 16), int(end, 16) - int(start, 16)) for start, end in spans]
+
+
+def _read_ahead(tops: Iterable[Path]) -> None:
+    """Read every file that a child can: one that is in memory already shows nobody whether a child has read it. In a
+    throw-away process: what it takes to list them would burden every fork."""
+    pid = os.fork()
+    if pid == 0:
+        with suppress(BaseException):
+            for top in tops:
+                walk = os.walk(top) if top.is_dir() else [(top.parent, [], [top.name])]
+                for file in (os.path.join(folder, name) for folder, _, names in walk for name in names):
+                    with suppress(OSError):
+                        if os.path.isfile(file):
+                            Path(file).read_bytes()
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def _hidden(folder: Path) -> list[Path]:
+    return [path for pattern in HIDDEN.split() for path in folder.glob(pattern)]
+
+
 def _library_rules() -> dict[Path, int]:
     """What may be read under the machine's own root: the standard library without site-packages (an installed package
     may carry answers) and the folders of the shared libraries in use, or, if such a folder also holds the standard
     library, only these libraries."""
     stdlib = Path(os.__file__).parent
     rules = {stdlib: _READ_DIR}  # the import system lists it
-    entries = [p for p in stdlib.iterdir() if p.name not in ("site-packages", "dist-packages")]
+    entries = set(stdlib.iterdir()) - {*_hidden(stdlib)}
     real = stdlib.resolve()
     libraries = {p if real.is_relative_to(p.parent) else p.parent for p in _mapped() if real not in p.parents}
     return rules | dict.fromkeys([*entries, *libraries], _READ_FILE | _READ_DIR)
@@ -377,9 +426,8 @@ def _new_root(workdir: str, libraries: set[Path]) -> None:
     folders = [p for p in folders if not any(p.is_relative_to(q) for q in folders if q != p)]
     for folder in folders:
         _bind(folder, workdir)
-        for packages in ("site-packages", "dist-packages"):  # an installed package may carry answers
-            if (folder / packages).is_dir():
-                _mount("tmpfs", f"{workdir}{folder / packages}", "tmpfs", MS_RDONLY | MS_NOSUID, "size=4k,mode=755")
+        for packages in filter(Path.is_dir, _hidden(folder)):  # an installed package may carry answers
+            _mount("tmpfs", f"{workdir}{packages}", "tmpfs", MS_RDONLY | MS_NOSUID, "size=4k,mode=755")
     for library in sorted(libraries):
         if not any(library.is_relative_to(p) for p in folders):
             _bind(library, workdir, _links_to(library))
@@ -448,7 +496,8 @@ class Enclosure:
     cwd: str = ""  # of a child
     fresh: bool = False  # the working directory is a new tmpfs for every child
     uid: int | None = None  # that a child takes on; None: it keeps the fork server's
-    filters: dict[bool, SeccompFilter] = field(default_factory=dict)  # may the child open files? → its filter
+    filters: dict[Access, SeccompFilter] = field(default_factory=dict)
+    clock_pages: list[tuple[int, int]] = field(default_factory=list)  # address and length: the kernel's clock
     _ruleset: int | None = None
     _last_pid: int | None = None
 
@@ -477,9 +526,11 @@ class Enclosure:
         else:
             os.rmdir(self.cwd)
 
-    def enter(self, cpu_s: float, allow_open: bool) -> None:
-        """In the child, irrevocably; the last thing before the job."""
+    def enter(self, cpu_s: float) -> None:
+        """In the child, irrevocably, before the setup code; `shut` is the last layer."""
         os.chdir(self.cwd)
+        if self.fresh:
+            os.utime(".")  # made when the child before it ended
         # The kernel's own CPU limit, a second above the verifier's, in case nobody watches.
         cap = int(cpu_s) + 2
         resource.setrlimit(resource.RLIMIT_CPU, (cap, cap))
@@ -499,8 +550,17 @@ class Enclosure:
             _prctl(PR_SET_DUMPABLE, 0)  # no ptrace, no /proc/PID/mem by a process of the same uid
         os.closerange(3, CONNECTION_FD)
         os.closerange(CONNECTION_FD + 1, 256)
+
+    def shut(self, access: Access) -> None:
+        """In the child, irrevocably: the seccomp filter, after the setup code and before the answer. A sealed child has
+        no clock either: neither the pages that the kernel keeps it in, nor the processor's."""
+        if access == "sealed":
+            for address, length in self.clock_pages:  # zeros: a clock that stands still, and a call for the others
+                _libc.mmap(*map(ctypes.c_size_t, (address, length, PROT_READ, MAP_OVER, -1, 0)))
+            with suppress(OSError):
+                _prctl(PR_SET_TSC, 2)  # PR_TSC_SIGSEGV; x86 alone
         if self.filters:
-            self.filters[allow_open].install(os.getpid())
+            self.filters[access].install(os.getpid())
 
 
 def enclose(workdir: str, memory_mb: int, output_bytes: int, forbid: frozenset[str]) -> Enclosure:
@@ -521,6 +581,7 @@ def enclose(workdir: str, memory_mb: int, output_bytes: int, forbid: frozenset[s
             reason = str(error) if not isinstance(error, KeyError) else f"no table for {platform.machine()}"
             layers.missing[name] = reason
 
+    e.clock_pages = _clock_pages() if IS_LINUX else []
     spare_mapped = os.getuid() == 0
 
     def namespaces() -> str:
@@ -560,11 +621,12 @@ def enclose(workdir: str, memory_mb: int, output_bytes: int, forbid: frozenset[s
     def landlock() -> str:
         # In a root of its own there is nothing that may not be read.
         readable = {Path("/"): _READ_FILE | _READ_DIR} if e.fresh else _library_rules()
+        _read_ahead(readable)
         e._ruleset, detail = _ruleset(readable, os.path.dirname(e.cwd))
         return detail
 
     def seccomp() -> str:
-        e.filters = {flag: SeccompFilter(allow_open=flag) for flag in (False, True)}
+        e.filters = {access: SeccompFilter(access) for access in get_args(Access)}
         return ""
 
     if IS_LINUX:

@@ -1,7 +1,8 @@
 """Claimed outputs: the child writes them as capped JSON, the verifier compares them with the expected values.
 
 The child reads values with base-class methods, so a Counter is its items, an IntEnum is its number, and a lying
-subclass is the value under the lie. The verifier sees null, booleans, numbers, strings, arrays and one-key objects:
+subclass is the value under the lie; a UserList, a ChainMap or a memoryview is what it shows. The verifier sees null,
+booleans, numbers, strings, arrays and one-key objects:
 
     {"f": hex} float   {"i": hex} large int   {"q": [n, d]} Fraction or Decimal   {"c": [re, im]} complex
     {"b": hex} bytes   {"t": […]} tuple   {"s": […]} set or frozenset   {"d": [[k, v], …]} dict
@@ -23,16 +24,19 @@ kind that it is not.
 import builtins
 import json
 import re
+from collections import ChainMap, UserDict, UserList, UserString
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 from json.encoder import encode_basestring_ascii
+from math import inf
+from types import MappingProxyType
 from typing import Any, cast
 
 # Functions below see this copy: an answer that replaces builtins.zip changes nothing here.
 __builtins__ = dict(vars(builtins))
 
-MAX_DEPTH = 100
+MAX_DEPTH = 200  # as deep as Python reads a literal
 MAX_ITEMS = 1_000_000  # containers' items in one claim; plain int lists are not counted
 MAX_BITS = 1 << 16  # a literal has at most 4300 digits (14 300 bits): a longer int equals none
 MAX_CHARS = 4 << 20  # one claim as JSON
@@ -108,12 +112,19 @@ def _int(value: int) -> str:
 _Keys = type({}.keys())
 _NUMBERS = (bool, int, float, complex, Fraction, Decimal)
 _BASES = {id(t): t for t in (*_NUMBERS, str, list, tuple, dict, set, frozenset, bytes, bytearray, _Keys, type(None))}
+# Their == is that of what they show. To be asked for that is their only part in it: a lie is a claim like any other.
+_Items = type({}.items())
+_VIEWS: dict[type, Callable[[Any], Any]] = {
+    **{UserList: list, UserString: str, memoryview: bytes, _Items: set},
+    **dict.fromkeys((UserDict, ChainMap, MappingProxyType), dict),
+}
+_READABLE = _BASES | {id(t): t for t in _VIEWS}
 
 
 def _base(kind: type) -> type | None:
-    """The builtin that `kind` is or derives from. By identity in its own MRO: `__class__` may lie, and so may the
-    `__eq__` and `__hash__` of a metaclass."""
-    return next((_BASES[id(t)] for t in _mro(kind) if id(t) in _BASES), None)
+    """The builtin or view that `kind` is or derives from. By identity in its own MRO: `__class__` may lie, and so may
+    the `__eq__` and `__hash__` of a metaclass."""
+    return next((_READABLE[id(t)] for t in _mro(kind) if id(t) in _READABLE), None)
 
 
 def _encode(value: Any, depth: int, budget: list[int], decoys: Decoys) -> str:
@@ -160,6 +171,12 @@ def _encode_base(value: Any, base: type | None, depth: int, budget: list[int], d
     if base is bytes or base is bytearray:
         _spend(budget, 0, 2 * base.__len__(value))
         return f'{{"b": "{base.hex(value)}"}}'
+    if base in _VIEWS:
+        try:
+            shown = _VIEWS[base](value)
+        except Exception:
+            raise _Opaque from None
+        return _encode(shown, depth + 1, budget, decoys)
     if base is complex:
         plain = complex.__add__(value, 0)
         return f'{{"c": ["{_float_hex(plain.real)}", "{_float_hex(plain.imag)}"]}}'
@@ -249,13 +266,21 @@ def _ratio_of(body: Any, bits: int = MAX_BITS) -> tuple[int, int]:
     return n, d
 
 
-def _plain(claim: Any, depth: int = 0) -> Any:
-    """A claimed scalar or dict key as a builtin. Containers only as keys: tuples and frozensets."""
+def _widest(value: Any) -> int:
+    """The most items of a tuple or set in `value`, which is a scalar or a key."""
+    return max(len(value), *map(_widest, value), 0) if type(value) in (tuple, frozenset) else -1
+
+
+def _plain(claim: Any, room: float, depth: int = 0) -> Any:
+    """A claimed scalar or dict key as a builtin. Containers only as keys: tuples and frozensets of at most `room`
+    items, for their hashes may be made to collide."""
     if type(claim) in _SCALARS:
         return claim
     if type(claim) is not dict or len(claim) != 1 or depth > MAX_DEPTH:
         raise BadClaim("shape")
     ((tag, body),) = claim.items()
+    if tag in ("t", "s") and (type(body) is not list or len(body) > room):
+        raise BadClaim("size")
     try:
         match tag:
             case "f":
@@ -269,16 +294,16 @@ def _plain(claim: Any, depth: int = 0) -> Any:
             case "b":
                 return bytes.fromhex(body)
             case "t":
-                return tuple(_plain(x, depth + 1) for x in body)
+                return tuple(_plain(x, room, depth + 1) for x in body)
             case "s":
-                return frozenset(_plain(x, depth + 1) for x in body)
+                return frozenset(_plain(x, room, depth + 1) for x in body)
     except (TypeError, ValueError, OverflowError, KeyError, IndexError) as e:
         raise BadClaim(type(e).__name__) from None
     raise BadClaim("tag")
 
 
 def plain_value(claim: Any, depth: int = 0) -> Any:
-    """A claimed value as builtins, containers and all. Raises BadClaim for one that has no plain form."""
+    """A claimed value as builtins, containers and all, built in a child. Raises BadClaim for one without plain form."""
     if type(claim) is list and depth <= MAX_DEPTH:
         return [plain_value(x, depth + 1) for x in claim]
     if type(claim) is dict and len(claim) == 1 and depth <= MAX_DEPTH:
@@ -287,12 +312,12 @@ def plain_value(claim: Any, depth: int = 0) -> Any:
             if tag == "t":
                 return tuple(plain_value(x, depth + 1) for x in body)
             if tag == "s":
-                return {_plain(x) for x in body}
+                return {_plain(x, inf) for x in body}
             if tag == "d":
-                return {_plain(k): plain_value(v, depth + 1) for k, v in body}
+                return {_plain(k, inf): plain_value(v, depth + 1) for k, v in body}
         except (TypeError, ValueError) as e:
             raise BadClaim(type(e).__name__) from None
-    return _plain(claim, depth)
+    return _plain(claim, inf, depth)
 
 
 def _equals_ratio(expected: Any, n: int, d: int) -> bool:
@@ -360,14 +385,15 @@ def _matches(expected: Any, claim: Any, depth: int, decoys: Decoys) -> bool:
         if kind is tuple:
             return all(_matches(e, c, depth + 1, decoys) for e, c in zip(expected, body, strict=True))
         if kind is dict:
-            left = dict(expected)
-            pairs = ((_plain(key), value) for key, value in map(_pair, body))
+            left, room = dict(expected), float(max(map(_widest, expected), default=0))
+            pairs = ((_plain(key, room), value) for key, value in map(_pair, body))
             return all(key in left and _matches(left.pop(key), value, depth + 1, decoys) for key, value in pairs)
         left = dict.fromkeys(expected, True)  # not a set of the claim's: it could be made to collide
-        return all(left.pop(_plain(item), False) for item in body)
+        room = float(max(map(_widest, expected), default=0))
+        return all(left.pop(_plain(item, room), False) for item in body)
     if tag == "q":
         return _equals_ratio(expected, *_ratio_of(body))
-    return bool(expected == _plain(claim))
+    return bool(expected == _plain(claim, -1.0))  # a scalar equals no container
 
 
 def _pair(body: Any) -> tuple[Any, Any]:

@@ -137,7 +137,8 @@ def _serve(trainer: socket.socket, verifier: Verifier, send: Callable[[dict[str,
     while (request := messages.receive(trainer)) is not None:
         signal.setitimer(signal.ITIMER_PROF, TRUSTED_CPU_S)  # its signal ends this process
         try:
-            send({"grade": verifier.grade(json.loads(request))})
+            rollout = json.loads(request)
+            send({"grade": verifier.detect_d(rollout) if "left" in rollout else verifier.grade(rollout)})
         except ValueError as e:
             send({"fault": str(e)})
         except ForkServerLost as e:

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from vgrout.grading import fork_server as fs
 from vgrout.grading import messages
-from vgrout.grading.child import HARNESS_EXIT
+from vgrout.grading.child import HARNESS_EXIT, SEALED
 from vgrout.grading.messages import Settings
 from vgrout.grading.values import BadClaim, decode_line
 
@@ -54,6 +54,7 @@ class ExitInfo:
     status: int  # wait status
     cause: Cause
     cpu_s: float
+    wall_s: float  # of its wall limit
 
     @property
     def exit_code(self) -> int | None:
@@ -141,6 +142,7 @@ class Watch:
         self.cause: Cause = ""
         now = time.monotonic()
         self.deadline, self.due = now + wall_limit, now + min(cpu_limit, TICK)
+        self.wall_limit = wall_limit
         self._host_pid: int | None = None
         self._idle_since, self._used_then, self._asleep = now, 0.0, 0
         self._looked, self._last_deadline = now, now + PATIENCE * wall_limit
@@ -187,15 +189,11 @@ class Watch:
             self.kill("timeout")
         self.due = now + max(0.005, min(self.cpu_limit - used, TICK))
 
-    def heard(self) -> None:
-        """The child has sent something: it was not idle, though it may have waited for room to write."""
-        self._idle_since, self._asleep = time.monotonic(), 0
-
     def pause(self, seconds: float) -> None:
-        """The child has waited for the verifier."""
+        """The child has waited for the verifier. That it has sent something is no sign of life: its CPU time is."""
         self.deadline += seconds
         self._last_deadline += seconds
-        self.heard()
+        self._idle_since += seconds
 
     def _used(self) -> float:
         """CPU seconds; 0 if there is no such clock, so that RLIMIT_CPU and wall time remain."""
@@ -307,6 +305,7 @@ class ForkServerHandle:
         evidence_fd: int | None = None,
         result_name: str = "",
         room: int = MAX_LINE,
+        wall_limit: float | None = None,
     ) -> ExitInfo:
         """Fork one child on `job` and answer its messages until it ends. Raises ForkServerLost.
 
@@ -316,8 +315,10 @@ class ForkServerHandle:
         token = secrets.token_hex(8)
         own_end, other_end = socket.socketpair()
         job_fd = memory_file(marshal.dumps(job | {"token": token}))
-        wall_limit = WALL_FACTOR * cpu_limit + WALL_EXTRA
+        wall_limit = wall_limit or WALL_FACTOR * cpu_limit + WALL_EXTRA
         flags = fs.OPEN_ALLOWED if self.open_in_strict or job["kind"] not in ("strict", "probe") else 0
+        if job["kind"] in SEALED:
+            flags = fs.SEALED
         if evidence_fd is not None and not result_name:
             flags |= fs.STDOUT_WANTED
         frame = fs.FRAME.pack(flags, cpu_limit, result_name.encode())
@@ -372,7 +373,8 @@ class _Session:
         status, user_s, user_us, system_s, system_us = fs.REPORT.unpack(report)
         cpu_s = user_s + system_s + (user_us + system_us) * 1e-6
         late = cpu_s > self.watch.cpu_limit
-        return ExitInfo(status, self.watch.cause or ("timeout" if late else ""), cpu_s)
+        wall_s = time.monotonic() - (self.watch.deadline - self.watch.wall_limit)
+        return ExitInfo(status, self.watch.cause or ("timeout" if late else ""), cpu_s, wall_s)
 
     def _receive(self) -> None:
         while self.listening:
@@ -386,7 +388,6 @@ class _Session:
                 self._stop_listening()
                 return
             self.received += len(part)
-            self.watch.heard()
             try:
                 if self.received > MAX_RECEIVED:
                     raise _BadMessage
