@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vgrout.config.loss import LossConfig
 from vgrout.config.method import MethodConfig
-from vgrout.config.run import Config, RunConfig, ScaleConfig
+from vgrout.config.run import Config, EnvConfig, RunConfig, ScaleConfig
 from vgrout.direction.extract import Direction, Meta, axes_of
 from vgrout.direction.pairs import KnownCorrect, Pair, PairSet
 from vgrout.grading.grade import Grader
@@ -173,6 +173,7 @@ def config(
         method=method,
         run=RunConfig(seed=seed),
         scale=replace(ScaleConfig(), max_new=MAX_NEW),
+        env=EnvConfig(teacher_pool_dir="a pool" if method.known_hacks_teacher_only else ""),
         **({"loss": loss} if loss else {}),
     )
 

@@ -260,7 +260,7 @@ def test_a_dry_run_names_all_that_is_missing_and_a_run_the_first(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("vgrout.runs.preflight.gpu_here", lambda: False)
-    argv = ["fast", "--method", "route2-block", "--v-hack-path", "v.safetensors"]
+    argv = ["fast", "--intervention", "route2", "--v-hack-path", "v.safetensors"]
     assert main([*argv, "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
     missing = [line for line in lines if line.startswith("missing")]

@@ -224,7 +224,7 @@ sys.exit(train.main({argv!r}))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("method", ["route2-block", "penalty-quarantine"])
+@pytest.mark.parametrize("method", ["route2", "penalty-quarantine"])
 def test_a_run_killed_between_two_updates_goes_on_bit_for_bit(
     method: str, shared_run: SharedRuns, tmp_path: Path
 ) -> None:

@@ -75,14 +75,14 @@ def test_plain_grpo_is_what_the_records_say() -> None:
 @pytest.mark.parametrize(
     ("flags", "alike"),
     [
-        ("mini --method route2-block --seed 3 --guard off", True),
+        ("mini --intervention route2 --seed 3 --guard off", True),
         ("mini", True),
         ("mini --intervention none", False),
-        ("smoke --method route2-block", False),
-        ("mini --method route2-block --steps 6", False),
-        ("mini --method route2-block --beta .01", False),
-        ("mini --method route2-block --organism elsewhere", False),
-        ("full --method route2-block", False),
+        ("smoke --intervention route2", False),
+        ("mini --intervention route2 --steps 6", False),
+        ("mini --intervention route2 --beta .01", False),
+        ("mini --intervention route2 --organism elsewhere", False),
+        ("full --intervention route2", False),
     ],
 )
 def test_plain_grpo_is_compared_in_its_own_setting_alone(flags: str, alike: bool) -> None:
@@ -95,7 +95,7 @@ def test_the_last_four_lines() -> None:
 
     deployed = side(2.1, 79.2)
     final = Final(base=side(0.5, 47.4), trained=side(12, 68.2), deployed=deployed, plain=deployed, answers={})
-    cfg = resolve(["mini", "--method", "route2-block"])
+    cfg = resolve(["mini", "--intervention", "route2"])
     lines = last_lines(cfg, final, [row()], Path("out/runs/x"))
     assert lines == [
         "as trained   12.0 % hack   68.2 % solve    untrained 0.5 / 47.4",
