@@ -90,10 +90,10 @@ def test_the_recipes_intervention_loss_and_column_train(copy: Path) -> None:
 @pytest.mark.slow
 def test_tests_and_documents_pass_after_the_recipes(copy: Path) -> None:
     python(copy, "docs/reference.py")
-    files = [f"tests/test_{name}.py" for name in ("method", "config", "docs", "losses", "table")]
+    files = [f"tests/test_{name}.py" for name in ("method", "config", "docs", "flags", "losses", "table")]
     chosen = (
         "every_row_has_its_class or flag_list or bounds_or_a_reason or registries_say or help_has "
-        "or generated_pages or measured_once or recorded_order or dual_clip"
+        "or generated_pages or measured_once or recorded_order or dual_clip or flag_has_an_entry or dual-clip"
     )
     printed = python(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", chosen)
     assert " passed" in printed
