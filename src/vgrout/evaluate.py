@@ -22,7 +22,7 @@ from vgrout.cli import cli_exit, parse_args
 from vgrout.config.checks import check, setting
 from vgrout.config.run import ORGANISM, Config
 from vgrout.console import Clock
-from vgrout.files import read_json, to_json, write_atomic
+from vgrout.files import probe_writable, read_json, to_json, write_atomic
 from vgrout.grading.grade import Grader
 from vgrout.grading.reward import RewardFunction
 from vgrout.model.policy import LanguageModel, Policy
@@ -193,6 +193,8 @@ class Cli:
     """Of the answers; none: the run's."""
     model: str | None = None
     """Where the base model lies, if not where the run had it."""
+    reward: str = ""
+    """The run's own --reward, once more: a file's word alone is no reason to import it."""
     out: Path | None = None
     """JSON with the same numbers; none: RUN/evaluations/."""
     workers: int | None = setting(None, low=1)
@@ -228,13 +230,28 @@ def held_out(
     return fit
 
 
-def reward_of(saved: Saved) -> RewardFunction | None:
-    """The reward function of the run; None: the modes' checks. Raises ValueError, one line, if its file has changed."""
+def reward_of(saved: Saved, given: str) -> RewardFunction | None:
+    """The reward function of the run; None: the modes' checks. given: the flag's value.
+
+    Raises:
+        ValueError: one line: the flag does not name it, since a file's word for it is no reason to import it; or its
+            file has changed.
+    """
     env, record = saved.cfg.env, saved.path.parent / "run.json"
+    if env.reward != given:
+        raise ValueError(
+            f"--reward {given or 'missing'}: {saved.path} was trained with "
+            + (
+                f"code, which a file may not have run; if it is yours, add --reward={env.reward}"
+                if env.reward
+                else "none"
+            )
+        )
     if not env.reward:
         return None
     reward = RewardFunction(env.reward, env.reward_passes_at)
-    then = read_json(record)["hashes"].get("reward") if record.is_file() else None
+    hashes = read_json(record).get("hashes") if record.is_file() else None
+    then = hashes.get("reward") if isinstance(hashes, dict) else None
     if then not in (None, reward.sha256):
         raise ValueError(f"{reward.file}: changed since {saved.path.parent} was trained with --reward; put it back")
     return reward
@@ -309,11 +326,8 @@ def command(cli: Cli) -> Path:
     out = cli.out or saved.path.parent / "evaluations" / f"{stem}.json"
     if out.is_dir():
         raise ValueError(f"--out {out}: is a folder; name a file")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise _unwritable(out, e) from None
-    reward = reward_of(saved)
+    probe_writable(out.parent)
+    reward = reward_of(saved, cli.reward)
     with Grader(cli.workers, allow_weak=cli.allow_weak_sandbox, reward=reward) as grader:
         if cfg.scale.model == ORGANISM:
             torch.set_num_threads(1)  # for matrices this small a second thread only costs
@@ -326,6 +340,7 @@ def command(cli: Cli) -> Path:
     )
     print(report(sides))
     try:
+        out.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(out, to_json(as_json(saved, saved.problems_file, cli.split, seed, sides)))
     except OSError as e:
         raise _unwritable(out, e) from None

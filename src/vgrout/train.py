@@ -148,7 +148,13 @@ def launch(requested: Config, on_folder: Callable[[Path], object] | None = None)
         record = {"config": cfg.as_dict(), "hashes": hashes}
         trackers = Trackers(cfg.run.trackers)
         run = RunContext.begin(
-            f"train {cfg.preset}", path, cfg.run_id, grader, record=record, force=force, trackers=trackers
+            " ".join(["train", cfg.preset, *cfg.repeated]),
+            path,
+            cfg.run_id,
+            grader,
+            record=record,
+            force=force,
+            trackers=trackers,
         )
         if on_folder:
             on_folder(run.path)

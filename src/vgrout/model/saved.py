@@ -1,16 +1,14 @@
 """Saved adapters: which file, of which configuration, on which base model; and loading them."""
 
-import json
 import re
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from transformers.utils.logging import disable_progress_bar
 
 from vgrout.config.run import ORGANISM, Config, from_dict
 from vgrout.data import organism
+from vgrout.files import from_json
 from vgrout.model.policy import (
     SVD_CACHE,
     LanguageModel,
@@ -25,6 +23,7 @@ from vgrout.model.svd_adapter import read_safetensors
 from vgrout.problems import load_problems
 from vgrout.types import Problem
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _CHECKPOINT = re.compile(r"ckpt_step(\d+)\.safetensors")
 
 
@@ -78,10 +77,14 @@ def find_adapter(run: Path, step: int | None = None, model: str | None = None, p
         if step is not None:
             raise ValueError(f"--step {step}: goes with a run directory, {run} is a file")
         path = run
-    _, metadata = read_safetensors(path)
+    tensors, metadata = read_safetensors(path)
     if "cfg" not in metadata:
         raise ValueError(f"{path}: not an adapter saved by a run (no configuration in its metadata)")
-    cfg = from_dict(json.loads(metadata["cfg"]))
+    if broken := [name for name, x in tensors.items() if x.dtype not in FLOATS or not x.isfinite().all()]:
+        raise ValueError(f"{path}: {broken[0]} holds a NaN, an infinity, or no floating-point numbers")
+    cfg = from_dict(from_json(metadata["cfg"], str(path), is_line=True), str(path))
+    if not re.fullmatch(r"\d{1,9}", metadata.get("step", "0")):
+        raise ValueError(f"{path}: its step is {metadata['step'][:40]!r}")
     base: str | Path = organism.MODEL_DIR if model == ORGANISM else model or cfg.model_path
     require_model(base)
     return Saved(path, metadata, cfg, base, problems or cfg.problems_path, None if problems else cfg.test_problems_path)
@@ -108,8 +111,6 @@ def load_source(
     Raises:
         ValueError: one line: no usable model, or the adapter is of another one.
     """
-    if not sys.stderr.isatty():
-        disable_progress_bar()
     lm = load_language_model(source.folder, device=device, dtype=dtype, flag=flag)
     if source.adapter is None and not adapter:
         return lm

@@ -17,7 +17,8 @@ from vgrout.inputs import Inputs, read_inputs
 from vgrout.model.memory import plan as memory_plan
 from vgrout.model.source import find_shapes
 from vgrout.problems import Row
-from vgrout.runs.run_dir import RUNS, last_resumable
+from vgrout.runs import checkpoint
+from vgrout.runs.run_dir import RUNS, STATES, last_resumable
 from vgrout.table import REFERENCE_STEP
 from vgrout.types import MODES
 
@@ -185,12 +186,17 @@ def find_resume(requested: Config) -> tuple[Path | None, Config]:
     if not requested.run.resume:
         return None, requested
     path, config, status = unfinished(requested.run.resume, "train", "preset", RUNS)
-    cfg, differing = resumed(requested, from_dict(config))
+    stored = from_dict(config, f"--resume {path}: run.json")
+    stored.refuse_code(requested.code, f"--resume {path}: run.json")
+    cfg, differing = resumed(requested, stored)
     if status["state"] == "halted":
         if requested.guard.guard != "log":
-            raise ValueError(f"--resume {path}: halted ({status['reason']}); to go on all the same, add --guard log")
+            raise ValueError(
+                f"--resume {path}: halted ({status.get('reason')}); to go on all the same, add --guard log"
+            )
         quiet = replace(cfg.detectors, reward_hack_halt=False, echo_trap_halt=False)
         cfg = replace(cfg, detectors=quiet)
+    checkpoint.require_one(path)
     probe_writable(path)
     if differing and not requested.run.resume_force:
         raise ValueError(f"--resume {path}: differs in {', '.join(differing)}; drop these flags, or add --resume-force")
@@ -206,8 +212,13 @@ def unfinished(name: str, program: str, setting: str, root: Path) -> tuple[Path,
     """
     path = last_resumable(root) if name == "latest" else Path(name)
     record, status = read_json(path / "run.json"), read_json(path / "status.json")
-    if setting not in record.get("config", {}):
+    config = record.get("config")
+    if not isinstance(config, dict) or setting not in config or not isinstance(record.get("hashes"), dict):
         raise ValueError(f"--resume {path}: not a run of vgrout.{program}; give one of those below {root}")
+    if status.get("state") not in STATES:
+        raise ValueError(f"--resume {path}: its status.json names no state")
     if status["state"] == "finished":
         raise ValueError(f"--resume {path}: this run is finished; nothing is left to do")
-    return path, record["config"], status
+    if (path / "steps.jsonl").exists() and not (path / "steps.jsonl").is_file():
+        raise ValueError(f"--resume {path}: steps.jsonl is not a regular file")
+    return path, config, status
