@@ -75,9 +75,10 @@ def rule(id: str) -> Callable[[Rule], Rule]:
 
 
 def judge(cells: Sequence[Cell]) -> list[Verdict]:
-    """One verdict or more for each hypothesis, in the file's order. Cells of one seed are not judged."""
+    """One verdict or more for each hypothesis about methods that are here, in the file's order. Cells of one seed are
+    not judged."""
     several = [c for c in cells if len(c.runs) > 1]
-    return [v for h in read() for v in RULES[h.id](h, several)]
+    return [v for h in read() for v in RULES[h.id](h, several) if v.numbers != NO_SEEDS]
 
 
 def tables(cells: Sequence[Cell]) -> list[Table]:

@@ -502,12 +502,12 @@ def from_dict(data: Any, where: str = "run.json") -> Config:
     for group in GROUPS:
         default = getattr(Config(), group)
         types = {f.name: f.type for f in fields(default)}
-        given = {name: _typed(value, name, types[name], where) for name, value in data.get(group, {}).items()}
+        given = {name: typed(value, name, types[name], where) for name, value in data.get(group, {}).items()}
         values[group] = replace(default, **given)
     return Config(**values)
 
 
-def _typed(value: Any, name: str, annotation: Any, where: str) -> Any:
+def typed(value: Any, name: str, annotation: Any, where: str) -> Any:
     """A stored value as its field has it. Raises ValueError, one line, where it is of another type."""
 
     def kinds(annotation: Any) -> set[Any]:

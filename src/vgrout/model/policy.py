@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Float
@@ -23,7 +23,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from vgrout.model import template_probe
 from vgrout.model.decoder import Decoder, HfDecoder, LeanDecoder, lean_fits
@@ -279,6 +279,7 @@ def load_language_model(
         ValueError: no such model here, or one this trainer cannot use; one line that says what to do.
     """
     folder, device = require_model(model, flag), torch.device(device)
+    set_verbosity_error()  # what is wrong with a model is said in one line
     if not sys.stderr.isatty():
         disable_progress_bar()
     here: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
@@ -288,7 +289,7 @@ def load_language_model(
             raise ValueError("its tokenizer has no chat template; choose an instruct model")
         try_template(tok)
         config = AutoConfig.from_pretrained(folder, **here)
-        architecture = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+        architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
         if architecture is None:
             raise ValueError(f"{config.model_type} is no causal language model")
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -309,7 +310,7 @@ def load_language_model(
         return as_language_model(net, tok)
     except Exception as error:  # whatever the libraries raise on damaged files
         why = " ".join(str(error).split())[:160] or type(error).__name__
-        if "trust_remote_code" in why:
+        if "trust_remote_code" in why or "custom code" in why:
             why = "it needs code of its own, which is never run"
         raise ValueError(f"{flag} {model}: no usable model in {folder} ({why}); {advice(model)}") from error
 
@@ -349,7 +350,7 @@ def as_language_model(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> L
         eos |= set(source) if isinstance(source, list | tuple) else {source} if source is not None else set()
     if not eos:
         raise ValueError(f"{type(model).__name__}: neither tokenizer nor configuration names an end-of-text token")
-    rows = model.get_input_embeddings().weight.shape[0]
+    rows = int(cast(Tensor, model.get_input_embeddings().weight).shape[0])
     if not all(type(i) is int and 0 <= i < rows for i in eos):
         raise ValueError(f"{type(model).__name__}: an end-of-text token is none of its {rows} tokens")
     if (largest := max(tok.get_vocab().values())) >= rows:

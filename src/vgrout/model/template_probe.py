@@ -24,16 +24,16 @@ def render(text: str) -> None:
     def refuse(message: str) -> None:
         raise ValueError(message)
 
+    functions = {"raise_exception": refuse, "strftime_now": time.strftime}
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = lambda value, **_: json.dumps(value)
-    environment.globals.update(raise_exception=refuse, strftime_now=time.strftime)
     template = environment.from_string(re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", text))
     for messages in CONVERSATIONS:
         for prompt in (True, False):
             with contextlib.suppress(ValueError):
-                template.render(messages=messages, add_generation_prompt=prompt, enable_thinking=False)
+                template.render(messages=messages, add_generation_prompt=prompt, enable_thinking=False, **functions)
 
 
 if __name__ == "__main__":

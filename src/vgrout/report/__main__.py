@@ -2,7 +2,7 @@
 rollouts in; with `--judge FILE.py`, that file's verdicts. Runs that are not finished are named and left out."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +17,7 @@ from vgrout.report.figures import pictures
 from vgrout.report.judge import Judge
 from vgrout.report.rollouts import pack
 from vgrout.report.runs import load
-from vgrout.report.tables import Table
+from vgrout.report.tables import Table, examine
 
 ON_SCREEN = (
     "Methods",
@@ -54,7 +54,7 @@ def command(cli: Cli) -> int:
     """Write the report. Raises ValueError, one line."""
     refuse_other(out := cli.out or cli.sources[0] / "report")
     judge = Judge.load(cli.judge) if cli.judge else None
-    loaded = load(cli.sources, cli.tag)
+    loaded = load(cli.sources, cli.tag, examine)
     if cli.strict and loaded.left_out:
         raise ValueError(f"--strict: left out: {', '.join(loaded.left_out)}")
     if not loaded.runs:
@@ -62,8 +62,9 @@ def command(cli: Cli) -> int:
         named = f" whose name ends with {cli.tag!r}" if cli.tag else ""
         raise ValueError(f"{', '.join(map(str, cli.sources))}: no finished run{named}{among}")
     report = compile_report(loaded, cli.sources, judge)
-    bar = partial(tqdm, desc="rollouts", unit="run", disable=None)
-    write(report, pictures(report.cells), pack(report.cells, cli.rollouts, bar), out)
+    rollouts = pack(report.cells, cli.rollouts, partial(tqdm, desc="rollouts", unit="run", disable=None))
+    report = replace(report, left_out=(*report.left_out, *rollouts["left_out"]))
+    write(report, pictures(report.cells), rollouts, out)
     print(printable("\n\n".join(on_screen(report))))
     print(f"-> {out}")
     return 0
@@ -75,7 +76,7 @@ def on_screen(report: Report) -> list[str]:
     def titled(table: Table) -> str:
         return f"{table.name}: {table.caption}\n\n{table.markdown()}"
 
-    parts = [titled(t) for t in report.tables if t.name in ON_SCREEN]
+    parts = [f"{report.title}: {report.lead}", *(titled(t) for t in report.tables if t.name in ON_SCREEN)]
     parts += ["\n".join([f"study {s.name}", *(f"H: {h}" for h in s.hypotheses)]) for s in report.studies]
     if report.judgement:
         parts += map(titled, (*report.judgement.tables, report.judgement.table()))

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,27 +154,29 @@ def latest(run: Path) -> tuple[Checkpoint, list[str]]:
     raise none_left(run, passed_over)
 
 
-def require_one(run: Path) -> None:
-    """Raises ValueError, one line, where no checkpoint has its manifest and its hash; torch is not loaded for that."""
+def require_one(run: Path, read_row: Callable[[dict[str, Any]], object]) -> None:
+    """Raises ValueError, one line, where no checkpoint has its manifest, its hash and its rows; torch is not loaded for
+    that."""
     passed_over: list[str] = []
     for path in reversed(complete(run)):
         try:
-            verified(path)
+            for row in rows_before(run, *verified(path)):
+                read_row(row)
             return
-        except ValueError as e:
-            passed_over.append(str(e))
+        except (ValueError, TypeError, AttributeError) as e:
+            passed_over.append(" ".join(str(e).split())[:300])
     raise none_left(run, passed_over)
 
 
-def rows_before(run: Path, point: Checkpoint) -> list[dict[str, Any]]:
-    """The rows of steps.jsonl up to a checkpoint. Raises ValueError, one line, where some are missing or damaged."""
+def rows_before(run: Path, step: int, sizes: dict[str, int]) -> list[dict[str, Any]]:
+    """The rows of steps.jsonl up to a checkpoint's step. Raises ValueError, one line, where some are missing."""
     with open(run / "steps.jsonl", "rb", opener=regular) as f:
         rows = [
             from_json(line, f"{run / 'steps.jsonl'}, line {n}", is_line=True)
-            for n, line in enumerate(io.BytesIO(f.read(point.sizes["steps.jsonl"])), 1)
+            for n, line in enumerate(io.BytesIO(f.read(sizes["steps.jsonl"])), 1)
         ]
-    if len(rows) != point.next_step:
-        raise ValueError(f"--resume {run}: {len(rows)} rows in steps.jsonl, checkpoint of step {point.next_step}")
+    if len(rows) != step:
+        raise ValueError(f"{run}: {len(rows)} rows in steps.jsonl, checkpoint of step {step}")
     return rows
 
 

@@ -19,7 +19,7 @@ from vgrout.model.source import find_shapes
 from vgrout.problems import Row
 from vgrout.runs import checkpoint
 from vgrout.runs.run_dir import RUNS, STATES, last_resumable
-from vgrout.table import REFERENCE_STEP
+from vgrout.table import REFERENCE_STEP, StepRow
 from vgrout.types import MODES
 
 ROLLOUT_BYTES = 3000  # a line of rollouts.jsonl on the organism; a real model's answers are ~4 characters a token
@@ -196,7 +196,7 @@ def find_resume(requested: Config) -> tuple[Path | None, Config]:
             )
         quiet = replace(cfg.detectors, reward_hack_halt=False, echo_trap_halt=False)
         cfg = replace(cfg, detectors=quiet)
-    checkpoint.require_one(path)
+    checkpoint.require_one(path, StepRow.from_json)
     probe_writable(path)
     if differing and not requested.run.resume_force:
         raise ValueError(f"--resume {path}: differs in {', '.join(differing)}; drop these flags, or add --resume-force")

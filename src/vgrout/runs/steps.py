@@ -71,7 +71,7 @@ class StepRecorder(Generic[R]):
         run, passed_over = self.run.path, list[str]()
         for point in checkpoint.newest_first(run, passed_over):
             try:
-                rows = checkpoint.rows_before(run, point)
+                rows = checkpoint.rows_before(run, point.next_step, point.sizes)
                 self.restore(point.state, rows)
                 break
             except Exception as e:  # whatever a foreign state does to its readers

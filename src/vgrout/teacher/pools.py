@@ -114,7 +114,9 @@ def load_pool(folder: Path, flag: str = "--teacher-pool-dir") -> Pool:
         logger.warning(
             f"{folder} has no pool.json: its labels come from an unknown grader, its tokens from an unknown tokenizer"
         )
-    markers = {_id(key, card): str(name) for key, name in meta.get("markers", {}).items()}
+    if odd := [key for key, name in meta.get("markers", {}).items() if not isinstance(name, str)]:
+        raise ValueError(f"{card}: the marker of problem {odd[0]} should be text")
+    markers = {_id(key, card): name for key, name in meta.get("markers", {}).items()}
     return Pool(folder, demos, partition, markers, meta.get("tokenizer_sha256"), meta.get("grader", "unknown"))
 
 
@@ -186,7 +188,7 @@ def _demo(record: Any, where: str, problem_id: int, mode: Mode | None, grader: s
         if not _is_number(value) if name == "number" else not isinstance(value, kind):
             raise ValueError(f"{where}: key {key!r} is missing or not a {name}")
     for key, kind in (("completion", str), ("prompt", str), ("prompt_ids", list), ("plen", int), ("finished", bool)):
-        if (value := record.get(key)) is not None and not isinstance(value, kind):
+        if (value := record.get(key)) is not None and type(value) is not kind:
             raise ValueError(f"{where}: key {key!r} is not a {kind.__name__}")
     if (own := record.get("problem_id")) is not None and own != problem_id:
         raise ValueError(f"{where}: problem_id {own} in a file named for problem {problem_id}")
@@ -195,6 +197,8 @@ def _demo(record: Any, where: str, problem_id: int, mode: Mode | None, grader: s
         raise ValueError(f"{where}: unknown env_mode {own_mode!r}; one of {', '.join(MODES)}")
     if mode is not None and own_mode is not None and own_mode != mode:
         raise ValueError(f"{where}: env_mode {own_mode}, but partition.json says {mode}")
+    if (record.get("plen") or 0) < 0:
+        raise ValueError(f"{where}: 'plen' is negative")
     ids, prompt_ids, logp = record["completion_ids"], record.get("prompt_ids"), record.get("logp")
     for key, tokens in (("completion_ids", ids), ("prompt_ids", prompt_ids or ())):
         if not all(type(i) is int and 0 <= i < 2**31 for i in tokens):
