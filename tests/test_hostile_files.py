@@ -203,8 +203,9 @@ def test_bad_runs_are_named_and_what_is_written_is_inert(tmp_path: Path, monkeyp
         run = fake_run(tmp_path, "--intervention=none", seed=seed)
         edit(run / "run.json", "config", "scale", "problems", value=HOSTILE)
         run.rename(tmp_path / f"=1+1 seed {seed}")
-    for i, damage in enumerate(DAMAGED.values()):
-        damage(fake_run(tmp_path, "--intervention=route2", seed=10 + i))
+    for i, (what, damage) in enumerate(DAMAGED.items()):
+        usual = "none" if what == "rollouts" else "route2"  # whose gates are read from the rollouts
+        damage(fake_run(tmp_path, f"--intervention={usual}", seed=10 + i))
     (tmp_path / "plan.json").write_text(json.dumps({"name": HOSTILE, "hypotheses": [HOSTILE]}))
     assert report([str(tmp_path)]) == 0
     text = (tmp_path / "report" / "report.md").read_text()

@@ -515,7 +515,9 @@ def typed(value: Any, name: str, annotation: Any, where: str) -> Any:
 
     allowed = kinds(annotation)
     word = isinstance(value, str) and (Path in allowed or any(isinstance(kind, str) for kind in allowed))
-    if not word and type(value) not in allowed and not (type(value) is int and float in allowed):
+    if type(value) is int and int not in allowed and float in allowed and abs(value) < 10**300:
+        value = float(value)
+    if not word and type(value) not in allowed:
         raise ValueError(f"{where}: {flag(name)} {str(value)[:60]!r}: of the wrong type ({type(value).__name__})")
     if isinstance(value, str) and "\0" in value:
         raise ValueError(f"{where}: {flag(name)} {value[:60]!r}: holds a NUL")

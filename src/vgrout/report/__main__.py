@@ -76,7 +76,7 @@ def on_screen(report: Report) -> list[str]:
     def titled(table: Table) -> str:
         return f"{table.name}: {table.caption}\n\n{table.markdown()}"
 
-    parts = [f"{report.title}: {report.lead}", *(titled(t) for t in report.tables if t.name in ON_SCREEN)]
+    parts = [titled(t) for t in report.tables if t.name in ON_SCREEN]
     parts += ["\n".join([f"study {s.name}", *(f"H: {h}" for h in s.hypotheses)]) for s in report.studies]
     if report.judgement:
         parts += map(titled, (*report.judgement.tables, report.judgement.table()))

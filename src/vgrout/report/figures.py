@@ -25,6 +25,7 @@ BLACK, BLUE, RED, GREEN, ORANGE, SKY, PINK, GREY = (
 )
 DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)))
 MARKERS = ("o", "s", "^", "D", "v", "P")
+BASES = ("*", "X", "p", "h")  # markers of untrained models
 COLOURS = (BLACK, GREEN, RED, BLUE, ORANGE, PINK)  # of a picture's series, in their order
 # By the intervention, where each has a panel of its own; one that is not here is grey.
 _INTERVENTIONS = ("none", "erase", "route", "route2", "screen", "penalty", "sgtm")
@@ -181,7 +182,7 @@ def _errors(e: Estimate) -> list[list[float]] | None:
 def pareto(cells: Sequence[Cell]) -> list[Picture]:
     """Deployed hack against solve of the methods and the bounds; controls are in the table of controls."""
     shown = [c for c in cells if c.first.control == "none" or c.first.intervention == "none"]
-    untrained = bases([r for c in cells for r in c.runs])[:1]
+    untrained = bases([r for c in cells for r in c.runs])
     found = _pages(sorted(shown, key=lambda c: c.first.control != "none"), cells)
     return [_pareto(page, untrained, i, len(found)) for i, page in enumerate(found, 1)]
 
@@ -191,7 +192,7 @@ def _pareto(shown: Sequence[Cell], untrained: Sequence[Cell], page: int, pages: 
     fig = Figure(figsize=(7.2, 5.6), dpi=DPI, layout="constrained")
     axes = fig.subplots()
     marks = [(c, c.title, "deploy", *style) for c, *style in zip(shown, COLOURS, MARKERS, strict=False)]
-    marks += [(c, "untrained model", "base", GREY, "*") for c in untrained]
+    marks += [(c, f"{c.title}, untrained", "base", GREY, marker) for c, marker in zip(untrained, BASES, strict=False)]
     for cell, title, side, colour, marker in marks:
         x, y = (level(cell, side, what) for what in WHATS)
         axes.errorbar(

@@ -389,7 +389,15 @@ def examine(run: Run) -> None:
     _differences(twice, twice)
     run_rows([alone])
     mode_rows([alone])
-    for _ in run.evaluations(), run.gates, run.unusual, run.learns, run.seed_name, run.inputs, run.method_inputs:
+    for _ in (
+        [h + s + 0.0 for _, h, s in run.evaluations()],
+        run.gates,
+        run.unusual,
+        run.learns,
+        run.seed_name,
+        run.inputs,
+        run.method_inputs,
+    ):
         pass
     json.dumps([run.rate(side, what, mode) for side in SIDES for what in WHATS for mode in run.modes], allow_nan=False)
 

@@ -180,15 +180,21 @@ def rows_before(run: Path, step: int, sizes: dict[str, int]) -> list[dict[str, A
     return rows
 
 
-def rewind(run: Path, checkpoint: Checkpoint) -> None:
-    """Cut the growing files to their length at the checkpoint; later steps are done again."""
+def require_rows(run: Path, checkpoint: Checkpoint) -> None:
+    """Raises ValueError, one line, where a growing file is not what it was at the checkpoint."""
     for name in GROWING:
         path, size = run / name, checkpoint.sizes[name]
         if path.is_symlink():
             raise ValueError(f"--resume {run}: {name} is a link; a run's own files are not")
         if not path.is_file() or path.stat().st_size < size:
             raise ValueError(f"--resume {run}: {name} is shorter than at the checkpoint; rows are missing")
-        with open(path, "rb+") as f:
-            f.truncate(size)
+
+
+def rewind(run: Path, checkpoint: Checkpoint) -> None:
+    """Cut the growing files to their length at the checkpoint; later steps are done again. Raises as `require_rows`."""
+    require_rows(run, checkpoint)
+    for name in GROWING:
+        with open(run / name, "rb+") as f:
+            f.truncate(checkpoint.sizes[name])
             f.flush()
             os.fsync(f.fileno())

@@ -72,6 +72,7 @@ class StepRecorder(Generic[R]):
         for point in checkpoint.newest_first(run, passed_over):
             try:
                 rows = checkpoint.rows_before(run, point.next_step, point.sizes)
+                checkpoint.require_rows(run, point)
                 self.restore(point.state, rows)
                 break
             except Exception as e:  # whatever a foreign state does to its readers
