@@ -4,7 +4,6 @@ A template is a program: it can loop for years or ask for more memory than there
 text is standard input; exit code 0: it came to an end, well or not.
 """
 
-import contextlib
 import json
 import re
 import resource
@@ -32,8 +31,12 @@ def render(text: str) -> None:
     template = environment.from_string(re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", text))
     for messages in CONVERSATIONS:
         for prompt in (True, False):
-            with contextlib.suppress(ValueError):
+            try:
                 template.render(messages=messages, add_generation_prompt=prompt, enable_thinking=False, **functions)
+            except MemoryError:
+                raise
+            except Exception:  # a fault of the template, which is named where it is used
+                continue
 
 
 if __name__ == "__main__":
@@ -43,5 +46,5 @@ if __name__ == "__main__":
         render(sys.stdin.read())
     except MemoryError:
         sys.exit(1)
-    except Exception:  # a fault of the template, which is named where it is used
+    except Exception:  # of the template's syntax
         sys.exit(0)

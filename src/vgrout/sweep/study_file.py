@@ -97,8 +97,8 @@ def _study(path: Path, text: str, data: dict[str, Any], code: Collection[str]) -
         raise ValueError(f"name {name!r}: letters, digits and _ . = + - only, 80 at most")
     if not isinstance(preset, str) or preset not in PRESETS:
         raise ValueError(f"preset {preset!r}: should be one of {', '.join(PRESETS)}")
-    if not isinstance(seeds, list) or not seeds or not all(type(s) is int for s in seeds):
-        raise ValueError(f"seeds {seeds!r}: should be a list of whole numbers, such as [41, 42, 43]")
+    if not isinstance(seeds, list) or not seeds or not all(type(s) is int and abs(s) < 2**63 for s in seeds):
+        raise ValueError(f"seeds {str(seeds)[:60]}: should be a list of whole numbers, such as [41, 42, 43]")
     if len({*seeds}) < len(seeds):
         raise ValueError(f"seeds {seeds}: one is there twice; leave it out")
     common = _flags("[common]", data.get("common", {}))
@@ -153,7 +153,7 @@ def _choices(key: str, tables: Any) -> Iterator[tuple[str, Flags, str]]:
     for i, table in enumerate(tables, 1):
         where = f"[[{key}]] {i}"
         name = table.get("name", "")
-        if not isinstance(name, str) or "\n" in name:
+        if not isinstance(name, str) or not name.isprintable():
             raise ValueError(f"{where}: name {name!r}: should be one line of text")
         where += f" ({name})" if name else ""
         flags = _flags(where, {k: v for k, v in table.items() if k != "name"})
