@@ -98,13 +98,14 @@ def dynamics(cells: Sequence[Cell]) -> list[Picture]:
     return [_dynamics(page, i, len(found)) for i, page in enumerate(found, 1)]
 
 
-def _pages(shown: Sequence[Cell], cells: Sequence[Cell]) -> list[list[Cell]]:
-    """At most SERIES cells each; on every page the plain cell that most are compared with, and its ceiling."""
+def _pages(shown: Sequence[Cell], cells: Sequence[Cell], others: int = 0) -> list[list[Cell]]:
+    """At most SERIES cells each, with the `others` of every page; on every page the plain cell that most are compared
+    with, and its ceiling."""
     compared = [v for c in shown if (v := partner(c, cells, "none"))]
     without = max(compared, key=compared.count, default=None)
     always = [c for c in (without, without and partner(without, cells, "none", "no_loophole")) if c]
     rest = [c for c in shown if c not in always]
-    room = SERIES - len(always)
+    room = max(1, SERIES - others - len(always))
     pages = [[*always, *rest[at : at + room]] for at in range(0, len(rest), room)] or [always]
     return [page for page in pages if page]
 
@@ -183,7 +184,7 @@ def pareto(cells: Sequence[Cell]) -> list[Picture]:
     """Deployed hack against solve of the methods and the bounds; controls are in the table of controls."""
     shown = [c for c in cells if c.first.control == "none" or c.first.intervention == "none"]
     untrained = bases([r for c in cells for r in c.runs])
-    found = _pages(sorted(shown, key=lambda c: c.first.control != "none"), cells)
+    found = _pages(sorted(shown, key=lambda c: c.first.control != "none"), cells, len(untrained))
     return [_pareto(page, untrained, i, len(found)) for i, page in enumerate(found, 1)]
 
 
