@@ -326,7 +326,10 @@ def command(cli: Cli) -> Path:
     out = cli.out or saved.path.parent / "evaluations" / f"{stem}.json"
     if out.is_dir():
         raise ValueError(f"--out {out}: is a folder; name a file")
-    probe_writable(out.parent)
+    try:
+        probe_writable(out.parent)
+    except ValueError as e:
+        raise ValueError(f"--out {e}") from None
     reward = reward_of(saved, cli.reward)
     with Grader(cli.workers, allow_weak=cli.allow_weak_sandbox, reward=reward) as grader:
         if cfg.scale.model == ORGANISM:

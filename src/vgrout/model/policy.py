@@ -353,8 +353,6 @@ def as_language_model(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> L
     rows = int(cast(Tensor, model.get_input_embeddings().weight).shape[0])
     if not all(type(i) is int and 0 <= i < rows for i in eos):
         raise ValueError(f"{type(model).__name__}: an end-of-text token is none of its {rows} tokens")
-    if (largest := max(tok.get_vocab().values())) >= rows:
-        raise ValueError(f"its tokenizer has token {largest}, its embedding {rows} rows")
     if not isinstance(getattr(model.config, "max_position_embeddings", None), int):
         raise ValueError(f"{type(model).__name__}: its configuration has no max_position_embeddings")
     eos_ids = frozenset(eos)
