@@ -50,10 +50,12 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     from vgrout.optim import Optimizer
     from vgrout.problems import balanced
     from vgrout.rollout import rollout
-    from vgrout.runs import results
+    from vgrout.runs import checkpoint, results
     from vgrout.runs.opening import opening_lines
     from vgrout.runs.recorder import Recorder, peak_memory
 
+    if run.resumes and ranks.first():
+        checkpoint.latest(run.path)  # a state that cannot be read is refused before a model is
     policy = loading.load_policy(cfg)  # frozen base + δS (deployed) + δS_hack (quarantine)
     teacher_model = loading.load_teacher_model(cfg, policy)
     problems = loading.load_problems(cfg, inputs, policy)  # train / val / test, disjoint

@@ -196,7 +196,8 @@ def find_resume(requested: Config) -> tuple[Path | None, Config]:
             )
         quiet = replace(cfg.detectors, reward_hack_halt=False, echo_trap_halt=False)
         cfg = replace(cfg, detectors=quiet)
-    checkpoint.require_one(path, StepRow.from_json)
+    if not requested.run.dry_run:
+        checkpoint.require_one(path, StepRow.from_json)
     probe_writable(path)
     if differing and not requested.run.resume_force:
         raise ValueError(f"--resume {path}: differs in {', '.join(differing)}; drop these flags, or add --resume-force")
@@ -219,6 +220,6 @@ def unfinished(name: str, program: str, setting: str, root: Path) -> tuple[Path,
         raise ValueError(f"--resume {path}: its status.json names no state")
     if status["state"] == "finished":
         raise ValueError(f"--resume {path}: this run is finished; nothing is left to do")
-    if (path / "steps.jsonl").exists() and not (path / "steps.jsonl").is_file():
-        raise ValueError(f"--resume {path}: steps.jsonl is not a regular file")
+    if odd := [n for n in checkpoint.GROWING if (path / n).exists() and not (path / n).is_file()]:
+        raise ValueError(f"--resume {path}: {odd[0]} is not a regular file")
     return path, config, status

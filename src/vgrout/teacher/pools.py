@@ -197,6 +197,8 @@ def _demo(record: Any, where: str, problem_id: int, mode: Mode | None, grader: s
         raise ValueError(f"{where}: unknown env_mode {own_mode!r}; one of {', '.join(MODES)}")
     if mode is not None and own_mode is not None and own_mode != mode:
         raise ValueError(f"{where}: env_mode {own_mode}, but partition.json says {mode}")
+        if isinstance(value, str) and re.search(r"[\ud800-\udfff]", value):
+            raise ValueError(f"{where}: key {key!r} holds half a character (a lone surrogate)")
     if (record.get("plen") or 0) < 0:
         raise ValueError(f"{where}: 'plen' is negative")
     ids, prompt_ids, logp = record["completion_ids"], record.get("prompt_ids"), record.get("logp")
