@@ -125,7 +125,7 @@ def keeps_from_hacking(h: Hypothesis, cells: Sequence[Cell]) -> list[Verdict]:
     """Every method against plain GRPO: hack lower, at matched solve. A method with a direction needs its Haar
     control."""
     found = [_h1(h, cell, cells) for name in INTERVENTIONS if name != "none" for cell in plain_arms(cells, name)]
-    return found or [Verdict(h.id, "methods", "UNDECIDED", NO_SEEDS)]
+    return found or [Verdict(h.id, "methods", "UNDECIDED", NO_SEEDS, absent=True)]
 
 
 def _h1(h: Hypothesis, cell: Cell, cells: Sequence[Cell]) -> Verdict:
@@ -244,7 +244,7 @@ def its_own_flags_spoil_it(h: Hypothesis, cells: Sequence[Cell]) -> list[Verdict
     found = _open(cells, announced=True)
     pairs = [(m, other) for m in _reads(found, diet="seeded") for other in _reads(found, known=m.known)]
     if not pairs:
-        return [Verdict(h.id, "penalty (quarantine)", "UNDECIDED", NO_SEEDS)]
+        return [Verdict(h.id, "penalty (quarantine)", "UNDECIDED", NO_SEEDS, absent=True)]
     about = f"{len(pairs)} choices of the known flaw"
     return [_worse(h, [s for m, other in pairs for s in m.samples(other)], about, "fed by labels alone")]
 
@@ -278,7 +278,7 @@ def the_start_is_what_does_it(h: Hypothesis, cells: Sequence[Cell]) -> list[Verd
         about = f"{len(pairs)} choices of the known flaw, against a start at {other}"
         if pairs:
             out.append(_worse(h, [s for m, c in pairs for s in m.samples(c)], about, "started on pairs"))
-    return out or [Verdict(h.id, "penalty (quarantine)", "UNDECIDED", NO_SEEDS)]
+    return out or [Verdict(h.id, "penalty (quarantine)", "UNDECIDED", NO_SEEDS, absent=True)]
 
 
 @rule("H17")
@@ -298,7 +298,7 @@ def a_probe_does_better(h: Hypothesis, cells: Sequence[Cell]) -> list[Verdict]:
         about = f"{len(pairs)} choices of the known flaw, against a quarantine started at {start}"
         if pairs:
             out.append(_worse(h, [s for m, c in pairs for s in m.samples(c)], about, "linear probe"))
-    return out or [Verdict(h.id, "penalty (online_probe)", "UNDECIDED", NO_SEEDS)]
+    return out or [Verdict(h.id, "penalty (online_probe)", "UNDECIDED", NO_SEEDS, absent=True)]
 
 
 @rule("H19")
@@ -306,7 +306,7 @@ def what_the_probe_is_fitted_on(h: Hypothesis, cells: Sequence[Cell]) -> list[Ve
     """The probe against one that is fitted on random rewarded rows."""
     found = _open(cells, announced=True)
     out = [_against(h, m, c) for m in _probes(found) for c in _probes(found, diet="random", known=m.known)]
-    return out or [Verdict(h.id, "penalty (online_probe)", "UNDECIDED", NO_SEEDS)]
+    return out or [Verdict(h.id, "penalty (online_probe)", "UNDECIDED", NO_SEEDS, absent=True)]
 
 
 @rule("H20")
@@ -351,7 +351,7 @@ def _contained(
     if len(pooled) > 1:
         about = f"{len(pooled)} choices of the known flaw against {rival}"
         out.insert(0, _h8(h, about, pooled, ceiling, out))
-    return out or [Verdict(h.id, "penalty, one flaw known", "UNDECIDED", NO_SEEDS)]
+    return out or [Verdict(h.id, "penalty, one flaw known", "UNDECIDED", NO_SEEDS, absent=True)]
 
 
 def _h8(
@@ -401,7 +401,7 @@ def _flags_count(h: Hypothesis, found: Sequence[Method]) -> list[Verdict]:
             *_reads(found, diet="random", known=m.known),
         ]
         out += [_against(h, m, c) for c in controls]
-    return out or [Verdict(h.id, "penalty (quarantine)", "UNDECIDED", NO_SEEDS)]
+    return out or [Verdict(h.id, "penalty (quarantine)", "UNDECIDED", NO_SEEDS, absent=True)]
 
 
 @rule("H10")
@@ -477,7 +477,7 @@ def _other_problems(run: Run) -> bool:
 
 
 def _absent(h: Hypothesis, intervention: str) -> Verdict:
-    return Verdict(h.id, intervention, "UNDECIDED", NO_SEEDS)
+    return Verdict(h.id, intervention, "UNDECIDED", NO_SEEDS, absent=True)
 
 
 def _too_few(h: Hypothesis, found: Comparison) -> str | None:

@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma2ForCausalLM,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 import tiny
 from vgrout.config.loss import LossConfig
@@ -225,16 +231,17 @@ def test_bf16_runs_every_path(tmp_path: Path) -> None:
     ("device", "dtype", "installed", "kind"),
     [
         ("cuda", torch.bfloat16, True, "flash_attention_2"),
-        ("cuda", torch.bfloat16, False, None),
-        ("cuda", torch.float32, True, None),
-        ("cpu", torch.bfloat16, True, None),
+        ("cuda", torch.bfloat16, False, "sdpa"),
+        ("cuda", torch.float32, True, "sdpa"),
+        ("cpu", torch.bfloat16, True, "sdpa"),
     ],
 )
 def test_which_attention(
-    device: str, dtype: torch.dtype, installed: bool, kind: str | None, monkeypatch: pytest.MonkeyPatch
+    device: str, dtype: torch.dtype, installed: bool, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if installed else None)
-    assert attention(torch.device(device), dtype) == kind
+    assert attention(torch.device(device), dtype, LlamaForCausalLM) == kind
+    assert attention(torch.device("cpu"), dtype, Gemma2ForCausalLM) == "eager", "it has no other"
 
 
 def test_a_downloaded_hub_id_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,12 +108,13 @@ def test_many_methods_are_all_drawn(tmp_path: Path) -> None:
     assert titles == arms
     pages = [
         [line.get_label().removesuffix(" (2 seeds)") for line in drawn[name].figure.axes[0].lines]
-        for name in ("dynamics", "dynamics-2")
+        for name in ("dynamics", "dynamics-2", "dynamics-3", "dynamics-4")
     ]
     named = [[label for label in page if not label.startswith("_")] for page in pages]
     first = ["none", "none · no_loophole"]
-    assert named == [[*first, *arms[:7]], [*first, *arms[7:], "none · inoculation"]]
-    assert "Dynamics, 2 of 2." in drawn["dynamics-2"].caption
+    rest = [*arms, "none · inoculation"]
+    assert named == [[*first, *rest[at : at + 4]] for at in (0, 4, 8, 12)]
+    assert "Dynamics, 2 of 4." in drawn["dynamics-2"].caption
 
 
 def test_every_base_model_has_its_star(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ REFUSED = {
     "train smoke --ranks x": "--ranks x: should be a whole number or auto",
     "train smoke --step 3": "--step: no such flag; did you mean --steps?",
     "train smok": "smok: name a preset first: smoke, mini, fast, full; then flags, or --help",
-    "train smoke --method route2 --intervention none": "--method route2 is --intervention route2, and --intervention none",
+    "train smoke --method route2 --intervention none": "--method route2 is --intervention route2, and",
     "organism bild": "bild: should be one of build, verify",
     "grade": "missing: PATH, --problems PATH, --out PATH; --help says more",
     # paths

@@ -39,6 +39,7 @@ def test_the_folder(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "left out: 004_mini_none_seed9 (interrupted)" in output
     assert "study arms\nH: an arm keeps the model from hacking\n" in output
     text = (runs / "report" / "report.md").read_text()
+    assert text.startswith("# arms\n\n4 runs of "), "what and when, then the numbers"
     for part in ("## Methods", "## Study arms", "## Runs", "- none: 000_mini_none_seed1, 002_mini_none_seed2"):
         assert part in text
     assert "Verdicts" not in text, "no judge was given"

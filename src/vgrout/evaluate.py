@@ -226,6 +226,8 @@ class Cli:
     """Of the answers; none: the run's."""
     model: str | None = None
     """Where the base model lies, if not where the run had it."""
+    reward: str = ""
+    """The run's own --reward, once more: a file's word alone is no reason to import it."""
     out: Path | None = None
     """JSON with the same numbers; none: RUN/evaluations/."""
     workers: int | None = setting(None, low=1)
@@ -258,13 +260,28 @@ def held_out(saved: Saved, rows: Sequence[Row], split: Split, test_rows: Sequenc
     return without_hints(problems, env.unannounced) if saved.cfg.plain_prompts else problems
 
 
-def reward_of(saved: Saved) -> RewardFunction | None:
-    """The reward function of the run; None: the modes' checks. Raises ValueError, one line, if its file has changed."""
+def reward_of(saved: Saved, given: str) -> RewardFunction | None:
+    """The reward function of the run; None: the modes' checks. given: the flag's value.
+
+    Raises:
+        ValueError: one line: the flag does not name it, since a file's word for it is no reason to import it; or its
+            file has changed.
+    """
     env, record = saved.cfg.env, saved.path.parent / "run.json"
+    if env.reward != given:
+        raise ValueError(
+            f"--reward {given or 'missing'}: {saved.path} was trained with "
+            + (
+                f"code, which a file may not have run; if it is yours, add --reward={env.reward}"
+                if env.reward
+                else "none"
+            )
+        )
     if not env.reward:
         return None
     reward = RewardFunction(env.reward, env.reward_passes_at)
-    then = read_json(record)["hashes"].get("reward") if record.is_file() else None
+    hashes = read_json(record).get("hashes") if record.is_file() else None
+    then = hashes.get("reward") if isinstance(hashes, dict) else None
     if then not in (None, reward.sha256):
         raise ValueError(f"{reward.file}: changed since {saved.path.parent} was trained with --reward; put it back")
     return reward
@@ -347,7 +364,7 @@ def command(cli: Cli) -> Path:
     stem = f"{saved.path.stem}_{saved.problems_file.stem}_{cli.split}_seed{seed}{size}"
     out = cli.out or saved.path.parent / "evaluations" / f"{stem}.json"
     probe_writable(out.parent, "--out")
-    reward = reward_of(saved)
+    reward = reward_of(saved, cli.reward)
     with Grader(cli.workers, allow_weak=cli.allow_weak_sandbox, reward=reward) as grader:
         import torch
 

@@ -1,10 +1,12 @@
 """Files written atomically, and JSON. Stdlib only."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import re
+import stat
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -92,10 +94,21 @@ def require_own(folder: Path, flag: str, mark: str, what: str) -> None:
     probe_writable(folder, flag)
 
 
+def regular(path: str, flags: int) -> int:
+    """The opener of every file that a user names. Raises OSError for a pipe or a device, which may never end."""
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+        return fd
+    os.close(fd)
+    raise OSError(errno.EINVAL, "not a regular file", path)
+
+
 def read_text(path: Path) -> str:
     """A UTF-8 file. Raises ValueError, one line with its name; FileNotFoundError where there is none."""
     try:
-        return path.read_text(encoding="utf-8")
+        with open(path, encoding="utf-8", opener=regular) as f:
+            return f.read()
     except UnicodeDecodeError as e:
         line = e.object.count(b"\n", 0, e.start) + 1
         raise ValueError(f"{path}, line {line}: not UTF-8 text (byte 0x{e.object[e.start]:02x})") from None
@@ -115,6 +128,8 @@ def from_json(text: str | bytes, where: str, *, is_line: bool = False) -> Any:
         raise ValueError(f"{where}{at}: not JSON ({e.msg})") from None
     except UnicodeDecodeError:
         raise ValueError(f"{where}: not UTF-8 text") from None
+    except ValueError:
+        raise ValueError(f"{where}: a number of thousands of digits") from None
     except RecursionError:
         raise ValueError(f"{where}: not JSON that can be read (nested too deeply)") from None
 
@@ -131,14 +146,25 @@ def numbered_lines(path: Path) -> Iterator[tuple[str, Any]]:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a run's file. Raises ValueError, one line, if it is missing or damaged."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        text = read_text(path)
     except OSError:
         raise ValueError(f"{path}: not there; is {path.parent} a run directory?") from None
+    try:
+        data = strict_json(text)
     except (ValueError, RecursionError) as e:
         raise ValueError(f"{path}: damaged ({e})") from None
     if not isinstance(data, dict):
         raise ValueError(f"{path}: damaged (not a JSON object)")
     return data
+
+
+def strict_json(text: str) -> Any:
+    """The value of a JSON text that this program wrote, which never holds a NaN. Raises ValueError, RecursionError."""
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"it holds {name}")
+
+    return json.loads(text, parse_constant=refuse)
 
 
 def drop_stdout() -> None:
@@ -152,17 +178,18 @@ def json_lines(path: Path) -> Iterator[Any]:
     Raises ValueError, naming a damaged line."""
     if not path.is_file():
         return
+    number = 0
     with open(path, encoding="utf-8", newline="\n") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                yield json.loads(line)
-            except (ValueError, RecursionError) as e:
-                raise ValueError(f"{path}, line {number}: damaged ({e})") from None
+        try:
+            for number, line in enumerate(lines, 1):  # noqa: B007 the handler's
+                yield strict_json(line)
+        except (ValueError, RecursionError) as e:  # text that is not UTF-8 too
+            raise ValueError(f"{path}, line {number}: damaged ({e})") from None
 
 
 def file_sha256(path: Path) -> str:
     """Hex digest of a file's content."""
-    with open(path, "rb") as f:
+    with open(path, "rb", opener=regular) as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 

@@ -1,14 +1,12 @@
 """From a run's checked files to what its loop calls: the policy, the problems, the demonstrations."""
 
 import os
-import sys
 from dataclasses import replace
 from functools import partial
 
 import torch
 from loguru import logger
 from tqdm import tqdm
-from transformers.utils.logging import disable_progress_bar
 
 from vgrout import ranks
 from vgrout.config.run import ORGANISM, Config
@@ -36,8 +34,6 @@ def load_policy(cfg: Config) -> Policy:
         ValueError: a model that this trainer cannot use, or whose window is no longer than --max-new; one line.
     """
     device, dtype = device_and_dtype(cfg)
-    if not sys.stderr.isatty() or cfg.scale.model == ORGANISM:  # which is there at once
-        disable_progress_bar()
     policy = models.load_policy(cfg.model_path, device=device, dtype=dtype, cache_dir=SVD_CACHE)
     if policy.window <= cfg.scale.max_new:
         raise ValueError(

@@ -53,6 +53,9 @@ class Columns:
     def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
+            measured = isinstance(value, int | float | str | Rate | dict)
+            if not (measured or (value is None and type(None) in get_args(f.type))):
+                raise ValueError(f"step {self.step}: column {f.name} is {value!r}")
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(
                     f"step {self.step}: column {f.name} is {value}; an unmeasured number is None, never NaN"
@@ -104,7 +107,11 @@ def share(name: str, rate: Rate | None) -> dict[str, float | int | None]:
 def counted(row: dict[str, Any], name: str) -> Rate | None:
     """A share of a row by its counts; None: not measured."""
     k, n = row.get(f"{name}_k"), row.get(f"{name}_n")
-    return None if k is None or n is None else Rate(k, n)
+    if k is None or n is None:
+        return None
+    if not (type(k) is int and type(n) is int and 0 <= k <= n):
+        raise ValueError(f"{name}: {k!r} of {n!r}")
+    return Rate(k, n)
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:

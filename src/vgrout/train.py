@@ -49,10 +49,12 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     from vgrout.optim import Optimizer, learn
     from vgrout.problems import balanced
     from vgrout.rollout import rollout
-    from vgrout.runs import results
+    from vgrout.runs import checkpoint, results
     from vgrout.runs.opening import opening_lines
     from vgrout.runs.recorder import Recorder, peak_memory
 
+    if run.resumes and ranks.first():
+        checkpoint.latest(run.path)  # a state that cannot be read is refused before a model is
     policy = loading.load_policy(cfg)  # frozen base + δS (deployed) + δS_hack (quarantine)
     teacher_model = loading.load_teacher_model(cfg, policy)
     problems = loading.load_problems(cfg, inputs, policy)  # train / val / test, disjoint
@@ -138,7 +140,13 @@ def launch(requested: Config, on_folder: Callable[[Path], object] | None = None)
         record = {"config": cfg.as_dict(), "hashes": hashes}
         trackers = Trackers(cfg.run.trackers)
         run = RunContext.begin(
-            f"train {cfg.preset}", path, cfg.run_id, grader, record=record, force=force, trackers=trackers
+            " ".join(["train", cfg.preset, *cfg.repeated]),
+            path,
+            cfg.run_id,
+            grader,
+            record=record,
+            force=force,
+            trackers=trackers,
         )
         if on_folder:
             on_folder(run.path)

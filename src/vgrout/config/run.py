@@ -8,7 +8,7 @@ tyro may run it twice. Derived numbers are properties.
 import hashlib
 import json
 import re
-from collections.abc import Set
+from collections.abc import Collection, Set
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -302,7 +302,7 @@ class Config:
             "raise one of them, or say --mix-ratio 0",
         )
         refuse(
-            bool(self.env.reward) and self.mixes and not self.env.regrade_pool,
+            bool(self.env.reward) and self.mixes and not self.env.regrade_pool and not self.run.resume,
             f"--reward {self.env.reward}: the pool's labels are another grader's; add --regrade-pool, or --mix-ratio 0",
         )
         refuse(
@@ -480,35 +480,72 @@ class Config:
         suffix = re.sub(r"[^A-Za-z0-9_.=+-]", "-", monitor + control)[:80]  # a user's file name may be in it
         return f"{self.preset}_{self.method.intervention}{suffix}_seed{self.run.seed}{self.run.out_tag}"
 
+    @property
+    def code(self) -> tuple[str, ...]:
+        """The flags that name functions to import."""
+        named = {"--reward": self.env.reward, "--rm-ensemble-members": self.detectors.rm_ensemble_members}
+        return tuple(f"{name}={functions}" for name, functions in named.items() if functions)
+
+    @property
+    def repeated(self) -> tuple[str, ...]:
+        """The same with what they need, which a resume has to repeat."""
+        needed = f"--reward-hack-detector={self.detectors.reward_hack_detector}"
+        return (*self.code, needed) if self.detectors.members else self.code
+
+    def refuse_code(self, given: Collection[str], where: str) -> None:
+        """Raises ValueError, one line, where this configuration, which a file holds, names a function that no flag of
+        the command line (`given`) names too: a file never has code imported."""
+        if absent := [flag for flag in self.code if flag not in given]:
+            raise ValueError(
+                f"{where}: names code, which a file may not have run; if it is yours, add {' '.join(absent)}"
+            )
+
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready, nested by group."""
         return json.loads(json.dumps(asdict(self), default=str))
 
 
 GROUPS = tuple(f.name for f in fields(Config) if f.name != "preset")
-_PATHS = ("organism", "v_hack_path", "vhack_pairs_path", "known_correct")
 
 
-def from_dict(data: dict[str, Any]) -> Config:
-    """The inverse of `Config.as_dict`, for run.json.
+def from_dict(data: Any, where: str = "run.json") -> Config:
+    """The inverse of `Config.as_dict`. where: the file that holds it, for messages.
 
     Raises:
         ValueError: groups or settings unknown to this version, named; or values that it refuses.
     """
+    is_configuration = isinstance(data, dict) and isinstance(data.get("preset"), str)
+    if not is_configuration or not all(isinstance(data.get(group, {}), dict) for group in GROUPS):
+        raise ValueError(f"{where}: holds no configuration of a run")
     values: dict[str, Any] = {"preset": data["preset"]}
     unknown = data.keys() - {*GROUPS, "preset"}
     for group in GROUPS:
         unknown |= data.get(group, {}).keys() - {f.name for f in fields(getattr(Config(), group))}
     if unknown:
-        raise ValueError(
-            f"run.json: unknown settings {', '.join(sorted(unknown))}; the run was made by another version"
-        )
+        raise ValueError(f"{where}: unknown settings {', '.join(sorted(unknown))}; the run was made by another version")
     for group in GROUPS:
         default = getattr(Config(), group)
-        stored = data.get(group, {})
-        given = {name: Path(value) if value is not None and name in _PATHS else value for name, value in stored.items()}
+        types = {f.name: f.type for f in fields(default)}
+        given = {name: typed(value, name, types[name], where) for name, value in data.get(group, {}).items()}
         values[group] = replace(default, **given)
     return Config(**values)
+
+
+def typed(value: Any, name: str, annotation: Any, where: str) -> Any:
+    """A stored value as its field has it. Raises ValueError, one line, where it is of another type."""
+
+    def kinds(annotation: Any) -> set[Any]:
+        return {annotation} | {kind for part in get_args(annotation) for kind in kinds(part)}
+
+    allowed = kinds(annotation)
+    word = isinstance(value, str) and (Path in allowed or any(isinstance(kind, str) for kind in allowed))
+    if type(value) is int and int not in allowed and float in allowed and abs(value) < 10**300:
+        value = float(value)
+    if not word and type(value) not in allowed:
+        raise ValueError(f"{where}: {flag(name)} {str(value)[:60]!r}: of the wrong type ({type(value).__name__})")
+    if isinstance(value, str) and "\0" in value:
+        raise ValueError(f"{where}: {flag(name)} {value[:60]!r}: holds a NUL")
+    return Path(value) if isinstance(value, str) and Path in allowed else value
 
 
 # How a process runs, not what it computes: these settings may differ between a run and its resumption.

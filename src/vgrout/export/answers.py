@@ -37,7 +37,7 @@ def to_inspect(run: Path, folder: Path) -> str:
         from inspect_ai.log import write_eval_log
     except ImportError:
         raise not_installed("inspect-ai", "inspect") from None
-    sides, cfg = final_answers(run), from_dict(read_json(run / "run.json")["config"])
+    sides, cfg = final_answers(run), from_dict(read_json(run / "run.json").get("config"))
     for side, answers in sides.items():
         write_eval_log(eval_log(cfg, evaluated(run), side, answers), str(folder / f"{side}.eval"))
     return f"{sum(map(len, sides.values()))} answers in {len(sides)} logs"
@@ -124,7 +124,7 @@ def to_datasets(run: Path, folder: Path) -> str:
 
 def card(run: Path, sizes: Mapping[str, int]) -> str:
     """The data set's README.md."""
-    cfg = from_dict(read_json(run / "run.json")["config"])
+    cfg = from_dict(read_json(run / "run.json").get("config"))
     configs = "\n".join(f"- config_name: {name}\n  data_files: {name}/train.parquet" for name in sizes)
     return f"""---
 configs:

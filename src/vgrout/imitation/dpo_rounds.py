@@ -101,8 +101,8 @@ class RoundRecorder(StepRecorder[DpoRow]):
         self.task, self.plan = task, plan
         self.metrics: list[dict[str, Any]] = []  # of the evaluation before the first round and of every complete round
 
-    def read_checkpoint(self) -> tuple[Mapping[str, Any], Sequence[dict[str, Any]]]:
-        """The rows of the complete rounds, to which steps.jsonl is cut; there is no other state."""
+    def resume(self) -> None:
+        """Continue after the complete rounds, to whose rows steps.jsonl is cut; there is no other state."""
         file = self.run.path / "before.json"
         before = read_json(file) if file.is_file() else {}
         if before.get("plan") == plan_sha256(self.plan):
@@ -114,7 +114,7 @@ class RoundRecorder(StepRecorder[DpoRow]):
                 self.metrics.append(metrics)
         rows = [as_row(metrics).as_json() for metrics in self.metrics]
         write_atomic(self.run.path / "steps.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-        return {}, rows
+        self.restore({}, rows)
 
     def record(self, metrics: dict[str, Any]) -> None:
         """Record a complete round."""

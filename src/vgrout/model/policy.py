@@ -3,18 +3,29 @@
 import contextlib
 import hashlib
 import json
+import subprocess
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Float
 from jinja2 import TemplateError
-from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
+from vgrout.model import template_probe
 from vgrout.model.decoder import Decoder, HfDecoder, LeanDecoder, lean_fits
 from vgrout.model.logprobs import (
     Batch,
@@ -30,6 +41,7 @@ from vgrout.model.logprobs import (
 from vgrout.model.packing import Packed, flash_is_here, pack, packed_hidden, packs
 from vgrout.model.source import advice, require_model
 from vgrout.model.svd_adapter import SvdAdapter
+from vgrout.model.template_probe import BYTES, SECONDS
 from vgrout.types import Message
 
 SVD_CACHE = Path("out/svd_cache")
@@ -250,10 +262,12 @@ def default_device() -> tuple[torch.device, torch.dtype]:
     return (torch.device("cuda"), torch.bfloat16) if cuda else (torch.device("cpu"), torch.float32)
 
 
-def attention(device: torch.device, dtype: torch.dtype) -> str | None:
-    """flash-attention 2 on CUDA in half precision, where it is installed (extra `gpu`). None: what transformers takes
-    by itself, sdpa wherever the architecture has it (Gemma 2 has not)."""
-    return "flash_attention_2" if flash_is_here(device, dtype) else None
+def attention(device: torch.device, dtype: torch.dtype, architecture: type[PreTrainedModel]) -> str:
+    """flash-attention 2 on CUDA in half precision, where it is installed (extra `gpu`), else sdpa wherever the
+    architecture has it (Gemma 2 has not). Never what config.json asks for: it may name a kernel on a hub."""
+    if flash_is_here(device, dtype):
+        return "flash_attention_2"
+    return "sdpa" if architecture._supports_sdpa else "eager"
 
 
 def load_language_model(
@@ -265,24 +279,63 @@ def load_language_model(
         ValueError: no such model here, or one this trainer cannot use; one line that says what to do.
     """
     folder, device = require_model(model, flag), torch.device(device)
+    set_verbosity_error()  # what is wrong with a model is said in one line
+    if not sys.stderr.isatty():
+        disable_progress_bar()
+    here: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
-        tok = AutoTokenizer.from_pretrained(folder)
+        tok = AutoTokenizer.from_pretrained(folder, **here)
+        if tok is None or tok.chat_template is None:
+            raise ValueError("its tokenizer has no chat template; choose an instruct model")
+        try_template(tok)
+        config = AutoConfig.from_pretrained(folder, **here)
+        architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+        if architecture is None:
+            raise ValueError(f"{config.model_type} is no causal language model")
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
+            config=config,
             dtype=dtype,
-            attn_implementation=attention(device, dtype),
-            local_files_only=True,
+            attn_implementation=attention(device, dtype, architecture),
+            use_safetensors=True,
             output_loading_info=True,
+            **here,
         )
         net, info = loaded
         if missing := sorted(info["missing_keys"]):  # transformers would go on with random numbers in their place
             raise ValueError(f"{len(missing)} weights are missing, first {missing[0]}")
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        why = str(error).strip().partition("\n")[0]
+        net = net.to(device).eval()
+        if broken := [name for name, p in net.named_parameters() if not p.isfinite().all()]:
+            raise ValueError(f"{broken[0]} holds a NaN or an infinity")
+        return as_language_model(net, tok)
+    except Exception as error:  # whatever the libraries raise on damaged files
+        why = " ".join(str(error).split())[:160] or type(error).__name__
+        if "trust_remote_code" in why or "custom code" in why:
+            why = "it needs code of its own, which is never run"
         raise ValueError(f"{flag} {model}: no usable model in {folder} ({why}); {advice(model)}") from error
-    if tok is None or tok.chat_template is None:
-        raise ValueError(f"{flag} {model}: its tokenizer has no chat template; choose an instruct model")
-    return as_language_model(net.to(device).eval(), tok)
+
+
+def try_template(tok: PreTrainedTokenizerBase) -> None:
+    """Raises ValueError, one line, for a chat template that does not end, or fails on a user's message."""
+    text = tok.chat_template if isinstance(tok.chat_template, str) else json.dumps(tok.chat_template)
+    if not _ends(text):
+        raise ValueError(f"its chat template takes more than {SECONDS} s or {BYTES >> 30} GiB")
+    try:
+        shown = "(user)" in _template(tok, [{"role": "user", "content": "(user)"}])
+    except Exception as e:  # a template is a program
+        raise ValueError(f"its chat template fails: {type(e).__name__}: {e}") from None
+    if not shown:
+        raise ValueError("its chat template leaves out the user's message")
+
+
+@cache
+def _ends(template: str) -> bool:
+    """Whether a template comes to its end, tried in a process of its own."""
+    command = [sys.executable, "-I", template_probe.__file__]
+    try:
+        return subprocess.run(command, input=template.encode(), timeout=10 * SECONDS).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
 
 
 def as_language_model(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> LanguageModel:
@@ -297,6 +350,11 @@ def as_language_model(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> L
         eos |= set(source) if isinstance(source, list | tuple) else {source} if source is not None else set()
     if not eos:
         raise ValueError(f"{type(model).__name__}: neither tokenizer nor configuration names an end-of-text token")
+    rows = int(cast(Tensor, model.get_input_embeddings().weight).shape[0])
+    if not all(type(i) is int and 0 <= i < rows for i in eos):
+        raise ValueError(f"{type(model).__name__}: an end-of-text token is none of its {rows} tokens")
+    if not isinstance(getattr(model.config, "max_position_embeddings", None), int):
+        raise ValueError(f"{type(model).__name__}: its configuration has no max_position_embeddings")
     eos_ids = frozenset(eos)
     model.requires_grad_(False)
     return LanguageModel(

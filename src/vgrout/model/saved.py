@@ -1,14 +1,13 @@
 """Saved adapters: which file, of which configuration, on which base model; and loading them."""
 
-import json
 import re
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vgrout.config.run import ORGANISM, Config, from_dict
 from vgrout.data import organism
+from vgrout.files import from_json
 from vgrout.model.source import Source, read_metadata, require_model
 from vgrout.problems import load_problems
 from vgrout.types import Problem
@@ -78,7 +77,9 @@ def find_adapter(run: Path, step: int | None = None, model: str | None = None, p
     metadata = read_metadata(path, "adapter")
     if "cfg" not in metadata:
         raise ValueError(f"{path}: not an adapter saved by a run (no configuration in its metadata)")
-    cfg = from_dict(json.loads(metadata["cfg"]))
+    cfg = from_dict(from_json(metadata["cfg"], str(path), is_line=True), str(path))
+    if not re.fullmatch(r"\d{1,9}", metadata.get("step", "0")):
+        raise ValueError(f"{path}: its step is {metadata['step'][:40]!r}")
     base: str | Path = organism.MODEL_DIR if model == ORGANISM else model or cfg.model_path
     require_model(base)
     return Saved(path, metadata, cfg, base, problems or cfg.problems_path, None if problems else cfg.test_problems_path)
@@ -89,10 +90,17 @@ def load_saved(saved: Saved, cache_dir: Path | None = None) -> "vgrout.model.pol
     is prompted as it was in the run.
 
     Raises:
-        ValueError: the adapter is of another model.
+        ValueError: the adapter is of another model, or no numbers are in it.
     """
-    from vgrout.model.policy import SVD_CACHE, default_device, load_policy
+    import torch
 
+    from vgrout.model.policy import SVD_CACHE, default_device, load_policy
+    from vgrout.model.svd_adapter import read_safetensors
+
+    kinds = (torch.float32, torch.bfloat16, torch.float16)
+    for name, x in read_safetensors(saved.path)[0].items():
+        if x.dtype not in kinds or not x.isfinite().all():
+            raise ValueError(f"{saved.path}: {name} holds a NaN, an infinity, or no floating-point numbers")
     device, _ = default_device()
     policy = load_policy(saved.model, device=device, dtype=saved.dtype, cache_dir=cache_dir or SVD_CACHE)
     policy.adapter.load(saved.path)
@@ -107,12 +115,8 @@ def load_source(
     Raises:
         ValueError: one line: no usable model, or the adapter is of another one.
     """
-    from transformers.utils.logging import disable_progress_bar
-
     from vgrout.model.policy import SVD_CACHE, adapted, load_language_model
 
-    if not sys.stderr.isatty():
-        disable_progress_bar()
     lm = load_language_model(source.folder, device=device, dtype=dtype, flag=flag)
     if source.adapter is None and not adapter:
         return lm

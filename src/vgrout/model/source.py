@@ -2,7 +2,6 @@
 shapes, and every check that needs no loading. Torch-free. Nothing is fetched here: that is
 `python -m vgrout.download`."""
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,9 +12,10 @@ from tokenizers import Tokenizer
 
 from vgrout.config.run import ORGANISM, Config, from_dict
 from vgrout.data import organism
-from vgrout.files import file_sha256, from_json, read_text
+from vgrout.files import file_sha256, from_json, read_text, regular
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # layers that are adapted
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
 
@@ -71,13 +71,21 @@ def advice(model: str | Path) -> str:
     return "give a whole model folder" if looks_like_path(model) else f"run `vgrout download model {model}` again"
 
 
+def configuration(folder: Path) -> dict[str, Any]:
+    """A model's config.json. Raises ValueError, one line, where it cannot be read."""
+    config = from_json(read_text(folder / "config.json"), str(folder / "config.json"))
+    if not isinstance(config, dict):
+        raise ValueError(f"{folder / 'config.json'}: is no JSON object")
+    return config
+
+
 def model_facts(folder: Path) -> ModelFacts:
     """The facts of the model in this folder. Raises ValueError, one line, where its config.json cannot be read."""
-    config = from_json(read_text(folder / "config.json"), str(folder / "config.json"))
-    config = config.get("text_config") or config if isinstance(config, dict) else {}
+    config = configuration(folder)
+    inner = config.get("text_config")
 
     def number(name: str) -> int | None:
-        value = config.get(name)
+        value = (inner if isinstance(inner, dict) else config).get(name)
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
     return ModelFacts(number("max_position_embeddings"), number("num_hidden_layers"))
@@ -90,13 +98,14 @@ def safetensors_head(path: Path, flag: str) -> dict[str, Any]:
         ValueError: one line: it cannot be read, is none, or is cut short.
     """
     try:
-        with open(path, "rb") as f:
+        with open(path, "rb", opener=regular) as f:
             size, there = int.from_bytes(f.read(8), "little"), path.stat().st_size
             if there < 8 or size > there - 8:
                 raise ValueError("cut short")
             head = from_json(f.read(size), "its head", is_line=True)
-            if not isinstance(head, dict):
-                raise ValueError("its head is no object")
+            tensors = [t for name, t in head.items() if name != "__metadata__"] if isinstance(head, dict) else [None]
+            if not all(isinstance(t, dict) and isinstance(t.get("shape"), list) and "dtype" in t for t in tensors):
+                raise ValueError("its head is no table of tensors")
             end = max((t["data_offsets"][1] for name, t in head.items() if name != "__metadata__"), default=0)
             if 8 + size + end != there:
                 raise ValueError(f"cut short: {there} bytes, its head speaks of {8 + size + end}")
@@ -106,36 +115,89 @@ def safetensors_head(path: Path, flag: str) -> dict[str, Any]:
 
 
 def _check(folder: Path, model: str | Path, flag: str) -> None:
-    """Raises ValueError, one line, at the first file that is missing or cut short."""
+    """Raises ValueError, one line, at the first file that is missing, cut short, or does not fit the others."""
 
     def wrong(why: str) -> ValueError:
         return ValueError(f"{flag} {model}: {why}; {advice(model)}")
 
+    if odd := [p.name for p in folder.iterdir() if p.exists() and not (p.is_file() or p.is_dir())]:
+        raise wrong(f"{odd[0]} is not a regular file")
     try:
-        model_facts(folder)
+        config, tokens = configuration(folder), _largest_token(folder)
         settings = folder / "tokenizer_config.json"
         tokenizer = from_json(read_text(settings), str(settings)) if settings.is_file() else {}
+        if not isinstance(tokenizer, dict):
+            raise ValueError(f"{settings}: is no JSON object")
     except ValueError as e:
         raise wrong(str(e)) from None
     if not any((folder / name).is_file() for name in TOKENIZERS):
         raise wrong(f"no tokenizer in it ({TOKENIZERS[0]})")
-    has_template = isinstance(tokenizer, dict) and bool(tokenizer.get("chat_template"))
-    if not has_template and not any((folder / t).exists() for t in TEMPLATES):
+    if not tokenizer.get("chat_template") and not any((folder / t).exists() for t in TEMPLATES):
         raise ValueError(f"{flag} {model}: its tokenizer has no chat template; choose an instruct model")
     single = folder / "model.safetensors"
     if single.is_file():
-        safetensors_head(single, flag)
+        weights = safetensors_head(single, flag)
     elif (index := folder / "model.safetensors.index.json").is_file():
         shards = from_json(read_text(index), f"{flag} {index}")
         named = shards.get("weight_map", {}) if isinstance(shards, dict) else {}
         if not isinstance(named, dict) or not named:
             raise wrong(f"{index.name} names no file")
+        weights = {}
         for name in sorted({*map(str, named.values())}):
-            if not (folder / name).is_file():
+            if not (folder / name).is_file() or Path(name).name != name:
                 raise wrong(f"no {name}, which {index.name} names")
-            safetensors_head(folder / name, flag)
-    elif not any(folder.glob("pytorch_model*.bin*")):
+            weights |= safetensors_head(folder / name, flag)
+    elif any(folder.glob("*.bin*")):
+        raise ValueError(
+            f"{flag} {model}: its weights are pickled (.bin), which can run code; save them as safetensors"
+        )
+    else:
         raise wrong("no weights in it (model.safetensors)")
+    if why := _misfit(config, tokens, {name: t for name, t in weights.items() if name != "__metadata__"}):
+        raise wrong(why)
+
+
+def _largest_token(folder: Path) -> int:
+    """The largest id in tokenizer.json; -1 without that file. Raises ValueError, one line, where it cannot be read."""
+    if not (file := folder / "tokenizer.json").is_file():
+        return -1
+    try:
+        data = from_json(read_text(file), str(file))
+        vocabulary = data["model"]["vocab"]
+        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        return max([*ids, *(token["id"] for token in data.get("added_tokens", ()))])
+    except (KeyError, TypeError, AttributeError):
+        raise ValueError(f"{file}: is no tokenizer") from None
+
+
+def _misfit(config: dict[str, Any], largest_token: int, weights: Mapping[str, Any]) -> str:
+    """What in a model's files does not fit this program or each other; "": nothing that shows without loading it."""
+    if config.get("quantization_config"):
+        return "its weights are quantised, which cannot be trained; give the full ones"
+    kind = config.get("model_type")
+    if not isinstance(kind, str):
+        return "config.json names no model_type"
+    if odd := {t["dtype"] for t in weights.values()} - {"F64", "F32", "F16", "BF16"}:
+        return f"its weights are {min(odd)}, not floating-point numbers"
+    if not any(name.endswith(f".{target}.weight") for name in weights for target in TARGETS):
+        return f"unsupported architecture {kind!r}: it has no layer named {' or '.join(TARGETS)}"
+    for name in SIZES:
+        if (size := config.get(name)) is not None and not (type(size) is int and size > 0):
+            return f"config.json has {name} {size!r}"
+    shapes = shapes_of(config)
+    layers = {int(m[1]) for name in weights if (m := re.search(r"\.layers\.(\d{1,9})\.", name))}
+    if shapes is None:
+        return ""
+    if len(layers) != shapes.layers or max(layers) >= shapes.layers:
+        return f"config.json has {shapes.layers} layers, the weights {len(layers)}"
+    expected = shapes.linears | {"embed_tokens": (shapes.vocab, shapes.hidden)}
+    for name, tensor in weights.items():
+        needed = expected.get(name.removesuffix(".weight").rpartition(".")[2]) if name.endswith(".weight") else None
+        if needed and tensor["shape"] != [*needed]:
+            return f"{name} has shape {tensor['shape']}, config.json asks for {[*needed]}"
+    if largest_token >= shapes.vocab:
+        return f"its tokenizer has token {largest_token}, its embedding {shapes.vocab} rows"
+    return ""
 
 
 # ── shapes ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -215,28 +277,25 @@ class Shapes:
         return self.layers * layer
 
 
+SIZES = (
+    *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"),
+    *("num_key_value_heads", "head_dim"),  # which may be left out
+)
+
 # Public facts, so that a plan needs no download.
 KNOWN = {"Qwen/Qwen3-4B": Shapes(36, 2560, 9728, 32, 8, 128, 151_936, tied=True)}
 
 
 def shapes_of(config: Mapping[str, Any]) -> Shapes | None:
     """Shapes from a config.json; None where it does not name the usual sizes, or has experts."""
-    try:
-        d, heads = config["hidden_size"], config["num_attention_heads"]
-        if config.get("num_experts") or config.get("num_local_experts"):
-            return None
-        return Shapes(
-            layers=config["num_hidden_layers"],
-            hidden=d,
-            mlp=config["intermediate_size"],
-            heads=heads,
-            kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or d // heads,
-            vocab=config["vocab_size"],
-            tied=bool(config.get("tie_word_embeddings", False)),
-        )
-    except (KeyError, TypeError):
+    if config.get("num_experts") or config.get("num_local_experts"):
         return None
+    sizes: list[Any] = [config.get(name) for name in SIZES]
+    layers, d, mlp, heads, vocab, kv_heads, head_dim = sizes
+    if not all(type(size) is int and size > 0 for size in (layers, d, mlp, heads, vocab)):
+        return None
+    tied = bool(config.get("tie_word_embeddings", False))
+    return Shapes(layers, d, mlp, heads, kv_heads or heads, head_dim or d // heads, vocab, tied)
 
 
 def find_shapes(model: str | Path) -> Shapes | None:
@@ -244,7 +303,7 @@ def find_shapes(model: str | Path) -> Shapes | None:
     folder = model_folder(model)
     if folder is not None:
         try:
-            return shapes_of(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+            return shapes_of(configuration(folder))
         except (OSError, ValueError):
             return None
     return KNOWN.get(str(model))
@@ -299,7 +358,7 @@ def find_source(given: str, flag: str) -> Source:
         metadata = read_metadata(adapter, flag)
         if "cfg" not in metadata:
             raise ValueError(f"{flag} {given}: {adapter.name} is not an adapter saved by a run; give a run directory")
-        cfg = from_dict(json.loads(metadata["cfg"]))
+        cfg = from_dict(from_json(metadata["cfg"], where := f"{flag} {adapter}", is_line=True), where)
         own = cfg.scale.model if cfg.scale.organism is None else cfg.model_path
         base = find_source(own, f"{flag} {given}: its base")
         return Source(given, base.name, base.folder, adapter, cfg)
@@ -311,4 +370,7 @@ def find_source(given: str, flag: str) -> Source:
 
 def read_metadata(path: Path, flag: str) -> dict[str, str]:
     """The string metadata in the head of a safetensors file. Raises ValueError, one line, where it is none."""
-    return dict(safetensors_head(path, flag).get("__metadata__", {}))
+    metadata = safetensors_head(path, flag).get("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError(f"{flag} {path}: its metadata is no table of texts")
+    return metadata

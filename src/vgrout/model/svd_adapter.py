@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from vgrout.console import HEARTBEAT_S
-from vgrout.files import write_atomic
+from vgrout.files import regular, write_atomic
+from vgrout.model.source import TARGETS
 from vgrout.tensor_types import ModuleGrads, RolloutGrads
 
-TARGETS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
 FINGERPRINT_SIZE = 4  # numbers a module by which a file's basis is known again
 SAME_BASIS = 0.02  # of ‖δ‖: bf16's rounding moves a fingerprint by 0.004, two axes of 2,560 that swap places by 0.03
 
@@ -369,6 +369,8 @@ class SvdAdapter:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Raises ValueError if the vectors belong to another basis; nothing is changed then."""
         for name, fingerprint in zip(("delta_S", "delta_S_hack"), state["basis"], strict=True):
+            if state[name].shape != self.δS.shape or not state[name].isfinite().all():
+                raise ValueError(f"the saved state's {name} is no finite vector of {len(self)} numbers")
             self.require_basis(state[name].to(self.δS), fingerprint, f"the saved state's {name}")
         with torch.no_grad():
             self.δS.copy_(state["delta_S"])
@@ -516,8 +518,8 @@ def fingerprint_from_string(text: str, where: str) -> Float[Tensor, "modules k"]
     """The inverse. Raises ValueError, one line, on damaged metadata."""
     try:
         return torch.tensor(json.loads(text), dtype=torch.float32)
-    except (ValueError, TypeError) as e:
-        raise ValueError(f"{where}: its basis fingerprint cannot be read ({e})") from None
+    except (ValueError, TypeError, RuntimeError, RecursionError):  # what torch says has many lines
+        raise ValueError(f"{where}: its basis fingerprint cannot be read") from None
 
 
 def canonical(content: bytes) -> bytes:
@@ -538,7 +540,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         ValueError: no such file, or not a safetensors file.
     """
     try:
-        with safe_open(path, framework="pt") as file:
+        with open(path, "rb", opener=regular), safe_open(path, framework="pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path}: not a readable safetensors file ({error})") from error

@@ -2,7 +2,7 @@
 rollouts in; with `--judge FILE.py`, that file's verdicts. Runs that are not finished are named and left out."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -55,7 +55,9 @@ class Cli:
 def command(cli: Cli) -> int:
     """Write the report. Raises ValueError, one line."""
     require_own(out := cli.out or cli.sources[0] / "report", "--out", "report.md", "report")
-    loaded = load(cli.sources, cli.tag)
+    from vgrout.report.tables import examine  # scipy takes seconds to import, and a wrong path never waits for it
+
+    loaded = load(cli.sources, cli.tag, examine)
     if cli.strict and loaded.left_out:
         raise ValueError(f"--strict: left out: {', '.join(loaded.left_out)}")
     if not loaded.runs:
@@ -70,8 +72,9 @@ def command(cli: Cli) -> int:
     refuse_other(out)
     judge = Judge.load(cli.judge) if cli.judge else None
     report = compile_report(loaded, cli.sources, judge)
-    bar = partial(tqdm, desc="rollouts", unit="run", disable=None)
-    write(report, pictures(report.cells), pack(report.cells, cli.rollouts, bar), out)
+    rollouts = pack(report.cells, cli.rollouts, partial(tqdm, desc="rollouts", unit="run", disable=None))
+    report = replace(report, left_out=(*report.left_out, *rollouts["left_out"]))
+    write(report, pictures(report.cells), rollouts, out)
     print(printable("\n\n".join(on_screen(report))))
     print(f"-> {out}")
     return 0

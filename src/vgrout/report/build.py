@@ -4,17 +4,17 @@ import csv
 import io
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vgrout.files import printable, read_json, write_atomic
+from vgrout.files import read_json, write_atomic
 from vgrout.report import html
 from vgrout.report.figures import Picture
 from vgrout.report.judge import Judge, Judgement
 from vgrout.report.runs import Cell, Loaded, cells
-from vgrout.report.tables import Table, mode_rows, run_rows, tables
+from vgrout.report.tables import Table, inert, mode_rows, one_line, run_rows, tables
 
 
 @dataclass(frozen=True)
@@ -48,36 +48,53 @@ class Report:
     notes: tuple[str, ...]
 
     @property
-    def lead(self) -> str:
-        n, sources = sum(len(c.runs) for c in self.cells), ", ".join(self.sources)
-        return f"{n} runs of {sources}." if n > 1 else f"One run: {sources}."
+    def title(self) -> str:
+        return ", ".join(s.name for s in self.studies) or "Report"
 
-    def sections(self) -> list[Section]:
-        """The sections below the figures: the numbers first."""
+    @property
+    def lead(self) -> str:
+        """What was run, and when it ended."""
+        runs, sources = [r for c in self.cells for r in c.runs], ", ".join(self.sources)
+        days = sorted({r.finished for r in runs})
+        when = f"{days[0]} to {days[-1]}" if len(days) > 1 else days[0]
+        left_out = f" Left out: {len(self.left_out)}, named at the end." if self.left_out else ""
+        counted = f"{len(runs)} runs of {sources}" if len(runs) > 1 else f"One run, {sources}"
+        return f"{counted}, finished {when}.{left_out}"
+
+    def sections(self) -> tuple[list[Section], list[Section]]:
+        """The numbers, and what stands below the figures: claims and verdicts, how to read the numbers, their runs."""
         traced = "The run directories behind every number, by the name of its row."
         runs = tuple(f"{c.title}: {', '.join(r.name for r in c.runs)}" for c in self.cells)
         judged = [*self.judgement.tables, self.judgement.table()] if self.judgement else []
-        found = [Section(t.name, t.caption, t) for t in self.tables]
         claimed = "What it should show, by the `# H:` lines of its file."
-        found += [Section(f"Study {s.name}", claimed, lines=s.hypotheses) for s in self.studies]
-        found += [Section(t.name, t.caption, t) for t in judged]
-        found += [Section("Runs", traced, lines=runs)]
-        return [*found, *([Section("Left out", lines=self.left_out)] if self.left_out else [])]
+        below = [Section(f"Study {s.name}", claimed, lines=s.hypotheses) for s in self.studies if s.hypotheses]
+        below += [Section(t.name, t.caption, t) for t in judged]
+        below += [Section("How to read it", lines=self.notes), Section("Runs", traced, lines=runs)]
+        below += [Section("Left out", lines=self.left_out)] if self.left_out else []
+        return [Section(t.name, t.caption, t) for t in self.tables], below
 
 
 def compile_report(loaded: Loaded, sources: Sequence[Path], judge: Judge | None) -> Report:
     """Cells, tables, notes and verdicts of the loaded runs. Cells of one seed are not compared."""
     found = cells(loaded.runs)
-    plans = [read_json(plan) for s in sources if (plan := s / "plan.json").is_file()]
     return Report(
         sources=tuple(str(s) for s in sources),
         cells=tuple(found),
         left_out=tuple(loaded.left_out),
-        studies=tuple(Study(p.get("name", "?"), tuple(p.get("hypotheses", ()))) for p in plans),
+        studies=tuple(_study(plan) for s in sources if (plan := s / "plan.json").is_file()),
         tables=tuple(tables(found)),
         judgement=judge(found) if judge else None,
         notes=tuple(_notes(found)),
     )
+
+
+def _study(plan: Path) -> Study:
+    """Raises ValueError, one line, where the sweep's plan.json is damaged."""
+    data = read_json(plan)
+    name, claims = data.get("name", plan.parent.name), data.get("hypotheses", [])
+    if not isinstance(claims, list) or not all(isinstance(text, str) for text in (name, *claims)):
+        raise ValueError(f"{plan}: damaged (name or hypotheses are no text)")
+    return Study(one_line(name), tuple(claims))
 
 
 def _notes(found: Sequence[Cell]) -> list[str]:
@@ -101,38 +118,43 @@ def _notes(found: Sequence[Cell]) -> list[str]:
 
 
 def as_markdown(report: Report, pictures: Sequence[Picture] = ()) -> str:
-    def bullets(lines: Sequence[str]) -> str:  # a run's folder may be called anything
-        return "\n".join(f"- {html.escape(printable(line).replace(chr(10), ' '))}" for line in lines)
+    def rendered(sections: Sequence[Section]) -> Iterator[str]:
+        for s in sections:
+            bullets = "\n".join(f"- {inert(line)}" for line in s.lines)  # a run's folder may be called anything
+            yield from (f"## {inert(s.name)}", inert(s.text), s.table.markdown(inert) if s.table else bullets)
 
-    parts = ["# Report", report.lead, bullets(report.notes)]
-    for p in pictures:
-        parts += [f"![{p.name}](figures/{p.name}.png)", p.caption]
-    for s in report.sections():
-        parts += [f"## {s.name}", s.text, s.table.markdown() if s.table else bullets(s.lines)]
+    numbers, below = report.sections()
+    drawn = [part for p in pictures for part in (f"![{p.name}](figures/{p.name}.png)", inert(p.caption))]
+    parts = [f"# {inert(report.title)}", inert(report.lead), *rendered(numbers), *drawn, *rendered(below)]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def as_html(report: Report, pictures: Mapping[Picture, bytes], rollouts: Mapping[str, Any]) -> str:
-    body = [
-        html.heading("Report", 1),
-        html.paragraph(report.lead),
-        '<nav><a href="#rollouts">rollouts</a></nav>',
-        html.bullets(report.notes),
-        *(html.figure(png, p.caption) for p, png in pictures.items()),
-    ]
-    for s in report.sections():
-        kind = "prose" if s.name == "Verdicts" else "wide"
-        body += [html.heading(s.name), html.paragraph(s.text)]
-        body += [html.table(s.table, kind) if s.table else html.bullets(s.lines)]
-    return html.page("vgrout: report", body, rollouts)
+    def rendered(sections: Sequence[Section]) -> Iterator[str]:
+        for s in sections:
+            kind = "prose" if s.name == "Verdicts" else "wide"
+            yield from (html.heading(s.name), html.paragraph(s.text) if s.text else "")
+            yield html.table(s.table, kind) if s.table else html.bullets(s.lines)
+
+    numbers, below = report.sections()
+    head = html.heading(report.title, 1), html.paragraph(report.lead), html.links([s.name for s in (*numbers, *below)])
+    figures = [html.figure(png, p.caption) for p, png in pictures.items()]
+    return html.page(f"vgrout: {report.title}", [*head, *rendered(numbers), *figures, *rendered(below)], rollouts)
 
 
 def as_csv(rows: Sequence[dict[str, object]]) -> str:
     out = io.StringIO()
     writer = csv.DictWriter(out, fieldnames=list(rows[0]), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows({name: _no_formula(value) for name, value in row.items()} for row in rows)
     return out.getvalue()
+
+
+def _no_formula(value: object) -> object:
+    """A cell; text that a spreadsheet would take for a formula is quoted as its readers do it, by an apostrophe."""
+    if not isinstance(value, str):
+        return value
+    return f"'{one_line(value)}" if value[:1] in "=+-@\t\r" and value else one_line(value)
 
 
 def as_png(picture: Picture) -> bytes:

@@ -1,5 +1,5 @@
-"""The figures of a report. Markers and line styles tell methods apart; colours (Okabe and Ito's, ordered by lightness)
-only help. Cells of one seed have only curves, and only where no cell has more."""
+"""The figures of a report. Markers and line styles tell methods apart; colours (Okabe and Ito's) only help. Cells of
+one seed have only curves, and only where no cell has more."""
 
 import itertools
 import textwrap
@@ -12,7 +12,6 @@ from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.text import Annotation
 
 from vgrout.report import stats
 from vgrout.report.runs import WHATS, Cell, Run, What, bases, paired, partner
@@ -24,15 +23,14 @@ DPI = 130
 BLACK, BLUE, RED, GREEN, ORANGE, SKY, PINK, GREY = (
     *("#000000", "#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7", "#7F7F7F"),
 )
-DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (1, 3)), (0, (3, 1, 1, 1)))
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "d", "H")
-# By the intervention; one that is not here is grey and round.
+DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)))
+MARKERS = ("o", "s", "^", "D", "v", "P")
+BASES = ("*", "X", "p", "h")  # markers of untrained models
+COLOURS = (BLACK, GREEN, RED, BLUE, ORANGE, PINK)  # of a picture's series, in their order
+# By the intervention, where each has a panel of its own; one that is not here is grey.
 _INTERVENTIONS = ("none", "erase", "route", "route2", "screen", "penalty", "sgtm")
 COLOUR_OF = dict(zip(_INTERVENTIONS, (BLACK, ORANGE, BLUE, RED, SKY, GREEN, PINK), strict=True))
-MARKER_OF = dict(zip(_INTERVENTIONS, ("s", "^", "o", "D", "<", ">", "h"), strict=True))
-FILL_OF = {"erase": "bottom", "route": "left", "screen": "right", "penalty": "top"}  # of its controls' markers
-BOUNDS = ("no_loophole", " (labels)")  # the control and the monitor that bound what is possible
-LINES = 9  # on a page of the dynamics
+SERIES = len(COLOURS)  # in a picture, at most
 SMOOTH = 5  # steps in a running mean of the students' answers
 
 
@@ -46,8 +44,8 @@ class Picture:
 def pictures(cells: Sequence[Cell]) -> list[Picture]:
     """Every figure that these cells can fill. Cells of one seed are drawn only where there are no others, as curves."""
     several = [c for c in cells if len(c.runs) > 1]
-    drawn = (draw(several) for draw in (pareto, dumbbells, suppression, gates))
-    return [*dynamics(several or cells), *(p for p in drawn if p is not None)]
+    drawn = (draw(several) for draw in (dumbbells, suppression, gates))
+    return [*dynamics(several or cells), *pareto(several), *(p for p in drawn if p is not None)]
 
 
 def _style(axes: Axes, **labels: object) -> None:
@@ -94,31 +92,43 @@ def _deployed(what: What) -> Series:
 
 
 def dynamics(cells: Sequence[Cell]) -> list[Picture]:
-    """The methods, then the controls of plain GRPO, on as many pages as they need; on each the plain cell that most are
-    compared with, and its ceiling."""
+    """The methods, then the controls of plain GRPO, on as many pages as they need."""
     shown = [c for c in cells if c.first.control == "none" or c.first.intervention == "none"]
-    shown = sorted(shown, key=lambda c: c.first.control != "none")
+    found = _pages(sorted(shown, key=lambda c: c.first.control != "none"), cells)
+    return [_dynamics(page, i, len(found)) for i, page in enumerate(found, 1)]
+
+
+def _pages(shown: Sequence[Cell], cells: Sequence[Cell], others: int = 0) -> list[list[Cell]]:
+    """At most SERIES cells each, with the `others` of every page; on every page the plain cell that most are compared
+    with, and its ceiling."""
     compared = [v for c in shown if (v := partner(c, cells, "none"))]
     without = max(compared, key=compared.count, default=None)
     always = [c for c in (without, without and partner(without, cells, "none", "no_loophole")) if c]
     rest = [c for c in shown if c not in always]
-    room = LINES - len(always)
+    room = max(1, SERIES - others - len(always))
     pages = [[*always, *rest[at : at + room]] for at in range(0, len(rest), room)] or [always]
-    return [_dynamics(page, i, len(pages)) for i, page in enumerate(pages, 1) if page]
+    return [page for page in pages if page]
+
+
+def _numbered(name: str, page: int) -> str:
+    return f"{name}-{page}" if page > 1 else name
+
+
+def _of(page: int, pages: int) -> str:
+    return f", {page} of {pages}" if pages > 1 else ""
 
 
 def _dynamics(shown: Sequence[Cell], page: int, pages: int) -> Picture:
     """Thin: a seed. Thick: their mean. Band: its 95 % interval by Student's t."""
     fig = Figure(figsize=(9.5, 5.9), dpi=DPI, layout="constrained")
-    colours = dict(zip((c.title for c in shown), _colours(shown), strict=True))
     for column, (side, series) in zip(
         fig.subplots(2, 2, sharex=True, sharey=True).T,
         (("students, as trained, training problems", _students), ("deployed, held-out problems", _deployed)),
         strict=True,
     ):
         for axes, what in zip(column, WHATS, strict=True):
-            for cell, dash, marker in zip(shown, itertools.cycle(DASHES), itertools.cycle(MARKERS), strict=False):
-                _bundle(axes, cell, series(what), colours[cell.title], dash, marker)
+            for cell, colour, dash, marker in zip(shown, COLOURS, DASHES, MARKERS, strict=False):
+                _bundle(axes, cell, series(what), colour, dash, marker)
             _style(axes, ylim=(-0.02, 1.02), ylabel=f"{what} rate", title=side if what == "hack" else "")
             axes.title.set_fontsize(10)
         column[-1].set_xlabel("step")
@@ -128,18 +138,11 @@ def _dynamics(shown: Sequence[Cell], page: int, pages: int) -> Picture:
         "Thin lines: seeds; thick: their mean; band: its 95 % interval (Student's t)." if several else "One seed each."
     )
     return Picture(
-        f"dynamics-{page}" if page > 1 else "dynamics",
-        f"Dynamics{f', {page} of {pages}' if pages > 1 else ''}. {lines} Students: running mean of {SMOOTH} steps. "
+        _numbered("dynamics", page),
+        f"Dynamics{_of(page, pages)}. {lines} Students: running mean of {SMOOTH} steps. "
         "During training the deployed model is evaluated on fewer held-out problems than at the end.",
         fig,
     )
-
-
-def _colours(shown: Sequence[Cell]) -> list[str]:
-    """An intervention's own colour for its plain cell, the others in order."""
-    taken = {COLOUR_OF.get(c.title) for c in shown}
-    rest = itertools.cycle([GREY, *(c for c in (GREEN, PINK, SKY) if c not in taken)])
-    return [COLOUR_OF[c.title] if c.title in COLOUR_OF else next(rest) for c in shown]
 
 
 def _bundle(axes: Axes, cell: Cell, series: Series, colour: str, dash: object, marker: str) -> None:
@@ -177,72 +180,37 @@ def _errors(e: Estimate) -> list[list[float]] | None:
     return [[100 * max(0.0, e.value - e.low)], [100 * max(0.0, e.high - e.value)]]
 
 
-def pareto(cells: Sequence[Cell]) -> Picture | None:
-    """Deployed hack against solve; up and to the left is better. Methods and bounds are filled, controls and other
-    settings of a method open."""
-    if not cells:
-        return None
+def pareto(cells: Sequence[Cell]) -> list[Picture]:
+    """Deployed hack against solve of the methods and the bounds; controls are in the table of controls."""
+    shown = [c for c in cells if c.first.control == "none" or c.first.intervention == "none"]
+    untrained = bases([r for c in cells for r in c.runs])
+    found = _pages(sorted(shown, key=lambda c: c.first.control != "none"), cells, len(untrained))
+    return [_pareto(page, untrained, i, len(found)) for i, page in enumerate(found, 1)]
 
-    def kind(cell: Cell) -> str:
-        """The control, or the setting in the title's brackets; "": the method itself."""
-        control, title = cell.first.control, cell.title
-        return control if control != "none" else title[title.index(" (") :] if title.endswith(")") else ""
 
-    fig = Figure(figsize=(9.5, 6.2), dpi=DPI, layout="constrained")
+def _pareto(shown: Sequence[Cell], untrained: Sequence[Cell], page: int, pages: int) -> Picture:
+    """A mark: a method's mean. Cross: its interval. Dots: its seeds."""
+    fig = Figure(figsize=(7.2, 5.6), dpi=DPI, layout="constrained")
     axes = fig.subplots()
-    kinds = dict.fromkeys(k for c in cells if (k := kind(c)) not in ("", *BOUNDS))
-    marker_of = dict(zip(kinds, itertools.cycle(MARKERS), strict=False))
-    for cell in cells:
-        x, y = (level(cell, "deploy", what) for what in WHATS)
-        intervention, plain = cell.first.intervention, not kind(cell)
-        bound = (plain and intervention == "none") or kind(cell) in BOUNDS
-        big = plain or bound
-        marker = "*" if bound else MARKER_OF.get(intervention, "o") if plain else marker_of[kind(cell)]
-        colour = COLOUR_OF.get(intervention, GREY)
+    marks = [(c, c.title, "deploy", *style) for c, *style in zip(shown, COLOURS, MARKERS, strict=False)]
+    marks += [(c, f"{c.title}, untrained", "base", GREY, marker) for c, marker in zip(untrained, BASES, strict=False)]
+    for cell, title, side, colour, marker in marks:
+        x, y = (level(cell, side, what) for what in WHATS)
         axes.errorbar(
             100 * (x.value or 0), 100 * (y.value or 0), xerr=_errors(x), yerr=_errors(y), fmt=marker, color=colour,
-            ms=17 if bound else 11 if plain else 7, mfc=colour, mec=colour, mew=1.4, mfcalt="white",
-            fillstyle="full" if big else FILL_OF.get(intervention, "none"),
-            elinewidth=1.0 if big else 0.3, capsize=2 if big else 0, zorder=3 if big else 2,
-            label=f"{cell.title} ({len(cell.runs)} seeds)",
+            ms=10, mec="white", mew=0.8, elinewidth=1.0, capsize=2, zorder=3, label=f"{title} ({len(cell.runs)} seeds)",
         )  # fmt: skip
-        if bound:
-            _name(axes, cell.title, x, y)
-        if big:
-            for run in cell.runs:
-                axes.plot(
-                    100 * (run.rate("deploy", "hack") or 0), 100 * (run.rate("deploy", "solve") or 0), ".", ms=4,
-                    color=colour, alpha=0.5, zorder=1,
-                )  # fmt: skip
-    for base in bases([r for c in cells for r in c.runs]):
-        x, y = (level(base, "base", what) for what in WHATS)
-        axes.errorbar(
-            100 * (x.value or 0), 100 * (y.value or 0), xerr=_errors(x), yerr=_errors(y), fmt="*", ms=17, color=GREY,
-            mec="black", label=f"{base.title}, untrained ({len(base.runs)} seeds)", zorder=3,
-        )  # fmt: skip
-        _name(axes, base.title, x, y)
+        for run in cell.runs:
+            at = (100 * (run.rate(side, what) or 0) for what in WHATS)
+            axes.plot(*at, ".", ms=5, color=colour, alpha=0.5, zorder=1)
     _style(axes, xlim=(-3, 103), ylim=(-3, 103), xlabel="deployed model: hack, %", ylabel="deployed model: solve, %")
     _legend(fig)
     return Picture(
-        "pareto",
-        "Hack against solve of the deployed model, mean over seeds with 95 % intervals; dots: seeds. Stars: bounds "
-        "(base, none, no loophole, true labels). Large: the methods; small: controls and other settings, in the "
-        "intervention's colour, filled below for erase, left for route, right for screen, above for penalty, open for "
-        "the others.",
+        _numbered("pareto", page),
+        f"Hack against solve of the deployed model{_of(page, pages)}: mean over seeds with 95 % intervals; dots: "
+        "seeds. Up and to the left is better.",
         fig,
     )
-
-
-def _name(axes: Axes, name: str, x: Estimate, y: Estimate) -> None:
-    """Name a star, unless another star's name is there already; the legend has all names."""
-    at = (100 * (x.value or 0), 100 * (y.value or 0))
-    if any(abs(at[0] - t.xy[0]) < 25 and abs(at[1] - t.xy[1]) < 5 for t in axes.texts if isinstance(t, Annotation)):
-        return
-    to_the_left = at[0] > 60
-    axes.annotate(
-        _wrapped(name, 26), at, (-10, 12) if to_the_left else (10, 7), textcoords="offset points", fontsize=9,
-        ha="right" if to_the_left else "left", bbox={"boxstyle": "round,pad=.15", "fc": "white", "lw": 0, "alpha": 0.7},
-    )  # fmt: skip
 
 
 # ── dumbbells ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -3,16 +3,22 @@
 import base64
 import re
 from collections.abc import Mapping, Sequence
-from html import escape
+from html import escape as escaped
 from importlib import resources
 from typing import Any
 
 from tabulate import tabulate
 
+from vgrout.files import printable
 from vgrout.report.rollouts import embedded
-from vgrout.report.tables import Table
+from vgrout.report.tables import Table, one_line
 
 TEMPLATE = "page.html"
+
+
+def escape(text: str) -> str:
+    """Text of unknown origin."""
+    return escaped(printable(text))
 
 
 def page(title: str, body: Sequence[str], rollouts: Mapping[str, Any]) -> str:
@@ -30,7 +36,17 @@ def page(title: str, body: Sequence[str], rollouts: Mapping[str, Any]) -> str:
 
 
 def heading(text: str, level: int = 2) -> str:
-    return f"<h{level}>{escape(text)}</h{level}>"
+    return f'<h{level} id="{_anchor(text)}">{escape(text)}</h{level}>'
+
+
+def _anchor(text: str) -> str:
+    return re.sub(r"\W+", "-", text)
+
+
+def links(names: Sequence[str]) -> str:
+    """To headings of these names, and to the rollout reader."""
+    items = [f'<a href="#{_anchor(name)}">{escape(name)}</a>' for name in (*names, "rollouts")]
+    return f"<nav>{' '.join(items)}</nav>"
 
 
 def paragraph(text: str) -> str:
@@ -43,7 +59,8 @@ def bullets(lines: Sequence[str]) -> str:
 
 def table(of: Table, kind: str = "wide") -> str:
     """A table; tabulate escapes every cell. kind: "wide", cells that do not wrap, or "prose"."""
-    cells = tabulate(of.rows, headers="keys", tablefmt="html", disable_numparse=True)
+    rows = [{one_line(str(k)): one_line(str(v)) for k, v in row.items()} for row in of.rows]
+    cells = tabulate(rows, headers="keys", tablefmt="html", disable_numparse=True)
     return f'<div class="{kind}">{cells}</div>'
 
 

@@ -26,6 +26,7 @@ class Verdict:
     about: str  # method or comparison that it judges
     outcome: str  # SUPPORTED, NOT SUPPORTED, UNDECIDED, REFUSED, or the file's own word
     numbers: str
+    absent: bool = False  # it is about methods that the study has no runs of: counted, not shown
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,14 @@ class Judgement:
 
     def table(self) -> Table:
         rows = [
-            {"hypothesis": v.id, "about": v.about, "verdict": v.outcome, "numbers": v.numbers} for v in self.verdicts
+            {"hypothesis": v.id, "about": v.about, "verdict": v.outcome, "numbers": v.numbers}
+            for v in self.verdicts
+            if not v.absent
         ]
-        return Table("Verdicts", self.standing, rows)
+        more = len(self.verdicts) - len(rows)
+        return Table(
+            "Verdicts", self.standing + (f"; {more} more are about methods that are not here" if more else ""), rows
+        )
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,9 @@
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, fields
+from datetime import date
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -12,8 +13,8 @@ from typing import Any, Literal, get_args
 from vgrout.config.checks import listed
 from vgrout.config.method import CONTROLS, INTERVENTIONS, MethodConfig
 from vgrout.config.presets import METHODS, PRESETS, of_choice
-from vgrout.config.run import Config
-from vgrout.files import json_lines, read_json
+from vgrout.config.run import Config, typed
+from vgrout.files import from_json, json_lines, read_json, read_text
 from vgrout.table import LEARNED, counted, first_hacks, read_steps
 from vgrout.types import MODE_CODE, MODES, Mode, Rate
 
@@ -65,14 +66,27 @@ class Run:
             if absent := [k for k in keys if k not in data]:
                 raise ValueError(f"{path / name}: no {', '.join(absent)} in it; another version made this run")
         usual = _usual()
-        stored = {g: v for g, v in record["config"].items() if isinstance(v, dict)}
+        if not isinstance(record["config"], dict) or not isinstance(record["config"].get("preset", ""), str):
+            raise ValueError(f"{path / 'run.json'}: holds no configuration of a run")
+        stored = {g: v for g, v in record["config"].items() if g != "preset"}
+        if wrong := [g for g, values in stored.items() if not isinstance(values, dict)]:
+            raise ValueError(f"{path / 'run.json'}: {wrong[0]} is no group of settings")
         if unknown := [name for g, values in stored.items() for name in values if name not in usual.get(g, {})]:
             raise ValueError(
                 f"{path / 'run.json'}: unknown settings {', '.join(unknown)}; another version made this run"
             )
         if not (path / "final.jsonl").is_file():
             raise ValueError(f"{path}: no final.jsonl; another version made this run")
+        for group, values in stored.items():
+            types = {f.name: f.type for f in fields(getattr(Config(), group))}
+            for name, value in values.items():
+                typed(value, name, types[name], "run.json")
+        kinds = {"arm": str, "control": str, "seed": int, "steps": int, "eval_n": int, "by_mode": dict}
+        if wrong := [name for name, kind in kinds.items() if type(final[name]) is not kind]:
+            raise ValueError(f"{path / 'per_mode_deploy.json'}: {wrong[0]} is {final[wrong[0]]!r:.60}")
         rows = read_steps(path / "steps.jsonl")
+        if wrong := [row for row in rows if not isinstance(row, dict) or type(row.get("step")) is not int]:
+            raise ValueError(f"{path / 'steps.jsonl'}: {wrong[0]!r:.60} is no step")
         if not rows:
             raise ValueError(f"{path / 'steps.jsonl'}: no step in it")
         started, ended = ((path / name).stat().st_mtime for name in ("run.json", "per_mode_deploy.json"))
@@ -82,6 +96,11 @@ class Run:
     def name(self) -> str:
         """The run directory's name."""
         return self.path.name
+
+    @property
+    def finished(self) -> str:
+        """The day of its final evaluation, such as 2026-11-25."""
+        return date.fromtimestamp((self.path / "per_mode_deploy.json").stat().st_mtime).isoformat()
 
     @property
     def revision(self) -> str:
@@ -357,9 +376,10 @@ def run_dirs(source: Path) -> tuple[list[Path], list[str]]:
             raise ValueError(f"{source}: no run in it: neither a folder of runs nor a sweep")
         return found, []
     try:
-        entries = json.loads(index.read_text(encoding="utf-8"))
-        named = [(e["name"], e["run"], e["state"]) for e in entries]
-    except (ValueError, KeyError, TypeError) as e:
+        named = [(str(e["name"]), e["run"], str(e["state"])) for e in from_json(read_text(index), str(index))]
+        if not all(run is None or isinstance(run, str) for _, run, _ in named):
+            raise TypeError("a run is no path")
+    except (KeyError, TypeError) as e:
         raise ValueError(f"{index}: damaged ({e!r})") from None
     found, absent = [], []
     for name, run, state in named:
@@ -373,12 +393,14 @@ def run_dirs(source: Path) -> tuple[list[Path], list[str]]:
     return found, absent
 
 
-def load(sources: Sequence[Path], tag: str = "") -> Loaded:
+def load(sources: Sequence[Path], tag: str = "", examine: Callable[[Run], object] = lambda run: None) -> Loaded:
     """The runs of all sources that have a final evaluation (a halted run has) and whose name ends with `tag`; of
-    several runs of one cell and seed, the newest.
+    several runs of one cell and seed, the newest. A run whose files are damaged is left out, with the reason.
+
+    examine: raises for a run that cannot be reported.
 
     Raises:
-        ValueError: a source is no folder of runs, or a finished run's files are damaged.
+        ValueError: a source is no folder of runs.
     """
     paths: dict[Path, None] = {}
     left_out: list[str] = []
@@ -388,15 +410,21 @@ def load(sources: Sequence[Path], tag: str = "") -> Loaded:
         left_out += absent
     newest: dict[tuple[str, int], Run] = {}
     for path in sorted(paths, key=lambda p: p.name):
-        status = read_json(path / "status.json") if (path / "status.json").is_file() else {"state": "unknown"}
-        halted = status["state"] == "halted" and (path / "per_mode_deploy.json").is_file()
-        if status["state"] != "finished" and not halted:
-            left_out.append(f"{path.name} ({status['state']})")
+        try:
+            state = read_json(path / "status.json").get("state") if (path / "status.json").exists() else "unknown"
+            if state != "finished" and not (state == "halted" and (path / "per_mode_deploy.json").is_file()):
+                left_out.append(f"{path.name} ({str(state)[:40]})")
+                continue
+            if not (path / "per_mode_deploy.json").exists():
+                left_out.append(f"{path.name} (no per_mode_deploy.json: not a run of vgrout.train)")
+                continue
+            run = Run.read(path)
+            key(run)
+            examine(run)
+        except Exception as e:  # whatever a file of wrong content makes of the sums
+            why = f"{e}" if isinstance(e, ValueError) else f"{type(e).__name__}: {e}"
+            left_out.append(f"{path.name} (damaged: {' '.join(why.replace(f'{path}/', '').split())[:200]})")
             continue
-        if not (path / "per_mode_deploy.json").is_file():
-            left_out.append(f"{path.name} (no per_mode_deploy.json: not a run of vgrout.train)")
-            continue
-        run = Run.read(path)
         if older := newest.get((key(run), run.seed)):
             left_out.append(f"{older.name} (older than {run.name}, the same settings and seed)")
         newest[key(run), run.seed] = run

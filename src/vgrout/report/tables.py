@@ -1,15 +1,18 @@
 """The tables of a report, as rows of text. Shares are printed in percent."""
 
+import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from html import escape
 
 import numpy as np
 from tabulate import tabulate
 
+from vgrout.files import printable
 from vgrout.report import stats
-from vgrout.report.runs import WHATS, Cell, Run, What, bases, paired, partner
+from vgrout.report.runs import SIDES, WHATS, Cell, Run, What, bases, paired, partner
 from vgrout.report.stats import Estimate, PValue, Stratum
 from vgrout.types import MODES, Mode, Rate
 
@@ -19,14 +22,26 @@ PHASES = ("gen", "grade", "fb", "eval")
 TableRow = dict[str, str]
 
 
+def one_line(text: str) -> str:
+    """Text of unknown origin, for a terminal."""
+    return printable(text).replace("\n", " ")
+
+
+def inert(text: str) -> str:
+    """The same for a Markdown file, in which it is neither HTML, a link, a picture nor another cell."""
+    return escape(one_line(text), quote=False).replace("](", "]\\(").replace("|", "\\|")
+
+
 @dataclass(frozen=True)
 class Table:
     name: str  # as a heading
     caption: str
     rows: Sequence[TableRow]
 
-    def markdown(self) -> str:
-        return tabulate(self.rows, headers="keys", tablefmt="github", disable_numparse=True)
+    def markdown(self, shown: Callable[[str], str] = one_line) -> str:
+        """shown: how a cell of any origin is written, in one line."""
+        rows = [{shown(str(k)): shown(str(v)) for k, v in row.items()} for row in self.rows]
+        return tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
 
 
 def percent(e: Estimate) -> str:
@@ -362,6 +377,29 @@ def times(cells: Sequence[Cell]) -> Table:
             for c in cells
         ],
     )
+
+
+def examine(run: Run) -> None:
+    """Ask a run for everything that a report may ask of it. Raises whatever a file of wrong content raises."""
+    alone, twice = Cell(run.method, (run,)), Cell(run.method, (run, run))
+    for asked in (overall, controls, per_mode, flags, masked, times, against_none):
+        asked([twice])
+    one_seed([alone])
+    base([run])
+    _differences(twice, twice)
+    run_rows([alone])
+    mode_rows([alone])
+    for _ in (
+        [h + s + 0.0 for _, h, s in run.evaluations()],
+        run.gates,
+        run.unusual,
+        run.learns,
+        run.seed_name,
+        run.inputs,
+        run.method_inputs,
+    ):
+        pass
+    json.dumps([run.rate(side, what, mode) for side in SIDES for what in WHATS for mode in run.modes], allow_nan=False)
 
 
 # ── for other programs ─────────────────────────────────────────────────────────────────────────────────────────────

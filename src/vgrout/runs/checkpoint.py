@@ -6,27 +6,21 @@ the new one is verified. Random streams derive from seed and step, so the step i
 """
 
 import errno
-import hashlib
 import io
 import json
 import os
+import re
 import shutil
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from loguru import logger
-
-from vgrout.files import to_json, write_atomic
+from vgrout.files import file_sha256, from_json, read_text, regular, to_json, write_atomic
 
 MARGIN = 64 * 1024  # bytes besides the state: manifest, folders, the file system's own
 GROWING = ("steps.jsonl", "rollouts.jsonl")
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 @dataclass(frozen=True)
@@ -42,6 +36,8 @@ class Checkpoint:
 def save(run: Path, next_step: int, state: dict[str, Any], keep: int) -> Path:
     """Write and verify a checkpoint, then prune to it and the `keep - 1` before it: later or incomplete ones belong to
     steps that a resume has undone. Raises OSError on a full disk, with the previous checkpoint untouched."""
+    import torch
+
     root = run / "resume"
     root.mkdir(exist_ok=True)
     buffer = io.BytesIO()
@@ -59,7 +55,7 @@ def save(run: Path, next_step: int, state: dict[str, Any], keep: int) -> Path:
         manifest = {
             "schema": 1,
             "next_step": next_step,
-            "files": {"state.pt": _sha256(temporary / "state.pt")},
+            "files": {"state.pt": file_sha256(temporary / "state.pt")},
             "sizes": {name: (run / name).stat().st_size for name in GROWING},
         }
         write_atomic(temporary / "manifest.json", to_json(manifest))
@@ -92,60 +88,113 @@ def _sync_folder(folder: Path) -> None:
 def complete(run: Path) -> list[Path]:
     """Checkpoints with a manifest, oldest first."""
     root = run / "resume"
-    there = [p for p in root.glob("step_*") if p.name[5:].isdecimal() and (p / "manifest.json").is_file()]
+    there = [
+        p for p in root.glob("step_*") if re.fullmatch(r"\d{1,18}", p.name[5:]) and (p / "manifest.json").is_file()
+    ]
     return sorted(there, key=_step)
+
+
+def verified(path: Path) -> tuple[int, dict[str, int]]:
+    """A checkpoint's step and the sizes of the growing files then, from its manifest. Raises ValueError in one line if
+    it is truncated or altered."""
+    try:
+        manifest = json.loads(read_text(path / "manifest.json"))
+        expected, step, sizes = manifest["files"]["state.pt"], manifest["next_step"], manifest["sizes"]
+        sizes = {name: sizes[name] for name in GROWING}
+        if not all(type(n) is int and n >= 0 for n in (step, *sizes.values())):
+            raise ValueError("no numbers in it")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
+        raise ValueError(f"{path}: manifest cannot be read ({e})") from None
+    state = path / "state.pt"
+    if not state.is_file():
+        raise ValueError(f"{path}: state.pt is missing")
+    if file_sha256(state) != expected:
+        raise ValueError(f"{path}: state.pt does not match its hash; the checkpoint is damaged")
+    return step, sizes
 
 
 def read(path: Path) -> Checkpoint:
     """Verify and load a checkpoint. Raises ValueError in one line if it is truncated, altered or foreign."""
+    import torch  # here and not above: a resume that cannot be is refused before it is loaded
+
+    step, sizes = verified(path)
     try:
-        manifest = json.loads((path / "manifest.json").read_text())
-        files, next_step, sizes = manifest["files"], int(manifest["next_step"]), manifest["sizes"]
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise ValueError(f"{path}: manifest cannot be read ({e})") from None
-    for name, expected in files.items():
-        if not (path / name).is_file():
-            raise ValueError(f"{path}: {name} is missing")
-        if _sha256(path / name) != expected:
-            raise ValueError(f"{path}: {name} does not match its hash; the checkpoint is damaged")
-    state = torch.load(path / "state.pt", weights_only=True, map_location="cpu")
-    return Checkpoint(path, next_step, state, {k: int(v) for k, v in sizes.items()})
+        with zipfile.ZipFile(path / "state.pt") as parts:  # it is written uncompressed
+            if sum(part.file_size for part in parts.infolist()) > (path / "state.pt").stat().st_size:
+                raise ValueError("its parts are larger than the file")
+        state = torch.load(path / "state.pt", weights_only=True, map_location="cpu")
+        if not isinstance(state, dict):
+            raise ValueError("it holds no state")
+    except Exception as e:  # pickle's, zip's and torch's, which has many lines
+        raise ValueError(f"{path}: state.pt cannot be read ({type(e).__name__})") from None
+    return Checkpoint(path, step, state, sizes)
+
+
+def newest_first(run: Path, passed_over: list[str]) -> Iterator[Checkpoint]:
+    """The good checkpoints; a line for each other one is added to `passed_over`."""
+    for path in reversed(complete(run)):
+        try:
+            point = read(path)
+        except ValueError as e:
+            passed_over.append(str(e))
+        else:
+            yield point
+
+
+def none_left(run: Path, passed_over: Sequence[str]) -> ValueError:
+    detail = "; ".join(passed_over) or "no resume/step_*/manifest.json in it"
+    return ValueError(f"--resume {run}: no usable checkpoint ({detail})")
 
 
 def latest(run: Path) -> tuple[Checkpoint, list[str]]:
     """The newest good checkpoint, and a line for each newer one that is not. Raises ValueError if none is good."""
     passed_over: list[str] = []
+    for point in newest_first(run, passed_over):
+        return point, passed_over
+    raise none_left(run, passed_over)
+
+
+def require_one(run: Path, read_row: Callable[[dict[str, Any]], object]) -> None:
+    """Raises ValueError, one line, where no checkpoint has its manifest, its hash and its rows; torch is not loaded for
+    that."""
+    passed_over: list[str] = []
     for path in reversed(complete(run)):
         try:
-            return read(path), passed_over
-        except ValueError as e:
-            passed_over.append(str(e))
-    detail = "; ".join(passed_over) or "no resume/step_*/manifest.json in it"
-    raise ValueError(f"--resume {run}: no usable checkpoint ({detail})")
+            for row in rows_before(run, *verified(path)):
+                read_row(row)
+            return
+        except (ValueError, TypeError, AttributeError) as e:
+            passed_over.append(" ".join(str(e).split())[:300])
+    raise none_left(run, passed_over)
 
 
-def go_back(run: Path) -> tuple[Checkpoint, list[dict[str, Any]]]:
-    """Go back to the newest good checkpoint: cut the growing files to their length then. Returns it and its rows."""
-    point, passed_over = latest(run)
-    for line in passed_over:
-        logger.warning(f"{line}; going back one further")
-    rewind(run, point)
-    with open(run / "steps.jsonl", encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines]
-    if len(rows) != point.next_step:
-        raise ValueError(f"--resume {run}: {len(rows)} rows in steps.jsonl, checkpoint of step {point.next_step}")
-    return point, rows
+def rows_before(run: Path, step: int, sizes: dict[str, int]) -> list[dict[str, Any]]:
+    """The rows of steps.jsonl up to a checkpoint's step. Raises ValueError, one line, where some are missing."""
+    with open(run / "steps.jsonl", "rb", opener=regular) as f:
+        rows = [
+            from_json(line, f"{run / 'steps.jsonl'}, line {n}", is_line=True)
+            for n, line in enumerate(io.BytesIO(f.read(sizes["steps.jsonl"])), 1)
+        ]
+    if len(rows) != step:
+        raise ValueError(f"{run}: {len(rows)} rows in steps.jsonl, checkpoint of step {step}")
+    return rows
 
 
-def rewind(run: Path, checkpoint: Checkpoint) -> None:
-    """Cut the growing files to their length at the checkpoint; later steps are done again."""
+def require_rows(run: Path, checkpoint: Checkpoint) -> None:
+    """Raises ValueError, one line, where a growing file is not what it was at the checkpoint."""
     for name in GROWING:
         path, size = run / name, checkpoint.sizes[name]
         if path.is_symlink():
             raise ValueError(f"--resume {run}: {name} is a link; a run's own files are not")
         if not path.is_file() or path.stat().st_size < size:
             raise ValueError(f"--resume {run}: {name} is shorter than at the checkpoint; rows are missing")
-        with open(path, "rb+") as f:
-            f.truncate(size)
+
+
+def rewind(run: Path, checkpoint: Checkpoint) -> None:
+    """Cut the growing files to their length at the checkpoint; later steps are done again. Raises as `require_rows`."""
+    require_rows(run, checkpoint)
+    for name in GROWING:
+        with open(run / name, "rb+") as f:
+            f.truncate(checkpoint.sizes[name])
             f.flush()
             os.fsync(f.fileno())

@@ -19,8 +19,10 @@ from vgrout.inputs import Inputs, read_inputs
 from vgrout.model.memory import plan as memory_plan
 from vgrout.model.source import BF16, FP32, Shapes, find_shapes
 from vgrout.problems import Row
+from vgrout.runs import checkpoint
 from vgrout.runs.duration import in_words, seconds
-from vgrout.runs.run_dir import ENDED, RUNS, last_resumable
+from vgrout.runs.run_dir import ENDED, RUNS, STATES, last_resumable
+from vgrout.table import StepRow
 from vgrout.types import MODES
 
 SVD_CACHE = Path("out/svd_cache")
@@ -226,12 +228,18 @@ def find_resume(requested: Config) -> tuple[Path | None, Config]:
     if not requested.run.resume:
         return None, requested
     path, config, status = unfinished(requested.run.resume, "train", "preset", RUNS)
-    cfg, differing = resumed(requested, from_dict(config))
+    stored = from_dict(config, f"--resume {path}: run.json")
+    stored.refuse_code(requested.code, f"--resume {path}: run.json")
+    cfg, differing = resumed(requested, stored)
     if status["state"] == "halted":
         if requested.guard.guard != "log":
-            raise ValueError(f"--resume {path}: halted ({status['reason']}); to go on all the same, add --guard log")
+            raise ValueError(
+                f"--resume {path}: halted ({status.get('reason')}); to go on all the same, add --guard log"
+            )
         quiet = replace(cfg.detectors, reward_hack_halt=False, echo_trap_halt=False)
         cfg = replace(cfg, detectors=quiet)
+    if not requested.run.dry_run:
+        checkpoint.require_one(path, StepRow.from_json)
     probe_writable(path)
     if differing and not requested.run.resume_force:
         raise ValueError(f"--resume {path}: differs in {', '.join(differing)}; drop these flags, or add --resume-force")
@@ -247,8 +255,13 @@ def unfinished(name: str, program: str, setting: str, root: Path) -> tuple[Path,
     """
     path = last_resumable(root) if name == "latest" else Path(name)
     record, status = read_json(path / "run.json"), read_json(path / "status.json")
-    if setting not in record.get("config", {}):
+    config = record.get("config")
+    if not isinstance(config, dict) or setting not in config or not isinstance(record.get("hashes"), dict):
         raise ValueError(f"--resume {path}: not a run of vgrout.{program}; give one of those below {root}")
+    if status.get("state") not in STATES:
+        raise ValueError(f"--resume {path}: its status.json names no state")
     if status["state"] in ENDED:
         raise ValueError(f"--resume {path}: {ENDED[status['state']]}; nothing is left to do")
-    return path, record["config"], status
+    if odd := [n for n in checkpoint.GROWING if (path / n).exists() and not (path / n).is_file()]:
+        raise ValueError(f"--resume {path}: {odd[0]} is not a regular file")
+    return path, config, status

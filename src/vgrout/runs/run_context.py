@@ -64,6 +64,7 @@ class RunContext:
         self.dir, self.resume_command = folder, resume_command
         self.record = {**environment(), "hashes": {}, **(record or {})}
         self.log, self.force = log or Path(), force
+        self.logged = True  # whether the log was there before
         self.steps_done, self.owns_folder = steps_done or folder.steps_on_disk, owns_folder
         self.trackers, self._loading = trackers or Trackers(), True
 
@@ -76,9 +77,13 @@ class RunContext:
         program: the command without `--resume`. more: as for `RunContext`.
         """
         folder = RunDir.reopen(path) if path else RunDir.create(run_id, root)
-        console.setup(log := Path("logs") / f"{folder.path.name}.log")
+        log = Path("logs") / f"{folder.path.name}.log"
+        logged = log.exists()
+        console.setup(log)
         command = f"python -m vgrout.{program} --resume {folder.path}"
-        return cls(folder, grader, resume_command=command, resumes=bool(path), log=log, **more)
+        run = cls(folder, grader, resume_command=command, resumes=bool(path), log=log, **more)
+        run.logged = logged
+        return run
 
     def _on_every_rank(self, grader: Grader, resumes: bool) -> None:
         self.grader, self.resumes, self.code = grader, resumes, FAILED
@@ -164,6 +169,8 @@ class RunContext:
                 self.code = BAD
                 if self.owns_folder and not self.resumes:
                     self._discard()
+                elif not self.logged:
+                    self._remove_log()
                 else:
                     logger.debug(f"refused: {e}")
                 print(f"E {e}", file=sys.stderr)
@@ -192,13 +199,18 @@ class RunContext:
 
     def _discard(self) -> None:
         """Remove the folder and the log of a run that never started."""
+        self._remove_log()
+        shutil.rmtree(self.path, ignore_errors=True)
+        for folder in (self.path.parent, self.path.parent.parent):
+            with contextlib.suppress(OSError):  # not empty
+                folder.rmdir()
+
+    def _remove_log(self) -> None:
         logger.remove()  # closes the log
         if self.log != Path():
             self.log.unlink(missing_ok=True)
-        shutil.rmtree(self.path, ignore_errors=True)
-        for folder in (self.path.parent, self.path.parent.parent, self.log.parent):
             with contextlib.suppress(OSError):  # not empty
-                folder.rmdir()
+                self.log.parent.rmdir()
 
     def _fail(self, e: BaseException) -> None:
         """Record an unexpected ending: a second interrupt, a full disk, a fault."""
@@ -225,8 +237,9 @@ class RunContext:
             then = "free some space, then: "
         else:
             reason, then = f"files of the run cannot be written ({error})", "once they can: "
-        self._try_status("failed", self.steps_done(), f"{reason}; {last}", then + self.resume_command)
-        logger.error(f"{reason}; {last}. {then[0].upper()}{then[1:]}{self.resume_command}")
+        then += self.resume_command if checkpoints else "start it again by the same command"
+        self._try_status("failed", self.steps_done(), f"{reason}; {last}", then)
+        logger.error(f"{reason}; {last}. {then[0].upper()}{then[1:]}")
 
     def _try_status(self, state: str, step: int, reason: str, then: str) -> None:
         """Write status.json where even that may fail."""

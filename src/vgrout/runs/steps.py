@@ -54,7 +54,7 @@ class StepRecorder(Generic[R]):
         if run.resumes:
             first = read_json(run.path / "run.json")
             require_same(run.path, record["hashes"], run.force)
-            self.restore(*ranks.from_first(self.read_checkpoint()))
+            self.resume()
             logger.info(f"resumed after step {len(self.rows) - 1}")
             again = {"step": len(self.rows)} | {name: record[name] for name in RESUMED if name in record}
             started_with = record["config"] if run.force else first.get("begun", first.get("config"))
@@ -67,10 +67,27 @@ class StepRecorder(Generic[R]):
         for line in self.full.legend():
             logger.debug(line)
 
-    def read_checkpoint(self) -> tuple[Mapping[str, Any], Sequence[dict[str, Any]]]:
-        """State and rows of the last good checkpoint, with the files cut back to it."""
-        point, rows = checkpoint.go_back(self.run.path)
-        return point.state, rows
+    def resume(self) -> None:
+        """Continue from the last checkpoint that is whole and of this run, with the files cut back to it.
+
+        Raises:
+            ValueError: there is none; nothing on disk has changed then.
+        """
+        run, passed_over = self.run.path, list[str]()
+        for point in checkpoint.newest_first(run, passed_over):
+            try:
+                rows = checkpoint.rows_before(run, point.next_step, point.sizes)
+                checkpoint.require_rows(run, point)
+                self.restore(point.state, rows)
+                break
+            except Exception as e:  # whatever a foreign state does to its readers
+                passed_over.append(f"{point.path}: not of this run ({type(e).__name__}: {' '.join(str(e).split())})")
+        else:
+            raise checkpoint.none_left(run, passed_over)
+        for line in passed_over:
+            logger.warning(f"{line}; going back one further")
+        checkpoint.rewind(run, point)
+        ranks.from_first((point.state, rows))
 
     def restore(self, state: Mapping[str, Any], rows: Iterable[dict[str, Any]]) -> None:
         """Continue from this state and these rows, which rank 0 has read."""

@@ -1,7 +1,6 @@
 """The runs that exist, found by the identity of their settings and input files, never by name."""
 
 import contextlib
-import json
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping
@@ -104,10 +103,10 @@ def kind(cfg: Config) -> tuple[str, str]:
 
 def _record(path: Path) -> Record | None:
     try:
-        data = json.loads((path / "run.json").read_text(encoding="utf-8"))
+        data = read_json(path / "run.json")
         cfg = from_dict(data.get("begun") or data["config"])  # a halted run that was continued is still the study's
-    except (OSError, ValueError, KeyError, TypeError):
+        git = data.get("git") or {}
+        code = str(git.get("revision", ""))[:10] + ("+" if git.get("dirty") else "")
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
-    git = data.get("git") or {}
-    code = str(git.get("revision", ""))[:10] + ("+" if git.get("dirty") else "")
     return Record(path, cfg, identity(cfg), data.get("hashes") or {}, code)

@@ -72,6 +72,10 @@ class Cli:
     """Where runs are started: processes on this machine · a pueue queue · a Ray cluster."""
     ray_address: str = ""
     """The cluster's address; '': start one on this machine."""
+    reward: str = ""
+    """The study's own --reward, once more: a file's word alone is no reason to import it."""
+    rm_ensemble_members: str = ""
+    """The same of --rm-ensemble-members."""
     replan: bool = False
     """Continue although the study file is no longer the planned one; the old plan is kept beside the new one."""
 
@@ -136,7 +140,7 @@ class Entry:
         """The attempt that starts or resumes the run."""
         cfg = self.cell.cfg
         if self.state == "resumable" and self.run:
-            return Attempt([cfg.preset, f"--resume={self.run}"], log, self.run, cfg)
+            return Attempt([cfg.preset, *cfg.repeated, f"--resume={self.run}"], log, self.run, cfg)
         return Attempt(self.cell.flags, log, None, cfg)
 
     def command(self) -> str:
@@ -479,7 +483,8 @@ def _time(seconds: float) -> str:
 
 def run(cli: Cli) -> int:
     """Run, plan or enqueue a study. Raises ValueError, one line, before the first run starts."""
-    sweep = Sweep.of(load_study_file(cli.study))
+    code = (f"--reward={cli.reward}", f"--rm-ensemble-members={cli.rm_ensemble_members}")
+    sweep = Sweep.of(load_study_file(cli.study, code))
     if cli.commands:
         print("\n".join(entry.command() for entry in sweep.entries))
         return FINISHED

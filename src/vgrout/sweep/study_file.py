@@ -15,9 +15,10 @@ lr = 1e-2
 """
 
 import hashlib
+import math
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
@@ -27,6 +28,7 @@ from vgrout.config.checks import refuse_setting, rule_of
 from vgrout.config.method import MethodConfig
 from vgrout.config.presets import PRESETS, flag_names, resolve
 from vgrout.config.run import Config, identity
+from vgrout.files import read_text
 
 KEYS = ("name", "preset", "seeds", "common", "arms", "overrides")
 OWN = ("seed", "resume", "resume-force", "dry-run")  # flags that the sweep sets
@@ -65,26 +67,29 @@ class StudyFile:
     cells: tuple[Cell, ...]
 
 
-def load_study_file(path: Path) -> StudyFile:
-    """Read and check a study file.
+MOST_RUNS = 2000  # of a study; a few lists multiply to millions
+
+
+def load_study_file(path: Path, code: Collection[str] = ()) -> StudyFile:
+    """Read and check a study file. code: flags of the command line that name functions to import, such as
+    `--reward=module:function`; what the file alone names is not imported.
 
     Raises:
         ValueError: one line with file and table, where a run's flags are refused or two runs are the same.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-        data = tomllib.loads(text)
-    except (OSError, UnicodeDecodeError) as e:
+        data = tomllib.loads(text := read_text(path))
+    except OSError as e:
         raise ValueError(f"{path}: cannot be read ({e}); give a study file (TOML)") from None
-    except ValueError as e:  # a number of thousands of digits too
+    except (ValueError, RecursionError) as e:  # a number of thousands of digits too
         raise ValueError(f"{path}: not TOML: {e}") from None
     try:
-        return _study(path, text, data)
+        return _study(path, text, data, code)
     except ValueError as e:
         raise ValueError(f"{path}: {e}") from None
 
 
-def _study(path: Path, text: str, data: dict[str, Any]) -> StudyFile:
+def _study(path: Path, text: str, data: dict[str, Any], code: Collection[str]) -> StudyFile:
     if unknown := sorted(data.keys() - {*KEYS}):
         raise ValueError(f"unknown key {unknown[0]!r}; known: {', '.join(KEYS)}")
     name, preset, seeds = data.get("name", path.stem), data.get("preset"), data.get("seeds")
@@ -92,13 +97,16 @@ def _study(path: Path, text: str, data: dict[str, Any]) -> StudyFile:
         raise ValueError(f"name {name!r}: letters, digits and _ . = + - only, 80 at most")
     if not isinstance(preset, str) or preset not in PRESETS:
         raise ValueError(f"preset {preset!r}: should be one of {', '.join(PRESETS)}")
-    if not isinstance(seeds, list) or not seeds or not all(type(s) is int for s in seeds):
-        raise ValueError(f"seeds {seeds!r}: should be a list of whole numbers, such as [41, 42, 43]")
+    if not isinstance(seeds, list) or not seeds or not all(type(s) is int and abs(s) < 2**63 for s in seeds):
+        raise ValueError(f"seeds {str(seeds)[:60]}: should be a list of whole numbers, such as [41, 42, 43]")
     if len({*seeds}) < len(seeds):
         raise ValueError(f"seeds {seeds}: one is there twice; leave it out")
     common = _flags("[common]", data.get("common", {}))
     if several := [k for k, v in common.items() if isinstance(v, list)]:
         raise ValueError(f"[common]: {several[0]!r} is a list; give several values in [[overrides]]")
+    counts = [_combinations(data.get(key, [{}])) for key in ("arms", "overrides")]
+    if (n := math.prod(counts) * len(seeds)) > MOST_RUNS:
+        raise ValueError(f"{n:.3g} runs, which is more than {MOST_RUNS}; shorten its lists, or make it several studies")
     methods = [*_choices("arms", data.get("arms"))]
     overrides = [*_choices("overrides", data.get("overrides", [{}]))]
     seen: dict[str, str] = {}
@@ -112,6 +120,7 @@ def _study(path: Path, text: str, data: dict[str, Any]) -> StudyFile:
             cfg = resolve([*flags])
         except ValueError as e:
             raise ValueError(f"{both}: {e}") from None
+        cfg.refuse_code(code, both)
         if cfg.guard_mode == "halt" and "guard" not in common | method | extra:
             flags = (*flags, "--guard=log")  # runs of a study are compared, so all have the same length
             cfg = resolve([*flags])
@@ -131,6 +140,12 @@ def _study(path: Path, text: str, data: dict[str, Any]) -> StudyFile:
     return StudyFile(path, name, hashlib.sha256(text.encode()).hexdigest(), claims, tuple(cells))
 
 
+def _combinations(tables: Any) -> int:
+    """How many settings these tables make; of what is no table, any number."""
+    lists = [[v for v in t.values() if isinstance(v, list)] if isinstance(t, dict) else [] for t in tables or ()]
+    return sum(math.prod(map(len, of_table)) for of_table in lists)
+
+
 def _choices(key: str, tables: Any) -> Iterator[tuple[str, Flags, str]]:
     """(where, flags, given name) of each table, for every combination of values given as lists."""
     if not isinstance(tables, list) or not tables or not all(isinstance(t, dict) for t in tables):
@@ -138,7 +153,7 @@ def _choices(key: str, tables: Any) -> Iterator[tuple[str, Flags, str]]:
     for i, table in enumerate(tables, 1):
         where = f"[[{key}]] {i}"
         name = table.get("name", "")
-        if not isinstance(name, str) or "\n" in name:
+        if not isinstance(name, str) or not name.isprintable():
             raise ValueError(f"{where}: name {name!r}: should be one line of text")
         where += f" ({name})" if name else ""
         flags = _flags(where, {k: v for k, v in table.items() if k != "name"})

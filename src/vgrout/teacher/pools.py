@@ -5,8 +5,9 @@ which makes the pool a *substrate*; and `pool.json`: who made it, with which tok
 """
 
 import gzip
+import hashlib
+import io
 import json
-import math
 import os
 import re
 import shutil
@@ -19,11 +20,12 @@ from typing import Any
 
 from loguru import logger
 
-from vgrout.files import file_sha256, from_json, read_text, write_json
+from vgrout.files import file_sha256, from_json, read_text, regular, write_json
 from vgrout.grading.grade import Grader
 from vgrout.types import MODES, CachedGrade, Grade, Mode, Problem, Rate, Ungraded
 
 _NAME = re.compile(r"prompt_(\d+)\.jsonl\.gz")
+FILE_LIMIT, POOL_LIMIT = 2**26, 2**30  # unpacked bytes of a file and of a pool: a few MB of gzip can hold gigabytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,34 +80,41 @@ def load_pool(folder: Path, flag: str = "--teacher-pool-dir") -> Pool:
         raise ValueError(f"{flag} {folder}: no such folder; `vgrout substrate` or `vgrout teacher` makes a pool")
     meta: dict[str, Any] = {}
     card, divided = folder / "pool.json", folder / "partition.json"
-    if card.is_file():
+    if card.exists():
         meta = _card(card)
     partition: dict[int, Mode] = {}
-    if divided.is_file():
+    if divided.exists():
         for key, mode in _mapping(divided).items():
-            if mode not in MODES:
+            if not isinstance(mode, str) or mode not in MODES:
                 raise ValueError(f"{divided}: problem {key} has unknown mode {mode!r}; one of {', '.join(MODES)}")
             partition[_id(key, divided)] = mode
     recorded: dict[str, str] = dict(meta.get("sha256", {}))
     demos: dict[int, tuple[Demo, ...]] = {}
+    total = 0
     for path in sorted(p for p in folder.iterdir() if _NAME.fullmatch(p.name)):
-        problem_id = int(path.name[len("prompt_") : -len(".jsonl.gz")])
+        problem_id = _id(path.name[len("prompt_") : -len(".jsonl.gz")], path)
         if problem_id in demos:
             raise ValueError(f"{path}: a second file for problem {problem_id}; leave one of them out")
         if partition and problem_id not in partition:
             raise ValueError(f"{path}: problem {problem_id} is not in partition.json")
-        if recorded and recorded.pop(path.name, None) != file_sha256(path):
+        text, digest = _unpacked(path)
+        if recorded and recorded.pop(path.name, None) != digest:
             raise ValueError(f"{path}: not the file that pool.json recorded (sha256); make the pool again")
-        demos[problem_id] = _read(path, problem_id, partition.get(problem_id), meta.get("grader", "unknown"))
+        total += len(text)
+        if total > POOL_LIMIT:
+            raise ValueError(f"{folder}: more than {POOL_LIMIT >> 30} GiB unpacked; split the pool")
+        demos[problem_id] = _read(path, text, problem_id, partition.get(problem_id), meta.get("grader", "unknown"))
     if recorded:
         raise ValueError(f"{folder / min(recorded)}: recorded in pool.json, not there; make the pool again")
     if not demos:
         raise ValueError(f"{flag} {folder}: no prompt_NNNN.jsonl.gz with rollouts in it")
-    if not card.is_file():
+    if not card.exists():
         logger.warning(
             f"{folder} has no pool.json: its labels come from an unknown grader, its tokens from an unknown tokenizer"
         )
-    markers = {_id(key, card): str(name) for key, name in meta.get("markers", {}).items()}
+    if odd := [key for key, name in meta.get("markers", {}).items() if not isinstance(name, str)]:
+        raise ValueError(f"{card}: the marker of problem {odd[0]} should be text")
+    markers = {_id(key, card): name for key, name in meta.get("markers", {}).items()}
     return Pool(folder, demos, partition, markers, meta.get("tokenizer_sha256"), meta.get("grader", "unknown"))
 
 
@@ -125,23 +134,39 @@ def _card(file: Path) -> dict[str, Any]:
 
 
 def _id(key: str, file: Path) -> int:
-    if not key.isdecimal():
-        raise ValueError(f"{file}: {key!r} is no problem id")
+    if not re.fullmatch(r"\d{1,18}", key):
+        raise ValueError(f"{file}: {key[:40]!r} is no problem id")
     return int(key)
 
 
-def _read(path: Path, problem_id: int, mode: Mode | None, grader: str) -> tuple[Demo, ...]:
-    rows: list[Demo] = []
+def _unpacked(path: Path) -> tuple[str, str]:
+    """A file's text, and the sha256 of its bytes."""
     try:
-        with gzip.open(path, "rt", encoding="utf-8", newline="\n") as lines:
-            for number, line in enumerate(lines, 1):
-                where = f"{path}, line {number}"
-                rows.append(_demo(from_json(line, where, is_line=True), where, problem_id, mode, grader))
+        with open(path, "rb", opener=regular) as raw:
+            digest = hashlib.file_digest(raw, "sha256").hexdigest()
+            raw.seek(0)
+            with gzip.GzipFile(fileobj=raw) as packed:
+                data = packed.read(FILE_LIMIT + 1)
+        if len(data) > FILE_LIMIT:
+            raise ValueError(f"{path}: more than {FILE_LIMIT >> 20} MiB unpacked; no problem has so many rollouts")
+        return data.decode(), digest
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as e:
         raise ValueError(f"{path}: cannot be read ({e})") from None
+
+
+def _read(path: Path, text: str, problem_id: int, mode: Mode | None, grader: str) -> tuple[Demo, ...]:
+    rows: list[Demo] = []
+    for number, line in enumerate(io.StringIO(text, newline="\n"), 1):
+        where = f"{path}, line {number}"
+        rows.append(_demo(from_json(line, where, is_line=True), where, problem_id, mode, grader))
     if not rows:
         raise ValueError(f"{path}: no rollouts in it; delete the file")
     return tuple(rows)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is one that a float can hold."""
+    return type(value) in (int, float) and abs(value) <= 1e38
 
 
 _NEEDED = (
@@ -158,29 +183,30 @@ def _demo(record: Any, where: str, problem_id: int, mode: Mode | None, grader: s
         raise ValueError(f"{where}: not a JSON object")
     for key, kind, name in _NEEDED:
         value = record.get(key)
-        if not isinstance(value, kind) or (name == "number" and (isinstance(value, bool) or not math.isfinite(value))):
+        if not _is_number(value) if name == "number" else not isinstance(value, kind):
             raise ValueError(f"{where}: key {key!r} is missing or not a {name}")
     for key, kind in (("completion", str), ("prompt", str), ("prompt_ids", list), ("plen", int), ("finished", bool)):
-        if (value := record.get(key)) is not None and not isinstance(value, kind):
+        if (value := record.get(key)) is not None and type(value) is not kind:
             raise ValueError(f"{where}: key {key!r} is not a {kind.__name__}")
+        if isinstance(value, str) and re.search(r"[\ud800-\udfff]", value):
+            raise ValueError(f"{where}: key {key!r} holds half a character (a lone surrogate)")
     if (own := record.get("problem_id")) is not None and own != problem_id:
         raise ValueError(f"{where}: problem_id {own} in a file named for problem {problem_id}")
     own_mode: Mode | None = record.get("env_mode")
-    if own_mode is not None and own_mode not in MODES:
+    if own_mode is not None and (not isinstance(own_mode, str) or own_mode not in MODES):
         raise ValueError(f"{where}: unknown env_mode {own_mode!r}; one of {', '.join(MODES)}")
     if mode is not None and own_mode is not None and own_mode != mode:
         raise ValueError(f"{where}: env_mode {own_mode}, but partition.json says {mode}")
-    ids = record["completion_ids"]
-    if not ids or not all(isinstance(i, int) and i >= 0 for i in ids):
+    if (record.get("plen") or 0) < 0:
+        raise ValueError(f"{where}: 'plen' is negative")
+    ids, prompt_ids, logp = record["completion_ids"], record.get("prompt_ids"), record.get("logp")
+    for key, tokens in (("completion_ids", ids), ("prompt_ids", prompt_ids or ())):
+        if not all(type(i) is int and 0 <= i < 2**31 for i in tokens):
+            raise ValueError(f"{where}: {key!r} should be token ids")
+    if not ids:
         raise ValueError(f"{where}: 'completion_ids' should be token ids, at least one")
-    logp = record.get("logp")
-    if logp is not None and (
-        not isinstance(logp, list)
-        or len(logp) != len(ids)
-        or not all(isinstance(x, (int, float)) and math.isfinite(x) for x in logp)
-    ):
+    if logp is not None and (not isinstance(logp, list) or len(logp) != len(ids) or not all(map(_is_number, logp))):
         raise ValueError(f"{where}: 'logp' should hold one number per completion token")
-    prompt_ids = record.get("prompt_ids")
     return Demo(
         problem_id=problem_id,
         completion=record.get("completion"),

@@ -1,0 +1,50 @@
+"""Renders a chat template once, in a process of its own, which ends however long the template would go on.
+
+A template is a program: it can loop for years or ask for more memory than there is, and no exception stops either. The
+text is standard input; exit code 0: it came to an end, well or not.
+"""
+
+import json
+import re
+import resource
+import sys
+import time
+
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+SECONDS, BYTES = 3, 2**30
+USER, ANSWER = {"role": "user", "content": "(user)"}, {"role": "assistant", "content": "(answer)"}
+CONVERSATIONS = ([{"role": "system", "content": "(sys)"}, USER], [USER], [USER, ANSWER], [USER, ANSWER, USER, ANSWER])
+
+
+def render(text: str) -> None:
+    """Every kind of conversation that the program shows a template, in the environment that transformers gives it."""
+
+    def refuse(message: str) -> None:
+        raise ValueError(message)
+
+    functions = {"raise_exception": refuse, "strftime_now": time.strftime}
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = lambda value, **_: json.dumps(value)
+    template = environment.from_string(re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", text))
+    for messages in CONVERSATIONS:
+        for prompt in (True, False):
+            try:
+                template.render(messages=messages, add_generation_prompt=prompt, enable_thinking=False, **functions)
+            except MemoryError:
+                raise
+            except Exception:  # a fault of the template, which is named where it is used
+                continue
+
+
+if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+    resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
+    try:
+        render(sys.stdin.read())
+    except MemoryError:
+        sys.exit(1)
+    except Exception:  # of the template's syntax
+        sys.exit(0)

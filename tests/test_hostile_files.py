@@ -1,0 +1,221 @@
+"""Files from strangers: no code of theirs runs, nothing of theirs hangs, fills the memory or acts where it is shown."""
+
+import csv
+import gzip
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fake_runs import fake_run
+from vgrout.config.presets import parse
+from vgrout.config.run import from_dict
+from vgrout.data import organism
+from vgrout.model.policy import _ends
+from vgrout.model.source import require_model
+from vgrout.report.__main__ import main as report
+from vgrout.runs.preflight import find_resume
+from vgrout.sweep.study_file import load_study_file
+from vgrout.teacher.pools import load_pool
+
+
+def edit(file: Path, *keys: str, value: Any) -> None:
+    """Set one value of a JSON file."""
+    data = at = json.loads(file.read_text())
+    for key in keys[:-1]:
+        at = at[key]
+    at[keys[-1]] = value
+    file.write_text(json.dumps(data))
+
+
+def refusal(call: Callable[[], object]) -> str:
+    with pytest.raises(ValueError, match=r"\w") as refused:
+        call()
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (lambda row: b"\n" * (2**26 + 1), "more than 64 MiB unpacked"),
+        (lambda row: re.sub(rb'"reward": ?[0-9.]+', b'"reward": ' + b"9" * 401, row), "'reward' is missing or not a"),
+        (lambda row: re.sub(rb'"reward": ?[0-9.]+', b'"reward": ' + b"9" * 5000, row), "thousands of digits"),
+        (lambda row: b"[" * 100_000, "nested too deeply"),
+        (lambda row: re.sub(rb'"completion_ids": ?\[', b'"completion_ids": [-1, ', row), "should be token ids"),
+        (None, "not a regular file"),
+    ],
+    ids=["bomb", "401 digits", "5000 digits", "deep", "ids", "pipe"],
+)
+def test_a_pool_is_bounded(content: Callable[[bytes], bytes] | None, why: str, tmp_path: Path) -> None:
+    shutil.copytree(organism.POOL_DIR, tmp_path / "pool", ignore=shutil.ignore_patterns("pool.json"))
+    first = min((tmp_path / "pool").glob("prompt_*"))
+    row = gzip.decompress(first.read_bytes()).partition(b"\n")[0]
+    first.unlink()
+    first.write_bytes(gzip.compress(content(row))) if content else os.mkfifo(first)
+    assert why in refusal(lambda: load_pool(tmp_path / "pool"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        ((), [1]),
+        (("env",), [1]),
+        (("opt", "lr"), "0.03"),
+        (("opt", "lr"), True),
+        (("scale", "steps"), 4.5),
+        (("scale", "steps"), None),
+        (("scale", "model"), "a\0b"),
+        (("method", "intervention"), {"a": 1}),
+    ],
+)
+def test_a_stored_configuration_has_the_types_of_its_settings(keys: tuple[str, ...], value: Any) -> None:
+    data: Any = parse(["mini", "--intervention=none"]).as_dict()
+    if len(keys) == 2:
+        data[keys[0]][keys[1]] = value
+    else:
+        data = data | {keys[0]: value} if keys else value
+    assert refusal(lambda: from_dict(data, "FILE")).startswith("FILE: ")
+
+
+def test_no_file_has_code_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reward is imported where the command line names it too; a run and a study alone are refused."""
+    monkeypatch.chdir(tmp_path)
+    Path("theirs.py").write_text("open('imported', 'w')\ndef reward(completion): return 1.0\n")
+    add = "if it is yours, add --reward=theirs:reward"
+    run = fake_run(tmp_path, "--intervention=none", state="interrupted")
+    edit(run / "run.json", "config", "env", "reward", value="theirs:reward")
+    edit(run / "run.json", "config", "env", "mix_ratio", value=0)
+    given = ["mini", "--intervention=none", f"--resume={run}"]
+    assert add in refusal(lambda: find_resume(parse(given)))
+    assert "no usable checkpoint" in refusal(lambda: find_resume(parse([*given, "--reward=theirs:reward"])))
+    study = Path("study.toml")
+    study.write_text('preset = "mini"\nseeds = [1]\n[[arms]]\nreward = "theirs:reward"\nmix-ratio = 0\n')
+    assert add in refusal(lambda: load_study_file(study))
+    assert len(load_study_file(study, ["--reward=theirs:reward"]).cells) == 1
+    assert not Path("imported").exists()
+
+
+def test_a_study_is_counted_before_it_is_made(tmp_path: Path) -> None:
+    lists = "\n".join(f"{name} = {[*range(1, 31)]}" for name in ("steps", "group", "prompts-per-step", "max-new", "lr"))
+    (tmp_path / "s.toml").write_text(f'preset = "mini"\nseeds = [1]\n[[arms]]\nintervention = "none"\n{lists}\n')
+    assert "2.43e+07 runs, which is more than 2000" in refusal(lambda: load_study_file(tmp_path / "s.toml"))
+
+
+def weights(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """Another head on the same weights."""
+
+    def of(model: Path) -> None:
+        content = (model / "model.safetensors").read_bytes()
+        n = int.from_bytes(content[:8], "little")
+        head = json.loads(content[8 : 8 + n])
+        change(head)
+        text = json.dumps(head).encode()
+        (model / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + content[8 + n :])
+
+    return of
+
+
+def setting(name: str, value: Any) -> Callable[[Path], None]:
+    return lambda model: edit(model / "config.json", name, value=value)
+
+
+def as_pickle(model: Path) -> None:
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+
+
+def no_targets(head: dict[str, Any]) -> None:
+    for i, name in enumerate([n for n in head if "_proj" in n]):
+        head[f"transformer.h.{i}.c_attn.weight"] = head.pop(name)
+
+
+MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a list": (lambda m: (m / "config.json").write_text("[1]"), "is no JSON object"),
+    "pickled": (as_pickle, "pickled (.bin), which can run code; save them as safetensors"),
+    "unsupported": (weights(no_targets), "unsupported architecture 'qwen3'"),
+    "integers": (weights(lambda h: h["model.norm.weight"].update(dtype="I32")), "weights are I32"),
+    "no layers": (setting("num_hidden_layers", 0), "config.json has num_hidden_layers 0"),
+    "a million layers": (setting("num_hidden_layers", 10**6), "config.json has 1000000 layers, the weights 4"),
+    "shapes": (setting("hidden_size", 256), "config.json asks for"),
+    "heads": (setting("num_attention_heads", "4"), "config.json has num_attention_heads '4'"),
+    "quantised": (setting("quantization_config", {"bits": 4}), "quantised"),
+    "vocabulary": (setting("vocab_size", 100), "has shape [843, 128], config.json asks for [100, 128]"),
+    "tokens": (
+        lambda m: edit(m / "tokenizer.json", "added_tokens", value=[{"id": 5000, "content": "x"}]),
+        "its tokenizer has token 5000, its embedding 843 rows",
+    ),
+    "a pipe": (lambda m: os.mkfifo(m / "merges.txt"), "merges.txt is not a regular file"),
+    "outside": (
+        lambda m: (
+            (m / "model.safetensors").rename(m.parent / "w.safetensors"),
+            (m / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../w.safetensors"}}'),
+        ),
+        "no ../w.safetensors, which model.safetensors.index.json names",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_a_model_is_refused_before_it_is_loaded(case: str, tmp_path: Path) -> None:
+    damage, why = MODELS[case]
+    shutil.copytree(organism.MODEL_DIR, tmp_path / "model")
+    damage(tmp_path / "model")
+    assert why in refusal(lambda: require_model(tmp_path / "model"))
+
+
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        ("{{ messages[0]['content'] }}", True),
+        ("{{ raise_exception('no system role') }}", True),
+        ("{{ 'a' * 99999999999 }}", False),
+        pytest.param("{{ 9**9**9 }}", False, marks=pytest.mark.slow),
+    ],
+)
+def test_a_template_that_does_not_end_is_noticed(template: str, ends: bool) -> None:
+    assert _ends(template) is ends
+
+
+HOSTILE = "<script>alert(1)</script>[a](http://x)\x1b[31m\u202e|x"
+DAMAGED: dict[str, Callable[[Path], object]] = {
+    "status": lambda r: (r / "status.json").write_text("[1]"),
+    "settings": lambda r: edit(r / "run.json", "config", "method", "rollout_ablate_frac", value="x"),
+    "direction": lambda r: edit(r / "run.json", "direction", value=[1]),
+    "hashes": lambda r: edit(r / "run.json", "hashes", value=[1]),
+    "seed": lambda r: edit(r / "per_mode_deploy.json", "seed", value="x"),
+    "rate": lambda r: edit(r / "per_mode_deploy.json", "hack_deploy", value=9.0),
+    "NaN": lambda r: (r / "steps.jsonl").write_text('{"step": 0, "hack_s_k": NaN}\n'),
+    "counts": lambda r: (r / "steps.jsonl").write_text('{"step": 0, "sec": 1, "hack_s_k": "x", "hack_s_n": 8}\n'),
+    "answers": lambda r: (r / "final.jsonl").write_text('{"side": "base"}\n'),
+    "pipe": lambda r: ((r / "run.json").unlink(), os.mkfifo(r / "run.json")),
+    "rollouts": lambda r: (r / "rollouts.jsonl").write_text('{"step": 0, "text": 5}\n'),
+}
+
+
+def test_bad_runs_are_named_and_what_is_written_is_inert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vgrout.report.__main__.pictures", lambda _: [])
+    for seed in (1, 2):
+        run = fake_run(tmp_path, "--intervention=none", seed=seed)
+        edit(run / "run.json", "config", "scale", "problems", value=HOSTILE)
+        run.rename(tmp_path / f"=1+1 seed {seed}")
+    for i, (what, damage) in enumerate(DAMAGED.items()):
+        usual = "none" if what == "rollouts" else "route2"  # whose gates are read from the rollouts
+        damage(fake_run(tmp_path, f"--intervention={usual}", seed=10 + i))
+    (tmp_path / "plan.json").write_text(json.dumps({"name": HOSTILE, "hypotheses": [HOSTILE]}))
+    assert report([str(tmp_path)]) == 0
+    text = (tmp_path / "report" / "report.md").read_text()
+    left_out = text.partition("## Left out")[2]
+    assert left_out.count("damaged: ") == len(DAMAGED) - 1
+    assert "its rollouts (" in left_out
+    for name in ("report.md", "report.html", "runs.csv", "modes.csv"):
+        written = (tmp_path / "report" / name).read_text()
+        assert not {"\x1b", "\u202e"} & {*written}
+        assert "<script>alert" not in written or name.endswith(".csv")
+    assert "](http" not in text
+    with open(tmp_path / "report" / "runs.csv") as f:
+        assert not [v for row in csv.DictReader(f) for v in row.values() if v[:1] in "=+@" and v]
