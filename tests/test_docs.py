@@ -210,7 +210,7 @@ MOST = {  # words of a page
     "flags.md": 3800,
     "grading.md": 2200,
     "guard.md": 800,
-    "guide.md": 1900,
+    "guide.md": 2000,
     "hypotheses.md": 2000,
     "method.md": 2500,
     "problems.md": 1200,
