@@ -298,6 +298,9 @@ def test_every_row_has_its_class_and_every_class_its_row():
     assert FLAGGERS.keys() == MONITORS.keys()
     assert all(kind.name == name for of in (ARMS, FLAGGERS) for name, kind in of.items())
     assert all(FLAGGERS[name].owns_quarantine == row.owns_quarantine for name, row in MONITORS.items())
+
+
+def test_there_are_as_many_legal_pairs_as_the_rows_say():
     assert len(PAIRS) == 3 + 2 * 9 + 8 + 6
 
 
