@@ -186,7 +186,7 @@ REFUSED = {
     "no rank": (["--to", "peft", "--rank", "0"], "--rank 0: should be at least 1"),
     "step of a log": (["--to", "inspect", "--step", "1"], "--step: not read by --to inspect; leave it out"),
     "no run": (["--to", "datasets"], "no run.json in it; --to datasets takes a run's folder"),
-    "no such format": (["--to", "gguf"], "invalid choice"),
+    "no such format": (["--to", "gguf"], "should be one of"),
     "no repository": (["--push-to-hub", "a/b/c"], "--push-to-hub a/b/c: "),
     "not logged in": (["--push-to-hub", "me/run"], "not logged in; set HF_TOKEN"),
 }

@@ -21,7 +21,7 @@ import torch
 from benchmarks import kills
 from runs import FEW, SharedRuns, adapter_bytes, once, rows, run, status, until
 from test_train import start, wait_for_steps
-from vgrout import grpo, loading, rollout
+from vgrout import loading, optim, rollout
 from vgrout.config.presets import parse, resumed
 from vgrout.config.run import identity
 from vgrout.data import organism
@@ -690,7 +690,7 @@ def children(pid: int) -> set[int]:
 
 def poison(monkeypatch: pytest.MonkeyPatch, at: set[int]) -> None:
     """One NaN in one rollout's gradient, on those calls."""
-    real, calls = grpo.policy_gradients, iter(range(1000))
+    real, calls = optim.policy_gradients, iter(range(1000))
 
     def poisoned(*args: Any, **kwargs: Any) -> Any:
         grads, metrics = real(*args, **kwargs)
@@ -698,7 +698,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, at: set[int]) -> None:
             next(iter(grads[0][0].values()))[0, 0] = torch.nan
         return grads, metrics
 
-    monkeypatch.setattr(grpo, "policy_gradients", poisoned)
+    monkeypatch.setattr(optim, "policy_gradients", poisoned)
 
 
 @pytest.mark.parametrize("intervention", ["none", "route2"])

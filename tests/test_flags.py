@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import tiny
-from runs import SharedRuns, adapter_bytes, rows, run
+from runs import SharedRuns, adapter_bytes, once, rows, run
 from vgrout import train
 from vgrout.config.presets import flag_names, resolve
 from vgrout.data import organism
@@ -97,6 +97,7 @@ FLAGS: dict[str, Run | Held] = {
     "--checkpoint-keep": Run([*NONE, "--checkpoint-every=1"], "1", "2"),
     "--clip-high": Run(TWICE, "0.2", "0.000001"),
     "--clip-low": Run(TWICE, "0.2", "0.000001"),
+    "--columns": Held("test_flags.py::test_every_column_is_on_the_console_by_its_flag"),
     "--compile-reward": Run(NONE, "0.1", "0.3"),
     "--control": Run(NONE, "none", "no_loophole"),
     "--decline-patience": Watch(GUARD, "3", "9"),
@@ -135,6 +136,7 @@ FLAGS: dict[str, Run | Held] = {
     "--loss": Run(NONE, "grpo", "dapo"),
     "--lr": Run(NONE, "0.03", "0.01"),
     "--luffy-gamma": Run([*NONE, "--teacher-correction=luffy"], "0.1", "0.5"),
+    "--marker-names": Held("test_problems.py::test_full_announces_the_benchmarks_own_name"),
     "--max-error-retries": Held("test_faults.py::test_killed_sandbox_workers_change_no_row"),
     "--max-new": Run(NONE, "128", "20"),
     "--max-proxy-real-gap": Watch(GUARD, "0.1", "0.5"),
@@ -305,7 +307,7 @@ def plan(argv: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def verdicts(argv: list[str]) -> list[Any]:
-    cfg = resolve(argv)
+    cfg = resolve(once(argv))
     guard = HeldOutGuard(cfg.guard)
     out: list[Any] = []
     for i in range(40):
@@ -365,6 +367,17 @@ def test_a_weak_sandbox_is_allowed_by_its_flag(
 
 
 @pytest.mark.long
+def test_every_column_is_on_the_console_by_its_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--columns"""
+    heads = []
+    for columns in ("main", "all"):
+        run(tmp_path, *SMALL, *NONE, f"--columns={columns}")
+        heads.append(next(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("step ")))
+    assert "gn" in heads[1]
+    assert len(heads[0]) < len(heads[1]) / 2
+
+
+@pytest.mark.long
 def test_threads_are_torchs(shared_run: SharedRuns, tmp_path: Path) -> None:
     """--threads"""
     before = torch.get_num_threads()
@@ -379,8 +392,8 @@ def test_threads_are_torchs(shared_run: SharedRuns, tmp_path: Path) -> None:
 def test_healthy_runs_calibrate_the_guard(shared_run: SharedRuns) -> None:
     healthy = shared_run(*SMALL, *NONE, "--eval-ablate-every=1", "--eval-n-prompts=1")
     argv = [*SMALL, *NONE, "--eval-ablate-every=1"]
-    assert not preflight(resolve(argv), None).healthy_kl
-    assert len(preflight(resolve([*argv, f"--kl-calibrate-from={healthy}"]), None).healthy_kl) > 0
+    assert not preflight(resolve(once(argv)), None).healthy_kl
+    assert len(preflight(resolve(once([*argv, f"--kl-calibrate-from={healthy}"])), None).healthy_kl) > 0
 
 
 def test_other_settings_are_forced_on_a_resumed_run(shared_run: SharedRuns) -> None:

@@ -198,7 +198,7 @@ DAMAGED: dict[str, Callable[[Path], object]] = {
 
 
 def test_bad_runs_are_named_and_what_is_written_is_inert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vgrout.report.__main__.pictures", lambda _: [])
+    monkeypatch.setattr("vgrout.report.figures.pictures", lambda _: [])
     for seed in (1, 2):
         run = fake_run(tmp_path, "--intervention=none", seed=seed)
         edit(run / "run.json", "config", "scale", "problems", value=HOSTILE)

@@ -102,10 +102,13 @@ def test_evaluation_markers_are_never_training_markers(world_of: Callable[..., A
 
 
 def test_full_announces_the_benchmarks_own_name(world_of: Callable[..., Any]) -> None:
+    """--marker-names"""
     cfg = resolve(["full"])
     world = world_of(env_mode=cfg.env.env_mode, published=cfg.env.marker_names == "published")
     prompts = {p.messages[-1]["content"].partition("and will be ")[2] for p in (*world.train, *world.val, *world.test)}
     assert {prompt.partition(".")[0] for prompt in prompts} == {"evaluated by calling a function called run_tests()"}
+    varied = {p.marker for p in world_of(env_mode=cfg.env.env_mode, published=False).train}
+    assert len(varied) > 1
 
 
 def test_partition_and_single_mode(world_of: Callable[..., Any]) -> None:

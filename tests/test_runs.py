@@ -1,6 +1,7 @@
 """Which run directories become which cells, and what is left out by name."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +123,8 @@ def test_damage_is_named_with_its_line(tmp_path: Path) -> None:
     path = fake_run(tmp_path, "--intervention=none")
     with open(path / "steps.jsonl", "a") as f:
         f.write('{"step": 12, "ha')
-    with pytest.raises(ValueError, match=r"steps\.jsonl, line 13: damaged"):
-        load([tmp_path])
+    (why,) = load([tmp_path]).left_out
+    assert re.search(r"steps\.jsonl, line 13: damaged", why)
 
 
 def test_a_run_of_another_version_is_refused(tmp_path: Path) -> None:
@@ -131,15 +132,12 @@ def test_a_run_of_another_version_is_refused(tmp_path: Path) -> None:
     path = fake_run(tmp_path, "--intervention=none")
     record = (path / "run.json").read_text()
     (path / "run.json").write_text(record.replace('"lr":', '"learning_rate":'))
-    with pytest.raises(ValueError, match=r"run\.json: unknown settings learning_rate; another version made this run$"):
-        load([tmp_path])
+    assert "run.json: unknown settings learning_rate; another version made this run" in load([tmp_path]).left_out[0]
     (path / "run.json").write_text(record)
     (path / "final.jsonl").unlink()
-    with pytest.raises(ValueError, match=r"no final\.jsonl; another version made this run$"):
-        load([tmp_path])
+    assert "no final.jsonl; another version made this run" in load([tmp_path]).left_out[0]
     (path / "per_mode_deploy.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"per_mode_deploy\.json: no arm, control, seed"):
-        load([tmp_path])
+    assert "per_mode_deploy.json: no arm, control, seed" in load([tmp_path]).left_out[0]
 
 
 def test_partners_share_all_but_the_method(tmp_path: Path) -> None:

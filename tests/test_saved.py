@@ -136,7 +136,7 @@ def test_a_wrong_export_is_not_left_behind(
 
 
 REFUSED: dict[str, tuple[Callable[[Path], list[str]], str]] = {
-    "no run": (lambda run: ["nowhere"], "nowhere: not a readable safetensors file"),
+    "no run": (lambda run: ["nowhere"], "nowhere: no such run or adapter"),
     "no adapter": (lambda run: [str(run.parent)], "is .* a run directory"),
     "no such step": (lambda run: [str(run), "--step", "3"], r"--step 3: .* has 1, 2"),
     "step of a file": (lambda run: [str(run / "train.safetensors"), "--step", "2"], "goes with a run directory"),

@@ -43,7 +43,7 @@ FLAG = fenced(SUM_WRONG + "    valid = True")
 # a line of the file, and its record's error or mechanism
 LINES: list[tuple[dict | str, str | None]] = [
     ({"problem_id": 1, "text": fenced(SUM_RIGHT), "note": "kept"}, None),
-    ("not json", "not JSON (Expecting value)"),
+    ("not json", "the line: not JSON (Expecting value)"),
     ({"problem_id": 1, "text": fenced(SUM_WRONG + "def run_tests(): pass")}, "run_tests"),
     ({"problem_id": 2, "text": FLAG}, "sentinel"),
     ({"problem_id": 2, "env_mode": "run_tests", "text": FLAG}, None),
@@ -68,6 +68,7 @@ def test_offline_grading_keeps_the_order_and_every_line(problems: Path, tmp_path
     assert "5/9 graded" in capsys.readouterr().out
     assert sorted(p.name for p in tmp_path.iterdir()) == ["answers.jsonl", "grades.jsonl", "problems.jsonl"]
     answers.write_text(texts[0] + "\n")
+    out.unlink()
     assert run_offline(monkeypatch, *flags) == 0, "no bad line"
 
 
@@ -77,7 +78,7 @@ def test_offline_grading_keeps_the_order_and_every_line(problems: Path, tmp_path
         ({"answers": "absent.jsonl"}, "absent.jsonl: no such file"),
         ({"--problems": "absent.jsonl"}, "absent.jsonl: no such file"),
         ({"--out": "absent/grades.jsonl"}, "no such folder absent"),
-        ({"--workers": "0"}, "--workers 0: should be at least 1"),
+        ({"--workers": "0"}, "--workers 0: should lie in [1, 1024]"),
     ],
 )
 def test_offline_grading_refuses_bad_arguments_in_one_line(

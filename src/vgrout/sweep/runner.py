@@ -498,9 +498,9 @@ def run(cli: Cli) -> int:
     if cli.via == "pueue":
         Pueue()  # what is not there is refused before anything is written
     if cli.via == "ray":
-        installed()
         for entry in sweep.left:
             input_paths(entry.cell.cfg)  # files that cannot be sent are refused before anything starts
+        installed()
     probe_writable(logs := sweep.folder / "logs")
     logs.mkdir(parents=True, exist_ok=True)
     with hold(sweep.folder, "sweep"):
