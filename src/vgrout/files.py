@@ -160,11 +160,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def strict_json(text: str) -> Any:
     """The value of a JSON text that this program wrote, which never holds a NaN. Raises ValueError, RecursionError."""
+    return json.loads(text, parse_constant=_no_constant)
 
-    def refuse(name: str) -> None:
-        raise ValueError(f"it holds {name}")
 
-    return json.loads(text, parse_constant=refuse)
+def _no_constant(name: str) -> None:
+    raise ValueError(f"it holds {name}")
 
 
 def drop_stdout() -> None:

@@ -518,13 +518,13 @@ def from_dict(data: Any, where: str = "run.json") -> Config:
     if not is_configuration or not all(isinstance(data.get(group, {}), dict) for group in GROUPS):
         raise ValueError(f"{where}: holds no configuration of a run")
     values: dict[str, Any] = {"preset": data["preset"]}
-    unknown = data.keys() - {*GROUPS, "preset"}
+    unknown, usual = data.keys() - {*GROUPS, "preset"}, Config()
     for group in GROUPS:
-        unknown |= data.get(group, {}).keys() - {f.name for f in fields(getattr(Config(), group))}
+        unknown |= data.get(group, {}).keys() - {f.name for f in fields(getattr(usual, group))}
     if unknown:
         raise ValueError(f"{where}: unknown settings {', '.join(sorted(unknown))}; the run was made by another version")
     for group in GROUPS:
-        default = getattr(Config(), group)
+        default = getattr(usual, group)
         types = {f.name: f.type for f in fields(default)}
         given = {name: typed(value, name, types[name], where) for name, value in data.get(group, {}).items()}
         values[group] = replace(default, **given)
@@ -533,11 +533,7 @@ def from_dict(data: Any, where: str = "run.json") -> Config:
 
 def typed(value: Any, name: str, annotation: Any, where: str) -> Any:
     """A stored value as its field has it. Raises ValueError, one line, where it is of another type."""
-
-    def kinds(annotation: Any) -> set[Any]:
-        return {annotation} | {kind for part in get_args(annotation) for kind in kinds(part)}
-
-    allowed = kinds(annotation)
+    allowed = _kinds(annotation)
     word = isinstance(value, str) and (Path in allowed or any(isinstance(kind, str) for kind in allowed))
     if type(value) is int and int not in allowed and float in allowed and abs(value) < 10**300:
         value = float(value)
@@ -546,6 +542,11 @@ def typed(value: Any, name: str, annotation: Any, where: str) -> Any:
     if isinstance(value, str) and "\0" in value:
         raise ValueError(f"{where}: {flag(name)} {value[:60]!r}: holds a NUL")
     return Path(value) if isinstance(value, str) and Path in allowed else value
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """An annotation's parts, itself included."""
+    return {annotation} | {kind for part in get_args(annotation) for kind in _kinds(part)}
 
 
 # How a process runs, not what it computes: these settings may differ between a run and its resumption.

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from vgrout.config.checks import listed
 from vgrout.config.method import CONTROLS, INTERVENTIONS, MethodConfig
 from vgrout.config.presets import METHODS, PRESETS, of_choice
-from vgrout.config.run import Config, typed
+from vgrout.config.run import GROUPS, Config, typed
 from vgrout.files import from_json, json_lines, read_json, read_text
 from vgrout.table import LEARNED, counted, first_hacks, read_steps
 from vgrout.types import MODE_CODE, MODES, Mode, Rate
@@ -29,6 +29,13 @@ def _usual(preset: str = "") -> dict[str, dict[str, Any]]:
     """A preset's settings by groups; without one of that name, every flag's default."""
     cfg = PRESETS[preset][1] if preset in PRESETS else Config()
     return {group: values for group, values in cfg.as_dict().items() if isinstance(values, dict)}
+
+
+@cache
+def _types() -> dict[str, dict[str, Any]]:
+    """Every setting's type, by groups."""
+    usual = Config()
+    return {group: {f.name: f.type for f in fields(getattr(usual, group))} for group in GROUPS}
 
 
 def _learning(settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -78,9 +85,8 @@ class Run:
         if not (path / "final.jsonl").is_file():
             raise ValueError(f"{path}: no final.jsonl; another version made this run")
         for group, values in stored.items():
-            types = {f.name: f.type for f in fields(getattr(Config(), group))}
             for name, value in values.items():
-                typed(value, name, types[name], "run.json")
+                typed(value, name, _types()[group][name], "run.json")
         kinds = {"arm": str, "control": str, "seed": int, "steps": int, "eval_n": int, "by_mode": dict}
         if wrong := [name for name, kind in kinds.items() if type(final[name]) is not kind]:
             raise ValueError(f"{path / 'per_mode_deploy.json'}: {wrong[0]} is {final[wrong[0]]!r:.60}")
