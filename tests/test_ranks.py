@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from golden import differences
-from runs import ARMS, READS, SharedRuns, flags, rows, status, until
+from runs import ARMS, READS, SharedRuns, flags, once, rows, status, until
 from test_train import start, wait_for_steps
 from vgrout.config.run import Config, RunConfig, ScaleConfig
 from vgrout.ranks import SILENT, _part
@@ -123,7 +123,7 @@ def test_rows_do_not_depend_on_the_ranks(arm: str, n: int, shared_run: SharedRun
     """P 2 × G 4 on 3 ranks: a group's rows lie on two of them."""
     argv = flags(arm, "--vhack-refresh-every", "2") if arm == "route2" else flags(arm)
     alone = shared_run(*argv, *EVALUATED)
-    together = finished(shared_run.warm(tmp_path), *argv, *EVALUATED, "--ranks", str(n))
+    together = finished(shared_run.warm(tmp_path), *once([*argv, *EVALUATED, "--ranks", str(n)]))
     same_run(alone, together)
     assert json.loads((together / "run.json").read_text())["ranks"] == n
     assert not list((tmp_path / "logs").glob("*_rank*"))  # a rank that has nothing to say leaves nothing

@@ -75,7 +75,7 @@ BAD = [
     ('preset = "smoke"\nseeds = [1, 1]\n' + NONE, "one is there twice"),
     ('preset = "smoke"\nseeds = [true]\n' + NONE, "seeds [True]"),
     ('preset = "smoke"\nseeds = [-1]\n' + NONE, "--seed -1"),
-    ('preset = "smoke"\nseeds = [1' + 400 * "0" + "]\n" + NONE, "--seed 1000"),
+    ('preset = "smoke"\nseeds = [1' + 400 * "0" + "]\n" + NONE, "seeds [1000"),
     ('preset = "smoke"\nseeds = [1' + 5000 * "0" + "]\n" + NONE, "not TOML: Exceeds"),
     ('name = "a/b"\n' + HEAD + NONE, "name 'a/b'"),
     (HEAD, "arms: should be one or more tables"),

@@ -131,7 +131,8 @@ def launch(requested: Config, on_folder: Callable[[Path], object] | None = None)
     if cfg.run.dry_run:
         with grader_of(cfg, inputs) as grader:
             require_solvable(own, grader)
-            print("\n".join(plan_lines(cfg, inputs, grader, path or RUNS)))
+            ranks_line = [f"ranks         {n}"] * (n > 1)
+            print("\n".join([*plan_lines(cfg, inputs, grader, path or RUNS), *ranks_line]))
         return FINISHED
     # Other ranks are forked before this process has a second thread. Without other ranks the sandbox's fork servers
     # start before torch is imported: they stay small, and are ready by the time the model is.

@@ -235,8 +235,8 @@ def f(completion, answer, id):
 @pytest.mark.long
 def test_a_judge_that_fails_once_an_answer_loses_nothing(module: Module, tmp_path: Path) -> None:
     name = module(ONCE)
-    argv = flags("none", "--reward", f"{name}:f", "--mix-ratio", "0", "--max-error-retries=1")
-    command = [sys.executable, "-m", "vgrout.train", *argv, "--steps=2"]
+    argv = flags("none", "--reward", f"{name}:f", "--mix-ratio", "0", "--max-error-retries=1", "--steps=2")
+    command = [sys.executable, "-m", "vgrout.train", *argv]
     subprocess.run(command, check=True, capture_output=True, env={**os.environ, "PYTHONHASHSEED": "0"})
     (folder,) = (tmp_path / "out" / "runs").iterdir()
     rows = [json.loads(line) for line in (folder / "steps.jsonl").read_text(encoding="utf-8").splitlines()]

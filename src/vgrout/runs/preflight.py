@@ -175,6 +175,7 @@ def plan_lines(cfg: Config, inputs: Inputs, grader: Grader, folder: Path) -> lis
         f"answers       {per_step * s.steps:,} in training, {on_the_way:,} in evaluations on the way, at most "
         f"{n_final:,} at the end; of at most {s.max_new:,} tokens",
     ]
+    lines.append(f"model         {s.model}" + (f" in {s.organism}" if s.organism else ""))
     if made_for_gpu and not gpu_here():
         lines.append(f"device        no GPU here; {cfg.preset} is made for one of 80 GB or more")
     if shapes:
