@@ -14,10 +14,8 @@ from typing import Any
 from vgrout.config.guard import GuardConfig
 from vgrout.types import Rate
 
-LOST, LASTS = (
-    3.0,
-    2,
-)  # standard errors, and evaluations in a row: one of a dozen at a constant skill is that low by chance
+LOST = 3.0  # standard errors under the best; one of a dozen evaluations at a constant skill is that low by chance …
+LASTS = 2  # … so it has to be two in a row
 KL_FLOOR = 1e-6  # smallest calibrated limit: below it, the estimator's rounding would fire the switch
 
 
