@@ -31,7 +31,6 @@ from vgrout.types import MODES, Completion, Grade, GradedCompletion, Mode, Probl
 
 if TYPE_CHECKING:  # torch takes seconds to import, and a wrong flag never waits for it
     import vgrout.model.policy
-    import vgrout.model.sampling
 
 MODEL_NAME = "vgrout.organism"  # the embedded model, in pool.json
 BATCH = 192  # answers sampled at once: a killed process loses at most this many
@@ -60,7 +59,6 @@ def generate_graded(
     Raises:
         RuntimeError: the sandbox could not grade an answer, its retries included.
     """
-
     out: list[Graded] = []
     done = _logged_batches(log) if log is not None else []
     per = max(1, BATCH // n)
@@ -91,7 +89,7 @@ def _batch(
     part: Sequence[Problem],
     n: int,
     max_new: int,
-    sampling: "vgrout.model.sampling.Sampling",
+    sampling: Sampling,
     stream: Any,
 ) -> list[list[dict[str, Any]]]:
     """The completions of each problem, as the log stores them."""
