@@ -27,6 +27,7 @@ from vgrout.guard.detectors import AdvantageCollapse, Reading
 from vgrout.guard.kill_switch import HeldOutGuard
 from vgrout.model import source
 from vgrout.model.policy import load_policy
+from vgrout.model.svd_adapter import SvdAdapter
 from vgrout.runs.preflight import find_resume, preflight
 
 SMALL = ["smoke", "--threads=1", "--steps=2", "--eval-ablate-every=0", "--final-n-prompts=1", "--final-samples=1"]
@@ -407,23 +408,31 @@ def test_other_settings_are_forced_on_a_resumed_run(shared_run: SharedRuns) -> N
     assert find_resume(resolve([*argv, "--resume-force"]))[1].opt.lr == 0.5
 
 
+@pytest.mark.parametrize(("given", "own"), [([], "fp32"), (["--dtype=bf16"], "bf16")])
 def test_a_resumed_run_goes_on_in_its_own_dtype(
-    shared_run: SharedRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    given: list[str], own: str, shared_run: SharedRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a machine where auto means another one."""
-    whole, path = shared_run(*SMALL, *NONE), shared_run.copy(shared_run(*SMALL, *NONE, stop_after=0), tmp_path)
+    """On a machine where auto means the other one; to the last bit."""
+    argv = [*SMALL, *NONE, *given]
+    whole, path = shared_run(*argv), shared_run.copy(shared_run(*argv, stop_after=0), tmp_path)
     monkeypatch.setattr(source, "SMALL", 0)
-    monkeypatch.setattr(source, "cpu_multiplies_bf16", lambda: True)
-    assert source.resolved_dtype("auto", organism.MODEL_DIR, gpu=False) == "bf16"
+    monkeypatch.setattr(source, "cpu_multiplies_bf16", lambda: own == "fp32")
+    assert source.resolved_dtype("auto", organism.MODEL_DIR, gpu=False) != own
     monkeypatch.chdir(path.parents[2])
     assert run(path.parents[2], *SMALL[:2], f"--resume={path}") == path
     record = json.loads((path / "run.json").read_text())
-    assert (record["dtype"], record["config"]["run"]["dtype"], record["begun"]["run"]["dtype"]) == (
-        "fp32",
-        "fp32",
-        "auto",
-    )
-    assert rows(path) == rows(whole)
+    assert record["dtype"] == record["config"]["run"]["dtype"] == own
+    assert (rows(path), adapter_bytes(path)) == (rows(whole), adapter_bytes(whole))
+    assert all(row["realised"] == pytest.approx(1, abs={"fp32": 1e-3, "bf16": 0.1}[own]) for row in rows(path))
+
+
+def test_a_change_that_rounding_swallows_is_a_warning_once(
+    tmp_path: Path, shared_run: SharedRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(SvdAdapter, "realised_share", lambda _: 0.3)
+    shared_run.warm(tmp_path)
+    run(tmp_path, *SMALL, *NONE)
+    assert capsys.readouterr().out.count("0.30 of the adapter's change is in the weights") == 1
 
 
 def test_a_detector_of_reward_hacking_halts_by_its_flag(

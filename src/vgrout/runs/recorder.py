@@ -113,6 +113,11 @@ class Recorder(StepRecorder[StepRow]):
         with run.clock("save"):
             if row.skipped:
                 logger.warning(f"step {step}: loss or gradient not finite, optimiser not stepped")
+            if [r.step for r in self.rows if r.realised is not None and r.realised < SWALLOWED] == [step]:
+                logger.warning(
+                    f"step {step}: {row.realised:.2f} of the adapter's change is in the weights, the rest is lost to "
+                    "their rounding; raise --lr, or start again with --dtype fp32"
+                )
             extra = {"watch": self.guard.readings} if self.guard.readings else {}
             if refresh.overlap is not None:
                 extra["refresh"] = asdict(refresh)
@@ -216,6 +221,7 @@ class Recorder(StepRecorder[StepRow]):
         )
 
 
+SWALLOWED = 0.5  # realised share below which a run is warned, once
 ROTATED = 0.2  # overlap of a direction with the one before it, below which it is another one
 ROWS_LIMIT = 2**24  # characters of rows in an adapter file's head, which may hold 100 MB; enough for 10,000 steps
 
