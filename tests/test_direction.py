@@ -24,6 +24,7 @@ from vgrout.direction.pairs import Pair, PairSet, load_pairs
 from vgrout.method import make_method
 from vgrout.method.projection import split
 from vgrout.model.policy import load_policy
+from vgrout.model.source import read_metadata
 from vgrout.model.svd_adapter import fingerprint_to_string
 from vgrout.tensor_types import UpdatePlan
 
@@ -411,6 +412,9 @@ def test_the_command_writes_file_and_figure_and_prints_the_checks(folder, tmp_pa
     (figure,) = tmp_path.glob("out/vhack/v_hack_pairset_toy_*.png")
     assert figure.read_bytes().startswith(b"\x89PNG")
     assert figure.stat().st_size > 10_000
+    assert main([*common, "--dtype", "bf16", "--out", "half.safetensors"]) == 0
+    kinds = [read_metadata(Path(f"{f}.safetensors"), "")["dtype"] for f in ("shuffled", "half")]
+    assert kinds == ["fp32", "bf16"]
     saved = figure.with_suffix(".safetensors")
     assert main([*common, "--compare", str(saved)]) == 0  # the same extraction again: |cos| 1
     assert (

@@ -248,6 +248,7 @@ REFUSED: dict[str, tuple[str, str]] = {
         "--uld-top-k 5000: the teacher has",
     ),
     "no such problems": ("--teacher T --problems gone.jsonl", "no such problem file"),
+    "bf16 weights": ("--teacher T --full --dtype bf16", "--dtype bf16 with --full"),
     "bad rate": ("--teacher T --lr 0", "--lr 0"),
     "bad tag": ("--teacher T --out-tag a/b", "--out-tag"),
     "nothing to resume": ("--resume latest", "no unfinished run"),

@@ -20,9 +20,9 @@ from transformers import (
 import tiny
 from vgrout.config.loss import LossConfig
 from vgrout.config.run import OptConfig
-from vgrout.export.model import DTYPES, Parity, load_beside, parity, write
+from vgrout.export.model import Parity, load_beside, parity, write
 from vgrout.grpo import policy_gradients
-from vgrout.model.policy import Policy, as_policy, attention, load_language_model, load_policy
+from vgrout.model.policy import DTYPES, Policy, as_policy, attention, load_language_model, load_policy
 from vgrout.model.sampler import sample
 from vgrout.model.sampling import Sampling
 from vgrout.model.source import model_folder

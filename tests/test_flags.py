@@ -25,7 +25,9 @@ from vgrout.direction.pairs import load_pairs
 from vgrout.grading.grade import Grader
 from vgrout.guard.detectors import AdvantageCollapse, Reading
 from vgrout.guard.kill_switch import HeldOutGuard
+from vgrout.model import source
 from vgrout.model.policy import load_policy
+from vgrout.model.svd_adapter import SvdAdapter
 from vgrout.runs.preflight import find_resume, preflight
 
 SMALL = ["smoke", "--threads=1", "--steps=2", "--eval-ablate-every=0", "--final-n-prompts=1", "--final-samples=1"]
@@ -103,6 +105,7 @@ FLAGS: dict[str, Run | Held] = {
     "--dppo-diff-high": Run([*TWICE, "--loss=dppo_tv"], "0.2", "0.0000001"),
     "--dppo-diff-low": Run([*TWICE, "--loss=dppo_tv"], "0.2", "0.0000001"),
     "--dry-run": Held("test_flags.py::test_a_dry_run_starts_nothing"),
+    "--dtype": Run(NONE, "fp32", "bf16"),
     "--echo-trap-enabled": Run(NONE, "no", "yes"),
     "--echo-trap-halt": Held("test_faults.py::test_a_detector_halts"),
     "--echo-trap-threshold": Run([*NONE, "--echo-trap-enabled"], "0.6", "0.001"),
@@ -403,6 +406,33 @@ def test_other_settings_are_forced_on_a_resumed_run(shared_run: SharedRuns) -> N
     with pytest.raises(ValueError, match=r"--lr 0.5 .* or add --resume-force"):
         find_resume(resolve(argv))
     assert find_resume(resolve([*argv, "--resume-force"]))[1].opt.lr == 0.5
+
+
+@pytest.mark.parametrize(("given", "own"), [([], "fp32"), (["--dtype=bf16"], "bf16")])
+def test_a_resumed_run_goes_on_in_its_own_dtype(
+    given: list[str], own: str, shared_run: SharedRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine where auto means the other one; to the last bit."""
+    argv = [*SMALL, *NONE, *given]
+    whole, path = shared_run(*argv), shared_run.copy(shared_run(*argv, stop_after=0), tmp_path)
+    monkeypatch.setattr(source, "SMALL", 0)
+    monkeypatch.setattr(source, "cpu_multiplies_bf16", lambda: own == "fp32")
+    assert source.resolved_dtype("auto", organism.MODEL_DIR, gpu=False) != own
+    monkeypatch.chdir(path.parents[2])
+    assert run(path.parents[2], *SMALL[:2], f"--resume={path}") == path
+    record = json.loads((path / "run.json").read_text())
+    assert record["dtype"] == record["config"]["run"]["dtype"] == own
+    assert (rows(path), adapter_bytes(path)) == (rows(whole), adapter_bytes(whole))
+    assert all(row["realised"] == pytest.approx(1, abs={"fp32": 1e-3, "bf16": 0.1}[own]) for row in rows(path))
+
+
+def test_a_change_that_rounding_swallows_is_a_warning_once(
+    tmp_path: Path, shared_run: SharedRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(SvdAdapter, "realised_share", lambda _: 0.3)
+    shared_run.warm(tmp_path)
+    run(tmp_path, *SMALL, *NONE)
+    assert capsys.readouterr().out.count("0.30 of the adapter's change is in the weights") == 1
 
 
 def test_a_detector_of_reward_hacking_halts_by_its_flag(

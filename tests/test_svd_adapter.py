@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from methods import relative
 from tiny import FAMILIES, tiny
-from vgrout.model.svd_adapter import SvdAdapter, canonical, read_safetensors, svd, weight_key
+from vgrout.model.svd_adapter import SvdAdapter, canonical, read_safetensors, round_by, svd, weight_key
 
 IDS = torch.tensor([[3, 14, 15, 92, 65, 35], [8, 9, 7, 93, 23, 84], [6, 26, 43, 38, 32, 79]])
 
@@ -348,6 +348,98 @@ def test_bf16_and_fp32_share_a_basis(tmp_path: Path) -> None:
     full = SvdAdapter(model, cache_dir=None)
     full.load(tmp_path / "a.safetensors")
     assert torch.equal(full.δS, half.δS)
+
+
+# ── rounding to bf16 ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+NUMBERS = (1.0, -1.0, 0.3, -0.02, 1.9999, 2.0 - 2.0**-9, 1e-30, -3e38, 1.2e-38, 5e-40, 0.0)
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_rounded_number_is_a_neighbour_and_their_mean_is_the_number(number: float) -> None:
+    """Over every value that the dither can have: exactly."""
+    x = torch.full((2**16,), number)
+    got = round_by(torch.arange(2**16, dtype=torch.int32), x.clone(), torch.empty(2**16, dtype=torch.bfloat16))
+    assert got.double().mean() == x[0].double()
+    below, above = got.min(), got.max()
+    assert below <= x[0] <= above
+    if below != above:
+        assert torch.nextafter(below, above) == above
+    itself = x.bfloat16()
+    assert torch.equal(round_by(torch.arange(2**16, dtype=torch.int32), itself.float(), got), itself)
+
+
+def test_a_weight_moves_only_where_its_sum_has_moved() -> None:
+    """One dither a weight: what is rounded never falls while the number rises, so nothing flickers between merges."""
+    noise = torch.Generator().manual_seed(0)
+    dither = torch.randint(2**16, (64,), generator=noise, dtype=torch.int32)
+    path = (torch.linspace(0.1, 0.11, 200)[:, None] * torch.ones(64)).contiguous()
+    rounded = torch.stack([round_by(dither, x.clone(), torch.empty(64, dtype=torch.bfloat16)) for x in path])
+    assert (rounded.float().diff(dim=0) >= 0).all()
+    assert len(rounded[100].unique()) == 2, "and not all weights jump at once"
+
+
+def merged_nearest(adapter: SvdAdapter) -> None:
+    adapter._dither = None
+    adapter.merge()
+
+
+def test_a_small_change_is_in_bf16_weights() -> None:
+    """A step of Adam at a learning rate of 1e-4, a hundredth of the weights' spacing: all of it, where rounding to the
+    nearest leaves next to nothing."""
+    adapter = adapted("qwen3", dtype=torch.bfloat16)
+    assert adapter.realised_share() is None
+    with torch.no_grad():
+        adapter.δS.copy_(1e-4 * torch.randn(len(adapter), generator=torch.Generator().manual_seed(2)).sign())
+    assert adapter.realised_share() == 0, "it is not merged yet"
+    adapter.merge()
+    assert adapter.realised_share() == pytest.approx(1, abs=0.15)
+    merged_nearest(adapter)
+    share = adapter.realised_share()
+    assert share is not None
+    assert share < 0.3
+
+
+@pytest.mark.parametrize("size", [7e-5, 3e-3])
+def test_all_of_a_change_is_in_fp32_weights(size: float) -> None:
+    assert adapted("llama", size).realised_share() == pytest.approx(1, abs=1e-3)
+
+
+def weights(adapter: SvdAdapter) -> list[Tensor]:
+    return [site.linear.weight.data.clone() for site in adapter.sites.values()]
+
+
+def test_bf16_weights_depend_on_the_vectors_alone() -> None:
+    """Not on the merges before: sampler, trainer, ranks and a resumed run have the same ones."""
+    adapter = adapted("qwen3", 1e-3, dtype=torch.bfloat16)
+    merged, state = weights(adapter), adapter.state_dict()
+    with adapter.reference():
+        assert all(site.linear.weight.data_ptr() == site.W.data_ptr() for site in adapter.sites.values())
+    with adapter.deployed():
+        deployed = weights(adapter)
+    shake(adapter, 2e-3, seed=3)
+    shake(adapter, 1e-3)
+    assert all(map(torch.equal, weights(adapter), merged))
+    resumed = adapted("qwen3", dtype=torch.bfloat16)
+    resumed.load_state_dict(state)
+    assert all(map(torch.equal, weights(resumed), merged))
+    with torch.no_grad():
+        resumed.δS_hack.zero_()
+    resumed.merge()
+    assert all(map(torch.equal, weights(resumed), deployed))
+
+
+def test_a_share_of_the_quarantine_is_in_bf16_weights() -> None:
+    """Of ε ΔW, which is far below the spacing of two bf16 numbers."""
+    adapter = adapted("qwen3", 3e-3, dtype=torch.bfloat16)
+    with adapter.deployed():
+        off = weights(adapter)
+    with adapter.quarantine_at(0.1):
+        on = weights(adapter)
+    ΔW = [site.change(adapter.δS_hack.detach()) for site in adapter.sites.values()]
+    got = sum(float(((b.float() - a.float()) * c).sum()) for a, b, c in zip(off, on, ΔW, strict=True))
+    assert got / sum(float(c.square().sum()) for c in ΔW) == pytest.approx(0.1, rel=0.2)
 
 
 def test_one_state_is_one_file(tmp_path: Path) -> None:

@@ -76,6 +76,7 @@ class Optimizer:
             delta=delta,
             routed=routed,
             cos_upd=cos_upd(delta, routed.directions) if routed.directions and delta else None,
+            realised=self.adapter.realised_share(),
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -255,6 +255,12 @@ class StepRow(Columns):
     )
     false_flags: Rate | None = col("frac", "correct student answers that it flagged", when="flags")
     flag_t: Rate | None = col("frac", "teacher rows that it flagged", when="flags+teacher")
+    realised: float | None = col(
+        ".2f",
+        "share of the change that δS and δS_hack ask for that is in the weights, in a sample of layers",
+        should="≈ 1; ELSE the weights' rounding swallows it: raise --lr, or --dtype fp32",
+        default=None,
+    )
     refr: int | None = col("d", "steps since the direction was extracted", when="direction")
     skipped: int = col("d", "1: loss or norm not finite, optimiser not stepped", should="0")
     lr: float | None = col(".0e", "learning rate")

@@ -96,6 +96,7 @@ class Update:
     delta: ModuleGrads
     routed: Routed | None = None  # what was learnt; None: a trainable without a quarantine (distillation)
     cos_upd: float | None = None  # hack-ward cosine of `delta`
+    realised: float | None = None  # share of what both vectors ask for that is in the weights; None: not measured
 
     @property
     def q_egy(self) -> float:
@@ -111,4 +112,5 @@ class Update:
             "lr": self.lr,
             "q_egy": self.q_egy if routed and routed.quar is not None else None,
             "cos_upd": self.cos_upd,
+            "realised": self.realised,
         }

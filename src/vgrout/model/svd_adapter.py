@@ -2,7 +2,8 @@
 
 W = U diag(S) Vh, r = min(d_in, d_out); effective weight W' = W + U diag(δS + δS_hack) Vh. Both are merged into the
 weights once an optimiser step, so every forward is a plain Linear; only the backward under `per_rollout_grads` touches
-U and Vh. Index letters: R = Σ r over the adapted modules, k numbers of a basis fingerprint.
+U and Vh. bf16 weights are rounded with a dither, as most changes of a step are far below their spacing (docs/adr/001).
+Index letters: R = Σ r over the adapted modules, k numbers of a basis fingerprint.
 """
 
 import hashlib
@@ -32,6 +33,8 @@ from vgrout.tensor_types import ModuleGrads, RolloutGrads
 
 FINGERPRINT_SIZE = 4  # numbers a module by which a file's basis is known again
 SAME_BASIS = 0.02  # of ‖δ‖: bf16's rounding moves a fingerprint by 0.004, two axes of 2,560 that swap places by 0.03
+
+MEASURED = 8  # modules in which the realised share is measured: its cost is that of merging these
 
 SVD_SCHEMA = "svd-1"  # part of every cache key: change it with the decomposition
 
@@ -116,10 +119,31 @@ class AdaptedLinear:
     Vh: Float[Tensor, "r d_in"]
     span: slice  # its part of the flat vectors
 
-    def merged(self, δ: Float[Tensor, " R"], out: Float[Tensor, "d_out d_in"]) -> Float[Tensor, "d_out d_in"]:
-        """W + U diag(δ) Vh into `out`; summed in fp32 and rounded once."""
-        scaled = (self.U.to(δ.dtype) * δ[self.span]) @ self.Vh.to(δ.dtype)
-        return out.copy_(scaled.add_(self.W))
+    def change(self, δ: Float[Tensor, " R"]) -> Float[Tensor, "d_out d_in"]:
+        """ΔW = U diag(δ) Vh, in δ's dtype."""
+        return (self.U.to(δ.dtype) * δ[self.span]) @ self.Vh.to(δ.dtype)
+
+    def merged(
+        self, δ: Float[Tensor, " R"], out: Float[Tensor, "d_out d_in"], dither: Int[Tensor, " n"] | None
+    ) -> Float[Tensor, "d_out d_in"]:
+        """W + ΔW into `out`: summed in fp32 and rounded once, to the nearest, or by `dither` (`round_by`), where bf16
+        is exact enough for ΔW itself."""
+        if dither is None:
+            return out.copy_(self.change(δ).add_(self.W))
+        ΔW = (self.U * δ[self.span]).to(self.Vh.dtype) @ self.Vh
+        return round_by(dither, ΔW.to(δ.dtype).add_(self.W), out)
+
+
+def round_by(dither: Int[Tensor, " n"], x: Float[Tensor, "*d"], out: Float[Tensor, "*d"]) -> Float[Tensor, "*d"]:
+    """fp32 `x`, which is overwritten, rounded to one of its two neighbours in bf16: the farther from zero with the
+    probability that makes the mean x. A number of bf16 stays itself.
+
+    dither: one random integer in [0, 2^16) a weight. The same at every merge: a weight moves only where x has moved,
+        and a resumed run has the same weights. (A bf16 number is the upper half of an fp32 one: the carry rounds up.)
+    """
+    bits = x.view(torch.int32).add_(dither[: x.numel()].view_as(x)).bitwise_right_shift_(16)
+    out.view(torch.int16).copy_(bits)
+    return out
 
 
 class SvdAdapter:
@@ -168,6 +192,10 @@ class SvdAdapter:
         self._fresh: dict[Active, list[Tensor]] = {}  # weights that belong to the last merge
         self._buffers: dict[Active, list[Tensor]] = {}  # the same storage, merge after merge
         self._signs: Float[Tensor, "k R"] | None = None
+        self._dither: Int[Tensor, " n"] | None = None  # of the largest weight; smaller ones take its beginning
+        if all(site.W.dtype == torch.bfloat16 for site in self.sites.values()):
+            n, noise = max(site.W.numel() for site in self.sites.values()), torch.Generator().manual_seed(0)
+            self._dither = torch.randint(2**16, (n,), generator=noise, dtype=torch.int32).to(device)
         self.merge()
 
     # ── the two vectors ────────────────────────────────────────────────────────────────────────────────────────
@@ -222,10 +250,15 @@ class SvdAdapter:
         """The model with δS on, and `share` of the way from there to both: W(δS) + share · [W(δS + δS_hack) − W(δS)].
         For reading alone: a gradient taken in here is of neither."""
         before = self._active
-        off, on = self._weights((True, False)), self._weights((True, True))
+        if self._dither is None:
+            pairs = zip(self._weights((True, False)), self._weights((True, True)), strict=True)
+            weights = [torch.lerp(off, on, share) for off, on in pairs]
+        else:  # between two neighbours of bf16 there is nothing
+            δ = self._merged[0] + share * self._merged[1]
+            weights = [site.merged(δ, torch.empty_like(site.W), self._dither) for site in self.sites.values()]
         try:
-            for site, a, b in zip(self.sites.values(), off, on, strict=True):
-                site.linear.weight.data = torch.lerp(a, b, share)
+            for site, weight in zip(self.sites.values(), weights, strict=True):
+                site.linear.weight.data = weight
             yield
         finally:
             self._activate(before)
@@ -257,8 +290,23 @@ class SvdAdapter:
             if active not in self._buffers:
                 self._buffers[active] = [torch.empty_like(site.W) for site in self.sites.values()]
             pairs = zip(self.sites.values(), self._buffers[active], strict=True)
-            self._fresh[active] = [site.merged(δ, out) for site, out in pairs]
+            self._fresh[active] = [site.merged(δ, out, self._dither) for site, out in pairs]
         return self._fresh[active]
+
+    @torch.no_grad()
+    def realised_share(self) -> float | None:
+        """Σ ⟨W' − W, ΔW⟩ / Σ ⟨ΔW, ΔW⟩ over a sample of the modules that the active vectors change: how much of the
+        change ΔW that they ask for is in the weights. 1 but for rounding. None: they are zero."""
+        δ = self.δS.detach() * self._active[0] + self.δS_hack.detach() * self._active[1]
+        changed = [site for site in self.sites.values() if δ[site.span].any()]
+        n = min(MEASURED, len(changed))
+        got = wanted = torch.zeros((), device=δ.device, dtype=torch.float64)
+        for i in range(n):  # spread from the first to the last, over all kinds of layers
+            site = changed[i * (len(changed) - 1) // max(1, n - 1)]
+            ΔW = site.change(δ)
+            got = got + (site.linear.weight.data.to(δ.dtype) - site.W).mul_(ΔW).sum()
+            wanted = wanted + ΔW.square_().sum()
+        return float(got / wanted) if wanted else None
 
     @torch.no_grad()
     def unmerged(self) -> Float[Tensor, " R"] | None:

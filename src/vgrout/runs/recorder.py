@@ -19,7 +19,7 @@ from vgrout.guard.guard import Guard
 from vgrout.method import Method
 from vgrout.method.base import Refresh
 from vgrout.model.packing import how_to_install_flash
-from vgrout.model.policy import LanguageModel, Policy
+from vgrout.model.policy import DTYPE_NAMES, LanguageModel, Policy
 from vgrout.model.svd_adapter import weights_sha256
 from vgrout.modes import MODE_SPECS
 from vgrout.runs.preflight import preregistered
@@ -87,6 +87,7 @@ class Recorder(StepRecorder[StepRow]):
             "hashes": hashes,
             "accelerator": accelerator(),
             "attention": self.attention,
+            "dtype": DTYPE_NAMES[self.policy.model.dtype],
             "ranks": ranks.size(),
             "monitor": cfg.method.monitor_title or cfg.method.monitor_name,
             "control": cfg.method.control_name,
@@ -112,6 +113,11 @@ class Recorder(StepRecorder[StepRow]):
         with run.clock("save"):
             if row.skipped:
                 logger.warning(f"step {step}: loss or gradient not finite, optimiser not stepped")
+            if [r.step for r in self.rows if r.realised is not None and r.realised < SWALLOWED] == [step]:
+                logger.warning(
+                    f"step {step}: {row.realised:.2f} of the adapter's change is in the weights, the rest is lost to "
+                    "their rounding; raise --lr, or start again with --dtype fp32"
+                )
             extra = {"watch": self.guard.readings} if self.guard.readings else {}
             if refresh.overlap is not None:
                 extra["refresh"] = asdict(refresh)
@@ -163,6 +169,7 @@ class Recorder(StepRecorder[StepRow]):
             f"{cfg.scale.model} · "
             f"{cfg.scale.steps} steps · G {cfg.scale.group} · P {cfg.scale.prompts_per_step} · lr {cfg.opt.lr:g} · "
             f"seed {cfg.run.seed} · {self.policy.device.type} · "
+            f"{DTYPE_NAMES[self.policy.model.dtype]} · "
             f"{cfg.generations * cfg.scale.steps / REFERENCE_STEP:.1f} reference steps"
         )
         if origin and origin.cosine_to_real:
@@ -214,6 +221,7 @@ class Recorder(StepRecorder[StepRow]):
         )
 
 
+SWALLOWED = 0.5  # realised share below which a run is warned, once
 ROTATED = 0.2  # overlap of a direction with the one before it, below which it is another one
 ROWS_LIMIT = 2**24  # characters of rows in an adapter file's head, which may hold 100 MB; enough for 10,000 steps
 
