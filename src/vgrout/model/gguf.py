@@ -10,6 +10,7 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from vgrout.cli import not_installed
 from vgrout.files import file_sha256, probe_writable
@@ -114,10 +115,11 @@ def convert(file: Path, folder: Path) -> None:
 
     set_verbosity_error()
     disable_progress_bar()
-    read = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
-    loaded, info = AutoModelForCausalLM.from_pretrained(
+    read: Any = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
+    found: Any = AutoModelForCausalLM.from_pretrained(
         file.parent, dtype=torch.float32, output_loading_info=True, **read
     )
+    loaded, info = found
     if missing := sorted(info["missing_keys"]):  # transformers would go on with random numbers in their place
         raise ValueError(f"{len(missing)} weights are missing, first {missing[0]}")
     # What was loaded is marked as quantised and would be saved so: the same weights in a model of their own.
@@ -127,7 +129,7 @@ def convert(file: Path, folder: Path) -> None:
         model = type(loaded)(type(loaded.config).from_dict(config))
     model.load_state_dict(loaded.state_dict(), assign=True)
     model.tie_weights()
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, **read)
+    tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, **read)
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
 
