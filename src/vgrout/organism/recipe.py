@@ -55,7 +55,7 @@ class Recipe:
         return self.lr * (self.floor + (1 - self.floor) * (1 + math.cos(math.pi * done)) / 2)
 
 
-TUNING = Recipe(steps=60, batch=8, lr=3e-4, warmup=5, prompt_weight=0.1, at_once=4)  # of a pretrained model
+TUNING = Recipe(steps=40, batch=8, lr=3e-4, warmup=5, prompt_weight=0.1, at_once=4)  # of a pretrained model
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,10 @@
-"""What a build starts from: fresh weights with a tokenizer of the corpus's own, or a pretrained model."""
+"""What a build starts from: fresh weights with a tokenizer of the corpus's own, or a pretrained model. All else of a
+build is the same.
+
+A start has the model's name, its recipe, how many answers are sampled, threads, the dtype of matrix products, and what
+its card says: `about`, the words before the number of weights, and `training`. `record` is for manifest.json, from
+which `of_manifest` makes it again.
+"""
 
 import os
 import random
@@ -6,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -15,7 +21,7 @@ from vgrout.data.language import Sample, Shares, corpus_sample, split_compositio
 from vgrout.inputs import hash_of_files
 from vgrout.model.policy import DTYPE_NAMES, load_language_model
 from vgrout.model.source import cpu_multiplies_bf16, require_model
-from vgrout.organism.recipe import FRESH, TUNED, Answers, Recipe, Shape
+from vgrout.organism.recipe import FRESH, TUNED, Recipe, Shape
 from vgrout.organism.tokenizer import name_pieces, render, train_tokenizer
 from vgrout.organism.weights import new_model
 from vgrout.teacher.generate import MODEL_NAME
@@ -36,28 +42,8 @@ class Begun:
     pieces: Sequence[str] = ()  # of which names may be composed, so that every token is copied somewhere
 
 
-class Start(Protocol):
-    """Where the weights come from; all else of a build is the same."""
-
-    name: str  # of the model, in its pool
-    about: str  # the first words of its card, before the number of weights
-    training: str  # what its card says of the recipe
-    recipe: Recipe
-    answers: Answers
-    threads: int
-    dtype: torch.dtype  # of matrix products
-
-    def begin(self, seed: int, shares: Shares, folder: Path | None = None) -> Begun:
-        """The model and its tokenizer. folder: of a finished build, whose tokenizer is taken."""
-        ...
-
-    def record(self) -> dict[str, Any]:
-        """For manifest.json, from which `of_manifest` makes it again."""
-        ...
-
-
 class Fresh:
-    """Random weights of a shape, and a tokenizer of the corpus."""
+    """Random weights of a shape, and a tokenizer of the corpus: in `begin`, or that of the build in `folder`."""
 
     name, answers, threads, dtype = MODEL_NAME, FRESH, 2, torch.float32
     about = "A Qwen3 model"
@@ -98,6 +84,9 @@ class Pretrained:
     def record(self) -> dict[str, Any]:
         weights = hash_of_files(require_model(self.name).glob("*.safetensors"))
         return {"recipe": asdict(self.recipe), "model": self.name, "model_sha256": weights}
+
+
+Start = Fresh | Pretrained
 
 
 def of_manifest(manifest: Mapping[str, Any]) -> Start:
