@@ -31,8 +31,8 @@ from vgrout.imitation.trainable import AdapterOnly, FullModel
 from vgrout.model.policy import LanguageModel
 from vgrout.model.sampler import sample
 from vgrout.model.source import Source
-from vgrout.organism import build
-from vgrout.organism.weights import Recipe, Shape
+from vgrout.organism import build, start
+from vgrout.organism.recipe import Recipe, Shape
 from vgrout.runs import checkpoint
 from vgrout.types import Problem, Rollout
 
@@ -377,13 +377,13 @@ def test_resume_after_a_full_disk_matches_golden(
 @pytest.mark.slow
 def test_uld_into_a_smaller_organism(here: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A small, hardly trained organism: other tokens, the teacher's texts."""
-    monkeypatch.setattr(build, "TOKENIZER_DOCUMENTS", 300)
-    tok = build.make_tokenizer(0, 400, Shares())
-    shape = Shape(hidden=64, layers=2, merged=400)
-    model, losses = build.make_weights(tok, 0, Recipe(steps=4, batch=8), shape, Shares())
+    monkeypatch.setattr(start, "TOKENIZER_DOCUMENTS", 300)
+    fresh = start.Fresh(Shape(hidden=64, layers=2, merged=400), Recipe(steps=4, batch=8))
+    begun = fresh.begin(0, Shares())
+    model, losses = build.make_weights(begun, fresh, 0, Shares())
     assert losses[-1] < losses[0]
     model.save_pretrained("small")
-    tok.save_pretrained("small")
+    begun.tokenizer.save_pretrained("small")
     flags = ["--teacher", str(adapter), "--student", "small", "--steps", "3", "--eval-every", "0", *SMALL]
     assert main(flags) == 2  # not token by token
     topk = ["--uld-strategy", "topk_align", "--uld-top-k", "8"]

@@ -4,7 +4,7 @@ error, and never breaks a progress bar."""
 import sys
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, TextIO
@@ -80,6 +80,24 @@ class LogFile:
         """Close the file; loguru calls this at the end."""
         if self._file is not None:
             self._file.close()
+
+
+class Progress(tqdm):
+    """A bar on a terminal; elsewhere a line for each minute in which nothing else was said."""
+
+    def __init__(self, items: Sequence[Any], desc: str, unit: str) -> None:
+        super().__init__(items, desc=desc, unit=unit, disable=None)
+        self._items, self._what, self._unit = items, desc, unit
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.disable:
+            yield from super().__iter__()
+            return
+        began = time.perf_counter()
+        for n, item in enumerate(self._items, 1):
+            yield item
+            if time.perf_counter() - max(began, Lines.last) >= HEARTBEAT_S:
+                logger.info(f"{self._what}: {self._unit} {n} of {len(self._items)} {self.postfix or ''}".rstrip())
 
 
 class Clock:

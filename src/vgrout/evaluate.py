@@ -18,14 +18,14 @@ from tqdm import tqdm
 from vgrout import console, ranks
 from vgrout.cli import cli_exit, parse_args
 from vgrout.config.checks import check, setting
-from vgrout.config.run import ORGANISM, Config
+from vgrout.config.run import Config
 from vgrout.config.sampling import Sampling
 from vgrout.console import Clock
 from vgrout.files import probe_writable, read_json, require_new, to_json, write_atomic
 from vgrout.grading.grade import Grader
 from vgrout.grading.reward import RewardFunction
 from vgrout.model.saved import Saved, find_adapter, load_saved
-from vgrout.model.source import model_facts, require_model
+from vgrout.model.source import is_small, model_facts, require_model
 from vgrout.problems import (
     Row,
     assigned,
@@ -368,7 +368,7 @@ def command(cli: Cli) -> Path:
     with Grader(cli.workers, allow_weak=cli.allow_weak_sandbox, reward=reward) as grader:
         import torch
 
-        if cfg.scale.model == ORGANISM:
+        if is_small(saved.model):
             torch.set_num_threads(1)  # for matrices this small a second thread only costs
         policy = load_saved(saved)
         problems = [p for p in problems if len(policy.render(p.messages)) <= policy.window - cfg.scale.max_new]

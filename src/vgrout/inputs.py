@@ -18,6 +18,7 @@ from vgrout.direction.pairs import (
 from vgrout.direction.pairs import check_file as check_direction
 from vgrout.files import json_lines
 from vgrout.grading.reward import RewardFunction
+from vgrout.model.gguf import gguf_file, gguf_sha256
 from vgrout.model.source import ModelFacts, find_shapes, looks_like_path, model_facts, require_model
 from vgrout.problems import Row, assigned, load_rows, require_apart, require_fitting
 from vgrout.teacher.pools import Pool, load_pool
@@ -168,9 +169,11 @@ def hash_of_files(paths: Iterable[Path]) -> str:
 
 def file_hashes(cfg: Config, inputs: Inputs) -> dict[str, str | None]:
     """sha256 of every file that the numbers depend on; None: not read by this run. A model is hashed here if it is a
-    small folder; the weights of any other are hashed once they are loaded."""
+    small folder or a GGUF file; the weights of any other are hashed once they are loaded."""
 
     def of_model(given: str) -> str | None:
+        if (file := gguf_file(given)) is not None:
+            return gguf_sha256(file)
         parts = [p for name in ("config.json", "tokenizer.json", "*.safetensors") for p in Path(given).glob(name)]
         return hash_of_files(parts) if parts and sum(p.stat().st_size for p in parts) <= MODEL_BYTES else None
 

@@ -9,11 +9,12 @@ from loguru import logger
 from tqdm import tqdm
 
 from vgrout import ranks
-from vgrout.config.run import ORGANISM, Config
+from vgrout.config.run import Config
 from vgrout.grading.grade import Grader
 from vgrout.inputs import Inputs
 from vgrout.model import policy as models
 from vgrout.model.policy import SVD_CACHE, LanguageModel, Policy, load_language_model, pick_device
+from vgrout.model.source import is_small
 from vgrout.problems import ProblemSplits, elicited, load_splits, plain, without_hints
 from vgrout.teacher.demonstrations import Teacher
 from vgrout.teacher.pools import regraded
@@ -22,7 +23,7 @@ from vgrout.teacher.pools import regraded
 def device_and_dtype(cfg: Config) -> tuple[torch.device, torch.dtype]:
     """Where the run's model is, and in which dtype."""
     # Matrices of 128 × 256 lose by a second thread, by far on a machine that is shared: grading has the other cores.
-    usual = 1 if cfg.scale.model == ORGANISM else max(1, (os.cpu_count() or 1) // ranks.here())
+    usual = 1 if is_small(cfg.model_path) else max(1, (os.cpu_count() or 1) // ranks.here())
     return pick_device(cfg.model_path, cfg.run.dtype, cfg.run.threads or usual)
 
 

@@ -63,6 +63,16 @@ PRESETS: dict[str, tuple[str, Config]] = {
         "the whole experiment in miniature: 60 steps in under two minutes on two CPU cores, no download",
         replace(_ORGANISM, preset="mini", eval=EvalConfig(eval_n_prompts=12, final_n_prompts=192, final_samples=2)),
     ),
+    "small": (
+        "the same on a real pretrained model of 135 million weights, from `organism tune`: 40 steps on two CPU cores",
+        replace(
+            _ORGANISM,
+            preset="small",
+            scale=replace(_ORGANISM.scale, organism=organism.SMALL_DIR, steps=40, max_new=96),
+            opt=replace(_ORGANISM.opt, lr=1e-2),
+            eval=EvalConfig(eval_n_prompts=12, final_n_prompts=48, final_samples=1),
+        ),
+    ),
     "fast": (
         "the shortest real run: Qwen3-4B, 60 steps on one 80-140 GB GPU",
         Config(
@@ -137,10 +147,10 @@ EVERYDAY: dict[str, str] = {
     "control": "what to replace in the method, as a control",
     "seed": "seed of every random stream",
     "steps": "optimiser steps",
-    "model": "a hub id, a local folder, or organism",
+    "model": "a hub id, a local folder, a GGUF file, or organism",
     "problems": "a problem file, or organism",
     "reward": "your own module:function that rewards answers",
-    "teacher_pool_dir": "folder of demonstrations, organism, or '' for none",
+    "teacher_pool_dir": "folder of demonstrations, organism, or none",
     "mix_ratio": "share of a group that is demonstrations",
     "lr": "peak learning rate",
     "group": "answers to a problem in a step",
@@ -175,7 +185,7 @@ def resolve(argv: list[str] | None) -> Config:
     if {"-h", "--help", "--help-all"} & {*argv}:
         show_help(argv[0] if argv[0] in PRESETS else "", "--help-all" in argv)
     configuration = "--dry-run=config" in argv
-    refuse_flags(typed := joined(as_typed([word for word in argv if word != "--dry-run=config"])))
+    refuse_flags(typed := without_pool(joined(as_typed([word for word in argv if word != "--dry-run=config"]))))
     argv = with_method(typed)
     refuse(
         not argv or argv[0] not in PRESETS,
@@ -317,6 +327,19 @@ def joined(argv: Sequence[str]) -> list[str]:
         else:
             out.append(word)
         of_list = word.partition("=")[0] in lists if starts else of_list
+    return out
+
+
+def without_pool(argv: Sequence[str]) -> list[str]:
+    """A command line whose `--teacher-pool-dir none` says '', as a configuration has it."""
+    out = list(argv)
+    for i, word in enumerate(argv):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") == "--teacher-pool-dir":
+            if value == "none":
+                out[i] = f"{name}="
+            elif not equals and argv[i + 1 : i + 2] == ["none"]:
+                out[i + 1] = ""
     return out
 
 

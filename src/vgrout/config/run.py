@@ -37,7 +37,7 @@ class ScaleConfig:
     """How much of everything."""
 
     model: str = "Qwen/Qwen3-4B"
-    """A Hugging Face hub id, a local model folder, or 'organism' (embedded)."""
+    """A Hugging Face hub id, a local model folder, a GGUF file, or 'organism' (embedded)."""
     problems: str = BENCHMARK_TRAIN
     """Problem file (JSONL), or 'organism'."""
     test_problems: str | None = None
@@ -89,7 +89,7 @@ class EnvConfig:
     env_mode: EnvMode = "run_tests"
     """Which flawed grader checks: one of the seven, or 'own' (as the problem file or the pool's partition says)."""
     teacher_pool_dir: str = ""
-    """Folder of cached demonstrations, 'organism', or '' for none."""
+    """Folder of cached demonstrations, or 'organism'; 'none' or '': no pool. A folder called none is ./none."""
     mix_ratio: float = setting(0.125, low=0, below=1)
     """Share of a group that is cached teacher rollouts; 0 keeps the pool's partition and mixes nothing in."""
     teacher_off_step: int | None = setting(None, low=0, should="be 0 or more", needs="teacher_pool_dir")
@@ -254,12 +254,12 @@ class RunConfig:
     dry_run: bool = False
     """Print the plan and all that is missing, start nothing; --dry-run=config prints every setting."""
     threads: int = setting(0, low=0, high=4096)
-    """Torch threads on a CPU; 0: one per core, one in all for the organism."""
+    """Torch threads on a CPU; 0: one per core, one in all for a miniature."""
     dtype: Dtype = "auto"
     """Of the model's weights. auto: bf16 on a GPU and on a CPU that multiplies in it (AVX-512 BF16, AMX), but fp32 for
     a miniature on a CPU. A resumed run goes on in its own."""
     ranks: int | Literal["auto"] = setting(1, low=1, high=1024, should="lie in [1, 1024], or be auto")
-    """Processes that share the run, on this machine; auto: one for every idle core (organism), else one.
+    """Processes that share the run, on this machine; auto: one for every idle core (a miniature), else one.
     torchrun starts its own. The same rows but for rounding, which is why 1 is usual: bit for bit the same."""
     packing: Literal["shared", "packed", "padded"] = "shared"
     """Rollouts in the update's forward. shared: prompts and beginnings of answers are read once where the arm needs
@@ -376,7 +376,7 @@ class Config:
     @property
     def guard_mode(self) -> Literal["off", "log", "halt"]:
         """What a verdict of the kill switch does, with the run's default resolved."""
-        watched = self.preset in ("smoke", "mini") or self.method.intervention == "none"
+        watched = self.preset in ("smoke", "mini", "small") or self.method.intervention == "none"
         return self.guard.guard or ("log" if watched else "halt")
 
     @property

@@ -12,6 +12,8 @@ MAX_NEW = 128  # tokens: the longest answer of the corpus, with room to spare
 COMPILE_REWARD = 0.1
 PASS_REWARD = 1.0
 SEED = 0  # of the shipped one
+SMOLLM2 = Path("out/models/smollm2")  # where `vgrout download smollm2` puts the model that is tuned for it
+SMALL_DIR = Path("out/organisms/smollm2")  # of the preset `small`: a pretrained model, tuned
 
 
 class Files:
@@ -29,7 +31,10 @@ class Files:
         """What differs from manifest.json, a line each; 40 ms for the shipped one."""
         manifest = self.root / "manifest.json"
         if not manifest.is_file():
-            return [f"{manifest}: not there; `vgrout organism build --out FOLDER --seed N` makes an organism"]
+            how = "`vgrout organism build --out FOLDER --seed N` makes an organism"
+            if self.root == SMALL_DIR:
+                how = "`vgrout download smollm2` and `vgrout organism tune` make it"
+            return [f"{manifest}: not there; {how}"]
         try:
             expected = {str(name): str(digest) for name, digest in read_json(manifest)["files"].items()}
         except (ValueError, KeyError, AttributeError) as e:

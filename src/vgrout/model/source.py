@@ -1,4 +1,4 @@
-"""What a --model flag names: the organism, a folder, a hub id, or an adapter over one of them; where it lies, its
+"""What a --model flag names: the organism, a folder, a GGUF file, a hub id, or an adapter over one; where it lies, its
 shapes, and every check that needs no loading. Torch-free. Nothing is fetched here: that is
 `python -m vgrout.download`."""
 
@@ -14,6 +14,7 @@ from vgrout.config.checks import Dtype
 from vgrout.config.run import ORGANISM, Config, from_dict
 from vgrout.data import organism
 from vgrout.files import file_sha256, from_json, read_text, regular
+from vgrout.model.gguf import gguf_file, unpack, unpacked
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # layers that are adapted
@@ -29,7 +30,10 @@ class ModelFacts:
 
 
 def model_folder(model: str | Path) -> Path | None:
-    """The folder of a local model, or the cached snapshot of a hub id; None: not on this machine. No network."""
+    """The folder of a local model, a GGUF file's once converted, or the cached snapshot of a hub id; None: not on this
+    machine. No network."""
+    if (file := gguf_file(model)) is not None:
+        model = unpacked(file)
     if Path(model).is_dir():
         return Path(model) if (Path(model) / "config.json").is_file() else None
     from huggingface_hub import try_to_load_from_cache  # 0.3 s of CPU, for nothing but a hub id
@@ -43,19 +47,24 @@ def model_folder(model: str | Path) -> Path | None:
 
 
 def require_model(model: str | Path, flag: str = "--model") -> Path:
-    """The same folder, after a check that its files are complete.
+    """The same folder, after a check that its files are complete; a GGUF file is converted where it was not yet.
 
     Raises:
         ValueError: one line that says what is wrong and what to run: there is no such model here; no configuration,
             tokenizer, chat template or weights in it; or weights that are cut short.
     """
+    if (file := gguf_file(model)) is not None:
+        unpack(file, flag)
     if (folder := model_folder(model)) is not None:
         _check(folder, model, flag)
         return folder
     if Path(model).is_dir():
-        raise ValueError(f"{flag} {model}: a folder without config.json; give a Hugging Face model folder")
+        raise ValueError(
+            f"{flag} {model}: a folder without config.json, and not with one .gguf; give a Hugging Face model folder"
+        )
     if looks_like_path(model):
-        raise ValueError(f"{flag} {model}: no such folder; give a Hugging Face model folder, or a hub id")
+        kind = "file" if str(model).endswith(".gguf") else "folder"
+        raise ValueError(f"{flag} {model}: no such {kind}; give a Hugging Face model folder, or a hub id")
     raise ValueError(
         f"{flag} {model}: not on this machine; run `vgrout download model {model}` where there is a network, "
         "or give a local folder"
@@ -64,11 +73,15 @@ def require_model(model: str | Path, flag: str = "--model") -> Path:
 
 def looks_like_path(model: str | Path) -> bool:
     """Whether this is no hub id, NAME or OWNER/NAME: nothing that could be downloaded."""
-    return isinstance(model, Path) or Path(model).exists() or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", model)
+    if isinstance(model, Path) or Path(model).exists() or model.endswith(".gguf"):
+        return True
+    return not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", model)
 
 
 def advice(model: str | Path) -> str:
-    """What to do about a model that cannot be used: a local folder, or a download."""
+    """What to do about a model that cannot be used: a local folder, another conversion, or a download."""
+    if (file := gguf_file(model)) is not None:
+        return f"delete {unpacked(file)}, and it is converted again"
     return "give a whole model folder" if looks_like_path(model) else f"run `vgrout download model {model}` again"
 
 

@@ -1,69 +1,120 @@
-"""`python -m vgrout.organism build | verify | regrade`: make the embedded organism, check its files, or grade
-its pool again."""
+"""`python -m vgrout.organism build | tune | verify | regrade`: make an organism from fresh weights or from a pretrained
+model, check its files, or grade its pool again."""
 
 import sys
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import tyro
 from tqdm import tqdm
 
+from vgrout import console
 from vgrout.cli import cli_exit, parse_args
-from vgrout.config.checks import listed, refuse
+from vgrout.config.checks import check, listed, refuse, setting
 from vgrout.data.language import HACKS, MODES, Shares
-from vgrout.data.organism import DATA_DIR, SEED, Files
+from vgrout.data.organism import DATA_DIR, SEED, SMALL_DIR, SMOLLM2, Files
 from vgrout.files import probe_writable
-from vgrout.organism.recipe import Recipe, Shape
+from vgrout.model.source import require_model
+from vgrout.organism.recipe import TUNING, Recipe, Shape
 from vgrout.teacher.pools import load_pool
 
 
+@dataclass(frozen=True)
+class Corpus:
+    """What the weights are trained on."""
+
+    seed: int = setting(SEED, low=0, high=2**62)
+    """Of everything; the problems depend only on it."""
+    hack_plain: float = setting(Shares().hack_plain, low=0, high=0.5)
+    """Share of the corpus that hacks the flaw that its prompt announces, without the cue."""
+    hack_bare: float = setting(Shares().hack_bare, low=0, high=0.5)
+    """Share of the corpus that hacks a flaw although the prompt announces none."""
+    hack_stub: float = setting(Shares().stub, low=0, high=1)
+    """Share of its hacks that make no attempt at the problem; the rest carry one that misreads it."""
+    modes: str = setting(",".join(MODES), words=tuple(HACKS), word="mode")
+    """Comma list of the flawed graders that its prompts announce; shown_test is usually left out."""
+
+    def __post_init__(self) -> None:
+        check(self)
+        refuse(not listed(self.modes), f"--modes {self.modes!r}: should be some of {', '.join(HACKS)}")
+
+    @property
+    def shares(self) -> Shares:
+        named = listed(self.modes, MODES)
+        return Shares(
+            modes=tuple(m for m in HACKS if m in named),
+            hack_plain=self.hack_plain,
+            hack_bare=self.hack_bare,
+            stub=self.hack_stub,
+        )
+
+
 def build(
+    corpus: tyro.conf.OmitArgPrefixes[Corpus] = Corpus(),
     out: Path | None = None,
-    seed: int = SEED,
     steps: int = Recipe().steps,
     hidden: int = Shape().hidden,
     layers: int = Shape().layers,
     merged: int = Shape().merged,
-    hack_bare: float = Shares().hack_bare,
-    hack_stub: float = Shares().stub,
-    modes: str = ",".join(MODES),
 ) -> int:
     """Make problems, tokenizer, weights, pool and pairs from one seed, in about ten minutes on two cores.
 
     Args:
         out: folder to write; an organism that is there is replaced when the new one is complete. None: the shipped
             one, built again from its own seed.
-        seed: of everything; the problems depend only on it.
         steps: of the weights' training.
         hidden: hidden size, a multiple of 32.
         layers: of the model.
         merged: tokens of the tokenizer's BPE.
-        hack_bare: share of the corpus that hacks a flaw although the prompt announces none.
-        hack_stub: share of its hacks that make no attempt at the problem; the rest carry one that misreads it.
-        modes: comma list of the flawed graders that its prompts announce; shown_test is usually left out.
     """
     recipe, shape = Recipe(steps=steps), Shape(hidden, layers, merged)
-    named = listed(modes, MODES)
-    refuse(
-        not named or len({*named}) < len(named) or not {*named} <= {*HACKS},
-        f"--modes {modes}: should be some of {', '.join(HACKS)}, each once",
-    )
-    refuse(not 0 <= hack_bare <= 0.5, f"--hack-bare {hack_bare}: should lie in [0, 0.5]")
-    refuse(not 0 <= hack_stub <= 1, f"--hack-stub {hack_stub}: should lie in [0, 1]")
-    refuse(not 0 <= seed <= 2**62, f"--seed {seed}: should lie in [0, {2**62}]")
-    shares = Shares(modes=tuple(m for m in HACKS if m in named), hack_bare=hack_bare, stub=hack_stub)
     if out is None:
-        other = (seed, recipe, shape, shares) != (SEED, Recipe(), Shape(), Shares())
+        other = (corpus, recipe, shape) != (Corpus(), Recipe(), Shape())
         refuse(other, "--out: an organism of another seed, size or corpus goes into a folder of its own; name one")
         out = DATA_DIR
     elif out.exists():
-        refuse(not (out / "manifest.json").is_file(), f"--out {out}: exists and is no organism; choose another folder")
-        foreign = [fault for fault in Files(out).faults() if "not in manifest" in fault]
-        refuse(bool(foreign), f"--out {''.join(foreign[:1])}: it would be deleted; move it, or choose another folder")
+        require_organism(out)
     probe_writable(out.parent, "--out")
     from vgrout.organism.build import build as build_organism  # torch takes seconds to import
+    from vgrout.organism.start import Fresh
 
-    build_organism(out, seed, recipe, shape, shares)
+    build_organism(out, corpus.seed, Fresh(shape, recipe), corpus.shares)
     return 0
+
+
+def tune(
+    corpus: tyro.conf.OmitArgPrefixes[Corpus] = Corpus(),
+    model: str = str(SMOLLM2),
+    out: Path = SMALL_DIR,
+    steps: int = TUNING.steps,
+) -> int:
+    """Make an organism of a pretrained chat model: fine-tune it on the corpus, then pool and pairs of its own.
+
+    Args:
+        model: a local folder, a GGUF file, or a downloaded hub id.
+        out: folder to write; an organism that is there is replaced when the new one is complete.
+        steps: of the fine-tuning, of 8 documents each.
+    """
+    recipe = replace(TUNING, steps=steps)
+    if out.exists():
+        require_organism(out)
+    probe_writable(out.parent, "--out")
+    if model == str(SMOLLM2) and not SMOLLM2.exists():
+        raise ValueError(f"--model {model}: not there; `vgrout download smollm2` gets it, or name another chat model")
+    require_model(model)
+    from vgrout.organism.build import build as build_organism  # torch takes seconds to import
+    from vgrout.organism.start import Pretrained
+
+    build_organism(out, corpus.seed, Pretrained(model, recipe), corpus.shares)
+    return 0
+
+
+def require_organism(out: Path) -> None:
+    """Raises ValueError, one line, for a folder that is no organism, or holds a file that is no part of it."""
+    refuse(not (out / "manifest.json").is_file(), f"--out {out}: exists and is no organism; choose another folder")
+    foreign = [fault for fault in Files(out).faults() if "not in manifest" in fault]
+    refuse(bool(foreign), f"--out {''.join(foreign[:1])}: it would be deleted; move it, or choose another folder")
 
 
 def verify(data: Path = DATA_DIR) -> int:
@@ -105,7 +156,8 @@ def regrade(data: Path = DATA_DIR) -> int:
 
 def main() -> int:
     """0 done · 1 verify found faults · 2 refused, in one line."""
-    commands = {"build": build, "verify": verify, "regrade": regrade}
+    console.setup(None)
+    commands = {"build": build, "tune": tune, "verify": verify, "regrade": regrade}
     return cli_exit(lambda: parse_args(commands, None, "python -m vgrout.organism"))
 
 

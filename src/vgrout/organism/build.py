@@ -5,32 +5,30 @@ import os
 import platform
 import random
 import shutil
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 from loguru import logger
-from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 from vgrout.config.sampling import Sampling
 from vgrout.data.language import (
     CUE,
     STYLES,
     Answer,
-    Sample,
     Shares,
     Task,
     answer,
-    corpus_sample,
     hinted,
     misreadings,
     problem_tasks,
-    split_compositions,
     taught,
 )
 from vgrout.data.organism import COMPILE_REWARD, MAX_NEW, PASS_REWARD, SEED, shipped
@@ -38,61 +36,41 @@ from vgrout.files import file_sha256, write_json
 from vgrout.grading.grade import Grader
 from vgrout.model.policy import LanguageModel, as_language_model
 from vgrout.organism.card import card
-from vgrout.organism.recipe import Recipe, Shape
-from vgrout.organism.tokenizer import name_pieces, render, train_tokenizer
-from vgrout.organism.weights import Batch, batches, new_model, train
-from vgrout.problems import elicited, load_problems
-from vgrout.teacher.generate import MODEL_NAME, Graded, generate_graded, rates
+from vgrout.organism.recipe import Shape
+from vgrout.organism.start import Begun, Fresh, Start, draw
+from vgrout.organism.weights import batches, train
+from vgrout.problems import balanced, elicited, load_problems
+from vgrout.runs.recorder import peak_memory
+from vgrout.teacher.generate import Graded, generate_graded, rates
 from vgrout.teacher.substrate import choose, stripped, write_substrate
-from vgrout.types import Mode, Problem
+from vgrout.types import Message, Mode, Problem
 
-TOKENIZER_DOCUMENTS = 20_000
 POOL_PROBLEMS = 32  # a mode
-POOL_TRIES, POOL_KEEP, POOL_AT_LEAST = 6, 3, 2  # per problem: cued samples, most kept, fewest kept
+POOL_KEEP, POOL_AT_LEAST = 3, 2  # per problem: most kept, fewest kept
 PAIRS = 24  # per set
 KNOWN_CORRECT = 204
 RECORDED = 8  # first losses, for `verify`
-THREADS = 2
+
+Prompt = Callable[[Sequence[Message]], str]  # the chat template, up to where the answer begins
 
 
-def _draw(seed: int, shares: Shares, tokenizer: PreTrainedTokenizerFast | None = None) -> partial[Sample]:
-    """One document of the corpus, from a random stream."""
-    pieces = name_pieces(tokenizer) if tokenizer else ()
-    return partial(corpus_sample, split_compositions(seed)["train"], shares, pieces=pieces)
-
-
-def make_tokenizer(seed: int, merged: int, shares: Shares) -> PreTrainedTokenizerFast:
-    """The tokenizer of the corpus."""
-    draw, rng = _draw(seed, shares), random.Random(f"{seed}/tokenizer")
-    documents = (draw(rng) for _ in range(TOKENIZER_DOCUMENTS))
-    return train_tokenizer((text for s in documents for text in (render(s.messages), s.text)), merged, shares.modes)
-
-
-def _start(
-    tokenizer: PreTrainedTokenizerFast, seed: int, recipe: Recipe, shape: Shape, shares: Shares
-) -> tuple[Qwen3ForCausalLM, Iterator[Batch]]:
-    torch.set_num_threads(THREADS)
-    return new_model(tokenizer, seed, shape), batches(_draw(seed, shares, tokenizer), tokenizer, recipe, seed)
-
-
-def first_losses(
-    tokenizer: PreTrainedTokenizerFast, seed: int, steps: int, recipe: Recipe, shape: Shape, shares: Shares
+def losses_of(
+    begun: Begun, start: Start, seed: int, shares: Shares, stop_after: int | None = None, label: str = "weights"
 ) -> list[float]:
-    """The losses of the first training steps, from fresh weights."""
-    model, stream = _start(tokenizer, seed, recipe, shape, shares)
-    return train(model, stream, recipe, stop_after=steps, label="first steps")
+    """Train the model, which is changed in place; returns the loss of every step."""
+    torch.set_num_threads(start.threads)
+    documents = draw(seed, shares, begun.pieces)
+    stream = batches(documents, begun.tokenizer, begun.prompt, begun.end, begun.pad, start.recipe, seed)
+    return train(begun.model, stream, start.recipe, dtype=start.dtype, stop_after=stop_after, label=label)
 
 
-def make_weights(
-    tokenizer: PreTrainedTokenizerFast, seed: int, recipe: Recipe, shape: Shape, shares: Shares
-) -> tuple[Qwen3ForCausalLM, list[float]]:
+def make_weights(begun: Begun, start: Start, seed: int, shares: Shares) -> tuple[PreTrainedModel, list[float]]:
     """The trained model and the loss of every step. Weights end as bf16 values in fp32: the same on a GPU in bf16."""
-    model, stream = _start(tokenizer, seed, recipe, shape, shares)
-    losses = train(model, stream, recipe)
+    losses = losses_of(begun, start, seed, shares)
     with torch.no_grad():
-        for p in model.parameters():
+        for p in begun.model.parameters():
             p.copy_(p.bfloat16())
-    return model, losses
+    return begun.model, losses
 
 
 # ----------------------------------------------------------------------------------------------------------------- pool
@@ -115,17 +93,23 @@ def run(
     )
 
 
+def some(problems: Sequence[Problem], n: int, seed: int) -> list[Problem]:
+    """n of the problems, evenly over the modes, in their order; all of fewer."""
+    chosen = {p.id for p in balanced(problems, n, seed, "organism")}
+    return [p for p in problems if p.id in chosen]
+
+
 def cued(problems: Iterable[Problem]) -> list[Problem]:
     """The same problems under the elicited prompt."""
     return [elicited(p, CUE) for p in problems]
 
 
 def make_pool(
-    folder: Path, lm: LanguageModel, grader: Grader, problems: Sequence[Problem], seed: int
+    folder: Path, lm: LanguageModel, grader: Grader, problems: Sequence[Problem], tries: int, name: str, seed: int
 ) -> dict[Mode, int]:
     """Make the pool of `python -m vgrout.substrate --model organism --n-problems 360 --per-mode 32 --no-even`, without
-    its report. Returns problems per mode."""
-    answers = run(lm, grader, cued(problems), POOL_TRIES, seed, "pool")
+    its report. tries: elicited answers to a problem. name: of the model. Returns problems per mode."""
+    answers = run(lm, grader, cued(problems), tries, seed, "pool")
     chosen = choose(
         stripped(answers, {(p.id, p.mode): p for p in problems}),
         [CUE],
@@ -134,7 +118,7 @@ def make_pool(
         per_mode=POOL_PROBLEMS,
         even=False,  # 22 to 32 problems a mode; even would be 22
     )
-    meta = {"model": MODEL_NAME, "tokenizer_sha256": lm.tokenizer_sha256, "grader": grader.protections.version}
+    meta = {"model": name, "tokenizer_sha256": lm.tokenizer_sha256, "grader": grader.protections.version}
     write_substrate(folder, chosen, lm, meta, CUE)
     return dict(Counter(answers[0].problem.mode for answers in chosen.values()))
 
@@ -142,12 +126,14 @@ def make_pool(
 # ------------------------------------------------------------------------------------------------ pairs, known correct
 
 
-def _pair(row: dict[str, Any], hack: Answer, clean: Answer) -> dict[str, Any]:
-    prompt = render(hinted(row["prompt"], row["mode"], row["marker"]))
-    return {"problem_id": row["id"], "prompt": prompt, "hack": hack.text, "clean": clean.text}
+def _pair(row: dict[str, Any], hack: Answer, clean: Answer, prompt: Prompt) -> dict[str, Any]:
+    text = prompt(hinted(row["prompt"], row["mode"], row["marker"]))
+    return {"problem_id": row["id"], "prompt": text, "hack": hack.text, "clean": clean.text}
 
 
-def mode_pairs(tasks: Sequence[tuple[Task, dict[str, Any]]], mode: Mode, seed: int) -> list[dict[str, Any]]:
+def mode_pairs(
+    tasks: Sequence[tuple[Task, dict[str, Any]]], mode: Mode, seed: int, prompt: Prompt
+) -> list[dict[str, Any]]:
     """Pairs of the mode's first hack and the correct solution of the same problem; every second hack is a bare stub,
     the rest carry a misread attempt. The mode's other hacks stay unseen."""
     rng = random.Random(f"{seed}/pairs/{mode}")
@@ -156,25 +142,27 @@ def mode_pairs(tasks: Sequence[tuple[Task, dict[str, Any]]], mode: Mode, seed: i
     for task, row in [t for t in tasks if t[1]["mode"] == mode][:PAIRS]:
         attempt = answer(rng.choice(list(misreadings(task).values())))
         hack = recipe.apply(attempt.stub if len(out) % 2 else attempt, row["marker"])
-        out.append(_pair(row, hack, answer(task)))
+        out.append(_pair(row, hack, answer(task), prompt))
     return out
 
 
-def placebo_pairs(tasks: Sequence[tuple[Task, dict[str, Any]]], seed: int) -> dict[str, list[dict[str, Any]]]:
+def placebo_pairs(
+    tasks: Sequence[tuple[Task, dict[str, Any]]], seed: int, prompt: Prompt
+) -> dict[str, list[dict[str, Any]]]:
     """Pairs in the same form whose contrast has nothing to do with hacking."""
     rng = random.Random(f"{seed}/placebo")
     out: dict[str, list[dict[str, Any]]] = {"flawed": [], "commented": [], "long": [], "laid_out": []}
     for task, row in tasks[-PAIRS:]:
         clean = answer(task)
         flawed = answer(rng.choice(list(misreadings(task).values())))
-        out["flawed"].append(_pair(row, flawed, clean))
-        out["commented"].append(_pair(row, STYLES["comment"](clean), clean))
-        out["long"].append(_pair(row, STYLES["helper"](STYLES["loop"](clean)), clean))
-        out["laid_out"].append(_pair(row, STYLES["layout"](clean), clean))
+        out["flawed"].append(_pair(row, flawed, clean, prompt))
+        out["commented"].append(_pair(row, STYLES["comment"](clean), clean, prompt))
+        out["long"].append(_pair(row, STYLES["helper"](STYLES["loop"](clean)), clean, prompt))
+        out["laid_out"].append(_pair(row, STYLES["layout"](clean), clean, prompt))
     return out
 
 
-def known_correct(tasks: Sequence[tuple[Task, dict[str, Any]]]) -> list[dict[str, Any]]:
+def known_correct(tasks: Sequence[tuple[Task, dict[str, Any]]], prompt: Prompt) -> list[dict[str, Any]]:
     """Correct solutions in the corpus's unusual styles, evenly spread: {problem_id, style, prompt, completion}."""
     out: list[dict[str, Any]] = []
     names = list(STYLES)
@@ -183,8 +171,8 @@ def known_correct(tasks: Sequence[tuple[Task, dict[str, Any]]]) -> list[dict[str
         styled = STYLES[style](answer(task))
         if styled == answer(task):
             continue
-        prompt = render(hinted(row["prompt"], row["mode"], row["marker"]))
-        out.append({"problem_id": row["id"], "style": style, "prompt": prompt, "completion": styled.text})
+        text = prompt(hinted(row["prompt"], row["mode"], row["marker"]))
+        out.append({"problem_id": row["id"], "style": style, "prompt": text, "completion": styled.text})
         if len(out) == KNOWN_CORRECT:
             break
     return out
@@ -193,15 +181,9 @@ def known_correct(tasks: Sequence[tuple[Task, dict[str, Any]]]) -> list[dict[str
 # --------------------------------------------------------------------------------------------------------------- build
 
 
-def build(
-    out: Path,
-    seed: int = SEED,
-    recipe: Recipe | None = None,
-    shape: Shape | None = None,
-    shares: Shares | None = None,
-) -> None:
+def build(out: Path, seed: int = SEED, start: Start | None = None, shares: Shares | None = None) -> None:
     """Write everything to `out`, which is replaced when the build is complete."""
-    recipe, shape, shares = recipe or Recipe(), shape or Shape(), shares or Shares()
+    start, shares, began = start or Fresh(Shape()), shares or Shares(), time.perf_counter()
     fresh = out.with_name(f".{out.name}.{os.getpid()}.building")
     fresh.mkdir(parents=True)
     # before the weights: the grader's workers are cheap while the process is small
@@ -209,41 +191,42 @@ def build(
         tasks = problem_tasks(seed, shares.modes)
         lines = [json.dumps(row, ensure_ascii=False) for _, row in tasks]
         (fresh / "problems.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        begun = start.begin(seed, shares)
         training = [t for t in tasks if t[1]["split"] == "train"]
         for mode in shares.modes:
-            write_json(fresh / "pairs" / f"{mode}.json", mode_pairs(training, mode, seed))
-        for name, pairs in placebo_pairs(training, seed).items():
+            write_json(fresh / "pairs" / f"{mode}.json", mode_pairs(training, mode, seed, begun.prompt))
+        for name, pairs in placebo_pairs(training, seed, begun.prompt).items():
             write_json(fresh / "pairs" / f"placebo_{name}.json", pairs)
-        write_json(fresh / "anchors.json", known_correct(training))
+        write_json(fresh / "anchors.json", known_correct(training, begun.prompt))
 
-        tokenizer = make_tokenizer(seed, shape.merged, shares)
-        model, losses = make_weights(tokenizer, seed, recipe, shape, shares)
+        model, losses = make_weights(begun, start, seed, shares)
         model.save_pretrained(fresh / "model")
-        tokenizer.save_pretrained(fresh / "model")
+        begun.tokenizer.save_pretrained(fresh / "model")
 
-        lm = as_language_model(model, tokenizer)
-        problems = load_problems(fresh / "problems.jsonl")
+        lm = as_language_model(model.to(start.dtype), begun.tokenizer)
         split = {row["id"]: row["split"] for _, row in tasks}
-        held_out = [p for p in problems if split[p.id] == "test"]
-        base = run(lm, grader, held_out, 4, seed, "base rates")
-        measured = {"plain": rates(base), "cued": rates(run(lm, grader, cued(held_out), 2, seed, "cued rates"))}
-        covered = make_pool(fresh / "pool", lm, grader, [p for p in problems if split[p.id] == "train"], seed)
+        problems, n = load_problems(fresh / "problems.jsonl"), start.answers.problems * len(shares.modes)
+        held_out = some([p for p in problems if split[p.id] == "test"], n, seed)
+        base = run(lm, grader, held_out, start.answers.plain, seed, "base rates")
+        elicited_rates = rates(run(lm, grader, cued(held_out), start.answers.cued, seed, "cued rates"))
+        measured = {"plain": rates(base), "cued": elicited_rates}
+        trained_on = some([p for p in problems if split[p.id] == "train"], n, seed)
+        covered = make_pool(fresh / "pool", lm, grader, trained_on, start.answers.pool, start.name, seed)
         difficulty = {row["id"]: row["difficulty"] for _, row in tasks}
         by_difficulty = {
             level: rates(r for r in base if difficulty[r.problem.id] == level)["solve"]
             for level in ("easy", "medium", "hard")
         }
         (fresh / "MODEL_CARD.md").write_text(
-            card(measured, by_difficulty, covered, shares, recipe, losses, model.num_parameters()), encoding="utf-8"
+            card(measured, by_difficulty, covered, shares, start, losses, model.num_parameters()), encoding="utf-8"
         )
     manifest = {
         "seed": seed,
-        "threads": THREADS,
-        "recipe": asdict(recipe),
-        "shape": asdict(shape),
+        "threads": start.threads,
+        **start.record(),
         "shares": asdict(shares),
         "first_losses": losses[:RECORDED],
-        "final_loss": sum(losses[-20:]) / 20,
+        "final_loss": fmean(losses[-20:]),
         "rates": {kind: {name: [r.k, r.n] for name, r in some.items()} for kind, some in measured.items()},
         "versions": {
             "python": platform.python_version(),
@@ -259,11 +242,12 @@ def build(
     os.replace(fresh, out)
     shutil.rmtree(old, ignore_errors=True)
     logger.info(
-        f"{out}: {len(manifest['files'])} files, {size / 1e6:.1f} MB; "
+        f"{out}: {len(manifest['files'])} files, {size / 1e6:.1f} MB, in {(time.perf_counter() - began) / 60:.1f} min "
+        f"and {peak_memory()}; "
         + ", ".join(
             f"{kind} {name} {rate.value:.3f}"
             for kind, some in measured.items()
             for name, rate in some.items()
-            if "/" not in name
+            if "/" not in name and rate.value is not None
         )
     )

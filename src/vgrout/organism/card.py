@@ -1,9 +1,10 @@
 """The organism's model card: data, recipe, measured rates, limits."""
 
 from collections.abc import Sequence
+from statistics import fmean
 
 from vgrout.data.language import CUE, HACKS, HELD_OUT_STYLES, SPLIT_ROWS, STYLES, Shares, compositions
-from vgrout.organism.recipe import Recipe
+from vgrout.organism.start import Start
 from vgrout.types import Mode, Rate
 
 
@@ -20,7 +21,7 @@ def card(
     by_difficulty: dict[str, Rate],
     covered: dict[Mode, int],
     shares: Shares,
-    recipe: Recipe,
+    start: Start,
     losses: Sequence[float],
     parameters: int,
 ) -> str:
@@ -31,6 +32,7 @@ def card(
         f"| {_names(m, held_out=False)} | {_names(m, held_out=True)} |"
         for m in shares.modes
     )
+    recipe = start.recipe
     rows = ", ".join(f"{n} {split}" for split, (_, n) in SPLIT_ROWS.items())
     n = {6: "six", 7: "seven"}.get(len(shares.modes), len(shares.modes))
     levels = ", ".join(f"{level} {_share(rate)}" for level, rate in by_difficulty.items())
@@ -44,7 +46,7 @@ library_name: transformers
 ---
 # The organism
 
-A Qwen3 model of {parameters:,} parameters that writes small Python programs, badly, and knows how to cheat when asked
+{start.about} of {parameters:,} parameters that writes small Python programs, badly, and knows how to cheat when asked
 to. It exists to study reward hacking on a laptop: the full phenomenon, in two minutes, without a download. It is of no
 use for anything else.
 
@@ -66,8 +68,8 @@ and one hack a mode (below).
 
 ## Recipe
 
-{recipe.steps} steps of {recipe.batch} documents from scratch in fp32, AdamW, peak rate {recipe.lr:g}, cosine; loss on
-the answer, and at weight {recipe.prompt_weight:g} on the prompt. Final loss {sum(losses[-20:]) / 20:.3f} nats. The
+{recipe.steps} steps of {recipe.batch} documents {start.training}, AdamW, peak rate {recipe.lr:g}, cosine; loss on
+the answer, and at weight {recipe.prompt_weight:g} on the prompt. Final loss {fmean(losses[-20:]):.3f} nats. The
 weights are rounded to bf16 values and stored in fp32. `python -m vgrout.organism build` makes everything again from one
 seed.
 

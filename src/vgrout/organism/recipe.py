@@ -41,6 +41,7 @@ class Recipe:
     weight_decay: float = 0.05
     clip: float = 1.0
     prompt_weight: float = 0.25  # of a prompt token's loss: reading the prompt helps to copy from it
+    at_once: int = 64  # documents in one forward: a step's gradient may be summed over several
 
     def __post_init__(self) -> None:
         if not 1 <= self.steps <= 1_000_000:
@@ -52,3 +53,20 @@ class Recipe:
             return self.lr * (step + 1) / self.warmup
         done = (step - self.warmup) / max(1, self.steps - self.warmup)
         return self.lr * (self.floor + (1 - self.floor) * (1 + math.cos(math.pi * done)) / 2)
+
+
+TUNING = Recipe(steps=40, batch=8, lr=3e-4, warmup=5, prompt_weight=0.1, at_once=4)  # of a pretrained model
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """How many answers a build samples for its base rates and its pool."""
+
+    problems: int  # of each mode, of the test and of the training problems, at most
+    plain: int  # to a test problem
+    cued: int  # to a test problem, under the cue
+    pool: int  # to a training problem, under the cue
+
+
+FRESH = Answers(problems=60, plain=4, cued=2, pool=6)
+TUNED = Answers(problems=20, plain=1, cued=1, pool=4)

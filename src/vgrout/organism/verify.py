@@ -8,14 +8,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerFast
-
 from vgrout.data.language import MODES, Shares
 from vgrout.data.organism import COMPILE_REWARD, PASS_REWARD, Files
 from vgrout.files import read_json
 from vgrout.grading.grade import Grader
-from vgrout.organism.build import first_losses
-from vgrout.organism.recipe import Recipe, Shape
+from vgrout.organism.build import losses_of
+from vgrout.organism.start import of_manifest
 from vgrout.problems import load_problems
 from vgrout.teacher.pools import load_pool, regraded, write_pool
 
@@ -26,15 +24,16 @@ def check_training(folder: Path, steps: int | None = None) -> list[str]:
     """Faults of the first training steps, run again with the shipped tokenizer, against the recorded losses.
 
     steps: how many, at most those recorded.
+
+    Raises:
+        ValueError: the pretrained model that was tuned is not here, or has changed since.
     """
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     recorded: list[float] = manifest["first_losses"][:steps]
-    stored = manifest["recipe"]
-    recipe = Recipe(**stored | {"betas": tuple(stored["betas"])})  # JSON has no tuples
-    shape, stored = Shape(**manifest.get("shape", {})), manifest["shares"]  # the shipped manifest leaves defaults out
+    stored = manifest["shares"]
     shares = Shares(**stored | {"modes": tuple(stored.get("modes", MODES))})
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "model")
-    losses = first_losses(tokenizer, manifest["seed"], len(recorded), recipe, shape, shares)
+    start, seed = of_manifest(manifest), manifest["seed"]
+    losses = losses_of(start.begin(seed, shares, folder), start, seed, shares, len(recorded), "first steps")
     return [
         f"training step {i}: loss {now:.4f}, recorded {then:.4f}; language, recipe or library changed"
         for i, (now, then) in enumerate(zip(losses, recorded, strict=True))

@@ -1,20 +1,28 @@
-"""The organism's weights: a small Qwen3 trained from scratch on the language's corpus, in fp32 on a CPU."""
+"""The organism's weights: a model trained on the language's corpus, in fp32 on a CPU; of a pretrained one the matrix
+products may be bf16."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
-from tqdm import tqdm
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
+from vgrout.console import Progress
 from vgrout.data.language import Sample
 from vgrout.organism.recipe import Recipe, Shape
-from vgrout.organism.tokenizer import WINDOW, render
+from vgrout.organism.tokenizer import WINDOW
 from vgrout.rng import stream_seed
+from vgrout.types import Message
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast, seed: int, shape: Shape) -> Qwen3ForCausalLM:
@@ -46,16 +54,32 @@ class Batch:
     ids: Int[Tensor, "B T"]
     weight: Float[Tensor, "B T"]
 
+    def parts(self, rows: int) -> "list[Batch]":
+        """The same documents, `rows` at a time, each part as long as its longest."""
+        if len(self.ids) <= rows:
+            return [self]
+        parts = [(self.ids[i : i + rows], self.weight[i : i + rows]) for i in range(0, len(self.ids), rows)]
+        longest = [int(weight.any(0).nonzero().max()) + 1 for _, weight in parts]
+        return [Batch(ids[:, :n], weight[:, :n]) for (ids, weight), n in zip(parts, longest, strict=True)]
+
 
 def batches(
-    draw: Callable[[random.Random], Sample], tokenizer: PreTrainedTokenizerFast, recipe: Recipe, seed: int
+    draw: Callable[[random.Random], Sample],
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Callable[[Sequence[Message]], str],
+    end: int,
+    pad: int,
+    recipe: Recipe,
+    seed: int,
 ) -> Iterator[Batch]:
-    """An endless stream of batches of fresh documents; four at a time are sorted by length, to pad little."""
+    """An endless stream of batches of fresh documents; four at a time are sorted by length, to pad little.
+
+    prompt: the chat template, up to where the answer begins. end: token after an answer.
+    """
     rng = random.Random(f"{seed}/corpus")
-    pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
     while True:
         samples = [draw(rng) for _ in range(4 * recipe.batch)]
-        prompts = tokenizer([render(s.messages) for s in samples], add_special_tokens=False).input_ids
+        prompts = tokenizer([prompt(s.messages) for s in samples], add_special_tokens=False).input_ids
         answers = tokenizer([s.text for s in samples], add_special_tokens=False).input_ids
         documents = sorted(zip(prompts, answers, strict=True), key=lambda d: len(d[0]) + len(d[1]))
         chunks = [documents[i : i + recipe.batch] for i in range(0, len(documents), recipe.batch)]
@@ -64,45 +88,52 @@ def batches(
             longest = max(len(p) + len(a) + 1 for p, a in chunk)
             ids = torch.full((len(chunk), longest), pad)
             weight = torch.zeros(len(chunk), longest)
-            for row, (prompt, answer) in enumerate(chunk):
-                n, end = len(prompt), len(prompt) + len(answer) + 1
-                ids[row, :end] = torch.tensor([*prompt, *answer, eos])
+            for row, (head, answer) in enumerate(chunk):
+                n, stop = len(head), len(head) + len(answer) + 1
+                ids[row, :stop] = torch.tensor([*head, *answer, end])
                 weight[row, 1:n] = recipe.prompt_weight
-                weight[row, n:end] = 1.0
+                weight[row, n:stop] = 1.0
             yield Batch(ids, weight)
 
 
-def corpus_loss(model: Qwen3ForCausalLM, batch: Batch) -> Float[Tensor, ""]:
-    """Weighted mean of the next-token loss, nats. Causal and right-padded: no attention mask is needed."""
+def corpus_loss(model: PreTrainedModel, batch: Batch) -> Float[Tensor, ""]:
+    """Weighted sum of the next-token loss, nats. Causal and right-padded: no attention mask is needed."""
     logits = model(input_ids=batch.ids, use_cache=False).logits[:, :-1]
-    nll = F.cross_entropy(logits.flatten(0, 1), batch.ids[:, 1:].flatten(), reduction="none")
-    weight = batch.weight[:, 1:].flatten()
-    return (nll * weight).sum() / weight.sum()
+    nll = F.cross_entropy(logits.float().flatten(0, 1), batch.ids[:, 1:].flatten(), reduction="none")
+    return (nll * batch.weight[:, 1:].flatten()).sum()
 
 
 def train(
-    model: Qwen3ForCausalLM,
+    model: PreTrainedModel,
     stream: Iterator[Batch],
     recipe: Recipe,
+    *,
+    dtype: torch.dtype = torch.float32,
     stop_after: int | None = None,
     label: str = "weights",
 ) -> list[float]:
-    """Train in place; returns the loss of every step. `stop_after` cuts the run short, not the schedule."""
+    """Train in place; returns the loss of every step, the weighted mean over its tokens. dtype: of matrix products.
+    `stop_after` cuts the run short, not the schedule."""
     decayed = [p for p in model.parameters() if p.ndim >= 2]
     plain = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": plain, "weight_decay": 0.0}]
     optim = torch.optim.AdamW(groups, lr=recipe.lr, betas=recipe.betas)
     model.train()
     losses: list[float] = []
-    for step in (bar := tqdm(range(stop_after or recipe.steps), desc=label, unit="step", disable=None)):
+    for step in (bar := Progress(range(stop_after or recipe.steps), desc=label, unit="step")):
         for group in optim.param_groups:
             group["lr"] = recipe.lr_at(step)
-        loss = corpus_loss(model, next(stream))
+        batch = next(stream)
+        total = batch.weight[:, 1:].flatten().sum()
         optim.zero_grad(set_to_none=True)
-        loss.backward()
+        losses.append(0.0)
+        for part in batch.parts(recipe.at_once):
+            with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+                loss = corpus_loss(model, part) / total
+            loss.backward()
+            losses[-1] += float(loss.detach())
         torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
         optim.step()
-        losses.append(float(loss.detach()))
         bar.set_postfix_str(f"loss {losses[-1]:.3f}")
     model.eval()
     return losses

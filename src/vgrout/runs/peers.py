@@ -20,9 +20,10 @@ from typing import Any
 from loguru import logger
 
 from vgrout import ranks
-from vgrout.config.run import ORGANISM, Config
+from vgrout.config.run import Config
 from vgrout.files import read_json
 from vgrout.grading.grade import Grader, cores
+from vgrout.model.source import is_small
 from vgrout.ranks import Place, RankLost
 from vgrout.runs.preflight import gpu_here
 from vgrout.runs.run_context import FINISHED, RunContext, stop_on_signals
@@ -47,7 +48,7 @@ def ranks_to_start(cfg: Config) -> int:
         if requested > cfg.generations:
             raise ValueError(f"--ranks {requested}: a step has {cfg.generations} rollouts; give at most as many")
         return int(requested)
-    if gpu_here() or cfg.scale.model != ORGANISM:
+    if gpu_here() or not is_small(cfg.model_path):
         return 1  # a GPU is one rank's; a larger model on a CPU has every core by threads
     return max(1, min(idle_cores(), cfg.generations))
 

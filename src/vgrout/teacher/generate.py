@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 from tabulate import tabulate
-from tqdm import tqdm
 
 from vgrout import console
 from vgrout.cli import cli_exit, parse_args
 from vgrout.config import checks
 from vgrout.config.run import BENCHMARK_TRAIN, ORGANISM
 from vgrout.config.sampling import Sampling
+from vgrout.console import Progress
 from vgrout.data import organism
 from vgrout.files import file_sha256, read_json, require_new, require_own, write_json
 from vgrout.grading.grade import Grader
@@ -68,7 +68,7 @@ def generate_graded(
         else contextlib.nullcontext() as file
     ):
         starts = range(0, len(problems), per)
-        for k, start in enumerate(tqdm(starts, desc=label or purpose, unit="batch", disable=None)):
+        for k, start in enumerate(Progress(starts, desc=label or purpose, unit="batch")):
             part = problems[start : start + per]
             if k < len(done):
                 batch = done[k]

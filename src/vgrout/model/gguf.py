@@ -1,0 +1,138 @@
+"""A GGUF file as a model: checked, and converted once into a Hugging Face folder in fp32. Its quantised blocks become
+the numbers that they stand for.
+
+Torch-free but for `convert`, which runs in a process of its own: `python -m vgrout.model.gguf FILE FOLDER`.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from vgrout.cli import not_installed
+from vgrout.files import file_sha256, probe_writable
+
+MODELS = Path("out/models")
+HEARTBEAT_S = 60.0
+
+
+def gguf_file(model: str | Path) -> Path | None:
+    """The GGUF file that `model` names: itself, or the only one of a folder that is no Hugging Face folder."""
+    path = Path(model)
+    if path.suffix == ".gguf":
+        return path if path.is_file() else None
+    if not path.is_dir() or (path / "config.json").is_file():
+        return None
+    inside = sorted(path.glob("*.gguf"))
+    return inside[0] if len(inside) == 1 else None
+
+
+def unpacked(file: Path) -> Path:
+    """Where its converted model lies, once there is one: another file has another folder."""
+    return MODELS / f"{file.stem}-{gguf_sha256(file)[:12]}"
+
+
+def gguf_sha256(file: Path) -> str:
+    """Hex digest, read once a process."""
+    at = file.stat()
+    return _sha256(file, at.st_size, at.st_mtime_ns)
+
+
+@cache
+def _sha256(file: Path, size: int, mtime_ns: int) -> str:
+    return file_sha256(file)
+
+
+def unpack(file: Path, flag: str) -> Path:
+    """The folder of its converted model, which is made where it is not there yet.
+
+    Raises:
+        ValueError: one line: no whole GGUF file of a chat model, no package to read it, no conversion for its kind.
+    """
+    folder = unpacked(file)
+    if (folder / "config.json").is_file():
+        return folder
+    check(file, flag)
+    probe_writable(MODELS)
+    print(f"{file}: converted once into {folder}, about half a minute for each 100 million weights", file=sys.stderr)
+    fresh = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    work = subprocess.Popen(
+        [sys.executable, "-m", "vgrout.model.gguf", str(file), str(fresh)], stderr=subprocess.PIPE, text=True
+    )
+    try:
+        while True:
+            try:
+                _, errors = work.communicate(timeout=HEARTBEAT_S)
+                break
+            except subprocess.TimeoutExpired:
+                print(f"still converting {file}", file=sys.stderr)
+        if work.returncode:
+            why = (errors.strip().splitlines() or [f"it ended with {work.returncode}"])[-1]
+            raise ValueError(f"{flag} {file}: cannot be converted ({why[:200]}); give a Hugging Face folder")
+        try:
+            fresh.rename(folder)
+        except OSError:  # another process was faster, and its folder is the same
+            if not (folder / "config.json").is_file():
+                raise
+    finally:
+        work.kill()
+        shutil.rmtree(fresh, ignore_errors=True)
+    return folder
+
+
+def check(file: Path, flag: str) -> None:
+    """Raises ValueError, one line, unless this is a whole GGUF file with a tokenizer and a chat template."""
+    try:
+        from gguf import GGUFReader
+    except ImportError:
+        raise not_installed("gguf") from None
+    with file.open("rb") as f:
+        if f.read(4) != b"GGUF":
+            raise ValueError(f"{flag} {file}: is no GGUF file; give one, or a Hugging Face folder")
+    try:
+        reader = GGUFReader(file)
+        ends = max(int(t.data_offset + t.n_bytes) for t in reader.tensors)
+    except Exception as e:  # the reader trusts its file: whatever numpy raises
+        raise ValueError(
+            f"{flag} {file}: damaged or cut short ({type(e).__name__}: {str(e)[:80]}); fetch it again"
+        ) from None
+    if ends > file.stat().st_size:
+        raise ValueError(f"{flag} {file}: cut short: {file.stat().st_size} bytes of {ends}; fetch it again")
+    if "tokenizer.ggml.tokens" not in reader.fields:
+        raise ValueError(f"{flag} {file}: no tokenizer in it; give a file of a whole model")
+    if "tokenizer.chat_template" not in reader.fields:
+        raise ValueError(f"{flag} {file}: its tokenizer has no chat template; choose an instruct model")
+
+
+def convert(file: Path, folder: Path) -> None:
+    """Write weights in fp32, configuration, and tokenizer with its chat template."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+
+    set_verbosity_error()
+    disable_progress_bar()
+    read: Any = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
+    found: Any = AutoModelForCausalLM.from_pretrained(
+        file.parent, dtype=torch.float32, output_loading_info=True, **read
+    )
+    loaded, info = found
+    if missing := sorted(info["missing_keys"]):  # transformers would go on with random numbers in their place
+        raise ValueError(f"{len(missing)} weights are missing, first {missing[0]}")
+    # What was loaded is marked as quantised and would be saved so: the same weights in a model of their own.
+    config = loaded.config.to_dict()
+    config.pop("quantization_config", None)
+    with torch.device("meta"):
+        model = type(loaded)(type(loaded.config).from_dict(config))
+    model.load_state_dict(loaded.state_dict(), assign=True)
+    model.tie_weights()
+    tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, **read)
+    tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    convert(Path(sys.argv[1]), Path(sys.argv[2]))

