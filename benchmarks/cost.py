@@ -251,6 +251,7 @@ def memory_table() -> str:
             p = plan(
                 shapes,
                 device="cuda",
+                size=2,
                 group=scale.group,
                 prompts=prompts,
                 prompt_tokens=Assumed().prompt,

@@ -21,6 +21,8 @@ from vgrout.config.loss import LOSSES, LossConfig, LossName
 from vgrout.config.method import CONTROLS, INTERVENTIONS, MONITORS, MethodConfig
 from vgrout.config.presets import EVERYDAY, METHODS, PRESETS, flag_names, parse, resolve, resumed
 from vgrout.config.run import GROUPS, Config, from_dict
+from vgrout.data import organism
+from vgrout.model import source
 from vgrout.runs.preflight import first_lines, preflight
 
 FLAGS = Path(__file__).with_name("flags.txt")
@@ -293,6 +295,25 @@ def test_resume_takes_the_runs_own_settings() -> None:
     assert (cfg.method.intervention, cfg.run.seed, cfg.scale.steps, cfg.run.checkpoint_every) == ("route2", 9, 40, 5)
     _, differing = resumed(parse(["mini", "--resume", "x", "--seed", "9", "--lr", "0.5"]), stored)
     assert differing == ["--lr 0.5 (run: 0.03)"]
+
+
+def test_auto_is_bf16_where_it_is_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, and on a CPU that multiplies in it, but for a miniature; what is given holds everywhere."""
+
+    def auto(model: str | Path, flags: str, *, gpu: bool = False) -> str:
+        (tmp_path / "cpuinfo").write_text(f"model name\t: a\nflags\t\t: fpu {flags} sse2\n")
+        return source.resolved_dtype("auto", model, gpu=gpu)
+
+    monkeypatch.setattr(source, "CPUINFO", tmp_path / "cpuinfo")
+    assert auto(organism.MODEL_DIR, "amx_bf16") == "fp32"
+    assert auto(organism.MODEL_DIR, "", gpu=True) == "bf16"
+    assert [auto("Qwen/Qwen3-4B", f) for f in ("avx512_bf16", "amx_bf16 amx_int8", "avx512f", "xavx512_bf16")] == [
+        *("bf16", "bf16", "fp32", "fp32")
+    ]
+    assert source.resolved_dtype("bf16", organism.MODEL_DIR, gpu=False) == "bf16"
+    assert source.resolved_dtype("fp32", "Qwen/Qwen3-4B", gpu=True) == "fp32"
+    (tmp_path / "cpuinfo").unlink()
+    assert source.resolved_dtype("auto", "Qwen/Qwen3-4B", gpu=False) == "fp32"
 
 
 def test_another_build_of_the_organism_replaces_every_file(tmp_path: Path) -> None:

@@ -318,6 +318,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
     "finished": (finish, [], "this run is finished"),
     "routed nothing": (unroute, [], "this run is evaluated; it routed nothing"),
     "changed settings": (lambda _: None, ["--lr", "0.5", "--beta", "0.1"], "--lr 0.5 (run: 0.03), --beta 0.1"),
+    "another dtype": (lambda _: None, ["--dtype", "bf16"], "--dtype bf16 (run: fp32)"),
     "pool file gone": (lambda _: min(Path("pool").glob("prompt_*")).unlink(), [], "recorded in pool.json, not there"),
     "pool file altered": (lambda _: append(Path("pool/pool.json"), " "), [], "changed since: pool; put"),
     "pool gone": (lambda _: shutil.rmtree("pool"), [], "--teacher-pool-dir pool: no such folder"),

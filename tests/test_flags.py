@@ -25,6 +25,7 @@ from vgrout.direction.pairs import load_pairs
 from vgrout.grading.grade import Grader
 from vgrout.guard.detectors import AdvantageCollapse, Reading
 from vgrout.guard.kill_switch import HeldOutGuard
+from vgrout.model import source
 from vgrout.model.policy import load_policy
 from vgrout.runs.preflight import find_resume, preflight
 
@@ -103,6 +104,7 @@ FLAGS: dict[str, Run | Held] = {
     "--dppo-diff-high": Run([*TWICE, "--loss=dppo_tv"], "0.2", "0.0000001"),
     "--dppo-diff-low": Run([*TWICE, "--loss=dppo_tv"], "0.2", "0.0000001"),
     "--dry-run": Held("test_flags.py::test_a_dry_run_starts_nothing"),
+    "--dtype": Run(NONE, "fp32", "bf16"),
     "--echo-trap-enabled": Run(NONE, "no", "yes"),
     "--echo-trap-halt": Held("test_faults.py::test_a_detector_halts"),
     "--echo-trap-threshold": Run([*NONE, "--echo-trap-enabled"], "0.6", "0.001"),
@@ -403,6 +405,25 @@ def test_other_settings_are_forced_on_a_resumed_run(shared_run: SharedRuns) -> N
     with pytest.raises(ValueError, match=r"--lr 0.5 .* or add --resume-force"):
         find_resume(resolve(argv))
     assert find_resume(resolve([*argv, "--resume-force"]))[1].opt.lr == 0.5
+
+
+def test_a_resumed_run_goes_on_in_its_own_dtype(
+    shared_run: SharedRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine where auto means another one."""
+    whole, path = shared_run(*SMALL, *NONE), shared_run.copy(shared_run(*SMALL, *NONE, stop_after=0), tmp_path)
+    monkeypatch.setattr(source, "SMALL", 0)
+    monkeypatch.setattr(source, "cpu_multiplies_bf16", lambda: True)
+    assert source.resolved_dtype("auto", organism.MODEL_DIR, gpu=False) == "bf16"
+    monkeypatch.chdir(path.parents[2])
+    assert run(path.parents[2], *SMALL[:2], f"--resume={path}") == path
+    record = json.loads((path / "run.json").read_text())
+    assert (record["dtype"], record["config"]["run"]["dtype"], record["begun"]["run"]["dtype"]) == (
+        "fp32",
+        "fp32",
+        "auto",
+    )
+    assert rows(path) == rows(whole)
 
 
 def test_a_detector_of_reward_hacking_halts_by_its_flag(

@@ -125,7 +125,7 @@ def test_keys_and_values_are_what_sampling_holds() -> None:
     assert shapes is not None
     prompts, group, length, max_new = 4, 8, 200, 100
     planned = plan(
-        shapes, device="cuda", group=group, prompts=prompts, prompt_tokens=length, max_new=max_new, routes=False
+        shapes, device="cuda", size=2, group=group, prompts=prompts, prompt_tokens=length, max_new=max_new, routes=False
     )
     decoder = LeanDecoder(model)
     with torch.no_grad():
@@ -147,8 +147,8 @@ def test_qwen3_4b() -> None:
     assert s.parameters == pytest.approx(4.02e9, rel=2e-3)
     assert s.R == 36 * (5 * 2560 + 2 * 1024)
     assert s.kv_bytes(2) == 147_456
-    fast = plan(s, device="cuda", group=8, prompts=4, prompt_tokens=500, max_new=512, routes=False)
-    full = plan(s, device="cuda", group=6, prompts=43, prompt_tokens=500, max_new=1024, routes=True)
+    fast = plan(s, device="cuda", size=2, group=8, prompts=4, prompt_tokens=500, max_new=512, routes=False)
+    full = plan(s, device="cuda", size=2, group=6, prompts=43, prompt_tokens=500, max_new=1024, routes=True)
     assert fast.weights == 2 * s.parameters
     assert fast.merged == 2 * s.adapted
     assert full.merged == 2 * fast.merged

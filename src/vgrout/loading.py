@@ -13,18 +13,17 @@ from vgrout.config.run import ORGANISM, Config
 from vgrout.grading.grade import Grader
 from vgrout.inputs import Inputs
 from vgrout.model import policy as models
-from vgrout.model.policy import SVD_CACHE, LanguageModel, Policy, load_language_model
-from vgrout.model.saved import pick_device
+from vgrout.model.policy import SVD_CACHE, LanguageModel, Policy, load_language_model, pick_device
 from vgrout.problems import ProblemSplits, elicited, load_splits, plain, without_hints
 from vgrout.teacher.demonstrations import Teacher
 from vgrout.teacher.pools import regraded
 
 
 def device_and_dtype(cfg: Config) -> tuple[torch.device, torch.dtype]:
-    """bf16 on a GPU, fp32 on a CPU (the organism's weights are small enough for exactness)."""
+    """Where the run's model is, and in which dtype."""
     # Matrices of 128 × 256 lose by a second thread, by far on a machine that is shared: grading has the other cores.
     usual = 1 if cfg.scale.model == ORGANISM else max(1, (os.cpu_count() or 1) // ranks.here())
-    return pick_device(cfg.run.threads or usual)
+    return pick_device(cfg.model_path, cfg.run.dtype, cfg.run.threads or usual)
 
 
 def load_policy(cfg: Config) -> Policy:

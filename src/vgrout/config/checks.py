@@ -35,6 +35,9 @@ def rule_of(setting: Field[Any]) -> Rule:
     return setting.metadata.get("rule", Rule())
 
 
+Dtype = Literal["auto", "fp32", "bf16"]  # of a model's weights; auto: by the machine and the model
+
+
 def refuse(condition: bool, message: str) -> None:
     """Raises ValueError with this one line."""
     if condition:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
-from vgrout.config.checks import changed, check, flag, flags, listed, refuse, setting
+from vgrout.config.checks import Dtype, changed, check, flag, flags, listed, refuse, setting
 from vgrout.config.guard import GuardConfig, blind
 from vgrout.config.loss import LossConfig
 from vgrout.config.method import MethodConfig
@@ -255,6 +255,9 @@ class RunConfig:
     """Print the plan and all that is missing, start nothing; --dry-run=config prints every setting."""
     threads: int = setting(0, low=0, high=4096)
     """Torch threads on a CPU; 0: one per core, one in all for the organism."""
+    dtype: Dtype = "auto"
+    """Of the model's weights. auto: bf16 on a GPU and on a CPU that multiplies in it (AVX-512 BF16, AMX), but fp32 for
+    a miniature on a CPU. A resumed run goes on in its own."""
     ranks: int | Literal["auto"] = setting(1, low=1, high=1024, should="lie in [1, 1024], or be auto")
     """Processes that share the run, on this machine; auto: one for every idle core (organism), else one.
     torchrun starts its own. The same rows but for rounding, which is why 1 is usual: bit for bit the same."""

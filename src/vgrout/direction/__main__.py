@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vgrout.cli import cli_exit, parse_args
-from vgrout.config.checks import check, flag, refuse, setting
+from vgrout.config.checks import Dtype, check, flag, refuse, setting
 from vgrout.config.run import PLACEBOS
 from vgrout.data import organism
 from vgrout.direction.pairs import (
@@ -54,6 +54,8 @@ class Cli:
     """Where the direction goes; none: where a run with these pairs looks for it."""
     figure: Path | None = None
     """Where the figure (png) goes; none: beside the direction."""
+    dtype: Dtype = "auto"
+    """Of the model's weights: as in the run that is to read the direction."""
     svd_cache: Path = Path("out/svd_cache")
     """Decomposed weights."""
 
@@ -88,10 +90,10 @@ def _command(cli: Cli) -> int:
     from vgrout.direction.controls import cosine_to_real
     from vgrout.direction.examine import compare_controls, control_table, draw, report
     from vgrout.direction.extract import default_path, extract, load, model_key, model_name, save
-    from vgrout.model.policy import default_device, load_policy
+    from vgrout.model.policy import load_policy, pick_device
 
     model = str(organism.MODEL_DIR) if cli.model == "organism" else cli.model
-    device, dtype = default_device()
+    device, dtype = pick_device(model, cli.dtype)
     policy = load_policy(model, device=device, dtype=dtype, cache_dir=cli.svd_cache)
     if cli.rollouts is not None and cli.detector is not None:
         pairs = pairs_from_pool(cli.rollouts, cli.detector, policy.prompt_text)

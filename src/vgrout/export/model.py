@@ -16,10 +16,9 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from vgrout.files import read_json
-from vgrout.model.policy import Policy
+from vgrout.model.policy import DTYPE_NAMES, DTYPES, Policy
 from vgrout.model.saved import Saved
 
-DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 TOLERANCE = 5e-2  # of the largest logit: bf16 keeps 8 bits, and the rounding of every layer adds to the next
 PROBES = 4  # texts whose logits are compared
 
@@ -141,7 +140,7 @@ def export(
     Raises:
         RuntimeError: the comparison failed.
     """
-    own = next(name for name, d in DTYPES.items() if d == policy.model.dtype)
+    own = DTYPE_NAMES[policy.model.dtype]
     dtype = dtype or ("bf16" if own == "bf16" else "fp32")
     write(policy, folder, DTYPES[dtype])
     result = parity(policy, load_beside(policy, folder), texts, exact=dtype == own)

@@ -8,7 +8,7 @@ from typing import Any
 
 import tyro
 
-from vgrout.config.checks import check, refuse, setting
+from vgrout.config.checks import Dtype, check, refuse, setting
 from vgrout.config.guard import GuardConfig
 from vgrout.config.method import MethodConfig
 from vgrout.config.run import (
@@ -57,6 +57,9 @@ class Learning:
     """Every random stream derives from it, by name and step."""
     threads: int = 0
     """Torch threads on a CPU; 0: one per core, one in all for a miniature."""
+    dtype: Dtype = "auto"
+    """Of the models' weights. auto: bf16 on a GPU and on a CPU that multiplies in it, but fp32 for a miniature on a
+    CPU."""
     workers: int | None = setting(None, low=1)
     """Grading processes; none: one a core."""
     track: str = ""
@@ -135,7 +138,7 @@ class Task:
             env=EnvConfig(env_mode=cfg.env_mode, mix_ratio=0.0),
             eval=evaluation,
             guard=GuardConfig(guard="log"),
-            run=RunConfig(seed=cfg.seed, out_tag=tag),
+            run=RunConfig(seed=cfg.seed, dtype=cfg.dtype, out_tag=tag),
         )
 
 

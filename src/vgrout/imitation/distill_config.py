@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vgrout import tracking
-from vgrout.config.checks import changed, check, flags, refuse, setting
+from vgrout.config.checks import Dtype, changed, check, flags, refuse, setting
 from vgrout.config.run import Config, EvalConfig, OptConfig, RunConfig, merge_flags
 from vgrout.config.sampling import Sampling
 from vgrout.files import file_sha256, probe_writable
 from vgrout.imitation import common
 from vgrout.imitation.common import Learning, find_problems
 from vgrout.model.memory import GIB
-from vgrout.model.source import Source, find_source
+from vgrout.model.source import ITEMSIZE, Source, find_source, resolved_dtype
 from vgrout.runs.preflight import ROLLOUT_BYTES, gpu_here, require_disk, unfinished
 
 ROOT = Path("out/distill")
@@ -107,6 +107,10 @@ class DistillConfig(Learning):
     def __post_init__(self) -> None:
         Learning.__post_init__(self)
         RunConfig(out_tag=self.out_tag, checkpoint_every=self.checkpoint_every, checkpoint_keep=self.checkpoint_keep)
+        refuse(
+            self.full and self.dtype == "bf16",
+            "--dtype bf16 with --full: a step on a weight is below bf16's rounding; leave one of them out",
+        )
         if not self.teacher and not self.resume:
             raise ValueError("--teacher: whose answers? Give a model, or a run directory")
         idle = self.uld if self.method == "minillm" else self.minillm
@@ -187,6 +191,11 @@ class Task(common.Task):
         )
         return self.trainer_config("distill", scale, self.opt, evaluation, cfg.out_tag)
 
+    @property
+    def dtype(self) -> Dtype:
+        """Of both models' weights."""
+        return "fp32" if self.cfg.full else self.cfg.dtype
+
     def file_hashes(self) -> dict[str, str | None]:
         """sha256 of the input files; None where there is no such file."""
         path = self.cfg.minillm.minillm_pretrain_anchor_path
@@ -224,8 +233,8 @@ class Task(common.Task):
         ]
         for who, source in (("student", self.source), ("teacher", self.teacher)):
             if shapes := source.shapes:
-                wide = gpu_here() and not (cfg.full and who == "student")
-                bytes_ = shapes.parameters * (2 if wide else 4) * (4 if cfg.full and who == "student" else 1)
+                itemsize = ITEMSIZE[resolved_dtype(self.dtype, self.source.folder, gpu=gpu_here())]
+                bytes_ = shapes.parameters * itemsize * (4 if cfg.full and who == "student" else 1)
                 what = "weights, gradient, moments" if cfg.full and who == "student" else "weights"
                 lines.append(f"memory        {who}: {bytes_ / GIB:.2g} GiB of {what}")
         lines.append(f"disk          about {max(1, self.disk() // 2**20)} MiB")

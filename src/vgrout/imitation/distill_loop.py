@@ -17,8 +17,8 @@ from vgrout.imitation.distill_config import Task
 from vgrout.imitation.distill_methods import METHODS, Graded, Method
 from vgrout.imitation.loading import fitting_splits, metadata, model_hashes
 from vgrout.imitation.trainable import AdapterOnly, FullModel, Trainable
-from vgrout.model.policy import LanguageModel, Policy
-from vgrout.model.saved import load_source, pick_device
+from vgrout.model.policy import LanguageModel, Policy, pick_device
+from vgrout.model.saved import load_source
 from vgrout.problems import balanced, plain
 from vgrout.rng import torch_stream
 from vgrout.rollout import graded, sample_and_submit
@@ -68,7 +68,7 @@ def distil(task: Task, run: RunContext) -> None:
     cfg, clock = task.cfg, run.clock
     for line in (*task.plan(), run.grader.protections.line()):
         logger.debug(line)
-    device, dtype = pick_device(task.threads, fp32=cfg.full)
+    device, dtype = pick_device(task.source.folder, task.dtype, task.threads)
     student = load_source(task.source, "--student", device, dtype, adapter=not cfg.full)
     teacher = load_source(task.teacher, "--teacher", device, dtype)
     method = METHODS[cfg.method](task, student, teacher)

@@ -26,8 +26,8 @@ from vgrout.imitation.trainable import AdapterOnly
 from vgrout.model.logprobs import Batch, completion_logprobs
 from vgrout.model.memory import TOKEN_BUDGET
 from vgrout.model.packing import Packed
-from vgrout.model.policy import Policy
-from vgrout.model.saved import load_source, pick_device
+from vgrout.model.policy import Policy, pick_device
+from vgrout.model.saved import load_source
 from vgrout.problems import balanced
 from vgrout.rng import py_stream
 from vgrout.runs.recorder import rollout_record
@@ -168,7 +168,7 @@ def run_rounds(task: Task, plan: dict[str, Any], run: RunContext) -> None:
     cfg = task.cfg
     logger.info(f"{cfg.rounds} rounds of DPO: --base-model {cfg.base_model} · --scorer {cfg.scorer} · run: {run.path}")
     logger.debug(run.grader.protections.line())
-    device, dtype = pick_device(task.threads)
+    device, dtype = pick_device(task.source.folder, cfg.dtype, task.threads)
     policy = load_source(task.source, "--base-model", device, dtype, adapter=True)
     assert isinstance(policy, Policy)
     recorder = RoundRecorder(task, plan, run)

@@ -3,7 +3,7 @@ loaded, nothing fetched."""
 
 from dataclasses import dataclass
 
-from vgrout.model.source import BF16, FP32, Shapes
+from vgrout.model.source import FP32, Shapes
 
 GIB = 2**30
 
@@ -63,15 +63,15 @@ def plan(
     shapes: Shapes,
     *,
     device: str,
+    size: int,
     group: int,
     prompts: int,
     prompt_tokens: int,
     max_new: int,
     routes: bool,
 ) -> MemoryPlan:
-    """Bytes of a training run. device: "cuda" (bf16) or "cpu" (fp32). prompt_tokens: of a typical prompt. routes: the
-    method has a quarantine, so the model as trained and as deployed are two sets of weights."""
-    size = BF16 if device == "cuda" else FP32
+    """Bytes of a training run. device: "cuda" or "cpu". size: bytes of a weight. prompt_tokens: of a typical prompt.
+    routes: the method has a quarantine, so the model as trained and as deployed are two sets of weights."""
     rows, row = group * prompts, prompt_tokens + max_new
     tokens = min(rows * row, max(TOKEN_BUDGET[device], row))
     positions = min(rows * max_new, max(1, HEAD_BUDGET[device] // shapes.vocab))

@@ -25,6 +25,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
+from vgrout.config.checks import Dtype
 from vgrout.model import template_probe
 from vgrout.model.decoder import Decoder, HfDecoder, LeanDecoder, lean_fits
 from vgrout.model.logprobs import (
@@ -39,12 +40,14 @@ from vgrout.model.logprobs import (
     vocabulary,
 )
 from vgrout.model.packing import Packed, flash_is_here, pack, packed_hidden, packs
-from vgrout.model.source import advice, require_model
+from vgrout.model.source import advice, require_model, resolved_dtype
 from vgrout.model.svd_adapter import SvdAdapter
 from vgrout.model.template_probe import BYTES, SECONDS
 from vgrout.types import Message
 
 SVD_CACHE = Path("out/svd_cache")
+DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -256,10 +259,12 @@ def ending(tok: PreTrainedTokenizerBase, eos_ids: frozenset[int]) -> int:
     return int(tok.eos_token_id) if tok.eos_token_id is not None else min(eos_ids)
 
 
-def default_device() -> tuple[torch.device, torch.dtype]:
-    """bf16 on a GPU, fp32 on a CPU."""
-    cuda = torch.cuda.is_available()
-    return (torch.device("cuda"), torch.bfloat16) if cuda else (torch.device("cpu"), torch.float32)
+def pick_device(model: str | Path, dtype: Dtype, threads: int = 0) -> tuple[torch.device, torch.dtype]:
+    """The GPU if there is one, else the CPU with so many threads (0: as they are); `dtype` as it is meant there."""
+    gpu = torch.cuda.is_available()
+    if threads and not gpu:
+        torch.set_num_threads(threads)
+    return torch.device("cuda" if gpu else "cpu"), DTYPES[resolved_dtype(dtype, model, gpu=gpu)]
 
 
 def attention(device: torch.device, dtype: torch.dtype, architecture: type[PreTrainedModel]) -> str:

@@ -94,14 +94,14 @@ def load_saved(saved: Saved, cache_dir: Path | None = None) -> "vgrout.model.pol
     """
     import torch
 
-    from vgrout.model.policy import SVD_CACHE, default_device, load_policy
+    from vgrout.model.policy import SVD_CACHE, load_policy, pick_device
     from vgrout.model.svd_adapter import read_safetensors
 
     kinds = (torch.float32, torch.bfloat16, torch.float16)
     for name, x in read_safetensors(saved.path)[0].items():
         if x.dtype not in kinds or not x.isfinite().all():
             raise ValueError(f"{saved.path}: {name} holds a NaN, an infinity, or no floating-point numbers")
-    device, _ = default_device()
+    device, _ = pick_device(saved.model, "auto")
     policy = load_policy(saved.model, device=device, dtype=saved.dtype, cache_dir=cache_dir or SVD_CACHE)
     policy.adapter.load(saved.path)
     return replace(policy, preserve_thinking=saved.cfg.env.preserve_thinking)
@@ -124,15 +124,3 @@ def load_source(
     if source.adapter is not None:
         policy.adapter.load(source.adapter)
     return policy
-
-
-def pick_device(threads: int, *, fp32: bool = False) -> tuple["torch.device", "torch.dtype"]:
-    """`default_device`, a CPU with so many threads. fp32: on a GPU too (AdamW's step on a weight is below bf16's)."""
-    import torch
-
-    from vgrout.model.policy import default_device
-
-    device, dtype = default_device()
-    if device.type == "cpu":
-        torch.set_num_threads(threads)
-    return device, torch.float32 if fp32 else dtype

@@ -6,10 +6,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tokenizers import Tokenizer
 
+from vgrout.config.checks import Dtype
 from vgrout.config.run import ORGANISM, Config, from_dict
 from vgrout.data import organism
 from vgrout.files import file_sha256, from_json, read_text, regular
@@ -203,6 +204,7 @@ def _misfit(config: dict[str, Any], largest_token: int, weights: Mapping[str, An
 # ── shapes ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 BF16, FP32 = 2, 4  # bytes
+ITEMSIZE = {"bf16": BF16, "fp32": FP32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +313,26 @@ def find_shapes(model: str | Path) -> Shapes | None:
 
 # ── a flag's value ───────────────────────────────────────────────────────────────────────────────────────────────────
 
+CPUINFO = Path("/proc/cpuinfo")
 SMALL = 2**24  # weights below which a model is a miniature: other defaults, and a second thread only costs
+
+
+def is_small(model: str | Path) -> bool:
+    """Whether a folder or hub id is a miniature; False where its shapes are not known."""
+    shapes = find_shapes(model)
+    return shapes is not None and shapes.parameters < SMALL
+
+
+def resolved_dtype(dtype: Dtype, model: str | Path, *, gpu: bool) -> Literal["fp32", "bf16"]:
+    """What --dtype means for this model here. On a CPU a miniature keeps fp32, whose numbers are exact."""
+    if dtype != "auto":
+        return dtype
+    return "bf16" if gpu or (cpu_multiplies_bf16() and not is_small(model)) else "fp32"
+
+
+def cpu_multiplies_bf16() -> bool:
+    """Whether this CPU has AVX-512 BF16 or AMX; without them bf16 is slower than fp32. Linux alone says so."""
+    return CPUINFO.is_file() and re.search(r"\b(avx512_bf16|amx_bf16)\b", CPUINFO.read_text()) is not None
 
 
 @dataclass(frozen=True)
@@ -332,7 +353,7 @@ class Source:
     @property
     def small(self) -> bool:
         """Whether it is a miniature; False where its shapes are not known."""
-        return self.shapes is not None and self.shapes.parameters < SMALL
+        return is_small(self.folder)
 
     def vocabulary(self) -> dict[str, int] | None:
         """Token → id, from the tokenizer's file alone; None where there is no such file."""

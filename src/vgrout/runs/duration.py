@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from vgrout.config.run import Config
 from vgrout.model.memory import KV_BUDGET
-from vgrout.model.source import BF16, FP32, Shapes
+from vgrout.model.source import ITEMSIZE, Shapes
 
 # Share of a large matrix product's speed that a run reaches, with every answer taken to be of the greatest length: what
 # small products, shared prompts and shorter answers come to in `mini` on two cores.
@@ -41,10 +41,12 @@ def _fastest(work: Callable[[], object], wait: Callable[[], object]) -> float:
     return min(times)
 
 
-def seconds(cfg: Config, shapes: Shapes, prompt_tokens: int, answers: tuple[int, int], gpu: bool) -> float:
-    """Of the whole run. prompt_tokens: of the longest prompt. answers: in an evaluation on the way, in the last."""
+def seconds(cfg: Config, shapes: Shapes, prompt_tokens: int, answers: tuple[int, int], gpu: bool, dtype: str) -> float:
+    """Of the whole run. prompt_tokens: of the longest prompt. answers: in an evaluation on the way, in the last. dtype:
+    of the weights."""
     flops, bytes_ = speed(gpu)
-    s, size, device = cfg.scale, BF16 if gpu else FP32, "cuda" if gpu else "cpu"
+    flops *= 2 if dtype == "bf16" and not gpu else 1  # a CPU that has bf16 products does at least twice as many
+    s, size, device = cfg.scale, ITEMSIZE[dtype], "cuda" if gpu else "cpu"
     row = prompt_tokens + s.max_new
 
     def sampling(n: int) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from vgrout import tracking
 from vgrout.config.method import MethodConfig
@@ -17,7 +17,7 @@ from vgrout.grading.grade import Grader
 from vgrout.grading.reward import import_function
 from vgrout.inputs import Inputs, read_inputs
 from vgrout.model.memory import plan as memory_plan
-from vgrout.model.source import BF16, FP32, Shapes, find_shapes
+from vgrout.model.source import ITEMSIZE, Shapes, find_shapes, resolved_dtype
 from vgrout.problems import Row
 from vgrout.runs import checkpoint
 from vgrout.runs.duration import in_words, seconds
@@ -34,9 +34,14 @@ def device_of(cfg: Config) -> str:
     return "cuda" if gpu_here() or cfg.preset in ("fast", "full") else "cpu"
 
 
+def dtype_of(cfg: Config) -> Literal["fp32", "bf16"]:
+    """Of the weights there."""
+    return resolved_dtype(cfg.run.dtype, cfg.model_path, gpu=device_of(cfg) == "cuda")
+
+
 def svd_cache(cfg: Config, shapes: Shapes) -> int:
     """Bytes of the model's decomposed weights on disk."""
-    return shapes.svd_cache_bytes(BF16 if device_of(cfg) == "cuda" else FP32)
+    return shapes.svd_cache_bytes(ITEMSIZE[dtype_of(cfg)])
 
 
 def disk_needed(cfg: Config) -> int:
@@ -175,11 +180,12 @@ def plan_lines(cfg: Config, inputs: Inputs, grader: Grader, folder: Path) -> lis
         f"answers       {per_step * s.steps:,} in training, {on_the_way:,} in evaluations on the way, at most "
         f"{n_final:,} at the end; of at most {s.max_new:,} tokens",
     ]
-    lines.append(f"model         {s.model}" + (f" in {s.organism}" if s.organism else ""))
+    lines.append(f"model         {s.model}" + (f" in {s.organism}" if s.organism else "") + f", {dtype_of(cfg)}")
     if made_for_gpu and not gpu_here():
         lines.append(f"device        no GPU here; {cfg.preset} is made for one of 80 GB or more")
     if shapes:
-        took = seconds(cfg, shapes, _prompt_tokens(rows), (an_evaluation, n_final), gpu_here())
+        answers = (an_evaluation, n_final)
+        took = seconds(cfg, shapes, _prompt_tokens(rows), answers, gpu_here(), dtype_of(cfg))
         lines.append(
             f"time          about {in_words(took)} on this machine: an estimate from a matrix product and a copy timed "
             f"just now{'' if gpu_here() else ' on the CPU'}"
@@ -191,6 +197,7 @@ def plan_lines(cfg: Config, inputs: Inputs, grader: Grader, folder: Path) -> lis
         lines += memory_plan(
             shapes,
             device=device_of(cfg),
+            size=ITEMSIZE[dtype_of(cfg)],
             group=s.group,
             prompts=s.prompts_per_step,
             prompt_tokens=_prompt_tokens(rows),
@@ -231,6 +238,8 @@ def find_resume(requested: Config) -> tuple[Path | None, Config]:
     path, config, status = unfinished(requested.run.resume, "train", "preset", RUNS)
     stored = from_dict(config, f"--resume {path}: run.json")
     stored.refuse_code(requested.code, f"--resume {path}: run.json")
+    if stored.run.dtype == "auto" and (began := read_json(path / "run.json").get("dtype")) in ITEMSIZE:
+        stored = replace(stored, run=replace(stored.run, dtype=began))  # whatever auto would mean on this machine
     cfg, differing = resumed(requested, stored)
     if status["state"] == "halted":
         if requested.guard.guard != "log":

@@ -19,7 +19,7 @@ from vgrout.guard.guard import Guard
 from vgrout.method import Method
 from vgrout.method.base import Refresh
 from vgrout.model.packing import how_to_install_flash
-from vgrout.model.policy import LanguageModel, Policy
+from vgrout.model.policy import DTYPE_NAMES, LanguageModel, Policy
 from vgrout.model.svd_adapter import weights_sha256
 from vgrout.modes import MODE_SPECS
 from vgrout.runs.preflight import preregistered
@@ -87,6 +87,7 @@ class Recorder(StepRecorder[StepRow]):
             "hashes": hashes,
             "accelerator": accelerator(),
             "attention": self.attention,
+            "dtype": DTYPE_NAMES[self.policy.model.dtype],
             "ranks": ranks.size(),
             "monitor": cfg.method.monitor_title or cfg.method.monitor_name,
             "control": cfg.method.control_name,
@@ -163,6 +164,7 @@ class Recorder(StepRecorder[StepRow]):
             f"{cfg.scale.model} · "
             f"{cfg.scale.steps} steps · G {cfg.scale.group} · P {cfg.scale.prompts_per_step} · lr {cfg.opt.lr:g} · "
             f"seed {cfg.run.seed} · {self.policy.device.type} · "
+            f"{DTYPE_NAMES[self.policy.model.dtype]} · "
             f"{cfg.generations * cfg.scale.steps / REFERENCE_STEP:.1f} reference steps"
         )
         if origin and origin.cosine_to_real:

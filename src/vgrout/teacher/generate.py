@@ -297,10 +297,11 @@ class PoolConfig:
 
     def load(self) -> "vgrout.model.policy.LanguageModel":
         """The model, with its adapter, if any, merged into the weights. Raises ValueError, one line."""
-        from vgrout.model.policy import SVD_CACHE, adapted, default_device, load_language_model
+        from vgrout.model.policy import SVD_CACHE, adapted, load_language_model, pick_device
 
-        device, dtype = default_device()
-        lm = load_language_model(organism.MODEL_DIR if self.tiny else self.model, device=device, dtype=dtype)
+        model = organism.MODEL_DIR if self.tiny else self.model
+        device, dtype = pick_device(model, "auto")
+        lm = load_language_model(model, device=device, dtype=dtype)
         if self.adapter_path is None:
             return lm
         policy = adapted(lm, SVD_CACHE)
