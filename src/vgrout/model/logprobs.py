@@ -170,9 +170,8 @@ def _head(
     full = log_softmax_at(logits, target)
     if sampling is None:
         return full, full
-    scaled = tempered(logits, sampling)
-    keep = support(scaled.detach(), sampling).scatter(-1, target[:, None], True)
-    return full, log_softmax_at(scaled.masked_fill(~keep, -math.inf), target)
+    keep = support(logits.detach(), sampling).scatter(-1, target[:, None], True)
+    return full, log_softmax_at(tempered(logits, sampling).masked_fill(~keep, -math.inf), target)
 
 
 def log_softmax_at(logits: Float[Tensor, "n V"], target: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
