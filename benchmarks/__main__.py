@@ -16,6 +16,7 @@ import tyro
 
 from benchmarks import kills as deaths
 from vgrout.cli import cli_exit, parse_args
+from vgrout.model.source import require_model
 
 OUT = Path("notes/benchmarks.md")
 
@@ -58,6 +59,19 @@ def _kills(
     print(deaths.table(tallies))
     if any(t.survived < t.tried for t in tallies):
         raise SystemExit(1)
+
+
+def _real(model: Path, dtype: Literal["fp32", "bf16"] = "bf16", quick: bool = False) -> Any:
+    """A real model on this machine: a step and its memory against TRL's in the same dtype, sampling and update against
+    the machine's bounds (ten minutes).
+
+    Args:
+        model: its folder.
+        dtype: of all contestants' weights.
+        quick: one round of each.
+    """
+    require_model(model)
+    return importlib.import_module("benchmarks.real").run(model.resolve(), dtype, quick)
 
 
 def _overhead(
@@ -115,6 +129,7 @@ BENCHES: dict[str, Callable[..., Any]] = PAGE | {
     "gpu": _measured("gpu", "run", "Update and sampling at Qwen3-4B's shapes; needs a GPU."),
     "kills": _kills,
     "overhead": _overhead,
+    "real": _real,
     "svd": _svd,
 }
 

@@ -9,12 +9,14 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
+from benchmarks.flops import Shape
 from benchmarks.rows import Row
 
 
@@ -84,9 +86,9 @@ def peak_memory(run: Callable[[], object]) -> int | None:
             gc.collect()
             ctypes.CDLL(None).malloc_trim(0)  # what was freed, but kept by malloc, would hide a rise
             Path("/proc/self/clear_refs").write_text("5")
-            before = _status("VmRSS")
+            before = resident("VmRSS")
             run()
-            return max(0, _status("VmHWM") - before)
+            return max(0, resident("VmHWM") - before)
         except (OSError, AttributeError):
             return None
     torch.cuda.synchronize()
@@ -97,11 +99,12 @@ def peak_memory(run: Callable[[], object]) -> int | None:
     return torch.cuda.max_memory_allocated() - before
 
 
-def _status(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
+def resident(key: str, process: int | str | None = "self") -> int:
+    """Bytes that a process holds (VmRSS), or held at most (VmHWM). Raises OSError off Linux."""
+    for line in Path(f"/proc/{process}/status").read_text().splitlines():
         if line.startswith(f"{key}:"):
             return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {key}")
+    raise OSError(f"/proc/{process}/status has no {key}")
 
 
 def slope(xs: Sequence[float | int], ys: Sequence[float | int]) -> float:
@@ -128,6 +131,34 @@ def gemm_rate(dtype: torch.dtype = torch.float32, device: str = "cpu", n: int = 
             torch.cuda.synchronize()
         best = min(best, clock() - start)
     return 2 * n**3 / best
+
+
+def shapes_rate(shape: Shape, dtype: torch.dtype, tokens: int = 1024) -> float:
+    """FLOP/s of the products with a model's weights, on all threads, forward and backward, each as often as it occurs:
+    what an update could reach at best."""
+    H, inner, heads = shape.hidden, shape.inner, shape.heads * shape.head_dim
+    kv = shape.kv_heads * shape.head_dim
+    linears = [(heads, H), (kv, H), (kv, H), (H, heads), (inner, H), (inner, H), (H, inner)]
+    flops = seconds = 0.0
+    for d_out, d_in in linears:
+        weights = [torch.randn(d_out, d_in, dtype=dtype) for _ in range(min(shape.layers, 8))]
+        x, dy = torch.randn(tokens, d_in, dtype=dtype), torch.randn(tokens, d_out, dtype=dtype)
+        for product in (lambda W, x=x: x @ W.mT, lambda W, dy=dy: dy @ W):
+            flops += 2 * tokens * d_out * d_in
+            seconds += min(_seconds(partial(product, W)) for _ in range(2) for W in weights)
+    return flops / seconds
+
+
+def read_rate() -> float:
+    """Bytes a second of reading half a gigabyte once, on all threads."""
+    x = torch.ones(2**27)
+    return x.nbytes / min(_seconds(x.sum) for _ in range(10))
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
 
 
 def machine() -> str:

@@ -1,6 +1,7 @@
 """Workloads of the benchmarks: the organism's model and problems at P 4, G 8, and random models of any shape."""
 
 import contextlib
+import hashlib
 import multiprocessing
 import os
 import tempfile
@@ -17,6 +18,7 @@ from loguru import logger
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from benchmarks.report import resident
 from vgrout import loading, ranks
 from vgrout.config.presets import PRESETS
 from vgrout.config.run import Config
@@ -84,8 +86,12 @@ class Loaded:
 
 def load(intervention: str, grader: Grader | None) -> Loaded:
     """A run of `config(intervention)`, before its first step."""
-    cfg = config(intervention)
-    inputs, policy = preflight(cfg), loading.load_policy(cfg)
+    return loaded(config(intervention), grader)
+
+
+def loaded(cfg: Config, grader: Grader | None, policy: Policy | None = None) -> Loaded:
+    """A run, before its first step; on a policy that is there already."""
+    inputs, policy = preflight(cfg), policy or loading.load_policy(cfg)
     problems = loading.load_problems(cfg, inputs, policy)
     return Loaded(cfg, policy, problems, make_method(Setup(cfg, policy, inputs, grader, problems.train)))
 
@@ -107,6 +113,11 @@ class Turns:
         self._pipe.send(n)
         self._answer()
         return (time.perf_counter() - start) / n
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that its first process has held, since its start; the sandbox has processes of its own."""
+        return resident("VmHWM", self._process.pid)
 
     def close(self) -> None:
         """End the run."""
@@ -191,6 +202,11 @@ def _other(work: Callable[[], object], place: Place, log: Path) -> int:
     return 0
 
 
+def differing(completion: str) -> float:
+    """A reward (--reward) by which the answers of any model differ, so that every group has a signal."""
+    return int(hashlib.sha256(completion.encode()).hexdigest(), 16) % 3 / 2
+
+
 def grader() -> Grader:
     """A grader with the organism's rewards; close it."""
     return Grader(compile_reward=organism.COMPILE_REWARD, pass_reward=organism.PASS_REWARD, allow_weak=True)
@@ -215,11 +231,11 @@ class Drawn:
         return sum(len(r.completion_ids) for r in self.rollouts)
 
 
-def draw(loaded: Loaded) -> Drawn:
+def draw(loaded: Loaded, max_new: int = organism.MAX_NEW) -> Drawn:
     """The completions of a first step."""
     problems = loaded.problems.draw(SEED, 0, P)
     ids = [loaded.policy.render(p.messages) for p in problems]
-    answers = sample(loaded.policy, ids, G, Sampling(), organism.MAX_NEW, torch_stream(SEED, "sample", 0))
+    answers = sample(loaded.policy, ids, G, Sampling(), max_new, torch_stream(SEED, "sample", 0))
     of = zip(problems, ids, answers, strict=True)
     return Drawn(problems, ids, [as_group(*one, index) for index, one in enumerate(of)])
 

@@ -24,7 +24,7 @@ def answers(policy: Policy, prompts: list[tuple[int, ...]], seed: int = rig.SEED
     return sum(len(a.ids) for each in of for a in each)
 
 
-def generate(policy: Policy, prompts: list[tuple[int, ...]]) -> int:
+def generate(policy: Policy, prompts: list[tuple[int, ...]], max_new: int = organism.MAX_NEW) -> int:
     """The same by transformers: one batch, left-padded, as TRL calls it."""
     settings, longest = Sampling(), max(map(len, prompts))
     rows = [p for p in prompts for _ in range(rig.G)]
@@ -39,7 +39,7 @@ def generate(policy: Policy, prompts: list[tuple[int, ...]]) -> int:
             temperature=settings.temperature,
             top_k=settings.top_k,
             top_p=settings.top_p,
-            max_new_tokens=organism.MAX_NEW,
+            max_new_tokens=max_new,
             pad_token_id=policy.pad_id,
         )
     rows = out[:, longest:].tolist()

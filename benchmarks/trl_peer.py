@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -88,7 +89,16 @@ class _Turns(TrainerCallback):
         self.start = time.perf_counter()
 
 
-def trainer(problems: Sequence[Sequence[Problem]], steps: int, callback: TrainerCallback) -> Any:
+@dataclass(frozen=True)
+class Model:
+    """What TRL trains."""
+
+    folder: Path = organism.MODEL_DIR
+    dtype: torch.dtype = torch.float32
+    max_new: int = organism.MAX_NEW
+
+
+def trainer(model: Model, problems: Sequence[Sequence[Problem]], steps: int, callback: TrainerCallback) -> Any:
     """A GRPOTrainer on these steps' problems. Raises Missing."""
     lib = libraries()
     sampling = Sampling()
@@ -96,7 +106,7 @@ def trainer(problems: Sequence[Sequence[Problem]], steps: int, callback: Trainer
         output_dir="trl",
         per_device_train_batch_size=P * G,
         num_generations=G,
-        max_completion_length=organism.MAX_NEW,
+        max_completion_length=model.max_new,
         temperature=sampling.temperature,
         top_k=sampling.top_k,
         top_p=sampling.top_p,
@@ -119,11 +129,11 @@ def trainer(problems: Sequence[Sequence[Problem]], steps: int, callback: Trainer
     )
     messages = [[dict(m) for m in p.messages] for step in problems for p in step]
     return lib["trl"].GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(organism.MODEL_DIR, dtype=torch.float32),
+        model=AutoModelForCausalLM.from_pretrained(model.folder, dtype=model.dtype),
         reward_funcs=parses,
         args=args,
         train_dataset=lib["datasets"].Dataset.from_dict({"prompt": messages}),
-        processing_class=AutoTokenizer.from_pretrained(organism.MODEL_DIR),
+        processing_class=AutoTokenizer.from_pretrained(model.folder),
         peft_config=lib["peft"].LoraConfig(r=8, lora_alpha=16, target_modules=sorted(TARGETS)),
         callbacks=[callback],
     )
@@ -135,6 +145,7 @@ def measure(
     per_block: int,
     other: Callable[[], None],
     tried: int,
+    model: Model = Model(),
 ) -> Measured:
     """Seconds of TRL's steps by block, `other` called after each. tried: numbers of threads to choose from, 1 or 2.
 
@@ -146,11 +157,11 @@ def measure(
     trials: dict[int, float] = {}
     for threads in sorted(choices) if len(choices) > 1 else ():
         turns = _Turns(1, lambda: None)
-        _train(problems, 4, turns, threads)
+        _train(model, problems, 4, turns, threads)
         trials[threads] = statistics.median(turns.blocks[1:])
     best = min(trials, key=lambda n: trials[n]) if trials else min(choices)
     turns = _Turns(per_block, other)
-    lengths = _train(problems, (blocks + 1) * per_block, turns, best)
+    lengths = _train(model, problems, (blocks + 1) * per_block, turns, best)
     torch.set_num_threads(before)
     note = (
         f"TRL {version('trl')}, peft {version('peft')}: LoRA rank 8 on the same Linears, {best} thread(s)"
@@ -160,9 +171,11 @@ def measure(
     return Measured(turns.blocks[1:], note)
 
 
-def _train(problems: Sequence[Sequence[Problem]], steps: int, callback: TrainerCallback, threads: int) -> float:
+def _train(
+    model: Model, problems: Sequence[Sequence[Problem]], steps: int, callback: TrainerCallback, threads: int
+) -> float:
     """Run TRL; mean length of its answers in tokens."""
-    peer = trainer(problems, steps, callback)
+    peer = trainer(model, problems, steps, callback)
     torch.set_num_threads(threads)  # the trainer's accelerator may set it at construction
     peer.remove_callback(PrinterCallback)  # its summary is not our table
     peer.train()

@@ -19,11 +19,11 @@ from transformers.generation.logits_process import (
 import tiny
 from vgrout.config.sampling import Sampling
 from vgrout.iterative_dpo import main as iterative_dpo
-from vgrout.model import sampler, sampling
+from vgrout.model import decoder, sampler, sampling
 from vgrout.model.decoder import HfDecoder, LeanDecoder, lean_fits
 from vgrout.model.policy import Policy, as_language_model, load_policy
 from vgrout.model.sampler import draw, placed, sample
-from vgrout.model.sampling import candidates, support, tempered
+from vgrout.model.sampling import candidates, support
 from vgrout.teacher.__main__ import main as teacher
 from vgrout.tools.substrate import main as substrate
 from vgrout.train import main as train
@@ -100,8 +100,12 @@ def test_rows_with_the_same_tokens_so_far_are_computed_once(family: str, monkeyp
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2-bias"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_lean_decoder_computes_what_transformers_does(family: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("large", [False, True])
+def test_the_lean_decoder_computes_what_transformers_does(
+    family: str, dtype: torch.dtype, large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Logits of prefill and ten steps; slots branch, swap places and leave on the way."""
+    monkeypatch.setattr(decoder, "SMALL", 0 if large else 2**26)
     model = tiny.tiny(family, dtype=dtype)
     moves = {0: [0, 2, 1, 0, 2, 2], 4: [0, 5, 2, 3], 6: [1, 0, 0], 8: [2, 1, 2, 0]}
     noise = torch.randint(1, 97, (10, 6), generator=stream())
@@ -118,7 +122,9 @@ def test_the_lean_decoder_computes_what_transformers_does(family: str, dtype: to
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2-bias"])
-def test_lean_policy_samples_the_same_tokens(family: str) -> None:
+@pytest.mark.parametrize("large", [False, True])
+def test_lean_policy_samples_the_same_tokens(family: str, large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder, "SMALL", 0 if large else 2**26)
     policy = tiny.policy(family)
     assert policy.lean
     assert tokens(run(policy)) == tokens(run(replace(policy, lean=False)))
@@ -176,15 +182,24 @@ def warped(logits: Tensor, s: Sampling) -> Tensor:
 
 
 @pytest.mark.parametrize("s", SETTINGS)
-def test_truncated_distribution_is_the_librarys(s: Sampling) -> None:
-    logits = 3 * torch.randn(50, 97, generator=stream())
+@pytest.mark.parametrize("V", [97, sampling.WIDE])
+def test_truncated_distribution_is_the_librarys(s: Sampling, V: int) -> None:
+    logits = 3 * torch.randn(50, V, generator=stream())
     want = warped(logits, s).softmax(-1)
-    hot = tempered(logits, s)
-    values, ids = candidates(hot, s)
-    ids = torch.arange(97).expand(50, 97) if ids is None else ids
-    got = torch.zeros(50, 97).scatter(1, ids, values.softmax(-1))
+    values, ids = candidates(logits, s)
+    ids = torch.arange(V).expand(50, V) if ids is None else ids
+    got = torch.zeros(50, V).scatter(1, ids, values.softmax(-1))
     assert torch.allclose(got, want, atol=1e-6)
-    assert torch.equal(support(hot, s), want > 0)
+    assert torch.equal(support(logits, s), want > 0)
+
+
+@pytest.mark.parametrize("k", [1, 20, 1000])
+def test_the_largest_of_a_wide_row_are_topks(k: int) -> None:
+    logits = torch.randn(3, sampling.WIDE, generator=stream()).bfloat16()  # with many equals
+    values, ids = sampling.largest(logits, k)
+    assert torch.equal(values, logits.topk(k).values)
+    assert torch.equal(values, logits.gather(1, ids))
+    assert all(len(set(row)) == k for row in ids.tolist())
 
 
 def test_draw_is_the_inverse_cdf() -> None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -76,7 +77,12 @@ def completion_logprobs(
     def head(hidden: Tensor, target: Tensor) -> tuple[Tensor, ...]:
         return _head(model, hidden, target, sampling)
 
-    full, sampled = (x if of is None else x[of] for x in in_chunks(head, vocabulary(model), rows, target))
+    size = rows_at_once(vocabulary(model), rows.device)
+    if len(rows) > size and rows.requires_grad and sampling is None and _is_frozen_product(model):
+        logp: Tensor = _FrozenHead.apply(rows, model.get_output_embeddings().weight, target, size)
+        full = sampled = logp if of is None else logp[of]
+    else:
+        full, sampled = (x if of is None else x[of] for x in in_chunks(head, vocabulary(model), rows, target))
     empty = full.new_zeros(batch.mask.shape)
     return TokenLogprobs(
         full=empty.index_put(wanted, full),
@@ -96,13 +102,40 @@ def completion_hidden(model: PreTrainedModel, batch: Batch | Packed) -> Float[Te
 def in_chunks(head: Callable[..., tuple[Tensor, ...]], logits: int, *rows: Shaped[Tensor, "n ..."]) -> list[Tensor]:
     """`head` on a few of the n rows at a time, so that at most HEAD_BUDGET logits are held; backward computes them
     again. head: rows of the same n → tensors of n results each. logits: how many of them a row has."""
-    device = rows[0].device.type
-    size = max(1, HEAD_BUDGET.get(device, HEAD_BUDGET["cuda"]) // logits)
+    size = rows_at_once(logits, rows[0].device)
     if len(rows[0]) <= size:
         return list(head(*rows))
     cut = zip(*(r.split(size) for r in rows), strict=True)
     parts = [checkpoint(head, *chunk, use_reentrant=False) for chunk in cut]
     return [torch.cat(p) for p in zip(*parts, strict=True)]
+
+
+def rows_at_once(logits: int, device: torch.device) -> int:
+    """Rows of so many logits that are held at once."""
+    return max(1, HEAD_BUDGET.get(device.type, HEAD_BUDGET["cuda"]) // logits)
+
+
+class _FrozenHead(torch.autograd.Function):
+    """log softmax(h Wᵀ)[target] of rows h, a few at a time. What backward needs of a row is one vector, its ∂/∂h: kept
+    in place of its logits, it takes two products with W, where logits that are computed again take three."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Float[Tensor, "n D"], W: Float[Tensor, "V D"], target: Int[Tensor, " n"], size: int
+    ) -> Float[Tensor, " n"]:
+        slopes, out = torch.empty_like(hidden), []
+        for h, t, slope in zip(hidden.split(size), target[:, None].split(size), slopes.split(size), strict=True):
+            logp = torch.log_softmax(h @ W.mT, -1, dtype=torch.promote_types(W.dtype, torch.float32))
+            out.append(logp.gather(-1, t))
+            p = logp.exp_()
+            torch.mm(p.scatter_add_(-1, t, p.new_full(t.shape, -1.0)).neg_().to(W.dtype), W, out=slope)
+        ctx.save_for_backward(slopes)
+        return torch.cat(out).squeeze(-1)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        (slopes,) = ctx.saved_tensors
+        return (dys[0][:, None] * slopes).to(slopes.dtype), None, None, None
 
 
 def vocabulary(model: PreTrainedModel) -> int:
@@ -122,6 +155,13 @@ def head_logits(model: PreTrainedModel, hidden: Float[Tensor, "*n D"]) -> Float[
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
+def _is_frozen_product(model: PreTrainedModel) -> bool:
+    """Whether the head is h Wᵀ and no more, and is not trained."""
+    head: Any = model.get_output_embeddings()
+    capped = getattr(model.config, "final_logit_softcapping", None) is not None
+    return not (capped or head.weight.requires_grad or head.bias is not None)
+
+
 def _head(
     model: PreTrainedModel, hidden: Float[Tensor, "n D"], target: Int[Tensor, " n"], sampling: Sampling | None
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
@@ -130,9 +170,8 @@ def _head(
     full = log_softmax_at(logits, target)
     if sampling is None:
         return full, full
-    scaled = tempered(logits, sampling)
-    keep = support(scaled.detach(), sampling).scatter(-1, target[:, None], True)
-    return full, log_softmax_at(scaled.masked_fill(~keep, -math.inf), target)
+    keep = support(logits.detach(), sampling).scatter(-1, target[:, None], True)
+    return full, log_softmax_at(tempered(logits, sampling).masked_fill(~keep, -math.inf), target)
 
 
 def log_softmax_at(logits: Float[Tensor, "n V"], target: Int[Tensor, " n"]) -> Float[Tensor, " n"]:

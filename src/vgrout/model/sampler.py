@@ -14,7 +14,7 @@ from vgrout import ranks
 from vgrout.model.decoder import Decoder
 from vgrout.model.memory import KV_BUDGET
 from vgrout.model.policy import LanguageModel
-from vgrout.model.sampling import Sampling, candidates, tempered
+from vgrout.model.sampling import Sampling, candidates
 from vgrout.types import Completion, Diverged
 
 OnFinish = Callable[[int, int, Completion], None]
@@ -146,9 +146,8 @@ class _Run:
 
     def _draw(self, at: Int[Tensor, " n"], slots: Int[Tensor, " n"], t: int) -> Int[Tensor, " n"]:
         """One token per row from its slot's logits; recorded with both log-probs."""
-        logits = self.logits.float()
-        tokens, logp_sampled = draw(logits, self.noise[t, at], self.sampling, slots)
-        full = logits.log_softmax(-1)[slots, tokens]
+        tokens, logp_sampled = draw(self.logits, self.noise[t, at], self.sampling, slots)
+        full = self.logits.float().log_softmax(-1)[slots, tokens]
         self.tokens[at, t] = tokens
         self.logps[:, at, t] = torch.stack([full, logp_sampled])
         return tokens
@@ -177,7 +176,7 @@ def draw(
 ) -> tuple[Int[Tensor, " m"], Float[Tensor, " m"]]:
     """Tokens by inverse CDF from uniform noise u in [0, 1), and their log-probs under the distribution drawn from.
     rows: the row of the logits that each number draws from; None: the row of its own index."""
-    values, ids = candidates(tempered(logits, sampling), sampling)
+    values, ids = candidates(logits, sampling)
     logp = values.log_softmax(-1)
     cdf = logp.exp().cumsum(-1)
     if rows is not None:
