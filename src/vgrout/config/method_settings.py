@@ -101,8 +101,15 @@ class Reading:
     monitor_quantile: float = setting(0.9, low=0.5, high=1)
     """Monitors that score texts: flagged above this quantile of the base's rewarded answers, and of known correct
     answers held back."""
+
+
+@dataclass(frozen=True)
+class References:
+    """Of monitors that compare with answers known to be right."""
+
     known_correct: Path | None = None
-    """… correct solutions in unusual styles (JSON of prompt, completion); none: the preset's."""
+    """Correct solutions in unusual styles (JSON of prompt, completion), for monitors that compare with them; none: the
+    preset's."""
 
 
 @dataclass(frozen=True)
