@@ -29,6 +29,7 @@ MEMORY = {
     "gate": {"monitor/gate/total", "monitor/gate/weight"},
     "quarantine": {"monitor/known_correct_scores"},
     "online_probe": {"monitor/probe_sum", "monitor/probe_count"},
+    "fingerprint": {"monitor/probe_sum", "monitor/probe_count"},
 }
 
 
@@ -301,7 +302,7 @@ def test_every_row_has_its_class_and_every_class_its_row():
 
 
 def test_there_are_as_many_legal_pairs_as_the_rows_say():
-    assert len(PAIRS) == 3 + 2 * 13 + 12 + 10
+    assert len(PAIRS) == 3 + 2 * 14 + 13 + 11
 
 
 # ── the monitor's own quarantine, groups without signal, a block of its own ────────────────────────────────────────

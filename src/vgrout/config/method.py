@@ -18,6 +18,7 @@ from vgrout.config.method_settings import (
     Axes,
     Baseline,
     Calibration,
+    Diet,
     Direction,
     Invitation,
     Labels,
@@ -94,7 +95,13 @@ MONITORS: dict[str, MonitorSpec] = {
     "online_probe": MonitorSpec(
         "what a seed monitor flags, and rewarded answers whose hidden states in the frozen base are more like those "
         "than like known correct ones",
-        (Seed, Reading, References, Probe),
+        (Seed, Reading, References, Diet, Probe),
+        learns=True,
+        compares_answers=True,
+    ),
+    "fingerprint": MonitorSpec(
+        "the same, by the gradients of their log-probability in the frozen base (gradient fingerprints)",
+        (Seed, Reading, References, Diet),
         learns=True,
         compares_answers=True,
     ),
@@ -286,6 +293,7 @@ class MethodConfig(
     Place,
     Quarantine,
     Probe,
+    Diet,
     Penalised,
     QuarantineReads,
     Calibration,

@@ -7,7 +7,7 @@ from vgrout.method.gates import Band, Gate
 from vgrout.method.interventions import SGTM, Erase, Penalty, Route, Route2, Screen
 from vgrout.method.labels import Labels, Twin, WeakDetector
 from vgrout.method.method import Method
-from vgrout.method.online_probe import OnlineProbe
+from vgrout.method.online_probe import Fingerprint, OnlineProbe
 from vgrout.method.quarantine import Quarantine
 from vgrout.method.rules import ConstantReturn, SyntaxEdge, UnreadArgument
 from vgrout.method.text_scores import NLL, PMI, Length
@@ -34,6 +34,7 @@ MONITORS: dict[str, type[Monitor]] = {
     "twin": Twin,
     "quarantine": Quarantine,
     "online_probe": OnlineProbe,
+    "fingerprint": Fingerprint,
     "unread_argument": UnreadArgument,
     "constant_return": ConstantReturn,
     "syntax_edge": SyntaxEdge,
