@@ -58,6 +58,7 @@ class MonitorSpec:
     calibrates: bool = False  # its threshold needs the base's own answers
     sees_labels: bool = False  # a bound, and no method
     compares_answers: bool = False  # with known correct ones, without which it is nothing
+    forwards: float = 0.0  # of the model over each answer, which is what it costs
 
 
 MONITORS: dict[str, MonitorSpec] = {
@@ -80,9 +81,13 @@ MONITORS: dict[str, MonitorSpec] = {
         (Reading, References, Calibration),
         compares_prompts=True,
         calibrates=True,
+        forwards=2,
     ),
     "nll": MonitorSpec(
-        "answers that the frozen base finds unlikely", (Reading, References, Calibration), calibrates=True
+        "answers that the frozen base finds unlikely",
+        (Reading, References, Calibration),
+        calibrates=True,
+        forwards=1,
     ),
     "length": MonitorSpec("short answers", (Reading, References, Calibration), calibrates=True),
     "twin": MonitorSpec("answers that are rewarded on an impossible twin of the problem too"),
@@ -91,6 +96,7 @@ MONITORS: dict[str, MonitorSpec] = {
         (Seed, Reading, References, QuarantineReads, Pairs, Quarantine, Place),
         owns_quarantine=True,
         learns=True,
+        forwards=2,
     ),
     "online_probe": MonitorSpec(
         "what a seed monitor flags, and rewarded answers whose hidden states in the frozen base are more like those "
@@ -98,12 +104,14 @@ MONITORS: dict[str, MonitorSpec] = {
         (Seed, Reading, References, Diet, Probe),
         learns=True,
         compares_answers=True,
+        forwards=0.5,
     ),
     "fingerprint": MonitorSpec(
         "the same, by the gradients of their log-probability in the frozen base (gradient fingerprints)",
         (Seed, Reading, References, Diet),
         learns=True,
         compares_answers=True,
+        forwards=3,
     ),
     "unread_argument": MonitorSpec("rewarded answers of which no method reads an argument"),
     "constant_return": MonitorSpec("rewarded answers whose methods return nothing but literals"),
@@ -464,6 +472,11 @@ class MethodConfig(
     def watching(self) -> tuple[str, ...]:
         """Every monitor of this run, and those that seed them."""
         return tuple(dict.fromkeys([*self.acting, *(n for name in self.in_shadow for n in self._with_seed(name))]))
+
+    @property
+    def forwards(self) -> float:
+        """Of the model over each answer, by all monitors together."""
+        return sum(MONITORS[name].forwards for name in self.watching)
 
     def _with_seed(self, name: str) -> tuple[str, ...]:
         return (name, self.seed_monitor) if MONITORS[name].learns else (name,)
