@@ -81,13 +81,13 @@ MONITORS: dict[str, MonitorSpec] = {
         (Reading, References, Calibration),
         compares_prompts=True,
         calibrates=True,
-        forwards=2,
+        forwards=2.0,
     ),
     "nll": MonitorSpec(
         "answers that the frozen base finds unlikely",
         (Reading, References, Calibration),
         calibrates=True,
-        forwards=1,
+        forwards=1.0,
     ),
     "length": MonitorSpec("short answers", (Reading, References, Calibration), calibrates=True),
     "twin": MonitorSpec("answers that are rewarded on an impossible twin of the problem too"),
@@ -96,7 +96,7 @@ MONITORS: dict[str, MonitorSpec] = {
         (Seed, Reading, References, QuarantineReads, Pairs, Quarantine, Place),
         owns_quarantine=True,
         learns=True,
-        forwards=2,
+        forwards=2.0,
     ),
     "online_probe": MonitorSpec(
         "what a seed monitor flags, and rewarded answers whose hidden states in the frozen base are more like those "
@@ -111,7 +111,7 @@ MONITORS: dict[str, MonitorSpec] = {
         (Seed, Reading, References, Diet),
         learns=True,
         compares_answers=True,
-        forwards=3,
+        forwards=3.0,
     ),
     "unread_argument": MonitorSpec("rewarded answers of which no method reads an argument"),
     "constant_return": MonitorSpec("rewarded answers whose methods return nothing but literals"),
