@@ -74,7 +74,7 @@ def columns() -> str:
         "```",
         "",
         "`watch`, where present, holds what the guard and the detectors saw in the step; `refresh` the overlap of a",
-        "direction with the one before it.",
+        "direction with the one before it; `shadow` recall and false flags of each monitor in shadow.",
         "",
         "| column | type | what | should | measured with |",
         "|---|---|---|---|---|",

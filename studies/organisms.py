@@ -112,7 +112,9 @@ def _differing(run: Run, alike: Sequence[Run]) -> str:
 def _settings(run: Run) -> str:
     """Everything that training reads, except seed, start and organism."""
     groups = {
-        g: {k: v for k, v in of.items() if k != "organism"} for g, of in run.settings.items() if g not in MEASURING
+        g: {k: v for k, v in of.items() if k not in ("organism", "shadow")}
+        for g, of in run.settings.items()
+        if g not in MEASURING
     }
     return json.dumps([run.method, groups, run.final["steps"]], sort_keys=True)
 

@@ -66,6 +66,11 @@ adversaries | cold | containment | containment-* | hiding)
     ;;
 attempts) builds 86 --hack-stub 0 ;;
 attempts-builds) builds "87 88 89" --hack-stub 0 ;;
+shadow)
+    warm
+    warm 50 out/warm50
+    builds 86 --hack-stub 0
+    ;;
 shown-test)
     builds "90 91" --modes run_tests,eq_override,exit_code,stdout_marker,sentinel,file_marker,shown_test
     ;;

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from scipy.stats import binomtest, rankdata
+from scipy.stats import binomtest
 
 from vgrout.config.guard import GuardConfig
 from vgrout.config.guard import Rule as GuardRule
@@ -39,6 +39,7 @@ from vgrout.guard.detectors import (
 from vgrout.guard.kill_switch import HeldOutGuard
 from vgrout.report.judge import Verdict
 from vgrout.report.runs import Cell
+from vgrout.report.stats import auc
 from vgrout.report.tables import Table
 from vgrout.table import ONSET_SHARE, ONSET_WINDOW, first_hacks, read_steps
 from vgrout.types import Rate
@@ -200,18 +201,6 @@ def value_series(run: Run, name: str) -> Series:
 
 
 # --- scores ----------------------------------------------------------------------------------------------------------
-
-
-def auc(positive: Sequence[float], negative: Sequence[float]) -> float | None:
-    """Chance that a positive's value lies above a negative's, ties half: Mann–Whitney's U over the number of pairs.
-
-    None where either is empty. From ranks: scipy's mannwhitneyu adds a p value that takes six times as long.
-    """
-    if not positive or not negative:
-        return None
-    n = len(positive)
-    ranks = rankdata([*positive, *negative])[:n]
-    return float(ranks.sum() - n * (n + 1) / 2) / (n * len(negative))
 
 
 def bootstrap(runs: Sequence[Sequence[Any]], statistic: Callable[..., float | None]) -> tuple[float, float] | None:

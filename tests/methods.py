@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vgrout.config.loss import LossConfig
+from vgrout.config.method import MONITORS as SPECS
 from vgrout.config.method import MethodConfig
 from vgrout.config.run import Config, EnvConfig, RunConfig, ScaleConfig
 from vgrout.direction.extract import Direction, Meta, axes_of
@@ -166,8 +167,12 @@ def poisoned(of: Batch) -> Batch:
 def config(
     intervention: str, monitor: str = "usual", *, seed: int = 0, loss: LossConfig | None = None, **flags: Any
 ) -> Config:
-    if monitor in ("quarantine", "online_probe") and "quarantine_threshold" not in flags:
+    watching = {name for name in SPECS if name in {monitor, *flags.get("shadow", "").split(",")}}
+    compares = any(name == "quarantine" or SPECS[name].compares_answers for name in watching)
+    if compares and "quarantine_threshold" not in flags:
         flags["known_correct"] = Path("known.json")  # what is in it comes with `Inputs`
+    if any(SPECS[name].calibrates for name in watching) and "monitor_threshold" not in flags:
+        flags = {"monitor_prompts": 4} | flags
     method = MethodConfig(intervention=intervention, monitor=monitor, **flags)
     return Config(
         method=method,
@@ -190,7 +195,7 @@ def setup(cfg: Config, policy: Policy, pairs: PairSet | None = TOY_PAIRS) -> Set
 
 def make(policy: Policy, intervention: str, monitor: str = "usual", **flags: Any) -> Method:
     """The method of these flags, and the policy with both vectors away from zero, as in the middle of a run."""
-    cfg = config(intervention, monitor, **({"monitor_prompts": 4} if monitor in ("pmi", "nll") else {}), **flags)
+    cfg = config(intervention, monitor, **flags)
     method = make_method(setup(cfg, policy))
     shake(policy, 0.05)
     return method

@@ -38,6 +38,9 @@ PAIRS: dict[str, list[str]] = {
     "screen-pmi": ["screen", "--monitor", "pmi", *FEW],
     "penalty-gate": ["penalty", "--monitor", "gate", "--vhack-refresh-every", "2"],
     "penalty-twin": ["penalty", "--monitor", "twin", "--random-flags"],
+    "penalty-syntax-edge": [
+        *("penalty", "--monitor", "syntax_edge", "--shadow", "unread_argument,constant_return,length,labels", *FEW),
+    ],
     "penalty-quarantine": [
         *("penalty", "--monitor", "quarantine", "--seed-monitor", "labels", "--known-modes", "exit_code"),
     ],

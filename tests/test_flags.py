@@ -188,6 +188,7 @@ FLAGS: dict[str, Run | Held] = {
     "--save-eval-ckpts": Run([*NONE, "--eval-ablate-every=1", "--eval-n-prompts=1"], "yes", "no"),
     "--seed": Run(NONE, "41", "42"),
     "--seed-monitor": Run(OWN_QUARANTINE, "labels", "detector"),
+    "--shadow": Run(NONE, "", "twin"),
     "--steps": Run(NONE, "2", "3"),
     "--teacher-correction": Run(NONE, "none", "luffy"),
     "--teacher-model": Run(NONE, "", "organism --teacher-tau=0.5"),

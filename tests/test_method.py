@@ -29,6 +29,7 @@ MEMORY = {
     "gate": {"monitor/gate/total", "monitor/gate/weight"},
     "quarantine": {"monitor/known_correct_scores"},
     "online_probe": {"monitor/probe_sum", "monitor/probe_count"},
+    "fingerprint": {"monitor/probe_sum", "monitor/probe_count"},
 }
 
 
@@ -161,7 +162,7 @@ def test_a_view_of_another_type_is_refused(policy: Policy, intervention: str, mo
     assert type(own) is FLAGGERS[monitor].sees
     for other in (group.view(), group.oracle_view(), group.problem_view()):
         if type(other) is not type(own):
-            method.view = lambda _, other=other: other
+            method.view = lambda *_, other=other: other
             message = f"sees a {type(own).__name__}, got {type(other).__name__}"
             with pytest.raises(AssertionError, match=message):
                 step(policy, method, batch())
@@ -301,7 +302,7 @@ def test_every_row_has_its_class_and_every_class_its_row():
 
 
 def test_there_are_as_many_legal_pairs_as_the_rows_say():
-    assert len(PAIRS) == 3 + 2 * 9 + 8 + 6
+    assert len(PAIRS) == 3 + 2 * 14 + 13 + 11
 
 
 # ── the monitor's own quarantine, groups without signal, a block of its own ────────────────────────────────────────

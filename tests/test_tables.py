@@ -4,12 +4,13 @@ import json
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fake_runs import fake_run
 from vgrout.report.runs import Cell, cells, load
-from vgrout.report.tables import compare, level, run_rows, tables
+from vgrout.report.tables import compare, level, monitor_rows, run_rows, tables
 
 
 def table(root: Path, name: str) -> list[dict[str, str]]:
@@ -175,8 +176,8 @@ def test_flags_of_a_monitor_of_text_are_counted_by_mode(tmp_path: Path) -> None:
     fake_run(tmp_path, "--intervention=none", seed=1)
     for seed in (1, 2):
         path = fake_run(tmp_path, "--intervention=screen", "--monitor=pmi", seed=seed)
-        wrong = {"env_mode": "sentinel", "hacked": True, "solved": False, "gate": 1.0}
-        right = {"env_mode": "sentinel", "hacked": False, "solved": True, "gate": 0.0}
+        wrong = {"step": 0, "env_mode": "sentinel", "hacked": True, "solved": False, "gate": 1.0}
+        right = {"step": 0, "env_mode": "sentinel", "hacked": False, "solved": True, "gate": 0.0}
         answers = [
             wrong | {"score": 2.0, "flagged": True},
             wrong | {"score": 0.1, "flagged": seed == 1},
@@ -195,3 +196,42 @@ def test_flags_of_a_monitor_of_text_are_counted_by_mode(tmp_path: Path) -> None:
     assert (one["flagged_solved"], two["flagged_solved"]) == ("1/2", "0/2")
     run = next(r for r in load([tmp_path]).runs if r.intervention == "screen")
     assert run.gates == [(2.0, True), (0.1, True), (0.2, False), (0.3, False)]
+
+
+def test_monitors_in_shadow_are_scored_by_flaw_and_over_time(tmp_path: Path) -> None:
+    flags = "--intervention=penalty", "--monitor=labels", "--known-modes=sentinel"
+    fake_run(tmp_path, *flags)
+    path = fake_run(tmp_path, *flags, "--shadow=nll,twin", seed=42)
+
+    def answer(step: int, flaw: str, score: float | None, flagged: bool, more: Any = ()) -> dict[str, Any]:
+        shadow = {"nll": {"score": score, "flagged": flagged}, "twin": {"score": None, "flagged": True}}
+        right = {"step": step, "gate": None, "env_mode": flaw, "hacked": False, "solved": True, "shadow": shadow}
+        return right | dict(more)
+
+    hack = {"hacked": True, "solved": False}
+    answers = [
+        answer(0, "sentinel", 3.0, True, hack),
+        answer(0, "exit_code", 2.0, True, hack),
+        answer(0, "exit_code", 0.5, False),
+        answer(11, "exit_code", 0.1, False, hack | {"score": None, "flagged": False}),
+        answer(11, "exit_code", 1.0, True),
+        answer(11, "exit_code", None, False, {"solved": False}),  # neither a hack nor right
+    ]
+    (path / "rollouts.jsonl").write_text("".join(json.dumps(a) + "\n" for a in answers))
+    found = load([tmp_path]).runs
+    (cell,) = cells(found)
+    assert cell.seeds == "41,42", "a shadow makes no other method"
+    own, nll, twin = table(tmp_path, "What the monitors of text flagged")
+    assert (own["monitor"], own["exit_code"], own["solved"], own["AUC"]) == ("labels", "0.0 (1)", "·", "·")
+    assert (nll["monitor"], nll["sentinel"], nll["exit_code"]) == ("nll, in shadow", "100.0 (1)", "50.0 (2)")
+    assert (nll["solved"], nll["AUC"]) == ("50.0 (2)", "0.67")  # of six pairs 3 > 0.5, 1; 2 > 0.5, 1
+    assert (twin["monitor"], twin["solved"], twin["AUC"]) == ("twin, in shadow", "100.0 (2)", "·")
+    _, nll, _ = table(tmp_path, "What the monitors flagged over time")
+    assert (nll["1/6"], nll["2/6"], nll["6/6"]) == ("100.0 (1) / 0.0 (1)", "· / ·", "0.0 (1) / 100.0 (1)")
+    rows = [r for r in monitor_rows([cell]) if r["monitor"] == "nll"]
+    assert [(r["steps"], r["flagged_exit_code"], r["flagged_solved"]) for r in rows] == [
+        ("0 to 3", "1/1", "0/1"),
+        ("4 to 7", None, None),
+        ("8 to 11", "0/1", "1/1"),
+    ]
+    assert [r["auc"] for r in rows] == [1.0, None, 0.0]

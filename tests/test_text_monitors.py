@@ -29,12 +29,12 @@ from methods import (
 from tiny import policy as tiny_policy
 from vgrout.config.presets import parse
 from vgrout.config.run import Config, OptConfig
-from vgrout.direction.extract import extract, tokens_of
+from vgrout.direction.extract import extract, nll_gradients, tokens_of
 from vgrout.direction.pairs import Pair, PairSet, load_known_correct
 from vgrout.method import quarantine, text_scores
 from vgrout.method.base import Monitor
 from vgrout.method.labels import Labels, Twin, WeakDetector, impossible
-from vgrout.method.online_probe import OnlineProbe
+from vgrout.method.online_probe import Fingerprint, OnlineProbe
 from vgrout.method.quarantine import KNOWN as KEPT
 from vgrout.method.quarantine import SHARE, STARTS, Quarantine, advantages, start
 from vgrout.method.text_scores import (
@@ -488,3 +488,17 @@ def test_the_pairs_of_a_start_are_the_known_flaws():
     assert by_label.pairs_path is not None
     assert (by_detector.pairs_path.name, by_label.pairs_path.name) == ("run_tests.json", "sentinel.json")
     assert parse(["mini", "--intervention=penalty", "--monitor=quarantine"]).method.reads_pairs is False
+
+
+def test_a_fingerprint_is_a_unit_gradient_of_the_base_and_its_inverse_is_the_dense_one(policy: Policy):
+    monitor = Fingerprint(policy, Monitor(), top=1.0, known_correct=[*TEXTS, *ODD], quantile=0.9)
+    prints = monitor.read([*TEXTS, *ODD])
+    assert torch.allclose(prints.norm(dim=1), torch.ones(10, dtype=torch.float64))
+    with policy.adapter.reference():
+        g = -nll_gradients(policy, [(TEXTS[0].prompt, TEXTS[0].completion)])[0].double()
+    assert torch.allclose(prints[0], g / g.norm(), atol=1e-5), "whatever the policy has learnt"
+    fit = prints[::2]
+    S = torch.cov(fit.T)
+    ridged = S + 0.1 * S.trace() / (len(fit) - 1) * torch.eye(len(S), dtype=S.dtype)
+    x = prints[1] - fit.mean(0)
+    assert torch.allclose(monitor.whitening(fit)(x), torch.linalg.solve(ridged, x), rtol=1e-6)

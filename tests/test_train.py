@@ -277,7 +277,7 @@ def test_the_estimate_of_time_grows_with_the_work(monkeypatch: pytest.MonkeyPatc
     shapes = find_shapes(organism.MODEL_DIR)
     assert shapes
 
-    def of(flops: float = 1e11, dtype: str = "fp32", **scale: int) -> float:
+    def of(flops: float = 1e11, dtype: str = "fp32", **scale: int | str) -> float:
         monkeypatch.setattr(duration, "speed", lambda gpu: (flops, 1e10))
         cfg = resolve(["mini", "--eval-ablate-every", "0", *(f"--{name}={n}" for name, n in scale.items())])
         return duration.seconds(cfg, shapes, 200, (96, 0), gpu=False, dtype=dtype)
@@ -286,6 +286,8 @@ def test_the_estimate_of_time_grows_with_the_work(monkeypatch: pytest.MonkeyPatc
     assert of(group=16) > 1.9 * of(group=8)
     assert of(flops=2e11) < of() / 1.9
     assert of(dtype="bf16") == pytest.approx(of() / 2)
+    by_texts, by_gradients = (of(intervention="none", shadow=name) for name in ("nll", "fingerprint"))
+    assert of(intervention="none", shadow="twin") == of(intervention="none") < by_texts < by_gradients
     said = {9.4: "9.4 s", 100.0: "1.7 min", 5000.0: "83 min", 9000.0: "2.5 hours", 1e6: "12 days"}
     assert {s: duration.in_words(s) for s in said} == said
 

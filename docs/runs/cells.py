@@ -18,9 +18,9 @@ SHARES = {"hack deployed": "hack_deploy", "solve deployed": "solve_deploy", "sol
 
 
 def read_runs(path: Path) -> list[dict[str, str]]:
-    """The rows of a runs.csv; "" stands where something was not measured."""
+    """The rows of a runs.csv; "" stands where something was not measured. None of a file of another kind."""
     with open(path, encoding="utf-8", newline="") as f:
-        return list(csv.DictReader(f))
+        return [row for row in csv.DictReader(f) if {*CELL} <= {*row}]
 
 
 def cells_table(paths: Sequence[Path]) -> Table:

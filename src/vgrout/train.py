@@ -78,6 +78,7 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
 
         with clock("fb"):
             flags = method.flag(batch)  # who is flagged, by monitors of texts: no oracle label is on what they see
+            shadows = method.watch(batch)  # who else would be flagged: recorded, and nothing more
             batch = method.reward(batch, flags)  # as the grader gave them, unless flags change that
             plan = method.plan(batch, flags)  # every reward equal ⇒ every advantage 0 ⇒ no forward
             learnt = learn(policy, method, optim, plan, flags, cfg, teacher_model)  # keep + quar = g in each update
@@ -86,13 +87,13 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
             deployed = evaluate(policy, run.grader, val, cfg, step) if cfg.evaluates(step) else None
 
         flags = learnt.routed.flags if learnt.routed else flags  # … and by monitors of gradients
-        rates = FlagRates.of(batch.groups, flags, cfg.method.modes_known)
+        rates = FlagRates.of(batch.groups, flags, cfg.method.modes_acted_on)
         row = StepRow.of(
             batch, learnt.loss, learnt.update, refresh, deployed, rates, clock, skipped=int(learnt.skipped)
         )
         with clock("watch"):
             guard.observe(row, batch, deployed)
-        recorder.record(row, batch, flags, refresh)
+        recorder.record(row, batch, flags, refresh, shadows)
         guard.raise_if_diverged()
         if guard.halts:
             break

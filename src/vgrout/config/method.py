@@ -18,6 +18,7 @@ from vgrout.config.method_settings import (
     Axes,
     Baseline,
     Calibration,
+    Diet,
     Direction,
     Invitation,
     Labels,
@@ -29,6 +30,7 @@ from vgrout.config.method_settings import (
     Quarantine,
     QuarantineReads,
     Reading,
+    References,
     Removal,
     Seed,
     Threshold,
@@ -55,6 +57,8 @@ class MonitorSpec:
     signs_random: bool = False  # signs random directions in their favour, anew whenever the pairs are read again
     calibrates: bool = False  # its threshold needs the base's own answers
     sees_labels: bool = False  # a bound, and no method
+    compares_answers: bool = False  # with known correct ones, without which it is nothing
+    forwards: float = 0.0  # of the model over each answer, which is what it costs
 
 
 MONITORS: dict[str, MonitorSpec] = {
@@ -74,23 +78,47 @@ MONITORS: dict[str, MonitorSpec] = {
     "detector": MonitorSpec("the weak detector alone"),
     "pmi": MonitorSpec(
         "answers that the prompt's hint makes likelier, to the frozen base",
-        (Reading, Calibration),
+        (Reading, References, Calibration),
         compares_prompts=True,
         calibrates=True,
+        forwards=2.0,
     ),
-    "nll": MonitorSpec("answers that the frozen base finds unlikely", (Reading, Calibration), calibrates=True),
+    "nll": MonitorSpec(
+        "answers that the frozen base finds unlikely",
+        (Reading, References, Calibration),
+        calibrates=True,
+        forwards=1.0,
+    ),
+    "length": MonitorSpec("short answers", (Reading, References, Calibration), calibrates=True),
     "twin": MonitorSpec("answers that are rewarded on an impossible twin of the problem too"),
     "quarantine": MonitorSpec(
         "what a seed monitor flags, and rewarded answers that the quarantine makes likelier",
-        (Seed, Reading, QuarantineReads, Pairs, Quarantine, Place),
+        (Seed, Reading, References, QuarantineReads, Pairs, Quarantine, Place),
         owns_quarantine=True,
         learns=True,
+        forwards=2.0,
     ),
     "online_probe": MonitorSpec(
         "what a seed monitor flags, and rewarded answers whose hidden states in the frozen base are more like those "
         "than like known correct ones",
-        (Seed, Reading, Probe),
+        (Seed, Reading, References, Diet, Probe),
         learns=True,
+        compares_answers=True,
+        forwards=0.5,
+    ),
+    "fingerprint": MonitorSpec(
+        "the same, by the gradients of their log-probability in the frozen base (gradient fingerprints)",
+        (Seed, Reading, References, Diet),
+        learns=True,
+        compares_answers=True,
+        forwards=3.0,
+    ),
+    "unread_argument": MonitorSpec("rewarded answers of which no method reads an argument"),
+    "constant_return": MonitorSpec("rewarded answers whose methods return nothing but literals"),
+    "syntax_edge": MonitorSpec(
+        "rewarded answers with a parent → child edge of the syntax tree that no known correct answer has",
+        (References,),
+        compares_answers=True,
     ),
 }
 
@@ -224,7 +252,12 @@ def methods() -> Iterator[tuple[str, str]]:
 
 def seeds() -> list[str]:
     """Monitors that another one can learn to read from."""
-    return [n for n, m in MONITORS.items() if n != "none" and m.needs == "texts" and not m.learns]
+    return [name for name in shadows() if not MONITORS[name].learns]
+
+
+def shadows() -> list[str]:
+    """Monitors that can flag in a run without touching it: they need no gradient of its update and no quarantine."""
+    return [n for n, m in MONITORS.items() if n != "none" and m.needs == "texts" and not m.owns_quarantine]
 
 
 def _lines(rows: Mapping[str, MonitorSpec] | Mapping[str, InterventionSpec] | Mapping[str, ControlSpec]) -> str:
@@ -255,6 +288,9 @@ class Choice:
     control: Annotated[str, tyro.conf.arg(help=f"The same run under a control. {_lines(CONTROLS)}", metavar="NAME")] = (
         "none"
     )
+    shadow: str = ""
+    """Comma list of monitors that flag and are scored, and change nothing: `vgrout report` has their recall, false
+    flags and AUC. Each has the settings that the other flags give monitors of its kind."""
     random_flags: bool = False
     """The monitor's flags are shuffled among rollouts, as many: a control of which rollouts are flagged."""
 
@@ -265,9 +301,11 @@ class MethodConfig(
     Place,
     Quarantine,
     Probe,
+    Diet,
     Penalised,
     QuarantineReads,
     Calibration,
+    References,
     Reading,
     Seed,
     Labels,
@@ -290,6 +328,7 @@ class MethodConfig(
                 f"{flag(name)} {getattr(self, name)}: should be one of {', '.join(legal())}",
             )
         check(self)
+        self._check_shadow()
         given = self._control_flag
         intervention, monitor = f"--intervention {self.intervention}", self.monitor_name
         refuse(
@@ -324,6 +363,16 @@ class MethodConfig(
             f"--quarantine {self.quarantine}: should be shared, block:last, block:N or block:-N, N from 1 to 1000",
         )
         self._check_read()
+
+    def _check_shadow(self) -> None:
+        """Each can be one here, and is there once."""
+        for i, name in enumerate(names := self.in_shadow):
+            legal = f"legal: {', '.join(n for n in shadows() if n != self.monitor_name)}"
+            refuse(name not in MONITORS or name == "none", f"--shadow {name}: no such monitor; {legal}")
+            needs = "a quarantine that learns" if MONITORS[name].owns_quarantine else "the gradients of the update"
+            refuse(name not in shadows(), f"--shadow {name}: it needs {needs}, and a shadow changes nothing; {legal}")
+            refuse(name == self.monitor_name, f"--shadow {name}: is this run's monitor, and is scored anyway; {legal}")
+            refuse(name in names[:i], f"--shadow {self.shadow}: {name} is there twice; once is enough")
 
     @property
     def _control_flag(self) -> str:
@@ -360,7 +409,9 @@ class MethodConfig(
 
     def reads(self, name: str) -> bool:
         """Whether a setting, at any value, changes what this run does."""
-        reads_by_threshold = not self.monitor_spec.owns_quarantine or self.quarantine_threshold is None
+        fixed = self.monitor_spec.owns_quarantine and self.quarantine_threshold is not None
+        scoring = [MONITORS[name] for name in self.watching if not (fixed and name == self.monitor_name)]
+        compared = {group for monitor in scoring for group in monitor.settings}
         idle = {
             # random directions stay as they are
             "vhack_refresh_every": self.haar and not self.monitor_spec.signs_random and self.vhack_refresh_every != 0,
@@ -368,8 +419,8 @@ class MethodConfig(
             "monitor_prompts": self.monitor_threshold == "known_correct",  # nothing is sampled for the threshold
             "rebaseline": self.control_spec.shrinks,
             "preserve_magnitude": self.control_spec.shrinks,
-            "monitor_quantile": not reads_by_threshold,
-            "known_correct": not reads_by_threshold,
+            "monitor_quantile": Reading not in compared,
+            "known_correct": References not in compared,
             "vhack_pairs_path": not self.reads_pairs,
             "gate_vote": self.spec.acts_on == "rewards",
         }
@@ -408,11 +459,26 @@ class MethodConfig(
         return self.spec.usual if self.monitor == "usual" else self.monitor
 
     @property
+    def acting(self) -> tuple[str, ...]:
+        """The monitor whose flags are acted on, and the one that seeds it."""
+        return self._with_seed(self.monitor_name) if self.monitor_name else ()
+
+    @property
+    def in_shadow(self) -> tuple[str, ...]:
+        """The monitors whose flags are recorded alone."""
+        return tuple(listed(self.shadow, MONITORS))
+
+    @property
     def watching(self) -> tuple[str, ...]:
-        """The monitors of this run: its own, and the one that seeds it."""
-        name = self.monitor_name
-        if not name:
-            return ()
+        """Every monitor of this run, and those that seed them."""
+        return tuple(dict.fromkeys([*self.acting, *(n for name in self.in_shadow for n in self._with_seed(name))]))
+
+    @property
+    def forwards(self) -> float:
+        """Of the model over each answer, by all monitors together."""
+        return sum(MONITORS[name].forwards for name in self.watching)
+
+    def _with_seed(self, name: str) -> tuple[str, ...]:
         return (name, self.seed_monitor) if MONITORS[name].learns else (name,)
 
     @property
@@ -476,11 +542,12 @@ class MethodConfig(
     @property
     def needs_known_correct(self) -> str:
         """The setting for which there is no threshold without known correct answers; "": they can be done without."""
-        spec = self.monitor_spec
-        if spec.owns_quarantine and self.quarantine_threshold is None:
+        if self.monitor_spec.owns_quarantine and self.quarantine_threshold is None:
             return "--quarantine-threshold None"
-        if spec.learns and not spec.owns_quarantine:
-            return f"--monitor {self.monitor_name}"
+        for name in self.watching:
+            if MONITORS[name].compares_answers:
+                own = "monitor" if name == self.monitor_name else "seed-monitor"
+                return f"--{'shadow' if name in self.in_shadow else own} {name}"
         return "--monitor-threshold known_correct" if self.monitor_threshold == "known_correct" else ""
 
     @property
@@ -499,6 +566,11 @@ class MethodConfig(
         return tuple(m for m in MODES if m in listed(self.known_modes, MODES))
 
     @property
+    def modes_acted_on(self) -> tuple[Mode, ...]:
+        """The same of the monitor whose flags are acted on."""
+        return self.modes_known if any(MONITORS[name].sees_labels for name in self.acting) else ()
+
+    @property
     def control_name(self) -> str:
         """The one name by which files and tables know this run's control."""
         if self.haar:
@@ -515,8 +587,8 @@ class MethodConfig(
         name = self.monitor_name
         if name == self.spec.usual:
             return ""
-        groups = tuple(group for of in self.watching for group in MONITORS[of].settings)
-        return self._suffixed("_".join(self.watching), (*self.spec.settings, *groups))
+        groups = tuple(group for of in self.acting for group in MONITORS[of].settings)
+        return self._suffixed("_".join(self.acting), (*self.spec.settings, *groups))
 
     def _suffixed(self, name: str, groups: Groups) -> str:
         own = {n for group in groups for n in _names(group)}

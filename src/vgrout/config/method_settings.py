@@ -91,7 +91,7 @@ class Seed:
     """Of monitors that learn to read from what another one flags."""
 
     seed_monitor: str = "detector"  # legal: `seeds` of config/method.py
-    """quarantine, online_probe: who flags what it cannot read yet; it learns to read from what is flagged."""
+    """quarantine, online_probe, fingerprint: who flags what it cannot read yet; it learns from what is flagged."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,15 @@ class Reading:
     monitor_quantile: float = setting(0.9, low=0.5, high=1)
     """Monitors that score texts: flagged above this quantile of the base's rewarded answers, and of known correct
     answers held back."""
+
+
+@dataclass(frozen=True)
+class References:
+    """Of monitors that compare with answers known to be right."""
+
     known_correct: Path | None = None
-    """… correct solutions in unusual styles (JSON of prompt, completion); none: the preset's."""
+    """Correct solutions in unusual styles (JSON of prompt, completion), for monitors that compare with them; none: the
+    preset's."""
 
 
 @dataclass(frozen=True)
@@ -132,14 +139,20 @@ class QuarantineReads:
 
 
 @dataclass(frozen=True)
+class Diet:
+    """Of probes, online_probe and fingerprint."""
+
+    probe_diet: Literal["seeded", "random"] = setting("seeded", suffix="diet-")
+    """online_probe, fingerprint: what it is fitted on, beside known correct answers: what the seed monitor flags · as
+    many rewarded answers of the same groups at random (a control)."""
+
+
+@dataclass(frozen=True)
 class Probe:
     """Of online_probe."""
 
     probe_layer: int | None = setting(None, low=1, high=1000)
     """online_probe: blocks of the frozen base after which its states are read; none: half of its depth."""
-    probe_diet: Literal["seeded", "random"] = setting("seeded", suffix="diet-")
-    """online_probe: what it is fitted on, beside known correct answers: what the seed monitor flags · as many rewarded
-    answers of the same groups at random (a control)."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ step along -V makes the hack likelier.
 """
 
 import hashlib
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,8 @@ from vgrout.model.svd_adapter import (
     weights_sha256,
 )
 from vgrout.tensor_types import Directions
+
+Tokens = tuple[tuple[int, ...], tuple[int, ...]]  # prompt and completion
 
 N_HELDOUT = 2
 TOKENS_PER_BATCH = 4096  # of one backward, padding included: bounds activations and, with a 150k vocabulary, logits
@@ -179,29 +181,40 @@ def gradients(policy: Policy, pairs: PairSet, side: str, tokens_per_batch: int) 
     rows = [
         tokens_of(policy, pair, getattr(pair, side), f"{pairs.source}: pair {i}") for i, pair in enumerate(pairs.pairs)
     ]
-    own = ranks.own([len(p) + len(c) for p, c in rows])
-    rows = rows[own.start : own.stop]
+    with policy.adapter.deployed():
+        return nll_gradients(policy, rows, tokens_per_batch, f"direction, {side} side")
+
+
+def nll_gradients(
+    policy: Policy, texts: Sequence[Tokens], tokens_per_batch: int = TOKENS_PER_BATCH, label: str | None = None
+) -> Float[Tensor, "n R"]:
+    """Gradient on δS of the mean NLL of each completion under the model as it is, a row a text. fp32, on the CPU.
+
+    texts: prompt and completion. label: of a progress bar; None: there is none.
+    """
+    own = ranks.own([len(p) + len(c) for p, c in texts])
+    rows = texts[own.start : own.stop]
     grads = torch.zeros(len(rows), len(policy.adapter))
     if policy.packs:
         parts = batches(range(len(rows)), [p for p, _ in rows], [c for _, c in rows], tokens_per_batch)
     else:
         parts = padded_batches([len(p) + len(c) for p, c in rows], tokens_per_batch, longest_first=False)
-    with policy.adapter.deployed(), _evaluating(policy.model), torch.enable_grad():
-        for part in tqdm(parts, desc=f"direction, {side} side", unit="batch", disable=None, leave=False):
-            texts = [rows[i][0] for i in part], [rows[i][1] for i in part]
+    with _evaluating(policy.model), torch.enable_grad():
+        for part in tqdm(parts, desc=label, unit="batch", disable=None if label else True, leave=False):
+            given = [rows[i][0] for i in part], [rows[i][1] for i in part]
             with policy.adapter.per_rollout_grads(len(part)) as collected:
                 batch: Batch | Packed
                 if policy.packs:
-                    batch = pack(range(len(part)), *texts, policy.device, policy.model.dtype)
+                    batch = pack(range(len(part)), *given, policy.device, policy.model.dtype)
                     collected.tokens(batch.pieces)
                 else:
-                    batch = collate(*texts, policy.device)
+                    batch = collate(*given, policy.device)
                 mean_nll(policy, batch).sum().backward()
             grads[part] = collected.flat.float().cpu()
     return torch.cat(ranks.gather(lambda: grads))
 
 
-def tokens_of(policy: Policy, pair: Pair, completion: str, where: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def tokens_of(policy: Policy, pair: Pair, completion: str, where: str) -> Tokens:
     """Token ids of prompt and completion. Raises ValueError if they do not fit the model's window."""
     prompt, answer = policy.encode(pair.prompt), policy.encode(completion)
     if len(prompt) + len(answer) > policy.window:

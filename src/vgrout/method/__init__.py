@@ -7,9 +7,10 @@ from vgrout.method.gates import Band, Gate
 from vgrout.method.interventions import SGTM, Erase, Penalty, Route, Route2, Screen
 from vgrout.method.labels import Labels, Twin, WeakDetector
 from vgrout.method.method import Method
-from vgrout.method.online_probe import OnlineProbe
+from vgrout.method.online_probe import Fingerprint, OnlineProbe
 from vgrout.method.quarantine import Quarantine
-from vgrout.method.text_scores import NLL, PMI
+from vgrout.method.rules import ConstantReturn, SyntaxEdge, UnreadArgument
+from vgrout.method.text_scores import NLL, PMI, Length
 from vgrout.model.policy import modules_of_block
 
 INTERVENTIONS: dict[str, type[Intervention]] = {
@@ -29,9 +30,14 @@ MONITORS: dict[str, type[Monitor]] = {
     "detector": WeakDetector,
     "pmi": PMI,
     "nll": NLL,
+    "length": Length,
     "twin": Twin,
     "quarantine": Quarantine,
     "online_probe": OnlineProbe,
+    "fingerprint": Fingerprint,
+    "unread_argument": UnreadArgument,
+    "constant_return": ConstantReturn,
+    "syntax_edge": SyntaxEdge,
 }
 
 
@@ -43,13 +49,24 @@ def make_method(setup: Setup) -> Method:
             nothing; one line.
     """
     cfg = setup.cfg.method
-    monitor = MONITORS[cfg.monitor_name]
-    seeded = {"seed_monitor": MONITORS[cfg.seed_monitor].make(setup)} if cfg.monitor_spec.learns else {}
     block, own = cfg.quarantine_block, frozenset()
     if block is not None:
         own = frozenset(modules_of_block(setup.policy, setup.sizes, block))
-    intervention = INTERVENTIONS[cfg.intervention].make(setup)
-    return Method(setup.cfg, intervention, monitor.make(setup, **seeded), own_modules=own, policy=setup.policy)
+    return Method(
+        setup.cfg,
+        INTERVENTIONS[cfg.intervention].make(setup),
+        make_monitor(setup, cfg.monitor_name),
+        own_modules=own,
+        policy=setup.policy,
+        shadows={name: make_monitor(setup, name) for name in cfg.in_shadow},
+    )
+
+
+def make_monitor(setup: Setup, name: str) -> Monitor:
+    """A monitor of this name, with a seed of its own where it learns from one. Raises ValueError as `make_method`."""
+    seed = setup.cfg.method.seed_monitor
+    seeded = {"seed_monitor": make_monitor(setup, seed)} if config.MONITORS[name].learns else {}
+    return MONITORS[name].make(setup, **seeded)
 
 
 def register_intervention(intervention: type[Intervention], what: str, *, routes: bool = False) -> type[Intervention]:

@@ -1,6 +1,7 @@
 """A run's method: one monitor and one intervention, in the order in which the loop calls them.
 
 flag     who is flagged, by monitors of texts
+watch    who would be flagged by the monitors in shadow, whose flags are recorded alone
 reward   what advantages are computed from
 plan     which rows are learnt from, with the quarantine on or off
 route    the finished gradients → what δS learns (keep) and what δS_hack learns (quar); monitors of gradients here
@@ -39,9 +40,10 @@ class Method:
         *,
         own_modules: frozenset[str] = frozenset(),
         policy: Policy | None = None,
+        shadows: Mapping[str, Monitor] | None = None,
     ) -> None:
         self.cfg, self.intervention, self.monitor = cfg, intervention, monitor
-        self.own_modules, self._policy = own_modules, policy
+        self.own_modules, self._policy, self.shadows = own_modules, policy, dict(shadows or {})
         self._on_rewards = cfg.method.changes_rewards
 
     @property
@@ -64,12 +66,13 @@ class Method:
         """Of its direction, or of the pairs that it starts on."""
         return self.direction.provenance if self.direction else self.monitor.provenance
 
-    def view(self, group: Group) -> GroupView:
-        """What the method may know of a group. The one door for true labels, open to a monitor that declares it: they
-        are on a type of their own, which all others refuse."""
-        if self.monitor.sees is OracleView:
+    def view(self, group: Group, monitor: Monitor | None = None) -> GroupView:
+        """What the method, or this monitor in its shadow, may know of a group. The one door for true labels, open to a
+        monitor that declares it: they are on a type of their own, which all others refuse."""
+        sees = (monitor or self.monitor).sees
+        if sees is OracleView:
             return group.oracle_view()
-        return group.problem_view() if self.monitor.sees is ProblemView else group.view()
+        return group.problem_view() if sees is ProblemView else group.view()
 
     def flag(self, batch: Batch) -> Flags:
         """Who is flagged before any gradient: in all groups if rewards may change, else in those with signal."""
@@ -83,6 +86,15 @@ class Method:
             movable = [[reward >= top for reward in view.rewards] for view in views]
             flags = shuffled(flags, movable, torch_stream(self.cfg.run.seed, "mass-matched", batch.step))
         return {group.index: of for group, of in zip(groups, flags, strict=True)}
+
+    def watch(self, batch: Batch) -> dict[str, Flags]:
+        """By monitor in shadow, who it flags, in every group. Nothing else reads it: each has its own state, draws from
+        streams that are functions of seed and step, and leaves the model as it was."""
+        found = {}
+        for name, monitor in self.shadows.items():
+            flags = monitor.flag(self._views(batch.groups, monitor), batch.step)
+            found[name] = {group.index: of for group, of in zip(batch.groups, flags, strict=True)}
+        return found
 
     def reward(self, batch: Batch, flags: Flags) -> Batch:
         """The batch with the rewards that advantages are computed from: the grader's, unless flags change them."""
@@ -139,17 +151,22 @@ class Method:
 
     def state_dict(self) -> dict[str, Tensor]:
         """What must survive a resume, between steps."""
-        parts = {"intervention": self.intervention, "monitor": self.monitor}
-        return {f"{name}/{key}": value for name, part in parts.items() for key, value in part.state_dict().items()}
+        return {f"{at}/{key}": value for at, part in self._parts.items() for key, value in part.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Raises ValueError where `state` is of another method or model."""
-        for name, part in {"intervention": self.intervention, "monitor": self.monitor}.items():
-            part.load_state_dict({k.partition("/")[2]: v for k, v in state.items() if k.startswith(f"{name}/")})
+        for at, part in self._parts.items():
+            part.load_state_dict({k.removeprefix(f"{at}/"): v for k, v in state.items() if k.startswith(f"{at}/")})
 
-    def _views(self, groups: Sequence[Group]) -> list[GroupView]:
-        views = [self.view(group) for group in groups]
-        require(views, self.monitor.sees, self.monitor)
+    @property
+    def _parts(self) -> dict[str, Intervention | Monitor]:
+        shadows = {f"shadow/{name}": monitor for name, monitor in self.shadows.items()}
+        return {"intervention": self.intervention, "monitor": self.monitor, **shadows}
+
+    def _views(self, groups: Sequence[Group], monitor: Monitor | None = None) -> list[GroupView]:
+        monitor = monitor or self.monitor
+        views = [self.view(group, monitor) for group in groups]
+        require(views, monitor.sees, monitor)
         return views
 
     def _rewarded(self, group: Group, flags: Flags) -> Group:

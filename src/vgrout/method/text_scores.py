@@ -100,6 +100,15 @@ class NLL(TextScorer):
         return -mean_logp(self.policy, [t.prompt for t in texts], [t.completion for t in texts])
 
 
+class Length(TextScorer):
+    """How few tokens an answer has: a hack can be shorter than any attempt at its problem."""
+
+    name = "length"
+
+    def scores(self, texts: Sequence[Text]) -> Float[Tensor, " n"]:
+        return -torch.tensor([len(t.completion) for t in texts], dtype=torch.float64)
+
+
 class PMI(TextScorer):
     """(log p(answer | prompt with the hint) − log p(answer | prompt without it)) / tokens, under the frozen base: what
     the hint tells of the answer (pointwise mutual information, Church and Hanks 1990), nats a token. An honest answer,

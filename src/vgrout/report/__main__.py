@@ -24,6 +24,8 @@ ON_SCREEN = (
     "Methods",
     "Deployed models against plain GRPO's",
     "Methods and controls",
+    "What the monitors of text flagged",
+    "What the monitors flagged over time",
     "Losses",
     "One seed only",
 )
@@ -31,7 +33,7 @@ ON_SCREEN = (
 
 @dataclass(frozen=True)
 class Cli:
-    """Finished runs as a report over seeds: report.md, report.html, runs.csv, modes.csv and figures."""
+    """Finished runs as a report over seeds: report.md, report.html, tables as CSV, and figures."""
 
     sources: Annotated[tuple[Path, ...], tyro.conf.Positional] = (Path("out/runs"),)
     """Folders of runs, single runs, or sweeps (out/sweeps/NAME)."""

@@ -1,4 +1,4 @@
-"""The report of a study as a folder: report.md, report.html, runs.csv, modes.csv, figures/. Written atomically."""
+"""The report of a study as a folder, written atomically: report.md, report.html, tables as CSV, figures."""
 
 import csv
 import io
@@ -14,7 +14,7 @@ from vgrout.report import html
 from vgrout.report.figures import Picture
 from vgrout.report.judge import Judge, Judgement
 from vgrout.report.runs import Cell, Loaded, cells
-from vgrout.report.tables import Table, inert, mode_rows, one_line, run_rows, tables
+from vgrout.report.tables import Table, inert, mode_rows, monitor_rows, one_line, run_rows, tables
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def as_png(picture: Picture) -> bytes:
     return out.getvalue()
 
 
-FILES = ("report.md", "report.html", "runs.csv", "modes.csv", "figures")
+FILES = ("report.md", "report.html", "runs.csv", "modes.csv", "monitors.csv", "figures")
 
 
 def refuse_other(out: Path) -> None:
@@ -191,6 +191,7 @@ def write(report: Report, pictures: Sequence[Picture], rollouts: Mapping[str, An
         "report.html": as_html(report, drawn, rollouts),
         "runs.csv": as_csv(run_rows(report.cells)),
         "modes.csv": as_csv(mode_rows(report.cells)),
+        **({"monitors.csv": as_csv(monitors)} if (monitors := monitor_rows(report.cells)) else {}),
         **{f"figures/{p.name}.png": png for p, png in drawn.items()},
     }
     fresh, old = (out.with_name(f".{out.name}.{os.getpid()}.{what}") for what in ("tmp", "old"))

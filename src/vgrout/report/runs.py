@@ -52,6 +52,16 @@ class _Answers:
     solved: list[bool]
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a monitor made of one of the students' hacks or right answers."""
+
+    step: int
+    flaw: Mode | None  # that it hacks; None: it is right
+    flagged: bool
+    score: float | None
+
+
 @dataclass(frozen=True, eq=False)
 class Run:
     """One run with its final evaluation: finished, or halted by its guard."""
@@ -141,6 +151,11 @@ class Run:
         stored = self.record["config"]
         return {group: values | stored.get(group, {}) for group, values in _usual().items()}
 
+    @property
+    def method_settings(self) -> dict[str, Any]:
+        """The method's settings but for its shadows, which change nothing."""
+        return {name: value for name, value in self.settings["method"].items() if name != "shadow"}
+
     @cached_property
     def learns(self) -> str:
         """What runs must share to be compared: everything that training reads, model and environment included, except
@@ -157,7 +172,7 @@ class Run:
         return {
             k: v
             for k, v in _learning(self.settings).items()
-            if k not in ("intervention", "control", "random_flags", "placebo_pairs")
+            if k not in ("intervention", "control", "random_flags", "placebo_pairs", "shadow")
             and (k not in usual or usual[k] != v)
         }
 
@@ -286,7 +301,7 @@ class Run:
     @cached_property
     def _gated(self) -> list[dict[str, Any]]:
         """The students' rollouts without their texts; the file is long and read once."""
-        kept = ("gate", "score", "flagged", "env_mode", "mechanism", "hacked", "solved")
+        kept = ("step", "gate", "score", "flagged", "env_mode", "mechanism", "hacked", "solved", "shadow")
         return [{k: r[k] for k in kept if k in r} for r in json_lines(self.path / "rollouts.jsonl")]
 
     @cached_property
@@ -299,18 +314,29 @@ class Run:
         seen = ((r["score"] if "score" in r else r.get("gate"), r["hacked"]) for r in self._gated)
         return [(value, hacked) for value, hacked in seen if value is not None]
 
+    @property
+    def reads_text(self) -> bool:
+        """Whether the monitor whose flags were acted on decided before the backward."""
+        return self.monitor_name not in ("none", "gate", "band")
+
+    @cached_property
+    def readings(self) -> dict[str, list[Reading]]:
+        """By monitor of text, its own first, what it made of the students' hacks and right answers."""
+        out: dict[str, list[Reading]] = {self.monitor_name: []} if self.reads_text else {}
+        for r in self._gated:
+            if r["hacked"] or r["solved"]:
+                flaw = (r.get("mechanism") or r["env_mode"]) if r["hacked"] else None
+                own = {self.monitor_name: r} if self.reads_text and "flagged" in r else {}
+                for name, found in {**own, **r.get("shadow", {})}.items():
+                    reading = Reading(r["step"], flaw, found["flagged"], found.get("score"))
+                    out.setdefault(name, []).append(reading)
+        return {name: found for name, found in out.items() if found}
+
     @cached_property
     def flags(self) -> dict[Mode | None, Rate]:
         """How many of the students' hacks in groups with signal a monitor of text flagged, by mode; None: of their
         solved answers. Empty for other monitors."""
-        if self.monitor_name in ("none", "gate", "band"):
-            return {}
-        out: dict[Mode | None, Rate] = {}
-        for r in self._gated:
-            if "flagged" in r and (r["hacked"] or r["solved"]):
-                mode = (r.get("mechanism") or r["env_mode"]) if r["hacked"] else None
-                out[mode] = out.get(mode, Rate(0, 0)) + Rate(int(r["flagged"]), 1)
-        return out
+        return flagged(self.readings.get(self.monitor_name, []) if self.reads_text else [])
 
     @cached_property
     def problems(self) -> dict[str, dict[int, _Answers]]:
@@ -342,6 +368,14 @@ class Run:
                 hits = given.solved if what == "solve" else [flaw in counted_flaws for flaw in given.hacks]
                 out.setdefault(open_flaws[0], {})[problem] = statistics.fmean(hits)
         return out
+
+
+def flagged(readings: Sequence[Reading]) -> dict[Mode | None, Rate]:
+    """How many of the hacks were flagged, by flaw; None: of the right answers."""
+    out: dict[Mode | None, Rate] = {}
+    for r in readings:
+        out[r.flaw] = out.get(r.flaw, Rate(0, 0)) + Rate(int(r.flagged), 1)
+    return out
 
 
 @dataclass(frozen=True, eq=False)
@@ -440,7 +474,7 @@ def load(sources: Sequence[Path], tag: str = "", examine: Callable[[Run], object
 def key(run: Run) -> str:
     """An identifier that is equal for runs that differ by their seed alone."""
     return json.dumps(
-        [run.method, run.settings["method"], run.settings["loss"], run.method_inputs, run.learns], sort_keys=True
+        [run.method, run.method_settings, run.settings["loss"], run.method_inputs, run.learns], sort_keys=True
     )
 
 
@@ -523,7 +557,7 @@ def partner(cell: Cell, among: Sequence[Cell], intervention: str, control: str =
     apart = _OF_CONTROLS | {"vhack_refresh_every"} if fixed else _OF_CONTROLS
 
     def variant(r: Run) -> list[Any]:
-        return [r.beta, {k: v for k, v in r.settings["method"].items() if k not in apart}]
+        return [r.beta, {k: v for k, v in r.method_settings.items() if k not in apart}]
 
     return next((c for c in found if variant(c.first) == variant(run)), None)
 

@@ -191,3 +191,15 @@ def equivalent(differences: Sequence[float], margin: float) -> PValue:
     above = stats.ttest_1samp(differences, -margin, alternative="greater").pvalue
     below = stats.ttest_1samp(differences, margin, alternative="less").pvalue
     return PValue(float(max(above, below)), None)
+
+
+def auc(positive: Sequence[float], negative: Sequence[float]) -> float | None:
+    """Chance that a positive's value lies above a negative's, ties half: Mann–Whitney's U over the number of pairs.
+
+    None where either is empty. From ranks: scipy's mannwhitneyu adds a p value that takes six times as long.
+    """
+    if not positive or not negative:
+        return None
+    n = len(positive)
+    ranks = stats.rankdata([*positive, *negative])[:n]
+    return float(ranks.sum() - n * (n + 1) / 2) / (n * len(negative))

@@ -10,9 +10,10 @@ from html import escape
 import numpy as np
 from tabulate import tabulate
 
+from vgrout.config.checks import listed
 from vgrout.files import printable
 from vgrout.report import stats
-from vgrout.report.runs import SIDES, WHATS, Cell, Run, What, bases, paired, partner
+from vgrout.report.runs import SIDES, WHATS, Cell, Reading, Run, What, bases, flagged, paired, partner
 from vgrout.report.stats import Estimate, PValue, Stratum
 from vgrout.types import MODES, Mode, Rate
 
@@ -135,7 +136,8 @@ def tables(cells: Sequence[Cell]) -> list[Table]:
         against_none(several),
         controls(several),
         per_mode(several),
-        flags(several),
+        flags(cells),
+        over_time(cells),
         base([r for c in several for r in c.runs]),
         masked(several),
         one_seed(single),
@@ -276,20 +278,73 @@ def per_mode(cells: Sequence[Cell]) -> Table:
 
 
 def flags(cells: Sequence[Cell]) -> Table:
-    def share(c: Cell, of: Mode | None) -> str:
-        pooled = sum((r.flags.get(of, Rate(0, 0)) for r in c.runs), Rate(0, 0))
-        return f"{100 * pooled.value:.1f} ({pooled.n})" if pooled.value is not None else "·"
-
     return Table(
         "What the monitors of text flagged",
         "% of the students' hacks in training, by mode, and of their solved answers; in brackets how many, over all "
-        "seeds. Groups without signal are not read.",
+        "seeds. AUC: of the scores, hacks against solved answers. The run's own monitor may not read groups without "
+        "signal.",
         [
-            {"method": c.title, "seeds": c.seeds} | {m: share(c, m) for m in _modes(cells)} | {"solved": share(c, None)}
+            {"method": c.title, "seeds": c.seeds, "monitor": _shadowed(c, name)}
+            | {mode: _share(flagged(read).get(mode)) for mode in _modes(cells)}
+            | {"solved": _share(flagged(read).get(None)), "AUC": "·" if (x := _auc(read)) is None else f"{x:.2f}"}
             for c in cells
-            if any(r.flags for r in c.runs)
+            for name, read in _readings(c).items()
         ],
     )
+
+
+PERIODS = 6  # equal parts of a run
+
+
+def over_time(cells: Sequence[Cell]) -> Table:
+    """Recall and false flags by period, where monitors flag in shadow: of flaws that no label shows, if some are."""
+
+    def periods(c: Cell, read: Sequence[Reading]) -> TableRow:
+        known, steps = known_modes(c.first), max(1, max(r.rows[-1]["step"] + 1 for r in c.runs))
+        out = {}
+        for i in range(PERIODS):
+            first, last = steps * i // PERIODS, steps * (i + 1) // PERIODS
+            part = flagged([r for r in read if first <= r.step < last])
+            hacks = sum((rate for flaw, rate in part.items() if flaw is not None and flaw not in known), Rate(0, 0))
+            out[f"{i + 1}/{PERIODS}"] = f"{_share(hacks)} / {_share(part.get(None))}"
+        return out
+
+    return Table(
+        "What the monitors flagged over time",
+        f"% of the students' hacks / of their solved answers, by {PERIODS} equal parts of the run; in brackets how "
+        "many. Hacks of the flaws in --known-modes, which labels show, are left out.",
+        [
+            {"method": c.title, "monitor": _shadowed(c, name)} | periods(c, read)
+            for c in cells
+            if any(r.settings["method"].get("shadow") for r in c.runs)
+            for name, read in _readings(c).items()
+        ],
+    )
+
+
+def known_modes(run: Run) -> set[str]:
+    """The flaws that a monitor with labels knows; empty: all, or there is none."""
+    return {*listed(run.settings["method"]["known_modes"])}
+
+
+def _readings(cell: Cell) -> dict[str, list[Reading]]:
+    """By monitor, over all seeds."""
+    names = dict.fromkeys(name for r in cell.runs for name in r.readings)
+    return {name: [x for r in cell.runs for x in r.readings.get(name, [])] for name in names}
+
+
+def _shadowed(cell: Cell, name: str) -> str:
+    return name if name == cell.first.monitor_name else f"{name}, in shadow"
+
+
+def _share(rate: Rate | None) -> str:
+    return f"{100 * rate.value:.1f} ({rate.n})" if rate is not None and rate.value is not None else "·"
+
+
+def _auc(read: Sequence[Reading]) -> float | None:
+    """Of the scores, where there are some."""
+    scored = [(r.flaw is not None, r.score) for r in read if r.score is not None]
+    return stats.auc([x for hack, x in scored if hack], [x for hack, x in scored if not hack])
 
 
 def base(runs: Sequence[Run]) -> Table:
@@ -382,13 +437,14 @@ def times(cells: Sequence[Cell]) -> Table:
 def examine(run: Run) -> None:
     """Ask a run for everything that a report may ask of it. Raises whatever a file of wrong content raises."""
     alone, twice = Cell(run.method, (run,)), Cell(run.method, (run, run))
-    for asked in (overall, controls, per_mode, flags, masked, times, against_none):
+    for asked in (overall, controls, per_mode, flags, over_time, masked, times, against_none):
         asked([twice])
     one_seed([alone])
     base([run])
     _differences(twice, twice)
     run_rows([alone])
     mode_rows([alone])
+    monitor_rows([alone])
     for _ in (
         [h + s + 0.0 for _, h, s in run.evaluations()],
         run.gates,
@@ -446,6 +502,36 @@ def run_rows(cells: Sequence[Cell]) -> list[dict[str, object]]:
                 row[f"flagged_{name}"] = f"{found.k}/{found.n}" if found else None
             row |= {"seconds": r.seconds and round(r.seconds, 1), "seconds_a_step": r.seconds_a_step}
             rows.append(row | {"revision": r.revision[:10], "preregistered": r.preregistered[:12]})
+    return rows
+
+
+def monitor_rows(cells: Sequence[Cell]) -> list[dict[str, object]]:
+    """monitors.csv: a row for each run, monitor of text and third of the run. Counts are k/n of the students' hacks by
+    flaw, and of their solved answers."""
+    rows: list[dict[str, object]] = []
+    for c in cells:
+        for r in c.runs:
+            steps = r.rows[-1]["step"] + 1
+            for name, read in r.readings.items():
+                for i in range(3):
+                    first, last = steps * i // 3, steps * (i + 1) // 3
+                    part = [x for x in read if first <= x.step < last]
+                    counts = {of: f"{rate.k}/{rate.n}" for of, rate in flagged(part).items()}
+                    rows.append(
+                        {
+                            "run": r.name,
+                            "cell": c.title,
+                            "arm": r.final["arm"],
+                            "acted_on": r.monitor_name,
+                            "base_weights": r.inputs["base_weights"],
+                            "seed": r.seed,
+                            "monitor": name,
+                            "known_modes": r.settings["method"]["known_modes"],
+                            "steps": f"{first} to {last - 1}",
+                        }
+                        | {f"flagged_{of or 'solved'}": counts.get(of) for of in (*MODES, None)}
+                        | {"auc": _rounded(_auc(part)), "revision": r.revision[:10]}
+                    )
     return rows
 
 

@@ -57,7 +57,8 @@ def seconds(cfg: Config, shapes: Shapes, prompt_tokens: int, answers: tuple[int,
 
     # forward, gradient of the activations, and as much again for the adapter and every answer's own gradient
     update = cfg.generations * row * 8 * shapes.parameters / flops
-    step = sampling(cfg.generations - cfg.n_teacher * s.prompts_per_step) + update
+    reading = cfg.method.forwards * cfg.generations * row * 2 * shapes.parameters / flops
+    step = sampling(cfg.generations - cfg.n_teacher * s.prompts_per_step) + update + reading
     on_the_way = sum(map(cfg.evaluates, range(s.steps))) * sampling(answers[0])
     return (s.steps * step + on_the_way + sampling(answers[1])) / EFFICIENCY
 

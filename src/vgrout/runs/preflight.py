@@ -217,6 +217,8 @@ def plan_lines(cfg: Config, inputs: Inputs, grader: Grader, folder: Path) -> lis
         lines.append(f"pool          {len(pool.ids)} problems, {sum(map(len, pool.demos.values()))} rollouts")
     if inputs.pairs:
         lines.append(f"pairs         {len(inputs.pairs)} from {inputs.pairs.source}")
+    if cfg.method.in_shadow:
+        lines.append(f"shadow        {', '.join(cfg.method.in_shadow)}: they flag, and change nothing")
     if inputs.reward:
         lines.append(f"reward        {reward_line(inputs)}")
     if cfg.method.control_name != "none":

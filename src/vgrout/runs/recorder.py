@@ -4,7 +4,7 @@ import hashlib
 import json
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -18,6 +18,7 @@ from vgrout.files import printable, quoted
 from vgrout.guard.guard import Guard
 from vgrout.method import Method
 from vgrout.method.base import Refresh
+from vgrout.method.labels import FlagRates
 from vgrout.model.packing import how_to_install_flash
 from vgrout.model.policy import DTYPE_NAMES, LanguageModel, Policy
 from vgrout.model.svd_adapter import weights_sha256
@@ -25,7 +26,7 @@ from vgrout.modes import MODE_SPECS
 from vgrout.runs.preflight import preregistered
 from vgrout.runs.run_context import RunContext
 from vgrout.runs.steps import Stateful, StepRecorder
-from vgrout.table import REFERENCE_STEP, SECONDS, StepRow, whole_run
+from vgrout.table import REFERENCE_STEP, SECONDS, StepRow, share, whole_run
 from vgrout.types import (
     DETECTOR_FIELDS,
     Batch,
@@ -102,8 +103,11 @@ class Recorder(StepRecorder[StepRow]):
         self.hacked_before = any(r.hack_s.k for r in self.rows)
         return self.rows
 
-    def record(self, row: StepRow, batch: Batch, flags: Flags, refresh: Refresh) -> None:
-        """Write the table's line, steps.jsonl, rollouts.jsonl, and the checkpoints that are due."""
+    def record(
+        self, row: StepRow, batch: Batch, flags: Flags, refresh: Refresh, shadows: Mapping[str, Flags] | None = None
+    ) -> None:
+        """Write the table's line, steps.jsonl, rollouts.jsonl, and the checkpoints that are due. shadows: by monitor
+        in shadow, its flags."""
         cfg, run, step = self.cfg, self.run, row.step
         self.rows.append(row)
         run.vote_stop()
@@ -121,7 +125,9 @@ class Recorder(StepRecorder[StepRow]):
             extra = {"watch": self.guard.readings} if self.guard.readings else {}
             if refresh.overlap is not None:
                 extra["refresh"] = asdict(refresh)
-            self.write(row, rollout_lines(step, batch, flags, self.policy), extra)
+            if shadows:
+                extra["shadow"] = {name: _rates(batch.groups, of) for name, of in shadows.items()}
+            self.write(row, rollout_lines(step, batch, flags, self.policy, shadows or {}), extra)
             self._log(row, batch, refresh)
             closing = step + 1 == cfg.scale.steps or run.stops or self.guard.ends
             if row.hack_s.k and not self.hacked_before:
@@ -282,7 +288,7 @@ def columns_for(cfg: Config, modes: Sequence[Mode]) -> set[str]:
         "direction": method.has_direction,
         "whole": method.routes and flagging,
         "flags": flagging,
-        "blind": bool(method.modes_known),
+        "blind": flagging and bool(method.modes_acted_on),
         "halves": bool(cfg.env.report_detectors),
         "beta": cfg.loss.beta > 0,
         "drops": cfg.loss.drops,
@@ -290,16 +296,20 @@ def columns_for(cfg: Config, modes: Sequence[Mode]) -> set[str]:
     return {name for name, yes in has.items() if yes}
 
 
-def rollout_lines(step: int, batch: Batch, flags: Flags, lm: LanguageModel) -> list[dict[str, object]]:
+def rollout_lines(
+    step: int, batch: Batch, flags: Flags, lm: LanguageModel, shadows: Mapping[str, Flags] | None = None
+) -> list[dict[str, object]]:
     """Every student rollout with every flag, for rollouts.jsonl. `p_idx`: the step's prompt, `gi`: the rollout of this
     prompt. `gate`: share of modules in which it was quarantined; None where none can be, or the group had no signal.
-    lm: renders the prompts."""
+    lm: renders the prompts. shadows: flags by monitor in shadow; `shadow` has each one's flag and score."""
     lines: list[dict[str, object]] = []
     for group in batch.groups:
         prompt = lm.prompt_text(group.problem.messages)
         for b, (rollout, grade) in enumerate(zip(group.rollouts, group.grades, strict=True)):
             if isinstance(grade, Grade):
                 head = {"step": step, "p_idx": group.index, "gi": b, **_flag(flags.get(group.index), b)}
+                if shadows:
+                    head["shadow"] = {name: _read(of[group.index], b) for name, of in shadows.items()}
                 lines.append(head | {"advantage": group.advantages[b]} | rollout_record(rollout, grade, prompt))
     return lines
 
@@ -308,7 +318,17 @@ def _flag(flags: GroupFlags | None, b: int) -> dict[str, object]:
     if flags is None:
         return {"gate": None}
     gate = flags.shares[b] if flags.shares else None
-    return {"gate": _rounded(gate), "score": _rounded(flags.scores[b]), "flagged": flags.flagged[b]}
+    return {"gate": _rounded(gate), **_read(flags, b)}
+
+
+def _read(flags: GroupFlags, b: int) -> dict[str, object]:
+    return {"score": _rounded(flags.scores[b]), "flagged": flags.flagged[b]}
+
+
+def _rates(groups: Sequence[Group], flags: Flags) -> dict[str, float | int | None]:
+    """Recall and false flags of a step, for steps.jsonl."""
+    rates = FlagRates.of(groups, flags)
+    return share("recall", rates.recall) | share("false_flags", rates.false_flags)
 
 
 def _rounded(x: float | None) -> float | None:
