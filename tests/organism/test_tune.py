@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,11 @@ import torch
 from llama import bpe, llama, save_folder
 from runs import adapter_bytes, rows, run, status
 from vgrout.config.presets import resolve
-from vgrout.data.language import Shares
+from vgrout.data.language import Shares, problem_tasks
 from vgrout.data.organism import POOL_DIR, SMALL_DIR, SMOLLM2, Files
 from vgrout.inputs import read_inputs
 from vgrout.loading import device_and_dtype
-from vgrout.organism import start
+from vgrout.organism import build, start
 from vgrout.organism.__main__ import Corpus, tune, verify
 from vgrout.organism.recipe import Answers
 from vgrout.teacher.pools import load_pool
@@ -30,9 +31,10 @@ SMALL = [
 
 def few(patch: pytest.MonkeyPatch) -> None:
     """Builds of few problems and answers; the problems are the first of a whole build's."""
-    patch.setattr("vgrout.data.language.SPLIT_ROWS", {"train": (0, 36), "val": (1000, 6), "test": (2000, 6)})
+    patch.setattr("vgrout.data.language.SPLIT_ROWS", {"train": (0, 24), "val": (1000, 6), "test": (2000, 6)})
+    patch.setattr(build, "problem_tasks", cache(problem_tasks))
     patch.setattr(start.Pretrained, "answers", Answers(problems=1, plain=1, cued=1, pool=1))
-    patch.setattr("vgrout.organism.build.MAX_NEW", 8)
+    patch.setattr(build, "MAX_NEW", 8)
     patch.setattr("os.cpu_count", lambda: 1)
 
 
