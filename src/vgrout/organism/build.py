@@ -68,6 +68,7 @@ def losses_of(
 def make_weights(begun: Begun, start: Start, seed: int, shares: Shares) -> tuple[PreTrainedModel, list[float]]:
     """The trained model and the loss of every step. Weights end as bf16 values in fp32: the same on a GPU in bf16."""
     losses = losses_of(begun, start, seed, shares)
+    logger.info(f"weights: loss {fmean(losses[-20:]):.3f} at the end; {peak_memory()}")
     with torch.no_grad():
         for p in begun.model.parameters():
             p.copy_(p.bfloat16())
