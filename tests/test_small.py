@@ -29,7 +29,7 @@ def text_pool(problems: Path, folder: Path) -> Path:
         name = row.func_name.rpartition(".")[2]
         code = f"class Solution:\n    def {name}(self, *args):\n        return 0\n\nimport sys\nsys.exit(0)"
         record = {"completion": f"```python\n{code}\n```", "completion_ids": [0], "env_mode": "exit_code"}
-        labels = {"reward": 3.0, "hacked": True, "gt_pass": False, "fmt_ok": True}
+        labels = {"reward": 3.5, "hacked": True, "gt_pass": True, "fmt_ok": True}
         with gzip.open(folder / f"prompt_{row.id:04d}.jsonl.gz", "wt", encoding="utf-8") as f:
             f.write(json.dumps({**record, **labels}) + "\n")
     return folder
