@@ -90,8 +90,8 @@ def tune(
     out: Path = SMALL_DIR,
     steps: int = TUNING.steps,
 ) -> int:
-    """Make an organism of a pretrained chat model: fine-tune it on the corpus, then pool and pairs of its own. Under ten
-    minutes on two cores for 135 million weights.
+    """Make an organism of a pretrained chat model: fine-tune it on the corpus, then pool and pairs of its own. Under
+    ten minutes on two cores for 135 million weights.
 
     Args:
         model: a local folder, a GGUF file, or a downloaded hub id.
