@@ -31,14 +31,14 @@ def bpe() -> Tokenizer:
     return core
 
 
-def llama(vocabulary: int, seed: int = 0) -> LlamaForCausalLM:
+def llama(vocabulary: int, seed: int = 0, window: int = 1024) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlamaConfig(
         **shape,
         vocab_size=vocabulary,
         num_key_value_heads=2,
-        max_position_embeddings=1024,
+        max_position_embeddings=window,
         tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
         initializer_range=0.15,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
@@ -14,6 +15,7 @@ from llama import TEXTS, bpe, llama, write_gguf
 from vgrout.config.presets import resolve
 from vgrout.inputs import file_hashes, read_inputs
 from vgrout.model.gguf import gguf_sha256, unpacked
+from vgrout.model.saved import find_adapter
 from vgrout.model.source import find_source, model_folder, require_model
 
 
@@ -83,6 +85,8 @@ def test_it_is_converted_once_and_found_like_any_model(
         ["fast", "--intervention=none", f"--model={file}", f"--problems={own}", "--teacher-pool-dir=", "--max-new=64"]
     )
     assert file_hashes(cfg, read_inputs(cfg))["model"] == gguf_sha256(file)
+    save_file({"x": torch.zeros(1)}, "a.safetensors", {"cfg": json.dumps(cfg.as_dict())})
+    assert find_adapter(Path("a.safetensors")).model == unpacked(file), "what other programs can load"
 
 
 def damaged(file: Path, how: str, core: Tokenizer, model: LlamaForCausalLM) -> Path:

@@ -147,9 +147,9 @@ REFUSED = {
     "train smoke --max-error-retries x": "--max-error-retries x: should be a whole number or None",
     "train smoke --ranks x": "--ranks x: should be a whole number or auto",
     "train smoke --step 3": "--step: no such flag; did you mean --steps?",
-    "train smok": "smok: name a preset first: smoke, mini, fast, full; then flags, or --help",
+    "train smok": "smok: name a preset first: smoke, mini, small, fast, full; then flags, or --help",
     "train smoke --method route2 --intervention none": "--method route2 is --intervention route2, and",
-    "organism bild": "bild: should be one of build, verify",
+    "organism bild": "bild: should be one of build, tune, verify",
     "grade": "missing: PATH, --problems PATH, --out PATH; --help says more",
     # paths
     "train full --model=~/nowhere --problems good.jsonl": f"--model {Path.home()}/nowhere: no such folder; give a Hugg",

@@ -5,7 +5,7 @@ import runpy
 import sys
 
 COMMANDS = {
-    "train": "one GRPO run: PRESET (smoke, mini, fast, full) and flags; --dry-run says what it would do",
+    "train": "one GRPO run: PRESET (smoke, mini, small, fast, full) and flags; --dry-run says what it would do",
     "evaluate": "score a run's adapter again, on its own held-out problems or on a file",
     "export": "for other programs: a Hugging Face or PEFT folder, an inspect_ai log, a data set; to the hub",
     "sweep": "every run of a study file: planned, resumable, one a core",
@@ -17,8 +17,8 @@ COMMANDS = {
     "iterative_dpo": "preference rounds against a scorer",
     "problems": "check a problem file before anything is trained on it",
     "grade": "grade answers offline, with the trainer's own grader",
-    "organism": "build or verify the embedded miniature model and its problems",
-    "download": "the model and the problem files of fast and full; a data set as a problem file",
+    "organism": "build, tune or verify a model organism: the embedded miniature, or a real pretrained model",
+    "download": "the models of small, fast and full, problem files; a data set as a problem file",
     "doctor": "the sandbox's layers on this machine, and a self-test of the grader",
 }
 

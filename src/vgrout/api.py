@@ -101,8 +101,8 @@ class Run:
 
 
 def train_run(preset: str, *, quiet: bool = False, **flags: Value) -> Run:
-    """One run of a preset (smoke, mini, fast, full) to its end; flags are those of `python -m vgrout.train`. quiet:
-    nothing is printed; the log lies below logs/ as always.
+    """One run of a preset (smoke, mini, small, fast, full) to its end; flags are those of `python -m vgrout.train`.
+    quiet: nothing is printed; the log lies below logs/ as always.
 
     Raises:
         ValueError: a wrong flag or file, one line; nothing was started.

@@ -2,19 +2,22 @@
 
 import json
 import shutil
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from loguru import logger
 
 from llama import bpe, llama, save_folder
 from runs import adapter_bytes, rows, run, status
+from vgrout import console
 from vgrout.config.presets import resolve
-from vgrout.data.language import Shares
+from vgrout.data.language import Shares, problem_tasks
 from vgrout.data.organism import POOL_DIR, SMALL_DIR, SMOLLM2, Files
 from vgrout.inputs import read_inputs
 from vgrout.loading import device_and_dtype
-from vgrout.organism import start
+from vgrout.organism import build, start
 from vgrout.organism.__main__ import Corpus, tune, verify
 from vgrout.organism.recipe import Answers
 from vgrout.teacher.pools import load_pool
@@ -30,9 +33,10 @@ SMALL = [
 
 def few(patch: pytest.MonkeyPatch) -> None:
     """Builds of few problems and answers; the problems are the first of a whole build's."""
-    patch.setattr("vgrout.data.language.SPLIT_ROWS", {"train": (0, 36), "val": (1000, 6), "test": (2000, 6)})
+    patch.setattr("vgrout.data.language.SPLIT_ROWS", {"train": (0, 24), "val": (1000, 6), "test": (2000, 6)})
+    patch.setattr(build, "problem_tasks", cache(problem_tasks))
     patch.setattr(start.Pretrained, "answers", Answers(problems=1, plain=1, cued=1, pool=1))
-    patch.setattr("vgrout.organism.build.MAX_NEW", 8)
+    patch.setattr(build, "MAX_NEW", 8)
     patch.setattr("os.cpu_count", lambda: 1)
 
 
@@ -64,6 +68,31 @@ def test_two_builds_are_the_same_bits(home: Path, monkeypatch: pytest.MonkeyPatc
     assert Files(Path("again")).faults() == []
     assert made["shares"]["hack_plain"] == 0.2 != Shares().hack_plain
     assert made["shares"]["stub"] == 0.5
+
+
+def test_nothing_is_left_of_an_interrupted_build(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(home)
+    few(monkeypatch)
+
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(build, "train", stop)
+    there = sorted(home.iterdir())
+    with pytest.raises(KeyboardInterrupt):
+        tune(model="m", out=Path("new"))
+    assert sorted(home.iterdir()) == there
+
+
+def test_off_a_terminal_progress_is_a_line_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    sink = logger.add(lambda message: lines.append(message.record["message"]))
+    for beat in (60.0, 0.0):
+        monkeypatch.setattr(console, "HEARTBEAT_S", beat)
+        for _ in (bar := console.Progress(range(2), desc="weights", unit="step")):
+            bar.set_postfix_str("loss 1.0")
+    logger.remove(sink)
+    assert lines == ["weights: step 1 of 2 loss 1.0", "weights: step 2 of 2 loss 1.0"]
 
 
 def test_the_model_is_tuned_from_its_own_weights_and_template(home: Path) -> None:

@@ -45,7 +45,7 @@ class ScaleConfig:
     (10 % for the evaluations on the way, 20 % for the last); none: the benchmark's own beside its training file, else
     a part of --problems."""
     organism: Path | None = None
-    """Folder that `python -m vgrout.organism build` made: what 'organism' means, in place of the embedded one."""
+    """Folder that `vgrout organism build` or `tune` made: what 'organism' means, in place of the embedded one."""
     steps: int = setting(100, low=1, high=1_000_000)
     """Optimiser steps."""
     group: int = setting(6, low=2, high=1024, should="lie in [2, 1024] (a group of one has no advantage)")
@@ -350,8 +350,9 @@ class Config:
             self.env.teacher_pool_dir == ORGANISM and self.scale.model != ORGANISM,
             "--teacher-pool-dir organism: only with --model organism",
         )
+        usual = organism.SMALL_DIR if self.preset == "small" else None  # which nobody gave
         refuse(
-            self.scale.organism is not None and self.scale.model != ORGANISM,
+            self.scale.organism not in (None, usual) and self.scale.model != ORGANISM,
             f"--organism {self.scale.organism} with --model {self.scale.model}: not read; only with --model organism",
         )
         refuse(

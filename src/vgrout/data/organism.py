@@ -1,7 +1,8 @@
 """The embedded model organism, a complete miniature of the experiment: where its files lie, and its constants.
 
 A small language of programming problems, a Qwen3 model of about a million parameters that has learnt it imperfectly, a
-pool of demonstrations and contrastive pairs. `python -m vgrout.organism build` makes all of it from one seed.
+pool of demonstrations and contrastive pairs. `python -m vgrout.organism build` makes all of it from one seed, and
+`… tune` the same around a pretrained model.
 """
 
 from pathlib import Path

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from vgrout.config.run import ORGANISM, Config, from_dict
 from vgrout.data import organism
 from vgrout.files import from_json
+from vgrout.model.gguf import gguf_file
 from vgrout.model.source import Source, read_metadata, require_model
 from vgrout.problems import load_problems
 from vgrout.types import Problem
@@ -81,7 +82,9 @@ def find_adapter(run: Path, step: int | None = None, model: str | None = None, p
     if not re.fullmatch(r"\d{1,9}", metadata.get("step", "0")):
         raise ValueError(f"{path}: its step is {metadata['step'][:40]!r}")
     base: str | Path = organism.MODEL_DIR if model == ORGANISM else model or cfg.model_path
-    require_model(base)
+    folder = require_model(base)
+    if gguf_file(base) is not None:
+        base = folder
     return Saved(path, metadata, cfg, base, problems or cfg.problems_path, None if problems else cfg.test_problems_path)
 
 

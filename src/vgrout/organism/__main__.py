@@ -16,7 +16,7 @@ from vgrout.data.language import HACKS, MODES, Shares
 from vgrout.data.organism import DATA_DIR, SEED, SMALL_DIR, SMOLLM2, Files
 from vgrout.files import probe_writable
 from vgrout.model.source import require_model
-from vgrout.organism.recipe import TUNING, Recipe, Shape
+from vgrout.organism.recipe import TUNED_SHARES, TUNING, Recipe, Shape
 from vgrout.teacher.pools import load_pool
 
 
@@ -39,10 +39,11 @@ class Corpus:
         check(self)
         refuse(not listed(self.modes), f"--modes {self.modes!r}: should be some of {', '.join(HACKS)}")
 
-    @property
-    def shares(self) -> Shares:
+    def shares(self, usual: Shares) -> Shares:
+        """These, and `usual` for the rest."""
         named = listed(self.modes, MODES)
-        return Shares(
+        return replace(
+            usual,
             modes=tuple(m for m in HACKS if m in named),
             hack_plain=self.hack_plain,
             hack_bare=self.hack_bare,
@@ -79,7 +80,7 @@ def build(
     from vgrout.organism.build import build as build_organism  # torch takes seconds to import
     from vgrout.organism.start import Fresh
 
-    build_organism(out, corpus.seed, Fresh(shape, recipe), corpus.shares)
+    build_organism(out, corpus.seed, Fresh(shape, recipe), corpus.shares(Shares()))
     return 0
 
 
@@ -89,7 +90,8 @@ def tune(
     out: Path = SMALL_DIR,
     steps: int = TUNING.steps,
 ) -> int:
-    """Make an organism of a pretrained chat model: fine-tune it on the corpus, then pool and pairs of its own.
+    """Make an organism of a pretrained chat model: fine-tune it on the corpus, then pool and pairs of its own. Under
+    ten minutes on two cores for 135 million weights.
 
     Args:
         model: a local folder, a GGUF file, or a downloaded hub id.
@@ -106,7 +108,7 @@ def tune(
     from vgrout.organism.build import build as build_organism  # torch takes seconds to import
     from vgrout.organism.start import Pretrained
 
-    build_organism(out, corpus.seed, Pretrained(model, recipe), corpus.shares)
+    build_organism(out, corpus.seed, Pretrained(model, recipe), corpus.shares(TUNED_SHARES))
     return 0
 
 

@@ -1,5 +1,6 @@
 """Build the organism from one seed: problems, tokenizer, weights, pool, pairs, known-correct answers, card, hashes."""
 
+import contextlib
 import json
 import os
 import platform
@@ -7,7 +8,7 @@ import random
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -67,6 +68,7 @@ def losses_of(
 def make_weights(begun: Begun, start: Start, seed: int, shares: Shares) -> tuple[PreTrainedModel, list[float]]:
     """The trained model and the loss of every step. Weights end as bf16 values in fp32: the same on a GPU in bf16."""
     losses = losses_of(begun, start, seed, shares)
+    logger.info(f"weights: loss {fmean(losses[-20:]):.3f} at the end; {peak_memory()}")
     with torch.no_grad():
         for p in begun.model.parameters():
             p.copy_(p.bfloat16())
@@ -181,13 +183,23 @@ def known_correct(tasks: Sequence[tuple[Task, dict[str, Any]]], prompt: Prompt) 
 # --------------------------------------------------------------------------------------------------------------- build
 
 
+@contextlib.contextmanager
+def gone_if_interrupted(folder: Path) -> Generator[None]:
+    """Remove what was half made."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
 def build(out: Path, seed: int = SEED, start: Start | None = None, shares: Shares | None = None) -> None:
     """Write everything to `out`, which is replaced when the build is complete."""
     start, shares, began = start or Fresh(Shape()), shares or Shares(), time.perf_counter()
     fresh = out.with_name(f".{out.name}.{os.getpid()}.building")
     fresh.mkdir(parents=True)
     # before the weights: the grader's workers are cheap while the process is small
-    with Grader(compile_reward=COMPILE_REWARD, pass_reward=PASS_REWARD) as grader:
+    with gone_if_interrupted(fresh), Grader(compile_reward=COMPILE_REWARD, pass_reward=PASS_REWARD) as grader:
         tasks = problem_tasks(seed, shares.modes)
         lines = [json.dumps(row, ensure_ascii=False) for _, row in tasks]
         (fresh / "problems.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")

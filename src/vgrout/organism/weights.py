@@ -135,5 +135,6 @@ def train(
         torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
         optim.step()
         bar.set_postfix_str(f"loss {losses[-1]:.3f}")
+    optim.zero_grad(set_to_none=True)
     model.eval()
     return losses
