@@ -20,8 +20,9 @@ import tiny
 from vgrout.config.sampling import Sampling
 from vgrout.iterative_dpo import main as iterative_dpo
 from vgrout.model import decoder, sampler, sampling
+from vgrout.model import policy as policies
 from vgrout.model.decoder import HfDecoder, LeanDecoder, lean_fits
-from vgrout.model.policy import Policy, as_language_model, load_policy
+from vgrout.model.policy import Policy, load_policy
 from vgrout.model.sampler import draw, placed, sample
 from vgrout.model.sampling import candidates, support
 from vgrout.teacher.__main__ import main as teacher
@@ -142,14 +143,17 @@ def test_lean_decoder_is_used_only_where_it_is_right(warnings: list[str]) -> Non
     assert "disagrees" in warnings[0]
 
 
-def test_rounding_over_many_blocks_is_no_disagreement() -> None:
-    """In bf16 it is larger than what the comparison allows; of a trial on two blocks it is not."""
-    deep = tiny.SHAPE | {"num_hidden_layers": 24, "initializer_range": 0.3}
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**deep)).to(torch.bfloat16).eval()
-    assert not lean_fits(model)
-    assert as_language_model(model, tiny.tokenizer()).lean
-    assert len(model.model.layers) == 24
+@pytest.mark.parametrize(("dtype", "blocks"), [(torch.bfloat16, 2), (torch.float32, 5)])
+def test_rounding_over_many_blocks_is_no_disagreement(
+    dtype: torch.dtype, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In half precision the lean decoder is tried on two of them."""
+    model = LlamaForCausalLM(LlamaConfig(**tiny.SHAPE | {"num_hidden_layers": 5})).to(dtype).eval()
+    tried = []
+    monkeypatch.setattr(policies, "lean_fits", lambda m: tried.append(len(m.model.layers)) or lean_fits(m))
+    assert policies.as_language_model(model, tiny.tokenizer()).lean
+    assert tried == [blocks]
+    assert len(model.model.layers) == 5
 
 
 def test_a_prompt_is_prefilled_once(monkeypatch: pytest.MonkeyPatch) -> None:
