@@ -21,6 +21,7 @@ from benchmarks.report import Ratio, at_least, interleaved, read_rate, resident,
 from benchmarks.rows import Report, Row
 from benchmarks.update import method_update, work
 from vgrout.config.run import Config
+from vgrout.data import organism
 from vgrout.grading.grade import cores
 from vgrout.model.decoder import LeanDecoder
 from vgrout.model.policy import DTYPES
@@ -40,7 +41,7 @@ def config(model: Path, dtype: Literal["fp32", "bf16"], intervention: str) -> Co
     cfg = rig.config(intervention, tag=f"_{dtype}")
     return replace(
         cfg,
-        scale=replace(cfg.scale, model=str(model), max_new=MAX_NEW),
+        scale=replace(cfg.scale, model=str(model), problems=str(organism.PROBLEMS), max_new=MAX_NEW),
         env=replace(cfg.env, reward="benchmarks.rig:differing"),
         run=replace(cfg.run, dtype=dtype),
     )
@@ -48,7 +49,7 @@ def config(model: Path, dtype: Literal["fp32", "bf16"], intervention: str) -> Co
 
 def run(model: Path, dtype: Literal["fp32", "bf16"], quick: bool = False) -> Report:
     """All rows of one dtype, which TRL has too."""
-    with rig.workplace():
+    with rig.workplace(stay=True):  # its decomposed weights take minutes: they stay in out/svd_cache
         alone = rig.on_ranks(1, partial(bounds, model, dtype, 1 if quick else 3))
         steps = against_trl(model, dtype, 1 if quick else 3)
     return Report([*steps.rows, *alone.rows], [*steps.notes, *alone.notes])
@@ -121,6 +122,7 @@ def bounds(model: Path, dtype: Literal["fp32", "bf16"], rounds: int) -> Report:
     """Sampling against `generate` and the memory's bandwidth; the update against the machine's matrix products."""
     none = rig.loaded(config(model, dtype, "none"), None)
     policy, shape = none.policy, Shape.of(none.policy.model)
+    of = {"none": none, "route2": rig.loaded(config(model, dtype, "route2"), None, policy)}
     problems = none.problems.draw(rig.SEED, 0, rig.P)
     prompts = [policy.render(p.messages) for p in problems]
     with torch.no_grad():
@@ -165,9 +167,7 @@ def bounds(model: Path, dtype: Literal["fp32", "bf16"], rounds: int) -> Report:
         ),
     ]
     groups = rig.draw(none, MAX_NEW).groups
-    route2 = rig.loaded(config(model, dtype, "route2"), None, policy)
     flops_s = shapes_rate(shape, policy.model.dtype)
-    of = {"none": none, "route2": route2}
     update = interleaved({n: partial(method_update, loaded, groups) for n, loaded in of.items()}, rounds, "update")
     for name, loaded in of.items():
         flops = work(loaded, groups, shape)

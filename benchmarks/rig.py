@@ -131,8 +131,9 @@ class Turns:
 class _Paced(RunContext):
     """Rank 0 of a contestant: before the ranks go on to a step they wait for it to agree, which it does on request."""
 
-    def __init__(self, folder: RunDir, grader: Grader, pipe: Connection) -> None:
-        super().__init__(folder, grader, resume_command="", resumes=False)
+    def __init__(self, folder: RunDir, grader: Grader, cfg: Config, pipe: Connection) -> None:
+        record = {"config": cfg.as_dict()}
+        super().__init__(folder, grader, resume_command="", resumes=False, record=record)
         self._pipe, self._left = pipe, 0
 
     def started(self) -> None:
@@ -159,7 +160,7 @@ def _contestant(pipe: Connection, cfg: Config, n: int) -> None:
             workplace(stay=True),
             started(n, follow, Path("logs/bench")) as others,
             grader_of(cfg, inputs, n) as own,
-            _Paced(RunDir.create(cfg.run_id), own, pipe) as run,
+            _Paced(RunDir.create(cfg.run_id), own, cfg, pipe) as run,
             others.joined((cfg, inputs, run.path, False)),
         ):
             train(cfg, run, inputs)

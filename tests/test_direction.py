@@ -17,14 +17,15 @@ from tiny import tokenizer
 from vgrout.config.method import MethodConfig
 from vgrout.config.run import Config
 from vgrout.direction import __main__ as command
+from vgrout.direction import extract as extract_module
 from vgrout.direction.__main__ import main
 from vgrout.direction.controls import chance_cos, cosine_to_real, haar_like, overlap
-from vgrout.direction.extract import Axes, Direction, Meta, axes_of, extract, load, model_name, obtain, save
+from vgrout.direction.extract import Axes, Direction, Meta, axes_of, extract, load, mean_nll, model_name, obtain, save
 from vgrout.direction.pairs import Pair, PairSet, load_pairs
 from vgrout.method import make_method
 from vgrout.method.projection import split
 from vgrout.model.policy import load_policy
-from vgrout.model.source import read_metadata
+from vgrout.model.source import read_metadata, shapes_of
 from vgrout.model.svd_adapter import fingerprint_to_string
 from vgrout.tensor_types import UpdatePlan
 
@@ -92,6 +93,21 @@ def test_extraction_is_the_definition_whatever_the_batches(policy, found):
         unit = hack[m][:8] / hack[m][:8].norm(dim=1, keepdim=True)
         assert torch.allclose(a.hack, unit.mean(0), atol=1e-4)
         assert torch.allclose(alone.axes[m].mean, a.mean, atol=1e-5 * a.mean.norm())
+
+
+def test_what_an_extraction_keeps_for_its_backward_is_bounded(policy, monkeypatch):
+    shapes = shapes_of(policy.model.config.to_dict())
+    monkeypatch.setitem(extract_module.ACTIVATION_BUDGET, "cpu", 60 * shapes.activation_bytes(4) + 1)
+    seen = []
+
+    def spy(policy, batch):
+        seen.append(batch.tokens)
+        return mean_nll(policy, batch)
+
+    monkeypatch.setattr(extract_module, "mean_nll", spy)
+    extract(policy, PAIRS, 12, 0.0)
+    assert 30 < max(seen) <= 60
+    assert len(seen) > 2, "one batch a side, and nothing was tested"
 
 
 def test_held_out_pairs_are_kept_out(policy, found):

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.func import functional_call
-from transformers import PreTrainedModel
 
 import tiny
 from methods import relative, shake
@@ -17,6 +16,7 @@ from vgrout.model.logprobs import collate, completion_logprobs
 from vgrout.model.policy import Policy
 from vgrout.model.sampler import sample
 from vgrout.model.sampling import Sampling
+from vgrout.model.svd_adapter import SvdAdapter
 from vgrout.tensor_types import UpdatePart, UpdatePlan
 from vgrout.types import CachedGrade, Group, Problem, Rollout
 
@@ -334,22 +334,40 @@ def test_log_probs_are_the_models_own_row_by_row(family: str) -> None:
         assert torch.count_nonzero(got[b][~mask[b]]) == 0
 
 
-def test_chunked_head_is_the_head(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    of = groups(policy)
-    whole, a = run(policy, of)
+@pytest.mark.parametrize(
+    ("support", "rows"), [("full", (torch, "log_softmax", 0)), ("sampled", (logprobs, "_head", 1))]
+)
+def test_chunked_head_is_the_head(policy: Policy, support: Any, rows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    of, cfg = groups(policy), LossConfig(ratio_support=support)
+    whole, a = run(policy, of, cfg, sampling=Sampling())
     seen: list[int] = []
-    head = logprobs._head
+    owner, name, position = rows
+    computes = getattr(owner, name)
 
-    def spy(model: PreTrainedModel, hidden: Tensor, *rest: Any) -> Any:
-        seen.append(len(hidden))
-        return head(model, hidden, *rest)
+    def spy(*args: Any, **kw: Any) -> Any:
+        seen.append(len(args[position]))
+        return computes(*args, **kw)
 
-    monkeypatch.setattr(logprobs, "_head", spy)
+    monkeypatch.setattr(owner, name, spy)
     monkeypatch.setitem(logprobs.HEAD_BUDGET, "cpu", 97 * 5)
-    chunked, b = run(policy, of)
+    chunked, b = run(policy, of, cfg, sampling=Sampling())
     assert max(seen) == 5
     assert relative(torch.cat(chunked), torch.cat(whole)) <= 1e-5
     assert b.loss == pytest.approx(a.loss, abs=1e-6)
+
+
+@pytest.mark.parametrize("packing", ["padded", "packed", "shared"])
+@pytest.mark.parametrize("grad_rows", ["rollout", "group"])
+def test_gradients_in_bf16_are_those_of_fp32(packing: Any, grad_rows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same weights, head in chunks: sums of products that are rounded to 2^-9, through two layers."""
+    monkeypatch.setitem(logprobs.HEAD_BUDGET, "cpu", 97 * 5)
+    half = tiny.policy(dtype=torch.bfloat16)
+    full = replace(half, model=tiny.tiny("qwen3", dtype=torch.bfloat16).float())
+    full = replace(full, adapter=SvdAdapter(full.model, None))
+    of = groups(full)
+    (want, _), (got, _) = (run(p, of, grad_rows=grad_rows, packing=packing) for p in (full, half))
+    for g, w in zip(torch.cat(got), torch.cat(want), strict=True):
+        assert (g - w).norm() <= 5e-2 * w.norm()
 
 
 # ── sampler against trainer ─────────────────────────────────────────────────────────────────────────────────────────

@@ -25,8 +25,10 @@ from vgrout import ranks
 from vgrout.direction.pairs import HANDWRITTEN, SCHEMA, Meta, Pair, PairSet
 from vgrout.files import write_atomic
 from vgrout.model.logprobs import Batch, collate, completion_logprobs
+from vgrout.model.memory import ACTIVATION_BUDGET
 from vgrout.model.packing import Packed, batches, pack, padded_batches
 from vgrout.model.policy import Policy
+from vgrout.model.source import shapes_of
 from vgrout.model.svd_adapter import (
     SvdAdapter,
     fingerprint_from_string,
@@ -39,7 +41,7 @@ from vgrout.tensor_types import Directions
 Tokens = tuple[tuple[int, ...], tuple[int, ...]]  # prompt and completion
 
 N_HELDOUT = 2
-TOKENS_PER_BATCH = 4096  # of one backward, padding included: bounds activations and, with a 150k vocabulary, logits
+TOKENS_PER_BATCH = 4096  # of one backward, padding included, where memory allows
 _DTYPE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
@@ -195,6 +197,10 @@ def nll_gradients(
     own = ranks.own([len(p) + len(c) for p, c in texts])
     rows = texts[own.start : own.stop]
     grads = torch.zeros(len(rows), len(policy.adapter))
+    shapes = shapes_of(policy.model.config.to_dict())
+    if shapes is not None:
+        room = ACTIVATION_BUDGET.get(policy.device.type, ACTIVATION_BUDGET["cuda"])
+        tokens_per_batch = min(tokens_per_batch, room // shapes.activation_bytes(policy.model.dtype.itemsize))
     if policy.packs:
         parts = batches(range(len(rows)), [p for p, _ in rows], [c for _, c in rows], tokens_per_batch)
     else:

@@ -51,19 +51,23 @@ class HfDecoder:
         self.model = model
 
     def prefill(self, prompts: Sequence[tuple[int, ...]], room: int, max_new: int) -> Float[Tensor, "P V"]:
+        return self._read(self.model, prompts, logits_to_keep=1).logits[:, -1]
+
+    def _read(self, forward: Callable[..., Any], prompts: Sequence[tuple[int, ...]], **more: Any) -> Any:
+        """What `forward`, the model or its backbone, says of the prompts; their keys and values are kept."""
         longest = max(map(len, prompts))
         device = self.model.device
         ids = torch.tensor([[*[0] * (longest - len(p)), *p] for p in prompts], device=device)
         self.mask = torch.tensor([[*[0] * (longest - len(p)), *[1] * len(p)] for p in prompts], device=device)
         self.cache = DynamicCache(config=self.model.config)
-        return self.model(
+        return forward(
             input_ids=ids,
             attention_mask=self.mask,
             position_ids=(self.mask.cumsum(1) - 1).clamp(min=0),
             past_key_values=self.cache,
             use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]
+            **more,
+        )
 
     def step(self, tokens: Int[Tensor, " n"]) -> Float[Tensor, "n V"]:
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens), 1)], 1)
@@ -321,8 +325,7 @@ class LeanDecoder:
         self.core: Any = backbone(model)
         self.heads: int = model.config.num_attention_heads
         self.kv_heads: int = model.config.num_key_value_heads
-        small = sum(p.numel() for p in model.parameters()) < SMALL
-        self.forks = not small and model.device.type == "cpu"
+        self.small = small = sum(p.numel() for p in model.parameters()) < SMALL
         kind = _Prepacked if not small and _prepacks(model) else _Plain
         self.layers = [_Block.of(layer, kind, small) for layer in self.core.layers]
         self.final = _Norm.of(self.core.norm.weight, self.core.norm)
@@ -332,13 +335,17 @@ class LeanDecoder:
 
     def prefill(self, prompts: Sequence[tuple[int, ...]], room: int, max_new: int) -> Float[Tensor, "P V"]:
         hf = HfDecoder(self.model)
-        logits = hf.prefill(prompts, room, max_new)
+        if self.small:
+            logits = hf.prefill(prompts, room, max_new)
+        else:  # in three dimensions the head's product would copy the weight for every prompt, a third of a second
+            logits = self.head(hf._read(self.core, prompts).last_hidden_state[:, -1])
         layers = [layer for layer in hf.cache.layers if isinstance(layer, DynamicLayer)]
         past = [(layer.keys, layer.values) for layer in layers if layer.keys is not None and layer.values is not None]
         pad = None
         if not hf.mask.all():
             pad = torch.zeros_like(hf.mask, dtype=logits.dtype).masked_fill(hf.mask == 0, -torch.inf)[:, None, None]
-        self.cache = (_ForkedCache if self.forks else _Cache)(past, pad, room, max_new)
+        forks = not self.small and logits.device.type == "cpu"
+        self.cache = (_ForkedCache if forks else _Cache)(past, pad, room, max_new)
         self.position = hf.mask.sum(1)
         every = torch.arange(hf.mask.shape[1] + max_new, device=logits.device)[None]
         cos, sin = self.core.rotary_emb(logits, every)
@@ -396,9 +403,9 @@ def lean_fits(model: PreTrainedModel) -> bool:
     tokens = torch.arange(first + 4, first + 7, device=model.device)
     with torch.no_grad():
         got, want = (_three_steps(decoder, prompts, tokens) for decoder in (LeanDecoder(model), HfDecoder(model)))
-    # in fp32 both orders of summation agree to about 1e-6 of the largest logit, in bf16 to about 1e-2
-    tolerance = 1e-4 if model.dtype.itemsize >= 4 else 5e-2
-    if all(bool((g - w).abs().max() <= tolerance * w.abs().max()) for g, w in zip(got, want, strict=True)):
+    # In fp32 both orders of summation agree to about 1e-6; bf16 makes 4e-2 of it in 30 layers, another activation 1.
+    tolerance = 1e-4 if model.dtype.itemsize >= 4 else 1e-1
+    if all(bool((g - w).float().norm() <= tolerance * w.float().norm()) for g, w in zip(got, want, strict=True)):
         return True
     logger.warning(f"{type(model).__name__}: the lean decoder disagrees with transformers: sampling without it")
     return False

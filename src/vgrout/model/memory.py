@@ -11,6 +11,9 @@ GIB = 2**30
 # On a CPU a batch of 1,024 takes no more time a token than one of 16,384 and holds a fraction of its activations.
 TOKEN_BUDGET = {"cpu": 1_024, "cuda": 4_096}
 
+# Bytes that autograd keeps at once while a direction is extracted: no more than the update's batches do.
+ACTIVATION_BUDGET = {"cpu": 2**30, "cuda": 24 * 2**30}
+
 # Logit elements held at once. Above it the head runs in chunks that backward computes again: 2^24 fp32 is 64 MiB. On a
 # GPU a chunk of 110 positions (2^24 of Qwen3's vocabulary) would read the head's weights more than it would multiply.
 HEAD_BUDGET = {"cpu": 2**24, "cuda": 2**26}

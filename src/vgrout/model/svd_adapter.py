@@ -460,7 +460,8 @@ class PerRolloutGrads:
             of_row.setdefault(row, []).append(piece)
         assert all(0 <= row < len(self.flat) for row in of_row), (of_row.keys(), len(self.flat))
         self._pieces = list(of_row.items())
-        members = self.flat.new_zeros(len(of_row), max(piece.stop for _, piece in pieces))  # 1: a token of the row
+        n, dtype = max(piece.stop for _, piece in pieces), next(iter(self.adapter.sites.values())).W.dtype
+        members = torch.zeros(len(of_row), n, device=self.flat.device, dtype=dtype)  # 1: a token of the row
         for member, parts in zip(members, of_row.values(), strict=True):
             for part in parts:
                 member[part] = 1
@@ -517,8 +518,7 @@ class PerRolloutGrads:
         of 0 and 1, since one product adds up all rows faster than a sum each."""
         into, x, dy = self.flat[:, site.span], x[0], dy[0]
         if len(x) <= len(pieces) * max(site.W.shape):
-            products = (x @ site.Vh.mT).to(into.dtype).mul_(dy @ site.U)
-            into.index_add_(0, rows, members @ products)
+            into.index_add_(0, rows, (members @ (x @ site.Vh.mT).mul_(dy @ site.U)).to(into.dtype))
             return
         for row, parts in pieces:
             M = torch.stack([dy[part].mT @ x[part] for part in parts]).sum(0)
