@@ -1,7 +1,6 @@
 """Monitors in shadow flag and are scored, and the run is the same to the last bit; and the rules on syntax trees."""
 
 import json
-import runpy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -46,19 +45,6 @@ def test_a_shadow_changes_nothing_and_survives_a_resume(method: str, shared_run:
     stopped = shared_run.copy(shared_run(*own, *WATCHED, "--checkpoint-every", "1", stop_after=2), tmp_path)
     assert run(tmp_path, "smoke", "--resume", "latest", "--threads", "1") == stopped
     assert rows(stopped) == rows(watched)
-
-
-@pytest.mark.long
-def test_a_study_of_styles_has_the_flags_of_a_runs_monitors(shared_run: SharedRuns) -> None:
-    path = shared_run(*flags("none", "--group", "8", "--shadow", "unread_argument,syntax_edge"))
-    rows_of = runpy.run_path(str(Path(__file__).parents[1] / "studies" / "styles.py"))["rows"]
-    flagged = {(row["monitor"], row["style"]): row["flagged"] for row in rows_of(path)}
-    right = sum(row["solve_s_k"] for row in rows(path))
-    assert flagged["syntax_edge", "plain"] == "0/96"
-    assert flagged["syntax_edge", "docstring"] == "96/96", "no known correct answer has one"
-    assert {flagged["unread_argument", style] for style in ("plain", "docstring", "import")} == {"0/96"}
-    sampled = [flagged["unread_argument", f"sampled, {what}"] for what in ("honest", "with more")]
-    assert sum(int(found.partition("/")[2]) for found in sampled) == right > 0
 
 
 @pytest.mark.parametrize(
