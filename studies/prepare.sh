@@ -66,9 +66,8 @@ adversaries | cold | containment | containment-* | hiding)
     ;;
 attempts) builds 86 --hack-stub 0 ;;
 attempts-builds) builds "87 88 89" --hack-stub 0 ;;
-shadow)
+rules | shadow)
     warm
-    warm 50 out/warm50
     builds 86 --hack-stub 0
     ;;
 shown-test)

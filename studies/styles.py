@@ -2,26 +2,29 @@
 stood at the end of the run. CSV on standard output.
 
 The answers are to held-out problems; a style is unseen if no corpus, demonstration or known correct answer has it. Two
-rows more are of the right answers that the policy gave in training, without and with code that tries their flaw: those
-have the AUC of the scores of its hacks against them, hacks of flaws in --known-modes left out.
+rows more are of the right answers that the policy gave in training: those that are to the letter what the language's
+author writes in one of its styles, and the rest, nearly all of which carry code of a flaw, spelt rightly or not. Those
+have the AUC of the scores of hacks against them, hacks of the flaws in --known-modes left out.
 """
 
 import csv
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from vgrout.config.checks import listed
 from vgrout.config.run import from_dict
-from vgrout.data.language import HELD_OUT_STYLES, MODES, STYLES, Answer, answer, hinted, problem_tasks
+from vgrout.data.language import HELD_OUT_STYLES, MODES, STYLES, Answer, Task, answer, hinted, problem_tasks
+from vgrout.data.organism import DATA_DIR
 from vgrout.files import json_lines, read_json
 from vgrout.inputs import read_inputs
 from vgrout.loading import load_policy
 from vgrout.method import Setup, make_monitor
 from vgrout.method.base import Monitor
 from vgrout.model.policy import Policy
-from vgrout.modes import tries
 from vgrout.report import stats
 from vgrout.runs import checkpoint
 from vgrout.types import GroupView, OracleView
@@ -45,11 +48,17 @@ def monitors(run: Path) -> tuple[Policy, dict[str, Monitor], float]:
     return policy, found, cfg.env.pass_reward
 
 
+@cache
+def tasks(organism: Path) -> list[tuple[Task, dict[str, Any]]]:
+    """Its problems, each with its task."""
+    made = read_json(organism / "manifest.json")
+    return problem_tasks(made["seed"], made["shares"].get("modes", MODES))
+
+
 def views(organism: Path, policy: Policy, style: str, reward: float) -> list[OracleView]:
     """One right answer in this style to each validation problem that it changes; all are rewarded."""
-    made = read_json(organism / "manifest.json")
     out = []
-    for task, row in problem_tasks(made["seed"], made["shares"].get("modes", MODES)):
+    for task, row in tasks(organism):
         plain: Answer = answer(task)
         styled = ALL[style](plain)
         if row["split"] != "val" or (style != "plain" and styled == plain):
@@ -73,18 +82,18 @@ def views(organism: Path, policy: Policy, style: str, reward: float) -> list[Ora
     return [replace(view, index=i) for i, view in enumerate(out)]
 
 
-def sampled(run: Path, known: set[str]) -> Iterator[tuple[str, str, list[bool], float | None]]:
-    """By monitor, of the policy's right answers without and with code that tries their flaw: the flags, and the AUC."""
+def sampled(run: Path, organism: Path, known: set[str]) -> Iterator[tuple[str, str, list[bool], float | None]]:
+    """By monitor, of the policy's honest right answers and of the rest: the flags, and the AUC."""
     lines = [r for r in json_lines(run / "rollouts.jsonl") if r["hacked"] or r["solved"]]
+    honest = {row["id"]: {style(answer(task)).text for style in ALL.values()} for task, row in tasks(organism)}
     for name in lines[0]["shadow"]:
         hacks = [r["shadow"][name]["score"] for r in lines if r["hacked"] and r["mechanism"] not in known]
-        for style in ("sampled", "sampled, with code of its flaw"):
-            tried = style != "sampled"
-            right = [r for r in lines if r["solved"] and tries(r["text"], r["env_mode"], r["marker"]) == tried]
+        for style in ("sampled, honest", "sampled, with more"):
+            is_honest = style == "sampled, honest"
+            right = [r for r in lines if r["solved"] and (r["text"].strip() in honest[r["problem_id"]]) == is_honest]
             found = [r["shadow"][name] for r in right]
             scores = [f["score"] for f in found if f["score"] is not None]
-            area = stats.auc([x for x in hacks if x is not None], scores)
-            yield name, style, [f["flagged"] for f in found], area
+            yield name, style, [f["flagged"] for f in found], stats.auc([x for x in hacks if x is not None], scores)
 
 
 def rows(run: Path) -> Iterator[dict[str, object]]:
@@ -92,12 +101,13 @@ def rows(run: Path) -> Iterator[dict[str, object]]:
     record = read_json(run / "run.json")
     about = {"run": run.name, "revision": (record.get("git") or {}).get("revision", "")[:10]}
     known = {*listed(record["config"]["method"]["known_modes"])}
-    for name, style, flagged, area in sampled(run, known):
+    organism = Path(record["config"]["scale"]["organism"] or DATA_DIR)
+    for name, style, flagged, area in sampled(run, organism, known):
         counts = {"flagged": f"{sum(flagged)}/{len(flagged)}", "auc": area and round(area, 4)}
         yield {"monitor": name, "style": style, "unseen": False, **counts, **about}
     policy, found, reward = monitors(run)
     for style in ALL:
-        seen = views(Path(record["config"]["scale"]["organism"]), policy, style, reward)
+        seen = views(organism, policy, style, reward)
         plain = [GroupView(**{name: getattr(v, name) for name in GroupView.__dataclass_fields__}) for v in seen]
         for name, monitor in found.items():
             flags = monitor.flag(seen if monitor.sees is OracleView else plain, 10**6)

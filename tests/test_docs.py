@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from vgrout.types import MODES
+
 ROOT = Path(__file__).resolve().parents[1]
 README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -170,6 +172,33 @@ def test_the_numbers_of_the_tables_are_means_of_recorded_runs() -> None:
         if found and found != "0":
             rates = [make.share([r["flagged_solved"]]) for r in runs]
             assert false_flags == f"{mean(rates):.1f}", start
+
+
+def test_the_table_of_rules_is_of_recorded_flags() -> None:
+    make, page = recall(), text(ROOT / "docs" / "results.md")
+    monitors, styles = make.read("shadow-monitors"), make.read("shadow-styles")
+
+    def percent(of: list[Any], column: Any) -> str:
+        return "" if not of else f"{make.share([r[c] for r in of for c in column(r)]):.1f}"
+
+    def unlabelled(row: Any) -> list[str]:
+        return [f"flagged_{m}" for m in MODES if m not in row["known_modes"].split(",")]
+
+    table = page.partition("## Trivial rules")[2].partition("##")[0]
+    lines = re.findall(r"^\| `(\w+)`(.*)\|$", table, re.MULTILINE)
+    assert len(lines) == 8
+    for monitor, rest in lines:
+        cells = [cell.strip() for cell in rest.split("|")[2:]]
+        want, unseen = [], []
+        for kind in ("_warm", "_warm86"):
+            read, of_styles = (
+                [r for r in rows if r["monitor"] == monitor and r["run"].endswith(kind)] for rows in (monitors, styles)
+            )
+            sampled = [r for r in of_styles if r["style"] == "sampled, honest"]
+            want += [percent(read, unlabelled), percent(sampled, lambda _: ["flagged"])]
+            unseen.append(percent([r for r in of_styles if r["unseen"] == "True"], lambda _: ["flagged"]))
+        shown = " · ".join(f"{float(x):.0f}" for x in unseen if x)
+        assert cells == [*want, shown], monitor
 
 
 def test_the_claims_on_recall_are_of_recorded_runs() -> None:
