@@ -239,7 +239,7 @@ MOST = {  # words of a page
     "flags.md": 3800,
     "grading.md": 2200,
     "guard.md": 800,
-    "guide.md": 2000,
+    "guide.md": 2050,
     "hypotheses.md": 2000,
     "method.md": 2500,
     "problems.md": 1200,
