@@ -199,6 +199,15 @@ def test_the_table_of_rules_is_of_recorded_flags() -> None:
             unseen.append(percent([r for r in of_styles if r["unseen"] == "True"], lambda _: ["flagged"]))
         shown = " · ".join(f"{float(x):.0f}" for x in unseen if x)
         assert cells == [*want, shown], monitor
+    acted = make.read("rules")
+    for start, monitor, organism in (
+        ("leaves ", "syntax_edge", "warm86"),
+        ("and ", "syntax_edge", "warm"),
+        ("`unread_argument` ", "unread_argument", "warm"),
+    ):
+        runs = [r for r in acted if r["run"].endswith(f"_{organism}") and monitor in r["run"]]
+        hack, solve = (100 * mean(float(r[f"{what}_deploy"]) for r in runs) for what in ("hack", "solve"))
+        assert f"{start}{hack:.1f} / {solve:.1f}" in page, (monitor, organism)
 
 
 def test_the_claims_on_recall_are_of_recorded_runs() -> None:
