@@ -91,8 +91,9 @@ def test_off_a_terminal_progress_is_a_line_a_minute(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(console, "HEARTBEAT_S", beat)
         for _ in (bar := console.Progress(range(2), desc="weights", unit="step")):
             bar.set_postfix_str("loss 1.0")
+    assert list(console.Progress([7], desc="pool", unit="batch")) == [7]
     logger.remove(sink)
-    assert lines == ["weights: step 1 of 2 loss 1.0", "weights: step 2 of 2 loss 1.0"]
+    assert lines == ["weights: step 1 of 2 loss 1.0", "weights: step 2 of 2 loss 1.0", "pool: batch 1 of 1"]
 
 
 def test_the_model_is_tuned_from_its_own_weights_and_template(home: Path) -> None:
