@@ -88,6 +88,7 @@ class Progress(tqdm):
     def __init__(self, items: Sequence[Any], desc: str, unit: str) -> None:
         super().__init__(items, desc=desc, unit=unit, disable=None)
         self._items, self._what, self._unit = items, desc, unit
+        self.postfix: str | None = None  # which a bar that is off does not have
 
     def __iter__(self) -> Iterator[Any]:
         if not self.disable:
