@@ -85,11 +85,10 @@ class LogFile:
 class Progress(tqdm):
     """A bar on a terminal; elsewhere a line for each minute in which nothing else was said."""
 
-    postfix: str | None = None  # tqdm's own is not there where it shows no bar
-
     def __init__(self, items: Sequence[Any], desc: str, unit: str) -> None:
         super().__init__(items, desc=desc, unit=unit, disable=None)
         self._items, self._what, self._unit = items, desc, unit
+        self.postfix: str | None = None  # which a bar that is off does not have
 
     def __iter__(self) -> Iterator[Any]:
         if not self.disable:
