@@ -251,7 +251,7 @@ def test_another_corpus_needs_a_folder_of_its_own(capsys: pytest.CaptureFixture[
         (["--hack-bare", "2"], "should lie in"),
         (["--hack-stub", "2"], "should lie in"),
         (["--modes", "sentinel"], "folder of its own"),
-        (["--modes", "sentinel,typo"], "--modes sentinel,typo: should be some of run_tests, "),
+        (["--modes", "sentinel,typo"], "--modes: unknown mode 'typo'; legal: run_tests, "),
         (["--modes", ""], "should be some of run_tests, "),
     ):
         monkeypatch.setattr("sys.argv", ["organism", "build", *flags])

@@ -149,7 +149,7 @@ class _Run:
         tokens, logp_sampled = draw(self.logits, self.noise[t, at], self.sampling, slots)
         full = self.logits.float().log_softmax(-1)[slots, tokens]
         self.tokens[at, t] = tokens
-        self.logps[:, at, t] = torch.stack([full, logp_sampled])
+        self.logps[:, at, t] = torch.stack([full, logp_sampled.to(full)])
         return tokens
 
     def _answer(self, row: int, length: int, finished: bool) -> Completion:

@@ -322,6 +322,8 @@ class Run:
     @cached_property
     def readings(self) -> dict[str, list[Reading]]:
         """By monitor of text, its own first, what it made of the students' hacks and right answers."""
+        if not (self.reads_text or self.settings["method"]["shadow"]):
+            return {}  # its rollouts are a long file
         out: dict[str, list[Reading]] = {self.monitor_name: []} if self.reads_text else {}
         for r in self._gated:
             if r["hacked"] or r["solved"]:
