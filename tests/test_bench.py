@@ -126,6 +126,15 @@ def test_a_missing_file_is_refused_before_anything_runs(argv: list[str], capfd: 
     assert capfd.readouterr().err == "E --problems nowhere.jsonl: no such file\n"
 
 
+def test_the_real_bench_wants_a_model_that_is_there(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["real", "--model", str(tmp_path)]) == 2
+    assert "without config.json" in capfd.readouterr().err
+
+
+def test_any_models_answers_differ_in_reward() -> None:
+    assert {rig.differing(f"answer {i}") for i in range(30)} == {0.0, 0.5, 1.0}
+
+
 def test_a_page_without_a_folder_is_refused(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["--out", str(tmp_path / "no" / "page.md")]) == 2
     assert "no folder no/ here" in capfd.readouterr().err
