@@ -240,8 +240,10 @@ def find_resume(requested: Config) -> tuple[Path | None, Config]:
     path, config, status = unfinished(requested.run.resume, "train", "preset", RUNS)
     stored = from_dict(config, f"--resume {path}: run.json")
     stored.refuse_code(requested.code, f"--resume {path}: run.json")
-    if stored.run.dtype == "auto" and (began := read_json(path / "run.json").get("dtype")) in ITEMSIZE:
-        stored = replace(stored, run=replace(stored.run, dtype=began))  # whatever auto would mean on this machine
+    began = read_json(path / "run.json").get("dtype")
+    named = requested.run.dtype != "auto" or began != dtype_of(stored)  # auto may mean another one on this machine
+    if stored.run.dtype == "auto" and began in ITEMSIZE and named:
+        stored = replace(stored, run=replace(stored.run, dtype=began))
     cfg, differing = resumed(requested, stored)
     if status["state"] == "halted":
         if requested.guard.guard != "log":
