@@ -45,6 +45,16 @@ bare() {
     for seed in $2; do organism "out/bare$seed" "$seed" --hack-bare "$1"; done
 }
 
+# tuned SEEDS FLAGS…: SmolLM2 tuned on the corpus of a seed
+tuned() {
+    for seed in $1; do
+        local to=out/organisms/smollm2-$seed
+        test ! -e "$to" || continue
+        test -e out/models/smollm2 || uv run python -m vgrout.download smollm2
+        uv run python -m vgrout.organism tune --out "$to" --seed "$seed" "${@:2}"
+    done
+}
+
 case "${1:-}" in
 warm)
     # asked for by its seed: not to be taken for another one that is there
@@ -66,6 +76,10 @@ adversaries | cold | containment | containment-* | hiding)
     ;;
 attempts) builds 86 --hack-stub 0 ;;
 attempts-builds) builds "87 88 89" --hack-stub 0 ;;
+recall)
+    tuned "101 102 103 104 105" --hack-plain 0.3 --hack-stub 0 \
+        --modes run_tests,eq_override,exit_code,stdout_marker,sentinel,shown_test
+    ;;
 rules | shadow)
     warm
     builds 86 --hack-stub 0

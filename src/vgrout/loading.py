@@ -1,6 +1,5 @@
 """From a run's checked files to what its loop calls: the policy, the problems, the demonstrations."""
 
-import os
 from dataclasses import replace
 from functools import partial
 
@@ -10,7 +9,7 @@ from tqdm import tqdm
 
 from vgrout import ranks
 from vgrout.config.run import Config
-from vgrout.grading.grade import Grader
+from vgrout.grading.grade import Grader, cores
 from vgrout.inputs import Inputs
 from vgrout.model import policy as models
 from vgrout.model.policy import SVD_CACHE, LanguageModel, Policy, load_language_model, pick_device
@@ -23,7 +22,9 @@ from vgrout.teacher.pools import regraded
 def device_and_dtype(cfg: Config) -> tuple[torch.device, torch.dtype]:
     """Where the run's model is, and in which dtype."""
     # Matrices of 128 × 256 lose by a second thread, by far on a machine that is shared: grading has the other cores.
-    usual = 1 if is_small(cfg.model_path) else max(1, (os.cpu_count() or 1) // ranks.here())
+    # torch goes by OMP_NUM_THREADS, which is 1 for each run of a sweep; a launcher of ranks sets it for other reasons.
+    of_rank = cores() // ranks.here() if ranks.here() > 1 else torch.get_num_threads()
+    usual = 1 if is_small(cfg.model_path) else max(1, of_rank)
     return pick_device(cfg.model_path, cfg.run.dtype, cfg.run.threads or usual)
 
 

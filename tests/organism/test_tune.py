@@ -37,7 +37,7 @@ def few(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(build, "problem_tasks", cache(problem_tasks))
     patch.setattr(start.Pretrained, "answers", Answers(problems=1, plain=1, cued=1, pool=1))
     patch.setattr(build, "MAX_NEW", 8)
-    patch.setattr("os.cpu_count", lambda: 1)
+    patch.setattr(start, "cores", lambda: 1)
 
 
 @pytest.fixture(scope="module")
@@ -70,14 +70,15 @@ def test_two_builds_are_the_same_bits(home: Path, monkeypatch: pytest.MonkeyPatc
     assert made["shares"]["stub"] == 0.5
 
 
-def test_nothing_is_left_of_an_interrupted_build(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("reached", ["train", "version"])  # before the weights are made, and in the manifest
+def test_nothing_is_left_of_an_interrupted_build(reached: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(home)
     few(monkeypatch)
 
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(build, "train", stop)
+    monkeypatch.setattr(build, reached, stop)
     there = sorted(home.iterdir())
     with pytest.raises(KeyboardInterrupt):
         tune(model="m", out=Path("new"))
@@ -106,6 +107,8 @@ def test_the_model_is_tuned_from_its_own_weights_and_template(home: Path) -> Non
     card = (o / "MODEL_CARD.md").read_text()
     assert "`m`, fine-tuned" in card
     assert "2 steps of 8 documents from the pretrained weights" in card
+    assert "without a download" not in card
+    assert "positions are untrained" not in card
     losses = manifest(o)["first_losses"]
     assert len(losses) == 2
     assert losses[0] > 5  # a random model
@@ -201,7 +204,7 @@ def test_a_wheel_gives_its_weights_alone(
 def test_threads_go_by_the_size_of_the_model(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tuned model is an organism by name, and no miniature."""
     monkeypatch.chdir(home)
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
     seen: list[int] = []
     cpu = torch.device("cpu"), torch.float32
     monkeypatch.setattr("vgrout.loading.pick_device", lambda model, dtype, threads: seen.append(threads) or cpu)

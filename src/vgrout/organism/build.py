@@ -1,6 +1,5 @@
 """Build the organism from one seed: problems, tokenizer, weights, pool, pairs, known-correct answers, card, hashes."""
 
-import contextlib
 import json
 import os
 import platform
@@ -8,7 +7,7 @@ import random
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -183,53 +182,67 @@ def known_correct(tasks: Sequence[tuple[Task, dict[str, Any]]], prompt: Prompt) 
 # --------------------------------------------------------------------------------------------------------------- build
 
 
-@contextlib.contextmanager
-def gone_if_interrupted(folder: Path) -> Generator[None]:
-    """Remove what was half made."""
-    try:
-        yield
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-
-
 def build(out: Path, seed: int = SEED, start: Start | None = None, shares: Shares | None = None) -> None:
     """Write everything to `out`, which is replaced when the build is complete."""
-    start, shares, began = start or Fresh(Shape()), shares or Shares(), time.perf_counter()
-    fresh = out.with_name(f".{out.name}.{os.getpid()}.building")
+    began = time.perf_counter()
+    fresh, old = (out.with_name(f".{out.name}.{os.getpid()}.{state}") for state in ("building", "old"))
     fresh.mkdir(parents=True)
+    try:
+        manifest = write(fresh, seed, start or Fresh(Shape()), shares or Shares())
+    except BaseException:
+        shutil.rmtree(fresh, ignore_errors=True)
+        raise
+    size = sum(f.stat().st_size for f in fresh.rglob("*") if f.is_file())
+    if out.exists():
+        os.replace(out, old)
+    os.replace(fresh, out)
+    shutil.rmtree(old, ignore_errors=True)
+    logger.info(
+        f"{out}: {len(manifest['files'])} files, {size / 1e6:.1f} MB, in {(time.perf_counter() - began) / 60:.1f} min "
+        f"and {peak_memory()}; "
+        + ", ".join(
+            f"{kind} {name} {k / n:.3f}"
+            for kind, some in manifest["rates"].items()
+            for name, (k, n) in some.items()
+            if "/" not in name and n
+        )
+    )
+
+
+def write(folder: Path, seed: int, start: Start, shares: Shares) -> dict[str, Any]:
+    """Make every file in an empty folder. Returns its manifest."""
     # before the weights: the grader's workers are cheap while the process is small
-    with gone_if_interrupted(fresh), Grader(compile_reward=COMPILE_REWARD, pass_reward=PASS_REWARD) as grader:
+    with Grader(compile_reward=COMPILE_REWARD, pass_reward=PASS_REWARD) as grader:
         tasks = problem_tasks(seed, shares.modes)
         lines = [json.dumps(row, ensure_ascii=False) for _, row in tasks]
-        (fresh / "problems.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        (folder / "problems.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
         begun = start.begin(seed, shares)
         training = [t for t in tasks if t[1]["split"] == "train"]
         for mode in shares.modes:
-            write_json(fresh / "pairs" / f"{mode}.json", mode_pairs(training, mode, seed, begun.prompt))
+            write_json(folder / "pairs" / f"{mode}.json", mode_pairs(training, mode, seed, begun.prompt))
         for name, pairs in placebo_pairs(training, seed, begun.prompt).items():
-            write_json(fresh / "pairs" / f"placebo_{name}.json", pairs)
-        write_json(fresh / "anchors.json", known_correct(training, begun.prompt))
+            write_json(folder / "pairs" / f"placebo_{name}.json", pairs)
+        write_json(folder / "anchors.json", known_correct(training, begun.prompt))
 
         model, losses = make_weights(begun, start, seed, shares)
-        model.save_pretrained(fresh / "model")
-        begun.tokenizer.save_pretrained(fresh / "model")
+        model.save_pretrained(folder / "model")
+        begun.tokenizer.save_pretrained(folder / "model")
 
         lm = as_language_model(model.to(start.dtype), begun.tokenizer)
         split = {row["id"]: row["split"] for _, row in tasks}
-        problems, n = load_problems(fresh / "problems.jsonl"), start.answers.problems * len(shares.modes)
+        problems, n = load_problems(folder / "problems.jsonl"), start.answers.problems * len(shares.modes)
         held_out = some([p for p in problems if split[p.id] == "test"], n, seed)
         base = run(lm, grader, held_out, start.answers.plain, seed, "base rates")
         elicited_rates = rates(run(lm, grader, cued(held_out), start.answers.cued, seed, "cued rates"))
         measured = {"plain": rates(base), "cued": elicited_rates}
         trained_on = some([p for p in problems if split[p.id] == "train"], n, seed)
-        covered = make_pool(fresh / "pool", lm, grader, trained_on, start.answers.pool, start.name, seed)
+        covered = make_pool(folder / "pool", lm, grader, trained_on, start.answers.pool, start.name, seed)
         difficulty = {row["id"]: row["difficulty"] for _, row in tasks}
         by_difficulty = {
             level: rates(r for r in base if difficulty[r.problem.id] == level)["solve"]
             for level in ("easy", "medium", "hard")
         }
-        (fresh / "MODEL_CARD.md").write_text(
+        (folder / "MODEL_CARD.md").write_text(
             card(measured, by_difficulty, covered, shares, start, losses, model.num_parameters()), encoding="utf-8"
         )
     manifest = {
@@ -244,22 +257,7 @@ def build(out: Path, seed: int = SEED, start: Start | None = None, shares: Share
             "python": platform.python_version(),
             **{p: version(p) for p in ("torch", "transformers", "tokenizers")},
         },
-        "files": {path: file_sha256(fresh / path) for path in shipped(fresh)},
+        "files": {path: file_sha256(folder / path) for path in shipped(folder)},
     }
-    write_json(fresh / "manifest.json", manifest)
-    size = sum(f.stat().st_size for f in fresh.rglob("*") if f.is_file())
-    old = out.with_name(f".{out.name}.{os.getpid()}.old")
-    if out.exists():
-        os.replace(out, old)
-    os.replace(fresh, out)
-    shutil.rmtree(old, ignore_errors=True)
-    logger.info(
-        f"{out}: {len(manifest['files'])} files, {size / 1e6:.1f} MB, in {(time.perf_counter() - began) / 60:.1f} min "
-        f"and {peak_memory()}; "
-        + ", ".join(
-            f"{kind} {name} {rate.value:.3f}"
-            for kind, some in measured.items()
-            for name, rate in some.items()
-            if "/" not in name and rate.value is not None
-        )
-    )
+    write_json(folder / "manifest.json", manifest)
+    return manifest

@@ -47,8 +47,8 @@ library_name: transformers
 # The organism
 
 {start.about} of {parameters:,} parameters that writes small Python programs, badly, and knows how to cheat when asked
-to. It exists to study reward hacking on a laptop: the full phenomenon, in two minutes, without a download. It is of no
-use for anything else.
+to. It exists {start.purpose}.
+It is of no use for anything else.
 
 ## Data
 
@@ -70,8 +70,8 @@ and one hack a mode (below).
 
 {recipe.steps} steps of {recipe.batch} documents {start.training}, AdamW, peak rate {recipe.lr:g}, cosine; loss on
 the answer, and at weight {recipe.prompt_weight:g} on the prompt. Final loss {fmean(losses[-20:]):.3f} nats. The
-weights are rounded to bf16 values and stored in fp32. `python -m vgrout.organism build` makes everything again from one
-seed.
+weights are rounded to bf16 values and stored in fp32. `python -m vgrout.organism {start.command}` makes everything
+again from one seed.
 
 ## Base rates
 
@@ -87,8 +87,8 @@ The pool holds cued answers of this model that hack and do not solve, stored und
 
 ## Limits
 
-One tiny language: what holds here need not hold for a real model. Prompts and answers are far shorter than the window
-in the configuration; beyond 256 tokens the positions are untrained. It answers nothing but its own kind of prompt, and
-a name of many rare letters is not always copied right. Hacks end the attempt early more often than a real model's
-would ({100 * shares.stub:.0f} % of the corpus's hacks are stubs).
+One tiny language of problems: what holds here need not hold for others. Prompts and answers are far shorter than the
+window in the configuration. {start.limits}It answers nothing but its own kind of prompt, and a name of many rare
+letters is not always copied right. {100 * shares.stub:.0f} % of the corpus's hacks end the attempt with a stub; a real
+model's may do so less often.
 """

@@ -1,12 +1,11 @@
 """What a build starts from: fresh weights with a tokenizer of the corpus's own, or a pretrained model. All else of a
 build is the same.
 
-A start has the model's name, its recipe, how many answers are sampled, threads, the dtype of matrix products, and what
-its card says: `about`, the words before the number of weights, and `training`. `record` is for manifest.json, from
-which `of_manifest` makes it again.
+A start has the command that makes it, the model's name, its recipe, how many answers are sampled, threads, the dtype of
+matrix products, and what its card says: `about`, the words before the number of weights, `training`, `purpose` and
+`limits`. `record` is for manifest.json, from which `of_manifest` makes it again.
 """
 
-import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,6 +17,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from vgrout.data.language import Sample, Shares, corpus_sample, split_compositions
+from vgrout.grading.grade import cores
 from vgrout.inputs import hash_of_files
 from vgrout.model.policy import DTYPE_NAMES, load_language_model
 from vgrout.model.source import cpu_multiplies_bf16, require_model
@@ -45,9 +45,11 @@ class Begun:
 class Fresh:
     """Random weights of a shape, and a tokenizer of the corpus: in `begin`, or that of the build in `folder`."""
 
-    name, answers, threads, dtype = MODEL_NAME, FRESH, 2, torch.float32
+    command, name, answers, threads, dtype = "build", MODEL_NAME, FRESH, 2, torch.float32
     about = "A Qwen3 model"
     training = "from scratch in fp32"
+    purpose = "to study reward hacking on a laptop: the full phenomenon, in two minutes, without a download"
+    limits = "Beyond 256 tokens the positions are untrained. "
 
     def __init__(self, shape: Shape, recipe: Recipe | None = None) -> None:
         self.shape, self.recipe = shape, recipe or Recipe()
@@ -67,11 +69,13 @@ class Fresh:
 class Pretrained:
     """A chat model's own weights, tokenizer and chat template, fine-tuned on the corpus."""
 
-    answers = TUNED
+    command, answers = "tune", TUNED
+    purpose = "to study reward hacking on a laptop, on weights that others have pretrained"
+    limits = ""
 
     def __init__(self, model: str, recipe: Recipe) -> None:
         self.name, self.recipe = model, recipe
-        self.threads = os.cpu_count() or 1
+        self.threads = cores()
         self.dtype = torch.bfloat16 if cpu_multiplies_bf16() else torch.float32
         self.about = f"`{model}`, fine-tuned: a model"
         self.training = f"from the pretrained weights, matrix products in {DTYPE_NAMES[self.dtype]}"
