@@ -5,8 +5,7 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any, cast
 import torch
 from jaxtyping import Bool, Float
 from jinja2 import TemplateError
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -363,35 +362,17 @@ def as_language_model(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> L
         raise ValueError(f"{type(model).__name__}: its configuration has no max_position_embeddings")
     eos_ids = frozenset(eos)
     model.requires_grad_(False)
-    with _tried_on(model):
-        lean, packed = lean_fits(model), packs(model, backbone(model))
     return LanguageModel(
         model=model,
         tok=tok,
         eos_ids=eos_ids,
         end_id=ending(tok, eos_ids),
         pad_id=tok.pad_token_id if tok.pad_token_id is not None else min(eos),
-        lean=lean,
+        lean=lean_fits(model),
         system_role=takes_system(tok),
         preserve_thinking=False,
-        packs=packed,
+        packs=packs(model, backbone(model)),
     )
-
-
-@contextmanager
-def _tried_on(model: PreTrainedModel) -> Generator[None]:
-    """In half precision the first two blocks alone. Rounding grows with every block, to half of the largest logit after
-    the 30 of SmolLM2: a trial of other arithmetic on all of them would see nothing else."""
-    core: Any = backbone(model)
-    blocks = getattr(core, "layers", None)
-    shallow = model.dtype.itemsize < 4 and isinstance(blocks, nn.ModuleList)
-    try:
-        if shallow:
-            core.layers = blocks[:2]
-        yield
-    finally:
-        if shallow:
-            core.layers = blocks
 
 
 def load_policy(model: str | Path, *, device: str | torch.device, dtype: torch.dtype, cache_dir: Path | None) -> Policy:

@@ -19,7 +19,8 @@ def opening_lines(
     """grader: fingerprint of this run's grader."""
     pool = inputs.pool
     return [
-        f"problems: {len(problems.train)} to train on, {len(problems.test)} to test · {len(problems.modes)} flaws",
+        f"problems: {len(problems.train)} to train on, {len(problems.test)} to test · "
+        f"{len(problems.modes)} flaw{'s' * (len(problems.modes) != 1)}",
         _problems(cfg, inputs, problems),
         *(_pool(cfg, pool, inputs, grader) if pool else ["pool: none"]),
         *([f"reward: {reward_line(inputs)}"] if inputs.reward else []),
