@@ -61,13 +61,13 @@ def _kills(
         raise SystemExit(1)
 
 
-def _real(model: Path, dtype: Literal["fp32", "bf16"] = "bf16", quick: bool = False) -> Any:
+def _real(model: Path, dtype: Literal["auto", "fp32", "bf16"] = "bf16", quick: bool = False) -> Any:
     """A real model on this machine: a step and its memory against TRL's in the same dtype, sampling and update against
     the machine's bounds (ten minutes).
 
     Args:
         model: its folder.
-        dtype: of all contestants' weights.
+        dtype: of all contestants' weights; auto: of each its default, which for TRL is fp32.
         quick: one round of each.
     """
     require_model(model)

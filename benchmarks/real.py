@@ -34,9 +34,10 @@ from vgrout.types import Problem
 MAX_NEW = 96
 STEP_GOALS = {"none": 8, "route2": 6}
 GIB = 2**30
+Dtype = Literal["auto", "fp32", "bf16"]  # auto: each contestant's default, which for TRL is fp32
 
 
-def config(model: Path, dtype: Literal["fp32", "bf16"], intervention: str) -> Config:
+def config(model: Path, dtype: Dtype, intervention: str) -> Config:
     """The organism's problems for another model, whose answers differ in reward."""
     cfg = rig.config(intervention, tag=f"_{dtype}")
     return replace(
@@ -47,15 +48,17 @@ def config(model: Path, dtype: Literal["fp32", "bf16"], intervention: str) -> Co
     )
 
 
-def run(model: Path, dtype: Literal["fp32", "bf16"], quick: bool = False) -> Report:
-    """All rows of one dtype, which TRL has too."""
+def run(model: Path, dtype: Dtype, quick: bool = False) -> Report:
+    """All rows of one dtype, which TRL has too; of the defaults the steps alone."""
     with rig.workplace(stay=True):  # its decomposed weights take minutes: they stay in out/svd_cache
-        alone = rig.on_ranks(1, partial(bounds, model, dtype, 1 if quick else 3))
+        alone = Report([])
+        if dtype != "auto":
+            alone = rig.on_ranks(1, partial(bounds, model, dtype, 1 if quick else 3))
         steps = against_trl(model, dtype, 1 if quick else 3)
     return Report([*steps.rows, *alone.rows], [*steps.notes, *alone.notes])
 
 
-def against_trl(model: Path, dtype: Literal["fp32", "bf16"], blocks: int) -> Report:
+def against_trl(model: Path, dtype: Dtype, blocks: int) -> Report:
     """Seconds of a step, taken in turns, and each process's peak."""
     configs = {name: config(model, dtype, name) for name in STEP_GOALS}
     problems = rig.on_ranks(1, partial(drawn, configs["none"], blocks + 1))
@@ -68,7 +71,8 @@ def against_trl(model: Path, dtype: Literal["fp32", "bf16"], blocks: int) -> Rep
         for name, trainer in ours.items():
             seconds[name].append(trainer.take(1))
 
-    peer_model = trl_peer.Model(model, DTYPES[dtype], MAX_NEW)
+    of_peer = "fp32" if dtype == "auto" else dtype
+    peer_model = trl_peer.Model(model, DTYPES[of_peer], MAX_NEW)
     torch.set_num_threads(cores())
     peer = trl_peer.measure(problems, blocks, 1, our_turn, tried=1, model=peer_model)
     peaks = {name: trainer.peak for name, trainer in ours.items()}
@@ -76,7 +80,7 @@ def against_trl(model: Path, dtype: Literal["fp32", "bf16"], blocks: int) -> Rep
     for trainer in ours.values():
         trainer.close()
     rows = [
-        at_least("real", f"{name}, {dtype}: a step", f"TRL, {dtype}", Ratio.of(peer.seconds, seconds[name]), goal)
+        at_least("real", f"{name}, {dtype}: a step", f"TRL, {of_peer}", Ratio.of(peer.seconds, seconds[name]), goal)
         for name, goal in STEP_GOALS.items()
     ]
     rows += [_parts(name, dtype, trainer.path, seconds[name]) for name, trainer in ours.items()]
@@ -118,7 +122,7 @@ class _Timed:
             self.calls += 1
 
 
-def bounds(model: Path, dtype: Literal["fp32", "bf16"], rounds: int) -> Report:
+def bounds(model: Path, dtype: Dtype, rounds: int) -> Report:
     """Sampling against `generate` and the memory's bandwidth; the update against the machine's matrix products."""
     none = rig.loaded(config(model, dtype, "none"), None)
     policy, shape = none.policy, Shape.of(none.policy.model)
