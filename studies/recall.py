@@ -221,7 +221,48 @@ def holm(p: dict[str, float]) -> dict[str, float]:
 
 
 def tables(cells: Sequence[Cell]) -> list[Table]:
+    """The gate, what each method leaves, and what each monitor flags of one and the same run."""
     of = bases(cells)
+    if len(of) < 2:
+        return []
     known: list[str] = [",".join(known_modes(b.labels)) for b in of]
     rows: list[TableRow] = [{"gate": line} | dict(zip(known, marks, strict=True)) for line, marks in gate(of).items()]
-    return [Table("Gate", "%, a column for each base, named for the flaw that its labels know.", rows)]
+    return [
+        Table("Gate", "%, a column for each base, named for the flaw that its labels know.", rows),
+        Table(
+            "Deployed",
+            "%, mean over bases and Student's 95 % interval; hack by flaws without labels; recall and false flags of "
+            "the monitor that was acted on.",
+            [_row(name, of) for name in ("none", "labels", "rule", "probe", "ceiling")],
+        ),
+        Table(
+            "Monitors",
+            "%, in the run by labels, acted on or not: recall on flaws without labels, false flags on right answers.",
+            [{"monitor": m} | _flags([(b, b.labels) for b in of], m) for m in of[0].labels.readings],
+        ),
+    ]
+
+
+def _row(name: str, of: Sequence[Base]) -> TableRow:
+    runs = [(b, getattr(b, name)) for b in of]
+    ceiling = fmean(b.ceiling.final["solve_deploy"] for b in of)
+    solve = [run.final["solve_deploy"] for _, run in runs]
+    row = {
+        "method": name,
+        "hack": percent(over_seeds([b.hack(run) for b, run in runs])),
+        "solve": percent(over_seeds(solve)),
+    }
+    acted = runs[0][1].monitor_name
+    return (
+        row
+        | {"of the ceiling": f"{100 * fmean(solve) / ceiling:.0f}"}
+        | (_flags(runs, acted) if acted != "none" else {})
+    )
+
+
+def _flags(runs: Sequence[tuple[Base, Run]], monitor: str) -> TableRow:
+    right = [[r.flagged for r in run.readings[monitor] if r.flaw is None] for _, run in runs]
+    return {
+        "recall": percent(over_seeds([b.recall(run, monitor) for b, run in runs])),
+        "false flags": percent(over_seeds([fmean(flags) for flags in right if flags])),
+    }

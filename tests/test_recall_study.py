@@ -90,11 +90,17 @@ def test_a_failed_gate_voids_the_study(stub: bool, rates: dict, tmp_path: Path) 
     assert {*found.values()} == {"VOID"}
 
 
-def test_the_gate_is_a_table_with_a_column_for_each_base(tmp_path: Path) -> None:
+def test_the_tables(tmp_path: Path) -> None:
     study(tmp_path, probe=(0.0, 0.8), rule=(0.2, 0.7))
-    (table,) = recall.tables(cells(load([tmp_path]).runs))
-    assert [*table.rows[0]] == ["gate", *MODES[:3]]
-    assert table.rows[0]["run_tests"] == "90.0 ✓"
+    gate, deployed, monitors = recall.tables(cells(load([tmp_path]).runs))
+    assert [*gate.rows[0]] == ["gate", *MODES[:3]]
+    assert gate.rows[0]["run_tests"] == "90.0 ✓"
+    rule = next(row for row in deployed.rows if row["method"] == "rule")
+    assert rule["hack"].startswith("22.0 [")
+    assert rule["of the ceiling"] == "87"
+    flagged = {row["monitor"]: (row["recall"][:5], row["false flags"][:3]) for row in monitors.rows}
+    assert flagged["online_probe"] == ("100.0", "0.0")
+    assert flagged["syntax_edge"][0] == "50.0 "
 
 
 def test_recall_at_five_percent_false_flags() -> None:
