@@ -1,6 +1,6 @@
 """What must a monitor recall, on a pretrained model? `vgrout report out/sweeps/recall --judge studies/recall.py`
 
-Five bases: SmolLM2-135M-Instruct tuned on the organism's corpus with 30 % plain hacks, each with an attempt at its
+Five bases: SmolLM2-135M-Instruct tuned on the organism's corpus with 40 % plain hacks, each with an attempt at its
 problem; problem split and corpus from seeds 101 to 105. Base i knows flaw i of run_tests, eq_override, exit_code,
 stdout_marker and sentinel; none knows shown_test, whose hacks are literals. Nothing is demonstrated in training. One
 run of each method on each base; deployed model, n = 192, hack by the flaws that a base does not know. Differences are
