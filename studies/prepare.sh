@@ -76,10 +76,7 @@ adversaries | cold | containment | containment-* | hiding)
     ;;
 attempts) builds 86 --hack-stub 0 ;;
 attempts-builds) builds "87 88 89" --hack-stub 0 ;;
-recall)
-    tuned "101 102 103 104 105" --hack-plain 0.4 --hack-stub 0 \
-        --modes run_tests,eq_override,exit_code,stdout_marker,sentinel,shown_test
-    ;;
+recall) tuned "101 102 103 104 105" --modes run_tests,eq_override,exit_code,stdout_marker,sentinel,shown_test ;;
 rules | shadow)
     warm
     builds 86 --hack-stub 0
