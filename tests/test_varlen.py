@@ -14,7 +14,8 @@ from vgrout.model.logprobs import completion_logprobs
 from vgrout.model.packing import flash_kernel, pack
 
 PROMPTS = [(3, 4, 5, 6), (3, 4, 5, 6), (3, 4, 5, 6), (7, 8), (9, 10, 11)]
-COMPLETIONS = [(8, 9, 3, 1), (5, 1), (4,), (4, 4, 4), (6, 1, 2, 3, 4)]
+COMPLETIONS = [(8, 9, 3, 1), (8, 9, 5, 1), (4,), (4, 4, 4), (6, 1, 2, 3, 4)]  # the first two begin alike
+TOKENS = {True: 7 + 1 + 0 + 4 + 7, False: 7 + 7 + 4 + 4 + 7}  # read, with and without sharing
 
 
 class Counting:
@@ -59,6 +60,7 @@ def test_same_logprobs_and_gradients_as_padded_sdpa(family: str, share: bool, mo
 
     def gradient() -> tuple[Tensor, Tensor]:
         batch = pack([0] * 5, PROMPTS, COMPLETIONS, policy.device, torch.float32, share)
+        assert batch.tokens == TOKENS[share]
         logp = completion_logprobs(policy.model, batch).full
         grads = torch.autograd.grad((logp * batch.mask).sum(), weights)
         return logp.detach(), torch.cat([g.flatten() for g in grads])
@@ -67,7 +69,8 @@ def test_same_logprobs_and_gradients_as_padded_sdpa(family: str, share: bool, mo
     assert counting.calls == 0
     monkeypatch.setattr(packing, "flash_kernel", lambda *_: counting)
     got = gradient()
-    assert counting.calls == policy.model.config.num_hidden_layers * (2 if share else 1)
+    layers = policy.model.config.num_hidden_layers
+    assert (counting.calls, counting.queries) == (layers * (2 if share else 1), layers * TOKENS[share])
     for g, w in zip(got, want, strict=True):
         torch.testing.assert_close(g, w, rtol=1e-4, atol=1e-5 * float(w.abs().max()))
 

@@ -9,10 +9,10 @@ interface that transformers has for it.
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,12 +20,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 ATTENTION = "vgrout_packed"
 
-# ── flash-attention 2's varlen kernel; without it runs are padded for torch's SDPA, the same function ─────────────────
+# ── attention by runs: flash-attention 2's varlen kernel, or runs padded for torch's SDPA, the same function ──────────
 
 # (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=, causal=) → like q
 Kernel = Callable[..., Tensor]
@@ -53,151 +54,108 @@ def flash_kernel(device: torch.device, dtype: torch.dtype) -> Kernel | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Runs:
+class _FlashRuns:
     """n runs of queries, each against a run of keys that ends where it ends (causal, aligned at the end)."""
 
+    kernel: Kernel
     queries: Int[Tensor, " ends"]  # int32: 0, then the cumulated lengths of the n runs
     keys: Int[Tensor, " ends"]
-    n: int  # queries in all; not read off the device in every layer
     longest_query: int
     longest_key: int
     take: Int[Tensor, " k"] | None  # the keys' tokens in the packed sequence; None: the queries' own
 
     @staticmethod
-    def of(queries: Sequence[int], keys: Sequence[int], take: Tensor | None, device: torch.device) -> "Runs":
+    def of(kernel: Kernel, lengths: Sequence[int], paths: Sequence[list[int]] | None, device: torch.device) -> "_Runs":
         def cumulated(lengths: Sequence[int]) -> Tensor:
             return torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
 
-        return Runs(cumulated(queries), cumulated(keys), sum(queries), max(queries), max(keys), take)
+        keys = lengths if paths is None else [*map(len, paths)]
+        take = None if paths is None else torch.tensor([token for path in paths for token in path], device=device)
+        return _FlashRuns(kernel, cumulated(lengths), cumulated(keys), max(lengths), max(keys), take)
 
     def attend(
-        self,
-        kernel: Kernel,
-        q: Float[Tensor, "t H D"],
-        k: Float[Tensor, "N K D"],
-        v: Float[Tensor, "N K D"],
-        scale: float | None,
+        self, q: Float[Tensor, "t H D"], k: Float[Tensor, "N K D"], v: Float[Tensor, "N K D"], scale: float | None
     ) -> Float[Tensor, "t H D"]:
-        """q: the runs' queries; k, v: of the whole packed sequence if `take` says which of them, else the runs' own."""
         if self.take is not None:
-            k, v = k.index_select(0, self.take), v.index_select(0, self.take)
+            k, v = _Gather.apply(k, self.take), _Gather.apply(v, self.take)
         longest = self.longest_query, self.longest_key
-        return kernel(q, k, v, self.queries, self.keys, *longest, softmax_scale=scale, causal=True)
+        return self.kernel(q, k, v, self.queries, self.keys, *longest, softmax_scale=scale, causal=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Varlen:
-    """A packed sequence's attention: roots (complete rows, and shared prompts), then branches, whose keys are those of
-    their root and their own."""
+class _PaddedRuns:
+    """The same, runs of queries and of keys padded on the right. A padded query's result is not read; a padded key is
+    later than any query, so that neither has a gradient."""
 
-    kernel: Kernel
-    roots: Runs
-    branches: Runs | None
+    queries: Int[Tensor, "n q"]  # tokens, 0 on padding
+    keys: Int[Tensor, "n k"]
+    back: Int[Tensor, " t"]  # of each query in `queries`
+    bias: Float[Tensor, "n 1 q k"] | None  # 0 or −inf; None: causal, the keys are the queries' own
 
     @staticmethod
     def of(
-        kernel: Kernel, roots: Sequence[int], branches: Sequence[int], parents: Sequence[int], device: torch.device
-    ) -> "Varlen":
-        """Lengths of roots and branches, and the root of each branch."""
-        own = Runs.of(roots, roots, None, device)
-        if not branches:
-            return Varlen(kernel, own, None)
-        lengths = [*roots, *branches]
-        starts = list(accumulate(lengths, initial=0))
-        take = [
-            torch.arange(starts[run], starts[run] + lengths[run], device=device)
-            for b, root in enumerate(parents)
-            for run in (root, len(roots) + b)
-        ]
-        keys = [roots[root] + branch for root, branch in zip(parents, branches, strict=True)]
-        return Varlen(kernel, own, Runs.of(branches, keys, torch.cat(take), device))
+        lengths: Sequence[int], paths: Sequence[list[int]] | None, device: torch.device, dtype: torch.dtype
+    ) -> "_Runs":
+        size = torch.tensor(lengths)[:, None]
+        steps = torch.arange(max(lengths))
+        queries = torch.where(steps < size, steps + size.cumsum(0) - size, 0)
+        back = (steps < size).flatten().nonzero().squeeze(1)
+        keys, bias = queries, None
+        if paths is not None:
+            before = torch.tensor([*map(len, paths)])[:, None] - size  # keys that even the first query sees
+            keys = pad_sequence([torch.tensor(path) for path in paths], batch_first=True)
+            later = torch.arange(keys.shape[1]) > (before + steps)[:, None, :, None]
+            bias = torch.zeros(later.shape, dtype=dtype).masked_fill(later, -torch.inf).to(device)
+        return _PaddedRuns(queries.to(device), keys.to(device), back.to(device), bias)
 
     def attend(
-        self,
-        q: Float[Tensor, "N H D"],
-        k: Float[Tensor, "N K D"],
-        v: Float[Tensor, "N K D"],
-        scale: float | None,
-    ) -> Float[Tensor, "N H D"]:
-        """Every token against what it may see of its own row."""
-        n = self.roots.n
-        y = self.roots.attend(self.kernel, q[:n], k[:n], v[:n], scale)
-        if self.branches is None:
-            return y
-        return torch.cat([y, self.branches.attend(self.kernel, q[n:], k, v, scale)])
+        self, q: Float[Tensor, "t H D"], k: Float[Tensor, "N K D"], v: Float[Tensor, "N K D"], scale: float | None
+    ) -> Float[Tensor, "t H D"]:
+        gqa = q.shape[1] != k.shape[1]
+        q, k, v = (
+            _Gather.apply(x, at.flatten()).unflatten(0, at.shape).transpose(1, 2)
+            for x, at in ((q, self.queries), (k, self.keys), (v, self.keys))
+        )
+        causal = self.bias is None
+        y = scaled_dot_product_attention(q, k, v, attn_mask=self.bias, is_causal=causal, scale=scale, enable_gqa=gqa)
+        return _Gather.apply(y.transpose(1, 2).flatten(0, 1), self.back)
 
 
-# ── padded runs ──────────────────────────────────────────────────────────────────────────────────────────────────────
+_Runs = _FlashRuns | _PaddedRuns
 
 
-@dataclass(frozen=True, slots=True)
-class _Padding:
-    """n token runs, padded on the right: [n, longest] indices of tokens, and each token's place in that."""
-
-    take: Int[Tensor, "n longest"]  # 0 where there is no token
-    back: Int[Tensor, " tokens"]
+class _Gather(torch.autograd.Function):
+    """x[at]. Backward adds up by scatter_add, which on a CPU takes a tenth of the time of autograd's own index_add."""
 
     @staticmethod
-    def of(lengths: Sequence[int], device: torch.device) -> "_Padding":
-        size = torch.tensor(lengths, device=device)[:, None]
-        steps = torch.arange(max(lengths), device=device)
-        here = steps < size
-        return _Padding(torch.where(here, steps + size.cumsum(0) - size, 0), here.flatten().nonzero().squeeze(1))
-
-    def __call__(self, x: Float[Tensor, "tokens h D"]) -> Float[Tensor, "n h longest D"]:
-        return _Pad.apply(x, self.take, self.back)
-
-    def undo(self, y: Float[Tensor, "n h longest D"]) -> Float[Tensor, "tokens h D"]:
-        return _Unpad.apply(y, self.back)
-
-
-class _Pad(torch.autograd.Function):
-    """A gather whose backward is a gather too: every token has one place, and padding's gradient is dropped.
-    (Autograd's own would add up token by token.)"""
+    def forward(ctx: Any, x: Float[Tensor, "n H D"], at: Int[Tensor, " m"]) -> Float[Tensor, "m H D"]:
+        ctx.save_for_backward(at)
+        ctx.shape = x.shape
+        return x.index_select(0, at)
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, take: Tensor, back: Tensor) -> Tensor:
-        ctx.save_for_backward(back)
-        return x.index_select(0, take.flatten()).unflatten(0, take.shape).transpose(1, 2)
-
-    @staticmethod
-    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor, None, None]:
-        (back,) = ctx.saved_tensors
-        return dys[0].transpose(1, 2).flatten(0, 1).index_select(0, back), None, None
-
-
-class _Unpad(torch.autograd.Function):
-    """The inverse gather; padding gets a gradient of 0."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, back: Tensor) -> Tensor:
-        ctx.save_for_backward(back)
-        ctx.padded = y.transpose(1, 2).shape
-        return y.transpose(1, 2).flatten(0, 1).index_select(0, back)
-
-    @staticmethod
-    def backward(ctx: Any, *dxs: Tensor) -> tuple[Tensor, None]:
-        (back,) = ctx.saved_tensors
-        n, longest, *rest = ctx.padded
-        dy = dxs[0].new_zeros(n * longest, *rest)
-        dy[back] = dxs[0]
-        return dy.unflatten(0, (n, longest)).transpose(1, 2), None
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor, None]:
+        (at,) = ctx.saved_tensors
+        dy = dys[0].flatten(1)
+        dx = dy.new_zeros(ctx.shape[0], dy.shape[1])
+        return dx.scatter_add_(0, at[:, None].expand_as(dy), dy).view(ctx.shape), None
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Which tokens attend to which: those of one tree to one another, tree after tree."""
+    """Attention of a packed sequence: its first n tokens are roots, complete rows that see their own tokens; then come
+    branches, whose keys are what leads to them, and their own."""
 
-    trees: _Padding
-    bias: Float[Tensor, "trees 1 N N"] | None  # 0 or −inf; None: no tree has branches, causal
+    n: int
+    roots: _Runs
+    branches: _Runs | None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-        """q [tokens H D], k and v [tokens K D] → [tokens H D]: torch's SDPA on padded trees."""
-        gqa = q.shape[1] != k.shape[1]
-        q, k, v = (self.trees(x) for x in (q, k, v))
-        causal = self.bias is None
-        y = scaled_dot_product_attention(q, k, v, attn_mask=self.bias, is_causal=causal, scale=scale, enable_gqa=gqa)
-        return self.trees.undo(y)
+    def attend(
+        self, q: Float[Tensor, "N H D"], k: Float[Tensor, "N K D"], v: Float[Tensor, "N K D"], scale: float | None
+    ) -> Float[Tensor, "N H D"]:
+        n = self.n
+        y = self.roots.attend(q[:n], k[:n], v[:n], scale)
+        return y if self.branches is None else torch.cat([y, self.branches.attend(q[n:], k, v, scale)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +173,7 @@ class Packed:
     mask: Bool[Tensor, "B T"]  # by length, never by token
     edges: Int[Tensor, "2 E"]  # at and target
     edge: Int[Tensor, "B T"]  # which of them
-    layout: _Layout | Varlen
+    layout: _Layout
     pieces: tuple[tuple[int, slice], ...]  # (unit of the row, its tokens): runs of one unit, all tokens once
     dtype: torch.dtype
 
@@ -223,17 +181,6 @@ class Packed:
     def tokens(self) -> int:
         """In the forward."""
         return self.ids.numel()
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Tokens that a row of the tree has all of, or none."""
-
-    unit: int
-    tree: int
-    tokens: tuple[int, ...]
-    first: int  # position of the first of them in a row
-    parent: int  # the run that it goes on from; −1: none
 
 
 def pack(
@@ -253,88 +200,67 @@ def pack(
     assert len(units) == len(prompts) == len(completions) > 0, (len(units), len(prompts), len(completions))
     assert all(prompts), "an empty prompt: nothing predicts the first token"
     assert all(completions), "an empty completion: nothing to predict"
-    kernel = flash_kernel(device, dtype)  # knows roots and branches, no deeper trees
-    runs: list[_Run] = []
-    paths: dict[int, list[int]] = {}  # row → runs from the root
-    for tree, rows in enumerate(family(units, prompts, share)):
-        rest = {row: completions[row][:-1] for row in rows}
-        _grow(runs, paths, units[rows[0]], tree, prompts[rows[0]], rest, deep=kernel is None)
-    if kernel is not None:
-        order = sorted(range(len(runs)), key=lambda i: runs[i].parent >= 0)
-        place = {run: i for i, run in enumerate(order)}
-        runs = [replace(runs[i], parent=place.get(runs[i].parent, -1)) for i in order]
-        paths = {row: [place[run] for run in path] for row, path in paths.items()}
-    starts = list(accumulate((len(run.tokens) for run in runs), initial=0))
+    rows = [p + c[:-1] for p, c in zip(prompts, completions, strict=True)]
+    # Sorted, a row has most in common with the one before it.
+    families = [sorted(members, key=rows.__getitem__) for members in family(units, prompts, share)]
+    before = {row: last for members in families for last, row in pairwise(members)}
+    ids: list[int] = []
+    positions: list[int] = []
+    paths: dict[int, list[int]] = {}  # row → its tokens in the sequence
+    new: dict[int, range] = {}  # row → those of them that no row before has
+    for row in [*(members[0] for members in families), *before]:
+        last = before.get(row)
+        known = [] if last is None else paths[last][: common_prefix_len(rows[last], rows[row])]
+        new[row] = range(len(ids), len(ids) + len(rows[row]) - len(known))
+        paths[row] = [*known, *new[row]]
+        ids += rows[row][len(known) :]
+        positions += range(len(known), len(rows[row]))
     T = max(map(len, completions))
     at, edge, edges = [], [], dict[tuple[int, int], int]()
     for row, completion in enumerate(completions):
-        tokens = [i for run in paths[row] for i in range(starts[run], starts[run + 1])][len(prompts[row]) - 1 :]
+        tokens = paths[row][len(prompts[row]) - 1 :]
         padding = [0] * (T - len(completion))
         at.append(tokens + padding)
         edge.append([edges.setdefault(pair, len(edges)) for pair in zip(tokens, completion, strict=True)] + padding)
-    lengths = [len(run.tokens) for run in runs]
-    roots = sum(run.parent < 0 for run in runs)
-    parents = [run.parent for run in runs]
+    kernel = flash_kernel(device, dtype)
+
+    def runs(of: Sequence[int], shared: bool) -> _Runs:
+        lengths, keys = [len(new[row]) for row in of], [paths[row] for row in of] if shared else None
+        if kernel is not None:
+            return _FlashRuns.of(kernel, lengths, keys, device)
+        return _PaddedRuns.of(lengths, keys, device, dtype)
+
+    roots, branches = [members[0] for members in families], [row for row in before if new[row]]
     return Packed(
-        ids=torch.tensor([[t for run in runs for t in run.tokens]], device=device),
-        positions=torch.tensor([[run.first + i for run in runs for i in range(len(run.tokens))]], device=device),
+        ids=torch.tensor([ids], device=device),
+        positions=torch.tensor([positions], device=device),
         target=torch.tensor([[*c, *[0] * (T - len(c))] for c in completions], device=device),
         at=torch.tensor(at, device=device),
         mask=torch.arange(T, device=device) < torch.tensor([len(c) for c in completions], device=device)[:, None],
         edges=torch.tensor(list(edges), device=device).mT,
         edge=torch.tensor(edge, device=device),
-        layout=Varlen.of(kernel, lengths[:roots], lengths[roots:], parents[roots:], device)
-        if kernel is not None
-        else _layout(runs, device, dtype),
-        pieces=_pieces(runs, starts),
+        layout=_Layout(
+            sum(len(new[row]) for row in roots), runs(roots, False), runs(branches, True) if branches else None
+        ),
+        pieces=_pieces((units[row], new[row]) for row in [*roots, *branches]),
         dtype=dtype,
     )
 
 
-def _grow(
-    runs: list[_Run],
-    paths: dict[int, list[int]],
-    unit: int,
-    tree: int,
-    prompt: tuple[int, ...],
-    rest: Mapping[int, tuple[int, ...]],
-    deep: bool,
-) -> None:
-    """Add the runs of one tree, parents first, and the path of each of its rows. rest: row → what follows the prompt.
-    deep: answers share their beginnings; else only their prompt."""
-
-    def grow(rows: list[int], done: int, parent: int) -> None:
-        """rows: with the same first `done` tokens, sorted by their tokens."""
-        prompt_alone = not deep and parent < 0 and len(rows) > 1
-        stop = done if prompt_alone else common_prefix_len(rest[rows[0]], rest[rows[-1]])
-        before = prompt if parent < 0 else ()
-        own, first = len(runs), 0 if parent < 0 else len(prompt) + done
-        runs.append(_Run(unit, tree, before + rest[rows[0]][done:stop], first, parent))
-        further: dict[Hashable, list[int]] = {}
-        for row in rows:
-            paths.setdefault(row, []).append(own)
-            if len(rest[row]) > stop:
-                further.setdefault(rest[row][stop] if deep else row, []).append(row)
-        for branch in further.values():
-            grow(branch, stop, own)
-
-    grow(sorted(rest, key=rest.__getitem__), 0, -1)
+def _pieces(runs: Iterable[tuple[int, range]]) -> tuple[tuple[int, slice], ...]:
+    """The longest stretches of one unit."""
+    out: list[tuple[int, slice]] = []
+    for unit, tokens in runs:
+        start = tokens.start
+        if out and out[-1][0] == unit:
+            start = out.pop()[1].start
+        out.append((unit, slice(start, tokens.stop)))
+    return tuple(out)
 
 
 def common_prefix_len(a: Sequence[int], b: Sequence[int]) -> int:
     """How many tokens the two have in common at the start."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def _pieces(runs: Sequence[_Run], starts: Sequence[int]) -> tuple[tuple[int, slice], ...]:
-    """The longest stretches of one unit."""
-    out: list[tuple[int, slice]] = []
-    for run, lo, hi in zip(runs, starts, starts[1:], strict=False):
-        if out and out[-1][0] == run.unit:
-            out[-1] = (run.unit, slice(out[-1][1].start, hi))
-        else:
-            out.append((run.unit, slice(lo, hi)))
-    return tuple(out)
 
 
 def family(units: Sequence[int], prompts: Sequence[tuple[int, ...]], share: bool) -> list[list[int]]:
@@ -381,30 +307,6 @@ def padded_batches(lengths: Sequence[int], budget: int, *, longest_first: bool =
     return out
 
 
-def _layout(runs: Sequence[_Run], device: torch.device, dtype: torch.dtype) -> _Layout:
-    """Of runs tree by tree."""
-    sizes = [0] * (runs[-1].tree + 1)
-    for run in runs:
-        sizes[run.tree] += len(run.tokens)
-    padding, N = _Padding.of(sizes, device), max(sizes)
-    if all(run.parent < 0 for run in runs):
-        return _Layout(padding, None)
-    seen = torch.zeros(len(sizes), N, N, dtype=torch.bool)
-    seen[:, :, 0] = True  # padding too: without any key its softmax would be NaN
-    ends: list[int] = []  # of each run, in its tree
-    tree, lo = -1, 0
-    for run in runs:
-        tree, lo = run.tree, lo if run.tree == tree else 0
-        hi = lo + len(run.tokens)
-        if run.parent >= 0:
-            seen[tree, lo:hi] |= seen[tree, ends[run.parent] - 1]
-        seen[tree, lo:hi, lo:hi] |= torch.ones(hi - lo, hi - lo, dtype=torch.bool).tril()
-        ends.append(hi)
-        lo = hi
-    bias = torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, -torch.inf)
-    return _Layout(padding, bias[:, None].to(device))
-
-
 def _attention(
     _module: torch.nn.Module,
     query: Float[Tensor, "1 H N D"],
@@ -412,7 +314,7 @@ def _attention(
     value: Float[Tensor, "1 K N D"],
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    packed_layout: _Layout | Varlen | None = None,
+    packed_layout: _Layout | None = None,
     **_: Any,
 ) -> tuple[Float[Tensor, "1 N H D"], None]:
     assert packed_layout is not None, "the model does not hand its keyword arguments on to attention"

@@ -520,8 +520,10 @@ class PerRolloutGrads:
         if len(x) <= len(pieces) * max(site.W.shape):
             into.index_add_(0, rows, (members @ (x @ site.Vh.mT).mul_(dy @ site.U)).to(into.dtype))
             return
-        for row, parts in pieces:
-            M = torch.stack([dy[part].mT @ x[part] for part in parts]).sum(0)
+        for row, (first, *others) in pieces:
+            M = dy[first].mT @ x[first]
+            for part in others:
+                M.addmm_(dy[part].mT, x[part])
             into[row] += ((M @ site.Vh.mT).to(into.dtype) * site.U).sum(0)
 
 
