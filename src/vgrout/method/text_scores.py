@@ -18,10 +18,7 @@ from torch import Tensor
 from vgrout import ranks
 from vgrout.direction.pairs import KnownCorrect
 from vgrout.method.base import Monitor, Setup, Views, rewarded
-from vgrout.model.hidden_states import by_length
-from vgrout.model.logprobs import collate, completion_logprobs
-from vgrout.model.memory import TOKEN_BUDGET
-from vgrout.model.packing import batches, pack
+from vgrout.model.logprobs import completion_logprobs
 from vgrout.model.policy import Policy
 from vgrout.model.sampler import sample
 from vgrout.problems import Row
@@ -139,21 +136,8 @@ def mean_logp(
     out: dict[int, Tensor] = {}
     own = ranks.own([len(p) + len(c) for p, c in zip(prompts, completions, strict=True)])
     own_prompts, own_completions = prompts[own.start : own.stop], completions[own.start : own.stop]
-    one_unit = [0] * len(own)
-    budget = TOKEN_BUDGET.get(policy.device.type, TOKEN_BUDGET["cuda"])
-    parts = (
-        batches(one_unit, own_prompts, own_completions, budget)
-        if policy.packs
-        else by_length(own_prompts, own_completions)
-    )
     with side or policy.adapter.reference():
-        for part in parts:
-            texts = [own_prompts[i] for i in part], [own_completions[i] for i in part]
-            batch = (
-                pack(one_unit[: len(part)], *texts, policy.device, policy.model.dtype)
-                if policy.packs
-                else collate(*texts, policy.device)
-            )
+        for part, batch in policy.batches(own_prompts, own_completions):
             logp = completion_logprobs(policy.model, batch).full.double()
             means = (torch.where(batch.mask, logp, 0.0).sum(1) / batch.mask.sum(1)).cpu()
             out |= dict(zip([own[i] for i in part], means, strict=True))

@@ -5,18 +5,15 @@ would drift by themselves; under the base model recorded answers can be scored a
 """
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from jaxtyping import Bool, Float, Int
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
-from vgrout.model.logprobs import backbone, collate
-from vgrout.model.packing import padded_batches
+from vgrout.model.logprobs import completion_hidden
 from vgrout.model.policy import Policy
 
-TOKEN_BUDGET = 16_384
 MIN_SAMPLES = 5  # DBSCAN's: a point with so many within ε, itself included, is a core of a cluster
 
 
@@ -28,13 +25,10 @@ def latents(
     the CPU, in the order given."""
     out: dict[int, Tensor] = {}
     with policy.adapter.reference():
-        for part in by_length(prompts, completions):
-            batch = collate([prompts[i] for i in part], [completions[i] for i in part], policy.device)
-            hidden = backbone(policy.model)(input_ids=batch.ids, use_cache=False).last_hidden_state
-            rows = hidden[torch.arange(len(part), device=policy.device)[:, None], batch.at].float()
-            weight = batch.mask[..., None].float()
-            means = (rows * weight).sum(1) / weight.sum(1)
-            out |= dict(zip(part, means.cpu(), strict=True))
+        for part, batch in policy.batches(prompts, completions):
+            rows = completion_hidden(policy.model, batch).float().cpu()
+            lengths = [len(completions[i]) for i in part]
+            out |= dict(zip(part, (row.mean(0) for row in rows.split(lengths)), strict=True))
     return torch.stack([out[i] for i in range(len(prompts))])
 
 
@@ -46,45 +40,14 @@ def token_states(
 
     The blocks above are not run: reading early costs that share of a forward.
     """
-    blocks = backbone(policy.model).layers
-    assert isinstance(blocks, torch.nn.ModuleList), type(blocks)
-    assert 1 <= layer <= len(blocks), (layer, len(blocks))
+    longer = [(*c, policy.pad_id) for c in completions]  # the last token of a completion predicts nothing: not read
     out: dict[int, Tensor] = {}
     with policy.adapter.reference():
-        for part in by_length(prompts, completions):
-            ids = [torch.tensor(prompts[i] + completions[i]) for i in part]
-            batch = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=policy.pad_id)
-            hidden = _after(policy, blocks[layer - 1], batch.to(policy.device))
-            for row, i in zip(hidden, part, strict=True):  # padding is on the right: causal attention never sees it
-                start = len(prompts[i])
-                out[i] = row[start : start + len(completions[i])].double().cpu()
+        for part, batch in policy.batches(prompts, longer):
+            rows = completion_hidden(policy.model, batch, layer).double().cpu()
+            lengths = [len(longer[i]) for i in part]
+            out |= dict(zip(part, (row[1:] for row in rows.split(lengths)), strict=True))
     return [out[i] for i in range(len(prompts))]
-
-
-class _LayerReached(Exception):
-    """Ends a forward after the requested block."""
-
-
-def _after(policy: Policy, block: torch.nn.Module, ids: Int[Tensor, "B L"]) -> Float[Tensor, "B L D"]:
-    states: list[Tensor] = []
-
-    def stop(_module: torch.nn.Module, _args: object, output: object) -> None:
-        states.append(output[0] if isinstance(output, tuple) else cast("Tensor", output))
-        raise _LayerReached
-
-    handle = block.register_forward_hook(stop)
-    try:
-        backbone(policy.model)(input_ids=ids, use_cache=False)
-    except _LayerReached:
-        pass
-    finally:
-        handle.remove()
-    return states[0]
-
-
-def by_length(prompts: Sequence[tuple[int, ...]], completions: Sequence[tuple[int, ...]]) -> list[list[int]]:
-    """Indices, long answers first, in batches of at most TOKEN_BUDGET padded tokens (or one answer)."""
-    return padded_batches([len(p) + len(c) for p, c in zip(prompts, completions, strict=True)], TOKEN_BUDGET)
 
 
 def dbscan(x: Float[Tensor, "n D"], eps: float, min_samples: int = MIN_SAMPLES) -> Int[Tensor, " n"]:

@@ -1,9 +1,10 @@
 """Log-probs of completions: rows of prompt + completion → their tokens' log-probs, the lm_head on those alone."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -90,13 +91,46 @@ def completion_logprobs(
     )
 
 
-def completion_hidden(model: PreTrainedModel, batch: Batch | Packed) -> Float[Tensor, "n D"]:
-    """The backbone's output wherever it predicts a token of a completion: n of them, row by row, padding left out."""
-    wanted = batch.mask.nonzero(as_tuple=True)
+def completion_hidden(model: PreTrainedModel, batch: Batch | Packed, layer: int | None = None) -> Float[Tensor, "n D"]:
+    """The backbone's output wherever it predicts a token of a completion: n of them, row by row, padding left out.
+    layer: what the block with this number (from 1) puts out, instead; those above are not run."""
+    core, wanted = backbone(model), batch.mask.nonzero(as_tuple=True)
+    with _stopped(core, layer) as reached:
+        if isinstance(batch, Packed):
+            reached.append(packed_hidden(model, core, batch))
+        else:
+            reached.append(core(input_ids=batch.ids, use_cache=False).last_hidden_state)
+    hidden = reached[0]
     if isinstance(batch, Packed):
-        return packed_hidden(model, backbone(model), batch)[batch.at[wanted]]
-    hidden = backbone(model)(input_ids=batch.ids, use_cache=False).last_hidden_state
+        return hidden.flatten(0, -2)[batch.at[wanted]]
     return hidden[wanted[0], batch.at[wanted]]
+
+
+class _BlockReached(Exception):
+    """Ends a forward."""
+
+
+@contextmanager
+def _stopped(core: torch.nn.Module, layer: int | None) -> Generator[list[Tensor]]:
+    """A forward in here ends after this block, whose output is put into the list; None: it does not end."""
+    reached: list[Tensor] = []
+    if layer is None:
+        yield reached
+        return
+    blocks = core.layers
+    assert isinstance(blocks, torch.nn.ModuleList), type(blocks)
+    assert 1 <= layer <= len(blocks), (layer, len(blocks))
+
+    def stop(_module: torch.nn.Module, _args: object, output: object) -> None:
+        reached.append(output[0] if isinstance(output, tuple) else cast("Tensor", output))
+        raise _BlockReached
+
+    handle = blocks[layer - 1].register_forward_hook(stop)
+    try:
+        with suppress(_BlockReached):
+            yield reached
+    finally:
+        handle.remove()
 
 
 def in_chunks(head: Callable[..., tuple[Tensor, ...]], logits: int, *rows: Shaped[Tensor, "n ..."]) -> list[Tensor]:

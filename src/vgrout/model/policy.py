@@ -5,7 +5,7 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -39,7 +39,8 @@ from vgrout.model.logprobs import (
     in_chunks,
     vocabulary,
 )
-from vgrout.model.packing import Packed, flash_is_here, pack, packed_hidden, packs
+from vgrout.model.memory import TOKEN_BUDGET
+from vgrout.model.packing import Packed, batches, flash_is_here, pack, packed_hidden, packs, padded_batches
 from vgrout.model.source import advice, require_model, resolved_dtype
 from vgrout.model.svd_adapter import SvdAdapter
 from vgrout.model.template_probe import BYTES, SECONDS
@@ -131,6 +132,25 @@ class LanguageModel:
         """A fresh decoder on the weights as they are now."""
         return LeanDecoder(self.model) if self.lean else HfDecoder(self.model)
 
+    def batches(
+        self, prompts: Sequence[tuple[int, ...]], completions: Sequence[tuple[int, ...]]
+    ) -> Iterator[tuple[list[int], Batch | Packed]]:
+        """All rows, a forward's at a time, with their indices. What answers to a prompt begin with alike is read once,
+        where the model allows it: for what is asked of each token, not of each row's gradient."""
+        budget = TOKEN_BUDGET.get(self.device.type, TOKEN_BUDGET["cuda"])
+        if self.packs:
+            parts = batches([0] * len(prompts), prompts, completions, budget)
+        else:
+            parts = padded_batches([len(p) + len(c) for p, c in zip(prompts, completions, strict=True)], budget)
+        for part in parts:
+            yield part, self.batch([prompts[i] for i in part], [completions[i] for i in part])
+
+    def batch(self, prompts: Sequence[tuple[int, ...]], completions: Sequence[tuple[int, ...]]) -> Batch | Packed:
+        """The same rows in one forward."""
+        if self.packs:
+            return pack([0] * len(prompts), prompts, completions, self.device, self.model.dtype)
+        return collate(prompts, completions, self.device)
+
     def attention(self, *, packed: bool = True) -> dict[str, str]:
         """The kernel of each phase, for run.json. packed: whether the update packs its rows where the model allows it.
         A decoding step has one query a row, which SDPA reads as fast as anything."""
@@ -163,12 +183,9 @@ class Policy(LanguageModel):
     ) -> Float[Tensor, " n"]:
         """KL(π ‖ base) in nats at every completion token, over the whole vocabulary: π with the weights as they are
         now, base with the adapter at zero, so that an untouched policy has exactly 0. All rows in one forward."""
-        batch: Batch | Packed
-        if self.packs:  # equal answers, and prompts that several were given, are read once
-            batch = pack([0] * len(prompts), prompts, completions, self.device, self.model.dtype)
+        batch, at, of = self.batch(prompts, completions), None, None
+        if isinstance(batch, Packed):
             at, of = batch.at[batch.mask].unique(return_inverse=True)
-        else:
-            batch, at, of = collate(prompts, completions, self.device), None, None
 
         def hidden() -> Tensor:
             if isinstance(batch, Packed):
