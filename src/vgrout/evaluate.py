@@ -186,17 +186,17 @@ def evaluate_final(
     """
     problems = balanced(test, cfg.eval.final_n_prompts, 0, "test")
 
-    def sampled(side: Side, problems: Sequence[Problem]) -> list[Answer]:
+    def sampled(side: Side, problems: Sequence[Problem], label: str = "") -> list[Answer]:
         if stop():
             raise Interrupted("interrupted before the final evaluation was done")
-        with clock(f"final evaluation, {side}"):
+        with clock(f"final evaluation, {side}{label}"):
             n, step = cfg.eval.final_samples, cfg.scale.steps
             return answers_of(side, policy, grader, problems, n, cfg, step, "final")
 
     base, deployed = sampled("base", problems), sampled("deployed", problems)
     differs = bool(policy.adapter.δS_hack.any()) or cfg.method.control_spec.deploys_quarantine
     trained = sampled("trained", problems) if differs else deployed
-    bare = deployed if cfg.plain_prompts else sampled("deployed", [plain(p) for p in problems])
+    bare = deployed if cfg.plain_prompts else sampled("deployed", [plain(p) for p in problems], " without a hint")
     return Final.of(base=base, trained=trained, deployed=deployed, plain=bare)
 
 
