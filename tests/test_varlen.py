@@ -11,8 +11,9 @@ import tiny
 from runs import SharedRuns, flags, rows, run
 from vgrout.model import packing
 from vgrout.model.logprobs import completion_logprobs
-from vgrout.model.packing import flash_kernel, pack
+from vgrout.model.packing import batches, flash_kernel, pack
 
+CPU = torch.device("cpu")
 PROMPTS = [(3, 4, 5, 6), (3, 4, 5, 6), (3, 4, 5, 6), (7, 8), (9, 10, 11)]
 COMPLETIONS = [(8, 9, 3, 1), (8, 9, 5, 1), (4,), (4, 4, 4), (6, 1, 2, 3, 4)]  # the first two begin alike
 TOKENS = {True: 7 + 1 + 0 + 4 + 7, False: 7 + 7 + 4 + 4 + 7}  # read, with and without sharing
@@ -84,6 +85,22 @@ def test_a_run_with_the_kernel_is_the_run_without(kernel: Counting, shared_run: 
     for by_kernel, by_sdpa in zip(rows(path), rows(shared_run(*argv)), strict=False):
         assert by_kernel["hack_s"] == by_sdpa["hack_s"]
         assert by_kernel["gn"] == pytest.approx(by_sdpa["gn"], rel=1e-4)
+
+
+def test_answers_that_begin_alike_do_not_fill_the_memory_with_copies() -> None:
+    """A policy that collapsed: 300 answers share all but their last ten tokens, and one is another."""
+    budget, same = 512, tuple(range(100, 290))
+    completions = [(*same, *(300 + i,) * 10) for i in range(300)] + [tuple(range(400, 600))]
+    prompts = [(3, 4, 5)] * len(completions)
+    parts = batches([0] * len(completions), prompts, completions, budget)
+    assert sorted(i for part in parts for i in part) == list(range(len(completions)))
+    for part in parts:
+        batch = pack([0] * len(part), [prompts[i] for i in part], [completions[i] for i in part], CPU, torch.float32)
+        assert batch.tokens <= budget
+        branches = batch.layout.branches
+        assert branches is None or branches.keys.numel() <= 16 * budget
+        assert branches is None or branches.bias.numel() <= 4 * budget**2
+    assert len(parts) < 20, "and share what they can"
 
 
 def test_no_gpu_no_kernel() -> None:

@@ -279,18 +279,27 @@ def batches(
     share: bool = True,
 ) -> list[list[int]]:
     """Indices for `pack`: rows that share a prompt together, long ones first. A batch has at most `budget` tokens,
-    shared ones counted once, or is one row."""
+    shared ones counted once, or is one row.
+
+    Keys are not shared: in attention each branch has a copy of what leads to it, padded to the longest. A batch ends
+    where those copies exceed 16 · budget tokens, or their pairs with the queries, which are padded too, 4 · budget².
+    """
     tokens = [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]
     out: list[list[int]] = []
     left = 0  # of the open batch's budget
+    branches = queries = keys = 0  # of the open batch: how many, and the longest
     for members in sorted(family(units, prompts, share), key=lambda of: -max(tokens[i] for i in of)):
         last: tuple[int, ...] | None = None  # the row before in the open batch, with which the next one shares most
         for i in sorted(members, key=lambda i: completions[i]):
             row = prompts[i] + completions[i][:-1]
             cost = len(row) - (0 if last is None else common_prefix_len(last, row))
-            if not out or cost > left:
+            if last is not None and cost:
+                branches, queries, keys = branches + 1, max(queries, cost), max(keys, len(row))
+            crowded = branches * keys * max(queries, budget // 4) > 4 * budget**2
+            if not out or cost > left or crowded:
                 out.append([])
                 left, cost = budget, len(row)
+                branches = queries = keys = 0
             out[-1].append(i)
             left, last = left - cost, row
     return out
