@@ -173,7 +173,8 @@ def _side_by_side(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
 def _prepacks(model: PreTrainedModel) -> bool:
     """Whether oneDNN has kernels for this model's weights: those that torch.compile calls as well."""
     ops = torch.ops.mkldnn
-    kinds = {torch.float32: True, torch.bfloat16: hasattr(ops, "_is_mkldnn_bf16_supported")}
+    bf16 = getattr(ops, "_is_mkldnn_bf16_supported", lambda: False)  # this CPU's word, not the library's
+    kinds = {torch.float32: True, torch.bfloat16: bf16()}
     return (
         model.device.type == "cpu"
         and torch.backends.mkldnn.is_available()
