@@ -19,6 +19,7 @@ from vgrout.model.logprobs import backbone, vocabulary
 # a copy of these weights per call of the sampler. Above it, on a CPU, weights are copied into the layout of oneDNN's
 # kernels, and a prompt's keys and values are read once for all slots that go on from it.
 SMALL = 2**26
+READ, READ_CPU = 2**15, 2**9  # tokens of prompts, with their padding, that go through a larger model at once
 LEAN = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 
 
@@ -217,13 +218,14 @@ class _Block:
         )
 
 
+Past = list[tuple[Float[Tensor, "P K T D"], Float[Tensor, "P K T D"]]]  # keys and values of prompts, by layer
 Attend = Callable[..., Float[Tensor, "n K h D"]]  # queries by key/value head [n, K, h, D], scale= → what they read
 
 
 class _Cache:
     """Keys and values of every slot, prompt and answer, in one buffer for all layers."""
 
-    def __init__(self, past: list[tuple[Tensor, Tensor]], pad: Tensor | None, room: int, max_new: int) -> None:
+    def __init__(self, past: Past, pad: Tensor | None, room: int, max_new: int) -> None:
         P, K, self.used, D = past[0][0].shape
         self.kv = past[0][0].new_empty(len(past), 2, max(P, room), K, self.used + max_new, D)
         for of_layer, pair in zip(self.kv, past, strict=True):
@@ -259,7 +261,7 @@ class _ForkedCache:
     """The same with each prompt's keys and values once, however many slots go on from it, on a CPU. Attention is to
     both parts by themselves, added up by their shares of the softmax's sum."""
 
-    def __init__(self, past: list[tuple[Tensor, Tensor]], pad: Tensor | None, room: int, max_new: int) -> None:
+    def __init__(self, past: Past, pad: Tensor | None, room: int, max_new: int) -> None:
         P, K, _, D = past[0][0].shape
         self.past, self.pad, self.used = past, pad, 0
         self.kv = past[0][0].new_empty(len(past), 2, max(P, room), K, max_new, D)
@@ -309,6 +311,11 @@ class _ForkedCache:
             for kv in self.kv[..., : self.used, :]:
                 kv[:, to] = kv[:, source]
         self.prompt_of = [self.prompt_of[slot] for slot in slots]
+        read = sorted({*self.prompt_of})
+        if len(read) <= len(self.past[0][0]) // 2:  # those of ended rows are read at every step: worth a copy now
+            self.past = [(k[read], v[read]) for k, v in self.past]
+            self.pad = None if self.pad is None else self.pad[read]
+            self.prompt_of = [read.index(p) for p in self.prompt_of]
         self._group()
 
 
@@ -335,26 +342,49 @@ class LeanDecoder:
         self.head = kind.of([model.get_output_embeddings()], small)
 
     def prefill(self, prompts: Sequence[tuple[int, ...]], room: int, max_new: int) -> Float[Tensor, "P V"]:
-        hf = HfDecoder(self.model)
         if self.small:
+            hf = HfDecoder(self.model)
             logits = hf.prefill(prompts, room, max_new)
-        else:  # in three dimensions the head's product would copy the weight for every prompt, a third of a second
-            logits = self.head(hf._read(self.core, prompts).last_hidden_state[:, -1])
-        layers = [layer for layer in hf.cache.layers if isinstance(layer, DynamicLayer)]
-        past = [(layer.keys, layer.values) for layer in layers if layer.keys is not None and layer.values is not None]
+            past = _past(hf.cache)
+        else:
+            logits, past = self._read_in_parts(prompts)
+        lengths = torch.tensor([len(p) for p in prompts], device=logits.device)
+        longest = past[0][0].shape[2]
+        before = torch.arange(longest, device=logits.device) < (longest - lengths)[:, None]
         pad = None
-        if not hf.mask.all():
-            pad = torch.zeros_like(hf.mask, dtype=logits.dtype).masked_fill(hf.mask == 0, -torch.inf)[:, None, None]
+        if before.any():
+            pad = torch.zeros_like(before, dtype=logits.dtype).masked_fill(before, -torch.inf)[:, None, None]
         forks = not self.small and logits.device.type == "cpu"
         self.cache = (_ForkedCache if forks else _Cache)(past, pad, room, max_new)
-        self.position = hf.mask.sum(1)
-        every = torch.arange(hf.mask.shape[1] + max_new, device=logits.device)[None]
+        self.position = lengths
+        every = torch.arange(longest + max_new, device=logits.device)[None]
         cos, sin = self.core.rotary_emb(logits, every)
         # x·cos + rotate_half(x)·sin, with rotate_half(x) = roll(x, D/2) · (−1 … −1, 1 … 1)
         half = torch.ones_like(sin[0, 0])
         half[: len(half) // 2] = -1
         self.cos, self.sin = cos[0], sin[0] * half
         return logits
+
+    def _read_in_parts(self, prompts: Sequence[tuple[int, ...]]) -> tuple[Float[Tensor, "P V"], Past]:
+        """The prompts' logits, keys and values, from parts of like lengths: little padding, and on a CPU activations
+        that stay in its cache."""
+        at_once = READ_CPU if self.model.device.type == "cpu" else READ
+        longest = max(map(len, prompts))
+        logits, past = torch.empty(0), Past()
+        for part in _alike([len(p) for p in prompts], at_once):
+            hf = HfDecoder(self.model)
+            last = hf._read(self.core, [prompts[i] for i in part]).last_hidden_state[:, -1]
+            # in three dimensions the head's product would copy the weight for every prompt, a third of a second
+            of_part, read = self.head(last), _past(hf.cache)
+            if not past:
+                logits = of_part.new_empty(len(prompts), of_part.shape[-1])
+                shape = (len(prompts), read[0][0].shape[1], longest, read[0][0].shape[3])
+                past = [(k.new_zeros(shape), v.new_zeros(shape)) for k, v in read]
+            logits[part] = of_part
+            for pair, of_layer in zip(past, read, strict=True):
+                for kept, held in zip(pair, of_layer, strict=True):
+                    kept[part, :, longest - held.shape[2] :] = held
+        return logits, past
 
     @torch.inference_mode()
     def step(self, tokens: Int[Tensor, " n"]) -> Float[Tensor, "n V"]:
@@ -377,6 +407,22 @@ class LeanDecoder:
     def keep(self, slots: Sequence[int]) -> None:
         self.cache.keep(slots)
         self.position = self.position[list(slots)]
+
+
+def _past(cache: DynamicCache) -> Past:
+    layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
+    return [(layer.keys, layer.values) for layer in layers if layer.keys is not None and layer.values is not None]
+
+
+def _alike(lengths: Sequence[int], at_once: int) -> Iterator[list[int]]:
+    """Prompts by length, as many together as take at_once tokens with their padding; one at least."""
+    part: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):  # the first of a part is its longest
+        if part and (len(part) + 1) * lengths[part[0]] > at_once:
+            yield part
+            part = []
+        part.append(i)
+    yield part
 
 
 def _three_steps(decoder: Decoder, prompts: Sequence[tuple[int, ...]], tokens: Tensor) -> list[Tensor]:
