@@ -1,6 +1,5 @@
 """Settings and checks shared by distillation and iterative DPO. No torch."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from vgrout.config.run import (
 )
 from vgrout.config.sampling import Sampling
 from vgrout.data import organism
-from vgrout.grading.grade import Grader
+from vgrout.grading.grade import Grader, cores
 from vgrout.model.source import Source, model_facts
 from vgrout.modes import EnvMode
 from vgrout.problems import assigned, load_rows, require_fitting, require_solvable
@@ -116,7 +115,7 @@ class Task:
     @property
     def threads(self) -> int:
         """Torch threads on a CPU."""
-        return self.cfg.threads or (1 if self.small else os.cpu_count() or 1)
+        return self.cfg.threads or (1 if self.small else cores())
 
     def trainer_config(
         self, preset: str, scale: Mapping[str, int], opt: OptConfig, evaluation: EvalConfig, tag: str = ""
