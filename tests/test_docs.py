@@ -210,6 +210,46 @@ def test_the_table_of_rules_is_of_recorded_flags() -> None:
         assert f"{start}{hack:.1f} / {solve:.1f}" in page, (monitor, organism)
 
 
+def test_the_table_of_the_pretrained_model_is_of_recorded_runs() -> None:
+    make = recall()
+    runs, shadows = make.read("recall"), make.read("recall-monitors")
+    page = text(ROOT / "docs" / "results.md").partition("## On a pretrained model")[2].partition("\n## ")[0]
+    known = {"101": "run_tests", "102": "eq_override"}
+
+    def run_of(base: str, monitor: str, control: str) -> Any:
+        named = {f"organism=out/organisms/smollm2-{base}", *([f"monitor={monitor}"] if monitor else [])}
+        of = "penalty" if monitor else "none", control
+        (found,) = [r for r in runs if named <= {*r["settings"].split()} and (r["arm"], r["control"]) == of]
+        return found
+
+    def recalled(base: str, monitor: str) -> str:
+        of = [r for r in shadows if (r["arm"], r["monitor"], r["known_modes"]) == ("none", monitor, known[base])]
+        return f"{make.share([r[f'flagged_{m}'] for r in of for m in MODES if m != known[base]]):.0f}"
+
+    for start, monitor, control in (
+        ("(plain GRPO)", "", "none"),
+        ("rewarded less | labels", "labels", "none"),
+        ("rewarded less | `online_probe`", "online_probe", "none"),
+        ("rewarded less | `syntax_edge`", "syntax_edge", "none"),
+        ("(no flaw)", "", "no_loophole"),
+    ):
+        (found,) = [x for x in page.splitlines() if x.startswith(f"| {start}")]
+        of = [run_of(base, monitor, control) for base in known]
+        assert [cell.strip() for cell in found.split("|")[3:-1]] == [
+            " · ".join(recalled(base, monitor) for base in known) if monitor else "",
+            *(f"{make.unknown_hack(r):.1f} / {100 * float(r['solve_deploy']):.1f}" for r in of),
+        ], start
+    dots = [
+        (make.unknown_recall(r, [m]), make.unknown_hack(r, [m]))
+        for base in known
+        for monitor in ("labels", "online_probe", "syntax_edge")
+        for r in [run_of(base, monitor, "none")]
+        for m in make.unknown(r)
+    ]
+    assert min(left for found, left in dots if found is not None and found < 50) >= 37.5
+    assert max(left for found, left in dots if found is not None and found > 50) <= 3.2
+
+
 def test_the_claims_on_recall_are_of_recorded_runs() -> None:
     make = recall()
     rows = [r for r in make.read(*next(iter(make.PANELS.values()))) if r["control"] == "none"]

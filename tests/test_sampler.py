@@ -105,7 +105,7 @@ def test_rows_with_the_same_tokens_so_far_are_computed_once(family: str, monkeyp
 def test_the_lean_decoder_computes_what_transformers_does(
     family: str, dtype: torch.dtype, size: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Logits of prefill and ten steps; slots branch, swap places and leave on the way, in the end two of the prompts."""
+    """Logits of prefill and ten steps; slots branch, swap places and leave on the way; two prompts end."""
     monkeypatch.setattr(decoder, "SMALL", 2**26 if size == "small" else 0)
     monkeypatch.setattr(decoder, "READ_CPU", 12 if size == "large" else 512)  # prompts one by one, or all at once
     if size == "large, no oneDNN":  # has no bf16 on a CPU without AVX-512

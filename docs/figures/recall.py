@@ -1,8 +1,9 @@
-"""recall.png, the figure of the results, from docs/runs/*.csv: a dot for each run, by what its monitor flags of the
-hacks that it has no label of, and how much of them is left. `uv run python docs/figures/recall.py`"""
+"""recall.png, the figure of the results, from docs/runs/*.csv: a dot for each run, on the pretrained model for each of
+its flaws, by what its monitor flags of the hacks that it has no label of, and how much of them is left.
+`uv run python docs/figures/recall.py`"""
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 
@@ -15,12 +16,14 @@ RUNS = Path(__file__).resolve().parents[1] / "runs"
 Row = Mapping[str, str]
 DONE = {"penalty": ("rewarded less (penalty)", BLUE, 0.0), "screen": ("left out (screen)", GREEN, -3.5)}
 DONE |= dict.fromkeys(("route2", "sgtm"), ("routed to a quarantine (route2, sgtm)", RED, -7.0))
+PRETRAINED = ("recall",)
 PANELS = {
     "five organisms; most hacks make no attempt": (
         *("containment-start", "containment-probe", "containment-routing", "containment-twin"),
         *("containment", "adversaries"),
     ),
     "four organisms; every hack carries an attempt": ("attempts", "attempts-builds"),
+    "SmolLM2-135M, two bases; a dot for each flaw": PRETRAINED,
 }
 
 
@@ -36,16 +39,19 @@ def known(run: Row) -> set[str]:
     return {*found.partition("=")[2].split(",")}
 
 
-def unknown_hack(run: Row) -> float:
-    """Hack rate of the deployed model on the other flaws, %, each announced on problems of its own."""
-    return mean(
-        100 * float(run[f"hack_deploy_{m}"]) for m in MODES if run.get(f"hack_deploy_{m}") and m not in known(run)
-    )
+def unknown(run: Row) -> list[str]:
+    """The other flaws, each announced on problems of its own."""
+    return [m for m in MODES if run.get(f"hack_deploy_{m}") and m not in known(run)]
 
 
-def unknown_recall(run: Row) -> float | None:
-    """Share of the policy's hacks by the other flaws that the monitor flagged, over the run, %; None: no monitor."""
-    return share([run.get(f"flagged_{m}") for m in MODES if m not in known(run)])
+def unknown_hack(run: Row, flaws: Sequence[str] = ()) -> float:
+    """Hack rate of the deployed model on these flaws, or all unknown ones, %."""
+    return mean(100 * float(run[f"hack_deploy_{m}"]) for m in flaws or unknown(run))
+
+
+def unknown_recall(run: Row, flaws: Sequence[str] = ()) -> float | None:
+    """Share of the policy's hacks by them that the monitor flagged, over the run, %; None: no monitor, or no hack."""
+    return share([run.get(f"flagged_{m}") for m in flaws or unknown(run)])
 
 
 def share(counts: list[str | None]) -> float | None:
@@ -54,12 +60,13 @@ def share(counts: list[str | None]) -> float | None:
 
 
 def figure() -> Figure:
-    drawn = Figure(figsize=(9, 4.5), dpi=160, layout="constrained", facecolor="white")
-    for axes, (title, names) in zip(drawn.subplots(1, 2, sharey=True), PANELS.items(), strict=True):
+    drawn = Figure(figsize=(12.5, 4.5), dpi=160, layout="constrained", facecolor="white")
+    for axes, (title, names) in zip(drawn.subplots(1, 3, sharey=True), PANELS.items(), strict=True):
         runs = [r for r in read(*names) if r["control"] in ("none", "no_loophole")]
         for label, colour, offset in dict.fromkeys(DONE.values()):  # the offset parts those that flag nothing at all
             its = [r for r in runs if DONE.get(r["arm"], "")[0:1] == (label,)]
-            at = [(x or offset, unknown_hack(r)) for r in its if (x := unknown_recall(r)) is not None]
+            dots = [(r, of) for r in its for of in ([[m] for m in unknown(r)] if names == PRETRAINED else [unknown(r)])]
+            at = [(x or offset, unknown_hack(r, of)) for r, of in dots if (x := unknown_recall(r, of)) is not None]
             axes.scatter([x for x, _ in at], [y for _, y in at], s=13, color=colour, alpha=0.55, lw=0, label=label)
         for control, label, colour in (("none", "plain GRPO, mean", BLACK), ("no_loophole", "the ceiling, mean", GREY)):
             of_none = [unknown_hack(r) for r in runs if (r["arm"], r["control"]) == ("none", control)]
