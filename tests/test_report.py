@@ -157,9 +157,9 @@ def test_recorded_runs_have_todays_names() -> None:
     """Interventions, controls and monitors that were removed keep theirs."""
     recorded = SimpleNamespace(**runpy.run_path(str(RECORDED / "cells.py")))
     paths = sorted(RECORDED.glob("*.csv"))
-    assert len(paths) == 33
+    assert len(paths) == 35
     rows = [row for path in paths for row in recorded.read_runs(path)]
-    assert len(rows) == 2106
+    assert len(rows) == 2116
     assert {r["arm"] for r in rows} == {
         *("none", "erase", "route", "route2", "reader", "surprise", "pmi", "penalty", "screen", "sgtm")
     }
@@ -176,7 +176,7 @@ def test_recorded_runs_have_todays_names() -> None:
     named += ("syntax_edge", "unread_argument")
     assert monitors == {f"monitor={name}" for name in named}
     table = recorded.cells_table([*paths, paths[0]])
-    assert sum(int(r["seeds"]) for r in table.rows) == 2106, "a run given twice counts once"
+    assert sum(int(r["seeds"]) for r in table.rows) == 2116, "a run given twice counts once"
     shrunk = next(r for r in table.rows if (r["arm"], r["control"], r["seeds"]) == ("erase", "shrinkage", "5"))
     by_hand = [float(r["hack_deploy"]) for r in rows if (r["arm"], r["control"]) == ("erase", "shrinkage")]
     assert shrunk["hack deployed"].startswith(f"{100 * mean(by_hand):.1f} [")

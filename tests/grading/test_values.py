@@ -298,7 +298,7 @@ def test_containers_whose_hashes_collide_are_not_built():
     for expected in (5, "5", None, 2.5, {5: 1}, {5}, {(5, 6)}, {frozenset({5}): 1}):
         for claim in ({"s": collide}, {"t": [{"s": collide}]}, {"s": [{"s": collide}]}, {"d": [[{"s": collide}, 1]]}):
             assert not matches(expected, claim)
-    assert time.process_time() - started < 1
+    assert time.process_time() - started < 10  # it would be minutes
     assert matches({(5, frozenset({6, 7})): 1}, {"d": [[{"t": [5, {"s": [7, 6]}]}, 1]]})
 
 
