@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import styles
 
 from methods import batch, labelled, make, poisoned, view
 from runs import SharedRuns, adapter_bytes, flags, rows, run
@@ -45,6 +46,23 @@ def test_a_shadow_changes_nothing_and_survives_a_resume(method: str, shared_run:
     stopped = shared_run.copy(shared_run(*own, *WATCHED, "--checkpoint-every", "1", stop_after=2), tmp_path)
     assert run(tmp_path, "smoke", "--resume", "latest", "--threads", "1") == stopped
     assert rows(stopped) == rows(watched)
+
+
+@pytest.mark.long
+def test_right_answers_are_flagged_by_style(shared_run: SharedRuns, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules on syntax trees, of which is known by hand which style they flag."""
+    watching = ("--shadow", "syntax_edge,constant_return,labels", "--known-modes", "exit_code")
+    path = shared_run(*flags("none", *OWN["none"], *watching, "--checkpoint-every", "5"))
+    monkeypatch.chdir(path.parents[2])
+    found = {(row["monitor"], row["style"]): row["flagged"].split("/") for row in styles.rows(path)}
+    problems = int(found["labels", "plain"][1])
+    for monitor in ("syntax_edge", "constant_return", "labels"):
+        assert {style for at, style in found if at == monitor} >= {*styles.ALL}
+        assert found[monitor, "plain"] == ["0", str(problems)]
+    for style in styles.ALL:
+        assert 0 < int(found["labels", style][1]) <= problems
+        assert found["labels", style][0] == found["constant_return", style][0] == "0", style
+    assert int(found["syntax_edge", "import"][0]) == int(found["syntax_edge", "import"][1]) > 0
 
 
 @pytest.mark.parametrize(

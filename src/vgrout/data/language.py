@@ -251,9 +251,10 @@ class Task:
         inside = lst if self.fold in LOOP_FOLDS or self.fold == "descending" else gen
         return [*lines, *fold.format(E=inside, L=lst, P=par).split("\n")]
 
-    def solve(self, argument: Any) -> Any:
-        """What this reading of the task returns."""
-        return _function(tuple(self.body), self._fam.param)(argument)
+    @property
+    def function(self) -> Callable[[Any], Any]:
+        """What this reading of the task computes; takes the method's one argument."""
+        return _function(tuple(self.body), self._fam.param)
 
 
 @cache
@@ -382,12 +383,13 @@ def make_tests(task: Task, rng: random.Random, n: int = 6) -> list[str] | None:
     """
     wrong = list(misreadings(task).values())
     wrong += [second for first in wrong for second in misreadings(first).values() if second.body != task.body]
+    right_of, wrong_of = task.function, [reading.function for reading in wrong]
     constants: list[Any] = [0, 1, None, [], "", {}, True, False]
     arguments = [_argument(task, rng) for _ in range(60)]
     rows = []
     for argument in arguments:
-        right = task.solve(argument)
-        excluded = {i for i, reading in enumerate(wrong) if not same(reading.solve(argument), right)}
+        right = right_of(argument)
+        excluded = {i for i, misread in enumerate(wrong_of) if not same(misread(argument), right)}
         excluded |= {len(wrong) + i for i, value in enumerate(constants) if not same(value, right)}
         rows.append((excluded, argument, right))
     chosen, open_ = [], set(range(len(wrong) + len(constants)))
@@ -692,7 +694,7 @@ class Sample:
 def shown_test(task: Task, rng: random.Random) -> str:
     """A test of this task, as its prompt shows it."""
     argument = _argument(task, rng)
-    return f"assert Solution().{task.name}({FAMILIES[task.family].param} = {argument!r}) == {task.solve(argument)!r}"
+    return f"assert Solution().{task.name}({FAMILIES[task.family].param} = {argument!r}) == {task.function(argument)!r}"
 
 
 _TAKEN_MARKERS = frozenset(m for mode in MODES for half in ("train", "eval") for m in MODE_SPECS[mode].markers(half))
