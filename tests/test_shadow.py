@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import styles
 
+import styles
 from methods import batch, labelled, make, poisoned, view
 from runs import SharedRuns, adapter_bytes, flags, rows, run
 from tiny import policy as tiny_policy
