@@ -9,7 +9,16 @@ from typing import Literal
 
 from tabulate import tabulate
 
-from benchmarks.flops import Lengths, Shape, decode_bytes, forward_flops, head_flops, kv_bytes, update_flops
+from benchmarks.flops import (
+    Lengths,
+    Shape,
+    contraction_flops,
+    decode_bytes,
+    forward_flops,
+    head_flops,
+    kv_bytes,
+    update_flops,
+)
 from vgrout.config.presets import PRESETS
 from vgrout.model.memory import GIB, KV_BUDGET, TOKEN_BUDGET, plan
 from vgrout.model.source import KNOWN, Shapes
@@ -80,14 +89,10 @@ def shape(s: Shapes, itemsize: int = 2) -> Shape:
     return Shape(s.layers, s.hidden, s.mlp, s.heads, s.kv_heads, s.head_dim, s.vocab, itemsize)
 
 
-def contraction_flops(s: Shapes, tokens: int, parts: int) -> float:
-    """What Σ_t (Vh x_t) ⊙ (Uᵀ ∂L/∂y_t) takes for every part, in the cheaper of its two orders, beyond ∂L/∂yᵀ x, which
-    `update_flops` counts: 2 n (a + b) r token by token, or 2 a b r a part on the summed a × b matrix."""
-    total = 0.0
-    for a, b in s.linears.values():
-        r, known = min(a, b), 2 * tokens * a * b
-        total += min(2 * tokens * (a + b) * r - known, parts * 2 * a * b * r)
-    return s.layers * max(0.0, total)
+def contractions(s: Shapes, tokens: int, parts: int) -> float:
+    """What all Linears' take beyond ∂L/∂yᵀ x, which `update_flops` counts."""
+    of = (contraction_flops(a, b, min(a, b), tokens, parts) - 2 * tokens * a * b for a, b in s.linears.values())
+    return float(s.layers * sum(of))
 
 
 def merge_flops(s: Shapes) -> float:
@@ -133,13 +138,13 @@ def step_seconds(preset: str, method: str, device: Device, use: Assumed, ranks: 
     sets = 2 if quarantine else 1
     pairs: list[Lengths] = [(use.prompt, [use.pair_answer] * 2)] * use.pairs
     pair_tokens = 2 * use.pairs * (use.prompt + use.pair_answer)
-    extraction = update_flops(s, pairs, share=False) + contraction_flops(QWEN, pair_tokens, 2 * use.pairs)
+    extraction = update_flops(s, pairs, share=False) + contractions(QWEN, pair_tokens, 2 * use.pairs)
     held = decode_seconds(s, ceil(cfg.eval.eval_n_prompts / ranks), new, device, use)
     return {
         "sampling: prefill": forward_flops(s, prefill, use.share_prefill) / rate,
         "sampling: decoding": decoding,
         "update": update / rate,
-        "g_b, U and Vh": contraction_flops(QWEN, tokens, parts) / rate,
+        "g_b, U and Vh": contractions(QWEN, tokens, parts) / rate,
         "merging": sets * merge_flops(QWEN) / (device.fp32 * use.fp32_products) if use.merged else 0.0,
         "direction": extraction / rate / ranks / use.extract_every if direction else 0.0,
         "evaluation": held / cfg.eval.eval_ablate_every,

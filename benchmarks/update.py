@@ -2,15 +2,16 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import torch
 from transformers import PreTrainedModel
 
 from benchmarks import rig
-from benchmarks.flops import Shape, packed_flops
+from benchmarks.flops import Shape, contraction_flops, packed_flops
 from benchmarks.report import Ratio, at_most, gemm_rate, interleaved, peak_memory
 from benchmarks.rows import Report, Row
 from vgrout import grpo, ranks
@@ -21,6 +22,7 @@ from vgrout.model.logprobs import Batch, TokenLogprobs, collate
 from vgrout.model.packing import Packed
 from vgrout.model.policy import Policy
 from vgrout.model.sampling import Sampling
+from vgrout.model.svd_adapter import AdaptedLinear, PerRolloutGrads
 from vgrout.tensor_types import GradRows, Packing, RolloutGrads, UpdatePlan
 from vgrout.types import Batch as Step
 from vgrout.types import Group, Rollout
@@ -125,7 +127,7 @@ def phase(quick: bool = False) -> Report:
 
 
 def work(loaded: rig.Loaded, groups: list[Group], shape: Shape) -> int:
-    """FLOPs of the update's matrix products: what is shared counts once."""
+    """FLOPs of the update's matrix products, those with U and Vh too: what is shared counts once."""
     flops = 0
 
     def count(model: PreTrainedModel, batch: Batch | Packed, support: Sampling | None) -> TokenLogprobs:
@@ -135,8 +137,16 @@ def work(loaded: rig.Loaded, groups: list[Group], shape: Shape) -> int:
         flops += packed_flops(shape, batch.tokens, pairs, batch.edges.shape[1])
         return compute(model, batch, support)
 
-    compute = grpo.completion_logprobs
-    with mock.patch.object(grpo, "completion_logprobs", count):
+    def contract(self: PerRolloutGrads, site: AdaptedLinear, pieces: Sequence[Any], *rest: Any) -> None:
+        nonlocal flops
+        flops += contraction_flops(*site.W.shape, len(site.Vh), rest[-1].shape[1], len(pieces))
+        add(self, site, pieces, *rest)
+
+    compute, add = grpo.completion_logprobs, PerRolloutGrads.add_packed
+    with (
+        mock.patch.object(grpo, "completion_logprobs", count),
+        mock.patch.object(PerRolloutGrads, "add_packed", contract),
+    ):
         method_update(loaded, groups)
     return flops
 

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import tiny
 from benchmarks import cost, gpu, rig, trl_peer
 from benchmarks.__main__ import PAGE, main
-from benchmarks.flops import Shape, decode_bytes, forward_flops, head_flops, kv_bytes, update_flops
+from benchmarks.flops import Shape, contraction_flops, decode_bytes, forward_flops, head_flops, kv_bytes, update_flops
 from benchmarks.growth import figure
 from benchmarks.levers import _dead, low_rank
 from benchmarks.report import Ratio, Times, at_least, at_most, interleaved, peak_memory, slope
@@ -37,6 +37,20 @@ def test_flops_are_torchs_own_count() -> None:
     assert counted - shape.attention(20, 0) == total - head - square
     assert shape.attention(20, 0) == 4 * 2 * 4 * 16 * 20 * 21 // 2
     assert shape.attention(12, 8) + shape.attention(8, 0) == shape.attention(20, 0)
+
+
+@pytest.mark.parametrize("tokens", [24, 600])
+def test_a_contraction_costs_what_torch_counts(tokens: int) -> None:
+    """In the order that the adapter takes: token by token for few, by way of each row's sum for many."""
+    adapter = tiny.policy().adapter
+    site, half = next(iter(adapter.sites.values())), tokens // 2
+    with adapter.per_rollout_grads(2) as collected, FlopCounterMode(display=False) as counter:
+        collected.tokens([(0, slice(0, half)), (1, slice(half, tokens))])
+        d_out, d_in = site.W.shape
+        collected.adder(site)(torch.randn(1, tokens, d_in), torch.randn(1, tokens, d_out))
+    r = len(site.Vh)
+    adding_up = 0 if tokens > 2 * max(site.W.shape) else 2 * 2 * tokens * r
+    assert contraction_flops(d_out, d_in, r, tokens, 2) == counter.get_total_flops() - adding_up
 
 
 def test_sharing_saves_the_copies_of_the_prompt_and_nothing_else() -> None:
