@@ -529,6 +529,7 @@ def test_check_reports_what_fails_and_calibrates():
         9: "canonical solution fails",
         10: "test 1",
     }
+    assert "0.3 s of CPU are not enough" in report.failures[1].reason
     assert {*report.cpu_s} == {7}
     assert "1/4 pass" in str(report)
     assert "(problem 7, calibrated limit 0.5 s)" in str(report)

@@ -79,6 +79,9 @@ def check_problems(
                 cpu[problem.id] = grade.cpu_s
             case Grade():
                 why = "a wrong value" if grade.exit_status == "ok" else _no_module(problem) or grade.exit_status
+                if why == "timeout":  # of a slow program, or on a busy machine
+                    limit = problem.cpu_limit or grader.limits.cpu_s
+                    why = f"{limit:g} s of CPU are not enough; a higher 'cpu_limit' in its line gives it more"
                 failures.append(Failure(problem.id, f"canonical solution fails: {why}"))
             case Ungraded(reason=reason):
                 failures.append(Failure(problem.id, f"could not be graded: {reason}"))
