@@ -18,6 +18,7 @@ from transformers import (
 )
 
 import tiny
+from bf16_products import Bf16Products
 from vgrout.config.loss import LossConfig
 from vgrout.config.run import OptConfig
 from vgrout.export.model import Parity, load_beside, parity, write
@@ -225,6 +226,24 @@ def test_bf16_runs_every_path(tmp_path: Path) -> None:
     assert all(v.dtype == torch.float32 and bool(v.isfinite().all()) for v in g_b.values())
     write(policy, tmp_path / "m", torch.bfloat16)
     assert parity(policy, load_beside(policy, tmp_path / "m"), ["hello"], exact=True).holds
+
+
+@pytest.mark.parametrize(("dtype", "off"), [(torch.bfloat16, 2e-2), (torch.float32, 0.0)])
+def test_products_of_bf16_by_way_of_fp32(dtype: torch.dtype, off: float) -> None:
+    """A whole update is what bf16 makes of it, but for the order of its sums; fp32 stays as it was to the last bit."""
+    policy = tiny.policy("llama", dtype=dtype)
+    plan = UpdatePlan((group(policy),))
+
+    def update() -> torch.Tensor:
+        (((g_b,),), _) = policy_gradients(policy, plan, LossConfig(), max_new=12, prompts_per_step=1)
+        return torch.cat(list(g_b.values()), 1)
+
+    plain = update()
+    with Bf16Products():
+        widened = update()
+        step = policy.model.lm_head(torch.ones(1, policy.model.config.hidden_size, dtype=dtype))
+    assert step.dtype == dtype
+    assert (widened - plain).norm() <= off * plain.norm()
 
 
 @pytest.mark.parametrize(
