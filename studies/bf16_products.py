@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +59,5 @@ def _wide_once(linears: Sequence[nn.Linear], fuse: bool) -> decoder._Plain:
 _of = decoder._Plain.of
 
 if __name__ == "__main__":
-    decoder._Plain.of = staticmethod(_wide_once)
-    with Bf16Products():
+    with mock.patch.object(decoder._Plain, "of", _wide_once), Bf16Products():
         sys.exit(train.main())
