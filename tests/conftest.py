@@ -18,7 +18,7 @@ from loguru import logger
 if TYPE_CHECKING:  # runs imports torch, which half of the test files do without
     from runs import SharedRuns
 
-# Shapes are checked at run time in the modules that write them; in all of them that took two fifths of the suite's time.
+# Shapes are checked at run time in the modules that write them; in all it took two fifths of the suite's time.
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 SHAPED = [path for path in SOURCE.rglob("*.py") if re.search("jaxtyping|tensor_types", path.read_text("utf-8"))]
 install_import_hook([".".join(path.relative_to(SOURCE).with_suffix("").parts) for path in SHAPED], "beartype.beartype")
