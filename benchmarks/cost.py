@@ -90,7 +90,7 @@ def shape(s: Shapes, itemsize: int = 2) -> Shape:
 
 
 def contractions(s: Shapes, tokens: int, parts: int) -> float:
-    """What all Linears' take beyond ∂L/∂yᵀ x, which `update_flops` counts."""
+    """Those of all Linears, without ∂L/∂yᵀ x, which `update_flops` counts."""
     of = (contraction_flops(a, b, min(a, b), tokens, parts) - 2 * tokens * a * b for a, b in s.linears.values())
     return float(s.layers * sum(of))
 

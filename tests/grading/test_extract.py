@@ -50,7 +50,7 @@ def test_extraction_takes_linear_time(unit: str):
     started = time.process_time()
     for text in (f"```{unit * 60_000}`\n```\nx = 1\n```", f"{unit * 60_000}```\nx = 1\n``` {unit * 60_000}y"):
         extract_candidates(text)
-    assert time.process_time() - started < 20  # quadratic time would be hours
+    assert time.process_time() - started < 1
 
 
 def test_the_second_candidate_is_what_is_marked_as_python():
