@@ -2,15 +2,17 @@
 
 import csv
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from statistics import mean
 
 import pytest
 
 from test_table import row
-from vgrout.config.presets import resolve
+from vgrout.config.presets import PRESETS, resolve
+from vgrout.data.organism import PLAIN_GRPO
 from vgrout.evaluate import Final
-from vgrout.runs.verdict import PLAIN_GRPO, comparable, last_lines, unlearnt, verdict
+from vgrout.runs.verdict import comparable, last_lines, unlearnt, verdict
 from vgrout.table import StepRow
 from vgrout.types import Eval, ModeEval, Rate
 
@@ -89,12 +91,45 @@ def test_plain_grpo_is_compared_in_its_own_setting_alone(flags: str, alike: bool
     assert comparable(resolve(flags.split())) is alike
 
 
-def test_the_last_four_lines() -> None:
-    def side(hack: float, solve: float) -> Eval:
-        return Eval(ModeEval(percent(hack), percent(solve)), {}, Rate(0, 0))
+def side(hack: float, solve: float) -> Eval:
+    return Eval(ModeEval(percent(hack), percent(solve)), {}, Rate(0, 0))
 
+
+def ended() -> Final:
     deployed = side(2.1, 79.2)
-    final = Final(base=side(0.5, 47.4), trained=side(12, 68.2), deployed=deployed, plain=deployed, answers={})
+    return Final(base=side(0.5, 47.4), trained=side(12, 68.2), deployed=deployed, plain=deployed, answers={})
+
+
+GUARDS = {"guard": None}, {"guard": "off"}, {"guard": "log"}, {"guard": "halt", "guard_warmup": 1, "guard_baseline": 1}
+SHORT = ({}, {}), ({"steps": 3}, {}), ({"steps": 15}, {"eval_ablate_every": 5}), ({}, {"eval_ablate_every": 0})
+METHODS = {"intervention": "none"}, {"intervention": "erase"}, {"intervention": "erase", "control": "no_loophole"}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_run_that_may_start_has_last_lines(preset: str) -> None:
+    """A question about a finished run is answered from its settings, never by making other ones, which checks refuse:
+    a guard that would be blind in another run ended runs of `fast` at their last line."""
+    started = 0
+    for guard, (scale, evals), method in product(GUARDS, SHORT, METHODS):
+        usual = PRESETS[preset][1]
+        try:
+            cfg = replace(
+                usual,
+                guard=replace(usual.guard, **guard),
+                scale=replace(usual.scale, **scale),
+                eval=replace(usual.eval, **evals),
+                method=replace(usual.method, **method),
+            )
+        except ValueError as refused:  # such a run does not start
+            assert str(refused).startswith("--guard halt")  # noqa: PT017
+            continue
+        assert len(last_lines(cfg, ended(), [row()], Path("out/runs/x"))) == 4
+        started += 1
+    assert started > 20
+
+
+def test_the_last_four_lines() -> None:
+    final = ended()
     cfg = resolve(["mini", "--intervention", "route2"])
     lines = last_lines(cfg, final, [row()], Path("out/runs/x"))
     assert lines == [

@@ -281,6 +281,9 @@ def pick_device(model: str | Path, dtype: Dtype, threads: int = 0) -> tuple[torc
     gpu = torch.cuda.is_available()
     if threads and not gpu:
         torch.set_num_threads(threads)
+    # cuDNN plans anew for every new length, a token of decoding included, and its backward under a mask can give NaN
+    # (pytorch #196678); torch puts it first on sm_90
+    torch.backends.cuda.enable_cudnn_sdp(False)
     return torch.device("cuda" if gpu else "cpu"), DTYPES[resolved_dtype(dtype, model, gpu=gpu)]
 
 

@@ -281,10 +281,11 @@ def report(
     with atomic_open(run.path / "final.jsonl") as f:
         for line in answer_lines(final):
             f.write(json.dumps(line, ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace") + b"\n")
-    expected, answer = expectation(cfg.method, final), last_lines(cfg, final, rows, run.path)
+    expected = expectation(cfg.method, final)
     record = as_json(cfg, final, in_dist, run.log, run.stamp)
     ended = {"steps_done": len(rows), "halted": halted or None, "unrouted": unrouted or None, "cue": expected.cue}
     run.dir.write_json("per_mode_deploy.json", record | ended | {"gate": against})
+    answer = last_lines(cfg, final, rows, run.path)
     parts = [
         f"argv: {' '.join(sys.argv)}",
         f"log: {run.log}",

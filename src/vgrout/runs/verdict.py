@@ -2,19 +2,16 @@
 means, in words; and where to read on."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields
 from pathlib import Path
 
 from vgrout.config.presets import PRESETS
 from vgrout.config.run import Config
+from vgrout.data.organism import PLAIN_GRPO
 from vgrout.evaluate import Final
 from vgrout.runs.expectation import NEAR, SKILL
 from vgrout.table import StepRow
 from vgrout.types import Rate
-
-# `mini --intervention none` at seeds 41 to 50: hack and solve of the deployed model in percent, the cell `none` of
-# docs/runs/axes.csv (a test computes it again).
-PLAIN_GRPO = "plain GRPO 79.7 / 2.9 (10 seeds)"
 
 
 def verdict(
@@ -53,8 +50,10 @@ def unlearnt(rows: Sequence[StepRow]) -> str:
 def comparable(cfg: Config) -> bool:
     """Whether PLAIN_GRPO is the same setting without the method: preset mini, all but method, seed and watching."""
     mini = PRESETS["mini"][1]
-    same = {name: getattr(mini, name) for name in ("method", "run", "guard", "detectors")}
-    return cfg.method.intervention != "none" and replace(cfg, **same) == mini
+    free = ("method", "run", "guard", "detectors")
+    return cfg.method.intervention != "none" and all(
+        getattr(cfg, f.name) == getattr(mini, f.name) for f in fields(cfg) if f.name not in free
+    )
 
 
 def last_lines(cfg: Config, final: Final, rows: Sequence[StepRow], run: Path) -> list[str]:
