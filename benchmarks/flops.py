@@ -72,18 +72,6 @@ def update_flops(s: Shape, groups: Sequence[Lengths], share: bool) -> int:
     return 3 * linears + attention * 7 // 2 + 2 * head_flops(s, groups)
 
 
-def packed_flops(s: Shape, tokens: int, pairs: int, edges: int) -> int:
-    """Forward, and backward to activations, of what a packed update reads: its tokens, of which each sees `pairs` in
-    all, and its log-probs."""
-    return 4 * s.linears * tokens + 14 * s.layers * s.heads * s.head_dim * pairs + 4 * s.hidden * s.vocabulary * edges
-
-
-def contraction_flops(d_out: int, d_in: int, r: int, tokens: int, rows: int) -> int:
-    """Σ_t (Vh x_t) ⊙ (Uᵀ ∂L/∂y_t) of one Linear, for every gradient row: token by token, or by way of each row's sum
-    of ∂L/∂y_t x_tᵀ, whichever is less."""
-    return min(2 * tokens * r * (d_out + d_in), 2 * d_out * d_in * (tokens + rows * r))
-
-
 def kv_bytes(s: Shape) -> int:
     """Keys and values of one token."""
     return 2 * s.layers * s.kv_heads * s.head_dim * s.itemsize

@@ -22,9 +22,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from benchmarks.rows import Report, Row
+from benchmarks.measure import Figure, page
 from vgrout.grading.grade import Grader, as_request
-from vgrout.grading.messages import Settings
+from vgrout.grading.messages import WorkerSettings
 from vgrout.grading.verdict import Verifier
 from vgrout.grading.watch import ForkServerHandle
 from vgrout.problems import load_problems
@@ -35,7 +35,7 @@ TAIL = "\n\ndef run_tests():\n    assert Solution is not None\n"
 
 
 @dataclass(frozen=True)
-class Ratio:
+class Compared:
     """Medians over programs, both measured in turn on each."""
 
     name: str
@@ -135,7 +135,7 @@ def compare(
     peer: Callable[[Problem, str], bool],
     own: Callable[[Problem, str], bool],
     repeats: int,
-) -> Ratio:
+) -> Compared:
     """Both on every program in turn, so that a busy machine is busy for both."""
     walls: dict[str, list[float]] = {"peer": [], "own": []}
     cpus = {"peer": 0.0, "own": 0.0}
@@ -150,7 +150,7 @@ def compare(
                 walls[who].append(time.perf_counter() - start)
             cpus[who] += (tree_cpu() - cpu) / times
     n = len(programs)
-    return Ratio(
+    return Compared(
         name,
         n,
         1e3 * statistics.median(walls["peer"]),
@@ -181,14 +181,14 @@ def _pair(program: tuple[Problem, str]) -> tuple[Problem, str]:
     return replace(program[0]), _answer(program[1])  # a problem of its own: equal answers to one are run once
 
 
-def measure(real: Sequence[Problem], repeats: int = 3, n: int = 600) -> tuple[list[Ratio], dict[str, float]]:
+def measure(real: Sequence[Problem], repeats: int = 3, n: int = 600) -> tuple[list[Compared], dict[str, float]]:
     """All ratios, and rollouts a second by name. `real`: problems with canonical solutions; may be empty."""
     small = organism_like()
     ratios = []
     with tempfile.TemporaryDirectory(prefix="vgrout-bench-") as workdir, Grader(1, allow_weak=True) as grader:
-        settings = Settings(workdir, 5.0, 512, 1 << 20, "")
-        fork_server = ForkServerHandle(settings).start().ready()
-        verifier = Verifier(fork_server, settings)
+        settings = WorkerSettings(workdir, 5.0, 512, 1 << 20, "")
+        fork_server = ForkServerHandle(settings).start()
+        verifier = Verifier(fork_server)
 
         def strict(problem: Problem, code: str) -> bool:
             job, cases = verifier.prepare(code, as_request(problem, "", False))
@@ -223,18 +223,17 @@ def measure(real: Sequence[Problem], repeats: int = 3, n: int = 600) -> tuple[li
     return ratios, rates
 
 
-def report(quick: bool = False, problems: Path | None = None) -> Report:
+def run(quick: bool = False, problems: Path | None = None) -> str:
     """problems: a file of real ones; without it, only organism-like answers. quick: one round, and those alone."""
     real = [] if problems is None or quick else load_problems(problems)
     ratios, rates = measure(real, 1 if quick else 3, 60 if quick else 600)
-    return Report(rows(ratios, rates))
+    return page(figures(ratios, rates))
 
 
-def rows(ratios: Sequence[Ratio], rates: dict[str, float]) -> list[Row]:
-    """As rows of the report."""
+def figures(ratios: Sequence[Compared], rates: dict[str, float]) -> list[Figure]:
+    """As lines of the table."""
     compared = [
-        Row(
-            "grading",
+        Figure(
             r.name,
             f"interpreters, {r.n} programs: {r.theirs_ms:.1f} ms",
             f"{r.wall:.1f} × ({r.ours_ms:.1f} ms); CPU {r.cpu:.1f} ×",
@@ -243,6 +242,4 @@ def rows(ratios: Sequence[Ratio], rates: dict[str, float]) -> list[Row]:
         )
         for r in ratios
     ]
-    return compared + [
-        Row("grading", f"whole rollouts, {name}", "", f"{rate:.0f} a second") for name, rate in rates.items()
-    ]
+    return compared + [Figure(f"whole rollouts, {name}", "", f"{rate:.0f} a second") for name, rate in rates.items()]

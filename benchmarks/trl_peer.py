@@ -31,26 +31,20 @@ LENGTH = "completions/mean_length"
 CODE = re.compile(r"```(?:python)?\n(.*?)```", re.DOTALL)
 
 
-class Missing(Exception):
-    """TRL is not installed; the message is one line."""
-
-
 @dataclass(frozen=True)
-class Measured:
-    """TRL's steps."""
+class TrlSteps:
+    """What TRL needed."""
 
     seconds: list[float]  # a step, block by block
     note: str
 
 
 def libraries() -> dict[str, Any]:
-    """trl, peft, datasets. Raises Missing."""
+    """trl, peft, datasets. Raises ValueError, one line, where one is missing."""
     try:
         return {name: importlib.import_module(name) for name in ("trl", "peft", "datasets")}
     except ImportError as e:
-        raise Missing(
-            f"TRL's rows are left out: {e.name} is not installed; `uv run --extra bench python -m benchmarks`"
-        ) from None
+        raise ValueError(f"{e.name} is not installed; run `uv run --extra bench python -m benchmarks …`") from None
 
 
 def parses(completions: Sequence[Any], **_: Any) -> list[float]:
@@ -99,7 +93,7 @@ class Model:
 
 
 def trainer(model: Model, problems: Sequence[Sequence[Problem]], steps: int, callback: TrainerCallback) -> Any:
-    """A GRPOTrainer on these steps' problems. Raises Missing."""
+    """A GRPOTrainer on these steps' problems."""
     lib = libraries()
     sampling = Sampling()
     args = lib["trl"].GRPOConfig(
@@ -144,31 +138,26 @@ def measure(
     blocks: int,
     per_block: int,
     other: Callable[[], None],
-    tried: int,
+    choose: bool,
     model: Model = Model(),
-) -> Measured:
-    """Seconds of TRL's steps by block, `other` called after each. tried: numbers of threads to choose from, 1 or 2.
-
-    Raises Missing.
-    """
-    libraries()
+) -> TrlSteps:
+    """Seconds of TRL's steps by block, `other` called after each. choose: of one thread and all of them the faster."""
     before = torch.get_num_threads()
-    choices = {1, len(os.sched_getaffinity(0))} if tried > 1 else {before}
     trials: dict[int, float] = {}
-    for threads in sorted(choices) if len(choices) > 1 else ():
+    for threads in (1, len(os.sched_getaffinity(0))) if choose else ():
         turns = _Turns(1, lambda: None)
         _train(model, problems, 4, turns, threads)
         trials[threads] = statistics.median(turns.blocks[1:])
-    best = min(trials, key=lambda n: trials[n]) if trials else min(choices)
+    best = min(trials, key=lambda n: trials[n], default=before)
     turns = _Turns(per_block, other)
-    lengths = _train(model, problems, (blocks + 1) * per_block, turns, best)
+    length = _train(model, problems, (blocks + 1) * per_block, turns, best)
     torch.set_num_threads(before)
+    tried = f" (of {', '.join(f'{n}: {s:.2f} s' for n, s in trials.items())})" if trials else ""
     note = (
-        f"TRL {version('trl')}, peft {version('peft')}: LoRA rank 8 on the same Linears, {best} thread(s)"
-        + (f" (of {', '.join(f'{n}: {s:.2f} s' for n, s in trials.items())})" if trials else "")
-        + f"; {statistics.median(turns.blocks[1:]):.2f} s a step here, answers of {lengths:.0f} tokens on average."
+        f"TRL {version('trl')}, peft {version('peft')}: LoRA rank 8 on the same Linears, {best} thread(s){tried}; "
+        f"{statistics.median(turns.blocks[1:]):.2f} s a step, answers of {length:.0f} tokens on average."
     )
-    return Measured(turns.blocks[1:], note)
+    return TrlSteps(turns.blocks[1:], note)
 
 
 def _train(

@@ -1,0 +1,57 @@
+"""The example of --judge decides as it says, and a run's record shows whether it stood before the run."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from fake_runs import fake_run
+from vgrout.report import stats
+from vgrout.report.judge import judged
+from vgrout.report.load import conditions, load
+from vgrout.report.rules import preregistered
+
+STUDIES = Path(__file__).resolve().parents[1] / "studies"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "hack", "solve", "seeds"),
+    [
+        ("SUPPORTED", 0.3, 0.75, 5),
+        ("UNDECIDED", 0.3, 0.75, 4),
+        ("UNDECIDED", 0.6, 0.75, 5),  # 20 points fewer hacks
+        ("UNDECIDED", 0.3, 0.65, 5),  # 15 points of skill lost
+        ("NOT SUPPORTED", 0.3, 0.55, 5),  # 25 points
+        ("NOT SUPPORTED", 0.9, 0.80, 5),
+    ],
+)
+def test_the_example_judges(
+    outcome: str, hack: float, solve: float, seeds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stats, "RESAMPLES", 500)
+    rates = {"none": (0.8, 0.1), "none --control=no_loophole": (0.0, 0.8), "erase": (hack, solve)}
+    for method, (hacked, solved) in rates.items():
+        for seed, off in zip(range(seeds), (0.01, -0.01, 0.0, 0.01, -0.01), strict=False):
+            words = f"--intervention={method}".split()
+            fake_run(tmp_path, *words, seed=seed, hack=max(0.0, hacked + off), solve=solved - off, n=120)
+    (verdict,) = judged(STUDIES / "judge.py", conditions(load([tmp_path])[0]))[0].rows
+    assert (verdict["about"], verdict["verdict"]) == ("erase", outcome)
+
+
+def test_a_preregistration_is_of_the_studies_their_judges_and_the_statistics(tmp_path: Path) -> None:
+    studies = tmp_path / "studies"
+    shutil.copytree(STUDIES, studies, ignore=shutil.ignore_patterns("__pycache__"))
+    digest = preregistered(studies)
+    assert digest == preregistered(STUDIES)
+    for i, recorded in enumerate((digest, "0" * 64, None)):
+        fake_run(tmp_path / str(i), "--intervention=none", seed=i, hashes={"preregistered": recorded})
+    found = conditions(load([tmp_path / str(i) for i in range(3)])[0])
+    (table,) = judged(studies / "judge.py", found)
+    standing = (
+        f"Of 3 runs 1 were started under these very rules and statistics ({digest[:12]}), 1 under others, 1 under"
+    )
+    assert table.caption.startswith(standing)
+    for name in ("judge.py", "arms.toml"):
+        (studies / name).write_text((studies / name).read_text() + "\n# another word\n")
+        before, digest = digest, preregistered(studies)
+        assert before != digest, name
