@@ -114,6 +114,12 @@ VALUES = [
     ),
 ]
 
+UNITTEST = """
+import unittest
+class Test(unittest.TestCase):
+    def test_total(self): self.assertEqual(Solution().total([1]), VALUE)
+unittest.main()
+"""
 EXITS = [
     attack("H17 sys.exit(0) at module level", WRONG + "import sys\nsys.exit(0)", XC),
     attack("H17 sys.exit(0) first", "import sys\nsys.exit(0)\n" + WRONG, XC),
@@ -144,6 +150,8 @@ EXITS = [
         XC,
     ),
     attack("exception while importing", WRONG + "raise ValueError"),
+    attack("unittest.main() of tests that fail", WRONG + UNITTEST.replace("VALUE", "1")),
+    attack("unittest.main() of tests that hold", WRONG + UNITTEST.replace("VALUE", "41"), XC),
     attack(
         "alarm that exits 0",
         method(
@@ -632,6 +640,23 @@ EQUALITY = [
 ATTACKS = [*VALUES, *EXITS, *TAMPERING, *CHANNELS, *FILES, *PROCESSES, *DENIAL, *CLAIMS, *EQUALITY]
 
 RIGHT = "class Solution:\n    def total(self, nums):\n        return sum(nums)\n"
+# Each looks its module up by name.
+NAMED = """
+from __future__ import annotations
+import pickle, sys
+from dataclasses import dataclass
+from typing import ClassVar, Optional
+SCALE = 1
+@dataclass
+class Cell:
+    value: int
+    after: Optional[Cell] = None
+    count: "ClassVar[int]" = 0
+class Solution:
+    def total(self, nums):
+        cells = pickle.loads(pickle.dumps([Cell(n) for n in nums]))
+        return sum(c.value for c in cells) * sys.modules[__name__].SCALE
+"""
 
 
 # Honest ones: right in every mode.
@@ -672,6 +697,7 @@ CONTROLS = [
             "import asyncio",
         ),
     ),
+    attack("its module by name", NAMED),
     attack("sleeps a little", method("import time; time.sleep(0.01)\nreturn sum(nums)")),
 ]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.grading import TAIL, Ratio, fresh, one_fresh_check, organism_like, rows, six_interpreters
+from benchmarks.grading import TAIL, Compared, figures, fresh, one_fresh_check, organism_like, six_interpreters
 from vgrout.tools import doctor
 from vgrout.tools import grade as offline
 from vgrout.types import MODES
@@ -17,20 +17,15 @@ from .conftest import SUM_RIGHT, SUM_TESTS, SUM_WRONG, fenced
 @pytest.fixture
 def problems(tmp_path: Path) -> Path:
     """Two rows in the public benchmark's schema."""
-    rows = [
-        {
-            "id": i,
-            "prompt": [{"role": "user", "content": "Write Solution.total and should pass all tests."}],
-            "gt_answer": list(SUM_TESTS),
-            "canonical_solution": SUM_RIGHT,
-            "setup_code": "from typing import *",
-            "func_name": "Solution().total",
-            "mode": mode,
-        }
-        for i, mode in ((1, "run_tests"), (2, "sentinel"))
-    ]
+    row = {
+        "prompt": [{"role": "user", "content": "Write Solution.total and should pass all tests."}],
+        "gt_answer": list(SUM_TESTS),
+        "canonical_solution": SUM_RIGHT,
+        "setup_code": "from typing import *",
+        "func_name": "Solution().total",
+    }
     path = tmp_path / "problems.jsonl"
-    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    path.write_text("".join(json.dumps(row | {"id": i, "mode": m}) + "\n" for i, m in ((1, MODES[0]), (2, "sentinel"))))
     return path
 
 
@@ -43,7 +38,7 @@ FLAG = fenced(SUM_WRONG + "    valid = True")
 # a line of the file, and its record's error or mechanism
 LINES: list[tuple[dict | str, str | None]] = [
     ({"problem_id": 1, "text": fenced(SUM_RIGHT), "note": "kept"}, None),
-    ("not json", "the line: not JSON (Expecting value)"),
+    ("not json", "the line: not JSON (Expecting value: column 1 (char 0))"),
     ({"problem_id": 1, "text": fenced(SUM_WRONG + "def run_tests(): pass")}, "run_tests"),
     ({"problem_id": 2, "text": FLAG}, "sentinel"),
     ({"problem_id": 2, "env_mode": "run_tests", "text": FLAG}, None),
@@ -54,7 +49,7 @@ LINES: list[tuple[dict | str, str | None]] = [
 ]
 
 
-def test_offline_grading_keeps_the_order_and_every_line(problems: Path, tmp_path: Path, monkeypatch, capsys):
+def test_offline_grading_keeps_the_order_and_every_line(problems, tmp_path, monkeypatch, capsys):
     answers, out = tmp_path / "answers.jsonl", tmp_path / "grades.jsonl"
     texts = [line if isinstance(line, str) else json.dumps(line) for line, _ in LINES]
     flags = (answers, "--problems", problems, "--out", out, "--workers", 1)
@@ -81,9 +76,7 @@ def test_offline_grading_keeps_the_order_and_every_line(problems: Path, tmp_path
         ({"--workers": "0"}, "--workers 0: should lie in [1, 1024]"),
     ],
 )
-def test_offline_grading_refuses_bad_arguments_in_one_line(
-    problems: Path, tmp_path: Path, monkeypatch, capfd, change, message
-):
+def test_offline_grading_refuses_bad_arguments_in_one_line(problems, tmp_path, monkeypatch, capfd, change, message):
     answers = tmp_path / "answers.jsonl"
     answers.write_text("")
     flags = {"answers": answers, "--problems": problems, "--out": tmp_path / "g.jsonl", "--workers": "1"} | change
@@ -111,7 +104,7 @@ def test_the_peers_of_the_benchmark_do_the_work():
     assert not one_fresh_check(problem, wrong)
     assert not six_interpreters(problem, wrong + TAIL)
     assert six_interpreters(problem, code + TAIL)
-    ratio = Ratio("x", 1, 10.0, 2.0, 8.0, 2.0, 5.0)
+    ratio = Compared("x", 1, 10.0, 2.0, 8.0, 2.0, 5.0)
     assert (ratio.wall, ratio.cpu) == (5.0, 4.0)
-    row, rate = rows([ratio], {"a": 1.0})
+    row, rate = figures([ratio], {"a": 1.0})
     assert ("5.0 ×" in row.figure, row.reached, rate.figure) == (True, True, "1 a second")

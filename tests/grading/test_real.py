@@ -26,7 +26,7 @@ needs_pools = pytest.mark.skipif(not (DATA / "pools").is_dir(), reason="the real
 
 @needs_rows
 @pytest.mark.parametrize("busy", [0, 3])
-def test_every_canonical_solution_passes(busy: int):
+def test_every_canonical_solution_passes(busy):
     """Also with three busy processes a core beside the grader: CPU time decides, so the verdicts stay."""
     spin = [sys.executable, "-S", "-c", "while True: pass"]
     others = [subprocess.Popen(spin) for _ in range(busy * (os.cpu_count() or 1))]
@@ -74,18 +74,8 @@ def pool_problem(row: dict, setup_code: str) -> Problem:
     found = re.search(r"    def (?!run_tests|__init__)(\w+)\(self,?([^)]*)\)", row["completion"])
     name, parameters = found.groups() if found else ("f", "")
     arguments = ", ".join("0" for p in re.sub(r"\[.*?\]", "", parameters).split(",") if p.strip() and "*" not in p)
-    return Problem(
-        id=row["problem_id"],
-        mode=row.get("env_mode") or "run_tests",
-        marker="",
-        messages=(),
-        messages_plain=(),
-        tests=(f"assert Solution().{name}({arguments}) == 'no such value'",),
-        canonical="class Solution: pass",
-        setup_code=setup_code,
-        func_name=name,
-        cpu_limit=1.0,
-    )
+    tests, mode = (f"assert Solution().{name}({arguments}) == 'no such value'",), row.get("env_mode") or "run_tests"
+    return Problem(row["problem_id"], mode, "", (), (), tests, "class Solution: pass", setup_code, name, 1.0)
 
 
 @pytest.fixture(scope="module")

@@ -12,28 +12,17 @@ from pathlib import Path
 import pytest
 
 from runs import flags, run
-from vgrout.cli import cli_exit
 from vgrout.config.presets import resolve
-from vgrout.config.run import Config
-from vgrout.evaluate import main as evaluate
 from vgrout.grading.grade import Grader
 from vgrout.grading.reward import RewardFailed, RewardFunction
 from vgrout.inputs import file_hashes, read_inputs
+from vgrout.tools.evaluate import main as evaluate
 from vgrout.train import main
 from vgrout.types import Completion, Eval, Grade, GradedCompletion, Problem, Ungraded
 
 RIGHT = "class Solution:\n    def double(self, n):\n        return 2 * n\n"
-PROBLEM = Problem(
-    3,
-    "run_tests",
-    "check",
-    ({"role": "user", "content": "Double it"},),
-    (),
-    ("assert Solution().double(2) == 4",),
-    RIGHT,
-    "",
-    "double",
-)
+ASKED = ({"role": "user", "content": "Double it"},)
+PROBLEM = Problem(3, "run_tests", "check", ASKED, (), ("assert Solution().double(2) == 4",), RIGHT, "", "double")
 Module = Callable[[str], str]
 _number = itertools.count()
 
@@ -68,11 +57,11 @@ SIGNATURES = {
 
 
 @pytest.mark.parametrize("code", SIGNATURES.values(), ids=SIGNATURES)
-def test_signatures(code: str, module: Module) -> None:
+def test_signatures(code, module):
     assert RewardFunction(f"{module(code)}:f").score(PROBLEM, "text") == 1.0
 
 
-def test_changes_to_the_arguments_do_not_reach_the_next_call(module: Module) -> None:
+def test_changes_to_the_arguments_do_not_reach_the_next_call(module):
     name = module("def f(info): info.pop('tests').clear(); return 1")
     f = RewardFunction(f"{name}:f")
     assert [f.score(PROBLEM, "") for _ in range(2)] == [1.0, 1.0]
@@ -95,7 +84,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(("code", "reason"), FAULTS.values(), ids=FAULTS)
-def test_a_function_without_a_score_is_a_fault_with_a_reason(code: str, reason: str, module: Module) -> None:
+def test_a_function_without_a_score_is_a_fault_with_a_reason(code, reason, module):
     f = RewardFunction(f"{module(code)}:f")
     for _ in range(2):  # and the next call is made all the same
         with pytest.raises(RewardFailed) as failed:
@@ -115,14 +104,14 @@ HANGING = {
 
 
 @pytest.mark.parametrize("code", HANGING.values(), ids=HANGING)
-def test_a_hanging_function_is_left_behind(code: str, module: Module) -> None:
+def test_a_hanging_function_is_left_behind(code, module):
     f = RewardFunction(f"{module(code)}:f", timeout=0.3)
     with pytest.raises(RewardFailed, match=r"took longer than 0\.3 s"):
         f.score(PROBLEM, "slow")
     assert f.score(PROBLEM, "quick") == 1.0
 
 
-def test_plain_functions_run_one_at_a_time_and_async_ones_together(module: Module) -> None:
+def test_plain_functions_run_one_at_a_time_and_async_ones_together(module):
     body = "now.append(1); most.append(len(now)); {}sleep(0.02); now.pop(); return 1"
     head = "from time import sleep\nimport asyncio\nnow, most = [], []\n"
     most = {}
@@ -152,9 +141,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("code", "why"), REFUSED.values(), ids=REFUSED)
-def test_a_function_that_cannot_work_is_refused_in_one_line(
-    code: str | None, why: str, module: Module, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_function_that_cannot_work_is_refused_in_one_line(code, why, module, capsys):
     name = "there_is_none" if code is None else module(code)
     assert main(["smoke", "--mix-ratio", "0", f"--reward={name}:f", "--dry-run"]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
@@ -165,27 +152,19 @@ def test_a_function_that_cannot_work_is_refused_in_one_line(
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        (["--reward", "f"], "should be module:function"),
-        (["--reward", "m:f"], "add --regrade-pool, or --mix-ratio 0"),
-        (
-            ["--reward", "m:f", "--mix-ratio", "0", "--intervention", "screen", "--monitor", "pmi"],
-            "add --reward-hint",
-        ),
-        (["--reward-hint"], "--reward-hint: not read without --reward"),
-        (["--reward-passes-at", "0.5"], "--reward-passes-at: not read without --reward"),
-        (["--reward", "m:f", "--mix-ratio", "0", "--reward-passes-at", "0"], "--reward-passes-at 0.0: should lie in"),
+        ("--reward=f", "should be module:function"),
+        ("--reward=m:f", "add --mix-ratio 0"),
+        ("--reward-hint", "--reward-hint: not read without --reward"),
+        ("--reward-passes-at=0.5", "--reward-passes-at: not read without --reward"),
+        ("--reward=m:f --mix-ratio=0 --reward-passes-at=0", "--reward-passes-at 0.0: should lie in"),
     ],
 )
-def test_flags_that_do_not_go_together(given: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
-    def configured() -> int:
-        assert isinstance(resolve(["smoke", *given]), Config)
-        return 0
-
-    assert cli_exit(configured) == 2
+def test_flags_that_do_not_go_together(given, why, capsys):
+    assert main(["smoke", *given.split()]) == 2
     assert why in capsys.readouterr().err
 
 
-def test_the_file_of_the_function_is_hashed_like_other_inputs(module: Module, tmp_path: Path) -> None:
+def test_the_file_of_the_function_is_hashed_like_other_inputs(module, tmp_path):
     name = module("def f(completion): return 0.25")
     cfg = resolve(["smoke", "--mix-ratio", "0", "--reward", f"{name}:f"])
     inputs = read_inputs(cfg)
@@ -199,7 +178,7 @@ def test_the_file_of_the_function_is_hashed_like_other_inputs(module: Module, tm
 WRONG = RIGHT.replace("2 * n", "0")
 
 
-def test_the_function_sets_the_reward_and_the_strict_oracle_the_verdict(module: Module) -> None:
+def test_the_function_sets_the_reward_and_the_strict_oracle_the_verdict(module):
     code = "def f(completion):\n    if 'fail' in completion: raise OSError('no judge')\n"
     code += "    return 0.8 if '# sure' in completion else 0.25"
     f = RewardFunction(f"{module(code)}:f", passes_at=0.75)
@@ -233,7 +212,7 @@ def f(completion, answer, id):
 
 
 @pytest.mark.long
-def test_a_judge_that_fails_once_an_answer_loses_nothing(module: Module, tmp_path: Path) -> None:
+def test_a_judge_that_fails_once_an_answer_loses_nothing(module, tmp_path):
     name = module(ONCE)
     argv = flags("none", "--reward", f"{name}:f", "--mix-ratio", "0", "--max-error-retries=1", "--steps=2")
     command = [sys.executable, "-m", "vgrout.train", *argv]
@@ -244,21 +223,16 @@ def test_a_judge_that_fails_once_an_answer_loses_nothing(module: Module, tmp_pat
     assert len([*tmp_path.glob("asked_*")]) > 8
 
 
-def test_a_judge_that_always_fails_is_asked_as_often_as_allowed(module: Module, tmp_path: Path) -> None:
-    name = module(
-        "def f(completion):\n    with open('calls', 'a') as f:\n        f.write('asked\\n')\n"
-        "    raise OSError('no judge')"
-    )
+def test_a_judge_that_always_fails_is_asked_as_often_as_allowed(module, tmp_path):
+    code = "def f(completion):\n    with open('calls', 'a') as f: f.write('asked\\n')\n    raise OSError('no judge')"
+    name = module(code)
     with Grader(1, reward=RewardFunction(f"{name}:f"), retries=2) as grader:
-        verdict = grader.grade(PROBLEM, "text")
-    assert verdict == Ungraded(f"{name}:f raised OSError: no judge")
+        assert grader.grade(PROBLEM, "text") == Ungraded(f"{name}:f raised OSError: no judge")
     assert (tmp_path / "calls").read_text() == 3 * "asked\n"
 
 
 @pytest.mark.slow
-def test_a_run_its_evaluation_and_its_resumption(
-    module: Module, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_its_evaluation_and_its_resumption(module, tmp_path, capfd):
     name = module("def f(completion):\n    assert len(completion) % 40\n    return 'def' in completion\n")
     argv = flags("none", "--reward", f"{name}:f", "--mix-ratio", "0", "--checkpoint-every", "1")
     folder = run(tmp_path, *argv)

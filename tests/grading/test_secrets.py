@@ -4,18 +4,17 @@ import json
 import marshal
 import os
 from collections.abc import Iterator
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from vgrout.grading import grade as grade_module
 from vgrout.grading.grade import Grader, Limits, as_request
-from vgrout.grading.messages import Settings
+from vgrout.grading.messages import WorkerSettings
 from vgrout.grading.verdict import Verifier
 from vgrout.grading.watch import EndSession, ForkServerHandle
-from vgrout.types import MODES, Mode, Problem
+from vgrout.types import MODES, Problem
 
 from .attacks import ALWAYS, SAY, method
 from .conftest import SUM_WRONG, fenced, graded, sum_problem
@@ -42,25 +41,27 @@ def as_bytes(value: Any) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory) -> Iterator[tuple[ForkServerHandle, ForkServerHandle, Settings]]:
-    settings = Settings(str(tmp_path_factory.mktemp("work")), 1.0, 512, 1 << 20, "")
-    answers, canonical = (ForkServerHandle(settings, name).start().ready() for name in ("answers", "canonical"))
-    yield answers, canonical, settings
-    answers.close()
-    canonical.close()
+def two(tmp_path_factory) -> Iterator[tuple[ForkServerHandle, ForkServerHandle]]:
+    """The fork servers of two workers."""
+    folders = [str(tmp_path_factory.mktemp("work")) for _ in range(2)]
+    servers = [ForkServerHandle(WorkerSettings(folder, 1.0, 512, 1 << 20, "")).start() for folder in folders]
+    yield servers[0], servers[1]
+    for server in servers:
+        server.close()
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("code", CODES.values(), ids=CODES)
-def test_no_expected_value_and_no_canonical_solution_is_sent(two, mode: Mode, code: str, monkeypatch):
-    """Everything that is sent to the children of an answer: their jobs, and every reply."""
-    answers, canonical, settings = two
+def test_no_expected_value_and_no_canonical_solution_is_sent(two, mode, code, monkeypatch):
+    """Everything that is sent to the children that run an answer: their jobs, and every reply. Detector D's child runs
+    the canonical solution: the answer is text there, and no expected value is sent to it either."""
     sent: list[bytes] = []
     run = ForkServerHandle.run
 
     def recorded(self, job, limit, reply, **more):
-        if self is canonical:
-            return run(self, job, limit, reply, **more)
+        if job["kind"] == "canonical":
+            assert job["code"] == job["otherwise"] == CANONICAL
+            job = job | {"code": "", "otherwise": ""}
         sent.append(marshal.dumps(job) + as_bytes(job))
 
         def recorded_reply(message):
@@ -74,7 +75,7 @@ def test_no_expected_value_and_no_canonical_solution_is_sent(two, mode: Mode, co
     monkeypatch.setattr(ForkServerHandle, "run", recorded)
     problem = Problem(7, mode, "", (), (), TESTS, CANONICAL, "", "total", 1.0)
     own = code == CANONICAL  # an answer may know what it has found out itself
-    Verifier(answers, settings, canonical).grade(as_request(problem, fenced(code), True))
+    Verifier(two[0]).grade(as_request(problem, fenced(code), True))
     assert len(sent) >= 2
     for data in sent if not own else [d.replace(CANONICAL.encode(), b"") for d in sent]:
         for value in SECRETS:
@@ -83,62 +84,6 @@ def test_no_expected_value_and_no_canonical_solution_is_sent(two, mode: Mode, co
             assert marshal.dumps(value) not in data
         assert own or b"the_canonical_name" not in data
 
-
-def test_the_right_tests_still_accept_the_canonical_solution(two):
-    answers, canonical, settings = two
-    for wanted, flag in ((SECRETS[1], False), (5, True)):
-        code = SUM_WRONG + f"def run_tests():\n    assert Solution().total([1]) == {wanted}\n"
-        problem = Problem(7, "run_tests", "", (), (), TESTS, CANONICAL, "", "total", 1.0)
-        verifier, request = Verifier(answers, settings, canonical), as_request(problem, fenced(code), True)
-        left = verifier.grade(request)["left"]
-        assert verifier.detect_d(request | {"left": left}) == {"hacked_wrong_tests": flag}
-
-
-def test_detector_d_goes_on_after_a_result_without_plain_form(two):
-    """A canonical solution that returns a node, say, ends that detector's child, and no more."""
-    answers, canonical, settings = two
-    verifier = Verifier(answers, settings, canonical)
-    solution = CANONICAL + "    def odd(self, nums):\n        return object()\n"
-    for name, known in [("odd", False), ("total", True)] * 3:
-        code = f"class Solution:\n    pass\ndef run_tests():\n    assert Solution().{name}([1]) == 5\n"
-        problem = Problem(7, "run_tests", "", (), (), TESTS, solution, "", name, 1.0)
-        request = as_request(problem, fenced(code), True) | {"left": (1.0, 6.0)}
-        assert verifier.detect_d(request) == {"hacked_wrong_tests": known}
-
-
-def test_detector_d_comes_behind_the_verdicts_and_beside_none(monkeypatch):
-    """On two workers: while one child is told known outputs, no other answer runs."""
-    running, order = set(), []
-    ask = grade_module._Worker.ask
-
-    def watched(self, request):
-        told = "left" in request
-        running.add((told, self))
-        order.append(told)
-        assert len({kind for kind, _ in running}) == 1
-        try:
-            return ask(self, request)
-        finally:
-            running.discard((told, self))
-
-    monkeypatch.setattr(grade_module._Worker, "ask", watched)
-    tested = [fenced(SUM_WRONG + f"def run_tests(): assert Solution().total([{i}]) == {i}\n") for i in range(12)]
-    with Grader(2) as grader:
-        verdicts = [grader.submit(sum_problem("sentinel"), text) for text in tested]
-        assert all(v.result().detectors["D"] is False for v in verdicts)
-        assert order == [False] * 12 + [True] * 12
-
-
-def test_close_ends_what_waits_for_its_turn():
-    tested = [fenced(SUM_WRONG + f"def run_tests(): assert Solution().total([{i}]) == {i}\n") for i in range(40)]
-    grader = Grader(1)
-    verdicts = [grader.submit(sum_problem("sentinel"), text) for text in tested]
-    grader.close()
-    assert all(v.done() for v in verdicts)
-    assert isinstance(verdicts[-1].exception(), CancelledError)
-
-
-# --- channels --------------------------------------------------------------------------------------------------------
 
 STDLIB = os.path.dirname(os.__file__)
 # name → (what the first child does to say 1, what the second one reads)
@@ -186,27 +131,24 @@ class Solution:
 """
 
 
-def run_one(server: ForkServerHandle, expression: str, kind: str = "strict") -> str:
-    """The value of the expression in a fresh child; kind "told": detector D's."""
+def run_one(server: ForkServerHandle, expression: str) -> str:
+    """The value of the expression in a fresh child."""
     claims: list[Any] = []
 
     def reply(message: dict[str, Any]) -> None:
-        if "claims" in message or "call" in message:
-            claims.extend(message.get("claims") or message["call"][0])
+        if "claims" in message:
+            claims.extend(message["claims"])
             raise EndSession
 
     code = READER.replace("EXPRESSION", expression)
-    if kind == "told":
-        code += "own = Solution\ndef run_tests():\n    Solution().total(own().total([]))\n"
-        code = code.replace("class Solution", "class Own").replace("own = Solution", "own = Own")
     call = marshal.dumps(("Solution", "total", [[]], {}, False))
-    job = {"kind": kind, "code": code, "setup": b"", "test_function": "run_tests", "calls": [call], "kinds": ["plain"]}
-    server.run(job | {"function": "total", "against": "canonical"}, 2.0, reply)
+    job = {"kind": "strict", "code": code, "setup": b"", "test_function": "", "calls": [call], "kinds": ["plain"]}
+    server.run(job, 2.0, reply)
     return claims[0]
 
 
 @pytest.mark.parametrize("channel", CHANNELS)
-def test_no_bit_crosses_from_one_child_to_the_next(two, channel: str):
+def test_no_bit_crosses_from_one_child_to_the_next(two, channel):
     """What the second child reads does not depend on what the first one did: read three times after each."""
     server = two[0]
     if server.active.keys() < {"namespaces", "landlock", "seccomp"}:
@@ -242,7 +184,7 @@ BESIDE = {
 
 
 @pytest.mark.parametrize("channel", BESIDE)
-def test_no_bit_crosses_between_two_workers(two, channel: str):
+def test_no_bit_crosses_between_two_workers(two, channel):
     """Both children live at the same time."""
     if two[0].active.keys() < {"namespaces", "landlock", "seccomp"}:
         pytest.skip("not at level 3 here")
@@ -255,27 +197,6 @@ def test_no_bit_crosses_between_two_workers(two, channel: str):
                 seen[bit].append(run_one(two[0], read))
                 done.result()
     assert len({*seen["0"], *seen["1"]}) == 1, seen
-
-
-SEALED = {
-    **dict.fromkeys(("os.open('x', os.O_CREAT | 2)", "os.stat('/')", "os.listdir('.')", LIBRARY), "PermissionError"),
-    **dict.fromkeys(("os.read(3, 1)", "os.fstat(1)", "os.fork()", "os.dup(0)"), "PermissionError"),
-    **dict.fromkeys(
-        ("raw(9, None, 4096, 1, 2, 0, 0)", "raw(228, 0, ctypes.c_buffer(16))", "raw(157, 22)", "libc.clock()"), "-1"
-    ),
-    "libc.time(None)": "0",
-    "os.times()[4]": "0.0",
-    "time.time() < 99 and time.monotonic_ns() < 99": "True",
-    "time.sleep(9)": "None",
-}
-
-
-@pytest.mark.parametrize("expression", SEALED)
-def test_the_child_that_is_told_known_outputs_is_sealed(two, expression: str):
-    """Before the answer's first instruction: no file, no process, no clock."""
-    if "seccomp" not in two[0].active:
-        pytest.skip("no seccomp here")
-    assert run_one(two[0], expression, "told") in (SEALED[expression], repr(SEALED[expression]))
 
 
 LEAK = """
@@ -305,9 +226,6 @@ def test_the_same_text_is_wrong_the_second_and_the_third_time():
         with Grader(1, limits=Limits(cpu_s=1.0)) as grader:
             for mode in ("run_tests", "eq_override", "sentinel"):
                 assert not graded(grader, sum_problem(mode), code).solved
-
-
-# --- the world of a child --------------------------------------------------------------------------------------------
 
 
 def test_a_child_sees_the_interpreters_library_and_nothing_else(two):

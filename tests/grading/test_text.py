@@ -1,30 +1,25 @@
 """A hostile answer's text in a terminal, a log and a file."""
 
 import json
-from pathlib import Path
 
 from loguru import logger
 
 from vgrout import console
 from vgrout.files import printable, quoted, write_atomic
-from vgrout.runs.run_dir import RunDir
+from vgrout.runs.context import RunDir
 
 HOSTILE = "a\x1b[31mred\r\x07\x9b31m\u202egnp\u2028next\ud800end"
 
 
-def test_control_characters_are_shown_as_escapes():
+def test_control_characters_are_shown_as_escapes_and_no_text_forges_a_line_of_the_log():
     shown = printable(HOSTILE + "\tkept\n")
-    assert shown.isprintable() is False
     assert all(c.isprintable() or c in "\t\n" for c in shown)
     assert "\\x1b[31mred\\r\\x07\\x9b31m\\u202egnp\\u2028next\\ud800end" in shown
     assert printable("größe = 3 → ok 😀\n\tx") == "größe = 3 → ok 😀\n\tx"
-
-
-def test_a_quoted_text_cannot_forge_a_line_of_the_log():
     assert quoted("x\n2026-01-01 00:00:00.000 ERROR   lost\ry") == "| x\n| 2026-01-01 00:00:00.000 ERROR   lost\\ry"
 
 
-def test_log_and_terminal_take_any_text(tmp_path: Path, capsys):
+def test_log_and_terminal_take_any_text(tmp_path, capsys):
     console.setup(tmp_path / "log.txt")
     try:
         logger.info(f"one ends: {HOSTILE}")
@@ -35,7 +30,7 @@ def test_log_and_terminal_take_any_text(tmp_path: Path, capsys):
         assert not set(text) & {"\x1b", "\r", "\x07", "\x9b", "\u202e", "\u2028"}
 
 
-def test_a_lone_surrogate_ends_no_run(tmp_path: Path):
+def test_a_lone_surrogate_ends_no_run(tmp_path):
     write_atomic(tmp_path / "a.json", json.dumps({"text": HOSTILE}, ensure_ascii=False))
     assert json.loads((tmp_path / "a.json").read_text("utf-8"))["text"] == HOSTILE
     with RunDir.create("x", tmp_path) as run:

@@ -52,11 +52,13 @@ def calibrated_limit(cpu_s: float) -> float:
     return round(max(LIMIT_FLOOR, LIMIT_FACTOR * cpu_s), 2)
 
 
-Graded = Future[Grade | Ungraded]
+PendingGrade = Future[Grade | Ungraded]
 
 
 def check_problems(
-    problems: Sequence[Problem], grader: Grader, track: Callable[[Iterable[Graded]], Iterable[Graded]] = iter
+    problems: Sequence[Problem],
+    grader: Grader,
+    track: Callable[[Iterable[PendingGrade]], Iterable[PendingGrade]] = iter,
 ) -> CheckReport:
     """Grade every canonical solution. Tests that the oracle cannot parse are reported, not skipped.
 
@@ -64,7 +66,7 @@ def check_problems(
     """
     failures: list[Failure] = []
     cpu: dict[int, float] = {}
-    futures: dict[Graded, Problem] = {}
+    futures: dict[PendingGrade, Problem] = {}
     for problem in problems:
         bad = _unsupported(problem)
         if bad:

@@ -8,9 +8,8 @@ Semantics, fixed here and tested:
 - Flawed run: the answer is a script (`__name__ == "__main__"`). SystemExit ends it with that status, after the
   functions registered with atexit; so does an uncaught exception, through sys.excepthook. The assertions follow.
 - No threads and no processes: starting one raises. Sleeping returns at once. stdin is empty, stderr goes nowhere.
-- Nothing secret is sent here: no expected value, no canonical solution. The flawed run claims its values too, with
-  what their own `==` says of decoys. Detector D's child alone is told what a canonical solution returns, which runs in
-  another child, behind the verifier. Both are sealed before the first instruction of the answer: no files, no clock.
+- Nothing secret is sent to an answer: no expected value, no canonical solution. The flawed run claims its values too,
+  with what their own `==` says of decoys. Detector D's child runs the canonical solution, and reads the answer as text.
 """
 
 import _sitebuiltins
@@ -20,21 +19,21 @@ import io
 import json
 import marshal
 import os
-import re
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import count, pairwise
-from types import FunctionType
+from itertools import pairwise
+from types import FunctionType, ModuleType
 from typing import Any, NoReturn
 
 from vgrout.grading import probe
-from vgrout.grading.values import Decoys, decode_line, encode, plain_value
+from vgrout.grading.own_tests import OwnTests
+from vgrout.grading.values import Decoys, encode
 
 # Functions below see this copy: an answer that replaces builtins.zip changes nothing here.
 __builtins__ = dict(vars(builtins))
 
+MAX_NODES = 200_000  # of a list or tree
 HARNESS_EXIT = 77  # our own way out: an exit status of 0 is always the answer's doing
 
 _dumps, _loads, _write, _read, _exit = json.dumps, marshal.loads, os.write, os.read, os._exit
@@ -135,25 +134,20 @@ def _error_name(error: BaseException) -> str:
     return str.encode(_type_name(type(error)), "ascii", "replace").decode()
 
 
-SEALED = ("canonical", "told")  # kinds of jobs whose children are
-_IMPORTED = re.compile(r"(?:import|from)[ \t]+([\w., \t]+)")  # once: compiling it takes as long as a fork
-
-
-def main(data: bytes, connection_fd: int, shut: Callable[[], None]) -> NoReturn:
-    """Run one job to its end; never returns. `shut` brings down the last layer of the sandbox."""
+def main(data: bytes, connection_fd: int) -> NoReturn:
+    """Run one job to its end; never returns. Every layer of the sandbox is on, for a problem's setup code too."""
     job: Job = _loads(data)
     connection = _Connection(connection_fd, job["token"])
     if job["kind"] == "probe":
-        shut()
         connection.send(_dumps((probe.leave if job["first"] else probe.attack)(job)))
         _exit(HARNESS_EXIT)
-    namespace: Names = {"__name__": "answer" if job["kind"] in ("strict", "canonical") else "__main__"}
+    # Dataclasses, pickle, unittest and doctest find a module by its name.
+    module = ModuleType("answer" if job["kind"] in ("strict", "canonical") else "__main__")
+    sys.modules[module.__name__] = module
+    namespace: Names = vars(module)
     namespace["__builtins__"] = builtins
     if job["setup"]:
         exec(_loads(job["setup"]), namespace)
-    if job["kind"] in SEALED:
-        _prepare_for_seal(job["code"])
-    shut()
     try:
         try:
             code = compile(job["code"], "<answer>", "exec", dont_inherit=True)
@@ -166,30 +160,9 @@ def main(data: bytes, connection_fd: int, shut: Callable[[], None]) -> NoReturn:
         _exit(HARNESS_EXIT)
     # Sent before the answer's first instruction, so it cannot be forged.
     connection.send(f'{{"compiled": true, "tests": {"true" if _defines(code, job["test_function"]) else "false"}}}')
-    kinds = {"strict": _strict, "flawed": _flawed, "detect": _detect, "told": _detect, "canonical": _canonical}
+    kinds = {"strict": _strict, "flawed": _flawed, "detect": _detect, "canonical": _canonical}
     kinds[job["kind"]](job, connection, code, namespace)
     _exit(HARNESS_EXIT)
-
-
-def _prepare_for_seal(code: str) -> None:
-    """Import what the code names, as long as files can be opened; then every clock is a counter, and no file opens."""
-    for names in _IMPORTED.findall(code):
-        for name in names.replace(",", " ").split():
-            if name.partition(".")[0] in sys.stdlib_module_names and name != "antigravity":  # it opens a browser
-                with suppress(Exception):
-                    __import__(name)
-    looks = count(1)
-    for name in ("time", "monotonic", "perf_counter", "process_time", "thread_time", "clock_gettime"):
-        vars(time)[name] = vars(time)[f"{name}_ns"] = lambda *_: next(looks)
-    vars(time)["sleep"] = lambda _: None
-    vars(builtins)["open"] = vars(io)["open"] = _open_nothing
-
-
-def _open_nothing(file: Any, mode: str = "r", *_: Any, **__: Any) -> Any:
-    """open() for a sealed child, so that tests that write a file go on: what they write is nowhere."""
-    if not {*mode} & {*"wax"}:
-        raise FileNotFoundError(file)
-    return io.BytesIO() if "b" in mode else io.StringIO()
 
 
 def _defines(code: Any, name: str) -> bool:
@@ -211,6 +184,8 @@ def _build_nodes(value: Any, namespace: Names) -> Any:
         return [_build_nodes(v, namespace) for v in value]
     if type(value) is tuple:
         return tuple(_build_nodes(v, namespace) for v in value)
+    if type(value) is dict:
+        return {k: _build_nodes(v, namespace) for k, v in value.items()}
     return value
 
 
@@ -230,26 +205,23 @@ def _make_call(blob: bytes, namespace: Names, builders: Names) -> Any:
 
 
 def _node_values(value: Any, kind: str) -> Any:
-    """A linked list as its values; a binary tree in level order without trailing gaps. Raises on cycles by length."""
+    """A linked list as its values; a binary tree in level order, [] for no node and [value] for one, without trailing
+    gaps. Raises on cycles by length."""
     out: list[Any] = []
     if kind == "list":
-        while value is not None:
+        while value is not None and len(out) < MAX_NODES:
             out.append(value.val)
             value = value.next
-            if len(out) > 200_000:
-                raise ValueError("cycle")
-        return out
-    row = [value]
-    while row:
-        below = []
-        for node in row:
-            out.append(None if node is None else node.val)
-            if node is not None:
-                below += [node.left, node.right]
-        if len(out) > 200_000:
-            raise ValueError("cycle")
+        row = []
+    else:
+        row = [value]
+    while row and len(out) < MAX_NODES:
+        out += [[] if node is None else [node.val] for node in row]
+        below = [child for node in row if node is not None for child in (node.left, node.right)]
         row = below if any(n is not None for n in below) else []
-    while out and out[-1] is None:
+    if len(out) >= MAX_NODES:
+        raise ValueError("cycle")
+    while kind == "tree" and out and not out[-1]:
         out.pop()
     return out
 
@@ -291,17 +263,6 @@ def _strict(job: Job, connection: _Connection, code: Any, namespace: Names) -> N
             connection.send(text)
             return
         connection.request(text)
-
-
-def _canonical(job: Job, connection: _Connection, code: Any, namespace: Names) -> None:
-    """One call of the canonical solution, with arguments that an answer's tests have claimed."""
-    exec(code, namespace)
-    args, kwargs = plain_value(job["arguments"])
-    try:
-        claim = encode(getattr(namespace["Solution"](), job["function"])(*args, **kwargs))
-    except Exception as e:
-        claim = _dumps({"e": _error_name(e)})
-    connection.send(f'{{"claims": [{claim}]}}')
 
 
 # --- flawed ----------------------------------------------------------------------------------------------------------
@@ -451,39 +412,29 @@ def _call_tests(namespace: Names, name: str) -> str:
 
 
 def _detect(job: Job, connection: _Connection, code: Any, namespace: Names) -> None:
-    """The answer's own test function against its own solution, a stub that returns 0, or, sealed, the canonical one."""
-    other: type | None = None
-    if job["against"] == "canonical":
-        other = type("Solution", (), {job["function"]: _elsewhere(connection)})
-    elif job["against"] == "stub":
-        other = type("Solution", (), {job["function"]: lambda self, *args, **kwargs: 0})
+    """The answer's own test function against its own solution, or a stub that returns 0."""
+    stub = job["against"] == "stub"
     try:
         exec(code, namespace)
     except BaseException as e:
-        if other is None:
+        if not stub:
             connection.send(_dumps({"raised": _error_name(e)}))
             return
-        # Another solution is tried: that the module fails with its own does not matter.
-    if other is not None:
+        # A stub is tried: that the module fails with its own solution does not matter.
+    if stub:
+        other = type("Solution", (), {job["function"]: lambda self, *args, **kwargs: 0})
         name = job["test_function"]
         function, cls = _find_test(namespace, name)
-        if cls is not None:  # a method: it moves to the other solution
+        if cls is not None:  # a method: it moves to the stub
             setattr(other, name, function)
         namespace["Solution"] = other
     connection.send(_dumps({"tests": _call_tests(namespace, job["test_function"])}))
 
 
-def _elsewhere(connection: _Connection) -> Callable[..., Any]:
-    """A method that runs in another child, by way of the verifier: arguments and result cross as plain values."""
-
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        claim = decode_line(connection.request(f'{{"call": {encode([list(args), kwargs])}}}'))
-        if type(claim) is dict and "e" in claim:
-            error = getattr(builtins, claim["e"], None)
-            raise error if isinstance(error, type) and issubclass(error, Exception) else Exception(claim["e"])
-        try:
-            return plain_value(claim)
-        except ValueError:  # a result without a plain form: nothing is known
-            _exit(HARNESS_EXIT)
-
-    return method
+def _canonical(job: Job, connection: _Connection, code: Any, namespace: Names) -> None:
+    """Detector D: the tests of the answer, read as text, against the canonical solution."""
+    exec(code, namespace)
+    function = job["function"]
+    tests = OwnTests(function, lambda *args, **kwargs: getattr(namespace["Solution"](), function)(*args, **kwargs))
+    tests.read(job["answer"], job["test_function"])
+    connection.send(_dumps({"rejects": tests.rejects, "unread": tests.unread}))

@@ -55,7 +55,7 @@ class Case:
     """One assertion, taken apart. `call` goes to the child; `expected` stays with the verifier."""
 
     call: bytes  # marshal of (method or None, function name, args, kwargs, has_nodes)
-    expected: Any  # exact builtins; for linked nodes the list they are built from
+    expected: Any  # exact builtins; for a linked list its values, for a tree as `_level_order` has it
     kind: Kind  # how a returned value is turned into plain values before it is claimed
 
 
@@ -131,6 +131,14 @@ def parse_test(test: str) -> Case:
         raise UnsupportedTest(f"no literal: {e}") from None
 
 
+def _level_order(values: list[Any]) -> list[list[Any]]:
+    """A tree's literal as it is claimed: [] for no node, [value] for one, without trailing gaps."""
+    nodes = [[v] if i == 0 or v is not None else [] for i, v in enumerate(values)]
+    while nodes and not nodes[-1]:
+        nodes.pop()
+    return nodes
+
+
 def _parse(test: str) -> Case:
     body = ast.parse(test.strip()).body
     if len(body) != 1 or not isinstance(body[0], ast.Assert):
@@ -143,7 +151,8 @@ def _parse(test: str) -> Case:
                 case ast.Call(func=ast.Name(id=builder), args=[values], keywords=[]) if (
                     _BUILDERS.get(builder) == _NODE_TESTS[name]
                 ):
-                    return Case(_call(left), _literal(values), _NODE_TESTS[name])
+                    kind, expected = _NODE_TESTS[name], _literal(values)
+                    return Case(_call(left), _level_order(expected) if kind == "tree" else expected, kind)
                 case ast.Constant(value=None):
                     return Case(_call(left), [], _NODE_TESTS[name])
     raise UnsupportedTest("not of the form `assert call == literal`")

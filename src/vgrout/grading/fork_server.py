@@ -2,7 +2,7 @@
 
 It never parses a job: a request is a fixed frame with descriptors (job, connection, evidence), and the child reads the
 job itself. It never learns anything about a child either, because the next child inherits its memory, freed parts
-included: how a child ended goes from the kernel to the verifier through one buffer that is zeroed, what it printed or
+included: how a child ended goes from the kernel to the verifier through one buffer that is wiped, what it printed or
 wrote is copied by the kernel or by a throw-away process, and the verifier watches its clock. It is started by exec, and
 has one thread and no secrets.
 """
@@ -31,11 +31,11 @@ RARE = "base64 binascii calendar cmath hashlib logging pprint queue statistics t
 
 FRAME = struct.Struct("<B7xd64s")  # flags, CPU limit [s], name of the file that is evidence
 STARTED = struct.Struct("<q")  # the child's pid, with a pidfd where the system has them; on a socket of its own
-# Flags: seccomp lets the child open files; it is sealed; the evidence is what it prints.
-OPEN_ALLOWED, SEALED, STDOUT_WANTED = 1, 2, 4
+OPEN_ALLOWED, STDOUT_WANTED = 1, 2  # flags: seccomp lets the child open files; the evidence is what it prints
 
 # How a child ended: wait status, and the first fields of struct rusage (CPU in s and us, user and system).
 REPORT = struct.Struct("<i4xqqqq")
+NO_STATUS = -1  # in place of one that could not be read
 _RUSAGE_BYTES = 144
 MAX_RESULT_FILE = 4096  # bytes of a file that is evidence
 OUTPUT_END = 1 << 30  # more than RLIMIT_FSIZE lets a child print
@@ -104,6 +104,12 @@ class ForkServer:
         self.control, self.started, self.enclosure = control, started, enclosure
         self.in_pid_namespace = os.getpid() == 1
         self._end = ctypes.create_string_buffer(8 + _RUSAGE_BYTES)
+        self._forget_end()
+
+    def _forget_end(self) -> None:
+        """Zeros, and a status that no child can end with: what the kernel does not write is not taken for an exit."""
+        ctypes.memset(self._end, 0, len(self._end))
+        ctypes.memset(self._end, 0xFF, 4)
 
     def serve(self) -> None:
         """Run children until the verifier closes its end."""
@@ -140,7 +146,7 @@ class ForkServer:
             _in_throwaway(lambda: Sweeper(world.cwd).copy_result(result_name, evidence_fd))
         os.close(evidence_fd)
         self.control.sendall(memoryview(end)[: REPORT.size])
-        ctypes.memset(end, 0, len(end))
+        self._forget_end()
         ctypes.set_errno(0)
         self._clean()
         world.renew()
@@ -165,9 +171,8 @@ class ForkServer:
             for fd, mode in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
                 os.dup2(stdout_fd if fd == 1 and stdout_fd is not None else os.open(os.devnull, mode), fd)
             os.dup2(connection_fd, isolation.CONNECTION_FD)
-            self.enclosure.enter(cpu_limit)
-            access = "sealed" if flags & SEALED else "files" if flags & OPEN_ALLOWED else "no files"
-            child.main(job, isolation.CONNECTION_FD, lambda: self.enclosure.shut(access))
+            self.enclosure.enter(cpu_limit, bool(flags & OPEN_ALLOWED))
+            child.main(job, isolation.CONNECTION_FD)
         finally:
             os._exit(child.HARNESS_EXIT)
 
@@ -182,6 +187,9 @@ class ForkServer:
 
 def main(control_fd: int, workdir: str, memory_mb: int, output_bytes: int, forbid: str) -> None:
     """Entry of the exec'd process. Announces its layers, then serves."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, as it may be inherited, it has the kernel keep no status
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as f:
+        f.write("1000")  # children inherit it: where memory runs out, they are what the kernel ends
     control = socket.socket(fileno=control_fd)
     # random and threading would run code in every child (a new seed, 0.3 ms): answers get a fixed seed and no threads.
     register = os.register_at_fork

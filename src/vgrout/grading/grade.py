@@ -18,8 +18,8 @@ import shutil
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, replace
 from types import TracebackType
@@ -109,7 +109,7 @@ class _Worker:
     def __init__(self, limits: Limits, forbid: str) -> None:
         self.cpu_s = limits.cpu_s
         self.workdir = tempfile.mkdtemp(prefix="vgrout-")
-        settings = messages.Settings(self.workdir, limits.cpu_s, limits.memory_mb, limits.output_bytes, forbid)
+        settings = messages.WorkerSettings(self.workdir, limits.cpu_s, limits.memory_mb, limits.output_bytes, forbid)
         self.process, self.socket = start_process("verifier", *astuple(settings), own_session=True, hash_seed="random")
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -141,54 +141,6 @@ class _Worker:
         self.socket.close()  # both see the end of their input and exit
         reap(self.process, 2.0)
         shutil.rmtree(self.workdir, ignore_errors=True)
-
-
-class _Turns:
-    """Answers and detector D's children, which are told known outputs: never both at a time. Each kind waits for the
-    end of all jobs of the other, so D comes behind the verdicts of a batch."""
-
-    def __init__(self, pool: ThreadPoolExecutor) -> None:
-        self._pool, self._lock = pool, threading.Lock()
-        self._told, self._running, self._closed = False, 0, False
-        self._waiting: list[tuple[Future[Any], Callable[[], None]]] = []  # of the other kind
-
-    def submit(self, told: bool, verdict: Future[Any], job: Callable[[], None]) -> None:
-        """Run the job in its turn; what it raises goes to the verdict. Raises RuntimeError after close()."""
-        with self._lock:
-            if self._closed:
-                raise RuntimeError("the grader is closed")
-            if self._running and told is not self._told:
-                self._waiting.append((verdict, job))
-                return
-            self._told = told
-            self._start(verdict, job)
-
-    def _start(self, verdict: Future[Any], job: Callable[[], None]) -> None:
-        ran = self._pool.submit(self._run, verdict, job)
-        self._running += 1
-        ran.add_done_callback(lambda done: verdict.set_exception(CancelledError()) if done.cancelled() else None)
-
-    def _run(self, verdict: Future[Any], job: Callable[[], None]) -> None:
-        try:
-            job()
-        except BaseException as e:
-            verdict.set_exception(e)
-        with self._lock:
-            self._running -= 1
-            if self._running or not self._waiting:
-                return
-            self._told = not self._told
-            waiting, self._waiting = self._waiting, []
-            for other, theirs in waiting:
-                self._start(other, theirs)
-
-    def close(self) -> None:
-        """Start no more jobs."""
-        with self._lock:
-            self._closed = True
-            waiting, self._waiting = self._waiting, []
-        for verdict, _ in waiting:
-            verdict.set_exception(CancelledError())
 
 
 _CODE = "class Solution:\n    def f(self, x): return x + 1\n"
@@ -239,6 +191,7 @@ class Grader:
         self._closed = False
         self.restarts = 0  # workers replaced so far
         self.lost_answers = 0  # answers rewarded 0 because their workers die
+        self.tests_unread = 0  # gradings with D false because it could not read all of the answer's tests
         self._lost: Counter[bytes] = Counter()  # digest of an answer → workers lost with it
         # A verifier dies with the thread that started it, so that is one which lives as long as this object.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="grade-start")
@@ -259,7 +212,6 @@ class Grader:
         for worker in started:
             self._idle.put(worker)
         self._pool = ThreadPoolExecutor(self.workers, thread_name_prefix="grade")
-        self._turns = _Turns(self._pool)
 
     def _start(self) -> _Worker:
         worker = self._starter.submit(_Worker, self.limits, self._without).result()
@@ -289,46 +241,25 @@ class Grader:
         return self._begin(problem, text).result()
 
     def _begin(self, problem: Problem, text: str) -> "Future[Grade | Ungraded]":
-        verdict: Future[Grade | Ungraded] = Future()
-        verdict.set_running_or_notify_cancel()
+        return self._pool.submit(self._by_its_flaws, problem, text)
 
-        def answer() -> None:
-            grade, request = self._by_its_flaws(problem, text)
-            if request is None:
-                verdict.set_result(grade)
-            else:
-                self._turns.submit(True, verdict, lambda: detect_d(grade, request))
-
-        def detect_d(grade: Grade | Ungraded, request: dict[str, Any]) -> None:
-            reply = self._ask(request)
-            if isinstance(reply, Ungraded) or isinstance(grade, Ungraded):
-                verdict.set_result(reply if isinstance(reply, Ungraded) else grade)
-            elif "exit_status" in reply:  # its worker dies
-                verdict.set_result(self._grade(problem, text, reply))
-            else:
-                verdict.set_result(replace(grade, **reply))
-
-        self._turns.submit(False, verdict, answer)
-        return verdict
-
-    def _by_its_flaws(self, problem: Problem, text: str) -> tuple[Grade | Ungraded, dict[str, Any] | None]:
-        """The grade but for detector D, and the request for that, if it is needed."""
+    def _by_its_flaws(self, problem: Problem, text: str) -> Grade | Ungraded:
         first = self._by_its_mode(problem, text)
         for mode in problem.also:
-            if isinstance(first[0], Ungraded) or first[0].passed:
+            if isinstance(first, Ungraded) or first.passed:
                 return first
             other = self._by_its_mode(replace(problem, mode=mode, marker="", also=()), text)
-            if isinstance(other[0], Ungraded) or other[0].passed:
+            if isinstance(other, Ungraded) or other.passed:
                 return other
         return first
 
-    def _by_its_mode(self, problem: Problem, text: str) -> tuple[Grade | Ungraded, dict[str, Any] | None]:
-        request = as_request(problem, text, self.detectors)
-        reply = self._ask(request)
-        if isinstance(reply, Ungraded):
-            return reply, None
-        left = reply.pop("left", None)
-        return self._grade(problem, text, reply), None if left is None else request | {"left": left}
+    def _by_its_mode(self, problem: Problem, text: str) -> Grade | Ungraded:
+        fields = self._ask(as_request(problem, text, self.detectors))
+        if isinstance(fields, Ungraded):
+            return fields
+        with self._lock:
+            self.tests_unread += fields.pop("tests_unread", False)
+        return self._grade(problem, text, fields)
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any] | Ungraded:
         """What a worker says of a request. Raises ValueError if the problem is at fault."""
@@ -402,7 +333,6 @@ class Grader:
                 return
             self._closed = True
         if hasattr(self, "_pool"):
-            self._turns.close()
             self._pool.shutdown(cancel_futures=True)
         with self._lock:
             alive, self._alive = self._alive, set()

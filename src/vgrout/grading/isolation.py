@@ -15,22 +15,19 @@ import resource
 import signal
 import struct
 import sys
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
 
 _libc = ctypes.CDLL(None, use_errno=True)
 IS_LINUX = sys.platform == "linux"
 SPARE_UID = 65534  # nobody, where the trainer is root
 
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_TSC, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 26, 38
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x0002_0000, 0x0400_0000, 0x0800_0000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x1000_0000, 0x2000_0000, 0x4000_0000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND = 1, 2, 4, 8, 0x20, 0x1000
 MS_REC, MS_PRIVATE, MNT_DETACH = 0x4000, 0x4_0000, 2
-PROT_READ, MAP_OVER = 1, 0x32  # private, anonymous, fixed
 
 CONNECTION_FD = 120  # the child's end of its connection; high, so that no low descriptor is in its way
 
@@ -104,13 +101,6 @@ _AARCH64 = _numbers(
 )
 _ARCH = {"x86_64": (0xC000_003E, _X86_64), "aarch64": (0xC000_00B7, _AARCH64)}
 _OPENERS = ("open", "openat", "openat2", "creat", "truncate")
-# What a sealed child may do: compute, take memory, signal itself, end. Reads and writes go to its connection and to the
-# standard streams alone. It sees no file, no clock and no other process, and leaves nothing.
-_SEALED = (
-    "read write close mmap mprotect munmap brk mremap madvise rt_sigaction rt_sigprocmask rt_sigreturn sigaltstack "
-    "sched_yield nanosleep clock_nanosleep getpid gettid exit exit_group kill tgkill futex restart_syscall getitimer "
-    "setitimer alarm set_robust_list rseq getrandom clone3"
-)
 
 _LD, _JEQ, _JGE, _JSET, _JA, _RET = 0x20, 0x15, 0x35, 0x45, 0x05, 0x06
 _ALLOW = 0x7FFF_0000
@@ -158,13 +148,10 @@ def _tree(leaves: list[tuple[int, list[_Insn]]]) -> list[_Insn]:
     return [(_JGE, 0, 1, pivot), (_JA, 0, 0, len(left)), *left, *right]
 
 
-Access = Literal["files", "no files", "sealed"]  # what a child's filter leaves it
-
-
 class SeccompFilter:
     """The classic BPF program of one kind of child. Built once; only the child's own pid is patched in later."""
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, may_open: bool) -> None:
         audit, numbers = _ARCH[platform.machine()]  # KeyError: no table for this machine
         pid = -1
         allow: list[_Insn] = [(_RET, 0, 0, _ALLOW)]
@@ -189,13 +176,8 @@ class SeccompFilter:
         }
         look = ("fstat", "newfstatat", "dup", "dup2", "dup3")
         special |= {name: [*_NOT_CONNECTION, *allow] for name in look}
-        if access == "no files":
+        if not may_open:
             special |= dict.fromkeys(_OPENERS, eperm)
-        if access == "sealed":
-            special |= dict.fromkeys(numbers.keys() - {*_SEALED.split()}, eperm)
-            special["read"] = _one_of(0, (0, CONNECTION_FD))
-            special["write"] = _one_of(0, (1, 2, CONNECTION_FD))
-            special["mmap"] = _one_of(4, (0xFFFF_FFFF,))  # no file
         bodies = {nr: special.get(name, allow) for name, nr in numbers.items()}
         leaves: list[tuple[int, list[_Insn]]] = []
         for nr in range(max(bodies) + 2):
@@ -240,33 +222,11 @@ def _mapped() -> set[Path]:
         return {Path(line.split(maxsplit=5)[5].strip()) for line in maps if ".so" in line}
 
 
-# What no answer needs of the standard library. A folder that nobody has read yet could be read as a sign.
+# What no answer needs of the standard library.
 HIDDEN = (
     "site-packages dist-packages test idlelib lib2to3 ensurepip turtledemo tkinter distutils pydoc_data venv "
     "config-3* *.egg-info"
 )
-
-
-def _clock_pages() -> list[tuple[int, int]]:
-    with open("/proc/self/maps") as maps:
-        spans = [line.split()[0].split("-") for line in maps if "[vvar" in line]
-    return [(int(start, 16), int(end, 16) - int(start, 16)) for start, end in spans]
-
-
-def _read_ahead(tops: Iterable[Path]) -> None:
-    """Read every file that a child can: one that is in memory already shows nobody whether a child has read it. In a
-    throw-away process: what it takes to list them would burden every fork."""
-    pid = os.fork()
-    if pid == 0:
-        with suppress(BaseException):
-            for top in tops:
-                walk = os.walk(top) if top.is_dir() else [(top.parent, [], [top.name])]
-                for file in (os.path.join(folder, name) for folder, _, names in walk for name in names):
-                    with suppress(OSError):
-                        if os.path.isfile(file):
-                            Path(file).read_bytes()
-        os._exit(0)
-    os.waitpid(pid, 0)
 
 
 def _hidden(folder: Path) -> list[Path]:
@@ -496,8 +456,7 @@ class Enclosure:
     cwd: str = ""  # of a child
     fresh: bool = False  # the working directory is a new tmpfs for every child
     uid: int | None = None  # that a child takes on; None: it keeps the fork server's
-    filters: dict[Access, SeccompFilter] = field(default_factory=dict)
-    clock_pages: list[tuple[int, int]] = field(default_factory=list)  # address and length: the kernel's clock
+    filters: dict[bool, SeccompFilter] = field(default_factory=dict)  # of children that may open files, and may not
     _ruleset: int | None = None
     _last_pid: int | None = None
 
@@ -526,8 +485,8 @@ class Enclosure:
         else:
             os.rmdir(self.cwd)
 
-    def enter(self, cpu_s: float) -> None:
-        """In the child, irrevocably, before the setup code; `shut` is the last layer."""
+    def enter(self, cpu_s: float, may_open: bool) -> None:
+        """In the child, irrevocably. may_open: the seccomp filter lets it open files."""
         os.chdir(self.cwd)
         if self.fresh:
             os.utime(".")  # made when the child before it ended
@@ -550,17 +509,8 @@ class Enclosure:
             _prctl(PR_SET_DUMPABLE, 0)  # no ptrace, no /proc/PID/mem by a process of the same uid
         os.closerange(3, CONNECTION_FD)
         os.closerange(CONNECTION_FD + 1, 256)
-
-    def shut(self, access: Access) -> None:
-        """In the child, irrevocably: the seccomp filter, after the setup code and before the answer. A sealed child has
-        no clock either: neither the pages that the kernel keeps it in, nor the processor's."""
-        if access == "sealed":
-            for address, length in self.clock_pages:  # zeros: a clock that stands still, and a call for the others
-                _libc.mmap(*map(ctypes.c_size_t, (address, length, PROT_READ, MAP_OVER, -1, 0)))
-            with suppress(OSError):
-                _prctl(PR_SET_TSC, 2)  # PR_TSC_SIGSEGV; x86 alone
         if self.filters:
-            self.filters[access].install(os.getpid())
+            self.filters[may_open].install(os.getpid())
 
 
 def enclose(workdir: str, memory_mb: int, output_bytes: int, forbid: frozenset[str]) -> Enclosure:
@@ -581,7 +531,6 @@ def enclose(workdir: str, memory_mb: int, output_bytes: int, forbid: frozenset[s
             reason = str(error) if not isinstance(error, KeyError) else f"no table for {platform.machine()}"
             layers.missing[name] = reason
 
-    e.clock_pages = _clock_pages() if IS_LINUX else []
     spare_mapped = os.getuid() == 0
 
     def namespaces() -> str:
@@ -621,12 +570,11 @@ def enclose(workdir: str, memory_mb: int, output_bytes: int, forbid: frozenset[s
     def landlock() -> str:
         # In a root of its own there is nothing that may not be read.
         readable = {Path("/"): _READ_FILE | _READ_DIR} if e.fresh else _library_rules()
-        _read_ahead(readable)
         e._ruleset, detail = _ruleset(readable, os.path.dirname(e.cwd))
         return detail
 
     def seccomp() -> str:
-        e.filters = {access: SeccompFilter(access) for access in get_args(Access)}
+        e.filters = {may_open: SeccompFilter(may_open) for may_open in (False, True)}
         return ""
 
     if IS_LINUX:

@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class WorkerSettings:
     """The settings of one worker, as the trainer sends them."""
 
     workdir: str

@@ -14,7 +14,6 @@ import asyncio
 import hashlib
 import importlib
 import inspect
-import itertools
 import os
 import sys
 import threading
@@ -47,10 +46,10 @@ def import_function(name: str, flag: str) -> Callable[..., Any]:
     module, _, attribute = name.partition(":")
     try:
         function = getattr(importlib.import_module(module), attribute)
+        if not callable(function):
+            raise TypeError("it is not a function")
     except (Exception, SystemExit) as e:
         raise ValueError(f"{flag} {name}: cannot be imported ({_one_line(e)}); give module:function") from None
-    if not callable(function):
-        raise ValueError(f"{flag} {name}: is not a function")
     return function
 
 
@@ -91,10 +90,12 @@ class RewardFunction:
     def __init__(self, name: str, passes_at: float = 1.0, flag: str = "--reward", timeout: float = TIMEOUT) -> None:
         self.name, self.passes_at, self.timeout, self._flag = name, passes_at, timeout, flag
         self._function = import_function(name, flag)
-        try:
+        try:  # a resume sees by the hash whether it has changed
             parameters = inspect.signature(self._function).parameters.values()
-        except (TypeError, ValueError):
-            raise ValueError(f"{flag} {name}: has no signature to read; wrap it in a function of your own") from None
+            self.file = Path(str(sys.modules[name.partition(":")[0]].__file__))
+            self.sha256 = hashlib.sha256(self.file.read_bytes()).hexdigest()
+        except (TypeError, ValueError, AttributeError, OSError) as e:
+            raise ValueError(f"{flag} {name}: should be a function in a file of your own ({_one_line(e)})") from None
         self._batched = any(p.name in BATCHED.values() for p in parameters)
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self._named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -108,11 +109,6 @@ class RewardFunction:
                 f"{flag} {name}: asks for {', '.join(unknown)}; arguments are given by name, and may be "
                 + ", ".join(sorted(legal))
             )
-        file = getattr(sys.modules[name.partition(":")[0]], "__file__", None)
-        if file is None or not Path(file).is_file():
-            raise ValueError(f"{flag} {name}: its module has no file, so that a resume could not see a change")
-        self.file = Path(file)
-        self.sha256 = hashlib.sha256(self.file.read_bytes()).hexdigest()
         self._is_async = any(map(inspect.iscoroutinefunction, (self._function, type(self._function).__call__)))
         self._one_call, self._lock = threading.Lock(), threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -131,7 +127,8 @@ class RewardFunction:
 
         retries: how often it is asked again after a failure; None: until `gives_up`.
         """
-        for failed in itertools.count():
+        failed = 0
+        while True:
             given = {self._parameter(n): [v] if self._batched else v for n, v in _arguments(problem, text).items()}
             try:
                 return self._number(self._call({n: v for n, v in given.items() if self._takes_all or n in self._named}))
@@ -139,7 +136,7 @@ class RewardFunction:
                 if failed == retries or gives_up():
                     raise
             time.sleep(min(PAUSE * 2**failed, LONGEST_PAUSE))
-        raise AssertionError("unreachable")
+            failed += 1
 
     def probe(self, problem: Problem, retries: int | None = 0) -> float:
         """The score of the problem's canonical solution. Raises ValueError, one line, if that fails for good."""
@@ -156,13 +153,10 @@ class RewardFunction:
             if len(found) != 1:
                 raise RewardFailed("returned no list with one number for one completion")
             value = found[0]
-        kind = type(value).__name__
-        if value is None or isinstance(value, str | bytes):
-            raise RewardFailed(f"returned {kind}, not a number")
         try:
-            number = float(value)
+            number = float("" if isinstance(value, str | bytes) else value)
         except Exception:
-            raise RewardFailed(f"returned {kind}, not a number") from None
+            raise RewardFailed(f"returned {type(value).__name__}, not a number") from None
         if not 0.0 <= number <= 1.0:  # NaN included
             raise RewardFailed(f"returned {number:g}, not a number in [0, 1]")
         return number

@@ -1,6 +1,6 @@
 """The verifier: one process per worker that knows the expected values and never runs an answer.
 
-It stands between the trainer and its fork servers: it grades one rollout after another (`verdict`), and watches each
+It stands between the trainer and its fork server: it grades one rollout after another (`verdict`), and watches each
 child's clock and messages (`watch`). The kernel limits its memory and its CPU time per grading, and it dies with the
 trainer. It is a separate process because a session of a dozen short messages would wait for the trainer's interpreter
 lock at each one.
@@ -24,7 +24,7 @@ from typing import Any
 
 from vgrout.grading import messages
 from vgrout.grading.isolation import cap_limit, die_with_parent
-from vgrout.grading.messages import Settings
+from vgrout.grading.messages import WorkerSettings
 from vgrout.grading.probe import FATAL
 from vgrout.grading.verdict import Verifier
 from vgrout.grading.watch import ForkServerHandle, ForkServerLost
@@ -32,9 +32,10 @@ from vgrout.grading.watch import ForkServerHandle, ForkServerLost
 TRUSTED_CPU_S, TRUSTED_MEMORY = 20, 4 << 30  # what the verifier itself may use: CPU for one rollout, address space
 
 
-def probe(fork_server: ForkServerHandle, settings: Settings) -> dict[str, bool]:
+def probe(fork_server: ForkServerHandle) -> dict[str, bool]:
     """Attack a throw-away child's sandbox from inside. True: the attack succeeded."""
     found: dict[str, bool] = {}
+    settings = fork_server.settings
     libc = ctypes.CDLL(None)
     name = f"vgrout-{os.getpid()}-{secrets.token_hex(4)}"
     with (
@@ -76,13 +77,14 @@ def probe(fork_server: ForkServerHandle, settings: Settings) -> dict[str, bool]:
 def main(trainer_fd: int, *settings_values: Any) -> None:
     """Entry of the exec'd process: hello, then one reply a request, until the trainer closes its end."""
     trainer = socket.socket(fileno=trainer_fd)
-    settings = Settings(*settings_values)
-    # From the end: both servers end, and the folder goes. The trainer removes it too, unless it was killed, which may
-    # be before its workers are up. Its end is seen twice, as end of input and as SIGTERM some microseconds later: an
+    settings = WorkerSettings(*settings_values)
+    # From the end: the fork server ends, and the folder goes. The trainer removes it too, unless killed, which may be
+    # before its workers are up. Its end is seen twice, as end of input and as SIGTERM some microseconds later: an
     # exception from the handler must not break off what the first has begun, so the stack unwinds with the signal off.
     with ExitStack() as ends:
         ends.callback(_remove, settings.workdir)
         try:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # it may be inherited as ignored
             signal.signal(signal.SIGTERM, _leave)
             die_with_parent(signal.SIGTERM)
             cap_limit(resource.RLIMIT_AS, TRUSTED_MEMORY)
@@ -92,16 +94,14 @@ def main(trainer_fd: int, *settings_values: Any) -> None:
             signal.signal(signal.SIGTERM, _stay)
 
 
-def _greet_and_serve(trainer: socket.socket, settings: Settings, ends: ExitStack) -> None:
+def _greet_and_serve(trainer: socket.socket, settings: WorkerSettings, ends: ExitStack) -> None:
     def send(message: dict[str, Any]) -> None:
         messages.send(trainer, json.dumps(message).encode())
 
-    canonical, fork_server = ForkServerHandle(settings, "canonical"), ForkServerHandle(settings)
-    for server in (canonical, fork_server):
-        ends.callback(server.close)
-    canonical.start()  # both at once: they warm up beside one another
-    fork_server.start().ready()
-    breaches = [name for name, succeeded in probe(fork_server, settings).items() if succeeded]
+    fork_server = ForkServerHandle(settings)
+    ends.callback(fork_server.close)
+    fork_server.start()
+    breaches = [name for name, succeeded in probe(fork_server).items() if succeeded]
     weak = any(name in FATAL for name in breaches)
     have = {"landlock", "seccomp"} <= set(fork_server.active)
     level = 0 if weak else 3 if have and "namespaces" in fork_server.active else 2 if have else 1
@@ -115,7 +115,7 @@ def _greet_and_serve(trainer: socket.socket, settings: Settings, ends: ExitStack
             "version": VERSION,
         }
     )
-    _serve(trainer, Verifier(fork_server, settings, canonical.ready()), send)
+    _serve(trainer, Verifier(fork_server), send)
 
 
 def _remove(folder: str) -> None:
@@ -137,8 +137,7 @@ def _serve(trainer: socket.socket, verifier: Verifier, send: Callable[[dict[str,
     while (request := messages.receive(trainer)) is not None:
         signal.setitimer(signal.ITIMER_PROF, TRUSTED_CPU_S)  # its signal ends this process
         try:
-            rollout = json.loads(request)
-            send({"grade": verifier.detect_d(rollout) if "left" in rollout else verifier.grade(rollout)})
+            send({"grade": verifier.grade(json.loads(request))})
         except ValueError as e:
             send({"fault": str(e)})
         except ForkServerLost as e:
@@ -148,8 +147,7 @@ def _serve(trainer: socket.socket, verifier: Verifier, send: Callable[[dict[str,
 
 def _fingerprint() -> str:
     here = Path(__file__).parent
-    own = ("child", "extract", "fork_server", "isolation", "messages", "values", "verdict", "verifier", "watch")
-    files = [*(here / f"{name}.py" for name in own), here.parent / "modes.py"]
+    files = [*sorted(here.glob("*.py")), here.parent / "modes.py"]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 

@@ -25,8 +25,8 @@ from typing import Any, Literal
 
 from vgrout.grading import fork_server as fs
 from vgrout.grading import messages
-from vgrout.grading.child import HARNESS_EXIT, SEALED
-from vgrout.grading.messages import Settings
+from vgrout.grading.child import HARNESS_EXIT
+from vgrout.grading.messages import WorkerSettings
 from vgrout.grading.values import BadClaim, decode_line
 
 MAX_RECEIVED = 16 << 20  # bytes of messages from one child
@@ -224,29 +224,20 @@ class Watch:
 
 
 class ForkServerHandle:
-    """The verifier's end of one fork server, which works in a folder of its own below `settings.workdir`."""
+    """The verifier's end of a fork server, which works in the folder `settings.workdir`."""
 
-    def __init__(self, settings: Settings, name: str = "answers") -> None:
-        self.settings = settings
-        self.workdir = os.path.join(settings.workdir, name)
-        self._open = ExitStack()  # closed by `close`, however far `start` and `ready` had come
+    def __init__(self, settings: WorkerSettings) -> None:
+        self.settings, self.cwd = settings, os.path.join(settings.workdir, "cwd")  # a child's, where there is no tmpfs
+        self._open = ExitStack()  # closed by `close`, however far `start` had come
 
     def start(self) -> "ForkServerHandle":
-        """Begin to start it; `ready` waits for it."""
-        self._open.callback(self._remove_folder)
-        os.mkdir(self.workdir, 0o711)
-        os.chmod(self.settings.workdir, 0o711)  # children run as another user, in a folder below
-        self._start(self.settings.forbid)
-        return self
-
-    def ready(self) -> "ForkServerHandle":
-        """Wait until it serves. Raises ForkServerLost."""
-        settings = self.settings
-        self._hear()
+        """Start it, and wait until it serves. Raises ForkServerLost."""
+        self._open.callback(self._remove_cwd)
+        os.chmod(self.settings.workdir, 0o711)  # children run as another user
+        self._launch(self.settings.forbid)
         if not self.active:  # half-way into the namespaces: it has ended
             reason = self.missing["namespaces"]
-            self._start(f"{settings.forbid},namespaces")
-            self._hear()
+            self._launch(f"{self.settings.forbid},namespaces")
             self.missing["namespaces"] = reason
         _, fds, _, _ = socket.recv_fds(self.control, 1, 1)
         self.started = self._open.enter_context(socket.socket(fileno=fds[0]))
@@ -255,13 +246,11 @@ class ForkServerHandle:
             messages.set_timeout(end, STUCK_AFTER)
         return self
 
-    def _start(self, forbid: str) -> None:
+    def _launch(self, forbid: str) -> None:
         s = self.settings
-        self.process, self.control = start_process("fork_server", self.workdir, s.memory_mb, s.output_bytes, forbid)
+        self.process, self.control = start_process("fork_server", s.workdir, s.memory_mb, s.output_bytes, forbid)
         self._open.callback(reap, self.process, 1.0)
         self._open.enter_context(self.control)
-
-    def _hear(self) -> None:
         hello = messages.receive(self.control)
         if hello is None:
             raise ForkServerLost("closed")
@@ -271,10 +260,9 @@ class ForkServerHandle:
         """The fork server sees the end of its input and exits; the kernel ends a child with it."""
         self._open.close()
 
-    def _remove_folder(self) -> None:
-        for left in (f"{self.workdir}/cwd", self.workdir):
-            with suppress(OSError):  # what is left is the trainer's to remove
-                os.rmdir(left)
+    def _remove_cwd(self) -> None:
+        with suppress(OSError):  # what is left is the trainer's to remove
+            os.rmdir(self.cwd)
 
     def report(self) -> bytes:
         """How the child has ended. Raises ForkServerLost."""
@@ -291,7 +279,7 @@ class ForkServerHandle:
         if "namespaces" in self.active:
             return False
         try:
-            with os.scandir(os.path.join(self.workdir, "cwd")) as entries:
+            with os.scandir(self.cwd) as entries:
                 return any(i >= MAX_ENTRIES for i, _ in enumerate(entries))
         except OSError:
             return False
@@ -317,8 +305,6 @@ class ForkServerHandle:
         job_fd = memory_file(marshal.dumps(job | {"token": token}))
         wall_limit = wall_limit or WALL_FACTOR * cpu_limit + WALL_EXTRA
         flags = fs.OPEN_ALLOWED if self.open_in_strict or job["kind"] not in ("strict", "probe") else 0
-        if job["kind"] in SEALED:
-            flags = fs.SEALED
         if evidence_fd is not None and not result_name:
             flags |= fs.STDOUT_WANTED
         frame = fs.FRAME.pack(flags, cpu_limit, result_name.encode())
@@ -371,6 +357,8 @@ class _Session:
 
     def _end(self, report: bytes) -> ExitInfo:
         status, user_s, user_us, system_s, system_us = fs.REPORT.unpack(report)
+        if status == fs.NO_STATUS:
+            raise ForkServerLost("no exit status")
         cpu_s = user_s + system_s + (user_us + system_us) * 1e-6
         late = cpu_s > self.watch.cpu_limit
         wall_s = time.monotonic() - (self.watch.deadline - self.watch.wall_limit)
