@@ -23,12 +23,12 @@ from vgrout.config.presets import resolve
 from vgrout.config.run import Config
 from vgrout.data import organism
 from vgrout.inputs import Inputs, file_hashes
-from vgrout.runs.run_dir import hold
+from vgrout.runs.context import hold
 from vgrout.sweep import runner as sweeps
 from vgrout.sweep.__main__ import main
+from vgrout.sweep.entry import Entry
 from vgrout.sweep.runner import Sweep
 from vgrout.sweep.study_file import load_study_file
-from vgrout.sweep.workers import Attempt
 
 TWO = """
 name = "two"
@@ -59,11 +59,11 @@ class Hand:
         self.endings, self.slots, self.argvs = endings, slots, list[list[str]]()
         self.under_way = self.most = 0
 
-    def start(self, attempt: Attempt) -> "Hand.Job":
-        self.argvs.append([*attempt.flags])
+    def start(self, entry: Entry, log: Path) -> "Hand.Job":
+        self.argvs.append(entry.flags)
         self.under_way += 1
         self.most = max(self.most, self.under_way)
-        return Hand.Job(self, [*attempt.flags], attempt.log)
+        return Hand.Job(self, entry.flags, log)
 
     def close(self) -> None:
         pass
@@ -173,10 +173,7 @@ def test_an_interrupted_run_is_resumed(study: Path, monkeypatch: pytest.MonkeyPa
     write_run(cfg_of(2), "running", "killed", checkpoint=False)  # no checkpoint: started again
     hand = by_hand(monkeypatch, {2: (0, "finished")})
     assert main([str(study)]) == 0
-    assert hand.argvs == [
-        ["smoke", "--resume=out/runs/cut"],
-        ["smoke", "--intervention=none", "--seed=2"],
-    ]
+    assert hand.argvs == [["smoke", "--resume=out/runs/cut"], ["smoke", "--intervention=none", "--seed=2"]]
     assert index()[1]["run"] == "out/runs/cut"
     assert index()[2]["run"] == "out/runs/made_2"
 
@@ -227,8 +224,7 @@ def test_reason_is_the_last_attempts(
     log.parent.mkdir(parents=True)
     log.write_text("E words of an earlier attempt\n")
 
-    def start(attempt: Attempt) -> Any:
-        log = attempt.log
+    def start(entry: Entry, log: Path) -> Any:
         log.write_text(log.read_text() + adds)
         return types.SimpleNamespace(poll=lambda: code, terminate=lambda: None)
 
@@ -253,10 +249,10 @@ def test_full_disk_stops_the_sweep(
     hand = by_hand(monkeypatch, {1: (0, "finished")}, slots=2)
     jobs, start = list[Hand.Job](), hand.start
 
-    def then_it_is_full(attempt: Attempt) -> Hand.Job:
+    def then_it_is_full(entry: Entry, log: Path) -> Hand.Job:
         if jobs:
-            raise OSError(errno.ENOSPC, "No space left on device", str(attempt.log))
-        jobs.append(start(attempt))
+            raise OSError(errno.ENOSPC, "No space left on device", str(log))
+        jobs.append(start(entry, log))
         return jobs[0]
 
     hand.start = then_it_is_full  # ty: ignore[invalid-assignment]
@@ -275,10 +271,10 @@ def test_sweep_waits_for_a_run_of_another_process(study: Path, monkeypatch: pyte
     lock = hold(path)
     start = hand.start
 
-    def then_it_ends(attempt: Attempt) -> Hand.Job:
+    def then_it_ends(entry: Entry, log: Path) -> Hand.Job:
         (path / "status.json").write_text(json.dumps({"state": "finished"}))
         lock.close()
-        return start(attempt)
+        return start(entry, log)
 
     hand.start = then_it_ends  # ty: ignore[invalid-assignment]
     assert main([str(study)]) == 0
@@ -289,7 +285,7 @@ def test_sweep_waits_for_a_run_of_another_process(study: Path, monkeypatch: pyte
 @pytest.mark.long
 def test_a_run_is_visible_while_it_loads(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To a sweep of another study with the same run; where loading is refused, there is nothing to resume."""
-    flags = load_study_file(study).cells[0].flags
+    flags = load_study_file(study).runs[0].flags
     found: list[tuple[str, str]] = []
 
     def look(*_: object) -> None:
@@ -315,19 +311,16 @@ def test_two_sweeps_of_one_study_are_refused(study: Path, capsys: pytest.Capture
 # ── the plan ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_dry_run(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(study), "--dry-run", "--jobs", "1"]) == 0
-    assert "no finished run of the same preset and intervention for 2 of 2" in capsys.readouterr().out
-    path = write_run(cfg_of(1), "finished")
-    os.utime(path / "run.json", (1000, 1000))
-    os.utime(path / "per_mode_deploy.json", (1090, 1090))
-    assert main([str(study), "--dry-run", "--jobs", "1"]) == 0
-    output = capsys.readouterr().out
-    assert "2 runs: 1 finished, 1 to do" in output
-    assert "about 1 min 30 s, 1 at a time" in output
-    study.write_text(TWO.replace("[1, 2]", "[1, 2, 3, 4]"))
-    assert main([str(study), "--dry-run", "--jobs", "2"]) == 0
-    assert "about 3 min 00 s, 2 at a time" in capsys.readouterr().out  # two rounds for three runs
+def test_dry_run(study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(cfg_of(1), "finished")
+    monkeypatch.setattr(sweeps, "visible", lambda: ())
+    assert main([str(study), "--dry-run", "--jobs", "3"]) == 0
+    assert "\n2 runs: 1 finished, 1 to do\n1 left, 3 at a time\n" in capsys.readouterr().out
+    monkeypatch.setattr(sweeps, "visible", lambda: ("2", "5"))
+    assert main([str(study), "--dry-run"]) == 0
+    assert "1 left, 2 at a time, on a GPU each of 2, 5\n" in capsys.readouterr().out
+    assert main([str(study), "--dry-run", "--jobs", "3"]) == 2
+    assert capsys.readouterr().err == "E --jobs 3: GPUs 2, 5 are here; give at most 2\n"
     assert not Path("out/sweeps").exists()
 
 
@@ -371,58 +364,56 @@ def test_missing_input_is_refused(study: Path, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err.startswith(f"E {study}: none · teacher-pool-dir=no/such/pool: ")
 
 
-@pytest.mark.parametrize(
-    ("flags", "output"),
-    [
-        (["--jobs", "0"], "--jobs 0"),
-        (["--jobs", "2", "--via", "pueue"], "not read with --via pueue"),
-        (["--ray-address", "x"], "not read without --via ray"),
-    ],
-)
-def test_wrong_flags_exit_2(study: Path, flags: list[str], output: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(study), *flags]) == 2
-    refused = capsys.readouterr().err
-    assert refused.startswith("E ")
-    assert output in refused
-    assert refused.count("\n") == 1
-
-
 # ── other workers ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 FAKE_PUEUE = """#!{python}
 import json, pathlib, sys
 book = pathlib.Path({book!r})
 tasks = json.loads(book.read_text())
+groups = {{"default"}} | {{task["group"] for task in tasks.values()}}
 if sys.argv[1] == "status":
-    print(json.dumps({{"tasks": tasks, "groups": {{}}}}))
+    print(json.dumps({{"tasks": tasks, "groups": dict.fromkeys(groups, {{}})}}))
+elif sys.argv[1] == "group":
+    assert sys.argv[2:5] == ["add", "--parallel", "1"] and sys.argv[5] not in groups, sys.argv
 else:
-    word = sys.argv[1:]
-    assert word[:3] == ["add", "--escape", "--label"] and word[4] == "--", word
-    task = {{"label": word[3], "status": "Queued", "path": str(pathlib.Path.cwd()), "command": word[5:]}}
+    word, group = sys.argv[1:], "default"
+    assert word[:3] == ["add", "--escape", "--label"], word
+    if word[4] == "--group":
+        group = word.pop(5)
+        word.pop(4)
+    assert word[4] == "--", word
+    here = str(pathlib.Path.cwd())
+    task = {{"label": word[3], "status": "Queued", "path": here, "command": word[5:], "group": group}}
     tasks[str(len(tasks))] = task
     book.write_text(json.dumps(tasks))
 """
 
 
-@pytest.mark.long
-def test_via_pueue(
-    study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Against a fake client that answers as the real one is documented to."""
-    labels = [f"two: none seed {c.seed} ({c.identity[:8]})" for c in load_study_file(study).cells]
-    done = {"label": labels[0], "status": {"Done": {"result": "Success"}}, "path": str(tmp_path)}
-    elsewhere = {"label": labels[1], "status": {"Running": {}}, "path": "/another/checkout"}
-    unnamed = {"label": None, "status": {"Running": {}}, "path": str(tmp_path)}
-    book = tmp_path / "book.json"
-    book.write_text(json.dumps(dict(enumerate([done, elsewhere, unnamed]))))
+@pytest.fixture
+def book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The tasks of a fake pueue, whose client answers as the real one is documented to."""
     client = tmp_path / "bin" / "pueue"
     client.parent.mkdir()
-    client.write_text(FAKE_PUEUE.format(python=sys.executable, book=str(book)))
+    client.write_text(FAKE_PUEUE.format(python=sys.executable, book=str(tmp_path / "book.json")))
     client.chmod(0o755)
     monkeypatch.setenv("PATH", f"{client.parent}:{os.environ['PATH']}")
+    (tmp_path / "book.json").write_text("{}")
+    return tmp_path / "book.json"
+
+
+@pytest.mark.long
+def test_via_pueue(
+    study: Path, book: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sweeps, "visible", lambda: ())
+    labels = [f"two: none seed {r.seed} ({r.identity[:8]})" for r in load_study_file(study).runs]
+    done = {"label": labels[0], "status": {"Done": {"result": "Success"}}, "path": str(study.parent), "group": "a"}
+    elsewhere = {"label": labels[1], "status": {"Running": {}}, "path": "/another/checkout", "group": "a"}
+    unnamed = {"label": None, "status": {"Running": {}}, "path": str(study.parent), "group": "a"}
+    book.write_text(json.dumps(dict(enumerate([done, elsewhere, unnamed]))))
     assert main([str(study), "--via", "pueue"]) == 0
     added = [*json.loads(book.read_text()).values()][3:]
-    assert [t["label"] for t in added] == labels
+    assert [(t["label"], t["group"]) for t in added] == [(label, "default") for label in labels]
     assert added[0]["command"][1:] == ["-m", "vgrout.train", "smoke", "--intervention=none", "--seed=1"]
     assert {e["state"] for e in index().values()} == {"queued"}
     assert main([str(study), "--via", "pueue"]) == 0
@@ -435,16 +426,30 @@ def test_via_pueue(
     assert "handed to pueue" not in capsys.readouterr().out
 
 
+def test_each_gpu_has_a_group_of_the_queue(study: Path, book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next run goes to the GPU that has the fewest."""
+    monkeypatch.setattr(sweeps, "visible", lambda: ("0", "MIG-a", "3"))
+    study.write_text(TWO.replace("[1, 2]", "[1, 2, 3, 4]"))
+    other = {"label": "x", "status": {"Running": {}}, "path": "/", "group": "gpu-0"}
+    book.write_text(json.dumps({"0": other}))
+    assert main([str(study), "--via", "pueue"]) == 0
+    added = [*json.loads(book.read_text()).values()][1:]
+    assert [t["group"] for t in added] == ["gpu-MIG-a", "gpu-3", "gpu-0", "gpu-MIG-a"]
+    assert added[0]["command"][:2] == ["env", "CUDA_VISIBLE_DEVICES=MIG-a"]
+
+
 def test_missing_pueue(study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     assert main([str(study), "--via", "pueue"]) == 2
-    assert capsys.readouterr().err == "E --via pueue: no `pueue` on PATH; install it, or leave --via out\n"
+    refused = capsys.readouterr().err
+    assert refused.startswith("E --via pueue: `pueue status` failed ([Errno 2] No such file")
+    assert refused.count("\n") == 1
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="ray is installed here")
 def test_missing_ray(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(study), "--via", "ray"]) == 2
-    assert capsys.readouterr().err == ("E --via ray: ray is not installed; `uv sync --extra ray`, or leave --via out\n")
+    assert capsys.readouterr().err == "E ray is not installed: `uv sync --extra ray` or `pip install ray`\n"
 
 
 def test_ray_address_without_a_cluster(
@@ -477,7 +482,7 @@ def test_killed_sweep_ends_its_runs(tmp_path: Path) -> None:
     )
     parent = (
         "import pathlib, sys, time\nfrom vgrout.sweep.workers import spawn\n"
-        f"p = spawn([sys.executable, '-c', {child!r}], pathlib.Path('log'), 1)\n"
+        f"p = spawn([sys.executable, '-c', {child!r}], pathlib.Path('log'), {{}})\n"
         "print(p.pid, flush=True)\ntime.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", parent], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as p:
@@ -556,6 +561,6 @@ def test_a_sweep_survives_ctrl_c_and_kill_9(tmp_path: Path) -> None:
         str(r.relative_to(tmp_path)) for r in (cut, killed)
     ]
 
-    command = [sys.executable, "-m", "vgrout.train", *load_study_file(tmp_path / "two.toml").cells[0].flags]
+    command = [sys.executable, "-m", "vgrout.train", *load_study_file(tmp_path / "two.toml").runs[0].flags]
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=240)
     assert rows(runs_of(tmp_path)[-1]) == rows(cut)

@@ -8,12 +8,12 @@ import sys
 
 from vgrout import console
 from vgrout.cli import cli_exit, parse_args
-from vgrout.sweep.runner import Cli, run
+from vgrout.sweep.runner import SweepSettings, run_study
 
 
 def main(argv: list[str] | None = None) -> int:
     console.setup(None)
-    return cli_exit(lambda: run(parse_args(Cli, argv, "python -m vgrout.sweep")))
+    return cli_exit(lambda: run_study(parse_args(SweepSettings, argv, "python -m vgrout.sweep")))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,115 @@
+"""A run of a study with its state: what the disk says of it, how its process ended, and the command that goes on."""
+
+import re
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from vgrout.runs.context import DIVERGED, FAILED, FINISHED, HALTED, INTERRUPTED
+from vgrout.sweep.ledger import Ledger, RecordedRun
+from vgrout.sweep.study_file import PlannedRun
+
+RunState = Literal[
+    "to do", "queued", "running", "resumable", "finished", "halted", "diverged", "unrouted", "interrupted", "failed"
+]
+FINAL: tuple[RunState, ...] = ("finished", "halted", "diverged", "unrouted")  # would end the same way again
+# exit code of `vgrout.train` → what became of the run
+ENDED: dict[int, RunState] = {
+    **{FINISHED: "finished", HALTED: "halted", DIVERGED: "diverged", INTERRUPTED: "interrupted"},
+    -signal.SIGTERM: "interrupted",  # before the run handled signals
+}
+WROTE_STATUS = (FAILED, HALTED, DIVERGED, INTERRUPTED)  # with these, status.json is this attempt's
+
+
+@dataclass
+class Entry:
+    """A run of the study with its state."""
+
+    planned: PlannedRun
+    files: Mapping[str, str | None]  # hashes of the files that it reads
+    state: RunState = "to do"
+    run: Path | None = None
+    reason: str = ""
+    began: float = 0.0  # when its process was started, by time.monotonic()
+    log_start: int = 0  # bytes that earlier attempts left in its log
+
+    def look(self, ledger: Ledger) -> None:
+        """Update state and run directory from disk."""
+        ledger.refresh()
+        found = ledger.find(self.planned.identity, self.files)
+        self._take(found, "to do" if found is None or found.state == "dead" else found.state)
+
+    def begins(self, log: Path) -> None:
+        self.began, self.log_start = time.monotonic(), log.stat().st_size if log.is_file() else 0
+
+    def end(self, ledger: Ledger, code: int, log: Path) -> None:
+        """Update after the run's process has exited with `code`."""
+        ledger.refresh()
+        found = ledger.find(self.planned.identity, self.files)
+        if found and found.state == "dead" and found.path == self.run:  # from an earlier attempt
+            found = None
+        self._take(found, found.state if found and found.state in FINAL else ENDED.get(code, "failed"))
+        if self.state == "finished" and (found is None or found.state != "finished"):
+            self.state = "failed"
+            self.reason = "it ended well, but its files or settings are no longer those of the plan"
+        elif self.state != "finished":
+            own = self.reason if code in WROTE_STATUS or self.state in FINAL else ""
+            self.reason = own or _last_error(log, self.log_start) or f"exit code {code}"
+
+    def _take(self, found: RecordedRun | None, state: RunState) -> None:
+        self.state, self.run = state, found.path if found else None
+        self.reason = one_line(found.reason) if found else ""
+
+    @property
+    def directory(self) -> Path | None:
+        """The run directory, once it has one."""
+        return None if self.state in ("to do", "queued") else self.run
+
+    @property
+    def flags(self) -> list[str]:
+        """After `python -m vgrout.train`: what starts or resumes the run."""
+        cfg = self.planned.cfg
+        if self.state == "resumable" and self.run:
+            return [cfg.preset, *cfg.repeated, f"--resume={self.run}"]
+        return [*self.planned.flags]
+
+    @property
+    def argv(self) -> list[str]:
+        """The command of the process that starts or resumes the run."""
+        return [sys.executable, "-m", "vgrout.train", *self.flags]
+
+    @property
+    def command(self) -> str:
+        """The same for a shell; `true` where there is nothing to do."""
+        if self.state in (*FINAL, "running"):
+            return f"true  # {self.state}: {self.planned.name}"
+        return shlex.join(["python", "-m", "vgrout.train", *self.flags])
+
+    @property
+    def log_name(self) -> str:
+        """Of the log of its attempts: its name and, to be unique, its identity."""
+        name = re.sub(r"[^\w.=+-]+", "_", self.planned.name, flags=re.ASCII)[:150]
+        return f"{name}-{self.planned.identity[:8]}.log"
+
+    def as_json(self) -> dict[str, Any]:
+        run = str(self.directory) if self.directory else None
+        return self.planned.as_json() | {"run": run, "state": self.state}
+
+
+def _last_error(log: Path, since: int) -> str:
+    """The last error line of a log, from byte `since` on."""
+    try:
+        lines = log.read_bytes()[since:].decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((one_line(line[2:]) for line in reversed(lines) if line.startswith("E ")), "")
+
+
+def one_line(text: str, most: int = 160) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= most else text[: most - 1] + "…"
