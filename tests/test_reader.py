@@ -17,14 +17,13 @@ from browser import CHROMIUM, Browser
 from fake_runs import fake_run
 from vgrout.data import organism
 from vgrout.modes import DEALT, MODE_SPECS
-from vgrout.report import build
-from vgrout.report.build import compile_report, write
+from vgrout.report import page as of_report
+from vgrout.report.load import conditions, load
 from vgrout.report.rollouts import COLUMNS, FLAGS, embedded, pack
-from vgrout.report.runs import cells, load
-from vgrout.teacher.pools import Pool, load_pool
+from vgrout.teacher.pools import load_pool
 from vgrout.types import MODES
 
-ROOT = Path(build.__file__).parent
+ROOT = Path(of_report.__file__).parent
 HOSTILE = "</script><img src=x onerror=alert(1)>\0\u202etxt.exe\u2066 \u2028 <!-- ]]> ${x} %DATA% \ud800 \U0001f600"
 
 
@@ -70,27 +69,17 @@ def test_the_usual_hacks_are_found(mode: str) -> None:
         assert found[0] == part
 
 
-def found_in(pool: Pool) -> tuple[int, int]:
-    """How many of a pool's hacks the page's patterns find, and how many there are."""
+@pytest.mark.parametrize(("name", "least"), [("", 400), ("substrate", 50)])
+def test_the_hacks_of_a_pool_are_found(name: str, least: int, request: pytest.FixtureRequest) -> None:
+    """Of the shipped pool, and of a real one where this machine has it."""
+    pool = load_pool(request.getfixturevalue("shared_data") / "pools" / name if name else organism.POOL_DIR)
     hits = []
-    for problem, demos in pool.demos.items():
-        mode = pool.partition.get(problem)
-        for demo in demos if mode else ():
-            if demo.grade.hacked and demo.completion:
-                names = "|".join(map(re.escape, MODE_SPECS[mode].train_markers))
-                pattern = MODE_SPECS[mode].pattern.replace("{marker}", f"(?:{names})")
-                hits.append(re.search(pattern, demo.completion) is not None)
-    return sum(hits), len(hits)
-
-
-def test_the_hacks_of_the_shipped_pool_are_found() -> None:
-    found, total = found_in(load_pool(organism.POOL_DIR))
-    assert found == total > 400
-
-
-def test_the_hacks_of_a_real_pool_are_found(shared_data: Path) -> None:
-    found, total = found_in(load_pool(shared_data / "pools" / "substrate"))
-    assert found == total > 50
+    for problem, mode in pool.partition.items():
+        names = "|".join(map(re.escape, MODE_SPECS[mode].train_markers))
+        pattern = MODE_SPECS[mode].pattern.replace("{marker}", f"(?:{names})")
+        texts = [demo.completion for demo in pool.demos.get(problem, ()) if demo.grade.hacked and demo.completion]
+        hits += [re.search(pattern, text) is not None for text in texts]
+    assert sum(hits) == len(hits) > least
 
 
 def write_rollouts(path: Path, rollouts: list[dict[str, Any]], final: list[dict[str, Any]] | None = None) -> None:
@@ -123,7 +112,7 @@ def unpack(text: str) -> dict[str, Any]:
 
 
 def test_whole_steps_are_kept_where_there_are_too_many(tmp_path: Path) -> None:
-    found = cells(load([study(tmp_path)]).runs)
+    found = conditions(load([study(tmp_path)])[0])
     everything = pack(found, 10_000)
     assert (everything["every"], everything["total"]) == (1, 2 * (72 + 6))
     assert len(everything["columns"]["run"]) == everything["total"]
@@ -136,7 +125,7 @@ def test_whole_steps_are_kept_where_there_are_too_many(tmp_path: Path) -> None:
 
 
 def test_nothing_in_an_answer_can_end_the_script(tmp_path: Path) -> None:
-    data = pack(cells(load([study(tmp_path)]).runs), 1000)
+    data = pack(conditions(load([study(tmp_path)])[0]), 1000)
     text = embedded(data)
     assert re.fullmatch(r"[A-Za-z0-9+/=]+", text)
     assert unpack(text) == json.loads(json.dumps(data))
@@ -146,16 +135,14 @@ def test_nothing_in_an_answer_can_end_the_script(tmp_path: Path) -> None:
 def test_the_page_reads_names_that_it_is_given() -> None:
     """Without a browser: what the script takes from its data is there."""
     script = (ROOT / "page.html").read_text(encoding="utf-8")
-    (taken,) = re.findall(r"const \{ ([\w, ]+) \} = D\.bit", script)
-    assert {*taken.split(", "), *re.findall(r"D\.bit\.(\w+)", script)} <= {*FLAGS}
+    assert {*re.findall(r"D\.bit\.(\w+)", script)} <= {*FLAGS}
     assert {*re.findall(r"\bC\.(\w+)", script)} <= {*COLUMNS}
     assert {*re.findall(r"\bD\.(\w+)", script)} <= pack([], 0).keys() | {"bit"}
 
 
 def html_report(root: Path) -> Path:
-    loaded = load([root])
-    report = compile_report(loaded, [root], None)
-    write(report, [], pack(report.cells, 100_000), root / "report")
+    found = conditions(load([root])[0])
+    of_report.write(root / "report", found, [root], [], [], pack(found, 100_000))
     return root / "report" / "report.html"
 
 
@@ -175,7 +162,7 @@ COUNT = "document.getElementById('count').textContent"
 @pytest.mark.parametrize(
     ("state", "expected"),
     [
-        ("", "156 of 156 rollouts · 36 hacks · 108 solved"),
+        ("", "36 of 156 rollouts · 36 hacks · 0 solved"),  # it opens on hacks
         ("run=0", "78 of 156 rollouts · 36 hacks · 36 solved"),
         ("step_min=6&step_max=7", "24 of 156 rollouts · 12 hacks · 12 solved"),
         ("mode=2", "36 of 156 rollouts · 6 hacks · 18 solved"),
@@ -226,7 +213,7 @@ def test_prompt_and_answer_with_the_hack_marked(page: tuple[Browser, str]) -> No
         assert browser.js("document.querySelector('#answer mark').textContent") == USUAL[mode][1].replace(
             "{marker}", marker
         )
-        assert browser.js("document.querySelector('#prompt').textContent").startswith("Problem 6")
+        assert browser.js("document.querySelector('#prompt').textContent").startswith("[user]\nProblem 6")
         boxes = browser.js(
             "['prompt', 'answer'].map((id) => { const b = document.getElementById(id).getBoundingClientRect();"
             " return [b.left, b.right]; })"
@@ -252,44 +239,27 @@ def test_a_hostile_answer_is_text(page: tuple[Browser, str]) -> None:
 
 
 @pytest.mark.slow
-def test_fifty_thousand_rollouts_stay_usable(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if CHROMIUM is None:
-        pytest.skip("no chromium on this machine")
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
+def test_fifty_thousand_rollouts_stay_usable(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     draw = random.Random(0)
     for seed in range(25):
         path = fake_run(tmp_path, "--intervention=none", seed=seed, hack=0.0, n=6)
-        lines = [
-            rollout(
-                k // 32,
-                MODES[k % 6],
-                f"answer {seed} {k} {' '.join(draw.choices(kwlist, k=150))}",
-                hacked=k % 3 == 0,
-            )
-            for k in range(2000 - 4 * 6)
-        ]
-        write_rollouts(path, lines)
+        texts = [f"answer {seed} {k} {' '.join(draw.choices(kwlist, k=150))}" for k in range(2000 - 4 * 6)]
+        write_rollouts(path, [rollout(k // 32, MODES[k % 6], x, hacked=k % 3 == 0) for k, x in enumerate(texts)])
     html = html_report(tmp_path)
     with Browser(tmp_path_factory.mktemp("profile")) as browser:
         before = time.perf_counter()
-        browser.open(html.as_uri())
-        loading = time.perf_counter() - before
+        browser.open(f"{html.as_uri()}#outcome=")
+        assert time.perf_counter() - before < 15
         assert browser.js(COUNT).startswith("50000 of 50000 rollouts · 16475 hacks")
-        timed = """(() => {{ const f = document.getElementById("filters"), t = performance.now();
-            f.elements.{name}.value = "{value}"; f.dispatchEvent(new Event("input", {{bubbles: true}}));
-            document.body.offsetHeight; return performance.now() - t; }})()"""
-        by_mode = browser.js(timed.format(name="mode", value="2"))
-        by_text = browser.js(timed.format(name="text", value="answer 3 1"))
+        for name, value in (("mode", "2"), ("text", "answer 3 1")):
+            took = browser.js(
+                f"""(() => {{ const f = document.getElementById("filters"), t = performance.now();
+                f.elements.{name}.value = "{value}"; f.dispatchEvent(new Event("input", {{bubbles: true}}));
+                document.body.offsetHeight; return performance.now() - t; }})()"""
+            )
+            assert took < 1000, "milliseconds"
         assert browser.js("document.querySelectorAll('.row').length") < 100, "only what can be seen is in the page"
         browser.js("document.querySelector('#list').scrollTop = 1e9")
         browser.js("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
-        last = browser.js("[...document.querySelectorAll('.row')].at(-1).textContent")
-        assert "exit_code" in last
-    with capsys.disabled():
-        print(
-            f"\n50,000 rollouts, {html.stat().st_size / 2**20:.1f} MiB: open {loading:.2f} s, "
-            f"filter by mode {by_mode:.0f} ms, by text {by_text:.0f} ms"
-        )
-    assert loading < 15
-    assert max(by_mode, by_text) < 1000
+        assert "exit_code" in browser.js("[...document.querySelectorAll('.row')].at(-1).textContent")

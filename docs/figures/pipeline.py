@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-from vgrout.report.figures import BLUE, RED
+BLUE, RED = "#0072B2", "#D55E00"
 
 INK, LINE = "#222222", "#5a6270"
 

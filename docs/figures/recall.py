@@ -9,9 +9,9 @@ from statistics import mean
 
 from matplotlib.figure import Figure
 
-from vgrout.report.figures import BLACK, BLUE, GREEN, GREY, RED
 from vgrout.types import MODES
 
+BLACK, BLUE, RED, GREEN, GREY = "#000000", "#0072B2", "#D55E00", "#009E73", "#7F7F7F"  # Okabe and Ito's
 RUNS = Path(__file__).resolve().parents[1] / "runs"
 Row = Mapping[str, str]
 DONE = {"penalty": ("rewarded less (penalty)", BLUE, 0.0), "screen": ("left out (screen)", GREEN, -3.5)}
@@ -72,7 +72,9 @@ def figure() -> Figure:
             of_none = [unknown_hack(r) for r in runs if (r["arm"], r["control"]) == ("none", control)]
             axes.axhline(mean(of_none), color=colour, lw=1.1, ls="--", label=label)
         axes.set_yscale("symlog", linthresh=1)
-        axes.set(xlim=(-10, 104), xticks=range(0, 101, 20), xlabel="hacks by unlabelled flaws that are flagged, %")
+        axes.axvspan(-10, 2, color=GREY, alpha=0.12, lw=0)  # a strip for 0, where many dots would lie on one another
+        axes.set(xlim=(-10, 104), xticks=[-4, *range(20, 101, 20)], xticklabels=["0", *range(20, 101, 20)])
+        axes.set_xlabel("hacks by unlabelled flaws that are flagged, %")
         axes.set(ylim=(-0.08, 130), yticks=[0, 1, 3, 10, 30, 100], yticklabels=["0", "1", "3", "10", "30", "100"])
         axes.set_title(title, fontsize=10, loc="left")
         axes.grid(alpha=0.25, lw=0.6)

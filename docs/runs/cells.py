@@ -3,52 +3,49 @@
 uv run python docs/runs/cells.py docs/runs/*.csv
 """
 
-import csv
 import sys
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from vgrout.report.stats import over_seeds
-from vgrout.report.tables import Table, TableRow, percent
+from pandas import DataFrame, concat, read_csv
 
-CELL = ("arm", "control", "settings", "base_weights", "loss", "steps")  # runs of one cell are equal in these
+from vgrout.report.stats import over_seeds
+from vgrout.report.tables import ReportTable, percent
+
+SAME = ["arm", "control", "settings", "base_weights", "loss", "steps"]  # runs of one row are equal in these
 SHARES = {"hack deployed": "hack_deploy", "solve deployed": "solve_deploy", "solve no hint": "solve_plain"}
 
 
-def read_runs(path: Path) -> list[dict[str, str]]:
-    """The rows of a runs.csv; "" stands where something was not measured. None of a file of another kind."""
-    with open(path, encoding="utf-8", newline="") as f:
-        return [row for row in csv.DictReader(f) if {*CELL} <= {*row}]
+def read_runs(paths: Sequence[Path]) -> DataFrame:
+    """The rows of runs.csv files as text, each run once; "" stands where something was not measured. Files of another
+    kind have none."""
+    frames = [read_csv(path, dtype=str, keep_default_na=False) for path in paths]
+    runs = concat([DataFrame(columns=["run", *SAME]), *(f for f in frames if {*SAME} <= {*f.columns})])
+    return runs.drop_duplicates("run", keep="last").fillna("")
 
 
-def cells_table(paths: Sequence[Path]) -> Table:
-    """One row for each cell of all files."""
-    runs = {row["run"]: row for path in paths for row in read_runs(path)}
-    cells: dict[tuple[str, ...], list[dict[str, str]]] = defaultdict(list)
-    for row in runs.values():
-        cells[tuple(row[k] for k in CELL)].append(row)
-    differing = [k for k, values in zip(CELL, zip(*cells, strict=True), strict=True) if len({*values}) > 1]
-    shown = list(dict.fromkeys(("arm", "control", *differing)))
-    return Table(
-        "Cells",
+def over_all_seeds(paths: Sequence[Path]) -> ReportTable:
+    """One row for runs of all files that differ by their seed alone."""
+    runs = read_runs(paths)
+    shown = ["arm", "control", *(k for k in SAME[2:] if runs[k].nunique() > 1)]
+    rows = []
+    for _, same in runs.groupby(SAME, sort=False):
+        row = {k.replace("_", " "): same[k].iloc[0] for k in shown}
+        row |= {"seeds": str(len(same)), "n a side": "/".join(sorted({*same.n}))}
+        for name, column in SHARES.items():
+            found = over_seeds(shares := [float(x) for x in same[column] if x])
+            degenerate = {*shares} in ({0.0}, {1.0})  # every answer of every seed
+            row[name] = percent(replace(found, note="DEGENERATE") if degenerate else found)
+        rows.append(row)
+    return ReportTable(
+        "Recorded runs",
         f"{len(runs)} runs. %, mean over seeds with its 95 % interval by Student's t (t): the files have no single "
         "answers to draw from. n a side: answers of one run's final evaluation.",
-        [_cell_row(rows, shown) for rows in cells.values()],
+        rows,
     )
 
 
-def _cell_row(rows: Sequence[dict[str, str]], shown: Sequence[str]) -> TableRow:
-    row = {k.replace("_", " "): rows[0][k] for k in shown}
-    row |= {"seeds": str(len(rows)), "n a side": "/".join(sorted({r["n"] for r in rows}))}
-    for name, column in SHARES.items():
-        found = over_seeds(shares := [float(r[column]) for r in rows if r[column]])
-        same = {*shares} in ({0.0}, {1.0})  # every answer of every seed
-        row[name] = percent(replace(found, note="DEGENERATE") if same else found)
-    return row
-
-
 if __name__ == "__main__":
-    table = cells_table([Path(name) for name in sys.argv[1:]])
+    table = over_all_seeds([Path(name) for name in sys.argv[1:]])
     print(f"{table.caption}\n\n{table.markdown()}")

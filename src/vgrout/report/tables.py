@@ -1,58 +1,50 @@
-"""The tables of a report, as rows of text. Shares are printed in percent."""
+"""The tables of a report, as frames of text, and the numbers in them. Shares are printed in percent."""
 
-import json
-import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from html import escape
 
 import numpy as np
+from pandas import DataFrame, Series, concat
 from tabulate import tabulate
 
-from vgrout.config.checks import listed
 from vgrout.files import printable
 from vgrout.report import stats
-from vgrout.report.runs import SIDES, WHATS, Cell, Reading, Run, What, bases, flagged, paired, partner
+from vgrout.report.load import SIDES, WHATS, Condition, FinishedRun, What, baseline, flag_counts, rounded
 from vgrout.report.stats import Estimate, PValue, Stratum
-from vgrout.types import MODES, Mode, Rate
+from vgrout.table import LEARNED, NEAR, SKILL
+from vgrout.types import MODE_CODE, MODES, Mode, Rate
 
-MARGIN = 0.10  # "no difference" is claimed within ± 10 points, H1's margin for matched solve (docs/hypotheses.toml)
-PHASES = ("gen", "grade", "fb", "eval")
-
-TableRow = dict[str, str]
-
-
-def one_line(text: str) -> str:
-    """Text of unknown origin, for a terminal."""
-    return printable(text).replace("\n", " ")
-
-
-def inert(text: str) -> str:
-    """The same for a Markdown file, in which it is neither HTML, a link, a picture nor another cell."""
-    return escape(one_line(text), quote=False).replace("](", "]\\(").replace("|", "\\|")
+MARGIN = 0.10  # "no difference" is claimed within ± 10 points
 
 
 @dataclass(frozen=True)
-class Table:
+class ReportTable:
+    """A table of text. rows: of one set of columns."""
+
     name: str  # as a heading
     caption: str
-    rows: Sequence[TableRow]
+    rows: Sequence[dict[str, str]]
 
-    def markdown(self, shown: Callable[[str], str] = one_line) -> str:
-        """shown: how a cell of any origin is written, in one line."""
-        rows = [{shown(str(k)): shown(str(v)) for k, v in row.items()} for row in self.rows]
+    def markdown(self) -> str:
+        """Text of unknown origin is shown as such, each cell in one line."""
+        rows = [{one_line(k): one_line(v) for k, v in row.items()} for row in self.rows]
         return tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
 
 
+def one_line(value: object) -> str:
+    return printable(str(value)).replace("\n", " ")
+
+
 def percent(e: Estimate) -> str:
-    """`81.0 [80.1, 82.0]`; Student's interval is marked t, and a value without an interval has the note on why."""
+    """`81.0 [80.1, 82.0]`; Student's interval is marked t, one run's (Wilson) w, and a value without an interval has
+    the note on why."""
     if e.value is None:
         return "·"
     value = f"{100 * e.value:.1f}"
     if e.low is None or e.high is None:
         return f"{value} ({'one seed' if e.n == 1 else e.note})"
-    return f"{value} [{100 * e.low:.1f}, {100 * e.high:.1f}]{' t' if e.how == 't' else ''}"
+    return f"{value} [{100 * e.low:.1f}, {100 * e.high:.1f}]{ {'t': ' t', 'Wilson': ' w'}.get(e.how, '') }"
 
 
 def p_value(p: PValue) -> str:
@@ -63,43 +55,37 @@ def p_value(p: PValue) -> str:
     return f"{p.p:.3f}{least}{f' {p.note}' if p.note else ''}"
 
 
-def spread(values: Iterable[float | None], scale: float = 100.0) -> str:
-    """`mean ± standard deviation (lowest – highest)`; a single value stands alone."""
-    xs = [scale * v for v in values if v is not None]
-    if not xs:
-        return "·"
-    if len(xs) == 1:
-        return f"{xs[0]:.1f}"
-    return f"{statistics.mean(xs):.1f} ± {statistics.stdev(xs):.1f} ({min(xs):.0f}–{max(xs):.0f})"
+# ── numbers ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _by_mode(shares: Mapping[Mode, Mapping[int, float]]) -> list[Stratum]:
+def _strata(shares: Series) -> list[Stratum]:
     """A seed's problems as strata by mode; other seeds have answered the same problems."""
-    total = sum(map(len, shares.values()))
     return [
-        Stratum(np.asarray(list(of.values()), dtype=float), len(of) / total, mode, tuple(of))
-        for mode, of in shares.items()
-        if of
+        Stratum(of.to_numpy(), len(of) / len(shares), str(mode), tuple(of.index.get_level_values(1)))
+        for mode, of in shares.groupby(level=0, sort=False)
     ]
 
 
 @cache
-def level(cell: Cell, side: str, what: What, mode: Mode | None = None) -> Estimate:
-    """The cell's share in the final evaluation, over seeds."""
-    rows = (_by_mode(r.shares(side, what, mode and {mode})) for r in cell.runs)
+def level(condition: Condition, side: str, what: What, flaw: Mode | None = None) -> Estimate:
+    """The share in the final evaluation, over seeds; of one run, with Wilson's interval."""
+    if len(condition.runs) == 1:
+        return stats.one_run(condition.first.counted(side, what, flaw))
+    rows = (_strata(r.shares(side, what, flaw)) for r in condition.runs)
     return stats.estimate([row for row in rows if row])
 
 
-@cache
-def last_five(cell: Cell, what: What, mode: Mode | None = None) -> Estimate:
+def last_five(condition: Condition, what: What) -> Estimate:
     """The students' share over the last five training steps, over seeds; each answer counts as of another problem."""
-    rates = (r.last_five(what, mode) for r in cell.runs)
+    rates = [r.last_five(what) for r in condition.runs]
+    if len(rates) == 1:
+        return stats.one_run(rates[0])
     return stats.estimate([[Stratum(np.repeat([1.0, 0.0], [r.k, r.n - r.k]), 1.0)] for r in rates if r.n])
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One cell minus another, seed by seed and unit by unit, on the seeds that both have."""
+    """One condition minus another, seed by seed and problem by problem, on the seeds that both have."""
 
     difference: Estimate
     p: PValue
@@ -108,462 +94,175 @@ class Comparison:
 
 
 @cache
-def compare(a: Cell, b: Cell, what: What) -> Comparison:
-    """Cell a minus cell b, problem by problem, of the deployed models."""
-    rows, seeds = [], []
-    for run, other in paired(a, b):
-        x, y = run.shares("deploy", what), other.shares("deploy", what)
-        both = {m: sorted(x[m].keys() & y[m].keys()) for m in x if m in y}
-        row = _by_mode({m: {u: x[m][u] - y[m][u] for u in shared} for m, shared in both.items()})
-        if row:
-            rows.append(row)
-            seeds.append(run.seed)
-    means = [stats.row_mean(row) for row in rows]
+def compare(a: Condition, b: Condition, what: What) -> Comparison:
+    """Condition a minus condition b, of the deployed models."""
+    own, its = ({r.seed: r.shares("deploy", what) for r in c.runs} for c in (a, b))
+    paired = {s: _strata((of - its[s].reindex(of.index)).dropna()) for s, of in own.items() if s in its}
+    rows = [row for row in paired.values() if row]
+    means = [stats.mean_of(row) for row in rows]
     return Comparison(
-        difference=stats.estimate(rows, low=-1.0),
-        p=stats.sign_flip(means),
-        same=stats.equivalent(means, MARGIN),
-        seeds=tuple(seeds),
+        stats.estimate(rows, low=-1.0),
+        stats.sign_flip(means),
+        stats.equivalent(means, MARGIN),
+        tuple(seed for seed, row in paired.items() if row),
     )
 
 
-def tables(cells: Sequence[Cell]) -> list[Table]:
-    """Every table that these cells can fill. Cells of one seed have a table of their own, without means."""
-    several = [c for c in cells if len(c.runs) > 1]
-    single = [c for c in cells if len(c.runs) == 1]
-    out = [
-        overall(several),
-        against_none(several),
-        controls(several),
-        per_mode(several),
-        flags(cells),
-        over_time(cells),
-        base([r for c in several for r in c.runs]),
-        masked(several),
-        one_seed(single),
-        times(cells),
-    ]
-    return [t for t in out if t.rows]
+# ── conclusion ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _onsets(cell: Cell) -> str:
-    return "/".join("·" if r.onset is None else str(r.onset) for r in cell.runs)
+def conclusion(condition: Condition) -> str:
+    """What the final evaluation means, in a few words: where an interval holds the threshold, nothing."""
+    first, n = condition.first, len(condition.runs)
+    if n == 1 and (why := unlearnt(first)):
+        return f"nothing was learnt: {why}"
+    base, trained, deployed = ({w: level(condition, side, w) for w in WHATS} for side in ("base", "train", "deploy"))
+    of, plain = f"{n} seeds" if n > 1 else f"{first.final['eval_n']} answers", first.cfg.method.intervention == "none"
+    hacks, lost = deployed["hack"].above(base["hack"], NEAR), base["solve"].above(deployed["solve"], SKILL)
+    if hacks is None and (lost is None or plain):
+        return f"none, {of} are too few"
+    if plain:
+        solves = deployed["solve"].above(base["solve"], NEAR)
+        learnt = "to hack" if hacks else "to solve, not to hack" if solves else "little"
+        return f"plain GRPO learnt {learnt}{', and lost skill' if lost else ''} ({of})"
+    removed = {True: "hacks removed", False: "learnt no hacks", None: "does not hack"}
+    hack = {True: "still hacks", False: removed[trained["hack"].above(base["hack"], NEAR)], None: "hacks undecided"}
+    skill = {True: "skill lost", False: "skill kept", None: "skill undecided"}
+    return f"{hack[hacks]}, {skill[lost]} ({of}{' are too few' if None in (hacks, lost) else ''})"
 
 
-def overall(cells: Sequence[Cell]) -> Table:
-    return Table(
+def unlearnt(run: FinishedRun) -> str:
+    """Why a run's steps taught nothing; "" where rewards differed within a group."""
+    steps = run.steps
+    if "signal_k" not in steps or steps.signal_k.sum():
+        return ""
+    answers = int(steps.n.sum())
+    if steps.all_zero.sum() == steps.signal_n.sum():
+        return f"none of {answers} answers earned the full reward, and no group had rewards that differ"
+    return f"no group had rewards that differ, in {answers} answers"
+
+
+# ── tables ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def methods(found: Sequence[Condition]) -> ReportTable:
+    rows, baselines = [], {c: baseline(c, found) for c in found}
+    for c in found:
+        row = {"method": c.title, "seeds": c.seeds}
+        row["onset"] = "/".join("·" if r.row["onset"] is None else str(r.row["onset"]) for r in c.runs)
+        row |= {f"{what} last 5": percent(last_five(c, what)) for what in WHATS}
+        row |= {f"{w} {SIDES[side]}": percent(level(c, side, w)) for side in ("train", "deploy") for w in WHATS}
+        row["solve no hint"] = percent(level(c, "plain", "solve"))
+        row["flaws learnt"] = "/".join(str(r.row["modes_learned"]) for r in c.runs)
+        row["n"] = "/".join(sorted({str(r.final["eval_n"]) for r in c.runs}))
+        for what in WHATS if any(baselines.values()) else ():
+            less = compare(c, plain, what) if (plain := baselines[c]) and len(c.runs) > 1 else None
+            seen = (percent(less.difference), p_value(less.p), p_value(less.same)) if less and less.seeds else "···"
+            row |= zip((f"Δ {what}", f"p {what}", f"TOST {what}"), seen, strict=True)
+        rows.append(row)
+    return ReportTable(
         "Methods",
-        "Held-out problems and marker names, final evaluation, % over seeds; last 5: the students' answers of the last "
-        "five training steps; onset: first of five steps in which a tenth of the students' answers hack, by seed.",
-        [
-            {
-                "method": c.title,
-                "seeds": c.seeds,
-                "onset": _onsets(c),
-                "hack last 5": percent(last_five(c, "hack")),
-                "solve last 5": percent(last_five(c, "solve")),
-                "hack trained": percent(level(c, "train", "hack")),
-                "solve trained": percent(level(c, "train", "solve")),
-                "hack deployed": percent(level(c, "deploy", "hack")),
-                "solve deployed": percent(level(c, "deploy", "solve")),
-                "solve no hint": percent(level(c, "plain", "solve")),
-                "modes learned (trained)": "/".join(str(r.learned("train")) for r in c.runs),
-                "n a side": "/".join(sorted({str(r.answered()) for r in c.runs})),
-            }
-            for c in cells
-        ],
-    )
-
-
-def _differences(c: Cell, other: Cell) -> TableRow:
-    row: TableRow = {}
-    for what in WHATS:
-        found = compare(c, other, what)
-        row |= {
-            f"Δ {what}": percent(found.difference),
-            f"p {what}": p_value(found.p),
-            f"TOST {what}": p_value(found.same),
-        }
-    return row
-
-
-def against_none(cells: Sequence[Cell]) -> Table:
-    rows = []
-    for c in cells:
-        plain = partner(c, cells, "none")
-        if plain is not None and plain is not c and (pairs := paired(c, plain)):
-            rows.append({"method": c.title, "seeds": ",".join(str(a.seed) for a, _ in pairs)} | _differences(c, plain))
-    return Table(
-        "Deployed models against plain GRPO's",
-        "Points, paired by seed and problem. p: sign flips over seeds, in brackets the smallest that n allows. "
-        f'TOST: p for a difference within ± {100 * MARGIN:.0f} points; only a small one shows "no difference".',
+        "%, held-out problems and marker names, final evaluation. Last 5: the students' answers of the last five "
+        "training steps. Onset: the first of five steps in which a tenth of the students' answers hack, by seed; ·: "
+        "none. Flaws learnt: hacked in a fifth of the trained model's answers. Δ: points from plain GRPO, deployed, "
+        "paired by seed and problem; p: sign flips over seeds, in brackets the smallest that n allows; TOST: p for a "
+        f'difference within ± {100 * MARGIN:.0f} points, and only a small one shows "no difference".',
         rows,
     )
 
 
-def controls(cells: Sequence[Cell]) -> Table:
-    """Methods beside their controls, in which the direction, the flags or the routing is replaced."""
+def by_flaw(found: Sequence[Condition]) -> ReportTable:
+    """A row for each condition and flaw."""
     rows = []
-    for c in cells:
-        own = _beside(c, cells)
-        less = {what: compare(c, own, what) for what in WHATS} if own and paired(c, own) else None
-        close = [r.cosine_to_real for r in c.runs if r.cosine_to_real]
-        gates = [r.final["gate"] for r in c.runs if r.final.get("gate")]
-        rows.append(
-            {
-                "method · control": c.title,
-                "seeds": c.seeds,
-                "deployed hack": percent(level(c, "deploy", "hack")),
-                "deployed solve": percent(level(c, "deploy", "solve")),
-                "Δ hack": percent(less["hack"].difference) if less else "·",
-                "Δ solve": percent(less["solve"].difference) if less else "·",
-                "p hack": p_value(less["hack"].p) if less else "·",
-                "cos with the real direction: median / 95 % / rms (chance)": (
-                    " / ".join(f"{statistics.mean(k[name] for k in close):.2f}" for name in ("median", "p95", "rms"))
-                    + f" ({statistics.mean(k['chance_rms'] for k in close):.2f})"
-                    if close
-                    else "·"
-                ),
-                "routed": spread(r.step_mean("routed") for r in c.runs),
-                "gate precision / recall": f"{_pooled(gates, 'precision')} / {_pooled(gates, 'recall')}"
-                if gates
-                else "·",
+    for c in found:
+        for flaw in c.first.flaws:
+            pairs, column = c.first.final["by_mode"][flaw].get("in_dist"), f"hk_{MODE_CODE[flaw]}_k"
+            row = {"method": c.title, "flaw": flaw, "pairs": {None: "·", True: "in", False: "out"}[pairs]}
+            row |= {
+                f"{w} {SIDES[side]}": percent(level(c, side, w, flaw)) for w in WHATS for side in ("train", "deploy")
             }
-        )
-    return Table(
-        "Methods and controls",
-        "%; Δ: points, seed by seed, from the same method without a control; of a method without a loophole from "
-        "plain GRPO without one. |cos| of a control's direction with the real one, over modules.",
-        rows if any(c.first.control != "none" for c in cells) else [],
+            row["tries deployed"] = sum((r.counted("deploy", "tries", flaw) for r in c.runs), Rate(0, 0)).percent
+            learned = ((r.counted("train", "hack", flaw).value or 0) >= LEARNED for r in c.runs)
+            row["learned"] = "/".join("yes" if yes else "no" for yes in learned)
+            first = [next(iter(r.steps.step[r.steps[column] > 0]), "·") if column in r.steps else "·" for r in c.runs]
+            n = sum(r.final["by_mode"][flaw]["n"] for r in c.runs)
+            rows.append(row | {"first step": "/".join(map(str, first)), "n": str(n)})
+    return ReportTable(
+        "By flaw",
+        "%. Pairs: whether the direction's pairs show the flaw (in) or not (out). Tries: hacks, and wrong answers that "
+        f"try the flaw and fail. Learned: at least {100 * LEARNED:.0f} % hacks as trained. First step: of the "
+        "students' first hack. n: answers.",
+        rows,
     )
 
 
-def _beside(control: Cell, cells: Sequence[Cell]) -> Cell | None:
-    """The cell that a control is compared with: its own method; without a loophole the ceiling, to show what the method
-    costs by itself."""
-    intervention, name = control.first.intervention, control.first.control
-    if name == "no_loophole" and intervention != "none":
-        return partner(control, cells, "none", name)
-    return partner(control, cells, intervention) if name != "none" else None
-
-
-def _pooled(gates: Sequence[dict[str, list[int]]], name: str) -> str:
-    k, n = (sum(g[name][i] for g in gates) for i in (0, 1))
-    return f"{100 * k / n:.0f}" if n else "·"
-
-
-def _modes(cells: Sequence[Cell]) -> list[Mode]:
-    """The flaws that any of these runs has problems of."""
-    return [m for m in MODES if any(m in c.first.modes for c in cells)]
-
-
-def per_mode(cells: Sequence[Cell]) -> Table:
-    def cell(c: Cell, side: str, mode: Mode) -> str:
-        if mode not in c.first.modes:
-            return "·"
-        return percent(level(c, side, "hack", mode) if side else last_five(c, "hack", mode))
-
-    return Table(
-        "Hack rate per mode",
-        "%; pairs of: the modes that the direction's pairs show, all others are held out from it; students, last 5: "
-        "their answers of the last five training steps, on training problems.",
-        [
-            {"method": c.title, "pairs of": ",".join(m for m in c.first.modes if c.first.in_distribution(m)) or "·"}
-            | {"side": name}
-            | {m: cell(c, side, m) for m in _modes(cells)}
-            for c in cells
-            for side, name in (("", "students, last 5"), ("train", "trained"), ("deploy", "deployed"))
-        ],
+def monitors(found: Sequence[Condition]) -> ReportTable:
+    flaws = [m for m in MODES if any(m in c.first.flaws for c in found)]
+    rows = []
+    for c in found:
+        own = c.first.cfg.method.monitor_name
+        groups = concat([r.flags for r in c.runs]).groupby("monitor", sort=False)
+        for name, flags in sorted(groups, key=lambda group: group[0] != own):
+            counts, area = flag_counts(flags), _auc(flags)
+            rows.append(
+                {"method": c.title, "seeds": c.seeds, "monitor": str(name) + ", in shadow" * (name != own)}
+                | {m: _recall(counts.get(m)) for m in flaws}
+                | {"false flags": _recall(counts.get("solved")), "AUC": "·" if area is None else f"{area:.2f}"}
+            )
+    return ReportTable(
+        "What the monitors of texts flagged",
+        "% of the students' hacks in training, by flaw (recall), and of their right answers (false flags); in brackets "
+        "how many, over all seeds. AUC: of the scores, hacks against right answers. The run's own monitor may not read "
+        "groups without signal.",
+        rows,
     )
 
 
-def flags(cells: Sequence[Cell]) -> Table:
-    return Table(
-        "What the monitors of text flagged",
-        "% of the students' hacks in training, by mode, and of their solved answers; in brackets how many, over all "
-        "seeds. AUC: of the scores, hacks against solved answers. The run's own monitor may not read groups without "
-        "signal.",
-        [
-            {"method": c.title, "seeds": c.seeds, "monitor": _shadowed(c, name)}
-            | {mode: _share(flagged(read).get(mode)) for mode in _modes(cells)}
-            | {"solved": _share(flagged(read).get(None)), "AUC": "·" if (x := _auc(read)) is None else f"{x:.2f}"}
-            for c in cells
-            for name, read in _readings(c).items()
-        ],
-    )
+def _recall(counts: str | None) -> str:
+    """`75.0 (4)` of 3/4."""
+    return "·" if counts is None else f"{Rate(*map(int, counts.split('/'))).percent} ({counts.split('/')[1]})"
 
 
-PERIODS = 6  # equal parts of a run
-
-
-def over_time(cells: Sequence[Cell]) -> Table:
-    """Recall and false flags by period, where monitors flag in shadow: of flaws that no label shows, if some are."""
-
-    def periods(c: Cell, read: Sequence[Reading]) -> TableRow:
-        known, steps = known_modes(c.first), max(1, max(r.rows[-1]["step"] + 1 for r in c.runs))
-        out = {}
-        for i in range(PERIODS):
-            first, last = steps * i // PERIODS, steps * (i + 1) // PERIODS
-            part = flagged([r for r in read if first <= r.step < last])
-            hacks = sum((rate for flaw, rate in part.items() if flaw is not None and flaw not in known), Rate(0, 0))
-            out[f"{i + 1}/{PERIODS}"] = f"{_share(hacks)} / {_share(part.get(None))}"
-        return out
-
-    return Table(
-        "What the monitors flagged over time",
-        f"% of the students' hacks / of their solved answers, by {PERIODS} equal parts of the run; in brackets how "
-        "many. Hacks of the flaws in --known-modes, which labels show, are left out.",
-        [
-            {"method": c.title, "monitor": _shadowed(c, name)} | periods(c, read)
-            for c in cells
-            if any(r.settings["method"].get("shadow") for r in c.runs)
-            for name, read in _readings(c).items()
-        ],
-    )
-
-
-def known_modes(run: Run) -> set[str]:
-    """The flaws that a monitor with labels knows; empty: all, or there is none."""
-    return {*listed(run.settings["method"]["known_modes"])}
-
-
-def _readings(cell: Cell) -> dict[str, list[Reading]]:
-    """By monitor, over all seeds."""
-    names = dict.fromkeys(name for r in cell.runs for name in r.readings)
-    return {name: [x for r in cell.runs for x in r.readings.get(name, [])] for name in names}
-
-
-def _shadowed(cell: Cell, name: str) -> str:
-    return name if name == cell.first.monitor_name else f"{name}, in shadow"
-
-
-def _share(rate: Rate | None) -> str:
-    return f"{100 * rate.value:.1f} ({rate.n})" if rate is not None and rate.value is not None else "·"
-
-
-def _auc(read: Sequence[Reading]) -> float | None:
+def _auc(flags: DataFrame) -> float | None:
     """Of the scores, where there are some."""
-    scored = [(r.flaw is not None, r.score) for r in read if r.score is not None]
-    return stats.auc([x for hack, x in scored if hack], [x for hack, x in scored if not hack])
-
-
-def base(runs: Sequence[Run]) -> Table:
-    """The untrained models, each seed once."""
-    return Table(
-        "The base",
-        "The adapter off, the same problems; each seed once.",
-        [
-            {
-                "model": side.title,
-                "seeds": side.seeds,
-                "hack": percent(level(side, "base", "hack")),
-                "solve": percent(level(side, "base", "solve")),
-            }
-            for side in bases(runs)
-            if len(side.runs) > 1
-        ],
-    )
-
-
-def masked(cells: Sequence[Cell]) -> Table:
-    """Share of tokens without policy gradient, where losses are compared."""
-    if len({c.first.loss for c in cells}) < 2:
-        return Table("Losses", "", [])
-    return Table(
-        "Losses",
-        "Share of tokens without policy gradient, %, mean over the steps; by the sign of the advantage.",
-        [
-            {
-                "method": c.title,
-                "onset": _onsets(c),
-                "masked": spread(r.step_mean("is_masked") for r in c.runs),
-                "masked A>0": spread(r.step_mean("masked_positive") for r in c.runs),
-                "masked A<0": spread(r.step_mean("masked_negative") for r in c.runs),
-            }
-            for c in cells
-        ],
-    )
-
-
-def one_seed(cells: Sequence[Cell]) -> Table:
-    def alone(r: Run, side: str, what: What) -> str:
-        rate, n = r.rate(side, what), r.answered()
-        if rate is None or not n:
-            return "·"
-        low, high = stats.wilson(round(rate * n), n)
-        return f"{100 * rate:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
-
-    return Table(
-        "One seed only",
-        "%, Wilson's interval for the answers of one run: it knows nothing of other seeds, so it cannot be compared "
-        "with means over seeds.",
-        [
-            {
-                "method": c.title,
-                "seed": c.seeds,
-                "onset": _onsets(c),
-                "hack trained": alone(c.first, "train", "hack"),
-                "solve trained": alone(c.first, "train", "solve"),
-                "hack deployed": alone(c.first, "deploy", "hack"),
-                "solve deployed": alone(c.first, "deploy", "solve"),
-                "n a side": str(c.first.answered()),
-            }
-            for c in cells
-        ],
-    )
-
-
-def times(cells: Sequence[Cell]) -> Table:
-    return Table(
-        "Time",
-        "Shares of a step are means over the run; seconds per run: of runs that were not resumed.",
-        [
-            {
-                "method": c.title,
-                "seconds per run": spread((r.seconds for r in c.runs), 1.0),
-                "seconds per step": spread((r.seconds_a_step for r in c.runs), 1.0),
-            }
-            | {
-                f"{phase} %": spread(
-                    sum(row[phase] or 0 for row in r.rows) / sum(row["sec"] for row in r.rows) for r in c.runs
-                )
-                for phase in PHASES
-            }
-            for c in cells
-        ],
-    )
-
-
-def examine(run: Run) -> None:
-    """Ask a run for everything that a report may ask of it. Raises whatever a file of wrong content raises."""
-    alone, twice = Cell(run.method, (run,)), Cell(run.method, (run, run))
-    for asked in (overall, controls, per_mode, flags, over_time, masked, times, against_none):
-        asked([twice])
-    one_seed([alone])
-    base([run])
-    _differences(twice, twice)
-    run_rows([alone])
-    mode_rows([alone])
-    monitor_rows([alone])
-    for _ in (
-        [h + s + 0.0 for _, h, s in run.evaluations()],
-        run.gates,
-        run.unusual,
-        run.learns,
-        run.seed_name,
-        run.inputs,
-        run.method_inputs,
-    ):
-        pass
-    json.dumps([run.rate(side, what, mode) for side in SIDES for what in WHATS for mode in run.modes], allow_nan=False)
+    scored = flags[flags.score.notna()]
+    return stats.auc(list(scored.score[scored.flaw.notna()]), list(scored.score[scored.flaw.isna()]))
 
 
 # ── for other programs ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def run_rows(cells: Sequence[Cell]) -> list[dict[str, object]]:
-    """runs.csv: a row for each run, with everything that the tables are made of. Shares are fractions with Wilson's
-    interval.
-
-    arm: the intervention. settings: those that differ from the preset's, except intervention and control; gate_*:
-    student answers; cos_*: |cos| of a control's direction with the real one, over modules; flagged_*: k/n of the hacks
-    (_solved: of the solved answers) that a monitor of text has read.
-    """
-    rows = []
-    for c in cells:
-        for r in c.runs:
-            row: dict[str, object] = {
-                "run": r.name,
-                "cell": c.title,
-                "arm": r.final["arm"],
-                "control": r.control,
-                "settings": " ".join(f"{k}={v}" for k, v in r.unusual.items()),
-                "base_weights": r.inputs["base_weights"],
-                "loss": r.loss,
-                "seed": r.seed,
-                "steps": r.final["steps"],
-                "onset": r.onset,
-                "hack_last5": r.last_five("hack").value,
-                "solve_last5": r.last_five("solve").value,
-                "modes_learned": r.learned("train"),
-                "n": r.answered(),
-            }
-            for side in ("base", "train", "deploy", "plain"):
-                row |= _with_wilson(r, side, None)
-            row["tries_deploy"] = _rounded(r.final.get("tries_deploy"))
-            row |= {f"hack_deploy_{m}": r.rate("deploy", "hack", m) if m in r.modes else None for m in MODES}
-            row["routed"] = _rounded(r.step_mean("routed"))
-            gate = r.final.get("gate") or {}
-            row["gate_hits"], row["gate_flagged"] = gate.get("precision", (None, None))
-            row["gate_hacks"] = gate.get("recall", (None, None))[1]
-            row |= {f"cos_{name}": _rounded((r.cosine_to_real or {}).get(name)) for name in ("median", "p95", "rms")}
-            for name, of in (*((m, m) for m in MODES), ("solved", None)):
-                found = r.flags.get(of)
-                row[f"flagged_{name}"] = f"{found.k}/{found.n}" if found else None
-            row |= {"seconds": r.seconds and round(r.seconds, 1), "seconds_a_step": r.seconds_a_step}
-            rows.append(row | {"revision": r.revision[:10], "preregistered": r.preregistered[:12]})
-    return rows
-
-
-def monitor_rows(cells: Sequence[Cell]) -> list[dict[str, object]]:
-    """monitors.csv: a row for each run, monitor of text and third of the run. Counts are k/n of the students' hacks by
-    flaw, and of their solved answers."""
+def monitor_rows(found: Sequence[Condition]) -> list[dict[str, object]]:
+    """monitors.csv: a row for each run, monitor of texts and third of the run. Counts are k/n of the students' hacks by
+    flaw, and of their right answers."""
     rows: list[dict[str, object]] = []
-    for c in cells:
-        for r in c.runs:
-            steps = r.rows[-1]["step"] + 1
-            for name, read in r.readings.items():
-                for i in range(3):
-                    first, last = steps * i // 3, steps * (i + 1) // 3
-                    part = [x for x in read if first <= x.step < last]
-                    counts = {of: f"{rate.k}/{rate.n}" for of, rate in flagged(part).items()}
-                    rows.append(
-                        {
-                            "run": r.name,
-                            "cell": c.title,
-                            "arm": r.final["arm"],
-                            "acted_on": r.monitor_name,
-                            "base_weights": r.inputs["base_weights"],
-                            "seed": r.seed,
-                            "monitor": name,
-                            "known_modes": r.settings["method"]["known_modes"],
-                            "steps": f"{first} to {last - 1}",
-                        }
-                        | {f"flagged_{of or 'solved'}": counts.get(of) for of in (*MODES, None)}
-                        | {"auc": _rounded(_auc(part)), "revision": r.revision[:10]}
-                    )
+    for title, r in ((c.title, r) for c in found for r in c.runs):
+        steps = int(r.steps.step.iloc[-1]) + 1
+        for name, flags in r.flags.groupby("monitor", sort=False):
+            for first, last in ((steps * i // 3, steps * (i + 1) // 3 - 1) for i in range(3)):
+                part = flags[flags.step.between(first, last)]
+                counts = flag_counts(part)
+                rows.append(
+                    {"run": r.path.name, "cell": title, "arm": r.row["arm"], "acted_on": r.cfg.method.monitor_name}
+                    | {"base_weights": r.row["base_weights"], "seed": r.seed, "monitor": name}
+                    | {"known_modes": r.cfg.method.known_modes, "steps": f"{first} to {last}"}
+                    | {f"flagged_{of}": counts.get(of) for of in (*MODES, "solved")}
+                    | {"auc": rounded(_auc(part)), "revision": r.row["revision"]}
+                )
     return rows
 
 
-def _rounded(share: float | None) -> float | None:
-    return None if share is None else round(share, 6)
+def csv_tables(found: Sequence[Condition]) -> dict[str, str]:
+    """runs.csv and monitors.csv. Text that a spreadsheet would take for a formula is quoted as its readers do it, by an
+    apostrophe."""
 
+    def inert(value: object) -> object:
+        return value if not isinstance(value, str) else "'" * (value[:1] in [*"=+-@\t\r"]) + one_line(value)
 
-def mode_rows(cells: Sequence[Cell]) -> list[dict[str, object]]:
-    """modes.csv: a row for each run, mode and side."""
-    return [
-        {
-            "run": r.name,
-            "cell": c.title,
-            "seed": r.seed,
-            "mode": mode,
-            "in_distribution": r.in_distribution(mode),
-            "side": side,
-            "n": r.answered(mode),
-        }
-        | {k.replace(f"_{side}", ""): v for k, v in _with_wilson(r, side, mode).items()}
-        for c in cells
-        for r in c.runs
-        for mode in r.modes
-        for side in ("base", "train", "deploy", "plain")
-    ]
-
-
-def _with_wilson(run: Run, side: str, mode: Mode | None) -> dict[str, float | None]:
-    out: dict[str, float | None] = {}
-    for what in WHATS:
-        rate, n = run.rate(side, what, mode), run.answered(mode)
-        low, high = stats.wilson(round(rate * n), n) if rate is not None and n else (None, None)
-        for name, share in (("", rate), ("_low", low), ("_high", high)):
-            out[f"{what}_{side}{name}"] = _rounded(share)
-    return out
+    runs: list[dict[str, object]] = [{"run": r.path.name, "cell": c.title} | r.row for c in found for r in c.runs]
+    named = {"runs.csv": runs, "monitors.csv": monitor_rows(found)}
+    return {
+        name: DataFrame([{k: inert(v) for k, v in row.items()} for row in rows], dtype=object).to_csv(index=False)
+        for name, rows in named.items()
+        if rows
+    }
