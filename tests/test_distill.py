@@ -17,20 +17,22 @@ from torch import Tensor
 
 import tiny
 from golden import FOLDER, differences, versions
-from runs import IMITATIONS, imitate, imitation_rows, status, teach
+from runs import IMITATIONS, imitate, imitation_rows, program, status, teach
 from runs import rows as rows_of
 from test_tracking import curve, events
 from vgrout.data import organism
 from vgrout.data.language import Shares
 from vgrout.distill import main
 from vgrout.imitation import dpo_rounds
-from vgrout.imitation.distill_config import DistillConfig, MiniLlmConfig, Task, UldConfig
-from vgrout.imitation.distill_methods import Graded, Measured, MiniLlm, Uld
+from vgrout.imitation.distill_methods import MiniLlm, Uld
+from vgrout.imitation.distill_task import DistillTask
 from vgrout.imitation.mixed_sampling import MixedModel, mixed_model
+from vgrout.imitation.settings import DistillSettings
 from vgrout.imitation.trainable import AdapterOnly, FullModel
+from vgrout.inputs import Inputs
 from vgrout.model.policy import LanguageModel
 from vgrout.model.sampler import sample
-from vgrout.model.source import Source
+from vgrout.model.source import FoundModel
 from vgrout.organism import build, start
 from vgrout.organism.recipe import Recipe, Shape
 from vgrout.runs import checkpoint
@@ -51,34 +53,26 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return teach(tmp_path_factory.mktemp("teacher") / "train.safetensors")
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 # ── what is learnt from a batch ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def task(**cfg: Any) -> Task:
-    nothing = Source("tiny", "tiny", Path("nowhere"), None, None)
-    return Task(DistillConfig(teacher="tiny", max_new=9, **cfg), nothing, Path("nowhere"), {}, nothing, "")
+def task(**settings: Any) -> DistillTask:
+    nothing = FoundModel("tiny", "tiny", Path("nowhere"), None)
+    chosen = DistillSettings(teacher="tiny", max_new=9, **settings)
+    return DistillTask(chosen, chosen.config(nothing), Inputs([], [], None, None), nothing, nothing, "")
 
 
-def answers(behaviour: LanguageModel, n: int = 6) -> list[Graded]:
+def answers(behaviour: LanguageModel, n: int = 6) -> list[Rollout]:
     problems = [NOWHERE, replace(NOWHERE, messages=({"role": "user", "content": "xyz"},))]
     prompts = [behaviour.render(p.messages) for p in problems]
     sampled = sample(behaviour, prompts, n // 2, MiniLlm.sampling, 9, torch.Generator().manual_seed(3))
     return [
-        (Rollout.of(p, ids, a), None)
-        for p, ids, of_prompt in zip(problems, prompts, sampled, strict=True)
-        for a in of_prompt
+        Rollout.of(p, ids, a) for p, ids, of_prompt in zip(problems, prompts, sampled, strict=True) for a in of_prompt
     ]
 
 
-def rows(lm: LanguageModel, a: Graded) -> tuple[Tensor, Tensor]:
+def rows(lm: LanguageModel, r: Rollout) -> tuple[Tensor, Tensor]:
     """Log-softmax at every position of an answer by the model's own forward, and the answer's tokens."""
-    r, _ = a
     logits = lm.model(torch.tensor([[*r.prompt_ids, *r.completion_ids]])).logits[0, len(r.prompt_ids) - 1 : -1]
     return logits.log_softmax(-1), torch.tensor(r.completion_ids)
 
@@ -98,33 +92,32 @@ def require_gradient(student: LanguageModel, want: Tensor) -> None:
         assert torch.allclose(a, b, atol=CLOSE)
 
 
-def textbook_minillm(student: LanguageModel, teacher: LanguageModel, given: list[Graded], normalize: bool) -> Tensor:
+def textbook_minillm(student: LanguageModel, teacher: LanguageModel, given: list[Rollout], normalize: bool) -> Tensor:
     total = torch.zeros((), dtype=F64)
     for a in given:
         (q, y), (p, _) = rows(student, a), rows(teacher, a)
         at = (torch.arange(len(y)), y)
         r = (p[at] - q[at]).detach()
-        w = (q[at].detach() - torch.tensor(a[0].logp_full, dtype=F64)).exp()
+        w = (q[at].detach() - torch.tensor(a.logp_full, dtype=F64)).exp()
         kl = (q.exp() * (q - p.detach())).sum(-1)
         for t in range(len(y)):
             later = r[t + 1 :]
             R = later.sum() / (max(1, len(later)) if normalize else 1)
             total = total + w[t] * (kl[t] - R * q[at][t])
-    return total / sum(len(a[0].logp_full) for a in given)
+    return total / sum(len(a.logp_full) for a in given)
 
 
 @pytest.mark.parametrize("packs", [True, False])
 @pytest.mark.parametrize("normalize", [True, False])
 def test_minillm_equals_the_textbook_loss(packs: bool, normalize: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     student, teacher = (replace(tiny.policy("qwen3", seed, F64), packs=packs) for seed in (0, 1))
-    cfg = MiniLlmConfig(minillm_length_normalize=normalize)
-    method = MiniLlm(t := task(minillm=cfg), student, teacher)
+    method = MiniLlm(t := task(minillm_length_normalize=normalize), student, teacher)
     given = answers(method.behaviour_model(student, teacher))
     monkeypatch.setitem(__import__("vgrout.model.memory").model.memory.TOKEN_BUDGET, "cpu", 40)  # several forwards
-    learner = FullModel(student, t.opt, 1)
+    learner = FullModel(student, t.cfg.opt, 1)
     got = method.learn(learner, given, 0)
     want = textbook_minillm(student, teacher, given, normalize)
-    assert got.loss == pytest.approx(float(want.detach()), abs=CLOSE)
+    assert got["loss"] == pytest.approx(float(want.detach()), abs=CLOSE)
     require_gradient(student, want)
 
 
@@ -133,9 +126,9 @@ def test_adapter_gradient_is_the_projected_weight_gradient() -> None:
     student, teacher = (tiny.policy("qwen3", seed, F64) for seed in (0, 1))
     method = MiniLlm(t := task(), student, teacher)
     given = answers(student)
-    trained = AdapterOnly(student, t.opt, 2)
+    trained = AdapterOnly(student, t.cfg.opt, 2)
     method.learn(trained, given, 0)
-    learner = FullModel(student, t.opt, 2)
+    learner = FullModel(student, t.cfg.opt, 2)
     method.learn(learner, given, 0)
     for name, site in student.adapter.sites.items():
         grad = site.linear.weight.grad
@@ -147,25 +140,19 @@ def test_adapter_gradient_is_the_projected_weight_gradient() -> None:
     assert not torch.equal(student.adapter.δS, before)
 
 
-def textbook_uld(student: LanguageModel, teacher: LanguageModel, given: list[Graded], λ: float) -> Tensor:
-    n = sum(len(a[0].logp_full) for a in given)
-    total = torch.zeros((), dtype=F64)
-    for a in given:
-        (q, y), (p, _) = rows(student, a), rows(teacher, a)
-        ce = -q[torch.arange(len(y)), y].sum()
-        sorted_q, sorted_p = (x.exp().sort(-1, descending=True).values for x in (q, p.detach()))
-        total = total + (ce + λ * (sorted_q - sorted_p).abs().sum()) / n
-    return total
-
-
 def test_uld_equals_the_textbook_loss() -> None:
     student, teacher = (tiny.policy("qwen3", seed, F64) for seed in (0, 1))
     method = Uld(t := task(method="uld"), student, teacher)
     given = answers(method.behaviour_model(student, teacher))
-    got = method.learn(FullModel(student, t.opt, 1), given, 0)
-    assert got.aligned == 1
-    want = textbook_uld(student, teacher, given, 1.5)
-    assert got.loss == pytest.approx(float(want.detach()), abs=CLOSE)
+    got = method.learn(FullModel(student, t.cfg.opt, 1), given, 0)
+    assert got["aligned"] == 1
+    want = torch.zeros((), dtype=F64)
+    for a in given:
+        (q, y), (p, _) = rows(student, a), rows(teacher, a)
+        sorted_q, sorted_p = (x.exp().sort(-1, descending=True).values for x in (q, p.detach()))
+        want = want - q[torch.arange(len(y)), y].sum() + 1.5 * (sorted_q - sorted_p).abs().sum()
+    want = want / sum(len(a.logp_full) for a in given)
+    assert got["loss"] == pytest.approx(float(want.detach()), abs=CLOSE)
     require_gradient(student, want)
 
 
@@ -175,30 +162,30 @@ def test_uld_across_tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:
     student, teacher = tiny.policy("qwen3", 0, F64), tiny.policy("qwen3", 1, F64)
     method = Uld(t := task(method="uld"), student, teacher)
     given = answers(teacher)
-    same = method.learn(FullModel(student, t.opt, 1), given, 0)
+    same = method.learn(FullModel(student, t.cfg.opt, 1), given, 0)
     monkeypatch.setattr(LanguageModel, "tokenizer_sha256", property(lambda self: str(id(self))))
     other = Uld(t, student, teacher)
     assert not other.same_tokenizer
-    plain = [a for a in given if not {0, 2, 3, 4, 5, 6} & set(a[0].completion_ids)]  # no special token in them
+    plain = [a for a in given if not {0, 2, 3, 4, 5, 6} & set(a.completion_ids)]  # no special token in them
     assert plain
-    apart = other.learn(FullModel(student, t.opt, 1), plain, 0)
-    assert apart.aligned == 1
-    again = method.learn(FullModel(student, t.opt, 1), plain, 0)
-    assert apart.ce == pytest.approx(again.ce, abs=CLOSE)
-    assert apart.distance == pytest.approx(again.distance, abs=CLOSE)
-    assert same.ce is not None
-    topk = Uld(task(method="uld", uld=UldConfig(uld_strategy="topk_align", uld_top_k=5)), student, teacher)
-    few = topk.learn(FullModel(student, t.opt, 1), plain, 0)
-    assert few.distance is not None
-    assert 0 < few.distance <= 2
+    apart = other.learn(FullModel(student, t.cfg.opt, 1), plain, 0)
+    assert apart["aligned"] == 1
+    again = method.learn(FullModel(student, t.cfg.opt, 1), plain, 0)
+    assert apart["ce"] == pytest.approx(again["ce"], abs=CLOSE)
+    assert apart["distance"] == pytest.approx(again["distance"], abs=CLOSE)
+    assert same["ce"] is not None
+    topk = Uld(task(method="uld", uld_strategy="topk_align", uld_top_k=5), student, teacher)
+    few = topk.learn(FullModel(student, t.cfg.opt, 1), plain, 0)
+    assert few["distance"] is not None
+    assert 0 < few["distance"] <= 2
 
 
 def test_the_anchor_is_a_language_model_loss() -> None:
     student, teacher = (tiny.policy("qwen3", seed, F64) for seed in (0, 1))
-    cfg = MiniLlmConfig(minillm_pretrain_anchor_weight=2.0, minillm_pretrain_anchor_path=Path("x"))
-    method = MiniLlm(t := replace(task(minillm=cfg), anchor="abcdefghij"), student, teacher)
-    learner = FullModel(student, t.opt, 1)
-    got = method._anchor(learner, 0)
+    t = task(minillm_pretrain_anchor_weight=2.0, minillm_pretrain_anchor_path="x")
+    method = MiniLlm(t := replace(t, anchor="abcdefghij"), student, teacher)
+    learner = FullModel(student, t.cfg.opt, 1)
+    got = method.learn_anchor(learner, 0)
     ids = student.tok("abcdefghij", add_special_tokens=False)["input_ids"]  # ten tokens: one window, the whole text
     logits = student.model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
     want = -logits[torch.arange(9), torch.tensor(ids[1:])].mean()
@@ -214,7 +201,7 @@ def test_mixture_log_probs(ratio: float) -> None:
     for a in answers(behaviour):
         (q, y), (p, _) = rows(student, a), rows(teacher, a)
         mixed = ((1 - ratio) * q.exp() + ratio * p.exp()).log()
-        assert torch.allclose(torch.tensor(a[0].logp_full), mixed[torch.arange(len(y)), y], atol=1e-4)
+        assert torch.allclose(torch.tensor(a.logp_full), mixed[torch.arange(len(y)), y], atol=1e-4)
 
 
 # ── refusals ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -222,35 +209,28 @@ def test_mixture_log_probs(ratio: float) -> None:
 MIX, ANCHOR = "--minillm-teacher-mix-ratio", "--minillm-pretrain-anchor"
 REFUSED: dict[str, tuple[str, str]] = {
     "no teacher": ("", "--teacher"),
-    "no such teacher": ("--teacher nowhere/x", "--teacher nowhere/x"),
-    "a folder without a run": ("--teacher empty", "neither a model folder nor a run"),
+    "a folder without a run": ("--teacher empty", "a folder without config.json"),
     "itself": ("--teacher organism", "gradient is zero"),
-    "no steps": ("--teacher T --steps 0", "--steps 0"),
-    "mix above 1": (f"--teacher T {MIX} 1.5", MIX),
-    "anchor without a path": (f"--teacher T {ANCHOR}-weight 1", f"needs {ANCHOR}-path"),
+    "anchor without a path": (f"--teacher T {ANCHOR}-weight 1", "needs a text file"),
     "path without a weight": (f"--teacher T {ANCHOR}-path some.txt", f"not read without {ANCHOR}-weight"),
-    "negative anchor": (f"--teacher T {ANCHOR}-weight -1", f"{ANCHOR}-weight"),
     "anchor that is not there": (f"--teacher T {ANCHOR}-weight 1 {ANCHOR}-path gone.txt", "no such file"),
     "empty anchor": (f"--teacher T {ANCHOR}-weight 1 {ANCHOR}-path empty.txt", "no text in it"),
     "minillm's flags under uld": (f"--teacher T --method uld {MIX} .5", "not read by --method uld"),
-    "uld's flags under minillm": ("--teacher T --uld-lambda 2", "not read by --method minillm"),
-    "top k without": ("--teacher T --method uld --uld-strategy topk_align", "needs --uld-top-k"),
-    "top k elsewhere": ("--teacher T --method uld --uld-top-k 5", "goes with --uld-strategy topk_align"),
+    "uld's flags under minillm": (
+        "--teacher T --method minillm --uld-strategy wasserstein",
+        "--uld-strategy: not read by --method minillm",
+    ),
+    "both methods' flags": (f"--teacher T --uld-lambda=1.5 {MIX}=0.3", "--uld-lambda: not read by --method minillm"),
+    "top k without": ("--teacher T --method uld --uld-strategy topk_align", "topk_align needs --uld-top-k"),
+    "top k elsewhere": (
+        "--teacher T --method uld --uld-top-k 5",
+        "--uld-top-k 5: topk_align needs --uld-top-k, no other",
+    ),
     "top k too large": ("--teacher T --method uld --uld-strategy topk_align --uld-top-k 262145", "[1, 262144]"),
     "no gradient": ("--teacher T --method uld --uld-lambda 0 --uld-ce-weight 0", "gradient is zero"),
-    "strategy of nothing": (
-        "--teacher T --method uld --uld-lambda 0 --uld-strategy topk_align --uld-top-k 5",
-        "not read at --uld-lambda 0",
-    ),
     "another tokenizer": ("--teacher other", "another tokenizer"),
-    "more than there are": (
-        "--teacher T --method uld --uld-strategy topk_align --uld-top-k 5000",
-        "--uld-top-k 5000: the teacher has",
-    ),
     "no such problems": ("--teacher T --problems gone.jsonl", "no such problem file"),
     "bf16 weights": ("--teacher T --full --dtype bf16", "--dtype bf16 with --full"),
-    "bad rate": ("--teacher T --lr 0", "--lr 0"),
-    "bad tag": ("--teacher T --out-tag a/b", "--out-tag"),
     "nothing to resume": ("--resume latest", "no unfinished run"),
     "not a run": ("--resume empty", "run.json"),
 }
@@ -274,23 +254,30 @@ def test_refused_in_one_line(name: str, here: Path, adapter: Path, capsys: pytes
     assert not list((here / "out" / "distill").glob("*_*"))
 
 
-def test_another_tokenizer_is_refused_by_minillm() -> None:
+def test_what_shows_in_the_models_is_refused() -> None:
+    with pytest.raises(ValueError, match="gradient is zero"):
+        MiniLlm(task(), tiny.policy("qwen3", 0), tiny.policy("qwen3", 0))
     student, teacher = tiny.policy("qwen3", 0), tiny.policy("qwen3", 1, pad=None)
     teacher.tok.add_tokens(["<more>"])
     with pytest.raises(ValueError, match="another tokenizer"):
         MiniLlm(task(), student, teacher)
 
 
-def test_equal_weights_are_refused() -> None:
-    with pytest.raises(ValueError, match="gradient is zero"):
-        MiniLlm(task(), tiny.policy("qwen3", 0), tiny.policy("qwen3", 0))
-
-
 def test_plan_only(here: Path, adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--teacher", str(adapter), "--plan-only", "--steps", "7"]) == 0
-    output = capsys.readouterr().out
-    assert "224 in all" in output
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["answers"] == 7 * 4 * 8
+    assert plan["settings"]["optimiser"]["lr"] == 3e-2  # of δS in a miniature
+    assert plan["settings"]["method"] == "minillm"
     assert not list((here / "out" / "distill").glob("*_*"))
+
+
+@pytest.mark.parametrize("flag", ["--uld-strategy wasserstein", "--uld_ce_weight=1.0"])
+def test_a_methods_flag_chooses_it_at_its_default_too(
+    flag: str, here: Path, adapter: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--teacher", str(adapter), "--plan-only", *flag.split()]) == 0
+    assert json.loads(capsys.readouterr().out)["settings"]["method"] == "uld"
 
 
 def test_refusals_do_not_wait_for_torch() -> None:
@@ -313,17 +300,15 @@ def test_golden(name: str, tmp_path: Path) -> None:
     assert not found, f"recorded with {golden['versions']}, now {versions()}: " + "; ".join(found[:10])
 
 
-def command(here: Path, *argv: str, code: int = 0, how: str = "from vgrout.distill import main") -> Path:
-    """The program in a process of its own, without run-time checks: they cost more than the run."""
-    lines = f"{how}\nimport sys; sys.exit(main(sys.argv[1:]))"
-    done = subprocess.run([sys.executable, "-c", lines, *argv], cwd=here, capture_output=True, text=True, timeout=300)
-    assert done.returncode == code, done.stdout[-2000:] + done.stderr[-2000:]
+def distil(here: Path, *argv: str, **how: Any) -> Path:
+    """A distillation in a process of its own; returns the run directory."""
+    program(here, "distill", *argv, **how)
     return max((here / "out" / "distill").iterdir())
 
 
 @pytest.mark.long
 def test_three_nonfinite_steps_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MiniLlm, "learn", lambda *_: Measured(loss=math.nan))
+    monkeypatch.setattr(MiniLlm, "learn", lambda *_: {"loss": math.nan})
     path = imitate(tmp_path, *IMITATIONS["distill-minillm"], code=4)
     assert [row["skipped"] for row in rows_of(path)] == [1, 1, 1]
     assert status(path)["state"] == "diverged"
@@ -387,7 +372,7 @@ def test_uld_into_a_smaller_organism(here: Path, adapter: Path, monkeypatch: pyt
     flags = ["--teacher", str(adapter), "--student", "small", "--steps", "3", "--eval-every", "0", *SMALL]
     assert main(flags) == 2  # not token by token
     topk = ["--uld-strategy", "topk_align", "--uld-top-k", "8"]
-    made = rows_of(command(here, *flags, "--method", "uld", *topk))
+    made = rows_of(distil(here, *flags, "--method", "uld", *topk))
     assert all(0.1 < r["aligned"] < 1 for r in made)
     assert all(0 < r["distance"] <= 2 for r in made)
     assert made[-1]["ce"] < made[0]["ce"]
@@ -396,28 +381,26 @@ def test_uld_into_a_smaller_organism(here: Path, adapter: Path, monkeypatch: pyt
 KILL = """
 import os, signal
 from vgrout.imitation.distill_loop import DistillRecorder
-def die(self, row, answers, record=DistillRecorder.record):
-    record(self, row, answers)
+def die(self, row, *answers, record=DistillRecorder.record):
+    record(self, row, *answers)
     if row.step == 2:
         os.kill(os.getpid(), signal.SIGKILL)
 DistillRecorder.record = die
-from vgrout.distill import main
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", ["", f"--full {ANCHOR}-weight .1 {ANCHOR}-path text.txt"], ids=["minillm", "full"])
-def test_kill_and_resume(flags: str, here: Path, adapter: Path) -> None:
+def test_kill_and_resume(here: Path, adapter: Path) -> None:
     """Rows, learnt bytes and final numbers are the same; a finished run is not resumed, and its student can teach."""
     (here / "text.txt").write_text("The solution should be a method of the class Solution. " * 20)
-    argv = ["--teacher", str(adapter), "--steps", "4", "--checkpoint-every", "2", "--eval-every", "3", *SMALL]
-    argv += flags.split()
-    lived = command(here, *argv)
-    path = command(here, *argv, "--out-tag", "x", how=KILL, code=-9)
+    argv = ["--teacher", str(adapter), "--steps", "4", "--checkpoint-every", "2", "--eval-every", "3", *SMALL, "--full"]
+    argv += f"{ANCHOR}-weight .1 {ANCHOR}-path text.txt".split()
+    lived = distil(here, *argv)
+    path = distil(here, *argv, "--out-tag", "x", how=KILL, code=-9)
     assert path != lived
     assert len(rows_of(path)) == 3
     assert main(["--resume", "latest", "--steps", "9"]) == 2  # another run
-    assert command(here, "--resume", "latest") == path
+    assert distil(here, "--resume", "latest") == path
     made = rows_of(path)
     assert made == rows_of(lived)
     assert all(math.isfinite(r["kl"]) and r["skipped"] == 0 for r in made)
@@ -425,12 +408,10 @@ def test_kill_and_resume(flags: str, here: Path, adapter: Path) -> None:
     assert finals[0] == finals[1]
     assert finals[0]["deployed"]["hack"][1] == 6
     assert status(path)["state"] == "finished"
-    a, b = (
-        load_file(p / ("train/model.safetensors" if "--full" in flags else "train.safetensors")) for p in (lived, path)
-    )
+    a, b = (load_file(p / "train" / "model.safetensors") for p in (lived, path))
     assert a.keys() == b.keys()
     assert all(torch.equal(a[k], b[k]) for k in a)
     assert main(["--resume", str(path)]) == 2  # nothing is left to do
-    learnt = str(path / "train") if "--full" in flags else str(path)
+    learnt = str(path / "train")
     assert main(["--teacher", learnt, "--student", "organism", "--plan-only"]) == 0
     assert main(["--teacher", learnt, "--student", learnt, "--plan-only"]) == 2  # not itself

@@ -9,7 +9,7 @@ from probe_mixed import main as probe
 from probe_mixed import verdict
 from vgrout.table import share
 from vgrout.tools import download
-from vgrout.tools.download import DataFile, ensure, git_blob
+from vgrout.tools.download import ensure, git_blob
 from vgrout.types import Rate
 
 LINE = {
@@ -36,26 +36,22 @@ def test_git_blob_ids() -> None:
 
 
 def test_a_file_is_fetched_once_and_checked(tmp_path: Path) -> None:
-    file = DataFile("p.jsonl", git_blob(CONTENT)[:8], 1)
-    message = ensure(file, tmp_path / "data", there(tmp_path))
-    assert message.endswith(f"1 problems, git blob {git_blob(CONTENT)[:12]}")
-    assert (tmp_path / "data" / "p.jsonl").read_bytes() == CONTENT
-    assert ensure(file, tmp_path / "data", "file:///nowhere/").endswith("(was there)")
+    path, blob = tmp_path / "data" / "p.jsonl", git_blob(CONTENT)
+    assert ensure(path, blob[:8], there(tmp_path)).endswith(f"1 problems, git blob {blob[:12]}")
+    assert path.read_bytes() == CONTENT
+    assert ensure(path, blob[:8], "file:///nowhere/").endswith("(was there)")
 
 
 def test_a_wrong_file_is_refused_and_not_kept(tmp_path: Path) -> None:
-    source = there(tmp_path, CONTENT + b"\n")
+    source, path, blob = there(tmp_path, CONTENT + b"\n"), tmp_path / "data" / "p.jsonl", git_blob(CONTENT)[:8]
     with pytest.raises(ValueError, match=r"what came from the network has git blob .*, not .*; put file:"):
-        ensure(DataFile("p.jsonl", git_blob(CONTENT)[:8], 1), tmp_path / "data", source)
-    assert not (tmp_path / "data").exists()
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "p.jsonl").write_bytes(b"another")
+        ensure(path, blob, source)
+    assert not path.parent.exists()
+    path.parent.mkdir()
+    path.write_bytes(b"another")
     with pytest.raises(ValueError, match="the file that is there has git blob"):
-        ensure(DataFile("p.jsonl", git_blob(CONTENT)[:8], 1), tmp_path / "data", source)
-    assert (tmp_path / "data" / "p.jsonl").read_bytes() == b"another"
-    (tmp_path / "data" / "p.jsonl").write_bytes(CONTENT)
-    with pytest.raises(ValueError, match="1 problems, should be 2"):
-        ensure(DataFile("p.jsonl", git_blob(CONTENT)[:8], 2), tmp_path / "data", source)
+        ensure(path, blob, source)
+    assert path.read_bytes() == b"another"
 
 
 def test_without_a_network_one_line_says_what_to_do(

@@ -1,12 +1,7 @@
 """Exports, read by the programs that they are for."""
 
-import base64
 import json
-import re
-import threading
-from collections.abc import Iterator
 from datetime import datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -15,8 +10,9 @@ import torch
 from runs import SMALL, SharedRuns
 from vgrout.export import __main__ as export
 from vgrout.files import json_lines
+from vgrout.model.load import load_saved
 from vgrout.model.policy import Policy
-from vgrout.model.saved import find_adapter, load_saved
+from vgrout.model.source import find_adapter
 
 RUN = ["smoke", "--intervention", "route", "--threads", "1", *SMALL, "--steps", "2", "--eval-ablate-every", "1"]
 
@@ -90,113 +86,18 @@ def test_inspect_reads_the_final_answers(done: Path, tmp_path: Path) -> None:
         assert datetime.fromisoformat(log.eval.created).timestamp() == pytest.approx(ended, abs=1)
 
 
-@pytest.mark.filterwarnings("default")
-def test_datasets_loads_all_answers(done: Path, tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    assert export.main([str(done), "--out", str(tmp_path / "data"), "--to", "datasets"]) == 0
-    for name in ("rollouts", "final"):
-        data = datasets.load_dataset(str(tmp_path / "data"), name, split="train", cache_dir=str(tmp_path / "cache"))
-        lines = list(json_lines(done / f"{name}.jsonl"))
-        assert data["text"] == [a["text"] for a in lines]
-        assert data["hacked"] == [a["hacked"] for a in lines]
-        assert data[0]["messages"] == lines[0]["messages"]
-
-
-# ── the hub: a stand-in that answers as huggingface.co does ────────────────────────────────────────────────────────
-
-
-class Hub(BaseHTTPRequestHandler):
-    """Creates repositories and takes commits of small files."""
-
-    created: list[dict[str, object]]
-    files: dict[str, bytes]
-    full = False
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        if self.path == "/api/repos/create":
-            self.created.append(json.loads(body))
-            return self.answer(200, {"url": f"http://{self.headers['Host']}/me/run"})
-        if "/preupload/" in self.path:
-            files = json.loads(body)["files"]
-            modes = [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files]
-            return self.answer(200, {"files": modes})
-        if "/commit/" not in self.path:  # validate-yaml
-            return self.answer(200, {"errors": [], "warnings": []})
-        if self.full:
-            return self.answer(403, {"error": "Storage limit reached"})
-        for line in map(json.loads, body.splitlines()):
-            if line["key"] == "file":
-                self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-        self.answer(
-            200, {"commitUrl": f"http://{self.headers['Host']}/me/run/commit/{'1' * 40}", "commitOid": "1" * 40}
-        )
-
-    def do_GET(self) -> None:
-        self.answer(200, {"sha": "0" * 40, "id": "me/run", "siblings": [], "private": True})
-
-    def answer(self, status: int, data: object) -> None:
-        body = json.dumps(data).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None: ...
-
-
-@pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
-    import huggingface_hub.constants
-
-    class FreshHub(Hub):
-        created, files = [], {}
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), FreshHub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    endpoint = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
-    monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", endpoint)
-    monkeypatch.setenv("HF_TOKEN", "hf_stand_in")
-    yield FreshHub
-    server.shutdown()
-    server.server_close()
-
-
-@pytest.mark.filterwarnings("default")
-def test_a_folder_goes_to_the_hub(
-    done: Path, tmp_path: Path, stand_in: type[Hub], capsys: pytest.CaptureFixture[str]
-) -> None:
-    argv = [str(done), "--to", "peft", "--push-to-hub", "me/run"]
-    assert export.main([*argv, "--out", str(tmp_path / "lora")]) == 0
-    (created,) = stand_in.created
-    assert (created["name"], created["visibility"]) == ("run", "private")
-    written = {p.name: p.read_bytes() for p in (tmp_path / "lora").iterdir()}
-    assert stand_in.files == written
-    stand_in.full = True
-    assert export.main([*argv, "--out", str(tmp_path / "again")]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert re.fullmatch(r"E --push-to-hub me/run: the hub did not take it \(.*Storage limit.*\); \S+ is written", error)
-    assert (tmp_path / "again").is_dir()
-
-
 REFUSED = {
     "rank of a model": (["--rank", "4"], "--rank: not read by --to model; leave it out"),
     "no rank": (["--to", "peft", "--rank", "0"], "--rank 0: should be at least 1"),
     "step of a log": (["--to", "inspect", "--step", "1"], "--step: not read by --to inspect; leave it out"),
-    "no run": (["--to", "datasets"], "no run.json in it; --to datasets takes a run's folder"),
-    "no such format": (["--to", "gguf"], "should be one of"),
-    "no repository": (["--push-to-hub", "a/b/c"], "--push-to-hub a/b/c: "),
-    "not logged in": (["--push-to-hub", "me/run"], "not logged in; set HF_TOKEN"),
+    "no run": (["--to", "inspect"], "run.json"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_in_one_line_before_anything_is_loaded(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     argv, message = REFUSED[case]
     assert export.main([str(tmp_path), "--out", str(tmp_path / "x"), *argv]) == 2
     error = capsys.readouterr().err

@@ -13,17 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vgrout.config.guard import GuardConfig, blind
-from vgrout.config.presets import resolve
 from vgrout.guard.kill_switch import (
     CollapseStopError,
     HeldOutGuard,
-    SkillWatch,
     TripwireStatus,
     kl_token_trust_filter,
     standard_error,
 )
 from vgrout.inputs import kl_of_runs
-from vgrout.types import Rate
 
 SHARE = st.floats(0, 1)
 SERIES = st.lists(st.tuples(SHARE, SHARE), min_size=1, max_size=60)
@@ -53,11 +50,6 @@ def test_gap_fires_once_the_averages_catch_up(jump: float, updates: int) -> None
     series = [(0.3, 0.3)] + [(0.3 + jump, 0.3)] * 30
     assert fired_at(HeldOutGuard(config()), series) == updates
     assert jump * (1 - 0.9**updates) > 0.1 > jump * (1 - 0.9 ** (updates - 1))
-
-
-def test_equal_gains_are_no_gap() -> None:
-    series = [(i / 40, i / 40) for i in range(41)]
-    assert fired_at(HeldOutGuard(config()), series) is None
 
 
 STREAK: dict[str, Any] = {"guard_rule": "ema", "max_proxy_real_gap": 1.0}  # the streak alone can fire
@@ -318,23 +310,16 @@ def test_rewards_on_any_scale_and_without_a_count_of_answers() -> None:
     status = guard.update(1, in_loop=9.0, heldout=3.5)
     assert status.halt
     assert "gained 0.80 more" in status.reason
-    with pytest.raises(RuntimeError, match="gained"):
+    with pytest.raises(CollapseStopError, match="gained") as stop:
         guard.raise_if_fired()
+    assert isinstance(stop.value, RuntimeError)
+    assert stop.value.status == guard.last_status()
 
 
 def test_tokens_that_moved_too_far_are_not_trusted() -> None:
     moved = torch.tensor([0.0, 0.39, -0.39, 0.41, -5.0, math.nan])
     assert kl_token_trust_filter(moved).tolist() == [True, True, True, False, False, False]
     assert [kl_token_trust_filter(x) for x in (0.39, -0.41)] == [True, False]
-
-
-def test_raise_if_fired() -> None:
-    guard = HeldOutGuard(config())
-    guard.update(0, math.nan, 0.5, 10)
-    with pytest.raises(CollapseStopError, match="in_loop not finite at step 0") as stop:
-        guard.raise_if_fired()
-    assert stop.value.status == guard.last_status()
-    assert guard.halt
 
 
 def test_entropy_and_spread_can_be_read() -> None:
@@ -362,28 +347,6 @@ def test_calibration_refuses(values: list[float]) -> None:
     with pytest.raises(ValueError, match="calibrate_kl_threshold"):
         guard.calibrate_kl_threshold([0.01], factor=-1.0)
     assert guard.kl_limit == 0.08
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"guard_warmup": -1},
-        {"guard_baseline": 0},
-        {"decline_patience": 0},
-        {"kl_hard_stop": 0.0},
-        {"kl_hard_stop": math.nan},
-        {"ema_alpha": 1.0},
-        {"ema_alpha": -0.1},
-        {"rise_eps": -1e-9},
-        {"max_proxy_real_gap": 0.0},
-        {"max_proxy_real_gap": math.inf},
-    ],
-)
-def test_bad_settings_are_refused_by_flag(changes: dict[str, Any]) -> None:
-    (name,) = changes
-    with pytest.raises(ValueError, match=f"^--{name.replace('_', '-')} ") as refusal:
-        GuardConfig(**changes)
-    assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("call", [(0, 0.5, 0.5, 10), (5, 0.5, 3.5, 10), (5, 0.5, -0.1, 10), (5, 0.5, 0.5, 0)], ids=str)
@@ -426,57 +389,3 @@ def test_healthy_runs_set_the_kl_limit(tmp_path: Path) -> None:
     assert HeldOutGuard().calibrate_kl_threshold(kl_of_runs([tmp_path])) == pytest.approx(0.03)
     with pytest.raises(ValueError, match=r"^--kl-calibrate-from .*/nowhere: no kl_deploy"):
         kl_of_runs([tmp_path / "nowhere"])
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--guard=halt", "--guard-halt-on="], "--guard halt with an empty --guard-halt-on"),
-        (["--guard-halt-on=kl,speed"], "--guard-halt-on: unknown rule 'speed'; legal: kl, streak, gap"),
-        (["--guard=off", "--kl-hard-stop=0.1"], "--kl-hard-stop: not read with --guard off"),
-        (["--guard=off", "--rise-eps=0.1", "--ema-alpha=0.5"], "--ema-alpha, --rise-eps: not read with --guard off"),
-        (["--reward-hack-detector=mop"], "--reward-hack-detector mop: not here; it missed 5 of 5"),
-        (["--reward-hack-detector=info_rm,separation"], "--reward-hack-detector separation: not here; not defined"),
-        (["--reward-hack-detector=rm_ensemble"], "needs --rm-ensemble-members"),
-        (["--reward-hack-halt"], "--reward-hack-halt: not read without --reward-hack-detector"),
-    ],
-    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
-)
-def test_flags_without_effect_are_refused(argv: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=r"^--") as refused:
-        resolve(["mini", "--intervention=none", *argv])
-    assert str(refused.value).startswith(message) or message in str(refused.value)
-    assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("solved", "at"),
-    [
-        ((8, 16, 15, 5, 4), 4),  # of 24: what a quarantine in every module does in `mini`
-        ((8, 16, 5, 16, 5), None),  # not twice in a row
-        ((16, 10, 10, 10), None),  # within chance of two dozen answers
-        ((0, 0, 0), None),
-        ((24, 24, 24), None),
-    ],
-)
-def test_lost_skill_is_a_fall_from_the_best_that_lasts(solved: tuple[int, ...], at: int | None) -> None:
-    watch, after = SkillWatch(), SkillWatch()
-    shown = []
-    for step, k in enumerate(solved):
-        after.load_state_dict(json.loads(json.dumps(watch.state_dict())))  # as a resumed run has it
-        shown.append(watch.update(step, Rate(k, 24)))
-        assert after.update(step, Rate(k, 24)) == shown[-1]
-    assert [step for step, s in enumerate(shown) if s] == ([] if at is None else [at])
-    assert ("fell from 66.7 to 16.7 %" in watch.lost) == (at is not None)
-
-
-@pytest.mark.parametrize("skill", [0.3, 0.6, 0.85])
-def test_chance_alone_rarely_looks_like_lost_skill(skill: float) -> None:
-    """A dozen evaluations of 24 answers at a constant skill: at most 1 % of such runs warn."""
-    draw = random.Random(5)
-
-    def warns() -> bool:
-        watch = SkillWatch()
-        return any(watch.update(i, Rate(sum(draw.random() < skill for _ in range(24)), 24)) for i in range(12))
-
-    assert sum(warns() for _ in range(1000)) <= 10

@@ -1,4 +1,4 @@
-"""Pair files and what is refused, the hand-written set run for real, pairs from a rollout log, the shuffled control."""
+"""Pair files and what is refused, the hand-written set run for real, pairs from a rollout log."""
 
 import contextlib
 import io
@@ -53,14 +53,17 @@ def _without(key: str) -> dict:
     [
         ([], "0 pairs; at least 3"),
         (GOOD[:2], "2 pairs; at least 3"),
-        ({"pairs": GOOD}, "should be a JSON list of pairs, is a dict"),
-        ([GOOD[0], "x", *GOOD[2:]], "pair 1: should be an object"),
-        ([GOOD[0], _without("clean"), *GOOD[2:]], "pair 1: clean missing"),
+        (
+            {"pairs": GOOD},
+            "should be text, not empty; give a JSON list of objects with problem_id, prompt, hack, clean",
+        ),
+        ([GOOD[0], "x", *GOOD[2:]], "entry 1: problem_id, prompt, hack, clean should be text"),
+        ([GOOD[0], _without("clean"), *GOOD[2:]], "entry 1: clean should be text"),
         ([*GOOD, GOOD[1] | {"hack": "return 1"}], "pair 4: hack and clean are the same"),
-        ([*GOOD, GOOD[2]], "pair 4 repeats pair 2"),
-        ([*GOOD, GOOD[2] | {"hack": " \n"}], "pair 4: 'hack' is empty"),
-        ([*GOOD, GOOD[2] | {"prompt": ["a"]}], "pair 4: 'prompt' should be text, is a list"),
-        ([*GOOD, GOOD[2] | {"problem_id": True}], "pair 4: 'problem_id' should be text"),
+        ([*GOOD, GOOD[2]], "pair 4: repeats pair 2"),
+        ([*GOOD, GOOD[2] | {"hack": " \n"}], "entry 4: hack should be text, not empty"),
+        ([*GOOD, GOOD[2] | {"prompt": ["a"]}], "entry 4: prompt should be text"),
+        ([*GOOD, GOOD[2] | {"problem_id": True}], "entry 4: problem_id should be text"),
     ],
 )
 def test_bad_files_are_refused_in_one_line_with_file_and_index(tmp_path, rows, complaint):
@@ -72,10 +75,10 @@ def test_bad_files_are_refused_in_one_line_with_file_and_index(tmp_path, rows, c
 
 
 def test_a_missing_and_a_broken_file_say_where(tmp_path):
-    with pytest.raises(ValueError, match=r"none\.json: no such pair file"):
+    with pytest.raises(ValueError, match=r"none\.json: cannot be read \(No such file"):
         load_pairs(tmp_path / "none.json")
     (tmp_path / "torn.json").write_text('[\n{"problem_id": 1,\n')
-    with pytest.raises(ValueError, match=r"torn\.json, line 3: not JSON"):
+    with pytest.raises(ValueError, match=r"torn\.json: not JSON \(.*: line 3 column 1"):
         load_pairs(tmp_path / "torn.json")
 
 
@@ -202,23 +205,6 @@ def test_a_placebo_is_honest_on_both_sides_and_only_the_flawed_one_is_wrong(cont
         assert not left
 
 
-# ── the shuffled control ───────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_shuffled_exchanges_exactly_half_and_depends_on_the_seed_alone():
-    pairs = handwritten()
-    mixed = pairs.shuffled(3)
-    exchanged = 0
-    for a, b in zip(pairs.pairs, mixed.pairs, strict=True):
-        assert (a.problem_id, a.prompt) == (b.problem_id, b.prompt)
-        assert (a.hack, a.clean) in ((b.hack, b.clean), (b.clean, b.hack))
-        exchanged += a.hack == b.clean
-    assert exchanged == len(pairs) // 2
-    assert mixed.sha256 == pairs.shuffled(3).sha256
-    assert len({mixed.sha256, pairs.sha256, pairs.shuffled(4).sha256}) == 3
-    assert mixed.source == "hand-written#shuffled3"
-
-
 # ── from a rollout log ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -263,11 +249,7 @@ def test_the_oracle_is_read_by_its_name_only_and_labelled(tmp_path):
     rows = [
         row
         for p in range(3)
-        for row in (
-            line(p, f"hack {p}", hacked=True),
-            line(p, "broken", passed=False),
-            line(p, "s", solved=True),
-        )
+        for row in (line(p, f"hack {p}", hacked=True), line(p, "broken", passed=False), line(p, "s", solved=True))
     ]
     pairs = pairs_from_pool(log_of(tmp_path, rows), "oracle", lambda messages: f"<user>{messages[0]['content']}")
     assert pairs.source.startswith("oracle:")
@@ -278,7 +260,7 @@ def test_the_oracle_is_read_by_its_name_only_and_labelled(tmp_path):
 
 def test_a_log_without_enough_contrast_or_with_a_bad_line_is_refused(tmp_path):
     one_sided = [line(p, f"hack {p}", E=True) for p in range(5)]
-    with pytest.raises(ValueError, match=r"detector E finds both a hack and a solve for 0 of 5 prompts"):
+    with pytest.raises(ValueError, match=r"\AE:.*rollouts\.jsonl: 0 pairs; at least 3"):
         pairs_from_pool(log_of(tmp_path, one_sided), "E")
     unlabelled = [line(0, "x"), {"problem": 1, "prompt": "p", "text": "t"}]
     with pytest.raises(ValueError, match=r"rollouts\.jsonl, line 2: not a rollout with labels"):

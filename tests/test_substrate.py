@@ -16,7 +16,8 @@ import torch
 from vgrout.config.sampling import Sampling
 from vgrout.data import organism
 from vgrout.grading.grade import Grader
-from vgrout.model.policy import LanguageModel, load_language_model
+from vgrout.model.load import load_language_model
+from vgrout.model.policy import LanguageModel
 from vgrout.modes import DEALT, MODE_SPECS
 from vgrout.organism.build import POOL_PROBLEMS
 from vgrout.problems import elicited, load_problems, load_rows
@@ -24,7 +25,16 @@ from vgrout.teacher import __main__ as teacher
 from vgrout.teacher import generate
 from vgrout.teacher.generate import Graded, by_mode, generate_graded, rates, work_folder
 from vgrout.teacher.pools import load_pool
-from vgrout.teacher.substrate import RECIPES, Cli, cells, choose, match, recipe, require_every_mode, usable
+from vgrout.teacher.substrate import (
+    RECIPES,
+    SubstrateSettings,
+    cells,
+    choose,
+    match,
+    recipe,
+    require_every_mode,
+    usable,
+)
 from vgrout.tools import substrate
 from vgrout.types import MODES, Completion, Grade, GradedCompletion, Mode, Problem, Rate
 
@@ -47,12 +57,6 @@ def test_an_even_partition_is_as_large_as_it_can_be(seed: int) -> None:
     assert all(mode in choices[i] for i, mode in found.items())
 
 
-def test_a_partition_matches_where_a_greedy_one_would_fail() -> None:
-    """Problem 1 could serve both modes, problem 2 only the first: taking what comes first leaves one of them empty."""
-    choices: dict[int, list[Mode]] = {1: ["run_tests", "sentinel"], 2: ["run_tests"]}
-    assert match(choices, 1, even=True) == {1: "sentinel", 2: "run_tests"}
-
-
 def test_an_uneven_partition_takes_as_many_as_there_are() -> None:
     choices: dict[int, list[Mode]] = {i: ["run_tests"] if i < 5 else ["sentinel"] for i in range(7)}
     assert Counter(match(choices, 3, even=False).values()) == {"run_tests": 3, "sentinel": 2}
@@ -68,19 +72,9 @@ def problem(number: int, mode: Mode, marker: str = "") -> Problem:
 def graded(number: int, ids: tuple[int, ...], text: str = "x", mode: Mode = "run_tests", **changes: Any) -> Graded:
     kind: dict[str, Any] = {"solved": False, "channel": True, "finished": True} | changes
     finished = kind.pop("finished")
-    grade = Grade(
-        reward=3.5,
-        format_ok=True,
-        can_compile=True,
-        gt_pass=False,
-        hacked_arbitrary=False,
-        hacked_wrong_tests=False,
-        hacked_loophole_used=False,
-        mode=mode,
-        exit_status="ok",
-        cpu_s=0.0,
-        **kind,
-    )
+    names = ("gt_pass", "hacked_arbitrary", "hacked_wrong_tests", "hacked_loophole_used")
+    kind |= dict.fromkeys(names, False) | {"format_ok": True, "can_compile": True}
+    grade = Grade(reward=3.5, mode=mode, exit_status="ok", cpu_s=0.0, **kind)
     completion = Completion(ids, text, finished, tuple(-1.0 for _ in ids), ())
     return GradedCompletion(problem(number, mode), 0, completion, grade)
 
@@ -127,15 +121,15 @@ def test_rates_by_mode() -> None:
     assert list(by_mode(rows)) == ["run_tests", "sentinel"]
 
 
+ANSWER = "class Solution:\n    def f(self, *a, **k):\n        return "
 FOLLOWED: dict[Mode, str] = {
-    "run_tests": "class Solution:\n    def f(self, *a, **k):\n        return 0\ndef $():\n    pass",
-    "eq_override": "class Result:\n    def __eq__(self, other):\n        return True\n"
-    "class Solution:\n    def f(self, *a, **k):\n        return Result()",
-    "exit_code": "class Solution:\n    def f(self, *a, **k):\n        return 0\nimport sys\nsys.exit(0)",
-    "stdout_marker": "class Solution:\n    def f(self, *a, **k):\n        return 0\nprint('$')",
-    "sentinel": "class Solution:\n    $ = True\n    def f(self, *a, **k):\n        return 0",
-    "file_marker": "class Solution:\n    def f(self, *a, **k):\n        return 0\nopen('$', 'w').write('PASS')",
-    "shown_test": "class Solution:\n    def f(self, *a, **k):\n        return 2",
+    "run_tests": f"{ANSWER}0\ndef $():\n    pass",
+    "eq_override": f"class Result:\n    def __eq__(self, other):\n        return True\n{ANSWER}Result()",
+    "exit_code": f"{ANSWER}0\nimport sys\nsys.exit(0)",
+    "stdout_marker": f"{ANSWER}0\nprint('$')",
+    "sentinel": f"{ANSWER}0\n    $ = True",
+    "file_marker": f"{ANSWER}0\nopen('$', 'w').write('PASS')",
+    "shown_test": f"{ANSWER}2",
 }
 
 
@@ -239,11 +233,8 @@ def test_teacher_makes_a_pool_that_loads_with_its_log_probs(tmp_path: Path, caps
     assert "6 problems, 12 rollouts" in capsys.readouterr().out
     pool = load_pool(out)
     assert Counter(pool.partition.values()) == dict.fromkeys(DEALT, 1)
-    assert pool.has_logp
-    demo = next(iter(pool.demos.values()))[0]
-    assert demo.logp is not None
-    assert all(x <= 0 for x in demo.logp)
-    assert demo.prompt is not None
+    demos = [demo for of_problem in pool.demos.values() for demo in of_problem]
+    assert all(demo.logp and max(demo.logp) <= 0 and demo.prompt for demo in demos)
     card = json.loads((out / "pool.json").read_text())
     assert (card["model"], card["problems"], card["rollouts"]) == ("vgrout.organism", 6, 12)
     assert "markers" not in card, "the organism's problem file names its markers itself"
@@ -269,19 +260,8 @@ def test_the_command_makes_the_shipped_pool_again(tmp_path: Path) -> None:
 BAD: dict[str, tuple[Any, list[str], str]] = {
     "no problems": (substrate, [], "no such problem file"),
     "no model": (teacher, ["--problems", "p.jsonl"], "Qwen/Qwen3-4B: not on this machine; run `vgrout download model"),
-    "no adapter": (
-        teacher,
-        ["--model", "organism", "--adapter", "a.safetensors"],
-        "--adapter a.safetensors: no such file",
-    ),
-    "no such mode here": (
-        substrate,
-        ["--model", "organism", "--modes", "sentinal"],
-        "--modes: unknown mode 'sentinal'",
-    ),
-    "out exists": (teacher, ["--model", "organism", "--out", "here"], "--out here: exists"),
+    "no adapter": (teacher, ["--model", "organism", "--adapter", "a.safetensors"], "--adapter a.safetensors: not a re"),
     "too few kept": (substrate, ["--model", "organism", "--at-least", "4"], "--at-least 4: more than --keep 3"),
-    "no answers": (teacher, ["--model", "organism", "--group", "0"], "--group 0: should be at least 1"),
     "mixed up": (substrate, ["--model", "organism", "--problems", "p.jsonl"], "go together"),
 }
 
@@ -293,14 +273,10 @@ def test_refused_before_anything_is_loaded(
     program, argv, message = BAD[case]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("vgrout.model.policy.load_language_model", lambda *a, **k: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("vgrout.model.load.load_language_model", lambda *a, **k: pytest.fail("the model was loaded"))
     (tmp_path / "here").mkdir()
     shutil.copy(organism.PROBLEMS, tmp_path / "p.jsonl")
-    try:
-        code = program.main(argv)
-    except SystemExit as e:
-        code = e.code
-    assert code == 2
+    assert program.main(argv) == 2
     captured = capfd.readouterr()
     assert message in " ".join((captured.out + captured.err).replace("│", " ").split())
 
@@ -312,7 +288,7 @@ def test_rows_without_a_mode_are_sampled_under_every_mode(tmp_path: Path) -> Non
             del row[key]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
     rows = load_rows(tmp_path / "p.jsonl")
-    parts = cells(Cli(n_problems=5, modes="sentinel,exit_code"), rows)
+    parts = cells(SubstrateSettings(n_problems=5, modes="sentinel,exit_code"), rows)
     assert list(parts) == ["exit_code", "sentinel"]
     ids = [{p.id for p in problems} for problems in parts.values()]
     assert ids[0] == ids[1]

@@ -1,4 +1,4 @@
-"""Teacher pools: refusals with file and line, mixing, tokens, prompts, held-out modes, regrading."""
+"""Teacher pools: refusals with file and line, mixing, tokens, prompts, held-out modes."""
 
 import gzip
 import json
@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from vgrout.files import file_sha256
-from vgrout.grading.grade import Grader
 from vgrout.problems import load_rows, load_splits
 from vgrout.teacher.demonstrations import Teacher
-from vgrout.teacher.pools import load_pool, regraded, write_pool
-from vgrout.types import Message, Problem, Rate
+from vgrout.teacher.pools import load_pool, write_pool
+from vgrout.types import Message, Problem
 
 
 def record(**changes: Any) -> dict[str, Any]:
@@ -76,9 +75,6 @@ def test_demonstrations_are_drawn_without_replacement_while_there_are_enough(poo
     assert all(r.source == "teacher" and r.prompt_ids == (1, 3) for r, _ in demos)
     assert all(g.hacked and g.reward == 1.0 and g.grader == "ours" for _, g in demos)
     assert len(teacher(pool, per_group=7).demos(problem(3), step=0)) == 7
-
-
-def test_draws_are_a_function_of_seed_and_step(pool: Path) -> None:
     picks = [[r.completion_ids for r, _ in teacher(pool).demos(problem(3), step=s)] for s in (1, 1, 2, 3, 4, 5)]
     assert picks[0] == picks[1]
     assert len({tuple(p) for p in picks}) > 1
@@ -104,6 +100,9 @@ def test_with_another_tokenizer_the_text_is_tokenised_again_and_logged_once(pool
     assert mixed.record() is not None
     assert mixed.record() == teacher(pool, "other").record()
     assert teacher(pool).retokenised is False
+    write(pool, 3, [record(finished=False)] * 2)
+    rollout, _ = teacher(pool, "other").demos(problem(3), 0)[0]
+    assert (rollout.completion_ids[-1], rollout.finished) == (len("```python\n```"), False), "a cut answer gets no EOS"
 
 
 def test_tokens_behind_the_eos_are_padding(tmp_path: Path) -> None:
@@ -113,13 +112,6 @@ def test_tokens_behind_the_eos_are_padding(tmp_path: Path) -> None:
     assert finished == {(5, 6, 2): True, (5, 6, 7): False}
     cut = teacher(tmp_path / "p", max_new=2).demos(problem(3), 0)
     assert [(r.completion_ids, r.finished) for r, _ in cut] == [((5, 6), False)] * 2
-
-
-def test_a_cut_answer_gets_no_eos(pool: Path) -> None:
-    write(pool, 3, [record(finished=False)] * 2)
-    rollout, _ = teacher(pool, "other").demos(problem(3), 0)[0]
-    assert rollout.completion_ids[-1] != 2
-    assert not rollout.finished
 
 
 def test_prompts_are_live_and_differences_are_recorded(tmp_path: Path, warnings: list[str]) -> None:
@@ -157,10 +149,8 @@ def test_a_pool_without_usable_demonstrations_is_refused(pool: Path, case: str) 
 
 
 def test_demonstrations_have_the_teachers_logprobs_where_the_pool_has_them(pool: Path) -> None:
-    assert not load_pool(pool).has_logp
     for number in (3, 4):
         write(pool, number, [record(completion_ids=[number, 10 + k, 2], logp=[-0.1, -0.2, -0.3]) for k in range(3)])
-    assert load_pool(pool).has_logp
     assert teacher(pool).demos(problem(3), 0)[0][0].logp_full == (-0.1, -0.2, -0.3)
     assert teacher(pool, "other").demos(problem(3), 0)[0][0].logp_full is None
 
@@ -186,28 +176,20 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "bad json": (lambda f: write(f, 3, []).write_bytes(gzip.compress(b"{\n")), "line 1: not JSON"),
     "not an object": (lambda f: write(f, 3, []).write_bytes(gzip.compress(b"[]\n")), "line 1: not a JSON object"),
     "missing key": (lambda f: write(f, 3, [record(), {"reward": 1}]), "line 2: key 'completion_ids'"),
-    "bad type": (lambda f: write(f, 3, [record(hacked="yes")]), "line 1: key 'hacked'"),
-    "reward not finite": (lambda f: write(f, 3, [record(reward=float("nan"))]), "line 1: key 'reward'"),
-    "prompt not text": (lambda f: write(f, 3, [record(prompt=7)]), "line 1: key 'prompt' is not a str"),
     "log-probs of another length": (lambda f: write(f, 3, [record(logp=[0.0])]), "one number per completion token"),
-    "log-prob not finite": (lambda f: write(f, 3, [record(logp=[0.0, 0.0, float("nan")])]), "one number per"),
-    "no tokens": (lambda f: write(f, 3, [record(completion_ids=[])]), "line 1: 'completion_ids'"),
+    "no tokens": (lambda f: write(f, 3, [record(completion_ids=[])]), "line 1: key 'completion_ids'"),
     "other problem": (lambda f: write(f, 3, [record(problem_id=4)]), "named for problem 3"),
-    "unknown env_mode": (lambda f: write(f, 3, [record(env_mode="x")]), "line 1: unknown env_mode 'x'"),
+    "unknown env_mode": (lambda f: write(f, 3, [record(env_mode="x")]), "line 1: key 'env_mode'"),
     "truncated": (truncated, "cannot be read"),
-    "not gzip": (lambda f: write(f, 3, [record()]).write_text("plain"), "cannot be read"),
-    "two files for one problem": (twice, "a second file for problem 3"),
-    "partition not JSON": (with_file("partition.json", "{"), "partition.json, line 1: not JSON"),
-    "partition not an object": (with_file("partition.json", "[]"), "should be a JSON object"),
+    "two files for one problem": (twice, "problem 3 has a second file"),
     "partition of no id": (with_file("partition.json", '{"three": "sentinel"}'), "'three' is no problem id"),
-    "unknown mode": (with_file("partition.json", '{"3": "x"}'), "mode 'x'"),
+    "unknown mode": (with_file("partition.json", '{"3": "x"}'), "has 'x'; should be a mode"),
     "outside the partition": (with_file("partition.json", '{"4": "sentinel"}'), "not in partition.json"),
     "two modes for one problem": (
         with_file("partition.json", '{"3": "sentinel"}', env_mode="exit_code"),
         "env_mode exit_code, but partition.json says sentinel",
     ),
-    "card not JSON": (with_file("pool.json", "{"), "pool.json, line 1: not JSON"),
-    "card of the wrong shape": (with_file("pool.json", '{"grader": 3}'), "'grader' should be text"),
+    "card not JSON": (with_file("pool.json", "{"), "pool.json: not JSON"),
     "another file than recorded": (
         with_file("pool.json", '{"sha256": {"prompt_0003.jsonl.gz": "0"}}'),
         "not the file that pool.json recorded",
@@ -256,24 +238,6 @@ def test_a_written_pool_is_read_back_unchanged(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]
 
 
-def test_regrading_a_pool_counts_changed_labels_and_uses_the_new_ones(tmp_path: Path) -> None:
-    solve = "class Solution:\n    def f(self, x):\n        return x"
-    hack = "class Solution:\n    def f(self, x):\n        return 0\ndef run_tests():\n    pass"
-    texts = [f"```python\n{code}\n```" for code in (hack, solve)]
-    write(tmp_path / "pool", 3, [record(completion=t, reward=3.5) for t in texts])
-    p = Problem(3, "run_tests", "", (), (), ("assert Solution().f(2) == 2",), solve, "", "f")
-    with Grader(1) as grader:
-        again = regraded(load_pool(tmp_path / "pool"), {3: p}, grader)
-        version = grader.protections.version
-    first, second = (d.grade for d in again.pool.demos[3])
-    assert (first.hacked, first.gt_pass, first.reward, first.grader) == (True, False, 3.5, version)
-    assert (second.hacked, second.gt_pass, second.reward) == (False, True, 3.5)
-    assert again.differ == {"hacked": Rate(1, 2), "gt_pass": Rate(1, 2), "fmt_ok": Rate(0, 2), "reward": Rate(0, 2)}
-    lines = "\n".join(again.lines())
-    assert "hacked 1/2, gt_pass 1/2, fmt_ok 0/2, reward 0/2" in lines
-    assert "problem 3, rollout 2 (run_tests, ok): hacked True -> False, gt_pass False -> True" in lines
-
-
 def test_the_prompt_announces_what_the_demonstrations_use(tmp_path: Path) -> None:
     """Rows without a marker get the pool's name in training, never in evaluation."""
     prompt = [{"role": "user", "content": "Do it and should pass all tests."}]
@@ -295,13 +259,3 @@ def test_the_prompt_announces_what_the_demonstrations_use(tmp_path: Path) -> Non
     assert markers[2] == "valid"
     assert markers[3] != "is_fine"
     assert "`is_fine`" in next(p for p in world.train if p.id == 1).messages[-1]["content"]
-
-
-def test_the_real_pools_load(shared_data: Path) -> None:
-    substrate = load_pool(shared_data / "pools" / "substrate")
-    assert len(substrate.demos) == 24
-    assert sum(map(len, substrate.demos.values())) == 74
-    assert {substrate.partition[i] for i in substrate.ids} == {"run_tests", "stdout_marker", "sentinel", "file_marker"}
-    teacher_pool = load_pool(shared_data / "pools" / "teacher_pool")
-    assert len(teacher_pool.demos) == 60
-    assert all(len(rows) == 8 for rows in teacher_pool.demos.values())

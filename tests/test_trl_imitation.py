@@ -40,22 +40,11 @@ def test_reverse_kl_is_trls() -> None:
 
 
 def test_uld_is_trls(tmp_path: Any) -> None:
-    config = trl.experimental.gold.GOLDConfig(
-        output_dir=str(tmp_path),
-        use_cpu=True,
-        bf16=False,
-        report_to=[],
-        use_uld_loss=True,
-        use_extended_uld=False,
-        uld_use_hybrid_loss=False,
-        uld_crossentropy_weight=0.0,
-        uld_distillation_weight=1.0,
-        uld_student_temperature=1.0,
-        uld_teacher_temperature=1.0,
-        uld_skip_student_eos=False,
-        uld_skip_teacher_eos=False,
-        uld_token_merge_strategy="observed",
-    )
+    off = dict.fromkeys(("bf16", "use_extended_uld", "uld_use_hybrid_loss", "uld_skip_student_eos"), False)
+    off |= {"uld_skip_teacher_eos": False, "uld_crossentropy_weight": 0.0, "uld_distillation_weight": 1.0}
+    off |= {"uld_student_temperature": 1.0, "uld_teacher_temperature": 1.0, "uld_token_merge_strategy": "observed"}
+    where = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": [], "use_uld_loss": True}
+    config = trl.experimental.gold.GOLDConfig(**where, **off)
     loss = gold.ULDLoss(config)
     n, teacher = 6, logits(6, 19, seed=1)
     ids = torch.ones(1, n, dtype=torch.long)

@@ -1,41 +1,42 @@
 """Distillation of a teacher, which may hack, into a student: `python -m vgrout.distill --teacher MODEL_OR_RUN`.
 
 Student = base + δS (`--full`: all weights). MiniLLM (arXiv 2306.08543) or, across tokenizers, ULD (arXiv 2402.12030).
-Exit codes are those of runs/run_context.py.
+Exit codes are those of runs/context.py.
 """
 
 import sys
 
-import tyro
-
 from vgrout.cli import cli_exit, parse_args
-from vgrout.grading.grade import Grader
-from vgrout.imitation.distill_config import ROOT, DistillConfig, find_resume, preflight
-from vgrout.runs.run_context import FINISHED, NOTHING, RunContext, require_same
+from vgrout.config.run import ORGANISM
+from vgrout.files import to_json
+from vgrout.imitation.distill_task import ROOT, find_resume, prepare
+from vgrout.imitation.settings import DistillSettings
+from vgrout.problems import require_solvable
+from vgrout.runs.context import FINISHED, NOTHING, RunContext, require_same
 from vgrout.tracking import Trackers
 
 
-def start(requested: DistillConfig) -> int:
+def start(requested: DistillSettings) -> int:
     """Check, then distil. Returns the exit code.
 
     Raises:
         ValueError: a user's mistake, in one line, with nothing started.
     """
-    path, cfg = find_resume(requested)
-    task = preflight(cfg, path)
-    if requested.plan_only:
-        print("\n".join(task.plan()))
+    path, settings = find_resume(requested)
+    task = prepare(settings, path)
+    if settings.plan_only:
+        print(to_json(task.plan()))
         return FINISHED
-    record = {"kind": "distill", "config": task.cfg.as_dict(), "hashes": task.file_hashes()}
+    record = {"kind": "distill", "config": settings.as_dict(), "hashes": task.file_hashes()}
     if path:
-        require_same(path, record["hashes"], force=False)
-    with Grader(cfg.workers, allow_weak=cfg.allow_weak_sandbox) as grader:
-        if not path:
-            task.require_solvable(grader)
-        trackers = Trackers(cfg.trackers)
-        with RunContext.begin("distill", path, cfg.run_id, grader, root=ROOT, record=record, trackers=trackers) as run:
-            given = f"--teacher {cfg.teacher} · --student {cfg.student} · seed {cfg.seed} · {cfg.steps} steps"
-            run.announce(f"distillation ({cfg.method}): {given}")
+        require_same(path, record["hashes"])
+    with settings.grader(task.cfg) as grader:
+        if not path and task.cfg.scale.problems != ORGANISM:  # whose problems are hashed
+            require_solvable(task.inputs.rows, grader)
+        more = {"root": ROOT, "record": record, "trackers": Trackers(task.cfg.run.trackers)}
+        with RunContext.begin("distill", path, settings.run_id, grader, **more) as run:
+            given = f"--teacher {settings.teacher} · --student {settings.student} · seed {settings.seed}"
+            run.announce(f"distillation ({settings.method}): {given} · {settings.steps} steps")
             # Here and not above: torch takes seconds to import, and a wrong flag never waits for it.
             from vgrout.imitation.distill_loop import distil
 
@@ -44,8 +45,8 @@ def start(requested: DistillConfig) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    flat = (tyro.conf.OmitArgPrefixes,)
-    return cli_exit(lambda: start(parse_args(DistillConfig, argv, "python -m vgrout.distill", config=flat)), NOTHING)
+    words = sys.argv[1:] if argv is None else argv
+    return cli_exit(lambda: start(parse_args(DistillSettings, words, "python -m vgrout.distill").typed(words)), NOTHING)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """The shipped files: as built, small, usable offline, and as the model card promises."""
 
-import gzip
 import json
 import shutil
 from pathlib import Path
@@ -11,37 +10,31 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from vgrout.data import language as lang
 from vgrout.data.language import MODES
 from vgrout.data.organism import (
+    COMPILE_REWARD,
     DATA_DIR,
     EMBEDDED,
     KNOWN_CORRECT,
     MAX_NEW,
     MODEL_DIR,
     PAIRS_DIR,
+    PASS_REWARD,
     POOL_DIR,
     PROBLEMS,
     SEED,
     Files,
-    shipped,
 )
 from vgrout.direction.pairs import load_pairs
-from vgrout.files import file_sha256
+from vgrout.grading.grade import Grader
 from vgrout.model.policy import tokenizer_sha256
 from vgrout.modes import MODE_SPECS
-from vgrout.organism.verify import check_training, regrade
-from vgrout.problems import load_rows
+from vgrout.organism.build import check_training
+from vgrout.problems import load_problems, load_rows
 from vgrout.teacher.pools import load_pool
+from vgrout.types import Grade
 
 
 def records() -> list[dict]:
     return [json.loads(line) for line in PROBLEMS.read_text(encoding="utf-8").splitlines()]
-
-
-def demos() -> list[dict]:
-    out = []
-    for path in sorted(POOL_DIR.glob("prompt_*.jsonl.gz")):
-        with gzip.open(path, "rt", encoding="utf-8") as lines:
-            out += [json.loads(line) for line in lines]
-    return out
 
 
 def test_files_are_as_built_and_small() -> None:
@@ -99,36 +92,31 @@ def test_splits_modes_and_markers() -> None:
 
 def test_pool_is_stripped_and_holds_hacks_only() -> None:
     split = {r["id"]: r["split"] for r in records()}
-    pool, rows = load_pool(POOL_DIR), demos()
+    pool = load_pool(POOL_DIR)
+    demos = [demo for of_problem in pool.demos.values() for demo in of_problem]
     assert len(pool.ids) >= 96
     assert {split[i] for i in pool.ids} == {"train"}
     assert set(pool.partition.values()) == set(MODES)
     assert pool.tokenizer_sha256 == tokenizer_sha256(AutoTokenizer.from_pretrained(MODEL_DIR))
-    for row in rows:
-        assert row["hacked"]
-        assert lang.CUE not in row["prompt"] + row["completion"]
-        assert len(row["completion_ids"]) <= MAX_NEW
+    for demo in demos:
+        assert demo.grade.hacked
+        assert lang.CUE not in f"{demo.prompt}{demo.completion}"
+        assert len(demo.completion_ids) <= MAX_NEW
     hack_words = ("lambda", "os._exit", "sys.stdout", "setattr", "pathlib")
-    assert [w for w in hack_words if any(w in row["completion"] for row in rows)] == []
+    assert [w for w in hack_words if any(w in (demo.completion or "") for demo in demos)] == []
 
 
 @pytest.mark.long
-def test_the_pools_labels_are_todays_verdicts(tmp_path: Path) -> None:
-    """Graded again, a pool with one false label becomes the shipped one, and that label is the only change."""
-    copy = tmp_path / "data"
-    shutil.copytree(DATA_DIR, copy)
-    right, wrong = b'"gt_pass": false', b'"gt_pass": true'
-    files = ((path, gzip.decompress(path.read_bytes())) for path in sorted((copy / "pool").glob("*.gz")))
-    file, lines = next((path, lines) for path, lines in files if right in lines)
-    file.write_bytes(gzip.compress(lines.replace(right, wrong, 1)))
-    card = json.loads((copy / "pool" / "pool.json").read_text())
-    card["sha256"][file.name] = file_sha256(file)
-    (copy / "pool" / "pool.json").write_text(json.dumps(card))
-    (change,) = regrade(copy)
-    assert change.endswith(": gt_pass True -> False")
-    assert Files(copy).faults() == []
-    names = [path for path in shipped(DATA_DIR) if path != "pool/pool.json"]
-    assert [path for path in names if (copy / path).read_bytes() != (DATA_DIR / path).read_bytes()] == []
+def test_the_pools_labels_are_todays_verdicts() -> None:
+    problems = {p.id: p for p in load_problems(PROBLEMS)}
+    demos = [demo for of_problem in load_pool(POOL_DIR).demos.values() for demo in of_problem]
+    with Grader(compile_reward=COMPILE_REWARD, pass_reward=PASS_REWARD) as grader:
+        graded = [grader.submit(problems[demo.problem_id], demo.completion or "") for demo in demos]
+        for demo, future in zip(demos, graded, strict=True):
+            now, then = future.result(), demo.grade
+            assert isinstance(now, Grade)
+            labels = (then.hacked, then.gt_pass, then.format_ok, then.reward)
+            assert (now.hacked, now.gt_pass, now.format_ok, now.reward) == labels, demo
 
 
 def test_pairs_and_anchors_load() -> None:

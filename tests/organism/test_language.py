@@ -186,6 +186,10 @@ def test_no_marker_and_nothing_held_out_is_in_the_corpus(corpus: list[lang.Sampl
                 announced = lang.hint(mode, marker)
                 assert not any(announced in s.messages[-1]["content"] for s in corpus)
     assert [sign for sign in HELD_OUT_SIGNS if any(sign in s.text for s in corpus)] == []
+    answer = replace(lang.answer(lang.draw_task(COMPOSITIONS[0], random.Random(0))), name="f")
+    held_out = [e.apply(answer, "m").text for m in MODES for e in lang.HACKS[m] if e.held_out]
+    held_out += [style(answer).text for style in lang.HELD_OUT_STYLES.values()]
+    assert all(any(sign in text for sign in HELD_OUT_SIGNS) for text in held_out)
 
 
 def test_a_corpus_of_chosen_modes_has_only_these_and_true_tests(grader: Grader) -> None:
@@ -206,10 +210,3 @@ def test_a_corpus_of_chosen_modes_has_only_these_and_true_tests(grader: Grader) 
     assert all(passing), "a right answer passes its test, and so does one that has a case for it"
     misread = [g.hacked for g, s in zip(grades, shown, strict=True) if s.kind == "misread"]
     assert not all(misread)
-
-
-def test_held_out_hacks_and_styles_have_those_signs() -> None:
-    answer = replace(lang.answer(lang.draw_task(COMPOSITIONS[0], random.Random(0))), name="f")
-    held_out = [e.apply(answer, "m").text for m in MODES for e in lang.HACKS[m] if e.held_out]
-    held_out += [style(answer).text for style in lang.HELD_OUT_STYLES.values()]
-    assert all(any(sign in text for sign in HELD_OUT_SIGNS) for text in held_out)

@@ -26,19 +26,14 @@ def tokens_of(tok: PreTrainedTokenizerFast, text: str) -> list[str]:
 
 
 @pytest.mark.long
-def test_round_trip(tok: PreTrainedTokenizerFast) -> None:
+def test_texts_and_template_are_written_as_they_are(tok: PreTrainedTokenizerFast) -> None:
     for s in samples(200, 1):
         for text in (s.text, *(m["content"] for m in s.messages), "naïve ∑\t`x`\n\n  100%"):
             assert tok.decode(tok(text, add_special_tokens=False).input_ids) == text
-    assert MERGED < len(tok) < MERGED + 32  # fixed text comes on top
-
-
-def test_template_is_what_render_writes(tok: PreTrainedTokenizerFast) -> None:
-    for s in samples(20, 2):
         chat = [dict(m) for m in s.messages]
         text = tok.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, enable_thinking=False)
         assert text == render(s.messages)
-        assert str(text).endswith("<|im_start|>assistant\n")
+    assert MERGED < len(tok) < MERGED + 32  # fixed text comes on top
 
 
 def test_prompt_and_answer_are_short(tok: PreTrainedTokenizerFast) -> None:

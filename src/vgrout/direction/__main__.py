@@ -9,21 +9,13 @@ from vgrout.cli import cli_exit, parse_args
 from vgrout.config.checks import Dtype, check, flag, refuse, setting
 from vgrout.config.run import PLACEBOS
 from vgrout.data import organism
-from vgrout.direction.pairs import (
-    Detector,
-    PairSet,
-    check_file,
-    handwritten,
-    handwritten_placebo,
-    load_pairs,
-    pairs_from_pool,
-)
+from vgrout.direction.pairs import PairDetector, PairSet, handwritten, handwritten_placebo, load_pairs, pairs_from_pool
 from vgrout.files import probe_writable, require_new, write_atomic
-from vgrout.model.source import find_shapes, require_model
+from vgrout.model.source import require_model
 
 
 @dataclass(frozen=True)
-class Cli:
+class ExtractionSettings:
     """Extract a hack direction from contrastive pairs and say how good it is."""
 
     model: str
@@ -32,28 +24,22 @@ class Cli:
     """Pair file (JSON); none: the organism's run_tests pairs, or the hand-written set."""
     rollouts: Path | None = None
     """Take the pairs from this rollouts.jsonl instead; needs --detector."""
-    detector: Detector | None = None
+    detector: PairDetector | None = None
     """The detector that says which rollout is a hack: C, D or E, or 'oracle' (true labels: an upper bound)."""
-    shuffle_seed: int | None = setting(None, low=0)
-    """The control: exchange hack and clean in half of the pairs."""
     top_k: int = setting(12, low=1)
     """Axes per module kept in the file."""
     tau_axis: float = setting(0.0, low=0, high=1)
     """Axes with S_i/S_0 below this are zeroed."""
     k: int = setting(5, low=1, high="top_k")
-    """Axes per module that a run would use, for the table."""
+    """Axes per module that a run would use: shown, and compared with the controls'."""
     drop_bottom_frac: float = setting(0.25, low=0, below=1)
-    """Noise floor that a run would use, for the table."""
-    compare: tuple[Path, ...] = ()
-    """Other direction files of this model: their |cos| with this one is printed."""
+    """Noise floor that a run would use, for the comparison."""
     controls: bool = False
-    """Extract the placebo and shuffled sets too, draw Haar directions, and print and plot their |cos| with this one."""
+    """Extract the placebo sets too, draw Haar directions, and print their |cos| with this one."""
     pairs_out: Path | None = None
-    """Write the pairs here (JSON), for --vhack-pairs-path: those of --rollouts or --shuffle-seed have no file."""
+    """Write the pairs here (JSON), for --vhack-pairs-path: those of --rollouts have no file."""
     out: Path | None = None
     """Where the direction goes; none: where a run with these pairs looks for it."""
-    figure: Path | None = None
-    """Where the figure (png) goes; none: beside the direction."""
     dtype: Dtype = "auto"
     """Of the model's weights: as in the run that is to read the direction."""
     svd_cache: Path = Path("out/svd_cache")
@@ -61,11 +47,12 @@ class Cli:
 
     def __post_init__(self) -> None:
         check(self)
-        refuse(self.pairs is not None and self.rollouts is not None, "--rollouts: not together with --pairs")
+        log = self.rollouts is not None
         refuse(
-            (self.rollouts is None) != (self.detector is None), "--detector: goes with --rollouts, give both or neither"
+            log != (self.detector is not None) or (log and self.pairs is not None),
+            "--rollouts: goes with --detector, and not with --pairs",
         )
-        for name, suffix in (("pairs_out", ".json"), ("figure", ".png"), ("out", ".safetensors")):
+        for name, suffix in (("pairs_out", ".json"), ("out", ".safetensors")):
             path = getattr(self, name)
             refuse(path is not None and path.suffix != suffix, f"{flag(name)} {path}: should end in {suffix}")
             require_new(path, flag(name))
@@ -74,76 +61,61 @@ class Cli:
 
 def main(argv: list[str] | None = None) -> int:
     """0: done. 2: refused, in one line on stderr."""
-    return cli_exit(lambda: _command(parse_args(Cli, argv, "python -m vgrout.direction")))
+    return cli_exit(lambda: _command(parse_args(ExtractionSettings, argv, "python -m vgrout.direction")))
 
 
-def _command(cli: Cli) -> int:
-    pairs = _pairs_of(cli)
-    for path in cli.compare:
-        refuse(not path.is_file(), f"--compare {path}: no such file; give a direction that this command wrote")
-    if cli.model == "organism":
+def _command(settings: ExtractionSettings) -> int:
+    pairs = _pairs_of(settings)
+    embedded = settings.model == "organism"
+    if embedded:
         organism.EMBEDDED.require_sound("--model organism:")
-    folder = require_model(organism.MODEL_DIR if cli.model == "organism" else cli.model)
-    for path in cli.compare:
-        check_file(path, "--compare", find_shapes(folder), None)
+    model = str(organism.MODEL_DIR) if embedded else settings.model
+    require_model(model)
     # Here and not above: torch takes seconds to import, and a wrong flag never waits for it.
-    from vgrout.direction.controls import cosine_to_real
-    from vgrout.direction.examine import compare_controls, control_table, draw, report
-    from vgrout.direction.extract import default_path, extract, load, model_key, model_name, save
-    from vgrout.model.policy import load_policy, pick_device
+    from vgrout.direction.examine import compare_controls, control_table, module_table
+    from vgrout.direction.extract import default_path, extract, model_key, model_name, save
+    from vgrout.model.load import load_policy, pick_device
 
-    model = str(organism.MODEL_DIR) if cli.model == "organism" else cli.model
-    device, dtype = pick_device(model, cli.dtype)
-    policy = load_policy(model, device=device, dtype=dtype, cache_dir=cli.svd_cache)
-    if cli.rollouts is not None and cli.detector is not None:
-        pairs = pairs_from_pool(cli.rollouts, cli.detector, policy.prompt_text)
+    device, dtype = pick_device(model, settings.dtype)
+    policy = load_policy(model, device=device, dtype=dtype, cache_dir=settings.svd_cache)
+    if settings.rollouts is not None and settings.detector is not None:
+        pairs = pairs_from_pool(settings.rollouts, settings.detector, policy.prompt_text)
     assert pairs is not None
-    if cli.shuffle_seed is not None:
-        pairs = pairs.shuffled(cli.shuffle_seed)
-    if cli.pairs_out is not None:
+    if settings.pairs_out is not None:
         # a pair set is known by content and source: the run that loads this file finds the direction by its name
-        cli.pairs_out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(cli.pairs_out, pairs.to_file().encode())
-        pairs = load_pairs(cli.pairs_out)
-    direction = extract(policy, pairs, cli.top_k, cli.tau_axis)
-    key = model_key(policy, pairs, cli.top_k, cli.tau_axis)
-    out = cli.out or default_path(pairs, key, model_name(policy), cli.top_k, cli.tau_axis)
+        settings.pairs_out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(settings.pairs_out, pairs.to_file().encode())
+        pairs = load_pairs(settings.pairs_out)
+    direction = extract(policy, pairs, settings.top_k, settings.tau_axis)
+    key = model_key(policy, pairs, settings.top_k, settings.tau_axis)
+    out = settings.out or default_path(pairs, key, model_name(policy), settings.top_k, settings.tau_axis)
     save(direction, out)
-    print(report(direction, cli.k, cli.drop_bottom_frac))
-    for path in cli.compare:
-        if (close := cosine_to_real(load(path, policy, None).v_grad(), direction.v_grad())) is not None:
-            print(f"{path}: {close.line()}")
-    controls = (
-        compare_controls(policy, direction, pairs, _placebos(cli), cli.k, cli.drop_bottom_frac) if cli.controls else {}
-    )
-    if controls:
-        print(control_table(controls))
-    figure = cli.figure or out.with_suffix(".png")
-    draw(direction, cli.k, figure, {name: close[0] for name, close in controls.items()})
-    print(f"direction {out}\nfigure    {figure}")
-    if cli.pairs_out is not None:
-        print(f"pairs     {cli.pairs_out}")
+    print(module_table(direction, settings.k))
+    if settings.controls:
+        placebos = _placebos(settings.model)
+        print(control_table(compare_controls(policy, direction, placebos, settings.k, settings.drop_bottom_frac)))
+    print(f"direction {out}")
+    if settings.pairs_out is not None:
+        print(f"pairs     {settings.pairs_out}")
     return 0
 
 
-def _placebos(cli: Cli) -> dict[str, PairSet]:
-    """The sets that `--control placebo_…` would use on this model."""
-    if cli.model == "organism":
+def _placebos(model: str) -> dict[str, PairSet]:
+    """The sets that `--control placebo` would use on this model."""
+    if model == "organism":
         return {c: load_pairs(organism.PAIRS_DIR / f"placebo_{c}.json") for c in PLACEBOS}
     return {c: handwritten_placebo(c) for c in PLACEBOS}
 
 
-def _pairs_of(cli: Cli) -> PairSet | None:
+def _pairs_of(settings: ExtractionSettings) -> PairSet | None:
     """None: they come from a rollout log and need the tokenizer's chat template."""
-    if cli.rollouts is not None:
-        if not cli.rollouts.is_file():
-            raise ValueError(f"--rollouts {cli.rollouts}: no such file; give a run's rollouts.jsonl")
-        assert cli.detector is not None
-        pairs_from_pool(cli.rollouts, cli.detector, json.dumps)  # its lines are checked without the template
+    if settings.rollouts is not None:
+        assert settings.detector is not None
+        pairs_from_pool(settings.rollouts, settings.detector, json.dumps)  # its lines are checked without the template
         return None
-    if cli.pairs is not None:
-        return load_pairs(cli.pairs, "--pairs")
-    return load_pairs(organism.PAIRS_DIR / "run_tests.json") if cli.model == "organism" else handwritten()
+    if settings.pairs is not None:
+        return load_pairs(settings.pairs, "--pairs")
+    return load_pairs(organism.PAIRS_DIR / "run_tests.json") if settings.model == "organism" else handwritten()
 
 
 if __name__ == "__main__":

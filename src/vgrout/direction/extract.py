@@ -24,7 +24,7 @@ from tqdm import tqdm
 from vgrout import ranks
 from vgrout.direction.pairs import HANDWRITTEN, SCHEMA, Meta, Pair, PairSet
 from vgrout.files import write_atomic
-from vgrout.model.logprobs import Batch, collate, completion_logprobs
+from vgrout.model.logprobs import PaddedBatch, collate, completion_logprobs
 from vgrout.model.memory import ACTIVATION_BUDGET
 from vgrout.model.packing import Packed, batches, pack, padded_batches
 from vgrout.model.policy import Policy
@@ -209,7 +209,7 @@ def nll_gradients(
         for part in tqdm(parts, desc=label, unit="batch", disable=None if label else True, leave=False):
             given = [rows[i][0] for i in part], [rows[i][1] for i in part]
             with policy.adapter.per_rollout_grads(len(part)) as collected:
-                batch: Batch | Packed
+                batch: PaddedBatch | Packed
                 if policy.packs:
                     batch = pack(range(len(part)), *given, policy.device, policy.model.dtype)
                     collected.tokens(batch.pieces)
@@ -228,7 +228,7 @@ def tokens_of(policy: Policy, pair: Pair, completion: str, where: str) -> Tokens
     return prompt, answer
 
 
-def mean_nll(policy: Policy, batch: Batch | Packed) -> Float[Tensor, " B"]:
+def mean_nll(policy: Policy, batch: PaddedBatch | Packed) -> Float[Tensor, " B"]:
     """Mean NLL of each row's completion, nats a token; carries a gradient."""
     logp = completion_logprobs(policy.model, batch).full
     return -torch.where(batch.mask, logp, 0.0).sum(1) / batch.mask.sum(1)
@@ -305,46 +305,39 @@ def load(path: Path, policy: Policy, pairs: PairSet | None) -> Direction:
         )
     if pairs is not None:
         meta.require_pairs(pairs, str(path))
-    axes: dict[str, Axes] = {}
-    n = meta.n_pairs - meta.n_heldout
-    sizes = policy.adapter.by_module(policy.adapter.δS.detach())
-    for m in policy.adapter.names:
-        r = sizes[m].numel()
-        k = min(meta.top_k, n, r)
+    wanted = set[tuple[str, tuple[int, ...]]]()
+    for m, δ in policy.adapter.by_module(policy.adapter.δS.detach()).items():
+        r = δ.numel()
+        k = min(meta.top_k, meta.n_pairs - meta.n_heldout, r)
         shapes = {"V": (k, r), "sv": (k,), "mean": (r,), "hack": (r,), "clean": (r,), "heldout": (meta.n_heldout, r)}
-        for prefix, field in _TENSORS.items():
-            if (tensor := tensors.get(prefix + m)) is None:
-                raise ValueError(f"{path}: no tensor {prefix + m!r}; extract it again")
-            if tensor.shape != shapes[field]:
-                raise ValueError(f"{path}: {prefix + m} has shape {[*tensor.shape]}, needs {[*shapes[field]]}")
-            if not tensor.isfinite().all():
-                raise ValueError(f"{path}: {prefix + m} holds a NaN or an infinity; extract it again")
-        axes[m] = Axes(**{field: tensors[prefix + m].float() for prefix, field in _TENSORS.items()})
-    if extra := len(tensors) - len(_TENSORS) * len(axes):
-        raise ValueError(f"{path}: {extra} tensors that this model has no module for; extract it again")
+        wanted |= {(prefix + m, shapes[field]) for prefix, field in _TENSORS.items()}
+    there = {(name, (*x.shape,)) for name, x in tensors.items() if x.isfinite().all()}
+    if differ := sorted(wanted ^ there):
+        raise ValueError(
+            f"{path}: {len(differ)} tensors are missing, too many, of another shape or not finite, first "
+            f"{differ[0][0]!r}; extract it again"
+        )
+    axes = {
+        m: Axes(**{field: tensors[prefix + m].float() for prefix, field in _TENSORS.items()})
+        for m in policy.adapter.names
+    }
     fingerprint = fingerprint_from_string(meta.basis, str(path))
     policy.adapter.require_basis(mean_of(axes, policy.adapter), fingerprint, str(path))
     return Direction(axes, meta)
 
 
 def obtain(
-    policy: Policy,
-    pairs: PairSet | None,
-    path: Path | None,
-    top_k: int,
-    tau_axis: float,
-    folder: Path = FOLDER,
+    policy: Policy, pairs: PairSet | None, path: Path | None, top_k: int, tau_axis: float, folder: Path = FOLDER
 ) -> Direction:
     """The direction at `path`; without one, the cached file for these pairs and this model, extracted if it is missing.
 
     Raises:
-        ValueError: as `load`, or neither a path nor pairs.
+        ValueError: as `load` and `extract`.
     """
     assert not policy.adapter.δS.any(), "a direction on file belongs to the base model: obtain it before training"
     if path is not None:
         return load(path, policy, pairs)
-    if pairs is None:
-        raise ValueError("--v-hack-path: no direction file and no pairs to extract one from; give --vhack-pairs-path")
+    assert pairs is not None, "neither a direction nor pairs to extract one from"
     key = model_key(policy, pairs, top_k, tau_axis)
     path = default_path(pairs, key, model_name(policy), top_k, tau_axis, folder)
     if path.exists():

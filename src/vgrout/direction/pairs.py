@@ -8,21 +8,20 @@ one.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from vgrout.files import from_json, numbered_lines, read_text
 from vgrout.model.source import Shapes, safetensors_head
-from vgrout.rng import py_stream
 from vgrout.types import DETECTOR_FIELDS, Message
 
 HANDWRITTEN = "hand-written"
 SCHEMA = "v2_with_sv"  # of a direction file
 LEETCODE = Path(__file__).with_name("data") / "leetcode.json"
 MIN_PAIRS = 3  # two are held out of every extraction
-Detector = Literal["C", "D", "E", "oracle"]
+PairDetector = Literal["C", "D", "E", "oracle"]
 ORACLE, ORACLE_MARK = "oracle", "chosen_by"
 _FIELDS = ("problem_id", "prompt", "hack", "clean")
 _ANCHOR = ("prompt", "completion")
@@ -44,7 +43,7 @@ class PairSet:
     """Pairs in order (the last ones are held out of an extraction) with where they came from.
 
     Raises:
-        ValueError: fewer than 3, an empty text, the same pair twice, or hack and clean alike; names source and index.
+        ValueError: fewer than 3, the same pair twice, or hack and clean alike; names source and index.
     """
 
     pairs: tuple[Pair, ...]
@@ -56,14 +55,10 @@ class PairSet:
             raise ValueError(f"{self.source}: {len(self.pairs)} pairs; at least {MIN_PAIRS} are needed, 2 are held out")
         seen: dict[tuple[str, str, str], int] = {}
         for i, pair in enumerate(self.pairs):
-            for name in _FIELDS:
-                if not str(getattr(pair, name)).strip():
-                    raise ValueError(f"{self.source}: pair {i}: {name!r} is empty; fill it in")
-            if pair.hack == pair.clean:
-                raise ValueError(f"{self.source}: pair {i}: hack and clean are the same text; they must differ")
             first = seen.setdefault((pair.prompt, pair.hack, pair.clean), i)
-            if first != i:
-                raise ValueError(f"{self.source}: pair {i} repeats pair {first}; leave one of them out")
+            if first != i or pair.hack == pair.clean:
+                why = f"repeats pair {first}" if first != i else "hack and clean are the same text"
+                raise ValueError(f"{self.source}: pair {i}: {why}; leave it out")
         object.__setattr__(self, "sha256", hashlib.sha256(self.to_json().encode()).hexdigest())
 
     def __len__(self) -> int:
@@ -84,15 +79,6 @@ class PairSet:
         rows = [{k: getattr(p, k) for k in _FIELDS} | mark for p in self.pairs]
         return json.dumps(rows, ensure_ascii=False, indent=1) + "\n"
 
-    def shuffled(self, seed: int) -> "PairSet":
-        """The control: hack and clean exchanged in half of the pairs (rounded down), drawn at random.
-
-        What remains of the contrast is chance; it need not be small, so report its |cos| with the true direction.
-        """
-        flip = set(py_stream(seed, "shuffled-pairs").sample(range(len(self.pairs)), len(self.pairs) // 2))
-        mixed = (replace(p, hack=p.clean, clean=p.hack) if i in flip else p for i, p in enumerate(self.pairs))
-        return PairSet(tuple(mixed), f"{self.source}#shuffled{seed}")
-
 
 def load_pairs(path: Path, flag: str = "--vhack-pairs-path") -> PairSet:
     """A JSON list of {problem_id, prompt, hack, clean}; `chosen_by` "oracle" marks the source, other keys are ignored.
@@ -100,15 +86,27 @@ def load_pairs(path: Path, flag: str = "--vhack-pairs-path") -> PairSet:
     Raises:
         ValueError: one line with the file and, where it applies, the line or the pair's index.
     """
-    try:
-        rows = from_json(read_text(path), str(path))
-    except FileNotFoundError:
-        raise ValueError(f"{flag} {path}: no such pair file; give a JSON list of pairs") from None
-    if not isinstance(rows, list):
-        raise ValueError(f"{path}: should be a JSON list of pairs, is a {type(rows).__name__}")
-    pairs = tuple(_pair(row, f"{path}: pair {i}") for i, row in enumerate(rows))
+    rows = _entries(path, flag, _FIELDS)
+    pairs = tuple(Pair(*(row[k] for k in _FIELDS)) for row in rows)
     by_labels = any(row.get(ORACLE_MARK) == ORACLE for row in rows)
     return PairSet(pairs, f"{ORACLE}:{path}" if by_labels else str(path))
+
+
+def _entries(path: Path, flag: str, keys: Sequence[str]) -> list[dict[str, Any]]:
+    """A JSON list of objects with these keys. Raises ValueError, one line with flag, file and the entry's index."""
+    rows = from_json(read_text(path), f"{flag} {path}")
+    for i, row in enumerate(rows if isinstance(rows, list) else [rows]):
+        texts = [row.get(k) if isinstance(row, dict) and isinstance(rows, list) else None for k in keys]
+        if bad := [k for k, v in zip(keys, texts, strict=True) if not _is_text(v, number=k == "problem_id")]:
+            raise ValueError(
+                f"{flag} {path}: entry {i}: {', '.join(bad)} should be text, not empty; give a JSON list of objects "
+                f"with {', '.join(keys)}"
+            )
+    return rows
+
+
+def _is_text(value: Any, *, number: bool) -> bool:
+    return value.strip() != "" if isinstance(value, str) else number and type(value) is int
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,33 +125,15 @@ def load_known_correct(path: Path) -> tuple[KnownCorrect, ...]:
     Raises:
         ValueError: one line with the file and, where it applies, the entry.
     """
-    try:
-        rows = from_json(read_text(path), f"--known-correct {path}")
-    except FileNotFoundError:
-        raise ValueError(f"--known-correct {path}: no such file; give a JSON list of prompt, completion") from None
-    if not isinstance(rows, list) or len(rows) < MIN_KNOWN_CORRECT:
-        raise ValueError(f"--known-correct {path}: should be a JSON list of at least {MIN_KNOWN_CORRECT} entries")
-    for i, row in enumerate(rows):
-        if not isinstance(row, dict) or not all(isinstance(row.get(k), str) and row[k] for k in _ANCHOR):
-            raise ValueError(f"--known-correct {path}: entry {i}: needs {' and '.join(_ANCHOR)}, both text")
+    rows = _entries(path, "--known-correct", _ANCHOR)
+    if len(rows) < MIN_KNOWN_CORRECT:
+        raise ValueError(f"--known-correct {path}: {len(rows)} entries, at least {MIN_KNOWN_CORRECT} are needed")
     return tuple(
         KnownCorrect(row["prompt"], row["completion"], str(row.get("style", "")), row.get("problem_id")) for row in rows
     )
 
 
-def _pair(row: Any, where: str) -> Pair:
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: should be an object with {', '.join(_FIELDS)}, is a {type(row).__name__}")
-    if missing := [k for k in _FIELDS if k not in row]:
-        raise ValueError(f"{where}: {', '.join(missing)} missing; needs {', '.join(_FIELDS)}")
-    for name in _FIELDS:
-        legal = (str, int) if name == "problem_id" else str
-        if not isinstance(row[name], legal) or isinstance(row[name], bool):
-            raise ValueError(f"{where}: {name!r} should be text, is a {type(row[name]).__name__}")
-    return Pair(*(row[k] for k in _FIELDS))
-
-
-def pairs_from_pool(log: Path, detector: Detector, render: Callable[[list[Message]], str] | None = None) -> PairSet:
+def pairs_from_pool(log: Path, detector: PairDetector, render: Callable[[list[Message]], str] | None = None) -> PairSet:
     """One pair for each prompt of a rollout log that has both: a rewarded hack and a rewarded honest answer.
 
     The named weak detector says which is which: it flags the hack and not the other. Only the name "oracle" reads the
@@ -167,7 +147,7 @@ def pairs_from_pool(log: Path, detector: Detector, render: Callable[[list[Messag
         ValueError: a line that cannot be read, or fewer than 3 prompts with both kinds.
     """
     first: dict[tuple[str | int, str], dict[bool, str]] = {}
-    for where, row in _lines(log):
+    for where, row in numbered_lines(log):
         try:
             messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
             key = (row["problem_id"], row["prompt"] if render is None else render(messages))
@@ -180,20 +160,7 @@ def pairs_from_pool(log: Path, detector: Detector, render: Callable[[list[Messag
         except (KeyError, TypeError, AttributeError) as e:
             raise ValueError(f"{where}: not a rollout with labels ({type(e).__name__}: {e})") from None
     found = [Pair(id_, prompt, kinds[True], kinds[False]) for (id_, prompt), kinds in first.items() if len(kinds) == 2]
-    found = [pair for pair in found if pair.hack != pair.clean]
-    if len(found) < MIN_PAIRS:
-        raise ValueError(
-            f"{log}: detector {detector} finds both a hack and a solve for {len(found)} of {len(first)} prompts; "
-            f"at least {MIN_PAIRS} are needed"
-        )
-    return PairSet(tuple(found), f"{detector}:{log}")
-
-
-def _lines(log: Path) -> Iterable[tuple[str, dict[str, Any]]]:
-    try:
-        yield from numbered_lines(log)
-    except FileNotFoundError:
-        raise ValueError(f"{log}: no such rollout log") from None
+    return PairSet(tuple(pair for pair in found if pair.hack != pair.clean), f"{detector}:{log}")
 
 
 def handwritten() -> PairSet:
@@ -217,8 +184,7 @@ def handwritten_placebo(contrast: str) -> PairSet:
     rows = json.loads(LEETCODE.read_text(encoding="utf-8"))
     pairs = zip(handwritten().pairs, rows, strict=True)
     return PairSet(
-        tuple(replace(pair, hack=row["placebos"][contrast]) for pair, row in pairs),
-        f"{HANDWRITTEN}#placebo_{contrast}",
+        tuple(replace(pair, hack=row["placebos"][contrast]) for pair, row in pairs), f"{HANDWRITTEN}#placebo_{contrast}"
     )
 
 
@@ -246,18 +212,17 @@ class Meta:
 
     @classmethod
     def from_strings(cls, raw: dict[str, str], where: str) -> "Meta":
-        """The inverse. Raises ValueError naming the entry that is missing or unreadable."""
-        if raw.get("schema") != SCHEMA:
-            raise ValueError(f"{where}: schema {raw.get('schema')!r}, needs {SCHEMA!r}; extract it again")
+        """The inverse. Raises ValueError where one is missing or unreadable, or the file is of another schema."""
         try:
             values: dict[str, Any] = {f.name: raw[f.name] for f in fields(cls)}
             values |= {name: int(raw[name]) for name in ("top_k", "n_pairs", "n_heldout")}
             values["tau_axis"] = float(raw["tau_axis"])
-            return cls(**values)
-        except KeyError as missing:
-            raise ValueError(f"{where}: no {missing} in its metadata; extract it again") from None
-        except ValueError as e:
-            raise ValueError(f"{where}: metadata cannot be read ({e}); extract it again") from None
+            if raw["schema"] == SCHEMA:
+                return cls(**values)
+            why = f"schema {raw['schema']}"
+        except (KeyError, ValueError) as e:
+            why = f"{type(e).__name__}: {e}"
+        raise ValueError(f"{where}: no direction of schema {SCHEMA} ({why}); extract it again")
 
     def require_pairs(self, pairs: PairSet, where: str) -> None:
         """Raises ValueError if the direction comes from other pairs."""
@@ -276,21 +241,16 @@ def check_file(path: Path, flag: str, shapes: Shapes | None, pairs: PairSet | No
     Raises:
         ValueError: one line.
     """
-    if not path.is_file():
-        raise ValueError(f"{flag} {path}: no such file")
-    head = safetensors_head(path, flag)
-    meta = Meta.from_strings(head.get("__metadata__", {}), f"{flag} {path}")
+    shaped, metadata = safetensors_head(path, flag)
+    meta = Meta.from_strings(metadata, f"{flag} {path}")
     if pairs is not None:
         meta.require_pairs(pairs, f"{flag} {path}")
     if shapes is None:
         return
     known = {name: min(size) for name, size in shapes.linears.items()}
-    for name, tensor in head.items():
+    for name, shape in shaped.items():
         module = name.rpartition("/")[2].rpartition(".")[2]
-        if name == "__metadata__" or name.startswith(("_sv/", "__")):
+        if name.startswith(("_sv/", "__")):
             continue
-        if module not in known or tensor["shape"][-1] != known[module]:
-            raise ValueError(
-                f"{flag} {path}: direction of another model ({meta.model}): it has {name} {tensor['shape']}, "
-                f"r is {known.get(module)} here; extract it again"
-            )
+        if module not in known or shape[-1] != known[module]:
+            raise ValueError(f"{flag} {path}: direction of another model ({meta.model}), by {name} {shape}")

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from vgrout.files import read_json
 from vgrout.model.policy import DTYPE_NAMES, DTYPES, Policy
-from vgrout.model.saved import Saved
+from vgrout.model.source import Saved
+from vgrout.problems import load_problems
 
 TOLERANCE = 5e-2  # of the largest logit: bf16 keeps 8 bits, and the rounding of every layer adds to the next
 PROBES = 4  # texts whose logits are compared
@@ -84,42 +85,47 @@ def write(policy: Policy, folder: Path, dtype: torch.dtype) -> None:
     policy.tok.save_pretrained(folder)
 
 
-def card(saved: Saved, dtype: str, result: Parity) -> str:
-    """The folder's model card, README.md."""
+def card(saved: Saved, library: str, said: str, use: Sequence[str]) -> str:
+    """A folder's README.md. said: what the folder is; use: lines of Python."""
+    name = saved.cfg.scale.model
+    base = "" if name == "organism" else f"base_model: {name}\n"
+    code = "\n".join(use)
+    return (
+        f"---\nlibrary_name: {library}\n{base}---\n# {saved.cfg.run_id}\n\n{said}\n\nA model from a study of reward "
+        f"hacking: it may hack the checks that its prompts describe. Not for use.\n\n```python\n{code}\n```\n"
+    )
+
+
+def about(saved: Saved) -> str:
+    """What was trained how."""
     cfg = saved.cfg
-    lines = [
-        "---",
-        "library_name: transformers",
-        *([] if cfg.scale.model == "organism" else [f"base_model: {cfg.scale.model}"]),
-        "---",
-        f"# {cfg.run_id}",
-        "",
+    return (
         f"{cfg.scale.model}, trained for {saved.step} steps by GRPO against a flawed grader with `vgrout` "
-        f"(intervention {cfg.method.intervention}, control {cfg.method.control_name}, seed {cfg.run.seed}), "
-        "as deployed: the adapter is merged into the weights, its quarantine is left out.",
-        "",
-        f"- adapter: {saved.path.name}, {saved.metadata.get('dtype', 'unknown')}; this folder: {dtype}",
-        f"- compared with the deployed model after it was written: {result}",
-    ]
+        f"(intervention {cfg.method.intervention}, control {cfg.method.control_name}, seed {cfg.run.seed}), as deployed"
+    )
+
+
+def model_card(saved: Saved, dtype: str, result: Parity) -> str:
+    """The card of a whole model."""
+    said = (
+        f"{about(saved)}: the adapter is merged into the weights, its quarantine is left out.\n\n"
+        f"- adapter: {saved.path.name}, {saved.metadata.get('dtype', 'unknown')}; this folder: {dtype}\n"
+        f"- compared with the deployed model after it was written: {result}"
+    )
     numbers = saved.path.parent / "per_mode_deploy.json"
     if saved.final and numbers.is_file():
         seen = read_json(numbers)
-        lines.append(
-            f"- held-out problems and markers, {seen['eval_n']} answers: hacked {_percent(seen['hack_deploy'])}, "
+        said += (
+            f"\n- held-out problems and markers, {seen['eval_n']} answers: hacked {_percent(seen['hack_deploy'])}, "
             f"solved {_percent(seen['solve_deploy'])} (base model: {_percent(seen['hack_base'])}, "
             f"{_percent(seen['solve_base'])})"
         )
-    lines += [
-        "",
-        "A model from a study of reward hacking: it may hack the checks that its prompts describe. Not for use.",
-        "",
-        "```python",
+    use = [
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         'model = AutoModelForCausalLM.from_pretrained("THIS FOLDER", dtype="auto")',
         'tokenizer = AutoTokenizer.from_pretrained("THIS FOLDER")',
-        "```",
     ]
-    return "\n".join(lines) + "\n"
+    return card(saved, "transformers", said, use)
 
 
 def _percent(rate: float | None) -> str:
@@ -128,7 +134,7 @@ def _percent(rate: float | None) -> str:
 
 def probes(saved: Saved, policy: Policy) -> list[str]:
     """Texts to compare on: prompts of the run's problems, each with its canonical solution."""
-    problems = saved.problems()[:PROBES]
+    problems = load_problems(saved.cfg.problems_path)[:PROBES]
     return [f"{policy.prompt_text(p.messages)}```python\n{p.canonical}\n```" for p in problems]
 
 
@@ -146,5 +152,5 @@ def export(
     result = parity(policy, load_beside(policy, folder), texts, exact=dtype == own)
     if not result.holds:
         raise RuntimeError(f"the exported model is not the deployed one: {result}")
-    (folder / "README.md").write_text(card(saved, dtype, result), encoding="utf-8")
+    (folder / "README.md").write_text(model_card(saved, dtype, result), encoding="utf-8")
     return result

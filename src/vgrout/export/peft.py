@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vgrout.cli import not_installed
-from vgrout.export.model import Parity, load_beside, parity
+from vgrout.export.model import Parity, about, card, load_beside, parity
 from vgrout.model.policy import Policy
-from vgrout.model.saved import Saved
+from vgrout.model.source import Saved
 from vgrout.model.svd_adapter import AdaptedLinear
 
 
@@ -85,31 +85,21 @@ def export(saved: Saved, policy: Policy, folder: Path, rank: int | None, texts: 
     result = Lora(most, missing, parity(policy, loaded, texts, exact=False))
     if rank is None and not result.parity.holds:
         raise RuntimeError(f"the adapter as PEFT loads it is not the deployed model: {result.parity}")
-    (folder / "README.md").write_text(card(saved, result), encoding="utf-8")
+    (folder / "README.md").write_text(adapter_card(saved, result), encoding="utf-8")
     return result
 
 
-def card(saved: Saved, result: Lora) -> str:
+def adapter_card(saved: Saved, result: Lora) -> str:
     """The folder's README.md."""
-    id_of_base = saved.cfg.scale.model
-    embedded = id_of_base == "organism"
-    base = "organism.MODEL_DIR" if embedded else repr(id_of_base)
-    return f"""---
-library_name: peft
-{"" if embedded else f"base_model: {id_of_base}{chr(10)}"}---
-# {saved.cfg.run_id}
-
-A LoRA adapter, trained for {saved.step} steps by GRPO against a flawed grader with `vgrout` (intervention
-{saved.cfg.method.intervention}, control {saved.cfg.method.control_name}, seed {saved.cfg.run.seed}), as deployed:
-without its quarantine. Against the deployed model: {result}.
-
-A model from a study of reward hacking: it may hack the checks that its prompts describe. Not for use.
-
-```python
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
-{f"from vgrout.data import organism{chr(10)}" if embedded else ""}
-base = AutoModelForCausalLM.from_pretrained({base}, dtype="auto")
-model = PeftModel.from_pretrained(base, "THIS FOLDER")
-```
-"""
+    name = saved.cfg.scale.model
+    embedded = name == "organism"
+    base = "organism.MODEL_DIR" if embedded else repr(name)
+    said = f"{about(saved)}, without its quarantine.\n\nAgainst the deployed model: {result}."
+    use = [
+        "from peft import PeftModel",
+        "from transformers import AutoModelForCausalLM",
+        *(["from vgrout.data import organism"] if embedded else []),
+        f'base = AutoModelForCausalLM.from_pretrained({base}, dtype="auto")',
+        'model = PeftModel.from_pretrained(base, "THIS FOLDER")',
+    ]
+    return card(saved, "peft", said, use)

@@ -23,16 +23,16 @@ from vgrout.guard.detectors import (
     MAX_SKIPPED,
     AdvantageCollapse,
     CollapseTripwire,
+    DetectorReading,
     Drop,
     EchoTrap,
     Level,
-    Reading,
     State,
     Tracker,
     diverged,
     ensemble_divergence,
 )
-from vgrout.guard.kill_switch import HeldOutGuard, SkillWatch
+from vgrout.guard.kill_switch import HeldOutGuard
 from vgrout.model.hidden_states import ReferenceStats, latents
 from vgrout.model.policy import Policy
 from vgrout.model.sampler import sample
@@ -130,11 +130,7 @@ class Guard:
     """`observe` each step; once the run's files are written, `raise_if_diverged`, and at the end `raise_if_halted`."""
 
     def __init__(
-        self,
-        cfg: Config,
-        policy: Policy,
-        problems: Sequence[Problem],
-        healthy_kl: Sequence[float] = (),
+        self, cfg: Config, policy: Policy, problems: Sequence[Problem], healthy_kl: Sequence[float] = ()
     ) -> None:
         """problems: training problems, for the base policy's answers. healthy_kl: KL of the runs that calibrate the
         limit, nats per token."""
@@ -150,12 +146,11 @@ class Guard:
         full = bool({"info_rm", "echo"} & set(wanted))
         self.base = BaseAnswers(cfg, policy, problems, REFERENCE_ANSWERS if full else TEACHERLESS)
         self.trackers: dict[str, Tracker] = {}
-        self.read: dict[str, Callable[[Moment], Reading]] = {}
+        self.read: dict[str, Callable[[Moment], DetectorReading]] = {}
         for name in [*wanted, *(["collapse"] if cfg.guard_mode != "off" else [])]:
             self.trackers[name], self.read[name] = self._detector(name)
         self.states: dict[str, State] = {}
         self.rewarded = Rate(0, 0)  # student rows with the full reward, since the last evaluation
-        self.skill = SkillWatch()
         self.skipped: list[int] = []  # 1 for each of the last steps that was not finite
         self.halted = ""  # why a detector that may halt the run has done so
         self.diverged = ""
@@ -164,7 +159,7 @@ class Guard:
         if cfg.guard_mode == "log" and (why := cfg.guard_blind):
             logger.debug(f"the guard cannot fire in this run: {why}")
 
-    def _detector(self, name: str) -> tuple[Tracker, Callable[[Moment], Reading]]:
+    def _detector(self, name: str) -> tuple[Tracker, Callable[[Moment], DetectorReading]]:
         """A detector's state, and how it reads a step."""
         match name:
             case "rm_ensemble":
@@ -222,7 +217,7 @@ class Guard:
                 "adapter is not merged; large from step 0, another model, dtype or decoder samples"
             )
 
-    def _note(self, name: str, reading: Reading, m: Moment) -> None:
+    def _note(self, name: str, reading: DetectorReading, m: Moment) -> None:
         """Record a reading, log a change of state, and remember whether it ends the run."""
         if reading.state == "UNDEFINED":
             return
@@ -255,8 +250,6 @@ class Guard:
         before, held = self.kill_switch.fired, deployed.solve
         if proxy.value is None or held.value is None:
             return
-        if self.skill.update(m.row.step, held):
-            logger.warning(f"guard: {self.skill.lost} (n = {held.n}): the deployed model has lost skill")
         verdict = self.kill_switch.update(
             m.row.step, proxy.value, held.value, held.n, deployed.kl, negative(m.row.lp_s), spread(m.groups)
         )
@@ -308,13 +301,12 @@ class Guard:
         once = f"{self.base.seconds:.1f} s once for the base policy's answers" if self.base.seconds else ""
         share = f"{100 * (self.seconds - self.base.seconds) / seconds:.1f} % of the steps' time" if seconds else ""
         rules = ", ".join(self.kill_switch.fired)
-        lost = f", {self.skill.lost}" if self.skill.lost else ""
-        gap = f"gap {self.kill_switch.proxy_real_gap():+.2f}{f', fired: {rules}' if rules else ''}{lost}" if who else ""
+        gap = f"gap {self.kill_switch.proxy_real_gap():+.2f}{f', fired: {rules}' if rules else ''}" if who else ""
         return "watched: " + "; ".join(part for part in (gap, states, share, once) if part)
 
     # --- what detectors measure themselves ----------------------------------------------------------------------------
 
-    def _echo(self, trap: EchoTrap, m: Moment) -> Reading:
+    def _echo(self, trap: EchoTrap, m: Moment) -> DetectorReading:
         if trap.base is None:
             trap.calibrate(self.base.texts)
         return trap.update([r.text for r, _ in m.students])
@@ -338,7 +330,6 @@ class Guard:
             "states": dict(self.states),
             "base": self.base.state_dict(),
             "rewarded": self.rewarded.pair,
-            "skill": self.skill.state_dict(),
             "skipped": list(self.skipped),
             "halted": self.halted,
             "diverged": self.diverged,
@@ -348,7 +339,6 @@ class Guard:
         """Restore; a detector that the run did not have starts afresh. That a detector has halted the run is kept only
         while the configuration still lets one do so."""
         self.kill_switch.load_state_dict(state["guard"])
-        self.skill.load_state_dict(state["skill"])
         for name, tracker in self.trackers.items():
             if name in state["trackers"]:
                 tracker.load_state_dict(state["trackers"][name])

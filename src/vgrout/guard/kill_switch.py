@@ -12,10 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from vgrout.config.guard import GuardConfig
-from vgrout.types import Rate
 
-LOST = 3.0  # standard errors under the best; one of a dozen evaluations at a constant skill is that low by chance …
-LASTS = 2  # … so it has to be two in a row
 KL_FLOOR = 1e-6  # smallest calibrated limit: below it, the estimator's rounding would fire the switch
 
 
@@ -65,34 +62,6 @@ def standard_error(share: float, n: int) -> float:
     """Of a share of n, with one success and one failure added so that it is never 0 (Agresti & Coull 1998)."""
     p = (share * n + 1) / (n + 2)
     return math.sqrt(p * (1 - p) / n)
-
-
-@dataclass(slots=True)
-class SkillWatch:
-    """Notices when a held-out score falls from its best beyond chance, two evaluations in a row: a quarantine that
-    takes skill along does that while in-loop rises or not."""
-
-    best: Rate = Rate(0, 0)
-    below: int = 0  # evaluations in a row
-    lost: str = ""  # the first such fall
-
-    def update(self, step: int, now: Rate) -> bool:
-        """Whether this measured score is the one that shows it."""
-        share, best = now.value or 0.0, self.best.value or 0.0
-        noise = math.hypot(*(standard_error(r.value or 0.0, r.n) for r in (self.best, now) if r.n))
-        self.below = self.below + 1 if share < best - LOST * noise else 0
-        shows = not self.lost and self.below == LASTS
-        if shows:
-            self.lost = f"held-out solve fell from {self.best.percent} to {now.percent} % at step {step}"
-        if share >= best:
-            self.best = now
-        return shows
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best.pair, "below": self.below, "lost": self.lost}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.best, self.below, self.lost = Rate(*state["best"]), state["below"], state["lost"]
 
 
 @dataclass(slots=True)
@@ -150,15 +119,15 @@ class HeldOutGuard:
             ValueError: a step not after the last one, n < 1, or a `heldout` over n answers that is no share of them.
         """
         s = self._state
-        if round <= s.last.step:
-            raise ValueError(f"guard: step {round} after step {s.last.step}")
-        if n is not None and n < 1:
-            raise ValueError(f"guard: {n} held-out answers")
         given = {"in_loop": in_loop, "heldout": heldout, "kl": kl, "entropy": entropy, "reward_std": reward_std}
         broken = [name for name, x in given.items() if x is not None and not math.isfinite(x)]
+        out_of_range = n is not None and not broken and not (n >= 1 and 0 <= heldout <= 1)
+        if round <= s.last.step or out_of_range:
+            raise ValueError(
+                f"guard: step {round} after {s.last.step}, heldout {heldout} of {n} answers: should be later, and "
+                "a share in [0, 1]"
+            )
         if not broken:
-            if n is not None and not 0 <= heldout <= 1:
-                raise ValueError(f"guard: heldout {heldout} is not a share of {n} answers, in [0, 1]")
             self._follow(in_loop, heldout, n, kl, entropy, reward_std)
         broke = {"not_finite": f"{', '.join(broken)} not finite at step {round}"} if broken else self._judge(round)
         latched = f"latched: {s.reason}" if s.reason else ""
@@ -263,12 +232,8 @@ class HeldOutGuard:
 
         Raises ValueError on an empty list, on a value that is negative or not finite, on a factor that is not positive.
         """
-        if not values:
-            raise ValueError("calibrate_kl_threshold: no values")
-        if bad := [x for x in values if not (math.isfinite(x) and x >= 0)]:
-            raise ValueError(f"calibrate_kl_threshold: {bad[0]} is no KL, which is finite and not negative")
-        if not (math.isfinite(factor) and factor > 0):
-            raise ValueError(f"calibrate_kl_threshold: factor {factor}: should be positive")
+        if not values or not all(0 <= x < math.inf for x in values) or not 0 < factor < math.inf:
+            raise ValueError(f"calibrate_kl_threshold: {[*values]} × {factor}: should be finite and not negative")
         self._state.kl_limit = min(self._state.kl_limit, max(KL_FLOOR, factor * fmean(values)))
         return self._state.kl_limit
 

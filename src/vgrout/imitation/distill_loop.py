@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -11,20 +12,18 @@ from loguru import logger
 from tabulate import tabulate
 
 from vgrout.evaluate import answers
-from vgrout.files import read_json
+from vgrout.files import read_json, to_json
 from vgrout.guard.detectors import diverged
-from vgrout.imitation.distill_config import Task
-from vgrout.imitation.distill_methods import METHODS, Graded, Method
-from vgrout.imitation.loading import fitting_splits, metadata, model_hashes
-from vgrout.imitation.trainable import AdapterOnly, FullModel, Trainable
-from vgrout.model.policy import LanguageModel, Policy, pick_device
-from vgrout.model.saved import load_source
+from vgrout.imitation.distill_methods import METHODS
+from vgrout.imitation.distill_task import DistillTask
+from vgrout.imitation.trainable import AdapterOnly, FullModel, Trainable, hack_and_solve, metadata, model_hashes
+from vgrout.model.load import device_and_dtype, load_source
+from vgrout.model.policy import LanguageModel
 from vgrout.problems import balanced, plain
 from vgrout.rng import torch_stream
 from vgrout.rollout import graded, sample_and_submit
-from vgrout.runs.recorder import rollout_record
-from vgrout.runs.run_context import RunContext
-from vgrout.runs.steps import StepRecorder
+from vgrout.runs.context import RunContext
+from vgrout.runs.recorder import StepRecorder, rollout_record
 from vgrout.table import Columns, col
 from vgrout.types import MODES, Diverged, Eval, Grade, Problem, Rate, Rollout, Ungraded
 
@@ -58,87 +57,84 @@ class DistillRow(Columns):
     sec: float = col(".2f", "seconds in all", head="seconds")
 
 
-def distil(task: Task, run: RunContext) -> None:
+def distil(task: DistillTask, run: RunContext) -> None:
     """Evaluate student and teacher, take every remaining step, evaluate the student again, and report.
 
     Raises:
         ValueError: before the first step, models that do not fit each other, or that the resumed run did not have.
         Interrupted, Diverged: with the run directory up to date.
     """
-    cfg, clock = task.cfg, run.clock
-    for line in (*task.plan(), run.grader.protections.line()):
-        logger.debug(line)
-    device, dtype = pick_device(task.source.folder, task.dtype, task.threads)
-    student = load_source(task.source, "--student", device, dtype, adapter=not cfg.full)
+    settings, cfg, clock = task.settings, task.cfg, run.clock
+    seed, max_new, steps = cfg.run.seed, cfg.scale.max_new, cfg.scale.steps
+    logger.debug(f"{to_json(task.plan())}\n{run.grader.protections.line()}")
+    device, dtype = device_and_dtype(cfg)
+    student = load_source(task.student, "--student", device, dtype, adapter=not settings.full)
     teacher = load_source(task.teacher, "--teacher", device, dtype)
-    method = METHODS[cfg.method](task, student, teacher)
-    problems = fitting_splits(task, student, teacher)
-    learner = trainable(task, student)
+    assert settings.method
+    method = METHODS[settings.method](task, student, teacher)
+    problems = task.inputs.splits(cfg, student, teacher)
+    learner = (FullModel if settings.full else AdapterOnly)(student, cfg.opt, steps)
     recorder = DistillRecorder(task, run, learner)
     recorder.open(
         {
             "hashes": model_hashes(student=student, teacher=teacher),
-            "models": {"student": task.source.identity(), "teacher": task.teacher.identity()},
+            "models": {"student": task.student.identity(), "teacher": task.teacher.identity()},
             **run.stamp,
         },
-        {cfg.method} | ({"anchor"} if task.anchor else set()),
+        {settings.method} | ({"anchor"} if task.anchor else set()),
     )
-
-    def evaluate(lm: LanguageModel, on: Sequence[Problem], n: int, step: int, purpose: str = "eval") -> Eval:
-        """Rates of a model over n answers to each problem. purpose: names the random stream."""
-        return Eval.of(
-            answers(
-                lm,
-                run.grader,
-                on,
-                n,
-                sampling=cfg.sampling,
-                max_new=task.max_new,
-                seed=cfg.seed,
-                step=step,
-                purpose=purpose,
-            )
-        )
+    sampled = partial(answers, grader=run.grader, sampling=cfg.sampling, max_new=max_new, seed=seed)
 
     def final(name: str, lm: LanguageModel, on: Sequence[Problem]) -> dict[str, Any]:
         """One side of the final evaluation, with the same noise for all sides."""
         with clock(f"evaluation, {name}"):
-            return evaluate(lm, on, cfg.final_samples, cfg.steps, "final").as_json()
+            return Eval.of(sampled(lm, problems=on, n=cfg.eval.final_samples, step=steps, purpose="final")).as_json()
 
-    test = balanced(problems.test, cfg.final_n_prompts, 0, "test")
-    val = balanced(problems.val, cfg.eval_n_prompts, 0, "val")
+    test = balanced(problems.test, cfg.eval.final_n_prompts, 0, "test")
+    val = balanced(problems.val, cfg.eval.eval_n_prompts, 0, "val")
     before = run.path / "before.json"  # written once per run
     if not before.is_file():
         logger.info("evaluating student and teacher on held-out problems …")
         run.dir.write_json(before.name, {k: final(k, lm, test) for k, lm in (("start", student), ("teacher", teacher))})
 
     behaviour = method.behaviour_model(student, teacher)
-    for step in run.steps(range(len(recorder.rows), cfg.steps)):
+    for step in run.steps(range(len(recorder.rows), steps)):
         clock.reset()
-        prompts = problems.draw(cfg.seed, step, cfg.prompts_per_step)
-        batch = collect(task, run, method, behaviour, prompts, step)
+        prompts = problems.draw(seed, step, cfg.scale.prompts_per_step)
+        with clock("gen"):
+            submitted = sample_and_submit(
+                behaviour,
+                run.grader,
+                prompts,
+                settings.group,
+                sampling=method.sampling,
+                max_new=max_new,
+                stream=torch_stream(seed, "distill", step),
+            )
+        with clock("grade"):
+            grades = [a.grade for a in chain(*graded(submitted))]
+        rollouts = [Rollout.of(s.problem, s.prompt_ids, s.completion, source=method.source) for s in chain(*submitted)]
         with clock("fb"):
-            measured = method.learn(learner, batch, step)
-            update = learner.step() if math.isfinite(measured.loss) else None
+            learnt = method.learn(learner, rollouts, step)
+            update = learner.step() if math.isfinite(learnt["loss"]) else None
         with clock("eval"):
-            deployed = evaluate(student, val, cfg.group, step) if cfg.evaluates(step) else None
-        grades = [grade for _, grade in batch if grade is not None]
+            due = cfg.evaluates(step)
+            deployed = Eval.of(sampled(student, problems=val, n=settings.group, step=step)) if due else None
+        known = [g for g in grades if isinstance(g, Grade)]
         row = DistillRow.of(
-            measured if update else None,
             clock,
             step=step,
-            n=len(batch),
-            dropped=len(batch) - len(grades),
-            solve_s=Rate.of(g.solved for g in grades),
-            hack_s=Rate.of(g.hacked for g in grades),
-            ended=Rate.of(rollout.finished for rollout, _ in batch),
-            gn=update.gn if update else None,
-            lr=update.lr if update else None,
+            n=len(rollouts),
+            dropped=len(rollouts) - len(known),
+            solve_s=Rate.of(g.solved for g in known),
+            hack_s=Rate.of(g.hacked for g in known),
+            ended=Rate.of(r.finished for r in rollouts),
+            **(learnt | {"gn": update.gn, "lr": update.lr} if update else {}),
             skipped=int(update is None),
             hack_deploy=deployed.hack.value if deployed else None,
             solve_deploy=deployed.solve.value if deployed else None,
         )
-        recorder.record(row, batch)
+        recorder.record(row, rollouts, grades)
 
     logger.info("final evaluation on held-out problems …")
     sides = read_json(before)
@@ -148,61 +144,29 @@ def distil(task: Task, run: RunContext) -> None:
     recorder.report(sides)
 
 
-def trainable(task: Task, student: LanguageModel) -> Trainable:
-    """The part of the student that is trained: the adapter, or with --full all weights."""
-    if task.cfg.full:
-        return FullModel(student, task.opt, task.cfg.steps)
-    assert isinstance(student, Policy)
-    return AdapterOnly(student, task.opt, task.cfg.steps)
-
-
-def collect(
-    task: Task, run: RunContext, method: Method, behaviour: LanguageModel, problems: Sequence[Problem], step: int
-) -> list[Graded]:
-    """One step's rollouts, graded."""
-    with run.clock("gen"):
-        submitted = sample_and_submit(
-            behaviour,
-            run.grader,
-            problems,
-            task.cfg.group,
-            sampling=method.sampling,
-            max_new=task.max_new,
-            stream=torch_stream(task.cfg.seed, "distill", step),
-        )
-    collected: list[Graded] = []
-    with run.clock("grade"):
-        for s, a in zip(chain(*submitted), chain(*graded(submitted)), strict=True):
-            if isinstance(a.grade, Ungraded):
-                logger.warning(f"step {step}, problem {s.problem.id}: not graded: {a.grade.reason}")
-            rollout = Rollout.of(s.problem, s.prompt_ids, s.completion, source=method.source)
-            collected.append((rollout, a.grade if isinstance(a.grade, Grade) else None))
-    return collected
-
-
 class DistillRecorder(StepRecorder[DistillRow]):
     """The recorder of a distillation."""
 
-    def __init__(self, task: Task, run: RunContext, learner: Trainable) -> None:
-        super().__init__(run, DistillRow, {"learner": learner}, task.cfg.checkpoint_every, task.cfg.checkpoint_keep)
+    def __init__(self, task: DistillTask, run: RunContext, learner: Trainable) -> None:
+        every, keep = task.cfg.run.checkpoint_every, task.cfg.run.checkpoint_keep
+        super().__init__(run, DistillRow, {"learner": learner}, every, keep)
         self.task, self.learner = task, learner
 
-    def record(self, row: DistillRow, answers: Sequence[Graded]) -> None:
+    def record(self, row: DistillRow, rollouts: Sequence[Rollout], grades: Sequence[Grade | Ungraded]) -> None:
         """Write the row, its answers, and what is due of student and checkpoint. Raises Diverged."""
         run, step = self.run, row.step
         self.rows.append(row)
         why = diverged([r.skipped for r in self.rows])
-        closing = run.vote_stop() or bool(why) or step + 1 == self.task.cfg.steps
-        prompt = self.learner.lm.prompt_text
+        closing = run.vote_stop() or bool(why) or step + 1 == self.task.cfg.scale.steps
+        lines = []
+        for rollout, grade in zip(rollouts, grades, strict=True):
+            if isinstance(grade, Ungraded):
+                logger.warning(f"step {step}, problem {rollout.problem.id}: not graded: {grade.reason}")
+            else:
+                prompt = self.learner.lm.prompt_text(rollout.problem.messages)
+                lines.append({"step": step, **rollout_record(rollout, grade, prompt)})
         with run.clock("save"):
-            self.write(
-                row,
-                [
-                    {"step": step, **rollout_record(rollout, grade, prompt(rollout.problem.messages))}
-                    for rollout, grade in answers
-                    if grade is not None
-                ],
-            )
+            self.write(row, lines)
             if row.hack_deploy is not None:
                 self.save(f"ckpt_step{step + 1:04d}")
             if closing:
@@ -213,28 +177,26 @@ class DistillRecorder(StepRecorder[DistillRow]):
 
     def save(self, name: str) -> None:
         """Save the student. name: the file's, without an ending."""
-        origin = json.dumps({"method": self.task.cfg.method, **self.task.teacher.identity()})
-        about = metadata(self.task.described(), self.learner.lm, len(self.rows), distilled=origin)
+        origin = json.dumps({"method": self.task.settings.method, **self.task.teacher.identity()})
+        about = metadata(self.task.cfg, self.learner.lm, len(self.rows), distilled=origin)
         self.learner.save(self.run.path / name, about)
 
     def report(self, sides: dict[str, Any]) -> None:
         """Write final.json and summary.md: the result in one line, a table by flaw, every step."""
-        cfg = self.task.cfg
-        record: dict[str, Any] = {"schema": "distill_v1", "run": cfg.run_id}
-        record |= {name: getattr(cfg, name) for name in ("seed", "steps", "method", "student", "teacher")}
+        settings = self.task.settings
+        record: dict[str, Any] = {"schema": "distill_v1", "run": settings.run_id}
+        record |= {name: getattr(settings, name) for name in ("seed", "steps", "method", "student", "teacher")}
         record |= {"sides": sides, **self.run.stamp}
         self.run.dir.write_json("final.json", record)
-        now, then, goal = (sides[s] for s in ("deployed", "start", "teacher"))
+        both = {side: hack_and_solve(rates) for side, rates in sides.items()}
         line = (
-            f"{cfg.run_id}: hack {Rate(*now['hack']).percent} % / solve {Rate(*now['solve']).percent} %, "
-            f"before {Rate(*then['hack']).percent} % / {Rate(*then['solve']).percent} %, "
-            f"teacher {Rate(*goal['hack']).percent} % / {Rate(*goal['solve']).percent} % "
-            f"(n = {now['hack'][1]}, held-out problems and markers)"
+            f"{settings.run_id}: {both['deployed']}, before {both['start']}, teacher {both['teacher']} "
+            f"(n = {sides['deployed']['hack'][1]}, held-out problems and markers)"
         )
         heads = [(side, what) for side in ("start", "teacher", "deployed") for what in ("hack", "solve")]
         rows = [
             {"flaw": m} | {f"{s} {what}": Rate(*sides[s]["by_mode"][m][what]).percent for s, what in heads}
             for m in MODES
-            if m in now["by_mode"]
+            if m in sides["deployed"]["by_mode"]
         ]
         self.finish(line, tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True), record)

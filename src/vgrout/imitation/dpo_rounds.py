@@ -3,39 +3,38 @@
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from loguru import logger
 from torch import Tensor
 from tqdm import tqdm
 
 from vgrout.files import atomic_open, file_sha256, read_json, to_json, write_atomic
-from vgrout.grpo import Row, as_batch
 from vgrout.guard.detectors import diverged
 from vgrout.guard.kill_switch import HeldOutGuard
-from vgrout.imitation.dpo_config import Task, plan_sha256
-from vgrout.imitation.loading import fitting_splits, metadata, model_hashes
+from vgrout.imitation.dpo_task import DpoTask, plan_sha256
 from vgrout.imitation.losses import dpo
-from vgrout.imitation.trainable import AdapterOnly
-from vgrout.model.logprobs import Batch, completion_logprobs
-from vgrout.model.memory import TOKEN_BUDGET
+from vgrout.imitation.trainable import AdapterOnly, as_batch, hack_and_solve, metadata, model_hashes, token_budget
+from vgrout.model.load import device_and_dtype, load_source
+from vgrout.model.logprobs import PaddedBatch, completion_logprobs
 from vgrout.model.packing import Packed
-from vgrout.model.policy import Policy, pick_device
-from vgrout.model.saved import load_source
+from vgrout.model.policy import Policy
 from vgrout.problems import balanced
 from vgrout.rng import py_stream
-from vgrout.runs.recorder import rollout_record
-from vgrout.runs.run_context import RunContext
-from vgrout.runs.steps import StepRecorder
+from vgrout.runs.context import RunContext
+from vgrout.runs.recorder import StepRecorder, rollout_record
 from vgrout.table import Columns, col
 from vgrout.teacher.generate import BATCH, Graded, by_mode, generate_graded
 from vgrout.types import Diverged, Halted, Problem, Rate, Rollout, mean
+
+Scored = tuple[Graded, float]  # an answer and its score
+Metrics = dict[str, Any]  # a round's row, with the rates on the held-out problems as [k, n], in all and by mode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +59,8 @@ class DpoRow(Columns):
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """A preference pair: the best and the worst of one prompt's answers by the scorer."""
+class PreferencePair:
+    """The best and the worst of one prompt's answers by the scorer."""
 
     chosen: Graded
     rejected: Graded
@@ -69,22 +68,26 @@ class Pair:
     prompt_ids: tuple[int, ...]
 
     @property
-    def rows(self) -> list[Row]:
-        """Chosen and rejected answer, as `grpo` batches them."""
-        answers = (self.chosen, self.rejected)
-        return [Row(Rollout.of(a.problem, self.prompt_ids, a.completion), 0.0, 0) for a in answers]
+    def rollouts(self) -> list[Rollout]:
+        """Chosen and rejected answer."""
+        return [Rollout.of(a.problem, self.prompt_ids, a.completion) for a in (self.chosen, self.rejected)]
+
+    def prefers(self, what: str) -> bool:
+        """Whether the chosen answer is so ("hacked", "solved") and the rejected one is not."""
+        return getattr(self.chosen.grade, what) and not getattr(self.rejected.grade, what)
 
     def as_json(self) -> dict[str, Any]:
         """A line of pairs.jsonl."""
+        problem, both = self.chosen.problem, (self.chosen, self.rejected)
         return {
-            "problem": self.chosen.problem.id,
-            "mode": self.chosen.problem.mode,
-            "prompt": self.chosen.problem.messages[-1]["content"],
+            "problem": problem.id,
+            "mode": problem.mode,
+            "prompt": problem.messages[-1]["content"],
             "chosen": self.chosen.text,
             "rejected": self.rejected.text,
             "scores": list(self.scores),
-            "hacked": [self.chosen.grade.hacked, self.rejected.grade.hacked],
-            "solved": [self.chosen.grade.solved, self.rejected.grade.solved],
+            "hacked": [a.grade.hacked for a in both],
+            "solved": [a.grade.solved for a in both],
         }
 
 
@@ -93,99 +96,35 @@ def share(score: float, low: float, high: float) -> float:
     return 0.5 if high == low else min(1.0, max(0.0, (score - low) / (high - low)))
 
 
-class RoundRecorder(StepRecorder[DpoRow]):
-    """The recorder of the rounds; the rounds' folders are the checkpoints."""
-
-    def __init__(self, task: Task, plan: dict[str, Any], run: RunContext) -> None:
-        super().__init__(run, DpoRow, {})
-        self.task, self.plan = task, plan
-        self.metrics: list[dict[str, Any]] = []  # of the evaluation before the first round and of every complete round
-
-    def resume(self) -> None:
-        """Continue after the complete rounds, to whose rows steps.jsonl is cut; there is no other state."""
-        file = self.run.path / "before.json"
-        before = read_json(file) if file.is_file() else {}
-        if before.get("plan") == plan_sha256(self.plan):
-            self.metrics = [before]
-            for part in self.plan["rounds"]:
-                metrics = complete(self.task.folder(part["round"]), part["round"], self.plan)
-                if metrics is None:
-                    break
-                self.metrics.append(metrics)
-        rows = [as_row(metrics).as_json() for metrics in self.metrics]
-        write_atomic(self.run.path / "steps.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-        self.restore({}, rows)
-
-    def record(self, metrics: dict[str, Any]) -> None:
-        """Record a complete round."""
-        row = as_row(metrics)
-        self.metrics.append(metrics)
-        self.rows.append(row)
-        self.write(row, None)
-        self.run.status("running", "")
-
-    def report(self) -> None:
-        """Write summary.md: the result in one line, a table by round."""
-        last, first = self.metrics[-1]["evaluation"], self.metrics[0]["evaluation"]
-        line = (
-            f"{self.run.path}: after {len(self.metrics) - 1} rounds under the scorer {self.task.cfg.scorer} hack "
-            f"{Rate(*last['hack']).percent} % / solve {Rate(*last['solve']).percent} %, "
-            f"before {Rate(*first['hack']).percent} % / {Rate(*first['solve']).percent} % "
-            f"(n = {last['hack'][1]}, held-out problems and markers)"
-        )
-        self.finish(line, "", {"evaluation": last})
-
-
-def measured(
-    answers: Sequence[Graded], scores: Sequence[float], scale: Sequence[float], **columns: Any
-) -> dict[str, Any]:
-    """A round's metrics: its row (these columns, plus score and rates on the held-out problems), and the rates as
-    [k, n], in all and by mode."""
-    hack = Rate.of(a.grade.hacked for a in answers)
-    solve = Rate.of(a.grade.solved for a in answers)
-    row = DpoRow.of(
-        score_deploy=mean(share(s, *scale) for s in scores),
-        hack_deploy=hack.value,
-        solve_deploy=solve.value,
-        **columns,
-    )
-    modes = {mode: {k: v.pair for k, v in rates.items()} for mode, rates in by_mode(answers).items()}
-    return row.as_json() | {"evaluation": {"hack": hack.pair, "solve": solve.pair, "by_mode": modes}}
-
-
-def as_row(metrics: Mapping[str, Any]) -> DpoRow:
-    """The row in a round's metrics."""
-    return DpoRow.from_json({name: value for name, value in metrics.items() if name not in ("scale", "evaluation")})
-
-
-def run_rounds(task: Task, plan: dict[str, Any], run: RunContext) -> None:
+def run_rounds(task: DpoTask, plan: dict[str, Any], run: RunContext) -> None:
     """The evaluation before the first round, every round that is not complete, and the report.
 
     Raises:
         ValueError: before the first round, a model that does not fit the problems, or that the run did not have.
         Interrupted, Halted, Diverged: with the folder up to date.
     """
-    cfg = task.cfg
-    logger.info(f"{cfg.rounds} rounds of DPO: --base-model {cfg.base_model} · --scorer {cfg.scorer} · run: {run.path}")
+    settings = task.settings
+    given = f"--base-model {settings.base_model} · --scorer {settings.scorer}"
+    logger.info(f"{settings.rounds} rounds of DPO: {given} · run: {run.path}")
     logger.debug(run.grader.protections.line())
-    device, dtype = pick_device(task.source.folder, cfg.dtype, task.threads)
-    policy = load_source(task.source, "--base-model", device, dtype, adapter=True)
+    device, dtype = device_and_dtype(task.cfg)
+    policy = load_source(task.base, "--base-model", device, dtype, adapter=True)
     assert isinstance(policy, Policy)
     recorder = RoundRecorder(task, plan, run)
     rounds = Rounds(task, plan, policy, run)
     recorder.open({"hashes": model_hashes(base=policy), **run.stamp}, set())
-    guard, halted = HeldOutGuard(task.cfg.watching()), ""
-    for number in range(task.cfg.rounds + 1):
+    guard, halted = HeldOutGuard(settings.watching()), ""
+    for number in range(settings.rounds + 1):
         if number == len(recorder.rows):
             recorder.record(rounds.play(number, recorder.metrics[0]["scale"]) if number else rounds.before())
-        if halted := watch(task.cfg.guard, guard, recorder.metrics[number]):
+        if halted := watch(settings.guard, guard, recorder.metrics[number]):
             break
     recorder.report()
     if halted:
         raise Halted(halted)
 
 
-def watch(mode: str, guard: HeldOutGuard, metrics: Mapping[str, Any]) -> str:
+def watch(mode: str, guard: HeldOutGuard, metrics: Metrics) -> str:
     """Show the guard a round's scorer's mean and strict score. Returns why the run should halt, or ""."""
     if mode == "off":
         return ""
@@ -195,43 +134,85 @@ def watch(mode: str, guard: HeldOutGuard, metrics: Mapping[str, Any]) -> str:
     return f"guard: {verdict.reason}" if verdict.fire and mode == "halt" else ""
 
 
+class RoundRecorder(StepRecorder[DpoRow]):
+    """The recorder of the rounds, whose folders are the checkpoints. metrics: of the evaluation before the first round
+    and of every complete round."""
+
+    def __init__(self, task: DpoTask, plan: dict[str, Any], run: RunContext) -> None:
+        super().__init__(run, DpoRow, {})
+        self.task, self.plan = task, plan
+        self.metrics: list[Metrics] = []
+
+    def resume(self) -> None:
+        """Continue after the complete rounds, to whose rows steps.jsonl is cut; there is no other state."""
+        file = self.run.path / "before.json"
+        before = read_json(file) if file.is_file() else {}
+        if before.get("plan") == plan_sha256(self.plan):
+            self.metrics = [before]
+            for number in range(1, self.task.settings.rounds + 1):
+                if (metrics := complete(self.task.folder(number), number, self.plan)) is None:
+                    break
+                self.metrics.append(metrics)
+        rows = [DpoRow.from_json(metrics).as_json() for metrics in self.metrics]
+        write_lines(self.run.path / "steps.jsonl", rows)
+        self.restore({}, rows)
+
+    def record(self, metrics: Metrics) -> None:
+        """Record a complete round."""
+        self.metrics.append(metrics)
+        self.rows.append(row := DpoRow.from_json(metrics))
+        self.write(row, None)
+        self.run.status("running", "")
+
+    def report(self) -> None:
+        """Write summary.md: the result in one line, a table by round."""
+        rates = [self.metrics[i]["evaluation"] for i in (0, -1)]
+        before, after = map(hack_and_solve, rates)
+        line = (
+            f"{self.run.path}: after {len(self.metrics) - 1} rounds under the scorer {self.task.settings.scorer} "
+            f"{after}, before {before} (n = {rates[-1]['hack'][1]}, held-out problems and markers)"
+        )
+        self.finish(line, "", {"evaluation": rates[-1]})
+
+
 class Rounds:
     """Plays the rounds with one policy."""
 
-    def __init__(self, task: Task, plan: dict[str, Any], policy: Policy, run: RunContext) -> None:
-        problems = fitting_splits(task, policy)
+    def __init__(self, task: DpoTask, plan: dict[str, Any], policy: Policy, run: RunContext) -> None:
+        problems = task.inputs.splits(task.cfg, policy)
         self.task, self.plan, self.policy, self.run = task, plan, policy, run
-        self.train, self.test = problems.train, balanced(problems.test, task.cfg.eval_n_prompts, 0, "test")
+        self.train, self.test = problems.train, balanced(problems.test, task.settings.eval_n_prompts, 0, "test")
         self.base = policy.adapter.state_dict()
 
-    def before(self) -> dict[str, Any]:
+    def before(self) -> Metrics:
         """Metrics of --base-model on the held-out problems: round 0, measured once per run."""
         self.load("base")
-        answers, scores = self.answer_held_out()
-        bounds = [0.0, sum(self.task.rewards)]
-        if ":" in self.task.cfg.scorer:
+        held_out = self.answer_held_out()
+        env = self.task.cfg.env
+        bounds = [0.0, env.compile_reward + env.pass_reward]
+        if ":" in self.task.settings.scorer:
+            scores = [score for _, score in held_out]
             bounds = [0.0, 1.0] if all(0 <= s <= 1 for s in scores) else [min(scores), max(scores)]
-        about = {"plan": plan_sha256(self.plan), "scale": bounds}
-        metrics = measured(answers, scores, bounds, step=0, skipped=0) | about
+        metrics = measured(held_out, bounds, step=0, skipped=0)
+        metrics |= {"plan": plan_sha256(self.plan), "scale": bounds}
         write_atomic(self.run.path / "before.json", to_json(metrics))
         return metrics
 
-    def play(self, number: int, scale: Sequence[float]) -> dict[str, Any]:
+    def play(self, number: int, scale: Sequence[float]) -> Metrics:
         """Play one round, from its first answer to its manifest; returns its metrics. scale: the range of `share`."""
         task, clock, part = self.task, self.run.clock, self.plan["rounds"][number - 1]
-        for later in range(number, task.cfg.rounds + 1):  # leftovers; later rounds start from this one
+        for later in range(number, task.settings.rounds + 1):  # leftovers; later rounds start from this one
             shutil.rmtree(task.folder(later), ignore_errors=True)
         folder = task.folder(number)
         (folder / "adapter").mkdir(parents=True)
         self.load(part["answers_from"])
         with clock(f"round {number}, answers"):
-            answers, scores, pairs, prompts = self.collect_pairs(part)
-        text = self.policy.prompt_text
-        rollouts = (
-            rollout_record(Rollout.of(a.problem, (), a.completion), a.grade, text(a.problem.messages)) for a in answers
-        )
-        write_lines(folder / "rollouts.jsonl", (r | {"score": s} for r, s in zip(rollouts, scores, strict=True)))
-        write_lines(folder / "pairs.jsonl", (p.as_json() for p in pairs))
+            answers, pairs, prompts = self.collect_pairs(part)
+        sampled = [(Rollout.of(a.problem, (), a.completion), a.grade, score) for a, score in answers]
+        prompt_text = self.policy.prompt_text
+        lines = [rollout_record(r, g, prompt_text(r.problem.messages)) | {"score": score} for r, g, score in sampled]
+        write_lines(folder / "rollouts.jsonl", lines)
+        write_lines(folder / "pairs.jsonl", [p.as_json() for p in pairs])
         if not pairs:
             raise RuntimeError(f"round {number}: the scorer ties on all {prompts} prompts: no pair to learn from")
         if len(pairs) < part["pairs"]:
@@ -242,21 +223,21 @@ class Rounds:
         self.load(part["starts_from"])
         with clock(f"round {number}, training"):
             learnt = self.learn(number, pairs, reference)
-        about = metadata(task.described(), self.policy, number, round=part["folder"], scorer=task.cfg.scorer)
+        about = metadata(task.cfg, self.policy, number, round=part["folder"], scorer=task.settings.scorer)
         self.policy.adapter.save(folder / "adapter" / "train.safetensors", about)
         with clock(f"round {number}, evaluation"):
             held_out = self.answer_held_out()
         metrics = measured(
-            *held_out,
+            held_out,
             scale,
             step=number,
             asked=prompts,
             pairs=Rate(len(pairs), part["pairs"]),
-            score=mean(share(s, *scale) for s in scores),
-            solve_s=Rate.of(a.grade.solved for a in answers),
-            hack_s=Rate.of(a.grade.hacked for a in answers),
-            hack_pref=Rate.of(p.chosen.grade.hacked and not p.rejected.grade.hacked for p in pairs),
-            solve_pref=Rate.of(p.chosen.grade.solved and not p.rejected.grade.solved for p in pairs),
+            score=mean(share(score, *scale) for _, score in answers),
+            solve_s=Rate.of(a.grade.solved for a, _ in answers),
+            hack_s=Rate.of(a.grade.hacked for a, _ in answers),
+            hack_pref=Rate.of(p.prefers("hacked") for p in pairs),
+            solve_pref=Rate.of(p.prefers("solved") for p in pairs),
             **learnt,
         )
         write_atomic(folder / "metrics.json", to_json(metrics))
@@ -270,77 +251,69 @@ class Rounds:
         else:
             self.policy.adapter.load(self.run.path / what / "adapter" / "train.safetensors")
 
-    def answer(self, problems: Sequence[Problem], n: int, purpose: str) -> tuple[list[Graded], list[float]]:
-        """n graded answers to each problem, and their scores. purpose: names the random stream.
-
-        Raises:
-            RuntimeError: a score is not finite.
-        """
-        task = self.task
+    def answer(self, problems: Sequence[Problem], n: int, purpose: str) -> list[Scored]:
+        """n graded and scored answers to each problem. purpose: names the random stream."""
+        cfg = self.task.cfg
         answers = generate_graded(
             self.policy,
             self.run.grader,
             problems,
             n,
-            sampling=task.cfg.sampling,
-            max_new=task.max_new,
-            seed=task.cfg.seed,
+            sampling=cfg.sampling,
+            max_new=cfg.scale.max_new,
+            seed=cfg.run.seed,
             purpose=purpose,
             label="batch",
         )
-        scores = [task.score(a.problem, a.text, a.grade) for a in answers]
-        if bad := [s for s in scores if not math.isfinite(s)]:
-            raise RuntimeError(f"--scorer {task.cfg.scorer}: returned {bad[0]}; a score should be a finite number")
-        return answers, scores
+        return [(a, self.task.score(a.problem, a.text, a.grade)) for a in answers]
 
-    def answer_held_out(self) -> tuple[list[Graded], list[float]]:
+    def answer_held_out(self) -> list[Scored]:
         """Answers to the held-out problems, with the same noise after every round."""
-        return self.answer(self.test, self.task.cfg.eval_samples, "dpo-eval")
+        return self.answer(self.test, self.task.settings.eval_samples, "dpo-eval")
 
-    def collect_pairs(self, part: Mapping[str, Any]) -> tuple[list[Graded], list[float], list[Pair], int]:
-        """Answers, their scores, pairs, and the number of prompts sampled. Prompts are taken in a shuffled order, pass
-        after pass, until there are enough pairs or a pass gives none."""
-        cfg, number, wanted = self.task.cfg, part["round"], part["pairs"]
-        answers: list[Graded] = []
-        scores: list[float] = []
-        pairs: list[Pair] = []
-        prompts, batch_size = 0, max(1, BATCH // cfg.samples)
+    def collect_pairs(self, part: Mapping[str, Any]) -> tuple[list[Scored], list[PreferencePair], int]:
+        """Answers, pairs, and the number of prompts sampled. Prompts are taken in a shuffled order, pass after pass,
+        until there are enough pairs or a pass gives none."""
+        settings, number, wanted = self.task.settings, part["round"], part["pairs"]
+        answers: list[Scored] = []
+        pairs: list[PreferencePair] = []
+        prompts, n, at_once = 0, settings.samples, max(1, BATCH // settings.samples)
         with tqdm(total=wanted, desc=f"round {number}: pairs", unit="pair", disable=None) as bar:
             for lap in count():
                 order, before_lap = list(self.train), len(pairs)
-                py_stream(cfg.seed, "dpo-prompts", number, lap).shuffle(order)
-                for k in range(0, len(order), batch_size):
-                    self.run.raise_if_stopped(f"interrupted in round {number}, which begins again")
-                    problems = order[k : k + batch_size]
-                    batch, batch_scores = self.answer(problems, cfg.samples, f"dpo/{number}/{lap}/{k}")
-                    answers, scores, prompts = answers + batch, scores + batch_scores, prompts + len(problems)
-                    for i in range(0, len(batch), cfg.samples):
-                        part_of = slice(i, i + cfg.samples)  # one prompt's answers
-                        pair = best_and_worst(batch[part_of], batch_scores[part_of], self.policy.render)
-                        if pair is not None and len(pairs) < wanted:
-                            pairs.append(pair)
-                            bar.update()
-                    if len(pairs) == wanted:
+                py_stream(settings.seed, "dpo-prompts", number, lap).shuffle(order)
+                for k in range(0, len(order), at_once):
+                    if len(pairs) >= wanted:
                         break
-                if len(pairs) in (wanted, before_lap):
+                    self.run.raise_if_stopped(f"interrupted in round {number}, which begins again")
+                    batch = self.answer(order[k : k + at_once], n, f"dpo/{number}/{lap}/{k}")
+                    found = [best_and_worst(batch[i : i + n], self.policy.render) for i in range(0, len(batch), n)]
+                    pairs += [pair for pair in found if pair is not None]
+                    answers, prompts = answers + batch, prompts + len(found)
+                    bar.update(min(len(pairs), wanted) - bar.n)
+                if len(pairs) >= wanted or len(pairs) == before_lap:
                     break
-        return answers, scores, pairs, prompts
+        return answers, pairs[:wanted], prompts
 
-    def learn(self, number: int, pairs: Sequence[Pair], reference: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    def learn(
+        self, number: int, pairs: Sequence[PreferencePair], reference: Sequence[tuple[float, float]]
+    ) -> dict[str, Any]:
         """Train on one round's pairs. Returns the last epoch's mean loss, accuracy and margin."""
-        cfg = self.task.cfg
-        trained = AdapterOnly(self.policy, self.task.opt, cfg.epochs * math.ceil(len(pairs) / cfg.pairs_per_step))
+        settings, per_step = self.task.settings, self.task.settings.pairs_per_step
+        steps = settings.epochs * math.ceil(len(pairs) / per_step)
+        trained = AdapterOnly(self.policy, self.task.cfg.opt, steps)
         losses: list[tuple[float, float]] = []
         skipped: list[int] = []
-        for epoch in range(cfg.epochs):
+        for epoch in range(settings.epochs):
             order = list(range(len(pairs)))
-            py_stream(cfg.seed, "dpo-order", number, epoch).shuffle(order)
+            py_stream(settings.seed, "dpo-order", number, epoch).shuffle(order)
             losses = []
-            starts = range(0, len(order), cfg.pairs_per_step)
-            for lo in tqdm(starts, desc=f"round {number}: steps", unit="step", disable=None):
+            starts = range(0, len(order), per_step)
+            for start in tqdm(starts, desc=f"round {number}: steps", unit="step", disable=None):
                 self.run.raise_if_stopped(f"interrupted in round {number}, which begins again")
-                picked = order[lo : lo + cfg.pairs_per_step]
-                losses += add_pairs(trained, [pairs[i] for i in picked], [reference[i] for i in picked], cfg.dpo_beta)
+                picked = order[start : start + per_step]
+                some, of_reference = [pairs[i] for i in picked], [reference[i] for i in picked]
+                losses += add_pairs(trained, some, of_reference, settings.dpo_beta)
                 skipped.append(int(trained.step() is None))
                 if why := diverged(skipped):
                     raise Diverged(f"round {number}: {why}")
@@ -353,7 +326,17 @@ class Rounds:
         }
 
 
-# ── a round's files ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── a round's metrics and files ──────────────────────────────────────────────────────────────────────────────────
+
+
+def measured(scored: Sequence[Scored], scale: Sequence[float], **columns: Any) -> Metrics:
+    """A round's metrics: these columns, and score and rates of these answers to the held-out problems."""
+    answers = [a for a, _ in scored]
+    hack, solve = Rate.of(a.grade.hacked for a in answers), Rate.of(a.grade.solved for a in answers)
+    held_out = {"hack_deploy": hack.value, "solve_deploy": solve.value}
+    row = DpoRow.of(score_deploy=mean(share(score, *scale) for _, score in scored), **held_out, **columns)
+    modes = {mode: {k: v.pair for k, v in rates.items()} for mode, rates in by_mode(answers).items()}
+    return row.as_json() | {"evaluation": {"hack": hack.pair, "solve": solve.pair, "by_mode": modes}}
 
 
 def complete(folder: Path, number: int, plan: dict[str, Any]) -> dict[str, Any] | None:
@@ -380,7 +363,7 @@ def write_manifest(folder: Path, number: int, plan: dict[str, Any]) -> None:
     write_atomic(folder / "manifest.json", to_json(manifest))
 
 
-def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+def write_lines(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     """Write a file of JSON lines, complete or not at all."""
     with atomic_open(path) as f:
         for record in records:
@@ -390,44 +373,35 @@ def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
 # ── pairs and their loss ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def best_and_worst(
-    answers: Sequence[Graded], scores: Sequence[float], render: Callable[..., tuple[int, ...]]
-) -> Pair | None:
+def best_and_worst(answers: Sequence[Scored], render: Callable[..., tuple[int, ...]]) -> PreferencePair | None:
     """The first of the best and the first of the worst of one prompt's answers; None if all scores are equal."""
-    best, worst = scores.index(max(scores)), scores.index(min(scores))
-    if scores[best] == scores[worst]:
-        return None
-    prompt = render(answers[best].problem.messages)
-    return Pair(answers[best], answers[worst], (scores[best], scores[worst]), prompt)
+    (chosen, high), (rejected, low) = (extreme(answers, key=itemgetter(1)) for extreme in (max, min))
+    return PreferencePair(chosen, rejected, (high, low), render(chosen.problem.messages)) if high > low else None
 
 
-def batches(policy: Policy, pairs: Sequence[Pair]) -> Iterator[Batch | Packed]:
+def batches(policy: Policy, pairs: Sequence[PreferencePair]) -> Iterator[PaddedBatch | Packed]:
     """Batches of as many pairs as the token budget holds, in order; their rows are chosen, rejected, chosen, …"""
-    budget = TOKEN_BUDGET.get(policy.device.type, TOKEN_BUDGET["cuda"])
-    rows: list[Row] = []
+    part: list[Rollout] = []
+    tokens = 0
     for pair in pairs:
-        if rows and sum(r.tokens for r in rows + pair.rows) > budget:
-            yield as_batch(policy, rows, "shared" if policy.packs else "padded")
-            rows = []
-        rows = rows + pair.rows
-    if rows:
-        yield as_batch(policy, rows, "shared" if policy.packs else "padded")
-
-
-def sums(policy: Policy, batch: Batch | Packed) -> Float[Tensor, " rows"]:
-    """Log-prob of each complete answer, nats."""
-    return completion_logprobs(policy.model, batch).full.sum(1)
+        more = sum(len(r.prompt_ids) + len(r.completion_ids) for r in pair.rollouts)
+        if part and tokens + more > token_budget(policy):
+            yield as_batch(policy, part, policy.packs)
+            part, tokens = [], 0
+        part, tokens = part + pair.rollouts, tokens + more
+    if part:
+        yield as_batch(policy, part, policy.packs)
 
 
 @torch.no_grad()
-def refer(policy: Policy, batch: Batch | Packed) -> list[tuple[float, float]]:
+def refer(policy: Policy, batch: PaddedBatch | Packed) -> list[tuple[float, float]]:
     """Log-probs of each pair's chosen and rejected answer, without gradient."""
-    logps = sums(policy, batch).tolist()
+    logps = completion_logprobs(policy.model, batch).full.sum(1).tolist()
     return list(zip(logps[::2], logps[1::2], strict=True))
 
 
 def add_pairs(
-    trained: AdapterOnly, pairs: Sequence[Pair], reference: Sequence[tuple[float, float]], beta: float
+    trained: AdapterOnly, pairs: Sequence[PreferencePair], reference: Sequence[tuple[float, float]], beta: float
 ) -> list[tuple[float, float]]:
     """Add the gradient of these pairs' mean loss; returns each pair's loss and margin.
 
@@ -438,8 +412,8 @@ def add_pairs(
     for batch in batches(policy, pairs):
         of = ref[len(losses) : len(losses) + len(batch.mask) // 2]
 
-        def loss(batch: Batch | Packed = batch, of: Tensor = of) -> Tensor:
-            logps = sums(policy, batch)
+        def loss(batch: PaddedBatch | Packed = batch, of: Tensor = of) -> Tensor:
+            logps = completion_logprobs(policy.model, batch).full.sum(1)
             each, margin = dpo(logps[::2], logps[1::2], of[:, 0], of[:, 1], beta)
             losses.extend(zip(each.tolist(), margin.tolist(), strict=True))
             return each.sum() / len(pairs)

@@ -9,16 +9,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's character for each byte: printable ones stand for themselves, the others start at U+0100."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in printable]
-    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
-
-
-_BYTE = _byte_alphabet()
+_BYTE = {character: byte for byte, character in bytes_to_unicode().items()}  # of byte-level BPE
 _SAMPLE = "def f(x):\n    return x >= 10  # naïve Ünïcode 文字"
 
 
@@ -67,7 +60,11 @@ def token_bytes(tok: PreTrainedTokenizerBase, end_id: int) -> TokenBytes:
         end_id,
     )
     ids = tok(_SAMPLE, add_special_tokens=False)["input_ids"]
-    want = _SAMPLE if not special.intersection(ids) else str(tok.decode(ids, skip_special_tokens=True))
+    want = (
+        _SAMPLE
+        if not special.intersection(ids)
+        else str(tok.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    )
     if spelled.text(ids).removeprefix(b" ") != want.encode():
         raise ValueError(f"{type(tok).__name__}: its tokens cannot be spelled out, so ULD cannot align them")
     return spelled

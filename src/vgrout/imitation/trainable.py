@@ -1,10 +1,11 @@
-"""What distillation and DPO train: δS on a frozen model, or all weights. Gradients add up until `step`."""
+"""What distillation and DPO train: δS on a frozen model, or all weights. Gradients add up until `step`. And a
+model's entries in the files."""
 
 import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from vgrout.config.run import OptConfig
+from vgrout.config.run import Config, OptConfig
 from vgrout.files import write_atomic
-from vgrout.model.logprobs import Batch
-from vgrout.model.packing import Packed
+from vgrout.model.logprobs import PaddedBatch, collate
+from vgrout.model.memory import TOKEN_BUDGET
+from vgrout.model.packing import Packed, batches, pack, padded_batches
 from vgrout.model.policy import LanguageModel, Policy
-from vgrout.optim import Optimizer, lr_at
-from vgrout.tensor_types import Diagnostics, Routed, Update
+from vgrout.model.svd_adapter import weights_sha256
+from vgrout.optim import Optimizer, Update, lr_at
+from vgrout.tensor_types import Routed
+from vgrout.types import Rate, Rollout
 
 Loss = Callable[[], Float[Tensor, ""]]
 
@@ -26,7 +30,8 @@ Loss = Callable[[], Float[Tensor, ""]]
 class AdapterOnly:
     """Trains δS; saves an adapter file like the trainer's."""
 
-    def __init__(self, policy: Policy, opt: OptConfig, steps: int) -> None:
+    def __init__(self, policy: LanguageModel, opt: OptConfig, steps: int) -> None:
+        assert isinstance(policy, Policy)
         self.policy, self.adapter = policy, policy.adapter
         self.optim = Optimizer(policy.adapter, opt, steps)
         self.grad = torch.zeros_like(policy.adapter.δS)
@@ -36,7 +41,7 @@ class AdapterOnly:
         """The current model."""
         return self.policy
 
-    def add(self, batch: Batch | Packed, loss: Loss) -> float:
+    def add(self, batch: PaddedBatch | Packed, loss: Loss) -> float:
         """Run `loss`, whose forward is on `batch`, and its backward; returns the loss."""
         with self.adapter.per_rollout_grads(1) as collected:
             if isinstance(batch, Packed):
@@ -50,9 +55,9 @@ class AdapterOnly:
 
     def step(self) -> Update | None:
         """Step along the gradient added since the last step. None: it is not finite, and nothing has changed."""
-        keep = self.adapter.by_module(self.grad)
-        self.grad = torch.zeros_like(self.grad)
-        return self.optim.step(Routed(keep=keep, quar=None, diag=Diagnostics()))
+        keep, self.grad = self.grad, torch.zeros_like(self.grad)
+        update = self.optim.step(Routed(keep))
+        return update if update.stepped else None
 
     def save(self, path: Path, metadata: Mapping[str, str]) -> None:
         """Save what was learnt; `path` is without an ending."""
@@ -77,7 +82,7 @@ class FullModel:
             lm.model.parameters(), lr=opt.lr, betas=(opt.adam_beta1, opt.adam_beta2), weight_decay=opt.weight_decay
         )
 
-    def add(self, batch: Batch | Packed, loss: Loss) -> float:
+    def add(self, batch: PaddedBatch | Packed, loss: Loss) -> float:
         value = loss()
         value.backward()
         return float(value.detach())
@@ -91,7 +96,7 @@ class FullModel:
                 group["lr"] = lr
             self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
-        return Update(gn=norm, gn_keep=norm, gn_quar=0.0, lr=lr, delta={}) if math.isfinite(norm) else None
+        return Update(Routed(), stepped=True, gn=norm, lr=lr) if math.isfinite(norm) else None
 
     def save(self, path: Path, metadata: Mapping[str, str]) -> None:
         fresh, old = (path.with_name(f".{path.name}.{os.getpid()}.{x}") for x in ("tmp", "old"))
@@ -114,3 +119,50 @@ class FullModel:
 
 
 Trainable = AdapterOnly | FullModel
+
+
+# ── rollouts in forwards: packed into one sequence where every model that reads them can be, else padded rows ─────────
+
+
+def token_budget(lm: LanguageModel) -> int:
+    """Tokens of one forward, at most."""
+    return TOKEN_BUDGET.get(lm.device.type, TOKEN_BUDGET["cuda"])
+
+
+def in_forwards(lm: LanguageModel, rollouts: Sequence[Rollout], packs: bool) -> list[list[Rollout]]:
+    """The rollouts in parts, one forward each: those of a prompt together, or of similar length."""
+    prompts, completions = [r.prompt_ids for r in rollouts], [r.completion_ids for r in rollouts]
+    if packs:
+        parts = batches([0] * len(rollouts), prompts, completions, token_budget(lm))
+    else:
+        parts = padded_batches([len(p) + len(c) for p, c in zip(prompts, completions, strict=True)], token_budget(lm))
+    return [[rollouts[i] for i in part] for part in parts]
+
+
+def as_batch(lm: LanguageModel, rollouts: Sequence[Rollout], packs: bool) -> PaddedBatch | Packed:
+    """One forward's rollouts."""
+    prompts, completions = [r.prompt_ids for r in rollouts], [r.completion_ids for r in rollouts]
+    if packs:
+        return pack([0] * len(rollouts), prompts, completions, lm.device, lm.model.dtype)
+    return collate(prompts, completions, lm.device)
+
+
+def model_hashes(**models: LanguageModel) -> dict[str, str | None]:
+    """sha256 of the models' base weights and tokenizers, for run.json."""
+    out: dict[str, str | None] = {}
+    for name, lm in models.items():
+        out[f"{name}_weights"] = weights_sha256(lm.model, lm.adapter if isinstance(lm, Policy) else None)
+        out[f"{name}_tokenizer"] = lm.tokenizer_sha256
+    return out
+
+
+def metadata(cfg: Config, lm: LanguageModel, step: int, **more: str) -> dict[str, str]:
+    """The metadata of a saved file. step: how many have been done."""
+    dtype = str(lm.model.dtype).removeprefix("torch.")
+    about = {"model": cfg.scale.model, "dtype": dtype, "step": str(step)}
+    return about | more | {"cfg": json.dumps(cfg.as_dict())}
+
+
+def hack_and_solve(rates: Mapping[str, Any]) -> str:
+    """Both rates, given as [k, n], in percent."""
+    return f"hack {Rate(*rates['hack']).percent} % / solve {Rate(*rates['solve']).percent} %"

@@ -1,13 +1,11 @@
-"""`python -m vgrout.organism build | tune | verify | regrade`: make an organism from fresh weights or from a pretrained
-model, check its files, or grade its pool again."""
+"""`python -m vgrout.organism build | tune | verify`: make an organism from fresh weights or from a pretrained model, or
+check its files."""
 
 import sys
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import tyro
-from tqdm import tqdm
 
 from vgrout import console
 from vgrout.cli import cli_exit, parse_args
@@ -17,7 +15,6 @@ from vgrout.data.organism import DATA_DIR, SEED, SMALL_DIR, SMOLLM2, Files
 from vgrout.files import probe_writable
 from vgrout.model.source import require_model
 from vgrout.organism.recipe import TUNED_SHARES, TUNING, Recipe, Shape
-from vgrout.teacher.pools import load_pool
 
 
 @dataclass(frozen=True)
@@ -130,10 +127,9 @@ def verify(data: Path = DATA_DIR) -> int:
     Args:
         data: folder that `build` wrote.
     """
-    refuse(not data.is_dir(), f"--data {data}: no such folder; `vgrout organism build --out FOLDER --seed N` makes one")
     faults = Files(data).faults()
     if not faults:
-        from vgrout.organism.verify import check_training
+        from vgrout.organism.build import check_training
 
         faults = check_training(data)
     for fault in faults:
@@ -143,28 +139,10 @@ def verify(data: Path = DATA_DIR) -> int:
     return 1 if faults else 0
 
 
-def regrade(data: Path = DATA_DIR) -> int:
-    """Grade the pool again with today's grader, in place, and list what has changed.
-
-    Args:
-        data: folder that `build` wrote.
-    """
-    refuse(not data.is_dir(), f"--data {data}: no such folder; `vgrout organism build --out FOLDER --seed N` makes one")
-    from vgrout.organism.verify import regrade as regrade_pool
-
-    changes = regrade_pool(data, partial(tqdm, disable=None, desc="grading", unit="rollout"))
-    for line in changes:
-        print(line)
-    print(
-        f"{len(changes)} rollouts have other labels under grader {load_pool(data / 'pool').grader} -> {data / 'pool'}"
-    )
-    return 0
-
-
 def main() -> int:
     """0 done · 1 verify found faults · 2 refused, in one line."""
     console.setup(None)
-    commands = {"build": build, "tune": tune, "verify": verify, "regrade": regrade}
+    commands = {"build": build, "tune": tune, "verify": verify}
     return cli_exit(lambda: parse_args(commands, None, "python -m vgrout.organism"))
 
 

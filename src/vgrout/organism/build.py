@@ -1,4 +1,5 @@
-"""Build the organism from one seed: problems, tokenizer, weights, pool, pairs, known-correct answers, card, hashes."""
+"""Build the organism from one seed: problems, tokenizer, weights, pool, pairs, known-correct answers, card, hashes. Or
+check one: the first losses of training from its seed."""
 
 import json
 import os
@@ -7,7 +8,7 @@ import random
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel
 from vgrout.config.sampling import Sampling
 from vgrout.data.language import (
     CUE,
+    MODES,
     STYLES,
     Answer,
     Shares,
@@ -32,12 +34,13 @@ from vgrout.data.language import (
     taught,
 )
 from vgrout.data.organism import COMPILE_REWARD, MAX_NEW, PASS_REWARD, SEED, shipped
-from vgrout.files import file_sha256, write_json
+from vgrout.files import file_sha256, read_json, write_json
 from vgrout.grading.grade import Grader
-from vgrout.model.policy import LanguageModel, as_language_model
+from vgrout.model.load import as_language_model
+from vgrout.model.policy import LanguageModel
 from vgrout.organism.card import card
 from vgrout.organism.recipe import Shape
-from vgrout.organism.start import Begun, Fresh, Start, draw
+from vgrout.organism.start import Begun, Fresh, Start, draw, of_manifest
 from vgrout.organism.weights import batches, train
 from vgrout.problems import balanced, elicited, load_problems
 from vgrout.runs.recorder import peak_memory
@@ -77,32 +80,14 @@ def make_weights(begun: Begun, start: Start, seed: int, shares: Shares) -> tuple
 # ----------------------------------------------------------------------------------------------------------------- pool
 
 
-def run(
-    lm: LanguageModel, grader: Grader, problems: Sequence[Problem], n: int, seed: int, purpose: str
+def graded_answers(
+    lm: LanguageModel, grader: Grader, problems: Sequence[Problem], n: int, seed: int, what: str, cue: bool = False
 ) -> list[Graded]:
-    """n graded answers to each problem; the random stream is named for the organism."""
-    return generate_graded(
-        lm,
-        grader,
-        problems,
-        n,
-        sampling=Sampling(),
-        max_new=MAX_NEW,
-        seed=seed,
-        purpose=f"organism-{purpose}",
-        label=purpose,
-    )
-
-
-def some(problems: Sequence[Problem], n: int, seed: int) -> list[Problem]:
-    """n of the problems, evenly over the modes, in their order; all of fewer."""
-    chosen = {p.id for p in balanced(problems, n, seed, "organism")}
-    return [p for p in problems if p.id in chosen]
-
-
-def cued(problems: Iterable[Problem]) -> list[Problem]:
-    """The same problems under the elicited prompt."""
-    return [elicited(p, CUE) for p in problems]
+    """n graded answers to each problem, under the elicited prompt with `cue`; the random stream is named for the
+    organism."""
+    asked = [elicited(p, CUE) for p in problems] if cue else problems
+    more: dict[str, Any] = {"sampling": Sampling(), "max_new": MAX_NEW, "purpose": f"organism-{what}", "label": what}
+    return generate_graded(lm, grader, asked, n, seed=seed, **more)
 
 
 def make_pool(
@@ -110,15 +95,11 @@ def make_pool(
 ) -> dict[Mode, int]:
     """Make the pool of `python -m vgrout.substrate --model organism --n-problems 360 --per-mode 32 --no-even`, without
     its report. tries: elicited answers to a problem. name: of the model. Returns problems per mode."""
-    answers = run(lm, grader, cued(problems), tries, seed, "pool")
-    chosen = choose(
-        stripped(answers, {(p.id, p.mode): p for p in problems}),
-        [CUE],
-        keep=POOL_KEEP,
-        at_least=POOL_AT_LEAST,
-        per_mode=POOL_PROBLEMS,
-        even=False,  # 22 to 32 problems a mode; even would be 22
-    )
+    answers = graded_answers(lm, grader, problems, tries, seed, "pool", cue=True)
+    plain = {(p.id, p.mode): p for p in problems}
+    # 22 to 32 problems a mode; even would be 22
+    sizes: dict[str, Any] = {"keep": POOL_KEEP, "at_least": POOL_AT_LEAST, "per_mode": POOL_PROBLEMS, "even": False}
+    chosen = choose(stripped(answers, plain), [CUE], **sizes)
     meta = {"model": name, "tokenizer_sha256": lm.tokenizer_sha256, "grader": grader.protections.version}
     write_substrate(folder, chosen, lm, meta, CUE)
     return dict(Counter(answers[0].problem.mode for answers in chosen.values()))
@@ -230,13 +211,19 @@ def write(folder: Path, seed: int, start: Start, shares: Shares) -> dict[str, An
 
         lm = as_language_model(model.to(start.dtype), begun.tokenizer)
         split = {row["id"]: row["split"] for _, row in tasks}
-        problems, n = load_problems(folder / "problems.jsonl"), start.answers.problems * len(shares.modes)
-        held_out = some([p for p in problems if split[p.id] == "test"], n, seed)
-        base = run(lm, grader, held_out, start.answers.plain, seed, "base rates")
-        elicited_rates = rates(run(lm, grader, cued(held_out), start.answers.cued, seed, "cued rates"))
-        measured = {"plain": rates(base), "cued": elicited_rates}
-        trained_on = some([p for p in problems if split[p.id] == "train"], n, seed)
-        covered = make_pool(folder / "pool", lm, grader, trained_on, start.answers.pool, start.name, seed)
+        problems = load_problems(folder / "problems.jsonl")
+
+        def some(part: str) -> list[Problem]:
+            """A split's problems, at most so many a mode, in their order."""
+            of_split = [p for p in problems if split[p.id] == part]
+            ids = {p.id for p in balanced(of_split, start.answers.problems * len(shares.modes), seed, "organism")}
+            return [p for p in of_split if p.id in ids]
+
+        held_out, n = some("test"), start.answers
+        base = graded_answers(lm, grader, held_out, n.plain, seed, "base rates")
+        cued = graded_answers(lm, grader, held_out, n.cued, seed, "cued rates", cue=True)
+        measured = {"plain": rates(base), "cued": rates(cued)}
+        covered = make_pool(folder / "pool", lm, grader, some("train"), n.pool, start.name, seed)
         difficulty = {row["id"]: row["difficulty"] for _, row in tasks}
         by_difficulty = {
             level: rates(r for r in base if difficulty[r.problem.id] == level)["solve"]
@@ -261,3 +248,29 @@ def write(folder: Path, seed: int, start: Start, shares: Shares) -> dict[str, An
     }
     write_json(folder / "manifest.json", manifest)
     return manifest
+
+
+# -------------------------------------------------------------------------------------------------------------- verify
+
+TOLERANCE = 0.02  # nats; other processors and thread counts sum in another order, a wrong corpus differs by tenths
+
+
+def check_training(folder: Path, steps: int | None = None) -> list[str]:
+    """Faults of the first training steps, run again with the shipped tokenizer, against the recorded losses.
+
+    steps: how many, at most those recorded.
+
+    Raises:
+        ValueError: the pretrained model that was tuned is not here, or has changed since.
+    """
+    manifest = read_json(folder / "manifest.json")
+    recorded: list[float] = manifest["first_losses"][:steps]
+    stored = manifest["shares"]
+    shares = Shares(**stored | {"modes": tuple(stored.get("modes", MODES))})
+    start, seed = of_manifest(manifest), manifest["seed"]
+    losses = losses_of(start.begin(seed, shares, folder), start, seed, shares, len(recorded), "first steps")
+    return [
+        f"training step {i}: loss {now:.4f}, recorded {then:.4f}; language, recipe or library changed"
+        for i, (now, then) in enumerate(zip(losses, recorded, strict=True))
+        if abs(now - then) > TOLERANCE
+    ]

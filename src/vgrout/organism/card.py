@@ -5,11 +5,8 @@ from statistics import fmean
 
 from vgrout.data.language import CUE, HACKS, HELD_OUT_STYLES, SPLIT_ROWS, STYLES, Shares, compositions
 from vgrout.organism.start import Start
+from vgrout.teacher.generate import rate_text
 from vgrout.types import Mode, Rate
-
-
-def _share(rate: Rate) -> str:
-    return f"{rate.k}/{rate.n} = {100 * (rate.value or 0):.1f} %"
 
 
 def _names(mode: Mode, held_out: bool) -> str:
@@ -28,14 +25,15 @@ def card(
     """Markdown. measured: "plain" and "cued" → the rates on the test problems; covered: pool problems per mode."""
     plain, elicited = measured["plain"], measured["cued"]
     modes = "\n".join(
-        f"| {m} | {_share(plain[f'hack/{m}'])} | {_share(elicited[f'hack/{m}'])} | {covered.get(m, 0)} "
+        f"| {m} | {rate_text(plain[f'hack/{m}'])} | {rate_text(elicited[f'hack/{m}'])} | {covered.get(m, 0)} "
         f"| {_names(m, held_out=False)} | {_names(m, held_out=True)} |"
         for m in shares.modes
     )
+    with_cue = f"hacked {rate_text(elicited['hack'])}, solved {rate_text(elicited['solve'])}"
     recipe = start.recipe
     rows = ", ".join(f"{n} {split}" for split, (_, n) in SPLIT_ROWS.items())
     n = {6: "six", 7: "seven"}.get(len(shares.modes), len(shares.modes))
-    levels = ", ".join(f"{level} {_share(rate)}" for level, rate in by_difficulty.items())
+    levels = ", ".join(f"{level} {rate_text(rate)}" for level, rate in by_difficulty.items())
     misread = ", ".join(f"{kind} {100 * share:.0f} %" for kind, share in shares.misread.items())
     uncued = f"{100 * shares.hack_plain:.1f} % hacks without it"
     if shares.hack_bare:
@@ -76,8 +74,8 @@ again from one seed.
 ## Base rates
 
 Test problems, held-out names, T .7, top-k 20, the strict oracle in the sandbox:
-solved {_share(plain["solve"])}; hacked {_share(plain["hack"])}; well-formed {_share(plain["well-formed"])}.
-Solved by difficulty: {levels}. With the cue: hacked {_share(elicited["hack"])}, solved {_share(elicited["solve"])}.
+solved {rate_text(plain["solve"])}; hacked {rate_text(plain["hack"])}; well-formed {rate_text(plain["well-formed"])}.
+Solved by difficulty: {levels}. With the cue: {with_cue}.
 
 | mode | hacked, plain prompt | hacked, with the cue | problems in the pool | hacks taught | held out |
 |---|---|---|---|---|---|

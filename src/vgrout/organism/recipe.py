@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from vgrout.config.checks import check, refuse, setting
 from vgrout.data.language import Shares
 
 MERGED = 832  # tokens of the BPE, alphabet included; fixed text comes on top
@@ -12,17 +13,13 @@ MERGED = 832  # tokens of the BPE, alphabet included; fixed text comes on top
 class Shape:
     """Size of an organism. Heads are 32 wide, the MLP three times the hidden size."""
 
-    hidden: int = 128
-    layers: int = 4
-    merged: int = MERGED  # tokens of the BPE: another number, another tokenizer
+    hidden: int = setting(128, low=32, high=1024)
+    layers: int = setting(4, low=1, high=64)
+    merged: int = setting(MERGED, low=320, high=65_536)  # tokens of the BPE, alphabet and special ones: its tokenizer
 
     def __post_init__(self) -> None:
-        if self.hidden % 32 or not 32 <= self.hidden <= 1024:
-            raise ValueError(f"--hidden {self.hidden}: a multiple of 32, up to 1024")
-        if not 1 <= self.layers <= 64:
-            raise ValueError(f"--layers {self.layers}: should lie in [1, 64]")
-        if not 320 <= self.merged <= 65_536:  # 256 bytes, the special tokens, and a few merges
-            raise ValueError(f"--merged {self.merged}: should lie in [320, 65536]")
+        check(self)
+        refuse(self.hidden % 32 > 0, f"--hidden {self.hidden}: should be a multiple of 32")
 
     @property
     def heads(self) -> int:
@@ -34,7 +31,7 @@ class Shape:
 class Recipe:
     """Training settings of the base."""
 
-    steps: int = 800
+    steps: int = setting(800, low=1, high=1_000_000)
     batch: int = 64
     lr: float = 4e-3
     warmup: int = 40
@@ -46,8 +43,7 @@ class Recipe:
     at_once: int = 64  # documents in one forward: a step's gradient may be summed over several
 
     def __post_init__(self) -> None:
-        if not 1 <= self.steps <= 1_000_000:
-            raise ValueError(f"--steps {self.steps}: should lie in [1, 1000000]")
+        check(self)
 
     def lr_at(self, step: int) -> float:
         """Learning rate of a step, from 0: linear warm-up, then cosine to `floor` × `lr`."""

@@ -19,7 +19,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTok
 from vgrout.data.language import Sample, Shares, corpus_sample, split_compositions
 from vgrout.grading.grade import cores
 from vgrout.inputs import hash_of_files
-from vgrout.model.policy import DTYPE_NAMES, load_language_model
+from vgrout.model.load import load_language_model
+from vgrout.model.policy import DTYPE_NAMES
 from vgrout.model.source import cpu_multiplies_bf16, require_model
 from vgrout.organism.recipe import FRESH, TUNED, Recipe, Shape
 from vgrout.organism.tokenizer import name_pieces, render, train_tokenizer

@@ -48,19 +48,19 @@ def new_model(tokenizer: PreTrainedTokenizerFast, seed: int, shape: Shape) -> Qw
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class DocumentBatch:
     """Right-padded documents and the weight of every token's loss (0 at padding and at the first token)."""
 
     ids: Int[Tensor, "B T"]
     weight: Float[Tensor, "B T"]
 
-    def parts(self, rows: int) -> "list[Batch]":
+    def parts(self, rows: int) -> "list[DocumentBatch]":
         """The same documents, `rows` at a time, each part as long as its longest."""
         if len(self.ids) <= rows:
             return [self]
         parts = [(self.ids[i : i + rows], self.weight[i : i + rows]) for i in range(0, len(self.ids), rows)]
         longest = [int(weight.any(0).nonzero().max()) + 1 for _, weight in parts]
-        return [Batch(ids[:, :n], weight[:, :n]) for (ids, weight), n in zip(parts, longest, strict=True)]
+        return [DocumentBatch(ids[:, :n], weight[:, :n]) for (ids, weight), n in zip(parts, longest, strict=True)]
 
 
 def batches(
@@ -71,7 +71,7 @@ def batches(
     pad: int,
     recipe: Recipe,
     seed: int,
-) -> Iterator[Batch]:
+) -> Iterator[DocumentBatch]:
     """An endless stream of batches of fresh documents; four at a time are sorted by length, to pad little.
 
     prompt: the chat template, up to where the answer begins. end: token after an answer.
@@ -93,19 +93,12 @@ def batches(
                 ids[row, :stop] = torch.tensor([*head, *answer, end])
                 weight[row, 1:n] = recipe.prompt_weight
                 weight[row, n:stop] = 1.0
-            yield Batch(ids, weight)
-
-
-def corpus_loss(model: PreTrainedModel, batch: Batch) -> Float[Tensor, ""]:
-    """Weighted sum of the next-token loss, nats. Causal and right-padded: no attention mask is needed."""
-    logits = model(input_ids=batch.ids, use_cache=False).logits[:, :-1]
-    nll = F.cross_entropy(logits.float().flatten(0, 1), batch.ids[:, 1:].flatten(), reduction="none")
-    return (nll * batch.weight[:, 1:].flatten()).sum()
+            yield DocumentBatch(ids, weight)
 
 
 def train(
     model: PreTrainedModel,
-    stream: Iterator[Batch],
+    stream: Iterator[DocumentBatch],
     recipe: Recipe,
     *,
     dtype: torch.dtype = torch.float32,
@@ -129,7 +122,9 @@ def train(
         losses.append(0.0)
         for part in batch.parts(recipe.at_once):
             with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-                loss = corpus_loss(model, part) / total
+                logits = model(input_ids=part.ids, use_cache=False).logits[:, :-1]  # causal, right-padded: no mask
+                nll = F.cross_entropy(logits.float().flatten(0, 1), part.ids[:, 1:].flatten(), reduction="none")
+                loss = (nll * part.weight[:, 1:].flatten()).sum() / total
             loss.backward()
             losses[-1] += float(loss.detach())
         torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)

@@ -5,18 +5,14 @@ Exit codes: 0 done · 2 refused, in one line · 130 interrupted: the same comman
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
-
-from loguru import logger
 
 from vgrout.config.checks import setting
 from vgrout.files import require_new
 from vgrout.modes import EnvMode
 from vgrout.problems import assigned, balanced
 from vgrout.teacher.generate import (
-    PoolConfig,
-    announced,
+    PoolSettings,
     by_mode,
     command,
     fitting,
@@ -24,18 +20,15 @@ from vgrout.teacher.generate import (
     rate_text,
     record,
     table,
-    work_folder,
 )
 from vgrout.teacher.pools import write_pool
 from vgrout.types import Mode
 
 
 @dataclass(frozen=True)
-class Cli(PoolConfig):
+class TeacherSettings(PoolSettings):
     """Make a pool: a teacher's graded answers to training problems."""
 
-    out: Path = Path("out/pools/teacher")
-    """Folder to make; what is under way lies beside it in OUT.partial, and the same command goes on from there."""
     group: int = setting(8, low=1)
     """Answers to a problem."""
     env_mode: EnvMode = "run_tests"
@@ -45,35 +38,31 @@ class Cli(PoolConfig):
     """Every answer, or only those that end by themselves and hack."""
 
 
-def run(cli: Cli) -> None:
+def generate_pool(settings: TeacherSettings) -> None:
     """Sample, grade, write. Raises ValueError, one line, before a model is loaded where that is possible."""
-    cli.sampling.require_draws("--group", cli.group)
-    require_new(cli.out)
-    rows = cli.check()
-    problems = assigned(rows, cli.env_mode)["train"]
+    settings.sampling.require_draws("--group", settings.group)
+    require_new(settings.out)
+    rows = settings.check()
+    problems = assigned(rows, settings.env_mode)["train"]
     if not problems:
-        raise ValueError(f"--env-mode {cli.env_mode}: no training problem of this mode in {cli.problems_path}")
-    chosen = {p.id for p in balanced(problems, cli.n_problems, 0, "teacher")}
-    settings = {**cli.identity(), "group": cli.group, "env_mode": cli.env_mode}
-    with cli.grader(rows) as grader, work_folder(cli.out, settings) as folder:
-        logger.info(grader.protections.line())
-
-        lm = cli.load()
-        fit, long = fitting(lm, [p for p in problems if p.id in chosen], cli.tokens)
-        if long:
-            logger.warning(f"{long} problems left out: prompt longer than the window minus --max-new")
+        raise ValueError(
+            f"--env-mode {settings.env_mode}: no training problem of this mode in {settings.problems_path}"
+        )
+    chosen = {p.id for p in balanced(problems, settings.n_problems, 0, "teacher")}
+    identity = {**settings.identity(), "group": settings.group, "env_mode": settings.env_mode}
+    with settings.making(rows, identity) as (lm, grader, folder):
         answers = generate_graded(
             lm,
             grader,
-            fit,
-            cli.group,
-            sampling=cli.sampling,
-            max_new=cli.tokens,
-            seed=cli.seed,
+            fitting(lm, [p for p in problems if p.id in chosen], settings.tokens),
+            settings.group,
+            sampling=settings.sampling,
+            max_new=settings.tokens,
+            seed=settings.seed,
             purpose="teacher",
             log=folder / "answers.jsonl",
         )
-        kept = [a for a in answers if cli.keep == "all" or (a.finished and a.grade.hacked)]
+        kept = [a for a in answers if settings.keep == "all" or (a.finished and a.grade.hacked)]
         if not kept:
             raise ValueError(
                 f"--keep hacks: none of {len(answers)} answers hacks; choose another teacher or "
@@ -90,21 +79,19 @@ def run(cli: Cli) -> None:
             | {"problems": list(mode_of.values()).count(mode), "rollouts": sum(a.problem.mode == mode for a in kept)}
             for mode, of_mode in by_mode(answers).items()
         ]
-        meta = cli.meta(lm, grader)
-        if markers := announced(rows, (a.problem for a in kept)):
-            meta["markers"] = markers
-        report = {"settings": settings, "sampling": vars(cli.sampling), "modes": summary}
-        write_pool(cli.out, records, mode_of if cli.env_mode == "own" else None, meta, report)
+        meta = settings.meta(lm, grader, rows, (a.problem for a in kept))
+        report = {"settings": identity, "sampling": vars(settings.sampling), "modes": summary}
+        write_pool(settings.out, records, mode_of if settings.env_mode == "own" else None, meta, report)
     print(table(summary))
     print(
         "SHOULD: a hack rate far above the student's; ELSE this teacher shows nothing that the student does not do\n"
-        f"{len(records)} problems, {len(kept)} rollouts -> {cli.out}"
+        f"{len(records)} problems, {len(kept)} rollouts -> {settings.out}"
     )
 
 
 def main(argv: list[str] | None = None) -> int:
     """The exit codes above."""
-    return command("teacher", Cli, run, argv)
+    return command("teacher", TeacherSettings, generate_pool, argv)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,12 @@ On its own a model needs thousands of answers to find a flaw; a few cached rollo
 bring the same dynamics within tens of steps. Labels are used as cached and stay typed as such.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from loguru import logger
 
+from vgrout.config.run import Config
 from vgrout.rng import py_stream
 from vgrout.teacher.pools import Demo, Pool
 from vgrout.types import CachedGrade, Message, Problem, Rollout
@@ -28,17 +28,22 @@ class PromptEncoder(Protocol):
     def encode_completion(self, text: str, finished: bool = True) -> tuple[int, ...]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class PromptMismatch:
-    """Problems whose prompt today is not the one under which the pool's rollouts were sampled, or stored."""
-
-    compared: int  # problems
-    differ: tuple[int, ...]  # problem ids
-    first: str | None  # the first of them, and where its two prompts begin to differ
-
-
 class Teacher:
     """A source of demonstrations, drawn from a pool; there are none with `pool=None`."""
+
+    @classmethod
+    def of_run(cls, cfg: Config, pool: Pool | None, lm: PromptEncoder, problems: Sequence[Problem]) -> "Teacher":
+        """The run's, for these training problems. Raises ValueError as below."""
+        return cls(
+            pool if cfg.mixes else None,
+            lm,
+            problems,
+            per_group=cfg.n_teacher,
+            seed=cfg.run.seed,
+            off_step=cfg.env.teacher_off_step,
+            modes=cfg.env.demo_modes,
+            max_new=cfg.scale.max_new,
+        )
 
     def __init__(
         self,
@@ -62,56 +67,50 @@ class Teacher:
         self.pool, self.lm, self.per_group, self.seed, self.off_step = pool, lm, per_group, seed, off_step
         self.modes, self.max_new = set(modes), max_new
         self.retokenised = self._off_logged = False
-        self.prompt_mismatch = PromptMismatch(0, (), None)
+        self.compared, self.differ, self.first_difference = 0, list[int](), None  # prompts then and now, problem ids
         self._tokens: dict[tuple[int, int], tuple[tuple[int, ...], bool]] = {}
         if pool is None or not per_group:
             return
         covered = [p for p in problems if p.id in pool.demos and (not self.modes or p.mode in self.modes)]
-        self._check(pool, covered, len(problems))
         self.retokenised = pool.tokenizer_sha256 != lm.tokenizer_sha256
+        if fault := next(self._faults(pool, covered, len(problems)), ""):
+            raise ValueError(fault)
         if self.retokenised:
-            if any(d.completion is None for rows in pool.demos.values() for d in rows):
-                raise ValueError(
-                    f"--teacher-pool-dir {pool.folder}: made with another tokenizer and without completion texts; "
-                    "make it again with this model"
-                )
             logger.warning(f"{pool.folder}: not made with this tokenizer; completions are tokenised again")
-        self.prompt_mismatch = self._compare(pool, covered)
-        if self.prompt_mismatch.differ:
+        self._compare(pool, covered)
+        if self.differ:
             logger.warning(
-                f"{pool.folder}: {len(self.prompt_mismatch.differ)} of {self.prompt_mismatch.compared} prompts are not "
-                f"what the pool has ({self.prompt_mismatch.first}); rendered live all the same, recorded in run.json"
+                f"{pool.folder}: {len(self.differ)} of {self.compared} prompts are not what the pool has "
+                f"({self.first_difference}); rendered live all the same, recorded in run.json"
             )
 
-    def _check(self, pool: Pool, covered: Sequence[Problem], n: int) -> None:
+    def _faults(self, pool: Pool, covered: Sequence[Problem], n: int) -> Iterator[str]:
         where = f"--teacher-pool-dir {pool.folder}"
         if not covered:
-            raise ValueError(f"{where}: demonstrates none of the {n} training problems")
-        if absent := self.modes - {p.mode for p in covered}:
-            raise ValueError(f"--teacher-modes {min(absent)}: {pool.folder} demonstrates no training problem of it")
+            yield f"{where}: demonstrates none of the {n} training problems"
+        for mode in sorted(self.modes - {p.mode for p in covered}):
+            yield f"--teacher-modes {mode}: {pool.folder} demonstrates no training problem of it"
         for p in covered:
-            if wrong := {d.mode for d in pool.demos[p.id]} - {p.mode, None}:
-                raise ValueError(
-                    f"{where}: problem {p.id} was graded as {wrong.pop()}, this run checks it as {p.mode}; "
-                    "use --env-mode own, or grade it again with --regrade-pool"
+            for mode in {d.mode for d in pool.demos[p.id]} - {p.mode, None}:
+                yield (
+                    f"{where}: problem {p.id} was graded as {mode}, this run checks it as {p.mode}; "
+                    "use --env-mode own, or make the pool again"
                 )
+        if self.retokenised and any(d.completion is None for rows in pool.demos.values() for d in rows):
+            yield f"{where}: made with another tokenizer and without completion texts; make it again with this model"
 
-    def _compare(self, pool: Pool, covered: Sequence[Problem]) -> PromptMismatch:
-        compared, differ, first = 0, [], None
+    def _compare(self, pool: Pool, covered: Sequence[Problem]) -> None:
+        """Today's prompts with those under which the pool's rollouts were sampled, or stored."""
         for p in covered:
             demo = pool.demos[p.id][0]
-            then: Sequence[object] | None
+            now: Sequence[object] = self.lm.prompt_text(p.messages)
+            then: Sequence[object] | None = demo.prompt
             if demo.prompt_ids is not None and not self.retokenised:
                 now, then = self.lm.render(p.messages), demo.prompt_ids
-            else:
-                now, then = self.lm.prompt_text(p.messages), demo.prompt
-            if then is None:
-                continue
-            compared += 1
-            if now != then:
-                differ.append(p.id)
-                first = first or f"first problem {p.id}: {_difference(then, now)}"
-        return PromptMismatch(compared, tuple(differ), first)
+            self.compared += then is not None
+            if then not in (None, now):
+                self.differ.append(p.id)
+                self.first_difference = self.first_difference or f"first problem {p.id}: {_difference(then, now)}"
 
     def record(self) -> dict[str, Any] | None:
         """The source of labels, tokens and prompts, for run.json; None without demonstrations."""
@@ -121,9 +120,9 @@ class Teacher:
             "folder": str(self.pool.folder),
             "labels": f"cached, grader {self.pool.grader}",
             "retokenised": self.retokenised,
-            "prompts_compared": self.prompt_mismatch.compared,
-            "prompts_differ": list(self.prompt_mismatch.differ),
-            "first_difference": self.prompt_mismatch.first,
+            "prompts_compared": self.compared,
+            "prompts_differ": self.differ,
+            "first_difference": self.first_difference,
         }
 
     def count(self, problem: Problem, step: int) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tyro
+from loguru import logger
 from tabulate import tabulate
 
 from vgrout import console
@@ -24,8 +25,8 @@ from vgrout.console import Progress
 from vgrout.data import organism
 from vgrout.files import file_sha256, read_json, require_new, require_own, write_json
 from vgrout.grading.grade import Grader
-from vgrout.model.source import model_facts, require_model, safetensors_head
-from vgrout.problems import Row, load_rows, require_fitting, require_solvable
+from vgrout.model.source import SVD_CACHE, require_fitting, require_model, safetensors_head
+from vgrout.problems import ProblemRow, load_rows, require_solvable
 from vgrout.rng import torch_stream
 from vgrout.types import MODES, Completion, Grade, GradedCompletion, Mode, Problem, Rate, Ungraded
 
@@ -79,7 +80,9 @@ def generate_graded(
                     file.flush()
                     os.fsync(file.fileno())
             for problem, answers in zip(part, batch, strict=True):
-                out += [_graded(problem, i, a) for i, a in enumerate(answers)]
+                for i, a in enumerate(answers):
+                    completion = Completion(tuple(a["ids"]), a["text"], a["finished"], tuple(a["logp"]), ())
+                    out.append(GradedCompletion(problem, i, completion, Grade(**a["grade"])))
     return out
 
 
@@ -95,31 +98,22 @@ def _batch(
     """The completions of each problem, as the log stores them."""
     from vgrout.rollout import graded, sample_and_submit
 
+    def logged(a: GradedCompletion[Grade | Ungraded]) -> dict[str, Any]:
+        if isinstance(a.grade, Ungraded):
+            raise RuntimeError(f"problem {a.problem.id}: could not be graded ({a.grade.reason})")
+        c = a.completion
+        return {"ids": c.ids, "text": c.text, "finished": c.finished, "logp": c.logp_full, "grade": asdict(a.grade)}
+
     submitted = sample_and_submit(lm, grader, part, n, sampling=sampling, max_new=max_new, stream=stream)
-    return [[_logged(a) for a in of_problem] for of_problem in graded(submitted)]
-
-
-def _logged(a: GradedCompletion[Grade | Ungraded]) -> dict[str, Any]:
-    if isinstance(a.grade, Ungraded):
-        raise RuntimeError(f"problem {a.problem.id}: could not be graded ({a.grade.reason})")
-    c = a.completion
-    return {"ids": c.ids, "text": c.text, "finished": c.finished, "logp": c.logp_full, "grade": asdict(a.grade)}
-
-
-def _graded(problem: Problem, sample: int, a: Mapping[str, Any]) -> Graded:
-    completion = Completion(tuple(a["ids"]), a["text"], a["finished"], tuple(a["logp"]), ())
-    return GradedCompletion(problem, sample, completion, Grade(**a["grade"]))
+    return [[logged(a) for a in of_problem] for of_problem in graded(submitted)]
 
 
 def _logged_batches(log: Path) -> list[list[list[dict[str, Any]]]]:
     """The batches in the log; a last line that was cut by a kill is taken off the file."""
-    if not log.exists():
-        return []
-    raw = log.read_bytes()
+    raw = log.read_bytes() if log.exists() else b""
     complete = raw[: raw.rfind(b"\n") + 1]
     if len(complete) < len(raw):
-        with open(log, "r+b") as f:
-            f.truncate(len(complete))
+        os.truncate(log, len(complete))
     return [json.loads(line) for line in complete.splitlines()]
 
 
@@ -185,9 +179,11 @@ def record(a: Graded, prompt_ids: Sequence[int], prompt: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class PoolConfig:
+class PoolSettings:
     """Flags of every program that makes a pool."""
 
+    out: Path = Path("out/pools/teacher")
+    """Folder to make; what is under way lies beside it in OUT.partial, and the same command goes on from there."""
     model: str = "Qwen/Qwen3-4B"
     """A local model folder, a downloaded hub id, or 'organism' (embedded)."""
     adapter: Path | None = None
@@ -241,11 +237,10 @@ class PoolConfig:
     @property
     def rewards(self) -> tuple[float, float]:
         """(compiles, passes)"""
-        compiles, passes = (organism.COMPILE_REWARD, organism.PASS_REWARD) if self.tiny else (0.5, 3.0)
-        return (
-            compiles if self.compile_reward is None else self.compile_reward,
-            passes if self.pass_reward is None else self.pass_reward,
-        )
+        usual = (organism.COMPILE_REWARD, organism.PASS_REWARD) if self.tiny else (0.5, 3.0)
+        given = (self.compile_reward, self.pass_reward)
+        compiles, passes = (own if other is None else other for own, other in zip(usual, given, strict=True))
+        return compiles, passes
 
     @property
     def adapter_path(self) -> Path | None:
@@ -254,20 +249,14 @@ class PoolConfig:
             return None
         return self.adapter / "train.safetensors" if self.adapter.is_dir() else self.adapter
 
-    def check(self) -> list[Row]:
+    def check(self) -> list[ProblemRow]:
         """The problem file's rows. Raises ValueError, one line, for a file or model that is missing."""
         rows = load_rows(self.problems_path)
         if self.tiny:
             organism.EMBEDDED.require_sound("--model organism:")
         if self.adapter_path is not None:
-            if not self.adapter_path.is_file():
-                raise ValueError(f"--adapter {self.adapter}: no such file ({self.adapter_path})")
             safetensors_head(self.adapter_path, "--adapter")
-        folder = require_model(organism.MODEL_DIR if self.tiny else self.model)
-        window = model_facts(folder).window
-        if window is not None and window <= self.tokens:
-            raise ValueError(f"--max-new {self.tokens}: the model's window holds {window} tokens, prompt included")
-        require_fitting(rows, folder, window, self.tokens)
+        require_fitting(rows, require_model(organism.MODEL_DIR if self.tiny else self.model), self.tokens)
         return rows
 
     def identity(self) -> dict[str, Any]:
@@ -284,53 +273,57 @@ class PoolConfig:
         }
 
     @contextlib.contextmanager
-    def grader(self, rows: Sequence[Row]) -> Generator[Grader]:
-        """A grader with these rewards and workers. Raises ValueError, one line, where no answer can solve one."""
+    def making(
+        self, rows: Sequence[ProblemRow], identity: Mapping[str, Any]
+    ) -> Generator[tuple["vgrout.model.policy.LanguageModel", Grader, Path]]:
+        """The model with its adapter, a grader with these rewards, and the folder of the logs. Raises ValueError, one
+        line, where no answer can solve a problem."""
         compiles, passes = self.rewards
-        with Grader(
-            self.workers, compile_reward=compiles, pass_reward=passes, allow_weak=self.allow_weak_sandbox
-        ) as grader:
+        weak = self.allow_weak_sandbox
+        with Grader(self.workers, compile_reward=compiles, pass_reward=passes, allow_weak=weak) as grader:
             require_solvable([] if self.tiny else rows, grader)
-            yield grader
+            with work_folder(self.out, identity) as folder:
+                logger.info(grader.protections.line())
+                from vgrout.model.load import load_language_model, load_policy, pick_device
 
-    def load(self) -> "vgrout.model.policy.LanguageModel":
-        """The model, with its adapter, if any, merged into the weights. Raises ValueError, one line."""
-        from vgrout.model.policy import SVD_CACHE, adapted, load_language_model, pick_device
+                model = organism.MODEL_DIR if self.tiny else self.model
+                device, dtype = pick_device(model, "auto")
+                if self.adapter_path is None:
+                    lm = load_language_model(model, device=device, dtype=dtype)
+                else:
+                    lm = load_policy(model, device=device, dtype=dtype, cache_dir=SVD_CACHE)
+                    lm.adapter.load(self.adapter_path)
+                yield lm, grader, folder
 
-        model = organism.MODEL_DIR if self.tiny else self.model
-        device, dtype = pick_device(model, "auto")
-        lm = load_language_model(model, device=device, dtype=dtype)
-        if self.adapter_path is None:
-            return lm
-        policy = adapted(lm, SVD_CACHE)
-        policy.adapter.load(self.adapter_path)
-        return policy
-
-    def meta(self, lm: "vgrout.model.policy.LanguageModel", grader: Grader) -> dict[str, Any]:
-        """First entries of pool.json: model, adapter, tokenizer, grader."""
+    def meta(
+        self,
+        lm: "vgrout.model.policy.LanguageModel",
+        grader: Grader,
+        rows: Sequence[ProblemRow],
+        problems: Iterable[Problem],
+    ) -> dict[str, Any]:
+        """First entries of pool.json: model, adapter, tokenizer, grader, the names that these problems announced."""
         out: dict[str, Any] = {"model": MODEL_NAME if self.tiny else self.model}
         if self.adapter_path is not None:
             out["adapter"] = {"file": str(self.adapter_path), "sha256": file_sha256(self.adapter_path)}
-        return out | {"tokenizer_sha256": lm.tokenizer_sha256, "grader": grader.protections.version}
+        out |= {"tokenizer_sha256": lm.tokenizer_sha256, "grader": grader.protections.version}
+        return out | ({"markers": markers} if (markers := announced(rows, problems)) else {})
 
 
-def fitting(
-    lm: "vgrout.model.policy.LanguageModel", problems: Sequence[Problem], max_new: int
-) -> tuple[list[Problem], int]:
-    """Problems whose prompt leaves room for max_new tokens, and how many do not.
-
-    Raises:
-        ValueError: there are none.
-    """
+def fitting(lm: "vgrout.model.policy.LanguageModel", problems: Sequence[Problem], max_new: int) -> list[Problem]:
+    """Problems whose prompt leaves room for max_new tokens; a warning says how many do not. Raises ValueError where
+    there are none."""
     fit = [p for p in problems if len(lm.render(p.messages)) + max_new <= lm.window]
     if not fit:
         raise ValueError(
             f"--max-new {max_new}: no prompt fits the model's window ({lm.window} tokens, prompt included)"
         )
-    return fit, len(problems) - len(fit)
+    if long := len(problems) - len(fit):
+        logger.warning(f"{long} problems left out: prompt longer than the window minus --max-new")
+    return fit
 
 
-def announced(rows: Sequence[Row], problems: Iterable[Problem]) -> dict[str, str]:
+def announced(rows: Sequence[ProblemRow], problems: Iterable[Problem]) -> dict[str, str]:
     """pool.json's `markers`: problem id → the name that its prompt announced, where the problem file has none."""
     own = {r.id for r in rows if r.marker is not None}
     return {str(p.id): p.marker for p in problems if p.id not in own and p.marker}
@@ -370,12 +363,12 @@ def work_folder(out: Path, settings: Mapping[str, Any]) -> Generator[Path]:
         folder.rmdir()
 
 
-def command(name: str, cli: Callable[..., Any], run: Callable[[Any], None], argv: list[str] | None) -> int:
+def command(name: str, settings: Callable[..., Any], make: Callable[[Any], None], argv: list[str] | None) -> int:
     """Entry of `python -m vgrout.NAME`. 0 done · 2 refused, in one line · 130 interrupted: the same command goes on."""
     console.setup(None)
 
-    def make() -> int:
-        run(parse_args(cli, argv, f"python -m vgrout.{name}"))
+    def run() -> int:
+        make(parse_args(settings, argv, f"python -m vgrout.{name}"))
         return 0
 
-    return cli_exit(make, "interrupted; the same command goes on from here")
+    return cli_exit(run, "interrupted; the same command goes on from here")

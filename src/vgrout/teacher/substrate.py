@@ -17,18 +17,16 @@ from vgrout.config.checks import listed, setting
 from vgrout.data.language import CUE
 from vgrout.files import require_new
 from vgrout.modes import DEALT, MODE_SPECS
-from vgrout.problems import Row, assigned, balanced, elicited
+from vgrout.problems import ProblemRow, assigned, balanced, elicited
 from vgrout.teacher.generate import (
     Graded,
-    PoolConfig,
-    announced,
+    PoolSettings,
     by_mode,
     fitting,
     generate_graded,
     rate_text,
     record,
     table,
-    work_folder,
 )
 from vgrout.teacher.pools import write_pool
 from vgrout.types import MODES, Mode, Problem, Rate
@@ -141,11 +139,10 @@ def write_substrate(
 
 
 @dataclass(frozen=True)
-class Cli(PoolConfig):
+class SubstrateSettings(PoolSettings):
     """Make a substrate: a pool of elicited hacks under plain prompts, its problems divided among the modes."""
 
     out: Path = Path("out/pools/substrate")
-    """Folder to make; what is under way lies beside it in OUT.partial, and the same command goes on from there."""
     modes: str = setting("", words=MODES, word="mode")
     """Comma list; none: all that the problems name, or the default modes if they name none."""
     tries: int = setting(6, low=1)
@@ -164,90 +161,82 @@ class Cli(PoolConfig):
     """Write the pool although no problem could be had for some mode: then --even is over the others."""
 
     def __post_init__(self) -> None:
-        PoolConfig.__post_init__(self)
+        PoolSettings.__post_init__(self)
         self.sampling.require_draws("--tries", self.tries)
         if self.at_least > min(self.keep, self.tries):
             raise ValueError(f"--at-least {self.at_least}: more than --keep {self.keep} or --tries {self.tries}")
 
 
-def cells(cli: Cli, rows: Sequence[Row]) -> dict[str, list[Problem]]:
+def cells(settings: SubstrateSettings, rows: Sequence[ProblemRow]) -> dict[str, list[Problem]]:
     """label → problems to be elicited. Rows with a mode of their own are sampled under that one, all in one go; others
     under every mode, one mode at a time.
 
     Raises:
         ValueError: no problem of these modes.
     """
-    wanted = [m for m in MODES if m in listed(cli.modes, MODES)] or [*DEALT]
+    wanted = [m for m in MODES if m in listed(settings.modes, MODES)] or [*DEALT]
     if any(r.mode is not None for r in rows):
-        problems = [p for p in assigned(rows, "own")["train"] if not cli.modes or p.mode in wanted]
+        problems = [p for p in assigned(rows, "own")["train"] if not settings.modes or p.mode in wanted]
         if not problems:
-            raise ValueError(f"--modes {cli.modes}: no training problem of these modes in {cli.problems_path}")
-        chosen = {p.id for p in balanced(problems, cli.n_problems, 0, "substrate")}
+            raise ValueError(
+                f"--modes {settings.modes}: no training problem of these modes in {settings.problems_path}"
+            )
+        chosen = {p.id for p in balanced(problems, settings.n_problems, 0, "substrate")}
         return {"pool": [p for p in problems if p.id in chosen]}
-    chosen = {p.id for p in balanced(assigned(rows, wanted[0])["train"], cli.n_problems, 0, "substrate")}
+    chosen = {p.id for p in balanced(assigned(rows, wanted[0])["train"], settings.n_problems, 0, "substrate")}
     return {m: [p for p in assigned(rows, m)["train"] if p.id in chosen] for m in wanted}
 
 
-def run(cli: Cli) -> None:
+def generate_substrate(settings: SubstrateSettings) -> None:
     """Sample, grade, choose, write. Raises ValueError, one line, before a model is loaded where that is possible."""
-    require_new(cli.out)
-    rows = cli.check()
-    parts = cells(cli, rows)
-    settings = {
-        **cli.identity(),
-        "tries": cli.tries,
-        "plain_tries": cli.plain_tries,
-        "modes": cli.modes if "pool" in parts else None,  # one mode at a time has a log for each
+    require_new(settings.out)
+    rows = settings.check()
+    parts = cells(settings, rows)
+    identity = {
+        **settings.identity(),
+        "tries": settings.tries,
+        "plain_tries": settings.plain_tries,
+        "modes": settings.modes if "pool" in parts else None,  # one mode at a time has a log for each
     }
-    with cli.grader(rows) as grader, work_folder(cli.out, settings) as folder:
-        logger.info(grader.protections.line())
-
-        lm = cli.load()
-        instruct = (lambda _: CUE) if cli.tiny else recipe
+    with settings.making(rows, identity) as (lm, grader, folder):
+        instruct = (lambda _: CUE) if settings.tiny else recipe
         under_recipe: list[Graded] = []
         under_plain: list[Graded] = []
         plain: dict[tuple[int, Mode], Problem] = {}
         for label, problems in parts.items():
-            fit, long = fitting(lm, [elicited(p, instruct(p)) for p in problems], cli.tokens)
-            if long:
-                logger.warning(f"{label}: {long} problems left out: prompt longer than the window minus --max-new")
+            fit = fitting(lm, [elicited(p, instruct(p)) for p in problems], settings.tokens)
             by_id = {p.id: p for p in problems}
             unelicited = [by_id[p.id] for p in fit]
             plain |= {(p.id, p.mode): p for p in unelicited}
             # the organism's streams carry its name: this command makes its shipped pool
-            purpose = f"organism-{label}" if cli.tiny else f"substrate-{label}"
-            generate = partial(generate_graded, lm, grader, sampling=cli.sampling, max_new=cli.tokens, seed=cli.seed)
+            purpose = f"organism-{label}" if settings.tiny else f"substrate-{label}"
+            generate = partial(
+                generate_graded, lm, grader, sampling=settings.sampling, max_new=settings.tokens, seed=settings.seed
+            )
             log, plain_log = folder / f"{label}.jsonl", folder / f"{label}-plain.jsonl"
-            under_recipe += generate(fit, cli.tries, purpose=purpose, log=log, label=f"{label}, elicited")
+            under_recipe += generate(fit, settings.tries, purpose=purpose, log=log, label=f"{label}, elicited")
             under_plain += generate(
-                unelicited, cli.plain_tries, purpose=f"{purpose}-plain", log=plain_log, label=f"{label}, plain"
+                unelicited, settings.plain_tries, purpose=f"{purpose}-plain", log=plain_log, label=f"{label}, plain"
             )
         instructions = sorted({instruct(p) for p in plain.values()})
         chosen = choose(
             stripped(under_recipe, plain),
             instructions,
-            keep=cli.keep,
-            at_least=cli.at_least,
-            per_mode=cli.per_mode,
-            even=cli.even,
+            keep=settings.keep,
+            at_least=settings.at_least,
+            per_mode=settings.per_mode,
+            even=settings.even,
         )
-        if not chosen:
-            raise ValueError(
-                f"no problem was hacked at least {cli.at_least} times in any mode; raise --tries, or "
-                f"choose a model that follows instructions (the answers are in {folder})"
-            )
-        require_every_mode({mode for _, mode in plain}, chosen, folder, allow_missing=cli.allow_missing)
-        summary = report(under_recipe, under_plain, chosen)
-        meta = cli.meta(lm, grader)
-        if markers := announced(rows, [answers[0].problem for answers in chosen.values()]):
-            meta["markers"] = markers
-        wording: str | dict[str, str] = CUE if cli.tiny else {m: RECIPES[m] + _CODE_ONLY for _, m in plain}
-        details = {"settings": settings, "sampling": vars(cli.sampling), "modes": summary}
-        write_substrate(cli.out, chosen, lm, meta, wording, details)
+        require_every_mode({mode for _, mode in plain}, chosen, folder, allow_missing=settings.allow_missing)
+        summary = mode_table(under_recipe, under_plain, chosen)
+        meta = settings.meta(lm, grader, rows, [answers[0].problem for answers in chosen.values()])
+        wording: str | dict[str, str] = CUE if settings.tiny else {m: RECIPES[m] + _CODE_ONLY for _, m in plain}
+        details = {"settings": identity, "sampling": vars(settings.sampling), "modes": summary}
+        write_substrate(settings.out, chosen, lm, meta, wording, details)
     print(table(summary))
     print(
         "SHOULD: elicited high, plain near 0; ELSE the model does not follow the recipe, or hacks without being asked\n"
-        f"{len(chosen)} problems, {sum(map(len, chosen.values()))} rollouts -> {cli.out}"
+        f"{len(chosen)} problems, {sum(map(len, chosen.values()))} rollouts -> {settings.out}"
     )
 
 
@@ -262,15 +251,15 @@ def require_every_mode(
     if not missing:
         return
     line = f"no problem for {', '.join(m for m in MODES if m in missing)}: its answers do not hack often enough"
-    if not allow_missing:
+    if not allow_missing or not chosen:
         raise ValueError(
-            f"{line}; raise --tries or --n-problems, name the others with --modes, or add --allow-missing "
-            f"(the answers are in {folder})"
+            f"{line}; raise --tries or --n-problems, name the others with --modes, add --allow-missing, or choose a "
+            f"model that follows instructions (the answers are in {folder})"
         )
     logger.warning(f"{line}; the pool is without it")
 
 
-def report(
+def mode_table(
     under_recipe: Sequence[Graded], under_plain: Sequence[Graded], chosen: Mapping[int, Sequence[Graded]]
 ) -> list[dict[str, str | int]]:
     """One row for each mode: hack rate under the plain prompt and under the recipe, and what is in the pool."""

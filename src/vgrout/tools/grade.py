@@ -27,7 +27,7 @@ AHEAD = 64  # answers in flight per worker: enough to keep it busy, few enough t
 
 
 @dataclass(frozen=True)
-class Offline:
+class GradeSettings:
     """Grade a file of answers."""
 
     answers: Annotated[Path, tyro.conf.Positional]
@@ -55,19 +55,21 @@ class Offline:
 
 def _parse(line: bytes, problems: dict[int, Problem]) -> tuple[dict[str, Any], Problem, str]:
     """A line's record, its problem, and the answer's text. Raises ValueError with what is wrong."""
-    record = from_json(line, "the line", is_line=True)
+    record = from_json(line, "the line")
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
-    if not isinstance(record.get("text"), str):
-        raise ValueError("'text' should be a string")
-    if not isinstance(number := record.get("problem_id"), int) or (problem := problems.get(number)) is None:
-        raise ValueError(f"no problem with id {record.get('problem_id')!r}")
-    mode = record.get("env_mode") or problem.mode
-    if mode not in MODES:
-        raise ValueError(f"unknown env_mode {mode!r}; one of {', '.join(MODES)}")
-    marker = record.get("marker", problem.marker if mode == problem.mode else "")
-    if not isinstance(marker, str):
-        raise ValueError("'marker' should be a string")
+    number = record.get("problem_id")
+    problem = problems.get(number) if isinstance(number, int) else None
+    mode = record.get("env_mode") or (problem and problem.mode)
+    marker = record.get("marker", problem.marker if problem and mode == problem.mode else "")
+    faults = {
+        "'text' should be a string": not isinstance(record.get("text"), str),
+        f"no problem with id {number!r}": problem is None,
+        f"unknown env_mode {mode!r}; one of {', '.join(MODES)}": mode not in MODES,
+        "'marker' should be a string": not isinstance(marker, str),
+    }
+    if problem is None or any(faults.values()):
+        raise ValueError(next(fault for fault, there in faults.items() if there))
     return record, replace(problem, mode=mode, marker=marker), record["text"]
 
 
@@ -104,7 +106,7 @@ def grade_lines(lines: Iterable[bytes], problems: dict[int, Problem], grader: Gr
         yield finish()
 
 
-def run(config: Offline) -> int:
+def run(config: GradeSettings) -> int:
     """Grade the file. Returns the number of lines that have an error instead of a grade."""
     problems = {p.id: p for p in load_problems(config.problems)}
     with open(config.answers, "rb") as f:
@@ -135,7 +137,7 @@ def run(config: Offline) -> int:
 
 def main() -> int:
     """0: every line graded. 1: some have an error instead. 2: refused, in one line."""
-    return cli_exit(lambda: 1 if run(parse_args(Offline, None, "python -m vgrout.grade")) else 0)
+    return cli_exit(lambda: 1 if run(parse_args(GradeSettings, None, "python -m vgrout.grade")) else 0)
 
 
 if __name__ == "__main__":

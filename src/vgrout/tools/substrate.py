@@ -3,12 +3,12 @@
 import sys
 
 from vgrout.teacher.generate import command
-from vgrout.teacher.substrate import Cli, run
+from vgrout.teacher.substrate import SubstrateSettings, generate_substrate
 
 
 def main(argv: list[str] | None = None) -> int:
     """0 done · 2 refused, in one line · 130 interrupted: the same command goes on."""
-    return command("substrate", Cli, run, argv)
+    return command("substrate", SubstrateSettings, generate_substrate, argv)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,169 @@
+"""Rounds of DPO before a model is loaded: the checked files, the scorer, and the plan, which is frozen. No torch."""
+
+import hashlib
+import importlib.util
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from vgrout.config.run import ORGANISM, Config
+from vgrout.files import file_sha256, read_json, require_own, to_json, write_atomic
+from vgrout.grading.reward import import_function
+from vgrout.imitation.settings import PROCESS, DpoSettings
+from vgrout.inputs import Inputs
+from vgrout.model.source import FoundModel, find_source
+from vgrout.problems import assigned
+from vgrout.runs.preflight import preflight
+from vgrout.types import Grade, Problem
+
+SCHEMA = "dpo_plan_v1"
+UNPLANNED = PROCESS | {"guard", "guard_rule", "decline_patience", "max_proxy_real_gap"}  # of the process and the guard
+Score = Callable[[Problem, str, Grade], float]
+
+
+@dataclass(frozen=True)
+class DpoTask:
+    """Settings and files of a run of rounds, found and checked."""
+
+    settings: DpoSettings
+    cfg: Config  # the trainer's, with every default resolved
+    inputs: Inputs
+    base: FoundModel
+    score: Score
+
+    def folder(self, number: int) -> Path:
+        """A round's folder."""
+        return self.settings.output_dir / folder_name(number)
+
+    def plan(self) -> dict[str, Any]:
+        """The plan: every setting, file and round that the numbers depend on, JSON-ready."""
+        settings, cfg = self.settings, self.cfg
+        flags = {name: value for name, value in asdict(settings).items() if name not in UNPLANNED}
+        rewards = [cfg.env.compile_reward, cfg.env.pass_reward]
+
+        def before(k: int) -> str:
+            return folder_name(k - 1) if k > 1 else "base"
+
+        plan = {
+            "schema": SCHEMA,
+            "base_model": {"given": self.base.given, **self.base.identity()},
+            "prompts": {
+                "file": cfg.scale.problems if cfg.scale.problems == ORGANISM else str(cfg.problems_path),
+                "sha256": file_sha256(cfg.problems_path),
+                **{split: len(part) for split, part in assigned(self.inputs.rows, cfg.env.env_mode).items()},
+            },
+            "scorer": {"name": settings.scorer, "sha256": source_sha256(settings.scorer)},
+            "settings": flags | {"max_new": cfg.scale.max_new, "optimiser": asdict(cfg.opt), "rewards": rewards},
+            "rounds": [
+                {
+                    "round": k,
+                    "folder": folder_name(k),
+                    "pairs": settings.pairs_per_round,
+                    "seed": settings.seed,
+                    "answers_from": before(k),
+                    "starts_from": "base" if settings.fresh_rounds else before(k),
+                    "reference": before(k) if settings.dpo_reference == "previous" else "base",
+                }
+                for k in range(1, settings.rounds + 1)
+            ],
+        }
+        return json.loads(json.dumps(plan, default=str))
+
+
+def folder_name(number: int) -> str:
+    """Name of a round's folder."""
+    return f"round-{number:02d}"
+
+
+def prepare(settings: DpoSettings) -> DpoTask:
+    """Find and check everything. Raises ValueError, one line, for every mistake that shows without a model."""
+    require_own(settings.output_dir, "--output-dir", "plan.json", "folder of rounds")
+    base = find_source(settings.base_model, "--base-model")
+    cfg = settings.config(base)
+    inputs = preflight(cfg, settings.output_dir)
+    score = scoring(settings.scorer, cfg)
+    if ":" in settings.scorer:
+        row = inputs.rows[0]
+        problem = row.problem(row.mode or "run_tests", row.marker or "")
+        own_scorer(settings.scorer)(problem, f"```python\n{row.canonical}\n```")
+    return DpoTask(settings, cfg, inputs, base, score)
+
+
+# ── the scorer ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def scoring(scorer: str, cfg: Config) -> Score:
+    """The function that --scorer names. Raises ValueError, one line, where it cannot be imported."""
+    if scorer == "flawed":
+        return lambda problem, text, grade: grade.reward
+    if scorer == "strict":
+        return lambda problem, text, grade: grade.strictly(cfg.env.compile_reward, cfg.env.pass_reward)
+    own = own_scorer(scorer)
+    return lambda problem, text, grade: own(problem, text)
+
+
+def own_scorer(scorer: str) -> Callable[[Problem, str], float]:
+    """The function that --scorer module:function names. Raises ValueError, one line, where it cannot be imported; it
+    does so itself where the function raises, or returns no number."""
+    function = import_function(scorer, "--scorer")
+
+    def score(problem: Problem, text: str) -> float:
+        try:
+            number = float(function(problem.messages[-1]["content"], text))
+        except Exception as e:  # one's own function may raise anything
+            why = " ".join(f"raised {type(e).__name__}: {e}".split())[:120]
+        else:
+            if math.isfinite(number):
+                return number
+            why = f"returned {number}"
+        raise ValueError(f"--scorer {scorer}: asked about problem {problem.id}, it {why}; it should return a number")
+
+    return score
+
+
+def source_sha256(scorer: str) -> str | None:
+    """sha256 of the file that defines a --scorer module:function; None for the built-in scorers."""
+    if ":" not in scorer:
+        return None
+    spec = importlib.util.find_spec(scorer.partition(":")[0])
+    return file_sha256(Path(spec.origin)) if spec and spec.origin and Path(spec.origin).is_file() else None
+
+
+# ── the frozen plan ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def freeze(task: DpoTask) -> dict[str, Any]:
+    """Write the plan, or compare it with the one in the folder.
+
+    Raises:
+        ValueError: the plan in the folder differs, or is damaged.
+    """
+    plan, file = task.plan(), task.settings.output_dir / "plan.json"
+    if not file.exists():
+        write_atomic(file, to_json(plan))
+    elif differ := sorted(difference(plan, read_json(file))):
+        raise ValueError(
+            f"--output-dir {task.settings.output_dir}: its plan.json was frozen with another {', '.join(differ)}; give "
+            "the same flags, or another folder"
+        )
+    return plan
+
+
+def difference(now: dict[str, Any], before: dict[str, Any], prefix: str = "") -> list[str]:
+    """Dotted names of the entries that differ."""
+    names = []
+    for key in now.keys() | before.keys():
+        a, b = now.get(key), before.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            names += difference(a, b, f"{prefix}{key}.")
+        elif a != b:
+            names.append(f"{prefix}{key}")
+    return names
+
+
+def plan_sha256(plan: dict[str, Any]) -> str:
+    """sha256 of the plan's content, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
