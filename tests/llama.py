@@ -9,6 +9,7 @@ from gguf import GGUFWriter
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from tiny import SHAPE
 from vgrout.organism.tokenizer import CHAT_TEMPLATE
 
 TEXTS = [
@@ -33,17 +34,9 @@ def bpe() -> Tokenizer:
 
 def llama(vocabulary: int, seed: int = 0, window: int = 1024) -> LlamaForCausalLM:
     torch.manual_seed(seed)
-    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(
-        **shape,
-        vocab_size=vocabulary,
-        num_key_value_heads=2,
-        max_position_embeddings=window,
-        tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        initializer_range=0.15,
-    )
-    return LlamaForCausalLM(config).eval()
+    own = {"vocab_size": vocabulary, "max_position_embeddings": window, "tie_word_embeddings": True}
+    rope = {"rope_type": "default", "rope_theta": 10_000.0}
+    return LlamaForCausalLM(LlamaConfig(**SHAPE | own, rope_parameters=rope)).eval()
 
 
 def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
@@ -51,17 +44,9 @@ def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
-NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
+NAMES = {f"self_attn.{of}_proj": f"attn_{of}" for of in "qkv"} | {"self_attn.o_proj": "attn_output"}
+NAMES |= {f"mlp.{of}_proj": f"ffn_{of}" for of in ("gate", "up", "down")}
+NAMES |= {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
 
 
 def write_gguf(path: Path, model: LlamaForCausalLM, core: Tokenizer, template: str | None = CHAT_TEMPLATE) -> Path:
@@ -82,7 +67,8 @@ def write_gguf(path: Path, model: LlamaForCausalLM, core: Tokenizer, template: s
     w.add_token_types([3 if i < len(SPECIAL) else 1 for i in range(len(vocabulary))])
     merges = json.loads(core.to_str())["model"]["merges"]
     w.add_token_merges([" ".join(pair) for pair in merges])
-    w.add_eos_token_id(2)
+    w.add_eos_token_id(0)
+    w.add_eot_token_id(2)
     w.add_bos_token_id(1)
     w.add_pad_token_id(0)
     if template is not None:

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 import vgrout
-from runs import SMALL, SharedRuns
+from runs import SMALL
 from vgrout.api import argv
 
 EXAMPLES = sorted((Path(__file__).resolve().parents[1] / "examples").glob("*.py"))
 
 
-def test_importing_loads_nothing_heavy() -> None:
+def test_importing_loads_nothing_heavy():
     code = (
         "import sys, vgrout; print(len({m.split('.')[0] for m in sys.modules} & {'torch', 'numpy', 'tyro', 'pandas'}))"
     )
@@ -21,36 +21,34 @@ def test_importing_loads_nothing_heavy() -> None:
     assert done.stdout == "0\n"
 
 
-def test_public_names() -> None:
+def test_public_names():
     for name in vgrout.__all__:
         assert getattr(vgrout, name).__doc__, name
     with pytest.raises(AttributeError, match="no attribute 'train_model'"):
         _ = vgrout.train_model  # ty: ignore[unresolved-attribute]
 
 
-def test_keywords_are_flags() -> None:
-    flags = {"intervention": "route2", "lr": 1e-3, "regrade_pool": True, "preserve_magnitude": False, "resume": None}
+def test_keywords_are_flags():
+    flags = {"intervention": "route2", "lr": 1e-3, "random_flags": True, "preserve_magnitude": False, "resume": None}
     assert argv(flags | {"track": ["wandb", "trackio"]}) == [
-        *("--intervention=route2", "--lr=0.001", "--regrade-pool", "--no-preserve-magnitude", "--track=wandb,trackio")
+        *("--intervention=route2", "--lr=0.001", "--random-flags", "--no-preserve-magnitude", "--track=wandb,trackio")
     ]
 
 
 @pytest.mark.long
-def test_a_run_as_frames(shared_run: SharedRuns) -> None:
-    path = shared_run(
-        "smoke", "--intervention", "route", "--threads", "1", *SMALL, "--steps", "2", "--eval-ablate-every", "1"
-    )
-    run = vgrout.load_run(path)
+def test_a_run_as_frames(shared_run, tmp_path):
+    argv = ["smoke", "--intervention", "route", "--threads", "1", *SMALL, "--steps", "2", "--eval-ablate-every", "1"]
+    run = vgrout.load_run(shared_run(*argv))
     assert run.status["state"] == "finished"
     assert run.config.method.intervention == "route"
     assert list(run.rows["step"]) == [0, 1]
     student = run.rollouts.groupby("step")["hacked"]
     assert list(student.sum()) == list(run.rows["hack_s_k"])
     assert list(student.mean()) == pytest.approx(list(run.rows["hack_s"]))
-    sides = run.answers.groupby("side")["hacked"].mean()
-    assert sides["deployed"] == pytest.approx(run.final["hack_deploy"])
-    axes = run.rows.plot(x="step", y=["hack_s", "solve_s"])
-    assert len(axes.lines) == 2
+    assert run.answers.groupby("side")["hacked"].mean()["deployed"] == pytest.approx(run.final["hack_deploy"])
+    assert len(run.rows.plot(x="step", y=["hack_s", "solve_s"]).lines) == 2
+    with pytest.raises(ValueError, match=r"no run\.json in it"):
+        vgrout.load_run(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -60,12 +58,10 @@ def test_a_run_as_frames(shared_run: SharedRuns) -> None:
         ({"lernrate": 1}, "--lernrate=1: no such flag"),
         ({"dry_run": True}, "makes no run"),
         ({"intervention": "cap"}, "cap"),
-        ({"model": "organism", "problems": "x.jsonl"}, "go together"),
+        ({"model": "organism", "problems": "x.jsonl"}, "only with --problems organism"),
     ],
 )
-def test_a_refused_call_starts_nothing(
-    flags: dict, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_call_starts_nothing(flags, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=message) as refused:
         vgrout.train_run("smoke", **flags)
@@ -73,23 +69,8 @@ def test_a_refused_call_starts_nothing(
     assert not list(tmp_path.glob("out/runs/*"))
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no run\.json in it"):
-        vgrout.load_run(tmp_path)
-
-
-def test_the_packages_own_interventions_are_not_replaced() -> None:
-    from vgrout.method.base import Intervention
-
-    for name, why in (("route2", "one of the package's own"), ("My Arm", "small letters")):
-        with pytest.raises(ValueError, match=why):
-            vgrout.register_intervention(type("Own", (Intervention,), {"name": name}), "own")
-
-
 @pytest.mark.long
-def test_a_quiet_run_prints_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], shared_run: SharedRuns
-) -> None:
+def test_a_quiet_run_prints_nothing(tmp_path, monkeypatch, capfd, shared_run):
     monkeypatch.chdir(shared_run.warm(tmp_path))
     small = {name.removeprefix("--").replace("-", "_"): int(n) for name, n in zip(SMALL[::2], SMALL[1::2], strict=True)}
     run = vgrout.train_run("smoke", quiet=True, intervention="none", threads=1, **(small | {"steps": 1}))
@@ -99,12 +80,13 @@ def test_a_quiet_run_prints_nothing(
     assert run.status["state"] == "finished"
 
 
-@pytest.mark.parametrize("script", EXAMPLES, ids=lambda p: p.stem)
-@pytest.mark.slow
-def test_examples_run(script: Path, tmp_path: Path) -> None:
+OWN = ("own_intervention", "own_monitor")
+
+
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(p, marks=pytest.mark.long if p.stem in OWN else pytest.mark.slow, id=p.stem) for p in EXAMPLES],
+)
+def test_examples_run(script, tmp_path):
     done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-
-
-def test_there_are_four_examples() -> None:
-    assert [p.stem for p in EXAMPLES] == ["own_intervention", "own_problems", "own_reward", "read_a_study"]

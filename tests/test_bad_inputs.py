@@ -67,7 +67,6 @@ def cases(at: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
         yield "export", [path, "--out", out]
         yield "export", [path, "--out", out, "--to", "peft", "--rank", "0"]
         yield "export", [path, "--out", out, "--to", "inspect"]
-        yield "export", [path, "--out", out, "--to", "datasets"]
         yield "evaluate", [path]
         yield "grade", [path, "--problems", path, "--out", at["nowhere"] + ".jsonl"]
         yield "report", ["--judge", path]
@@ -80,7 +79,7 @@ def cases(at: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
 def outcome(module: str, argv: list[str]) -> tuple[object, str]:
     """Exit code and text on stderr; a traceback is an outcome too."""
     stderr = io.StringIO()
-    package = importlib.import_module(f"vgrout.{module}")
+    package = importlib.import_module("vgrout.tools.evaluate" if module == "evaluate" else f"vgrout.{module}")
     entry = package.main if hasattr(package, "main") else importlib.import_module(f"vgrout.{module}.__main__").main
     with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(io.StringIO()):
         sys.argv = [module, *argv]  # some entries take no argument

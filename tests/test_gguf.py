@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import struct
 import sys
 from pathlib import Path
 
@@ -13,10 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from llama import TEXTS, bpe, llama, write_gguf
 from vgrout.config.presets import resolve
+from vgrout.data import organism
 from vgrout.inputs import file_hashes, read_inputs
 from vgrout.model.gguf import gguf_sha256, unpacked
-from vgrout.model.saved import find_adapter
-from vgrout.model.source import find_source, model_folder, require_model
+from vgrout.model.source import find_adapter, find_source, model_folder, require_model
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +37,8 @@ def home(made: tuple[Path, LlamaForCausalLM, Tokenizer], tmp_path_factory: pytes
     return folder
 
 
-def test_the_converted_model_is_the_same(
-    made: tuple[Path, LlamaForCausalLM, Tokenizer], home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.long
+def test_the_converted_model_is_the_same(made, home, monkeypatch):
     monkeypatch.chdir(home)
     file, model, core = made
     folder = model_folder(file)
@@ -54,14 +54,11 @@ def test_the_converted_model_is_the_same(
     with torch.no_grad():
         assert torch.allclose(read(ids).logits, model(ids).logits, atol=1e-4)
     assert read.config.tie_word_embeddings
+    assert read.generation_config.eos_token_id == [0, 2], "the end of a text, and that of a turn"
 
 
-def test_it_is_converted_once_and_found_like_any_model(
-    made: tuple[Path, LlamaForCausalLM, Tokenizer],
-    home: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+@pytest.mark.long
+def test_it_is_converted_once_and_found_like_any_model(made, home, monkeypatch, capsys):
     monkeypatch.chdir(home)
     monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("converted again"))
     file = made[0]
@@ -69,89 +66,47 @@ def test_it_is_converted_once_and_found_like_any_model(
     assert find_source(str(file), "--model").folder == unpacked(file)
     assert capsys.readouterr().err == ""
     assert [p.name for p in (home / "out" / "models").iterdir()] == [unpacked(file).name], "nothing half made is left"
-    own = Path("p.jsonl")
-    row = {
-        "id": 1,
-        "prompt": [{"role": "user", "content": "Do it and should pass all tests."}],
-        "gt_answer": ["assert Solution().f(1) == 1"],
-        "func_name": "Solution().f",
-        "canonical_solution": "class Solution:\n    def f(self, x): return x",
-        "mode": "exit_code",
-    }
-    own.write_text(
-        "".join(json.dumps(row | {"id": i, "split": s}) + "\n" for i, s in enumerate(("train", "val", "test")))
-    )
-    cfg = resolve(
-        ["fast", "--intervention=none", f"--model={file}", f"--problems={own}", "--teacher-pool-dir=", "--max-new=64"]
-    )
+    argv = ["fast", "--intervention=none", f"--model={file}", "--teacher-pool-dir=", "--max-new=64"]
+    cfg = resolve([*argv, f"--problems={organism.PROBLEMS}"])
     assert file_hashes(cfg, read_inputs(cfg))["model"] == gguf_sha256(file)
     save_file({"x": torch.zeros(1)}, "a.safetensors", {"cfg": json.dumps(cfg.as_dict())})
     assert find_adapter(Path("a.safetensors")).model == unpacked(file), "what other programs can load"
 
 
-def damaged(file: Path, how: str, core: Tokenizer, model: LlamaForCausalLM) -> Path:
-    raw, to = file.read_bytes(), file
-    match how:
-        case "half":
-            to.write_bytes(raw[: len(raw) // 2])
-        case "cut":
-            to.write_bytes(raw[:-64])
-        case "text":
-            to.write_text("weights")
-        case "header":
-            to.write_bytes(raw[:8] + b"\xff" * 16 + raw[24:])
-        case "mute":
-            write_gguf(to, model, core, template=None)
-        case "two":
-            shutil.copy(file, file.with_name("other.gguf"))
-            return file.parent
-        case "none":
-            return file.with_name("none.gguf")
-    return to
+# one entry of the head: an array of 2^40 bytes
+ENDLESS = struct.pack("<4sIQQQ1sIIQ", b"GGUF", 3, 0, 1, 1, b"k", 9, 0, 2**40) + b"\0" * 64
 
 
 @pytest.mark.parametrize(
-    ("how", "says"),
+    ("damage", "says"),
     [
-        ("half", "cut short"),
-        ("cut", "cut short"),
-        ("text", "is no GGUF file"),
-        ("header", "damaged or cut short"),
+        (lambda raw: raw[: len(raw) // 2], r"bad.gguf: cannot be converted \("),
+        (lambda raw: raw[:-64], r"bad.gguf: cannot be converted \(ValueError"),
+        (lambda _: b"weights", r"bad.gguf: cannot be converted \(ValueError: GGUF magic invalid"),
+        pytest.param(lambda _: ENDLESS, "bad.gguf: cannot be converted", marks=pytest.mark.long),
+        pytest.param(lambda raw: raw.replace(b"llama", b"lxama"), r"be converted \(.*lxama", marks=pytest.mark.long),
         ("mute", "no chat template; choose an instruct model"),
         ("two", "a folder without config.json, and not with one .gguf"),
-        ("none", "no such file"),
+        ("none.gguf", "no such model"),
     ],
+    ids=["half", "cut", "text", "endless", "another kind", "mute", "two", "none"],
 )
-def test_what_is_no_whole_model_is_refused_in_one_line(
-    how: str,
-    says: str,
-    made: tuple[Path, LlamaForCausalLM, Tokenizer],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_is_no_whole_model_is_refused_in_one_line(damage, says, made, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file = Path(shutil.copy(made[0], tmp_path / "bad.gguf"))
+    if callable(damage):
+        file.write_bytes(damage(file.read_bytes()))
+    elif damage == "mute":
+        write_gguf(file, *made[1:], template=None)
+    else:
+        file = file.with_name(damage) if damage != "two" else Path(shutil.copy(file, tmp_path / "other.gguf")).parent
     with pytest.raises(ValueError, match=says) as refusal:
-        require_model(damaged(file, how, made[2], made[1]))
+        require_model(file)
     assert "\n" not in str(refusal.value)
-    assert not (tmp_path / "out").exists()
+    assert not [*tmp_path.glob("out/models/*")], "nothing half made is left"
 
 
-def test_a_file_of_another_kind_is_refused_by_the_converter(
-    made: tuple[Path, LlamaForCausalLM, Tokenizer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    raw = made[0].read_bytes().replace(b"llama", b"lxama")
-    (tmp_path / "odd.gguf").write_bytes(raw)
-    with pytest.raises(ValueError, match=r"odd.gguf: cannot be converted \(.*lxama") as refusal:
-        require_model("odd.gguf")
-    assert "\n" not in str(refusal.value)
-    assert [*(tmp_path / "out" / "models").glob("*")] == []
-
-
-def test_without_the_package_one_line_names_it(
-    made: tuple[Path, LlamaForCausalLM, Tokenizer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_package_one_line_names_it(made, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ValueError, match="gguf is not installed: `uv sync --extra gguf`"):

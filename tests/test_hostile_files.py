@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from fake_runs import fake_run
 from vgrout.config.presets import parse
 from vgrout.config.run import from_dict
 from vgrout.data import organism
-from vgrout.model.policy import _ends
-from vgrout.model.source import require_model
+from vgrout.model import load
+from vgrout.model.source import require_fitting, require_model
+from vgrout.problems import load_rows
 from vgrout.report.__main__ import main as report
 from vgrout.runs.preflight import find_resume
 from vgrout.sweep.study_file import load_study_file
@@ -44,9 +46,9 @@ def refusal(call: Callable[[], object]) -> str:
     ("content", "why"),
     [
         (lambda row: b"\n" * (2**26 + 1), "more than 64 MiB unpacked"),
-        (lambda row: re.sub(rb'"reward": ?[0-9.]+', b'"reward": ' + b"9" * 401, row), "'reward' is missing or not a"),
-        (lambda row: re.sub(rb'"reward": ?[0-9.]+', b'"reward": ' + b"9" * 5000, row), "thousands of digits"),
-        (lambda row: b"[" * 100_000, "nested too deeply"),
+        (lambda row: re.sub(rb'"reward": ?[0-9.]+', b'"reward": ' + b"9" * 401, row), "'reward' should be a number"),
+        (lambda row: re.sub(rb'"reward": ?[0-9.]+', b'"reward": ' + b"9" * 5000, row), "value has 5000 digits"),
+        (lambda row: b"[" * 100_000, "not JSON (maximum recursion depth"),
         (lambda row: re.sub(rb'"completion_ids": ?\[', b'"completion_ids": [-1, ', row), "should be token ids"),
         (None, "not a regular file"),
     ],
@@ -97,7 +99,7 @@ def test_no_file_has_code_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     study = Path("study.toml")
     study.write_text('preset = "mini"\nseeds = [1]\n[[arms]]\nreward = "theirs:reward"\nmix-ratio = 0\n')
     assert add in refusal(lambda: load_study_file(study))
-    assert len(load_study_file(study, ["--reward=theirs:reward"]).cells) == 1
+    assert len(load_study_file(study, ["--reward=theirs:reward"]).runs) == 1
     assert not Path("imported").exists()
 
 
@@ -136,26 +138,20 @@ def no_targets(head: dict[str, Any]) -> None:
 
 MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a list": (lambda m: (m / "config.json").write_text("[1]"), "is no JSON object"),
-    "pickled": (as_pickle, "pickled (.bin), which can run code; save them as safetensors"),
-    "unsupported": (weights(no_targets), "unsupported architecture 'qwen3'"),
-    "integers": (weights(lambda h: h["model.norm.weight"].update(dtype="I32")), "weights are I32"),
-    "no layers": (setting("num_hidden_layers", 0), "config.json has num_hidden_layers 0"),
-    "a million layers": (setting("num_hidden_layers", 10**6), "config.json has 1000000 layers, the weights 4"),
-    "shapes": (setting("hidden_size", 256), "config.json asks for"),
-    "heads": (setting("num_attention_heads", "4"), "config.json has num_attention_heads '4'"),
-    "quantised": (setting("quantization_config", {"bits": 4}), "quantised"),
-    "vocabulary": (setting("vocab_size", 100), "has shape [843, 128], config.json asks for [100, 128]"),
-    "tokens": (
-        lambda m: edit(m / "tokenizer.json", "added_tokens", value=[{"id": 5000, "content": "x"}]),
-        "its tokenizer has token 5000, its embedding 843 rows",
+    "pickled": (as_pickle, "pickled weights (.bin) can run code: save them as safetensors"),
+    "torn": (
+        lambda m: os.truncate(m / "model.safetensors", 9999),
+        "model.safetensors: not a readable safetensors file",
     ),
+    "a million layers": (setting("num_hidden_layers", 10**6), "config.json has 1000000 layers, its weights are 46 te"),
+    "quantised": (setting("quantization_config", {"bits": 4}), "quantised"),
     "a pipe": (lambda m: os.mkfifo(m / "merges.txt"), "merges.txt is not a regular file"),
-    "outside": (
+    "no shard": (
         lambda m: (
-            (m / "model.safetensors").rename(m.parent / "w.safetensors"),
-            (m / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../w.safetensors"}}'),
+            (m / "model.safetensors").unlink(),
+            (m / "model.safetensors.index.json").write_text('{"weight_map": {"a": "w.safetensors"}}'),
         ),
-        "no ../w.safetensors, which model.safetensors.index.json names",
+        "w.safetensors: not a readable safetensors file ([Errno 2]",
     ),
 }
 
@@ -168,6 +164,43 @@ def test_a_model_is_refused_before_it_is_loaded(case: str, tmp_path: Path) -> No
     assert why in refusal(lambda: require_model(tmp_path / "model"))
 
 
+def a_token_of_its_own(model: Path) -> None:
+    file = model / "tokenizer.json"
+    tokens = json.loads(file.read_text())["added_tokens"]
+    edit(file, "added_tokens", value=[*tokens, tokens[0] | {"id": 843, "content": "<x>"}])
+    template = model / "chat_template.jinja"
+    template.write_text(f"<x>{template.read_text()}")
+
+
+LOADED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "unsupported": (weights(no_targets), "weights are missing, first "),
+    "no template": (lambda m: (m / "chat_template.jinja").unlink(), "chat_template is not set"),
+    "no layers": (setting("num_hidden_layers", 0), "no usable model"),
+    "shapes": (setting("hidden_size", 256), "no usable model"),
+    "heads": (setting("num_attention_heads", "4"), "no usable model"),
+    "vocabulary": (setting("vocab_size", 100), "no usable model"),
+    "tokens": (a_token_of_its_own, "given token 843, its embedding has 843 rows"),
+}
+
+
+@pytest.mark.parametrize("case", LOADED)
+def test_what_the_libraries_say_of_a_model_is_one_line(case: str, tmp_path: Path) -> None:
+    damage, why = LOADED[case]
+    shutil.copytree(organism.MODEL_DIR, tmp_path / "model")
+    damage(tmp_path / "model")
+    device, dtype = load.pick_device(tmp_path / "model", "fp32")
+    assert why in refusal(lambda: load.load_policy(tmp_path / "model", device=device, dtype=dtype, cache_dir=None))
+
+
+@pytest.mark.parametrize("pattern", ["(", "(a+)+$"])
+def test_a_tokenizers_regex_that_fails_is_one_line(pattern: str, tmp_path: Path) -> None:
+    shutil.copytree(organism.MODEL_DIR, tmp_path / "model")
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    edit(tmp_path / "model" / "tokenizer.json", "pre_tokenizer", value=split)
+    row = replace(load_rows(organism.PROBLEMS)[0], prompt=({"role": "user", "content": f"{'a' * 60}b"},))
+    assert "is no usable tokenizer" in refusal(lambda: require_fitting([row], tmp_path / "model", 1))
+
+
 @pytest.mark.parametrize(
     ("template", "ends"),
     [
@@ -178,7 +211,7 @@ def test_a_model_is_refused_before_it_is_loaded(case: str, tmp_path: Path) -> No
     ],
 )
 def test_a_template_that_does_not_end_is_noticed(template: str, ends: bool) -> None:
-    assert _ends(template) is ends
+    assert load.ends(template) is ends
 
 
 HOSTILE = "<script>alert(1)</script>[a](http://x)\x1b[31m\u202e|x"
@@ -193,29 +226,30 @@ DAMAGED: dict[str, Callable[[Path], object]] = {
     "counts": lambda r: (r / "steps.jsonl").write_text('{"step": 0, "sec": 1, "hack_s_k": "x", "hack_s_n": 8}\n'),
     "answers": lambda r: (r / "final.jsonl").write_text('{"side": "base"}\n'),
     "pipe": lambda r: ((r / "run.json").unlink(), os.mkfifo(r / "run.json")),
+    "flaw": lambda r: edit(r / "per_mode_deploy.json", "by_mode", "exit_code", value={}),
+    "curve": lambda r: (r / "steps.jsonl").write_text(
+        '{"step": 0, "hack_s_k": 0, "hack_s_n": 8, "hack_deploy": "x"}\n'
+    ),
     "rollouts": lambda r: (r / "rollouts.jsonl").write_text('{"step": 0, "text": 5}\n'),
 }
 
 
 def test_bad_runs_are_named_and_what_is_written_is_inert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vgrout.report.figures.pictures", lambda _: [])
+    monkeypatch.setattr("vgrout.report.page.pictures", lambda _: [])
     for seed in (1, 2):
         run = fake_run(tmp_path, "--intervention=none", seed=seed)
-        edit(run / "run.json", "config", "scale", "problems", value=HOSTILE)
-        run.rename(tmp_path / f"=1+1 seed {seed}")
+        run.rename(tmp_path / f"=1+1 {HOSTILE.replace('/', '')} seed {seed}")
     for i, (what, damage) in enumerate(DAMAGED.items()):
         usual = "none" if what == "rollouts" else "route2"  # whose gates are read from the rollouts
         damage(fake_run(tmp_path, f"--intervention={usual}", seed=10 + i))
     (tmp_path / "plan.json").write_text(json.dumps({"name": HOSTILE, "hypotheses": [HOSTILE]}))
     assert report([str(tmp_path)]) == 0
-    text = (tmp_path / "report" / "report.md").read_text()
-    left_out = text.partition("## Left out")[2]
+    left_out = (tmp_path / "report" / "report.html").read_text().partition("Left out</h2>")[2].partition("</ul>")[0]
     assert left_out.count("damaged: ") == len(DAMAGED) - 1
     assert "its rollouts (" in left_out
-    for name in ("report.md", "report.html", "runs.csv", "modes.csv"):
+    for name in ("report.html", "runs.csv"):
         written = (tmp_path / "report" / name).read_text()
         assert not {"\x1b", "\u202e"} & {*written}
         assert "<script>alert" not in written or name.endswith(".csv")
-    assert "](http" not in text
     with open(tmp_path / "report" / "runs.csv") as f:
         assert not [v for row in csv.DictReader(f) for v in row.values() if v[:1] in "=+@" and v]

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from vgrout import loading
 from vgrout.config.presets import parse, resolve
 from vgrout.inputs import read_inputs
 from vgrout.model.policy import Policy
@@ -58,6 +57,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "name that no test calls": (record(2, func_name="g"), "line 2: no test calls 'g'"),
     "misspelt key": (record(2, canonical_solutoin="x"), "'canonical_solutoin'; did you mean 'canonical_solution'"),
     "no solution": (record(2, canonical_solution=" "), "'canonical_solution' is empty"),
+    "half an emoji": (record(2, canonical_solution=f"x = '{chr(0xD83D)}'"), "line 2: it holds half a character"),
     "bad mode": (record(2, mode="sentinal"), "unknown mode 'sentinal'"),
     "bad split": (record(2, split="dev"), "unknown split 'dev'"),
     "boolean id": (record(True), "'id' should be int"),
@@ -215,7 +215,7 @@ class Wide(Policy):
 def drawn(*argv: str) -> list[list[tuple[int, str, str]]]:
     """(problem, mode, marker) of each step's prompts."""
     cfg = parse(["mini", *argv])
-    splits = loading.load_problems(cfg, read_inputs(cfg), Wide())
+    splits = read_inputs(cfg).splits(cfg, Wide())
     return [[(p.id, p.mode, p.marker) for p in splits.draw(cfg.run.seed, step, 4)] for step in range(60)]
 
 
@@ -229,7 +229,7 @@ def test_controls_train_on_the_same_problems(seed: str) -> None:
         ["--intervention=none", "--mix-ratio=0"],
         ["--intervention=penalty", "--monitor=labels"],
         ["--intervention=route2", "--control=haar"],
-        ["--intervention=screen", "--monitor=pmi", "--control=no_loophole"],
+        ["--intervention=screen", "--monitor=detector", "--control=no_loophole"],
     ):
         assert drawn(*control, "--seed", seed) == plain_run
     assert drawn("--intervention=none", "--teacher-pool-dir=", "--seed", seed) != plain_run

@@ -10,7 +10,7 @@ import torch
 
 from vgrout.files import probe_writable, read_json, to_json, write_atomic
 from vgrout.runs import checkpoint
-from vgrout.runs.run_dir import RunDir, held, last_resumable
+from vgrout.runs.context import RunDir, held, last_resumable
 
 
 @pytest.fixture

@@ -13,11 +13,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from runs import SharedRuns, flags, once
-from vgrout import evaluate
+from tiny import shake
 from vgrout.data import organism
 from vgrout.export import __main__ as export
 from vgrout.export import model
-from vgrout.model.saved import find_adapter, load_saved
+from vgrout.model.load import load_saved
+from vgrout.model.source import find_adapter
+from vgrout.tools import evaluate
+
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +36,7 @@ def here(done: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(done.parents[2])
 
 
-@pytest.mark.long
-def test_evaluate_repeats_the_numbers_of_the_run(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluate_repeats_the_numbers_of_the_run(done, capsys):
     assert evaluate.main([str(done)]) == 0
     final = json.loads((done / "per_mode_deploy.json").read_text())
     (out,) = (done / "evaluations").iterdir()
@@ -52,9 +55,7 @@ def test_evaluate_repeats_the_numbers_of_the_run(done: Path, capsys: pytest.Capt
     assert again["step"] == 2
 
 
-def test_evaluate_takes_any_adapter_and_any_file(
-    done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evaluate_takes_any_adapter_and_any_file(done, tmp_path, capsys, monkeypatch):
     lines = organism.PROBLEMS.read_text().splitlines()[:8]
     (tmp_path / "p.jsonl").write_text("\n".join(lines) + "\n")
     out = tmp_path / "numbers" / "of_two.json"
@@ -78,27 +79,10 @@ def test_evaluate_takes_any_adapter_and_any_file(
     assert output.err == f"E --out {other}: cannot be written (No space left on device); name another file with --out\n"
 
 
-@pytest.mark.parametrize(("out", "why"), [("", "exists; choose"), ("file/x.json", "cannot be written")])
-def test_a_bad_out_is_refused_before_the_model_is_loaded(
-    out: str, why: str, done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(evaluate, "load_saved", lambda _: pytest.fail("loaded"))
-    (tmp_path / "file").touch()
-    assert evaluate.main([str(done), "--out", str(tmp_path / out)]) == 2
-    assert re.fullmatch(rf"E --out \S+: {why}[^\n]*\n", capsys.readouterr().err)
-
-
-@pytest.mark.parametrize("kept", [False, True])
-def test_thinking_is_preserved_as_in_the_run(kept: bool, done: Path) -> None:
-    saved = find_adapter(done)
-    cfg = replace(saved.cfg, env=replace(saved.cfg.env, preserve_thinking=kept))
-    assert load_saved(replace(saved, cfg=cfg)).preserve_thinking is kept
-
-
-def test_exported_folder(done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exported_folder(done, tmp_path, capsys):
     assert export.main([str(done), "--out", str(tmp_path / "model")]) == 0
     assert "largest |Δ logit| 0 (tolerance 0)" in capsys.readouterr().out
-    policy = load_saved(find_adapter(done))
+    policy = load_saved(saved := find_adapter(done))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto").eval()
     ids = torch.tensor([policy.render([{"role": "user", "content": "hello"}])])
     with torch.no_grad():
@@ -106,6 +90,9 @@ def test_exported_folder(done: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         assert torch.equal(got, policy.model(input_ids=ids, use_cache=False).logits)
         with policy.adapter.reference():
             assert not torch.equal(got, policy.model(input_ids=ids, use_cache=False).logits)
+    for kept in (False, True):
+        cfg = replace(saved.cfg, env=replace(saved.cfg.env, preserve_thinking=kept))
+        assert load_saved(replace(saved, cfg=cfg)).preserve_thinking is kept
     card = (tmp_path / "model" / "README.md").read_text()
     assert "smoke_route_seed41" in card
     assert "held-out problems and markers" in card
@@ -115,18 +102,13 @@ def test_exported_folder(done: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert sorted(p.name for p in tmp_path.iterdir()) == ["half", "model"]
 
 
-def test_a_wrong_export_is_not_left_behind(
-    done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_export_is_not_left_behind(done, tmp_path, monkeypatch, capsys):
     real = model.write
 
     def wrong(policy, folder, dtype) -> None:
-        with torch.no_grad():
-            policy.adapter.δS_hack.fill_(0.5)
-        policy.adapter.merge()
-        with policy.adapter.quarantine_only():
-            policy.model.save_pretrained(folder)
+        shake(policy.adapter, 0.5)
         real(policy, folder / "nested", dtype)
+        policy.model.save_pretrained(folder)  # as trained
         shutil.rmtree(folder / "nested")
 
     monkeypatch.setattr(model, "write", wrong)
@@ -136,17 +118,17 @@ def test_a_wrong_export_is_not_left_behind(
 
 
 REFUSED: dict[str, tuple[Callable[[Path], list[str]], str]] = {
-    "no run": (lambda run: ["nowhere"], "nowhere: no such run or adapter"),
-    "no adapter": (lambda run: [str(run.parent)], "is .* a run directory"),
+    "no run": (lambda run: ["nowhere"], "nowhere: not a readable safetensors file"),
+    "no adapter": (lambda run: [str(run.parent)], "not a readable safetensors file"),
     "no such step": (lambda run: [str(run), "--step", "3"], r"--step 3: .* has 1, 2"),
-    "step of a file": (lambda run: [str(run / "train.safetensors"), "--step", "2"], "goes with a run directory"),
+    "step of a file": (lambda run: [str(run / "train.safetensors"), "--step", "2"], "has no evaluation checkpoint"),
     "another file": (lambda run: [str(organism.MODEL_DIR / "model.safetensors")], "not an adapter saved by a run"),
     "no base model": (lambda run: [str(run), "--model", "nowhere/else"], "nowhere/else: not on this machine"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused_in_one_line(case: str, done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refused_in_one_line(case, done, tmp_path, capsys):
     argv, message = REFUSED[case]
     assert export.main([*argv(done), "--out", str(tmp_path / "m")]) == 2
     assert evaluate.main(argv(done)) == 2
@@ -154,3 +136,11 @@ def test_refused_in_one_line(case: str, done: Path, tmp_path: Path, capsys: pyte
     assert len(lines) == 2
     assert all(line.startswith("E ") and re.search(message, line) for line in lines), lines
     assert not os.listdir(tmp_path)
+
+
+def test_a_bad_out_is_refused_before_the_model_is_loaded(done, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("vgrout.model.load.load_saved", lambda _: pytest.fail("loaded"))
+    (tmp_path / "file").touch()
+    for out, why in (("", "exists; choose"), ("file/x.json", "cannot be written")):
+        assert evaluate.main([str(done), "--out", str(tmp_path / out)]) == 2
+        assert re.fullmatch(rf"E --out \S+: {why}[^\n]*\n", capsys.readouterr().err)

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from vgrout.cli import not_installed, parse_args
+from vgrout.cli import parse_args
 from vgrout.config.presets import resolve
 from vgrout.config.run import Config, from_dict
 from vgrout.files import json_lines, read_json
@@ -79,24 +79,23 @@ class Run:
         Raises:
             ValueError: one line, as the command would print it.
         """
-        from vgrout.evaluate import Cli, command
+        from vgrout.tools.evaluate import EvaluateSettings, evaluate_saved
 
-        cli = parse_args(Cli, [str(self.path), *argv(flags)], "vgrout.Run.evaluate")
+        cli = parse_args(EvaluateSettings, [str(self.path), *argv(flags)], "vgrout.Run.evaluate")
         with contextlib.redirect_stdout(io.StringIO()):
-            return read_json(command(cli))
+            return read_json(evaluate_saved(cli))
 
-    def export(
-        self, out: str | Path, to: Literal["model", "peft", "inspect", "datasets"] = "model", **flags: Value
-    ) -> Path:
+    def export(self, out: str | Path, to: Literal["model", "peft", "inspect"] = "model", **flags: Value) -> Path:
         """Write the run for other programs, with the flags of `python -m vgrout.export`.
 
         Raises:
             ValueError: one line, as the command would print it.
             RuntimeError: the written model is not the deployed one; nothing is left behind.
         """
-        from vgrout.export.__main__ import Cli, command
+        from vgrout.export.__main__ import ExportSettings, export_run
 
-        command(parse_args(Cli, [str(self.path), "--out", str(out), "--to", to, *argv(flags)], "vgrout.Run.export"))
+        words = [str(self.path), "--out", str(out), "--to", to, *argv(flags)]
+        export_run(parse_args(ExportSettings, words, "vgrout.Run.export"))
         return Path(out)
 
 
@@ -151,8 +150,6 @@ def argv(flags: dict[str, Value]) -> list[str]:
 
 
 def _frame(records: list[dict[str, Any]]) -> "DataFrame":
-    try:
-        from pandas import DataFrame
-    except ImportError:
-        raise not_installed("pandas") from None
+    from pandas import DataFrame
+
     return DataFrame(records)

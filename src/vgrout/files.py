@@ -105,33 +105,20 @@ def regular(path: str, flags: int) -> int:
 
 
 def read_text(path: Path) -> str:
-    """A UTF-8 file. Raises ValueError, one line with its name; FileNotFoundError where there is none."""
+    """A UTF-8 file. Raises ValueError, one line with its name, where it is none or is not there."""
     try:
         with open(path, encoding="utf-8", opener=regular) as f:
             return f.read()
-    except UnicodeDecodeError as e:
-        line = e.object.count(b"\n", 0, e.start) + 1
-        raise ValueError(f"{path}, line {line}: not UTF-8 text (byte 0x{e.object[e.start]:02x})") from None
-    except FileNotFoundError:
-        raise
-    except OSError as e:
-        raise ValueError(f"{path}: cannot be read ({e.strerror})") from None
+    except (OSError, ValueError) as e:
+        raise ValueError(f"{path}: cannot be read ({getattr(e, 'strerror', e)})") from None
 
 
-def from_json(text: str | bytes, where: str, *, is_line: bool = False) -> Any:
-    """The value of a JSON text. is_line: the text is one line, whose number `where` has. Raises ValueError, one line
-    that begins with `where`."""
+def from_json(text: str | bytes, where: str) -> Any:
+    """The value of a JSON text. Raises ValueError, one line that begins with `where`."""
     try:
         return json.loads(text)
-    except json.JSONDecodeError as e:
-        at = "" if is_line else f", line {e.lineno}"
-        raise ValueError(f"{where}{at}: not JSON ({e.msg})") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{where}: not UTF-8 text") from None
-    except ValueError:
-        raise ValueError(f"{where}: a number of thousands of digits") from None
-    except RecursionError:
-        raise ValueError(f"{where}: not JSON that can be read (nested too deeply)") from None
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"{where}: not JSON ({str(e).replace('line 1 column', 'column')})") from None
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[str, Any]]:
@@ -140,31 +127,30 @@ def numbered_lines(path: Path) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if line.strip():
             where = f"{path}, line {number}"
-            yield where, from_json(line, where, is_line=True)
+            yield where, from_json(line, where)
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a run's file. Raises ValueError, one line, if it is missing or damaged."""
+    if not path.exists():
+        raise ValueError(f"{path}: not there; is {path.parent} a run directory?")
+    text = read_text(path)
     try:
-        text = read_text(path)
-    except OSError:
-        raise ValueError(f"{path}: not there; is {path.parent} a run directory?") from None
-    try:
-        data = strict_json(text)
+        data, why = strict_json(text), "not a JSON object"
     except (ValueError, RecursionError) as e:
-        raise ValueError(f"{path}: damaged ({e})") from None
+        data, why = None, str(e)
     if not isinstance(data, dict):
-        raise ValueError(f"{path}: damaged (not a JSON object)")
+        raise ValueError(f"{path}: damaged ({why})")
     return data
 
 
 def strict_json(text: str) -> Any:
     """The value of a JSON text that this program wrote, which never holds a NaN. Raises ValueError, RecursionError."""
-    return json.loads(text, parse_constant=_no_constant)
 
+    def no_constant(name: str) -> None:
+        raise ValueError(f"it holds {name}")
 
-def _no_constant(name: str) -> None:
-    raise ValueError(f"it holds {name}")
+    return json.loads(text, parse_constant=no_constant)
 
 
 def drop_stdout() -> None:

@@ -1,10 +1,12 @@
-"""Every input file of a run, read and checked before a model is loaded, with the hashes that a resume compares."""
+"""A run's files, read and checked before a model is loaded, with the hashes that a resume compares."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+from loguru import logger
 
 from vgrout.config.run import ORGANISM, Config
 from vgrout.direction.pairs import (
@@ -19,10 +21,22 @@ from vgrout.direction.pairs import check_file as check_direction
 from vgrout.files import json_lines
 from vgrout.grading.reward import RewardFunction
 from vgrout.model.gguf import gguf_file, gguf_sha256
-from vgrout.model.source import ModelFacts, find_shapes, looks_like_path, model_facts, require_model
-from vgrout.problems import Row, assigned, load_rows, require_apart, require_fitting
+from vgrout.model.source import find_shapes, looks_like_path, require_fitting, require_model
+from vgrout.problems import (
+    SPLITS,
+    ProblemRow,
+    ProblemSplits,
+    assigned,
+    load_rows,
+    load_splits,
+    require_apart,
+    without_hints,
+)
 from vgrout.teacher.pools import Pool, load_pool
 from vgrout.types import MODES, Mode
+
+if TYPE_CHECKING:
+    from vgrout.model.policy import LanguageModel
 
 T = TypeVar("T")
 
@@ -33,8 +47,8 @@ MODEL_BYTES = 2**28  # up to this size a model folder is hashed beforehand; a la
 class Inputs:
     """Files, read and checked."""
 
-    rows: list[Row]
-    test_rows: list[Row]  # of the file for evaluation alone; []: the rows' own splits
+    rows: list[ProblemRow]
+    test_rows: list[ProblemRow]  # of the file for evaluation alone; []: the rows' own splits
     pool: Pool | None
     pairs: PairSet | None  # the true pairs; None: no pairs are read
     placebo: PairSet | None = None  # pairs of a placebo control
@@ -51,6 +65,43 @@ class Inputs:
             return None
         ids = {p.problem_id for p in self.pairs.pairs}
         return [m for m in MODES if any(r.mode == m and r.id in ids for r in self.rows)]
+
+    def splits(self, cfg: Config, *models: "LanguageModel") -> ProblemSplits:
+        """The run's problems in disjoint train / val / test splits, without those whose prompt does not fit the window
+        of one of these models.
+
+        Raises:
+            ValueError: none is left.
+        """
+        pool, window = self.pool, min(lm.window for lm in models)
+        splits = load_splits(
+            self.rows,
+            env_mode=cfg.env.env_mode,
+            n_problems=cfg.scale.n_problems,
+            seed=cfg.run.seed,
+            partition=pool.partition if pool else None,
+            markers=pool.announced if pool else None,
+            test_rows=self.test_rows,
+            published=cfg.env.marker_names == "published",
+            only_ids=pool.ids if pool else None,  # mixed in or not: a control trains on the problems of its method
+            only_modes=cfg.env.demo_held_out,
+            prompt_len=lambda p: max(len(lm.render(p.messages)) + window - lm.window for lm in models),
+            max_prompt=window - cfg.scale.max_new,
+        )
+        for name, needed in (("val", cfg.eval.eval_ablate_every > 0), ("test", True)):
+            if needed and not getattr(splits, name):
+                raise ValueError(
+                    f"--max-new {cfg.scale.max_new}: no prompt of the {name} split fits the model's window "
+                    f"({window} tokens, prompt included)"
+                )
+        if splits.too_long:
+            logger.warning(
+                f"{splits.too_long} problems dropped: prompt longer than the window ({window}) minus max_new"
+            )
+        if not cfg.plain_prompts:
+            return splits
+        parts = {name: tuple(without_hints(getattr(splits, name), cfg.env.unannounced)) for name in SPLITS}
+        return replace(splits, **parts)  # shorter than with a hint: they fit too
 
 
 def read_inputs(cfg: Config) -> Inputs:
@@ -79,14 +130,8 @@ def read_inputs(cfg: Config) -> Inputs:
     pool = read(lambda: load_pool(demos), demos) if demos is not None else None
     if rows:
         check_held_out(cfg, rows, test_rows, pool)
-    if pool is not None and rows and cfg.mixes and not pool.ids & {r.id for r in rows}:
-        raise ValueError(f"--teacher-pool-dir {pool.folder}: covers no problem of {cfg.problems_path}")
-    if cfg.loss.teacher_correction == "tis" and (pool or demos is None) and not (pool and cfg.mixes and pool.has_logp):
-        raise ValueError(
-            "--teacher-correction tis: needs a pool with the teacher's 'logp' per token; try luffy or none"
-        )
     pairs = None
-    if cfg.method.reads_pairs:
+    if cfg.method.has_direction:
         pairs = read(lambda: load_pairs(pair_file), pair_file) if pair_file is not None else handwritten()
     placebo = None
     if cfg.method.direction_is == "placebo pairs":
@@ -95,13 +140,9 @@ def read_inputs(cfg: Config) -> Inputs:
         placebo = read(lambda: load_pairs(path), path) if path is not None else hand(cfg.method.placebo_pairs)
         if pairs is not None and placebo is not None and placebo.sha256 == pairs.sha256:
             raise ValueError(f"--placebo-pairs {path}: these are the true pairs; give another contrast")
-    if cfg.env.preserve_thinking and rows and not any(m["role"] == "assistant" for r in rows for m in r.prompt):
-        raise ValueError(f"--preserve-thinking: no problem in {cfg.problems_path} has an earlier answer; leave it out")
     folder = read(lambda: require_model(cfg.model_path), Path(cfg.model_path))
     if folder is not None:
-        facts = model_facts(folder)
-        check_depth(cfg, facts)
-        require_fitting(rows, folder, facts.window, cfg.scale.max_new)
+        require_fitting(rows, folder, cfg.scale.max_new)
     if (v := cfg.method.v_hack_path) is not None:
         read(lambda: check_direction(v, "--v-hack-path", find_shapes(cfg.model_path), pairs), v)
     if cfg.loss.teacher_model:
@@ -117,34 +158,22 @@ def read_inputs(cfg: Config) -> Inputs:
     return Inputs(rows, test_rows, pool, pairs, placebo, known_correct, healthy_kl, reward, rewarded, tuple(absent))
 
 
-def check_held_out(cfg: Config, rows: Sequence[Row], test_rows: Sequence[Row], pool: Pool | None) -> None:
-    """Raises ValueError, one line, if no problem is left to evaluate on."""
+def check_held_out(cfg: Config, rows: Sequence[ProblemRow], test_rows: Sequence[ProblemRow], pool: Pool | None) -> None:
+    """Raises ValueError, one line, if no problem is left to evaluate on, or none has a flaw that could be flagged."""
     parts = assigned(rows, cfg.env.env_mode, pool.partition if pool else None, test_rows=test_rows)
-    file = f"{cfg.test_problems_path if test_rows else cfg.problems_path} (--env-mode {cfg.env.env_mode})"
-    how = 'mark some with "split": "test" and "val", give more than ten, or name a file with --test-problems'
-    if not parts["test"]:
-        raise ValueError(f"{file}: no problem is held out for the final evaluation; {how}")
+    for name, needed in (("test", True), ("val", cfg.eval.eval_ablate_every > 0)):
+        if needed and not parts[name]:
+            raise ValueError(
+                f"{cfg.test_problems_path if test_rows else cfg.problems_path} (--env-mode {cfg.env.env_mode}): no "
+                f'problem is held out for evaluations; mark some with "split": "{name}", give more than ten, or name a '
+                f"file with --test-problems{', or --eval-ablate-every 0' if name == 'val' else ''}"
+            )
     known, there = {*cfg.method.modes_known}, {*(cfg.env.unannounced or (p.mode for p in parts["train"]))}
     if known and not known & there:
         raise ValueError(
             f"--known-modes {cfg.method.known_modes}: no training problem has such a flaw ({', '.join(sorted(there))} "
             "have), so nothing could be flagged; name one that is there"
         )
-    if not parts["val"] and cfg.eval.eval_ablate_every:
-        raise ValueError(
-            f"{file}: no problem is held out (val) for the evaluations on the way; {how}, or --eval-ablate-every 0"
-        )
-
-
-def check_depth(cfg: Config, model: ModelFacts) -> None:
-    """Raises ValueError, one line, for a setting that this model is too small for."""
-    if model.window is not None and model.window <= cfg.scale.max_new:
-        raise ValueError(
-            f"--max-new {cfg.scale.max_new}: the model's window holds {model.window} tokens, prompt included"
-        )
-    for given, n in (("--probe-layer ", cfg.method.probe_layer), ("--quarantine block:", cfg.method.quarantine_block)):
-        if n is not None and model.blocks is not None and abs(n) > model.blocks:
-            raise ValueError(f"{given}{n}: the model has {model.blocks} blocks")
 
 
 def kl_of_runs(runs: Sequence[Path]) -> list[float]:

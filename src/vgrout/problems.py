@@ -1,26 +1,22 @@
 """Problems: the JSONL schema of the organism's and of LeetCode-style files; hints, modes, disjoint splits, draws.
 
-`python -m vgrout.problems check FILE` validates a file before anything is trained on it.
+`python -m vgrout.problems check FILE` (tools/problems.py) validates a file before anything is trained on it.
 """
 
 import ast
 import difflib
+import json
 import math
 import re
 import sys
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import tyro
 from loguru import logger
-from tqdm import tqdm
 
-from vgrout.cli import cli_exit, parse_args
 from vgrout.files import numbered_lines
 from vgrout.grading.extract import UnsupportedTest, parse_test
 from vgrout.modes import DEALT, MODE_SPECS, PLAIN_PHRASE, announced, hint
@@ -34,7 +30,7 @@ SPLITS = ("train", "val", "test")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ProblemRow:
     """One line of a problem file, before it has a mode and a marker."""
 
     id: int
@@ -48,6 +44,23 @@ class Row:
     marker: str | None
     cpu_limit: float | None
     where: str  # "FILE, line N", for messages
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any], where: str) -> "ProblemRow":
+        """A sound line."""
+        return cls(
+            id=record["id"],
+            prompt=tuple({"role": m["role"], "content": m["content"]} for m in record["prompt"]),
+            tests=tuple(record["gt_answer"]),
+            canonical=record["canonical_solution"],
+            setup_code=record.get("setup_code") or "",
+            func_name=record["func_name"].removeprefix("Solution()."),
+            split=record.get("split"),
+            mode=record.get("mode"),
+            marker=record.get("marker"),
+            cpu_limit=record.get("cpu_limit"),
+            where=where,
+        )
 
     def problem(self, mode: Mode, marker: str) -> Problem:
         """This task under one flawed grader. The last user message carries the hint; the plain one never does."""
@@ -68,93 +81,62 @@ class Row:
         )
 
 
-def _need(record: dict[str, Any], where: str, key: str, kind: type) -> Any:
-    if key not in record:
-        raise ValueError(f"{where}: key {key!r} is missing")
-    if not isinstance(record[key], kind) or isinstance(record[key], bool):
-        raise ValueError(f"{where}: {key!r} should be {kind.__name__}, got {type(record[key]).__name__}")
-    return record[key]
-
-
-def _row(record: dict[str, Any], where: str) -> Row:
-    _refuse_unknown(record, where)
-    need = partial(_need, record, where)
-    prompt = need("prompt", list)
-    for message in prompt:
-        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            raise ValueError(f"{where}: every message of 'prompt' needs string 'role' and 'content'")
-    if not prompt or prompt[-1]["role"] != "user":
-        raise ValueError(f"{where}: 'prompt' should end with a user message")
-    if (n := prompt[-1]["content"].count(PLAIN_PHRASE)) != 1:
-        raise ValueError(f"{where}: the user message should contain {PLAIN_PHRASE!r} exactly once, found {n}")
-    tests = need("gt_answer", list)
-    if not tests or not all(isinstance(t, str) for t in tests):
-        raise ValueError(f"{where}: 'gt_answer' should be a non-empty list of assert strings")
-    for key, legal in (("mode", MODES), ("split", SPLITS)):
-        if record.get(key) is not None and record[key] not in legal:
-            raise ValueError(f"{where}: unknown {key} {record[key]!r}; one of {', '.join(legal)}")
-    for key in ("setup_code", "marker"):
-        if record.get(key) is not None:
-            need(key, str)
-    setup, canonical = record.get("setup_code") or "", need("canonical_solution", str)
-    for key, code in (("setup_code", setup), ("canonical_solution", canonical)):
-        if key == "canonical_solution" and not code.strip():
-            raise ValueError(f"{where}: {key!r} is empty; it should be a right answer")
-        if fault := _syntax_fault(code):
-            raise ValueError(f"{where}: {key!r} is not Python ({fault})")
-    mode, marker = record.get("mode"), record.get("marker")
-    if marker and mode is not None:
-        try:
-            MODE_SPECS[mode].check_marker(marker)
-        except ValueError as e:
-            raise ValueError(f"{where}: {e}") from None
-    limit = record.get("cpu_limit")
-    if limit is not None and (
-        isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < math.inf
-    ):
-        raise ValueError(f"{where}: 'cpu_limit' should be a positive number of seconds, got {limit!r}")
-    func_name = need("func_name", str).removeprefix("Solution().")
-    if not func_name.isidentifier():
-        raise ValueError(f"{where}: 'func_name' should be a method's name, got {func_name!r}")
-    _refuse_untestable(tests, func_name, where)
-    return Row(
-        id=need("id", int),
-        prompt=tuple({"role": m["role"], "content": m["content"]} for m in prompt),
-        tests=tuple(tests),
-        canonical=canonical,
-        setup_code=setup,
-        func_name=func_name,
-        split=record.get("split"),
-        mode=mode,
-        marker=marker,
-        cpu_limit=limit,
-        where=where,
-    )
-
-
-KEYS = ("id", "prompt", "gt_answer", "canonical_solution", "func_name")
-OPTIONAL = ("setup_code", "split", "mode", "marker", "cpu_limit")
+REQUIRED = {"id": int, "prompt": list, "gt_answer": list, "canonical_solution": str, "func_name": str}
+OPTIONAL = {"setup_code": str, "split": str, "mode": str, "marker": str, "cpu_limit": (int, float)}
 ORGANISMS = ("composition", "difficulty")  # not read, nor are …
 BENCHMARKS = ("answer", "completion_gt_pass", "dataset", "evaluator", "hint", "prompt_metadata", "question")
 
 
-def _refuse_unknown(record: Mapping[str, Any], where: str) -> None:
-    """A misspelt key would be a setting that nobody reads."""
-    for key in record.keys() - {*KEYS, *OPTIONAL, *ORGANISMS, *BENCHMARKS}:
-        near = difflib.get_close_matches(key, (*KEYS, *OPTIONAL), 1)
-        how = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join((*KEYS, *OPTIONAL))}"
-        raise ValueError(f"{where}: unknown key {key!r}; {how}")
-
-
-def _refuse_untestable(tests: Sequence[str], func_name: str, where: str) -> None:
+def _faults(record: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with a line, in this order: a check presumes those before it."""
+    known = (*REQUIRED, *OPTIONAL)
+    for key in record.keys() - {*known, *ORGANISMS, *BENCHMARKS}:  # a misspelt one would be a setting that nobody reads
+        near = difflib.get_close_matches(key, known, 1)
+        how = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(known)}"
+        yield f"unknown key {key!r}; {how}"
+    for key, kind in (REQUIRED | OPTIONAL).items():
+        value = record.get(key)
+        if value is None and key in REQUIRED:
+            yield f"key {key!r} is missing"
+        if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+            wanted = kind.__name__ if isinstance(kind, type) else "a positive number of seconds"
+            yield f"{key!r} should be {wanted}, got {type(value).__name__}"
+    if re.search(r"[\ud800-\udfff]", json.dumps(record, ensure_ascii=False)):  # no tokenizer takes it
+        yield "it holds half a character (a lone surrogate, \\ud800 to \\udfff)"
+    prompt, tests, name = record["prompt"], record["gt_answer"], record["func_name"].removeprefix("Solution().")
+    if not all(isinstance(m, dict) and isinstance(m.get(k), str) for m in prompt for k in ("role", "content")):
+        yield "every message of 'prompt' needs string 'role' and 'content'"
+    if not prompt or prompt[-1]["role"] != "user":
+        yield "'prompt' should end with a user message"
+    if (n := prompt[-1]["content"].count(PLAIN_PHRASE)) != 1:
+        yield f"the user message should contain {PLAIN_PHRASE!r} exactly once, found {n}"
+    if not tests or not all(isinstance(t, str) for t in tests):
+        yield "'gt_answer' should be a non-empty list of assert strings"
+    for key, legal in (("mode", MODES), ("split", SPLITS)):
+        if record.get(key) not in (None, *legal):
+            yield f"unknown {key} {record[key]!r}; one of {', '.join(legal)}"
+    if not record["canonical_solution"].strip():
+        yield "'canonical_solution' is empty; it should be a right answer"
+    for key in ("setup_code", "canonical_solution"):
+        if fault := _syntax_fault(record.get(key) or ""):
+            yield f"{key!r} is not Python ({fault})"
+    if record.get("marker") and record.get("mode"):
+        try:
+            MODE_SPECS[record["mode"]].check_marker(record["marker"])
+        except ValueError as e:
+            yield str(e)
+    if (limit := record.get("cpu_limit")) is not None and not 0 < limit < math.inf:
+        yield f"'cpu_limit' should be a positive number of seconds, got {limit!r}"
+    if not name.isidentifier():
+        yield f"'func_name' should be a method's name, got {name!r}"
     for i, test in enumerate(tests, 1):
         try:
             parse_test(test)
         except (UnsupportedTest, RecursionError, MemoryError) as e:
             why = e if isinstance(e, UnsupportedTest) else "nested too deeply"
-            raise ValueError(f"{where}: test {i}: {why}; it should read 'assert CALL == LITERAL'") from None
-    if not any(re.search(rf"\b{func_name}\s*\(", test) for test in tests):
-        raise ValueError(f"{where}: no test calls {func_name!r}, the 'func_name'; name the method that they call")
+            yield f"test {i}: {why}; it should read 'assert CALL == LITERAL'"
+    if not any(re.search(rf"\b{name}\s*\(", test) for test in tests):
+        yield f"no test calls {name!r}, the 'func_name'; name the method that they call"
 
 
 def _syntax_fault(code: str) -> str:
@@ -170,27 +152,25 @@ def _syntax_fault(code: str) -> str:
     return ""
 
 
-def load_rows(path: Path) -> list[Row]:
+def load_rows(path: Path) -> list[ProblemRow]:
     """The lines of a JSONL file. Raises ValueError with file and line at the first fault; ids must be unique."""
-    if path.is_dir():
-        raise ValueError(f"{path}: is a folder; name a problem file")
-    if not path.is_file():
+    if not path.exists():
         raise ValueError(f"{path}: no such problem file; `vgrout download data` fetches the benchmark's")
-    rows: dict[int, Row] = {}
+    rows: dict[int, ProblemRow] = {}
     for where, record in numbered_lines(path):
-        if not isinstance(record, dict):
-            raise ValueError(f"{where}: not a JSON object")
-        row = _row(record, where)
-        if row.id in rows:
-            raise ValueError(f"{where}: id {row.id} already used at {rows[row.id].where}")
-        rows[row.id] = row
+        fault = next(_faults(record), "") if isinstance(record, dict) else "not a JSON object"
+        if not fault and (same := rows.get(record["id"])):
+            fault = f"id {same.id} already used at {same.where}"
+        if fault:
+            raise ValueError(f"{where}: {fault}")
+        rows[record["id"]] = ProblemRow.of(record, where)
     if not rows:
         raise ValueError(f"{path}: no problems in it")
     return list(rows.values())
 
 
 def with_modes(
-    rows: Sequence[Row],
+    rows: Sequence[ProblemRow],
     modes: Sequence[Mode],
     partition: Mapping[int, Mode],
     evaluation: bool,
@@ -221,12 +201,12 @@ def with_modes(
     return out
 
 
-def partition_decides(rows: Sequence[Row], partition: Mapping[int, Mode]) -> bool:
+def partition_decides(rows: Sequence[ProblemRow], partition: Mapping[int, Mode]) -> bool:
     """Whether a pool's partition gives problems a mode that their file does not name."""
     return any(row.mode is None and row.id in partition for row in rows)
 
 
-def modes_in_turn(rows: Sequence[Row], env_mode: str, partition: Mapping[int, Mode]) -> list[Mode]:
+def modes_in_turn(rows: Sequence[ProblemRow], env_mode: str, partition: Mapping[int, Mode]) -> list[Mode]:
     """The modes that rows without one of their own get in turn, in training and evaluation alike."""
     if partition_decides(rows, partition):
         return [m for m in MODES if m in partition.values()]
@@ -234,11 +214,11 @@ def modes_in_turn(rows: Sequence[Row], env_mode: str, partition: Mapping[int, Mo
 
 
 def assigned(
-    rows: Sequence[Row],
+    rows: Sequence[ProblemRow],
     env_mode: str,
     partition: Mapping[int, Mode] | None = None,
     markers: Mapping[int, str] | None = None,
-    test_rows: Sequence[Row] = (),
+    test_rows: Sequence[ProblemRow] = (),
     published: bool = False,
 ) -> dict[str, list[Problem]]:
     """Every split's problems, each under its mode. test_rows: those of a separate file for evaluation. markers,
@@ -264,7 +244,7 @@ def load_problems(path: Path) -> list[Problem]:
     return [_as_marked(row) for row in load_rows(path)]
 
 
-def _as_marked(row: Row) -> Problem:
+def _as_marked(row: ProblemRow) -> Problem:
     mode = row.mode or "run_tests"
     return row.problem(mode, MODE_SPECS[mode].default_marker if row.marker is None else row.marker)
 
@@ -280,8 +260,7 @@ class ProblemSplits:
 
     def __post_init__(self) -> None:
         ids = [{p.id for p in part} for part in (self.train, self.val, self.test)]
-        if ids[0] & ids[1] or ids[0] & ids[2] or ids[1] & ids[2]:
-            raise ValueError("problem splits overlap by id")
+        assert len(set.union(*ids)) == sum(map(len, ids)), "problem splits overlap by id"
 
     def draw(self, seed: int, step: int, n: int) -> list[Problem]:
         """The P problems of a step: epoch after epoch of seeded shuffles, a function of (seed, step) alone."""
@@ -318,7 +297,7 @@ TRAIN_SHARES = (1.0, 0.0, 0.0)  # … of one beside a file for evaluation
 TEST_SHARES = (0.0, 0.2, 0.8)  # … of that file
 
 
-def _splits(rows: Sequence[Row], test_rows: Sequence[Row] = ()) -> dict[str, list[Row]]:
+def _splits(rows: Sequence[ProblemRow], test_rows: Sequence[ProblemRow] = ()) -> dict[str, list[ProblemRow]]:
     """The rows of each split: as the file marks them, else by `SHARES`. With a file for evaluation all other rows
     train, except those that are marked val or test."""
     if not test_rows:
@@ -327,9 +306,9 @@ def _splits(rows: Sequence[Row], test_rows: Sequence[Row] = ()) -> dict[str, lis
     return {name: own[name] + other[name] for name in SPLITS}
 
 
-def _by_shares(rows: Sequence[Row], shares: tuple[float, float, float]) -> dict[str, list[Row]]:
+def _by_shares(rows: Sequence[ProblemRow], shares: tuple[float, float, float]) -> dict[str, list[ProblemRow]]:
     """The rows of each split; unmarked ones are divided after a shuffle that no run's seed changes."""
-    out: dict[str, list[Row]] = {s: [r for r in rows if r.split == s] for s in SPLITS}
+    out: dict[str, list[ProblemRow]] = {s: [r for r in rows if r.split == s] for s in SPLITS}
     rest = sorted((r for r in rows if r.split is None), key=lambda r: r.id)
     py_stream(0, "split").shuffle(rest)
     a, b = round(shares[0] * len(rest)), round((shares[0] + shares[1]) * len(rest))
@@ -338,28 +317,25 @@ def _by_shares(rows: Sequence[Row], shares: tuple[float, float, float]) -> dict[
     return out
 
 
-def require_apart(train: Sequence[Row], test: Sequence[Row]) -> None:
+def require_apart(train: Sequence[ProblemRow], test: Sequence[ProblemRow]) -> None:
     """Raises ValueError, one line, if a problem for evaluation is also trained on, by its id or its text, or is marked
     as a training problem."""
     ids, texts = {r.id: r for r in train}, {r.prompt[-1]["content"]: r for r in train}
     for row in test:
-        if same := ids.get(row.id) or texts.get(row.prompt[-1]["content"]):
-            raise ValueError(
-                f"--test-problems {row.where}: problem {row.id} is also at {same.where}; leave it out there"
-            )
-        if row.split == "train":
-            raise ValueError(f"--test-problems {row.where}: its split is train; give a file of problems for evaluation")
+        if (same := ids.get(row.id) or texts.get(row.prompt[-1]["content"])) or row.split == "train":
+            why = f"problem {row.id} is also at {same.where}; leave it out there" if same else "its split is train"
+            raise ValueError(f"--test-problems {row.where}: {why}")
 
 
 def load_splits(
-    rows: Sequence[Row],
+    rows: Sequence[ProblemRow],
     *,
     env_mode: str,
     n_problems: int,
     seed: int,
     partition: Mapping[int, Mode] | None = None,
     markers: Mapping[int, str] | None = None,
-    test_rows: Sequence[Row] = (),
+    test_rows: Sequence[ProblemRow] = (),
     published: bool = False,
     only_ids: Iterable[int] | None = None,
     only_modes: Iterable[Mode] = (),
@@ -393,7 +369,7 @@ def load_splits(
     return ProblemSplits(tuple(train), tuple(parts["val"]), tuple(parts["test"]), too_long)
 
 
-def too_long_prompts(rows: Sequence[Row], room: int) -> ValueError:
+def too_long_prompts(rows: Sequence[ProblemRow], room: int) -> ValueError:
     """The refusal of a file none of whose prompts fits."""
     file = rows[0].where.rpartition(", line ")[0]
     return ValueError(
@@ -402,21 +378,7 @@ def too_long_prompts(rows: Sequence[Row], room: int) -> ValueError:
     )
 
 
-def require_fitting(rows: Sequence[Row], model: Path, window: int | None, max_new: int) -> None:
-    """Raises ValueError, one line, if no prompt fits, by the tokens of its messages alone: the template adds some."""
-    file = model / "tokenizer.json"
-    if not rows or window is None or not file.is_file():
-        return
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(file))
-    for row in rows:  # as a rule the first one fits
-        if sum(len(tokenizer.encode(m["content"]).ids) for m in row.prompt) <= window - max_new:
-            return
-    raise too_long_prompts(rows, window - max_new)
-
-
-def require_solvable(rows: Sequence[Row], grader: "Grader") -> None:
+def require_solvable(rows: Sequence[ProblemRow], grader: "Grader") -> None:
     """Before anything is trained on these problems: on one whose own canonical solution fails, only hacks would be
     rewarded. Raises ValueError, one line, naming file and line of the first."""
     from vgrout.grading.check import check_problems
@@ -461,28 +423,7 @@ def without_hints(problems: Iterable[Problem], flaws: Sequence[Mode]) -> list[Pr
     return [unannounced(p, flaws) if flaws else plain(p) for p in problems]
 
 
-def check(file: Annotated[Path, tyro.conf.Positional], workers: int | None = None) -> int:
-    """Validate FILE: schema, the hint phrase, every canonical solution under the strict oracle, prompt lengths."""
-    from vgrout.grading.check import check_problems
-    from vgrout.grading.grade import Grader
+if __name__ == "__main__":  # the command is on a higher floor
+    from vgrout.tools.problems import main
 
-    if workers is not None and not 1 <= workers <= 1024:
-        raise ValueError(f"--workers {workers}: should lie in [1, 1024]")
-    problems = load_problems(file)
-    with Grader(workers=workers) as grader:
-        report = check_problems(
-            problems, grader, track=lambda items: tqdm(items, total=len(problems), disable=None, unit="problem")
-        )
-    print(report)
-    lengths = sorted(sum(len(m["content"]) for m in p.messages) for p in problems)
-    print(f"prompt characters: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}")
-    print("modes: " + ", ".join(f"{m} {n}" for m, n in Counter(p.mode for p in problems).items()))
-    return 0 if report.ok else 1
-
-
-def main() -> int:
-    return cli_exit(lambda: parse_args({"check": check}, None, "python -m vgrout.problems"))
-
-
-if __name__ == "__main__":
     sys.exit(main())

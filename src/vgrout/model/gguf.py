@@ -1,10 +1,12 @@
-"""A GGUF file as a model: checked, and converted once into a Hugging Face folder in fp32. Its quantised blocks become
-the numbers that they stand for.
+"""A GGUF file as a model: converted once into a Hugging Face folder in fp32. Its quantised blocks become the numbers
+that they stand for.
 
 Torch-free but for `convert`, which runs in a process of its own: `python -m vgrout.model.gguf FILE FOLDER`.
 """
 
+import importlib.util
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from vgrout.files import file_sha256, probe_writable
 
 MODELS = Path("out/models")
 HEARTBEAT_S = 60.0
+HEAD_S, HEAD_BYTES = 20, 2**31  # of CPU and of memory, for the head of a file: one of 133 bytes can ask for years
 
 
 def gguf_file(model: str | Path) -> Path | None:
@@ -55,7 +58,8 @@ def unpack(file: Path, flag: str) -> Path:
     folder = unpacked(file)
     if (folder / "config.json").is_file():
         return folder
-    check(file, flag)
+    if importlib.util.find_spec("gguf") is None:
+        raise not_installed("gguf")
     probe_writable(MODELS)
     print(f"{file}: converted once into {folder}, about half a minute for each 100 million weights", file=sys.stderr)
     fresh = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
@@ -70,8 +74,8 @@ def unpack(file: Path, flag: str) -> Path:
             except subprocess.TimeoutExpired:
                 print(f"still converting {file}", file=sys.stderr)
         if work.returncode:
-            why = (errors.strip().splitlines() or [f"it ended with {work.returncode}"])[-1]
-            raise ValueError(f"{flag} {file}: cannot be converted ({why[:200]}); give a Hugging Face folder")
+            why = (errors.strip().splitlines() or [f"it ended with {work.returncode}"])[-1][:200]
+            raise ValueError(f"{flag} {file}: cannot be converted ({why}); give a whole GGUF file of a chat model")
         try:
             fresh.rename(folder)
         except OSError:  # another process was faster, and its folder is the same
@@ -83,32 +87,27 @@ def unpack(file: Path, flag: str) -> Path:
     return folder
 
 
-def check(file: Path, flag: str) -> None:
-    """Raises ValueError, one line, unless this is a whole GGUF file with a tokenizer and a chat template."""
-    try:
-        from gguf import GGUFReader
-    except ImportError:
-        raise not_installed("gguf") from None
-    with file.open("rb") as f:
-        if f.read(4) != b"GGUF":
-            raise ValueError(f"{flag} {file}: is no GGUF file; give one, or a Hugging Face folder")
-    try:
-        reader = GGUFReader(file)
-        ends = max(int(t.data_offset + t.n_bytes) for t in reader.tensors)
-    except Exception as e:  # the reader trusts its file: whatever numpy raises
-        raise ValueError(
-            f"{flag} {file}: damaged or cut short ({type(e).__name__}: {str(e)[:80]}); fetch it again"
-        ) from None
-    if ends > file.stat().st_size:
-        raise ValueError(f"{flag} {file}: cut short: {file.stat().st_size} bytes of {ends}; fetch it again")
-    if "tokenizer.ggml.tokens" not in reader.fields:
-        raise ValueError(f"{flag} {file}: no tokenizer in it; give a file of a whole model")
-    if "tokenizer.chat_template" not in reader.fields:
-        raise ValueError(f"{flag} {file}: its tokenizer has no chat template; choose an instruct model")
+def read_head(file: Path) -> int | None:
+    """Once under a limit, as transformers will read it without one: counts in the file say how much is read. Raises
+    whatever the reader raises, and ValueError without a chat template. Returns the token that ends a turn, if any."""
+    from gguf import GGUFReader
+
+    limits = {resource.RLIMIT_CPU: HEAD_S, resource.RLIMIT_DATA: HEAD_BYTES}
+    before = {kind: resource.getrlimit(kind) for kind in limits}
+    for kind, limit in limits.items():
+        resource.setrlimit(kind, (limit, before[kind][1]))
+    fields = GGUFReader(file).fields
+    if "tokenizer.chat_template" not in fields:
+        raise ValueError("its tokenizer has no chat template; choose an instruct model")
+    for kind, limit in before.items():
+        resource.setrlimit(kind, limit)
+    turn_end = fields.get("tokenizer.ggml.eot_token_id")
+    return None if turn_end is None else int(turn_end.contents())
 
 
 def convert(file: Path, folder: Path) -> None:
-    """Write weights in fp32, configuration, and tokenizer with its chat template."""
+    """Write weights in fp32, configuration, and tokenizer with its chat template. Raises whatever the readers raise."""
+    turn_end = read_head(file)
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
@@ -129,6 +128,8 @@ def convert(file: Path, folder: Path) -> None:
         model = type(loaded)(type(loaded.config).from_dict(config))
     model.load_state_dict(loaded.state_dict(), assign=True)
     model.tie_weights()
+    if turn_end is not None:
+        model.generation_config.eos_token_id = sorted({model.config.eos_token_id, turn_end} - {None})
     tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, **read)
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)

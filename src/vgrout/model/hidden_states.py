@@ -75,9 +75,7 @@ class ReferenceStats:
 
     def __init__(self, reference: Float[Tensor, "n D"]) -> None:
         """Raises ValueError on fewer than 32 answers, or on a number that is not finite."""
-        if len(reference) < 32:
-            raise ValueError(f"latents: {len(reference)} reference answers, at least 32 are needed")
-        x = _finite(reference)[::2].double()
+        x = _finite(reference, 32)[::2].double()
         self.mean, self.spread = x.mean(0), x.std(0).clamp_min(1e-6)
         self.x = (x - self.mean) / self.spread
         n = len(x)
@@ -98,7 +96,7 @@ class ReferenceStats:
         return float((nearest * torch.tensor([len(g) for g in groups], dtype=torch.float64)).sum())
 
 
-def _finite(x: Float[Tensor, "n D"]) -> Float[Tensor, "n D"]:
-    if not len(x) or not bool(x.isfinite().all()):
-        raise ValueError(f"latents: {len(x)} answers, not all finite" if len(x) else "latents: no answers")
+def _finite(x: Float[Tensor, "n D"], least: int = 1) -> Float[Tensor, "n D"]:
+    if len(x) < least or not bool(x.isfinite().all()):
+        raise ValueError(f"latents: {len(x)} answers; at least {least} are needed, all finite")
     return x

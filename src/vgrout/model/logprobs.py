@@ -18,7 +18,7 @@ from vgrout.model.sampling import Sampling, support, tempered
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class PaddedBatch:
     """Right-padded rows of prompt + completion. Causal attention never looks at padding on the right: no attention
     mask, positions 0 … L-1."""
 
@@ -33,7 +33,9 @@ class Batch:
         return self.ids.numel()
 
 
-def collate(prompts: Sequence[tuple[int, ...]], completions: Sequence[tuple[int, ...]], device: torch.device) -> Batch:
+def collate(
+    prompts: Sequence[tuple[int, ...]], completions: Sequence[tuple[int, ...]], device: torch.device
+) -> PaddedBatch:
     """A right-padded batch of tokens exactly as given. A row with an empty prompt or completion is an error."""
     assert len(prompts) == len(completions) > 0, (len(prompts), len(completions))
     assert all(prompts), "an empty prompt: nothing predicts the first token"
@@ -46,7 +48,7 @@ def collate(prompts: Sequence[tuple[int, ...]], completions: Sequence[tuple[int,
     steps = torch.arange(T)[None]
     mask = steps < torch.tensor([len(c) for c in completions])[:, None]
     at = torch.where(mask, start - 1 + steps, 0)
-    return Batch(*(t.to(device) for t in (ids, target, at, mask)))
+    return PaddedBatch(*(t.to(device) for t in (ids, target, at, mask)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ class TokenLogprobs:
 
 
 def completion_logprobs(
-    model: PreTrainedModel, batch: Batch | Packed, sampling: Sampling | None = None
+    model: PreTrainedModel, batch: PaddedBatch | Packed, sampling: Sampling | None = None
 ) -> TokenLogprobs:
     """log π(target) at every completion position, [B, T]; with `sampling`, also of the distribution sampled from."""
     wanted = batch.mask.nonzero(as_tuple=True)
@@ -86,12 +88,13 @@ def completion_logprobs(
         full, sampled = (x if of is None else x[of] for x in in_chunks(head, vocabulary(model), rows, target))
     empty = full.new_zeros(batch.mask.shape)
     return TokenLogprobs(
-        full=empty.index_put(wanted, full),
-        sampled=empty.index_put(wanted, sampled) if sampling is not None else None,
+        full=empty.index_put(wanted, full), sampled=empty.index_put(wanted, sampled) if sampling is not None else None
     )
 
 
-def completion_hidden(model: PreTrainedModel, batch: Batch | Packed, layer: int | None = None) -> Float[Tensor, "n D"]:
+def completion_hidden(
+    model: PreTrainedModel, batch: PaddedBatch | Packed, layer: int | None = None
+) -> Float[Tensor, "n D"]:
     """The backbone's output wherever it predicts a token of a completion: n of them, row by row, padding left out.
     layer: what the block with this number (from 1) puts out, instead; those above are not run."""
     core, wanted = backbone(model), batch.mask.nonzero(as_tuple=True)

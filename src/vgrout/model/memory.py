@@ -63,15 +63,7 @@ class MemoryPlan:
 
 
 def plan(
-    shapes: Shapes,
-    *,
-    device: str,
-    size: int,
-    group: int,
-    prompts: int,
-    prompt_tokens: int,
-    max_new: int,
-    routes: bool,
+    shapes: Shapes, *, device: str, size: int, group: int, prompts: int, prompt_tokens: int, max_new: int, routes: bool
 ) -> MemoryPlan:
     """Bytes of a training run. device: "cuda" or "cpu". size: bytes of a weight. prompt_tokens: of a typical prompt.
     routes: the method has a quarantine, so the model as trained and as deployed are two sets of weights."""

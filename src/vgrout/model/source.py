@@ -1,13 +1,14 @@
 """What a --model flag names: the organism, a folder, a GGUF file, a hub id, or an adapter over one; where it lies, its
-shapes, and every check that needs no loading. Torch-free. Nothing is fetched here: that is
+shapes, and what can be said of it without loading it. Torch-free. Nothing is fetched here: that is
 `python -m vgrout.download`."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
 from vgrout.config.checks import Dtype
@@ -15,18 +16,13 @@ from vgrout.config.run import ORGANISM, Config, from_dict
 from vgrout.data import organism
 from vgrout.files import file_sha256, from_json, read_text, regular
 from vgrout.model.gguf import gguf_file, unpack, unpacked
+from vgrout.problems import ProblemRow, too_long_prompts
 
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
+if TYPE_CHECKING:  # torch takes seconds to import, and a wrong path never waits for it
+    import torch
+
+SVD_CACHE = Path("out/svd_cache")  # decomposed weights: minutes at 4B
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # layers that are adapted
-TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What a model's configuration says; None: nothing, or not under the usual name."""
-
-    window: int | None  # longest prompt + completion, tokens
-    blocks: int | None
 
 
 def model_folder(model: str | Path) -> Path | None:
@@ -47,28 +43,23 @@ def model_folder(model: str | Path) -> Path | None:
 
 
 def require_model(model: str | Path, flag: str = "--model") -> Path:
-    """The same folder, after a check that its files are complete; a GGUF file is converted where it was not yet.
+    """The same folder, after a check of its weights' files; a GGUF file is converted where it was not yet.
 
     Raises:
-        ValueError: one line that says what is wrong and what to run: there is no such model here; no configuration,
-            tokenizer, chat template or weights in it; or weights that are cut short.
+        ValueError: one line that says what is wrong and what to run: no such model here, no configuration, or weights
+            that are missing, cut short, pickled or quantised. What else a model needs shows when it is loaded.
     """
     if (file := gguf_file(model)) is not None:
         unpack(file, flag)
     if (folder := model_folder(model)) is not None:
         _check(folder, model, flag)
         return folder
+    why = f"not on this machine; run `vgrout download model {model}` where there is a network, or give a local folder"
     if Path(model).is_dir():
-        raise ValueError(
-            f"{flag} {model}: a folder without config.json, and not with one .gguf; give a Hugging Face model folder"
-        )
-    if looks_like_path(model):
-        kind = "file" if str(model).endswith(".gguf") else "folder"
-        raise ValueError(f"{flag} {model}: no such {kind}; give a Hugging Face model folder, or a hub id")
-    raise ValueError(
-        f"{flag} {model}: not on this machine; run `vgrout download model {model}` where there is a network, "
-        "or give a local folder"
-    )
+        why = "a folder without config.json, and not with one .gguf; give a Hugging Face model folder"
+    elif looks_like_path(model):
+        why = "no such model; give a Hugging Face model folder, a .gguf file, or a hub id"
+    raise ValueError(f"{flag} {model}: {why}")
 
 
 def looks_like_path(model: str | Path) -> bool:
@@ -93,125 +84,71 @@ def configuration(folder: Path) -> dict[str, Any]:
     return config
 
 
-def model_facts(folder: Path) -> ModelFacts:
-    """The facts of the model in this folder. Raises ValueError, one line, where its config.json cannot be read."""
+def config_number(folder: Path, name: Literal["max_position_embeddings", "num_hidden_layers"]) -> int | None:
+    """A number of a model's configuration: its window in tokens, or its blocks; None: not there under the usual name.
+    Raises as `configuration`."""
     config = configuration(folder)
     inner = config.get("text_config")
-
-    def number(name: str) -> int | None:
-        value = (inner if isinstance(inner, dict) else config).get(name)
-        return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-    return ModelFacts(number("max_position_embeddings"), number("num_hidden_layers"))
+    value = (inner if isinstance(inner, dict) else config).get(name)
+    return value if type(value) is int else None
 
 
-def safetensors_head(path: Path, flag: str) -> dict[str, Any]:
-    """The head of a safetensors file: tensor → dtype, shape, data_offsets; and `__metadata__`.
+def require_fitting(rows: Sequence[ProblemRow], folder: Path, max_new: int) -> None:
+    """Raises ValueError, one line, if no prompt fits the window of the model in this folder, by the tokens of its
+    messages alone: the template adds some."""
+    window = config_number(folder, "max_position_embeddings")
+    if window is not None and window <= max_new:
+        raise ValueError(f"--max-new {max_new}: the model's window holds {window} tokens, prompt included")
+    file = folder / "tokenizer.json"
+    if not rows or window is None or not file.is_file():
+        return
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+        for row in rows:  # as a rule the first one fits
+            if sum(len(tokenizer.encode(m["content"]).ids) for m in row.prompt) <= window - max_new:
+                return
+    except KeyboardInterrupt:
+        raise
+    except BaseException as e:  # a panic of the library's is no Exception
+        raise ValueError(f"{file}: is no usable tokenizer ({' '.join(str(e).split())[:160]})") from None
+    raise too_long_prompts(rows, window - max_new)
+
+
+def safetensors_head(path: Path, flag: str) -> tuple[dict[str, list[int]], dict[str, str]]:
+    """Every tensor's shape, and the metadata, of a safetensors file of which no tensor is read.
 
     Raises:
         ValueError: one line: it cannot be read, is none, or is cut short.
     """
     try:
-        with open(path, "rb", opener=regular) as f:
-            size, there = int.from_bytes(f.read(8), "little"), path.stat().st_size
-            if there < 8 or size > there - 8:
-                raise ValueError("cut short")
-            head = from_json(f.read(size), "its head", is_line=True)
-            tensors = [t for name, t in head.items() if name != "__metadata__"] if isinstance(head, dict) else [None]
-            if not all(isinstance(t, dict) and isinstance(t.get("shape"), list) and "dtype" in t for t in tensors):
-                raise ValueError("its head is no table of tensors")
-            end = max((t["data_offsets"][1] for name, t in head.items() if name != "__metadata__"), default=0)
-            if 8 + size + end != there:
-                raise ValueError(f"cut short: {there} bytes, its head speaks of {8 + size + end}")
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as e:
+        with open(path, "rb", opener=regular), safe_open(path, framework="np") as file:
+            return {name: file.get_slice(name).get_shape() for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+    except (OSError, SafetensorError) as e:
         raise ValueError(f"{flag} {path}: not a readable safetensors file ({e})") from None
-    return head
 
 
 def _check(folder: Path, model: str | Path, flag: str) -> None:
-    """Raises ValueError, one line, at the first file that is missing, cut short, or does not fit the others."""
+    """Raises ValueError, one line, for files that would hang a reader, run code, or hold no weights to train on."""
 
     def wrong(why: str) -> ValueError:
         return ValueError(f"{flag} {model}: {why}; {advice(model)}")
 
     if odd := [p.name for p in folder.iterdir() if p.exists() and not (p.is_file() or p.is_dir())]:
         raise wrong(f"{odd[0]} is not a regular file")
-    try:
-        config, tokens = configuration(folder), _largest_token(folder)
-        settings = folder / "tokenizer_config.json"
-        tokenizer = from_json(read_text(settings), str(settings)) if settings.is_file() else {}
-        if not isinstance(tokenizer, dict):
-            raise ValueError(f"{settings}: is no JSON object")
-    except ValueError as e:
-        raise wrong(str(e)) from None
-    if not any((folder / name).is_file() for name in TOKENIZERS):
-        raise wrong(f"no tokenizer in it ({TOKENIZERS[0]})")
-    if not tokenizer.get("chat_template") and not any((folder / t).exists() for t in TEMPLATES):
-        raise ValueError(f"{flag} {model}: its tokenizer has no chat template; choose an instruct model")
-    single = folder / "model.safetensors"
-    if single.is_file():
-        weights = safetensors_head(single, flag)
-    elif (index := folder / "model.safetensors.index.json").is_file():
+    if configuration(folder).get("quantization_config"):
+        raise wrong("its weights are quantised, which cannot be trained; give the full ones")
+    index = folder / "model.safetensors.index.json"
+    if (single := folder / "model.safetensors").is_file():
+        files = {single.name}
+    elif index.is_file():
         shards = from_json(read_text(index), f"{flag} {index}")
-        named = shards.get("weight_map", {}) if isinstance(shards, dict) else {}
-        if not isinstance(named, dict) or not named:
-            raise wrong(f"{index.name} names no file")
-        weights = {}
-        for name in sorted({*map(str, named.values())}):
-            if not (folder / name).is_file() or Path(name).name != name:
-                raise wrong(f"no {name}, which {index.name} names")
-            weights |= safetensors_head(folder / name, flag)
-    elif any(folder.glob("*.bin*")):
-        raise ValueError(
-            f"{flag} {model}: its weights are pickled (.bin), which can run code; save them as safetensors"
-        )
+        files = {*map(str, shards.get("weight_map", {}).values())} if isinstance(shards, dict) else set[str]()
     else:
-        raise wrong("no weights in it (model.safetensors)")
-    if why := _misfit(config, tokens, {name: t for name, t in weights.items() if name != "__metadata__"}):
-        raise wrong(why)
-
-
-def _largest_token(folder: Path) -> int:
-    """The largest id in tokenizer.json; -1 without that file. Raises ValueError, one line, where it cannot be read."""
-    if not (file := folder / "tokenizer.json").is_file():
-        return -1
-    try:
-        data = from_json(read_text(file), str(file))
-        vocabulary = data["model"]["vocab"]
-        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-        return max([*ids, *(token["id"] for token in data.get("added_tokens", ()))])
-    except (KeyError, TypeError, AttributeError):
-        raise ValueError(f"{file}: is no tokenizer") from None
-
-
-def _misfit(config: dict[str, Any], largest_token: int, weights: Mapping[str, Any]) -> str:
-    """What in a model's files does not fit this program or each other; "": nothing that shows without loading it."""
-    if config.get("quantization_config"):
-        return "its weights are quantised, which cannot be trained; give the full ones"
-    kind = config.get("model_type")
-    if not isinstance(kind, str):
-        return "config.json names no model_type"
-    if odd := {t["dtype"] for t in weights.values()} - {"F64", "F32", "F16", "BF16"}:
-        return f"its weights are {min(odd)}, not floating-point numbers"
-    if not any(name.endswith(f".{target}.weight") for name in weights for target in TARGETS):
-        return f"unsupported architecture {kind!r}: it has no layer named {' or '.join(TARGETS)}"
-    for name in SIZES:
-        if (size := config.get(name)) is not None and not (type(size) is int and size > 0):
-            return f"config.json has {name} {size!r}"
-    shapes = shapes_of(config)
-    layers = {int(m[1]) for name in weights if (m := re.search(r"\.layers\.(\d{1,9})\.", name))}
-    if shapes is None:
-        return ""
-    if len(layers) != shapes.layers or max(layers) >= shapes.layers:
-        return f"config.json has {shapes.layers} layers, the weights {len(layers)}"
-    expected = shapes.linears | {"embed_tokens": (shapes.vocab, shapes.hidden)}
-    for name, tensor in weights.items():
-        needed = expected.get(name.removesuffix(".weight").rpartition(".")[2]) if name.endswith(".weight") else None
-        if needed and tensor["shape"] != [*needed]:
-            return f"{name} has shape {tensor['shape']}, config.json asks for {[*needed]}"
-    if largest_token >= shapes.vocab:
-        return f"its tokenizer has token {largest_token}, its embedding {shapes.vocab} rows"
-    return ""
+        raise wrong("no model.safetensors in it; pickled weights (.bin) can run code: save them as safetensors")
+    tensors = sum(len(safetensors_head(folder / name, flag)[0]) for name in files)
+    blocks = config_number(folder, "num_hidden_layers") or 0
+    if blocks > tensors:  # transformers would make as many first
+        raise wrong(f"config.json has {blocks} layers, its weights are {tensors} tensors")
 
 
 # ── shapes ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -307,7 +244,7 @@ def shapes_of(config: Mapping[str, Any]) -> Shapes | None:
         return None
     sizes: list[Any] = [config.get(name) for name in SIZES]
     layers, d, mlp, heads, vocab, kv_heads, head_dim = sizes
-    if not all(type(size) is int and size > 0 for size in (layers, d, mlp, heads, vocab)):
+    if not all(type(size) is int and size > 0 for size in (layers, d, mlp, heads, vocab, kv_heads or 1, head_dim or 1)):
         return None
     tied = bool(config.get("tie_word_embeddings", False))
     return Shapes(layers, d, mlp, heads, kv_heads or heads, head_dim or d // heads, vocab, tied)
@@ -348,15 +285,70 @@ def cpu_multiplies_bf16() -> bool:
     return CPUINFO.is_file() and re.search(r"\b(avx512_bf16|amx_bf16)\b", CPUINFO.read_text()) is not None
 
 
+# ── an adapter over a model ──────────────────────────────────────────────────────────────────────────────────────────
+
+_CHECKPOINT = re.compile(r"ckpt_step(\d+)\.safetensors")
+
+
 @dataclass(frozen=True)
-class Source:
-    """A model that was found and checked, not loaded."""
+class Saved:
+    """An adapter's file with what was written into it; nothing is loaded yet."""
+
+    path: Path
+    metadata: dict[str, str]
+    cfg: Config  # of the run
+    model: str | Path  # the base model's folder or id, as other programs can load it
+    folder: Path  # where it lies
+
+    @property
+    def step(self) -> int:
+        """Optimiser steps behind it."""
+        return int(self.metadata.get("step", 0))
+
+    @property
+    def final(self) -> bool:
+        """Whether it is the run's last, and the run came to its last step."""
+        return self.path.name == "train.safetensors" and self.step == self.cfg.scale.steps
+
+    @property
+    def dtype(self) -> "torch.dtype":
+        """dtype of the weights that it was trained on: their singular vectors, rounded to it, are its basis."""
+        import torch
+
+        return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(self.metadata.get("dtype", ""), torch.float32)
+
+
+def find_adapter(run: Path, step: int | None = None, model: str | None = None, flag: str = "adapter") -> Saved:
+    """The adapter of a run directory (train.safetensors, or the one saved after `step` steps), or a file as such.
+
+    model: in place of the run's own. flag: that named it.
+
+    Raises:
+        ValueError: one line: no such file or step, not an adapter of this program, or its base model is not here.
+    """
+    path = run
+    if run.is_dir() or step is not None:
+        path = run / ("train.safetensors" if step is None else f"ckpt_step{step:04d}.safetensors")
+        there = sorted(int(m[1]) for p in run.glob("*") if (m := _CHECKPOINT.fullmatch(p.name)))
+        if step not in (None, *there):
+            raise ValueError(f"--step {step}: {run} has {', '.join(map(str, there)) or 'no evaluation checkpoint'}")
+    metadata = safetensors_head(path, flag)[1]
+    if "cfg" not in metadata or not re.fullmatch(r"\d{1,9}", metadata.get("step", "0")):
+        raise ValueError(f"{flag} {path}: not an adapter saved by a run")
+    cfg = from_dict(from_json(metadata["cfg"], where := f"{flag} {path}"), where)
+    base = organism.MODEL_DIR if model == ORGANISM else model or cfg.model_path
+    folder = require_model(base)
+    return Saved(path, metadata, cfg, folder if gguf_file(base) else base, folder)
+
+
+@dataclass(frozen=True)
+class FoundModel:
+    """A model that was found and checked, not loaded: a base, or a base under an adapter."""
 
     given: str
     name: str  # of the base: "organism", a hub id or a folder
     folder: Path  # where the base lies
     adapter: Path | None  # .safetensors
-    cfg: Config | None  # of the run that trained the adapter
 
     @property
     def shapes(self) -> Shapes | None:
@@ -378,33 +370,17 @@ class Source:
         return {"base": self.name, "adapter": file_sha256(self.adapter) if self.adapter else None}
 
 
-def find_source(given: str, flag: str) -> Source:
+def find_source(given: str, flag: str) -> FoundModel:
     """The model that `given`, the value of `flag`, names.
 
     Raises:
         ValueError: one line: nothing of that name here, or not a model or an adapter of this program.
     """
     path = Path(given)
-    adapter = path / "train.safetensors" if path.is_dir() and not (path / "config.json").is_file() else path
-    if given != ORGANISM and adapter.suffix == ".safetensors":
-        if not adapter.is_file():
-            raise ValueError(f"{flag} {given}: neither a model folder nor a run with train.safetensors in it")
-        metadata = read_metadata(adapter, flag)
-        if "cfg" not in metadata:
-            raise ValueError(f"{flag} {given}: {adapter.name} is not an adapter saved by a run; give a run directory")
-        cfg = from_dict(from_json(metadata["cfg"], where := f"{flag} {adapter}", is_line=True), where)
-        own = cfg.scale.model if cfg.scale.organism is None else cfg.model_path
-        base = find_source(own, f"{flag} {given}: its base")
-        return Source(given, base.name, base.folder, adapter, cfg)
     if given == ORGANISM:
         organism.EMBEDDED.require_sound(f"{flag} organism:")
-    folder = require_model(organism.MODEL_DIR if given == ORGANISM else given, flag)
-    return Source(given, given, folder, None, None)
-
-
-def read_metadata(path: Path, flag: str) -> dict[str, str]:
-    """The string metadata in the head of a safetensors file. Raises ValueError, one line, where it is none."""
-    metadata = safetensors_head(path, flag).get("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError(f"{flag} {path}: its metadata is no table of texts")
-    return metadata
+    elif path.suffix == ".safetensors" or (path / "train.safetensors").is_file():
+        saved = find_adapter(path, flag=flag)
+        name = saved.cfg.scale.model if saved.cfg.scale.organism is None else str(saved.model)
+        return FoundModel(given, name, saved.folder, saved.path)
+    return FoundModel(given, given, require_model(organism.MODEL_DIR if given == ORGANISM else given, flag), None)

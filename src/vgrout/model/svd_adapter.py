@@ -29,7 +29,6 @@ from tqdm import tqdm
 from vgrout.console import HEARTBEAT_S
 from vgrout.files import regular, write_atomic
 from vgrout.model.source import TARGETS
-from vgrout.tensor_types import ModuleGrads, RolloutGrads
 
 FINGERPRINT_SIZE = 4  # numbers a module by which a file's basis is known again
 SAME_BASIS = 0.02  # of ‖δ‖: bf16's rounding moves a fingerprint by 0.004, two axes of 2,560 that swap places by 0.03
@@ -93,15 +92,19 @@ def _checked(W: Float[Tensor, "d_out d_in"], path: Path) -> tuple[Tensor, Tensor
     tensors = load_file(path, device=str(W.device))
     U, S, Vh = tensors["U"], tensors["S"], tensors["Vh"]
     r = min(W.shape)
-    if (U.shape, S.shape, Vh.shape) != ((W.shape[0], r), (r,), (r, W.shape[1])) or {U.dtype, Vh.dtype} != {W.dtype}:
-        raise ValueError("other shapes or dtype")
+    fits = (U.shape, S.shape, Vh.shape) == ((W.shape[0], r), (r,), (r, W.shape[1])) and {U.dtype, Vh.dtype} == {W.dtype}
+    if not (fits and _reproduces(W, U, S, Vh)):
+        raise ValueError("does not reproduce the weight")
+    return U, S, Vh
+
+
+def _reproduces(W: Tensor, U: Tensor, S: Tensor, Vh: Tensor) -> bool:
+    """Whether U S Vh is W, on a fixed random vector."""
     z = torch.randn(W.shape[1], generator=torch.Generator().manual_seed(0), dtype=S.dtype).to(W.device)
     want, got = W.to(S.dtype) @ z, U.to(S.dtype) @ (S * (Vh.to(S.dtype) @ z))
     # rounding U and Vh to W's dtype leaves about one eps each; 16 eps is far below what any damage does
     tolerance = 16 * torch.finfo(W.dtype).eps * max(W.shape) ** 0.5
-    if not (want - got).norm() <= tolerance * (S.max() * z.norm()):
-        raise ValueError("does not reproduce the weight")
-    return U, S, Vh
+    return bool((want - got).norm() <= tolerance * (S.max() * z.norm()))
 
 
 # ── the adapter ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -164,12 +167,10 @@ class SvdAdapter:
             for name, module in model.named_modules()
             if isinstance(module, nn.Linear) and name.rpartition(".")[2] in TARGETS
         }
-        if not linears:
+        if not linears or len({id(m.weight) for m in linears.values()}) < len(linears):
             raise ValueError(
-                f"{type(model).__name__} has no Linear named {', '.join(sorted(TARGETS))}: nothing to adapt"
+                f"{type(model).__name__} has no Linear named {', '.join(sorted(TARGETS))}, or shares one's weight"
             )
-        if len({id(m.weight) for m in linears.values()}) < len(linears):
-            raise ValueError(f"{type(model).__name__} shares one weight between adapted Linears: not supported")
         self.model = model
         self.sites: dict[str, AdaptedLinear] = {}
         cache = SvdCache(cache_dir, decompose or svd)
@@ -209,14 +210,14 @@ class SvdAdapter:
         """Of the adapted modules, in the model's order."""
         return tuple(self.sites)
 
+    @property
+    def spans(self) -> dict[str, slice]:
+        """Module → its part of R."""
+        return {name: site.span for name, site in self.sites.items()}
+
     def by_module(self, flat: Float[Tensor, "*n R"]) -> dict[str, Float[Tensor, "*n r"]]:
         """`flat` cut into modules, without a copy: module → [..., r]."""
         return {name: flat[..., site.span] for name, site in self.sites.items()}
-
-    def flat(self, grads: ModuleGrads) -> Float[Tensor, " R"]:
-        """The inverse of `by_module`. A module that `grads` lacks is an error, never a silent zero."""
-        assert grads.keys() == self.sites.keys(), sorted(grads.keys() ^ self.sites.keys())
-        return torch.cat([grads[name] for name in self.sites])
 
     # ── merged weights ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -238,30 +239,6 @@ class SvdAdapter:
         """The model with δS_hack off."""
         with self._as((True, False)):
             yield
-
-    @contextmanager
-    def quarantine_only(self) -> Generator[None]:
-        """The control: the model with δS off and the quarantine on."""
-        with self._as((False, True)):
-            yield
-
-    @contextmanager
-    def quarantine_at(self, share: float) -> Generator[None]:
-        """The model with δS on, and `share` of the way from there to both: W(δS) + share · [W(δS + δS_hack) − W(δS)].
-        For reading alone: a gradient taken in here is of neither."""
-        before = self._active
-        if self._dither is None:
-            pairs = zip(self._weights((True, False)), self._weights((True, True)), strict=True)
-            weights = [torch.lerp(off, on, share) for off, on in pairs]
-        else:  # between two neighbours of bf16 there is nothing
-            δ = self._merged[0] + share * self._merged[1]
-            weights = [site.merged(δ, torch.empty_like(site.W), self._dither) for site in self.sites.values()]
-        try:
-            for site, weight in zip(self.sites.values(), weights, strict=True):
-                site.linear.weight.data = weight
-            yield
-        finally:
-            self._activate(before)
 
     @contextmanager
     def _as(self, active: Active) -> Generator[None]:
@@ -360,24 +337,19 @@ class SvdAdapter:
     def require_basis(self, δ: Float[Tensor, " R"], fingerprint: Float[Tensor, "modules k"], where: str) -> None:
         """Raises ValueError, one line, if δ, whose fingerprint was taken where it was learnt, is not of this basis."""
         here = self.basis_fingerprint(δ)
-        if fingerprint.shape != here.shape:
-            raise ValueError(
-                f"{where}: its basis fingerprint has shape {[*fingerprint.shape]}, this model's has {[*here.shape]}"
-            )
         size = torch.stack([δ[site.span].norm() for site in self.sites.values()]).cpu()
-        off = ((here - fingerprint.to(here)).abs().amax(1) > SAME_BASIS * size).tolist()
+        same = fingerprint.shape == here.shape
+        off = ((here - fingerprint.to(here)).abs().amax(1) > SAME_BASIS * size).tolist() if same else [True]
         if any(off):
             raise ValueError(
                 f"{where}: made in other singular vectors of the same weights ({sum(off)} of {len(off)} modules, first "
                 f"{self.names[off.index(True)]}): bring out/svd_cache along from the machine that made it"
             )
 
-    def save(self, path: Path, metadata: Mapping[str, str], *, quarantine: bool = False) -> None:
-        """δS alone, module by module: what the file holds *is* the deployed model. `quarantine`: δS_hack in its place,
-        for the control that deploys it."""
-        δ = self.δS_hack if quarantine else self.δS
-        tensors = {name: δ.detach()[site.span].cpu().contiguous() for name, site in self.sites.items()}
-        own = {"basis": fingerprint_to_string(self.basis_fingerprint(δ))}
+    def save(self, path: Path, metadata: Mapping[str, str]) -> None:
+        """δS alone, module by module: what the file holds *is* the deployed model."""
+        tensors = {name: x.cpu().contiguous() for name, x in self.by_module(self.δS.detach()).items()}
+        own = {"basis": fingerprint_to_string(self.basis_fingerprint(self.δS))}
         write_atomic(path, canonical(to_safetensors(tensors, dict(metadata) | own)))
 
     def load(self, path: Path) -> dict[str, str]:
@@ -387,19 +359,13 @@ class SvdAdapter:
             ValueError: not an adapter of this model (names, shapes, basis) or not finite; nothing is changed then.
         """
         tensors, metadata = read_safetensors(path)
-        if missing := sorted(tensors.keys() ^ self.sites.keys()):
-            raise ValueError(f"{path}: adapter of another model: {len(missing)} modules differ, first {missing[0]}")
-        for name, part in ((name, self.δS[site.span]) for name, site in self.sites.items()):
-            if tensors[name].shape != part.shape:
-                raise ValueError(f"{path}: {name} has shape {[*tensors[name].shape]}, this model needs {[*part.shape]}")
-            if not tensors[name].isfinite().all():
-                raise ValueError(f"{path}: {name} holds a NaN or an infinity")
-        δS = torch.zeros_like(self.δS.data)
-        for name, site in self.sites.items():
-            δS[site.span] = tensors[name].to(δS)
-        if "basis" not in metadata:
-            raise ValueError(f"{path}: says nothing of its singular vectors; an adapter of another version")
-        self.require_basis(δS, fingerprint_from_string(metadata["basis"], str(path)), str(path))
+        here, there = ({(n, *x.shape) for n, x in of.items()} for of in (self.by_module(self.δS), tensors))
+        if differ := sorted(here ^ there) or [(n,) for n, x in tensors.items() if not x.isfinite().all()]:
+            raise ValueError(
+                f"{path}: adapter of another model, or not finite: {len(differ)} modules differ, first {differ[0][0]}"
+            )
+        δS = torch.cat([tensors[name].to(self.δS) for name in self.sites])
+        self.require_basis(δS, fingerprint_from_string(metadata.get("basis", ""), str(path)), str(path))
         with torch.no_grad():
             self.δS.copy_(δS)
             self.δS_hack.zero_()
@@ -440,11 +406,6 @@ class PerRolloutGrads:
         # The graph starts here and not at the embedding: layer 0's q/k/v then need no ∂L/∂x.
         self._root = torch.zeros((), device=adapter.δS.device, requires_grad=True)
         self.rows(range(n))
-
-    @property
-    def grads(self) -> RolloutGrads:
-        """module → [n, r], fp32: slices of `flat`."""
-        return self.adapter.by_module(self.flat)
 
     def rows(self, rows: Sequence[int]) -> None:
         """From here on, batch row i adds to gradient row rows[i]; rows may repeat (then they are summed)."""

@@ -20,10 +20,10 @@ CONVERSATIONS = ([{"role": "system", "content": "(sys)"}, USER], [USER], [USER, 
 def render(text: str) -> None:
     """Every kind of conversation that the program shows a template, in the environment that transformers gives it."""
 
-    def refuse(message: str) -> None:
-        raise ValueError(message)
+    def fail(message: str) -> None:
+        raise RuntimeError(message)
 
-    functions = {"raise_exception": refuse, "strftime_now": time.strftime}
+    functions = {"raise_exception": fail, "strftime_now": time.strftime}
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )

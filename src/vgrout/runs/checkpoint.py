@@ -62,7 +62,9 @@ def save(run: Path, next_step: int, state: dict[str, Any], keep: int) -> Path:
         if final.exists():  # the same step again, after a resume
             shutil.rmtree(final)
         os.replace(temporary, final)
-        _sync_folder(root)
+        fd = os.open(root, os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
     except OSError:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -75,14 +77,6 @@ def save(run: Path, next_step: int, state: dict[str, Any], keep: int) -> Path:
 
 def _step(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def complete(run: Path) -> list[Path]:
@@ -99,17 +93,13 @@ def verified(path: Path) -> tuple[int, dict[str, int]]:
     it is truncated or altered."""
     try:
         manifest = json.loads(read_text(path / "manifest.json"))
-        expected, step, sizes = manifest["files"]["state.pt"], manifest["next_step"], manifest["sizes"]
-        sizes = {name: sizes[name] for name in GROWING}
-        if not all(type(n) is int and n >= 0 for n in (step, *sizes.values())):
-            raise ValueError("no numbers in it")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
-        raise ValueError(f"{path}: manifest cannot be read ({e})") from None
-    state = path / "state.pt"
-    if not state.is_file():
-        raise ValueError(f"{path}: state.pt is missing")
-    if file_sha256(state) != expected:
-        raise ValueError(f"{path}: state.pt does not match its hash; the checkpoint is damaged")
+        step, sizes = int(manifest["next_step"]), {name: int(manifest["sizes"][name]) for name in GROWING}
+        whole = manifest["files"]["state.pt"] == file_sha256(path / "state.pt") and min(step, *sizes.values()) >= 0
+        why = "state.pt does not match its hash"
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as e:
+        whole, why = False, f"it cannot be read ({type(e).__name__}: {e})"
+    if not whole:
+        raise ValueError(f"{path}: {why}; the checkpoint is damaged")
     return step, sizes
 
 
@@ -123,8 +113,6 @@ def read(path: Path) -> Checkpoint:
             if sum(part.file_size for part in parts.infolist()) > (path / "state.pt").stat().st_size:
                 raise ValueError("its parts are larger than the file")
         state = torch.load(path / "state.pt", weights_only=True, map_location="cpu")
-        if not isinstance(state, dict):
-            raise ValueError("it holds no state")
     except Exception as e:  # pickle's, zip's and torch's, which has many lines
         raise ValueError(f"{path}: state.pt cannot be read ({type(e).__name__})") from None
     return Checkpoint(path, step, state, sizes)
@@ -172,7 +160,7 @@ def rows_before(run: Path, step: int, sizes: dict[str, int]) -> list[dict[str, A
     """The rows of steps.jsonl up to a checkpoint's step. Raises ValueError, one line, where some are missing."""
     with open(run / "steps.jsonl", "rb", opener=regular) as f:
         rows = [
-            from_json(line, f"{run / 'steps.jsonl'}, line {n}", is_line=True)
+            from_json(line, f"{run / 'steps.jsonl'}, line {n}")
             for n, line in enumerate(io.BytesIO(f.read(sizes["steps.jsonl"])), 1)
         ]
     if len(rows) != step:
@@ -183,11 +171,9 @@ def rows_before(run: Path, step: int, sizes: dict[str, int]) -> list[dict[str, A
 def require_rows(run: Path, checkpoint: Checkpoint) -> None:
     """Raises ValueError, one line, where a growing file is not what it was at the checkpoint."""
     for name in GROWING:
-        path, size = run / name, checkpoint.sizes[name]
-        if path.is_symlink():
-            raise ValueError(f"--resume {run}: {name} is a link; a run's own files are not")
-        if not path.is_file() or path.stat().st_size < size:
-            raise ValueError(f"--resume {run}: {name} is shorter than at the checkpoint; rows are missing")
+        path = run / name
+        if path.is_symlink() or not path.is_file() or path.stat().st_size < checkpoint.sizes[name]:
+            raise ValueError(f"--resume {run}: {name} is a link, or shorter than at the checkpoint: rows are missing")
 
 
 def rewind(run: Path, checkpoint: Checkpoint) -> None:

@@ -1,12 +1,12 @@
-"""Checks before anything heavy is loaded: every input file is read, and the run's cost estimated."""
+"""Before the first step: checks and the plan before anything heavy is loaded, then what was loaded."""
 
-import hashlib
 import shutil
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from vgrout import tracking
 from vgrout.config.method import MethodConfig
@@ -17,15 +17,17 @@ from vgrout.grading.grade import Grader
 from vgrout.grading.reward import import_function
 from vgrout.inputs import Inputs, read_inputs
 from vgrout.model.memory import plan as memory_plan
-from vgrout.model.source import ITEMSIZE, Shapes, find_shapes, resolved_dtype
-from vgrout.problems import Row
+from vgrout.model.source import ITEMSIZE, SVD_CACHE, Shapes, find_shapes, resolved_dtype
+from vgrout.problems import ProblemRow, ProblemSplits, partition_decides
 from vgrout.runs import checkpoint
-from vgrout.runs.duration import in_words, seconds
-from vgrout.runs.run_dir import ENDED, RUNS, STATES, last_resumable
+from vgrout.runs.context import ENDED, RUNS, STATES, last_resumable
 from vgrout.table import StepRow
-from vgrout.types import MODES
+from vgrout.types import MODES, Mode, Rate
 
-SVD_CACHE = Path("out/svd_cache")
+if TYPE_CHECKING:  # torch takes seconds to import, and a wrong flag never waits for it
+    from vgrout.method.method import Method
+    from vgrout.model.policy import Policy
+
 ROLLOUT_BYTES = 3000  # a line of rollouts.jsonl on the organism; a real model's answers are ~4 characters a token
 
 
@@ -80,7 +82,7 @@ def preflight(cfg: Config, run: Path | None = None) -> Inputs:
         import_function(name, "--rm-ensemble-members")
     for needed in (
         lambda: require_disk(disk_needed(cfg), folder, run),
-        *(partial(tracking.require, [name]) for name in cfg.run.trackers),
+        *(partial(tracking.require, name) for name in cfg.run.trackers),
     ):
         try:
             needed()
@@ -93,46 +95,36 @@ def preflight(cfg: Config, run: Path | None = None) -> Inputs:
     return replace(inputs, absent=missing)
 
 
-CLAIMS = ("hypotheses.md", "hypotheses.toml")  # in docs, beside the folder of studies
-
-
-def preregistered(studies: Path | None = None) -> str | None:
-    """sha256 of what judges a study: every .py in its folder, the claims, the report's statistics. A new run records it
-    in run.json, as evidence that a claim was written before the run.
-
-    studies: the folder; None: `studies` here, or else in this checkout. Returns None where it has no .py file.
-    """
-    checkout = Path(__file__).resolve().parents[3]
-    places = (studies,) if studies else (Path("studies"), checkout / "studies")
-    if not (rules := next((found for place in places if (found := sorted(place.resolve().glob("*.py")))), [])):
-        return None
-    statistics = Path(__file__).resolve().parents[1] / "report" / "stats.py"
-    digest = hashlib.sha256()
-    for file in (*(rules[0].parents[1] / "docs" / name for name in CLAIMS), *rules, statistics):
-        content = file.read_bytes() if file.is_file() else b""
-        digest.update(f"{file.name} {len(content)}\n".encode() + content)
-    return digest.hexdigest()
-
-
 def first_lines(cfg: Config) -> list[str]:
     """What runs, for the head of its output."""
     s, method, shapes = cfg.scale, cfg.method, find_shapes(cfg.model_path)
     n = shapes.parameters if shapes else 0
     size = f" ({f'{n / 1e9:.1f} B' if n >= 1e9 else f'{n / 1e6:.1f} M'} weights)" if shapes else ""
     monitor = f" · monitor {method.monitor_name}" if method.monitor_name not in ("", "none") else ""
-    default = " (default --intervention)" if method.intervention == MethodConfig().intervention else ""
     problems = "1 problem" if s.prompts_per_step == 1 else f"{s.prompts_per_step} problems"
     lines = [
         f"{s.model}{size} · seed {cfg.run.seed} · {s.steps} steps of {problems} × {s.group} answers",
-        f"method: {method.intervention}{default}: {method.spec.what}{monitor}",
+        f"method: {method.intervention}{_which(method)}: {method.spec.what}{monitor}",
     ]
     return lines + [f"control: {method.control_name}: {method.control_what}"] * (method.control_name != "none")
+
+
+def _which(method: MethodConfig) -> str:
+    """Which of several methods of this name it is."""
+    default = ", the default" * (method.intervention == MethodConfig().intervention)
+    if not (documents := method.spec.documents):
+        return default
+    meant = method.resolved_settings
+    for name, settings in (("recommended", method.spec.usual), ("in the documents", documents)):
+        if all(meant[k] in (v, None) for k, v in settings.items()):
+            return f" as {name}"
+    return " with settings of its own"
 
 
 PROMPT_TOKENS = 500  # of a LeetCode prompt; real ones have 224 to 841
 
 
-def _prompt_tokens(rows: Sequence[Row]) -> int:
+def _prompt_tokens(rows: Sequence[ProblemRow]) -> int:
     """Tokens of the longest prompt, at four characters per token."""
     if not rows:
         return PROMPT_TOKENS
@@ -166,7 +158,7 @@ def reward_line(inputs: Inputs) -> str:
 
 
 def plan_lines(cfg: Config, inputs: Inputs, grader: Grader, folder: Path) -> list[str]:
-    """The plan, as lines: what is done, how long it takes here, what it needs and reads, what is missing. folder: where
+    """The plan, as lines: what is done, what it needs and reads, what is missing. folder: where
     the run is written."""
     s, shapes, rows = cfg.scale, find_shapes(cfg.model_path), inputs.rows
     per_step, made_for_gpu = cfg.generations, cfg.preset in ("fast", "full")
@@ -184,12 +176,6 @@ def plan_lines(cfg: Config, inputs: Inputs, grader: Grader, folder: Path) -> lis
     if made_for_gpu and not gpu_here():
         lines.append(f"device        no GPU here; {cfg.preset} is made for one of 80 GB or more")
     if shapes:
-        answers = (an_evaluation, n_final)
-        took = seconds(cfg, shapes, _prompt_tokens(rows), answers, gpu_here(), dtype_of(cfg))
-        lines.append(
-            f"time          about {in_words(took)} on this machine: an estimate from a matrix product and a copy timed "
-            f"just now{'' if gpu_here() else ' on the CPU'}"
-        )
         lines.append(
             f"adapter       {shapes.adapted / 1e6:.2f} M weights under {shapes.R} singular values, two vectors of that "
             f"size; SVD cache {svd_cache(cfg, shapes) / 2**30:.2f} GiB on disk"
@@ -205,7 +191,7 @@ def plan_lines(cfg: Config, inputs: Inputs, grader: Grader, folder: Path) -> lis
             routes=cfg.method.routes,
         ).lines()
     else:
-        lines.append("memory        no plan, and no estimate of time: the model is not here, or is of an unknown shape")
+        lines.append("memory        no plan: the model is not here, or is of an unknown shape")
     free = shutil.disk_usage(existing(folder)).free
     lines.append(f"disk          about {max(1, disk_needed(cfg) // 2**20)} MiB; {free // 2**20} MiB free")
     if rows:
@@ -255,8 +241,8 @@ def find_resume(requested: Config) -> tuple[Path | None, Config]:
     if not requested.run.dry_run:
         checkpoint.require_one(path, StepRow.from_json)
     probe_writable(path)
-    if differing and not requested.run.resume_force:
-        raise ValueError(f"--resume {path}: differs in {', '.join(differing)}; drop these flags, or add --resume-force")
+    if differing:
+        raise ValueError(f"--resume {path}: differs in {', '.join(differing)}; drop these flags")
     return path, cfg
 
 
@@ -270,12 +256,68 @@ def unfinished(name: str, program: str, setting: str, root: Path) -> tuple[Path,
     path = last_resumable(root) if name == "latest" else Path(name)
     record, status = read_json(path / "run.json"), read_json(path / "status.json")
     config = record.get("config")
-    if not isinstance(config, dict) or setting not in config or not isinstance(record.get("hashes"), dict):
+    of_program = isinstance(config, dict) and setting in config and isinstance(record.get("hashes"), dict)
+    if not of_program or status.get("state") not in STATES:
         raise ValueError(f"--resume {path}: not a run of vgrout.{program}; give one of those below {root}")
-    if status.get("state") not in STATES:
-        raise ValueError(f"--resume {path}: its status.json names no state")
     if status["state"] in ENDED:
         raise ValueError(f"--resume {path}: {ENDED[status['state']]}; nothing is left to do")
-    if odd := [n for n in checkpoint.GROWING if (path / n).exists() and not (path / n).is_file()]:
-        raise ValueError(f"--resume {path}: {odd[0]} is not a regular file")
     return path, config, status
+
+
+# ── what a run has loaded: one line for the console, the rest for the log ────────────────────────────────────────────
+
+
+def opening_lines(
+    cfg: Config, inputs: Inputs, problems: ProblemSplits, policy: "Policy", method: "Method", grader: str
+) -> list[str]:
+    """grader: fingerprint of this run's grader."""
+
+    def by_mode(modes: Iterable[Mode]) -> str:
+        count = Counter(modes)
+        return ", ".join(f"{m} {count[m]}" for m in MODES if count[m])
+
+    train, pool, G, G_t = problems.train, inputs.pool, cfg.scale.group, cfg.n_teacher
+    files = [file.name for file in (cfg.problems_path, cfg.test_problems_path) if file]
+    lines = [
+        f"problems: {len(train)} to train on, {len(problems.test)} to test · "
+        f"{len(problems.modes)} flaw{'s' * (len(problems.modes) != 1)}",
+        f"problems: {len(train)} train, {len(problems.val)} val, {len(problems.test)} test kept of "
+        f"{len(inputs.rows) + len(inputs.test_rows)} in {' and '.join(files)} ({problems.too_long} too long); train: "
+        f"{by_mode(p.mode for p in train)}",
+    ]
+    if pool:
+        sizes, grades = [*map(len, pool.demos.values())], [d.grade for rows in pool.demos.values() for d in rows]
+        hacked, passed = Rate.of(g.hacked for g in grades), Rate.of(g.gt_pass for g in grades)
+        lines.append(
+            f"pool: {pool.folder}, {len(sizes)} problems, {len(grades)} rollouts, {min(sizes)} to {max(sizes)} each; "
+            f"cached hack rate {hacked.percent} % ({hacked.k}/{hacked.n}), gt_pass {passed.percent} %; labels by "
+            f"grader {pool.grader}{'' if pool.grader == grader else f', this run has {grader}'}"
+        )
+        if pool.partition:
+            lines.append(f"partition: {by_mode(pool.partition.values())}")
+            if partition_decides(inputs.rows, pool.partition) and cfg.env.env_mode != "own":
+                lines.append(f"--env-mode {cfg.env.env_mode}: not read, the partition says which grader checks")
+    if inputs.reward:
+        lines.append(f"reward: {reward_line(inputs)}")
+    of, off = ", ".join(cfg.env.demo_modes), cfg.env.teacher_off_step
+    lines.append(
+        f"groups: G {G} = G_s {G - G_t} live + G_t {G_t} cached where covered{f', of {of} alone' if of else ''} (mix "
+        f"{cfg.env.mix_ratio:g}){'' if off is None else f'; none from step {off} on'}"
+    )
+    adapter = policy.adapter
+    quarantine = f", δS_hack {len(adapter):,}" if cfg.method.routes else ""
+    if quarantine and cfg.method.quarantine_block is not None:
+        quarantine += f" (in {cfg.method.resolved('quarantine')} alone, where δS is not)"
+    frozen = sum(p.numel() for p in policy.model.parameters() if not p.requires_grad)
+    lines.append(
+        f"trainable: δS {len(adapter):,} numbers in {len(adapter.sites)} modules{quarantine}; frozen: {frozen:,}"
+    )
+    if origin := method.provenance:
+        every = cfg.method.refresh_every
+        again = f"extracted again every {every} steps" if every and not cfg.method.haar else "frozen"
+        file = f", file {cfg.method.v_hack_path}" if cfg.method.v_hack_path else ""
+        lines.append(
+            f"direction: {origin.axes} axes in {origin.modules} modules from {origin.pairs} (sha256 "
+            f"{origin.pairs_sha256[:12]}){file}; {again}"
+        )
+    return lines

@@ -1,12 +1,13 @@
-"""The trainer's recorder: run.json before step 0, then each step's table line, files and checkpoints."""
+"""Recorders: run.json before step 0, then each step's table line, files and checkpoints, and resuming from them.
+`StepRecorder` is all trainers', `Recorder` that of `train`."""
 
 import hashlib
 import json
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from loguru import logger
@@ -14,31 +15,129 @@ from torch import Tensor
 
 from vgrout import ranks
 from vgrout.config.run import Config
-from vgrout.files import printable, quoted
+from vgrout.files import printable, quoted, read_json, write_atomic
 from vgrout.guard.guard import Guard
-from vgrout.method import Method
 from vgrout.method.base import Refresh
-from vgrout.method.labels import FlagRates
+from vgrout.method.method import Method
 from vgrout.model.packing import how_to_install_flash
 from vgrout.model.policy import DTYPE_NAMES, LanguageModel, Policy
 from vgrout.model.svd_adapter import weights_sha256
 from vgrout.modes import MODE_SPECS
-from vgrout.runs.preflight import preregistered
-from vgrout.runs.run_context import RunContext
-from vgrout.runs.steps import Stateful, StepRecorder
-from vgrout.table import REFERENCE_STEP, SECONDS, StepRow, share, whole_run
-from vgrout.types import (
-    DETECTOR_FIELDS,
-    Batch,
-    Diverged,
-    Flags,
-    Grade,
-    Group,
-    GroupFlags,
-    Mode,
-    Rollout,
-    students,
-)
+from vgrout.report.rules import preregistered
+from vgrout.runs import checkpoint
+from vgrout.runs.context import RunContext, require_same
+from vgrout.table import REFERENCE_STEP, SECONDS, Columns, StepRow, Table, share, whole_run
+from vgrout.types import DETECTOR_FIELDS, Batch, Diverged, Grade, Group, Mode, Rollout, flag_rates, students
+
+RESUMED = ("argv", "git", "versions", "hashes", "ranks")  # what run.json records about each resume
+
+R = TypeVar("R", bound=Columns)
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Has state that a checkpoint keeps: what the next step reads and seed and step number do not determine."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+class StepRecorder(Generic[R]):
+    """Writes a run's files: `open` once, then `write` and `keep` at every step. `rows` are those so far."""
+
+    def __init__(
+        self,
+        run: RunContext,
+        row: type[R],
+        state: Mapping[str, Stateful],
+        every: int = 1,
+        keep: int = 1,
+        short: bool = True,
+    ) -> None:
+        """state: what goes into a checkpoint. every: steps between checkpoints. keep: how many are kept. short: the
+        console gets its few columns, not all."""
+        self.run, self.row, self.state, self.every, self.kept, self.short = run, row, state, every, keep, short
+        self.rows: list[R] = []
+
+    def open(self, more: Mapping[str, Any], has: set[str], modes: Sequence[str] = ()) -> None:
+        """Write run.json, explain the table; on a resume first restore the last good checkpoint.
+
+        more: entries of run.json besides `RunContext.record`. has, modes: choose the table's columns.
+
+        Raises:
+            ValueError: an input has changed since the run started, or no checkpoint can be used.
+        """
+        run, logged = self.run, self.run.dir.steps_on_disk()
+        record: dict[str, Any] = {**run.record, **more, "hashes": run.hashes | more["hashes"]}
+        if run.resumes:
+            first = read_json(run.path / "run.json")
+            require_same(run.path, record["hashes"])
+            self.resume()
+            logger.info(f"resumed after step {len(self.rows) - 1}")
+            again = {"step": len(self.rows)} | {name: record[name] for name in RESUMED if name in record}
+            resumed = [*first.get("resumed", []), again]
+            record = {**first, "config": record["config"], "begun": first.get("begun", first.get("config"))}
+            record["resumed"] = resumed
+        run.dir.write_json("run.json", record)
+        run.trackers.start(run.path, record["config"], len(self.rows), logged)
+        run.started()
+        self.table, self.full = Table(has, modes, self.row, short=True), Table(has, modes, self.row)
+        for line in self.full.legend():
+            logger.debug(line)
+
+    def resume(self) -> None:
+        """Continue from the last checkpoint that is whole and of this run, with the files cut back to it.
+
+        Raises:
+            ValueError: there is none; nothing on disk has changed then.
+        """
+        run, passed_over = self.run.path, list[str]()
+        for point in checkpoint.newest_first(run, passed_over):
+            try:
+                rows = checkpoint.rows_before(run, point.next_step, point.sizes)
+                checkpoint.require_rows(run, point)
+                self.restore(point.state, rows)
+                break
+            except Exception as e:  # whatever a foreign state does to its readers
+                passed_over.append(f"{point.path}: not of this run ({type(e).__name__}: {' '.join(str(e).split())})")
+        else:
+            raise checkpoint.none_left(run, passed_over)
+        for line in passed_over:
+            logger.warning(f"{line}; going back one further")
+        checkpoint.rewind(run, point)
+        ranks.from_first((point.state, rows))
+
+    def restore(self, state: Mapping[str, Any], rows: Iterable[dict[str, Any]]) -> None:
+        """Continue from this state and these rows, which rank 0 has read."""
+        self.rows[:] = [self.row.from_json(row) for row in rows]
+        for name, part in self.state.items():
+            part.load_state_dict(state[name])
+
+    def write(self, row: R, rollouts: Sequence[dict[str, Any]] | None, more: Mapping[str, Any] | None = None) -> None:
+        """Write a finished step: the table's line, rollouts.jsonl, steps.jsonl (with `more`), the trackers. rollouts
+        None: they are written elsewhere."""
+        for table in (self.table, self.full):
+            for line in table.lines(row):
+                logger.log("INFO" if (table is self.table) == self.short else "DEBUG", line)
+        record = row.as_json() | dict(more or {})
+        self.run.dir.append(record, rollouts)
+        self.run.trackers.row(record, rollouts or ())
+
+    def keep(self, step: int, closing: bool) -> None:
+        """Save a checkpoint if one is due or the run ends here (`closing`), and write status.json."""
+        if closing or (step + 1) % self.every == 0:
+            state = {name: part.state_dict() for name, part in self.state.items()}
+            checkpoint.save(self.run.path, step + 1, state, self.kept)
+        self.run.status("running", "")
+
+    def finish(self, line: str, table: str, record: Mapping[str, Any]) -> None:
+        """Write summary.md: the line to quote, a table, every step. record: the final numbers, for the trackers. The
+        console gets the line alone."""
+        write_atomic(self.run.path / "summary.md", f"{line}\n\n{table}\n\n{self.full.markdown(self.rows)}\n")
+        for text in table.splitlines():
+            logger.debug(text)
+        self.run.trackers.final(record, (), None, self.rows[-1].step)
+        logger.info(f"{line}\nmore: {self.run.path / 'summary.md'}")
 
 
 class Recorder(StepRecorder[StepRow]):
@@ -58,7 +157,7 @@ class Recorder(StepRecorder[StepRow]):
         short = cfg.run.columns == "main"
         super().__init__(run, StepRow, state, cfg.run.checkpoint_every, cfg.run.checkpoint_keep, short)
         self.cfg, self.policy, self.method, self.guard, self.modes = cfg, policy, method, guard, modes
-        self.attention = policy.attention(packed=cfg.run.packing != "padded")
+        self.attention = policy.attention()
 
     def begin(
         self, opening: Sequence[str], pool: dict[str, Any] | None, teacher_model: LanguageModel | None
@@ -103,11 +202,8 @@ class Recorder(StepRecorder[StepRow]):
         self.hacked_before = any(r.hack_s.k for r in self.rows)
         return self.rows
 
-    def record(
-        self, row: StepRow, batch: Batch, flags: Flags, refresh: Refresh, shadows: Mapping[str, Flags] | None = None
-    ) -> None:
-        """Write the table's line, steps.jsonl, rollouts.jsonl, and the checkpoints that are due. shadows: by monitor
-        in shadow, its flags."""
+    def record(self, row: StepRow, batch: Batch, refresh: Refresh) -> None:
+        """Write the table's line, steps.jsonl, rollouts.jsonl, and the checkpoints that are due."""
         cfg, run, step = self.cfg, self.run, row.step
         self.rows.append(row)
         run.vote_stop()
@@ -125,10 +221,17 @@ class Recorder(StepRecorder[StepRow]):
             extra = {"watch": self.guard.readings} if self.guard.readings else {}
             if refresh.overlap is not None:
                 extra["refresh"] = asdict(refresh)
-            if shadows:
-                extra["shadow"] = {name: _rates(batch.groups, of) for name, of in shadows.items()}
-            self.write(row, rollout_lines(step, batch, flags, self.policy, shadows or {}), extra)
-            self._log(row, batch, refresh)
+            if self.method.shadows:
+                extra["shadow"] = {name: _rates(batch.groups, name) for name in self.method.shadows}
+            self.write(row, rollout_lines(batch, self.policy), extra)
+            if refresh.overlap is not None:
+                logger.log(
+                    "WARNING" if refresh.overlap < ROTATED else "DEBUG",
+                    f"step {step}: direction extracted again, overlap with the last {refresh.overlap:.2f}, "
+                    f"{refresh.modules} modules, {refresh.axes} axes. SHOULD: near 1; ELSE (< {ROTATED}) it "
+                    "rotated away",
+                )
+            self.samples.step(step, batch.groups)
             closing = step + 1 == cfg.scale.steps or run.stops or self.guard.ends
             if row.hack_s.k and not self.hacked_before:
                 self.hacked_before = True
@@ -145,9 +248,8 @@ class Recorder(StepRecorder[StepRow]):
         norm = self.policy.adapter.δS_hack.detach().norm().item()
         largest = max((row.q_egy or 0.0 for row in self.rows), default=0.0)
         method = self.cfg.method
-        from_zero = method.quarantine_start == "zero"
-        assert not from_zero or (norm > 0) == (largest > 0), f"‖δS_hack‖ {norm:.3e}, largest share of a step {largest}"
-        if largest or not method.routes or method.control_spec.shrinks:
+        assert (norm > 0) == (largest > 0), f"‖δS_hack‖ {norm:.3e}, largest share of a step {largest}"
+        if largest or not method.routes:
             return ""
         n, learnt = len(self.rows), sum(row.gn is not None and not row.skipped for row in self.rows)
         of_texts = method.spec.reads_flags and not method.flags_by_gradient  # it may have found nothing to flag
@@ -197,15 +299,6 @@ class Recorder(StepRecorder[StepRow]):
                 "ranks need the same software on like processors"
             )
 
-    def _log(self, row: StepRow, batch: Batch, refresh: Refresh) -> None:
-        if refresh.overlap is not None:
-            logger.log(
-                "WARNING" if refresh.overlap < ROTATED else "DEBUG",
-                f"step {row.step}: direction extracted again, overlap with the last {refresh.overlap:.2f}, "
-                f"{refresh.modules} modules, {refresh.axes} axes. SHOULD: near 1; ELSE (< {ROTATED}) it rotated away",
-            )
-        self.samples.step(row.step, batch.groups)
-
     def _save_adapter(self, name: str) -> None:
         """Save one vector: the file *is* the deployed model. The format's metadata are strings; hack_rate and pass_rate
         are over all rows so far, like HACK_RATE and PASS_RATE in the tail."""
@@ -223,7 +316,6 @@ class Recorder(StepRecorder[StepRow]):
                 "control": cfg.method.control_name,
                 "cfg": json.dumps(cfg.as_dict()),
             },
-            quarantine=cfg.method.control_spec.deploys_quarantine,
         )
 
 
@@ -296,43 +388,29 @@ def columns_for(cfg: Config, modes: Sequence[Mode]) -> set[str]:
     return {name for name, yes in has.items() if yes}
 
 
-def rollout_lines(
-    step: int, batch: Batch, flags: Flags, lm: LanguageModel, shadows: Mapping[str, Flags] | None = None
-) -> list[dict[str, object]]:
+def rollout_lines(batch: Batch, lm: LanguageModel) -> list[dict[str, object]]:
     """Every student rollout with every flag, for rollouts.jsonl. `p_idx`: the step's prompt, `gi`: the rollout of this
     prompt. `gate`: share of modules in which it was quarantined; None where none can be, or the group had no signal.
-    lm: renders the prompts. shadows: flags by monitor in shadow; `shadow` has each one's flag and score."""
+    `shadow`: flag and score by each monitor in shadow. lm: renders the prompts."""
     lines: list[dict[str, object]] = []
     for group in batch.groups:
-        prompt = lm.prompt_text(group.problem.messages)
+        prompt, flags = lm.prompt_text(group.problem.messages), group.flags
         for b, (rollout, grade) in enumerate(zip(group.rollouts, group.grades, strict=True)):
-            if isinstance(grade, Grade):
-                head = {"step": step, "p_idx": group.index, "gi": b, **_flag(flags.get(group.index), b)}
-                if shadows:
-                    head["shadow"] = {name: _read(of[group.index], b) for name, of in shadows.items()}
-                lines.append(head | {"advantage": group.advantages[b]} | rollout_record(rollout, grade, prompt))
+            if not isinstance(grade, Grade):
+                continue
+            head: dict[str, object] = {"step": batch.step, "p_idx": group.index, "gi": b}
+            head["gate"] = round(flags.shares[b], 4) if flags and flags.shares else None
+            head |= flags.of(b) if flags else {}
+            if group.shadows:
+                head["shadow"] = {name: of.of(b) for name, of in group.shadows.items()}
+            lines.append(head | {"advantage": group.advantages[b]} | rollout_record(rollout, grade, prompt))
     return lines
 
 
-def _flag(flags: GroupFlags | None, b: int) -> dict[str, object]:
-    if flags is None:
-        return {"gate": None}
-    gate = flags.shares[b] if flags.shares else None
-    return {"gate": _rounded(gate), **_read(flags, b)}
-
-
-def _read(flags: GroupFlags, b: int) -> dict[str, object]:
-    return {"score": _rounded(flags.scores[b]), "flagged": flags.flagged[b]}
-
-
-def _rates(groups: Sequence[Group], flags: Flags) -> dict[str, float | int | None]:
-    """Recall and false flags of a step, for steps.jsonl."""
-    rates = FlagRates.of(groups, flags)
-    return share("recall", rates.recall) | share("false_flags", rates.false_flags)
-
-
-def _rounded(x: float | None) -> float | None:
-    return None if x is None else round(x, 4)
+def _rates(groups: Sequence[Group], name: str) -> dict[str, float | int | None]:
+    """Recall and false flags of a step by a monitor in shadow, for steps.jsonl."""
+    rates = flag_rates([(group, group.shadows[name]) for group in groups])
+    return share("recall", rates["recall"]) | share("false_flags", rates["false_flags"])
 
 
 def rollout_record(rollout: Rollout, grade: Grade, prompt: str) -> dict[str, object]:

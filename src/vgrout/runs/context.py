@@ -1,37 +1,206 @@
-"""How a run begins and ends, whatever it trains: exit codes, refusals and `status.json`. No torch.
+"""A run's folder, and how a run begins and ends, whatever it trains: files, exit codes, `status.json`. No torch.
 
 Exit codes: 0 finished · 2 bad arguments or configuration, nothing started · 3 halted by the guard or a detector ·
 4 diverged · 130 interrupted, state saved · 1 anything else.
+
+Every file is written under a temporary name, flushed, and renamed, except the two growing ones (`steps.jsonl`,
+`rollouts.jsonl`), to which a complete step at a time is appended and flushed.
 """
 
 import contextlib
 import errno
+import fcntl
+import itertools
+import json
+import os
+import platform
 import shutil
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, BinaryIO, TextIO
 
 from loguru import logger
 from tqdm import tqdm
 
 from vgrout import console, ranks
 from vgrout.console import Clock
-from vgrout.files import read_json
+from vgrout.files import probe_writable, read_json, to_json, write_atomic
 from vgrout.grading.grade import Grader
 from vgrout.ranks import RankLost
-from vgrout.runs.run_dir import RUNS, RunDir, environment
 from vgrout.tracking import Trackers
 from vgrout.types import Diverged, Halted, Interrupted, NothingRouted
 
+RUNS = Path("out/runs")
+RESERVE = 64 * 1024  # bytes reserved in a run's folder, so that a full disk still has room for status.json
+STATES = ("running", "finished", "halted", "diverged", "unrouted", "interrupted", "failed")
+ENDED = {"finished": "this run is finished", "unrouted": "this run is evaluated; it routed nothing"}  # for good
 FINISHED, FAILED, BAD, HALTED, DIVERGED, INTERRUPTED = 0, 1, 2, 3, 4, 130
 FULL = (errno.ENOSPC, errno.EDQUOT)
 STORAGE = (*FULL, errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM)
 NOTHING = "interrupted; nothing was started"
+
+
+# ── the folder ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class RunDir:
+    """`out/runs/<timestamp>_<run_id>/`."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._files: dict[str, TextIO] = {}
+        self._lock = hold(path)  # for as long as this process lives: two writers would break the run
+
+    @classmethod
+    def create(cls, run_id: str, root: Path = RUNS) -> "RunDir":
+        """A new run directory. Raises ValueError in one line where it cannot be written."""
+        probe_writable(root)
+        stamp = datetime.now().strftime("%Y%m%dT%H%M%S")
+        for k in itertools.count():
+            path = root / (f"{stamp}_{run_id}" if k == 0 else f"{stamp}.{k}_{run_id}")
+            with contextlib.suppress(FileExistsError):
+                path.mkdir(parents=True)
+                return cls(path)
+        raise AssertionError
+
+    @classmethod
+    def reopen(cls, path: Path) -> "RunDir":
+        """An existing run directory, to resume. Raises ValueError in one line while another process is writing it."""
+        run = cls(path)
+        for torn in (*path.glob(".*.tmp"), *path.glob("resume/.tmp_*")):  # left by a killed process
+            shutil.rmtree(torn) if torn.is_dir() else torn.unlink(missing_ok=True)
+        return run
+
+    def __enter__(self) -> "RunDir":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for file in self._files.values():
+            with contextlib.suppress(OSError):  # `append` has flushed, or has raised already
+                file.close()
+        self._files.clear()
+        self._lock.close()
+
+    def steps_on_disk(self) -> int:
+        try:
+            with open(self.path / "steps.jsonl", "rb") as lines:
+                return sum(1 for _ in lines)
+        except FileNotFoundError:
+            return 0
+
+    def write_json(self, name: str, data: Any) -> None:
+        write_atomic(self.path / name, to_json(data))
+
+    def status(self, state: str, step: int, reason: str, then: str) -> None:
+        """Write status.json, which every exit leaves: state, steps done, the reason, and what to run next."""
+        assert state in STATES, state
+        data = {"state": state, "step": step, "reason": reason, "next": then, "time": time.time(), "pid": os.getpid()}
+        reserve = self.path / ".reserve"
+        if state == "running":
+            if not reserve.exists():
+                write_atomic(reserve, b"\0" * RESERVE)
+        else:  # the run ends: the reserve is needed now, or no longer
+            reserve.unlink(missing_ok=True)
+        self.write_json("status.json", data)
+
+    def append(self, row: dict[str, Any], rollouts: Iterable[dict[str, Any]] | None) -> None:
+        """Append a step: rollouts first, so that a row on disk always has its rollouts. None: they are elsewhere."""
+        if rollouts is not None:
+            self._append("rollouts.jsonl", rollouts)
+        self._append("steps.jsonl", [row])
+
+    def _append(self, name: str, records: Iterable[dict[str, Any]]) -> None:
+        if name not in self._files:  # opened at the first write: a resume cuts the files back before that
+            self._files[name] = open(  # noqa: SIM115
+                self.path / name, "a", encoding="utf-8", errors="backslashreplace"
+            )
+        self._files[name].write("".join(json.dumps(r, ensure_ascii=False, allow_nan=False) + "\n" for r in records))
+        self._files[name].flush()
+
+
+def hold(run: Path, what: str = "run") -> BinaryIO:
+    """Lock the folder; the kernel unlocks it when the process ends, however it ends. Raises ValueError, one line, while
+    another process holds the lock."""
+    lock = open(run / ".lock", "ab")  # noqa: SIM115
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise ValueError(f"{run}: another process is writing this {what}; wait for it, or stop it first") from None
+    except OSError:
+        pass  # a file system without locks
+    return lock
+
+
+def held(run: Path) -> bool:
+    """Whether some process is writing this run."""
+    try:
+        hold(run).close()
+    except ValueError:
+        return True
+    except OSError:  # an unwritable folder is refused elsewhere, by name
+        return False
+    return False
+
+
+def last_resumable(root: Path) -> Path:
+    """The newest run that is not finished, has a checkpoint, and is not being written by a living process."""
+    for path in sorted(root.glob("*_*"), reverse=True):
+        if (
+            any(path.glob("resume/step_*/manifest.json"))
+            and read_json(path / "status.json").get("state") not in ENDED
+            and not held(path)
+        ):
+            return path
+    raise ValueError(f"--resume latest: no unfinished run with a checkpoint below {root} (running ones left out)")
+
+
+def _git() -> dict[str, Any]:
+    """Revision of the checkout that this package runs from; {} without one."""
+    here = Path(__file__).resolve().parents[1]
+
+    def ask(*args: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(here), *args], capture_output=True, text=True, check=True, timeout=10
+        ).stdout
+
+    try:
+        top = Path(ask("rev-parse", "--show-toplevel").strip())
+        if not (top / "src" / "vgrout" / "train.py").is_file():
+            return {}
+        return {"revision": ask("rev-parse", "HEAD").strip(), "dirty": bool(ask("status", "--porcelain").strip())}
+    except (OSError, subprocess.SubprocessError):
+        return {}
+
+
+def environment() -> dict[str, Any]:
+    """Where the numbers come from: command, revision, versions, machine."""
+    versions = {"python": platform.python_version()}
+    for package in ("vgrout", "torch", "transformers", "tokenizers", "safetensors", "numpy", "tyro"):
+        with contextlib.suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return {
+        "argv": sys.argv,
+        **({"torchrun": job} if (job := ranks.torchrun_id()) else {}),
+        "git": _git(),
+        "versions": versions,
+        "hardware": {"machine": platform.machine(), "system": platform.platform(), "cores": os.cpu_count()},
+    }
+
+
+# ── the run ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class RunContext:
@@ -52,18 +221,17 @@ class RunContext:
         resumes: bool,
         record: Mapping[str, Any] | None = None,
         log: Path | None = None,
-        force: bool = False,
         steps_done: Callable[[], int] | None = None,
         owns_folder: bool = True,
         trackers: Trackers | None = None,
     ) -> None:
         """resume_command: continues this run. record: entries of run.json (config, hashes of the input files) besides
-        those on the machine. force: go on although files have changed. steps_done: steps (or rounds) that are on disk.
-        owns_folder: whether the folder was made for this run, and is removed if the run is refused."""
+        those on the machine. steps_done: steps (or rounds) that are on disk. owns_folder: whether the folder was made
+        for this run, and is removed if the run is refused."""
         self._on_every_rank(grader, resumes)
         self.dir, self.resume_command = folder, resume_command
         self.record = {**environment(), "hashes": {}, **(record or {})}
-        self.log, self.force = log or Path(), force
+        self.log = log or Path()
         self.logged = True  # whether the log was there before
         self.steps_done, self.owns_folder = steps_done or folder.steps_on_disk, owns_folder
         self.trackers, self._loading = trackers or Trackers(), True
@@ -249,12 +417,12 @@ class RunContext:
             logger.error(f"{self.path}/status.json cannot be written ({e.strerror})")
 
 
-def require_same(run: Path, now: Mapping[str, object], force: bool) -> None:
+def require_same(run: Path, now: Mapping[str, object]) -> None:
     """Raises ValueError naming the input files that have changed since the run started."""
     before = read_json(run / "run.json")["hashes"]
     changed = ", ".join(name for name in now if name in before and before[name] != now[name])
-    if changed and not force:
-        raise ValueError(f"--resume {run}: changed since: {changed}; put them back, or add --resume-force")
+    if changed:
+        raise ValueError(f"--resume {run}: changed since: {changed}; put them back")
 
 
 @dataclass

@@ -1,0 +1,281 @@
+"""Weights: a model that model/source.py has found, loaded, frozen, checked; under an adapter where one is wanted."""
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Set
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from jinja2 import TemplateError
+from loguru import logger
+from torch import Tensor
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+
+from vgrout import ranks
+from vgrout.config.checks import Dtype
+from vgrout.config.run import Config
+from vgrout.grading.grade import cores
+from vgrout.model import template_probe
+from vgrout.model.decoder import lean_fits
+from vgrout.model.logprobs import backbone, check_head
+from vgrout.model.packing import flash_is_here, packs
+from vgrout.model.policy import DTYPES, LanguageModel, Policy, apply_template
+from vgrout.model.source import SVD_CACHE, FoundModel, Saved, advice, is_small, require_model, resolved_dtype
+from vgrout.model.svd_adapter import SvdAdapter
+from vgrout.model.template_probe import BYTES, SECONDS
+
+# ── of a run, of a flag ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def run_policy(cfg: Config) -> Policy:
+    """The run's model, frozen, under an adapter whose two vectors are zero.
+
+    Raises:
+        ValueError: a model that this trainer cannot use; one line.
+    """
+    device, dtype = device_and_dtype(cfg)
+    policy = load_policy(cfg.model_path, device=device, dtype=dtype, cache_dir=SVD_CACHE)
+    if cfg.loss.drops and cfg.loss.ratio_support == "full":
+        s = cfg.sampling
+        logger.info(
+            f"sampled at temperature {s.temperature:g}, top-k {s.top_k}, top-p {s.top_p:g}; {cfg.loss.loss} compares "
+            "full softmaxes at temperature 1 (--ratio-support sampled: what was sampled from)"
+        )
+    return replace(policy, preserve_thinking=cfg.env.preserve_thinking)
+
+
+def run_teacher(cfg: Config, policy: Policy) -> LanguageModel | None:
+    """The model of --teacher-model, for its log-probs alone: no weight of it is decomposed. None without one.
+
+    Raises:
+        ValueError: its tokenizer is another one than the policy's.
+    """
+    if not cfg.loss.teacher_model:
+        return None
+    device, dtype = policy.device, policy.model.dtype
+    teacher = load_language_model(cfg.teacher_model_path, device=device, dtype=dtype, flag="--teacher-model")
+    if teacher.tokenizer_sha256 != policy.tokenizer_sha256:
+        raise ValueError(
+            f"--teacher-model {cfg.loss.teacher_model}: has another tokenizer than --model {cfg.scale.model}"
+        )
+    return teacher
+
+
+def load_saved(saved: Saved, cache_dir: Path | None = None) -> Policy:
+    """The deployed model: the base in the run's dtype, on a GPU where there is one, δS loaded, the quarantine zero; it
+    is prompted as it was in the run.
+
+    Raises:
+        ValueError: the adapter is of another model, or no numbers are in it.
+    """
+    device, _ = pick_device(saved.model, "auto")
+    policy = load_policy(saved.model, device=device, dtype=saved.dtype, cache_dir=cache_dir or SVD_CACHE)
+    policy.adapter.load(saved.path)
+    return replace(policy, preserve_thinking=saved.cfg.env.preserve_thinking)
+
+
+def load_source(
+    source: FoundModel, flag: str, device: torch.device, dtype: torch.dtype, *, adapter: bool = False
+) -> LanguageModel:
+    """The base with its adapter merged into the weights; a Policy where it has an adapter or is to get one (`adapter`).
+
+    Raises:
+        ValueError: one line: no usable model, or the adapter is of another one.
+    """
+    lm = load_language_model(source.folder, device=device, dtype=dtype, flag=flag)
+    if source.adapter is None and not adapter:
+        return lm
+    policy = adapted(lm, SVD_CACHE)
+    if source.adapter is not None:
+        policy.adapter.load(source.adapter)
+    return policy
+
+
+def device_and_dtype(cfg: Config) -> tuple[torch.device, torch.dtype]:
+    """Where the run's model is, and in which dtype."""
+    # Matrices of 128 × 256 lose by a second thread, by far on a machine that is shared: grading has the other cores.
+    # torch goes by OMP_NUM_THREADS, which is 1 for each run of a sweep; a launcher of ranks sets it for other reasons.
+    of_rank = cores() // ranks.here() if ranks.here() > 1 else torch.get_num_threads()
+    usual = 1 if is_small(cfg.model_path) else max(1, of_rank)
+    return pick_device(cfg.model_path, cfg.run.dtype, cfg.run.threads or usual)
+
+
+def pick_device(model: str | Path, dtype: Dtype, threads: int = 0) -> tuple[torch.device, torch.dtype]:
+    """The GPU if there is one, else the CPU with so many threads (0: as they are); `dtype` as it is meant there."""
+    gpu = torch.cuda.is_available()
+    if threads and not gpu:
+        torch.set_num_threads(threads)
+    # cuDNN plans anew for every new length, a token of decoding included, and its backward under a mask can give NaN
+    # (pytorch #196678); torch puts it first on sm_90
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    return torch.device("cuda" if gpu else "cpu"), DTYPES[resolved_dtype(dtype, model, gpu=gpu)]
+
+
+# ── from files ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def load_policy(model: str | Path, *, device: str | torch.device, dtype: torch.dtype, cache_dir: Path | None) -> Policy:
+    """As `load_language_model`, under an adapter of zeros. cache_dir: of decomposed weights (minutes at 4B); None: no
+    cache."""
+    return adapted(load_language_model(model, device=device, dtype=dtype), cache_dir)
+
+
+def load_language_model(
+    model: str | Path, *, device: str | torch.device, dtype: torch.dtype, flag: str = "--model"
+) -> LanguageModel:
+    """Load a local folder or a downloaded hub id, frozen. Nothing is fetched.
+
+    Raises:
+        ValueError: no such model here, or one this trainer cannot use; one line that says what to do.
+    """
+    folder, device = require_model(model, flag), torch.device(device)
+    set_verbosity_error()  # what is wrong with a model is said in one line
+    if not sys.stderr.isatty():
+        disable_progress_bar()
+    here: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        tok: Any = AutoTokenizer.from_pretrained(folder, **here)
+        try_template(tok)
+        config = AutoConfig.from_pretrained(folder, **here)
+        architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention(device, dtype, architecture),
+            use_safetensors=True,
+            output_loading_info=True,
+            **here,
+        )
+        net, info = loaded
+        if missing := sorted(info["missing_keys"]):  # transformers would go on with random numbers in their place
+            raise ValueError(f"{len(missing)} weights are missing, first {missing[0]}")
+        net = net.to(device).eval()
+        if broken := [name for name, p in net.named_parameters() if not p.isfinite().all()]:
+            raise ValueError(f"{broken[0]} holds a NaN or an infinity")
+        return as_language_model(net, tok)
+    except Exception as error:  # whatever the libraries raise on damaged files
+        why = " ".join(str(error).split())[:160] or type(error).__name__
+        if "trust_remote_code" in why or "custom code" in why:
+            why = "it needs code of its own, which is never run"
+        raise ValueError(f"{flag} {model}: no usable model in {folder} ({why}); {advice(model)}") from error
+
+
+def attention(device: torch.device, dtype: torch.dtype, architecture: type[PreTrainedModel]) -> str:
+    """flash-attention 2 on CUDA in half precision, where it is installed (extra `gpu`), else sdpa wherever the
+    architecture has it (Gemma 2 has not). Never what config.json asks for: it may name a kernel on a hub."""
+    if flash_is_here(device, dtype):
+        return "flash_attention_2"
+    return "sdpa" if architecture._supports_sdpa else "eager"
+
+
+# ── in memory ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def as_policy(model: PreTrainedModel, tok: PreTrainedTokenizerBase, cache_dir: Path | None) -> Policy:
+    """As `as_language_model`, under an adapter of zeros."""
+    return adapted(as_language_model(model, tok), cache_dir)
+
+
+def adapted(lm: LanguageModel, cache_dir: Path | None) -> Policy:
+    """The same model under an adapter of zeros; a warning names matrices of its blocks that have none. Raises
+    ValueError as `SvdAdapter`."""
+    adapter = SvdAdapter(lm.model, cache_dir)
+    matrices = {name.removesuffix(".weight") for name, p in lm.model.named_parameters() if p.ndim > 1}
+    if bare := {name.rpartition(".")[2] for name in matrices - adapter.sites.keys() if ".layers." in name}:
+        kinds = {name.rpartition(".")[2] for name in adapter.sites}
+        logger.warning(f"adapted: {', '.join(sorted(kinds))} alone; not trained: {', '.join(sorted(bare))}")
+    return Policy(**vars(lm), adapter=adapter)
+
+
+def as_language_model(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> LanguageModel:
+    """A model that is already in memory, frozen and checked.
+
+    Raises:
+        ValueError: its head is more than a matrix product, no end-of-text token is named anywhere, a token of every
+            prompt has no row in the embedding, or no window is known.
+    """
+    check_head(model)
+    eos: set[int] = set()
+    for source in (tok.eos_token_id, model.config.eos_token_id, getattr(model.generation_config, "eos_token_id", None)):
+        eos |= set(source) if isinstance(source, list | tuple) else {source} if source is not None else set()
+    if not eos or not isinstance(getattr(model.config, "max_position_embeddings", None), int):
+        raise ValueError(f"{type(model).__name__}: names no end-of-text token, or no max_position_embeddings")
+    rows = int(cast(Tensor, model.get_input_embeddings().weight).shape[0])
+    prompt = tok(apply_template(tok, [{"role": "user", "content": "(user)"}]), add_special_tokens=False)["input_ids"]
+    pad_id = tok.pad_token_id if tok.pad_token_id is not None else min(eos)
+    if not 0 <= min(eos) <= (last := max(*eos, *prompt, pad_id)) < rows:
+        raise ValueError(f"{type(model).__name__}: it would be given token {last}, its embedding has {rows} rows")
+    end = turn_end(tok, eos)
+    eos_ids = frozenset(eos if end is None else {*eos, end})
+    model.requires_grad_(False)
+    return LanguageModel(
+        model=model,
+        tok=tok,
+        eos_ids=eos_ids,
+        end_id=end if end is not None else tok.eos_token_id if tok.eos_token_id in eos_ids else min(eos_ids),
+        pad_id=pad_id,
+        lean=lean_fits(model),
+        system_role=takes_system(tok),
+        preserve_thinking=False,
+        packs=packs(model, backbone(model)),
+    )
+
+
+# ── chat templates ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def try_template(tok: PreTrainedTokenizerBase) -> None:
+    """Raises ValueError where there is no chat template, or one that does not end, fails, or leaves out a user's
+    message."""
+    text = tok.chat_template if isinstance(tok.chat_template, str) else json.dumps(tok.chat_template)
+    if not ends(text):
+        raise ValueError(f"its chat template takes more than {SECONDS} s or {BYTES >> 30} GiB")
+    if "(user)" not in apply_template(tok, [{"role": "user", "content": "(user)"}]):
+        raise ValueError("its chat template leaves out the user's message")
+
+
+@cache
+def ends(template: str) -> bool:
+    """Whether a template comes to its end, tried in a process of its own."""
+    command = [sys.executable, "-I", template_probe.__file__]
+    try:
+        return subprocess.run(command, input=template.encode(), timeout=10 * SECONDS).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
+
+
+def takes_system(tok: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template accepts a system message and keeps its text."""
+    try:
+        return "(sys)" in apply_template(
+            tok, [{"role": "system", "content": "(sys)"}, {"role": "user", "content": "(user)"}]
+        )
+    except TemplateError:
+        return False
+
+
+def turn_end(tok: PreTrainedTokenizerBase, eos: Set[int]) -> int | None:
+    """The token of `eos`, or else the special one, that the template writes directly after an answer: it need not be
+    the tokenizer's end of text (Gemma: <end_of_turn>), nor be in any list. None: it writes none."""
+    turns = [{"role": "user", "content": "(user)"}, {"role": "assistant", "content": "(answer)"}]
+    with contextlib.suppress(TemplateError):
+        after = apply_template(tok, turns, prompt=False).rpartition("(answer)")[2].lstrip()
+        ids = tok(after, add_special_tokens=False)["input_ids"]
+        special = {i: token.content for i, token in tok.added_tokens_decoder.items() if token.special}
+        if ids and (ids[0] in eos or (ids[0] in special and after.startswith(special[ids[0]]))):
+            return int(ids[0])
+    return None
