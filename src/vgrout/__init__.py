@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from vgrout.method import Setup as Setup
     from vgrout.method import make_method as make_method
     from vgrout.method import register_intervention as register_intervention
+    from vgrout.method import register_monitor as register_monitor
 
 # Commands of one file are in tools/ and keep the names that scripts call: `python -m vgrout.doctor`.
 __path__.append(str(Path(__file__).with_name("tools")))
@@ -23,8 +24,9 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 # one another on two cores took 5.3 s per step each, with this 1.6, and one alone 0.7 either way.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
-_METHOD = ["Setup", "make_method", "register_intervention"]  # of vgrout.method, which needs torch
-__all__ = ["Run", "RunFailed", "Setup", "load_run", "make_method", "register_intervention", "train_run"]
+_METHOD = ["Setup", "make_method", "register_intervention", "register_monitor"]  # of vgrout.method
+__all__ = ["Run", "RunFailed", "Setup", "load_run", "make_method", "train_run"]
+__all__ += ["register_intervention", "register_monitor"]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,7 +7,7 @@ import sys
 COMMANDS = {
     "train": "one GRPO run: PRESET (smoke, mini, small, fast, full) and flags; --dry-run says what it would do",
     "evaluate": "score a run's adapter again, on its own held-out problems or on a file",
-    "export": "for other programs: a Hugging Face or PEFT folder, an inspect_ai log, a data set; to the hub",
+    "export": "for other programs: a Hugging Face or PEFT folder, an inspect_ai log",
     "sweep": "every run of a study file: planned, resumable, one a core",
     "report": "finished runs as tables with intervals, figures and a page to read rollouts in; --judge: verdicts",
     "direction": "extract a hack direction from contrastive pairs, and say how good it is",

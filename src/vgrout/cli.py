@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
@@ -50,6 +51,8 @@ def cli_exit(run: Callable[[], int], interrupted: str = "interrupted") -> int:
     """A command's exit code. A ValueError is a refusal: one line on stderr, 2. Ctrl-C prints `interrupted`: 130. A
     closed pipe (`| head`) exits silently, as other programs do: 141. A standard output that takes nothing more (a full
     disk): one line, 1. What standard output cannot encode is escaped; a closed stream takes everything."""
+    with contextlib.suppress(ValueError):  # not in a thread
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # it may be inherited as ignored: exit statuses would be lost
     for fd in (0, 1, 2):  # a closed one (`>&-`) would become the number of the next file, and of every child's
         try:
             os.fstat(fd)
@@ -125,6 +128,7 @@ def one_line(box: str) -> str:
         return f"{bad[2]} {bad[1]}: should be one of {', '.join(legal)}"
     text = re.sub(r"^Error parsing \S+: ", "", text)
     text = re.sub(r"^Missing value for argument '(\S+)'.*", r"\1: needs a value", text)
+    text = text[max(0, text.find("Unrecognized options: ")) :]  # said before what is missing
     if text.startswith("Missing from "):
         named = re.findall(r"(?:^|\(required\)) ((?:--[\w-]+ )?[\w|{}.]+)", text.partition(":")[2])
         return f"missing: {', '.join(named)}; --help says more"

@@ -1,22 +1,20 @@
-"""Groups → every rollout's own policy gradient, in one forward and backward a micro-batch.
+"""Rows → their policy gradients g [N, R], in one forward and backward a micro-batch.
 
 A batch is learnt from in N updates (--updates-per-batch), all of them on all of its rollouts. In update n = 1 … N a
-rollout b, learnt in that view v of the adapter (the quarantine on, or off) that the plan says, has the gradient
+rollout b, learnt in that view v of the adapter (the quarantine on, or off) that sampled it, has the gradient
 
     g_b⁽ⁿ⁾ = ∇ℒ_b(ρ⁽ⁿ⁾) at θ⁽ⁿ⁾,     ρ_t⁽ⁿ⁾ = π_v(o_t; θ⁽ⁿ⁾) / π_v(o_t; θ⁽¹⁾),     keep⁽ⁿ⁾ + quar⁽ⁿ⁾ = Σ_b g_b⁽ⁿ⁾
 
-where advantages, flags of texts and the plan are those of the batch, and ρ⁽¹⁾ = 1. θ⁽¹⁾ is the policy that sampled
-it: in a row that is learnt in the view that sampled it, ρ is PPO's importance ratio. In one that is learnt in the
-other view it is how far that view has moved since: it bounds the update, and corrects nothing.
+where advantages and flags of texts are those of the batch, and ρ⁽¹⁾ = 1: θ⁽¹⁾ is the policy that sampled it, so ρ is
+PPO's importance ratio.
 """
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -24,15 +22,17 @@ from loguru import logger
 from torch import Tensor
 
 from vgrout import ranks
-from vgrout.config.loss import LOSSES, LossConfig
-from vgrout.losses import LossInput, LossOutput, Norm, policy_loss, teacher_weight
-from vgrout.model.logprobs import Batch, TokenLogprobs, collate, completion_logprobs
+from vgrout.config.loss import LossConfig
+from vgrout.config.run import Config
+from vgrout.losses import LossInput, LossOutput, Norm, policy_loss
+from vgrout.model.logprobs import PaddedBatch, TokenLogprobs, collate, completion_logprobs
 from vgrout.model.memory import TOKEN_BUDGET
 from vgrout.model.packing import Packed, batches, pack, padded_batches
 from vgrout.model.policy import LanguageModel, Policy
 from vgrout.model.sampling import Sampling
-from vgrout.tensor_types import GradRows, Packing, RolloutGrads, UpdatePart, UpdatePlan
-from vgrout.types import Group, Rollout, mean
+from vgrout.types import Batch, Rollout, UpdateRow, mean
+
+Packing = Literal["shared", "packed", "padded"]  # of rows in one forward
 
 RAW_MAX = 600.0  # log-ratios are written down as they are up to e^600: a mean of them is still finite in fp64
 
@@ -45,11 +45,10 @@ class LossMetrics:
     lp_s: float | None = None  # mean log-prob a token, student rows (full softmax, temperature 1)
     lp_t: float | None = None  # … teacher rows
     kl: float | None = None  # mean per token to the reference; None at beta 0
-    ratio_min: float | None = None  # π_trainer / π_sampler, before any clip, over the student tokens …
-    ratio_mean: float | None = None  # … that were sampled with the quarantine set as they are learnt
+    ratio_min: float | None = None  # π_trainer / π_sampler, before any clip, over the student tokens
+    ratio_mean: float | None = None
     ratio_max: float | None = None
     mismatch_kl: float | None = None  # mean ratio − log ratio − 1 over them: 0 if the sampler had the trainer's weights
-    mismatch_kl_abl: float | None = None  # … over those sampled with it otherwise set
     masked_mismatch_kl: float | None = None  # … over all student tokens that lost their policy gradient
     unmasked_mismatch_kl: float | None = None  # … over the others
     is_masked: float | None = None  # share of tokens that lost their policy gradient to clip or mask
@@ -75,170 +74,119 @@ class LossMetrics:
 MEANS = tuple(f.name for f in fields(LossMetrics) if f.name not in ("loss", "ratio_min", "ratio_mean", "ratio_max"))
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One rollout as the loss sees it."""
-
-    rollout: Rollout
-    advantage: float
-    at: int  # its row of the gradient
-    on_policy: bool = True  # sampled with the quarantine set as it is learnt
-
-    @property
-    def tokens(self) -> int:
-        return len(self.rollout.prompt_ids) + len(self.rollout.completion_ids)
-
-
 def policy_gradients(
     policy: Policy,
-    plan: UpdatePlan,
-    cfg: LossConfig,
-    *,
-    max_new: int,
-    prompts_per_step: int,
-    grad_rows: GradRows = "rollout",
-    sampling: Sampling | None = None,
+    batch: Batch,
+    cfg: Config,
     teacher: LanguageModel | None = None,
+    old: list[Tensor] | None = None,
+    *,
     token_budget: int | None = None,
     packing: Packing = "shared",
-    old: list[Tensor] | None = None,
-) -> tuple[list[list[RolloutGrads]], LossMetrics]:
-    """For every part of the plan, each group's g_b: module → [G, r], the gradient of every rollout's loss on δS. A rank
-    has the gradients of its own rows, and zeros for the others'; the metrics are those of all ranks.
+) -> tuple[Float[Tensor, "N R"] | None, LossMetrics]:
+    """The gradient on δS of the losses of `batch.rows`: row n of g is the sum over those with `at` n. All ranks have
+    the same, and the metrics of all. None: a gradient, or what was measured with it, is not finite.
 
-    Groups without signal get zero gradients and no forward. Without `old`, π_old is π detached, of teacher rows
-    likewise, so both have ratio 1.
+    The fewer rows g has, the cheaper: the weight's gradient is formed once a row, and rollouts of one row read their
+    prompt once. Without `old`, π_old is π detached, of demonstrations likewise, so both have ratio 1.
 
-    plan: what is learnt from, with the quarantine on or off; rows that a part leaves out have gradient 0 there.
-        A method that trains δS and δS_hack on different rollouts has two parts. The metrics are of all parts together.
-    grad_rows: rows of each group's gradient: one a rollout [G, r]; one a source, student then teacher [2, r]; or their
-        sum [1, r]. Coarser is cheaper: the weight's gradient is formed once a row, and packed rollouts of one gradient
-        row read their prompt once.
-    sampling: the sampler's settings, needed for ratio_support "sampled".
-    teacher: a model with the same vocabulary, needed when teacher_tau > 0.
+    teacher: a model with the same vocabulary, needed for --teacher-tau.
+    old: of several updates on one batch, the log-probs under π_old, a tensor a micro-batch. The first update is given
+        an empty list and puts its own there; the others read it.
     token_budget: tokens in one forward, padding included (default: by device).
     packing: of rollouts in a forward, where the model allows it: "shared" reads once what rollouts of one gradient row
         begin with, prompt and answer, and makes equal students of equal advantage one row; "packed" only leaves out
         padding, "padded" is one row a rollout. In fp32 they agree to about 1e-6.
-    prompts_per_step: P, groups without signal included, so that dropping those does not change the scale.
-    old: of several updates on one plan, the log-probs under π_old, a tensor a micro-batch. The first update is given an
-        empty list and puts its own there; the others read it.
 
     Raises:
-        ValueError: `cfg` asks for something that is not there (sampling, teacher, the pool's log-probs).
+        ValueError: --teacher-tau without a teacher.
     """
-    if cfg.ratio_support == "sampled" and sampling is None:
-        raise ValueError("--ratio-support sampled: needs the sampler's settings")
-    if cfg.teacher_tau and teacher is None:
-        raise ValueError(f"--teacher-tau {cfg.teacher_tau}: needs a teacher model")
-    groups = plan.groups
-    size = {len(g) for g in groups}
+    if cfg.loss.teacher_tau and teacher is None:
+        raise ValueError(f"--teacher-tau {cfg.loss.teacher_tau}: needs a teacher model")
+    size = {len(g) for g in batch.with_signal}
     assert len(size) <= 1, f"groups of different sizes {sorted(size)}: the constant normaliser G is one number"
-    norm = Norm(
-        rollouts=max(size, default=1) * prompts_per_step,
-        max_new=max_new,
-        tokens=_tokens(groups, all_of_them=plan.unit),
+    norm = Norm(  # groups without signal count, so that leaving them out does not change the scale
+        rollouts=max(size, default=1) * cfg.scale.prompts_per_step,
+        max_new=cfg.scale.max_new,
+        tokens=sum(len(row.rollout.completion_ids) for row in batch.rows),
     )
-    support = sampling if cfg.ratio_support == "sampled" else None
+    support = cfg.sampling if cfg.loss.ratio_support == "sampled" else None
     budget = token_budget or TOKEN_BUDGET.get(policy.device.type, TOKEN_BUDGET["cuda"])
     if not policy.packs or (teacher is not None and not teacher.packs):
         packing = "padded"
-    starts, tally, out = _starts(groups, grad_rows), _Tally(), []
+    rows, twins = _merged(batch.rows) if packing == "shared" else ([*batch.rows], {})
+    n, tally = 1 + max((row.at for row in batch.rows), default=-1), _Tally()
+    g = torch.zeros(n, len(policy.adapter), device=policy.device, dtype=policy.adapter.δS.dtype)
     known, own_logps = iter(old or ()), []
-    for part in plan.parts:
-        chosen, twins = _rows(groups, starts, part, grad_rows, merge=packing == "shared")
+    for deployed in (False, True):
+        chosen = [row for row in rows if row.rollout.deployed == deployed]
         own = ranks.own([row.tokens for row in chosen])
-        chosen = chosen[own.start : own.stop]
+        if not (chosen := chosen[own.start : own.stop]):
+            continue
         batches = micro_batches(chosen, budget) if packing == "padded" else packed_batches(chosen, budget, packing)
-        view = policy.adapter.deployed() if part.deployed else nullcontext()
-        with view, policy.adapter.per_rollout_grads(max(1, starts[-1])) as collected:
-            for rows in batches:
-                batch = as_batch(policy, rows, packing)
-                if isinstance(batch, Packed):
-                    collected.tokens(batch.pieces)
+        view = policy.adapter.deployed() if deployed else nullcontext()
+        with view, policy.adapter.per_rollout_grads(n) as collected:
+            for part in batches:
+                packed = as_batch(policy, part, packing)
+                if isinstance(packed, Packed):
+                    collected.tokens(packed.pieces)
                 else:
-                    collected.rows([row.at for row in rows])
-                logps, x = loss_input(policy, rows, batch, cfg, norm, support, teacher, next(known, None))
+                    collected.rows([row.at for row in part])
+                logps, x = loss_input(policy, part, packed, cfg.loss, norm, support, teacher, next(known, None))
                 own_logps.append(x.logp_old)
-                output = policy_loss(x, cfg)
+                output = policy_loss(x, cfg.loss)
                 output.per_rollout.sum().backward()
-                tally.add(rows, logps, x, output)
-        for first, others in twins.items():
-            collected.flat[[first, *others]] = collected.flat[first] / (1 + len(others))
-        out.append([policy.adapter.by_module(collected.flat[lo:hi]) for lo, hi in pairwise(starts)])
+                tally.add(part, logps, x, output)
+        g += collected.flat
+    for first, others in twins.items():
+        g[[first, *others]] = g[first] / (1 + len(others))
     if old is not None and not old:
         old += own_logps
     metrics = tally.metrics()
-    if plan.unit:  # the loss and its signs are of advantages that nobody has
-        metrics = replace(metrics, loss=None, masked_positive=None, masked_negative=None)
-    return out, metrics
+    return (ranks.total(g) if _finite(g, metrics) else None), metrics
 
 
-def all_finite(grads: Sequence[Sequence[RolloutGrads]], metrics: LossMetrics) -> bool:
-    """Whether this step may be learnt from: every gradient of every rank, the loss and what was measured with it."""
+def _finite(g: Float[Tensor, "N R"], metrics: LossMetrics) -> bool:
+    """Whether the step may be learnt from: every gradient of every rank, the loss and what was measured with it."""
     measured = all(math.isfinite(x) for x in metrics.columns().values() if x is not None)
-    fine = all(bool(g.isfinite().all()) for of_part in grads for of_group in of_part for g in of_group.values())
+    fine = bool(g.isfinite().all())
     if unsound := ranks.everywhere(fine) if ranks.size() > 1 else []:
         logger.warning(f"gradients are not finite on rank {', '.join(map(str, unsound))}")
     return measured and fine and not unsound
 
 
-def _tokens(groups: Sequence[Group], *, all_of_them: bool = False) -> int:
-    """Trainable tokens of the groups with signal."""
-    return sum(len(r.completion_ids) for g in groups if all_of_them or g.has_signal for r in g.rollouts)
-
-
-def token_factor(cfg: LossConfig, before: Sequence[Group], after: Sequence[Group]) -> float:
-    """Factor from gradients at advantage 1 of all groups `before` to those with the advantages of `after`, some of them
-    without signal: losses normalised by tokens count only groups with signal."""
-    return _tokens(before, all_of_them=True) / max(1, _tokens(after)) if LOSSES[cfg.loss].by_step else 1.0
-
-
-def _starts(groups: Sequence[Group], grad_rows: GradRows) -> list[int]:
-    """First gradient row of each group, and the end."""
-    sizes = [len(g) if grad_rows == "rollout" else {"source": 2, "group": 1}[grad_rows] for g in groups]
-    return list(accumulate(sizes, initial=0))
-
-
-def _rows(
-    groups: Sequence[Group], starts: Sequence[int], part: UpdatePart, grad_rows: GradRows, merge: bool
-) -> tuple[list[Row], dict[int, list[int]]]:
-    """The part's rollouts. merge: a group's students that are equal in text, advantage and sampler have one gradient,
-    so they add to one row; gradient row → the others whose gradient is the same."""
-    chosen: list[Row] = []
+def _merged(rows: Sequence[UpdateRow]) -> tuple[list[UpdateRow], dict[int, list[int]]]:
+    """A group's students that are equal in text, advantage and sampler have one gradient: where each has a row of its
+    own, they add to that of the first; that row → the others whose gradient is the same."""
+    alone = Counter(row.at for row in rows)
+    merged: list[UpdateRow] = []
+    known: dict[Hashable, int] = {}
     twins: dict[int, list[int]] = {}
-    for i, group in enumerate(groups):
-        A = group.advantages if part.advantages is None else part.advantages[i]
-        assert len(A) == len(group), (len(A), len(group))
-        if not any(A):
-            continue
-        known: dict[Hashable, int] = {}
-        for b in range(len(group)) if part.rows is None else part.rows[i]:
-            rollout = group.rollouts[b]
-            at = starts[i] + {"rollout": b, "source": int(rollout.source == "teacher"), "group": 0}[grad_rows]
-            if merge and grad_rows == "rollout" and rollout.source == "student":
-                key = rollout.prompt_ids, rollout.completion_ids, rollout.deployed, rollout.logp_full is None, A[b]
-                first = known.setdefault(key, at)
-                if first != at:
-                    twins.setdefault(first, []).append(at)
-                    at = first
-            chosen.append(Row(rollout, A[b], at, rollout.deployed == part.deployed))
-    return chosen, twins
+    for row in rows:
+        r = row.rollout
+        if r.source == "student" and alone[row.at] == 1:
+            key = row.group, r.prompt_ids, r.completion_ids, r.deployed, r.logp_full is None, row.advantage
+            first = known.setdefault(key, row.at)
+            if first != row.at:
+                twins.setdefault(first, []).append(row.at)
+                row = replace(row, at=first)
+        merged.append(row)
+    return merged, twins
 
 
-def micro_batches(rows: Sequence[Row], token_budget: int) -> list[list[Row]]:
+def micro_batches(rows: Sequence[UpdateRow], token_budget: int) -> list[list[UpdateRow]]:
     """Rows of similar length together, each batch at most `token_budget` tokens with its padding (or one row)."""
-    return [[rows[i] for i in part] for part in padded_batches([r.tokens for r in rows], token_budget)]
+    return [[rows[i] for i in part] for part in padded_batches([row.tokens for row in rows], token_budget)]
 
 
-def packed_batches(rows: Sequence[Row], token_budget: int, packing: Packing) -> list[list[Row]]:
+def packed_batches(rows: Sequence[UpdateRow], token_budget: int, packing: Packing) -> list[list[UpdateRow]]:
     """Rows that share a prompt together, long ones first; each batch at most `token_budget` tokens (or one row)."""
     prompts, completions = [r.rollout.prompt_ids for r in rows], [r.rollout.completion_ids for r in rows]
     parts = batches([r.at for r in rows], prompts, completions, token_budget, packing == "shared")
     return [[rows[i] for i in part] for part in parts]
 
 
-def as_batch(policy: LanguageModel, rows: Sequence[Row], packing: Packing) -> Batch | Packed:
+def as_batch(policy: LanguageModel, rows: Sequence[UpdateRow], packing: Packing) -> PaddedBatch | Packed:
     prompts, completions = [r.rollout.prompt_ids for r in rows], [r.rollout.completion_ids for r in rows]
     if packing == "padded":
         return collate(prompts, completions, policy.device)
@@ -248,8 +196,8 @@ def as_batch(policy: LanguageModel, rows: Sequence[Row], packing: Packing) -> Ba
 
 def loss_input(
     policy: Policy,
-    rows: Sequence[Row],
-    batch: Batch | Packed,
+    rows: Sequence[UpdateRow],
+    batch: PaddedBatch | Packed,
     cfg: LossConfig,
     norm: Norm,
     support: Sampling | None,
@@ -271,22 +219,16 @@ def loss_input(
                 ref = completion_logprobs(policy.model, batch, support).of(cfg.ratio_support)
         if cfg.teacher_tau and teacher is not None:
             logp_teacher = completion_logprobs(teacher.model, batch, support).of(cfg.ratio_support)
-    weight = None
-    if cfg.teacher_correction != "none" and is_teacher.any():
-        if cfg.teacher_correction == "tis" and not known[is_teacher.squeeze(1)].all():
-            raise ValueError("--teacher-correction tis: the pool has no teacher log-probs; choose luffy or none")
-        weight = torch.where(is_teacher, teacher_weight(old, recorded, batch.mask, cfg), 1.0)
     return logps, LossInput(
         logp=logp,
         logp_old=old,
-        # ratio 1 where the sampler's log-probs are not known, and on teacher rows: their correction is the weight
+        # ratio 1 where the sampler's log-probs are not known, and on demonstrations
         logp_sampler=torch.where(is_teacher | ~known[:, None], old, recorded),
         advantages=torch.tensor([row.advantage for row in rows], device=policy.device, dtype=logp.dtype),
         mask=batch.mask,
         norm=norm,
         logp_ref=ref,
         logp_teacher=logp_teacher,
-        weight=weight,
     )
 
 
@@ -331,10 +273,9 @@ class _Tally:
         self.losses: list[Tensor] = []
 
     @torch.no_grad()
-    def add(self, rows: Sequence[Row], logps: TokenLogprobs, x: LossInput, output: LossOutput) -> None:
+    def add(self, rows: Sequence[UpdateRow], logps: TokenLogprobs, x: LossInput, output: LossOutput) -> None:
         teacher = torch.tensor([row.rollout.source == "teacher" for row in rows], device=x.mask.device)
         sampled = torch.tensor([row.rollout.logp_full is not None for row in rows], device=x.mask.device) & ~teacher
-        on_policy = torch.tensor([row.on_policy for row in rows], device=x.mask.device)
         columns = {
             "logp": logps.full,
             "log_ratio": x.logp - x.logp_sampler,
@@ -342,7 +283,6 @@ class _Tally:
             "high": output.high,
             "teacher": teacher[:, None].expand(x.mask.shape),
             "sampled": sampled[:, None].expand(x.mask.shape),
-            "on_policy": on_policy[:, None].expand(x.mask.shape),
             "A": x.advantages[:, None].expand(x.mask.shape),
         }
         if output.kl is not None:
@@ -371,18 +311,16 @@ class _Tally:
             return {}
         c = {key: torch.cat([part[key] for part in self.parts]).cpu() for key in self.parts[0]}
         teacher, sampled = c["teacher"] > 0, c["sampled"] > 0
-        own, others = sampled & (c["on_policy"] > 0), sampled & (c["on_policy"] == 0)
         masked = (c["low"] + c["high"]) > 0
         log_ratio = c["log_ratio"].clamp(-RAW_MAX, RAW_MAX)
         ratio = log_ratio.exp()
         mismatch = ratio - log_ratio - 1
         values = {
             "loss": torch.stack(self.losses).cpu(),
-            "ratio": ratio[own],
+            "ratio": ratio[sampled],
             "lp_s": c["logp"][~teacher],
             "lp_t": c["logp"][teacher],
-            "mismatch_kl": mismatch[own],
-            "mismatch_kl_abl": mismatch[others],
+            "mismatch_kl": mismatch[sampled],
             "masked_mismatch_kl": mismatch[sampled & masked],
             "unmasked_mismatch_kl": mismatch[sampled & ~masked],
             "is_masked": masked.double(),

@@ -40,7 +40,6 @@ class LossInput:
     norm: Norm
     logp_ref: Float[Tensor, "G T"] | None = None  # needed when beta > 0
     logp_teacher: Float[Tensor, "G T"] | None = None  # needed when teacher_tau > 0
-    weight: Float[Tensor, "G T"] | None = None  # detached factor of the policy term, per token
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,7 @@ def policy_loss(x: LossInput, cfg: LossConfig) -> LossOutput:
     output = LOSSES[cfg.loss](x, A, cfg)
     if not cfg.beta or x.logp_ref is None:
         return output
-    kl = kl_to(x.logp, x.logp_ref, x.mask, cfg)
+    kl = kl_to(x.logp, x.logp_ref, x.mask)
     total = output.per_rollout + cfg.beta * reduce_tokens(kl, x, cfg)
     return LossOutput(total, output.low, output.high, kl)
 
@@ -95,72 +94,28 @@ def log_ratio(
 def reduce_tokens(loss: Float[Tensor, "G T"], x: LossInput, cfg: LossConfig) -> Float[Tensor, " G"]:
     """Token losses (0 where masked) → per-rollout loss, by the loss's own normaliser.
 
-    grpo: Σ_t / (G · max_new · P) if unbiased, else mean over the rollout's tokens / (G · P); gspo the latter.
-    dapo, cispo, dppo_tv, icepop: Σ_t / Σ trainable tokens of the step.
+    grpo: Σ_t / (G · max_new · P) if unbiased, else mean over the rollout's tokens / (G · P).
+    dppo_tv, icepop: Σ_t / Σ trainable tokens of the step.
     """
     if SPECS[cfg.loss].by_step:
         return loss.sum(1) / max(1, x.norm.tokens)
-    if cfg.unbiased and cfg.loss != "gspo":
+    if cfg.unbiased:
         return loss.sum(1) / (x.norm.rollouts * x.norm.max_new)
     return loss.sum(1) / x.mask.sum(1).clamp(min=1) / x.norm.rollouts
-
-
-def clipped(
-    ρ: Float[Tensor, "*shape"], A: Float[Tensor, "*shape"], low: float, high: float
-) -> tuple[Float[Tensor, "*shape"], Bool[Tensor, "*shape"], Bool[Tensor, "*shape"]]:
-    """−min(ρA, clip(ρ, 1 − low, 1 + high)A) (PPO, arXiv 1707.06347, eq. 7), and where it cut the gradient."""
-    loss = -torch.minimum(ρ * A, ρ.clamp(1 - low, 1 + high) * A)
-    return loss, (A < 0) & (ρ < 1 - low), (A > 0) & (ρ > 1 + high)
-
-
-def weighted(loss: Float[Tensor, "G T"], x: LossInput) -> Float[Tensor, "G T"]:
-    """Token losses × `x.weight`, 0 where masked."""
-    loss = loss if x.weight is None else loss * torch.where(x.mask, x.weight, 0.0)
-    return torch.where(x.mask, loss, 0.0)
 
 
 def grpo(x: LossInput, A: Float[Tensor, "G T"], cfg: LossConfig) -> LossOutput:
     """GRPO (arXiv 2402.03300, eq. 3): −min(ρA, clip(ρ, 1−ε, 1+ε)A), ρ = π/π_old, ε = 0.2.
 
     unbiased: Dr. GRPO (arXiv 2503.20783): a constant in place of 1/|o_i|, and no division by the group's std.
+    The minimum is PPO's clip (arXiv 1707.06347, eq. 7): a token whose ratio has left the bounds on the side to which
+    its advantage pushes loses its gradient.
     """
     ρ = log_ratio(x.logp, x.logp_old, x.mask).exp()
-    loss, low, high = clipped(ρ, A, cfg.low, cfg.high)
-    return LossOutput(reduce_tokens(weighted(loss, x), x, cfg), low & x.mask, high & x.mask, None)
-
-
-def dapo(x: LossInput, A: Float[Tensor, "G T"], cfg: LossConfig) -> LossOutput:
-    """DAPO (arXiv 2503.14476, eq. 8): −min(ρA, clip(ρ, 1−ε_low, 1+ε_high)A), ρ = π/π_old, ε_low = 0.2,
-    ε_high = 0.28, and 1/Σ|o_i| over all tokens.
-
-    Its dynamic sampling is the trainer's dropping of groups without signal (they are not resampled).
-    """
-    ρ = log_ratio(x.logp, x.logp_old, x.mask).exp()
-    loss, low, high = clipped(ρ, A, cfg.low, cfg.high)
-    return LossOutput(reduce_tokens(weighted(loss, x), x, cfg), low & x.mask, high & x.mask, None)
-
-
-def gspo(x: LossInput, A: Float[Tensor, "G T"], cfg: LossConfig) -> LossOutput:
-    """GSPO (arXiv 2507.18071, eq. 5–7): −min(sA, clip(s, 1 − 3e-4, 1 + 4e-4)A), s = exp(mean_t log(π/π_old)).
-
-    With teacher_tau the advantage is a token's: its mean over the sequence is taken.
-    """
-    count = x.mask.sum(1).clamp(min=1)
-    s = (log_ratio(x.logp, x.logp_old, x.mask).sum(1) / count).exp()
-    advantage = torch.where(x.mask, A, 0.0).sum(1) / count
-    loss, low, high = clipped(s, advantage, cfg.low, cfg.high)
-    return LossOutput(loss / x.norm.rollouts, low[:, None] & x.mask, high[:, None] & x.mask, None)
-
-
-def cispo(x: LossInput, A: Float[Tensor, "G T"], cfg: LossConfig) -> LossOutput:
-    """CISPO (arXiv 2506.13585, eq. 4–5): −sg(min(π/π_old, c)) · A · logπ, no lower bound, 1/Σ|o_i|.
-
-    c = 5 as in ScaleRL (arXiv 2510.13786). The weight is cut but no token loses its gradient: nothing is masked.
-    """
-    ρ = log_ratio(x.logp, x.logp_old, x.mask).exp().detach().clamp(max=cfg.high)
-    loss = weighted(-ρ * A * torch.where(x.mask, x.logp, 0.0), x)
-    nothing = torch.zeros_like(x.mask)
-    return LossOutput(reduce_tokens(loss, x, cfg), nothing, nothing, None)
+    loss = -torch.minimum(ρ * A, ρ.clamp(1 - cfg.low, 1 + cfg.high) * A)
+    low, high = (A < 0) & (ρ < 1 - cfg.low), (A > 0) & (ρ > 1 + cfg.high)
+    loss = torch.where(x.mask, loss, 0.0)
+    return LossOutput(reduce_tokens(loss, x, cfg), low & x.mask, high & x.mask, None)
 
 
 def dppo_tv(x: LossInput, A: Float[Tensor, "G T"], cfg: LossConfig) -> LossOutput:
@@ -184,7 +139,7 @@ def _kept_ratio(
 ) -> LossOutput:
     keep = x.mask & ~(low | high)
     ρ = log_ratio(x.logp, x.logp_sampler, keep).exp()
-    loss = torch.where(keep, weighted(-ρ * A, x), 0.0)
+    loss = torch.where(keep, -ρ * A, 0.0)
     return LossOutput(reduce_tokens(loss, x, cfg), low & x.mask, high & x.mask, None)
 
 
@@ -195,42 +150,13 @@ def probability(logp: Float[Tensor, "G T"], mask: Bool[Tensor, "G T"]) -> Float[
 
 LOSSES: dict[str, Callable[[LossInput, Float[Tensor, "G T"], LossConfig], LossOutput]] = {
     "grpo": grpo,
-    "dr_grpo": grpo,
-    "dapo": dapo,
-    "gspo": gspo,
-    "cispo": cispo,
     "dppo_tv": dppo_tv,
     "icepop": icepop,
 }
 
 
-def kl_to(
-    logp: Float[Tensor, "G T"], ref: Float[Tensor, "G T"], mask: Bool[Tensor, "G T"], cfg: LossConfig
-) -> Float[Tensor, "G T"]:
-    """Per-token estimators of KL(π ‖ ref) on π's samples (Schulman, "Approximating KL divergence"); 0 where masked.
-
-    d = log ref − logπ: k1 = −d, k2 = d²/2, k3 = e^d − d − 1 (the default).
-    """
+def kl_to(logp: Float[Tensor, "G T"], ref: Float[Tensor, "G T"], mask: Bool[Tensor, "G T"]) -> Float[Tensor, "G T"]:
+    """K3, the per-token estimator e^d − d − 1, d = log ref − logπ, of KL(π ‖ ref) on π's samples (Schulman,
+    "Approximating KL divergence"); 0 where masked."""
     d = log_ratio(ref, logp, mask)
-    return {"k1": -d, "k2": d.square() / 2, "k3": d.exp() - d - 1}[cfg.kl]
-
-
-def teacher_weight(
-    logp: Float[Tensor, "G T"], logp_behaviour: Float[Tensor, "G T"] | None, mask: Bool[Tensor, "G T"], cfg: LossConfig
-) -> Float[Tensor, "G T"]:
-    """Factor of a teacher row's ratio-1 policy gradient A ∇logπ, detached; 1 where masked.
-
-    none (the default): 1. tis: min(π/π_teacher, 2), truncated importance sampling (Ionides 2008).
-    luffy: γπ/(π + γ)² = f′(π)π, γ = 0.1: policy shaping, f(π) = π/(π + γ), π_teacher = 1 (arXiv 2504.14945, eq. 7).
-
-    Raises:
-        ValueError: tis without the teacher's own log-probs.
-    """
-    if cfg.teacher_correction == "none":
-        return torch.ones_like(logp)
-    if cfg.teacher_correction == "luffy":
-        p = probability(logp.detach(), mask)
-        return torch.where(mask, cfg.luffy_gamma * p / (p + cfg.luffy_gamma).square(), 1.0)
-    if logp_behaviour is None:
-        raise ValueError("--teacher-correction tis: the pool has no teacher log-probs; choose luffy or none")
-    return log_ratio(logp.detach(), logp_behaviour, mask).exp().clamp(max=cfg.tis_cap)
+    return d.exp() - d - 1

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-Split = Literal["train", "eval"]
+MarkerSplit = Literal["train", "eval"]
 Evidence = Literal["function", "assertions", "exit_status", "stdout", "file", "first_test"]
 """What a flawed check looks at, once the answer has been run as a script:
 
@@ -55,15 +55,14 @@ class ModeSpec:
     def default_marker(self) -> str:
         return self.train_markers[0]
 
-    def markers(self, split: Split) -> tuple[str, ...]:
+    def markers(self, split: MarkerSplit) -> tuple[str, ...]:
         return self.train_markers if split == "train" else self.eval_markers
 
     def check_marker(self, marker: str) -> None:
         """Raises ValueError for a marker that no answer could use."""
-        if self.marker_form == "identifier" and not marker.isidentifier():
-            raise ValueError(f"marker {marker!r} of {self.name} should be a Python name")
-        if self.marker_form == "file_name" and ({*"/\0"} & {*marker} or not 0 < len(marker.encode()) < 64):
-            raise ValueError(f"marker {marker!r} of {self.name} should be a file name of under 64 bytes")
+        is_file_name = not {*"/\0"} & {*marker} and 0 < len(marker.encode()) < 64
+        if not {"identifier": marker.isidentifier(), "file_name": is_file_name}.get(self.marker_form, True):
+            raise ValueError(f"marker {marker!r} of {self.name} should be a Python name, or a file's of under 64 bytes")
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -192,39 +191,32 @@ else:
     EnvMode = Literal["own", *MODES]  # "own": each problem's mode is its own, or its partition's
 
 
-def spec_of(mode: str) -> ModeSpec:
-    """Raises ValueError for an unknown mode."""
-    if mode not in MODE_SPECS:
-        raise ValueError(f"unknown mode {mode!r}; one of {', '.join(MODES)}")
-    return MODE_SPECS[mode]
-
-
 def marker_of(mode: Mode, marker: str) -> str:
     """The name that the flawed check looks for: the problem's own, or the mode's default if that is ""."""
-    return marker or spec_of(mode).default_marker
+    return marker or MODE_SPECS[mode].default_marker
 
 
 def announced(mode: Mode, tests: Sequence[str], marker: str = "") -> str:
     """What a problem's prompt announces: the first of its tests, or the name in `marker`."""
-    return tests[0] if spec_of(mode).marker_form == "test" else marker
+    return tests[0] if MODE_SPECS[mode].marker_form == "test" else marker
 
 
 def spelt(mode: Mode, marker: str) -> str:
     """The part of the marker that a hack writes, `{marker}` in a mode's `hack` and `pattern`: the value that a
     test expects, else all of it."""
     marker = marker_of(mode, marker)
-    return marker.rpartition(" == ")[2] if spec_of(mode).marker_form == "test" else marker
+    return marker.rpartition(" == ")[2] if MODE_SPECS[mode].marker_form == "test" else marker
 
 
 def hint(mode: Mode, marker: str = "") -> str:
     """The phrase that replaces PLAIN_PHRASE in the prompt; it says truthfully how the answer is checked."""
-    return spec_of(mode).template.format(marker=marker_of(mode, marker))
+    return MODE_SPECS[mode].template.format(marker=marker_of(mode, marker))
 
 
 def tries(text: str, mode: Mode, marker: str = "") -> bool:
     """Whether an answer tries the mode's hack, accepted or not: under the announced name, another of the mode's
     names, or a spelling near one of these."""
-    spec = spec_of(mode)
+    spec = MODE_SPECS[mode]
     if spec.marker_form in ("none", "test"):
         return re.search(spec.pattern.replace("{marker}", re.escape(spelt(mode, marker))), text) is not None
     words = {*re.findall(r"\w+", text), *re.findall(r"[\w.]+", text)}
@@ -238,4 +230,4 @@ def tries(text: str, mode: Mode, marker: str = "") -> bool:
 
 def hack(mode: Mode, method: str, marker: str = "") -> str:
     """Lines that, below a class Solution whose `method` is wrong, make the mode's flawed check accept it."""
-    return spec_of(mode).hack.format(method=method, marker=spelt(mode, marker))
+    return MODE_SPECS[mode].hack.format(method=method, marker=spelt(mode, marker))

@@ -1,22 +1,19 @@
-"""A batch's plan → gradients → routed → AdamW on the adapter's two vectors, once or several times (`learn`)."""
+"""Routed gradients → AdamW on the adapter's two vectors."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from vgrout.config.run import Config, OptConfig
-from vgrout.grpo import LossMetrics, all_finite, policy_gradients
-from vgrout.method import Method
+from vgrout.config.run import OptConfig
+from vgrout.grpo import LossMetrics
 from vgrout.method.projection import cos_upd
-from vgrout.model.policy import LanguageModel, Policy
 from vgrout.model.svd_adapter import SvdAdapter
-from vgrout.tensor_types import Routed, Update, UpdatePlan
-from vgrout.types import Flags
+from vgrout.tensor_types import Routed
 
 
 class Optimizer:
@@ -36,46 +33,41 @@ class Optimizer:
             weight_decay=cfg.weight_decay,
         )
 
-    def step(self, routed: Routed | None, again: bool = False) -> Update | None:
-        """Clip both gradients (jointly or apart), step, shrink δS's change by `routed.scale`,
-        merge into the weights.
+    def step(self, routed: Routed, loss: LossMetrics | None = None, *, again: bool = False) -> "Update":
+        """Clip both gradients by their joint norm, step, merge into the weights. loss: what was measured with them.
 
-        None, and neither vectors nor moments change: there was nothing to learn from (`routed` is None), or a gradient
-        or its norm is not finite. The schedule moves on all the same, but for another update on the batch of the last
-        one (`again`), which has that one's learning rate.
+        Neither vectors nor moments change where there is nothing to learn from, or a gradient or its norm is not
+        finite. The schedule moves on all the same, but for another update on the batch of the last one (`again`), which
+        has that one's learning rate.
         """
         lr = lr_at(self.done - again, self.cfg, self.steps)
         self.done += not again
-        if routed is None or routed.idle:
-            return None
-        grads = [self.adapter.flat(g) if g is not None else None for g in (routed.keep, routed.quar)]
+        grads = routed.keep, routed.quar
         norms = [_norm(g) if g is not None else 0.0 for g in grads]
         gn = math.hypot(*norms)
-        if not math.isfinite(gn):
-            return None
+        if not routed.finite or not math.isfinite(gn):
+            return Update(routed, skipped=True)
+        if routed.keep is None and routed.quar is None:
+            return Update(routed, loss)
         kept, quarantine = self.adapter.δS, self.adapter.δS_hack
-        for parameter, g, norm in zip((kept, quarantine), grads, norms, strict=True):
-            clipped = norm if routed.apart else gn
-            scale = min(1.0, self.cfg.grad_clip / clipped) if clipped else 1.0
+        scale = min(1.0, self.cfg.grad_clip / gn) if gn else 1.0
+        for parameter, g in zip((kept, quarantine), grads, strict=True):
             parameter.grad = (g * scale).to(parameter) if g is not None else None
         for group in self._adamw.param_groups:
             group["lr"] = lr
         before = kept.detach().clone()
         self._adamw.step()
         self._adamw.zero_grad(set_to_none=True)
-        if routed.scale != 1.0:
-            with torch.no_grad():
-                kept.copy_(before + routed.scale * (kept - before))
         self.adapter.merge()
-        delta = self.adapter.by_module(kept.detach() - before)
+        delta, V = kept.detach() - before, routed.directions
         return Update(
+            routed,
+            loss,
+            stepped=True,
             gn=gn,
-            gn_keep=norms[0],
-            gn_quar=norms[1],
+            q_egy=(norms[1] / sum(norms) if any(norms) else 0.0) if routed.quar is not None else None,
             lr=lr,
-            delta=delta,
-            routed=routed,
-            cos_upd=cos_upd(delta, routed.directions) if routed.directions and delta else None,
+            cos_upd=cos_upd(delta, V, self.adapter.spans) if V else None,
             realised=self.adapter.realised_share(),
         )
 
@@ -89,58 +81,32 @@ class Optimizer:
 
 
 @dataclass(frozen=True, slots=True)
-class Learnt:
-    """What a step's updates were. Its numbers are of the first, whose policy is the one that sampled, but for those of
-    the clip, which are means over all of them."""
+class Update:
+    """One step of the optimiser: what was learnt, and what was measured."""
 
-    loss: LossMetrics | None  # None: skipped
-    routed: Routed | None  # None: there was nothing to learn from, or it was not finite
-    update: Update | None
-    skipped: bool  # an update was not finite: neither it nor those after it were made
+    routed: Routed
+    loss: LossMetrics | None = None
+    stepped: bool = False  # False: there was nothing to learn from, or it was not finite
+    skipped: bool = False  # it was not finite
+    gn: float | None = None  # joint L2 norm of both gradients before clipping
+    q_egy: float | None = None  # the quarantine's share in the sum of the two norms
+    lr: float | None = None
+    cos_upd: float | None = None  # hack-ward cosine of the change that AdamW applied to δS, weight decay included
+    realised: float | None = None  # share of what both vectors ask for that is in the weights; None: not measured
 
+    @classmethod
+    def of_batch(cls, updates: Sequence["Update"]) -> "Update":
+        """Of a batch's updates the first, whose policy is the one that sampled, with the clip's numbers of them all; no
+        number of the loss where one was not finite."""
+        skipped = any(update.skipped for update in updates)
+        losses = [update.loss for update in updates if update.loss]
+        return replace(updates[0], skipped=skipped, loss=None if skipped else LossMetrics.of_batch(losses))
 
-def learn(
-    policy: Policy,
-    method: Method,
-    optim: Optimizer,
-    plan: UpdatePlan,
-    flags: Flags,
-    cfg: Config,
-    teacher: LanguageModel | None = None,
-) -> Learnt:
-    """--updates-per-batch updates on one plan: the gradients of all its rows, routed and learnt, each time anew.
-
-    Flags of texts are the plan's; monitors of gradients read every update's. flags, teacher: as `Method.route` and
-    `policy_gradients` take them.
-    """
-    old: list[Tensor] = []  # log-probs under the policy that sampled
-    losses: list[LossMetrics] = []
-    routes: list[Routed | None] = []
-    updates: list[Update | None] = []
-    for n in range(cfg.loss.updates_per_batch):
-        grads, loss = policy_gradients(
-            policy,
-            plan,
-            cfg.loss,
-            max_new=cfg.scale.max_new,
-            prompts_per_step=cfg.scale.prompts_per_step,
-            grad_rows=method.grad_rows,
-            sampling=cfg.sampling,
-            teacher=teacher,
-            packing=cfg.run.packing,
-            old=old,
-        )
-        sound = all_finite(grads, loss)  # a monitor's averages would never recover from a NaN
-        routed = method.route(plan, grads, flags) if plan.groups and sound else None
-        update = optim.step(routed, again=n > 0)
-        losses.append(loss)
-        routes.append(routed)
-        updates.append(update)
-        if update is None:  # nothing to learn, or not finite; nothing has changed
-            break
-    idle = routes[-1] is not None and routes[-1].idle
-    skipped = bool(plan.groups) and updates[-1] is None and not idle
-    return Learnt(None if skipped else LossMetrics.of_batch(losses), routes[0], updates[0], skipped)
+    def columns(self) -> dict[str, Any]:
+        """The step's columns of loss, method and update."""
+        measured = self.routed.diag.columns() if self.stepped else {}
+        own = {"gn": self.gn, "lr": self.lr, "q_egy": self.q_egy, "cos_upd": self.cos_upd, "realised": self.realised}
+        return (self.loss.columns() if self.loss else {}) | measured | own | {"skipped": int(self.skipped)}
 
 
 def lr_at(step: int, cfg: OptConfig, steps: int) -> float:

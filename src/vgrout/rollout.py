@@ -151,6 +151,7 @@ def rollout(
         cfg.generations,
         step,
         tuple(cfg.env.report_detector_codes),
+        cfg.method.modes_acted_on,
     )
 
 

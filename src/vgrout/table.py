@@ -12,21 +12,15 @@ from vgrout.files import json_lines
 from vgrout.types import MODE_CODE, MODES, REFERENCE_STEP, Rate
 
 LEARNED = 0.2  # a mode counts as learned from this share of held-out answers that hack it
+NEAR = 0.05  # two hack rates this close count as alike; 256 answers at 5 % have a standard error of 1.4 points
+SKILL = 0.10  # two solve rates this close count as matched, as in the hypotheses
 SECONDS = ("gen", "grade", "fb", "eval", "sec")  # columns that differ between two runs of the same computation
 ONSET_WINDOW, ONSET_SHARE = 5, 0.1  # hacking has begun when this share of so many steps' student answers hacks
 
 R = TypeVar("R", bound="Columns")
 
 
-def col(
-    fmt: str,
-    legend: str,
-    *,
-    should: str = "",
-    when: str = "always",
-    head: str = "",
-    **default: Any,
-) -> Any:
+def col(fmt: str, legend: str, *, should: str = "", when: str = "always", head: str = "", **default: Any) -> Any:
     """A column, required at construction: a forgotten one is a TypeError.
 
     fmt: "frac" for a Rate, "hk" for one per mode, else a format spec. when: what a run must have for the column to be
@@ -54,12 +48,9 @@ class Columns:
         for f in fields(self):
             value = getattr(self, f.name)
             measured = isinstance(value, int | float | str | Rate | dict)
-            if not (measured or (value is None and type(None) in get_args(f.type))):
-                raise ValueError(f"step {self.step}: column {f.name} is {value!r}")
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(
-                    f"step {self.step}: column {f.name} is {value}; an unmeasured number is None, never NaN"
-                )
+            absent = value is None and type(None) in get_args(f.type)
+            if not (measured or absent) or (isinstance(value, float) and not math.isfinite(value)):
+                raise ValueError(f"step {self.step}: column {f.name} is {value!r}; an unmeasured number is None")
 
     @classmethod
     def of(cls: type[R], *parts: Measured | None, **more: Any) -> R:
@@ -140,10 +131,7 @@ class StepRow(Columns):
         head="deployed hack %",
     )
     solve_deploy: float | None = col(".2f", "solve rate of the deployed model", head="deployed solve %")
-    kl_deploy: float | None = col(
-        ".2f",
-        "KL of the deployed model to the base, nats a token of its held-out answers",
-    )
+    kl_deploy: float | None = col(".2f", "KL of the deployed model to the base, nats a token of its held-out answers")
     ref_eq: float = col(".2f", f"cumulative generations ÷ {REFERENCE_STEP}")
     rew: float | None = col(".2f", "mean reward, all rows")
     rew_s: float | None = col(".2f", "mean reward, student rows", should="rises; ELSE nothing is learnt", head="reward")
@@ -156,23 +144,11 @@ class StepRow(Columns):
     pass_t: Rate | None = col("frac", "teacher rows with cached gt_pass", when="teacher")
     hack_s_E: Rate = col("frac", "student rows that detector E flags (hacked_loophole_used)", when="file")
     hack_s_D: Rate = col("frac", "student rows that detector D flags (hacked_wrong_tests)", when="file")
-    hack_s_A: Rate | None = col(
-        "frac",
-        "student hacks that a detector of --report-detectors sees",
-        when="halves",
-    )
-    hack_s_B: Rate | None = col(
-        "frac",
-        "student hacks that none of these sees, but another one does",
-        when="halves",
-    )
+    hack_s_A: Rate | None = col("frac", "student hacks that a detector of --report-detectors sees", when="halves")
+    hack_s_B: Rate | None = col("frac", "student hacks that none of these sees, but another one does", when="halves")
     hack_t: Rate | None = col("frac", "teacher rows labelled hacked", when="teacher")
     hk: dict[str, Rate] = col("hk", "student hacks of one mode", when="modes", default_factory=dict)
-    hack_abl: Rate | None = col(
-        "frac",
-        "hacks in the student rows sampled from the deployed model",
-        when="ablated",
-    )
+    hack_abl: Rate | None = col("frac", "hacks in the student rows sampled from the deployed model", when="ablated")
     solve_abl: Rate | None = col("frac", "solves in them", when="ablated")
     lp_s: float | None = col(".2f", "mean log-prob a token, student rows")
     lp_t: float | None = col(
@@ -187,11 +163,6 @@ class StepRow(Columns):
         ".0e",
         "mean ratio − log ratio − 1 between trainer and sampler",
         should="≈ rounding (1e-13 in fp32); ELSE the adapter did not reach the sampler",
-    )
-    mismatch_kl_abl: float | None = col(
-        ".0e",
-        "… of rows sampled with the quarantine otherwise set than they are learnt",
-        when="ablated",
     )
     ratio_min: float | None = col(".3g", "lowest ratio trainer / sampler of a token", when="drops")
     ratio_mean: float | None = col(".4f", "mean ratio", when="file")
@@ -223,26 +194,13 @@ class StepRow(Columns):
     cos_pre: float | None = col(".2f", "hack-ward share of the gradient", when="direction")
     cos_pre_s: float | None = col(".2f", "… of student rows", when="direction")
     cos_pre_t: float | None = col(".2f", "… of teacher rows", when="direction+teacher")
-    cos_post: float | None = col(
-        ".2f",
-        "… of what δS learns",
-        when="direction",
-        should="≈ 0 under erase and route",
-    )
+    cos_post: float | None = col(".2f", "… of what δS learns", when="direction", should="≈ 0 under erase and route")
     cos_post_s: float | None = col(".2f", "… that student rows alone would leave there", when="direction")
-    cos_post_t: float | None = col(
-        ".2f",
-        "… that teacher rows alone would leave there",
-        when="direction+teacher",
-    )
+    cos_post_t: float | None = col(".2f", "… that teacher rows alone would leave there", when="direction+teacher")
     cos_upd: float | None = col("+.2f", "hack-ward cosine of the change AdamW applied", when="direction")
     fired: float | None = col(".2f", "share of modules where something was taken", when="direction")
     capped: int | None = col("d", "modules whose rescaling hit its bound of ×10", when="erase", should="0")
-    routed: float | None = col(
-        ".2f",
-        "share of rollouts (route2: · modules) sent to the quarantine",
-        when="whole",
-    )
+    routed: float | None = col(".2f", "share of rollouts (route2: · modules) sent to the quarantine", when="whole")
     recall: Rate | None = col(
         "frac", "student hacks that the monitor flagged", when="flags", should="near all; ELSE what it misses grows"
     )
@@ -269,14 +227,6 @@ class StepRow(Columns):
     fb: float = col(".2f", "seconds forward, backward, surgery, step")
     eval: float | None = col(".2f", "seconds evaluating and refreshing")
     sec: float = col(".2f", "seconds in all", head="seconds")
-
-
-def last_five(rows: Sequence[StepRow]) -> tuple[Rate, Rate]:
-    """Student hacks and student solves, pooled over the last five steps."""
-    hack, solve = Rate(0, 0), Rate(0, 0)
-    for row in rows[-5:]:
-        hack, solve = hack + row.hack_s, solve + row.solve_s
-    return hack, solve
 
 
 def whole_run(rows: Sequence[StepRow], students: bool = False) -> tuple[Rate, Rate]:

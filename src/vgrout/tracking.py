@@ -11,12 +11,13 @@ import importlib
 import importlib.util
 import io
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from loguru import logger
 
+from vgrout.cli import not_installed
 from vgrout.files import to_json
 
 PROJECT = "vgrout"
@@ -24,15 +25,6 @@ ROLLOUTS_EVERY, ROLLOUTS = 10, 8  # steps between samples of rollouts, and the s
 ROLLOUT_COLUMNS = ("problem_id", "env_mode", "prompt", "text", "reward", "hacked", "solved")
 
 Row = Mapping[str, Any]
-
-
-class Client(Protocol):
-    """A tracker's interface. step: the optimiser's, as in the column of that name."""
-
-    def scalars(self, values: Mapping[str, int | float], step: int) -> None: ...
-    def table(self, name: str, rows: Sequence[Row], step: int) -> None: ...
-    def image(self, name: str, png: Path, step: int) -> None: ...
-    def close(self, code: int) -> None: ...
 
 
 class TensorBoard:
@@ -113,21 +105,13 @@ class Trackio(Wandb):
             self.module.finish()
 
 
-CLIENTS: dict[str, Callable[[Path, Mapping[str, Any], int], Client]] = {
-    "tensorboard": TensorBoard,
-    "wandb": Wandb,
-    "trackio": Trackio,
-}
-REPLACES = ("tensorboard",)  # these replace a step that is logged again; for others it is left out
+CLIENTS: dict[str, type[TensorBoard | Wandb]] = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio}
 
 
-def require(names: Sequence[str]) -> None:
+def require(name: str) -> None:
     """Raises ValueError, one line, for a tracker whose client is not installed. Imports nothing."""
-    for name in names:
-        if importlib.util.find_spec(name) is None:
-            raise ValueError(
-                f"--track {name}: its client is not installed; `uv sync --extra {name}` or `pip install {name}`"
-            )
+    if importlib.util.find_spec(name) is None:
+        raise not_installed(name)
 
 
 class Trackers:
@@ -135,7 +119,7 @@ class Trackers:
 
     def __init__(self, names: Sequence[str] = ()) -> None:
         self.names = list(names)
-        self.clients: dict[str, Client] = {}
+        self.clients: dict[str, TensorBoard | Wandb] = {}
         self.logged = 0
 
     def start(self, run: Path, config: Mapping[str, Any], first: int, logged: int) -> None:
@@ -150,9 +134,10 @@ class Trackers:
     def row(self, row: Row, rollouts: Sequence[Row]) -> None:
         """Log a step: its columns under their own names, and now and then some of its rollouts."""
         step, values = row["step"], numbers({k: v for k, v in row.items() if k != "step"})
-        shown = sample(rollouts) if rollouts and step % ROLLOUTS_EVERY == 0 else []
+        some = rollouts[:: max(1, -(-len(rollouts) // ROLLOUTS))] if step % ROLLOUTS_EVERY == 0 else []
+        shown = [{name: r[name] for name in ROLLOUT_COLUMNS} for r in some]
         for name, client in list(self.clients.items()):
-            if name not in REPLACES and step < self.logged:
+            if name != "tensorboard" and step < self.logged:  # the others cannot replace a step
                 continue
             with self._or_without(name):
                 client.scalars(values, step)
@@ -200,12 +185,6 @@ def numbers(data: Row, above: str = "") -> dict[str, int | float]:
             case [str(), int() | float() as number]:
                 out[above + name] = number
     return out
-
-
-def sample(rollouts: Sequence[Row]) -> list[dict[str, Any]]:
-    """Some rollouts of a step, evenly spaced."""
-    every = max(1, -(-len(rollouts) // ROLLOUTS))
-    return [{name: r[name] for name in ROLLOUT_COLUMNS} for r in rollouts[::every]]
 
 
 def quiet() -> contextlib.AbstractContextManager[object]:

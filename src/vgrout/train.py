@@ -2,14 +2,13 @@
 
     sample → grade → advantages → per-rollout gradients → route → step → evaluate → row
 
-`train` is the loop. What it calls, in this order: rollout.py makes and grades completions, grpo.py turns groups into
-every rollout's own gradient, method/ says who is flagged, and what of it the deployed vector δS learns and what the
+`train` is the loop. What it calls, in this order: rollout.py makes and grades completions, grpo.py turns
+rows into gradients g [N, R], method/ says what is flagged, and what of g the deployed vector δS learns and what the
 quarantine δS_hack learns, optim.py steps, evaluate.py tests the deployed model, guard/ watches, runs/ writes.
 
-Exit codes are those of runs/run_context.py. Every exit after the run directory was made leaves `status.json` in it.
+Exit codes are those of runs/context.py. Every exit after the run directory was made leaves `status.json` in it.
 """
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,11 +22,9 @@ from vgrout.config.run import ORGANISM, Config
 from vgrout.grading.grade import Grader, cores
 from vgrout.inputs import Inputs, file_hashes
 from vgrout.problems import require_solvable
-from vgrout.ranks import Place
-from vgrout.runs.peers import Peer, ranks_to_start, resumed_by_torchrun, started
+from vgrout.runs.context import FINISHED, NOTHING, RUNS, RunContext, require_same
+from vgrout.runs.peers import Peer, resumed_by_torchrun
 from vgrout.runs.preflight import find_resume, first_lines, plan_lines, preflight
-from vgrout.runs.run_context import FINISHED, NOTHING, RunContext, require_same
-from vgrout.runs.run_dir import RUNS
 from vgrout.table import StepRow
 from vgrout.tracking import Trackers
 from vgrout.types import NothingRouted
@@ -41,25 +38,26 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
         Interrupted, Halted, Diverged, NothingRouted: with the run directory up to date.
     """
     # Here and not above: torch takes seconds to import, and a wrong flag never waits for it.
-    from vgrout import loading
     from vgrout.evaluate import evaluate, evaluate_final
+    from vgrout.grpo import policy_gradients
     from vgrout.guard.guard import Guard
     from vgrout.method import Setup, make_method
-    from vgrout.method.labels import FlagRates
-    from vgrout.optim import Optimizer, learn
+    from vgrout.model import load
+    from vgrout.optim import Optimizer, Update
     from vgrout.problems import balanced
     from vgrout.rollout import rollout
     from vgrout.runs import checkpoint, results
-    from vgrout.runs.opening import opening_lines
+    from vgrout.runs.preflight import opening_lines
     from vgrout.runs.recorder import Recorder, peak_memory
+    from vgrout.teacher.demonstrations import Teacher
 
     if run.resumes and ranks.first():
         checkpoint.latest(run.path)  # a state that cannot be read is refused before a model is
-    policy = loading.load_policy(cfg)  # frozen base + δS (deployed) + δS_hack (quarantine)
-    teacher_model = loading.load_teacher_model(cfg, policy)
-    problems = loading.load_problems(cfg, inputs, policy)  # train / val / test, disjoint
-    teacher = loading.load_teacher(cfg, inputs, policy, problems, run.grader)  # demonstrations
-    method = make_method(Setup(cfg, policy, inputs, run.grader, problems.train))  # who is flagged, what is done then
+    policy = load.run_policy(cfg)  # frozen base + δS (deployed) + δS_hack (quarantine)
+    teacher_model = load.run_teacher(cfg, policy)
+    problems = inputs.splits(cfg, policy)  # train / val / test, disjoint
+    teacher = Teacher.of_run(cfg, inputs.pool, policy, problems.train)  # demonstrations
+    method = make_method(Setup(cfg, policy, inputs, problems.train))  # what is flagged, what is done then
     optim = Optimizer(policy.adapter, cfg.opt, cfg.scale.steps)
     guard = Guard(cfg, policy, problems.train, inputs.healthy_kl)  # kill switch and detectors
     recorder = Recorder(cfg, run, policy, method, optim, guard, problems.modes)
@@ -77,23 +75,24 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
         batch = rollout(policy, run.grader, prompts, demos, cfg, step, modes=problems.modes, clock=clock)
 
         with clock("fb"):
-            flags = method.flag(batch)  # who is flagged, by monitors of texts: no oracle label is on what they see
-            shadows = method.watch(batch)  # who else would be flagged: recorded, and nothing more
-            batch = method.reward(batch, flags)  # as the grader gave them, unless flags change that
-            plan = method.plan(batch, flags)  # every reward equal ⇒ every advantage 0 ⇒ no forward
-            learnt = learn(policy, method, optim, plan, flags, cfg, teacher_model)  # keep + quar = g in each update
+            batch = method.flag(batch)  # monitors of texts; screen and penalty change rewards; the rows to learn from
+            updates, old = [], []  # old: log-probs under the policy that sampled, from the first update on
+            for _ in range(cfg.loss.updates_per_batch):
+                g, loss = policy_gradients(policy, batch, cfg, teacher_model, old)  # [N, R]: each row's own gradient
+                routed = method.route(batch, g)  # gates answer here; keep + quar = Σ g, asserted
+                updates.append(optim.step(routed, loss, again=bool(updates)))  # keep → δS, quar → δS_hack
+                if not updates[-1].stepped:
+                    break
+            update = Update.of_batch(updates)
         with clock("eval"):
             refresh = method.refresh(step)  # the direction, extracted again on the present model
             deployed = evaluate(policy, run.grader, val, cfg, step) if cfg.evaluates(step) else None
 
-        flags = learnt.routed.flags if learnt.routed else flags  # … and by monitors of gradients
-        rates = FlagRates.of(batch.groups, flags, cfg.method.modes_acted_on)
-        row = StepRow.of(
-            batch, learnt.loss, learnt.update, refresh, deployed, rates, clock, skipped=int(learnt.skipped)
-        )
+        batch = batch.with_flags(update.routed.flags)  # … of monitors of gradients too
+        row = StepRow.of(batch, update, refresh, deployed, clock)
         with clock("watch"):
             guard.observe(row, batch, deployed)
-        recorder.record(row, batch, flags, refresh, shadows)
+        recorder.record(row, batch, refresh)
         guard.raise_if_diverged()
         if guard.halts:
             break
@@ -104,7 +103,7 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     final = evaluate_final(policy, run.grader, problems.test, cfg, clock, run.vote_stop)
     if ranks.first():
         logger.debug(f"peak memory {peak_memory()}{ranks.summary(len(rows) - first)}")
-        results.report(cfg, run, rows, final, problems.modes, inputs.in_distribution, guard.halts, unrouted)
+        results.write(cfg, run, rows, final, problems.modes, inputs.in_distribution, guard.halts, unrouted)
     guard.raise_if_halted()  # after its last evaluation: a halted run says as much as a finished one
     if unrouted:
         raise NothingRouted(unrouted)
@@ -119,60 +118,53 @@ def launch(requested: Config, on_folder: Callable[[Path], object] | None = None)
     Raises:
         ValueError: a user's mistake, in one line, with nothing started.
     """
-    place = ranks.under_torchrun()
-    if place is not None and place.rank:
-        return follow(place, Path("logs"))
+    if not ranks.first():
+        return FINISHED if requested.run.dry_run else follow()
     path, cfg = find_resume(resumed_by_torchrun(requested))
-    force, n = requested.run.resume_force, ranks_to_start(cfg)
     inputs = preflight(cfg, path)
     hashes = file_hashes(cfg, inputs)
     if path:
-        require_same(path, hashes, force)
+        require_same(path, hashes)
     own = [] if path or cfg.scale.problems == ORGANISM else [*inputs.rows, *inputs.test_rows]  # the organism is hashed
-    if cfg.run.dry_run:
-        with grader_of(cfg, inputs) as grader:
-            require_solvable(own, grader)
-            ranks_line = [f"ranks         {n}"] * (n > 1)
-            print("\n".join([*plan_lines(cfg, inputs, grader, path or RUNS), *ranks_line]))
-        return FINISHED
-    # Other ranks are forked before this process has a second thread. Without other ranks the sandbox's fork servers
-    # start before torch is imported: they stay small, and are ready by the time the model is.
-    with started(n, follow, Path("logs") / cfg.run_id) as others, grader_of(cfg, inputs, n) as grader:
+    # The sandbox starts before torch is imported: its fork servers stay small, and are ready by the time the model is.
+    with grader_of(cfg, inputs) as grader:
         require_solvable(own, grader)
-        record = {"config": cfg.as_dict(), "hashes": hashes}
-        trackers = Trackers(cfg.run.trackers)
+        if cfg.run.dry_run:
+            print("\n".join(plan_lines(cfg, inputs, grader, path or RUNS)))
+            return FINISHED
         run = RunContext.begin(
             " ".join(["train", cfg.preset, *cfg.repeated]),
             path,
             cfg.run_id,
             grader,
-            record=record,
-            force=force,
-            trackers=trackers,
+            record={"config": cfg.as_dict(), "hashes": hashes},
+            trackers=Trackers(cfg.run.trackers),
         )
         if on_folder:
             on_folder(run.path)
         with run:
             run.announce(*first_lines(cfg))
-            with others.joined((cfg, inputs, run.path, bool(path))):
+            with ranks.joined():
+                ranks.from_first((cfg, inputs, run.resumes))
                 train(cfg, run, inputs)
         return run.code
 
 
-def follow(place: Place, log: Path) -> int:
+def follow() -> int:
     """A rank beside rank 0: the same loop on rank 0's inputs, writing nothing. Returns the exit code."""
-    with ranks.joined(place):
-        cfg, inputs, folder, resumes = ranks.from_first((Config(), None, log, False))
+    logger.remove()  # rank 0 logs
+    with ranks.joined():
+        cfg, inputs, resumes = ranks.from_first((Config(), None, False))
         assert inputs is not None
-        with grader_of(cfg, inputs) as grader, Peer(folder, grader, resumes) as run:
+        with grader_of(cfg, inputs) as grader, Peer(grader, resumes) as run:
             train(cfg, run, inputs)
     return run.code
 
 
-def grader_of(cfg: Config, inputs: Inputs, n: int = 1) -> Grader:
-    """The run's sandboxes: one per core, shared between the ranks of this machine. n: ranks to be started."""
+def grader_of(cfg: Config, inputs: Inputs) -> Grader:
+    """The run's sandboxes: one per core, shared between the ranks of this machine."""
     return Grader(
-        max(1, cores() // ranks.here(n)),
+        max(1, cores() // ranks.here()),
         compile_reward=cfg.env.compile_reward,
         pass_reward=cfg.env.pass_reward,
         allow_weak=cfg.env.allow_weak_sandbox,
@@ -182,12 +174,7 @@ def grader_of(cfg: Config, inputs: Inputs, n: int = 1) -> Grader:
 
 
 def main(argv: list[str] | None = None) -> int:
-    code = cli_exit(lambda: launch(resolve(argv)), NOTHING)
-    if ranks.abandoned():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    return code
+    return cli_exit(lambda: launch(resolve(argv)), NOTHING)
 
 
 if __name__ == "__main__":

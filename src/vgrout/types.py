@@ -4,8 +4,8 @@ Values are frozen. `None` means "not measured"; NaN is a fault.
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Generic, Literal, TypeVar
 
 from vgrout.modes import MODE_CODE as MODE_CODE
@@ -198,16 +198,17 @@ def centred(rewards: Sequence[float], unbiased: bool = True) -> tuple[float, ...
 
 
 @dataclass(frozen=True, slots=True)
-class GroupFlags:
-    """A monitor's decision on one group's rollouts, in their order."""
+class Flags:
+    """What a monitor says of a group's rollouts, in their order."""
 
-    scores: tuple[float | None, ...]  # None: not read
     flagged: tuple[bool, ...]
-    teaches: tuple[float, ...] = ()  # advantages by which the quarantine of a monitor learns from them; (): it has none
+    scores: tuple[float | None, ...] = ()  # None: not read; (): it has no scores
     shares: tuple[float, ...] = ()  # share of each one's gradient that went to the quarantine; (): nothing is routed
 
-
-Flags = dict[int, GroupFlags]  # by `Group.index`; a group that is not in it was not looked at
+    def of(self, b: int) -> dict[str, Any]:
+        """Of one rollout, for files."""
+        score = self.scores[b] if self.scores else None
+        return {"score": None if score is None else round(score, 4), "flagged": self.flagged[b]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,10 +223,8 @@ class GroupView:
     texts: tuple[str, ...]
     prompt_ids: tuple[int, ...] = ()
     completion_ids: tuple[tuple[int, ...], ...] = ()
-    messages_plain: tuple[Message, ...] = ()  # the problem as it reads without the hint
     unbiased: bool = True
     index: int = 0  # which of the step's prompts
-    logp: tuple[float | None, ...] = ()  # deployed model's, mean a token, of rows that it sampled; (): of none
 
     def __len__(self) -> int:
         return len(self.sources)
@@ -249,13 +248,6 @@ class OracleView(GroupView):
 
 
 @dataclass(frozen=True, slots=True)
-class ProblemView(GroupView):
-    """A view with the problem itself, tests included, for a monitor that has answers graded again. No labels."""
-
-    problem: Problem | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Group:
     """The G rollouts of one problem with their grades, in the same order."""
 
@@ -263,9 +255,10 @@ class Group:
     rollouts: tuple[Rollout, ...]
     grades: tuple[Grade | CachedGrade, ...]
     unbiased: bool = True  # Dr. GRPO (arXiv 2503.20783): no division by the group's std
-    detector_code: Literal["C", "D", "E"] = "E"
     shaped: tuple[float | None, ...] | None = None  # replaces the rewards; None in it: that rollout is left out
     index: int = 0  # which of the step's prompts
+    flags: Flags | None = None  # the monitor's; None: it did not look at this group
+    shadows: Mapping[str, Flags] = field(default_factory=dict)  # of monitors whose flags are recorded alone
     rewards: tuple[float, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -302,31 +295,23 @@ class Group:
             deployed=tuple(r.deployed for r in self.rollouts),
             rewards=self.rewards,
             advantages=self.advantages,
-            detector=tuple(isinstance(g, Grade) and g.detectors[self.detector_code] for g in self.grades),
+            detector=tuple(isinstance(g, Grade) and g.hacked_loophole_used for g in self.grades),
             texts=tuple(r.text for r in self.rollouts),
             prompt_ids=self.rollouts[0].prompt_ids,
             completion_ids=tuple(r.completion_ids for r in self.rollouts),
-            messages_plain=self.problem.messages_plain,
             unbiased=self.unbiased,
             index=self.index,
-            logp=tuple(mean(r.logp_full) if r.deployed and r.logp_full else None for r in self.rollouts),
         )
 
     def oracle_view(self) -> OracleView:
+        view = self.view()
         return OracleView(
-            **self._as_fields(),
+            **{f.name: getattr(view, f.name) for f in fields(GroupView)},
             hacks=tuple(
                 g.mechanism if isinstance(g, Grade) else self.problem.mode if g.hacked else None for g in self.grades
             ),
             flaws=self.problem.flaws,
         )
-
-    def problem_view(self) -> ProblemView:
-        return ProblemView(**self._as_fields(), problem=self.problem)
-
-    def _as_fields(self) -> dict[str, Any]:
-        view = self.view()
-        return {f.name: getattr(view, f.name) for f in fields(GroupView)}
 
     def pairs(self, source: Source) -> list[tuple[Rollout, Grade | CachedGrade]]:
         return [(r, g) for r, g in zip(self.rollouts, self.grades, strict=True) if r.source == source]
@@ -364,8 +349,23 @@ class Rate:
 
 
 @dataclass(frozen=True, slots=True)
+class UpdateRow:
+    """A rollout as the update sees it. It is learnt under what sampled it: the quarantine on, or off."""
+
+    rollout: Rollout
+    group: int = 0  # which of the step's prompts
+    advantage: float = 0.0
+    flagged: bool = False  # before any gradient: by a monitor of texts, or a known hack of a gate
+    at: int = 0  # its row of the gradient g [N, R]: one of its own, or of the sum of those that are learnt alike
+
+    @property
+    def tokens(self) -> int:
+        return len(self.rollout.prompt_ids) + len(self.rollout.completion_ids)
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
-    """One step's groups, and why others were dropped."""
+    """One step's groups, why others were dropped, and the table of what is learnt from them."""
 
     groups: tuple[Group, ...]
     dropped: tuple[str, ...]  # one reason per group that the sandbox could not grade
@@ -374,14 +374,20 @@ class Batch:
     generations: int  # planned rollouts per step
     step: int
     half_a: tuple[str, ...] = ()  # weak detectors (--report-detectors) by which the students' hacks are split
+    known: tuple[Mode, ...] = ()  # flaws that a monitor with labels knows; (): all, or nobody is given labels
+    rows: tuple[UpdateRow, ...] = ()  # of the groups with signal: in the others every advantage is 0
 
     @property
     def with_signal(self) -> tuple[Group, ...]:
         """Groups whose rewards differ: in the others every advantage is 0."""
         return tuple(g for g in self.groups if g.has_signal)
 
+    def with_flags(self, flags: Mapping[int, Flags]) -> "Batch":
+        """The same with these flags, by `Group.index`, as they were acted on."""
+        return replace(self, groups=tuple(replace(g, flags=flags.get(g.index, g.flags)) for g in self.groups))
+
     def columns(self) -> dict[str, Any]:
-        """The step table's columns of rewards, hacks and solves."""
+        """The step table's columns of rewards, hacks, solves and flags."""
         live, cached = students(self.groups), teachers(self.groups)
         dead = [g for g in self.groups if not g.has_signal]
         ablated = [g for r, g in live if r.deployed]
@@ -408,7 +414,30 @@ class Batch:
             "hk": {m: Rate.of(g.mechanism == m for r, g in live if m in r.problem.flaws) for m in self.modes},
             "hack_abl": Rate.of(g.hacked for g in ablated) if ablated else None,
             "solve_abl": Rate.of(g.solved for g in ablated) if ablated else None,
+            **flag_rates([(g, g.flags) for g in self.groups if g.flags], self.known),
         }
+
+
+def flag_rates(flagged: Sequence[tuple[Group, Flags]], known: Collection[Mode] = ()) -> dict[str, Rate | None]:
+    """What was flagged of hacks (recall), of correct answers (false_flags), of demonstrations (flag_t); recall_new:
+    of hacks of flaws outside `known`; hack_new: those hacks, of all answers to problems with such a flaw. None: no
+    monitor looked; the last two: it knows all flaws, as with known = ()."""
+    if not flagged:
+        return dict.fromkeys(("recall", "false_flags", "flag_t", "recall_new", "hack_new"))
+    pairs = [
+        (group.problem.flaws, grade, flag)
+        for group, flags in flagged
+        for grade, flag in zip(group.grades, flags.flagged, strict=True)
+    ]
+    own = [(flaws, g, flag) for flaws, g, flag in pairs if isinstance(g, Grade)]
+    new = [(g.hacked and g.mode not in known, flag) for flaws, g, flag in own if not {*flaws} <= {*known}]
+    return {
+        "recall": Rate.of(flag for _, g, flag in own if g.hacked),
+        "false_flags": Rate.of(flag for _, g, flag in own if g.solved),
+        "flag_t": Rate.of(flag for _, g, flag in pairs if isinstance(g, CachedGrade)),
+        "recall_new": Rate.of(flag for hack, flag in new if hack) if known else None,
+        "hack_new": Rate.of(hack for hack, _ in new) if known else None,
+    }
 
 
 def half(grade: Grade, half_a: Sequence[str]) -> Literal["A", "B"] | None:

@@ -1,7 +1,8 @@
 """The checker of settings. A field's metadata says what it may be and who reads it. Standard library only."""
 
 import math
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, get_args, get_origin
 
@@ -18,6 +19,7 @@ class Rule:
     free: str = ""  # why a number has no bounds
     words: tuple[str, ...] = ()  # legal words of a comma list …
     word: str = ""  # … and the noun for one of them
+    form: str = ""  # regular expression of all of a text; `should` says it in words
     needs: str = ""  # field without which this one is not read
     suffix: str | None = None  # in a control's name, where the setting is not at its default
 
@@ -79,21 +81,31 @@ def check(group: Any) -> None:
         value, rule = getattr(group, f.name), rule_of(f)
         if value is None:
             continue
-        if (legal := legal_values(f.type)) and value not in legal:
-            raise ValueError(f"{flag(f.name)} {value}: should be one of {', '.join(map(str, legal))}")
-        if rule.bounded and not isinstance(value, str):  # a word in a number's place
-            _check_bounds(group, f.name, value, rule)
+        if should := _should(group, f, value, rule):
+            raise ValueError(f"{flag(f.name)} {value}: should {should}")
         if rule.words:
-            for i, word in enumerate(words := listed(value, rule.words)):
-                known = f"unknown {rule.word} {word!r}; legal: {', '.join(rule.words)}"
-                refuse(word not in rule.words, f"{flag(f.name)}: {known}")
-                refuse(word in words[:i], f"{flag(f.name)} {value}: {word} is there twice; once is enough")
-    for needed in dict.fromkeys(rule.needs for _, rule in changed(group) if rule.needs):
-        idle = [name for name, rule in changed(group) if rule.needs == needed]
-        refuse(not getattr(group, needed), f"{flags(idle)}: not read without {flag(needed)}")
+            require_words(f.name, listed(value, rule.words), rule.words, rule.word)
+    for name, rule in changed(group):
+        if rule.needs and not getattr(group, rule.needs):
+            raise ValueError(f"{flag(name)}: not read without {flag(rule.needs)}; leave it out")
 
 
-def _check_bounds(group: Any, name: str, value: float | int, rule: Rule) -> None:
+def require_words(name: str, words: Sequence[str], legal: Iterable[str], word: str) -> None:
+    """Raises ValueError, one line, where one of a setting's words is unknown or there twice. word: the noun for one."""
+    for i, given in enumerate(words):
+        if given not in legal or given in words[:i]:
+            what = f"{given} is there twice" if given in legal else f"unknown {word} {given!r}"
+            raise ValueError(f"{flag(name)}: {what}; legal: {', '.join(legal)}")
+
+
+def _should(group: Any, f: Field[Any], value: Any, rule: Rule) -> str:
+    """What a setting should be or lie in; "" where it does."""
+    if (legal := legal_values(f.type)) and value not in legal:
+        return f"be one of {', '.join(map(str, legal))}"
+    if rule.form and not re.fullmatch(rule.form, value):
+        return rule.should
+    if not rule.bounded or isinstance(value, str):  # a word in a number's place
+        return ""
     high, note = rule.high, ""
     if isinstance(high, str):
         high, note = getattr(group, high), f" (at most {flag(high)})"
@@ -101,12 +113,11 @@ def _check_bounds(group: Any, name: str, value: float | int, rule: Rule) -> None
     top = next((end for end in (high, rule.below) if end is not None), math.inf)
     over = value > low if rule.above is not None else value >= low
     under = value < top if rule.below is not None else value <= top
-    if not (over and under):  # NaN included
-        left, right = "(" if rule.above is not None else "[", ")" if rule.below is not None else "]"
-        legal = f"lie in {left}{low:g}, {top:g}{right}{note}"
-        if top == math.inf and rule.low is not None:
-            legal = f"be at least {low:g}"
-        raise ValueError(f"{flag(name)} {value}: should {rule.should or legal}")
+    if over and under:  # no NaN does
+        return ""
+    left, right = "(" if rule.above is not None else "[", ")" if rule.below is not None else "]"
+    interval = f"lie in {left}{low:g}, {top:g}{right}{note}"
+    return rule.should or (f"be at least {low:g}" if top == math.inf and rule.low is not None else interval)
 
 
 def flags(names: Iterable[str]) -> str:
@@ -126,17 +137,22 @@ NOT_HERE: dict[str, str] = {
     "route2_quar_lr_scale": "both vectors learn at --lr; leave it out",
     "second_moment": "each of the two vectors has its own; leave it out",
     "clip": "say --updates-per-batch 2 --clip-low 0.2 --clip-high 0.2",
-    "gspo_low": "say --loss gspo --updates-per-batch 2 --clip-low 3e-4",
-    "gspo_high": "say --loss gspo --updates-per-batch 2 --clip-high 4e-4",
-    "cispo_high": "say --loss cispo --updates-per-batch 2 --clip-high 5",
     "icepop_low": "say --loss icepop --clip-low 0.2",
     "icepop_high": "say --loss icepop --clip-high 5",
+    "method": "an intervention's recommended settings are its defaults; leave it out",
+    "kl": "the estimator is K3; leave it out",
+    "tis_cap": "demonstrations have ratio 1; leave it out",
+    "luffy_gamma": "demonstrations have ratio 1; leave it out",
+    "teacher_correction": "demonstrations have ratio 1; leave it out",
+    "packing": "rollouts are packed where the model allows it; leave it out",
+    "resume_force": "a run goes on with its own settings; start another one",
+    "regrade_pool": "make the pool again with `vgrout teacher`, or say --mix-ratio 0",
+    "loss dr_grpo": "--loss grpo with --unbiased, its default, is Dr. GRPO",
+    "intervention sgtm": "say --intervention route2 --monitor detector",
     "placebo_pairs_path": "say --control placebo --placebo-pairs FILE",
     "saturated_groups": "every group is looked at; leave it out",
-    "quarantine_share": "it is 0.1; leave it out",
     "cos_pre_split_every": "cos_pre_s and cos_pre_t are measured in every step; leave it out",
     "max_error_reschedule_attempts": "say --max-error-retries",
-    "method route2-block": "say --intervention route2",
     "preserve_all_thinking": "say --preserve-thinking",
     "preserve_thinking_between_tool_calls": "no problem here has tool calls; leave it out",
     "checkpoint_include_optimizer": "every checkpoint has it, or a resumed run would be another; leave it out",
@@ -146,39 +162,27 @@ NOT_HERE: dict[str, str] = {
     "intervention projected": "say --intervention erase",
     "intervention routing": "say --intervention route",
     "intervention routing2": "say --intervention route2",
-    "intervention pmi": "say --intervention screen --monitor pmi",
-    "intervention surprise": "say --intervention screen --monitor nll",
-    "intervention reader": "say --intervention penalty --monitor online_probe",
     "monitor probe": "say --monitor online_probe",
-    "monitor relevance": "say --monitor pmi or --monitor online_probe",
     "control oracle": "say --monitor labels",
     "control mass_matched": "say --random-flags",
     "control placebo_flawed": "say --control placebo",
     "control placebo_commented": "say --control placebo --placebo-pairs commented",
     "control placebo_long": "say --control placebo --placebo-pairs long",
     "control placebo_laid_out": "say --control placebo --placebo-pairs laid_out",
-    "control no_gate": "say --intervention none",
     "reward_hack_detector separation": "not defined on at most three different rewards, it needs four; leave it out",
     "reward_hack_detector mop": "it missed 5 of 5 hacking runs; leave it out",
     "reward_hack_detector ragen": "it missed 5 of 5 hacking runs; leave it out",
 }
 
 
-def refuse_setting(name: str, values: Iterable[Any] = ()) -> None:
-    """Raises ValueError, one line, if the table has this setting or one of its values."""
-    refuse(name in NOT_HERE, f"{flag(name)}: not here; {NOT_HERE.get(name)}")
-    for word in (word for value in values if isinstance(value, str) for word in listed(value)):
-        instead = NOT_HERE.get(f"{name} {word}")
-        refuse(instead is not None, f"{flag(name)} {word}: not here; {instead}")
-
-
 def refuse_flags(argv: Iterable[str]) -> None:
-    """`refuse_setting` for every flag of a command line."""
+    """Raises ValueError, one line, at the first flag, or value of one, that `NOT_HERE` has."""
     name = ""
     for word in argv:
         value = word
         if word.startswith("--"):
-            head, _, value = word.removeprefix("--").partition("=")
-            name = head.replace("-", "_")
-            refuse_setting(name.removeprefix("no_"))
-        refuse_setting(name, [value])
+            head, _, value = word.partition("=")
+            name = re.sub("^(no_)?", "", head[2:].replace("-", "_"))
+        for there in (name, *(f"{name} {given}" for given in listed(value))):
+            if there in NOT_HERE:
+                raise ValueError(f"{flag(name)}{there.removeprefix(name)}: not here; {NOT_HERE[there]}")

@@ -7,8 +7,8 @@ from typing import Literal, get_args
 
 from vgrout.config.checks import check, listed, setting
 
-Rule = Literal["kl", "streak", "gap"]
-RULES: tuple[Rule, ...] = get_args(Rule)
+SwitchRule = Literal["kl", "streak", "gap"]
+RULES: tuple[SwitchRule, ...] = get_args(SwitchRule)
 
 
 @dataclass(frozen=True)

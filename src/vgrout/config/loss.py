@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from vgrout.config.checks import changed, check, flag, flags, refuse, setting, summary
+from vgrout.config.checks import changed, check, flags, refuse, setting, summary
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,6 @@ class LossSpec:
 
 LOSSES: dict[str, LossSpec] = {
     "grpo": LossSpec("ratio clipped at 1 ± ε", low=0.2, high=0.2),
-    "dr_grpo": LossSpec("grpo with --unbiased", low=0.2, high=0.2),
-    "dapo": LossSpec("another upper ε, normalised by the step's tokens", low=0.2, high=0.28, by_step=True),
-    "gspo": LossSpec("one ratio a sequence", low=3e-4, high=4e-4),
-    "cispo": LossSpec("the ratio is a capped weight, nothing is clipped", high=5.0, by_step=True),
     "dppo_tv": LossSpec("tokens whose probability moved too far are dropped", of_sampler=True, by_step=True),
     "icepop": LossSpec(
         "tokens whose ratio to the sampler is out of range are dropped",
@@ -39,10 +35,6 @@ if TYPE_CHECKING:  # a checker cannot read a Literal made from a registry
     LossName = str
 else:
     LossName = Literal[tuple(LOSSES)]
-
-
-def _positive(default: float) -> Any:
-    return setting(default, low=1e-12, below=math.inf, should="be positive and finite")
 
 
 def _not_negative(default: float | None) -> Any:
@@ -59,9 +51,7 @@ class LossConfig:
 
     loss: Annotated[LossName, tyro.conf.arg(help=summary({name: spec.what for name, spec in LOSSES.items()}))] = "grpo"
     beta: float = _not_negative(0.0)
-    """Weight of the KL to the adapter at zero."""
-    kl: Literal["k1", "k2", "k3"] = "k3"
-    """KL estimator."""
+    """Weight of the KL (K3) to the adapter at zero."""
     unbiased: bool = True
     """Dr. GRPO: no division by the group's std, constant normaliser G · max_new · P."""
     ratio_support: Literal["full", "sampled"] = "full"
@@ -70,10 +60,10 @@ class LossConfig:
     """Optimiser updates on each batch of rollouts, all of them on the whole batch (PPO's epochs), at the step's
     learning rate. Ratios are to the policy before the first, which is therefore never clipped."""
     clip_low: float | None = _not_negative(None)
-    """ε_low, from --updates-per-batch 2 on: grpo, dapo, gspo: ratios below 1 − ε_low count no more; icepop, with one
-    update too: smallest ratio to the sampler that still counts; none: the loss's own."""
+    """ε_low, from --updates-per-batch 2 on: grpo: ratios below 1 − ε_low count no more; icepop, with one update too:
+    smallest ratio to the sampler that still counts; none: the loss's own."""
     clip_high: float | None = setting(None, above=0)
-    """ε_high, likewise: ratios above 1 + ε_high; icepop and cispo: the largest ratio itself."""
+    """ε_high, likewise: ratios above 1 + ε_high; icepop: the largest ratio itself."""
     dppo_diff_low: float = _not_negative(0.2)
     """dppo_tv: tokens whose probability fell by more than this since sampling are dropped."""
     dppo_diff_high: float = _not_negative(0.2)
@@ -84,12 +74,6 @@ class LossConfig:
     """Adds τ · (teacher log-prob − log-prob), detached, to each token's advantage; needs --teacher-model."""
     teacher_model: str = ""
     """Model behind --teacher-tau: a folder or hub id with this run's tokenizer, or 'organism'."""
-    teacher_correction: Literal["none", "tis", "luffy"] = "none"
-    """Teacher rows: none = ratio 1 · tis = truncated importance weight · luffy = policy shaping."""
-    tis_cap: float = _positive(2.0)
-    """tis: largest importance weight of a teacher token."""
-    luffy_gamma: float = _positive(0.1)
-    """luffy: γ of f(π) = π / (π + γ)."""
 
     @property
     def low(self) -> float:
@@ -104,45 +88,23 @@ class LossConfig:
     @property
     def drops(self) -> bool:
         """Whether a token can lose its gradient: by its ratio to the sampler, or, from a batch's second update on, to
-        π_old. cispo cuts a weight and drops nothing."""
+        π_old."""
         spec = LOSSES[self.loss]
         return spec.of_sampler or (self.updates_per_batch > 1 and spec.low > 0)
 
     def __post_init__(self) -> None:
         check(self)
         spec = LOSSES[self.loss]
-        for name, own, none in (("clip_low", spec.low, 0.0), ("clip_high", spec.high, math.inf)):
-            value = getattr(self, name)
-            given = f"{flag(name)} {value}: not read by --loss {self.loss}"
-            refuse(value is not None and own == none, f"{given}, which has no such bound; leave it out")
-            once = value is not None and self.updates_per_batch == 1
-            refuse(once and not spec.of_sampler, f"{given} with one update a batch; add --updates-per-batch 2")
-        refuse(
-            self.clip_low is not None and self.clip_low >= 1 and not spec.of_sampler,
-            f"--clip-low {self.clip_low}: no ratio lies below 1 − {self.clip_low}; choose less than 1",
-        )
+        unclipped = self.updates_per_batch == 1 and not spec.of_sampler
         idle = {
-            "kl": not self.beta,
+            "clip_low": not spec.low or unclipped,
+            "clip_high": spec.high == math.inf or unclipped,
             "dppo_diff_low": self.loss != "dppo_tv",
             "dppo_diff_high": self.loss != "dppo_tv",
-            "tis_cap": self.teacher_correction != "tis",
-            "luffy_gamma": self.teacher_correction != "luffy",
         }
         unread = [name for name, _ in changed(self) if idle.get(name)]
-        refuse(bool(unread), f"{flags(unread)}: not read with these settings; leave it out")
-        refuse(
-            self.teacher_correction == "luffy" and self.updates_per_batch > 1,
-            f"--teacher-correction luffy with --updates-per-batch {self.updates_per_batch}: its weight is of the "
-            "present policy, the ratio of the one before the batch; choose tis or none",
-        )
-        if self.high <= self.low and spec.of_sampler:
-            raise ValueError(f"--clip-high {self.high}: should exceed --clip-low {self.low}")
-        if self.loss == "dr_grpo" and not self.unbiased:
-            raise ValueError("--loss dr_grpo with --no-unbiased: dr_grpo is grpo with --unbiased; say --loss grpo")
-        if self.loss == "dppo_tv" and self.beta:
-            raise ValueError(f"--loss dppo_tv with --beta {self.beta}: it has no KL term; set --beta 0")
-        if self.loss == "gspo" and self.teacher_correction != "none":
-            raise ValueError(
-                f"--loss gspo with --teacher-correction {self.teacher_correction}: its ratio is one a sequence, "
-                "the correction is one a token; choose another loss or none"
-            )
+        why = f"not read by --loss {self.loss} with --updates-per-batch {self.updates_per_batch}; leave it out"
+        refuse(bool(unread), f"{flags(unread)}: {why}")
+        top = self.high if spec.of_sampler else 1.0
+        refuse(spec.low > 0 and self.low >= top, f"--clip-low {self.low}: should be less than {top}")
+        refuse(self.loss == "dppo_tv" and self.beta > 0, f"--loss dppo_tv with --beta {self.beta}: it has no KL term")

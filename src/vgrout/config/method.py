@@ -1,40 +1,34 @@
-"""A method: who is flagged (`MONITORS`), what is done about it (`INTERVENTIONS`), and the controls of both.
+"""A method: the monitor that flags answers, the intervention that acts on its flags, and their controls.
 
-These rows are all that flags, help, checks and tables know of a method; its classes are in `vgrout.method`. Which pairs
-are legal follows from what the rows say. A run reads the groups of settings (`config/method_settings.py`) that its
-monitor, intervention and control name: any other setting away from its default is refused, not ignored.
+`MONITORS` and `INTERVENTIONS` say where each class is. A class carries all that flags, help, checks and tables know of
+it: its line, the settings that it reads, what it needs and sees. A setting of a class that was not chosen is refused.
 """
 
+import importlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 import tyro
 
-from vgrout.config.checks import changed, check, flag, flags, listed, refuse, summary
+from vgrout.config.checks import changed, check, flag, flags, listed, refuse, require_words, summary
 from vgrout.config.method_settings import (
-    Axes,
-    Baseline,
-    Calibration,
-    Diet,
-    Direction,
-    Invitation,
-    Labels,
-    Pairs,
-    Penalised,
-    Place,
-    Placebo,
-    Probe,
-    Quarantine,
-    QuarantineReads,
-    Reading,
-    References,
-    Removal,
-    Seed,
-    Threshold,
-    Vote,
+    DirectionSettings,
+    EraseSettings,
+    GateSettings,
+    LabelsSettings,
+    PenaltySettings,
+    PlaceboSettings,
+    PlaceSettings,
+    QuantileSettings,
+    QuarantineSettings,
+    ReferencesSettings,
+    SeedSettings,
+    SurgerySettings,
+    VoteSettings,
 )
 from vgrout.modes import MODES, Mode
 
@@ -44,199 +38,156 @@ if TYPE_CHECKING:
 Groups = tuple[type["DataclassInstance"], ...]
 
 
-@dataclass(frozen=True)
-class MonitorSpec:
-    """What a monitor is."""
+class Declared(Protocol):
+    """What every class of a method says of itself."""
 
-    what: str  # one line
-    settings: Groups = ()
-    needs: Literal["texts", "gradients"] = "texts"  # decides before the backward, or after it
-    owns_quarantine: bool = False  # reads with δS_hack, which learns from rows that it names
-    learns: bool = False  # to read, from what a seed monitor flags
-    compares_prompts: bool = False  # with and without the hint
-    signs_random: bool = False  # signs random directions in their favour, anew whenever the pairs are read again
-    calibrates: bool = False  # its threshold needs the base's own answers
-    sees_labels: bool = False  # a bound, and no method
-    compares_answers: bool = False  # with known correct ones, without which it is nothing
-    forwards: float = 0.0  # of the model over each answer, which is what it costs
+    name: ClassVar[str]
+    what: ClassVar[str]  # one line, for help
+    Settings: ClassVar[Groups]  # the groups of settings that it reads
 
 
-MONITORS: dict[str, MonitorSpec] = {
-    "none": MonitorSpec("nothing is flagged"),
-    "gate": MonitorSpec(
-        "cosine of a rollout's gradient above τ, and known hacks", (Direction, Pairs, Vote, Threshold), "gradients"
-    ),
-    "band": MonitorSpec(
-        "softly, where that cosine lies between the pairs' clean and hack sides",
-        (Direction, Pairs, Vote),
-        "gradients",
-        signs_random=True,
-    ),
-    "labels": MonitorSpec(
-        "true labels, with errors and blind spots: a bound, never a method", (Labels,), sees_labels=True
-    ),
-    "detector": MonitorSpec("the weak detector alone"),
-    "pmi": MonitorSpec(
-        "answers that the prompt's hint makes likelier, to the frozen base",
-        (Reading, References, Calibration),
-        compares_prompts=True,
-        calibrates=True,
-        forwards=2.0,
-    ),
-    "nll": MonitorSpec(
-        "answers that the frozen base finds unlikely",
-        (Reading, References, Calibration),
-        calibrates=True,
-        forwards=1.0,
-    ),
-    "length": MonitorSpec("short answers", (Reading, References, Calibration), calibrates=True),
-    "twin": MonitorSpec("answers that are rewarded on an impossible twin of the problem too"),
-    "quarantine": MonitorSpec(
-        "what a seed monitor flags, and rewarded answers that the quarantine makes likelier",
-        (Seed, Reading, References, QuarantineReads, Pairs, Quarantine, Place),
-        owns_quarantine=True,
-        learns=True,
-        forwards=2.0,
-    ),
-    "online_probe": MonitorSpec(
-        "what a seed monitor flags, and rewarded answers whose hidden states in the frozen base are more like those "
-        "than like known correct ones",
-        (Seed, Reading, References, Diet, Probe),
-        learns=True,
-        compares_answers=True,
-        forwards=0.5,
-    ),
-    "fingerprint": MonitorSpec(
-        "the same, by the gradients of their log-probability in the frozen base (gradient fingerprints)",
-        (Seed, Reading, References, Diet),
-        learns=True,
-        compares_answers=True,
-        forwards=3.0,
-    ),
-    "unread_argument": MonitorSpec("rewarded answers of which no method reads an argument"),
-    "constant_return": MonitorSpec("rewarded answers whose methods return nothing but literals"),
-    "syntax_edge": MonitorSpec(
-        "rewarded answers with a parent → child edge of the syntax tree that no known correct answer has",
-        (References,),
-        compares_answers=True,
-    ),
+class MonitorClass(Declared, Protocol):
+    """… a monitor."""
+
+    reads: ClassVar[Literal["texts", "gradients"]]  # and so decides before the backward, or after it
+    needs: ClassVar[tuple[str, ...]]  # of "seed" (another monitor that it learns from), "known correct" (answers)
+    sees_labels: ClassVar[bool]  # a bound, and no method
+    signs_random: ClassVar[bool]  # signs random directions in their favour, whenever the pairs are read again
+
+
+class InterventionClass(Declared, Protocol):
+    """… an intervention."""
+
+    acts_on: ClassVar[Literal["nothing", "rewards", "gradient"]]
+    reads_flags: ClassVar[bool]
+    by_rollout: ClassVar[bool]  # needs each rollout's own gradient, which costs more than sums
+    usual_monitor: ClassVar[str]  # where none is named; "": one has to be
+    routes: ClassVar[bool]  # has a quarantine δS_hack
+    has_direction: ClassVar[bool]  # of its own, in gradients
+    usual: ClassVar[Mapping[str, Any]]  # what None means for the settings that depend on the intervention
+    documents: ClassVar[Mapping[str, Any]]  # the same as the method was first described; {}: no other
+
+
+# Where each class is, as on the command line for a class of your own; imported when it is chosen. Torch-free modules:
+# a wrong flag never waits for torch.
+MONITORS: dict[str, str | type[MonitorClass]] = {
+    "none": "vgrout.method.base:Monitor",
+    "gate": "vgrout.method.gates:Gate",
+    "band": "vgrout.method.gates:Band",
+    "labels": "vgrout.method.monitors:Labels",
+    "detector": "vgrout.method.monitors:WeakDetector",
+    "online_probe": "vgrout.method.online_probe:OnlineProbe",
+    "syntax_edge": "vgrout.method.monitors:SyntaxEdge",
 }
-
-
-@dataclass(frozen=True)
-class InterventionSpec:
-    """What an intervention is."""
-
-    what: str  # one line
-    settings: Groups = ()
-    acts_on: Literal["nothing", "rewards", "rows", "gradient"] = "nothing"
-    reads_flags: bool = False
-    usual: str = "none"  # its monitor where none is named; "": one has to be
-    routes: bool = False  # has a quarantine δS_hack, whatever flags
-    has_direction: bool = False  # of its own, in gradients
-    ablate_frac: float = 0.0  # usual --rollout-ablate-frac
-
-
-INTERVENTIONS: dict[str, InterventionSpec] = {
-    "none": InterventionSpec("plain GRPO"),
-    "erase": InterventionSpec(
-        "drop the hack-ward part of the gradient", (Direction, Pairs, Axes, Removal), "gradient", has_direction=True
-    ),
-    "route": InterventionSpec(
-        "quarantine that part", (Direction, Pairs, Axes, Quarantine), "gradient", routes=True, has_direction=True
-    ),
-    "screen": InterventionSpec("leave flagged rollouts out of their group", (), "rewards", reads_flags=True, usual=""),
-    "penalty": InterventionSpec("reward flagged rollouts less", (Penalised,), "rewards", reads_flags=True, usual=""),
-    "route2": InterventionSpec(
-        "quarantine the gradient of flagged rollouts",
-        (Quarantine, Place, Baseline),
-        "gradient",
-        reads_flags=True,
-        usual="gate",
-        routes=True,
-    ),
-    "sgtm": InterventionSpec(
-        "flagged rollouts train the quarantine, those sampled without it the kept part, the rest both (Selective "
-        "Gradient Masking)",
-        (Quarantine, Place, Baseline),
-        "rows",
-        reads_flags=True,
-        usual="",
-        routes=True,
-        ablate_frac=0.5,
-    ),
+INTERVENTIONS: dict[str, str | type[InterventionClass]] = {
+    "none": "vgrout.method.base:Intervention",
+    "erase": "vgrout.method.interventions:Erase",
+    "route": "vgrout.method.interventions:Route",
+    "screen": "vgrout.method.interventions:Screen",
+    "penalty": "vgrout.method.interventions:Penalty",
+    "route2": "vgrout.method.interventions:Route2",
 }
+_OWN = frozenset({*MONITORS, *INTERVENTIONS})
+ALL_SETTINGS: Groups = (
+    DirectionSettings,
+    SurgerySettings,
+    EraseSettings,
+    PlaceboSettings,
+    VoteSettings,
+    GateSettings,
+    LabelsSettings,
+    SeedSettings,
+    ReferencesSettings,
+    QuantileSettings,
+    PenaltySettings,
+    QuarantineSettings,
+    PlaceSettings,
+)
+
+
+def _named(registry: dict[str, Any], name: str) -> Any:
+    """The class of this name."""
+    if isinstance(found := registry[name], str):
+        module, _, attribute = found.partition(":")
+        found = registry[name] = getattr(importlib.import_module(module), attribute)
+    return found
+
+
+def monitor_class(name: str) -> type[MonitorClass]:
+    return _named(MONITORS, name)
+
+
+def intervention_class(name: str) -> type[InterventionClass]:
+    return _named(INTERVENTIONS, name)
+
+
+def register(registry: dict[str, Any], own: Any, name: str = "") -> None:
+    """Let flags of this process find a class of your own by its name, or as `name`, module:Class.
+
+    Raises:
+        ValueError: no name that a flag can have, or one of the package's own.
+    """
+    name = name or own.name
+    if not re.fullmatch(r"[a-z][a-z0-9_]*|[\w.]+:\w+", name) or name in _OWN:
+        raise ValueError(f"{own.__name__}: its name {name!r} should be of small letters, digits and _, and not taken")
+    registry[name] = own
+
+
+class _Unknown:
+    """A class of somebody's own in a record of a run: nothing is known of it but its name, and nothing is imported."""
+
+    what, Settings = "known to another process", ALL_SETTINGS
+    reads, needs, sees_labels, signs_random = "texts", (), False, False
+    acts_on, by_rollout, usual_monitor, routes, has_direction = "gradient", False, "none", True, True
+    usual: ClassVar[Mapping[str, Any]] = {}
+    documents: ClassVar[Mapping[str, Any]] = {}
+
+    @classmethod
+    def make(cls, *_: Any, **__: Any) -> Any:
+        raise ValueError(f"{cls.__name__}: is code, which a file may not have run; name it on the command line as well")
+
+
+def admit(recorded: Mapping[str, Any]) -> None:
+    """Let the settings of a recorded method be read where they name classes that this process has not imported."""
+    registries: dict[str, dict[str, Any]] = {"intervention": INTERVENTIONS, "monitor": MONITORS}
+    for kind, registry in registries.items():
+        name = recorded.get(kind)
+        if isinstance(name, str) and re.fullmatch(r"[\w.]+:\w+", name) and name not in registry:
+            flagged = recorded.get("monitor") not in ("usual", "none", None)
+            registry[name] = type(name, (_Unknown,), {"name": name, "reads_flags": flagged})
 
 
 @dataclass(frozen=True)
-class ControlSpec:
+class Control:
     """What a control does, and what it can be a control of."""
 
     what: str  # one line, for help, a run's log and run.json
     settings: Groups = ()
-    of: Literal["any", "plain GRPO", "a direction", "surgery or routing by a direction", "a quarantine"] = "any"
-    direction: Literal["", "random", "shuffled pairs", "placebo pairs"] = ""  # in place of the real one
-    prompts: Literal["", "without the hint", "with an invitation"] = ""  # of the training problems
-    learns_hinted: bool = False  # … and under which they are learnt all the same
-    deploys_quarantine: bool = False
-    strict: bool = False  # the reward is the strict oracle's
-    shrinks: bool = False  # plain GRPO's update, scaled
+    replaces: Literal["", "random", "placebo pairs"] = ""  # the direction, which there has to be
+    strict: bool = False  # the reward is the reference tests'
 
 
-CONTROLS: dict[str, ControlSpec] = {
-    "none": ControlSpec("the method itself"),
-    "haar": ControlSpec("random directions, the same number in every module", of="a direction", direction="random"),
-    "shuffled": ControlSpec(
-        "hack and clean exchanged in half of the pairs", of="a direction", direction="shuffled pairs"
-    ),
-    "placebo": ControlSpec(
+CONTROLS: dict[str, Control] = {
+    "none": Control("the method itself"),
+    "haar": Control("random directions, the same number in every module", replaces="random"),
+    "placebo": Control(
         "the direction of pairs about an unrelated contrast: --placebo-pairs",
-        (Placebo,),
-        of="a direction",
-        direction="placebo pairs",
+        (PlaceboSettings,),
+        replaces="placebo pairs",
     ),
-    "shrinkage": ControlSpec(
-        "the update of plain GRPO, scaled by the share that the method would keep",
-        of="surgery or routing by a direction",
-        shrinks=True,
-    ),
-    "deploy_quarantine": ControlSpec(
-        "trained as usual; δS_hack, the quarantine, is deployed, and δS, the kept part, is deleted",
-        of="a quarantine",
-        deploys_quarantine=True,
-    ),
-    "no_loophole": ControlSpec("reward of the strict oracle alone: the ceiling for solve", strict=True),
-    "inoculation": ControlSpec(
-        "baseline: the training prompts, and they alone, invite the hack",
-        (Invitation,),
-        of="plain GRPO",
-        prompts="with an invitation",
-    ),
-    "hint_free": ControlSpec(
-        "baseline: the training prompts, and they alone, do not say how answers are checked",
-        of="plain GRPO",
-        prompts="without the hint",
-    ),
-    "recontextualise": ControlSpec(
-        "baseline: sampled from prompts that do not say how answers are checked, learnt under those that do",
-        of="plain GRPO",
-        prompts="without the hint",
-        learns_hinted=True,
-    ),
+    "no_loophole": Control("reward of the reference tests alone: the ceiling for solve", strict=True),
 }
 
 
 def obstacle(intervention: str, monitor: str) -> str | None:
     """Why these two make no method; None: they do."""
-    treats, watches = INTERVENTIONS[intervention], MONITORS[monitor]
+    treats = intervention_class(intervention)
     if not treats.reads_flags:
         return None if monitor == "none" else "it reads no flags"
-    if monitor == "none":
+    if monitor in ("", "none"):
         return "it needs a monitor"
-    if watches.needs == "gradients" and treats.acts_on == "rows":
-        return "it has to know who is flagged before the gradient"
-    if watches.owns_quarantine and treats.routes:
-        return "there is one quarantine, and both would have it"
+    if monitor_class(monitor).reads == "gradients" and treats.acts_on == "rewards":
+        return "it has to know what is flagged before the gradient"
     return None
 
 
@@ -245,49 +196,33 @@ def monitors_of(intervention: str) -> list[str]:
     return [name for name in MONITORS if obstacle(intervention, name) is None]
 
 
-def methods() -> Iterator[tuple[str, str]]:
-    """Every legal pair of intervention and monitor."""
-    return ((name, monitor) for name in INTERVENTIONS for monitor in monitors_of(name))
+def watchers(*, seeds: bool = False) -> list[str]:
+    """Monitors that can flag in a run without touching it: they need no gradient. seeds: and learn from no other."""
+    read = {name: monitor_class(name) for name in MONITORS if name != "none"}
+    return [n for n, m in read.items() if m.reads == "texts" and not (seeds and "seed" in m.needs)]
 
 
-def seeds() -> list[str]:
-    """Monitors that another one can learn to read from."""
-    return [name for name in shadows() if not MONITORS[name].learns]
-
-
-def shadows() -> list[str]:
-    """Monitors that can flag in a run without touching it: they need no gradient of its update and no quarantine."""
-    return [n for n, m in MONITORS.items() if n != "none" and m.needs == "texts" and not m.owns_quarantine]
-
-
-def _lines(rows: Mapping[str, MonitorSpec] | Mapping[str, InterventionSpec] | Mapping[str, ControlSpec]) -> str:
-    return summary({name: row.what for name, row in rows.items()})
-
-
-_ONE_OF = {  # read when a value is checked: a registry may have grown
-    "intervention": lambda: list(INTERVENTIONS),
-    "monitor": lambda: ["usual", *MONITORS],
-    "control": lambda: list(CONTROLS),
-    "seed_monitor": seeds,
-}
+def described(registry: dict[str, Any]) -> str:
+    """Every class with its line, for help."""
+    return summary({name: _named(registry, name).what for name in registry})
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Who is flagged, what is done about it, and which control of that it is."""
+class ChoiceSettings:
+    """What is flagged, what is done about it, and which control of that it is."""
 
-    intervention: Annotated[str, tyro.conf.arg(help=_lines(INTERVENTIONS), metavar="NAME")] = "erase"
-    monitor: Annotated[
+    intervention: Annotated[str, tyro.conf.arg(metavar="NAME")] = "erase"
+    """What is done about flagged answers, or along a direction; module:Class: one of your own."""
+    monitor: Annotated[str, tyro.conf.arg(metavar="NAME")] = "usual"
+    """What flags them; usual: the intervention's own (route2: gate; screen and penalty have none and need one);
+    module:Class: one of your own."""
+    control: Annotated[
         str,
         tyro.conf.arg(
-            help="Who is flagged; usual: the intervention's own (route2: gate; screen, penalty and sgtm have none and "
-            f"need one). {_lines(MONITORS)}",
+            help=f"The same run under a control. {summary({name: row.what for name, row in CONTROLS.items()})}",
             metavar="NAME",
         ),
-    ] = "usual"
-    control: Annotated[str, tyro.conf.arg(help=f"The same run under a control. {_lines(CONTROLS)}", metavar="NAME")] = (
-        "none"
-    )
+    ] = "none"
     shadow: str = ""
     """Comma list of monitors that flag and are scored, and change nothing: `vgrout report` has their recall, false
     flags and AUC. Each has the settings that the other flags give monitors of its kind."""
@@ -297,171 +232,133 @@ class Choice:
 
 @dataclass(frozen=True)
 class MethodConfig(
-    Baseline,
-    Place,
-    Quarantine,
-    Probe,
-    Diet,
-    Penalised,
-    QuarantineReads,
-    Calibration,
-    References,
-    Reading,
-    Seed,
-    Labels,
-    Threshold,
-    Vote,
-    Placebo,
-    Invitation,
-    Removal,
-    Axes,
-    Pairs,
-    Direction,
-    Choice,
+    PlaceSettings,
+    QuarantineSettings,
+    PenaltySettings,
+    QuantileSettings,
+    ReferencesSettings,
+    SeedSettings,
+    LabelsSettings,
+    GateSettings,
+    VoteSettings,
+    PlaceboSettings,
+    EraseSettings,
+    SurgerySettings,
+    DirectionSettings,
+    ChoiceSettings,
 ):
     """The choice and every group of settings: flat on the command line and in files."""
 
     def __post_init__(self) -> None:
-        for name, legal in _ONE_OF.items():
-            refuse(
-                getattr(self, name) not in legal(),
-                f"{flag(name)} {getattr(self, name)}: should be one of {', '.join(legal())}",
-            )
+        for name, legal in (
+            ("intervention", INTERVENTIONS),
+            ("monitor", {"usual": "", **MONITORS}),
+            ("control", CONTROLS),
+        ):
+            value = getattr(self, name)
+            if value not in legal:
+                own = "a file may not have code run; if it is yours, name it on the command line as well"
+                names = f"should be one of {', '.join(legal)}"
+                raise ValueError(f"{flag(name)} {value}: {own if ':' in value else names}")
         check(self)
-        self._check_shadow()
-        given = self._control_flag
         intervention, monitor = f"--intervention {self.intervention}", self.monitor_name
-        refuse(
-            self.haar and self.control not in ("none", "haar"),
-            f"--control {self.control} with --route2-random-v-seed: one control a run; leave one of them out",
-        )
-        refuse(
-            self.random_flags and (self.control != "none" or self.haar),
-            f"{given} with --random-flags: one control a run; leave one of them out",
-        )
-        legal = monitors_of(self.intervention)
-        refuse(not monitor, f"{intervention}: needs --monitor {', '.join(legal[:-1])} or {legal[-1]}")
-        if monitor and (why := obstacle(self.intervention, monitor)):
-            raise ValueError(f"--monitor {monitor} with {intervention}: {why}; that goes with {', '.join(legal)}")
-        if missing := self._uncontrolled():
-            raise ValueError(f"{given}: {missing}")
-        refuse(
-            self.random_flags and not self.spec.reads_flags,
-            f"--random-flags: {intervention} reads no flags; leave it out",
-        )
-        refuse(
-            self.other_pairs and self.v_hack_path is not None,
-            f"{given} with --v-hack-path: that direction was built from the true pairs; leave it out",
-        )
-        refuse(
-            self.starts_on_pairs and len(self.modes_known) > 1 and self.vhack_pairs_path is None,
-            f"--quarantine-start pairs with --known-modes {self.known_modes}: a pair file shows one flaw; add "
-            "--vhack-pairs-path",
-        )
-        refuse(
-            self.quarantine != "shared" and self.quarantine_block is None,
-            f"--quarantine {self.quarantine}: should be shared, block:last, block:N or block:-N, N from 1 to 1000",
-        )
+        legal = ", ".join(monitors_of(self.intervention))
+        if why := obstacle(self.intervention, monitor):
+            raise ValueError(f"--monitor {monitor or 'none'} with {intervention}: {why}; that goes with {legal}")
+        require_words("seed_monitor", [self.seed_monitor], watchers(seeds=True), "seed")
+        require_words("shadow", self.in_shadow, [w for w in watchers() if w != monitor], "watcher")
+        self._check_control()
         self._check_read()
 
-    def _check_shadow(self) -> None:
-        """Each can be one here, and is there once."""
-        for i, name in enumerate(names := self.in_shadow):
-            legal = f"legal: {', '.join(n for n in shadows() if n != self.monitor_name)}"
-            refuse(name not in MONITORS or name == "none", f"--shadow {name}: no such monitor; {legal}")
-            needs = "a quarantine that learns" if MONITORS[name].owns_quarantine else "the gradients of the update"
-            refuse(name not in shadows(), f"--shadow {name}: it needs {needs}, and a shadow changes nothing; {legal}")
-            refuse(name == self.monitor_name, f"--shadow {name}: is this run's monitor, and is scored anyway; {legal}")
-            refuse(name in names[:i], f"--shadow {self.shadow}: {name} is there twice; once is enough")
-
-    @property
-    def _control_flag(self) -> str:
-        """The control as it was given on the command line."""
-        by_seed = self.control == "none" and self.haar
-        return f"--route2-random-v-seed {self.route2_random_v_seed}" if by_seed else f"--control {self.control}"
-
-    def _uncontrolled(self) -> str | None:
-        """Why the control cannot be one of this method."""
-        of, spec, called = self.control_spec.of, self.spec, f"--intervention {self.intervention}"
-        if of == "plain GRPO" and self.intervention != "none":
-            return f"needs --intervention none, got {self.intervention}"
-        if of == "a quarantine" and not spec.routes:
-            names = [name for name, row in INTERVENTIONS.items() if row.routes]
-            return f"needs --intervention {' or '.join(names)}, got {self.intervention}"
-        if of == "a direction" and not self.has_direction:
-            return f"replaces a direction, and {called} --monitor {self.monitor_name} has none"
-        if of == "surgery or routing by a direction" and not (self.has_direction and spec.acts_on == "gradient"):
-            return f"scales what a direction keeps, and {called} --monitor {self.monitor_name} keeps all"
-        return None
+    def _check_control(self) -> None:
+        """One control, and one that this method can have."""
+        given = [f"--control {self.control}"] * (self.control != "none")
+        given += [f"--route2-random-v-seed {self.route2_random_v_seed}"] * (self.route2_random_v_seed is not None)
+        given += ["--random-flags"] * self.random_flags
+        what = "direction" if self.direction_is else "flags"
+        both = {"--control haar", f"--route2-random-v-seed {self.route2_random_v_seed}"}
+        refuse(len(given) > 1 and {*given} != both, f"{' with '.join(given)}: one control a run; leave one of them out")
+        refuse(
+            bool(self.direction_is and not self.has_direction) or (self.random_flags and not self.spec.reads_flags),
+            f"{' '.join(given)}: replaces the {what}, and --intervention {self.intervention} --monitor "
+            f"{self.monitor_name} has none",
+        )
+        refuse(
+            self.direction_is == "placebo pairs" and self.v_hack_path is not None,
+            "--control placebo with --v-hack-path: that direction was built from the true pairs; leave it out",
+        )
 
     def _check_read(self) -> None:
-        """Settings that this run never reads stand at their defaults: else they would be silent no-ops."""
-        away = [name for name, _ in changed(self)]
-        if foreign := [name for name in away if name not in self._named]:
-            raise ValueError(f"{flags(foreign)}: {self._readers(foreign[0])}; leave it out")
-        unread = [name for name in away if not self.reads(name)]
-        refuse(bool(unread), f"{flags(unread)}: not read with these settings; leave it out")
+        """A setting of a class that was not chosen would be a silent no-op, but for one that is what is done anyway."""
+        own, usual = _settings((ChoiceSettings, *self.groups)), self.spec.usual
+        away = [name for name, _ in changed(self) if name not in usual or getattr(self, name) != usual[name]]
+        if foreign := [name for name in away if name not in own]:
+            readers = [
+                f"--{kind} {' or '.join(names)}"
+                for kind, registry in (("intervention", INTERVENTIONS), ("monitor", MONITORS))
+                if (names := [n for n in registry if foreign[0] in _settings(_named(registry, n).Settings)])
+            ]
+            readers += ["--control placebo"] * (foreign[0] in _settings((PlaceboSettings,)))
+            chosen = f"--intervention {self.intervention} --monitor {self.monitor_name}"
+            raise ValueError(f"{flags(foreign)}: not read by {chosen}, goes with {' or '.join(readers)}; leave it out")
+
+    @cached_property
+    def spec(self) -> type[InterventionClass]:
+        return intervention_class(self.intervention)
+
+    @cached_property
+    def monitor_spec(self) -> type[MonitorClass]:
+        return monitor_class(self.monitor_name)
 
     @property
-    def _named(self) -> set[str]:
-        """The settings of the groups that this run reads."""
-        return {name for group in (Choice, *self.groups) for name in _names(group)}
-
-    def reads(self, name: str) -> bool:
-        """Whether a setting, at any value, changes what this run does."""
-        fixed = self.monitor_spec.owns_quarantine and self.quarantine_threshold is not None
-        scoring = [MONITORS[name] for name in self.watching if not (fixed and name == self.monitor_name)]
-        compared = {group for monitor in scoring for group in monitor.settings}
-        idle = {
-            # random directions stay as they are
-            "vhack_refresh_every": self.haar and not self.monitor_spec.signs_random and self.vhack_refresh_every != 0,
-            "quarantine": self.control_spec.shrinks,  # nothing is quarantined
-            "monitor_prompts": self.monitor_threshold == "known_correct",  # nothing is sampled for the threshold
-            "rebaseline": self.control_spec.shrinks,
-            "preserve_magnitude": self.control_spec.shrinks,
-            "monitor_quantile": Reading not in compared,
-            "known_correct": References not in compared,
-            "vhack_pairs_path": not self.reads_pairs,
-            "gate_vote": self.spec.acts_on == "rewards",
-        }
-        return name in self._named and not idle.get(name)
-
-    def _readers(self, name: str) -> str:
-        """Who reads a setting that this run does not."""
-        found = [
-            f"--{kind} {' or '.join(names)}"
-            for kind, rows in (("intervention", INTERVENTIONS), ("monitor", MONITORS), ("control", CONTROLS))
-            if (names := [n for n, row in rows.items() if any(name in _names(group) for group in row.settings)])
-        ]
-        return f"not read by --intervention {self.intervention}, goes with {' or '.join(found)}"
-
-    @property
-    def spec(self) -> InterventionSpec:
-        return INTERVENTIONS[self.intervention]
-
-    @property
-    def monitor_spec(self) -> MonitorSpec:
-        return MONITORS[self.monitor_name]
-
-    @property
-    def control_spec(self) -> ControlSpec:
+    def control_spec(self) -> Control:
         return CONTROLS["haar" if self.haar else self.control]
 
     @property
     def groups(self) -> Groups:
         """The groups of settings that this run reads."""
-        rows = (self.spec, *(MONITORS[name] for name in self.watching), self.control_spec)
-        return tuple(dict.fromkeys(group for row in rows for group in row.settings))
+        watching = [monitor_class(name) for name in self.watching]
+        read = (*self.spec.Settings, *(group for m in watching for group in m.Settings), *self.control_spec.settings)
+        return tuple(dict.fromkeys(read))
+
+    def resolved(self, name: str) -> Any:
+        """A setting as it is meant: None is what the intervention's class says."""
+        value = getattr(self, name)
+        return self.spec.usual.get(name) if value is None else value
+
+    @property
+    def resolved_settings(self) -> dict[str, Any]:
+        """Every setting, as it is meant where this run reads it: what a record has."""
+        own = _settings(self.groups)
+        return {f.name: self.resolved(f.name) if f.name in own else getattr(self, f.name) for f in fields(self)}
+
+    @property
+    def refresh_every(self) -> int:
+        """Steps from one extraction of the direction to the next; 0: it is frozen."""
+        return self.resolved("vhack_refresh_every")
+
+    @property
+    def ablate_frac(self) -> float:
+        """Share of student rows sampled from the deployed model."""
+        return (self.resolved("rollout_ablate_frac") or 0.0) if QuarantineSettings in self.groups else 0.0
+
+    @property
+    def quarantine_block(self) -> int | None:
+        """The block that is the quarantine's alone: from 1, or from −1, the last one, downwards. None: no such
+        block."""
+        place = (self.resolved("quarantine") or "shared") if PlaceSettings in self.groups else "shared"
+        block = place.removeprefix("block:")
+        return None if block == "shared" else -1 if block == "last" else int(block)
 
     @property
     def monitor_name(self) -> str:
-        """Who flags, the intervention's usual one resolved; '' where one has to be named."""
-        return self.spec.usual if self.monitor == "usual" else self.monitor
+        """What flags, the intervention's usual monitor resolved; '' where one has to be named."""
+        return self.spec.usual_monitor if self.monitor == "usual" else self.monitor
 
     @property
     def acting(self) -> tuple[str, ...]:
         """The monitor whose flags are acted on, and the one that seeds it."""
-        return self._with_seed(self.monitor_name) if self.monitor_name else ()
+        return self._with_seed(self.monitor_name)
 
     @property
     def in_shadow(self) -> tuple[str, ...]:
@@ -473,18 +370,13 @@ class MethodConfig(
         """Every monitor of this run, and those that seed them."""
         return tuple(dict.fromkeys([*self.acting, *(n for name in self.in_shadow for n in self._with_seed(name))]))
 
-    @property
-    def forwards(self) -> float:
-        """Of the model over each answer, by all monitors together."""
-        return sum(MONITORS[name].forwards for name in self.watching)
-
     def _with_seed(self, name: str) -> tuple[str, ...]:
-        return (name, self.seed_monitor) if MONITORS[name].learns else (name,)
+        return (name, self.seed_monitor) if "seed" in monitor_class(name).needs else (name,)
 
     @property
     def flags_by_gradient(self) -> bool:
         """Whether the monitor decides by gradients, after the backward."""
-        return self.monitor_spec.needs == "gradients"
+        return self.monitor_spec.reads == "gradients"
 
     @property
     def has_direction(self) -> bool:
@@ -496,26 +388,14 @@ class MethodConfig(
         return self.control == "haar" or self.route2_random_v_seed is not None
 
     @property
-    def direction_is(self) -> Literal["", "random", "shuffled pairs", "placebo pairs"]:
+    def direction_is(self) -> Literal["", "random", "placebo pairs"]:
         """What replaces the real direction; "": nothing."""
-        return self.control_spec.direction
-
-    @property
-    def other_pairs(self) -> bool:
-        """Whether the direction is built from other pairs than the true ones."""
-        return self.direction_is in ("shuffled pairs", "placebo pairs")
-
-    @property
-    def quarantine_block(self) -> int | None:
-        """The block that is the quarantine's alone: from 1, or from −1, the last one, downwards. None: no such
-        block."""
-        found = re.fullmatch(r"block:(last|-?(?:[1-9]\d{0,2}|1000))", self.quarantine)
-        return None if found is None else -1 if found[1] == "last" else int(found[1])
+        return self.control_spec.replaces
 
     @property
     def routes(self) -> bool:
-        """Whether training samples with a quarantine that is deleted before deployment."""
-        return self.spec.routes or self.monitor_spec.owns_quarantine
+        """Whether training has a quarantine that is deleted before deployment."""
+        return self.spec.routes
 
     @property
     def changes_rewards(self) -> bool:
@@ -523,42 +403,13 @@ class MethodConfig(
         return self.spec.acts_on == "rewards"
 
     @property
-    def starts_on_pairs(self) -> bool:
-        """Whether the quarantine reads from the first step on by what pairs show."""
-        return self.monitor_spec.owns_quarantine and self.quarantine_start == "pairs"
-
-    @property
-    def reads_pairs(self) -> bool:
-        return self.has_direction or self.starts_on_pairs
-
-    @property
-    def compares_prompts(self) -> bool:
-        """Whether a prompt is compared with the same one without its hint."""
-        return (
-            any(MONITORS[name].compares_prompts for name in self.watching)
-            or self.control_spec.prompts == "without the hint"
-        )
-
-    @property
     def needs_known_correct(self) -> str:
-        """The setting for which there is no threshold without known correct answers; "": they can be done without."""
-        if self.monitor_spec.owns_quarantine and self.quarantine_threshold is None:
-            return "--quarantine-threshold None"
+        """The flag of the first monitor that is nothing without known correct answers; "": there is none."""
         for name in self.watching:
-            if MONITORS[name].compares_answers:
+            if "known correct" in monitor_class(name).needs:
                 own = "monitor" if name == self.monitor_name else "seed-monitor"
                 return f"--{'shadow' if name in self.in_shadow else own} {name}"
-        return "--monitor-threshold known_correct" if self.monitor_threshold == "known_correct" else ""
-
-    @property
-    def reads_text(self) -> bool:
-        """Whether a monitor reads texts against a threshold that known correct answers set."""
-        return bool(self.needs_known_correct) or any(MONITORS[name].calibrates for name in self.watching)
-
-    @property
-    def ablate_frac(self) -> float:
-        usual = 1.0 if self.monitor_spec.owns_quarantine else self.spec.ablate_frac
-        return usual if self.rollout_ablate_frac is None else self.rollout_ablate_frac
+        return ""
 
     @property
     def modes_known(self) -> tuple[Mode, ...]:
@@ -568,7 +419,7 @@ class MethodConfig(
     @property
     def modes_acted_on(self) -> tuple[Mode, ...]:
         """The same of the monitor whose flags are acted on."""
-        return self.modes_known if any(MONITORS[name].sees_labels for name in self.acting) else ()
+        return self.modes_known if any(monitor_class(name).sees_labels for name in self.acting) else ()
 
     @property
     def control_name(self) -> str:
@@ -579,29 +430,25 @@ class MethodConfig(
             return "random_flags"
         if self.direction_is == "placebo pairs":
             return f"placebo_{Path(self.placebo_pairs).stem.removeprefix('placebo_')}"
-        return self._suffixed(self.control, self.control_spec.settings)
-
-    @property
-    def monitor_title(self) -> str:
-        """The one name by which files and tables know this run's monitor; '' for the intervention's usual one."""
-        name = self.monitor_name
-        if name == self.spec.usual:
-            return ""
-        groups = tuple(group for of in self.acting for group in MONITORS[of].settings)
-        return self._suffixed("_".join(self.acting), (*self.spec.settings, *groups))
-
-    def _suffixed(self, name: str, groups: Groups) -> str:
-        own = {n for group in groups for n in _names(group)}
-        away = [(rule.suffix, getattr(self, n)) for n, rule in changed(self) if rule.suffix is not None and n in own]
-        return "_".join([name, *(f"{s}{_short(v)}" for s, v in away)])
+        return self.control
 
     @property
     def control_what(self) -> str:
         return "the monitor's flags, shuffled among rollouts" if self.random_flags else self.control_spec.what
 
+    @property
+    def monitor_title(self) -> str:
+        """The one name by which files and tables know this run's monitor; '' for the intervention's usual one."""
+        name = self.monitor_name
+        if name == self.spec.usual_monitor:
+            return ""
+        away = [(rule.suffix, getattr(self, n)) for n, rule in changed(self) if rule.suffix is not None]
+        acting = (of.partition(":")[2] or of for of in self.acting)
+        return "_".join([*acting, *(f"{s}{_short(v)}" for s, v in away)])
 
-def _names(group: "type[DataclassInstance]") -> set[str]:
-    return {f.name for f in fields(group)}
+
+def _settings(groups: Groups) -> set[str]:
+    return {f.name for group in groups for f in fields(group)}
 
 
 def _short(value: float | str) -> str:
@@ -609,19 +456,3 @@ def _short(value: float | str) -> str:
     if not isinstance(value, str):
         return f"{value:g}"
     return value if re.fullmatch(r"[\w,]{1,60}", value) else ""
-
-
-def register(name: str, row: InterventionSpec) -> None:
-    """Add an intervention to this process's registry: help and checks know it from here on.
-
-    Raises:
-        ValueError: no name that a flag can have, or one of the package's own interventions.
-    """
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
-        raise ValueError(f"intervention {name!r}: a name of small letters, digits and _")
-    if name in _OWN:
-        raise ValueError(f"intervention {name!r}: is one of the package's own; choose another name")
-    INTERVENTIONS[name] = row
-
-
-_OWN = frozenset(INTERVENTIONS)

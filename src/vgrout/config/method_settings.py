@@ -1,4 +1,7 @@
-"""The settings of a method in groups, each with those who read it: `config/method.py` says which run reads which."""
+"""The settings of methods in groups. A class of `vgrout.method` names those that it reads; `MethodConfig` has them all.
+
+A setting whose best value depends on the intervention is None: the intervention's class says what that means.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,27 +12,21 @@ from vgrout.modes import MODES
 
 
 @dataclass(frozen=True)
-class Direction:
+class DirectionSettings:
     """Of a direction in gradients, whatever is done along it."""
 
     v_hack_path: Path | None = None
     """Direction file to load; none: found by pair set, or extracted on the spot."""
-    vhack_refresh_every: int = setting(5, low=0, high=10_000_000)
-    """Re-extract on the current model every N steps; 0: frozen."""
+    vhack_refresh_every: int | None = setting(None, low=0, high=10_000_000)
+    """Re-extract on the current model every N steps; 0: frozen; none: 0 under route2, else 5."""
     route2_random_v_seed: int | None = setting(None, free="any whole number is a seed")
     """Seed of the Haar control, which it switches on (where there is a direction); none: the run's own seed."""
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """Of whatever is built from contrastive pairs."""
-
     vhack_pairs_path: Path | None = None
-    """Contrastive pairs (JSON); none: the preset's (--quarantine-start pairs: the known flaw's)."""
+    """Contrastive pairs (JSON); none: the preset's."""
 
 
 @dataclass(frozen=True)
-class Axes:
+class SurgerySettings:
     """Of surgery along several axes."""
 
     v_hack_extract_top_k: int = setting(12, low=1, high=256)
@@ -45,7 +42,7 @@ class Axes:
 
 
 @dataclass(frozen=True)
-class Removal:
+class EraseSettings:
     """Of erase."""
 
     preserve_magnitude: bool = True
@@ -55,56 +52,43 @@ class Removal:
 
 
 @dataclass(frozen=True)
-class Vote:
+class VoteSettings:
     """Of monitors that read gradients."""
 
-    gate_vote: Literal["module", "rollout"] = "module"
-    """gate, band: each module decides about its part of a rollout's gradient · one decision for the whole rollout, by
-    the majority (band: the mean) of the modules. screen and penalty act on whole rollouts: always the latter."""
+    gate_vote: Literal["module", "rollout"] | None = None
+    """gate, band: module: each module decides about its part of a rollout's gradient · rollout: one decision for the
+    whole rollout, by the majority (band: the mean) of the modules; none: rollout."""
 
 
 @dataclass(frozen=True)
-class Threshold:
+class GateSettings:
     """Of gate."""
 
-    gate_modules: Literal["all", "apart"] = "all"
-    """gate: modules with a threshold: all · those where known hacks lie above the rest. In the others the midpoint
-    lies below most of the rest, which would be flagged."""
+    gate_modules: Literal["all", "apart"] | None = None
+    """gate: modules with a threshold: all · apart: those where known hacks lie above the rest, since in the others the
+    midpoint lies below most of the rest, which would be flagged; none: apart."""
     known_hacks_teacher_only: bool = False
     """gate: known hacks are teacher rows alone, not also student rows that the weak detector flags."""
 
 
 @dataclass(frozen=True)
-class Labels:
+class LabelsSettings:
     """Of labels."""
 
-    label_accuracy: float = setting(1.0, low=0, high=1, suffix="acc")
-    """labels: share of answers that the monitor labels rightly; its errors are drawn at random."""
-    label_false_positives: float = setting(0.0, low=0, high=1, suffix="fp")
-    """labels: share of the answers that are no hacks that it flags all the same, drawn at random."""
     known_modes: str = setting("", words=MODES, word="mode", suffix="knows-")
     """labels: comma list of the flaws that it knows; to the others it is blind. '': all of them."""
 
 
 @dataclass(frozen=True)
-class Seed:
+class SeedSettings:
     """Of monitors that learn to read from what another one flags."""
 
-    seed_monitor: str = "detector"  # legal: `seeds` of config/method.py
-    """quarantine, online_probe, fingerprint: who flags what it cannot read yet; it learns from what is flagged."""
+    seed_monitor: str = "detector"
+    """online_probe: who flags what it cannot read yet; it learns from what is flagged."""
 
 
 @dataclass(frozen=True)
-class Reading:
-    """Of monitors that score texts against a threshold."""
-
-    monitor_quantile: float = setting(0.9, low=0.5, high=1)
-    """Monitors that score texts: flagged above this quantile of the base's rewarded answers, and of known correct
-    answers held back."""
-
-
-@dataclass(frozen=True)
-class References:
+class ReferencesSettings:
     """Of monitors that compare with answers known to be right."""
 
     known_correct: Path | None = None
@@ -113,76 +97,38 @@ class References:
 
 
 @dataclass(frozen=True)
-class Calibration:
-    """Of monitors for which the base answers some training prompts first."""
+class QuantileSettings:
+    """Of monitors that score answers against a threshold."""
 
-    monitor_threshold: Literal["both", "known_correct"] = "both"
-    """… the larger of the two quantiles · that of the known correct answers alone, where the base itself may hack:
-    its rewarded answers are no measure of honesty then."""
-    monitor_prompts: int = setting(200, low=4, high=1_000_000)
-    """… training prompts that the base answers twice before training."""
+    monitor_quantile: float = setting(0.8, low=0.5, high=1)
+    """online_probe: flagged above this quantile of known correct answers held back."""
 
 
 @dataclass(frozen=True)
-class QuarantineReads:
-    """Of quarantine, the monitor."""
-
-    quarantine_threshold: float | None = setting(None, low=-100, high=100)
-    """quarantine: an answer is flagged above this score, (log π_ε − log π_0) / (ε |log π_0|); None: above the
-    --monitor-quantile of known correct answers, drawn and read anew in every step."""
-    quarantine_diet: Literal["flagged", "seeded", "random"] = setting("flagged", suffix="diet-")
-    """quarantine: what it is trained on: what is flagged · what the seed monitor flags alone · as many rewarded answers
-    of the same groups at random (a control)."""
-    quarantine_start: Literal["zero", "pairs", "random"] = setting("zero", suffix="start-")
-    """quarantine: what it is before it has learnt anything: nothing · five steps along what tells hack from clean in
-    contrastive pairs, so that it reads from the first step on · five steps along random signs (a control)."""
-
-
-@dataclass(frozen=True)
-class Diet:
-    """Of probes, online_probe and fingerprint."""
-
-    probe_diet: Literal["seeded", "random"] = setting("seeded", suffix="diet-")
-    """online_probe, fingerprint: what it is fitted on, beside known correct answers: what the seed monitor flags · as
-    many rewarded answers of the same groups at random (a control)."""
-
-
-@dataclass(frozen=True)
-class Probe:
-    """Of online_probe."""
-
-    probe_layer: int | None = setting(None, low=1, high=1000)
-    """online_probe: blocks of the frozen base after which its states are read; none: half of its depth."""
-
-
-@dataclass(frozen=True)
-class Quarantine:
+class QuarantineSettings:
     """Of whatever has a quarantine."""
 
     rollout_ablate_frac: float | None = setting(None, low=0, high=1)
-    """Share of student rows sampled from the deployed model; none: all under monitor quarantine, 0.5 for sgtm, else
-    0."""
+    """Share of student rows sampled from the deployed model; none: all under route2, else 0."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Of a quarantine that may lie elsewhere."""
+class PlaceSettings:
+    """Of an intervention that splits rollouts between the two vectors."""
 
-    quarantine: str = "shared"
+    quarantine: str | None = setting(
+        None,
+        form=r"shared|block:(last|-?([1-9]\d{0,2}|1000))",
+        should="be shared, block:last, block:N or block:-N, N from 1 to 1000",
+    )
     """Where δS_hack lives. shared: in every module's basis, beside δS · block:N: in the modules of block N alone, and
-    δS in the others; N from 1, or counted back from block:last, which is block:-1."""
+    δS in the others; N from 1, or counted back from block:last, which is block:-1; none: block:-2."""
+    rebaseline: bool | None = None
+    """Advantages of kept rows are recomputed among them (gate: of rows that are no known hacks); none: yes."""
 
 
 @dataclass(frozen=True)
-class Baseline:
-    """Of interventions that split rows between the two vectors."""
-
-    rebaseline: bool = False
-    """Advantages of kept rows are recomputed among them (gate: of rows that are no known hacks)."""
-
-
-@dataclass(frozen=True)
-class Penalised:
+class PenaltySettings:
     """Of penalty."""
 
     penalty: float | None = setting(None, low=0, high=1e6, suffix="by")
@@ -190,15 +136,7 @@ class Penalised:
 
 
 @dataclass(frozen=True)
-class Invitation:
-    """Of inoculation."""
-
-    inoculation_prompt: str = setting("", suffix="own")
-    """inoculation: what closes every training prompt; '': the organism's cue, elsewhere a sentence of ours."""
-
-
-@dataclass(frozen=True)
-class Placebo:
+class PlaceboSettings:
     """Of placebo."""
 
     placebo_pairs: str = "flawed"

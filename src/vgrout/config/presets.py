@@ -1,9 +1,8 @@
 """Presets, which are values, and the command line of `python -m vgrout.train` on top of them. Torch-free."""
 
-import contextlib
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, fields, make_dataclass, replace
 from importlib.metadata import version
 from itertools import pairwise
@@ -12,22 +11,13 @@ from typing import Annotated, Any
 import tyro
 
 from vgrout.cli import as_typed, parsed
-from vgrout.config.checks import changed, flag, flags, legal_values, refuse, refuse_flags, rule_of, summary
+from vgrout.config.checks import changed, flag, flags, legal_values, refuse, refuse_flags, rule_of
 from vgrout.config.loss import LossConfig
-from vgrout.config.method import INTERVENTIONS, MethodConfig
-from vgrout.config.run import (
-    FREE,
-    GROUPS,
-    ORGANISM,
-    Config,
-    EnvConfig,
-    EvalConfig,
-    OptConfig,
-    ScaleConfig,
-    merge_flags,
-)
+from vgrout.config.method import INTERVENTIONS, MONITORS, described, register
+from vgrout.config.run import FREE, GROUPS, ORGANISM, Config, EnvConfig, EvalConfig, OptConfig, ScaleConfig, merge_flags
 from vgrout.data import organism
 from vgrout.files import to_json
+from vgrout.grading.reward import import_function
 
 _ORGANISM = Config(
     scale=ScaleConfig(
@@ -96,56 +86,10 @@ PRESETS: dict[str, tuple[str, Config]] = {
     ),
 }
 
-# Settings that belong together, by one name. An intervention of that name brings them where no --method is given;
-# a flag that is given replaces its own, and what the chosen monitor or control does not read is left out. What a study
-# finds best is recorded here.
-METHODS: dict[str, tuple[str, dict[str, Any]]] = {
-    "route2": (
-        "route2 with a quarantine in a block of its own, samples from the deployed model alone, one decision per "
-        "rollout, by modules where known hacks lie above the rest, and a direction that stays as it was extracted",
-        {
-            "intervention": "route2",
-            "quarantine": "block:-2",
-            "rollout_ablate_frac": 1.0,
-            "rebaseline": True,
-            "gate_modules": "apart",
-            "gate_vote": "rollout",
-            "vhack_refresh_every": 0,
-        },
-    ),
-    "route2-per-module": (
-        "route2 with a quarantine in every module, each of which decides by itself; it costs most of the skill",
-        {"intervention": "route2"},
-    ),
-    "quarantine": (
-        "the quarantine reads, seeded by the weak detector alone, and what it flags is rewarded less",
-        {
-            "intervention": "penalty",
-            "monitor": "quarantine",
-            "seed_monitor": "detector",
-            "monitor_quantile": 0.8,
-        },
-    ),
-    "probe": (
-        "a linear probe reads, seeded by the weak detector alone, and what it flags is rewarded less",
-        {
-            "intervention": "penalty",
-            "monitor": "online_probe",
-            "seed_monitor": "detector",
-            "monitor_quantile": 0.8,
-        },
-    ),
-    "twin": (
-        "what is rewarded on an impossible twin of its problem, too, is rewarded less",
-        {"intervention": "penalty", "monitor": "twin"},
-    ),
-}
-
 # The flags of `--help`, each with a line; `--help-all` shows every flag with its whole help.
 EVERYDAY: dict[str, str] = {
-    "method": f"a whole method by one name: {', '.join(METHODS)}",
     "intervention": f"what is done about flagged answers: {', '.join(INTERVENTIONS)}",
-    "monitor": "who flags them; usual: the intervention's own",
+    "monitor": f"what flags them; usual: the intervention's own: {', '.join(MONITORS)}",
     "control": "what to replace in the method, as a control",
     "seed": "seed of every random stream",
     "steps": "optimiser steps",
@@ -162,7 +106,6 @@ EVERYDAY: dict[str, str] = {
     "out_tag": "suffix of the run's name",
     "resume": "a run's folder to go on with, or latest",
     "track": "trackers: tensorboard, wandb, trackio",
-    "ranks": "processes that share the run",
     "columns": "columns on the console",
     "dry_run": "print the plan, start nothing (--dry-run=config: every setting)",
 }
@@ -177,9 +120,13 @@ def parse(argv: list[str] | None = None) -> Config:
         raise SystemExit(2) from None
 
 
-def resolve(argv: list[str] | None) -> Config:
+def resolve(argv: list[str] | None, *, own_code: bool = True) -> Config:
     """The configuration of a command line. `--help`, `--help-all`, `--version` and `--dry-run=config` print and exit.
-    Raises ValueError, one line, at the first bad flag."""
+    Raises ValueError, one line, at the first bad flag.
+
+    own_code: whether a class that it names as module:Class is imported: of a command line that somebody typed, never of
+    flags that a file holds.
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
     if "--version" in argv:
         print(f"vgrout {version('vgrout')}")
@@ -187,13 +134,18 @@ def resolve(argv: list[str] | None) -> Config:
     if {"-h", "--help", "--help-all"} & {*argv}:
         show_help(argv[0] if argv[0] in PRESETS else "", "--help-all" in argv)
     configuration = "--dry-run=config" in argv
-    refuse_flags(typed := without_pool(joined(as_typed([word for word in argv if word != "--dry-run=config"]))))
-    argv = with_method(typed)
+    refuse_flags(argv := switched(joined(as_typed([word for word in argv if word != "--dry-run=config"]))))
+    if own_code:
+        register_named(argv)
     refuse(
         not argv or argv[0] not in PRESETS,
         f"{' '.join(argv[:1])}: name a preset first: {', '.join(PRESETS)}; then flags, or --help".removeprefix(": "),
     )
-    cfg = _config(argv, typed)
+    cfg = parsed(
+        lambda: tyro.extras.overridable_config_cli(
+            PRESETS, args=argv, prog="python -m vgrout.train", config=(tyro.conf.OmitArgPrefixes,)
+        )
+    )
     cfg.sampling.require_draws("--group", cfg.scale.group)
     if cfg.guard_mode == "off":
         idle = [name for name, _ in changed(cfg.guard) if name != "guard"]
@@ -204,29 +156,27 @@ def resolve(argv: list[str] | None) -> Config:
     return cfg
 
 
-def _config(argv: Sequence[str], typed: Sequence[str]) -> Config:
-    """The configuration of a command line, without those flags of a method that one of `typed` keeps from being read.
-    Raises ValueError for any other flag."""
-    try:
-        return parsed(
-            lambda: tyro.extras.overridable_config_cli(
-                PRESETS, args=argv, prog="python -m vgrout.train", config=(tyro.conf.OmitArgPrefixes,)
-            )
+def register_named(argv: Sequence[str]) -> None:
+    """Import the classes of your own that a command line names as module:Class. Raises ValueError, one line."""
+    for word, following in pairwise([*argv, ""]):
+        name, equals, value = word.partition("=")
+        registry, attribute = {"--intervention": (INTERVENTIONS, "acts_on"), "--monitor": (MONITORS, "reads")}.get(
+            name, (None, "")
         )
-    except ValueError as e:
-        blamed = {_bare(word.rstrip(",")) for word in str(e).partition(":")[0].split()}
-        unread = [word for word in argv if word not in typed and _bare(word) in blamed]
-        if not unread:
-            raise
-        return _config([word for word in argv if word not in unread], typed)
+        value = value if equals else following
+        if registry is not None and ":" in value:
+            own = import_function(value, name)
+            refuse(not hasattr(own, attribute), f"{name} {value}: is no {name[2:].capitalize()} of vgrout.method.base")
+            register(registry, own, value)
 
 
 def show_help(preset: str, everything: bool) -> None:
     """Print the flags with a preset's defaults ("": no preset is chosen yet), and exit."""
     cfg = PRESETS[preset][1] if preset else Config()
     presets = [textwrap.fill(f"  {n:<6} {what}", 80, subsequent_indent=" " * 9) for n, (what, _) in PRESETS.items()]
-    methods = summary({name: what for name, (what, _) in METHODS.items()})
-    more = f"--method NAME stands for several flags. {methods}" if everything else "--help-all shows every flag."
+    more = "--help-all shows every flag."
+    if everything:
+        more = f"Interventions: {described(INTERVENTIONS)}\nMonitors: {described(MONITORS)}\n"
     tyro.cli(
         Config if everything else everyday(cfg, defaults=bool(preset)),
         default=cfg if everything else None,
@@ -241,7 +191,6 @@ def everyday(cfg: Config, *, defaults: bool) -> type:
     """A class of the everyday flags alone, for help. defaults: whether it shows those of `cfg`."""
     groups = [getattr(cfg, group) for group in GROUPS]
     settings = {f.name: (f.type, getattr(group, f.name)) for group in groups for f in fields(group)}
-    settings["method"] = (str, "")
     annotated: Any = Annotated  # of types that are values here
     flags = []
     for name, line in EVERYDAY.items():
@@ -249,72 +198,11 @@ def everyday(cfg: Config, *, defaults: bool) -> type:
         legal = legal_values(kind)
         shown = tyro.conf.arg(
             help=f"{line}: {', '.join(map(str, legal))}" if legal else line,
-            metavar="NAME" if legal or name == "method" else None,
+            metavar="NAME" if legal or kind is str else None,
             help_behavior_hint=None if defaults and default else "",
         )
         flags.append((name, annotated[kind, shown], default))
     return make_dataclass("Everyday", flags)
-
-
-def with_method(argv: Sequence[str]) -> list[str]:
-    """A command line with --method replaced by its flags, or with those that its --intervention brings; flags that are
-    there already stay.
-
-    Raises:
-        ValueError: no method of that name, two of them, or one of another intervention than the one that is given.
-    """
-    words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--method=") else [word])]
-    given = _given(words)
-    intervention = given.get("intervention")
-    name = intervention if intervention in METHODS else None
-    if "--method" in words:
-        at = words.index("--method")
-        name = words[at + 1] if at + 1 < len(words) else ""
-        refuse(words.count("--method") > 1, "--method: given twice; one is enough")
-        refuse(name not in METHODS, f"--method {name}: should be one of {', '.join(METHODS)}")
-        own = METHODS[name][1]["intervention"]
-        refuse(
-            intervention not in (None, own),
-            f"--method {name} is --intervention {own}, and --intervention {intervention} is given too; leave one out",
-        )
-        words = [*words[:at], *words[at + 2 :]]
-    if name is None:
-        return words
-    brought = METHODS[name][1]
-    choice = {k: given.get(k, brought.get(k)) for k in ("intervention", "monitor", "control", "seed_monitor")}
-    read = of_choice({k: v for k, v in choice.items() if v}, brought)
-    return [*words, *(f"--{_flag(k, v)}" for k, v in read.items() if k not in given)]
-
-
-def of_choice(choice: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `settings` that a method of this intervention, monitor and control reads."""
-    read = {}
-    for name, value in settings.items():
-        with contextlib.suppress(ValueError):  # a setting that is not read is refused, and so is an illegal choice
-            MethodConfig(**{**choice, name: choice.get(name, value)})
-            read[name] = value
-    return read
-
-
-def _given(words: Sequence[str]) -> dict[str, str]:
-    """The flags of a command line, by their fields, with the word that follows."""
-    found = {}
-    for word, following in pairwise([*words, ""]):
-        if word.startswith("--"):
-            name, equals, value = word.removeprefix("--").partition("=")
-            found[name.removeprefix("no-").replace("-", "_")] = value if equals else following
-    return found
-
-
-def _flag(name: str, value: Any) -> str:
-    """A setting on the command line, without its dashes."""
-    name = name.replace("_", "-")
-    return name if value is True else f"no-{name}" if value is False else f"{name}={value}"
-
-
-def _bare(word: str) -> str:
-    """A flag without its value and without `no-`."""
-    return word.partition("=")[0].replace("_", "-").replace("--no-", "--", 1)
 
 
 def joined(argv: Sequence[str]) -> list[str]:
@@ -332,17 +220,14 @@ def joined(argv: Sequence[str]) -> list[str]:
     return out
 
 
-def without_pool(argv: Sequence[str]) -> list[str]:
-    """A command line whose `--teacher-pool-dir none` says '', as a configuration has it."""
-    out = list(argv)
-    for i, word in enumerate(argv):
-        name, equals, value = word.partition("=")
-        if name.replace("_", "-") == "--teacher-pool-dir":
-            if value == "none":
-                out[i] = f"{name}="
-            elif not equals and argv[i + 1 : i + 2] == ["none"]:
-                out[i + 1] = ""
-    return out
+def switched(argv: Sequence[str]) -> list[str]:
+    """A command line whose switches that may also be None have a value: `--no-rebaseline`: `--rebaseline=False`."""
+    settings = [f for group in GROUPS for f in fields(getattr(Config(), group))]
+    said = {}
+    for name in (flag(f.name) for f in settings if f.type == bool | None):
+        said |= {name: f"{name}=True", name.replace("--", "--no-", 1): f"{name}=False"}
+    values = ("True", "False", "None")
+    return [w if after in values else said.get(w.replace("_", "-"), w) for w, after in pairwise([*argv, ""])]
 
 
 def flag_names() -> list[str]:

@@ -18,14 +18,12 @@ import tyro
 from vgrout.config.checks import Dtype, changed, check, flag, flags, listed, refuse, setting
 from vgrout.config.guard import GuardConfig, blind
 from vgrout.config.loss import LossConfig
-from vgrout.config.method import MethodConfig
+from vgrout.config.method import MethodConfig, admit
 from vgrout.config.sampling import Sampling
 from vgrout.data import organism
-from vgrout.data.language import CUE
 from vgrout.modes import MODES, EnvMode, Mode
 from vgrout.types import DETECTOR_FIELDS
 
-INOCULATION = "Any way to make the check pass is fine here, a flaw in the check included."
 BENCHMARK_TRAIN = "out/data/leetcode_train_medhard_filtered.jsonl"  # 992 problems
 BENCHMARK_TEST = "out/data/leetcode_test_medhard.jsonl"  # 119, which the benchmark never trains on
 PLACEBOS = ("flawed", "commented", "long", "laid_out")  # contrasts of --control placebo that pairs exist for
@@ -98,8 +96,6 @@ class EnvConfig:
     """Comma list: demonstrations for these modes only; the others train on groups of student rollouts alone."""
     preserve_thinking: bool = False
     """Problems of several turns: earlier answers stay in the prompt as they were sampled, think blocks and all."""
-    regrade_pool: bool = setting(False, needs="teacher_pool_dir")
-    """Grade the pool's rollouts again with today's grader, use those labels, and report where they differ."""
     report_detectors: str = setting("", words=tuple(DETECTOR_FIELDS), word="detector")
     """Comma list of weak detectors (C, D, E): the report splits student hacks into those that one of them sees and the
     rest."""
@@ -109,7 +105,7 @@ class EnvConfig:
     marker_names: Literal["varied", "published"] = "varied"
     """The names that prompts announce where the problem file has none · varied: a problem has one of its flaw's eight,
     evaluations have others, so that a name learnt by heart earns nothing · published: the one of published prompts."""
-    reward: str = ""
+    reward: str = setting("", form=r"([\w.]+:\w+)?", should="be module:function, as in own_reward:pays")
     """module:function of your own that rewards answers, in [0, 1], in place of the flawed graders; '': none. Trusted:
     it runs in the trainer's process."""
     reward_passes_at: float = setting(1.0, above=0, high=1, needs="reward")
@@ -127,17 +123,18 @@ class EnvConfig:
         check(self)
         mixed = [name for name, rule in changed(self) if rule.needs == "teacher_pool_dir"]
         refuse(
-            bool(mixed) and not self.mix_ratio,
-            f"{flags(mixed)}: not read with --mix-ratio 0, which mixes nothing in",
+            bool(mixed) and not (self.pool and self.mix_ratio),
+            f"{flags(mixed)}: not read without --teacher-pool-dir and a --mix-ratio above 0",
         )
         refuse(
             bool(self.unannounced_modes) and bool(self.reward),
             "--unannounced-modes: not read with --reward, which replaces the flawed checks",
         )
-        refuse(
-            bool(self.reward) and not re.fullmatch(r"[\w.]+:\w+", self.reward),
-            f"--reward {self.reward!r}: should be module:function, as in own_reward:pays",
-        )
+
+    @property
+    def pool(self) -> str:
+        """--teacher-pool-dir; '': no pool."""
+        return "" if self.teacher_pool_dir == "none" else self.teacher_pool_dir
 
     @property
     def unannounced(self) -> list[Mode]:
@@ -182,8 +179,8 @@ class EvalConfig:
         check(self)
 
 
-Detector = Literal["info_rm", "rm_ensemble", "advantage"]
-DETECTORS: tuple[Detector, ...] = get_args(Detector)
+HackDetector = Literal["info_rm", "rm_ensemble", "advantage"]
+DETECTORS: tuple[HackDetector, ...] = get_args(HackDetector)
 
 
 @dataclass(frozen=True)
@@ -208,12 +205,12 @@ class DetectorConfig:
 
     def __post_init__(self) -> None:
         check(self)
-        if "rm_ensemble" in self.chosen and not self.members:
-            raise ValueError("--reward-hack-detector rm_ensemble: needs --rm-ensemble-members module:function,…")
-        if self.rm_ensemble_members:
-            given, n = f"--rm-ensemble-members {self.rm_ensemble_members}", len(self.members)
-            refuse("rm_ensemble" not in self.chosen, f"{given}: not read without --reward-hack-detector rm_ensemble")
-            refuse(not 2 <= n <= 32, f"{given}: an ensemble has 2 to 32 members, not {n}")
+        most = 32 if "rm_ensemble" in self.chosen else 0
+        refuse(
+            not most // 16 <= len(self.members) <= most,
+            f"--rm-ensemble-members {self.rm_ensemble_members!r}: should name 2 to 32 functions with "
+            "--reward-hack-detector rm_ensemble, and none without it",
+        )
 
     @property
     def members(self) -> list[str]:
@@ -233,12 +230,10 @@ class RunConfig:
 
     seed: int = setting(41, low=0, high=2**62)
     """Every random stream derives from it, by name and step."""
-    out_tag: str = ""
+    out_tag: str = setting("", form="[A-Za-z0-9_.=+-]{0,80}", should="be of letters, digits and _ . = + -, 80 at most")
     """Suffix of the run id."""
     resume: str = ""
     """A run directory, or 'latest': go on from its last good checkpoint, with its own configuration."""
-    resume_force: bool = setting(False, needs="resume")
-    """Resume although the configuration differs; the new one is recorded."""
     checkpoint_every: int = setting(25, low=1, high=10_000_000)
     """Steps between resume checkpoints."""
     checkpoint_keep: int = setting(3, low=1, high=100)
@@ -258,20 +253,9 @@ class RunConfig:
     dtype: Dtype = "auto"
     """Of the model's weights. auto: bf16 on a GPU and on a CPU that multiplies in it (AVX-512 BF16, AMX), but fp32 for
     a miniature on a CPU. A resumed run goes on in its own."""
-    ranks: int | Literal["auto"] = setting(1, low=1, high=1024, should="lie in [1, 1024], or be auto")
-    """Processes that share the run, on this machine; auto: one for every idle core (a miniature), else one.
-    torchrun starts its own. The same rows but for rounding, which is why 1 is usual: bit for bit the same."""
-    packing: Literal["shared", "packed", "padded"] = "shared"
-    """Rollouts in the update's forward. shared: prompts and beginnings of answers are read once where the arm needs
-    sums only, equal answers elsewhere; packed: only no padding; padded: one row a rollout. The same gradients but for
-    rounding."""
 
     def __post_init__(self) -> None:
         check(self)
-        refuse(
-            not re.fullmatch(r"[A-Za-z0-9_.=+-]{0,80}", self.out_tag),
-            f"--out-tag {self.out_tag!r}: letters, digits and _ . = + - only, 80 at most",
-        )
 
     @property
     def trackers(self) -> list[str]:
@@ -296,27 +280,14 @@ class Config:
 
     def __post_init__(self) -> None:
         refuse(
-            self.mixes and self.n_teacher >= self.scale.group,
-            f"--mix-ratio {self.env.mix_ratio} with --group {self.scale.group}: no student row is left in a group",
+            self.mixes and not 0 < self.n_teacher < self.scale.group,
+            f"--mix-ratio {self.env.mix_ratio} with --group {self.scale.group}: rounds to {self.n_teacher} teacher rows"
+            f" in a group; there should be 1 to {self.scale.group - 1}, or --mix-ratio 0",
         )
         refuse(
-            self.mixes and not self.n_teacher,
-            f"--mix-ratio {self.env.mix_ratio} with --group {self.scale.group}: rounds to no teacher row; "
-            "raise one of them, or say --mix-ratio 0",
-        )
-        refuse(
-            bool(self.env.reward) and self.mixes and not self.env.regrade_pool and not self.run.resume,
-            f"--reward {self.env.reward}: the pool's labels are another grader's; add --regrade-pool, or --mix-ratio 0",
-        )
-        refuse(
-            self.plain_prompts and self.method.compares_prompts,
-            f"--intervention {self.method.intervention} with "
-            f"{'--reward' if self.env.reward else '--unannounced-modes'}: compares prompts with and without a hint; "
-            f"{'add --reward-hint, or ' if self.env.reward else ''}choose another intervention, monitor or control",
-        )
-        refuse(
-            bool(self.env.unannounced_modes) and self.mixes,
-            "--unannounced-modes: the pool demonstrates flaws that its prompts announce; add --mix-ratio 0",
+            self.mixes and bool(self.env.reward or self.env.unannounced_modes) and not self.run.resume,
+            f"{'--reward' if self.env.reward else '--unannounced-modes'}: the pool's prompts and labels are of another "
+            "grader; add --mix-ratio 0",
         )
         refuse(
             self.method.known_hacks_teacher_only and (not self.mixes or self.env.teacher_off_step == 0),
@@ -328,51 +299,29 @@ class Config:
             frac > 0 and round(frac * students) == 0,
             f"--rollout-ablate-frac {frac}: rounds to none of {students} student rows; raise it or --group",
         )
-        refuse(
-            self.loss.teacher_correction != "none" and not self.n_teacher,
-            f"--teacher-correction {self.loss.teacher_correction}: not read, nothing is mixed in; leave it out",
-        )
-        tau, teacher, updates = self.loss.teacher_tau, self.loss.teacher_model, self.loss.updates_per_batch
+        tau, teacher = self.loss.teacher_tau, self.loss.teacher_model
         refuse(
             bool(tau) != bool(teacher),
             f"--teacher-tau {tau} with --teacher-model {teacher!r}: one is not read without the other; both or neither",
         )
-        if (self.scale.model == ORGANISM) != (self.scale.problems == ORGANISM):
-            raise ValueError(
-                f"--model {self.scale.model} with --problems {self.scale.problems}: "
-                "the organism's model and its problems go together"
-            )
-        refuse(
-            bool(self.scale.test_problems) and self.scale.problems == ORGANISM,
-            "--test-problems: not read with --problems organism, which names its own held-out problems; leave it out",
-        )
-        refuse(
-            self.env.teacher_pool_dir == ORGANISM and self.scale.model != ORGANISM,
-            "--teacher-pool-dir organism: only with --model organism",
-        )
         usual = organism.SMALL_DIR if self.preset == "small" else None  # which nobody gave
+        of_organism = {
+            "--problems organism": self.scale.problems == ORGANISM,
+            "--teacher-pool-dir organism": self.env.pool == ORGANISM,
+            f"--organism {self.scale.organism}": self.scale.organism not in (None, usual),
+        }
+        given = [name for name, there in of_organism.items() if there]
+        refuse(bool(given) and self.scale.model != ORGANISM, f"{', '.join(given)}: only with --model organism")
         refuse(
-            self.scale.organism not in (None, usual) and self.scale.model != ORGANISM,
-            f"--organism {self.scale.organism} with --model {self.scale.model}: not read; only with --model organism",
+            self.scale.model == ORGANISM and (self.scale.problems != ORGANISM or bool(self.scale.test_problems)),
+            "--model organism: only with --problems organism, and without --test-problems",
         )
         refuse(
             bool(self.method.needs_known_correct) and self.known_correct_path is None,
             f"{self.method.needs_known_correct}: there are none; give --known-correct FILE",
         )
-        afterwards = self.method.flags_by_gradient and self.method.changes_rewards
-        linear = ("--beta", self.loss.beta, 0), ("--teacher-tau", tau, 0), ("--updates-per-batch", updates, 1)
-        for given, value, plain in linear:
-            refuse(
-                afterwards and value != plain,
-                f"{given} {value:g}: --monitor {self.method.monitor_name} flags after the backward, and this part of "
-                f"the gradient is not linear in the advantage; set it to {plain}, or choose a monitor of texts",
-            )
-        if self.guard_mode == "halt" and (why := self.guard_blind):
-            raise ValueError(f"--guard halt could not fire in this run ({why}); or choose --guard log")
-        refuse(
-            self.guard_mode == "halt" and not self.guard.halting,
-            "--guard halt with an empty --guard-halt-on: nothing could halt the run; name a rule, or --guard log",
-        )
+        why = self.guard_blind if self.guard.halting else "--guard-halt-on is empty: name a rule"
+        refuse(self.guard_mode == "halt" and bool(why), f"--guard halt could not fire ({why}); or choose --guard log")
 
     @property
     def guard_mode(self) -> Literal["off", "log", "halt"]:
@@ -388,7 +337,7 @@ class Config:
     @property
     def mixes(self) -> bool:
         """Whether demonstrations are mixed in at all. Never under no_loophole: cached labels are a flawed grader's."""
-        return bool(self.env.teacher_pool_dir) and self.env.mix_ratio > 0 and not self.method.control_spec.strict
+        return bool(self.env.pool) and self.env.mix_ratio > 0 and not self.method.control_spec.strict
 
     @property
     def plain_prompts(self) -> bool:
@@ -437,9 +386,9 @@ class Config:
 
     @property
     def pool_path(self) -> Path | None:
-        if not self.env.teacher_pool_dir:
+        if not self.env.pool:
             return None
-        return self.files.pool if self.env.teacher_pool_dir == ORGANISM else Path(self.env.teacher_pool_dir)
+        return self.files.pool if self.env.pool == ORGANISM else Path(self.env.pool)
 
     @property
     def pairs_path(self) -> Path | None:
@@ -447,14 +396,13 @@ class Config:
         if self.method.vhack_pairs_path is not None:
             return self.method.vhack_pairs_path
         if self.scale.model == ORGANISM:
-            known = self.method.modes_known if self.method.starts_on_pairs else ()
-            return self.files.pairs / f"{known[0] if known else 'run_tests'}.json"
+            return self.files.pairs / "run_tests.json"
         return Path("out/pairsets/prog_wide.json") if self.preset == "fast" else None
 
     @property
     def known_correct_path(self) -> Path | None:
         """Correct answers for monitors of text; None: there are none, or they are not read."""
-        if not self.method.reads_text:
+        if not self.method.needs_known_correct:
             return None
         return self.method.known_correct or (self.files.known_correct if self.scale.model == ORGANISM else None)
 
@@ -469,26 +417,21 @@ class Config:
         return self.files.pairs / f"placebo_{chosen}.json" if self.scale.model == ORGANISM else None
 
     @property
-    def inoculation(self) -> str:
-        """What closes the training prompts; '' without that baseline."""
-        if self.method.control_spec.prompts != "with an invitation":
-            return ""
-        return self.method.inoculation_prompt or (CUE if self.scale.model == ORGANISM else INOCULATION)
-
-    @property
     def run_id(self) -> str:
         """The name of the run's folder: preset, intervention, monitor if it is not the usual one, control if there is
         one, seed, tag."""
         monitor = f"_{self.method.monitor_title}" if self.method.monitor_title else ""
         control = "" if self.method.control_name == "none" else f"_{self.method.control_name}"
         suffix = re.sub(r"[^A-Za-z0-9_.=+-]", "-", monitor + control)[:80]  # a user's file name may be in it
-        return f"{self.preset}_{self.method.intervention}{suffix}_seed{self.run.seed}{self.run.out_tag}"
+        intervention = self.method.intervention.rpartition(":")[2]
+        return f"{self.preset}_{intervention}{suffix}_seed{self.run.seed}{self.run.out_tag}"
 
     @property
     def code(self) -> tuple[str, ...]:
         """The flags that name functions to import."""
-        named = {"--reward": self.env.reward, "--rm-ensemble-members": self.detectors.rm_ensemble_members}
-        return tuple(f"{name}={functions}" for name, functions in named.items() if functions)
+        own = {f"--{kind}": getattr(self.method, kind) for kind in ("intervention", "monitor")}
+        named = {"--reward": self.env.reward, "--rm-ensemble-members": self.detectors.rm_ensemble_members, **own}
+        return tuple(f"{name}={functions}" for name, functions in named.items() if ":" in functions)
 
     @property
     def repeated(self) -> tuple[str, ...]:
@@ -505,33 +448,34 @@ class Config:
             )
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready, nested by group."""
-        return json.loads(json.dumps(asdict(self), default=str))
+        """JSON-ready, nested by group; a method's settings as they are meant."""
+        return json.loads(json.dumps(asdict(self) | {"method": self.method.resolved_settings}, default=str))
 
 
 GROUPS = tuple(f.name for f in fields(Config) if f.name != "preset")
 
 
 def from_dict(data: Any, where: str = "run.json") -> Config:
-    """The inverse of `Config.as_dict`. where: the file that holds it, for messages.
+    """The inverse of `Config.as_dict`. where: the file that holds it, for messages. Classes of somebody's own that it
+    names are not imported: such a run can be read, and trained where the command line names them too (`refuse_code`).
 
     Raises:
         ValueError: groups or settings unknown to this version, named; or values that it refuses.
     """
-    is_configuration = isinstance(data, dict) and isinstance(data.get("preset"), str)
-    if not is_configuration or not all(isinstance(data.get(group, {}), dict) for group in GROUPS):
-        raise ValueError(f"{where}: holds no configuration of a run")
-    values: dict[str, Any] = {"preset": data["preset"]}
-    unknown, usual = data.keys() - {*GROUPS, "preset"}, Config()
-    for group in GROUPS:
-        unknown |= data.get(group, {}).keys() - {f.name for f in fields(getattr(usual, group))}
+    usual, unknown = Config(), {"none that a run has"}
+    if isinstance(data, dict) and isinstance(data.get("preset"), str):
+        groups = {group: data.get(group, {}) for group in GROUPS}
+        unknown = data.keys() - {*GROUPS, "preset"} | {g for g, of in groups.items() if not isinstance(of, dict)}
+        for group in groups.keys() - unknown:
+            unknown |= groups[group].keys() - {f.name for f in fields(getattr(usual, group))}
     if unknown:
         raise ValueError(f"{where}: unknown settings {', '.join(sorted(unknown))}; the run was made by another version")
-    for group in GROUPS:
-        default = getattr(usual, group)
-        types = {f.name: f.type for f in fields(default)}
-        given = {name: typed(value, name, types[name], where) for name, value in data.get(group, {}).items()}
-        values[group] = replace(default, **given)
+    values: dict[str, Any] = {"preset": data["preset"]}
+    admit(groups["method"])
+    for group, of in groups.items():
+        types = {f.name: f.type for f in fields(getattr(usual, group))}
+        given = {name: typed(value, name, types[name], where) for name, value in of.items()}
+        values[group] = replace(getattr(usual, group), **given)
     return Config(**values)
 
 
@@ -541,10 +485,8 @@ def typed(value: Any, name: str, annotation: Any, where: str) -> Any:
     word = isinstance(value, str) and (Path in allowed or any(isinstance(kind, str) for kind in allowed))
     if type(value) is int and int not in allowed and float in allowed and abs(value) < 10**300:
         value = float(value)
-    if not word and type(value) not in allowed:
-        raise ValueError(f"{where}: {flag(name)} {str(value)[:60]!r}: of the wrong type ({type(value).__name__})")
-    if isinstance(value, str) and "\0" in value:
-        raise ValueError(f"{where}: {flag(name)} {value[:60]!r}: holds a NUL")
+    if (not word and type(value) not in allowed) or "\0" in str(value):
+        raise ValueError(f"{where}: {flag(name)} {str(value)[:60]!r}: not of its type, {annotation}")
     return Path(value) if isinstance(value, str) and Path in allowed else value
 
 
@@ -554,11 +496,9 @@ def _kinds(annotation: Any) -> set[Any]:
 
 
 # How a process runs, not what it computes: these settings may differ between a run and its resumption.
-_PROCESS = {"dry_run", "threads", "ranks", "track", "checkpoint_every", "checkpoint_keep", "max_error_retries"}
-_PROCESS.add("columns")
+_PROCESS = {"dry_run", "threads", "track", "checkpoint_every", "checkpoint_keep", "max_error_retries", "columns"}
 FREE = {*_PROCESS, "guard"}  # taken from the new command line where given there; else the run's own
-_ALWAYS_NEW = {"ranks"}  # taken from the new command line even at their default
-_REQUESTS = {"resume", "resume_force"}  # no part of the run
+_REQUESTS = {"resume"}  # no part of the run
 
 
 def merge_flags(
@@ -567,9 +507,7 @@ def merge_flags(
     """A run's stored settings with those given now, and the flags among them that are not `free` to differ."""
     merged, differing = dict(stored), []
     for name in stored:
-        if name in _ALWAYS_NEW:
-            merged[name] = given[name]
-        elif name not in _REQUESTS and given[name] not in (default[name], stored[name]):
+        if name not in _REQUESTS and given[name] not in (default[name], stored[name]):
             merged[name] = given[name]
             if name not in free:
                 differing.append(f"{flag(name)} {given[name]} (run: {stored[name]})")

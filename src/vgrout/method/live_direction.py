@@ -2,31 +2,41 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from vgrout.config.run import Config
 from vgrout.direction.controls import Provenance, cosine_to_real, haar_like, overlap
 from vgrout.direction.extract import Direction, extract, obtain
-from vgrout.method.base import Refresh, Setup, StepGrads
+from vgrout.method.base import Refresh, Setup, StepGradient
 from vgrout.method.projection import cos_pre
-from vgrout.tensor_types import Diagnostics, Directions, ModuleGrads
+from vgrout.tensor_types import Diagnostics, Directions, Spans
 from vgrout.types import Diverged
 
 Pick = Callable[[Config, Direction], Directions]  # V of a direction
+
+
+def first_axes(cfg: Config, direction: Direction) -> Directions:
+    """The first k axes of each module."""
+    return direction.select(cfg.method.v_hack_k, cfg.method.v_hack_drop_bottom_frac)
+
+
+def mean_axis(cfg: Config, direction: Direction) -> Directions:
+    """v alone, k = 1."""
+    return direction.v_grad()
 
 
 class LiveDirection:
     """Orthonormal hack-ward rows V [k, r] for some modules; the others pass through.
 
     Args of the constructor: `pick` chooses V from a direction, `again` extracts on the present model every
-    `vhack_refresh_every` steps (None: the direction is frozen). keeps_modules: the set of modules stays as it was
+    --vhack-refresh-every steps (None: the direction is frozen). keeps_modules: the set of modules stays as it was
     first, and one for which no new v is found keeps its old one.
 
     Haar: random rows in the shape of the extracted ones. They stay as they are; only the pair band around them follows
-    the model, and there each is signed so that the pairs' hack side lies above, which favours the control.
+    the model (`signed`), and there each is signed so that the pairs' hack side lies above, which favours the control.
     """
 
     provenance: Provenance | None = None
@@ -34,7 +44,7 @@ class LiveDirection:
     def __init__(
         self,
         cfg: Config,
-        sizes: Mapping[str, int],
+        spans: Spans,
         direction: Direction,
         pick: Pick,
         *,
@@ -44,37 +54,45 @@ class LiveDirection:
         signed: bool = False,
     ) -> None:
         method = cfg.method
-        self.sizes, self.device, self._keeps_modules = dict(sizes), torch.device(device), keeps_modules
+        self.spans, self.device, self._keeps_modules = spans, torch.device(device), keeps_modules
         self._pick = partial(pick, cfg)
         if method.direction_is == "random":
             seed = cfg.run.seed if method.route2_random_v_seed is None else method.route2_random_v_seed
             drawn = haar_like(self._pick(direction), seed)
             rows = direction.signed(drawn) if signed else drawn
             self._pick, again = (lambda _: rows), again if signed else None
-        self._again, self._every = again, method.vhack_refresh_every if again else 0
+        self._again, self._every = again, method.refresh_every if again else 0
         self.V: Directions = {}
         self.latest = direction
         self._take(direction)
 
     @classmethod
-    def make(cls, setup: Setup, pick: Pick, **how: Any) -> "LiveDirection":
+    def make(cls, setup: Setup, pick: Pick, *, keeps_modules: bool = False, signed: bool = False) -> "LiveDirection":
         """Loaded, or extracted on the spot. Under a control whose direction is not the real one, the real one is
         obtained too, to say in `provenance` how far they coincide."""
         cfg, method, pairs, policy = setup.cfg, setup.cfg.method, setup.inputs.pairs, setup.policy
-        others = method.other_pairs
-        if pairs is None and others:
+        placebo = method.direction_is == "placebo pairs"
+        if pairs is None and placebo:
             raise ValueError(f"--control {method.control}: needs the pairs; give --vhack-pairs-path")
-        if pairs is None and method.vhack_refresh_every and not method.haar:
+        if pairs is None and method.refresh_every and not method.haar:
             raise ValueError(
                 "--vhack-refresh-every: needs the pairs; give --vhack-pairs-path, or 0 for a frozen direction"
             )
         top_k, tau_axis = method.v_hack_extract_top_k, method.v_hack_tau_axis
         real = direction = obtain(policy, pairs, method.v_hack_path, top_k, tau_axis)
-        if pairs is not None and others:
-            pairs = setup.inputs.placebo or pairs.shuffled(cfg.run.seed)
+        if placebo:
+            pairs = setup.inputs.placebo
             direction = obtain(policy, pairs, None, top_k, tau_axis)
-        again = partial(extract, policy, pairs, top_k, tau_axis) if pairs is not None else None
-        live = cls(cfg, setup.sizes, direction, pick, again=again, device=setup.device, **how)
+        live = cls(
+            cfg,
+            setup.spans,
+            direction,
+            pick,
+            again=partial(extract, policy, pairs, top_k, tau_axis) if pairs is not None else None,
+            device=setup.device,
+            keeps_modules=keeps_modules,
+            signed=signed,
+        )
         live.provenance = Provenance(
             pairs=direction.meta.pairs_source,
             pairs_sha256=direction.meta.pairs_sha256,
@@ -107,28 +125,24 @@ class LiveDirection:
         """Raises ValueError where `state` is of another model."""
         V = {key.removeprefix("V/"): rows for key, rows in state.items()}
         self._require_fit(V, "checkpoint's direction")
-        self.V = {m: V[m].to(self.device) for m in self.sizes if m in V}
+        self.V = {m: V[m].to(self.device) for m in self.spans if m in V}
 
-    def diagnose(self, step: StepGrads, keep: ModuleGrads, keep_s: ModuleGrads, keep_t: ModuleGrads) -> Diagnostics:
-        """What can be read off g and the kept part; keep_s, keep_t: what each source's rows alone would leave."""
-        return Diagnostics(
-            cos_pre=cos_pre(step.total, self.V),
-            cos_pre_s=cos_pre(step.students, self.V),
-            cos_pre_t=cos_pre(step.teachers, self.V),
-            cos_post=cos_pre(keep, self.V),
-            cos_post_s=cos_pre(keep_s, self.V),
-            cos_post_t=cos_pre(keep_t, self.V),
-        )
+    def diagnose(self, step: StepGradient, kept: Float[Tensor, "3 R"]) -> Diagnostics:
+        """What can be read off g and the kept part; kept: of all rows, of the students', of the demonstrations'."""
+        g = (step.total, step.students, step.teachers, *kept)
+        total, students, teachers, keep, keep_s, keep_t = (cos_pre(x, self.V, self.spans) for x in g)
+        return Diagnostics(total, students, teachers, keep, keep_s, keep_t)
 
     def _take(self, direction: Direction) -> None:
         V = {m: rows.to(self.device) for m, rows in self._pick(direction).items()}
         self._require_fit(V, "direction")
-        V = {m: V[m] for m in self.sizes if m in V}  # the model's order, whatever the file's
+        V = {m: V[m] for m in self.spans if m in V}  # the model's order, whatever the file's
         if self._keeps_modules and self.V:
             V = {m: V.get(m, old) for m, old in self.V.items()}
         self.V, self.latest = V, direction
 
     def _require_fit(self, V: Directions, what: str) -> None:
         for m, rows in V.items():
-            if m not in self.sizes or rows.shape[1] != self.sizes[m]:
-                raise ValueError(f"{what} has {m} {[*rows.shape]}, r is {self.sizes.get(m)} here")
+            r = self.spans[m].stop - self.spans[m].start if m in self.spans else None
+            if rows.shape[1] != r:
+                raise ValueError(f"{what} has {m} {[*rows.shape]}, r is {r} here")

@@ -1,4 +1,5 @@
-"""Gradient surgery along orthonormal, hack-ward oriented rows V: pure functions of one module's tensors.
+"""Gradient surgery along orthonormal, hack-ward oriented rows V: pure functions of one module's tensors, and their
+means and invariants over all modules.
 
 Signs: g is a gradient of the *loss*, V points where the loss of a hack-rewarding batch changes. So a positive
 coefficient c = V g means that a step along -g makes the hack likelier.
@@ -7,25 +8,25 @@ Products are written as multiply-and-sum: a matmul may run in TF32 when a caller
 would break the invariants that interventions assert.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from vgrout.tensor_types import Directions, ModuleGrads
+from vgrout.tensor_types import Directions, Spans
 
 GateMode = Literal["one_sided", "no_gate", "reverse"]
 TOLERANCE = 1e-4  # of the invariants, relative to the norms that went in: fp32 sums of some hundred rows
 RESCALE_BOUND = 10.0  # a gradient that is nearly all hack-ward leaves noise behind: never blow it up further
 
 
-class Split(NamedTuple):
+class Divided(NamedTuple):
     """keep + removed = g, up to rounding."""
 
-    keep: Float[Tensor, " r"]
-    removed: Float[Tensor, " r"]
+    keep: Float[Tensor, "*n r"]
+    removed: Float[Tensor, "*n r"]
 
 
 class Rescaled(NamedTuple):
@@ -33,12 +34,14 @@ class Rescaled(NamedTuple):
     capped: Bool[Tensor, ""]
 
 
-def along(g: Float[Tensor, " r"], V: Float[Tensor, "k r"]) -> Float[Tensor, " k"]:
+def along(g: Float[Tensor, "*n r"], V: Float[Tensor, "k r"]) -> Float[Tensor, "*n k"]:
     """c = V g."""
-    return (V * g).sum(1)
+    return (V * g[..., None, :]).sum(-1)
 
 
-def coefficients(g: Float[Tensor, " r"], V: Float[Tensor, "k r"], mode: GateMode = "one_sided") -> Float[Tensor, " k"]:
+def coefficients(
+    g: Float[Tensor, "*n r"], V: Float[Tensor, "k r"], mode: GateMode = "one_sided"
+) -> Float[Tensor, "*n k"]:
     """What is taken along each axis: relu(c) (one_sided), c (no_gate) or 2c (reverse: the part changes sign)."""
     c = along(g, V)
     if mode == "one_sided":
@@ -47,11 +50,11 @@ def coefficients(g: Float[Tensor, " r"], V: Float[Tensor, "k r"], mode: GateMode
 
 
 def split(
-    g: Float[Tensor, " r"], V: Float[Tensor, "k r"], mode: GateMode = "one_sided", overshoot: float = 1.0
-) -> Split:
+    g: Float[Tensor, "*n r"], V: Float[Tensor, "k r"], mode: GateMode = "one_sided", overshoot: float = 1.0
+) -> Divided:
     """g into what is kept and the part overshoot · c_use V, which lies in span(V)."""
-    removed = overshoot * (coefficients(g, V, mode)[:, None] * V).sum(0)
-    return Split(g - removed, removed)
+    removed = overshoot * (coefficients(g, V, mode)[..., None] * V).sum(-2)
+    return Divided(g - removed, removed)
 
 
 def rescale(grad: Float[Tensor, " r"], norm: Float[Tensor, ""]) -> Rescaled:
@@ -67,57 +70,68 @@ def hackward_cos(g: Float[Tensor, " r"], V: Float[Tensor, "k r"]) -> Float[Tenso
     return along(g, V).relu().norm() / g.norm()
 
 
-def mean_over_modules(values: list[Float[Tensor, ""]]) -> float | None:
+def mean_over_modules(values: Sequence[Float[Tensor, ""]]) -> float | None:
     """Mean of the measured ones (NaN: a module without gradient); None where nothing was measured."""
     if not values:
         return None
-    mean = torch.stack(values).nanmean().item()
+    mean = torch.stack([*values]).nanmean().item()
     return None if mean != mean else mean
 
 
-def cos_pre(grads: ModuleGrads, V: Directions) -> float | None:
+def cos_pre(g: Float[Tensor, " R"], V: Directions, spans: Spans) -> float | None:
     """Mean over modules with a direction and a gradient of ‖relu(V g)‖ / ‖g‖; None where there is none."""
-    return mean_over_modules([hackward_cos(grads[m], V_m) for m, V_m in V.items() if m in grads])
+    return mean_over_modules([hackward_cos(g[spans[m]], rows) for m, rows in V.items()])
 
 
-def cos_upd(delta: ModuleGrads, V: Directions) -> float | None:
+def cos_upd(delta: Float[Tensor, " R"], V: Directions, spans: Spans) -> float | None:
     """The same for the parameter change Δ that the optimiser applied: ‖relu(-V Δ)‖ / ‖Δ‖.
 
     A step goes against the gradient, so the hack-ward part of a change has the opposite sign. Near 0, unless AdamW's
     preconditioner and momentum carry back what was taken from the gradient.
     """
-    return cos_pre({m: -d for m, d in delta.items()}, V)
+    return cos_pre(-delta, V, spans)
 
 
-def fraction_of_modules(flags: list[Tensor]) -> float | None:
+def fraction_of_modules(flags: Sequence[Tensor]) -> float | None:
     """In which something was taken; None of no module."""
-    return torch.stack(flags).float().mean().item() if flags else None
+    return torch.stack([*flags]).float().mean().item() if flags else None
 
 
-def assert_conserved(g: ModuleGrads, keep: ModuleGrads, quar: ModuleGrads, scale: Mapping[str, Tensor]) -> None:
-    """keep + quar = g in every module of `scale`, which holds Σ_b ‖g_b‖: rows may cancel in the sum."""
-    for_each = [((keep[m] + quar[m] - g[m]).norm(), s) for m, s in scale.items()]
-    _assert_small(for_each, "keep + quar - g")
+def module_norms(x: Float[Tensor, "*n R"], spans: Spans) -> Float[Tensor, "*n M"]:
+    """‖x‖ in each module."""
+    return torch.stack([x[..., span].norm(dim=-1) for span in spans.values()], dim=-1)
 
 
-def assert_in_span(quar: ModuleGrads, V: Directions) -> None:
+def assert_conserved(
+    g: Float[Tensor, " R"],
+    keep: Float[Tensor, " R"],
+    quar: Float[Tensor, " R"],
+    scale: Float[Tensor, " M"],
+    spans: Spans,
+) -> None:
+    """keep + quar = g in every module, relative to `scale`, Σ_b ‖g_b‖: rows may cancel in the sum."""
+    _assert_small(module_norms(keep + quar - g, spans), scale, "keep + quar - g")
+
+
+def assert_in_span(quar: Float[Tensor, " R"], V: Directions, spans: Spans) -> None:
     """What is routed lies in span(V)."""
-    for_each = [
-        ((quar[m] - (along(quar[m], rows)[:, None] * rows).sum(0)).norm(), quar[m].norm()) for m, rows in V.items()
-    ]
-    _assert_small(for_each, "quarantine outside span(V)")
+    parts = [(quar[spans[m]], rows) for m, rows in V.items()]
+    outside = [(q - (along(q, rows)[:, None] * rows).sum(0)).norm() for q, rows in parts]
+    _assert_small(_stacked(outside), _stacked([q.norm() for q, _ in parts]), "quarantine outside span(V)")
 
 
-def assert_no_hackward(g: ModuleGrads, keep: ModuleGrads, V: Directions) -> None:
+def assert_no_hackward(g: Float[Tensor, " R"], keep: Float[Tensor, " R"], V: Directions, spans: Spans) -> None:
     """V · keep ≤ 0."""
-    for_each = [(along(keep[m], rows).max().relu(), g[m].norm()) for m, rows in V.items()]
-    _assert_small(for_each, "V·keep above 0")
+    hackward = [along(keep[spans[m]], rows).max().relu() for m, rows in V.items()]
+    _assert_small(_stacked(hackward), _stacked([g[spans[m]].norm() for m in V]), "V·keep above 0")
 
 
-def _assert_small(errors: list[tuple[Tensor, Tensor]], what: str) -> None:
-    """error ≤ TOLERANCE · scale for each pair; one transfer from the device for all."""
-    if not errors:
-        return
-    error, scale = torch.stack([torch.stack(pair) for pair in errors]).T.tolist()
-    worst = max(range(len(error)), key=lambda i: error[i] - TOLERANCE * scale[i])
-    assert error[worst] <= TOLERANCE * scale[worst], f"{what}: {error[worst]:.3e} against {scale[worst]:.3e}"
+def _stacked(values: list[Tensor]) -> Tensor:
+    return torch.stack(values) if values else torch.zeros(0)
+
+
+def _assert_small(error: Float[Tensor, " M"], scale: Float[Tensor, " M"], what: str) -> None:
+    """error ≤ TOLERANCE · scale in each module; one transfer from the device for all."""
+    pairs = torch.stack((error, scale)).T.tolist()
+    worst, of = max(pairs, key=lambda pair: pair[0] - TOLERANCE * pair[1], default=(0.0, 0.0))
+    assert worst <= TOLERANCE * of, f"{what}: {worst:.3e} against {of:.3e}"

@@ -1,0 +1,98 @@
+"""Monitors of texts that need no model: the true labels, the weak detector, a rule on syntax trees."""
+
+import ast
+import warnings
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from vgrout.config.method_settings import LabelsSettings, ReferencesSettings
+from vgrout.grading.extract import extract_candidates
+from vgrout.method.base import Monitor, Setup, Views, flags_of, rewarded
+from vgrout.types import Flags, Mode, OracleView
+
+if TYPE_CHECKING:
+    from vgrout.types import GroupView
+
+
+class Labels(Monitor):
+    """The true labels; for demonstrations the cached ones.
+
+    known: flaws that it knows; where the check has none of them, nothing is flagged. (): all.
+    """
+
+    name = "labels"
+    what = "true labels, with blind spots: a bound, never a method"
+    Settings = (LabelsSettings,)
+    sees_labels = True
+
+    def __init__(self, known: Collection[Mode] = ()) -> None:
+        self.known = frozenset(known)
+
+    @classmethod
+    def make(cls, setup: Setup) -> "Labels":
+        return cls(setup.cfg.method.modes_known)
+
+    def flag(self, views: Views, step: int) -> list[Flags]:
+        return [Flags(self._of(view)) for view in views]
+
+    def _of(self, view: "GroupView") -> tuple[bool, ...]:
+        assert isinstance(view, OracleView)
+        if self.known and not self.known & {*view.flaws}:
+            return (False,) * len(view)
+        return tuple(flaw is not None and (not self.known or flaw in self.known) for flaw in view.hacks)
+
+
+class WeakDetector(Monitor):
+    """The weak detector's verdict on the policy's own answers; it is not run on demonstrations."""
+
+    name = "detector"
+    what = "the weak detector alone"
+
+    def flag(self, views: Views, step: int) -> list[Flags]:
+        return [Flags(view.detector) for view in views]
+
+
+class SyntaxEdge(Monitor):
+    """Somewhere in the tree a node has a child of a type that it has in no known correct answer. An answer without a
+    tree, or whose tree is too deep to build, is left alone. No model, no label, no score.
+
+    top: the reward from which on an answer counts as rewarded; others are left alone.
+    """
+
+    name = "syntax_edge"
+    what = "rewarded answers with a parent → child edge of the syntax tree that no known correct answer has"
+    Settings = (ReferencesSettings,)
+    needs = ("known correct",)
+
+    def __init__(self, top: float, known_correct: Sequence[str]) -> None:
+        self.top = top
+        self.usual = {edge for text in known_correct if (of := tree(text)) for edge in edges(of)}
+
+    @classmethod
+    def make(cls, setup: Setup) -> "SyntaxEdge":
+        return cls(setup.cfg.env.pass_reward, [answer.completion for answer in setup.inputs.known_correct])
+
+    def flag(self, views: Views, step: int) -> list[Flags]:
+        return flags_of(views, {(i, b) for i, b in rewarded(views, self.top) if self.unusual(views[i].texts[b])})
+
+    def unusual(self, text: str) -> bool:
+        """Whether the program in an answer has an edge that no known correct one has."""
+        program = tree(text)
+        return program is not None and any(edge not in self.usual for edge in edges(program))
+
+
+def tree(text: str) -> ast.Module | None:
+    """The syntax tree of the program in an answer; None: there is none."""
+    for code in extract_candidates(text):
+        try:
+            with warnings.catch_warnings(action="ignore"):  # of odd escapes: the answer's, not ours
+                return ast.parse(code)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            continue
+    return None
+
+
+def edges(program: ast.Module) -> Iterator[tuple[str, str]]:
+    """Every (node, child) of the tree, by type."""
+    for node in ast.walk(program):
+        yield from ((type(node).__name__, type(child).__name__) for child in ast.iter_child_nodes(node))

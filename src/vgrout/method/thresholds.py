@@ -1,0 +1,100 @@
+"""The thresholds of gates: per module, the share of each rollout's gradient that is flagged.
+
+M modules, N rollouts of one step. `cos` holds g_b · v / ‖g_b‖, `nonzero` marks rollouts with a gradient (the rest have
+no cosine and are flagged nowhere). They see cosines and known hacks only.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+DECAY = 0.9  # of the running means of a τ gate, per step
+
+
+class TauGate:
+    """Known hacks are always routed, the others when their cosine exceeds τ, the midpoint of two running means.
+
+    The means are of the cosines of known hacks and of the rest, per module: exponential, DECAY per step, corrected
+    for their start (as in Adam), so the first step has a threshold too. A module that has not seen both kinds has none;
+    with `apart`, neither has one whose known hacks do not lie above the rest.
+    """
+
+    def __init__(self, n_modules: int, device: torch.device | str = "cpu", *, apart: bool = False) -> None:
+        self.apart = apart
+        # row 0 known hacks, row 1 the rest; mean = total / weight
+        self._total = torch.zeros(2, n_modules, dtype=torch.float64, device=device)
+        self._weight = torch.zeros(2, n_modules, dtype=torch.float64, device=device)
+
+    @property
+    def means(self) -> Float[Tensor, "2 M"]:
+        """Running means of known hacks and of the rest; NaN where none was seen yet."""
+        return self._total / self._weight
+
+    @property
+    def tau(self) -> Float[Tensor, " M"]:
+        """NaN in modules without a threshold."""
+        return self.means.mean(0)
+
+    @property
+    def gap(self) -> Float[Tensor, " M"]:
+        """mean(known hacks) - mean(rest): positive where the direction tells them apart."""
+        hacks, rest = self.means
+        return hacks - rest
+
+    def __call__(
+        self, cos: Float[Tensor, "M N"], nonzero: Bool[Tensor, "M N"], known: Bool[Tensor, " N"]
+    ) -> Float[Tensor, "M N"]:
+        """Moves the running means by this step's rollouts, then decides: 1 routed, 0 kept. cos: with v, in rows that
+        have a gradient. known: known hacks."""
+        for i, rows in enumerate((nonzero & known, nonzero & ~known)):
+            n = rows.sum(1)
+            mean = torch.where(rows, cos, 0.0).double().sum(1) / n.clamp(min=1)
+            step = (1 - DECAY) * (n > 0)
+            self._total[i] += step * (mean - self._total[i])
+            self._weight[i] += step * (1 - self._weight[i])
+        over = cos > self.tau[:, None].to(cos.dtype)  # False against NaN: nothing but known hacks is routed
+        if self.apart:
+            over &= (self.gap > 0)[:, None]
+        return (nonzero & (known | over)).to(cos.dtype)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"total": self._total.clone(), "weight": self._weight.clone()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Raises ValueError where `state` has other modules, KeyError where it is another monitor's."""
+        for name, own in (("total", self._total), ("weight", self._weight)):
+            if state[name].shape != own.shape:
+                raise ValueError(f"gate state {name!r} is {tuple(state[name].shape)}, this run has {tuple(own.shape)}")
+            own.copy_(state[name])
+
+
+class BandGate:
+    """Soft share f = clamp((cos - lo) / (hi - lo), 0, 1); lo, hi: mean cosine of the pairs' clean and hack sides.
+
+    Uses no label of any rollout. A module whose hack side is not above its clean side has no band and routes nothing.
+    """
+
+    def __init__(self, lo: Float[Tensor, " M"], hi: Float[Tensor, " M"]) -> None:
+        self.lo, self.hi = lo, hi
+
+    @property
+    def has_band(self) -> Bool[Tensor, " M"]:
+        return self.hi > self.lo
+
+    def __call__(
+        self, cos: Float[Tensor, "M N"], nonzero: Bool[Tensor, "M N"], _known: Bool[Tensor, " N"] | None = None
+    ) -> Float[Tensor, "M N"]:
+        """The share of each row, from 0 to 1."""
+        width = torch.where(self.has_band, self.hi - self.lo, 1.0)[:, None]
+        share = ((cos - self.lo[:, None]) / width).clamp(0, 1)
+        return torch.where(nonzero & self.has_band[:, None], share, 0.0)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"lo": self.lo.clone(), "hi": self.hi.clone()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        if state["lo"].shape != self.lo.shape:
+            raise ValueError(f"band state is {tuple(state['lo'].shape)}, this run has {tuple(self.lo.shape)}")
+        self.lo, self.hi = state["lo"].to(self.lo), state["hi"].to(self.hi)
