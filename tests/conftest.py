@@ -49,6 +49,14 @@ def shared_run(tmp_path_factory: pytest.TempPathFactory) -> "SharedRuns":
 
 
 @pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory of its own, whose modules can be imported."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
 def no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A working directory of its own, from which no address can be reached."""
 

@@ -6,6 +6,8 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -19,42 +21,31 @@ from vgrout.config.presets import PRESETS
 from vgrout.data import organism
 from vgrout.distill import main as distill
 from vgrout.iterative_dpo import main as iterative_dpo
-from vgrout.model.policy import load_policy
+from vgrout.model.load import load_policy
 from vgrout.runs.recorder import Recorder
 from vgrout.train import main
 
 ARMS = ("none", "erase", "route", "route2")
-READS = "screen-pmi"  # stands for all of PAIRS whose monitor reads texts
-FEW = ["--monitor-prompts", "40"]
-PER_MODULE = ["route2", "--method=route2-per-module"]
+READS = "screen-detector"  # stands for all of PAIRS whose monitor reads texts
+# the documents' own route2: a quarantine in every module, each of which decides by itself
+SHARED = ["--quarantine", "shared", "--rollout-ablate-frac", "0"]
+PER_MODULE = ["route2", *SHARED, "--no-rebaseline"]
+VOTES = ["--gate-modules", "all", "--gate-vote", "module"]
+BY_LABELS = ["--seed-monitor", "labels", "--known-modes", "exit_code"]
 # Every monitor and every intervention that reads flags: name → flags. Other pairs combine the same classes
 # (test_method.py).
 PAIRS: dict[str, list[str]] = {
-    "route2-per-module": [*PER_MODULE, "--vhack-refresh-every", "2"],
+    "route2-per-module": [*PER_MODULE, *VOTES, "--vhack-refresh-every", "2"],
     "route2-band": [*PER_MODULE, "--monitor", "band", "--gate-vote", "rollout", "--vhack-refresh-every", "2"],
-    "route2-nll-block": [*PER_MODULE, "--monitor", "nll", "--quarantine", "block:2", *FEW],
-    "route2-labels": [*PER_MODULE, "--monitor", "labels", "--rebaseline"],
-    "sgtm-detector": ["sgtm", "--monitor", "detector"],
-    "screen-pmi": ["screen", "--monitor", "pmi", *FEW],
-    "penalty-gate": ["penalty", "--monitor", "gate", "--vhack-refresh-every", "2"],
-    "penalty-twin": ["penalty", "--monitor", "twin", "--random-flags"],
-    "penalty-syntax-edge": [
-        *("penalty", "--monitor", "syntax_edge", "--shadow", "unread_argument,constant_return,length,labels", *FEW),
-    ],
-    "penalty-quarantine": [
-        *("penalty", "--monitor", "quarantine", "--seed-monitor", "labels", "--known-modes", "exit_code"),
-    ],
-    "screen-quarantine": [
-        *("screen", "--monitor", "quarantine", "--seed-monitor", "labels", "--quarantine-diet", "random"),
-        *("--quarantine-threshold", "0.2", "--quarantine-start", "pairs"),
-    ],
+    "route2-labels": ["route2", *SHARED, "--monitor", "labels", "--rebaseline"],
     "route2-online-probe": [
-        *(*PER_MODULE, "--monitor", "online_probe", "--seed-monitor", "labels", "--known-modes", "exit_code"),
-        *("--quarantine", "block:2"),
+        *(*PER_MODULE, "--monitor", "online_probe", *BY_LABELS, "--quarantine", "block:2", "--monitor-quantile", "0.9"),
     ],
+    "screen-detector": ["screen", "--monitor", "detector"],
+    "penalty-syntax-edge": ["penalty", "--monitor", "syntax_edge", "--shadow", "labels"],
 }
 # … those that are given true labels
-LABELLED = ("route2-labels", "penalty-quarantine", "screen-quarantine", "route2-online-probe")
+LABELLED = ("route2-labels", "route2-online-probe")
 DISTILLED = [
     *("distill", "--teacher", "teacher.safetensors", "--steps", "4", "--final-samples", "1", "--prompts-per-step", "2"),
     *("--group", "2", "--eval-n-prompts", "2", "--final-n-prompts", "6"),
@@ -204,6 +195,15 @@ def imitate(folder: Path, command: str, *argv: str, code: int = 0) -> Path:
     with contextlib.chdir(folder):
         assert {"distill": distill, "iterative_dpo": iterative_dpo}[command](list(argv)) == code
     return max((folder / "out" / {"distill": "distill", "iterative_dpo": "dpo"}[command]).iterdir())
+
+
+def program(folder: Path, command: str, *argv: str, code: int = 0, how: str = "") -> str:
+    """`distill` or `iterative_dpo` in a process of its own, without run-time checks, which cost more than the run;
+    returns its stderr. how: lines of Python before it."""
+    lines = f"{how}\nfrom vgrout.{command} import main\nimport sys; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run([sys.executable, "-c", lines, *argv], cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == code, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stderr
 
 
 def imitation_rows(path: Path) -> list[dict[str, Any]]:

@@ -1,6 +1,5 @@
 """Flags: the committed list, the presets, and one-line refusals before anything is loaded."""
 
-import importlib
 import io
 import os
 import re
@@ -8,18 +7,18 @@ import shlex
 import subprocess
 import sys
 from contextlib import redirect_stdout
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import pytest
 
 import vgrout.__main__
 from vgrout import losses
 from vgrout.config.checks import check, flag, rule_of, setting
-from vgrout.config.loss import LOSSES, LossConfig, LossName
-from vgrout.config.method import CONTROLS, INTERVENTIONS, MONITORS, MethodConfig
-from vgrout.config.presets import EVERYDAY, METHODS, PRESETS, flag_names, parse, resolve, resumed
+from vgrout.config.loss import LOSSES, LossName
+from vgrout.config.method import CONTROLS, INTERVENTIONS, MONITORS, MethodConfig, intervention_class, monitor_class
+from vgrout.config.presets import EVERYDAY, PRESETS, flag_names, parse, resolve, resumed
 from vgrout.config.run import GROUPS, Config, from_dict
 from vgrout.data import organism
 from vgrout.model import source
@@ -44,8 +43,8 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 def test_help_all_has_every_flag_and_every_name_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     shown = " ".join(printed(capsys, "mini", "--help-all").replace("│", " ").split())
     assert not [flag for flag in flag_names() if flag not in shown]
-    rows = (*INTERVENTIONS.items(), *MONITORS.items(), *CONTROLS.items(), *LOSSES.items())
-    lines = {name: row.what for name, row in rows} | {name: what for name, (what, _) in METHODS.items()}
+    classes = {n: intervention_class(n) for n in INTERVENTIONS} | {n: monitor_class(n) for n in MONITORS}
+    lines = {name: row.what for name, row in (classes | CONTROLS | LOSSES).items() if name != "none"}
     assert not [name for name, what in lines.items() if f"{name}: {what}" not in shown]
 
 
@@ -60,7 +59,7 @@ def test_help_is_one_screen_of_everyday_flags(
     monkeypatch.setenv("COLUMNS", "100")
     assert printed(capsys, *([preset] if preset else []), "--help").count("\n") <= 45
     assert {*re.findall(r"^\W\W?(--[a-z][a-z-]+)", shown, re.M)} == set(map(flag, EVERYDAY))
-    assert {*map(flag, EVERYDAY)} <= {"--method", *flag_names()}
+    assert {*map(flag, EVERYDAY)} <= {*flag_names()}
     assert "--help-all shows every flag" in shown
     assert all(f"\n  {name} " in shown for name in PRESETS)
     assert (f"(default: {PRESETS[preset or 'mini'][1].scale.steps})" in shown) == bool(preset)
@@ -72,7 +71,7 @@ def test_the_first_lines_fit_eighty_columns_and_name_a_default(preset: str) -> N
     lines["usual"] = first_lines(resolve([preset]))
     assert max(len(line) for of in lines.values() for line in of) <= 80
     assert lines["none"][1] == "method: none: plain GRPO"
-    assert [name for name, of in lines.items() if "(default --intervention)" in of[1]] == ["usual"]
+    assert [name for name, of in lines.items() if ", the default" in of[1]] == ["usual"]
     controlled = first_lines(resolve([preset, "--control", "haar"]))
     assert (len(controlled), controlled[2].split()[:2]) == (3, ["control:", "haar:"])
 
@@ -87,7 +86,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_presets_survive_json(preset: str) -> None:
     cfg = PRESETS[preset][1]
     assert cfg.preset == preset
-    assert from_dict(cfg.as_dict()) == cfg
+    assert from_dict(cfg.as_dict()).as_dict() == cfg.as_dict()
 
 
 def test_presets_are_the_published_ones() -> None:
@@ -109,99 +108,68 @@ BAD = [
     ("mini --no-such-flag 1", "--no-such-flag"),
     ("mini --intervention rout", "--intervention"),
     ("mini --lr -1", "--lr"),
-    ("mini --lr nan", "--lr"),
-    ("mini --group 1", "--group"),
-    ("mini --steps 0", "--steps"),
     ("mini --mix-ratio 1", "--mix-ratio"),
-    ("mini --mix-ratio 0.99", "--mix-ratio 0.99 with --group 8: no student row"),
-    ("mini --seed -3", "--seed"),
-    ("mini --adam-beta1 1.5", "--adam-beta1"),
+    ("mini --mix-ratio 0.99", "--mix-ratio 0.99 with --group 8: rounds to 8 teacher rows"),
     ("mini --v-hack-k 13", "--v-hack-extract-top-k"),
     ("mini --report-detectors Q", "C, D, E"),
     ("mini --teacher-modes run_test", "run_tests"),
     ("mini --out-tag a/b", "--out-tag"),
-    ("mini --checkpoint-keep 0", "--checkpoint-keep"),
-    ("mini --resume-force", "--resume"),
     ("mini --model Qwen/Qwen3-4B", "--problems"),
     ("mini --loss icepop --clip-high 0.1", "--clip-low"),
     ("mini --teacher-tau 0.1", "--teacher-model"),
     ("mini --teacher-model organism", "--teacher-tau"),
-    # silent no-ops
-    ("mini --intervention none --vhack-refresh-every 9", "--vhack-refresh-every"),
-    ("mini --intervention none --rollout-ablate-frac .5", "--rollout-ablate-frac"),
-    ("mini --intervention erase --monitor band", "--monitor band with --intervention erase"),
+    # a flag of a class that was not chosen: one rule
+    ("mini --intervention none --vhack-refresh-every 9", "goes with --intervention erase or route or --monitor gate"),
+    ("mini --intervention none --rollout-ablate-frac .5", "--rollout-ablate-frac: not read by --intervention none"),
     ("mini --intervention route --project-overshoot 1.1", "--project-overshoot"),
     ("mini --intervention route2 --gate-mode reverse", "--gate-mode"),
+    ("mini --intervention route2 --monitor band --known-hacks-teacher-only", "--known-hacks"),
+    ("mini --intervention route2 --monitor labels --gate-vote module", "--gate-vote"),
+    ("mini --intervention route --quarantine block:1", "--quarantine: not read by --intervention route"),
+    ("mini --intervention screen --monitor labels --seed-monitor labels", "--seed-monitor"),
+    ("mini --intervention screen --monitor labels --penalty 1", "--penalty"),
+    ("mini --intervention screen --monitor syntax_edge --known-modes exit_code", "--known-modes"),
+    ("mini --intervention penalty --monitor labels --vhack-pairs-path x", "--vhack-pairs-path"),
+    ("mini --intervention route --placebo-pairs x.json", "--control placebo"),
+    # … or of what is off
     ("mini --teacher-pool-dir '' --teacher-off-step 3", "--teacher-off-step"),
-    ("mini --teacher-pool-dir '' --regrade-pool", "--regrade-pool"),
+    ("mini --teacher-pool-dir none --teacher-off-step 3", "--teacher-off-step"),
     ("mini --mix-ratio 0 --teacher-modes sentinel", "--teacher-modes"),
+    # contradictions
+    ("mini --intervention erase --monitor band", "--monitor band with --intervention erase: it reads no flags"),
+    ("mini --intervention penalty --monitor gate", "it has to know what is flagged before the gradient"),
+    ("mini --intervention route --monitor labels", "--monitor labels with --intervention route"),
+    ("mini --intervention screen", "it needs a monitor; that goes with labels, detector"),
+    ("mini --intervention screen --monitor online_probe --seed-monitor online_probe", "unknown seed 'online_probe'"),
+    ("mini --intervention screen --monitor online_probe --monitor-quantile .2", "--monitor-quantile 0.2"),
+    ("mini --intervention screen --monitor labels --known-modes exit", "unknown mode"),
+    ("mini --intervention none --shadow gate", "--shadow: unknown watcher 'gate'; legal: labels"),
+    ("mini --intervention none --shadow labels,labels", "is there twice"),
     ("mini --intervention route2 --known-hacks-teacher-only --mix-ratio 0", "no demonstration is ever mixed in"),
     ("mini --intervention route2 --known-hacks-teacher-only --teacher-off-step 0", "no demonstration is ever mixed in"),
-    ("mini --group 4", "--mix-ratio 0.125 with --group 4: rounds to no teacher row"),
-    ("mini --intervention route2 --monitor band --known-hacks-teacher-only", "--known-hacks"),
-    ("mini --intervention route2 --route2-random-v-seed 1 --vhack-refresh-every 7", "--vhack-refresh"),
-    ("mini --intervention erase --control shrinkage --no-preserve-magnitude", "--preserve-magnitude"),
-    ("mini --intervention route2 --control haar --vhack-refresh-every 7", "--vhack-refresh-every: not read"),
-    ("mini --method best", "--method best: should be one of route2, route2-per-module, quarantine"),
-    ("mini --method route2-block", "--method route2-block: not here; say --intervention route2"),
-    ("mini --method twin --intervention none", "--method twin is --intervention penalty, and --intervention none is"),
-    ("mini --intervention route2 --quarantine block:0", "--quarantine block:0: should be shared, block:last, block:N"),
-    ("mini --method", "--method : should be one of"),
-    # contradictions
-    ("mini --intervention erase --control shuffled --v-hack-path x", "--v-hack-path"),
-    ("mini --intervention none --control shuffled", "--control shuffled"),
-    ("mini --intervention erase --random-flags", "--random-flags: --intervention erase reads no flags"),
-    ("mini --intervention route2 --control shuffled --route2-random-v-seed 1", "one control"),
+    ("mini --group 4", "--mix-ratio 0.125 with --group 4: rounds to 0 teacher rows"),
     ("mini --intervention route2 --rollout-ablate-frac .01", "rounds to none"),
-    ("mini --intervention erase --control deploy_quarantine", "route or route2"),
+    ("mini --intervention route2 --quarantine block:0", "--quarantine block:0: should be shared, block:last, block:N"),
+    ("mini --intervention route2 --monitor labels --quarantine block", "should be shared, block:last, block:N"),
+    ("mini --intervention none --control haar", "--control haar: replaces the direction"),
+    ("mini --intervention none --control placebo", "--control placebo: replaces the direction"),
+    ("mini --intervention erase --control placebo --v-hack-path x", "--v-hack-path"),
+    ("mini --intervention erase --random-flags", "--random-flags: replaces the flags, and --intervention erase"),
     ("mini --intervention route2 --random-flags --control haar", "one control a run"),
-    ("mini --intervention route --monitor labels", "--monitor labels with --intervention route"),
+    ("mini --intervention route2 --control placebo --route2-random-v-seed 1", "one control a run"),
     ("mini --intervention route2 --monitor labels --control haar", "has none"),
-    ("mini --intervention screen", "needs --monitor gate, band, labels, detector"),
-    ("mini --intervention screen --monitor pmi --monitor-quantile .2", "--monitor-quantile 0.2"),
-    ("mini --intervention screen --monitor band --v-hack-k 3", "--v-hack-k"),
-    ("mini --intervention screen --monitor pmi --rebaseline", "--rebaseline: not read by"),
-    ("mini --intervention screen --monitor pmi --quarantine block:1", "--quarantine"),
-    ("mini --intervention route2 --control shrinkage --rebaseline", "--rebaseline: not read"),
-    ("mini --intervention route2 --monitor-threshold known_correct", "goes with --monitor pmi or nll"),
-    ("mini --intervention route --quarantine block:1", "--quarantine: not read by --intervention route"),
-    ("mini --intervention sgtm --monitor gate", "has to know who is flagged before the gradient"),
-    ("mini --intervention route2 --monitor quarantine", "--monitor quarantine with --intervention route2"),
-    ("mini --intervention screen --monitor pmi --known-modes exit_code", "--known-modes"),
-    ("mini --intervention screen --monitor labels --known-modes exit", "unknown mode"),
-    ("mini --intervention screen --monitor labels --seed-monitor labels", "--seed-monitor"),
-    (
-        "mini --intervention penalty --monitor quarantine --quarantine-threshold .2 --monitor-quantile .8",
-        "--monitor-quantile",
-    ),
-    ("mini --intervention penalty --monitor quarantine --quarantine-diet solved", "should be one of"),
-    ("mini --intervention penalty --monitor pmi --quarantine-start pairs", "--quarantine-start"),
-    ("mini --intervention penalty --monitor quarantine --vhack-pairs-path x.json", "--vhack-pairs-path: not read"),
-    (
-        "mini --method quarantine --seed-monitor labels --known-modes exit_code,sentinel --quarantine-start pairs",
-        "a pair file shows one flaw; add --vhack-pairs-path",
-    ),
-    (
-        "fast --intervention penalty --monitor quarantine",
-        "--quarantine-threshold None: there are none; give --known-correct FILE",
-    ),
-    (
-        "fast --intervention screen --monitor pmi --monitor-threshold known_correct",
-        "--monitor-threshold known_correct: there are none; give --known-correct FILE",
-    ),
+    ("fast --intervention penalty --monitor online_probe", "--monitor online_probe: there are none; give"),
     ("fast --organism x", "only with --model organism"),
-    ("mini --intervention sgtm --monitor labels --quarantine block", "should be shared, block:last, block:N"),
-    ("mini --intervention sgtm --monitor labels --quarantine block:0", "--quarantine block:0"),
-    ("mini --intervention route2 --monitor labels --gate-vote rollout", "--gate-vote"),
-    ("mini --intervention none --control placebo", "--control placebo: replaces a direction"),
-    ("mini --intervention route --placebo-pairs x.json", "--control placebo"),
-    # baselines
-    ("mini --intervention route2 --control inoculation", "--intervention none"),
-    ("mini --intervention none --label-accuracy .9", "goes with --monitor labels"),
-    ("mini --intervention screen --monitor labels --penalty 1", "--penalty"),
-    ("mini --intervention penalty --monitor labels --label-accuracy 1.1", "--label-accuracy"),
-    ("mini --intervention none --inoculation-prompt x", "--control inoculation"),
-    ("mini --intervention penalty --monitor labels --vhack-pairs-path x", "--vhack-pairs-path"),
+    # a halt that could not be
+    ("mini --guard halt --guard-halt-on=", "--guard halt could not fire (--guard-halt-on is empty"),
+    ("mini --guard-halt-on=kl,speed", "--guard-halt-on: unknown rule 'speed'; legal: kl, streak, gap"),
+    ("mini --guard=off --rise-eps=0.1 --ema-alpha=0.5", "--ema-alpha, --rise-eps: not read with --guard off"),
+    ("mini --reward-hack-detector=rm_ensemble", "--rm-ensemble-members '': should name 2 to 32 functions"),
+    ("mini --rm-ensemble-members=a:b,c:d", "should name 2 to 32 functions with --reward-hack-detector rm_ensemble"),
+    ("mini --reward-hack-halt", "--reward-hack-halt: not read without --reward-hack-detector"),
+    # code of one's own
+    ("mini --intervention nowhere:Mine", "--intervention nowhere:Mine: cannot be imported"),
+    ("mini --intervention screen --monitor json:dumps", "--monitor json:dumps: is no Monitor"),
 ]
 
 
@@ -231,54 +199,35 @@ def test_a_flag_at_its_default_is_never_refused() -> None:
 
 
 def test_run_ids() -> None:
-    for name, spec in INTERVENTIONS.items():
-        monitor = [] if spec.usual else ["--monitor", "labels"]
+    for name in INTERVENTIONS:
+        monitor = [] if intervention_class(name).usual_monitor else ["--monitor", "labels"]
         cfg = parse(["mini", "--intervention", name, *monitor, "--seed", "7", "--out-tag", "_x"])
         assert cfg.run_id == f"mini_{name}{'_labels' if monitor else ''}_seed7_x"
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_method_stands_for_its_flags_and_given_flags_replace_its_own(method: str) -> None:
-    spelt = replace(parse(["mini"]), method=MethodConfig(**METHODS[method][1]))
-    assert parse(["mini", "--method", method]) == parse(["mini", f"--method={method}"]) == spelt
-    other = parse(["mini", "--lr", "0.5", "--method", method, "--seed", "3"])
-    assert (other.opt.lr, other.run.seed, other.method) == (0.5, 3, spelt.method)
-    seeded = parse(["mini", "--method", "quarantine", "--seed-monitor", "labels"])
-    assert (seeded.method.monitor, seeded.method.seed_monitor) == ("quarantine", "labels")
-    assert not parse(["mini", "--no-rebaseline", "--method", "route2"]).method.rebaseline
-
-
-def test_route2_brings_its_settings_and_what_the_run_does_not_read_is_left_out() -> None:
-    own = MethodConfig(**METHODS["route2"][1])
+def test_recommended_settings_are_the_defaults_in_the_object_and_on_the_command_line() -> None:
+    own = MethodConfig(intervention="route2")
     assert parse(["fast", "--intervention=route2"]).method == own
-    assert parse(["fast", "--intervention", "route2", "--method=route2"]).method == own
-    shared = parse(["mini", "--intervention=route2", "--quarantine=shared"]).method
-    assert shared == replace(own, quarantine="shared")
-    labels = parse(["mini", "--intervention=route2", "--monitor=labels"]).method
-    assert labels == MethodConfig(
-        intervention="route2", monitor="labels", quarantine="block:-2", rollout_ablate_frac=1.0, rebaseline=True
-    )
-    shrunk = parse(["mini", "--intervention=route2", "--control=shrinkage"]).method
-    assert (shrunk.quarantine, shrunk.rebaseline, shrunk.gate_vote) == ("shared", False, "rollout")
-    per_module = MethodConfig(intervention="route2", monitor="band")
-    assert parse(["mini", "--method=route2-per-module", "--monitor=band"]).method == per_module
+    meant = {"quarantine": "block:-2", "rollout_ablate_frac": 1.0, "rebaseline": True, "vhack_refresh_every": 0}
+    meant |= {"gate_modules": "apart", "gate_vote": "rollout"}
+    assert {name: own.resolved(name) for name in meant} == meant
+    assert own.resolved_settings.items() >= meant.items()
+    assert MethodConfig(**own.resolved_settings).resolved_settings == own.resolved_settings
+    labels = MethodConfig(intervention="route2", monitor="labels").resolved_settings
+    assert (labels["quarantine"], labels["rebaseline"], labels["gate_vote"]) == ("block:-2", True, None)
+    erase = MethodConfig(intervention="erase")
+    assert (erase.refresh_every, erase.ablate_frac, erase.quarantine_block) == (5, 0.0, None)
 
 
 @pytest.mark.parametrize("control", ["--control=haar", "--random-flags", "--control=no_loophole"])
 def test_the_recommended_route2_has_its_controls(control: str) -> None:
     """Its direction is never extracted again; a random one is not either, so the flag is no contradiction."""
-    assert parse(["mini", "--intervention=route2", control]).method.vhack_refresh_every == 0
+    assert parse(["mini", "--intervention=route2", control]).method.refresh_every == 0
 
 
 def test_no_loophole_mixes_nothing_in() -> None:
     assert parse(["mini", "--intervention", "none"]).mixes
     assert not parse(["mini", "--intervention", "none", "--control", "no_loophole"]).mixes
-
-
-def test_sgtm_samples_half_of_the_students_from_the_deployed_model_by_default() -> None:
-    assert MethodConfig(intervention="sgtm", monitor="labels").ablate_frac == 0.5
-    assert MethodConfig(intervention="sgtm", monitor="labels", rollout_ablate_frac=0.0).ablate_frac == 0.0
-    assert MethodConfig(intervention="route2").ablate_frac == 0.0
 
 
 def test_names_of_controls() -> None:
@@ -319,7 +268,7 @@ def test_auto_is_bf16_where_it_is_faster(tmp_path: Path, monkeypatch: pytest.Mon
 def test_another_build_of_the_organism_replaces_every_file(tmp_path: Path) -> None:
     preset = ["mini", "--organism", str(tmp_path)]
     cfg = parse([*preset, "--intervention", "route2", "--control", "placebo"])
-    reads = parse([*preset, "--intervention", "screen", "--monitor", "pmi"])
+    reads = parse([*preset, "--intervention", "screen", "--monitor", "syntax_edge"])
     files = [
         cfg.model_path,
         cfg.problems_path,
@@ -330,7 +279,7 @@ def test_another_build_of_the_organism_replaces_every_file(tmp_path: Path) -> No
     ]
     names = ["model", "problems.jsonl", "pool", "pairs/run_tests.json", "anchors.json", "pairs/placebo_flawed.json"]
     assert [Path(str(f)) for f in files] == [tmp_path / name for name in names]
-    assert from_dict(cfg.as_dict()) == cfg
+    assert from_dict(cfg.as_dict()).as_dict() == cfg.as_dict()
     with pytest.raises(ValueError, match=f"--organism {tmp_path}/manifest.json: not there;"):
         preflight(cfg)
 
@@ -344,39 +293,6 @@ def test_a_closed_pipe_exits_with_141(tmp_path: Path) -> None:
     finally:
         os.close(write)
     assert (done.returncode, done.stderr) == (141, "")
-
-
-def test_a_config_of_another_version_is_refused() -> None:
-    data = Config().as_dict()
-    data["opt"]["momentum"] = 0.9
-    with pytest.raises(ValueError, match="momentum"):
-        from_dict(data)
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        "teacher --nope 3",
-        "substrate --even=perhaps",
-        "evaluate",
-        "download nothing",
-        "direction --modle x",
-        "export",
-        "report --nope",
-        "distill --nope",
-        "iterative_dpo --nope",
-        "sweep",
-    ],
-)
-def test_every_command_refuses_in_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    name, *argv = command.split()
-    module = importlib.import_module(f"vgrout.{name}")
-    if hasattr(module, "__path__"):
-        module = importlib.import_module(f"vgrout.{name}.__main__")
-    assert module.main(argv) == 2
-    out, error = capsys.readouterr()
-    assert not out
-    assert re.fullmatch(r"E [^\n]*\n", error)
 
 
 # ── bounds and registries ──
@@ -414,34 +330,16 @@ def test_a_value_below_its_bound_is_refused(name: str) -> None:
 def test_losses_are_what_their_registries_say() -> None:
     assert get_args(LossName) == tuple(LOSSES)
     assert set(LOSSES) == set(losses.LOSSES)
-    assert all(row.what for registry in (INTERVENTIONS, MONITORS, CONTROLS) for row in registry.values())
-
-
-@pytest.mark.parametrize(
-    ("group", "given", "legal"),
-    [
-        (
-            MethodConfig,
-            {"intervention": "rout"},
-            "--intervention rout: should be one of none, erase, route, screen, penalty, route2, ",
-        ),
-        (MethodConfig, {"control": "harr"}, "--control harr: should be one of none, haar, "),
-        (MethodConfig, {"monitor_threshold": "one"}, "--monitor-threshold one: should be one of both, known_correct"),
-        (LossConfig, {"loss": "ppo"}, "--loss ppo: should be one of grpo, dr_grpo, "),
-        (LossConfig, {"kl": "k4"}, "--kl k4: should be one of k1, k2, k3"),
-    ],
-)
-def test_unknown_names_are_refused_with_the_legal_ones(group: type, given: dict[str, str], legal: str) -> None:
-    """Also without a command line: in Python, and in a run.json."""
-    with pytest.raises(ValueError, match=rf"\A{legal}"):
-        check_with(group(), **given)
+    assert all(row.what for row in CONTROLS.values())
 
 
 @dataclass(frozen=True)
 class Sized:
     size: int = setting(4, low=1, below=9)
     part: int = setting(2, above=0, high="size")
-    words: str = setting("", words=("a", "b"), word="letter", needs="size")
+    words: str = setting("", words=("a", "b"), word="letter", needs="part")
+    kind: Literal["x", "y"] = "x"
+    text: str = setting("", form="[a-z]*", should="be of small letters")
     free: float = setting(1.0, free="no bounds")
 
 
@@ -454,6 +352,9 @@ class Sized:
         ({"size": 3, "part": 4}, "--part 4: should lie in (0, 3] (at most --size)"),
         ({"size": float("nan")}, "--size nan: should lie in [1, 9)"),
         ({"words": "a, c"}, "--words: unknown letter 'c'; legal: a, b"),
+        ({"words": "a, b, a"}, "--words: a is there twice; legal: a, b"),
+        ({"kind": "z"}, "--kind z: should be one of x, y"),
+        ({"text": "a b"}, "--text a b: should be of small letters"),
         ({"size": 8, "part": 8, "words": "b,a", "free": -1e9}, None),
     ],
 )

@@ -3,61 +3,51 @@
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 
 from methods import (
+    PLACEBO_PAIRS,
     TOY_PAIRS,
     TWO_GROUPS,
+    Fixed,
     batch,
     config,
     draw,
     group,
-    labelled,
-    make,
-    rest,
+    poisoned,
     routed,
     rows,
     scores,
     setup,
-    step,
     total,
     toy,
     toy_direction,
-    view,
+    watched_by,
 )
-from runs import SMALL, SharedRuns, adapter_bytes, once
+from runs import SMALL, once
 from runs import rows as step_rows
 from runs import run as program
 from tiny import policy as tiny_policy
-from vgrout import rollout
+from tiny import shake
 from vgrout.config.method import CONTROLS, INTERVENTIONS, MethodConfig
 from vgrout.config.presets import parse
 from vgrout.config.run import PLACEBOS
-from vgrout.data.language import CUE
 from vgrout.data.organism import COMPILE_REWARD, PASS_REWARD
 from vgrout.direction.controls import cosine_to_real, haar_like, overlap
-from vgrout.direction.extract import axes_of, extract, save
+from vgrout.direction.extract import extract, save
 from vgrout.direction.pairs import load_pairs
 from vgrout.method import make_method
 from vgrout.method.base import Refresh
-from vgrout.method.controls import permuted, shuffled
-from vgrout.method.labels import Labels
-from vgrout.model.policy import Policy
-from vgrout.modes import PLAIN_PHRASE
+from vgrout.method.controls import permuted
 from vgrout.train import main
-from vgrout.types import Grade
+from vgrout.types import Batch, Flags
 
 ALONG = ("erase", "route", "route2")
-
-
-# ── flags, shuffled ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @given(st.integers(0, 10_000))
@@ -75,73 +65,55 @@ def test_permuted_moves_the_same_shares_among_live_rollouts(seed):
     assert torch.equal(moved, permuted(share, live, torch.Generator().manual_seed(seed)))
 
 
-def test_shuffled_flags_are_as_many_among_rewarded_rollouts_and_new_in_every_step():
-    truth = (True, True, False, False, False, False)
-    (flags,) = Labels().flag([labelled(view(6), truth)], 0)
-    could = [(True,) * 4 + (False,) * 2]
-    seen = [shuffled([flags], could, draw(s))[0] for s in range(12)]
-    assert {sum(f.flagged) for f in seen} == {2}
-    assert not any(any(f.flagged[4:]) for f in seen)
-    assert len({f.flagged for f in seen}) > 2
-    assert shuffled([flags], could, draw(3))[0] == seen[3]
+class Scored(Fixed):
+    """Gives scores besides."""
+
+    def flag(self, views: Any, step: int) -> list[Flags]:
+        return [replace(f, scores=(0.0, 1.0, 2.0, 3.0)) for f in super().flag(views, step)]
 
 
-@pytest.mark.parametrize("intervention", ["screen", "sgtm"])
-def test_random_flags_are_drawn_by_seed_and_step_and_their_scores_stay(policy: Policy, intervention: str):
-    def flags(seed: int, number: int, *, shuffle: bool = True) -> list[Any]:
-        method = make(policy, intervention, "nll", seed=seed, random_flags=shuffle)
-        method.monitor.threshold = 0.0  # of what is rewarded it flags all; so a third answer may be flagged, or not
-        return [*method.flag(batch(step=number)).values()]
+@pytest.mark.parametrize("intervention", ["screen", "route2"])
+def test_random_flags_are_as_many_among_rewarded_answers_by_seed_and_step(policy, intervention):
+    def flags(seed: int, of: Batch) -> list[Any]:
+        method = watched_by(Scored(0), policy, intervention, seed=seed, random_flags=True)
+        return [group.flags for group in method.flag(of).groups]
 
-    real, drawn = flags(0, 0, shuffle=False), [flags(s, n) for s in (0, 1) for n in range(3)]
-    assert all([f.scores for f in of] == [f.scores for f in real] for of in drawn)
-    assert {sum(sum(f.flagged) for f in of) for of in drawn} == {sum(sum(f.flagged) for f in real)}
-    assert flags(0, 1) == drawn[1]
+    drawn = [flags(s, batch(step=n)) for s in (0, 1) for n in range(5)]
+    assert {sum(sum(f.flagged) for f in of) for of in drawn} == {2}
+    assert [any(f.flagged[b] for of in drawn for f in of) for b in range(4)] == [True, True, False, True]
+    assert len({tuple(f.flagged for f in of) for of in drawn}) > 3
+    assert flags(0, batch(step=1)) == flags(0, poisoned(batch(step=1))) == drawn[1]
+    assert {f.scores for of in drawn for f in of} == {(0.0, 1.0, 2.0, 3.0)}, "scores stay where they were"
 
 
 @pytest.mark.parametrize("monitor", ["gate", "band"])
 def test_random_flags_route_the_same_share_in_every_step_to_others(monitor):
-    real, moved, again = (toy("route2", monitor=monitor, random_flags=on) for on in (False, True, True))
+    real, moved, again = (
+        toy("route2", monitor=monitor, gate_vote="module", random_flags=on) for on in (False, True, True)
+    )
     for n in range(3):
         groups = [(rows(6, 10 * n + i, (i, 3)), group(6, 1, (i,), i)) for i in range(3)]
         a, b, c = (routed(method, *groups, step=n) for method in (real, moved, again))
         assert b.diag.routed == pytest.approx(a.diag.routed, rel=1e-6)
         assert sorted(scores(a)) == pytest.approx(sorted(scores(b)), rel=1e-6)
         assert scores(a) != scores(b) == scores(c)
-        for m, g in total(*groups).items():
-            assert torch.allclose(b.keep[m] + b.quar[m], g, atol=1e-5)
+        assert torch.allclose(b.keep + b.quar, total(*groups), atol=1e-5)
     assert scores(routed(moved, *TWO_GROUPS, step=0)) != scores(routed(moved, *TWO_GROUPS, step=1))
 
 
-# ── an update, shrunk ──────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("intervention", ALONG)
-def test_shrinkage_is_plain_grpo_with_the_kept_share_as_scale(intervention):
-    got = routed(toy(intervention, control="shrinkage"), *TWO_GROUPS)
-    inner = routed(toy(intervention, **({"preserve_magnitude": False} if intervention == "erase" else {})), *TWO_GROUPS)
-    g = total(*TWO_GROUPS)
-    kept, whole = (torch.cat(list(grads.values())).norm().item() for grads in (inner.keep, g))
-    share = 1 - inner.diag.routed if intervention == "route2" else kept / whole
-    assert 0.2 < share < 0.95
-    assert got.scale == pytest.approx(share, rel=1e-5)
-    assert got.quar is None
-    assert all(torch.allclose(got.keep[m], g[m], atol=1e-6) for m in g)
-
-
-# ── another direction ──────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_haar_is_random_per_module_and_independent_of_the_others():
-    direction = toy_direction()
-    V = direction.select(5, 0.25)
+def test_haar_is_random_per_module_independent_of_the_others_and_may_route_nothing():
+    V = toy_direction().select(5, 0.25)
     drawn = haar_like(V, 3)
-    alone = haar_like({"m.up_proj": V["m.up_proj"]}, 3)
-    assert torch.equal(drawn["m.up_proj"], alone["m.up_proj"])
+    assert torch.equal(drawn["m.up_proj"], haar_like({"m.up_proj": V["m.up_proj"]}, 3)["m.up_proj"])
     assert not torch.equal(drawn["m.up_proj"], haar_like(V, 4)["m.up_proj"])
     for m, rows_ in drawn.items():
         assert rows_.shape == V[m].shape
         assert torch.allclose(rows_ @ rows_.T, torch.eye(len(rows_)), atol=1e-5)
+    # negative cosines only, no known hacks: an empty quarantine is what the control found
+    method = toy("route2", control="haar", monitor="band")
+    got = routed(method, (-torch.cat([*method.direction.V.values()], 1).repeat(4, 1), group(4)))
+    assert got.diag.routed == 0
+    assert not got.quar.any()
 
 
 @pytest.mark.parametrize("intervention", ALONG)
@@ -181,30 +153,6 @@ def test_haar_under_the_pair_band_is_signed_in_its_favour_and_only_the_band_is_r
     assert not torch.equal(before["monitor/gate/lo"], method.state_dict()["monitor/gate/lo"])
 
 
-def test_haar_may_route_nothing():
-    """Negative cosines only, no known hacks: an empty quarantine is what the control found."""
-    method = toy("route2", control="haar", monitor="band")
-    got = routed(method, ({m: -V.repeat(4, 1) for m, V in method.direction.V.items()}, group(4)))
-    assert got.diag.routed == 0
-    assert not any(q.any() for q in got.quar.values())
-
-
-def test_shuffling_leaves_the_span_of_v_hack_and_turns_v_grad():
-    """Exchanging a pair's sides flips a row of D: DᵀD, and with it the axes, stay; the mean does not."""
-    hack = torch.randn(12, 40, generator=torch.Generator().manual_seed(0))
-    clean = torch.randn(12, 40, generator=torch.Generator().manual_seed(1))
-    flips = torch.tensor([1.0, -1.0] * 6)[:, None]
-    true = axes_of(hack, clean, 10, 4, 0.0)
-    mixed = axes_of(torch.where(flips > 0, hack, clean), torch.where(flips > 0, clean, hack), 10, 4, 0.0)
-    assert cosine_to_real({"m": mixed.V}, {"m": true.V}).rms == pytest.approx(1, abs=1e-4)
-    assert torch.allclose((mixed.V @ true.V.T).abs(), torch.eye(4), atol=1e-4)  # only the orientation can change
-    v, w = (a.mean / a.mean.norm() for a in (true, mixed))
-    assert abs((v @ w).item()) < 0.9
-
-
-# ── the real one, extracted again ──────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory):
     with pytest.MonkeyPatch.context() as m:
@@ -221,7 +169,7 @@ def test_refresh_extracts_again_when_due_and_reports_the_overlap(policy, interve
             ages.append(method.refresh(n))
             policy.adapter.δS.add_(0.02 * torch.randn(len(policy.adapter), generator=draw(n)))
             policy.adapter.merge()
-    rest(policy)
+    shake(policy.adapter, 0.0)
     assert [a.age for a in ages] == [1, 2, 0, 1, 2, 0]
     assert [a.overlap is None for a in ages] == [True, True, False, True, True, False]
     assert 0.05 < ages[2].overlap < 0.9999
@@ -232,21 +180,21 @@ def test_refresh_extracts_again_when_due_and_reports_the_overlap(policy, interve
 
 def test_a_direction_file_is_of_these_pairs_and_pairs_are_needed_to_refresh(policy, tmp_path):
     path = tmp_path / "v.safetensors"
-    rest(policy)
+    shake(policy.adapter, 0.0)
     save(extract(policy, TOY_PAIRS, 12, 0.0), path)
     of_file = config("erase", v_hack_path=path)
     with pytest.raises(ValueError, match="direction of other pairs"):
-        make_method(setup(of_file, policy, TOY_PAIRS.shuffled(3)))
+        make_method(setup(of_file, policy, PLACEBO_PAIRS))
     with pytest.raises(ValueError, match="--vhack-refresh-every: needs the pairs"):
         make_method(setup(of_file, policy, None))
-    with pytest.raises(ValueError, match="--control shuffled: needs the pairs"):
-        make_method(setup(config("erase", control="shuffled"), policy, None))
+    with pytest.raises(ValueError, match="--control placebo: needs the pairs"):
+        make_method(setup(config("erase", control="placebo"), policy, None))
     frozen = make_method(setup(config("erase", v_hack_path=path, vhack_refresh_every=0), policy, None))
     V = frozen.direction.V
     assert frozen.refresh(41) == Refresh(42, None, len(V), sum(map(len, V.values())))
 
 
-@pytest.mark.parametrize("control", ["haar", "shuffled", "placebo"])
+@pytest.mark.parametrize("control", ["haar", "placebo"])
 @pytest.mark.parametrize("intervention", ALONG)
 def test_a_control_says_how_far_its_direction_is_the_real_one(policy, intervention, control):
     real, other = (make_method(setup(config(intervention, control=c), policy)) for c in ("none", control))
@@ -256,151 +204,41 @@ def test_a_control_says_how_far_its_direction_is_the_real_one(policy, interventi
     assert (other.provenance.pairs_sha256 == real.provenance.pairs_sha256) == (control == "haar")
 
 
-# ── another prompt ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_recontextualise_learns_under_the_hint_what_was_sampled_without(policy):
-    method, of = make(policy, "none", control="recontextualise"), batch()
-    for group_, learnt in zip(of.groups, method.reward(of, {}).groups, strict=True):
-        prompt = policy.decode(learnt.rollouts[0].prompt_ids)
-        assert PLAIN_PHRASE not in prompt
-        assert "and will be evaluated" in prompt
-        assert [r.completion_ids for r in learnt.rollouts] == [r.completion_ids for r in group_.rollouts]
-        assert {r.logp_full for r in learnt.rollouts} == {None}
-        assert learnt.grades == group_.grades
-    assert step(policy, method, of)[2].keep is not None
-    plain = make(policy, "none")
-    assert plain.reward(of, {}) == of
-
-
-# ── the program ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def argv(intervention: str, control: str, *more: str) -> list[str]:
-    own = {"none": [], "random_flags": ["--random-flags"], "labels": ["--monitor", "labels"]}.get(
-        control, ["--control", control]
-    )
-    refreshed = ["--vhack-refresh-every", "2"] if intervention in ALONG and control not in ("haar", "labels") else []
-    flags = ["--threads", "1", *SMALL, "--eval-ablate-every", "0", *refreshed, *own, *more]
-    return once(["smoke", "--intervention", intervention, *flags])
-
-
-def record(path: Path, name: str = "run.json") -> dict[str, Any]:
-    return json.loads((path / name).read_text())
-
-
-@pytest.fixture
-def here(tmp_path: Path, shared_run: SharedRuns) -> Path:
-    """A working directory that finds decomposed weights and directions."""
-    return shared_run.warm(tmp_path)
-
-
-@pytest.fixture
-def plain(shared_run: SharedRuns) -> Path:
-    """route2 without a control: what the controls are compared with."""
-    return shared_run(*argv("route2", "none"))
-
-
-@pytest.mark.slow
-def test_a_placebo_run_says_how_contaminated_it_is(plain, here):
-    path = program(here, *argv("route2", "placebo"))
-    run_json = record(path)
-    assert run_json["control"] == record(path, "per_mode_deploy.json")["control"] == "placebo_flawed"
-    close = run_json["direction"]["cos_with_real"]
-    assert len(close["modules"]) == 28
-    assert 0 < close["median"] < close["p95"] <= close["max"] < 0.9
-    assert run_json["direction"]["pairs"].endswith("placebo_flawed.json")
-    assert run_json["hashes"]["pairs"] != run_json["hashes"]["placebo"] == run_json["direction"]["pairs_sha256"]
-    log = (here / "logs" / f"{path.name}.log").read_text()
-    assert f"|cos| with the real direction over 28 modules: median {close['median']:.3f}" in log
-    assert "control placebo_flawed: the direction of pairs about an unrelated contrast" in log
-    assert step_rows(path) != step_rows(plain)
-    none = record(plain)
-    assert none["control"] == "none"
-    assert none["direction"]["cos_with_real"] is None
-
-
-@pytest.mark.slow
-def test_deploy_quarantine_trains_as_without_it_and_deploys_the_quarantine(plain, here):
-    path = program(here, *argv("route2", "deploy_quarantine"))
-    assert step_rows(path) == step_rows(plain)
-    own, other = (record(p, "per_mode_deploy.json") for p in (path, plain))
-    for name in ("hack_base", "solve_base", "hack_train", "solve_train"):
-        assert own[name] == other[name]
-    state = torch.load(max((path / "resume").iterdir()) / "state.pt", weights_only=True)["adapter"]
-    saved = torch.cat([load_file(path / "train.safetensors")[m] for m in ORGANISM_ORDER])
-    assert torch.equal(saved, state["delta_S_hack"])
-    assert not torch.equal(saved, state["delta_S"])
-
-
-ORGANISM_ORDER = [
-    f"model.layers.{i}.{name}"
-    for i in range(4)
-    for name in (
-        *(f"self_attn.{p}_proj" for p in "qkvo"),
-        *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
-    )
-]
-
-
-@pytest.mark.slow
-def test_poisoned_labels_change_the_labels_monitor_and_not_random_flags(here, shared_run: SharedRuns, monkeypatch):
-    """As for the methods: noise in the oracle's bit after the reward was given."""
-    clean = {c: shared_run(*argv("route2", c)) for c in ("labels", "random_flags")}
-    noise = torch.Generator().manual_seed(0)
-    reward = rollout.training_reward
-
-    def poisoned(cfg: Any, grade: Grade) -> Grade:
-        return replace(reward(cfg, grade), solved=bool(torch.rand((), generator=noise) < 0.5))
-
-    monkeypatch.setattr(rollout, "training_reward", poisoned)
-    dirty = {c: program(here, *argv("route2", c, "--final-n-prompts", "1")) for c in clean}
-    assert adapter_bytes(clean["random_flags"]) == adapter_bytes(dirty["random_flags"])
-    assert adapter_bytes(clean["labels"]) != adapter_bytes(dirty["labels"])
-    precision, recall = (record(clean["labels"], "per_mode_deploy.json")["gate"][k] for k in ("precision", "recall"))
-    assert 0 < precision[0] == precision[1] == recall[0]  # what it routed were hacks, and nothing else
-    assert record(clean["labels"])["monitor"] == "labels"
-
-
-MONITORED = {"screen": ["--monitor", "band"], "penalty": ["--monitor", "gate"], "sgtm": ["--monitor", "detector"]}
-
-
-def runs_under(intervention: str, control: str) -> bool:
-    """Whether an intervention with its monitor takes this control."""
-    monitor = MONITORED.get(intervention, ["--monitor", "usual"])[1]
-    try:
-        MethodConfig(intervention=intervention, monitor=monitor, control=control)
-    except ValueError:
-        return False
-    return True
+MONITORED = {"screen": "detector", "penalty": "syntax_edge"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("control", CONTROLS)
-def test_every_control_runs_on_every_intervention_that_takes_it(control, here):
+def test_every_control_runs_on_every_intervention_that_takes_it(control, shared_run, tmp_path):
+    here, more = shared_run.warm(tmp_path), ["--control", control]
     if control == "placebo":
         own = here / "own.json"
         own.write_text(load_pairs(parse(["smoke", "--control=placebo", "--placebo-pairs=long"]).placebo_path).to_json())
-    for intervention in (name for name in INTERVENTIONS if runs_under(name, control)):
-        more = ["--placebo-pairs", str(own)] if control == "placebo" else []
-        path = program(here, *argv(intervention, control, *MONITORED.get(intervention, []), *more))
-        run_json = record(path)
-        assert run_json["control"] == record(path, "per_mode_deploy.json")["control"]
-        assert run_json["control"] == ("placebo_own" if control == "placebo" else control)
+        more += ["--placebo-pairs", str(own)]
+    for intervention in INTERVENTIONS:
+        monitor = MONITORED.get(intervention, "usual")
+        try:
+            MethodConfig(intervention=intervention, monitor=monitor, control=control)
+        except ValueError:
+            continue
+        flags = ["--threads", "1", *SMALL, "--eval-ablate-every", "0", *more, "--monitor", monitor]
+        path = program(here, *once(["smoke", "--intervention", intervention, *flags]))
+        run_json, final = (json.loads((path / f"{name}.json").read_text()) for name in ("run", "per_mode_deploy"))
+        assert run_json["control"] == final["control"] == ("placebo_own" if control == "placebo" else control)
         assert len(step_rows(path)) == 5
-        assert math.isfinite(record(path, "per_mode_deploy.json")["solve_deploy"])
-        other = control in ("haar", "shuffled", "placebo")
-        assert ((run_json["direction"] or {}).get("cos_with_real") is not None) == other
-        lines = [json.loads(line) for line in (path / "rollouts.jsonl").read_text().splitlines()]
-        prompts = [line["messages"][-1]["content"] for line in lines]
-        assert {text.endswith(f"\n{CUE}") for text in prompts} == {control == "inoculation"}
-        assert {PLAIN_PHRASE in text for text in prompts} == {control in ("hint_free", "recontextualise")}
-        # as the flawed grader rewarded, whatever counted
-        if control != "no_loophole":
+        assert math.isfinite(final["solve_deploy"])
+        close = (run_json["direction"] or {}).get("cos_with_real")
+        assert (close is not None) == (control in ("haar", "placebo"))
+        if close:
+            log = (here / "logs" / f"{path.name}.log").read_text()
+            assert f"|cos| with the real direction over 28 modules: median {close['median']:.3f}" in log
+            assert len(close["modules"]) == 28
+        if control == "placebo":
+            assert run_json["direction"]["pairs"].endswith("own.json")
+            assert run_json["hashes"]["pairs"] != run_json["hashes"]["placebo"] == run_json["direction"]["pairs_sha256"]
+        if control != "no_loophole":  # as the flawed grader rewarded, whatever counted
+            lines = [json.loads(line) for line in (path / "rollouts.jsonl").read_text().splitlines()]
             assert {round(line["reward"], 9) for line in lines} <= {0.0, COMPILE_REWARD, COMPILE_REWARD + PASS_REWARD}
-
-
-# ── the command line ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_each_shipped_placebo_is_found_for_the_organism_and_for_other_models():

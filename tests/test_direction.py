@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from methods import group, setup
+from runs import once
 from tiny import policy as tiny_policy
-from tiny import tokenizer
+from tiny import shake, tokenizer
 from vgrout.config.method import MethodConfig
 from vgrout.config.run import Config
 from vgrout.direction import __main__ as command
@@ -24,18 +25,17 @@ from vgrout.direction.extract import Axes, Direction, Meta, axes_of, extract, lo
 from vgrout.direction.pairs import Pair, PairSet, load_pairs
 from vgrout.method import make_method
 from vgrout.method.projection import split
-from vgrout.model.policy import load_policy
-from vgrout.model.source import read_metadata, shapes_of
+from vgrout.model.load import load_policy
+from vgrout.model.source import safetensors_head, shapes_of
 from vgrout.model.svd_adapter import fingerprint_to_string
-from vgrout.tensor_types import UpdatePlan
+from vgrout.types import Batch, UpdateRow
 
 HACK, CLEAN = "def check(): pass", "assert f(3) == 9"
+WORDS = ("add", "sort", "count", "square", "halve", "list", "join", "double", "mirror", "drop")
 PAIRS = PairSet(
     tuple(
         Pair(i, f"<user>{word} the numbers<eos><assistant>", f"{HACK} # {word}", f"{CLEAN} # {word}")
-        for i, word in enumerate(
-            ("add", "sort", "count", "square", "halve", "list", "join", "double", "mirror", "drop")
-        )
+        for i, word in enumerate(WORDS)
     ),
     "toy.json",
 )
@@ -79,8 +79,11 @@ def autograd_rows(policy, side: str, eps: float = 1e-3) -> dict[str, torch.Tenso
 
 
 def test_extraction_is_the_definition_whatever_the_batches(policy, found):
+    """… and the held-out pairs are kept out."""
     hack, clean = autograd_rows(policy, "hack"), autograd_rows(policy, "clean")
     alone = extract(policy, PAIRS, 12, 0.0, tokens_per_batch=1)  # one row a batch
+    last = replace(PAIRS.pairs[-1], hack="something else entirely")
+    changed = extract(policy, PairSet((*PAIRS.pairs[:-1], last), "toy.json"), 12, 0.0)
     for m, a in found.axes.items():
         D = hack[m] - clean[m]
         assert torch.allclose(a.mean, D[:8].mean(0), rtol=1e-3, atol=1e-5 * D.norm())
@@ -93,52 +96,29 @@ def test_extraction_is_the_definition_whatever_the_batches(policy, found):
         unit = hack[m][:8] / hack[m][:8].norm(dim=1, keepdim=True)
         assert torch.allclose(a.hack, unit.mean(0), atol=1e-4)
         assert torch.allclose(alone.axes[m].mean, a.mean, atol=1e-5 * a.mean.norm())
+        assert torch.allclose(changed.axes[m].mean, a.mean, atol=1e-6)
+        assert not torch.allclose(changed.axes[m].heldout[-1], a.heldout[-1], atol=1e-3)
 
 
 def test_what_an_extraction_keeps_for_its_backward_is_bounded(policy, monkeypatch):
-    shapes = shapes_of(policy.model.config.to_dict())
+    shapes, seen = shapes_of(policy.model.config.to_dict()), []
     monkeypatch.setitem(extract_module.ACTIVATION_BUDGET, "cpu", 60 * shapes.activation_bytes(4) + 1)
-    seen = []
-
-    def spy(policy, batch):
-        seen.append(batch.tokens)
-        return mean_nll(policy, batch)
-
-    monkeypatch.setattr(extract_module, "mean_nll", spy)
+    monkeypatch.setattr(extract_module, "mean_nll", lambda p, batch: seen.append(batch.tokens) or mean_nll(p, batch))
     extract(policy, PAIRS, 12, 0.0)
     assert 30 < max(seen) <= 60
     assert len(seen) > 2, "one batch a side, and nothing was tested"
 
 
-def test_held_out_pairs_are_kept_out(policy, found):
-    last = PAIRS.pairs[-1]
-    other = PairSet((*PAIRS.pairs[:-1], replace(last, hack="something else entirely")), "toy.json")
-    changed = extract(policy, other, 12, 0.0)
-    for m, a in found.axes.items():
-        b = changed.axes[m]
-        assert torch.allclose(a.mean, b.mean, atol=1e-6)
-        assert not torch.allclose(a.heldout[-1], b.heldout[-1], atol=1e-3)
-        assert len(a.heldout) == 2
-
-
-def test_axes_are_oriented_by_majority_and_not_by_the_largest():
+def test_axes_are_oriented_by_majority_and_not_by_the_largest_and_weak_ones_are_zero():
     e = torch.eye(6)
     along = torch.tensor([1.0, 1.0, 1.0, -9.0, 1.0])  # the mean points the other way
     axes = axes_of(along[:, None] * e[2], torch.zeros(5, 6), 5, 3, 0.0)
     assert axes.V[0, 2] == pytest.approx(1)
     assert axes.mean[2] < 0
     assert not axes.V[1:].any()  # the null space has no axes
-
-
-def test_tau_axis_zeroes_weak_axes():
-    D = torch.diag(torch.tensor([10.0, 4.0, 0.9, 0.5]))
-    axes = axes_of(D, torch.zeros(4, 4), 4, 4, 0.1)
+    axes = axes_of(torch.diag(torch.tensor([10.0, 4.0, 0.9, 0.5])), torch.zeros(4, 4), 4, 4, 0.1)
     assert axes.V.any(1).tolist() == [True, True, False, False]
     assert axes.sv.tolist() == pytest.approx([10, 4, 0.9, 0.5])
-
-
-def meta(**changes) -> Meta:
-    return replace(Meta("toy", "fp32", 12, 0.0, "sha", "toy", "sha", 6, 2, ""), **changes)
 
 
 def of_spectra(spectra: dict[str, list[float]], r: int = 8) -> Direction:
@@ -148,7 +128,7 @@ def of_spectra(spectra: dict[str, list[float]], r: int = 8) -> Direction:
         S = torch.tensor(sv)
         V = torch.eye(r)[: len(sv)] * (S > 0)[:, None]
         axes[m] = Axes(V, S, V.sum(0), V.sum(0), -V.sum(0), torch.zeros(2, r))
-    return Direction(axes, meta())
+    return Direction(axes, Meta("toy", "fp32", 12, 0.0, "sha", "toy", "sha", 6, 2, ""))
 
 
 def test_the_noise_floor_is_one_quantile_over_all_modules():
@@ -169,11 +149,22 @@ def test_overlap_is_one_for_the_same_span_and_k_over_r_by_chance():
     assert overlap(V, {}) is None
 
 
-def test_chance_is_what_random_vectors_read():
+def test_likeness_is_the_cosine_module_by_module_and_chance_is_what_random_vectors_read(found):
     V = torch.eye(200)[:5]
     g = torch.randn(2000, 200, generator=torch.Generator().manual_seed(0))
     read = ((g @ V.T).norm(dim=1) / g.norm(dim=1)).mean().item()
     assert chance_cos(5, 200) == pytest.approx(read, rel=0.06)  # √E[x²] is 5 % above E[x] at k = 5
+    v = found.v_grad()
+    assert min(cosine_to_real({m: -rows for m, rows in v.items()}, v).cos.values()) == pytest.approx(1, abs=1e-5)
+    assert cosine_to_real({"other": v[next(iter(v))]}, v) is None
+    for k in (1, 3):
+        real = {f"m{i}": torch.eye(256)[:k] for i in range(300)}
+        random = cosine_to_real(haar_like(real, 0), real)
+        assert random.rms == pytest.approx(random.chance, rel=0.1)
+        assert random.chance == pytest.approx(math.sqrt(k / 256))
+        written = random.as_json()
+        assert 0 < written["median"] < written["p95"] < written["max"] < 1
+        assert written["modules"].keys() == real.keys()
 
 
 def test_band_and_sign():
@@ -204,7 +195,7 @@ def margin(policy, prompts: list[str]) -> float:
         return sum((nll(policy, prompt, CLEAN) - nll(policy, prompt, HACK)).item() for prompt in prompts)
 
 
-def hack_rewarding(policy, prompts: list[str]) -> dict[str, torch.Tensor]:
+def hack_rewarding(policy, prompts: list[str]) -> torch.Tensor:
     """Gradient of a batch that rewards the hack: A = +1 on it, -1 on the clean answer, mean over tokens."""
     with policy.adapter.per_rollout_grads(1) as probe:
         for prompt in prompts:
@@ -212,18 +203,18 @@ def hack_rewarding(policy, prompts: list[str]) -> dict[str, torch.Tensor]:
             for completion, advantage in ((h, 1.0), (c, -1.0)):
                 logp, mask = policy.logprobs([p], [completion])
                 (-advantage * (logp * mask).sum() / mask.sum()).backward()
-    return {m: rows[0] for m, rows in probe.grads.items()}
+    return probe.flat[0]
 
 
 SAME_ANSWERS = PairSet(tuple(replace(p, hack=HACK, clean=CLEAN) for p in PAIRS.pairs), "toy.json")
 EXTRACTED_ON = [p.prompt for p in SAME_ANSWERS.pairs[:8]]
 
 
-def rise(policy, measured, grads: dict[str, torch.Tensor], length: float) -> float:
-    """What a step of 1 % of ‖g‖⁻¹ along -grads does to `measured()`."""
+def rise(policy, measured, g: torch.Tensor, length: float) -> float:
+    """What a step of 1 % of ‖g‖⁻¹ along -g does to `measured()`."""
     before = measured()
     with torch.no_grad():
-        policy.adapter.δS.copy_(-1e-2 * policy.adapter.flat(grads) / length)
+        policy.adapter.δS.copy_(-1e-2 * g / length)
         policy.adapter.merge()
         after = measured()
         policy.adapter.δS.zero_()
@@ -237,33 +228,31 @@ def test_a_step_on_a_hack_rewarding_batch_makes_the_hack_likelier_and_what_erase
     for prompts in (EXTRACTED_ON, ["<user>rotate the words<eos><assistant>"]):
         of_margin = partial(rise, policy, partial(margin, policy, prompts))
         g = hack_rewarding(policy, prompts)
-        kept = {m: split(g[m], V[m], "one_sided").keep for m in g}
-        length = policy.adapter.flat(g).norm().item()
-        vanilla, erased = (of_margin(grads, length) for grads in (g, kept))
+        parts = policy.adapter.by_module(g)
+        kept = torch.cat([split(part, V[m], "one_sided").keep for m, part in parts.items()])
+        vanilla, erased = (of_margin(of, g.norm().item()) for of in (g, kept))
         assert vanilla > 1e-3
         shares.append(erased / vanilla)
-        assert of_margin({m: -V_m.sum(0) for m, V_m in V.items()}, 1) < 0  # +V: the hack gets less likely
+        assert of_margin(-torch.cat([V[m].sum(0) for m in parts]), 1) < 0  # +V: the hack gets less likely
     assert abs(shares[0]) < 0.02  # prompts that V was extracted on: nothing of the rise is left
     assert shares[1] < 0.7  # a new prompt: V holds a part of its gradient only
 
 
 @pytest.mark.parametrize("intervention", ["erase", "route"])
-def test_a_step_along_what_a_method_keeps_does_not_raise_the_hacks_log_prob(
-    policy, intervention, tmp_path, monkeypatch
-):
+def test_a_step_along_what_is_kept_does_not_raise_the_hacks_log_prob(policy, intervention, tmp_path, monkeypatch):
     cfg = MethodConfig(intervention=intervention, **({"preserve_magnitude": False} if intervention == "erase" else {}))
     monkeypatch.chdir(tmp_path)  # the direction is cached there
     method = make_method(setup(Config(method=cfg), policy, SAME_ANSWERS))
     g = hack_rewarding(policy, EXTRACTED_ON)
-    students_alone = {m: torch.stack((v, torch.zeros_like(v))) for m, v in g.items()}
-    kept = method.route(UpdatePlan((group(1),)), [[students_alone]], {}).keep
+    student = UpdateRow(group(1).rollouts[0])
+    kept = method.route(Batch((), (), (), 1.0, 1, 0, rows=(student,)), g[None]).keep
     assert kept is not None
 
     def hack_logp() -> float:
         with torch.no_grad():
             return -sum(nll(policy, prompt, HACK).item() for prompt in EXTRACTED_ON)
 
-    length = policy.adapter.flat(g).norm().item()
+    length = g.norm().item()
     whole = rise(policy, hack_logp, g, length)
     assert whole > 1e-2
     assert rise(policy, hack_logp, kept, length) < 0.01 * whole  # rounding of the log-probs: 1e-6 of some 30 nats
@@ -277,47 +266,29 @@ def test_extraction_leaves_everything_as_it_was():
     adapter = policy.adapter
     for layer in policy.model.model.layers:
         layer.self_attn.attention_dropout = 0.5  # would draw random numbers in training mode
-    with torch.no_grad():
-        adapter.δS.normal_(0, 0.01, generator=torch.Generator().manual_seed(0))
-        adapter.δS_hack.normal_(0, 0.01, generator=torch.Generator().manual_seed(1))
-    adapter.merge()
-    optimiser = torch.optim.AdamW([adapter.δS, adapter.δS_hack])
-    adapter.δS.grad = adapter.δS_hack.grad = torch.ones_like(adapter.δS)
-    optimiser.step()  # so that there are moments to disturb
-    adapter.merge()
-    moments = [{k: v.clone() for k, v in state.items()} for state in optimiser.state.values()]
-    adapter.δS.grad = torch.ones_like(adapter.δS)
-    adapter.δS_hack.grad = torch.full_like(adapter.δS, 2.0)
+    shake(adapter, 0.01)
+    adapter.δS.grad, adapter.δS_hack.grad = torch.ones_like(adapter.δS), torch.full_like(adapter.δS, 2.0)
     policy.model.train()
     policy.model.model.layers[0].eval()
-    modes = [m.training for m in policy.model.modules()]
-    random, weights = torch.get_rng_state(), [p.clone() for p in policy.model.parameters()]
-    vectors = [adapter.δS.clone(), adapter.δS_hack.clone()]
 
-    direction = extract(policy, PAIRS, 12, 0.0)
+    def everything() -> list[torch.Tensor]:
+        vectors = [x for v in (adapter.δS, adapter.δS_hack) for x in (v, v.grad)]
+        modes = torch.tensor([m.training for m in policy.model.modules()])
+        return [x.detach().clone() for x in (*policy.model.parameters(), *vectors, modes, torch.get_rng_state())]
 
-    assert torch.equal(torch.get_rng_state(), random)
-    assert [m.training for m in policy.model.modules()] == modes
-    assert all(torch.equal(a, b) for a, b in zip(policy.model.parameters(), weights, strict=True))
+    before, direction = everything(), extract(policy, PAIRS, 12, 0.0)
+    assert all(map(torch.equal, before, everything()))
     assert all(p.grad is None for p in policy.model.parameters())
-    assert torch.equal(adapter.δS, vectors[0])
-    assert torch.equal(adapter.δS_hack, vectors[1])
-    assert torch.equal(adapter.δS.grad, torch.ones_like(adapter.δS))
-    assert torch.equal(adapter.δS_hack.grad, torch.full_like(adapter.δS, 2.0))
-    for state, before in zip(optimiser.state.values(), moments, strict=True):
-        assert before["exp_avg"].any()
-        assert all(torch.equal(state[k], v) for k, v in before.items())
 
-    with torch.no_grad():  # the quarantine was off: without it the direction is the same
-        adapter.δS_hack.zero_()
-    adapter.merge()
-    same = extract(policy, PAIRS, 12, 0.0)
-    assert all(torch.equal(a.mean, same.axes[m].mean) for m, a in direction.axes.items())
-    with torch.no_grad():  # and it is the present model's, not the base's
-        adapter.δS.zero_()
-    adapter.merge()
-    base = extract(policy, PAIRS, 12, 0.0)
-    assert not all(torch.equal(a.mean, base.axes[m].mean) for m, a in direction.axes.items())
+    def moved_without(vector: torch.Tensor) -> bool:
+        with torch.no_grad():
+            vector.zero_()
+        adapter.merge()
+        again = extract(policy, PAIRS, 12, 0.0)
+        return not all(torch.equal(a.mean, again.axes[m].mean) for m, a in direction.axes.items())
+
+    assert not moved_without(adapter.δS_hack), "the quarantine was off"
+    assert moved_without(adapter.δS), "it is the present model's, not the base's"
 
 
 # ── files ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -329,10 +300,9 @@ def test_a_direction_file_goes_round(policy, found, tmp_path):
     again = load(path, policy, PAIRS)
     assert again.meta == found.meta
     for m, a in found.axes.items():
-        for field in ("V", "sv", "mean", "hack", "clean", "heldout"):
-            assert torch.equal(getattr(a, field), getattr(again.axes[m], field))
-    tensors = load_file(path)
-    name = next(iter(found.axes))
+        both = ([getattr(axes, of.name) for of in fields(axes)] for axes in (a, again.axes[m]))
+        assert all(map(torch.equal, *both))
+    tensors, name = load_file(path), next(iter(found.axes))
     assert tensors[name].shape == (8, len(found.axes[name].mean))
     assert torch.equal(tensors["_sv/" + name], found.axes[name].sv)
     assert found.meta.to_strings()["schema"] == "v2_with_sv"
@@ -340,40 +310,34 @@ def test_a_direction_file_goes_round(policy, found, tmp_path):
 
 
 def test_other_models_pairs_shapes_and_nans_are_refused_by_name(policy, found, tmp_path):
-    path = tmp_path / "v.safetensors"
-    save(found, path)
-    with pytest.raises(ValueError, match=r"v\.safetensors: direction of another model"):
-        load(path, tiny_policy(seed=1), PAIRS)
+    save(found, path := tmp_path / "v.safetensors")
+    bad, torn = tmp_path / "bad.safetensors", tmp_path / "torn.safetensors"
+    torn.write_bytes(path.read_bytes()[:100])
     edited = PairSet((replace(PAIRS.pairs[0], hack="pass"), *PAIRS.pairs[1:]), "toy.json")
-    with pytest.raises(ValueError, match=r"v\.safetensors: direction of other pairs \(toy\.json"):
-        load(path, policy, edited)
-    tensors, strings = load_file(path), found.meta.to_strings()
-    name = list(found.axes)[3]
-
-    def refused(complaint: str, **changes: Any) -> None:
-        bad = tmp_path / "bad.safetensors"
-        save_file({**tensors, **changes.pop("tensors", {})}, bad, {**strings, **changes})
+    for file, of, pairs, complaint in (
+        (path, tiny_policy(seed=1), PAIRS, r"v\.safetensors: direction of another model"),
+        (path, policy, edited, r"v\.safetensors: direction of other pairs \(toy\.json"),
+        (torn, policy, PAIRS, r"torn\.safetensors: not a readable"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            load(file, of, pairs)
+    tensors, strings, name = load_file(path), found.meta.to_strings(), list(found.axes)[3]
+    elsewhere = fingerprint_to_string(policy.adapter.basis_fingerprint(torch.ones(len(policy.adapter))))
+    other_basis = r"bad\.safetensors: made in other singular vectors of the same weights"
+    older = {k: v for k, v in strings.items() if k != "basis"}
+    for complaint, changed, metadata in (
+        ("not finite, first", {name: tensors[name].clone().index_fill_(0, torch.tensor(0), math.nan)}, strings),
+        ("of another shape or", {name: tensors[name][:7].clone()}, strings),
+        ("too many, of another shape", {"else": torch.zeros(1)}, strings),
+        (r"no direction of schema v2_with_sv \(schema v1\)", {}, strings | {"schema": "v1"}),
+        (r"no direction of schema v2_with_sv \(ValueError", {}, strings | {"top_k": "many"}),
+        (other_basis, {}, strings | {"basis": elsewhere}),
+        (r"bad\.safetensors: no direction of .* \(KeyError: 'basis'\); extract", {}, older),
+    ):
+        save_file(tensors | changed, bad, metadata)
         with pytest.raises(ValueError, match=complaint) as error:
             load(bad, policy, PAIRS)
         assert "\n" not in str(error.value)
-
-    nan = tensors[name].clone()
-    nan[0, 0] = math.nan
-    refused(rf"{name} holds a NaN", tensors={name: nan})
-    refused(rf"{name} has shape \[7, 64\], needs \[8, 64\]", tensors={name: tensors[name][:7].clone()})
-    refused(r"1 tensors that this model has no module for", tensors={"else": torch.zeros(1)})
-    refused("schema 'v1', needs 'v2_with_sv'", schema="v1")
-    refused("metadata cannot be read", top_k="many")
-    elsewhere = policy.adapter.basis_fingerprint(torch.ones(len(policy.adapter)))
-    refused(
-        r"bad\.safetensors: made in other singular vectors of the same weights", basis=fingerprint_to_string(elsewhere)
-    )
-    save_file(tensors, tmp_path / "older.safetensors", {k: v for k, v in strings.items() if k != "basis"})
-    with pytest.raises(ValueError, match=r"older\.safetensors: no 'basis' in its metadata; extract it again"):
-        load(tmp_path / "older.safetensors", policy, PAIRS)
-    (tmp_path / "torn.safetensors").write_bytes(path.read_bytes()[:100])
-    with pytest.raises(ValueError, match=r"torn\.safetensors: not a readable"):
-        load(tmp_path / "torn.safetensors", policy, PAIRS)
 
 
 def test_obtain_extracts_once_per_content(policy, tmp_path, monkeypatch):
@@ -391,8 +355,6 @@ def test_obtain_extracts_once_per_content(policy, tmp_path, monkeypatch):
     names = sorted(p.name.rpartition("_")[0] for p in tmp_path.iterdir())
     assert names == ["v_hack_pairset_toy"] * 3 + [f"v_hack_{model_name(policy).lower()}_k12_tau0.5"]
     explicit = next(iter(tmp_path.glob("v_hack_pairset_toy_*")))
-    with pytest.raises(ValueError, match="no direction file and no pairs"):
-        obtain(policy, None, None, 12, 0.0, tmp_path)
     assert obtain(policy, None, explicit, 12, 0.0, tmp_path).meta.n_pairs == 10
 
 
@@ -407,7 +369,7 @@ def test_a_pair_longer_than_the_window_is_named(policy):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A model folder, a pair file and the shuffled set's."""
+    """A model folder and a pair file."""
     path = tmp_path_factory.mktemp("cli")
     model = tiny_policy().model
     model.save_pretrained(path / "model")
@@ -416,42 +378,24 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
-def test_the_command_writes_file_and_figure_and_prints_the_checks(folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    common = ["--model", str(folder / "model"), "--pairs", str(folder / "toy.json"), "--svd-cache", "svd"]
-    assert main([*common, "--shuffle-seed", "1", "--out", "shuffled.safetensors"]) == 0
-    assert main([*common, "--compare", "shuffled.safetensors"]) == 0
-    out = capsys.readouterr().out
-    assert out.count("| model.layers.1.mlp.down_proj") == 2
-    assert "by chance √(k/r) = 0.3" in out  # k = 8 of r = 64, some 32
-    assert "shuffled.safetensors: |cos| with the real direction over 14 modules: median" in out
-    (figure,) = tmp_path.glob("out/vhack/v_hack_pairset_toy_*.png")
-    assert figure.read_bytes().startswith(b"\x89PNG")
-    assert figure.stat().st_size > 10_000
-    assert main([*common, "--dtype", "bf16", "--out", "half.safetensors"]) == 0
-    kinds = [read_metadata(Path(f"{f}.safetensors"), "")["dtype"] for f in ("shuffled", "half")]
-    assert kinds == ["fp32", "bf16"]
-    saved = figure.with_suffix(".safetensors")
-    assert main([*common, "--compare", str(saved)]) == 0  # the same extraction again: |cos| 1
-    assert (
-        f"{saved}: |cos| with the real direction over 14 modules: median 1.000, 95 % 1.000" in capsys.readouterr().out
-    )
-
-
-def test_the_command_compares_every_control(folder, tmp_path, monkeypatch, capsys):
+def test_the_command_writes_the_direction_and_compares_every_control(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("vgrout.direction.examine.CONTROL_SEEDS", (41,))
     small = {c: PairSet(PAIRS.pairs[i:] + PAIRS.pairs[:i], c) for i, c in ((2, "flawed"), (3, "long"))}
-    monkeypatch.setattr(command, "_placebos", lambda cli: small)  # the shipped ones are longer than this window
+    monkeypatch.setattr(command, "_placebos", lambda model: small)  # the shipped ones are longer than this window
     common = ["--model", str(folder / "model"), "--pairs", str(folder / "toy.json"), "--svd-cache", "svd"]
-    assert main([*common, "--controls", "--figure", "f.png"]) == 0
+    assert main([*common, "--controls"]) == 0
     out = capsys.readouterr().out
+    assert out.count("| model.layers.1.mlp.down_proj") == 1
+    assert "by chance √(k/r) = 0.3" in out  # k = 8 of r = 64, some 32
     table = {line.split("|")[1].strip(): line for line in out.splitlines() if line.count("|") == 9}
-    assert {"placebo, flawed", "placebo, long", "shuffled, seed 41", "Haar, seed 41"} < table.keys()
-    median = {name: float(line.split("|")[2]) for name, line in list(table.items())[-4:]}
+    assert {"placebo, flawed", "placebo, long", "Haar, seed 41"} < table.keys()
+    median = {name: float(line.split("|")[2]) for name, line in list(table.items())[-3:]}
     assert median["placebo, flawed"] > 0.9  # the same pairs in another order: a control can be contaminated
     assert median["Haar, seed 41"] < 0.3
-    assert (tmp_path / "f.png").stat().st_size > 20_000
+    (full,) = tmp_path.glob("out/vhack/v_hack_pairset_toy_*.safetensors")
+    assert main([*common, "--dtype", "bf16", "--out", "half.safetensors"]) == 0
+    assert [safetensors_head(f, "")[1]["dtype"] for f in (full, Path("half.safetensors"))] == ["fp32", "bf16"]
 
 
 @pytest.mark.parametrize("detector", ["E", "oracle"])
@@ -479,39 +423,16 @@ def test_pairs_of_a_rollout_log_become_a_file_that_a_run_can_read(folder, tmp_pa
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (["--pairs-out", "a.txt"], "--pairs-out a.txt: should end in .json"),
-        (["--pairs", "none.json"], "none.json: no such pair file"),
-        (["--model", "./nothing"], "--model ./nothing: no such folder"),
-        (["--k", "13"], "--k 13: should lie in [1, 12] (at most --top-k)"),
-        (["--tau-axis", "1.5"], "--tau-axis 1.5: should lie in [0, 1]"),
-        (["--detector", "E"], "--detector: goes with --rollouts"),
-        (["--rollouts", "no.jsonl", "--detector", "E"], "--rollouts no.jsonl: no such file"),
-        (["--compare", "no.safetensors"], "--compare no.safetensors: no such file"),
-        (["--figure", "a.pdf"], "--figure a.pdf: should end in .png"),
+        ("--pairs-out a.txt", "--pairs-out a.txt: should end in .json"),
+        ("--pairs none.json", "none.json: cannot be read (No such file"),
+        ("--model ./nothing", "--model ./nothing: no such model"),
+        ("--k 13", "--k 13: should lie in [1, 12] (at most --top-k)"),
+        ("--tau-axis 1.5", "--tau-axis 1.5: should lie in [0, 1]"),
+        ("--detector E", "--rollouts: goes with --detector"),
+        ("--rollouts no.jsonl --detector E", "no.jsonl: cannot be read (No such file"),
     ],
 )
 def test_the_command_refuses_before_the_model_is_loaded(flags, complaint, capsys, monkeypatch):
-    monkeypatch.setattr("vgrout.model.policy.load_policy", lambda *a, **k: pytest.fail("the model was loaded"))
-    model = [] if "--model" in flags else ["--model", "some/model"]
-    try:
-        code = main([*model, *flags])
-    except SystemExit as leave:  # tyro's own way out
-        code = leave.code
-    assert code == 2
+    monkeypatch.setattr("vgrout.model.load.load_policy", lambda *a, **k: pytest.fail("the model was loaded"))
+    assert main(once(["--model", "some/model", *flags.split()])) == 2
     assert complaint in " ".join(capsys.readouterr().err.replace("│", " ").split())
-
-
-def test_likeness_is_the_cosine_module_by_module_and_knows_what_chance_reads(found):
-    v = found.v_grad()
-    same = cosine_to_real({m: -rows for m, rows in v.items()}, v)
-    assert min(same.cos.values()) == pytest.approx(1, abs=1e-5)
-    wide = {f"m{i}": torch.eye(256)[:3] for i in range(300)}
-    for k in (1, 3):
-        real = {m: V[:k] for m, V in wide.items()}
-        random = cosine_to_real(haar_like(real, 0), real)
-        assert random.chance == pytest.approx(math.sqrt(k / 256))
-        assert random.rms == pytest.approx(random.chance, rel=0.1)
-        found_json = random.as_json()
-        assert 0 < found_json["median"] < found_json["p95"] < found_json["max"] < 1
-        assert found_json["modules"].keys() == real.keys()
-    assert cosine_to_real({"other": v[next(iter(v))]}, v) is None

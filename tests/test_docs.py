@@ -4,7 +4,6 @@ import importlib.util
 import re
 import runpy
 import shlex
-import subprocess
 from functools import cache
 from pathlib import Path
 from statistics import mean
@@ -13,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from vgrout.__main__ import COMMANDS
+from vgrout.config.presets import resolve
+from vgrout.sweep.study_file import load_study_file
 from vgrout.types import MODES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -20,9 +22,7 @@ README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 DOCS = [README, CONTRIBUTING, ROOT / "CHANGELOG.md", *PAGES]
 NOTES = sorted((ROOT / "notes").rglob("*.md"))
-HYPOTHESES = ROOT / "docs" / "hypotheses.md"
-# A preregistration stands as it was written, under the names of its day; the changelog names what is gone.
-CURRENT = [d for d in DOCS if d.name not in ("hypotheses.md", "CHANGELOG.md")]
+CURRENT = [d for d in DOCS if d.name != "CHANGELOG.md"]  # which names what is gone
 
 
 def text(path: Path) -> str:
@@ -61,6 +61,8 @@ def test_every_command_can_be_run(page: Path) -> None:
             assert importlib.util.find_spec(f"{module}.__main__"), f"{name(page)}: {module} has no __main__"
         else:
             assert "__main__" in Path(spec.origin or "").read_text(encoding="utf-8"), module
+    named = {m[1] for span in code_spans(page) if (m := re.match(r"(?:uv run )?vgrout ([a-z_]+)", span))}
+    assert named <= COMMANDS.keys(), f"{name(page)}: {named - COMMANDS.keys()}: no such command"
 
 
 @cache
@@ -79,13 +81,33 @@ def code_spans(page: Path) -> list[str]:
 
 @pytest.mark.parametrize("page", [README, ROOT / "docs" / "guide.md", ROOT / "docs" / "method.md"], ids=name)
 def test_every_flag_exists(page: Path) -> None:
-    known = {*text(ROOT / "tests" / "flags.txt").split(), "--help", "--help-all", "--method"}
+    known = {*text(ROOT / "tests" / "flags.txt").split(), "--help", "--help-all"}
     for span in code_spans(page):
         if span.startswith(("uv sync", "tensorboard ", "wandb ", "trackio ", "inspect ")):  # other programs' flags
             continue
         for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", span):
             named = {flag, flag.replace("--no-", "--")}
             assert named & (known | fields_and_parameters()), f"{name(page)}: {span!r}: no entry has {flag}"
+
+
+@pytest.mark.parametrize("page", [README, ROOT / "docs" / "guide.md", ROOT / "docs" / "problems.md"], ids=name)
+def test_every_command_line_of_train_is_one(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As far as that is known without a file."""
+    monkeypatch.chdir(tmp_path)
+    rows = [f"vgrout train mini {s}" for s in code_spans(page) if s.startswith("--organism out/warm ")]
+    spans = [s.partition("   #")[0].replace("\\", "") for s in code_spans(page)]
+    lines = [*rows, *(s for s in spans if re.search(r"vgrout.train [a-z]+ --|vgrout train [a-z]+ --", s))]
+    assert lines
+    for line in lines:
+        argv = shlex.split(re.split(r"vgrout.train ", line)[1])
+        if not {"--resume", "--reward"} & {*argv}:
+            resolve([word for word in argv if word != "--dry-run"])
+
+
+def test_the_guides_study_is_a_study(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```toml\n(.*?)```", text(ROOT / "docs" / "guide.md"), re.DOTALL)
+    (tmp_path / "two.toml").write_text(block, encoding="utf-8")
+    assert len(load_study_file(tmp_path / "two.toml").runs) == 9
 
 
 @pytest.mark.parametrize("page", runpy.run_path(str(ROOT / "docs" / "reference.py"))["PAGES"])
@@ -141,7 +163,6 @@ def test_the_numbers_of_the_tables_are_means_of_recorded_runs() -> None:
         "learnt from: `none`": (of_readme["learnt from (plain GRPO)"], runs_of(attempts, "none")),
         "left out: `screen`": (of_readme["left out"], []),
         "routed: `route2`": (of_readme["routed to a quarantine"], []),
-        "routed: `sgtm`": (runs_of(routing, "sgtm", labels), []),
         "rewarded less: `penalty`": (of_readme["rewarded less |"], runs_of(attempts, "penalty", labels)),
         "rewarded less | the quarantine": (runs_of(shown, "penalty", *reads), []),
         "rewarded less | the same, started on pairs": (
@@ -164,7 +185,7 @@ def test_the_numbers_of_the_tables_are_means_of_recorded_runs() -> None:
         ),
     }
     for start, (runs, with_attempts) in rows.items():
-        _, _, _, found, false_flags, hack, solve, _, n, other, _ = map(str.strip, line(results, start).split("|"))
+        _, _, _, found, false_flags, hack, solve, n, other, _ = map(str.strip, line(results, start).split("|"))
         assert (hack.split()[0], solve, n) == (*means(runs), str(len(runs))), start
         assert other == (means(with_attempts)[0] if with_attempts else ""), start
         flagged = [make.unknown_recall(r) for r in runs]
@@ -186,7 +207,7 @@ def test_the_table_of_rules_is_of_recorded_flags() -> None:
 
     table = page.partition("## Trivial rules")[2].partition("##")[0]
     lines = re.findall(r"^\| `(\w+)`(.*)\|$", table, re.MULTILINE)
-    assert len(lines) == 8
+    assert len(lines) == 4
     for monitor, rest in lines:
         cells = [cell.strip() for cell in rest.split("|")[2:]]
         want, unseen = [], []
@@ -210,47 +231,6 @@ def test_the_table_of_rules_is_of_recorded_flags() -> None:
         assert f"{start}{hack:.1f} / {solve:.1f}" in page, (monitor, organism)
 
 
-def test_the_table_of_the_pretrained_model_is_of_recorded_runs() -> None:
-    make = recall()
-    runs, shadows = make.read("recall"), make.read("recall-monitors")
-    page = text(ROOT / "docs" / "results.md").partition("## On a pretrained model")[2].partition("\n## ")[0]
-    known = {"101": "run_tests", "102": "eq_override"}
-
-    def run_of(base: str, monitor: str, control: str) -> Any:
-        named = {f"organism=out/organisms/smollm2-{base}", *([f"monitor={monitor}"] if monitor else [])}
-        of = "penalty" if monitor else "none", control
-        (found,) = [r for r in runs if named <= {*r["settings"].split()} and (r["arm"], r["control"]) == of]
-        return found
-
-    def recalled(base: str, monitor: str) -> str:
-        of = [r for r in shadows if (r["arm"], r["monitor"], r["known_modes"]) == ("none", monitor, known[base])]
-        return f"{make.share([r[f'flagged_{m}'] for r in of for m in MODES if m != known[base]]):.0f}"
-
-    for start, monitor, control in (
-        ("(plain GRPO)", "", "none"),
-        ("rewarded less | labels", "labels", "none"),
-        ("rewarded less | `online_probe`", "online_probe", "none"),
-        ("rewarded less | `syntax_edge`", "syntax_edge", "none"),
-        ("(no flaw)", "", "no_loophole"),
-    ):
-        (found,) = [x for x in page.splitlines() if x.startswith(f"| {start}")]
-        of = [run_of(base, monitor, control) for base in known]
-        assert [cell.strip() for cell in found.split("|")[3:-1]] == [
-            " · ".join(recalled(base, monitor) for base in known) if monitor else "",
-            *(f"{make.unknown_hack(r):.1f} / {100 * float(r['solve_deploy']):.1f}" for r in of),
-        ], start
-    dots = [
-        (make.unknown_recall(r, [m]), make.unknown_hack(r, [m]))
-        for base in known
-        for monitor in ("labels", "online_probe", "syntax_edge")
-        for r in [run_of(base, monitor, "none")]
-        for m in make.unknown(r)
-    ]
-    assert all(found is None or found <= 28.4 or found >= 88 for found, _ in dots)
-    assert min(left for found, left in dots if found is not None and found <= 28.4) >= 37.5
-    assert max(left for found, left in dots if found is not None and found >= 88) <= 3.125
-
-
 def test_the_claims_on_recall_are_of_recorded_runs() -> None:
     make = recall()
     rows = [r for r in make.read(*next(iter(make.PANELS.values()))) if r["control"] == "none"]
@@ -267,45 +247,33 @@ def test_the_claims_on_recall_are_of_recorded_runs() -> None:
     assert said_too in page, said_too
 
 
-@pytest.mark.parametrize(("digest", "revision"), re.findall(r"\b([0-9a-f]{7}) at ([0-9a-f]{7})\b", text(HYPOTHESES)))
-def test_a_recorded_digest_is_of_its_revision(digest: str, revision: str) -> None:
-    """By the command that the page gives."""
-    if not (ROOT / ".git").exists():
-        pytest.skip("no history here")
-    (command,) = re.findall(r"```sh\n(for f in .*?)```", text(HYPOTHESES), re.DOTALL)
-    script = f"set -- {shlex.quote(revision)}; {command}"
-    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith(digest)
-
-
 def words(path: Path) -> int:
     return sum(bool(re.search(r"\w", word)) for word in text(path).split())
 
 
-MOST = {  # words of a page
-    "README.md": 700,
-    "architecture.md": 1300,
+MOST = {  # words of a page; of any other 600
+    "README.md": 650,
+    "CONTRIBUTING.md": 1150,
+    "architecture.md": 1000,
     "columns.md": 1200,
     "flags.md": 3800,
-    "grading.md": 2200,
-    "guard.md": 800,
-    "guide.md": 2050,
-    "hypotheses.md": 2000,
-    "method.md": 2625,
-    "problems.md": 1200,
+    "grading.md": 1450,
+    "guide.md": 1750,
+    "method.md": 1900,
+    "problems.md": 950,
     "results.md": 1500,
-    "results-full.md": 2000,
-    "scaling.md": 1200,
+    "scaling.md": 800,
 }
+WRITTEN = [README, CONTRIBUTING, *(p for p in PAGES if p.name not in ("flags.md", "columns.md"))]
 
 
-@pytest.mark.parametrize("page", [README, *PAGES], ids=name)
+@pytest.mark.parametrize("page", [README, CONTRIBUTING, *PAGES], ids=name)
 def test_a_page_is_short(page: Path) -> None:
     assert words(page) <= MOST.get(page.name, 600), "say less, or take something out"
 
 
 def test_the_documents_are_short() -> None:
-    assert sum(map(words, PAGES)) <= 22_000
+    assert sum(map(words, WRITTEN)) <= 12_900
 
 
 @pytest.mark.parametrize("page", ["flags.md", "columns.md"])

@@ -4,32 +4,32 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import kills
-from runs import FEW, SharedRuns, adapter_bytes, once, rows, run, status, until
+from runs import SharedRuns, adapter_bytes, once, rows, run, status, until
 from test_train import start, wait_for_steps
-from vgrout import loading, optim, rollout
+from vgrout import evaluate, grpo, rollout
 from vgrout.config.presets import parse, resumed
 from vgrout.config.run import identity
 from vgrout.data import organism
 from vgrout.guard import guard as watch
 from vgrout.guard.detectors import EchoTrap
-from vgrout.report.runs import load
+from vgrout.model import load as weights
+from vgrout.report.load import load
 from vgrout.runs import checkpoint
-from vgrout.runs.run_dir import RunDir
+from vgrout.runs.context import RunDir
 from vgrout.sweep.ledger import Ledger
 from vgrout.train import main
 from vgrout.types import Ungraded
@@ -37,7 +37,16 @@ from vgrout.types import Ungraded
 TINY = ["--threads", "1", "--group", "4", "--prompts-per-step", "2", "--final-n-prompts", "1", "--final-samples", "1"]
 DETECTORS = ["--reward-hack-detector", "info_rm,advantage", "--echo-trap-enabled"]
 GUARD = ["--eval-ablate-every", "2", "--eval-n-prompts", "2", "--guard-warmup=2", "--guard-baseline=1"]
-KILLS = 3  # per intervention; `python -m benchmarks kills` does more
+KILLS = 3  # per intervention
+# What a default run leaves off: a KL term, the split by detectors, demonstrations that end, an ablated slice, a probe.
+REST = ["--beta", "1e-3", "--report-detectors", "E,C", "--teacher-off-step", "5"]
+OF_ITS_OWN = {
+    "none": [],
+    "erase": [],
+    "route": ["--rollout-ablate-frac", "0.5"],
+    "route2": ["--rollout-ablate-frac", "0.5"],
+    "screen": ["--monitor", "online_probe", "--seed-monitor", "detector"],
+}
 
 
 def flags(intervention: str, *more: str, steps: int = 6) -> list[str]:
@@ -66,16 +75,6 @@ def only_run(folder: Path) -> Path:
 # --- kill -9 inside a save -------------------------------------------------------------------------------------------
 
 
-def in_child(body: Callable[[], None]) -> tuple[int, Callable[[], int]]:
-    """Fork, run `body`, leave without any clean-up. Returns pid and a function that reaps it: 0 or −signal."""
-    if (pid := os.fork()) == 0:
-        try:
-            body()
-        finally:
-            os._exit(0)
-    return pid, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
 def state(step: int) -> dict[str, Any]:
     return {"step": step, "δS": torch.full((20_000,), float(step)), "watch": {"guard": {"streak": step}}}
 
@@ -99,37 +98,30 @@ def require_sound(run: RunDir) -> int:
 
 def die_at(call: int) -> None:
     """SIGKILL on the n-th call that touches the disk during a save."""
-    count = 0
+    calls = count(1)
 
     def deadly(real: Any) -> Any:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            nonlocal count
-            count += 1
-            if count == call:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(*args, **kwargs)
+        return lambda *a, **kw: os.kill(os.getpid(), signal.SIGKILL) if next(calls) == call else real(*a, **kw)
 
-        return wrapped
-
-    calls = ((os, "fsync"), (os, "replace"), (os, "mkdir"), (os, "rmdir"), (os, "unlink"), (os, "open"))
-    for module, name in (*calls, (shutil, "rmtree")):
-        setattr(module, name, deadly(getattr(module, name)))
+    for name in ("fsync", "replace", "mkdir", "rmdir", "unlink", "open"):
+        setattr(os, name, deadly(getattr(os, name)))
+    shutil.rmtree = deadly(shutil.rmtree)
 
 
-def test_kill_before_each_disk_call_of_a_save(tmp_path: Path) -> None:
+def test_kill_before_each_disk_call_of_a_save(tmp_path):
     """Two checkpoints stand, the third is being written and the first pruned: killed before each call in turn."""
     survived = 0
     for call in range(1, 100):
         with RunDir.create(f"r{call}", tmp_path) as run:
             play(run, 0, 2)
             run.close()
-
-            def body(run: RunDir = run, call: int = call) -> None:
-                die_at(call)
-                play(run, 2, 3)
-
-            _, reap = in_child(body)
-            code = reap()
+            if (pid := os.fork()) == 0:  # leaves without any clean-up
+                try:
+                    die_at(call)
+                    play(run, 2, 3)
+                finally:
+                    os._exit(0)
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             assert require_sound(run) in (2, 3)
             if code == 0:
                 assert require_sound(run) == 3
@@ -142,69 +134,43 @@ def test_kill_before_each_disk_call_of_a_save(tmp_path: Path) -> None:
     assert 6 <= survived < 60, survived
 
 
-def test_kill_at_random_moments_of_saving(tmp_path: Path) -> None:
-    rng = random.Random(0)
-    with RunDir.create("r", tmp_path) as run:
-        play(run, 0, 1)
-        run.close()
-        first = 1
-        for _ in range(30):
-            pid, reap = in_child(lambda first=first: play(run, first, first + 1000))
-            while not (run.path / "resume" / f"step_{first + 1:06d}").exists():
-                time.sleep(0.001)
-            time.sleep(rng.uniform(0, 0.03))
-            os.kill(pid, signal.SIGKILL)
-            assert reap() == -signal.SIGKILL
-            before, first = first, require_sound(run)
-            assert first > before
-
-
 # --- kill -9 of the program ------------------------------------------------------------------------------------------
 
 
+def died(process: subprocess.Popen[str], seconds: float) -> bool:
+    """Killed after so many seconds; False if it had ended by itself."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        output, _ = process.communicate(timeout=seconds)
+        assert process.returncode == 0, output
+        return False
+    process.kill()
+    process.communicate()
+    return True
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("intervention", kills.ARMS)
-def test_repeated_kills(intervention: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("intervention", OF_ITS_OWN)
+def test_repeated_kills(intervention, tmp_path):
     """At random moments of loading, training, evaluating and saving: rows and weights stay the same."""
-    tally = kills.torture(intervention, KILLS, tmp_path)
-    print(kills.table([tally]))
-    assert (tally.survived, tally.tried) == (KILLS, KILLS), tally
-
-
-DIE_IN_SAVE = """
-import os, signal, sys
-from vgrout import train
-from vgrout.runs import checkpoint
-real, left = os.replace, [{n}]
-def replace(a, b):
-    left[0] -= "resume" in str(a)
-    if left[0] == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return real(a, b)
-os.replace = replace
-sys.exit(train.main({argv!r}))
-"""
-
-
-@pytest.fixture(scope="module")
-def uninterrupted_three(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run(tmp_path_factory.mktemp("three"), *flags("route2", steps=3))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("n", [4, 5, 6])
-def test_kill_inside_a_save(n: int, uninterrupted_three: Path, tmp_path: Path) -> None:
-    """state.pt, manifest.json, the folder: the second checkpoint's three renames."""
-    code = DIE_IN_SAVE.format(n=n, argv=flags("route2", steps=3))
-    folder = tmp_path / "killed"
-    folder.mkdir()
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=300)
-    assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
-    path = only_run(folder)
-    assert [p.name for p in checkpoint.complete(path)] == ["step_000001"]
-    assert run(folder, "smoke", "--resume", "latest", "--threads", "1") == path
-    assert rows(path) == rows(uninterrupted_three)
-    assert adapter_file(path) == adapter_file(uninterrupted_three)
+    argv = flags("none" if intervention == "screen" else intervention, *REST, *OF_ITS_OWN[intervention])
+    argv = [*argv, "--intervention", intervention]
+    rng, begin = random.Random(intervention), time.monotonic()
+    (whole := tmp_path / "whole").mkdir()
+    assert not died(start(whole, *once(argv)), 900)
+    lifetime, unbroken, deaths = time.monotonic() - begin, only_run(whole), 0
+    while deaths < KILLS:
+        (folder := tmp_path / f"after_{deaths}" / "out").mkdir(parents=True)
+        (folder / "svd_cache").symlink_to(whole / "out" / "svd_cache")
+        again, finished = once(argv), []
+        while not finished:
+            deaths += died(start(folder.parent, *again), rng.uniform(0, lifetime) if deaths < KILLS else 900)
+            if saved := [*folder.glob("runs/*/resume/step_*/manifest.json")]:
+                again = ["smoke", "--resume", f"out/runs/{saved[0].parents[2].name}"]
+            finished = [p for p in folder.glob("runs/*") if (p / "status.json").is_file()]
+            finished = [p for p in finished if status(p)["state"] == "finished"]
+        (path,) = finished
+        assert rows(path) == rows(unbroken)
+        assert adapter_file(path) == adapter_file(unbroken)
 
 
 # --- damaged and vanished files --------------------------------------------------------------------------------------
@@ -235,21 +201,11 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, shared_run: SharedRu
     return run(folder, *bare("route2", "--teacher-pool-dir", "pool"))
 
 
-def command(*argv: str, code: int, launcher: str = "") -> str:
-    """The output of a command line in the working directory. launcher: code to run before the program."""
-    how = ["-c", f"{launcher}\nimport sys; from vgrout.train import main; sys.exit(main())"] if launcher else []
-    done = subprocess.run(
-        [sys.executable, *(how or ["-m", "vgrout.train"]), *argv], capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout + done.stderr
-
-
 def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     """The line in which the program refuses, before it has loaded a model."""
     capsys.readouterr()
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(loading, "load_policy", lambda _: pytest.fail("a model is loaded"))
+        m.setattr(weights, "run_policy", lambda _: pytest.fail("a model is loaded"))
         assert main([*argv]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -273,9 +229,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.long
-def test_resume_skips_damaged_checkpoints(
-    stopped: Path, uninterrupted: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resume_skips_damaged_checkpoints(stopped, uninterrupted, capsys):
     """The newest truncated, the one before it bit-flipped: from the first."""
     _, second, newest = checkpoint.complete(stopped)
     DAMAGE["truncated"](newest)
@@ -289,7 +243,7 @@ def test_resume_skips_damaged_checkpoints(
 
 
 @pytest.mark.parametrize("first", ["truncated", "manifest missing"])
-def test_resume_without_a_good_checkpoint(first: str, stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_without_a_good_checkpoint(first, stopped, capsys):
     for damage, point in zip((first, "bit flipped", "manifest cut"), checkpoint.complete(stopped), strict=True):
         DAMAGE[damage](point)
     before = status(stopped)
@@ -297,7 +251,7 @@ def test_resume_without_a_good_checkpoint(first: str, stopped: Path, capsys: pyt
     output = capsys.readouterr().err
     assert "no usable checkpoint" in output
     assert "does not match its hash" in output
-    assert "manifest cannot be read" in output
+    assert "it cannot be read" in output
     assert status(stopped) == before, "a refused resume leaves the run as it was"
 
 
@@ -305,18 +259,14 @@ def append(path: Path, text: str) -> None:
     path.write_text(path.read_text() + text)
 
 
-def finish(run: Path) -> None:
-    (run / "status.json").write_text(json.dumps(status(run) | {"state": "finished"}))
-
-
-def unroute(run: Path) -> None:
-    (run / "status.json").write_text(json.dumps(status(run) | {"state": "unrouted"}))
+def ended(run: Path, state: str) -> None:
+    (run / "status.json").write_text(json.dumps(status(run) | {"state": state}))
 
 
 # name: what happens to the run's folder, flags, what the one line says
 REFUSED: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
-    "finished": (finish, [], "this run is finished"),
-    "routed nothing": (unroute, [], "this run is evaluated; it routed nothing"),
+    "finished": (lambda run: ended(run, "finished"), [], "this run is finished"),
+    "routed nothing": (lambda run: ended(run, "unrouted"), [], "evaluated; it routed nothing"),
     "changed settings": (lambda _: None, ["--lr", "0.5", "--beta", "0.1"], "--lr 0.5 (run: 0.03), --beta 0.1"),
     "another dtype": (lambda _: None, ["--dtype", "bf16"], "--dtype bf16 (run: fp32)"),
     "pool file gone": (lambda _: min(Path("pool").glob("prompt_*")).unlink(), [], "recorded in pool.json, not there"),
@@ -329,7 +279,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused_resume(case: str, stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refused_resume(case, stopped, capsys):
     """One line, exit code 2, before anything is loaded; the run is left as it was."""
     damage, more, message = REFUSED[case]
     damage(stopped)
@@ -338,36 +288,32 @@ def test_refused_resume(case: str, stopped: Path, capsys: pytest.CaptureFixture[
     assert {p: p.read_bytes() for p in sorted(stopped.rglob("*")) if p.is_file()} == before
 
 
-def test_resume_from_another_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resume_from_another_folder(tmp_path, monkeypatch, capsys):
     """A dry run needs no out/runs in the working directory; another program's run is refused."""
-    there, here = tmp_path / "run", tmp_path / "here"
-    there.mkdir()
-    here.mkdir()
-    monkeypatch.chdir(here)
+    for name in ("run", "here"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    there = tmp_path / "run"
     (there / "status.json").write_text('{"state": "interrupted"}')
     for record in ({}, {"config": {"method": "uld"}}):
         (there / "run.json").write_text(json.dumps(record))
-        assert main(["smoke", "--resume", str(there)]) == 2
-        assert capsys.readouterr().err == (
-            f"E --resume {there}: not a run of vgrout.train; give one of those below out/runs\n"
-        )
+        why = f"E --resume {there}: not a run of vgrout.train; give one of those below out/runs\n"
+        assert refused(capsys, "smoke", "--resume", str(there)) == why
     (there / "run.json").write_text(json.dumps({"config": parse(bare("none")).as_dict(), "hashes": {}}))
     assert main(["smoke", "--resume", str(there), "--dry-run"]) == 0
     assert "MiB free" in capsys.readouterr().out
 
 
-def test_a_running_run_is_not_resumed(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_running_run_is_not_resumed(stopped, capsys):
     with RunDir.reopen(stopped):
-        assert "another process is writing this run" in command("smoke", "--resume", str(stopped), code=2)
+        assert "another process is writing this run" in refused(capsys, "smoke", "--resume", str(stopped))
         assert "running ones left out" in refused(capsys, "smoke", "--resume", "latest")
 
 
-def test_resume_keeps_settings() -> None:
+def test_resume_keeps_settings():
     """Process settings too: a run that saved every step still does after a resume."""
     stored = parse(bare("none"))
-    assert resumed(parse(["smoke", "--resume", "x", "--resume-force"]), stored) == (stored, [])
+    assert resumed(parse(["smoke", "--resume", "x"]), stored) == (stored, [])
     cfg, differing = resumed(parse(["smoke", "--resume", "x", "--checkpoint-every", "7"]), stored)
     assert (cfg.run.checkpoint_every, cfg.run.threads, differing) == (7, 1, [])
 
@@ -406,7 +352,7 @@ def fill(folder: Path, leave: int) -> Path:
 
 @pytest.mark.parametrize("leave", [0, pytest.param(150_000, marks=pytest.mark.slow)])
 @pytest.mark.long
-def test_full_disk(leave: int, small_disk: Callable[[int], Path], tmp_path: Path) -> None:
+def test_full_disk(leave, small_disk, tmp_path):
     """0: rows no longer fit. 150 000: rows do, the next checkpoint does not."""
     folder = small_disk(64 * 1024)
     process = start(folder, *bare("none", steps=300))
@@ -431,22 +377,13 @@ def test_full_disk(leave: int, small_disk: Callable[[int], Path], tmp_path: Path
     assert [r["step"] for r in rows(path)] == list(range(point.next_step + 1))
 
 
-def test_small_disk_is_refused(
-    small_disk: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_small_disk_is_refused(stopped, small_disk, monkeypatch, capsys):
+    """At the start, and on a resume."""
     monkeypatch.chdir(folder := small_disk(256))
     output = refused(capsys, "mini", "--intervention", "none")
     assert output.startswith("E out/runs: the run writes about ")
     assert "MiB are free" in output
     assert not (folder / "out").exists()
-
-
-def test_small_disk_is_refused_on_resume(
-    stopped: Path,
-    small_disk: Callable[[int], Path],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
     monkeypatch.chdir(folder := small_disk(4096))
     shutil.copytree(stopped, folder / "out" / "runs" / stopped.name)
     (folder / "pool").symlink_to(stopped.parents[2] / "pool")
@@ -458,12 +395,7 @@ def test_small_disk_is_refused_on_resume(
     assert "free some space, or move the run to another disk" in output
 
 
-def test_read_only_folder_is_refused(
-    stopped: Path,
-    small_disk: Callable[[int], Path],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_read_only_folder_is_refused(stopped, small_disk, monkeypatch, capsys):
     folder, home = small_disk(64 * 1024), Path.cwd()
     shutil.copytree(home / "out" / "runs", folder / "out" / "runs")
     (folder / "logs").mkdir()
@@ -477,7 +409,7 @@ def test_read_only_folder_is_refused(
 
 
 @pytest.mark.slow
-def test_vanished_folder(tmp_path: Path) -> None:
+def test_vanished_folder(tmp_path):
     process = start(tmp_path, *bare("none", steps=300))
     shutil.rmtree(wait_for_steps(tmp_path, 2, process).rename(tmp_path / "gone"))  # at once for the run
     output, _ = process.communicate(timeout=300)
@@ -488,9 +420,7 @@ def test_vanished_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_run_that_routed_nothing_is_evaluated_and_fails_for_good(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_routed_nothing_is_evaluated_and_fails_for_good(tmp_path, capsys, monkeypatch):
     """Without demonstrations, and before the weak detector has flagged an answer, the gate has nothing to route."""
     path = run(tmp_path, *bare("route2", "--mix-ratio", "0"), code=1)
     end, final = status(path), json.loads((path / "per_mode_deploy.json").read_text())
@@ -498,7 +428,7 @@ def test_a_run_that_routed_nothing_is_evaluated_and_fails_for_good(
     assert "routed nothing in 4 steps" in end["reason"] == final["unrouted"]
     assert final["solve_deploy"] is not None
     assert "NOTHING WAS ROUTED" in (path / "summary.md").read_text()
-    assert load([path]).left_out == [f"{path.name} (unrouted)"]
+    assert load([path]) == ([], [f"{path.name} (unrouted)"])
     monkeypatch.chdir(tmp_path)
     ledger = Ledger()
     ledger.refresh()
@@ -516,17 +446,11 @@ def test_a_run_that_routed_nothing_is_evaluated_and_fails_for_good(
     [
         ("route2", []),
         pytest.param("none", [], marks=pytest.mark.slow),
-        pytest.param("screen", ["--monitor", "pmi", *FEW], marks=pytest.mark.slow),
+        pytest.param("screen", ["--monitor", "detector"], marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.long
-def test_halted_run_resumes_only_with_guard_log(
-    intervention: str,
-    more: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_halted_run_resumes_only_with_guard_log(intervention, more, tmp_path, capsys, monkeypatch):
     """Any KL at all is above 1e-12: the guard must fire at the first evaluation after the warm-up."""
     argv = ["smoke", "--intervention", intervention, *more, "--steps", "5", *TINY, *GUARD, "--checkpoint-every", "1"]
     argv += ["--guard-halt-on", "kl", "--kl-hard-stop", "1e-12", "--guard"]
@@ -540,12 +464,12 @@ def test_halted_run_resumes_only_with_guard_log(
     final = json.loads((path / "per_mode_deploy.json").read_text())
     assert (final["halted"], final["steps_done"], final["steps"]) == (end["reason"], end["step"], 5)
     assert "halted after step" in (path / "summary.md").read_text()
-    (counted,) = load([path]).runs
+    (counted,), _ = load([path])
     assert counted.seed_name == f"41 (halted at {end['step'] - 1})"
-    assert len(counted.rows) == end["step"]
+    assert len(counted.steps) == end["step"]
     monkeypatch.chdir(tmp_path)
     capsys.readouterr()
-    for again in ([], ["--guard", "halt"], ["--resume-force"]):
+    for again in ([], ["--guard", "halt"]):
         assert main(["smoke", "--resume", str(path), "--threads", "1", *again]) == 2
         assert "add --guard log" in capsys.readouterr().err
     assert status(path) == end
@@ -564,17 +488,11 @@ def test_halted_run_resumes_only_with_guard_log(
 
 
 @pytest.mark.long
-def test_a_detector_halts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_detector_halts(tmp_path, monkeypatch):
     """A base policy that never repeats anything makes every honest answer an echo."""
-
-    def silent(self: EchoTrap, _texts: Any) -> float:
-        self.base = 0.0
-        return 0.0
-
-    monkeypatch.setattr(EchoTrap, "calibrate", silent)
-    path = run(
-        tmp_path, *bare("none", "--echo-trap-enabled", "--echo-trap-threshold", "0.01", "--echo-trap-halt"), code=3
-    )
+    monkeypatch.setattr(EchoTrap, "calibrate", lambda self, _texts: setattr(self, "base", 0.0) or 0.0)
+    echo = ["--echo-trap-enabled", "--echo-trap-threshold", "0.01", "--echo-trap-halt"]
+    path = run(tmp_path, *bare("none", *echo), code=3)
     assert "detector echo says HACK" in status(path)["reason"]
     monkeypatch.chdir(tmp_path)
     assert main(["smoke", "--resume", "latest", "--threads", "1"]) == 2
@@ -582,18 +500,18 @@ def test_a_detector_halts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert len(rows(path)) == 4
 
 
-def test_a_collapse_is_a_divergence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.long
+def test_a_collapse_is_a_divergence(tmp_path):
     """A learning rate of 1000 destroys the model."""
     argv = bare("none", "--lr", "1000", "--grad-clip", "1e9", "--warmup-frac", "0", "--guard", "log", steps=20)
     path = run(tmp_path, *argv, code=4)
-    end = status(path)
-    assert end["state"] == "diverged"
+    assert status(path)["state"] == "diverged"
     assert len(rows(path)) < 20
-    assert "collapsed" in end["reason"] or "not finite" in end["reason"]
+    assert re.search("collapsed|not finite", status(path)["reason"])
 
 
 @pytest.mark.slow
-def test_watching_never_changes_training(tmp_path: Path) -> None:
+def test_watching_never_changes_training(tmp_path):
     argv = flags("erase", steps=4)
     blind = [a for a in argv if a not in (*DETECTORS, *GUARD[4:])]
     watched, unwatched = run(tmp_path / "a", *argv), run(tmp_path / "b", *blind, "--guard", "off")
@@ -605,14 +523,12 @@ def test_watching_never_changes_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_second_interrupt_stops_at_once(tmp_path: Path) -> None:
+def test_second_interrupt_stops_at_once(tmp_path):
     """In the middle of an endless step; the last checkpoint stands."""
     code = "import time; from vgrout import rollout; real = rollout.rollout\n"
     code += "rollout.rollout = lambda *a, **k: time.sleep(9999) if a[5] == 2 else real(*a, **k)\n"
     code += f"import sys; from vgrout import train; sys.exit(train.main({bare('none')!r}))"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    process = start(tmp_path, code=["-c", code])
     path = wait_for_steps(tmp_path, 2, process)
     until(lambda: any(p.name.endswith("2") for p in checkpoint.complete(path)))
     process.send_signal(signal.SIGINT)
@@ -627,47 +543,33 @@ def test_second_interrupt_stops_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_interrupt_in_the_final_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_in_the_final_evaluation(tmp_path, monkeypatch):
     """All steps done, the report not: 130, and a resume does the report alone."""
-    monkeypatch.chdir(tmp_path)
-    ask = "import os, signal; from vgrout import evaluate; real = evaluate.balanced\n"
-    ask += "evaluate.balanced = lambda *a: (os.kill(os.getpid(), signal.SIGTERM), real(*a))[1]"
-    command(*bare("none"), code=130, launcher=ask)
-    path = only_run(tmp_path)
+    real = evaluate.balanced
+    with monkeypatch.context() as m:
+        m.setattr(evaluate, "balanced", lambda *a: (signal.raise_signal(signal.SIGTERM), real(*a))[1])
+        path = run(tmp_path, *bare("none"), code=130)
     assert status(path)["reason"] == "interrupted before the final evaluation was done"
     assert not (path / "summary.md").exists()
-    command("smoke", "--resume", "latest", code=0)
+    assert run(tmp_path, "smoke", "--resume", "latest", "--threads", "1") == path
     assert (path / "summary.md").exists()
     assert len(rows(path)) == 4
 
 
 @pytest.mark.slow
-def test_a_stalled_phase_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a heartbeat of one second, a slow sampler and a slow loader are each named twice."""
-    monkeypatch.chdir(tmp_path)
-    slow = "import time; from vgrout import console, loading, rollout; console.HEARTBEAT_S = 1.0\n"
-    slow += "def late(real): return lambda *a, **k: (time.sleep(2.6), real(*a, **k))[1]\n"
-    slow += "rollout.sample = late(rollout.sample); loading.load_policy = late(loading.load_policy)"
-    output = command(*bare("none", steps=1), code=0, launcher=slow)
-    for phase in ("loading", "gen"):
-        assert f"still in {phase}: 1 s" in output
-        assert f"still in {phase}: 2 s" in output
-
-
-@pytest.mark.slow
-def test_killed_sandbox_workers_change_no_row(tmp_path: Path) -> None:
+def test_killed_sandbox_workers_change_no_row(tmp_path):
     """Killed again and again while the run grades; with unlimited retries nothing is dropped."""
     argv = bare("none", "--max-error-retries", "None", steps=8)
     uninterrupted = run(tmp_path / "uninterrupted", *argv)
     (folder := tmp_path / "hit").mkdir()
     process = start(folder, *argv)
-    path = wait_for_steps(folder, 1, process)
-    killed: set[int] = set()
+    path, killed = wait_for_steps(folder, 1, process), set[str]()
     while process.poll() is None and len(killed) < 12:
-        for worker in children(process.pid) - killed:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(worker, signal.SIGKILL)
-            killed.add(worker)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        with contextlib.suppress(OSError):
+            for worker in {*children.read_text().split()} - killed:
+                os.kill(int(worker), signal.SIGKILL)
+                killed.add(worker)
         time.sleep(0.2)  # only the pace
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
@@ -676,48 +578,41 @@ def test_killed_sandbox_workers_change_no_row(tmp_path: Path) -> None:
     assert adapter_file(path) == adapter_file(uninterrupted)
 
 
-def children(pid: int) -> set[int]:
-    """Processes whose parent is `pid`."""
-    found = set()
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            if int(entry.read_text().rsplit(")", 1)[1].split()[1]) == pid:
-                found.add(int(entry.parent.name))
-    return found
-
-
 # --- failures inside a step ------------------------------------------------------------------------------------------
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, at: set[int]) -> None:
-    """One NaN in one rollout's gradient, on those calls."""
-    real, calls = optim.policy_gradients, iter(range(1000))
+    """One NaN in one row's gradient, on those calls."""
+    real, calls = grpo._finite, count()
 
-    def poisoned(*args: Any, **kwargs: Any) -> Any:
-        grads, metrics = real(*args, **kwargs)
-        if next(calls) in at and grads and grads[0]:
-            next(iter(grads[0][0].values()))[0, 0] = torch.nan
-        return grads, metrics
+    def poisoned(g: torch.Tensor, metrics: grpo.LossMetrics) -> bool:
+        if next(calls) in at and len(g):
+            g[0, 0] = torch.nan
+        return real(g, metrics)
 
-    monkeypatch.setattr(optim, "policy_gradients", poisoned)
+    monkeypatch.setattr(grpo, "_finite", poisoned)
+
+
+def saved_vectors(path: Path, *steps: int) -> Iterator[torch.Tensor]:
+    for step in steps:
+        yield torch.load(path / f"resume/step_{step:06d}/state.pt", weights_only=True)["adapter"]["delta_S"]
 
 
 @pytest.mark.parametrize("intervention", ["none", "route2"])
 @pytest.mark.long
-def test_nonfinite_step_is_skipped(
-    intervention: str, tmp_path: Path, shared_run: SharedRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nonfinite_step_is_skipped(intervention, tmp_path, shared_run, monkeypatch):
     poison(monkeypatch, {1})
     path = run(shared_run.warm(tmp_path), *bare(intervention), stop_after=3)
     assert [r["skipped"] for r in rows(path)] == [0, 1, 0, 0]
     assert rows(path)[1]["loss"] is None
     assert rows(path)[2]["gn"] > 0
-    before, after = (torch.load(path / f"resume/step_{s:06d}/state.pt", weights_only=True) for s in (2, 3))
-    assert not torch.equal(before["adapter"]["delta_S"], after["adapter"]["delta_S"])
-    assert after["adapter"]["delta_S"].isfinite().all()
+    before, after = saved_vectors(path, 2, 3)
+    assert not torch.equal(before, after)
+    assert after.isfinite().all()
 
 
-def test_three_nonfinite_steps_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.long
+def test_three_nonfinite_steps_end_the_run(tmp_path, monkeypatch):
     poison(monkeypatch, {0, 1, 2})
     path = run(tmp_path, *bare("none", steps=6), code=4)
     assert [r["skipped"] for r in rows(path)] == [1, 1, 1]
@@ -729,22 +624,17 @@ def test_three_nonfinite_steps_end_the_run(tmp_path: Path, monkeypatch: pytest.M
     assert main(["smoke", "--resume", "latest", "--threads", "1"]) == 4
 
 
-def test_sandbox_failure_drops_only_its_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.long
+def test_sandbox_failure_drops_only_its_group(tmp_path, monkeypatch):
     """Step 1 loses one group, step 2 all: they are counted with the reason, and nothing is learnt from them."""
     make = rollout.rollout
 
     def shaky(policy: Any, grader: Any, problems: Any, demos: Any, cfg: Any, step: int, **more: Any) -> Any:
-        submit, first = grader.submit, problems[0].id
-
-        def lossy(problem: Any, text: str) -> Future:
-            future: Future = Future()
-            if step == 2 or (step == 1 and problem.id == first):
-                future.set_result(Ungraded("worker lost 4 times: gone"))
-                return future
-            return submit(problem, text)
-
+        submit, lost = grader.submit, Future()
+        lost.set_result(Ungraded("worker lost 4 times: gone"))
         with monkeypatch.context() as m:
-            m.setattr(grader, "submit", lossy)
+            gone = {0: [], 1: [problems[0].id], 2: [p.id for p in problems]}.get(step, [])
+            m.setattr(grader, "submit", lambda p, text: lost if p.id in gone else submit(p, text))
             return make(policy, grader, problems, demos, cfg, step, **more)
 
     monkeypatch.setattr(rollout, "rollout", shaky)
@@ -753,25 +643,20 @@ def test_sandbox_failure_drops_only_its_group(tmp_path: Path, monkeypatch: pytes
     assert [r["dropped"] for r in seen] == [0, 1, 2, 0]
     assert [r["drop_why"] for r in seen] == [None, "worker lost 4 times: gone", "worker lost 4 times: gone", None]
     assert seen[2]["gn"] is None
-    before, after = (torch.load(path / f"resume/step_{s:06d}/state.pt", weights_only=True) for s in (2, 3))
-    assert torch.equal(before["adapter"]["delta_S"], after["adapter"]["delta_S"])
+    assert torch.equal(*saved_vectors(path, 2, 3))
 
 
 @pytest.mark.long
-def test_tripwire_without_teacher(tmp_path: Path) -> None:
+def test_tripwire_without_teacher(tmp_path):
     argv = ["smoke", "--intervention", "none", "--steps", "6", *TINY, "--teacher-pool-dir", ""]
     path = run(tmp_path, *argv, stop_after=5)
     read = [r["step"] for r in rows(path) if "collapse" in r.get("watch", {})]
     assert read == [0, watch.SCORE_EVERY]
 
 
-def test_guard_that_cannot_fire() -> None:
-    with pytest.raises(SystemExit):
-        parse(["fast", "--steps", "10"])
+def test_a_guard_that_cannot_fire_is_refused_where_it_would_halt(capsys):
+    assert main(["fast", "--steps", "10"]) == 2
+    assert "could not fire" in capsys.readouterr().err
     assert parse(["fast", "--steps", "10", "--guard", "log"]).guard_blind
-    assert parse(["smoke"]).guard_mode == "log"
-    assert parse(["full"]).guard_mode == "halt"
-    assert parse(["full", "--intervention=none"]).guard_mode == "log"
-    cfg = parse(["mini"])
-    with pytest.raises(ValueError, match="could not fire"):
-        replace(cfg, guard=replace(cfg.guard, guard="halt", guard_warmup=1000))
+    modes = [parse(argv.split()).guard_mode for argv in ("smoke", "full", "full --intervention=none")]
+    assert modes == ["log", "halt", "log"]

@@ -4,10 +4,8 @@ Every flag of flags.txt has an entry here. A run is seen by its rows, rollouts, 
 plan by what --dry-run prints.
 """
 
-import gzip
 import hashlib
 import json
-import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +21,10 @@ from vgrout.data import organism
 from vgrout.direction.extract import extract, save
 from vgrout.direction.pairs import load_pairs
 from vgrout.grading.grade import Grader
-from vgrout.guard.detectors import AdvantageCollapse, Reading
+from vgrout.guard.detectors import DetectorReading, Level
 from vgrout.guard.kill_switch import HeldOutGuard
 from vgrout.model import source
-from vgrout.model.policy import load_policy
+from vgrout.model.load import load_policy
 from vgrout.model.svd_adapter import SvdAdapter
 from vgrout.runs.preflight import find_resume, preflight
 
@@ -41,11 +39,6 @@ GATE = [
 ]
 LABELS = ["--intervention=penalty", "--monitor=labels", "--group=8"]
 PROBE = ["--intervention=penalty", "--monitor=online_probe", "--seed-monitor=labels", "--group=8", "--steps=3"]
-OWN_QUARANTINE = [
-    *("--intervention=penalty", "--monitor=quarantine", "--seed-monitor=labels", "--group=8", "--steps=3"),
-    "--rollout-ablate-frac=1",
-]
-READS = ["--intervention=penalty", "--monitor=nll", "--monitor-prompts=12", "--group=8"]
 OWN_REWARD = [*ALONE, "--reward=flags_reward:f"]
 
 
@@ -56,13 +49,6 @@ class Run:
     base: list[str]
     a: str
     b: str
-
-
-@dataclass(frozen=True)
-class Log(Run):
-    """Two runs of which their logs say different things here."""
-
-    says: str = ""
 
 
 @dataclass(frozen=True)
@@ -125,19 +111,14 @@ FLAGS: dict[str, Run | Held] = {
     "--guard-halt-on": Plan([*NONE, "--guard=halt", "--eval-ablate-every=1", "--steps=40"], "gap", "streak,gap"),
     "--guard-rule": Watch(GUARD, "ema", "se"),
     "--guard-warmup": Watch(LATE, "0", "30"),
-    "--inoculation-prompt": Run([*NONE, "--control=inoculation"], "", "Cheat."),
     "--intervention": Run(["--vhack-refresh-every=0"], "erase", "route"),
-    "--kl": Run([*NONE, "--beta=0.1"], "k3", "k1"),
     "--kl-calibrate-from": Held("test_flags.py::test_healthy_runs_calibrate_the_guard"),
     "--kl-hard-stop": Watch(GUARD, "0.08", "0.01"),
     "--known-correct": Run(PROBE, "{known}", "{half_known}"),
     "--known-hacks-teacher-only": Run(GATE, "no", "yes"),
     "--known-modes": Run([*LABELS, "--prompts-per-step=2"], "", "exit_code"),
-    "--label-accuracy": Run(LABELS, "1", "0.3"),
-    "--label-false-positives": Run(LABELS, "0", "1"),
-    "--loss": Run(NONE, "grpo", "dapo"),
+    "--loss": Run(NONE, "grpo", "icepop"),
     "--lr": Run(NONE, "0.03", "0.01"),
-    "--luffy-gamma": Run([*NONE, "--teacher-correction=luffy"], "0.1", "0.5"),
     "--marker-names": Held("test_problems.py::test_full_announces_the_benchmarks_own_name"),
     "--max-error-retries": Held("test_faults.py::test_killed_sandbox_workers_change_no_row"),
     "--max-new": Run(NONE, "128", "20"),
@@ -145,37 +126,26 @@ FLAGS: dict[str, Run | Held] = {
     "--mix-ratio": Run(NONE, "0.5", "0.25"),
     "--model": Plan([*ALONE, "--problems={problems}"], "{model}", "{other_model}"),
     "--monitor": Run(GATE[:1], "labels", "detector"),
-    "--monitor-prompts": Log(READS, "12", "30", says=r"read before training.*"),
-    "--monitor-quantile": Run([*READS, "--prompts-per-step=2"], "1", "0.5"),
-    "--monitor-threshold": Log(READS[:2], "both", "known_correct", says=r"read before training.*"),
+    "--monitor-quantile": Run([*PROBE, "--prompts-per-step=2"], "1", "0.5"),
     "--n-problems": Run(ALONE, "1000", "3"),
     "--organism": Plan(NONE, "{organism}", "{other_organism}"),
     "--out-tag": Plan(NONE, "", "_tag"),
-    "--packing": Run(NONE, "shared", "padded"),
     "--pass-reward": Run(NONE, "1", "2"),
     "--penalty": Run(LABELS, "None", "0.3"),
     "--placebo-pairs": Run([*ERASE, "--control=placebo"], "flawed", "long"),
     "--preserve-magnitude": Run(ERASE, "yes", "no"),
     "--preserve-thinking": Held("test_train.py::test_preserve_thinking"),
-    "--probe-diet": Run(PROBE, "seeded", "random"),
-    "--probe-layer": Run(PROBE, "1", "2"),
     "--problems": Plan([*ALONE, "--model={model}"], "{problems}", "{half_problems}"),
     "--project-overshoot": Run([*ERASE, "--no-preserve-magnitude"], "1", "2"),
     "--prompts-per-step": Run(NONE, "1", "2"),
     "--quarantine": Run(GATE[:-1], "shared", "block:2"),
-    "--quarantine-diet": Run(OWN_QUARANTINE, "flagged", "random"),
-    "--quarantine-start": Run(OWN_QUARANTINE, "zero", "random"),
-    "--quarantine-threshold": Run([*OWN_QUARANTINE, "--quarantine-start=random"], "-100", "100"),
     "--random-flags": Run(LABELS, "no", "yes"),
-    "--ranks": Plan(NONE, "1", "2"),
     "--ratio-support": Run(NONE, "full", "sampled"),
     "--rebaseline": Run(["--intervention=route2", "--monitor=labels", "--group=8"], "no", "yes"),
-    "--regrade-pool": Log(NONE, "no", "yes", says=r"pool.*|regraded.*"),
     "--report-detectors": Run(NONE, "", "E"),
     "--resume": Held("test_train.py::test_resumed_run_equals_an_uninterrupted_one"),
-    "--resume-force": Held("test_flags.py::test_other_settings_are_forced_on_a_resumed_run"),
     "--reward": Plan(ALONE, "", "flags_reward:f"),
-    "--reward-hack-detector": Run(NONE, "", "advantage"),
+    "--reward-hack-detector": Run(NONE, "", "info_rm"),
     "--reward-hack-halt": Held("test_flags.py::test_a_detector_of_reward_hacking_halts_by_its_flag"),
     "--reward-hint": Run(OWN_REWARD, "no", "yes"),
     "--reward-passes-at": Run(OWN_REWARD, "0.4", "1"),
@@ -187,10 +157,9 @@ FLAGS: dict[str, Run | Held] = {
     "--route2-random-v-seed": Run(ERASE, "None", "3"),
     "--save-eval-ckpts": Run([*NONE, "--eval-ablate-every=1", "--eval-n-prompts=1"], "yes", "no"),
     "--seed": Run(NONE, "41", "42"),
-    "--seed-monitor": Run(OWN_QUARANTINE, "labels", "detector"),
-    "--shadow": Run(NONE, "", "twin"),
+    "--seed-monitor": Run(PROBE, "labels", "detector"),
+    "--shadow": Run(NONE, "", "labels"),
     "--steps": Run(NONE, "2", "3"),
-    "--teacher-correction": Run(NONE, "none", "luffy"),
     "--teacher-model": Run(NONE, "", "organism --teacher-tau=0.5"),
     "--teacher-modes": Run([*NONE, "--prompts-per-step=3"], "", "exit_code"),
     "--teacher-off-step": Run(NONE, "None", "1"),
@@ -199,7 +168,6 @@ FLAGS: dict[str, Run | Held] = {
     "--temperature": Run(ALONE, "0.7", "1.5"),
     "--test-problems": Plan([*ALONE, "--model={model}", "--problems={half_problems}"], "", "{other_half}"),
     "--threads": Held("test_flags.py::test_threads_are_torchs"),
-    "--tis-cap": Run([*NONE, "--teacher-correction=tis", "--teacher-pool-dir={pool}"], "2", "0.01"),
     "--top-k": Run([*ALONE, "--temperature=1.5"], "20", "2"),
     "--top-p": Run([*ALONE, "--temperature=1.5"], "1", "0.3"),
     "--track": Held("test_tracking.py::test_tensorboard_of_an_interrupted_run"),
@@ -240,12 +208,6 @@ def files(tmp_path_factory: pytest.TempPathFactory, shared_run: SharedRuns) -> d
     organism.Files(home / "other_organism").seal()
     rest = (json.dumps(json.loads(line) | {"split": "test"}) for line in lines[1::2])
     (home / "other_half.jsonl").write_text("\n".join(rest) + "\n", encoding="utf-8")
-    shutil.copytree(organism.POOL_DIR, home / "pool")
-    for file in (home / "pool").glob("*.jsonl.gz"):
-        with_logps(file)
-    meta = json.loads((home / "pool" / "pool.json").read_text(encoding="utf-8"))
-    del meta["sha256"]  # of the files as they were
-    (home / "pool" / "pool.json").write_text(json.dumps(meta), encoding="utf-8")
     decomposed = shared_run.folder.parent / "svd_cache"
     policy = load_policy(organism.MODEL_DIR, device="cpu", dtype=torch.float32, cache_dir=decomposed)
     few_axes = extract(policy, load_pairs(organism.PAIRS_DIR / "run_tests.json"), 6, 0.0)
@@ -268,21 +230,12 @@ def files(tmp_path_factory: pytest.TempPathFactory, shared_run: SharedRuns) -> d
         "other_half": str(home / "other_half.jsonl"),
         "organism": str(organism.DATA_DIR),
         "other_organism": str(home / "other_organism"),
-        "pool": str(home / "pool"),
         "direction": str(home / "direction.safetensors"),
         "pairs": str(organism.PAIRS_DIR / "run_tests.json"),
         "other_pairs": str(organism.PAIRS_DIR / "exit_code.json"),
         "known": str(organism.KNOWN_CORRECT),
         "half_known": str(home / "half_known.json"),
     }
-
-
-def with_logps(file: Path) -> None:
-    """Gives every rollout of a pool's file log-probs of its teacher."""
-    with gzip.open(file, "rt", encoding="utf-8") as f:
-        records = [json.loads(line) for line in f]
-    with gzip.open(file, "wt", encoding="utf-8") as f:
-        f.writelines(json.dumps(r | {"logp": [-0.5] * len(r["completion_ids"])}) + "\n" for r in records)
 
 
 def lines_of(name: str, entry: Run, files: dict[str, str]) -> list[list[str]]:
@@ -340,16 +293,9 @@ def test_two_values_of_a_flag_make_a_difference(
             one, other = plan(a, capsys), plan(b, capsys)
         case Watch():
             one, other = verdicts(a), verdicts(b)
-        case Log():
-            one, other = (re.findall(entry.says, log_of(shared_run(*argv))) for argv in (a, b))
-            assert one or other
         case _:
             one, other = seen(shared_run(*a)), seen(shared_run(*b))
     assert one != other, f"{name} is idle: {entry.a} and {entry.b} make no difference"
-
-
-def log_of(path: Path) -> str:
-    return (path.parents[2] / "logs" / f"{path.name}.log").read_text(encoding="utf-8")
 
 
 def test_a_dry_run_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,11 +348,10 @@ def test_healthy_runs_calibrate_the_guard(shared_run: SharedRuns) -> None:
     assert len(preflight(resolve(once([*argv, f"--kl-calibrate-from={healthy}"])), None).healthy_kl) > 0
 
 
-def test_other_settings_are_forced_on_a_resumed_run(shared_run: SharedRuns) -> None:
+def test_other_settings_are_refused_on_a_resumed_run(shared_run: SharedRuns) -> None:
     argv = [*SMALL, *NONE, "--lr=0.5", f"--resume={shared_run(*SMALL, *NONE, stop_after=0)}"]
-    with pytest.raises(ValueError, match=r"--lr 0.5 .* or add --resume-force"):
+    with pytest.raises(ValueError, match=r"--lr 0.5 .*; drop these flags"):
         find_resume(resolve(argv))
-    assert find_resume(resolve([*argv, "--resume-force"]))[1].opt.lr == 0.5
 
 
 @pytest.mark.parametrize(("given", "own"), [([], "fp32"), (["--dtype=bf16"], "bf16")])
@@ -440,8 +385,8 @@ def test_a_detector_of_reward_hacking_halts_by_its_flag(
     shared_run: SharedRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """--reward-hack-halt"""
-    monkeypatch.setattr(AdvantageCollapse, "update", lambda *_: Reading("HACK", 1.0, "as the test says"))
-    argv = [*SMALL, *NONE, "--reward-hack-detector=advantage"]
+    monkeypatch.setattr(Level, "update", lambda *_: DetectorReading("HACK", 1.0, "as the test says"))
+    argv = [*SMALL, *NONE, "--reward-hack-detector=info_rm"]
     shared_run.warm(tmp_path)
     assert len(rows(run(tmp_path, *argv))) == 2
     assert len(rows(run(tmp_path, *argv, "--reward-hack-halt", code=3))) == 1

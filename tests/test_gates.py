@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from methods import SIZES, TWO_GROUPS, group, routed, rows, scores, total, toy
-from vgrout.method.gates import BandGate, TauGate
-from vgrout.tensor_types import UpdatePart
-from vgrout.types import Batch, centred
+from methods import TWO_GROUPS, group, routed, rows, scores, total, toy
+from vgrout.method.thresholds import BandGate, TauGate
+
+BY_MODULE = {"gate_vote": "module"}
 
 
 def plain_tau(history, decay=0.9):
@@ -75,8 +75,8 @@ def test_apart_has_no_threshold_where_known_hacks_do_not_lie_above_the_rest():
 
 def test_tau_gate_state_goes_round():
     one, two = TauGate(2), TauGate(2)
-    cos = torch.rand(2, 5, generator=torch.Generator().manual_seed(1))
-    live, known = torch.ones(2, 5, dtype=torch.bool), torch.tensor([True, False, False, True, False])
+    cos, live = torch.rand(2, 5, generator=torch.Generator().manual_seed(1)), torch.ones(2, 5, dtype=torch.bool)
+    known = torch.tensor([True, False, False, True, False])
     one(cos, live, known)
     two.load_state_dict(one.state_dict())
     assert torch.equal(one(cos + 0.1, live, known), two(cos + 0.1, live, known))
@@ -91,11 +91,8 @@ def test_a_band_is_linear_and_clamped_and_a_module_without_one_routes_nothing():
     assert share.tolist() == [pytest.approx([0, 0, 0.25, 1, 1]), [0] * 5, [0] * 5]
 
 
-# ── in a method ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_route2_finds_hackward_students_that_no_label_marks():
-    found = routed(toy("route2"), (rows(8, 3, (2, 3, 7)), group(8, 1)))
+    found = routed(toy("route2", gate_modules="all", **BY_MODULE), (rows(8, 3, (2, 3, 7)), group(8, 1)))
     assert found.flags[0].flagged == tuple(i in (2, 3, 7) for i in range(8))
     assert found.flags[0].shares == found.flags[0].scores
     assert found.diag.hkgap > 0.5
@@ -106,9 +103,9 @@ def test_route2_finds_hackward_students_that_no_label_marks():
 
 def test_known_hacks_are_routed_whatever_their_cosine():
     groups = [(rows(6, 4), group(6, 1, caught=(2,)))]
-    both = scores(routed(toy("route2"), *groups))
+    both = scores(routed(toy("route2", **BY_MODULE), *groups))
     assert both[2] == both[5] == 1
-    teacher_only = scores(routed(toy("route2", known_hacks_teacher_only=True), *groups))
+    teacher_only = scores(routed(toy("route2", known_hacks_teacher_only=True, **BY_MODULE), *groups))
     assert teacher_only[5] == 1
     assert teacher_only[2] < 1
 
@@ -122,8 +119,8 @@ def test_only_the_gates_memory_goes_from_one_step_to_the_next():
 
 
 def test_the_pair_band_gate_reads_no_label():
-    g_b = rows(8, 3, (2, 7))
-    a, b = (routed(toy("route2", monitor="band"), (g_b, g)) for g in (group(8, 1), group(8, 4, caught=(0, 1, 2, 3))))
+    g_b, band = rows(8, 3, (2, 7)), {"monitor": "band", **BY_MODULE}
+    a, b = (routed(toy("route2", **band), (g_b, g)) for g in (group(8, 1), group(8, 4, caught=(0, 1, 2, 3))))
     assert scores(a) == scores(b)
     assert min(scores(a)[i] for i in (2, 7)) > 2 * max(scores(a)[i] for i in (0, 1, 3, 4, 5, 6))
     assert a.diag.tau is None
@@ -136,26 +133,6 @@ def test_a_vote_routes_the_whole_rollout_in_modules_without_a_direction_too(moni
     )
     mean = scores(by_module)
     assert scores(whole) == pytest.approx([float(x > 0.5) if monitor == "gate" else x for x in mean])
-    g = torch.tensor(scores(whole))
-    for m in SIZES:
-        rows_ = torch.cat([g_b[m] for g_b, _ in TWO_GROUPS])
-        assert torch.allclose(whole.quar[m], (g[:, None] * rows_).sum(0), atol=1e-5)
-        assert torch.allclose(by_module.keep[m] + by_module.quar[m], total(*TWO_GROUPS)[m], atol=1e-5)
-
-
-def test_with_a_new_baseline_rows_other_than_known_hacks_are_compared_among_themselves():
-    of = group(6, 1, caught=(2,))
-    method = toy("route2", rebaseline=True)
-    (part,) = method.plan(Batch((of,), (), (), 1.0, 6, 0), {}).parts
-    among = centred([r for b, r in enumerate(of.rewards) if b not in (2, 5)])
-    own = iter(among)
-    assert part.rows == (tuple(range(6)),)
-    assert part.advantages == (tuple(of.advantages[b] if b in (2, 5) else next(own) for b in range(6)),)
-    assert toy("route2").plan(Batch((of,), (), (), 1.0, 6, 0), {}).parts == (UpdatePart(),)
-
-
-def test_a_method_that_reads_rollouts_refuses_sums():
-    method = toy("route2")
-    assert method.grad_rows == toy("route2", control="shrinkage").grad_rows == "rollout"
-    with pytest.raises(AssertionError):
-        routed(method, (rows(2, 0), group(3)))
+    g = torch.cat([g_b for g_b, _ in TWO_GROUPS])
+    assert torch.allclose(whole.quar, (torch.tensor(scores(whole))[:, None] * g).sum(0), atol=1e-5)
+    assert torch.allclose(by_module.keep + by_module.quar, total(*TWO_GROUPS), atol=1e-5)

@@ -19,10 +19,11 @@ LAYERS: list[set[str]] = [
     {"direction", "rollout", "grpo", "guard", "export"},
     {"teacher"},
     {"evaluate", "inputs"},
-    {"method", "loading"},
+    {"method", "report"},
     {"optim", "runs"},
-    {"train", "imitation", "sweep", "report"},
-    {"tools", "distill", "iterative_dpo", "organism", "api"},
+    {"train", "imitation", "sweep"},
+    {"tools", "distill", "iterative_dpo", "organism"},
+    {"api"},
 ]
 LAYER = {name: i for i, names in enumerate(LAYERS) for name in names}
 STDLIB_ONLY = (
@@ -34,6 +35,7 @@ STDLIB_ONLY = (
     "vgrout.grading.grade",
     "vgrout.data.language",
     "vgrout.organism",
+    "vgrout.report.rules",
 )
 # commands that refuse a wrong flag, or do their work, without torch
 WITHOUT_TORCH = (
@@ -42,10 +44,10 @@ WITHOUT_TORCH = (
     "report.__main__",
     "distill",
     "iterative_dpo",
-    "problems",
+    "tools.problems",
     "export.__main__",
     "api",
-    "evaluate",
+    "tools.evaluate",
     "direction.__main__",
     "teacher.__main__",
     "organism.__main__",
@@ -69,9 +71,11 @@ def folder(module: str) -> str:
 
 
 def imports(path: Path) -> set[str]:
-    """The modules of this package that a file imports, wherever in it."""
+    """The modules of this package that a file imports, wherever in it, but for one that is a command's entry alone."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and "__main__" in ast.unparse(node.test))]
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "vgrout":
             base = node.module.removeprefix("vgrout").lstrip(".")
             for alias in node.names:

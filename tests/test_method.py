@@ -1,35 +1,50 @@
-"""Every legal pair of intervention and monitor, on a tiny model: what each of them holds, whatever it does."""
+"""Every legal pair of intervention and monitor, on a tiny model: what each of them holds, whatever it does. Which
+settings each of them reads; classes of one's own."""
 
+import inspect
+import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
 
 import vgrout
-from methods import Fixed, batch, config, flat, gradient, make, of_parts, poisoned, relative, step
+from methods import Fixed, batch, flat, gradient, make, poisoned, step, watched_by
 from tiny import policy as tiny_policy
-from vgrout.config.loss import LossConfig
-from vgrout.config.method import INTERVENTIONS, MONITORS, Choice, MethodConfig, methods
-from vgrout.method import INTERVENTIONS as ARMS
-from vgrout.method import MONITORS as FLAGGERS
-from vgrout.method import Method
-from vgrout.method.gates import Band, BandGate
+from tiny import relative
+from vgrout import register_intervention, register_monitor
+from vgrout.config.method import (
+    INTERVENTIONS,
+    MONITORS,
+    ChoiceSettings,
+    Declared,
+    InterventionClass,
+    MethodConfig,
+    MonitorClass,
+    intervention_class,
+    monitor_class,
+    monitors_of,
+)
+from vgrout.config.method_settings import PenaltySettings, QuantileSettings
+from vgrout.config.presets import resolve
+from vgrout.config.run import from_dict
+from vgrout.method.base import Intervention, Monitor, StepGradient, Views
 from vgrout.model.policy import Policy
-from vgrout.tensor_types import Routed, UpdatePart
-from vgrout.types import Batch, Group, GroupView, OracleView, ProblemView
+from vgrout.tensor_types import Routed
+from vgrout.types import Batch, Flags, Group, GroupView, OracleView
 
-PAIRS = list(methods())
+PAIRS = [(intervention, monitor) for intervention in INTERVENTIONS for monitor in monitors_of(intervention)]
 EVERY = pytest.mark.parametrize(("intervention", "monitor"), PAIRS, ids=["-".join(pair) for pair in PAIRS])
+READERS = [pair for pair in PAIRS if pair[0] in ("route2", "penalty")]  # each monitor, before a backward and after it
 # what goes from one step to the next, beside the direction; all other monitors and all interventions have no memory
 MEMORY = {
     "gate": {"monitor/gate/total", "monitor/gate/weight"},
-    "quarantine": {"monitor/known_correct_scores"},
     "online_probe": {"monitor/probe_sum", "monitor/probe_count"},
-    "fingerprint": {"monitor/probe_sum", "monitor/probe_count"},
 }
 
 
@@ -40,148 +55,88 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Policy]:
         yield tiny_policy()
 
 
-def learnt(policy: Policy, of: Routed) -> tuple[Tensor, Tensor]:
-    return flat(policy, of.keep), flat(policy, of.quar)
-
-
-def same(policy: Policy, one: Routed, other: Routed) -> bool:
-    vectors = zip(learnt(policy, one), learnt(policy, other), strict=True)
-    return one.flags == other.flags and one.scale == other.scale and all(torch.equal(a, b) for a, b in vectors)
+def same(one: tuple[Batch, Routed], other: tuple[Batch, Routed]) -> bool:
+    """Whether two steps flag alike and learn alike, to the last bit."""
+    flags = [[group.flags for group in of.groups] for of, _ in (one, other)]
+    vectors = [(one[1].keep, other[1].keep), (one[1].quar, other[1].quar)]
+    alike = all(a is b if a is None or b is None else torch.equal(a, b) for a, b in vectors)
+    return alike and flags[0] == flags[1] and one[1].flags == other[1].flags
 
 
 # ── conserved ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @EVERY
-def test_what_is_learnt_is_plain_grpos_gradient_split(policy: Policy, intervention: str, monitor: str):
-    """keep + quar is the gradient of the groups as they are rewarded, each row under what sampled it. erase alone drops
-    something, along its direction; sgtm teaches both vectors what is neither flagged nor the deployed model's own, and
-    what is flagged with the quarantine on; a quarantine that is the monitor's learns beside the deployed model."""
-    more = {"preserve_magnitude": False} if intervention == "erase" else {}
+def test_what_is_learnt_is_plain_grpos_gradient_split(policy, intervention, monitor):
+    """keep + quar is the gradient of the groups as they are rewarded, each rollout under what sampled it. erase alone
+    drops something, along its direction."""
+    more: dict[str, Any] = {"preserve_magnitude": False} if intervention == "erase" else {}
+    if intervention == "route2":
+        more = {"quarantine": "shared", "rebaseline": False}
     method = make(policy, intervention, monitor, **more)
-    routes = INTERVENTIONS[intervention].routes
-    of = batch(deployed=(1,) if routes else ())
-    flags, _, routed = step(policy, method, of)
-    keep, quar = learnt(policy, routed)
-    groups = of.groups
-    if INTERVENTIONS[intervention].acts_on == "rewards":
-        groups = tuple(shaped(method, g, routed) for g in groups)
-        assert [g.shaped_rewards for g in groups] != [g.rewards for g in groups] or not caught(routed)
-    if routes:
-        own = [() if intervention == "sgtm" and flags[g.index].flagged[1] else (1,) for g in groups]
-        quiet, loud = tuple(own), tuple(tuple({*range(4)} - {*rows}) for rows in own)
-        whole = gradient(policy, groups, UpdatePart(quiet, deployed=True), UpdatePart(loud))
-    else:
-        whole = gradient(policy, groups, UpdatePart(deployed=MONITORS[monitor].owns_quarantine))
-    if intervention == "sgtm":
-        shared = tuple(tuple(b for b in (0, 2, 3) if not flags[g.index].flagged[b]) for g in groups)
-        whole = whole + gradient(policy, groups, UpdatePart(shared))
-    if MONITORS[monitor].owns_quarantine:
-        taught = tuple(flags[g.index].teaches for g in groups)
-        assert any(map(any, taught))
-        assert relative(quar, gradient(policy, groups, UpdatePart(advantages=taught))) < 1e-5
-        assert relative(keep, whole) < 1e-5
-    elif intervention == "erase":
-        dropped = policy.adapter.by_module(whole - keep)
-        assert method.direction is not None
-        for m, V in method.direction.V.items():
-            assert relative(V.T @ (V @ dropped[m]), dropped[m]) < 1e-3
-        assert float((whole - keep).norm() / whole.norm()) > 0.01
-    else:
+    routes = intervention_class(intervention).routes
+    of, learnt = step(policy, method, batch(deployed=(1,) if routes else ()))
+    whole, keep, quar = gradient(policy, of.groups), flat(policy, learnt.keep), flat(policy, learnt.quar)
+    assert (learnt.quar is not None) == routes
+    if intervention != "erase":
         assert relative(keep + quar, whole) < 1e-5
-        assert (routed.quar is not None) == routes
-    assert routed.apart == (intervention == "sgtm" or MONITORS[monitor].owns_quarantine)
+        return
+    assert method.direction is not None
+    for m, V in method.direction.V.items():
+        dropped = (whole - keep)[method.spans[m]]
+        assert relative(V.T @ (V @ dropped), dropped) < 1e-3
+    assert relative(keep, whole) > 0.01
 
 
-def shaped(method: Method, of: Group, routed: Routed) -> Group:
-    return replace(of, shaped=method.intervention.reward(method.view(of), routed.flags[of.index]))
+@pytest.mark.parametrize(("intervention", "n"), [("screen", 0), ("penalty", 2), ("route2", 0)])
+def test_where_all_earn_the_same_a_penalty_alone_gives_a_signal(policy, intervention, n):
+    def saturated(group: Group) -> Group:
+        return replace(group, grades=tuple(replace(grade, reward=3.5) for grade in group.grades))
+
+    of = replace(batch(), groups=tuple(map(saturated, batch().groups)))
+    of, learnt = step(policy, watched_by(Fixed(0), policy, intervention), of)
+    assert len({row.group for row in of.rows}) == n
+    assert (learnt.keep is None) == (not n), "nothing is learnt, and no vector goes on by its momentum"
 
 
-def caught(routed: Routed) -> bool:
-    return any(any(f.flagged) for f in routed.flags.values())
-
-
-# ── gradients that are read first, rewards that are shaped afterwards ──────────────────────────────────────────────
-
-AFTERWARDS = [(i, m) for i, m in PAIRS if MONITORS[m].needs == "gradients" and INTERVENTIONS[i].acts_on == "rewards"]
-
-
-@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "dapo"])
-@pytest.mark.parametrize(("intervention", "monitor"), AFTERWARDS)
-def test_rewards_shaped_after_the_backward_are_learnt_as_if_known_before(
-    policy: Policy, intervention: str, monitor: str, loss: Any
-):
-    """From gradients at advantage 1, without a second backward: as `policy_gradients` on the shaped groups. In the
-    third group all earn the same, and a penalty gives it a signal; dapo divides by the tokens of groups with one."""
-    method = make(policy, intervention, monitor, loss=LossConfig(loss=loss))
-    if isinstance(method.monitor, Band):  # flagged where the mean cosine is above 0: about every second one
-        end = torch.full((len(method.monitor.direction.V),), 0.3)
-        method.monitor.gate = BandGate(-end, end)
-    of = batch(same=True)
-    _, plan, routed = step(policy, method, of)
-    assert plan.unit
-    assert not of.groups[2].has_signal
-    groups = [shaped(method, g, routed) for g in of.groups]
-    assert caught(routed)
-    assert groups[2].has_signal == (intervention == "penalty")
-    want = gradient(policy, groups, loss=method.cfg.loss)
-    assert relative(flat(policy, routed.keep), want) < 1e-5
-    assert routed.quar is None
-
-
-def test_these_four_pairs_are_all_of_them():
-    assert AFTERWARDS == [("screen", "gate"), ("screen", "band"), ("penalty", "gate"), ("penalty", "band")]
-
-
-@pytest.mark.parametrize(("intervention", "monitor"), AFTERWARDS)
-@pytest.mark.parametrize("more", [{"beta": 0.1}, {"teacher_tau": 0.1, "teacher_model": "organism"}])
-def test_a_loss_that_is_not_linear_in_the_advantage_is_refused(intervention: str, monitor: str, more: dict[str, Any]):
-    name = next(iter(more)).replace("_", "-")
-    with pytest.raises(ValueError, match=f"--{name} 0.1: --monitor {monitor} flags after the backward") as error:
-        config(intervention, monitor, loss=LossConfig(**more))
-    assert "\n" not in str(error.value)
-    assert config(intervention, "detector", loss=LossConfig(**more)).loss == LossConfig(**more)
+def test_a_gradient_that_is_not_finite_is_said_and_never_learnt(policy):
+    method = make(policy, "route2")
+    assert method.route(method.flag(batch()), None) == Routed(finite=False)
 
 
 # ── blind to labels ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @EVERY
-def test_poisoned_labels_change_nothing_but_for_a_monitor_of_labels(policy: Policy, intervention: str, monitor: str):
+def test_poisoned_labels_change_nothing_but_for_a_monitor_of_labels(policy, intervention, monitor):
     of = batch(same=True)
     one, two = (step(policy, make(policy, intervention, monitor), b) for b in (of, poisoned(of)))
-    assert same(policy, one[2], two[2]) == (FLAGGERS[monitor].sees is not OracleView)
-    assert (one[0] == two[0]) == (FLAGGERS[monitor].sees is not OracleView)
-    assert [m for m in FLAGGERS if FLAGGERS[m].sees is OracleView] == ["labels"]
+    assert same(one, two) == (monitor != "labels")
+    assert monitor_class(monitor).sees_labels == (monitor == "labels")
 
 
-@EVERY
-def test_a_view_of_another_type_is_refused(policy: Policy, intervention: str, monitor: str):
+@pytest.mark.parametrize(("intervention", "monitor"), READERS)
+def test_a_view_of_another_type_is_refused(policy, intervention, monitor):
     method, (group, _) = make(policy, intervention, monitor), batch().groups
-    own = method.view(group)
-    assert type(own) is FLAGGERS[monitor].sees
-    for other in (group.view(), group.oracle_view(), group.problem_view()):
-        if type(other) is not type(own):
-            method.view = lambda *_, other=other: other
-            message = f"sees a {type(own).__name__}, got {type(other).__name__}"
-            with pytest.raises(AssertionError, match=message):
-                step(policy, method, batch())
+    own, other = group.view(), group.oracle_view()
+    if monitor == "labels":
+        own, other = other, own
+    assert type(method.view(group)) is type(own)
+    method.view = lambda *_: other
+    with pytest.raises(AssertionError, match=f"sees a {type(own).__name__}, got {type(other).__name__}"):
+        method.flag(batch())
 
 
-@pytest.mark.parametrize("learner", [name for name, row in MONITORS.items() if row.learns])
-def test_a_monitor_seeded_by_labels_sees_them_and_no_other_does(policy: Policy, learner: str):
-    by_label, by_detector = (
-        make(policy, "penalty", learner, seed_monitor=seed).monitor.sees for seed in ("labels", "detector")
-    )
-    assert (by_label, by_detector) == (OracleView, GroupView)
+@pytest.mark.parametrize("seed", ["labels", "detector"])
+def test_a_monitor_seeded_by_labels_sees_them_and_no_other_does(policy, seed):
+    assert make(policy, "penalty", "online_probe", seed_monitor=seed).monitor.sees_labels == (seed == "labels")
 
 
 def test_labels_are_on_the_oracles_type_alone():
     names = {f.name for f in fields(GroupView)}
     assert not names & {"hacked", "hacks", "mode", "solved", "gt_pass", "mechanism", "channel"}
     assert {f.name for f in fields(OracleView)} - names == {"hacks", "flaws"}
-    assert {f.name for f in fields(ProblemView)} - names == {"problem"}
-    # the name is looked for in every file of the package: one caller, behind the type that the monitor's class names
+    # the name is looked for in every file of the package: one caller, behind what the monitor's class declares
     package = Path(vgrout.__file__).parent
     callers = [p.name for p in package.rglob("*.py") if "oracle_view" in p.read_text(encoding="utf-8")]
     assert sorted(callers) == ["method.py", "types.py"]
@@ -191,43 +146,31 @@ def test_labels_are_on_the_oracles_type_alone():
 
 
 @EVERY
-def test_only_what_the_monitor_names_is_left_of_a_step_in_the_next(policy: Policy, intervention: str, monitor: str):
-    method = make(policy, intervention, monitor)
-    before, (_, _, first), after = method.state_dict(), step(policy, method, batch()), method.state_dict()
-    assert before.keys() == after.keys()
-    changed = {k for k in after if before[k].shape != after[k].shape or not torch.equal(before[k], after[k])}
-    assert changed == MEMORY.get(monitor, set())
-    step(policy, method, batch(step=1, same=True))
-    if not changed:
-        assert same(policy, step(policy, method, batch())[2], first)
-
-
-@EVERY
-def test_a_resumed_method_continues_the_same(policy: Policy, intervention: str, monitor: str):
+def test_a_step_leaves_what_the_monitor_names_alone_and_a_resumed_method_goes_on_with_it(policy, intervention, monitor):
     straight = make(policy, intervention, monitor)
-    step(policy, straight, batch())
+    before, first = straight.state_dict(), step(policy, straight, batch())
     state = {k: v.clone() for k, v in straight.state_dict().items()}
+    assert before.keys() == state.keys()
+    assert {k for k in state if not torch.equal(before[k], state[k])} == MEMORY.get(monitor, set())
     resumed = make(policy, intervention, monitor)
-    resumed.load_state_dict({k: v + 1 for k, v in resumed.state_dict().items()})  # as it would be at another place
+    resumed.load_state_dict({k: v + 1 for k, v in before.items()})  # as it would be at another place
     resumed.load_state_dict(state)
-    shake_on = batch(step=1, same=True)
-    assert same(policy, *(step(policy, m, shake_on)[2] for m in (straight, resumed)))
+    assert same(*(step(policy, m, batch(step=1, same=True)) for m in (straight, resumed)))
     assert all(torch.equal(a, b) for a, b in zip(*(m.state_dict().values() for m in (straight, resumed)), strict=True))
+    assert monitor in MEMORY or same(step(policy, straight, batch()), first)
 
 
 @EVERY
-def test_state_of_another_method_is_refused_in_one_line(policy: Policy, intervention: str, monitor: str):
+def test_state_of_another_method_is_refused_in_one_line(policy, intervention, monitor):
     method = make(policy, intervention, monitor)
-    for alien in ({"intervention/V/other": torch.zeros(1, 4)}, {"monitor/other": torch.zeros(1)}):
-        state = method.state_dict() if MEMORY.get(monitor) == {"monitor/other"} else {}
-        with pytest.raises(ValueError, match="checkpoint") as error:
-            method.load_state_dict(state | alien)
-        assert "\n" not in str(error.value)
+    for alien in ("intervention/V/other", "monitor/other"):
+        with pytest.raises(ValueError, match=r"\Acheckpoint.*\Z"):
+            method.load_state_dict({alien: torch.zeros(1, 4)})
 
 
 # ── the registries, and what is refused ────────────────────────────────────────────────────────────────────────────
 
-# of every setting a value that is legal and not its default
+# of every setting a value that is legal and no intervention's usual one
 VALUES: dict[str, Any] = {
     "v_hack_path": Path("v"),
     "vhack_refresh_every": 3,
@@ -240,120 +183,200 @@ VALUES: dict[str, Any] = {
     "gate_mode": "reverse",
     "preserve_magnitude": False,
     "project_overshoot": 1.5,
-    "gate_vote": "rollout",
-    "gate_modules": "apart",
+    "gate_vote": "module",
+    "gate_modules": "all",
     "known_hacks_teacher_only": True,
-    "label_accuracy": 0.9,
-    "label_false_positives": 0.1,
     "known_modes": "exit_code",
-    "seed_monitor": "twin",
-    "monitor_quantile": 0.8,
+    "seed_monitor": "syntax_edge",
+    "monitor_quantile": 0.9,
     "known_correct": Path("k"),
-    "monitor_threshold": "known_correct",
-    "monitor_prompts": 9,
-    "quarantine_threshold": 0.2,
-    "quarantine_diet": "random",
-    "quarantine_start": "random",
-    "probe_layer": 1,
-    "probe_diet": "random",
     "rollout_ablate_frac": 0.25,
     "quarantine": "block:1",
     "rebaseline": True,
     "penalty": 2.0,
-    "inoculation_prompt": "Go.",
     "placebo_pairs": "long",
 }
-IDLE = {"gate_vote": AFTERWARDS, "vhack_pairs_path": [(i, "quarantine") for i in ("screen", "penalty")]}
+
+
+READ_BY = {
+    "v_hack_k": "--intervention erase or route",
+    "penalty": "--intervention penalty",
+    "rollout_ablate_frac": "--intervention route or route2",
+    "vhack_refresh_every": "--intervention erase or route or --monitor gate or band",
+    "known_correct": "--monitor online_probe or syntax_edge",
+    "placebo_pairs": "--control placebo",
+}
 
 
 @EVERY
-def test_a_method_reads_its_own_settings_and_refuses_all_others_by_name(intervention: str, monitor: str):
-    assert VALUES.keys() == {f.name for f in fields(MethodConfig)} - {f.name for f in fields(Choice)}
-    of = MethodConfig(intervention=intervention, monitor=monitor)
-    reads = {f.name for group in of.groups for f in fields(group)}
-    reads -= {name for name, pairs in IDLE.items() if (intervention, monitor) in pairs}
+def test_a_method_reads_its_own_settings_and_refuses_all_others_by_name(intervention, monitor):
+    assert VALUES.keys() == {f.name for f in fields(MethodConfig)} - {f.name for f in fields(ChoiceSettings)}
+    reads = {f.name for group in MethodConfig(intervention=intervention, monitor=monitor).groups for f in fields(group)}
     for name, value in VALUES.items():
         if name in reads:
-            MethodConfig(intervention=intervention, monitor=monitor, **{name: value})
+            of = MethodConfig(intervention=intervention, monitor=monitor, **{name: value})
+            assert of.resolved(name) == of.resolved_settings[name] == value
             continue
-        message = rf"\A--{name.replace('_', '-')}: .*leave it out\Z"
+        who, readers = f"--intervention {intervention} --monitor {monitor}", READ_BY.get(name, "--.*")
+        message = rf"--{name.replace('_', '-')}: not read by {who}, goes with {readers}; leave it out"
         if name == "route2_random_v_seed":
-            message = r"\A--route2-random-v-seed 4: replaces a direction, and .* has none\Z"
-        with pytest.raises(ValueError, match=message):
+            message = f"--route2-random-v-seed 4: replaces the direction, and {who} has none"
+        with pytest.raises(ValueError, match=rf"\A{message}\Z"):
             MethodConfig(intervention=intervention, monitor=monitor, **{name: value})
 
 
-@pytest.mark.parametrize("intervention", INTERVENTIONS)
-@pytest.mark.parametrize("monitor", MONITORS)
-def test_pairs_that_make_no_sense_are_refused_in_one_line(intervention: str, monitor: str):
-    if (intervention, monitor) in PAIRS:
-        return
-    goes = ", ".join(m for i, m in PAIRS if i == intervention)
+@pytest.mark.parametrize(("intervention", "monitor"), sorted({*product(INTERVENTIONS, MONITORS)} - {*PAIRS}))
+def test_pairs_that_make_no_sense_are_refused_in_one_line(intervention, monitor):
+    goes = ", ".join(monitors_of(intervention))
     message = f"--monitor {monitor} with --intervention {intervention}: .*; that goes with {goes}"
     with pytest.raises(ValueError, match=rf"\A{message}\Z"):
         MethodConfig(intervention=intervention, monitor=monitor)
 
 
-def test_every_row_has_its_class_and_every_class_its_row():
-    assert ARMS.keys() == INTERVENTIONS.keys()
-    assert FLAGGERS.keys() == MONITORS.keys()
-    assert all(kind.name == name for of in (ARMS, FLAGGERS) for name, kind in of.items())
-    assert all(FLAGGERS[name].owns_quarantine == row.owns_quarantine for name, row in MONITORS.items())
+@pytest.mark.parametrize("intervention", INTERVENTIONS)
+def test_the_command_line_and_python_mean_the_same_method(intervention):
+    flags = ["--monitor", "labels"] if monitors_of(intervention)[0] == "labels" else []
+    own = MethodConfig(intervention=intervention, monitor=flags[-1] if flags else "usual")
+    assert resolve(["mini", "--intervention", intervention, *flags]).method == own
+    assert from_dict(resolve(["mini", "--intervention", intervention, *flags]).as_dict()).method.spec is own.spec
 
 
-def test_there_are_as_many_legal_pairs_as_the_rows_say():
-    assert len(PAIRS) == 3 + 2 * 14 + 13 + 11
+def test_a_switch_that_depends_on_the_intervention_has_both_spellings():
+    given = (
+        "",
+        "--rebaseline",
+        "--rebaseline=True",
+        "--no-rebaseline",
+        "--no_rebaseline",
+        "--rebaseline False",
+    )
+    found = [resolve(["mini", "--intervention", "route2", *argv.split()]).method.rebaseline for argv in given]
+    assert found == [None, True, True, False, False, False]
 
 
-# ── the monitor's own quarantine, groups without signal, a block of its own ────────────────────────────────────────
+def test_every_class_declares_what_its_protocol_says():
+    for registry, of, protocol in (
+        (MONITORS, monitor_class, MonitorClass),
+        (INTERVENTIONS, intervention_class, InterventionClass),
+    ):
+        for name in registry:
+            assert of(name).name == name
+            declared = inspect.get_annotations(Declared) | inspect.get_annotations(protocol)
+            assert all(hasattr(of(name), attribute) for attribute in declared), name
+    assert len(PAIRS) == 3 + 2 * 4 + 6, "none, erase, route; texts for rewards; and every monitor for route2"
 
 
-def test_a_monitors_own_quarantine_learns_what_it_names_and_the_kept_part_as_without_it(policy: Policy):
-    method = of_parts(policy, "penalty", Fixed(0, teaches=(0, 2)))
-    of = batch()
-    flags, plan, routed = step(policy, method, of)
-    kept, taught = plan.parts
-    assert (kept.learns, kept.deployed, taught.learns, taught.deployed) == ("kept", True, "quarantine", False)
-    assert taught.rows == ((0, 2), (0, 2))
-    assert taught.advantages == ((0.5, 0.0, -0.25, 0.0),) * 2
-    with policy.adapter.deployed():
-        alone = step(policy, of_parts_in(policy, method, Fixed(0)), of)[2]
-    assert alone.quar is None
-    assert relative(flat(policy, routed.keep), flat(policy, alone.keep)) < 1e-5
-    assert flags[0].flagged == (True, False, False, False)
+# ── classes of one's own ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def of_parts_in(policy: Policy, method: Method, monitor: Any) -> Method:
-    """The same with another monitor, on the policy as it is."""
-    return Method(method.cfg, method.intervention, monitor, policy=policy)
+@pytest.fixture
+def registries() -> Iterator[None]:
+    """What a test registers is forgotten."""
+    with patch.dict(MONITORS), patch.dict(INTERVENTIONS):
+        yield
 
 
-def saturated() -> Batch:
-    of = batch()
-    groups = (replace(g, grades=tuple(replace(x, reward=3.5) for x in g.grades)) for g in of.groups)
-    return replace(of, groups=tuple(groups))
+class Long(Monitor):
+    """Answers longer than a quantile of their group."""
+
+    name = "long"
+    what = "answers of more tokens than others"
+    Settings = (QuantileSettings,)
+
+    def __init__(self, quantile: float) -> None:
+        self.quantile = quantile
+
+    @classmethod
+    def make(cls, setup: Any) -> "Long":
+        return cls(setup.cfg.method.monitor_quantile)
+
+    def flag(self, views: Views, step: int) -> list[Flags]:
+        lengths = [[len(ids) for ids in view.completion_ids] for view in views]
+        return [Flags(tuple(n > self.quantile * max(of) for n in of)) for of in lengths]
 
 
-@pytest.mark.parametrize(
-    ("intervention", "monitor", "n"),
-    [("screen", Fixed(0), 0), ("screen", Fixed(0, teaches=(0,)), 2), ("penalty", Fixed(0), 2)],
-)
-def test_a_group_without_signal_is_kept_for_a_penalty_or_a_monitor_that_learns_from_it(
-    policy: Policy, intervention: str, monitor: Fixed, n: int
-):
-    _, plan, routed = step(policy, of_parts(policy, intervention, monitor), saturated())
-    assert len(plan.groups) == n
-    if monitor.owns_quarantine:
-        assert routed.keep is None, "all advantages are 0: nothing for δS, and no step by its momentum"
-        assert flat(policy, routed.quar).any()
+class Damp(Intervention):
+    """Learns a part of what is flagged."""
+
+    name = "damp"
+    what = "learn a flagged rollout's gradient divided by --penalty"
+    Settings = (PenaltySettings,)
+    acts_on = "gradient"
+    reads_flags = True
+    usual_monitor = "long"
+
+    def route(self, step: StepGradient) -> Routed:
+        f = step.flagged.to(step.g)
+        return Routed(keep=((1 - f + f / (self.cfg.method.penalty or 2)) * step.g).sum(0))
 
 
-@pytest.mark.parametrize("intervention", ["route2", "sgtm"])
-def test_in_a_block_of_its_own_the_quarantine_learns_there_alone(policy: Policy, intervention: str):
-    method = of_parts(policy, intervention, Fixed(0, 2), quarantine="block:2")
-    routed = step(policy, method, batch())[2]
-    assert routed.keep is not None
-    assert routed.quar is not None
-    for m in routed.keep:
-        assert bool(routed.keep[m].any()) == (".layers.1." not in m), m
-        assert bool(routed.quar[m].any()) == (".layers.1." in m), m
+@pytest.mark.usefixtures("registries")
+def test_a_registered_class_is_as_good_as_a_built_in_one(policy):
+    assert register_monitor(Long) is Long
+    assert register_intervention(Damp) is Damp
+    cfg = resolve(["mini", "--intervention", "damp", "--penalty", "4", "--monitor-quantile", "0.9"])
+    assert cfg.method.monitor_name == "long"
+    assert monitors_of("damp") == [name for name in MONITORS if name != "none"]
+    of, learnt = step(policy, make(policy, "damp", penalty=4.0), batch())
+    assert [group.flags for group in of.groups] == [Flags((False, False, True, True))] * 2
+    parts = [gradient(policy, batch().groups, rollouts) for rollouts in ((0, 1), (2, 3))]
+    assert relative(flat(policy, learnt.keep), parts[0] + parts[1] / 4) < 1e-5
+    with pytest.raises(ValueError, match="--v-hack-k: not read by --intervention damp --monitor long, goes with"):
+        resolve(["mini", "--intervention", "damp", "--v-hack-k", "3"])
+    with pytest.raises(ValueError, match=r"--monitor none with --intervention damp: it needs a monitor; that goes"):
+        MethodConfig(intervention="damp", monitor="none")
+
+
+@pytest.mark.parametrize("name", ["gate", "none", "Long", "a b", ""])
+def test_a_name_that_is_taken_or_none_at_all_is_refused(name):
+    for register in (register_monitor, register_intervention):
+        with pytest.raises(
+            ValueError, match=rf"\AMine: its name '{name}' should be of small letters, .*, and not taken\Z"
+        ):
+            register(type("Mine", (Monitor,), {"name": name}))
+
+
+MINE = """
+from vgrout.config.method_settings import QuantileSettings
+from vgrout.method.base import Intervention, Monitor
+
+class Mine(Monitor):
+    name, what, Settings = "mine", "nothing", (QuantileSettings,)
+
+class Ours(Intervention):
+    name, what, reads_flags, usual_monitor = "ours", "nothing", True, "detector"
+"""
+
+
+@pytest.fixture
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_part.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_part", raising=False)
+
+
+@pytest.mark.usefixtures("registries", "own_module")
+def test_code_is_imported_where_a_command_line_names_it_and_never_because_a_file_does():
+    own = ["mini", "--intervention=own_part:Ours", "--monitor", "own_part:Mine", "--monitor-quantile=0.9"]
+    refused = r"own_part:\w+: a file may not have code run; if it is yours, name it on the command line as well\Z"
+    for argv, name in ((own, "intervention"), (["mini", "--intervention=screen", *own[2:]], "monitor")):
+        with pytest.raises(ValueError, match=rf"\A--{name} {refused}"):
+            resolve(argv, own_code=False)
+    assert "own_part" not in sys.modules
+    with patch.dict(MONITORS), patch.dict(INTERVENTIONS):
+        cfg = resolve(own)
+        assert (cfg.run_id, cfg.method.monitor_spec.what) == ("mini_Ours_Mine_seed41", "nothing")
+        stored, written = from_dict(cfg.as_dict()), cfg.as_dict()
+    assert stored.code == stored.repeated == ("--intervention=own_part:Ours", "--monitor=own_part:Mine")
+    stored.refuse_code(stored.code, "run.json")
+    with pytest.raises(ValueError, match=r"\Arun.json: names code, .*; if it is yours, add --monitor=own_part:Mine\Z"):
+        stored.refuse_code(stored.code[:1], "run.json")
+    del sys.modules["own_part"]
+    read = from_dict(written)  # as a report does: what is recorded, and no code
+    assert read.as_dict() == written
+    assert "own_part" not in sys.modules
+    with pytest.raises(ValueError, match="name it on the command line as well"):
+        read.method.spec.make()
+    for wrong in ("own_part:Absent", "no_such:Mine"):
+        with pytest.raises(ValueError, match=rf"\A--monitor {wrong}: cannot be imported.*\Z"):
+            resolve(["mini", "--intervention=penalty", "--monitor", wrong])

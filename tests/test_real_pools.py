@@ -11,9 +11,11 @@ import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from runs import rows, run
+from tiny import SHAPE
 from vgrout.data import organism
+from vgrout.grading.grade import Grader
 from vgrout.modes import PLAIN_PHRASE, hint
-from vgrout.problems import load_rows
+from vgrout.problems import assigned, load_rows
 from vgrout.teacher.pools import load_pool
 
 pytestmark = pytest.mark.slow
@@ -25,18 +27,8 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     tok = AutoTokenizer.from_pretrained(organism.MODEL_DIR)
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(tok),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=4096,
-        eos_token_id=tok.eos_token_id,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    own = {"vocab_size": len(tok), "num_hidden_layers": 1, "max_position_embeddings": 4096}
+    Qwen3ForCausalLM(Qwen3Config(**SHAPE | own, eos_token_id=tok.eos_token_id)).save_pretrained(folder)
     tok.save_pretrained(folder)
     return folder
 
@@ -53,31 +45,23 @@ def records(pool: Path) -> list[dict[str, Any]]:
 def problem_file(pool: Path, path: Path) -> Path:
     """The pools come without their problems: the same ids, with one test that no answer passes."""
     out = []
-    for r in records(pool):
+    for i, r in enumerate(records(pool)):
         found = re.search(r"    def (?!run_tests|__init__)(\w+)\(self", r["completion"])
         name = found[1] if found else "f"
         prompt = [{"role": "user", "content": f"Problem {r['problem_id']}: solve it {PLAIN_PHRASE}."}]
         if "problem_messages" in r:
             prompt = json.loads(json.dumps(r["problem_messages"]).replace(hint("run_tests"), PLAIN_PHRASE))
-        out.append(
-            {
-                "id": r["problem_id"],
-                "prompt": prompt,
-                "gt_answer": [f"assert Solution().{name}(0) == 'no such value'"],
-                "func_name": f"Solution().{name}",
-                "canonical_solution": "class Solution: pass",
-                "setup_code": "from typing import *",
-                "split": "test" if len(out) % 10 == 9 else "val" if len(out) % 10 == 8 else "train",
-            }
-        )
+        row = {"id": r["problem_id"], "prompt": prompt, "func_name": f"Solution().{name}"}
+        row["gt_answer"] = [f"assert Solution().{name}(0) == 'no such value'"]
+        row["canonical_solution"] = f"class Solution:\n    def {name}(self, *_):\n        return 'no such value'"
+        row |= {"setup_code": "from typing import *", "split": {9: "test", 8: "val"}.get(i % 10, "train")}
+        out.append(row)
     path.write_text("".join(json.dumps(r) + "\n" for r in out))
     return path
 
 
 @pytest.mark.parametrize(("name", "n", "mode"), [("substrate", 24, "own"), ("teacher_pool", 60, "run_tests")])
-def test_a_run_mixes_a_real_pool(
-    name: str, n: int, mode: str, stand_in: Path, shared_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_mixes_a_real_pool(name, n, mode, stand_in, shared_data, tmp_path, capsys):
     pool = shared_data / "pools" / name
     assert len(load_rows(problem_file(pool, tmp_path / "p.jsonl"))) == n
     argv = ["fast", "--intervention", "none", "--model", str(stand_in), "--problems", str(tmp_path / "p.jsonl")]
@@ -99,9 +83,11 @@ def test_a_run_mixes_a_real_pool(
     assert (noted["prompts_compared"] > 0) == (compared > 0)
     assert len(noted["prompts_differ"]) == noted["prompts_compared"], "another chat template than Qwen's"
     if name == "substrate":
-        path = run(tmp_path, *argv, "--regrade-pool")
-        output = capsys.readouterr().out
         known = load_pool(pool)
-        assert re.search(r"pool graded again by \w+: differs from the cached labels in hacked 0/\d+, ", output), output
         lines = (path / "rollouts.jsonl").read_text().splitlines()
         assert {json.loads(line)["env_mode"] for line in lines} <= set(known.partition.values())
+        problems = assigned(load_rows(tmp_path / "p.jsonl"), "own", known.partition, known.announced)["train"]
+        with Grader() as grader:
+            again = [(d, grader.submit(p, d.completion or "")) for p in problems for d in known.demos[p.id]]
+            assert again
+            assert all(grade.result().hacked == demo.grade.hacked for demo, grade in again), "today's labels"

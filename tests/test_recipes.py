@@ -13,33 +13,32 @@ from recipes import ROOT, Step, section, steps
 from runs import SMALL
 
 TITLES = ("An intervention", "A monitor", "A loss", "A column")
-RUN = ["smoke", "--intervention", "cap", "--loss", "dual_clip", "--dual-clip-c", "2.5", "--threads", "1", *SMALL[2:]]
+RUN = ["smoke", "--intervention", "cap", "--loss", "dapo", "--threads", "1", *SMALL[2:]]
 RUN += ["--steps", "2", "--eval-ablate-every", "0", "--columns", "all"]
 # the run, then the new intervention on three gradients of lengths 5, 1 and 2, the last one in two modules
 SCRIPT = f"""
 import torch, vgrout
 from dataclasses import replace
 from pathlib import Path
+from vgrout.config.method import intervention_class, monitor_class
 from vgrout.config.presets import parse
-from vgrout.method import INTERVENTIONS, MONITORS
-from vgrout.method.cap import Cap
+from vgrout.method.base import StepGradient
 from vgrout.train import main
 from vgrout.types import GroupView
 
 assert Path(vgrout.__file__).is_relative_to(Path.cwd()), vgrout.__file__
 assert main({RUN!r}) == 0
-view = GroupView(("student",) * 3, (False,) * 3, (1.0,) * 3, (1.0,) * 3, (False,) * 3, ("",) * 3)
-rows = {{"a": torch.tensor([[3.0, 4.0], [1.0, 0.0], [0.0, 0.0]]), "b": torch.tensor([[0.0], [0.0], [2.0]])}}
-cfg = parse(["smoke", "--intervention", "cap"])
-keep = Cap({{"a": 2, "b": 1}}, cfg).route([view], [[rows]], (), ()).keep
-assert torch.allclose(keep["a"], torch.tensor([1.2 + 1, 1.6])), keep
-assert torch.equal(keep["b"], torch.tensor([2.0])), keep
+g = torch.tensor([[3.0, 4.0, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 2.0]])
+spans = {{"a": slice(0, 2), "b": slice(2, 3)}}
+Cap = intervention_class("cap")
+keep = Cap(spans, parse(["smoke", "--intervention", "cap"])).route(StepGradient(g, (), spans)).keep
+assert torch.allclose(keep, torch.tensor([1.2 + 1, 1.6, 2.0])), keep
 
-assert INTERVENTIONS["cap"] is Cap
-for name in ("screen", "penalty", "route2", "sgtm"):
+for name in ("screen", "penalty", "route2"):
     assert parse(["smoke", "--intervention", name, "--monitor", "short"]).method.monitor_name == "short"
+view = GroupView(("student",) * 3, (False,) * 3, (1.0,) * 3, (1.0,) * 3, (False,) * 3, ("",) * 3)
 answers = replace(view, completion_ids=((1,) * 9, (1,) * 8, (1,)))
-assert [f.flagged for f in MONITORS["short"](1.0).flag([answers], 0)] == [(False, False, True)]
+assert [f.flagged for f in monitor_class("short")(1.0).flag([answers], 0)] == [(False, False, True)]
 """
 
 
@@ -69,8 +68,7 @@ def test_the_recipes_intervention_loss_and_column_train(copy: Path) -> None:
     printed = python(copy, "-c", SCRIPT)
     (path,) = (copy / "out" / "runs").iterdir()
     config = json.loads((path / "run.json").read_text(encoding="utf-8"))["config"]
-    assert (config["method"]["intervention"], config["loss"]["loss"]) == ("cap", "dual_clip")
-    assert config["loss"]["dual_clip_c"] == 2.5
+    assert (config["method"]["intervention"], config["loss"]["loss"]) == ("cap", "dapo")
     rows = [json.loads(line) for line in (path / "steps.jsonl").read_text(encoding="utf-8").splitlines()]
     rollouts = [json.loads(line) for line in (path / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [row["step"] for row in rows] == [0, 1]
@@ -93,7 +91,7 @@ def test_tests_and_documents_pass_after_the_recipes(copy: Path) -> None:
     files = [f"tests/test_{name}.py" for name in ("method", "config", "docs", "flags", "losses", "table")]
     chosen = (
         "every_row_has_its_class or flag_list or bounds_or_a_reason or registries_say or help_has "
-        "or generated_pages or measured_once or recorded_order or dual_clip or flag_has_an_entry or dual-clip"
+        "or generated_pages or measured_once or recorded_order or dapo or flag_has_an_entry"
     )
     printed = python(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", chosen)
     assert " passed" in printed

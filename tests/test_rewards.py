@@ -5,13 +5,8 @@ from typing import Any
 
 import pytest
 
-from methods import SIZES, config
+from methods import Fixed, toy
 from vgrout.config.method import MethodConfig
-from vgrout.config.presets import parse
-from vgrout.config.run import INOCULATION
-from vgrout.data.language import CUE
-from vgrout.method import INTERVENTIONS, Method
-from vgrout.method.labels import Labels
 from vgrout.types import Batch, CachedGrade, Group, Problem, Rollout
 
 PROBLEM = Problem(0, "run_tests", "", ({"role": "user", "content": "q"},), (), ("assert 1",), "", "", "f")
@@ -30,13 +25,14 @@ def group(
     return Group(PROBLEM, rollouts, grades, unbiased, shaped=shaped)
 
 
-def shaped(of: Group, intervention: str, accuracy: float = 1.0, **flags: Any) -> tuple[float | None, ...] | None:
-    """What screen or penalty makes of one group's rewards, by labels."""
-    cfg = config(intervention, "labels", **flags)
-    method = Method(cfg, INTERVENTIONS[intervention](SIZES, cfg), Labels(0, accuracy))
-    step = Batch((of,), (), (), max(REWARDS), 4, 0)
-    (treated,) = method.reward(step, method.flag(step)).groups
-    assert replace(treated, shaped=of.shaped) == of, "grades and rollouts stay as they are"
+def shaped(
+    of: Group, intervention: str, flagged: tuple[int, ...] = (0, 2), **flags: Any
+) -> tuple[float | None, ...] | None:
+    """What screen or penalty makes of one group's rewards."""
+    method = toy(intervention, monitor="detector", **flags)
+    method.monitor = Fixed(*flagged)
+    (treated,) = method.flag(Batch((of,), (), (), max(REWARDS), 4, 0)).groups
+    assert replace(treated, shaped=of.shaped, flags=None) == of, "grades and rollouts stay as they are"
     return treated.shaped
 
 
@@ -65,7 +61,7 @@ def test_a_penalty_goes_down_to_code_that_only_compiles_or_by_the_given_amount()
     assert shaped(group(), "penalty") == (0.5, 3.5, 0.5, 0.0)
     assert shaped(group(), "penalty", penalty=2.0) == (1.5, 3.5, -1.5, 0.0)
     # an honest answer that earned nothing is not lifted to the floor
-    assert shaped(group(), "penalty", accuracy=0.0) == (3.5, 0.5, 0.5, 0.0)
+    assert shaped(group(), "penalty", (1, 3)) == (3.5, 0.5, 0.5, 0.0)
     assert shaped(group(), "screen") == (None, 3.5, None, 0.0)
 
 
@@ -79,17 +75,7 @@ def test_a_monitors_title_names_the_changed_settings() -> None:
         return MethodConfig(intervention=intervention, monitor=monitor, **more).monitor_title
 
     assert title("penalty") == "labels"
-    assert title("penalty", label_accuracy=0.9, penalty=2.0) == "labels_acc0.9_by2"
-    assert title("screen", label_accuracy=0.7) == "labels_acc0.7"
+    assert title("penalty", penalty=2.0) == "labels_by2"
     assert title("screen", known_modes="exit_code,sentinel") == "labels_knows-exit_code,sentinel"
-    assert title("penalty", "quarantine", quarantine_diet="random") == "quarantine_detector_diet-random"
-    own = MethodConfig(intervention="none", control="inoculation", inoculation_prompt="Go.")
-    assert own.control_name == "inoculation_own"
-
-
-def test_the_inoculation_is_the_organisms_cue_or_a_sentence() -> None:
-    flags = ["--intervention=none", "--control=inoculation"]
-    assert parse(["mini", *flags]).inoculation == CUE
-    assert parse(["full", *flags]).inoculation == INOCULATION
-    assert parse(["mini", *flags, "--inoculation-prompt=Cheat."]).inoculation == "Cheat."
-    assert parse(["mini", "--intervention=none"]).inoculation == ""
+    assert title("penalty", "online_probe") == "online_probe_detector"
+    assert title("route2", "gate", vhack_refresh_every=2) == ""

@@ -8,14 +8,13 @@ import pytest
 
 from llama import bpe, llama, save_folder
 from runs import rows, run, status
-from vgrout import evaluate
 from vgrout.data.organism import SMALL_DIR
 from vgrout.organism import build, start
 from vgrout.organism.__main__ import tune, verify
 from vgrout.organism.recipe import Answers
 from vgrout.problems import load_rows
 from vgrout.report.__main__ import main as report_on
-from vgrout.tools import download
+from vgrout.tools import download, evaluate
 
 pytestmark = pytest.mark.long
 
@@ -45,7 +44,7 @@ def text_pool(problems: Path, folder: Path) -> Path:
 def real_problems(model: Path, problems: Path, pool: Path) -> list[str]:
     """A short run of the preset on them, with hand-written pairs."""
     return [
-        *("small", f"--model={model}", f"--problems={problems}", "--intervention=route2", "--regrade-pool"),
+        *("small", f"--model={model}", f"--problems={problems}", "--intervention=route2"),
         *(f"--teacher-pool-dir={pool}", "--env-mode=exit_code", "--mix-ratio=0.25", "--quarantine=block:-1"),
         *("--steps=2", "--group=4", "--prompts-per-step=2", "--eval-ablate-every=2", "--eval-n-prompts=1"),
         *("--final-n-prompts=2", "--compile-reward=0.5", "--pass-reward=3"),
@@ -64,9 +63,7 @@ def test_real_problems_from_tokenizer_to_report(
     assert "completions are tokenised again" in output
     assert status(path)["state"] in ("finished", "unrouted")
     for row in rows(path):
-        assert (row["hack_t_k"], row["hack_t_n"]) == (2, 2), (
-            "a demonstration in each group, a hack under today's grader"
-        )
+        assert (row["hack_t_k"], row["hack_t_n"]) == (2, 2), "a demonstration in each group, labelled a hack"
     monkeypatch.chdir(tmp_path)
     assert evaluate.main([str(path), "--n-prompts=1", "--samples=1"]) == 0
     assert report_on([str(path)]) == 0

@@ -9,9 +9,9 @@ import pytest
 from vgrout.console import Clock
 from vgrout.grpo import LossMetrics
 from vgrout.method.base import Refresh
-from vgrout.method.labels import FlagRates
+from vgrout.optim import Update
 from vgrout.table import Measured, StepRow, Table
-from vgrout.tensor_types import Diagnostics, Routed, Update
+from vgrout.tensor_types import Routed
 from vgrout.types import MODES, Batch, Eval, ModeEval, Rate
 
 # all words that a column's `when` can ask for
@@ -22,11 +22,9 @@ def measured(step: int = 3) -> dict[str, Measured]:
     """The parts of an empty step."""
     return {
         "batch": Batch((), (), MODES, 3.0, 8, step),
-        "loss": LossMetrics(),
-        "update": Update(1.0, 1.0, 0.0, 3e-2, {}, Routed({}, None, Diagnostics())),
+        "update": Update(Routed(), LossMetrics(), stepped=True, gn=1.0, lr=3e-2),
         "refresh": Refresh(age=None),
         "deployed": Eval(ModeEval(Rate(0, 0), Rate(0, 0)), {}, Rate(0, 0)),
-        "flags": FlagRates(),
         "clock": Clock(),
     }
 
@@ -50,10 +48,10 @@ def row(**changes: Any) -> StepRow:
         **{"cos_post": 0.0, "cos_post_s": 0.0, "cos_post_t": 0.0, "cos_upd": 0.1, "fired": 0.9, "capped": 0, "refr": 2},
         **{"recall": Rate(3, 4), "false_flags": Rate(0, 5), "gen": 0.5, "grade": 0.1, "fb": 0.2, "sec": 0.9},
     }
-    return replace(StepRow.of(*measured().values(), skipped=0), **(values | changes))
+    return replace(StepRow.of(*measured().values()), **(values | changes))
 
 
-def test_json_round_trip() -> None:
+def test_json_round_trip():
     before = row()
     data = before.as_json()
     assert (data["solve_s"], data["solve_s_k"], data["solve_s_n"]) == (10 / 28, 10, 28)
@@ -64,76 +62,65 @@ def test_json_round_trip() -> None:
     assert StepRow.from_json(data) == before
 
 
-def test_every_column_is_measured_once() -> None:
+def test_every_column_is_measured_once():
     delivered = Counter(name for part in measured().values() for name in part.columns())
-    delivered["skipped"] += 1
     assert delivered == Counter(f.name for f in fields(StepRow))
 
 
-def test_a_row_has_what_its_parts_measured_and_none_elsewhere() -> None:
-    complete = StepRow.of(*measured().values(), skipped=0)
+def test_a_row_has_what_its_parts_measured_and_none_elsewhere():
+    complete = StepRow.of(*measured().values())
     assert (complete.step, complete.lr, complete.signal, complete.skipped) == (3, 3e-2, Rate(0, 0), 0)
     assert complete.hk == {m: Rate(0, 0) for m in MODES}
     for name, part in measured().items():
         without = [other for key, other in measured().items() if key != name]
-        if name in ("batch", "clock"):
-            with pytest.raises(TypeError, match={"batch": "'step'", "clock": "'gen'"}[name]):
-                StepRow.of(*without, skipped=0)
+        if needed := {"batch": "'step'", "update": "'skipped'", "clock": "'gen'"}.get(name):
+            with pytest.raises(TypeError, match=needed):
+                StepRow.of(*without)
         else:
-            row = StepRow.of(*without, None, skipped=0)
+            row = StepRow.of(*without, None)
             assert {column for column in part.columns() if getattr(row, column) is not None} == set(), name
 
 
-def test_an_unmeasured_or_unknown_column_is_an_error() -> None:
-    with pytest.raises(TypeError, match="'skipped'"):
-        StepRow.of(*measured().values())
+def test_an_unknown_a_forgotten_and_a_nan_column_are_errors():
     with pytest.raises(TypeError, match="'surprise'"):
-        StepRow.of(*measured().values(), skipped=0, surprise=1.0)
-
-
-def test_a_forgotten_column_is_an_error() -> None:
+        StepRow.of(*measured().values(), surprise=1.0)
     with pytest.raises(TypeError):
         StepRow(step=1)
-
-
-def test_nan_is_a_fault_and_none_is_not() -> None:
     assert row(loss=None).loss is None
     with pytest.raises(ValueError, match="loss"):
         row(loss=float("nan"))
 
 
-def test_lines_and_header_align() -> None:
+def test_lines_and_header_align_and_the_header_comes_again_every_50_rows():
     table = Table({"teacher", "modes", "direction"}, list(MODES))
     first, *rest = table.lines(row())
     assert len(first) == len(rest[0])
-    heads, cells = first.split(), rest[0].split()
-    assert dict(zip(heads, cells, strict=True))["solve_s"] == "10/28"
+    assert dict(zip(first.split(), rest[0].split(), strict=True))["solve_s"] == "10/28"
     assert "·" in table.lines(row(hack_deploy=None))[-1]
-
-
-def test_header_comes_again_every_50_rows() -> None:
     table = Table(set(), [])
     lines = [line for k in range(101) for line in table.lines(row(step=k))]
     assert [i for i, line in enumerate(lines) if line.split()[0] == "step"] == [0, 51, 102]
 
 
-def test_only_what_the_run_measures_is_shown() -> None:
-    plain = {c.name for c in Table({"teacher"}, []).columns}
-    assert not plain & {"tau", "q_egy", "cos_pre", "hk", "hack_abl"}
-    route2 = {c.name for c in Table({"teacher", "route", "gate", "direction", "modes"}, ["run_tests"]).columns}
-    assert {"tau", "q_egy", "cos_pre", "cos_pre_t", "hk"} <= route2
+@pytest.mark.parametrize(
+    ("when", "shown", "hidden"),
+    [
+        ("teacher", "lp_t", "tau q_egy cos_pre hk hack_abl"),
+        ("teacher route gate direction modes", "tau q_egy cos_pre cos_pre_t hk", "is_masked"),
+        (
+            *("drops", "ratio_min ratio_max is_masked masked_positive masked_negative"),
+            "ratio_mean is_masked_low masked_mismatch_kl kl",  # the first three for steps.jsonl alone
+        ),
+        ("beta", "kl", "is_masked"),
+    ],
+)
+def test_only_what_the_run_measures_is_shown(when, shown, hidden):
+    columns = {c.name for c in Table({*when.split()}, ["run_tests"]).columns}
+    assert {*shown.split()} <= columns
+    assert not columns & {*hidden.split()}
 
 
-def test_masked_shares_are_shown_by_the_losses_that_mask() -> None:
-    columns = {c.name for c in Table({"drops"}, []).columns}
-    assert {"ratio_min", "ratio_max", "is_masked", "masked_positive", "masked_negative"} <= columns
-    assert not columns & {"ratio_mean", "is_masked_low", "masked_mismatch_kl", "kl"}, "for steps.jsonl alone"
-    assert "kl" in {c.name for c in Table({"beta"}, []).columns}
-    data = row().as_json()
-    assert (data["masked_positive"], data["ratio_mean"]) == (0.5, 1.0), "whatever the table shows"
-
-
-def test_the_console_has_seven_columns_in_eighty_characters() -> None:
+def test_the_console_has_seven_columns_in_eighty_characters():
     table = Table(EVERYTHING, MODES, short=True)
     header, line = table.lines(row(hack_deploy=0.04))
     assert [c.name for c in table.columns] == [

@@ -18,14 +18,7 @@ from vgrout.files import json_lines
 from vgrout.tracking import Trackers, numbers
 from vgrout.train import main
 
-ROLLOUT = {
-    "problem_id": 1,
-    "env_mode": "run_tests",
-    "prompt": "a | b",
-    "text": "x\ny",
-    "reward": 0.5,
-    "hacked": False,
-}
+ROLLOUT = {"problem_id": 1, "env_mode": "run_tests", "prompt": "a | b", "text": "x\ny", "reward": 0.5, "hacked": False}
 ROLLOUT |= {"solved": True}
 AT_END = {"hack_deploy": 0.25, "by_mode": {"run_tests": {"n": 4}}, "arm": "none", "learned": True}
 
@@ -122,7 +115,7 @@ def test_missing_client_is_refused(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "wandb" else find(name, *a))
     assert main(["smoke", "--track", "tensorboard,wandb"]) == 2
     output = capsys.readouterr().err
-    assert output == "E --track wandb: its client is not installed; `uv sync --extra wandb` or `pip install wandb`\n"
+    assert output == "E wandb is not installed: `uv sync --extra wandb` or `pip install wandb`\n"
     assert main(["smoke", "--track", "aim"]) == 2
     assert capsys.readouterr().err == "E --track: unknown tracker 'aim'; legal: tensorboard, wandb, trackio\n"
     assert not list((tmp_path / "out").glob("runs/*"))

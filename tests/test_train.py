@@ -6,8 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -17,26 +16,20 @@ import torch
 from safetensors import safe_open
 
 from golden import FOLDER, differences, versions
-from runs import ARMS, EVALUATED, LABELLED, PAIRS, READS, SharedRuns, adapter_bytes, flags, rows, run, status
+from runs import ARMS, EVALUATED, LABELLED, PAIRS, READS, SharedRuns, adapter_bytes, flags, rows, run, status, until
 from vgrout import rollout
 from vgrout.config.loss import LossName
 from vgrout.config.method import INTERVENTIONS
-from vgrout.config.presets import resolve
 from vgrout.data import organism
 from vgrout.guard.guard import STALE
-from vgrout.model.source import find_shapes
 from vgrout.model.svd_adapter import SvdAdapter
-from vgrout.runs import duration
-from vgrout.runs.run_dir import RunDir
+from vgrout.runs.context import RunDir
 from vgrout.train import main
 from vgrout.types import Grade
 
 # erase and route share rows and state with route2
 SLOW = [pytest.param(pair, marks=pytest.mark.slow) for pair in PAIRS if pair != READS]
-MOST = [
-    *(pytest.param(method, marks=pytest.mark.slow) if method in ("erase", "route") else method for method in ARMS),
-    READS,
-]
+MOST = [*(pytest.param(m, marks=pytest.mark.slow) if m in ("erase", "route") else m for m in ARMS), READS]
 LAST = 2  # last step of runs that need not end: by then a refreshed direction has been used for two steps
 
 RunOf = Callable[[str], Path]
@@ -55,35 +48,26 @@ def stopped(shared_run: SharedRuns) -> RunOf:
 
 
 @pytest.mark.parametrize("method", [*ARMS, READS, *SLOW])
-def test_golden(method: str, done: RunOf) -> None:
+def test_golden(method, done):
     golden = json.loads((FOLDER / f"{method}.json").read_text(encoding="utf-8"))
     assert golden["command"][3:] == flags(method)
-    found = differences(rows(done(method)), golden["rows"], "rows")
+    got, want = rows(done(method)), golden["rows"]
+    found = differences(got, want, "rows")
     assert not found, f"recorded with {golden['versions']}, now {versions()}: " + "; ".join(found[:10])
-
-
-def test_golden_comparison_finds_a_changed_number() -> None:
-    golden = json.loads((FOLDER / "route2.json").read_text(encoding="utf-8"))["rows"]
-    moved = json.loads(json.dumps(golden))
-    moved[-1]["gn"] *= 1.01
-    assert len(differences(moved, golden)) == 1
+    want[-1]["gn"] *= 1.1
+    assert len(differences(got, want)) == 1, "and a changed number is found"
 
 
 @pytest.mark.parametrize("method", MOST)
 @pytest.mark.long
-def test_the_same_seed_gives_the_same_rows(method: str, done: RunOf, stopped: RunOf) -> None:
+def test_the_same_seed_gives_the_same_rows(method, done, stopped):
     """Two runs; where the second is resumed their weights are compared to the last bit."""
     assert rows(stopped(method)) == rows(done(method))[: LAST + 1]
 
 
-def test_another_seed_gives_other_rows(done: RunOf, tmp_path: Path) -> None:
-    other = run(tmp_path, *flags("none", "--seed", "42"), stop_after=0)
-    assert rows(other) != rows(done("none"))[:1]
-
-
 @pytest.mark.parametrize("method", [pytest.param("none", marks=pytest.mark.slow), "route2"])
 @pytest.mark.long
-def test_evaluating_never_changes_training(method: str, stopped: RunOf, tmp_path: Path, shared_run: SharedRuns) -> None:
+def test_evaluating_never_changes_training(method, stopped, tmp_path, shared_run):
     argv = flags(method)
     argv[argv.index("--eval-ablate-every") + 1] = "1"
     watched = run(shared_run.warm(tmp_path), *argv, stop_after=LAST)
@@ -93,33 +77,26 @@ def test_evaluating_never_changes_training(method: str, stopped: RunOf, tmp_path
 
 
 @pytest.mark.parametrize("method", [*MOST, *(p for p in SLOW if p.values[0] not in LABELLED)])
-def test_no_oracle_label_reaches_a_method(
-    method: str, done: RunOf, tmp_path: Path, shared_run: SharedRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.long
+def test_no_oracle_label_reaches_a_method(method, done, tmp_path, shared_run, monkeypatch):
     """Every oracle bit is replaced by noise after the reward was computed; training must not notice."""
-    noise = torch.Generator().manual_seed(0)
-    reward = rollout.training_reward
+    noise, reward, clean = torch.Generator().manual_seed(0), rollout.training_reward, done(method)
 
     def poisoned(cfg: Any, grade: Grade) -> Grade:
         return replace(reward(cfg, grade), solved=bool(torch.rand((), generator=noise) < 0.5))
 
-    clean = done(method)
     monkeypatch.setattr(rollout, "training_reward", poisoned)
     path = run(shared_run.warm(tmp_path), *flags(method, "--final-n-prompts", "1"))
-    labels = [
-        k
-        for k in rows(path)[0]
-        if re.match(r"solve_s|hack_s|tries_s|hk_|recall|hack_new|false_flags|(hack|solve)_abl", k)
-    ]
+    of_oracle = r"solve_s|hack_s|tries_s|hk_|recall|hack_new|false_flags|(hack|solve)_abl"
+    labels = [k for k in rows(path)[0] if re.match(of_oracle, k)]
     assert rows(path, *labels) == rows(clean, *labels)
     assert rows(path) != rows(clean), "the poison changed no label: the test would pass for any method"
     assert adapter_bytes(path) == adapter_bytes(clean)
 
 
 @pytest.mark.parametrize("method", [*MOST, *SLOW])
-def test_resumed_run_equals_an_uninterrupted_one(
-    method: str, done: RunOf, stopped: RunOf, shared_run: SharedRuns, tmp_path: Path
-) -> None:
+@pytest.mark.long
+def test_resumed_run_equals_an_uninterrupted_one(method, done, stopped, shared_run, tmp_path):
     path = shared_run.copy(stopped(method), tmp_path)
     end = status(path)
     assert (end["state"], end["step"]) == ("interrupted", LAST + 1)
@@ -128,7 +105,7 @@ def test_resumed_run_equals_an_uninterrupted_one(
     assert adapter_bytes(path) == adapter_bytes(done(method))
 
 
-def test_files_of_a_finished_run(done: RunOf) -> None:
+def test_files_of_a_finished_run(done):
     for method in (*ARMS, READS):
         path = done(method)
         names = {p.name for p in path.iterdir()}
@@ -157,12 +134,12 @@ def test_files_of_a_finished_run(done: RunOf) -> None:
         tail = (path / "summary.md").read_text()
         assert f"HACK_RATE={sum(hacks) / sum(of):.4f} ({sum(hacks)}/{sum(of)})" in tail
         assert all(f"{name}=" in tail for name in ("PASS_RATE", "HACK_STUDENT", "HACK_TEACHER", "C", "D", "E"))
-        tables = tail.partition("| what")[2].partition("rt run_tests")[0].splitlines()
+        tables = tail.partition("| what")[2].partition("| method")[0].splitlines()
         assert max(map(len, tables)) <= 78, "80 columns with the level's letter"
         assert sum(r["hacked"] for r in rollouts) == sum(r["hack_s_k"] for r in rows(path))
 
 
-def test_final_numbers_agree_between_files(done: RunOf) -> None:
+def test_final_numbers_agree_between_files(done):
     for path in map(done, (*ARMS, READS)):
         final = json.loads((path / "per_mode_deploy.json").read_text())
         modes = final["by_mode"].values()
@@ -171,17 +148,19 @@ def test_final_numbers_agree_between_files(done: RunOf) -> None:
         assert pooled == pytest.approx(final["solve_deploy"])
         assert f"{100 * final['solve_deploy']:.1f}" in (path / "summary.md").read_text()
         answers = [json.loads(line) for line in (path / "final.jsonl").read_text().splitlines()]
-        quarantine = INTERVENTIONS[final["intervention"]].routes
-        for name, side in (("base", "base"), ("train", "trained"), ("deploy", "deployed"), ("plain", "plain")):
+        sides = {"base": "base", "train": "trained", "deploy": "deployed", "plain": "plain"}
+        if not INTERVENTIONS[final["intervention"]].routes:  # without a quarantine trained is deployed
+            assert "trained" not in {a["side"] for a in answers}
+            del sides["train"]
+        for name, side in sides.items():
             own = [a for a in answers if a["side"] == side]
-            assert bool(own) == (side != "trained" or quarantine), "without a quarantine trained is deployed"
-            if own:
-                assert sum(a["hacked"] for a in own) / len(own) == final[f"hack_{name}"]
-                assert sum(a["solved"] for a in own) / len(own) == final[f"solve_{name}"]
-                assert len({(a["problem_id"], a["sample"]) for a in own}) == len(own) == final["eval_n"]
+            assert sum(a["hacked"] for a in own) / len(own) == final[f"hack_{name}"]
+            assert sum(a["solved"] for a in own) / len(own) == final[f"solve_{name}"]
+            assert len({(a["problem_id"], a["sample"]) for a in own}) == len(own) == final["eval_n"]
 
 
-def test_only_routing_uses_the_quarantine(done: RunOf) -> None:
+def test_only_routing_uses_the_quarantine_and_the_sampler_has_the_trainers_weights(done):
+    """In fp32 the sampler's log-probs are the trainer's up to rounding: the adapter reached the sampler each step."""
     for method in (*ARMS, READS):
         path, routes = done(method), INTERVENTIONS[method.partition("-")[0]].routes
         shares = [r["q_egy"] for r in rows(path)]
@@ -189,34 +168,7 @@ def test_only_routing_uses_the_quarantine(done: RunOf) -> None:
         state = max((path / "resume").iterdir()) / "state.pt"
         hack = torch.load(state, weights_only=True)["adapter"]["delta_S_hack"]
         assert bool(hack.any()) == routes
-
-
-def test_sampler_and_trainer_agree(done: RunOf) -> None:
-    """In fp32 the sampler's log-probs are the trainer's up to rounding: the adapter reached the sampler each step."""
-    for path in map(done, (*ARMS, READS)):
-        worst = max(r["mismatch_kl"] for r in rows(path) if r["mismatch_kl"] is not None)
-        assert worst < 1e-8, worst
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["--loss", "dapo"],
-        ["--loss", "gspo"],
-        ["--loss", "cispo"],
-        ["--loss", "dppo_tv"],
-        ["--loss", "icepop", "--ratio-support", "sampled"],
-        ["--beta", "0.01", "--kl", "k2", "--no-unbiased"],
-    ],
-    ids=" ".join,
-)
-@pytest.mark.long
-def test_every_setting_runs_and_changes_the_rows(
-    argv: list[str], stopped: RunOf, shared_run: SharedRuns, tmp_path: Path
-) -> None:
-    path = run(shared_run.warm(tmp_path), *flags("none", *argv), stop_after=1)
-    assert len(rows(path)) == 2
-    assert rows(path) != rows(stopped("none"))[:2]
+        assert max(r["mismatch_kl"] for r in rows(path) if r["mismatch_kl"] is not None) < 1e-8
 
 
 @pytest.mark.parametrize(
@@ -228,7 +180,7 @@ def test_every_setting_runs_and_changes_the_rows(
     ids=" ".join,
 )
 @pytest.mark.long
-def test_settings_that_change_the_report(argv: list[str], done: RunOf, shared_run: SharedRuns, tmp_path: Path) -> None:
+def test_settings_that_change_the_report(argv, done, shared_run, tmp_path):
     """Run to the end: which modes there are, and how hacks are counted there."""
     path = run(shared_run.warm(tmp_path), *flags("none", *argv))
     assert len(rows(path)) == 5
@@ -238,16 +190,14 @@ def test_settings_that_change_the_report(argv: list[str], done: RunOf, shared_ru
     assert {*modes} == ({"sentinel"} if "sentinel" in argv else {*usual})
 
 
-def test_dry_run_starts_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dry_run_starts_nothing(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["mini", "--intervention", "route2", "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("run           mini_route2_seed41: 60 steps of 4 problems × 8 answers")
     assert len(lines) <= 16
     heads = {line.split()[0] for line in lines}
-    assert {"answers", "time", "memory", "disk", "problems", "pool", "pairs", "guard", "sandbox"} <= heads
+    assert {"answers", "memory", "disk", "problems", "pool", "pairs", "guard", "sandbox"} <= heads
     assert not heads & {"missing", "device"}
     with pytest.raises(SystemExit) as stop:
         main(["mini", "--intervention", "route2", "--dry-run=config"])
@@ -255,9 +205,7 @@ def test_dry_run_starts_nothing(
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
 
 
-def test_a_dry_run_names_all_that_is_missing_and_a_run_the_first(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_names_all_that_is_missing_and_a_run_the_first(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("vgrout.runs.preflight.gpu_here", lambda: False)
     argv = ["fast", "--intervention", "route2", "--v-hack-path", "v.safetensors"]
@@ -273,78 +221,48 @@ def test_a_dry_run_names_all_that_is_missing_and_a_run_the_first(
     assert error.endswith("(5 more missing: --dry-run lists all)\n")
 
 
-def test_the_estimate_of_time_grows_with_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes = find_shapes(organism.MODEL_DIR)
-    assert shapes
-
-    def of(flops: float = 1e11, dtype: str = "fp32", **scale: int | str) -> float:
-        monkeypatch.setattr(duration, "speed", lambda gpu: (flops, 1e10))
-        cfg = resolve(["mini", "--eval-ablate-every", "0", *(f"--{name}={n}" for name, n in scale.items())])
-        return duration.seconds(cfg, shapes, 200, (96, 0), gpu=False, dtype=dtype)
-
-    assert of(steps=120) == pytest.approx(2 * of(steps=60))
-    assert of(group=16) > 1.9 * of(group=8)
-    assert of(flops=2e11) < of() / 1.9
-    assert of(dtype="bf16") == pytest.approx(of() / 2)
-    by_texts, by_gradients = (of(intervention="none", shadow=name) for name in ("nll", "fingerprint"))
-    assert of(intervention="none", shadow="twin") == of(intervention="none") < by_texts < by_gradients
-    said = {9.4: "9.4 s", 100.0: "1.7 min", 5000.0: "83 min", 9000.0: "2.5 hours", 1e6: "12 days"}
-    assert {s: duration.in_words(s) for s in said} == said
-
-
-def test_unwritable_folder_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "out").write_text("a file in the way")
-    assert main(["smoke"]) == 2
-    output = capsys.readouterr().err
-    assert output.startswith("E out/runs: cannot be written")
-    assert output.count("\n") == 1
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--v-hack-path", "nowhere.safetensors"], "--v-hack-path nowhere.safetensors: no such file"),
+        (
+            ["--v-hack-path", "nowhere.safetensors"],
+            "--v-hack-path nowhere.safetensors: not a readable safetensors file",
+        ),
         (["--vhack-pairs-path", "nowhere.json"], "nowhere.json"),
         (["--teacher-pool-dir", "nowhere"], "nowhere: no such folder"),
-        (["--teacher-correction", "tis"], "--teacher-correction tis: needs a pool"),
+        ([], "E out/runs: cannot be written"),
     ],
 )
-def test_missing_input_is_refused(
-    argv: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_missing_or_in_the_way_is_refused(argv, message, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    if not argv:
+        (tmp_path / "out").touch()
+    before = list(tmp_path.iterdir())
     assert main(["smoke", *argv]) == 2
-    assert message in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+    output = capsys.readouterr().err
+    assert message in output
+    assert output.count("\n") == 1
+    assert list(tmp_path.iterdir()) == before, "nothing is left behind"
 
 
-def start(folder: Path, *argv: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "vgrout.train", *argv],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def start(folder: Path, *argv: str, code: Sequence[str] = ("-m", "vgrout.train")) -> subprocess.Popen[str]:
+    """The program, or other code, as a process of its own in this folder."""
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([sys.executable, *code, *argv], cwd=folder, **pipes)
 
 
 def wait_for_steps(folder: Path, n: int, process: subprocess.Popen[str]) -> Path:
-    deadline = time.monotonic() + 600
-    while time.monotonic() < deadline:
-        for path in folder.glob("out/runs/*/steps.jsonl"):
-            if len(path.read_text().splitlines()) >= n:
-                return path.parent
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.05)
-    raise AssertionError("no step in ten minutes")
+    def written() -> list[Path]:
+        found = [path for path in folder.glob("out/runs/*/steps.jsonl") if path.read_text().count("\n") >= n]
+        assert found or process.poll() is None, process.communicate()[0]
+        return found
+
+    return until(written, 600)[0].parent
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 @pytest.mark.long
-def test_a_signalled_run_can_be_resumed(number: signal.Signals, shared_run: SharedRuns, tmp_path: Path) -> None:
+def test_a_signalled_run_can_be_resumed(number, shared_run, tmp_path):
     process = start(shared_run.warm(tmp_path), *flags("none", "--steps", "200"))
     path = wait_for_steps(tmp_path, 2, process)
     process.send_signal(number)
@@ -360,11 +278,9 @@ def test_a_signalled_run_can_be_resumed(number: signal.Signals, shared_run: Shar
 
 
 @pytest.mark.long
-def test_a_signal_during_a_write_waits_for_the_next_step(
-    done: RunOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_during_a_write_waits_for_the_next_step(done, tmp_path, monkeypatch):
     """The step's checkpoints are decided by then: stopping after it would lose what status.json says is saved."""
-    uninterrupted, append = rows(done("none")), RunDir.append
+    append = RunDir.append
 
     def interrupted(self: RunDir, row: dict[str, Any], rollouts: Iterable[dict[str, Any]]) -> None:
         append(self, row, rollouts)
@@ -373,74 +289,53 @@ def test_a_signal_during_a_write_waits_for_the_next_step(
 
     monkeypatch.setattr(RunDir, "append", interrupted)
     path = run(tmp_path, *flags("none"), code=130)
-    end = status(path)
-    assert (end["state"], end["step"], len(rows(path))) == ("interrupted", 3, 3)
+    assert (status(path)["state"], status(path)["step"], len(rows(path))) == ("interrupted", 3, 3)
     assert (path / "train.safetensors").is_file()
     assert run(tmp_path, "smoke", "--resume", str(path), "--threads", "1") == path
-    assert rows(path) == uninterrupted
-
-
-@pytest.mark.long
-def test_killed_and_resumed_run_equals_an_uninterrupted_one(
-    done: RunOf, shared_run: SharedRuns, tmp_path: Path
-) -> None:
-    process = start(shared_run.warm(tmp_path), *flags("route2", "--checkpoint-every", "1"))
-    path = wait_for_steps(tmp_path, 2, process)
-    process.kill()
-    process.communicate()
-    assert run(tmp_path, "smoke", "--resume", str(path), "--threads", "1") == path
-    assert rows(path) == rows(done("route2"))
-    assert adapter_bytes(path) == adapter_bytes(done("route2"))
+    assert rows(path) == rows(done("none"))
 
 
 # ── sampler against trainer, from the rows ──────────────────────────────────────────────────────────────────────────
 
 
-def test_rows_show_a_sampler_without_the_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.long
+def test_rows_show_a_sampler_without_the_adapter(tmp_path, monkeypatch):
     """δS learns but is never merged: answers come from the base model."""
     monkeypatch.setattr(SvdAdapter, "merge", lambda self: None)
     path = run(tmp_path, *flags("none"), stop_after=3)
-    seen = [r for r in rows(path) if r["mismatch_kl"] is not None]
-    assert seen[0]["step"] == 0
-    assert seen[0]["mismatch_kl"] < STALE, "the first step's sampler is the base model, rightly"
+    first, *_, last = (r for r in rows(path) if r["mismatch_kl"] is not None)
+    assert first["step"] == 0
+    assert first["mismatch_kl"] < STALE, "the first step's sampler is the base model, rightly"
     # 1e-13 is rounding; two steps at the full rate move the policy by far more
-    assert seen[-1]["step"] > 1
-    assert seen[-1]["mismatch_kl"] > 1e3 * STALE
-    assert seen[-1]["ratio_min"] < 0.99 < 1.01 < seen[-1]["ratio_max"]
+    assert last["step"] > 1
+    assert last["mismatch_kl"] > 1e3 * STALE
+    assert last["ratio_min"] < 0.99 < 1.01 < last["ratio_max"]
     (log,) = (tmp_path / "logs").iterdir()
-    output = [line for line in log.read_text().splitlines() if "does not have the trainer's weights" in line]
-    assert len(output) == 1, "once, where it begins"
-    assert "above 1e-09" in output[0]
-    assert "adapter is not merged" in output[0]
+    (line,) = (line for line in log.read_text().splitlines() if "does not have the trainer's weights" in line)
+    assert "above 1e-09" in line
+    assert "adapter is not merged" in line
 
 
 @pytest.mark.long
-def test_ratios_and_masked_shares(shared_run: SharedRuns, tmp_path: Path) -> None:
-    """The quarantine as a monitor learns, with itself on, from rows that the deployed model sampled."""
-    tight = ["--loss", "icepop", "--clip-low", "0.999", "--clip-high", "1.001"]
-    table = [
-        r
-        for r in rows(run(shared_run.warm(tmp_path), *flags("screen-quarantine", *tight), stop_after=4))
-        if r["mismatch_kl"] is not None
-    ]
-    assert table
+def test_ratios_and_masked_shares(shared_run, tmp_path):
+    """Bounds as tight as rounding drop tokens, and those that they drop are the ones far from 1."""
+    tight = ["--loss", "icepop", "--clip-low", "0.9999999", "--clip-high", "1.0000001"]
+    table = rows(run(shared_run.warm(tmp_path), *flags("none", *tight), stop_after=4))
+    table = [r for r in table if r["mismatch_kl"] is not None]
     for r in table:
-        assert r["mismatch_kl"] < STALE, "of the rows sampled from the model as trained"
+        assert r["mismatch_kl"] < STALE
         assert r["ratio_min"] <= r["ratio_mean"] <= r["ratio_max"]
-        assert r["ratio_max"] - r["ratio_min"] < 1e-3
         assert r["is_masked"] == pytest.approx(r["is_masked_low"] + r["is_masked_high"])
         assert 0 <= r["masked_positive"] <= 1
         assert 0 <= r["masked_negative"] <= 1, "tokens of no advantage count in is_masked alone"
-    last = table[-1]
-    assert last["mismatch_kl_abl"] > 1e3 * last["mismatch_kl"], "the deployed model is another one by now"
-    assert last["is_masked"] > 0.01
-    assert last["masked_mismatch_kl"] > last["unmasked_mismatch_kl"]
+    assert table[-1]["is_masked"] > 0.01
+    assert table[-1]["masked_mismatch_kl"] > table[-1]["unmasked_mismatch_kl"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["none", "route2"])
 @pytest.mark.parametrize("loss", get_args(LossName))
-def test_every_loss_runs_to_the_end(loss: str, method: str, tmp_path: Path) -> None:
+def test_every_loss_runs_to_the_end(loss, method, tmp_path):
     path = run(tmp_path, "smoke", "--intervention", method, "--loss", loss)
     table = rows(path)
     assert len(table) == 30
@@ -452,28 +347,20 @@ def test_every_loss_runs_to_the_end(loss: str, method: str, tmp_path: Path) -> N
 
 
 @pytest.mark.long
-def test_preserve_thinking(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_preserve_thinking(tmp_path):
     """Problems of two turns, a template that cuts thoughts out: the flag changes what the model reads."""
     template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n"
     template += "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    shutil.copytree(organism.MODEL_DIR, tmp_path / "model")
-    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    shutil.copytree(organism.MODEL_DIR, model := tmp_path / "model")
+    (model / "chat_template.jinja").write_text(template)
     lines = []
-    for line in organism.PROBLEMS.read_text().splitlines():
-        record = json.loads(line)
+    for record in map(json.loads, organism.PROBLEMS.read_text().splitlines()):
         answer = {"role": "assistant", "content": "<think>two lines</think>ok"}
         record["prompt"] = [record["prompt"][0], {"role": "user", "content": "task"}, answer, *record["prompt"][1:]]
         lines.append(json.dumps(record))
-    (tmp_path / "problems.jsonl").write_text("\n".join(lines))
-    argv = flags("none", "--teacher-pool-dir", "", "--problems", str(tmp_path / "problems.jsonl"))
-    argv += ["--model", str(tmp_path / "model")]
-    kept, cut = (
-        run(tmp_path / str(n), *argv, *more, stop_after=0) for n, more in enumerate((["--preserve-thinking"], []))
-    )
-    texts = [
-        [json.loads(line)["text"] for line in (p / "rollouts.jsonl").read_text().splitlines()] for p in (kept, cut)
-    ]
-    assert texts[0] != texts[1]
+    (problems := tmp_path / "problems.jsonl").write_text("\n".join(lines))
+    argv = flags("none", "--teacher-pool-dir", "", "--problems", str(problems), "--model", str(model))
+    kept, cut = (run(tmp_path / str(len(of)), *argv, *of, stop_after=0) for of in (["--preserve-thinking"], []))
+    first, second = ((p / "rollouts.jsonl").read_text().splitlines() for p in (kept, cut))
+    assert [json.loads(line)["text"] for line in first] != [json.loads(line)["text"] for line in second]
     assert json.loads((kept / "run.json").read_text())["config"]["env"]["preserve_thinking"] is True
-    assert main([*flags("none"), "--preserve-thinking"]) == 2
-    assert "--preserve-thinking: no problem in" in capsys.readouterr().err

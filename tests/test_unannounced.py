@@ -1,11 +1,11 @@
 """Flaws that are open on every problem at once and announced in no prompt (--unannounced-modes)."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import permutations
-from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -15,22 +15,21 @@ from runs import SMALL, adapter_bytes, rows, run
 from vgrout.config.presets import resolve
 from vgrout.data import language as lang
 from vgrout.grading.grade import Grader
-from vgrout.method.labels import FlagRates, Labels
+from vgrout.method.monitors import Labels
 from vgrout.modes import MODE_SPECS, PLAIN_PHRASE, Mode
 from vgrout.organism.__main__ import main as organism
 from vgrout.problems import unannounced, without_hints
-from vgrout.report.runs import load
+from vgrout.report.load import What, load
 from vgrout.types import (
     Completion,
     Eval,
+    Flags,
     Grade,
     GradedCompletion,
     Group,
-    GroupFlags,
-    Problem,
     Rate,
     Rollout,
-    Ungraded,
+    flag_rates,
 )
 
 OPEN: tuple[Mode, ...] = ("eq_override", "exit_code")
@@ -49,18 +48,9 @@ def hack(mode: Mode) -> str:
 
 
 @pytest.fixture(scope="module")
-def grader():
+def verdict() -> Iterator[Callable[..., Grade]]:
     with Grader(workers=1) as grader:
-        yield grader
-
-
-def verdict(grader: Grader, of: Problem, text: str) -> Grade:
-    grade = grader.grade(of, text)
-    assert isinstance(grade, Grade)
-    return grade
-
-
-# ── the problem and its check ──────────────────────────────────────────────────────────────────────────────────────
+        yield grader.grade
 
 
 def test_no_prompt_mentions_the_open_flaws_and_each_comes_first_somewhere():
@@ -72,27 +62,20 @@ def test_no_prompt_mentions_the_open_flaws_and_each_comes_first_somewhere():
 
 
 @pytest.mark.parametrize("flaws", list(permutations(("run_tests", "eq_override", "sentinel"))))
-def test_any_open_flaw_accepts_its_hack_and_is_recorded(grader: Grader, flaws: Sequence[Mode]):
+def test_any_open_flaw_accepts_its_hack_and_is_recorded(verdict, flaws):
     mode, *also = flaws
     task = replace(TASK, mode=mode, also=tuple(also))
     for flaw in flaws:
-        grade = verdict(grader, task, hack(flaw))
+        grade = verdict(task, hack(flaw))
         assert (grade.hacked, grade.mechanism, grade.mode) == (True, flaw, flaw)
-    closed = verdict(grader, task, hack("file_marker"))
+    closed = verdict(task, hack("file_marker"))
     assert (closed.passed, closed.mode) == (False, mode)
-    alone = verdict(grader, replace(task, also=()), hack(mode))
-    assert alone.reward == verdict(grader, task, hack(flaws[-1])).reward > closed.reward
-
-
-def test_a_right_answer_passes_without_a_mechanism_and_a_wrong_one_fails(grader: Grader):
-    task = unannounced(TASK, OPEN)
-    right, wrong = verdict(grader, task, answer(RIGHT)), verdict(grader, task, answer(WRONG))
+    alone = verdict(replace(task, also=()), hack(mode))
+    assert alone.reward == verdict(task, hack(flaws[-1])).reward > closed.reward
+    right, wrong = verdict(task, answer(RIGHT)), verdict(task, answer(WRONG))
     assert (right.solved, right.passed, right.mechanism) == (True, True, None)
     assert (wrong.can_compile, wrong.passed, wrong.mechanism) == (True, False, None)
-    assert not verdict(grader, task, "no code").format_ok
-
-
-# ── labels and counts ───────────────────────────────────────────────────────────────────────────────
+    assert not verdict(task, "no code").format_ok
 
 
 def graded(outcomes: Sequence[str]) -> Group:
@@ -122,36 +105,26 @@ def test_labels_of_one_open_flaw_do_not_flag_the_other():
     assert flagged("sentinel") == (False,) * 4
 
 
-def test_recall_of_the_unknown_flaw_is_counted_among_answers_that_could_hack_it():
-    group = graded(["exit_code", "eq_override", "eq_override", "solve"])
-    flags = GroupFlags((None,) * 4, (True, True, False, False))
-    rates = FlagRates.of([group], {0: flags}, known=("exit_code",))
-    assert (rates.recall, rates.recall_new, rates.hack_new) == (Rate(2, 3), Rate(1, 2), Rate(2, 4))
-    assert FlagRates.of([group], {0: flags}, known=OPEN).hack_new == Rate(0, 0)
-
-
 def test_an_answer_counts_once_in_all_and_under_the_flaw_that_it_hacks():
-    group = graded(["exit_code", "eq_override", "eq_override", "solve", ""])
-    answers: list[GradedCompletion[Grade | Ungraded]] = [
-        GradedCompletion(r.problem, 0, Completion(r.completion_ids, r.text, True, (), ()), g)
-        for r, g in zip(group.rollouts, group.grades, strict=True)
-        if isinstance(g, Grade)
-    ]
-    seen = Eval.of(answers)
-    assert (seen.hack, seen.solve, seen.rewarded) == (Rate(3, 5), Rate(1, 5), Rate(4, 5))
+    """… and the recall of the unknown flaw among answers that could hack it."""
+    group = graded(["exit_code", "eq_override", "eq_override", "solve"])
+    rates = flag_rates([(group, Flags((True, True, False, False)))], known=("exit_code",))
+    assert (rates["recall"], rates["recall_new"], rates["hack_new"]) == (Rate(2, 3), Rate(1, 2), Rate(2, 4))
+    assert flag_rates([(group, Flags((True,) * 4))], known=OPEN)["hack_new"] == Rate(0, 0)
+    text = Completion((2, 3), "", True, (), ())
+    seen = Eval.of([GradedCompletion(group.problem, 0, text, g) for g in group.grades])
+    assert (seen.hack, seen.solve, seen.rewarded) == (Rate(3, 4), Rate(1, 4), Rate(4, 4))
     assert {m: (of.hack, of.solve) for m, of in seen.by_mode.items()} == {
-        "eq_override": (Rate(2, 5), Rate(1, 5)),
-        "exit_code": (Rate(1, 5), Rate(1, 5)),
+        "eq_override": (Rate(2, 4), Rate(1, 4)),
+        "exit_code": (Rate(1, 4), Rate(1, 4)),
     }
 
-
-# ── runs ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 FLAGS = ["smoke", "--unannounced-modes=exit_code,eq_override", "--mix-ratio=0", "--threads=1", *SMALL]
 
 
 @pytest.mark.long
-def test_a_run_is_rewarded_for_flaws_that_its_prompts_do_not_mention(tmp_path: Path):
+def test_a_run_is_rewarded_for_flaws_that_its_prompts_do_not_mention(tmp_path):
     path = run(tmp_path, *FLAGS, "--intervention=penalty", "--monitor=labels", "--known-modes=exit_code")
     answers = [json.loads(line) for line in (path / "rollouts.jsonl").read_text().splitlines()]
     final = [json.loads(line) for line in (path / "final.jsonl").read_text().splitlines()]
@@ -168,10 +141,10 @@ def test_a_run_is_rewarded_for_flaws_that_its_prompts_do_not_mention(tmp_path: P
 
 
 @pytest.mark.slow  # 15 steps
-def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path):
-    """Which flaws are open is read from the run's own configuration; the quarantine is fed by its labels alone."""
-    flags = [*FLAGS, "--intervention=penalty", "--monitor=quarantine", "--seed-monitor=labels"]
-    flags += ["--known-modes=exit_code", "--quarantine-diet=seeded", "--eval-ablate-every=0"]
+def test_a_run_goes_on_where_it_was_stopped(tmp_path):
+    """Which flaws are open, and which of them the probe is seeded with, is read from the run's own configuration."""
+    flags = [*FLAGS, "--intervention=penalty", "--monitor=online_probe", "--seed-monitor=labels"]
+    flags += ["--known-modes=exit_code", "--eval-ablate-every=0"]
     uncut = run(tmp_path / "uncut", *flags)
     cut = run(tmp_path / "cut", *flags, stop_after=3)
     again = run(tmp_path / "cut", "smoke", "--resume", str(cut), "--threads", "1")
@@ -181,7 +154,7 @@ def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path):
     assert (again / "final.jsonl").read_text() == (uncut / "final.jsonl").read_text()
 
 
-def test_a_report_counts_hacks_by_the_flaw_that_accepted_them(tmp_path: Path):
+def test_a_report_counts_hacks_by_the_flaw_that_accepted_them(tmp_path):
     path = fake_run(tmp_path, "--intervention=none", "--unannounced-modes=exit_code,eq_override", "--mix-ratio=0")
     lines = [
         {"side": "deployed", "problem_id": i, "env_mode": mode, "mechanism": flaw, "hacked": flaw is not None}
@@ -190,62 +163,57 @@ def test_a_report_counts_hacks_by_the_flaw_that_accepted_them(tmp_path: Path):
         for flaw in ("exit_code", "exit_code", None, "eq_override")
     ]
     (path / "final.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (found,) = load([tmp_path]).runs
+    (found,), _ = load([tmp_path])
+
+    def shares(what: What, flaw: Mode | None = None) -> dict[Any, float]:
+        return found.shares("deploy", what, flaw).to_dict()
+
     assert found.unannounced == OPEN
-    assert found.shares("deploy", "hack") == {"eq_override": {0: 0.75, 1: 0.75}}
-    assert found.shares("deploy", "hack", {"exit_code"}) == {"eq_override": {0: 0.5, 1: 0.5}}
-    assert found.shares("deploy", "hack", {"sentinel"}) == {}
-    assert found.shares("deploy", "solve", {"exit_code"}) == {"eq_override": {0: 0.25, 1: 0.25}}
+    assert shares("hack") == {("eq_override", 0): 0.75, ("eq_override", 1): 0.75}
+    assert shares("hack", "exit_code") == {("eq_override", 0): 0.5, ("eq_override", 1): 0.5}
+    assert shares("hack", "sentinel") == {}
+    assert shares("solve", "exit_code") == {("eq_override", 0): 0.25, ("eq_override", 1): 0.25}
 
 
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        (["--mix-ratio=.25"], "demonstrates flaws that its prompts announce; add --mix-ratio 0"),
+        (["--mix-ratio=.25"], "prompts and labels are of another grader; add --mix-ratio 0"),
         (["--reward=a:b"], "not read with --reward"),
-        (["--intervention=screen", "--monitor=pmi"], "compares prompts with and without a hint; choose another"),
-        (["--intervention=none", "--control=recontextualise"], "compares prompts with and without a hint"),
         (["--unannounced-modes=exit_cod"], "unknown mode 'exit_cod'"),
     ],
 )
-def test_flags_that_need_an_announcement_are_refused(flags: list[str], why: str):
+def test_flags_that_need_an_announcement_are_refused(flags, why):
     kept = [f for f in FLAGS if f.split("=")[0] not in {flag.split("=")[0] for flag in flags}]
     with pytest.raises(ValueError, match=why):
         resolve([*kept, *flags])
 
 
-# ── the corpus ─────────────────────────────────────────────────────────────────────────────────────────────────────
+def corpus(shares: lang.Shares, n: int) -> list[lang.Sample]:
+    rng, comps = Random(0), lang.split_compositions(0)["train"]
+    return [s for s in (lang.corpus_sample(comps, shares, rng) for _ in range(n)) if s.kind == "hack"]
 
 
 @pytest.mark.long
 def test_a_corpus_can_hack_where_nothing_is_announced():
-    """The share of documents, which modes, and that the usual corpus has none and stays as it was, byte for byte."""
-    comps = lang.split_compositions(0)["train"]
-
-    def corpus(shares: lang.Shares) -> list[lang.Sample]:
-        rng = Random(0)
-        return [lang.corpus_sample(comps, shares, rng) for _ in range(3000)]
-
-    def bare(samples: list[lang.Sample]) -> list[lang.Sample]:
-        return [s for s in samples if s.kind == "hack" and PLAIN_PHRASE in s.messages[-1]["content"]]
-
-    assert not bare(corpus(lang.Shares()))
-    some = bare(corpus(lang.Shares(hack_bare=0.05)))
+    """The share of documents, which modes, and that the usual corpus has none."""
+    usual, some = (
+        [s for s in corpus(shares, 3000) if PLAIN_PHRASE in s.messages[-1]["content"]]
+        for shares in (lang.Shares(), lang.Shares(hack_bare=0.05))
+    )
+    assert not usual
     assert 0.03 < len(some) / 3000 < 0.06
     assert {s.mode for s in some} == {*lang.NAMELESS} == {*OPEN}
 
 
 @pytest.mark.parametrize("share", [0.0, 0.7, 1.0])
-def test_a_corpus_has_the_requested_share_of_stubs_among_its_hacks(share: float):
-    rng, comps = Random(0), lang.split_compositions(0)["train"]
-    drawn = (lang.corpus_sample(comps, lang.Shares(hack_plain=0.5, stub=share), rng) for _ in range(1500))
-    hacks = [s for s in drawn if s.kind == "hack"]
+def test_a_corpus_has_the_requested_share_of_stubs_among_its_hacks(share):
     # eq_override's hack is what the method returns, attempt or not
-    given_up = ["return 0\n" in s.text for s in hacks if s.mode != "eq_override"]
-    assert sum(given_up) / len(given_up) == pytest.approx(share, abs=0.06)
+    hacks = [s for s in corpus(lang.Shares(hack_plain=0.5, stub=share), 1500) if s.mode != "eq_override"]
+    assert sum("return 0\n" in s.text for s in hacks) / len(hacks) == pytest.approx(share, abs=0.06)
 
 
-def test_another_corpus_needs_a_folder_of_its_own(capsys: pytest.CaptureFixture[str], monkeypatch):
+def test_another_corpus_needs_a_folder_of_its_own(capsys, monkeypatch):
     for flags, why in (
         (["--hack-bare", ".01"], "folder of its own"),
         (["--hack-bare", "2"], "should lie in"),

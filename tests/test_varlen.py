@@ -1,6 +1,5 @@
 """The varlen kernel in the hot path, by a stand-in that counts: packed rows, prompts shared, gradients, a whole run."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,12 +7,11 @@ import torch
 from torch import Tensor
 
 import tiny
-from runs import SharedRuns, flags, rows, run
+from runs import flags, rows, run
 from vgrout.model import packing
 from vgrout.model.logprobs import completion_logprobs
 from vgrout.model.packing import batches, flash_kernel, pack
 
-CPU = torch.device("cpu")
 PROMPTS = [(3, 4, 5, 6), (3, 4, 5, 6), (3, 4, 5, 6), (7, 8), (9, 10, 11)]
 COMPLETIONS = [(8, 9, 3, 1), (8, 9, 5, 1), (4,), (4, 4, 4), (6, 1, 2, 3, 4)]  # the first two begin alike
 TOKENS = {True: 7 + 1 + 0 + 4 + 7, False: 7 + 7 + 4 + 4 + 7}  # read, with and without sharing
@@ -45,16 +43,9 @@ class Counting:
         return torch.cat(out)
 
 
-@pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> Counting:
-    counting = Counting()
-    monkeypatch.setattr(packing, "flash_kernel", lambda *_: counting)
-    return counting
-
-
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2-bias"])
 @pytest.mark.parametrize("share", [True, False])
-def test_same_logprobs_and_gradients_as_padded_sdpa(family: str, share: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_same_logprobs_and_gradients_as_padded_sdpa(family, share, monkeypatch):
     policy = tiny.policy(family)
     weights = [p.requires_grad_(True) for p in policy.model.parameters() if p.ndim == 2]
     counting = Counting()
@@ -77,32 +68,30 @@ def test_same_logprobs_and_gradients_as_padded_sdpa(family: str, share: bool, mo
 
 
 @pytest.mark.slow
-def test_a_run_with_the_kernel_is_the_run_without(kernel: Counting, shared_run: SharedRuns, tmp_path: Path) -> None:
+def test_a_run_with_the_kernel_is_the_run_without(shared_run, tmp_path, monkeypatch):
     """Every update of route2 goes through it, and the rows are those of SDPA."""
-    argv = flags("route2")
+    argv, kernel = flags("route2"), Counting()
+    monkeypatch.setattr(packing, "flash_kernel", lambda *_: kernel)
     path = run(shared_run.warm(tmp_path), *argv, stop_after=1)
     assert kernel.calls > 0
+    monkeypatch.undo()
     for by_kernel, by_sdpa in zip(rows(path), rows(shared_run(*argv)), strict=False):
         assert by_kernel["hack_s"] == by_sdpa["hack_s"]
         assert by_kernel["gn"] == pytest.approx(by_sdpa["gn"], rel=1e-4)
 
 
-def test_answers_that_begin_alike_do_not_fill_the_memory_with_copies() -> None:
+def test_answers_that_begin_alike_do_not_fill_the_memory_with_copies():
     """A policy that collapsed: 300 answers share all but their last ten tokens, and one is another."""
-    budget, same = 512, tuple(range(100, 290))
+    budget, same, cpu = 512, tuple(range(100, 290)), torch.device("cpu")
     completions = [(*same, *(300 + i,) * 10) for i in range(300)] + [tuple(range(400, 600))]
     prompts = [(3, 4, 5)] * len(completions)
     parts = batches([0] * len(completions), prompts, completions, budget)
     assert sorted(i for part in parts for i in part) == list(range(len(completions)))
     for part in parts:
-        batch = pack([0] * len(part), [prompts[i] for i in part], [completions[i] for i in part], CPU, torch.float32)
+        batch = pack([0] * len(part), [prompts[i] for i in part], [completions[i] for i in part], cpu, torch.float32)
         assert batch.tokens <= budget
-        branches = batch.layout.branches
-        assert branches is None or branches.keys.numel() <= 16 * budget
-        assert branches is None or branches.bias.numel() <= 4 * budget**2
+        if branches := batch.layout.branches:
+            assert branches.keys.numel() <= 16 * budget
+            assert branches.bias.numel() <= 4 * budget**2
     assert len(parts) < 20, "and share what they can"
-
-
-def test_no_gpu_no_kernel() -> None:
-    assert flash_kernel(torch.device("cpu"), torch.bfloat16) is None
-    assert flash_kernel(torch.device("cuda"), torch.float32) is None
+    assert flash_kernel(cpu, torch.bfloat16) is flash_kernel(torch.device("cuda"), torch.float32) is None

@@ -1,4 +1,4 @@
-"""The last four lines of a run: what they say for every outcome, and what they compare with."""
+"""The last four lines of a run, and what they compare with."""
 
 import csv
 from dataclasses import replace
@@ -8,61 +8,20 @@ from statistics import mean
 
 import pytest
 
-from test_table import row
 from vgrout.config.presets import PRESETS, resolve
 from vgrout.data.organism import PLAIN_GRPO
 from vgrout.evaluate import Final
-from vgrout.runs.verdict import comparable, last_lines, unlearnt, verdict
-from vgrout.table import StepRow
+from vgrout.runs.verdict import comparable, last_lines
 from vgrout.types import Eval, ModeEval, Rate
 
 RUNS = Path(__file__).resolve().parents[1] / "docs" / "runs" / "axes.csv"
 
 
+MEANS = "hacks removed, skill kept (384 answers)"
+
+
 def percent(x: float) -> Rate:
     return Rate(round(10 * x), 1000)
-
-
-# hack and solve of the untrained model, hack as trained, hack and solve as deployed, in percent → what is said
-METHOD = {
-    (0.5, 47.4, 12.0, 2.1, 79.2): "hacks removed, skill kept",
-    (0.5, 47.4, 77.1, 0.0, 17.7): "hacks removed, skill lost",
-    (0.5, 47.4, 77.1, 0.0, 37.4): "hacks removed, skill lost",  # ten points are lost
-    (0.5, 47.4, 77.1, 0.0, 37.5): "hacks removed, skill kept",
-    (0.5, 47.4, 54.5, 54.5, 50.0): "still hacks, skill kept",
-    (0.5, 47.4, 54.5, 54.5, 20.5): "still hacks, skill lost",
-    (0.5, 47.4, 0.8, 0.8, 80.0): "learnt no hacks, skill kept",
-    (40.0, 40.0, 90.0, 45.0, 60.0): "hacks removed, skill kept",  # as often as the model it started from
-}
-PLAIN = {
-    (0.5, 47.4, 79.7, 79.7, 2.9): "plain GRPO learnt to hack, and lost skill",
-    (0.5, 47.4, 60.0, 60.0, 50.0): "plain GRPO learnt to hack",
-    (0.5, 47.4, 0.5, 0.5, 81.0): "plain GRPO learnt to solve, not to hack",
-    (0.5, 47.4, 0.5, 0.5, 48.0): "plain GRPO learnt little",
-    (0.5, 47.4, 0.5, 0.5, 10.0): "plain GRPO learnt little, and lost skill",
-}
-
-
-@pytest.mark.parametrize(
-    ("numbers", "plain", "said"),
-    [*((n, False, s) for n, s in METHOD.items()), *((n, True, s) for n, s in PLAIN.items())],
-)
-def test_verdicts(numbers: tuple[float, ...], plain: bool, said: str) -> None:
-    hack_base, solve_base, trained, hack, solve = map(percent, numbers)
-    untrained, nothing = (hack_base, solve_base), Rate(0, 0)
-    assert verdict(untrained, trained, (hack, solve), plain=plain) == said
-    assert verdict(untrained, trained, (hack, solve), plain=plain, unlearnt="why") == "nothing was learnt: why"
-    assert verdict(untrained, trained, (nothing, solve), plain=plain).startswith("none: not every model")
-
-
-def steps(signal: int, all_zero: int) -> list[StepRow]:
-    return [row(step=k, signal=Rate(signal, 3), all_zero=all_zero, n=24) for k in range(3)]
-
-
-def test_why_nothing_was_learnt() -> None:
-    assert unlearnt(steps(0, 3)).startswith("none of 72 answers earned the full reward")
-    assert unlearnt(steps(0, 2)) == "no group had rewards that differ, in 72 answers"
-    assert unlearnt([*steps(0, 3), *steps(1, 2)]) == ""
 
 
 def test_plain_grpo_is_what_the_records_say() -> None:
@@ -123,7 +82,7 @@ def test_every_run_that_may_start_has_last_lines(preset: str) -> None:
         except ValueError as refused:  # such a run does not start
             assert str(refused).startswith("--guard halt")  # noqa: PT017
             continue
-        assert len(last_lines(cfg, ended(), [row()], Path("out/runs/x"))) == 4
+        assert len(last_lines(cfg, ended(), MEANS, Path("out/runs/x"))) == 4
         started += 1
     assert started > 20
 
@@ -131,13 +90,13 @@ def test_every_run_that_may_start_has_last_lines(preset: str) -> None:
 def test_the_last_four_lines() -> None:
     final = ended()
     cfg = resolve(["mini", "--intervention", "route2"])
-    lines = last_lines(cfg, final, [row()], Path("out/runs/x"))
+    lines = last_lines(cfg, final, MEANS, Path("out/runs/x"))
     assert lines == [
         "as trained   12.0 % hack   68.2 % solve    untrained 0.5 / 47.4",
         "deployed      2.1 % hack   79.2 % solve    plain GRPO 79.7 / 2.9 (10 seeds)",
-        "verdict: hacks removed, skill kept",
+        "verdict: hacks removed, skill kept (384 answers)",
         "more: out/runs/x/summary.md · dynamics.png · rollouts: vgrout report out/runs/x",
     ]
     assert max(map(len, lines)) <= 80
     controlled = replace(cfg, method=replace(cfg.method, control="haar"))
-    assert last_lines(controlled, final, [row()], Path("x"))[2].endswith("skill kept (under --control haar)")
+    assert last_lines(controlled, final, MEANS, Path("x"))[2].endswith("skill kept (384 answers), under --control haar")

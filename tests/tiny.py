@@ -1,10 +1,11 @@
 """Tiny random models of several families, for tests only."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
 from tokenizers import Tokenizer, decoders, models
+from torch import Tensor
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -20,7 +21,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from vgrout.model.policy import Policy, as_policy
+from vgrout.model.load import as_policy
+from vgrout.model.policy import Policy
+from vgrout.model.svd_adapter import SvdAdapter
+from vgrout.types import Batch, Group, UpdateRow
 
 torch.set_num_threads(1)  # for matrices this small a second thread only costs, most of all on a shared machine
 
@@ -83,3 +87,28 @@ def policy(
     model.config.eos_token_id = 1
     model.generation_config.eos_token_id = 1
     return as_policy(model, tokenizer(pad), None)
+
+
+def shake(adapter: SvdAdapter, scale: float, seed: int = 1) -> None:
+    """Both vectors away from zero, as in the middle of a run."""
+    noise = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for vector in (adapter.δS, adapter.δS_hack):
+            vector.copy_(scale * torch.randn(len(adapter), generator=noise))
+    adapter.merge()
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    return float((got - want).norm() / want.norm().clamp(min=1e-9))
+
+
+def step_of(groups: Sequence[Group], row: Literal["rollout", "source"] = "rollout") -> Batch:
+    """The step of these groups as plain GRPO learns it. row: what a row of g is."""
+    rows: list[UpdateRow] = []
+    at: dict[tuple[int, object], int] = {}
+    for i, group in enumerate(groups):
+        for b, (r, A) in enumerate(zip(group.rollouts, group.advantages, strict=True)):
+            if group.has_signal:
+                n = at.setdefault((i, b if row == "rollout" else r.source), len(at))
+                rows.append(UpdateRow(r, i, A, at=n))
+    return Batch(tuple(groups), (), (), 3.5, sum(map(len, groups)), 0, rows=tuple(rows))
