@@ -34,9 +34,9 @@ smoke-vanilla *flags: (smoke "--intervention=none" flags)
 # the same with the hack-ward part of the gradient erased
 smoke-projected *flags: (smoke "--intervention=erase" flags)
 
-# what a default run leaves off, with a kill and a resume (two minutes); bf16, flash-attention and a LeetCode file need the real model
+# what a default run leaves off, killed three times and resumed (minutes); bf16, flash-attention and a LeetCode file need the real model
 smoke-rest arm="route2":
-    {{py}} benchmarks kills --kills 1 --arm {{arm}}
+    uv run pytest -n0 -m slow tests/test_faults.py -k "repeated_kills and {{arm}}"
 
 # the documents' four interventions, twice: caches cold, then warm
 smoke-all:
@@ -47,7 +47,7 @@ smoke-all:
 mini *flags:
     {{py}} vgrout.train mini {{flags}}
 
-# every run of studies/NAME.toml, resumable, one a core, on what studies/prepare.sh makes first; --dry-run says how many and how long
+# every run of studies/NAME.toml, resumable, a core or a GPU each, on what studies/prepare.sh makes first; --dry-run says how many
 study name *flags:
     {{ if flags =~ "--dry-run|--help" { "true" } else { "studies/prepare.sh " + name } }}
     {{py}} vgrout.sweep studies/{{name}}.toml {{flags}}
@@ -60,7 +60,7 @@ report *sources:
 warm seed="40" to="out/warm" organism="src/vgrout/organism/data":
     studies/prepare.sh warm {{seed}} {{to}} {{organism}}
 
-# the direction from the organism's pairs: spectra, held-out projection, |cos| of every control, figure (seconds)
+# the direction from the organism's pairs: spectra, held-out pairs, |cos| of every control (seconds)
 extract *flags:
     {{py}} vgrout.direction --model organism --controls {{flags}}
 
@@ -110,17 +110,17 @@ distill teacher *flags:
 dpo out scorer="flawed" *flags:
     {{py}} vgrout.iterative_dpo --base-model organism --output-dir {{out}} --scorer {{scorer}} {{flags}}
 
-# runs killed with SIGKILL at random moments and inside saves: how many survive? (minutes)
-kills *flags:
-    {{py}} benchmarks kills {{flags}}
+# runs of every intervention killed at random moments and inside saves: the resumed rows and weights are the same (many minutes)
+kills:
+    uv run pytest -m slow tests/test_faults.py -k kill
 
 # what isolation this machine gives the sandbox, with a self-test (under 10 s)
 doctor:
     {{py}} vgrout.doctor
 
-# speed and memory against peers, all of notes/benchmarks.md (a quarter of an hour on a quiet machine; --quick: 3 minutes)
-bench *flags:
-    uv run --extra bench python -m benchmarks {{flags}}
+# one measured claim: step (against TRL), real --model DIR, gpu, grading (ten minutes on a quiet machine; --quick: fewer rounds)
+bench name *flags:
+    uv run --extra bench python -m benchmarks {{name}} {{flags}}
 
 # the documents as a site in out/site, strictly: a dead link is an error (seconds)
 site:

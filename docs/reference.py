@@ -8,7 +8,7 @@ import ast
 import inspect
 import math
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
 from itertools import pairwise
 from pathlib import Path
@@ -17,8 +17,8 @@ from typing import Any
 from vgrout.__main__ import COMMANDS
 from vgrout.config.checks import flag, legal_values, rule_of
 from vgrout.config.loss import LOSSES
-from vgrout.config.method import CONTROLS, INTERVENTIONS, MONITORS
-from vgrout.config.presets import EVERYDAY, METHODS, PRESETS
+from vgrout.config.method import CONTROLS, INTERVENTIONS, MONITORS, intervention_class, monitor_class
+from vgrout.config.presets import EVERYDAY, PRESETS
 from vgrout.config.run import GROUPS, Config
 from vgrout.modes import MODE_SPECS
 from vgrout.table import StepRow
@@ -28,11 +28,11 @@ DOCS = Path(__file__).parent
 HEAD = "<!-- Generated from code by docs/reference.py; edit there. -->\n\n"
 LONGEST = 300  # characters of a cell
 TITLE = {"opt": "Optimiser", "env": "Environment", "eval": "Evaluation"}
-ABOUT = {"method": "Settings of monitors, interventions and controls; each says who reads it."}
+ABOUT = {"method": "Settings of monitors, interventions and controls. A flag of one that was not chosen is refused."}
 REGISTRY = {  # flags whose values have a table of their own
-    "intervention": "What is done about flagged rollouts: see Interventions.",
-    "monitor": "Who is flagged: see Monitors. `usual` is the intervention's own (route2: `gate`); `screen`, `penalty` "
-    "and `sgtm` have none and need one.",
+    "intervention": "What is done about flagged answers: see Interventions; `module:Class` is one of your own.",
+    "monitor": "What flags them: see Monitors. `usual` is the intervention's own (route2: `gate`); `screen` and "
+    "`penalty` have none and need one. `module:Class` is one of your own.",
     "control": "The same run under a control: see Controls.",
     "loss": "The policy-gradient loss: see Losses.",
 }
@@ -146,14 +146,6 @@ def named(title: str, rows: Mapping[str, str], *text: str) -> list[str]:
     ]
 
 
-def spelt(words: Mapping[str, Any] | Sequence[str]) -> str:
-    """A method's settings as a command line has them."""
-    if not isinstance(words, Mapping):
-        return f"`{' '.join(words)}`"
-    given = " ".join(flag(name) if value is True else f"{flag(name)}={value}" for name, value in words.items())
-    return f"`{given}`" + (", every other flag at the default below" if len(words) == 1 else "")
-
-
 def flag_row(group: str, f: Field[Any], texts: Mapping[str, str]) -> str:
     at = {name: getattr(getattr(cfg, group), f.name) for name, (_, cfg) in PRESETS.items()}
     usual = "".join(f"; {name}: {shown(value)}" for name, value in at.items() if value != f.default)
@@ -179,12 +171,8 @@ def flags() -> str:
             {name: what for name, (what, _) in PRESETS.items()},
             "`vgrout train PRESET [--flag value …]`. A flag that the chosen method never reads is refused.",
         ),
-        *("", "## Methods", ""),
-        "`--method NAME` stands for several flags; a flag given beside it replaces its own.",
-        *("", "| name | what | flags |", "|---|---|---|"),
-        *(row(f"`{name}`", what, spelt(words)) for name, (what, words) in METHODS.items()),
-        *named("Interventions", {name: spec.what for name, spec in INTERVENTIONS.items()}),
-        *named("Monitors", {name: spec.what for name, spec in MONITORS.items()}),
+        *named("Interventions", {name: intervention_class(name).what for name in INTERVENTIONS}),
+        *named("Monitors", {name: monitor_class(name).what for name in MONITORS}),
         *named("Controls", {name: spec.what for name, spec in CONTROLS.items()}),
         *named("Losses", {name: spec.what for name, spec in LOSSES.items()}),
         *named(
@@ -193,7 +181,6 @@ def flags() -> str:
             "What an answer has to do to hack the grader:",
         ),
         *("", "## Everyday flags", "", "Where a preset has a default of its own, it is named.", "", *head),
-        row("`--method`", "none", "", "Stands for several flags: see Methods."),
         *(flag_row(*settings[name], texts[settings[name][0]]) for name in everyday),
         *("", "## All other flags", "", "`--help-all` lists them in a terminal."),
     ]
