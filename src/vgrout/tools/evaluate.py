@@ -128,8 +128,11 @@ def evaluate_saved(cli: EvaluateSettings) -> Path:
     print(table(sides))
     about = {"schema": SCHEMA, "run": cfg.run_id, "adapter": str(saved.path), "step": saved.step}
     about |= {"problems": str(file), "split": cli.split, "seed": seed}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(out, to_json({**about, "sides": {what: e.as_json() for what, e in sides.items()}}))
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(out, to_json({**about, "sides": {what: e.as_json() for what, e in sides.items()}}))
+    except OSError as e:  # a disk that was filled meanwhile
+        raise ValueError(f"--out {out}: cannot be written ({e.strerror}); name another file with --out") from None
     print(f"-> {out}")
     return out
 
