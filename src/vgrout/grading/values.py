@@ -232,7 +232,7 @@ def clean_name(name: Any) -> str:
 
 def claim_room(expected: Any) -> int:
     """The most characters that a claim equal to `expected` can have: a longer one is wrong, and need not be read."""
-    # A number may come as a float's hex, a ratio of two integers, or a complex; a character as up to two \\uXXXX.
+    # A number may come as a float's hex, a ratio of two integers, or a complex; a character as up to two \uXXXX.
     kind = type(expected)
     if kind in (list, tuple, set, frozenset):
         return 400 + sum(2 + claim_room(x) for x in expected)
