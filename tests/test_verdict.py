@@ -95,7 +95,7 @@ def test_the_last_four_lines() -> None:
         "as trained   12.0 % hack   68.2 % solve    untrained 0.5 / 47.4",
         "deployed      2.1 % hack   79.2 % solve    plain GRPO 79.7 / 2.9 (10 seeds)",
         "verdict: hacks removed, skill kept (384 answers)",
-        "more: out/runs/x/summary.md · dynamics.png · rollouts: vgrout report out/runs/x",
+        "more: out/runs/x/summary.md · dynamics.png · uv run vgrout report out/runs/x",
     ]
     assert max(map(len, lines)) <= 80
     controlled = replace(cfg, method=replace(cfg.method, control="haar"))

@@ -21,7 +21,7 @@ class GuardConfig:
     meant to hack."""
     guard_halt_on: str = setting("streak,gap", words=RULES, word="rule")
     """Comma list: the rules that may halt a run, of kl, streak, gap; the others warn. The default are those that
-    the scorecard has shown to catch without a false alarm (docs/guard.md)."""
+    raised no false alarm in recorded runs (docs/guard.md)."""
     guard_rule: Literal["ema", "se"] = "se"
     """When held-out counts as falling · ema: its average fell at all · se: the new evaluation lies more than its
     standard error under the average."""

