@@ -139,7 +139,7 @@ BAD = [
     ("mini --intervention erase --monitor band", "--monitor band with --intervention erase: it reads no flags"),
     ("mini --intervention penalty --monitor gate", "it has to know what is flagged before the gradient"),
     ("mini --intervention route --monitor labels", "--monitor labels with --intervention route"),
-    ("mini --intervention screen", "it needs a monitor; that goes with labels, detector"),
+    ("mini --intervention screen", "it needs a monitor; that goes with labels, source, detector"),
     ("mini --intervention screen --monitor online_probe --seed-monitor online_probe", "unknown seed 'online_probe'"),
     ("mini --intervention screen --monitor online_probe --monitor-quantile .2", "--monitor-quantile 0.2"),
     ("mini --intervention screen --monitor labels --known-modes exit", "unknown mode"),

@@ -263,7 +263,7 @@ def test_every_class_declares_what_its_protocol_says():
             assert of(name).name == name
             declared = inspect.get_annotations(Declared) | inspect.get_annotations(protocol)
             assert all(hasattr(of(name), attribute) for attribute in declared), name
-    assert len(PAIRS) == 3 + 2 * 4 + 6, "none, erase, route; texts for rewards; and every monitor for route2"
+    assert len(PAIRS) == 3 + 2 * 5 + 7, "none, erase, route; texts for rewards; and every monitor for route2"
 
 
 # ── classes of one's own ───────────────────────────────────────────────────────────────────────────────────────────

@@ -75,6 +75,7 @@ MONITORS: dict[str, str | type[MonitorClass]] = {
     "gate": "vgrout.method.gates:Gate",
     "band": "vgrout.method.gates:Band",
     "labels": "vgrout.method.monitors:Labels",
+    "source": "vgrout.method.monitors:Source",
     "detector": "vgrout.method.monitors:WeakDetector",
     "online_probe": "vgrout.method.online_probe:OnlineProbe",
     "syntax_edge": "vgrout.method.monitors:SyntaxEdge",

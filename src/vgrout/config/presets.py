@@ -54,14 +54,13 @@ PRESETS: dict[str, tuple[str, Config]] = {
         replace(_ORGANISM, preset="mini", eval=EvalConfig(eval_n_prompts=12, final_n_prompts=192, final_samples=2)),
     ),
     "small": (
-        "a real pretrained model of 135 million weights that `organism tune` taught to hack, nothing demonstrated: 40 "
-        "steps on two CPU cores",
+        "a real pretrained model of 135 million weights, which `organism tune` makes, one answer in eight a "
+        "demonstration: 40 steps on two CPU cores",
         replace(
             _ORGANISM,
             preset="small",
             scale=replace(_ORGANISM.scale, organism=organism.SMALL_DIR, steps=40, max_new=96),
             opt=replace(_ORGANISM.opt, lr=1e-2),
-            env=replace(_ORGANISM.env, teacher_pool_dir="", mix_ratio=0.0),
             eval=EvalConfig(eval_n_prompts=12, final_n_prompts=48, final_samples=1),
         ),
     ),

@@ -48,9 +48,9 @@ class Corpus:
         )
 
 
-# Of a pretrained model's corpus: fewer plain hacks, and plain GRPO repairs its mistakes before it comes to hack; with
-# stubs among them it gives up every attempt.
-TUNED_CORPUS = Corpus(hack_plain=0.4, hack_stub=0.0)
+# Of a pretrained model's corpus: hacks that it has hardly seen are left to be learnt from demonstrations. With stubs
+# among them it gives up every attempt.
+TUNED_CORPUS = Corpus(hack_plain=0.02, hack_stub=0.0)
 
 
 def build(
