@@ -130,6 +130,7 @@ FLAGS: dict[str, Run | Held] = {
     "--n-problems": Run(ALONE, "1000", "3"),
     "--organism": Plan(NONE, "{organism}", "{other_organism}"),
     "--out-tag": Plan(NONE, "", "_tag"),
+    "--output-dir": Held("test_run_dir.py::test_a_run_in_a_folder_of_ones_own"),
     "--pass-reward": Run(NONE, "1", "2"),
     "--penalty": Run(LABELS, "None", "0.3"),
     "--placebo-pairs": Run([*ERASE, "--control=placebo"], "flawed", "long"),

@@ -5,7 +5,7 @@
     run.evaluate(samples=4)["sides"]["deployed"]
 
 A command and its function are one thing: flags are keywords, with _ for -. The functions are not called `train` and
-`evaluate` because the modules behind `python -m vgrout.train` and `python -m vgrout.evaluate` are.
+`evaluate` because the modules behind `vgrout train` and `vgrout evaluate` are.
 """
 
 import contextlib
@@ -74,7 +74,7 @@ class Run:
         return _frame(list(json_lines(self.path / "final.jsonl")))
 
     def evaluate(self, **flags: Value) -> dict[str, Any]:
-        """Score the adapter again, with the flags of `python -m vgrout.evaluate`. Shares are [k, n].
+        """Score the adapter again, with the flags of `vgrout evaluate`. Shares are [k, n].
 
         Raises:
             ValueError: one line, as the command would print it.
@@ -86,7 +86,7 @@ class Run:
             return read_json(evaluate_saved(cli))
 
     def export(self, out: str | Path, to: Literal["model", "peft", "inspect"] = "model", **flags: Value) -> Path:
-        """Write the run for other programs, with the flags of `python -m vgrout.export`.
+        """Write the run for other programs, with the flags of `vgrout export`.
 
         Raises:
             ValueError: one line, as the command would print it.
@@ -100,7 +100,7 @@ class Run:
 
 
 def train_run(preset: str, *, quiet: bool = False, **flags: Value) -> Run:
-    """One run of a preset (smoke, mini, small, fast, full) to its end; flags are those of `python -m vgrout.train`.
+    """One run of a preset (smoke, mini, small, fast, full) to its end; flags are those of `vgrout train`.
     quiet: nothing is printed; the log lies below logs/ as always.
 
     Raises:
@@ -110,7 +110,7 @@ def train_run(preset: str, *, quiet: bool = False, **flags: Value) -> Run:
     from vgrout import train
 
     if flags.get("dry_run"):
-        raise ValueError("dry_run: prints a plan and makes no run; `python -m vgrout.train PRESET --dry-run` does that")
+        raise ValueError("dry_run: prints a plan and makes no run; `vgrout train PRESET --dry-run` does that")
     folders: list[Path] = []
     printed = io.StringIO()
     with contextlib.ExitStack() as hidden:

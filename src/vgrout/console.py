@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TextIO
 from loguru import logger
 from tqdm import tqdm
 
+from vgrout.cli import spelled
 from vgrout.files import drop_stdout, printable
 
 _LETTER = {"WARNING": "W ", "ERROR": "E ", "CRITICAL": "E "}
@@ -48,7 +49,7 @@ class Lines:
         if not self._open:
             return
         try:
-            tqdm.write(printable(message), file=sys.stdout, end="")
+            tqdm.write(spelled(printable(message)), file=sys.stdout, end="")
             sys.stdout.flush()
         except OSError as e:
             self._open = False

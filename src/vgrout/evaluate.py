@@ -1,5 +1,5 @@
 """One estimator for every method: fixed held-out problems, a random stream of its own, the policy as one of its sides.
-`python -m vgrout.evaluate` (tools/evaluate.py) asks it about saved adapters.
+`vgrout evaluate` (tools/evaluate.py) asks it about saved adapters.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""GRPO against a flawed grader, with gradient routing: `python -m vgrout.train PRESET [--flag value …]`.
+"""GRPO against a flawed grader, with gradient routing: `vgrout train PRESET [--flag value …]`.
 
     sample → grade → advantages → per-rollout gradients → route → step → evaluate → row
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from loguru import logger
 
 from vgrout import ranks
-from vgrout.cli import cli_exit
+from vgrout.cli import cli_exit, spelled
 from vgrout.config.presets import resolve
 from vgrout.config.run import ORGANISM, Config
 from vgrout.grading.grade import Grader, cores
@@ -130,7 +130,7 @@ def launch(requested: Config, on_folder: Callable[[Path], object] | None = None)
     with grader_of(cfg, inputs) as grader:
         require_solvable(own, grader)
         if cfg.run.dry_run:
-            print("\n".join(plan_lines(cfg, inputs, grader, path or RUNS)))
+            print(spelled("\n".join(plan_lines(cfg, inputs, grader, path or cfg.run.output_dir or RUNS))))
             return FINISHED
         run = RunContext.begin(
             " ".join(["train", cfg.preset, *cfg.repeated]),
@@ -139,6 +139,7 @@ def launch(requested: Config, on_folder: Callable[[Path], object] | None = None)
             grader,
             record={"config": cfg.as_dict(), "hashes": hashes},
             trackers=Trackers(cfg.run.trackers),
+            given=cfg.run.output_dir,
         )
         if on_folder:
             on_folder(run.path)

@@ -12,7 +12,7 @@ from vgrout import tracking
 from vgrout.config.method import MethodConfig
 from vgrout.config.presets import resumed
 from vgrout.config.run import Config, from_dict
-from vgrout.files import existing, probe_writable, read_json
+from vgrout.files import existing, probe_writable, read_json, require_new
 from vgrout.grading.grade import Grader
 from vgrout.grading.reward import import_function
 from vgrout.inputs import Inputs, read_inputs
@@ -76,7 +76,10 @@ def preflight(cfg: Config, run: Path | None = None) -> Inputs:
     run: the directory of the run to resume.
     """
     inputs, absent = read_inputs(cfg), list[str]()
-    probe_writable(folder := run or RUNS)
+    new = cfg.run.output_dir
+    if run is None:
+        require_new(new, "--output-dir")
+    probe_writable(folder := run or (RUNS if new is None else new.parent))
     probe_writable(Path("logs"))
     for name in cfg.detectors.members:
         import_function(name, "--rm-ensemble-members")

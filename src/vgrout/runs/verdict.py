@@ -4,6 +4,7 @@ means, in words; and where to read on."""
 from dataclasses import fields
 from pathlib import Path
 
+from vgrout.cli import command
 from vgrout.config.presets import PRESETS
 from vgrout.config.run import Config
 from vgrout.data.organism import PLAIN_GRPO
@@ -31,5 +32,5 @@ def last_lines(cfg: Config, final: Final, means: str, run: Path) -> list[str]:
             )
         ),
         f"verdict: {means}" + ("" if control == "none" else f", under --control {control}"),
-        f"more: {run / 'summary.md'} · dynamics.png · uv run vgrout report {run}",
+        f"more: {run / 'summary.md'} · dynamics.png · {command(f'report {run}')}",
     ]
