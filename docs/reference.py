@@ -198,7 +198,9 @@ def flags() -> str:
     ]
     for of, names in NAMES.items():
         lines += ["", f"### {of}", "", "| name | here |", "|---|---|"]
-        lines += [row(f"`{named_flag(name)}`", f"`{x}`, the same" if same(x) else x) for name, x in names.items()]
+        for answer in dict.fromkeys(names.values()):
+            alike = ", ".join(f"`{named_flag(name)}`" for name, given in names.items() if given == answer)
+            lines.append(row(alike, f"`{answer}`, the same" if same(answer) else answer))
     return "\n".join(lines) + "\n"
 
 

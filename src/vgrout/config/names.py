@@ -47,7 +47,7 @@ NAMES: dict[str, dict[str, str]] = {
         "model_name_or_path": "--model",
         "model_name": "--model",
         "rollout_n": "--group",
-        "ppo_epochs": "--updates-per-batch",
+        "ppo_epochs": "say --updates-per-batch, each on the whole batch",
         "total_training_steps": "--steps",
         "max_new_tokens": "--max-new",
         "max_tokens": "--max-new",
