@@ -117,7 +117,7 @@ def train_run(preset: str, *, quiet: bool = False, **flags: Value) -> Run:
         if quiet:
             hidden.enter_context(contextlib.redirect_stdout(printed))
             hidden.enter_context(contextlib.redirect_stderr(printed))
-        code = train.launch(resolve([preset, *argv(flags)]), folders.append)
+        code = train.launch(resolve([preset, *argv(flags)]), folders.append, named="intervention" in flags)
     if not (folders and folders[0].is_dir()):  # refused while loading, which has printed the reason
         why = [line for line in printed.getvalue().splitlines() if line.startswith("E ")]
         raise ValueError(f"{preset}: refused while it was loaded: {why[-1][2:] if why else 'the line above says why'}")

@@ -110,10 +110,10 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     return rows
 
 
-def launch(requested: Config, on_folder: Callable[[Path], object] | None = None) -> int:
+def launch(requested: Config, on_folder: Callable[[Path], object] | None = None, *, named: bool = True) -> int:
     """Check everything that can be checked without torch, start the sandbox, then train. Returns the exit code.
 
-    on_folder: called with the run's folder as soon as there is one.
+    on_folder: called with the run's folder as soon as there is one. named: somebody chose the intervention.
 
     Raises:
         ValueError: a user's mistake, in one line, with nothing started.
@@ -130,7 +130,8 @@ def launch(requested: Config, on_folder: Callable[[Path], object] | None = None)
     with grader_of(cfg, inputs) as grader:
         require_solvable(own, grader)
         if cfg.run.dry_run:
-            print(spelled("\n".join(plan_lines(cfg, inputs, grader, path or cfg.run.output_dir or RUNS))))
+            plan = plan_lines(cfg, inputs, grader, path or cfg.run.output_dir or RUNS, named=named or bool(path))
+            print(spelled("\n".join(plan)))
             return FINISHED
         run = RunContext.begin(
             " ".join(["train", cfg.preset, *cfg.repeated]),
@@ -144,7 +145,7 @@ def launch(requested: Config, on_folder: Callable[[Path], object] | None = None)
         if on_folder:
             on_folder(run.path)
         with run:
-            run.announce(*first_lines(cfg))
+            run.announce(*first_lines(cfg, named=named or bool(path)))
             with ranks.joined():
                 ranks.from_first((cfg, inputs, run.resumes))
                 train(cfg, run, inputs)
@@ -175,7 +176,9 @@ def grader_of(cfg: Config, inputs: Inputs) -> Grader:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return cli_exit(lambda: launch(resolve(argv)), NOTHING)
+    words = sys.argv[1:] if argv is None else argv
+    named = any(word.partition("=")[0] == "--intervention" for word in words)
+    return cli_exit(lambda: launch(resolve(words), named=named), NOTHING)
 
 
 if __name__ == "__main__":

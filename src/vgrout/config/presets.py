@@ -1,5 +1,6 @@
 """Presets, which are values, and the command line of `vgrout train` on top of them. Torch-free."""
 
+import re
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -161,9 +162,11 @@ def resolve(argv: list[str] | None, *, own_code: bool = True) -> Config:
 
 
 def register_named(argv: Sequence[str]) -> None:
-    """Import the classes of your own that a command line names as module:Class. Raises ValueError, one line."""
+    """Import what a command line names as module:Class or module:function. Raises ValueError, one line."""
     for word, following in pairwise([*argv, ""]):
         name, equals, value = word.partition("=")
+        if name == "--reward" and re.fullmatch(r"[\w.]+:\w+", given := value if equals else following):
+            import_function(given, name)
         registry, attribute = {"--intervention": (INTERVENTIONS, "acts_on"), "--monitor": (MONITORS, "reads")}.get(
             name, (None, "")
         )
