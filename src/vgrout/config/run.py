@@ -337,6 +337,11 @@ class Config:
         return blind(self.guard, self.scale.steps, self.eval.eval_ablate_every)
 
     @property
+    def guard_updates(self) -> int:
+        """The kill switch's first update, one an evaluation, that may fire: --guard-warmup in its own unit."""
+        return self.guard.first_update(self.scale.steps, self.eval.eval_ablate_every)
+
+    @property
     def mixes(self) -> bool:
         """Whether demonstrations are mixed in at all. Never under no_loophole: cached labels are a flawed grader's."""
         return bool(self.env.pool) and self.env.mix_ratio > 0 and not self.method.control_spec.strict
