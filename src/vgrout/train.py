@@ -37,7 +37,7 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
         ValueError: before the first step, files that do not fit the model, or that the resumed run did not start from.
         Interrupted, Halted, Diverged, NothingRouted: with the run directory up to date.
     """
-    # Here and not above: torch takes seconds to import, and a wrong flag never waits for it.
+    run.clock.begin("importing torch")  # here and not above: it takes seconds, and a wrong flag never waits for it
     from vgrout.evaluate import evaluate, evaluate_final
     from vgrout.grpo import policy_gradients
     from vgrout.guard.guard import Guard
@@ -53,6 +53,7 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
 
     if run.resumes and ranks.first():
         checkpoint.latest(run.path)  # a state that cannot be read is refused before a model is
+    run.clock.begin("loading the model")
     policy = load.run_policy(cfg)  # frozen base + δS (deployed) + δS_hack (quarantine)
     teacher_model = load.run_teacher(cfg, policy)
     problems = inputs.splits(cfg, policy)  # train / val / test, disjoint
