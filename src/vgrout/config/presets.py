@@ -113,6 +113,13 @@ EVERYDAY: dict[str, str] = {
 }
 
 
+def recorded(cfg: Config) -> bool:
+    """Whether `organism.PLAIN_GRPO` is the same setting without the method: mini, all but method, seed and watching."""
+    mini, free = PRESETS["mini"][1], ("method", "run", "guard", "detectors")
+    alike = (getattr(cfg, f.name) == getattr(mini, f.name) for f in fields(cfg) if f.name not in free)
+    return cfg.method.intervention != "none" and all(alike)
+
+
 def parse(argv: list[str] | None = None) -> Config:
     """The command line of `vgrout train`. A bad flag exits with code 2 and one line on stderr."""
     try:
