@@ -207,7 +207,7 @@ class Grader:
             self.close()
             raise WeakSandbox(
                 f"the sandbox is too weak here for the strict oracle (an answer could {self.protections.breaches[0]}); "
-                "see `python -m vgrout.doctor`, or pass --allow-weak-sandbox to go on all the same"
+                "see `vgrout doctor`, or pass --allow-weak-sandbox to go on all the same"
             )
         for worker in started:
             self._idle.put(worker)

@@ -1,4 +1,4 @@
-"""`python -m vgrout.organism build | tune | verify`: make an organism from fresh weights or from a pretrained model, or
+"""`vgrout organism build | tune | verify`: make an organism from fresh weights or from a pretrained model, or
 check its files."""
 
 import sys
@@ -143,7 +143,7 @@ def main() -> int:
     """0 done · 1 verify found faults · 2 refused, in one line."""
     console.setup(None)
     commands = {"build": build, "tune": tune, "verify": verify}
-    return cli_exit(lambda: parse_args(commands, None, "python -m vgrout.organism"))
+    return cli_exit(lambda: parse_args(commands, None, "vgrout organism"))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`python -m vgrout.problems check FILE`: a problem file, validated before anything is trained on it."""
+"""`vgrout problems check FILE`: a problem file, validated before anything is trained on it."""
 
 from collections import Counter
 from pathlib import Path
@@ -28,4 +28,4 @@ def check(file: Annotated[Path, tyro.conf.Positional], workers: int | None = Non
 
 
 def main() -> int:
-    return cli_exit(lambda: parse_args({"check": check}, None, "python -m vgrout.problems"))
+    return cli_exit(lambda: parse_args({"check": check}, None, "vgrout problems"))
