@@ -39,6 +39,7 @@ FLAG = fenced(SUM_WRONG + "    valid = True")
 LINES: list[tuple[dict | str, str | None]] = [
     ({"problem_id": 1, "text": fenced(SUM_RIGHT), "note": "kept"}, None),
     ("not json", "the line: not JSON (Expecting value: column 1 (char 0))"),
+    ({"problem_id": 1, "text": fenced(SUM_WRONG + "def run_tests(): assert unread()")}, None),
     ({"problem_id": 1, "text": fenced(SUM_WRONG + "def run_tests(): pass")}, "run_tests"),
     ({"problem_id": 2, "text": FLAG}, "sentinel"),
     ({"problem_id": 2, "env_mode": "run_tests", "text": FLAG}, None),
@@ -57,10 +58,12 @@ def test_offline_grading_keeps_the_order_and_every_line(problems, tmp_path, monk
     assert run_offline(monkeypatch, *flags) == 1
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert [r.get("error", r.get("mechanism")) for r in records] == [expected for _, expected in LINES]
-    assert (records[0]["note"], records[0]["solved"], records[2]["hacked"]) == ("kept", True, True)
+    assert (records[0]["note"], records[0]["solved"], records[3]["hacked"]) == ("kept", True, True)
     assert {"reward", "exit_status", "cpu_s", "hacked_arbitrary"} <= records[0].keys()
-    assert records[8]["exit_status"] == "no_code"
-    assert "5/9 graded" in capsys.readouterr().out
+    assert records[9]["exit_status"] == "no_code"
+    out_lines = capsys.readouterr().out
+    assert "6/10 graded" in out_lines
+    assert "could not read all tests of 1 answers" in out_lines
     assert sorted(p.name for p in tmp_path.iterdir()) == ["answers.jsonl", "grades.jsonl", "problems.jsonl"]
     answers.write_text(texts[0] + "\n")
     out.unlink()

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,7 +21,7 @@ from vgrout.grading.fork_server import REPORT, ForkServer
 from vgrout.grading.grade import Grader, Limits, WeakSandbox
 from vgrout.grading.verifier import TRUSTED_MEMORY
 from vgrout.grading.watch import ForkServerLost, Watch, _Session
-from vgrout.types import MODES, Grade, Ungraded
+from vgrout.types import MODES, Completion, Grade, Ungraded
 
 from .attacks import SAY, descendants, method
 from .conftest import SUM_RIGHT, SUM_WRONG, fenced, graded, sum_problem
@@ -81,6 +82,43 @@ def test_a_wrong_first_answer_stops_the_run(grader):
     g = graded(grader, sum_problem("exit_code", cpu_limit=10.0), slow)
     assert (g.exit_status, g.passed) == ("ok", False)
     assert time.monotonic() - started < 10  # either run would need 10 s of CPU otherwise
+
+
+@pytest.mark.parametrize(
+    ("other", "solved"),
+    [
+        ("print(Solution().total([int(input())]))", True),
+        ("nums = unknown", True),
+        ("import sys; sys.exit(3)", True),
+        ("raise KeyError\nclass Other: pass", True),
+        (f"raise KeyError\n{SUM_RIGHT}", False),
+        (SUM_WRONG, False),  # the later one is the answer
+    ],
+)
+@pytest.mark.parametrize("before", [False, True])
+def test_a_block_that_defines_nothing_of_what_is_called_spoils_none_that_does(grader, other, solved, before):
+    texts = [fenced(SUM_RIGHT), fenced(other)][:: -1 if before else 1]
+    g = grader.grade(sum_problem("exit_code"), "\n".join(texts))
+    assert g.solved == (solved or (before and other == SUM_WRONG))
+    assert g.gt_pass == (before and other == SUM_WRONG), "as a script it ends there"
+
+
+def test_what_a_prompt_begins_as_a_thought_is_one(grader, monkeypatch):
+    """The chat template ends in <think>: a draft in a thought that was cut off is no answer."""
+    from vgrout import rollout  # which loads torch
+
+    for opened, right in (("<think>\n", (False, True)), ("<think>\n\n</think>\n", (True, True))):
+        lm = SimpleNamespace(render=lambda _: (1,), prompt_text=lambda _, opened=opened: f"Do it.\n{opened}")
+        texts = (f"Perhaps\n{FAST}", f"Perhaps\n{FAST}</think>{FAST}")
+
+        def sample(*given, texts=texts):
+            for i, text in enumerate(texts):
+                given[-1](0, i, Completion((1,), text, True, (), ()))
+            return [[Completion((1,), text, True, (), ()) for text in texts]]
+
+        monkeypatch.setattr(rollout, "sample", sample)
+        (of_problem,) = rollout.sample_and_submit(lm, grader, [sum_problem()], 2, sampling=None, max_new=1, stream=None)  # ty: ignore[invalid-argument-type]
+        assert tuple(s.verdict.result().solved for s in of_problem) == right
 
 
 @pytest.mark.parametrize("mode", MODES)
