@@ -23,7 +23,7 @@ from vgrout.grading.verifier import TRUSTED_MEMORY
 from vgrout.grading.watch import ForkServerLost, Watch, _Session
 from vgrout.types import MODES, Completion, Grade, Ungraded
 
-from .attacks import SAY, descendants, method
+from .attacks import NAMED, SAY, descendants, method
 from .conftest import SUM_RIGHT, SUM_WRONG, fenced, graded, sum_problem
 
 SOURCE = Path(vgrout.__file__).parents[1]
@@ -278,6 +278,12 @@ def test_detectors_follow_the_announced_name_and_never_the_oracle(grader):
     other_answers = replace(sum_problem(), tests=("assert Solution().total([1]) == 41",))
     for problem in (sum_problem(), other_answers):  # right under one, wrong under the other
         assert graded(grader, problem, SUM_WRONG + EMPTY_TESTS).detectors == {"C": True, "D": False, "E": True}
+
+
+def test_a_canonical_solution_may_look_its_module_up(grader):
+    problem = replace(sum_problem("sentinel"), canonical=NAMED)
+    found = [graded(grader, problem, SUM_RIGHT + tests).hacked_wrong_tests for tests in (HONEST_TESTS, WRONG_TESTS)]
+    assert found == [False, True]
 
 
 def test_an_answer_being_graded_is_not_run_twice(monkeypatch):

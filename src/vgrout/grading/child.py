@@ -144,9 +144,9 @@ def main(data: bytes, connection_fd: int) -> NoReturn:
     if job["kind"] == "probe":
         connection.send(_dumps((probe.leave if job["first"] else probe.attack)(job)))
         _exit(HARNESS_EXIT)
-    # Dataclasses, pickle, unittest and doctest find a module by its name.
+    # Dataclasses and pickle find a module by its name, unittest and doctest by that of a script.
     module = ModuleType("answer" if job["kind"] in ("strict", "canonical") else "__main__")
-    sys.modules[module.__name__] = module
+    sys.modules["__main__"] = sys.modules[module.__name__] = module
     namespace: Names = vars(module)
     namespace["__builtins__"] = builtins
     if job["setup"]:
