@@ -1,4 +1,4 @@
-"""Files written atomically, and JSON. Stdlib only."""
+"""Files written atomically, JSON, and the standard streams. Stdlib only."""
 
 import contextlib
 import errno
@@ -6,9 +6,10 @@ import hashlib
 import json
 import os
 import re
+import signal
 import stat
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Collection, Generator, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -157,6 +158,24 @@ def drop_stdout() -> None:
     """Send what is still buffered to /dev/null, where stdout takes no more: the interpreter's last flush would fail."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def restore_inherited(signals: Collection[int] = (signal.SIGCHLD,)) -> None:
+    """Undo what a process inherits and would pass on: signals that are blocked, or, of these, ignored (of a child that
+    ends while SIGCHLD is, the kernel keeps no exit status); standard streams that are closed (`>&-`), whose numbers the
+    next files would get. A closed one takes everything."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    with contextlib.suppress(ValueError):  # in a thread
+        for number in signals:
+            if signal.getsignal(number) is signal.SIG_IGN:
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(fd, "w" if fd else "r", encoding="utf-8", closefd=False))  # noqa: SIM115 as long as the process
 
 
 def json_lines(path: Path) -> Iterator[Any]:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +21,7 @@ from vgrout.grading.fork_server import REPORT, ForkServer
 from vgrout.grading.grade import Grader, Limits, WeakSandbox
 from vgrout.grading.verifier import TRUSTED_MEMORY
 from vgrout.grading.watch import ForkServerLost, Watch, _Session
-from vgrout.types import MODES, Completion, Grade, Ungraded
+from vgrout.types import MODES, Completion, Grade, Problem, Ungraded
 
 from .attacks import NAMED, SAY, descendants, method
 from .conftest import SUM_RIGHT, SUM_WRONG, fenced, graded, sum_problem
@@ -527,18 +527,57 @@ verifier.main(ours.fileno(), work, 2.0, 512, 1 << 20, "")
 """
 
 
-def test_an_exit_status_is_read_where_the_signal_of_a_childs_end_was_ignored(grader):
-    """That is inherited by every process below, and the kernel then keeps no status: 0 would be an accepted answer."""
-    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    ends = {"": "ok", "import os; os._exit(3)": "exit:3", "import os; os.kill(os.getpid(), 9)": "signal:9"}
-    try:
-        with Grader(1) as deaf:
-            assert deaf.protections.level == grader.protections.level
-            for tail, status in (ends | {"raise SystemExit": "exit:0"}).items():
-                g = graded(deaf, sum_problem("exit_code"), SUM_WRONG + tail)
-                assert (g.exit_status, g.channel) == (status, status == "exit:0")
-    finally:
-        signal.signal(signal.SIGCHLD, before)
+INHERITING = """
+import json, subprocess, sys
+from vgrout.cli import cli_exit
+from vgrout.grading.grade import Grader
+from vgrout.types import Problem
+
+file, problem, texts = sys.argv[1], *json.loads(sys.argv[2])
+
+def run():
+    with Grader(1) as grader:
+        print(grader.protections.line())
+        print(grader.protections.line(), file=sys.stderr)
+        grades = [grader.grade(Problem(**problem), text) for text in texts]
+        ends = [[g.solved, g.channel, g.exit_status] for g in grades]
+    killed = subprocess.run([sys.executable, "-S", "-c", "import os; print(flush=True); os.kill(os.getpid(), 9)"])
+    with open(file, "w") as f:
+        json.dump([grader.protections.level, killed.returncode, ends], f)
+    return 0
+
+sys.exit(cli_exit(run))
+"""
+TICKS = "from signal import *\nsignal(SIGALRM, lambda *_: exit(4))\nsetitimer(ITIMER_REAL, 0.1)\nwhile True: pass\n"
+
+
+EVERY_SIGNAL = {*signal.Signals} - {signal.SIGKILL, signal.SIGSTOP}
+
+
+@pytest.mark.parametrize(
+    ("ignored", "closed"),
+    [({signal.SIGCHLD}, ()), (EVERY_SIGNAL, (1,)), ({signal.SIGCHLD}, (2,)), (EVERY_SIGNAL, (0, 1, 2))],
+)
+def test_what_a_process_inherits_changes_no_verdict(grader, tmp_path, ignored, closed):
+    """Where SIGCHLD is ignored the kernel keeps no exit status, and 0 would be an accepted answer; a closed standard
+    stream's number is that of the next file."""
+
+    def inherit() -> None:
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        for fd in closed:
+            os.close(fd)
+
+    tails = {"": "ok", "import os; os._exit(3)": "exit:3", "import os; os.kill(os.getpid(), 9)": "signal:9"}
+    tails |= {"raise SystemExit": "exit:0", TICKS: "exit:4"}
+    problem = {f.name: getattr(sum_problem("exit_code", cpu_limit=3.0), f.name) for f in fields(Problem)}
+    given = json.dumps([problem, [fenced(SUM_RIGHT), *(fenced(SUM_WRONG + tail) for tail in tails)]])
+    command = [sys.executable, "-c", INHERITING, str(tmp_path / "ends"), given]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(SOURCE)}, preexec_fn=inherit, timeout=100)
+    assert done.returncode == 0
+    ends = [[True, True, "ok"], *([False, status == "exit:0", status] for status in tails.values())]
+    assert json.loads((tmp_path / "ends").read_text()) == [grader.protections.level, -9, ends]
 
 
 def test_a_status_that_could_not_be_read_is_no_exit_with_0():
