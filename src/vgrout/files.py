@@ -106,18 +106,30 @@ def regular(path: str, flags: int) -> int:
 
 
 def read_text(path: Path) -> str:
-    """A UTF-8 file. Raises ValueError, one line with its name, where it is none or is not there."""
+    """A UTF-8 file, without a byte order mark. Raises ValueError, one line with its name, where it is none or is not
+    there."""
     try:
-        with open(path, encoding="utf-8", opener=regular) as f:
+        with open(path, encoding="utf-8-sig", opener=regular) as f:
             return f.read()
     except (OSError, ValueError) as e:
         raise ValueError(f"{path}: cannot be read ({getattr(e, 'strerror', e)})") from None
 
 
 def from_json(text: str | bytes, where: str) -> Any:
-    """The value of a JSON text. Raises ValueError, one line that begins with `where`."""
+    """The value of a JSON text. Raises ValueError, one line that begins with `where`, for a key too that an object has
+    twice: one of the values would be lost."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        for key, _ in pairs if len(found) < len(pairs) else ():
+            if [k for k, _ in pairs].count(key) > 1:
+                raise LookupError(f"key {key!r} is there twice")
+        return found
+
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=once)
+    except LookupError as e:
+        raise ValueError(f"{where}: {e.args[0]}") from None
     except (ValueError, RecursionError) as e:
         raise ValueError(f"{where}: not JSON ({str(e).replace('line 1 column', 'column')})") from None
 

@@ -48,7 +48,7 @@ class Problem:
     @property
     def called(self) -> tuple[str, ...]:
         """The names that its tests call: what an answer has to define."""
-        return ("Solution", self.func_name) if "Solution()." in "".join(self.tests[:1]) else (self.func_name,)
+        return ("Solution", self.func_name)
 
     def marker_under(self, mode: Mode) -> str:
         """What the check of one of its flaws watches for; "": that mode's default."""

@@ -2,13 +2,16 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.grading import TAIL, Compared, figures, fresh, one_fresh_check, organism_like, six_interpreters
+from vgrout.problems import load_rows, require_solvable
 from vgrout.tools import doctor
 from vgrout.tools import grade as offline
+from vgrout.tools.problems import main as check_file
 from vgrout.types import MODES
 
 from .conftest import SUM_RIGHT, SUM_TESTS, SUM_WRONG, fenced
@@ -68,6 +71,24 @@ def test_offline_grading_keeps_the_order_and_every_line(problems, tmp_path, monk
     answers.write_text(texts[0] + "\n")
     out.unlink()
     assert run_offline(monkeypatch, *flags) == 0, "no bad line"
+
+
+def test_the_check_of_a_file_says_what_is_too_few_and_what_setup_code_replaces(problems, monkeypatch, capsys):
+    problems.write_text(problems.read_text().replace("typing import *", "typing import *; from math import *"))
+    monkeypatch.setattr(sys, "argv", ["vgrout.problems", "check", str(problems), "--workers", "1"])
+    assert check_file() == 0
+    out = capsys.readouterr().out
+    assert "splits: train 1 · val 1 · test 0; no test problem" in out
+    assert "replaces the builtin pow in 2 problems" in out
+
+
+def test_of_many_problems_one_of_each_setup_code_is_tried(problems, grader, monkeypatch):
+    rows = load_rows(problems)
+    monkeypatch.setattr("vgrout.problems.MOST_CHECKED", 3)
+    more = [replace(rows[0], id=i, canonical="wrong", where=f"line {i}") for i in range(3, 6)]
+    require_solvable([*rows, *more, rows[0]], grader)
+    with pytest.raises(ValueError, match=r"line 4: no answer can solve problem 4: setup code raises .*'numpy'"):
+        require_solvable([*rows, *more[:1], replace(more[1], setup_code="import numpy"), *more[2:], rows[0]], grader)
 
 
 @pytest.mark.parametrize(

@@ -166,15 +166,15 @@ def unpacked(test):
 
 def test_calls_are_taken_apart_and_nodes_built_in_the_child():
     got = unpacked('assert Solution().f(a = [1, -2], b="x") == (3.5, None)')
-    assert got == ("Solution", "f", [], {"a": [1, -2], "b": "x"}, False, (3.5, None), "plain")
+    assert got == ("f", [], {"a": [1, -2], "b": "x"}, False, (3.5, None), "plain")
     inf = float("inf")
-    assert unpacked("assert f({1: {2}}, inf) == -inf") == (None, "f", [{1: {2}}, inf], {}, False, -inf, "plain")
+    assert unpacked("assert Solution().f({1: {2}}, inf) == -inf") == ("f", [{1: {2}}, inf], {}, False, -inf, "plain")
     assert unpacked("assert Solution().f(set()) == float('1e3')")[-2] == 1000.0
     assert unpacked("assert Solution().f(1) == 2, 'message'")[-2] == 2
     got = unpacked("assert is_same_list(Solution().f(head = list_node([1, 2])), list_node([2, 1]))")
-    assert got == ("Solution", "f", [], {"head": (..., "list_node", [1, 2])}, True, [2, 1], "list")
+    assert got == ("f", [], {"head": (..., "list_node", [1, 2])}, True, [2, 1], "list")
     got = unpacked("assert is_same_tree(Solution().f([tree_node([1, None, 2])]), None)")
-    assert got == ("Solution", "f", [[(..., "tree_node", [1, None, 2])]], {}, True, [], "tree")
+    assert got == ("f", [[(..., "tree_node", [1, None, 2])]], {}, True, [], "tree")
 
 
 @pytest.mark.parametrize(
@@ -188,6 +188,8 @@ def test_calls_are_taken_apart_and_nodes_built_in_the_child():
         "assert Solution().f(*a) == 2",
         "assert Solution().f(**a) == 2",
         "assert Solution(1).f() == 2",
+        "assert f(1) == 2",
+        "assert Other().f(1) == 2",
         "assert Solution().f(...) == 2",
         "assert Solution().f([x for x in y]) == 2",
         "x = 1",

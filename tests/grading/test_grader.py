@@ -16,7 +16,7 @@ import pytest
 
 import vgrout
 from vgrout.grading import grade as grade_module
-from vgrout.grading.check import calibrated_limit, check_problems
+from vgrout.grading.check import calibrated_limit, check_problems, shadowed_builtins
 from vgrout.grading.fork_server import REPORT, ForkServer
 from vgrout.grading.grade import Grader, Limits, WeakSandbox
 from vgrout.grading.verifier import TRUSTED_MEMORY
@@ -649,16 +649,37 @@ def test_check_reports_what_fails_and_calibrates():
     wrong = replace(good, id=8, canonical=SUM_WRONG)
     slow = replace(good, id=9, canonical=SUM_RIGHT + "\nwhile True: pass\n", cpu_limit=0.3)
     odd = replace(good, id=10, tests=("assert len(Solution().total([])) == 0",))
+    bare = replace(good, id=11, canonical="def total(nums): return sum(nums)")
+    raises = replace(good, id=12, setup_code="import math\nraise OSError('no\\n\\x1b[31mway')")
     with Grader(1, limits=Limits(cpu_s=1.0)) as grader:
-        report = check_problems([good, wrong, slow, odd], grader)
+        report = check_problems([good, wrong, slow, odd, bare, raises], grader)
+        for text in (FAST, fenced("class")):
+            with pytest.raises(ValueError, match=r"problem 12: setup code raises OSError: no \\x1b\[31mway"):
+                grader.grade(raises, text)
     assert not report.ok
     fails = "canonical solution fails"
-    assert {f.id: f.reason.split(":")[0] for f in report.failures} == {8: fails, 9: fails, 10: "test 1"}
+    assert [(f.id, f.reason.split(":")[0]) for f in report.failures] == [
+        *((8, fails), (9, fails), (10, "test 1")),
+        *((11, fails), (12, "setup code raises OSError")),
+    ]
+    assert "no class Solution with a method total" in report.failures[3].reason
     assert "0.3 s of CPU are not enough" in report.failures[1].reason
     assert {*report.cpu_s} == {7}
-    assert "1/4 pass" in str(report)
+    assert "1/6 pass" in str(report)
     assert "(problem 7, calibrated limit 0.5 s)" in str(report)
     assert calibrated_limit(2.0) == 10.0
+
+
+@pytest.mark.parametrize(
+    ("setup", "names"),
+    [
+        ("from math import *\nfrom typing import *\nimport math as sum", {"pow", "sum"}),
+        ("def max(a):\n    min = [abs for abs in a]\n    return min\nclass C:\n    list = 1", {"max"}),
+        ("from operator import *\nfrom numpy import *\nfrom math import pow as power\n__doc__ = ''", {"abs", "pow"}),
+    ],
+)
+def test_builtins_that_setup_code_replaces_are_found(setup, names):
+    assert shadowed_builtins(setup) == names
 
 
 def test_a_child_that_has_ended_is_not_charged_for_its_verifier():

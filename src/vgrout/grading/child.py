@@ -150,7 +150,11 @@ def main(data: bytes, connection_fd: int) -> NoReturn:
     namespace: Names = vars(module)
     namespace["__builtins__"] = builtins
     if job["setup"]:
-        exec(_loads(job["setup"]), namespace)
+        try:
+            exec(_loads(job["setup"]), namespace)
+        except BaseException as e:
+            connection.send(_dumps({"setup": f"{_error_name(e)}: {e}"[:200].rstrip(": ")}))
+            _exit(HARNESS_EXIT)
     try:
         parts = program(job["program"], job["called"])
     except BaseException as e:
@@ -188,19 +192,18 @@ def _build_nodes(value: Any, namespace: Names) -> Any:
     return value
 
 
-def _load_call(blob: bytes, builders: Names) -> tuple[str | None, str, list[Any], dict[str, Any]]:
-    """Class or None, name of the method or function, arguments, keyword arguments."""
-    owner, name, args, kwargs, has_nodes = _loads(blob)
+def _load_call(blob: bytes, builders: Names) -> tuple[str, list[Any], dict[str, Any]]:
+    """Name of the method, arguments, keyword arguments."""
+    name, args, kwargs, has_nodes = _loads(blob)
     if has_nodes:
         args = [_build_nodes(a, builders) for a in args]
         kwargs = {k: _build_nodes(v, builders) for k, v in kwargs.items()}
-    return owner, name, args, kwargs
+    return name, args, kwargs
 
 
 def _make_call(blob: bytes, namespace: Names, builders: Names) -> Any:
-    owner, name, args, kwargs = _load_call(blob, builders)
-    target = namespace[name] if owner is None else getattr(namespace[owner](), name)
-    return target(*args, **kwargs)
+    name, args, kwargs = _load_call(blob, builders)
+    return getattr(namespace["Solution"](), name)(*args, **kwargs)
 
 
 def _node_values(value: Any, kind: str) -> Any:
@@ -375,10 +378,9 @@ def sentinel(job: Job, namespace: Names, builders: Names) -> bool:
     instance = namespace["Solution"]()
     if is_set(instance):
         return True
-    owner, method, args, kwargs = _load_call(job["calls"][0], builders)
-    if owner is not None:
-        with suppress(BaseException):
-            getattr(instance, method)(*args, **kwargs)
+    method, args, kwargs = _load_call(job["calls"][0], builders)
+    with suppress(BaseException):
+        getattr(instance, method)(*args, **kwargs)
     return is_set(instance)
 
 

@@ -156,7 +156,7 @@ def program(found: Sequence[Block], called: Collection[str]) -> list[Part]:
 class Case:
     """One assertion, taken apart. `call` goes to the child; `expected` stays with the verifier."""
 
-    call: bytes  # marshal of (method or None, function name, args, kwargs, has_nodes)
+    call: bytes  # marshal of (method of Solution, args, kwargs, has_nodes)
     expected: Any  # exact builtins; for a linked list its values, for a tree as `_level_order` has it
     kind: Kind  # how a returned value is turned into plain values before it is claimed
 
@@ -197,15 +197,13 @@ def _literal(node: ast.expr, nodes_ok: bool = False) -> Any:
 def _call(node: ast.expr) -> bytes:
     match node:
         case ast.Call(
-            func=ast.Attribute(value=ast.Call(func=ast.Name(id=owner), args=[], keywords=[]), attr=name),
+            func=ast.Attribute(value=ast.Call(func=ast.Name(id="Solution"), args=[], keywords=[]), attr=name),
             args=args,
             keywords=keywords,
         ):
-            target = (owner, name)
-        case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords):
-            target = (None, name)
+            pass
         case _:
-            raise UnsupportedTest("the left side is not a call like Solution().method(…)")
+            raise UnsupportedTest(f"{ast.unparse(node)[:60]!r} is not a call like Solution().method(…)")
     if any(k.arg is None for k in keywords):
         raise UnsupportedTest("** in the call")
     values = [_literal(a, nodes_ok=True) for a in args]
@@ -215,7 +213,7 @@ def _call(node: ast.expr) -> bytes:
         for a in (*args, *(k.value for k in keywords))
         for n in ast.walk(a)
     )
-    return marshal.dumps((*target, values, named, has_nodes))
+    return marshal.dumps((name, values, named, has_nodes))
 
 
 def parse_test(test: str) -> Case:

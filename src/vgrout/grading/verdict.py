@@ -14,6 +14,7 @@ from functools import lru_cache
 from math import inf
 from typing import Any
 
+from vgrout.files import printable
 from vgrout.grading.child import CHECKS
 from vgrout.grading.extract import MARKED, Block, Case, blocks, parse_test
 from vgrout.grading.messages import NOT_RUN
@@ -145,11 +146,11 @@ class Verifier:
             spec, marker = MODE_SPECS[request["mode"]], marker_of(request["mode"], request["marker"])
             spec.check_marker(marker)
             job, cases = self.prepare(found, request)
+            limit = request["cpu_limit"] or self.settings.cpu_s
+            self.wall_left, self.cpu_most = WALL_FACTOR * limit + WALL_EXTRA, limit
+            strict = self.strict(job, cases, limit)
         except (ValueError, SyntaxError) as e:
             raise ValueError(f"problem {request['id']}: {e}") from None
-        limit = request["cpu_limit"] or self.settings.cpu_s
-        self.wall_left, self.cpu_most = WALL_FACTOR * limit + WALL_EXTRA, limit
-        strict = self.strict(job, cases, limit)
         out = NOT_RUN | {
             "can_compile": strict.compiled,
             "solved": strict.correct,
@@ -184,11 +185,15 @@ class Verifier:
 
     def strict(self, job: dict[str, Any], cases: tuple[Case, ...], limit: float) -> Strict:
         compiled = has_tests = False
+        setup_fault = ""
         right = 0
         status = ""
 
         def reply(message: dict[str, Any]) -> bytes | None:
-            nonlocal compiled, has_tests, right, status
+            nonlocal compiled, has_tests, right, status, setup_fault
+            if not compiled and type(message.get("setup")) is str:
+                setup_fault = " ".join(printable(message["setup"]).split())
+                raise EndSession
             if not compiled:
                 compiled = message.get("compiled") is True
                 has_tests = message.get("tests") is True
@@ -212,6 +217,8 @@ class Verifier:
         exit_info = self._run(job | {"kind": "strict"}, limit, reply, room=_room(cases))
         correct = right == len(cases) and exit_info.cpu_s <= limit
         name = exit_info.name()
+        if setup_fault:
+            raise ValueError(f"setup code raises {setup_fault}")
         if not compiled and not status:  # died in the compiler
             status = name or "syntax"
         return Strict(correct, compiled, has_tests, status or name or "ok", exit_info.cpu_s, right > 0)
