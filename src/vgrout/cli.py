@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
@@ -16,7 +15,7 @@ from typing import Any, TypeVar
 
 import tyro
 
-from vgrout.files import drop_stdout, printable
+from vgrout.files import drop_stdout, printable, restore_inherited
 
 T = TypeVar("T")
 
@@ -65,13 +64,7 @@ def cli_exit(run: Callable[[], int], interrupted: str = "interrupted") -> int:
     """A command's exit code. A ValueError is a refusal: one line on stderr, 2. Ctrl-C prints `interrupted`: 130. A
     closed pipe (`| head`) exits silently, as other programs do: 141. A standard output that takes nothing more (a full
     disk): one line, 1. What standard output cannot encode is escaped; a closed stream takes everything."""
-    with contextlib.suppress(ValueError):  # not in a thread
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # it may be inherited as ignored: exit statuses would be lost
-    for fd in (0, 1, 2):  # a closed one (`>&-`) would become the number of the next file, and of every child's
-        try:
-            os.fstat(fd)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)
+    restore_inherited()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -79,8 +72,7 @@ def cli_exit(run: Callable[[], int], interrupted: str = "interrupted") -> int:
         try:
             return run()
         finally:
-            if sys.stdout is not None:
-                sys.stdout.flush()
+            sys.stdout.flush()
     except ValueError as e:
         print(f"E {spelled(printable(str(e)))}", file=sys.stderr)
         return 2

@@ -131,6 +131,8 @@ def run(config: GradeSettings) -> int:
             target.write((json.dumps(record) + "\n").encode())
             bar.update()
         print(grader.protections.line())
+        if grader.tests_unread:
+            print(f"detector D could not read all tests of {grader.tests_unread} answers: false, which is not known")
     print(f"{n - errors}/{n} graded -> {config.out}" + (f"; {errors} lines have an error instead" if errors else ""))
     return errors
 
