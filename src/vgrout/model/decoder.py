@@ -83,7 +83,7 @@ class HfDecoder:
     def keep(self, slots: Sequence[int]) -> None:
         index = torch.tensor(list(slots), device=self.mask.device)
         self.mask = self.mask[index]
-        self.cache.batch_select_indices(index)
+        self.cache.reorder_cache(index)  # attention and recurrent states alike
 
 
 @dataclass(frozen=True, slots=True)
