@@ -7,9 +7,11 @@ Random weights, tiny sizes. With biases: Qwen 2.5. Grouped queries: all. Tied em
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from loguru import logger
 from transformers import (
     AutoModelForCausalLM,
@@ -34,6 +36,11 @@ from vgrout.optim import Optimizer
 from vgrout.tensor_types import Routed
 from vgrout.types import CachedGrade, Group, Message, Problem, Rollout
 
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+LINEAR |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16, "pad_token_id": 0}
+LATENT = {"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "v_head_dim": 16}
+LATENT |= {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16}
 CONFIG = Config(scale=ScaleConfig(max_new=12, prompts_per_step=1))
 
 MESSAGES: list[Message] = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "add 1 and 2"}]
@@ -132,6 +139,45 @@ def test_prompts_and_endings_follow_the_template(family: str, policy: Policy) ->
     assert policy.encode_completion("ab")[-1] == end
     assert policy.encode_completion("ab", finished=False) == policy.encode_completion("ab")[:-1]
     assert policy.decode(policy.encode_completion("ab")) == "ab"
+
+
+# Beside keys and values: convolutions, recurrences, gates in q_proj, latent keys. None: cannot be branched.
+MIXERS: dict[str, dict[str, Any] | None] = {
+    "Lfm2": {"num_hidden_layers": 2, "full_attn_idxs": [1], "block_auto_adjust_ff_dim": False},
+    "Qwen3_5": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], **LINEAR},
+    "Bamba": {"num_hidden_layers": 2, "attn_layer_indices": [1], **MAMBA},
+    "FalconH1": {"num_hidden_layers": 1, "mamba_d_ssm": 128, **MAMBA},
+    "DeepseekV3": {"first_k_dense_replace": 2, **LATENT},
+    "Mamba": None,
+    "Rwkv": None,
+}
+
+
+@pytest.mark.parametrize("kind", MIXERS)
+def test_every_kind_of_cache_is_branched_or_refused(kind: str) -> None:
+    """Samples and trainer agree with a forward of each row by itself."""
+    own = MIXERS[kind] if MIXERS[kind] is not None else {"hidden_size": 64, "num_hidden_layers": 2}
+    given = tiny.SHAPE if MIXERS[kind] is not None else {"vocab_size": 97, "max_position_embeddings": 256}
+    config = getattr(transformers, f"{kind}{'Text' * (kind == 'Qwen3_5')}Config")(**given | own, eos_token_id=1)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    if MIXERS[kind] is None:
+        with pytest.raises(ValueError, match="keeps a state that sampling cannot branch"):
+            as_policy(model, tiny.tokenizer(), None)
+        return
+    policy = as_policy(model, tiny.tokenizer(), None)
+    perturbed(policy)
+    prompts = [policy.render([{"role": "user", "content": content}]) for content in ("a", "add 1 and 2", "b" * 9)]
+    answers = sample(policy, prompts, 4, Sampling(), 12, torch.Generator().manual_seed(0))
+    for prompt, of_prompt in zip(prompts, answers, strict=True):
+        completions = [a.ids for a in of_prompt]
+        with torch.no_grad():
+            trained = policy.logprobs([prompt] * 4, completions)[0]
+        for a, row in zip(of_prompt, trained, strict=True):
+            logp = policy.model(torch.tensor([[*prompt, *a.ids]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+            alone = logp.log_softmax(-1).gather(1, torch.tensor(a.ids)[:, None])[:, 0].tolist()
+            assert alone == pytest.approx(a.logp_full, abs=1e-4)
+            assert alone == pytest.approx(row[: len(a.ids)].tolist(), abs=1e-4)
 
 
 def test_the_turns_end_counts_though_no_list_names_it() -> None:

@@ -29,8 +29,8 @@ from vgrout.config.checks import Dtype
 from vgrout.config.run import Config
 from vgrout.grading.grade import cores
 from vgrout.model import template_probe
-from vgrout.model.decoder import lean_fits
-from vgrout.model.logprobs import backbone, check_head
+from vgrout.model.decoder import lean_fits, require_branching
+from vgrout.model.logprobs import backbone, check_head, mark_foreign, tokens
 from vgrout.model.packing import flash_is_here, packs
 from vgrout.model.policy import DTYPES, LanguageModel, Policy, apply_template
 from vgrout.model.source import SVD_CACHE, FoundModel, Saved, advice, is_small, require_model, resolved_dtype
@@ -61,15 +61,16 @@ def run_teacher(cfg: Config, policy: Policy) -> LanguageModel | None:
     """The model of --teacher-model, for its log-probs alone: no weight of it is decomposed. None without one.
 
     Raises:
-        ValueError: its tokenizer is another one than the policy's.
+        ValueError: its tokenizer is another one than the policy's, or its head has no logits for some of the tokens.
     """
     if not cfg.loss.teacher_model:
         return None
     device, dtype = policy.device, policy.model.dtype
     teacher = load_language_model(cfg.teacher_model_path, device=device, dtype=dtype, flag="--teacher-model")
-    if teacher.tokenizer_sha256 != policy.tokenizer_sha256:
+    if teacher.tokenizer_sha256 != policy.tokenizer_sha256 or tokens(teacher.model) != tokens(policy.model):
         raise ValueError(
-            f"--teacher-model {cfg.loss.teacher_model}: has another tokenizer than --model {cfg.scale.model}"
+            f"--teacher-model {cfg.loss.teacher_model}: has another tokenizer than --model {cfg.scale.model}, or "
+            "logits for other tokens of it"
         )
     return teacher
 
@@ -146,6 +147,7 @@ def load_language_model(
     if not sys.stderr.isatty():
         disable_progress_bar()
     here: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    net: Any = None
     try:
         tok: Any = AutoTokenizer.from_pretrained(folder, **here)
         try_template(tok)
@@ -160,18 +162,19 @@ def load_language_model(
             output_loading_info=True,
             **here,
         )
-        net, info = loaded
+        loaded, info = loaded
         if missing := sorted(info["missing_keys"]):  # transformers would go on with random numbers in their place
             raise ValueError(f"{len(missing)} weights are missing, first {missing[0]}")
-        net = net.to(device).eval()
-        if broken := [name for name, p in net.named_parameters() if not p.isfinite().all()]:
+        if broken := [name for name, p in loaded.named_parameters() if not p.isfinite().all()]:
             raise ValueError(f"{broken[0]} holds a NaN or an infinity")
+        net = loaded.to(device).eval()
         return as_language_model(net, tok)
     except Exception as error:  # whatever the libraries raise on damaged files
         why = " ".join(str(error).split())[:160] or type(error).__name__
         if "trust_remote_code" in why or "custom code" in why:
             why = "it needs code of its own, which is never run"
-        raise ValueError(f"{flag} {model}: no usable model in {folder} ({why}); {advice(model)}") from error
+        then = f"; {advice(model)}" if net is None else ""  # else its files are whole
+        raise ValueError(f"{flag} {model}: no usable model in {folder} ({why}){then}") from error
 
 
 def attention(device: torch.device, dtype: torch.dtype, architecture: type[PreTrainedModel]) -> str:
@@ -206,7 +209,7 @@ def as_language_model(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> L
 
     Raises:
         ValueError: its head is more than a matrix product, no end-of-text token is named anywhere, a token of every
-            prompt has no row in the embedding, or no window is known.
+            prompt has no row in the embedding, no window is known, or its cache cannot be branched.
     """
     check_head(model)
     eos: set[int] = set()
@@ -222,16 +225,20 @@ def as_language_model(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> L
     end = turn_end(tok, eos)
     eos_ids = frozenset(eos if end is None else {*eos, end})
     model.requires_grad_(False)
+    if not (lean := lean_fits(model)):
+        require_branching(model)
+    packed = packs(model, backbone(model))
+    mark_foreign(model, tok.get_vocab().values())  # after the trials, which compare logits
     return LanguageModel(
         model=model,
         tok=tok,
         eos_ids=eos_ids,
         end_id=end if end is not None else tok.eos_token_id if tok.eos_token_id in eos_ids else min(eos_ids),
         pad_id=pad_id,
-        lean=lean_fits(model),
+        lean=lean,
         system_role=takes_system(tok),
         preserve_thinking=False,
-        packs=packs(model, backbone(model)),
+        packs=packed,
     )
 
 
