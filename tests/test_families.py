@@ -18,8 +18,6 @@ from transformers import (
     AutoTokenizer,
     Gemma2ForCausalLM,
     LlamaForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
     PreTrainedTokenizerFast,
 )
 
@@ -33,6 +31,7 @@ from vgrout.model.sampler import sample
 from vgrout.model.sampling import Sampling
 from vgrout.model.source import model_folder
 from vgrout.optim import Optimizer
+from vgrout.runs.preflight import adapter_lines
 from vgrout.tensor_types import Routed
 from vgrout.types import CachedGrade, Group, Message, Problem, Rollout
 
@@ -188,15 +187,37 @@ def test_the_turns_end_counts_though_no_list_names_it() -> None:
     assert (policy.eos_ids, policy.end_id) == (frozenset({1, 5}), 5)
 
 
-def test_what_has_no_adapter_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """Phi-3's fused matrices are none of those that are adapted."""
-    model = Phi3ForCausalLM(Phi3Config(**tiny.SHAPE, pad_token_id=0, eos_token_id=1))
+PARTLY = {  # what is not among the matrices that are adapted: fused, of experts, of another name
+    "Phi3": ({}, "gate_up_proj, qkv_proj"),
+    "Mixtral": ({"num_local_experts": 4}, "experts.down_proj, gate, gate_up_proj"),
+    "Glm4": ({}, "gate_up_proj"),
+    "Lfm2": (MIXERS["Lfm2"], "conv, in_proj, out_proj, w1, w2, w3"),
+}
+
+
+@pytest.mark.parametrize("kind", PARTLY)
+def test_what_has_no_adapter_is_named(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the plan, which reads no weights, and by the run."""
+    own, bare = PARTLY[kind]
+    config = getattr(transformers, f"{kind}Config")(**tiny.SHAPE | own, pad_token_id=0, eos_token_id=1)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
     logger.remove()
     logger.add(sys.stdout, format="{message}")
-    as_policy(tiny.tiny("llama"), tiny.tokenizer(), None)
-    assert "not trained" not in capsys.readouterr().out
-    as_policy(model, tiny.tokenizer(), None)
-    assert "adapted: down_proj, o_proj alone; not trained: gate_up_proj, qkv_proj" in capsys.readouterr().out
+    policy = as_policy(model, tiny.tokenizer(), None)
+    assert f"alone; not trained: {bare}" in capsys.readouterr().out
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(tmp_path)
+    size, rest = adapter_lines(Config(scale=ScaleConfig(model=str(tmp_path))))
+    assert f"under {len(policy.adapter)} singular values" in size
+    assert rest == f"not trained   {bare}"
+
+
+def test_a_model_of_which_nothing_would_be_adapted_is_refused_by_the_plan(tmp_path: Path) -> None:
+    config = transformers.GPTNeoXConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=2)
+    config.architectures = ["GPTNeoXForCausalLM"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="GPTNeoXForCausalLM has no Linear named down_proj"):
+        adapter_lines(Config(scale=ScaleConfig(model=str(tmp_path))))
 
 
 def test_an_answer_keeps_its_spaces() -> None:

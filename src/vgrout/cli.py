@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import re
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,8 @@ import tyro
 from vgrout.files import drop_stdout, printable
 
 T = TypeVar("T")
+
+NARROW = 20  # columns: tyro lays out a help of less than 6 for ever
 
 
 def parse_args(
@@ -92,6 +95,8 @@ def not_installed(package: str, extra: str = "") -> ValueError:
 def parsed(cli: Callable[[], T]) -> T:
     """The result of `cli`; `--help` exits. Raises ValueError, tyro's error in one line."""
     message = io.StringIO()
+    if shutil.get_terminal_size().columns < NARROW:
+        os.environ["COLUMNS"] = str(NARROW)
     try:
         with contextlib.redirect_stderr(message):
             return cli()

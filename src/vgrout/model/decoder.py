@@ -14,13 +14,13 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from vgrout.model.logprobs import backbone, masked, vocabulary
+from vgrout.model.source import LLAMAS
 
 # Below this many parameters a step is bound by calls, not by bytes: q, k, v (gate, up) become one product, for
 # a copy of these weights per call of the sampler. Above it, on a CPU, weights are copied into the layout of oneDNN's
 # kernels, and a prompt's keys and values are read once for all slots that go on from it.
 SMALL = 2**26
 READ, READ_CPU = 2**15, 2**9  # tokens of prompts, with their padding, that go through a larger model at once
-LEAN = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 
 
 @runtime_checkable
@@ -475,7 +475,7 @@ def lean_fits(model: PreTrainedModel) -> bool:
     config = model.config
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
     known = (
-        type(model).__name__ in LEAN
+        type(model).__name__ in LLAMAS
         and config.hidden_act == "silu"
         and rope in ("default", "linear", "llama3", "yarn")  # the others change with the sequence's length
         and all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)  # no sliding window

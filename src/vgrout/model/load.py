@@ -34,7 +34,7 @@ from vgrout.model.logprobs import backbone, check_head, mark_foreign, tokens
 from vgrout.model.packing import flash_is_here, packs
 from vgrout.model.policy import DTYPES, LanguageModel, Policy, apply_template
 from vgrout.model.source import SVD_CACHE, FoundModel, Saved, advice, is_small, require_model, resolved_dtype
-from vgrout.model.svd_adapter import SvdAdapter
+from vgrout.model.svd_adapter import SvdAdapter, left_out, targets
 from vgrout.model.template_probe import BYTES, SECONDS
 
 # ── of a run, of a flag ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -109,7 +109,7 @@ def device_and_dtype(cfg: Config) -> tuple[torch.device, torch.dtype]:
     """Where the run's model is, and in which dtype."""
     # Matrices of 128 × 256 lose by a second thread, by far on a machine that is shared: grading has the other cores.
     # torch goes by OMP_NUM_THREADS, which is 1 for each run of a sweep; a launcher of ranks sets it for other reasons.
-    of_rank = cores() // ranks.here() if ranks.here() > 1 else torch.get_num_threads()
+    of_rank = cores() // ranks.here() if ranks.here() > 1 else min(cores(), torch.get_num_threads())
     usual = 1 if is_small(cfg.model_path) else max(1, of_rank)
     return pick_device(cfg.model_path, cfg.run.dtype, cfg.run.threads or usual)
 
@@ -169,7 +169,9 @@ def load_language_model(
             raise ValueError(f"{broken[0]} holds a NaN or an infinity")
         net = loaded.to(device).eval()
         return as_language_model(net, tok)
-    except Exception as error:  # whatever the libraries raise on damaged files
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # whatever the libraries raise on damaged files: a panic is no Exception
         why = " ".join(str(error).split())[:160] or type(error).__name__
         if "trust_remote_code" in why or "custom code" in why:
             why = "it needs code of its own, which is never run"
@@ -197,11 +199,24 @@ def adapted(lm: LanguageModel, cache_dir: Path | None) -> Policy:
     """The same model under an adapter of zeros; a warning names matrices of its blocks that have none. Raises
     ValueError as `SvdAdapter`."""
     adapter = SvdAdapter(lm.model, cache_dir)
-    matrices = {name.removesuffix(".weight") for name, p in lm.model.named_parameters() if p.ndim > 1}
-    if bare := {name.rpartition(".")[2] for name in matrices - adapter.sites.keys() if ".layers." in name}:
-        kinds = {name.rpartition(".")[2] for name in adapter.sites}
-        logger.warning(f"adapted: {', '.join(sorted(kinds))} alone; not trained: {', '.join(sorted(bare))}")
+    if bare := left_out(lm.model, adapter.names):
+        kinds = {name.rpartition(".")[2] for name in adapter.names}
+        logger.warning(f"adapted: {', '.join(sorted(kinds))} alone; not trained: {', '.join(bare)}")
     return Policy(**vars(lm), adapter=adapter)
+
+
+def outline(folder: Path) -> tuple[list[tuple[int, int]], list[str]]:
+    """Of a model whose weights are not read: the shapes of the Linears that would be adapted, and what else its blocks
+    hold of matrices.
+
+    Raises:
+        ValueError: as `SvdAdapter`; whatever the libraries raise on damaged files.
+    """
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    linears = targets(model)
+    return [(m.out_features, m.in_features) for m in linears.values()], left_out(model, linears)
 
 
 def as_language_model(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> LanguageModel:
