@@ -169,7 +169,7 @@ def _quota() -> float:
                 continue
             of = (CGROUPS / "cpu" if controllers else CGROUPS) / path.lstrip("/")
             for folder in (of, *of.parents):
-                with suppress(OSError, ValueError):  # no such file; the word for no quota
+                with suppress(OSError, ValueError, ZeroDivisionError):  # no such file; the word for no quota
                     files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
                     quota, period = map(int, " ".join((folder / file).read_text() for file in files).split())
                     quotas += [quota / period] * (quota > 0)
