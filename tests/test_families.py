@@ -339,8 +339,10 @@ def test_which_attention(
     device: str, dtype: torch.dtype, installed: bool, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if installed else None)
-    assert attention(torch.device(device), dtype, LlamaForCausalLM) == kind
-    assert attention(torch.device("cpu"), dtype, Gemma2ForCausalLM) == "eager", "it has no other"
+    assert attention(torch.device(device), dtype, LlamaForCausalLM, transformers.LlamaConfig()) == kind
+    monkeypatch.setattr(Gemma2ForCausalLM, "_supports_sdpa", True)  # of some versions of transformers
+    capped = attention(torch.device("cpu"), dtype, Gemma2ForCausalLM, transformers.Gemma2Config())
+    assert capped == "eager", "sdpa leaves the soft cap out"
 
 
 def test_a_downloaded_hub_id_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

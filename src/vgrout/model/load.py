@@ -19,6 +19,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -157,7 +158,7 @@ def load_language_model(
             folder,
             config=config,
             dtype=dtype,
-            attn_implementation=attention(device, dtype, architecture),
+            attn_implementation=attention(device, dtype, architecture, config),
             use_safetensors=True,
             output_loading_info=True,
             **here,
@@ -179,12 +180,16 @@ def load_language_model(
         raise ValueError(f"{flag} {model}: no usable model in {folder} ({why}){then}") from error
 
 
-def attention(device: torch.device, dtype: torch.dtype, architecture: type[PreTrainedModel]) -> str:
+def attention(
+    device: torch.device, dtype: torch.dtype, architecture: type[PreTrainedModel], config: PreTrainedConfig
+) -> str:
     """flash-attention 2 on CUDA in half precision, where it is installed (extra `gpu`), else sdpa wherever the
-    architecture has it (Gemma 2 has not). Never what config.json asks for: it may name a kernel on a hub."""
+    architecture has it and no soft cap (Gemma 2's), which sdpa leaves out. Never what config.json asks for: it may
+    name a kernel on a hub."""
     if flash_is_here(device, dtype):
         return "flash_attention_2"
-    return "sdpa" if architecture._supports_sdpa else "eager"
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    return "sdpa" if architecture._supports_sdpa and not capped else "eager"
 
 
 # ── in memory ────────────────────────────────────────────────────────────────────────────────────────────────────────
