@@ -79,7 +79,9 @@ def code_spans(page: Path) -> list[str]:
     return [*inline, *(line for block in fenced for line in block.splitlines())]
 
 
-@pytest.mark.parametrize("page", [README, *(ROOT / "docs" / f"{page}.md" for page in ("guide", "tutorial", "method"))], ids=name)
+@pytest.mark.parametrize(
+    "page", [README, *(ROOT / "docs" / f"{page}.md" for page in ("guide", "tutorial", "method"))], ids=name
+)
 def test_every_flag_exists(page: Path) -> None:
     known = {*text(ROOT / "tests" / "flags.txt").split(), "--help", "--help-all"}
     for span in code_spans(page):
@@ -90,7 +92,9 @@ def test_every_flag_exists(page: Path) -> None:
             assert named & (known | fields_and_parameters()), f"{name(page)}: {span!r}: no entry has {flag}"
 
 
-@pytest.mark.parametrize("page", [README, *(ROOT / "docs" / f"{page}.md" for page in ("guide", "tutorial", "problems"))], ids=name)
+@pytest.mark.parametrize(
+    "page", [README, *(ROOT / "docs" / f"{page}.md" for page in ("guide", "tutorial", "problems"))], ids=name
+)
 def test_every_command_line_of_train_is_one(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As far as that is known without a file."""
     monkeypatch.chdir(tmp_path)

@@ -29,7 +29,7 @@ from vgrout.guard.detectors import EchoTrap
 from vgrout.model import load as weights
 from vgrout.report.load import load
 from vgrout.runs import checkpoint
-from vgrout.runs.context import RunDir
+from vgrout.runs.context import RunDir, stop_on_signals
 from vgrout.sweep.ledger import Ledger
 from vgrout.train import main
 from vgrout.types import Ungraded
@@ -520,6 +520,26 @@ def test_watching_never_changes_training(tmp_path):
 
 
 # --- endings, by the command line ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_every_signal_that_asks_for_an_end_is_heard_once(number):
+    with stop_on_signals() as stop:
+        signal.raise_signal(number)
+        assert stop.requested
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+
+
+def test_a_hangup_that_is_ignored_stays_ignored():
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_on_signals() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop.requested
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.slow

@@ -261,7 +261,9 @@ def wait_for_steps(folder: Path, n: int, process: subprocess.Popen[str]) -> Path
     return until(written, 600)[0].parent
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, *(pytest.param(s, marks=pytest.mark.slow) for s in (signal.SIGTERM, signal.SIGHUP))]
+)
 @pytest.mark.long
 def test_a_signalled_run_can_be_resumed(number, shared_run, tmp_path):
     process = start(shared_run.warm(tmp_path), *flags("none", "--steps", "200"))

@@ -190,13 +190,15 @@ def show_help(preset: str, everything: bool) -> None:
     more = "--help-all shows every flag."
     if everything:
         more = f"Interventions: {described(INTERVENTIONS)}\nMonitors: {described(MONITORS)}\n"
-    tyro.cli(
-        Config if everything else everyday(cfg, defaults=bool(preset)),
-        default=cfg if everything else None,
-        args=["--help"],
-        prog=f"{command('train')} {preset or 'PRESET'}",
-        description="\n".join([f"One GRPO run against a flawed grader. {more} Presets:", *presets]),
-        config=(tyro.conf.OmitArgPrefixes, *(() if everything else (tyro.conf.FlagCreatePairsOff,))),
+    parsed(
+        lambda: tyro.cli(
+            Config if everything else everyday(cfg, defaults=bool(preset)),
+            default=cfg if everything else None,
+            args=["--help"],
+            prog=f"{command('train')} {preset or 'PRESET'}",
+            description="\n".join([f"One GRPO run against a flawed grader. {more} Presets:", *presets]),
+            config=(tyro.conf.OmitArgPrefixes, *(() if everything else (tyro.conf.FlagCreatePairsOff,))),
+        )
     )
 
 

@@ -456,7 +456,9 @@ def stop_on_signals() -> Generator[Stop]:
         stop.requested = True
         logger.warning(f"{signal.Signals(number).name}: finishing this step, then saving; once more to stop at once")
 
-    before = {s: signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
+    # a hangup is no reason to stop where it is ignored (nohup)
+    asked = [signal.SIGINT, signal.SIGTERM] + [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) != signal.SIG_IGN)
+    before = {s: signal.signal(s, handler) for s in asked}
     try:
         yield stop
     finally:

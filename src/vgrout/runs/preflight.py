@@ -19,7 +19,16 @@ from vgrout.grading.grade import Grader
 from vgrout.grading.reward import import_function
 from vgrout.inputs import Inputs, read_inputs
 from vgrout.model.memory import plan as memory_plan
-from vgrout.model.source import ITEMSIZE, SVD_CACHE, Shapes, find_shapes, resolved_dtype
+from vgrout.model.source import (
+    ITEMSIZE,
+    LLAMAS,
+    SVD_CACHE,
+    Shapes,
+    configuration,
+    find_shapes,
+    model_folder,
+    resolved_dtype,
+)
 from vgrout.problems import ProblemRow, ProblemSplits, partition_decides
 from vgrout.runs import checkpoint
 from vgrout.runs.context import ENDED, RUNS, STATES, last_resumable
@@ -210,6 +219,26 @@ def reward_line(inputs: Inputs) -> str:
     return f"{own}; passed from {inputs.reward.passes_at:g} on{rewarded}"
 
 
+def adapter_lines(cfg: Config) -> list[str]:
+    """What of the model is adapted, and what is not. Raises ValueError, one line, where nothing can be."""
+    shapes, folder = find_shapes(cfg.model_path), model_folder(cfg.model_path)
+    adapted, R, bare = (shapes.adapted, shapes.R, list[str]()) if shapes else (0, 0, [])
+    named = configuration(folder).get("architectures") if folder else None
+    if folder and named and not (isinstance(named, list) and LLAMAS.issuperset(map(str, named))):
+        from vgrout.model.load import outline  # torch: of other blocks nothing is known without it
+
+        try:
+            linears, bare = outline(folder)
+        except Exception as e:
+            raise ValueError(f"--model {cfg.scale.model}: {' '.join(str(e).split())[:160]}") from None
+        adapted, R = sum(a * b for a, b in linears), sum(map(min, linears))
+    if not R:
+        return []
+    cache = f"; SVD cache {svd_cache(cfg, shapes) / 2**30:.2f} GiB on disk" if shapes else ""
+    size = f"{adapted / 1e6:.2f} M weights under {R} singular values, two vectors of that size{cache}"
+    return [f"adapter       {size}", *([f"not trained   {', '.join(bare)}"] if bare else [])]
+
+
 def plan_lines(cfg: Config, inputs: Inputs, grader: Grader, folder: Path, *, named: bool = True) -> list[str]:
     """The plan, as lines: what is done, what it needs and reads, what is missing. folder: where the run is written.
     named: somebody chose the intervention."""
@@ -229,11 +258,8 @@ def plan_lines(cfg: Config, inputs: Inputs, grader: Grader, folder: Path, *, nam
     lines.append(f"model         {s.model}" + (f" in {s.organism}" if s.organism else "") + f", {dtype_of(cfg)}")
     if made_for_gpu and not gpu_here():
         lines.append(f"device        no GPU here; {cfg.preset} is made for one of 80 GB or more")
+    lines += adapter_lines(cfg)
     if shapes:
-        lines.append(
-            f"adapter       {shapes.adapted / 1e6:.2f} M weights under {shapes.R} singular values, two vectors of that "
-            f"size; SVD cache {svd_cache(cfg, shapes) / 2**30:.2f} GiB on disk"
-        )
         lines += memory_plan(
             shapes,
             device=device_of(cfg),
