@@ -1,14 +1,13 @@
 """The plan from shapes: counted against what a small model of the same family really keeps."""
 
-import weakref
 from itertools import count
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from live import Live
 from vgrout.config.run import Config, ScaleConfig
 from vgrout.model import svd_adapter
 from vgrout.model.decoder import LeanDecoder
@@ -82,28 +81,6 @@ def test_activations_are_what_autograd_keeps():
     want = batch.tokens * shapes.activation_bytes(2)
     # the head's rows, the rotary tables and the mask are not in the formula
     assert sum(kept.values()) == pytest.approx(want, rel=0.2)
-
-
-class Live(TorchDispatchMode):
-    """The most bytes at a time of tensors that were made inside, or seen there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now, self.peak, self._seen = 0, 0, set[int]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for t in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(t, torch.Tensor) and (key := id(storage := t.untyped_storage())) not in self._seen:
-                self._seen.add(key)
-                self.now += storage.nbytes()
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self._gone, key, storage.nbytes())
-        return out
-
-    def _gone(self, key: int, n: int) -> None:
-        self._seen.discard(key)
-        self.now -= n
 
 
 def test_keys_and_values_are_what_sampling_holds():

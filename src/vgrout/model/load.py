@@ -31,7 +31,7 @@ from vgrout.grading.grade import cores
 from vgrout.model import template_probe
 from vgrout.model.decoder import lean_fits
 from vgrout.model.logprobs import backbone, check_head
-from vgrout.model.packing import flash_is_here, packs
+from vgrout.model.packing import kernel_name, packs
 from vgrout.model.policy import DTYPES, LanguageModel, Policy, apply_template
 from vgrout.model.source import SVD_CACHE, FoundModel, Saved, advice, is_small, require_model, resolved_dtype
 from vgrout.model.svd_adapter import SvdAdapter
@@ -175,9 +175,9 @@ def load_language_model(
 
 
 def attention(device: torch.device, dtype: torch.dtype, architecture: type[PreTrainedModel]) -> str:
-    """flash-attention 2 on CUDA in half precision, where it is installed (extra `gpu`), else sdpa wherever the
-    architecture has it (Gemma 2 has not). Never what config.json asks for: it may name a kernel on a hub."""
-    if flash_is_here(device, dtype):
+    """flash-attention 2 on CUDA in half precision, where the package is installed, else sdpa wherever the architecture
+    has it (Gemma 2 has not). Never what config.json asks for: it may name a kernel on a hub."""
+    if kernel_name(device, dtype) == "flash_attn":
         return "flash_attention_2"
     return "sdpa" if architecture._supports_sdpa else "eager"
 

@@ -23,7 +23,7 @@ from vgrout.model.logprobs import (
     vocabulary,
 )
 from vgrout.model.memory import TOKEN_BUDGET
-from vgrout.model.packing import Packed, batches, flash_is_here, pack, packed_hidden, padded_batches
+from vgrout.model.packing import Packed, batches, kernel_name, pack, packed_hidden, padded_batches
 from vgrout.model.svd_adapter import SvdAdapter
 from vgrout.types import Message
 
@@ -135,9 +135,8 @@ class LanguageModel:
         """The kernel of each phase, for run.json. A decoding step has one query a row, which SDPA reads as fast as
         anything."""
         own = str(self.model.config._attn_implementation)
-        flash = flash_is_here(self.device, self.model.dtype)
         return {
-            "update": own if not self.packs else "flash_attention_2 varlen" if flash else "sdpa",
+            "update": kernel_name(self.device, self.model.dtype) if self.packs else own,
             "prefill": own,
             "decode": "sdpa" if self.lean else own,
         }
