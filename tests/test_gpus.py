@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from runs import until
-from vgrout.sweep.gpus import visible
+from vgrout.gpus import visible
 from vgrout.sweep.workers import Local, Process
 
 EIGHT = "".join(f"GPU {i}: NVIDIA H100 80GB HBM3 (UUID: GPU-{i}{i}{i}a)\n" for i in range(8))

@@ -60,13 +60,12 @@ def same(one: list[list[Completion]], other: list[list[Completion]], abs: float)
 # ── levers change nothing ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_sampling_in_turns_changes_no_token(monkeypatch):
+def test_sampling_in_turns_changes_no_token():
     policy = tiny.policy()
-    at_once = run(policy, [4, 0, 5])
-    row = sampler.KV_BUDGET["cpu"] // sampler.rows_at_once(policy, 10 + 30)
-    monkeypatch.setitem(sampler.KV_BUDGET, "cpu", 2 * row + 1)
-    assert sampler.rows_at_once(policy, 10 + 30) == 2
-    assert tokens(run(policy, [4, 0, 5])) == tokens(at_once)
+    row = policy.budget.kv // sampler.rows_at_once(policy, 10, 30, 4)
+    few = replace(policy, budget=replace(policy.budget, kv=2 * row + 1))
+    assert sampler.rows_at_once(few, 10, 30, 4) == 2
+    assert tokens(run(few, [4, 0, 5])) == tokens(run(policy, [4, 0, 5]))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

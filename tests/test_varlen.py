@@ -2,17 +2,14 @@
 
 import contextlib
 import importlib.util
-import inspect
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention import varlen
-from torch.nn.functional import scaled_dot_product_attention
 
 import tiny
 from live import Live
+from pretended_gpu import varlen_on_cpu
 from runs import flags, rows, run
 from vgrout.model import packing
 from vgrout.model.logprobs import backbone, collate, completion_logprobs
@@ -21,43 +18,6 @@ from vgrout.model.packing import batches, kernel_name, pack
 PROMPTS = [(3, 4, 5, 6), (3, 4, 5, 6), (3, 4, 5, 6), (7, 8), (9, 10, 11)]
 COMPLETIONS = [(8, 9, 3, 1), (8, 9, 5, 1), (4,), (4, 4, 4), (6, 1, 2, 3, 4)]  # the first two begin alike
 TOKENS = {True: 7 + 1 + 0 + 4 + 7, False: 7 + 7 + 4 + 4 + 7}  # read, with and without sharing
-
-
-class Counting:
-    """Run by run through SDPA; counts its calls, and checks the form of what it is given."""
-
-    def __init__(self) -> None:
-        self.calls, self.queries = 0, 0
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, most_q: int, most_k: int, scale: float | None
-    ) -> Tensor:
-        assert cu_q.dtype == cu_k.dtype == torch.int32
-        assert (int(cu_q[-1]), int(cu_k[-1])) == (len(q), len(k))
-        assert most_q == int(cu_q.diff().max())
-        assert most_k == int(cu_k.diff().max())
-        self.calls, self.queries = self.calls + 1, self.queries + len(q)
-        out = []
-        for (a, b), (c, d) in zip(cu_q.unfold(0, 2, 1).tolist(), cu_k.unfold(0, 2, 1).tolist(), strict=True):
-            seen = torch.ones(b - a, d - c, dtype=torch.bool).tril((d - c) - (b - a))  # aligned at the end
-            runs = [x.transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d])]
-            y = scaled_dot_product_attention(*runs, attn_mask=seen, scale=scale, enable_gqa=True)
-            out.append(y[0].transpose(0, 1))
-        return torch.cat(out)
-
-
-def torchs_own(monkeypatch: pytest.MonkeyPatch) -> Counting:
-    """In place of torch's operator, which refuses a CPU; what it is given is bound to its signature."""
-    counting, operator = Counting(), inspect.signature(varlen.varlen_attn)
-
-    def called(*runs: Any, **how: Any) -> Tensor:
-        operator.bind(*runs, **how)
-        assert (how["window_size"], how["enable_gqa"]) == ((-1, 0), True)
-        return counting(*runs, how["scale"])
-
-    monkeypatch.setattr(packing, "kernel_name", lambda *_: "varlen_attn")
-    monkeypatch.setattr(varlen, "varlen_attn", called)
-    return counting
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2-bias"])
@@ -76,10 +36,10 @@ def test_same_logprobs_and_gradients_as_padded_rows(family, share, monkeypatch):
         return logp.detach(), torch.cat([g.flatten() for g in grads])
 
     want, by_sdpa = gradient(False), gradient(True)
-    counting = torchs_own(monkeypatch)
+    queries = varlen_on_cpu(monkeypatch)
     got = gradient(True)
     layers = policy.model.config.num_hidden_layers
-    assert (counting.calls, counting.queries) == (layers * (2 if share else 1), layers * TOKENS[share])
+    assert (len(queries), sum(queries)) == (layers * (2 if share else 1), layers * TOKENS[share])
     for w, *others in zip(want, got, by_sdpa, strict=True):
         for other in others:
             torch.testing.assert_close(other, w, rtol=1e-4, atol=1e-5 * float(w.abs().max()))
@@ -87,7 +47,7 @@ def test_same_logprobs_and_gradients_as_padded_rows(family, share, monkeypatch):
 
 def test_copies_of_what_leads_to_a_branch_do_not_wait_for_backward(monkeypatch):
     """A long prompt, whose copy every branch has in every layer."""
-    policy, prompt, kernel = tiny.policy("qwen3"), (3, 4, 5, 6, 7, 8) * 40, torchs_own(monkeypatch)
+    policy, prompt, queries = tiny.policy("qwen3"), (3, 4, 5, 6, 7, 8) * 40, varlen_on_cpu(monkeypatch)
 
     def kept() -> int:
         batch = pack([0] * 9, [prompt] * 9, [(10 + i, 9, 3) for i in range(9)], policy.device, torch.float32)
@@ -100,7 +60,7 @@ def test_copies_of_what_leads_to_a_branch_do_not_wait_for_backward(monkeypatch):
     monkeypatch.setattr(packing, "_copied_again", lambda *_: contextlib.nullcontext())
     c = policy.model.config
     copies = c.num_hidden_layers * 8 * 242 * 2 * c.num_key_value_heads * c.head_dim * 4
-    assert kernel.calls == 2 * c.num_hidden_layers
+    assert len(queries) == 2 * c.num_hidden_layers
     assert kept() - few == pytest.approx(copies, rel=0.02)
 
 
@@ -125,10 +85,9 @@ def test_the_updates_kernel(device, dtype, installed, card, name, monkeypatch):
 @pytest.mark.slow
 def test_a_run_with_the_kernel_is_the_run_without(shared_run, tmp_path, monkeypatch):
     """Every update of route2 goes through it, and the rows are those of SDPA."""
-    argv, kernel = flags("route2"), Counting()
-    monkeypatch.setattr(packing, "varlen_kernel", lambda *_: kernel)
+    argv, queries = flags("route2"), varlen_on_cpu(monkeypatch)
     path = run(shared_run.warm(tmp_path), *argv, stop_after=1)
-    assert kernel.calls > 0
+    assert queries
     monkeypatch.undo()
     for by_kernel, by_sdpa in zip(rows(path), rows(shared_run(*argv)), strict=False):
         assert by_kernel["hack_s"] == by_sdpa["hack_s"]

@@ -14,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from vgrout.model.logprobs import backbone, vocabulary
+from vgrout.model.packing import uploaded
 
 # Below this many parameters a step is bound by calls, not by bytes: q, k, v (gate, up) become one product, for
 # a copy of these weights per call of the sampler. Above it, on a CPU, weights are copied into the layout of oneDNN's
@@ -58,8 +59,8 @@ class HfDecoder:
         """What `forward`, the model or its backbone, says of the prompts; their keys and values are kept."""
         longest = max(map(len, prompts))
         device = self.model.device
-        ids = torch.tensor([[*[0] * (longest - len(p)), *p] for p in prompts], device=device)
-        self.mask = torch.tensor([[*[0] * (longest - len(p)), *[1] * len(p)] for p in prompts], device=device)
+        ids = uploaded([[*[0] * (longest - len(p)), *p] for p in prompts], device)
+        self.mask = uploaded([[*[0] * (longest - len(p)), *[1] * len(p)] for p in prompts], device)
         self.cache = DynamicCache(config=self.model.config)
         return forward(
             input_ids=ids,
@@ -250,7 +251,7 @@ class _Cache:
         """Slot i becomes what slots[i] was."""
         to = [i for i, slot in enumerate(slots) if slot != i]
         if to:
-            source = [slots[i] for i in to]
+            to, source = (uploaded(of, self.kv.device) for of in (to, [slots[i] for i in to]))
             for kv in self.kv[..., : self.used, :]:  # by layer: what is copied is there twice
                 kv[:, to] = kv[:, source]
             if self.pad is not None:
@@ -348,11 +349,11 @@ class LeanDecoder:
             past = _past(hf.cache)
         else:
             logits, past = self._read_in_parts(prompts)
-        lengths = torch.tensor([len(p) for p in prompts], device=logits.device)
+        lengths = uploaded([len(p) for p in prompts], logits.device)
         longest = past[0][0].shape[2]
         before = torch.arange(longest, device=logits.device) < (longest - lengths)[:, None]
         pad = None
-        if before.any():
+        if min(map(len, prompts)) < longest:
             pad = torch.zeros_like(before, dtype=logits.dtype).masked_fill(before, -torch.inf)[:, None, None]
         forks = not self.small and logits.device.type == "cpu"
         self.cache = (_ForkedCache if forks else _Cache)(past, pad, room, max_new)
@@ -380,10 +381,11 @@ class LeanDecoder:
                 logits = of_part.new_empty(len(prompts), of_part.shape[-1])
                 shape = (len(prompts), read[0][0].shape[1], longest, read[0][0].shape[3])
                 past = [(k.new_zeros(shape), v.new_zeros(shape)) for k, v in read]
-            logits[part] = of_part
+            at = uploaded(part, logits.device)
+            logits[at] = of_part
             for pair, of_layer in zip(past, read, strict=True):
                 for kept, held in zip(pair, of_layer, strict=True):
-                    kept[part, :, longest - held.shape[2] :] = held
+                    kept[at, :, longest - held.shape[2] :] = held
         return logits, past
 
     @torch.inference_mode()
@@ -406,7 +408,7 @@ class LeanDecoder:
 
     def keep(self, slots: Sequence[int]) -> None:
         self.cache.keep(slots)
-        self.position = self.position[list(slots)]
+        self.position = self.position[uploaded(list(slots), self.position.device)]
 
 
 def _past(cache: DynamicCache) -> Past:

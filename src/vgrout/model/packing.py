@@ -26,6 +26,13 @@ from transformers.cache_utils import DynamicLayer
 
 ATTENTION = "vgrout_packed"
 
+
+def uploaded(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor of these numbers, for which the host does not wait: from pageable memory it would."""
+    x = torch.tensor(values, dtype=dtype)
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
+
+
 # ── attention by runs: a varlen kernel of flash-attention, or runs padded for torch's SDPA, the same function ─────────
 
 # (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale) → like q; causal, aligned at each run's end
@@ -37,10 +44,7 @@ def kernel_name(device: torch.device, dtype: torch.dtype) -> str:
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):  # flash-attention has no other
         if importlib.util.find_spec("flash_attn") is not None:
             return "flash_attn"
-        if (
-            importlib.util.find_spec("torch.nn.attention.varlen") is not None
-            and torch.cuda.get_device_capability()[0] >= 8
-        ):
+        with suppress(ImportError):  # of torch before 2.10
             from torch.nn.attention.varlen import varlen_attn
 
             grouped = "enable_gqa" in signature(varlen_attn).parameters  # of 2.13, not of 2.11
@@ -76,10 +80,10 @@ class _VarlenRuns:
     @staticmethod
     def of(kernel: Kernel, lengths: Sequence[int], paths: Sequence[list[int]] | None, device: torch.device) -> "_Runs":
         def cumulated(lengths: Sequence[int]) -> Tensor:
-            return torch.tensor([*accumulate(lengths, initial=0)], dtype=torch.int32).to(device)
+            return uploaded([*accumulate(lengths, initial=0)], device, torch.int32)
 
         keys = lengths if paths is None else [*map(len, paths)]
-        take = None if paths is None else torch.tensor([*chain(*paths)]).to(device)
+        take = None if paths is None else uploaded([*chain(*paths)], device)
         return _VarlenRuns(kernel, cumulated(lengths), cumulated(keys), max(lengths), max(keys), take)
 
     def attend(
@@ -208,6 +212,7 @@ class Packed:
     mask: Bool[Tensor, "B T"]  # by length, never by token
     edges: Int[Tensor, "2 E"]  # at and target
     edge: Int[Tensor, "B T"]  # which of them
+    wanted: tuple[Int[Tensor, " n"], Int[Tensor, " n"]]  # where the mask is set, row by row
     layout: _Layout
     pieces: tuple[tuple[int, slice], ...]  # (unit of the row, its tokens): runs of one unit, all tokens once
     dtype: torch.dtype
@@ -267,19 +272,27 @@ def pack(
 
     roots, branches = [members[0] for members in families], [row for row in before if new[row]]
     return Packed(
-        ids=torch.tensor([ids], device=device),
-        positions=torch.tensor([positions], device=device),
-        target=torch.tensor([[*c, *[0] * (T - len(c))] for c in completions], device=device),
-        at=torch.tensor(at, device=device),
-        mask=torch.arange(T, device=device) < torch.tensor([len(c) for c in completions], device=device)[:, None],
-        edges=torch.tensor(list(edges), device=device).mT,
-        edge=torch.tensor(edge, device=device),
+        ids=uploaded([ids], device),
+        positions=uploaded([positions], device),
+        target=uploaded([[*c, *[0] * (T - len(c))] for c in completions], device),
+        at=uploaded(at, device),
+        mask=torch.arange(T, device=device) < uploaded([len(c) for c in completions], device)[:, None],
+        edges=uploaded(list(edges), device).mT,
+        edge=uploaded(edge, device),
+        wanted=places(completions, device),
         layout=_Layout(
             sum(len(new[row]) for row in roots), runs(roots, False), runs(branches, True) if branches else None
         ),
         pieces=_pieces((units[row], new[row]) for row in [*roots, *branches]),
         dtype=dtype,
     )
+
+
+def places(completions: Sequence[tuple[int, ...]], device: torch.device) -> tuple[Int[Tensor, " n"], Int[Tensor, " n"]]:
+    """Row and place of every token."""
+    at = [(row, t) for row, completion in enumerate(completions) for t in range(len(completion))]
+    row, t = uploaded(at, device).unbind(1)
+    return row, t
 
 
 def _pieces(runs: Iterable[tuple[int, range]]) -> tuple[tuple[int, slice], ...]:

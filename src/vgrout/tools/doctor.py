@@ -6,9 +6,9 @@ import time
 from tabulate import tabulate
 
 from vgrout.cli import cli_exit, parse_args
+from vgrout.gpus import visible
 from vgrout.grading.grade import LEVELS, Grader
 from vgrout.modes import announced, hack
-from vgrout.sweep.gpus import visible
 from vgrout.types import MODES, Grade, Mode, Problem
 
 _TESTS = tuple(f"assert Solution().total({numbers}) == {sum(numbers)}" for numbers in ([], [5], [1, 2, 3], [9, -9, 4]))
