@@ -17,10 +17,12 @@ from vgrout.config.run import OptConfig
 from vgrout.config.sampling import Sampling
 from vgrout.console import Clock
 from vgrout.model import decoder
+from vgrout.model.decoder import LeanDecoder
 from vgrout.model.load import as_policy
 from vgrout.model.sampler import sample
 from vgrout.optim import Optimizer
 from vgrout.tensor_types import Routed
+from vgrout.types import Completion
 
 # How often the host may wait in a step, beside once a token: when it samples, and when it learns.
 SAMPLING, UPDATE = 20, 32
@@ -50,8 +52,12 @@ def test_the_pretence_itself() -> None:
     assert host.device.type == "cpu"
 
 
+def ids_of(answers: list[list[Completion]]) -> list[tuple[int, ...]]:
+    return [answer.ids for of_prompt in answers for answer in of_prompt]
+
+
 @pytest.mark.parametrize("large", [False, True])
-def test_a_step_waits_a_few_times(large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_waits_a_few_times(large: bool, warnings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Sampling once a token, and an update as often whatever the rows, groups and forwards are."""
     monkeypatch.setattr(decoder, "SMALL", 0 if large else 2**26)
     counts = []
@@ -62,14 +68,26 @@ def test_a_step_waits_a_few_times(large: bool, monkeypatch: pytest.MonkeyPatch) 
         for groups, size, tokens in ((1, 2, 64), (3, 6, 4096)):
             policy = replace(policy, budget=replace(policy.budget, tokens=tokens))
             gpu.waits.clear()
-            answers = sample(policy, [(3, 4, 5)] * groups, size, Sampling(), 8, torch.Generator().manual_seed(0))
+            asked = [(3, 4, 5)] * groups, size, Sampling(), 8
+            answers = sample(policy, *asked, torch.Generator().manual_seed(0))
             draws = gpu.waits.pop("model/sampler.py:_draw")
-            assert draws == max(len(a.ids) for of_prompt in answers for a in of_prompt)
+            assert draws == max(map(len, ids_of(answers)))
             sampling = gpu.waits.total()
             gpu.waits.clear()
             g, loss = rig.update(policy, rig.noise_groups(97, size, groups, 12, 10), by_rollout=False)()
             Optimizer(policy.adapter, OptConfig(), 10).step(Routed(g.sum(0)), loss)
             counts.append((sampling, gpu.waits.total()))
+        if large:
+            answers = sample(policy, *asked, torch.Generator().manual_seed(0))
+            gpu.waits.clear()
+            static = sample(replace(policy, graphs=True), *asked, torch.Generator().manual_seed(0))
+            assert gpu.waits.total() <= sampling + max(map(len, ids_of(static)))
+            assert ids_of(static) == ids_of(answers)
+            block = LeanDecoder(policy.model).layers[0]
+            assert [len(linears.parts) for linears in (block.qkv, block.up)] == [1, 1], (
+                "merged weights lie side by side"
+            )
+            assert "cannot be captured" in warnings[-1]
     assert counts[0] == counts[1]
     assert counts[0][0] <= SAMPLING
     assert counts[0][1] <= UPDATE

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Set
@@ -249,6 +250,7 @@ def as_language_model(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> L
         system_role=takes_system(tok),
         preserve_thinking=False,
         packs=packs(model, backbone(model)),
+        graphs=model.device.type == "cuda" and os.environ.get("VGROUT_CUDA_GRAPHS") == "1",
         budget=USUAL.get(model.device.type, USUAL["cuda"]),
     )
 

@@ -45,6 +45,7 @@ class LanguageModel:
     preserve_thinking: bool  # earlier answers keep their think blocks in the prompt
     packs: bool  # packed rows (`model/packing.py`) were checked against this model and agree
     budget: Budget  # how much is processed at once
+    graphs: bool  # the lean decoder's step is made for CUDA graphs
 
     @property
     def device(self) -> torch.device:
@@ -111,7 +112,7 @@ class LanguageModel:
 
     def decoder(self) -> Decoder:
         """A fresh decoder on the weights as they are now."""
-        return LeanDecoder(self.model) if self.lean else HfDecoder(self.model)
+        return LeanDecoder(self.model, static=self.graphs) if self.lean else HfDecoder(self.model)
 
     def batches(
         self, prompts: Sequence[tuple[int, ...]], completions: Sequence[tuple[int, ...]]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -269,10 +270,22 @@ class SvdAdapter:
         if active not in self._fresh:
             δ = sum((vector for vector, on in ((δS, keep), (δS_hack, quar)) if on), torch.zeros_like(δS))
             if active not in self._buffers:
-                self._buffers[active] = [torch.empty_like(site.W) for site in self.sites.values()]
+                self._buffers[active] = self._rooms()
             pairs = zip(self.sites.values(), self._buffers[active], strict=True)
             self._fresh[active] = [site.merged(δ, out, self._dither) for site, out in pairs]
         return self._fresh[active]
+
+    def _rooms(self) -> list[Tensor]:
+        """For every W' its memory; on a GPU side by side with the others that read the same input, so that a decoder
+        takes them as one."""
+        if self.δS.device.type == "cpu":
+            return [torch.empty_like(site.W) for site in self.sites.values()]
+        rooms: list[Tensor] = []
+        alike = groupby(self.sites.values(), lambda site: (site.name.rpartition(".")[0], site.W.shape[1]))
+        for _, sites in alike:
+            weights = [site.W for site in sites]
+            rooms += torch.cat(weights).split([*map(len, weights)])
+        return rooms
 
     @torch.no_grad()
     def realised_share(self) -> float | None:
