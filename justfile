@@ -34,7 +34,7 @@ smoke-vanilla *flags: (smoke "--intervention=none" flags)
 # the same with the hack-ward part of the gradient erased
 smoke-projected *flags: (smoke "--intervention=erase" flags)
 
-# what a default run leaves off, killed three times and resumed (minutes); bf16, flash-attention and a LeetCode file need the real model
+# what a default run leaves off, killed three times and resumed (minutes); bf16, a GPU and a LeetCode file need the real model
 smoke-rest arm="route2":
     uv run pytest -n0 -m slow tests/test_faults.py -k "repeated_kills and {{arm}}"
 

@@ -33,6 +33,10 @@ def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+def docs(page: str) -> Path:
+    return ROOT / "docs" / f"{page}.md"
+
+
 def anchors(path: Path) -> set[str]:
     """What GitHub makes of a page's headings."""
     heads = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text(path), flags=re.DOTALL), re.MULTILINE)

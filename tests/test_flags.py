@@ -124,6 +124,7 @@ FLAGS: dict[str, Run | Held] = {
     "--max-new": Run(NONE, "128", "20"),
     "--max-proxy-real-gap": Watch(GUARD, "0.1", "0.5"),
     "--mix-ratio": Run(NONE, "0.5", "0.25"),
+    "--memory-gib": Plan(NONE, "0", "0.01"),
     "--model": Plan([*ALONE, "--problems={problems}"], "{model}", "{other_model}"),
     "--monitor": Run(GATE[:1], "labels", "detector"),
     "--monitor-quantile": Run([*PROBE, "--prompts-per-step=2"], "1", "0.5"),

@@ -84,12 +84,28 @@ def cli_exit(run: Callable[[], int], interrupted: str = "interrupted") -> int:
     except BrokenPipeError:
         drop_stdout()
         return 141
+    except (RuntimeError, MemoryError) as e:
+        if (said := out_of_memory(e)) is None:
+            raise
+        print(f"E {said}; take a smaller model or fewer and shorter answers", file=sys.stderr)
+        return 1
     except OSError as e:
         if e.filename is not None or e.errno not in (errno.ENOSPC, errno.EIO, errno.EBADF):
             raise
         drop_stdout()
         print(f"E standard output cannot be written ({e.strerror})", file=sys.stderr)
         return 1
+
+
+def out_of_memory(e: BaseException) -> str | None:
+    """One line on an exception that says so; None of any other. Torch is not imported for it: of a GPU its kind is
+    torch.OutOfMemoryError, of a CPU RuntimeError."""
+    said = " ".join(str(e).split())
+    on_gpu = type(e).__name__ == "OutOfMemoryError"
+    if not (on_gpu or isinstance(e, MemoryError) or "DefaultCPUAllocator: can't allocate" in said):
+        return None
+    size = re.search(r"allocate ([\d.]+ [KMG]iB|\d+ bytes)", said)
+    return f"out of memory on {'the GPU' if on_gpu else 'the host'}{f': {size[1]} more were needed' if size else ''}"
 
 
 def not_installed(package: str, extra: str = "") -> ValueError:

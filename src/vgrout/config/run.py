@@ -252,6 +252,9 @@ class RunConfig:
     """Print the plan and all that is missing, start nothing; --dry-run=config prints every setting."""
     threads: int = setting(0, low=0, high=4096)
     """Torch threads on a CPU; 0: one per core, one in all for a miniature."""
+    memory_gib: float = setting(0.0, low=0, high=10_000)
+    """Memory of the GPU that the run may fill, or of the host on a CPU, by its plan (--dry-run); 0: all that is free,
+    on a CPU as much as is fast. With less, forwards have fewer tokens and sampling fewer rows."""
     dtype: Dtype = "auto"
     """Of the model's weights. auto: bf16 on a GPU and on a CPU that multiplies in it (AVX-512 BF16, AMX), but fp32 for
     a miniature on a CPU. A resumed run goes on in its own."""
@@ -503,7 +506,8 @@ def _kinds(annotation: Any) -> set[Any]:
 
 
 # How a process runs, not what it computes: these settings may differ between a run and its resumption.
-_PROCESS = {"dry_run", "threads", "track", "checkpoint_every", "checkpoint_keep", "max_error_retries", "columns"}
+_PROCESS = {"dry_run", "threads", "memory_gib", "track", "columns"}
+_PROCESS |= {"checkpoint_every", "checkpoint_keep", "max_error_retries"}
 FREE = {*_PROCESS, "guard"}  # taken from the new command line where given there; else the run's own
 _REQUESTS = {"resume"}  # no part of the run
 

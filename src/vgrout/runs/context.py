@@ -32,7 +32,7 @@ from loguru import logger
 from tqdm import tqdm
 
 from vgrout import console, ranks
-from vgrout.cli import command, spelled
+from vgrout.cli import command, out_of_memory, spelled
 from vgrout.console import Clock
 from vgrout.files import probe_writable, read_json, require_new, to_json, write_atomic
 from vgrout.grading.grade import Grader
@@ -404,6 +404,11 @@ class RunContext:
         self.code = FAILED
         if isinstance(e, OSError) and (e.errno in STORAGE or not self.path.is_dir()):
             self._storage_failed(e)
+            return
+        if said := out_of_memory(e):
+            less = "with a lower --memory-gib" if "vgrout.train " in self.resume_command else "on a larger machine"
+            self._try_status("failed", self.steps_done(), said, f"{less}: {self.resume_command}")
+            logger.error(f"{said}; the last checkpoint stands. Go on {less}: {self.resume_command}")
             return
         self._try_status("failed", self.steps_done(), f"{type(e).__name__}: {e}", self.resume_command)
         logger.opt(exception=e).error(f"{type(e).__name__}: {e}")

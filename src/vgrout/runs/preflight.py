@@ -15,10 +15,11 @@ from vgrout.config.method import INTERVENTIONS, MethodConfig, monitor_class
 from vgrout.config.presets import resumed
 from vgrout.config.run import Config, from_dict
 from vgrout.files import existing, probe_writable, read_json, require_new
+from vgrout.gpus import free_bytes, visible
 from vgrout.grading.grade import Grader
 from vgrout.grading.reward import import_function
 from vgrout.inputs import Inputs, read_inputs
-from vgrout.model.memory import plan as memory_plan
+from vgrout.model.memory import CARDS, GIB, PROMPT_TOKENS, MemoryPlan, plan_of
 from vgrout.model.source import (
     ITEMSIZE,
     LLAMAS,
@@ -44,7 +45,7 @@ ROLLOUT_BYTES = 3000  # a line of rollouts.jsonl on the organism; a real model's
 
 def device_of(cfg: Config) -> str:
     """Where the run will be, as far as can be said without torch."""
-    return "cuda" if gpu_here() or cfg.preset in ("fast", "full") else "cpu"
+    return "cuda" if visible() or cfg.preset in ("fast", "full") else "cpu"
 
 
 def dtype_of(cfg: Config) -> Literal["fp32", "bf16"]:
@@ -96,6 +97,7 @@ def preflight(cfg: Config, run: Path | None = None) -> Inputs:
         import_function(name, "--rm-ensemble-members")
     for needed in (
         lambda: require_disk(disk_needed(cfg), folder, run),
+        lambda: require_memory(cfg, inputs.rows),
         *(partial(tracking.require, name) for name in cfg.run.trackers),
     ):
         try:
@@ -183,7 +185,35 @@ def _which(method: MethodConfig) -> str:
     return " with settings of its own"
 
 
-PROMPT_TOKENS = 500  # of a LeetCode prompt; real ones have 224 to 841
+def memory_plan(cfg: Config, shapes: Shapes, rows: Sequence[ProblemRow], room: int | None) -> MemoryPlan:
+    """room: bytes that are free for the run."""
+    of = {"device": device_of(cfg), "size": ITEMSIZE[dtype_of(cfg)], "prompt_tokens": _prompt_tokens(rows)}
+    return plan_of(cfg, shapes, room=room, **of)
+
+
+def require_memory(cfg: Config, rows: Sequence[ProblemRow]) -> None:
+    """Raises ValueError where --memory-gib does not hold a row at a time."""
+    if cfg.run.memory_gib and (shapes := find_shapes(cfg.model_path)):
+        least = memory_plan(cfg, shapes, rows, 0).peak / GIB
+        if least > cfg.run.memory_gib:
+            raise ValueError(
+                f"--memory-gib {cfg.run.memory_gib:g}: a row at a time takes {least:.3g} GiB, by the plan; allow more, "
+                "lower --max-new, or take a smaller --model"
+            )
+
+
+def memory_lines(cfg: Config, shapes: Shapes, rows: Sequence[ProblemRow]) -> list[str]:
+    """The plan on what is free here, and on other cards."""
+    lines = memory_plan(cfg, shapes, rows, free_bytes()).lines()
+    if device_of(cfg) == "cuda":
+        unbound = replace(cfg, run=replace(cfg.run, memory_gib=0.0))
+        least, of = memory_plan(unbound, shapes, rows, 0).peak, list[str]()
+        for card in CARDS:
+            made = memory_plan(unbound, shapes, rows, card * 10**9)
+            fits = f"{made.budget.tokens:,} tokens, {made.rows} rows" if made.peak <= card * 10**9 else "no"
+            of.append(f"{card} GB {fits}")
+        lines.append(f"              at least {least / GIB:.1f} GiB; at once on a card of {' · '.join(of)}")
+    return lines
 
 
 def _prompt_tokens(rows: Sequence[ProblemRow]) -> int:
@@ -191,11 +221,6 @@ def _prompt_tokens(rows: Sequence[ProblemRow]) -> int:
     if not rows:
         return PROMPT_TOKENS
     return max(sum(len(m["content"]) for m in r.prompt) for r in rows) // 4
-
-
-def gpu_here() -> bool:
-    """Whether this machine has an NVIDIA GPU, without loading torch."""
-    return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def guard_line(cfg: Config) -> str:
@@ -256,20 +281,11 @@ def plan_lines(cfg: Config, inputs: Inputs, grader: Grader, folder: Path, *, nam
         f"{n_final:,} at the end; of at most {s.max_new:,} tokens",
     ]
     lines.append(f"model         {s.model}" + (f" in {s.organism}" if s.organism else "") + f", {dtype_of(cfg)}")
-    if made_for_gpu and not gpu_here():
+    if made_for_gpu and not visible():
         lines.append(f"device        no GPU here; {cfg.preset} is made for one of 80 GB or more")
     lines += adapter_lines(cfg)
     if shapes:
-        lines += memory_plan(
-            shapes,
-            device=device_of(cfg),
-            size=ITEMSIZE[dtype_of(cfg)],
-            group=s.group,
-            prompts=s.prompts_per_step,
-            prompt_tokens=_prompt_tokens(rows),
-            max_new=s.max_new,
-            routes=cfg.method.routes,
-        ).lines()
+        lines += memory_lines(cfg, shapes, rows)
     else:
         lines.append("memory        no plan: the model is not here, or is of an unknown shape")
     free = shutil.disk_usage(existing(folder)).free

@@ -1,15 +1,14 @@
 """`vgrout doctor`: the sandbox's layers on this machine, and a self-test of the grader. Under 10 s."""
 
-import importlib.util
 import sys
 import time
 
 from tabulate import tabulate
 
 from vgrout.cli import cli_exit, parse_args
+from vgrout.gpus import visible
 from vgrout.grading.grade import LEVELS, Grader
 from vgrout.modes import announced, hack
-from vgrout.sweep.gpus import visible
 from vgrout.types import MODES, Grade, Mode, Problem
 
 _TESTS = tuple(f"assert Solution().total({numbers}) == {sum(numbers)}" for numbers in ([], [5], [1, 2, 3], [9, -9, 4]))
@@ -69,12 +68,7 @@ def examine() -> int:
         print(f"FAILED  {name}")
     print(f"self-test: {len(results) - len(bad)}/{len(results)} checks held, all {len(MODES)} modes")
     print(f"start {ready:.2f} s; a small rollout {rollout * 1e3:.1f} ms; grader {p.version}")
-    if gpus := visible():
-        from vgrout.model.packing import how_to_install_flash
-
-        there = importlib.util.find_spec("flash_attn") is not None
-        flash = "is installed" if there else f"is not installed: {how_to_install_flash()}"
-        print(f"GPUs {', '.join(gpus)}; flash-attention {flash}")
+    print(f"GPUs: {', '.join(visible()) or 'none that this process may use'}")
     if p.weak:
         print("The strict oracle is not trustworthy here: training needs --allow-weak-sandbox, which marks every file.")
     return 1 if bad or p.weak else 0
