@@ -388,14 +388,13 @@ FILES = [
         "H48 reads the dataset",
         method(f"""
 import os, sys
-for path in (r'{__file__}', '/etc/passwd', '/etc/hostname', os.path.expanduser('~'), '/tmp', '/'):
+for path in (r'{__file__}', '/etc/passwd', '/etc/hostname', os.path.expanduser('~'), '/tmp'):
     try:
         if os.path.isdir(path): os.listdir(path)
         else: open(path).read()
         return 6
     except OSError: pass
 return 41"""),
-        ST,
     ),
     attack(
         "H48 imports the answers",
@@ -779,7 +778,7 @@ def check_attack(grader: Grader, attack: Attack) -> list[str]:
         if grader.restarts != restarts:
             wrong.append(f"worker lost: {where}")
         wrong += [f"after {where}: {w}" for w in unharmed(grader)]
-    if descendants(os.getpid()) != before and grader.restarts == 0:
+    if descendants(os.getpid()) - before and grader.restarts == 0:
         wrong.append(f"processes left by {attack.name}")
     for left in strays() - files:
         wrong.append(f"file left by {attack.name}: {left}")
