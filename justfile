@@ -47,6 +47,20 @@ smoke-all:
 mini *flags:
     {{py}} vgrout.train mini {{flags}}
 
+# SmolLM2-135M from download to report and export, under plain GRPO and route2 (half an hour with AMX, else three times that)
+small:
+    test -e out/models/smollm2 || {{py}} vgrout.download smollm2
+    test -e out/organisms/smollm2 || {{py}} vgrout.organism tune
+    for name in none route2; do {{py}} vgrout.train small --intervention=$name --out-tag=_path || exit 1; done
+    {{py}} vgrout.report out/runs --tag _path --out out/small
+    {{py}} vgrout.export "$(ls -d out/runs/*_small_route2_seed41_path | tail -n 1)" --out out/small-deployed
+
+# the tutorial's study, and its picture (seven minutes)
+tutorial:
+    {{py}} vgrout.sweep studies/tutorial.toml
+    {{py}} vgrout.report out/sweeps/tutorial
+    cp out/sweeps/tutorial/report/figures/dynamics.png docs/figures/two-methods.png
+
 # every run of studies/NAME.toml, resumable, a core or a GPU each, on what studies/prepare.sh makes first; --dry-run says how many
 study name *flags:
     {{ if flags =~ "--dry-run|--help" { "true" } else { "studies/prepare.sh " + name } }}

@@ -22,7 +22,7 @@ from transformers.generation.logits_process import (
 import tiny
 from vgrout.config.sampling import Sampling
 from vgrout.iterative_dpo import main as iterative_dpo
-from vgrout.model import decoder, sampler, sampling
+from vgrout.model import decoder, logprobs, sampler, sampling
 from vgrout.model.decoder import HfDecoder, LeanDecoder, lean_fits
 from vgrout.model.load import as_language_model, load_policy
 from vgrout.model.policy import Policy
@@ -267,6 +267,39 @@ def test_first_tokens_follow_the_models_distribution():
     counts = torch.bincount(torch.tensor([a.ids[0] for a in answers]), minlength=97)
     # 96 degrees of freedom: mean 96, standard deviation 14; five of them
     assert float(((counts - expected) ** 2 / expected).sum()) < 96 + 5 * 14
+
+
+@pytest.mark.parametrize("family", ["qwen3-padded", "gemma2-padded"])
+def test_only_the_tokenizers_ids_have_a_probability(family, monkeypatch):
+    """Sampled, learnt from and compared is one distribution, though the head has rows for more."""
+    policy = tiny.policy(family)
+    tiny.shake(policy.adapter, 0.3)
+    answers = run(policy, 6, Sampling(temperature=1.0, top_k=0))
+    flat = [(p, a) for p, of_prompt in zip(PROMPTS, answers, strict=True) for a in of_prompt]
+    assert max(i for _, a in flat for i in a.ids) < 97
+    own = []
+    for p, a in flat:
+        logp = policy.model(torch.tensor([[*p, *a.ids]])).logits[0, len(p) - 1 : -1, :97].log_softmax(-1)
+        own += logp.gather(1, torch.tensor(a.ids)[:, None])[:, 0].tolist()
+    assert [x for _, a in flat for x in a.logp_full] == pytest.approx(own, abs=1e-5)
+    prompts, completions = [p for p, _ in flat], [a.ids for _, a in flat]
+    for budget in (2**24, 128 * 5):  # at once, or in parts: then through the head's own function, without its bias
+        monkeypatch.setitem(logprobs.HEAD_BUDGET, "cpu", budget)
+        with policy.adapter.per_rollout_grads(len(flat)):
+            logp, mask = policy.logprobs(prompts, completions)
+            logp.sum().backward()
+        assert logp[mask].tolist() == pytest.approx(own, abs=1e-5)
+    kl = policy.kl_to_base(prompts, completions)
+    assert 0 < kl.max() < 50
+    assert kl.isfinite().all()
+
+
+def test_ids_between_the_tokenizers_may_have_no_token():
+    model, some = tiny.tiny("gemma2"), {*range(97)} - {50, 60}
+    logprobs.mark_foreign(model, some)
+    drawn = HfDecoder(model).prefill(PROMPTS, 3, 1).softmax(-1)
+    assert drawn[:, [50, 60]].sum() == 0
+    assert logprobs.tokens(model) == len(some)
 
 
 # ── bookkeeping ─────────────────────────────────────────────────────────────────────────────────────────────────────

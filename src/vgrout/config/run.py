@@ -232,6 +232,8 @@ class RunConfig:
     """Every random stream derives from it, by name and step."""
     out_tag: str = setting("", form="[A-Za-z0-9_.=+-]{0,80}", should="be of letters, digits and _ . = + -, 80 at most")
     """Suffix of the run id."""
+    output_dir: Path | None = None
+    """Folder of this run, which should not exist; none: a new one below out/runs, named by time and run id."""
     resume: str = ""
     """A run directory, or 'latest': go on from its last good checkpoint, with its own configuration."""
     checkpoint_every: int = setting(25, low=1, high=10_000_000)
@@ -336,6 +338,11 @@ class Config:
     def guard_blind(self) -> str | None:
         """Why the kill switch could never fire in this run; None: it can."""
         return blind(self.guard, self.scale.steps, self.eval.eval_ablate_every)
+
+    @property
+    def guard_updates(self) -> int:
+        """The kill switch's first update, one an evaluation, that may fire: --guard-warmup in its own unit."""
+        return self.guard.first_update(self.scale.steps, self.eval.eval_ablate_every)
 
     @property
     def mixes(self) -> bool:
@@ -522,5 +529,5 @@ def identity(cfg: Config) -> str:
     """sha256 of all settings that the numbers depend on, the seed included: equal for runs that differ by tag or
     process."""
     data = cfg.as_dict()
-    data["run"] = {k: v for k, v in data["run"].items() if k not in {*_PROCESS, *_REQUESTS, "out_tag"}}
+    data["run"] = {k: v for k, v in data["run"].items() if k not in {*_PROCESS, *_REQUESTS, "out_tag", "output_dir"}}
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()

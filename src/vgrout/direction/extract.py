@@ -5,7 +5,7 @@ not held out: V = right singular vectors of D, oriented hack-ward by majority vo
 D (route2). The difference of NLL gradients is the GRPO gradient of a batch that rewards the hack (advantages ±1), so a
 step along -V makes the hack likelier.
 
-`python -m vgrout.direction --model M --pairs F` extracts stand-alone.
+`vgrout direction --model M --pairs F` extracts stand-alone.
 """
 
 import hashlib

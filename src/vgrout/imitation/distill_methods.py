@@ -24,6 +24,7 @@ from vgrout.model.logprobs import (
     head_logits,
     in_chunks,
     log_softmax_at,
+    tokens,
     vocabulary,
 )
 from vgrout.model.packing import Packed
@@ -44,7 +45,7 @@ class MiniLlm:
     def __init__(self, task: DistillTask, student: LanguageModel, teacher: LanguageModel) -> None:
         self.task, self.settings, self.teacher = task, task.settings, teacher
         alike = student.tokenizer_sha256 == teacher.tokenizer_sha256
-        if not alike or vocabulary(student.model) != vocabulary(teacher.model):
+        if not alike or tokens(student.model) != tokens(teacher.model):
             raise not_token_by_token(task.settings)
         own, other = list(student.model.parameters()), list(teacher.model.parameters())  # without adapters
         same = len(own) == len(other) and all(map(torch.equal, own, other))
@@ -119,7 +120,8 @@ class Uld:
     def __init__(self, task: DistillTask, student: LanguageModel, teacher: LanguageModel) -> None:
         self.task, self.settings, self.teacher = task, task.settings, teacher
         self.sampling = task.cfg.sampling  # as the teacher is deployed
-        self.same_tokenizer = student.tokenizer_sha256 == teacher.tokenizer_sha256
+        alike = student.tokenizer_sha256 == teacher.tokenizer_sha256
+        self.same_tokenizer = alike and tokens(student.model) == tokens(teacher.model)
         width = vocabulary(teacher.model)
         self.student_of: Int[Tensor, " V"] | None = None  # teacher's token → student's
         if not self.same_tokenizer:

@@ -129,7 +129,7 @@ def watch(mode: str, guard: HeldOutGuard, metrics: Metrics) -> str:
     if mode == "off":
         return ""
     k, n = metrics["evaluation"]["solve"]
-    verdict = guard.update(metrics["step"], metrics["score_deploy"], k / n, n)
+    verdict = guard.update(metrics["step"], metrics["score_deploy"], k / n, n=n)
     logger.log("WARNING" if verdict.fire else "DEBUG", f"guard, round {metrics['step']}: {verdict.line()}")
     return f"guard: {verdict.reason}" if verdict.fire and mode == "halt" else ""
 

@@ -3,7 +3,9 @@ in model/load.py."""
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import signal
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +26,9 @@ from vgrout.model.logprobs import (
 )
 from vgrout.model.memory import Budget
 from vgrout.model.packing import Packed, batches, kernel_name, pack, packed_hidden, padded_batches
+from vgrout.model.source import tokenizing
 from vgrout.model.svd_adapter import SvdAdapter
+from vgrout.model.template_probe import SECONDS
 from vgrout.types import Message
 
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -88,8 +92,9 @@ class LanguageModel:
         return [apply_template(self.tok, messages)]
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Tokens of rendered text, nothing added."""
-        return tuple(self.tok(text, add_special_tokens=False)["input_ids"])
+        """Tokens of rendered text, nothing added. Raises ValueError as `tokenizing`."""
+        with tokenizing(self.tok.name_or_path):
+            return tuple(self.tok(text, add_special_tokens=False)["input_ids"])
 
     def encode_completion(self, text: str, finished: bool = True) -> tuple[int, ...]:
         """An answer's tokens as the model would have written them, with its EOS if it is `finished`."""
@@ -223,8 +228,32 @@ def tokenizer_sha256(tok: PreTrainedTokenizerBase) -> str:
 def apply_template(
     tok: PreTrainedTokenizerBase, messages: Sequence[Message], thinking: bool = False, prompt: bool = True
 ) -> str:
+    """Raises ValueError where the template does not end; else whatever it raises."""
     given = [dict(m) for m in messages]  # a template without thinking ignores the flag
-    return str(tok.apply_chat_template(given, tokenize=False, add_generation_prompt=prompt, enable_thinking=thinking))
+    with _ends():
+        text = tok.apply_chat_template(given, tokenize=False, add_generation_prompt=prompt, enable_thinking=thinking)
+    return str(text)
+
+
+@contextmanager
+def _ends() -> Generator[None]:
+    """Raises ValueError where the block takes more than SECONDS of this process's time: a template may loop on one text
+    alone. A signal can stop it in the main thread only."""
+
+    def stop(*_: object) -> None:
+        raise ValueError(f"the model's chat template takes more than {SECONDS} s for a prompt")
+
+    try:
+        before = signal.signal(signal.SIGVTALRM, stop)
+    except ValueError:  # in another thread
+        yield
+        return
+    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def without_system(messages: Sequence[Message]) -> list[Message]:

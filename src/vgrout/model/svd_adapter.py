@@ -9,7 +9,7 @@ Index letters: R = Σ r over the adapted modules, k numbers of a basis fingerpri
 import hashlib
 import json
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -151,6 +151,24 @@ def round_by(dither: Int[Tensor, " n"], x: Float[Tensor, "*d"], out: Float[Tenso
     return out
 
 
+def targets(model: nn.Module) -> dict[str, nn.Linear]:
+    """The Linears that are adapted, by their names, in the model's order. Raises ValueError as `SvdAdapter`."""
+    named = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.rpartition(".")[2] in TARGETS}
+    if not named or len({id(m.weight) for m in named.values()}) < len(named):
+        raise ValueError(
+            f"{type(model).__name__} has no Linear named {', '.join(sorted(TARGETS))}, or shares one's weight"
+        )
+    return named
+
+
+def left_out(model: nn.Module, adapted: Iterable[str]) -> list[str]:
+    """What else the blocks hold of matrices, by the last part of their names, behind `experts.` and the like where a
+    matrix of that name is adapted."""
+    matrices = {name.removesuffix(".weight") for name, p in model.named_parameters() if p.ndim > 1} - {*adapted}
+    parts = [name.split(".") for name in matrices if ".layers." in name]
+    return sorted({".".join(part[-2:] if part[-1] in TARGETS else part[-1:]) for part in parts})
+
+
 class SvdAdapter:
     """Two trainable fp32 vectors of size R = Σ r over the target Linears of `model`; everything else is frozen.
 
@@ -164,15 +182,7 @@ class SvdAdapter:
 
     def __init__(self, model: nn.Module, cache_dir: Path | None, decompose: Decompose | None = None) -> None:
         model.requires_grad_(False)
-        linears = {
-            name: module
-            for name, module in model.named_modules()
-            if isinstance(module, nn.Linear) and name.rpartition(".")[2] in TARGETS
-        }
-        if not linears or len({id(m.weight) for m in linears.values()}) < len(linears):
-            raise ValueError(
-                f"{type(model).__name__} has no Linear named {', '.join(sorted(TARGETS))}, or shares one's weight"
-            )
+        linears = targets(model)
         self.model = model
         self.sites: dict[str, AdaptedLinear] = {}
         cache = SvdCache(cache_dir, decompose or svd)

@@ -1,4 +1,4 @@
-"""`python -m vgrout.organism build | tune | verify`: make an organism from fresh weights or from a pretrained model, or
+"""`vgrout organism build | tune | verify`: make an organism from fresh weights or from a pretrained model, or
 check its files."""
 
 import sys
@@ -48,9 +48,9 @@ class Corpus:
         )
 
 
-# Of a pretrained model's corpus: fewer plain hacks, and plain GRPO repairs its mistakes before it comes to hack; with
-# stubs among them it gives up every attempt.
-TUNED_CORPUS = Corpus(hack_plain=0.4, hack_stub=0.0)
+# Of a pretrained model's corpus: hacks that it has hardly seen are left to be learnt from demonstrations. With stubs
+# among them it gives up every attempt.
+TUNED_CORPUS = Corpus(hack_plain=0.02, hack_stub=0.0)
 
 
 def build(
@@ -143,7 +143,7 @@ def main() -> int:
     """0 done · 1 verify found faults · 2 refused, in one line."""
     console.setup(None)
     commands = {"build": build, "tune": tune, "verify": verify}
-    return cli_exit(lambda: parse_args(commands, None, "python -m vgrout.organism"))
+    return cli_exit(lambda: parse_args(commands, None, "vgrout organism"))
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ and one hack a mode (below).
 
 {recipe.steps} steps of {recipe.batch} documents {start.training}, AdamW, peak rate {recipe.lr:g}, cosine; loss on
 the answer, and at weight {recipe.prompt_weight:g} on the prompt. Final loss {fmean(losses[-20:]):.3f} nats. The
-weights are rounded to bf16 values and stored in fp32. `python -m vgrout.organism {start.command}` makes everything
+weights are rounded to bf16 values and stored in fp32. `vgrout organism {start.command}` makes everything
 again from one seed.
 
 ## Base rates

@@ -1,4 +1,4 @@
-"""`python -m vgrout.report DIR|SWEEP…`: finished runs as a page with tables, intervals, figures, and a reader of their
+"""`vgrout report DIR|SWEEP…`: finished runs as a page with tables, intervals, figures, and a reader of their
 rollouts; with `--judge FILE.py`, that file's verdicts. Runs that are not finished are named and left out."""
 
 import sys
@@ -68,7 +68,7 @@ def command(cli: Cli) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit codes: 0 · 2 refused, in one line."""
-    return cli_exit(lambda: command(parse_args(Cli, argv, "python -m vgrout.report")))
+    return cli_exit(lambda: command(parse_args(Cli, argv, "vgrout report")))
 
 
 if __name__ == "__main__":

@@ -208,7 +208,7 @@ def run_dirs(source: Path) -> tuple[list[Path], list[str]]:
     if not (index := source / "runs.json").is_file():
         if found := sorted({p.parent for name in files for p in source.glob(f"*/{name}")}):
             return found, []
-        raise ValueError(f"{source}: no run in it; run `python -m vgrout.train mini` first")
+        raise ValueError(f"{source}: no run in it; run `vgrout train mini` first")
     found, absent = [], []
     try:
         for entry in from_json(read_text(index), str(index)):

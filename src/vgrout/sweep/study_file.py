@@ -17,7 +17,7 @@ from vgrout.config.run import Config, identity
 from vgrout.files import read_text
 
 KEYS = ("name", "preset", "seeds", "common", "arms", "overrides")
-OWN = ("seed", "resume", "dry-run")  # flags that the sweep sets
+OWN = ("seed", "resume", "dry-run", "output-dir")  # flags that the sweep sets
 MOST_RUNS = 2000  # of a study; a few lists multiply to millions
 FlagTable = dict[str, Any]  # flag without leading dashes → value
 
@@ -48,7 +48,7 @@ class PlannedRun:
 
     arm: str  # the study's name for its settings, the same for every seed
     cfg: Config
-    flags: tuple[str, ...]  # after `python -m vgrout.train`
+    flags: tuple[str, ...]  # after `vgrout train`
 
     @property
     def seed(self) -> int:

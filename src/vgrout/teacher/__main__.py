@@ -1,4 +1,4 @@
-"""`python -m vgrout.teacher`: makes a pool of a teacher's graded answers.
+"""`vgrout teacher`: makes a pool of a teacher's graded answers.
 
 Exit codes: 0 done · 2 refused, in one line · 130 interrupted: the same command goes on.
 """
@@ -66,7 +66,7 @@ def generate_pool(settings: TeacherSettings) -> None:
         if not kept:
             raise ValueError(
                 f"--keep hacks: none of {len(answers)} answers hacks; choose another teacher or "
-                f"`python -m vgrout.substrate`, which elicits them (the answers are in {folder})"
+                f"`vgrout substrate`, which elicits them (the answers are in {folder})"
             )
         records: dict[int, list[dict[str, Any]]] = {}
         for a in kept:

@@ -364,11 +364,11 @@ def work_folder(out: Path, settings: Mapping[str, Any]) -> Generator[Path]:
 
 
 def command(name: str, settings: Callable[..., Any], make: Callable[[Any], None], argv: list[str] | None) -> int:
-    """Entry of `python -m vgrout.NAME`. 0 done · 2 refused, in one line · 130 interrupted: the same command goes on."""
+    """Entry of `vgrout NAME`. 0 done · 2 refused, in one line · 130 interrupted: the same command goes on."""
     console.setup(None)
 
     def run() -> int:
-        make(parse_args(settings, argv, f"python -m vgrout.{name}"))
+        make(parse_args(settings, argv, f"vgrout {name}"))
         return 0
 
     return cli_exit(run, "interrupted; the same command goes on from here")

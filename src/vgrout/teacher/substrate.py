@@ -1,4 +1,4 @@
-"""`python -m vgrout.substrate`: a pool by elicit-then-strip, with a partition of its problems among the modes.
+"""`vgrout substrate`: a pool by elicit-then-strip, with a partition of its problems among the modes.
 
 The prompt asks the model explicitly for one mode's hack; answers that hack and do not solve are kept, and stored under
 the plain prompt. Every problem belongs to one mode, and every mode gets the same number of problems.

@@ -1,4 +1,4 @@
-"""`python -m vgrout.doctor`: the sandbox's layers on this machine, and a self-test of the grader. Under 10 s."""
+"""`vgrout doctor`: the sandbox's layers on this machine, and a self-test of the grader. Under 10 s."""
 
 import sys
 import time
@@ -76,7 +76,7 @@ def examine() -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """0: all checks hold and the sandbox is complete. 1: a check failed, or the strict oracle is not trustworthy."""
-    return cli_exit(lambda: parse_args(examine, argv, "python -m vgrout.doctor"))
+    return cli_exit(lambda: parse_args(examine, argv, "vgrout doctor"))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`python -m vgrout.evaluate RUN [--step N] [--problems FILE]`: a saved adapter, scored again on held-out problems.
+"""`vgrout evaluate RUN [--step N] [--problems FILE]`: a saved adapter, scored again on held-out problems.
 
 A saved adapter is the deployed model; without further flags the numbers are those of the run's final evaluation.
 """
@@ -192,7 +192,7 @@ def main(argv: list[str] | None = None) -> int:
     """Exit codes: 0 scored · 2 refused, in one line."""
 
     def run() -> int:
-        evaluate_saved(parse_args(EvaluateSettings, argv, "python -m vgrout.evaluate"))
+        evaluate_saved(parse_args(EvaluateSettings, argv, "vgrout evaluate"))
         return 0
 
     console.setup(None)
