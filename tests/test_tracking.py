@@ -185,7 +185,7 @@ def test_wandb_offline(tmp_path: Path, figure: Path, monkeypatch: pytest.MonkeyP
             config |= {u.key: json.loads(u.value_json) for u in record.run.config.update}
         if record.HasField("history"):
             of_step = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
-            curve += [(of_step["_step"], of_step["hack_s"])] if "hack_s" in of_step else []
+            curve += [(of_step["_step"], of_step["train/hack_s"])] if "train/hack_s" in of_step else []
             final |= {k: v for k, v in of_step.items() if k.startswith(("final", "dynamics", "rollouts"))}
     assert ids == {folder.name}, "one run in both files"
     assert curve == [(s, s / 8) for s in range(5)]
@@ -205,7 +205,9 @@ def test_trackio_on_this_machine(tmp_path: Path, figure: Path, monkeypatch: pyte
     assert (tmp_path / "trackio" / "vgrout.db").is_file()
     assert SQLiteStorage.get_runs("vgrout") == [folder.name]
     logs = SQLiteStorage.get_logs("vgrout", folder.name)
-    assert [(row["step"], row["hack_s"]) for row in logs if "hack_s" in row] == [(s, s / 8) for s in range(5)]
+    assert [(row["step"], row["train/hack_s"]) for row in logs if "train/hack_s" in row] == [
+        (s, s / 8) for s in range(5)
+    ]
     seen = {k: v for row in logs for k, v in row.items()}
     assert seen["final/hack_deploy"] == 0.25
     assert len(seen["rollouts"]["_value"]) == 7

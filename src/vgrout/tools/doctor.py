@@ -67,7 +67,7 @@ def examine() -> int:
     bad = [name for name, held in results if not held]
     for name in bad:
         print(f"FAILED  {name}")
-    print(f"self-test: {len(results) - len(bad)}/{len(results)} checks held, all {len(MODES)} modes")
+    print(f"self-test: {len(results) - len(bad)}/{len(results)} checks held, all {len(MODES)} flaws")
     print(f"start {ready:.2f} s; a small rollout {rollout * 1e3:.1f} ms; grader {p.version}")
     if gpus := visible():
         from vgrout.model.packing import how_to_install_flash
@@ -76,7 +76,9 @@ def examine() -> int:
         flash = "is installed" if there else f"is not installed: {how_to_install_flash()}"
         print(f"GPUs {', '.join(gpus)}; flash-attention {flash}")
     if p.weak:
-        print("The strict oracle is not trustworthy here: training needs --allow-weak-sandbox, which marks every file.")
+        print(
+            "The reference tests are not trustworthy here: training needs --allow-weak-sandbox, which marks every file."
+        )
     return 1 if bad or p.weak else 0
 
 
