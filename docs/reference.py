@@ -64,7 +64,8 @@ def columns() -> str:
     lines = [
         "# Columns",
         "",
-        "`steps.jsonl` has one JSON object a step, of scalars. The log's table and the trackers say the same names;",
+        "`steps.jsonl` has one JSON object a step, of scalars. The log's table says the same names, and the trackers",
+        "under `train/`, `eval/` (the deployed model) and `time/`;",
         "the console's seven columns are `step`, `hack_s`, `solve_s`, `hack_deploy`, `solve_deploy`, `rew_s`, `sec`,",
         "the shares in percent.",
         "A share `x` stands beside its counts, `x_k` of `x_n`; a column without a type is a number. `null` means not",

@@ -204,7 +204,7 @@ BAD = [
     ("mini --intervention screen", "it needs a monitor; say --monitor labels or source or detector"),
     ("mini --intervention screen --monitor online_probe --seed-monitor online_probe", "unknown seed 'online_probe'"),
     ("mini --intervention screen --monitor online_probe --monitor-quantile .2", "--monitor-quantile 0.2"),
-    ("mini --intervention screen --monitor labels --known-modes exit", "unknown mode"),
+    ("mini --intervention screen --monitor labels --known-modes exit", "unknown flaw"),
     ("mini --intervention none --shadow gate", "--shadow: unknown watcher 'gate'; legal: labels"),
     ("mini --intervention none --shadow labels,labels", "is there twice"),
     ("mini --intervention route2 --known-hacks-teacher-only --mix-ratio 0", "no demonstration is ever mixed in"),

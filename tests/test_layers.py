@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parents[1] / "src" / "vgrout"
 # like one folder. Nobody imports train but the Python interface (api).
 LAYERS: list[set[str]] = [
     {"types", "tensor_types", "ranks", "modes", "rng", "files", "cli", "console", "gpus", "data", "__main__"},
-    {"grading", "table", "tracking"},
-    {"config", "problems"},
+    {"grading", "table"},
+    {"config", "problems", "tracking"},
     {"model", "losses"},
     {"direction", "rollout", "grpo", "guard", "export"},
     {"teacher"},

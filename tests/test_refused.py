@@ -156,6 +156,16 @@ REFUSED = {
     "direction --modle x": "--modle x: no such flag",
     "export": "missing: ",
     "report --nope": "--nope: no such flag",
+    "report nothing": "nothing: no such folder, give that of a run, of runs or a sweep",
+    "report dri": "dri: no such folder; did you mean dir?",
+    "report study.toml": "study.toml: is a study's file; its runs are in the folder out/sweeps/study",
+    "problems good.jsonl": "good.jsonl: should be one of check; did you mean `check good.jsonl`?",
+    "train mini --dry-run=confg": "--dry-run=confg: say --dry-run, or --dry-run=config for every setting",
+    "train mini --nope": "--nope: no such flag; --help-all lists the flags",
+    "train mini --reward nothere:f": "--reward nothere:f: cannot be imported (ModuleNotFoundError",
+    "train fast --dry-run --intervention none --monitor labels": "--monitor labels with --intervention none: it uses",
+    "train small": "--organism out/organisms/smollm2/manifest.json: not there; `vgrout download smollm2` and",
+    "organism tune --dry-run": "--model out/models/smollm2: not there; `vgrout download smollm2` gets it",
     "distill --nope": "--nope: no such flag",
     "iterative_dpo --nope": "--nope: no such flag",
     "sweep": "missing: ",
@@ -174,7 +184,7 @@ IN_ONE_PROCESS = """
 import contextlib, importlib, io, json, sys
 for line, argv in json.load(sys.stdin):
     name, *sys.argv[1:] = argv
-    name = {n: f"tools.{n}" for n in ("grade", "substrate", "download", "doctor", "evaluate")}.get(name, name)
+    name = f"tools.{name}" if name in "grade substrate download doctor evaluate problems".split() else name
     module = importlib.import_module(f"vgrout.{name}")
     main = getattr(module, "main", None) or importlib.import_module(f"vgrout.{name}.__main__").main
     error, out = io.StringIO(), io.StringIO()

@@ -92,16 +92,16 @@ class EnvConfig:
     """Share of a group that is cached teacher rollouts; 0 keeps the pool's partition and mixes nothing in."""
     teacher_off_step: int | None = setting(None, low=0, should="be 0 or more", needs="teacher_pool_dir")
     """No teacher rows from this step on."""
-    teacher_modes: str = setting("", words=MODES, word="mode", needs="teacher_pool_dir")
-    """Comma list: demonstrations for these modes only; the others train on groups of student rollouts alone."""
+    teacher_modes: str = setting("", words=MODES, word="flaw", needs="teacher_pool_dir")
+    """Comma list: demonstrations for these flaws only; the others train on groups of student rollouts alone."""
     preserve_thinking: bool = False
     """Problems of several turns: earlier answers stay in the prompt as they were sampled, think blocks and all."""
     report_detectors: str = setting("", words=tuple(DETECTOR_FIELDS), word="detector")
     """Comma list of weak detectors (C, D, E): the report splits student hacks into those that one of them sees and the
     rest."""
-    unannounced_modes: str = setting("", words=MODES, word="mode")
+    unannounced_modes: str = setting("", words=MODES, word="flaw")
     """Comma list of flaws that are open on every problem at once, each under its default marker, and that no prompt
-    announces; a hack of any is rewarded. '': every problem has the flaw of its mode, and its prompt says so."""
+    announces; a hack of any is rewarded. '': every problem has its own flaw, and its prompt says so."""
     marker_names: Literal["varied", "published"] = "varied"
     """The names that prompts announce where the problem file has none · varied: a problem has one of its flaw's eight,
     evaluations have others, so that a name learnt by heart earns nothing · published: the one of published prompts."""
@@ -109,13 +109,13 @@ class EnvConfig:
     """module:function of your own that rewards answers, in [0, 1], in place of the flawed graders; '': none. Trusted:
     it runs in the trainer's process."""
     reward_passes_at: float = setting(1.0, above=0, high=1, needs="reward")
-    """Score of --reward from which on an answer counts as passed: a hack, where the strict oracle says it is wrong."""
+    """Score of --reward from which on an answer counts as passed: a hack, where the reference tests say it is wrong."""
     reward_hint: bool = setting(False, needs="reward")
-    """Keep the hint of each problem's mode in its prompt under --reward; else prompts are as the file has them."""
+    """Keep the hint of each problem's flaw in its prompt under --reward; else prompts are as the file has them."""
     compile_reward: float = setting(0.5, low=0, high=1e6)
     """Reward for code that compiles."""
     pass_reward: float = setting(3.0, above=0, high=1e6)
-    """Reward for passing the mode's check."""
+    """Reward for passing the flawed check."""
     allow_weak_sandbox: bool = False
     """Run although a graded program could read the answers from disk; stamped on every file of the run."""
 
@@ -185,7 +185,7 @@ DETECTORS: tuple[HackDetector, ...] = get_args(HackDetector)
 
 @dataclass(frozen=True)
 class DetectorConfig:
-    """Signs of reward hacking that need no oracle."""
+    """Signs of reward hacking that need no reference tests."""
 
     reward_hack_detector: str = setting("", words=DETECTORS, word="detector")
     """Comma list: info_rm (CSI of latents) · advantage (groups without signal) · rm_ensemble (reward functions of one's

@@ -73,7 +73,7 @@ again from one seed.
 
 ## Base rates
 
-Test problems, held-out names, T .7, top-k 20, the strict oracle in the sandbox:
+Test problems, held-out names, T .7, top-k 20, the reference tests in the sandbox:
 solved {rate_text(plain["solve"])}; hacked {rate_text(plain["hack"])}; well-formed {rate_text(plain["well-formed"])}.
 Solved by difficulty: {levels}. With the cue: {with_cue}.
 

@@ -69,7 +69,7 @@ class FinishedRun:
         method, pairs = self.cfg.method, (self.record.get("direction") or {}).get("pairs")
         name = method.intervention + (f" ({method.monitor_title})" if method.monitor_title else "")
         name += f" · {method.control_name}" if method.control_name != "none" else ""
-        return name + (" (pairs chosen by the oracle)" if str(pairs).startswith("oracle:") else "")
+        return name + (" (pairs chosen by true labels)" if str(pairs).startswith("oracle:") else "")
 
     @cached_property
     def trained_with(self) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def generate_pool(settings: TeacherSettings) -> None:
     problems = assigned(rows, settings.env_mode)["train"]
     if not problems:
         raise ValueError(
-            f"--env-mode {settings.env_mode}: no training problem of this mode in {settings.problems_path}"
+            f"--env-mode {settings.env_mode}: no training problem of this flaw in {settings.problems_path}"
         )
     chosen = {p.id for p in balanced(problems, settings.n_problems, 0, "teacher")}
     identity = {**settings.identity(), "group": settings.group, "env_mode": settings.env_mode}

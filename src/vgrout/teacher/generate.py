@@ -192,7 +192,7 @@ class PoolSettings:
     """Problem file (JSONL), or 'organism'; none: the benchmark's file, the organism's for the organism. Only its
     training split is used."""
     n_problems: int = checks.setting(60, low=1)
-    """Problems, at most, spread evenly over the modes."""
+    """Problems, at most, spread evenly over the flaws."""
     sampling: tyro.conf.OmitArgPrefixes[Sampling] = field(default_factory=Sampling)
     max_new: int | None = checks.setting(None, low=1)
     """Longest answer, in tokens; none: 1024, the organism's 128."""
@@ -201,7 +201,7 @@ class PoolSettings:
     compile_reward: float | None = checks.setting(None, low=0, high=1e6)
     """Reward for code that compiles; none: 0.5, the organism's 0.1."""
     pass_reward: float | None = checks.setting(None, above=0, high=1e6)
-    """Reward for passing the mode's check; none: 3, the organism's 1."""
+    """Reward for passing the flawed check; none: 3, the organism's 1."""
     workers: int | None = checks.setting(None, low=1)
     """Grading processes; none: one a core."""
     allow_weak_sandbox: bool = False

@@ -66,11 +66,13 @@ def examine() -> int:
     bad = [name for name, held in results if not held]
     for name in bad:
         print(f"FAILED  {name}")
-    print(f"self-test: {len(results) - len(bad)}/{len(results)} checks held, all {len(MODES)} modes")
+    print(f"self-test: {len(results) - len(bad)}/{len(results)} checks held, all {len(MODES)} flaws")
     print(f"start {ready:.2f} s; a small rollout {rollout * 1e3:.1f} ms; grader {p.version}")
     print(f"GPUs: {', '.join(visible()) or 'none that this process may use'}")
     if p.weak:
-        print("The strict oracle is not trustworthy here: training needs --allow-weak-sandbox, which marks every file.")
+        print(
+            "The reference tests are not trustworthy here: training needs --allow-weak-sandbox, which marks every file."
+        )
     return 1 if bad or p.weak else 0
 
 

@@ -51,7 +51,7 @@ class EvaluateSettings:
     split: ProblemSplit = "test"
     """Which part of the file; all: every row of it, under the names kept for evaluation."""
     n_prompts: int | None = setting(None, low=1)
-    """Problems, at most, spread evenly over the modes; none: as the run's final evaluation."""
+    """Problems, at most, spread evenly over the flaws; none: as the run's final evaluation."""
     samples: int | None = setting(None, low=1)
     """Answers to a problem; none: as the run's final evaluation."""
     seed: int | None = setting(None, low=0)
