@@ -424,7 +424,7 @@ def test_pairs_of_a_rollout_log_become_a_file_that_a_run_can_read(folder, tmp_pa
     ("flags", "complaint"),
     [
         ("--pairs-out a.txt", "--pairs-out a.txt: should end in .json"),
-        ("--pairs none.json", "none.json: cannot be read (No such file"),
+        ("--pairs none.json", "none.json: no such file of pairs"),
         ("--model ./nothing", "--model ./nothing: no such model"),
         ("--k 13", "--k 13: should lie in [1, 12] (at most --top-k)"),
         ("--tau-axis 1.5", "--tau-axis 1.5: should lie in [0, 1]"),

@@ -105,6 +105,9 @@ def test_every_flag_exists(page: Path) -> None:
 def test_every_command_line_of_train_is_one(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As far as that is known without a file."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, code in re.findall(r"`(\w+\.py)`[^\n]*:\n\n```python\n(.*?)```", text(page), re.DOTALL):
+        (tmp_path / name).write_text(code, encoding="utf-8")
     rows = [f"vgrout train mini {s}" for s in code_spans(page) if s.startswith("--organism out/warm ")]
     spans = [s.partition("   #")[0].replace("\\", "") for s in code_spans(page)]
     lines = [*rows, *(s for s in spans if re.search(r"vgrout.train [a-z]+ --|vgrout train [a-z]+ --", s))]

@@ -179,7 +179,7 @@ def test_a_report_counts_hacks_by_the_flaw_that_accepted_them(tmp_path):
     ("flags", "why"),
     [
         (["--mix-ratio=.25"], "prompts and labels are of another grader; add --mix-ratio 0"),
-        (["--reward=a:b"], "not read with --reward"),
+        (["--reward=json:dumps"], "not read with --reward"),
         (["--unannounced-modes=exit_cod"], "unknown flaw 'exit_cod'"),
     ],
 )

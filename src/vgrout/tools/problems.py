@@ -16,7 +16,7 @@ FEW = 200  # problems
 
 
 def check(file: Annotated[Path, tyro.conf.Positional], workers: int | None = None) -> int:
-    """Validate FILE: schema, hint phrase, every canonical solution under the reference tests, prompt lengths, splits."""
+    """Validate FILE: schema, hint, every canonical solution under the reference tests, prompt lengths, splits."""
     rows = load_rows(file)
     problems = [*map(as_marked, rows)]
     with Grader(workers=workers) as grader:
