@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from vgrout.grading.extract import MARKED
 from vgrout.grading.grade import Grader, Limits, as_request
 from vgrout.grading.messages import WorkerSettings
 from vgrout.grading.verdict import Verifier
@@ -60,8 +61,8 @@ def test_no_expected_value_and_no_canonical_solution_is_sent(two, mode, code, mo
 
     def recorded(self, job, limit, reply, **more):
         if job["kind"] == "canonical":
-            assert job["code"] == job["otherwise"] == CANONICAL
-            job = job | {"code": "", "otherwise": ""}
+            assert job["program"] == [(MARKED, CANONICAL)]
+            job = job | {"program": []}
         sent.append(marshal.dumps(job) + as_bytes(job))
 
         def recorded_reply(message):
@@ -141,9 +142,9 @@ def run_one(server: ForkServerHandle, expression: str) -> str:
             raise EndSession
 
     code = READER.replace("EXPRESSION", expression)
-    call = marshal.dumps(("Solution", "total", [[]], {}, False))
-    job = {"kind": "strict", "code": code, "setup": b"", "test_function": "", "calls": [call], "kinds": ["plain"]}
-    server.run(job, 2.0, reply)
+    call = marshal.dumps(("total", [[]], {}, False))
+    job = {"kind": "strict", "program": [(0, code)], "called": (), "setup": b"", "test_function": "", "calls": [call]}
+    server.run(job | {"kinds": ["plain"]}, 2.0, reply)
     return claims[0]
 
 
