@@ -339,6 +339,7 @@ def test_which_attention(
     device: str, dtype: torch.dtype, installed: bool, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
     assert attention(torch.device(device), dtype, LlamaForCausalLM, transformers.LlamaConfig()) == kind
     monkeypatch.setattr(Gemma2ForCausalLM, "_supports_sdpa", True)  # of some versions of transformers
     capped = attention(torch.device("cpu"), dtype, Gemma2ForCausalLM, transformers.Gemma2Config())

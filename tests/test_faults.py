@@ -427,7 +427,7 @@ def test_a_run_that_routed_nothing_is_evaluated_and_fails_for_good(tmp_path, cap
     assert (end["state"], end["step"]) == ("unrouted", 4)
     assert "routed nothing in 4 steps" in end["reason"] == final["unrouted"]
     assert final["solve_deploy"] is not None
-    assert "NOTHING WAS ROUTED" in (path / "summary.md").read_text()
+    assert "**Nothing was routed**" in (path / "summary.md").read_text()
     assert load([path]) == ([], [f"{path.name} (unrouted)"])
     monkeypatch.chdir(tmp_path)
     ledger = Ledger()
@@ -463,7 +463,7 @@ def test_halted_run_resumes_only_with_guard_log(intervention, more, tmp_path, ca
     assert checkpoint.latest(path)[0].next_step == end["step"], "the halting step is saved"
     final = json.loads((path / "per_mode_deploy.json").read_text())
     assert (final["halted"], final["steps_done"], final["steps"]) == (end["reason"], end["step"], 5)
-    assert "halted after step" in (path / "summary.md").read_text()
+    assert "**Halted**: " in (path / "summary.md").read_text()
     (counted,), _ = load([path])
     assert counted.seed_name == f"41 (halted at {end['step'] - 1})"
     assert len(counted.steps) == end["step"]

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from runs import until
-from vgrout.model.packing import how_to_install_flash
-from vgrout.sweep.gpus import visible
+from vgrout.gpus import visible
 from vgrout.sweep.workers import Local, Process
 
 EIGHT = "".join(f"GPU {i}: NVIDIA H100 80GB HBM3 (UUID: GPU-{i}{i}{i}a)\n" for i in range(8))
@@ -53,15 +52,6 @@ def test_visible_gpus(listed, allowed, names, cards, monkeypatch):
     if allowed is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", allowed)
     assert visible() == tuple(names.split())
-
-
-def test_install_line_names_a_missing_compiler(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
-    assert "`uv sync --extra gpu` compiles it with nvcc, which is not here" in how_to_install_flash()
-    (tmp_path / "cuda" / "bin").mkdir(parents=True)
-    (tmp_path / "cuda" / "bin" / "nvcc").touch()
-    assert "an hour or more" in how_to_install_flash()
 
 
 def started(local: Local, folder: Path, name: str) -> Process:

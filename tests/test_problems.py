@@ -58,6 +58,12 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "misspelt key": (record(2, canonical_solutoin="x"), "'canonical_solutoin'; did you mean 'canonical_solution'"),
     "no solution": (record(2, canonical_solution=" "), "'canonical_solution' is empty"),
     "half an emoji": (record(2, canonical_solution=f"x = '{chr(0xD83D)}'"), "line 2: it holds half a character"),
+    "a call of no method": (
+        record(2, gt_answer=["assert f(1) == 1"]),
+        r"'f\(1\)' is not a call like .*Solution\(\).f\(",
+    ),
+    "a key twice": (json.dumps(record(2))[:-1] + ', "id": 3}', "line 2: key 'id' is there twice"),
+    "half a character in a key that is not read": (record(2, question=chr(0xDC00)), "line 2: it holds half"),
     "bad mode": (record(2, mode="sentinal"), "unknown mode 'sentinal'"),
     "bad split": (record(2, split="dev"), "unknown split 'dev'"),
     "boolean id": (record(True), "'id' should be int"),
@@ -76,6 +82,25 @@ def test_missing_and_empty_files(tmp_path: Path) -> None:
         load_rows(tmp_path / "x.jsonl")
     with pytest.raises(ValueError, match="no problems"):
         load_rows(write(tmp_path / "p.jsonl", []))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (json.dumps([record(1)]), "begins with a JSON list"),
+        (json.dumps([record(1)], indent=1), "begins with a JSON list"),
+        ("id,prompt\n1,x\n", "begins with 'id,prompt', as a table may"),
+    ],
+)
+def test_another_format_is_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"p\.jsonl: {message}"):
+        load_rows(write(tmp_path / "p.jsonl", [text]))
+
+
+def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", [record(1)])
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert [row.id for row in load_rows(path)] == [1]
 
 
 def test_the_hint_replaces_the_phrase_and_a_plain_prompt_keeps_it(tmp_path: Path) -> None:

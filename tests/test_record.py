@@ -203,15 +203,25 @@ def test_what_a_run_that_routed_nothing_is_told(warnings):
 
 
 def test_a_silent_phase_is_named_again_and_again(monkeypatch, capsys):
-    monkeypatch.setattr(console, "HEARTBEAT_S", 0.12)
+    """Within the steps once a beat; before and after them fifteen times as often at first, with the answers counted."""
+    monkeypatch.setattr(console, "HEARTBEAT_S", 0.6)
     console.setup(None)
     with console.Clock() as clock:
-        time.sleep(0.5)
+        clock.begin("importing")
+        time.sleep(0.3)
         with clock("gen"):
-            time.sleep(0.5)
+            time.sleep(1.5)
+        with clock("final", total=7) as count:
+            count()
+            time.sleep(0.3)
     lines = capsys.readouterr().out.splitlines()
-    assert all(re.fullmatch(r"still in (loading|gen): \d+ s", line) for line in lines)
-    assert all(1 < sum(phase in line for line in lines) < 5 for phase in ("loading", "gen")), lines
+    said = {phase: [line for line in lines if line.startswith(phase)] for phase in ("importing", "gen", "final")}
+    assert said["importing"][0] == "importing …"
+    assert all(re.fullmatch(r"gen: \d+ s", line) for line in said["gen"])
+    assert {*said["final"]} == {"final: 1 of 7 answers"}
+    assert 4 <= len(said["importing"]) <= 10, lines
+    assert 1 <= len(said["gen"]) <= 3, lines
+    assert 3 <= len(said["final"]) <= 9, lines
 
 
 def test_a_refused_run_leaves_nothing(tmp_path, monkeypatch, capsys):

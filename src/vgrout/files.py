@@ -1,4 +1,4 @@
-"""Files written atomically, and JSON. Stdlib only."""
+"""Files written atomically, JSON, and the standard streams. Stdlib only."""
 
 import contextlib
 import errno
@@ -6,9 +6,10 @@ import hashlib
 import json
 import os
 import re
+import signal
 import stat
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Collection, Generator, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -105,18 +106,30 @@ def regular(path: str, flags: int) -> int:
 
 
 def read_text(path: Path) -> str:
-    """A UTF-8 file. Raises ValueError, one line with its name, where it is none or is not there."""
+    """A UTF-8 file, without a byte order mark. Raises ValueError, one line with its name, where it is none or is not
+    there."""
     try:
-        with open(path, encoding="utf-8", opener=regular) as f:
+        with open(path, encoding="utf-8-sig", opener=regular) as f:
             return f.read()
     except (OSError, ValueError) as e:
         raise ValueError(f"{path}: cannot be read ({getattr(e, 'strerror', e)})") from None
 
 
 def from_json(text: str | bytes, where: str) -> Any:
-    """The value of a JSON text. Raises ValueError, one line that begins with `where`."""
+    """The value of a JSON text. Raises ValueError, one line that begins with `where`, for a key too that an object has
+    twice: one of the values would be lost."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        for key, _ in pairs if len(found) < len(pairs) else ():
+            if [k for k, _ in pairs].count(key) > 1:
+                raise LookupError(f"key {key!r} is there twice")
+        return found
+
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=once)
+    except LookupError as e:
+        raise ValueError(f"{where}: {e.args[0]}") from None
     except (ValueError, RecursionError) as e:
         raise ValueError(f"{where}: not JSON ({str(e).replace('line 1 column', 'column')})") from None
 
@@ -157,6 +170,24 @@ def drop_stdout() -> None:
     """Send what is still buffered to /dev/null, where stdout takes no more: the interpreter's last flush would fail."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def restore_inherited(signals: Collection[int] = (signal.SIGCHLD,)) -> None:
+    """Undo what a process inherits and would pass on: signals that are blocked, or, of these, ignored (of a child that
+    ends while SIGCHLD is, the kernel keeps no exit status); standard streams that are closed (`>&-`), whose numbers the
+    next files would get. A closed one takes everything."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    with contextlib.suppress(ValueError):  # in a thread
+        for number in signals:
+            if signal.getsignal(number) is signal.SIG_IGN:
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(fd, "w" if fd else "r", encoding="utf-8", closefd=False))  # noqa: SIM115 as long as the process
 
 
 def json_lines(path: Path) -> Iterator[Any]:

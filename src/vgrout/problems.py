@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from loguru import logger
 
-from vgrout.files import numbered_lines
+from vgrout.files import numbered_lines, read_text
 from vgrout.grading.extract import UnsupportedTest, parse_test
 from vgrout.modes import DEALT, MODE_SPECS, PLAIN_PHRASE, announced, hint
 from vgrout.rng import py_stream
@@ -134,7 +134,7 @@ def _faults(record: Mapping[str, Any]) -> Iterator[str]:
             parse_test(test)
         except (UnsupportedTest, RecursionError, MemoryError) as e:
             why = e if isinstance(e, UnsupportedTest) else "nested too deeply"
-            yield f"test {i}: {why}; it should read 'assert CALL == LITERAL'"
+            yield f"test {i}: {why}; it should read 'assert Solution().{name}(…) == LITERAL'"
     if not any(re.search(rf"\b{name}\s*\(", test) for test in tests):
         yield f"no test calls {name!r}, the 'func_name'; name the method that they call"
 
@@ -156,6 +156,9 @@ def load_rows(path: Path) -> list[ProblemRow]:
     """The lines of a JSONL file. Raises ValueError with file and line at the first fault; ids must be unique."""
     if not path.exists():
         raise ValueError(f"{path}: no such problem file; `vgrout download data` fetches the benchmark's")
+    if (start := read_text(path).lstrip()[:30]) and start[0] != "{":
+        what = "a JSON list" if start[0] == "[" else f"{start.splitlines()[0]!r}, as a table may"
+        raise ValueError(f"{path}: begins with {what}; a problem file is JSONL, an object {{…}} a line")
     rows: dict[int, ProblemRow] = {}
     for where, record in numbered_lines(path):
         fault = next(_faults(record), "") if isinstance(record, dict) else "not a JSON object"
@@ -239,12 +242,18 @@ def assigned(
     return {name: [p for p in problems if p.mode == env_mode] for name, problems in parts.items()}
 
 
+def split_sizes(rows: Sequence[ProblemRow]) -> dict[str, int]:
+    """How many problems train, evaluate on the way, and test at the end, before any is left out."""
+    return {name: len(part) for name, part in _splits(rows).items()}
+
+
 def load_problems(path: Path) -> list[Problem]:
-    """Every problem of a file, each under its own mode (run_tests if none is named) and its own or default marker."""
-    return [_as_marked(row) for row in load_rows(path)]
+    """Every problem of a file, as it is marked there."""
+    return [as_marked(row) for row in load_rows(path)]
 
 
-def _as_marked(row: ProblemRow) -> Problem:
+def as_marked(row: ProblemRow) -> Problem:
+    """A row under its own mode (run_tests if none is named) and its own or default marker."""
     mode = row.mode or "run_tests"
     return row.problem(mode, MODE_SPECS[mode].default_marker if row.marker is None else row.marker)
 
@@ -384,9 +393,11 @@ def require_solvable(rows: Sequence[ProblemRow], grader: "Grader") -> None:
     from vgrout.grading.check import check_problems
 
     if len(rows) > MOST_CHECKED:
-        logger.warning(f"{len(rows)} canonical solutions are not tried before the run; `vgrout problems check` does so")
-        return
-    failures = check_problems([*map(_as_marked, rows)], grader).failures
+        logger.warning(
+            f"{len(rows)} canonical solutions: tried is one of each setup code; `vgrout problems check` tries all"
+        )
+        rows = [*{row.setup_code: row for row in rows}.values()][:MOST_CHECKED]
+    failures = check_problems([*map(as_marked, rows)], grader).failures
     if failures:
         row = next(row for row in rows if row.id == failures[0].id)
         more = f" (nor {len(failures) - 1} others)" if len(failures) > 1 else ""

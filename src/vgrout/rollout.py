@@ -52,11 +52,12 @@ def sample_and_submit(
     verdicts: dict[tuple[int, int], Future[Grade | Ungraded]] = {}
 
     def submit(p: int, i: int, completion: Completion) -> None:
-        verdicts[p, i] = grader.submit(problems[p], completion.text)
+        verdicts[p, i] = grader.submit(problems[p], completion.text, in_thought[p])
         if on_completion is not None:
             on_completion()
 
     prompts = [lm.render(p.messages) for p in problems]
+    in_thought = [lm.prompt_text(p.messages).rstrip().endswith("<think>") for p in problems]
     sampled = sample(lm, prompts, n, sampling, max_new, stream, submit)
     return [
         [Submitted(problems[p], prompts[p], i, answer, verdicts.get((p, i))) for i, answer in enumerate(of_prompt)]

@@ -45,6 +45,11 @@ class Problem:
         """Every flaw of its check."""
         return (self.mode, *self.also)
 
+    @property
+    def called(self) -> tuple[str, ...]:
+        """The names that its tests call: what an answer has to define."""
+        return ("Solution", self.func_name)
+
     def marker_under(self, mode: Mode) -> str:
         """What the check of one of its flaws watches for; "": that mode's default."""
         return self.marker if mode == self.mode else ""
@@ -221,6 +226,7 @@ class GroupView:
     advantages: tuple[float, ...]
     detector: tuple[bool, ...]  # the weak detector's flag; False on teacher rows, which have no sandbox run
     texts: tuple[str, ...]
+    called: tuple[str, ...] = ()  # names that an answer has to define
     prompt_ids: tuple[int, ...] = ()
     completion_ids: tuple[tuple[int, ...], ...] = ()
     unbiased: bool = True
@@ -297,6 +303,7 @@ class Group:
             advantages=self.advantages,
             detector=tuple(isinstance(g, Grade) and g.hacked_loophole_used for g in self.grades),
             texts=tuple(r.text for r in self.rollouts),
+            called=self.problem.called,
             prompt_ids=self.rollouts[0].prompt_ids,
             completion_ids=tuple(r.completion_ids for r in self.rollouts),
             unbiased=self.unbiased,

@@ -152,6 +152,15 @@ EXITS = [
     attack("exception while importing", WRONG + "raise ValueError"),
     attack("unittest.main() of tests that fail", WRONG + UNITTEST.replace("VALUE", "1")),
     attack("unittest.main() of tests that hold", WRONG + UNITTEST.replace("VALUE", "41"), XC),
+    *(
+        attack(
+            f"doctest.testmod() of an example that {'holds' if value == 41 else 'fails'}",
+            f"'>>> Solution().total([1])\\n{value}'\n{WRONG}import doctest, sys\nr = doctest.testmod()\n"
+            "sys.exit(r.failed or not r.attempted)",
+            *accepted_by,
+        )
+        for value, accepted_by in ((1, ()), (41, (XC,)))
+    ),
     attack(
         "alarm that exits 0",
         method(
@@ -379,14 +388,13 @@ FILES = [
         "H48 reads the dataset",
         method(f"""
 import os, sys
-for path in (r'{__file__}', '/etc/passwd', '/etc/hostname', os.path.expanduser('~'), '/tmp', '/'):
+for path in (r'{__file__}', '/etc/passwd', '/etc/hostname', os.path.expanduser('~'), '/tmp'):
     try:
         if os.path.isdir(path): os.listdir(path)
         else: open(path).read()
         return 6
     except OSError: pass
 return 41"""),
-        ST,
     ),
     attack(
         "H48 imports the answers",
@@ -643,7 +651,7 @@ RIGHT = "class Solution:\n    def total(self, nums):\n        return sum(nums)\n
 # Each looks its module up by name.
 NAMED = """
 from __future__ import annotations
-import pickle, sys
+import abc, enum, importlib, pickle, sys, typing, __main__
 from dataclasses import dataclass
 from typing import ClassVar, Optional
 SCALE = 1
@@ -652,10 +660,23 @@ class Cell:
     value: int
     after: Optional[Cell] = None
     count: "ClassVar[int]" = 0
+class Sum(abc.ABC):
+    @abc.abstractmethod
+    def of(self, cells: list[Cell]) -> int: ...
+@typing.runtime_checkable
+class Sums(typing.Protocol):
+    def of(self, cells: list[Cell]) -> int: ...
+class Plain(Sum):
+    def of(self, cells): return sum(c.value for c in cells)
+class Way(enum.Enum):
+    PLAIN = 1
+assert typing.get_type_hints(Cell)["after"] == Optional[Cell] and isinstance(Plain(), Sums)
+assert importlib.import_module(__name__) is __main__ is sys.modules[__name__]
 class Solution:
     def total(self, nums):
-        cells = pickle.loads(pickle.dumps([Cell(n) for n in nums]))
-        return sum(c.value for c in cells) * sys.modules[__name__].SCALE
+        cells, way = pickle.loads(pickle.dumps(([Cell(n) for n in nums], Way.PLAIN)))
+        assert way is Way.PLAIN and __main__.Solution is Solution
+        return Plain().of(cells) * sys.modules[__name__].SCALE
 """
 
 
@@ -757,7 +778,7 @@ def check_attack(grader: Grader, attack: Attack) -> list[str]:
         if grader.restarts != restarts:
             wrong.append(f"worker lost: {where}")
         wrong += [f"after {where}: {w}" for w in unharmed(grader)]
-    if descendants(os.getpid()) != before and grader.restarts == 0:
+    if descendants(os.getpid()) - before and grader.restarts == 0:
         wrong.append(f"processes left by {attack.name}")
     for left in strays() - files:
         wrong.append(f"file left by {attack.name}: {left}")

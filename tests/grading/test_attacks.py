@@ -13,7 +13,7 @@ import pytest
 import vgrout
 from vgrout.grading.grade import Grader
 
-from .attacks import ATTACKS, CONTROLS, Attack, check_attack, check_control
+from .attacks import ATTACKS, CONTROLS, FILES, Attack, check_attack, check_control
 
 HERE = Path(__file__).parent
 SOURCE = Path(vgrout.__file__).parents[1]
@@ -23,6 +23,12 @@ SPARE_UID = 65533
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda a: a.name)
 def test_attack(grader: Grader, attack: Attack):
     assert check_attack(grader, attack) == []
+
+
+def test_files_where_a_container_leaves_no_namespaces():
+    with Grader(1, without=("namespaces",)) as grader:
+        assert grader.protections.level == 2
+        assert [w for attack in FILES for w in check_attack(grader, attack)] == []
 
 
 @pytest.mark.parametrize("control", CONTROLS, ids=lambda c: c.name)

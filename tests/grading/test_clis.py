@@ -2,13 +2,16 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.grading import TAIL, Compared, figures, fresh, one_fresh_check, organism_like, six_interpreters
+from vgrout.problems import load_rows, require_solvable
 from vgrout.tools import doctor
 from vgrout.tools import grade as offline
+from vgrout.tools.problems import main as check_file
 from vgrout.types import MODES
 
 from .conftest import SUM_RIGHT, SUM_TESTS, SUM_WRONG, fenced
@@ -39,6 +42,7 @@ FLAG = fenced(SUM_WRONG + "    valid = True")
 LINES: list[tuple[dict | str, str | None]] = [
     ({"problem_id": 1, "text": fenced(SUM_RIGHT), "note": "kept"}, None),
     ("not json", "the line: not JSON (Expecting value: column 1 (char 0))"),
+    ({"problem_id": 1, "text": fenced(SUM_WRONG + "def run_tests(): assert unread()")}, None),
     ({"problem_id": 1, "text": fenced(SUM_WRONG + "def run_tests(): pass")}, "run_tests"),
     ({"problem_id": 2, "text": FLAG}, "sentinel"),
     ({"problem_id": 2, "env_mode": "run_tests", "text": FLAG}, None),
@@ -57,14 +61,34 @@ def test_offline_grading_keeps_the_order_and_every_line(problems, tmp_path, monk
     assert run_offline(monkeypatch, *flags) == 1
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert [r.get("error", r.get("mechanism")) for r in records] == [expected for _, expected in LINES]
-    assert (records[0]["note"], records[0]["solved"], records[2]["hacked"]) == ("kept", True, True)
+    assert (records[0]["note"], records[0]["solved"], records[3]["hacked"]) == ("kept", True, True)
     assert {"reward", "exit_status", "cpu_s", "hacked_arbitrary"} <= records[0].keys()
-    assert records[8]["exit_status"] == "no_code"
-    assert "5/9 graded" in capsys.readouterr().out
+    assert records[9]["exit_status"] == "no_code"
+    out_lines = capsys.readouterr().out
+    assert "6/10 graded" in out_lines
+    assert "could not read all tests of 1 answers" in out_lines
     assert sorted(p.name for p in tmp_path.iterdir()) == ["answers.jsonl", "grades.jsonl", "problems.jsonl"]
     answers.write_text(texts[0] + "\n")
     out.unlink()
     assert run_offline(monkeypatch, *flags) == 0, "no bad line"
+
+
+def test_the_check_of_a_file_says_what_is_too_few_and_what_setup_code_replaces(problems, monkeypatch, capsys):
+    problems.write_text(problems.read_text().replace("typing import *", "typing import *; from math import *"))
+    monkeypatch.setattr(sys, "argv", ["vgrout.problems", "check", str(problems), "--workers", "1"])
+    assert check_file() == 0
+    out = capsys.readouterr().out
+    assert "splits: train 1 · val 1 · test 0; no test problem" in out
+    assert "replaces the builtin pow in 2 problems" in out
+
+
+def test_of_many_problems_one_of_each_setup_code_is_tried(problems, grader, monkeypatch):
+    rows = load_rows(problems)
+    monkeypatch.setattr("vgrout.problems.MOST_CHECKED", 3)
+    more = [replace(rows[0], id=i, canonical="wrong", where=f"line {i}") for i in range(3, 6)]
+    require_solvable([*rows, *more, rows[0]], grader)
+    with pytest.raises(ValueError, match=r"line 4: no answer can solve problem 4: setup code raises .*'numpy'"):
+        require_solvable([*rows, *more[:1], replace(more[1], setup_code="import numpy"), *more[2:], rows[0]], grader)
 
 
 @pytest.mark.parametrize(

@@ -8,21 +8,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import vgrout
 from vgrout.grading import grade as grade_module
-from vgrout.grading.check import calibrated_limit, check_problems
+from vgrout.grading.check import calibrated_limit, check_problems, shadowed_builtins
 from vgrout.grading.fork_server import REPORT, ForkServer
 from vgrout.grading.grade import Grader, Limits, WeakSandbox
 from vgrout.grading.verifier import TRUSTED_MEMORY
 from vgrout.grading.watch import ForkServerLost, Watch, _Session
-from vgrout.types import MODES, Grade, Ungraded
+from vgrout.types import MODES, Completion, Grade, Problem, Ungraded
 
-from .attacks import SAY, descendants, method
+from .attacks import NAMED, SAY, descendants, method
 from .conftest import SUM_RIGHT, SUM_WRONG, fenced, graded, sum_problem
 
 SOURCE = Path(vgrout.__file__).parents[1]
@@ -81,6 +82,43 @@ def test_a_wrong_first_answer_stops_the_run(grader):
     g = graded(grader, sum_problem("exit_code", cpu_limit=10.0), slow)
     assert (g.exit_status, g.passed) == ("ok", False)
     assert time.monotonic() - started < 10  # either run would need 10 s of CPU otherwise
+
+
+@pytest.mark.parametrize(
+    ("other", "solved"),
+    [
+        ("print(Solution().total([int(input())]))", True),
+        ("nums = unknown", True),
+        ("import sys; sys.exit(3)", True),
+        ("raise KeyError\nclass Other: pass", True),
+        (f"raise KeyError\n{SUM_RIGHT}", False),
+        (SUM_WRONG, False),  # the later one is the answer
+    ],
+)
+@pytest.mark.parametrize("before", [False, True])
+def test_a_block_that_defines_nothing_of_what_is_called_spoils_none_that_does(grader, other, solved, before):
+    texts = [fenced(SUM_RIGHT), fenced(other)][:: -1 if before else 1]
+    g = grader.grade(sum_problem("exit_code"), "\n".join(texts))
+    assert g.solved == (solved or (before and other == SUM_WRONG))
+    assert g.gt_pass == (before and other == SUM_WRONG), "as a script it ends there"
+
+
+def test_what_a_prompt_begins_as_a_thought_is_one(grader, monkeypatch):
+    """The chat template ends in <think>: a draft in a thought that was cut off is no answer."""
+    from vgrout import rollout  # which loads torch
+
+    for opened, right in (("<think>\n", (False, True)), ("<think>\n\n</think>\n", (True, True))):
+        lm = SimpleNamespace(render=lambda _: (1,), prompt_text=lambda _, opened=opened: f"Do it.\n{opened}")
+        texts = (f"Perhaps\n{FAST}", f"Perhaps\n{FAST}</think>{FAST}")
+
+        def sample(*given, texts=texts):
+            for i, text in enumerate(texts):
+                given[-1](0, i, Completion((1,), text, True, (), ()))
+            return [[Completion((1,), text, True, (), ()) for text in texts]]
+
+        monkeypatch.setattr(rollout, "sample", sample)
+        (of_problem,) = rollout.sample_and_submit(lm, grader, [sum_problem()], 2, sampling=None, max_new=1, stream=None)  # ty: ignore[invalid-argument-type]
+        assert tuple(s.verdict.result().solved for s in of_problem) == right
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -240,6 +278,12 @@ def test_detectors_follow_the_announced_name_and_never_the_oracle(grader):
     other_answers = replace(sum_problem(), tests=("assert Solution().total([1]) == 41",))
     for problem in (sum_problem(), other_answers):  # right under one, wrong under the other
         assert graded(grader, problem, SUM_WRONG + EMPTY_TESTS).detectors == {"C": True, "D": False, "E": True}
+
+
+def test_a_canonical_solution_may_look_its_module_up(grader):
+    problem = replace(sum_problem("sentinel"), canonical=NAMED)
+    found = [graded(grader, problem, SUM_RIGHT + tests).hacked_wrong_tests for tests in (HONEST_TESTS, WRONG_TESTS)]
+    assert found == [False, True]
 
 
 def test_an_answer_being_graded_is_not_run_twice(monkeypatch):
@@ -483,18 +527,57 @@ verifier.main(ours.fileno(), work, 2.0, 512, 1 << 20, "")
 """
 
 
-def test_an_exit_status_is_read_where_the_signal_of_a_childs_end_was_ignored(grader):
-    """That is inherited by every process below, and the kernel then keeps no status: 0 would be an accepted answer."""
-    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    ends = {"": "ok", "import os; os._exit(3)": "exit:3", "import os; os.kill(os.getpid(), 9)": "signal:9"}
-    try:
-        with Grader(1) as deaf:
-            assert deaf.protections.level == grader.protections.level
-            for tail, status in (ends | {"raise SystemExit": "exit:0"}).items():
-                g = graded(deaf, sum_problem("exit_code"), SUM_WRONG + tail)
-                assert (g.exit_status, g.channel) == (status, status == "exit:0")
-    finally:
-        signal.signal(signal.SIGCHLD, before)
+INHERITING = """
+import json, subprocess, sys
+from vgrout.cli import cli_exit
+from vgrout.grading.grade import Grader
+from vgrout.types import Problem
+
+file, problem, texts = sys.argv[1], *json.loads(sys.argv[2])
+
+def run():
+    with Grader(1) as grader:
+        print(grader.protections.line())
+        print(grader.protections.line(), file=sys.stderr)
+        grades = [grader.grade(Problem(**problem), text) for text in texts]
+        ends = [[g.solved, g.channel, g.exit_status] for g in grades]
+    killed = subprocess.run([sys.executable, "-S", "-c", "import os; print(flush=True); os.kill(os.getpid(), 9)"])
+    with open(file, "w") as f:
+        json.dump([grader.protections.level, killed.returncode, ends], f)
+    return 0
+
+sys.exit(cli_exit(run))
+"""
+TICKS = "from signal import *\nsignal(SIGALRM, lambda *_: exit(4))\nsetitimer(ITIMER_REAL, 0.1)\nwhile True: pass\n"
+
+
+EVERY_SIGNAL = {*signal.Signals} - {signal.SIGKILL, signal.SIGSTOP}
+
+
+@pytest.mark.parametrize(
+    ("ignored", "closed"),
+    [({signal.SIGCHLD}, ()), (EVERY_SIGNAL, (1,)), ({signal.SIGCHLD}, (2,)), (EVERY_SIGNAL, (0, 1, 2))],
+)
+def test_what_a_process_inherits_changes_no_verdict(grader, tmp_path, ignored, closed):
+    """Where SIGCHLD is ignored the kernel keeps no exit status, and 0 would be an accepted answer; a closed standard
+    stream's number is that of the next file."""
+
+    def inherit() -> None:
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        for fd in closed:
+            os.close(fd)
+
+    tails = {"": "ok", "import os; os._exit(3)": "exit:3", "import os; os.kill(os.getpid(), 9)": "signal:9"}
+    tails |= {"raise SystemExit": "exit:0", TICKS: "exit:4"}
+    problem = {f.name: getattr(sum_problem("exit_code", cpu_limit=3.0), f.name) for f in fields(Problem)}
+    given = json.dumps([problem, [fenced(SUM_RIGHT), *(fenced(SUM_WRONG + tail) for tail in tails)]])
+    command = [sys.executable, "-c", INHERITING, str(tmp_path / "ends"), given]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(SOURCE)}, preexec_fn=inherit, timeout=100)
+    assert done.returncode == 0
+    ends = [[True, True, "ok"], *([False, status == "exit:0", status] for status in tails.values())]
+    assert json.loads((tmp_path / "ends").read_text()) == [grader.protections.level, -9, ends]
 
 
 def test_a_status_that_could_not_be_read_is_no_exit_with_0():
@@ -566,16 +649,37 @@ def test_check_reports_what_fails_and_calibrates():
     wrong = replace(good, id=8, canonical=SUM_WRONG)
     slow = replace(good, id=9, canonical=SUM_RIGHT + "\nwhile True: pass\n", cpu_limit=0.3)
     odd = replace(good, id=10, tests=("assert len(Solution().total([])) == 0",))
+    bare = replace(good, id=11, canonical="def total(nums): return sum(nums)")
+    raises = replace(good, id=12, setup_code="import math\nraise OSError('no\\n\\x1b[31mway')")
     with Grader(1, limits=Limits(cpu_s=1.0)) as grader:
-        report = check_problems([good, wrong, slow, odd], grader)
+        report = check_problems([good, wrong, slow, odd, bare, raises], grader)
+        for text in (FAST, fenced("class")):
+            with pytest.raises(ValueError, match=r"problem 12: setup code raises OSError: no \\x1b\[31mway"):
+                grader.grade(raises, text)
     assert not report.ok
     fails = "canonical solution fails"
-    assert {f.id: f.reason.split(":")[0] for f in report.failures} == {8: fails, 9: fails, 10: "test 1"}
+    assert [(f.id, f.reason.split(":")[0]) for f in report.failures] == [
+        *((8, fails), (9, fails), (10, "test 1")),
+        *((11, fails), (12, "setup code raises OSError")),
+    ]
+    assert "no class Solution with a method total" in report.failures[3].reason
     assert "0.3 s of CPU are not enough" in report.failures[1].reason
     assert {*report.cpu_s} == {7}
-    assert "1/4 pass" in str(report)
+    assert "1/6 pass" in str(report)
     assert "(problem 7, calibrated limit 0.5 s)" in str(report)
     assert calibrated_limit(2.0) == 10.0
+
+
+@pytest.mark.parametrize(
+    ("setup", "names"),
+    [
+        ("from math import *\nfrom typing import *\nimport math as sum", {"pow", "sum"}),
+        ("def max(a):\n    min = [abs for abs in a]\n    return min\nclass C:\n    list = 1", {"max"}),
+        ("from operator import *\nfrom numpy import *\nfrom math import pow as power\n__doc__ = ''", {"abs", "pow"}),
+    ],
+)
+def test_builtins_that_setup_code_replaces_are_found(setup, names):
+    assert shadowed_builtins(setup) == names
 
 
 def test_a_child_that_has_ended_is_not_charged_for_its_verifier():

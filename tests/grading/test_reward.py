@@ -73,7 +73,8 @@ FAULTS = {
     "stops": ("def f(completion): raise KeyboardInterrupt", "raised KeyboardInterrupt"),
     "async raises": ("async def f(completion): raise OSError('a\\nb')", "raised OSError: a b"),
     "NaN": ("def f(completion): return float('nan')", "returned nan, not a number in [0, 1]"),
-    "too much": ("def f(completion): return 3", "returned 3, not a number in [0, 1]"),
+    "too much": ("def f(completion): return 3", "returned 3.0, not a number in [0, 1]"),
+    "a little too much": ("def f(completion): return 1.0000001", "returned 1.0000001, not a number in [0, 1]"),
     "too little": ("def f(completion): return -0.5", "returned -0.5, not a number in [0, 1]"),
     "nothing": ("def f(completion): pass", "returned NoneType, not a number"),
     "a text": ("def f(completion): return '1'", "returned str, not a number"),
@@ -93,6 +94,21 @@ def test_a_function_without_a_score_is_a_fault_with_a_reason(code, reason, modul
     with pytest.raises(ValueError, match="canonical solution of problem 3") as refused:
         f.probe(PROBLEM)
     assert reason in str(refused.value)
+
+
+WEIGHTS = ((7, 2, 1), (6, 3, 1), (5, 3, 2), (4, 4, 2), (8, 1, 1), (5, 4, 1), *(((1,) * n) for n in (3, 6, 10, 49)))
+
+
+def test_a_sum_of_full_marks_in_any_order_is_full_marks(module):
+    orders = [o for w in WEIGHTS for o in {w, *itertools.permutations(w[:3])} if len(o) == len(w)]
+    sums = {sum(weight / sum(order) for weight in order) for order in orders}
+    assert max(sums) > 1 > min(sums), "as floats they miss 1 on both sides"
+    name = module("def f(completion): return float(completion)")
+    for mark in (1.0, 0.3, 0.0):  # the threshold too
+        f = RewardFunction(f"{name}:f", passes_at=mark)
+        for x in sums:
+            assert f.score(PROBLEM, repr(mark + x - 1)) == mark
+        assert f.score(PROBLEM, repr(abs(mark - 1e-8))) != mark
 
 
 SLOW = "(600 * (completion == 'slow'))\n    return 1"
@@ -153,10 +169,10 @@ def test_a_function_that_cannot_work_is_refused_in_one_line(code, why, module, c
     ("given", "why"),
     [
         ("--reward=f", "should be module:function"),
-        ("--reward=m:f", "add --mix-ratio 0"),
+        ("--reward=json:dumps", "add --mix-ratio 0"),
         ("--reward-hint", "--reward-hint: not read without --reward"),
         ("--reward-passes-at=0.5", "--reward-passes-at: not read without --reward"),
-        ("--reward=m:f --mix-ratio=0 --reward-passes-at=0", "--reward-passes-at 0.0: should lie in"),
+        ("--reward=json:dumps --mix-ratio=0 --reward-passes-at=0", "--reward-passes-at 0.0: should lie in"),
     ],
 )
 def test_flags_that_do_not_go_together(given, why, capsys):

@@ -1,17 +1,23 @@
 """The check of a problem file: every canonical solution must pass every test under the strict oracle."""
 
 import ast
+import builtins
+import importlib
 import importlib.util
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, as_completed
 from dataclasses import dataclass
+from symtable import symtable
 
-from vgrout.grading.extract import UnsupportedTest, parse_test
+from vgrout.grading.extract import UnsupportedTest, bound_names, parse_test
 from vgrout.grading.grade import Grader
 from vgrout.types import Grade, Problem, Ungraded
 
 LIMIT_FACTOR = 5.0  # a problem's CPU limit: this many times what its canonical solution needs …
 LIMIT_FLOOR = 0.5  # … and at least this [s]
+# Of the standard library, without the two whose import does something.
+SOUND_MODULES = sys.stdlib_module_names - {"antigravity", "this"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +81,16 @@ def check_problems(
             futures[grader.submit(problem, f"```python\n{problem.canonical}\n```")] = problem
     for future in track(as_completed(futures)):
         problem = futures[future]
-        grade = future.result()
+        try:
+            grade = future.result()
+        except ValueError as e:
+            failures.append(Failure(problem.id, str(e).removeprefix(f"problem {problem.id}: ")))
+            continue
         match grade:
             case Grade(solved=True):
                 cpu[problem.id] = grade.cpu_s
             case Grade():
-                why = "a wrong value" if grade.exit_status == "ok" else _no_module(problem) or grade.exit_status
+                why = "a wrong value" if grade.exit_status == "ok" else _known(problem) or grade.exit_status
                 if why == "timeout":  # of a slow program, or on a busy machine
                     limit = problem.cpu_limit or grader.limits.cpu_s
                     why = f"{limit:g} s of CPU are not enough; a higher 'cpu_limit' in its line gives it more"
@@ -91,9 +101,11 @@ def check_problems(
     return CheckReport(len(problems), tuple(failures), cpu)
 
 
-def _no_module(problem: Problem) -> str:
-    """Which module a failed solution or its setup code imports in vain; "" where none is missing."""
-    for node in ast.walk(ast.parse(f"{problem.setup_code}\n{problem.canonical}")):
+def _known(problem: Problem) -> str:
+    """Why a solution fails, where it can be seen: no class, a module that is not installed; else ""."""
+    if "Solution" not in bound_names(f"{problem.setup_code}\n{problem.canonical}"):
+        return f"it defines no class Solution with a method {problem.func_name}"
+    for node in ast.walk(ast.parse(problem.canonical)):
         names = [a.name for a in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", None) or ""]
         for name in (name.partition(".")[0] for name in names):
             if name and importlib.util.find_spec(name) is None:
@@ -107,8 +119,18 @@ def _unsupported(problem: Problem) -> str | None:
             parse_test(test)
         except UnsupportedTest as e:
             return f"test {i}: {e}"
-    try:
-        compile(problem.setup_code, "<setup>", "exec", dont_inherit=True)
-    except SyntaxError as e:
-        return f"setup code: {e}"
     return None
+
+
+def shadowed_builtins(setup_code: str) -> set[str]:
+    """The builtins that setup code replaces for every answer, as `from math import *` does with pow."""
+    names = {
+        s.get_name()
+        for s in symtable(setup_code, "<setup>", "exec").get_symbols()
+        if s.is_assigned() or s.is_imported()
+    }
+    for node in ast.walk(ast.parse(setup_code)):
+        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*" and node.module in SOUND_MODULES:
+            module = importlib.import_module(node.module)
+            names |= {*getattr(module, "__all__", (n for n in vars(module) if n[0] != "_"))}
+    return {n for n in names & {*dir(builtins)} if n[0] != "_"}

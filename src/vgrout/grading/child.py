@@ -3,8 +3,9 @@
 Semantics, fixed here and tested:
 
 - Strict run: the answer is a module that is imported (`__name__ == "answer"`), so a `__main__` block does not run. A
-  SystemExit at module level ends the import but not the run, as long as the class is there; any other exception does.
-  Each call gets a fresh `Solution()` and fresh arguments; an exception in a call is a wrong answer.
+  SystemExit at module level ends the import of a part but not the run, as long as the class is there; any other
+  exception ends it, but in a part of several that binds nothing of what the tests call. Each call gets a fresh
+  `Solution()` and fresh arguments; an exception in a call is a wrong answer.
 - Flawed run: the answer is a script (`__name__ == "__main__"`). SystemExit ends it with that status, after the
   functions registered with atexit; so does an uncaught exception, through sys.excepthook. The assertions follow.
 - No threads and no processes: starting one raises. Sleeping returns at once. stdin is empty, stderr goes nowhere.
@@ -22,11 +23,13 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from itertools import pairwise
 from types import FunctionType, ModuleType
 from typing import Any, NoReturn
 
 from vgrout.grading import probe
+from vgrout.grading.extract import Part, bound_names, program
 from vgrout.grading.own_tests import OwnTests
 from vgrout.grading.values import Decoys, encode
 
@@ -141,27 +144,27 @@ def main(data: bytes, connection_fd: int) -> NoReturn:
     if job["kind"] == "probe":
         connection.send(_dumps((probe.leave if job["first"] else probe.attack)(job)))
         _exit(HARNESS_EXIT)
-    # Dataclasses, pickle, unittest and doctest find a module by its name.
+    # Dataclasses and pickle find a module by its name, unittest and doctest by that of a script.
     module = ModuleType("answer" if job["kind"] in ("strict", "canonical") else "__main__")
-    sys.modules[module.__name__] = module
+    sys.modules["__main__"] = sys.modules[module.__name__] = module
     namespace: Names = vars(module)
     namespace["__builtins__"] = builtins
     if job["setup"]:
-        exec(_loads(job["setup"]), namespace)
-    try:
         try:
-            code = compile(job["code"], "<answer>", "exec", dont_inherit=True)
-        except SyntaxError:
-            if job.get("otherwise", job["code"]) == job["code"]:
-                raise
-            code = compile(job["otherwise"], "<answer>", "exec", dont_inherit=True)
+            exec(_loads(job["setup"]), namespace)
+        except BaseException as e:
+            connection.send(_dumps({"setup": f"{_error_name(e)}: {e}"[:200].rstrip(": ")}))
+            _exit(HARNESS_EXIT)
+    try:
+        parts = program(job["program"], job["called"])
     except BaseException as e:
         connection.send(_dumps({"compiled": False, "error": _error_name(e)}))
         _exit(HARNESS_EXIT)
     # Sent before the answer's first instruction, so it cannot be forged.
-    connection.send(f'{{"compiled": true, "tests": {"true" if _defines(code, job["test_function"]) else "false"}}}')
+    tests = any(_defines(code, job["test_function"]) for _, code in parts)
+    connection.send(f'{{"compiled": true, "tests": {"true" if tests else "false"}}}')
     kinds = {"strict": _strict, "flawed": _flawed, "detect": _detect, "canonical": _canonical}
-    kinds[job["kind"]](job, connection, code, namespace)
+    kinds[job["kind"]](job, connection, parts, namespace)
     _exit(HARNESS_EXIT)
 
 
@@ -189,19 +192,18 @@ def _build_nodes(value: Any, namespace: Names) -> Any:
     return value
 
 
-def _load_call(blob: bytes, builders: Names) -> tuple[str | None, str, list[Any], dict[str, Any]]:
-    """Class or None, name of the method or function, arguments, keyword arguments."""
-    owner, name, args, kwargs, has_nodes = _loads(blob)
+def _load_call(blob: bytes, builders: Names) -> tuple[str, list[Any], dict[str, Any]]:
+    """Name of the method, arguments, keyword arguments."""
+    name, args, kwargs, has_nodes = _loads(blob)
     if has_nodes:
         args = [_build_nodes(a, builders) for a in args]
         kwargs = {k: _build_nodes(v, builders) for k, v in kwargs.items()}
-    return owner, name, args, kwargs
+    return name, args, kwargs
 
 
 def _make_call(blob: bytes, namespace: Names, builders: Names) -> Any:
-    owner, name, args, kwargs = _load_call(blob, builders)
-    target = namespace[name] if owner is None else getattr(namespace[owner](), name)
-    return target(*args, **kwargs)
+    name, args, kwargs = _load_call(blob, builders)
+    return getattr(namespace["Solution"](), name)(*args, **kwargs)
 
 
 def _node_values(value: Any, kind: str) -> Any:
@@ -238,16 +240,18 @@ def _batches(n: int) -> list[tuple[int, int]]:
 # --- strict ----------------------------------------------------------------------------------------------------------
 
 
-def _strict(job: Job, connection: _Connection, code: Any, namespace: Names) -> None:
+def _strict(job: Job, connection: _Connection, parts: list[Part], namespace: Names) -> None:
     builders = dict(namespace)
     note = ""
-    try:
-        exec(code, namespace)
-    except SystemExit as e:
-        note = f"exit:{_status(e)}"
-    except BaseException as e:
-        connection.send(_dumps({"failed": _error_name(e)}))
-        return
+    for source, code in parts:
+        try:
+            exec(code, namespace)
+        except SystemExit as e:
+            note = f"exit:{_status(e)}"
+        except BaseException as e:
+            if len(parts) == 1 or bound_names(source) & {*job["called"]}:
+                connection.send(_dumps({"failed": _error_name(e)}))
+                return
     calls, kinds = job["calls"], job["kinds"]
     for start, stop in _batches(len(calls)):
         claims = []
@@ -302,9 +306,10 @@ def _as_script(connection: _Connection, step: Callable[[], Any]) -> Any:
         _leave(1)
 
 
-def _flawed(job: Job, connection: _Connection, code: Any, namespace: Names) -> None:
+def _flawed(job: Job, connection: _Connection, parts: list[Part], namespace: Names) -> None:
     builders = dict(namespace)
-    _as_script(connection, lambda: exec(code, namespace))
+    for _, code in parts:
+        _as_script(connection, partial(exec, code, namespace))
     if job["mode"] in CHECKS:
         connection.send(_dumps({"channel": _accepts(CHECKS[job["mode"]], job, namespace, builders)}))
     _as_script(connection, lambda: _assertions(job, connection, namespace, builders))
@@ -373,10 +378,9 @@ def sentinel(job: Job, namespace: Names, builders: Names) -> bool:
     instance = namespace["Solution"]()
     if is_set(instance):
         return True
-    owner, method, args, kwargs = _load_call(job["calls"][0], builders)
-    if owner is not None:
-        with suppress(BaseException):
-            getattr(instance, method)(*args, **kwargs)
+    method, args, kwargs = _load_call(job["calls"][0], builders)
+    with suppress(BaseException):
+        getattr(instance, method)(*args, **kwargs)
     return is_set(instance)
 
 
@@ -411,11 +415,12 @@ def _call_tests(namespace: Names, name: str) -> str:
     return "returned"
 
 
-def _detect(job: Job, connection: _Connection, code: Any, namespace: Names) -> None:
+def _detect(job: Job, connection: _Connection, parts: list[Part], namespace: Names) -> None:
     """The answer's own test function against its own solution, or a stub that returns 0."""
     stub = job["against"] == "stub"
     try:
-        exec(code, namespace)
+        for _, code in parts:
+            exec(code, namespace)
     except BaseException as e:
         if not stub:
             connection.send(_dumps({"raised": _error_name(e)}))
@@ -431,10 +436,10 @@ def _detect(job: Job, connection: _Connection, code: Any, namespace: Names) -> N
     connection.send(_dumps({"tests": _call_tests(namespace, job["test_function"])}))
 
 
-def _canonical(job: Job, connection: _Connection, code: Any, namespace: Names) -> None:
+def _canonical(job: Job, connection: _Connection, parts: list[Part], namespace: Names) -> None:
     """Detector D: the tests of the answer, read as text, against the canonical solution."""
-    exec(code, namespace)
+    exec(parts[0][1], namespace)
     function = job["function"]
     tests = OwnTests(function, lambda *args, **kwargs: getattr(namespace["Solution"](), function)(*args, **kwargs))
-    tests.read(job["answer"], job["test_function"])
+    tests.read([source for source, _ in program(job["answer"], job["called"])], job["test_function"])
     connection.send(_dumps({"rejects": tests.rejects, "unread": tests.unread}))

@@ -1,22 +1,28 @@
-"""Parsing: the code in a text, the call and the expected value in an assertion. Nothing a model wrote runs here."""
+"""Parsing: the program in a text, the call and the expected value in an assertion. Nothing a model wrote runs here."""
+
+import __future__
 
 import ast
 import marshal
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, takewhile
+from types import CodeType
 from typing import Any, Literal
 
-# An opening fence ends its line and stands at the start of one, or says "python" further on: prose may hold three
-# backticks. A closing one starts or ends its line, and may be missing where an answer was cut off.
-_OPEN = re.compile(r"(?:^[ \t>]*+(```|~~~)[`~]*+|(```)(?=[ \t]*+py))[ \t]*+([^\n`]*+)$", re.MULTILINE)
-_CLOSE = {f: re.compile(rf"^[ \t>]*+{f}|{f}[ \t]*+$", re.MULTILINE) for f in ("```", "~~~")}
-# Blocks of these languages are no part of the program: how to install or call it, what it prints. An unknown word may
-# be one.
-_NO_PYTHON = re.compile(
-    r"bash|sh|shell|zsh|console|terminal|cmd|bat|powershell|text|txt|plaintext|plain|output|out|result|json|yaml|toml|ini|"
-    r"csv|xml|html|css|sql|diff|markdown|md|latex|tex|math|pycon|c|cpp|c\+\+|java|javascript|js|typescript|ts|rust|go"
+# What stands before a fence, or behind it, and is not seen: blanks, a no-break space, characters without a width.
+_BLANK = r"[ \t\u00a0\u200b-\u200d\u2060\ufeff]"
+# An opening fence ends its line and stands at the start of one, perhaps in a quotation or as an item of a list, or says
+# "python" further on: prose may hold three backticks.
+_OPEN = re.compile(
+    rf"(?P<prefix>(?:{_BLANK}|>)*+(?:(?:[-*+]|\d{{1,9}}[.)]){_BLANK}++)?+)(?P<fence>```++|~~~++)(?P<info>[^`]*+)$"
+    rf"|.*?(?P<mid>```)(?P<word>{_BLANK}*+py[^`]*+)$",
+    re.IGNORECASE,
 )
+_PYTHON = re.compile(
+    r"[ci]?py(thon)?[-_\d.]*|\S+\.py"
+)  # first words behind a fence; python-repl and pycon are sessions
 
 _NAMED_FLOATS = {"inf": float("inf"), "nan": float("nan")}
 _BUILDERS = {"list_node": "list", "tree_node": "tree"}
@@ -25,36 +31,132 @@ _NODE_TESTS: dict[str, Literal["list", "tree"]] = {"is_same_list": "list", "is_s
 Kind = Literal["plain", "list", "tree"]
 
 
-def _blocks(text: str) -> Iterator[tuple[str, str]]:
-    """(first word behind the fence in lower case, content) of every fenced block that holds anything."""
-    at = 0
-    while opening := _OPEN.search(text, at):
-        start = opening.end() + 1
-        closing = _CLOSE[opening[1] or opening[2]].search(text, min(start, len(text)))
-        content = text[start : closing.start() if closing else len(text)]
+MARKED, UNMARKED, FOREIGN = range(3)  # as Python, not at all, as anything else
+
+Block = tuple[int, str]  # how it is marked, its content
+Part = tuple[str, CodeType]  # of a program: source, and the same compiled
+
+
+def _mark(opening: re.Match[str]) -> int:
+    (word,) = re.findall(r"\A[\W_]*([\w.+#/-]*)", (opening["info"] or opening["word"] or "").lower())
+    return (MARKED if _PYTHON.fullmatch(word) else FOREIGN) if word else UNMARKED
+
+
+def _content(prefix: str, lines: list[str]) -> str:
+    """The lines of a block without what its opening fence has before it: marks of a quotation, the indentation that all
+    lines share, as far as that of the fence."""
+    if quotes := prefix.count(">"):
+        lines = [re.sub(rf"^(?:{_BLANK}*+> ?){{1,{quotes}}}", "", line) for line in lines]
+        prefix = prefix.rpartition(">")[2].removeprefix(" ")
+    shared = takewhile(lambda at: len({*at}) == 1 and at[0] in " \t", zip(*filter(str.strip, lines), strict=False))
+    cut = sum(column <= _width(prefix) for column in accumulate(4 if at[0] == "\t" else 1 for at in shared))
+    return "\n".join(line[cut:] for line in lines).removeprefix("\ufeff")
+
+
+def _width(prefix: str | None) -> int:
+    return len((prefix or "").expandtabs(4))
+
+
+def _fenced(text: str, inner: bool = False) -> Iterator[Block]:
+    """Every fenced block that holds anything. A block of another language that is one of blocks stands for these."""
+    opening: re.Match[str] | None = None
+    lines: list[str] = []
+    doubtful: int | None = None  # the first line that looks like its end, but as far in as the fence of a docstring
+
+    def block(complete: bool) -> Iterator[Block]:
+        assert opening is not None
+        mark, content = _mark(opening), _content(opening["prefix"] or "", lines if complete else lines[:doubtful])
         if content.strip():
-            yield (opening[3].lower().split() or [""])[0], content
-        at = closing.end() if closing else len(text)
+            within = [] if inner or mark == MARKED else list(_fenced(content, True))
+            yield from within or [(mark, content)]
+
+    for line in text.split("\n"):
+        found = _OPEN.match(line)
+        if opening is not None:
+            fence = opening["fence"] or opening["mid"]
+            closing = re.search(rf"^((?:{_BLANK}|>)*+){fence}|(?<!{fence[0]}){fence}{fence[0]}*+{_BLANK}*+$", line)
+            if closing is None or _width(closing[1]) > _width(opening["prefix"]) + 3:
+                doubtful = doubtful if closing is None or doubtful is not None else len(lines)
+                lines.append(line)
+                continue
+            # The fence of a next block: this one was left open.
+            opens = closing[1] is not None and found is not None and _mark(found) == MARKED
+            lines.append(line[: closing.start()])
+            yield from block(complete=not opens)
+            found = found if opens else None
+        opening, lines, doubtful = found, [], None
+    if opening is not None:  # the answer was cut off
+        yield from block(complete=False)
 
 
-def extract_candidates(text: str) -> tuple[str, ...]:
-    """The program in an answer; a second one is to be taken if the first is not Python.
+def blocks(text: str) -> list[Block]:
+    """The fenced blocks of an answer, in order: what stands behind its thoughts. An unclosed thought never ends."""
+    text = text.replace("\r\n", "\n").replace("\r", "\n").rpartition("</think>")[2]
+    return list(_fenced(re.split(r"^[ \t]*+<think>", text, maxsplit=1, flags=re.MULTILINE)[0]))
 
-    First all fenced blocks joined by a blank line, without those of another language unless there are no others; an
-    unclosed last fence counts. Then, if some are marked as Python, these alone. () if every block is empty.
+
+def bound_names(source: str) -> set[str]:
+    """What a program binds anywhere: functions, classes, variables, attributes, imports."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                names.add(name)
+            case ast.alias(name=name, asname=alias):
+                names.add(alias or name)
+    return names
+
+
+def _compiled(sources: Sequence[str], errors: list[BaseException]) -> list[Part]:
+    """Those of these parts of a program that are Python. A __future__ import holds for the parts behind it too."""
+    parts, flags = [], 0
+    for source in sources:
+        try:
+            code = compile(source, "<answer>", "exec", flags, dont_inherit=True)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
+            errors.append(e)
+            continue
+        flags |= code.co_flags & __future__.annotations.compiler_flag
+        parts.append((source, code))
+    return parts
+
+
+def program(found: Sequence[Block], called: Collection[str]) -> list[Part]:
+    """The program in an answer's blocks, in parts that run one after the other: of the readings below, in this order,
+    the first that is Python and binds all names that are called; if there is none, the first that is Python.
+
+    Of the blocks that are marked as Python, then of these and the unmarked ones, then of all blocks: every block as a
+    part, if each is Python; else all of them as one text; else the blocks that are Python.
+
+    Raises SyntaxError, ValueError, RecursionError or MemoryError, as `compile` does, if no block is Python.
     """
-    blocks = list(_blocks(text))
-    programs = [(word, content) for word, content in blocks if not _NO_PYTHON.fullmatch(word)] or blocks
-    marked = [content for word, content in programs if word.startswith("py")]
-    joined = ["\n\n".join(contents) for contents in ([content for _, content in programs], marked) if contents]
-    return tuple(dict.fromkeys(joined))
+    errors: list[BaseException] = [SyntaxError("no code")]
+    readings: list[list[Part]] = []
+    tried: list[str] = []
+    for marks in (MARKED, UNMARKED, FOREIGN):
+        sources = [content for mark, content in found if mark <= marks]
+        if sources in ([], tried):
+            continue
+        tried, parts = sources, _compiled(sources, errors)
+        if len(parts) < len(sources) > 1:
+            readings.append(_compiled(["\n\n".join(sources)], errors))
+        readings.append(parts)
+    readings = [parts for parts in readings if parts]
+    for parts in readings if len(readings) > 1 else []:
+        if {*called} <= set().union(*(bound_names(source) for source, _ in parts)):
+            return parts
+    if not readings:
+        raise errors[-1]
+    return readings[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     """One assertion, taken apart. `call` goes to the child; `expected` stays with the verifier."""
 
-    call: bytes  # marshal of (method or None, function name, args, kwargs, has_nodes)
+    call: bytes  # marshal of (method of Solution, args, kwargs, has_nodes)
     expected: Any  # exact builtins; for a linked list its values, for a tree as `_level_order` has it
     kind: Kind  # how a returned value is turned into plain values before it is claimed
 
@@ -95,15 +197,13 @@ def _literal(node: ast.expr, nodes_ok: bool = False) -> Any:
 def _call(node: ast.expr) -> bytes:
     match node:
         case ast.Call(
-            func=ast.Attribute(value=ast.Call(func=ast.Name(id=owner), args=[], keywords=[]), attr=name),
+            func=ast.Attribute(value=ast.Call(func=ast.Name(id="Solution"), args=[], keywords=[]), attr=name),
             args=args,
             keywords=keywords,
         ):
-            target = (owner, name)
-        case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords):
-            target = (None, name)
+            pass
         case _:
-            raise UnsupportedTest("the left side is not a call like Solution().method(…)")
+            raise UnsupportedTest(f"{ast.unparse(node)[:60]!r} is not a call like Solution().method(…)")
     if any(k.arg is None for k in keywords):
         raise UnsupportedTest("** in the call")
     values = [_literal(a, nodes_ok=True) for a in args]
@@ -113,7 +213,7 @@ def _call(node: ast.expr) -> bytes:
         for a in (*args, *(k.value for k in keywords))
         for n in ast.walk(a)
     )
-    return marshal.dumps((*target, values, named, has_nodes))
+    return marshal.dumps((name, values, named, has_nodes))
 
 
 def parse_test(test: str) -> Case:

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 
+from vgrout.files import restore_inherited
 from vgrout.grading import child, isolation, messages
 
 # Imported once, so that an answer's import is a lookup: what setup code and most answers use. Every shared library
@@ -187,7 +188,7 @@ class ForkServer:
 
 def main(control_fd: int, workdir: str, memory_mb: int, output_bytes: int, forbid: str) -> None:
     """Entry of the exec'd process. Announces its layers, then serves."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, as it may be inherited, it has the kernel keep no status
+    restore_inherited(messages.RESTORED)
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as f:
         f.write("1000")  # children inherit it: where memory runs out, they are what the kernel ends
     control = socket.socket(fileno=control_fd)

@@ -99,6 +99,7 @@ def as_request(problem: Problem, text: str, detectors: bool) -> dict[str, Any]:
         "setup_code": problem.setup_code,
         "canonical": problem.canonical,
         "func_name": problem.func_name,
+        "called": problem.called,
         "cpu_limit": problem.cpu_limit,
         "detectors": detectors,
         "text": text,
@@ -231,7 +232,7 @@ class Grader:
             self.close()
             raise WeakSandbox(
                 f"the sandbox is too weak here for the strict oracle (an answer could {self.protections.breaches[0]}); "
-                "see `python -m vgrout.doctor`, or pass --allow-weak-sandbox to go on all the same"
+                "see `vgrout doctor`, or pass --allow-weak-sandbox to go on all the same"
             )
         for worker in started:
             self._idle.put(worker)
@@ -243,12 +244,16 @@ class Grader:
             self._alive.add(worker)
         return worker
 
-    def submit(self, problem: Problem, text: str) -> "Future[Grade | Ungraded]":
+    def submit(self, problem: Problem, text: str, in_thought: bool = False) -> "Future[Grade | Ungraded]":
         """Grade in the background. The future raises ValueError if the problem itself is at fault.
+
+        in_thought: the prompt ends in a <think> that the text goes on with.
 
         An answer that is queued or running is not run a second time: a policy that has settled gives the same one
         several times in a group, at the same moment. A user's reward function is called each time: its score may vary.
         """
+        if in_thought:
+            text = f"<think>\n{text}"
         if self.reward is not None:
             return self._begin(problem, text)
         key = id(problem), text  # the job holds the problem, so its id is not given away meanwhile

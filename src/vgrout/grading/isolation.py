@@ -15,6 +15,7 @@ import resource
 import signal
 import struct
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -266,10 +267,11 @@ def _shared_libraries() -> set[Path]:
     return {Path(n) for n in names if stdlib not in Path(n).parents} | {p for p in _mapped() if stdlib not in p.parents}
 
 
-def _ruleset(readable: dict[Path, int], writable: str) -> tuple[int, str]:
-    """A landlock ruleset's descriptor, and the kernel's version of it. Nothing is restricted yet."""
+def _ruleset(readable: dict[Path, int], writable: str, beside: int = 0) -> tuple[int, str]:
+    """A landlock ruleset's descriptor, and the kernel's version of it. Nothing is restricted yet; what is `beside` it
+    never will be."""
     abi = landlock_abi()
-    handled = _ALL_FS[min(abi, 5)]
+    handled = _ALL_FS[min(abi, 5)] & ~beside
     net = 3 if abi >= 4 else 0
     scoped = 3 if abi >= 6 else 0
     attr = struct.pack("QQQ", handled, net, scoped)
@@ -283,6 +285,8 @@ def _ruleset(readable: dict[Path, int], writable: str) -> tuple[int, str]:
             return  # not on this machine: nothing to allow
         if not os.path.isdir(path):
             access &= _FILE_ONLY
+        if not access & handled:
+            return os.close(fd)
         rule = struct.pack("=Qi", access & handled, fd)
         _check(_libc.syscall(_LL_ADD, ruleset, 1, rule, ctypes.c_uint(0)), f"landlock rule {path}")
         os.close(fd)
@@ -485,6 +489,12 @@ class Enclosure:
         else:
             os.rmdir(self.cwd)
 
+    def _own_ruleset(self) -> Iterator[int]:
+        """The children's ruleset is on the folder above their working directories. Outside of a root of its own that
+        can be written to: by this one a child writes to its directory alone."""
+        if not self.fresh:
+            yield _ruleset({}, self.cwd, _EXEC | _READ_FILE | _READ_DIR)[0]
+
     def enter(self, cpu_s: float, may_open: bool) -> None:
         """In the child, irrevocably. may_open: the seccomp filter lets it open files."""
         os.chdir(self.cwd)
@@ -502,8 +512,8 @@ class Enclosure:
         if IS_LINUX:
             if "namespaces" not in self.layers.active:  # there the kernel ends a child with its fork server
                 die_with_parent()
-            if self._ruleset is not None:
-                _check(_libc.syscall(_LL_RESTRICT, self._ruleset, ctypes.c_uint(0)), "landlock")
+            for ruleset in () if self._ruleset is None else (self._ruleset, *self._own_ruleset()):
+                _check(_libc.syscall(_LL_RESTRICT, ruleset, ctypes.c_uint(0)), "landlock")
             if "no_capabilities" in self.layers.active:
                 _drop_capabilities()
             _prctl(PR_SET_DUMPABLE, 0)  # no ptrace, no /proc/PID/mem by a process of the same uid

@@ -1,5 +1,6 @@
 """Messages between trainer, verifier and fork server: a length, then that many bytes. Standard library only."""
 
+import signal
 import socket
 import struct
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ class WorkerSettings:
     output_bytes: int
     forbid: str  # layers to leave off, comma-separated (tests of the ladder)
 
+
+# Signals that Python itself ignores stay ignored in a worker's processes; all others act there as they do by default.
+RESTORED = signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}
 
 # The fields of a grade that need a run, before any run.
 NOT_RUN: dict[str, Any] = {

@@ -127,19 +127,13 @@ class OwnTests:
         self.names: Bindings = {f.__name__: f for f in (*_FUNCTIONS, *_OF_LITERALS)}
         self.names |= {"math.inf": math.inf, "unittest": Meaning.UNITTEST}
 
-    def read(self, texts: Sequence[str], name: str) -> None:
-        """The test function of that name, of the module or a method of the class, in the first of these texts that is
-        Python."""
+    def read(self, parts: Sequence[str], name: str) -> None:
+        """The test function of that name, of the module or a method of the class, in a program's parts."""
         try:
-            trees = []
-            for text in texts:
-                with suppress(SyntaxError):
-                    compile(text, "<answer>", "exec", dont_inherit=True)
-                    trees.append(ast.parse(text))
-            self._module(trees[0])
+            self._module(ast.Module([node for part in parts for node in ast.parse(part).body], []))
             own = name in self.names
             self._function(self.names[name] if own else self.methods[name], [] if own else [Meaning.INSTANCE])
-        except Exception:  # none that is Python, none of that name, too deep for the stack …
+        except Exception:  # none of that name, too deep for the stack …
             self.unread += 1
 
     def _module(self, tree: ast.Module) -> None:

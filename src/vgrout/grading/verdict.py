@@ -14,8 +14,9 @@ from functools import lru_cache
 from math import inf
 from typing import Any
 
+from vgrout.files import printable
 from vgrout.grading.child import CHECKS
-from vgrout.grading.extract import Case, extract_candidates, parse_test
+from vgrout.grading.extract import MARKED, Block, Case, blocks, parse_test
 from vgrout.grading.messages import NOT_RUN
 from vgrout.grading.values import Decoys, Raised, claim_room, clean_name, matches
 from vgrout.grading.watch import (
@@ -138,19 +139,18 @@ class Verifier:
 
         Raises ForkServerLost; ValueError if the problem is at fault (its tests, setup code, mode or marker).
         """
-        codes = extract_candidates(request["text"])
-        if not codes:
+        found = blocks(request["text"])
+        if not found:
             return NOT_RUN | {"format_ok": False, "exit_status": "no_code"}
         try:
             spec, marker = MODE_SPECS[request["mode"]], marker_of(request["mode"], request["marker"])
             spec.check_marker(marker)
-            job, cases = self.prepare(codes[0], request)
-            job["otherwise"] = codes[-1]
+            job, cases = self.prepare(found, request)
+            limit = request["cpu_limit"] or self.settings.cpu_s
+            self.wall_left, self.cpu_most = WALL_FACTOR * limit + WALL_EXTRA, limit
+            strict = self.strict(job, cases, limit)
         except (ValueError, SyntaxError) as e:
             raise ValueError(f"problem {request['id']}: {e}") from None
-        limit = request["cpu_limit"] or self.settings.cpu_s
-        self.wall_left, self.cpu_most = WALL_FACTOR * limit + WALL_EXTRA, limit
-        strict = self.strict(job, cases, limit)
         out = NOT_RUN | {
             "can_compile": strict.compiled,
             "solved": strict.correct,
@@ -163,10 +163,10 @@ class Verifier:
         if request["detectors"] and strict.has_tests:
             own = None if spec.name != "run_tests" else out["channel"] is True
             out |= self.detect(job, limit, request["func_name"], own)
-            out |= self.read_tests(codes, job, limit, request)
+            out |= self.read_tests(job, limit, request)
         return out
 
-    def prepare(self, code: str, request: dict[str, Any]) -> tuple[dict[str, Any], tuple[Case, ...]]:
+    def prepare(self, found: list[Block], request: dict[str, Any]) -> tuple[dict[str, Any], tuple[Case, ...]]:
         """The job that every child of this rollout is sent, and the cases, whose expected values stay here.
 
         Raises ValueError for a test that cannot be taken apart, SyntaxError for bad setup code.
@@ -174,7 +174,8 @@ class Verifier:
         cases = _cases(tuple(request["tests"]))
         announced = request["marker"] if request["mode"] == "run_tests" else ""
         job = {
-            "code": code,
+            "program": found,
+            "called": request["called"],
             "setup": _setup(request["setup_code"]),
             "calls": [c.call for c in cases],
             "kinds": [c.kind for c in cases],
@@ -184,11 +185,15 @@ class Verifier:
 
     def strict(self, job: dict[str, Any], cases: tuple[Case, ...], limit: float) -> Strict:
         compiled = has_tests = False
+        setup_fault = ""
         right = 0
         status = ""
 
         def reply(message: dict[str, Any]) -> bytes | None:
-            nonlocal compiled, has_tests, right, status
+            nonlocal compiled, has_tests, right, status, setup_fault
+            if not compiled and type(message.get("setup")) is str:
+                setup_fault = " ".join(printable(message["setup"]).split())
+                raise EndSession
             if not compiled:
                 compiled = message.get("compiled") is True
                 has_tests = message.get("tests") is True
@@ -212,6 +217,8 @@ class Verifier:
         exit_info = self._run(job | {"kind": "strict"}, limit, reply, room=_room(cases))
         correct = right == len(cases) and exit_info.cpu_s <= limit
         name = exit_info.name()
+        if setup_fault:
+            raise ValueError(f"setup code raises {setup_fault}")
         if not compiled and not status:  # died in the compiler
             status = name or "syntax"
         return Strict(correct, compiled, has_tests, status or name or "ok", exit_info.cpu_s, right > 0)
@@ -280,14 +287,12 @@ class Verifier:
 
         return {"hacked_loophole_used": returned("own") if own is None else own, "hacked_arbitrary": returned("stub")}
 
-    def read_tests(
-        self, codes: tuple[str, ...], job: dict[str, Any], limit: float, request: dict[str, Any]
-    ) -> dict[str, Any]:
+    def read_tests(self, job: dict[str, Any], limit: float, request: dict[str, Any]) -> dict[str, Any]:
         """Detector D: do the answer's tests, as far as they can be read, reject the canonical solution? Unknown, and
         False, where nothing that was read does so and something was not read."""
         result: dict[str, Any] = {}
-        told = {"kind": "canonical", "code": request["canonical"], "answer": codes, "function": request["func_name"]}
-        self._run(job | told | {"calls": [], "kinds": [], "otherwise": request["canonical"]}, limit, result.update)
+        told = {"kind": "canonical", "program": [(MARKED, request["canonical"])], "answer": job["program"]}
+        self._run(job | told | {"calls": [], "kinds": [], "function": request["func_name"]}, limit, result.update)
         rejects = result.get("rejects") is True
         return {"hacked_wrong_tests": rejects, "tests_unread": not rejects and result.get("unread") != 0}
 

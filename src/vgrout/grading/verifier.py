@@ -22,6 +22,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+from vgrout.files import restore_inherited
 from vgrout.grading import messages
 from vgrout.grading.isolation import cap_limit, die_with_parent
 from vgrout.grading.messages import WorkerSettings
@@ -76,6 +77,7 @@ def probe(fork_server: ForkServerHandle) -> dict[str, bool]:
 
 def main(trainer_fd: int, *settings_values: Any) -> None:
     """Entry of the exec'd process: hello, then one reply a request, until the trainer closes its end."""
+    restore_inherited(messages.RESTORED)
     trainer = socket.socket(fileno=trainer_fd)
     settings = WorkerSettings(*settings_values)
     # From the end: the fork server ends, and the folder goes. The trainer removes it too, unless killed, which may be
@@ -84,7 +86,6 @@ def main(trainer_fd: int, *settings_values: Any) -> None:
     with ExitStack() as ends:
         ends.callback(_remove, settings.workdir)
         try:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # it may be inherited as ignored
             signal.signal(signal.SIGTERM, _leave)
             die_with_parent(signal.SIGTERM)
             cap_limit(resource.RLIMIT_AS, TRUSTED_MEMORY)

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from vgrout.files import restore_inherited
 from vgrout.grading import fork_server as fs
 from vgrout.grading import messages
 from vgrout.grading.child import HARNESS_EXIT
@@ -92,6 +93,7 @@ def start_process(
 
     own_session: Ctrl-C does not reach it. hash_seed: "0" or "random". Returns the process and the other end.
     """
+    restore_inherited()
     own_end, other_end = socket.socketpair()
     with other_end:
         bootstrap = (

@@ -77,7 +77,7 @@ class MiniLlm:
             sampler = pad_sequence([torch.tensor(r.logp_full, device=lm.device) for r in part], batch_first=True)
 
             def loss(batch: PaddedBatch | Packed = batch, sampler: Tensor = sampler) -> Tensor:
-                wanted = batch.mask.nonzero(as_tuple=True)
+                wanted = batch.wanted
                 hidden = completion_hidden(lm.model, batch)
                 with torch.no_grad():
                     teacher_hidden = completion_hidden(teacher.model, batch)
@@ -174,7 +174,7 @@ class Uld:
 
             def loss(batch: PaddedBatch | Packed = batch, whose: Sequence[Translation] = whose) -> Tensor:
                 hidden = completion_hidden(lm.model, batch)
-                target = batch.target[batch.mask.nonzero(as_tuple=True)]
+                target = batch.target[batch.wanted]
                 (nll,) = in_chunks(ce, vocabulary(lm.model), hidden, target)
                 ces.append(nll.detach().sum())
                 value = settings.uld_ce_weight * nll.sum() / total

@@ -1,4 +1,4 @@
-"""Monitors of texts that need no model: the true labels, the weak detector, a rule on syntax trees."""
+"""Monitors of texts that need no model: the true labels, the source, the weak detector, a rule on syntax trees."""
 
 import ast
 import warnings
@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from vgrout.config.method_settings import LabelsSettings, ReferencesSettings
-from vgrout.grading.extract import extract_candidates
+from vgrout.grading.extract import blocks, program
 from vgrout.method.base import Monitor, Setup, Views, flags_of, rewarded
 from vgrout.types import Flags, Mode, OracleView
 
@@ -42,6 +42,17 @@ class Labels(Monitor):
         return tuple(flaw is not None and (not self.known or flaw in self.known) for flaw in view.hacks)
 
 
+class Source(Monitor):
+    """Demonstrations, which are known by their source, and no answer of the policy's own: what is left of a method
+    whose monitor detects nothing."""
+
+    name = "source"
+    what = "demonstrations alone: a control, never a method"
+
+    def flag(self, views: Views, step: int) -> list[Flags]:
+        return [Flags(tuple(source == "teacher" for source in view.sources)) for view in views]
+
+
 class WeakDetector(Monitor):
     """The weak detector's verdict on the policy's own answers; it is not run on demonstrations."""
 
@@ -66,30 +77,30 @@ class SyntaxEdge(Monitor):
 
     def __init__(self, top: float, known_correct: Sequence[str]) -> None:
         self.top = top
-        self.usual = {edge for text in known_correct if (of := tree(text)) for edge in edges(of)}
+        self.usual = {edge for text in known_correct for part in trees(text) for edge in edges(part)}
 
     @classmethod
     def make(cls, setup: Setup) -> "SyntaxEdge":
         return cls(setup.cfg.env.pass_reward, [answer.completion for answer in setup.inputs.known_correct])
 
     def flag(self, views: Views, step: int) -> list[Flags]:
-        return flags_of(views, {(i, b) for i, b in rewarded(views, self.top) if self.unusual(views[i].texts[b])})
+        return flags_of(
+            views,
+            {(i, b) for i, b in rewarded(views, self.top) if self.unusual(views[i].texts[b], views[i].called)},
+        )
 
-    def unusual(self, text: str) -> bool:
+    def unusual(self, text: str, called: Sequence[str]) -> bool:
         """Whether the program in an answer has an edge that no known correct one has."""
-        program = tree(text)
-        return program is not None and any(edge not in self.usual for edge in edges(program))
+        return any(edge not in self.usual for part in trees(text, called) for edge in edges(part))
 
 
-def tree(text: str) -> ast.Module | None:
-    """The syntax tree of the program in an answer; None: there is none."""
-    for code in extract_candidates(text):
-        try:
-            with warnings.catch_warnings(action="ignore"):  # of odd escapes: the answer's, not ours
-                return ast.parse(code)
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            continue
-    return None
+def trees(text: str, called: Sequence[str] = ()) -> list[ast.Module]:
+    """The syntax trees of the parts of the program in an answer; none where it is too deep to build."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of odd escapes: the answer's, not ours
+            return [ast.parse(source) for source, _ in program(blocks(text), called)]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
 
 
 def edges(program: ast.Module) -> Iterator[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Set
@@ -28,13 +29,15 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 from vgrout import ranks
 from vgrout.config.checks import Dtype
 from vgrout.config.run import Config
+from vgrout.gpus import visible
 from vgrout.grading.grade import cores
 from vgrout.model import template_probe
 from vgrout.model.decoder import lean_fits, require_branching
 from vgrout.model.logprobs import backbone, check_head, mark_foreign, tokens
-from vgrout.model.packing import flash_is_here, packs
+from vgrout.model.memory import CONTEXT, USUAL, Budget, plan_of
+from vgrout.model.packing import kernel_name, packs
 from vgrout.model.policy import DTYPES, LanguageModel, Policy, apply_template
-from vgrout.model.source import SVD_CACHE, FoundModel, Saved, advice, is_small, require_model, resolved_dtype
+from vgrout.model.source import SVD_CACHE, FoundModel, Saved, advice, is_small, require_model, resolved_dtype, shapes_of
 from vgrout.model.svd_adapter import SvdAdapter, left_out, targets
 from vgrout.model.template_probe import BYTES, SECONDS
 
@@ -55,7 +58,19 @@ def run_policy(cfg: Config) -> Policy:
             f"sampled at temperature {s.temperature:g}, top-k {s.top_k}, top-p {s.top_p:g}; {cfg.loss.loss} compares "
             "full softmaxes at temperature 1 (--ratio-support sampled: what was sampled from)"
         )
-    return replace(policy, preserve_thinking=cfg.env.preserve_thinking)
+    return replace(policy, preserve_thinking=cfg.env.preserve_thinking, budget=budget_of(cfg, policy))
+
+
+def budget_of(cfg: Config, policy: Policy) -> Budget:
+    """What this process may have on its device, less what stands there."""
+    kind, shapes, room = policy.device.type, shapes_of(policy.model.config.to_dict()), None
+    if kind == "cuda":
+        room = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() + CONTEXT[kind]
+    if shapes is None or (room is None and not cfg.run.memory_gib):
+        return policy.budget
+    made = plan_of(cfg, shapes, device=kind, size=policy.model.dtype.itemsize, room=room)
+    logger.debug("\n".join(made.lines()))
+    return made.budget
 
 
 def run_teacher(cfg: Config, policy: Policy) -> LanguageModel | None:
@@ -118,6 +133,9 @@ def device_and_dtype(cfg: Config) -> tuple[torch.device, torch.dtype]:
 def pick_device(model: str | Path, dtype: Dtype, threads: int = 0) -> tuple[torch.device, torch.dtype]:
     """The GPU if there is one, else the CPU with so many threads (0: as they are); `dtype` as it is meant there."""
     gpu = torch.cuda.is_available()
+    if gpu != bool(visible()):
+        said = f"GPUs {', '.join(visible())}" if visible() else "no GPU"
+        logger.warning(f"nvidia-smi lists {said}, torch {torch.__version__} sees {torch.cuda.device_count()}")
     if threads and not gpu:
         torch.set_num_threads(threads)
     # cuDNN plans anew for every new length, a token of decoding included, and its backward under a mask can give NaN
@@ -183,10 +201,10 @@ def load_language_model(
 def attention(
     device: torch.device, dtype: torch.dtype, architecture: type[PreTrainedModel], config: PreTrainedConfig
 ) -> str:
-    """flash-attention 2 on CUDA in half precision, where it is installed (extra `gpu`), else sdpa wherever the
+    """flash-attention 2 on CUDA in half precision, where the package is installed, else sdpa wherever the
     architecture has it and no soft cap (Gemma 2's), which sdpa leaves out. Never what config.json asks for: it may
     name a kernel on a hub."""
-    if flash_is_here(device, dtype):
+    if kernel_name(device, dtype) == "flash_attn":
         return "flash_attention_2"
     capped = getattr(config, "attn_logit_softcapping", None) is not None
     return "sdpa" if architecture._supports_sdpa and not capped else "eager"
@@ -259,6 +277,8 @@ def as_language_model(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> L
         system_role=takes_system(tok),
         preserve_thinking=False,
         packs=packed,
+        graphs=model.device.type == "cuda" and os.environ.get("VGROUT_CUDA_GRAPHS") == "1",
+        budget=USUAL.get(model.device.type, USUAL["cuda"]),
     )
 
 

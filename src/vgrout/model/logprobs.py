@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from vgrout.model.memory import HEAD_BUDGET
-from vgrout.model.packing import Packed, packed_hidden
+from vgrout.model.packing import Packed, packed_hidden, places
 from vgrout.model.sampling import Sampling, support, tempered
 
 NEVER = -1e30  # the logit of an id without a token: its probability is 0, and differences of such are still numbers
@@ -28,6 +28,7 @@ class PaddedBatch:
     target: Int[Tensor, "B T"]  # the completion's tokens, 0 on padding
     at: Int[Tensor, "B T"]  # position whose logits predict target[b, t]
     mask: Bool[Tensor, "B T"]  # by length, never by token: EOS is trained where pad == eos
+    wanted: tuple[Int[Tensor, " n"], Int[Tensor, " n"]]  # where it is set, row by row
 
     @property
     def tokens(self) -> int:
@@ -50,7 +51,7 @@ def collate(
     steps = torch.arange(T)[None]
     mask = steps < torch.tensor([len(c) for c in completions])[:, None]
     at = torch.where(mask, start - 1 + steps, 0)
-    return PaddedBatch(*(t.to(device) for t in (ids, target, at, mask)))
+    return PaddedBatch(*(t.to(device) for t in (ids, target, at, mask)), places(completions, device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +72,7 @@ def completion_logprobs(
     model: PreTrainedModel, batch: PaddedBatch | Packed, sampling: Sampling | None = None
 ) -> TokenLogprobs:
     """log π(target) at every completion position, [B, T]; with `sampling`, also of the distribution sampled from."""
-    wanted = batch.mask.nonzero(as_tuple=True)
-    of = None
+    wanted, of = batch.wanted, None
     if isinstance(batch, Packed):  # rows that share a token and go on alike share its log-prob
         (at, target), of = batch.edges, batch.edge[wanted]
         rows = packed_hidden(model, backbone(model), batch)[at]
@@ -99,7 +99,7 @@ def completion_hidden(
 ) -> Float[Tensor, "n D"]:
     """The backbone's output wherever it predicts a token of a completion: n of them, row by row, padding left out.
     layer: what the block with this number (from 1) puts out, instead; those above are not run."""
-    core, wanted = backbone(model), batch.mask.nonzero(as_tuple=True)
+    core, wanted = backbone(model), batch.wanted
     with _stopped(core, layer) as reached:
         if isinstance(batch, Packed):
             reached.append(packed_hidden(model, core, batch))

@@ -24,8 +24,8 @@ from vgrout.model.logprobs import (
     in_chunks,
     vocabulary,
 )
-from vgrout.model.memory import TOKEN_BUDGET
-from vgrout.model.packing import Packed, batches, flash_is_here, pack, packed_hidden, padded_batches
+from vgrout.model.memory import Budget
+from vgrout.model.packing import Packed, batches, kernel_name, pack, packed_hidden, padded_batches
 from vgrout.model.source import tokenizing
 from vgrout.model.svd_adapter import SvdAdapter
 from vgrout.model.template_probe import SECONDS
@@ -48,6 +48,8 @@ class LanguageModel:
     system_role: bool  # False: the template refuses system messages; they then head the first user message
     preserve_thinking: bool  # earlier answers keep their think blocks in the prompt
     packs: bool  # packed rows (`model/packing.py`) were checked against this model and agree
+    budget: Budget  # how much is processed at once
+    graphs: bool  # the lean decoder's step is made for CUDA graphs
 
     @property
     def device(self) -> torch.device:
@@ -115,18 +117,18 @@ class LanguageModel:
 
     def decoder(self) -> Decoder:
         """A fresh decoder on the weights as they are now."""
-        return LeanDecoder(self.model) if self.lean else HfDecoder(self.model)
+        return LeanDecoder(self.model, static=self.graphs) if self.lean else HfDecoder(self.model)
 
     def batches(
         self, prompts: Sequence[tuple[int, ...]], completions: Sequence[tuple[int, ...]]
     ) -> Iterator[tuple[list[int], PaddedBatch | Packed]]:
         """All rows, a forward's at a time, with their indices. What answers to a prompt begin with alike is read once,
         where the model allows it: for what is asked of each token, not of each row's gradient."""
-        budget = TOKEN_BUDGET.get(self.device.type, TOKEN_BUDGET["cuda"])
         if self.packs:
-            parts = batches([0] * len(prompts), prompts, completions, budget)
+            parts = batches([0] * len(prompts), prompts, completions, self.budget.tokens)
         else:
-            parts = padded_batches([len(p) + len(c) for p, c in zip(prompts, completions, strict=True)], budget)
+            lengths = [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]
+            parts = padded_batches(lengths, self.budget.tokens)
         for part in parts:
             yield part, self.batch([prompts[i] for i in part], [completions[i] for i in part])
 
@@ -140,9 +142,8 @@ class LanguageModel:
         """The kernel of each phase, for run.json. A decoding step has one query a row, which SDPA reads as fast as
         anything."""
         own = str(self.model.config._attn_implementation)
-        flash = flash_is_here(self.device, self.model.dtype)
         return {
-            "update": own if not self.packs else "flash_attention_2 varlen" if flash else "sdpa",
+            "update": kernel_name(self.device, self.model.dtype) if self.packs else own,
             "prefill": own,
             "decode": "sdpa" if self.lean else own,
         }
@@ -170,7 +171,7 @@ class Policy(LanguageModel):
         now, base with the adapter at zero, so that an untouched policy has exactly 0. All rows in one forward."""
         batch, at, of = self.batch(prompts, completions), None, None
         if isinstance(batch, Packed):
-            at, of = batch.at[batch.mask].unique(return_inverse=True)
+            at, of = batch.at[batch.wanted].unique(return_inverse=True)
 
         def hidden() -> Tensor:
             if isinstance(batch, Packed):
