@@ -148,6 +148,13 @@ MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a million layers": (setting("num_hidden_layers", 10**6), "config.json has 1000000 layers, its weights are 46 te"),
     "quantised": (setting("quantization_config", {"bits": 4}), "quantised"),
     "a pipe": (lambda m: os.mkfifo(m / "merges.txt"), "merges.txt is not a regular file"),
+    "shards in a list": (
+        lambda m: (
+            (m / "model.safetensors").unlink(),
+            (m / "model.safetensors.index.json").write_text('{"weight_map": ["a"]}'),
+        ),
+        "its weights are 0 tensors",
+    ),
     "no shard": (
         lambda m: (
             (m / "model.safetensors").unlink(),

@@ -24,7 +24,7 @@ from vgrout.config.sampling import Sampling
 from vgrout.iterative_dpo import main as iterative_dpo
 from vgrout.model import decoder, logprobs, sampler, sampling
 from vgrout.model.decoder import HfDecoder, LeanDecoder, lean_fits
-from vgrout.model.load import as_language_model, load_policy
+from vgrout.model.load import as_language_model, load_policy, try_template
 from vgrout.model.policy import Policy
 from vgrout.model.sampler import draw, placed, sample
 from vgrout.model.sampling import candidates, support
@@ -410,6 +410,15 @@ def test_load_from_a_folder_is_the_same_policy(tmp_path):
     assert not loaded.model.training
     assert tokens(run(loaded)) == tokens(run(policy))
     assert not any(p.requires_grad for p in loaded.model.parameters())
+
+
+def test_a_template_that_writes_the_date_is_named(warnings):
+    tok = tiny.tokenizer()
+    try_template(tok)
+    assert warnings == []
+    tok.chat_template += "{{ strftime_now('%d %b %Y') }}"
+    try_template(tok)
+    assert "reads the clock" in warnings[0]
 
 
 def test_missing_model_is_one_line(tmp_path, monkeypatch):

@@ -287,12 +287,14 @@ def as_language_model(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> L
 
 def try_template(tok: PreTrainedTokenizerBase) -> None:
     """Raises ValueError where there is no chat template, or one that does not end, fails, or leaves out a user's
-    message."""
+    message; warns of one that writes today's date."""
     text = tok.chat_template if isinstance(tok.chat_template, str) else json.dumps(tok.chat_template)
     if not ends(text):
         raise ValueError(f"its chat template takes more than {SECONDS} s or {BYTES >> 30} GiB")
     if "(user)" not in apply_template(tok, [{"role": "user", "content": "(user)"}]):
         raise ValueError("its chat template leaves out the user's message")
+    if "strftime_now" in text:
+        logger.warning("the chat template reads the clock: a run that is resumed on another day has other prompts")
 
 
 @cache

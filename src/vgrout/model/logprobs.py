@@ -250,10 +250,12 @@ def log_softmax_at(logits: Float[Tensor, "n V"], target: Int[Tensor, " n"]) -> F
 
 
 def check_head(model: PreTrainedModel) -> None:
-    """Raises ValueError at load if backbone + head ≠ the model's logits."""
+    """Raises ValueError at load if backbone + head ≠ the model's logits, or these are not finite."""
     ids = torch.arange(1, 9, device=model.device)[None] % model.get_output_embeddings().weight.shape[0]
     with torch.no_grad():
         want = model(input_ids=ids, use_cache=False).logits.float()
         got = head_logits(model, backbone(model)(input_ids=ids, use_cache=False).last_hidden_state).float()
+    if not want.isfinite().all():
+        raise ValueError(f"{type(model).__name__}: its logits are not finite")
     if not torch.allclose(got, want, rtol=1e-3, atol=1e-3 * float(want.abs().max())):
         raise ValueError(f"{type(model).__name__}: its head does more than a matrix product; not supported")

@@ -152,7 +152,8 @@ def _check(folder: Path, model: str | Path, flag: str) -> None:
         files = {single.name}
     elif index.is_file():
         shards = from_json(read_text(index), f"{flag} {index}")
-        files = {*map(str, shards.get("weight_map", {}).values())} if isinstance(shards, dict) else set[str]()
+        of = shards.get("weight_map") if isinstance(shards, dict) else None
+        files = {*map(str, of.values())} if isinstance(of, dict) else set[str]()
     else:
         raise wrong("no model.safetensors in it; pickled weights (.bin) can run code: save them as safetensors")
     tensors = sum(len(safetensors_head(folder / name, flag)[0]) for name in files)
