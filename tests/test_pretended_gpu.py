@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -98,10 +99,10 @@ def waiting(gpu: PretendedGpu, m: pytest.MonkeyPatch) -> dict[str, list[Counter[
     usual, of = Clock.__call__, dict[str, list[Counter[str]]]()
 
     @contextlib.contextmanager
-    def counted(clock: Clock, phase: str) -> Iterator[None]:
+    def counted(clock: Clock, phase: str, *how: Any, **more: Any) -> Iterator[Any]:
         before = gpu.waits.copy()
-        with usual(clock, phase):
-            yield
+        with usual(clock, phase, *how, **more) as inside:
+            yield inside
         of.setdefault(phase, []).append(gpu.waits - before)
 
     m.setattr(Clock, "__call__", counted)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from vgrout.config.sampling import Sampling
 from vgrout.imitation.distill_task import DistillTask, not_token_by_token, zero_gradient
@@ -27,7 +26,7 @@ from vgrout.model.logprobs import (
     tokens,
     vocabulary,
 )
-from vgrout.model.packing import Packed
+from vgrout.model.packing import Packed, uploaded
 from vgrout.model.policy import LanguageModel
 from vgrout.rng import py_stream
 from vgrout.types import Rollout, Source
@@ -74,7 +73,8 @@ class MiniLlm:
 
         for part in in_forwards(lm, rollouts, packs):
             batch = as_batch(lm, part, packs)
-            sampler = pad_sequence([torch.tensor(r.logp_full, device=lm.device) for r in part], batch_first=True)
+            T = batch.mask.shape[1]
+            sampler = uploaded([[*(r.logp_full or ()), *[0.0] * (T - len(r.completion_ids))] for r in part], lm.device)
 
             def loss(batch: PaddedBatch | Packed = batch, sampler: Tensor = sampler) -> Tensor:
                 wanted = batch.wanted
