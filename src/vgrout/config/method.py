@@ -267,7 +267,8 @@ class MethodConfig(
             instead = f"say --monitor {' or '.join(legal)}"
             if not self.spec.reads_flags:
                 instead = f"leave it out, or say --intervention {' or '.join(readers)}"
-            raise ValueError(f"--monitor {monitor or 'none'} with {with_it}: {why}; {instead}")
+            given = f"--monitor {monitor} with {with_it}" if monitor else with_it
+            raise ValueError(f"{given}: {why}; {instead}")
         require_words("seed_monitor", [self.seed_monitor], watchers(seeds=True), "seed")
         require_words("shadow", self.in_shadow, [w for w in watchers() if w != monitor], "watcher")
         self._check_control()
