@@ -258,7 +258,8 @@ class MethodConfig(
             value = getattr(self, name)
             if value not in legal:
                 own = "a file may not have code run; if it is yours, name it on the command line as well"
-                names = f"should be one of {', '.join(legal)}"
+                own_class = ", or module:Class" * (name != "control")
+                names = f"should be one of {', '.join(legal)}{own_class}"
                 raise ValueError(f"{flag(name)} {value}: {own if ':' in value else names}")
         check(self)
         monitor, with_it = self.monitor_name, f"--intervention {self.intervention}"
