@@ -80,7 +80,7 @@ def test_the_first_lines_fit_eighty_columns_and_name_a_default(preset: str) -> N
     assert max(len(line) for of in lines.values() for line in of) <= 80
     assert lines["none"][1] == "method: none: plain GRPO"
     assert lines["usual"][0].startswith("method: erase, the default: ")
-    assert lines["usual"][1] == "  another one: --intervention none, route, screen, penalty, route2"
+    assert lines["usual"][1] == "  others: none, route, screen, penalty, route2 (--intervention NAME)"
     assert not any("the default" in line for name, of in lines.items() for line in of if name != "usual")
     controlled = first_lines(resolve([preset, "--control", "haar"]))
     assert (len(controlled), controlled[2].split()[:2]) == (3, ["control:", "haar:"])

@@ -259,7 +259,8 @@ class MethodConfig(
             value = getattr(self, name)
             if value not in legal:
                 own = "a file may not have code run; if it is yours, name it on the command line as well"
-                names = f"should be one of {', '.join(legal)}"
+                own_class = ", or module:Class" * (name != "control")
+                names = f"should be one of {', '.join(legal)}{own_class}"
                 raise ValueError(f"{flag(name)} {value}: {own if ':' in value else names}")
         check(self)
         monitor, with_it = self.monitor_name, f"--intervention {self.intervention}"
@@ -268,7 +269,8 @@ class MethodConfig(
             instead = f"say --monitor {' or '.join(legal)}"
             if not self.spec.reads_flags:
                 instead = f"leave it out, or say --intervention {' or '.join(readers)}"
-            raise ValueError(f"--monitor {monitor or 'none'} with {with_it}: {why}; {instead}")
+            given = f"--monitor {monitor} with {with_it}" if monitor else with_it
+            raise ValueError(f"{given}: {why}; {instead}")
         require_words("seed_monitor", [self.seed_monitor], watchers(seeds=True), "seed")
         require_words("shadow", self.in_shadow, [w for w in watchers() if w != monitor], "watcher")
         self._check_control()

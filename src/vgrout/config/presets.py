@@ -1,5 +1,6 @@
 """Presets, which are values, and the command line of `vgrout train` on top of them. Torch-free."""
 
+import difflib
 import re
 import sys
 import textwrap
@@ -149,7 +150,8 @@ def resolve(argv: list[str] | None, *, own_code: bool = True) -> Config:
         register_named(argv)
     refuse(
         not argv or argv[0] not in PRESETS,
-        f"{' '.join(argv[:1])}: name a preset first: {', '.join(PRESETS)}; then flags, or --help".removeprefix(": "),
+        f"{' '.join(argv[:1])}: name a preset first: {', '.join(PRESETS)}; then flags, or --help".removeprefix(": ")
+        + "".join(f"; did you mean {near}?" for near in difflib.get_close_matches(argv[0] if argv else "", PRESETS, 1)),
     )
     cfg = parsed(
         lambda: tyro.extras.overridable_config_cli(

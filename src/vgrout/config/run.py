@@ -316,7 +316,8 @@ class Config:
             f"--organism {self.scale.organism}": self.scale.organism not in (None, usual),
         }
         given = [name for name, there in of_organism.items() if there]
-        refuse(bool(given) and self.scale.model != ORGANISM, f"{', '.join(given)}: only with --model organism")
+        own = f"{', '.join(given)}: only with --model organism; with another model give your own, or start from full"
+        refuse(bool(given) and self.scale.model != ORGANISM, own)
         refuse(
             self.scale.model == ORGANISM and (self.scale.problems != ORGANISM or bool(self.scale.test_problems)),
             "--model organism: only with --problems organism, and without --test-problems",

@@ -42,10 +42,10 @@ class Cli:
 def command(cli: Cli) -> int:
     """Write the report. Raises ValueError, one line."""
     for source in cli.sources:
-        near = difflib.get_close_matches(source.name, [p.name for p in source.parent.glob("*")], 1)
+        near = difflib.get_close_matches(source.name, [p.name for p in source.parent.glob("*/")], 1)
         instead = f"; did you mean {source.with_name(near[0])}?" if near else ", give that of a run, of runs or a sweep"
         toml = f"is a study's file; its runs are in the folder out/sweeps/{source.stem}"
-        why = toml if source.suffix == ".toml" else f"no such folder{instead}"
+        why = toml if source.suffix == ".toml" else f"no {'folder' if source.exists() else 'such folder'}{instead}"
         refuse(not source.is_dir(), f"{source}: {why}")
     require_own(out := cli.out or cli.sources[0] / "report", "--out", "report.html", "report")
     # Here and not above: scipy, pandas and matplotlib take seconds to import, and a wrong flag never waits for them.

@@ -136,7 +136,7 @@ def method_lines(cfg: Config, named: bool = True) -> list[str]:
     lines = textwrap.wrap(f"{method.intervention}{which}: {method.spec.what}{monitor}", 72)
     if not named:
         others = [name for name in INTERVENTIONS if name != method.intervention and ":" not in name]
-        lines.append(f"another one: --intervention {', '.join(others)}")
+        lines.append(f"others: {', '.join(others)} (--intervention NAME)")
     lines += [*brought(method), *method.ignored]
     if method.monitor_name == "gate" and not cfg.mixes:
         lines += [
