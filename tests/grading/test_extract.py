@@ -203,7 +203,7 @@ def test_calls_are_taken_apart_and_nodes_built_in_the_child():
         "assert 1 < Solution().f(1) == 2",
         "assert Solution().f(1) == {[1], 2}",
         "assert Solution().f({[1]: 2}) == 2",
-        "assert Solution().f(1) == " + "-" * 5_000 + "1",
+        "assert Solution().f(1) == " + "-" * 100_000 + "1",
         "assert Solution().f(1) == " + "[" * 5_000 + "]" * 5_000,
         "assert Solution().f(1) == '\0'",
     ],
